@@ -1,0 +1,1 @@
+"""One file per question; each reproduces a figure, a table or a validation."""

@@ -1,0 +1,1 @@
+"""Model graphs at layer level, from a Hugging Face config, without torch."""

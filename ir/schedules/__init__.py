@@ -1,0 +1,1 @@
+"""Pipeline schedules as tables: phases x actions per rank."""

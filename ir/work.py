@@ -1,0 +1,82 @@
+"""What a node costs, in the hardware's own terms: kernels with FLOPs and bytes, or a message over mesh axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class DType(StrEnum):
+    """A number format."""
+
+    FP64 = "fp64"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one element.
+
+        >>> DType.BF16.bytes
+        2
+        """
+        return {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}[self.value]
+
+
+class KernelKind(StrEnum):
+    """Kernels that a roofline treats alike."""
+
+    GEMM = "gemm"
+    GROUPED_GEMM = "grouped_gemm"
+    ATTENTION = "attention"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel launch (or `count` equal ones) on one device.
+
+    flops: multiply-adds counted twice, of one launch; bytes: HBM traffic of one launch. shape: (m, n, k) of a GEMM;
+    (groups, m, n, k) of a grouped one with m rows per group; (batch, heads, q, kv, qk_dim, v_dim) of attention; () else.
+    """
+
+    kind: KernelKind
+    flops: int
+    bytes: int
+    dtype: DType
+    shape: tuple[int, ...] = ()
+    label: str = ""
+    count: int = 1
+
+
+Work = tuple[Kernel, ...]
+
+
+class CommKind(StrEnum):
+    """Collectives, by what they do to a group."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
+    P2P = "p2p"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One communication, seen from one rank of its group.
+
+    axes: mesh axes whose product is the group, e.g. ("dp",), ("ep",), ("cp", "dp").
+    bytes: all_reduce, the tensor; reduce_scatter, its input; all_gather, its output; all_to_all, what a rank sends in all,
+    every copy of a token counted (to itself too); p2p, the tensor.
+    fanout: all_to_all only; copies of each token (top-k), so that a link model may send a token once per node.
+    nodes_limit: all_to_all only; the most nodes a token goes to (DeepSeek-V3's group-limited routing: 4); 0 is no limit.
+    """
+
+    kind: CommKind
+    bytes: int
+    axes: tuple[str, ...]
+    fanout: int = 1
+    nodes_limit: int = 0

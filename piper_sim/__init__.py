@@ -1,0 +1,1 @@
+"""The simulator of plans: SimPy engine, metrics, memory timeline, report, command line."""
