@@ -26,13 +26,15 @@ class Layout:
 class Param:
     """A logical parameter: its global name and shape, and the axes that shard it (the others replicate it).
 
-    `expert` marks parameters that live on the expert view of the mesh (etp, ep, edp). A tie is the same name in two parts.
+    `expert` marks parameters that live on the expert view of the mesh (etp, ep, edp). A tie is one name in two parts.
+    dims: the tensor dim that each axis of `sharded` cuts, axis by axis.
     """
 
     name: str
     shape: tuple[int, ...]
     sharded: tuple[str, ...] = ()
     expert: bool = False
+    dims: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -48,7 +50,8 @@ class Saved:
     """A tensor that forward keeps for backward, in bytes on one device.
 
     until: the pass that reads it last. recompute: the recompute option that drops it ("norm", "up_projection",
-    "activation", "scores"), "" if only a recompute of the whole part does. rebuild: the kernels that then make it again.
+    "activation", "scores"), "" if only a recompute of the whole part does. rebuild: the kernels that then make it again
+    in I, in the order of `saved` (a later one may read an earlier one).
     """
 
     name: str
@@ -119,9 +122,11 @@ class Chunk:
     """A stretch of the model between two annotation seams: the embedding, one decoder layer, the head, an MTP module.
 
     name: "embed", "l0", "l1", …, "mtp0", "head". The chunk's output is the output of its last part; its input is the
-    output of the chunk before it. tags: what filters can name beside PP, MB and PASS, e.g. {"L": 7}.
+    output of the chunk before it, or of chunk `reads` where that is named (head and MTP both read the last layer).
+    tags: what filters can name beside PP, MB and PASS, e.g. {"L": 7}.
     """
 
     name: str
     parts: tuple[Part, ...]
     tags: dict[str, int] = field(default_factory=dict)
+    reads: str | None = None

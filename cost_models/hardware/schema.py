@@ -1,0 +1,176 @@
+"""What a hardware file says about one GPU, its node and its network. Units stand in the keys.
+
+Every number here is a *model parameter*: datasheet values where a datasheet exists, else a constant fitted once per GPU
+to published measurements (each preset names its sources per value). A measured profile replaces them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from ir.errors import ErrorKind, PiperError, nearest
+from ir.work import DType
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+GIB = 1024**3
+MIB = 1024**2
+
+
+class Gemm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a matrix multiplication approaches the peak.
+
+    efficiency: dtype -> share of peak in the main loop of a huge GEMM at sustained clocks.
+    unhidden_memory: dtype -> share of the HBM time that the main loop does not hide (epilogues, cold starts).
+    ramp_bytes: prologue and epilogue of a tile, as bytes of extra K (so K in elements is ramp_bytes / dtype bytes).
+    tiles: [rows, columns, relative efficiency] of the output tiles that the library chooses from.
+    grouped_efficiency: a grouped GEMM's rate relative to a plain one of equal tiles.
+    """
+
+    efficiency: dict[str, Share]
+    unhidden_memory: dict[str, Annotated[float, msgspec.Meta(ge=0, le=1)]]
+    ramp_bytes: NonNegative
+    tiles: tuple[tuple[Count, Count, Share], ...]
+    grouped_efficiency: Share = 1.0
+
+
+class Attention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a fused attention kernel approaches the peak, causal FLOPs counted as they are done (half).
+
+    forward_efficiency, backward_efficiency: share of peak at head dim 128 and a long sequence.
+    ramp_tokens: KV length at which half of that is reached. head_exponent: efficiency ~ (head dim / 128) ** this, with
+    the mean of the query-key and the value dim, at most 192.
+    """
+
+    forward_efficiency: Share
+    backward_efficiency: Share
+    ramp_tokens: NonNegative
+    head_exponent: NonNegative
+
+
+class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One GPU with its usual node and network. All values are modelled; `sources` says from what.
+
+    peak_TFLOPs: dtype -> dense peak, 10^12 FLOP/s (fp32 is the non-tensor-core path, tf32 stands beside it).
+    hbm_GiB: total memory as the driver reports it to a process (torch `get_device_properties().total_memory`).
+    hbm_GBps: datasheet HBM bandwidth, 10^9 byte/s. sms: streaming multiprocessors (compute units).
+    kernel_launch_us: device-side floor of one kernel with its gap. host_launch_us: what a launch costs the host.
+    memory_efficiency, memory_ramp_KiB: share of HBM bandwidth a long elementwise kernel reaches; bytes lost to ramping.
+    context_MiB: CUDA context and modules. communicator_MiB: buffers of one communicator.
+    reserved_over_allocated: low, middle, high of the allocator's reserved / allocated.
+    gpus_per_node: GPUs in one scale-up (NVLink) domain. nvlink_GBps: one direction, one GPU, line rate.
+    nvlink_pair_GBps: between two given GPUs; null: nvlink_GBps. nvlink_sharp_efficiency: 0 where no switch reduces.
+    nic_Gbps: one direction, per GPU. *_latency_us: one low-latency hop. *_efficiency: busbw of a long ring / line rate.
+    dispatch_*_efficiency: the same of token dispatch kernels (DeepEP-like).
+    collective_launch_us: base time of a call. collectives: which library's protocols ("nccl" or "gloo").
+    """
+
+    name: str
+    peak_TFLOPs: dict[str, Positive]
+    hbm_GiB: Positive
+    hbm_GBps: Positive
+    sms: Count
+    kernel_launch_us: NonNegative
+    host_launch_us: NonNegative
+    gemm: Gemm
+    attention: Attention
+    memory_efficiency: Share
+    memory_ramp_KiB: NonNegative
+    context_MiB: NonNegative
+    communicator_MiB: NonNegative
+    reserved_over_allocated: tuple[Positive, Positive, Positive]
+    gpus_per_node: Count
+    nvlink_GBps: Positive
+    nvlink_pair_GBps: Positive | None = None
+    nvlink_latency_us: NonNegative
+    nvlink_efficiency: Share
+    nvlink_sharp_efficiency: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    nic_Gbps: Positive
+    nic_latency_us: NonNegative
+    nic_efficiency: Share
+    dispatch_nvlink_efficiency: Share
+    dispatch_nic_efficiency: Share
+    collective_launch_us: NonNegative
+    collectives: str = "nccl"
+    pcie_GBps: Positive
+    sources: dict[str, str] = {}
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Total device memory, bytes."""
+        return int(self.hbm_GiB * GIB)
+
+    @property
+    def hbm_bytes_per_s(self) -> float:
+        """Datasheet HBM bandwidth, bytes/s."""
+        return self.hbm_GBps * 1e9
+
+    def peak_flops(self, dtype: DType) -> float:
+        """Dense peak of a dtype, FLOP/s; refuses a dtype the device does not have.
+
+        >>> from cost_models.hardware import load_hardware
+        >>> load_hardware("h100-sxm").peak_flops(DType.BF16)
+        989400000000000.0
+        """
+        peak = self.peak_TFLOPs.get(dtype.value)
+        if peak is None:
+            raise PiperError(
+                ErrorKind.HARDWARE,
+                f"{self.name} has no {dtype.value} arithmetic",
+                key="precision.compute",
+                allowed=[k for k in self.peak_TFLOPs if k != "tf32"],
+                suggestion='precision.compute = "bf16"',
+            )
+        return peak * 1e12
+
+
+_SECTIONS: dict[str, type[msgspec.Struct]] = {"gemm": Gemm, "attention": Attention}
+_DTYPES = [d.value for d in DType]
+
+
+def check_known(raw: dict[str, object], struct: type[msgspec.Struct] = Hardware, prefix: str = "") -> None:
+    """Refuse keys that a hardware file does not have, naming the nearest one."""
+    known = [f.name for f in msgspec.structs.fields(struct)]
+    for key, value in raw.items():
+        if key not in known:
+            near = nearest(key, known)
+            raise PiperError(
+                ErrorKind.HARDWARE,
+                f"unknown hardware key {key!r}",
+                key=prefix + key,
+                allowed=known,
+                suggestion=prefix + near if near else None,
+            )
+        if key in _SECTIONS and isinstance(value, dict):
+            check_known(value, _SECTIONS[key], f"{key}.")
+
+
+def check_consistent(hw: Hardware) -> None:
+    """Refuse files whose parts contradict each other, where types alone cannot tell."""
+    for key, table in (
+        ("peak_TFLOPs", hw.peak_TFLOPs),
+        ("gemm.efficiency", hw.gemm.efficiency),
+        ("gemm.unhidden_memory", hw.gemm.unhidden_memory),
+    ):
+        allowed = [*_DTYPES, "tf32"] if key == "peak_TFLOPs" else _DTYPES
+        for dtype in table:
+            if dtype not in allowed:
+                raise _bad(f"unknown dtype {dtype!r}", f"{key}.{dtype}", allowed, nearest(dtype, allowed))
+        for dtype in hw.peak_TFLOPs:
+            if dtype != "tf32" and dtype not in table:
+                raise _bad(f"{dtype} has a peak but no entry here", key, None, f"add {dtype} to {key}")
+    if not hw.gemm.tiles:
+        raise _bad("a GEMM needs at least one tile shape", "gemm.tiles", None, "[[128, 128, 1.0]]")
+    if list(hw.reserved_over_allocated) != sorted(hw.reserved_over_allocated) or hw.reserved_over_allocated[0] < 1:
+        raise _bad("must be low <= middle <= high, from 1 up", "reserved_over_allocated", None, "[1.0, 1.04, 1.08]")
+    if hw.collectives not in ("nccl", "gloo"):
+        raise _bad(f"unknown library {hw.collectives!r}", "collectives", ["nccl", "gloo"], "nccl")
+
+
+def _bad(message: str, key: str, allowed: list[str] | None, fix: str | None) -> PiperError:
+    return PiperError(ErrorKind.HARDWARE, message, key=key, allowed=allowed, suggestion=fix)

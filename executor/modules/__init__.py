@@ -1,0 +1,1 @@
+"""Models the executor can run: reference modules built from the model graph's own config, and users' annotated modules."""

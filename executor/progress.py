@@ -1,0 +1,128 @@
+"""What each rank is doing right now, in shared memory, so that somebody else can tell when it no longer can."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+
+class State(IntEnum):
+    """A rank's life. Before the first op it is STARTING; only RUN and WAIT are watched by the second."""
+
+    STARTING = 0
+    RUN = 1
+    WAIT = 2
+    DONE = 3
+    FAILED = 4
+
+
+_SIZE = 512
+_HEAD = struct.Struct("=Qdqi160s160s")  # writes so far, time of last progress, op index, state, op text, peers
+_BEAT = struct.Struct("=d")
+_BEAT_AT = _SIZE - _BEAT.size
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One rank's record. changed_s, beat_s: on this machine's monotonic clock; beat_s is the heartbeat thread's."""
+
+    rank: int
+    state: State
+    index: int
+    op: str
+    peers: tuple[int, ...]
+    changed_s: float
+    beat_s: float
+
+
+class Progress:
+    """A rank's own pen.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as d:
+    ...     create(Path(d) / "progress", 2)
+    ...     pen = Progress(Path(d) / "progress", 1)
+    ...     pen.op(3, "1F0"); pen.wait([0])
+    ...     r = read(Path(d) / "progress", 2)[1]
+    ...     pen.close()
+    >>> r.op, r.state.name, r.peers
+    ('1F0', 'WAIT', (0,))
+    """
+
+    def __init__(self, path: Path, rank: int, *, beat_every_s: float = 0.0) -> None:
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self._at = rank * _SIZE
+        self._n, self._index, self._text, self._peers = 0, -1, b"", b""
+        self._stop = threading.Event()
+        if beat_every_s:
+            threading.Thread(target=self._beat, args=(beat_every_s,), name="heartbeat", daemon=True).start()
+
+    def op(self, index: int, text: str) -> None:
+        """Op `index` begins."""
+        self._index, self._text, self._peers = index, text.encode()[:160], b""
+        self._write(State.RUN)
+
+    def wait(self, peers: Iterable[int] = (), text: str | None = None) -> None:
+        """The op now blocks on other ranks (and is shown as `text`, if given)."""
+        self._peers = ",".join(map(str, peers)).encode()[:160]
+        if text is not None:
+            self._text = text.encode()[:160]
+        self._write(State.WAIT)
+
+    def go_on(self) -> None:
+        """The wait is over."""
+        self._write(State.RUN)
+
+    def end(self, state: State = State.DONE) -> None:
+        """No more ops."""
+        self._write(state)
+
+    def close(self) -> None:
+        """Stop the heartbeat and let go of the file."""
+        self._stop.set()
+        self._map.close()
+
+    def _write(self, state: State) -> None:
+        self._n += 1
+        _HEAD.pack_into(
+            self._map, self._at, self._n, time.monotonic(), self._index, state, self._text, self._peers
+        )
+
+    def _beat(self, every_s: float) -> None:
+        while not self._stop.wait(every_s):
+            try:
+                _BEAT.pack_into(self._map, self._at + _BEAT_AT, time.monotonic())
+            except ValueError:  # closed meanwhile
+                return
+
+
+def create(path: Path, world: int) -> None:
+    """An empty file of records, before the ranks start."""
+    path.write_bytes(bytes(_SIZE * world))
+
+
+def read(path: Path, world: int) -> list[Record]:
+    """All records as they stand; a record caught while it is written is read again."""
+    out = []
+    for rank in range(world):
+        raw = b""
+        for _ in range(100):
+            with path.open("rb") as file:
+                file.seek(rank * _SIZE)
+                again = file.read(_SIZE)
+            if again[:_BEAT_AT] == raw[:_BEAT_AT]:
+                break
+            raw = again
+        _, changed, index, state, text, peers = _HEAD.unpack_from(raw)
+        who = tuple(int(p) for p in peers.rstrip(b"\0").split(b",") if p)
+        op = text.rstrip(b"\0").decode(errors="replace")
+        (beat,) = _BEAT.unpack_from(raw, _BEAT_AT)
+        out.append(Record(rank, State(state), index, op, who, changed, beat))
+    return out

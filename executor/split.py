@@ -1,0 +1,282 @@
+"""Backward in two halves: input gradients now (I), weight gradients later (W), for any module, bit for bit.
+
+Every torch function that reads a weight beside another tensor becomes a *seam*: one autograd node on the outside, with a
+small graph of its own inside. Running the outer graph gives the input gradients, frees all other saved tensors, and leaves
+one `Job` per seam: what the function saved, and its output gradient. `W` runs those jobs. The same kernels run in the same
+order as in a whole backward, so the sums are the same to the last bit. Weights of any shape and use count: Linear,
+Embedding, norms, a weight used twice, a weight cast or transposed before use. (torch's private
+`stage_backward_input/weight` is the oracle in the tests; it frees nothing between I and W.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+Sink = Callable[[str, Tensor], None]
+
+@dataclass(slots=True)
+class Job:
+    """One seam's unfinished weight gradient: where to enter its graph, which weights, and (after I) with what."""
+
+    edges: tuple[GradientEdge, ...]
+    leaves: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    derived: bool
+    grads: tuple[Tensor | None, ...] = ()
+
+
+class SplitRun:
+    """One microbatch's passage through one module: forward once, then `input_grad` and `weight_grad`, or `whole`.
+
+    weights: global name → parameter. sink: receives (name, gradient), once per weight and microbatch.
+
+    >>> layer, got = torch.nn.Linear(3, 2, bias=False), {}
+    >>> run = SplitRun({"w": layer.weight}, got.__setitem__)
+    >>> (y,) = run.forward(layer, torch.ones(1, 3))
+    >>> dx, = run.input_grad(torch.ones(1, 2)); sorted(got)
+    []
+    >>> run.weight_grad(); got["w"].tolist()
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], sink: Sink) -> None:
+        self.weights = {n: w for n, w in weights.items() if w.requires_grad}
+        self.names = {id(w): n for n, w in self.weights.items()}
+        self.sink = sink
+        self.deferred = True
+        self.jobs: list[Job] = []
+        self.uses: dict[str, int] = {}
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._partial: dict[str, Tensor] = {}
+        self._inputs: tuple[GradientEdge | None, ...] = ()
+        self._roots: tuple[GradientEdge | None, ...] = ()
+
+    def forward(
+        self, module: Callable[..., Any], *inputs: Tensor, extras: Sequence[object] = ()
+    ) -> tuple[Tensor, ...]:
+        """Run the module and remember how to go back. Floating inputs get gradients, extras none; outputs are detached."""
+        with torch.enable_grad():
+            given = [_Source.apply(self.anchor, x) if x.is_floating_point() else x for x in inputs]
+            self._inputs = tuple(get_gradient_edge(x) if x.requires_grad else None for x in given)
+            with _Seams(self):
+                out = module(*given, *extras)
+        outs: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else tuple(out)
+        self._roots = tuple(get_gradient_edge(o) if o.requires_grad else None for o in outs)
+        return tuple(o.detach() for o in outs)
+
+    def input_grad(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """I: gradients of the inputs (None where there is none); weight gradients stay behind as jobs."""
+        return self._outer(grads, deferred=True)
+
+    def weight_grad(self) -> None:
+        """W: finish the jobs in the order the whole backward would have run them; afterwards nothing is held."""
+        jobs, self.jobs = self.jobs[::-1], []
+        while jobs:
+            job = jobs.pop()
+            dws = torch.autograd.grad(job.edges, job.weights, job.grads, retain_graph=job.derived, allow_unused=True)
+            self._collect(job.weights, dws)
+            del job, dws
+        self._flush()
+
+    def whole(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """B: both halves at once; each weight gradient is finished, and its tensors freed, as soon as it is reached."""
+        dxs = self._outer(grads, deferred=False)
+        self._flush()
+        return dxs
+
+    def _outer(self, grads: Sequence[Tensor | None], *, deferred: bool) -> tuple[Tensor | None, ...]:
+        self.deferred = deferred
+        grads = grads or (None,) * len(self._roots)
+        pairs = [(r, g) for r, g in zip(self._roots, grads, strict=True) if r is not None]
+        inputs, self._inputs, self._roots = self._inputs, (), ()
+        if not pairs:
+            return (None,) * len(inputs)
+        roots, dys = [r for r, _ in pairs], [g for _, g in pairs]
+        del pairs, grads
+        # The weights are asked for too: what reached one past all seams (a user's own autograd.Function) comes here, early.
+        ends = [*(e for e in inputs if e is not None), self.anchor, *self.weights.values()]
+        got = list(torch.autograd.grad(roots, ends, dys, allow_unused=True))
+        for name in reversed(self.weights):
+            if (direct := got.pop()) is not None:
+                self._partial[name] = self._partial[name] + direct if name in self._partial else direct
+        found = iter(got)
+        return tuple(None if e is None else next(found) for e in inputs)
+
+    def _collect(self, weights: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+        for weight, grad in zip(weights, grads, strict=True):
+            name = self.names[id(weight)]
+            self.uses[name] -= 1
+            if grad is None:
+                continue
+            # Several uses of one weight are summed first, as autograd does, then accumulated over microbatches.
+            if (before := self._partial.pop(name, None)) is not None:
+                grad = before + grad
+            if self.uses[name]:
+                self._partial[name] = grad
+            else:
+                self.sink(name, grad)
+
+    def _flush(self) -> None:
+        for name, grad in self._partial.items():
+            self.sink(name, grad)
+        self._partial.clear()
+
+
+class _Seams(TorchFunctionMode):
+    """While active, functions of a weight and something else go through `_Seam`; functions of weights alone are noted."""
+
+    def __init__(self, run: SplitRun) -> None:
+        super().__init__()
+        self.run = run
+        self.derived: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}  # id → (kept alive, the weights it comes from)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        names, derived = self.run.names, self.derived
+        weights: dict[int, Tensor] = {}
+        is_derived, others, acts = False, 0, []
+        for x in _tensors(args, kwargs):
+            if id(x) in names and x.requires_grad:
+                weights[id(x)] = x
+            elif id(x) in derived:
+                is_derived = True
+                weights.update((id(w), w) for w in derived[id(x)][1])
+            else:
+                others += 1
+                if x.requires_grad:
+                    acts.append(x)
+        if not weights or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if not others:
+            out = func(*args, **kwargs)
+            for y in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(y, Tensor) and y.requires_grad and id(y) not in names:
+                    derived[id(y)] = (y, tuple(weights.values()))
+            return out
+        name, target = getattr(func, "__name__", ""), args[0] if args else None
+        if name.endswith("_") and not name.endswith("__") and isinstance(target, Tensor):
+            # In place (`x += w` arrives as add_): run it on a copy, then write the result, and its history, back.
+            out = _Seam.call(self.run, func, args, kwargs, tuple(acts), tuple(weights.values()), is_derived, True)
+            return target.copy_(out)
+        return _Seam.call(self.run, func, args, kwargs, tuple(acts), tuple(weights.values()), is_derived)
+
+
+class _Source(torch.autograd.Function):
+    """An input's place in the graph, without holding its data: who needs that, saves it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Seam(torch.autograd.Function):
+    """One function of weights, as one autograd node whose weight gradients may wait."""
+
+    @staticmethod
+    def call(
+        run: SplitRun,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        acts: tuple[Tensor, ...],
+        weights: tuple[Tensor, ...],
+        derived: bool,
+        in_place: bool = False,
+    ) -> Any:
+        """Apply, then put a list or tuple of outputs back into its form."""
+        form: list[type | None] = []
+        outs = _Seam.apply(run, func, args, kwargs, weights, derived, form, in_place, run.anchor, *acts)
+        return outs if form[0] is None else form[0](outs if isinstance(outs, tuple) else (outs,))
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: SplitRun,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        weights: tuple[Tensor, ...],
+        derived: bool,
+        form: list[type | None],
+        in_place: bool,
+        anchor: Tensor,
+        *acts: Tensor,
+    ) -> Any:
+        leaves = {id(a): a.detach().requires_grad_() for a in acts}
+        with torch.enable_grad():
+            given = _swap(args, leaves)
+            if in_place:
+                given = (given[0].clone(), *given[1:])
+            out = func(*given, **_swap(kwargs, leaves))
+        outs = (out,) if isinstance(out, Tensor) else tuple(out)
+        form.append(None if isinstance(out, Tensor) else (list if isinstance(out, list) else tuple))
+        edges = tuple(get_gradient_edge(o) for o in outs if o.requires_grad)
+        ctx.set_materialize_grads(False)
+        ctx.live = [o.requires_grad for o in outs]
+        results = tuple(o.detach() for o in outs)
+        ctx.mark_non_differentiable(*(r for r, o in zip(results, outs, strict=True) if not o.requires_grad))
+        ctx.run, ctx.acts = run, [id(a) for a in acts]
+        ctx.job = Job(edges, tuple(leaves.values()), weights, derived)
+        for w in weights:
+            name = run.names[id(w)]
+            run.uses[name] = run.uses.get(name, 0) + 1
+        return results[0] if isinstance(out, Tensor) else results
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        run: SplitRun = ctx.run
+        job: Job = ctx.job
+        ctx.job = None
+        live = [(e, g) for e, g in zip(job.edges, (g for g, on in zip(dys, ctx.live, strict=True) if on), strict=True)]
+        live = [(e, g) for e, g in live if g is not None]
+        none: tuple[Tensor | None, ...] = (None,) * 9
+        dxs: tuple[Tensor | None, ...] = (None,) * len(job.leaves)
+        if not live:
+            run._collect(job.weights, (None,) * len(job.weights))
+            return none + dxs
+        edges, grads = tuple(e for e, _ in live), tuple(g for _, g in live)
+        if run.deferred:
+            if job.leaves:
+                dxs = torch.autograd.grad(edges, job.leaves, grads, retain_graph=True, allow_unused=True)
+            run.jobs.append(Job(edges, (), job.weights, job.derived, grads))
+        else:
+            n = len(job.leaves)
+            got = torch.autograd.grad(
+                edges, (*job.leaves, *job.weights), grads, retain_graph=job.derived, allow_unused=True
+            )
+            dxs = got[:n]
+            run._collect(job.weights, got[n:])
+        by_id = dict(zip(dict.fromkeys(ctx.acts), dxs, strict=True))
+        # An activation passed twice to one function gets its gradient once: its leaf was one.
+        return none + tuple(by_id.pop(a, None) for a in ctx.acts)
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterable[Tensor]:
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (tuple, list)):
+            yield from (y for y in x if isinstance(y, Tensor))
+
+
+def _swap(value: Any, leaves: Mapping[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return leaves.get(id(value), value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_swap(v, leaves) for v in value)
+    if isinstance(value, dict):
+        return {k: _swap(v, leaves) for k, v in value.items()}
+    return value

@@ -1,0 +1,120 @@
+"""What every transport can do. A stream is a queue: what one rank posts on it happens in the order of posting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+Channel = tuple[int, int]  # (source rank, destination rank): one direction, one stream
+
+
+class TransportError(RuntimeError):
+    """The other end is gone or the transport gave up: this rank is a witness of a failure, not its cause."""
+
+    def __init__(self, message: str, peers: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.peers = tuple(peers)
+
+
+class Handle(Protocol):
+    """Something posted and not yet known to be done. It keeps its tensors alive."""
+
+    def done(self) -> bool:
+        """Whether it has ended; never blocks."""
+        ...
+
+    def wait(self) -> None:
+        """Block until it has ended; raises TransportError."""
+        ...
+
+
+class Transport(Protocol):
+    """One rank's view. `send` and `recv` return at once; never wait for a send inline: it ends when the peer receives.
+
+    Reductions are sums, in place. Groups are named when the transport is built; their members are in the order given.
+    """
+
+    rank: int
+
+    def send(self, dst: int, tensor: Tensor) -> Handle:
+        """Post a message on channel (rank, dst)."""
+        ...
+
+    def recv(self, src: int, into: Tensor) -> Handle:
+        """Post a receive on channel (src, rank), in advance of its use."""
+        ...
+
+    def all_reduce(self, group: str, tensor: Tensor) -> Handle:
+        """Sum over the group's members."""
+        ...
+
+    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> Handle:
+        """Sum over the members; each keeps its own equal part of the flat tensor."""
+        ...
+
+    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> Handle:
+        """Everyone's part, one after the other."""
+        ...
+
+    def all_to_all(
+        self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Handle:
+        """Rows `sizes[i]` of the tensor go to member i."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait until every rank is here (control traffic, on its own group)."""
+        ...
+
+    def close(self) -> None:
+        """Normal end: every handle has been waited for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Which streams a run needs: channels and named groups; the same value on every rank.
+
+    >>> Topology.of(4, channels=[(0, 1), (1, 0)], groups={"pair": (0, 3)}).groups_of(3)
+    ['pair']
+    """
+
+    world: int
+    channels: tuple[Channel, ...]
+    groups: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(
+        cls, world: int, channels: Iterable[Channel] = (), groups: dict[str, tuple[int, ...]] | None = None
+    ) -> Topology:
+        """Sorted, so that every rank builds its process groups in one order."""
+        return cls(world, tuple(sorted(set(channels))), tuple(sorted((groups or {}).items())))
+
+    def groups_of(self, rank: int) -> list[str]:
+        """The names of the groups a rank is in."""
+        return [name for name, members in self.groups if rank in members]
+
+
+class Delayed:
+    """A handle that ends no earlier than `seconds` after the one it wraps was first seen done (`--emulate-comm`)."""
+
+    def __init__(self, handle: Handle, seconds: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+        self.handle, self.seconds, self.clock, self.sleep = handle, seconds, clock, sleep
+        self.ready: float | None = None
+
+    def done(self) -> bool:
+        """Whether the transfer and the delay are over."""
+        if self.ready is None and self.handle.done():
+            self.ready = self.clock() + self.seconds
+        return self.ready is not None and self.clock() >= self.ready
+
+    def wait(self) -> None:
+        """Block until both are over."""
+        if self.ready is None:
+            self.handle.wait()
+            self.ready = self.clock() + self.seconds
+        if (left := self.ready - self.clock()) > 0:
+            self.sleep(left)

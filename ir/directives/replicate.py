@@ -1,0 +1,53 @@
+"""`replicate`: keep the copies of parameters in step, with ZeRO 0 to 3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ir.directives.select import select
+from ir.errors import ErrorKind, PiperError
+from ir.filters import Filter
+from ir.graph import Graph, Replica
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Synchronise the gradients of the selected parts over the owners of their parameters.
+
+    rewrite, once per step and bucket (every W joins its own member's microbatches):
+        zero 0    W -> AR -> UPDATE
+        zero 1    W -> RS -> UPDATE (a shard) -> AG
+        zero 2    as 1, but an RS after every microbatch's W: whole gradients never stay
+        zero 3    as 2, with an AG before F and before backward in place of the one at the end
+    """
+
+    filter: Filter
+    zero: int = 0
+    bucket_MiB: float | None = None
+    reduce_stream: str = "dp"
+    gather_stream: str = "dp"
+
+    def __str__(self) -> str:
+        return f"replicate({self.filter}, zero={self.zero})"
+
+    def json(self) -> dict[str, object]:
+        """The directive as in a strategy file."""
+        out: dict[str, object] = {"op": "replicate", "filter": self.filter.json(), "zero": self.zero}
+        if self.bucket_MiB is not None:
+            out["bucket_MiB"] = self.bucket_MiB
+        if self.reduce_stream != "dp":
+            out["reduce_stream"] = self.reduce_stream
+        if self.gather_stream != "dp":
+            out["gather_stream"] = self.gather_stream
+        return out
+
+    def __call__(self, graph: Graph) -> Graph:
+        if self.zero not in (0, 1, 2, 3):
+            raise PiperError(ErrorKind.DIRECTIVE, f"{self}: zero is a level", allowed="0, 1, 2, 3")
+        if self.bucket_MiB is not None and not self.bucket_MiB > 0:
+            raise PiperError(ErrorKind.DIRECTIVE, f"{self}: bucket_MiB = {self.bucket_MiB}", allowed="more than 0")
+        hit = {(graph.nodes[i].stage, graph.nodes[i].part) for i in select(graph, self.filter, str(self))}
+        size = None if self.bucket_MiB is None else int(self.bucket_MiB * 2**20)
+        policy = Replica(self.zero, size, self.reduce_stream, self.gather_stream)
+        mine = {k: policy for k, e in enumerate(graph.entries) if (e.stage, e.name) in hit}
+        return replace(graph, replicas={**graph.replicas, **mine})

@@ -1,0 +1,41 @@
+"""Which nodes a directive's filter means, and a clear refusal where it means none."""
+
+from __future__ import annotations
+
+from ir.errors import ErrorKind, PiperError, nearest
+from ir.filters import Filter
+from ir.graph import Graph
+from ir.ops import Pass
+
+
+def select(graph: Graph, wanted: Filter, who: str) -> list[int]:
+    """Indices of the matching per-microbatch nodes. Raises PiperError (directive) where there are none."""
+    known = {t for n in graph.nodes for t in n.tags} | ({graph.dim} if graph.dim else set())
+    for tag in wanted.tags:
+        if tag not in known:
+            raise PiperError(
+                ErrorKind.DIRECTIVE,
+                f"{who}: no node carries the tag {tag!r}",
+                allowed=", ".join([*sorted(known), "PASS"]),
+                suggestion=nearest(tag, known),
+            )
+    dims = (graph.dim,) if graph.dim else ()
+    hits = [
+        i
+        for i, n in enumerate(graph.nodes)
+        if isinstance(n.kind, Pass) and wanted.accepts(n.tags, n.kind, dims)
+    ]
+    if not hits or not wanted.microbatches(graph.dim, graph.mbs):
+        raise PiperError(ErrorKind.DIRECTIVE, f"{who}: the filter selects nothing", allowed=_have(graph, wanted))
+    return hits
+
+
+def _have(graph: Graph, wanted: Filter) -> str:
+    parts = []
+    for tag in wanted.tags:
+        if tag == graph.dim:
+            parts.append(f"{tag} 0..{graph.mbs - 1}")
+        else:
+            values = sorted({n.tags[tag] for n in graph.nodes if tag in n.tags})
+            parts.append(f"{tag} {values[0]}..{values[-1]}")
+    return ", ".join(parts)

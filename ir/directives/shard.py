@@ -1,0 +1,146 @@
+"""`shard`: divide parts over a mesh axis: experts over ep, dense parts over tp or cp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ir.build import fill
+from ir.directives.select import select
+from ir.errors import ErrorKind, PiperError, nearest
+from ir.filters import Filter
+from ir.graph import Buffer, Category, Edge, Entry, Graph, Node, Source
+from ir.model.part import Layout
+from ir.ops import Pass
+
+AXES = ("tp", "cp", "ep")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Divide the selected parts over an axis of the mesh.
+
+    rewrite, axis="ep" (an all-to-all on each compute edge into and out of the experts, none around W):
+        F: router -> experts -> add        -->   router -> dispatch -> experts -> combine -> add
+        I: router <- experts <- add        -->   router <- dispatch <- experts <- combine <- add
+    axis="tp" or "cp": the same nodes with smaller work and blocking messages inside (see `Inline`).
+    """
+
+    filter: Filter
+    axis: str
+    stream: str = "ep"
+    sequence_parallel: bool = False
+
+    def __str__(self) -> str:
+        return f"shard({self.filter}, axis={self.axis})"
+
+    def json(self) -> dict[str, object]:
+        """The directive as in a strategy file."""
+        out: dict[str, object] = {"op": "shard", "filter": self.filter.json(), "axis": self.axis}
+        if self.axis == "ep" and self.stream != "ep":
+            out["stream"] = self.stream
+        if self.sequence_parallel:
+            out["sequence_parallel"] = True
+        return out
+
+    def __call__(self, graph: Graph) -> Graph:
+        if self.axis not in AXES:
+            raise PiperError(
+                ErrorKind.DIRECTIVE,
+                f"{self}: no such axis",
+                allowed=", ".join(AXES),
+                suggestion=nearest(self.axis, AXES),
+            )
+        if graph.mesh is None or graph.source is None:
+            raise PiperError(ErrorKind.DIRECTIVE, f"{self}: a bare pipeline has nothing to shard")
+        hit = {(graph.nodes[i].stage, graph.nodes[i].part) for i in select(graph, self.filter, str(self))}
+        sizes = graph.mesh.sizes
+        entries = list(graph.entries)
+        for k, e in enumerate(entries):
+            if (e.stage, e.name) in hit:
+                entries[k] = replace(e, layout=self._layout(e, sizes["tp"], sizes["cp"], sizes["ep"], sizes["etp"]))
+        source = graph.source
+        graph = refill(replace(graph, entries=tuple(entries)), source)
+        if self.axis == "ep" and sizes["ep"] * sizes["etp"] > 1:
+            return _all_to_all(graph, source, hit, self.stream)
+        return graph
+
+    def _layout(self, e: Entry, tp: int, cp: int, ep: int, etp: int) -> Layout:
+        match self.axis:
+            case "tp":
+                return replace(e.layout, tp=tp, sequence_parallel=self.sequence_parallel and tp > 1)
+            case "cp":
+                return replace(e.layout, cp=cp)
+            case _:
+                return replace(e.layout, ep=ep, etp=etp)
+
+
+def refill(graph: Graph, source: Source) -> Graph:
+    """Every compute node's work and buffers, asked for again under the current layouts."""
+    by_name = {(e.stage, e.name): e for e in graph.entries}
+    works = {key: source.work(e) for key, e in by_name.items()}
+    inputs = graph_inputs(graph)
+    nodes = []
+    for n in graph.nodes:
+        key = (n.stage, n.part)
+        if isinstance(n.kind, Pass) and key in by_name:
+            grads = [works[j].out_bytes for j in inputs[key]]
+            n = fill(n, by_name[key], works[key], grads, graph.recompute)
+        nodes.append(n)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def graph_inputs(graph: Graph) -> dict[tuple[int, str], list[tuple[int, str]]]:
+    """The (stage, part) keys that each entry reads, in the order of its inputs."""
+    last: dict[str, Entry] = {}
+    order: list[str] = []
+    for e in graph.entries:
+        if e.chunk.name not in last:
+            order.append(e.chunk.name)
+        last[e.chunk.name] = e
+    out = {}
+    for e in graph.entries:
+        position = order.index(e.chunk.name)
+        outer = e.chunk.reads or (order[position - 1] if position else None)
+        keys: list[tuple[int, str]] = []
+        for name in e.part.inputs:
+            if name:
+                keys.append((e.stage, f"{e.chunk.name}.{name}"))
+            elif outer is not None:
+                keys.append((last[outer].stage, last[outer].name))
+        out[e.stage, e.name] = keys
+    return out
+
+
+def _all_to_all(graph: Graph, source: Source, hit: set[tuple[int, str]], stream: str) -> Graph:
+    nodes, edges = list(graph.nodes), []
+    made: dict[tuple[int, int, bool], int] = {}
+    entries = {(e.stage, e.name): e for e in graph.entries}
+    for edge in graph.edges:
+        src, dst = graph.nodes[edge.src], graph.nodes[edge.dst]
+        inward = (dst.stage, dst.part) in hit and (src.stage, src.part) not in hit
+        outward = (src.stage, src.part) in hit and (dst.stage, dst.part) not in hit
+        carries = src.writes[edge.slot].slot
+        if not (inward or outward) or not (carries == "out" or carries.startswith("grad")):
+            edges.append(edge)
+            continue
+        key = (edge.src, edge.slot, inward)
+        if key not in made:
+            experts = entries[(dst.stage, dst.part) if inward else (src.stage, src.part)]
+            made[key] = len(nodes)
+            nodes.append(_exchange(source, experts, src, inward, stream))
+            edges.append(Edge(edge.src, made[key], edge.slot))
+        edges.append(Edge(made[key], edge.dst, 0))
+    return replace(graph, nodes=tuple(nodes), edges=tuple(edges))
+
+
+def _exchange(source: Source, experts: Entry, src: Node, inward: bool, stream: str) -> Node:
+    """The all-to-all behind `src`. Backward runs it the other way round: what was combined is dispatched again."""
+    dispatch, combine, received = source.dispatch(experts)
+    forward = src.kind in (Pass.F, Pass.R)
+    name = "dispatch" if inward == forward else "combine"
+    message = dispatch if inward else combine
+    out = received if inward else source.combined(experts)
+    writes = (Buffer("out" if forward else "grad", out, Category.BUFFERS),)
+    tags = {t: v for t, v in src.tags.items() if t != "EP"} | {t: v for t, v in experts.chunk.tags.items() if t == "L"}
+    part = f"{experts.chunk.name}.{name}"
+    return Node(src.stage, src.kind, part, stream, message=message, writes=writes, tags=tags, spans=src.spans)

@@ -1,0 +1,252 @@
+"""The global training DAG: nodes with microbatches as index sets, edges as data. What is true for every microbatch.
+
+A node is compute (F, I, W, R) or communication inside one pass, once per microbatch; or it exists once per step
+(reduce, gather, norm, update). Order is not in here: it is a table attached to a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Protocol
+
+from ir.errors import ErrorKind, PiperError
+from ir.mesh import Mesh
+from ir.model.part import Chunk, Layout, Param, Part, PartWork
+from ir.ops import Pass
+from ir.order import Order
+from ir.work import Message, Work
+
+COMPUTE = "compute"
+
+
+class Once(StrEnum):
+    """Nodes that exist once per step, whatever the number of microbatches."""
+
+    REDUCE = "RS"
+    ALL_REDUCE = "AR"
+    NORM = "NORM"
+    UPDATE = "UPDATE"
+    GATHER = "AG"
+
+
+class Category(StrEnum):
+    """What a buffer counts as in the memory breakdown."""
+
+    ACTIVATIONS = "activations"
+    BUFFERS = "buffers"
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Something a node writes and later nodes read. `slot` is unique within its node."""
+
+    slot: str
+    bytes: int
+    category: Category = Category.ACTIVATIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A set of microbatches (None: once per step) on one group of devices, which run the same program."""
+
+    mbs: range | None
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One piece of work of one stage, for every microbatch of its spans. Its text is its identity: `2F/l7.attn`."""
+
+    stage: int
+    kind: Pass | Once
+    part: str
+    stream: str = COMPUTE
+    work: Work = ()
+    message: Message | None = None
+    inline: tuple[Message, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+    workspace: int = 0
+    tags: Mapping[str, int] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
+
+    def text(self, mb: int | None = None) -> str:
+        """Op text of one microbatch's instance.
+
+        >>> Node(2, Pass.F, "l7.attn").text(0), Node(2, Pass.F, "").text(0)
+        ('2F0/l7.attn', '2F0')
+        """
+        return f"{self.stage}{self.kind}{'' if mb is None else mb}" + (f"/{self.part}" if self.part else "")
+
+    @property
+    def once(self) -> bool:
+        """Whether it exists once per step."""
+        return isinstance(self.kind, Once)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The groups it has instances on, in ascending order."""
+        return tuple(sorted({s.group for s in self.spans}))
+
+    def slot(self, name: str) -> int:
+        """Index of one of its buffers."""
+        return next(i for i, b in enumerate(self.writes) if b.slot == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`dst` reads buffer `slot` of `src`: in the same microbatch, or (join) of all its member's microbatches."""
+
+    src: int
+    dst: int
+    slot: int
+    join: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A part of the model as the graph holds it: where it belongs, and how it is divided."""
+
+    stage: int
+    chunk: Chunk
+    part: Part
+    layout: Layout = field(default_factory=Layout)
+
+    @property
+    def name(self) -> str:
+        """`l7.attn`."""
+        return f"{self.chunk.name}.{self.part.name}"
+
+
+class Source(Protocol):
+    """Where a model graph's numbers come from. `shard` asks again after it has changed a layout."""
+
+    def work(self, entry: Entry) -> PartWork:
+        """Kernels, messages and bytes of a part under its layout."""
+        ...
+
+    def dispatch(self, entry: Entry) -> tuple[Message, Message, int]:
+        """Dispatch message, combine message, and bytes of the rows this device's experts receive."""
+        ...
+
+    def combined(self, entry: Entry) -> int:
+        """Bytes of the combined tokens that come back to this device."""
+        ...
+
+    def local_numel(self, param: Param, layout: Layout) -> int:
+        """Elements of a parameter that one device holds, before ZeRO."""
+        ...
+
+    def update(self, numel: int, clip: bool) -> Work:
+        """Optimizer kernels over this many elements, with the gradient norm's where gradients are clipped."""
+        ...
+
+    def sync_bytes(self) -> tuple[int, int]:
+        """Bytes of one element in gradient reductions and in parameter gathers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """How `replicate` said an entry's parameters are kept in step: ZeRO level, bucket size, stream of its messages."""
+
+    zero: int = 0
+    bucket_bytes: int | None = None
+    reduce_stream: str = "dp"
+    gather_stream: str = "dp"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes, edges and what directives have said so far. Never changed: every rewrite returns a new one."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    entries: tuple[Entry, ...] = ()
+    mbs: int = 1
+    dim: str | None = None
+    mesh: Mesh | None = None
+    replicas: Mapping[int, Replica] = field(default_factory=dict)
+    orders: Mapping[int, Order] = field(default_factory=dict)
+    source: Source | None = None
+    recompute: frozenset[str] = frozenset()
+    prefetch: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return 1 + max((n.stage for n in self.nodes), default=-1)
+
+    @property
+    def programs(self) -> int:
+        """Number of groups that something is placed on."""
+        return 1 + max((s.group for n in self.nodes for s in n.spans), default=-1)
+
+    def owners(self, param: str) -> tuple[int, ...]:
+        """The groups that hold a copy of a parameter: every group that runs a part naming it.
+
+        DualPipe's two copies of a stage and tied embeddings follow from this one rule.
+        """
+        parts = {(e.stage, e.name) for e in self.entries if any(p.name == param for p in e.part.params)}
+        return tuple(sorted({s.group for n in self.nodes if (n.stage, n.part) in parts for s in n.spans}))
+
+    def with_nodes(self, changed: Mapping[int, Node]) -> Graph:
+        """The same graph with some nodes replaced, in one pass."""
+        return replace(self, nodes=tuple(changed.get(i, n) for i, n in enumerate(self.nodes)))
+
+
+def illegal(message: str, fix: str | None = None) -> PiperError:
+    """A graph or plan that breaks a rule."""
+    return PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion=fix)
+
+
+def check(graph: Graph) -> None:
+    """The rules that are always true; linear in the graph. Run after every directive.
+
+    Raises PiperError (illegal_plan): a dangling edge; an edge between nodes without a common microbatch; a microbatch
+    placed twice, or out of range; one part's passes of one microbatch on different groups; a data cycle.
+    """
+    count = len(graph.nodes)
+    homes: dict[tuple[int, str], tuple[Node, tuple[Span, ...]]] = {}
+    for node in graph.nodes:
+        seen: set[int] = set()
+        for span in node.spans:
+            if span.mbs is None:
+                continue
+            if span.mbs.start < 0 or span.mbs.stop > graph.mbs:
+                raise illegal(f"{node.text()}: microbatches {span.mbs} of {graph.mbs}")
+            if not seen.isdisjoint(span.mbs):
+                raise illegal(f"{node.text()}: a microbatch is placed twice", "let the filters of `place` not overlap")
+            seen.update(span.mbs)
+        if not node.once:
+            first, spans = homes.setdefault((node.stage, node.part.split(".")[0]), (node, node.spans))
+            if spans != node.spans:
+                raise illegal(
+                    f"{node.text()} is placed on {_where(node.spans)} but {first.text()} on {_where(spans)}",
+                    "place all passes of a chunk together",
+                )
+    indegree = [0] * count
+    readers: list[list[int]] = [[] for _ in range(count)]
+    for edge in graph.edges:
+        if not (0 <= edge.src < count and 0 <= edge.dst < count):
+            raise illegal(f"edge {edge} names a node that is not in the graph")
+        if not 0 <= edge.slot < len(graph.nodes[edge.src].writes):
+            raise illegal(f"{graph.nodes[edge.dst].text()} reads a buffer that {graph.nodes[edge.src].text()} lacks")
+        indegree[edge.dst] += 1
+        readers[edge.src].append(edge.dst)
+    ready = [i for i in range(count) if not indegree[i]]
+    done = 0
+    while ready:
+        done += 1
+        for dst in readers[ready.pop()]:
+            indegree[dst] -= 1
+            if not indegree[dst]:
+                ready.append(dst)
+    if done < count:
+        stuck = [graph.nodes[i].text() for i in range(count) if indegree[i]]
+        raise illegal(f"data edges form a cycle through {', '.join(stuck[:6])}")
+
+
+def _where(spans: tuple[Span, ...]) -> str:
+    return ", ".join(f"group {s.group} for {s.mbs}" for s in spans) or "nothing"

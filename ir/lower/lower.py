@@ -1,0 +1,141 @@
+"""`lower`: join graph and orders, once, into a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ir.directives.rows import orders_from_rows
+from ir.graph import Graph, check, illegal
+from ir.lower.draft import Draft, stamp
+from ir.lower.frees import node_buffers, producers
+from ir.lower.once import collective_ids, once_rows
+from ir.lower.policy import P2P, Policy
+from ir.lower.transfers import transfers
+from ir.lower.waits import strongest
+from ir.lower.zero import cut_nodes, zero_rows
+from ir.order import IntArray, Order
+from ir.plan import Buffers, Csr, OpKind, Plan
+from ir.sync import buckets, with_sync
+
+_FIELDS = ("node", "slot", "mb", "bytes", "alloc", "alloc_cover", "free", "free_cover", "category")
+
+
+def lower(graph: Graph, policy: Policy | None = None, header: Mapping[str, str] | None = None) -> Plan:
+    """The plan of a placed and ordered graph. Programs without an order run by dataflow.
+
+    Raises PiperError (illegal_plan) where an order leaves out, repeats or inverts actions.
+
+    >>> from ir.build import stage_graph
+    >>> from ir.directives import Place, Split, apply
+    >>> from ir.filters import parse_filter as f
+    >>> placed = [Place(f({"PP": s}), s) for s in range(2)]
+    >>> plan = lower(apply(stage_graph(2), [Split(f({}), "MB", 1), *placed]))
+    >>> plan.texts
+    ['0F0', '0SEND_F0', '0RECV_B0', '0I0', '0W0', '1RECV_F0', '1F0', '1I0', '1SEND_B0', '1W0']
+    """
+    policy = policy or Policy()
+    found = buckets(graph)
+    full = with_sync(graph, policy.clip, found)
+    check(full)
+    draft = stamp(full, policy, _orders(graph), cut_nodes(full, found))
+    edges = transfers(draft)
+    _after_producers(draft)
+    once_rows(draft)
+    zero_rows(draft, found)
+    if policy.p2p is not P2P.USE:
+        _after_dispatched(draft)
+    node_buffers(draft, edges)
+    return _finish(draft, {**policy.header(), **(header or {})})
+
+
+def _orders(graph: Graph) -> dict[int, Order]:
+    orders = dict(graph.orders)
+    if len(orders) < graph.programs:
+        if orders:
+            missing = sorted(set(range(graph.programs)) - set(orders))
+            raise illegal(f"programs {missing} have no order while others have", "order every program, or none")
+        orders = orders_from_rows(graph, [])
+    return orders
+
+
+def _after_producers(draft: Draft) -> None:
+    """A send waits for the op that produced its buffer."""
+    send, _ = draft.messages
+    if len(send):
+        draft.wait(send, producers(draft, send))
+
+
+def _after_dispatched(draft: Draft) -> None:
+    """A communication op follows the compute op dispatched before it: its buffer may be that op's, recycled."""
+    kinds = draft.kinds()
+    rows = draft.rows
+    order = np.lexsort((rows.sub, rows.key, rows.program))
+    compute = kinds[order] == OpKind.COMPUTE
+    last = np.maximum.accumulate(np.where(compute, np.arange(len(order)), -1))
+    comm = np.flatnonzero(~compute & (last >= 0))
+    on = order[last[comm]]
+    mine = rows.program[on] == rows.program[order[comm]]
+    draft.wait(order[comm[mine]], on[mine])
+
+
+def _finish(draft: Draft, header: Mapping[str, str]) -> Plan:
+    """Sort rows into dispatch order, renumber everything, keep the waits that say something."""
+    rows = draft.rows
+    order = np.lexsort((rows.sub, rows.key, rows.program))
+    new = np.empty(len(order), dtype=np.int64)
+    new[order] = np.arange(len(order))
+    row = new[np.concatenate([r for r, _ in draft.waits] or [np.zeros(0, np.int64)])]
+    on = new[np.concatenate([o for _, o in draft.waits] or [np.zeros(0, np.int64)])]
+    bare = Plan(
+        graph=draft.graph,
+        header=header,
+        shapes=tuple(draft.templates.shapes),
+        program=rows.program[order],
+        shape=rows.shape[order],
+        mb=rows.mb[order],
+        mb2=rows.mb2[order],
+        waits=Csr.of(len(order), row[:0], on[:0]),
+        partner=_partners(draft, new, order),
+        collective=collective_ids(draft)[order],
+        buffers=_buffers(draft, new),
+        unit=rows.unit[order],
+    )
+    stream = bare.stream
+    position = stream_positions(stream)
+    row, on = strongest(row, on, stream, position, len(bare.streams))
+    by = np.lexsort((on, row))
+    out = Plan(**{**_fields(bare), "waits": Csr.of(len(order), row[by], on[by])})
+    out.__dict__.update({k: v for k, v in bare.__dict__.items() if k in ("streams", "stream", "_streams", "kind")})
+    return out
+
+
+def _fields(plan: Plan) -> dict[str, object]:
+    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+
+
+def stream_positions(stream: IntArray) -> IntArray:
+    """Position of each op within its stream (dispatch order)."""
+    by = np.argsort(stream, kind="stable")
+    counts = np.bincount(stream)
+    first = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    out = np.empty(len(stream), dtype=np.int64)
+    out[by] = np.arange(len(stream)) - first[stream[by]]
+    return out
+
+
+def _partners(draft: Draft, new: IntArray, order: IntArray) -> IntArray:
+    out = np.full(len(order), -1, dtype=np.int64)
+    send, recv = draft.messages
+    out[new[send]] = new[recv]
+    out[new[recv]] = new[send]
+    return out
+
+
+def _buffers(draft: Draft, new: IntArray) -> Buffers:
+    empty = np.zeros(0, dtype=np.int64)
+    columns = {f: np.concatenate([b[f] for b in draft.buffers] or [empty]) for f in _FIELDS}
+    columns["alloc"] = new[columns["alloc"]]
+    columns["free"] = np.where(columns["free"] >= 0, new[columns["free"]], -1)
+    return Buffers(**columns)

@@ -1,0 +1,103 @@
+"""Rows that exist once per step: each stands behind its last contribution, collectives in one order for all programs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ir.graph import COMPUTE, Graph, Node, Once
+from ir.lower.draft import STEP, Draft
+from ir.order import IntArray
+from ir.plan import OpKind, Shape
+
+_TAIL = (Once.NORM, Once.UPDATE, Once.GATHER)
+
+
+def once_rows(draft: Draft) -> None:
+    """Add a row per once-node and member program, with the waits for what it joins."""
+    graph = draft.graph
+    sources = _sources(graph)
+    reductions = [i for i, n in enumerate(graph.nodes) if n.once and n.kind not in _TAIL]
+    last = {(i, p): _last(draft, sources[i], p) for i in reductions for p in graph.nodes[i].groups}
+    front = dict.fromkeys(range(len(draft.start) - 1), -1)
+    for rank, i in enumerate(canonical(draft, reductions, last)):
+        members = []
+        for p in graph.nodes[i].groups:
+            own = last[i, p]
+            front[p] = max(front[p], own)
+            key = front[p] * STEP + STEP // 2
+            members.append(_add(draft, i, p, key, rank, own))
+        _collect(draft, members)
+    end = [int(n) for n in np.diff(draft.start)]
+    for rank, kind in enumerate(_TAIL):
+        for i, n in enumerate(graph.nodes):
+            if n.kind is not kind:
+                continue
+            members = []
+            for p in n.groups:
+                row = _add(draft, i, p, (end[p] + rank) * STEP, i, _last(draft, sources[i], p))
+                members.append(row)
+                before = [draft.once_rows[s, p] for s in sources[i] if (s, p) in draft.once_rows]
+                draft.wait(np.full(len(before), row), np.array(before, dtype=np.int64))
+            _collect(draft, members)
+
+
+def canonical(draft: Draft, nodes: list[int], last: dict[tuple[int, int], int]) -> list[int]:
+    """One order of collectives for all programs: by the latest last contribution over the owners, owners, chunk.
+
+    How late a contribution is, is counted in units to its program's end, which all programs reach together.
+    """
+    rows, ends = draft.rows, [int(draft.rows.unit[e - 1]) for e in draft.start[1:].tolist()]
+
+    def slack(i: int) -> int:
+        groups = draft.graph.nodes[i].groups
+        return min(ends[p] - (int(rows.unit[draft.start[p] + last[i, p]]) if last[i, p] >= 0 else 0) for p in groups)
+
+    return sorted(nodes, key=lambda i: (-slack(i), draft.graph.nodes[i].groups, i))
+
+
+def _sources(graph: Graph) -> list[list[int]]:
+    out: list[list[int]] = [[] for _ in graph.nodes]
+    for e in graph.edges:
+        if e.join:
+            out[e.dst].append(e.src)
+    return out
+
+
+def _last(draft: Draft, sources: list[int], program: int) -> int:
+    """Local position of the last base row on `program` that contributes, -1 if none does."""
+    per_mb = [s for s in sources if not draft.graph.nodes[s].once]
+    if not per_mb:
+        return -1
+    row = draft.inst[per_mb]
+    mine = row[draft.rows.program[row] == program]
+    return int(mine.max() - draft.start[program]) if mine.size else -1
+
+
+def _add(draft: Draft, node: int, program: int, key: int, sub: int, own: int) -> int:
+    n = draft.graph.nodes[node]
+    kind = OpKind.COMPUTE if n.stream == COMPUTE else OpKind.COLLECTIVE
+    shape = draft.shape(Shape(kind, n.stream, _text(n), ((node, 0),), message=n.message))
+    one = np.ones(1, dtype=np.int64)
+    row = int(draft.rows.extend(program=one * program, shape=one * shape, key=one * key, sub=one * sub)[0])
+    draft.once_rows[node, program] = row
+    if own >= 0:
+        draft.wait(one * row, one * (draft.start[program] + own))
+    return row
+
+
+def _text(n: Node) -> str:
+    return n.text()
+
+
+def _collect(draft: Draft, members: list[int]) -> None:
+    """Members on several programs meet; equal replicas inside one program are folded and need no meeting."""
+    if len(members) > 1:
+        draft.collectives.append(members)
+
+
+def collective_ids(draft: Draft) -> IntArray:
+    """The collective of each row, -1 for none."""
+    out = np.full(len(draft.rows), -1, dtype=np.int64)
+    for c, members in enumerate(draft.collectives):
+        out[members] = c
+    return out

@@ -1,0 +1,76 @@
+"""Which nodes one action of a schedule stands for, in the order one program would run them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ir.graph import COMPUTE, Edge, Graph
+from ir.ops import Pass, Token
+
+
+class Sequences:
+    """Node sequences per (stage, token). Communication stands right behind its producer.
+
+    F runs parts in model order. I runs them backwards, each behind what it recomputes. B puts every W behind the
+    communication that its I feeds, so that the wire is busy first.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.out: list[list[Edge]] = [[] for _ in graph.nodes]
+        self.into: list[list[Edge]] = [[] for _ in graph.nodes]
+        for e in graph.edges:
+            self.out[e.src].append(e)
+            self.into[e.dst].append(e)
+        self.compute: dict[tuple[int, Pass], list[int]] = defaultdict(list)
+        for i, n in enumerate(graph.nodes):
+            if isinstance(n.kind, Pass) and n.stream == COMPUTE:
+                self.compute[n.stage, n.kind].append(i)
+        self._memo: dict[tuple[int, Token], tuple[int, ...]] = {}
+
+    def of(self, stage: int, token: Token) -> tuple[int, ...]:
+        """Node indices of one action."""
+        key = (stage, token)
+        if key not in self._memo:
+            self._memo[key] = tuple(self._build(stage, token))
+        return self._memo[key]
+
+    def fed(self, node: int) -> list[int]:
+        """Communication nodes of the same stage and pass that read this node."""
+        n = self.graph.nodes
+        hits = {e.dst for e in self.out[node] if n[e.dst].stream != COMPUTE and n[e.dst].kind == n[node].kind}
+        return sorted(hits)
+
+    def _build(self, stage: int, token: Token) -> list[int]:
+        match token:
+            case Token.F:
+                return [x for i in self.compute[stage, Pass.F] for x in (i, *self.fed(i))]
+            case Token.W:
+                return list(self.compute[stage, Pass.W])
+            case Token.I | Token.B:
+                return self._backward(stage, token)
+
+    def _backward(self, stage: int, token: Token) -> list[int]:
+        out: list[int] = []
+        done: set[int] = set()
+        weight = {self.graph.nodes[w].part: w for w in self.compute[stage, Pass.W]}
+        for i in self.compute[stage, Pass.I]:
+            w = weight.get(self.graph.nodes[i].part)
+            for reader in (i,) if w is None else (i, w):
+                self._recompute(reader, out, done)
+            out += [i, *self.fed(i)]
+            if token is Token.B and w is not None:
+                out.append(w)
+        return out
+
+    def _recompute(self, reader: int, out: list[int], done: set[int]) -> None:
+        """Emit the R nodes that `reader` needs and that have not run yet, each behind what it needs itself."""
+        for e in self.into[reader]:
+            if self.graph.nodes[e.src].kind is Pass.R and e.src not in done:
+                done.add(e.src)
+                self._recompute(e.src, out, done)
+                out.append(e.src)
+                for comm in self.fed(e.src):
+                    if comm not in done:
+                        done.add(comm)
+                        out.append(comm)

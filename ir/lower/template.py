@@ -1,0 +1,152 @@
+"""Templates: the rows that one unit of an order becomes, built once and stamped for every microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ir.graph import COMPUTE, Graph, illegal
+from ir.lower.merge import Item, alternate
+from ir.lower.policy import Merge, Policy
+from ir.lower.sequence import Sequences
+from ir.ops import Pass, Token
+from ir.plan import OpKind, Shape
+
+Members = tuple[tuple[int, int], ...]  # (stage, token)
+TemplateRow = tuple[int, int, int]  # shape, member of mb, member of mb2 (-1: none)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a template depends on: the program, the actions of the unit, the class of each one's microbatch."""
+
+    program: int
+    members: Members
+    classes: tuple[int, ...]
+
+
+class Templates:
+    """Builds templates and the shapes they share. `home[stage][class]` is the program of a stage's microbatch class."""
+
+    def __init__(self, graph: Graph, policy: Policy, home: dict[tuple[int, int], int], cuts: frozenset[int]) -> None:
+        self.graph, self.policy, self.home, self.cuts = graph, policy, home, cuts
+        self.sequences = Sequences(graph)
+        self.shapes: list[Shape] = []
+        self._shape_at: dict[tuple[str, str], int] = {}
+        self._many = self._stages_with_many_transfers()
+
+    def build(self, key: Key) -> list[TemplateRow]:
+        """The rows of one unit."""
+        seqs = [self.sequences.of(stage, Token(token)) for stage, token in key.members]
+        nodes = self.graph.nodes
+        if len(seqs) == 1:
+            items: list[Item] = [(n, 0) for n in seqs[0]]
+        elif self.policy.merge is Merge.FUSED:
+            items = [(n, m) for m, seq in enumerate(seqs) for n in seq]
+        else:
+            items = alternate(seqs, lambda n: nodes[n].stream != COMPUTE, lambda n: nodes[n].kind is Pass.W)
+        return self._rows(key, items)
+
+    def _rows(self, key: Key, items: list[Item]) -> list[TemplateRow]:
+        """Coalesce neighbours on the compute stream; put sends behind their producers."""
+        rows: list[TemplateRow] = []
+        run: list[Item] = []
+        pending: list[TemplateRow] = []
+        fused = len(key.members) > 1 and self.policy.merge is Merge.FUSED
+
+        def close() -> None:
+            if run:
+                rows.append(self._compute(key, run, fused))
+                run.clear()
+            rows.extend(pending)
+            pending.clear()
+
+        for node, member in items:
+            n = self.graph.nodes[node]
+            if n.stream != COMPUTE:
+                close()
+                rows.append((self._shape(_collective(self.graph, node)), member, -1))
+            else:
+                if run and not fused and not self._joins(run[-1], (node, member)):
+                    close()
+                run.append((node, member))
+            sends = self._sends(key, node, member)
+            if n.stream != COMPUTE:
+                rows.extend(sends)
+            elif sends:
+                pending.extend(sends)
+                if not fused and not self.policy.whole_backward:
+                    close()
+        close()
+        return rows
+
+    def _joins(self, last: Item, new: Item) -> bool:
+        a, b = self.graph.nodes[last[0]], self.graph.nodes[new[0]]
+        forward = (a.kind is Pass.F, b.kind is Pass.F)
+        return last[1] == new[1] and a.stage == b.stage and forward[0] == forward[1] and new[0] not in self.cuts
+
+    def _compute(self, key: Key, run: list[Item], fused: bool) -> TemplateRow:
+        if not fused:
+            member = run[0][1]
+            text = self._label(key.members[member][0], [n for n, _ in run])
+            shape = Shape(OpKind.COMPUTE, COMPUTE, text, tuple((n, 0) for n, _ in run))
+            return (self._shape(shape), member, -1)
+        texts = [self._label(stage, [n for n, m in run if m == i]) for i, (stage, _) in enumerate(key.members)]
+        if len(texts) > 2:
+            raise illegal("a fused group has two members", "use the alternate policy for larger groups")
+        shape = Shape(OpKind.COMPUTE, COMPUTE, f"({';'.join(texts)})OVERLAP_F_B", tuple(run))
+        return (self._shape(shape), 0, 1)
+
+    def _label(self, stage: int, run: list[int]) -> str:
+        nodes = self.graph.nodes
+        kinds = {nodes[n].kind for n in run}
+        letter = next(iter(kinds)) if len(kinds) == 1 else ("I" if kinds == {Pass.R, Pass.I} else "B")
+        passes = {"F": (Pass.F,), "I": (Pass.R, Pass.I), "W": (Pass.W,), "R": (Pass.R,), "B": (Pass.R, Pass.I, Pass.W)}
+        if len(run) == sum(len(self.sequences.compute[stage, p]) for p in passes[str(letter)]):
+            return f"{stage}{letter}*"
+        first, last = nodes[run[0]].part, nodes[run[-1]].part
+        return f"{stage}{letter}*/{first}" + (f"..{last}" if last != first else "")
+
+    def _sends(self, key: Key, node: int, member: int) -> list[TemplateRow]:
+        """One send per program that reads a slot of this node elsewhere."""
+        n = self.graph.nodes[node]
+        cls = key.classes[member]
+        out: dict[tuple[int, int], TemplateRow] = {}
+        for e in self.sequences.out[node]:
+            reader = self.graph.nodes[e.dst]
+            if e.join or reader.once or reader.stage == n.stage:
+                continue
+            peer = self.home.get((reader.stage, cls))
+            if peer is None:
+                raise illegal(f"{reader.text()} reads {n.text()} but is placed nowhere", "place every stage")
+            if peer != key.program and (peer, e.slot) not in out:
+                way = "F" if n.kind is Pass.F else "B"
+                text = f"{n.stage}SEND_{way}*" + (f"/{n.part}" if (n.stage, way) in self._many else "")
+                shape = Shape(OpKind.SEND, f"send>{peer}", text, slot=(node, e.slot))
+                out[peer, e.slot] = (self._shape(shape), member, -1)
+        return [out[k] for k in sorted(out)]
+
+    def _stages_with_many_transfers(self) -> set[tuple[int, str]]:
+        """Stages whose boundary is crossed by several buffers in one direction: their sends carry the part's name."""
+        seen: dict[tuple[int, str], set[tuple[int, int]]] = {}
+        for e in self.graph.edges:
+            a, b = self.graph.nodes[e.src], self.graph.nodes[e.dst]
+            if not a.once and not b.once and a.stage != b.stage:
+                seen.setdefault((a.stage, "F" if a.kind is Pass.F else "B"), set()).add((e.src, e.slot))
+        return {k for k, v in seen.items() if len(v) > 1}
+
+    def _shape(self, shape: Shape) -> int:
+        at = self._shape_at.setdefault((shape.stream, shape.text), len(self.shapes))
+        if at == len(self.shapes):
+            self.shapes.append(shape)
+        elif self.shapes[at] != shape:
+            raise illegal(f"two different ops are both called {shape.text}")
+        return at
+
+    def add(self, shape: Shape) -> int:
+        """Register a shape that no template makes (a receive, a once-per-step op)."""
+        return self._shape(shape)
+
+
+def _collective(graph: Graph, node: int) -> Shape:
+    n = graph.nodes[node]
+    return Shape(OpKind.COLLECTIVE, n.stream, n.text().replace(str(n.kind), f"{n.kind}*", 1), ((node, 0),), message=n.message)

@@ -1,0 +1,169 @@
+"""Messages between programs: channels in one order at both ends, receives dispatched where they are needed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ir.graph import illegal
+from ir.lower.draft import STEP, Draft
+from ir.lower.policy import P2P
+from ir.ops import Pass
+from ir.order import BoolArray, IntArray
+from ir.plan import OpKind, Shape
+
+
+def data_edges(draft: Draft) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """(edge, mb, writer row, reader row) of every data edge's instances. Refuses an order that leaves actions out."""
+    g = draft.graph
+    index = np.array(
+        [i for i, e in enumerate(g.edges) if not e.join and not g.nodes[e.src].once and not g.nodes[e.dst].once],
+        dtype=np.int64,
+    )
+    src = np.array([g.edges[i].src for i in index.tolist()], dtype=np.int64)
+    dst = np.array([g.edges[i].dst for i in index.tolist()], dtype=np.int64)
+    a, b = draft.inst[src], draft.inst[dst]
+    missing = np.argwhere((a < 0) | (b < 0))
+    if len(missing):
+        e, m = missing[0].tolist()
+        node = g.nodes[src[e] if a[e, m] < 0 else dst[e]]
+        raise illegal(f"{node.text(m)} is in no program's order", "order every microbatch's F and backward once")
+    mb = np.broadcast_to(np.arange(g.mbs), a.shape)
+    return np.repeat(index, g.mbs), mb.ravel(), a.ravel(), b.ravel()
+
+
+def transfers(draft: Draft) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Add receives and all local waits for data; returns `data_edges` with remote writers replaced by receives."""
+    edge, mb, a, b = data_edges(draft)
+    rows = draft.rows
+    cross = rows.program[a] != rows.program[b]
+    late = np.flatnonzero(~cross & (a > b))
+    if len(late):
+        k = int(late[0])
+        raise illegal(
+            f"program {int(rows.program[b[k]])}: {draft.text(int(b[k]))} stands before {draft.text(int(a[k]))}, "
+            "whose result it reads",
+            "swap them in the order",
+        )
+    near = ~cross & (a != b)
+    draft.wait(b[near], a[near])
+    if cross.any():
+        a = a.copy()
+        a[cross] = _receive(draft, edge[cross], mb[cross], a[cross], b[cross])
+        draft.wait(b[cross], a[cross])
+    return edge, mb, a, b
+
+
+def _receive(draft: Draft, edge: IntArray, mb: IntArray, a: IntArray, b: IntArray) -> IntArray:
+    """One receive per (buffer, reading program); returns the receive row of each cross edge instance."""
+    g, rows = draft.graph, draft.rows
+    programs, mbs = len(draft.start) - 1, g.mbs
+    slot_base = np.concatenate([[0], np.cumsum([len(n.writes) for n in g.nodes])])
+    slot = np.array([slot_base[e.src] + e.slot for e in g.edges], dtype=np.int64)[edge]
+    key = (slot * programs + rows.program[b]) * mbs + mb
+    unique, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    consumer = np.full(len(unique), np.iinfo(np.int64).max)
+    np.minimum.at(consumer, inverse, b)
+    producer, to, frm = a[first], rows.program[b[first]], rows.program[a[first]]
+    send = _sends(draft, slot_base, unique, programs)
+    order, dispatch_before = _channel_order(draft, frm, to, producer, send, consumer)
+    shape = _recv_shapes(draft, edge[first], frm)
+    sub = np.empty(len(unique), dtype=np.int64)
+    sub[order] = np.arange(len(order))
+    ids = rows.extend(
+        program=to, shape=shape, mb=mb[first], key=dispatch_before * STEP - STEP // 2, sub=sub, unit=rows.unit[consumer]
+    )
+    draft.messages = (send, ids)
+    draft.recv_of = consumer
+    out: IntArray = ids[inverse]
+    return out
+
+
+def _sends(draft: Draft, slot_base: IntArray, wanted: IntArray, programs: int) -> IntArray:
+    """The send row of each message key."""
+    g, rows = draft.graph, draft.rows
+    shapes = draft.templates.shapes
+    base = np.full(len(shapes), -1, dtype=np.int64)
+    for i, s in enumerate(shapes):
+        if s.kind is OpKind.SEND and s.slot is not None:
+            base[i] = (slot_base[s.slot[0]] + s.slot[1]) * programs + int(s.stream.removeprefix("send>"))
+    sends = np.flatnonzero(base[rows.shape] >= 0)
+    keys = base[rows.shape[sends]] * g.mbs + rows.mb[sends]
+    by = np.argsort(keys, kind="stable")
+    at = np.searchsorted(keys[by], wanted)
+    found: IntArray = sends[by[np.minimum(at, len(by) - 1)]]
+    assert (keys[by][np.minimum(at, len(by) - 1)] == wanted).all(), "a message without its send"
+    return found
+
+
+def _channel_order(
+    draft: Draft, frm: IntArray, to: IntArray, producer: IntArray, send: IntArray, consumer: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Messages in channel order, and the local base position before which each receive is dispatched.
+
+    channels: the sender's order; a receive stands before the earliest consumer at or behind it (suffix minimum).
+    """
+    rows, policy = draft.rows, draft.policy
+    if policy.p2p is P2P.USE:
+        order = np.lexsort((send, consumer, to, frm))
+        segment = _segments(frm[order], to[order])
+        rows.key[send[order]] = np.maximum(rows.key[send[order]], _running_max(rows.key[send[order]], segment))
+        rows.sub[send[order]] = np.arange(len(order))
+        use = draft.local(consumer)
+        return order, _earlier(draft, consumer, use, 1)
+    order = np.lexsort((send, producer, to, frm))
+    segment = _segments(frm[order], to[order])
+    position = draft.local(consumer)[order]
+    hoisted = np.empty_like(position)
+    hoisted[order] = -_running_max(-position[::-1], segment[::-1][0] - segment[::-1])[::-1]
+    base = hoisted + draft.start[to]
+    return order, _earlier(draft, base, hoisted, policy.lookahead)
+
+
+def _earlier(draft: Draft, row: IntArray, local: IntArray, by: int) -> IntArray:
+    """The local position of the compute row `by` compute rows before `row`'s first compute row (not below 0)."""
+    compute = np.flatnonzero(draft.kinds()[: draft.start[-1]] == OpKind.COMPUTE)
+    if by == 0:
+        return local
+    at = np.searchsorted(compute, row) - by
+    program = draft.rows.program[row]
+    first = np.searchsorted(compute, draft.start[program])
+    chosen = compute[np.maximum(at, first)]
+    return np.minimum(local, draft.local(chosen))
+
+
+def _segments(*keys: IntArray) -> IntArray:
+    """0, 1, 2, … per run of equal keys."""
+    new: BoolArray = np.zeros(len(keys[0]), dtype=bool)
+    for k in keys:
+        new[1:] |= k[1:] != k[:-1]
+    return np.cumsum(new)
+
+
+def _running_max(values: IntArray, segment: IntArray) -> IntArray:
+    """Running maximum that starts anew in each segment.
+
+    >>> _running_max(np.array([3, 1, 2]), np.array([0, 0, 1])).tolist()
+    [3, 3, 2]
+    """
+    if not len(values):
+        return values
+    low = int(values.min())
+    span = int(values.max()) - low + 1
+    lifted = np.maximum.accumulate(values - low + segment * span)
+    out: IntArray = lifted - segment * span + low
+    return out
+
+
+def _recv_shapes(draft: Draft, edge: IntArray, frm: IntArray) -> IntArray:
+    g = draft.graph
+    many = draft.templates._many
+    code = edge * (len(draft.start)) + frm
+    unique, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+    out = []
+    for i in first.tolist():
+        e = g.edges[int(edge[i])]
+        src, dst = g.nodes[e.src], g.nodes[e.dst]
+        way = "F" if src.kind is Pass.F else "B"
+        text = f"{dst.stage}RECV_{way}*" + (f"/{src.part}" if (src.stage, way) in many else "")
+        out.append(draft.shape(Shape(OpKind.RECV, f"recv<{int(frm[i])}", text, slot=(e.src, e.slot))))
+    return np.array(out, dtype=np.int64)[inverse]

@@ -1,0 +1,157 @@
+"""Parts "router", "experts" and "add" of a mixture of experts, and the messages between them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ir.model import kernels as k
+from ir.model.kernels import Linear
+from ir.model.mlp import activation, activation_backward, inner_saved
+from ir.model.part import PartWork, Saved
+from ir.model.region import expert_tensor
+from ir.model.setting import Setting, with_scales
+from ir.model.spec import Moe
+from ir.model.stream import mask, normed, residual_backward, stats
+from ir.ops import Pass
+from ir.work import CommKind, Message, Work
+
+
+class Exchange(NamedTuple):
+    """One layer's two all-to-alls in forward, and the bytes each leaves on a device.
+
+    dispatch: tokens to their experts, every copy counted; combine: results back. Backward swaps them: combine's
+    gradient travels as a dispatch (in its format), dispatch's gradient as a combine (arXiv:2412.19437, section 3.3.2).
+    dispatched_bytes: rows a device's experts receive, balanced. combined_bytes: what combine leaves, one row per token:
+    copies are summed on the way (DeepEP).
+    """
+
+    dispatch: Message
+    combine: Message
+    dispatched_bytes: int
+    combined_bytes: int
+
+
+def exchange(s: Setting) -> Exchange:
+    """The messages of a layer under a layout: group ("ep",), top-k copies, DeepSeek's limit of nodes per token."""
+    moe, h = _moe(s), s.config.hidden
+    copies = s.stream * moe.top_k
+    there = with_scales(copies * h, s.precision.dispatch)
+    back = with_scales(copies * h, s.precision.combine)
+    kind, axes = CommKind.ALL_TO_ALL, ("ep",)
+    return Exchange(
+        Message(kind, there, axes, moe.top_k, moe.top_groups),
+        Message(kind, back, axes, moe.top_k, moe.top_groups),
+        there,
+        with_scales(s.stream * h, s.precision.combine),
+    )
+
+
+def router(s: Setting) -> PartWork:
+    """The norm after attention, router logits, top-k. It passes on the normed tokens."""
+    moe, h = _moe(s), s.config.hidden
+    n, scores = s.stream * h, s.stream * moe.experts
+    gate = Linear("gate", s.stream, moe.experts, h, dtype=s.precision.activations)
+    # Scores in fp32: made, activated, masked by group, sorted out; backward the same way.
+    choose = k.memory(s, "top_k", 8 * scores * 4)
+    # The gate's input is the tensor that shared experts keep; in fp8 theirs is quantised and the gate's is not.
+    own = () if moe.shared_ffn and not s.fp8 else (_wide_normed(s, n),)
+    return PartWork(
+        forward=(k.norm_forward(s, "post_norm", n), gate.forward(s), choose, *_pack(s, n)),
+        input_grad=(
+            choose,
+            gate.input_grad(s),
+            k.add(s, "sum_grads", n, 3 if moe.shared_ffn else 2),
+            k.norm_backward(s, "post_norm_backward", n),
+            k.add(s, "residual_backward", n),
+        ),
+        weight_grad=(gate.weight_grad(s),),
+        out_bytes=n * s.wide,
+        saved=(*own, stats(s), Saved("router_scores", scores * 4 + s.stream * moe.top_k * 12, Pass.I)),
+        stash_bytes=k.stash(s, gate),
+        forward_workspace=2 * scores * 4 + (with_scales(n, s.precision.dispatch) if _narrow(s) else 0),
+        input_grad_workspace=2 * scores * 4 + n * s.wide,
+        model_flops=2 * s.shape.tokens * h * moe.experts,
+    )
+
+
+def experts(s: Setting) -> PartWork:
+    """This device's experts on the rows it received, balanced: permute, grouped products, weighted sum per rank."""
+    moe, h = _moe(s), s.config.hidden
+    groups, width = moe.experts // s.layout.ep, moe.ffn // s.layout.etp
+    received = s.stream * moe.top_k * s.layout.etp
+    rows = -(-received // groups)
+    total = rows * groups
+    ups = s.config.activation.ups
+    up = Linear("experts.gate_up_proj", rows, ups * width, h, groups)
+    down = Linear("experts.down_proj", rows, h, width, groups)
+    # Rows come out of the permutation as the products read them, except that wide ones are quantised on their own.
+    kept_narrow = _narrow(s) and s.fp8
+    permute = k.memory(s, "permute", total * h * (s.precision.dispatch.bytes + (1 if kept_narrow else s.wide)))
+    requantise = () if kept_narrow else k.cast(s, "rows", total * h)
+    return PartWork(
+        forward=(
+            permute,
+            *requantise,
+            up.forward(s),
+            activation(s, total, width),
+            *k.cast(s, "activated", total * width),
+            down.forward(s),
+            k.copies(s, "unpermute", total * h),
+        ),
+        input_grad=(
+            permute,
+            *k.input_grad(s, down),
+            activation_backward(s, total, width),
+            *k.input_grad(s, up),
+            k.copies(s, "unpermute_backward", total * h),
+        ),
+        weight_grad=k.weight_grad(s, down, up),
+        out_bytes=with_scales(s.stream * moe.top_k * h, s.precision.combine),
+        saved=(
+            Saved("rows", s.cached(total * h)),
+            *inner_saved(s, total, width, compact=True),
+            Saved("row_weights", total * 8, Pass.I),
+        ),
+        stash_bytes=k.stash(s, down, up),
+        inline=expert_tensor(s, received),
+        forward_workspace=total * h * s.wide,
+        input_grad_workspace=total * (h + width) * s.wide,
+        model_flops=2 * s.shape.tokens * moe.top_k * h * moe.ffn * (ups + 1),
+    )
+
+
+def add(s: Setting) -> PartWork:
+    """Routed and shared experts' outputs onto the residual stream. Router weights are applied inside the experts."""
+    moe, n = _moe(s), s.stream * s.config.hidden
+    terms = 3 if moe.shared_ffn else 2
+    drop = n if s.config.hidden_dropout else 0
+    return PartWork(
+        forward=(k.memory(s, "residual", (terms + 1) * n * s.wide + drop),),
+        # The gradient passes through to all; to the experts it travels in dispatch's format.
+        input_grad=(*residual_backward(s), *_pack(s, n)),
+        weight_grad=(),
+        out_bytes=n * s.wide,
+        saved=mask(s),
+    )
+
+
+def _wide_normed(s: Setting, elements: int) -> Saved:
+    again = (k.norm_forward(s, "gate_input.again", elements),)
+    return Saved("gate_input", elements * s.wide, Pass.W, "norm", again) if s.fp8 else normed(s, "normed", elements)
+
+
+def _pack(s: Setting, elements: int) -> Work:
+    """The cast to a narrower dispatch format."""
+    moved = elements * (s.wide + s.precision.dispatch.bytes)
+    return (k.memory(s, "pack", moved),) if _narrow(s) else ()
+
+
+def _narrow(s: Setting) -> bool:
+    """Whether tokens travel in a narrower format than the residual stream's."""
+    return s.precision.dispatch.bytes < s.wide
+
+
+def _moe(s: Setting) -> Moe:
+    moe = s.config.moe
+    assert moe is not None, f"{s.config.source} has no experts"
+    return moe

@@ -1,0 +1,64 @@
+"""Communication inside parts: at the edges of a tensor-parallel region, and around context-parallel attention."""
+
+from __future__ import annotations
+
+from ir.model.part import Inline
+from ir.model.setting import Setting
+from ir.ops import Pass
+from ir.work import CommKind, Message
+
+
+def enter(s: Setting, features: int) -> tuple[Inline, ...]:
+    """Before column-parallel linears that read `features` per token (Megatron's f, or its all-gather g).
+
+    With sequence parallelism only the local share of the input is kept, and gathered again for the weight gradient
+    (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+    """
+    size = s.tokens * features * s.wide
+    if s.sp:
+        return (
+            _inline(Pass.F, CommKind.ALL_GATHER, size, "tp"),
+            _inline(Pass.I, CommKind.REDUCE_SCATTER, size, "tp"),
+            _inline(Pass.W, CommKind.ALL_GATHER, size, "tp"),
+        )
+    return (_inline(Pass.I, CommKind.ALL_REDUCE, size, "tp"),) if s.layout.tp > 1 else ()
+
+
+def leave(s: Setting, features: int) -> tuple[Inline, ...]:
+    """Behind a row-parallel linear, whose output is a partial sum (Megatron's g, or its reduce-scatter)."""
+    size = s.tokens * features * s.wide
+    if s.sp:
+        scatter = _inline(Pass.F, CommKind.REDUCE_SCATTER, size, "tp")
+        return (scatter, _inline(Pass.I, CommKind.ALL_GATHER, size, "tp"))
+    return (_inline(Pass.F, CommKind.ALL_REDUCE, size, "tp"),) if s.layout.tp > 1 else ()
+
+
+def context(s: Setting, kv_features: int) -> tuple[Inline, ...]:
+    """Keys and values of the whole sequence, for this device's queries; their gradients go home in I.
+
+    kv_features: features of key and value together, on this device. A ring moves the same bytes.
+    """
+    if s.layout.cp == 1:
+        return ()
+    size = s.shape.tokens * kv_features * s.wide
+    gathers = tuple(_inline(when, CommKind.ALL_GATHER, size, "cp") for when in (Pass.F, Pass.I))
+    return (*gathers, _inline(Pass.I, CommKind.REDUCE_SCATTER, size, "cp"))
+
+
+def expert_tensor(s: Setting, rows: int) -> tuple[Inline, ...]:
+    """Around experts that are cut by etp: every rank of the group needs all `rows` rows that the group received."""
+    if s.layout.etp == 1:
+        return ()
+    size = rows * s.config.hidden * s.wide
+    first = {Pass.F: CommKind.ALL_GATHER, Pass.I: CommKind.ALL_GATHER}
+    last = {Pass.F: CommKind.REDUCE_SCATTER, Pass.I: CommKind.REDUCE_SCATTER}
+    return tuple(_inline(when, kind, size, "etp") for half in (first, last) for when, kind in half.items())
+
+
+def all_reduce(when: Pass, size: int) -> Inline:
+    """An all-reduce over the tensor-parallel group."""
+    return _inline(when, CommKind.ALL_REDUCE, size, "tp")
+
+
+def _inline(when: Pass, kind: CommKind, size: int, axis: str) -> Inline:
+    return Inline(when, Message(kind, size, (axis,)))

@@ -1,0 +1,116 @@
+"""What the model graph needs to know of a model, in one vocabulary, whatever its Hugging Face keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Norm(StrEnum):
+    """Kinds of normalisation."""
+
+    RMS = "rmsnorm"
+    LAYER = "layernorm"
+
+
+class Activation(StrEnum):
+    """The MLP's nonlinearity. SwiGLU has two up-projections, gate and up; the others have one."""
+
+    SWIGLU = "swiglu"
+    GELU = "gelu"
+    RELU2 = "relu2"
+
+    @property
+    def ups(self) -> int:
+        """Number of up-projections."""
+        return 2 if self is Activation.SWIGLU else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mla:
+    """Multi-head latent attention: ranks of the compressed query and key/value, sizes of one head's pieces.
+
+    q_rank 0: the query is not compressed (DeepSeek-V2-Lite).
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+    @property
+    def qk_dim(self) -> int:
+        """Length of one head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """The mixture of experts. ffn: one expert's width; shared_ffn: all shared experts' together, 0 for none.
+
+    dense_layers: decoder layers with an ordinary MLP. top_groups of groups: a token's experts lie in at most so many
+    groups of experts (DeepSeek's group-limited routing); 0 of 0 where routing is free.
+    """
+
+    experts: int
+    top_k: int
+    ffn: int
+    shared_ffn: int = 0
+    dense_layers: frozenset[int] = frozenset()
+    groups: int = 0
+    top_groups: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only language model. Sizes are elements; dropouts are probabilities.
+
+    source: the preset or file it came from. positions: learned positions, 0 where none. window: sliding attention
+    window in tokens, 0 where none. qk_norm: RMSNorm on each head's query and key. mtp: multi-token-prediction modules.
+    """
+
+    source: str
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_positions: int
+    positions: int = 0
+    rope: bool = True
+    activation: Activation = Activation.SWIGLU
+    norm: Norm = Norm.RMS
+    norm_bias: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+    window: int = 0
+    attn_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    embed_dropout: float = 0.0
+    mla: Mla | None = None
+    moe: Moe | None = None
+    mtp: int = 0
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    init_std: float = 0.02
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether decoder layer `layer` has experts. MTP modules count on from `layers`, as their weights do."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    @property
+    def qk_dim(self) -> int:
+        """Length of one head's query and key."""
+        return self.mla.qk_dim if self.mla else self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Length of one head's value."""
+        return self.mla.v_dim if self.mla else self.head_dim

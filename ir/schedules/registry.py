@@ -1,0 +1,201 @@
+"""Schedules by name: aliases, legal shapes, and one way to build them all.
+
+>>> build("1F1B", ranks=2, microbatches=3).orders[1].cells()
+['1F0', '1B0', '1F1', '1B1', '1F2', '1B2']
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ir.errors import ErrorKind, PiperError, nearest
+from ir.order import Order
+from ir.schedules import fixed
+from ir.schedules.schedule import OpTimes, Placement, Schedule
+
+Orders = tuple[Order, ...]
+Builder = Callable[[int, int, int, OpTimes], Orders]  # ranks, microbatches, chunks, op times
+Places = Callable[[int, int, int], tuple[Placement, ...]]  # ranks, microbatches, chunks
+
+
+def _looped(ranks: int, mbs: int, chunks: int) -> tuple[Placement, ...]:
+    return (Placement(range(mbs), tuple(range(ranks)) * chunks),)
+
+
+def _v(ranks: int, mbs: int, chunks: int) -> tuple[Placement, ...]:
+    return (Placement(range(mbs), (*range(ranks), *reversed(range(ranks)))),)
+
+
+def _both_ways(ranks: int, mbs: int, chunks: int) -> tuple[Placement, ...]:
+    half = (mbs + 1) // 2
+    forth = tuple(range(ranks))
+    both = (Placement(range(half), forth), Placement(range(half, mbs), forth[::-1]))
+    return both if mbs > half else both[:1]
+
+
+# Imported where they are used: a search is not needed to emit a table.
+def _zb2p(ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
+    from ir.schedules.searched import zb2p
+
+    return zb2p(ranks, mbs, times)
+
+
+def _v_half(ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
+    from ir.schedules.searched import v_half
+
+    return v_half(ranks, mbs, times)
+
+
+def _v_min(ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
+    from ir.schedules.searched import v_min
+
+    return v_min(ranks, mbs, times)
+
+
+@dataclass(frozen=True)
+class _Family:
+    builder: Builder
+    places: Places = _looped
+    least_chunks: int = 1
+    most_chunks: int | None = 1
+    default_chunks: int = 1
+    searched: bool = False
+
+
+_FAMILIES = {
+    "gpipe": _Family(lambda p, m, v, t: fixed.gpipe(p, m)),
+    "1f1b": _Family(lambda p, m, v, t: fixed.one_f_one_b(p, m)),
+    "interleaved-1f1b": _Family(lambda p, m, v, t: fixed.interleaved(p, m, v), _looped, 2, None, 2),
+    "looped-bfs": _Family(lambda p, m, v, t: fixed.looped_bfs(p, m, v), _looped, 2, None, 2),
+    "zb1p": _Family(lambda p, m, v, t: fixed.zb1p(p, m, v), _looped, 1, None, 1),
+    "zb2p": _Family(_zb2p, searched=True),
+    "zbv": _Family(lambda p, m, v, t: fixed.zbv(p, m), _v, 2, 2, 2),
+    "v-half": _Family(_v_half, _v, 2, 2, 2, searched=True),
+    "v-min": _Family(_v_min, _v, 2, 2, 2, searched=True),
+    "dualpipe": _Family(lambda p, m, v, t: fixed.dualpipe(p, m), _both_ways),
+    "dualpipev": _Family(lambda p, m, v, t: fixed.dualpipev(p, m), _v, 2, 2, 2),
+}
+NAMES = tuple(_FAMILIES)
+
+_ALIASES = {
+    "interleaved": "interleaved-1f1b",
+    "vpp": "interleaved-1f1b",
+    "virtualpipeline": "interleaved-1f1b",
+    "bfs": "looped-bfs",
+    "breadthfirst": "looped-bfs",
+    "zbh1": "zb1p",
+    "interleavedzerobubble": "zb1p",
+    "zbh2": "zb2p",
+    "zerobubblev": "zbv",
+    "zbvzerobubble": "zbv",
+} | {re.sub(r"[^a-z0-9]", "", name): name for name in NAMES}
+
+
+def canonical(name: str) -> str:
+    """The name a schedule goes by here, from any case, punctuation and common alias.
+
+    >>> canonical("ZB-H1"), canonical("ScheduleZBVZeroBubble"), canonical("DualPipe-V")
+    ('zb1p', 'zbv', 'dualpipev')
+    """
+    word = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("schedule")
+    if found := _ALIASES.get(word):
+        return found
+    close = nearest(word, _ALIASES)
+    raise PiperError(
+        ErrorKind.USAGE,
+        f"unknown schedule {name!r}",
+        key="schedule.name",
+        allowed=NAMES,
+        suggestion=_ALIASES[close] if close else None,
+    )
+
+
+def default_chunks(name: str) -> int:
+    """Stages per rank where none are asked for.
+
+    >>> default_chunks("vpp"), default_chunks("dualpipe")
+    (2, 1)
+    """
+    return _FAMILIES[canonical(name)].default_chunks
+
+
+def legal_chunks(name: str, chunks: int) -> bool:
+    """Whether a schedule exists with that many stages per rank.
+
+    >>> [v for v in range(5) if legal_chunks("interleaved-1f1b", v)], legal_chunks("zbv", 1)
+    ([2, 3, 4], False)
+    """
+    family = _FAMILIES[canonical(name)]
+    return family.least_chunks <= chunks and (family.most_chunks is None or chunks <= family.most_chunks)
+
+
+def build(name: str, ranks: int, microbatches: int, chunks: int | None = None, times: OpTimes = OpTimes()) -> Schedule:
+    """A schedule's orders and placements, or a refusal that says what would do.
+
+    times: used by the schedules searched for given op times; the others are the same for all.
+    """
+    name = canonical(name)
+    family = _FAMILIES[name]
+    if chunks is None:
+        chunks = family.default_chunks
+    check_shape(name, ranks, microbatches, chunks)
+    return Schedule(
+        name=name,
+        ranks=ranks,
+        microbatches=microbatches,
+        chunks=chunks,
+        placements=family.places(ranks, microbatches, chunks),
+        orders=family.builder(ranks, microbatches, chunks, times),
+        order_depends_on_times=family.searched,
+    )
+
+
+def check_shape(name: str, ranks: int, microbatches: int, chunks: int) -> None:
+    """Refuse a shape the schedule does not have.
+
+    >>> check_shape("dualpipe", 3, 12, 1)
+    Traceback (most recent call last):
+    ...
+    ir.errors.PiperError: parallel.pp: dualpipe needs an even number of ranks to pair them, not 3
+    allowed: an even number
+    fix: 4 ranks, or dualpipev, which takes any number
+    """
+    name = canonical(name)
+    if ranks < 1:
+        raise _refusal("parallel.pp", f"{name} needs at least 1 rank, not {ranks}", ">= 1", "1")
+    if microbatches < 1:
+        raise _refusal(
+            "schedule.microbatches", f"{name} needs at least 1 microbatch, not {microbatches}", ">= 1", str(ranks)
+        )
+    if not legal_chunks(name, chunks):
+        raise _wrong_chunks(name, chunks)
+    if name == "dualpipe" and ranks % 2:
+        message = f"dualpipe needs an even number of ranks to pair them, not {ranks}"
+        fix = f"{ranks + 1} ranks, or dualpipev, which takes any number"
+        raise _refusal("parallel.pp", message, "an even number", fix)
+
+
+# One schedule each, that changes its name with the number of chunks.
+_TWINS = {"1f1b": "interleaved-1f1b", "gpipe": "looped-bfs"}
+_TWINS |= {many: one for one, many in _TWINS.items()}
+
+
+def _wrong_chunks(name: str, chunks: int) -> PiperError:
+    family = _FAMILIES[name]
+    exact = family.most_chunks is not None
+    need = f"{'' if exact else 'at least '}{family.least_chunks} stage{'s' * (family.least_chunks > 1)} per rank"
+    why = "; its two copies are not chunks" if name == "dualpipe" else ""
+    twin = _TWINS.get(name)
+    also = f", or {twin}" if twin and legal_chunks(twin, chunks) else ""
+    return _refusal(
+        "schedule.stages_per_rank",
+        f"{name} needs {need}, not {chunks}{why}",
+        f"{'' if exact else '>= '}{family.least_chunks}",
+        f"{family.default_chunks}{also}",
+    )
+
+
+def _refusal(key: str, message: str, allowed: str, suggestion: str) -> PiperError:
+    return PiperError(ErrorKind.USAGE, message, key=key, allowed=allowed, suggestion=suggestion)

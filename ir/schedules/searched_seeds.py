@@ -1,0 +1,202 @@
+"""Where a search starts: orders that keep the limit and cannot deadlock, from two families.
+
+Greedy: every rank, whenever it is free, does the op it prefers among those it could do now. Blocks: one microbatch's
+ops at fixed offsets on a grid of six slots, repeated every six slots ("Pipeline Parallelism with Controllable Memory",
+arXiv:2405.15362); only two chunks have them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import permutations, product
+from math import ceil, floor, inf
+
+from ir.schedules.searched_shop import ROUNDING, Shop
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a greedy rank chooses.
+
+    rank_of_kind: the kinds of F and I, most preferred first.
+    ahead: per rank, how many microbatches of its first chunk may be between F and I.
+    patience: a W may delay the next op known to come by this share of its own length.
+    """
+
+    preferred: tuple[int, ...]
+    ahead: tuple[float, ...]
+    patience: float
+
+
+def rules(shop: Shop) -> Iterator[Rule]:
+    """All rules worth a try."""
+    v = shop.chunks
+    first = [shop.eta[shop.route.index((r, 0))] for r in range(shop.ranks)]
+    back = [shop.eta[shop.route.index((r, 2 * v - 1))] for r in range(shop.ranks)]
+    trip = [b - a for a, b in zip(first, back, strict=True)]  # from F to I of the first chunk
+    paces: list[list[float]] = [[inf] * shop.ranks]
+    if v == 1:
+        f, i = shop.seconds[0], shop.seconds[1]
+        paces += [[floor(x / f) for x in trip], [ceil(x / f) for x in trip], [floor(2 * x / (f + i)) for x in trip]]
+        paces += [[2.0 * (shop.ranks - r) - 1 for r in range(shop.ranks)]]
+    else:
+        period = sum(shop.seconds)
+        paces += [[ceil(g * (x + shop.seconds[-1]) / period) for x in trip] for g in (1.0, 1.2, 1.5, 2.0)]
+    for patience, pace in product((0.0, 0.5, 1.0), paces):
+        for preferred in permutations(range(2 * v)):
+            yield Rule(preferred, tuple(max(1.0, x) for x in pace), patience)
+
+
+def greedy(shop: Shop, rule: Rule) -> list[int]:
+    """All ops by start time, chosen by a rule.
+
+    It never deadlocks: kinds stay in microbatch order, and the oldest open microbatch always finds room, because the
+    F of an early chunk leaves one place for each later one.
+
+    >>> from ir.schedules.schedule import OpTimes
+    >>> shop = Shop(ranks=2, mbs=2, chunks=1, times=OpTimes(), limit=2)
+    >>> [shop.text(op) for op in greedy(shop, Rule((1, 0), (2, 1), 0.0))]
+    ['0F0', '0F1', '1F0', '1I0', '0I0', '1F1', '0W0', '1I1', '0I1', '1W0', '0W1', '1W1']
+    """
+    ranks = [_Rank(shop, rule, r) for r in range(shop.ranks)]
+    ranks[0].ready[0] = [0.0] * shop.mbs
+    after = {a: b for a, b in zip(shop.route, shop.route[1:], strict=False)}
+    order: list[int] = []
+    wakes = [(0.0, 0)]
+    while wakes:
+        now, r = heappop(wakes)
+        rank = ranks[r]
+        if now < rank.free:
+            continue
+        kind, then = rank.choose(now)
+        if then < inf:
+            heappush(wakes, (then, r))
+        if kind is None:
+            continue
+        order.append(shop.op(r, kind, rank.do(kind, then)))
+        if next_ := after.get((r, kind)):
+            other = ranks[next_[0]]
+            arrives = then if next_[0] == r else then + shop.times.p2p
+            other.ready[next_[1]].append(arrives)
+            if next_[0] != r:
+                heappush(wakes, (max(arrives, other.free), next_[0]))
+    return order
+
+
+class _Rank:
+    """What a greedy rank knows: what has arrived, what it holds, what it has done."""
+
+    def __init__(self, shop: Shop, rule: Rule, rank: int) -> None:
+        self.mbs, self.chunks, self.seconds, self.grows = shop.mbs, shop.chunks, shop.seconds, shop.grows
+        self.preferred, self.ahead = rule.preferred, rule.ahead[rank]
+        self.spare = rule.patience * shop.seconds[-1]
+        self.limit = shop.limit + ROUNDING
+        self.free = 0.0
+        self.held = 0.0
+        self.alive = [0.0] * shop.chunks  # of `held`
+        self.done = [0] * (3 * shop.chunks)
+        self.ready: list[list[float]] = [[] for _ in range(2 * shop.chunks)]
+        self.pending: deque[int] = deque()  # kinds of W
+
+    def choose(self, now: float) -> tuple[int | None, float]:
+        """The op to start now and its end; or no op and when to look again."""
+        soon, full = inf, False
+        for kind in self.preferred:
+            at = self.done[kind]
+            if at >= len(self.ready[kind]):
+                continue
+            comes = self.ready[kind][at]
+            if kind < self.chunks:
+                if kind == 0 and at - self.done[2 * self.chunks - 1] >= self.ahead:
+                    continue
+                if not self._room(kind):
+                    full = full or comes <= now
+                    continue
+            if comes <= now:
+                return kind, now + self.seconds[kind]
+            soon = min(soon, comes)
+        if self.pending and (full or now + self.seconds[-1] <= soon + self.spare):
+            return self.pending[0], now + self.seconds[-1]
+        return None, soon
+
+    def _room(self, kind: int) -> bool:
+        later = self.chunks - 1 - kind
+        return self.held + 1 <= self.limit and sum(self.alive[: kind + 1]) + 1 + later <= self.limit
+
+    def do(self, kind: int, end: float) -> int:
+        """Note an op as done; its microbatch."""
+        mb = self.done[kind]
+        self.done[kind] += 1
+        self.free = end
+        self.held += self.grows[kind]
+        token, place = divmod(kind, self.chunks)
+        self.alive[place if token == 0 else self.chunks - 1 - place] += self.grows[kind]
+        if token == 1:
+            self.pending.append(kind + self.chunks)
+        elif token == 2:
+            self.pending.popleft()
+        return mb
+
+
+Block = list[tuple[int, int, int, int]]  # per rank, the slots of F, F, I, I of microbatch 0
+_PERIOD = 6
+
+
+def blocks(ranks: int, limit: float) -> list[Block]:
+    """The building blocks of a V whose repetition keeps the limit, shortest first.
+
+    Each of the four legs goes from rank to rank in one or two slots, and rests up to five slots at the turns.
+
+    >>> blocks(ranks=2, limit=4)[0]
+    [(0, 3, 4, 7), (1, 2, 5, 6)]
+    """
+    found = []
+    for legs in product((1, 2), repeat=4):
+        for rests in product(range(_PERIOD), repeat=3):
+            block = _block(ranks, legs, (0, *rests))
+            if all(len({x % _PERIOD for x in slots}) == 4 for slots in block):
+                length = block[0][-1]
+                if max(map(_most_alive, block)) <= limit:
+                    found.append((length, legs, rests, block))
+    return [block for *_, block in sorted(found)]
+
+
+def _block(ranks: int, legs: tuple[int, ...], rests: tuple[int, ...]) -> Block:
+    slot, rows = -1, []
+    for leg, (hop, rest) in enumerate(zip(legs, rests, strict=True)):
+        slot += 1 + rest
+        row = [slot + hop * i for i in range(ranks)]
+        slot = row[-1]
+        rows.append(row if leg % 2 == 0 else row[::-1])
+    return list(zip(*rows, strict=True))
+
+
+def _most_alive(slots: tuple[int, ...]) -> int:
+    alive = most = 0
+    for _, kind, _ in _filled(slots, slots[-1] // _PERIOD + 3):
+        alive += 1 if kind < 2 else -1 if kind >= 4 else 0
+        most = max(most, alive)
+    return most
+
+
+def _filled(slots: tuple[int, ...], mbs: int) -> list[tuple[int, int, int]]:
+    """One rank's (slot, kind, microbatch) when its block repeats; W goes to the first empty slot after its I."""
+    fixed = {slot + _PERIOD * mb: (kind, mb) for kind, slot in enumerate(slots) for mb in range(mbs)}
+    rows, pending, slot = [], deque[tuple[int, int]](), 0
+    while len(rows) < 6 * mbs:
+        now = fixed.get(slot) or (pending.popleft() if pending else None)
+        if now:
+            rows.append((slot, *now))
+            if now[0] in (2, 3):
+                pending.append((now[0] + 2, now[1]))
+        slot += 1
+    return rows
+
+
+def unroll(shop: Shop, block: Block) -> list[int]:
+    """All ops by slot, when a block repeats for every microbatch."""
+    rows = [(slot, r, kind, mb) for r, slots in enumerate(block) for slot, kind, mb in _filled(slots, shop.mbs)]
+    return [shop.op(*row) for _, *row in sorted(rows)]

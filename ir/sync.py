@@ -1,0 +1,172 @@
+"""What exists once per step: gradient reductions over the owners of each parameter, norm, update, parameter gathers.
+
+One map decides all of it: logical parameter -> the ranks that hold the same shard. Dense data parallelism, expert data
+parallelism, tied embeddings and DualPipe's two copies are that map read off the graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+from ir.graph import Buffer, Edge, Graph, Node, Once, Replica, Span
+from ir.mesh import Mesh
+from ir.ops import Pass
+from ir.work import CommKind, Message
+
+ALL_AXES = ("tp", "cp", "dp", "pp")
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that are synchronised together, because the same ranks own them.
+
+    owners: groups that hold a copy. axes: mesh axes over which the ranks of one group hold the same shard.
+    numel: elements on one device before ZeRO. ranks: devices that hold the shard, over axes and owners.
+    """
+
+    name: str
+    stage: int
+    owners: tuple[int, ...]
+    axes: tuple[str, ...]
+    numel: int
+    ranks: int
+    replica: Replica
+    members: tuple[int, ...]
+
+    @property
+    def shard(self) -> int:
+        """Elements of one rank's share where it is sharded: padded, so that shares are equal."""
+        return -(-self.numel // self.ranks)
+
+    @property
+    def key(self) -> str:
+        """`2/dense`: unique in the graph."""
+        return f"{self.stage}/{self.name}"
+
+
+def buckets(graph: Graph) -> tuple[Bucket, ...]:
+    """The buckets of all parameters, in order of their first entry.
+
+    Parts that `replicate` did not name still have owners, but nothing keeps their copies in step.
+    """
+    if graph.source is None or graph.mesh is None:
+        return ()
+    named: dict[str, list[int]] = defaultdict(list)
+    for k, e in enumerate(graph.entries):
+        for p in e.part.params:
+            named[p.name].append(k)
+    where = {(n.stage, n.part): n.groups for n in graph.nodes if n.kind is Pass.F}
+    pools: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+    for k, e in enumerate(graph.entries):
+        for p in e.part.params:
+            holders = named[p.name]
+            if holders[0] != k:
+                continue
+            owners = sorted({g for j in holders for g in where[graph.entries[j].stage, graph.entries[j].name]})
+            replica = graph.replicas.get(k, Replica())
+            chunk = e.chunk.name if replica.zero == 3 else ""
+            key = (e.stage, chunk, p.expert, tuple(owners), replica)
+            pools.setdefault(key, []).append((k, graph.source.local_numel(p, e.layout)))
+    out: list[Bucket] = []
+    for (stage, chunk, expert, owners, replica), pool in pools.items():  # type: ignore[misc]
+        out += _cut(graph, graph.mesh, named, stage, chunk, expert, owners, replica, pool)  # type: ignore[has-type]
+    return tuple(sorted(out, key=lambda b: (b.members[0], b.name)))
+
+
+def _cut(
+    graph: Graph,
+    mesh: Mesh,
+    named: dict[str, list[int]],
+    stage: int,
+    chunk: str,
+    expert: bool,
+    owners: tuple[int, ...],
+    replica: Replica,
+    pool: list[tuple[int, int]],
+) -> list[Bucket]:
+    """One pool of parameters as buckets of at most the asked size."""
+    axes = ("edp",) if expert else ("cp", "dp")
+    limit = replica.bucket_bytes
+    element = graph.source.sync_bytes()[0] if graph.source else 4
+    groups: list[list[tuple[int, int]]] = [[]]
+    filled = 0
+    for k, n in pool:
+        if limit is not None and groups[-1] and filled + n * element > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append((k, n))
+        filled += n * element
+    label = "experts" if expert else "dense"
+    if chunk:
+        label = f"{chunk}.{label}"
+    if len(owners) > 1 and any(len(named[p.name]) > 1 for k, _ in pool for p in graph.entries[k].part.params):
+        label += ".tied"
+    out = []
+    for i, group in enumerate(groups):
+        firsts = {k for k, _ in group}
+        members = sorted({j for k in firsts for p in graph.entries[k].part.params for j in named[p.name]} | firsts)
+        name = label if len(groups) == 1 else f"{label}.{i}"
+        ranks = mesh.size(axes) * len(owners)
+        out.append(Bucket(name, stage, owners, axes, sum(n for _, n in group), ranks, replica, tuple(members)))
+    return out
+
+
+def with_sync(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
+    """The graph with its once-per-step nodes.
+
+    rewrite, for one program p whose buckets are reduced (RS under ZeRO-1, else AR):
+        W -(join)-> RS -> [NORM: all programs] -> UPDATE -> AG
+    """
+    if graph.source is None or graph.mesh is None:
+        return graph
+    nodes, edges = list(graph.nodes), list(graph.edges)
+    reduce_bytes, gather_bytes = graph.source.sync_bytes()
+    ready: dict[int, list[int]] = defaultdict(list)
+    w_of = defaultdict(list)
+    for i, n in enumerate(graph.nodes):
+        if n.kind is Pass.W:
+            w_of[n.stage, n.part].append(i)
+    for b in found:
+        ws = [i for k in b.members for i in w_of[graph.entries[k].stage, graph.entries[k].name]]
+        sources = ws
+        if b.ranks > 1 and b.replica.zero < 2 and ws and any(k in graph.replicas for k in b.members):
+            kind = Once.REDUCE if b.replica.zero else Once.ALL_REDUCE
+            comm = CommKind.REDUCE_SCATTER if b.replica.zero else CommKind.ALL_REDUCE
+            message = Message(comm, b.shard * b.ranks * reduce_bytes, b.axes)
+            spans = tuple(Span(None, g) for g in b.owners)
+            nodes.append(
+                Node(b.stage, kind, b.name, b.replica.reduce_stream, message=message, writes=(Buffer("done", 0),), spans=spans)
+            )
+            edges += [Edge(w, len(nodes) - 1, 0, join=True) for w in ws]
+            sources = [len(nodes) - 1]
+        for g in b.owners:
+            ready[g] += sources
+    programs = range(graph.programs)
+    norm = None
+    if clip and graph.mesh.ranks > 1:
+        spans = tuple(Span(None, g) for g in programs)
+        message = Message(CommKind.ALL_REDUCE, 8, ALL_AXES)
+        nodes.append(Node(0, Once.NORM, "", "dp", message=message, writes=(Buffer("done", 0),), spans=spans))
+        norm = len(nodes) - 1
+    for p in programs:
+        numel = sum(b.shard if b.replica.zero else b.numel for b in found if p in b.owners)
+        first = min((n.stage for n in graph.nodes for s in n.spans if s.group == p and not n.once), default=0)
+        work = graph.source.update(numel, clip)
+        nodes.append(Node(first, Once.UPDATE, f"p{p}", work=work, writes=(Buffer("done", 0),), spans=(Span(None, p),)))
+        update = len(nodes) - 1
+        for src in dict.fromkeys(ready[p]):
+            target = update if norm is None else norm
+            edges.append(Edge(src, target, 0, join=True))
+        if norm is not None:
+            edges.append(Edge(norm, update, 0, join=True))
+        ready[p] = [update]
+    for b in found:
+        if b.ranks > 1 and b.replica.zero in (1, 2) and any(k in graph.replicas for k in b.members):
+            message = Message(CommKind.ALL_GATHER, b.shard * b.ranks * gather_bytes, b.axes)
+            spans = tuple(Span(None, g) for g in b.owners)
+            stream = b.replica.gather_stream
+            nodes.append(Node(b.stage, Once.GATHER, b.name, stream, message=message, spans=spans))
+            edges += [Edge(u, len(nodes) - 1, 0, join=True) for g in b.owners for u in ready[g]]
+    unique = tuple(dict.fromkeys(edges))
+    return replace(graph, nodes=tuple(nodes), edges=unique)

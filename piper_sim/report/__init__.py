@@ -1,0 +1,1 @@
+"""Showing traces and predictions to people: text, pictures, pages, tables, files."""

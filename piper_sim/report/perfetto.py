@@ -1,0 +1,127 @@
+"""Traces for https://ui.perfetto.dev: Chrome's JSON, gzipped. A process per rank, a thread per stream."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO
+
+import numpy as np
+
+from ir.order import FloatArray, IntArray
+from ir.trace import Trace
+from piper_sim.report.look import look_of, stream_key
+
+_BATCH = 8192
+
+
+def perfetto_gz(traces: Trace | Mapping[str, Trace]) -> bytes:
+    """The gzipped file of one trace, or of several named ones, rank by rank below each other.
+
+    >>> data = perfetto_gz(Trace.of({}, [(0, 2, "compute", "2F0", 0.0, 0.5, 0.75)]))
+    >>> [e["name"] for e in json.loads(gzip.decompress(data))["traceEvents"] if e["ph"] == "X"]
+    ['2F0']
+    """
+    out = io.BytesIO()
+    write_perfetto(traces, out)
+    return out.getvalue()
+
+
+def write_perfetto(traces: Trace | Mapping[str, Trace], out: BinaryIO) -> None:
+    """Stream the file of `perfetto_gz` into an open binary file."""
+    named = {"": traces} if isinstance(traces, Trace) else traces
+    # mtime and name would make equal traces differ.
+    with gzip.GzipFile(filename="", mode="wb", fileobj=out, compresslevel=6, mtime=0) as f:
+        f.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        comma = b""
+        for text in _batches(_events(named)):
+            f.write(comma + text.encode("ascii"))
+            comma = b",\n"
+        f.write(b"\n]}\n")
+
+
+def _batches(events: Iterator[str]) -> Iterator[str]:
+    batch: list[str] = []
+    for event in events:
+        batch.append(event)
+        if len(batch) == _BATCH:
+            yield ",\n".join(batch)
+            batch.clear()
+    if batch:
+        yield ",\n".join(batch)
+
+
+def _events(named: Mapping[str, Trace]) -> Iterator[str]:
+    for at, (name, trace) in enumerate(named.items()):
+        # Rank 1 of all traces stands below rank 0 of all traces: predicted above measured.
+        pids = {rank: rank * len(named) + at + 1 for rank in _ranks(trace)}
+        streams = sorted(set(trace.stream), key=stream_key)
+        # No tid is used twice: viewers differ in whether a tid belongs to its process.
+        tids = {(r, s): pid * (len(streams) + 1) + i + 1 for r, pid in pids.items() for i, s in enumerate(streams)}
+        for rank, pid in pids.items():
+            label = f"{name} rank {rank}".strip()
+            yield _meta("process_name", pid, 0, name=label)
+            yield _meta("process_sort_index", pid, 0, sort_index=pid)
+        for rank, stream in sorted({*zip(trace.rank.tolist(), trace.stream, strict=True)}):
+            tid = tids[rank, stream]
+            yield _meta("thread_name", pids[rank], tid, name=stream)
+            yield _meta("thread_sort_index", pids[rank], tid, sort_index=tid)
+        yield from _spans(trace, pids, tids)
+        yield from _counters(trace, pids)
+
+
+def _ranks(trace: Trace) -> list[int]:
+    more = set(trace.memory.rank.tolist()) if trace.memory is not None else set()
+    return sorted(set(trace.rank.tolist()) | more)
+
+
+def _meta(kind: str, pid: int, tid: int, **args: object) -> str:
+    return json.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}, separators=(",", ":"))
+
+
+def _spans(trace: Trace, pids: Mapping[int, int], tids: Mapping[tuple[int, str], int]) -> Iterator[str]:
+    zero = _zero(trace)
+    # Ends are rounded, then subtracted: two ops that touch must not overlap by a rounding.
+    start, end = _ns(trace.start_s, zero), _ns(trace.end_s, zero)
+    waited = _ns(trace.start_s, 0.0) - _ns(trace.post_s, 0.0)
+    heads: dict[tuple[str, str], str] = {}
+    columns = (c.tolist() for c in (trace.rank, start, end - start, waited, trace.step))
+    for stream, op, rank, ts, dur, wait, step in zip(trace.stream, trace.op, *columns, strict=True):
+        if (head := heads.get((stream, op))) is None:
+            name, category = json.dumps(op), look_of(stream, op).word
+            head = heads[stream, op] = f'{{"ph":"X","name":{name},"cat":"{category}","pid":'
+        args = f'{{"step":{step},"posted_before_us":{_us(wait)}}}' if wait else f'{{"step":{step}}}'
+        yield f'{head}{pids[rank]},"tid":{tids[rank, stream]},"ts":{_us(ts)},"dur":{_us(dur)},"args":{args}}}'
+
+
+def _counters(trace: Trace, pids: Mapping[int, int]) -> Iterator[str]:
+    if trace.memory is None:
+        return
+    m = trace.memory
+    for rank, ts, size in zip(m.rank.tolist(), _ns(m.time_s, _zero(trace)).tolist(), m.bytes.tolist(), strict=True):
+        args = f'{{"allocated bytes":{size}}}'
+        yield f'{{"ph":"C","name":"memory","pid":{pids[rank]},"ts":{_us(ts)},"args":{args}}}'
+
+
+def _zero(trace: Trace) -> float:
+    """What is taken off all times: Chrome's format knows none before zero (a clock offset may make some)."""
+    times = [trace.start_s] + ([trace.memory.time_s] if trace.memory is not None else [])
+    return min((float(t.min()) for t in times if len(t)), default=0.0) if any((t < 0).any() for t in times) else 0.0
+
+
+def _ns(times: FloatArray, zero: float) -> IntArray:
+    return np.rint((times - zero) * 1e9).astype(np.int64)
+
+
+def _us(ns: int) -> str:
+    """Nanoseconds as microseconds, exactly.
+
+    >>> _us(1234500), _us(2000), _us(-1)
+    ('1234.5', '2', '-0.001')
+    """
+    if ns < 0:
+        return "-" + _us(-ns)
+    whole, rest = divmod(ns, 1000)
+    return f"{whole}.{rest:03d}".rstrip("0") if rest else str(whole)

@@ -1,0 +1,175 @@
+"""Predictions as tables for the terminal; their rows are `simulate`'s and `compare`'s JSON objects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from piper_sim.report.units import GIB, MISSING, count, gib, percent
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace", "context")
+_GLYPHS = dict(zip(MEMORY_PARTS, "PGOABWC", strict=True))
+_BAR = 24
+_GAP = (0, 1, 0, 0)  # narrow: the whole comparison must fit 80 columns
+_SHORT = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "workspace": "work",
+}
+_HEADS = {
+    "schedule": "schedule",
+    "step s": "step s",
+    "tokens/s/GPU": "tokens/s\n/GPU",
+    "MFU %": "MFU %",
+    "bubble %": "bubble %",
+    "exposed comm s": "exposed\ncomm s",
+    "peak GiB (rank)": "peak GiB\n(rank)",
+    "fits": "fits",
+}
+_JUSTIFY: dict[str, Literal["left", "center"]] = {"schedule": "left", "fits": "center"}
+
+
+def compare_cells(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """One dict of texts per row, for the terminal's table and the report's alike; what does not fit stands last.
+
+    >>> [c] = compare_cells([{"schedule": "1f1b", "iteration_s": 1.5, "mfu": 0.4, "fits": True}])
+    >>> c["schedule"], c["step s"], c["MFU %"], c["bubble %"], c["fits"]
+    ('1f1b', '1.500', '40.0', '–', '✓')
+    """
+    ordered = sorted(rows, key=_feasible_first)
+    steps = [r["iteration_s"] for r in ordered if r.get("iteration_s")]
+    # All steps get as many places as the smallest needs for four digits, so that the points align.
+    places = max(0, 3 - math.floor(math.log10(min(steps)))) if steps else 0
+    return [_cells(row, places) for row in ordered]
+
+
+def _feasible_first(row: Mapping[str, Any]) -> tuple[bool, float]:
+    step = row.get("iteration_s")
+    return (row.get("fits") is False or step is None, float("inf") if step is None else float(step))
+
+
+def _cells(row: Mapping[str, Any], places: int) -> dict[str, str]:
+    step, comm, peak, fits = (row.get("iteration_s"), row.get("exposed_comm_s"), _worst_peak(row), row.get("fits"))
+    return {
+        "schedule": str(row.get("schedule", MISSING)),
+        "step s": MISSING if step is None else f"{step:.{places}f}",
+        "tokens/s/GPU": count(row.get("tokens_per_s_per_gpu")),
+        "MFU %": percent(row.get("mfu")),
+        "bubble %": percent(row.get("bubble_fraction")),
+        "exposed comm s": MISSING if comm is None else f"{comm:.{places}f}",
+        "peak GiB (rank)": MISSING if peak is None else f"{gib(peak[1])} ({peak[0]})",
+        "fits": MISSING if fits is None else ("✓" if fits else "✗"),
+        "reason": str(row.get("reason") or ""),
+    }
+
+
+def _worst_peak(row: Mapping[str, Any]) -> tuple[str, float] | None:
+    """The rank with the highest device peak, and that peak; allocated bytes where nothing better is known."""
+    memory = row.get("memory") or {}
+    for key in ("device_peak_bytes", "peak_reserved_bytes", "peak_allocated_bytes"):
+        if peaks := memory.get(key):
+            rank = max(peaks, key=lambda r: (peaks[r], -int(r)))
+            return str(rank), float(peaks[rank])
+    return None
+
+
+def compare_table(rows: Sequence[Mapping[str, Any]], title: str | None = None) -> Table:
+    """The table of `compare`: fastest first, infeasible rows last, their reasons below the table.
+
+    >>> from rich.console import Console
+    >>> rows = [{"schedule": "zbv", "iteration_s": None, "fits": False, "reason": "61 layers on 64 stages"}]
+    >>> rows += [{"schedule": "1f1b", "iteration_s": 2.0, "fits": True, "mfu": 0.41}]
+    >>> Console(width=79, no_color=True).print(compare_table(rows))  # doctest: +NORMALIZE_WHITESPACE
+    <BLANKLINE>
+                   tokens/s                   exposed  peak GiB
+     schedule  step s      /GPU  MFU %  bubble %   comm s    (rank)  fits
+     ─────────────────────────────────────────────────────────────────────
+     1f1b       2.000         –   41.0         –        –         –   ✓
+     zbv            –         –      –         –        –         –   ✗
+    <BLANKLINE>
+    zbv: 61 layers on 64 stages
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = compare_cells(rows)
+    # Text, not str: a schedule's name or a reason may hold brackets, which rich would read as markup.
+    reasons = Text("\n".join(f"{c['schedule']}: {c['reason']}" for c in cells if c["reason"]), style="red")
+    table = Table(title=title, box=box.SIMPLE_HEAD, header_style="bold", padding=_GAP)
+    table.caption, table.caption_justify = reasons or None, "left"
+    for name in _HEADS:
+        table.add_column(_HEADS[name], justify=_JUSTIFY.get(name, "right"), no_wrap=True, vertical="bottom")
+    for i, row in enumerate(cells):
+        bad = row["fits"] == "✗" or row["step s"] == MISSING
+        style = "dim" if bad else ("bold green" if i == 0 else "")
+        table.add_row(*(Text(row[name]) for name in _HEADS), style=style)
+    return table
+
+
+def memory_cells(memory: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Per rank, what fills it at its peak, in GiB.
+
+    >>> m = {"breakdown_bytes": {"0": {"parameters": 2**31}}, "capacity_bytes": 80 * 2**30}
+    >>> [(c["rank"], c["parameters"], c["total"]) for c in memory_cells(m)]
+    [('0', '2.0', '2.0')]
+    """
+    breakdown = memory.get("breakdown_bytes") or {}
+    peaks = memory.get("device_peak_bytes") or {}
+    capacity, margin = memory.get("capacity_bytes"), memory.get("margin_bytes") or 0
+    cells = []
+    for rank in sorted(breakdown, key=int):
+        parts = breakdown[rank]
+        total = peaks.get(rank)
+        total = sum(v or 0 for v in parts.values()) if total is None else total
+        row = {"rank": str(rank)} | {name: gib(parts.get(name)) for name in MEMORY_PARTS}
+        row["total"] = gib(total)
+        row["headroom"] = MISSING if capacity is None else gib(capacity - margin - total)
+        cells.append(row)
+    return cells
+
+
+def memory_table(memory: Mapping[str, Any], title: str | None = None) -> Table:
+    """The breakdown per rank, with a bar of what fills the device; `memory` is that key of `simulate`'s object.
+
+    Headroom is the capacity without the job's margin, less the rank's peak; negative where it does not fit.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = memory_cells(memory)
+    names = [n for n in ("rank", *MEMORY_PARTS, "total", "headroom") if any(c[n] != MISSING for c in cells)]
+    capacity = memory.get("capacity_bytes")
+    caption = "GiB at each rank's peak; bar: " + " ".join(f"{g}={p}" for p, g in _GLYPHS.items())
+    caption += f"; full bar {capacity / GIB:.0f} GiB" if capacity else ""
+    table = Table(title=title, box=box.SIMPLE_HEAD, header_style="bold", padding=_GAP, caption=caption)
+    for name in names:
+        table.add_column(_SHORT.get(name, name), justify="right", no_wrap=True)
+    table.add_column("", overflow="crop")  # gives way first in a narrow terminal
+    for row in cells:
+        parts = memory["breakdown_bytes"][row["rank"]]
+        short = "bold red" if row["headroom"].startswith("-") else ""
+        table.add_row(*(Text(row[n], style=short if n == "headroom" else "") for n in names), _bar(parts, capacity))
+    return table
+
+
+def _bar(parts: Mapping[str, float | None], capacity: float | None) -> str:
+    """Letters in proportion to the parts of the capacity, dots for what is free.
+
+    >>> _bar({"parameters": 20.0, "activations": 10.0}, 48.0)
+    'PPPPPPPPPPAAAAA.........'
+    """
+    sizes = [float(parts.get(name) or 0) for name in MEMORY_PARTS]
+    full = max(capacity or 0.0, sum(sizes)) or 1.0
+    text, seen = "", 0.0
+    for name, size in zip(MEMORY_PARTS, sizes, strict=True):
+        seen += size
+        text += _GLYPHS[name] * (round(seen / full * _BAR) - len(text))
+    return text.ljust(_BAR, ".")

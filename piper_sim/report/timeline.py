@@ -1,0 +1,143 @@
+"""A trace as text: exact cells where times allow it, else one glyph per slice of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ir.order import IntArray
+from ir.trace import Trace
+from piper_sim.report.look import LOOKS, Lane, coverage, lanes_of, looks_of, short_op, span, tick_times
+from piper_sim.report.units import seconds
+
+MOST_RANKS = 16
+_GRID_WIDTH = 200
+_BAND_WIDTH = 100
+_IDLE = "."
+
+
+def text_timeline(trace: Trace, width: int | None = None, streams: Sequence[str] = ("compute",)) -> str:
+    """One line per rank (and stream, when several are asked for).
+
+    Small traces whose times are multiples of one unit become an exact grid, a cell per unit (F = 1, B = 2):
+
+    >>> rows = [(0, 0, "compute", "0F0", 0, 0, 1), (0, 1, "compute", "1F0", 1, 1, 2), (0, 1, "compute", "1B0", 2, 2, 4)]
+    >>> rows += [(0, 0, "compute", "0F1", 1, 1, 2), (0, 0, "compute", "0B0", 4, 4, 6)]
+    >>> print(text_timeline(Trace.of({}, rows)))
+    0 |0F0 0F1 ... ... 0B0 0B0
+    1 |... 1F0 1B0 1B0
+
+    All others are drawn to scale, `width` columns wide; a column shows what filled most of it:
+
+    >>> rows = [(0, 0, "compute", f"0F{i}", i * 0.1, i * 0.1, i * 0.1 + 0.075) for i in range(9)]
+    >>> print(text_timeline(Trace.of({}, rows), width=47))
+                0                   500 ms
+    rank 0  77 |FFF.FFF.FFF.FFF.FFF.FFF.FFF.FFF.FFF
+    percent busy · F forward · . idle · one column is 25 ms
+
+    A grid is only drawn if it fits `width`. Without a width, a grid may take 200 columns and a scale drawing takes 100.
+    """
+    lanes = lanes_of(trace, streams)
+    if not lanes:
+        return "(no ops)"
+    grid = _grid(trace, lanes, width or _GRID_WIDTH, len(set(streams)) > 1)
+    return grid if grid is not None else _bands(trace, lanes, width or _BAND_WIDTH, len(set(streams)) > 1)
+
+
+def _grid(trace: Trace, lanes: Sequence[Lane], width: int, named: bool) -> str | None:
+    """The exact grid, or None where it would not be exact or would not fit."""
+    rows = np.concatenate([lane.rows for lane in lanes])
+    if len(rows) > width * len(lanes) or len({lane.rank for lane in lanes}) > 2 * MOST_RANKS:
+        return None
+    begin = float(trace.start_s[rows].min())
+    start, end = trace.start_s[rows] - begin, trace.end_s[rows] - begin
+    unit = _unit(np.concatenate((start, end)))
+    if unit is None:
+        return None
+    cell = max(3, *(len(short_op(trace.op[i])) for i in rows.tolist()))
+    labels = _labels(lanes, named)
+    if round(float(end.max()) / unit) * (cell + 1) + len(labels[0]) + 1 > width:
+        return None
+    lines = []
+    for lane, label in zip(lanes, labels, strict=True):
+        cells: list[str] = []
+        for i in lane.rows.tolist():
+            a, b = round((trace.start_s[i] - begin) / unit), round((trace.end_s[i] - begin) / unit)
+            cells += [_IDLE * cell] * (a - len(cells))
+            cells += [short_op(trace.op[i]).ljust(cell)] * (b - len(cells))
+        lines.append((label + "|" + " ".join(cells)).rstrip())
+    if unit != 1:
+        lines.append(f"one cell is {seconds(unit)}")
+    return "\n".join(lines)
+
+
+def _unit(times: np.ndarray) -> float | None:
+    """The largest step that all times are exact multiples of, in the engines' grid of 2⁻⁴⁰ s."""
+    ticks = times * 2.0**40
+    if not (np.abs(ticks) < 2.0**62).all() or (ticks != np.rint(ticks)).any():
+        return None
+    unit = int(np.gcd.reduce(ticks.astype(np.int64)))
+    return unit / 2.0**40 if unit else None
+
+
+def _labels(lanes: Sequence[Lane], named: bool) -> list[str]:
+    labels = [f"{lane.rank} {lane.stream}" if named else f"{lane.rank}" for lane in lanes]
+    ranks = max(len(str(lane.rank)) for lane in lanes)
+    labels = [text.rjust(len(text) + ranks - len(text.split()[0])) for text in labels]
+    return [text.ljust(max(map(len, labels)) + 1) for text in labels]
+
+
+def _bands(trace: Trace, lanes: Sequence[Lane], width: int, named: bool) -> str:
+    ranks = sorted({lane.rank for lane in lanes})
+    shown = _sample(ranks)
+    begin, end = span(trace)
+    end = end if end > begin else begin + 1.0
+    labels = [f"rank {text}" for text in _labels(lanes, named)]
+    gutter = len(labels[0]) + len("100 |")
+    columns = max(10, width - gutter)
+    edges = np.linspace(begin, end, columns + 1)
+    looks = looks_of(trace)
+    lines, used = [], set()
+    for lane, label in zip(lanes, labels, strict=True):
+        if lane.rank in shown:
+            glyphs, busy = _band(trace, lane, looks, edges)
+            used |= set(glyphs)
+            lines.append(f"{label}{busy:3.0f} |{glyphs}")
+    legend = [f"{look.glyph} {look.word}" for look in LOOKS if look.glyph in used]
+    legend += [f"{_IDLE} idle"] * (_IDLE in used)
+    notes = ["percent busy", *legend, f"one column is {seconds((end - begin) / columns)}"]
+    if len(shown) < len(ranks):
+        notes.append(f"{len(shown)} of {len(ranks)} ranks")
+    return "\n".join([_axis(begin, end, columns, gutter), *lines, " · ".join(notes)])
+
+
+def _sample(ranks: Sequence[int]) -> set[int]:
+    """At most sixteen ranks, evenly spread, first and last among them."""
+    if len(ranks) <= MOST_RANKS:
+        return set(ranks)
+    return {ranks[i] for i in np.rint(np.linspace(0, len(ranks) - 1, MOST_RANKS)).astype(int).tolist()}
+
+
+def _band(trace: Trace, lane: Lane, looks: IntArray, edges: np.ndarray) -> tuple[str, float]:
+    """A lane's glyphs, and its busy percentage."""
+    covered = coverage(trace.start_s[lane.rows], trace.end_s[lane.rows], looks[lane.rows], edges)
+    slices = np.diff(edges)
+    idle = slices - covered.sum(0)
+    # A hair of tolerance: where half a column is busy, rounding must not decide.
+    winner = np.where(idle > covered.max(0) + 1e-9 * slices, -1, covered.argmax(0))
+    glyphs = "".join(_IDLE if i < 0 else LOOKS[i].glyph for i in winner.tolist())
+    return glyphs, 100 * float(np.minimum(covered.sum(0), slices).sum() / slices.sum())
+
+
+def _axis(begin: float, end: float, columns: int, gutter: int) -> str:
+    """Round times above the columns where they fall; the first says its unit."""
+    cells = [" "] * (gutter + columns)
+    free = 0
+    for t in tick_times(begin, end, max(3, columns // 12)):
+        at = gutter + round((t - begin) / (end - begin) * columns)
+        text = seconds(t, 6) if t else "0"
+        if at >= free and at + len(text) <= len(cells):
+            cells[at : at + len(text)] = text
+            free = at + len(text) + 1
+    return "".join(cells).rstrip()
