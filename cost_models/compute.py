@@ -45,7 +45,7 @@ def kernel_seconds(kernel: Kernel, hw: Hardware, sms: int | None = None) -> floa
     >>> n = 8192
     >>> gemm = Kernel(KernelKind.GEMM, 2 * n**3, 3 * 2 * n * n, DType.BF16, (n, n, n))
     >>> round(gemm.flops / kernel_seconds(gemm, load_hardware("h100-sxm")) / 1e12)  # TFLOP/s
-    676
+    680
     """
     if kernel.count == 0:
         return 0.0
@@ -127,9 +127,11 @@ def _attention_share(kernel: Kernel, hw: Hardware, sms: int) -> float:
     share = a.backward_efficiency if is_backward(kernel) else a.forward_efficiency
     share *= math.pow(head, a.head_exponent)
     share *= kv / (kv + a.ramp_tokens)
-    # Fewer query tiles than SMs leave SMs idle; causal tiles differ in length, so a last wave is not rounded up.
-    tiles = batch * heads * math.ceil(q / _Q_TILE)
-    return min(share, 1.0) * min(1.0, tiles / sms) * sms / hw.sms
+    # A part-filled tile costs a whole one, and fewer tiles than SMs leave SMs idle. Causal tiles differ in length, so a
+    # last wave is not rounded up.
+    per_head = math.ceil(q / _Q_TILE)
+    filled, busy = q / (per_head * _Q_TILE), min(1.0, batch * heads * per_head / sms)
+    return min(share, 1.0) * filled * busy * sms / hw.sms
 
 
 def is_backward(kernel: Kernel) -> bool:

@@ -86,8 +86,9 @@ class Csr:
 class Buffers:
     """Every buffer of every microbatch. Times are positions: an op, and which of its covers.
 
-    node, slot, mb: what it is called after; node = -1: after its writing op (a received or gathered copy).
-    alloc, free: op rows, free = -1 where it lives to the step's end. alloc_cover, free_cover: index into the op's covers.
+    node, slot, mb: what it is called after; node = -1: after the communication op in row `slot` (a received or
+    gathered copy, a gradient bucket). alloc, free: op rows, free = -1 where it lives to the step's end.
+    alloc_cover, free_cover: index into the op's covers.
     """
 
     node: IntArray
@@ -188,11 +189,11 @@ class Plan:
         return [stamp[s](a, b) for s, a, b in columns]
 
     def buffer_name(self, i: int) -> str:
-        """`2F0/l7.attn.act`, or the text of the op that received or gathered it."""
+        """`2F0/l7.attn.act`, or the text of the op that received, gathered or reduces it."""
         b = self.buffers
         node = int(b.node[i])
         if node < 0:
-            return self.text(int(b.alloc[i]))
+            return self.text(int(b.slot[i]))
         n = self.graph.nodes[node]
         base = n.text(None if n.once else int(b.mb[i]))
         return f"{base}.{n.writes[int(b.slot[i])].slot}"

@@ -6,6 +6,7 @@ import numpy as np
 
 from ir.graph import Category
 from ir.lower.draft import Draft
+from ir.lower.waits import running_max
 from ir.order import BoolArray, IntArray
 from ir.plan import CATEGORIES, OpKind
 
@@ -72,7 +73,7 @@ def node_buffers(draft: Draft, edges: tuple[IntArray, IntArray, IntArray, IntArr
     draft.buffers.append(
         dict(
             node=np.concatenate([node, np.full(len(recv_ids), -1)]),
-            slot=np.concatenate([slot, np.zeros(len(recv_ids), np.int64)]),
+            slot=np.concatenate([slot, recv_ids]),
             mb=np.concatenate([all_mb, draft.rows.mb[recv_ids]]),
             bytes=np.concatenate([np.repeat(size, mbs), size[first_edge]]),
             alloc=alloc_all,
@@ -133,12 +134,9 @@ def _proofs(draft: Draft) -> IntArray:
     channel = here * programs + there
     back = there * programs + here
     by = np.lexsort((producer, channel))
-    earliest = np.empty(len(by), dtype=np.int64)
     segment = np.cumsum(np.concatenate([[0], (np.diff(channel[by]) != 0).astype(np.int64)]))
-    from ir.lower.transfers import _running_max
-
-    earliest = -_running_max(-consumer[by][::-1], segment[-1] - segment[::-1])[::-1]
-    wide = int(len(rows)) + 1
+    earliest = -running_max(-consumer[by][::-1], segment[-1] - segment[::-1])[::-1]
+    wide = len(rows) + 1
     sorted_key = channel[by] * wide + producer[by]
     at = np.searchsorted(sorted_key, back * wide + consumer)
     ok = at < len(by)

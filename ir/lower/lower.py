@@ -33,7 +33,7 @@ def lower(graph: Graph, policy: Policy | None = None, header: Mapping[str, str] 
     >>> placed = [Place(f({"PP": s}), s) for s in range(2)]
     >>> plan = lower(apply(stage_graph(2), [Split(f({}), "MB", 1), *placed]))
     >>> plan.texts
-    ['0F0', '0SEND_F0', '0RECV_B0', '0I0', '0W0', '1RECV_F0', '1F0', '1I0', '1SEND_B0', '1W0']
+    ['0RECV_B0', '0F0', '0SEND_F0', '0B0', '1RECV_F0', '1F0', '1I0', '1SEND_B0', '1W0']
     """
     policy = policy or Policy()
     found = buckets(graph)
@@ -137,5 +137,7 @@ def _buffers(draft: Draft, new: IntArray) -> Buffers:
     empty = np.zeros(0, dtype=np.int64)
     columns = {f: np.concatenate([b[f] for b in draft.buffers] or [empty]) for f in _FIELDS}
     columns["alloc"] = new[columns["alloc"]]
+    op_named = columns["node"] < 0
+    columns["slot"][op_named] = new[columns["slot"][op_named]]
     columns["free"] = np.where(columns["free"] >= 0, new[columns["free"]], -1)
     return Buffers(**columns)

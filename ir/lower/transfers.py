@@ -7,6 +7,7 @@ import numpy as np
 from ir.graph import illegal
 from ir.lower.draft import STEP, Draft
 from ir.lower.policy import P2P
+from ir.lower.waits import running_max
 from ir.ops import Pass
 from ir.order import BoolArray, IntArray
 from ir.plan import OpKind, Shape
@@ -106,7 +107,7 @@ def _channel_order(
     if policy.p2p is P2P.USE:
         order = np.lexsort((send, consumer, to, frm))
         segment = _segments(frm[order], to[order])
-        rows.key[send[order]] = np.maximum(rows.key[send[order]], _running_max(rows.key[send[order]], segment))
+        rows.key[send[order]] = np.maximum(rows.key[send[order]], running_max(rows.key[send[order]], segment))
         rows.sub[send[order]] = np.arange(len(order))
         use = draft.local(consumer)
         return order, _earlier(draft, consumer, use, 1)
@@ -114,7 +115,7 @@ def _channel_order(
     segment = _segments(frm[order], to[order])
     position = draft.local(consumer)[order]
     hoisted = np.empty_like(position)
-    hoisted[order] = -_running_max(-position[::-1], segment[::-1][0] - segment[::-1])[::-1]
+    hoisted[order] = -running_max(-position[::-1], segment[::-1][0] - segment[::-1])[::-1]
     base = hoisted + draft.start[to]
     return order, _earlier(draft, base, hoisted, policy.lookahead)
 
@@ -139,26 +140,11 @@ def _segments(*keys: IntArray) -> IntArray:
     return np.cumsum(new)
 
 
-def _running_max(values: IntArray, segment: IntArray) -> IntArray:
-    """Running maximum that starts anew in each segment.
-
-    >>> _running_max(np.array([3, 1, 2]), np.array([0, 0, 1])).tolist()
-    [3, 3, 2]
-    """
-    if not len(values):
-        return values
-    low = int(values.min())
-    span = int(values.max()) - low + 1
-    lifted = np.maximum.accumulate(values - low + segment * span)
-    out: IntArray = lifted - segment * span + low
-    return out
-
-
 def _recv_shapes(draft: Draft, edge: IntArray, frm: IntArray) -> IntArray:
     g = draft.graph
     many = draft.templates._many
     code = edge * (len(draft.start)) + frm
-    unique, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
     out = []
     for i in first.tolist():
         e = g.edges[int(edge[i])]

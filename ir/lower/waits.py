@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from ir.lower.transfers import _running_max
 from ir.order import BoolArray, IntArray
+
+
+def running_max(values: IntArray, segment: IntArray) -> IntArray:
+    """Running maximum that starts anew in each segment.
+
+    >>> running_max(np.array([3, 1, 2]), np.array([0, 0, 1])).tolist()
+    [3, 3, 2]
+    """
+    if not len(values):
+        return values
+    low = int(values.min())
+    span = int(values.max()) - low + 1
+    lifted = np.maximum.accumulate(values - low + segment * span)
+    out: IntArray = lifted - segment * span + low
+    return out
 
 
 def strongest(
@@ -27,7 +41,7 @@ def strongest(
     by = np.lexsort((position[on], position[row], pair))
     row, on, pair = row[by], on[by], pair[by]
     segment = np.cumsum(np.concatenate([[0], (np.diff(pair) != 0).astype(np.int64)]))
-    reach = _running_max(position[on], segment)
+    reach = running_max(position[on], segment)
     last: BoolArray = np.ones(len(row), dtype=bool)
     last[:-1] = (row[1:] != row[:-1]) | (segment[1:] != segment[:-1])
     row, reach, segment, on = row[last], reach[last], segment[last], on[last]
@@ -54,6 +68,6 @@ def proven(
     by = np.lexsort((is_need, at, pair))
     segment = np.cumsum(np.concatenate([[0], (np.diff(pair[by]) != 0).astype(np.int64)]))
     reach = np.empty(len(by), dtype=np.int64)
-    reach[by] = _running_max(value[by], segment)
+    reach[by] = running_max(value[by], segment)
     ok[rest] = reach[len(row) :] >= position[needed_on[rest]]
     return ok

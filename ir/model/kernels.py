@@ -54,18 +54,19 @@ def forward(s: Setting, *linears: Linear) -> Work:
     return tuple(x.forward(s) for x in linears)
 
 
-def input_grad(s: Setting, *linears: Linear) -> Work:
+def input_grad(s: Setting, *linears: Linear, arrives_fp8: bool = False) -> Work:
     """Input gradients, each behind the fp8 casts of its operands.
 
     The output gradient is quantised along rows (for this product) and columns (for the weight gradient's); the saved
     input is transposed and quantised again along columns, here and not in W, as DeepSeek's profile shows.
+    arrives_fp8: the output gradient comes quantised (from a dispatch), and is only turned.
     """
     out: list[Kernel] = []
     for x in linears:
         groups = max(x.groups, 1)
         if s.fp8 and x.dtype is None:
             grads, inputs = groups * x.rows * x.out, groups * x.rows * x.into
-            out.append(memory(s, f"{x.label}.cast_grad", grads * (s.wide + 1) + grads * (s.wide + 1)))
+            out.append(memory(s, f"{x.label}.cast_grad", grads * (2 if arrives_fp8 else 2 * (s.wide + 1))))
             out.append(memory(s, f"{x.label}.transpose", inputs * 2))
         out.append(x.input_grad(s))
     return tuple(out)

@@ -100,7 +100,7 @@ def experts(s: Setting) -> PartWork:
         ),
         input_grad=(
             permute,
-            *k.input_grad(s, down),
+            *k.input_grad(s, down, arrives_fp8=kept_narrow),
             activation_backward(s, total, width),
             *k.input_grad(s, up),
             k.copies(s, "unpermute_backward", total * h),

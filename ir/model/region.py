@@ -50,9 +50,8 @@ def expert_tensor(s: Setting, rows: int) -> tuple[Inline, ...]:
     if s.layout.etp == 1:
         return ()
     size = rows * s.config.hidden * s.wide
-    first = {Pass.F: CommKind.ALL_GATHER, Pass.I: CommKind.ALL_GATHER}
-    last = {Pass.F: CommKind.REDUCE_SCATTER, Pass.I: CommKind.REDUCE_SCATTER}
-    return tuple(_inline(when, kind, size, "etp") for half in (first, last) for when, kind in half.items())
+    both = (CommKind.ALL_GATHER, CommKind.REDUCE_SCATTER)
+    return tuple(_inline(when, kind, size, "etp") for when in (Pass.F, Pass.I) for kind in both)
 
 
 def all_reduce(when: Pass, size: int) -> Inline:

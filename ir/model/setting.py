@@ -150,7 +150,7 @@ def check_setting(config: ModelConfig, layout: Layout, shape: BatchShape) -> Non
         ("tp", layout.tp, "attention heads", c.heads),
         ("tp", layout.tp, "KV heads", c.heads if c.mla else c.kv_heads),
         ("tp", layout.tp, "vocabulary", c.vocab),
-        ("tp", layout.tp, "MLP width", c.ffn),
+        ("tp", layout.tp, "MLP width", 0 if all(c.is_moe(i) for i in range(c.layers)) else c.ffn),
         ("tp", layout.tp, "shared experts' width", moe.shared_ffn if moe else 0),
         ("ep", layout.ep, "experts", moe.experts if moe else 0),
         ("etp", layout.etp, "expert width", moe.ffn if moe else 0),

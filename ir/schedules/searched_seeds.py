@@ -21,7 +21,7 @@ from ir.schedules.searched_shop import ROUNDING, Shop
 class Rule:
     """How a greedy rank chooses.
 
-    rank_of_kind: the kinds of F and I, most preferred first.
+    preferred: the kinds of F and I, most preferred first.
     ahead: per rank, how many microbatches of its first chunk may be between F and I.
     patience: a W may delay the next op known to come by this share of its own length.
     """
@@ -185,7 +185,9 @@ def _most_alive(slots: tuple[int, ...]) -> int:
 def _filled(slots: tuple[int, ...], mbs: int) -> list[tuple[int, int, int]]:
     """One rank's (slot, kind, microbatch) when its block repeats; W goes to the first empty slot after its I."""
     fixed = {slot + _PERIOD * mb: (kind, mb) for kind, slot in enumerate(slots) for mb in range(mbs)}
-    rows, pending, slot = [], deque[tuple[int, int]](), 0
+    rows: list[tuple[int, int, int]] = []
+    pending: deque[tuple[int, int]] = deque()
+    slot = 0
     while len(rows) < 6 * mbs:
         now = fixed.get(slot) or (pending.popleft() if pending else None)
         if now:

@@ -113,6 +113,11 @@ class Shop:
         stage, token, mb = self.row(op)
         return f"{stage}{'FIW'[token]}{mb}"
 
+    def objective(self, ends: Sequence[float]) -> float:
+        """The latest end of a rank's last op, plus that rank's tail."""
+        each = 3 * self.chunks * self.mbs
+        return max(max(ends[r * each : (r + 1) * each]) + self.tail[r] for r in range(self.ranks))
+
     def every(self, seconds_of_kind: Sequence[float]) -> list[float]:
         """A duration for every op, from one for every kind."""
         return [x for _ in range(self.ranks) for x in seconds_of_kind for _ in range(self.mbs)]

@@ -125,7 +125,12 @@ def gpt_layer_backward(batch: int, seq: int, hidden: int, heads: int, tp: int, s
     tokens, local = batch * seq, heads // tp
     half, head, scores = DType.FP16, hidden // heads, 2 * batch * local * seq * seq
     act = 2 * tokens * hidden / (tp if sp else 1)
-    shapes = ((3 * hidden // tp, hidden), (hidden, hidden // tp), (4 * hidden // tp, hidden), (hidden, 4 * hidden // tp))
+    shapes = (
+        (3 * hidden // tp, hidden),
+        (hidden, hidden // tp),
+        (4 * hidden // tp, hidden),
+        (hidden, 4 * hidden // tp),
+    )
     products = tuple(g for n, k in shapes for g in (gemm(tokens, k, n, half), gemm(n, k, tokens, half, 8)))
     return (
         *products, moves(act, act, act, count=2), moves(act, act, act / 2, count=2), moves(act, act, act, count=2),

@@ -29,7 +29,8 @@ def error(modelled: float, published: float) -> float:
 def test_deepseek_phases_within_a_quarter(phase: str) -> None:
     work = getattr(ref, f"deepseek_{phase}")()
     modelled = work_seconds(work, load_hardware("h800-sxm"), FREE_SMS) * 1e3
-    # All come out fast (3 to 24 %): in the profile, communication also takes HBM bandwidth, which is interference's to say.
+    # All come out fast (2 to 24 %): in the profile, communication also takes HBM bandwidth, which is for the
+    # interference model to say.
     assert -0.25 < error(modelled, rows("deepseek_phases_ms")[phase]) < 0.05
 
 
@@ -74,8 +75,7 @@ def test_bus_bandwidth_within_five_percent(preset: str, kind: str, ranks: int, p
     message = Message(CommKind(kind), 2**30, ("dp",))
     seconds = message_seconds(message, ranks, per_node, Fabric.of(load_hardware(preset)))
     factor = (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
-    tolerance = 0.25 if (preset, ranks) == ("a100-sxm-80gb", 16) else 0.05
-    assert abs(error(message.bytes * factor / seconds / 1e9, busbw)) < tolerance
+    assert abs(error(message.bytes * factor / seconds / 1e9, busbw)) < 0.05
 
 
 @pytest.mark.parametrize("ranks, operation, link, gbps", rows("deepep_GBps"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from ir.trace import MemorySamples, Row, Trace
@@ -12,10 +11,16 @@ from ir.trace import MemorySamples, Row, Trace
 MakeTrace = Callable[..., Trace]
 
 
+def tick(seconds: float) -> float:
+    """On the engines' grid, where sums are exact."""
+    return round(seconds * 2**40) / 2**40
+
+
 def one_f_one_b(
     ranks: int = 4, mbs: int = 8, f: float = 1.0, b: float = 2.0, p2p: float = 0.0, parts: int = 1, comm: bool = False
 ) -> Trace:
     """1F1B by list scheduling; `parts` cuts every pass into layers, `comm` adds streams and memory samples."""
+    f, b, p2p = tick(f), tick(b), tick(p2p)
     programs = [_program(r, ranks, mbs) for r in range(ranks)]
     end: dict[tuple[str, int, int], float] = {}
     clock, at = [0.0] * ranks, [0] * ranks
@@ -54,11 +59,11 @@ def _ops(r: int, kind: str, mb: int, start: float, took: float, parts: int, comm
     if parts == 1 and not comm:
         return [(0, r, "compute", f"{r}{kind}{mb}", start, start, start + took)]
     rows: list[Row] = []
-    edges = np.linspace(start, start + took, parts + 1).tolist()
+    edges = [*(start + i * tick(took / parts) for i in range(parts)), start + took]
     for i, (a, z) in enumerate(zip(edges, edges[1:], strict=False)):
         rows.append((0, r, "compute", f"{r}{kind}{mb}/l{i}.experts", a, a, z))
         if comm:
-            rows.append((0, r, "ep", f"{r}{kind}{mb}/l{i}.dispatch", a, a, a + 0.4 * (z - a)))
+            rows.append((0, r, "ep", f"{r}{kind}{mb}/l{i}.dispatch", a, a, a + tick(0.4 * (z - a))))
     return rows
 
 

@@ -1,0 +1,26 @@
+"""`check_plan`: every op once, orders equal at both ends, nothing read before it is there, no deadlock."""
+
+from __future__ import annotations
+
+from ir.plan import Plan
+from ir.rules.buffers import check_buffers
+from ir.rules.coverage import instances
+from ir.rules.deadlock import check_progress
+from ir.rules.meetings import check_channels, check_collectives
+from ir.rules.needs import check_waits
+
+
+def check_plan(plan: Plan, serial: bool = False) -> None:
+    """Raise PiperError on the first broken rule, naming the op, its rank and the fix.
+
+    serial: also prove that each program can run its dispatch order as one stream (a transport with one queue).
+    Needed edges come from the plan's graph, not from the plan: a missing wait cannot hide.
+    """
+    inst = instances(plan)
+    check_channels(plan)
+    check_collectives(plan)
+    check_waits(plan, inst)
+    check_progress(plan)
+    if serial:
+        check_progress(plan, serial=True)
+    check_buffers(plan, inst)

@@ -1,0 +1,166 @@
+"""Messages to seconds against closed forms, with latencies set to zero where they would hide them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_models import Fabric, load_hardware, message_seconds, presets
+from cost_models.links import distinct, ring_all_reduce, ring_gather, sharp_all_reduce, tree_all_reduce
+from cost_models.protocols import GLOO
+from ir.work import CommKind, Message
+
+REAL = Fabric.of(load_hardware("h100-sxm"))
+# One protocol, no latencies, round rates: 100 bytes/s inside a node, 10 between nodes.
+IDEAL = replace(
+    REAL, node=100.0, pair=100.0, nic=10.0, sharp=0.0, dispatch_node=100.0, dispatch_nic=10.0,
+    node_latency=0.0, nic_latency=0.0, launch=0.0, protocols=GLOO,
+)  # fmt: skip
+S = 10**6
+few = settings(max_examples=60, deadline=None)
+groups = st.tuples(st.integers(1, 64), st.sampled_from([1, 2, 4, 8]))
+
+
+def seconds(kind: str, nbytes: int, nodes: int, per_node: int, fabric: Fabric = IDEAL, **extra: int) -> float:
+    return message_seconds(Message(CommKind(kind), nbytes, ("x",), **extra), nodes * per_node, per_node, fabric)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_one_node_collectives_are_the_ring_formulas(n: int) -> None:
+    assert seconds("all_reduce", S, 1, n) == pytest.approx(2 * (n - 1) / n * S / 100)
+    assert seconds("all_gather", S, 1, n) == pytest.approx((n - 1) / n * S / 100)
+    assert seconds("reduce_scatter", S, 1, n) == seconds("all_gather", S, 1, n)
+    assert seconds("all_to_all", S, 1, n) == pytest.approx((n - 1) / n * S / 100)
+
+
+@pytest.mark.parametrize("n", [2, 5, 16])
+def test_one_gpu_per_node_is_the_ring_over_nics(n: int) -> None:
+    assert seconds("all_reduce", S, n, 1) == pytest.approx(2 * (n - 1) / n * S / 10)
+    assert seconds("all_gather", S, n, 1) == pytest.approx((n - 1) / n * S / 10)
+    assert seconds("all_to_all", S, n, 1) == pytest.approx((n - 1) / n * S / 10)
+
+
+def test_hierarchical_all_reduce_is_its_three_steps() -> None:
+    flat = 2 * 15 / 16 * S / 80  # 8 NICs of 10 side by side, narrower than NVLink's 100
+    steps = 2 * (7 / 8 * S / 100) + 2 * (1 / 2 * S / 8 / 10)
+    assert seconds("all_reduce", S, 2, 8) == pytest.approx(min(flat, steps))
+
+
+def test_p2p_is_bytes_over_the_link_between_them() -> None:
+    assert seconds("p2p", S, 1, 2) == pytest.approx(S / 100)
+    assert seconds("p2p", S, 2, 1) == pytest.approx(S / 10)
+
+
+def test_a_pair_may_have_less_than_all_links() -> None:
+    mi300x = Fabric.of(load_hardware("mi300x"))
+    assert mi300x.pair == pytest.approx(mi300x.node / 7)
+
+
+def test_latency_counts_steps() -> None:
+    slow = replace(IDEAL, node_latency=1.0, launch=0.5)
+    assert ring_all_reduce(0, 8, 1, slow) == 0.5 + 14
+    assert ring_gather(0, 8, 1, slow) == 0.5 + 7
+    assert tree_all_reduce(0, 8, 1, slow) == 0.5 + 14
+    wide = replace(IDEAL, nic_latency=1.0)
+    assert ring_all_reduce(0, 1, 64, wide) == 126
+    assert tree_all_reduce(0, 1, 64, wide) == 12, "a tree is logarithmic"
+
+
+@pytest.mark.parametrize("kind", list(CommKind))
+def test_a_group_of_one_and_an_empty_message_cost_nothing(kind: CommKind) -> None:
+    assert message_seconds(Message(kind, S, ("x",)), 1, 1, REAL) == 0.0
+    assert message_seconds(Message(kind, 0, ("x",)), 16, 8, REAL) == 0.0
+
+
+@pytest.mark.parametrize("ranks, per_node", [(0, 1), (8, 0), (-1, 1)])
+def test_impossible_groups_are_refused(ranks: int, per_node: int) -> None:
+    with pytest.raises(ValueError, match="from 1 up"):
+        message_seconds(Message(CommKind.ALL_REDUCE, S, ("x",)), ranks, per_node, REAL)
+
+
+@given(group=groups, nbytes=st.integers(0, 10**10))
+@few
+def test_hierarchical_is_never_slower_than_a_flat_ring(group: tuple[int, int], nbytes: int) -> None:
+    nodes, per_node = group
+    if nodes * per_node == 1:
+        return
+    assert seconds("all_reduce", nbytes, nodes, per_node, REAL) <= ring_all_reduce(nbytes, per_node, nodes, REAL)
+    assert seconds("all_gather", nbytes, nodes, per_node, REAL) <= ring_gather(nbytes, per_node, nodes, REAL)
+
+
+@given(group=groups, nbytes=st.integers(0, 10**10), more=st.integers(0, 10**10), kind=st.sampled_from(list(CommKind)))
+@few
+def test_more_bytes_are_never_faster(group: tuple[int, int], nbytes: int, more: int, kind: CommKind) -> None:
+    nodes, per_node = group
+    assert seconds(kind, nbytes + more, nodes, per_node, REAL) >= seconds(kind, nbytes, nodes, per_node, REAL)
+
+
+@given(group=groups, nbytes=st.integers(10**3, 10**10))
+@few
+def test_an_all_reduce_is_no_faster_than_an_all_gather_without_in_switch_sums(
+    group: tuple[int, int], nbytes: int
+) -> None:
+    nodes, per_node = group
+    plain = replace(REAL, sharp=0.0)
+    both = [seconds(kind, nbytes, nodes, per_node, plain) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    assert both[0] == both[1] <= both[2]
+
+
+def test_in_switch_reduction_needs_a_switch_and_three_members() -> None:
+    assert sharp_all_reduce(S, 8, IDEAL) == sharp_all_reduce(S, 2, REAL) == float("inf")
+    assert sharp_all_reduce(10**9, 8, REAL) < ring_all_reduce(10**9, 8, 1, REAL)
+
+
+def test_small_messages_cost_about_a_launch() -> None:
+    assert 10e-6 < seconds("all_reduce", 32768, 1, 8, REAL) < 25e-6
+
+
+def test_a_plain_all_to_all_splits_by_tier() -> None:
+    # 16 ranks, 8 per node: 7/16 of the bytes stay in the node, 8/16 leave it.
+    assert seconds("all_to_all", 16 * 100, 2, 8) == pytest.approx(max(700 / 100, 800 / 10))
+
+
+def test_a_token_crosses_the_network_once_per_node() -> None:
+    copies, tokens = 8, 100
+    nodes = distinct(copies, 4)
+    expected = tokens * nodes * 3 / 4 / 10
+    assert seconds("all_to_all", tokens * copies, 4, 8, fanout=copies) == pytest.approx(expected)
+    once_per_copy = replace(IDEAL, deduplicate=False)
+    assert seconds("all_to_all", tokens * copies, 4, 8, once_per_copy, fanout=copies) == pytest.approx(800 * 3 / 4 / 10)
+
+
+def test_a_dispatch_in_one_node_is_bytes_to_distinct_ranks() -> None:
+    expected = 100 * distinct(8, 8) * 7 / 8 / 100
+    assert seconds("all_to_all", 800, 1, 8, fanout=8) == pytest.approx(expected)
+
+
+def test_limiting_nodes_saves_network_bytes() -> None:
+    free, limited = (seconds("all_to_all", 8 * S, 8, 8, fanout=8, nodes_limit=limit) for limit in (0, 4))
+    assert limited / free == pytest.approx(4 / distinct(8, 8))
+    assert seconds("all_to_all", 8 * S, 8, 8, fanout=8, nodes_limit=8) == pytest.approx(free)
+
+
+def test_an_uneven_all_to_all_takes_the_fullest_rank() -> None:
+    message = Message(CommKind.ALL_TO_ALL, S, ("ep",))
+    assert message_seconds(message, 8, 8, IDEAL, imbalance=1.5) == pytest.approx(
+        1.5 * message_seconds(message, 8, 8, IDEAL)
+    )
+
+
+@given(copies=st.integers(1, 64), places=st.integers(1, 512), limit=st.integers(0, 16))
+@few
+def test_distinct_places_are_bounded(copies: int, places: int, limit: int) -> None:
+    reached = distinct(copies, places, limit)
+    assert min(1, copies) - 1e-9 <= reached <= min(copies, places, limit or places) + 1e-9
+    assert distinct(1, places) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_prices_every_message(preset: str) -> None:
+    fabric = Fabric.of(load_hardware(preset), gpus_per_node=8)
+    assert fabric.gpus_per_node == 8
+    for kind in CommKind:
+        assert 0 < seconds(kind, 10**6, 2, 8, fabric) < 1
