@@ -42,7 +42,7 @@ class GlooHandle:
 
 
 class GlooTransport:
-    """Process groups made at the start, in one order on all ranks; only members meet to build one.
+    """Process groups made at the start, in one order on all ranks.
 
     store: any c10d store all ranks share. timeout_s: how long gloo waits for a silent peer; failures are found sooner, by
     closed connections and by the watchdog.
@@ -60,12 +60,14 @@ class GlooTransport:
         self._all: list[Any] = []
         make = [(pair, pair) for pair in topology.channels] + [(name, members) for name, members in topology.groups]
         for key, members in make:
-            if rank not in members or len(set(members)) < 2:
+            if len(set(members)) < 2:
                 continue
+            # Every rank must ask for every group, so that its name, a counter, agrees. (use_local_synchronization hashes the
+            # number of groups a rank has already made, torch 2.13: overlapping groups then never meet.)
             label = f"{key[0]}>{key[1]}" if isinstance(key, tuple) else key
-            group = dist.new_group(
-                sorted(members), timeout=timeout, backend="gloo", use_local_synchronization=True, group_desc=label
-            )
+            group = dist.new_group(sorted(members), timeout=timeout, backend="gloo", group_desc=label)
+            if rank not in members:
+                continue
             self._all.append(group)
             if isinstance(key, tuple):
                 self._channels[key] = group

@@ -73,10 +73,31 @@ def _receive(draft: Draft, edge: IntArray, mb: IntArray, a: IntArray, b: IntArra
     ids = rows.extend(
         program=to, shape=shape, mb=mb[first], key=dispatch_before * STEP - STEP // 2, sub=sub, unit=rows.unit[consumer]
     )
+    if draft.policy.p2p is P2P.USE:
+        _post_with_the_op_before(draft, consumer, ids, inverse, b)
     draft.messages = (send, ids)
     draft.recv_of = consumer
     out: IntArray = ids[inverse]
     return out
+
+
+def _post_with_the_op_before(
+    draft: Draft, consumer: IntArray, ids: IntArray, inverse: IntArray, reader: IntArray
+) -> None:
+    """A receive is posted when the compute op before its consumer starts: it waits for all that op waits for."""
+    compute = np.flatnonzero(draft.kinds()[: draft.start[-1]] == OpKind.COMPUTE)
+    first = np.searchsorted(compute, draft.start[draft.rows.program[consumer]])
+    at = np.searchsorted(compute, consumer)
+    two = at - 2 >= first
+    draft.wait(ids[two], compute[at[two] - 2])
+    one = at - 1 >= first
+    before = np.where(one, compute[np.maximum(at - 1, 0)], -1)
+    pairs = np.unique(np.stack([reader, ids[inverse]]), axis=1)
+    lo, hi = np.searchsorted(pairs[0], before, "left"), np.searchsorted(pairs[0], before, "right")
+    count = np.where(one, hi - lo, 0)
+    row = np.repeat(ids, count)
+    offset = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    draft.wait(row, pairs[1][np.repeat(lo, count) + offset])
 
 
 def _sends(draft: Draft, slot_base: IntArray, wanted: IntArray, programs: int) -> IntArray:

@@ -132,7 +132,7 @@ TYPES: Mapping[str, Table] = {
     "gpt2": _GPT2,
     "mpt": _MPT,
     "nemotron": _NEMOTRON,
-    "mistral": {**_LLAMA, **_sizes(sliding_window=4096)},
+    "mistral": {**_LLAMA, "sliding_window": Key(Holds.SIZE_OR_NULL, 4096)},
     "mixtral": _MIXTRAL,
     "qwen2": {**{k: v for k, v in _LLAMA.items() if k != "attention_bias"}, **_WINDOW},
     "qwen3": {**_LLAMA, **_WINDOW, **_sizes(head_dim=128)},

@@ -133,10 +133,11 @@ function paintMemory(p, track, y, h) {
   const height = (bytes) => (bytes / p.memoryTop) * (h - dpr);
   const from = Math.max(samples.lo, above(run.memory_time, samples.lo, samples.hi, origin) - 1);
   const path = new Path2D();
-  let last = 0;
+  const before = from < samples.hi && run.memory_time[from] <= origin;
+  let last = before ? run.memory_bytes[from] : 0;
   let column = -1;
   let high = 0;
-  path.moveTo(gutter, bottom);
+  path.moveTo(gutter, bottom - height(last));
   // Samples that share a pixel leave their highest, so no peak is lost.
   const put = (x, v) => {
     path.lineTo(x, bottom - height(last));
@@ -161,6 +162,7 @@ function paintMemory(p, track, y, h) {
   ctx.globalAlpha = 0.9;
   ctx.stroke(path);
   path.lineTo(stop, bottom);
+  path.lineTo(gutter, bottom);
   ctx.globalAlpha = 0.2;
   ctx.fillStyle = p.colours.memory;
   ctx.fill(path);

@@ -1,0 +1,34 @@
+"""A schedule as directives: split, a place per stage and microbatch range, an order table. No schedule is special."""
+
+from __future__ import annotations
+
+from ir.directives.order import OrderBy
+from ir.directives.place import Place
+from ir.directives.split import Split
+from ir.directives.strategy import Directive
+from ir.filters import parse_filter
+from ir.schedules.schedule import Schedule
+
+DIM = "MB"
+
+
+def placing(schedule: Schedule) -> list[Directive]:
+    """The split and the places.
+
+    >>> from ir.schedules.registry import build
+    >>> [str(d) for d in placing(build("dualpipe", 2, 4))][1]
+    'place({"PP": 0, "MB": "0..1"}, group=0)'
+    """
+    out: list[Directive] = [Split(parse_filter({}), DIM, schedule.microbatches)]
+    for placement in schedule.placements:
+        for stage, rank in enumerate(placement.rank_of_stage):
+            tags: dict[str, object] = {"PP": stage}
+            if len(schedule.placements) > 1:
+                tags[DIM] = f"{placement.mbs.start}..{placement.mbs.stop - 1}"
+            out.append(Place(parse_filter(tags), rank))
+    return out
+
+
+def ordering(schedule: Schedule) -> Directive:
+    """The order table of every rank."""
+    return OrderBy(table=tuple(enumerate(schedule.orders)))

@@ -1,0 +1,201 @@
+import json
+import math
+from importlib.resources import files
+
+import pytest
+
+from ir.errors import ErrorKind, PiperError
+from ir.model import config_from, load_config, presets
+from ir.model.keys import ALIASES, TYPES
+
+CONTRACT = (
+    "gpt3-175b llama3-8b llama3-70b llama3-405b mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3 "
+    "piper-1b piper-9b tiny-llama tiny-moe"
+)
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def refused(raw, overrides=None):
+    with pytest.raises(PiperError) as e:
+        config_from(raw, "here.json", overrides)
+    assert e.value.kind is ErrorKind.MODEL
+    assert e.value.kind.exit_code == 2
+    assert e.value.file == "here.json"
+    return e.value
+
+
+def written(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", CONTRACT.split())
+def test_presets_of_the_contract_load(name):
+    config = load_config(name)
+    assert config.source == name
+    assert name in presets()
+
+
+def test_presets_are_package_data_that_only_uses_known_keys():
+    folder = files("ir.model") / "presets"
+    for name in presets():
+        raw = json.loads((folder / f"{name}.json").read_text())
+        assert raw.keys() <= TYPES[raw["model_type"]].keys(), name
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-moe"])
+def test_tiny_models_divide_by_four(name):
+    c = load_config(name)
+    assert all(n % 4 == 0 for n in (c.heads, c.kv_heads, c.layers, c.moe.experts if c.moe else 4))
+
+
+def test_a_path_a_folder_and_a_preset_give_the_same_model(tmp_path):
+    preset = (files("ir.model") / "presets" / "deepseek-v3.json").read_text()
+    path = written(tmp_path, preset)
+    by_file, by_folder = load_config(str(path)), load_config(str(tmp_path))
+    assert by_file == by_folder
+    assert by_file.source == str(path)
+    assert by_file.mla == load_config("deepseek-v3").mla
+
+
+def test_inline_keys_override_the_file_in_either_spelling():
+    for spelling in ("n_layer", "num_hidden_layers"):
+        c = load_config("gpt3-175b", {spelling: 8, "resid_pdrop": 0.0})
+        assert (c.layers, c.hidden_dropout, c.attn_dropout) == (8, 0.0, 0.1)
+    assert load_config("llama3-8b", {"attn_pdrop": 0.1}).attn_dropout == 0.1
+    assert load_config("llama3-8b", {"attention_dropout": 0.1}).attn_dropout == 0.1
+    assert load_config("llama3-8b", {"tie_word_embeddings": True}).tied
+
+
+def test_left_out_keys_have_hugging_faces_defaults():
+    c = config_from(LLAMA, "here.json")
+    assert (c.kv_heads, c.head_dim, c.tied, c.norm_eps) == (4, 16, False, 1e-6)
+    gpt = config_from({"model_type": "gpt2", "vocab_size": 64, "n_embd": 8, "n_layer": 1, "n_head": 2}, "x")
+    assert (gpt.ffn, gpt.tied, gpt.attn_dropout, gpt.positions) == (32, True, 0.1, 1024)
+
+
+def test_keys_without_a_meaning_for_training_are_accepted():
+    c = config_from({**LLAMA, "torch_dtype": "bfloat16", "something_of_my_own": [1]}, "x", {"torch_dtype": "float16"})
+    assert c == config_from(LLAMA, "x")
+
+
+def test_which_layers_have_experts():
+    v3 = load_config("deepseek-v3")
+    assert [v3.is_moe(i) for i in (0, 2, 3, 60, 61)] == [False, False, True, True, True]
+    every_other = load_config("tiny-moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert [every_other.is_moe(i) for i in range(4)] == [False, True, False, False]
+
+
+def test_group_limited_routing():
+    assert (load_config("deepseek-v3").moe.groups, load_config("deepseek-v3").moe.top_groups) == (8, 4)
+    assert load_config("kimi-k2").moe.top_groups == 0
+    assert load_config("mixtral-8x7b").moe.top_groups == 0
+
+
+def test_a_window_counts_only_where_it_is_used():
+    assert load_config("mistral-7b").window == 4096
+    assert load_config("qwen2-7b").window == 0
+    assert load_config("qwen2-7b", {"use_sliding_window": True}).window == 131072
+
+
+def test_unknown_preset_names_the_nearest():
+    with pytest.raises(PiperError) as e:
+        load_config("deepseek_v3")
+    assert (e.value.kind, e.value.key, e.value.suggestion) == (ErrorKind.MODEL, "model.config", "deepseek-v3")
+    assert "llama3-8b" in e.value.allowed
+
+
+def test_unknown_inline_key_names_the_nearest_of_the_model_type():
+    e = refused(LLAMA, {"num_hiden_layers": 4})
+    assert (e.key, e.suggestion) == ("model.num_hiden_layers", "num_hidden_layers")
+    e = refused(LLAMA, {"n_routed_expert": 4})
+    assert e.suggestion != "n_routed_experts", "llama has no experts"
+    v3 = {k: 1 for k in ALIASES["gpt2"]}
+    assert refused({**v3, "model_type": "gpt3"}).suggestion == "gpt2"
+
+
+def test_missing_keys_name_file_and_key():
+    e = refused({k: v for k, v in LLAMA.items() if k != "hidden_size"})
+    assert (e.key, e.message) == ("hidden_size", "missing")
+    assert refused({}).key == "model_type"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", 64.0),
+        ("hidden_size", "64"),
+        ("hidden_size", True),
+        ("hidden_size", 0),
+        ("hidden_size", None),
+        ("num_hidden_layers", -1),
+        ("attention_dropout", 1.0),
+        ("attention_dropout", math.nan),
+        ("rms_norm_eps", 0),
+        ("rope_theta", math.inf),
+        ("tie_word_embeddings", 1),
+        ("hidden_act", "gelu"),
+        ("vocab_size", 10**18),
+    ],
+)
+def test_impossible_values_are_refused_by_key(key, value):
+    assert refused({**LLAMA, key: value}).key == key
+    assert refused(LLAMA, {key: value}).key == f"model.{key}"
+
+
+def test_sizes_that_do_not_divide_are_refused():
+    e = refused({**LLAMA, "num_attention_heads": 5})
+    assert (e.key, e.suggestion) == ("num_attention_heads", "4")
+    assert refused({**LLAMA, "num_key_value_heads": 3}).suggestion == "2"
+    assert config_from({**LLAMA, "num_attention_heads": 5, "head_dim": 16}, "x").head_dim == 16
+    with pytest.raises(PiperError, match="9 experts per token"):
+        load_config("tiny-moe", {"num_experts_per_tok": 9})
+    with pytest.raises(PiperError, match="n_group"):
+        load_config("deepseek-v3", {"n_group": 7})
+    with pytest.raises(PiperError, match="topk_group"):
+        load_config("deepseek-v3", {"topk_group": 9})
+    with pytest.raises(PiperError, match="num_nextn_predict_layers"):
+        load_config("deepseek-v3", {"num_nextn_predict_layers": 2})
+
+
+def test_two_spellings_with_two_values_are_refused():
+    with pytest.raises(PiperError, match="one key with two values"):
+        load_config("gpt2", {"n_layer": 4, "num_hidden_layers": 5})
+    assert load_config("gpt2", {"n_layer": 4, "num_hidden_layers": 4}).layers == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"model_type": "llama", "model_type": "gpt2"}', "key given twice"),
+        ('{"model_type": "llama", "rope_theta": NaN}', "NaN is not JSON"),
+        ('{"model_type": "llama", "rope_theta": -Infinity}', "-Infinity is not JSON"),
+        ('{"model_type": "llama",}', "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[1]", "not a JSON object"),
+        ("", "not JSON"),
+    ],
+)
+def test_files_are_strict_json(tmp_path, text, says):
+    path = written(tmp_path, text)
+    with pytest.raises(PiperError, match=says) as e:
+        load_config(str(path))
+    assert e.value.file == str(path)
+
+
+def test_an_unreadable_file_is_an_io_error(tmp_path):
+    with pytest.raises(PiperError) as e:
+        load_config(str(tmp_path / "none.json"))
+    assert e.value.kind is ErrorKind.IO
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(PiperError) as e:
+        load_config(str(tmp_path / "bytes.json"))
+    assert e.value.kind is ErrorKind.IO
