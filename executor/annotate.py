@@ -1,9 +1,9 @@
 """Where a user's model may be cut: `with annotate("PP"): x = block(x)`, and the cut itself at these seams.
 
-The outermost `forward` is traced once (torch.fx, no values); a module called inside a scope stays whole, so its Python may
-do as it likes. The n-th "PP" scope is chunk `l<n>`; what comes before the first is `embed`, what follows the last is `head`,
-the names of `ir.model`. One tensor may cross each seam. What can be made from the input alone (positions, rotary tables) is
-made again in every chunk that reads it.
+The outermost `forward` is traced once (torch.fx, no values); a module called inside a scope stays whole, so its
+Python may do as it likes. The n-th "PP" scope is chunk `l<n>`; what comes before the first is `embed`, what follows
+the last is `head`, the names of `ir.model`. One tensor may cross each seam. What can be made from the input alone
+(positions, rotary tables) is made again in every chunk that reads it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from ir.errors import ErrorKind, PiperError
@@ -54,7 +53,7 @@ def annotate(tag: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Cut:
-    """A model cut at its seams. chunks: name → module `(x, *ids)`; wants_ids: the later chunks that read the input too."""
+    """A model cut at its seams. chunks: name → module `(x, *ids)`; wants_ids: later chunks that read the input too."""
 
     chunks: dict[str, nn.Module]
     wants_ids: frozenset[str]
@@ -164,9 +163,7 @@ def _free(module: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     return free
 
 
-def _crossing(
-    graph: fx.Graph, names: dict[fx.Node, str], rank: dict[str, int], free: set[fx.Node], i: int
-) -> fx.Node:
+def _crossing(graph: fx.Graph, names: dict[fx.Node, str], rank: dict[str, int], free: set[fx.Node], i: int) -> fx.Node:
     alive = []
     for n in graph.nodes:
         if n in free or n not in names or rank[names[n]] > i:
@@ -181,12 +178,11 @@ def _crossing(
             allowed="one tensor",
             suggestion="combine them into one tensor, or move the seam",
         )
-    return alive[0]
+    found: fx.Node = alive[0]
+    return found
 
 
-def _subgraph(
-    nodes: list[fx.Node], value: fx.Node, placeholder: fx.Node, out: Any
-) -> tuple[fx.Graph, bool]:
+def _subgraph(nodes: list[fx.Node], value: fx.Node, placeholder: fx.Node, out: Any) -> tuple[fx.Graph, bool]:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {value: graph.placeholder("x")}
     ids: list[fx.Node] = []
@@ -214,9 +210,3 @@ def _subgraph(
     graph.output(get(out))
     graph.lint()
     return graph, bool(ids)
-
-
-def call(chunk: nn.Module, x: torch.Tensor, ids: torch.Tensor, wants_ids: bool) -> torch.Tensor:
-    """Run one chunk of a `Cut`."""
-    result: torch.Tensor = chunk(x, ids) if wants_ids else chunk(x)
-    return result

@@ -1,8 +1,8 @@
-"""A stage's chunks at work: forward, input gradient, weight gradient of one microbatch, and the gradients they add up to.
+"""A stage's chunks at work: forward, input gradient, weight gradient of one microbatch, and the sums of gradients.
 
-A `Stage` is a row of named units ("l0", or finer, "l0.attn"), each cut off from its neighbours' autograd graphs, so an op of
-the plan may cover any unbroken stretch of them, another one in forward than in backward. Nothing depends on where the cuts are:
-the sums are taken in the same order.
+A `Stage` is a row of named units ("l0", or finer, "l0.attn"), each cut off from its neighbours' autograd graphs, so
+an op of the plan may cover any unbroken stretch of them, another one in forward than in backward. Nothing depends on
+where the cuts are: the sums are taken in the same order.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Stage:
     """Some units of the model, in order, and every microbatch now inside them.
 
     units: name → module, called with the activations (and its `extras`, e.g. the labels for the head).
-    params: global name → parameter; one name may be used by several units. recompute: units whose forward keeps only its
-    input, so that pass R must come before I or W.
+    params: global name → parameter; one name may be used by several units. recompute: units whose forward keeps only
+    its input; pass R makes the rest again (I and W do it themselves where it did not run).
 
     >>> layer = nn.Linear(1, 1, bias=False); _ = nn.init.constant_(layer.weight, 3.0)
     >>> stage = Stage({"l0": layer}, {"w": layer.weight})
@@ -97,7 +97,7 @@ class Stage:
         """Microbatches of which something is still held."""
         return len(self._flows)
 
-    # -- one pass over a stretch of units: what an op of the plan calls -------------------------------------------------
+    # -- one pass over a stretch of units: what an op of the plan calls ----------------------------------------------
 
     def feed(self, mb: int, *acts: Tensor) -> None:
         """Give microbatch mb's input (token ids or received activations) to the next forward."""
@@ -149,7 +149,7 @@ class Stage:
         self._tidy(mb)
         return grads
 
-    # -- whole stages, in one call ---------------------------------------------------------------------------------------
+    # -- whole stages, in one call -----------------------------------------------------------------------------------
 
     def forward(self, mb: int, *acts: Tensor) -> tuple[Tensor, ...]:
         """F of the whole stage: input in, output out."""
@@ -173,7 +173,7 @@ class Stage:
         """W of the whole stage."""
         self.run(Pass.W, mb)
 
-    # -- units -----------------------------------------------------------------------------------------------------------
+    # -- units -------------------------------------------------------------------------------------------------------
 
     def _forward(self, mb: int, name: str) -> None:
         flow, module = self._flow(mb), self.units[name]

@@ -1,4 +1,4 @@
-"""What is trained on: tokens by (step, sequence of the global batch), so any plan of one global batch sees the same ones."""
+"""What is trained on: tokens by (step, sequence of the global batch); any plan of one global batch sees the same."""
 
 from __future__ import annotations
 

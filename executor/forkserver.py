@@ -1,8 +1,8 @@
 """A small process that has imported torch once and forks ranks on demand; it never runs the user's main module.
 
-multiprocessing's forkserver would import `__main__` again in every child, and would not tell us of a child's death by pid.
-Protocol: JSON lines over one socket. When the socket closes, every child is killed and the server ends; when the server
-dies, the kernel kills the children (PR_SET_PDEATHSIG). So no process outlives the one that asked for it.
+multiprocessing's forkserver would import `__main__` again in every child, and would not tell us of a child's death
+by pid. Protocol: JSON lines over one socket. When the socket closes, every child is killed and the server ends; when
+the server dies, the kernel kills the children (PR_SET_PDEATHSIG). So no process outlives the one that asked for it.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def serve(fd: int) -> None:
 
     try:
         while True:
-            ready, _, _ = select.select([channel, wake_r], [], [])
+            ready, _, _ = select.select([channel.fileno(), wake_r], [], [])
             if wake_r in ready:
                 os.read(wake_r, 4096)
             while children:
@@ -155,7 +155,7 @@ def serve(fd: int) -> None:
                 if not pid:
                     break
                 say(event="exit", key=children.pop(pid), pid=pid, code=os.waitstatus_to_exitcode(status))
-            if channel in ready:
+            if channel.fileno() in ready:
                 data = channel.recv(1 << 16)
                 if not data:
                     break

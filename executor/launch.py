@@ -1,4 +1,4 @@
-"""Run one function on N local ranks, watch them, and when one fails say which, at what op, and who waits; then end all."""
+"""Run one function on N local ranks and watch them; when one fails, say which, at what op, who waits; then end all."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def launch(
 ) -> list[Any]:
     """Run `fn(context, **args)` on every rank; returns what they return, by rank. Arguments and results are JSON.
 
-    out: a folder that gets `ranks.json`, whole, before any rank goes on. watchdog_s: a rank that makes no progress for so
-    long has failed; startup_s: the same before its first op. timeout_s: for everything.
+    out: a folder that gets `ranks.json`, whole, before any rank goes on. watchdog_s: a rank that makes no progress for
+    so long has failed; startup_s: the same before its first op. timeout_s: for everything.
 
     Raises RankFailed. Whatever happens, no process is left.
     """
@@ -193,7 +193,7 @@ def _settle(server: ForkServer, run: _Run, grace_s: float = 1.5) -> None:
 
 
 def _verdict(run: _Run) -> RankFailed:
-    """Who was first: a rank that died without a word, else the earliest that failed on its own, else what witnesses name."""
+    """Who was first: a rank dead without a word, else the earliest to fail on its own, else whom witnesses name."""
     failed = sorted((r for r, code in run.codes.items() if code), key=lambda r: run.seen_s[r])
     said = {r: run.failure(r) for r in failed}
     records = run.records()

@@ -91,9 +91,7 @@ class Progress:
 
     def _write(self, state: State) -> None:
         self._n += 1
-        _HEAD.pack_into(
-            self._map, self._at, self._n, time.monotonic(), self._index, state, self._text, self._peers
-        )
+        _HEAD.pack_into(self._map, self._at, self._n, time.monotonic(), self._index, state, self._text, self._peers)
 
     def _beat(self, every_s: float) -> None:
         while not self._stop.wait(every_s):

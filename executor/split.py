@@ -1,11 +1,15 @@
 """Backward in two halves: input gradients now (I), weight gradients later (W), for any module, bit for bit.
 
-Every torch function that reads a weight beside another tensor becomes a *seam*: one autograd node on the outside, with a
-small graph of its own inside. Running the outer graph gives the input gradients, frees all other saved tensors, and leaves
-one `Job` per seam: what the function saved, and its output gradient. `W` runs those jobs. The same kernels run in the same
-order as in a whole backward, so the sums are the same to the last bit. Weights of any shape and use count: Linear,
-Embedding, norms, a weight used twice, a weight cast or transposed before use. (torch's private
-`stage_backward_input/weight` is the oracle in the tests; it frees nothing between I and W.)
+Every torch function that reads a weight beside another tensor becomes a *seam*: one autograd node on the outside,
+with a small graph of its own inside. Running the outer graph gives the input gradients, frees all other saved
+tensors, and leaves one `Job` per seam: what the function saved, and its output gradient. `W` runs those jobs. The
+same kernels run in the same order as in a whole backward, so the sums are the same to the last bit. Weights of any
+shape and use count: Linear, Embedding, norms, a weight used twice, a weight cast or transposed before use. (torch's
+private `stage_backward_input/weight` is the oracle in the tests; it frees nothing between I and W.)
+
+Two limits. A composite function that reads its input several times (`F.rms_norm` with a weight) sums these gradients
+before those of the input's other readers, so against torch's whole backward, not between plans, the last bit may
+differ. A weight that reaches a function no mode sees (a user's `autograd.Function`) gets its gradient in I already.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 Sink = Callable[[str, Tensor], None]
+
 
 @dataclass(slots=True)
 class Job:
@@ -58,12 +63,10 @@ class SplitRun:
         self._inputs: tuple[GradientEdge | None, ...] = ()
         self._roots: tuple[GradientEdge | None, ...] = ()
 
-    def forward(
-        self, module: Callable[..., Any], *inputs: Tensor, extras: Sequence[object] = ()
-    ) -> tuple[Tensor, ...]:
-        """Run the module and remember how to go back. Floating inputs get gradients, extras none; outputs are detached."""
+    def forward(self, module: Callable[..., Any], *inputs: Tensor, extras: Sequence[object] = ()) -> tuple[Tensor, ...]:
+        """Run the module and note the way back. Floating inputs get gradients, extras none; outputs are detached."""
         with torch.enable_grad():
-            given = [_Source.apply(self.anchor, x) if x.is_floating_point() else x for x in inputs]
+            given = [_apply(_Source, self.anchor, x) if x.is_floating_point() else x for x in inputs]
             self._inputs = tuple(get_gradient_edge(x) if x.requires_grad else None for x in given)
             with _Seams(self):
                 out = module(*given, *extras)
@@ -100,8 +103,8 @@ class SplitRun:
             return (None,) * len(inputs)
         roots, dys = [r for r, _ in pairs], [g for _, g in pairs]
         del pairs, grads
-        # The weights are asked for too: what reached one past all seams (a user's own autograd.Function) comes here, early.
-        ends = [*(e for e in inputs if e is not None), self.anchor, *self.weights.values()]
+        # The weights are asked for too: what reaches one past all seams comes here, early.
+        ends: list[Any] = [*(e for e in inputs if e is not None), self.anchor, *self.weights.values()]
         got = list(torch.autograd.grad(roots, ends, dys, allow_unused=True))
         for name in reversed(self.weights):
             if (direct := got.pop()) is not None:
@@ -130,7 +133,7 @@ class SplitRun:
 
 
 class _Seams(TorchFunctionMode):
-    """While active, functions of a weight and something else go through `_Seam`; functions of weights alone are noted."""
+    """While active, functions of a weight and something else are seams; functions of weights alone are noted."""
 
     def __init__(self, run: SplitRun) -> None:
         super().__init__()
@@ -198,7 +201,7 @@ class _Seam(torch.autograd.Function):
     ) -> Any:
         """Apply, then put a list or tuple of outputs back into its form."""
         form: list[type | None] = []
-        outs = _Seam.apply(run, func, args, kwargs, weights, derived, form, in_place, run.anchor, *acts)
+        outs = _apply(_Seam, run, func, args, kwargs, weights, derived, form, in_place, run.anchor, *acts)
         return outs if form[0] is None else form[0](outs if isinstance(outs, tuple) else (outs,))
 
     @staticmethod
@@ -262,6 +265,10 @@ class _Seam(torch.autograd.Function):
         by_id = dict(zip(dict.fromkeys(ctx.acts), dxs, strict=True))
         # An activation passed twice to one function gets its gradient once: its leaf was one.
         return none + tuple(by_id.pop(a, None) for a in ctx.acts)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterable[Tensor]:

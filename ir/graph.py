@@ -57,7 +57,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One piece of work of one stage, for every microbatch of its spans. Its text is its identity: `2F/l7.attn`."""
+    """One piece of work of one stage, for every microbatch of its spans. Its text is its identity: `2F/l7.attn`.
+
+    numel: of an update, the elements it updates on one device.
+    """
 
     stage: int
     kind: Pass | Once
@@ -68,6 +71,7 @@ class Node:
     inline: tuple[Message, ...] = ()
     writes: tuple[Buffer, ...] = ()
     workspace: int = 0
+    numel: int = 0
     tags: Mapping[str, int] = field(default_factory=dict)
     spans: tuple[Span, ...] = ()
 
@@ -136,10 +140,6 @@ class Source(Protocol):
 
     def local_numel(self, param: Param, layout: Layout) -> int:
         """Elements of a parameter that one device holds, before ZeRO."""
-        ...
-
-    def update(self, numel: int, clip: bool) -> Work:
-        """Optimizer kernels over this many elements, with the gradient norm's where gradients are clipped."""
         ...
 
     def sync_bytes(self) -> tuple[int, int]:

@@ -57,7 +57,7 @@ def buckets(graph: Graph) -> tuple[Bucket, ...]:
         for p in e.part.params:
             named[p.name].append(k)
     where = {(n.stage, n.part): n.groups for n in graph.nodes if n.kind is Pass.F}
-    pools: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+    pools: dict[_Pool, list[tuple[int, int]]] = {}
     for k, e in enumerate(graph.entries):
         for p in e.part.params:
             holders = named[p.name]
@@ -66,49 +66,55 @@ def buckets(graph: Graph) -> tuple[Bucket, ...]:
             owners = sorted({g for j in holders for g in where[graph.entries[j].stage, graph.entries[j].name]})
             replica = graph.replicas.get(k, Replica())
             chunk = e.chunk.name if replica.zero == 3 else ""
-            key = (e.stage, chunk, p.expert, tuple(owners), replica)
-            pools.setdefault(key, []).append((k, graph.source.local_numel(p, e.layout)))
+            pool = _Pool(e.stage, chunk, p.expert, len(holders) > 1, tuple(owners), replica)
+            pools.setdefault(pool, []).append((k, graph.source.local_numel(p, e.layout)))
     out: list[Bucket] = []
-    for (stage, chunk, expert, owners, replica), pool in pools.items():  # type: ignore[misc]
-        out += _cut(graph, graph.mesh, named, stage, chunk, expert, owners, replica, pool)  # type: ignore[has-type]
+    for pool, params in pools.items():
+        out += _cut(graph, graph.mesh, named, pool, params)
     return tuple(sorted(out, key=lambda b: (b.members[0], b.name)))
 
 
+@dataclass(frozen=True)
+class _Pool:
+    """What parameters of one bucket have in common."""
+
+    stage: int
+    chunk: str
+    expert: bool
+    tied: bool
+    owners: tuple[int, ...]
+    replica: Replica
+
+    @property
+    def label(self) -> str:
+        words = (self.chunk, "experts" if self.expert else "dense", "tied" if self.tied else "")
+        return ".".join(w for w in words if w)
+
+
 def _cut(
-    graph: Graph,
-    mesh: Mesh,
-    named: dict[str, list[int]],
-    stage: int,
-    chunk: str,
-    expert: bool,
-    owners: tuple[int, ...],
-    replica: Replica,
-    pool: list[tuple[int, int]],
+    graph: Graph, mesh: Mesh, named: dict[str, list[int]], pool: _Pool, params: list[tuple[int, int]]
 ) -> list[Bucket]:
-    """One pool of parameters as buckets of at most the asked size."""
-    axes = ("edp",) if expert else ("cp", "dp")
-    limit = replica.bucket_bytes
+    """One pool of (entry, elements) as buckets of at most the asked size."""
+    axes = ("edp",) if pool.expert else ("cp", "dp")
+    limit = pool.replica.bucket_bytes
     element = graph.source.sync_bytes()[0] if graph.source else 4
     groups: list[list[tuple[int, int]]] = [[]]
     filled = 0
-    for k, n in pool:
+    for k, n in params:
         if limit is not None and groups[-1] and filled + n * element > limit:
             groups.append([])
             filled = 0
         groups[-1].append((k, n))
         filled += n * element
-    label = "experts" if expert else "dense"
-    if chunk:
-        label = f"{chunk}.{label}"
-    if len(owners) > 1 and any(len(named[p.name]) > 1 for k, _ in pool for p in graph.entries[k].part.params):
-        label += ".tied"
+    # Per-microbatch reductions (ZeRO-2, 3) stay inside a group; copies on other groups meet once, at the step's end.
+    ranks = mesh.size(axes) * (len(pool.owners) if pool.replica.zero < 2 else 1)
     out = []
     for i, group in enumerate(groups):
         firsts = {k for k, _ in group}
-        members = sorted({j for k in firsts for p in graph.entries[k].part.params for j in named[p.name]} | firsts)
-        name = label if len(groups) == 1 else f"{label}.{i}"
-        ranks = mesh.size(axes) * len(owners)
-        out.append(Bucket(name, stage, owners, axes, sum(n for _, n in group), ranks, replica, tuple(members)))
+        members = {j for k in firsts for p in graph.entries[k].part.params for j in named[p.name]} | firsts
+        name = pool.label if len(groups) == 1 else f"{pool.label}.{i}"
+        numel = sum(n for _, n in group)
+        out.append(Bucket(name, pool.stage, pool.owners, axes, numel, ranks, pool.replica, tuple(sorted(members))))
     return out
 
 
@@ -130,14 +136,15 @@ def with_sync(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
     for b in found:
         ws = [i for k in b.members for i in w_of[graph.entries[k].stage, graph.entries[k].name]]
         sources = ws
-        if b.ranks > 1 and b.replica.zero < 2 and ws and any(k in graph.replicas for k in b.members):
-            kind = Once.REDUCE if b.replica.zero else Once.ALL_REDUCE
-            comm = CommKind.REDUCE_SCATTER if b.replica.zero else CommKind.ALL_REDUCE
-            message = Message(comm, b.shard * b.ranks * reduce_bytes, b.axes)
+        copies = b.replica.zero >= 2 and len(b.owners) > 1
+        if (copies or (b.ranks > 1 and b.replica.zero < 2)) and ws and any(k in graph.replicas for k in b.members):
+            kind = Once.REDUCE if b.replica.zero == 1 else Once.ALL_REDUCE
+            comm = CommKind.REDUCE_SCATTER if b.replica.zero == 1 else CommKind.ALL_REDUCE
+            size = b.shard if copies else b.shard * b.ranks
+            message = Message(comm, size * reduce_bytes, () if copies else b.axes)
             spans = tuple(Span(None, g) for g in b.owners)
-            nodes.append(
-                Node(b.stage, kind, b.name, b.replica.reduce_stream, message=message, writes=(Buffer("done", 0),), spans=spans)
-            )
+            done = (Buffer("done", 0),)
+            nodes.append(Node(b.stage, kind, b.name, b.replica.reduce_stream, message=message, writes=done, spans=spans))
             edges += [Edge(w, len(nodes) - 1, 0, join=True) for w in ws]
             sources = [len(nodes) - 1]
         for g in b.owners:
@@ -152,8 +159,7 @@ def with_sync(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
     for p in programs:
         numel = sum(b.shard if b.replica.zero else b.numel for b in found if p in b.owners)
         first = min((n.stage for n in graph.nodes for s in n.spans if s.group == p and not n.once), default=0)
-        work = graph.source.update(numel, clip)
-        nodes.append(Node(first, Once.UPDATE, f"p{p}", work=work, writes=(Buffer("done", 0),), spans=(Span(None, p),)))
+        nodes.append(Node(first, Once.UPDATE, f"p{p}", numel=numel, writes=(Buffer("done", 0),), spans=(Span(None, p),)))
         update = len(nodes) - 1
         for src in dict.fromkeys(ready[p]):
             target = update if norm is None else norm

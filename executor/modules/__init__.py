@@ -1,1 +1,1 @@
-"""Models the executor can run: reference modules built from the model graph's own config, and users' annotated modules."""
+"""Models the executor can run: reference modules built from the model graph's config, and users' annotated modules."""

@@ -1,4 +1,4 @@
-"""What every runnable model offers: its chunks, its parameters' global names, and the units of any stretch of chunks."""
+"""What every runnable model offers: its chunks, its parameters' global names, the units of any stretch of chunks."""
 
 from __future__ import annotations
 

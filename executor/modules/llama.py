@@ -1,4 +1,4 @@
-"""The reference dense decoder (llama, mistral, qwen2, qwen3), from the model graph's config: Hugging Face names and shapes."""
+"""The reference dense decoder (llama, mistral, qwen2, qwen3) of a config, with Hugging Face's names and shapes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,17 @@ class Params:
         return self.made[name]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` in the dtype of x, whatever the parameters are stored in."""
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+class Linear(nn.Module):
+    """A linear layer in the dtype of its input, whatever its parameters are stored in."""
+
+    def __init__(self, make: Params, name: str, rows: int, cols: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = make(f"{name}.weight", rows, cols)
+        self.bias = make(f"{name}.bias", rows) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b."""
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -85,26 +93,22 @@ class Attention(nn.Module):
     def __init__(self, c: ModelConfig, make: Params, layer: int) -> None:
         super().__init__()
         self.c = c
-        at = f"model.layers.{layer}"
+        at = f"model.layers.{layer}.self_attn"
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        self.norm = make(f"{at}.input_layernorm.weight", c.hidden)
-        for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-            setattr(self, name, make(f"{at}.self_attn.{name}.weight", rows, c.hidden))
-            setattr(self, f"{name}_bias", make(f"{at}.self_attn.{name}.bias", rows) if c.qkv_bias else None)
-        self.o_proj = make(f"{at}.self_attn.o_proj.weight", c.hidden, q)
-        self.o_proj_bias = make(f"{at}.self_attn.o_proj.bias", c.hidden) if c.out_bias else None
-        for name in ("q_norm", "k_norm"):
-            setattr(self, name, make(f"{at}.self_attn.{name}.weight", c.head_dim) if c.qk_norm else None)
+        self.norm = make(f"model.layers.{layer}.input_layernorm.weight", c.hidden)
+        self.q_proj = Linear(make, f"{at}.q_proj", q, c.hidden, bias=c.qkv_bias)
+        self.k_proj = Linear(make, f"{at}.k_proj", kv, c.hidden, bias=c.qkv_bias)
+        self.v_proj = Linear(make, f"{at}.v_proj", kv, c.hidden, bias=c.qkv_bias)
+        self.q_norm = make(f"{at}.q_norm.weight", c.head_dim) if c.qk_norm else None
+        self.k_norm = make(f"{at}.k_norm.weight", c.head_dim) if c.qk_norm else None
+        self.o_proj = Linear(make, f"{at}.o_proj", c.hidden, q, bias=c.out_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Grouped-query attention, causal."""
         c, (batch, length, _) = self.c, x.shape
         h = rms_norm(x, self.norm, c.norm_eps)
-        q, k, v = (
-            linear(h, getattr(self, n), getattr(self, f"{n}_bias")).view(batch, length, -1, c.head_dim)
-            for n in ("q_proj", "k_proj", "v_proj")
-        )
-        if c.qk_norm:
+        q, k, v = (m(h).view(batch, length, -1, c.head_dim) for m in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, c.norm_eps), rms_norm(k, self.k_norm, c.norm_eps)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if c.rope:
@@ -114,8 +118,8 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=c.kv_heads != c.heads
         )
-        out = out.transpose(1, 2).reshape(batch, length, -1)
-        return x + linear(out, self.o_proj, self.o_proj_bias)
+        added: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return x + added
 
 
 class Mlp(nn.Module):
@@ -124,35 +128,42 @@ class Mlp(nn.Module):
     def __init__(self, c: ModelConfig, make: Params, layer: int) -> None:
         super().__init__()
         self.eps = c.norm_eps
-        at = f"model.layers.{layer}"
-        self.norm = make(f"{at}.post_attention_layernorm.weight", c.hidden)
-        for name, rows, cols in (
-            ("gate_proj", c.ffn, c.hidden),
-            ("up_proj", c.ffn, c.hidden),
-            ("down_proj", c.hidden, c.ffn),
-        ):
-            setattr(self, name, make(f"{at}.mlp.{name}.weight", rows, cols))
-            setattr(self, f"{name}_bias", make(f"{at}.mlp.{name}.bias", rows) if c.mlp_bias else None)
+        at = f"model.layers.{layer}.mlp"
+        self.norm = make(f"model.layers.{layer}.post_attention_layernorm.weight", c.hidden)
+        self.gate_proj = Linear(make, f"{at}.gate_proj", c.ffn, c.hidden, bias=c.mlp_bias)
+        self.up_proj = Linear(make, f"{at}.up_proj", c.ffn, c.hidden, bias=c.mlp_bias)
+        self.down_proj = Linear(make, f"{at}.down_proj", c.hidden, c.ffn, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """SwiGLU."""
         h = rms_norm(x, self.norm, self.eps)
-        gate, up = linear(h, self.gate_proj, self.gate_proj_bias), linear(h, self.up_proj, self.up_proj_bias)
-        return x + linear(F.silu(gate) * up, self.down_proj, self.down_proj_bias)
+        added: Tensor = self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+        return x + added
 
 
-class Head(nn.Module):
-    """Chunk `head`: final norm and logits."""
+class FinalNorm(nn.Module):
+    """The first part of chunk `head`."""
 
     def __init__(self, c: ModelConfig, make: Params) -> None:
         super().__init__()
         self.eps = c.norm_eps
-        self.norm = make("model.norm.weight", c.hidden)
+        self.weight = make("model.norm.weight", c.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """RMSNorm."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Head(nn.Module):
+    """The second part of chunk `head`: logits."""
+
+    def __init__(self, c: ModelConfig, make: Params) -> None:
+        super().__init__()
         self.weight = make("model.embed_tokens.weight" if c.tied else "lm_head.weight", c.vocab, c.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
-        return linear(rms_norm(x, self.norm, self.eps), self.weight)
+        """One linear layer."""
+        return F.linear(x, self.weight.to(x.dtype))
 
 
 @lru_cache(maxsize=4)
@@ -166,8 +177,8 @@ def _window(length: int, window: int, device: str) -> Tensor:
 class Llama:
     """A dense decoder of a config, any part of which any rank can build.
 
-    dtype: of the parameters; compute: of the activations. parts: units are halves of layers ("l0.attn", "l0.mlp")
-    instead of whole ones.
+    dtype: of the parameters; compute: of the activations. parts: units are the model graph's parts ("l0.attn",
+    "l0.mlp", "head.norm") instead of chunks.
 
     >>> from ir.model.config import load_config
     >>> model = Llama(load_config("tiny-llama", {"num_hidden_layers": 2}))
@@ -190,7 +201,7 @@ class Llama:
                 file=c.source,
                 key="model.config",
                 allowed=RUNNABLE,
-                suggestion="tiny-llama, or [model] module = \"my_model.py:build\"",
+                suggestion='tiny-llama, or [model] module = "my_model.py:build"',
             )
         if c.attn_dropout or c.hidden_dropout or c.embed_dropout:
             raise PiperError(
@@ -219,12 +230,20 @@ class Llama:
         c, make = self.config, Params(self.seed, self.config.init_std, dtype)
         units: dict[str, nn.Module] = {}
         for name in chunks:
+            parts: dict[str, nn.Module]
             if name == "embed":
-                units[name] = Embed(c, make, self.compute or self.dtype)
+                parts = {"embed": Embed(c, make, self.compute or self.dtype)}
             elif name == "head":
-                units[name] = TokenLoss(Head(c, make))
+                parts = {"norm": FinalNorm(c, make), "head": Head(c, make)}
             else:
                 layer = int(name.removeprefix("l"))
-                halves = {f"{name}.attn": Attention(c, make, layer), f"{name}.mlp": Mlp(c, make, layer)}
-                units.update(halves if self.parts else {name: nn.Sequential(*halves.values())})
-        return Built(units, make.made, {"head": ("labels", "scale")} if "head" in units else {})
+                parts = {"attn": Attention(c, make, layer), "mlp": Mlp(c, make, layer)}
+            if self.parts:
+                units.update((f"{name}.{part}", module) for part, module in parts.items())
+            else:
+                units[name] = nn.Sequential(*parts.values())
+        if "head" not in chunks:
+            return Built(units, make.made, {})
+        last = "head.head" if self.parts else "head"
+        units[last] = TokenLoss(units[last])
+        return Built(units, make.made, {last: ("labels", "scale")})

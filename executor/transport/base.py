@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,7 +35,7 @@ class Handle(Protocol):
 class Transport(Protocol):
     """One rank's view. `send` and `recv` return at once; never wait for a send inline: it ends when the peer receives.
 
-    Reductions are sums, in place. Groups are named when the transport is built; their members are in the order given.
+    Reductions are sums, in place. Groups are named when the transport is built; their members stand in order of rank.
     """
 
     rank: int
@@ -101,20 +102,20 @@ class Topology:
 class Delayed:
     """A handle that ends no earlier than `seconds` after the one it wraps was first seen done (`--emulate-comm`)."""
 
-    def __init__(self, handle: Handle, seconds: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        self.handle, self.seconds, self.clock, self.sleep = handle, seconds, clock, sleep
+    def __init__(self, handle: Handle, seconds: float) -> None:
+        self.handle, self.seconds = handle, seconds
         self.ready: float | None = None
 
     def done(self) -> bool:
         """Whether the transfer and the delay are over."""
         if self.ready is None and self.handle.done():
-            self.ready = self.clock() + self.seconds
-        return self.ready is not None and self.clock() >= self.ready
+            self.ready = time.monotonic() + self.seconds
+        return self.ready is not None and time.monotonic() >= self.ready
 
     def wait(self) -> None:
         """Block until both are over."""
         if self.ready is None:
             self.handle.wait()
-            self.ready = self.clock() + self.seconds
-        if (left := self.ready - self.clock()) > 0:
-            self.sleep(left)
+            self.ready = time.monotonic() + self.seconds
+        if (left := self.ready - time.monotonic()) > 0:
+            time.sleep(left)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from executor.transport.base import Topology, TransportError
 
@@ -35,7 +35,7 @@ class GlooHandle:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise TransportError(f"connection to rank {_ranks(self.peers)}: {_first_line(error)}", self.peers) from error
+            raise _lost(self.peers, error) from error
         if self.finish is not None:
             self.finish()
         self.work, self.keep, self.finish = None, (), None
@@ -44,8 +44,8 @@ class GlooHandle:
 class GlooTransport:
     """Process groups made at the start, in one order on all ranks.
 
-    store: any c10d store all ranks share. timeout_s: how long gloo waits for a silent peer; failures are found sooner, by
-    closed connections and by the watchdog.
+    store: any c10d store all ranks share. timeout_s: how long gloo waits for a silent peer; failures are found sooner,
+    by closed connections and by the watchdog.
     """
 
     def __init__(self, store: Any, rank: int, topology: Topology, timeout_s: float = 300.0) -> None:
@@ -62,8 +62,8 @@ class GlooTransport:
         for key, members in make:
             if len(set(members)) < 2:
                 continue
-            # Every rank must ask for every group, so that its name, a counter, agrees. (use_local_synchronization hashes the
-            # number of groups a rank has already made, torch 2.13: overlapping groups then never meet.)
+            # Every rank must ask for every group, so that its name, a counter, agrees. (use_local_synchronization
+            # hashes the number of groups a rank has already made, torch 2.13: overlapping groups then never meet.)
             label = f"{key[0]}>{key[1]}" if isinstance(key, tuple) else key
             group = dist.new_group(sorted(members), timeout=timeout, backend="gloo", group_desc=label)
             if rank not in members:
@@ -128,7 +128,7 @@ class GlooTransport:
         GlooHandle(work, (), everyone).wait()
 
     def close(self) -> None:
-        """Meet once more, so that no rank closes a connection another still uses; then take the groups down in reverse."""
+        """Meet once more, so that no rank closes a connection another still uses; then take down groups in reverse."""
         self.barrier()
         for group in reversed(self._all):
             dist.destroy_process_group(group)
@@ -147,24 +147,16 @@ class GlooTransport:
         try:
             return call()
         except RuntimeError as error:
-            raise TransportError(f"connection to rank {_ranks(peers)}: {_first_line(error)}", peers) from error
+            raise _lost(peers, error) from error
 
 
-def _ranks(peers: Sequence[int]) -> str:
-    return ", ".join(map(str, peers))
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+def _lost(peers: Sequence[int], error: BaseException) -> TransportError:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return TransportError(f"connection to rank {', '.join(map(str, peers))}: {reason}", peers)
 
 
 def file_store(path: str, world: int, timeout_s: float = 60.0) -> Any:
     """A store in a file, for ranks on one machine."""
-    store = dist.FileStore(path, world)
+    store = FileStore(path, world)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
-
-
-def pin_threads(n: int = 1) -> None:
-    """CPU ranks share cores: one thread each unless told otherwise."""
-    torch.set_num_threads(n)

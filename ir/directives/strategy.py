@@ -15,6 +15,10 @@ class Directive(Protocol):
         """The graph after the rewrite."""
         ...
 
+    def json(self) -> dict[str, object] | list[dict[str, object]]:
+        """As in a strategy file."""
+        ...
+
 
 def apply(graph: Graph, strategy: Iterable[Directive]) -> Graph:
     """Fold the directives over the graph, checking the rules that are always true after each."""

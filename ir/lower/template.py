@@ -33,6 +33,9 @@ class Templates:
         self.shapes: list[Shape] = []
         self._shape_at: dict[tuple[str, str], int] = {}
         self._many = self._stages_with_many_transfers()
+        nodes = graph.nodes
+        # Compute that reads a collective's result must not drag what stands before it into its wait.
+        self._waiting = {e.dst for e in graph.edges if not nodes[e.src].once and nodes[e.src].stream != COMPUTE}
 
     def build(self, key: Key) -> list[TemplateRow]:
         """The rows of one unit."""
@@ -82,7 +85,8 @@ class Templates:
     def _joins(self, last: Item, new: Item) -> bool:
         a, b = self.graph.nodes[last[0]], self.graph.nodes[new[0]]
         forward = (a.kind is Pass.F, b.kind is Pass.F)
-        return last[1] == new[1] and a.stage == b.stage and forward[0] == forward[1] and new[0] not in self.cuts
+        apart = new[0] in self.cuts or new[0] in self._waiting
+        return last[1] == new[1] and a.stage == b.stage and forward[0] == forward[1] and not apart
 
     def _compute(self, key: Key, run: list[Item], fused: bool) -> TemplateRow:
         if not fused:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ir.model import kernels as k
 from ir.model.core import Core, model_flops
 from ir.model.kernels import Linear
@@ -13,34 +15,34 @@ from ir.ops import Pass
 from ir.work import Work
 
 
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """How queries, keys and values come out of the normed input. backward: their gradients to the input norm's.
+
+    enters: features per token that cross into the tensor-parallel region; widest: features of the largest transient.
+    """
+
+    forward: Work
+    backward: Work
+    linears: tuple[Linear, ...]
+    saved: tuple[Saved, ...]
+    enters: int
+    widest: int
+    model_flops: int
+
+
 def attention(s: Setting) -> PartWork:
     """Work of the part, for either kind of attention."""
-    return _latent(s) if s.config.mla else _heads(s)
-
-
-def _heads(s: Setting) -> PartWork:
-    """Multi-head or grouped-query attention."""
     c, core = s.config, Core.of(s)
-    q, kv, h = core.q_features, core.kv_features, c.hidden
-    roped = q + core.kv_heads * core.qk
-    qkv, out = Linear("qkv_proj", s.tokens, q + kv, h), Linear("o_proj", s.tokens, h, core.out_features)
-    ready: Work = ((k.norm_forward(s, "qk_norm", s.tokens * roped),) if c.qk_norm else ()) + _rope(s, roped)
-    ready_back = _rope(s, roped) + ((k.norm_backward(s, "qk_norm_backward", s.tokens * roped),) if c.qk_norm else ())
-    size = s.tokens * s.wide
-    saved = [normed(s, "normed", s.stream * h), stats(s)]
-    if c.qk_norm:
-        # The norm's input; its output, which attention reads, can be made again from it.
-        saved.append(Saved("qk", size * roped, Pass.I))
-        saved.append(Saved("qk_normed", size * roped, Pass.I, "norm", ready))
-    else:
-        saved.append(Saved("qk", size * roped, Pass.I))
-    saved.append(Saved("v", size * (q + kv - roped), Pass.I))
+    p = _latent(s, core) if c.mla else _heads(s, core)
+    h, size, n = c.hidden, s.tokens * s.wide, s.stream * c.hidden
+    out = Linear("o_proj", s.tokens, h, core.out_features)
+    qkv = core.q_features + core.kv_features
     return PartWork(
         forward=(
-            k.norm_forward(s, "input_norm", s.stream * h),
-            *k.cast(s, "normed", s.stream * h),
-            qkv.forward(s),
-            *ready,
+            k.norm_forward(s, "input_norm", n),
+            *k.cast(s, "normed", n),
+            *p.forward,
             *core.forward(s),
             *k.cast(s, "context", s.tokens * core.out_features),
             out.forward(s),
@@ -50,28 +52,92 @@ def _heads(s: Setting) -> PartWork:
             *residual_backward(s),
             *k.input_grad(s, out),
             *core.backward(s),
-            *ready_back,
-            *k.input_grad(s, qkv),
-            k.norm_backward(s, "input_norm_backward", s.stream * h),
-            k.add(s, "residual_backward", s.stream * h),
+            *p.backward,
+            k.norm_backward(s, "input_norm_backward", n),
+            k.add(s, "residual_backward", n),
         ),
-        weight_grad=k.weight_grad(s, out, qkv),
-        out_bytes=s.stream * h * s.wide,
-        saved=(*saved, *_context_saved(s, core), *core.saved(s), *mask(s)),
-        stash_bytes=k.stash(s, out, qkv),
-        inline=(*enter(s, h), *context(s, kv), *leave(s, h)),
-        forward_workspace=size * max(h + q + kv, core.out_features + h) + core.workspace(s, Pass.F),
-        input_grad_workspace=size * (core.out_features + q + kv) + core.workspace(s, Pass.I),
-        model_flops=_projections(s, 2 * c.heads * c.head_dim + 2 * c.kv_heads * c.head_dim) + model_flops(s),
+        weight_grad=k.weight_grad(s, out, *p.linears),
+        out_bytes=n * s.wide,
+        saved=(normed(s, "normed", n), stats(s), *p.saved, *_context_saved(s, core), *core.saved(s), *mask(s)),
+        stash_bytes=k.stash(s, out, *p.linears),
+        inline=(*enter(s, p.enters), *context(s, core.kv_features), *leave(s, h)),
+        forward_workspace=size * max(p.widest, core.out_features + h) + core.workspace(s, Pass.F),
+        input_grad_workspace=size * (core.out_features + qkv) + core.workspace(s, Pass.I),
+        model_flops=p.model_flops + 2 * s.shape.tokens * h * c.heads * c.v_dim + model_flops(s),
     )
 
 
-def _projections(s: Setting, features: int) -> int:
-    return 2 * s.shape.tokens * s.config.hidden * features
+def _heads(s: Setting, core: Core) -> _Projection:
+    """Multi-head or grouped-query attention: one fused product for q, k and v."""
+    c, h = s.config, s.config.hidden
+    features = core.q_features + core.kv_features
+    roped = core.q_features + core.kv_heads * core.qk
+    qkv = Linear("qkv_proj", s.tokens, features, h)
+    rope: Work = (k.copies(s, "rope", s.tokens * roped),) if c.rope else ()
+    ready, back = rope, rope
+    kept: tuple[Saved, ...] = ()
+    label = ""
+    again: Work = ()
+    if c.qk_norm:
+        ready = (k.norm_forward(s, "qk_norm", s.tokens * roped), *rope)
+        back = (*rope, k.norm_backward(s, "qk_norm_backward", s.tokens * roped))
+        # The norm's input; its output, which attention reads, can be made again from it.
+        kept = (Saved("qk_before_norm", s.tokens * roped * s.wide, Pass.I),)
+        label, again = "norm", ready
+    return _Projection(
+        forward=(qkv.forward(s), *ready),
+        backward=(*back, *k.input_grad(s, qkv)),
+        linears=(qkv,),
+        saved=(
+            *kept,
+            Saved("qk", s.tokens * roped * s.wide, Pass.I, label, again),
+            Saved("v", s.tokens * (features - roped) * s.wide, Pass.I),
+        ),
+        enters=h,
+        widest=h + features,
+        model_flops=2 * s.shape.tokens * h * (c.heads + 2 * c.kv_heads) * c.head_dim,
+    )
 
 
-def _rope(s: Setting, features: int) -> Work:
-    return (k.copies(s, "rope", s.tokens * features),) if s.config.rope else ()
+def _latent(s: Setting, core: Core) -> _Projection:
+    """Multi-head latent attention: queries and keys/values through low-rank projections, each with a norm inside.
+
+    The down-projections run on the residual stream's tokens, uncut; their narrow outputs enter the parallel region.
+    """
+    mla, h = s.config.mla, s.config.hidden
+    assert mla is not None
+    narrow = mla.kv_rank + mla.rope_dim
+    both = core.heads * (mla.nope_dim + mla.v_dim)
+    downs: tuple[Linear, ...] = (Linear("kv_a_proj", s.stream, narrow, h),)
+    ups = (Linear("q_proj", s.tokens, core.q_features, h), Linear("kv_b_proj", s.tokens, both, mla.kv_rank))
+    if mla.q_rank:
+        downs = (Linear("q_a_proj", s.stream, mla.q_rank, h), *downs)
+        ups = (Linear("q_b_proj", s.tokens, core.q_features, mla.q_rank), ups[1])
+    ranks = s.stream * (mla.q_rank + mla.kv_rank)
+    up = (*k.forward(s, *ups), *_latent_rope(s, core))
+    return _Projection(
+        forward=(
+            *k.forward(s, *downs),
+            k.norm_forward(s, "latent_norm", ranks),
+            *k.cast(s, "latent", ranks),
+            *up,
+        ),
+        backward=(
+            *_latent_rope(s, core),
+            *k.input_grad(s, *ups),
+            k.norm_backward(s, "latent_norm_backward", ranks),
+            *k.input_grad(s, *downs),
+        ),
+        linears=(*ups, *downs),
+        saved=(
+            Saved("latent", (ranks + s.stream * mla.rope_dim) * s.wide, Pass.I),
+            normed(s, "latent_normed", ranks),
+            Saved("qkv", s.tokens * (core.q_features + core.kv_features) * s.wide, Pass.I, "up_projection", up),
+        ),
+        enters=(mla.q_rank or h) + narrow,
+        widest=both,
+        model_flops=_latent_projections(s),
+    )
 
 
 def _context_saved(s: Setting, core: Core) -> tuple[Saved, ...]:
@@ -89,73 +155,6 @@ def _context_saved(s: Setting, core: Core) -> tuple[Saved, ...]:
     return (*wide, Saved("context_fp8", s.cached(n)))
 
 
-def _latent(s: Setting) -> PartWork:
-    """Multi-head latent attention: queries and keys/values through low-rank projections, each with a norm inside.
-
-    The down-projections run on the residual stream's tokens, uncut; their narrow outputs enter the parallel region.
-    """
-    c, core, mla = s.config, Core.of(s), s.config.mla
-    assert mla is not None
-    h, q_rank, kv_rank = c.hidden, mla.q_rank, mla.kv_rank
-    kv_down = Linear("kv_a_proj", s.stream, kv_rank + mla.rope_dim, h)
-    kv_up = Linear("kv_b_proj", s.tokens, core.heads * (mla.nope_dim + mla.v_dim), kv_rank)
-    out = Linear("o_proj", s.tokens, h, core.out_features)
-    downs: tuple[Linear, ...]
-    if q_rank:
-        downs = (Linear("q_a_proj", s.stream, q_rank, h), kv_down)
-        ups = (Linear("q_b_proj", s.tokens, core.q_features, q_rank), kv_up)
-    else:
-        downs, ups = (kv_down,), (Linear("q_proj", s.tokens, core.q_features, h), kv_up)
-    ranks = q_rank + kv_rank
-    up = (*k.forward(s, *ups), *_latent_rope(s, core))
-    narrow = ranks + mla.rope_dim if q_rank else h + kv_rank + mla.rope_dim
-    size = s.tokens * s.wide
-    qkv = core.q_features + core.kv_features
-    return PartWork(
-        forward=(
-            k.norm_forward(s, "input_norm", s.stream * h),
-            *k.cast(s, "normed", s.stream * h),
-            *k.forward(s, *downs),
-            k.norm_forward(s, "latent_norm", s.stream * ranks),
-            *k.cast(s, "latent", s.stream * ranks),
-            *up,
-            *core.forward(s),
-            *k.cast(s, "context", s.tokens * core.out_features),
-            out.forward(s),
-            residual(s),
-        ),
-        input_grad=(
-            *residual_backward(s),
-            *k.input_grad(s, out),
-            *core.backward(s),
-            *_latent_rope(s, core),
-            *k.input_grad(s, *ups),
-            k.norm_backward(s, "latent_norm_backward", s.stream * ranks),
-            *k.input_grad(s, *downs),
-            k.norm_backward(s, "input_norm_backward", s.stream * h),
-            k.add(s, "residual_backward", s.stream * h),
-        ),
-        weight_grad=k.weight_grad(s, out, *ups, *downs),
-        out_bytes=s.stream * h * s.wide,
-        saved=(
-            normed(s, "normed", s.stream * h),
-            stats(s),
-            Saved("latent", s.stream * (ranks + mla.rope_dim) * s.wide, Pass.I),
-            normed(s, "latent_normed", s.stream * ranks),
-            Saved("qkv", size * qkv, Pass.I, "up_projection", up),
-            *_context_saved(s, core),
-            *core.saved(s),
-            *mask(s),
-        ),
-        stash_bytes=k.stash(s, out, *ups, *downs),
-        inline=(*enter(s, narrow), *context(s, core.kv_features), *leave(s, h)),
-        forward_workspace=size * max(core.heads * (mla.nope_dim + mla.v_dim), core.out_features + h)
-        + core.workspace(s, Pass.F),
-        input_grad_workspace=size * (core.out_features + qkv) + core.workspace(s, Pass.I),
-        model_flops=_latent_projections(s) + model_flops(s),
-    )
-
-
 def _latent_rope(s: Setting, core: Core) -> Work:
     """Rope on the queries' last features, and the keys put together from their two pieces."""
     mla = s.config.mla
@@ -170,4 +169,4 @@ def _latent_projections(s: Setting) -> int:
     q = c.heads * mla.qk_dim
     query = mla.q_rank * (c.hidden + q) if mla.q_rank else c.hidden * q
     key_value = c.hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * c.heads * (mla.nope_dim + mla.v_dim)
-    return 2 * s.shape.tokens * (query + key_value + c.hidden * c.heads * mla.v_dim)
+    return 2 * s.shape.tokens * (query + key_value)

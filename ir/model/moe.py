@@ -84,14 +84,12 @@ def experts(s: Setting) -> PartWork:
     ups = s.config.activation.ups
     up = Linear("experts.gate_up_proj", rows, ups * width, h, groups)
     down = Linear("experts.down_proj", rows, h, width, groups)
-    # Rows come out of the permutation as the products read them, except that wide ones are quantised on their own.
-    kept_narrow = _narrow(s) and s.fp8
-    permute = k.memory(s, "permute", total * h * (s.precision.dispatch.bytes + (1 if kept_narrow else s.wide)))
-    requantise = () if kept_narrow else k.cast(s, "rows", total * h)
+    arrives_fp8 = _narrow(s) and s.fp8
+    permute = k.memory(s, "permute", total * h * (s.precision.dispatch.bytes + (1 if arrives_fp8 else s.wide)))
     return PartWork(
         forward=(
             permute,
-            *requantise,
+            *(() if arrives_fp8 else k.cast(s, "rows", total * h)),
             up.forward(s),
             activation(s, total, width),
             *k.cast(s, "activated", total * width),
@@ -100,7 +98,7 @@ def experts(s: Setting) -> PartWork:
         ),
         input_grad=(
             permute,
-            *k.input_grad(s, down, arrives_fp8=kept_narrow),
+            *k.input_grad(s, down, arrives_fp8=arrives_fp8),
             activation_backward(s, total, width),
             *k.input_grad(s, up),
             k.copies(s, "unpermute_backward", total * h),

@@ -74,7 +74,8 @@ def _orders(found: Found, shop: Shop) -> tuple[Order, ...]:
 
 def _order(shop: Shop, ops: list[int]) -> Order:
     if not shop.times.W:  # then it costs nothing to free activations at once
-        w = shop.chunks * shop.mbs
-        ops = [x for op in ops if shop.kind(op) < 2 * shop.chunks for x in (op, op + w)[: 1 + (shop.kind(op) >= shop.chunks)]]
+        v = shop.chunks
+        pairs = [(op, op + v * shop.mbs) if shop.kind(op) >= v else (op,) for op in ops if shop.kind(op) < 2 * v]
+        ops = [op for pair in pairs for op in pair]
     table = np.array([shop.row(op) for op in ops], dtype=np.int64).reshape(-1, 3)
     return Order(table[:, 0], table[:, 1], table[:, 2], np.arange(len(ops), dtype=np.int64))

@@ -15,6 +15,8 @@ from ir.schedules.searched_seeds import blocks, greedy, rules, unroll
 from ir.schedules.searched_shop import ROUNDING, Sequences, Shop, settle
 
 _SAME = 1e-12  # relative; below, two objectives differ by rounding only
+_TRY = 200_000  # ops to set in time while rules are compared
+_IMPROVE = (400_000, 100)  # the same for improving: in all, and per op of the problem
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,10 @@ def lower_bound(shop: Shop) -> float:
 def search(shop: Shop, breadth: int = 12, shakes: int = 120) -> list[Found]:
     """The best schedules found, best first; at least one.
 
-    breadth: how many start orders are improved; every third of these is then shaken.
+    breadth: how many start orders of each family are improved; the best third of that number are then shaken.
     """
     goal = lower_bound(shop) * (1 + _SAME)
-    effort = Effort(1_000_000 + 200 * shop.ops)
+    effort = Effort(_IMPROVE[0] + _IMPROVE[1] * shop.ops)
     seconds = shop.every(shop.seconds)
     pool: list[Found] = []
     for order in start_orders(shop, breadth):
@@ -91,16 +93,15 @@ def search(shop: Shop, breadth: int = 12, shakes: int = 120) -> list[Found]:
 
 
 def start_orders(shop: Shop, count: int) -> list[list[int]]:
-    """Half of them greedy, by rules that did best on fewer microbatches, half of them blocks, as far as there are."""
-    trial = Shop(shop.ranks, min(shop.mbs, 2 * shop.ranks + 2), shop.chunks, shop.times, shop.limit, shop.tail)
-    effort = Effort(300_000 + 8 * trial.ops)
-    scored = []
-    for number, rule in enumerate(rules(shop)):
-        if not effort.spend(trial.ops):
-            break
-        scored.append((_reached(trial, greedy(trial, rule)), number, rule))
-    scored.sort(key=lambda x: x[:2])
-    orders = [greedy(shop, rule) for *_, rule in scored[:count]]
+    """The most promising of each family: blocks, and greedy by the rules that do best on fewer microbatches."""
+    trying = rules(shop)
+    mbs = _TRY // (len(trying) * 3 * shop.chunks * shop.ranks)
+    trial = Shop(
+        shop.ranks, min(shop.mbs, max(mbs, shop.ranks + 2)), shop.chunks, shop.times, shop.limit, shop.tail
+    )
+    trying = trying[: max(1, 4 * _TRY // trial.ops)]
+    scored = sorted((_reached(trial, greedy(trial, rule)), number) for number, rule in enumerate(trying))
+    orders = [greedy(shop, trying[number]) for _, number in scored[:count]]
     if shop.chunks == 2:
         pattern = [unroll(shop, block) for block in blocks(shop.ranks, shop.limit)[: 2 * count]]
         settled = sorted((_reached(shop, order), number) for number, order in enumerate(pattern))

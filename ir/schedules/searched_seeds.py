@@ -8,11 +8,10 @@ arXiv:2405.15362); only two chunks have them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import permutations, product
-from math import ceil, floor, inf
+from math import ceil, inf
 
 from ir.schedules.searched_shop import ROUNDING, Shop
 
@@ -24,30 +23,37 @@ class Rule:
     preferred: the kinds of F and I, most preferred first.
     ahead: per rank, how many microbatches of its first chunk may be between F and I.
     patience: a W may delay the next op known to come by this share of its own length.
+    thrifty: where a W would delay it by more, start it nevertheless, unless this rank idled less than the worst did.
     """
 
     preferred: tuple[int, ...]
     ahead: tuple[float, ...]
     patience: float
+    thrifty: bool = False
 
 
-def rules(shop: Shop) -> Iterator[Rule]:
-    """All rules worth a try."""
+def rules(shop: Shop) -> list[Rule]:
+    """All rules worth a try: the F of a later chunk always goes first."""
     v = shop.chunks
-    first = [shop.eta[shop.route.index((r, 0))] for r in range(shop.ranks)]
-    back = [shop.eta[shop.route.index((r, 2 * v - 1))] for r in range(shop.ranks)]
-    trip = [b - a for a, b in zip(first, back, strict=True)]  # from F to I of the first chunk
-    paces: list[list[float]] = [[inf] * shop.ranks]
+    orders = [x for x in permutations(range(2 * v)) if v == 1 or x.index(1) < x.index(0)]
+    manners = ((0.0, False), (1.0, False), (0.0, True), (0.5, False), (0.25, True))
+    return [Rule(order, ahead, *manner) for manner, ahead, order in product(manners, _paces(shop), orders)]
+
+
+def _paces(shop: Shop) -> list[tuple[float, ...]]:
+    """Ways to bound how far a rank's F may run ahead of its I."""
+    p, v = shop.ranks, shop.chunks
+    trip = [shop.eta[shop.route.index((r, 2 * v - 1))] - shop.eta[shop.route.index((r, 0))] for r in range(p)]
     if v == 1:
-        f, i = shop.seconds[0], shop.seconds[1]
-        paces += [[floor(x / f) for x in trip], [ceil(x / f) for x in trip], [floor(2 * x / (f + i)) for x in trip]]
-        paces += [[2.0 * (shop.ranks - r) - 1 for r in range(shop.ranks)]]
+        # As many F as fit before the first I comes, or as two per rank; perhaps one more on the first ranks.
+        fit = [max(1, int(x / shop.seconds[0] + 1e-9)) for x in trip]
+        two = [2 * (p - r) - 1 for r in range(p)]
+        steps = sorted({0, p // 4, p // 2, 3 * p // 4, p - 1})
+        found = [tuple(x + float(r < step) for r, x in enumerate(row)) for row in (two, fit) for step in steps]
     else:
-        period = sum(shop.seconds)
-        paces += [[ceil(g * (x + shop.seconds[-1]) / period) for x in trip] for g in (1.0, 1.2, 1.5, 2.0)]
-    for patience, pace in product((0.0, 0.5, 1.0), paces):
-        for preferred in permutations(range(2 * v)):
-            yield Rule(preferred, tuple(max(1.0, x) for x in pace), patience)
+        share = [(x + shop.seconds[-1]) / sum(shop.seconds) for x in trip]
+        found = [tuple(float(ceil(more * x)) for x in share) for more in (1.0, 1.2, 1.5, 2.0)]
+    return [*dict.fromkeys(found), (inf,) * p]
 
 
 def greedy(shop: Shop, rule: Rule) -> list[int]:
@@ -71,12 +77,12 @@ def greedy(shop: Shop, rule: Rule) -> list[int]:
         rank = ranks[r]
         if now < rank.free:
             continue
-        kind, then = rank.choose(now)
+        kind, then = rank.choose(now, max(x.idle for x in ranks))
         if then < inf:
             heappush(wakes, (then, r))
         if kind is None:
             continue
-        order.append(shop.op(r, kind, rank.do(kind, then)))
+        order.append(shop.op(r, kind, rank.do(kind, now, then)))
         if next_ := after.get((r, kind)):
             other = ranks[next_[0]]
             arrives = then if next_[0] == r else then + shop.times.p2p
@@ -92,17 +98,18 @@ class _Rank:
     def __init__(self, shop: Shop, rule: Rule, rank: int) -> None:
         self.mbs, self.chunks, self.seconds, self.grows = shop.mbs, shop.chunks, shop.seconds, shop.grows
         self.preferred, self.ahead = rule.preferred, rule.ahead[rank]
-        self.spare = rule.patience * shop.seconds[-1]
+        self.spare, self.thrifty = rule.patience * shop.seconds[-1], rule.thrifty
         self.limit = shop.limit + ROUNDING
         self.free = 0.0
+        self.idle = 0.0  # since its first op
         self.held = 0.0
         self.alive = [0.0] * shop.chunks  # of `held`
         self.done = [0] * (3 * shop.chunks)
         self.ready: list[list[float]] = [[] for _ in range(2 * shop.chunks)]
         self.pending: deque[int] = deque()  # kinds of W
 
-    def choose(self, now: float) -> tuple[int | None, float]:
-        """The op to start now and its end; or no op and when to look again."""
+    def choose(self, now: float, worst: float) -> tuple[int | None, float]:
+        """The op to start now and its end; or no op and when to look again. worst: the most a rank idled."""
         soon, full = inf, False
         for kind in self.preferred:
             at = self.done[kind]
@@ -118,17 +125,23 @@ class _Rank:
             if comes <= now:
                 return kind, now + self.seconds[kind]
             soon = min(soon, comes)
-        if self.pending and (full or now + self.seconds[-1] <= soon + self.spare):
+        if self.pending and (full or self._fills(soon - now, worst)):
             return self.pending[0], now + self.seconds[-1]
         return None, soon
+
+    def _fills(self, gap: float, worst: float) -> bool:
+        if self.thrifty:
+            return gap >= self.seconds[-1] or self.idle + gap > worst + self.spare
+        return gap + self.spare >= self.seconds[-1]
 
     def _room(self, kind: int) -> bool:
         later = self.chunks - 1 - kind
         return self.held + 1 <= self.limit and sum(self.alive[: kind + 1]) + 1 + later <= self.limit
 
-    def do(self, kind: int, end: float) -> int:
+    def do(self, kind: int, start: float, end: float) -> int:
         """Note an op as done; its microbatch."""
         mb = self.done[kind]
+        self.idle += start - self.free if any(self.done) else 0.0
         self.done[kind] += 1
         self.free = end
         self.held += self.grows[kind]

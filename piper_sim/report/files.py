@@ -86,8 +86,7 @@ def _write_whole(path: Path, data: bytes, force: bool) -> None:
         if force:
             os.replace(temporary, path)
         else:
-            os.link(temporary, path)  # fails if someone made the file meanwhile; replace would not
-            os.unlink(temporary)
+            _link_new(temporary, path)
         temporary = None
         _sync_folder(path.parent)
     except FileExistsError:
@@ -98,6 +97,17 @@ def _write_whole(path: Path, data: bytes, force: bool) -> None:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+
+
+def _link_new(temporary: str, path: Path) -> None:
+    """Rename, unless someone made the target meanwhile: a link fails then, where a rename would replace."""
+    try:
+        os.link(temporary, path)
+        os.unlink(temporary)
+    except OSError as e:
+        if e.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK) or os.path.lexists(path):
+            raise
+        os.replace(temporary, path)  # a file system without hard links
 
 
 def _sync_folder(folder: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ir.trace import Trace
 from piper_sim.report.columns import ReportRun, run_object
-from piper_sim.report.look import COMPUTE, LOOKS, looks_of, span
+from piper_sim.report.look import COMPUTE, LOOKS, legend_looks, looks_of, span
 from piper_sim.report.timeline import text_timeline
 from piper_sim.report.units import percent, seconds, size
 
@@ -22,7 +22,7 @@ __all__ = ["ReportRun", "Tables", "report_html"]
 
 Tables = Mapping[str, Sequence[Mapping[str, object]]]
 _SCRIPTS = ("report_data.js", "report_scene.js", "report_paint.js", "report_page.js")
-_NUMBER = re.compile(r"[-+]?[\d  ,.]+( ?(s|ms|µs|ns|%|[KMGT]iB|B|\(\d+\)))*|–|✓|✗")
+_NUMBER = re.compile(r"[-+]?[\d ,.]+( ?(s|ms|µs|ns|%|[KMGT]iB|B|\(\d+\)))*|–|✓|✗")
 
 
 def report_html(runs: Sequence[ReportRun], title: str, tables: Tables | None = None) -> str:
@@ -107,8 +107,8 @@ def _facts(runs: Sequence[ReportRun]) -> str:
 
 
 def _legend(runs: Sequence[ReportRun]) -> str:
-    used = sorted({i for run in runs for i in np.unique(looks_of(run.trace)).tolist()})
-    items = (f'<li><i class="look-{LOOKS[i].key}"></i>{LOOKS[i].word}</li>' for i in used)
+    used = {i for run in runs for i in np.unique(looks_of(run.trace)).tolist()}
+    items = (f'<li><i class="look-{k.key}"></i>{k.word}</li>' for k in legend_looks(used))
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +63,26 @@ def look_of(stream: str, op: str) -> Look:
         return LOOKS[INDEX["FB"]]
     found = _PASS.match(op)
     return LOOKS[INDEX[found[1] if found else "other"]]
+
+
+def legend_looks(used: Iterable[int]) -> list[Look]:
+    """The looks to explain where ops of these classes are drawn: a fused pair is drawn as its two halves.
+
+    >>> [look.key for look in legend_looks([INDEX["FB"], INDEX["W"]])]
+    ['F', 'B', 'W']
+    """
+    wanted = {LOOKS[i].key for i in used}
+    wanted |= {"F", "B"} if "FB" in wanted else set()
+    return [look for look in LOOKS if look.key in wanted - {"FB"}]
+
+
+def half_colours(half: int) -> list[str]:
+    """The colour of every class in the upper (0) or lower (1) half of a lane; only fused pairs differ.
+
+    >>> half_colours(1)[INDEX["FB"]] == LOOKS[INDEX["B"]].colour
+    True
+    """
+    return [LOOKS[INDEX["FB"[half]]].colour if look.key == "FB" else look.colour for look in LOOKS]
 
 
 def short_op(op: str) -> str:

@@ -11,7 +11,19 @@ import numpy as np
 
 from ir.order import FloatArray, IntArray
 from ir.trace import Trace
-from piper_sim.report.look import COMPUTE, INDEX, LOOKS, Lane, coverage, lanes_of, looks_of, short_op, span
+from piper_sim.report.look import (
+    COMPUTE,
+    INDEX,
+    LOOKS,
+    Lane,
+    coverage,
+    half_colours,
+    lanes_of,
+    legend_looks,
+    looks_of,
+    short_op,
+    span,
+)
 from piper_sim.report.units import seconds, size
 
 if TYPE_CHECKING:
@@ -96,17 +108,17 @@ def _draw(axes: Axes, trace: Trace, track: _Track, looks: IntArray, edges: Float
 
 
 def _image(axes: Axes, trace: Trace, track: _Track, looks: IntArray, edges: FloatArray) -> None:
-    """One pixel row of mixed colours, stretched over the lane."""
+    """Two pixel rows of mixed colours, stretched over the lane."""
     assert track.lane is not None
     rows = track.lane.rows
     covered = coverage(trace.start_s[rows], trace.end_s[rows], looks[rows], edges)
     share = np.minimum(covered / np.diff(edges), 1.0)
-    colours = _rgb([look.colour for look in LOOKS])
     busy = share.sum(0, keepdims=True)
-    mixed = np.where(busy > 1, share / np.maximum(busy, 1), share).T @ colours
-    mixed += np.maximum(1 - busy, 0).T @ _rgb([_GROUND])
+    share = np.where(busy > 1, share / np.maximum(busy, 1), share)
+    free = np.maximum(1 - busy, 0).T @ _rgb([_GROUND])
+    halves = np.stack([share.T @ _rgb(half_colours(half)) + free for half in (0, 1)])
     extent = (edges[0], edges[-1], track.top + track.height, track.top)
-    axes.imshow(mixed[None].clip(0, 1), extent=extent, aspect="auto", interpolation="nearest", zorder=1)
+    axes.imshow(halves.clip(0, 1), extent=extent, aspect="auto", interpolation="nearest", zorder=1)
 
 
 def _rgb(colours: Sequence[str]) -> FloatArray:
@@ -121,26 +133,27 @@ def _boxes(axes: Axes, trace: Trace, track: _Track, looks: IntArray) -> None:
         spans = list(zip(trace.start_s[mine].tolist(), (trace.end_s - trace.start_s)[mine].tolist(), strict=True))
         edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4 if len(rows) < 600 else 0}
         if look == INDEX["FB"]:  # two halves: both members run all the time
-            half = track.height / 2
-            axes.broken_barh(spans, (track.top, half), facecolor=LOOKS[INDEX["F"]].colour, **edge)
-            axes.broken_barh(spans, (track.top + half, half), facecolor=LOOKS[INDEX["B"]].colour, **edge)
+            for half in (0, 1):
+                place = (track.top + half * track.height / 2, track.height / 2)
+                axes.broken_barh(spans, place, facecolor=half_colours(half)[look], **edge)
         else:
             axes.broken_barh(spans, (track.top, track.height), facecolor=LOOKS[look].colour, **edge)
     if track.lane.stream == COMPUTE:
-        _box_texts(axes, trace, rows, track.top + 0.52)
+        _box_texts(axes, trace, rows, track.top)
 
 
-def _box_texts(axes: Axes, trace: Trace, rows: IntArray, y: float) -> None:
+def _box_texts(axes: Axes, trace: Trace, rows: IntArray, top: float) -> None:
     """Op texts where they fit their box: whole, else without the layer."""
     x0, x1 = axes.get_xlim()
     points_per_s = axes.get_position().width * _WIDTH_IN * 72 / (x1 - x0)
     for i in rows.tolist():
         room = (float(trace.end_s[i] - trace.start_s[i]) * points_per_s - 3) / 4.0
-        whole = short_op(trace.op[i])
-        text = next((t for t in (whole, whole.split("/")[0]) if len(t) < room), None)
-        if text is not None:
-            x = float(trace.start_s[i] + trace.end_s[i]) / 2
-            axes.text(x, y, text, ha="center", va="center", fontsize=6.2, color="white", parse_math=False)
+        members = short_op(trace.op[i]).split(";")
+        for k, member in enumerate(members):
+            text = next((t for t in (member, member.split("/")[0]) if len(t) < room), None)
+            if text is not None:
+                x, y = float(trace.start_s[i] + trace.end_s[i]) / 2, top + 0.02 + (k + 0.5) / len(members)
+                axes.text(x, y, text, ha="center", va="center", fontsize=6.2, color="white", parse_math=False)
 
 
 def _memory(axes: Axes, trace: Trace, track: _Track) -> None:
@@ -195,9 +208,8 @@ def _frame(figure: Figure, axes: Axes, title: str, looks: IntArray, inches: floa
     axes.tick_params(axis="x", colors=_INK, labelsize=8, length=3)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: seconds(round(x, 12), 5)))
     figure.text(0.055, 1 - 0.3 / inches, title, fontsize=12, weight="bold", color=_INK, va="center", parse_math=False)
-    used = sorted(set(np.unique(looks).tolist()))
-    names = [look for i, look in enumerate(LOOKS) if i in used]
-    handles = [Patch(facecolor=look.colour, label=look.word) for look in names]
+    used = np.unique(looks).tolist()
+    handles = [Patch(facecolor=look.colour, label=look.word) for look in legend_looks(used)]
     if handles:
         where: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (0.05, 1 - 0.6 / inches)}
         figure.legend(handles=handles, **where, ncols=len(handles), frameon=False, fontsize=8, handlelength=1.1)

@@ -161,6 +161,7 @@ function showTip(spot, x, y) {
     list.append(dt, dd);
   }
   tip.replaceChildren(name, list);
+  tip.style.left = tip.style.top = "0"; // at an edge it would be measured squeezed
   const box = tip.getBoundingClientRect();
   tip.style.left = `${Math.max(4, x + 16 + box.width > window.innerWidth ? x - box.width - 16 : x + 16)}px`;
   tip.style.top = `${Math.max(4, Math.min(y + 16, window.innerHeight - box.height - 8))}px`;

@@ -15,18 +15,19 @@ function readColours(looks) {
   // Rows that are not followed lose most of their colour, and with it their text.
   const faint = full.map((c) => mix(c, ground, 0.78));
   const all = [...full, ...faint];
+  const place = (key) => looks.findIndex((l) => l.key === key);
+  const fused = place("FB");
+  const halves = ["F", "B"].map((key) => all.map((c, i) => (i % looks.length === fused ? all[i - fused + place(key)] : c)));
   const dark = (c) => 0.299 * c[0] + 0.587 * c[1] + 0.114 * c[2] < 150;
   const names = ["card", "ink", "soft", "line", "ground", "memory", "accent"];
   return {
     ...Object.fromEntries(names.map((n) => [n, of(n)])),
     groundRgb: ground,
-    rgb: all,
     css: all.map(css),
+    halves, // the palette of the upper and of the lower half of a lane
     text: all.map((c, i) => (i >= looks.length ? null : dark(c) ? "#fff" : "#14202e")),
     looks: looks.length,
-    forward: looks.findIndex((l) => l.key === "F"),
-    backward: looks.findIndex((l) => l.key === "B"),
-    fused: looks.findIndex((l) => l.key === "FB"),
+    fused,
   };
 }
 
@@ -43,15 +44,30 @@ function paintLane(p, track, y, h) {
 }
 
 function averageLane(p, run, from, to, y, h) {
-  const { colours, gutter, scale, isFaint } = p;
-  const { start, end, look } = run;
+  const { colours, gutter } = p;
   const width = p.W - gutter;
-  const sums = new Float32Array(4 * width); // red, green, blue, covered share
+  // A fused pair shows its forward above, its backward below: then two rows of pixels, else one.
+  const halves = run.look.subarray(from, to).includes(colours.fused) ? 2 : 1;
+  if (p.strip.width !== width) [p.strip.width, p.strip.height] = [width, 2];
+  for (let half = 0; half < halves; half++) {
+    const image = p.stripContext.createImageData(width, 1);
+    averageRow(p, run, from, to, colours.halves[half], image.data);
+    p.stripContext.putImageData(image, 0, half);
+  }
+  p.ctx.imageSmoothingEnabled = false;
+  p.ctx.drawImage(p.strip, 0, 0, width, halves, gutter, y, width, h);
+}
+
+function averageRow(p, run, from, to, palette, pixels) {
+  const { colours, scale, isFaint } = p;
+  const { start, end, look } = run;
+  const width = pixels.length / 4;
+  const sums = new Float32Array(pixels.length); // red, green, blue, covered share
   const origin = p.t0 + run.zero;
   for (let i = from; i < to; i++) {
     const a = Math.max(0, (start[i] - origin) * scale);
     const b = Math.min(width, (end[i] - origin) * scale);
-    const c = colours.rgb[look[i] + (isFaint(run, i) ? colours.looks : 0)];
+    const c = palette[look[i] + (isFaint(run, i) ? colours.looks : 0)];
     for (let x = a | 0; x < b; x++) {
       const share = Math.min(b, x + 1) - Math.max(a, x);
       sums[4 * x] += share * c[0];
@@ -60,69 +76,64 @@ function averageLane(p, run, from, to, y, h) {
       sums[4 * x + 3] += share;
     }
   }
-  const image = p.ctx.createImageData(width, 1);
   const [r, g, b] = colours.groundRgb;
-  for (let at = 0; at < 4 * width; at += 4) {
+  for (let at = 0; at < pixels.length; at += 4) {
     const cover = sums[at + 3];
     const over = cover > 1 ? 1 / cover : 1; // rows of one lane do not overlap, but a foreign file's may
     const free = cover < 1 ? 1 - cover : 0;
-    image.data[at] = sums[at] * over + r * free;
-    image.data[at + 1] = sums[at + 1] * over + g * free;
-    image.data[at + 2] = sums[at + 2] * over + b * free;
-    image.data[at + 3] = 255;
+    pixels[at] = sums[at] * over + r * free;
+    pixels[at + 1] = sums[at + 1] * over + g * free;
+    pixels[at + 2] = sums[at + 2] * over + b * free;
+    pixels[at + 3] = 255;
   }
-  if (p.strip.width !== width) [p.strip.width, p.strip.height] = [width, 1];
-  p.stripContext.putImageData(image, 0, 0);
-  p.ctx.imageSmoothingEnabled = false;
-  p.ctx.drawImage(p.strip, 0, 0, width, 1, gutter, y, width, h);
 }
 
 function boxLane(p, track, from, to, y, h) {
-  const { ctx, colours, gutter, scale, dpr } = p;
+  const { ctx, gutter, scale, dpr } = p;
   const { run } = track;
   const origin = p.t0 + run.zero;
   ctx.save();
   ctx.beginPath();
   ctx.rect(gutter, y, p.W - gutter, h);
   ctx.clip();
-  const withText = h >= 11 * dpr;
-  const size = Math.min(12 * dpr, h * 0.62);
-  ctx.font = `${size}px ${MONO}`;
+  ctx.font = `${Math.min(12 * dpr, h * 0.62)}px ${MONO}`;
   ctx.textAlign = "center";
   ctx.textBaseline = "middle";
-  const letter = withText ? ctx.measureText("0").width : 1;
+  const letter = h >= 11 * dpr ? ctx.measureText("0").width : Infinity;
   for (let i = from; i < to; i++) {
     const a = Math.max(gutter - 2, gutter + (run.start[i] - origin) * scale);
     const b = Math.min(p.W + 2, gutter + (run.end[i] - origin) * scale);
-    const faint = p.isFaint(run, i) ? colours.looks : 0;
-    const look = run.look[i];
     // A hairline between neighbours, once they are wide enough to lose it.
     const w = Math.max(dpr * 0.75, b - a - (b - a > 5 * dpr ? dpr : 0));
-    if (look === colours.fused) {
-      ctx.fillStyle = colours.css[colours.forward + faint];
-      ctx.fillRect(a, y, w, h / 2);
-      ctx.fillStyle = colours.css[colours.backward + faint];
-      ctx.fillRect(a, y + h / 2, w, h / 2);
-    } else {
-      ctx.fillStyle = colours.css[look + faint];
-      ctx.fillRect(a, y, w, h);
-    }
-    const text = withText && colours.text[look + faint] && fitting(run.op_texts[run.op[i]], (w - 6 * dpr) / letter);
-    if (text) {
-      ctx.fillStyle = colours.text[look + faint];
-      ctx.fillText(text, (a + b) / 2, y + h / 2 + dpr * 0.5);
-    }
+    box(p, run, i, a, y, w, h, (w - 6 * dpr) / letter);
   }
   ctx.restore();
 }
 
+function box(p, run, i, x, y, w, h, letters) {
+  const { ctx, colours } = p;
+  const look = run.look[i];
+  const shade = look + (p.isFaint(run, i) ? colours.looks : 0);
+  const halves = look === colours.fused ? 2 : 1;
+  for (let half = 0; half < halves; half++) {
+    ctx.fillStyle = css(colours.halves[half][shade]);
+    ctx.fillRect(x, y + (half * h) / halves, w, h / halves);
+  }
+  if (letters < 1 || !colours.text[shade]) return;
+  ctx.fillStyle = colours.text[shade];
+  const members = run.op_texts[run.op[i]].replace(/^\((.*)\)OVERLAP_F_B$/, "$1").split(";");
+  const split = members.length === 2 && h >= 24 * p.dpr; // room for a line in either half
+  for (const [half, member] of split ? members.entries() : [[0, members.join(";")]]) {
+    const text = fitting(member, letters);
+    if (text) ctx.fillText(text, x + w / 2, y + (split ? (half + 0.5) / 2 : 0.5) * h + p.dpr * 0.5);
+  }
+}
+
 // The most of an op's text that fits so many letters.
 function fitting(op, letters) {
-  if (letters < 1) return null;
-  const whole = op.replace(/^\((.*)\)OVERLAP_F_B$/, "$1");
-  const pass = whole.split("/")[0];
+  const pass = op.split("/")[0];
   const numbers = [...pass.matchAll(/[A-Z](\d+)/g)].map((m) => m[1]).join(";");
-  return [whole, pass, numbers].find((t) => t.length && t.length <= letters) || null;
+  return [op, pass, numbers].find((t) => t.length && t.length <= letters) || null;
 }
 
 function paintMemory(p, track, y, h) {
@@ -251,7 +262,7 @@ function paintOverview(ctx, p, curves, length) {
   ctx.textAlign = "right";
   ctx.textBaseline = "middle";
   ctx.fillStyle = colours.soft;
-  ctx.fillText("ranks computing", gutter - 8 * dpr, H / 2);
+  ctx.fillText(gutter < 100 * dpr ? "computing" : "ranks computing", gutter - 8 * dpr, H / 2);
   curves.forEach((curve, k) => {
     const path = new Path2D();
     path.moveTo(gutter, H);

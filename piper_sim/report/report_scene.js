@@ -34,7 +34,8 @@ function buildScene(runs, wish, room) {
   const height = (kind) => (kind === "head" ? HEAD : Math.max(3, Math.round(unit * HEIGHTS[kind])));
   let y = 4;
   for (const block of all) {
-    for (const track of block) {
+    for (const [i, track] of block.entries()) {
+      if (i && track.run !== block[i - 1].run) y += Math.round((unit * GAP) / 2);
       track.y = y;
       track.h = height(track.kind) - (track.kind === "head" ? 0 : 1);
       y += height(track.kind);

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ir.order import IntArray
+from ir.order import FloatArray, IntArray
 from ir.trace import Trace
 from piper_sim.report.look import LOOKS, Lane, coverage, lanes_of, looks_of, short_op, span, tick_times
 from piper_sim.report.units import seconds
@@ -52,12 +52,11 @@ def _grid(trace: Trace, lanes: Sequence[Lane], width: int, named: bool) -> str |
         return None
     begin = float(trace.start_s[rows].min())
     start, end = trace.start_s[rows] - begin, trace.end_s[rows] - begin
-    unit = _unit(np.concatenate((start, end)))
-    if unit is None:
-        return None
     cell = max(3, *(len(short_op(trace.op[i])) for i in rows.tolist()))
     labels = _labels(lanes, named)
-    if round(float(end.max()) / unit) * (cell + 1) + len(labels[0]) + 1 > width:
+    most = (width - len(labels[0])) // (cell + 1)
+    unit = next((u for u in _units(np.concatenate((start, end))) if float(end.max()) / u <= most), None)
+    if unit is None:
         return None
     lines = []
     for lane, label in zip(lanes, labels, strict=True):
@@ -72,13 +71,13 @@ def _grid(trace: Trace, lanes: Sequence[Lane], width: int, named: bool) -> str |
     return "\n".join(lines)
 
 
-def _unit(times: np.ndarray) -> float | None:
-    """The largest step that all times are exact multiples of, in the engines' grid of 2⁻⁴⁰ s."""
+def _units(times: FloatArray) -> list[float]:
+    """Steps that all times are exact multiples of: 1 for whole numbers, then the largest on the engines' grid."""
     ticks = times * 2.0**40
     if not (np.abs(ticks) < 2.0**62).all() or (ticks != np.rint(ticks)).any():
-        return None
-    unit = int(np.gcd.reduce(ticks.astype(np.int64)))
-    return unit / 2.0**40 if unit else None
+        return []
+    unit = int(np.gcd.reduce(ticks.astype(np.int64))) / 2.0**40
+    return [1.0, unit] if unit >= 1 and unit == int(unit) else [unit] * (unit > 0)
 
 
 def _labels(lanes: Sequence[Lane], named: bool) -> list[str]:
@@ -119,7 +118,7 @@ def _sample(ranks: Sequence[int]) -> set[int]:
     return {ranks[i] for i in np.rint(np.linspace(0, len(ranks) - 1, MOST_RANKS)).astype(int).tolist()}
 
 
-def _band(trace: Trace, lane: Lane, looks: IntArray, edges: np.ndarray) -> tuple[str, float]:
+def _band(trace: Trace, lane: Lane, looks: IntArray, edges: FloatArray) -> tuple[str, float]:
     """A lane's glyphs, and its busy percentage."""
     covered = coverage(trace.start_s[lane.rows], trace.end_s[lane.rows], looks[lane.rows], edges)
     slices = np.diff(edges)

@@ -74,7 +74,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def count(value: float | None) -> str:
-    """A large number with thin groups.
+    """A large number, its digits in groups of three.
 
     >>> count(1234567.8), count(None), count(3.25)
     ('1 234 568', '–', '3.25')

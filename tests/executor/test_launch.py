@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -73,7 +75,13 @@ def test_ranks_return_their_results_and_end(world: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [("raise", "ValueError: bad luck"), ("kill", "SIGKILL"), ("exit", "code 7"), ("hang", "no progress"), ("stop", "no prog")],
+    [
+        ("raise", "ValueError: bad luck"),
+        ("kill", "SIGKILL"),
+        ("exit", "code 7"),
+        ("hang", "no progress"),
+        ("stop", "no prog"),
+    ],
 )
 def test_the_culprit_is_named_and_everybody_ends(fault: str, reason: str, tmp_path: Path) -> None:
     began = time.monotonic()
@@ -103,3 +111,30 @@ def test_a_rank_that_never_comes_to_its_first_op_has_failed() -> None:
 def test_only_functions_of_a_module_can_be_launched() -> None:
     with pytest.raises(TypeError, match="module-level"):
         launch(lambda ctx: None, 1)
+
+
+_SCRIPT = """
+import sys
+from pathlib import Path
+from executor.launch import launch
+import tests.executor.test_launch as module
+Path(sys.argv[1], "mains").open("a").write(f"{__name__} ")
+launch(module._mute, 2, out=Path(sys.argv[1]))
+"""
+
+
+def test_ranks_end_with_a_killed_parent_and_never_run_its_main_module(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=env) as parent:
+        limit = time.monotonic() + 40
+        while not (tmp_path / "ranks.json").exists() and time.monotonic() < limit:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        parent.kill()
+    pids = _pids(tmp_path)
+    while not all(map(_gone, pids)) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert len(pids) == 2 and all(map(_gone, pids))
+    assert (tmp_path / "mains").read_text() == "__main__ "

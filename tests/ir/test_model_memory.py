@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from ir.errors import PiperError
-from ir.model import load_config, model_chunks
+from ir.model import load_config, local_numel, model_chunks
+from ir.model.params import placeholder_grad_bytes
 from ir.model.part import Layout
+from ir.model.partition import partition
 from ir.model.setting import check_setting
 from ir.model.work import BatchShape, Precision, part_work, recompute_labels
 from ir.ops import Pass
@@ -178,6 +180,44 @@ def test_the_head_keeps_fp32_probabilities_and_stashes_their_gradient():
     w = work(c, -1, "head", Layout(tp=2))
     assert [(s.name, s.bytes, s.until) for s in w.saved] == [("softmax", 4096 * 64128 * 4, Pass.I)]
     assert (w.stash_bytes, w.forward_workspace) == (4096 * 64128 * 2, 4096 * 64128 * 2)
+
+
+# Peak allocated MiB of the last stage, SimuMax docs/b200 (Megatron-LM 23e00ed, TE 2.11), bf16, fp32 gradients, ZeRO-1.
+@pytest.mark.parametrize(
+    ("name", "layers", "tp", "pp", "dp", "ep", "measured"),
+    [
+        ("llama3-70b", 12, 8, 1, 1, 1, 28965.4),
+        ("llama3-70b", 12, 4, 1, 2, 1, 40009.8),
+        ("llama3-70b", 12, 2, 1, 4, 1, 62136.3),
+        ("llama3-70b", 12, 1, 2, 4, 1, 64479.5),
+        ("deepseek-v2", 4, 1, 1, 8, 8, 46726.2),
+        ("deepseek-v2", 4, 1, 2, 4, 4, 45774.6),
+    ],
+)
+def test_measured_peaks_are_state_activations_and_logits(name, layers, tp, pp, dp, ep, measured):
+    c = load_config(name, {"num_hidden_layers": layers})
+    stage = partition(model_chunks(c), pp, "even")[-1]
+    layout, shape = Layout(tp=tp, ep=ep, sequence_parallel=True), BatchShape(1, 4096)
+    held = {p.name: (local_numel(p, layout), p.expert) for x in stage for part in x.parts for p in part.params}
+    replicas = {False: dp, True: tp * dp // ep}
+    state = sum(n * (6 + 12 / replicas[expert]) for n, expert in held.values())
+    norm, head = (part_work(c, stage[-1], part, layout, shape, BF16) for part in stage[-1].parts)
+    logits = sum(s.bytes for s in head.saved) + head.forward_workspace
+    acts = sum(alive(c, x, layout, shape) for x in stage if x.tags) + 2 * norm.out_bytes
+    got = state + acts + logits + placeholder_grad_bytes(stage, layout)
+    assert got / 2**20 == pytest.approx(measured, rel=0.006)
+
+
+def test_placeholder_gradients_are_one_per_weight_shape():
+    chunks = model_chunks(load_config("llama3-70b", {"num_hidden_layers": 6}))
+    h, f = 8192, 28672
+    layer = (h + 2 * 1024) * h + h * h + 3 * h * f
+    assert placeholder_grad_bytes(chunks[1:4], Layout()) == 2 * layer
+    assert placeholder_grad_bytes(chunks[1:4], Layout(tp=4)) == 2 * layer // 4
+    v3 = model_chunks(load_config("deepseek-v3"))
+    one = 3 * 7168 * 2048
+    mla = 7168 * (1536 + 576) + 1536 * 24576 + 512 * 32768 + 16384 * 7168
+    assert placeholder_grad_bytes(v3[10:14], Layout(ep=64)) == 2 * (mla + 2 * one)
 
 
 def test_the_embeddings_gradient_is_a_transient_of_its_own():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -60,7 +61,7 @@ def _ops(r: int, kind: str, mb: int, start: float, took: float, parts: int, comm
         return [(0, r, "compute", f"{r}{kind}{mb}", start, start, start + took)]
     rows: list[Row] = []
     edges = [*(start + i * tick(took / parts) for i in range(parts)), start + took]
-    for i, (a, z) in enumerate(zip(edges, edges[1:], strict=False)):
+    for i, (a, z) in enumerate(pairwise(edges)):
         rows.append((0, r, "compute", f"{r}{kind}{mb}/l{i}.experts", a, a, z))
         if comm:
             rows.append((0, r, "ep", f"{r}{kind}{mb}/l{i}.dispatch", a, a, a + tick(0.4 * (z - a))))

@@ -1,0 +1,144 @@
+"""SGD and AdamW on flat sets of named tensors, and the global gradient norm, summed in canonical parameter order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ir.errors import ErrorKind, PiperError, nearest
+
+NAMES = ("adamw", "sgd")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """The job's `[optimizer]`. clip_norm 0 turns clipping off.
+
+    >>> OptimizerConfig("adam")
+    Traceback (most recent call last):
+    ...
+    ir.errors.PiperError: optimizer.name: unknown optimizer 'adam'
+    allowed: adamw, sgd
+    fix: adamw
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-3
+    clip_norm: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise PiperError(
+                ErrorKind.JOB,
+                f"unknown optimizer {self.name!r}",
+                key="optimizer.name",
+                allowed=NAMES,
+                suggestion=nearest(self.name, NAMES),
+            )
+
+
+class Optimizer:
+    """The state of the parameters (or shards of them) that a rank updates; element by element, so any cut will do.
+
+    dtype: of moments and master weights; a parameter that already has it gets no master copy.
+
+    >>> w = torch.ones(2)
+    >>> opt = Optimizer(OptimizerConfig("sgd", lr=0.5), {"w": w}); opt.step({"w": torch.ones(2)}); w.tolist()
+    [0.5, 0.5]
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, params: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.config, self.params = config, {n: p.detach() for n, p in params.items()}
+        wide = {n: torch.promote_types(p.dtype, dtype) for n, p in self.params.items()}
+        self.masters = {n: p.to(wide[n]) for n, p in self.params.items() if p.dtype != wide[n]}
+        self.steps = 0
+        slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+        if config.name == "sgd":
+            slots = ("momentum",) if config.momentum else ()
+        self.state = {n: {s: torch.zeros_like(p, dtype=wide[n]) for s in slots} for n, p in self.params.items()}
+
+    @torch.no_grad()
+    def step(self, grads: Mapping[str, Tensor], scale: float = 1.0, names: Sequence[str] | None = None) -> None:
+        """Update the parameters (those named, by default all) with grads · scale. One call is one step for all moments.
+
+        To update in several calls, call `begin` once and `update` for each part.
+        """
+        self.begin()
+        self.update(grads, scale, names)
+
+    def begin(self) -> None:
+        """A new step begins."""
+        self.steps += 1
+
+    @torch.no_grad()
+    def update(self, grads: Mapping[str, Tensor], scale: float = 1.0, names: Sequence[str] | None = None) -> None:
+        """Update some parameters within the step begun."""
+        for name in self.params if names is None else names:
+            weight = self.masters.get(name, self.params[name])
+            grad = grads[name].to(weight.dtype)
+            grad = grad * scale if scale != 1.0 else grad
+            (self._adamw if self.config.name == "adamw" else self._sgd)(name, weight, grad)
+            if name in self.masters:
+                self.params[name].copy_(weight)
+
+    def _sgd(self, name: str, weight: Tensor, grad: Tensor) -> None:
+        if self.config.momentum:
+            grad = self.state[name]["momentum"].mul_(self.config.momentum).add_(grad)
+        weight.add_(grad, alpha=-self.config.lr)
+
+    def _adamw(self, name: str, weight: Tensor, grad: Tensor) -> None:
+        # torch.optim.AdamW's single-tensor arithmetic, op for op: a test holds the two bitwise equal.
+        c, (beta1, beta2) = self.config, self.config.betas
+        avg, sq = self.state[name]["exp_avg"], self.state[name]["exp_avg_sq"]
+        weight.mul_(1 - c.lr * c.weight_decay)
+        avg.lerp_(grad, 1 - beta1)
+        sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        step_size = c.lr / (1 - beta1**self.steps)
+        denom = (sq.sqrt() / math.sqrt(1 - beta2**self.steps)).add_(c.eps)
+        weight.addcdiv_(avg, denom, value=-step_size)
+
+
+def square_sums(grads: Mapping[str, Tensor], order: Sequence[str]) -> Tensor:
+    """Σ g² of each parameter held here, in canonical order; 0 for the others. In float64.
+
+    Summing such vectors over ranks that hold different parameters adds zeros only, hence changes no bit.
+
+    >>> square_sums({"b": torch.tensor([3.0, 4.0])}, ["a", "b"]).tolist()
+    [0.0, 25.0]
+    """
+    out = torch.zeros(len(order), dtype=torch.float64)
+    for i, name in enumerate(order):
+        if name in grads:
+            out[i] = grads[name].detach().double().square().sum()
+    return out
+
+
+def norm_of(sums: Tensor) -> float:
+    """The global norm from all parameters' square sums, added one after the other in their order.
+
+    >>> norm_of(torch.tensor([9.0, 16.0]))
+    5.0
+    """
+    total = 0.0
+    for value in sums.tolist():
+        total += value
+    return math.sqrt(total)
+
+
+def clip_scale(norm: float, clip_norm: float) -> float:
+    """What gradients are multiplied by: torch's clip coefficient.
+
+    >>> clip_scale(0.5, 1.0), round(clip_scale(4.0, 1.0), 4), clip_scale(4.0, 0.0)
+    (1.0, 0.25, 1.0)
+    """
+    return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0

@@ -1,0 +1,200 @@
+"""Virtual ranks in one process: threads that exchange tensors by copying. For tests, and for one device with many
+ranks.
+
+A send ends when its receive is posted, as gloo's does. Reductions add the members' tensors in rank order, so they
+repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from executor.transport.base import Channel, Topology, TransportError
+
+T = TypeVar("T")
+
+
+class LocalHandle:
+    """Done when the hub says so."""
+
+    def __init__(self, hub: LocalHub, peers: Sequence[int]) -> None:
+        self.hub, self.peers, self.ended = hub, tuple(peers), False
+
+    def done(self) -> bool:
+        """Poll."""
+        return self.ended
+
+    def wait(self) -> None:
+        """Block until ended, or until some rank has failed."""
+        with self.hub.changed:
+            self.hub.changed.wait_for(lambda: self.ended or self.hub.failed is not None)
+        if not self.ended:
+            raise TransportError(f"rank {self.hub.failed} has failed", [self.hub.failed or 0])
+
+
+class LocalHub:
+    """What the virtual ranks share."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.members = {"world": tuple(range(topology.world)), **{n: tuple(sorted(m)) for n, m in topology.groups}}
+        self.changed = threading.Condition()
+        self.failed: int | None = None
+        self._sends: dict[Channel, deque[tuple[Tensor, LocalHandle]]] = defaultdict(deque)
+        self._recvs: dict[Channel, deque[tuple[Tensor, LocalHandle]]] = defaultdict(deque)
+        self._joined: dict[tuple[str, int], dict[int, tuple[Sequence[Tensor], LocalHandle]]] = defaultdict(dict)
+
+    def post(self, channel: Channel, tensor: Tensor, *, send: bool) -> LocalHandle:
+        """One end of a message; the second end to come moves it."""
+        if channel not in self.topology.channels:
+            raise KeyError(f"no channel {channel[0]}>{channel[1]}")
+        handle = LocalHandle(self, [channel[1] if send else channel[0]])
+        with self.changed:
+            (self._sends if send else self._recvs)[channel].append((tensor, handle))
+            while self._sends[channel] and self._recvs[channel]:
+                (source, a), (into, b) = self._sends[channel].popleft(), self._recvs[channel].popleft()
+                into.copy_(source)
+                a.ended = b.ended = True
+            self.changed.notify_all()
+        return handle
+
+    def join(
+        self, rank: int, group: str, turn: int, tensors: Sequence[Tensor], act: Callable[[list[Sequence[Tensor]]], None]
+    ) -> LocalHandle:
+        """One member of a collective; the last to come carries it out."""
+        members = self.members[group]
+        if rank not in members:
+            raise KeyError(f"rank {rank} is not in group {group!r}")
+        handle = LocalHandle(self, [m for m in members if m != rank])
+        with self.changed:
+            here = self._joined[group, turn]
+            here[rank] = (tensors, handle)
+            if len(here) == len(members):
+                act([here[m][0] for m in members])
+                for _, h in here.values():
+                    h.ended = True
+                del self._joined[group, turn]
+                self.changed.notify_all()
+        return handle
+
+    def fail(self, rank: int) -> None:
+        """Wake everybody up: this rank is gone."""
+        with self.changed:
+            self.failed = rank if self.failed is None else self.failed
+            self.changed.notify_all()
+
+
+class LocalTransport:
+    """One virtual rank's view of the hub."""
+
+    def __init__(self, hub: LocalHub, rank: int) -> None:
+        self.hub, self.rank = hub, rank
+        self._turns: dict[str, int] = defaultdict(int)
+
+    def send(self, dst: int, tensor: Tensor) -> LocalHandle:
+        """Post a message."""
+        return self.hub.post((self.rank, dst), tensor, send=True)
+
+    def recv(self, src: int, into: Tensor) -> LocalHandle:
+        """Post a receive."""
+        return self.hub.post((src, self.rank), into, send=False)
+
+    def all_reduce(self, group: str, tensor: Tensor) -> LocalHandle:
+        """Sum in place."""
+
+        def act(all_: list[Sequence[Tensor]]) -> None:
+            total = _sum([t[0] for t in all_])
+            for t in all_:
+                t[0].copy_(total)
+
+        return self._join(group, [tensor], act)
+
+    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> LocalHandle:
+        """Sum; keep this member's part."""
+
+        def act(all_: list[Sequence[Tensor]]) -> None:
+            for part, t in zip(_sum([t[1] for t in all_]).chunk(len(all_)), all_, strict=True):
+                t[0].copy_(part)
+
+        return self._join(group, [into, tensor], act)
+
+    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> LocalHandle:
+        """Concatenate the members' parts."""
+
+        def act(all_: list[Sequence[Tensor]]) -> None:
+            whole = torch.cat([t[1] for t in all_])
+            for t in all_:
+                t[0].copy_(whole)
+
+        return self._join(group, [into, tensor], act)
+
+    def all_to_all(
+        self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> LocalHandle:
+        """Exchange rows."""
+        pieces = torch.split(tensor, list(sizes))
+        places = torch.split(into, list(into_sizes))
+
+        def act(all_: list[Sequence[Tensor]]) -> None:
+            n = len(all_)
+            for i, t in enumerate(all_):
+                for j in range(n):
+                    t[j].copy_(all_[j][n + i])
+
+        return self._join(group, [*places, *pieces], act)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self._join("world", [], lambda _: None).wait()
+
+    def close(self) -> None:
+        """Nothing to take down, but all end together."""
+        self.barrier()
+
+    def _join(
+        self, group: str, tensors: Sequence[Tensor], act: Callable[[list[Sequence[Tensor]]], None]
+    ) -> LocalHandle:
+        self._turns[group] += 1
+        return self.hub.join(self.rank, group, self._turns[group], tensors, act)
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for t in tensors[1:]:
+        total += t
+    return total
+
+
+def run_threads(fn: Callable[[LocalTransport], T], topology: Topology) -> list[T]:
+    """Run a function on every virtual rank, each in a thread; the first failure is raised when all have ended.
+
+    >>> def double(t):
+    ...     x = torch.ones(1); t.all_reduce("world", x).wait(); return x.item()
+    >>> run_threads(double, Topology.of(2))
+    [2.0, 2.0]
+    """
+    hub = LocalHub(topology)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def main(rank: int) -> None:
+        try:
+            results[rank] = fn(LocalTransport(hub, rank))
+        except BaseException as error:
+            errors.append(error)
+            hub.fail(rank)
+
+    threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(topology.world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, TransportError)), errors[0])
+    return [results[r] for r in range(topology.world)]

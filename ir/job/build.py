@@ -1,0 +1,204 @@
+"""From a job to its graph, strategy and plan. The same for the simulator and for the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+
+from ir.build import model_graph
+from ir.directives import Directive, Replicate, Shard, apply
+from ir.directives.load import Strategy, load_strategy
+from ir.errors import ErrorKind, PiperError
+from ir.filters import parse_filter
+from ir.graph import Graph
+from ir.job.schema import Job
+from ir.lower import Policy, lower
+from ir.mesh import Mesh
+from ir.model import load_config, model_chunks
+from ir.model.part import Layout
+from ir.model.partition import partition
+from ir.model.setting import BatchShape, Precision, check_setting
+from ir.model.source import ModelSource
+from ir.model.spec import ModelConfig
+from ir.model.work import chunk_flops
+from ir.plan import Plan
+from ir.schedules.custom import from_builder, from_csv
+from ir.schedules.registry import build, canonical
+from ir.schedules.schedule import OpTimes, Schedule
+from ir.schedules.strategy import ordering, placing
+from ir.work import DType
+
+DEFAULT_SCHEDULE = "1f1b"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job resolved: sizes, config, the graph before directives, and the strategy that turns it into a plan."""
+
+    job: Job
+    config: ModelConfig
+    mesh: Mesh
+    schedule: str
+    ranks: int
+    mbs: int
+    stages: int
+    base: Graph
+    strategy: tuple[Directive, ...]
+    policy: Policy
+
+    def graph(self) -> Graph:
+        """The graph after all directives."""
+        return apply(self.base, self.strategy)
+
+    def plan(self) -> Plan:
+        """Lowered, not yet checked."""
+        return lower(self.graph(), self.policy, {"schedule": self.schedule})
+
+
+def prepare(job: Job, gpus_per_node: int | None = None, times: OpTimes | None = None) -> Prepared:
+    """Resolve a job. gpus_per_node: the hardware's, where the job names none. times: for searched schedules.
+
+    Raises PiperError: sizes that do not fit the cluster, the model or each other, each with the nearest that do.
+    """
+    job = resolve(job, gpus_per_node)
+    p = job.parallel
+    config = load_config(_path(job, job.model.config), job.model.overrides)
+    shape = BatchShape(job.schedule.microbatch_size, job.model.seq_len)
+    precision = precision_of(job)
+    check_setting(config, Layout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel), shape)
+    mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
+    source = ModelSource(config, shape, precision, job.model.attention)
+    made = _schedule(job, times or OpTimes())
+    chunks = model_chunks(config)
+    stages = partition(chunks, made.stages, p.layers, lambda c: chunk_flops(config, c, shape, precision))
+    base = replace(model_graph(stages, source, recompute_options(job)), mesh=mesh, prefetch=p.prefetch)
+    if isinstance(made, Strategy):
+        strategy, name, mbs = made.directives, "directives", made.mbs or 1
+    else:
+        strategy = (*placing(made), *dividing(job, config), ordering(made))
+        name, mbs = made.name, made.microbatches
+    policy = Policy(clip=job.optimizer.clip_norm > 0)
+    return Prepared(job, config, mesh, name, mesh.ranks, mbs, made.stages, base, tuple(strategy), policy)
+
+
+def resolve(job: Job, gpus_per_node: int | None = None) -> Job:
+    """Fill in what the job leaves open: GPUs per node, nodes, dp."""
+    p, c = job.parallel, job.cluster
+    per_node = c.gpus_per_node or gpus_per_node or 8
+    inner = p.tp * p.cp * p.pp
+    if c.nodes is None:
+        dp = p.dp or 1
+        nodes = ceil(inner * dp / per_node)
+    else:
+        nodes, total = c.nodes, c.nodes * per_node
+        if p.dp is None and total % inner:
+            raise _job("parallel.pp", f"tp·cp·pp = {inner} does not divide the {total} GPUs", f"{inner} · dp = {total}")
+        dp = p.dp or total // inner
+        if inner * dp != total:
+            fix = f"dp = {total // inner}" if total % inner == 0 else f"cluster.nodes = {ceil(inner * dp / per_node)}"
+            raise _job("parallel.dp", f"tp·cp·pp·dp = {inner * dp}, but the cluster has {total} GPUs", fix)
+    cluster = replace(c, nodes=nodes, gpus_per_node=per_node)
+    for rank in c.speed:
+        if int(rank) >= inner * dp:
+            raise _job("cluster.speed", f"rank {rank} of {inner * dp} ranks", f"ranks 0..{inner * dp - 1}")
+    return replace(job, parallel=replace(p, dp=dp), cluster=cluster)
+
+
+def precision_of(job: Job) -> Precision:
+    """The number formats, those left out following `compute`."""
+    given = job.precision
+    base = Precision.of(DType(given.compute))
+    named = {k: getattr(given, k) for k in ("dispatch", "combine", "gather", "reduce", "params", "grads", "optimizer")}
+    return replace(base, **{k: DType(v) for k, v in named.items() if v is not None})
+
+
+def recompute_options(job: Job) -> frozenset[str]:
+    """`[schedule] recompute` as options of the model graph.
+
+    >>> from ir.job.load import job_from
+    >>> sorted(recompute_options(job_from({"model": {"config": "x"}, "schedule": {"recompute": "selective"}})))
+    ['scores']
+    """
+    match job.schedule.recompute:
+        case "none":
+            return frozenset()
+        case "selective":
+            return frozenset({"scores"})
+        case str() as one:
+            return frozenset({one})
+        case parts:
+            return frozenset(parts)
+
+
+def dividing(job: Job, config: ModelConfig) -> list[Directive]:
+    """The shard and replicate directives of `[parallel]`."""
+    p, out = job.parallel, list[Directive]()
+    everything = parse_filter({})
+    if p.tp > 1:
+        out.append(Shard(everything, "tp", sequence_parallel=p.sequence_parallel))
+    if p.cp > 1:
+        out.append(Shard(everything, "cp"))
+    if config.moe is not None and p.ep * p.etp > 1:
+        out.append(Shard(parse_filter({"EP": "*"}), "ep"))
+    out.append(Replicate(everything, p.zero, p.bucket_MiB))
+    return out
+
+
+def _schedule(job: Job, times: OpTimes) -> Schedule | Strategy:
+    s, pp = job.schedule, job.parallel.pp
+    given = [k for k in ("name", "directives", "builder", "csv") if getattr(s, k) is not None]
+    if len(given) > 1:
+        raise _job("schedule", f"{' and '.join(given)} are both given", f"keep {given[-1]}")
+    where = Path(job.file).parent
+    if s.directives is not None:
+        return _agreeing(job, load_strategy(where / s.directives))
+    if s.csv is not None:
+        return _shaped(job, from_csv(where / s.csv), "csv")
+    mbs = s.microbatches if s.microbatches is not None else max(2 * pp, 1)
+    if s.builder is not None:
+        return _shaped(job, from_builder(s.builder, pp, mbs, where), "builder")
+    return build(canonical(s.name or DEFAULT_SCHEDULE), pp, mbs, s.stages_per_rank, times)
+
+
+def _shaped(job: Job, made: Schedule, key: str) -> Schedule:
+    if made.ranks != job.parallel.pp:
+        raise _job(f"schedule.{key}", f"it has {made.ranks} ranks, pp is {job.parallel.pp}", f"pp = {made.ranks}")
+    if job.schedule.microbatches not in (None, made.microbatches):
+        raise _job("schedule.microbatches", f"the {key} has {made.microbatches}", f"microbatches = {made.microbatches}")
+    return made
+
+
+def _agreeing(job: Job, made: Strategy) -> Strategy:
+    p, mbs = job.parallel, job.schedule.microbatches
+    if made.groups is not None and made.groups != p.pp:
+        raise _job("parallel.pp", f"the strategy has {made.groups} device lists, pp is {p.pp}", f"pp = {made.groups}")
+    if made.replicas is not None and made.replicas != (p.dp or 1):
+        raise _job("parallel.dp", f"the strategy has {made.replicas} replicas, dp is {p.dp}", f"dp = {made.replicas}")
+    if made.mbs is not None and mbs not in (None, made.mbs):
+        raise _job("schedule.microbatches", f"the strategy splits into {made.mbs}", f"microbatches = {made.mbs}")
+    if made.mbs is None and mbs is not None and mbs > 1:
+        from ir.directives import Split
+
+        return replace(made, directives=(Split(parse_filter({}), "MB", mbs), *made.directives), mbs=mbs)
+    return made
+
+
+def _path(job: Job, name: str) -> str:
+    """A config path relative to the job file; a preset's name as it is."""
+    beside = Path(job.file).parent / name
+    return str(beside) if name.endswith(".json") and not Path(name).is_absolute() and beside.exists() else name
+
+
+def _job(key: str, message: str, fix: str | None) -> PiperError:
+    return PiperError(ErrorKind.JOB, message, key=key, suggestion=fix)
+
+
+def directives_json(strategy: Sequence[Directive]) -> list[dict[str, object]]:
+    """The strategy as a strategy file that loads again."""
+    out: list[dict[str, object]] = []
+    for d in strategy:
+        made = d.json()
+        out += made if isinstance(made, list) else [made]
+    return out

@@ -1,0 +1,44 @@
+"""A model's numbers as the graph asks for them: the `Source` of a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ir.graph import Entry
+from ir.model.params import local_numel
+from ir.model.part import Layout, Param, PartWork
+from ir.model.setting import BatchShape, Precision
+from ir.model.spec import ModelConfig
+from ir.model.work import dispatch_bytes, part_work
+from ir.work import Message
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Kernels, messages and bytes of a config's parts, for one microbatch shape and precision."""
+
+    config: ModelConfig
+    shape: BatchShape
+    precision: Precision
+    attention: str = "flash"
+
+    def work(self, entry: Entry) -> PartWork:
+        """A part under its layout."""
+        return part_work(self.config, entry.chunk, entry.part, entry.layout, self.shape, self.precision, self.attention)
+
+    def dispatch(self, entry: Entry) -> tuple[Message, Message, int]:
+        """Dispatch, combine, bytes received by the experts of one device."""
+        found = dispatch_bytes(self.config, entry.layout, self.shape, self.precision)
+        return found.dispatch, found.combine, found.dispatched_bytes
+
+    def combined(self, entry: Entry) -> int:
+        """Bytes of combined tokens on one device."""
+        return dispatch_bytes(self.config, entry.layout, self.shape, self.precision).combined_bytes
+
+    def local_numel(self, param: Param, layout: Layout) -> int:
+        """Elements on one device, before ZeRO."""
+        return local_numel(param, layout)
+
+    def sync_bytes(self) -> tuple[int, int]:
+        """Bytes per element of reductions and gathers."""
+        return self.precision.reduce.bytes, self.precision.gather.bytes

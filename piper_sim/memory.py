@@ -1,0 +1,132 @@
+"""Memory of a plan, from its buffers in host dispatch order. No formula: every byte is a buffer someone wrote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cost_models import Recipe, StateBytes, state_bytes
+from ir.order import FloatArray, IntArray
+from ir.plan import CATEGORIES, OpKind, Plan
+from ir.sync import buckets
+from ir.trace import MemorySamples
+
+WORKSPACE = len(CATEGORIES)
+_COLUMNS = (*CATEGORIES, "workspace")
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Bytes over one step. peak: per program, all that is allocated; at: the op that makes the peak.
+
+    dynamic: [program, column] at the peak, columns activations, buffers, workspace. level: [op] bytes after each op,
+    high: [op] the most while it runs; both without `state`.
+    """
+
+    state: tuple[StateBytes, ...]
+    peak: IntArray
+    at: IntArray
+    dynamic: IntArray
+    level: IntArray
+    high: IntArray
+
+    def breakdown(self, program: int) -> dict[str, int]:
+        """What the peak consists of, context left out."""
+        s = self.state[program]
+        out = {"parameters": s.parameters, "gradients": s.gradients, "optimizer": s.optimizer}
+        return out | {name: int(self.dynamic[program, i]) for i, name in enumerate(_COLUMNS)}
+
+
+def state(plan: Plan, recipe: Recipe) -> tuple[StateBytes, ...]:
+    """Parameters, gradients and optimizer of each program, one copy of each parameter, sharded as its bucket says."""
+    out = []
+    found = buckets(plan.graph)
+    for p in range(plan.programs):
+        mine = [b for b in found if p in b.owners]
+        parts = []
+        for b in mine:
+            zero = b.replica.zero
+            shards = [b.ranks if zero >= level else 1 for level in (3, 2, 1)]
+            parts.append(state_bytes(b.numel, recipe, *shards))
+        out.append(
+            StateBytes(
+                sum(x.parameters for x in parts), sum(x.gradients for x in parts), sum(x.optimizer for x in parts)
+            )
+        )
+    return tuple(out)
+
+
+def memory(plan: Plan, persistent: tuple[StateBytes, ...]) -> Memory:
+    """Walk every program's dispatch order, cover by cover: allocate, note the level, free."""
+    key, size, column = _events(plan)
+    order = np.argsort(key, kind="stable")
+    key, size, column = key[order], size[order], column[order]
+    op = key // _stride(plan)
+    program = plan.program[op]
+    wide = np.zeros((len(key), len(_COLUMNS)), dtype=np.int64)
+    wide[np.arange(len(key)), column] = size
+    level = np.cumsum(wide, axis=0)
+    first = np.searchsorted(program, np.arange(plan.programs))
+    base = np.where(first[:, None] > 0, level[np.maximum(first - 1, 0)], 0)
+    level = level - base[program]
+    total = level.sum(axis=1)
+    peak = np.zeros(plan.programs, dtype=np.int64)
+    at = np.zeros(plan.programs, dtype=np.int64)
+    dynamic = np.zeros((plan.programs, len(_COLUMNS)), dtype=np.int64)
+    ends = np.append(first[1:], len(key))
+    for p, (a, b) in enumerate(zip(first.tolist(), ends.tolist(), strict=True)):
+        if a < b:
+            k = a + int(np.argmax(total[a:b]))
+            peak[p], at[p], dynamic[p] = total[k], op[k], level[k]
+        peak[p] += persistent[p].total
+    after, high = _per_op(plan, op, program, total)
+    return Memory(persistent, peak, at, dynamic, after, high)
+
+
+def _stride(plan: Plan) -> int:
+    return 3 * (1 + max((len(s.covers) for s in plan.shapes), default=1))
+
+
+def _events(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
+    """(sort key, signed bytes, column): allocations, then the level, then frees, within each cover of each op."""
+    b, stride = plan.buffers, _stride(plan)
+    freed = b.free >= 0
+    keys = [b.alloc * stride + 3 * b.alloc_cover, b.free[freed] * stride + 3 * b.free_cover[freed] + 2]
+    sizes = [b.bytes, -b.bytes[freed]]
+    columns = [b.category, b.category[freed]]
+    nodes = plan.graph.nodes
+    for i, s in enumerate(plan.shapes):
+        work = [(c, nodes[n].workspace) for c, (n, _) in enumerate(s.covers) if nodes[n].workspace]
+        if s.kind is OpKind.COMPUTE and work:
+            rows = np.flatnonzero(plan.shape == i)
+            for c, size in work:
+                at = rows * stride + 3 * c
+                keys += [at, at + 1]
+                sizes += [np.full(len(rows), size), np.full(len(rows), -size)]
+                columns += [np.full(len(rows), WORKSPACE)] * 2
+    return np.concatenate(keys), np.concatenate(sizes), np.concatenate(columns)
+
+
+def _per_op(plan: Plan, op: IntArray, program: IntArray, total: IntArray) -> tuple[IntArray, IntArray]:
+    n = len(plan)
+    last = np.searchsorted(op, np.arange(n), side="right") - 1
+    valid = (last >= 0) & (program[np.maximum(last, 0)] == plan.program) if len(op) else np.zeros(n, dtype=bool)
+    after = np.where(valid, total[np.maximum(last, 0)], 0) if len(op) else np.zeros(n, dtype=np.int64)
+    high = after.copy()
+    if len(op):
+        np.maximum.at(high, op, total)
+    return after, high
+
+
+def samples(plan: Plan, found: Memory, start: FloatArray, end: FloatArray) -> MemorySamples:
+    """The level over time, at compute ops: the most while each runs, and what is left behind it."""
+    rows = np.flatnonzero(plan.kind == OpKind.COMPUTE)
+    program = plan.program[rows]
+    fixed = np.array([s.total for s in found.state], dtype=np.int64)[program]
+    time = np.concatenate([start[rows], end[rows]])
+    value = np.concatenate([found.high[rows] + fixed, found.level[rows] + fixed])
+    rank = np.concatenate([program, program])
+    side = np.concatenate([np.zeros(len(rows), np.int64), np.ones(len(rows), np.int64)])
+    order = np.lexsort((side, np.concatenate([rows, rows]), rank))
+    return MemorySamples(rank[order], time[order], value[order])

@@ -1,0 +1,241 @@
+"""Reference modules: Hugging Face's names, values that depend on name and seed alone, cuts that change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from executor.annotate import annotate, cut
+from executor.chunk import Stage
+from executor.data import Data
+from executor.modules.llama import Llama, rms_norm, rotary, rotate
+from executor.modules.user import UserModel, load_callable
+from executor.reference import train
+from ir.errors import PiperError
+from ir.model.chunks import chunks
+from ir.model.config import load_config
+from ir.ops import Pass
+
+torch.set_num_threads(1)
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
+KINDS = {
+    "llama": {},
+    "grouped": {"num_key_value_heads": 2},
+    "tied": {"tie_word_embeddings": True},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_and_shapes_are_the_model_graphs(kind: str) -> None:
+    config = load_config("tiny-llama", {**SMALL, **KINDS[kind]})
+    graph = {p.name: p.shape for c in chunks(config) for part in c.parts for p in part.params}
+    assert Llama(config).shapes == graph and list(Llama(config).shapes) == list(graph)
+    parts = [f"{c.name}.{part.name}" for c in chunks(config) for part in c.parts]
+    assert list(Llama(config, parts=True).build(Llama(config).chunks).units) == parts
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "qwen3-8b", "mistral-7b", "qwen2-7b"])
+def test_presets_have_the_graphs_names_too(preset: str) -> None:
+    config = load_config(preset, {"num_hidden_layers": 1})
+    assert Llama(config).shapes == {p.name: p.shape for c in chunks(config) for part in c.parts for p in part.params}
+
+
+def test_a_parameter_is_the_same_whoever_builds_it() -> None:
+    model = Llama(load_config("tiny-llama", SMALL), seed=3)
+    whole = model.build(model.chunks).params
+    for stretch in (["embed"], ["l1", "head"], ["l0"], ["head"]):
+        for name, p in model.build(stretch).params.items():
+            assert torch.equal(p, whole[name])
+    other = Llama(load_config("tiny-llama", SMALL), seed=4).build(["l0"]).params
+    changed = [n for n, p in other.items() if not torch.equal(p, whole[n])]
+    assert changed == [n for n in other if "norm" not in n]
+    weights = [p for n, p in whole.items() if "norm" not in n]
+    assert len({float(p.detach().flatten()[0]) for p in weights}) == len(weights)
+
+
+def test_precisions_start_from_the_same_numbers() -> None:
+    config = load_config("tiny-llama", SMALL)
+    wide = Llama(config, dtype=torch.float64).build(["l0"]).params
+    for dtype in (torch.float32, torch.bfloat16):
+        assert all(
+            torch.equal(p, wide[n].to(dtype)) for n, p in Llama(config, dtype=dtype).build(["l0"]).params.items()
+        )
+
+
+def test_rotary_turns_pairs_by_position() -> None:
+    cos, sin = rotary(5, 8, 10000.0, torch.float64, "cpu")
+    q, k = torch.randn(2, 8, dtype=torch.float64)
+
+    def score(i: int, j: int) -> float:
+        return float(
+            rotate(q.view(1, 1, 1, 8), cos[i], sin[i]).flatten() @ rotate(k.view(1, 1, 1, 8), cos[j], sin[j]).flatten()
+        )
+
+    assert score(0, 0) == pytest.approx(float(q @ k))
+    assert score(4, 3) == pytest.approx(score(2, 1)) != pytest.approx(score(2, 0))
+
+
+def test_rms_norm_is_torchs() -> None:
+    x, w = torch.randn(3, 8), torch.randn(8)
+    torch.testing.assert_close(rms_norm(x, w, 1e-5), nn.functional.rms_norm(x, (8,), w, 1e-5))
+
+
+def test_a_window_hides_what_lies_behind_it() -> None:
+    model = Llama(
+        load_config(
+            "mistral-7b",
+            {**SMALL, "sliding_window": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+        )
+    )
+    layer = model.build(["l0"]).units["l0"]
+    x = torch.randn(1, 8, 32)
+    y = x.clone()
+    y[0, 2] += 1.0
+    gap = (layer(x) - layer(y)).abs().amax(-1)[0] > 0
+    assert gap.tolist() == [False, False, True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("kind", ["llama", "grouped", "biased"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_cut_and_split_training_equals_plain_autograd_bitwise(kind: str, dtype: torch.dtype) -> None:
+    config = load_config("tiny-llama", {**SMALL, **KINDS[kind]})
+    data = Data("synthetic", vocab=64, length=8, microbatches=3, size=2)
+    grads = torch.float32 if dtype == torch.bfloat16 else dtype
+    runs = [
+        train(Llama(config, dtype=dtype, parts=parts), data, 2, split=split, grads=grads, moments=grads)
+        for parts, split in ((False, False), (False, True), (True, True))
+    ]
+    for run in runs[1:]:
+        assert run.losses == runs[0].losses and run.grad_norms == runs[0].grad_norms
+        assert all(
+            torch.equal(run.grads[n], g) and torch.equal(run.params[n], runs[0].params[n])
+            for n, g in runs[0].grads.items()
+        )
+
+
+def test_a_tie_sums_its_two_uses() -> None:
+    config = load_config("tiny-llama", {**SMALL, "tie_word_embeddings": True})
+    data = Data("synthetic", vocab=64, length=8, microbatches=2)
+    a, b = (train(Llama(config, dtype=torch.float64), data, 1, split=s, moments=torch.float64) for s in (False, True))
+    for n, g in a.grads.items():
+        torch.testing.assert_close(b.grads[n], g, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_stages_and_late_w_equal_one_process(recompute: bool) -> None:
+    """1F1B's order on two stages, by hand, with W last, over uneven stretches: as the interpreter will do it."""
+    model = Llama(load_config("tiny-llama", SMALL), dtype=torch.float64, parts=True)
+    data = Data("synthetic", vocab=64, length=8, microbatches=3)
+    want = train(model, data, 1, moments=torch.float64)
+    built = [model.build(["embed", "l0"]), model.build(["l1", "head"])]
+    drop = ["l0.attn", "l1.mlp"] if recompute else []
+    first, last = (Stage(b.units, b.params, recompute=[u for u in drop if u in b.units]) for b in built)
+    loss = 0.0
+    for mb in range(3):
+        batch = data.batch(0, 0, mb)
+        first.feed(mb, batch.ids)
+        first.run(Pass.F, mb, ["embed.embed", "l0.attn"])
+        first.run(Pass.F, mb, ["l0.mlp"])
+        last.feed(mb, *first.take_output(mb))
+        for unit, wants in built[1].extras.items():
+            last.feed_extra(mb, unit, *batch.extras(wants))
+        last.run(Pass.F, mb)
+        loss += last.take_output(mb)[0].item()
+    for mb in range(3):
+        last.run(Pass.R, mb)
+        last.run(Pass.I, mb, ["head.head", "head.norm", "l1.mlp"])
+        last.run(Pass.W, mb, ["head.norm"])
+        last.whole(mb, ["l1.attn"])
+        first.feed_grad(mb, *last.take_input_grad(mb))
+        first.run(Pass.I, mb)
+        assert first.take_input_grad(mb) == (None,)
+    for mb in range(3):
+        last.run(Pass.W, mb, ["head.head", "l1.mlp"])
+        first.run(Pass.W, mb)
+    assert first.in_flight == last.in_flight == 0 and loss == want.losses[0]
+    got = {**first.grads.sums, **last.grads.sums}
+    assert got.keys() == want.grads.keys() and all(torch.equal(got[n], g) for n, g in want.grads.items())
+
+
+def test_models_without_a_reference_module_are_refused() -> None:
+    with pytest.raises(PiperError, match="no reference module for model type 'mixtral'"):
+        Llama(load_config("mixtral-8x7b"))
+    with pytest.raises(PiperError, match="dropout"):
+        Llama(load_config("tiny-llama", {"attention_dropout": 0.1}))
+
+
+class Block(nn.Module):
+    """Its Python depends on values: it must stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        if float(x.detach().sum()) > 1e9:
+            raise ValueError("impossible")
+        return x + self.up(x).tanh() + at
+
+
+class Net(nn.Module):
+    """Embedding, positions made from the ids' shape, three blocks in a nested module, a tied head."""
+
+    def __init__(self, leak: bool = False) -> None:
+        super().__init__()
+        self.leak = leak
+        self.body = nn.Module()
+        self.embed, self.blocks, self.norm = (
+            nn.Embedding(64, 8),
+            nn.ModuleList(Block() for _ in range(3)),
+            nn.LayerNorm(8),
+        )
+        self.head = nn.Linear(8, 64, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = first = self.embed(ids) * 2
+        at = torch.arange(ids.shape[1]).unsqueeze(-1) / 10
+        for block in self.blocks:
+            with annotate("PP"):
+                x = block(x, at)
+        if self.leak:
+            x = x + first
+        return self.head(self.norm(x))
+
+
+def test_a_users_module_is_cut_at_its_annotations() -> None:
+    net = Net()
+    pieces = cut(net)
+    assert list(pieces.chunks) == ["embed", "l0", "l1", "l2", "head"]
+    assert pieces.wants_ids == {"l0", "l1", "l2"}
+    x = ids = torch.tensor([[3, 1, 4, 1]])
+    for name, chunk in pieces.chunks.items():
+        x = chunk(x, ids) if name in pieces.wants_ids else chunk(x)
+    assert torch.equal(x, net(ids))
+
+
+def test_a_users_module_trains_the_same_cut_or_whole() -> None:
+    data = Data("synthetic", vocab=64, length=6, microbatches=2)
+    a, b = (train(UserModel(Net, seed=1), data, 2, split=split) for split in (False, True))
+    assert a.losses == b.losses and all(torch.equal(b.params[n], p) for n, p in a.params.items())
+    assert list(a.params)[:2] == ["embed.weight", "blocks.0.up.weight"]
+
+
+def test_seams_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(PiperError, match="2 values cross the seam between l0 and l1: mul, blocks_0"):
+        cut(Net(leak=True))
+    with pytest.raises(PiperError, match="no annotated scope"):
+        cut(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_a_builder_is_loaded_from_the_file_the_user_names(tmp_path: Path) -> None:
+    file = tmp_path / "my_model.py"
+    file.write_text("def build():\n    return 1\n")
+    assert callable(load_callable(f"{file}:build"))
+    with pytest.raises(PiperError, match="no callable 'biuld'"):
+        load_callable(f"{file}:biuld")
+    with pytest.raises(PiperError, match="returned int"):
+        UserModel(load_callable(f"{file}:build"))

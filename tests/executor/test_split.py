@@ -1,0 +1,206 @@
+"""I then W equals the whole backward, bit for bit, for many shapes of module; nothing is held afterwards."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from executor.split import SplitRun
+
+D = 8
+torch.set_num_threads(1)
+
+
+class Fn(nn.Module):
+    """A module from a function of (self, x) and some parameters or submodules."""
+
+    def __init__(self, forward: Callable[..., Tensor], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.fn = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(self, x)
+
+
+class Square(torch.autograd.Function):
+    """A user's own function, which no torch-function mode can see."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy * w * w, (dy * x * 2 * w).sum((0, 1))
+
+
+def P(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape))
+
+
+def _attention(s: Fn, x: Tensor) -> Tensor:
+    q, k, v = (m(x).view(*x.shape[:2], 2, -1).transpose(1, 2) for m in (s.q, s.k, s.v))
+    return x + s.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+
+
+def _write_in_place(s: Fn, x: Tensor) -> Tensor:
+    x = x * 2
+    x += s.w
+    x.mul_(s.v)
+    return x
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(D, D),
+    "no bias": lambda: nn.Linear(D, D, bias=False),
+    "mlp": lambda: nn.Sequential(nn.Linear(D, 2 * D), nn.SiLU(), nn.Linear(2 * D, D)),
+    "layer norm": lambda: nn.LayerNorm(D),
+    "attention": lambda: Fn(_attention, **{n: nn.Linear(D, D) for n in "qkvo"}),
+    "matmul": lambda: Fn(lambda s, x: x @ s.w, w=P(D, D)),
+    "einsum": lambda: Fn(lambda s, x: torch.einsum("btd,de->bte", x, s.w), w=P(D, D)),
+    "transposed": lambda: Fn(lambda s, x: x @ s.w.t(), w=P(D, D)),
+    "cast": lambda: Fn(lambda s, x: F.linear(x.double(), s.w.double()).float() + x, w=P(D, D)),
+    "concatenated": lambda: Fn(lambda s, x: x @ torch.cat([s.w[:3], s.v[3:]]), w=P(D, D), v=P(D, D)),
+    "used twice": lambda: Fn(lambda s, x: (x @ s.w).tanh() @ s.w + x @ s.w, w=P(D, D)),
+    "twice, once transposed": lambda: Fn(lambda s, x: (x @ s.w).tanh() @ s.w.t(), w=P(D, D)),
+    "scale and shift": lambda: Fn(lambda s, x: x * s.w + x + s.v, w=P(D), v=P(D)),
+    "in place": lambda: Fn(_write_in_place, w=P(D), v=P(D)),
+    "several outputs": lambda: Fn(
+        lambda s, x: torch.stack((x + s.w).chunk(2, -1)[::-1]).sum(0).repeat(1, 1, 2), w=P(D)
+    ),
+    "own function": lambda: Fn(lambda s, x: Square.apply(x, s.w) + x @ s.v, w=P(D), v=P(D, D)),
+    "weight alone": lambda: Fn(lambda s, x: x + (s.w * 2).sum(), w=P(D)),
+    "no weights": lambda: Fn(lambda s, x: x.tanh()),
+    "frozen": lambda: Fn(lambda s, x: s.f(s.g(x)), f=nn.Linear(D, D).requires_grad_(False), g=nn.Linear(D, D)),
+    "input given back": lambda: Fn(lambda s, x: x),
+}
+
+
+def _plain(module: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor | None]]:
+    x = x.clone().requires_grad_(x.is_floating_point())
+    y = module(x)
+    if y.requires_grad:
+        y.backward(dy)
+    return y.detach(), x.grad, {n: p.grad for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("whole", [False, True], ids=["I then W", "B"])
+@pytest.mark.parametrize("case", CASES)
+def test_halves_equal_the_whole_bitwise(case: str, whole: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = CASES[case]()
+    if case != "cast":
+        module.to(dtype)
+    x, dy = (torch.randn(2, 3, D, dtype=torch.float32 if case == "cast" else dtype) for _ in range(2))
+    y, dx, dws = _plain(module, x, dy)
+    got: dict[str, Tensor] = {}
+    run = SplitRun(dict(module.named_parameters()), got.__setitem__)
+    (mine,) = run.forward(module, x)
+    assert torch.equal(mine, y) and not mine.requires_grad
+    if whole:
+        (mydx,) = run.whole(dy)
+    else:
+        (mydx,) = run.input_grad(dy)
+        assert not got
+        run.weight_grad()
+    assert dx is not None and mydx is not None and torch.equal(mydx, dx)
+    assert got.keys() == {n for n, g in dws.items() if g is not None}
+    for name, grad in got.items():
+        assert torch.equal(grad, dws[name]), name
+
+
+@pytest.mark.parametrize("case", ["mlp", "attention", "layer norm", "matmul", "used twice", "scale and shift"])
+def test_torchs_private_split_gives_the_same(case: str) -> None:
+    backward = pytest.importorskip("torch.distributed.pipelining._backward")
+    torch.manual_seed(1)
+    module = CASES[case]()
+    x, dy = torch.randn(2, 3, D), torch.randn(2, 3, D)
+    leaf = x.clone().requires_grad_()
+    y = module(leaf).clone()  # it detaches its output in place, which a view refuses
+    (dx,), groups = backward.stage_backward_input([y], [dy], [leaf], module.parameters())
+    backward.stage_backward_weight(module.parameters(), groups)
+    got: dict[str, Tensor] = {}
+    run = SplitRun(dict(module.named_parameters()), got.__setitem__)
+    run.forward(module, x)
+    (mydx,) = run.input_grad(dy)
+    run.weight_grad()
+    assert torch.equal(mydx, dx)
+    for name, p in module.named_parameters():
+        assert torch.equal(got[name], p.grad), name
+
+
+def test_an_embedding_has_no_input_gradient_and_all_its_work_in_w() -> None:
+    torch.manual_seed(0)
+    module, ids, dy = nn.Embedding(5, D), torch.tensor([[1, 1, 4]]), torch.randn(1, 3, D)
+    _, _, dws = _plain(module, ids, dy)
+    got: dict[str, Tensor] = {}
+    run = SplitRun(dict(module.named_parameters()), got.__setitem__)
+    run.forward(module, ids)
+    assert run.input_grad(dy) == (None,) and not got
+    run.weight_grad()
+    assert torch.equal(got["weight"], dws["weight"])
+
+
+def test_weights_below_an_integer_input_get_theirs_too() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(5, D), nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1))
+    ids = torch.tensor([[1, 1, 4]])
+    _, _, dws = _plain(module, ids, torch.ones(1, 3, 1))
+    got: dict[str, Tensor] = {}
+    run = SplitRun(dict(module.named_parameters()), got.__setitem__)
+    run.forward(module, ids)
+    run.input_grad(torch.ones(1, 3, 1))
+    run.weight_grad()
+    assert all(torch.equal(got[n], g) for n, g in dws.items() if g is not None) and len(got) == 5
+
+
+def test_i_frees_what_only_it_needs_and_w_the_rest() -> None:
+    """Between I and W only what weight gradients read is alive: here x, and not the saved output of tanh."""
+    kept: dict[str, weakref.ref[Tensor]] = {}
+
+    def forward(s: Fn, x: Tensor) -> Tensor:
+        h = x @ s.w
+        t = h.tanh()
+        kept["tanh"] = weakref.ref(t.untyped_storage())
+        return t * 2
+
+    module, x = Fn(forward, w=P(D, D)), torch.randn(2, 3, D)
+    data = weakref.ref(x.untyped_storage())
+    run = SplitRun(dict(module.named_parameters()), lambda name, grad: None)
+    y = run.forward(module, x)
+    del x, y
+    gc.collect()
+    assert kept["tanh"]() is not None and data() is not None
+    run.input_grad(torch.ones(2, 3, D))
+    assert kept["tanh"]() is None and data() is not None
+    run.weight_grad()
+    assert data() is None
+
+
+def test_a_module_with_two_inputs_and_outputs() -> None:
+    torch.manual_seed(0)
+    w = P(D, D)
+    a, b, da, db = (torch.randn(2, 3, D) for _ in range(4))
+
+    def f(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ w + y, y * 2
+
+    ra, rb = a.clone().requires_grad_(), b.clone().requires_grad_()
+    torch.autograd.backward(f(ra, rb), (da, db))
+    got: dict[str, Tensor] = {}
+    run = SplitRun({"w": w}, got.__setitem__)
+    run.forward(f, a, b)
+    xa, xb = run.input_grad(da, db)
+    run.weight_grad()
+    assert torch.equal(xa, ra.grad) and torch.equal(xb, rb.grad) and torch.equal(got["w"], w.grad)

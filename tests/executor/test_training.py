@@ -1,0 +1,107 @@
+"""Data and optimizers: the same tokens under every split of a global batch, torch's own arithmetic in the updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from executor.data import Data, FileTokens
+from executor.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
+from ir.errors import PiperError
+
+
+def _all(data: Data, step: int) -> torch.Tensor:
+    return torch.cat([data.batch(step, r, m).ids for r in range(data.replicas) for m in range(data.microbatches)])
+
+
+def test_every_microbatch_is_another_one_and_repeats_exactly() -> None:
+    data = Data("synthetic", vocab=50, length=8, replicas=2, microbatches=3, size=2)
+    rows = torch.cat([_all(data, step) for step in range(2)])
+    assert len({tuple(r.tolist()) for r in rows}) == 24
+    again = Data("synthetic", vocab=50, length=8, replicas=2, microbatches=3, size=2)
+    assert torch.equal(_all(again, 1), rows[12:])
+    other = Data("synthetic", vocab=50, length=8, replicas=2, microbatches=3, size=2, seed=1)
+    assert not torch.equal(_all(other, 1), rows[12:])
+
+
+@pytest.mark.parametrize(("replicas", "microbatches", "size"), [(1, 12, 1), (4, 3, 1), (2, 2, 3)])
+def test_the_global_batch_does_not_depend_on_how_it_is_divided(replicas: int, microbatches: int, size: int) -> None:
+    one = Data("synthetic", vocab=50, length=8, microbatches=1, size=12)
+    many = Data("synthetic", vocab=50, length=8, replicas=replicas, microbatches=microbatches, size=size)
+    assert torch.equal(_all(one, 3), _all(many, 3)) and one.batch(3, 0, 0).scale == many.batch(3, 0, 0).scale
+
+
+def test_labels_are_the_next_tokens() -> None:
+    batch = Data("synthetic", vocab=50, length=8).batch(0, 0, 0)
+    assert torch.equal(batch.ids[:, 1:], batch.labels[:, :-1]) and batch.scale == 1 / 8
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".bin", ".npy"])
+def test_a_file_is_read_once_per_epoch_and_padding_does_not_count(suffix: str, tmp_path: Path) -> None:
+    tokens = np.arange(32, 32 + 22)
+    path = tmp_path / f"data{suffix}"
+    if suffix == ".npy":
+        np.save(path, tokens)
+    else:
+        path.write_bytes(tokens.astype("<u2" if suffix == ".bin" else np.uint8).tobytes())
+    data = Data(str(path), vocab=128, length=4, microbatches=6)
+    assert data.valid_tokens(0) == 21 == data.valid_tokens(1)  # 5 windows of 4, one of 1
+    labels = torch.cat([data.batch(0, 0, m).labels for m in range(6)]).flatten()
+    assert sorted(labels[labels >= 0].tolist()) == list(range(33, 54))
+    assert not torch.equal(_all(data, 0), _all(data, 1))
+
+
+def test_a_file_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("hello")
+    with pytest.raises(PiperError, match="token 111 is outside the vocabulary of 100"):
+        FileTokens(str(path), 100)
+    with pytest.raises(PiperError, match="cannot read"):
+        FileTokens(str(tmp_path / "nothing"), 100)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_updates_are_torchs_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    mine = {n: torch.randn(7, 3, dtype=dtype) for n in "ab"}
+    theirs = [p.clone().requires_grad_() for p in mine.values()]
+    config = OptimizerConfig(name, lr=0.1, momentum=0.9)
+    oracle = (
+        torch.optim.AdamW(theirs, lr=0.1, foreach=False)
+        if name == "adamw"
+        else torch.optim.SGD(theirs, lr=0.1, momentum=0.9, foreach=False)
+    )
+    opt = Optimizer(config, mine, dtype)
+    for _ in range(3):
+        for p in theirs:
+            p.grad = torch.randn_like(p)
+        opt.step({n: p.grad.clone() for n, p in zip(mine, theirs, strict=True) if p.grad is not None})
+        oracle.step()
+        assert all(torch.equal(a, b) for a, b in zip(mine.values(), theirs, strict=True))
+
+
+def test_bf16_parameters_keep_masters_that_small_updates_reach() -> None:
+    w = torch.ones(1, dtype=torch.bfloat16)
+    opt = Optimizer(OptimizerConfig("sgd", lr=1e-3), {"w": w})
+    for _ in range(8):
+        opt.step({"w": torch.ones(1)})
+    assert opt.masters["w"].item() == pytest.approx(0.992) and w.item() == opt.masters["w"].bfloat16().item() < 1
+    assert not Optimizer(OptimizerConfig(), {"w": w}, torch.bfloat16).masters
+
+
+def test_the_norm_is_the_same_however_parameters_are_spread() -> None:
+    torch.manual_seed(0)
+    grads = {n: torch.randn(100) for n in "abcdefg"}
+    order = list(grads)
+    here, there = ({n: g for i, (n, g) in enumerate(grads.items()) if i % 2 == k} for k in (0, 1))
+    whole = norm_of(square_sums(grads, order))
+    assert norm_of(square_sums(here, order) + square_sums(there, order)) == whole
+    leaves = [torch.zeros(100, requires_grad=True) for _ in grads]
+    for p, g in zip(leaves, grads.values(), strict=True):
+        p.grad = g.clone()
+    assert float(torch.nn.utils.clip_grad_norm_(leaves, 1.0)) == pytest.approx(whole, rel=1e-6)
+    assert torch.allclose(leaves[0].grad, grads["a"] * clip_scale(whole, 1.0), rtol=1e-5)

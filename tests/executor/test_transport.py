@@ -1,0 +1,105 @@
+"""The carriers move the same tensors: gloo between two processes, and virtual ranks in threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from executor.launch import launch
+from executor.transport.base import Topology, Transport, TransportError
+from executor.transport.local import LocalTransport, run_threads
+from executor.worker import RankContext
+
+TOPOLOGY = Topology.of(2, [(0, 1), (1, 0)], {"both": (0, 1), "me": (0,)})
+
+
+def _everything(t: Transport) -> list[float]:
+    """Ping with receives posted ahead and sends never waited for inline; then each collective once."""
+    other, out = 1 - t.rank, []
+    boxes = [torch.empty(2, 3) for _ in range(3)]
+    received = [t.recv(other, b) for b in boxes]
+    sent = [t.send(other, torch.full((2, 3), 10.0 * t.rank + i)) for i in range(3)]
+    for h, b in zip(received, boxes, strict=True):
+        h.wait()
+        assert h.done()
+        out.append(float(b[0, 0]))
+    for h in sent:
+        h.wait()
+    x = torch.tensor([1.0 + t.rank, 2.0])
+    t.all_reduce("both", x).wait()
+    part = torch.empty(1)
+    t.reduce_scatter("both", part, torch.tensor([1.0, 5.0 + t.rank])).wait()
+    whole = torch.empty(2)
+    t.all_gather("both", whole, part).wait()
+    mine, theirs = ([2, 1], [2, 1]) if t.rank == 0 else ([1, 0], [1, 0])
+    got = torch.empty(sum(theirs))
+    sizes = [2, 1] if t.rank == 0 else [1, 0]
+    t.all_to_all("both", got, torch.arange(sum(sizes)) + 100.0 * t.rank, [2, 1] if t.rank == 0 else [1, 0], mine).wait()
+    out += [*x.tolist(), *part.tolist(), *whole.tolist(), *got.tolist()]
+    if t.rank == 0:
+        alone = torch.ones(1)
+        t.all_reduce("me", alone).wait()
+        out.append(float(alone))
+    t.close()
+    return out
+
+
+def _rank(ctx: RankContext) -> list[float]:
+    return _everything(ctx.gloo(TOPOLOGY, timeout_s=20))
+
+
+WANT = [
+    [10.0, 11.0, 12.0, 3.0, 4.0, 2.0, 2.0, 11.0, 0.0, 1.0, 100.0, 1.0],
+    [0.0, 1.0, 2.0, 3.0, 4.0, 11.0, 2.0, 11.0, 2.0],
+]
+
+
+def test_gloo_between_two_processes() -> None:
+    assert launch(_rank, 2, timeout_s=40) == WANT
+
+
+def test_virtual_ranks_in_threads() -> None:
+    assert run_threads(_everything, TOPOLOGY) == WANT
+
+
+def test_a_send_ends_only_when_it_is_received() -> None:
+    def main(t: LocalTransport) -> bool:
+        if t.rank == 0:
+            h = t.send(1, torch.ones(1))
+            before = h.done()
+            t.barrier()
+            h.wait()
+            return before
+        t.barrier()
+        t.recv(0, torch.empty(1)).wait()
+        return True
+
+    assert run_threads(main, TOPOLOGY) == [False, True]
+
+
+def test_a_failed_virtual_rank_wakes_the_others() -> None:
+    def main(t: LocalTransport) -> None:
+        if t.rank == 0:
+            raise ValueError("bad luck")
+        with pytest.raises(TransportError, match="rank 0"):
+            t.recv(0, torch.empty(1)).wait()
+
+    with pytest.raises(ValueError, match="bad luck"):
+        run_threads(main, TOPOLOGY)
+
+
+def _lonely(ctx: RankContext) -> str:
+    t = ctx.gloo(TOPOLOGY, timeout_s=1)
+    if ctx.rank == 0:
+        try:
+            t.recv(1, torch.empty(1)).wait()
+        except TransportError as error:
+            return str(error.peers)
+    import time
+
+    time.sleep(2)
+    return ""
+
+
+def test_gloos_own_errors_name_the_peer() -> None:
+    assert launch(_lonely, 2, timeout_s=20)[0] == "(1,)"

@@ -1,0 +1,72 @@
+"""Perfetto's file: every row a slice, nothing overlaps by rounding, same bytes for the same trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+from ir.trace import MemorySamples, Trace
+from piper_sim.report.perfetto import perfetto_gz
+
+
+def events(data: bytes) -> list[dict[str, Any]]:
+    return json.loads(gzip.decompress(data))["traceEvents"]
+
+
+def test_every_row_is_a_slice_of_its_stream(make_trace) -> None:
+    trace = make_trace(ranks=3, mbs=4, f=0.1, b=0.2, p2p=0.01, comm=True)
+    found = events(perfetto_gz(trace))
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    ranks = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
+    slices = [e for e in found if e["ph"] == "X"]
+    assert [e["name"] for e in slices] == list(trace.op)
+    assert [names[e["pid"], e["tid"]] for e in slices] == list(trace.stream)
+    assert [ranks[e["pid"]] for e in slices] == [f"rank {r}" for r in trace.rank.tolist()]
+    assert [e["ts"] for e in slices] == [round(t * 1e6, 3) for t in trace.start_s.tolist()]
+    counters = [e["args"]["allocated bytes"] for e in found if e["ph"] == "C"]
+    assert trace.memory is not None
+    assert counters == trace.memory.bytes.tolist()
+    assert len({e["tid"] for e in found if e["name"] == "thread_name"}) == len(names)
+
+
+def test_ops_that_touch_do_not_overlap() -> None:
+    times = [i / 7e9 for i in range(200)]
+    rows = [(0, 0, "compute", f"0F{i}", a, a, b) for i, (a, b) in enumerate(pairwise(times))]
+    last: dict[int, float] = defaultdict(float)
+    for e in events(perfetto_gz(Trace.of({}, rows))):
+        if e["ph"] == "X":
+            assert round(e["ts"] * 1000) >= last[e["tid"]]
+            last[e["tid"]] = round((e["ts"] + e["dur"]) * 1000)
+
+
+def test_times_before_zero_are_shifted_together() -> None:
+    rows = [(0, 0, "compute", "0F0", -1.0, -1.0, 0.0)]
+    found = events(perfetto_gz(Trace.of({}, rows, MemorySamples.of([(0, -0.5, 7)]))))
+    assert [e["ts"] for e in found if "ts" in e] == [0, 500000]
+
+
+def test_the_same_trace_gives_the_same_bytes(make_trace) -> None:
+    assert perfetto_gz(make_trace(comm=True)) == perfetto_gz(make_trace(comm=True))
+
+
+def test_two_traces_stand_rank_by_rank() -> None:
+    trace = Trace.of({}, [(0, r, "compute", f"{r}F0", 0.0, 0.0, 1.0) for r in range(2)])
+    found = events(perfetto_gz({"predicted": trace, "measured": trace}))
+    order = {e["pid"]: e["args"]["sort_index"] for e in found if e["name"] == "process_sort_index"}
+    names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
+    assert [names[pid] for pid in sorted(names, key=order.__getitem__)] == [
+        "predicted rank 0",
+        "measured rank 0",
+        "predicted rank 1",
+        "measured rank 1",
+    ]
+
+
+def test_names_are_given_as_they_are() -> None:
+    op = 'a"b\\c</script>é'
+    [e] = [e for e in events(perfetto_gz(Trace.of({}, [(0, 0, 's"', op, 0, 0, 1)]))) if e["ph"] == "X"]
+    assert e["name"] == op
+    assert events(perfetto_gz(Trace.of({}, []))) == []

@@ -1,0 +1,69 @@
+"""The text timeline: exact cells for exact times, to scale otherwise."""
+
+from __future__ import annotations
+
+from ir.trace import Trace
+from piper_sim.report.timeline import text_timeline
+
+GRID = """\
+0 |0F0 0F1 0F2 ... ... ... ... 0B0 0B0 ... 0B1 0B1 ... 0B2 0B2
+1 |... 1F0 1F1 ... ... 1B0 1B0 1F2 1B1 1B1 ... 1B2 1B2
+2 |... ... 2F0 2B0 2B0 2F1 2B1 2B1 2F2 2B2 2B2"""
+
+
+def test_a_small_schedule_is_an_exact_grid(make_trace) -> None:
+    assert text_timeline(make_trace(ranks=3, mbs=3)) == GRID
+
+
+def test_a_grid_of_another_unit_says_its_cell(make_trace) -> None:
+    text = text_timeline(make_trace(ranks=3, mbs=3, f=0.25, b=0.5))
+    assert text == GRID + "\none cell is 250 ms"
+
+
+def test_a_grid_starts_at_the_first_op() -> None:
+    rows = [(0, 0, "compute", "0F0", 100.0, 100.0, 101.0), (0, 0, "compute", "0F1", 102.0, 102.0, 103.0)]
+    assert text_timeline(Trace.of({}, rows)) == "0 |0F0 ... 0F1"
+
+
+def test_streams_are_named_when_several_are_asked_for() -> None:
+    rows = [(0, 10, "compute", "0F0", 0, 0, 1), (0, 10, "ep", "0F0/l0.dispatch", 1, 1, 2), (0, 2, "ep", "x", 0, 0, 1)]
+    assert text_timeline(Trace.of({}, rows), streams=("compute", "ep")).splitlines() == [
+        " 2 ep      |x",
+        "10 compute |0F0",
+        "10 ep      |............... 0F0/l0.dispatch",
+    ]
+
+
+def test_a_fused_pair_shows_both_members() -> None:
+    rows = [(0, 0, "compute", "(0F7;7B3)OVERLAP_F_B", 0, 0, 2)]
+    assert text_timeline(Trace.of({}, rows)) == "0 |0F7;7B3 0F7;7B3"
+
+
+def test_what_does_not_fit_the_width_is_drawn_to_scale(make_trace) -> None:
+    text = text_timeline(make_trace(ranks=3, mbs=3), width=50)
+    axis, *lanes, legend = text.splitlines()
+    assert axis.split()[0] == "0"
+    assert len(lanes) == 3
+    assert max(map(len, lanes)) == 50
+    assert lanes[2].startswith("rank 2  60 |")
+    assert legend == "percent busy · F forward · B backward · . idle · one column is 395 ms"
+
+
+def test_many_ranks_are_sampled_and_the_last_one_is_shown(make_trace) -> None:
+    text = text_timeline(make_trace(ranks=40, mbs=4, f=0.1, b=0.31), width=90)
+    lanes = [line for line in text.splitlines() if line.startswith("rank")]
+    assert len(lanes) == 16
+    assert lanes[0].startswith("rank  0")
+    assert lanes[-1].startswith("rank 39")
+    assert "16 of 40 ranks" in text
+
+
+def test_comm_lanes_have_their_own_glyph(make_trace) -> None:
+    text = text_timeline(make_trace(ranks=2, mbs=4, f=0.011, b=0.02, comm=True), streams=("compute", "ep"))
+    assert "e expert all-to-all" in text
+
+
+def test_degenerate_traces_have_a_text() -> None:
+    assert text_timeline(Trace.of({}, [])) == "(no ops)"
+    assert text_timeline(Trace.of({}, [(0, 0, "ep", "x", 0, 0, 1)])) == "(no ops)"
+    assert "rank 0" in text_timeline(Trace.of({}, [(0, 0, "compute", "0F0", 1, 1, 1)]))
