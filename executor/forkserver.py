@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -108,6 +109,7 @@ def serve(fd: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     children: dict[int, str] = {}
+    folders: set[Path] = set()  # of the runs, which their launcher removes unless it is killed
     buffer, me = b"", os.getpid()
 
     def say(**event: Any) -> None:
@@ -116,6 +118,7 @@ def serve(fd: int) -> None:
     def start(key: str, spec: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        folders.add(Path(spec).parent)
         pid = os.fork()
         if pid:
             children[pid] = key
@@ -170,3 +173,5 @@ def serve(fd: int) -> None:
         pass
     finally:
         kill()
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -32,7 +32,7 @@ class Shape:
     """What ops that differ only in their microbatch have in common.
 
     text: op text with * for a microbatch. covers: (node, member) pairs in the order they run; member says which of the
-    op's microbatches. slot: for a send or receive, the (node, slot) whose buffer travels. bytes: on the wire.
+    op's microbatches. slot, peer: for a send or receive, the (node, slot) whose buffer travels, and the other program.
     """
 
     kind: OpKind
@@ -41,6 +41,7 @@ class Shape:
     covers: tuple[tuple[int, int], ...] = ()
     slot: tuple[int, int] | None = None
     message: Message | None = None
+    peer: int = -1
 
     def stamp(self, mb: int, mb2: int) -> str:
         """The text of one op.

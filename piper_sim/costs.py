@@ -15,7 +15,6 @@ from cost_models.optimizer import clip, grad_norm, update, zero_grads
 from ir.errors import ErrorKind, PiperError
 from ir.graph import Graph, Node, Once
 from ir.job.build import Prepared
-from ir.mesh import Mesh
 from ir.ops import Pass
 from ir.order import FloatArray, IntArray
 from ir.plan import OpKind, Plan, Shape

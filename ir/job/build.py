@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -17,7 +17,7 @@ from ir.job.schema import Job
 from ir.lower import Policy, lower
 from ir.mesh import Mesh
 from ir.model import load_config, model_chunks
-from ir.model.part import Layout
+from ir.model.part import Chunk, Layout
 from ir.model.partition import partition
 from ir.model.setting import BatchShape, Precision, check_setting
 from ir.model.source import ModelSource
@@ -48,6 +48,12 @@ class Prepared:
     strategy: tuple[Directive, ...]
     policy: Policy
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers of each stage, as `[parallel] layers` would list them."""
+        held = {(e.stage, e.chunk.name) for e in self.base.entries if "L" in e.chunk.tags}
+        return tuple(sum(s == stage for s, _ in held) for stage in range(self.stages))
+
     def graph(self) -> Graph:
         """The graph after all directives."""
         return apply(self.base, self.strategy)
@@ -57,8 +63,16 @@ class Prepared:
         return lower(self.graph(), self.policy, {"schedule": self.schedule})
 
 
-def prepare(job: Job, gpus_per_node: int | None = None, times: OpTimes | None = None) -> Prepared:
+def prepare(
+    job: Job,
+    gpus_per_node: int | None = None,
+    times: OpTimes | None = None,
+    chunk_cost: Callable[[ModelSource, Chunk], float] | None = None,
+    most_layers: int | None = None,
+) -> Prepared:
     """Resolve a job. gpus_per_node: the hardware's, where the job names none. times: for searched schedules.
+
+    chunk_cost: what `balanced` weighs a chunk by; its FLOPs where nothing better is known. most_layers: of a stage.
 
     Raises PiperError: sizes that do not fit the cluster, the model or each other, each with the nearest that do.
     """
@@ -72,7 +86,10 @@ def prepare(job: Job, gpus_per_node: int | None = None, times: OpTimes | None = 
     source = ModelSource(config, shape, precision, job.model.attention)
     made = _schedule(job, times or OpTimes())
     chunks = model_chunks(config)
-    stages = partition(chunks, made.stages, p.layers, lambda c: chunk_flops(config, c, shape, precision))
+    weigh = chunk_cost or (lambda s, c: float(chunk_flops(s.config, c, s.shape, s.precision)))
+    # One direction's placement: in DualPipe each direction is a pipeline of its own, as fast as its dearest stage.
+    ranks = made.placements[0].rank_of_stage if isinstance(made, Schedule) else None
+    stages = partition(chunks, made.stages, p.layers, lambda c: weigh(source, c), ranks, most_layers)
     base = replace(model_graph(stages, source, recompute_options(job)), mesh=mesh, prefetch=p.prefetch)
     if isinstance(made, Strategy):
         strategy, name, mbs = made.directives, "directives", made.mbs or 1

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ir.graph import COMPUTE, Graph, illegal
 from ir.lower.merge import Item, alternate
-from ir.lower.policy import Merge, Policy
+from ir.lower.names import TransferNames
+from ir.lower.policy import P2P, Merge, Policy
 from ir.lower.sequence import Sequences
 from ir.ops import Pass, Token
 from ir.plan import OpKind, Shape
@@ -31,8 +32,8 @@ class Templates:
         self.graph, self.policy, self.home, self.cuts = graph, policy, home, cuts
         self.sequences = Sequences(graph)
         self.shapes: list[Shape] = []
-        self._shape_at: dict[tuple[str, str], int] = {}
-        self._many = self._stages_with_many_transfers()
+        self._shape_at: dict[tuple[str, str, int], int] = {}
+        self.names = TransferNames(graph)
         nodes = graph.nodes
         # Compute that reads a collective's result must not drag what stands before it into its wait.
         self._waiting = {e.dst for e in graph.edges if not nodes[e.src].once and nodes[e.src].stream != COMPUTE}
@@ -123,23 +124,13 @@ class Templates:
             if peer is None:
                 raise illegal(f"{reader.text()} reads {n.text()} but is placed nowhere", "place every stage")
             if peer != key.program and (peer, e.slot) not in out:
-                way = "F" if n.kind is Pass.F else "B"
-                text = f"{n.stage}SEND_{way}*" + (f"/{n.part}" if (n.stage, way) in self._many else "")
-                shape = Shape(OpKind.SEND, f"send>{peer}", text, slot=(node, e.slot))
+                stream = "p2p" if self.policy.p2p is P2P.SINGLE else f"send>{peer}"
+                shape = Shape(OpKind.SEND, stream, self.names.send((node, e.slot)), slot=(node, e.slot), peer=peer)
                 out[peer, e.slot] = (self._shape(shape), member, -1)
         return [out[k] for k in sorted(out)]
 
-    def _stages_with_many_transfers(self) -> set[tuple[int, str]]:
-        """Stages whose boundary is crossed by several buffers in one direction: their sends carry the part's name."""
-        seen: dict[tuple[int, str], set[tuple[int, int]]] = {}
-        for e in self.graph.edges:
-            a, b = self.graph.nodes[e.src], self.graph.nodes[e.dst]
-            if not a.once and not b.once and a.stage != b.stage:
-                seen.setdefault((a.stage, "F" if a.kind is Pass.F else "B"), set()).add((e.src, e.slot))
-        return {k for k, v in seen.items() if len(v) > 1}
-
     def _shape(self, shape: Shape) -> int:
-        at = self._shape_at.setdefault((shape.stream, shape.text), len(self.shapes))
+        at = self._shape_at.setdefault((shape.stream, shape.text, shape.peer), len(self.shapes))
         if at == len(self.shapes):
             self.shapes.append(shape)
         elif self.shapes[at] != shape:

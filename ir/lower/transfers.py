@@ -8,7 +8,6 @@ from ir.graph import illegal
 from ir.lower.draft import STEP, Draft
 from ir.lower.policy import P2P
 from ir.lower.waits import running_max
-from ir.ops import Pass
 from ir.order import BoolArray, IntArray
 from ir.plan import OpKind, Shape
 
@@ -107,7 +106,7 @@ def _sends(draft: Draft, slot_base: IntArray, wanted: IntArray, programs: int) -
     base = np.full(len(shapes), -1, dtype=np.int64)
     for i, s in enumerate(shapes):
         if s.kind is OpKind.SEND and s.slot is not None:
-            base[i] = (slot_base[s.slot[0]] + s.slot[1]) * programs + int(s.stream.removeprefix("send>"))
+            base[i] = (slot_base[s.slot[0]] + s.slot[1]) * programs + s.peer
     sends = np.flatnonzero(base[rows.shape] >= 0)
     keys = base[rows.shape[sends]] * g.mbs + rows.mb[sends]
     by = np.argsort(keys, kind="stable")
@@ -163,14 +162,13 @@ def _segments(*keys: IntArray) -> IntArray:
 
 def _recv_shapes(draft: Draft, edge: IntArray, frm: IntArray) -> IntArray:
     g = draft.graph
-    many = draft.templates._many
     code = edge * (len(draft.start)) + frm
     _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
     out = []
     for i in first.tolist():
         e = g.edges[int(edge[i])]
-        src, dst = g.nodes[e.src], g.nodes[e.dst]
-        way = "F" if src.kind is Pass.F else "B"
-        text = f"{dst.stage}RECV_{way}*" + (f"/{src.part}" if (src.stage, way) in many else "")
-        out.append(draft.shape(Shape(OpKind.RECV, f"recv<{int(frm[i])}", text, slot=(e.src, e.slot))))
+        peer = int(frm[i])
+        text = draft.templates.names.receive((e.src, e.slot), g.nodes[e.dst].stage)
+        stream = "p2p" if draft.policy.p2p is P2P.SINGLE else f"recv<{peer}"
+        out.append(draft.shape(Shape(OpKind.RECV, stream, text, slot=(e.src, e.slot), peer=peer)))
     return np.array(out, dtype=np.int64)[inverse]

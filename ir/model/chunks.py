@@ -21,7 +21,7 @@ def chunks(config: ModelConfig) -> tuple[Chunk, ...]:
     >>> [c.name for c in cs]
     ['embed', 'l0', 'l1', 'l2', 'l3', 'mtp0', 'head']
     >>> [part.name for part in cs[4].parts]
-    ['attn', 'router', 'shared', 'experts', 'add']
+    ['attn', 'router', 'experts', 'shared', 'add']
     """
     out = [_embed(config)]
     moe = 0
@@ -66,7 +66,8 @@ def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     if moe.shared_ffn:
         shared = (Part("shared", ("router",), (), p.mlp(config, f"{prefix}{inner}shared_experts.", moe.shared_ffn)),)
     add = Part("add", ("experts", *(s.name for s in shared), "attn"))
-    return (attn, Part("router", ("attn",), _AFTER_ATTENTION, (*norm, gate)), *shared, routed, add)
+    # Shared experts stand behind the routed ones: their forward runs beside combine, their backward beside its mirror.
+    return (attn, Part("router", ("attn",), _AFTER_ATTENTION, (*norm, gate)), routed, *shared, add)
 
 
 def _final_norm(config: ModelConfig) -> tuple[Param, ...]:

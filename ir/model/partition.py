@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from ir.errors import ErrorKind, PiperError
+from ir.model.balance import by_rank
 from ir.model.part import Chunk
 
 Costs = Callable[[Chunk], float] | Sequence[float]
@@ -14,8 +15,18 @@ _KEY = "parallel.layers"
 _FORMS = "even | balanced | a list of decoder-layer counts, one per stage"
 
 
-def partition(chunks: Sequence[Chunk], stages: int, layers: str | Sequence[int], costs: Costs | None = None) -> Stages:
+def partition(
+    chunks: Sequence[Chunk],
+    stages: int,
+    layers: str | Sequence[int],
+    costs: Costs | None = None,
+    ranks: Sequence[int] | None = None,
+    most: int | None = None,
+) -> Stages:
     """Group chunks into stages, in order.
+
+    ranks: the rank of each stage; "balanced" then evens out ranks first, stages second, giving no
+    stage more than `most` layers.
 
     layers: "even", "balanced" (the most expensive stage as cheap as possible), or decoder-layer counts per stage.
     costs: of a chunk, or one number per chunk, for "balanced"; by default a layer costs 1 and all else nothing.
@@ -34,6 +45,11 @@ def partition(chunks: Sequence[Chunk], stages: int, layers: str | Sequence[int],
         raise PiperError(ErrorKind.JOB, f"{stages} stages", key="parallel.pp", allowed="1 or more", suggestion="1")
     if isinstance(layers, str):
         counts = _named(chunks, stages, decoders, layers, costs)
+        if layers == "balanced" and ranks is not None:
+            raw = _raw_costs(chunks, costs)
+            at = [i for i, c in enumerate(chunks) if _is_layer(c)]
+            ends = (sum(raw[: at[0]]), sum(raw[at[-1] + 1 :]))
+            counts = by_rank(counts, [raw[i] for i in at], ends, ranks, most)
     else:
         counts = _listed(layers, stages, decoders)
     return _cut(chunks, counts)
@@ -95,13 +111,7 @@ def _listed(layers: Sequence[int], stages: int, decoders: int) -> list[int]:
 
 def _stage_costs(chunks: Sequence[Chunk], costs: Costs | None) -> list[int]:
     """One integer per decoder layer, the ends' costs added to the first and last layer: sums are then exact."""
-    if costs is None:
-        raw = [float(_is_layer(c)) for c in chunks]
-    else:
-        raw = [float(costs(c)) for c in chunks] if callable(costs) else [float(x) for x in costs]
-    if len(raw) != len(chunks) or not all(0 <= x < float("inf") for x in raw):
-        message = f"{len(raw)} costs for {len(chunks)} chunks, each to be finite and 0 or more"
-        raise PiperError(ErrorKind.JOB, message, key=_KEY)
+    raw = _raw_costs(chunks, costs)
     unit = max(raw) or 1.0
     scaled = [round(x / unit * 2**30) for x in raw]
     at = [i for i, c in enumerate(chunks) if _is_layer(c)]
@@ -109,6 +119,17 @@ def _stage_costs(chunks: Sequence[Chunk], costs: Costs | None) -> list[int]:
     middle[0] += sum(scaled[: at[0]])
     middle[-1] += sum(scaled[at[-1] + 1 :])
     return middle
+
+
+def _raw_costs(chunks: Sequence[Chunk], costs: Costs | None) -> list[float]:
+    if costs is None:
+        raw = [float(_is_layer(c)) for c in chunks]
+    else:
+        raw = [float(costs(c)) for c in chunks] if callable(costs) else [float(x) for x in costs]
+    if len(raw) != len(chunks) or not all(0 <= x < float("inf") for x in raw):
+        message = f"{len(raw)} costs for {len(chunks)} chunks, each to be finite and 0 or more"
+        raise PiperError(ErrorKind.JOB, message, key=_KEY)
+    return raw
 
 
 def _balanced(costs: Sequence[int], stages: int) -> list[int]:

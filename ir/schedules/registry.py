@@ -121,6 +121,15 @@ def default_chunks(name: str) -> int:
     return _FAMILIES[canonical(name)].default_chunks
 
 
+def order_depends_on_times(name: str) -> bool:
+    """Whether a schedule's order is searched for given op times.
+
+    >>> order_depends_on_times("zb2p"), order_depends_on_times("zbv")
+    (True, False)
+    """
+    return _FAMILIES[canonical(name)].searched
+
+
 def legal_chunks(name: str, chunks: int) -> bool:
     """Whether a schedule exists with that many stages per rank.
 

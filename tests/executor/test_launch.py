@@ -89,7 +89,8 @@ def test_the_culprit_is_named_and_everybody_ends(fault: str, reason: str, tmp_pa
         launch(_ring, 3, {"fault": fault, "at": 1}, out=tmp_path, watchdog_s=1.5, timeout_s=30)
     error = info.value
     assert (error.rank, error.op) == (1, "1F1")
-    assert error.waiting == {0: "0RECV_F2", 2: "2RECV_F1"} or error.waiting == {0: "0RECV_F1", 2: "2RECV_F1"}
+    # Rank 0 is one or two waits further back, or finds its own send refused: that depends on who is quicker.
+    assert error.waiting.pop(2) == "2RECV_F1" and error.waiting.popitem()[1] in ("0F1", "0RECV_F1", "0F2", "0RECV_F2")
     assert error.kind.exit_code == 4
     assert all(map(_gone, _pids(tmp_path)))
     assert time.monotonic() - began < 15

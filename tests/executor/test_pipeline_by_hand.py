@@ -1,4 +1,4 @@
-"""All pieces together, without a plan: two gloo ranks train two stages, 1F1B with late W, and equal one process bit for bit."""
+"""All pieces together, without a plan: two gloo ranks train two stages with late W, and equal one process bitwise."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _rank(ctx: RankContext, dtype: str) -> dict[str, Any]:
             mb = int(op[1])
             ctx.progress.op(i, f"{me}{op}")
             batch = data.batch(step, 0, mb)
-            if me == 1 and op[0] == "F" or me == 0 and op[0] == "B":
+            if (me == 1 and op[0] == "F") or (me == 0 and op[0] == "B"):
                 ctx.progress.wait([1 - me])
                 handles[mb].wait()
                 ctx.progress.go_on()

@@ -1,0 +1,96 @@
+"""The joint order: transfers and meetings of all programs in one order, of which each program takes its projection.
+
+One queue per program cannot close a cycle then: whatever stands first in the joint order stands first wherever it stands.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ir.lower.draft import STEP, Draft
+from ir.lower.waits import running_max, segments
+from ir.order import IntArray
+from ir.plan import OpKind
+
+
+def joint_order(draft: Draft, writer: IntArray, reader: IntArray) -> None:
+    """Put every program's transfers and cross-program reductions where the joint order wants them.
+
+    writer, reader: base rows of the data edges between programs. In one dry run over all programs each base row takes
+    one unit of time, in its program's order. A transfer stands at its producer's end, a reduction at the end of its
+    last contribution over all members. A send stays behind its producer; a reduction stands where its time comes; a
+    receive waits for the earliest of its consumer and whatever stands behind it in the queue.
+    """
+    rows = draft.rows
+    send, recv = draft.messages
+    end = dry_run(draft, writer, reader)
+    met = [members for members in draft.collectives if draft.joins(members[0])]
+    time = np.concatenate([end[draft.producer], [_latest(draft, end, m) for m in met]]).astype(np.int64)
+    kind = np.concatenate([np.zeros(len(send), np.int64), np.ones(len(met), np.int64)])
+    tie = np.concatenate([send, [m[0] for m in met]]).astype(np.int64)
+    rank = np.empty(len(time), dtype=np.int64)
+    rank[np.lexsort((tie, draft.producer_or(tie), kind, time))] = np.arange(len(time))
+    member = np.array([r for m in met for r in m], dtype=np.int64)
+    meeting = np.repeat(np.arange(len(met)) + len(send), [len(m) for m in met])
+    at = _position(draft, end, rows.program[member], time[meeting])
+    item = np.concatenate([np.arange(len(send)), np.arange(len(send)), meeting])
+    row = np.concatenate([send, recv, member])
+    position = np.concatenate([draft.local(send), draft.local(draft.recv_of), at])
+    movable = np.concatenate([np.zeros(len(send), bool), np.ones(len(recv), bool), np.zeros(len(member), bool)])
+    order = np.lexsort((rank[item], rows.program[row]))
+    segment = segments(rows.program[row][order])
+    late = -running_max(-position[order][::-1], segment[-1] - segment[::-1])[::-1] if len(order) else position
+    moved = movable[order]
+    target = row[order]
+    rows.key[target[moved]] = late[moved] * STEP - STEP // 2
+    rows.key[member] = at * STEP - STEP // 2
+    loose = np.concatenate([recv, member])
+    rows.sub[loose] = rank[np.concatenate([np.arange(len(recv)), meeting])]
+
+
+def dry_run(draft: Draft, writer: IntArray, reader: IntArray) -> IntArray:
+    """End of each base row, every one but sends taking one unit. Rows that never come up end behind all others."""
+    start = draft.start.tolist()
+    length = (draft.kinds()[: start[-1]] != OpKind.SEND).tolist()
+    needs: dict[int, list[int]] = {}
+    for a, b in zip(writer.tolist(), reader.tolist(), strict=True):
+        needs.setdefault(b, []).append(a)
+    end = [-1] * start[-1]
+    blocked: dict[int, list[int]] = {}
+    at, clock = start[:-1].copy(), [0] * (len(start) - 1)
+    ready = list(range(len(start) - 2, -1, -1))
+    while ready:
+        p = ready.pop()
+        now = clock[p]
+        for row in range(at[p], start[p + 1]):
+            if row in needs:
+                late = next((a for a in needs[row] if end[a] < 0), -1)
+                if late >= 0:
+                    blocked.setdefault(late, []).append(p)
+                    at[p] = row
+                    break
+                now = max(now, *(end[a] for a in needs[row]))
+            now += length[row]
+            end[row] = now
+            if row in blocked:
+                ready += blocked.pop(row)
+        else:
+            at[p] = start[p + 1]
+        clock[p] = now
+    out = np.array(end, dtype=np.int64)
+    out[out < 0] = int(out.max(initial=0)) + 1
+    return out
+
+
+def _latest(draft: Draft, end: IntArray, members: list[int]) -> int:
+    own = [draft.own[m] for m in members]
+    return max((int(end[o]) for o in own if o >= 0), default=0)
+
+
+def _position(draft: Draft, end: IntArray, program: IntArray, time: IntArray) -> IntArray:
+    """The local position behind all base rows of a program that end by a time."""
+    out = [
+        np.searchsorted(end[draft.start[p] : draft.start[p + 1]], t, side="right")
+        for p, t in zip(program.tolist(), time.tolist(), strict=True)
+    ]
+    return np.array(out, dtype=np.int64)

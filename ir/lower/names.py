@@ -1,0 +1,69 @@
+"""What transfers are called, and which buffer a name means: `2SEND_F*`, with the part where several buffers cross."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ir.graph import Graph
+from ir.ops import Pass
+from ir.plan import OpKind
+
+Slot = tuple[int, int]  # (node, slot)
+
+
+class TransferNames:
+    """Op texts of sends and receives, with * for the microbatch, and back. Only what can cross a boundary has a name.
+
+    >>> from ir.build import stage_graph
+    >>> names = TransferNames(stage_graph(2))
+    >>> names.send((0, 0)), names.receive((0, 0), 1), names.carried(OpKind.RECV, "1RECV_F*")
+    ('0SEND_F*', '1RECV_F*', (0, 0))
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._nodes = graph.nodes
+        self._out: dict[tuple[int, str], set[Slot]] = defaultdict(set)
+        self._into: dict[tuple[int, str], set[Slot]] = defaultdict(set)
+        crossing = []
+        for e in graph.edges:
+            a, b = graph.nodes[e.src], graph.nodes[e.dst]
+            if not a.once and not b.once and a.stage != b.stage:
+                slot = (e.src, e.slot)
+                self._out[a.stage, _way(a.kind)].add(slot)
+                self._into[b.stage, _way(a.kind)].add(slot)
+                crossing.append((slot, b.stage))
+        self._carried: dict[tuple[OpKind, str], Slot] = {}
+        for slot, stage in crossing:
+            self._carried[OpKind.SEND, self.send(slot)] = slot
+            self._carried[OpKind.RECV, self.receive(slot, stage)] = slot
+
+    def send(self, slot: Slot) -> str:
+        """Text of the send that carries a buffer."""
+        n = self._nodes[slot[0]]
+        way = _way(n.kind)
+        many = len(self._out[n.stage, way]) > 1
+        return f"{n.stage}SEND_{way}*" + (self._part(slot) if many else "")
+
+    def receive(self, slot: Slot, stage: int) -> str:
+        """Text of the receive of a buffer whose first reader is on this stage."""
+        n = self._nodes[slot[0]]
+        way = _way(n.kind)
+        many = len(self._out[n.stage, way]) > 1 or len(self._into[stage, way]) > 1
+        return f"{stage}RECV_{way}*" + (self._part(slot) if many else "")
+
+    def carried(self, kind: OpKind, text: str) -> Slot | None:
+        """The buffer that a send or receive of this text carries, None if there is no such transfer."""
+        return self._carried.get((kind, text))
+
+    def texts(self, kind: OpKind) -> list[str]:
+        """All texts of sends or of receives."""
+        return [text for k, text in self._carried if k is kind]
+
+    def _part(self, slot: Slot) -> str:
+        n = self._nodes[slot[0]]
+        twins = sum(s[0] == slot[0] for s in self._out[n.stage, _way(n.kind)])
+        return f"/{n.part}" + (f".{n.writes[slot[1]].slot}" if twins > 1 else "")
+
+
+def _way(kind: object) -> str:
+    return "F" if kind is Pass.F else "B"
