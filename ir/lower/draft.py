@@ -59,7 +59,7 @@ class Draft:
     collectives: list[list[int]] = field(default_factory=list)
     buffers: list[dict[str, IntArray]] = field(default_factory=list)
     once_rows: dict[tuple[int, int], int] = field(default_factory=dict)
-    reduce_rows: dict[int, list[int]] = field(default_factory=dict)
+    reductions: list[tuple[list[int], list[int]]] = field(default_factory=list)  # members, their last contributions
     recv_of: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def kinds(self) -> IntArray:
@@ -193,6 +193,9 @@ def _instances(graph: Graph, templates: Templates, rows: Rows) -> tuple[IntArray
     return inst, cover
 
 
-def is_compute(draft: Draft) -> IntArray:
-    """1 for compute rows."""
-    return (draft.kinds() == OpKind.COMPUTE).astype(np.int64)
+def producers(draft: Draft, send: IntArray) -> IntArray:
+    """The base row that produces what each send carries."""
+    shapes = draft.templates.shapes
+    node = np.array([s.slot[0] if s.slot else 0 for s in shapes], dtype=np.int64)
+    out: IntArray = draft.inst[node[draft.rows.shape[send]], draft.rows.mb[send]]
+    return out

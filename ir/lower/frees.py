@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ir.graph import Category
-from ir.lower.draft import Draft
+from ir.lower.draft import Draft, producers
 from ir.lower.waits import running_max
 from ir.order import BoolArray, IntArray
 from ir.plan import CATEGORIES, OpKind
@@ -142,12 +142,4 @@ def _proofs(draft: Draft) -> IntArray:
     ok = at < len(by)
     ok[ok] = channel[by][at[ok]] == back[ok]
     out[send[ok]] = earliest[at[ok]]
-    return out
-
-
-def producers(draft: Draft, send: IntArray) -> IntArray:
-    """The base row that produces what each send carries."""
-    shapes = draft.templates.shapes
-    node = np.array([s.slot[0] if s.slot else 0 for s in shapes], dtype=np.int64)
-    out: IntArray = draft.inst[node[draft.rows.shape[send]], draft.rows.mb[send]]
     return out

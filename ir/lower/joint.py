@@ -7,31 +7,32 @@ from __future__ import annotations
 
 import numpy as np
 
-from ir.lower.draft import STEP, Draft
+from ir.lower.draft import STEP, Draft, producers
 from ir.lower.waits import running_max, segments
 from ir.order import IntArray
 from ir.plan import OpKind
 
 
-def joint_order(draft: Draft, writer: IntArray, reader: IntArray) -> None:
+def joint_order(draft: Draft, edges: tuple[IntArray, IntArray, IntArray, IntArray]) -> None:
     """Put every program's transfers and cross-program reductions where the joint order wants them.
 
-    writer, reader: base rows of the data edges between programs. In one dry run over all programs each base row takes
-    one unit of time, in its program's order. A transfer stands at its producer's end, a reduction at the end of its
-    last contribution over all members. A send stays behind its producer; a reduction stands where its time comes; a
-    receive waits for the earliest of its consumer and whatever stands behind it in the queue.
+    edges: (edge, microbatch, writer or receive, reader) of every data edge. In one dry run over all programs each base
+    row takes one unit of time, in its program's order. A transfer stands at its producer's end, a reduction at the end
+    of its last contribution over all members. A send stays behind its producer; a reduction stands where its time
+    comes; a receive stands before the earliest of its consumer and whatever is behind it in the queue.
     """
     rows = draft.rows
     send, recv = draft.messages
-    end = dry_run(draft, writer, reader)
-    met = [members for members in draft.collectives if draft.joins(members[0])]
-    time = np.concatenate([end[draft.producer], [_latest(draft, end, m) for m in met]]).astype(np.int64)
+    end = dry_run(draft, edges)
+    met = list(draft.reductions)
+    producer = producers(draft, send)
+    time = np.concatenate([end[producer], [_latest(end, last) for _, last in met]]).astype(np.int64)
     kind = np.concatenate([np.zeros(len(send), np.int64), np.ones(len(met), np.int64)])
-    tie = np.concatenate([send, [m[0] for m in met]]).astype(np.int64)
+    tie = [np.concatenate([ids, [m[0] for m, _ in met]]).astype(np.int64) for ids in (send, producer)]
     rank = np.empty(len(time), dtype=np.int64)
-    rank[np.lexsort((tie, draft.producer_or(tie), kind, time))] = np.arange(len(time))
-    member = np.array([r for m in met for r in m], dtype=np.int64)
-    meeting = np.repeat(np.arange(len(met)) + len(send), [len(m) for m in met])
+    rank[np.lexsort((*tie, kind, time))] = np.arange(len(time))
+    member = np.array([r for m, _ in met for r in m], dtype=np.int64)
+    meeting = np.repeat(np.arange(len(met)) + len(send), [len(m) for m, _ in met]).astype(np.int64)
     at = _position(draft, end, rows.program[member], time[meeting])
     item = np.concatenate([np.arange(len(send)), np.arange(len(send)), meeting])
     row = np.concatenate([send, recv, member])
@@ -48,8 +49,12 @@ def joint_order(draft: Draft, writer: IntArray, reader: IntArray) -> None:
     rows.sub[loose] = rank[np.concatenate([np.arange(len(recv)), meeting])]
 
 
-def dry_run(draft: Draft, writer: IntArray, reader: IntArray) -> IntArray:
+def dry_run(draft: Draft, edges: tuple[IntArray, IntArray, IntArray, IntArray]) -> IntArray:
     """End of each base row, every one but sends taking one unit. Rows that never come up end behind all others."""
+    edge, mb, source, reader = edges
+    far = np.flatnonzero(draft.kinds()[source] == OpKind.RECV)
+    src = np.array([e.src for e in draft.graph.edges], dtype=np.int64)
+    writer, reader = draft.inst[src[edge[far]], mb[far]], reader[far]
     start = draft.start.tolist()
     length = (draft.kinds()[: start[-1]] != OpKind.SEND).tolist()
     needs: dict[int, list[int]] = {}
@@ -82,9 +87,8 @@ def dry_run(draft: Draft, writer: IntArray, reader: IntArray) -> IntArray:
     return out
 
 
-def _latest(draft: Draft, end: IntArray, members: list[int]) -> int:
-    own = [draft.own[m] for m in members]
-    return max((int(end[o]) for o in own if o >= 0), default=0)
+def _latest(end: IntArray, contributions: list[int]) -> int:
+    return max((int(end[row]) for row in contributions if row >= 0), default=0)
 
 
 def _position(draft: Draft, end: IntArray, program: IntArray, time: IntArray) -> IntArray:

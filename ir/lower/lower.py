@@ -8,8 +8,9 @@ import numpy as np
 
 from ir.directives.rows import orders_from_rows
 from ir.graph import Graph, check, illegal
-from ir.lower.draft import Draft, stamp
-from ir.lower.frees import node_buffers, producers
+from ir.lower.draft import Draft, producers, stamp
+from ir.lower.frees import node_buffers
+from ir.lower.joint import joint_order
 from ir.lower.once import collective_ids, once_rows
 from ir.lower.policy import P2P, Policy
 from ir.lower.transfers import transfers
@@ -44,6 +45,8 @@ def lower(graph: Graph, policy: Policy | None = None, header: Mapping[str, str] 
     _after_producers(draft)
     once_rows(draft)
     zero_rows(draft, found)
+    if policy.p2p is P2P.SINGLE:
+        joint_order(draft, edges)
     if policy.p2p is not P2P.USE:
         _after_dispatched(draft)
     node_buffers(draft, edges)

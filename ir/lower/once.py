@@ -20,13 +20,15 @@ def once_rows(draft: Draft) -> None:
     last = {(i, p): _last(draft, sources[i], p) for i in reductions for p in graph.nodes[i].groups}
     front = dict.fromkeys(range(len(draft.start) - 1), -1)
     for rank, i in enumerate(canonical(draft, reductions, last)):
-        members = []
+        members, contributions = [], []
         for p in graph.nodes[i].groups:
             own = last[i, p]
             front[p] = max(front[p], own)
             key = front[p] * STEP + STEP // 2
             members.append(_add(draft, i, p, key, rank, own))
+            contributions.append(int(draft.start[p]) + own if own >= 0 else -1)
         _collect(draft, members)
+        draft.reductions.append((members, contributions))
     end = [int(n) for n in np.diff(draft.start)]
     for rank, kind in enumerate(_TAIL):
         for i, n in enumerate(graph.nodes):

@@ -7,8 +7,8 @@ import numpy as np
 from ir.graph import illegal
 from ir.lower.draft import STEP, Draft
 from ir.lower.policy import P2P
-from ir.lower.waits import running_max
-from ir.order import BoolArray, IntArray
+from ir.lower.waits import running_max, segments
+from ir.order import IntArray
 from ir.plan import OpKind, Shape
 
 
@@ -126,13 +126,13 @@ def _channel_order(
     rows, policy = draft.rows, draft.policy
     if policy.p2p is P2P.USE:
         order = np.lexsort((send, consumer, to, frm))
-        segment = _segments(frm[order], to[order])
+        segment = segments(frm[order], to[order])
         rows.key[send[order]] = np.maximum(rows.key[send[order]], running_max(rows.key[send[order]], segment))
         rows.sub[send[order]] = np.arange(len(order))
         use = draft.local(consumer)
         return order, _earlier(draft, consumer, use, 1)
     order = np.lexsort((send, producer, to, frm))
-    segment = _segments(frm[order], to[order])
+    segment = segments(frm[order], to[order])
     position = draft.local(consumer)[order]
     hoisted = np.empty_like(position)
     hoisted[order] = -running_max(-position[::-1], segment[::-1][0] - segment[::-1])[::-1]
@@ -150,14 +150,6 @@ def _earlier(draft: Draft, row: IntArray, local: IntArray, by: int) -> IntArray:
     first = np.searchsorted(compute, draft.start[program])
     chosen = compute[np.maximum(at, first)]
     return np.minimum(local, draft.local(chosen))
-
-
-def _segments(*keys: IntArray) -> IntArray:
-    """0, 1, 2, … per run of equal keys."""
-    new: BoolArray = np.zeros(len(keys[0]), dtype=bool)
-    for k in keys:
-        new[1:] |= k[1:] != k[:-1]
-    return np.cumsum(new)
 
 
 def _recv_shapes(draft: Draft, edge: IntArray, frm: IntArray) -> IntArray:

@@ -22,6 +22,14 @@ def running_max(values: IntArray, segment: IntArray) -> IntArray:
     return out
 
 
+def segments(*keys: IntArray) -> IntArray:
+    """0, 1, 2, … per run of equal keys."""
+    new: BoolArray = np.zeros(len(keys[0]), dtype=bool)
+    for k in keys:
+        new[1:] |= k[1:] != k[:-1]
+    return np.cumsum(new)
+
+
 def strongest(
     row: IntArray, on: IntArray, stream: IntArray, position: IntArray, streams: int
 ) -> tuple[IntArray, IntArray]:

@@ -26,6 +26,7 @@ def by_rank(
     """
     best = list(counts)
     limit = len(costs) if most is None else most
+    best = _under(best, costs, ends, ranks, limit)
     goal, load = _goal(best, costs, ends, ranks)
     while True:
         worst = max(range(len(load)), key=lambda r: load[r])
@@ -37,6 +38,24 @@ def by_rank(
         _, i, j = min(options)
         best = _moved(best, i, j)
         goal, load = _goal(best, costs, ends, ranks)
+
+
+def _under(
+    counts: list[int], costs: Sequence[float], ends: tuple[float, float], ranks: Sequence[int], limit: int
+) -> list[int]:
+    """Counts with no stage above the limit: from all full, layers leave the dearest ranks' stages."""
+    if max(counts) <= limit:
+        return counts
+    out = [limit] * len(counts)
+    for _ in range(limit * len(counts) - len(costs)):
+        free = [s for s in range(len(out)) if out[s] > _least(s, len(out))]
+        load = {s: _goal(_less(out, s), costs, ends, ranks)[0] for s in free}
+        out = _less(out, min(free, key=lambda s: (load[s], s)))
+    return out
+
+
+def _less(counts: list[int], stage: int) -> list[int]:
+    return [n - (s == stage) for s, n in enumerate(counts)]
 
 
 def _least(stage: int, stages: int) -> int:
@@ -54,7 +73,7 @@ def _goal(
     counts: Sequence[int], costs: Sequence[float], ends: tuple[float, float], ranks: Sequence[int]
 ) -> tuple[Goal, list[float]]:
     total = [0.0, *accumulate(costs)]
-    cuts = [0, *accumulate(counts)]
+    cuts = [min(c, len(costs)) for c in (0, *accumulate(counts))]
     stage = [total[b] - total[a] for a, b in pairwise(cuts)]
     stage[0] += ends[0]
     stage[-1] += ends[1]

@@ -15,8 +15,8 @@ from ir.schedules.searched_seeds import blocks, greedy, rules, unroll
 from ir.schedules.searched_shop import ROUNDING, Sequences, Shop, settle
 
 _SAME = 1e-12  # relative; below, two objectives differ by rounding only
-_TRY = 200_000  # ops to set in time while rules are compared
-_IMPROVE = (400_000, 100)  # the same for improving: in all, and per op of the problem
+_TRY = 60_000  # ops to set in time while rules are compared
+_IMPROVE = (300_000, 70)  # the same for improving: in all, and per op of the problem
 
 
 @dataclass(frozen=True)

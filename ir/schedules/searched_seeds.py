@@ -77,7 +77,7 @@ def greedy(shop: Shop, rule: Rule) -> list[int]:
         rank = ranks[r]
         if now < rank.free:
             continue
-        kind, then = rank.choose(now, max(x.idle for x in ranks))
+        kind, then = rank.choose(now, max(x.idle for x in ranks) if rule.thrifty else 0.0)
         if then < inf:
             heappush(wakes, (then, r))
         if kind is None:

@@ -27,7 +27,10 @@ def _ring(ctx: RankContext, fault: str = "", at: int = 1, sleep_s: float = 0.0) 
         got = torch.empty(4)
         handle = t.recv(before, got)
         ctx.progress.op(2 * i, f"{ctx.rank}F{i}")
+        if fault and i == 1:
+            t.barrier()  # the first round is over everywhere
         if ctx.rank == at and i == 1:
+            time.sleep(0.3 if fault else 0)
             if fault == "raise":
                 raise ValueError("bad luck")
             if fault == "kill":

@@ -1,0 +1,159 @@
+"""`piper-sim`: flags to commands, errors to exit codes. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+from ir.errors import ErrorKind, PiperError, nearest
+
+COMMANDS = {
+    "demo": "DeepSeek-V3 on 2,048 H800: DualPipe against 1F1B and the others; no GPU, no PyTorch",
+    "schedule": "one pipeline schedule by itself, on given op times",
+    "simulate": "predict one job: time, memory, where the time goes",
+    "compare": "predict several schedules of one job on equal devices and global batch",
+    "plan": "print a job's directives and its plan, program by program",
+    "run": "execute a job's plan on torch.distributed (needs PyTorch)",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses with our errors, so that `--json` can print them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PiperError(ErrorKind.USAGE, message, key=self.prog, suggestion=f"{self.prog} --help")
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and flags."""
+    top = _Parser(prog="piper-sim", description="Predict any pipeline schedule of a real training, then run that plan.")
+    subs = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    for name, help_text in COMMANDS.items():
+        sub = subs.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".")
+        sub.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
+        _FLAGS[name](sub)
+    return top
+
+
+def _demo(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--out", default="piper-sim-demo", metavar="DIR", help="where the report goes (default: %(default)s)")
+
+
+def _schedule(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("name", help="gpipe 1f1b interleaved-1f1b looped-bfs zb1p zb2p zbv v-half v-min dualpipe dualpipev")
+    sub.add_argument("--ranks", type=int, required=True, metavar="P", help="pipeline ranks")
+    sub.add_argument("--microbatches", type=int, required=True, metavar="M", help="microbatches, both directions together")
+    sub.add_argument("--chunks", type=int, default=None, metavar="V", help="stages per rank")
+    sub.add_argument("--times", default=None, metavar="F=1,B=2", help="op times of a chunk: F, B or I and W, FB, p2p")
+    sub.add_argument("--w-memory", type=float, default=1.0, metavar="f", help="share of activations that lives from I to W")
+    sub.add_argument("--p2p-mode", choices=("buffered", "rendezvous"), default="buffered", help="what a transfer means")
+    _out(sub)
+
+
+def _job(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("job", metavar="JOB", help="a job file (TOML)")
+    sub.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="sets", help="override a key")
+
+
+def _out(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--out", default=None, metavar="DIR", help="also write report, picture, trace and plan there")
+    sub.add_argument("--force", action="store_true", help="overwrite files in DIR")
+
+
+def _simulate(sub: argparse.ArgumentParser) -> None:
+    _job(sub)
+    _out(sub)
+
+
+def _compare(sub: argparse.ArgumentParser) -> None:
+    _job(sub)
+    sub.add_argument("--schedules", default=None, metavar="a,b,c", help="default: the demo's six")
+    _out(sub)
+
+
+def _run(sub: argparse.ArgumentParser) -> None:
+    _job(sub)
+    sub.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="processes; must equal the job's ranks")
+    sub.add_argument("--steps", type=int, default=1, metavar="K", help="training steps (default: 1)")
+    sub.add_argument("--backend", choices=("gloo", "nccl", "local"), default="gloo", help="transport")
+    sub.add_argument("--watchdog", type=float, default=15.0, metavar="SECONDS", help="a rank without progress has failed")
+    _out(sub)
+
+
+_FLAGS = {
+    "demo": _demo,
+    "schedule": _schedule,
+    "simulate": _simulate,
+    "compare": _compare,
+    "plan": _simulate,
+    "run": _run,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code of the contract."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in args
+    try:
+        _refuse_unknown(args)
+        parsed = parser().parse_args(args)
+        if parsed.command is None:
+            parser().print_help()
+            return 2
+        return _dispatch(parsed)
+    except PiperError as e:
+        return _report(e, as_json)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _refuse_unknown(args: Sequence[str]) -> None:
+    first = next((a for a in args if not a.startswith("-")), None)
+    if first is not None and first not in COMMANDS:
+        near = nearest(first, COMMANDS)
+        raise PiperError(ErrorKind.USAGE, f"no command {first!r}", key="piper-sim", allowed=list(COMMANDS), suggestion=near)
+
+
+def _dispatch(parsed: argparse.Namespace) -> int:
+    if parsed.command == "run":
+        return _dispatch_run(parsed)
+    command: Any = import_module(f"piper_sim.commands.{parsed.command}")
+    return int(command.main(parsed))
+
+
+def _dispatch_run(parsed: argparse.Namespace) -> int:
+    """The one place where the simulator's side reaches the executor."""
+    if find_spec("torch") is None:
+        raise PiperError(
+            ErrorKind.MISSING_DEPENDENCY,
+            "run needs PyTorch",
+            key="torch",
+            suggestion="pip install 'piper-sim[exec]' (on a laptop, install PyTorch's CPU build first)",
+        )
+    command: Any = import_module("piper_sim.commands.run")
+    return int(command.main(parsed, import_module("executor.cli")))
+
+
+def _report(e: PiperError, as_json: bool) -> int:
+    if as_json:
+        fields = ("file", "key", "message", "allowed", "suggestion")
+        error: dict[str, object] = {"kind": str(e.kind), **{k: getattr(e, k) for k in fields}}
+        error |= {k: getattr(e, k) for k in ("rank", "op", "waiting") if hasattr(e, k)}
+        print(json.dumps({"schema_version": 1, "error": error}))
+    else:
+        print(f"error: {e}", file=sys.stderr)
+    return e.kind.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

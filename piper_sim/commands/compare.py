@@ -1,0 +1,57 @@
+"""`piper-sim compare JOB`: several schedules of one job."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ir.errors import ErrorKind, PiperError
+from ir.job import load_job
+from ir.schedules.registry import canonical
+from piper_sim.commands.output import dumps, print_json, progress, show, trace_files, write
+from piper_sim.commands.simulate import report_run
+from piper_sim.compare import SIX, compare, why
+from piper_sim.report.html import report_html
+from piper_sim.report.table import compare_cells, compare_table, memory_cells
+from piper_sim.simulate import Prediction
+
+
+def main(args: argparse.Namespace) -> int:
+    """Predict each, print them sorted; 0 even where some do not fit."""
+    names = SIX if args.schedules is None else tuple(n.strip() for n in args.schedules.split(",") if n.strip())
+    if not names:
+        raise PiperError(ErrorKind.USAGE, "no schedule named", key="--schedules", allowed="a,b,c")
+    for name in names:
+        canonical(name)
+    job = load_job(args.job, args.sets)
+    rows, found = compare(job, names)
+    title = f"{job.model.config} on {next(iter(found.values())).prepared.ranks} GPUs"
+    if args.out is not None:
+        with progress("writing the report"):
+            write(args.out, files(rows, found, title), args.force)
+    if args.json:
+        print_json({"schema_version": 1, "rows": rows})
+    else:
+        print_rows(rows, title)
+    return 0
+
+
+def print_rows(rows: list[dict[str, Any]], title: str) -> None:
+    """The table, the sentence, and what is modelled."""
+    show(compare_table(rows, title))
+    print(why(rows))
+    print("Step times, exposed communication and reserved memory are modelled from the hardware file, without interference")
+    print("between communication and compute; FLOPs, parameters and buffer sizes are exact sums over the plan.")
+
+
+def files(rows: list[dict[str, Any]], found: dict[str, Prediction], title: str) -> dict[str, bytes | str]:
+    """What --out holds: one report with every schedule, the winner's picture and trace."""
+    shown = [r["schedule"] for r in rows if r["schedule"] in found]
+    by_name = {r["schedule"]: r for r in rows}
+    runs = [report_run(found[n], by_name[n]) for n in shown]
+    tables = {"Schedules": compare_cells(rows), f"Memory of {shown[0]}": memory_cells(by_name[shown[0]]["memory"])}
+    return {
+        "compare.json": dumps({"schema_version": 1, "rows": rows}),
+        "report.html": report_html(runs, f"{title}: {why(rows)}", tables),
+        **trace_files(found[shown[0]].trace(), f"{title}, {shown[0]} (modelled)"),
+    }

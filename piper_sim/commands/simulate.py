@@ -1,0 +1,75 @@
+"""`piper-sim simulate JOB`: predict one job."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ir.job import load_job
+from ir.plan_text import plan_text
+from piper_sim.commands.output import dumps, print_json, progress, show, trace_files, width, write
+from piper_sim.report.html import ReportRun, report_html
+from piper_sim.report.table import compare_cells, compare_table, memory_cells, memory_table
+from piper_sim.report.timeline import text_timeline
+from piper_sim.simulate import Prediction, predict, simulate_object
+
+
+def main(args: argparse.Namespace) -> int:
+    """Predict, print, write; 3 where the job does not fit."""
+    job = load_job(args.job, args.sets)
+    with progress(f"simulating {args.job}"):
+        p = predict(job)
+        found = simulate_object(p)
+    if args.out is not None:
+        with progress("writing the report"):
+            write(args.out, files(p, found), args.force)
+    if args.json:
+        print_json(found)
+    else:
+        _print(p, found, args.out)
+    return 0 if found["fits"] else 3
+
+
+def files(p: Prediction, found: dict[str, Any]) -> dict[str, bytes | str]:
+    """What --out holds."""
+    trace, name = p.trace(), p.prepared.schedule
+    title = f"{p.prepared.job.model.config}, {name}, {p.prepared.ranks} GPUs (modelled)"
+    page = report_html(
+        [report_run(p, found)],
+        title,
+        {"Prediction": compare_cells([{**found, "schedule": name}]), "Memory by rank": memory_cells(found["memory"])},
+    )
+    return {
+        "simulate.json": dumps(found),
+        "plan.txt": plan_text(p.plan),
+        "report.html": page,
+        **trace_files(trace, title),
+    }
+
+
+def report_run(p: Prediction, found: dict[str, Any]) -> ReportRun:
+    """A prediction as one run of a report."""
+    facts = {
+        "step": f"{p.iteration_s:.4g} s",
+        "mfu": f"{found['mfu']:.1%}",
+        "ops simulated": found["ops"],
+        "costs": found["cost_source"],
+        "interference": found["interference_level"],
+        "plan digest": found["plan_digest"][:12],
+    }
+    return ReportRun(p.prepared.schedule, p.trace(), facts, capacity_bytes=found["memory"]["capacity_bytes"])
+
+
+def _print(p: Prediction, found: dict[str, Any], out: str | None) -> None:
+    job = p.prepared.job
+    show(compare_table([{**found, "schedule": p.prepared.schedule}], f"{job.model.config} on {p.prepared.ranks} GPUs"))
+    print()
+    print(text_timeline(p.trace(), width()))
+    print()
+    show(memory_table(found["memory"], "memory at the peak, by pipeline rank"))
+    print(f"layers per stage: {list(p.prepared.layers)}")
+    print("all times and reserved bytes are modelled from the hardware file; interference is not modelled yet")
+    if not found["fits"]:
+        print(f"does not fit: {found['reason']}")
+    if out is not None:
+        print(f"written to {out}/: report.html, timeline.png, trace.json.gz, trace.tsv, plan.txt, simulate.json")

@@ -1,0 +1,97 @@
+"""Several schedules of one job on equal devices and global batch, and why the winner wins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ir.errors import PiperError
+from ir.job import Job
+from ir.schedules.registry import canonical, default_chunks, legal_chunks
+from piper_sim.commands.output import progress
+from piper_sim.simulate import GIB, Prediction, predict, simulate_object
+
+SIX = ("1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")
+KEYS = (
+    "iteration_s tokens_per_s tokens_per_s_per_gpu model_tflops_per_gpu mfu time_breakdown bubble_fraction "
+    "exposed_comm_s fits memory ops folded host_model interference_level cost_source plan_digest cost_digest job_digest"
+).split()
+_WORDS = {
+    "exposed_ep": "exposed all-to-all",
+    "exposed_dp": "exposed data-parallel communication",
+    "exposed_pp": "exposed pipeline transfers",
+    "exposed_tp": "exposed tensor-parallel communication",
+    "exposed_cp": "exposed context-parallel communication",
+    "dependency": "waiting for other ranks",
+    "recompute": "recomputation",
+    "compute": "compute",
+    "optimizer": "the optimizer",
+}
+
+Row = dict[str, Any]
+
+
+def compare(job: Job, names: Sequence[str]) -> tuple[list[Row], dict[str, Prediction]]:
+    """Rows sorted by step time, infeasible ones last with a reason; and the predictions by schedule."""
+    rows, found = [], {}
+    for name in dict.fromkeys(canonical(n) for n in names):
+        wanted = job.schedule.stages_per_rank
+        chunks = wanted if wanted is not None and legal_chunks(name, wanted) else default_chunks(name)
+        schedule = replace(job.schedule, name=name, stages_per_rank=chunks, directives=None, builder=None, csv=None)
+        head: Row = {"schedule": name, "stages_per_rank": chunks}
+        try:
+            with progress(f"simulating {name}"):
+                p = predict(replace(job, schedule=schedule))
+                rows.append(head | simulate_object(p))
+                found[name] = p
+        except PiperError as e:
+            fix = f" ({e.suggestion})" if e.suggestion else ""
+            rows.append(head | {k: None for k in KEYS} | {"schema_version": 1, "fits": False, "reason": e.message + fix})
+    if not found:
+        raise_common(rows, job)
+    rows.sort(key=lambda r: (not r["fits"], r["iteration_s"] is None, r["iteration_s"] or 0.0))
+    return rows, found
+
+
+def raise_common(rows: list[Row], job: Job) -> None:
+    """Where no schedule could be built at all, the job itself is wrong: raise its own error."""
+    name = rows[0]["schedule"]
+    predict(replace(job, schedule=replace(job.schedule, name=name, stages_per_rank=rows[0]["stages_per_rank"])))
+
+
+def why(rows: Sequence[Row]) -> str:
+    """Why the winner wins, in one sentence with its price.
+
+    It is held against 1f1b, or against the next best where 1f1b itself wins.
+    """
+    good = [r for r in rows if r["fits"]]
+    timed = [r for r in rows if r["iteration_s"] is not None]
+    if not good:
+        least = min(timed, key=_worst_peak, default=None)
+        return "No schedule fits." + (f" {least['schedule']} comes nearest: {least['reason']}." if least else "")
+    best = good[0]
+    others = [r for r in timed if r["schedule"] != best["schedule"]]
+    if not others:
+        return f"{best['schedule']} is the only schedule that could be predicted."
+    rival = next((r for r in others if r["schedule"] == "1f1b"), min(others, key=lambda r: float(r["iteration_s"])))
+    gain = rival["iteration_s"] - best["iteration_s"]
+    a, b = _mean(best), _mean(rival)
+    saved = sorted(((b[k] - a[k], k) for k in _WORDS), reverse=True)
+    parts = [f"{_WORDS[k]} {b[k]:.2f} -> {a[k]:.2f} s" for d, k in saved[:2] if d > 0.02 * rival["iteration_s"]]
+    cause = " and ".join(parts) or "small savings everywhere"
+    price = (_worst_peak(best) - _worst_peak(rival)) / GIB
+    memory = f"{abs(price):.1f} GiB {'more' if price > 0 else 'less'} on the worst rank"
+    verb = "is faster than" if gain > 0 else "is slower than"
+    fit = "" if rival["fits"] else ", which does not fit"
+    share = abs(gain) / rival["iteration_s"]
+    return f"{best['schedule']} wins: it {verb} {rival['schedule']}{fit} by {share:.1%} because of {cause} (means over ranks); its price is {memory}."
+
+
+def _mean(row: Row) -> dict[str, float]:
+    ranks = list(row["time_breakdown"].values())
+    return {k: sum(r[k] for r in ranks) / len(ranks) for k in _WORDS}
+
+
+def _worst_peak(row: Row) -> float:
+    return float(max(row["memory"]["device_peak_bytes"].values()))

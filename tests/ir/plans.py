@@ -1,0 +1,124 @@
+"""Plans for tests: bare stages of any schedule, and a small invented mixture-of-experts model with the same orders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ir.build import model_graph, stage_graph
+from ir.directives import Directive, Replicate, Shard, apply
+from ir.filters import parse_filter
+from ir.graph import Entry, Graph
+from ir.lower import Merge, Policy, lower
+from ir.mesh import Mesh
+from ir.model.part import Chunk, Keep, Layout, Param, Part, PartWork, Saved
+from ir.ops import Pass
+from ir.plan import Plan
+from ir.schedules.registry import build
+from ir.schedules.strategy import ordering, placing
+from ir.work import CommKind, DType, Kernel, KernelKind, Message
+
+FIXED = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb1p", "zbv", "dualpipe", "dualpipev")
+WHOLE = Policy(merge=Merge.FUSED, whole_backward=True, clip=False)
+
+
+@dataclass(frozen=True)
+class InventedSource:
+    """Numbers that mean nothing but are all different, so that a wrong buffer has a wrong size."""
+
+    def work(self, entry: Entry) -> PartWork:
+        layer = entry.chunk.tags.get("L", 90)
+        size = 1000 * (1 + layer) + 10 * len(entry.part.name)
+        gemm = (Kernel(KernelKind.GEMM, 2 * size, size, DType.BF16, (8, 8, 8)),)
+        saved = (Saved("x", size + 1, Pass.W, "norm", gemm), Saved("p", size + 2, Pass.I), Saved("y", size + 3))
+        has_weights = bool(entry.part.params)
+        return PartWork(
+            forward=gemm,
+            input_grad=gemm,
+            weight_grad=gemm if has_weights else (),
+            out_bytes=size + 4,
+            saved=saved,
+            stash_bytes=size + 5 if has_weights else 0,
+            input_grad_workspace=7,
+        )
+
+    def dispatch(self, entry: Entry) -> tuple[Message, Message, int]:
+        return Message(CommKind.ALL_TO_ALL, 640, ("ep",), 2), Message(CommKind.ALL_TO_ALL, 320, ("ep",), 2), 641
+
+    def combined(self, entry: Entry) -> int:
+        return 642
+
+    def local_numel(self, param: Param, layout: Layout) -> int:
+        return param.numel // (layout.ep if param.expert else 1)
+
+    def sync_bytes(self) -> tuple[int, int]:
+        return 4, 2
+
+
+def moe_chunks(layers: int, tied: bool = False, dense: Sequence[int] = ()) -> list[Chunk]:
+    """Embedding, `layers` layers (attention and experts, or a plain mlp in `dense` ones), head."""
+    table = Param("embed.weight", (50, 4))
+    out = [Chunk("embed", (Part("embed", (), (), (table,)),))]
+    moe = 0
+    for n in range(layers):
+        attn = Part("attn", ("",), (Keep(""),), (Param(f"l{n}.attn", (30 + n, 4)),))
+        if n in dense:
+            mlp = Part("mlp", ("attn",), (Keep("attn"),), (Param(f"l{n}.mlp", (20 + n, 4)),))
+            out.append(Chunk(f"l{n}", (attn, mlp), {"L": n}))
+            continue
+        router = Part("router", ("attn",), (Keep("attn"),), (Param(f"l{n}.router", (5, 4)),))
+        experts = Part("experts", ("router",), (), (Param(f"l{n}.experts", (4, 10 + n, 4), ("ep",), True),))
+        add = Part("add", ("attn", "experts"), (Keep("experts", Pass.I),))
+        out.append(Chunk(f"l{n}", (attn, router, experts, add), {"L": n, "MOE": moe}))
+        moe += 1
+    head = table if tied else Param("head.weight", (50, 4))
+    out.append(Chunk("head", (Part("head", ("",), (Keep(""),), (head,)),)))
+    return out
+
+
+def cut(chunks: Sequence[Chunk], stages: int) -> list[list[Chunk]]:
+    """Even stretches, one per stage."""
+    edges = [round(k * len(chunks) / stages) for k in range(stages + 1)]
+    return [list(chunks[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+@lru_cache(maxsize=512)
+def stage_plan(name: str, ranks: int, mbs: int, chunks: int | None = None, policy: Policy = WHOLE) -> Plan:
+    """A schedule on bare stages."""
+    schedule = build(name, ranks, mbs, chunks)
+    graph = apply(stage_graph(schedule.stages), [*placing(schedule), ordering(schedule)])
+    return lower(graph, policy, {"schedule": schedule.name})
+
+
+@lru_cache(maxsize=512)
+def moe_graph(
+    name: str,
+    ranks: int,
+    mbs: int,
+    *,
+    zero: int = 1,
+    dp: int = 4,
+    ep: int = 2,
+    layers: int | None = None,
+    recompute: tuple[str, ...] = (),
+    tied: bool = False,
+    prefetch: int = 1,
+    bucket_MiB: float | None = None,
+) -> Graph:
+    """The model under a schedule, placed, sharded, replicated and ordered."""
+    schedule = build(name, ranks, mbs)
+    chunks = moe_chunks(max(schedule.stages - 2, 1) if layers is None else layers, tied)
+    stages = cut(chunks, schedule.stages)
+    mesh = Mesh.of(tp=1, cp=1, dp=dp, pp=ranks, ep=ep)
+    base = replace(model_graph(stages, InventedSource(), recompute), mesh=mesh, prefetch=prefetch)
+    everything = parse_filter({})
+    divide: list[Directive] = [Replicate(everything, zero, bucket_MiB)]
+    if ep > 1 and any("MOE" in c.tags for c in chunks):
+        divide.insert(0, Shard(parse_filter({"EP": "*"}), "ep"))
+    return apply(base, [*placing(schedule), *divide, ordering(schedule)])
+
+
+def moe_plan(name: str, ranks: int, mbs: int, policy: Policy = Policy(), **kwargs: object) -> Plan:
+    """Its plan."""
+    return lower(moe_graph(name, ranks, mbs, **kwargs), policy, {"schedule": name})  # type: ignore[arg-type]
