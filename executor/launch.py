@@ -181,7 +181,7 @@ def _stuck(run: _Run, now: float, began_s: float) -> tuple[int, float] | None:
     return None
 
 
-def _settle(server: ForkServer, run: _Run, grace_s: float = 1.5) -> None:
+def _settle(server: ForkServer, run: _Run, grace_s: float = 3.0) -> None:
     """After a first failure: let the others run into it, or come to wait, so that the report is complete."""
     limit = time.monotonic() + grace_s
     while run.alive and time.monotonic() < limit:
@@ -217,7 +217,7 @@ def _exit_reason(code: int) -> str:
 def _failed(run: _Run, rank: int, reason: str, records: list[Record], details: str = "") -> RankFailed:
     waiting = {}
     for r in records:
-        said = run.failure(r.rank) if r.rank in run.codes else None
+        said = run.failure(r.rank)
         if r.rank != rank and r.op and ((said and said["witness"]) or r.state is State.WAIT):
             waiting[r.rank] = r.op
     log = run.log(rank)

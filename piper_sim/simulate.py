@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -89,7 +90,7 @@ def _predict(prepared: Prepared, hardware: Hardware) -> Prediction:
 def fits(p: Prediction) -> bool:
     """Whether every rank's device peak is within the device less the margin."""
     mem = memory_object(p)
-    return max(mem["device_peak_bytes"].values()) <= _limit(mem)  # type: ignore[attr-defined]
+    return max(int(v) for v in mem["device_peak_bytes"].values()) <= _limit(mem)
 
 
 def hardware_of(job: Job) -> Hardware:
@@ -222,8 +223,8 @@ def simulate_object(p: Prediction) -> dict[str, object]:
     return out
 
 
-def _limit(mem: Mapping[str, object]) -> int:
-    return int(mem["capacity_bytes"]) - int(mem["margin_bytes"])  # type: ignore[call-overload, no-any-return]
+def _limit(mem: Mapping[str, Any]) -> int:
+    return int(mem["capacity_bytes"]) - int(mem["margin_bytes"])
 
 
 def _model_flops(p: Prediction) -> float:
@@ -234,7 +235,7 @@ def _model_flops(p: Prediction) -> float:
     return 3.0 * forward * p.prepared.mbs * (p.prepared.job.parallel.dp or 1)
 
 
-def memory_object(p: Prediction) -> dict[str, object]:
+def memory_object(p: Prediction) -> dict[str, Any]:
     """Peaks, capacity and breakdown by pipeline rank."""
     hw, m = p.hardware, p.memory
     context = context_bytes(hw, communicators(p))
@@ -259,9 +260,9 @@ def communicators(p: Prediction) -> int:
     return sum(sizes[a] > 1 for a in wanted) + (sizes["cp"] * sizes["dp"] > 1)
 
 
-def reason(p: Prediction, mem: Mapping[str, object]) -> str:
+def reason(p: Prediction, mem: Mapping[str, Any]) -> str:
     """Which rank does not fit, by how much, and what would help most."""
-    device: dict[str, int] = mem["device_peak_bytes"]  # type: ignore[assignment]
+    device: dict[str, int] = mem["device_peak_bytes"]
     rank = max(device, key=lambda r: device[r])
     over = device[rank] - _limit(mem)
     parts = p.memory.breakdown(int(rank))

@@ -19,20 +19,19 @@ def trace_of(
     post_s is when the op's stream reached it, which in simulated time is when it started.
     """
     start, end = run.start[step], run.end[step]
-    zero = float(start.min(initial=0.0)) if len(run.start) == 1 else float(start.min())
+    zero = 0.0 if len(run.start) == 1 else float(start.min())
     names = [name for _, name in plan.streams]
     stream = plan.stream
-    order = np.lexsort((np.arange(len(plan)), stream, start, plan.program))
     texts = plan.texts
     index = step % len(run.start)
     return Trace(
         header={"writer": "simulator", "clock_offset_s": 0.0, "clock_uncertainty_s": 0.0, **header},
         step=np.full(len(plan), index, dtype=np.int64),
-        rank=plan.program[order],
-        stream=[names[i] for i in stream[order].tolist()],
-        op=[texts[i] for i in order.tolist()],
-        post_s=start[order] - zero,
-        start_s=start[order] - zero,
-        end_s=end[order] - zero,
+        rank=plan.program,
+        stream=[names[i] for i in stream.tolist()],
+        op=texts,
+        post_s=start - zero,
+        start_s=start - zero,
+        end_s=end - zero,
         memory=memory,
-    )
+    ).sorted()

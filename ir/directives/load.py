@@ -95,9 +95,9 @@ def parse_strategy(value: object) -> Strategy:
 def _check_shape(i: int, d: object) -> None:
     if not isinstance(d, Mapping):
         raise _bad(f"directive {i} is no object: {d!r}", '{"op": "place", …}')
-    op = d.get("op")
+    op = str(d.get("op"))
     if op not in _KEYS:
-        raise _bad(f"directive {i}: unknown op {op!r}", ", ".join(_KEYS), nearest(str(op), _KEYS))
+        raise _bad(f"directive {i}: unknown op {op!r}", ", ".join(_KEYS), nearest(op, _KEYS))
     for key in d:
         if key != "op" and key not in _KEYS[op]:
             allowed = sorted(_KEYS[op])
@@ -116,9 +116,9 @@ def _filter(i: int, d: Mapping[str, Any]) -> Filter:
 def _devices(i: int, d: Mapping[str, Any]) -> list[int]:
     devices = d.get("devices", d.get("device"))
     good = isinstance(devices, list) and devices and all(type(x) is int and x >= 0 for x in devices)
-    if not good or len(set(devices)) < len(devices):  # type: ignore[arg-type]
+    if not good or len(set(devices)) < len(devices):
         raise _bad(f"directive {i} ({d['op']}): devices {devices!r}", "a list of distinct device numbers")
-    return list(devices)  # type: ignore[arg-type]
+    return list(devices)
 
 
 def _split(i: int, d: Mapping[str, Any]) -> Split:

@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
 def _files(out: Outcome, found: dict[str, object]) -> dict[str, bytes | str]:
     trace = out.trace()
     title = f"{out.schedule.name}, {out.schedule.ranks} ranks, {out.schedule.microbatches} microbatches"
-    facts = {k: v for k, v in found.items() if isinstance(v, str | int | float)}
+    facts: dict[str, object] = {k: v for k, v in found.items() if isinstance(v, str | int | float)}
     page = report_html([ReportRun(out.schedule.name, trace, facts)], title)
     return {"schedule.json": dumps(found), "report.html": page, **trace_files(trace, title)}
 

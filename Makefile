@@ -1,0 +1,39 @@
+# make demo: predict DeepSeek-V3 on 2,048 H800 (no GPU, no PyTorch). make test: everything that CI runs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.core
+DEV    := $(VENV)/.dev
+
+.PHONY: demo test test-all lint bench clean
+
+demo: $(STAMP)
+	$(BIN)/piper-sim demo
+
+test: $(DEV) lint
+	PIPER_EXAMPLES=2000 $(BIN)/python -m pytest -q -m "not slow"
+
+test-all: $(DEV) lint
+	PIPER_EXAMPLES=20000 $(BIN)/python -m pytest -q
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python -m experiments.engine_speed
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	touch $@
+
+$(DEV): $(STAMP) constraints-cpu.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints-cpu.txt -e '.[dev,exec]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) piper-sim-demo dist build
