@@ -220,5 +220,5 @@ class Stage:
 
     def _tidy(self, mb: int) -> None:
         flow = self._flows[mb]
-        if not (flow.units or flow.acts or flow.grads):
+        if not (flow.units or flow.acts or any(g is not None for g in flow.grads)):
             del self._flows[mb]

@@ -23,6 +23,7 @@ class Bucket:
 
     owners: groups that hold a copy. axes: mesh axes over which the ranks of one group hold the same shard.
     numel: elements on one device before ZeRO. ranks: devices that hold the shard, over axes and owners.
+    members: indices into `Graph.entries`. params: their global names, in canonical order.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Bucket:
     ranks: int
     replica: Replica
     members: tuple[int, ...]
+    params: tuple[str, ...] = ()
 
     @property
     def shard(self) -> int:
@@ -57,7 +59,7 @@ def buckets(graph: Graph) -> tuple[Bucket, ...]:
         for p in e.part.params:
             named[p.name].append(k)
     where = {(n.stage, n.part): n.groups for n in graph.nodes if n.kind is Pass.F}
-    pools: dict[_Pool, list[tuple[int, int]]] = {}
+    pools: dict[_Pool, list[tuple[int, int, str]]] = {}
     for k, e in enumerate(graph.entries):
         for p in e.part.params:
             holders = named[p.name]
@@ -67,7 +69,7 @@ def buckets(graph: Graph) -> tuple[Bucket, ...]:
             replica = graph.replicas.get(k, Replica())
             chunk = e.chunk.name if replica.zero == 3 else ""
             pool = _Pool(e.stage, chunk, p.expert, len(holders) > 1, tuple(owners), replica)
-            pools.setdefault(pool, []).append((k, graph.source.local_numel(p, e.layout)))
+            pools.setdefault(pool, []).append((k, graph.source.local_numel(p, e.layout), p.name))
     out: list[Bucket] = []
     for pool, params in pools.items():
         out += _cut(graph, graph.mesh, named, pool, params)
@@ -92,29 +94,30 @@ class _Pool:
 
 
 def _cut(
-    graph: Graph, mesh: Mesh, named: dict[str, list[int]], pool: _Pool, params: list[tuple[int, int]]
+    graph: Graph, mesh: Mesh, named: dict[str, list[int]], pool: _Pool, params: list[tuple[int, int, str]]
 ) -> list[Bucket]:
-    """One pool of (entry, elements) as buckets of at most the asked size."""
+    """One pool of (entry, elements, name) as buckets of at most the asked size."""
     axes = ("edp",) if pool.expert else ("cp", "dp")
     limit = pool.replica.bucket_bytes
     element = graph.source.sync_bytes()[0] if graph.source else 4
-    groups: list[list[tuple[int, int]]] = [[]]
+    groups: list[list[tuple[int, int, str]]] = [[]]
     filled = 0
-    for k, n in params:
+    for k, n, name in params:
         if limit is not None and groups[-1] and filled + n * element > limit:
             groups.append([])
             filled = 0
-        groups[-1].append((k, n))
+        groups[-1].append((k, n, name))
         filled += n * element
     # Per-microbatch reductions (ZeRO-2, 3) stay inside a group; copies on other groups meet once, at the step's end.
     ranks = mesh.size(axes) * (len(pool.owners) if pool.replica.zero < 2 else 1)
     out = []
     for i, group in enumerate(groups):
-        firsts = {k for k, _ in group}
+        firsts = {k for k, _, _ in group}
         members = {j for k in firsts for p in graph.entries[k].part.params for j in named[p.name]} | firsts
-        name = pool.label if len(groups) == 1 else f"{pool.label}.{i}"
-        numel = sum(n for _, n in group)
-        out.append(Bucket(name, pool.stage, pool.owners, axes, numel, ranks, pool.replica, tuple(sorted(members))))
+        label = pool.label if len(groups) == 1 else f"{pool.label}.{i}"
+        numel, names = sum(n for _, n, _ in group), tuple(name for _, _, name in group)
+        held = tuple(sorted(members))
+        out.append(Bucket(label, pool.stage, pool.owners, axes, numel, ranks, pool.replica, held, names))
     return out
 
 

@@ -1,0 +1,46 @@
+"""`piper-sim run JOB -n N`: execute the plan that simulate judges."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ir.job import load_job
+from ir.plan_text import plan_digest, plan_text
+from piper_sim.commands.output import dumps, print_json, progress, trace_files, width, write
+from piper_sim.report.timeline import text_timeline
+from piper_sim.simulate import predict
+
+
+def main(args: argparse.Namespace, executor: Any) -> int:
+    """Build the plan, launch it, print losses and where the time went."""
+    job = load_job(args.job, args.sets)
+    p = predict(job)
+    digest = plan_digest(p.plan)
+    out = None if args.out is None else Path(args.out)
+    with progress(f"running {args.steps} step(s) on {args.ranks} processes"):
+        found, trace = executor.run(
+            p.prepared,
+            digest,
+            args.job,
+            args.sets,
+            ranks=args.ranks,
+            steps=args.steps,
+            backend=args.backend,
+            watchdog_s=args.watchdog,
+            out=out,
+        )
+    if out is not None:
+        title = f"{job.model.config}, {p.prepared.schedule}, {args.ranks} ranks (measured)"
+        found["trace"] = str(out / "trace.tsv")
+        files = {"run.json": dumps(found), "plan.txt": plan_text(p.plan), **trace_files(trace, title)}
+        write(args.out, files, args.force)
+    if args.json:
+        print_json(found)
+        return 0
+    print(text_timeline(trace, width()))
+    for step, (loss, norm) in enumerate(zip(found["losses"], found["grad_norms"], strict=True)):
+        print(f"step {step}: loss {loss:.6f}, gradient norm {norm:.6f}")
+    print(f"{found['iteration_s']:.4f} s per step (median) on {found['ranks']} ranks; plan {digest[:12]}")
+    return 0
