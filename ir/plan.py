@@ -89,7 +89,8 @@ class Buffers:
 
     node, slot, mb: what it is called after; node = -1: after the communication op in row `slot` (a received or
     gathered copy, a gradient bucket). alloc, free: op rows, free = -1 where it lives to the step's end.
-    alloc_cover, free_cover: index into the op's covers.
+    alloc_cover, free_cover: index into the op's covers; free_cover = AT_START where no cover reads the buffer, and the
+    op's waits prove its readers done: it is freed before the op runs.
     """
 
     node: IntArray
@@ -107,6 +108,7 @@ class Buffers:
 
 
 CATEGORIES = ("activations", "buffers")
+AT_START = -1
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,7 +99,7 @@ class Outcome:
     def trace(self) -> Trace:
         """Rows in the times' unit."""
         scaled = Run(self.run.start * self.scale, self.run.end * self.scale)
-        return trace_of(self.plan, scaled, {"unit": "as given"})
+        return trace_of(self.plan, scaled, {"unit": ""})
 
 
 def run_schedule(

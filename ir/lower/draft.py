@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,8 +11,9 @@ from ir.graph import Graph, Span, illegal
 from ir.lower.policy import Policy
 from ir.lower.template import Key, Templates
 from ir.order import IntArray, Order
-from ir.plan import OpKind, Shape
+from ir.plan import Shape
 
+Edges = tuple[IntArray, IntArray, IntArray, IntArray]  # edge, microbatch, writer row, reader row
 STEP = 8  # distance of neighbouring base rows in sort keys, so that others fit between
 
 
@@ -119,10 +121,10 @@ def stage_homes(graph: Graph, cls: IntArray) -> dict[tuple[int, int], int]:
     return home
 
 
-def stamp(graph: Graph, policy: Policy, orders: dict[int, Order], cuts: frozenset[int]) -> Draft:
+def stamp(graph: Graph, policy: Policy, orders: dict[int, Order], weights: Mapping[int, frozenset[str]]) -> Draft:
     """Base rows: every unit of every order replaced by its template."""
     cls = classes(graph)
-    templates = Templates(graph, policy, stage_homes(graph, cls), cuts)
+    templates = Templates(graph, policy, stage_homes(graph, cls), weights)
     parts = [_program(p, orders[p], cls, templates) for p in sorted(orders)]
     column = [np.concatenate(c) for c in zip(*parts, strict=True)]
     start = np.concatenate([[0], np.cumsum([len(p[0]) for p in parts])]).astype(np.int64)

@@ -4,142 +4,121 @@ from __future__ import annotations
 
 import numpy as np
 
-from ir.graph import Category
-from ir.lower.draft import Draft, producers
-from ir.lower.waits import running_max
+from ir.lower.draft import Draft, Edges, producers
+from ir.lower.waits import running_max, segments
 from ir.order import BoolArray, IntArray
-from ir.plan import CATEGORIES, OpKind
+from ir.plan import AT_START, CATEGORIES, OpKind
 
-NEVER = -1
+NEVER = 2**40  # a row behind all others
 
 
-def node_buffers(draft: Draft, edges: tuple[IntArray, IntArray, IntArray, IntArray]) -> None:
-    """Add every buffer that microbatch nodes write or receive, with the row that frees it.
+def node_buffers(draft: Draft, edges: Edges) -> None:
+    """Add every buffer that microbatch nodes write or receive, with the op and cover that frees it.
 
-    Free positions and the waits they need: a compute reader frees at itself; a collective's input at the first
-    compute op that reads its output; a sent buffer at the first op that consumes what the peer sent after it had
-    consumed ours (and that op then waits for the send); without such an answer, at the step's end.
+    Proofs that a reader is done: a compute op, itself; a collective, the first compute op that waits for it; a send,
+    the first op that consumes what the peer sent after it had consumed ours (that op then waits for the send). A buffer
+    dies at the last of its readers' proofs, one that nobody reads where it was written; without proof it stays.
     """
-    edge, mb, writer, reader = edges
-    g = draft.graph
-    slots = [(n, s) for n, node in enumerate(g.nodes) if not node.once for s, b in enumerate(node.writes) if b.bytes > 0]
-    if not slots:
+    table = _Slots(draft)
+    if not table.count:
         return
-    index = np.full((len(g.nodes), 1 + max(s for _, s in slots)), -1, dtype=np.int64)
-    for k, (n, s) in enumerate(slots):
-        index[n, s] = k
-    mbs = g.mbs
-    node = np.repeat(np.array([n for n, _ in slots], dtype=np.int64), mbs)
-    slot = np.repeat(np.array([s for _, s in slots], dtype=np.int64), mbs)
-    all_mb = np.tile(np.arange(mbs), len(slots))
-    alloc = draft.inst[node, all_mb]
-    size = np.array([g.nodes[n].writes[s].bytes for n, s in slots], dtype=np.int64)
-    category = np.array([_category(g.nodes[n].writes[s].category) for n, s in slots], dtype=np.int64)
-    of = index[np.array([e.src for e in g.edges], np.int64)[edge], np.array([e.slot for e in g.edges], np.int64)[edge]]
-    counted = of >= 0
-    dst = np.array([e.dst for e in g.edges], dtype=np.int64)[edge]
-    remote = draft.kinds()[writer] == OpKind.RECV
-    send_of = _send_of_receive(draft)
-    proof = _proofs(draft)
-    n_local = len(node)
-    recv_ids, recv_at = np.unique(writer[counted & remote], return_inverse=True)
-    buffer = np.where(remote, 0, of * mbs + mb)
-    buffer[counted & remote] = n_local + recv_at
-    reader_pos, reader_cover = _reader_position(draft, reader, dst, mb, proof)
-    total = n_local + len(recv_ids)
-    last = np.full(total, -1, dtype=np.int64)
-    forever: BoolArray = np.zeros(total, dtype=bool)
-    b, r = buffer[counted], reader_pos[counted]
-    np.maximum.at(last, b, r)
-    forever[b[r == NEVER]] = True
-    sent = np.flatnonzero(counted & remote)
-    send = send_of[writer[sent]]
-    np.maximum.at(last, of[sent] * mbs + mb[sent], proof[send])
-    forever[(of[sent] * mbs + mb[sent])[proof[send] == NEVER]] = True
-    has = proof[send] != NEVER
-    if has.any():
-        pairs = np.unique(np.stack([proof[send][has], send[has]]), axis=1)
-        draft.wait(pairs[0], pairs[1])
-    cover = np.zeros(total, dtype=np.int64)
-    at_last = r == last[b]
-    np.maximum.at(cover, b[at_last], reader_cover[counted][at_last])
-    alloc_all = np.concatenate([alloc, recv_ids])
-    alloc_cover = np.concatenate([draft.cover[node, all_mb], np.zeros(len(recv_ids), np.int64)])
-    unread = (last < 0) & ~forever
-    last[unread], cover[unread] = alloc_all[unread], alloc_cover[unread]
-    last[forever] = NEVER
-    first_edge = np.zeros(len(recv_ids), dtype=np.int64)
-    first_edge[recv_at] = of[counted & remote]
+    edge, mb, writer, reader = edges
+    g, kinds = draft.graph, draft.kinds()
+    src, dst, slot = (np.array([getattr(e, k) for e in g.edges], np.int64)[edge] for k in ("src", "dst", "slot"))
+    of = table.index[src, slot]
+    some = np.flatnonzero(of >= 0)
+    of, mb, writer, reader, dst = of[some], mb[some], writer[some], reader[some], dst[some]
+    done = proofs(draft)
+    remote = kinds[writer] == OpKind.RECV
+    received, which = np.unique(writer[remote], return_inverse=True)
+    read = of * g.mbs + mb
+    send_of = np.zeros(len(draft.rows), dtype=np.int64)
+    send_of[draft.messages[1]] = draft.messages[0]
+    sent, send = read[remote], send_of[writer[remote]]
+    read[remote] = table.count + which
+
+    direct = kinds[reader] == OpKind.COMPUTE
+    scale = 2 + int(draft.cover.max(initial=0))  # one number per (row, cover), so that the last is a maximum
+    alloc = np.concatenate([draft.inst[table.node, table.mb], received])
+    alloc_cover = np.concatenate([draft.cover[table.node, table.mb], np.zeros(len(received), np.int64)])
+    last = alloc * scale + alloc_cover + 1
+    cover = np.where(direct, draft.cover[dst, mb], AT_START)
+    np.maximum.at(last, read, np.where(direct, reader, done[reader]) * scale + cover + 1)
+    np.maximum.at(last, sent, done[send] * scale + AT_START + 1)
+    row = last // scale
+    known = np.flatnonzero(done[send] < NEVER)
+    draft.wait(done[send[known]], send[known])
+    free = np.where(row < NEVER, row, -1)
+    carried = np.zeros(len(received), dtype=np.int64)
+    carried[which] = of[remote]
     draft.buffers.append(
         dict(
-            node=np.concatenate([node, np.full(len(recv_ids), -1)]),
-            slot=np.concatenate([slot, recv_ids]),
-            mb=np.concatenate([all_mb, draft.rows.mb[recv_ids]]),
-            bytes=np.concatenate([np.repeat(size, mbs), size[first_edge]]),
-            alloc=alloc_all,
+            node=np.concatenate([table.node, np.full(len(received), -1)]),
+            slot=np.concatenate([table.slot, received]),
+            mb=np.concatenate([table.mb, draft.rows.mb[received]]),
+            bytes=np.concatenate([table.bytes[np.arange(table.count) // g.mbs], table.bytes[carried]]),
+            alloc=alloc,
             alloc_cover=alloc_cover,
-            free=last,
-            free_cover=cover,
-            category=np.concatenate([np.repeat(category, mbs), np.full(len(recv_ids), CATEGORIES.index("buffers"))]),
+            free=free,
+            free_cover=np.where(free >= 0, last % scale - 1, 0),
+            category=np.concatenate([table.category, np.full(len(received), CATEGORIES.index("buffers"))]),
         )
     )
 
 
-def _category(category: Category) -> int:
-    return CATEGORIES.index(str(category))
+class _Slots:
+    """Every (node, slot, microbatch) whose buffer has a size. `index[node, slot]` numbers the slots, -1 for the others."""
+
+    def __init__(self, draft: Draft) -> None:
+        g = draft.graph
+        slots = [
+            (n, s, b) for n, node in enumerate(g.nodes) if not node.once for s, b in enumerate(node.writes) if b.bytes > 0
+        ]
+        self.count = len(slots) * g.mbs
+        self.bytes = np.array([b.bytes for _, _, b in slots], dtype=np.int64)
+        self.node = np.repeat(np.array([n for n, _, _ in slots], dtype=np.int64), g.mbs)
+        self.slot = np.repeat(np.array([s for _, s, _ in slots], dtype=np.int64), g.mbs)
+        kind = np.array([CATEGORIES.index(str(b.category)) for _, _, b in slots], dtype=np.int64)
+        self.category = np.repeat(kind, g.mbs)
+        self.mb = np.tile(np.arange(g.mbs), len(slots))
+        self.index = np.full((len(g.nodes), 1 + max((len(n.writes) for n in g.nodes), default=0)), -1, dtype=np.int64)
+        for k, (n, s, _) in enumerate(slots):
+            self.index[n, s] = k
 
 
-def _reader_position(
-    draft: Draft, reader: IntArray, dst: IntArray, mb: IntArray, proof: IntArray
-) -> tuple[IntArray, IntArray]:
-    """The compute row at which each reading edge is proven done, and the cover within it."""
-    collective = draft.kinds()[reader] == OpKind.COLLECTIVE
-    row = reader.copy()
-    cover = draft.cover[dst, mb]
-    if collective.any():
-        row[collective] = first_consumer(draft)[reader[collective]]
-        cover = np.where(collective, 0, cover)
-    return row, cover
-
-
-def first_consumer(draft: Draft) -> IntArray:
-    """For each collective row, the first compute row that waits for it, NEVER if none does."""
-    out = np.full(len(draft.rows), np.iinfo(np.int64).max)
+def proofs(draft: Draft) -> IntArray:
+    """For each collective and send: the first compute row whose waits prove it ended; NEVER if there is none."""
+    out = np.full(len(draft.rows), NEVER, dtype=np.int64)
     kinds = draft.kinds()
     for row, on in draft.waits:
         sel = (kinds[row] == OpKind.COMPUTE) & (kinds[on] == OpKind.COLLECTIVE)
         np.minimum.at(out, on[sel], row[sel])
-    out[out == np.iinfo(np.int64).max] = NEVER
+    send, _ = draft.messages
+    if len(send):
+        producer = producers(draft, send)
+        out[send] = _answers(draft, producer, out, kinds == OpKind.COMPUTE)
+        # A collective whose result only leaves: the send waited for it.
+        only = (kinds[producer] == OpKind.COLLECTIVE) & (out[producer] == NEVER) & (out[send] < NEVER)
+        np.minimum.at(out, producer[only], out[send[only]])
+        draft.wait(out[producer[only]], producer[only])
     return out
 
 
-def _send_of_receive(draft: Draft) -> IntArray:
-    out = np.full(len(draft.rows), -1, dtype=np.int64)
-    send, recv = draft.messages
-    out[recv] = send
-    return out
-
-
-def _proofs(draft: Draft) -> IntArray:
-    """For each send row: the first row here that consumes what the peer produced after consuming our message."""
-    out = np.full(len(draft.rows), NEVER, dtype=np.int64)
-    send, recv = draft.messages
-    if not len(send):
-        return out
+def _answers(draft: Draft, producer: IntArray, done: IntArray, compute: BoolArray) -> IntArray:
+    """For each send: the first compute row here that consumes what the peer produced after consuming our message."""
     rows = draft.rows
+    send, recv = draft.messages
     programs = len(draft.start) - 1
-    consumer = draft.recv_of
+    consumer = np.where(compute[draft.recv_of], draft.recv_of, done[draft.recv_of])
     there, here = rows.program[recv], rows.program[send]
-    producer = producers(draft, send)
-    channel = here * programs + there
-    back = there * programs + here
+    channel, back = here * programs + there, there * programs + here
     by = np.lexsort((producer, channel))
-    segment = np.cumsum(np.concatenate([[0], (np.diff(channel[by]) != 0).astype(np.int64)]))
+    segment = segments(channel[by])
     earliest = -running_max(-consumer[by][::-1], segment[-1] - segment[::-1])[::-1]
     wide = len(rows) + 1
-    sorted_key = channel[by] * wide + producer[by]
-    at = np.searchsorted(sorted_key, back * wide + consumer)
-    ok = at < len(by)
+    at = np.searchsorted(channel[by] * wide + producer[by], back * wide + np.minimum(consumer, wide - 1))
+    ok = (at < len(by)) & (consumer < NEVER)
     ok[ok] = channel[by][at[ok]] == back[ok]
-    out[send[ok]] = earliest[at[ok]]
+    out = np.full(len(send), NEVER, dtype=np.int64)
+    out[ok] = earliest[at[ok]]
     return out

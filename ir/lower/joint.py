@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from ir.lower.draft import STEP, Draft, producers
+from ir.lower.draft import STEP, Draft, Edges, producers
+from ir.lower.policy import P2P
 from ir.lower.waits import running_max, segments
 from ir.order import IntArray
 from ir.plan import OpKind
 
 
-def joint_order(draft: Draft, edges: tuple[IntArray, IntArray, IntArray, IntArray]) -> None:
-    """Put every program's transfers and cross-program reductions where the joint order wants them.
+def joint_order(draft: Draft, edges: Edges) -> None:
+    """Put reductions between programs, and transfers where they share one queue, where the joint order wants them.
 
     edges: (edge, microbatch, writer or receive, reader) of every data edge. In one dry run over all programs each base
     row takes one unit of time, in its program's order. A transfer stands at its producer's end, a reduction at the end
     of its last contribution over all members. A send stays behind its producer; a reduction stands where its time
     comes; a receive stands before the earliest of its consumer and whatever is behind it in the queue.
+    Reductions need this even where transfers have channels, if compute waits for others on their stream (ZeRO-2, 3).
     """
+    met = [r for r in draft.reductions if len(r[0]) > 1]
+    single = draft.policy.p2p is P2P.SINGLE
+    none = np.zeros(0, dtype=np.int64)
+    send, recv = draft.messages if single else (none, none)
+    if not met and not len(send):
+        return
     rows = draft.rows
-    send, recv = draft.messages
     end = dry_run(draft, edges)
-    met = list(draft.reductions)
     producer = producers(draft, send)
     time = np.concatenate([end[producer], [_latest(end, last) for _, last in met]]).astype(np.int64)
     kind = np.concatenate([np.zeros(len(send), np.int64), np.ones(len(met), np.int64)])
@@ -34,22 +40,22 @@ def joint_order(draft: Draft, edges: tuple[IntArray, IntArray, IntArray, IntArra
     member = np.array([r for m, _ in met for r in m], dtype=np.int64)
     meeting = np.repeat(np.arange(len(met)) + len(send), [len(m) for m, _ in met]).astype(np.int64)
     at = _position(draft, end, rows.program[member], time[meeting])
+    rows.key[member] = at * STEP - STEP // 2
+    rows.sub[member] = rank[meeting]
+    if not single:
+        return
     item = np.concatenate([np.arange(len(send)), np.arange(len(send)), meeting])
     row = np.concatenate([send, recv, member])
     position = np.concatenate([draft.local(send), draft.local(draft.recv_of), at])
-    movable = np.concatenate([np.zeros(len(send), bool), np.ones(len(recv), bool), np.zeros(len(member), bool)])
     order = np.lexsort((rank[item], rows.program[row]))
     segment = segments(rows.program[row][order])
-    late = -running_max(-position[order][::-1], segment[-1] - segment[::-1])[::-1] if len(order) else position
-    moved = movable[order]
-    target = row[order]
-    rows.key[target[moved]] = late[moved] * STEP - STEP // 2
-    rows.key[member] = at * STEP - STEP // 2
-    loose = np.concatenate([recv, member])
-    rows.sub[loose] = rank[np.concatenate([np.arange(len(recv)), meeting])]
+    late = np.empty(len(row), dtype=np.int64)
+    late[order] = -running_max(-position[order][::-1], segment[-1] - segment[::-1])[::-1]
+    rows.key[recv] = late[len(send) : len(send) + len(recv)] * STEP - STEP // 2
+    rows.sub[recv] = rank[: len(recv)]
 
 
-def dry_run(draft: Draft, edges: tuple[IntArray, IntArray, IntArray, IntArray]) -> IntArray:
+def dry_run(draft: Draft, edges: Edges) -> IntArray:
     """End of each base row, every one but sends taking one unit. Rows that never come up end behind all others."""
     edge, mb, source, reader = edges
     far = np.flatnonzero(draft.kinds()[source] == OpKind.RECV)

@@ -15,7 +15,7 @@ from ir.lower.once import collective_ids, once_rows
 from ir.lower.policy import P2P, Policy
 from ir.lower.transfers import transfers
 from ir.lower.waits import strongest
-from ir.lower.zero import cut_nodes, zero_rows
+from ir.lower.zero import per_microbatch, weights_of, zero_rows
 from ir.order import IntArray, Order
 from ir.plan import Buffers, Csr, OpKind, Plan
 from ir.sync import buckets, with_sync
@@ -40,12 +40,12 @@ def lower(graph: Graph, policy: Policy | None = None, header: Mapping[str, str] 
     found = buckets(graph)
     full = with_sync(graph, policy.clip, found)
     check(full)
-    draft = stamp(full, policy, _orders(graph), cut_nodes(full, found))
+    draft = stamp(full, policy, _orders(graph), weights_of(full, found))
     edges = transfers(draft)
     _after_producers(draft)
     once_rows(draft)
     zero_rows(draft, found)
-    if policy.p2p is P2P.SINGLE:
+    if policy.p2p is P2P.SINGLE or per_microbatch(found):
         joint_order(draft, edges)
     if policy.p2p is not P2P.USE:
         _after_dispatched(draft)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ir.graph import COMPUTE, Graph, illegal
@@ -14,6 +15,8 @@ from ir.plan import OpKind, Shape
 
 Members = tuple[tuple[int, int], ...]  # (stage, token)
 TemplateRow = tuple[int, int, int]  # shape, member of mb, member of mb2 (-1: none)
+Homes = Mapping[tuple[int, int], int]  # (stage, microbatch class) -> program
+Weights = Mapping[int, frozenset[str]]  # node -> the gathered buckets it reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +31,8 @@ class Key:
 class Templates:
     """Builds templates and the shapes they share. `home[stage][class]` is the program of a stage's microbatch class."""
 
-    def __init__(self, graph: Graph, policy: Policy, home: dict[tuple[int, int], int], cuts: frozenset[int]) -> None:
-        self.graph, self.policy, self.home, self.cuts = graph, policy, home, cuts
+    def __init__(self, graph: Graph, policy: Policy, home: Homes, weights: Weights) -> None:
+        self.graph, self.policy, self.home, self.weights = graph, policy, home, weights
         self.sequences = Sequences(graph)
         self.shapes: list[Shape] = []
         self._shape_at: dict[tuple[str, str, int], int] = {}
@@ -70,7 +73,7 @@ class Templates:
                 close()
                 rows.append((self._shape(_collective(self.graph, node)), member, -1))
             else:
-                if run and not fused and not self._joins(run[-1], (node, member)):
+                if run and not fused and not self._joins(run, (node, member)):
                     close()
                 run.append((node, member))
             sends = self._sends(key, node, member)
@@ -83,11 +86,15 @@ class Templates:
         close()
         return rows
 
-    def _joins(self, last: Item, new: Item) -> bool:
-        a, b = self.graph.nodes[last[0]], self.graph.nodes[new[0]]
-        forward = (a.kind is Pass.F, b.kind is Pass.F)
-        apart = new[0] in self.cuts or new[0] in self._waiting
-        return last[1] == new[1] and a.stage == b.stage and forward[0] == forward[1] and not apart
+    def _joins(self, run: list[Item], new: Item) -> bool:
+        last, node = run[-1], new[0]
+        a, b = self.graph.nodes[last[0]], self.graph.nodes[node]
+        if last[1] != new[1] or a.stage != b.stage or (a.kind is Pass.F) != (b.kind is Pass.F) or node in self._waiting:
+            return False
+        weights = self.weights.get(node)  # none: it may run with any; else only with its own
+        return weights is None or (all(weights == self.weights.get(n, weights) for n, _ in run) and any(
+            n in self.weights for n, _ in run
+        ))
 
     def _compute(self, key: Key, run: list[Item], fused: bool) -> TemplateRow:
         if not fused:

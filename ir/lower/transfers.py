@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from ir.graph import illegal
-from ir.lower.draft import STEP, Draft
+from ir.lower.draft import STEP, Draft, Edges
 from ir.lower.policy import P2P
 from ir.lower.waits import running_max, segments
 from ir.order import IntArray
 from ir.plan import OpKind, Shape
 
 
-def data_edges(draft: Draft) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def data_edges(draft: Draft) -> Edges:
     """(edge, mb, writer row, reader row) of every data edge's instances. Refuses an order that leaves actions out."""
     g = draft.graph
     index = np.array(
@@ -31,7 +31,7 @@ def data_edges(draft: Draft) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     return np.repeat(index, g.mbs), mb.ravel(), a.ravel(), b.ravel()
 
 
-def transfers(draft: Draft) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def transfers(draft: Draft) -> Edges:
     """Add receives and all local waits for data; returns `data_edges` with remote writers replaced by receives."""
     edge, mb, a, b = data_edges(draft)
     rows = draft.rows

@@ -1,152 +1,217 @@
-"""ZeRO-2 and ZeRO-3 needs: how many gathers and reductions there are depends on the final order, so they are born here."""
+"""ZeRO-2 and ZeRO-3 needs: how many gathers and reductions there are depends on the final order: they are born here."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from ir.graph import COMPUTE, Graph, Once
 from ir.lower.draft import STEP, Draft
 from ir.ops import Pass
-from ir.plan import CATEGORIES, OpKind, Shape
+from ir.order import IntArray
+from ir.plan import AT_START, CATEGORIES, OpKind, Shape
 from ir.sync import Bucket
 from ir.work import CommKind, Message
 
 
-def cut_nodes(graph: Graph, found: tuple[Bucket, ...]) -> frozenset[int]:
-    """Nodes before which compute must not coalesce: where a ZeRO-3 chunk begins, its weights must have arrived."""
-    gathered = [b for b in found if b.replica.zero == 3 and b.ranks > 1]
-    if not gathered:
-        return frozenset()
-    chunk = {(graph.entries[k].stage, graph.entries[k].name): b.key for b in gathered for k in b.members}
-    cuts = set()
-    before: dict[tuple[int, object], str | None] = {}
-    for i, n in enumerate(graph.nodes):
-        if isinstance(n.kind, Pass) and n.stream == COMPUTE:
-            direction = n.kind is Pass.F
-            mine = chunk.get((n.stage, n.part))
-            if before.get((n.stage, direction)) != mine:
-                cuts.add(i)
-            before[n.stage, direction] = mine
-    return frozenset(cuts)
+def per_microbatch(found: tuple[Bucket, ...]) -> list[Bucket]:
+    """Buckets whose gradients are reduced after each microbatch."""
+    return [b for b in found if b.replica.zero >= 2 and b.ranks > 1]
+
+
+def reduction_shape(b: Bucket, element: int) -> Shape:
+    """A microbatch's reduction of a bucket: `2RS3/dense`."""
+    message = Message(CommKind.REDUCE_SCATTER, b.shard * b.ranks * element, b.axes)
+    return Shape(OpKind.COLLECTIVE, b.replica.reduce_stream, f"{b.stage}RS*/{b.name}", message=message)
+
+
+def gather_shape(b: Bucket, way: str, again: int, element: int) -> Shape:
+    """A gather of a bucket's weights for a pass of a microbatch: `2AG_F3/l7.dense`; the same once more: `…/l7.dense+1`."""
+    message = Message(CommKind.ALL_GATHER, b.shard * b.ranks * element, b.axes)
+    text = f"{b.stage}AG_{way}*/{b.name}" + (f"+{again}" if again else "")
+    return Shape(OpKind.COLLECTIVE, b.replica.gather_stream, text, message=message)
+
+
+def part_nodes(graph: Graph, b: Bucket, passes: frozenset[Pass] = frozenset(Pass)) -> list[int]:
+    """The compute nodes of the parts that hold a bucket's parameters."""
+    parts = {(graph.entries[k].stage, graph.entries[k].name) for k in b.members}
+    nodes = enumerate(graph.nodes)
+    return [i for i, n in nodes if n.kind in passes and n.stream == COMPUTE and (n.stage, n.part) in parts]
+
+
+def gathered(graph: Graph, found: tuple[Bucket, ...]) -> dict[int, list[Bucket]]:
+    """The ZeRO-3 buckets that each compute node reads its weights from."""
+    out: dict[int, list[Bucket]] = defaultdict(list)
+    for b in per_microbatch(found):
+        if b.replica.zero == 3:
+            for i in part_nodes(graph, b):
+                out[i].append(b)
+    return out
+
+
+def weights_of(graph: Graph, found: tuple[Bucket, ...]) -> Mapping[int, frozenset[str]]:
+    """The same by name. An op holds nodes of equal weights only, so that it waits for no gather but its own."""
+    return {i: frozenset(b.key for b in bs) for i, bs in gathered(graph, found).items()}
 
 
 def zero_rows(draft: Draft, found: tuple[Bucket, ...]) -> None:
     """Add the reductions after each microbatch's W (zero >= 2) and the gathers before each use (zero 3)."""
-    sharded = [b for b in found if b.replica.zero >= 2 and b.ranks > 1]
+    sharded = per_microbatch(found)
     if not sharded or draft.graph.source is None:
         return
     reduce_bytes, gather_bytes = draft.graph.source.sync_bytes()
-    tail: dict[int, list[int]] = defaultdict(list)
+    nodes = draft.graph.nodes
+    after: dict[int, list[tuple[int, Bucket | None]]] = defaultdict(list)
+    updates: dict[int, int] = {}
+    for (i, p), row in draft.once_rows.items():
+        if nodes[i].kind is Once.UPDATE:
+            updates[p] = row
+        if nodes[i].kind in (Once.NORM, Once.UPDATE):
+            after[p].append((row, None))
+        elif nodes[i].kind is Once.ALL_REDUCE:
+            after[p] += [(row, b) for b in sharded if (b.stage, b.name) == (nodes[i].stage, nodes[i].part)]
     for b in sharded:
-        _reductions(draft, b, reduce_bytes, tail)
-    gathered = [b for b in sharded if b.replica.zero == 3]
-    for p in range(len(draft.start) - 1):
-        _gathers(draft, p, [b for b in gathered if p in b.owners], gather_bytes)
-    for p, rows in tail.items():
-        for (node, program), row in draft.once_rows.items():
-            if program == p and draft.graph.nodes[node].kind in (Once.NORM, Once.UPDATE):
-                draft.wait(np.full(len(rows), row), np.array(rows, dtype=np.int64))
+        for p in b.owners:
+            made = _reductions(draft, b, p, reduce_bytes, updates[p])
+            for row, only in after[p]:
+                if only in (None, b):
+                    draft.wait(np.full(len(made), row), made)
+    users = gathered(draft.graph, found)
+    if users:
+        for p in range(len(draft.start) - 1):
+            _Gathers(draft, p, users, gather_bytes).run()
 
 
-def _weight_nodes(draft: Draft, b: Bucket) -> list[int]:
-    parts = {(draft.graph.entries[k].stage, draft.graph.entries[k].name) for k in b.members}
-    return [i for i, n in enumerate(draft.graph.nodes) if n.kind is Pass.W and (n.stage, n.part) in parts]
+def _reductions(draft: Draft, b: Bucket, p: int, element: int, update: int) -> IntArray:
+    """One reduce-scatter per microbatch, behind the bucket's last W here; its whole gradient lives from the first W on.
 
-
-def _reductions(draft: Draft, b: Bucket, element: int, tail: dict[int, list[int]]) -> None:
-    """One reduce-scatter per microbatch, behind the bucket's last W; its full-size gradient lives from W to there."""
+    The next microbatch's W waits for the reduction, so that one whole gradient is alive, not two.
+    """
     rows = draft.rows
-    ws = _weight_nodes(draft, b)
-    if not ws:
-        return
+    ws = np.array(part_nodes(draft.graph, b, frozenset({Pass.W})), dtype=np.int64)
     inst = draft.inst[ws]
-    first, last = inst.min(axis=0), inst.max(axis=0)
-    message = Message(CommKind.REDUCE_SCATTER, b.shard * b.ranks * element, b.axes)
-    shape = draft.shape(Shape(OpKind.COLLECTIVE, b.replica.reduce_stream, f"{b.stage}RS*/{b.name}", message=message))
-    mbs = np.arange(draft.graph.mbs)
-    order = np.lexsort((last, rows.program[last]))
-    mbs, first, last = mbs[order], first[order], last[order]
+    mine = rows.program[inst] == p
+    mbs = np.flatnonzero(mine.any(axis=0))
+    if not len(mbs):
+        return mbs
+    first = np.where(mine, inst, np.iinfo(np.int64).max)[:, mbs]
+    last = np.where(mine, inst, -1)[:, mbs].max(axis=0)
+    opener = ws[first.argmin(axis=0)]
+    by = np.argsort(last, kind="stable")
+    mbs, first, last, opener = mbs[by], first.min(axis=0)[by], last[by], opener[by]
+    shape = draft.shape(reduction_shape(b, element))
+    one = np.ones(len(mbs), dtype=np.int64)
     key = draft.local(last) * STEP + STEP // 2 - 1
-    ids = rows.extend(program=rows.program[last], shape=np.full(len(mbs), shape), mb=mbs, key=key, sub=np.arange(len(mbs)))
+    ids = rows.extend(program=one * p, shape=one * shape, mb=mbs, key=key, sub=np.arange(len(mbs)))
     draft.wait(ids, last)
-    for p in b.owners:
-        mine = np.flatnonzero(rows.program[last] == p)
-        tail[p] += ids[mine].tolist()
-        free = np.full(len(mine), -1, dtype=np.int64)
-        free[:-1] = first[mine[1:]]  # the next microbatch's W reuses the bucket, and waits for its reduction
-        draft.wait(free[:-1], ids[mine[:-1]])
-        update = next(r for (n, q), r in draft.once_rows.items() if q == p and draft.graph.nodes[n].kind is Once.UPDATE)
-        free[-1:] = update
-        _buffer(draft, alloc=first[mine], name=ids[mine], free=free, size=b.numel * element)
+    begins = np.sort(first)
+    at = np.searchsorted(begins, last, side="right")
+    free = np.where(at < len(begins), begins[np.minimum(at, len(begins) - 1)], update)
+    draft.wait(free, ids)
+    alloc_cover = draft.cover[opener, mbs]
+    _buffers(
+        draft,
+        alloc=first,
+        alloc_cover=alloc_cover,
+        name=ids,
+        free=free,
+        free_cover=one * AT_START,
+        size=b.numel * element,
+    )
+    return ids
 
 
-def _gathers(draft: Draft, p: int, found: list[Bucket], element: int) -> None:
-    """Gathers of one program: a bucket stays until `prefetch + 1` others have pushed it out."""
-    if not found:
-        return
-    graph, rows = draft.graph, draft.rows
-    of: dict[int, list[Bucket]] = defaultdict(list)
-    for b in found:
-        parts = {(graph.entries[k].stage, graph.entries[k].name) for k in b.members}
-        for i, n in enumerate(graph.nodes):
-            if isinstance(n.kind, Pass) and n.stream == COMPUTE and (n.stage, n.part) in parts:
-                of[i].append(b)
-    uses: list[tuple[int, Bucket]] = []
-    for row in range(int(draft.start[p]), int(draft.start[p + 1])):
-        shape = draft.templates.shapes[int(rows.shape[row])]
-        if shape.kind is OpKind.COMPUTE:
-            seen = {b.key: b for node, _ in shape.covers for b in of.get(node, ())}
-            uses += [(row, b) for b in seen.values()]
-    resident: OrderedDict[str, list[int]] = OrderedDict()  # key -> [gather row, last use]
-    budget = max(graph.prefetch + 1, 1)
-    wide = max((sum(1 for r, _ in uses if r == row) for row in {r for r, _ in uses[:64]}), default=1)
-    evicted: list[tuple[list[int], Bucket, int]] = []
-    named = {b.key: b for b in found}
-    for k, (row, b) in enumerate(uses):
-        if b.key not in resident:
-            while len(resident) >= max(budget, wide):
-                old, state = resident.popitem(last=False)
-                evicted.append((state, named[old], row))
-            early = uses[max(0, k - graph.prefetch)][0]
-            resident[b.key] = [_gather(draft, p, b, row, early, element), row]
-            draft.wait(np.array([row]), np.array([resident[b.key][0]]))
-        resident.move_to_end(b.key)
-        resident[b.key][1] = row
-    evicted += [(state, named[key], -1) for key, state in resident.items()]
-    for (gather, last), b, _ in evicted:
-        one = np.array([gather])
-        _buffer(draft, alloc=one, name=one, free=np.array([last]), size=b.shard * b.ranks * element)
+@dataclass
+class _Copy:
+    """Gathered weights while they stay: the gather's row, the last row that used them and its cover."""
+
+    gather: int
+    last: int
+    cover: int
+    size: int
 
 
-def _gather(draft: Draft, p: int, b: Bucket, row: int, early: int, element: int) -> int:
-    rows = draft.rows
-    user = draft.graph.nodes[draft.templates.shapes[int(rows.shape[row])].covers[0][0]]
-    way = "F" if user.kind is Pass.F else str(user.kind)
-    message = Message(CommKind.ALL_GATHER, b.shard * b.ranks * element, b.axes)
-    text = f"{b.stage}AG_{way}*/{b.name}"
-    shape = draft.shape(Shape(OpKind.COLLECTIVE, b.replica.gather_stream, text, message=message))
-    key = (early - int(draft.start[p])) * STEP - STEP // 2
-    one = np.ones(1, dtype=np.int64)
-    ids = rows.extend(program=one * p, shape=one * shape, mb=rows.mb[row : row + 1], key=one * key, sub=one * row)
-    return int(ids[0])
+class _Gathers:
+    """Gathers of one program: a bucket stays until others push it out; `prefetch + 1` may be there at a time."""
+
+    def __init__(self, draft: Draft, program: int, users: Mapping[int, list[Bucket]], element: int) -> None:
+        self.draft, self.program, self.users, self.element = draft, program, users, element
+        self.prefetch = max(draft.graph.prefetch, 0)
+        self.here: OrderedDict[str, _Copy] = OrderedDict()
+        self.gone: list[_Copy] = []
+        self.again: Counter[tuple[str, str, int]] = Counter()
+        self.front = 0
+
+    def run(self) -> None:
+        """Walk the program's rows, gather what is not there, and free what was pushed out at its last use."""
+        draft, rows = self.draft, self.draft.rows
+        shapes = draft.templates.shapes
+        wants = [self._wanted(s) if s.kind is OpKind.COMPUTE else [] for s in shapes]
+        uses: list[int] = []
+        for row in range(int(draft.start[self.program]), int(draft.start[self.program + 1])):
+            wanted = wants[int(rows.shape[row])]
+            if wanted:
+                self._use(row, wanted, uses)
+        self.gone += self.here.values()
+        if self.gone:
+            column = {k: np.array([getattr(c, k) for c in self.gone]) for k in ("gather", "last", "cover", "size")}
+            zero = np.zeros(len(self.gone), dtype=np.int64)
+            gather, last, cover = column["gather"], column["last"], column["cover"]
+            _buffers(
+                draft, alloc=gather, alloc_cover=zero, name=gather, free=last, free_cover=cover, size=column["size"]
+            )
+
+    def _wanted(self, shape: Shape) -> list[tuple[Bucket, int, int, str]]:
+        """(bucket, last cover that reads it, its member, pass) of one op."""
+        out: dict[str, tuple[Bucket, int, int, str]] = {}
+        for c, (node, member) in enumerate(shape.covers):
+            for b in self.users.get(node, ()):
+                way = out[b.key][3] if b.key in out else str(self.draft.graph.nodes[node].kind)
+                out[b.key] = (b, c, member, way)
+        return list(out.values())
+
+    def _use(self, row: int, wanted: list[tuple[Bucket, int, int, str]], uses: list[int]) -> None:
+        keys = {b.key for b, _, _, _ in wanted}
+        for b, cover, member, way in sorted(wanted, key=lambda w: w[0].key not in self.here):
+            uses.append(row)
+            early = uses[max(0, len(uses) - 1 - self.prefetch)]
+            if b.key not in self.here:
+                while len(self.here) > max(self.prefetch, len(keys) - 1):
+                    old = next(k for k in self.here if k not in keys)
+                    self.gone.append(self.here.pop(old))
+                    self.front = max(self.front, self.gone[-1].last + 1)  # no room before
+                self.front = max(self.front, early)
+                gather = self._gather(b, way, member, row, self.front)
+                self.here[b.key] = _Copy(gather, row, cover, b.shard * b.ranks * self.element)
+                self.draft.wait(np.array([row]), np.array([gather]))
+            copy = self.here[b.key]
+            self.here.move_to_end(b.key)
+            copy.last, copy.cover = row, cover
+
+    def _gather(self, b: Bucket, way: str, member: int, row: int, early: int) -> int:
+        rows, start = self.draft.rows, int(self.draft.start[self.program])
+        mb = int(rows.mb[row] if member == 0 else rows.mb2[row])
+        again = self.again[b.key, way, mb]
+        self.again[b.key, way, mb] += 1
+        shape = self.draft.shape(gather_shape(b, way, again, self.element))
+        one = np.ones(1, dtype=np.int64)
+        key = one * ((early - start) * STEP - STEP // 2)
+        return int(rows.extend(program=one * self.program, shape=one * shape, mb=one * mb, key=key, sub=one * row)[0])
 
 
-def _buffer(draft: Draft, *, alloc: np.ndarray, name: np.ndarray, free: np.ndarray, size: int) -> None:  # type: ignore[type-arg]
-    """A buffer called after the communication op `name` that makes or empties it."""
-    n = len(alloc)
-    zero = np.zeros(n, dtype=np.int64)
+def _buffers(draft: Draft, *, name: IntArray, size: IntArray | int, **times: IntArray) -> None:
+    """Buffers called after the communication ops `name` that make or empty them."""
+    n = len(name)
     draft.buffers.append(
         dict(
             node=np.full(n, -1),
             slot=name,
             mb=draft.rows.mb[name],
-            bytes=np.full(n, size),
-            alloc=alloc,
-            alloc_cover=zero,
-            free=free,
-            free_cover=zero,
+            bytes=np.broadcast_to(np.asarray(size, dtype=np.int64), (n,)),
             category=np.full(n, CATEGORIES.index("buffers")),
+            **times,
         )
     )

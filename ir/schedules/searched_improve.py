@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from ir.schedules.schedule import OpTimes
 from ir.schedules.searched_seeds import blocks, greedy, rules, unroll
 from ir.schedules.searched_shop import ROUNDING, Sequences, Shop, settle
 
 _SAME = 1e-12  # relative; below, two objectives differ by rounding only
 _TRY = 60_000  # ops to set in time while rules are compared
+_PACK = 100_000  # ops of all blocks that are packed
 _IMPROVE = (300_000, 70)  # the same for improving: in all, and per op of the problem
 
 
@@ -102,11 +104,21 @@ def start_orders(shop: Shop, count: int) -> list[list[int]]:
     trying = trying[: max(1, 4 * _TRY // trial.ops)]
     scored = sorted((_reached(trial, greedy(trial, rule)), number) for number, rule in enumerate(trying))
     orders = [greedy(shop, trying[number]) for _, number in scored[:count]]
-    if shop.chunks == 2:
-        pattern = [unroll(shop, block) for block in blocks(shop.ranks, shop.limit)[: 2 * count]]
-        settled = sorted((_reached(shop, order), number) for number, order in enumerate(pattern))
-        orders = [pattern[number] for _, number in settled[:count]] + orders
-    return orders
+    return [*block_orders(shop, count), *orders]
+
+
+def block_orders(shop: Shop, count: int) -> list[list[int]]:
+    """Repeated blocks, as they are and with their ends packed on the blocks' own grid, where nothing is skewed yet."""
+    if shop.chunks != 2:
+        return []
+    grid = Shop(shop.ranks, shop.mbs, 2, OpTimes(), shop.limit)
+    known = blocks(shop.ranks, shop.limit)
+    some = min(len(known), max(6, min(24, _PACK // shop.ops)))
+    plain = [unroll(shop, known[i * len(known) // some]) for i in range(some)]
+    packed = [justify(grid, order, grid.every(grid.seconds), Effort(8 * shop.ops)) for order in plain]
+    orders = plain + [sorted(range(shop.ops), key=x.ends.__getitem__) for x in packed]
+    settled = sorted((_reached(shop, order), number) for number, order in enumerate(orders))
+    return [orders[number] for _, number in settled[:count]]
 
 
 def _reached(shop: Shop, order: Sequence[int]) -> float:

@@ -1,12 +1,13 @@
 """The SimPy engine: one process per program and stream; ops in order inside a stream, streams side by side.
 
 An op starts when it heads its stream and what it waits for has ended. Transfers and collectives that span programs
-start when their last member has come. One event per op or transfer; processes exist only for streams.
+move when their last member has come. One event per op or meeting; processes exist only for streams.
 """
 
 from __future__ import annotations
 
 import gc
+from array import array
 from collections.abc import Generator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,8 +17,10 @@ import simpy
 from simpy.events import NORMAL, Event
 
 from ir.errors import ErrorKind, PiperError
-from ir.order import FloatArray
+from ir.order import FloatArray, IntArray
 from ir.plan import OpKind, Plan
+
+LINES = 40
 
 
 class Wire(StrEnum):
@@ -52,107 +55,132 @@ def run(plan: Plan, duration: FloatArray, wire: Wire = Wire.RENDEZVOUS, steps: i
     finally:
         if was:
             gc.enable()
-    if world.finished < len(plan) * steps:
-        raise world.deadlock()
     shape = (steps, len(plan))
-    return Run(np.array(world.start).reshape(shape), np.array(world.end).reshape(shape))
+    found = Run(np.array(world.start).reshape(shape), np.array(world.end).reshape(shape))
+    if (found.end < 0).any():
+        raise _deadlock(plan, found)
+    return found
+
+
+class _End(Event):
+    """The end of an op or of a meeting of several. It cannot fail, so only its time is open: when it is scheduled."""
+
+    _ok, _value = True, None
 
 
 class _World:
     """All state of one run: plain lists, because the processes touch them a million times."""
 
     def __init__(self, plan: Plan, duration: FloatArray, wire: Wire, steps: int) -> None:
-        self.plan, self.wire, self.steps = plan, wire, steps
+        self.wire, self.steps, self.count = wire, steps, len(plan)
         self.env = simpy.Environment()
-        self.count = len(plan)
-        self.duration = np.asarray(duration, dtype=np.float64).tolist()
-        at, items = plan.waits.at.tolist(), plan.waits.items.tolist()
-        self.waits = [items[a:b] if a != b else () for a, b in zip(at, at[1:], strict=False)]
-        self.start = [-1.0] * (self.count * steps)
-        self.end = [-1.0] * (self.count * steps)
-        self.finished = 0
-        self.partner = plan.partner.tolist()
-        self.collective = plan.collective.tolist()
-        self.size = np.bincount(plan.collective[plan.collective >= 0]).tolist()
-        self.events: list[list[Event]] = []
-        self.arrived: list[list[int]] = []
-        kinds = plan.kind.tolist()
+        meeting = _meetings(plan, wire)
+        self.members = np.bincount(meeting, minlength=len(plan)).tolist()
+        seconds = _durations(plan, np.asarray(duration, dtype=np.float64), meeting)[meeting]
+        at, items = plan.waits.at, meeting[plan.waits.items]
+        self.start = [array("d", bytes(8 * self.count)) for _ in range(steps)]
+        self.end = [array("d", bytes(8 * self.count)) for _ in range(steps)]
+        self.past = _End(self.env)
+        self.past.callbacks = None  # type: ignore[assignment]
+        self.ends: list[list[_End | None]] = []
+        self.missing: list[list[int]] = []
+        self.done = 0
+        first = at[:-1]
         for queue in plan.queues:
-            self.env.process(self._stream(queue, kinds))
+            rows = np.array(queue)
+            counts = np.diff(at)[rows]
+            cuts = np.cumsum(counts).tolist()
+            own = items[np.repeat(first[rows] - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))].tolist()
+            needs = [own[a:b] if a != b else () for a, b in zip([0, *cuts], cuts, strict=False)]
+            columns = [queue, needs, meeting[rows].tolist(), seconds[rows].tolist(), plan.kind[rows].tolist(), plan.partner[rows].tolist()]
+            self.env.process(self._stream(columns))
 
-    def _step(self, step: int) -> list[Event]:
-        """The events of one step: one per op, shared by the two ends of a transfer and by a collective's members."""
-        if step == len(self.events):
-            env = self.env
-            events = [Event(env) for _ in range(self.count)]
-            for i, j in enumerate(self.partner):
-                if 0 <= j < i:
-                    events[i] = events[j]
-            first: dict[int, int] = {}
-            for i, c in enumerate(self.collective):
-                if c >= 0:
-                    events[i] = events[first.setdefault(c, i)]
-            self.events.append(events)
-            self.arrived.append([0] * (self.count + len(self.size)))
-        return self.events[step]
+    def _step(self, step: int) -> tuple[list[_End | None], list[int]]:
+        """Of one step: the end of each op or meeting, made by who needs it first; how many members are yet to come."""
+        if step == len(self.ends):
+            self.ends.append([None] * self.count)
+            self.missing.append(self.members.copy())
+        return self.ends[step], self.missing[step]
 
-    def _stream(self, queue: list[int], kinds: list[int]) -> Generator[Event, None, None]:
-        env, duration, waits, partner, collective = self.env, self.duration, self.waits, self.partner, self.collective
-        schedule = env.schedule
-        start, end = self.start, self.end
-        compute, send = int(OpKind.COMPUTE), int(OpKind.SEND)
-        buffered = self.wire is Wire.BUFFERED
+    def _stream(self, columns: list) -> Generator[Event, None, None]:
+        env, schedule, past = self.env, self.env.schedule, self.past
+        buffered, send, recv, compute = self.wire is Wire.BUFFERED, OpKind.SEND, OpKind.RECV, OpKind.COMPUTE
         for step in range(self.steps):
-            done = self._step(step)
-            arrived = self.arrived[step]
-            base = step * self.count
-            for i in queue:
-                for w in waits[i]:
-                    if done[w].callbacks is not None:
-                        yield done[w]
-                event = done[i]
-                now = start[base + i] = env.now
-                if kinds[i] == compute:
-                    event._ok, event._value = True, None
-                    schedule(event, NORMAL, duration[i])
-                elif partner[i] >= 0:
-                    if buffered:
-                        if kinds[i] == send:
-                            end[base + i] = now + duration[i]
-                            self.finished += 1
-                            event._ok, event._value = True, None
-                            schedule(event, NORMAL, duration[i])
-                            continue
-                    elif arrived[partner[i]]:
-                        event._ok, event._value = True, None
-                        schedule(event, NORMAL, duration[i])
-                    else:
-                        arrived[i] = 1
-                else:
-                    c = collective[i]
-                    slot = self.count + c
-                    if c >= 0:
-                        arrived[slot] += 1
-                    if c < 0 or arrived[slot] == self.size[c]:
-                        event._ok, event._value = True, None
-                        schedule(event, NORMAL, duration[i])
-                if event.callbacks is not None:
-                    yield event
-                end[base + i] = env.now
-                self.finished += 1
-
-    def deadlock(self) -> PiperError:
-        """Where every program stands, and what for."""
-        plan, lines = self.plan, []
-        for q, (program, stream) in zip(plan.queues, plan.streams, strict=True):
-            for step in range(len(self.events)):
-                stuck = next((i for i in q if self.end[step * self.count + i] < 0), None)
-                if stuck is None:
+            ends, missing = self._step(step)
+            start, end = self.start[step], self.end[step]
+            for i, needs, m, seconds, kind, partner in zip(*columns):
+                for w in needs:
+                    awaited = ends[w]
+                    if awaited is None:
+                        awaited = ends[w] = _End(env)
+                    if awaited.callbacks is not None:
+                        yield awaited
+                now = start[i] = env.now
+                mine = ends[m]
+                if buffered and kind == recv:
+                    message = ends[partner]
+                    if message is None:
+                        message = ends[partner] = _End(env)
+                    if message.callbacks is not None:
+                        if mine is None:
+                            mine = ends[i] = message
+                        yield message
+                    end[i] = env.now
+                    if mine is None:
+                        ends[i] = past
+                    elif mine is not message:
+                        schedule(mine)
                     continue
-                lack = [plan.text(w) for w in self.waits[stuck] if self.events[step][w].callbacks is not None]
-                if self.start[step * self.count + stuck] >= 0:
-                    peer = self.partner[stuck]
-                    lack = [f"{plan.text(peer)} of rank {int(plan.program[peer])}" if peer >= 0 else "its other members"]
-                lines.append(f"  rank {program} {stream} stands at {plan.text(stuck)}, which waits for {', '.join(lack)}")
-                break
-        return PiperError(ErrorKind.DEADLOCK, "no stream can move:\n" + "\n".join(lines[:40]))
+                if mine is None:
+                    mine = ends[m] = _End(env)
+                if kind == compute:
+                    schedule(mine, NORMAL, seconds)
+                else:
+                    missing[m] -= 1
+                    if not missing[m]:
+                        schedule(mine, NORMAL, seconds)
+                    if buffered and kind == send:
+                        end[i] = now + seconds
+                        continue
+                yield mine
+                end[i] = env.now
+                ends[m] = past
+
+
+def _meetings(plan: Plan, wire: Wire) -> IntArray:
+    """For each op the least op that it must meet: its own, where it runs alone."""
+    out = np.arange(len(plan))
+    if wire is Wire.RENDEZVOUS:
+        met = np.flatnonzero(plan.partner >= 0)
+        out[met] = np.minimum(met, plan.partner[met])
+    joint = np.flatnonzero(plan.collective >= 0)
+    if len(joint):
+        first = np.full(int(plan.collective.max()) + 1, len(plan))
+        np.minimum.at(first, plan.collective[joint], joint)
+        out[joint] = first[plan.collective[joint]]
+    return out
+
+
+def _durations(plan: Plan, duration: FloatArray, meeting: IntArray) -> FloatArray:
+    """Of each meeting: a transfer's send's, a collective's longest."""
+    out = np.zeros(len(plan))
+    counts = plan.kind != OpKind.RECV
+    np.maximum.at(out, meeting[counts], duration[counts])
+    return out
+
+
+def _deadlock(plan: Plan, found: Run) -> PiperError:
+    """Where every stream stands, and what for."""
+    lines = []
+    for queue, (program, stream) in zip(plan.queues, plan.streams, strict=True):
+        stuck = next(((s, i) for s in range(len(found.end)) for i in queue if found.end[s, i] < 0), None)
+        if stuck is None:
+            continue
+        step, i = stuck
+        lack = [plan.text(w) for w in plan.waits.row(i).tolist() if found.end[step, w] < 0]
+        if found.start[step, i] >= 0:
+            mates = [int(plan.partner[i])] if plan.partner[i] >= 0 else np.flatnonzero(plan.collective == plan.collective[i])
+            lack = [f"{plan.text(j)} of rank {int(plan.program[j])}" for j in mates if found.start[step, j] < 0]
+        lines.append(f"  rank {program} {stream} stands at {plan.text(i)}, which waits for {', '.join(lack)}")
+    more = [f"  and {len(lines) - LINES} more"] if len(lines) > LINES else []
+    return PiperError(ErrorKind.DEADLOCK, "no stream can move:\n" + "\n".join(lines[:LINES] + more))

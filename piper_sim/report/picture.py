@@ -24,7 +24,7 @@ from piper_sim.report.look import (
     short_op,
     span,
 )
-from piper_sim.report.units import seconds, size
+from piper_sim.report.units import duration, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,7 +74,7 @@ def timeline_png(trace: Trace, path: str | Path | BinaryIO, title: str) -> None:
     for track in tracks:
         _draw(axes, trace, track, looks, edges, as_image=len(trace) > _MOST_BOXES and per_lane > 40)
     _labels(axes, trace, tracks, inches / units)
-    _frame(figure, axes, title, looks, inches)
+    _frame(figure, axes, title, looks, inches, trace.header.get("unit", "s"))
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
@@ -198,7 +198,9 @@ def _labels(axes: Axes, trace: Trace, tracks: Sequence[_Track], inches_per_unit:
             axes.annotate(name, (-0.006, track.top + track.height / 2), fontsize=5.4, color=_FAINT, **left)
 
 
-def _frame(figure: Figure, axes: Axes, title: str, looks: IntArray, inches: float) -> None:
+def _frame(
+    figure: Figure, axes: Axes, title: str, looks: IntArray, inches: float, unit: object
+) -> None:
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter
 
@@ -206,7 +208,7 @@ def _frame(figure: Figure, axes: Axes, title: str, looks: IntArray, inches: floa
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.spines["bottom"].set_color(_FAINT)
     axes.tick_params(axis="x", colors=_INK, labelsize=8, length=3)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: seconds(round(x, 12), 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: duration(round(x, 12), unit, 5)))
     figure.text(0.055, 1 - 0.3 / inches, title, fontsize=12, weight="bold", color=_INK, va="center", parse_math=False)
     used = np.unique(looks).tolist()
     handles = [Patch(facecolor=look.colour, label=look.word) for look in legend_looks(used)]

@@ -9,7 +9,7 @@ import numpy as np
 from ir.order import FloatArray, IntArray
 from ir.trace import Trace
 from piper_sim.report.look import LOOKS, Lane, coverage, lanes_of, looks_of, short_op, span, tick_times
-from piper_sim.report.units import seconds
+from piper_sim.report.units import duration
 
 MOST_RANKS = 16
 _GRID_WIDTH = 200
@@ -67,7 +67,7 @@ def _grid(trace: Trace, lanes: Sequence[Lane], width: int, named: bool) -> str |
             cells += [short_op(trace.op[i]).ljust(cell)] * (b - len(cells))
         lines.append((label + "|" + " ".join(cells)).rstrip())
     if unit != 1:
-        lines.append(f"one cell is {seconds(unit)}")
+        lines.append(f"one cell is {duration(unit, trace.header.get('unit', 's'))}")
     return "\n".join(lines)
 
 
@@ -92,6 +92,7 @@ def _bands(trace: Trace, lanes: Sequence[Lane], width: int, named: bool) -> str:
     shown = _sample(ranks)
     begin, end = span(trace)
     end = end if end > begin else begin + 1.0
+    unit = trace.header.get("unit", "s")
     labels = [f"rank {text}" for text in _labels(lanes, named)]
     gutter = len(labels[0]) + len("100 |")
     columns = max(10, width - gutter)
@@ -105,10 +106,10 @@ def _bands(trace: Trace, lanes: Sequence[Lane], width: int, named: bool) -> str:
             lines.append(f"{label}{busy:3.0f} |{glyphs}")
     legend = [f"{look.glyph} {look.word}" for look in LOOKS if look.glyph in used]
     legend += [f"{_IDLE} idle"] * (_IDLE in used)
-    notes = ["percent busy", *legend, f"one column is {seconds((end - begin) / columns)}"]
+    notes = ["percent busy", *legend, f"one column is {duration((end - begin) / columns, unit)}"]
     if len(shown) < len(ranks):
         notes.append(f"{len(shown)} of {len(ranks)} ranks")
-    return "\n".join([_axis(begin, end, columns, gutter), *lines, " · ".join(notes)])
+    return "\n".join([_axis(begin, end, columns, gutter, unit), *lines, " · ".join(notes)])
 
 
 def _sample(ranks: Sequence[int]) -> set[int]:
@@ -129,13 +130,13 @@ def _band(trace: Trace, lane: Lane, looks: IntArray, edges: FloatArray) -> tuple
     return glyphs, 100 * float(np.minimum(covered.sum(0), slices).sum() / slices.sum())
 
 
-def _axis(begin: float, end: float, columns: int, gutter: int) -> str:
+def _axis(begin: float, end: float, columns: int, gutter: int, unit: object = "s") -> str:
     """Round times above the columns where they fall; the first says its unit."""
     cells = [" "] * (gutter + columns)
     free = 0
     for t in tick_times(begin, end, max(3, columns // 12)):
         at = gutter + round((t - begin) / (end - begin) * columns)
-        text = seconds(t, 6) if t else "0"
+        text = duration(t, unit, 6) if t else "0"
         if at >= free and at + len(text) <= len(cells):
             cells[at : at + len(text)] = text
             free = at + len(text) + 1

@@ -23,6 +23,15 @@ def seconds(value: float | None, digits: int = 3) -> str:
     return f"{significant(value / scale, digits)} {unit}"
 
 
+def duration(value: float, unit: object = "s", digits: int = 3) -> str:
+    """A time in the trace's unit: seconds with their prefix, or a bare number where the user's times had no unit.
+
+    >>> duration(0.5), duration(26, "")
+    ('500 ms', '26')
+    """
+    return seconds(value, digits) if unit == "s" else f"{value:.{digits}g}"
+
+
 def significant(value: float, digits: int = 3) -> str:
     """A plain decimal number, never cut before its point.
 
