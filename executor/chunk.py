@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,8 @@ class Stage:
 
     units: name → module, called with the activations (and its `extras`, e.g. the labels for the head).
     params: global name → parameter; one name may be used by several units. recompute: units whose forward keeps only
-    its input; pass R makes the rest again (I and W do it themselves where it did not run).
+    its input, and not even that where the unit before, of the same chunk, makes it again; pass R makes the rest (I and
+    W do it themselves where it did not run).
 
     >>> layer = nn.Linear(1, 1, bias=False); _ = nn.init.constant_(layer.weight, 3.0)
     >>> stage = Stage({"l0": layer}, {"w": layer.weight})
@@ -91,6 +93,9 @@ class Stage:
         names = {id(p): n for n, p in self.params.items()}
         self._weights = {u: {names[id(p)]: p for p in m.parameters()} for u, m in self.units.items()}
         self._flows: dict[int, _Flow] = {}
+        pairs = [(a, b) for a, b in pairwise(self.units) if a.split(".")[0] == b.split(".")[0]]
+        self._before = {b: a for a, b in pairs if a in self.recompute and b in self.recompute}
+        self._behind = {a: b for b, a in self._before.items()}
 
     @property
     def in_flight(self) -> int:
@@ -180,7 +185,7 @@ class Stage:
         unit = _Unit(SplitRun(self._weights[name], self.grads.add))
         acts, extras = flow.acts, flow.extras.pop(name, ())
         if name in self.recompute:
-            unit.inputs, unit.extras, unit.waits_for_r = acts, extras, True
+            unit.inputs, unit.extras, unit.waits_for_r = () if name in self._before else acts, extras, True
             with torch.no_grad():
                 out = module(*acts, *extras)
             flow.acts = (out,) if isinstance(out, Tensor) else tuple(out)
@@ -189,10 +194,16 @@ class Stage:
         flow.units[name] = unit
 
     def _recompute(self, mb: int, name: str) -> None:
-        unit = self._flow(mb).units[name]
-        if unit.waits_for_r:
-            unit.run.forward(self.units[name], *unit.inputs, extras=unit.extras)
-            unit.inputs, unit.extras, unit.waits_for_r = (), (), False
+        units = self._flow(mb).units
+        unit = units[name]
+        if not unit.waits_for_r:
+            return
+        if name in self._before:
+            self._recompute(mb, self._before[name])
+        outs = unit.run.forward(self.units[name], *unit.inputs, extras=unit.extras)
+        unit.inputs, unit.extras, unit.waits_for_r = (), (), False
+        if name in self._behind:
+            units[self._behind[name]].inputs = outs
 
     def _input_grad(self, mb: int, name: str) -> None:
         run, flow = self._take(mb, name).run, self._flow(mb)

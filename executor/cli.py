@@ -1,31 +1,43 @@
 """`piper-sim run`: launch a job's plan on local processes and gather what happened.
 
-What is here: dense models, pipeline parallelism of any schedule, DualPipe's two copies and tied embeddings reduced
-over their owners (ZeRO-0 and ZeRO-1), gloo on one machine. Not here yet, and refused: data, tensor, context and expert
-parallelism, ZeRO-2/3, nccl, checkpoints, emulated ops.
+What is here: dense llama-like models of a config; pipeline parallelism of any schedule, DualPipe's two copies and tied
+embeddings reduced over their owners (ZeRO-0 and ZeRO-1); recomputed layers; bf16, fp32, fp64; gloo on one machine. Not
+here yet, and refused (`executor.refusals`): data, tensor, context and expert parallelism, ZeRO-2/3, a module of your
+own, nccl and local backends. Checkpoints, emulated ops and several machines have no flags yet.
+
+In the trace, compute rows are exact; a communication row starts when its stream comes to the op and ends when the
+stream's thread has seen it end, on a busy machine some tenths of a millisecond late.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from executor.launch import launch
-from executor.rank import Spec, refuse, train_rank
+from executor.refusals import refuse
+from executor.spec import Spec
+from executor.target import Target
 from ir.errors import ErrorKind, PiperError
-from ir.job.build import Prepared, directives_json
+from ir.job import load_job
+from ir.job.build import Prepared, directives_json, prepare
+from ir.plan import Plan
+from ir.plan_text import plan_digest
 from ir.trace import Trace
+
+RANK: Target = "executor.rank:train_rank"
 
 
 def run(
     prepared: Prepared,
-    digest: str,
-    job_file: str,
+    plan: Plan,
     sets: Sequence[str],
     *,
     ranks: int,
@@ -37,65 +49,99 @@ def run(
 ) -> tuple[dict[str, Any], Trace]:
     """Train `steps` steps of the judged plan. Returns the object of `piper-sim run` and the trace.
 
-    Raises PiperError: a wrong number of ranks or an option not there yet (exit 2), RankFailed (exit 4).
+    sets: the job's `--set` overrides. out: a folder that gets `ranks.json`. dump: one for gradients and parameters.
+
+    Raises PiperError: a wrong number of ranks or something not there yet (exit 2), RankFailed (exit 4).
     """
     if ranks != prepared.ranks:
-        fix = f"-n {prepared.ranks}, or --set parallel.pp={ranks}"
-        raise PiperError(ErrorKind.USAGE, f"{ranks} processes for a job of {prepared.ranks} ranks", key="-n", suggestion=fix)
+        raise _wrong_ranks(prepared, sets, ranks)
     if steps < 1:
-        raise PiperError(ErrorKind.USAGE, f"{steps} steps", key="--steps", allowed="1 or more")
-    if backend != "gloo":
-        raise PiperError(ErrorKind.USAGE, f"{backend} is not there yet", key="--backend", allowed="gloo")
-    refuse(prepared.job, prepared)
-    p = prepared.job.parallel
-    resolved = [
-        *sets,
-        f"parallel.layers=[{', '.join(map(str, prepared.layers))}]",
-        f"parallel.dp={p.dp}",
-        f"cluster.gpus_per_node={prepared.job.cluster.gpus_per_node}",
-    ]
+        raise PiperError(ErrorKind.USAGE, f"{steps} steps", key="--steps", allowed="1 or more", suggestion="--steps 1")
+    if not watchdog_s > 0:
+        message = f"{watchdog_s} seconds"
+        raise PiperError(ErrorKind.USAGE, message, key="--watchdog", allowed="more than 0", suggestion="--watchdog 15")
+    refuse(prepared, plan, backend)
+    digest = plan_digest(plan)
     with tempfile.TemporaryDirectory(prefix="piper-plan-") as folder:
         strategy = Path(folder) / "strategy.json"
         strategy.write_text(json.dumps(directives_json(prepared.strategy)))
         spec = Spec(
-            str(Path(job_file).resolve()),
-            tuple(resolved),
+            str(Path(prepared.job.file).resolve()),
+            (*sets, *_resolved(prepared)),
             str(strategy),
             prepared.schedule,
             digest,
             steps,
             None if dump is None else str(dump.resolve()),
         )
-        results = launch(train_rank, ranks, asdict(spec), out=out, watchdog_s=watchdog_s)
+        results = launch(RANK, ranks, asdict(spec), out=out, watchdog_s=watchdog_s)
     return _object(prepared, digest, results, steps), _trace(results, prepared.schedule)
 
 
+def _resolved(prepared: Prepared) -> list[str]:
+    """What the simulator's side has decided beyond the job file, as overrides."""
+    return [
+        f"parallel.layers=[{', '.join(map(str, prepared.layers))}]",
+        f"parallel.dp={prepared.job.parallel.dp}",
+        f"cluster.gpus_per_node={prepared.job.cluster.gpus_per_node}",
+    ]
+
+
+def _wrong_ranks(prepared: Prepared, sets: Sequence[str], ranks: int) -> PiperError:
+    """N processes for a job of another size, and the overrides that make it a job of N."""
+    p = prepared.job.parallel
+    sizes = {"pp": (p.pp, ranks)} | {a: (getattr(p, a), 1) for a in ("tp", "cp", "dp", "ep", "etp")}
+    needed = [f"parallel.{axis}={new}" for axis, (old, new) in sizes.items() if old != new]
+    if not isinstance(p.layers, str):
+        needed.append("parallel.layers=balanced")
+    cluster, schedule = ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"], ["schedule.name=1f1b"]
+    fix = f"-n {prepared.ranks}"
+    for more in ([], cluster, schedule, [*cluster, *schedule]):
+        with suppress(PiperError):
+            if prepare(load_job(prepared.job.file, [*sets, *needed, *more])).ranks == ranks:
+                fix = " ".join(f"--set {s}" for s in [*needed, *more])
+                break
+    message = f"{ranks} processes for a job of {prepared.ranks} ranks"
+    return PiperError(ErrorKind.USAGE, message, key="-n", allowed=str(prepared.ranks), suggestion=fix)
+
+
 def _object(prepared: Prepared, digest: str, results: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    losses = []
-    for step in range(steps):
-        parts = sorted((mb, loss) for r in results for mb, loss in r["losses"][step])
-        total = 0.0
-        for _, loss in parts:
-            total += loss
-        losses.append(total)
     return {
         "schema_version": 1,
-        "losses": losses,
-        "grad_norms": results[0]["grad_norms"],
+        "losses": [_loss(results, step) for step in range(steps)],
+        "grad_norms": [_norm(results, step) for step in range(steps)],
         "iteration_s": median(_durations(results, steps)),
-        "memory": {"peak_allocated_bytes": None},
+        "memory": {"peak_allocated_bytes": {str(rank): r["peak_bytes"] for rank, r in enumerate(results)}},
         "ranks": prepared.ranks,
         "plan_digest": digest,
         "trace": None,
     }
 
 
+def _loss(results: list[dict[str, Any]], step: int) -> float:
+    """Summed in the order of microbatches, whatever ranks they ended on."""
+    total = 0.0
+    for _, loss in sorted((mb, loss) for r in results for mb, loss in r["losses"][step]):
+        total += loss
+    return total
+
+
+def _norm(results: list[dict[str, Any]], step: int) -> float:
+    """As the plan took it; without clipping the plan takes none, and the ranks' shares are put together here."""
+    if (norm := results[0]["grad_norms"][step]) is not None:
+        return float(norm)
+    shares = [r["squares"][step] for r in results]
+    return math.sqrt(sum(sum(one) for one in zip(*shares, strict=True)))
+
+
 def _durations(results: list[dict[str, Any]], steps: int) -> list[float]:
-    """Seconds of each step, from the first op anywhere to the last."""
-    out = []
+    """Seconds of each step, from its first op anywhere (or the end of the step before, if later) to its last."""
+    out, before = [], 0.0
     for step in range(steps):
         rows = [row for r in results for row in r["rows"] if row[0] == step]
-        out.append(max(row[5] for row in rows) - min(row[4] for row in rows))
+        end = max(row[5] for row in rows)
+        out.append(end - max(before, min(row[4] for row in rows)))
+        before = end
     return out
 
 

@@ -97,9 +97,11 @@ class ForkServer:
 
 def serve(fd: int) -> None:
     """The server's life. Requests: {start: spec path, key} and {kill: [keys]}; events: started and exit, by key."""
-    import torch  # noqa: F401  what all this is for
+    import numpy.ma  # noqa: F401
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401  else imported by every rank's first backward (0.6 s)
 
-    import executor.worker as worker  # and everything a rank needs
+    import executor.rank  # noqa: F401  and everything a rank needs
+    import executor.worker as worker
 
     libc = ctypes.CDLL(None, use_errno=True)
     channel = socket.socket(fileno=fd)

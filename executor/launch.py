@@ -15,7 +15,7 @@ from typing import Any
 
 from executor.forkserver import ForkServer
 from executor.progress import Record, State, create, read
-from executor.worker import Target, describe, write_whole
+from executor.target import Target, describe, write_whole
 from ir.errors import ErrorKind, PiperError
 
 
@@ -98,6 +98,8 @@ def launch(
     Raises RankFailed. Whatever happens, no process is left.
     """
     target = describe(fn)
+    if out is not None:
+        _folder(out)
     with ForkServer.lock, tempfile.TemporaryDirectory(prefix="piper-run-") as name:
         folder = Path(name)
         run = _Run(ranks, folder, watchdog_s, startup_s)
@@ -116,7 +118,6 @@ def launch(
         try:
             pids = _start(server, run, spec)
             if out is not None:
-                out.mkdir(parents=True, exist_ok=True)
                 table = {"ranks": {str(r): {"pid": pids[r]} for r in range(ranks)}}
                 write_whole(out / "ranks.json", json.dumps(table))
             (folder / "go").touch()
@@ -124,6 +125,14 @@ def launch(
         finally:
             _end(server, run)
         return [json.loads((folder / f"result-{r}").read_text(encoding="utf-8")) for r in range(ranks)]
+
+
+def _folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"cannot be a folder: {error.strerror}"
+        raise PiperError(ErrorKind.IO, message, file=str(out), suggestion="choose another --out") from error
 
 
 def _start(server: ForkServer, run: _Run, spec: dict[str, object]) -> dict[int, int]:

@@ -10,65 +10,68 @@ from torch import Tensor
 from executor.chunk import Gradients
 from executor.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
 from executor.transport.base import Handle, Transport
-from ir.errors import ErrorKind, PiperError
 from ir.graph import Node, Once
 from ir.sync import Bucket
 
-Started = tuple[Handle, Callable[[], None] | None]
+
+def group_name(node: Node) -> str:
+    """The group a collective runs in: one per stream and set of members.
+
+    >>> group_name(Node(0, Once.NORM, "", "dp"))
+    'dp:'
+    """
+    return f"{node.stream}:{','.join(map(str, node.groups))}"
 
 
 class _Flat:
-    """A bucket whose parameters several ranks hold: gradients travel flat, and this rank updates its share of them."""
+    """A bucket whose parameters several ranks hold, as flat tensors: parameters and gradient sums become views of them.
 
-    def __init__(self, bucket: Bucket, rank: int, params: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self.bucket, self.names = bucket, list(bucket.params)
-        self.params = {n: params[n] for n in self.names}
-        size = bucket.shard * bucket.ranks
-        self.grads = torch.zeros(size, dtype=dtype)
-        wide = next(iter(self.params.values())).dtype
-        self.whole = torch.zeros(size, dtype=wide)
-        sharded = bucket.replica.zero == 1
-        index = bucket.owners.index(rank)
-        self.own = slice(index * bucket.shard, (index + 1) * bucket.shard) if sharded else slice(0, size)
-        self.counts = sharded or index == 0  # a share held alike by several ranks enters the norm once
-        self.weights = self.whole[self.own]
-        self.reduced = self.grads[self.own] if not sharded else torch.zeros(bucket.shard, dtype=dtype)
-        self._copy_in(self.whole, self.params)
+    own: the part that this rank updates; all of it under ZeRO-0, where the copies' equal norms count once. dtype: that
+    gradients are reduced in.
+    """
 
-    def _copy_in(self, flat: Tensor, parts: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, bucket: Bucket, rank: int, params: Mapping[str, Tensor], grads: Gradients, dtype: torch.dtype
+    ) -> None:
+        self.sharded = bucket.replica.zero == 1
+        index, size = bucket.owners.index(rank), bucket.shard * bucket.ranks
+        self.counts = self.sharded or index == 0
+        self.own = slice(index * bucket.shard, (index + 1) * bucket.shard) if self.sharded else slice(0, size)
+        self.places: dict[str, slice] = {}
         at = 0
-        for n in self.names:
-            flat[at : at + parts[n].numel()].copy_(parts[n].detach().flatten())
-            at += parts[n].numel()
+        for n in bucket.params:
+            self.places[n] = slice(at, at + params[n].numel())
+            at += params[n].numel()
+        first, summed = params[bucket.params[0]], grads.sums[bucket.params[0]].dtype
+        self.whole, self.summed = torch.zeros(size, dtype=first.dtype), torch.zeros(size, dtype=summed)
+        for n, place in self.places.items():
+            p = params[n]
+            self.whole[place].copy_(p.detach().flatten())
+            p.data = self.whole[place].view_as(p)
+            grads.sums[n] = self.summed[place].view_as(p)
+        self.travels = self.summed if dtype == summed else torch.zeros(size, dtype=dtype)
+        self.weights, self.reduced = self.whole[self.own], self.travels[self.own]
 
-    def fill(self, grads: Gradients) -> None:
-        """Gradients into the flat buffer."""
-        self._copy_in(self.grads, {n: grads[n] for n in self.names})
+    def filled(self) -> Tensor:
+        """The gradients as they travel."""
+        return self.travels if self.travels is self.summed else self.travels.copy_(self.summed)
 
-    def scatter_back(self) -> None:
-        """The updated flat weights into the parameters."""
-        at = 0
-        with torch.no_grad():
-            for n, p in self.params.items():
-                p.copy_(self.whole[at : at + p.numel()].view_as(p))
-                at += p.numel()
-
-    def squares(self, order: Sequence[str]) -> Tensor:
-        """Σ g² of this rank's share, parameter by parameter."""
-        out = torch.zeros(len(order), dtype=torch.float64)
-        at = 0
-        for n in self.names:
-            size = self.params[n].numel()
-            lo, hi = max(at, self.own.start), min(at + size, self.own.stop)
-            if lo < hi and self.counts:
-                piece = self.reduced[lo - self.own.start : hi - self.own.start]
-                out[order.index(n)] += piece.double().square().sum()
-            at += size
+    def pieces(self) -> dict[str, tuple[int, Tensor]]:
+        """The reduced gradients of this rank's part, by parameter: first element, and the flat piece from there on."""
+        out = {}
+        for n, place in self.places.items():
+            low, high = max(place.start, self.own.start), min(place.stop, self.own.stop)
+            if low < high:
+                out[n] = low - place.start, self.reduced[low - self.own.start : high - self.own.start]
         return out
 
 
 class Sync:
-    """Everything of a step that happens once. order: all parameters of the model, canonically."""
+    """Everything of a step that happens once. order: all parameters of the model, canonically.
+
+    norm: of the step's whole gradient, if it is to be clipped. reduce: dtype that gradients
+    are reduced in; moments: of optimizer state.
+    """
 
     def __init__(
         self,
@@ -78,17 +81,14 @@ class Sync:
         grads: Gradients,
         order: Sequence[str],
         config: OptimizerConfig,
+        *,
+        reduce: torch.dtype,
         moments: torch.dtype,
     ) -> None:
-        mine = [b for b in found if rank in b.owners]
-        for b in mine:
-            if b.replica.zero > 1:
-                message = f"ZeRO-{b.replica.zero} is planned and simulated, but not executed yet"
-                raise PiperError(ErrorKind.JOB, message, key="parallel.zero", allowed="0, 1", suggestion="zero = 1")
         self.grads, self.order, self.config = grads, list(order), config
-        dtype = next(iter(grads.sums.values())).dtype
-        self.flat = {b.key: _Flat(b, rank, params, dtype) for b in mine if b.ranks > 1}
+        mine = [b for b in found if rank in b.owners]
         self.alone = [n for b in mine if b.ranks == 1 for n in b.params]
+        self.flat = {b.key: _Flat(b, rank, params, grads, reduce) for b in mine if b.ranks > 1}
         shares = {f"flat:{k}": f.weights for k, f in self.flat.items()}
         self.optimizer = Optimizer(config, {**{n: params[n] for n in self.alone}, **shares}, moments)
         self.norm: float | None = None
@@ -99,43 +99,51 @@ class Sync:
         self.grads.zero()
         self.norm, self._sums = None, None
 
-    def start(self, node: Node, transport: Transport) -> Started | None:
-        """Post one collective."""
-        group = node.text()
+    def start(self, node: Node, transport: Transport) -> Callable[[], Handle]:
+        """How to post a collective once its stream comes to it."""
+        group = group_name(node)
+        if node.kind is Once.NORM:
+            return lambda: transport.all_reduce(group, self._partial_norm())
+        flat = self.flat[f"{node.stage}/{node.part}"]
         match node.kind:
-            case Once.ALL_REDUCE:
-                flat = self._bucket(node)
-                flat.fill(self.grads)
-                return transport.all_reduce(group, flat.grads), None
             case Once.REDUCE:
-                flat = self._bucket(node)
-                flat.fill(self.grads)
-                return transport.reduce_scatter(group, flat.reduced, flat.grads), None
+                return lambda: transport.reduce_scatter(group, flat.reduced, flat.filled())
+            case Once.ALL_REDUCE:
+                return lambda: transport.all_reduce(group, flat.filled())
             case Once.GATHER:
-                flat = self._bucket(node)
-                return transport.all_gather(group, flat.whole, flat.weights.clone()), flat.scatter_back
-            case Once.NORM:
-                self._sums = self._squares()
-                return transport.all_reduce(group, self._sums), None
+                return lambda: transport.all_gather(group, flat.whole, flat.weights)
             case _:
                 raise AssertionError(f"{node.text()} is no collective")
 
     def update(self) -> None:
-        """Clip and update this rank's share; replicated copies take it at once, sharded ones by their gather."""
-        sums = self._squares() if self._sums is None else self._sums
-        self.norm = norm_of(sums)
+        """Clip, and update this rank's part; what it did not update comes by the gathers."""
+        if self.config.clip_norm:  # a job of one rank has no collective for it
+            self.norm = norm_of(self.squares() if self._sums is None else self._sums)
         grads: dict[str, Tensor] = {n: self.grads[n] for n in self.alone}
         grads |= {f"flat:{k}": f.reduced for k, f in self.flat.items()}
-        self.optimizer.step(grads, clip_scale(self.norm, self.config.clip_norm))
-        for f in self.flat.values():
-            if f.bucket.replica.zero == 0:
-                f.scatter_back()
+        self.optimizer.step(grads, 1.0 if self.norm is None else clip_scale(self.norm, self.config.clip_norm))
 
-    def _squares(self) -> Tensor:
+    def squares(self) -> Tensor:
+        """Σ g² of each parameter over this rank's share, in canonical order."""
         sums = square_sums({n: self.grads[n] for n in self.alone}, self.order)
         for f in self.flat.values():
-            sums = sums + f.squares(self.order)
+            if f.counts:
+                sums += square_sums({n: piece for n, (_, piece) in f.pieces().items()}, self.order)
         return sums
 
-    def _bucket(self, node: Node) -> _Flat:
-        return self.flat[f"{node.stage}/{node.part}"]
+    def tensors(self) -> list[Tensor]:
+        """Flat buffers and optimizer state: they persist."""
+        flat = [t for f in self.flat.values() for t in (f.whole, f.summed, f.travels)]
+        state = [t for slots in self.optimizer.state.values() for t in slots.values()]
+        return [*flat, *state, *self.optimizer.masters.values()]
+
+    def reduced(self) -> dict[str, tuple[int, Tensor]]:
+        """Each parameter's gradient after the reductions, as far as this rank has it: (first element, flat piece)."""
+        out = {n: (0, self.grads[n].flatten()) for n in self.alone}
+        for f in self.flat.values():
+            out |= f.pieces()
+        return out
+
+    def _partial_norm(self) -> Tensor:
+        self._sums = self.squares()
+        return self._sums

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
-import importlib
-import importlib.util
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import torch
 
 from executor.progress import Progress, State
+from executor.target import find, write_whole
 from executor.transport.base import Topology, TransportError
 from executor.transport.gloo import GlooTransport, file_store
 from ir.errors import PiperError
@@ -39,36 +37,9 @@ class RankContext:
         """A c10d store of this launch."""
         return file_store(str(self.dir / "store"), self.world)
 
-    def gloo(self, topology: Topology, timeout_s: float = 300.0) -> GlooTransport:
-        """Connect to the other ranks."""
+    def gloo(self, topology: Topology, timeout_s: float = 86_400.0) -> GlooTransport:
+        """Connect to the other ranks. A receive may be posted long before its message: the watchdog finds who hangs."""
         return GlooTransport(self.store(), self.rank, topology, timeout_s)
-
-
-Target = Callable[..., object]
-
-
-def describe(fn: Target) -> dict[str, str]:
-    """How a fresh process finds a module-level function: by module name if it belongs to us, else by file."""
-    module = sys.modules[fn.__module__]
-    name, file = fn.__module__, getattr(module, "__file__", None)
-    if "." in fn.__qualname__ or not file:
-        raise TypeError(f"{fn.__qualname__} must be a module-level function in a file")
-    if name.split(".")[0] in ("executor", "piper_sim", "experiments", "ir"):
-        return {"module": name, "name": fn.__qualname__}
-    return {"module": "__piper_main__" if name == "__main__" else name, "file": file, "name": fn.__qualname__}
-
-
-def _find(target: dict[str, str]) -> Target:
-    if target["module"] in sys.modules or "file" not in target:
-        module = importlib.import_module(target["module"])
-    else:
-        spec = importlib.util.spec_from_file_location(target["module"], target["file"])
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[target["module"]] = module
-        spec.loader.exec_module(module)
-    found: Target = getattr(module, target["name"])
-    return found
 
 
 def main(spec_path: str) -> int:
@@ -87,7 +58,7 @@ def main(spec_path: str) -> int:
         torch.set_num_threads(int(spec["threads"]))
         while not (folder / "go").exists():  # until ranks.json is complete
             time.sleep(0.002)
-        result = _find(spec["target"])(RankContext(rank, int(spec["world"]), folder, progress), **spec["args"])
+        result = find(spec["target"])(RankContext(rank, int(spec["world"]), folder, progress), **spec["args"])
         write_whole(folder / f"result-{rank}", json.dumps(result))
         progress.end()
         return 0
@@ -112,10 +83,3 @@ def _record(folder: Path, rank: int, error: BaseException) -> None:
         "time_s": time.monotonic(),
     }
     write_whole(folder / f"failure-{rank}", json.dumps(failure))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file appears complete or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

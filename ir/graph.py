@@ -210,15 +210,13 @@ def check(graph: Graph) -> None:
     count = len(graph.nodes)
     homes: dict[tuple[int, str], tuple[Node, tuple[Span, ...]]] = {}
     for node in graph.nodes:
-        seen: set[int] = set()
-        for span in node.spans:
-            if span.mbs is None:
-                continue
-            if span.mbs.start < 0 or span.mbs.stop > graph.mbs:
-                raise illegal(f"{node.text()}: microbatches {span.mbs} of {graph.mbs}")
-            if not seen.isdisjoint(span.mbs):
+        end = 0
+        for mbs in sorted((s.mbs for s in node.spans if s.mbs is not None), key=lambda r: r.start):
+            if mbs.start < 0 or mbs.stop > graph.mbs:
+                raise illegal(f"{node.text()}: microbatches {mbs} of {graph.mbs}")
+            if mbs.start < end:
                 raise illegal(f"{node.text()}: a microbatch is placed twice", "let the filters of `place` not overlap")
-            seen.update(span.mbs)
+            end = mbs.stop
         if not node.once:
             first, spans = homes.setdefault((node.stage, node.part.split(".")[0]), (node, node.spans))
             if spans != node.spans:

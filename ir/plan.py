@@ -162,9 +162,11 @@ class Plan:
         at = {n: i for i, n in enumerate(names)}
         of_shape = np.array([at[s.stream] for s in self.shapes], dtype=np.int64)
         key = self.program * len(names) + of_shape[self.shape]
-        found, index = np.unique(key, return_inverse=True)
+        found = np.flatnonzero(np.bincount(key))
+        index = np.zeros(int(key.max(initial=0)) + 1, dtype=np.int64)
+        index[found] = np.arange(len(found))
         pairs = [(int(k) // len(names), names[int(k) % len(names)]) for k in found]
-        return tuple(pairs), index.astype(np.int64)
+        return tuple(pairs), index[key]
 
     @cached_property
     def queues(self) -> list[list[int]]:

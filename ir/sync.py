@@ -173,9 +173,11 @@ def with_sync(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
     for b in found:
         if b.ranks > 1 and b.replica.zero in (1, 2) and any(k in graph.replicas for k in b.members):
             message = Message(CommKind.ALL_GATHER, b.shard * b.ranks * gather_bytes, b.axes)
-            spans = tuple(Span(None, g) for g in b.owners)
-            stream = b.replica.gather_stream
-            nodes.append(Node(b.stage, Once.GATHER, b.name, stream, message=message, spans=spans))
-            edges += [Edge(u, len(nodes) - 1, 0, join=True) for g in b.owners for u in ready[g]]
+            # The shards of ZeRO-1 lie on all owners, those of ZeRO-2 inside each group.
+            for owners in [b.owners] if b.replica.zero == 1 else [(g,) for g in b.owners]:
+                name = b.name if len(owners) == len(b.owners) else f"{b.name}.p{owners[0]}"
+                spans = tuple(Span(None, g) for g in owners)
+                nodes.append(Node(b.stage, Once.GATHER, name, b.replica.gather_stream, message=message, spans=spans))
+                edges += [Edge(u, len(nodes) - 1, 0, join=True) for g in owners for u in ready[g]]
     unique = tuple(dict.fromkeys(edges))
     return replace(graph, nodes=tuple(nodes), edges=unique)

@@ -8,15 +8,18 @@ from typing import Any
 
 from ir.errors import PiperError
 from ir.job import Job
+from ir.job.build import blaming
 from ir.schedules.registry import canonical, default_chunks, legal_chunks
 from piper_sim.commands.output import progress
 from piper_sim.simulate import GIB, Prediction, predict, simulate_object
 
 SIX = ("1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")
-KEYS = (
-    "iteration_s tokens_per_s tokens_per_s_per_gpu model_tflops_per_gpu mfu time_breakdown bubble_fraction "
-    "exposed_comm_s fits memory ops folded host_model interference_level cost_source plan_digest cost_digest job_digest"
-).split()
+KEYS = tuple(
+    """
+    iteration_s tokens_per_s tokens_per_s_per_gpu model_tflops_per_gpu mfu time_breakdown bubble_fraction
+    exposed_comm_s fits memory ops folded host_model interference_level cost_source plan_digest cost_digest job_digest
+    """.split()  # noqa: SIM905
+)
 _WORDS = {
     "exposed_ep": "exposed all-to-all",
     "exposed_dp": "exposed data-parallel communication",
@@ -33,31 +36,42 @@ Row = dict[str, Any]
 
 
 def compare(job: Job, names: Sequence[str]) -> tuple[list[Row], dict[str, Prediction]]:
-    """Rows sorted by step time, infeasible ones last with a reason; and the predictions by schedule."""
+    """Rows sorted by step time, infeasible ones last with a reason; and the predictions by schedule.
+
+    Raises PiperError where no schedule can be built because of the job itself.
+    """
     rows, found = [], {}
     for name in dict.fromkeys(canonical(n) for n in names):
         wanted = job.schedule.stages_per_rank
         chunks = wanted if wanted is not None and legal_chunks(name, wanted) else default_chunks(name)
-        schedule = replace(job.schedule, name=name, stages_per_rank=chunks, directives=None, builder=None, csv=None)
         head: Row = {"schedule": name, "stages_per_rank": chunks}
         try:
-            with progress(f"simulating {name}"):
-                p = predict(replace(job, schedule=schedule))
+            with progress(f"simulating {name}"), blaming(job):
+                p = predict(_with(job, name, chunks))
                 rows.append(head | simulate_object(p))
                 found[name] = p
         except PiperError as e:
             fix = f" ({e.suggestion})" if e.suggestion else ""
-            rows.append(head | {k: None for k in KEYS} | {"schema_version": 1, "fits": False, "reason": e.message + fix})
+            rows.append(
+                head | {k: None for k in KEYS} | {"schema_version": 1, "fits": False, "reason": e.message + fix}
+            )
     if not found:
-        raise_common(rows, job)
+        raise_common(job)
     rows.sort(key=lambda r: (not r["fits"], r["iteration_s"] is None, r["iteration_s"] or 0.0))
     return rows, found
 
 
-def raise_common(rows: list[Row], job: Job) -> None:
-    """Where no schedule could be built at all, the job itself is wrong: raise its own error."""
-    name = rows[0]["schedule"]
-    predict(replace(job, schedule=replace(job.schedule, name=name, stages_per_rank=rows[0]["stages_per_rank"])))
+def _with(job: Job, name: str, chunks: int) -> Job:
+    schedule = replace(job.schedule, name=name, stages_per_rank=chunks, directives=None, builder=None, csv=None)
+    return replace(job, schedule=schedule)
+
+
+def raise_common(job: Job) -> None:
+    """Where not even 1f1b with layers of our choice can be built, the job itself is wrong: raise its own error."""
+    layers = job.parallel.layers if isinstance(job.parallel.layers, str) else "balanced"
+    plain = _with(replace(job, parallel=replace(job.parallel, layers=layers)), "1f1b", 1)
+    with blaming(job):
+        predict(plain)
 
 
 def why(rows: Sequence[Row]) -> str:
@@ -85,7 +99,8 @@ def why(rows: Sequence[Row]) -> str:
     verb = "is faster than" if gain > 0 else "is slower than"
     fit = "" if rival["fits"] else ", which does not fit"
     share = abs(gain) / rival["iteration_s"]
-    return f"{best['schedule']} wins: it {verb} {rival['schedule']}{fit} by {share:.1%} because of {cause} (means over ranks); its price is {memory}."
+    says = f"{best['schedule']} wins: it {verb} {rival['schedule']}{fit} by {share:.1%} because of {cause}"
+    return f"{says} (means over ranks); its price is {memory}."
 
 
 def _mean(row: Row) -> dict[str, float]:

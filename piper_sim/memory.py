@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cost_models import Recipe, StateBytes, state_bytes
-from ir.order import FloatArray, IntArray
-from ir.plan import CATEGORIES, OpKind, Plan
+from ir.order import BoolArray, FloatArray, IntArray
+from ir.plan import AT_START, CATEGORIES, OpKind, Plan
 from ir.sync import buckets
 from ir.trace import MemorySamples
 
@@ -80,19 +80,23 @@ def memory(plan: Plan, persistent: tuple[StateBytes, ...]) -> Memory:
             k = a + int(np.argmax(total[a:b]))
             peak[p], at[p], dynamic[p] = total[k], op[k], level[k]
         peak[p] += persistent[p].total
-    after, high = _per_op(plan, op, program, total)
+    after, high = _per_op(plan, op, total, key % _stride(plan) >= 3)
     return Memory(persistent, peak, at, dynamic, after, high)
 
 
 def _stride(plan: Plan) -> int:
-    return 3 * (1 + max((len(s.covers) for s in plan.shapes), default=1))
+    return 3 * (2 + max((len(s.covers) for s in plan.shapes), default=0))
 
 
 def _events(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
-    """(sort key, signed bytes, column): allocations, then the level, then frees, within each cover of each op."""
+    """(sort key, signed bytes, column). Within each cover of each op: allocations, end of the workspace, frees.
+
+    What is freed at an op's start (cover AT_START) stands before its first cover.
+    """
     b, stride = plan.buffers, _stride(plan)
     freed = b.free >= 0
-    keys = [b.alloc * stride + 3 * b.alloc_cover, b.free[freed] * stride + 3 * b.free_cover[freed] + 2]
+    place = 3 * (b.free_cover[freed] - AT_START)
+    keys = [b.alloc * stride + 3 * (b.alloc_cover - AT_START), b.free[freed] * stride + place + 2]
     sizes = [b.bytes, -b.bytes[freed]]
     columns = [b.category, b.category[freed]]
     nodes = plan.graph.nodes
@@ -101,32 +105,41 @@ def _events(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
         if s.kind is OpKind.COMPUTE and work:
             rows = np.flatnonzero(plan.shape == i)
             for c, size in work:
-                at = rows * stride + 3 * c
+                at = rows * stride + 3 * (c - AT_START)
                 keys += [at, at + 1]
                 sizes += [np.full(len(rows), size), np.full(len(rows), -size)]
                 columns += [np.full(len(rows), WORKSPACE)] * 2
     return np.concatenate(keys), np.concatenate(sizes), np.concatenate(columns)
 
 
-def _per_op(plan: Plan, op: IntArray, program: IntArray, total: IntArray) -> tuple[IntArray, IntArray]:
-    n = len(plan)
+def _per_op(plan: Plan, op: IntArray, total: IntArray, running: BoolArray) -> tuple[IntArray, IntArray]:
+    """[op] bytes after it, and the most while it runs: from what it finds when its first frees are done."""
+    n, b = len(plan), plan.buffers
     last = np.searchsorted(op, np.arange(n), side="right") - 1
-    valid = (last >= 0) & (program[np.maximum(last, 0)] == plan.program) if len(op) else np.zeros(n, dtype=bool)
-    after = np.where(valid, total[np.maximum(last, 0)], 0) if len(op) else np.zeros(n, dtype=np.int64)
-    high = after.copy()
-    if len(op):
-        np.maximum.at(high, op, total)
+    valid = last >= 0
+    valid[valid] = plan.program[op[last[valid]]] == plan.program[valid]
+    after = np.zeros(n, dtype=np.int64)
+    after[valid] = total[last[valid]]
+    high = np.roll(after, 1)
+    high[plan.bounds[:-1]] = 0
+    early = np.flatnonzero((b.free >= 0) & (b.free_cover == AT_START))
+    np.subtract.at(high, b.free[early], b.bytes[early])
+    np.maximum.at(high, op[running], total[running])
     return after, high
 
 
 def samples(plan: Plan, found: Memory, start: FloatArray, end: FloatArray) -> MemorySamples:
-    """The level over time, at compute ops: the most while each runs, and what is left behind it."""
+    """The level over time, at compute ops: the most while each runs, and what is left behind it.
+
+    What communication allocates counts with the compute op dispatched behind it, so that the highest sample is the peak.
+    """
     rows = np.flatnonzero(plan.kind == OpKind.COMPUTE)
     program = plan.program[rows]
+    owner = np.minimum(np.searchsorted(rows, np.arange(len(plan))), len(rows) - 1)
+    owner -= program[owner] != plan.program
+    high = np.zeros(len(rows), dtype=np.int64)
+    np.maximum.at(high, owner, found.high)
     fixed = np.array([s.total for s in found.state], dtype=np.int64)[program]
-    time = np.concatenate([start[rows], end[rows]])
-    value = np.concatenate([found.high[rows] + fixed, found.level[rows] + fixed])
-    rank = np.concatenate([program, program])
-    side = np.concatenate([np.zeros(len(rows), np.int64), np.ones(len(rows), np.int64)])
-    order = np.lexsort((side, np.concatenate([rows, rows]), rank))
-    return MemorySamples(rank[order], time[order], value[order])
+    time = np.stack([start[rows], end[rows]], axis=1).ravel()
+    value = np.stack([high + fixed, found.level[rows] + fixed], axis=1).ravel()
+    return MemorySamples(np.repeat(program, 2), time, value)

@@ -10,6 +10,7 @@ from ir.order import FloatArray, IntArray
 from ir.plan import OpKind, Plan
 from piper_sim.costs import OpCosts, Share
 from piper_sim.engine import Run
+from piper_sim.engine.steps import carried
 
 KEYS = (
     "compute",
@@ -25,6 +26,13 @@ KEYS = (
     "optimizer",
 )
 _EXPOSED = ("exposed_ep", "exposed_dp", "exposed_pp")
+_SPENT = {
+    Share.COMPUTE: "compute",
+    Share.RECOMPUTE: "recompute",
+    Share.TP: "exposed_tp",
+    Share.CP: "exposed_cp",
+    Share.OPTIMIZER: "optimizer",
+}
 
 
 @dataclass(frozen=True)
@@ -48,110 +56,107 @@ class Breakdown:
 
 
 def breakdown(plan: Plan, run: Run, costs: OpCosts) -> Breakdown:
-    """Split the last step of a run. A rank's step lasts from its own end of the step before to its own end.
+    """Split the last step of a run: what each compute stream did between its last ends in two steps.
 
-    A gap on the compute stream is *exposed* while a message of the stream it waits on is on the wire, and
-    *dependency* otherwise: some other rank had not got there yet.
+    A gap before an op is *exposed* while a message is on the wire of the stream it waits for, *dependency* before:
+    some other rank had not got there yet. Rows sum to the step by construction, not by taking a rest.
     """
-    start, end = run.start[-1], run.end[-1]
-    programs = plan.programs
-    finish = _finish(plan, end)
-    begin = _finish(plan, run.end[-2]) if len(run.end) > 1 else np.zeros(programs)
-    axis = _axes(plan)
-    gaps = _gaps(plan, start, end, begin, finish, axis)
+    gaps = _Gaps(plan, run)
+    spent = np.zeros((plan.programs, len(Share)))
+    np.add.at(spent, plan.program[gaps.compute], costs.shares[gaps.compute])
+    iteration = float(gaps.window.max())
     seconds = []
-    for p in range(programs):
-        mine = (plan.program == p) & (plan.kind == OpKind.COMPUTE)
-        spent = costs.shares[mine].sum(axis=0)
-        window = float(finish[p] - begin[p])
+    for p in range(plan.programs):
         row = dict.fromkeys(KEYS, 0.0)
-        row["compute"] = float(spent[Share.COMPUTE])
-        row["recompute"] = float(spent[Share.RECOMPUTE])
-        row["exposed_tp"] = float(spent[Share.TP])
-        row["exposed_cp"] = float(spent[Share.CP])
-        row["optimizer"] = float(spent[Share.OPTIMIZER])
-        for k, name in enumerate(_EXPOSED):
-            row[name] = float(gaps[p, k])
-        row["dependency"] = window - sum(row.values())
+        row |= {name: float(spent[p, share]) for share, name in _SPENT.items()}
+        row |= {name: float(gaps.exposed[p, k]) for k, name in enumerate(_EXPOSED)}
+        # Ranks whose steps differ have not settled: the quicker will have to wait.
+        row["dependency"] = float(gaps.dependency[p] + (iteration - gaps.window[p]))
         seconds.append(row)
-    return Breakdown(float((finish - begin).max()), tuple(seconds))
+    return Breakdown(iteration, tuple(seconds))
 
 
-def _finish(plan: Plan, end: FloatArray) -> FloatArray:
-    out = np.zeros(plan.programs)
-    np.maximum.at(out, plan.program, end)
-    return out
+class _Gaps:
+    """The gaps of every compute stream in the last step of a run, and what was on the wire meanwhile.
 
+    window: [program] seconds between the last ends of two steps. exposed: [program, axis]. dependency: [program].
+    """
 
-def _axes(plan: Plan) -> IntArray:
-    """Index into _EXPOSED of each stream's messages."""
-    out = np.full(len(plan.streams), 1, dtype=np.int64)
-    for i, queue in enumerate(plan.queues):
-        s = plan.shapes[int(plan.shape[queue[0]])]
-        if s.kind in (OpKind.SEND, OpKind.RECV):
-            out[i] = 2
-        elif s.message is not None and "ep" in s.message.axes:
-            out[i] = 0
-    return out
+    def __init__(self, plan: Plan, run: Run) -> None:
+        n, start, end = len(plan), run.start[-1], run.end[-1]
+        two = len(run.end) > 1
+        self.plan, self.both = plan, Run(run.start[-2:].ravel(), run.end[-2:].ravel())
+        self.now = n if two else 0  # where the last step begins in `both`
+        self.compute = np.flatnonzero(plan.kind == OpKind.COMPUTE)
+        program = plan.program[self.compute]
+        closing = self.compute[np.searchsorted(program, np.arange(plan.programs), side="right") - 1]
+        begin = run.end[-2][closing] if two else np.zeros(plan.programs)
+        self.window = end[closing] - begin
+        first = np.diff(program, prepend=-1) != 0
+        before = np.where(first, begin[program], np.roll(end[self.compute], 1))
+        opened = np.flatnonzero(start[self.compute] > before)
+        lo, hi = before[opened], start[self.compute[opened]]
+        on = self._awaited(self.compute[opened])
+        stream = np.where(on >= 0, plan.stream[on % n], -1)
+        self.exposed = np.zeros((plan.programs, len(_EXPOSED)))
+        self.dependency = np.zeros(plan.programs)
+        np.add.at(self.dependency, program[opened], hi - lo)
+        axis, wire = _axes(plan), self._on_the_wire()
+        for s in np.unique(stream[stream >= 0]).tolist():
+            rows, p = np.flatnonzero(stream == s), plan.streams[s][0]
+            busy = float(self._busy(s, wire, lo[rows], hi[rows]).sum())
+            self.exposed[p, axis[s]] += busy
+            self.dependency[p] -= busy
 
+    def _awaited(self, ops: IntArray) -> IntArray:
+        """Of each op, the awaited op (in `both`) that ended last, the first of equals; -1: it waits for nothing."""
+        waits = self.plan.waits
+        count = waits.at[ops + 1] - waits.at[ops]
+        asker = np.repeat(np.arange(len(ops)), count)
+        item = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count) + np.repeat(waits.at[ops], count)
+        on = waits.items[item] + self.now
+        if self.now:
+            late, before = carried(self.plan)
+            mine = np.isin(late, ops)
+            asker = np.concatenate([asker, np.searchsorted(ops, late[mine])])
+            on = np.concatenate([on, before[mine]])
+        order = np.lexsort((-np.arange(len(on)), self.both.end[on], asker))
+        last = np.flatnonzero(np.diff(asker[order], append=-1))
+        out = np.full(len(ops), -1, dtype=np.int64)
+        out[asker[order[last]]] = on[order[last]]
+        return out
 
-def _gaps(
-    plan: Plan, start: FloatArray, end: FloatArray, begin: FloatArray, finish: FloatArray, axis: IntArray
-) -> FloatArray:
-    """[program, axis] seconds of compute-stream gaps during which the awaited stream's wire was busy."""
-    out = np.zeros((plan.programs, len(_EXPOSED)))
-    compute = np.flatnonzero(plan.kind == OpKind.COMPUTE)
-    program = plan.program[compute]
-    before = np.where(np.diff(program, prepend=-1) != 0, begin[program], np.roll(end[compute], 1))
-    opened = np.flatnonzero(start[compute] > before)
-    binding = _binding(plan, compute[opened], end)
-    lo, hi = before[opened], start[compute[opened]]
-    stream = np.where(binding >= 0, plan.stream[np.maximum(binding, 0)], -1)
-    last_compute = np.zeros(plan.programs)
-    np.maximum.at(last_compute, program, end[compute])
-    tail = [(p, float(last_compute[p]), float(finish[p])) for p in range(plan.programs) if finish[p] > last_compute[p]]
-    wire = _Wires(plan, start, end)
-    for s in np.unique(stream[stream >= 0]).tolist():
-        rows = np.flatnonzero(stream == s)
-        out[plan.streams[s][0], axis[s]] += float(wire.busy(s, lo[rows], hi[rows]).sum())
-    for p, a, b in tail:
-        at = max((s for s, (q, _) in enumerate(plan.streams) if q == p), key=lambda s: end[plan.queues[s][-1]])
-        out[p, axis[at]] += float(wire.busy(at, np.array([a]), np.array([b])).sum())
-    return out
-
-
-def _binding(plan: Plan, rows: IntArray, end: FloatArray) -> IntArray:
-    """Of each op, the awaited op that ended last (-1: it waits for nothing)."""
-    at, items = plan.waits.at, plan.waits.items
-    out = np.full(len(rows), -1, dtype=np.int64)
-    count = at[rows + 1] - at[rows]
-    for k in range(int(count.max(initial=0))):
-        has = np.flatnonzero(count > k)
-        w = items[at[rows[has]] + k]
-        better = (out[has] < 0) | (end[w] > end[np.maximum(out[has], 0)])
-        out[has[better]] = w[better]
-    return out
-
-
-class _Wires:
-    """When each communication stream has bytes on the wire: from the meeting of all members to the end."""
-
-    def __init__(self, plan: Plan, start: FloatArray, end: FloatArray) -> None:
-        self.plan, self.end = plan, end
-        self.on = start.copy()
+    def _on_the_wire(self) -> FloatArray:
+        """When each op of `both` has bytes on the wire: from the meeting of all members."""
+        plan, start = self.plan, self.both.start.reshape(-1, len(self.plan))
+        on = start.copy()
         peer = plan.partner >= 0
-        self.on[peer] = np.maximum(start[peer], start[plan.partner[peer]])
+        on[:, peer] = np.maximum(start[:, peer], start[:, plan.partner[peer]])
         members = np.flatnonzero(plan.collective >= 0)
-        if len(members):
+        for step in range(len(on)) if len(members) else ():
             latest = np.full(int(plan.collective.max()) + 1, -np.inf)
-            np.maximum.at(latest, plan.collective[members], start[members])
-            self.on[members] = latest[plan.collective[members]]
+            np.maximum.at(latest, plan.collective[members], start[step, members])
+            on[step, members] = latest[plan.collective[members]]
+        return on.ravel()
 
-    def busy(self, stream: int, lo: FloatArray, hi: FloatArray) -> FloatArray:
+    def _busy(self, stream: int, wire: FloatArray, lo: FloatArray, hi: FloatArray) -> FloatArray:
         """Seconds of wire time of a stream inside each [lo, hi]."""
-        rows = np.array(self.plan.queues[stream])
-        on, off = self.on[rows], self.end[rows]
+        queue = np.array(self.plan.queues[stream])
+        rows = np.concatenate([queue, queue + self.now]) if self.now else queue
+        on, off = wire[rows], self.both.end[rows]
         total = np.cumsum(off - on)
         times = np.stack([on, off], axis=1).ravel()
         value = np.stack([total - (off - on), total], axis=1).ravel()
         return np.asarray(np.interp(hi, times, value) - np.interp(lo, times, value))
+
+
+def _axes(plan: Plan) -> IntArray:
+    """Index into _EXPOSED of each stream's messages."""
+    out = np.full(len(plan.streams), _EXPOSED.index("exposed_dp"), dtype=np.int64)
+    for i, queue in enumerate(plan.queues):
+        s = plan.shapes[int(plan.shape[queue[0]])]
+        if s.kind in (OpKind.SEND, OpKind.RECV):
+            out[i] = _EXPOSED.index("exposed_pp")
+        elif s.message is not None and "ep" in s.message.axes:
+            out[i] = _EXPOSED.index("exposed_ep")
+    return out

@@ -27,12 +27,11 @@ from ir.schedules.schedule import OpTimes
 from ir.trace import Trace
 from ir.work import DType
 from piper_sim.costs import CostModel, OpCosts, Share
-from piper_sim.engine import Run, Wire, run
+from piper_sim.engine import Run, steady
 from piper_sim.memory import Memory, memory, samples, state
 from piper_sim.metrics import Breakdown, breakdown
 from piper_sim.traces import trace_of
 
-MAX_STEPS = 6
 GIB = 2**30
 
 
@@ -81,7 +80,7 @@ def _predict(prepared: Prepared, hardware: Hardware) -> Prediction:
     check_plan(plan)
     model = CostModel(prepared, hardware)
     costs = model.price(plan)
-    ran, steps = steady(plan, costs, clipped=prepared.policy.clip)
+    ran, steps = steady(plan, costs.duration, clipped=prepared.policy.clip)
     found = memory(plan, state(plan, model.recipe))
     split = breakdown(plan, ran, costs)
     return Prediction(prepared, hardware, plan, costs, ran, found, split, split.iteration_s, steps)
@@ -169,23 +168,6 @@ def refuse_unbuilt(job: Job) -> None:
         if value != neutral:
             message = f"{value!r} is not simulated yet"
             raise PiperError(ErrorKind.JOB, message, key=key, file=job.file, suggestion="leave it out")
-
-
-def steady(plan: Plan, costs: OpCosts, clipped: bool) -> tuple[Run, int]:
-    """Run steps until every rank's step lasts as long as the last one did.
-
-    With clipping, all ranks meet in every step, so the second step is already the period.
-    """
-    steps = 2 if clipped else 3
-    while True:
-        ran = run(plan, costs.duration, Wire.RENDEZVOUS, steps)
-        ends = np.zeros((steps, plan.programs))
-        for s in range(steps):
-            np.maximum.at(ends[s], plan.program, ran.end[s])
-        period = np.diff(ends, axis=0)
-        if steps >= MAX_STEPS or np.ptp(period[-1]) == 0:
-            return Run(ran.start[-2:], ran.end[-2:]), steps
-        steps += 1
 
 
 def simulate_object(p: Prediction) -> dict[str, object]:

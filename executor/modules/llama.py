@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from executor.modules.base import Built, TokenLoss, initial
-from ir.errors import ErrorKind, PiperError
+from executor.refusals import refuse_model
 from ir.model.config import ModelConfig
-
-RUNNABLE = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Params:
@@ -193,23 +191,7 @@ class Llama:
     parts: bool = False
 
     def __post_init__(self) -> None:
-        c = self.config
-        if c.model_type not in RUNNABLE or c.moe or c.mla or c.mtp:
-            raise PiperError(
-                ErrorKind.MODEL,
-                f"no reference module for model type {c.model_type!r} yet",
-                file=c.source,
-                key="model.config",
-                allowed=RUNNABLE,
-                suggestion='tiny-llama, or [model] module = "my_model.py:build"',
-            )
-        if c.attn_dropout or c.hidden_dropout or c.embed_dropout:
-            raise PiperError(
-                ErrorKind.MODEL,
-                "dropout cannot be compared between plans, so `run` has none",
-                file=c.source,
-                suggestion="set model.attention_dropout=0",
-            )
+        refuse_model(self.config)
 
     @property
     def chunks(self) -> tuple[str, ...]:

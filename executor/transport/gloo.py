@@ -25,7 +25,8 @@ class GlooHandle:
         self.work, self.keep, self.peers, self.finish = work, keep, peers, finish
 
     def done(self) -> bool:
-        """Poll. A wait with a timeout could not be used for this: when it expires it closes the pair for good."""
+        """Poll a collective. Of a send or receive gloo says nothing before `wait`; a wait with a timeout is no way out,
+        as the pair is closed for good when it expires."""
         return self.work is None or bool(self.work.is_completed())
 
     def wait(self) -> None:

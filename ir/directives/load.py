@@ -8,59 +8,60 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ir.directives.order import OrderBy
+from ir.directives.fields import (
+    Fields,
+    bad,
+    check_keys,
+    names_devices,
+    read_devices,
+    read_filter,
+    read_orders,
+    read_place,
+    read_split,
+    read_stream,
+    read_sync,
+)
 from ir.directives.place import Place
-from ir.directives.replicate import Replicate
-from ir.directives.shard import Shard
 from ir.directives.split import Split
 from ir.directives.strategy import Directive
-from ir.errors import ErrorKind, PiperError, nearest
+from ir.errors import ErrorKind, PiperError
 from ir.filters import Filter, parse_filter
-from ir.order import Order
+from ir.schedules.limits import PASSES
 
-_KEYS: Mapping[str, frozenset[str]] = {
-    "place": frozenset({"filter", "devices", "device", "stream", "group"}),
-    "replicate": frozenset(
-        {"filter", "devices", "device", "reduce_stream", "gather_stream", "bucket_size", "bucket_MiB"}
-        | {"shard_grads", "shard_params", "zero"}
-    ),
-    "shard": frozenset({"filter", "devices", "device", "stream", "axis", "sequence_parallel"}),
-    "split": frozenset({"filter", "dim_name", "num_microbatches"}),
-    "order": frozenset({"filters", "group", "cells"}),
-}
 _LIMIT_BYTES = 64_000_000
+_KEY = "schedule.directives"
+
+Lists = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A file's directives in pass order, and what its device lists say: pipeline groups, replicas."""
+    """A file's directives in pass order, and what its device lists say: pipeline groups, replicas, expert shards."""
 
     directives: tuple[Directive, ...]
-    groups: int | None
+    groups: int
     replicas: int | None
     stages: int
     mbs: int | None
+    experts: int | None = None
 
 
 def load_strategy(path: str | Path) -> Strategy:
     """Read a strategy file. Raises PiperError (io, directive) naming the file and the directive's index."""
     file = str(path)
     try:
+        size = Path(path).stat().st_size
+        if size > _LIMIT_BYTES:
+            raise PiperError(ErrorKind.DIRECTIVE, f"{size} bytes are too many", file=file, key=_KEY, allowed="64 MB")
         text = Path(path).read_bytes()
     except OSError as e:
-        raise PiperError(ErrorKind.IO, f"cannot read the strategy: {e.strerror}", file=file) from None
-    if len(text) > _LIMIT_BYTES:
-        raise PiperError(ErrorKind.DIRECTIVE, f"{len(text)} bytes is too large", file=file, allowed="64 MB")
+        raise PiperError(ErrorKind.IO, f"cannot read the strategy: {e.strerror}", file=file, key=_KEY) from None
     try:
-        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise PiperError(ErrorKind.DIRECTIVE, f"not JSON: {e}", file=file) from None
+        return parse_strategy(json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique))
     except PiperError as e:
-        raise e.at(file=file) from None
-    try:
-        return parse_strategy(value)
-    except PiperError as e:
-        raise e.at(file=file) from None
+        raise e.at(file=file, key=_KEY) from None
+    except (ValueError, RecursionError) as e:  # not JSON, not UTF-8, a number of too many digits, too deep
+        raise PiperError(ErrorKind.DIRECTIVE, f"not JSON: {e}", file=file, key=_KEY) from None
 
 
 def parse_strategy(value: object) -> Strategy:
@@ -71,137 +72,138 @@ def parse_strategy(value: object) -> Strategy:
     (['place({"PP": 0}, group=0)'], 2)
     """
     if not isinstance(value, list):
-        raise _bad("a strategy is a JSON list of directives", '[{"op": "place", …}, …]')
+        raise bad("a strategy is a JSON list of directives", '[{"op": "place", …}, …]')
     for i, d in enumerate(value):
-        _check_shape(i, d)
-    lists = sorted({tuple(_devices(i, d)) for i, d in enumerate(value) if d["op"] == "place" and "group" not in d})
-    if lists and len({len(x) for x in lists}) > 1:
-        raise _bad(f"device lists differ in length: {[list(x) for x in lists]}", "one device per replica in each place")
-    if lists and len({d for x in lists for d in x}) < sum(map(len, lists)):
-        raise _bad(f"device lists overlap: {[list(x) for x in lists]}", "each device in one list")
+        check_keys(i, d)
+    by_op = {
+        op: [(i, d) for i, d in enumerate(value) if d["op"] == op] for op in ("place", "split", "shard", "replicate")
+    }
+    lists = _device_lists(by_op["place"])
     group = {x: n for n, x in enumerate(lists)}
-    splits = [_split(i, d) for i, d in enumerate(value) if d["op"] == "split"]
-    if len({s.mbs for s in splits}) > 1:
-        raise _bad("several microbatch counts", "one num_microbatches for the whole model")
-    places = [_place(i, d, group) for i, d in enumerate(value) if d["op"] == "place"]
-    middle = [_sync(i, d) for i, d in enumerate(value) if d["op"] in ("replicate", "shard")]
-    order = _orders(value)
+    places = [read_place(i, d, group) for i, d in by_op["place"]]
     stages = _stages(places)
-    pipeline: list[Directive] = [*splits[:1], *places, *middle, *order]
-    replicas = len(lists[0]) if lists else None
-    return Strategy(tuple(pipeline), len(lists) or None, replicas, stages, splits[0].mbs if splits else None)
+    homes = _homes(places, lists)
+    for i, d in sorted([*by_op["shard"], *by_op["replicate"]], key=lambda x: x[0]):
+        if names_devices(d):
+            _check_devices(i, d, homes)
+    split = _one_split([(i, read_split(i, d)) for i, d in by_op["split"]], stages)
+    middle = [read_sync(i, d) for i, d in enumerate(value) if d["op"] in ("replicate", "shard")]
+    pipeline: list[Directive] = [*split, *places, *middle, *read_orders(value)]
+    return Strategy(
+        tuple(pipeline),
+        groups=_groups(places),
+        replicas=len(lists[0]) if lists else None,
+        stages=stages,
+        mbs=split[0].mbs if split else None,
+        experts=max((len(read_devices(i, d)) for i, d in by_op["shard"] if names_devices(d)), default=None),
+    )
 
 
-def _check_shape(i: int, d: object) -> None:
-    if not isinstance(d, Mapping):
-        raise _bad(f"directive {i} is no object: {d!r}", '{"op": "place", …}')
-    op = str(d.get("op"))
-    if op not in _KEYS:
-        raise _bad(f"directive {i}: unknown op {op!r}", ", ".join(_KEYS), nearest(op, _KEYS))
-    for key in d:
-        if key != "op" and key not in _KEYS[op]:
-            allowed = sorted(_KEYS[op])
-            raise _bad(f"directive {i} ({op}): unknown key {key!r}", ", ".join(allowed), nearest(str(key), allowed))
+def _device_lists(places: Sequence[tuple[int, Fields]]) -> list[tuple[int, ...]]:
+    """The distinct device lists of all places, sorted: pipeline ranks are numbered in this order."""
+    lists = sorted({read_devices(i, d) for i, d in places if "group" not in d})
+    if lists and any("group" in d for _, d in places):
+        raise bad("some places name devices, some a group", "all of them the one or the other")
+    if len({len(x) for x in lists}) > 1:
+        raise bad(f"device lists differ in length: {[list(x) for x in lists]}", "one device per replica in each place")
+    if len({d for x in lists for d in x}) < sum(map(len, lists)):
+        raise bad(f"device lists overlap: {[list(x) for x in lists]}", "each device in one list")
+    streams = [(i, d["stream"]) for i, d in places if "stream" in d]
+    for i, name in streams:
+        if read_stream(i, name) != read_stream(*streams[0]):
+            raise bad(f"directive {i} (place): stream {name!r}", "one stream for all places", streams[0][1])
+    return lists
 
 
-def _filter(i: int, d: Mapping[str, Any]) -> Filter:
-    if "filter" not in d:
-        raise _bad(f"directive {i} ({d['op']}): no filter", '"filter": {"PP": 0}')
-    try:
-        return parse_filter(d["filter"])
-    except PiperError as e:
-        raise _bad(f"directive {i} ({d['op']}): {e.message}", e.allowed, e.suggestion) from None
+def _groups(places: Sequence[Place]) -> int:
+    """Pipeline ranks that something is placed on."""
+    named = {p.group for p in places}
+    if named != set(range(len(named))):
+        raise bad(f"groups {sorted(named)[:20]} have gaps", "groups 0, 1, 2, …")
+    return len(named)
 
 
-def _devices(i: int, d: Mapping[str, Any]) -> list[int]:
-    devices = d.get("devices", d.get("device"))
-    good = isinstance(devices, list) and devices and all(type(x) is int and x >= 0 for x in devices)
-    if not good or len(set(devices)) < len(devices):
-        raise _bad(f"directive {i} ({d['op']}): devices {devices!r}", "a list of distinct device numbers")
-    return list(devices)
+def _homes(places: Sequence[Place], lists: Lists) -> dict[int, tuple[int, ...]]:
+    """The device list of each stage, where places name devices. UW lets the last of two places win; we do not."""
+    homes: dict[int, tuple[int, ...]] = {}
+    for p in places if lists else ():
+        if set(p.filter.tags) <= {"PP"}:
+            for s in _named(p) or (0,):
+                if homes.setdefault(s, lists[p.group]) != lists[p.group]:
+                    message = f"stage {s} is placed on {list(homes[s])} and on {list(lists[p.group])}"
+                    raise bad(message, "one place for each stage", "drop one of the two")
+    return homes
 
 
-def _split(i: int, d: Mapping[str, Any]) -> Split:
-    n, dim = d.get("num_microbatches"), d.get("dim_name")
-    if type(n) is not int or not 0 < n <= 1_000_000:
-        raise _bad(f"directive {i} (split): num_microbatches = {n!r}", "an integer from 1 to 1000000")
-    if not isinstance(dim, str) or not dim:
-        raise _bad(f"directive {i} (split): dim_name = {dim!r}", '"MB"')
-    return Split(_filter(i, d), dim, n)
-
-
-def _place(i: int, d: Mapping[str, Any], group: Mapping[tuple[int, ...], int]) -> Place:
-    if "group" in d:
-        if type(d["group"]) is not int or d["group"] < 0:
-            raise _bad(f"directive {i} (place): group = {d['group']!r}", "a pipeline rank, 0 or more")
-        return Place(_filter(i, d), d["group"])
-    return Place(_filter(i, d), group[tuple(_devices(i, d))])
-
-
-def _sync(i: int, d: Mapping[str, Any]) -> Directive:
-    if d["op"] == "shard":
-        stream = d.get("stream", "compute" if "devices" in d else "ep")
-        return Shard(_filter(i, d), d.get("axis", "ep"), _stream(stream), _flag(i, d, "sequence_parallel"))
-    zero = d.get("zero")
-    if zero is None:
-        zero = 3 if _flag(i, d, "shard_params") else 2 if _flag(i, d, "shard_grads") else 0
-    size = d.get("bucket_MiB", d.get("bucket_size"))
-    if size is not None and (not isinstance(size, int | float) or isinstance(size, bool) or not size > 0):
-        raise _bad(f"directive {i} (replicate): bucket size {size!r}", "MiB, more than 0")
-    reduce, gather = d.get("reduce_stream", "dp"), d.get("gather_stream", d.get("reduce_stream", "dp"))
-    return Replicate(_filter(i, d), zero, size, _stream(reduce), _stream(gather))
-
-
-def _stream(name: object) -> str:
-    """Piper's `default_stream` is the compute stream; ours has its own name for collectives on it."""
-    if not isinstance(name, str) or not name.replace("_", "").isalnum():
-        raise _bad(f"stream {name!r}", "a word")
-    return "default" if name in ("default_stream", "compute") else name.removesuffix("_stream")
-
-
-def _flag(i: int, d: Mapping[str, Any], key: str) -> bool:
-    value = d.get(key, False)
-    if not isinstance(value, bool):
-        raise _bad(f"directive {i} ({d['op']}): {key} = {value!r}", "true or false")
-    return value
-
-
-def _orders(value: Sequence[Mapping[str, Any]]) -> list[OrderBy]:
-    table, rows = [], []
-    for i, d in enumerate(value):
-        if d["op"] != "order":
-            continue
-        if "cells" in d:
-            if type(d.get("group")) is not int:
-                raise _bad(f"directive {i} (order): cells need a group", '"group": 0')
-            table.append((d["group"], Order.of([str(c) for c in d["cells"]])))
-            continue
-        groups = d.get("filters")
-        if not isinstance(groups, list) or len(groups) < 2 or not all(isinstance(g, list) and g for g in groups):
-            raise _bad(f"directive {i} (order): filters", "a list of at least two lists of filters")
-        rows.append(tuple(tuple(_filter(i, {"op": "order", "filter": f}) for f in g) for g in groups))
-    return [OrderBy(tuple(table), tuple(rows))] if table or rows else []
+def _named(place: Place) -> list[int]:
+    """The stages that a place names."""
+    return [m for t, match in place.filter.matches if t == "PP" for r in match.ranges for m in r]
 
 
 def _stages(places: Sequence[Place]) -> int:
-    named = {m for p in places for t, match in p.filter.matches if t == "PP" for r in match.ranges for m in r}
+    """How many stages the places name. A single place without PP is about a model of one stage."""
+    if not places:
+        raise bad("nothing is placed", '{"op": "place", "filter": {"PP": 0}, "devices": [0]}')
+    named: set[int] = set()
+    for p in places:
+        match = dict(p.filter.matches).get("PP")
+        if match is None and len(places) == 1:
+            return 1
+        if match is None or match.any or match.absent or match.negated:
+            raise bad(f"{p}: which stage?", "each place names its PP index", '"PP": 0')
+        if any(r.stop > PASSES for r in match.ranges):
+            raise bad(f"{p}: too many stages", f"at most {PASSES}")
+        named.update(_named(p))
     if named != set(range(len(named))):
-        raise _bad(f"PP indices {sorted(named)} have gaps", "stages 0, 1, 2, …")
+        raise bad(f"PP indices {sorted(named)[:20]} have gaps", "stages 0, 1, 2, …")
     return len(named)
+
+
+def _check_devices(i: int, d: Fields, homes: Mapping[int, tuple[int, ...]]) -> None:
+    """The devices of replicate and shard are those where `place` put what they select, as far as PP tells."""
+    devices, wanted = read_devices(i, d), read_filter(i, d)
+    pp = dict(wanted.matches).get("PP")
+    if set(wanted.tags) - {"PP"} and pp is None:
+        homes = {} if devices in homes.values() else dict(list(homes.items())[:1])
+    for stage, home in sorted(homes.items()):
+        if devices != home and (pp is None or pp.accepts(stage)):
+            message = f"directive {i} ({d['op']}): devices {list(devices)}, but stage {stage} is placed on {list(home)}"
+            raise bad(message, "the devices of its place", f'"devices": {list(home)}, or a filter on PP')
+
+
+def _one_split(splits: Sequence[tuple[int, Split]], stages: int) -> list[Split]:
+    """Several splits with one count and one dimension, one per stage say, are one over the whole model."""
+    if len(splits) < 2:
+        return [s for _, s in splits]
+    first, whole = splits[0][1], set()
+    for i, s in splits:
+        if s.mbs != first.mbs:
+            message = f"directive {i} (split): {s.mbs} microbatches, {first.mbs} before"
+            raise bad(message, "one num_microbatches for the whole model", f'"num_microbatches": {first.mbs}')
+        if s.dim != first.dim:
+            message = f"directive {i} (split): dim_name {s.dim!r}, {first.dim!r} before"
+            raise bad(message, "one dimension", f'"dim_name": "{first.dim}"')
+        whole.update(_stages_of(i, s.filter, stages))
+    if whole != set(range(stages)):
+        raise bad(f"no split names stages {sorted(set(range(stages)) - whole)[:20]}", "the whole model", '"filter": {}')
+    return [Split(parse_filter({}), first.dim, first.mbs)]
+
+
+def _stages_of(i: int, wanted: Filter, stages: int) -> list[int]:
+    if set(wanted.tags) - {"PP"} or wanted.passes is not None:
+        raise bad(f"directive {i} (split): several splits need filters on PP alone, not {wanted}", '{"PP": 0}')
+    pp = dict(wanted.matches).get("PP")
+    return [s for s in range(stages) if pp is None or pp.accepts(s)]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for k, v in pairs:
         if k in out:
-            raise _bad(f"key {k!r} is given twice", "each key once")
+            raise bad(f"key {k!r} is given twice", "each key once")
         out[k] = v
     return out
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise _bad(f"{name} is no number", "finite numbers")
-
-
-def _bad(message: str, allowed: str | None = None, fix: str | None = None) -> PiperError:
-    return PiperError(ErrorKind.DIRECTIVE, message, allowed=allowed, suggestion=fix)
+    raise bad(f"{name} is no number", "finite numbers")

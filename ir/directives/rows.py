@@ -27,8 +27,18 @@ def orders_from_rows(graph: Graph, rows: Sequence[Row], who: str = "order") -> d
     (directive); rows that close a cycle with the data (illegal_plan).
     """
     chains = [[_members(graph, group, who) for group in row] for row in rows]
-    split = {(a.stage, a.mb) for c in chains for g in c for acts in g for a in acts if a.token in (Token.I, Token.W)}
+    named = [a for c in chains for g in c for acts in g for a in acts]
+    split = {(a.stage, a.mb) for a in named if a.token in (Token.I, Token.W)}
+    if both := next((a for a in named if a.token is Token.B and (a.stage, a.mb) in split), None):
+        half = str(Action(both.stage, Token.I, both.mb)), str(Action(both.stage, Token.W, both.mb))
+        raise PiperError(
+            ErrorKind.DIRECTIVE,
+            f"{who}: {both} is ordered whole and in halves",
+            suggestion=f"either {both}, or {half[0]} and {half[1]}",
+        )
     home = homes(graph)
+    if lost := next((a for a in named if (a.stage, a.mb) not in home), None):
+        raise illegal(f"{who}: {lost} is placed nowhere", f'place({{"PP": {lost.stage}}}, …)')
     units: list[tuple[Action, ...]] = []
     of: dict[Action, int] = {}
     after: list[tuple[int, int]] = []
@@ -108,9 +118,7 @@ def _add(units: list[tuple[Action, ...]], of: dict[Action, int], unit: tuple[Act
 
 def _dataflow(graph: Graph, units: list[tuple[Action, ...]], of: dict[Action, int]) -> list[tuple[int, int]]:
     ends = [(graph.nodes[e.src], graph.nodes[e.dst]) for e in graph.edges]
-    pairs = {
-        (a.stage, _letter(a.kind), b.stage, _letter(b.kind)) for a, b in ends if not a.once and not b.once
-    }
+    pairs = {(a.stage, _letter(a.kind), b.stage, _letter(b.kind)) for a, b in ends if not a.once and not b.once}
     into: dict[tuple[int, Token], set[tuple[int, Token]]] = defaultdict(set)
     for s, made, t, wanted in pairs:
         if (s, made) != (t, wanted):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, gcd
 from pathlib import Path
 
 from ir.build import model_graph
@@ -13,6 +14,7 @@ from ir.directives.load import Strategy, load_strategy
 from ir.errors import ErrorKind, PiperError
 from ir.filters import parse_filter
 from ir.graph import Graph
+from ir.job.agree import agree, check_replicated, with_split
 from ir.job.schema import Job
 from ir.lower import Policy, lower
 from ir.mesh import Mesh
@@ -25,7 +27,8 @@ from ir.model.spec import ModelConfig
 from ir.model.work import chunk_flops
 from ir.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
-from ir.schedules.registry import build, canonical
+from ir.schedules.limits import check_bytes, check_layers, check_nodes, check_passes, check_ranks
+from ir.schedules.registry import build, default_chunks
 from ir.schedules.schedule import OpTimes, Schedule
 from ir.schedules.strategy import ordering, placing
 from ir.work import DType
@@ -56,11 +59,30 @@ class Prepared:
 
     def graph(self) -> Graph:
         """The graph after all directives."""
-        return apply(self.base, self.strategy)
+        with blaming(self.job):
+            graph = apply(self.base, self.strategy)
+            check_replicated(graph)
+            return graph
 
     def plan(self) -> Plan:
         """Lowered, not yet checked."""
-        return lower(self.graph(), self.policy, {"schedule": self.schedule})
+        with blaming(self.job):
+            return lower(self.graph(), self.policy, {"schedule": self.schedule})
+
+
+@contextmanager
+def blaming(job: Job) -> Iterator[None]:
+    """Name the job's file in errors raised inside; what a flag would have to answer for, a key of the job does here."""
+    try:
+        yield
+    except PiperError as e:
+        kind = ErrorKind.JOB if e.kind is ErrorKind.USAGE else e.kind
+        file, key = e.file or job.file, e.key
+        if kind is ErrorKind.DIRECTIVE and job.schedule.directives is not None:
+            file, key = e.file or str(Path(job.file).parent / job.schedule.directives), key or "schedule.directives"
+        elif kind is ErrorKind.MODEL and (key or "").startswith("model."):
+            file = job.file  # set inline, or by --set
+        raise PiperError(kind, e.message, file=file, key=key, allowed=e.allowed, suggestion=e.suggestion) from None
 
 
 def prepare(
@@ -76,26 +98,43 @@ def prepare(
 
     Raises PiperError: sizes that do not fit the cluster, the model or each other, each with the nearest that do.
     """
-    job = resolve(job, gpus_per_node)
-    p = job.parallel
+    with blaming(job):
+        return _prepare(resolve(job, gpus_per_node), times, chunk_cost, most_layers)
+
+
+def _prepare(
+    job: Job,
+    times: OpTimes | None,
+    chunk_cost: Callable[[ModelSource, Chunk], float] | None,
+    most_layers: int | None,
+) -> Prepared:
+    check_layers(job.model.overrides)
     config = load_config(_path(job, job.model.config), job.model.overrides)
+    check_layers({"num_hidden_layers": config.layers})
+    if not job.parallel.reshard:
+        raise _job("parallel.reshard", "false is not built yet", "leave it out")
     shape = BatchShape(job.schedule.microbatch_size, job.model.seq_len)
     precision = precision_of(job)
+    made = _schedule(job, times or OpTimes())
+    if isinstance(made, Strategy):
+        job, made = agree(job, made), with_split(made, job.schedule.microbatches)
+    p = job.parallel
     check_setting(config, Layout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel), shape)
     mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
     source = ModelSource(config, shape, precision, job.model.attention)
-    made = _schedule(job, times or OpTimes())
     chunks = model_chunks(config)
+    mbs = (made.mbs or 1) if isinstance(made, Strategy) else made.microbatches
+    check_nodes(3 * sum(len(c.parts) for c in chunks), mbs)
     weigh = chunk_cost or (lambda s, c: float(chunk_flops(s.config, c, s.shape, s.precision)))
     # One direction's placement: in DualPipe each direction is a pipeline of its own, as fast as its dearest stage.
     ranks = made.placements[0].rank_of_stage if isinstance(made, Schedule) else None
     stages = partition(chunks, made.stages, p.layers, lambda c: weigh(source, c), ranks, most_layers)
     base = replace(model_graph(stages, source, recompute_options(job)), mesh=mesh, prefetch=p.prefetch)
+    check_bytes(b.bytes for n in base.nodes for b in n.writes)
     if isinstance(made, Strategy):
-        strategy, name, mbs = made.directives, "directives", made.mbs or 1
+        strategy, name = made.directives, "directives"
     else:
-        strategy = (*placing(made), *dividing(job, config), ordering(made))
-        name, mbs = made.name, made.microbatches
+        strategy, name = (*placing(made), *dividing(job, config), ordering(made)), made.name
     policy = Policy(clip=job.optimizer.clip_norm > 0)
     return Prepared(job, config, mesh, name, mesh.ranks, mbs, made.stages, base, tuple(strategy), policy)
 
@@ -105,21 +144,27 @@ def resolve(job: Job, gpus_per_node: int | None = None) -> Job:
     p, c = job.parallel, job.cluster
     per_node = c.gpus_per_node or gpus_per_node or 8
     inner = p.tp * p.cp * p.pp
-    if c.nodes is None:
-        dp = p.dp or 1
-        nodes = ceil(inner * dp / per_node)
-    else:
-        nodes, total = c.nodes, c.nodes * per_node
-        if p.dp is None and total % inner:
-            raise _job("parallel.pp", f"tp·cp·pp = {inner} does not divide the {total} GPUs", f"{inner} · dp = {total}")
-        dp = p.dp or total // inner
-        if inner * dp != total:
-            fix = f"dp = {total // inner}" if total % inner == 0 else f"cluster.nodes = {ceil(inner * dp / per_node)}"
-            raise _job("parallel.dp", f"tp·cp·pp·dp = {inner * dp}, but the cluster has {total} GPUs", fix)
-    cluster = replace(c, nodes=nodes, gpus_per_node=per_node)
-    for rank in c.speed:
-        if int(rank) >= inner * dp:
-            raise _job("cluster.speed", f"rank {rank} of {inner * dp} ranks", f"ranks 0..{inner * dp - 1}")
+    with blaming(job):
+        check_ranks(inner * (p.dp or 1), "parallel.dp" if p.dp else "parallel.pp")
+        if c.nodes is None:
+            dp = p.dp or 1
+            nodes = ceil(inner * dp / per_node)
+        else:
+            nodes, total = c.nodes, c.nodes * per_node
+            check_ranks(total, "cluster.nodes")
+            if p.dp is None and total % inner:
+                fix = f"cluster.nodes = {ceil(inner / gcd(inner, per_node))}, or a tp·cp·pp that divides {total}"
+                raise _job("parallel.pp", f"tp·cp·pp = {inner} does not divide the {total} GPUs", fix)
+            dp = p.dp or total // inner
+            if inner * dp != total:
+                fix = (
+                    f"dp = {total // inner}" if total % inner == 0 else f"cluster.nodes = {ceil(inner * dp / per_node)}"
+                )
+                raise _job("parallel.dp", f"tp·cp·pp·dp = {inner * dp}, but the cluster has {total} GPUs", fix)
+        cluster = replace(c, nodes=nodes, gpus_per_node=per_node)
+        for rank in c.speed:
+            if int(rank) >= inner * dp:
+                raise _job("cluster.speed", f"rank {rank} of {inner * dp} ranks", f"ranks 0..{inner * dp - 1}")
     return replace(job, parallel=replace(p, dp=dp), cluster=cluster)
 
 
@@ -165,47 +210,36 @@ def dividing(job: Job, config: ModelConfig) -> list[Directive]:
 
 def _schedule(job: Job, times: OpTimes) -> Schedule | Strategy:
     s, pp = job.schedule, job.parallel.pp
-    given = [k for k in ("name", "directives", "builder", "csv") if getattr(s, k) is not None]
-    if len(given) > 1:
-        raise _job("schedule", f"{' and '.join(given)} are both given", f"keep {given[-1]}")
     where = Path(job.file).parent
     if s.directives is not None:
-        return _agreeing(job, load_strategy(where / s.directives))
+        return load_strategy(where / s.directives)
     if s.csv is not None:
         return _shaped(job, from_csv(where / s.csv), "csv")
-    mbs = s.microbatches if s.microbatches is not None else max(2 * pp, 1)
+    mbs = s.microbatches if s.microbatches is not None else 2 * pp
     if s.builder is not None:
+        check_passes(pp, mbs)
         return _shaped(job, from_builder(s.builder, pp, mbs, where), "builder")
-    return build(canonical(s.name or DEFAULT_SCHEDULE), pp, mbs, s.stages_per_rank, times)
+    name = s.name or DEFAULT_SCHEDULE
+    check_passes(pp * (s.stages_per_rank or default_chunks(name)), mbs)
+    return build(name, pp, mbs, s.stages_per_rank, times)
 
 
 def _shaped(job: Job, made: Schedule, key: str) -> Schedule:
+    s = job.schedule
     if made.ranks != job.parallel.pp:
         raise _job(f"schedule.{key}", f"it has {made.ranks} ranks, pp is {job.parallel.pp}", f"pp = {made.ranks}")
-    if job.schedule.microbatches not in (None, made.microbatches):
+    if s.microbatches not in (None, made.microbatches):
         raise _job("schedule.microbatches", f"the {key} has {made.microbatches}", f"microbatches = {made.microbatches}")
-    return made
-
-
-def _agreeing(job: Job, made: Strategy) -> Strategy:
-    p, mbs = job.parallel, job.schedule.microbatches
-    if made.groups is not None and made.groups != p.pp:
-        raise _job("parallel.pp", f"the strategy has {made.groups} device lists, pp is {p.pp}", f"pp = {made.groups}")
-    if made.replicas is not None and made.replicas != (p.dp or 1):
-        raise _job("parallel.dp", f"the strategy has {made.replicas} replicas, dp is {p.dp}", f"dp = {made.replicas}")
-    if made.mbs is not None and mbs not in (None, made.mbs):
-        raise _job("schedule.microbatches", f"the strategy splits into {made.mbs}", f"microbatches = {made.mbs}")
-    if made.mbs is None and mbs is not None and mbs > 1:
-        from ir.directives import Split
-
-        return replace(made, directives=(Split(parse_filter({}), "MB", mbs), *made.directives), mbs=mbs)
+    if s.stages_per_rank not in (None, made.chunks):
+        raise _job("schedule.stages_per_rank", f"the {key} has {made.chunks}", f"stages_per_rank = {made.chunks}")
     return made
 
 
 def _path(job: Job, name: str) -> str:
-    """A config path relative to the job file; a preset's name as it is."""
+    """A config file or folder relative to the job file; a preset's name as it is."""
     beside = Path(job.file).parent / name
-    return str(beside) if name.endswith(".json") and not Path(name).is_absolute() and beside.exists() else name
+    here = name.endswith(".json") or "/" in name or name == "."
+    return str(beside) if here and not Path(name).is_absolute() and beside.exists() else name
 
 
 def _job(key: str, message: str, fix: str | None) -> PiperError:

@@ -6,6 +6,7 @@ import math
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -13,6 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ir.errors import ErrorKind, PiperError, nearest
 from ir.job import schema
 from ir.job.schema import CHOICES, DTYPES, POSITIVE, RECOMPUTE, Job
+from ir.schedules.registry import canonical
 
 _SECTIONS: Mapping[str, type] = {
     "model": schema.Model,
@@ -29,6 +31,11 @@ _SECTIONS: Mapping[str, type] = {
 }
 _OPEN = ("model", "cluster")  # sections whose other keys belong to the model config and the hardware file
 _LIMIT_BYTES = 1_000_000
+_LIMIT_TEXT = 1024
+_LIMIT_INT = 2**31 - 1
+_LARGEST, _SMALLEST = 1e18, 1e-30
+_ALTERNATIVES = ("name", "directives", "builder", "csv")  # of [schedule]
+_SPEED = (1e-3, 1e3)
 
 
 def load_job(path: str | Path, sets: Iterable[str] = ()) -> Job:
@@ -36,16 +43,18 @@ def load_job(path: str | Path, sets: Iterable[str] = ()) -> Job:
 
     Raises PiperError (io: no such file; job: not TOML, an unknown key, a wrong type or range).
     """
-    file = Path(path)
     try:
-        raw = file.read_bytes()
-    except OSError as e:
-        raise PiperError(ErrorKind.IO, f"cannot read the job: {e.strerror}", file=str(path)) from None
+        with open(path, "rb") as f:
+            raw = f.read(_LIMIT_BYTES + 1)
+    except (OSError, ValueError) as e:  # ValueError: a NUL in the path
+        why = getattr(e, "strerror", None) or e
+        fix = 'a job file in TOML: [model] config = "llama3-8b"'
+        raise PiperError(ErrorKind.IO, f"cannot read the job: {why}", file=str(path), suggestion=fix) from None
     if len(raw) > _LIMIT_BYTES:
-        raise PiperError(ErrorKind.JOB, f"{len(raw)} bytes is no job file", file=str(path), allowed="1 MB")
+        raise PiperError(ErrorKind.JOB, "this is no job file: too large", file=str(path), allowed="1 MB")
     try:
-        table = tomllib.loads(raw.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        table = tomllib.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as e:  # not TOML, not UTF-8, a number of too many digits, too deep
         raise PiperError(ErrorKind.JOB, f"not TOML: {e}", file=str(path)) from None
     return job_from(table, sets, str(path))
 
@@ -56,30 +65,42 @@ def job_from(table: Mapping[str, Any], sets: Iterable[str] = (), file: str = "jo
     >>> job_from({"model": {"config": "tiny-llama"}}, ["parallel.pp=2"]).parallel.pp
     2
     """
-    merged: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in table.items()}
+    merged: dict[str, Any] = deepcopy(dict(table))
+    named: set[str] = set()
     for item in sets:
-        _set(merged, item)
+        keys = _set(merged, item)
+        if keys[0] == "schedule" and keys[1] in _ALTERNATIVES:
+            named.add(keys[1])
+    if named:  # --set schedule.csv=… is meant instead of the file's schedule.name
+        for key in set(_ALTERNATIVES) - named:
+            merged["schedule"].pop(key, None)
     try:
         return _job(merged, file)
     except PiperError as e:
         raise e.at(file=file) from None
 
 
-def _set(table: dict[str, Any], item: str) -> None:
+def _set(table: dict[str, Any], item: str) -> list[str]:
     path, eq, text = item.partition("=")
     keys = path.strip().split(".")
     if not eq or len(keys) < 2 or not all(keys):
         raise PiperError(ErrorKind.USAGE, f"{item!r} sets nothing", key="--set", allowed="--set section.key=value")
-    try:
-        value = tomllib.loads(f"x = {text.strip()}")["x"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
     at = table
     for k in keys[:-1]:
         at = at.setdefault(k, {})
         if not isinstance(at, dict):
             raise PiperError(ErrorKind.USAGE, f"{k} is a value, not a section", key=f"--set {path}")
-    at[keys[-1]] = value
+    at[keys[-1]] = _bare(text.strip())
+    return keys
+
+
+def _bare(text: str) -> Any:
+    """A TOML value, or the text itself."""
+    try:
+        found = tomllib.loads(f"x = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return found["x"] if len(found) == 1 else text  # more than one: a line break in it
 
 
 def _job(table: Mapping[str, Any], file: str) -> Job:
@@ -90,10 +111,32 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
             raise PiperError(ErrorKind.JOB, f"[{name}] is a section, not a value", key=name)
     if "config" not in table.get("model", {}) and "graph" not in table.get("model", {}):
         raise PiperError(
-            ErrorKind.JOB, "no model", key="model.config", allowed="a preset or a path to config.json", suggestion='"llama3-8b"'
+            ErrorKind.JOB,
+            "no model",
+            key="model.config",
+            allowed="a preset or a path to config.json",
+            suggestion='"llama3-8b"',
         )
     built = {name: _section(name, cls, table.get(name, {})) for name, cls in _SECTIONS.items()}
+    _check_schedule(built["schedule"])
     return Job(**built, file=file)
+
+
+def _check_schedule(s: schema.Schedule) -> None:
+    given = [k for k in _ALTERNATIVES if getattr(s, k) is not None]
+    if len(given) > 1:
+        raise PiperError(
+            ErrorKind.JOB,
+            f"{' and '.join(given)} are both given",
+            key="schedule",
+            allowed="one of " + ", ".join(_ALTERNATIVES),
+            suggestion=f"keep {given[-1]}",
+        )
+    if s.name is not None:
+        try:
+            canonical(s.name)
+        except PiperError as e:
+            raise PiperError(ErrorKind.JOB, e.message, key=e.key, allowed=e.allowed, suggestion=e.suggestion) from None
 
 
 def _section(name: str, cls: type, table: Mapping[str, Any]) -> Any:
@@ -105,6 +148,7 @@ def _section(name: str, cls: type, table: Mapping[str, Any]) -> Any:
         if key in known:
             values[key] = _value(f"{name}.{key}", hints[key], value)
         elif name in _OPEN:
+            _check_plain(f"{name}.{key}", value)
             extra[key] = value
         else:
             raise _unknown(f"{name}.{key}", known, "key")
@@ -114,13 +158,53 @@ def _section(name: str, cls: type, table: Mapping[str, Any]) -> Any:
 
 
 def _value(key: str, hint: Any, value: Any) -> Any:
+    _check_plain(key, value)
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     fitted = next((v for v in (_fit(o, value) for o in options) if v is not None), None)
     if fitted is None:
         wanted = " or ".join(sorted({_name(o) for o in options if o is not type(None)}))
-        raise PiperError(ErrorKind.JOB, f"{value!r} is no {wanted}", key=key, allowed=wanted)
+        fix = _near_value(key, options, value)
+        raise PiperError(ErrorKind.JOB, f"{value!r} is no {wanted}", key=key, allowed=wanted, suggestion=fix)
     _check_range(key, fitted)
     return fitted
+
+
+def _near_value(key: str, options: Sequence[Any], value: Any) -> str | None:
+    """The same value in the type that is wanted, where there is one."""
+    if int in options and isinstance(value, str | float):
+        try:
+            return f"{key} = {int(value)}"
+        except (ValueError, OverflowError):
+            return f"{key} = 1"
+    if bool in options:
+        return f"{key} = {'true' if value else 'false'}"
+    if str in options and isinstance(value, int | float):
+        return f'{key} = "{value}"'
+    return None
+
+
+def _check_plain(key: str, value: Any) -> None:
+    """Only what JSON has too (TOML also has dates), no text or number beyond all reason."""
+    if isinstance(value, Mapping):
+        for k, v in value.items():
+            _check_plain(key, k)
+            _check_plain(key, v)
+    elif isinstance(value, list | tuple):
+        for v in value:
+            _check_plain(key, v)
+    elif isinstance(value, str):
+        if len(value) > _LIMIT_TEXT or not value.isprintable():
+            raise PiperError(
+                ErrorKind.JOB, f"{value[:80]!r} is no plain text", key=key, allowed=f"{_LIMIT_TEXT} characters"
+            )
+    elif not isinstance(value, int | float):
+        raise PiperError(
+            ErrorKind.JOB, f"{value} is a {type(value).__name__}", key=key, allowed="numbers, text, true/false"
+        )
+    elif _LARGEST < abs(value) < math.inf or 0 < abs(value) < _SMALLEST:
+        small = abs(value) < 1
+        allowed = f"from {_SMALLEST:g}" if small else f"up to {_LARGEST:g}"
+        raise PiperError(ErrorKind.JOB, f"the number is too {'small' if small else 'large'}", key=key, allowed=allowed)
 
 
 def _fit(option: Any, value: Any) -> Any:
@@ -156,28 +240,48 @@ def _check_range(key: str, value: Any) -> None:
         raise _choice(key, value, CHOICES[key])
     if key.startswith("precision.") and value not in DTYPES:
         raise _choice(key, value, DTYPES)
-    if key in POSITIVE and value < 1:
-        raise PiperError(ErrorKind.JOB, f"{value} is less than 1", key=key, allowed="1 or more", suggestion=f"{key} = 1")
-    if key == "parallel.zero" and value not in range(4):
-        raise PiperError(ErrorKind.JOB, f"{value} is no ZeRO level", key=key, allowed="0, 1, 2, 3")
+    if isinstance(value, int) and not isinstance(value, bool):
+        least = 1 if key in POSITIVE else 0
+        if not least <= value <= _LIMIT_INT:
+            low = value < least
+            message = f"{value} is {'less than ' + str(least) if low else 'too large'}"
+            fix = f"{key} = {least if low else _LIMIT_INT}"
+            raise PiperError(ErrorKind.JOB, message, key=key, allowed=f"{least} to {_LIMIT_INT}", suggestion=fix)
+    if key == "parallel.zero" and value > 3:
+        raise PiperError(
+            ErrorKind.JOB, f"{value} is no ZeRO level", key=key, allowed="0, 1, 2, 3", suggestion=f"{key} = 3"
+        )
     if key == "schedule.recompute":
         for part in (value,) if isinstance(value, str) else value:
             words = (*RECOMPUTE, "none", "selective", "full") if isinstance(value, str) else RECOMPUTE
             if part not in words:
                 raise _choice(key, part, words)
-    if isinstance(value, float) and value < 0:
-        raise PiperError(ErrorKind.JOB, f"{value} is negative", key=key, allowed="0 or more")
+    if isinstance(value, float) and (value < 0 or (key == "parallel.bucket_MiB" and not 0 < value < 1e9)):
+        more = "more than 0" if key == "parallel.bucket_MiB" else "0 or more"
+        raise PiperError(ErrorKind.JOB, f"{value:g} is out of range", key=key, allowed=more)
     if key == "cluster.speed":
         for rank, speed in value.items():
-            fine = isinstance(speed, int | float) and not isinstance(speed, bool) and 0 < speed < math.inf
-            if not str(rank).isdigit() or not fine:
-                raise PiperError(ErrorKind.JOB, f"speed of {rank!r} is {speed!r}", key=key, allowed="{ rank = factor > 0 }")
+            _check_speed(str(rank), speed)
+
+
+def _check_speed(rank: str, speed: object) -> None:
+    low, high = _SPEED
+    fine = isinstance(speed, int | float) and not isinstance(speed, bool) and low <= speed <= high
+    if not (rank.isascii() and rank.isdigit() and rank == str(int(rank[:9]))) or not fine:
+        raise PiperError(
+            ErrorKind.JOB,
+            f"speed of rank {rank!r} is {speed!r}",
+            key="cluster.speed",
+            allowed=f"{{ rank = factor }}, a factor from {low:g} to {high:g}",
+            suggestion="speed = { 17 = 0.8 }",
+        )
 
 
 def _choice(key: str, value: Any, words: Iterable[str]) -> PiperError:
     words = list(words)
+    what = key.split(".")[-1]
     return PiperError(
-        ErrorKind.JOB, f"unknown {key.split('.')[1]} {value!r}", key=key, allowed=words, suggestion=nearest(str(value), words)
+        ErrorKind.JOB, f"unknown {what} {value!r}", key=key, allowed=words, suggestion=nearest(str(value), words)
     )
 
 

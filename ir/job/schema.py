@@ -12,7 +12,7 @@ Scalar = str | int | float | bool
 class Model:
     """What is trained. Any key of the Hugging Face config may be set inline; those land in `overrides`."""
 
-    config: str
+    config: str = ""
     seq_len: int = 4096
     attention: str = "flash"
     graph: str | None = None

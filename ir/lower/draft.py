@@ -10,6 +10,7 @@ import numpy as np
 from ir.graph import Graph, Span, illegal
 from ir.lower.policy import Policy
 from ir.lower.template import Key, Templates
+from ir.ops import Action, Token
 from ir.order import IntArray, Order
 from ir.plan import Shape
 
@@ -136,6 +137,7 @@ def stamp(graph: Graph, policy: Policy, orders: dict[int, Order], weights: Mappi
 
 def _program(p: int, order: Order, cls: IntArray, templates: Templates) -> tuple[IntArray, ...]:
     """Columns of one program's base rows, vectorised over units."""
+    _known(p, order, templates.graph)
     n_units = int(order.unit[-1]) + 1
     first = np.searchsorted(order.unit, np.arange(n_units))
     width = np.diff(np.append(first, len(order)))
@@ -156,7 +158,12 @@ def _program(p: int, order: Order, cls: IntArray, templates: Templates) -> tuple
     for u in example.tolist():
         w = int(width[u])
         members = tuple(zip(stage[u, :w].tolist(), token[u, :w].tolist(), strict=True))
-        tables.append(np.array(templates.build(Key(p, members, tuple(class_of[u, :w].tolist()))), dtype=np.int64).reshape(-1, 3))
+        classes = tuple(class_of[u, :w].tolist())
+        for (s, t), c, m in zip(members, classes, mb[u, :w].tolist(), strict=True):
+            if templates.home[s, c] != p:
+                text = Action(s, Token(t), m)
+                raise illegal(f"program {p} is to run {text}, but stage {s} is on program {templates.home[s, c]}")
+        tables.append(np.array(templates.build(Key(p, members, classes)), dtype=np.int64).reshape(-1, 3))
     lengths = np.array([len(t) for t in tables], dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     table = np.concatenate(tables)
@@ -171,8 +178,18 @@ def _program(p: int, order: Order, cls: IntArray, templates: Templates) -> tuple
     return (np.full(total, p, np.int64), shape, mb1, mb2, unit, np.arange(total, dtype=np.int64) * STEP)
 
 
+def _known(p: int, order: Order, graph: Graph) -> None:
+    """Refuse an order that is empty or names what the graph does not have."""
+    if not len(order):
+        raise illegal(f"program {p} has an empty order", "order every action of what is placed on it")
+    strange = (order.stage >= graph.stages) | (order.mb >= graph.mbs) | (order.stage < 0) | (order.mb < 0)
+    if strange.any():
+        text = order.actions()[int(strange.argmax())]
+        raise illegal(f"program {p}: {text}: there are {graph.stages} stages and {graph.mbs} microbatches")
+
+
 def _instances(graph: Graph, templates: Templates, rows: Rows) -> tuple[IntArray, IntArray]:
-    """[node, mb] -> row and cover index; refuses what an order runs twice or on the wrong program."""
+    """[node, mb] -> row and cover index; refuses what an order runs twice."""
     inst = np.full((len(graph.nodes), graph.mbs), -1, dtype=np.int64)
     cover = np.zeros_like(inst)
     widest = max((len(s.covers) for s in templates.shapes), default=0)

@@ -42,6 +42,7 @@ def node_buffers(draft: Draft, edges: Edges) -> None:
     alloc = np.concatenate([draft.inst[table.node, table.mb], received])
     alloc_cover = np.concatenate([draft.cover[table.node, table.mb], np.zeros(len(received), np.int64)])
     last = alloc * scale + alloc_cover + 1
+    last[table.count :] = -1  # what is received is read
     cover = np.where(direct, draft.cover[dst, mb], AT_START)
     np.maximum.at(last, read, np.where(direct, reader, done[reader]) * scale + cover + 1)
     np.maximum.at(last, sent, done[send] * scale + AT_START + 1)
@@ -67,12 +68,16 @@ def node_buffers(draft: Draft, edges: Edges) -> None:
 
 
 class _Slots:
-    """Every (node, slot, microbatch) whose buffer has a size. `index[node, slot]` numbers the slots, -1 for the others."""
+    """Every (node, slot, microbatch) whose buffer has a size. index[node, slot] numbers the slots; -1: no size."""
 
     def __init__(self, draft: Draft) -> None:
         g = draft.graph
         slots = [
-            (n, s, b) for n, node in enumerate(g.nodes) if not node.once for s, b in enumerate(node.writes) if b.bytes > 0
+            (n, s, b)
+            for n, node in enumerate(g.nodes)
+            if not node.once
+            for s, b in enumerate(node.writes)
+            if b.bytes > 0
         ]
         self.count = len(slots) * g.mbs
         self.bytes = np.array([b.bytes for _, _, b in slots], dtype=np.int64)

@@ -1,6 +1,6 @@
 """The joint order: transfers and meetings of all programs in one order, of which each program takes its projection.
 
-One queue per program cannot close a cycle then: whatever stands first in the joint order stands first wherever it stands.
+One queue per program cannot close a cycle then: what is first in the joint order is first wherever it stands.
 """
 
 from __future__ import annotations

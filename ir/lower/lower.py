@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -54,6 +55,10 @@ def lower(graph: Graph, policy: Policy | None = None, header: Mapping[str, str] 
 
 
 def _orders(graph: Graph) -> dict[int, Order]:
+    held = {s.group for n in graph.nodes for s in n.spans}
+    empty = next((p for p in range(graph.programs) if p not in held), None)
+    if empty is not None:
+        raise illegal(f"nothing is placed on group {empty}, but on group {max(held)}", "number the groups without gaps")
     orders = dict(graph.orders)
     if len(orders) < graph.programs:
         if orders:
@@ -89,19 +94,23 @@ def _finish(draft: Draft, header: Mapping[str, str]) -> Plan:
     order = np.lexsort((rows.sub, rows.key, rows.program))
     new = np.empty(len(order), dtype=np.int64)
     new[order] = np.arange(len(order))
+    used, shape = first_use(rows.shape[order])
+    meeting = collective_ids(draft)[order]
+    met = meeting >= 0
+    meeting[met] = first_use(meeting[met])[1]
     row = new[np.concatenate([r for r, _ in draft.waits] or [np.zeros(0, np.int64)])]
     on = new[np.concatenate([o for _, o in draft.waits] or [np.zeros(0, np.int64)])]
     bare = Plan(
         graph=draft.graph,
         header=header,
-        shapes=tuple(draft.templates.shapes),
+        shapes=tuple(draft.templates.shapes[i] for i in used.tolist()),
         program=rows.program[order],
-        shape=rows.shape[order],
+        shape=shape,
         mb=rows.mb[order],
         mb2=rows.mb2[order],
         waits=Csr.of(len(order), row[:0], on[:0]),
         partner=_partners(draft, new, order),
-        collective=collective_ids(draft)[order],
+        collective=meeting,
         buffers=_buffers(draft, new),
         unit=rows.unit[order],
     )
@@ -109,13 +118,29 @@ def _finish(draft: Draft, header: Mapping[str, str]) -> Plan:
     position = stream_positions(stream)
     row, on = strongest(row, on, stream, position, len(bare.streams))
     by = np.lexsort((on, row))
-    out = Plan(**{**_fields(bare), "waits": Csr.of(len(order), row[by], on[by])})
+    out = replace(bare, waits=Csr.of(len(order), row[by], on[by]))
     out.__dict__.update({k: v for k, v in bare.__dict__.items() if k in ("streams", "stream", "_streams", "kind")})
     return out
 
 
-def _fields(plan: Plan) -> dict[str, object]:
-    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+def sorted_buffers(columns: Mapping[str, IntArray]) -> Buffers:
+    """Buffers in the plan's order: those called after nodes first, then those called after ops."""
+    by = np.lexsort((columns["mb"], columns["slot"], columns["node"], columns["node"] < 0))
+    return Buffers(**{k: v[by] for k, v in columns.items()})
+
+
+def first_use(ids: IntArray) -> tuple[IntArray, IntArray]:
+    """The distinct ids in order of first use, and each entry's index among them.
+
+    >>> [a.tolist() for a in first_use(np.array([7, 3, 7, 5]))]
+    [[7, 3, 5], [0, 1, 0, 2]]
+    """
+    first = np.full(int(ids.max(initial=-1)) + 1, len(ids), dtype=np.int64)
+    first[ids[::-1]] = np.arange(len(ids))[::-1]
+    found = np.argsort(first, kind="stable")[: np.count_nonzero(first < len(ids))]
+    rank = np.zeros(len(first), dtype=np.int64)
+    rank[found] = np.arange(len(found))
+    return found, rank[ids]
 
 
 def stream_positions(stream: IntArray) -> IntArray:
@@ -143,4 +168,4 @@ def _buffers(draft: Draft, new: IntArray) -> Buffers:
     op_named = columns["node"] < 0
     columns["slot"][op_named] = new[columns["slot"][op_named]]
     columns["free"] = np.where(columns["free"] >= 0, new[columns["free"]], -1)
-    return Buffers(**columns)
+    return sorted_buffers(columns)

@@ -1,14 +1,65 @@
-"""What transfers are called, and which buffer a name means: `2SEND_F*`, with the part where several buffers cross."""
+"""What ops are called: compute by what it covers, transfers by the boundary they cross. * stands for a microbatch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
-from ir.graph import Graph
+from ir.graph import COMPUTE, Graph
 from ir.ops import Pass
-from ir.plan import OpKind
+from ir.plan import OpKind, Shape
 
 Slot = tuple[int, int]  # (node, slot)
+# The passes that a letter stands for: R comes with the I that reads it, B is the whole backward.
+_PASSES = {
+    "F": (Pass.F,),
+    "I": (Pass.R, Pass.I),
+    "W": (Pass.W,),
+    "R": (Pass.R,),
+    "B": (Pass.R, Pass.I, Pass.W),
+}
+
+
+def node_shape(graph: Graph, node: int) -> Shape:
+    """The shape of an op that covers one node alone and is called like it."""
+    n = graph.nodes[node]
+    kind = OpKind.COMPUTE if n.stream == COMPUTE else OpKind.COLLECTIVE
+    text = f"{n.stage}{n.kind}{'' if n.once else '*'}" + (f"/{n.part}" if n.part else "")
+    return Shape(kind, n.stream, text, ((node, 0),), message=n.message)
+
+
+def fused_text(texts: Sequence[str]) -> str:
+    """Several microbatches' work as one op.
+
+    >>> fused_text(["2F*", "1B*"])
+    '(2F*;1B*)OVERLAP_F_B'
+    """
+    return f"({';'.join(texts)})OVERLAP_F_B"
+
+
+class Labels:
+    """Texts of compute ops: `2F*` where an op covers all of a stage's pass, else its first and last part.
+
+    >>> from ir.build import stage_graph
+    >>> Labels(stage_graph(2)).of([4, 5])
+    '1B*'
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._nodes = graph.nodes
+        self._count: dict[tuple[int, Pass], int] = defaultdict(int)
+        for n in graph.nodes:
+            if isinstance(n.kind, Pass) and n.stream == COMPUTE:
+                self._count[n.stage, n.kind] += 1
+
+    def of(self, run: Sequence[int]) -> str:
+        """The text of an op that covers these nodes, all of one stage."""
+        first, last = self._nodes[run[0]], self._nodes[run[-1]]
+        kinds = {self._nodes[n].kind for n in run}
+        letter = str(next(iter(kinds))) if len(kinds) == 1 else "I" if kinds == {Pass.R, Pass.I} else "B"
+        if len(run) == sum(self._count[first.stage, p] for p in _PASSES[letter]):
+            return f"{first.stage}{letter}*"
+        return f"{first.stage}{letter}*/{first.part}" + (f"..{last.part}" if last.part != first.part else "")
 
 
 class TransferNames:

@@ -1,13 +1,13 @@
-"""Rows that exist once per step: each stands behind its last contribution, collectives in one order for all programs."""
+"""Rows that exist once per step: each behind its last contribution, collectives in one order for all programs."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ir.graph import COMPUTE, Graph, Node, Once
+from ir.graph import Graph, Once
 from ir.lower.draft import STEP, Draft
+from ir.lower.names import node_shape
 from ir.order import IntArray
-from ir.plan import OpKind, Shape
 
 _TAIL = (Once.NORM, Once.UPDATE, Once.GATHER)
 
@@ -76,19 +76,13 @@ def _last(draft: Draft, sources: list[int], program: int) -> int:
 
 
 def _add(draft: Draft, node: int, program: int, key: int, sub: int, own: int) -> int:
-    n = draft.graph.nodes[node]
-    kind = OpKind.COMPUTE if n.stream == COMPUTE else OpKind.COLLECTIVE
-    shape = draft.shape(Shape(kind, n.stream, _text(n), ((node, 0),), message=n.message))
+    shape = draft.shape(node_shape(draft.graph, node))
     one = np.ones(1, dtype=np.int64)
     row = int(draft.rows.extend(program=one * program, shape=one * shape, key=one * key, sub=one * sub)[0])
     draft.once_rows[node, program] = row
     if own >= 0:
         draft.wait(one * row, one * (draft.start[program] + own))
     return row
-
-
-def _text(n: Node) -> str:
-    return n.text()
 
 
 def _collect(draft: Draft, members: list[int]) -> None:

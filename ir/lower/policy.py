@@ -30,7 +30,8 @@ class P2P(StrEnum):
 class Policy:
     """What a plan's structure depends on beside graph and orders.
 
-    whole_backward: B stays one op, sends go behind it. lookahead: compute ops by which a receive is dispatched early.
+    whole_backward: B stays one op, sends go behind it. lookahead: compute ops by which a receive is dispatched early
+    on its channel. clip: gradients are clipped, hence their norm is summed over all programs.
     """
 
     merge: Merge = Merge.ALTERNATE
@@ -46,4 +47,5 @@ class Policy:
             "backward": "whole" if self.whole_backward else "cut",
             "p2p": str(self.p2p),
             "lookahead": str(self.lookahead),
+            "clip": "on" if self.clip else "off",
         }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ir.graph import COMPUTE, Graph, illegal
 from ir.lower.merge import Item, alternate
-from ir.lower.names import TransferNames
+from ir.lower.names import Labels, TransferNames, fused_text, node_shape
 from ir.lower.policy import P2P, Merge, Policy
 from ir.lower.sequence import Sequences
 from ir.ops import Pass, Token
@@ -36,7 +36,7 @@ class Templates:
         self.sequences = Sequences(graph)
         self.shapes: list[Shape] = []
         self._shape_at: dict[tuple[str, str, int], int] = {}
-        self.names = TransferNames(graph)
+        self.names, self.labels = TransferNames(graph), Labels(graph)
         nodes = graph.nodes
         # Compute that reads a collective's result must not drag what stands before it into its wait.
         self._waiting = {e.dst for e in graph.edges if not nodes[e.src].once and nodes[e.src].stream != COMPUTE}
@@ -48,6 +48,9 @@ class Templates:
         if len(seqs) == 1:
             items: list[Item] = [(n, 0) for n in seqs[0]]
         elif self.policy.merge is Merge.FUSED:
+            if len(seqs) > 2 or not all(seqs) or any(nodes[n].stream != COMPUTE for seq in seqs for n in seq):
+                names = " ".join(f"{stage}{Token(token).name}" for stage, token in key.members)
+                raise illegal(f"{names} cannot be one fused op: two members of compute alone", "merge = alternate")
             items = [(n, m) for m, seq in enumerate(seqs) for n in seq]
         else:
             items = alternate(seqs, lambda n: nodes[n].stream != COMPUTE, lambda n: nodes[n].kind is Pass.W)
@@ -71,7 +74,7 @@ class Templates:
             n = self.graph.nodes[node]
             if n.stream != COMPUTE:
                 close()
-                rows.append((self._shape(_collective(self.graph, node)), member, -1))
+                rows.append((self._shape(node_shape(self.graph, node)), member, -1))
             else:
                 if run and not fused and not self._joins(run, (node, member)):
                     close()
@@ -92,31 +95,19 @@ class Templates:
         if last[1] != new[1] or a.stage != b.stage or (a.kind is Pass.F) != (b.kind is Pass.F) or node in self._waiting:
             return False
         weights = self.weights.get(node)  # none: it may run with any; else only with its own
-        return weights is None or (all(weights == self.weights.get(n, weights) for n, _ in run) and any(
-            n in self.weights for n, _ in run
-        ))
+        return weights is None or (
+            all(weights == self.weights.get(n, weights) for n, _ in run) and any(n in self.weights for n, _ in run)
+        )
 
     def _compute(self, key: Key, run: list[Item], fused: bool) -> TemplateRow:
         if not fused:
             member = run[0][1]
-            text = self._label(key.members[member][0], [n for n, _ in run])
+            text = self.labels.of([n for n, _ in run])
             shape = Shape(OpKind.COMPUTE, COMPUTE, text, tuple((n, 0) for n, _ in run))
             return (self._shape(shape), member, -1)
-        texts = [self._label(stage, [n for n, m in run if m == i]) for i, (stage, _) in enumerate(key.members)]
-        if len(texts) > 2:
-            raise illegal("a fused group has two members", "use the alternate policy for larger groups")
-        shape = Shape(OpKind.COMPUTE, COMPUTE, f"({';'.join(texts)})OVERLAP_F_B", tuple(run))
+        texts = [self.labels.of([n for n, m in run if m == i]) for i in range(len(key.members))]
+        shape = Shape(OpKind.COMPUTE, COMPUTE, fused_text(texts), tuple(run))
         return (self._shape(shape), 0, 1)
-
-    def _label(self, stage: int, run: list[int]) -> str:
-        nodes = self.graph.nodes
-        kinds = {nodes[n].kind for n in run}
-        letter = next(iter(kinds)) if len(kinds) == 1 else ("I" if kinds == {Pass.R, Pass.I} else "B")
-        passes = {"F": (Pass.F,), "I": (Pass.R, Pass.I), "W": (Pass.W,), "R": (Pass.R,), "B": (Pass.R, Pass.I, Pass.W)}
-        if len(run) == sum(len(self.sequences.compute[stage, p]) for p in passes[str(letter)]):
-            return f"{stage}{letter}*"
-        first, last = nodes[run[0]].part, nodes[run[-1]].part
-        return f"{stage}{letter}*/{first}" + (f"..{last}" if last != first else "")
 
     def _sends(self, key: Key, node: int, member: int) -> list[TemplateRow]:
         """One send per program that reads a slot of this node elsewhere."""
@@ -147,8 +138,3 @@ class Templates:
     def add(self, shape: Shape) -> int:
         """Register a shape that no template makes (a receive, a once-per-step op)."""
         return self._shape(shape)
-
-
-def _collective(graph: Graph, node: int) -> Shape:
-    n = graph.nodes[node]
-    return Shape(OpKind.COLLECTIVE, n.stream, n.text().replace(str(n.kind), f"{n.kind}*", 1), ((node, 0),), message=n.message)

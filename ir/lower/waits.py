@@ -30,6 +30,22 @@ def segments(*keys: IntArray) -> IntArray:
     return np.cumsum(new)
 
 
+def order_by(*keys: IntArray) -> IntArray:
+    """The order that sorts by the first key, then by the next. Keys are not negative; equal rows stand in any order.
+
+    >>> order_by(np.array([1, 0, 1]), np.array([5, 9, 4])).tolist()
+    [1, 2, 0]
+    """
+    code, size = keys[0], int(keys[0].max(initial=0)) + 1
+    for key in keys[1:]:
+        wide = int(key.max(initial=0)) + 1
+        size *= wide
+        if size > 2**62:
+            return np.lexsort(keys[::-1])
+        code = code * wide + key
+    return np.argsort(code)
+
+
 def strongest(
     row: IntArray, on: IntArray, stream: IntArray, position: IntArray, streams: int
 ) -> tuple[IntArray, IntArray]:
@@ -46,7 +62,7 @@ def strongest(
     if not len(row):
         return row, on
     pair = stream[row] * streams + stream[on]
-    by = np.lexsort((position[on], position[row], pair))
+    by = order_by(pair, position[row], position[on])
     row, on, pair = row[by], on[by], pair[by]
     segment = np.cumsum(np.concatenate([[0], (np.diff(pair) != 0).astype(np.int64)]))
     reach = running_max(position[on], segment)
@@ -56,26 +72,3 @@ def strongest(
     fresh: BoolArray = np.ones(len(row), dtype=bool)
     fresh[1:] = (segment[1:] != segment[:-1]) | (reach[1:] > reach[:-1])
     return row[fresh], on[fresh]
-
-
-def proven(
-    row: IntArray, on: IntArray, needed_row: IntArray, needed_on: IntArray, stream: IntArray, position: IntArray, streams: int
-) -> BoolArray:
-    """For each needed (row, on): do stream order and the given waits say that `on` has ended before `row` starts?"""
-    same = stream[needed_row] == stream[needed_on]
-    ok: BoolArray = same & (position[needed_on] < position[needed_row])
-    rest = np.flatnonzero(~same)
-    if not len(rest):
-        return ok
-    pair_w = stream[row] * streams + stream[on]
-    pair_n = stream[needed_row[rest]] * streams + stream[needed_on[rest]]
-    pair = np.concatenate([pair_w, pair_n])
-    at = np.concatenate([position[row], position[needed_row[rest]]])
-    value = np.concatenate([position[on], np.full(len(rest), -1)])
-    is_need = np.concatenate([np.zeros(len(row), np.int64), np.ones(len(rest), np.int64)])
-    by = np.lexsort((is_need, at, pair))
-    segment = np.cumsum(np.concatenate([[0], (np.diff(pair[by]) != 0).astype(np.int64)]))
-    reach = np.empty(len(by), dtype=np.int64)
-    reach[by] = running_max(value[by], segment)
-    ok[rest] = reach[len(row) :] >= position[needed_on[rest]]
-    return ok

@@ -29,7 +29,7 @@ def reduction_shape(b: Bucket, element: int) -> Shape:
 
 
 def gather_shape(b: Bucket, way: str, again: int, element: int) -> Shape:
-    """A gather of a bucket's weights for a pass of a microbatch: `2AG_F3/l7.dense`; the same once more: `…/l7.dense+1`."""
+    """A gather of weights for a pass of a microbatch: `2AG_F3/l7.dense`; the next for the same: `2AG_F3/l7.dense+1`."""
     message = Message(CommKind.ALL_GATHER, b.shard * b.ranks * element, b.axes)
     text = f"{b.stage}AG_{way}*/{b.name}" + (f"+{again}" if again else "")
     return Shape(OpKind.COLLECTIVE, b.replica.gather_stream, text, message=message)
@@ -97,11 +97,12 @@ def _reductions(draft: Draft, b: Bucket, p: int, element: int, update: int) -> I
     mbs = np.flatnonzero(mine.any(axis=0))
     if not len(mbs):
         return mbs
-    first = np.where(mine, inst, np.iinfo(np.int64).max)[:, mbs]
     last = np.where(mine, inst, -1)[:, mbs].max(axis=0)
-    opener = ws[first.argmin(axis=0)]
-    by = np.argsort(last, kind="stable")
-    mbs, first, last, opener = mbs[by], first.min(axis=0)[by], last[by], opener[by]
+    mbs = mbs[np.argsort(last, kind="stable")]
+    last = np.sort(last)
+    scale = 1 + int(draft.cover.max(initial=0))
+    opens = np.where(mine, inst * scale + draft.cover[ws], np.iinfo(np.int64).max)[:, mbs].min(axis=0)
+    first, alloc_cover = opens // scale, opens % scale
     shape = draft.shape(reduction_shape(b, element))
     one = np.ones(len(mbs), dtype=np.int64)
     key = draft.local(last) * STEP + STEP // 2 - 1
@@ -111,7 +112,6 @@ def _reductions(draft: Draft, b: Bucket, p: int, element: int, update: int) -> I
     at = np.searchsorted(begins, last, side="right")
     free = np.where(at < len(begins), begins[np.minimum(at, len(begins) - 1)], update)
     draft.wait(free, ids)
-    alloc_cover = draft.cover[opener, mbs]
     _buffers(
         draft,
         alloc=first,
@@ -126,12 +126,12 @@ def _reductions(draft: Draft, b: Bucket, p: int, element: int, update: int) -> I
 
 @dataclass
 class _Copy:
-    """Gathered weights while they stay: the gather's row, the last row that used them and its cover."""
+    """Gathered weights while they stay: which gather of its program, the last row that used them and its cover."""
 
     gather: int
-    last: int
-    cover: int
     size: int
+    last: int = -1
+    cover: int = AT_START
 
 
 class _Gathers:
@@ -140,29 +140,38 @@ class _Gathers:
     def __init__(self, draft: Draft, program: int, users: Mapping[int, list[Bucket]], element: int) -> None:
         self.draft, self.program, self.users, self.element = draft, program, users, element
         self.prefetch = max(draft.graph.prefetch, 0)
+        self.start = int(draft.start[program])
         self.here: OrderedDict[str, _Copy] = OrderedDict()
         self.gone: list[_Copy] = []
         self.again: Counter[tuple[str, str, int]] = Counter()
-        self.front = 0
+        self.front = 0  # no gather is dispatched before this row: there is no room
+        self.uses: list[int] = []
+        self.made: list[tuple[int, int, int, int]] = []  # shape, microbatch, row it is dispatched before, row it is for
 
     def run(self) -> None:
         """Walk the program's rows, gather what is not there, and free what was pushed out at its last use."""
         draft, rows = self.draft, self.draft.rows
-        shapes = draft.templates.shapes
-        wants = [self._wanted(s) if s.kind is OpKind.COMPUTE else [] for s in shapes]
-        uses: list[int] = []
-        for row in range(int(draft.start[self.program]), int(draft.start[self.program + 1])):
-            wanted = wants[int(rows.shape[row])]
-            if wanted:
-                self._use(row, wanted, uses)
-        self.gone += self.here.values()
-        if self.gone:
-            column = {k: np.array([getattr(c, k) for c in self.gone]) for k in ("gather", "last", "cover", "size")}
-            zero = np.zeros(len(self.gone), dtype=np.int64)
-            gather, last, cover = column["gather"], column["last"], column["cover"]
-            _buffers(
-                draft, alloc=gather, alloc_cover=zero, name=gather, free=last, free_cover=cover, size=column["size"]
-            )
+        wants = [self._wanted(s) if s.kind is OpKind.COMPUTE else [] for s in draft.templates.shapes]
+        end = int(draft.start[self.program + 1])
+        columns = (rows.shape[self.start : end], rows.mb[self.start : end], rows.mb2[self.start : end])
+        for row, (shape, mb, mb2) in enumerate(zip(*(c.tolist() for c in columns), strict=True), self.start):
+            if wants[shape]:
+                self._use(row, (mb, mb2), wants[shape])
+        if self.made:
+            self._add()
+
+    def _add(self) -> None:
+        """All gathers at once, with their waits and buffers."""
+        draft = self.draft
+        shape, mb, before, row = np.array(self.made, dtype=np.int64).T
+        one = np.ones(len(row), dtype=np.int64)
+        key = (before - self.start) * STEP - STEP // 2
+        ids = draft.rows.extend(program=one * self.program, shape=shape, mb=mb, key=key, sub=row)
+        draft.wait(row, ids)
+        copies = [*self.gone, *self.here.values()]
+        gather, size, last, cover = np.array([(c.gather, c.size, c.last, c.cover) for c in copies], dtype=np.int64).T
+        alloc, zero = ids[gather], np.zeros(len(copies), dtype=np.int64)
+        _buffers(draft, alloc=alloc, alloc_cover=zero, name=alloc, free=last, free_cover=cover, size=size)
 
     def _wanted(self, shape: Shape) -> list[tuple[Bucket, int, int, str]]:
         """(bucket, last cover that reads it, its member, pass) of one op."""
@@ -173,33 +182,26 @@ class _Gathers:
                 out[b.key] = (b, c, member, way)
         return list(out.values())
 
-    def _use(self, row: int, wanted: list[tuple[Bucket, int, int, str]], uses: list[int]) -> None:
+    def _use(self, row: int, mbs: tuple[int, int], wanted: list[tuple[Bucket, int, int, str]]) -> None:
         keys = {b.key for b, _, _, _ in wanted}
         for b, cover, member, way in sorted(wanted, key=lambda w: w[0].key not in self.here):
-            uses.append(row)
-            early = uses[max(0, len(uses) - 1 - self.prefetch)]
+            self.uses.append(row)
             if b.key not in self.here:
                 while len(self.here) > max(self.prefetch, len(keys) - 1):
                     old = next(k for k in self.here if k not in keys)
                     self.gone.append(self.here.pop(old))
-                    self.front = max(self.front, self.gone[-1].last + 1)  # no room before
-                self.front = max(self.front, early)
-                gather = self._gather(b, way, member, row, self.front)
-                self.here[b.key] = _Copy(gather, row, cover, b.shard * b.ranks * self.element)
-                self.draft.wait(np.array([row]), np.array([gather]))
-            copy = self.here[b.key]
+                    self.front = max(self.front, self.gone[-1].last + 1)
+                self.front = max(self.front, self.uses[max(0, len(self.uses) - 1 - self.prefetch)])
+                self.here[b.key] = self._gather(b, way, mbs[member], row)
             self.here.move_to_end(b.key)
-            copy.last, copy.cover = row, cover
+            self.here[b.key].last, self.here[b.key].cover = row, cover
 
-    def _gather(self, b: Bucket, way: str, member: int, row: int, early: int) -> int:
-        rows, start = self.draft.rows, int(self.draft.start[self.program])
-        mb = int(rows.mb[row] if member == 0 else rows.mb2[row])
+    def _gather(self, b: Bucket, way: str, mb: int, row: int) -> _Copy:
         again = self.again[b.key, way, mb]
         self.again[b.key, way, mb] += 1
         shape = self.draft.shape(gather_shape(b, way, again, self.element))
-        one = np.ones(1, dtype=np.int64)
-        key = one * ((early - start) * STEP - STEP // 2)
-        return int(rows.extend(program=one * self.program, shape=one * shape, mb=one * mb, key=key, sub=one * row)[0])
+        self.made.append((shape, mb, self.front, row))
+        return _Copy(len(self.made) - 1, b.shard * b.ranks * self.element)
 
 
 def _buffers(draft: Draft, *, name: IntArray, size: IntArray | int, **times: IntArray) -> None:

@@ -1,81 +1,110 @@
-"""Every buffer is written before it is read and freed once, on a compute op whose waits prove every reader done."""
+"""Every buffer is written where its node runs, and freed once, on a compute op whose waits prove every reader done."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from ir.errors import PiperError
 from ir.graph import illegal
-from ir.lower.lower import stream_positions
-from ir.lower.waits import proven
 from ir.order import IntArray
 from ir.plan import OpKind, Plan
+from ir.rules.coverage import Instances
+from ir.rules.reads import Reads
+from ir.rules.waits import Waits
+from ir.rules.zero import ZeroNeeds
 
 
-def check_buffers(plan: Plan, inst: IntArray) -> None:
-    """Raise on a free that comes too early, stands on a communication op, or frees twice."""
+def check_buffers(plan: Plan, found: Instances, read: Reads, zero: ZeroNeeds, waits: Waits) -> None:
+    """Raise on a buffer that is missing or twice there, and on a free that comes too early or at a wrong place."""
     b = plan.buffers
+    of = _written(plan, found, read.base)
     freed = np.flatnonzero(b.free >= 0)
-    if not len(freed):
-        return
-    stray = freed[plan.program[b.free[freed]] != plan.program[b.alloc[freed]]]
-    if len(stray):
-        raise _early(plan, int(stray[0]), "on another program than the one that holds it")
-    comm = freed[(plan.kind[b.free[freed]] != OpKind.COMPUTE) & (b.free[freed] != b.alloc[freed])]
-    if len(comm):
-        raise _early(plan, int(comm[0]), "on a communication op; frees stand on compute ops")
-    before = freed[b.free[freed] < b.alloc[freed]]
-    if len(before):
-        raise _early(plan, int(before[0]), "before it is written")
-    reader, buffer = readers(plan, inst)
-    use = b.free[buffer] >= 0
-    reader, buffer = reader[use], buffer[use]
-    at = b.free[buffer]
-    other = reader != at
-    stream = plan.stream
-    ok = proven(
-        plan.waits.rows(), plan.waits.items, at[other], reader[other], stream, stream_positions(stream), len(plan.streams)
-    )
+    at = b.free[freed]
+    _refuse(plan, freed[plan.program[at] != plan.program[b.alloc[freed]]], "on another program than holds it")
+    comm = (plan.kind[at] != OpKind.COMPUTE) & (at != b.alloc[freed])
+    _refuse(plan, freed[comm], "on a communication op; frees stand on compute ops")
+    _refuse(plan, freed[at < b.alloc[freed]], "before it is written")
+    op, cover, buffer = readers(plan, read, zero, of)
+    soon = np.flatnonzero(op < b.alloc[buffer])
+    if len(soon):
+        row, k = int(op[soon[0]]), int(buffer[soon[0]])
+        raise illegal(
+            f"program {int(plan.program[row])}: {plan.text(row)} uses {plan.buffer_name(k)} before it is there"
+        )
+    _inside(plan, op, buffer)
+    freeing = b.free[buffer]
+    own = op == freeing
+    k = np.flatnonzero(own & (cover > b.free_cover[buffer]))
+    if len(k):
+        raise _early(plan, int(buffer[k[0]]), "before it has read it itself")
+    rest = np.flatnonzero((freeing >= 0) & ~own)
+    ok = waits.prove(freeing[rest], op[rest])
     if not ok.all():
-        k = int(np.argmin(ok))
-        raise _early(plan, int(buffer[other][k]), f"while {plan.text(int(reader[other][k]))} may still read it")
+        k = rest[int(np.argmin(ok))]
+        raise _early(plan, int(buffer[k]), f"while {plan.text(int(op[k]))} may still read it")
 
 
-def readers(plan: Plan, inst: IntArray) -> tuple[IntArray, IntArray]:
-    """(op, buffer) pairs: who reads which buffer on the program that holds it. A send reads what it carries."""
+def _written(plan: Plan, found: Instances, base: IntArray) -> IntArray:
+    """[slot of all nodes' writes, microbatch] -> buffer. Each buffer with a size is there once, where its node runs."""
     g, b = plan.graph, plan.buffers
-    mbs = g.mbs
-    base = np.concatenate([[0], np.cumsum([len(n.writes) for n in g.nodes])]).astype(np.int64)
-    of = np.full((int(base[-1]), mbs), -1, dtype=np.int64)
+    of = np.full((int(base[-1]), g.mbs), -1, dtype=np.int64)
     own = np.flatnonzero(b.node >= 0)
-    of[base[b.node[own]] + b.slot[own], b.mb[own]] = own
-    received = np.full(len(plan), -1, dtype=np.int64)
-    named = np.flatnonzero(b.node < 0)
-    received[b.slot[named]] = named
-    edges = [e for e in g.edges if not e.join and not g.nodes[e.src].once and not g.nodes[e.dst].once]
-    slot = np.array([base[e.src] + e.slot for e in edges], dtype=np.int64)
-    writer = inst[np.array([e.src for e in edges], dtype=np.int64), :mbs]
-    reader = inst[np.array([e.dst for e in edges], dtype=np.int64), :mbs]
-    held = of[slot]
-    local = (plan.program[writer] == plan.program[reader]) & (held >= 0)
-    rows, bufs = [reader[local]], [held[local]]
-    far = (plan.program[writer] != plan.program[reader]) & (held >= 0)
-    if far.any():
-        carried = np.array([base[s.slot[0]] + s.slot[1] if s.slot else -1 for s in plan.shapes], dtype=np.int64)
-        send = np.flatnonzero((plan.kind == OpKind.SEND) & (plan.partner >= 0))
-        rows.append(send)
-        bufs.append(of[carried[plan.shape[send]], plan.mb[send]])
-        mb = np.broadcast_to(np.arange(mbs), writer.shape)
-        recv = plan.partner[send]
-        key = (carried[plan.shape[send]] * plan.programs + plan.program[recv]) * mbs + plan.mb[send]
-        by = np.argsort(key, kind="stable")
-        want = (np.broadcast_to(slot[:, None], writer.shape)[far] * plan.programs + plan.program[reader[far]]) * mbs + mb[far]
-        rows.append(reader[far])
-        bufs.append(received[recv[by[np.searchsorted(key[by], want)]]])
-    row, buf = np.concatenate(rows), np.concatenate(bufs)
-    return row[buf >= 0], buf[buf >= 0]
+    at = base[b.node[own]] + b.slot[own], b.mb[own]
+    of[at] = own
+    twice = np.flatnonzero(of[at] != own)
+    if len(twice):
+        raise illegal(f"buffer {plan.buffer_name(int(own[twice[0]]))} is there twice", "write and free it once")
+    astray = np.flatnonzero(found.op[b.node[own], b.mb[own]] != b.alloc[own])
+    if len(astray):
+        k = int(own[astray[0]])
+        raise illegal(f"buffer {plan.buffer_name(k)} is written by {plan.text(int(b.alloc[k]))}")
+    nodes = [(i, n) for i, n in enumerate(g.nodes) if not n.once]
+    sized = np.array([base[i] + s for i, n in nodes for s, w in enumerate(n.writes) if w.bytes > 0], dtype=np.int64)
+    lost = np.argwhere(of[sized] < 0)
+    if len(lost):
+        slot, mb = int(sized[lost[0][0]]), int(lost[0][1])
+        node = int(np.searchsorted(base, slot, side="right")) - 1
+        n = g.nodes[node]
+        raise illegal(f"{n.text(mb)} writes {n.writes[slot - int(base[node])].slot}, but the plan has no such buffer")
+    return of
 
 
-def _early(plan: Plan, buffer: int, why: str) -> Exception:
+def readers(plan: Plan, read: Reads, zero: ZeroNeeds, of: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """(op, cover, buffer): who reads which buffer on the program that holds it. A send reads what it carries."""
+    named = np.full(len(plan), -1, dtype=np.int64)
+    by_op = np.flatnonzero(plan.buffers.node < 0)
+    named[plan.buffers.slot[by_op]] = by_op
+    held = of[read.slot, read.mb] if len(of) else np.full(len(read.slot), -1)
+    far = read.send >= 0
+    arrived = named[plan.partner[np.maximum(read.send, 0)]]
+    uses = np.array(zero.uses, dtype=np.int64).reshape(-1, 2)
+    ops = [read.reader, read.send[far], uses[:, 0]]
+    covers = [read.reader_cover, np.full(np.count_nonzero(far), -1), np.full(len(uses), -1)]
+    buffers = [np.where(far, arrived, held), held[far], named[uses[:, 1]]]
+    op, cover, buffer = (np.concatenate(x) for x in (ops, covers, buffers))
+    some = buffer >= 0
+    return op[some], cover[some], buffer[some]
+
+
+def _inside(plan: Plan, op: IntArray, buffer: IntArray) -> None:
+    """What nobody reads outside the op that writes it dies with that op."""
+    b = plan.buffers
+    outside = np.zeros(len(b), dtype=bool)
+    outside[buffer[op != b.alloc[buffer]]] = True
+    k = np.flatnonzero(~outside & (b.free != b.alloc))
+    if len(k):
+        name, row = plan.buffer_name(int(k[0])), int(b.alloc[k[0]])
+        raise illegal(
+            f"program {int(plan.program[row])}: {name} is read by {plan.text(row)} alone, but not freed there"
+        )
+
+
+def _refuse(plan: Plan, buffers: IntArray, why: str) -> None:
+    if len(buffers):
+        raise _early(plan, int(buffers[0]), why)
+
+
+def _early(plan: Plan, buffer: int, why: str) -> PiperError:
     row = int(plan.buffers.free[buffer])
     return illegal(
         f"program {int(plan.program[row])}: {plan.text(row)} frees {plan.buffer_name(buffer)} {why}",

@@ -8,6 +8,9 @@ from ir.rules.coverage import instances
 from ir.rules.deadlock import check_progress
 from ir.rules.meetings import check_channels, check_collectives
 from ir.rules.needs import check_waits
+from ir.rules.reads import reads
+from ir.rules.waits import Waits
+from ir.rules.zero import zero_needs
 
 
 def check_plan(plan: Plan, serial: bool = False) -> None:
@@ -16,11 +19,14 @@ def check_plan(plan: Plan, serial: bool = False) -> None:
     serial: also prove that each program can run its dispatch order as one stream (a transport with one queue).
     Needed edges come from the plan's graph, not from the plan: a missing wait cannot hide.
     """
-    inst = instances(plan)
+    found = instances(plan)
     check_channels(plan)
-    check_collectives(plan)
-    check_waits(plan, inst)
+    check_collectives(plan, found)
+    read = reads(plan, found)
+    zero = zero_needs(plan, found)
+    waits = Waits(plan)
+    check_waits(plan, found, read, zero, waits)
     check_progress(plan)
     if serial:
         check_progress(plan, serial=True)
-    check_buffers(plan, inst)
+    check_buffers(plan, found, read, zero, waits)

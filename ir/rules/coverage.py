@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ir.graph import illegal
-from ir.order import IntArray
+from ir.order import BoolArray, IntArray
 from ir.plan import Plan
 
 
-def instances(plan: Plan) -> IntArray:
-    """[node, mb] -> op, from the plan's rows alone (once-nodes: [node, program] in the same array's columns).
+@dataclass(frozen=True, eq=False)
+class Instances:
+    """Where everything runs. op[node, mb] -> op, cover[node, mb] -> index into its covers.
 
-    Raises PiperError (illegal_plan): an op dropped, repeated, or on another program than its placement.
+    Once-per-step nodes have a column per program instead of one per microbatch.
     """
+
+    op: IntArray
+    cover: IntArray
+
+
+def instances(plan: Plan) -> Instances:
+    """From the plan's rows alone. Raises PiperError (illegal_plan): an op dropped, repeated, or on a wrong program."""
     graph = plan.graph
-    wide = max(graph.mbs, plan.programs)
-    inst = np.full((len(graph.nodes), wide), -1, dtype=np.int64)
+    wide = max(graph.mbs, plan.programs, 1)
+    op = np.full((len(graph.nodes), wide), -1, dtype=np.int64)
+    cover = np.zeros_like(op)
     once = np.array([n.once for n in graph.nodes] or [False])
     widest = max((len(s.covers) for s in plan.shapes), default=0)
     for c in range(widest):
@@ -26,36 +37,54 @@ def instances(plan: Plan) -> IntArray:
         n = node[plan.shape[rows]]
         column = np.where(member[plan.shape[rows]] == 0, plan.mb[rows], plan.mb2[rows])
         column = np.where(once[n], plan.program[rows], column)
-        if (column < 0).any() or (column >= wide).any():
-            row = int(rows[np.argmax((column < 0) | (column >= wide))])
-            raise illegal(f"program {int(plan.program[row])}: {plan.text(row)} names a microbatch that does not exist")
-        taken = inst[n, column] >= 0
-        inst[n, column] = rows
-        again = taken | (inst[n, column] != rows)
-        if again.any():
-            row = int(rows[np.argmax(again)])
-            raise illegal(f"program {int(plan.program[row])}: {plan.text(row)} runs twice", "keep one of them")
-    _complete(plan, inst, once)
-    return inst
+        stray = (column < 0) | (column >= np.where(once[n], plan.programs, graph.mbs))
+        if stray.any():
+            raise illegal(f"{_where(plan, int(rows[np.argmax(stray)]))} names a microbatch that does not exist")
+        taken = op[n, column] >= 0
+        op[n, column] = rows
+        cover[n, column] = c
+        _once(plan, rows, taken | (op[n, column] != rows))
+    _bare_once(plan)
+    _complete(plan, op, once)
+    return Instances(op, cover)
 
 
-def _complete(plan: Plan, inst: IntArray, once: np.ndarray) -> None:  # type: ignore[type-arg]
-    expected = np.full_like(inst, -1)
+def _where(plan: Plan, row: int) -> str:
+    return f"program {int(plan.program[row])}: {plan.text(row)}"
+
+
+def _once(plan: Plan, rows: IntArray, again: BoolArray) -> None:
+    if again.any():
+        raise illegal(f"{_where(plan, int(rows[np.argmax(again)]))} runs twice", "keep one of them")
+
+
+def _bare_once(plan: Plan) -> None:
+    """Transfers, gathers and reductions of one microbatch stand for no node; each is there once all the same."""
+    bare = np.array([not s.covers for s in plan.shapes] or [False])
+    rows = np.flatnonzero(bare[plan.shape])
+    key = (plan.program[rows] * len(plan.shapes) + plan.shape[rows]) * (plan.graph.mbs + 1) + plan.mb[rows]
+    by = np.argsort(key, kind="stable")
+    again = np.zeros(len(rows), dtype=bool)
+    again[by[1:]] = np.diff(key[by]) == 0
+    _once(plan, rows, again)
+
+
+def _complete(plan: Plan, op: IntArray, once: BoolArray) -> None:
+    expected = np.full_like(op, -1)
     for i, n in enumerate(plan.graph.nodes):
         for s in n.spans:
             if s.mbs is None:
                 expected[i, s.group] = s.group
             else:
                 expected[i, s.mbs.start : s.mbs.stop] = s.group
-    got = np.where(inst >= 0, plan.program[np.maximum(inst, 0)], -1)
+    got = np.where(op >= 0, plan.program[np.maximum(op, 0)], -1)
     wrong = np.argwhere(got != expected)
     if not len(wrong):
         return
     i, column = wrong[0].tolist()
     text = plan.graph.nodes[i].text(None if once[i] else column)
+    home = int(expected[i, column])
     if got[i, column] < 0:
-        raise illegal(
-            f"program {int(expected[i, column])}: {text} is missing", f"add it to program {int(expected[i, column])}"
-        )
-    where = f"it is placed on {int(expected[i, column])}" if expected[i, column] >= 0 else "it has no place there"
+        raise illegal(f"program {home}: {text} is missing", f"add it to program {home}")
+    where = f"it is placed on program {home}" if home >= 0 else "it has no place there"
     raise illegal(f"program {int(got[i, column])} runs {text}, but {where}")

@@ -1,11 +1,15 @@
-"""Can the plan always move on? An op starts when its queue and waits allow; it ends when all its partners have started."""
+"""Can the plan always move on? An op starts when its queue and waits allow, and ends when all its partners started."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 
 from ir.errors import ErrorKind, PiperError
 from ir.plan import Plan
+
+_NONE, _MANY = -1, -2
 
 
 def check_progress(plan: Plan, serial: bool = False) -> None:
@@ -13,11 +17,7 @@ def check_progress(plan: Plan, serial: bool = False) -> None:
 
     Queues are the plan's streams, or (serial) each program's dispatch order as its only stream.
     """
-    if serial:
-        bounds = plan.bounds.tolist()
-        queues = [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
-    else:
-        queues = plan.queues
+    queues = [list(range(a, b)) for a, b in pairwise(plan.bounds.tolist())] if serial else plan.queues
     stuck = walk(plan, queues)
     if stuck:
         raise _story(plan, stuck, serial)
@@ -30,65 +30,88 @@ def walk(plan: Plan, queues: list[list[int]]) -> list[tuple[int, int]]:
     """
     n = len(plan)
     at, items = plan.waits.at.tolist(), plan.waits.items.tolist()
-    partners = _partners(plan)
+    wait, mate, meetings = _waits(plan), _mates(plan), partners(plan)
     started, ended = bytearray(n), bytearray(n)
-    blocked: dict[int, list[int]] = {}
-    pointer = [0] * len(queues)
+    asleep = [_NONE] * n  # op -> a queue that waits for it to start (a partner does) or to end
+    behind = [_NONE] * len(queues)  # queue -> another queue that waits for the same op
+    place = [0] * len(queues)
     ready = list(range(len(queues) - 1, -1, -1))
     while ready:
         q = ready.pop()
-        queue = queues[q]
-        k, length = pointer[q], len(queue)
-        while k < length:
+        queue, k = queues[q], place[q]
+        end = len(queue)
+        while k < end:
             op = queue[k]
             if not started[op]:
-                a, b = at[op], at[op + 1]
-                while a < b and ended[items[a]]:
-                    a += 1
-                if a < b:
-                    blocked.setdefault(items[a], []).append(q)
-                    break
+                w = wait[op]
+                if w >= 0:
+                    if not ended[w]:
+                        behind[q], asleep[w] = asleep[w], q
+                        break
+                elif w == _MANY:
+                    w = next((x for x in items[at[op] : at[op + 1]] if not ended[x]), _NONE)
+                    if w >= 0:
+                        behind[q], asleep[w] = asleep[w], q
+                        break
                 started[op] = 1
-                if ~op in blocked:
-                    ready += blocked.pop(~op)
-            mates = partners.get(op)
-            if mates is not None:
-                late = next((m for m in mates if not started[m]), -1)
-                if late >= 0:
-                    blocked.setdefault(~late, []).append(q)
+            m = mate[op]
+            if m != _NONE:
+                while asleep[op] >= 0:
+                    ready.append(asleep[op])
+                    asleep[op] = behind[asleep[op]]
+                if m == _MANY:
+                    m = next((x for x in meetings[op] if not started[x]), op)
+                if not started[m]:
+                    behind[q], asleep[m] = asleep[m], q
                     break
             ended[op] = 1
-            if op in blocked:
-                ready += blocked.pop(op)
+            while asleep[op] >= 0:
+                ready.append(asleep[op])
+                asleep[op] = behind[asleep[op]]
             k += 1
-        pointer[q] = k
-    return [(q, queue[k]) for q, (queue, k) in enumerate(zip(queues, pointer, strict=True)) if k < len(queue)]
+        place[q] = k
+    return [(q, queue[k]) for q, (queue, k) in enumerate(zip(queues, place, strict=True)) if k < len(queue)]
 
 
-def _partners(plan: Plan) -> dict[int, tuple[int, ...]]:
-    rows = np.flatnonzero(plan.partner >= 0)
-    out: dict[int, tuple[int, ...]] = {
-        a: (b,) for a, b in zip(rows.tolist(), plan.partner[rows].tolist(), strict=True)
-    }
+def _waits(plan: Plan) -> list[int]:
+    """What each op waits for: an op, _NONE or _MANY."""
+    count = np.diff(plan.waits.at)
+    out = np.where(count > 1, _MANY, _NONE)
+    one = np.flatnonzero(count == 1)
+    out[one] = plan.waits.items[plan.waits.at[one]]
+    found: list[int] = out.tolist()
+    return found
+
+
+def _mates(plan: Plan) -> list[int]:
+    """The other end of each transfer, _MANY for a member of a collective, _NONE for what meets nobody."""
+    found: list[int] = np.where(plan.collective >= 0, _MANY, plan.partner).tolist()
+    return found
+
+
+def partners(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """The other members of each collective that spans programs."""
     members: dict[int, list[int]] = {}
-    for row in np.flatnonzero(plan.collective >= 0).tolist():
-        members.setdefault(int(plan.collective[row]), []).append(row)
-    for group in members.values():
-        for row in group:
-            out[row] = tuple(m for m in group if m != row)
-    return out
+    rows = np.flatnonzero(plan.collective >= 0)
+    for row, c in zip(rows.tolist(), plan.collective[rows].tolist(), strict=True):
+        members.setdefault(c, []).append(row)
+    return {row: tuple(m for m in group if m != row) for group in members.values() for row in group}
 
 
 def _story(plan: Plan, stuck: list[tuple[int, int]], serial: bool) -> PiperError:
     halted = {op for _, op in stuck}
+    meetings = partners(plan)
     lines = []
     for _, op in stuck[:24]:
         program = int(plan.program[op])
         waits = [w for w in plan.waits.row(op).tolist() if w in halted or not serial]
         stream = plan.shapes[int(plan.shape[op])].stream
-        mates = _partners(plan).get(op, ()) if len(stuck) <= 24 else ()
-        need = [plan.text(w) for w in waits[:2]] + [f"{plan.text(m)} of program {int(plan.program[m])}" for m in mates[:2]]
-        lines.append(f"  program {program} {stream} stands at {plan.text(op)}, which needs {', '.join(need) or 'its turn'}")
+        mate = int(plan.partner[op])
+        mates = (mate,) if mate >= 0 else meetings.get(op, ())
+        need = [plan.text(w) for w in waits[:2]]
+        need += [f"{plan.text(m)} of program {int(plan.program[m])}" for m in mates[:2]]
+        what = ", ".join(need) or "its turn"
+        lines.append(f"  program {program} {stream} stands at {plan.text(op)}, which needs {what}")
     how = "each program's dispatch order as one stream" if serial else "streams in order"
     return PiperError(
         ErrorKind.DEADLOCK,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 
 from ir.graph import illegal
 from ir.plan import OpKind, Plan
+from ir.rules.coverage import Instances
 
 
 def check_channels(plan: Plan) -> None:
@@ -15,8 +18,9 @@ def check_channels(plan: Plan) -> None:
     recv = np.flatnonzero(kinds == OpKind.RECV)
     for row in (*send[plan.partner[send] < 0].tolist(), *recv[plan.partner[recv] < 0].tolist()):
         what = "receives" if kinds[row] == OpKind.SEND else "sends"
-        peer = plan.shapes[int(plan.shape[row])].stream[5:]
+        peer = plan.shapes[int(plan.shape[row])].peer
         raise illegal(f"program {int(plan.program[row])}: {plan.text(row)}, but program {peer} never {what} it")
+    _check_pairs(plan)
     if not len(send):
         return
     to = plan.program[plan.partner[send]]
@@ -35,35 +39,58 @@ def check_channels(plan: Plan) -> None:
         )
 
 
-def check_collectives(plan: Plan) -> None:
+def _check_pairs(plan: Plan) -> None:
+    """Both ends of a transfer name each other, and the same buffer of the same microbatch."""
+    slots = {s.slot: k for k, s in enumerate(plan.shapes)}
+    slot = np.array([slots[s.slot] for s in plan.shapes], dtype=np.int64)
+    peer = np.array([s.peer for s in plan.shapes], dtype=np.int64)
+    row = np.flatnonzero(plan.partner >= 0)
+    other = plan.partner[row]
+    good = (plan.partner[other] == row) & (plan.mb[row] == plan.mb[other])
+    good &= (slot[plan.shape[row]] == slot[plan.shape[other]]) & (peer[plan.shape[row]] == plan.program[other])
+    good &= plan.kind[row] + plan.kind[other] == OpKind.SEND + OpKind.RECV
+    if not good.all():
+        a = int(row[np.argmin(good)])
+        b = int(plan.partner[a])
+        raise illegal(
+            f"program {int(plan.program[a])}: {plan.text(a)} meets {plan.text(b)} of program {int(plan.program[b])}, "
+            "which is not its other end"
+        )
+    queues = {s.stream == "p2p" for s in plan.shapes if s.kind in (OpKind.SEND, OpKind.RECV)}
+    if len(queues) > 1:
+        raise illegal("some transfers stand in one queue p2p, others on channels", "use one kind of queue")
+
+
+def check_collectives(plan: Plan, found: Instances) -> None:
     """Members of collectives that span programs stand in one order on each pair of programs' common stream."""
-    rows = np.flatnonzero(plan.collective >= 0)
-    if not len(rows):
-        return
-    members: dict[int, list[int]] = {}
-    for row in rows.tolist():
-        members.setdefault(int(plan.collective[row]), []).append(row)
-    graph = plan.graph
-    for group in members.values():
-        node = graph.nodes[plan.shapes[int(plan.shape[group[0]])].covers[0][0]]
-        have = sorted(int(plan.program[r]) for r in group)
-        if have != sorted(node.groups):
-            raise illegal(f"{plan.text(group[0])} has members {have}, its owners are {list(node.groups)}")
-    seen: dict[tuple[int, int, str], list[int]] = {}
-    for c, group in members.items():
-        for x in group:
-            for y in group:
-                if x != y:
+    groups: list[list[int]] = []
+    wanted = np.full(len(plan), -1, dtype=np.int64)
+    for i, n in enumerate(plan.graph.nodes):
+        if n.once and len(n.groups) > 1:
+            rows = [int(found.op[i, p]) for p in n.groups]
+            wanted[rows] = len(groups)
+            groups.append(rows)
+    for rows in groups:
+        ids = set(plan.collective[rows].tolist())
+        if len(ids) > 1 or min(ids) < 0 or np.count_nonzero(plan.collective == min(ids)) != len(rows):
+            raise illegal(f"{plan.text(rows[0])} has other members than its owners {plan.program[rows].tolist()}")
+    stray = np.flatnonzero((wanted < 0) & (plan.collective >= 0))
+    if len(stray):
+        row = int(stray[0])
+        raise illegal(f"program {int(plan.program[row])}: {plan.text(row)} meets other programs, but has one owner")
+    both: dict[tuple[int, int, str], list[tuple[int, int]]] = defaultdict(list)
+    for rows in groups:
+        for x in rows:
+            for y in rows:
+                if plan.program[x] < plan.program[y]:
                     stream = plan.shapes[int(plan.shape[x])].stream
-                    seen.setdefault((int(plan.program[x]), int(plan.program[y]), stream), []).append(c)
-    for (p, q, stream), mine in seen.items():
-        at_p = {int(plan.collective[r]): r for r in rows.tolist() if plan.program[r] == p}
-        at_q = {int(plan.collective[r]): r for r in rows.tolist() if plan.program[r] == q}
-        order_p = sorted(set(mine), key=lambda c: at_p[c])
-        order_q = sorted(set(mine), key=lambda c: at_q[c])
-        for a, b in zip(order_p, order_q, strict=True):
-            if a != b:
-                raise illegal(
-                    f"stream {stream}: program {p} runs {plan.text(at_p[a])} where program {q} runs {plan.text(at_q[b])}",
-                    "one order of collectives for all their members",
-                )
+                    both[int(plan.program[x]), int(plan.program[y]), stream].append((x, y))
+    for (p, q, stream), pairs in both.items():
+        pairs.sort()
+        late = next((k for k in range(1, len(pairs)) if pairs[k][1] < pairs[k - 1][1]), None)
+        if late is not None:
+            (a, _), (b, _) = pairs[late - 1], pairs[late]
+            raise illegal(
+                f"stream {stream}: program {p} runs {plan.text(a)} before {plan.text(b)}, program {q} behind it",
+                "one order of collectives for all their members",
+            )

@@ -1,58 +1,99 @@
-"""What ZeRO-2 and ZeRO-3 promise, checked on the final order: reductions reach the update, gathers reach their users."""
+"""What ZeRO-2 and ZeRO-3 promise, checked on the final order: reductions reach the update, gathers their users."""
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
 import numpy as np
 
-from ir.graph import COMPUTE, Once, illegal
+from ir.graph import Node, Once, illegal
+from ir.lower.zero import gathered, part_nodes, per_microbatch
 from ir.ops import Pass
 from ir.order import IntArray
 from ir.plan import OpKind, Plan
+from ir.rules.coverage import Instances
 from ir.sync import Bucket, buckets
 
-
-def sharded_buckets(plan: Plan) -> tuple[Bucket, ...]:
-    """Buckets whose gradients are reduced per microbatch."""
-    return tuple(b for b in buckets(plan.graph) if b.replica.zero >= 2 and b.ranks > 1)
+_GATHER = re.compile(r"(\d+)AG_[FIWR]\*/(.+?)(?:\+\d+)?")
 
 
-def zero_needs(plan: Plan, inst: IntArray) -> tuple[IntArray, IntArray]:
-    """(writer, reader) pairs: W -> RS -> update, AG -> compute. Raises where a reduction or gather is missing."""
-    writer: list[int] = []
-    reader: list[int] = []
-    found = sharded_buckets(plan)
-    if not found:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    at = {(int(plan.program[i]), plan.text(i)): i for i in np.flatnonzero(plan.kind == OpKind.COLLECTIVE).tolist()}
-    g = plan.graph
-    updates = {p: int(inst[i, p]) for i, n in enumerate(g.nodes) if n.kind is Once.UPDATE for p in n.groups}
-    for b in found:
-        parts = {(g.entries[k].stage, g.entries[k].name) for k in b.members}
-        ws = [i for i, n in enumerate(g.nodes) if n.kind is Pass.W and (n.stage, n.part) in parts]
-        for mb in range(g.mbs) if ws else ():
-            last = int(inst[ws, mb].max())
-            p = int(plan.program[last])
-            row = at.get((p, f"{b.stage}RS{mb}/{b.name}"))
-            if row is None:
-                raise illegal(f"program {p}: {b.stage}RS{mb}/{b.name} is missing", f"reduce behind {plan.text(last)}")
-            writer += [last, row]
-            reader += [row, updates[p]]
-        if b.replica.zero == 3:
-            _gather_needs(plan, inst, b, parts, writer, reader)
-    return np.array(writer, dtype=np.int64), np.array(reader, dtype=np.int64)
+@dataclass
+class ZeroNeeds:
+    """needs: (writer, reader) ops of one program. uses: (op, buffer) of those who write or read a flat buffer, called
+    after the op that gathers or reduces it.
+    """
+
+    needs: list[tuple[int, int]] = field(default_factory=list)
+    uses: list[tuple[int, int]] = field(default_factory=list)
 
 
-def _gather_needs(
-    plan: Plan, inst: IntArray, b: Bucket, parts: set[tuple[int, str]], writer: list[int], reader: list[int]
+def zero_needs(plan: Plan, found: Instances) -> ZeroNeeds:
+    """W -> RS -> what sums it further, AG -> compute. Raises where a reduction or gather is missing."""
+    out = ZeroNeeds()
+    all_buckets = buckets(plan.graph)
+    sharded = per_microbatch(all_buckets)
+    if not sharded:
+        return out
+    flat = [k for k, s in enumerate(plan.shapes) if s.kind is OpKind.COLLECTIVE and not s.covers]
+    rows = np.flatnonzero(np.isin(plan.shape, flat)).tolist()
+    named = {(int(plan.program[i]), plan.text(i)): i for i in rows}
+    for b in sharded:
+        for p in b.owners:
+            _reductions(plan, found, b, p, named, out)
+    _gathers(plan, all_buckets, rows, out)
+    return out
+
+
+def _reductions(
+    plan: Plan, found: Instances, b: Bucket, p: int, named: dict[tuple[int, str], int], out: ZeroNeeds
 ) -> None:
     g = plan.graph
-    nodes = [i for i, n in enumerate(g.nodes) if isinstance(n.kind, Pass) and n.stream == COMPUTE and (n.stage, n.part) in parts]
-    shapes = [k for k, s in enumerate(plan.shapes) if s.text.startswith(f"{b.stage}AG_") and s.text.endswith(f"/{b.name}")]
-    gathers = np.flatnonzero(np.isin(plan.shape, shapes))
-    users = np.unique(inst[nodes, : g.mbs])
-    for row in users.tolist():
-        k = int(np.searchsorted(gathers, row)) - 1
-        if k < 0 or plan.program[gathers[k]] != plan.program[row]:
-            raise illegal(f"program {int(plan.program[row])}: nothing gathers {b.key} before {plan.text(row)}")
-        writer.append(int(gathers[k]))
-        reader.append(row)
+    ws = np.array(part_nodes(g, b, frozenset({Pass.W})), dtype=np.int64)
+    inst = found.op[ws, : g.mbs]
+    mine = plan.program[inst] == p
+    after = [int(found.op[i, p]) for i, n in enumerate(g.nodes) if n.once and p in n.groups and _sums(n, b)]
+    for mb in np.flatnonzero(mine.any(axis=0)).tolist():
+        contributions = inst[mine[:, mb], mb]
+        last = int(contributions.max())
+        text = f"{b.stage}RS{mb}/{b.name}"
+        row = named.get((p, text))
+        if row is None:
+            raise illegal(f"program {p}: {text} is missing", f"reduce behind {plan.text(last)}")
+        out.needs += [(last, row), *((row, x) for x in after)]
+        out.uses += [(int(w), row) for w in contributions] + [(row, row)]
+
+
+def _sums(node: Node, b: Bucket) -> bool:
+    """Whether a once-node reads the bucket's reduced gradients: the update, the norm, the sum over several owners."""
+    if node.kind is Once.ALL_REDUCE:
+        return (node.stage, node.part) == (b.stage, b.name)
+    return node.kind in (Once.NORM, Once.UPDATE)
+
+
+def _gathers(plan: Plan, found: tuple[Bucket, ...], flat: list[int], out: ZeroNeeds) -> None:
+    users = gathered(plan.graph, found)
+    if not users:
+        return
+    at: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for row in flat:
+        if m := _GATHER.fullmatch(plan.shapes[int(plan.shape[row])].text):
+            at[int(plan.program[row]), f"{m[1]}/{m[2]}"].append(row)
+    wanted = [{b.key for node, _ in s.covers for b in users.get(node, ())} for s in plan.shapes]
+    for shape, keys in enumerate(wanted):
+        for key in keys:
+            rows = np.flatnonzero(plan.shape == shape)
+            for p in np.unique(plan.program[rows]).tolist():
+                mine = rows[plan.program[rows] == p]
+                _latest(plan, key, mine, np.array(at[p, key], dtype=np.int64), out)
+
+
+def _latest(plan: Plan, key: str, users: IntArray, gathers: IntArray, out: ZeroNeeds) -> None:
+    k = np.searchsorted(gathers, users) - 1
+    if (k < 0).any():
+        row = int(users[np.argmax(k < 0)])
+        raise illegal(f"program {int(plan.program[row])}: nothing gathers {key} before {plan.text(row)}")
+    pairs = list(zip(gathers[k].tolist(), users.tolist(), strict=True))
+    out.needs += pairs
+    out.uses += [(user, gather) for gather, user in pairs]

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ir.errors import ErrorKind, PiperError
 from ir.order import Order
 from ir.schedules.evaluate import check_complete
+from ir.schedules.limits import check_passes
 from ir.schedules.schedule import Placement, Schedule
+
+_LIMIT_BYTES = 64_000_000
 
 
 def from_csv(path: str | Path) -> Schedule:
     """A schedule from PyTorch's compute-only CSV: one row per rank, empty cells are bubbles."""
     try:
-        with open(path, newline="") as f:
+        if (size := Path(path).stat().st_size) > _LIMIT_BYTES:
+            raise _refused("csv", f"{size} bytes are too many", "64 MB").at(file=str(path))
+        with open(path, newline="", encoding="utf-8") as f:
             rows = [[c.strip() for c in row if c.strip()] for row in csv.reader(f)]
     except (OSError, UnicodeDecodeError, csv.Error) as e:
-        raise PiperError(ErrorKind.IO, f"cannot read the schedule: {e}", file=str(path), key="schedule.csv") from None
+        why = getattr(e, "strerror", None) or e
+        raise PiperError(ErrorKind.IO, f"cannot read the schedule: {why}", file=str(path), key="schedule.csv") from None
+    while rows and not rows[-1]:  # a last line break
+        rows.pop()
     try:
         return from_rows(rows, f"csv:{Path(path).name}")
     except PiperError as e:
@@ -34,19 +45,43 @@ def from_builder(reference: str, ranks: int, microbatches: int, base: Path) -> S
     file, _, name = reference.partition(":")
     path = base / file
     if not name or not path.is_file():
-        raise PiperError(ErrorKind.JOB, f"{reference!r} names no function", key="schedule.builder", allowed="file.py:function")
+        raise _refused("builder", f"{reference!r} names no function of a file", "file.py:function").at(file=str(path))
+    try:
+        made = _run(path, name, ranks, microbatches)
+    except PiperError as e:
+        raise e.at(file=str(path), key="schedule.builder") from None
+    except (Exception, SystemExit) as e:
+        frame = traceback.extract_tb(e.__traceback__)[-1]
+        message = f"{name}({ranks}, {microbatches}) raised {type(e).__name__}: {e} ({frame.filename}:{frame.lineno})"
+        raise _refused("builder", message, None).at(file=str(path)) from e
+    return made
+
+
+def _run(path: Path, name: str, ranks: int, microbatches: int) -> Schedule:
     spec = importlib.util.spec_from_file_location("piper_sim_user_schedule", path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise _refused("builder", f"{path.name} is no Python file", "file.py:function")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise PiperError(ErrorKind.JOB, f"{file} has no function {name!r}", key="schedule.builder")
-    made = function(ranks, microbatches)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    with contextlib.redirect_stdout(sys.stderr):  # stdout belongs to the command
+        spec.loader.exec_module(module)
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise _refused("builder", f"{path.name} has no function {name!r}", None)
+        made = function(ranks, microbatches)
     if isinstance(made, Schedule):
+        check_passes(made.stages, made.microbatches)
+        check_complete(made.orders, made.placements)
         return made
-    rows = [made[r] for r in sorted(made)] if isinstance(made, Mapping) else list(made)
+    rows = [made[r] for r in sorted(made)] if isinstance(made, Mapping) else made
+    if not isinstance(rows, list | tuple) or not all(_is_row(r) for r in rows):
+        allowed = "a Schedule, or a list of op texts per rank"
+        raise _refused("builder", f"{name} returned {type(made).__name__}, not that", allowed)
     return from_rows(rows, f"builder:{name}")
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, list | tuple) and all(isinstance(c, str) for c in row)
 
 
 def from_rows(rows: Sequence[Sequence[str]], name: str) -> Schedule:
@@ -56,25 +91,37 @@ def from_rows(rows: Sequence[Sequence[str]], name: str) -> Schedule:
     (0, 1)
     """
     if not rows or not all(rows):
-        raise PiperError(ErrorKind.JOB, "a rank has no ops", suggestion="one row of ops per rank")
+        empty = next((r for r, row in enumerate(rows) if not row), 0)
+        raise PiperError(ErrorKind.JOB, f"rank {empty} has no ops", suggestion="one row of ops per rank")
     orders = tuple(Order.of(list(r)) for r in rows)
     stages = 1 + max(int(o.stage.max()) for o in orders)
     mbs = 1 + max(int(o.mb.max()) for o in orders)
-    if stages * mbs > 10_000_000:
-        raise PiperError(ErrorKind.JOB, f"{stages} stages x {mbs} microbatches", allowed="10 million actions")
+    check_passes(stages, mbs)
+    if stages % len(rows):
+        message = f"{stages} stages on {len(rows)} ranks"
+        raise PiperError(ErrorKind.JOB, message, allowed="as many stages on each rank", suggestion="one row per rank")
     home: dict[int, dict[int, int]] = {m: {} for m in range(mbs)}
     for rank, order in enumerate(orders):
         for s, m in zip(order.stage.tolist(), order.mb.tolist(), strict=True):
             if home[m].setdefault(s, rank) != rank:
-                raise PiperError(ErrorKind.JOB, f"stage {s} of microbatch {m} is on ranks {home[m][s]} and {rank}")
+                raise PiperError(
+                    ErrorKind.JOB,
+                    f"stage {s} of microbatch {m} is on ranks {home[m][s]} and {rank}",
+                    suggestion="all passes of a stage and microbatch in one row",
+                )
     placements: list[Placement] = []
     for m in range(mbs):
         where = tuple(home[m].get(s, -1) for s in range(stages))
         if -1 in where:
-            raise PiperError(ErrorKind.JOB, f"stage {where.index(-1)} of microbatch {m} is in no rank's row")
+            message = f"stage {where.index(-1)} of microbatch {m} is in no rank's row"
+            raise PiperError(ErrorKind.JOB, message, suggestion=f"{where.index(-1)}F{m} and {where.index(-1)}B{m}")
         if placements and placements[-1].rank_of_stage == where:
             placements[-1] = Placement(range(placements[-1].mbs.start, m + 1), where)
         else:
             placements.append(Placement(range(m, m + 1), where))
     check_complete(orders, placements)
-    return Schedule(name, len(rows), mbs, max(1, stages // len(rows)), tuple(placements), orders)
+    return Schedule(name, len(rows), mbs, stages // len(rows), tuple(placements), orders)
+
+
+def _refused(key: str, message: str, allowed: str | None) -> PiperError:
+    return PiperError(ErrorKind.JOB, message, key=f"schedule.{key}", allowed=allowed)

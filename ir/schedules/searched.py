@@ -30,18 +30,21 @@ def zb2p(ranks: int, microbatches: int, times: OpTimes) -> tuple[Order, ...]:
     0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
     1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
     """
-    hop = times.F + times.p2p
-    # Rank r cannot start before r hops: with this tail, the objective is the worst span, but for a constant.
-    tail = tuple((ranks - 1 - r) * hop for r in range(ranks))
-    spans = Shop(ranks, microbatches, 1, times, 2.0 * ranks, tail)
-    shop = Shop(ranks, microbatches, 1, times, 2.0 * ranks)
-    least = lower_bound(shop)
-    found = search(spans)
-    if times.w_memory < 1:
-        return _orders(min(found, key=lambda x: (_rounded(x.objective), shop.objective(x.ends))), shop)
-    if min(shop.objective(x.ends) for x in found) > least * (1 + 1e-12):
-        found += search(shop)
-    return _orders(min(found, key=lambda x: (_rounded(shop.objective(x.ends)), spans.objective(x.ends))), shop)
+    late = [rank * (times.F + times.p2p) for rank in range(ranks)]  # no rank can start earlier
+    plain = Shop(ranks, microbatches, 1, times, 2.0 * ranks)
+    # With this tail, the objective is the worst span, but for the constant late[-1].
+    spans = replace(plain, tail=tuple(late[-1] - x for x in late))
+    goals = (spans, plain) if times.w_memory < 1 else (plain, spans)
+    found = search(goals[0])
+    if times.w_memory >= 1 and min(spans.objective(x.ends) for x in found) > lower_bound(spans) * (1 + 1e-12):
+        found += search(spans)
+    # Both at once, as far as either was reached: rank r ends neither after `end` nor after late[r] + `span`.
+    span = min(spans.objective(x.ends) for x in found) - late[-1]
+    end = lower_bound(plain) if times.w_memory < 1 else min(plain.objective(x.ends) for x in found)
+    both = replace(plain, tail=tuple(max(0.0, end - span - x) for x in late))
+    if min(both.objective(x.ends) for x in found) > end * (1 + 1e-12):
+        found += search(both, [plain.by_end(x.ends) for x in found])
+    return _orders(min(found, key=lambda x: [_rounded(goal.objective(x.ends)) for goal in goals]), plain)
 
 
 def v_half(ranks: int, microbatches: int, times: OpTimes) -> tuple[Order, ...]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from random import Random
 
 from ir.schedules.schedule import OpTimes
-from ir.schedules.searched_seeds import blocks, greedy, rules, unroll
+from ir.schedules.searched_blocks import blocks, unroll
+from ir.schedules.searched_greedy import greedy, paces, rounds, rules
 from ir.schedules.searched_shop import ROUNDING, Sequences, Shop, settle
 
 _SAME = 1e-12  # relative; below, two objectives differ by rounding only
@@ -69,16 +70,17 @@ def lower_bound(shop: Shop) -> float:
     return bound
 
 
-def search(shop: Shop, breadth: int = 12, shakes: int = 120) -> list[Found]:
+def search(shop: Shop, starts: Sequence[list[int]] | None = None, breadth: int = 12, shakes: int = 120) -> list[Found]:
     """The best schedules found, best first; at least one.
 
+    starts: start orders, if they are not to be searched for.
     breadth: how many start orders of each family are improved; the best third of that number are then shaken.
     """
     goal = lower_bound(shop) * (1 + _SAME)
     effort = Effort(_IMPROVE[0] + _IMPROVE[1] * shop.ops)
     seconds = shop.every(shop.seconds)
     pool: list[Found] = []
-    for order in start_orders(shop, breadth):
+    for order in start_orders(shop, breadth) if starts is None else _best(shop, starts, breadth):
         pool.append(justify(shop, order, seconds, effort))
         if pool[-1].objective <= goal:
             break
@@ -97,14 +99,21 @@ def search(shop: Shop, breadth: int = 12, shakes: int = 120) -> list[Found]:
 def start_orders(shop: Shop, count: int) -> list[list[int]]:
     """The most promising of each family: blocks, and greedy by the rules that do best on fewer microbatches."""
     trying = rules(shop)
-    mbs = _TRY // (len(trying) * 3 * shop.chunks * shop.ranks)
-    trial = Shop(
-        shop.ranks, min(shop.mbs, max(mbs, shop.ranks + 2)), shop.chunks, shop.times, shop.limit, shop.tail
-    )
-    trying = trying[: max(1, 4 * _TRY // trial.ops)]
+    # Enough microbatches for a steady state at the limit.
+    least = max(shop.ranks, int(1.5 * shop.limit / shop.chunks)) + 2
+    mbs = min(shop.mbs, max(least, _TRY // (len(trying) * 3 * shop.chunks * shop.ranks)))
+    trial = Shop(shop.ranks, mbs, shop.chunks, shop.times, shop.limit, shop.tail)
+    trying = trying[: max(20, 20 * _TRY // trial.ops)]
     scored = sorted((_reached(trial, greedy(trial, rule)), number) for number, rule in enumerate(trying))
     orders = [greedy(shop, trying[number]) for _, number in scored[:count]]
-    return [*block_orders(shop, count), *orders]
+    return [*round_orders(shop, count), *block_orders(shop, count), *orders]
+
+
+def round_orders(shop: Shop, count: int) -> list[list[int]]:
+    """F and I in turn, one chunk only."""
+    if shop.chunks != 1:
+        return []
+    return _best(shop, [rounds(shop, ahead, thrifty) for ahead in paces(shop) for thrifty in (True, False)], count)
 
 
 def block_orders(shop: Shop, count: int) -> list[list[int]]:
@@ -116,9 +125,13 @@ def block_orders(shop: Shop, count: int) -> list[list[int]]:
     some = min(len(known), max(6, min(24, _PACK // shop.ops)))
     plain = [unroll(shop, known[i * len(known) // some]) for i in range(some)]
     packed = [justify(grid, order, grid.every(grid.seconds), Effort(8 * shop.ops)) for order in plain]
-    orders = plain + [sorted(range(shop.ops), key=x.ends.__getitem__) for x in packed]
-    settled = sorted((_reached(shop, order), number) for number, order in enumerate(orders))
-    return [orders[number] for _, number in settled[:count]]
+    orders = plain + [shop.by_end(x.ends) for x in packed]
+    return _best(shop, orders, count)
+
+
+def _best(shop: Shop, orders: Sequence[list[int]], count: int) -> list[list[int]]:
+    scored = sorted((_reached(shop, order), number) for number, order in enumerate(orders))
+    return [orders[number] for _, number in scored[:count]]
 
 
 def _reached(shop: Shop, order: Sequence[int]) -> float:
@@ -148,6 +161,4 @@ def shake(shop: Shop, found: Found, random: Random) -> list[int]:
     """A neighbouring order: the same ops set in time with durations that are somewhat wrong."""
     wrong = random.choice((0.1, 0.3, 0.6, 1.0))
     seconds = [x * (1 + wrong * (2 * random.random() - 1)) for x in shop.every(shop.seconds)]
-    order = sorted(range(shop.ops), key=found.ends.__getitem__)
-    ends, _ = settle(shop, order, seconds)
-    return sorted(range(shop.ops), key=ends.__getitem__)
+    return shop.by_end(settle(shop, shop.by_end(found.ends), seconds)[0])

@@ -118,6 +118,10 @@ class Shop:
         each = 3 * self.chunks * self.mbs
         return max(max(ends[r * each : (r + 1) * each]) + self.tail[r] for r in range(self.ranks))
 
+    def by_end(self, ends: Sequence[float]) -> list[int]:
+        """All ops, first ended first."""
+        return sorted(range(self.ops), key=ends.__getitem__)
+
     def every(self, seconds_of_kind: Sequence[float]) -> list[float]:
         """A duration for every op, from one for every kind."""
         return [x for _ in range(self.ranks) for x in seconds_of_kind for _ in range(self.mbs)]

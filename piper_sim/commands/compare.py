@@ -8,12 +8,23 @@ from typing import Any
 from ir.errors import ErrorKind, PiperError
 from ir.job import load_job
 from ir.schedules.registry import canonical
-from piper_sim.commands.output import dumps, print_json, progress, show, trace_files, write
+from piper_sim.commands.output import (
+    TRACE_FILES,
+    dumps,
+    print_json,
+    progress,
+    refuse_existing,
+    show,
+    trace_files,
+    write,
+)
 from piper_sim.commands.simulate import report_run
 from piper_sim.compare import SIX, compare, why
 from piper_sim.report.html import report_html
 from piper_sim.report.table import compare_cells, compare_table, memory_cells
 from piper_sim.simulate import Prediction
+
+FILES = ("compare.json", "report.html", *TRACE_FILES)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -22,10 +33,14 @@ def main(args: argparse.Namespace) -> int:
     if not names:
         raise PiperError(ErrorKind.USAGE, "no schedule named", key="--schedules", allowed="a,b,c")
     for name in names:
-        canonical(name)
+        try:
+            canonical(name)
+        except PiperError as e:
+            raise PiperError(e.kind, e.message, key="--schedules", allowed=e.allowed, suggestion=e.suggestion) from None
     job = load_job(args.job, args.sets)
+    refuse_existing(args.out, FILES, args.force)
     rows, found = compare(job, names)
-    title = f"{job.model.config} on {next(iter(found.values())).prepared.ranks} GPUs"
+    title = job.model.config + "".join(f" on {p.prepared.ranks} GPUs" for p in list(found.values())[:1])
     if args.out is not None:
         with progress("writing the report"):
             write(args.out, files(rows, found, title), args.force)
@@ -40,14 +55,16 @@ def print_rows(rows: list[dict[str, Any]], title: str) -> None:
     """The table, the sentence, and what is modelled."""
     show(compare_table(rows, title))
     print(why(rows))
-    print("Step times, exposed communication and reserved memory are modelled from the hardware file, without interference")
-    print("between communication and compute; FLOPs, parameters and buffer sizes are exact sums over the plan.")
+    print("Step times, exposed communication and reserved memory are modelled from the hardware file, without")
+    print("interference of communication and compute; FLOPs, parameters and buffer sizes are exact sums over the plan.")
 
 
 def files(rows: list[dict[str, Any]], found: dict[str, Prediction], title: str) -> dict[str, bytes | str]:
     """What --out holds: one report with every schedule, the winner's picture and trace."""
     shown = [r["schedule"] for r in rows if r["schedule"] in found]
     by_name = {r["schedule"]: r for r in rows}
+    if not shown:
+        return {"compare.json": dumps({"schema_version": 1, "rows": rows})}
     runs = [report_run(found[n], by_name[n]) for n in shown]
     tables = {"Schedules": compare_cells(rows), f"Memory of {shown[0]}": memory_cells(by_name[shown[0]]["memory"])}
     return {

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from ir.job.load import job_from
 from piper_sim.commands.compare import files, print_rows
-from piper_sim.commands.output import print_json, progress, width
+from piper_sim.commands.output import print_json, progress, width, write
 from piper_sim.compare import SIX, compare
-from piper_sim.report.files import write_outputs
 from piper_sim.report.timeline import text_timeline
 
 JOB = """\
@@ -43,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     rows, found = compare(job, SIX)
     title = "deepseek-v3 on 2048 GPUs"
     with progress("writing the report"):
-        written = write_outputs(args.out, {"job.toml": JOB, **files(rows, found, title)}, force=True)
+        written = write(args.out, {"job.toml": JOB, **files(rows, found, title)}, force=True)
     if args.json:
         print_json({"schema_version": 1, "rows": rows})
         return 0

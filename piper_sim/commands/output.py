@@ -7,21 +7,22 @@ import json
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ir.errors import ErrorKind, PiperError
 from ir.trace import Trace
 from ir.trace_text import write_trace
 from piper_sim.report.files import write_outputs
 
 PATIENCE_S = 1.0
+TRACE_FILES = ("timeline.png", "trace.json.gz", "trace.tsv")
 
 
 def print_json(value: Mapping[str, object]) -> None:
     """One JSON object, and nothing else. NaN and infinity are not JSON and are refused."""
-    json.dump(value, sys.stdout, allow_nan=False)
-    sys.stdout.write("\n")
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
 
 
 @contextmanager
@@ -58,9 +59,30 @@ def trace_files(trace: Trace, title: str) -> dict[str, bytes | str]:
     return {"timeline.png": png.getvalue(), "trace.json.gz": perfetto_gz(trace), "trace.tsv": write_trace(trace)}
 
 
+def refuse_existing(out: str | None, names: Iterable[str], force: bool) -> None:
+    """Before the work, not after it: refuse a folder that holds one of the files already."""
+    if out is None:
+        return
+    if not out.strip():
+        raise PiperError(ErrorKind.USAGE, "names no folder", key="--out", suggestion="--out results, or leave it out")
+    for name in names if not force else ():
+        with suppress(OSError, ValueError):  # what cannot be asked about is refused when it is written
+            if (path := Path(out) / name).exists():
+                fix = "--force replaces it; or choose another --out"
+                raise PiperError(ErrorKind.IO, "exists already", file=str(path), key="--out", suggestion=fix)
+
+
 def write(out: str | None, files: Mapping[str, bytes | str], force: bool) -> list[Path]:
     """Write files under --out, if it was given."""
-    return write_outputs(out, files, force) if out is not None else []
+    if out is None:
+        return []
+    try:
+        return write_outputs(out, files, force)
+    except (OSError, ValueError) as e:  # a path that cannot even be asked about: too long, forbidden, a NUL in it
+        why = getattr(e, "strerror", None) or e
+        raise PiperError(
+            ErrorKind.IO, f"cannot be written: {why}", file=out, suggestion="choose another --out"
+        ) from None
 
 
 def dumps(value: object) -> str:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import argparse
+from itertools import pairwise
 
 from ir.job import load_job
-from ir.job.build import directives_json
+from ir.job.build import blaming, directives_json
 from ir.plan_text import plan_digest, plan_text
-from piper_sim.commands.output import dumps, print_json, progress, write
+from piper_sim.commands.output import dumps, print_json, progress, refuse_existing, write
 from piper_sim.simulate import predict
+
+FILES = ("plan.txt", "strategy.json")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the plan that simulate judges and run executes."""
     job = load_job(args.job, args.sets)
-    with progress(f"planning {args.job}"):
+    refuse_existing(args.out, FILES, args.force)
+    with progress(f"planning {args.job}"), blaming(job):
         p = predict(job)
         text = plan_text(p.plan)
     directives = directives_json(p.prepared.strategy)
     if args.out is not None:
         write(args.out, {"plan.txt": text, "strategy.json": dumps(directives)}, args.force)
     if args.json:
-        programs = {str(r): p.plan.texts[a:b] for r, (a, b) in enumerate(_bounds(p.plan.bounds.tolist()))}
+        programs = {str(r): p.plan.texts[a:b] for r, (a, b) in enumerate(pairwise(p.plan.bounds.tolist()))}
         print_json(
             {"schema_version": 1, "directives": directives, "programs": programs, "plan_digest": plan_digest(p.plan)}
         )
@@ -31,7 +35,3 @@ def main(args: argparse.Namespace) -> int:
         print()
         print(text, end="")
     return 0
-
-
-def _bounds(at: list[int]) -> list[tuple[int, int]]:
-    return list(zip(at[:-1], at[1:], strict=True))

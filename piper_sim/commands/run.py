@@ -6,24 +6,27 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ir.errors import ErrorKind, PiperError
 from ir.job import load_job
-from ir.plan_text import plan_digest, plan_text
+from ir.plan_text import plan_text
 from piper_sim.commands.output import dumps, print_json, progress, trace_files, width, write
 from piper_sim.report.timeline import text_timeline
 from piper_sim.simulate import predict
+
+FILES = ("ranks.json", "run.json", "plan.txt", "timeline.png", "trace.json.gz", "trace.tsv")
 
 
 def main(args: argparse.Namespace, executor: Any) -> int:
     """Build the plan, launch it, print losses and where the time went."""
     job = load_job(args.job, args.sets)
     p = predict(job)
-    digest = plan_digest(p.plan)
     out = None if args.out is None else Path(args.out)
+    if out is not None and not args.force:
+        _refuse_existing(out)  # before the ranks start, not after their work
     with progress(f"running {args.steps} step(s) on {args.ranks} processes"):
         found, trace = executor.run(
             p.prepared,
-            digest,
-            args.job,
+            p.plan,
             args.sets,
             ranks=args.ranks,
             steps=args.steps,
@@ -42,5 +45,14 @@ def main(args: argparse.Namespace, executor: Any) -> int:
     print(text_timeline(trace, width()))
     for step, (loss, norm) in enumerate(zip(found["losses"], found["grad_norms"], strict=True)):
         print(f"step {step}: loss {loss:.6f}, gradient norm {norm:.6f}")
-    print(f"{found['iteration_s']:.4f} s per step (median) on {found['ranks']} ranks; plan {digest[:12]}")
+    peaks = found["memory"]["peak_allocated_bytes"].values()
+    print(f"{found['iteration_s']:.4f} s per step (median) on {found['ranks']} ranks; plan {found['plan_digest'][:12]}")
+    print(f"peak allocated, rank by rank: {', '.join(f'{b / 2**20:.2f}' for b in peaks)} MiB")
     return 0
+
+
+def _refuse_existing(out: Path) -> None:
+    for name in FILES:
+        if (out / name).exists():
+            fix = "--force replaces it; or choose another --out"
+            raise PiperError(ErrorKind.IO, "exists already", file=str(out / name), suggestion=fix)

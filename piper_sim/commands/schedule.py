@@ -4,17 +4,45 @@ from __future__ import annotations
 
 import argparse
 
-from piper_sim.commands.output import dumps, print_json, progress, trace_files, width, write
+from ir.errors import ErrorKind, PiperError
+from ir.schedules.limits import check_passes
+from ir.schedules.registry import check_shape, default_chunks
+from piper_sim.commands.output import (
+    TRACE_FILES,
+    dumps,
+    print_json,
+    progress,
+    refuse_existing,
+    trace_files,
+    width,
+    write,
+)
 from piper_sim.engine import Wire
 from piper_sim.pipeline import Outcome, Times, report, run_schedule
 from piper_sim.report.html import ReportRun, report_html
 from piper_sim.report.timeline import text_timeline
 
+FILES = ("schedule.json", "report.html", *TRACE_FILES)
+# A shape is refused in a job's words; here they were flags.
+_FLAGS = {
+    "schedule.name": "NAME",
+    "parallel.pp": "--ranks",
+    "schedule.microbatches": "--microbatches",
+    "schedule.stages_per_rank": "--chunks",
+}
+
 
 def main(args: argparse.Namespace) -> int:
     """Build, check, simulate, print."""
+    times = Times.parse(args.times)
+    refuse_existing(args.out, FILES, args.force)
+    try:
+        check_shape(args.name, args.ranks, args.microbatches, chunks_of(args))
+        check_passes(args.ranks * chunks_of(args), args.microbatches, ErrorKind.USAGE)
+    except PiperError as e:
+        key = _FLAGS.get(e.key or "", e.key)
+        raise PiperError(e.kind, e.message, key=key, allowed=e.allowed, suggestion=e.suggestion) from None
     with progress(f"{args.name} on {args.ranks} ranks, {args.microbatches} microbatches"):
-        times = Times.parse(args.times)
         wire = Wire(args.p2p_mode)
         out = run_schedule(args.name, args.ranks, args.microbatches, args.chunks, times, wire, args.w_memory)
         found = report(out, args.w_memory)
@@ -25,6 +53,11 @@ def main(args: argparse.Namespace) -> int:
     else:
         _print(out, found)
     return 0
+
+
+def chunks_of(args: argparse.Namespace) -> int:
+    """--chunks, or the schedule's own number."""
+    return int(args.chunks) if args.chunks is not None else default_chunks(args.name)
 
 
 def _files(out: Outcome, found: dict[str, object]) -> dict[str, bytes | str]:
@@ -43,7 +76,9 @@ def _print(out: Outcome, found: dict[str, object]) -> None:
     worst = max(peak, key=lambda r: peak[r])
     print(f"\nmakespan            {found['makespan']:g}")
     print(f"bubble              {found['bubble_fraction']:.1%} of all ranks' time")
-    print(f"span bubble         {found['span_bubble_fraction']:.1%} between a rank's own first and last op (worst rank)")
+    print(
+        f"span bubble         {found['span_bubble_fraction']:.1%} between a rank's own first and last op (worst rank)"
+    )
     print(f"peak in flight      {peak[worst]:g} chunk-microbatches (rank {worst})")
     print(f"parameter copies    {found['param_copies']:g}")
     if found["order_depends_on_times"]:

@@ -6,18 +6,32 @@ import argparse
 from typing import Any
 
 from ir.job import load_job
+from ir.job.build import blaming
 from ir.plan_text import plan_text
-from piper_sim.commands.output import dumps, print_json, progress, show, trace_files, width, write
+from piper_sim.commands.output import (
+    TRACE_FILES,
+    dumps,
+    print_json,
+    progress,
+    refuse_existing,
+    show,
+    trace_files,
+    width,
+    write,
+)
 from piper_sim.report.html import ReportRun, report_html
 from piper_sim.report.table import compare_cells, compare_table, memory_cells, memory_table
 from piper_sim.report.timeline import text_timeline
 from piper_sim.simulate import Prediction, predict, simulate_object
 
+FILES = ("simulate.json", "plan.txt", "report.html", *TRACE_FILES)
+
 
 def main(args: argparse.Namespace) -> int:
     """Predict, print, write; 3 where the job does not fit."""
     job = load_job(args.job, args.sets)
-    with progress(f"simulating {args.job}"):
+    refuse_existing(args.out, FILES, args.force)
+    with progress(f"simulating {args.job}"), blaming(job):
         p = predict(job)
         found = simulate_object(p)
     if args.out is not None:

@@ -18,7 +18,8 @@ from simpy.events import NORMAL, Event
 
 from ir.errors import ErrorKind, PiperError
 from ir.order import FloatArray, IntArray
-from ir.plan import OpKind, Plan
+from ir.plan import Csr, OpKind, Plan
+from piper_sim.engine.steps import carried
 
 LINES = 40
 
@@ -44,7 +45,7 @@ class Run:
 def run(plan: Plan, duration: FloatArray, wire: Wire = Wire.RENDEZVOUS, steps: int = 1) -> Run:
     """Simulate `steps` repetitions of the plan. duration: one number per op (a transfer's: its send's).
 
-    Streams run on from one step into the next; an op of the next step waits only for what its own step posts.
+    Streams run on from one step into the next, where some ops also wait for ops of the step before (`carried`).
     Raises PiperError (deadlock) naming where every rank stands.
     """
     world = _World(plan, duration, wire, steps)
@@ -72,79 +73,94 @@ class _World:
     """All state of one run: plain lists, because the processes touch them a million times."""
 
     def __init__(self, plan: Plan, duration: FloatArray, wire: Wire, steps: int) -> None:
-        self.wire, self.steps, self.count = wire, steps, len(plan)
-        self.env = simpy.Environment()
+        self.count, self.steps, self.env = len(plan), steps, simpy.Environment()
         meeting = _meetings(plan, wire)
+        late, before = carried(plan) if steps > 1 else (meeting[:0], meeting[:0])
+        # What is carried over stands behind the step's own ops.
+        waits = Csr.of(
+            len(plan),
+            np.concatenate([plan.waits.rows(), late]),
+            np.concatenate([meeting[plan.waits.items], self.count + np.arange(len(late))]),
+        )
+        at, items = waits.at.tolist(), waits.items.tolist()
+        self.waits = [items[a:b] if a != b else () for a, b in zip(at, at[1:], strict=False)]
+        self.before = meeting[before].tolist()
+        self.meeting, self.partner = meeting.tolist(), plan.partner.tolist()
         self.members = np.bincount(meeting, minlength=len(plan)).tolist()
-        seconds = _durations(plan, np.asarray(duration, dtype=np.float64), meeting)[meeting]
-        at, items = plan.waits.at, meeting[plan.waits.items]
-        self.start = [array("d", bytes(8 * self.count)) for _ in range(steps)]
-        self.end = [array("d", bytes(8 * self.count)) for _ in range(steps)]
+        self.duration = _durations(plan, np.asarray(duration, dtype=np.float64), meeting).tolist()
+        self.sends = (plan.kind == OpKind.SEND).tolist()
+        self.start = [array("d", [-1.0]) * self.count for _ in range(steps)]
+        self.end = [array("d", [-1.0]) * self.count for _ in range(steps)]
         self.past = _End(self.env)
-        self.past.callbacks = None  # type: ignore[assignment]
+        self.past.callbacks = None  # type: ignore[assignment]  # as SimPy marks what has happened
         self.ends: list[list[_End | None]] = []
         self.missing: list[list[int]] = []
-        self.done = 0
-        first = at[:-1]
         for queue in plan.queues:
-            rows = np.array(queue)
-            counts = np.diff(at)[rows]
-            cuts = np.cumsum(counts).tolist()
-            own = items[np.repeat(first[rows] - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))].tolist()
-            needs = [own[a:b] if a != b else () for a, b in zip([0, *cuts], cuts, strict=False)]
-            columns = [queue, needs, meeting[rows].tolist(), seconds[rows].tolist(), plan.kind[rows].tolist(), plan.partner[rows].tolist()]
-            self.env.process(self._stream(columns))
+            channel = wire is Wire.BUFFERED and plan.partner[queue[0]] >= 0
+            self.env.process(self._channel(queue) if channel else self._stream(queue))
 
     def _step(self, step: int) -> tuple[list[_End | None], list[int]]:
-        """Of one step: the end of each op or meeting, made by who needs it first; how many members are yet to come."""
+        """Of one step: the end of each op or meeting, None before anybody needs it; how many members are yet to come."""
         if step == len(self.ends):
-            self.ends.append([None] * self.count)
+            last = self.ends[-1] if step else []
+            over = [last[i] or self._new(last, i) for i in self.before] if step else [self.past] * len(self.before)
+            self.ends.append([None] * self.count + over)
             self.missing.append(self.members.copy())
         return self.ends[step], self.missing[step]
 
-    def _stream(self, columns: list) -> Generator[Event, None, None]:
-        env, schedule, past = self.env, self.env.schedule, self.past
-        buffered, send, recv, compute = self.wire is Wire.BUFFERED, OpKind.SEND, OpKind.RECV, OpKind.COMPUTE
+    def _new(self, ends: list[_End | None], i: int) -> _End:
+        end = ends[i] = _End(self.env)
+        return end
+
+    def _stream(self, queue: list[int]) -> Generator[Event, None, None]:
+        """Ops one after the other: each ends its duration after its last member has come."""
+        env, new, schedule, past = self.env, self._new, self.env.schedule, self.past
+        waits, meeting, duration = self.waits, self.meeting, self.duration
         for step in range(self.steps):
             ends, missing = self._step(step)
             start, end = self.start[step], self.end[step]
-            for i, needs, m, seconds, kind, partner in zip(*columns):
-                for w in needs:
-                    awaited = ends[w]
-                    if awaited is None:
-                        awaited = ends[w] = _End(env)
-                    if awaited.callbacks is not None:
+            for i in queue:
+                for w in waits[i]:
+                    if (awaited := ends[w] or new(ends, w)).callbacks is not None:
                         yield awaited
-                now = start[i] = env.now
-                mine = ends[m]
-                if buffered and kind == recv:
-                    message = ends[partner]
-                    if message is None:
-                        message = ends[partner] = _End(env)
-                    if message.callbacks is not None:
-                        if mine is None:
-                            mine = ends[i] = message
-                        yield message
-                    end[i] = env.now
-                    if mine is None:
-                        ends[i] = past
-                    elif mine is not message:
-                        schedule(mine)
-                    continue
-                if mine is None:
-                    mine = ends[m] = _End(env)
-                if kind == compute:
-                    schedule(mine, NORMAL, seconds)
-                else:
-                    missing[m] -= 1
-                    if not missing[m]:
-                        schedule(mine, NORMAL, seconds)
-                    if buffered and kind == send:
-                        end[i] = now + seconds
-                        continue
-                yield mine
+                start[i] = env.now
+                m = meeting[i]
+                together = ends[m] or new(ends, m)
+                missing[m] -= 1
+                if not missing[m]:
+                    schedule(together, NORMAL, duration[m])
+                yield together
                 end[i] = env.now
                 ends[m] = past
+
+    def _channel(self, queue: list[int]) -> Generator[Event, None, None]:
+        """Buffered transfers: a send's message leaves at once; a receive ends when its message is there."""
+        env, new, schedule, past = self.env, self._new, self.env.schedule, self.past
+        waits, duration, partner, sends = self.waits, self.duration, self.partner, self.sends
+        for step in range(self.steps):
+            ends, _ = self._step(step)
+            start, end = self.start[step], self.end[step]
+            for i in queue:
+                for w in waits[i]:
+                    if (awaited := ends[w] or new(ends, w)).callbacks is not None:
+                        yield awaited
+                now = start[i] = env.now
+                if sends[i]:
+                    schedule(ends[i] or new(ends, i), NORMAL, duration[i])
+                    end[i] = now + duration[i]
+                    continue
+                message = ends[partner[i]] or new(ends, partner[i])
+                mine = ends[i]
+                if mine is None:  # nobody waits for the receive yet: its end will be the message's
+                    ends[i] = message
+                if message.callbacks is not None:
+                    yield message
+                end[i] = env.now
+                if mine is not None:
+                    schedule(mine)
+                else:
+                    ends[i] = past
+                ends[partner[i]] = past
 
 
 def _meetings(plan: Plan, wire: Wire) -> IntArray:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from executor.data import Data, FileTokens
+from executor.data import Data
 from executor.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
+from executor.tokens import FileTokens
 from ir.errors import PiperError
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from ir.build import model_graph, stage_graph
 from ir.directives import Directive, Replicate, Shard, apply
@@ -80,7 +81,7 @@ def moe_chunks(layers: int, tied: bool = False, dense: Sequence[int] = ()) -> li
 def cut(chunks: Sequence[Chunk], stages: int) -> list[list[Chunk]]:
     """Even stretches, one per stage."""
     edges = [round(k * len(chunks) / stages) for k in range(stages + 1)]
-    return [list(chunks[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    return [list(chunks[a:b]) for a, b in pairwise(edges)]
 
 
 @lru_cache(maxsize=512)

@@ -1,13 +1,12 @@
-"""Where a search starts: orders that keep the limit and cannot deadlock, from two families.
+"""Start orders by rule: every rank, when it is free, does the op it prefers, or two passes in turn with W as a filler.
 
-Greedy: every rank, whenever it is free, does the op it prefers among those it could do now. Blocks: one microbatch's
-ops at fixed offsets on a grid of six slots, repeated every six slots ("Pipeline Parallelism with Controllable Memory",
-arXiv:2405.15362); only two chunks have them.
+Both keep the limit and cannot deadlock.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import permutations, product
@@ -37,10 +36,10 @@ def rules(shop: Shop) -> list[Rule]:
     v = shop.chunks
     orders = [x for x in permutations(range(2 * v)) if v == 1 or x.index(1) < x.index(0)]
     manners = ((0.0, False), (1.0, False), (0.0, True), (0.5, False), (0.25, True))
-    return [Rule(order, ahead, *manner) for manner, ahead, order in product(manners, _paces(shop), orders)]
+    return [Rule(order, ahead, *manner) for manner, ahead, order in product(manners, paces(shop), orders)]
 
 
-def _paces(shop: Shop) -> list[tuple[float, ...]]:
+def paces(shop: Shop) -> list[tuple[float, ...]]:
     """Ways to bound how far a rank's F may run ahead of its I."""
     p, v = shop.ranks, shop.chunks
     trip = [shop.eta[shop.route.index((r, 2 * v - 1))] - shop.eta[shop.route.index((r, 0))] for r in range(p)]
@@ -154,64 +153,51 @@ class _Rank:
         return mb
 
 
-Block = list[tuple[int, int, int, int]]  # per rank, the slots of F, F, I, I of microbatch 0
-_PERIOD = 6
+def rounds(shop: Shop, ahead: Sequence[float], thrifty: bool) -> list[int]:
+    """One chunk: first `ahead` Fs, then I and F in turn; W fills a wait, or makes room where the limit asks for it.
 
+    A W longer than the wait is started nevertheless, unless `thrifty` and this rank idled less than the worst did.
+    This is the heuristic of "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241, section 3.1).
 
-def blocks(ranks: int, limit: float) -> list[Block]:
-    """The building blocks of a V whose repetition keeps the limit, shortest first.
-
-    Each of the four legs goes from rank to rank in one or two slots, and rests up to five slots at the turns.
-
-    >>> blocks(ranks=2, limit=4)[0]
-    [(0, 3, 4, 7), (1, 2, 5, 6)]
+    >>> from ir.schedules.schedule import OpTimes
+    >>> shop = Shop(ranks=2, mbs=3, chunks=1, times=OpTimes(), limit=4)
+    >>> [shop.text(op) for op in rounds(shop, (3, 1), True) if shop.home[op] == 1]
+    ['1F0', '1I0', '1F1', '1I1', '1F2', '1I2', '1W0', '1W1', '1W2']
     """
-    found = []
-    for legs in product((1, 2), repeat=4):
-        for rests in product(range(_PERIOD), repeat=3):
-            block = _block(ranks, legs, (0, *rests))
-            if all(len({x % _PERIOD for x in slots}) == 4 for slots in block):
-                length = block[0][-1]
-                if max(map(_most_alive, block)) <= limit:
-                    found.append((length, legs, rests, block))
-    return [block for *_, block in sorted(found)]
+    fill = [int(max(1, min(x, shop.limit, shop.mbs))) for x in ahead]
+    f_at = [(r, m) for r in range(shop.ranks) for m in range(fill[r])]
+    order = [shop.op(r, 0, m) for r, m in f_at]
+    for turn in range(shop.mbs):
+        order += [shop.op(r, 1, turn) for r in reversed(range(shop.ranks))]
+        order += [shop.op(r, 0, fill[r] + turn) for r in range(shop.ranks) if fill[r] + turn < shop.mbs]
+    return _weave(shop, order, thrifty)
 
 
-def _block(ranks: int, legs: tuple[int, ...], rests: tuple[int, ...]) -> Block:
-    slot, rows = -1, []
-    for leg, (hop, rest) in enumerate(zip(legs, rests, strict=True)):
-        slot += 1 + rest
-        row = [slot + hop * i for i in range(ranks)]
-        slot = row[-1]
-        rows.append(row if leg % 2 == 0 else row[::-1])
-    return list(zip(*rows, strict=True))
+def _weave(shop: Shop, order: Sequence[int], thrifty: bool) -> list[int]:
+    """Add the Ws to an order of Fs and Is."""
+    shift, w_time, p = shop.chunks * shop.mbs, shop.seconds[-1], shop.ranks
+    done, free, idle, held = [0.0] * shop.ops, [0.0] * p, [0.0] * p, [0.0] * p
+    pending: list[deque[int]] = [deque() for _ in range(p)]
+    woven: list[int] = []
 
+    def put(r: int, op: int, start: float) -> None:
+        woven.append(op)
+        kind = shop.kind(op)
+        free[r] = done[op] = start + shop.seconds[kind]
+        held[r] += shop.grows[kind]
 
-def _most_alive(slots: tuple[int, ...]) -> int:
-    alive = most = 0
-    for _, kind, _ in _filled(slots, slots[-1] // _PERIOD + 3):
-        alive += 1 if kind < 2 else -1 if kind >= 4 else 0
-        most = max(most, alive)
-    return most
-
-
-def _filled(slots: tuple[int, ...], mbs: int) -> list[tuple[int, int, int]]:
-    """One rank's (slot, kind, microbatch) when its block repeats; W goes to the first empty slot after its I."""
-    fixed = {slot + _PERIOD * mb: (kind, mb) for kind, slot in enumerate(slots) for mb in range(mbs)}
-    rows: list[tuple[int, int, int]] = []
-    pending: deque[tuple[int, int]] = deque()
-    slot = 0
-    while len(rows) < 6 * mbs:
-        now = fixed.get(slot) or (pending.popleft() if pending else None)
-        if now:
-            rows.append((slot, *now))
-            if now[0] in (2, 3):
-                pending.append((now[0] + 2, now[1]))
-        slot += 1
-    return rows
-
-
-def unroll(shop: Shop, block: Block) -> list[int]:
-    """All ops by slot, when a block repeats for every microbatch."""
-    rows = [(slot, r, kind, mb) for r, slots in enumerate(block) for slot, kind, mb in _filled(slots, shop.mbs)]
-    return [shop.op(*row) for _, *row in sorted(rows)]
+    for op in order:
+        r, grow = shop.home[op], shop.grows[shop.kind(op)]
+        ready = max((done[other] + lag for other, lag in shop.waits[op]), default=0.0)
+        while pending[r]:
+            gap = ready - free[r]
+            full = held[r] + grow > shop.limit + ROUNDING
+            if not (full or gap >= w_time or (gap > 0 and not (thrifty and idle[r] + gap <= max(idle)))):
+                break
+            put(r, pending[r].popleft(), free[r])
+        if shop.kind(op) or shop.mb(op):
+            idle[r] += max(0.0, ready - free[r])
+        put(r, op, max(ready, free[r]))
+        if shop.kind(op) >= shop.chunks:
+            pending[r].append(op + shift)
+    return woven + [op for row in pending for op in row]

@@ -1,0 +1,47 @@
+"""Which function a rank runs, told from one process to another; and files that appear whole. Without torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+Target = Callable[..., object] | str  # a module-level function, or its `module:name`
+
+
+def describe(fn: Target) -> dict[str, str]:
+    """How a fresh process finds a module-level function: by module name if it belongs to us, else by file."""
+    if isinstance(fn, str):
+        module_name, _, name = fn.partition(":")
+        return {"module": module_name, "name": name}
+    module = sys.modules[fn.__module__]
+    name, file = fn.__module__, getattr(module, "__file__", None)
+    if "." in fn.__qualname__ or not file:
+        raise TypeError(f"{fn.__qualname__} must be a module-level function in a file")
+    if name.split(".")[0] in ("executor", "piper_sim", "experiments", "ir"):
+        return {"module": name, "name": fn.__qualname__}
+    return {"module": "__piper_main__" if name == "__main__" else name, "file": file, "name": fn.__qualname__}
+
+
+def find(target: dict[str, str]) -> Callable[..., object]:
+    """The function, in the process that is to run it."""
+    if target["module"] in sys.modules or "file" not in target:
+        module = importlib.import_module(target["module"])
+    else:
+        spec = importlib.util.spec_from_file_location(target["module"], target["file"])
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[target["module"]] = module
+        spec.loader.exec_module(module)
+    found: Callable[..., object] = getattr(module, target["name"])
+    return found
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file appears complete or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

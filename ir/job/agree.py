@@ -1,0 +1,61 @@
+"""Where a strategy file and its job meet: what they must agree on, what one fills in for the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ir.directives import Shard, Split
+from ir.directives.load import Strategy
+from ir.errors import ErrorKind, PiperError
+from ir.filters import parse_filter
+from ir.graph import Graph
+from ir.job.schema import Job
+from ir.sync import buckets
+
+
+def agree(job: Job, made: Strategy) -> Job:
+    """The job, where its sizes are the strategy's; ep is the strategy's where the job leaves it out."""
+    p, mbs = job.parallel, job.schedule.microbatches
+    if made.groups != p.pp:
+        raise _job(
+            "parallel.pp", f"the strategy is for {made.groups} pipeline ranks, not {p.pp}", f"pp = {made.groups}"
+        )
+    if made.replicas is not None and made.replicas != (p.dp or 1):
+        raise _job("parallel.dp", f"the strategy has {made.replicas} replicas, dp is {p.dp}", f"dp = {made.replicas}")
+    if made.mbs is not None and mbs not in (None, made.mbs):
+        raise _job("schedule.microbatches", f"the strategy splits into {made.mbs}", f"microbatches = {made.mbs}")
+    per_rank = made.stages // p.pp
+    if job.schedule.stages_per_rank not in (None, per_rank):
+        raise _job("schedule.stages_per_rank", f"the strategy has {per_rank}", f"stages_per_rank = {per_rank}")
+    if made.experts is not None and p.ep == 1:
+        p = replace(p, ep=made.experts)
+    if made.experts is not None and p.ep * p.etp != made.experts:
+        message = f"the strategy shards experts over {made.experts} devices, etp·ep is {p.ep * p.etp}"
+        raise _job("parallel.ep", message, f"ep = {made.experts}")
+    axes = {d.axis for d in made.directives if isinstance(d, Shard)}
+    for axis, size in (("tp", p.tp), ("cp", p.cp), ("ep", p.ep * p.etp)):
+        if size > 1 and axis not in axes:
+            raise _job(f"parallel.{axis}", f"{axis} = {size}, but the strategy shards nothing over it", f"{axis} = 1")
+    return replace(job, parallel=p)
+
+
+def check_replicated(graph: Graph) -> None:
+    """Copies of parameters that nothing keeps in step would train apart, without a word."""
+    for b in buckets(graph):
+        if b.ranks > 1 and not any(k in graph.replicas for k in b.members):
+            raise PiperError(
+                ErrorKind.DIRECTIVE,
+                f"parameters of stage {b.stage} ({b.name}) are on {b.ranks} ranks, and no replicate names them",
+                suggestion='add {"op": "replicate", "filter": {}}',
+            )
+
+
+def with_split(made: Strategy, mbs: int | None) -> Strategy:
+    """UW's base files leave the split to whoever runs them."""
+    if made.mbs is not None or mbs is None:
+        return made
+    return replace(made, directives=(Split(parse_filter({}), "MB", mbs), *made.directives), mbs=mbs)
+
+
+def _job(key: str, message: str, fix: str | None) -> PiperError:
+    return PiperError(ErrorKind.JOB, message, key=key, suggestion=fix)

@@ -1,0 +1,154 @@
+"""Ranks that do one thing wrong, each the target of a launch in place of `executor.rank.train_rank`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from executor.chunk import Gradients, Stage
+from executor.data import Batch, Data
+from executor.interpreter import Interpreter
+from executor.program import Program
+from executor.rank import train_rank
+from executor.transport.base import Handle
+from executor.transport.gloo import GlooTransport
+from executor.worker import RankContext
+from ir.ops import Pass
+from ir.plan import AT_START, Plan
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+def no_reduction(ctx: RankContext, **spec: Any) -> Any:
+    """Copies are updated from their own gradients alone."""
+
+    def reduce_scatter(self: GlooTransport, group: str, into: Tensor, tensor: Tensor) -> Handle:
+        return _Done()
+
+    GlooTransport.reduce_scatter = reduce_scatter  # type: ignore[assignment,method-assign]
+    return train_rank(ctx, **spec)
+
+
+def doubled_gradients(ctx: RankContext, **spec: Any) -> Any:
+    """As if the loss were a sum where it is a mean."""
+    add = Gradients.add
+    Gradients.add = lambda self, name, grad: add(self, name, 2.0 * grad)  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)
+
+
+class _Held:
+    """A send that is posted after the one behind it."""
+
+    def __init__(self) -> None:
+        self.real: Handle | None = None
+
+    def done(self) -> bool:
+        return self.real is not None and self.real.done()
+
+    def wait(self) -> None:
+        while self.real is None:
+            time.sleep(0.001)
+        self.real.wait()
+
+
+def swapped_sends(ctx: RankContext, **spec: Any) -> Any:
+    """Rank 0's first two messages overtake one another."""
+    send = GlooTransport.send
+    held: list[tuple[_Held, int, Tensor]] = []
+    count = 0
+
+    def late(self: GlooTransport, dst: int, tensor: Tensor) -> Handle:
+        nonlocal count
+        count += 1
+        if self.rank == 0 and count == 1:
+            held.append((_Held(), dst, tensor))
+            return held[0][0]
+        real = send(self, dst, tensor)
+        if held and held[0][0].real is None:
+            held[0][0].real = send(self, *held[0][1:])
+        return real
+
+    GlooTransport.send = late  # type: ignore[assignment,method-assign]
+    return train_rank(ctx, **spec)
+
+
+def one_batch(ctx: RankContext, **spec: Any) -> Any:
+    """All microbatches are the first one."""
+    batch: Callable[[Data, int, int, int], Batch] = Data.batch
+    Data.batch = lambda self, step, replica, mb: batch(self, step, replica, 0)  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)
+
+
+def freed_early(ctx: RankContext, **spec: Any) -> Any:
+    """Rank 1 lets go of the activations it received before the forward that reads them."""
+    of = Program.of.__func__  # type: ignore[attr-defined]
+
+    def early(cls: type[Program], plan: Plan, rank: int) -> Program:
+        program: Program = of(cls, plan, rank)
+        if rank == 1:
+            reader = next(i for i in range(program.first, program.last) if plan.text(i) == "1F0")
+            program.frees[reader, AT_START] = [v for v in program.received if v[2] == 0]
+        return program
+
+    Program.of = classmethod(early)  # type: ignore[method-assign,assignment]
+    return train_rank(ctx, **spec)
+
+
+def _at_last_w(act: Callable[[], object], rank: int, mb: int, ctx: RankContext, spec: dict[str, Any]) -> Any:
+    run = Stage.run
+
+    def late(self: Stage, pass_: Pass, at: int, units: Any = None) -> None:
+        if ctx.rank == rank and pass_ is Pass.W and at == mb:
+            act()
+        run(self, pass_, at, units)
+
+    Stage.run = late  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)
+
+
+def raising(ctx: RankContext, **spec: Any) -> Any:
+    """Rank 1 raises in its backward of microbatch 2."""
+
+    def act() -> None:
+        time.sleep(0.3)
+        raise ValueError("bad luck")
+
+    return _at_last_w(act, 1, 2, ctx, spec)
+
+
+def killed(ctx: RankContext, **spec: Any) -> Any:
+    """Rank 1 is killed there."""
+
+    def act() -> None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return _at_last_w(act, 1, 2, ctx, spec)
+
+
+def stopped(ctx: RankContext, **spec: Any) -> Any:
+    """Rank 0 stops there, as under a debugger."""
+    return _at_last_w(lambda: os.kill(os.getpid(), signal.SIGSTOP), 0, 2, ctx, spec)
+
+
+def lingering(ctx: RankContext, **spec: Any) -> Any:
+    """Rank 0 still works when rank 1 is long done."""
+
+    def close(self: Interpreter) -> None:
+        for i in range(5 if ctx.rank == 0 else 0):
+            ctx.progress.op(i, "more")
+            time.sleep(0.5)
+
+    Interpreter.close = close  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)

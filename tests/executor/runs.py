@@ -1,0 +1,180 @@
+"""Helpers of the run tests: tiny jobs, the same training in one process, and how two of them are compared."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from executor import cli
+from executor.data import Data
+from executor.modules.base import TORCH
+from executor.modules.llama import Llama
+from executor.optimizer import OptimizerConfig
+from executor.reference import train
+from ir.job import Job, load_job
+from ir.job.build import precision_of
+from ir.model import load_config
+from ir.plan import Plan
+from ir.trace import Trace
+from piper_sim.simulate import Prediction, predict
+
+JOB = """
+[model]
+config = "tiny-llama"
+num_hidden_layers = 4
+seq_len = 8
+[cluster]
+gpu = "h100-sxm"
+[parallel]
+pp = 2
+[schedule]
+name = "1f1b"
+microbatches = 4
+[precision]
+compute = "fp64"
+"""
+Arrays = dict[str, np.ndarray]
+
+
+def job_file(folder: Path, *, text: str = JOB) -> Path:
+    """The job as a file."""
+    path = folder / "job.toml"
+    path.write_text(text)
+    return path
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run: its JSON object, its trace, and what each rank ended with."""
+
+    prediction: Prediction
+    object: Mapping[str, Any]
+    trace: Trace
+    grads: tuple[Arrays, ...]
+    params: tuple[Arrays, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """What was run."""
+        return self.prediction.plan
+
+
+def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
+    """Predict and run the job with these overrides, in this process's fork server."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        p = predict(load_job(str(job_file(folder)), sets))
+        options = {"watchdog_s": 20.0, "ranks": p.prepared.ranks, **options}
+        found, trace = cli.run(p.prepared, p.plan, sets, steps=steps, dump=folder, **options)
+        ends = [np.load(folder / f"rank-{r}.npz") for r in range(p.prepared.ranks)]
+        grads, params = (tuple(_part(e, kind) for e in ends) for kind in ("grad/", "param/"))
+    return Ran(p, found, trace, grads, params)
+
+
+def prediction(*sets: str) -> Prediction:
+    """The job with these overrides, predicted only."""
+    with tempfile.TemporaryDirectory() as name:
+        return predict(load_job(str(job_file(Path(name))), sets))
+
+
+def _part(file: Mapping[str, np.ndarray], prefix: str) -> Arrays:
+    return {n.removeprefix(prefix): file[n] for n in file if n.startswith(prefix)}
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The same training in one process, by torch's plain backward over the whole model."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    grads: Arrays
+    params: Arrays
+
+
+def alone(*sets: str, steps: int = 2) -> Alone:
+    """Train without any plan. Only what the numbers depend on decides whether it is done again."""
+    with tempfile.TemporaryDirectory() as name:
+        job = load_job(str(job_file(Path(name))), sets)
+    mbs = job.schedule.microbatches or 2 * job.parallel.pp
+    return _alone(_numbers(job, mbs), steps)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    config: str
+    overrides: tuple[tuple[str, Any], ...]
+    seq_len: int
+    mbs: int
+    size: int
+    formats: tuple[torch.dtype, ...]  # params, compute, grads, optimizer
+    optimizer: OptimizerConfig
+
+
+def _numbers(job: Job, mbs: int) -> _Numbers:
+    p = precision_of(job)
+    return _Numbers(
+        job.model.config,
+        tuple(job.model.overrides.items()),
+        job.model.seq_len,
+        mbs,
+        job.schedule.microbatch_size,
+        tuple(TORCH[d] for d in (p.params, p.compute, p.grads, p.optimizer)),
+        OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm),
+    )
+
+
+@lru_cache(maxsize=64)
+def _alone(n: _Numbers, steps: int) -> Alone:
+    config = load_config(n.config, dict(n.overrides))
+    params, compute, grads, moments = n.formats
+    torch.set_num_threads(1)
+    model = Llama(config, dtype=params, compute=compute)
+    data = Data("synthetic", vocab=config.vocab, length=n.seq_len, microbatches=n.mbs, size=n.size)
+    found = train(model, data, steps, optimizer=n.optimizer, grads=grads, moments=moments)
+    return Alone(found.losses, found.grad_norms, _arrays(found.grads), _arrays(found.params))
+
+
+def _arrays(tensors: Mapping[str, torch.Tensor]) -> Arrays:
+    return {n: t.detach().double().numpy() for n, t in tensors.items()}
+
+
+def merged(parts: Sequence[Arrays]) -> Arrays:
+    """The ranks' arrays as one set; NaN stands where a rank does not have a value. Copies must agree to the bit."""
+    out: Arrays = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in out:
+                out[name] = value.copy()
+                continue
+            both = ~np.isnan(out[name]) & ~np.isnan(value)
+            assert np.array_equal(out[name][both], value[both]), f"copies of {name} differ"
+            np.copyto(out[name], value, where=np.isnan(out[name]))
+    return out
+
+
+def distance(got: Arrays, want: Arrays) -> float:
+    """The largest difference, as a share of its tensor's largest value; 0.0 where all are bitwise equal."""
+    assert got.keys() == want.keys()
+    return max(float(np.abs(got[n] - want[n]).max() / (np.abs(want[n]).max() or 1.0)) for n in want)
+
+
+def error(ran: Ran, one: Alone) -> float:
+    """How far a run is from one process: gradients, parameters, losses and norms; NaN where something is missing."""
+    numbers = np.array([*ran.object["losses"], *ran.object["grad_norms"]])
+    wanted = np.array([*one.losses, *one.grad_norms])
+    return float(
+        np.max(
+            [
+                distance(merged(ran.grads), one.grads),
+                distance(merged(ran.params), one.params),
+                float(np.abs(numbers / wanted - 1).max()),
+            ]
+        )
+    )

@@ -1,0 +1,109 @@
+"""Every plan trains as one process does: bitwise where one copy of everything exists, else to rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.executor.runs import Ran, alone, distance, error, merged, run
+
+ROUNDING = 1e-10
+DUAL = ("schedule.name=dualpipe",)
+TIED = ("model.tie_word_embeddings=true",)
+UNEVEN = ("model.num_hidden_layers=5",)
+BITWISE: list[tuple[str, ...]] = [
+    ("schedule.name=1f1b",),
+    ("schedule.name=gpipe",),
+    ("schedule.name=zb1p",),
+    ("schedule.name=zbv",),
+    ("schedule.name=interleaved-1f1b",),
+    ("schedule.name=dualpipev",),
+    ("schedule.name=1f1b", "parallel.pp=1"),
+    ("schedule.name=1f1b", "parallel.pp=3", *UNEVEN, "parallel.layers=[2,1,2]"),
+    ("schedule.name=zb1p", "schedule.microbatches=1"),
+    ("schedule.name=1f1b", "parallel.pp=3", "schedule.microbatches=2", *UNEVEN, "parallel.layers=[1,3,1]"),
+    ("schedule.name=zbv", "schedule.microbatches=5"),
+    ("schedule.name=zbv", "schedule.recompute=full", "optimizer.clip_norm=0.1"),
+    ("schedule.name=1f1b", "optimizer.name=sgd", "optimizer.lr=0.5", "optimizer.clip_norm=0"),
+    ("schedule.name=zb1p", "precision.compute=fp32", "schedule.microbatch_size=2"),
+    ("schedule.name=1f1b", "precision.compute=bf16"),
+    (*DUAL, "schedule.microbatches=1", "schedule.recompute=full"),
+]
+
+
+def _name(sets: tuple[str, ...]) -> str:
+    return " ".join(s.partition("=")[2] if "name" in s else s.partition(".")[2] for s in sets)
+
+
+@pytest.mark.parametrize("sets", BITWISE, ids=_name)
+def test_a_pipeline_equals_one_process_bitwise(sets: tuple[str, ...]) -> None:
+    assert error(run(*sets), alone(*sets)) == 0.0
+
+
+ROUNDED: list[tuple[str, ...]] = [
+    DUAL,
+    (*DUAL, "parallel.bucket_MiB=0.05"),
+    (*DUAL, "schedule.microbatches=5", "optimizer.clip_norm=0"),
+    (*DUAL, "optimizer.name=sgd", "optimizer.lr=0.5", "parallel.zero=0"),
+    (*DUAL, *TIED),
+    ("schedule.name=looped-bfs",),  # its backward takes the microbatches from the last to the first
+    ("schedule.name=1f1b", *TIED),
+    ("schedule.name=1f1b", *TIED, "parallel.zero=0", "schedule.microbatches=3"),
+    ("parallel.pp=1", *TIED),
+]
+
+
+@pytest.mark.parametrize("sets", ROUNDED, ids=_name)
+def test_copies_equal_one_process_up_to_the_order_of_sums(sets: tuple[str, ...]) -> None:
+    assert 0.0 < error(run(*sets), alone(*sets)) <= ROUNDING
+
+
+def _same(a: Ran, b: Ran) -> bool:
+    pairs = zip((*a.grads, *a.params), (*b.grads, *b.params), strict=True)
+    return all(x.keys() == y.keys() and all(np.array_equal(x[n], y[n], equal_nan=True) for n in x) for x, y in pairs)
+
+
+def test_both_copies_of_dualpipe_stay_equal_and_a_repeated_run_is_the_same() -> None:
+    sets = (*DUAL, "optimizer.clip_norm=0.1")
+    first, second = run(*sets, steps=3), run(*sets, steps=3)
+    assert _same(first, second)
+    assert first.params[0].keys() == first.params[1].keys() == alone(*sets, steps=3).params.keys()
+    assert all(np.array_equal(first.params[0][n], first.params[1][n]) for n in first.params[0])
+    assert error(first, alone(*sets, steps=3)) <= ROUNDING
+    assert first.object["losses"] == second.object["losses"] and len(first.object["losses"]) == 3
+
+
+def test_training_goes_somewhere() -> None:
+    start, end = alone(steps=0), alone(steps=2)
+    assert distance(end.params, start.params) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("schedule.name=zb2p",),
+        ("schedule.name=v-half",),
+        ("schedule.name=v-min",),
+        ("schedule.name=interleaved-1f1b", "schedule.microbatches=3"),
+        ("schedule.name=1f1b", "schedule.recompute=full"),
+        ("schedule.name=zbv", "precision.compute=bf16", "precision.params=fp32"),
+        (*DUAL, "parallel.zero=0"),
+        (*DUAL, "parallel.pp=4", "schedule.microbatches=10", "parallel.zero=0"),
+        (*DUAL, "parallel.pp=4"),
+        ("schedule.name=dualpipev", "parallel.pp=4", "schedule.microbatches=9"),
+        ("schedule.name=zbv", "parallel.pp=4", "schedule.microbatches=6"),
+        ("schedule.name=interleaved-1f1b", "parallel.pp=4"),
+    ],
+    ids=_name,
+)
+def test_more_plans_equal_one_process(sets: tuple[str, ...]) -> None:
+    sets = (*sets, "model.num_hidden_layers=8")
+    assert error(run(*sets, steps=3), alone(*sets, steps=3)) <= (ROUNDING if DUAL[0] in sets else 0.0)
+
+
+def test_dualpipe_on_four_ranks_equals_one_process() -> None:
+    sets = (*DUAL, "parallel.pp=4", "schedule.microbatches=8")
+    ran = run(*sets)
+    assert error(ran, alone(*sets)) <= ROUNDING
+    assert merged(ran.params).keys() == alone(*sets).params.keys()

@@ -1,0 +1,112 @@
+"""The filter language: what each form accepts, and what is refused with a hint."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ir.errors import ErrorKind, PiperError
+from ir.filters import PASSES, parse_filter, parse_match, runs
+from ir.ops import Pass
+
+ITEMS = st.lists(
+    st.one_of(st.integers(0, 20), st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted).map(tuple)),
+    min_size=1,
+    max_size=5,
+)
+
+
+def members(items: list[int | tuple[int, int]]) -> set[int]:
+    return {m for i in items for m in ([i] if isinstance(i, int) else range(i[0], i[1] + 1))}
+
+
+def text(items: list[int | tuple[int, int]]) -> str:
+    return ",".join(str(i) if isinstance(i, int) else f"{i[0]}..{i[1]}" for i in items)
+
+
+@given(ITEMS, st.booleans())
+def test_sets_and_ranges_accept_their_members_and_negations_the_rest(
+    items: list[int | tuple[int, int]], negated: bool
+) -> None:
+    match = parse_match("MB", ("!" if negated else "") + text(items))
+    assert {m for m in range(30) if match.accepts(m)} == {m for m in range(30) if (m in members(items)) != negated}
+    assert not match.accepts(None)
+
+
+@given(ITEMS, st.integers(0, 25), st.booleans())
+def test_microbatches_are_the_sorted_disjoint_ranges_of_what_is_accepted(
+    items: list[int | tuple[int, int]], mbs: int, negated: bool
+) -> None:
+    found = parse_filter({"MB": ("!" if negated else "") + text(items)}).microbatches("MB", mbs)
+    assert [m for r in found for m in r] == [m for m in range(mbs) if (m in members(items)) != negated]
+    assert all(a.stop < b.start for a, b in pairwise(found))
+
+
+def test_a_list_says_the_same_as_a_set() -> None:
+    assert parse_match("PP", [0, 2, "5..7"]).ranges == parse_match("PP", "0,2,5..7").ranges
+
+
+def test_star_means_the_tag_and_dash_means_its_absence() -> None:
+    has, lacks = parse_filter({"EP": "*"}), parse_filter({"EP": "-"})
+    for tags in ({"PP": 0}, {"PP": 0, "EP": 3}):
+        assert has.accepts(tags, Pass.F) != lacks.accepts(tags, Pass.F)
+        assert has.accepts(tags, Pass.F) == ("EP" in tags)
+
+
+def test_tags_are_a_conjunction_and_pass_is_one_of_them() -> None:
+    f = parse_filter({"PP": "0..1", "L": 3, "PASS": "B"})
+    assert f.accepts({"PP": 1, "L": 3}, Pass.I) and f.accepts({"PP": 1, "L": 3}, Pass.W)
+    assert not f.accepts({"PP": 1, "L": 3}, Pass.F)
+    assert not f.accepts({"PP": 2, "L": 3}, Pass.I)
+    assert not f.accepts({"PP": 1}, Pass.I)
+    assert f.accepts({"PP": 1}, Pass.I, dims=("L",))
+    assert f.tags == ("PP", "L")
+
+
+def test_every_pass_has_a_spelling() -> None:
+    assert {p for spelled in PASSES.values() for p in spelled} == set(Pass)
+
+
+@given(st.dictionaries(st.sampled_from(["PP", "EP", "L", "MB"]), st.integers(0, 9)))
+def test_a_filter_is_written_as_it_was_read(tags: dict[str, int]) -> None:
+    assert parse_filter(tags).json() == tags
+    assert json.loads(str(parse_filter(tags))) == tags
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_runs_are_maximal(indices: set[int]) -> None:
+    found = runs(sorted(indices))
+    assert [m for r in found for m in r] == sorted(indices)
+    assert all(a.stop < b.start for a, b in pairwise(found))
+
+
+@pytest.mark.parametrize(
+    ("value", "match", "fix"),
+    [
+        ([], "a filter is an object of tags", None),
+        ("PP=0", "a filter is an object of tags", None),
+        ({"PP": -1}, "PP: indices are not negative", None),
+        ({"PP": True}, "PP: True selects nothing", None),
+        ({"PP": None}, "PP: None selects nothing", None),
+        ({"PP": 1.5}, "PP: 1.5 is no index", None),
+        ({"PP": {}}, "PP: {} is no index", None),
+        ({"PP": "one"}, "PP: 'one' is no index, range or set", None),
+        ({"PP": "1..2..3"}, "PP: '1..2..3' is no index", None),
+        ({"PP": ""}, "PP: '' is no index", None),
+        ({"PP": "5..3"}, "the range '5..3' is empty", "3..5"),
+        ({"PP": [1, "x"]}, "PP: 'x' is no index", None),
+        ({"PASS": "FB"}, "PASS: 'FB' is no pass", None),
+        ({"PASS": 3}, "PASS: 3 is no pass", None),
+        ({"PASS": "bi"}, "PASS: 'bi' is no pass", "BI"),
+    ],
+)
+def test_what_selects_nothing_is_refused(value: object, match: str, fix: str | None) -> None:
+    with pytest.raises(PiperError, match=match) as refused:
+        parse_filter(value)
+    assert refused.value.kind is ErrorKind.DIRECTIVE
+    assert refused.value.allowed
+    assert fix is None or refused.value.suggestion == fix
