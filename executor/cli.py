@@ -6,7 +6,9 @@ here yet, and refused (`executor.refusals`): data, tensor, context and expert pa
 own, nccl and local backends. Checkpoints, emulated ops and several machines have no flags yet.
 
 In the trace, compute rows are exact; a communication row starts when its stream comes to the op and ends when the
-stream's thread has seen it end, on a busy machine some tenths of a millisecond late.
+stream's thread has seen it end, on a busy machine some tenths of a millisecond late. Peak memory is that of one more
+step, at the end, in which every storage is followed; it is neither timed nor reported otherwise. A plan counts what a
+GPU's kernels keep, so its peaks are a few per cent lower than these.
 """
 
 from __future__ import annotations

@@ -84,7 +84,11 @@ def _schedule(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--ranks", type=int, required=True, metavar="P", help="pipeline ranks")
     sub.add_argument(
-        "--microbatches", type=int, required=True, metavar="M", help="microbatches, both directions together"
+        "--microbatches",
+        type=int,
+        required=True,
+        metavar="M",
+        help="microbatches, both directions together (stages x M up to 333,333)",
     )
     sub.add_argument("--chunks", type=int, default=None, metavar="V", help="stages per rank")
     sub.add_argument("--times", default=None, metavar="F=1,B=2", help="op times of a chunk: F, B or I and W, FB, p2p")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -12,7 +13,7 @@ import numpy as np
 
 from cost_models import Fabric, Hardware, Recipe, kernel_seconds, message_seconds, quantise
 from cost_models.optimizer import clip, grad_norm, update, zero_grads
-from ir.errors import ErrorKind, PiperError
+from ir.errors import ErrorKind, PiperError, nearest
 from ir.graph import Graph, Node, Once
 from ir.job.build import Prepared
 from ir.ops import Pass
@@ -60,30 +61,30 @@ class CostModel:
 
     def price(self, plan: Plan) -> OpCosts:
         """Seconds of every op."""
-        graph = plan.graph
-        node = np.array([self.node_shares(n) for n in graph.nodes]).reshape(-1, len(Share))
-        if self.job.costs.stage_times is not None:
-            node = scaled_to_stage_times(graph, node, self.job.costs.stage_times)
-        node = np.round(node * 2.0**40) / 2.0**40
+        node = np.array([self.node_shares(n) for n in plan.graph.nodes]).reshape(-1, len(Share))
+        wire = np.array([self.node_message(n) for n in plan.graph.nodes])
+        times = self.job.costs.stage_times
+        if times is not None:
+            node, wire = scaled_to_stage_times(plan.graph, node, wire, times)
+        node = _quantised(node)
         per_shape = np.zeros((len(plan.shapes), len(Share)))
         for i, s in enumerate(plan.shapes):
             if s.kind is OpKind.COMPUTE:
-                for n, _ in s.covers:
-                    per_shape[i] += node[n]
-        shares = per_shape[plan.shape]
-        shares = np.round(shares / self._speed(plan.programs)[plan.program][:, None] * 2.0**40) / 2.0**40
+                per_shape[i] = node[[n for n, _ in s.covers]].sum(axis=0)
+        shares = _quantised(per_shape[plan.shape] / self._speed(plan.programs)[plan.program][:, None])
         duration = shares.sum(axis=1)
         comm = np.flatnonzero(plan.kind != OpKind.COMPUTE)
-        duration[comm] = self._wire(plan, comm)
+        duration[comm] = self._comm(plan, comm, wire)
         return OpCosts(duration, shares)
 
     def _speed(self, programs: int) -> FloatArray:
         """Of each program: its slowest rank's, because the replicas of a program meet at every collective."""
-        speed = np.ones(programs)
+        named: dict[int, list[float]] = defaultdict(list)
         for rank, factor in self.job.cluster.speed.items():
-            p = self.mesh.coordinates(int(rank))["pp"]
-            speed[p] = min(speed[p], float(factor)) if speed[p] != 1 or factor < 1 else speed[p]
-        return speed
+            named[self.mesh.coordinates(int(rank))["pp"]].append(float(factor))
+        replicas = self.mesh.ranks // self.mesh.sizes["pp"]
+        slowest = [min(named[p] + [1.0] * (replicas > len(named[p]))) for p in range(programs)]
+        return np.array(slowest)
 
     def node_shares(self, n: Node) -> list[float]:
         """Seconds of one instance of a node, by share."""
@@ -96,6 +97,13 @@ class CostModel:
                 axis = Share.CP if "cp" in message.axes else Share.TP
                 out[axis] += self.message(message, (0,))
         return out
+
+    def node_message(self, n: Node) -> float:
+        """Seconds of the message that one instance of a node is; 0 for compute."""
+        if n.message is None:
+            return 0.0
+        joint = n.once and "pp" not in n.message.axes and len(n.groups) > 1
+        return self.message(n.message, n.groups if joint else (0,))
 
     def _update(self, numel: int) -> list[Kernel]:
         kernels = [zero_grads(numel, self.recipe), update(numel, self.recipe)]
@@ -116,26 +124,21 @@ class CostModel:
             self._messages[key] = message_seconds(message, shape.ranks, shape.per_node, self.fabric)
         return self._messages[key]
 
-    def _wire(self, plan: Plan, comm: IntArray) -> FloatArray:
-        seconds: dict[tuple[int, int], float] = {}
-        for shape, program in {(int(s), int(p)) for s, p in zip(plan.shape[comm], plan.program[comm], strict=True)}:
-            seconds[shape, program] = quantise(self._one(plan, plan.shapes[shape], program))
-        columns = zip(plan.shape[comm].tolist(), plan.program[comm].tolist(), strict=True)
-        return np.array([seconds[s, p] for s, p in columns])
+    def _comm(self, plan: Plan, comm: IntArray, wire: FloatArray) -> FloatArray:
+        """Seconds of communication ops. A transfer's depend on where its two ends are."""
+        columns = list(zip(plan.shape[comm].tolist(), plan.program[comm].tolist(), strict=True))
+        seconds = {(s, p): quantise(self._one(plan, plan.shapes[s], p, wire)) for s, p in set(columns)}
+        return np.array([seconds[c] for c in columns])
 
-    def _one(self, plan: Plan, s: Shape, program: int) -> float:
-        if s.slot is not None:
-            times = self.job.costs.stage_times
-            if times is not None and "p2p" in times:
-                return _numbers("p2p", times["p2p"], 1)[0]
-            peer = int(s.stream[5:])
-            size = plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes
-            return message_seconds(Message(CommKind.P2P, size, ("pp",)), 2, self._near(program, peer), self.fabric)
-        assert s.message is not None
-        groups = plan.graph.nodes[s.covers[0][0]].groups if s.covers and plan.graph.nodes[s.covers[0][0]].once else (0,)
-        if "pp" in s.message.axes:
-            groups = (0,)
-        return self.message(s.message, groups if len(groups) > 1 else (0,))
+    def _one(self, plan: Plan, s: Shape, program: int, wire: FloatArray) -> float:
+        if s.slot is None:
+            assert s.message is not None
+            return float(wire[s.covers[0][0]]) if s.covers else self.message(s.message, (0,))
+        times = self.job.costs.stage_times
+        if times is not None and "p2p" in times:
+            return _numbers("p2p", times["p2p"], 1)[0]
+        size = plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes
+        return message_seconds(Message(CommKind.P2P, size, ("pp",)), 2, self._near(program, s.peer), self.fabric)
 
     def _near(self, a: int, b: int) -> int:
         """2 where every replica's two ends share a node, else 1."""
@@ -145,37 +148,67 @@ class CostModel:
         return 2 if same else 1
 
 
-def scaled_to_stage_times(graph: Graph, node: FloatArray, times: Mapping[str, object]) -> FloatArray:
-    """Node seconds scaled so that each stage's F, I (with recomputation) and W take the given times."""
+def scaled_to_stage_times(
+    graph: Graph, node: FloatArray, wire: FloatArray, times: Mapping[str, object]
+) -> tuple[FloatArray, FloatArray]:
+    """Node and message seconds scaled so that each stage's F, I (with recomputation) and W take the given times.
+
+    A stage's time is what it takes by itself, its all-to-alls included: they are scaled along.
+    """
+    stages = graph.stages
+    node, wire = node.copy(), wire.copy()
+    for key, seconds in _given(times, stages).items():
+        for s in range(stages):
+            rows = [i for i, n in enumerate(graph.nodes) if n.stage == s and n.kind in _PASSES[key]]
+            total = float(node[rows].sum() + wire[rows].sum())
+            if total > 0:
+                node[rows] *= seconds[s] / total
+                wire[rows] *= seconds[s] / total
+            compute = [i for i in rows if graph.nodes[i].message is None]
+            if compute:  # the largest takes what rounding leaves over, or all where the model has nothing to do
+                most = max(compute, key=lambda i: node[i, : Share.TP].sum())
+                share = Share.COMPUTE if node[most, Share.COMPUTE] >= node[most, Share.RECOMPUTE] else Share.RECOMPUTE
+                rest = seconds[s] - float(_quantised(node[rows]).sum() + _quantised(wire[rows]).sum())
+                node[most, share] = max(0.0, float(_quantised(node[most, share])) + rest)
+    return node, wire
+
+
+_PASSES = {"F": (Pass.F,), "I": (Pass.I, Pass.R), "W": (Pass.W,)}
+
+
+def _given(times: Mapping[str, object], stages: int) -> dict[str, list[float]]:
+    """Seconds by pass and stage. B alone is half I, half W; beside one of them it says the other."""
     known = ("F", "B", "I", "W", "p2p")
     for key in times:
         if key not in known:
-            raise PiperError(ErrorKind.JOB, f"unknown key {key!r}", key="costs.stage_times", allowed=", ".join(known))
-    stages = graph.stages
-    given = {k: _numbers(k, v, stages) for k, v in times.items() if k != "p2p"}
-    if "B" in given and "I" not in given and "W" not in given:
-        given["I"] = given["W"] = [b / 2 for b in given["B"]]
-    out = node.copy()
-    for kinds, key in (((Pass.F,), "F"), ((Pass.I, Pass.R), "I"), ((Pass.W,), "W")):
-        if key not in given:
-            continue
-        for s in range(stages):
-            rows = [i for i, n in enumerate(graph.nodes) if n.stage == s and n.kind in kinds and n.message is None]
-            total = float(node[rows].sum())
-            if total > 0:
-                out[rows] = node[rows] * (given[key][s] / total)
-            elif rows:
-                out[rows[0], Share.COMPUTE] = given[key][s]
+            raise PiperError(
+                ErrorKind.JOB,
+                f"unknown key {key!r}",
+                key="costs.stage_times",
+                allowed=", ".join(known),
+                suggestion=nearest(key, known),
+            )
+    out = {k: _numbers(k, v, stages) for k, v in times.items() if k != "p2p"}
+    whole = out.pop("B", None)
+    if whole is not None:
+        i = out.get("I") or [b - w for b, w in zip(whole, out.get("W", [b / 2 for b in whole]), strict=True)]
+        w = out.get("W") or [b - x for b, x in zip(whole, i, strict=True)]
+        if min(i + w) < 0 or any(abs(x + y - b) > 1e-9 * b for x, y, b in zip(i, w, whole, strict=True)):
+            raise PiperError(
+                ErrorKind.JOB, "B is not I + W", key="costs.stage_times", suggestion="drop B, or let I + W = B"
+            )
+        out |= {"I": i, "W": w}
     return out
+
+
+def _quantised(seconds: FloatArray | float) -> FloatArray:
+    return np.asarray(np.round(np.asarray(seconds) * 2.0**40) / 2.0**40)
 
 
 def _numbers(key: str, value: Any, count: int) -> list[float]:
     values = list(value) if isinstance(value, list | tuple) else [value] * count
     good = all(isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v < float("inf") for v in values)
     if not good or len(values) != count:
-        raise PiperError(
-            ErrorKind.JOB, f"{key} = {value!r}", key="costs.stage_times", allowed=f"seconds, or a list of {count} of them"
-        )
+        allowed = f"seconds, or a list of {count} of them"
+        raise PiperError(ErrorKind.JOB, f"{key} = {value!r}", key="costs.stage_times", allowed=allowed)
     return [float(v) for v in values]
-
-

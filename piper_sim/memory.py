@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -63,23 +64,19 @@ def memory(plan: Plan, persistent: tuple[StateBytes, ...]) -> Memory:
     order = np.argsort(key, kind="stable")
     key, size, column = key[order], size[order], column[order]
     op = key // _stride(plan)
-    program = plan.program[op]
-    wide = np.zeros((len(key), len(_COLUMNS)), dtype=np.int64)
-    wide[np.arange(len(key)), column] = size
-    level = np.cumsum(wide, axis=0)
-    first = np.searchsorted(program, np.arange(plan.programs))
-    base = np.where(first[:, None] > 0, level[np.maximum(first - 1, 0)], 0)
-    level = level - base[program]
-    total = level.sum(axis=1)
-    peak = np.zeros(plan.programs, dtype=np.int64)
+    total = np.cumsum(size)
+    cuts = np.searchsorted(op, plan.bounds)
+    before = np.where(cuts > 0, total[cuts - 1], 0) if len(total) else cuts
+    total -= np.repeat(before[:-1], np.diff(cuts))
+    peak = np.array([s.total for s in persistent], dtype=np.int64)
     at = np.zeros(plan.programs, dtype=np.int64)
     dynamic = np.zeros((plan.programs, len(_COLUMNS)), dtype=np.int64)
-    ends = np.append(first[1:], len(key))
-    for p, (a, b) in enumerate(zip(first.tolist(), ends.tolist(), strict=True)):
+    for p, (a, b) in enumerate(pairwise(cuts.tolist())):
         if a < b:
-            k = a + int(np.argmax(total[a:b]))
-            peak[p], at[p], dynamic[p] = total[k], op[k], level[k]
-        peak[p] += persistent[p].total
+            k = a + int(np.argmax(total[a:b])) + 1
+            peak[p] += total[k - 1]
+            at[p] = op[k - 1]
+            dynamic[p] = [size[a:k][column[a:k] == c].sum() for c in range(len(_COLUMNS))]
     after, high = _per_op(plan, op, total, key % _stride(plan) >= 3)
     return Memory(persistent, peak, at, dynamic, after, high)
 
@@ -100,10 +97,11 @@ def _events(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
     sizes = [b.bytes, -b.bytes[freed]]
     columns = [b.category, b.category[freed]]
     nodes = plan.graph.nodes
-    for i, s in enumerate(plan.shapes):
-        work = [(c, nodes[n].workspace) for c, (n, _) in enumerate(s.covers) if nodes[n].workspace]
-        if s.kind is OpKind.COMPUTE and work:
-            rows = np.flatnonzero(plan.shape == i)
+    by = np.argsort(plan.shape, kind="stable")
+    cuts = np.cumsum(np.bincount(plan.shape, minlength=len(plan.shapes)))[:-1]
+    for s, rows in zip(plan.shapes, np.split(by, cuts), strict=True):
+        if s.kind is OpKind.COMPUTE:
+            work = [(c, nodes[n].workspace) for c, (n, _) in enumerate(s.covers) if nodes[n].workspace]
             for c, size in work:
                 at = rows * stride + 3 * (c - AT_START)
                 keys += [at, at + 1]
@@ -131,7 +129,7 @@ def _per_op(plan: Plan, op: IntArray, total: IntArray, running: BoolArray) -> tu
 def samples(plan: Plan, found: Memory, start: FloatArray, end: FloatArray) -> MemorySamples:
     """The level over time, at compute ops: the most while each runs, and what is left behind it.
 
-    What communication allocates counts with the compute op dispatched behind it, so that the highest sample is the peak.
+    What communication allocates counts with the compute op dispatched behind it: the highest sample is the peak.
     """
     rows = np.flatnonzero(plan.kind == OpKind.COMPUTE)
     program = plan.program[rows]

@@ -113,8 +113,8 @@ class _Gaps:
         waits = self.plan.waits
         count = waits.at[ops + 1] - waits.at[ops]
         asker = np.repeat(np.arange(len(ops)), count)
-        item = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count) + np.repeat(waits.at[ops], count)
-        on = waits.items[item] + self.now
+        ahead = np.repeat(waits.at[ops] - np.cumsum(count) + count, count)
+        on = waits.items[np.arange(int(count.sum())) + ahead] + self.now
         if self.now:
             late, before = carried(self.plan)
             mine = np.isin(late, ops)

@@ -152,6 +152,8 @@ def _program(p: int, order: Order, cls: IntArray, templates: Templates) -> tuple
     base = int(wide.max()) + 2
     code = np.zeros(n_units, dtype=np.int64)
     for c in range(wide.shape[1]):
+        if base ** (c + 1) > 2**62:  # number what there is so far, and go on
+            code = np.unique(code, return_inverse=True)[1]
         code = code * base + wide[:, c] + 1
     _, example, kind = np.unique(code, return_index=True, return_inverse=True)
     tables = []

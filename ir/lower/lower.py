@@ -12,11 +12,11 @@ from ir.graph import Graph, check, illegal
 from ir.lower.draft import Draft, producers, stamp
 from ir.lower.frees import node_buffers
 from ir.lower.joint import joint_order
-from ir.lower.once import collective_ids, once_rows
+from ir.lower.once import TAIL, collective_ids, once_rows
 from ir.lower.policy import P2P, Policy
 from ir.lower.transfers import transfers
 from ir.lower.waits import strongest
-from ir.lower.zero import per_microbatch, weights_of, zero_rows
+from ir.lower.zero import weights_of, zero_rows
 from ir.order import IntArray, Order
 from ir.plan import Buffers, Csr, OpKind, Plan
 from ir.sync import buckets, with_sync
@@ -46,7 +46,7 @@ def lower(graph: Graph, policy: Policy | None = None, header: Mapping[str, str] 
     _after_producers(draft)
     once_rows(draft)
     zero_rows(draft, found)
-    if policy.p2p is P2P.SINGLE or per_microbatch(found):
+    if policy.p2p is P2P.SINGLE or _mixed(draft):
         joint_order(draft, edges)
     if policy.p2p is not P2P.USE:
         _after_dispatched(draft)
@@ -66,6 +66,17 @@ def _orders(graph: Graph) -> dict[int, Order]:
             raise illegal(f"programs {missing} have no order while others have", "order every program, or none")
         orders = orders_from_rows(graph, [])
     return orders
+
+
+def _mixed(draft: Draft) -> bool:
+    """Whether reductions between programs share a stream with collectives that compute waits for.
+
+    Waiting there for another program would hold up this one: their place must be the same in time everywhere.
+    """
+    nodes = draft.graph.nodes
+    meet = {n.stream for n in nodes if n.once and n.kind not in TAIL and len(n.groups) > 1}
+    wires = [s for s in draft.templates.shapes if s.kind is OpKind.COLLECTIVE]
+    return not meet.isdisjoint(s.stream for s in wires if not s.covers or not nodes[s.covers[0][0]].once)
 
 
 def _after_producers(draft: Draft) -> None:

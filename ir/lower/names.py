@@ -113,7 +113,7 @@ class TransferNames:
     def _part(self, slot: Slot) -> str:
         n = self._nodes[slot[0]]
         twins = sum(s[0] == slot[0] for s in self._out[n.stage, _way(n.kind)])
-        return f"/{n.part}" + (f".{n.writes[slot[1]].slot}" if twins > 1 else "")
+        return f"/{n.part or f'{n.stage}{n.kind}'}" + (f".{n.writes[slot[1]].slot}" if twins > 1 else "")
 
 
 def _way(kind: object) -> str:

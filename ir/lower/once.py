@@ -9,14 +9,14 @@ from ir.lower.draft import STEP, Draft
 from ir.lower.names import node_shape
 from ir.order import IntArray
 
-_TAIL = (Once.NORM, Once.UPDATE, Once.GATHER)
+TAIL = (Once.NORM, Once.UPDATE, Once.GATHER)
 
 
 def once_rows(draft: Draft) -> None:
     """Add a row per once-node and member program, with the waits for what it joins."""
-    graph = draft.graph
+    graph, new = draft.graph, _New(draft)
     sources = _sources(graph)
-    reductions = [i for i, n in enumerate(graph.nodes) if n.once and n.kind not in _TAIL]
+    reductions = [i for i, n in enumerate(graph.nodes) if n.once and n.kind not in TAIL]
     last = {(i, p): _last(draft, sources[i], p) for i in reductions for p in graph.nodes[i].groups}
     front = dict.fromkeys(range(len(draft.start) - 1), -1)
     for rank, i in enumerate(canonical(draft, reductions, last)):
@@ -24,23 +24,50 @@ def once_rows(draft: Draft) -> None:
         for p in graph.nodes[i].groups:
             own = last[i, p]
             front[p] = max(front[p], own)
-            key = front[p] * STEP + STEP // 2
-            members.append(_add(draft, i, p, key, rank, own))
+            members.append(new.row(i, p, front[p] * STEP + STEP // 2, rank, own))
             contributions.append(int(draft.start[p]) + own if own >= 0 else -1)
-        _collect(draft, members)
         draft.reductions.append((members, contributions))
+        new.meet(members)
     end = [int(n) for n in np.diff(draft.start)]
-    for rank, kind in enumerate(_TAIL):
-        for i, n in enumerate(graph.nodes):
-            if n.kind is not kind:
-                continue
+    for rank, kind in enumerate(TAIL):
+        for i in [i for i, n in enumerate(graph.nodes) if n.kind is kind]:
             members = []
-            for p in n.groups:
-                row = _add(draft, i, p, (end[p] + rank) * STEP, i, _last(draft, sources[i], p))
-                members.append(row)
+            for p in graph.nodes[i].groups:
+                members.append(new.row(i, p, (end[p] + rank) * STEP, i, _last(draft, sources[i], p)))
                 before = [draft.once_rows[s, p] for s in sources[i] if (s, p) in draft.once_rows]
-                draft.wait(np.full(len(before), row), np.array(before, dtype=np.int64))
-            _collect(draft, members)
+                new.waits += [(members[-1], b) for b in before]
+            new.meet(members)
+    new.add()
+
+
+class _New:
+    """Rows to be added, all at once."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft, self.first = draft, len(draft.rows)
+        self.rows: list[tuple[int, int, int, int]] = []  # program, shape, key, sub
+        self.waits: list[tuple[int, int]] = []
+
+    def row(self, node: int, program: int, key: int, sub: int, own: int) -> int:
+        """The row of one member, which waits for its program's last contribution (a local position; -1: none)."""
+        row = self.first + len(self.rows)
+        self.rows.append((program, self.draft.shape(node_shape(self.draft.graph, node)), key, sub))
+        self.draft.once_rows[node, program] = row
+        if own >= 0:
+            self.waits.append((row, int(self.draft.start[program]) + own))
+        return row
+
+    def meet(self, members: list[int]) -> None:
+        """Members on several programs meet; equal replicas inside one program are folded and need no meeting."""
+        if len(members) > 1:
+            self.draft.collectives.append(members)
+
+    def add(self) -> None:
+        """Append the rows."""
+        program, shape, key, sub = np.array(self.rows, dtype=np.int64).reshape(-1, 4).T
+        self.draft.rows.extend(program=program, shape=shape, key=key, sub=sub)
+        row, on = np.array(self.waits, dtype=np.int64).reshape(-1, 2).T
+        self.draft.wait(row, on)
 
 
 def canonical(draft: Draft, nodes: list[int], last: dict[tuple[int, int], int]) -> list[int]:
@@ -73,22 +100,6 @@ def _last(draft: Draft, sources: list[int], program: int) -> int:
     row = draft.inst[per_mb]
     mine = row[draft.rows.program[row] == program]
     return int(mine.max() - draft.start[program]) if mine.size else -1
-
-
-def _add(draft: Draft, node: int, program: int, key: int, sub: int, own: int) -> int:
-    shape = draft.shape(node_shape(draft.graph, node))
-    one = np.ones(1, dtype=np.int64)
-    row = int(draft.rows.extend(program=one * program, shape=one * shape, key=one * key, sub=one * sub)[0])
-    draft.once_rows[node, program] = row
-    if own >= 0:
-        draft.wait(one * row, one * (draft.start[program] + own))
-    return row
-
-
-def _collect(draft: Draft, members: list[int]) -> None:
-    """Members on several programs meet; equal replicas inside one program are folded and need no meeting."""
-    if len(members) > 1:
-        draft.collectives.append(members)
 
 
 def collective_ids(draft: Draft) -> IntArray:

@@ -7,7 +7,7 @@ import csv
 import importlib.util
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ir.errors import ErrorKind, PiperError
@@ -63,7 +63,7 @@ def _run(path: Path, name: str, ranks: int, microbatches: int) -> Schedule:
         raise _refused("builder", f"{path.name} is no Python file", "file.py:function")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    with contextlib.redirect_stdout(sys.stderr):  # stdout belongs to the command
+    with _quietly():
         spec.loader.exec_module(module)
         function = getattr(module, name, None)
         if not callable(function):
@@ -78,6 +78,17 @@ def _run(path: Path, name: str, ranks: int, microbatches: int) -> Schedule:
         allowed = "a Schedule, or a list of op texts per rank"
         raise _refused("builder", f"{name} returned {type(made).__name__}, not that", allowed)
     return from_rows(rows, f"builder:{name}")
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Stdout belongs to the command; and nothing is written beside the user's file, no bytecode either."""
+    was, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.dont_write_bytecode = was
 
 
 def _is_row(row: object) -> bool:

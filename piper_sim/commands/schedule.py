@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from ir.errors import ErrorKind, PiperError
 from ir.schedules.limits import check_passes
@@ -22,6 +23,7 @@ from piper_sim.pipeline import Outcome, Times, report, run_schedule
 from piper_sim.report.html import ReportRun, report_html
 from piper_sim.report.timeline import text_timeline
 
+_LONGEST = 10**15
 FILES = ("schedule.json", "report.html", *TRACE_FILES)
 # A shape is refused in a job's words; here they were flags.
 _FLAGS = {
@@ -34,7 +36,7 @@ _FLAGS = {
 
 def main(args: argparse.Namespace) -> int:
     """Build, check, simulate, print."""
-    times = Times.parse(args.times)
+    times = read_times(args.times)
     refuse_existing(args.out, FILES, args.force)
     try:
         check_shape(args.name, args.ranks, args.microbatches, chunks_of(args))
@@ -53,6 +55,20 @@ def main(args: argparse.Namespace) -> int:
     else:
         _print(out, found)
     return 0
+
+
+def read_times(text: str | None) -> Times:
+    """--times, within the range of floats. An exponent of many digits is refused before it is multiplied out."""
+    wild = re.search(r"[eE][+-]?\d{3,}", text or "")
+    try:
+        if wild is None:
+            times = Times.parse(text)
+            if max(times.F, times.I, times.W, times.FB, times.p2p) <= _LONGEST:
+                return times
+    except OverflowError:
+        pass
+    message, allowed = "a time out of range", f"0, or numbers up to {_LONGEST:g}"
+    raise PiperError(ErrorKind.USAGE, message, key="--times", allowed=allowed, suggestion="F=1,B=2")
 
 
 def chunks_of(args: argparse.Namespace) -> int:

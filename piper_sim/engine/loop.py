@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Generator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 import numpy as np
 import simpy
@@ -83,7 +84,7 @@ class _World:
             np.concatenate([meeting[plan.waits.items], self.count + np.arange(len(late))]),
         )
         at, items = waits.at.tolist(), waits.items.tolist()
-        self.waits = [items[a:b] if a != b else () for a, b in zip(at, at[1:], strict=False)]
+        self.waits = [items[a:b] if a != b else () for a, b in pairwise(at)]
         self.before = meeting[before].tolist()
         self.meeting, self.partner = meeting.tolist(), plan.partner.tolist()
         self.members = np.bincount(meeting, minlength=len(plan)).tolist()
@@ -100,7 +101,7 @@ class _World:
             self.env.process(self._channel(queue) if channel else self._stream(queue))
 
     def _step(self, step: int) -> tuple[list[_End | None], list[int]]:
-        """Of one step: the end of each op or meeting, None before anybody needs it; how many members are yet to come."""
+        """Of one step: the end of each op or meeting, None until somebody needs it; how many members are to come."""
         if step == len(self.ends):
             last = self.ends[-1] if step else []
             over = [last[i] or self._new(last, i) for i in self.before] if step else [self.past] * len(self.before)
@@ -195,7 +196,8 @@ def _deadlock(plan: Plan, found: Run) -> PiperError:
         step, i = stuck
         lack = [plan.text(w) for w in plan.waits.row(i).tolist() if found.end[step, w] < 0]
         if found.start[step, i] >= 0:
-            mates = [int(plan.partner[i])] if plan.partner[i] >= 0 else np.flatnonzero(plan.collective == plan.collective[i])
+            met = plan.collective == plan.collective[i]
+            mates = [int(plan.partner[i])] if plan.partner[i] >= 0 else np.flatnonzero(met).tolist()
             lack = [f"{plan.text(j)} of rank {int(plan.program[j])}" for j in mates if found.start[step, j] < 0]
         lines.append(f"  rank {program} {stream} stands at {plan.text(i)}, which waits for {', '.join(lack)}")
     more = [f"  and {len(lines) - LINES} more"] if len(lines) > LINES else []

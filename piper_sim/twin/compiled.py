@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from ir.plan import Plan
@@ -16,7 +17,7 @@ class Compiled:
     net: streams, waits and meetings. path: the order in which everything can be computed.
     """
 
-    _built: WeakKeyDictionary[Plan, dict[Wire, Compiled]] = WeakKeyDictionary()
+    _built: ClassVar[WeakKeyDictionary[Plan, dict[Wire, Compiled]]] = WeakKeyDictionary()
 
     def __init__(self, plan: Plan, wire: Wire = Wire.RENDEZVOUS) -> None:
         self.ops, self.wire = len(plan), wire

@@ -108,13 +108,14 @@ def _state(net: Net, computes: int, comms: int) -> tuple[Streams, Meetings, Prog
     def counts(classes: int) -> IntArray:
         return np.zeros((programs, classes), dtype=np.int64)
 
+    left, since, rate, until = np.zeros((4, meetings))
     return (
         Streams(
             net.queue_at[:streams].copy(), ints(streams), net.wait_at[net.queue[net.queue_at[:streams]]],
             ints(streams, -1), np.zeros(streams), ints(ops, -1), ints(streams, -1),
         ),
         Meetings(
-            ints(meetings), *np.zeros((4, meetings)), ints(streams), ints(meetings, -1), np.zeros(meetings, np.bool_)
+            ints(meetings), left, since, rate, until, ints(streams), ints(meetings, -1), np.zeros(meetings, np.bool_)
         ),
         Programs(counts(comms), counts(comms), counts(computes), np.zeros(programs, np.bool_)),
         Lists(np.arange(streams)[::-1].copy(), ints(programs), ints(streams), np.array([streams, 0, 0, 0])),

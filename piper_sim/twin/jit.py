@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
+numba: Any
 try:
-    import numba
+    numba = import_module("numba")
 except ImportError:  # the twin is then slow, but right
     numba = None
 

@@ -66,8 +66,8 @@ def build(plan: Plan, wire: Wire) -> Net:
     member_at, member = _rows(len(work), meeting)
     later, earlier = carried(plan)
     both = Csr.of(n, np.append(plan.waits.rows(), later), np.append(plan.waits.items, earlier + n))
-    together = plan.collective[work] >= 0
+    counts = np.where(plan.collective[work] >= 0, -1, work)
     return Net(
-        queue_at, queue, lane_at, lane, both.at, both.items, member_at, member, meeting, np.where(together, -1, work), gate,
+        queue_at, queue, lane_at, lane, both.at, both.items, member_at, member, meeting, counts, gate,
         plan.stream.astype(np.int64), plan.program.astype(np.int64), kind == OpKind.COMPUTE,
     )  # fmt: skip

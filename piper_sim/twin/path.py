@@ -29,9 +29,7 @@ def longest_path(plan: Plan | Compiled, duration: FloatArray, wire: Wire = Wire.
     return Run(value[..., c.ops : 2 * c.ops], value[..., : c.ops])
 
 
-def step_ends(
-    plan: Plan | Compiled, durations: FloatArray, wire: Wire = Wire.RENDEZVOUS, steps: int = 1
-) -> FloatArray:
+def step_ends(plan: Plan | Compiled, durations: FloatArray, wire: Wire = Wire.RENDEZVOUS, steps: int = 1) -> FloatArray:
     """[vector, step] when the last op of each step ends: what a search asks, without every op's times."""
     c = Compiled.of(plan, wire)
     out = np.empty((len(durations), steps))

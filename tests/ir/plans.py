@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
+from hypothesis import settings
+
 from ir.build import model_graph, stage_graph
 from ir.directives import Directive, Replicate, Shard, apply
 from ir.filters import parse_filter
@@ -17,10 +19,13 @@ from ir.model.part import Chunk, Keep, Layout, Param, Part, PartWork, Saved
 from ir.ops import Pass
 from ir.plan import Plan
 from ir.schedules.registry import build
+from ir.schedules.schedule import Schedule
 from ir.schedules.strategy import ordering, placing
 from ir.work import CommKind, DType, Kernel, KernelKind, Message
 
 FIXED = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb1p", "zbv", "dualpipe", "dualpipev")
+# Layer-level plans take longer to make: a quarter of the examples.
+fewer = settings(max_examples=max(20, settings.default.max_examples // 4))  # type: ignore[union-attr]
 WHOLE = Policy(merge=Merge.FUSED, whole_backward=True, clip=False)
 
 
@@ -84,10 +89,16 @@ def cut(chunks: Sequence[Chunk], stages: int) -> list[list[Chunk]]:
     return [list(chunks[a:b]) for a, b in pairwise(edges)]
 
 
+@lru_cache(maxsize=4096)
+def schedule_of(name: str, ranks: int, mbs: int, chunks: int | None = None) -> Schedule:
+    """A schedule, made once: the searched ones take their time."""
+    return build(name, ranks, mbs, chunks)
+
+
 @lru_cache(maxsize=512)
 def stage_plan(name: str, ranks: int, mbs: int, chunks: int | None = None, policy: Policy = WHOLE) -> Plan:
     """A schedule on bare stages."""
-    schedule = build(name, ranks, mbs, chunks)
+    schedule = schedule_of(name, ranks, mbs, chunks)
     graph = apply(stage_graph(schedule.stages), [*placing(schedule), ordering(schedule)])
     return lower(graph, policy, {"schedule": schedule.name})
 
@@ -106,15 +117,16 @@ def moe_graph(
     tied: bool = False,
     prefetch: int = 1,
     bucket_MiB: float | None = None,
+    reduce_stream: str = "dp",
 ) -> Graph:
     """The model under a schedule, placed, sharded, replicated and ordered."""
-    schedule = build(name, ranks, mbs)
+    schedule = schedule_of(name, ranks, mbs)
     chunks = moe_chunks(max(schedule.stages - 2, 1) if layers is None else layers, tied)
     stages = cut(chunks, schedule.stages)
     mesh = Mesh.of(tp=1, cp=1, dp=dp, pp=ranks, ep=ep)
     base = replace(model_graph(stages, InventedSource(), recompute), mesh=mesh, prefetch=prefetch)
     everything = parse_filter({})
-    divide: list[Directive] = [Replicate(everything, zero, bucket_MiB)]
+    divide: list[Directive] = [Replicate(everything, zero, bucket_MiB, reduce_stream, reduce_stream)]
     if ep > 1 and any("MOE" in c.tags for c in chunks):
         divide.insert(0, Shard(parse_filter({"EP": "*"}), "ep"))
     return apply(base, [*placing(schedule), *divide, ordering(schedule)])

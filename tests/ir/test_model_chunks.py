@@ -68,7 +68,7 @@ def test_mtp_ties_embedding_and_head_and_reads_the_last_layer():
     chunks = {c.name: c for c in model_chunks(load_config("deepseek-v3"))}
     mtp = chunks["mtp0"]
     parts = {p.name: p for p in mtp.parts}
-    assert list(parts) == ["embed", "proj", "attn", "router", "shared", "experts", "add", "norm", "head"]
+    assert list(parts) == ["embed", "proj", "attn", "router", "experts", "shared", "add", "norm", "head"]
     assert parts["embed"].params == chunks["embed"].parts[0].params
     assert parts["head"].params == chunks["head"].parts[1].params
     assert parts["proj"].inputs == ("", "embed")

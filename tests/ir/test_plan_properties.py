@@ -14,9 +14,9 @@ from ir.lower import P2P, Merge, Policy
 from ir.plan import OpKind, Plan
 from ir.plan_text import parse_plan, plan_text
 from ir.rules import check_plan
-from ir.schedules.registry import NAMES, build
+from ir.schedules.registry import NAMES
 from tests.ir.edits import differences
-from tests.ir.plans import FIXED, WHOLE, stage_plan
+from tests.ir.plans import FIXED, WHOLE, schedule_of, stage_plan
 from tests.ir.replay import replay, serial
 
 SINGLE = Policy(Merge.FUSED, whole_backward=True, p2p=P2P.SINGLE, clip=False)
@@ -31,7 +31,8 @@ def shapes(draw: st.DrawFn, ranks: int = 8, mbs: int = 32) -> tuple[str, int, in
     name = draw(st.sampled_from(NAMES))
     p = draw(st.integers(1, ranks if name in FIXED else 3))
     assume(name != "dualpipe" or p % 2 == 0)
-    return name, p, draw(st.integers(1, mbs if name in FIXED else 6))
+    few = st.integers(1, 6)
+    return name, p, draw(few | st.integers(1, mbs) if name in FIXED else few)
 
 
 def seconds(plan: Plan) -> list[float]:
@@ -52,7 +53,7 @@ def passes(plan: Plan) -> dict[tuple[int, str, int], int]:
 
 @given(shape=shapes(), policy=st.sampled_from(POLICIES))
 def test_every_pass_is_there_once_on_its_stage_s_rank(shape: tuple[str, int, int], policy: Policy) -> None:
-    plan, schedule = stage_plan(*shape, None, policy), build(*shape)
+    plan, schedule = stage_plan(*shape, None, policy), schedule_of(*shape)
     op = passes(plan)
     assert len(op) == 3 * schedule.stages * schedule.microbatches
     for placement in schedule.placements:
@@ -71,7 +72,7 @@ def test_data_is_there_before_it_is_read(shape: tuple[str, int, int], policy: Po
     ran = replay(plan, seconds(plan), buffered)
     assert ran is not None
     start, end = ran
-    op, last = passes(plan), build(*shape).stages - 1
+    op, last = passes(plan), schedule_of(*shape).stages - 1
     for stage, kind, mb in op:
         here = op[stage, kind, mb]
         wanted = []
@@ -119,7 +120,7 @@ def test_one_queue_is_enough_channels_are_and_so_are_buffers(shape: tuple[str, i
 
 @given(shape=shapes(ranks=6, mbs=16), policy=st.sampled_from(POLICIES[:4]))
 def test_no_plan_is_faster_than_its_work(shape: tuple[str, int, int], policy: Policy) -> None:
-    plan, schedule = stage_plan(*shape, None, policy), build(*shape)
+    plan, schedule = stage_plan(*shape, None, policy), schedule_of(*shape)
     duration = seconds(plan)
     ran = replay(plan, duration)
     assert ran is not None
@@ -178,7 +179,7 @@ def test_activations_end_where_they_began_and_stay_within_the_table(
 
 @given(shape=shapes(), policy=st.sampled_from(POLICIES))
 def test_messages_are_two_per_microbatch_and_border(shape: tuple[str, int, int], policy: Policy) -> None:
-    plan, schedule = stage_plan(*shape, None, policy), build(*shape)
+    plan, schedule = stage_plan(*shape, None, policy), schedule_of(*shape)
     borders = sum(len(p.mbs) * sum(a != b for a, b in pairwise(p.rank_of_stage)) for p in schedule.placements)
     count = Counter(plan.kind.tolist())
     assert count[OpKind.SEND] == count[OpKind.RECV] == 2 * borders

@@ -21,7 +21,7 @@ from ir.plan import Plan
 from ir.plan_text import parse_plan, plan_digest, plan_text, read_plan
 from ir.rules import check_plan
 from tests.ir.edits import differences, with_waits
-from tests.ir.plans import FIXED, WHOLE, moe_graph, moe_plan, stage_plan
+from tests.ir.plans import FIXED, WHOLE, fewer, moe_graph, moe_plan, stage_plan
 
 SINGLE = Policy(p2p=P2P.SINGLE)
 Golden = Callable[[str, str], None]
@@ -44,6 +44,7 @@ def test_a_zero_3_plan_on_one_queue_reads_like_this(golden: Golden) -> None:
     golden("tiny_moe_1f1b_zero3_single.txt", plan_text(moe_plan("1f1b", 2, 2, SINGLE, zero=3, layers=2)))
 
 
+@fewer
 @given(
     name=st.sampled_from(FIXED),
     ranks=st.integers(1, 4),

@@ -5,16 +5,15 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from dataclasses import replace
-from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ir.errors import ErrorKind, PiperError
-from ir.lower import P2P, Merge, Policy
 from ir.order import FloatArray
 from ir.plan import Csr, OpKind, Plan
 from ir.schedules.registry import NAMES, build
@@ -23,52 +22,9 @@ from ir.sync import buckets
 from piper_sim.engine import Run, Wire, run
 from piper_sim.engine.steps import carried
 from piper_sim.pipeline import Times, run_schedule
-from tests.ir.plans import FIXED, WHOLE, moe_plan, stage_plan
+from tests.ir.plans import moe_plan, stage_plan
+from tests.sim.cases import CUT, HEAVY, LAYERS, STAGES, durations, layers, stages
 from tests.sim.second import Cell, paragraph, times
-
-CUT = Policy(merge=Merge.ALTERNATE, clip=False)
-USE = Policy(merge=Merge.FUSED, whole_backward=True, p2p=P2P.USE, clip=False)
-POLICIES = {"whole": WHOLE, "cut": CUT, "use": USE}
-
-
-# What to build is drawn, not the plan: a failing example prints in one line.
-STAGES = st.tuples(
-    st.sampled_from(FIXED), st.integers(1, 8), st.integers(1, 16), st.sampled_from(["whole", "cut", "use"])
-)
-LAYERS = st.fixed_dictionaries(
-    {
-        "name": st.sampled_from(("1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")),
-        "ranks": st.sampled_from([2, 4]),
-        "mbs": st.sampled_from([3, 6]),
-        "zero": st.integers(0, 3),
-        "tied": st.booleans(),
-        "clip": st.booleans(),
-        "p2p": st.sampled_from([P2P.CHANNELS, P2P.SINGLE]),
-    }
-)
-
-
-def stages(name: str, ranks: int, mbs: int, policy: str) -> Plan:
-    """Any schedule on bare stages, under any way to queue its transfers."""
-    return stage_plan(name, ranks + ranks % 2 * (name == "dualpipe"), mbs, None, POLICIES[policy])
-
-
-@lru_cache(maxsize=512)
-def layers(name: str, ranks: int, mbs: int, zero: int, tied: bool, clip: bool, p2p: P2P) -> Plan:
-    """Layer-level mixture of experts: all-to-alls, ZeRO, clipping, DualPipe's and tied embeddings' meetings."""
-    return moe_plan(name, ranks, mbs, Policy(p2p=p2p, clip=clip), zero=zero, tied=tied)
-
-
-def durations(plan: Plan, seed: int, most: int = 9) -> FloatArray:
-    """Random whole numbers, zeros among them; both ends of a transfer and all members of a collective agree."""
-    rng = random.Random(seed)
-    out = np.array([float(rng.randint(0, most)) for _ in range(len(plan))])
-    for i in range(len(plan)):
-        if plan.kind[i] == OpKind.RECV:
-            out[i] = out[plan.partner[i]]
-    for c in range(int(plan.collective.max(initial=-1)) + 1):
-        out[plan.collective == c] = rng.randint(0, most)
-    return out
 
 
 def agrees(plan: Plan, duration: FloatArray, wire: Wire, steps: int) -> None:
@@ -81,14 +37,14 @@ def agrees(plan: Plan, duration: FloatArray, wire: Wire, steps: int) -> None:
     assert found.end.tolist() == end
 
 
-@settings(deadline=None)
+@HEAVY
 @given(case=STAGES, seed=st.integers(0, 2**32), wire=st.sampled_from(Wire), steps=st.integers(1, 3))
 def test_all_schedules_run_as_the_second_computation_says(case: Any, seed: int, wire: Wire, steps: int) -> None:
     plan = stages(*case)
     agrees(plan, durations(plan, seed), wire, steps)
 
 
-@settings(deadline=None)
+@HEAVY
 @given(case=LAYERS, seed=st.integers(0, 2**32), steps=st.integers(1, 3))
 def test_collectives_across_programs_run_as_the_second_computation_says(case: Any, seed: int, steps: int) -> None:
     plan = layers(**case)
@@ -101,7 +57,8 @@ def test_the_next_step_waits_for_its_weights_and_nothing_else(name: str, zero: i
     """First readers wait for the step's last gather of their bucket; leading communication for the update."""
     for tied in (False, True):
         plan = moe_plan(name, 4, 6, zero=zero, tied=tied, bucket_MiB=0.0005)
-        pairs = [(plan.text(i), plan.text(on), i, on) for i, on in zip(*(x.tolist() for x in carried(plan)), strict=True)]
+        ops = zip(*(x.tolist() for x in carried(plan)), strict=True)
+        pairs = [(plan.text(i), plan.text(on), i, on) for i, on in ops]
         assert all(plan.program[i] == plan.program[on] for _, _, i, on in pairs)
         gathers = [i for i in range(len(plan)) if plan.kind[i] == OpKind.COLLECTIVE and "AG/" in plan.text(i)]
         assert sorted(on for _, _, _, on in pairs if plan.kind[on] != OpKind.COMPUTE) == gathers
@@ -140,7 +97,7 @@ def test_the_layer_plans_do_have_meetings_across_programs() -> None:
 TIMES = ("F=1,B=2", "F=1,B=2,p2p=0.25", "F=2,I=1,W=3,p2p=1,FB=7", "F=3,I=4,W=2,p2p=2", "F=1,I=0,W=0,p2p=2")
 
 
-@settings(deadline=None)
+@HEAVY
 @given(
     name=st.sampled_from(NAMES),
     ranks=st.integers(1, 8),
@@ -166,7 +123,7 @@ def test_schedule_does_what_the_contract_says_in_words(name: str, ranks: int, mb
         assert [(plan.text(i), start[i], end[i]) for i in ops] == rows
 
 
-@settings(deadline=None)
+@HEAVY
 @given(case=STAGES, seed=st.integers(0, 2**32), k=st.integers(2, 9))
 def test_time_is_monotone_scales_and_repeats(case: Any, seed: int, k: int) -> None:
     plan = stages(*case)
@@ -194,7 +151,7 @@ def test_makespan_is_at_least_one_microbatch_through_all_stages(name: str) -> No
         out = run_schedule(name, ranks, mbs, times=Times.parse("F=3,I=4,W=2,p2p=1,FB=9"))
         s = out.schedule
         rank = s.placements[0].rank_of_stage
-        hops = sum(a != b for a, b in zip(rank, rank[1:], strict=False))
+        hops = sum(a != b for a, b in pairwise(rank))
         assert out.run.end.max() >= s.stages * (3 + 4) + 2 + 2 * hops
         for r in range(ranks):
             mine = (out.plan.program == r) & (out.plan.kind == OpKind.COMPUTE)

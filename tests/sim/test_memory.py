@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models import Recipe, StateBytes
@@ -25,6 +25,7 @@ from piper_sim.engine import run
 from piper_sim.memory import memory, samples, state
 from piper_sim.simulate import hardware_of, prepare_priced
 from tests.ir.plans import moe_plan, stage_plan
+from tests.sim.cases import HEAVY
 
 COLUMNS = (*CATEGORIES, "workspace")
 
@@ -101,7 +102,7 @@ def agrees(plan: Plan) -> None:
         assert seen.bytes[mine][-1] == found.level[last] + persistent[p].total
 
 
-@settings(deadline=None)
+@HEAVY
 @given(
     name=st.sampled_from(("1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")),
     ranks=st.sampled_from([2, 4]),

@@ -1,4 +1,4 @@
-"""Where time went, counted again interval by interval; and whether the step that is reported is the one that repeats."""
+"""Where time went, counted again interval by interval; and whether the reported step is the one that repeats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ir.job.load import job_from
@@ -19,9 +19,16 @@ from piper_sim.engine import Run, Wire, run, steady
 from piper_sim.engine.steps import carried
 from piper_sim.metrics import KEYS, breakdown
 from piper_sim.simulate import Prediction, predict, simulate_object
-from tests.sim.test_engine import LAYERS, durations, layers
+from tests.sim.cases import HEAVY, LAYERS, durations, layers
 
 Interval = tuple[float, float]
+SPENT = {
+    "COMPUTE": "compute",
+    "RECOMPUTE": "recompute",
+    "TP": "exposed_tp",
+    "CP": "exposed_cp",
+    "OPTIMIZER": "optimizer",
+}
 
 
 def by_hand(plan: Plan, ran: Run, costs: OpCosts) -> list[dict[str, float]]:
@@ -60,8 +67,8 @@ def by_hand(plan: Plan, ran: Run, costs: OpCosts) -> list[dict[str, float]]:
                 moving = sum(max(0.0, min(start, b) - max(time, a)) for a, b in wires[stream])
                 row[axis(plan, stream)] += moving
                 row["dependency"] += start - time - moving
-            for share, name in zip(Share, ("compute", "recompute", "exposed_tp", "exposed_cp", "optimizer"), strict=True):
-                row[name] += costs.shares[i][share]
+            for share in Share:
+                row[SPENT[share.name]] += costs.shares[i][share]
             time = end
         out.append(row)
     return out
@@ -92,7 +99,7 @@ def costs_of(plan: Plan, seed: int) -> OpCosts:
     return OpCosts(duration, shares)
 
 
-@settings(deadline=None)
+@HEAVY
 @given(case=LAYERS, seed=st.integers(0, 2**32))
 def test_every_second_of_a_step_is_where_an_interval_count_puts_it(case: Any, seed: int) -> None:
     plan = layers(**case)
@@ -101,7 +108,7 @@ def test_every_second_of_a_step_is_where_an_interval_count_puts_it(case: Any, se
     agrees(plan, ran, costs)
 
 
-@settings(deadline=None)
+@HEAVY
 @given(case=LAYERS, seed=st.integers(0, 2**32))
 def test_the_reported_step_is_the_one_that_repeats(case: Any, seed: int) -> None:
     """Further steps only shift the reported one, by its own length."""
@@ -150,7 +157,7 @@ def test_breakdowns_of_jobs_sum_to_the_step_and_hide_nothing(schedule: str, zero
     assert found["ops"] == p.steps * len(p.plan)
     longer = run(p.plan, p.costs.duration, steps=p.steps + 4)
     compute = np.flatnonzero(p.plan.kind == OpKind.COMPUTE)
-    assert (longer.end[-1] - longer.end[-2])[compute].tolist() == pytest.approx([p.iteration_s] * len(compute), abs=1e-12)
+    assert (longer.end[-1] - longer.end[-2])[compute] == pytest.approx(p.iteration_s, abs=1e-12)
 
 
 def test_what_is_gathered_after_the_update_is_waited_for_by_the_next_step() -> None:
@@ -163,7 +170,8 @@ def test_what_is_gathered_after_the_update_is_waited_for_by_the_next_step() -> N
     ran, _ = steady(plan, slow.duration, True)
     longer = breakdown(plan, ran, slow)
     assert longer.iteration_s == pytest.approx(p.iteration_s + len(gathers), rel=1e-3)
-    assert longer.seconds[0]["exposed_dp"] == pytest.approx(p.breakdown.seconds[0]["exposed_dp"] + len(gathers), rel=1e-3)
+    exposed = [b.seconds[0]["exposed_dp"] for b in (longer, p.breakdown)]
+    assert exposed[0] == pytest.approx(exposed[1] + len(gathers), rel=1e-3)
     agrees(plan, ran, slow)
 
 

@@ -1,0 +1,182 @@
+"""ZeRO: what is gathered is there when it is used and gone when others need the room; gradients are reduced once."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ir.graph import Once
+from ir.lower import P2P, Policy
+from ir.lower.zero import gathered, per_microbatch
+from ir.plan import OpKind, Plan
+from ir.rules import check_plan
+from ir.sync import buckets
+from ir.work import CommKind
+from tests.ir.plans import FIXED, fewer, moe_plan
+
+
+def gathers(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
+    """program -> (bucket, gather op, last user) of every gathered copy."""
+    out = defaultdict(list)
+    b = plan.buffers
+    for k in np.flatnonzero(b.node < 0).tolist():
+        i = int(b.slot[k])
+        message = plan.shapes[int(plan.shape[i])].message
+        if message and message.kind is CommKind.ALL_GATHER:
+            stage, _, rest = plan.text(i).partition("AG_")
+            name = rest.partition("/")[2].partition("+")[0]
+            out[int(plan.program[i])].append((f"{stage}/{name}", i, int(b.free[k])))
+    return out
+
+
+def users(plan: Plan) -> dict[int, list[tuple[int, set[str]]]]:
+    """program -> (op, buckets it reads)."""
+    of = gathered(plan.graph, buckets(plan.graph))
+    wanted = [{b.key for n, _ in s.covers for b in of.get(n, ())} for s in plan.shapes]
+    out = defaultdict(list)
+    for i, shape in enumerate(plan.shape.tolist()):
+        if wanted[shape]:
+            out[int(plan.program[i])].append((i, wanted[shape]))
+    return out
+
+
+@fewer
+@given(
+    name=st.sampled_from(FIXED),
+    ranks=st.integers(1, 4),
+    mbs=st.integers(1, 5),
+    prefetch=st.integers(0, 4),
+    recompute=st.sampled_from([(), ("full",), ("norm",)]),
+    bucket=st.sampled_from([None, 0.0005]),
+)
+def test_gathered_weights_are_there_for_every_use_and_within_the_budget(
+    name: str, ranks: int, mbs: int, prefetch: int, recompute: tuple[str, ...], bucket: float | None
+) -> None:
+    ranks += ranks % 2 if name == "dualpipe" else 0
+    options = dict(zero=3, prefetch=prefetch, recompute=recompute, bucket_MiB=bucket, layers=max(4, 2 * ranks))
+    plan = moe_plan(name, ranks, mbs, Policy(), **options)
+    check_plan(plan)
+    copies, mine = gathers(plan), users(plan)
+    for p in range(plan.programs):
+        for op, keys in mine[p]:
+            for key in keys:
+                assert sum(k == key and at < op <= last for k, at, last in copies[p]) == 1
+        budget = max(prefetch + 1, *(len(keys) for _, keys in mine[p]))
+        alive = [sum(at <= op <= last for _, at, last in copies[p]) for op, _ in mine[p]]
+        assert max(alive) <= budget
+        used = {op for op, _ in mine[p]}
+        assert {last for _, _, last in copies[p]} <= used
+        assert len(copies[p]) <= sum(len(keys) for _, keys in mine[p])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe", "zbv"])
+def test_more_room_means_fewer_gathers(name: str) -> None:
+    counts = [
+        sum(map(len, gathers(moe_plan(name, 2, 6, zero=3, layers=4, prefetch=n)).values())) for n in (1, 2, 3, 5, 9)
+    ]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1]
+
+
+def test_interleaved_microbatches_gather_more_often() -> None:
+    """A fused pair goes through two stages at once, so that one bucket of room is not enough for both."""
+    counts = {
+        name: sum(map(len, gathers(moe_plan(name, 2, 8, zero=3, layers=4)).values())) for name in ("1f1b", "dualpipe")
+    }
+    assert counts["dualpipe"] > counts["1f1b"]
+
+
+@fewer
+@given(
+    name=st.sampled_from(FIXED),
+    ranks=st.integers(1, 4),
+    mbs=st.integers(1, 5),
+    zero=st.sampled_from([2, 3]),
+    tied=st.booleans(),
+    single=st.booleans(),
+)
+def test_gradients_are_reduced_once_per_microbatch_and_owner(
+    name: str, ranks: int, mbs: int, zero: int, tied: bool, single: bool
+) -> None:
+    ranks += ranks % 2 if name == "dualpipe" else 0
+    policy = Policy(p2p=P2P.SINGLE if single else P2P.CHANNELS)
+    plan = moe_plan(name, ranks, mbs, policy, zero=zero, tied=tied, layers=max(4, 2 * ranks))
+    check_plan(plan, serial=single)
+    texts = Counter((int(plan.program[i]), plan.text(i)) for i in range(len(plan)))
+    assert max(texts.values()) == 1
+    g = plan.graph
+    for b in per_microbatch(buckets(g)):
+        for p in b.owners:
+            here = {
+                mb
+                for n in g.nodes
+                if n.kind == "F"
+                and any((g.entries[k].stage, g.entries[k].name) == (n.stage, n.part) for k in b.members)
+                for s in n.spans
+                if s.group == p and s.mbs is not None
+                for mb in s.mbs
+            }
+            assert {mb for mb in range(mbs) if (p, f"{b.stage}RS{mb}/{b.name}") in texts} == here
+
+
+def test_one_whole_gradient_is_alive_at_a_time() -> None:
+    for name in FIXED:
+        plan = moe_plan(name, 2, 5, zero=2, layers=4)
+        b = plan.buffers
+        spans = defaultdict(list)
+        for k in np.flatnonzero((b.node < 0) & (b.alloc != b.slot)).tolist():
+            i = int(b.slot[k])
+            wide = 1 + max(len(s.covers) for s in plan.shapes)
+            times = int(b.alloc[k]) * wide + int(b.alloc_cover[k]), int(b.free[k]) * wide + int(b.free_cover[k])
+            spans[int(plan.program[i]), plan.shapes[int(plan.shape[i])].text].append(times)
+        for mine in spans.values():
+            mine.sort()
+            assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(mine))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_dualpipe_s_copies_meet_once_at_the_end_of_the_step(zero: int) -> None:
+    plan = moe_plan("dualpipe", 4, 8, zero=zero, layers=4)
+    meetings = defaultdict(list)
+    for i in np.flatnonzero(plan.collective >= 0).tolist():
+        meetings[plan.text(i)].append(int(plan.program[i]))
+    sums = {text: programs for text, programs in meetings.items() if "AR/" in text}
+    assert {tuple(sorted(p)) for p in sums.values()} == {(0, 3), (1, 2)}
+    node = next(n for n in plan.graph.nodes if n.kind is Once.ALL_REDUCE)
+    assert node.message is not None and node.message.axes == ()
+    alone = [plan.text(i) for i in range(len(plan)) if "AG/" in plan.text(i)]
+    assert bool(alone) == (zero == 2) and len(alone) == len(set(alone))  # each owner gathers its own shards
+
+
+def test_zero_1_shards_over_both_copies() -> None:
+    plan = moe_plan("dualpipe", 4, 8, zero=1, layers=4)
+    both = {tuple(sorted(plan.program[plan.collective == c].tolist())) for c in range(int(plan.collective.max()) + 1)}
+    assert both == {(0, 3), (1, 2), (0, 1, 2, 3)}  # pairs, and the norm over all
+    assert {plan.text(i).split("/")[0] for i in np.flatnonzero(plan.collective >= 0).tolist()} >= {
+        "0RS",
+        "0AG",
+        "0NORM",
+    }
+
+
+def test_without_data_parallelism_nothing_is_sharded() -> None:
+    plan = moe_plan("1f1b", 2, 3, zero=3, dp=1, ep=1, layers=2)
+    check_plan(plan)
+    assert not [t for t in plan.texts if "RS" in t or "AG" in t]
+    dual = moe_plan("dualpipe", 2, 4, zero=3, dp=1, ep=1, layers=2)
+    check_plan(dual)
+    assert {t.split("/")[0] for t in dual.texts if "RS" in t or "A" in t.split("/")[0]} >= {"0AR", "1AR"}
+
+
+def test_programs_update_after_all_their_reductions() -> None:
+    plan = moe_plan("dualpipev", 2, 4, zero=2, layers=4)
+    for p in range(plan.programs):
+        rows = range(int(plan.bounds[p]), int(plan.bounds[p + 1]))
+        update = next(i for i in rows if "UPDATE" in plan.text(i))
+        reductions = [i for i in rows if plan.kind[i] == OpKind.COLLECTIVE and "RS" in plan.text(i)]
+        assert reductions and max(reductions) < update

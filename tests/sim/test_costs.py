@@ -1,0 +1,182 @@
+"""Seconds of ops: stage times are hit exactly, stragglers slow, and messages know where their ends are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cost_models import Fabric, message_seconds, quantise
+from ir.errors import ErrorKind, PiperError
+from ir.graph import Once
+from ir.job import Job
+from ir.job.load import job_from
+from ir.plan import OpKind, Plan
+from ir.work import CommKind, Message
+from piper_sim.costs import CostModel, OpCosts, Share
+from piper_sim.simulate import hardware_of, predict, prepare_priced
+
+
+def job(name: str = "1f1b", config: str = "tiny-moe", **sections: Any) -> Job:
+    """A small job; sections: further keys of the job file."""
+    table: dict[str, Any] = {
+        "model": {"config": config, "seq_len": 512},
+        "cluster": {"gpu": "h800-sxm"},
+        "parallel": {"pp": 4, "dp": 4, "ep": 2 if config == "tiny-moe" else 1, "layers": "even"},
+        "schedule": {"name": name, "microbatches": 8},
+    }
+    for section, keys in sections.items():
+        table.setdefault(section, {}).update(keys)
+    return job_from(table)
+
+
+def priced(wanted: Job) -> tuple[Plan, OpCosts, CostModel]:
+    hardware = hardware_of(wanted)
+    made = prepare_priced(wanted, hardware)
+    plan, model = made.plan(), CostModel(made, hardware)
+    return plan, model.price(plan), model
+
+
+def stage_seconds(plan: Plan, costs: OpCosts) -> dict[tuple[int, str], float]:
+    """Seconds of each stage in each of F, R or I, W, and of its messages, over the whole step: read off op by op."""
+    nodes = plan.graph.nodes
+    out: dict[tuple[int, str], float] = defaultdict(float)
+    for i in range(len(plan)):
+        covers = [nodes[n] for n, _ in plan.shapes[plan.shape[i]].covers]
+        if covers and not covers[0].once:
+            out[covers[0].stage, "F" if covers[0].kind == "F" else "B"] += float(costs.duration[i])
+    return out
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb1p", "zbv", "dualpipe", "interleaved-1f1b"])
+@pytest.mark.parametrize("config", ["tiny-llama", "tiny-moe"])
+@pytest.mark.parametrize("recompute", ["none", "full", ("norm",)])
+def test_stage_times_are_hit_exactly_all_to_alls_included(name: str, config: str, recompute: Any) -> None:
+    more: dict[str, Any] = {"schedule": {"recompute": recompute}, "model": {"num_hidden_layers": 8}}
+    for times in ({"F": 0.0147, "I": 0.0150, "W": 0.0093}, {"F": 0.0147, "B": 0.0243}, {"F": 1, "B": 3, "W": 1.25}):
+        plan, costs, _ = priced(job(name, config, costs={"stage_times": times}, **more))
+        f, b = times["F"], times.get("B", times.get("I", 0.0) + times["W"] if "W" in times else 0.0)
+        found = stage_seconds(plan, costs)
+        assert {s for s, _ in found} == set(range(plan.graph.stages))
+        for (_, way), seconds in found.items():
+            assert seconds == pytest.approx(8 * (f if way == "F" else b), abs=8 * 3 * 2.0**-41)
+    stages = plan.graph.stages
+    lists = {k: [k_ + s / 8 for s in range(stages)] for k, k_ in (("F", 1.0), ("I", 2.0), ("W", 0.5))}
+    plan, costs, _ = priced(job(name, config, costs={"stage_times": lists}, **more))
+    for (s, way), seconds in stage_seconds(plan, costs).items():
+        assert seconds == 8 * (1 + s / 8 if way == "F" else 2.5 + s / 4)
+
+
+def test_stage_times_leave_what_they_do_not_name_and_p2p_is_every_transfer_s() -> None:
+    base, free, _ = priced(job())
+    plan, costs, _ = priced(job(costs={"stage_times": {"F": 1.0, "p2p": 0.25}}))
+    transfer = plan.partner >= 0
+    assert transfer.any() and (costs.duration[transfer] == 0.25).all()
+    before, after = stage_seconds(base, free), stage_seconds(plan, costs)
+    assert all(after[key] == (8.0 if key[1] == "F" else seconds) for key, seconds in before.items())
+    zero, none, _ = priced(job(costs={"stage_times": {"F": 0, "I": 0, "W": 0, "p2p": 0}}))
+    nodes = [plan.graph.nodes[s.covers[0][0]] if s.covers else None for s in zero.shapes]
+    per_microbatch = np.array([n is None or not n.once for n in nodes])[zero.shape]
+    assert not none.duration[per_microbatch].any()
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ({"X": 1}, "unknown key 'X'"),
+        ({"F": -1}, "F = -1"),
+        ({"F": [1, 2]}, "F = "),
+        ({"F": float("nan")}, "F = nan"),
+        ({"p2p": "fast"}, "p2p = 'fast'"),
+        ({"B": 1, "W": 2}, "B is not I [+] W"),
+        ({"B": 3, "I": 1, "W": 1}, "B is not I [+] W"),
+    ],
+)
+def test_stage_times_that_make_no_sense_are_refused(times: dict[str, Any], words: str) -> None:
+    with pytest.raises(PiperError, match=words) as caught:
+        priced(job(costs={"stage_times": times}))
+    assert caught.value.kind is ErrorKind.JOB and caught.value.key == "costs.stage_times"
+
+
+def test_a_straggler_slows_its_own_program_by_its_factor_and_the_step_with_it() -> None:
+    plan, base, _ = priced(job())
+    _, slow, _ = priced(job(cluster={"speed": {"5": 0.5}}))
+    compute = plan.kind == OpKind.COMPUTE
+    assert (slow.duration[compute & (plan.program == 1)] == 2 * base.duration[compute & (plan.program == 1)]).all()
+    other = ~compute | (plan.program != 1)
+    assert (slow.duration[other] == base.duration[other]).all()
+    assert predict(job(cluster={"speed": {"5": 0.5}})).iteration_s > predict(job()).iteration_s
+
+
+def test_a_program_is_as_fast_as_its_slowest_replica() -> None:
+    plan, base, _ = priced(job())
+    one = plan.program == 1
+    compute = one & (plan.kind == OpKind.COMPUTE)
+    for speed, factor in (
+        ({"4": 2.0}, 1.0),
+        ({"4": 2.0, "5": 0.5}, 0.5),
+        ({"4": 2.0, "5": 2.0, "6": 4.0, "7": 2.0}, 2.0),
+        ({"4": 0.5, "5": 0.25}, 0.25),
+    ):
+        _, found, _ = priced(job(cluster={"speed": speed}))
+        assert found.duration[compute].sum() == pytest.approx(base.duration[compute].sum() / factor, abs=1e-9), speed
+        assert found.shares.sum(axis=1)[compute].tolist() == found.duration[compute].tolist()
+
+
+def test_shares_sum_to_the_duration_of_every_compute_op() -> None:
+    plan, costs, _ = priced(job("dualpipe", "tiny-llama", parallel={"tp": 2, "dp": 2}, schedule={"recompute": "full"}))
+    compute = plan.kind == OpKind.COMPUTE
+    assert (costs.shares[compute].sum(axis=1) == costs.duration[compute]).all()
+    assert (costs.shares[compute].sum(axis=0)[[Share.COMPUTE, Share.RECOMPUTE, Share.TP, Share.OPTIMIZER]] > 0).all()
+    assert not costs.shares[~compute].any()
+
+
+def test_a_transfer_inside_a_node_is_faster_than_one_between_nodes() -> None:
+    """8 GPUs a node, 4 replicas: programs 0 and 1 share nodes, 1 and 2 do not."""
+    wanted = job(config="tiny-llama", parallel={"pp": 4, "dp": 4})
+    plan, costs, model = priced(wanted)
+    fabric = Fabric.of(hardware_of(wanted), 8)
+    seen: dict[tuple[int, int], set[float]] = defaultdict(set)
+    for i in np.flatnonzero(plan.partner >= 0).tolist():
+        a, b = int(plan.program[i]), int(plan.program[plan.partner[i]])
+        shape = plan.shapes[plan.shape[i]]
+        assert shape.slot is not None
+        size = plan.graph.nodes[shape.slot[0]].writes[shape.slot[1]].bytes
+        near = 2 if {a, b} in ({0, 1}, {2, 3}) else 1
+        expected = quantise(message_seconds(Message(CommKind.P2P, size, ("pp",)), 2, near, fabric))
+        assert costs.duration[i] == expected
+        seen[a, b].add(expected)
+    assert max(seen[0, 1]) < min(seen[1, 2]) and set(seen) == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)}
+    assert model.message(Message(CommKind.P2P, 1, ()), (0,)) == 0.0, "one rank talks to nobody"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+def test_a_reduction_joins_the_replicas_of_all_owners(schedule: str) -> None:
+    """DualPipe's pairs reduce over both programs: twice the ranks, on twice the nodes."""
+    wanted = job(schedule, "tiny-llama", parallel={"pp": 4, "dp": 4})
+    plan, costs, _ = priced(wanted)
+    fabric = Fabric.of(hardware_of(wanted), 8)
+    checked = 0
+    for i in np.flatnonzero(plan.kind == OpKind.COLLECTIVE).tolist():
+        node = plan.graph.nodes[plan.shapes[plan.shape[i]].covers[0][0]]
+        if node.kind not in (Once.REDUCE, Once.GATHER):
+            continue
+        programs = node.groups
+        assert len(programs) == (2 if schedule == "dualpipe" else 1)
+        ranks = [4 * p + d for p in programs for d in range(4)]
+        here = sum(r // 8 == ranks[0] // 8 for r in ranks)
+        assert node.message is not None
+        assert costs.duration[i] == quantise(message_seconds(node.message, len(ranks), here, fabric))
+        checked += 1
+    assert checked == (16 if schedule == "dualpipe" else 8)
+
+
+def test_members_of_one_meeting_agree_on_its_seconds() -> None:
+    for schedule in ("1f1b", "dualpipe"):
+        plan, costs, _ = priced(job(schedule, model={"tie_word_embeddings": True}))
+        transfer = np.flatnonzero(plan.partner >= 0)
+        assert (costs.duration[transfer] == costs.duration[plan.partner[transfer]]).all()
+        for c in range(int(plan.collective.max()) + 1):
+            assert len(set(costs.duration[plan.collective == c].tolist())) == 1
