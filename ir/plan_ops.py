@@ -12,9 +12,9 @@ from ir.lower.zero import gather_shape, per_microbatch, reduction_shape
 from ir.plan import OpKind, Shape
 from ir.sync import Bucket, buckets
 
-_TRANSFER = re.compile(r"(send>|recv<|p2p[<>])(0|[1-9]\d{0,5})")
-_FLAT = re.compile(r"(\d{1,9})(RS|AG_[FIWR])\*/(.+?)(?:\+([1-9]\d{0,8}))?")
-_SLOT = re.compile(r"(\d{1,9}[FIWR])(0|[1-9]\d{0,8})(/\S+)?\.([^\s./:]+)")
+_TRANSFER = re.compile(r"(send>|recv<|p2p[<>])(0|[1-9]\d{0,5})", re.ASCII)
+_FLAT = re.compile(r"(\d{1,9})(RS|AG_[FIWR])\*/(.+?)(?:\+([1-9]\d{0,8}))?", re.ASCII)
+_SLOT = re.compile(r"(\d{1,9}[FIWR])(0|[1-9]\d{0,8})(/\S+)?\.([^\s./:]+)", re.ASCII)
 
 
 class Vocabulary:

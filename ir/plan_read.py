@@ -23,9 +23,9 @@ MAX_OPS = 1_000_000
 MAX_PROGRAMS = 65_536
 _PARTS = {"wait": 1, "post": 2, "alloc": 3, "free": 4}
 _LINE = "[-] stream op [wait op …] [post] [alloc buffer:bytes …] [free buffer …]"
-_OP = re.compile(r"(\d{1,9}[A-Z_]+)(0|[1-9]\d{0,8})?(/\S+)?")
+_OP = re.compile(r"(\d{1,9}[A-Z_]+)(0|[1-9]\d{0,8})?(/\S+)?", re.ASCII)
 _MEMBER = r"(\d{1,9}[A-Z_]+)(0|[1-9]\d{0,8})(/[^\s;]+)?"
-_FUSED = re.compile(rf"\({_MEMBER};{_MEMBER}\)OVERLAP_F_B")
+_FUSED = re.compile(rf"\({_MEMBER};{_MEMBER}\)OVERLAP_F_B", re.ASCII)
 
 
 def read_plan(path: str | Path, graph: Graph) -> Plan:
@@ -99,7 +99,7 @@ class _Reader:
             header[key] = value.strip()
         for name, limit in zip(COUNTS, (MAX_OPS, MAX_PROGRAMS, MAX_OPS), strict=True):
             word = header.pop(name, "")
-            if not re.fullmatch(r"0|[1-9]\d{0,8}", word) or int(word) > limit:
+            if not re.fullmatch(r"0|[1-9]\d{0,8}", word, re.ASCII) or int(word) > limit:
                 self._no(f"{name} = {word!r}", f"{name} = a number up to {limit}")
             self.counts[name] = int(word)
         return header
@@ -238,7 +238,7 @@ class _Reader:
         for row, word in p.allocs:
             name, _, size = word.rpartition(":")
             on = self._find(p, row, name, "allocates")
-            if not re.fullmatch(r"[1-9]\d{0,17}", size) or "RS*/" not in self.shapes[raw.shape[on]].text:
+            if not re.fullmatch(r"[1-9]\d{0,17}", size, re.ASCII) or "RS*/" not in self.shapes[raw.shape[on]].text:
                 raise raw.wrong(row, f"{word:.60} is no gradient bucket and its bytes", "alloc 2RS3/dense:4096")
             raw.allocs.append((row, on, int(size)))
         twice = [row for row, on in Counter(on for _, on, _ in raw.allocs).items() if on > 1]

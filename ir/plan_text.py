@@ -36,7 +36,7 @@ from ir.plan_read import COUNTS, VERSION, parse_plan, read_plan
 
 __all__ = ["parse_plan", "plan_digest", "plan_text", "read_plan"]
 
-_KEY = re.compile(r"[a-z][a-z0-9_.]*")
+_KEY = re.compile(r"[a-z][a-z0-9_.]*", re.ASCII)
 
 
 def plan_text(plan: Plan) -> str:

@@ -147,7 +147,8 @@ def with_sync(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
             message = Message(comm, size * reduce_bytes, () if copies else b.axes)
             spans = tuple(Span(None, g) for g in b.owners)
             done = (Buffer("done", 0),)
-            nodes.append(Node(b.stage, kind, b.name, b.replica.reduce_stream, message=message, writes=done, spans=spans))
+            stream = b.replica.reduce_stream
+            nodes.append(Node(b.stage, kind, b.name, stream, message=message, writes=done, spans=spans))
             edges += [Edge(w, len(nodes) - 1, 0, join=True) for w in ws]
             sources = [len(nodes) - 1]
         for g in b.owners:
@@ -162,7 +163,8 @@ def with_sync(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
     for p in programs:
         numel = sum(b.shard if b.replica.zero else b.numel for b in found if p in b.owners)
         first = min((n.stage for n in graph.nodes for s in n.spans if s.group == p and not n.once), default=0)
-        nodes.append(Node(first, Once.UPDATE, f"p{p}", numel=numel, writes=(Buffer("done", 0),), spans=(Span(None, p),)))
+        done = (Buffer("done", 0),)
+        nodes.append(Node(first, Once.UPDATE, f"p{p}", numel=numel, writes=done, spans=(Span(None, p),)))
         update = len(nodes) - 1
         for src in dict.fromkeys(ready[p]):
             target = update if norm is None else norm

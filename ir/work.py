@@ -38,8 +38,9 @@ class KernelKind(StrEnum):
 class Kernel:
     """One kernel launch (or `count` equal ones) on one device.
 
-    flops: multiply-adds counted twice, of one launch; bytes: HBM traffic of one launch. shape: (m, n, k) of a GEMM;
-    (groups, m, n, k) of a grouped one with m rows per group; (batch, heads, q, kv, qk_dim, v_dim) of attention; () else.
+    flops: multiply-adds counted twice, of one launch; bytes: HBM traffic of one launch.
+    shape: (m, n, k) of a GEMM; (groups, m, n, k) of a grouped one with m rows per group;
+    (batch, heads, q, kv, qk_dim, v_dim) of attention; () else.
     """
 
     kind: KernelKind
@@ -69,10 +70,10 @@ class Message:
     """One communication, seen from one rank of its group.
 
     axes: mesh axes whose product is the group, e.g. ("dp",), ("ep",), ("cp", "dp").
-    bytes: all_reduce, the tensor; reduce_scatter, its input; all_gather, its output; all_to_all, what a rank sends in all,
-    every copy of a token counted (to itself too); p2p, the tensor.
+    bytes: all_reduce, the tensor; reduce_scatter, its input; all_gather, its output; p2p, the tensor; all_to_all,
+    what a rank sends in all, every copy of a token counted (to itself too).
     fanout: all_to_all only; copies of each token (top-k), so that a link model may send a token once per node.
-    nodes_limit: all_to_all only; the most nodes a token goes to (DeepSeek-V3's group-limited routing: 4); 0 is no limit.
+    nodes_limit: all_to_all only; the most nodes a token goes to (DeepSeek-V3's group-limited routing: 4); 0: no limit.
     """
 
     kind: CommKind

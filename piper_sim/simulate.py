@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from cost_models import Fabric, Hardware, load_hardware, message_seconds, work_seconds
 from cost_models.memory import context_bytes, reserved_bytes
 from ir.errors import ErrorKind, PiperError

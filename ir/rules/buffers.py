@@ -34,9 +34,9 @@ def check_buffers(plan: Plan, found: Instances, read: Reads, zero: ZeroNeeds, wa
     _inside(plan, op, buffer)
     freeing = b.free[buffer]
     own = op == freeing
-    k = np.flatnonzero(own & (cover > b.free_cover[buffer]))
-    if len(k):
-        raise _early(plan, int(buffer[k[0]]), "before it has read it itself")
+    late = np.flatnonzero(own & (cover > b.free_cover[buffer]))
+    if len(late):
+        raise _early(plan, int(buffer[late[0]]), "before it has read it itself")
     rest = np.flatnonzero((freeing >= 0) & ~own)
     ok = waits.prove(freeing[rest], op[rest])
     if not ok.all():

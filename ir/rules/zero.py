@@ -16,7 +16,7 @@ from ir.plan import OpKind, Plan
 from ir.rules.coverage import Instances
 from ir.sync import Bucket, buckets
 
-_GATHER = re.compile(r"(\d+)AG_[FIWR]\*/(.+?)(?:\+\d+)?")
+_GATHER = re.compile(r"(\d+)AG_[FIWR]\*/(.+?)(?:\+\d+)?", re.ASCII)
 
 
 @dataclass

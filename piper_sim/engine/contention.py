@@ -10,14 +10,14 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
-from simpy.events import NORMAL, Event
+from simpy.events import NORMAL, Event, EventPriority
 
 from ir.order import FloatArray, IntArray
 from ir.plan import OpKind, Plan
 from piper_sim.engine.loop import Run, Wire, _deadlock, _End, _World
 
 GRID = 2.0**40
-SETTLE = NORMAL + 1  # behind everything else that happens at one time
+SETTLE = EventPriority(NORMAL + 1)  # behind everything else that happens at one time
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +139,7 @@ class _Shared(_World):
         """Program p's rates are to be looked at again, once nothing more happens at this time."""
         if not self.touched:
             settle = _End(self.env)
-            settle.callbacks.append(self._settle)  # type: ignore[union-attr]
+            settle.callbacks.append(self._settle)
             self.env.schedule(settle, SETTLE)
         self.touched.add(p)
 
@@ -165,7 +165,7 @@ class _Shared(_World):
             if work.turn == turn:
                 self._finish(work)
 
-        tick.callbacks.append(ended)  # type: ignore[union-attr]
+        tick.callbacks.append(ended)
         self.env.schedule(tick, NORMAL, delay)
 
     def _rate(self, work: _Work) -> float:

@@ -95,7 +95,7 @@ def schedule_of(name: str, ranks: int, mbs: int, chunks: int | None = None) -> S
     return build(name, ranks, mbs, chunks)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def stage_plan(name: str, ranks: int, mbs: int, chunks: int | None = None, policy: Policy = WHOLE) -> Plan:
     """A schedule on bare stages."""
     schedule = schedule_of(name, ranks, mbs, chunks)
@@ -103,7 +103,7 @@ def stage_plan(name: str, ranks: int, mbs: int, chunks: int | None = None, polic
     return lower(graph, policy, {"schedule": schedule.name})
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def moe_graph(
     name: str,
     ranks: int,
