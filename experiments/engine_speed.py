@@ -113,8 +113,8 @@ class Bench:
     def __init__(self, loop: Loop, rounds: int) -> None:
         self.loop, self.rounds = loop, rounds
 
-    def table(self, title: str, ops: int, parts: dict[str, Callable[[dict[str, object]], object]]) -> None:
-        """Run and print. Ratios are to the yardstick's time for as many ops."""
+    def table(self, title: str, ops: int, parts: dict[str, Callable[[dict[str, object]], object]]) -> dict[str, float]:
+        """Run and print; returns ratios to the yardstick's time for as many ops."""
         best = dict.fromkeys(["heapq loop", *parts], float("inf"))
         for _ in range(self.rounds):
             made: dict[str, object] = {}
@@ -125,9 +125,12 @@ class Bench:
         unit = best["heapq loop"] / len(self.loop[0])
         print(f"\n{title}: {ops:,} ops; the heapq loop takes {1e6 * unit:.2f} us per op")
         best["build + check + simulate"] = sum(best[n] for n in ("order and lower", "check_plan", "SimPy"))
+        ratios = {}
         for name, seconds in best.items():
             each = seconds / (len(self.loop[0]) if name == "heapq loop" else ops)
-            print(f"  {name:28} {seconds:8.3f} s {1e6 * each:8.2f} us/op {each / unit:7.2f} x")
+            ratios[name] = each / unit
+            print(f"  {name:28} {seconds:8.3f} s {1e6 * each:8.2f} us/op {ratios[name]:7.2f} x")
+        return ratios
 
 
 def stages(ranks: int, mbs: int) -> Plan:
@@ -137,7 +140,7 @@ def stages(ranks: int, mbs: int) -> Plan:
     return lower(graph, Policy(Merge.FUSED, whole_backward=True, clip=False))
 
 
-def by_stage(ranks: int, mbs: int, rounds: int) -> None:
+def by_stage(ranks: int, mbs: int, rounds: int) -> dict[str, float]:
     """1F1B on bare stages, the same ops as the yardstick's."""
     loop, plan = one_f_one_b(ranks, mbs), stages(ranks, mbs)
     backward = np.array([s.text.endswith("B*") for s in plan.shapes])[plan.shape]
@@ -146,7 +149,7 @@ def by_stage(ranks: int, mbs: int, rounds: int) -> None:
     assert run(plan, seconds, Wire.BUFFERED).end.max() == yardstick(*loop), "the same plan, hence the same makespan"
     choose(plan, seconds, wire=Wire.BUFFERED)  # compile
     empty = state(plan, Recipe())
-    Bench(loop, rounds).table(
+    return Bench(loop, rounds).table(
         f"1F1B, {ranks} x {mbs}",
         len(plan),
         {
@@ -160,7 +163,7 @@ def by_stage(ranks: int, mbs: int, rounds: int) -> None:
     )
 
 
-def by_layer(ranks: int, mbs: int, rounds: int) -> None:
+def by_layer(mbs: int, rounds: int) -> dict[str, float]:
     """DeepSeek-V3 under DualPipe, all-to-alls and layers as ops: one step."""
     job = job_from(tomllib.loads(JOB), file="demo")
     job = replace(job, schedule=replace(job.schedule, microbatches=mbs))
@@ -171,7 +174,7 @@ def by_layer(ranks: int, mbs: int, rounds: int) -> None:
     costs = model.price(plan)
     ran, steps = steady(plan, costs.duration, clipped=True)
     choose(plan, costs.duration, steps=steps)
-    Bench(one_f_one_b(ranks, mbs), rounds).table(
+    return Bench(one_f_one_b(job.parallel.pp, mbs), rounds).table(
         f"DeepSeek-V3, DualPipe, {job.parallel.pp} x {mbs}, layer by layer",
         len(plan),
         {
@@ -203,7 +206,7 @@ def main() -> None:
     args = parser.parse_args()
     by_stage(args.ranks, args.mbs, args.rounds)
     if args.layers:
-        by_layer(16, 256, args.rounds)
+        by_layer(256, args.rounds)
 
 
 if __name__ == "__main__":

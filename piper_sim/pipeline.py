@@ -24,6 +24,7 @@ from piper_sim.engine import Run, Wire, run
 from piper_sim.traces import trace_of
 
 KEYS = ("F", "B", "I", "W", "FB", "p2p")
+LEAST = Fraction(1, 10**300)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _number(key: str, value: str) -> Fraction:
         number = Fraction(value)
     except (ValueError, ZeroDivisionError):
         raise _usage(f"{key} = {value!r} is no finite number", f"{key}=1") from None
-    if number < 0 or len(value) > 40 or (number and abs(float(number)) < 1e-300):
+    if number < 0 or len(value) > 40 or (number and not LEAST <= number <= 1 / LEAST):
         raise _usage(f"{key} = {value} is negative or out of range", f"{key}=1")
     return number
 
@@ -164,7 +165,6 @@ def report(out: Outcome, w_memory: float = 1.0) -> dict[str, object]:
     np.maximum.at(last, plan.program[compute], end[compute])
     span = last - first
     idle = np.divide(span - busy, span, out=np.zeros(s.ranks), where=span > 0)
-    held = {stage: ranks for stage, ranks in _copies(s).items()}
     return {
         "schema_version": 1,
         "schedule": s.name,
@@ -175,10 +175,10 @@ def report(out: Outcome, w_memory: float = 1.0) -> dict[str, object]:
         "order": {str(r): o.cells() for r, o in enumerate(s.orders)},
         "makespan": _exact(makespan, out.scale),
         "busy": {str(r): _exact(float(b), out.scale) for r, b in enumerate(busy)},
-        "bubble_fraction": 1 - float(busy.sum()) / (s.ranks * makespan) if makespan else 0.0,
-        "span_bubble_fraction": float(idle.max()),
+        "bubble_fraction": max(0.0, 1 - float(busy.sum()) / (s.ranks * makespan)) if makespan else 0.0,
+        "span_bubble_fraction": max(0.0, float(idle.max())),
         "peak_inflight": {str(r): peak_inflight(o, w_memory) for r, o in enumerate(s.orders)},
-        "param_copies": max(len(v) for v in held.values()) / s.chunks,
+        "param_copies": max(_stages_held(s)) / s.chunks,
     }
 
 
@@ -187,13 +187,13 @@ def _exact(ticks: float, scale: float) -> float:
     return ticks / round(1 / scale)
 
 
-def _copies(s: Schedule) -> dict[int, set[tuple[int, int]]]:
-    """rank -> the (placement, stage) copies that it holds."""
-    out: dict[int, set[tuple[int, int]]] = {r: set() for r in range(s.ranks)}
+def _stages_held(s: Schedule) -> list[int]:
+    """How many different stages each rank holds."""
+    held: list[set[int]] = [set() for _ in range(s.ranks)]
     for p in s.placements:
         for stage, rank in enumerate(p.rank_of_stage):
-            out[rank].add((stage, stage))
-    return out
+            held[rank].add(stage)
+    return [len(stages) for stages in held]
 
 
 def peak_inflight(order: Order, w_memory: float = 1.0) -> int | float:

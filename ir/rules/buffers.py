@@ -13,6 +13,8 @@ from ir.rules.reads import Reads
 from ir.rules.waits import Waits
 from ir.rules.zero import ZeroNeeds
 
+Readers = tuple[IntArray, IntArray, IntArray]  # op, cover, buffer
+
 
 def check_buffers(plan: Plan, found: Instances, read: Reads, zero: ZeroNeeds, waits: Waits) -> None:
     """Raise on a buffer that is missing or twice there, and on a free that comes too early or at a wrong place."""
@@ -24,23 +26,26 @@ def check_buffers(plan: Plan, found: Instances, read: Reads, zero: ZeroNeeds, wa
     comm = (plan.kind[at] != OpKind.COMPUTE) & (at != b.alloc[freed])
     _refuse(plan, freed[comm], "on a communication op; frees stand on compute ops")
     _refuse(plan, freed[at < b.alloc[freed]], "before it is written")
-    op, cover, buffer = readers(plan, read, zero, of)
+    _check_readers(plan, readers(plan, read, zero, of), waits)
+
+
+def _check_readers(plan: Plan, found: Readers, waits: Waits) -> None:
+    """Readers come behind the write, and are done where the buffer dies."""
+    b, (op, cover, buffer) = plan.buffers, found
     soon = np.flatnonzero(op < b.alloc[buffer])
     if len(soon):
-        row, k = int(op[soon[0]]), int(buffer[soon[0]])
-        raise illegal(
-            f"program {int(plan.program[row])}: {plan.text(row)} uses {plan.buffer_name(k)} before it is there"
-        )
+        row, name = int(op[soon[0]]), plan.buffer_name(int(buffer[soon[0]]))
+        raise illegal(f"program {int(plan.program[row])}: {plan.text(row)} uses {name} before it is there")
     _inside(plan, op, buffer)
     freeing = b.free[buffer]
     own = op == freeing
-    late = np.flatnonzero(own & (cover > b.free_cover[buffer]))
-    if len(late):
-        raise _early(plan, int(buffer[late[0]]), "before it has read it itself")
+    torn = np.flatnonzero(own & (cover > b.free_cover[buffer]))
+    if len(torn):
+        raise _early(plan, int(buffer[torn[0]]), "before it has read it itself")
     rest = np.flatnonzero((freeing >= 0) & ~own)
     ok = waits.prove(freeing[rest], op[rest])
     if not ok.all():
-        k = rest[int(np.argmin(ok))]
+        k = int(rest[int(np.argmin(ok))])
         raise _early(plan, int(buffer[k]), f"while {plan.text(int(op[k]))} may still read it")
 
 
@@ -69,7 +74,7 @@ def _written(plan: Plan, found: Instances, base: IntArray) -> IntArray:
     return of
 
 
-def readers(plan: Plan, read: Reads, zero: ZeroNeeds, of: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+def readers(plan: Plan, read: Reads, zero: ZeroNeeds, of: IntArray) -> Readers:
     """(op, cover, buffer): who reads which buffer on the program that holds it. A send reads what it carries."""
     named = np.full(len(plan), -1, dtype=np.int64)
     by_op = np.flatnonzero(plan.buffers.node < 0)
@@ -78,6 +83,11 @@ def readers(plan: Plan, read: Reads, zero: ZeroNeeds, of: IntArray) -> tuple[Int
     far = read.send >= 0
     arrived = named[plan.partner[np.maximum(read.send, 0)]]
     uses = np.array(zero.uses, dtype=np.int64).reshape(-1, 2)
+    size = np.array([w.bytes for n in plan.graph.nodes for w in n.writes], dtype=np.int64)
+    brings = np.concatenate([plan.partner[read.send[far & (size[read.slot] > 0)]], uses[:, 1]])
+    lost = brings[named[brings] < 0]
+    if len(lost):
+        raise illegal(f"program {int(plan.program[lost[0]])}: {plan.text(int(lost[0]))} has no buffer")
     ops = [read.reader, read.send[far], uses[:, 0]]
     covers = [read.reader_cover, np.full(np.count_nonzero(far), -1), np.full(len(uses), -1)]
     buffers = [np.where(far, arrived, held), held[far], named[uses[:, 1]]]

@@ -62,10 +62,10 @@ def run_shared(
 class _Work:
     """Something that runs: seconds of it left at `since` if it were alone, and how fast it goes."""
 
-    __slots__ = ("end", "left", "op", "programs", "rate", "since", "turn")
+    __slots__ = ("end", "left", "members", "op", "rate", "since", "turn")
 
-    def __init__(self, op: int, left: float, programs: list[int], end: _End) -> None:
-        self.op, self.left, self.programs, self.end = op, left, programs, end
+    def __init__(self, op: int, left: float, members: list[int], end: _End) -> None:
+        self.op, self.left, self.members, self.end = op, left, members, end
         self.since, self.rate, self.turn = 0.0, 0.0, 0
 
 
@@ -111,25 +111,24 @@ class _Shared(_World):
                 ends[m] = past
 
     def _begin(self, m: int, end: _End) -> None:
-        programs = [self.program[i] for i in self.mates[m]]
-        work = _Work(m, self.duration[m], programs, end)
-        for p in programs:
-            counts = self.computing if self.compute[m] else self.n_moving
-            counts[p][self.kind[m]] += 1
+        work = _Work(m, self.duration[m], self.mates[m], end)
+        for i in work.members:
+            p = self.program[i]
+            (self.computing if self.compute[i] else self.n_moving)[p][self.kind[i]] += 1
             self.running[p][m] = work
             self._touch(p)
         if work.left == 0.0:
             self._tick(work, 0.0)
 
     def _finish(self, work: _Work) -> None:
-        m = work.op
-        for p in work.programs:
-            if self.compute[m]:
-                self.computing[p][self.kind[m]] -= 1
+        for i in work.members:
+            p = self.program[i]
+            if self.compute[i]:
+                self.computing[p][self.kind[i]] -= 1
             else:
-                self.n_moving[p][self.kind[m]] -= 1
-                self.n_held[p][self.kind[m]] -= 1
-            del self.running[p][m]
+                self.n_moving[p][self.kind[i]] -= 1
+                self.n_held[p][self.kind[i]] -= 1
+            del self.running[p][work.op]
             self._touch(p)
         waiting, work.end.callbacks = work.end.callbacks, None  # type: ignore[assignment]  # it has happened, now
         for resume in waiting or ():
@@ -169,12 +168,12 @@ class _Shared(_World):
         self.env.schedule(tick, NORMAL, delay)
 
     def _rate(self, work: _Work) -> float:
-        return min(self._rate_on(work, p) for p in work.programs)
+        return min(self._rate_of(i) for i in work.members)
 
-    def _rate_on(self, work: _Work, p: int) -> float:
-        """1 / (1 + the sum over classes present, in ascending order)."""
-        k, slow = self.kind[work.op], 1.0
-        if self.compute[work.op]:
+    def _rate_of(self, i: int) -> float:
+        """1 / (1 + the sum over classes present on the op's program, in ascending order)."""
+        p, k, slow = self.program[i], self.kind[i], 1.0
+        if self.compute[i]:
             for c, n in enumerate(self.n_held[p]):
                 if n:
                     slow += self.held[k][c]

@@ -111,6 +111,18 @@ def freed_twice(plan: Plan, rng: Random) -> Spoiled:
     return doubled_buffer(plan, k), {plan.buffer_name(k)}
 
 
+def lost_buffer(plan: Plan, rng: Random) -> Spoiled:
+    b = plan.buffers
+    if not len(b):
+        return None
+    k = rng.randrange(len(b))
+    index = np.delete(np.arange(len(b)), k)
+    names_of = {plan.text(int(b.slot[k]))} if b.node[k] < 0 else names(plan, int(b.alloc[k]))
+    node = int(b.node[k])
+    called = names_of | ({plan.graph.nodes[node].text(int(b.mb[k]))} if node >= 0 else set())
+    return with_buffers(plan, **{f: getattr(b, f)[index] for f in b.__dataclass_fields__}), called
+
+
 def freed_by_communication(plan: Plan, rng: Random) -> Spoiled:
     b = plan.buffers
     wires = np.flatnonzero(plan.kind != OpKind.COMPUTE)
@@ -242,6 +254,7 @@ ALL: dict[str, Defect] = {
         swapped_across_an_edge,
         freed_too_early,
         freed_twice,
+        lost_buffer,
         freed_by_communication,
         freed_elsewhere,
         missing_wait,

@@ -70,16 +70,12 @@ def durations(plan: Plan, seed: int, scale: str) -> FloatArray:
 
 
 def interference(plan: Plan, seed: int) -> Interference:
-    """Any tables, over classes that both ends of a transfer and all members of a collective share."""
+    """Any tables and any classes: the members of a meeting may differ."""
     rng = np.random.default_rng(seed)
     computes, comms = (int(x) for x in rng.integers(1, 5, 2))
     kind = np.where(
         plan.kind == OpKind.COMPUTE, rng.integers(0, computes, len(plan)), rng.integers(0, comms, len(plan))
     )
-    for i in np.flatnonzero(plan.kind == OpKind.RECV).tolist():
-        kind[i] = kind[plan.partner[i]]
-    for c in range(int(plan.collective.max(initial=-1)) + 1):
-        kind[plan.collective == c] = rng.integers(0, comms)
 
     def table(*shape: int) -> FloatArray:
         some = rng.choice([0.0, 0.5, 1.0]) if rng.random() < 0.3 else rng.random(shape)

@@ -135,14 +135,14 @@ CONTROLS = [((name, 4, 6, "cut"), seed, SCALES[seed % 4], Wire.RENDEZVOUS, 2) fo
 
 
 def no_moving(old: Callable[..., float]) -> Callable[..., float]:
-    def rate_on(self: Any, work: Any, p: int) -> float:
+    def rate_of(self: Any, i: int) -> float:
         were, self.n_moving = self.n_moving, [[0] * len(x) for x in self.n_moving]
         try:
-            return old(self, work, p)
+            return old(self, i)
         finally:
             self.n_moving = were
 
-    return rate_on
+    return rate_of
 
 
 def fewer_waits(old: Callable[..., net.Net]) -> Callable[..., net.Net]:
