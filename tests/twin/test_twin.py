@@ -167,7 +167,7 @@ def no_carry(plan: Plan) -> tuple[IntArray, IntArray]:
 
 
 DEFECTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "SimPy forgets moving kernels": (contention._Shared, "_rate_on", no_moving),
+    "SimPy forgets moving kernels": (contention._Shared, "_rate_of", no_moving),
     "SimPy rounds to another grid": (contention, "GRID", lambda grid: grid / 2),
     "SimPy settles before it is due": (contention, "SETTLE", lambda late: late - 2),
     "SimPy carries nothing over": (loop, "carried", lambda _: no_carry),
