@@ -11,10 +11,10 @@ demo: $(STAMP)
 	$(BIN)/piper-sim demo
 
 test: $(DEV) lint
-	PIPER_EXAMPLES=2000 $(BIN)/python -m pytest -q -m "not slow"
+	PIPER_EXAMPLES=400 $(BIN)/python -m pytest -q -m "not slow"
 
 test-all: $(DEV) lint
-	PIPER_EXAMPLES=20000 $(BIN)/python -m pytest -q
+	PIPER_EXAMPLES=4000 $(BIN)/python -m pytest -q
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ own, nccl and local backends. Checkpoints, emulated ops and several machines hav
 In the trace, compute rows are exact; a communication row starts when its stream comes to the op and ends when the
 stream's thread has seen it end, on a busy machine some tenths of a millisecond late. Peak memory is that of one more
 step, at the end, in which every storage is followed; it is neither timed nor reported otherwise. A plan counts what a
-GPU's kernels keep, so its peaks are a few per cent lower than these.
+GPU's kernels keep, not what torch's CPU kernels do, so its peaks are lower than these (3 to 29 % on tiny models).
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ def refuse(prepared: Prepared, plan: Plan, backend: str) -> None:
             raise _not_yet(ErrorKind.JOB, f"{axis} = {size}", f"parallel.{axis}", "1")
     if job.schedule.recompute not in ("none", "full"):
         raise _not_yet(ErrorKind.JOB, f"recompute = {job.schedule.recompute!r}", "schedule.recompute", '"none", "full"')
+    if any(e.chunk.name.startswith("skip") for e in prepared.base.entries):
+        raise _not_yet(ErrorKind.JOB, "a stage without layers", "parallel.layers", "at least 1 layer per inner stage")
     if job.model.module is not None or job.model.graph is not None:
         key = "model.module" if job.model.module is not None else "model.graph"
         raise _not_yet(ErrorKind.JOB, "a model of your own", key, "[model] config alone")

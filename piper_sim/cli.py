@@ -217,9 +217,17 @@ def _dispatch(parsed: argparse.Namespace) -> int:
     return int(command.main(parsed))
 
 
+def _has(module: str) -> bool:
+    """Whether a module could be imported. A broken finder is as good as none."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
 def _dispatch_run(parsed: argparse.Namespace) -> int:
     """The one place where the simulator's side reaches the executor."""
-    if find_spec("torch") is None:
+    if not _has("torch"):
         raise PiperError(
             ErrorKind.MISSING_DEPENDENCY,
             "run needs PyTorch",

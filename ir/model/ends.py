@@ -55,6 +55,11 @@ def final_norm(s: Setting) -> PartWork:
     )
 
 
+def skip(s: Setting) -> PartWork:
+    """A stage without layers: what comes in goes on, and its gradient back."""
+    return PartWork(forward=(), input_grad=(), weight_grad=(), out_bytes=s.stream * s.config.hidden * s.wide)
+
+
 def head(s: Setting) -> PartWork:
     """Logits and cross entropy. Not in fp8; the loss in fp32.
 

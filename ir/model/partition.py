@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from ir.errors import ErrorKind, PiperError
 from ir.model.balance import by_rank
-from ir.model.part import Chunk
+from ir.model.part import Chunk, Part
 
 Costs = Callable[[Chunk], float] | Sequence[float]
 Stages = tuple[tuple[Chunk, ...], ...]
@@ -191,4 +191,5 @@ def _cut(chunks: Sequence[Chunk], counts: Sequence[int]) -> Stages:
             out[-1].append(chunk)
         else:
             out[stage_of[i - at[0]]].append(chunk)
-    return tuple(tuple(stage) for stage in out)
+    # A stage left without a chunk hands its input on: microbatches still pass through its rank.
+    return tuple(tuple(stage) or (Chunk(f"skip{n}", (Part("skip"),)),) for n, stage in enumerate(out))

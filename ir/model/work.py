@@ -40,6 +40,7 @@ BUILDERS: Mapping[str, Callable[[Setting], PartWork]] = {
     "proj": ends.join,
     "norm": ends.final_norm,
     "head": ends.head,
+    "skip": ends.skip,
 }
 
 

@@ -82,6 +82,33 @@ def test_what_does_not_fit_is_written_too(cli: Any, job: Any, here: Path) -> Non
     assert empty.code == 0 and (here / "c/compare.json").exists()
 
 
+def test_demo_writes_its_folder_and_replaces_only_its_own(
+    cli: Any, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from piper_sim.commands import demo
+
+    small = '[model]\nconfig = "tiny-moe"\nseq_len = 128\n[parallel]\npp = 2\n[schedule]\nname = "dualpipe"\n'
+    monkeypatch.setattr(demo, "JOB", small)
+    first = cli("demo")
+    assert first.code == 0 and len(first.json["rows"]) == 6
+    folder = here / "piper-sim-demo"
+    assert {p.name for p in folder.iterdir()} == {"job.toml", "compare.json", *TRACE}
+    (folder / "mine.txt").write_text("mine")
+    (folder / "report.html").write_text("old")
+    again = cli("demo", as_json=False)
+    assert again.code == 0 and "wins" in again.out and "report.html" in again.out
+    assert (folder / "mine.txt").read_text() == "mine" and (folder / "report.html").read_text() != "old"
+    assert [p.name for p in here.iterdir()] == ["piper-sim-demo"]
+
+
+@pytest.mark.slow
+def test_the_demo_itself(shell: Shell, tmp_path: Path) -> None:
+    done = shell("demo", "--json")
+    rows = json.loads(done.stdout)["rows"]
+    assert done.returncode == 0 and rows[0]["schedule"] == "dualpipe" and rows[0]["fits"]
+    assert (tmp_path / "piper-sim-demo/report.html").exists()
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_disk_that_takes_nothing_leaves_nothing(
     cli: Any, job: Any, here: Path, monkeypatch: pytest.MonkeyPatch, code: int

@@ -122,3 +122,8 @@ def test_costs_must_be_one_finite_number_per_chunk():
     for costs in ([1.0], [float("nan")] * 6, [-1.0] * 6):
         with pytest.raises(PiperError, match="costs"):
             partition(llama(4), 2, "balanced", costs)
+
+
+def test_a_stage_without_layers_hands_its_input_on() -> None:
+    stages = partition(model_chunks(load_config("tiny-llama", {"num_hidden_layers": 4})), 3, [2, 0, 2])
+    assert [[c.name for c in stage] for stage in stages] == [["embed", "l0", "l1"], ["skip1"], ["l2", "l3", "head"]]

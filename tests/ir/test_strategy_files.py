@@ -79,6 +79,19 @@ def test_experts_are_exchanged_around_each_moe_layer(tmp_path: Path) -> None:
     assert not any("W" in t.split("/")[0] for t in exchanges)
 
 
+def test_ep_n_is_the_n_th_moe_layer(tmp_path: Path) -> None:
+    value = [place(0, [0, 1]), {"op": "replicate", "filter": {}}]
+    value += [{"op": "shard", "filter": {"EP": 1}, "devices": [0, 1]}]
+    table = {
+        "model": {"config": "deepseek-v2-lite", "num_hidden_layers": 4, "seq_len": 128},
+        "parallel": {"dp": 2},
+        "schedule": {"directives": write(tmp_path, value)},
+    }
+    plan = prepare(job_from(table)).plan()
+    exchanged = {t.split("/")[1].split(".")[0] for t in plan.texts if t.endswith((".dispatch", ".combine"))}
+    assert exchanged == {"l2"}, "layer 0 is dense, so the experts are those of layers 1, 2, 3"
+
+
 def test_custom_order_interleaves_the_group_on_rank_1_only(tmp_path: Path) -> None:
     plan = planned(write(tmp_path, SHIPPED["pp2_dp2_ep2_custom_order"]))
     first = [t.split("/")[0] for t in compute(plan, 0) if t[1] in "FBIW"]
