@@ -70,7 +70,7 @@ def lower_bound(shop: Shop) -> float:
     return bound
 
 
-def search(shop: Shop, starts: Sequence[list[int]] | None = None, breadth: int = 12, shakes: int = 120) -> list[Found]:
+def search(shop: Shop, starts: Sequence[list[int]] | None = None, breadth: int = 8, shakes: int = 120) -> list[Found]:
     """The best schedules found, best first; at least one.
 
     starts: start orders, if they are not to be searched for.
@@ -143,7 +143,7 @@ def justify(shop: Shop, order: Sequence[int], seconds: Sequence[float], effort: 
     ends, sequences = settle(shop, order, seconds)
     best = Found(shop.objective(ends), ends, sequences)
     idle = 0
-    while idle < 3 and effort.spend(2 * shop.ops):
+    while idle < 2 and effort.spend(2 * shop.ops):
         late, _ = settle(shop, _latest_first(ends), seconds, backward=True)
         ends, sequences = settle(shop, _latest_first(late), seconds)
         found = Found(shop.objective(ends), ends, sequences)
@@ -159,6 +159,6 @@ def _latest_first(ends: Sequence[float]) -> list[int]:
 
 def shake(shop: Shop, found: Found, random: Random) -> list[int]:
     """A neighbouring order: the same ops set in time with durations that are somewhat wrong."""
-    wrong = random.choice((0.1, 0.3, 0.6, 1.0))
+    wrong = random.choice((0.3, 0.6, 1.0))
     seconds = [x * (1 + wrong * (2 * random.random() - 1)) for x in shop.every(shop.seconds)]
     return shop.by_end(settle(shop, shop.by_end(found.ends), seconds)[0])

@@ -126,7 +126,7 @@ def simulate_random(cli: Any, job: Any, seed: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_jobs_hold_the_contract_or_are_refused(cli: Any, job: Any, seed: int) -> None:
     simulate_random(cli, job, seed)
 

@@ -46,7 +46,7 @@ def by_hand(plan: Plan, ran: Run, costs: OpCosts) -> list[dict[str, float]]:
         else:
             met["alone", i].append(i)
     wires: dict[int, list[Interval]] = defaultdict(list)
-    for step in (-2, -1):
+    for step in (-2, -1)[-len(ran.end) :]:
         for group in met.values():
             moving = max(ran.start[step][i] for i in group)
             for i in group:
@@ -55,12 +55,13 @@ def by_hand(plan: Plan, ran: Run, costs: OpCosts) -> list[dict[str, float]]:
     for p in range(plan.programs):
         ops = [i for i in range(n) if plan.program[i] == p and plan.kind[i] == OpKind.COMPUTE]
         row = dict.fromkeys(KEYS, 0.0)
-        time = ran.end[-2][ops[-1]]
+        time = ran.end[-2][ops[-1]] if len(ran.end) > 1 else 0.0
         for i in ops:
             start, end = ran.start[-1][i], ran.end[-1][i]
             assert start >= time
             if start > time:
-                waits = [(ran.end[-1][w], w) for w in plan.waits.row(i)] + [(ran.end[-2][w], w) for w in over[i]]
+                waits = [(ran.end[-1][w], w) for w in plan.waits.row(i)]
+                waits += [(ran.end[-2][w], w) for w in over[i] if len(ran.end) > 1]
                 latest = max(t for t, _ in waits)
                 assert latest == start, "nothing else keeps an op from starting"
                 stream = int(plan.stream[next(w for t, w in waits if t == latest)])
@@ -106,6 +107,9 @@ def test_every_second_of_a_step_is_where_an_interval_count_puts_it(case: Any, se
     costs = costs_of(plan, seed)
     ran, _ = steady(plan, costs.duration, case["clip"])
     agrees(plan, ran, costs)
+    cold = run(plan, costs.duration)
+    agrees(plan, cold, costs)
+    assert breakdown(plan, cold, costs).iteration_s == cold.end[0][plan.kind == OpKind.COMPUTE].max()
 
 
 @HEAVY
