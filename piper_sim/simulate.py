@@ -6,6 +6,8 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from cost_models import Fabric, Hardware, load_hardware, message_seconds, work_seconds
@@ -14,7 +16,7 @@ from ir.errors import ErrorKind, PiperError
 from ir.graph import Entry
 from ir.job import Job
 from ir.job.build import Prepared, prepare, resolve
-from ir.mesh import Mesh
+from ir.mesh import GroupShape, Mesh
 from ir.model.part import Chunk, Layout
 from ir.model.source import ModelSource
 from ir.plan import OpKind, Plan
@@ -92,8 +94,10 @@ def fits(p: Prediction) -> bool:
 
 def hardware_of(job: Job) -> Hardware:
     """The hardware file of `[cluster]`, with its inline overrides."""
+    gpu = job.cluster.gpu
+    beside = Path(job.file).parent / gpu  # a file's name is relative to the job, as its config's is
     try:
-        return load_hardware(job.cluster.gpu, job.cluster.overrides)
+        return load_hardware(beside if gpu.endswith(".json") and beside.exists() else gpu, job.cluster.overrides)
     except PiperError as e:
         raise e.at(file=job.file) from None
 
@@ -113,9 +117,13 @@ def weigh(job: Job, hardware: Hardware) -> Callable[[ModelSource, Chunk], float]
     resolved = resolve(job, hardware.gpus_per_node)
     p = resolved.parallel
     layout = Layout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel)
-    mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
     per_node = resolved.cluster.gpus_per_node or hardware.gpus_per_node
-    fabric, shape = Fabric.of(hardware, per_node), mesh.shape(("ep",), per_node)
+    fabric = Fabric.of(hardware, per_node)
+
+    @cache  # only when a chunk is weighed: `prepare` has checked the sizes against the model by then
+    def experts() -> GroupShape:
+        mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
+        return mesh.shape(("ep",), per_node)
 
     def seconds(source: ModelSource, chunk: Chunk) -> float:
         total = 0.0
@@ -125,6 +133,7 @@ def weigh(job: Job, hardware: Hardware) -> Callable[[ModelSource, Chunk], float]
             total += sum(work_seconds(k, hardware) for k in (w.forward, w.input_grad, w.weight_grad))
             if part.name == "experts":
                 dispatch, combine, _ = source.dispatch(entry)
+                shape = experts()
                 total += 2 * sum(message_seconds(m, shape.ranks, shape.per_node, fabric) for m in (dispatch, combine))
         return total
 

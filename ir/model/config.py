@@ -16,6 +16,7 @@ from ir.model.values import Values
 
 __all__ = ["Activation", "Mla", "ModelConfig", "Moe", "Norm", "config_from", "load_config", "presets", "read_json"]
 
+MAX_LAYERS = 1_000
 _PRESETS = Path(__file__).parent / "presets"
 
 
@@ -70,6 +71,11 @@ def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, 
                 allowed=sorted(TYPES[model_type]),
                 suggestion=near,
             )
+    for name in ("num_hidden_layers", "n_layer", "n_layers"):
+        deep = inline.get(name, file.get(name))
+        if isinstance(deep, int) and deep > MAX_LAYERS:  # before anything counts them out one by one
+            message, key = f"{deep} layers", f"model.{name}" if name in inline else name
+            raise PiperError(ErrorKind.MODEL, message, file=source, key=key, allowed=f"at most {MAX_LAYERS}")
     values = Values(source, TYPES[model_type], {**file, **inline}, frozenset(inline))
     return FAMILIES[model_type](values)
 
@@ -97,7 +103,7 @@ def read_json(path: Path) -> dict[str, object]:
 
     try:
         value = json.loads(text, object_pairs_hook=once, parse_constant=no_constant)
-    except (json.JSONDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:  # not JSON, or a number of too many digits
         raise PiperError(ErrorKind.MODEL, f"not JSON: {e}", file=str(path)) from e
     if not isinstance(value, dict):
         raise PiperError(ErrorKind.MODEL, "not a JSON object", file=str(path), allowed="a Hugging Face config.json")

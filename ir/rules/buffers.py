@@ -45,7 +45,9 @@ def _check_readers(plan: Plan, found: Readers, waits: Waits) -> None:
     rest = np.flatnonzero((freeing >= 0) & ~own)
     ok = waits.prove(freeing[rest], op[rest])
     if not ok.all():
-        k = int(rest[int(np.argmin(ok))])
+        bad = rest[~ok]
+        after = op[bad] > freeing[bad]  # read after it is freed: nearer to the cause than a free nobody proves
+        k = int(bad[np.lexsort((freeing[bad], ~after))[0]])
         raise _early(plan, int(buffer[k]), f"while {plan.text(int(op[k]))} may still read it")
 
 

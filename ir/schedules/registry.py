@@ -31,8 +31,7 @@ def _v(ranks: int, mbs: int, chunks: int) -> tuple[Placement, ...]:
 def _both_ways(ranks: int, mbs: int, chunks: int) -> tuple[Placement, ...]:
     half = (mbs + 1) // 2
     forth = tuple(range(ranks))
-    both = (Placement(range(half), forth), Placement(range(half, mbs), forth[::-1]))
-    return both if mbs > half else both[:1]
+    return (Placement(range(half), forth), Placement(range(half, mbs), forth[::-1]))
 
 
 # Imported where they are used: a search is not needed to emit a table.

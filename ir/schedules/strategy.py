@@ -21,6 +21,8 @@ def placing(schedule: Schedule) -> list[Directive]:
     """
     out: list[Directive] = [Split(parse_filter({}), DIM, schedule.microbatches)]
     for placement in schedule.placements:
+        if not placement.mbs:  # a single microbatch leaves DualPipe's second direction empty
+            continue
         for stage, rank in enumerate(placement.rank_of_stage):
             tags: dict[str, object] = {"PP": stage}
             if len(schedule.placements) > 1:

@@ -61,6 +61,15 @@ def test_out_is_created_and_never_overwritten_without_force(cli: Any, job: Any, 
         assert json.loads((here / "results/a" / own).read_text()) == plain.json
 
 
+def test_a_folder_in_use_is_refused_before_the_work(
+    cli: Any, job: Any, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "r").mkdir()
+    (here / "r/plan.txt").write_text("keep")
+    monkeypatch.setattr("piper_sim.commands.simulate.predict", lambda job: pytest.fail("it went to work"))
+    assert cli("simulate", job(), "--out", "r").code == 2
+
+
 def test_one_file_of_that_name_is_enough_to_refuse_all(cli: Any, job: Any, here: Path) -> None:
     (here / "r").mkdir()
     (here / "r/trace.tsv").write_text("keep")
