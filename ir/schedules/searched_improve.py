@@ -70,17 +70,17 @@ def lower_bound(shop: Shop) -> float:
     return bound
 
 
-def search(shop: Shop, starts: Sequence[list[int]] | None = None, breadth: int = 8, shakes: int = 120) -> list[Found]:
+def search(shop: Shop, more: Sequence[list[int]] = (), breadth: int = 8, shakes: int = 120) -> list[Found]:
     """The best schedules found, best first; at least one.
 
-    starts: start orders, if they are not to be searched for.
+    more: start orders to try beside those searched for.
     breadth: how many start orders of each family are improved; the best third of that number are then shaken.
     """
     goal = lower_bound(shop) * (1 + _SAME)
     effort = Effort(_IMPROVE[0] + _IMPROVE[1] * shop.ops)
     seconds = shop.every(shop.seconds)
     pool: list[Found] = []
-    for order in start_orders(shop, breadth) if starts is None else _best(shop, starts, breadth):
+    for order in [*_best(shop, more, breadth), *start_orders(shop, breadth)]:
         pool.append(justify(shop, order, seconds, effort))
         if pool[-1].objective <= goal:
             break

@@ -68,7 +68,7 @@ SETTINGS = [
     ("parallel.pp=64", "job", "parallel.layers", "4 stages"),
     ("parallel.tp=8", "job", "parallel.tp", "tp = 4"),
     ("parallel.ep=3", "job", "parallel.ep", "ep = 2"),
-    ("parallel.ep=16", "job", "parallel.ep", "ep = 2"),
+    ("parallel.ep=16", "job", "parallel.ep", "ep = 8"),
     ("parallel.layers=[4]", "job", "parallel.layers", "2 counts"),
     ("parallel.layers=[1,2]", "job", "parallel.layers", "+1"),
     ("parallel.layers=[5,-1]", "job", "parallel.layers", "0 or more"),
