@@ -1,7 +1,8 @@
 """The schedules whose order depends on op times: ZB-2p, V-Half and V-Min.
 
-All three are searched: start orders (`searched_seeds`), improved in both directions of time (`searched_improve`), under
-a hard limit of activations per rank (`searched_shop`). The result is deterministic and never deadlocks.
+All three are searched: start orders (`searched_greedy`, `searched_blocks`) are improved in both directions of time
+(`searched_improve`) under a hard limit of activations per rank (`searched_shop`). Every order on the way can run, and
+the same question has the same answer on every machine: effort is counted in ops, not in seconds.
 
 ZB-2p is from "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), V-Half and V-Min are from "Pipeline Parallelism
 with Controllable Memory" (arXiv:2405.15362).

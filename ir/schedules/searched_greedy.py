@@ -22,7 +22,7 @@ class Rule:
     preferred: the kinds of F and I, most preferred first.
     ahead: per rank, how many microbatches of its first chunk may be between F and I.
     patience: a W may delay the next op known to come by this share of its own length.
-    thrifty: where a W would delay it by more, start it nevertheless, unless this rank idled less than the worst did.
+    thrifty: a W may delay it by more once this rank, waiting, would idle more than any did yet (by that share of a W).
     """
 
     preferred: tuple[int, ...]

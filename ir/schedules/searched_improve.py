@@ -7,8 +7,9 @@ the same way in both directions: backwards, W takes it and F gives it back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from random import Random
 
 from ir.schedules.schedule import OpTimes
@@ -80,7 +81,7 @@ def search(shop: Shop, more: Sequence[list[int]] = (), breadth: int = 8, shakes:
     effort = Effort(_IMPROVE[0] + _IMPROVE[1] * shop.ops)
     seconds = shop.every(shop.seconds)
     pool: list[Found] = []
-    for order in [*_best(shop, more, breadth), *start_orders(shop, breadth)]:
+    for order in chain(_best(shop, more, breadth), start_orders(shop, breadth)):
         pool.append(justify(shop, order, seconds, effort))
         if pool[-1].objective <= goal:
             break
@@ -96,17 +97,22 @@ def search(shop: Shop, more: Sequence[list[int]] = (), breadth: int = 8, shakes:
     return sorted(best + pool, key=lambda x: x.objective)
 
 
-def start_orders(shop: Shop, count: int) -> list[list[int]]:
-    """The most promising of each family: blocks, and greedy by the rules that do best on fewer microbatches."""
+def start_orders(shop: Shop, count: int) -> Iterator[list[int]]:
+    """The most promising of each family, one family after the other."""
+    yield from round_orders(shop, count)
+    yield from block_orders(shop, count)
+    yield from greedy_orders(shop, count)
+
+
+def greedy_orders(shop: Shop, count: int) -> list[list[int]]:
+    """By the rules that do best on fewer microbatches, but enough for a steady state at the limit."""
     trying = rules(shop)
-    # Enough microbatches for a steady state at the limit.
     least = max(shop.ranks, int(1.5 * shop.limit / shop.chunks)) + 2
     mbs = min(shop.mbs, max(least, _TRY // (len(trying) * 3 * shop.chunks * shop.ranks)))
-    trial = Shop(shop.ranks, mbs, shop.chunks, shop.times, shop.limit, shop.tail)
+    trial = replace(shop, mbs=mbs)
     trying = trying[: max(20, 20 * _TRY // trial.ops)]
     scored = sorted((_reached(trial, greedy(trial, rule)), number) for number, rule in enumerate(trying))
-    orders = [greedy(shop, trying[number]) for _, number in scored[:count]]
-    return [*round_orders(shop, count), *block_orders(shop, count), *orders]
+    return [greedy(shop, trying[number]) for _, number in scored[:count]]
 
 
 def round_orders(shop: Shop, count: int) -> list[list[int]]:
@@ -159,6 +165,6 @@ def _latest_first(ends: Sequence[float]) -> list[int]:
 
 def shake(shop: Shop, found: Found, random: Random) -> list[int]:
     """A neighbouring order: the same ops set in time with durations that are somewhat wrong."""
-    wrong = random.choice((0.3, 0.6, 1.0))
+    wrong = random.choice((0.3, 0.6, 0.9))
     seconds = [x * (1 + wrong * (2 * random.random() - 1)) for x in shop.every(shop.seconds)]
     return shop.by_end(settle(shop, shop.by_end(found.ends), seconds)[0])

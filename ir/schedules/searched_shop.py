@@ -48,9 +48,9 @@ class Shop:
     def __post_init__(self) -> None:
         p, v, t = self.ranks, self.chunks, self.times
         self.tail = self.tail or (0.0,) * p
-        # A search orders ops by time; ops that take none would have no order.
+        # Ops are ordered by when they end; ops that take no time would have no order.
         longest = max(t.F, t.I, t.W, t.p2p) or 1.0
-        self.seconds = [max(x, 1e-9 * longest) for x in (t.F, t.I, t.W) for _ in range(v)]
+        self.seconds = [max(x, 1e-7 * longest) for x in (t.F, t.I, t.W) for _ in range(v)]
         self.grows = [1.0] * v + [t.w_memory - 1.0] * v + [-t.w_memory] * v
         stages = [(r, c) for c in range(v) for r in (range(p) if c % 2 == 0 else reversed(range(p)))]
         self.route = stages + [(r, 2 * v - 1 - c) for r, c in reversed(stages)]

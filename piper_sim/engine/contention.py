@@ -5,16 +5,14 @@ The arithmetic is fixed by docs/ENGINE.md, so that a second engine can agree to 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Generator
 from dataclasses import dataclass
 
-import numpy as np
 from simpy.events import NORMAL, Event, EventPriority
 
 from ir.order import FloatArray, IntArray
 from ir.plan import OpKind, Plan
-from piper_sim.engine.loop import Run, Wire, _deadlock, _End, _World
+from piper_sim.engine.loop import Run, Wire, _End, _run, _World
 
 GRID = 2.0**40
 SETTLE = EventPriority(NORMAL + 1)  # behind everything else that happens at one time
@@ -44,19 +42,7 @@ def run_shared(
     """
     if wire is not Wire.RENDEZVOUS:
         raise ValueError("a buffered message holds nothing, so there is nothing to share")
-    world = _Shared(plan, duration, interference, steps)
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        world.env.run()
-    finally:
-        if was:
-            gc.enable()
-    shape = (steps, len(plan))
-    found = Run(np.array(world.start).reshape(shape), np.array(world.end).reshape(shape))
-    if (found.end < 0).any():
-        raise _deadlock(plan, found)
-    return found
+    return _run(plan, _Shared(plan, duration, interference, steps))
 
 
 class _Work:

@@ -49,7 +49,11 @@ def run(plan: Plan, duration: FloatArray, wire: Wire = Wire.RENDEZVOUS, steps: i
     Streams run on from one step into the next, where some ops also wait for ops of the step before (`carried`).
     Raises PiperError (deadlock) naming where every rank stands.
     """
-    world = _World(plan, duration, wire, steps)
+    return _run(plan, _World(plan, duration, wire, steps))
+
+
+def _run(plan: Plan, world: _World) -> Run:
+    """Let a world run until nothing is left to happen."""
     was = gc.isenabled()
     gc.disable()  # a million short-lived events, no cycles: collection would only cost
     try:
@@ -57,7 +61,7 @@ def run(plan: Plan, duration: FloatArray, wire: Wire = Wire.RENDEZVOUS, steps: i
     finally:
         if was:
             gc.enable()
-    shape = (steps, len(plan))
+    shape = (world.steps, len(plan))
     found = Run(np.array(world.start).reshape(shape), np.array(world.end).reshape(shape))
     if (found.end < 0).any():
         raise _deadlock(plan, found)
