@@ -127,20 +127,11 @@ def test_no_worse_than_published_heuristics_on_the_times_they_were_run_with(name
         assert found.peak <= max(case["peak_inflight"].values())
 
 
-def table_5() -> list[object]:
-    with TABLE_5.open() as file:
-        rows = list(csv.DictReader(file))
-    return [
-        pytest.param(
-            row,
-            id=f"{row['model']}-{row['microbatches']}",
-            marks=pytest.mark.slow if int(row["ranks"]) * int(row["microbatches"]) > 800 else (),
-        )
-        for row in rows
-    ]
+with TABLE_5.open() as file:
+    TABLE_5_ROWS = list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("row", table_5())
+@pytest.mark.parametrize("row", TABLE_5_ROWS, ids=lambda row: f"{row['model']}-{row['microbatches']}")
 def test_zb2p_reaches_the_bubble_rates_its_paper_prints(row: dict[str, str]) -> None:
     a, h, s = (int(row[key]) for key in ("heads", "hidden", "seq_len"))
     f, i, w, p2p = (float(row[key]) for key in ("F_ms", "I_ms", "W_ms", "p2p_ms"))
@@ -193,7 +184,8 @@ def test_any_shape_and_times_give_a_legal_order_above_the_bounds(name: str, rank
     assert found.makespan >= max(work + (ranks - 1) * (t.F + t.p2p), alone) * (1 - 1e-9)
     share = t.w_memory if name == "zb2p" else 1.0
     shop = Shop(ranks, mbs, CHUNKS[name], replace(t, w_memory=share), LIMIT[name](ranks))
-    assert found.makespan >= lower_bound(shop) * (1 - 1e-6) - 1e-6  # the shop has no empty ops
+    padding = 0.0 if t.F and t.I and t.W else 1e-3  # the shop's ops all take some time
+    assert found.makespan >= lower_bound(shop) * (1 - 1e-9) - padding
 
 
 @pytest.mark.parametrize("name", NAMES)
