@@ -85,7 +85,7 @@ class Inline:
 class PartWork:
     """One part's work on one device for one microbatch, under a `Layout`.
 
-    out_bytes: its output (what the next part reads). out_keep: nothing; see `keeps` of the readers.
+    out_bytes: its output (what the next part reads); how long it lives is the readers' `keeps` to say.
     stash_bytes: output gradients that live from I to W. *_workspace: bytes alive only while the pass runs.
     model_flops: forward FLOPs that MFU counts, of one microbatch over *all* devices of the stage.
     """
@@ -108,7 +108,7 @@ class Part:
     """A node-to-be of the model graph: attention, router, experts, mlp, norm, head, …
 
     name: unique in its chunk ("attn"). inputs: the parts it reads, "" standing for the chunk's own input.
-    keeps: which of these inputs backward reads again. kind names the builder of its work.
+    keeps: which of these inputs backward reads again. The name picks the builder of its work.
     """
 
     name: str
