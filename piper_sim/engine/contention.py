@@ -1,65 +1,39 @@
-"""The engine where ops in flight share a device: rates change when something starts or ends.
+"""The engine where ops in flight share a device and links: rates change when something starts or ends.
 
-The arithmetic is fixed by docs/ENGINE.md, so that a second engine can agree to the last bit.
+docs/ENGINE.md is the arithmetic, so that a second engine can agree to the last bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
-
+import numpy as np
 from simpy.events import NORMAL, Event, EventPriority
 
-from ir.order import FloatArray, IntArray
-from ir.plan import OpKind, Plan
-from piper_sim.engine.loop import Run, Wire, _End, _run, _World
+from ir.order import FloatArray
+from ir.plan import OpKind
+from piper_sim.engine.loop import End, World
+from piper_sim.engine.scenario import Interference, Links, Scenario
+from piper_sim.engine.share import fill
 
 GRID = 2.0**40
 SETTLE = EventPriority(NORMAL + 1)  # behind everything else that happens at one time
 
 
-@dataclass(frozen=True, eq=False)
-class Interference:
-    """Who slows whom, by op class. All entries are added slowdowns: 0.4 makes a kernel take 1.4 times as long.
-
-    kind: [op] class, compute classes and communication classes each counted from 0.
-    held: [compute class, communication class] while the communication kernel holds its SMs, from its post to its end.
-    moving: the same, while it also moves bytes. wire: [communication class, compute class] on the message itself.
-    """
-
-    kind: IntArray
-    held: FloatArray
-    moving: FloatArray
-    wire: FloatArray
-
-
-def run_shared(
-    plan: Plan, duration: FloatArray, interference: Interference, wire: Wire = Wire.RENDEZVOUS, steps: int = 1
-) -> Run:
-    """As `run`, with pairwise interference between what is in flight on one program's devices.
-
-    duration: seconds of each op alone on its device, multiples of 2**-40. Transfers are rendezvous.
-    """
-    if wire is not Wire.RENDEZVOUS:
-        raise ValueError("a buffered message holds nothing, so there is nothing to share")
-    return _run(plan, _Shared(plan, duration, interference, steps))
-
-
-class _Work:
+class Work:
     """Something that runs: seconds of it left at `since` if it were alone, and how fast it goes."""
 
-    __slots__ = ("end", "left", "members", "op", "rate", "since", "turn")
+    __slots__ = ("end", "left", "loads", "members", "op", "rate", "since", "turn")
 
-    def __init__(self, op: int, left: float, members: list[int], end: _End) -> None:
-        self.op, self.left, self.members, self.end = op, left, members, end
+    def __init__(self, op: int, left: float, members: list[int], loads: dict[int, float], end: End) -> None:
+        self.op, self.left, self.members, self.loads, self.end = op, left, members, loads, end
         self.since, self.rate, self.turn = 0.0, 0.0, 0
 
 
-class _Shared(_World):
-    """Streams as in `loop`; durations as work that is done at the rate the device allows."""
+class SharedWorld(World):
+    """Streams as in `loop`; durations as work that is done at the rate the device and the links allow."""
 
-    def __init__(self, plan: Plan, duration: FloatArray, table: Interference, steps: int) -> None:
-        super().__init__(plan, duration, Wire.RENDEZVOUS, steps)
+    def __init__(self, scenario: Scenario, duration: FloatArray, steps: int) -> None:
+        super().__init__(scenario, duration, steps)
+        plan, table = scenario.plan, scenario.slow or _nothing(scenario)
         self.program = plan.program.tolist()
         self.compute = (plan.kind == OpKind.COMPUTE).tolist()
         self.kind = table.kind.tolist()
@@ -68,45 +42,37 @@ class _Shared(_World):
         self.n_held = [[0 for _ in classes] for _ in range(plan.programs)]
         self.n_moving = [[0 for _ in classes] for _ in range(plan.programs)]
         self.computing: list[list[int]] = [[0] * table.held.shape[0] for _ in range(plan.programs)]
-        self.running: list[dict[int, _Work]] = [{} for _ in range(plan.programs)]
+        self.running: list[dict[int, Work]] = [{} for _ in range(plan.programs)]
         self.touched: set[int] = set()
         self.mates: dict[int, list[int]] = {}
         for i, m in enumerate(self.meeting):
             self.mates.setdefault(m, []).append(i)
+        self.loads = _Loads(scenario.links) if scenario.links else None
+        self.users: dict[int, dict[int, Work]] = {}
+        self.loosened: set[int] = set()
 
-    def _stream(self, queue: list[int]) -> Generator[Event, None, None]:
-        env, new, past = self.env, self._new, self.past
-        for step in range(self.steps):
-            ends, missing = self._step(step)
-            start, end = self.start[step], self.end[step]
-            for i in queue:
-                for w in self.waits[i]:
-                    if (awaited := ends[w] or new(ends, w)).callbacks is not None:
-                        yield awaited
-                start[i] = env.now
-                m = self.meeting[i]
-                together = ends[m] or new(ends, m)
-                missing[m] -= 1
-                if not self.compute[i]:
-                    self.n_held[self.program[i]][self.kind[i]] += 1
-                    self._touch(self.program[i])
-                if not missing[m]:
-                    self._begin(m, together)
-                yield together
-                end[i] = env.now
-                ends[m] = past
+    def _begin(self, i: int, m: int, end: End, complete: bool) -> None:
+        if not self.compute[i]:
+            self.n_held[self.program[i]][self.kind[i]] += 1
+            self._touch(self.program[i])
+        if complete:
+            self._run(m, end)
 
-    def _begin(self, m: int, end: _End) -> None:
-        work = _Work(m, self.duration[m], self.mates[m], end)
-        for i in work.members:
+    def _run(self, m: int, end: End) -> None:
+        members = self.mates[m]
+        work = Work(m, self.duration[m], members, self.loads.of(members) if self.loads else {}, end)
+        for i in members:
             p = self.program[i]
             (self.computing if self.compute[i] else self.n_moving)[p][self.kind[i]] += 1
             self.running[p][m] = work
             self._touch(p)
         if work.left == 0.0:
+            work.loads = {}
             self._tick(work, 0.0)
+        for r in work.loads:
+            self.users.setdefault(r, {})[m] = work
 
-    def _finish(self, work: _Work) -> None:
+    def _finish(self, work: Work) -> None:
         for i in work.members:
             p = self.program[i]
             if self.compute[i]:
@@ -116,6 +82,9 @@ class _Shared(_World):
                 self.n_held[p][self.kind[i]] -= 1
             del self.running[p][work.op]
             self._touch(p)
+        for r in work.loads:
+            del self.users[r][work.op]
+            self.loosened.add(r)
         waiting, work.end.callbacks = work.end.callbacks, None  # type: ignore[assignment]  # it has happened, now
         for resume in waiting or ():
             resume(work.end)
@@ -123,28 +92,49 @@ class _Shared(_World):
     def _touch(self, p: int) -> None:
         """Program p's rates are to be looked at again, once nothing more happens at this time."""
         if not self.touched:
-            settle = _End(self.env)
+            settle = End(self.env)
             settle.callbacks.append(self._settle)
             self.env.schedule(settle, SETTLE)
         self.touched.add(p)
 
     def _settle(self, _: Event) -> None:
-        now = self.env.now
         affected = {m: w for p in self.touched for m, w in self.running[p].items()}
         self.touched.clear()
-        for m in sorted(affected):
-            work = affected[m]
-            rate = self._rate(work)
-            if rate == work.rate:
-                continue
-            done = round((now - work.since) * work.rate * GRID) / GRID
-            work.left, work.since, work.rate = max(0.0, work.left - done), now, rate
-            self._tick(work, round(work.left / rate * GRID) / GRID)
+        bound = self._component([w for w in affected.values() if w.loads])
+        flows = [bound[m] for m in sorted(bound)]
+        for work, rate in zip(flows, fill([self._pace(w) for w in flows], [w.loads for w in flows]), strict=True):
+            self._change(work, rate)
+        for m in sorted(affected.keys() - bound.keys()):
+            self._change(affected[m], self._pace(affected[m]))
 
-    def _tick(self, work: _Work, delay: float) -> None:
+    def _component(self, found: list[Work]) -> dict[int, Work]:
+        """All work that shares links with what was touched, or with what left a link, directly or by others."""
+        out, links = {w.op: w for w in found}, set(self.loosened)
+        self.loosened.clear()
+        links.update(r for w in found for r in w.loads)
+        todo = list(links)
+        while todo:
+            for m, w in self.users.get(todo.pop(), {}).items():
+                if m not in out:
+                    out[m] = w
+                    new = w.loads.keys() - links
+                    links |= new
+                    todo += new
+        return out
+
+    def _change(self, work: Work, rate: float) -> None:
+        """Note what has been done so far, if the rate differs from now on."""
+        if rate == work.rate:
+            return
+        now = self.env.now
+        done = round((now - work.since) * work.rate * GRID) / GRID
+        work.left, work.since, work.rate = max(0.0, work.left - done), now, rate
+        self._tick(work, round(work.left / rate * GRID) / GRID)
+
+    def _tick(self, work: Work, delay: float) -> None:
         """Its end, unless its rate changes before."""
         work.turn += 1
-        turn, tick = work.turn, _End(self.env)
+        turn, tick = work.turn, End(self.env)
 
         def ended(_: Event) -> None:
             if work.turn == turn:
@@ -153,10 +143,10 @@ class _Shared(_World):
         tick.callbacks.append(ended)
         self.env.schedule(tick, NORMAL, delay)
 
-    def _rate(self, work: _Work) -> float:
-        return min(self._rate_of(i) for i in work.members)
+    def _pace(self, work: Work) -> float:
+        return min(self._pace_of(i) for i in work.members)
 
-    def _rate_of(self, i: int) -> float:
+    def _pace_of(self, i: int) -> float:
         """1 / (1 + the sum over classes present on the op's program, in ascending order)."""
         p, k, slow = self.program[i], self.kind[i], 1.0
         if self.compute[i]:
@@ -171,3 +161,25 @@ class _Shared(_World):
                 if n:
                     slow += self.wire_table[k][a]
         return 1.0 / slow
+
+
+class _Loads:
+    """The links that ops load."""
+
+    def __init__(self, links: Links) -> None:
+        self.row, self.at = links.row.tolist(), links.at.tolist()
+        self.resource, self.load = links.resource.tolist(), links.load.tolist()
+
+    def of(self, members: list[int]) -> dict[int, float]:
+        """What a meeting loads, each link once."""
+        out: dict[int, float] = {}
+        for row in (self.row[i] for i in members):
+            for e in range(self.at[row], self.at[row + 1]) if row >= 0 else ():
+                out[self.resource[e]] = out.get(self.resource[e], 0.0) + self.load[e]
+        return out
+
+
+def _nothing(scenario: Scenario) -> Interference:
+    """One class of each kind, and no slowdown."""
+    none = np.zeros((1, 1))
+    return Interference(np.zeros(len(scenario.plan), dtype=np.int64), none, none, none)

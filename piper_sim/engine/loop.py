@@ -1,7 +1,8 @@
 """The SimPy engine: one process per program and stream; ops in order inside a stream, streams side by side.
 
-An op starts when it heads its stream and what it waits for has ended. Transfers and collectives that span programs
-move when their last member has come. One event per op or meeting; processes exist only for streams.
+An op starts when it heads its stream, what it waits for has ended and its host has dispatched it. Transfers and
+collectives that span programs move when their last member has come. One event per op or meeting; processes exist only
+for streams and hosts. docs/ENGINE.md is the arithmetic.
 """
 
 from __future__ import annotations
@@ -9,50 +10,24 @@ from __future__ import annotations
 import gc
 from array import array
 from collections.abc import Generator
-from dataclasses import dataclass
-from enum import StrEnum
 from itertools import pairwise
 
 import numpy as np
 import simpy
 from simpy.events import NORMAL, Event
 
-from ir.errors import ErrorKind, PiperError
 from ir.order import FloatArray, IntArray
 from ir.plan import Csr, OpKind, Plan
-from piper_sim.engine.steps import carried
-
-LINES = 40
-
-
-class Wire(StrEnum):
-    """What a transfer means. rendezvous: it starts when both ends are posted and holds both streams.
-
-    buffered: the message leaves when the send is posted and never holds the sender (pure latency).
-    """
-
-    BUFFERED = "buffered"
-    RENDEZVOUS = "rendezvous"
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """When ops started and ended. Arrays have shape (steps, ops); times are in the unit of the durations."""
-
-    start: FloatArray
-    end: FloatArray
+from piper_sim.engine.scenario import Host, Run, Scenario, Wire
+from piper_sim.engine.stuck import deadlock
 
 
 def run(plan: Plan, duration: FloatArray, wire: Wire = Wire.RENDEZVOUS, steps: int = 1) -> Run:
-    """Simulate `steps` repetitions of the plan. duration: one number per op (a transfer's: its send's).
-
-    Streams run on from one step into the next, where some ops also wait for ops of the step before (`carried`).
-    Raises PiperError (deadlock) naming where every rank stands.
-    """
-    return _run(plan, _World(plan, duration, wire, steps))
+    """Simulate `steps` repetitions of a bare plan: no host, nothing shared. See `play`."""
+    return finish(World(Scenario.of(plan, wire), duration, steps))
 
 
-def _run(plan: Plan, world: _World) -> Run:
+def finish(world: World) -> Run:
     """Let a world run until nothing is left to happen."""
     was = gc.isenabled()
     gc.disable()  # a million short-lived events, no cycles: collection would only cost
@@ -61,66 +36,96 @@ def _run(plan: Plan, world: _World) -> Run:
     finally:
         if was:
             gc.enable()
-    shape = (world.steps, len(plan))
-    found = Run(np.array(world.start).reshape(shape), np.array(world.end).reshape(shape))
+    shape = (world.steps, world.count)
+    start, end = (np.array(x).reshape(shape) for x in (world.start, world.end))
+    found = Run(start, end, np.array(world.post).reshape(shape) if world.hosted else None)
     if (found.end < 0).any():
-        raise _deadlock(plan, found)
+        raise deadlock(world.scenario, found.start >= 0, found.end >= 0, found.post)
     return found
 
 
-class _End(Event):
-    """The end of an op or of a meeting of several. It cannot fail, so only its time is open: when it is scheduled."""
+class End(Event):
+    """The end of an op or of a meeting, or a dispatch. It cannot fail, so only its time is open: when it is due."""
 
     _ok, _value = True, None
 
 
-class _World:
-    """All state of one run: plain lists, because the processes touch them a million times."""
+class World:
+    """All state of one run: plain lists, because the processes touch them a million times.
 
-    def __init__(self, plan: Plan, duration: FloatArray, wire: Wire, steps: int) -> None:
+    A row of `ends` has an entry per op or meeting, then one per op of the step before that some op waits for.
+    """
+
+    def __init__(self, scenario: Scenario, duration: FloatArray, steps: int) -> None:
+        self.scenario, plan = scenario, scenario.plan
         self.count, self.steps, self.env = len(plan), steps, simpy.Environment()
-        meeting = _meetings(plan, wire)
-        late, before = carried(plan) if steps > 1 else (meeting[:0], meeting[:0])
+        meeting = _meetings(plan, scenario.wire)
+        waits = plan.waits.rows(), meeting[plan.waits.items]
+        late, before = (scenario.late, scenario.before) if steps > 1 else (meeting[:0], meeting[:0])
+        host, self.hosted = scenario.host, scenario.host is not None
+        hold = _hold(host, self.count) if host else (meeting[:0], meeting[:0])
+        over = np.unique(np.concatenate([before, hold[1][hold[1] >= self.count] - self.count]))
+        self.before = meeting[over].tolist()
         # What is carried over stands behind the step's own ops.
-        waits = Csr.of(
-            len(plan),
-            np.concatenate([plan.waits.rows(), late]),
-            np.concatenate([meeting[plan.waits.items], self.count + np.arange(len(late))]),
-        )
-        at, items = waits.at.tolist(), waits.items.tolist()
-        self.waits = [items[a:b] if a != b else () for a, b in pairwise(at)]
-        self.before = meeting[before].tolist()
+        self.waits = _lists(self.count, [waits, (late, self.count + np.searchsorted(over, before))])
+        old = hold[1] >= self.count
+        on = np.where(old, self.count + np.searchsorted(over, hold[1] - self.count), hold[1])
+        on[~old] = meeting[on[~old]]
+        self.hold = _lists(self.count, [(hold[0], on)]) if host else []
+        self.launch = host.launch.tolist() if host else []
         self.meeting, self.partner = meeting.tolist(), plan.partner.tolist()
-        self.members = np.bincount(meeting, minlength=len(plan)).tolist()
+        self.members = np.bincount(meeting, minlength=self.count).tolist()
         self.duration = _durations(plan, np.asarray(duration, dtype=np.float64), meeting).tolist()
         self.sends = (plan.kind == OpKind.SEND).tolist()
-        self.start = [array("d", [-1.0]) * self.count for _ in range(steps)]
-        self.end = [array("d", [-1.0]) * self.count for _ in range(steps)]
-        self.past = _End(self.env)
+        self.start, self.end, self.post = ([self._blank() for _ in range(steps)] for _ in range(3))
+        self.past = End(self.env)
         self.past.callbacks = None  # type: ignore[assignment]  # as SimPy marks what has happened
-        self.ends: list[list[_End | None]] = []
+        self.ends: list[list[End | None]] = []
         self.missing: list[list[int]] = []
+        self.calls: list[list[End | None]] = [[None] * self.count for _ in range(steps)] if host else []
+        for a, b in pairwise(plan.bounds.tolist() if host else ()):
+            self.env.process(self._host(range(a, b)))
         for queue in plan.queues:
-            channel = wire is Wire.BUFFERED and plan.partner[queue[0]] >= 0
+            channel = scenario.wire is Wire.BUFFERED and plan.partner[queue[0]] >= 0
             self.env.process(self._channel(queue) if channel else self._stream(queue))
 
-    def _step(self, step: int) -> tuple[list[_End | None], list[int]]:
+    def _blank(self) -> array[float]:
+        return array("d", [-1.0]) * self.count
+
+    def _step(self, step: int) -> tuple[list[End | None], list[int]]:
         """Of one step: the end of each op or meeting, None until somebody needs it; how many members are to come."""
-        if step == len(self.ends):
-            last = self.ends[-1] if step else []
-            over = [last[i] or self._new(last, i) for i in self.before] if step else [self.past] * len(self.before)
+        while step >= len(self.ends):
+            last = self.ends[-1] if self.ends else []
+            over = [last[i] or self._new(last, i) for i in self.before] if last else [self.past] * len(self.before)
             self.ends.append([None] * self.count + over)
             self.missing.append(self.members.copy())
         return self.ends[step], self.missing[step]
 
-    def _new(self, ends: list[_End | None], i: int) -> _End:
-        end = ends[i] = _End(self.env)
+    def _new(self, ends: list[End | None], i: int) -> End:
+        end = ends[i] = End(self.env)
         return end
 
+    def _host(self, ops: range) -> Generator[Event, None, None]:
+        """Dispatch a program's ops, one after the other."""
+        env, new, past = self.env, self._new, self.past
+        for step in range(self.steps):
+            ends, _ = self._step(step)
+            calls, post = self.calls[step], self.post[step]
+            for i in ops:
+                for w in self.hold[i]:
+                    if (awaited := ends[w] or new(ends, w)).callbacks is not None:
+                        yield awaited
+                if self.launch[i]:
+                    yield env.timeout(self.launch[i])
+                post[i] = env.now
+                call, calls[i] = calls[i], past
+                if call is not None:
+                    env.schedule(call)
+
     def _stream(self, queue: list[int]) -> Generator[Event, None, None]:
-        """Ops one after the other: each ends its duration after its last member has come."""
-        env, new, schedule, past = self.env, self._new, self.env.schedule, self.past
-        waits, meeting, duration = self.waits, self.meeting, self.duration
+        """Ops one after the other: each ends when its meeting has, which begins when its last member has come."""
+        env, new, past, hosted = self.env, self._new, self.past, self.hosted
+        waits, meeting, begin = self.waits, self.meeting, self._begin
         for step in range(self.steps):
             ends, missing = self._step(step)
             start, end = self.start[step], self.end[step]
@@ -128,15 +133,23 @@ class _World:
                 for w in waits[i]:
                     if (awaited := ends[w] or new(ends, w)).callbacks is not None:
                         yield awaited
+                if hosted:
+                    calls = self.calls[step]
+                    if (call := calls[i] or new(calls, i)).callbacks is not None:
+                        yield call
                 start[i] = env.now
                 m = meeting[i]
                 together = ends[m] or new(ends, m)
                 missing[m] -= 1
-                if not missing[m]:
-                    schedule(together, NORMAL, duration[m])
+                begin(i, m, together, not missing[m])
                 yield together
                 end[i] = env.now
                 ends[m] = past
+
+    def _begin(self, _: int, m: int, end: End, complete: bool) -> None:
+        """An op has started; its meeting begins if that completes it."""
+        if complete:
+            self.env.schedule(end, NORMAL, self.duration[m])
 
     def _channel(self, queue: list[int]) -> Generator[Event, None, None]:
         """Buffered transfers: a send's message leaves at once; a receive ends when its message is there."""
@@ -168,6 +181,18 @@ class _World:
                 ends[partner[i]] = past
 
 
+def _hold(host: Host, count: int) -> tuple[IntArray, IntArray]:
+    return host.hold.rows(), host.hold.items
+
+
+def _lists(count: int, pairs: list[tuple[IntArray, IntArray]]) -> list[list[int] | tuple[()]]:
+    """By op, the second of each pair that has it first."""
+    rows, items = (np.concatenate([p[k] for p in pairs]) for k in (0, 1))
+    csr = Csr.of(count, rows, items)
+    at, flat = csr.at.tolist(), csr.items.tolist()
+    return [flat[a:b] if a != b else () for a, b in pairwise(at)]
+
+
 def _meetings(plan: Plan, wire: Wire) -> IntArray:
     """For each op the least op that it must meet: its own, where it runs alone."""
     out = np.arange(len(plan))
@@ -188,21 +213,3 @@ def _durations(plan: Plan, duration: FloatArray, meeting: IntArray) -> FloatArra
     counts = plan.kind != OpKind.RECV
     np.maximum.at(out, meeting[counts], duration[counts])
     return out
-
-
-def _deadlock(plan: Plan, found: Run) -> PiperError:
-    """Where every stream stands, and what for."""
-    lines = []
-    for queue, (program, stream) in zip(plan.queues, plan.streams, strict=True):
-        stuck = next(((s, i) for s in range(len(found.end)) for i in queue if found.end[s, i] < 0), None)
-        if stuck is None:
-            continue
-        step, i = stuck
-        lack = [plan.text(w) for w in plan.waits.row(i).tolist() if found.end[step, w] < 0]
-        if found.start[step, i] >= 0:
-            met = plan.collective == plan.collective[i]
-            mates = [int(plan.partner[i])] if plan.partner[i] >= 0 else np.flatnonzero(met).tolist()
-            lack = [f"{plan.text(j)} of rank {int(plan.program[j])}" for j in mates if found.start[step, j] < 0]
-        lines.append(f"  rank {program} {stream} stands at {plan.text(i)}, which waits for {', '.join(lack)}")
-    more = [f"  and {len(lines) - LINES} more"] if len(lines) > LINES else []
-    return PiperError(ErrorKind.DEADLOCK, "no stream can move:\n" + "\n".join(lines[:LINES] + more))

@@ -1,0 +1,128 @@
+"""Max-min sharing against what defines it, and pairwise slowdowns worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models import load_hardware
+from cost_models.hardware.schema import COMM_KINDS
+from cost_models.interference import Slowdown
+from ir.errors import PiperError
+from ir.lower import Policy
+from ir.plan import OpKind, Plan
+from piper_sim.engine import Interference, Links, Scenario, play
+from piper_sim.engine.share import fill
+from piper_sim.interference import pairwise
+from tests.ir.plans import moe_plan, stage_plan
+
+PACES = st.sampled_from([0.25, 0.5, 2 / 3, 0.9, 1.0])
+FLOWS = st.lists(
+    st.tuples(PACES, st.dictionaries(st.integers(0, 4), st.sampled_from([0.1, 0.3, 0.5, 1.0, 2.0]), min_size=1)),
+    min_size=1,
+    max_size=7,
+)
+
+
+def is_max_min(paces: list[float], loads: list[dict[int, float]], rates: list[float]) -> bool:
+    """No link is overfull, and every flow has a reason: its pace, or a full link on which nobody takes more."""
+    near = 1e-12
+    weight = [max(mine.values()) for mine in loads]
+    use = {r: sum(x.get(r, 0.0) * rate for x, rate in zip(loads, rates, strict=True)) for x in loads for r in x}
+    if any(u > 1 + near for u in use.values()) or any(x > p for x, p in zip(rates, paces, strict=True)):
+        return False
+    for f, mine in enumerate(loads):
+        most = rates[f] * weight[f] * (1 + near) + near
+        full = [r for r in mine if use[r] >= 1 - near]
+        others = {r: [rates[g] * weight[g] for g, x in enumerate(loads) if r in x] for r in full}
+        if rates[f] < paces[f] * (1 - near) and not any(max(others[r]) <= most for r in full):
+            return False
+    return True
+
+
+@given(FLOWS)
+def test_shares_are_max_min(flows: list[tuple[float, dict[int, float]]]) -> None:
+    paces, loads = [p for p, _ in flows], [x for _, x in flows]
+    rates = fill(paces, loads)
+    assert is_max_min(paces, loads, rates)
+    assert not is_max_min(paces, loads, [rates[0] * 0.9, *rates[1:]]), "a flow held back without a reason is seen"
+    assert not is_max_min(paces, loads, [x * 1.01 for x in rates]), "an overfull link is seen"
+
+
+@given(FLOWS, FLOWS)
+def test_links_without_common_users_do_not_touch_each_other(a: list, b: list) -> None:  # type: ignore[type-arg]
+    apart = [(p, {r + 10: x for r, x in loads.items()}) for p, loads in b]
+    both = fill([p for p, _ in a + apart], [x for _, x in a + apart])
+    assert both == fill([p for p, _ in a], [x for _, x in a]) + fill([p for p, _ in b], [x for _, x in b])
+
+
+def two_sends(loads: float) -> tuple[Plan, Links]:
+    """Rank 0 sends to ranks 1 (forward) and gets from it: every transfer loads one and the same link."""
+    plan = stage_plan("gpipe", 2, 2)
+    peers = np.where(plan.partner >= 0, 0, -1)
+    send = np.where(plan.kind == OpKind.SEND, peers, -1)
+    return plan, Links(send, np.array([0, 1]), np.array([0]), np.array([loads]), 1)
+
+
+def test_an_oversubscribed_link_slows_a_message_alone() -> None:
+    plan, links = two_sends(2.0)
+    duration = np.where(plan.kind == OpKind.COMPUTE, 1.0, 0.25)
+    slowed = play(Scenario.of(plan, links=links), duration)
+    twice = play(Scenario.of(plan), np.where(plan.kind == OpKind.COMPUTE, 1.0, 0.5))
+    assert np.array_equal(slowed.end, twice.end), "0F1 ends before 0SEND_F0 does, so no two share the link"
+    free = play(Scenario.of(plan, links=two_sends(1.0)[1]), duration)
+    assert np.array_equal(free.end, play(Scenario.of(plan), duration).end)
+
+
+def test_a_kernel_beside_a_message_by_hand() -> None:
+    """0F1 (1 s) beside 0SEND_F0 (1/2 s), then beside 0RECV_B0, which is posted early and holds its SMs.
+
+    The message takes 0.5 · 1.25 = 0.625 s beside compute. Meanwhile 0F1 does 0.625 / 1.5 of its second, held and
+    moving; the rest takes 1.25 times as long beside the receive that waits.
+    """
+    plan = stage_plan("gpipe", 2, 2)
+    duration = np.where(plan.kind == OpKind.COMPUTE, 1.0, 0.5)
+    kind = np.zeros(len(plan), dtype=np.int64)
+    one = np.ones((1, 1))
+    ran = play(Scenario.of(plan, slow=Interference(kind, 0.25 * one, 0.25 * one, 0.25 * one)), duration)
+    at = {plan.text(i): i for i in range(len(plan))}
+    assert ran.start[0, at["0F1"]] == ran.start[0, at["0SEND_F0"]] == 1.0
+    assert ran.end[0, at["0SEND_F0"]] == 1.625
+    expected = 1.625 + 1.25 * (1 - 0.625 / 1.5)
+    assert ran.end[0, at["0F1"]] == pytest.approx(expected, abs=1e-11)
+
+
+def test_slowdowns_are_what_the_hardware_file_says() -> None:
+    hw = load_hardware("h100-sxm", {"comm_sms": {"all_to_all": 33.0}, "comm_hbm": {"all_to_all": 0.2}})
+    slow = Slowdown.of(hw)
+    assert slow.held[0][0] == 33 / 99 and slow.moving[1][0] == pytest.approx(0.25)
+    assert slow.held[1] == (0, 0, 0) and slow.moving[0] == (0, 0, 0)
+
+
+def test_ops_are_classed_by_what_bounds_them() -> None:
+    plan = moe_plan("1f1b", 2, 2, Policy())
+    table = pairwise(plan, load_hardware("h100-sxm"))
+    compute = plan.kind == OpKind.COMPUTE
+    assert table.kind[compute].max() < len(table.held) and table.kind[~compute].max() < len(COMM_KINDS)
+    for i in np.flatnonzero(~compute).tolist():
+        text = plan.text(i)
+        expected = "all_to_all" if "dispatch" in text or "combine" in text else "p2p" if plan.partner[i] >= 0 else ""
+        assert COMM_KINDS[table.kind[i]] == (expected or "collective"), text
+    update = [i for i in range(len(plan)) if "UPDATE" in plan.text(i)]
+    assert update and not table.kind[update].any(), "an update is bound by memory"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("comm_sms", {"all2all": 3}, "unknown kind of communication 'all2all'"),
+        ("comm_sms", {"p2p": 132}, "leave none to compute"),
+        ("comm_hbm", {"p2p": 1.0}, "< 1"),
+        ("oversubscription", 0.5, ">= 1"),
+    ],
+)
+def test_bad_slowdowns_are_refused(key: str, value: object, says: str) -> None:
+    with pytest.raises(PiperError, match=says):
+        load_hardware("h100-sxm", {key: value})
