@@ -1,20 +1,24 @@
-"""How many times slower than a bare heapq loop are building, checking and simulating a plan?
+"""What each part of a prediction costs per op, beside a bare heapq loop over the same ops: `make bench`.
 
-    python -m experiments.engine_speed [--ranks 64] [--mbs 1024] [--rounds 3] [--layers]
-
-The yardstick does the least a discrete-event engine can do with the same ops: FIFO streams, waits, a heap; no memory,
-no trace, no checks, and its input is not timed. Parts take turns with it on the same machine; CPU seconds, the least
-of some rounds. --layers: DeepSeek-V3's demo job under DualPipe, layer by layer, against the yardstick's time per op.
+The heapq loop is the least that a discrete-event engine can do: FIFO streams, waits, messages that cost nothing to
+receive; no memory, no trace, no checks, and its input is not timed. All take turns on the same machine; CPU seconds,
+the least of some rounds. Two plans: 1F1B on bare stages, 64 x 1,024, and the demo's DeepSeek-V3 layer by layer under
+DualPipe, 16 x 256. Durations are the plan's own; tables, links and host are invented, with everything slowed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import pairwise
 
 import numpy as np
 
@@ -24,78 +28,64 @@ from ir.directives import apply
 from ir.job.load import job_from
 from ir.lower import Merge, Policy, lower
 from ir.order import FloatArray
-from ir.plan import OpKind, Plan
+from ir.plan import Csr, OpKind, Plan
 from ir.rules import check_plan
 from ir.schedules.registry import build
 from ir.schedules.strategy import ordering, placing
+from piper_sim import engine, twin
 from piper_sim.commands.demo import JOB
-from piper_sim.costs import CostModel
-from piper_sim.engine import Wire, run, steady
-from piper_sim.memory import memory, state
+from piper_sim.costs import CostModel, OpCosts, Share
+from piper_sim.engine import Host, Interference, Links, Run, Scenario, Wire
+from piper_sim.memory import memory, samples, state
 from piper_sim.metrics import breakdown
-from piper_sim.simulate import hardware_of, prepare_priced
-from piper_sim.twin import choose
+from piper_sim.prepare import hardware_of, prepare_priced
+from piper_sim.traces import trace_of
 
-Loop = tuple[list[float], list[int], list[list[int]]]
-
-
-def one_f_one_b(ranks: int, mbs: int) -> Loop:
-    """The yardstick's input: seconds and stream of each op, and who waits for it. Sends and receives are ops."""
-    seconds: list[float] = []
-    stream: list[int] = []
-    at: dict[tuple[str, int, int], int] = {}
-    for rank in range(ranks):
-        warm = min(ranks - rank, mbs)
-        turns = [("F", m) for m in range(warm)]
-        for m in range(mbs):
-            turns.append(("B", m))
-            turns += [("F", m + warm)] if m + warm < mbs else []
-        for way, m in turns:
-            ahead = 1 if way == "F" else -1
-            for what, lane, lasts, there in (
-                ("recv", 1, 0.0, 0 <= rank - ahead < ranks),
-                ("", 0, 1.0 if way == "F" else 2.0, True),
-                ("send", 2, 0.25, 0 <= rank + ahead < ranks),
-            ):
-                if there:
-                    at[what + way, rank, m] = len(seconds)
-                    seconds.append(lasts)
-                    stream.append(3 * rank + lane)
-    waiters: list[list[int]] = [[] for _ in seconds]
-    for (what, rank, m), i in at.items():
-        before = {
-            "F": ("recvF", rank),
-            "B": ("recvB", rank) if rank < ranks - 1 else ("F", rank),
-            "sendF": ("F", rank),
-            "sendB": ("B", rank),
-            "recvF": ("sendF", rank - 1),
-            "recvB": ("sendB", rank + 1),
-        }[what]
-        if (*before, m) in at:
-            waiters[at[*before, m]].append(i)
-    return seconds, stream, waiters
+CLASSES = 6
+WINDOW = 1024
+LAUNCH_S = round(5e-6 * 2**40) / 2**40
+COMPILE = """
+import time
+from experiments.engine_speed import shared, stage_case
+from piper_sim import twin
+case = stage_case(2, 2)
+for name, scenario in shared(case.plan).items():
+    before = time.process_time()
+    twin.play(scenario, case.costs.duration)
+    print(f"{name} {time.process_time() - before:.1f} s", end="; ")
+"""
 
 
-def yardstick(seconds: list[float], stream: list[int], waiters: list[list[int]]) -> float:
+def loop_of(plan: Plan, duration: FloatArray) -> tuple[list[float], list[int], list[list[int]]]:
+    """The yardstick's input: seconds, stream and waiters of every op. A receive waits for its send."""
+    waiters: list[list[int]] = [[] for _ in range(len(plan))]
+    for i, w in zip(plan.waits.rows().tolist(), plan.waits.items.tolist(), strict=True):
+        waiters[w].append(i)
+    recv = plan.kind == OpKind.RECV
+    for i in np.flatnonzero(recv).tolist():
+        waiters[int(plan.partner[i])].append(i)
+    return np.where(recv, 0.0, duration).tolist(), plan.stream.tolist(), waiters
+
+
+def heapq_loop(seconds: list[float], stream: list[int], waiters: list[list[int]]) -> float:
     """The makespan, by events: an op starts when it heads its stream and nothing is left to wait for."""
-    left = [0] * len(seconds)
-    following = [-1] * len(seconds)
-    tail: dict[int, int] = {}
-    for i, s in enumerate(stream):
-        if s in tail:
-            following[tail[s]] = i
+    count = len(seconds)
+    left, behind, last = [0] * count, [-1] * count, [-1] * (max(stream) + 1)
+    for targets in waiters:
+        for i in targets:
             left[i] += 1
-        tail[s] = i
-        for j in waiters[i]:
-            left[j] += 1
-    heap = [(seconds[i], i) for i, n in enumerate(left) if not n]
+    for i, s in enumerate(stream):
+        if last[s] >= 0:
+            behind[last[s]] = i
+            left[i] += 1
+        last[s] = i
+    heap = [(seconds[i], i) for i in range(count) if not left[i]]
     heap.sort()
-    now, done = 0.0, 0
+    done, now = 0, 0.0
     while heap:
         now, i = heappop(heap)
         done += 1
-        j = following[i]
-        if j >= 0:
+        if (j := behind[i]) >= 0:
             left[j] -= 1
             if not left[j]:
                 heappush(heap, (now + seconds[j], j))
@@ -103,34 +93,19 @@ def yardstick(seconds: list[float], stream: list[int], waiters: list[list[int]])
             left[j] -= 1
             if not left[j]:
                 heappush(heap, (now + seconds[j], j))
-    assert done == len(seconds)
+    assert done == count
     return now
 
 
-class Bench:
-    """Parts of a pipeline, timed in turn with the yardstick. Each part is given what the parts before it returned."""
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A plan, how it is made, and what its ops cost."""
 
-    def __init__(self, loop: Loop, rounds: int) -> None:
-        self.loop, self.rounds = loop, rounds
-
-    def table(self, title: str, ops: int, parts: dict[str, Callable[[dict[str, object]], object]]) -> dict[str, float]:
-        """Run and print; returns ratios to the yardstick's time for as many ops."""
-        best = dict.fromkeys(["heapq loop", *parts], float("inf"))
-        for _ in range(self.rounds):
-            made: dict[str, object] = {}
-            for name, part in {"heapq loop": lambda _: yardstick(*self.loop), **parts}.items():
-                begin = time.process_time()
-                made[name] = part(made)
-                best[name] = min(best[name], time.process_time() - begin)
-        unit = best["heapq loop"] / len(self.loop[0])
-        print(f"\n{title}: {ops:,} ops; the heapq loop takes {1e6 * unit:.2f} us per op")
-        best["build + check + simulate"] = sum(best[n] for n in ("order and lower", "check_plan", "SimPy"))
-        ratios = {}
-        for name, seconds in best.items():
-            each = seconds / (len(self.loop[0]) if name == "heapq loop" else ops)
-            ratios[name] = each / unit
-            print(f"  {name:28} {seconds:8.3f} s {1e6 * each:8.2f} us/op {ratios[name]:7.2f} x")
-        return ratios
+    title: str
+    make: Callable[[], Plan]
+    plan: Plan
+    costs: OpCosts
+    recipe: Recipe
 
 
 def stages(ranks: int, mbs: int) -> Plan:
@@ -140,60 +115,123 @@ def stages(ranks: int, mbs: int) -> Plan:
     return lower(graph, Policy(Merge.FUSED, whole_backward=True, clip=False))
 
 
-def by_stage(ranks: int, mbs: int, rounds: int) -> dict[str, float]:
-    """1F1B on bare stages, the same ops as the yardstick's."""
-    loop, plan = one_f_one_b(ranks, mbs), stages(ranks, mbs)
+def stage_case(ranks: int, mbs: int) -> Case:
+    """1F1B on bare stages: F takes 1, B 2, a transfer 0.25 s."""
+    plan = stages(ranks, mbs)
     backward = np.array([s.text.endswith("B*") for s in plan.shapes])[plan.shape]
-    seconds: FloatArray = np.where(plan.kind == OpKind.COMPUTE, np.where(backward, 2.0, 1.0), 0.25)
-    assert len(plan) == len(loop[0])
-    assert run(plan, seconds, Wire.BUFFERED).end.max() == yardstick(*loop), "the same plan, hence the same makespan"
-    choose(plan, seconds, wire=Wire.BUFFERED)  # compile
-    empty = state(plan, Recipe())
-    return Bench(loop, rounds).table(
-        f"1F1B, {ranks} x {mbs}",
-        len(plan),
-        {
-            "order and lower": lambda made: stages(ranks, mbs),
-            "check_plan": lambda made: check_plan(_plan(made)),
-            "SimPy": lambda made: run(_plan(made), seconds, Wire.BUFFERED),
-            "SimPy, rendezvous": lambda made: run(_plan(made), seconds, Wire.RENDEZVOUS),
-            "compiled twin": lambda made: choose(_plan(made), seconds, wire=Wire.BUFFERED),
-            "memory": lambda made: memory(_plan(made), empty),
-        },
-    )
+    seconds = np.where(plan.kind == OpKind.COMPUTE, np.where(backward, 2.0, 1.0), 0.25)
+    shares = np.zeros((len(plan), len(Share)))
+    shares[:, Share.COMPUTE] = seconds
+    costs = OpCosts(seconds, shares)
+    return Case(f"1F1B on bare stages, {ranks} x {mbs}", lambda: stages(ranks, mbs), plan, costs, Recipe())
 
 
-def by_layer(mbs: int, rounds: int) -> dict[str, float]:
-    """DeepSeek-V3 under DualPipe, all-to-alls and layers as ops: one step."""
+def layer_case(mbs: int) -> Case:
+    """DeepSeek-V3 under DualPipe, all-to-alls and layers as ops."""
     job = job_from(tomllib.loads(JOB), file="demo")
     job = replace(job, schedule=replace(job.schedule, microbatches=mbs))
     hardware = hardware_of(job)
     made = prepare_priced(job, hardware)
-    plan = made.plan()
-    model = CostModel(made, hardware)
-    costs = model.price(plan)
-    ran, steps = steady(plan, costs.duration, clipped=True)
-    choose(plan, costs.duration, steps=steps)
-    return Bench(one_f_one_b(job.parallel.pp, mbs), rounds).table(
-        f"DeepSeek-V3, DualPipe, {job.parallel.pp} x {mbs}, layer by layer",
-        len(plan),
-        {
-            "order and lower": lambda done: made.plan(),
-            "check_plan": lambda done: check_plan(_plan(done)),
-            "costs": lambda done: model.price(_plan(done)),
-            "SimPy": lambda done: run(_plan(done), costs.duration),
-            f"SimPy, steady ({steps} steps)": lambda done: steady(_plan(done), costs.duration, clipped=True),
-            "compiled twin": lambda done: choose(_plan(done), costs.duration),
-            "memory": lambda done: memory(_plan(done), state(_plan(done), model.recipe)),
-            "breakdown": lambda done: breakdown(_plan(done), ran, costs),
-        },
-    )
+    model, plan = CostModel(made, hardware), made.lowered()
+    title = f"DeepSeek-V3's layers under DualPipe, {job.parallel.pp} x {mbs}"
+    return Case(title, made.lowered, plan, model.price(plan), model.recipe)
 
 
-def _plan(made: dict[str, object]) -> Plan:
-    plan = made["order and lower"]
-    assert isinstance(plan, Plan)
-    return plan
+def table(plan: Plan) -> Interference:
+    """Six classes of each kind, all of which slow each other."""
+    rng = np.random.default_rng(1)
+    kind = rng.integers(0, CLASSES, len(plan))
+    kind = np.where(plan.kind == OpKind.RECV, kind[plan.partner], kind)
+    kind = np.where(plan.collective >= 0, plan.collective % CLASSES, kind)
+    return Interference(kind, *rng.random((3, CLASSES, CLASSES)) * 0.2)
+
+
+def nics(plan: Plan) -> Links:
+    """All that a program communicates takes 0.8 of its own link and 0.6 of one that it shares with a neighbour."""
+    own = np.arange(plan.programs)
+    both = np.stack([own, plan.programs + own // 2], axis=1).reshape(-1)
+    row = np.where(plan.kind == OpKind.COMPUTE, -1, plan.program)
+    return Links(row, np.arange(plan.programs + 1) * 2, both, np.tile([0.8, 0.6], plan.programs), 2 * plan.programs)
+
+
+def ahead(plan: Plan) -> Host:
+    """5 us a launch, no further ahead than a window of ops."""
+    n, row, on = len(plan), [], []
+    for a, b in pairwise(plan.bounds.tolist()):
+        window = min(WINDOW, b - a)
+        j = np.arange(a, b) - window
+        row.append(np.arange(a, b))
+        on.append(np.where(j >= a, j, j + b - a + n))
+    return Host(np.full(n, LAUNCH_S), Csr.of(n, np.concatenate(row), np.concatenate(on)))
+
+
+def shared(plan: Plan) -> dict[str, Scenario]:
+    """What the twin is timed with."""
+    bare, slow, links, host = Scenario.of(plan), table(plan), nics(plan), ahead(plan)
+    return {
+        "longest path": bare,
+        "longest path, host": replace(bare, host=host),
+        "interference": replace(bare, slow=slow),
+        "interference, host": replace(bare, slow=slow, host=host),
+        "interference, links": replace(bare, slow=slow, links=links),
+        "interference, links, host": replace(bare, slow=slow, links=links, host=host),
+    }
+
+
+def least(parts: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Least CPU seconds of each; parts take turns."""
+    best = dict.fromkeys(parts, float("inf"))
+    for _ in range(rounds):
+        for name, part in parts.items():
+            begin = time.process_time()
+            part()
+            best[name] = min(best[name], time.process_time() - begin)
+    return best
+
+
+def parts_of(case: Case) -> dict[str, Callable[[], object]]:
+    """What is timed, in the order of the table."""
+    duration, loop, cases = case.costs.duration, loop_of(case.plan, case.costs.duration), shared(case.plan)
+    bare, sixteen = cases["longest path"], np.tile(duration, (16, 1))
+    two: Run = twin.play(bare, duration, 2)
+    fresh: list[Plan] = []  # the plan made in this round: what is computed on first use is paid for there
+    persistent = state(case.plan, case.recipe)
+
+    def simulate() -> object:
+        plan = replace(case.plan)  # it knows no texts yet
+        ran, found = engine.play(Scenario.of(plan), duration), memory(plan, persistent)
+        return trace_of(plan, ran, {}, memory=samples(plan, found, ran.start[-1], ran.end[-1]))
+
+    timed: dict[str, Callable[[], object]] = {
+        "heapq loop": lambda: heapq_loop(*loop),
+        "order and lower": lambda: fresh.insert(0, case.make()),
+        "check_plan": lambda: check_plan(fresh[0]),
+        "SimPy, buffered": lambda: engine.run(fresh[0], duration, Wire.BUFFERED),
+        "SimPy": lambda: engine.play(bare, duration),
+        "SimPy, memory, trace": simulate,
+        "SimPy, interference": lambda: engine.play(cases["interference"], duration),
+        "twin: structure, once": lambda: twin.Compiled(bare),
+        "twin: longest path, 16": lambda: twin.step_ends(bare, sixteen),
+    }
+    for name, scenario in cases.items():
+        twin.play(scenario, duration)  # compile
+        timed[f"twin: {name}"] = lambda scenario=scenario: twin.play(scenario, duration)  # type: ignore[misc]
+    timed["memory"] = lambda: memory(case.plan, persistent)
+    timed["breakdown"] = lambda: breakdown(bare, two, case.costs)
+    return timed
+
+
+def measure(case: Case, rounds: int) -> dict[str, float]:
+    """Print a table; returns ratios to the heapq loop."""
+    best = least(parts_of(case), rounds)
+    best["twin: longest path, 16"] /= 16
+    best["build, check, simulate"] = sum(best[n] for n in ("order and lower", "check_plan", "SimPy, buffered"))
+    print(f"\n{case.title}: {len(case.plan):,} ops")
+    for name, seconds in best.items():
+        ratio = seconds / best["heapq loop"]
+        faster = f"{1 / ratio:9.1f} x as fast" if ratio < 1 else ""
+        print(f"  {name:32}{seconds:9.3f} s{1e6 * seconds / len(case.plan):9.3f} us/op{ratio:9.3f} x {faster}")
+    return {name: seconds / best["heapq loop"] for name, seconds in best.items()}
 
 
 def main() -> None:
@@ -201,12 +239,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--mbs", type=int, default=1024)
+    parser.add_argument("--layer-mbs", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", action="store_true", help="also the layer-level table")
     args = parser.parse_args()
-    by_stage(args.ranks, args.mbs, args.rounds)
-    if args.layers:
-        by_layer(256, args.rounds)
+    with tempfile.TemporaryDirectory() as empty:
+        print("compiling the twin, nothing kept: ", end="", flush=True)
+        subprocess.run([sys.executable, "-c", COMPILE], check=True, env={**os.environ, "NUMBA_CACHE_DIR": empty})
+    measure(stage_case(args.ranks, args.mbs), args.rounds)
+    measure(layer_case(args.layer_mbs), args.rounds)
 
 
 if __name__ == "__main__":

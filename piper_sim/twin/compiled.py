@@ -1,39 +1,36 @@
-"""What is built once from a plan and reused over any number of duration vectors."""
+"""What is built once from a scenario's structure and reused over any durations, launches, tables and links."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
-from ir.plan import Plan
-from piper_sim.engine.loop import Wire
+from ir.plan import Csr, Plan
+from piper_sim.engine.scenario import Scenario, Wire
 from piper_sim.twin import net, order
-from piper_sim.twin.stuck import deadlock
+
+Key = tuple[Wire, bytes, bytes]
 
 
 class Compiled:
-    """A plan's structure. Refuses a plan in which streams get stuck: no duration would free them.
+    """A scenario's structure: its plan, wire, what is carried over and what hosts wait for.
 
-    net: streams, waits and meetings. path: the order in which everything can be computed.
+    net: streams, waits and meetings. path: the order in which everything can be computed; None where streams get stuck,
+    whatever the durations.
     """
 
-    _built: ClassVar[WeakKeyDictionary[Plan, dict[Wire, Compiled]]] = WeakKeyDictionary()
+    _built: ClassVar[WeakKeyDictionary[Plan, WeakKeyDictionary[Plan | Csr, dict[Key, Compiled]]]] = WeakKeyDictionary()
 
-    def __init__(self, plan: Plan, wire: Wire = Wire.RENDEZVOUS) -> None:
-        self.ops, self.wire = len(plan), wire
-        self.net = net.build(plan, wire)
-        ops, place = order.arranged(self.net)
-        ended = order.ended(self.net, place)
-        if not ended.all():
-            raise deadlock(plan, place >= 0, ended)
-        self.path = order.build(self.net, ops, place)
+    def __init__(self, scenario: Scenario) -> None:
+        self.net = net.build(scenario)
+        self.path = order.build(self.net, order.arranged(self.net))
 
     @classmethod
-    def of(cls, plan: Plan | Compiled, wire: Wire = Wire.RENDEZVOUS) -> Compiled:
-        """The structure of this very plan, built on first use and kept as long as the plan lives."""
-        if isinstance(plan, Compiled):
-            return plan
-        built = cls._built.setdefault(plan, {})
-        if wire not in built:
-            built[wire] = cls(plan, wire)
-        return built[wire]
+    def of(cls, scenario: Scenario) -> Compiled:
+        """The structure of this very plan and `hold`, built on first use and kept as long as both live."""
+        plan, anchor = scenario.plan, scenario.host.hold if scenario.host else scenario.plan
+        built = cls._built.setdefault(plan, WeakKeyDictionary()).setdefault(anchor, {})
+        key = scenario.wire, scenario.late.tobytes(), scenario.before.tobytes()
+        if key not in built:
+            built[key] = cls(scenario)
+        return built[key]

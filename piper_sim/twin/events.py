@@ -1,146 +1,67 @@
-"""Where kernels and messages slow each other: an event loop with its own heap. docs/ENGINE.md is its arithmetic."""
+"""Where ops in flight share devices and links: an event loop with its own heap. docs/ENGINE.md is its arithmetic."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from ir.order import BoolArray, FloatArray, IntArray
-from ir.plan import Plan
-from piper_sim.engine.contention import Interference
-from piper_sim.engine.loop import Run
+from ir.order import FloatArray, IntArray
+from piper_sim.engine.scenario import Run, Scenario
+from piper_sim.twin import flows, state
 from piper_sim.twin.compiled import Compiled
+from piper_sim.twin.flows import LINKS, SLOTS, Flows, Table
 from piper_sim.twin.heap import pop, put
 from piper_sim.twin.jit import jit
-from piper_sim.twin.net import Net
-from piper_sim.twin.stuck import deadlock
+from piper_sim.twin.net import Net, missing
+from piper_sim.twin.order import Heads, advance, heads, sleep, stuck, wake
+from piper_sim.twin.path import longest
+from piper_sim.twin.state import DIRTY, HEAP, TODO, TOUCHED, Lists, Meetings, Programs, Rates, Running
 
 GRID = 2.0**40
 
 
-class Rates(NamedTuple):
-    """Who slows whom, by op class: `Interference` as the kernels take it."""
-
-    kind: IntArray
-    held: FloatArray
-    moving: FloatArray
-    wire: FloatArray
-
-
-class Streams(NamedTuple):
-    """Where streams stand. at: place of the head in `Net.queue`. seek: the first of its waits not known to have ended.
-
-    running: the meeting under way, -1 for none. pace: the rate its own program allows it.
-    asleep: [op] the first stream that sleeps until this op ends, -1 for none; behind: [stream] the next one.
-    """
-
-    at: IntArray
-    step: IntArray
-    seek: IntArray
-    running: IntArray
-    pace: FloatArray
-    asleep: IntArray
-    behind: IntArray
-
-
-class Meetings(NamedTuple):
-    """State by meeting; until, heap and where are the heap of ends. touched: its pace changed in this settling."""
-
-    come: IntArray
-    left: FloatArray
-    since: FloatArray
-    rate: FloatArray
-    until: FloatArray
-    heap: IntArray
-    where: IntArray
-    touched: BoolArray
-
-
-class Programs(NamedTuple):
-    """How many ops of each class are in flight on each program, and whether its rates must be looked at."""
-
-    held: IntArray
-    moving: IntArray
-    computing: IntArray
-    dirty: BoolArray
-
-
-class Lists(NamedTuple):
-    """Streams to look at, programs that are dirty, meetings touched; size: of these and of the heap."""
-
-    todo: IntArray
-    dirty: IntArray
-    touched: IntArray
-    size: IntArray
-
-
-TODO, DIRTY, TOUCHED, HEAP = 0, 1, 2, 3
-
-
-def event_loop(plan: Plan, duration: FloatArray, interference: Interference, steps: int = 1) -> Run:
-    """Run `steps` repetitions of the plan under pairwise interference. Transfers are rendezvous.
+def event_loop(scenario: Scenario, duration: FloatArray, steps: int = 1) -> Run:
+    """Run `steps` repetitions of a scenario under interference, on shared links. Transfers are rendezvous.
 
     duration: seconds of each op alone on its device, multiples of 2**-40.
     """
-    c = Compiled.of(plan)
-    rates = Rates(
-        np.ascontiguousarray(interference.kind, dtype=np.int64),
-        np.ascontiguousarray(interference.held, dtype=np.float64),
-        np.ascontiguousarray(interference.moving, dtype=np.float64),
-        np.ascontiguousarray(interference.wire, dtype=np.float64),
-    )
-    start, end = np.full((2, steps, c.ops), -1.0)
-    play(c.net, rates, np.ascontiguousarray(duration, dtype=np.float64), *_state(c.net, *rates.held.shape), start, end)
-    for posted, ended in zip(start >= 0, end >= 0, strict=True):
-        if not ended.all():
-            raise deadlock(plan, posted, ended)
-    return Run(start, end)
-
-
-def _state(net: Net, computes: int, comms: int) -> tuple[Streams, Meetings, Programs, Lists]:
-    """Nothing has happened."""
-    ops, streams, meetings, programs = len(net.stream), len(net.queue_at) - 1, len(net.work), len(net.lane_at) - 1
-
-    def ints(size: int, value: int = 0) -> IntArray:
-        return np.full(size, value, dtype=np.int64)
-
-    def counts(classes: int) -> IntArray:
-        return np.zeros((programs, classes), dtype=np.int64)
-
-    left, since, rate, until = np.zeros((4, meetings))
-    return (
-        Streams(
-            net.queue_at[:streams].copy(), ints(streams), net.wait_at[net.queue[net.queue_at[:streams]]],
-            ints(streams, -1), np.zeros(streams), ints(ops, -1), ints(streams, -1),
-        ),
-        Meetings(
-            ints(meetings), left, since, rate, until, ints(streams), ints(meetings, -1), np.zeros(meetings, np.bool_)
-        ),
-        Programs(counts(comms), counts(comms), counts(computes), np.zeros(programs, np.bool_)),
-        Lists(np.arange(streams)[::-1].copy(), ints(programs), ints(streams), np.array([streams, 0, 0, 0])),
-    )  # fmt: skip
+    c = Compiled.of(scenario)
+    if c.path is None:
+        raise stuck(scenario, c.net, steps)
+    net, n, host = c.net, c.net.ops, scenario.host
+    start, end = np.full((steps, n), -1.0), np.full((steps, len(net.stream)), -1.0)
+    rates, launch = state.rates(scenario.slow, n), host.launch if host else np.zeros(0)
+    seconds = np.append(np.asarray(duration, dtype=np.float64), launch)
+    table, flow = flows.table(scenario.links), flows.fresh(net, scenario.links)
+    run(net, rates, table, seconds, heads(net), *state.fresh(net, rates), flow, start, end)
+    return Run(start, end[:, :n], end[:, n:] if host else None)
 
 
 @jit
-def play(
-    net: Net, rates: Rates, duration: FloatArray, st: Streams, mt: Meetings, pr: Programs, ls: Lists,
-    start: FloatArray, end: FloatArray,
+def run(
+    net: Net, rates: Rates, tb: Table, duration: FloatArray, hd: Heads, st: Running, mt: Meetings, pr: Programs,
+    ls: Lists, fl: Flows, start: FloatArray, end: FloatArray,
 ) -> None:  # fmt: skip
-    """Fill start and end of every op and step; what is never reached stays negative."""
-    t = 0.0
+    """Fill start and end of every op and step, and the ends of dispatches."""
+    t, own = 0.0, len(net.lane)
     while True:
         while ls.size[TODO]:
             ls.size[TODO] -= 1
-            _look(net, rates, duration, st, mt, pr, ls, start, end, ls.todo[ls.size[TODO]], t)
-        _settle(net, rates, st, mt, pr, ls, t)
+            s = ls.todo[ls.size[TODO]]
+            if s < own:
+                _look(net, rates, tb, duration, hd, st, mt, pr, ls, fl, start, end, s, t)
+            else:
+                _dispatch(net, duration, hd, st, ls, end, s, t)
+        _settle(net, rates, hd, st, mt, pr, ls, fl, t)
         if not ls.size[HEAP]:
             return
         t = mt.until[mt.heap[0]]
         while ls.size[HEAP] and mt.until[mt.heap[0]] == t:
             m = pop(mt.heap, mt.where, mt.until, ls.size[HEAP])
             ls.size[HEAP] -= 1
-            _end(net, rates, st, pr, ls, start, end, m, t)
+            if net.work[m] < net.ops:
+                _end(net, rates, hd, st, pr, ls, fl, end, m, t)
+            else:
+                ls.size[TODO] = wake(hd, net.work[m], ls.todo, ls.size[TODO])
 
 
 @jit
@@ -157,20 +78,43 @@ def _mark(pr: Programs, ls: Lists, p: int) -> None:
 
 
 @jit
-def _look(
-    net: Net, rates: Rates, duration: FloatArray, st: Streams, mt: Meetings, pr: Programs, ls: Lists,
-    start: FloatArray, end: FloatArray, s: int, t: float,
-) -> None:  # fmt: skip
-    """Post the head of stream s if all it waits for has ended, and begin its meeting if it comes last."""
-    i, k, n = net.queue[st.at[s]], st.step[s], len(net.stream)
-    for w in range(st.seek[s], net.wait_at[i + 1]):
-        j, when = net.wait[w], k
-        if j >= n:
-            j, when = j - n, k - 1
-        if when >= 0 and end[when, j] < 0:
-            st.seek[s] = w
-            st.behind[s], st.asleep[j] = st.asleep[j], s
+def _dispatch(
+    net: Net, duration: FloatArray, hd: Heads, st: Running, ls: Lists, end: FloatArray, s: int, t: float
+) -> None:
+    """Let a host go on as far as it can see: until something it waits for has not ended. Its clock may be ahead of t.
+
+    Only the first op it turns to can have been waited for, and if so until t.
+    """
+    more = True
+    while more:
+        i, k = net.queue[hd.at[s]], hd.step[s]
+        w = hd.seek[s] = missing(net, end, k, i, hd.seek[s])
+        if w < net.wait_at[i + 1]:
+            sleep(hd, s, net.wait[w] % len(net.stream))
             return
+        st.clock[s] = max(st.clock[s], t) + duration[i]
+        end[k, i] = st.clock[s]
+        ls.size[TODO] = wake(hd, i, ls.todo, ls.size[TODO])
+        more = advance(net, hd, s, len(end))
+
+
+@jit
+def _look(
+    net: Net, rates: Rates, tb: Table, duration: FloatArray, hd: Heads, st: Running, mt: Meetings, pr: Programs,
+    ls: Lists, fl: Flows, start: FloatArray, end: FloatArray, s: int, t: float,
+) -> None:  # fmt: skip
+    """Start the head of stream s if all it waits for has ended, and begin its meeting if it comes last."""
+    i, k = net.queue[hd.at[s]], hd.step[s]
+    w = hd.seek[s] = missing(net, end, k, i, hd.seek[s])
+    if w < net.wait_at[i + 1]:
+        sleep(hd, s, net.wait[w] % len(net.stream))
+        return
+    call = net.ops + i
+    if call < len(net.stream) and end[k, call] > t:
+        mt.until[net.meeting[call]] = end[k, call]
+        ls.size[HEAP] = put(mt.heap, mt.where, mt.until, ls.size[HEAP], net.meeting[call])
+        sleep(hd, s, call)
+        return
     start[k, i] = t
     p, m = net.program[i], net.meeting[i]
     if not net.compute[i]:
@@ -181,34 +125,36 @@ def _look(
     if mt.come[m] < net.member_at[m + 1] - net.member_at[m]:
         return
     mt.come[m] = 0
-    work = duration[net.work[m]] if net.work[m] >= 0 else _longest(net, duration, m)
+    work = duration[net.work[m]] if net.work[m] >= 0 else longest(net, m, duration)
     if work == 0:
-        _end(net, rates, st, pr, ls, start, end, m, t)
+        _end(net, rates, hd, st, pr, ls, fl, end, m, t)
         return
     mt.left[m], mt.since[m], mt.rate[m] = work, t, 0.0
     for x in range(net.member_at[m], net.member_at[m + 1]):
         j = net.member[x]
         p, s = net.program[j], net.stream[j]
-        st.running[s], st.pace[s] = m, 0.0
+        st.meeting[s], st.pace[s] = m, 0.0
         _mark(pr, ls, p)
         if net.compute[j]:
             pr.computing[p, rates.kind[j]] += 1
         else:
             pr.moving[p, rates.kind[j]] += 1
+    if len(tb.row):
+        flows.enter(net, tb, fl, m)
 
 
 @jit
 def _end(
-    net: Net, rates: Rates, st: Streams, pr: Programs, ls: Lists,
-    start: FloatArray, end: FloatArray, m: int, t: float,
+    net: Net, rates: Rates, hd: Heads, st: Running, pr: Programs, ls: Lists, fl: Flows, end: FloatArray,
+    m: int, t: float,
 ) -> None:  # fmt: skip
     """End every member of a meeting, wake who sleeps on it, let its stream go on."""
     for x in range(net.member_at[m], net.member_at[m + 1]):
         j = net.member[x]
         s, p, kind = net.stream[j], net.program[j], rates.kind[j]
-        end[st.step[s], j] = t
-        moved = st.running[s] >= 0
-        st.running[s] = -1
+        end[hd.step[s], j] = t
+        moved = st.meeting[s] >= 0
+        st.meeting[s] = -1
         left = 1
         if net.compute[j]:
             if moved:
@@ -222,59 +168,69 @@ def _end(
                 left = min(left, pr.moving[p, kind])
         if not left:
             _mark(pr, ls, p)
-        woken = st.asleep[j]
-        st.asleep[j] = -1
-        while woken >= 0:
-            _push(ls.todo, ls.size, TODO, woken)
-            woken = st.behind[woken]
-        st.at[s] += 1
-        if st.at[s] == net.queue_at[s + 1]:
-            st.at[s] = net.queue_at[s]
-            st.step[s] += 1
-            if st.step[s] == len(start):
-                continue
-        st.seek[s] = net.wait_at[net.queue[st.at[s]]]
-        _push(ls.todo, ls.size, TODO, s)
+        if fl.many[s]:
+            flows.leave(fl, s)
+        ls.size[TODO] = wake(hd, j, ls.todo, ls.size[TODO])
+        if advance(net, hd, s, len(end)):
+            _push(ls.todo, ls.size, TODO, s)
 
 
 @jit
-def _longest(net: Net, duration: FloatArray, m: int) -> float:
-    out = 0.0
-    for x in range(net.member_at[m], net.member_at[m + 1]):
-        out = max(out, duration[net.member[x]])
-    return out
+def _settle(
+    net: Net, rates: Rates, hd: Heads, st: Running, mt: Meetings, pr: Programs, ls: Lists, fl: Flows, t: float
+) -> None:
+    """Look at the rates where something changed; a rate that is new moves its meeting's end."""
+    _paces(net, rates, hd, st, mt, pr, ls)
+    for d in range(ls.size[TOUCHED]):
+        m = ls.touched[d]
+        mt.touched[m] = False
+        pace = np.inf
+        for x in range(net.member_at[m], net.member_at[m + 1]):
+            pace = min(pace, st.pace[net.stream[net.member[x]]])
+        s = net.stream[net.member[net.member_at[m]]]
+        if fl.many[s]:
+            fl.pace[s] = pace
+            flows.touch(fl, s)
+        else:
+            _change(mt, ls, m, pace, t)
+    ls.size[TOUCHED] = 0
+    if fl.size[SLOTS] or fl.size[LINKS]:
+        flows.share(fl)
+        for x in range(fl.size[SLOTS]):
+            s = fl.slots[x]
+            _change(mt, ls, fl.meeting[s], fl.rate[s], t)
+        fl.size[SLOTS] = 0
 
 
 @jit
-def _settle(net: Net, rates: Rates, st: Streams, mt: Meetings, pr: Programs, ls: Lists, t: float) -> None:
-    """Look at the rates on every program where something changed; a rate that is new moves its meeting's end."""
+def _paces(net: Net, rates: Rates, hd: Heads, st: Running, mt: Meetings, pr: Programs, ls: Lists) -> None:
+    """What each dirty program allows its streams."""
     for d in range(ls.size[DIRTY]):
         p = ls.dirty[d]
         pr.dirty[p] = False
         for x in range(net.lane_at[p], net.lane_at[p + 1]):
             s = net.lane[x]
-            m = st.running[s]
+            m = st.meeting[s]
             if m < 0:
                 continue
-            pace = 1.0 / _slowdown(rates, pr, p, rates.kind[net.queue[st.at[s]]], net.compute[net.queue[st.at[s]]])
+            i = net.queue[hd.at[s]]
+            pace = 1.0 / _slowdown(rates, pr, p, rates.kind[i], net.compute[i])
             if pace != st.pace[s]:
                 st.pace[s] = pace
                 if not mt.touched[m]:
                     mt.touched[m] = True
                     _push(ls.touched, ls.size, TOUCHED, m)
     ls.size[DIRTY] = 0
-    for d in range(ls.size[TOUCHED]):
-        m = ls.touched[d]
-        mt.touched[m] = False
-        rate = np.inf
-        for x in range(net.member_at[m], net.member_at[m + 1]):
-            rate = min(rate, st.pace[net.stream[net.member[x]]])
-        if rate != mt.rate[m]:
-            mt.left[m] = max(0.0, mt.left[m] - _quantised((t - mt.since[m]) * mt.rate[m]))
-            mt.since[m], mt.rate[m] = t, rate
-            mt.until[m] = t + _quantised(mt.left[m] / rate)
-            ls.size[HEAP] = put(mt.heap, mt.where, mt.until, ls.size[HEAP], m)
-    ls.size[TOUCHED] = 0
+
+
+@jit
+def _change(mt: Meetings, ls: Lists, m: int, rate: float, t: float) -> None:
+    """Note what meeting m has done so far, if its rate differs from now on."""
+    if rate != mt.rate[m]:
+        mt.left[m] = max(0.0, mt.left[m] - _quantised((t - mt.since[m]) * mt.rate[m]))
+        mt.since[m], mt.rate[m] = t, rate
+        mt.until[m] = t + _quantised(mt.left[m] / rate)
+        ls.size[HEAP] = put(mt.heap, mt.where, mt.until, ls.size[HEAP], m)
 
 
 @jit

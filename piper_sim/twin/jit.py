@@ -31,11 +31,12 @@ def jit(function: F) -> F:
     """Compile on first call; the machine code is kept on disk.
 
     _nrt=False: kernels allocate nothing, so numba need not count references to arrays, which cost six times the work.
+    forceinline: the event loop's functions take dozens of arrays, and handing them over cost three times the work.
     """
     if numba is None:
         return function
     was, numba.config.CACHE_DIR = numba.config.CACHE_DIR, FOLDER
     try:
-        return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", _nrt=False)(function))
+        return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", _nrt=False, forceinline=True)(function))
     finally:
         numba.config.CACHE_DIR = was

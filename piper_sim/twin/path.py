@@ -5,39 +5,51 @@ from __future__ import annotations
 import numpy as np
 
 from ir.order import FloatArray
-from ir.plan import Plan
-from piper_sim.engine.loop import Run, Wire
+from piper_sim.engine.scenario import Run, Scenario
 from piper_sim.twin.compiled import Compiled
 from piper_sim.twin.jit import jit
 from piper_sim.twin.net import Net
-from piper_sim.twin.order import GROUP, LATE, LONE, Path
+from piper_sim.twin.order import GROUP, LATE, LONE, Path, stuck
 
 
-def longest_path(plan: Plan | Compiled, duration: FloatArray, wire: Wire = Wire.RENDEZVOUS, steps: int = 1) -> Run:
-    """Run `steps` repetitions of the plan, or of its structure (whose wire then counts).
+def longest_path(scenario: Scenario, duration: FloatArray, steps: int = 1) -> Run:
+    """Run `steps` repetitions of a scenario as if nothing were shared.
 
     duration: [op], or [vector, op] for many runs of one structure. The run's arrays have shape (steps, ops), or
     (vectors, steps, ops).
     """
-    c = Compiled.of(plan, wire)
-    durations = np.ascontiguousarray(np.atleast_2d(duration), dtype=np.float64)
-    value = np.empty((len(durations), steps, 2 * c.ops + len(c.path.left)))
+    net, path, durations = _given(scenario, duration, steps)
+    both, n = len(net.stream), net.ops
+    value = np.empty((len(durations), steps, 2 * both + len(path.left)))
     for d, v in zip(durations, value, strict=True):
-        one(c.net, c.path, d, v)
-    if duration.ndim == 1:
+        one(net, path, d, v)
+    if np.ndim(duration) == 1:
         value = value[0]
-    return Run(value[..., c.ops : 2 * c.ops], value[..., : c.ops])
+    post = value[..., n:both] if scenario.host else None
+    return Run(value[..., both : both + n], value[..., :n], post)
 
 
-def step_ends(plan: Plan | Compiled, durations: FloatArray, wire: Wire = Wire.RENDEZVOUS, steps: int = 1) -> FloatArray:
+def step_ends(scenario: Scenario, durations: FloatArray, steps: int = 1) -> FloatArray:
     """[vector, step] when the last op of each step ends: what a search asks, without every op's times."""
-    c = Compiled.of(plan, wire)
+    net, path, durations = _given(scenario, durations, steps)
     out = np.empty((len(durations), steps))
-    value = np.empty((steps, 2 * c.ops + len(c.path.left)))
-    for k, d in enumerate(np.ascontiguousarray(durations, dtype=np.float64)):
-        one(c.net, c.path, d, value)
-        out[k] = value[:, : c.ops].max(axis=1)
+    value = np.empty((steps, 2 * len(net.stream) + len(path.left)))
+    for k, d in enumerate(durations):
+        one(net, path, d, value)
+        out[k] = value[:, : net.ops].max(axis=1)
     return out
+
+
+def _given(scenario: Scenario, duration: FloatArray, steps: int) -> tuple[Net, Path, FloatArray]:
+    """Net, path and [vector, op or dispatch] seconds."""
+    c = Compiled.of(scenario)
+    if c.path is None:
+        raise stuck(scenario, c.net, steps)
+    durations = np.atleast_2d(np.asarray(duration, dtype=np.float64))
+    if scenario.host is not None:
+        launch = np.broadcast_to(scenario.host.launch, durations.shape)
+        durations = np.concatenate([durations, launch], axis=1)
+    return c.net, c.path, np.ascontiguousarray(durations)
 
 
 @jit
@@ -72,10 +84,18 @@ def one(net: Net, path: Path, duration: FloatArray, value: FloatArray) -> None:
 
 @jit
 def _meet(net: Net, m: int, duration: FloatArray, v: FloatArray) -> None:
-    n, t, longest = len(net.stream), 0.0, 0.0
+    n, t = len(net.stream), 0.0
     for k in range(net.member_at[m], net.member_at[m + 1]):
         t = max(t, v[n + net.member[k]])
-        longest = max(longest, duration[net.member[k]])
-    t += longest
+    t += longest(net, m, duration)
     for k in range(net.member_at[m], net.member_at[m + 1]):
         v[net.member[k]] = t
+
+
+@jit
+def longest(net: Net, m: int, duration: FloatArray) -> float:
+    """A collective's duration: its longest member's."""
+    out = 0.0
+    for k in range(net.member_at[m], net.member_at[m + 1]):
+        out = max(out, duration[net.member[k]])
+    return out
