@@ -1,20 +1,17 @@
-"""What the allocator and the driver add to the bytes a program asks for. First version, modelled.
+"""What the allocator and the driver add to the bytes a program asks for: rounding rules, bands, the context. Modelled.
 
-Allocated bytes come from the plan's buffers, in blocks of 512. Reserved bytes are what the caching allocator has taken
-from the driver: here allocated times a band from the hardware file, not yet a replay of its pools. Outside the
-allocator live the context and the communicators' buffers.
+Reserved bytes are what the caching allocator has taken from the driver. Where a plan's requests are known, `allocator`
+replays them and `replayed_band` puts a band around the result; where only their peak is, `reserved_bytes` scales it.
+Outside the allocator live the context and the communicators' buffers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cost_models.allocator.rules import BLOCK, LARGE_GRAIN, MIDDLE, MIDDLE_SEGMENT, SMALL, SMALL_SEGMENT
 from cost_models.hardware import Hardware
 from cost_models.hardware.schema import GIB, MIB
-
-BLOCK = 512
-_SMALL, _SMALL_SEGMENT = 1 * MIB, 2 * MIB
-_MIDDLE, _MIDDLE_SEGMENT, _LARGE_GRAIN = 10 * MIB, 20 * MIB, 2 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +40,15 @@ def segment_bytes(nbytes: int) -> int:
     """
     if nbytes <= 0:
         return 0
-    if nbytes <= _SMALL:
-        return _SMALL_SEGMENT
-    if nbytes < _MIDDLE:
-        return _MIDDLE_SEGMENT
-    return -(-nbytes // _LARGE_GRAIN) * _LARGE_GRAIN
+    if nbytes <= SMALL:
+        return SMALL_SEGMENT
+    if nbytes < MIDDLE:
+        return MIDDLE_SEGMENT
+    return -(-nbytes // LARGE_GRAIN) * LARGE_GRAIN
 
 
 def reserved_bytes(allocated: int, hw: Hardware) -> Band:
-    """Peak reserved bytes for a peak of allocated ones: the hardware file's band, in the allocator's grain. Modelled.
+    """Peak reserved bytes where only the peak of allocated ones is known: the hardware file's band. Modelled.
 
     >>> from cost_models.hardware import load_hardware
     >>> reserved_bytes(100 * GIB, load_hardware("b200-sxm")).middle // GIB
@@ -61,6 +58,27 @@ def reserved_bytes(allocated: int, hw: Hardware) -> Band:
         raise ValueError(f"{allocated} bytes allocated")
     low, middle, high = (segment_bytes(int(allocated * factor)) for factor in hw.reserved_over_allocated)
     return Band(low, middle, high)
+
+
+def replayed_band(default: int, expandable: int, allocated: int, hw: Hardware) -> Band:
+    """A band around a replay of the allocator, from its peaks in both modes and the peak of the bytes asked for.
+
+    middle: the default allocator. low: the better mode, as a rule expandable segments. high: the middle and an
+    allowance for what a plan does not show: workspaces of libraries, temporaries of single kernels, pools of other
+    streams, and buffers that the plan counts as one and a framework allocates as several. The allowance is the upper
+    end of what measured runs reserve above what they allocate (the hardware file's `reserved_over_allocated`); it
+    holds those runs' own fragmentation too, so on top of a replay it is generous. Where the file's middle is 1 there
+    is no caching allocator (CPU), and the replay does not count.
+
+    >>> from cost_models.hardware import load_hardware
+    >>> band = replayed_band(102 * GIB, 100 * GIB, 100 * GIB, load_hardware("b200-sxm"))
+    >>> band.low // GIB, band.middle // GIB, band.high // GIB
+    (100, 102, 110)
+    """
+    _, middle, high = hw.reserved_over_allocated
+    if middle == 1:
+        return reserved_bytes(allocated, hw)
+    return Band(min(default, expandable), default, default + segment_bytes(int(allocated * (high - 1))))
 
 
 def context_bytes(hw: Hardware, communicators: int) -> int:
@@ -78,7 +96,7 @@ def context_bytes(hw: Hardware, communicators: int) -> int:
 
 
 def device_bytes(allocated: int, communicators: int, hw: Hardware) -> Band:
-    """Peak bytes in use on the device: reserved and context, as a band. Modelled."""
+    """Peak bytes in use on the device where only allocated ones are known: reserved and context. Modelled."""
     reserved, context = reserved_bytes(allocated, hw), context_bytes(hw, communicators)
     return Band(reserved.low + context, reserved.middle + context, reserved.high + context)
 

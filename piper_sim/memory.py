@@ -1,13 +1,20 @@
-"""Memory of a plan, from its buffers in host dispatch order. No formula: every byte is a buffer someone wrote."""
+"""Memory of a plan, from its buffers in host dispatch order. No formula: every byte is a buffer someone wrote.
+
+`memory` counts the bytes asked for, exact sums over the plan; `reserved` replays the same requests through a model of
+the device's allocator.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from cost_models import Recipe, StateBytes, state_bytes
+from cost_models import Hardware, Recipe, StateBytes, state_bytes
+from cost_models.allocator import UNLIMITED, Replay, Requests, replay
+from cost_models.memory import Band, replayed_band
 from ir.order import BoolArray, FloatArray, IntArray
 from ir.plan import AT_START, CATEGORIES, OpKind, Plan
 from ir.sync import buckets
@@ -58,11 +65,12 @@ def state(plan: Plan, recipe: Recipe) -> tuple[StateBytes, ...]:
     return tuple(out)
 
 
-def memory(plan: Plan, persistent: tuple[StateBytes, ...]) -> Memory:
-    """Walk every program's dispatch order, cover by cover: allocate, note the level, free."""
-    key, size, column = _events(plan)
-    order = np.argsort(key, kind="stable")
-    key, size, column = key[order], size[order], column[order]
+def memory(plan: Plan, persistent: tuple[StateBytes, ...], workspace: IntArray | None = None) -> Memory:
+    """Walk every program's dispatch order, cover by cover: allocate, note the level, free.
+
+    workspace: [node, microbatch] bytes while a node runs, where they differ from the graph's.
+    """
+    key, size, column, _ = _events(plan, workspace)
     op = key // _stride(plan)
     total = np.cumsum(size)
     cuts = np.searchsorted(op, plan.bounds)
@@ -85,29 +93,38 @@ def _stride(plan: Plan) -> int:
     return 3 * (2 + max((len(s.covers) for s in plan.shapes), default=0))
 
 
-def _events(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
-    """(sort key, signed bytes, column). Within each cover of each op: allocations, end of the workspace, frees.
+def _events(plan: Plan, workspace: IntArray | None = None) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """(sort key, signed bytes, column, request), in host order; a request a >= 0 makes an allocation, ~a frees it.
 
-    What is freed at an op's start (cover AT_START) stands before its first cover.
+    Within each cover of each op: allocations, end of the workspace, frees. What is freed at an op's start (cover
+    AT_START) stands before its first cover. Allocations are numbered as the plan's buffers, then the workspaces.
     """
-    b, stride = plan.buffers, _stride(plan)
-    freed = b.free >= 0
+    b, stride, made = plan.buffers, _stride(plan), len(plan.buffers)
+    freed = np.flatnonzero(b.free >= 0)
     place = 3 * (b.free_cover[freed] - AT_START)
     keys = [b.alloc * stride + 3 * (b.alloc_cover - AT_START), b.free[freed] * stride + place + 2]
     sizes = [b.bytes, -b.bytes[freed]]
     columns = [b.category, b.category[freed]]
+    requests = [np.arange(made), ~freed]
     nodes = plan.graph.nodes
     by = np.argsort(plan.shape, kind="stable")
     cuts = np.cumsum(np.bincount(plan.shape, minlength=len(plan.shapes)))[:-1]
     for s, rows in zip(plan.shapes, np.split(by, cuts), strict=True):
         if s.kind is OpKind.COMPUTE:
-            work = [(c, nodes[n].workspace) for c, (n, _) in enumerate(s.covers) if nodes[n].workspace]
-            for c, size in work:
+            work = [(c, n, member) for c, (n, member) in enumerate(s.covers) if nodes[n].workspace]
+            for c, n, member in work:
+                mb = (plan.mb2 if member else plan.mb)[rows]
+                size = np.full(len(rows), nodes[n].workspace) if workspace is None else workspace[n, mb]
                 at = rows * stride + 3 * (c - AT_START)
+                number = np.arange(made, made + len(rows))
+                made += len(rows)
                 keys += [at, at + 1]
-                sizes += [np.full(len(rows), size), np.full(len(rows), -size)]
+                sizes += [size, -size]
                 columns += [np.full(len(rows), WORKSPACE)] * 2
-    return np.concatenate(keys), np.concatenate(sizes), np.concatenate(columns)
+                requests += [number, ~number]
+    key = np.concatenate(keys)
+    order = np.argsort(key, kind="stable")
+    return key[order], np.concatenate(sizes)[order], np.concatenate(columns)[order], np.concatenate(requests)[order]
 
 
 def _per_op(plan: Plan, op: IntArray, total: IntArray, running: BoolArray) -> tuple[IntArray, IntArray]:
@@ -124,6 +141,72 @@ def _per_op(plan: Plan, op: IntArray, total: IntArray, running: BoolArray) -> tu
     np.subtract.at(high, b.free[early], b.bytes[early])
     np.maximum.at(high, op[running], total[running])
     return after, high
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """What one program's allocator takes from the driver, and whether it gets it.
+
+    band: peak reserved bytes, see `replayed_band`. allocated: peak of `torch.cuda.memory_allocated`, whole blocks.
+    given_back: how often cached segments went back to the driver for room under the limit; each time stalls the device.
+    refused: op whose request the default allocator cannot serve under the limit, -1 where that is the persistent
+    state, None: all are served. expandable_fits: whether expandable segments serve them all.
+    Where a request is refused, bytes are those of a device without limit: what the plan would need.
+    """
+
+    band: Band
+    allocated: int
+    given_back: int
+    refused: int | None
+    expandable_fits: bool
+
+
+def requests(
+    plan: Plan, persistent: tuple[StateBytes, ...], workspace: IntArray | None = None
+) -> list[tuple[Requests, IntArray]]:
+    """Each program's requests of one step, and the op of each. State is one flat buffer per kind, as in Megatron."""
+    key, size, _, request = _events(plan, workspace)
+    op = key // _stride(plan)
+    sizes = np.zeros(int(request.max(initial=-1)) + 1, dtype=np.int64)
+    sizes[request[request >= 0]] = size[request >= 0]
+    cuts = np.searchsorted(op, plan.bounds).tolist()
+    state = [(s.parameters, s.gradients, s.optimizer) for s in persistent]
+    return [(Requests(s, request[a:b], sizes), op[a:b]) for s, (a, b) in zip(state, pairwise(cuts), strict=True)]
+
+
+def reserved(
+    plan: Plan, found: Memory, hardware: Hardware, limit: int = UNLIMITED, workspace: IntArray | None = None
+) -> tuple[Reserved, ...]:
+    """Replay every program's requests. limit: bytes that the driver has for the allocator: less context and margin."""
+    if hardware.reserved_over_allocated[1] == 1:
+        return tuple(_uncached(int(b), int(at), hardware, limit) for b, at in zip(found.peak, found.at, strict=True))
+    asked = requests(plan, found.state, workspace)
+    with ThreadPoolExecutor() as threads:  # compiled replays hold no lock
+        return tuple(threads.map(lambda x, peak: _cached(x[0], x[1], int(peak), hardware, limit), asked, found.peak))
+
+
+def _uncached(peak: int, at: int, hardware: Hardware, limit: int) -> Reserved:
+    band = replayed_band(peak, peak, peak, hardware)
+    fits = band.middle <= limit
+    return Reserved(band, peak, 0, None if fits else at, fits)
+
+
+def _cached(asked: Requests, op: IntArray, peak: int, hardware: Hardware, limit: int) -> Reserved:
+    default, expandable = replay(asked), replay(asked, expandable=True)
+    tight, fits = default, expandable.reserved <= limit
+    if default.reserved > limit:
+        tight = replay(asked, limit=limit)
+        fits = fits or replay(asked, limit=limit, expandable=True).refused is None
+    refused = _op(tight, op)
+    used = tight if refused is None else default
+    band = replayed_band(used.reserved, expandable.reserved, peak, hardware)
+    return Reserved(band, used.allocated, used.given_back, refused, fits)
+
+
+def _op(found: Replay, op: IntArray) -> int | None:
+    if found.refused is None or found.refused < 0:
+        return found.refused
+    return int(op[found.refused])
 
 
 def samples(plan: Plan, found: Memory, start: FloatArray, end: FloatArray) -> MemorySamples:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from cost_models import load_hardware
-from cost_models.memory import block_bytes, context_bytes, device_bytes, margin_bytes, reserved_bytes, segment_bytes
+from cost_models.memory import (
+    block_bytes,
+    context_bytes,
+    device_bytes,
+    margin_bytes,
+    replayed_band,
+    reserved_bytes,
+    segment_bytes,
+)
 
 H100, B200 = load_hardware("h100-sxm"), load_hardware("b200-sxm")
 MIB, GIB = 2**20, 2**30
@@ -35,6 +43,18 @@ def test_the_band_is_ordered_and_above_allocated() -> None:
     band = reserved_bytes(10 * GIB, H100)
     assert 10 * GIB <= band.low <= band.middle <= band.high
     assert reserved_bytes(0, H100).high == 0
+
+
+def test_a_replay_lies_between_the_better_mode_and_its_allowance() -> None:
+    band = replayed_band(30 * GIB, 28 * GIB, 27 * GIB, H100)
+    assert (band.low, band.middle) == (28 * GIB, 30 * GIB)
+    assert band.high - band.middle == segment_bytes(int(27 * GIB * 0.08)), "the upper end of what is measured"
+    assert replayed_band(28 * GIB, 30 * GIB, 27 * GIB, H100).low == 28 * GIB
+
+
+def test_where_nothing_caches_the_replay_does_not_count() -> None:
+    cpu = load_hardware("cpu")
+    assert replayed_band(30 * GIB, 28 * GIB, 27 * GIB, cpu) == reserved_bytes(27 * GIB, cpu)
 
 
 def test_communicators_add_to_the_context() -> None:

@@ -23,7 +23,7 @@ from ir.work import DType
 from piper_sim.costs import CostModel
 from piper_sim.engine import run
 from piper_sim.memory import memory, samples, state
-from piper_sim.simulate import hardware_of, prepare_priced
+from piper_sim.prepare import hardware_of, prepare_priced
 from tests.ir.plans import moe_plan, stage_plan
 from tests.sim.cases import HEAVY
 

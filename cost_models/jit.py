@@ -1,0 +1,44 @@
+"""Compiled functions. Where numba is missing they run as plain Python: the same numbers, a hundred times slower.
+
+Importing this imports numba (0.4 s), so modules with kernels are imported only when a kernel is to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+numba: Any
+try:
+    numba = import_module("numba")
+except ImportError:
+    numba = None
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+@cache
+def _folder(package: Path) -> str:
+    """A cache of its own for every state of a package: numba looks for changes only in a function's own file."""
+    text = b"".join(p.read_bytes() for p in [Path(__file__), *sorted(package.glob("*.py"))])
+    return str(Path(numba.config.CACHE_DIR or package / "__pycache__") / f"numba-{sha256(text).hexdigest()[:16]}")
+
+
+def jit(function: F) -> F:
+    """Compile on first call; the machine code is kept on disk.
+
+    _nrt=False: kernels allocate nothing, so numba need not count references to arrays, which cost six times the work.
+    forceinline: functions that take dozens of arrays would spend up to three times the work on handing them over.
+    """
+    if numba is None:
+        return function
+    folder = _folder(Path(function.__code__.co_filename).parent)
+    was, numba.config.CACHE_DIR = numba.config.CACHE_DIR, folder
+    try:
+        return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", _nrt=False, forceinline=True)(function))
+    finally:
+        numba.config.CACHE_DIR = was
