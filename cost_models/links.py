@@ -63,27 +63,40 @@ class Fabric:
         )
 
 
-def message_seconds(message: Message, ranks: int, per_node: int, fabric: Fabric, imbalance: float = 1.0) -> float:
+def message_seconds(
+    message: Message,
+    ranks: int,
+    per_node: int,
+    fabric: Fabric,
+    imbalance: float = 1.0,
+    nodes: int | None = None,
+) -> float:
     """Seconds from the last member's start to the end, on an idle fabric.
 
     ranks: size of the group; per_node: its members on one node (for p2p, 2 if both ends share a node, else 1).
     imbalance: load of the fullest rank over the mean, in an all-to-all of uneven routing. Bytes count as in `Message`.
+    nodes: on how many it lies, where unevenly. per_node is then the fewest on any: the scarcest node bounds what
+    crosses between nodes, by its NICs; inside nodes members count as if spread evenly.
     """
     if ranks < 1 or per_node < 1:
         raise ValueError(f"a group needs ranks and per_node from 1 up, not {ranks} and {per_node}")
     if ranks == 1 or message.bytes <= 0:
         return 0.0
     per_node = min(per_node, ranks)
-    nodes = -(-ranks // per_node)
+    if nodes is None:
+        nodes = -(-ranks // per_node)
+    elif nodes * per_node > ranks:
+        raise ValueError(f"{ranks} ranks cannot be at least {per_node} on each of {nodes} nodes")
+    exact = ranks if nodes * per_node < ranks else 0
     match message.kind:
         case CommKind.P2P:
             return p2p_seconds(message.bytes, per_node > 1, fabric)
         case CommKind.ALL_REDUCE:
-            return all_reduce_seconds(message.bytes, per_node, nodes, fabric)
+            return all_reduce_seconds(message.bytes, per_node, nodes, fabric, exact)
         case CommKind.REDUCE_SCATTER | CommKind.ALL_GATHER:
-            return gather_seconds(message.bytes, per_node, nodes, fabric)
+            return gather_seconds(message.bytes, per_node, nodes, fabric, exact)
         case CommKind.ALL_TO_ALL:
-            return all_to_all_seconds(message, ranks, per_node, fabric, imbalance)
+            return all_to_all_seconds(message, ranks, per_node, nodes, fabric, imbalance)
 
 
 def p2p_seconds(nbytes: int, same_node: bool, fabric: Fabric) -> float:
@@ -93,49 +106,60 @@ def p2p_seconds(nbytes: int, same_node: bool, fabric: Fabric) -> float:
     return min(_call(p, fabric, nbytes / (fabric.nic * p.inter_bandwidth), inter=1) for p in fabric.protocols)
 
 
-def all_reduce_seconds(nbytes: int, per_node: int, nodes: int, fabric: Fabric) -> float:
-    """The best of ring, tree, in-switch, and reduce-scatter in the node, all-reduce across, all-gather in the node."""
-    flat = min(ring_all_reduce(nbytes, per_node, nodes, fabric), tree_all_reduce(nbytes, per_node, nodes, fabric))
+def all_reduce_seconds(nbytes: int, per_node: int, nodes: int, fabric: Fabric, ranks: int = 0) -> float:
+    """The best of ring, tree, in-switch, and reduce-scatter in the node, all-reduce across, all-gather in the node.
+
+    ranks, here and below: how many there are, where that is more than per_node on each node.
+    """
+    ring = ring_all_reduce(nbytes, per_node, nodes, fabric, ranks)
+    flat = min(ring, tree_all_reduce(nbytes, per_node, nodes, fabric, ranks))
     if nodes == 1:
         return min(flat, sharp_all_reduce(nbytes, per_node, fabric))
     if per_node == 1:
         return flat
-    inside = gather_seconds(nbytes, per_node, 1, fabric)
+    inside = gather_seconds(nbytes, _mean(per_node, nodes, ranks), 1, fabric)
     shard = -(-nbytes // per_node)
     across = min(ring_all_reduce(shard, 1, nodes, fabric), tree_all_reduce(shard, 1, nodes, fabric))
     return min(flat, 2 * inside + across)
 
 
-def gather_seconds(nbytes: int, per_node: int, nodes: int, fabric: Fabric) -> float:
+def gather_seconds(nbytes: int, per_node: int, nodes: int, fabric: Fabric, ranks: int = 0) -> float:
     """All-gather of an output (reduce-scatter of an input) of `nbytes`: a flat ring, or across nodes, then inside."""
-    flat = ring_gather(nbytes, per_node, nodes, fabric)
+    flat = ring_gather(nbytes, per_node, nodes, fabric, ranks)
     if nodes == 1:
         return flat
     shard = -(-nbytes // per_node)
     across = min(ring_gather(shard, 1, nodes, fabric), _doubling_gather(shard, nodes, fabric))
-    return min(flat, across + (ring_gather(nbytes, per_node, 1, fabric) if per_node > 1 else 0.0))
+    mean = _mean(per_node, nodes, ranks)
+    return min(flat, across + (ring_gather(nbytes, mean, 1, fabric) if mean > 1 else 0.0))
 
 
-def ring_all_reduce(nbytes: int, per_node: int, nodes: int, fabric: Fabric) -> float:
+def _mean(per_node: int, nodes: int, ranks: int) -> int:
+    """Members on a node, spread evenly."""
+    return max(per_node, -(-ranks // nodes))
+
+
+def ring_all_reduce(nbytes: int, per_node: int, nodes: int, fabric: Fabric, ranks: int = 0) -> float:
     """2(n-1) steps of S/n each over the ring's narrowest hop."""
-    ranks = per_node * nodes
+    ranks = ranks or per_node * nodes
     wire = 2 * (ranks - 1) / ranks * nbytes
     return _ring(wire, 2 * (ranks - 1), 2 * nodes if nodes > 1 else 0, per_node, nodes, fabric)
 
 
-def ring_gather(nbytes: int, per_node: int, nodes: int, fabric: Fabric) -> float:
+def ring_gather(nbytes: int, per_node: int, nodes: int, fabric: Fabric, ranks: int = 0) -> float:
     """n-1 steps of S/n each: half an all-reduce."""
-    ranks = per_node * nodes
+    ranks = ranks or per_node * nodes
     return _ring((ranks - 1) / ranks * nbytes, ranks - 1, nodes - 1, per_node, nodes, fabric)
 
 
-def tree_all_reduce(nbytes: int, per_node: int, nodes: int, fabric: Fabric) -> float:
+def tree_all_reduce(nbytes: int, per_node: int, nodes: int, fabric: Fabric, ranks: int = 0) -> float:
     """Up and down a double binary tree of nodes, a chain inside each: few hops, a little less bandwidth."""
     up_down = 2 * nbytes / TREE_BANDWIDTH
+    chain = _mean(per_node, nodes, ranks) - 1
 
     def seconds(p: Protocol) -> float:
         rate = _bus(p, per_node, nodes, fabric)
-        hops = 2 * ((per_node - 1) * p.intra_hop * fabric.node_latency)
+        hops = 2 * (chain * p.intra_hop * fabric.node_latency)
         hops += 2 * math.ceil(math.log2(nodes)) * p.tree_inter * fabric.nic_latency if nodes > 1 else 0.0
         return p.base * fabric.launch + hops + up_down / rate
 
@@ -149,25 +173,43 @@ def sharp_all_reduce(nbytes: int, per_node: int, fabric: Fabric) -> float:
     return fabric.launch + NVLS_LATENCY_US * 1e-6 + nbytes * (1 + 1 / per_node) / fabric.sharp
 
 
-def all_to_all_seconds(message: Message, ranks: int, per_node: int, fabric: Fabric, imbalance: float = 1.0) -> float:
+def all_to_all_seconds(
+    message: Message, ranks: int, per_node: int, nodes: int, fabric: Fabric, imbalance: float = 1.0
+) -> float:
     """The slower of what crosses NVLink and what crosses the NIC, which overlap, and a latency per partner.
 
     With `fanout` > 1 the message is a dispatch of tokens (or the combine, its mirror): a token goes once per node over
     the NIC and once per rank over NVLink, as DeepEP does. Else every byte goes its own way.
     """
-    nodes = -(-ranks // per_node)
+    mean = _mean(per_node, nodes, ranks)
     tokens = imbalance * message.bytes / message.fanout
     if message.fanout > 1 and fabric.deduplicate:
         reached = distinct(message.fanout, nodes, message.nodes_limit)
         over_nic = tokens * reached * (nodes - 1) / nodes
-        over_node = tokens * reached * distinct(message.fanout / reached, per_node) * (per_node - 1) / per_node
+        over_node = tokens * reached * distinct(message.fanout / reached, mean) * (mean - 1) / mean
     else:
         over_nic = tokens * message.fanout * (ranks - per_node) / ranks
-        over_node = tokens * message.fanout * (per_node - 1) / ranks
+        over_node = tokens * message.fanout * (mean - 1) / ranks
     dispatch = message.fanout > 1
     node_rate = fabric.dispatch_node if dispatch else fabric.node
     nic_rate = fabric.dispatch_nic if dispatch else fabric.nic
-    hops = (per_node - 1) * fabric.node_latency + (nodes - 1) * fabric.nic_latency
+    hops = (mean - 1) * fabric.node_latency + (nodes - 1) * fabric.nic_latency
+    return fabric.launch + hops + max(over_node / node_rate, over_nic / nic_rate)
+
+
+def loaded_all_to_all_seconds(
+    over_node: float, over_nic: float, ranks: int, nodes: int, fabric: Fabric, dispatch: bool = True
+) -> float:
+    """An all-to-all as slow as its most loaded rank; `all_to_all_seconds` where all are equal.
+
+    over_node, over_nic: bytes over the fullest NVLink port and over the fullest NIC, in its busier direction.
+    ranks, nodes: of the group. dispatch: of tokens, to or from their experts, at the rates of dispatch kernels.
+    """
+    if ranks == 1:
+        return 0.0
+    hops = (-(-ranks // nodes) - 1) * fabric.node_latency + (nodes - 1) * fabric.nic_latency
+    node_rate = fabric.dispatch_node if dispatch else fabric.node
+    nic_rate = fabric.dispatch_nic if dispatch else fabric.nic
     return fabric.launch + hops + max(over_node / node_rate, over_nic / nic_rate)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,6 +19,10 @@ from ir.ops import Pass
 from ir.order import FloatArray, IntArray
 from ir.plan import OpKind, Plan, Shape
 from ir.work import CommKind, Kernel, Message
+from piper_sim.folding import Classes, Ground, Seat, Spread, classes
+from piper_sim.folding.uses import Use, joined, meeting_axes, uses
+
+FIRST = Seat(0, 0)
 
 
 class Share(IntEnum):
@@ -30,6 +33,9 @@ class Share(IntEnum):
     TP = 2
     CP = 3
     OPTIMIZER = 4
+
+
+KERNELS = [Share.COMPUTE, Share.RECOMPUTE, Share.OPTIMIZER]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,48 +51,129 @@ class OpCosts:
         return hashlib.sha256(np.ascontiguousarray(self.duration).tobytes()).hexdigest()
 
 
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """shares: [shape, Share] of compute ops. wire: [shape] of communication, transfers left at 0."""
+
+    shares: FloatArray
+    wire: FloatArray
+
+
 class CostModel:
-    """Prices nodes and messages of one job. Equal kernels and messages are priced once."""
+    """Prices nodes and messages of one job, rank by rank. Equal kernels, messages and ranks are priced once."""
 
     def __init__(self, prepared: Prepared, hardware: Hardware) -> None:
         job = prepared.job
         self.job, self.mesh, self.hardware = job, prepared.mesh, hardware
         self.per_node = job.cluster.gpus_per_node or hardware.gpus_per_node
         self.fabric = Fabric.of(hardware, self.per_node)
+        self.ground = Ground(self.mesh, self.per_node, job.cluster.speed)
         p = prepared.base.source.precision if prepared.base.source is not None else None  # type: ignore[attr-defined]
         assert p is not None
         self.recipe = Recipe("adamw" if job.optimizer.name == "adamw" else "sgd", p.params, p.grads, p.optimizer)
         self._kernels: dict[Kernel, float] = {}
-        self._messages: dict[tuple[Message, tuple[int, ...]], float] = {}
+        self._messages: dict[tuple[Message, Spread], float] = {}
 
-    def price(self, plan: Plan) -> OpCosts:
-        """Seconds of every op."""
-        node = np.array([self.node_shares(n) for n in plan.graph.nodes]).reshape(-1, len(Share))
-        wire = np.array([self.node_message(n) for n in plan.graph.nodes])
+    def classes(self, plan: Plan, more: IntArray | None = None) -> Classes:
+        """Which replicas are equal. more: [attribute, position] what else tells them apart."""
+        return classes(plan, self.ground, more)
+
+    def price(self, plan: Plan, classes: Classes | None = None) -> OpCosts:
+        """Seconds of every op of the plan unfolded to `classes`: what each class's first rank of each program takes.
+
+        No classes: one program stands for all its replicas, placed like the first and as fast as the slowest.
+
+        A rank's speed divides its kernels' seconds, not its messages'. Ranks that exchange messages inside an op leave
+        it together: what the slowest one's kernels take longer than a rank's own, it spends in those messages.
+        """
+        first = np.zeros(1, dtype=np.int64) if classes is None else classes.first
+        tables, which = self._tables(plan, first)
+        key = plan.program * len(plan.shapes) + plan.shape
+        found = np.flatnonzero(np.bincount(key))  # what is priced: a shape on a program, for each class
+        program, shape = np.divmod(found, len(plan.shapes))
+        column = np.zeros(int(key.max(initial=0)) + 1, dtype=np.int64)
+        column[found] = np.arange(len(found))
+        alone = np.stack([t.shares for t in tables])[which[:, program], shape]
+        shares = self._slowed(plan, alone, program, shape, None if classes is None else first)
+        duration = shares.sum(axis=2)
+        wire = np.stack([t.wire for t in tables])[which[:, program], shape]
+        kinds = np.array([s.kind for s in plan.shapes], dtype=np.int64)[shape]
+        comm = kinds != OpKind.COMPUTE
+        duration[:, comm] = wire[:, comm]
+        for u in np.flatnonzero((kinds == OpKind.SEND) | (kinds == OpKind.RECV)).tolist():
+            duration[:, u] = self._transfer(plan, plan.shapes[shape[u]], int(program[u]), first)
+        at = column[key]
+        return OpCosts(duration.take(at, axis=1).ravel(), shares.take(at, axis=1).reshape(-1, len(Share)))
+
+    def _tables(self, plan: Plan, first: IntArray) -> tuple[list[_Table], IntArray]:
+        """(tables of seconds of every shape, which one holds for [class, program]): one where all groups lie alike."""
+        found = uses(plan, self.ground.positions.programs)
+        joint, own = ([u for u in found if bool(u.programs) is j] for j in (True, False))
+        number: dict[tuple[Spread, ...], int] = {}
+        tables: list[_Table] = []
+        which = np.empty((len(first), plan.programs), dtype=np.int64)
+        for k, q in enumerate(first.tolist()):
+            lie = [self.ground.spread(u, Seat(0, q)) for u in joint]
+            for p in range(plan.programs):
+                key = (*lie, *(self.ground.spread(u, Seat(p, q)) for u in own))
+                if key not in number:
+                    number[key] = len(tables)
+                    tables.append(self._table(plan, Seat(p, q)))
+                which[k, p] = number[key]
+        return tables, which
+
+    def _table(self, plan: Plan, seat: Seat) -> _Table:
+        """Seconds of every shape for ranks whose groups lie as this one's, at full speed."""
+        nodes = plan.graph.nodes
+        node = np.array([self.node_shares(n, seat) for n in nodes]).reshape(-1, len(Share))
+        message = np.array([self.node_message(n, seat) for n in nodes])
         times = self.job.costs.stage_times
         if times is not None:
-            node, wire = scaled_to_stage_times(plan.graph, node, wire, times)
+            node, message = scaled_to_stage_times(plan.graph, node, message, times)
         node = _quantised(node)
-        per_shape = np.zeros((len(plan.shapes), len(Share)))
+        shares, wire = np.zeros((len(plan.shapes), len(Share))), np.zeros(len(plan.shapes))
         for i, s in enumerate(plan.shapes):
             if s.kind is OpKind.COMPUTE:
-                per_shape[i] = node[[n for n, _ in s.covers]].sum(axis=0)
-        shares = _quantised(per_shape[plan.shape] / self._speed(plan.programs)[plan.program][:, None])
-        duration = shares.sum(axis=1)
-        comm = np.flatnonzero(plan.kind != OpKind.COMPUTE)
-        duration[comm] = self._comm(plan, comm, wire)
-        return OpCosts(duration, shares)
+                shares[i] = node[[n for n, _ in s.covers]].sum(axis=0)
+            elif s.covers:
+                wire[i] = message[s.covers[0][0]]
+            elif s.message is not None:
+                wire[i] = self.message(s.message, (), seat)
+        return _Table(shares, _quantised(wire))
 
-    def _speed(self, programs: int) -> FloatArray:
-        """Of each program: its slowest rank's, because the replicas of a program meet at every collective."""
-        named: dict[int, list[float]] = defaultdict(list)
-        for rank, factor in self.job.cluster.speed.items():
-            named[self.mesh.coordinates(int(rank))["pp"]].append(float(factor))
-        replicas = self.mesh.ranks // self.mesh.sizes["pp"]
-        slowest = [min(named[p] + [1.0] * (replicas > len(named[p]))) for p in range(programs)]
-        return np.array(slowest)
+    def _slowed(
+        self, plan: Plan, alone: FloatArray, program: IntArray, shape: IntArray, first: IntArray | None
+    ) -> FloatArray:
+        """Shares at the ranks' speeds."""
+        if (self.ground.speed == 1).all():
+            return alone
+        out, kernels = alone.copy(), alone[..., KERNELS]
+        own = self._speed(self.ground.speed, program, first)[..., None]
+        out[..., KERNELS] = _quantised(kernels / own)
+        axes = [meeting_axes(plan, plan.shapes[s]) if first is not None else None for s in shape.tolist()]
+        for together in dict.fromkeys(a for a in axes if a):
+            column = np.array([a == together for a in axes])
+            slowest = self._speed(self.ground.slowest(together), program, first)[:, column, None]
+            rest = (_quantised(kernels[:, column] / slowest) - out[:, column][..., KERNELS]).sum(axis=2)
+            out[:, column, Share.TP if "tp" in together else Share.CP] += rest
+        return out
 
-    def node_shares(self, n: Node) -> list[float]:
+    @staticmethod
+    def _speed(speed: FloatArray, program: IntArray, first: IntArray | None) -> FloatArray:
+        """[class, of the programs]."""
+        return (speed.min(axis=1)[:, None] if first is None else speed[:, first])[program].T
+
+    def _transfer(self, plan: Plan, s: Shape, program: int, first: IntArray) -> FloatArray:
+        """[class] seconds of a transfer: they depend on where its two ends are."""
+        times = self.job.costs.stage_times
+        if times is not None and "p2p" in times:
+            return np.full(len(first), quantise(_numbers("p2p", times["p2p"], 1)[0]))
+        assert s.slot is not None
+        message = Message(CommKind.P2P, plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
+        far, near = (quantise(self._priced(message, Spread(2, k, 3 - k))) for k in (1, 2))
+        return np.where(self.ground.near(program, s.peer)[first], near, far)
+
+    def node_shares(self, n: Node, seat: Seat = FIRST) -> list[float]:
         """Seconds of one instance of a node, by share."""
         out = [0.0] * len(Share)
         if n.kind is Once.UPDATE:
@@ -95,15 +182,12 @@ class CostModel:
             out[Share.RECOMPUTE if n.kind is Pass.R else Share.COMPUTE] = sum(map(self._kernel, n.work))
             for message in n.inline:
                 axis = Share.CP if "cp" in message.axes else Share.TP
-                out[axis] += self.message(message, (0,))
+                out[axis] += self.message(message, (), seat)
         return out
 
-    def node_message(self, n: Node) -> float:
+    def node_message(self, n: Node, seat: Seat = FIRST) -> float:
         """Seconds of the message that one instance of a node is; 0 for compute."""
-        if n.message is None:
-            return 0.0
-        joint = n.once and "pp" not in n.message.axes and len(n.groups) > 1
-        return self.message(n.message, n.groups if joint else (0,))
+        return 0.0 if n.message is None else self.message(n.message, joined(n), seat)
 
     def _update(self, numel: int) -> list[Kernel]:
         kernels = [zero_grads(numel, self.recipe), update(numel, self.recipe)]
@@ -116,36 +200,16 @@ class CostModel:
             self._kernels[kernel] = kernel_seconds(kernel, self.hardware)
         return self._kernels[kernel]
 
-    def message(self, message: Message, programs: tuple[int, ...]) -> float:
-        """Seconds of a collective over its axes, joined over pipeline ranks."""
-        key = (message, programs)
-        if key not in self._messages:
-            shape = self.mesh.shape(message.axes, self.per_node, programs)
-            self._messages[key] = message_seconds(message, shape.ranks, shape.per_node, self.fabric)
-        return self._messages[key]
+    def message(self, message: Message, programs: tuple[int, ...] = (), seat: Seat = FIRST) -> float:
+        """Seconds of a collective in a rank's own group, joined over programs."""
+        use = Use.of(message, self.ground.positions.programs, programs)
+        return self._priced(message, self.ground.spread(use, seat))
 
-    def _comm(self, plan: Plan, comm: IntArray, wire: FloatArray) -> FloatArray:
-        """Seconds of communication ops. A transfer's depend on where its two ends are."""
-        columns = list(zip(plan.shape[comm].tolist(), plan.program[comm].tolist(), strict=True))
-        seconds = {(s, p): quantise(self._one(plan, plan.shapes[s], p, wire)) for s, p in set(columns)}
-        return np.array([seconds[c] for c in columns])
-
-    def _one(self, plan: Plan, s: Shape, program: int, wire: FloatArray) -> float:
-        if s.slot is None:
-            assert s.message is not None
-            return float(wire[s.covers[0][0]]) if s.covers else self.message(s.message, (0,))
-        times = self.job.costs.stage_times
-        if times is not None and "p2p" in times:
-            return _numbers("p2p", times["p2p"], 1)[0]
-        size = plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes
-        return message_seconds(Message(CommKind.P2P, size, ("pp",)), 2, self._near(program, s.peer), self.fabric)
-
-    def _near(self, a: int, b: int) -> int:
-        """2 where every replica's two ends share a node, else 1."""
-        stride = self.mesh.program_stride
-        inner = self.mesh.offsets([x for x in ("tp", "cp", "dp")])
-        same = all((r + a * stride) // self.per_node == (r + b * stride) // self.per_node for r in inner)
-        return 2 if same else 1
+    def _priced(self, message: Message, spread: Spread) -> float:
+        if (message, spread) not in self._messages:
+            ranks, per_node, nodes = spread.ranks, spread.per_node, spread.nodes
+            self._messages[message, spread] = message_seconds(message, ranks, per_node, self.fabric, nodes=nodes)
+        return self._messages[message, spread]
 
 
 def scaled_to_stage_times(

@@ -9,8 +9,9 @@ import numpy as np
 from ir.order import FloatArray, IntArray
 from ir.plan import OpKind, Plan
 from piper_sim.costs import OpCosts, Share
-from piper_sim.engine import Run
-from piper_sim.engine.steps import carried
+from piper_sim.engine import Run, Scenario
+from piper_sim.folding import Classes
+from piper_sim.folding.uses import meeting_axes
 
 KEYS = (
     "compute",
@@ -37,7 +38,7 @@ _SPENT = {
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of one step by rank and by key of `KEYS`; each row sums to that rank's step."""
+    """Seconds of one step by rank and by key of `KEYS`; each row sums to the step."""
 
     iteration_s: float
     seconds: tuple[dict[str, float], ...]
@@ -55,39 +56,47 @@ class Breakdown:
         return sum(exposed) / len(self.seconds)
 
 
-def breakdown(plan: Plan, run: Run, costs: OpCosts) -> Breakdown:
+def breakdown(scenario: Scenario, run: Run, costs: OpCosts, classes: Classes | None = None) -> Breakdown:
     """Split the last step of a run: what each compute stream did between its last ends in two steps.
 
-    A gap before an op is *exposed* while a message is on the wire of the stream it waits for, *dependency* before:
-    some other rank had not got there yet. Rows sum to the step by construction, not by taking a rest.
+    A gap before an op is *host* from when its stream is free and all it waits for has ended; before that *exposed*
+    while a message is on the wire of the stream it waits for, and *dependency* till then: some other rank had not got
+    there yet. What an op takes longer than alone is *slowdown*; what it waits for others that exchange messages inside
+    it is exposed. Rows sum to the step by construction, not by taking a rest.
+
+    classes: of an unfolded plan; rows are then pipeline ranks', the mean of their replicas. Else a row is a program's.
     """
-    gaps = _Gaps(plan, run)
-    spent = np.zeros((plan.programs, len(Share)))
-    np.add.at(spent, plan.program[gaps.compute], costs.shares[gaps.compute])
+    gaps = _Gaps(scenario, run, costs)
+    plan = scenario.plan
+    spent = np.zeros((plan.programs, len(KEYS)))
+    program = plan.program[gaps.compute]
+    for share, name in _SPENT.items():
+        np.add.at(spent[:, KEYS.index(name)], program, costs.shares[gaps.compute, share])
+    for name, seconds in gaps.found.items():
+        spent[:, KEYS.index(name)] += seconds
     iteration = float(gaps.window.max())
-    seconds = []
-    for p in range(plan.programs):
-        row = dict.fromkeys(KEYS, 0.0)
-        row |= {name: float(spent[p, share]) for share, name in _SPENT.items()}
-        row |= {name: float(gaps.exposed[p, k]) for k, name in enumerate(_EXPOSED)}
-        # Ranks whose steps differ have not settled: the quicker will have to wait.
-        row["dependency"] = float(gaps.dependency[p] + (iteration - gaps.window[p]))
-        seconds.append(row)
-    return Breakdown(iteration, tuple(seconds))
+    # Ranks whose steps differ have not settled: the quicker will have to wait.
+    spent[:, KEYS.index("dependency")] += iteration - gaps.window
+    if classes is not None:
+        weight = classes.size / classes.size.sum()
+        spent = (weight[:, None, None] * spent.reshape(classes.count, -1, len(KEYS))).sum(axis=0)
+    return Breakdown(iteration, tuple(dict(zip(KEYS, row, strict=True)) for row in spent.tolist()))
 
 
 class _Gaps:
     """The gaps of every compute stream in the last step of a run, and what was on the wire meanwhile.
 
-    window: [program] seconds between the last ends of two steps. exposed: [program, axis]. dependency: [program].
+    window: [program] seconds between the last ends of two steps. found: key -> [program] seconds.
     """
 
-    def __init__(self, plan: Plan, run: Run) -> None:
+    def __init__(self, scenario: Scenario, run: Run, costs: OpCosts) -> None:
+        plan = scenario.plan
         n, start, end = len(plan), run.start[-1], run.end[-1]
         two = len(run.end) > 1
-        self.plan, self.both = plan, Run(run.start[-2:].ravel(), run.end[-2:].ravel())
+        self.scenario, self.plan, self.both = scenario, plan, Run(run.start[-2:].ravel(), run.end[-2:].ravel())
         self.now = n if two else 0  # where the last step begins in `both`
         self.compute = np.flatnonzero(plan.kind == OpKind.COMPUTE)
+        self.found = {name: np.zeros(plan.programs) for name in KEYS}
         program = plan.program[self.compute]
         closing = self.compute[np.searchsorted(program, np.arange(plan.programs), side="right") - 1]
         begin = run.end[-2][closing] if two else np.zeros(plan.programs)
@@ -97,16 +106,33 @@ class _Gaps:
         opened = np.flatnonzero(start[self.compute] > before)
         lo, hi = before[opened], start[self.compute[opened]]
         on = self._awaited(self.compute[opened])
+        if run.post is not None:
+            ready = np.maximum(lo, np.where(on >= 0, self.both.end[on], lo))
+            np.add.at(self.found["host"], program[opened], hi - ready)
+            hi = ready
         stream = np.where(on >= 0, plan.stream[on % n], -1)
-        self.exposed = np.zeros((plan.programs, len(_EXPOSED)))
-        self.dependency = np.zeros(plan.programs)
-        np.add.at(self.dependency, program[opened], hi - lo)
+        np.add.at(self.found["dependency"], program[opened], hi - lo)
         axis, wire = _axes(plan), self._on_the_wire()
         for s in np.unique(stream[stream >= 0]).tolist():
             rows, p = np.flatnonzero(stream == s), plan.streams[s][0]
             busy = float(self._busy(s, wire, lo[rows], hi[rows]).sum())
-            self.exposed[p, axis[s]] += busy
-            self.dependency[p] -= busy
+            self.found[_EXPOSED[axis[s]]][p] += busy
+            self.found["dependency"][p] -= busy
+        self._inside(wire[self.now :], costs)
+
+    def _inside(self, wire: FloatArray, costs: OpCosts) -> None:
+        """What compute ops took beside their own seconds: others slowed them, or were waited for inside them."""
+        plan, ops = self.plan, self.compute
+        start, end = self.both.start[self.now + ops], self.both.end[self.now + ops]
+        longest = _longest(plan, costs.duration)[ops]
+        slowed = end - wire[ops] - longest
+        waited = wire[ops] - start + longest - costs.duration[ops]
+        np.add.at(self.found["slowdown"], plan.program[ops], slowed)
+        met = np.flatnonzero(plan.collective[ops] >= 0)
+        if len(met):
+            tensor = np.array(["tp" in (meeting_axes(plan, s) or ()) for s in plan.shapes])[plan.shape[ops[met]]]
+            for name, mine in (("exposed_tp", met[tensor]), ("exposed_cp", met[~tensor])):
+                np.add.at(self.found[name], plan.program[ops[mine]], waited[mine])
 
     def _awaited(self, ops: IntArray) -> IntArray:
         """Of each op, the awaited op (in `both`) that ended last, the first of equals; -1: it waits for nothing."""
@@ -116,7 +142,7 @@ class _Gaps:
         ahead = np.repeat(waits.at[ops] - np.cumsum(count) + count, count)
         on = waits.items[np.arange(int(count.sum())) + ahead] + self.now
         if self.now:
-            late, before = carried(self.plan)
+            late, before = self.scenario.late, self.scenario.before
             mine = np.isin(late, ops)
             asker = np.concatenate([asker, np.searchsorted(ops, late[mine])])
             on = np.concatenate([on, before[mine]])
@@ -148,6 +174,15 @@ class _Gaps:
         times = np.stack([on, off], axis=1).ravel()
         value = np.stack([total - (off - on), total], axis=1).ravel()
         return np.asarray(np.interp(hi, times, value) - np.interp(lo, times, value))
+
+
+def _longest(plan: Plan, duration: FloatArray) -> FloatArray:
+    """[op] its own seconds, or those of the longest that it meets."""
+    out, members = duration.copy(), np.flatnonzero(plan.collective >= 0)
+    most = np.zeros(int(plan.collective.max(initial=-1)) + 1)
+    np.maximum.at(most, plan.collective[members], duration[members])
+    out[members] = most[plan.collective[members]]
+    return out
 
 
 def _axes(plan: Plan) -> IntArray:

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ir.job.load import job_from
-from ir.plan import OpKind, Plan
+from ir.plan import Csr, OpKind, Plan
 from piper_sim.costs import OpCosts, Share
-from piper_sim.engine import Run, Wire, run, steady
-from piper_sim.engine.steps import carried
+from piper_sim.engine import Host, Interference, Run, Scenario, Wire, play, run, steady
 from piper_sim.metrics import KEYS, breakdown
-from piper_sim.simulate import Prediction, predict, simulate_object
+from piper_sim.predict import Prediction, predict, scenario_of
+from piper_sim.simulate import simulate_object
 from tests.sim.cases import HEAVY, LAYERS, durations, layers
 
 Interval = tuple[float, float]
@@ -31,11 +31,11 @@ SPENT = {
 }
 
 
-def by_hand(plan: Plan, ran: Run, costs: OpCosts) -> list[dict[str, float]]:
+def by_hand(scenario: Scenario, ran: Run, costs: OpCosts) -> list[dict[str, float]]:
     """The breakdown from its definition: walk each compute stream, look at each gap, and at what was on the wire."""
-    n = len(plan)
+    plan, n = scenario.plan, len(scenario.plan)
     over = defaultdict(list)
-    for i, on in zip(*(x.tolist() for x in carried(plan)), strict=True):
+    for i, on in zip(scenario.late.tolist(), scenario.before.tolist(), strict=True):
         over[i].append(on)
     met: dict[tuple[str, int], list[int]] = defaultdict(list)
     for i in range(n):
@@ -62,14 +62,19 @@ def by_hand(plan: Plan, ran: Run, costs: OpCosts) -> list[dict[str, float]]:
             if start > time:
                 waits = [(ran.end[-1][w], w) for w in plan.waits.row(i)]
                 waits += [(ran.end[-2][w], w) for w in over[i] if len(ran.end) > 1]
-                latest = max(t for t, _ in waits)
-                assert latest == start, "nothing else keeps an op from starting"
-                stream = int(plan.stream[next(w for t, w in waits if t == latest)])
-                moving = sum(max(0.0, min(start, b) - max(time, a)) for a, b in wires[stream])
-                row[axis(plan, stream)] += moving
-                row["dependency"] += start - time - moving
+                latest = max((t for t, _ in waits), default=time)
+                post = latest if ran.post is None else ran.post[-1][i]
+                assert max(time, latest, post) == start, "nothing else keeps an op from starting"
+                ready = max(time, latest)
+                row["host"] += start - ready
+                if ready > time:
+                    stream = int(plan.stream[next(w for t, w in waits if t == latest)])
+                    moving = sum(max(0.0, min(ready, b) - max(time, a)) for a, b in wires[stream])
+                    row[axis(plan, stream)] += moving
+                    row["dependency"] += ready - time - moving
             for share in Share:
                 row[SPENT[share.name]] += costs.shares[i][share]
+            row["slowdown"] += end - start - costs.duration[i]
             time = end
         out.append(row)
     return out
@@ -80,8 +85,8 @@ def axis(plan: Plan, stream: int) -> str:
     return "exposed_pp" if name[:4] in ("send", "recv", "p2p") else f"exposed_{name}"
 
 
-def agrees(plan: Plan, ran: Run, costs: OpCosts) -> None:
-    found, expected = breakdown(plan, ran, costs), by_hand(plan, ran, costs)
+def agrees(scenario: Scenario, ran: Run, costs: OpCosts) -> None:
+    found, expected = breakdown(scenario, ran, costs), by_hand(scenario, ran, costs)
     for row, want in zip(found.seconds, expected, strict=True):
         rest = found.iteration_s - sum(want.values())  # of a rank that has not settled
         assert rest >= -1e-9
@@ -104,12 +109,29 @@ def costs_of(plan: Plan, seed: int) -> OpCosts:
 @given(case=LAYERS, seed=st.integers(0, 2**32))
 def test_every_second_of_a_step_is_where_an_interval_count_puts_it(case: Any, seed: int) -> None:
     plan = layers(**case)
-    costs = costs_of(plan, seed)
-    ran, _ = steady(plan, costs.duration, case["clip"])
-    agrees(plan, ran, costs)
-    cold = run(plan, costs.duration)
-    agrees(plan, cold, costs)
-    assert breakdown(plan, cold, costs).iteration_s == cold.end[0][plan.kind == OpKind.COMPUTE].max()
+    world, costs = Scenario.of(plan), costs_of(plan, seed)
+    ran, _ = steady(world, costs.duration, case["clip"])
+    agrees(world, ran, costs)
+    cold = play(world, costs.duration)
+    agrees(world, cold, costs)
+    assert breakdown(world, cold, costs).iteration_s == cold.end[0][plan.kind == OpKind.COMPUTE].max()
+
+
+@HEAVY
+@given(case=LAYERS, seed=st.integers(0, 2**32), busy=st.booleans(), slowed=st.booleans())
+def test_what_hosts_and_neighbours_cost_has_its_place(case: Any, seed: int, busy: bool, slowed: bool) -> None:
+    """A host that is late, kernels slowed by messages: their seconds stand under their own names, counted by hand."""
+    plan = layers(**case)
+    costs, rng, n = costs_of(plan, seed), random.Random(seed), len(plan)
+    some = np.arange(0, n, 7)  # held by the same op of the step before
+    host = Host(np.array([rng.choice([0.0, 0.0, 1.0, 4.0]) for _ in range(n)]), Csr.of(n, some, n + some))
+    half = np.array([[0.5]])
+    slow = Interference(np.zeros(n, dtype=np.int64), half, half, half)
+    world = Scenario.of(plan, host=host if busy else None, slow=slow if slowed else None)
+    ran = play(world, costs.duration, 3).last(2)
+    agrees(world, ran, costs)
+    rows = breakdown(world, ran, costs).seconds
+    assert (sum(r["host"] for r in rows) > 0) <= busy and (sum(r["slowdown"] for r in rows) > 0) <= slowed
 
 
 @HEAVY
@@ -117,8 +139,8 @@ def test_every_second_of_a_step_is_where_an_interval_count_puts_it(case: Any, se
 def test_the_reported_step_is_the_one_that_repeats(case: Any, seed: int) -> None:
     """Further steps only shift the reported one, by its own length."""
     plan = layers(**case)
-    costs = costs_of(plan, seed)
-    ran, steps = steady(plan, costs.duration, case["clip"])
+    world, costs = Scenario.of(plan), costs_of(plan, seed)
+    ran, steps = steady(world, costs.duration, case["clip"])
     longer = run(plan, costs.duration, Wire.RENDEZVOUS, steps + 3)
     compute = plan.kind == OpKind.COMPUTE
     step = ran.end[-1] - ran.end[-2]
@@ -126,9 +148,9 @@ def test_the_reported_step_is_the_one_that_repeats(case: Any, seed: int) -> None
     assert np.ptp(step[last]) == 0
     for k in (1, 2, 3):
         assert (longer.end[steps - 1 + k] - longer.end[steps - 2 + k] == step[last[0]])[last].all()
-    assert breakdown(plan, ran, costs).iteration_s == step[last[0]]
-    again = breakdown(plan, Run(longer.start[-2:], longer.end[-2:]), costs)
-    assert again == breakdown(plan, ran, costs)
+    assert breakdown(world, ran, costs).iteration_s == step[last[0]]
+    again = breakdown(world, Run(longer.start[-2:], longer.end[-2:]), costs)
+    assert again == breakdown(world, ran, costs)
 
 
 @lru_cache(maxsize=64)
@@ -151,7 +173,7 @@ def predicted(config: str, schedule: str, zero: int, clip: float = 1.0, **parall
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_breakdowns_of_jobs_sum_to_the_step_and_hide_nothing(schedule: str, zero: int, clip: float) -> None:
     p = predicted("tiny-moe", schedule, zero, clip, ep=2)
-    agrees(p.plan, p.run, p.costs)
+    agrees(scenario_of(p.planned, p.costs), p.run, p.costs)
     found: Any = simulate_object(p)
     rows = found["time_breakdown"].values()
     assert all(sum(row.values()) == pytest.approx(p.iteration_s, abs=1e-9) for row in rows)
@@ -159,7 +181,7 @@ def test_breakdowns_of_jobs_sum_to_the_step_and_hide_nothing(schedule: str, zero
     exposed = sum(v for r in rows for k, v in r.items() if k.startswith("exposed"))
     assert found["exposed_comm_s"] == pytest.approx(exposed / 4)
     assert found["ops"] == p.steps * len(p.plan)
-    longer = run(p.plan, p.costs.duration, steps=p.steps + 4)
+    longer = play(scenario_of(p.planned, p.costs), p.costs.duration, p.steps + 4)
     compute = np.flatnonzero(p.plan.kind == OpKind.COMPUTE)
     assert (longer.end[-1] - longer.end[-2])[compute] == pytest.approx(p.iteration_s, abs=1e-12)
 
@@ -171,18 +193,19 @@ def test_what_is_gathered_after_the_update_is_waited_for_by_the_next_step() -> N
     gathers = [i for i in range(len(plan)) if "AG/" in plan.text(i) and plan.program[i] == 0]
     slow = OpCosts(p.costs.duration.copy(), p.costs.shares)
     slow.duration[gathers] += 1.0
-    ran, _ = steady(plan, slow.duration, True)
-    longer = breakdown(plan, ran, slow)
+    world = scenario_of(p.planned, p.costs)
+    ran, _ = steady(world, slow.duration, True)
+    longer = breakdown(world, ran, slow)
     assert longer.iteration_s == pytest.approx(p.iteration_s + len(gathers), rel=1e-3)
     exposed = [b.seconds[0]["exposed_dp"] for b in (longer, p.breakdown)]
     assert exposed[0] == pytest.approx(exposed[1] + len(gathers), rel=1e-3)
-    agrees(plan, ran, slow)
+    agrees(world, ran, slow)
 
 
 def test_tensor_and_context_parallel_time_is_named_by_its_axis() -> None:
     p = predicted("tiny-llama", "1f1b", 1, tp=2, cp=2, dp=1)
     rows = p.breakdown.seconds
     assert all(r["exposed_tp"] > 0 and r["exposed_cp"] > 0 and r["recompute"] > 0 and r["optimizer"] > 0 for r in rows)
-    agrees(p.plan, p.run, p.costs)
+    agrees(scenario_of(p.planned, p.costs), p.run, p.costs)
     q = predicted("tiny-llama", "1f1b", 1)
     assert all(r["exposed_tp"] == r["exposed_cp"] == r["exposed_ep"] == 0 for r in q.breakdown.seconds)

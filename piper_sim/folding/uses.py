@@ -1,0 +1,61 @@
+"""Who talks to whom: the groups that a plan's messages and ops meet in, as axes and joined programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ir.graph import Node
+from ir.plan import OpKind, Plan, Shape
+from ir.work import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A kind of group: every rank's own over these axes, joined over programs; none joined: each program for itself."""
+
+    axes: tuple[str, ...]
+    programs: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, message: Message, programs: int, joined: tuple[int, ...] = ()) -> Use:
+        """Of a message in a job of so many programs.
+
+        >>> from ir.work import CommKind
+        >>> Use.of(Message(CommKind.ALL_REDUCE, 8, ("tp", "dp", "pp")), 2)
+        Use(axes=('dp', 'tp'), programs=(0, 1))
+        """
+        everywhere = tuple(range(programs)) if "pp" in message.axes else joined
+        return cls(inner(message.axes), everywhere)
+
+
+def inner(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes inside a program, in one order.
+
+    >>> inner(("tp", "pp", "dp"))
+    ('dp', 'tp')
+    """
+    return tuple(sorted({*axes} - {"pp"}))
+
+
+def joined(n: Node) -> tuple[int, ...]:
+    """The programs that meet in a node's message; () where each keeps to itself."""
+    return n.groups if n.once and len(n.groups) > 1 else ()
+
+
+def uses(plan: Plan, programs: int) -> list[Use]:
+    """Every kind of group that some message of a plan is priced over, each once."""
+    nodes = plan.graph.nodes
+    out = [Use.of(n.message, programs, joined(n)) for n in nodes if n.message is not None]
+    out += [Use.of(m, programs) for n in nodes for m in n.inline]
+    out += [Use.of(s.message, programs) for s in plan.shapes if s.message is not None and not s.covers]
+    return list(dict.fromkeys(out))
+
+
+def meeting_axes(plan: Plan, s: Shape) -> tuple[str, ...] | None:
+    """The axes over which an op meets its equals in other replicas: its message's, or its inline ones'; None: none."""
+    if s.kind is OpKind.COLLECTIVE:
+        message = s.message or plan.graph.nodes[s.covers[0][0]].message
+        assert message is not None
+        return inner(message.axes)
+    found = {a for n, _ in s.covers for m in plan.graph.nodes[n].inline for a in m.axes}
+    return inner(tuple(found)) if found else None
