@@ -14,7 +14,7 @@ from ir.ops import Pass
 WHOLE = {
     "attention": frozenset({"attn"}),
     "mlp": frozenset({"mlp", "router", "shared", "experts", "add"}),
-    "full": frozenset({"attn", "mlp", "router", "shared", "experts", "add"}),
+    "full": frozenset({"attn", "mlp", "router", "shared", "experts", "add", "block"}),
 }
 FINE = ("norm", "up_projection", "activation", "scores")
 

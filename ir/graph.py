@@ -6,7 +6,7 @@ A node is compute (F, I, W, R) or communication inside one pass, once per microb
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
@@ -193,7 +193,10 @@ class Graph:
 
     def with_nodes(self, changed: Mapping[int, Node]) -> Graph:
         """The same graph with some nodes replaced, in one pass."""
-        return replace(self, nodes=tuple(changed.get(i, n) for i, n in enumerate(self.nodes)))
+        nodes = list(self.nodes)
+        for i, node in changed.items():
+            nodes[i] = node
+        return replace(self, nodes=tuple(nodes))
 
 
 def illegal(message: str, fix: str | None = None) -> PiperError:
@@ -201,15 +204,22 @@ def illegal(message: str, fix: str | None = None) -> PiperError:
     return PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion=fix)
 
 
-def check(graph: Graph) -> None:
+def check(graph: Graph, since: Graph | None = None) -> None:
     """The rules that are always true; linear in the graph. Run after every directive.
+
+    since: a graph that passed, from which this one was made; what both hold needs no second look.
 
     Raises PiperError (illegal_plan): a dangling edge; an edge between nodes without a common microbatch; a microbatch
     placed twice, or out of range; one part's passes of one microbatch on different groups; a data cycle.
     """
-    count = len(graph.nodes)
+    _check_spans(graph, since)
+    if since is None or not _same_edges(graph, since):
+        _check_edges(graph)
+
+
+def _check_spans(graph: Graph, since: Graph | None) -> None:
     homes: dict[tuple[int, str], tuple[Node, tuple[Span, ...]]] = {}
-    for node in graph.nodes:
+    for node in graph.nodes if since is None else _touched(graph, since):
         end = 0
         for mbs in sorted((s.mbs for s in node.spans if s.mbs is not None), key=lambda r: r.start):
             if mbs.start < 0 or mbs.stop > graph.mbs:
@@ -218,19 +228,40 @@ def check(graph: Graph) -> None:
                 raise illegal(f"{node.text()}: a microbatch is placed twice", "let the filters of `place` not overlap")
             end = mbs.stop
         if not node.once:
-            first, spans = homes.setdefault((node.stage, node.part.split(".")[0]), (node, node.spans))
+            first, spans = homes.setdefault((node.stage, node.part.split(".", 1)[0]), (node, node.spans))
             if spans != node.spans:
                 raise illegal(
                     f"{node.text()} is placed on {_where(node.spans)} but {first.text()} on {_where(spans)}",
                     "place all passes of a chunk together",
                 )
+
+
+def _touched(graph: Graph, since: Graph) -> Sequence[Node]:
+    """The nodes of every stage in which one is new: no rule about spans looks beyond a stage."""
+    if graph.mbs != since.mbs:
+        return graph.nodes
+    old = set(map(id, since.nodes))
+    stages = {n.stage for n in graph.nodes if id(n) not in old}
+    return [n for n in graph.nodes if n.stage in stages]
+
+
+def _same_edges(graph: Graph, since: Graph) -> bool:
+    """Whether the edges, and what they say of nodes, are another graph's."""
+    if graph.edges is not since.edges or len(graph.nodes) != len(since.nodes):
+        return False
+    pairs = zip(graph.nodes, since.nodes, strict=True)
+    return all(a is b or a.writes is b.writes or len(a.writes) == len(b.writes) for a, b in pairs)
+
+
+def _check_edges(graph: Graph) -> None:
+    nodes, count = graph.nodes, len(graph.nodes)
     indegree = [0] * count
     readers: list[list[int]] = [[] for _ in range(count)]
     for edge in graph.edges:
         if not (0 <= edge.src < count and 0 <= edge.dst < count):
             raise illegal(f"edge {edge} names a node that is not in the graph")
-        if not 0 <= edge.slot < len(graph.nodes[edge.src].writes):
-            raise illegal(f"{graph.nodes[edge.dst].text()} reads a buffer that {graph.nodes[edge.src].text()} lacks")
+        if not 0 <= edge.slot < len(nodes[edge.src].writes):
+            raise illegal(f"{nodes[edge.dst].text()} reads a buffer that {nodes[edge.src].text()} lacks")
         indegree[edge.dst] += 1
         readers[edge.src].append(edge.dst)
     ready = [i for i in range(count) if not indegree[i]]
@@ -242,7 +273,7 @@ def check(graph: Graph) -> None:
             if not indegree[dst]:
                 ready.append(dst)
     if done < count:
-        stuck = [graph.nodes[i].text() for i in range(count) if indegree[i]]
+        stuck = [nodes[i].text() for i in range(count) if indegree[i]]
         raise illegal(f"data edges form a cycle through {', '.join(stuck[:6])}")
 
 

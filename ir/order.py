@@ -33,6 +33,17 @@ class Order:
     def __len__(self) -> int:
         return len(self.stage)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether all rows are equal."""
+        return isinstance(other, Order) and all(map(np.array_equal, self._columns, other._columns))
+
+    def __hash__(self) -> int:
+        return hash(tuple(c.tobytes() for c in self._columns))
+
+    @property
+    def _columns(self) -> tuple[IntArray, ...]:
+        return self.stage, self.token, self.mb, self.unit
+
     @classmethod
     def of(cls, cells: Sequence[str]) -> Order:
         """From op texts, e.g. a row of PyTorch's schedule CSV (empty cells already dropped)."""

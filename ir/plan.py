@@ -6,7 +6,7 @@ share a `Shape`; the text of op i is its shape's pattern with the microbatches f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -53,6 +53,23 @@ class Shape:
             return self.text
         text = self.text.replace("*", str(mb), 1)
         return text.replace("*", str(mb2), 1)
+
+
+def cover_table(shapes: Sequence[Shape]) -> tuple[IntArray, IntArray]:
+    """(node, member) of every shape's covers, each [cover, shape]; node -1 where a shape has fewer.
+
+    >>> both = Shape(OpKind.COMPUTE, "compute", "0B*", ((7, 0), (8, 0))), Shape(OpKind.SEND, "send>1", "0SEND_F*")
+    >>> cover_table(both)[0].tolist()
+    [[7, -1], [8, -1]]
+    """
+    count = [len(s.covers) for s in shapes]
+    pairs = np.array([c for s in shapes for c in s.covers], dtype=np.int64).reshape(-1, 2)
+    shape = np.repeat(np.arange(len(shapes)), count)
+    place = np.arange(len(shape)) - np.repeat(np.cumsum(count) - count, count)
+    node = np.full((max(count, default=0), len(shapes)), -1, dtype=np.int64)
+    member = np.zeros_like(node)
+    node[place, shape], member[place, shape] = pairs.T
+    return node, member
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,9 +206,12 @@ class Plan:
     @cached_property
     def texts(self) -> list[str]:
         """Op text of every op."""
-        stamp = [s.stamp for s in self.shapes]
+        pieces = [s.text.split("*") for s in self.shapes]  # at most two stars
         columns = zip(self.shape.tolist(), self.mb.tolist(), self.mb2.tolist(), strict=True)
-        return [stamp[s](a, b) for s, a, b in columns]
+        return [
+            f"{p[0]}{a}{p[1]}" if len(p := pieces[s]) == 2 else p[0] if len(p) == 1 else f"{p[0]}{a}{p[1]}{b}{p[2]}"
+            for s, a, b in columns
+        ]
 
     def buffer_name(self, i: int) -> str:
         """`2F0/l7.attn.act`, or the text of the op that received, gathered or reduces it."""

@@ -24,18 +24,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from hashlib import sha256
+from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ir.errors import ErrorKind, PiperError
 from ir.graph import Node, illegal
-from ir.plan import Csr, OpKind, Plan, Shape
+from ir.order import IntArray
+from ir.plan import OpKind, Plan, Shape
 from ir.plan_ops import cover_text, stream_cell
 from ir.plan_read import COUNTS, VERSION, parse_plan, read_plan
 
 __all__ = ["parse_plan", "plan_digest", "plan_text", "read_plan"]
 
+_DIGESTS: WeakKeyDictionary[Plan, str] = WeakKeyDictionary()
 _KEY = re.compile(r"[a-z][a-z0-9_.]*", re.ASCII)
 
 
@@ -56,6 +61,21 @@ def plan_text(plan: Plan) -> str:
     - compute  0F0
     - compute  0B0                  free 0F0.act
     """
+    return "".join(_blocks(plan))
+
+
+def plan_digest(plan: Plan) -> str:
+    """SHA-256 of the plan's text."""
+    if plan not in _DIGESTS:
+        digest = sha256()
+        for block in _blocks(plan):
+            digest.update(block.encode())
+        _DIGESTS[plan] = digest.hexdigest()
+    return _DIGESTS[plan]
+
+
+def _blocks(plan: Plan) -> Iterator[str]:
+    """The text, program by program."""
     _check_names(plan)
     counts = dict(zip(COUNTS, (plan.graph.mbs, plan.programs, len(plan)), strict=True))
     lines = [f"piper-plan {VERSION}", *(f"{k} = {v}" for k, v in {**plan.header, **counts}.items())]
@@ -66,30 +86,21 @@ def plan_text(plan: Plan) -> str:
             "",
             *(f"shape {s.text} = {' '.join(cover_text(nodes[n], m) for n, m in s.covers)}" for s in coalesced),
         ]
-    names, ends = _names(plan), _ends(plan)
-    at, items = plan.waits.at.tolist(), plan.waits.items.tolist()
-    streams = [stream_cell(s) for s in plan.shapes]
-    shapes, texts, posts, first = plan.shape.tolist(), plan.texts, plan.posts.tolist(), _unit_begins(plan)
-    bounds = plan.bounds.tolist()
-    for p in range(plan.programs):
-        lines += ["", f"program {p}"]
-        for i in range(bounds[p], bounds[p + 1]):
-            rest = []
-            if at[i] < at[i + 1]:
-                rest.append("wait " + " ".join([names[w] for w in items[at[i] : at[i + 1]]]))
-            if posts[i]:
-                rest.append("post")
-            if i in ends:
-                rest.append(ends[i])
-            mark = "-" if first[i] else " "
-            line = f"{mark} {streams[shapes[i]]:<8} {texts[i]}"
-            lines.append(f"{line:<31} {' '.join(rest)}" if rest else line)
-    return "\n".join(lines) + "\n"
-
-
-def plan_digest(plan: Plan) -> str:
-    """SHA-256 of the plan's text."""
-    return sha256(plan_text(plan).encode()).hexdigest()
+    yield "\n".join(lines) + "\n"
+    names, starts, ends = _names(plan), _starts(plan), (_allocs(plan), _frees(plan))
+    heads = [(f"  {cell:<8} ", f"- {cell:<8} ") for cell in map(stream_cell, plan.shapes)]
+    for p, (a, b) in enumerate(pairwise(plan.bounds.tolist())):
+        rest = _waits(plan, a, b, names)
+        for i in np.flatnonzero(plan.posts[a:b]).tolist():
+            rest[i] += " post"
+        for end in ends:
+            end.add(rest, a, b, names)
+        columns = zip(plan.shape[a:b].tolist(), starts[a:b], plan.texts[a:b], rest, strict=True)
+        body = [
+            (heads[s][first] + text).ljust(31) + more if more else heads[s][first] + text
+            for s, first, text, more in columns
+        ]
+        yield "\n".join(["", f"program {p}", *body, ""])
 
 
 def _says_itself(shape: Shape, nodes: tuple[Node, ...]) -> bool:
@@ -133,30 +144,57 @@ def _names(plan: Plan) -> list[str]:
     return [f"{cells[s]}:{text}" if k in doubtful else text for k, s, text in named]
 
 
-def _ends(plan: Plan) -> dict[int, str]:
-    """The alloc and free part of each line that has one."""
-    b, names = plan.buffers, _names(plan)
-    nodes = plan.graph.nodes
-    columns = zip(b.node.tolist(), b.slot.tolist(), b.mb.tolist(), b.bytes.tolist(), strict=True)
-    tails = [[f".{w.slot}" for w in n.writes] for n in nodes]
-    heads = [f"{n.stage}{n.kind}" for n in nodes]
-    parts = [f"/{n.part}" if n.part else "" for n in nodes]
-    called = [names[s] if n < 0 else f"{heads[n]}{m}{parts[n]}{tails[n][s]}" for n, s, m, _ in columns]
-    out: dict[int, list[str]] = {}
-    for k in np.flatnonzero((b.node < 0) & (b.alloc != b.slot)).tolist():
-        out.setdefault(int(b.alloc[k]), []).append(f"{called[k]}:{int(b.bytes[k])}")
-    begins = {i: "alloc " + " ".join(words) for i, words in out.items()}
+def _waits(plan: Plan, a: int, b: int, names: list[str]) -> list[str]:
+    """What each of a program's ops a … b - 1 waits for, with the blank before it."""
+    at = plan.waits.at[a : b + 1]
+    waited = [names[w] for w in plan.waits.items[at[0] : at[-1]].tolist()]
+    return ["" if i == j else " wait " + " ".join(waited[i:j]) for i, j in pairwise((at - at[0]).tolist())]
+
+
+class _Ends:
+    """Buffers on the lines of the ops where they begin or die, sorted by op.
+
+    called: a number for a slot of all nodes' writes, or -1 - row for the op that a buffer is called after.
+    """
+
+    def __init__(self, plan: Plan, word: str, op: IntArray, buffers: IntArray, sized: bool) -> None:
+        by = np.argsort(op, kind="stable")
+        b, nodes = plan.buffers, plan.graph.nodes
+        self.word, self.op, buffers = word, op[by], buffers[by]
+        base = np.concatenate([[0], np.cumsum([len(n.writes) for n in nodes])]).astype(np.int64)
+        node, slot = b.node[buffers], b.slot[buffers]
+        self.called, self.mb = np.where(node < 0, -1 - slot, base[node] + slot), b.mb[buffers]
+        self.bytes = b.bytes[buffers] if sized else None
+        parts = [(f"{n.stage}{n.kind}", f"/{n.part}" if n.part else "", n.writes) for n in nodes]
+        self.slots = [(head, f"{part}.{w.slot}") for head, part, writes in parts for w in writes]
+
+    def add(self, rest: list[str], a: int, b: int, names: list[str]) -> None:
+        """Add what begins or dies at ops a … b - 1 to their lines."""
+        i, j = np.searchsorted(self.op, (a, b)).tolist()
+        columns = zip(self.called[i:j].tolist(), self.mb[i:j].tolist(), strict=True)
+        slots = self.slots
+        words = [names[-1 - k] if k < 0 else f"{(s := slots[k])[0]}{mb}{s[1]}" for k, mb in columns]
+        if self.bytes is not None:
+            words = [f"{word}:{size}" for word, size in zip(words, self.bytes[i:j].tolist(), strict=True)]
+        cuts = np.flatnonzero(np.diff(self.op[i:j], prepend=-1, append=-1))
+        rows = (self.op[i:j][cuts[:-1]] - a).tolist()
+        for row, (first, end) in zip(rows, pairwise(cuts.tolist()), strict=True):
+            rest[row] += f" {self.word} {' '.join(words[first:end])}"
+
+
+def _allocs(plan: Plan) -> _Ends:
+    b = plan.buffers
+    filled = np.flatnonzero((b.node < 0) & (b.alloc != b.slot))
+    return _Ends(plan, "alloc", b.alloc[filled], filled, True)
+
+
+def _frees(plan: Plan) -> _Ends:
+    b = plan.buffers
     later = np.flatnonzero((b.free >= 0) & (b.free != b.alloc))
-    dies = Csr.of(len(plan), b.free[later], later)
-    lines = {}
-    for i in np.flatnonzero(np.diff(dies.at)).tolist():
-        lines[i] = "free " + " ".join([called[k] for k in dies.row(i).tolist()])
-    for i, text in begins.items():
-        lines[i] = f"{text} {lines[i]}" if i in lines else text
-    return lines
+    return _Ends(plan, "free", b.free[later], later, False)
 
 
-def _unit_begins(plan: Plan) -> list[bool]:
+def _starts(plan: Plan) -> list[bool]:
     """Whether an op is the first of its unit: transfers and once-per-step ops begin none."""
     base = np.flatnonzero((plan.unit >= 0) & (plan.kind != OpKind.RECV) & (plan.kind != OpKind.SEND))
     key = plan.program[base] * (1 + int(plan.unit.max(initial=0))) + plan.unit[base]

@@ -34,10 +34,16 @@ class Place:
 
     def __call__(self, graph: Graph) -> Graph:
         mbs = self.filter.microbatches(graph.dim, graph.mbs)
-        changed = {i: self._placed(graph.nodes[i], mbs) for i in select(graph, self.filter, str(self))}
+        placed: dict[int, tuple[Span, ...]] = {}  # nodes placed together share their spans, and what becomes of them
+        changed = {}
+        for i in select(graph, self.filter, str(self)):
+            node = graph.nodes[i]
+            if id(node.spans) not in placed:
+                placed[id(node.spans)] = self._spans(node, mbs)
+            changed[i] = replace(node, spans=placed[id(node.spans)])
         return graph.with_nodes(changed)
 
-    def _placed(self, node: Node, mbs: tuple[range, ...]) -> Node:
+    def _spans(self, node: Node, mbs: tuple[range, ...]) -> tuple[Span, ...]:
         for span in node.spans:
             taken = next((m for r in mbs for m in r if span.mbs is not None and m in span.mbs), None)
             if taken is not None:
@@ -47,4 +53,4 @@ class Place:
                     suggestion="drop one of the two place directives, or give them disjoint microbatches",
                 )
         spans = (*node.spans, *(Span(r, self.group) for r in mbs))
-        return replace(node, spans=tuple(sorted(spans, key=lambda s: (s.mbs.start if s.mbs else 0, s.group))))
+        return tuple(sorted(spans, key=lambda s: (s.mbs.start if s.mbs else 0, s.group)))

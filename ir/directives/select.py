@@ -10,24 +10,30 @@ from ir.ops import Pass
 
 def select(graph: Graph, wanted: Filter, who: str) -> list[int]:
     """Indices of the matching per-microbatch nodes. Raises PiperError (directive) where there are none."""
-    known = {t for n in graph.nodes for t in n.tags} | ({graph.dim} if graph.dim else set())
-    for tag in wanted.tags:
-        if tag not in known:
-            raise PiperError(
-                ErrorKind.DIRECTIVE,
-                f"{who}: no node carries the tag {tag!r}",
-                allowed=", ".join([*sorted(known), "PASS"]),
-                suggestion=nearest(tag, known),
-            )
-    dims = (graph.dim,) if graph.dim else ()
-    hits = [
-        i
-        for i, n in enumerate(graph.nodes)
-        if isinstance(n.kind, Pass) and wanted.accepts(n.tags, n.kind, dims)
-    ]
+    hits = [i for i, n in enumerate(graph.nodes) if isinstance(n.kind, Pass)]
+    if wanted.passes is not None:
+        hits = [i for i in hits if graph.nodes[i].kind in wanted.passes]
+    for tag, match in wanted.matches:
+        if tag == graph.dim:
+            continue
+        values = [n.tags.get(tag) for n in graph.nodes]
+        fits = {v: match.accepts(v) for v in set(values)}
+        if fits.keys() <= {None}:
+            raise _unknown(graph, tag, who)
+        hits = [i for i in hits if fits[values[i]]]
     if not hits or not wanted.microbatches(graph.dim, graph.mbs):
         raise PiperError(ErrorKind.DIRECTIVE, f"{who}: the filter selects nothing", allowed=_have(graph, wanted))
     return hits
+
+
+def _unknown(graph: Graph, tag: str, who: str) -> PiperError:
+    known = {t for n in graph.nodes for t in n.tags} | ({graph.dim} if graph.dim else set())
+    return PiperError(
+        ErrorKind.DIRECTIVE,
+        f"{who}: no node carries the tag {tag!r}",
+        allowed=", ".join([*sorted(known), "PASS"]),
+        suggestion=nearest(tag, known),
+    )
 
 
 def _have(graph: Graph, wanted: Filter) -> str:

@@ -22,7 +22,9 @@ class Directive(Protocol):
 
 def apply(graph: Graph, strategy: Iterable[Directive]) -> Graph:
     """Fold the directives over the graph, checking the rules that are always true after each."""
+    before: Graph | None = None
     for directive in strategy:
         graph = directive(graph)
-        check(graph)
+        check(graph, before)
+        before = graph
     return graph

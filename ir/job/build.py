@@ -13,21 +13,20 @@ from ir.directives import Directive, Replicate, Shard, apply
 from ir.directives.load import Strategy, load_strategy
 from ir.errors import ErrorKind, PiperError
 from ir.filters import parse_filter
-from ir.graph import Graph
+from ir.graph import Graph, Source
 from ir.job.agree import agree, check_replicated, with_split
+from ir.job.cache import PLANS, Structure
+from ir.job.model import read_model
 from ir.job.schema import Job
 from ir.lower import Policy, lower
 from ir.mesh import Mesh
-from ir.model import load_config, model_chunks
 from ir.model.part import Chunk, Layout
 from ir.model.partition import partition
-from ir.model.setting import BatchShape, Precision, check_setting
-from ir.model.source import ModelSource
+from ir.model.setting import BatchShape, Precision
 from ir.model.spec import ModelConfig
-from ir.model.work import chunk_flops
 from ir.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
-from ir.schedules.limits import check_bytes, check_layers, check_nodes, check_passes, check_ranks
+from ir.schedules.limits import check_bytes, check_nodes, check_passes, check_ranks
 from ir.schedules.registry import build, default_chunks
 from ir.schedules.schedule import OpTimes, Schedule
 from ir.schedules.strategy import ordering, placing
@@ -64,10 +63,29 @@ class Prepared:
             check_replicated(graph)
             return graph
 
-    def plan(self) -> Plan:
-        """Lowered, not yet checked."""
+    @property
+    def structure(self) -> Structure:
+        """What its plan is kept under. The model's config decides what is in a part of a given name."""
+        base, mesh = self.base, self.mesh
+        return Structure(
+            schedule=self.schedule,
+            source=base.source,
+            parts=tuple((e.stage, e.name) for e in base.entries),
+            recompute=base.recompute,
+            mesh=(frozenset(mesh.sizes.items()), frozenset(mesh.axes.items())),
+            prefetch=base.prefetch,
+            strategy=self.strategy,
+            policy=self.policy,
+        )
+
+    def lowered(self) -> Plan:
+        """The plan, built anew and not checked."""
         with blaming(self.job):
             return lower(self.graph(), self.policy, {"schedule": self.schedule})
+
+    def plan(self) -> Plan:
+        """The plan: one object for one structure. Whether it was checked, `PLANS.check` knows."""
+        return PLANS.plan(self.structure, self.lowered)
 
 
 @contextmanager
@@ -89,7 +107,7 @@ def prepare(
     job: Job,
     gpus_per_node: int | None = None,
     times: OpTimes | None = None,
-    chunk_cost: Callable[[ModelSource, Chunk], float] | None = None,
+    chunk_cost: Callable[[Source, Chunk], float] | None = None,
     most_layers: int | None = None,
 ) -> Prepared:
     """Resolve a job. gpus_per_node: the hardware's, where the job names none. times: for searched schedules.
@@ -105,12 +123,11 @@ def prepare(
 def _prepare(
     job: Job,
     times: OpTimes | None,
-    chunk_cost: Callable[[ModelSource, Chunk], float] | None,
+    chunk_cost: Callable[[Source, Chunk], float] | None,
     most_layers: int | None,
 ) -> Prepared:
-    check_layers(job.model.overrides)
-    config = load_config(_path(job, job.model.config), job.model.overrides)
-    check_layers({"num_hidden_layers": config.layers})
+    model = read_model(job)
+    config, chunks = model.config, model.chunks
     if not job.parallel.reshard:
         raise _job("parallel.reshard", "false is not built yet", "leave it out")
     shape = BatchShape(job.schedule.microbatch_size, job.model.seq_len)
@@ -119,13 +136,12 @@ def _prepare(
     if isinstance(made, Strategy):
         job, made = agree(job, made), with_split(made, job.schedule.microbatches)
     p = job.parallel
-    check_setting(config, Layout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel), shape)
+    model.check(Layout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel), shape, precision, recompute_options(job))
     mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
-    source = ModelSource(config, shape, precision, job.model.attention)
-    chunks = model_chunks(config)
+    source = model.source(shape, precision)
     mbs = (made.mbs or 1) if isinstance(made, Strategy) else made.microbatches
     check_nodes(3 * sum(len(c.parts) for c in chunks), mbs)
-    weigh = chunk_cost or (lambda s, c: float(chunk_flops(s.config, c, s.shape, s.precision)))
+    weigh = chunk_cost or (lambda _, c: float(model.flops(c, shape, precision)))
     # One direction's placement: in DualPipe each direction is a pipeline of its own, as fast as its dearest stage.
     ranks = made.placements[0].rank_of_stage if isinstance(made, Schedule) else None
     stages = partition(chunks, made.stages, p.layers, lambda c: weigh(source, c), ranks, most_layers)
@@ -233,13 +249,6 @@ def _shaped(job: Job, made: Schedule, key: str) -> Schedule:
     if s.stages_per_rank not in (None, made.chunks):
         raise _job("schedule.stages_per_rank", f"the {key} has {made.chunks}", f"stages_per_rank = {made.chunks}")
     return made
-
-
-def _path(job: Job, name: str) -> str:
-    """A config file or folder relative to the job file; a preset's name as it is."""
-    beside = Path(job.file).parent / name
-    here = name.endswith(".json") or "/" in name or name == "."
-    return str(beside) if here and not Path(name).is_absolute() and beside.exists() else name
 
 
 def _job(key: str, message: str, fix: str | None) -> PiperError:

@@ -12,7 +12,7 @@ from ir.lower.policy import Policy
 from ir.lower.template import Key, Templates
 from ir.ops import Action, Token
 from ir.order import IntArray, Order
-from ir.plan import Shape
+from ir.plan import Shape, cover_table
 
 Edges = tuple[IntArray, IntArray, IntArray, IntArray]  # edge, microbatch, writer row, reader row
 STEP = 8  # distance of neighbouring base rows in sort keys, so that others fit between
@@ -194,14 +194,10 @@ def _instances(graph: Graph, templates: Templates, rows: Rows) -> tuple[IntArray
     """[node, mb] -> row and cover index; refuses what an order runs twice."""
     inst = np.full((len(graph.nodes), graph.mbs), -1, dtype=np.int64)
     cover = np.zeros_like(inst)
-    widest = max((len(s.covers) for s in templates.shapes), default=0)
-    for c in range(widest):
-        has = np.array([len(s.covers) > c for s in templates.shapes])
-        node = np.array([s.covers[c][0] if len(s.covers) > c else 0 for s in templates.shapes], dtype=np.int64)
-        member = np.array([s.covers[c][1] if len(s.covers) > c else 0 for s in templates.shapes], dtype=np.int64)
-        sel = np.flatnonzero(has[rows.shape])
-        n = node[rows.shape[sel]]
-        m = np.where(member[rows.shape[sel]] == 0, rows.mb[sel], rows.mb2[sel])
+    for c, (node, member) in enumerate(zip(*cover_table(templates.shapes), strict=True)):
+        sel = np.flatnonzero(node[rows.shape] >= 0)
+        shape = rows.shape[sel]
+        n, m = node[shape], np.where(member[shape] == 0, rows.mb[sel], rows.mb2[sel])
         before = inst[n, m]
         inst[n, m] = sel
         cover[n, m] = c

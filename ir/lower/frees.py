@@ -57,7 +57,7 @@ def node_buffers(draft: Draft, edges: Edges) -> None:
             node=np.concatenate([table.node, np.full(len(received), -1)]),
             slot=np.concatenate([table.slot, received]),
             mb=np.concatenate([table.mb, draft.rows.mb[received]]),
-            bytes=np.concatenate([table.bytes[np.arange(table.count) // g.mbs], table.bytes[carried]]),
+            bytes=np.concatenate([np.repeat(table.bytes, g.mbs), table.bytes[carried]]),
             alloc=alloc,
             alloc_cover=alloc_cover,
             free=free,

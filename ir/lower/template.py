@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ir.graph import COMPUTE, Graph, illegal
+from ir.graph import COMPUTE, Edge, Graph, illegal
 from ir.lower.merge import Item, alternate
 from ir.lower.names import Labels, TransferNames, fused_text, node_shape
 from ir.lower.policy import P2P, Merge, Policy
@@ -38,6 +38,10 @@ class Templates:
         self._shape_at: dict[tuple[str, str, int], int] = {}
         self.names, self.labels = TransferNames(graph), Labels(graph)
         nodes = graph.nodes
+        self._leaving: dict[int, list[Edge]] = {}
+        for e in graph.edges:
+            if nodes[e.src].stage != nodes[e.dst].stage and not e.join and not nodes[e.dst].once:
+                self._leaving.setdefault(e.src, []).append(e)
         # Compute that reads a collective's result must not drag what stands before it into its wait.
         self._waiting = {e.dst for e in graph.edges if not nodes[e.src].once and nodes[e.src].stream != COMPUTE}
 
@@ -111,13 +115,13 @@ class Templates:
 
     def _sends(self, key: Key, node: int, member: int) -> list[TemplateRow]:
         """One send per program that reads a slot of this node elsewhere."""
+        if node not in self._leaving:
+            return []
         n = self.graph.nodes[node]
         cls = key.classes[member]
         out: dict[tuple[int, int], TemplateRow] = {}
-        for e in self.sequences.out[node]:
+        for e in self._leaving[node]:
             reader = self.graph.nodes[e.dst]
-            if e.join or reader.once or reader.stage == n.stage:
-                continue
             peer = self.home.get((reader.stage, cls))
             if peer is None:
                 raise illegal(f"{reader.text()} reads {n.text()} but is placed nowhere", "place every stage")

@@ -74,6 +74,7 @@ def _qwen3_moe(v: Values) -> ModelConfig:
     # Hugging Face: a layer is sparse unless listed, where (layer + 1) % step == 0.
     dense = frozenset(i for i in layers if i in only or (i + 1) % step)
     moe = Moe(v.size("num_experts"), v.size("num_experts_per_tok"), v.size("moe_intermediate_size"), 0, dense)
+    moe = replace(moe, normalised=v.flag("norm_topk_prob"))
     _check_top_k(v, moe)
     return replace(_qwen3(v), moe=moe)
 
@@ -98,6 +99,9 @@ def _deepseek(v: Values) -> ModelConfig:
         dense_layers=frozenset(i for i in range(v.size("num_hidden_layers")) if i < first or i % every),
         groups=groups if limited else 0,
         top_groups=limited,
+        scoring=v.one_of("scoring_func", ("softmax", "sigmoid")),
+        normalised=v.flag("norm_topk_prob"),
+        scale=v.number("routed_scaling_factor"),
     )
     _check_top_k(v, moe)
     _check_groups(v, moe)
@@ -131,12 +135,13 @@ def _nemotron(v: Values) -> ModelConfig:
     shown = {**v.given, "hidden_act": "silu", "rms_norm_eps": v.number("norm_eps")}
     base = _llama(replace(v, given=shown))
     # LayerNorm1P: a LayerNorm with bias whose weight is stored minus one.
-    return replace(base, activation=Activation.RELU2, norm=Norm.LAYER, norm_bias=True)
+    share = v.number("partial_rotary_factor")
+    return replace(base, activation=Activation.RELU2, norm=Norm.LAYER, norm_bias=True, rope_share=share)
 
 
 def _gpt2(v: Values) -> ModelConfig:
     v.divides("n_head", v.size("n_embd"), "n_embd")
-    v.one_of("activation_function", _GELU)
+    act = v.one_of("activation_function", _GELU)
     hidden, heads = v.size("n_embd"), v.size("n_head")
     return ModelConfig(
         source=v.source,
@@ -152,6 +157,7 @@ def _gpt2(v: Values) -> ModelConfig:
         positions=v.size("n_positions"),
         rope=False,
         activation=Activation.GELU,
+        act=act,
         norm=Norm.LAYER,
         norm_bias=True,
         qkv_bias=True,
@@ -188,6 +194,7 @@ def _mpt(v: Values) -> ModelConfig:
         positions=v.size("max_seq_len") if learned else 0,
         rope=False,
         activation=Activation.GELU,
+        act="gelu",
         norm=Norm.LAYER,
         norm_bias=bias,
         qkv_bias=bias,

@@ -88,6 +88,16 @@ _DEEPSEEK = {
     **_sizes(q_lora_rank=None, n_shared_experts=None, n_group=None, topk_group=None, moe_layer_freq=1),
     "first_k_dense_replace": Key(Holds.COUNT, 0),
     "num_nextn_predict_layers": Key(Holds.COUNT, 0),
+    **_flags(norm_topk_prob=False),
+    "routed_scaling_factor": Key(Holds.RATIO, 1.0),
+    "scoring_func": Key(Holds.TEXT, "softmax"),
+}
+# Hugging Face's DeepSeek-V3 knows no other scoring.
+_DEEPSEEK3 = {
+    **_DEEPSEEK,
+    **_flags(norm_topk_prob=True),
+    "routed_scaling_factor": Key(Holds.RATIO, 2.5),
+    "scoring_func": Key(Holds.TEXT, "sigmoid"),
 }
 _GPT2 = {
     **_COMMON,
@@ -124,6 +134,7 @@ _QWEN3_MOE = {
     **_WINDOW,
     **_must("num_experts"),
     **_sizes(decoder_sparse_step=1),
+    **_flags(norm_topk_prob=False),
     "mlp_only_layers": Key(Holds.COUNTS, ()),
 }
 
@@ -138,7 +149,7 @@ TYPES: Mapping[str, Table] = {
     "qwen3": {**_LLAMA, **_WINDOW, **_sizes(head_dim=128)},
     "qwen3_moe": _QWEN3_MOE,
     "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK3,
 }
 
 # Other spellings of a key: Hugging Face's own attribute maps, and one dropout spelling for every type.

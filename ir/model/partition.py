@@ -43,15 +43,18 @@ def partition(
     decoders = sum(_is_layer(c) for c in chunks)
     if stages < 1:
         raise PiperError(ErrorKind.JOB, f"{stages} stages", key="parallel.pp", allowed="1 or more", suggestion="1")
-    if isinstance(layers, str):
-        counts = _named(chunks, stages, decoders, layers, costs)
-        if layers == "balanced" and ranks is not None:
-            raw = _raw_costs(chunks, costs)
-            at = [i for i, c in enumerate(chunks) if _is_layer(c)]
-            ends = (sum(raw[: at[0]]), sum(raw[at[-1] + 1 :]))
-            counts = by_rank(counts, [raw[i] for i in at], ends, ranks, most)
-    else:
-        counts = _listed(layers, stages, decoders)
+    match layers:
+        case "even":
+            counts = _even(stages, decoders)
+        case "balanced":
+            if decoders < stages:
+                raise _too_few(stages, decoders)
+            counts = _balance(chunks, stages, _raw_costs(chunks, costs), ranks, most)
+        case str():
+            message = f"unknown layers {layers!r}"
+            raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed=_FORMS, suggestion="balanced")
+        case _:
+            counts = _listed(layers, stages, decoders)
     return _cut(chunks, counts)
 
 
@@ -59,17 +62,15 @@ def _is_layer(chunk: Chunk) -> bool:
     return "L" in chunk.tags
 
 
-def _named(chunks: Sequence[Chunk], stages: int, decoders: int, layers: str, costs: Costs | None) -> list[int]:
-    match layers:
-        case "even":
-            return _even(stages, decoders)
-        case "balanced":
-            if decoders < stages:
-                raise _too_few(stages, decoders)
-            return _balanced(_stage_costs(chunks, costs), stages)
-        case _:
-            message = f"unknown layers {layers!r}"
-            raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed=_FORMS, suggestion="balanced")
+def _balance(
+    chunks: Sequence[Chunk], stages: int, raw: Sequence[float], ranks: Sequence[int] | None, most: int | None
+) -> list[int]:
+    at = [i for i, c in enumerate(chunks) if _is_layer(c)]
+    counts = _balanced(_stage_costs(raw, at), stages)
+    if ranks is None:
+        return counts
+    ends = (sum(raw[: at[0]]), sum(raw[at[-1] + 1 :]))
+    return by_rank(counts, [raw[i] for i in at], ends, ranks, most)
 
 
 def _even(stages: int, decoders: int) -> list[int]:
@@ -109,12 +110,10 @@ def _listed(layers: Sequence[int], stages: int, decoders: int) -> list[int]:
     return list(layers)
 
 
-def _stage_costs(chunks: Sequence[Chunk], costs: Costs | None) -> list[int]:
+def _stage_costs(raw: Sequence[float], at: Sequence[int]) -> list[int]:
     """One integer per decoder layer, the ends' costs added to the first and last layer: sums are then exact."""
-    raw = _raw_costs(chunks, costs)
     unit = max(raw) or 1.0
     scaled = [round(x / unit * 2**30) for x in raw]
-    at = [i for i, c in enumerate(chunks) if _is_layer(c)]
     middle = [scaled[i] for i in at]
     middle[0] += sum(scaled[: at[0]])
     middle[-1] += sum(scaled[at[-1] + 1 :])

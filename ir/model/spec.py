@@ -50,7 +50,8 @@ class Moe:
     """The mixture of experts. ffn: one expert's width; shared_ffn: all shared experts' together, 0 for none.
 
     dense_layers: decoder layers with an ordinary MLP. top_groups of groups: a token's experts lie in at most so many
-    groups of experts (DeepSeek's group-limited routing); 0 of 0 where routing is free.
+    groups of experts (DeepSeek's group-limited routing); 0 of 0 where routing is free. scoring: "softmax" over all
+    experts or "sigmoid" of each; normalised: a token's weights are made to add up to 1; then they are times `scale`.
     """
 
     experts: int
@@ -60,6 +61,9 @@ class Moe:
     dense_layers: frozenset[int] = frozenset()
     groups: int = 0
     top_groups: int = 0
+    scoring: str = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class ModelConfig:
 
     source: the preset or file it came from. positions: learned positions, 0 where none. window: sliding attention
     window in tokens, 0 where none. qk_norm: RMSNorm on each head's query and key. mtp: multi-token-prediction modules.
+    rope_share: of a head's features that are turned. act: Hugging Face's name of an activation that has several.
     """
 
     source: str
@@ -99,6 +104,8 @@ class ModelConfig:
     mtp: int = 0
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_share: float = 1.0
+    act: str = ""
     init_std: float = 0.02
 
     def is_moe(self, layer: int) -> bool:

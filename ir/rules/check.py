@@ -5,7 +5,7 @@ from __future__ import annotations
 from ir.plan import Plan
 from ir.rules.buffers import check_buffers
 from ir.rules.coverage import instances
-from ir.rules.deadlock import check_progress
+from ir.rules.deadlock import Dispatch, check_progress
 from ir.rules.meetings import check_channels, check_collectives
 from ir.rules.needs import check_waits
 from ir.rules.reads import reads
@@ -13,10 +13,11 @@ from ir.rules.waits import Waits
 from ir.rules.zero import zero_needs
 
 
-def check_plan(plan: Plan, serial: bool = False) -> None:
+def check_plan(plan: Plan, serial: bool = False, inline: bool = False) -> None:
     """Raise PiperError on the first broken rule, naming the op, its rank and the fix.
 
     serial: also prove that each program can run its dispatch order as one stream (a transport with one queue).
+    inline: also prove it for a host that executes compute itself (gloo, CPU).
     Needed edges come from the plan's graph, not from the plan: a missing wait cannot hide.
     """
     found = instances(plan)
@@ -27,6 +28,8 @@ def check_plan(plan: Plan, serial: bool = False) -> None:
     waits = Waits(plan)
     check_waits(plan, found, read, zero, waits)
     check_progress(plan)
+    if inline:
+        check_progress(plan, Dispatch.INLINE)
     if serial:
-        check_progress(plan, serial=True)
+        check_progress(plan, Dispatch.SERIAL)
     check_buffers(plan, found, read, zero, waits)

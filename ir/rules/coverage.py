@@ -8,7 +8,7 @@ import numpy as np
 
 from ir.graph import illegal
 from ir.order import BoolArray, IntArray
-from ir.plan import Plan
+from ir.plan import Plan, cover_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,13 +29,11 @@ def instances(plan: Plan) -> Instances:
     op = np.full((len(graph.nodes), wide), -1, dtype=np.int64)
     cover = np.zeros_like(op)
     once = np.array([n.once for n in graph.nodes] or [False])
-    widest = max((len(s.covers) for s in plan.shapes), default=0)
-    for c in range(widest):
-        node = np.array([s.covers[c][0] if len(s.covers) > c else -1 for s in plan.shapes], dtype=np.int64)
-        member = np.array([s.covers[c][1] if len(s.covers) > c else 0 for s in plan.shapes], dtype=np.int64)
+    for c, (node, member) in enumerate(zip(*cover_table(plan.shapes), strict=True)):
         rows = np.flatnonzero(node[plan.shape] >= 0)
-        n = node[plan.shape[rows]]
-        column = np.where(member[plan.shape[rows]] == 0, plan.mb[rows], plan.mb2[rows])
+        shape = plan.shape[rows]
+        n = node[shape]
+        column = np.where(member[shape] == 0, plan.mb[rows], plan.mb2[rows])
         column = np.where(once[n], plan.program[rows], column)
         stray = (column < 0) | (column >= np.where(once[n], plan.programs, graph.mbs))
         if stray.any():

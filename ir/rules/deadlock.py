@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from itertools import pairwise
 
 import numpy as np
 
 from ir.errors import ErrorKind, PiperError
-from ir.plan import Plan
+from ir.plan import Csr, OpKind, Plan
 
 _NONE, _MANY = -1, -2
 
 
-def check_progress(plan: Plan, serial: bool = False) -> None:
-    """Run the plan without time; raise PiperError (deadlock) naming where every program stands.
+class Dispatch(StrEnum):
+    """What moves a program's ops.
 
-    Queues are the plan's streams, or (serial) each program's dispatch order as its only stream.
+    streams: queues move by themselves, whatever the host does. inline: the host executes compute itself, so nothing is
+    posted before the compute op dispatched before it has ended. serial: the dispatch order is the only stream.
     """
+
+    STREAMS = "streams in order"
+    INLINE = "streams in order, compute executed by the host"
+    SERIAL = "each program's dispatch order as one stream"
+
+
+def check_progress(plan: Plan, dispatch: Dispatch = Dispatch.STREAMS) -> None:
+    """Run the plan without time; raise PiperError (deadlock) naming where every program stands."""
+    serial, inline = dispatch is Dispatch.SERIAL, dispatch is Dispatch.INLINE
     queues = [list(range(a, b)) for a, b in pairwise(plan.bounds.tolist())] if serial else plan.queues
-    stuck = walk(plan, queues)
+    stuck = walk(plan, queues, held(plan) if inline else plan.waits)
     if stuck:
-        raise _story(plan, stuck, serial)
+        raise _story(plan, stuck, dispatch)
 
 
-def walk(plan: Plan, queues: list[list[int]]) -> list[tuple[int, int]]:
+def walk(plan: Plan, queues: list[list[int]], waits: Csr) -> list[tuple[int, int]]:
     """Advance every queue as far as it goes; returns (queue, op) where it stopped, empty if all ends were reached.
 
     Each queue runs until it blocks, then is woken by the one op it waits for: linear in ops and waits.
     """
     n = len(plan)
-    at, items = plan.waits.at.tolist(), plan.waits.items.tolist()
-    wait, mate, meetings = _waits(plan), _mates(plan), partners(plan)
+    at, items = waits.at.tolist(), waits.items.tolist()
+    wait, mate, meetings = _waits(waits), _mates(plan), partners(plan)
     started, ended = bytearray(n), bytearray(n)
     asleep = [_NONE] * n  # op -> a queue that waits for it to start (a partner does) or to end
     behind = [_NONE] * len(queues)  # queue -> another queue that waits for the same op
@@ -73,12 +84,22 @@ def walk(plan: Plan, queues: list[list[int]]) -> list[tuple[int, int]]:
     return [(q, queue[k]) for q, (queue, k) in enumerate(zip(queues, place, strict=True)) if k < len(queue)]
 
 
-def _waits(plan: Plan) -> list[int]:
+def held(plan: Plan) -> Csr:
+    """The plan's waits and, for each op, the compute op dispatched before it in its program."""
+    ops = np.arange(len(plan))
+    last = np.maximum.accumulate(np.where(plan.kind == OpKind.COMPUTE, ops, -1))
+    before = np.concatenate([[-1], last])[:-1]
+    mine = np.flatnonzero((before >= 0) & (plan.program[before] == plan.program))
+    rows = np.concatenate([plan.waits.rows(), mine])
+    return Csr.of(len(plan), rows, np.concatenate([plan.waits.items, before[mine]]))
+
+
+def _waits(waits: Csr) -> list[int]:
     """What each op waits for: an op, _NONE or _MANY."""
-    count = np.diff(plan.waits.at)
+    count = np.diff(waits.at)
     out = np.where(count > 1, _MANY, _NONE)
     one = np.flatnonzero(count == 1)
-    out[one] = plan.waits.items[plan.waits.at[one]]
+    out[one] = waits.items[waits.at[one]]
     found: list[int] = out.tolist()
     return found
 
@@ -98,13 +119,13 @@ def partners(plan: Plan) -> dict[int, tuple[int, ...]]:
     return {row: tuple(m for m in group if m != row) for group in members.values() for row in group}
 
 
-def _story(plan: Plan, stuck: list[tuple[int, int]], serial: bool) -> PiperError:
+def _story(plan: Plan, stuck: list[tuple[int, int]], dispatch: Dispatch) -> PiperError:
     halted = {op for _, op in stuck}
     meetings = partners(plan)
     lines = []
     for _, op in stuck[:24]:
         program = int(plan.program[op])
-        waits = [w for w in plan.waits.row(op).tolist() if w in halted or not serial]
+        waits = [w for w in plan.waits.row(op).tolist() if w in halted or dispatch is not Dispatch.SERIAL]
         stream = plan.shapes[int(plan.shape[op])].stream
         mate = int(plan.partner[op])
         mates = (mate,) if mate >= 0 else meetings.get(op, ())
@@ -112,9 +133,8 @@ def _story(plan: Plan, stuck: list[tuple[int, int]], serial: bool) -> PiperError
         need += [f"{plan.text(m)} of program {int(plan.program[m])}" for m in mates[:2]]
         what = ", ".join(need) or "its turn"
         lines.append(f"  program {program} {stream} stands at {plan.text(op)}, which needs {what}")
-    how = "each program's dispatch order as one stream" if serial else "streams in order"
     return PiperError(
         ErrorKind.DEADLOCK,
-        f"the plan cannot finish ({how}):\n" + "\n".join(lines),
+        f"the plan cannot finish ({dispatch}):\n" + "\n".join(lines),
         suggestion="let receives be posted before the sends of the peer that they stand against",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ir.errors import ErrorKind, PiperError, nearest
 from ir.order import Order
@@ -155,9 +156,19 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None, t
         microbatches=microbatches,
         chunks=chunks,
         placements=family.places(ranks, microbatches, chunks),
-        orders=family.builder(ranks, microbatches, chunks, times),
+        orders=(_searched if family.searched else _orders)(name, ranks, microbatches, chunks, times),
         order_depends_on_times=family.searched,
     )
+
+
+def _orders(name: str, ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
+    return _FAMILIES[name].builder(ranks, mbs, chunks, times)
+
+
+@lru_cache(maxsize=32)
+def _searched(name: str, ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
+    """Searched once: a large table takes half a minute."""
+    return _orders(name, ranks, mbs, chunks, times)
 
 
 def check_shape(name: str, ranks: int, microbatches: int, chunks: int) -> None:

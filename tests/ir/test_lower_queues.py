@@ -220,4 +220,4 @@ def test_walking_and_replaying_agree_on_what_can_finish(name: str, ranks: int, m
     ranks += ranks % 2 if name == "dualpipe" else 0
     for plan in (stage_plan(name, ranks, mbs, None, Policy() if cut else WHOLE), naive(name, ranks, mbs)):
         for queues in (plan.queues, serial(plan)):
-            assert (not walk(plan, queues)) == (replay(plan, [1.0] * len(plan), queues=queues) is not None)
+            assert (not walk(plan, queues, plan.waits)) == (replay(plan, [1.0] * len(plan), queues=queues) is not None)

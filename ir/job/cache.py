@@ -1,0 +1,73 @@
+"""Plans by what decides them: one structure under many costs is built once in a process, and checked once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from ir.errors import PiperError
+from ir.lower import Policy
+from ir.plan import Plan
+from ir.rules import check_plan
+
+MOST_OPS = 2_000_000  # of all plans that are kept; about 400 bytes each
+
+
+@dataclass(frozen=True)
+class Structure:
+    """All that decides a plan, its graph's work, messages and bytes included; nothing of what they cost.
+
+    schedule: the name in the plan's header. source: model, shape and formats. parts: (stage, part) of the partition.
+    strategy: the directives, order tables by their values: a searched one stands for the op times it was made from.
+    """
+
+    schedule: str
+    source: object
+    parts: tuple[tuple[int, str], ...]
+    recompute: frozenset[str]
+    mesh: object
+    prefetch: int
+    strategy: tuple[object, ...]
+    policy: Policy
+
+
+class PlanCache:
+    """The plans used last, of at most `most` ops together."""
+
+    def __init__(self, most: int = MOST_OPS) -> None:
+        self.most = most
+        self._plans: OrderedDict[Structure, Plan] = OrderedDict()
+        self._checked: WeakKeyDictionary[Plan, set[tuple[bool, bool]]] = WeakKeyDictionary()
+
+    def plan(self, key: Structure, build: Callable[[], Plan]) -> Plan:
+        """The plan of a structure, built where it is not here; checked or not yet."""
+        if (plan := self._plans.get(key)) is not None:
+            self._plans.move_to_end(key)
+            return plan
+        plan = build()
+        if len(plan) <= self.most:
+            self._plans[key] = plan
+        while sum(map(len, self._plans.values())) > self.most:
+            self._plans.popitem(last=False)
+        return plan
+
+    def check(self, plan: Plan, serial: bool = False, inline: bool = False) -> None:
+        """`check_plan`, once per plan and set of rules. A plan that breaks one is forgotten."""
+        passed = self._checked.setdefault(plan, set())
+        if (serial, inline) in passed:
+            return
+        try:
+            check_plan(plan, serial=serial, inline=inline)
+        except PiperError:
+            self._plans = OrderedDict((k, p) for k, p in self._plans.items() if p is not plan)
+            raise
+        passed.add((serial, inline))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._plans.clear()
+
+
+PLANS = PlanCache()

@@ -1,0 +1,75 @@
+"""Which model a job names, a config or a captured file: its chunks, where their numbers come from, what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ir.errors import ErrorKind, PiperError
+from ir.graph import Source
+from ir.job.schema import Job
+from ir.model import load_config, model_chunks
+from ir.model.captured import CapturedModel, CapturedSource, load_captured
+from ir.model.part import Chunk, Layout
+from ir.model.setting import BatchShape, Precision, check_setting
+from ir.model.source import ModelSource
+from ir.model.spec import ModelConfig
+from ir.model.work import chunk_flops
+from ir.schedules.limits import check_layers
+
+
+@dataclass(frozen=True)
+class JobModel:
+    """A job's model. config: all of it, or what is known of a captured one."""
+
+    config: ModelConfig
+    chunks: tuple[Chunk, ...]
+    attention: str
+    captured: CapturedModel | None = None
+
+    def check(self, layout: Layout, shape: BatchShape, precision: Precision, recompute: frozenset[str]) -> None:
+        """Refuse sizes, and for a captured model formats and options, that do not go with it."""
+        if self.captured is None:
+            check_setting(self.config, layout, shape)
+        else:
+            self.captured.check(layout, shape, precision, recompute)
+
+    def source(self, shape: BatchShape, precision: Precision) -> Source:
+        """Its numbers, for one microbatch shape and precision."""
+        if self.captured is None:
+            return ModelSource(self.config, shape, precision, self.attention)
+        return CapturedSource(self.captured, shape, precision)
+
+    def flops(self, chunk: Chunk, shape: BatchShape, precision: Precision) -> int:
+        """Of a chunk's F, I and W."""
+        if self.captured is None:
+            return chunk_flops(self.config, chunk, shape, precision)
+        return CapturedSource(self.captured, shape, precision).chunk_flops(chunk)
+
+
+def read_model(job: Job) -> JobModel:
+    """Read `[model] config` or `[model] graph`. Raises PiperError."""
+    m = job.model
+    if m.graph is None:
+        check_layers(m.overrides)
+        config = load_config(_beside(job, m.config), m.overrides)
+        check_layers({"num_hidden_layers": config.layers})
+        return JobModel(config, model_chunks(config), m.attention)
+    if extra := [*(["config"] if m.config else []), *m.overrides]:
+        raise PiperError(
+            ErrorKind.JOB,
+            f"{extra[0]} and graph are both given",
+            key=f"model.{extra[0]}",
+            allowed="a config and its keys, or a captured graph",
+            suggestion=f"leave out {extra[0]}",
+        )
+    captured = load_captured(_beside(job, m.graph))
+    check_layers({"num_hidden_layers": captured.config.layers})
+    return JobModel(captured.config, captured.chunks, m.attention, captured)
+
+
+def _beside(job: Job, name: str) -> str:
+    """A file or folder relative to the job file; a preset's name as it is."""
+    beside = Path(job.file).parent / name
+    here = name.endswith(".json") or "/" in name or name == "."
+    return str(beside) if here and not Path(name).is_absolute() and beside.exists() else name

@@ -1,0 +1,82 @@
+"""`check` after a directive looks at what it touched, and refuses what a look at everything would refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ir.directives.strategy
+import ir.graph
+from ir.build import stage_graph
+from ir.directives import Place, Split, apply
+from ir.errors import PiperError
+from ir.filters import parse_filter
+from ir.graph import Edge, Graph, Node, Span, check
+from tests.ir.plans import fewer, moe_graph
+
+GRAPH = moe_graph("dualpipe", 4, 6, recompute=("norm",), tied=True)
+HARMLESS = ("the same", "another stage")  # a chunk may lie on several stages
+Change = Callable[[Graph, int], Graph]
+
+
+def at(change: Callable[[Node], Node]) -> Change:
+    """The graph with one node changed."""
+    return lambda g, k: g.with_nodes({k % len(g.nodes): change(g.nodes[k % len(g.nodes)])})
+
+
+CHANGES: dict[str, Change] = {
+    "placed again": at(lambda n: replace(n, spans=(*n.spans, Span(range(0, 1), 3)))),
+    "moved": at(lambda n: replace(n, spans=tuple(replace(s, group=s.group + 1) for s in n.spans))),
+    "out of range": at(lambda n: replace(n, spans=(Span(range(0, 99), 0),))),
+    "nowhere": at(lambda n: replace(n, spans=())),
+    "no writes": at(lambda n: replace(n, writes=())),
+    "another stage": at(lambda n: replace(n, stage=(n.stage + 1) % 4)),
+    "the same": at(lambda n: replace(n)),
+    "fewer microbatches": lambda g, k: replace(g, mbs=k % 7),
+    "a dangling edge": lambda g, k: replace(g, edges=(*g.edges, Edge(k % len(g.nodes), len(g.nodes) + k, 0))),
+    "an edge back": lambda g, k: replace(g, edges=(*g.edges, Edge(g.edges[k % len(g.edges)].dst, 0, 0))),
+    "one node less": lambda g, k: replace(g, nodes=g.nodes[:-1]),
+    "one node more": lambda g, k: replace(g, nodes=(*g.nodes, replace(g.nodes[k % len(g.nodes)], spans=()))),
+}
+
+
+def verdict(graph: Graph, since: Graph | None) -> str:
+    try:
+        check(graph, since)
+    except PiperError as e:
+        return str(e)
+    return "passes"
+
+
+def differs(change: Change, k: int) -> bool:
+    changed = change(GRAPH, k)
+    return verdict(changed, GRAPH) != verdict(changed, None)
+
+
+@fewer
+@given(st.sampled_from(sorted(CHANGES)), st.integers(0, 10_000))
+def test_what_was_checked_before_changes_no_verdict(name: str, k: int) -> None:
+    assert not differs(CHANGES[name], k)
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_each_change_but_the_harmless_is_refused(name: str) -> None:
+    refused = {verdict(CHANGES[name](GRAPH, k), GRAPH) != "passes" for k in range(0, 400, 7)}
+    assert (True in refused) != (name in HARMLESS)
+
+
+@pytest.mark.parametrize("part", ["_touched", "_same_edges"])
+def test_a_look_that_skips_would_be_noticed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ir.graph, part, lambda graph, since: () if part == "_touched" else True)
+    assert any(differs(change, k) for change in CHANGES.values() for k in range(40))
+
+
+def test_every_directive_is_checked_against_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Graph, Graph | None]] = []
+    monkeypatch.setattr(ir.directives.strategy, "check", lambda graph, since: seen.append((graph, since)))
+    apply(stage_graph(1), [Split(parse_filter({}), "MB", 2), Place(parse_filter({"PP": 0}), 0)])
+    assert [s for _, s in seen] == [None, seen[0][0]]  # nobody has checked what it starts from

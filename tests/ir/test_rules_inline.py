@@ -1,0 +1,70 @@
+"""A host that executes compute itself: which plans it can finish, and one that only free streams can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ir.errors import ErrorKind, PiperError
+from ir.lower import P2P, Policy
+from ir.plan import Csr, OpKind, Plan
+from ir.rules import check_plan
+from ir.rules.deadlock import Dispatch, check_progress
+from piper_sim.engine import Scenario, play
+from piper_sim.hosts import inline
+from tests.ir.plans import FIXED, fewer, moe_plan, stage_plan
+
+
+@fewer
+@given(
+    name=st.sampled_from(FIXED),
+    ranks=st.integers(1, 6),
+    mbs=st.integers(1, 9),
+    zero=st.integers(0, 3),
+    lookahead=st.integers(0, 3),
+)
+def test_every_plan_of_ours_finishes_under_an_inline_host(
+    name: str, ranks: int, mbs: int, zero: int, lookahead: int
+) -> None:
+    ranks += ranks % 2 if name == "dualpipe" else 0
+    check_plan(stage_plan(name, ranks, mbs, None, Policy(lookahead=lookahead, clip=False)), inline=True)
+    if ranks in (2, 4):
+        check_plan(moe_plan(name, ranks, mbs, Policy(), zero=zero, layers=max(3, 2 * ranks)), inline=True)
+
+
+def late_receives(plan: Plan) -> Plan:
+    """Receives that the program dispatches only behind the next compute op, and that wait for nothing.
+
+    Free streams do not care when they were dispatched; a host that is executing compute never gets to them.
+    """
+    order = list(range(len(plan)))
+    for a, b in zip(plan.bounds[:-1].tolist(), plan.bounds[1:].tolist(), strict=True):
+        for i in range(b - 2, a - 1, -1):
+            if plan.kind[order[i]] == OpKind.RECV and plan.kind[order[i + 1]] == OpKind.COMPUTE:
+                order[i], order[i + 1] = order[i + 1], order[i]
+    by = np.array(order)
+    new = np.argsort(by)
+    rows, items = plan.waits.rows(), plan.waits.items
+    kept = plan.kind[rows] != OpKind.RECV
+    waits = Csr.of(len(plan), new[rows[kept]], new[items[kept]])
+    partner = np.where(plan.partner >= 0, new[plan.partner], -1)[by]
+    columns = {c: getattr(plan, c)[by] for c in ("program", "shape", "mb", "mb2", "collective", "unit")}
+    return replace(plan, waits=waits, partner=partner, **columns)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv"])
+def test_what_free_streams_finish_an_inline_host_may_not(name: str) -> None:
+    late = late_receives(stage_plan(name, 3, 4, None, Policy(p2p=P2P.CHANNELS, clip=False)))
+    check_progress(late)
+    with pytest.raises(PiperError, match="compute executed by the host") as refused:
+        check_progress(late, Dispatch.INLINE)
+    assert refused.value.kind is ErrorKind.DEADLOCK
+    duration = np.ones(len(late))
+    assert (play(Scenario.of(late), duration).end > 0).all()
+    with pytest.raises(PiperError, match="host stands at .*, which waits for ") as stuck:
+        play(Scenario.of(late, host=inline(late)), duration)
+    assert stuck.value.kind is ErrorKind.DEADLOCK
