@@ -22,8 +22,8 @@ from ir.errors import PiperError
 from ir.job.load import job_from
 from piper_sim.commands.demo import JOB
 from piper_sim.compare import SIX, compare
+from piper_sim.predict import GIB
 from piper_sim.report.files import write_outputs
-from piper_sim.simulate import GIB
 
 # Categories from the bottom up: work, then waiting for messages, then waiting for other ranks.
 PARTS = {

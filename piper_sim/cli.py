@@ -132,6 +132,12 @@ def _run(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--watchdog", type=float, default=15.0, metavar="SECONDS", help="a rank without progress has failed"
     )
+    sub.add_argument(
+        "--emulate", type=float, metavar="SECONDS", help="each pass of a layer takes so long, instead of arithmetic"
+    )
+    sub.add_argument(
+        "--emulate-comm", type=float, default=0.0, metavar="SECONDS", help="each transfer ends so much later"
+    )
     _out(sub)
 
 

@@ -11,7 +11,8 @@ from ir.job import Job
 from ir.job.build import blaming
 from ir.schedules.registry import canonical, default_chunks, legal_chunks
 from piper_sim.commands.output import progress
-from piper_sim.simulate import GIB, Prediction, predict, simulate_object
+from piper_sim.predict import GIB, Prediction, predict
+from piper_sim.simulate import simulate_object
 
 SIX = ("1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")
 KEYS = tuple(

@@ -18,6 +18,7 @@ NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
+COMM_KINDS = ("all_to_all", "collective", "p2p")
 GIB = 1024**3
 MIB = 1024**2
 
@@ -68,6 +69,9 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     nic_Gbps: one direction, per GPU. *_latency_us: one low-latency hop. *_efficiency: busbw of a long ring / line rate.
     dispatch_*_efficiency: the same of token dispatch kernels (DeepEP-like).
     collective_launch_us: base time of a call. collectives: which library's protocols ("nccl" or "gloo").
+    comm_sms: kind of communication ("all_to_all", "collective", "p2p") -> SMs its kernel holds from its start to its
+    end. comm_hbm: kind -> share of HBM bandwidth it takes while it moves. Kinds left out take nothing.
+    leaf_nodes: nodes under one leaf switch; null: all. oversubscription: a leaf's NICs together over its uplinks.
     """
 
     name: str
@@ -98,6 +102,10 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     collective_launch_us: NonNegative
     collectives: str = "nccl"
     pcie_GBps: Positive
+    comm_sms: dict[str, NonNegative] = {}
+    comm_hbm: dict[str, Annotated[float, msgspec.Meta(ge=0, lt=1)]] = {}
+    leaf_nodes: Count | None = None
+    oversubscription: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     sources: dict[str, str] = {}
 
     @property
@@ -168,6 +176,13 @@ def check_consistent(hw: Hardware) -> None:
         raise _bad("a GEMM needs at least one tile shape", "gemm.tiles", None, "[[128, 128, 1.0]]")
     if list(hw.reserved_over_allocated) != sorted(hw.reserved_over_allocated) or hw.reserved_over_allocated[0] < 1:
         raise _bad("must be low <= middle <= high, from 1 up", "reserved_over_allocated", None, "[1.0, 1.04, 1.08]")
+    for key, table in (("comm_sms", hw.comm_sms), ("comm_hbm", hw.comm_hbm)):
+        for kind, value in table.items():
+            if kind not in COMM_KINDS:
+                fix = nearest(kind, COMM_KINDS)
+                raise _bad(f"unknown kind of communication {kind!r}", f"{key}.{kind}", list(COMM_KINDS), fix)
+            if key == "comm_sms" and value >= hw.sms:
+                raise _bad(f"{value} of {hw.sms} SMs leave none to compute", f"{key}.{kind}", None, f"{hw.sms // 8}")
     if hw.collectives not in ("nccl", "gloo"):
         raise _bad(f"unknown library {hw.collectives!r}", "collectives", ["nccl", "gloo"], "nccl")
 

@@ -20,9 +20,9 @@ from piper_sim.commands.output import (
 )
 from piper_sim.commands.simulate import report_run
 from piper_sim.compare import SIX, compare, why
+from piper_sim.predict import Prediction
 from piper_sim.report.html import report_html
 from piper_sim.report.table import compare_cells, compare_table, memory_cells
-from piper_sim.simulate import Prediction
 
 FILES = ("compare.json", "report.html", *TRACE_FILES)
 

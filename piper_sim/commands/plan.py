@@ -9,7 +9,7 @@ from ir.job import load_job
 from ir.job.build import blaming, directives_json
 from ir.plan_text import plan_digest, plan_text
 from piper_sim.commands.output import dumps, print_json, progress, refuse_existing, write
-from piper_sim.simulate import predict
+from piper_sim.predict import predict
 
 FILES = ("plan.txt", "strategy.json")
 

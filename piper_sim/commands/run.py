@@ -10,8 +10,8 @@ from ir.errors import ErrorKind, PiperError
 from ir.job import load_job
 from ir.plan_text import plan_text
 from piper_sim.commands.output import dumps, print_json, progress, trace_files, width, write
+from piper_sim.predict import predict
 from piper_sim.report.timeline import text_timeline
-from piper_sim.simulate import predict
 
 FILES = ("ranks.json", "run.json", "plan.txt", "timeline.png", "trace.json.gz", "trace.tsv")
 
@@ -32,6 +32,8 @@ def main(args: argparse.Namespace, executor: Any) -> int:
             steps=args.steps,
             backend=args.backend,
             watchdog_s=args.watchdog,
+            emulate=args.emulate,
+            emulate_comm=args.emulate_comm,
             out=out,
         )
     if out is not None:
@@ -43,12 +45,20 @@ def main(args: argparse.Namespace, executor: Any) -> int:
         print_json(found)
         return 0
     print(text_timeline(trace, width()))
-    for step, (loss, norm) in enumerate(zip(found["losses"], found["grad_norms"], strict=True)):
-        print(f"step {step}: loss {loss:.6f}, gradient norm {norm:.6f}")
-    peaks = found["memory"]["peak_allocated_bytes"].values()
-    print(f"{found['iteration_s']:.4f} s per step (median) on {found['ranks']} ranks; plan {found['plan_digest'][:12]}")
-    print(f"peak allocated, rank by rank: {', '.join(f'{b / 2**20:.2f}' for b in peaks)} MiB")
+    _show(found)
     return 0
+
+
+def _show(found: dict[str, Any]) -> None:
+    """What people read."""
+    steps = zip(found["losses"] or (), found["grad_norms"] or (), strict=True)
+    for step, (loss, norm) in enumerate(steps):
+        print(f"step {step}: loss {loss:.6f}, gradient norm {norm:.6f}")
+    print(f"{found['iteration_s']:.4f} s per step (median) on {found['ranks']} ranks; plan {found['plan_digest'][:12]}")
+    if late := found["slowest"]:
+        print(f"slowest: rank {late['rank']}, for which each other rank waited {late['waited_s']:.4f} s of a step")
+    if peaks := found["memory"]["peak_allocated_bytes"]:
+        print(f"peak allocated, rank by rank: {', '.join(f'{b / 2**20:.2f}' for b in peaks.values())} MiB")
 
 
 def _refuse_existing(out: Path) -> None:

@@ -19,10 +19,11 @@ from piper_sim.commands.output import (
     width,
     write,
 )
+from piper_sim.predict import Prediction, predict
 from piper_sim.report.html import ReportRun, report_html
 from piper_sim.report.table import compare_cells, compare_table, memory_cells, memory_table
 from piper_sim.report.timeline import text_timeline
-from piper_sim.simulate import Prediction, predict, simulate_object
+from piper_sim.simulate import simulate_object
 
 FILES = ("simulate.json", "plan.txt", "report.html", *TRACE_FILES)
 

@@ -11,7 +11,7 @@ from ir.job.load import job_from
 from ir.plan import OpKind
 from ir.trace_text import read_trace, write_trace
 from piper_sim.pipeline import Times, run_schedule
-from piper_sim.simulate import Prediction, predict
+from piper_sim.predict import Prediction, predict
 
 
 @pytest.fixture(scope="module")

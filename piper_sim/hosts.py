@@ -1,0 +1,95 @@
+"""The two host models: `inline` executes compute itself, `ahead` launches it and runs ahead. docs/ENGINE.md, 7."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from cost_models.host import UPDATE_LAUNCHES, HostCosts
+from ir.graph import Node, Once
+from ir.ops import Pass
+from ir.order import IntArray
+from ir.plan import Csr, OpKind, Plan
+from ir.work import CommKind
+from piper_sim.engine import Host
+
+
+def inline(plan: Plan) -> Host:
+    """A host that executes compute ops and posts communication between them, at no cost of its own: gloo, CPU.
+
+    Each op is held by the compute op before it in its program, of this step or of the last.
+    """
+    n, rows, on = len(plan), [], []
+    for a, b in pairwise(plan.bounds.tolist()):
+        ops = np.arange(a, b)
+        last = np.maximum.accumulate(np.where(plan.kind[a:b] == OpKind.COMPUTE, ops, -1))
+        before = np.concatenate([[-1], last[:-1]])
+        wrapped = np.where(before >= 0, before, n + last[-1]) if last[-1] >= 0 else before
+        rows.append(ops[wrapped >= 0])
+        on.append(wrapped[wrapped >= 0])
+    return Host(np.zeros(n), Csr.of(n, np.concatenate(rows), np.concatenate(on)))
+
+
+def ahead(plan: Plan, costs: HostCosts) -> Host:
+    """A host that launches kernels and runs ahead of the device: CUDA.
+
+    It is held where its window of launched kernels is full, and where it must read what the device has computed: the
+    expert counts, without which it cannot size a forward dispatch.
+    """
+    kernels = launches(plan)
+    launch = np.where(plan.kind == OpKind.COMPUTE, kernels * costs.launch, costs.comm)
+    rows, on = (
+        np.concatenate(x) for x in zip(_window(plan, np.maximum(kernels, 1), costs.window), _syncs(plan), strict=True)
+    )
+    return Host(launch, Csr.of(len(plan), rows, on))
+
+
+def launches(plan: Plan) -> IntArray:
+    """[op] kernels that a compute op launches; a communication op is one."""
+    of_node = [_kernels(n) for n in plan.graph.nodes]
+    of_shape = [sum(of_node[n] for n, _ in s.covers) if s.kind is OpKind.COMPUTE else 1 for s in plan.shapes]
+    return np.array(of_shape, dtype=np.int64)[plan.shape]
+
+
+def _kernels(n: Node) -> int:
+    if n.kind is Once.UPDATE:
+        return UPDATE_LAUNCHES
+    return sum(k.count for k in n.work) + len(n.inline)
+
+
+def _window(plan: Plan, kernels: IntArray, window: int) -> tuple[IntArray, IntArray]:
+    """(ops, the compute op whose end makes room for them): no compute behind it fits the window with the op's own.
+
+    A host never starts an op before the same op of the step before has ended. Kernels of communication count, but the
+    host is never held by one alone: a plan that an inline host can finish is then safe for any window.
+    """
+    n, rows, on, compute = len(plan), [], [], plan.kind == OpKind.COMPUTE
+    for a, b in pairwise(plan.bounds.tolist()):
+        total = np.concatenate([[0], np.cumsum(kernels[a:b])])
+        step = int(total[-1])
+        ends = np.concatenate([total[1:] - step, total[1:]])  # of the step before, then of this one
+        wanted = np.maximum(total[1:] - window, ends[: b - a])
+        # The last op whose kernels must all have gone by then, or the compute op before; an op never waits for itself.
+        last = np.minimum(np.searchsorted(ends, wanted, side="left"), np.arange(b - a) + (b - a) - 1)
+        last = np.maximum.accumulate(np.where(np.tile(compute[a:b], 2), np.arange(2 * (b - a)), -1))[last]
+        rows.append(np.arange(a, b)[last >= 0])
+        on.append(np.where(last < b - a, n + a + last, a + last - (b - a))[last >= 0])
+    return np.concatenate(rows), np.concatenate(on)
+
+
+def _syncs(plan: Plan) -> tuple[IntArray, IntArray]:
+    """(forward dispatches of tokens, what computed their counts)."""
+    nodes = plan.graph.nodes
+    reads = np.array([any(_counted(nodes[n]) for n, _ in s.covers) for s in plan.shapes])
+    ops = plan.waits.rows()
+    mine = reads[plan.shape[ops]] & (plan.kind[plan.waits.items] == OpKind.COMPUTE)
+    return ops[mine], plan.waits.items[mine]
+
+
+def _counted(n: Node) -> bool:
+    """Whether the host must know how many tokens go where: of a layer's two forward exchanges, the first."""
+    exchange = n.message is not None and n.message.kind is CommKind.ALL_TO_ALL
+    return exchange and n.kind is Pass.F and n.part.endswith(".dispatch")
+
+
