@@ -5,6 +5,8 @@ Importing this imports numba (0.4 s), so modules with kernels are imported only 
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
@@ -22,10 +24,25 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 @cache
-def _folder(package: Path) -> str:
-    """A cache of its own for every state of a package: numba looks for changes only in a function's own file."""
+def _folder(package: Path) -> str | None:
+    """A cache of its own for every state of a package: numba looks for changes only in a function's own file.
+
+    Beside the sources, else in the user's cache; None where neither can be written: then every process compiles.
+    """
     text = b"".join(p.read_bytes() for p in [Path(__file__), *sorted(package.glob("*.py"))])
-    return str(Path(numba.config.CACHE_DIR or package / "__pycache__") / f"numba-{sha256(text).hexdigest()[:16]}")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "piper-sim"
+    for root in [Path(numba.config.CACHE_DIR)] if numba.config.CACHE_DIR else [package / "__pycache__", user]:
+        folder = root / f"numba-{sha256(text).hexdigest()[:16]}"
+        new = not folder.exists()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            if new:
+                print("compiling kernels, once per installation: up to half a minute …", file=sys.stderr)
+            return str(folder)
+    return None
 
 
 def jit(function: F) -> F:
@@ -37,8 +54,9 @@ def jit(function: F) -> F:
     if numba is None:
         return function
     folder = _folder(Path(function.__code__.co_filename).parent)
-    was, numba.config.CACHE_DIR = numba.config.CACHE_DIR, folder
+    was, numba.config.CACHE_DIR = numba.config.CACHE_DIR, folder or ""
+    keep = folder is not None
     try:
-        return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", _nrt=False, forceinline=True)(function))
+        return cast(F, numba.njit(cache=keep, nogil=True, error_model="numpy", _nrt=False, forceinline=True)(function))
     finally:
         numba.config.CACHE_DIR = was

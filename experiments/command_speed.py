@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from experiments.engine_speed import one_f_one_b, yardstick
+from experiments.engine_speed import heapq_loop, loop_of, stage_case
 from piper_sim.commands.demo import JOB
 
 GPUS = {"2,048 GPUs": [], "16,384 GPUs": ["--set", "cluster.nodes=2048"]}
@@ -42,7 +42,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
-    loop = one_f_one_b(64, 1024)
+    case = stage_case(64, 1024)
+    loop = loop_of(case.plan, case.costs.duration)
     least = dict.fromkeys(["heapq loop", *GPUS], float("inf"))
     most = dict.fromkeys(GPUS, 0.0)
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +51,7 @@ def main() -> None:
         job.write_text(JOB)
         for _ in range(rounds):
             before = time.perf_counter()
-            yardstick(*loop)
+            heapq_loop(*loop)
             least["heapq loop"] = min(least["heapq loop"], time.perf_counter() - before)
             for name, more in GPUS.items():
                 seconds, gib = command(job, more)

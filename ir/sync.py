@@ -48,10 +48,18 @@ class Bucket:
 
 
 def buckets(graph: Graph) -> tuple[Bucket, ...]:
-    """The buckets of all parameters, in order of their first entry.
+    """The buckets of all parameters, in order of their first entry; found once per graph.
 
     Parts that `replicate` did not name still have owners, but nothing keeps their copies in step.
     """
+    known = graph.__dict__
+    if "_buckets" not in known:
+        known["_buckets"] = _buckets(graph)
+    found: tuple[Bucket, ...] = known["_buckets"]
+    return found
+
+
+def _buckets(graph: Graph) -> tuple[Bucket, ...]:
     if graph.source is None or graph.mesh is None:
         return ()
     named: dict[str, list[int]] = defaultdict(list)

@@ -11,8 +11,8 @@ from piper_sim.engine import Run, Scenario
 # Measured on two slow cores (experiments/engine_speed.py), seconds: SimPy per op, alone and where rates change;
 # importing numba and loading the twin's machine code.
 SIMPY_S = 1.8e-6
-SIMPY_SHARED_S = 9e-6
-TWIN_LOAD_S = 0.5
+SIMPY_SHARED_S = 11e-6
+TWIN_LOAD_S = 0.7
 
 
 def play(scenario: Scenario, duration: FloatArray, steps: int = 1) -> Run:

@@ -10,7 +10,7 @@ from cost_models.interference import GRAIN, Slowdown, comm_class
 from ir.graph import Node, Once
 from ir.order import FloatArray, IntArray
 from ir.plan import OpKind, Plan, Shape
-from ir.work import CommKind, Kernel
+from ir.work import CommKind, Kernel, Work
 from piper_sim.engine import Interference
 
 
@@ -32,7 +32,8 @@ def pairwise(plan: Plan, hw: Hardware) -> Interference:
 
 def _classes(plan: Plan, hw: Hardware) -> IntArray:
     """[op] its class."""
-    bound = [_bound(n, hw) for n in plan.graph.nodes]
+    known: dict[Work, tuple[float, float]] = {}
+    bound = [_bound(n, hw, known) for n in plan.graph.nodes]
     out = [_class(plan, s, bound) for s in plan.shapes]
     return np.array(out, dtype=np.int64)[plan.shape]
 
@@ -48,12 +49,14 @@ def _class(plan: Plan, s: Shape, bound: list[tuple[float, float]]) -> int:
     return comm_class(message.kind)
 
 
-def _bound(n: Node, hw: Hardware) -> tuple[float, float]:
+def _bound(n: Node, hw: Hardware, known: dict[Work, tuple[float, float]]) -> tuple[float, float]:
     """(seconds bound by arithmetic, all seconds) of a node's kernels."""
     if n.kind is Once.UPDATE or n.message is not None:
         return 0.0, 0.0
-    seconds = [(kernel_seconds(k, hw), _arithmetic(k, hw)) for k in n.work]
-    return sum(t for t, mine in seconds if mine), sum(t for t, _ in seconds)
+    if n.work not in known:
+        seconds = [(kernel_seconds(k, hw), _arithmetic(k, hw)) for k in n.work]
+        known[n.work] = sum(t for t, mine in seconds if mine), sum(t for t, _ in seconds)
+    return known[n.work]
 
 
 def _arithmetic(k: Kernel, hw: Hardware) -> bool:

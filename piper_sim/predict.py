@@ -70,9 +70,13 @@ class Planned:
     @cached_property
     def reserved(self) -> tuple[Reserved, ...]:
         """What each rank's allocator takes of what capacity, margin and context leave it."""
+        return reserved(self.sized, self.memory, self.hardware, self.room_bytes, self.workspace)
+
+    @property
+    def room_bytes(self) -> int:
+        """What the driver has for an allocator: capacity less margin and context."""
         margin = int(self.prepared.job.cluster.memory_margin_GiB * GIB)
-        left = self.hardware.hbm_bytes - margin - self.context_bytes
-        return reserved(self.sized, self.memory, self.hardware, left, self.workspace)
+        return self.hardware.hbm_bytes - margin - self.context_bytes
 
     @property
     def context_bytes(self) -> int:
@@ -167,6 +171,8 @@ def scenario_of(p: Planned, costs: OpCosts) -> Scenario:
 
 def fits(p: Planned) -> bool:
     """Whether every rank's allocator finds room for every request within the device less margin and context."""
+    if int(p.memory.peak.max()) > p.room_bytes:  # no need to ask an allocator
+        return False
     return all(r.refused is None for r in p.reserved)
 
 

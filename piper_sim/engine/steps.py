@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from ir.graph import Once
@@ -35,17 +38,28 @@ def _weights(plan: Plan) -> tuple[list[int], list[int]]:
     if not gathers:
         return row, on
     readers = {b.key: part_nodes(plan.graph, b) for b in buckets(plan.graph)}
+    covered = _covered(plan)
     for i in gathers:
         n = plan.graph.nodes[i]
         own = readers.get(f"{n.stage}/{n.part}") or readers[f"{n.stage}/{n.part.rpartition('.')[0]}"]
-        reads, makes = (_rows(plan, nodes) for nodes in (set(own), {i}))
+        reads, makes = (_rows(plan, covered, nodes) for nodes in (own, [i]))
         for p in n.groups:
             row.append(int(reads[plan.program[reads] == p][0]))
             on.append(int(makes[plan.program[makes] == p][0]))
     return row, on
 
 
-def _rows(plan: Plan, nodes: set[int]) -> IntArray:
+def _covered(plan: Plan) -> dict[int, list[int]]:
+    """node -> the shapes that cover it."""
+    out: dict[int, list[int]] = defaultdict(list)
+    for k, s in enumerate(plan.shapes):
+        for node in {n for n, _ in s.covers}:
+            out[node].append(k)
+    return out
+
+
+def _rows(plan: Plan, covered: Mapping[int, list[int]], nodes: Sequence[int]) -> IntArray:
     """The ops that cover any of the nodes."""
-    covers = np.array([any(node in nodes for node, _ in s.covers) for s in plan.shapes])
-    return np.flatnonzero(covers[plan.shape])
+    wanted = np.zeros(len(plan.shapes), dtype=np.bool_)
+    wanted[[k for n in nodes for k in covered.get(n, ())]] = True
+    return np.flatnonzero(wanted[plan.shape])

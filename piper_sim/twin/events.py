@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from cost_models.jit import jit
 from ir.order import FloatArray, IntArray
 from piper_sim.engine.scenario import Run, Scenario
 from piper_sim.twin import flows, state
 from piper_sim.twin.compiled import Compiled
 from piper_sim.twin.flows import LINKS, SLOTS, Flows, Table
 from piper_sim.twin.heap import pop, put
-from piper_sim.twin.jit import jit
 from piper_sim.twin.net import Net, missing
 from piper_sim.twin.order import Heads, advance, heads, sleep, stuck, wake
 from piper_sim.twin.path import longest

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cost_models.jit import jit
 from ir.order import BoolArray, FloatArray, IntArray
 from piper_sim.engine.scenario import Links
-from piper_sim.twin.jit import jit
 from piper_sim.twin.net import Net
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cost_models.jit import jit
 from ir.order import FloatArray, IntArray
-from piper_sim.twin.jit import jit
 
 
 @jit

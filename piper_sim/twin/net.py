@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cost_models.jit import jit
 from ir.order import BoolArray, FloatArray, IntArray
 from ir.plan import Csr, OpKind, Plan
 from piper_sim.engine.scenario import Scenario, Wire
-from piper_sim.twin.jit import jit
 
 
 class Net(NamedTuple):

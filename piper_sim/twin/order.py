@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cost_models.jit import jit
 from ir.errors import PiperError
 from ir.order import FloatArray, IntArray
 from piper_sim.engine.scenario import Scenario
 from piper_sim.engine.stuck import deadlock
-from piper_sim.twin.jit import jit
 from piper_sim.twin.net import Net, missing
 
 

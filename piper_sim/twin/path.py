@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from cost_models.jit import jit
 from ir.order import FloatArray
 from piper_sim.engine.scenario import Run, Scenario
 from piper_sim.twin.compiled import Compiled
-from piper_sim.twin.jit import jit
 from piper_sim.twin.net import Net
 from piper_sim.twin.order import GROUP, LATE, LONE, Path, stuck
 

@@ -129,7 +129,7 @@ def test_without_numba_the_twin_is_slow_and_right() -> None:
 import sys
 sys.modules["numba"] = None
 from piper_sim.engine import Wire
-from piper_sim.twin.jit import numba
+from cost_models.jit import numba
 from tests.twin.test_twin import agree
 assert numba is None
 assert agree(("dualpipe", 4, 8, "cut"), 1, "seconds", Wire.BUFFERED, "none", True, 2)
