@@ -53,10 +53,13 @@ def annotate(tag: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Cut:
-    """A model cut at its seams. chunks: name → module `(x, *ids)`; wants_ids: later chunks that read the input too."""
+    """A model cut at its seams. chunks: name → module `(x, *ids)`; wants_ids: later chunks that read the input too,
+    shape_only: those among them that read its sizes and no token.
+    """
 
     chunks: dict[str, nn.Module]
     wants_ids: frozenset[str]
+    shape_only: frozenset[str] = frozenset()
 
 
 class _Tracer(fx.Tracer):
@@ -89,16 +92,18 @@ def cut(module: nn.Module) -> Cut:
     >>> {name: [p for p, _ in chunk.named_parameters()] for name, chunk in cut(Net()).chunks.items()}
     {'l0': ['layers.0.weight', 'layers.0.bias'], 'l1': ['layers.1.weight', 'layers.1.bias']}
     """
-    graph, at = _trace(module)
+    graph, at, scopes = _trace(module)
     names = _chunk_of(graph, at)
     free = _free(module, graph)
     order = list(dict.fromkeys(names[n] for n in graph.nodes if n in names and n not in free))
+    _refuse_empty(module, order, scopes)
     rank = {name: i for i, name in enumerate(order)}
     placeholder = next(n for n in graph.nodes if n.op == "placeholder")
     result = next(n for n in graph.nodes if n.op == "output").args[0]
     crossing = [_crossing(graph, names, rank, free, i) for i in range(len(order) - 1)]
     chunks: dict[str, nn.Module] = {}
     wants: set[str] = set()
+    sizes: set[str] = set()
     for i, name in enumerate(order):
         nodes = [n for n in graph.nodes if names.get(n) == name and n not in free]
         value = crossing[i - 1] if i else placeholder
@@ -106,11 +111,32 @@ def cut(module: nn.Module) -> Cut:
         sub, reads_ids = _subgraph(nodes, value, placeholder, out)
         if reads_ids and i:
             wants.add(name)
+            if all(_asks_size(u) for n in sub.nodes if n.op == "placeholder" and n.target == "ids" for u in n.users):
+                sizes.add(name)
         chunks[name] = fx.GraphModule(module, sub, class_name=f"Chunk_{name}")
-    return Cut(chunks, frozenset(wants))
+    return Cut(chunks, frozenset(wants), frozenset(sizes))
 
 
-def _trace(module: nn.Module) -> tuple[fx.Graph, dict[fx.Node, tuple[tuple[str, int], ...]]]:
+def _asks_size(node: fx.Node) -> bool:
+    """Whether a reader of the token ids asks for their shape, device or format only."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim")
+    return node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "device", "dtype")
+
+
+def _refuse_empty(module: nn.Module, order: list[str], scopes: int) -> None:
+    for i in range(scopes):
+        if f"l{i}" not in order:
+            raise PiperError(
+                ErrorKind.MODEL,
+                f"annotated scope {i} of {type(module).__name__} computes nothing from weights or activations",
+                allowed="at least one layer in every scope",
+                suggestion='call the layer inside: with annotate("PP"): x = layer(x)',
+            )
+
+
+def _trace(module: nn.Module) -> tuple[fx.Graph, dict[fx.Node, tuple[tuple[str, int], ...]], int]:
+    """The graph, the scopes of each node, and how many seams there are."""
     scopes = _Scopes()
     tracer = _Tracer(scopes)
     _tracing.append(scopes)
@@ -133,13 +159,13 @@ def _trace(module: nn.Module) -> tuple[fx.Graph, dict[fx.Node, tuple[tuple[str, 
         )
     if sum(n.op == "placeholder" for n in graph.nodes) != 1:
         raise PiperError(ErrorKind.MODEL, f"the forward of {type(module).__name__} must take one tensor, the token ids")
-    return graph, tracer.at
+    return graph, tracer.at, scopes.seen[SEAM]
 
 
 def _chunk_of(graph: fx.Graph, at: dict[fx.Node, tuple[tuple[str, int], ...]]) -> dict[fx.Node, str]:
     work = [n for n in graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     seam = [next((i for tag, i in at[n] if tag == SEAM), None) for n in work]
-    last = max(k for k, s in enumerate(seam) if s is not None)
+    last = max((k for k, s in enumerate(seam) if s is not None), default=-1)
     names: dict[fx.Node, str] = {}
     here = "embed"
     for k, (node, s) in enumerate(zip(work, seam, strict=True)):

@@ -1,19 +1,20 @@
 """A stage's chunks at work: forward, input gradient, weight gradient of one microbatch, and the sums of gradients.
 
-A `Stage` is a row of named units ("l0", or finer, "l0.attn"), each cut off from its neighbours' autograd graphs, so
-an op of the plan may cover any unbroken stretch of them, another one in forward than in backward. Nothing depends on
-where the cuts are: the sums are taken in the same order.
+A `Stage` is a set of named units ("l0", or finer, "l0.attn"), each cut off from the others' autograd graphs and wired
+to those it reads, so an op of the plan may cover any of them whose inputs are there, others in forward than in
+backward. Nothing depends on where the cuts are: an output has two readers at most, so its gradient is one sum.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
+from executor.modules.base import total, wiring
 from executor.split import SplitRun
 from ir.ops import Pass
 
@@ -42,33 +43,51 @@ class Gradients:
             g.zero_()
 
 
+Values = tuple[Tensor, ...]
+Grads = list[Tensor | None]
+
+
 @dataclass(slots=True)
 class _Unit:
-    """One unit's life for one microbatch: what forward left, until W."""
+    """One unit's life for one microbatch: what forward left, until W. inputs: what each unit it reads gave it; None
+    where that is made again. sizes: how many tensors each of them gave; outs: how many it gives itself.
+    """
 
     run: SplitRun
-    inputs: tuple[Tensor, ...] = ()
+    sizes: tuple[int, ...] = ()
+    outs: int = 1
+    inputs: tuple[Values | None, ...] = ()
     extras: tuple[object, ...] = ()
     waits_for_r: bool = False
 
 
 @dataclass(slots=True)
 class _Flow:
-    """What stands at the edge of the work done so far of one microbatch, in either direction."""
+    """What stands at the edge of the work done so far of one microbatch, by the unit it comes from ("": outside).
 
-    acts: tuple[Tensor, ...] = ()
-    grads: tuple[Tensor | None, ...] = ()
+    acts: outputs, until every reader has run. again: the same, made again by R. grads: sums of what readers' I gave.
+    """
+
+    acts: dict[str, Values] = field(default_factory=dict)
+    again: dict[str, Values] = field(default_factory=dict)
+    left: Counter[str] = field(default_factory=Counter)
+    left_again: Counter[str] = field(default_factory=Counter)
+    grads: dict[str, Grads] = field(default_factory=dict)
     units: dict[str, _Unit] = field(default_factory=dict)
     extras: dict[str, tuple[object, ...]] = field(default_factory=dict)
+
+    def idle(self) -> bool:
+        """Whether nothing is held."""
+        return not (self.units or self.acts or any(g is not None for grads in self.grads.values() for g in grads))
 
 
 class Stage:
     """Some units of the model, in order, and every microbatch now inside them.
 
-    units: name → module, called with the activations (and its `extras`, e.g. the labels for the head).
-    params: global name → parameter; one name may be used by several units. recompute: units whose forward keeps only
-    its input, and not even that where the unit before, of the same chunk, makes it again; pass R makes the rest (I and
-    W do it themselves where it did not run).
+    units: name → module, called with the outputs of the units it reads (and its `extras`, e.g. the labels for the
+    head). reads: see `Built`. params: global name → parameter; one name may be used by several units. recompute: units
+    whose forward keeps only its inputs, and not even those that units of the same chunk make again; pass R makes the
+    rest (I and W do it themselves where it did not run).
 
     >>> layer = nn.Linear(1, 1, bias=False); _ = nn.init.constant_(layer.weight, 3.0)
     >>> stage = Stage({"l0": layer}, {"w": layer.weight})
@@ -85,17 +104,19 @@ class Stage:
         *,
         grads: torch.dtype | Gradients | None = None,
         recompute: Iterable[str] = (),
+        reads: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.units = dict(units)
         self.params = dict(params)
         self.grads = grads if isinstance(grads, Gradients) else Gradients(self.params, grads)
         self.recompute = frozenset(recompute)
+        self.reads = wiring(self.units, reads or {})
         names = {id(p): n for n, p in self.params.items()}
         self._weights = {u: {names[id(p)]: p for p in m.parameters()} for u, m in self.units.items()}
         self._flows: dict[int, _Flow] = {}
-        pairs = [(a, b) for a, b in pairwise(self.units) if a.split(".")[0] == b.split(".")[0]]
-        self._before = {b: a for a, b in pairs if a in self.recompute and b in self.recompute}
-        self._behind = {a: b for b, a in self._before.items()}
+        self._readers = Counter(r for reads in self.reads.values() for r in reads)
+        self._again = Counter(r for u, reads in self.reads.items() for r in reads if self._made_again(r, u))
+        self._ends = tuple(u for u in self.units if not self._readers[u])
 
     @property
     def in_flight(self) -> int:
@@ -106,7 +127,9 @@ class Stage:
 
     def feed(self, mb: int, *acts: Tensor) -> None:
         """Give microbatch mb's input (token ids or received activations) to the next forward."""
-        self._flow(mb).acts = acts
+        if self._readers[""]:
+            flow = self._flow(mb)
+            flow.acts[""], flow.left[""] = acts, self._readers[""]
 
     def feed_extra(self, mb: int, unit: str, *extras: object) -> None:
         """Give a unit its further arguments: the head its labels. They get no gradient."""
@@ -114,7 +137,8 @@ class Stage:
 
     def feed_grad(self, mb: int, *grads: Tensor | None) -> None:
         """Give the gradient of the stage's output to the next backward. A loss needs none."""
-        self._flow(mb).grads = grads
+        (end,) = self._ends
+        self._flow(mb).grads[end] = list(grads)
 
     def run(self, pass_: Pass, mb: int, units: Sequence[str] | None = None) -> None:
         """Run one pass over units (default: all; F and R as listed, I and W backwards)."""
@@ -135,28 +159,28 @@ class Stage:
     def whole(self, mb: int, units: Sequence[str] | None = None) -> None:
         """B: I and W of each unit at once, the units given (default: all) in backward order."""
         for name in list(self.units)[::-1] if units is None else units:
-            run, flow = self._take(mb, name).run, self._flow(mb)
-            grads, flow.grads = flow.grads, ()
-            flow.grads = run.whole(*grads)
+            unit = self._take(mb, name)
+            self._pass_on(mb, name, unit, unit.run.whole(*self._arrived(mb, name, unit)))
             self._drop(mb, name)
 
-    def take_output(self, mb: int) -> tuple[Tensor, ...]:
-        """What the last forward left, to be sent or read; the stage lets go of it."""
+    def take_output(self, mb: int) -> Values:
+        """What the units that nobody reads have left, to be sent or read; several losses are added up."""
         flow = self._flow(mb)
-        acts, flow.acts = flow.acts, ()
+        outs = [flow.acts.pop(u) for u in self._ends if u in flow.acts]
         self._tidy(mb)
-        return acts
+        if len(outs) == 1:
+            return outs[0]
+        return (total([out[0] for out in outs]),) if outs else ()
 
     def take_input_grad(self, mb: int) -> tuple[Tensor | None, ...]:
         """The gradient of the stage's input, to be sent; the stage lets go of it."""
-        flow = self._flow(mb)
-        grads, flow.grads = flow.grads, ()
+        grads = self._flow(mb).grads.pop("", [None])
         self._tidy(mb)
-        return grads
+        return tuple(grads)
 
     # -- whole stages, in one call -----------------------------------------------------------------------------------
 
-    def forward(self, mb: int, *acts: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, mb: int, *acts: Tensor) -> Values:
         """F of the whole stage: input in, output out."""
         self.feed(mb, *acts)
         self.run(Pass.F, mb)
@@ -164,13 +188,13 @@ class Stage:
 
     def backward(self, mb: int, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """B of the whole stage: output gradient in, input gradient out."""
-        self.feed_grad(mb, *grads)
+        self._feed_if(mb, grads)
         self.whole(mb)
         return self.take_input_grad(mb)
 
     def backward_input(self, mb: int, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """I of the whole stage."""
-        self.feed_grad(mb, *grads)
+        self._feed_if(mb, grads)
         self.run(Pass.I, mb)
         return self.take_input_grad(mb)
 
@@ -181,44 +205,77 @@ class Stage:
     # -- units -------------------------------------------------------------------------------------------------------
 
     def _forward(self, mb: int, name: str) -> None:
-        flow, module = self._flow(mb), self.units[name]
-        unit = _Unit(SplitRun(self._weights[name], self.grads.add))
-        acts, extras = flow.acts, flow.extras.pop(name, ())
+        flow, module, reads = self._flow(mb), self.units[name], self.reads[name]
+        inputs = [flow.acts[r] for r in reads]
+        unit = _Unit(SplitRun(self._weights[name], self.grads.add), tuple(map(len, inputs)))
+        acts, extras = tuple(x for values in inputs for x in values), flow.extras.pop(name, ())
         if name in self.recompute:
-            unit.inputs, unit.extras, unit.waits_for_r = () if name in self._before else acts, extras, True
+            unit.inputs = tuple(None if self._made_again(r, name) else flow.acts[r] for r in reads)
+            unit.extras, unit.waits_for_r = extras, True
             with torch.no_grad():
                 out = module(*acts, *extras)
-            flow.acts = (out,) if isinstance(out, Tensor) else tuple(out)
+            outs = (out,) if isinstance(out, Tensor) else tuple(out)
         else:
-            flow.acts = unit.run.forward(module, *acts, extras=extras)
-        flow.units[name] = unit
+            outs = unit.run.forward(module, *acts, extras=extras)
+        for r in reads:
+            _used(flow.acts, flow.left, r)
+        flow.acts[name], flow.left[name] = outs, self._readers[name]
+        unit.outs, flow.units[name] = len(outs), unit
 
     def _recompute(self, mb: int, name: str) -> None:
-        units = self._flow(mb).units
-        unit = units[name]
+        flow = self._flow(mb)
+        unit = flow.units[name]
         if not unit.waits_for_r:
             return
-        if name in self._before:
-            self._recompute(mb, self._before[name])
-        outs = unit.run.forward(self.units[name], *unit.inputs, extras=unit.extras)
+        acts: list[Tensor] = []
+        for r, given in zip(self.reads[name], unit.inputs, strict=True):
+            if given is None and flow.units[r].waits_for_r:
+                self._recompute(mb, r)
+            acts += flow.again[r] if given is None else given
+            if given is None:
+                _used(flow.again, flow.left_again, r)
+        outs = unit.run.forward(self.units[name], *acts, extras=unit.extras)
         unit.inputs, unit.extras, unit.waits_for_r = (), (), False
-        if name in self._behind:
-            units[self._behind[name]].inputs = outs
+        if self._again[name]:
+            flow.again[name], flow.left_again[name] = outs, self._again[name]
 
     def _input_grad(self, mb: int, name: str) -> None:
-        run, flow = self._take(mb, name).run, self._flow(mb)
-        grads, flow.grads = flow.grads, ()
-        flow.grads = run.input_grad(*grads)
+        unit = self._take(mb, name)
+        self._pass_on(mb, name, unit, unit.run.input_grad(*self._arrived(mb, name, unit)))
+        if not self._weights[name]:
+            self._drop(mb, name)  # it has no W
 
     def _weight_grad(self, mb: int, name: str) -> None:
-        self._take(mb, name).run.weight_grad()
-        self._drop(mb, name)
+        if self._weights[name]:
+            self._take(mb, name).run.weight_grad()
+            self._drop(mb, name)
+
+    def _arrived(self, mb: int, name: str, unit: _Unit) -> Grads:
+        """The gradients of a unit's outputs; none for a loss."""
+        grads = self._flow(mb).grads.pop(name, [])
+        return grads if any(g is not None for g in grads) else [None] * unit.outs
+
+    def _pass_on(self, mb: int, name: str, unit: _Unit, grads: Sequence[Tensor | None]) -> None:
+        flow, first = self._flow(mb), 0
+        for r, size in zip(self.reads[name], unit.sizes, strict=True):
+            new, first = grads[first : first + size], first + size
+            before = flow.grads.get(r, [None] * size)
+            flow.grads[r] = [b if a is None else a if b is None else a + b for a, b in zip(before, new, strict=True)]
 
     def _take(self, mb: int, name: str) -> _Unit:
         unit = self._flow(mb).units[name]
         if unit.waits_for_r:
             self._recompute(mb, name)
         return unit
+
+    def _made_again(self, read: str, reader: str) -> bool:
+        """Whether backward of `reader` gets this input from a recomputed unit."""
+        both = read in self.recompute and reader in self.recompute
+        return both and read.split(".")[0] == reader.split(".")[0]
+
+    def _feed_if(self, mb: int, grads: Sequence[Tensor | None]) -> None:
+        if grads:
+            self.feed_grad(mb, *grads)
 
     def _drop(self, mb: int, name: str) -> None:
         del self._flow(mb).units[name]
@@ -230,6 +287,12 @@ class Stage:
         return self._flows[mb]
 
     def _tidy(self, mb: int) -> None:
-        flow = self._flows[mb]
-        if not (flow.units or flow.acts or any(g is not None for g in flow.grads)):
+        if self._flows[mb].idle():
             del self._flows[mb]
+
+
+def _used(values: dict[str, Values], left: Counter[str], name: str) -> None:
+    """One reader more has run; the last one lets go."""
+    left[name] -= 1
+    if not left[name]:
+        del values[name]

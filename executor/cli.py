@@ -1,14 +1,13 @@
-"""`piper-sim run`: launch a job's plan on local processes and gather what happened.
+"""`piper-sim run`: launch a job's plan on processes of this machine and gather what happened.
 
-What is here: dense llama-like models of a config; pipeline parallelism of any schedule, DualPipe's two copies and tied
-embeddings reduced over their owners (ZeRO-0 and ZeRO-1); recomputed layers; bf16, fp32, fp64; gloo on one machine. Not
-here yet, and refused (`executor.refusals`): data, tensor, context and expert parallelism, ZeRO-2/3, a module of your
-own, nccl and local backends. Checkpoints, emulated ops and several machines have no flags yet.
+Not here yet, and refused: what `executor.refusals` lists. In the trace, compute rows are exact; a communication row
+starts when its stream comes to the op and ends when the stream's thread has seen it end, on a busy machine some tenths
+of a millisecond late. Peak memory is that of one more step, at the end, in which every storage is followed; it is
+neither timed nor reported otherwise.
 
-In the trace, compute rows are exact; a communication row starts when its stream comes to the op and ends when the
-stream's thread has seen it end, on a busy machine some tenths of a millisecond late. Peak memory is that of one more
-step, at the end, in which every storage is followed; it is neither timed nor reported otherwise. A plan counts what a
-GPU's kernels keep, not what torch's CPU kernels do, so its peaks are lower than these (3 to 29 % on tiny models).
+Under `--emulate SECONDS` each pass of a layer takes that long (`ir.durations.emulated_seconds`) and nothing is
+computed: messages between stages have their real size, buckets at most 1 MiB or so, there is no model, and `losses`,
+`grad_norms` and peak memory are null.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 from executor.launch import launch
 from executor.refusals import refuse
 from executor.spec import Spec
+from executor.stragglers import slowest
 from executor.target import Target
 from ir.errors import ErrorKind, PiperError
 from ir.job import load_job
@@ -46,41 +46,65 @@ def run(
     steps: int,
     backend: str = "gloo",
     watchdog_s: float = 15.0,
+    emulate: float | None = None,
+    emulate_comm: float = 0.0,
+    replay: Path | None = None,
     out: Path | None = None,
     dump: Path | None = None,
 ) -> tuple[dict[str, Any], Trace]:
-    """Train `steps` steps of the judged plan. Returns the object of `piper-sim run` and the trace.
+    """Run `steps` steps of the judged plan. Returns the object of `piper-sim run` and the trace.
 
-    sets: the job's `--set` overrides. out: a folder that gets `ranks.json`. dump: one for gradients and parameters.
+    sets: the job's `--set` overrides. emulate: seconds of a layer's pass, instead of arithmetic; replay: a trace whose
+    ops' seconds are taken instead; emulate_comm: seconds by which each transfer ends later. out: a folder that gets
+    `ranks.json`. dump: one for gradients and parameters.
 
     Raises PiperError: a wrong number of ranks or something not there yet (exit 2), RankFailed (exit 4).
     """
     if ranks != prepared.ranks:
         raise _wrong_ranks(prepared, sets, ranks)
-    if steps < 1:
-        raise PiperError(ErrorKind.USAGE, f"{steps} steps", key="--steps", allowed="1 or more", suggestion="--steps 1")
-    if not watchdog_s > 0:
-        message = f"{watchdog_s} seconds"
-        raise PiperError(ErrorKind.USAGE, message, key="--watchdog", allowed="more than 0", suggestion="--watchdog 15")
-    refuse(prepared, plan, backend)
+    check_numbers(steps, watchdog_s, emulate, emulate_comm)
+    real = emulate is None and replay is None
+    refuse(prepared, plan, backend, real=real)
     digest = plan_digest(plan)
-    with tempfile.TemporaryDirectory(prefix="piper-plan-") as folder:
-        strategy = Path(folder) / "strategy.json"
-        strategy.write_text(json.dumps(directives_json(prepared.strategy)))
-        spec = Spec(
-            str(Path(prepared.job.file).resolve()),
-            (*sets, *_resolved(prepared)),
-            str(strategy),
-            prepared.schedule,
-            digest,
-            steps,
-            None if dump is None else str(dump.resolve()),
+    with tempfile.TemporaryDirectory(prefix="piper-plan-") as name:
+        folder = Path(name)
+        spec = replace(
+            spec_of(prepared, digest, sets, steps, folder),
+            dump=None if dump is None else str(dump.resolve()),
+            backend=backend,
+            emulate=emulate,
+            emulate_comm=emulate_comm,
+            replay=None if replay is None else str(replay.resolve()),
         )
-        results = launch(RANK, ranks, asdict(spec), out=out, watchdog_s=watchdog_s)
-    return _object(prepared, digest, results, steps), _trace(results, prepared.schedule)
+        together = backend == "local"
+        results = launch(RANK, ranks, asdict(spec), out=out, watchdog_s=watchdog_s, together=together)
+    return gathered(prepared, plan, digest, results, steps)
 
 
-def _resolved(prepared: Prepared) -> list[str]:
+def spec_of(prepared: Prepared, digest: str, sets: Sequence[str], steps: int, folder: Path) -> Spec:
+    """What every rank is told; the strategy as a file in a folder that outlives the ranks' start."""
+    strategy = folder / "strategy.json"
+    strategy.write_text(json.dumps(directives_json(prepared.strategy)))
+    job = str(Path(prepared.job.file).resolve())
+    return Spec(job, (*sets, *resolved(prepared)), str(strategy), prepared.schedule, digest, steps)
+
+
+def check_numbers(steps: int, watchdog_s: float, emulate: float | None, emulate_comm: float) -> None:
+    """Refuse flags out of range."""
+    rules = (
+        ("--steps", steps, steps >= 1, "1 or more", "steps"),
+        ("--watchdog", watchdog_s, 0 < watchdog_s < math.inf, "more than 0", "seconds"),
+        ("--emulate", emulate, emulate is None or 0 <= emulate < math.inf, "0 or more", "seconds"),
+        ("--emulate-comm", emulate_comm, 0 <= emulate_comm < math.inf, "0 or more", "seconds"),
+    )
+    usual = {"--steps": "1", "--watchdog": "15", "--emulate": "0.01", "--emulate-comm": "0.001"}
+    for flag, value, good, allowed, unit in rules:
+        if not good:
+            fix = f"{flag} {usual[flag]}"
+            raise PiperError(ErrorKind.USAGE, f"{value} {unit}", key=flag, allowed=allowed, suggestion=fix)
+
+
+def resolved(prepared: Prepared) -> list[str]:
     """What the simulator's side has decided beyond the job file, as overrides."""
     return [
         f"parallel.layers=[{', '.join(map(str, prepared.layers))}]",
@@ -107,17 +131,25 @@ def _wrong_ranks(prepared: Prepared, sets: Sequence[str], ranks: int) -> PiperEr
     return PiperError(ErrorKind.USAGE, message, key="-n", allowed=str(prepared.ranks), suggestion=fix)
 
 
-def _object(prepared: Prepared, digest: str, results: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+def gathered(
+    prepared: Prepared, plan: Plan, digest: str, results: list[dict[str, Any]], steps: int
+) -> tuple[dict[str, Any], Trace]:
+    """The object of `piper-sim run`, and the trace, from what the ranks returned."""
+    trace = _trace(results, prepared.schedule)
+    real = results[0]["losses"] is not None
+    peaks = {str(rank): r["peak_bytes"] for rank, r in enumerate(results)} if real else None
+    late = slowest(plan, trace)
     return {
         "schema_version": 1,
-        "losses": [_loss(results, step) for step in range(steps)],
-        "grad_norms": [_norm(results, step) for step in range(steps)],
+        "losses": [_loss(results, step) for step in range(steps)] if real else None,
+        "grad_norms": [_norm(results, step) for step in range(steps)] if real else None,
         "iteration_s": median(_durations(results, steps)),
-        "memory": {"peak_allocated_bytes": {str(rank): r["peak_bytes"] for rank, r in enumerate(results)}},
+        "memory": {"peak_allocated_bytes": peaks},
         "ranks": prepared.ranks,
+        "slowest": None if late is None else {"rank": late.rank, "waited_s": late.waited_s},
         "plan_digest": digest,
         "trace": None,
-    }
+    }, trace
 
 
 def _loss(results: list[dict[str, Any]], step: int) -> float:
@@ -138,22 +170,28 @@ def _norm(results: list[dict[str, Any]], step: int) -> float:
 
 def _durations(results: list[dict[str, Any]], steps: int) -> list[float]:
     """Seconds of each step, from its first op anywhere (or the end of the step before, if later) to its last."""
-    out, before = [], 0.0
-    for step in range(steps):
-        rows = [row for r in results for row in r["rows"] if row[0] == step]
-        end = max(row[5] for row in rows)
-        out.append(end - max(before, min(row[4] for row in rows)))
-        before = end
-    return out
+    spans = [[math.inf, 0.0] for _ in range(steps)]
+    for r in results:
+        for step, _, _, _, start, end in r["rows"]:
+            span = spans[step]
+            span[0], span[1] = min(span[0], start), max(span[1], end)
+    before = [0.0, *(end for _, end in spans[:-1])]
+    return [end - max(b, start) for b, (start, end) in zip(before, spans, strict=True)]
 
 
 def _trace(results: list[dict[str, Any]], schedule: str) -> Trace:
-    """All ranks' rows on one clock: processes of one machine share its monotonic clock, so the offset is 0."""
-    zero = min(row[3] for r in results for row in r["rows"])
+    """All ranks' rows on rank 0's clock. Processes of one machine share it; others say how far theirs is ahead."""
+    clocks = [r.get("clock", (0.0, 0.0)) for r in results]
+    zero = min(row[3] - ahead for r, (ahead, _) in zip(results, clocks, strict=True) for row in r["rows"])
     rows = [
-        (int(step), rank, stream, op, post - zero, start - zero, end - zero)
-        for rank, r in enumerate(results)
+        (int(step), rank, stream, op, post - ahead - zero, start - ahead - zero, end - ahead - zero)
+        for rank, (r, (ahead, _)) in enumerate(zip(results, clocks, strict=True))
         for step, stream, op, post, start, end in r["rows"]
     ]
-    header = {"writer": "executor", "clock_offset_s": 0.0, "clock_uncertainty_s": 0.0, "schedule": schedule}
+    header = {
+        "writer": "executor",
+        "clock_offset_s": max((ahead for ahead, _ in clocks), key=abs),
+        "clock_uncertainty_s": max(known for _, known in clocks),
+        "schedule": schedule,
+    }
     return Trace.of(header, rows)

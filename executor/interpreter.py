@@ -1,13 +1,13 @@
 """Runs one program of a plan, op by op in dispatch order: one function per op kind, and no strategy's name anywhere.
 
-Inline host: compute runs in the loop; communication is queued on its stream where the plan dispatches it, and waited
-for where the plan waits. What a free names is let go there; nothing is freed by polling. Buffers inside a stage are
+Compute runs in the loop (on a CPU) or is launched by it (CUDA); communication is queued on its stream where the plan
+dispatches it, behind the compute launched before it, and waited for where the plan waits: by the host, and by the
+device's compute lane. What a free names is let go there; nothing is freed by polling. Buffers inside a stage are
 autograd's and go when the pass that reads them last has run, which the plan's frees foresee.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,18 +15,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from executor.chunk import Stage
+from executor import clock
 from executor.data import Batch
+from executor.device import Device, Mark
+from executor.kernels import Kernels
 from executor.program import Program, Value
 from executor.progress import Progress
 from executor.streams import Queued, Stream
-from executor.sync import Sync
-from executor.transport.base import Handle, Transport
+from executor.transport.base import Delayed, Handle, Transport
 from ir.errors import ErrorKind, PiperError
 from ir.graph import Node
 from ir.ops import Pass
 from ir.plan import AT_START, OpKind
 
+CPU = torch.device("cpu")
 Row = tuple[int, str, str, float, float, float]  # step, stream, op, post_s, start_s, end_s
 
 
@@ -43,114 +45,157 @@ class StepResult:
     squares: list[float] = field(default_factory=list)
 
 
-class Interpreter:
-    """One rank. stages: the parts of the model that live here, by stage. extras: what a unit reads of the batch.
+@dataclass(slots=True)
+class _Pending:
+    """A row of the trace whose times the device may not know yet."""
 
-    boundary: makes an empty tensor of what crosses a stage boundary.
+    stream: str
+    op: str
+    post_s: float
+    start: Mark | None = None
+    end: Mark | None = None
+    queued: Queued | None = None
+
+
+class Interpreter:
+    """One rank. boundary: makes an empty tensor of what crosses a stage boundary.
+
+    delay_s: by which the ends of transfers, and of collectives of a microbatch, are put off.
     """
 
     def __init__(
         self,
         program: Program,
-        stages: Mapping[int, Stage],
-        extras: Mapping[str, tuple[str, ...]],
-        sync: Sync,
+        kernels: Kernels,
         transport: Transport,
         progress: Progress,
+        device: Device,
         boundary: Callable[[], Tensor],
+        delay_s: float = 0.0,
     ) -> None:
-        self.program, self.stages, self.extras = program, stages, extras
-        self.sync, self.transport, self.progress, self.boundary = sync, transport, progress, boundary
+        self.program, self.kernels, self.stages, self.sync = program, kernels, kernels.stages, kernels.sync
+        self.transport, self.progress, self.device, self.boundary = transport, progress, device, boundary
+        self.delay_s = delay_s
         self.rows: list[Row] = []
+        self._lane = device.lane("compute")
+        self._pending: list[_Pending] = []
         self._values: dict[Value, Tensor] = {}
-        self._under: dict[int, tuple[Queued, int]] = {}  # op → as its stream has it, its row in the trace
+        self._under: dict[int, _Pending] = {}  # communication ops that the host has not yet seen end
         self._streams: dict[str, Stream] = {}
         self._latest: dict[str, Queued] = {}
         self._batches: Mapping[int, Batch] = {}
-        self._units = {s: tuple(stage.units) for s, stage in stages.items()}
-        self._result = StepResult()
+        self._units = {s: tuple(stage.units) for s, stage in self.stages.items()}
+        self._losses: dict[int, Tensor | float] = {}
+        self._step = 0
 
     def step(self, number: int, batches: Mapping[int, Batch]) -> StepResult:
         """Run every op once. batches: of the microbatches that `Program.batches` lists. Raises TransportError."""
-        p = self.program
-        self._result, self._batches = StepResult(), batches
-        self.sync.begin()
-        for i in range(p.first, p.last):
-            shape, text = p.shape(i), p.plan.text(i)
-            self.progress.op(i, text)
-            now = time.monotonic()
-            row = len(self.rows)
-            self.rows.append((number, shape.stream, text, now, now, now))
-            match OpKind(shape.kind):
-                case OpKind.COMPUTE:
-                    for w in p.plan.waits.row(i).tolist():
-                        self._wait(w, i)
-                    start = time.monotonic()
-                    self._compute(i)
-                    self.rows[row] = (number, shape.stream, text, now, start, time.monotonic())
-                case OpKind.SEND:
-                    self._send(i, row)
-                case OpKind.RECV:
-                    self._recv(i, row)
-                case OpKind.COLLECTIVE:
-                    self._collective(i, row)
-        for i in sorted(self._under):
-            self._wait(i, None)
-        assert not any(s.in_flight for s in self.stages.values()), "a microbatch is left over"
-        self._values.clear()
-        self._result.grad_norm = self.sync.norm
-        if self._result.grad_norm is None:
-            self._result.squares = self.sync.squares().tolist()
-        return self._result
+        p, self._batches, self._step = self.program, batches, number
+        self._losses.clear()
+        with self._lane():
+            self.sync.begin()
+            for i in range(p.first, p.last):
+                shape, text = p.shape(i), p.plan.text(i)
+                self.progress.op(i, text)
+                row = _Pending(shape.stream, text, clock.now())
+                self._pending.append(row)
+                match OpKind(shape.kind):
+                    case OpKind.COMPUTE:
+                        self._compute(i, row)
+                    case OpKind.SEND:
+                        self._send(i, row)
+                    case OpKind.RECV:
+                        self._recv(i, row)
+                    case OpKind.COLLECTIVE:
+                        self._collective(i, row)
+            for i in sorted(self._under):
+                self._wait(i, None)
+            self._settle()
+            return self._results()
 
     def close(self) -> None:
         """After the last step."""
         for stream in self._streams.values():
             stream.close()
 
+    def _settle(self) -> None:
+        """Wait until the device has caught up, op by op, so that a device that hangs is seen to hang at one."""
+        for k, row in enumerate(self._pending):
+            end = row.end if row.queued is None else row.queued.end
+            assert end is not None
+            if not end.done():
+                self.progress.op(self.program.first + k, row.op)
+                end.wait()
+            if row.queued is not None:
+                span = row.queued.span()
+            else:
+                assert row.start is not None
+                span = row.start.seconds(), end.seconds()
+            self.rows.append((self._step, row.stream, row.op, row.post_s, *span))
+        self._pending.clear()
+
+    def _results(self) -> StepResult:
+        assert not any(s.in_flight for s in self.stages.values()), "a microbatch is left over"
+        self._values.clear()
+        norm = self.sync.norm
+        losses = {mb: float(x) for mb, x in self._losses.items()}
+        return StepResult(losses, norm, [] if norm is not None else self.sync.squares().tolist())
+
     # -- communication ------------------------------------------------------------------------------------------------
 
-    def _send(self, i: int, row: int) -> None:
+    def _send(self, i: int, row: _Pending) -> None:
         tensor = self._take(self.program.value(i), i)
-        self._queue(i, row, partial(self.transport.send, self.program.peer(i), tensor))
+        self._queue(i, row, partial(self.transport.send, self.program.peer(i), tensor), self.delay_s)
 
-    def _recv(self, i: int, row: int) -> None:
+    def _recv(self, i: int, row: _Pending) -> None:
         into = self._values[self.program.value(i)] = self.boundary()
-        self._queue(i, row, partial(self.transport.recv, self.program.peer(i), into))
+        self._queue(i, row, partial(self.transport.recv, self.program.peer(i), into), self.delay_s)
 
-    def _collective(self, i: int, row: int) -> None:
-        post = self.sync.start(self.program.covers(i)[0][1], self.transport)
-        before = self._latest.get(self.program.shape(i).stream)
-        self._queue(i, row, post, [] if before is None else [before])
+    def _collective(self, i: int, row: _Pending) -> None:
+        node = self.program.covers(i)[0][1]
+        post = self.sync.start(node, self.transport)
+        before = self._latest.get(row.stream)
+        self._queue(i, row, post, 0.0 if node.once else self.delay_s, [] if before is None else [before])
 
-    def _queue(self, i: int, row: int, post: Callable[[], Handle], before: Sequence[Queued] = ()) -> None:
-        """Put op i on its stream. before: what must have ended first, beside what the plan waits for."""
-        waits = [w for w in self.program.plan.waits.row(i).tolist() if w in self._under]
-        queued = Queued(post, [*before, *(self._under[w][0] for w in waits)])
-        self._under[i] = queued, row
-        name = self.program.shape(i).stream
-        if name not in self._streams:
-            self._streams[name] = Stream(name)
-        self._streams[name].put(queued)
-        self._latest[name] = queued
+    def _queue(
+        self, i: int, row: _Pending, post: Callable[[], Handle], delay_s: float, before: Sequence[Queued] = ()
+    ) -> None:
+        """Put op i on its stream. before: what must be over first, beside what the plan waits for."""
+        waits = [self._under[w].queued for w in self.program.plan.waits.row(i).tolist() if w in self._under]
+        late = (lambda: Delayed(post(), delay_s)) if delay_s else post
+        row.queued = Queued(late, [*before, *(q for q in waits if q is not None)], self.device.mark())
+        self._under[i] = row
+        if row.stream not in self._streams:
+            self._streams[row.stream] = Stream(row.stream, self.device)
+        self._streams[row.stream].put(row.queued)
+        self._latest[row.stream] = row.queued
 
     def _wait(self, op: int, now: int | None) -> None:
-        """Block until a communication op has ended; compute has, when the loop is past it. now: the op that waits."""
+        """Go on behind a communication op; compute runs in order anyway. now: the op that waits."""
         if op not in self._under:
             return
-        queued, row = self._under.pop(op)
+        queued = self._under.pop(op).queued
+        assert queued is not None
         if not queued.done():
             self.progress.wait(self.program.others(op), self.program.plan.text(op))
             queued.wait()
             if now is not None:
                 self.progress.op(now, self.program.plan.text(now))
         queued.wait()
-        step, stream, text, posted, _, _ = self.rows[row]
-        self.rows[row] = (step, stream, text, posted, queued.start_s, queued.end_s)
+        assert queued.end is not None
+        self.device.follow(queued.end)
 
     # -- compute ------------------------------------------------------------------------------------------------------
 
-    def _compute(self, i: int) -> None:
+    def _compute(self, i: int, row: _Pending) -> None:
+        for w in self.program.plan.waits.row(i).tolist():
+            self._wait(w, i)
+        row.start, since_s = self.device.mark(), clock.now()
+        self._work(i)
+        self.kernels.hold(self._step, i, since_s, self.progress.go_on)
+        row.end = self.device.mark()
+
+    def _work(self, i: int) -> None:
         self._free(i, AT_START)
         for cover, (index, node, mb) in enumerate(self.program.covers(i)):
             if node.once:
@@ -171,7 +216,7 @@ class Interpreter:
         if node.part == units[0]:
             outer = self.program.outer.get(index)
             stage.feed(mb, self._batches[mb].ids if outer is None else self._take((*outer, mb), i))
-        if (wants := self.extras.get(node.part)) is not None:
+        if (wants := self.kernels.extras.get(node.part)) is not None:
             stage.feed_extra(mb, node.part, *self._batches[mb].extras(wants))
         stage.run(Pass.F, mb, [node.part])
         if node.part != units[-1]:
@@ -180,7 +225,7 @@ class Interpreter:
         if (slot := self.program.crosses.get(index)) is not None:
             self._values[index, slot, mb] = out
         else:
-            self._result.losses[mb] = out.item()
+            self._losses[mb] = out if self.device.ahead else out.item()
 
     def _input_grad(self, i: int, index: int, node: Node, mb: int) -> None:
         stage, units = self.stages[node.stage], self._units[node.stage]
@@ -210,10 +255,12 @@ class Interpreter:
             self._values.pop(value, None)
 
 
-def boundary(size: int, length: int, hidden: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+def boundary(
+    size: int, length: int, hidden: int, dtype: torch.dtype, device: torch.device = CPU
+) -> Callable[[], Tensor]:
     """Makes receive buffers: what crosses a stage boundary is (sequences, tokens, hidden).
 
     >>> boundary(1, 4, 8, torch.float32)().shape
     torch.Size([1, 4, 8])
     """
-    return lambda: torch.empty(size, length, hidden, dtype=dtype)
+    return lambda: torch.empty(size, length, hidden, dtype=dtype, device=device)

@@ -1,10 +1,9 @@
-"""Run one function on N local ranks and watch them; when one fails, say which, at what op, who waits; then end all."""
+"""Run one function on N ranks of this machine and watch them; when one fails, end all and report it."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -16,30 +15,8 @@ from typing import Any
 from executor.forkserver import ForkServer
 from executor.progress import Record, State, create, read
 from executor.target import Target, describe, write_whole
+from executor.verdict import Findings, RankFailed, failed, stuck, verdict
 from ir.errors import ErrorKind, PiperError
-
-
-class RankFailed(PiperError):
-    """A run that failed: the rank that caused it, the op it was at, and the op every rank behind it waits at.
-
-    >>> print(RankFailed("killed by SIGKILL", rank=1, op="1F0", waiting={0: "0B0"}))
-    rank 1 failed at 1F0: killed by SIGKILL; rank 0 waits at 0B0
-    """
-
-    def __init__(
-        self, reason: str, *, rank: int, op: str | None, waiting: Mapping[int, str], details: str = ""
-    ) -> None:
-        self.reason, self.rank, self.op, self.waiting, self.details = reason, rank, op, dict(waiting), details
-        at = f" at {op}" if op else " before its first op"
-        behind = "".join(f"; rank {r} waits at {o}" for r, o in sorted(waiting.items()))
-        super().__init__(ErrorKind.RANK_FAILED, f"rank {rank} failed{at}: {reason}{behind}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.reason, self.rank, self.op, self.waiting, self.details)
-
-
-def _rebuild(reason: str, rank: int, op: str | None, waiting: dict[int, str], details: str) -> RankFailed:
-    return RankFailed(reason, rank=rank, op=op, waiting=waiting, details=details)
 
 
 @dataclass
@@ -50,27 +27,35 @@ class _Run:
     folder: Path
     watchdog_s: float
     startup_s: float
-    alive: dict[str, int] = field(default_factory=dict)  # key → rank
+    alive: dict[str, tuple[int, ...]] = field(default_factory=dict)  # key of a process → its ranks
     codes: dict[int, int] = field(default_factory=dict)  # rank → exit code
     seen_s: dict[int, float] = field(default_factory=dict)
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """An exit."""
+        """An exit. Of the ranks that share a process, those that said nothing have not failed, unless all died."""
         if event["event"] == "exit" and event["key"] in self.alive:
-            rank = self.alive.pop(event["key"])
-            self.codes[rank], self.seen_s[rank] = event["code"], time.monotonic()
+            ranks = self.alive.pop(event["key"])
+            said = [r for r in ranks if (self.folder / f"failure-{r}").exists()]
+            for rank in ranks:
+                self.codes[rank] = event["code"] if rank in said or not said else 0
+                self.seen_s[rank] = time.monotonic()
+
+    def living(self) -> set[int]:
+        """The ranks whose process has not ended."""
+        return {r for ranks in self.alive.values() for r in ranks}
 
     def records(self) -> list[Record]:
         """All ranks' progress."""
         return read(self.folder / "progress", self.world)
 
-    def failure(self, rank: int) -> dict[str, Any] | None:
-        """What a rank said when it failed."""
-        path = self.folder / f"failure-{rank}"
-        if not path.exists():
-            return None
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+    def findings(self) -> Findings:
+        """All that is known now."""
+        said = {r: json.loads(p.read_text("utf-8")) for r in range(self.world) if (p := self._failure(r)).exists()}
+        codes = {r: c for r, c in sorted(self.codes.items(), key=lambda x: self.seen_s[x[0]])}
+        return Findings(self.records(), said, codes, time.monotonic(), {r: self.log(r) for r in range(self.world)})
+
+    def _failure(self, rank: int) -> Path:
+        return self.folder / f"failure-{rank}"
 
     def log(self, rank: int) -> str:
         """The end of what a rank printed."""
@@ -89,11 +74,13 @@ def launch(
     timeout_s: float | None = None,
     threads: int = 1,
     env: Mapping[str, str] | None = None,
+    together: bool = False,
 ) -> list[Any]:
     """Run `fn(context, **args)` on every rank; returns what they return, by rank. Arguments and results are JSON.
 
     out: a folder that gets `ranks.json`, whole, before any rank goes on. watchdog_s: a rank that makes no progress for
-    so long has failed; startup_s: the same before its first op. timeout_s: for everything.
+    so long has failed; startup_s: the same before its first op. timeout_s: for everything. together: all ranks are
+    threads of one process.
 
     Raises RankFailed. Whatever happens, no process is left.
     """
@@ -116,7 +103,7 @@ def launch(
             "env": {"GLOO_SOCKET_IFNAME": "lo", **(env or {})},
         }
         try:
-            pids = _start(server, run, spec)
+            pids = _start(server, run, spec, together)
             if out is not None:
                 table = {"ranks": {str(r): {"pid": pids[r]} for r in range(ranks)}}
                 write_whole(out / "ranks.json", json.dumps(table))
@@ -135,12 +122,14 @@ def _folder(out: Path) -> None:
         raise PiperError(ErrorKind.IO, message, file=str(out), suggestion="choose another --out") from error
 
 
-def _start(server: ForkServer, run: _Run, spec: dict[str, object]) -> dict[int, int]:
-    for rank in range(run.world):
-        path = run.folder / f"spec-{rank}"
-        path.write_text(json.dumps({**spec, "rank": rank}), encoding="utf-8")
-        key = f"{run.folder.name}/{rank}"
-        run.alive[key] = rank
+def _start(server: ForkServer, run: _Run, spec: dict[str, object], together: bool) -> dict[int, int]:
+    """Start all processes; returns the process of each rank."""
+    everyone = tuple(range(run.world))
+    for ranks in [everyone] if together else [(r,) for r in everyone]:
+        path = run.folder / f"spec-{ranks[0]}"
+        path.write_text(json.dumps({**spec, "ranks": ranks}), encoding="utf-8")
+        key = f"{run.folder.name}/{ranks[0]}"
+        run.alive[key] = ranks
         server.send(start=str(path), key=key)
     pids: dict[int, int] = {}
     limit = time.monotonic() + run.startup_s
@@ -149,7 +138,7 @@ def _start(server: ForkServer, run: _Run, spec: dict[str, object]) -> dict[int, 
             raise RankFailed("it did not start", rank=len(pids), op=None, waiting={})
         for event in server.events(0.5):
             if event["event"] == "started" and event["key"] in run.alive:
-                pids[run.alive[event["key"]]] = event["pid"]
+                pids |= dict.fromkeys(run.alive[event["key"]], event["pid"])
             run.note(event)
     return pids
 
@@ -159,35 +148,17 @@ def _watch(server: ForkServer, run: _Run, began_s: float, timeout_s: float | Non
     while run.alive:
         for event in server.events(0.05):
             run.note(event)
-        if any(run.codes.values()):
+        if any(run.codes.values()) or (len(run.alive) == 1 < run.world and any(run.folder.glob("failure-*"))):
             _settle(server, run)
-            raise _verdict(run)
+            raise verdict(run.findings())
         now = time.monotonic()
-        if stuck := _stuck(run, now, began_s):
-            rank, seconds = stuck
-            raise _failed(run, rank, f"no progress for {seconds:.0f} s", run.records())
+        live = [r for r in run.records() if r.rank in run.living()]
+        if found := stuck(live, now, began_s, run.watchdog_s, run.startup_s):
+            rank, seconds = found
+            raise failed(run.findings(), rank, f"no progress for {seconds:.0f} s")
         if timeout_s is not None and now - began_s > timeout_s:
-            left = [r for r in run.records() if r.rank in run.alive.values()]
-            worst = min(left, key=lambda r: (r.state != State.RUN, r.changed_s))
-            raise _failed(run, worst.rank, f"not finished after {timeout_s:g} s", run.records())
-
-
-def _stuck(run: _Run, now: float, began_s: float) -> tuple[int, float] | None:
-    """The rank that has hung, if any: not the ones that wait for it."""
-    live = [r for r in run.records() if r.rank in run.alive.values() and r.state is not State.DONE]
-    idle = {r.rank: now - max(r.changed_s, began_s) for r in live}
-    limit = {r.rank: run.startup_s if r.state is State.STARTING else run.watchdog_s for r in live}
-    late = [r for r in live if idle[r.rank] >= limit[r.rank]]
-    frozen = [r for r in late if now - max(r.beat_s, began_s) > min(run.watchdog_s, 5.0)]
-    working = [r for r in late if r.state is not State.WAIT]
-    if found := frozen or working:
-        first = min(found, key=lambda r: r.changed_s)
-        return first.rank, idle[first.rank]
-    if late and len(late) == len(live):
-        # All wait. Nobody computes: the one that has waited longest is as near to the cause as can be told.
-        first = min(late, key=lambda r: r.changed_s)
-        return first.rank, idle[first.rank]
-    return None
+            worst = min(live, key=lambda r: (r.state != State.RUN, r.changed_s))
+            raise failed(run.findings(), worst.rank, f"not finished after {timeout_s:g} s")
 
 
 def _settle(server: ForkServer, run: _Run, grace_s: float = 3.0) -> None:
@@ -196,41 +167,9 @@ def _settle(server: ForkServer, run: _Run, grace_s: float = 3.0) -> None:
     while run.alive and time.monotonic() < limit:
         for event in server.events(0.05):
             run.note(event)
-        live = [r for r in run.records() if r.rank in run.alive.values()]
-        if all(r.state is State.WAIT and time.monotonic() - r.changed_s > 0.3 for r in live):
+        live = [r for r in run.records() if r.rank in run.living()]
+        if all(r.state in (State.WAIT, State.FAILED) and time.monotonic() - r.changed_s > 0.3 for r in live):
             return
-
-
-def _verdict(run: _Run) -> RankFailed:
-    """Who was first: a rank dead without a word, else the earliest to fail on its own, else whom witnesses name."""
-    failed = sorted((r for r, code in run.codes.items() if code), key=lambda r: run.seen_s[r])
-    said = {r: run.failure(r) for r in failed}
-    records = run.records()
-    if silent := [r for r in failed if said[r] is None]:
-        return _failed(run, silent[0], _exit_reason(run.codes[silent[0]]), records)
-    told = {r: f for r, f in said.items() if f is not None}
-    if own := [r for r, f in told.items() if not f["witness"]]:
-        rank = min(own, key=lambda r: told[r]["time_s"])
-        return _failed(run, rank, f"{told[rank]['type']}: {told[rank]['message']}", records, told[rank]["traceback"])
-    witness = min(told, key=lambda r: told[r]["time_s"])
-    accused = [p for p in told[witness]["peers"] if p not in told]
-    if accused:
-        return _failed(run, accused[0], f"rank {witness} lost it: {told[witness]['message']}", records)
-    return _failed(run, witness, told[witness]["message"], records, told[witness]["traceback"])
-
-
-def _exit_reason(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def _failed(run: _Run, rank: int, reason: str, records: list[Record], details: str = "") -> RankFailed:
-    waiting = {}
-    for r in records:
-        said = run.failure(r.rank)
-        if r.rank != rank and r.op and ((said and said["witness"]) or r.state is State.WAIT):
-            waiting[r.rank] = r.op
-    log = run.log(rank)
-    return RankFailed(reason, rank=rank, op=records[rank].op or None, waiting=waiting, details=details or log)
 
 
 def _end(server: ForkServer, run: _Run) -> None:

@@ -1,11 +1,12 @@
 """Allocated bytes of a rank, storage by storage: exact to the byte on CPU, where the resident set is off by 10×.
 
-What one kernel takes for itself and gives back before it returns is not seen.
+What one kernel takes for itself and gives back before it returns is not seen; nor what another thread makes.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,8 +15,64 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active in a thread, follows the storages its ops make. held: tensors that are there already.
+
+    `born` and `died` are called with a storage's key, unique among the living, and its bytes, in the true order; a
+    death is told with the next birth, or by `settle`. So it does not matter which thread lets go of a storage last.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first op, a second for every rank
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._gone: deque[tuple[int, int]] = deque()
+        for tensor in held:
+            self.see(tensor)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.see(leaf)
+        return out
+
+    def see(self, tensor: Tensor) -> int:
+        """Follow a tensor's storage from now on, if it is a new one. Returns its key; 0 for an empty one."""
+        self.settle()
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if not size or tensor.is_meta:
+            return 0
+        if key not in self._known:
+            gone = self._gone
+            self._known[key] = weakref.ref(storage, lambda _: gone.append((key, size)))
+            self.born(key, size)
+        return int(key)
+
+    def settle(self) -> None:
+        """Tell the deaths there were."""
+        while self._gone:
+            key, size = self._gone.popleft()
+            del self._known[key]
+            self.died(key, size)
+
+    def born(self, key: int, size: int) -> None:
+        """A storage of `size` bytes has appeared."""
+        raise NotImplementedError
+
+    def died(self, key: int, size: int) -> None:
+        """It is gone; its key may be given to another."""
+        raise NotImplementedError
+
+
+class PeakMemory(Storages):  # type: ignore[no-untyped-call]
+    """The bytes of all storages followed, and the most there were at one time.
 
     >>> import torch
     >>> held = torch.zeros(4)
@@ -27,35 +84,21 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     (48, 64)
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler at the first op, a second for every rank
-
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
-        for tensor in held:
-            self._see(tensor)
+        self._now = self.peak = 0
+        super().__init__(held)
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._see(leaf)
-        return out
+    @property
+    def now(self) -> int:
+        """Bytes at this moment."""
+        self.settle()
+        return self._now
 
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known or not size:
-            return
-        self._known[key] = weakref.ref(storage, lambda _: self._gone(key, size))
-        self.now += size
-        self.peak = max(self.peak, self.now)
+    def born(self, key: int, size: int) -> None:
+        """Count it."""
+        self._now += size
+        self.peak = max(self.peak, self._now)
 
-    def _gone(self, key: int, size: int) -> None:
-        del self._known[key]
-        self.now -= size
+    def died(self, key: int, size: int) -> None:
+        """Count it no longer."""
+        self._now -= size

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from executor.chunk import Gradients, Stage
 from executor.data import Data
-from executor.modules.base import Model
+from executor.modules.base import Model, evaluate
 from executor.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
 
 
@@ -38,9 +38,9 @@ def train(
     split: by our own I and W; else by torch's plain backward over the whole model at once, which shares none of our
     code for cutting and splitting.
 
-    >>> from executor.modules.llama import Llama
+    >>> from executor.modules.decoder import Decoder
     >>> from ir.model.config import load_config
-    >>> model = Llama(load_config("tiny-llama", {"num_hidden_layers": 1}))
+    >>> model = Decoder(load_config("tiny-llama", {"num_hidden_layers": 1}))
     >>> run = train(model, Data("synthetic", vocab=256, length=8, microbatches=2), steps=2)
     >>> len(run.losses), 5 < run.losses[0] < 6
     (2, True)
@@ -48,7 +48,7 @@ def train(
     config = optimizer or OptimizerConfig()
     built = model.build(model.chunks)
     sums = Gradients(built.params, grads)
-    stage = Stage(built.units, built.params, grads=sums)
+    stage = Stage(built.units, built.params, grads=sums, reads=built.reads)
     opt = Optimizer(config, built.params, moments)
     out = Training(grads=sums.sums, params=dict(built.params))
     order = list(model.shapes)
@@ -66,11 +66,9 @@ def train(
                     stage.backward_input(mb)
                     stage.backward_weight(mb)
                 else:
-                    x: Tensor = batch.ids
-                    for name, unit in built.units.items():
-                        x = unit(x, *extras.get(name, ()))
-                    x.backward()  # type: ignore[no-untyped-call]
-                    loss += x.item()
+                    end = evaluate(built, batch.ids, extras)
+                    end.backward()  # type: ignore[no-untyped-call]
+                    loss += end.item()
                     for name, p in built.params.items():
                         assert p.grad is not None, name
                         sums.add(name, p.grad)

@@ -5,59 +5,115 @@ from __future__ import annotations
 from executor.spec import source_name
 from executor.tokens import source_of
 from ir.errors import ErrorKind, PiperError
-from ir.job.build import Prepared, precision_of
+from ir.job.build import Prepared, blaming, precision_of, recompute_options
 from ir.model.config import ModelConfig
 from ir.plan import Plan
 from ir.sync import buckets
 from ir.work import DType
 
 AXES = ("tp", "cp", "dp", "ep", "etp")
-RUNNABLE = ("llama", "mistral", "qwen2", "qwen3")
+WHOLE_PARTS = ("none", "full", "attention", "mlp")
 COMPUTE = (DType.FP64, DType.FP32, DType.BF16)
 
 
-def refuse(prepared: Prepared, plan: Plan, backend: str) -> None:
-    """Raise PiperError for the first thing this executor cannot do."""
-    job = prepared.job
-    if backend != "gloo":
-        raise _not_yet(ErrorKind.USAGE, f"the {backend} backend", "--backend", "gloo")
+def refuse(prepared: Prepared, plan: Plan, backend: str = "gloo", *, real: bool = True, here: int = 0) -> None:
+    """Raise PiperError for the first thing this executor cannot do.
+
+    real: with arithmetic, hence with a model. here: how many of the ranks are on this machine, if not all.
+    """
+    _refuse_backend(backend, here or prepared.ranks, real)
+    with blaming(prepared.job):
+        _refuse_job(prepared, plan, real)
+
+
+def _refuse_job(prepared: Prepared, plan: Plan, real: bool) -> None:
     for axis in AXES:
         if (size := prepared.mesh.sizes[axis]) > 1:
             raise _not_yet(ErrorKind.JOB, f"{axis} = {size}", f"parallel.{axis}", "1")
-    if job.schedule.recompute not in ("none", "full"):
-        raise _not_yet(ErrorKind.JOB, f"recompute = {job.schedule.recompute!r}", "schedule.recompute", '"none", "full"')
-    if any(e.chunk.name.startswith("skip") for e in prepared.base.entries):
-        raise _not_yet(ErrorKind.JOB, "a stage without layers", "parallel.layers", "at least 1 layer per inner stage")
-    if job.model.module is not None or job.model.graph is not None:
-        key = "model.module" if job.model.module is not None else "model.graph"
-        raise _not_yet(ErrorKind.JOB, "a model of your own", key, "[model] config alone")
-    if job.model.attention != "flash":
-        raise _not_yet(ErrorKind.JOB, f"{job.model.attention} attention", "model.attention", "flash")
-    refuse_model(prepared.config)
-    source_of(source_name(job), prepared.config.vocab, job.data.seed)
+    if prepared.config.mtp and prepared.layers[-1] == 0:
+        message = "an MTP module on a stage without the last layer"
+        raise _not_yet(ErrorKind.JOB, message, "parallel.layers", "at least 1 layer on the last stage")
+    if real:
+        _refuse_arithmetic(prepared)
     _refuse_formats(prepared)
     if (zero := max((b.replica.zero for b in buckets(plan.graph)), default=0)) > 1:
         raise _not_yet(ErrorKind.JOB, f"ZeRO-{zero}", "parallel.zero", "0, 1")
 
 
+def _refuse_arithmetic(prepared: Prepared) -> None:
+    job = prepared.job
+    if fine := sorted(recompute_options(job) - set(WHOLE_PARTS)):
+        allowed = ", ".join(f'"{p}"' for p in WHOLE_PARTS)
+        raise _not_yet(ErrorKind.JOB, f"recompute of {', '.join(fine)} alone", "schedule.recompute", allowed)
+    if any(e.chunk.name.startswith("skip") for e in prepared.base.entries):
+        raise _not_yet(ErrorKind.JOB, "a stage without layers", "parallel.layers", "at least 1 layer per inner stage")
+    if job.model.module is not None or job.model.graph is not None:
+        refuse_module(prepared)
+        source_of(source_name(job), prepared.config.vocab, job.data.seed)
+        return
+    refuse_model(prepared.config)
+    source_of(source_name(job), prepared.config.vocab, job.data.seed)
+
+
+def refuse_module(prepared: Prepared) -> None:
+    """Raise PiperError for a user's module without its graph, a graph without its module, or what cannot train.
+
+    Runs the file that `[model] module` names.
+    """
+    m, precision = prepared.job.model, precision_of(prepared.job)
+    if m.graph is None:
+        command = f"python -m executor.capture {m.module} --out model.json --seq-len {m.seq_len}"
+        message = f"{m.module} needs the graph captured from it, which its plan is made of"
+        raise PiperError(ErrorKind.JOB, message, key="model.graph", allowed="a model.json", suggestion=command)
+    if m.module is None:
+        message = f"{m.graph} says what a module does, not how"
+        fix = 'module = "my_model.py:build"'
+        raise PiperError(ErrorKind.JOB, message, key="model.module", allowed="the captured module", suggestion=fix)
+    if precision.params is not precision.compute:
+        message = f"a module of your own computes in its parameters' format, {precision.params}"
+        fix = f"precision.compute = {precision.params}"
+        raise PiperError(ErrorKind.JOB, message, key="precision.compute", allowed=str(precision.params), suggestion=fix)
+    from executor.modules.choose import model_of
+
+    model_of(prepared)
+
+
 def refuse_model(c: ModelConfig) -> None:
     """Raise PiperError for a model without a reference module."""
-    if c.model_type not in RUNNABLE or c.moe or c.mla or c.mtp:
+    if not c.rope and not c.positions:
         raise PiperError(
             ErrorKind.MODEL,
-            f"no reference module for model type {c.model_type!r} yet",
+            "no reference module for attention biases (ALiBi)",
+            file=c.source,
+            key="model.learned_pos_emb",
+            allowed="rotary or learned positions",
+            suggestion="model.learned_pos_emb = true",
+        )
+    dropouts = {"attention": c.attn_dropout, "hidden": c.hidden_dropout, "embedding": c.embed_dropout}
+    if on := [name for name, p in dropouts.items() if p]:
+        keys = {"gpt2": "attn_pdrop = resid_pdrop = embd_pdrop", "mpt": "emb_pdrop = resid_pdrop"}
+        raise PiperError(
+            ErrorKind.MODEL,
+            f"dropout ({', '.join(on)}) cannot be compared between plans, so `run` has none",
             file=c.source,
             key="model.config",
-            allowed=RUNNABLE,
-            suggestion="tiny-llama",
+            suggestion=f"model.{keys.get(c.model_type, 'attention_dropout')} = 0",
         )
-    if c.attn_dropout or c.hidden_dropout or c.embed_dropout:
-        raise PiperError(
-            ErrorKind.MODEL,
-            "dropout cannot be compared between plans, so `run` has none",
-            file=c.source,
-            suggestion="set model.attention_dropout=0",
-        )
+
+
+def _refuse_backend(backend: str, ranks: int, real: bool) -> None:
+    if backend == "nccl":
+        if not real:
+            message = "nccl moves what a GPU computes, and ops of a given time compute nothing"
+            raise PiperError(ErrorKind.USAGE, message, key="--backend", allowed="gloo, local", suggestion="gloo")
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if gpus < ranks:
+            has = f"this machine has {gpus}" if gpus else "torch sees none here"
+            message = f"nccl needs a CUDA GPU for each of {ranks} ranks, and {has}"
+            fix = "--backend local, where all ranks share one" if gpus else "--backend gloo"
+            raise PiperError(ErrorKind.USAGE, message, key="--backend", allowed="gloo, local", suggestion=fix)
 
 
 def _refuse_formats(prepared: Prepared) -> None:

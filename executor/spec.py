@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
+from ir.durations import emulated_seconds, replayed_seconds
 from ir.errors import ErrorKind, PiperError
 from ir.job import Job, load_job
 from ir.job.build import Prepared, prepare
+from ir.order import FloatArray
 from ir.plan import Plan
 from ir.plan_text import plan_digest
+from ir.trace_text import read_trace
+
+_ONE_BY_ONE = Lock()  # ranks that are threads of one process share the plan
 
 
 @dataclass(frozen=True)
 class Spec:
     """A run as the launcher hands it to every rank: the job, the strategy that was judged, the digest it must have.
 
-    dump: a folder for each rank's last gradients and parameters.
+    dump: a folder for each rank's last gradients and parameters. emulate: seconds of a layer's pass, instead of
+    arithmetic; replay: a trace file whose ops' seconds are taken instead. emulate_comm: seconds by which the end of
+    each transfer is put off.
     """
 
     job: str
@@ -26,10 +37,36 @@ class Spec:
     digest: str
     steps: int
     dump: str | None = None
+    backend: str = "gloo"
+    emulate: float | None = None
+    emulate_comm: float = 0.0
+    replay: str | None = None
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Spec:
+        """From the JSON that the launcher wrote."""
+        return cls(**{**fields, "sets": tuple(fields["sets"])})
+
+    @property
+    def real(self) -> bool:
+        """Whether ops compute something."""
+        return self.emulate is None and self.replay is None
+
+    def seconds(self, plan: Plan) -> FloatArray:
+        """[step, op] how long each compute op is to take, where it computes nothing."""
+        if self.replay is not None:
+            return replayed_seconds(plan, read_trace(Path(self.replay)))
+        return emulated_seconds(plan, self.emulate or 0.0)[None]
 
 
 def rebuild(spec: Spec) -> tuple[Prepared, Plan]:
     """The plan that was judged and checked, built again from job and strategy. Raises PiperError: another digest."""
+    with _ONE_BY_ONE:
+        return _rebuild(spec)
+
+
+@lru_cache(maxsize=1)
+def _rebuild(spec: Spec) -> tuple[Prepared, Plan]:
     job = load_job(spec.job, spec.sets)
     schedule = replace(job.schedule, name=None, directives=spec.strategy, builder=None, csv=None)
     prepared = replace(prepare(replace(job, schedule=schedule)), schedule=spec.schedule)

@@ -9,7 +9,8 @@ private `stage_backward_input/weight` is the oracle in the tests; it frees nothi
 
 Two limits. A composite function that reads its input several times (`F.rms_norm` with a weight) sums these gradients
 before those of the input's other readers, so against torch's whole backward, not between plans, the last bit may
-differ. A weight that reaches a function no mode sees (a user's `autograd.Function`) gets its gradient in I already.
+differ. A weight that reaches a function no mode sees (a user's `autograd.Function`, our norms) gets its gradient in I
+already, and hands it in with W; a Python function that calls `handle_torch_function` is seen, as one.
 """
 
 from __future__ import annotations
@@ -97,7 +98,10 @@ class SplitRun:
     def _outer(self, grads: Sequence[Tensor | None], *, deferred: bool) -> tuple[Tensor | None, ...]:
         self.deferred = deferred
         grads = grads or (None,) * len(self._roots)
-        pairs = [(r, g) for r, g in zip(self._roots, grads, strict=True) if r is not None]
+        given = any(g is not None for g in grads)  # else the roots are losses
+        pairs = [
+            (r, g) for r, g in zip(self._roots, grads, strict=True) if r is not None and (g is not None or not given)
+        ]
         inputs, self._inputs, self._roots = self._inputs, (), ()
         if not pairs:
             return (None,) * len(inputs)

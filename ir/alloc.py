@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ir.errors import ErrorKind, PiperError
 
 BEFORE = "~"
+NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,4 +82,6 @@ class AllocList:
         return cls(tuple(events), tuple(outputs))
 
 
-_TOKEN = re.compile(r"\+(?P<bytes>[1-9]\d{0,14})(?P<each>n?)|-(?P<dead>[FRIWTxg]\d{1,6}|~)|>(?P<out>[FRIWTxg]\d{1,6}|none)")
+_TOKEN = re.compile(
+    r"\+(?P<bytes>[1-9]\d{0,14})(?P<each>n?)|-(?P<dead>[FRIWTxg]\d{1,6}|~)|>(?P<out>[FRIWTxg]\d{1,6}|none)"
+)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from executor.modules.functions import token_loss
 from ir.work import DType
 
 TORCH = {
@@ -25,12 +25,49 @@ TORCH = {
 class Built:
     """Some chunks, built. units: name → module, in order. params: global name → parameter.
 
-    extras: what a unit's forward takes beside the activations, out of "ids", "labels", "scale".
+    extras: what a unit's forward takes beside the activations, out of "ids", "labels", "scale". reads: the units whose
+    outputs a unit takes, one after the other; a unit not named here reads the one before it. A unit that nobody reads
+    gives an output of the model: its loss, or a share of it.
     """
 
     units: dict[str, nn.Module]
     params: dict[str, nn.Parameter]
     extras: Mapping[str, tuple[str, ...]]
+    reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def wiring(units: Iterable[str], reads: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The units that each unit reads; "" stands for what comes from outside.
+
+    >>> wiring(["a", "b", "c"], {"c": ("a", "b")})
+    {'a': ('',), 'b': ('a',), 'c': ('a', 'b')}
+    """
+    names, before, out = list(units), "", {}
+    for name in names:
+        given = reads.get(name, (before,))
+        out[name] = tuple(r if r in names else "" for r in given)
+        before = name
+    return out
+
+
+def evaluate(built: Built, x: Tensor, extras: Mapping[str, tuple[object, ...]]) -> Tensor:
+    """Run all units under plain autograd; the sum of the outputs that nobody reads."""
+    values: dict[str, tuple[Tensor, ...]] = {"": (x,)}
+    wired = wiring(built.units, built.reads)
+    read = {r for reads in wired.values() for r in reads}
+    for name, unit in built.units.items():
+        out = unit(*(v for r in wired[name] for v in values[r]), *extras.get(name, ()))
+        values[name] = (out,) if isinstance(out, Tensor) else tuple(out)
+    ends = [values[name][0] for name in built.units if name not in read]
+    return total(ends)
+
+
+def total(ends: Sequence[Tensor]) -> Tensor:
+    """The sum of a model's outputs, in their order."""
+    out = ends[0]
+    for more in ends[1:]:
+        out = out + more
+    return out
 
 
 class Model(Protocol):
@@ -51,19 +88,18 @@ class Model(Protocol):
         ...
 
 
-def initial(name: str, shape: Sequence[int], seed: int, std: float, dtype: torch.dtype) -> Tensor:
+def initial(
+    name: str, shape: Sequence[int], seed: int, std: float, dtype: torch.dtype, start: float | None = None
+) -> Tensor:
     """A parameter's first value: a function of its global name and the seed, whoever builds it, in whatever order.
 
-    Drawn in float64, then rounded, so that all precisions start from the same numbers. Names ending in a norm's weight
-    give ones, biases zeros.
+    Drawn in float64, then rounded, so that all precisions start from the same numbers. start: the same everywhere.
 
-    >>> initial("model.norm.weight", [2], 0, 0.02, torch.float32).tolist()
+    >>> initial("model.norm.weight", [2], 0, 0.02, torch.float32, 1.0).tolist()
     [1.0, 1.0]
     """
-    if name.endswith("bias"):
-        return torch.zeros(*shape, dtype=dtype)
-    if name.endswith("norm.weight"):
-        return torch.ones(*shape, dtype=dtype)
+    if start is not None:
+        return torch.full(tuple(shape), start, dtype=dtype)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.empty(*shape, dtype=torch.float64).normal_(0.0, std, generator=generator).to(dtype)
@@ -87,8 +123,4 @@ class TokenLoss(nn.Module):
         """The extras of the chunk come before labels and scale."""
         *extras, labels, scale = rest
         assert isinstance(labels, Tensor) and isinstance(scale, float)
-        logits = self.inner(x, *extras).flatten(0, 1)
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            logits = logits.float()
-        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=self.IGNORE, reduction="sum")
-        return loss * scale
+        return token_loss(self.inner(x, *extras).flatten(0, 1), labels.flatten(), scale, self.IGNORE)

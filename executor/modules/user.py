@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from executor.annotate import cut
 from executor.modules.base import Built, TokenLoss
@@ -32,16 +32,28 @@ class UserModel:
     ('embed', 'l0')
     """
 
-    def __init__(self, build: object, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        build: object,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype | None = torch.float32,
+        parts: Mapping[str, str] | None = None,
+    ) -> None:
         assert callable(build)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = build()
         if not isinstance(module, nn.Module):
             raise PiperError(ErrorKind.MODEL, f"build() returned {type(module).__name__}", allowed="a torch.nn.Module")
-        self.module = module.to(dtype)
+        self.module = module if dtype is None else module.to(dtype)
         self._names = {id(p): n for n, p in self.module.named_parameters()}
         self._cut = cut(self.module)
+        self._units = {c: f"{c}.{parts[c]}" if parts else c for c in self._cut.chunks}
+        used = {id(p) for chunk in self._cut.chunks.values() for p in chunk.parameters()}
+        if idle := [n for i, n in self._names.items() if i not in used]:
+            message = f"{idle[0]} and {len(idle) - 1} more parameters are" if len(idle) > 1 else f"{idle[0]} is"
+            raise PiperError(ErrorKind.MODEL, f"{message} read by no chunk", suggestion="leave out what is not used")
 
     @property
     def chunks(self) -> tuple[str, ...]:
@@ -53,19 +65,57 @@ class UserModel:
         """In the module's own order."""
         return {n: tuple(p.shape) for n, p in self.module.named_parameters()}
 
+    @property
+    def reads_tokens(self) -> frozenset[str]:
+        """Chunks behind the first that read the token ids themselves, not their shape alone."""
+        return self._cut.wants_ids - self._cut.shape_only
+
     def build(self, chunks: Sequence[str]) -> Built:
         """The chunks asked for; the last one of the model ends in the loss."""
         units: dict[str, nn.Module] = {}
         extras: dict[str, tuple[str, ...]] = {}
+        reads: dict[str, tuple[str, ...]] = {}
         params: dict[str, nn.Parameter] = {}
         for name in chunks:
-            unit = self._cut.chunks[name]
+            unit, key, at = self._cut.chunks[name], self._units[name], self.chunks.index(name)
             params.update((self._names[id(p)], p) for p in unit.parameters())
-            wants: tuple[str, ...] = ("ids",) if name in self._cut.wants_ids else ()
+            wants: tuple[str, ...] = ("ids",) if name in self.reads_tokens else ()
+            if name in self._cut.shape_only:
+                unit = OfShape(unit)
             if name == self.chunks[-1]:
                 unit, wants = TokenLoss(unit), (*wants, "labels", "scale")
-            units[name], extras[name] = unit, wants
-        return Built(units, {n: params[n] for n in self.shapes if n in params}, extras)
+            units[key], extras[key] = unit, wants
+            reads[key] = (self._units[self.chunks[at - 1]] if at else "",)
+        given = {u: wants for u, wants in extras.items() if wants}
+        return Built(units, {n: params[n] for n in self.shapes if n in params}, given, reads)
+
+    def refuse_training(self) -> None:
+        """Raise PiperError for what would not train the same under every plan."""
+        for name, module in self.module.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+                raise _cannot(f"{name} drops out", "numbers drawn in one order", "p = 0")
+            if getattr(module, "track_running_stats", False):
+                raise _cannot(f"{name} keeps running statistics", "sums over microbatches alone", "LayerNorm")
+        if frozen := [n for n, p in self.module.named_parameters() if not p.requires_grad]:
+            raise _cannot(f"{frozen[0]} is frozen", "parameters that are all trained", "make it a buffer")
+
+
+class OfShape(nn.Module):
+    """A chunk that reads of the token ids their sizes only, which its input has too."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (sequences, tokens, …)."""
+        found: Tensor = self.inner(x, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device))
+        return found
+
+
+def _cannot(what: str, allowed: str, fix: str) -> PiperError:
+    message = f"{what}, which no plan could repeat exactly"
+    return PiperError(ErrorKind.MODEL, message, key="model.module", allowed=allowed, suggestion=fix)
 
 
 def load_callable(reference: str) -> object:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from executor import clock
 
 Channel = tuple[int, int]  # (source rank, destination rank): one direction, one stream
 
@@ -21,10 +22,13 @@ class TransportError(RuntimeError):
 
 
 class Handle(Protocol):
-    """Something posted and not yet known to be done. It keeps its tensors alive."""
+    """Something posted and not yet known to be done. It keeps its tensors alive.
+
+    Where a device has queues, a thing is done when it stands in one: `wait` makes the active lane go on behind it.
+    """
 
     def done(self) -> bool:
-        """Whether it has ended; never blocks."""
+        """Whether `wait` would return at once; never blocks."""
         ...
 
     def wait(self) -> None:
@@ -79,8 +83,8 @@ class Transport(Protocol):
 class Topology:
     """Which streams a run needs: channels and named groups; the same value on every rank.
 
-    >>> Topology.of(4, channels=[(0, 1), (1, 0)], groups={"pair": (0, 3)}).groups_of(3)
-    ['pair']
+    >>> Topology.of(4, channels=[(1, 0), (0, 1)], groups={"pair": (0, 3)}).channels
+    ((0, 1), (1, 0))
     """
 
     world: int
@@ -94,28 +98,23 @@ class Topology:
         """Sorted, so that every rank builds its process groups in one order."""
         return cls(world, tuple(sorted(set(channels))), tuple(sorted((groups or {}).items())))
 
-    def groups_of(self, rank: int) -> list[str]:
-        """The names of the groups a rank is in."""
-        return [name for name, members in self.groups if rank in members]
-
 
 class Delayed:
-    """A handle that ends no earlier than `seconds` after the one it wraps was first seen done (`--emulate-comm`)."""
+    """A handle that ends `seconds` after the one it wraps was first seen done (`--emulate-comm`)."""
 
     def __init__(self, handle: Handle, seconds: float) -> None:
         self.handle, self.seconds = handle, seconds
-        self.ready: float | None = None
+        self.ready_s: float | None = None
 
     def done(self) -> bool:
         """Whether the transfer and the delay are over."""
-        if self.ready is None and self.handle.done():
-            self.ready = time.monotonic() + self.seconds
-        return self.ready is not None and time.monotonic() >= self.ready
+        if self.ready_s is None and self.handle.done():
+            self.ready_s = clock.now() + self.seconds
+        return self.ready_s is not None and clock.now() >= self.ready_s
 
     def wait(self) -> None:
         """Block until both are over."""
-        if self.ready is None:
+        if self.ready_s is None:
             self.handle.wait()
-            self.ready = time.monotonic() + self.seconds
-        if (left := self.ready - time.monotonic()) > 0:
-            time.sleep(left)
+            self.ready_s = clock.now() + self.seconds
+        clock.sleep_until(self.ready_s)

@@ -1,8 +1,8 @@
-"""Virtual ranks in one process: threads that exchange tensors by copying. For tests, and for one device with many
-ranks.
+"""Virtual ranks in one process: threads of one device that exchange tensors by copying.
 
 A send ends when its receive is posted, as gloo's does. Reductions add the members' tensors in rank order, so they
-repeat bit for bit.
+repeat bit for bit. Who comes last copies, on its own lane, behind what the others had queued when they came; who waits
+is made to go on behind the copy. So on a GPU nothing blocks the host but waiting for the other end to be posted.
 """
 
 from __future__ import annotations
@@ -14,35 +14,40 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from executor.device import Device, Host, Mark
 from executor.transport.base import Channel, Topology, TransportError
 
 T = TypeVar("T")
 
 
 class LocalHandle:
-    """Done when the hub says so."""
+    """One end of something. ready: what stood before it on its lane; copied: where the exchange ends."""
 
     def __init__(self, hub: LocalHub, peers: Sequence[int]) -> None:
-        self.hub, self.peers, self.ended = hub, tuple(peers), False
+        self.hub, self.peers = hub, tuple(peers)
+        self.ready = hub.device.mark()
+        self.copied: Mark | None = None
 
     def done(self) -> bool:
-        """Poll."""
-        return self.ended
+        """Whether all ends have come."""
+        return self.copied is not None
 
     def wait(self) -> None:
-        """Block until ended, or until some rank has failed."""
+        """Block until all ends have come, or some rank has failed; the active lane goes on behind the copy."""
         with self.hub.changed:
-            self.hub.changed.wait_for(lambda: self.ended or self.hub.failed is not None)
-        if not self.ended:
+            self.hub.changed.wait_for(lambda: self.copied is not None or self.hub.failed is not None)
+        if self.copied is None:
             raise TransportError(f"rank {self.hub.failed} has failed", [self.hub.failed or 0])
+        self.hub.device.follow(self.copied)
 
 
 class LocalHub:
     """What the virtual ranks share."""
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
+    def __init__(self, topology: Topology, device: Device | None = None) -> None:
+        self.topology, self.device = topology, device or Host()
         self.members = {"world": tuple(range(topology.world)), **{n: tuple(sorted(m)) for n, m in topology.groups}}
         self.changed = threading.Condition()
         self.failed: int | None = None
@@ -59,9 +64,7 @@ class LocalHub:
             (self._sends if send else self._recvs)[channel].append((tensor, handle))
             while self._sends[channel] and self._recvs[channel]:
                 (source, a), (into, b) = self._sends[channel].popleft(), self._recvs[channel].popleft()
-                into.copy_(source)
-                a.ended = b.ended = True
-            self.changed.notify_all()
+                self._move([a, b], lambda: into.copy_(source))  # noqa: B023  (called at once)
         return handle
 
     def join(
@@ -76,11 +79,8 @@ class LocalHub:
             here = self._joined[group, turn]
             here[rank] = (tensors, handle)
             if len(here) == len(members):
-                act([here[m][0] for m in members])
-                for _, h in here.values():
-                    h.ended = True
+                self._move([h for _, h in here.values()], lambda: act([here[m][0] for m in members]))
                 del self._joined[group, turn]
-                self.changed.notify_all()
         return handle
 
     def fail(self, rank: int) -> None:
@@ -88,6 +88,17 @@ class LocalHub:
         with self.changed:
             self.failed = rank if self.failed is None else self.failed
             self.changed.notify_all()
+
+    def _move(self, ends: Sequence[LocalHandle], copy: Callable[[], object]) -> None:
+        """Copy behind all ends; unseen by whoever follows this thread's tensors, as they are not this rank's alone."""
+        for end in ends:
+            self.device.follow(end.ready)
+        with _disable_current_modes(), torch.no_grad():
+            copy()
+        copied = self.device.mark()
+        for end in ends:
+            end.copied = copied
+        self.changed.notify_all()
 
 
 class LocalTransport:
@@ -171,7 +182,7 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def run_threads(fn: Callable[[LocalTransport], T], topology: Topology) -> list[T]:
+def run_threads(fn: Callable[[LocalTransport], T], topology: Topology, device: Device | None = None) -> list[T]:
     """Run a function on every virtual rank, each in a thread; the first failure is raised when all have ended.
 
     >>> def double(t):
@@ -179,7 +190,7 @@ def run_threads(fn: Callable[[LocalTransport], T], topology: Topology) -> list[T
     >>> run_threads(double, Topology.of(2))
     [2.0, 2.0]
     """
-    hub = LocalHub(topology)
+    hub = LocalHub(topology, device)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 

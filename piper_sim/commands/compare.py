@@ -55,8 +55,10 @@ def print_rows(rows: list[dict[str, Any]], title: str) -> None:
     """The table, the sentence, and what is modelled."""
     show(compare_table(rows, title))
     print(why(rows))
-    print("Step times, exposed communication and reserved memory are modelled from the hardware file, without")
-    print("interference of communication and compute; FLOPs, parameters and buffer sizes are exact sums over the plan.")
+    levels = {(r["host_model"], r["interference_level"]) for r in rows if r["iteration_s"] is not None}
+    how = ", ".join(f"host {host}, interference {level}" for host, level in sorted(levels))
+    print(f"Step times, exposed communication and reserved memory are modelled from the hardware file ({how});")
+    print("FLOPs, parameters and buffer sizes are exact sums over the plan.")
 
 
 def files(rows: list[dict[str, Any]], found: dict[str, Prediction], title: str) -> dict[str, bytes | str]:

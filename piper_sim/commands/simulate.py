@@ -70,6 +70,8 @@ def report_run(p: Prediction, found: dict[str, Any]) -> ReportRun:
         "ops simulated": found["ops"],
         "costs": found["cost_source"],
         "interference": found["interference_level"],
+        "host": found["host_model"],
+        "replicas simulated": "{replicas_simulated} of {replicas}".format(**found["folded"]),
         "plan digest": found["plan_digest"][:12],
     }
     return ReportRun(p.prepared.schedule, p.trace(), facts, capacity_bytes=found["memory"]["capacity_bytes"])
@@ -83,7 +85,10 @@ def _print(p: Prediction, found: dict[str, Any], out: str | None) -> None:
     print()
     show(memory_table(found["memory"], "memory at the peak, by pipeline rank"))
     print(f"layers per stage: {list(p.prepared.layers)}")
-    print("all times and reserved bytes are modelled from the hardware file; interference is not modelled yet")
+    folded = found["folded"]
+    print(f"simulated: {folded['replicas_simulated']} of {folded['replicas']} replicas, the others are equal to them")
+    how = f"host {found['host_model']}, interference {found['interference_level']}"
+    print(f"all times and reserved bytes are modelled from the hardware file ({how})")
     if not found["fits"]:
         print(f"does not fit: {found['reason']}")
     if out is not None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from executor.chunk import Gradients, Stage
 from executor.data import Batch, Data
 from executor.interpreter import Interpreter
+from executor.kernels import Timed
 from executor.program import Program
 from executor.rank import train_rank
 from executor.transport.base import Handle
@@ -151,4 +153,46 @@ def lingering(ctx: RankContext, **spec: Any) -> Any:
             time.sleep(0.5)
 
     Interpreter.close = close  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)
+
+
+def _do(kind: str) -> None:
+    match kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "raise":
+            raise ValueError("bad luck")
+
+
+def at_op(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
+    """Something happens on rank `rank` when it comes to op `index` for the second time; `mark` gets the moment."""
+    if ctx.rank != fault["rank"]:
+        return train_rank(ctx, **spec)
+    op, last, visits = ctx.progress.op, -1, 0
+
+    def note(index: int, text: str) -> None:
+        nonlocal last, visits
+        op(index, text)
+        visits += index == fault["index"] != last
+        last = index
+        if visits == 2:
+            visits += 1
+            time.sleep(0.2)  # the others come to wait
+            Path(fault["mark"]).write_text(repr(time.monotonic()))
+            _do(fault["kind"])
+
+    ctx.progress.op = note  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)
+
+
+def slow(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
+    """Rank `rank` takes `seconds` longer over each compute op."""
+    hold = Timed.hold
+
+    def longer(self: Timed, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
+        hold(self, step, op, since_s + (fault["seconds"] if ctx.rank == fault["rank"] else 0.0), tick)
+
+    Timed.hold = longer  # type: ignore[method-assign]
     return train_rank(ctx, **spec)

@@ -15,15 +15,16 @@ import torch
 from executor import cli
 from executor.data import Data
 from executor.modules.base import TORCH
-from executor.modules.llama import Llama
+from executor.modules.decoder import Decoder
 from executor.optimizer import OptimizerConfig
 from executor.reference import train
 from ir.job import Job, load_job
-from ir.job.build import precision_of
+from ir.job.build import Prepared, precision_of
 from ir.model import load_config
 from ir.plan import Plan
+from ir.rules import check_plan
 from ir.trace import Trace
-from piper_sim.simulate import Prediction, predict
+from piper_sim.prepare import hardware_of, prepare_priced
 
 JOB = """
 [model]
@@ -54,34 +55,34 @@ def job_file(folder: Path, *, text: str = JOB) -> Path:
 class Ran:
     """One run: its JSON object, its trace, and what each rank ended with."""
 
-    prediction: Prediction
+    sets: tuple[str, ...]
+    plan: Plan
     object: Mapping[str, Any]
     trace: Trace
     grads: tuple[Arrays, ...]
     params: tuple[Arrays, ...]
 
-    @property
-    def plan(self) -> Plan:
-        """What was run."""
-        return self.prediction.plan
-
 
 def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
-    """Predict and run the job with these overrides, in this process's fork server."""
+    """Judge and run the job with these overrides, in this process's fork server."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        p = predict(load_job(str(job_file(folder)), sets))
-        options = {"watchdog_s": 20.0, "ranks": p.prepared.ranks, **options}
-        found, trace = cli.run(p.prepared, p.plan, sets, steps=steps, dump=folder, **options)
-        ends = [np.load(folder / f"rank-{r}.npz") for r in range(p.prepared.ranks)]
+        prepared, plan = judged(folder, *sets)
+        real = not options.keys() & {"emulate", "replay"}
+        options = {"watchdog_s": 20.0, "ranks": prepared.ranks, "dump": folder if real else None, **options}
+        found, trace = cli.run(prepared, plan, sets, steps=steps, **options)
+        ends = [np.load(folder / f"rank-{r}.npz") for r in range(prepared.ranks if real else 0)]
         grads, params = (tuple(_part(e, kind) for e in ends) for kind in ("grad/", "param/"))
-    return Ran(p, found, trace, grads, params)
+    return Ran(sets, plan, found, trace, grads, params)
 
 
-def prediction(*sets: str) -> Prediction:
-    """The job with these overrides, predicted only."""
-    with tempfile.TemporaryDirectory() as name:
-        return predict(load_job(str(job_file(Path(name))), sets))
+def judged(folder: Path, *sets: str) -> tuple[Prepared, Plan]:
+    """The job with these overrides and its checked plan, as `piper-sim` makes them; folder: where the job lies."""
+    job = load_job(str(job_file(folder)), sets)
+    prepared = prepare_priced(job, hardware_of(job))
+    plan = prepared.plan()
+    check_plan(plan)
+    return prepared, plan
 
 
 def _part(file: Mapping[str, np.ndarray], prefix: str) -> Arrays:
@@ -135,7 +136,7 @@ def _alone(n: _Numbers, steps: int) -> Alone:
     config = load_config(n.config, dict(n.overrides))
     params, compute, grads, moments = n.formats
     torch.set_num_threads(1)
-    model = Llama(config, dtype=params, compute=compute)
+    model = Decoder(config, dtype=params, compute=compute)
     data = Data("synthetic", vocab=config.vocab, length=n.seq_len, microbatches=n.mbs, size=n.size)
     found = train(model, data, steps, optimizer=n.optimizer, grads=grads, moments=moments)
     return Alone(found.losses, found.grad_norms, _arrays(found.grads), _arrays(found.params))

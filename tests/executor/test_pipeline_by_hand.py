@@ -10,7 +10,7 @@ import torch
 from executor.chunk import Stage
 from executor.data import Data
 from executor.launch import launch
-from executor.modules.llama import Llama
+from executor.modules.decoder import Decoder
 from executor.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
 from executor.reference import train
 from executor.transport.base import Topology
@@ -22,8 +22,8 @@ M, STEPS = 4, 2
 STAGES = [["embed", "l0"], ["l1", "head"]]
 
 
-def _model(dtype: str) -> Llama:
-    return Llama(load_config("tiny-llama", {"num_hidden_layers": 2}), dtype=getattr(torch, dtype))
+def _model(dtype: str) -> Decoder:
+    return Decoder(load_config("tiny-llama", {"num_hidden_layers": 2}), dtype=getattr(torch, dtype))
 
 
 def _data() -> Data:

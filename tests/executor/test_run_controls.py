@@ -19,7 +19,7 @@ from ir.job.build import directives_json
 from ir.plan import AT_START, OpKind, Plan
 from ir.rules import check_plan
 from tests.executor import faults
-from tests.executor.runs import alone, error, prediction, run
+from tests.executor.runs import alone, error, judged, run
 
 VISIBLE = 1e-3
 GPIPE = ("schedule.name=gpipe",)
@@ -69,8 +69,8 @@ def _freed(plan: Plan) -> Plan:
 
 
 @pytest.mark.parametrize("break_it", [_swapped, _freed], ids=lambda f: f.__name__)
-def test_a_plan_that_says_so_is_refused_before_it_runs(break_it: Callable[[Plan], Plan]) -> None:
-    plan = prediction(*GPIPE).plan
+def test_a_plan_that_says_so_is_refused_before_it_runs(break_it: Callable[[Plan], Plan], tmp_path: Path) -> None:
+    _, plan = judged(tmp_path, *GPIPE)
     check_plan(plan)
     with pytest.raises(PiperError) as info:
         check_plan(break_it(plan))
@@ -78,7 +78,7 @@ def test_a_plan_that_says_so_is_refused_before_it_runs(break_it: Callable[[Plan]
 
 
 def test_copies_that_nothing_reduces_are_refused(tmp_path: Path) -> None:
-    strategy = [d for d in directives_json(prediction(*DUAL).prepared.strategy) if d["op"] != "replicate"]
+    strategy = [d for d in directives_json(judged(tmp_path, *DUAL)[0].strategy) if d["op"] != "replicate"]
     (tmp_path / "strategy.json").write_text(json.dumps(strategy))
     with pytest.raises(PiperError, match="no replicate names them") as info:
         run(f"schedule.directives={tmp_path / 'strategy.json'}")

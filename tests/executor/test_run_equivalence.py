@@ -10,6 +10,7 @@ from tests.executor.runs import Ran, alone, distance, error, merged, run
 ROUNDING = 1e-10
 DUAL = ("schedule.name=dualpipe",)
 TIED = ("model.tie_word_embeddings=true",)
+SAME = ("losses", "grad_norms", "plan_digest")
 UNEVEN = ("model.num_hidden_layers=5",)
 BITWISE: list[tuple[str, ...]] = [
     ("schedule.name=1f1b",),
@@ -56,6 +57,15 @@ ROUNDED: list[tuple[str, ...]] = [
 @pytest.mark.parametrize("sets", ROUNDED, ids=_name)
 def test_copies_equal_one_process_up_to_the_order_of_sums(sets: tuple[str, ...]) -> None:
     assert 0.0 < error(run(*sets), alone(*sets)) <= ROUNDING
+
+
+@pytest.mark.parametrize("sets", [("schedule.name=zbv", "schedule.microbatches=5"), DUAL, TIED], ids=_name)
+def test_ranks_that_are_threads_train_as_processes_do_to_the_bit(sets: tuple[str, ...]) -> None:
+    apart, together = run(*sets), run(*sets, backend="local")
+    assert _same(apart, together)
+    assert {k: apart.object[k] for k in SAME} == {k: together.object[k] for k in SAME}
+    peaks = [[*ran.object["memory"]["peak_allocated_bytes"].values()] for ran in (apart, together)]
+    assert np.abs(np.diff(peaks, axis=0)).max() < 1024  # a neighbour may hold the vector of the norm a moment longer
 
 
 def _same(a: Ran, b: Ran) -> bool:

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ir.job import load_job
 from ir.plan import OpKind
 from ir.trace import Trace
 from ir.trace_text import read_trace, write_trace
 from piper_sim.commands.output import trace_files
+from piper_sim.predict import predict
 from piper_sim.report.timeline import text_timeline
-from tests.executor.runs import Ran, run
+from tests.executor.runs import Ran, job_file, run
 
 STEPS = 3
 
@@ -62,7 +64,7 @@ def _seconds(path: Path) -> dict[tuple[int, str, str], float]:
 
 
 def test_both_engines_traces_are_read_by_the_same_code_and_join_on_op_text(ran: Ran, tmp_path: Path) -> None:
-    predicted: Trace = ran.prediction.trace()
+    predicted: Trace = predict(load_job(str(job_file(tmp_path)), ran.sets)).trace()
     (tmp_path / "predicted.tsv").write_text(write_trace(predicted))
     (tmp_path / "measured.tsv").write_text(write_trace(ran.trace))
     theirs, ours = _seconds(tmp_path / "predicted.tsv"), _seconds(tmp_path / "measured.tsv")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from executor.device import Host
 from executor.launch import launch
+from executor.transport import groups
 from executor.transport.base import Topology, Transport, TransportError
 from executor.transport.local import LocalTransport, run_threads
+from executor.transport.nccl import NcclTransport
 from executor.worker import RankContext
 
 TOPOLOGY = Topology.of(2, [(0, 1), (1, 0)], {"both": (0, 1), "me": (0,)})
@@ -56,6 +62,32 @@ WANT = [
 
 def test_gloo_between_two_processes() -> None:
     assert launch(_rank, 2, timeout_s=40) == WANT
+
+
+def _nccl_on_gloo(ctx: RankContext) -> list[float]:
+    """NCCL's transport, all but the wire: which communicators are made, in which order they are first used."""
+    begin = dist.init_process_group
+
+    def without_device(*args: Any, device_id: torch.device, **options: Any) -> None:
+        begin(*args, **options)
+
+    groups.dist.init_process_group = without_device  # type: ignore[attr-defined]
+    NcclTransport.backend = "gloo"
+    ring = Topology.of(3, [(0, 1), (1, 2), (2, 0), (0, 2)], {"all": (0, 1, 2), "two": (1, 2)})
+    t = NcclTransport(ctx.store(), ctx.rank, ring, Host(), timeout_s=20)
+    got, x = torch.empty(1), torch.tensor([float(ctx.rank)])
+    handle = t.recv((ctx.rank - 1) % 3, got)
+    sent = t.send((ctx.rank + 1) % 3, x)
+    assert handle.done() and sent.done()  # both stand in a queue: nobody's host waits
+    handle.wait()
+    sent.wait()
+    t.all_reduce("all", x).wait()
+    t.close()
+    return [float(got), float(x)]
+
+
+def test_nccls_communicators_are_made_in_one_order() -> None:
+    assert launch(_nccl_on_gloo, 3, timeout_s=40) == [[2.0, 3.0], [0.0, 3.0], [1.0, 3.0]]
 
 
 def test_virtual_ranks_in_threads() -> None:

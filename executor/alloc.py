@@ -1,0 +1,129 @@
+"""What every unit allocates and frees, pass by pass: one microbatch, under fake tensors, which take no memory.
+
+A unit runs by itself; its inputs and the gradients of its outputs are brought and let go of at once. So a list says
+what the unit holds, and until when. Who else holds the same storage is for the plan to say, and for the simulator to
+add up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from executor.alloc_bench import Bench, Like
+from executor.alloc_update import sync_lists
+from executor.chunk import Gradients, Stage
+from executor.data import Batch
+from executor.modules.base import TORCH
+from executor.modules.choose import model_of, recomputed
+from ir.alloc import AllocList
+from ir.classes import node_classes
+from ir.job.build import Prepared, precision_of
+from ir.ops import Pass
+from ir.plan import Plan
+
+
+def take_lists(prepared: Prepared, plan: Plan) -> dict[str, AllocList]:
+    """The alloc list of every node class of a plan, and those of its sync. Nothing is launched.
+
+    The lists serve every plan of the same model, sizes and formats, whatever its schedule, stages and microbatches.
+
+    Raises PiperError (model): a unit whose memory cannot be taken by itself.
+    """
+    classes = {(n.stage, n.part, n.kind): c for n, c in zip(plan.graph.nodes, node_classes(plan.graph), strict=True)}
+    out = sync_lists(prepared)
+    with _own_tables(), _without_values(prepared):
+        batch = _batch(prepared)
+        likes = _Likes(prepared, batch)
+        stages, wants, held = _stages(prepared, batch)
+        for number, stage in stages.items():
+            for name in stage.units:
+                wanted = {p: classes[number, name, p] for p in Pass if (number, name, p) in classes}
+                if out.keys() >= set(wanted.values()) and likes.known(name, wanted[Pass.F]):
+                    continue
+                given, extras = likes.of(number, stage.reads[name]), batch.extras(wants.get(name, ()))
+                Bench(stage, name, given, extras, held).run(wanted)  # makes the tables that modules keep
+                bench = Bench(stage, name, given, extras, held)
+                found = bench.run(wanted)
+                bench.check()
+                likes.found(name, wanted[Pass.F], bench.outs)
+                out |= {c: found[p] for p, c in wanted.items()}
+    return out
+
+
+def _stages(prepared: Prepared, batch: Batch) -> tuple[dict[int, Stage], Mapping[str, tuple[str, ...]], list[Tensor]]:
+    """Every stage, what its units read of the batch, and all that is there all the time."""
+    model, entries = model_of(prepared), prepared.base.entries
+    built = model.build(model.chunks)
+    grads = Gradients(built.params, TORCH[precision_of(prepared.job).grads])
+    again, stages = recomputed(prepared), {}
+    for number in range(prepared.stages):
+        units = {e.name: built.units[e.name] for e in entries if e.stage == number}
+        stages[number] = Stage(units, built.params, grads=grads, recompute=again, reads=built.reads)
+    return stages, built.extras, [*built.params.values(), *grads.sums.values(), batch.ids, batch.labels]
+
+
+def _without_values(prepared: Prepared) -> AbstractContextManager[object]:
+    """Fake tensors; a user's module is run for real, on zeros, as it may do what fake ones cannot."""
+    return FakeTensorMode() if prepared.job.model.module is None else nullcontext()
+
+
+class _Likes:
+    """Shapes and formats of what units give, by unit and by class; what enters a stage is tokens or hidden states."""
+
+    def __init__(self, prepared: Prepared, batch: Batch) -> None:
+        self.ids: tuple[Like, ...] = ((tuple(batch.ids.shape), batch.ids.dtype),)
+        compute = TORCH[precision_of(prepared.job).compute]
+        self.hidden: tuple[Like, ...] = (((*batch.ids.shape, prepared.config.hidden), compute),)
+        self.made: dict[str, tuple[Like, ...]] = {}
+        self.units: dict[str, tuple[Like, ...]] = {}
+
+    def of(self, stage: int, reads: Sequence[str]) -> list[tuple[Like, ...]]:
+        """What a unit is given, by the units it reads."""
+        return [self.units[r] if r else self.hidden if stage else self.ids for r in reads]
+
+    def known(self, unit: str, name: str) -> bool:
+        """Whether a unit's class was met before."""
+        if name in self.made:
+            self.units[unit] = self.made[name]
+        return name in self.made
+
+    def found(self, unit: str, name: str, outs: tuple[Like, ...]) -> None:
+        """A unit of a new class."""
+        self.made[name] = self.units[unit] = outs
+
+
+def _batch(prepared: Prepared) -> Batch:
+    shape = prepared.job.schedule.microbatch_size, prepared.job.model.seq_len
+    return Batch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), 1.0)
+
+
+@contextmanager
+def _own_tables() -> Iterator[None]:
+    """Modules make rotary tables and masks once and keep them; here fake ones, which nobody may find later.
+
+    Of their own accord they keep no fake table, which would then live and die with every microbatch.
+    """
+    modules = [vars(m) for name, m in sys.modules.items() if name.startswith("executor.modules.")]
+    keepers = [m for m in modules if any(hasattr(f, "cache_clear") for f in m.values())]
+    checks = [(m, m["is_fake"]) for m in keepers if "is_fake" in m]
+    for m, _ in checks:
+        m["is_fake"] = lambda _: False
+    _clear(keepers)
+    try:
+        yield
+    finally:
+        _clear(keepers)
+        for m, is_fake in checks:
+            m["is_fake"] = is_fake
+
+
+def _clear(modules: list[dict[str, Any]]) -> None:
+    for f in [f for m in modules for f in m.values() if hasattr(f, "cache_clear")]:
+        f.cache_clear()

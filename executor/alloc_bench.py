@@ -1,0 +1,130 @@
+"""One unit of a stage by itself, with stand-ins for the units it reads and for those that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from executor.alloc_record import Recorder
+from executor.chunk import Stage
+from ir.alloc import AllocList
+from ir.errors import ErrorKind, PiperError
+from ir.ops import Pass
+
+Like = tuple[tuple[int, ...], torch.dtype]
+
+
+class Bench:
+    """Runs every pass of one microbatch of one unit, under a recorder.
+
+    given: shapes and formats of what each unit that it reads gives. extras: what it reads of the batch. held: what is
+    there all the time, the batch too. outs: shapes and formats of what it gives, once forward has run.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        name: str,
+        given: Sequence[tuple[Like, ...]],
+        extras: Sequence[object],
+        held: Sequence[Tensor],
+    ) -> None:
+        self.name, self.extras, self.recorder = name, extras, Recorder(held)
+        self.reads = stage.reads[name]
+        self.outs: tuple[Like, ...] = ()
+        self.sources: dict[str, _Source] = {}
+        first = 0
+        for read, likes in zip(self.reads, given, strict=True):
+            self.sources[read] = _Source(self.recorder, likes, first)
+            first += len(likes)
+        readers = [u for u, reads in stage.reads.items() if name in reads and stage._made_again(name, u)]
+        units: dict[str, nn.Module] = {r: s for r, s in self.sources.items() if r}
+        reads: dict[str, tuple[str, ...]] = {**dict.fromkeys(units, ()), name: self.reads}
+        units[name] = stage.units[name]
+        for reader in readers[:1]:  # else nobody keeps what is made again
+            units[reader], reads[reader] = nn.Identity(), (name,)
+        again = [u for u in units if u in stage.recompute]
+        self.stage = Stage(units, stage.params, grads=stage.grads, recompute=again, reads=reads)
+        self.flow = self.stage._flow(0)
+
+    def run(self, passes: Collection[Pass]) -> dict[Pass, AllocList]:
+        """The lists of the passes that the plan has."""
+        out = {}
+        with self.recorder:
+            out[Pass.F] = self._forward()
+            if self.name in self.stage.recompute:
+                for read in self.sources:
+                    if read in self.stage.recompute:
+                        self.stage.run(Pass.R, 0, [read])
+            if Pass.R in passes:
+                self._note(Pass.R)
+                out[Pass.R] = self._list([*self.flow.again.pop(self.name, ())])
+            out[Pass.I] = self._input_grad()
+            if Pass.W in passes:
+                self._note(Pass.W)
+                out[Pass.W] = self._list([])
+        return out
+
+    def check(self) -> None:
+        """Behind its last pass a unit holds nothing."""
+        if left := sorted(self.recorder.names.values()):
+            raise _unlike(self.name, f"still holds {', '.join(left[:4])} after its last pass")
+
+    def _forward(self) -> AllocList:
+        for read, source in self.sources.items():
+            if read:
+                self.stage.run(Pass.F, 0, [read])
+            else:
+                self.stage.feed(0, *source(named=source.likes[0][1].is_floating_point))  # the batch holds its tokens
+        if self.extras:
+            self.stage.feed_extra(0, self.name, *self.extras)
+        self._note(Pass.F)
+        outs: list[Tensor | None] = [*self.flow.acts.pop(self.name)]
+        self.outs = tuple((tuple(t.shape), t.dtype) for t in outs if t is not None)
+        return self._list(outs)
+
+    def _input_grad(self) -> AllocList:
+        dys = [torch.empty(shape, dtype=d) if shape and d.is_floating_point else None for shape, d in self.outs]
+        for k, dy in enumerate(dys):
+            if dy is not None:
+                self.recorder.name(dy, f"g{k}")
+        self.flow.grads[self.name] = list(dys)
+        dys.clear()
+        dy = None
+        self._note(Pass.I)
+        return self._list([g for read in self.reads for g in self.flow.grads.pop(read)])
+
+    def _note(self, pass_: Pass) -> None:
+        with self.recorder.noting(str(pass_)):
+            self.stage.run(pass_, 0, [self.name])
+
+    def _list(self, outs: list[Tensor | None]) -> AllocList:
+        """What has happened since the last list. outs: what the pass hands on, held by nobody else."""
+        if any(t is not None and t.untyped_storage().nbytes() != t.numel() * t.element_size() for t in outs):
+            raise _unlike(self.name, "hands on a part of a larger storage")
+        names = tuple(map(self.recorder.of, outs))
+        outs.clear()
+        return AllocList(self.recorder.take(), names)
+
+
+class _Source(nn.Module):
+    """Gives fresh tensors, and tells the recorder what they are called: `x3`, for the fourth input of the unit."""
+
+    def __init__(self, recorder: Recorder, likes: tuple[Like, ...], first: int) -> None:
+        super().__init__()
+        self.recorder, self.likes, self.first = recorder, likes, first
+
+    def forward(self, *, named: bool = True) -> tuple[Tensor, ...]:
+        """One of each."""
+        made = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in self.likes)
+        for k, t in enumerate(made, self.first):
+            if named:
+                self.recorder.name(t, f"x{k}")
+        return made
+
+
+def _unlike(name: str, what: str) -> PiperError:
+    message = f"{name} {what}: its memory cannot be taken by itself"
+    return PiperError(ErrorKind.MODEL, message, suggestion="a unit that hands on whole tensors and keeps nothing")

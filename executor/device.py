@@ -1,0 +1,165 @@
+"""What computes, and its queues: a CPU, where everything is done when the call returns, or a CUDA device.
+
+A lane is a queue of a device; what is launched while a lane is active runs on it, in order. A mark is a point in a
+lane; a lane that follows a mark goes on when that point has been reached. On a CPU the host does all work itself, so
+a mark is a moment that has passed, and nothing is ever followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from executor import clock
+
+_Event: Any = torch.cuda.Event  # whose stubs are not typed
+_Stream: Any = torch.cuda.Stream
+
+Lane = Callable[[], AbstractContextManager[Any]]  # call it to make it the thread's active lane
+
+
+class Mark(Protocol):
+    """A point in a lane."""
+
+    def done(self) -> bool:
+        """Whether the lane has come there; never blocks."""
+        ...
+
+    def wait(self) -> None:
+        """Block the host until it has."""
+        ...
+
+    def seconds(self) -> float:
+        """When it did, on the host's clock. Only of a mark that is done."""
+        ...
+
+
+class Device(Protocol):
+    """Where a rank computes. ahead: the host only launches, and runs ahead of the device."""
+
+    torch: torch.device
+    ahead: bool
+
+    def bind(self) -> None:
+        """Make it this thread's default: for new tensors, and for launches."""
+        ...
+
+    def lane(self, name: str) -> Lane:
+        """A new queue."""
+        ...
+
+    def mark(self) -> Mark:
+        """This point of the active lane."""
+        ...
+
+    def follow(self, mark: Mark) -> None:
+        """The active lane goes on behind the mark."""
+        ...
+
+
+class Moment:
+    """A mark on a host that does everything itself."""
+
+    __slots__ = ("at_s",)
+
+    def __init__(self) -> None:
+        self.at_s = clock.now()
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def seconds(self) -> float:
+        """When it was made."""
+        return self.at_s
+
+
+class Host:
+    """A CPU.
+
+    >>> host = Host(); lane = host.lane("compute")
+    >>> with lane():
+    ...     mark = host.mark()
+    >>> mark.done(), host.ahead
+    (True, False)
+    """
+
+    torch = torch.device("cpu")
+    ahead = False
+
+    def bind(self) -> None:
+        """It is everybody's default."""
+
+    def lane(self, name: str) -> Lane:
+        """No queue."""
+        return nullcontext
+
+    def mark(self) -> Mark:
+        """Now."""
+        return Moment()
+
+    def follow(self, mark: Mark) -> None:
+        """It has passed already."""
+
+
+class Cuda:
+    """One GPU; several ranks of one process may share it. Lanes are streams, marks are events."""
+
+    ahead = True
+
+    def __init__(self, index: int) -> None:
+        self.torch = torch.device("cuda", index)
+        torch.cuda.set_device(index)
+        torch.cuda.synchronize()
+        self._zero = _Event(enable_timing=True)
+        self._zero.record()
+        self._zero.synchronize()
+        self._zero_s = clock.now()
+
+    def bind(self) -> None:
+        """Both are this thread's alone."""
+        torch.cuda.set_device(self.torch)
+        torch.set_default_device(self.torch)
+
+    def lane(self, name: str) -> Lane:
+        """A stream of its own."""
+        stream = _Stream(self.torch)
+        return lambda: torch.cuda.stream(stream)
+
+    def mark(self) -> Mark:
+        """An event on the current stream."""
+        event = _Event(enable_timing=True)
+        event.record()
+        return _CudaMark(event, self._zero, self._zero_s)
+
+    def follow(self, mark: Mark) -> None:
+        """The current stream waits for the event."""
+        assert isinstance(mark, _CudaMark)
+        torch.cuda.current_stream(self.torch).wait_event(mark.event)
+
+
+class _CudaMark:
+    """An event, and when the device's clock stood at zero."""
+
+    __slots__ = ("event", "zero", "zero_s")
+
+    def __init__(self, event: Any, zero: Any, zero_s: float) -> None:
+        self.event, self.zero, self.zero_s = event, zero, zero_s
+
+    def done(self) -> bool:
+        """Ask the device."""
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        """Block without holding the interpreter."""
+        self.event.synchronize()
+
+    def seconds(self) -> float:
+        """By the device's own clock."""
+        return self.zero_s + float(self.zero.elapsed_time(self.event)) / 1e3

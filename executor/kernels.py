@@ -1,0 +1,204 @@
+"""How the work of compute ops is done: with arithmetic, or without it in a time that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from executor import clock
+from executor.sync import group_name
+from executor.transport.base import Handle, Transport
+from ir.graph import Node, Once
+from ir.ops import Pass
+from ir.order import FloatArray
+from ir.sync import Bucket
+
+SMALL = 2**18  # elements of a bucket that an emulated collective moves at most
+
+
+class StageWork(Protocol):
+    """What the interpreter asks of a stage; `executor.chunk.Stage` does it with arithmetic."""
+
+    @property
+    def units(self) -> Mapping[str, object]:
+        """Its units, in order."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches of which something is still held."""
+        ...
+
+    def feed(self, mb: int, *acts: Tensor) -> None:
+        """The input of the next forward."""
+        ...
+
+    def feed_extra(self, mb: int, unit: str, *extras: object) -> None:
+        """A unit's further arguments."""
+        ...
+
+    def feed_grad(self, mb: int, *grads: Tensor | None) -> None:
+        """The gradient of the output, for the next backward."""
+        ...
+
+    def run(self, pass_: Pass, mb: int, units: Sequence[str] | None = None) -> None:
+        """One pass over some units."""
+        ...
+
+    def take_output(self, mb: int) -> tuple[Tensor, ...]:
+        """What the last forward left."""
+        ...
+
+    def take_input_grad(self, mb: int) -> tuple[Tensor | None, ...]:
+        """The gradient of the input."""
+        ...
+
+
+class StepWork(Protocol):
+    """What the interpreter asks of the things that happen once per step; `executor.sync.Sync` does them."""
+
+    norm: float | None
+
+    def begin(self) -> None:
+        """A new step."""
+        ...
+
+    def start(self, node: Node, transport: Transport) -> Callable[[], Handle]:
+        """How to post a collective."""
+        ...
+
+    def update(self) -> None:
+        """Update the parameters."""
+        ...
+
+    def squares(self) -> Tensor:
+        """Σ g² of this rank's share, by parameter."""
+        ...
+
+
+class Kernels(Protocol):
+    """All compute of one rank. stages: by stage. extras: what a unit reads of the batch."""
+
+    @property
+    def stages(self) -> Mapping[int, StageWork]:
+        """The stages that live here."""
+        ...
+
+    @property
+    def extras(self) -> Mapping[str, tuple[str, ...]]:
+        """By unit, out of "ids", "labels", "scale"."""
+        ...
+
+    @property
+    def sync(self) -> StepWork:
+        """What exists once per step."""
+        ...
+
+    def hold(self, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
+        """Behind a compute op's work, which began at since_s: return when its time is over."""
+        ...
+
+
+@dataclass(frozen=True)
+class Real:
+    """Arithmetic, which takes as long as it takes."""
+
+    stages: Mapping[int, StageWork]
+    extras: Mapping[str, tuple[str, ...]]
+    sync: StepWork
+
+    def hold(self, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
+        """It is over when it is done."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """No arithmetic: ops take the seconds given, [step, op]; after the last step given come the first ones again."""
+
+    stages: Mapping[int, StageWork]
+    sync: StepWork
+    seconds: FloatArray
+    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # nobody reads a batch
+
+    def hold(self, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
+        """Sleep, which leaves the processor to other ranks: each op runs as on a device of its own."""
+        clock.sleep_until(since_s + float(self.seconds[step % len(self.seconds), op]), tick)
+
+
+class BlankStage:
+    """A stage without arithmetic: what leaves it has the right shape, and no meaning. last: its output is the loss."""
+
+    in_flight = 0
+
+    def __init__(self, units: Sequence[str], boundary: Callable[[], Tensor], *, last: bool) -> None:
+        self.units: dict[str, None] = dict.fromkeys(units)
+        self._out = torch.tensor(float("nan")) if last else boundary().zero_()
+        self._grad = boundary().zero_()
+
+    def feed(self, mb: int, *acts: Tensor) -> None:
+        """Nobody reads it."""
+
+    def feed_extra(self, mb: int, unit: str, *extras: object) -> None:
+        """Nobody reads them."""
+
+    def feed_grad(self, mb: int, *grads: Tensor | None) -> None:
+        """Nobody reads it."""
+
+    def run(self, pass_: Pass, mb: int, units: Sequence[str] | None = None) -> None:
+        """Nothing to do."""
+
+    def take_output(self, mb: int) -> tuple[Tensor, ...]:
+        """Always the same tensor, which nobody writes."""
+        return (self._out,)
+
+    def take_input_grad(self, mb: int) -> tuple[Tensor | None, ...]:
+        """Always the same tensor, which nobody writes."""
+        return (self._grad,)
+
+
+class BlankSync:
+    """The collectives of a step on buckets cut down to 1 MiB or so, and no update. params: how many the model has."""
+
+    norm: float | None = None
+
+    def __init__(
+        self, rank: int, found: Sequence[Bucket], params: int, reduce: torch.dtype, gather: torch.dtype
+    ) -> None:
+        self._sums = torch.zeros(params, dtype=torch.float64)
+        self._buckets: dict[str, tuple[Tensor, Tensor, slice]] = {}
+        for b in found:
+            if b.ranks > 1 and rank in b.owners:
+                shard, index = min(b.shard, -(-SMALL // b.ranks)), b.owners.index(rank)
+                own = slice(index * shard, (index + 1) * shard)
+                sums, whole = (torch.zeros(shard * b.ranks, dtype=d) for d in (reduce, gather))
+                self._buckets[b.key] = sums, whole, own
+
+    def begin(self) -> None:
+        """Nothing to clear."""
+
+    def start(self, node: Node, transport: Transport) -> Callable[[], Handle]:
+        """As `Sync` does, with zeros."""
+        group = group_name(node)
+        if node.kind is Once.NORM:
+            return lambda: transport.all_reduce(group, self._sums)
+        sums, whole, own = self._buckets[f"{node.stage}/{node.part}"]
+        match node.kind:
+            case Once.REDUCE:
+                return lambda: transport.reduce_scatter(group, sums[own], sums)
+            case Once.ALL_REDUCE:
+                return lambda: transport.all_reduce(group, sums)
+            case Once.GATHER:
+                return lambda: transport.all_gather(group, whole, whole[own])
+            case _:
+                raise AssertionError(f"{node.text()} is no collective")
+
+    def update(self) -> None:
+        """No parameters."""
+
+    def squares(self) -> Tensor:
+        """No gradients."""
+        return torch.zeros(0)

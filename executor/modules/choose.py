@@ -1,0 +1,63 @@
+"""Which model a job runs: the reference decoder of its config, or the user's module its graph was captured from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from executor.modules.base import TORCH, Model
+from executor.modules.decoder import Decoder
+from executor.modules.user import UserModel, load_callable
+from ir.build import WHOLE
+from ir.errors import ErrorKind, PiperError
+from ir.job.build import Prepared, precision_of, recompute_options
+
+
+def model_of(prepared: Prepared) -> Model:
+    """The job's model in the model graph's parts, with the values every rank would give it."""
+    job, precision = prepared.job, precision_of(prepared.job)
+    dtype, compute = TORCH[precision.params], TORCH[precision.compute]
+    if job.model.module is not None:
+        return _users(prepared, job.model.module)
+    return Decoder(prepared.config, job.model.seed, dtype, compute, parts=True, attention=job.model.attention)
+
+
+def recomputed(prepared: Prepared) -> frozenset[str]:
+    """The units that the job's recompute options run again, as the model graph has it."""
+    parts = frozenset().union(*(WHOLE.get(o, frozenset()) for o in recompute_options(prepared.job)))
+    inner = [e for e in prepared.base.entries if e.chunk.tags]
+    return frozenset(e.name for e in inner if e.part.name in parts)
+
+
+def _users(prepared: Prepared, reference: str) -> UserModel:
+    """The user's module, which must be the one that was captured. Its path starts at the job's folder."""
+    job, entries = prepared.job, prepared.base.entries
+    path, _, name = reference.rpartition(":")
+    beside = Path(job.file).parent / path
+    build = load_callable(f"{beside}:{name}" if path and beside.exists() else reference)
+    parts = {e.chunk.name: e.part.name for e in entries}
+    model = UserModel(build, seed=job.model.seed, dtype=TORCH[precision_of(job).params], parts=parts)
+    model.refuse_training()
+    graph = {p.name: p.shape for e in entries for p in e.part.params}
+    if model.chunks != tuple(parts) or model.shapes != graph:
+        raise _another(job.model.graph or "", reference, model, tuple(parts), graph)
+    last = prepared.stages - 1
+    if far := [e.chunk.name for e in entries if e.chunk.name in model.reads_tokens and e.stage not in (0, last)]:
+        raise PiperError(
+            ErrorKind.MODEL,
+            f"chunk {far[0]} reads the token ids, which only the first and the last stage are given",
+            key="model.module",
+            allowed="chunks behind the first that read the ids' shape alone",
+            suggestion="carry what is needed in the tensor that crosses the seams",
+        )
+    return model
+
+
+def _another(
+    file: str, reference: str, model: UserModel, chunks: tuple[str, ...], graph: dict[str, tuple[int, ...]]
+) -> PiperError:
+    """The first difference between a module and the file captured from it."""
+    mine: dict[str, object] = {c: "a chunk" for c in model.chunks} | dict(model.shapes)
+    theirs: dict[str, object] = {c: "a chunk" for c in chunks} | dict(graph)
+    name = next((n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n)), "their order")
+    message = f"{reference} has {name}: {mine.get(name)}, but {file} has {theirs.get(name)}"
+    return PiperError(ErrorKind.MODEL, message, key="model.graph", suggestion="capture the module again")

@@ -1,0 +1,147 @@
+"""The reference decoder of a config, dense or with experts: the model graph's parts as modules, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from executor.modules.base import Built, TokenLoss, evaluate
+from executor.modules.experts import Add, LocalExperts, Router, Shared
+from executor.modules.layers import Attention, Embed, Head, Latent, Mlp, Normalise, Params, spelling
+from executor.modules.mtp import Join, NextEmbed, NextLoss
+from executor.refusals import refuse_model
+from ir.model.config import ModelConfig
+
+Reads = dict[str, tuple[str, ...]]
+Extras = dict[str, tuple[str, ...]]
+LOSS = ("labels", "scale")
+
+
+class Whole(nn.Module):
+    """A chunk's parts as one unit, wired as they are one by one. extras: how many arguments each part takes beside."""
+
+    def __init__(self, parts: Mapping[str, nn.Module], reads: Reads, extras: Mapping[str, int]) -> None:
+        super().__init__()
+        self.parts, self.reads, self.extras = nn.ModuleDict(parts), reads, extras
+
+    def forward(self, x: Tensor, *rest: object) -> Tensor:
+        """The parts' extras follow each other."""
+        given: dict[str, tuple[object, ...]] = {}
+        for name, count in self.extras.items():
+            given[name], rest = rest[:count], rest[count:]
+        return evaluate(Built(dict(self.parts.items()), {}, {}, self.reads), x, given)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder of a config, any part of which any rank can build with the same values.
+
+    dtype: of the parameters; compute: of the activations. parts: units are the model graph's parts ("l0.attn",
+    "l0.router", "head.norm") instead of chunks. attention: "flash" keeps no scores, "unfused" keeps them.
+
+    >>> from ir.model.config import load_config
+    >>> model = Decoder(load_config("tiny-moe", {"num_hidden_layers": 2}), parts=True)
+    >>> model.chunks, list(model.build(["l1", "head"]).units)
+    (('embed', 'l0', 'l1', 'head'), ['l1.attn', 'l1.router', 'l1.experts', 'l1.add', 'head.norm', 'head.head'])
+    """
+
+    config: ModelConfig
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    compute: torch.dtype | None = None
+    parts: bool = False
+    attention: str = "flash"
+
+    def __post_init__(self) -> None:
+        refuse_model(self.config)
+
+    @property
+    def chunks(self) -> tuple[str, ...]:
+        """Embedding, decoder layers, MTP modules, head."""
+        c = self.config
+        return ("embed", *(f"l{i}" for i in range(c.layers)), *(f"mtp{k}" for k in range(c.mtp)), "head")
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Parameters in the model's own order, which is the canonical one."""
+        built = self._build(self.chunks, None)
+        return {n: tuple(p.shape) for n, p in built.params.items()}
+
+    def build(self, chunks: Sequence[str]) -> Built:
+        """Build some chunks with their first values."""
+        return self._build(chunks, self.dtype)
+
+    def _build(self, chunks: Sequence[str], dtype: torch.dtype | None) -> Built:
+        make = Params(self.seed, self.config.init_std, dtype)
+        units: dict[str, nn.Module] = {}
+        extras: Extras = {}
+        reads: Reads = {}
+        for name in chunks:
+            parts, wired, wants = self._chunk(make, name)
+            outer = self._before(name)
+            if self.parts:
+                units.update({f"{name}.{part}": module for part, module in parts.items()})
+                extras.update({f"{name}.{part}": want for part, want in wants.items()})
+                for part in parts:
+                    reads[f"{name}.{part}"] = tuple(f"{name}.{r}" if r else outer for r in wired[part])
+            else:
+                units[name] = Whole(parts, wired, {part: len(want) for part, want in wants.items()})
+                extras[name] = tuple(w for want in wants.values() for w in want)
+                reads[name] = (outer,)
+        return Built(units, make.made, {n: w for n, w in extras.items() if w}, reads)
+
+    def _before(self, chunk: str) -> str:
+        """The unit whose output a chunk reads: the last layer's for MTP and head, "" for none."""
+        at = self.chunks.index(chunk)
+        if chunk.startswith("mtp") or chunk == "head":
+            at = self.config.layers + 1
+        if at == 0:
+            return ""
+        name = self.chunks[at - 1]
+        return f"{name}.{self._last(name)}" if self.parts else name
+
+    def _last(self, chunk: str) -> str:
+        if chunk == "embed":
+            return "embed"
+        return "add" if self.config.is_moe(int(chunk.removeprefix("l"))) else "mlp"
+
+    def _chunk(self, make: Params, name: str) -> tuple[dict[str, nn.Module], Reads, Extras]:
+        """Parts, the parts each reads ("": the chunk's input), and what each takes of the batch."""
+        c = self.config
+        compute = self.compute or self.dtype
+        if name == "embed":
+            return {"embed": Embed(c, make, compute)}, {"embed": ("",)}, {}
+        if name == "head":
+            norm = Normalise(c, make, spelling(c).norm, c.hidden)
+            head = TokenLoss(Head(c, make))
+            return {"norm": norm, "head": head}, {"norm": ("",), "head": ("norm",)}, {"head": LOSS}
+        if name.startswith("l"):
+            return *self._layer(make, int(name[1:]), ""), {}
+        layer = c.layers + int(name.removeprefix("mtp"))
+        prefix = f"{spelling(c).layers}.{layer}."
+        parts: dict[str, nn.Module] = {"embed": NextEmbed(c, make, compute), "proj": Join(c, make, prefix)}
+        inner, wired = self._layer(make, layer, "proj")
+        last = list(inner)[-1]
+        parts |= inner
+        parts["norm"] = Normalise(c, make, f"{prefix}shared_head.norm", c.hidden)
+        parts["head"] = NextLoss(Head(c, make))
+        wired |= {"embed": (), "proj": ("", "embed"), "norm": (last,), "head": ("norm",)}
+        return parts, wired, {"embed": ("labels",), "head": LOSS}
+
+    def _layer(self, make: Params, layer: int, reads: str) -> tuple[dict[str, nn.Module], Reads]:
+        """A decoder layer that reads part `reads`."""
+        c, prefix = self.config, f"{spelling(self.config).layers}.{layer}."
+        attention = Latent if c.mla else Attention
+        parts: dict[str, nn.Module] = {"attn": attention(c, make, prefix, self.attention == "flash")}
+        if not c.is_moe(layer):
+            return parts | {"mlp": Mlp(c, make, prefix)}, {"attn": (reads,), "mlp": ("attn",)}
+        parts |= {"router": Router(c, make, prefix), "experts": LocalExperts(c, make, prefix)}
+        wired: Reads = {"attn": (reads,), "router": ("attn",), "experts": ("router",)}
+        if c.moe and c.moe.shared_ffn:
+            parts["shared"], wired["shared"] = Shared(c, make, prefix), ("router",)
+        behind = [p for p in ("experts", "shared") if p in parts]
+        return parts | {"add": Add()}, {**wired, "add": (*behind, "attn")}

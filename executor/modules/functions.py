@@ -1,0 +1,204 @@
+"""Arithmetic of the reference modules that keeps for backward what a GPU's fused kernels keep, and no more.
+
+Norms keep their input and fp32 statistics, gated activations their input, the loss its probabilities; attention
+(`executor.modules.attend`) q, k, v, output and log-sum-exp, or, unfused, the probabilities. A norm's weight gradient is
+a by-product of its input gradient, as in `ir.model`.
+Everything is deterministic: no atomics, and sums over a token's copies in the order of its experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The format of statistics: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _own(made: Tensor, of: Tensor) -> Tensor:
+    """A tensor that may be written to: what was made of another, or a copy where that is the other itself."""
+    return made.clone() if made is of else made
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = x.to(wide(x.dtype))
+        rate = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, rate)
+        return _own(x32, x).mul_(rate).to(x.dtype).mul_(weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rate = ctx.saved_tensors
+        weight32, g = weight.to(rate.dtype), dy.to(rate.dtype)
+        unit = _own(x.to(rate.dtype), x).mul_(rate)
+        both = g * unit
+        dw = both.flatten(0, -2).sum(0)
+        along = both.mul_(weight32).mean(-1, keepdim=True)
+        del both
+        dx = _own(g, dy).mul_(weight32).sub_(unit.mul_(along)).mul_(rate)
+        return dx.to(x.dtype), dw.to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Hugging Face's, over the last dim, statistics in at least float32. Keeps x and one number per row."""
+    return apply(_RmsNorm, x, weight, eps)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus: float) -> Tensor:
+        x32 = x.to(wide(x.dtype))
+        mean = x32.mean(-1, keepdim=True)
+        rate = torch.rsqrt((x32 - mean).pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, mean, rate)
+        ctx.plus, ctx.biased = plus, bias is not None
+        y = _own(x32, x).sub_(mean).mul_(rate).to(x.dtype).mul_(weight.to(x.dtype) + plus)
+        return y if bias is None else y.add_(bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rate = ctx.saved_tensors
+        weight32, g = weight.to(rate.dtype) + ctx.plus, dy.to(rate.dtype)
+        unit = _own(x.to(rate.dtype), x).sub_(mean).mul_(rate)
+        db = g.flatten(0, -2).sum(0).to(weight.dtype) if ctx.biased else None
+        both = g * unit
+        dw = both.flatten(0, -2).sum(0)
+        along = both.mul_(weight32).mean(-1, keepdim=True)
+        del both
+        g = _own(g, dy).mul_(weight32)
+        dx = g.sub_(g.mean(-1, keepdim=True)).sub_(unit.mul_(along)).mul_(rate)
+        return dx.to(x.dtype), dw.to(weight.dtype), db, None, None
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus: float = 0.0) -> Tensor:
+    """Over the last dim. plus 1: the weight is stored minus one (Nemotron's LayerNorm1P)."""
+    return apply(_LayerNorm, x, weight, bias, eps, plus)
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        y = F.silu(gate).mul_(up)
+        return y if weight is None else y.mul_(weight.to(y.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        gate, up, weight = ctx.saved_tensors
+        dw = None
+        d_up = F.silu(gate).mul_(dy)
+        if weight is not None:
+            dw = (d_up * up).sum(-1, keepdim=True).to(weight.dtype)
+            d_up.mul_(weight.to(dy.dtype))
+        d_acted = dy * up
+        if weight is not None:
+            d_acted.mul_(weight.to(dy.dtype))
+        return torch.ops.aten.silu_backward(d_acted, gate), d_up, dw
+
+
+def swiglu(gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
+    """silu(gate) · up, and times a number per row where a router weighs rows (rows, 1)."""
+    return apply(_Swiglu, gate, up, weight)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Squared ReLU."""
+    return F.relu(x).square()
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """x (rows, into), sorted by expert, counts rows each; weight (experts, out, into) → (rows, out).
+
+    One function of one weight: `executor.split` sees it as such, so its weight gradient can wait as a whole.
+    """
+    if has_torch_function((x, weight)):
+        found: Tensor = handle_torch_function(grouped_linear, (x, weight), x, weight, counts)
+        return found
+    # One expert after the other: torch's grouped product refuses float64.
+    each, rows = weight.to(x.dtype).unbind(0), torch.split(x, list(counts))
+    return torch.cat([F.linear(r, w) for r, w in zip(rows, each, strict=True)])
+
+
+class _TokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, scale: float, ignore: int) -> Tensor:
+        x = logits.to(wide(logits.dtype), copy=True)
+        x.sub_(x.amax(-1, keepdim=True))
+        at = labels.clamp_min(0).unsqueeze(-1)
+        chosen = x.gather(-1, at)
+        sums = x.exp_().sum(-1, keepdim=True)
+        ctx.save_for_backward(x.div_(sums), labels)
+        ctx.scale, ctx.ignore, ctx.dtype = scale, ignore, logits.dtype
+        return (sums.log() - chosen).squeeze(-1).masked_fill(labels == ignore, 0.0).sum() * scale
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        x, labels = ctx.saved_tensors  # the probabilities become the gradient in place: nobody reads them again
+        at = labels.clamp_min(0).unsqueeze(-1)
+        x.scatter_add_(-1, at, torch.full_like(at, -1, dtype=x.dtype))
+        x.mul_(((labels != ctx.ignore) * (dy * ctx.scale)).unsqueeze(-1).to(x.dtype))
+        return x.to(ctx.dtype), None, None, None
+
+
+def token_loss(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> Tensor:
+    """Σ cross entropy of (tokens, vocabulary), where labels are not `ignore`, times scale; in at least float32.
+
+    Keeps the probabilities alone, as Megatron does.
+    """
+    return apply(_TokenLoss, logits, labels, scale, ignore)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.copies = copies
+        return x.index_select(0, order // copies)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(dy, ctx.saved_tensors[0], ctx.copies), None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.copies = copies
+        return _gather(rows, order, copies)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return dy.index_select(0, ctx.saved_tensors[0] // ctx.copies), None, None
+
+
+def _gather(rows: Tensor, order: Tensor, copies: int) -> Tensor:
+    back = torch.empty_like(order)
+    back[order.long()] = torch.arange(len(order), dtype=order.dtype, device=order.device)
+    found: Tensor = rows.index_select(0, back).view(-1, copies, rows.shape[-1]).sum(1)
+    return found
+
+
+def permute(x: Tensor, order: Tensor, copies: int) -> Tensor:
+    """Tokens (tokens, h) → rows sorted by expert; row i is copy order[i] % copies of token order[i] // copies."""
+    return apply(_Permute, x, order, copies)
+
+
+def unpermute(rows: Tensor, order: Tensor, copies: int) -> Tensor:
+    """Rows → tokens: each the sum of its copies, in their order."""
+    return apply(_Unpermute, rows, order, copies)
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """`function.apply`, typed."""
+    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,132 @@
+"""torch.distributed: one process group per channel and per named group, so that no stream waits behind another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from executor.transport.base import Handle, Topology, TransportError
+
+H = TypeVar("H", bound=Handle)
+
+
+class GroupTransport(Generic[H]):
+    """Process groups made at the start, in one order on all ranks.
+
+    store: any c10d store all ranks share. timeout_s: how long the backend waits for a silent peer; failures are found
+    sooner, by closed connections and by the watchdog. options: of `init_process_group`.
+    """
+
+    backend = ""
+
+    def __init__(self, store: Any, rank: int, topology: Topology, timeout_s: float, **options: Any) -> None:
+        self.rank = rank
+        self.topology = topology
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(
+            self.backend, store=store, rank=rank, world_size=topology.world, timeout=timeout, **options
+        )
+        self._members = dict(topology.groups)
+        self._channels: dict[tuple[int, int], Any] = {}
+        self._groups: dict[str, Any] = {}
+        self._all: list[Any] = []
+        make = [(pair, pair) for pair in topology.channels] + [(name, members) for name, members in topology.groups]
+        for key, members in make:
+            if len(set(members)) < 2:
+                continue
+            # Every rank must ask for every group, so that its name, a counter, agrees. (use_local_synchronization
+            # hashes the number of groups a rank has already made, torch 2.13: overlapping groups then never meet.)
+            label = f"{key[0]}>{key[1]}" if isinstance(key, tuple) else key
+            group = dist.new_group(sorted(members), timeout=timeout, backend=self.backend, group_desc=label)
+            if rank not in members:
+                continue
+            self._all.append(group)
+            if isinstance(key, tuple):
+                self._channels[key] = group
+            else:
+                self._groups[key] = group
+
+    def _handle(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> H:
+        """What is returned for something posted; work None: nothing had to be."""
+        raise NotImplementedError
+
+    def send(self, dst: int, tensor: Tensor) -> H:
+        """Post a message; the handle holds the buffer until the peer has taken it."""
+        tensor = tensor.contiguous()
+        return self._post(lambda: dist.isend(tensor, dst, group=self._channels[self.rank, dst]), (tensor,), (dst,))
+
+    def recv(self, src: int, into: Tensor) -> H:
+        """Post a receive; it completes in the background."""
+        return self._post(lambda: dist.irecv(into, src, group=self._channels[src, self.rank]), (into,), (src,))
+
+    def all_reduce(self, group: str, tensor: Tensor) -> H:
+        """Sum in place."""
+        if (g := self._groups.get(group)) is None:
+            return self._alone(group)
+        return self._join(group, lambda: dist.all_reduce(tensor, group=g, async_op=True), tensor)
+
+    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> H:
+        """Sum; keep this member's part."""
+        if (g := self._groups.get(group)) is None:
+            into.copy_(tensor)
+            return self._alone(group)
+        return self._join(group, lambda: dist.reduce_scatter_tensor(into, tensor, group=g, async_op=True), into, tensor)
+
+    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> H:
+        """Concatenate the members' parts."""
+        if (g := self._groups.get(group)) is None:
+            into.copy_(tensor)
+            return self._alone(group)
+        return self._join(
+            group, lambda: dist.all_gather_into_tensor(into, tensor, group=g, async_op=True), into, tensor
+        )
+
+    def all_to_all(
+        self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> H:
+        """Exchange rows, unevenly if need be."""
+        if (g := self._groups.get(group)) is None:
+            into.copy_(tensor)
+            return self._alone(group)
+        rows = list(into_sizes), list(sizes)
+        return self._join(
+            group, lambda: dist.all_to_all_single(into, tensor, *rows, group=g, async_op=True), into, tensor
+        )
+
+    def barrier(self) -> None:
+        """On the world's own group, which carries nothing else."""
+        self._post(lambda: dist.barrier(async_op=True), (), tuple(range(self.topology.world))).wait()
+
+    def close(self) -> None:
+        """Meet once more, so that no rank closes a connection another still uses; then take down groups in reverse."""
+        self.barrier()
+        for group in reversed(self._all):
+            dist.destroy_process_group(group)
+        dist.destroy_process_group()
+
+    def _peers(self, group: str) -> tuple[int, ...]:
+        return tuple(r for r in self._members[group] if r != self.rank)
+
+    def _alone(self, group: str) -> H:
+        if self.rank not in self._members[group]:
+            raise KeyError(f"rank {self.rank} is not in group {group!r}")
+        return self._handle(None, (), ())
+
+    def _join(self, group: str, call: Callable[[], Any], *keep: Tensor) -> H:
+        return self._post(call, keep, self._peers(group))
+
+    def _post(self, call: Callable[[], Any], keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> H:
+        try:
+            return self._handle(call(), keep, peers)
+        except RuntimeError as error:
+            raise lost(peers, error) from error
+
+
+def lost(peers: Sequence[int], error: BaseException) -> TransportError:
+    """What the other end's going looks like from here."""
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return TransportError(f"connection to rank {', '.join(map(str, peers))}: {reason}", peers)

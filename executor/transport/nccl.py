@@ -1,0 +1,68 @@
+"""NCCL, one GPU per rank: a communicator per stream, posted on the stream's lane and never waited for by the host.
+
+Nothing here has run yet where the project's tests run: there is no GPU. What a CPU can prove about it, tests prove with
+a device that only writes down who follows whom (tests/executor/test_device.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor.device import Device
+from executor.transport.base import Topology
+from executor.transport.groups import GroupTransport, lost
+
+
+class NcclHandle:
+    """A `Work` that stands on a communicator's own stream."""
+
+    __slots__ = ("keep", "peers", "work")
+
+    def __init__(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> None:
+        self.work, self.keep, self.peers = work, keep, peers
+
+    def done(self) -> bool:
+        """To wait for it is to tell a lane to, which never blocks."""
+        return True
+
+    def wait(self) -> None:
+        """The active lane goes on behind it. Its tensors are let go where the plan proves that nobody reads them."""
+        if self.work is None:
+            return
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise lost(self.peers, error) from error
+        self.work, self.keep = None, ()
+
+
+class NcclTransport(GroupTransport[NcclHandle]):
+    """Between GPUs. All communicators are made at the start: a lazy one would block the host at its first use until the
+    peer uses it too, in an order that no plan promises."""
+
+    backend = "nccl"
+
+    def __init__(self, store: Any, rank: int, topology: Topology, device: Device, timeout_s: float = 300.0) -> None:
+        self.device = device
+        super().__init__(store, rank, topology, timeout_s, device_id=device.torch)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Use each communicator once, in the one order all ranks made them in."""
+        for (src, dst), _ in sorted(self._channels.items()):
+            one = torch.zeros(1, device=self.device.torch)
+            (self.send(dst, one) if src == self.rank else self.recv(src, one)).wait()
+        for name in sorted(self._groups):
+            self.all_reduce(name, torch.zeros(1, device=self.device.torch)).wait()
+        self.device.mark().wait()
+
+    def barrier(self) -> None:
+        """The host waits too."""
+        super().barrier()
+        self.device.mark().wait()
+
+    def _handle(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> NcclHandle:
+        return NcclHandle(work, keep, peers)

@@ -1,0 +1,119 @@
+"""Where torch's modules and the model graph differ in what they keep: by how much, and why. Nothing else may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ir.model.chunks import chunks
+from ir.model.config import ModelConfig
+
+WIDE = 2  # bf16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One part of one preset. tokens: of the microbatch; size: its sequences."""
+
+    config: ModelConfig
+    name: str
+    size: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.size * self.length
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """What the module keeps, gives or computes beyond what the graph has; negative: less. Bytes, FLOPs."""
+
+    reason: str
+    applies: Callable[[Case], bool]
+    until_i: Callable[[Case], int] = lambda c: 0
+    until_w: Callable[[Case], int] = lambda c: 0
+    stash: Callable[[Case], int] = lambda c: 0
+    out: Callable[[Case], int] = lambda c: 0
+
+
+def _moe(c: Case) -> tuple[int, int, bool, bool]:
+    moe = c.config.moe
+    assert moe is not None
+    return moe.experts, moe.top_k, moe.normalised, bool(moe.shared_ffn)
+
+
+def _norm_weights(c: Case) -> int:
+    """Bytes of the norm parameters of a part, from the graph."""
+    part = next(p for chunk in chunks(c.config) for p in chunk.parts if f"{chunk.name}.{p.name}" == c.name)
+    short = ("norm.weight", "norm.bias", "ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias", "ln_f.weight")
+    names = (*short, "ln_f.bias", "norm_1.weight", "norm_2.weight", "norm_f.weight")
+    return WIDE * sum(p.numel for p in part.params if p.name.endswith(names))
+
+
+def kind(*parts: str) -> Callable[[Case], bool]:
+    return lambda c: c.name.split(".")[1] in parts and c.name != "head.norm"
+
+
+BEYOND = (
+    Beyond(
+        "a norm's weight gradient is made in I, with the input's, and joins the sum in W",
+        lambda c: _norm_weights(c) > 0,
+        stash=_norm_weights,
+    ),
+    Beyond(
+        "ir.model leaves out the fp32 statistics of the norms on each head's query and key",
+        lambda c: kind("attn")(c) and c.config.qk_norm,
+        until_i=lambda c: 4 * c.tokens * (c.config.heads + c.config.kv_heads),
+    ),
+    Beyond(
+        "ir.model leaves out the fp32 statistics of the norms on the latent vectors",
+        lambda c: kind("attn")(c) and c.config.mla is not None,
+        until_i=lambda c: 4 * c.tokens * (2 if c.config.mla and c.config.mla.q_rank else 1),
+    ),
+    Beyond(
+        "ir.model counts the statistics of one of the two norms in front of an MTP module",
+        kind("proj"),
+        until_i=lambda c: 4 * c.tokens,
+    ),
+    Beyond(
+        "the normed tokens are one tensor, which the router makes; the graph counts it where it is read last",
+        lambda c: kind("router", "shared")(c) and _moe(c)[3],
+        until_w=lambda c: (1 if kind("router")(c) else -1) * c.tokens * c.config.hidden * WIDE,
+    ),
+    Beyond(
+        "weights that add up to 1 keep their sum; weights that do not are not kept before they go to the experts",
+        kind("router"),
+        until_i=lambda c: 4 * c.tokens * (1 if _moe(c)[2] else -_moe(c)[1]),
+    ),
+    Beyond(
+        "weights, indices and tokens leave the router as three outputs; in the graph only tokens count as output",
+        kind("router"),
+        out=lambda c: c.tokens * _moe(c)[1] * (4 + 8),
+    ),
+    Beyond(
+        "ir.model counts the experts' rows as their output, though on one rank they leave summed by token",
+        kind("experts"),
+        out=lambda c: -c.tokens * (_moe(c)[1] - 1) * c.config.hidden * WIDE,
+    ),
+    Beyond(
+        "torch gives the loss as one number; the graph has one per token",
+        kind("head"),
+        out=lambda c: 4 - 4 * c.tokens,
+    ),
+    Beyond(
+        "an MTP module's labels are moved by one: int64 of its own",
+        lambda c: c.name == "mtp0.head",
+        until_i=lambda c: 8 * c.tokens,
+    ),
+    Beyond(
+        "an MTP module's token ids are the labels with masked ones replaced: int64 of its own",
+        lambda c: c.name == "mtp0.embed",
+        until_w=lambda c: 8 * c.tokens,
+    ),
+    Beyond(
+        "learned positions get a gradient of their own, summed over sequences",
+        lambda c: c.name == "embed.embed" and c.config.positions > 0,
+        stash=lambda c: c.length * c.config.hidden * WIDE,
+    ),
+)

@@ -1,0 +1,278 @@
+"""What a device with queues of its own is told, written down by one that is none: who follows whom, on any plan.
+
+No GPU is needed: a mark carries a vector clock, so that "behind" can be asked of any two points of any two lanes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from executor.device import Cuda, Host
+from executor.interpreter import Interpreter
+from executor.program import Program
+from executor.progress import Progress, create
+from executor.rank import blank, crossing, topology
+from executor.spec import Spec
+from executor.streams import Queued, Stream
+from executor.transport.local import LocalTransport, run_threads
+from ir.plan import OpKind, Plan
+from tests.executor.runs import judged
+
+Clock = dict[int, int]
+
+
+class Point:
+    """A mark: its lane, and what had happened before it on all lanes. It is done once somebody has waited for it."""
+
+    def __init__(self, lane: int, clock: Clock) -> None:
+        self.lane, self.clock, self.at_s, self.waited = lane, clock, time.monotonic(), False
+
+    def done(self) -> bool:
+        return self.waited
+
+    def wait(self) -> None:
+        self.waited = True
+
+    def seconds(self) -> float:
+        return self.at_s
+
+    def behind(self, other: Point) -> bool:
+        return self.clock.get(other.lane, 0) >= other.clock[other.lane]
+
+
+class Witness:
+    """A device that only writes down. deaf: it forgets what it is told to follow, as a control."""
+
+    torch = torch.device("cpu")
+    ahead = True
+
+    def __init__(self, *, deaf: bool = False) -> None:
+        self.deaf = deaf
+        self.clocks: list[Clock] = []
+        self.lock = threading.Lock()
+        self.mine = threading.local()
+
+    def bind(self) -> None:
+        pass
+
+    def lane(self, name: str) -> Callable[[], AbstractContextManager[None]]:
+        with self.lock:
+            self.clocks.append({})
+            me = len(self.clocks) - 1
+
+        @contextmanager
+        def active() -> Iterator[None]:
+            before = getattr(self.mine, "lane", None)
+            self.mine.lane = me
+            yield
+            self.mine.lane = before
+
+        return active
+
+    def _current(self) -> int:
+        if getattr(self.mine, "lane", None) is None:
+            self.mine.lane = None
+            self.lane("a thread's own")
+            self.mine.lane = len(self.clocks) - 1
+        return int(self.mine.lane)
+
+    def mark(self) -> Point:
+        me = self._current()
+        with self.lock:
+            self.clocks[me][me] = self.clocks[me].get(me, 0) + 1
+            return Point(me, dict(self.clocks[me]))
+
+    def follow(self, mark: Any) -> None:
+        if self.deaf:
+            return
+        me = self._current()
+        with self.lock:
+            for lane, tick in mark.clock.items():
+                self.clocks[me][lane] = max(self.clocks[me].get(lane, 0), tick)
+
+
+class _Watched(Interpreter):
+    """Keeps the marks of each op of the last step."""
+
+    def _settle(self) -> None:
+        self.marks = {}
+        for k, row in enumerate(self._pending):
+            q = row.queued
+            self.marks[self.program.first + k] = (row.start, row.end) if q is None else (q.start, q.end)
+        super()._settle()
+
+
+def _spans(plan: Plan, prepared: Any, device: Witness, folder: Path) -> dict[int, tuple[Point, Point]]:
+    """Run two steps with virtual ranks; the marks of each op."""
+    create(folder / "progress", plan.programs)
+    spec = Spec("", (), "", "", "", 2, backend="local", emulate=0.0)
+
+    def life(t: LocalTransport) -> dict[int, Any]:
+        program = Program.of(plan, t.rank)
+        kernels, empty = blank(prepared, plan, program, spec), crossing(prepared, Host())
+        run = _Watched(program, kernels, t, Progress(folder / "progress", t.rank), device, empty)
+        batches: Any = dict.fromkeys(range(prepared.mbs), _NoBatch())
+        for step in range(2):
+            run.step(step, batches)
+        run.close()
+        return run.marks
+
+    out: dict[int, tuple[Point, Point]] = {}
+    for marks in run_threads(life, topology(plan), device):
+        out |= marks
+    return out
+
+
+class _NoBatch:
+    ids = None
+
+    def extras(self, wants: object) -> tuple[()]:
+        return ()
+
+
+def _broken(plan: Plan, spans: dict[int, tuple[Point, Point]]) -> list[tuple[str, str]]:
+    """Every two ops of which one must be over before the other starts on the device, and is not."""
+    must = [(int(w), int(i)) for i, w in zip(plan.waits.rows(), plan.waits.items, strict=True)]
+    for a, b in zip(plan.bounds.tolist(), plan.bounds.tolist()[1:], strict=False):
+        last = -1
+        for i in range(a, b):
+            if plan.kind[i] == OpKind.COMPUTE:
+                last = i
+            elif last >= 0:
+                must.append((last, i))  # its memory may have been that op's
+    out = [(plan.text(w), plan.text(i)) for w, i in must if not spans[i][0].behind(spans[w][1])]
+    for recv in np.flatnonzero(plan.kind == OpKind.RECV).tolist():
+        send = int(plan.partner[recv])
+        if not spans[recv][1].behind(spans[send][0]):
+            out.append((plan.text(send), plan.text(recv)))
+    return out
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe", "interleaved-1f1b"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_the_device_too_nothing_starts_before_what_the_plan_lets_it_wait_for(
+    name: str, ranks: int, tmp_path: Path
+) -> None:
+    sets = f"schedule.name={name}", f"parallel.pp={ranks}", f"model.num_hidden_layers={2 * ranks}"
+    prepared, plan = judged(tmp_path, *sets)
+    assert _broken(plan, _spans(plan, prepared, Witness(), tmp_path)) == []
+    assert len(_broken(plan, _spans(plan, prepared, Witness(deaf=True), tmp_path))) > len(plan) / 4
+
+
+def test_an_op_that_the_device_queues_needs_no_thread() -> None:
+    device = Witness()
+
+    class Posted:  # as NCCL's: to wait for it is to tell the active lane to
+        def __init__(self) -> None:
+            self.mark = device.mark()
+
+        def done(self) -> bool:
+            return True
+
+        def wait(self) -> None:
+            device.follow(self.mark)
+
+    stream = Stream("send>1", device)
+    compute = device.lane("compute")
+    with compute():
+        made = device.mark()
+        ops = [Queued(Posted, after=made), Queued(Posted)]
+        for op in ops:
+            stream.put(op)
+        assert all(op.done() for op in ops) and stream._thread is None
+        ends = [op.end for op in ops]
+        assert isinstance(ends[0], Point) and isinstance(ends[1], Point)
+        assert ends[0].behind(made) and ends[1].behind(ends[0]) and not device.mark().behind(ends[1])
+        device.follow(ends[1])
+        assert device.mark().behind(ends[1])
+    stream.close()
+
+
+def test_a_host_is_never_ahead() -> None:
+    host = Host()
+    with host.lane("compute")():
+        mark = host.mark()
+        host.follow(mark)
+    assert mark.done() and mark.seconds() <= time.monotonic()
+
+
+class _Cuda:
+    """As much of torch.cuda as a device uses, on no device: streams are names, events remember theirs."""
+
+    def __init__(self) -> None:
+        self.current, self.log, self.count = ["default"], list[tuple[str, ...]](), 0
+
+    def event(self, enable_timing: bool) -> Any:
+        assert enable_timing
+        cuda = self
+
+        class Event:
+            def record(self) -> None:
+                self.name, self.at = cuda.current[-1], len(cuda.log)
+
+            def query(self) -> bool:
+                return False
+
+            def synchronize(self) -> None:
+                cuda.log.append(("synchronize", self.name))
+
+            def elapsed_time(self, other: Any) -> float:
+                return 1e3 * (other.at - self.at)  # milliseconds, from this event to the other
+
+        return Event()
+
+    def new_stream(self, device: object) -> str:
+        self.count += 1
+        return f"stream {self.count}"
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        self.current.append(name)
+        yield
+        self.current.pop()
+
+    def current_stream(self, device: object) -> Any:
+        cuda = self
+
+        class Stream:
+            def wait_event(self, event: Any) -> None:
+                cuda.log.append((cuda.current[-1], "follows", event.name))
+
+        return Stream()
+
+
+def test_cuda_lanes_are_streams_and_marks_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = _Cuda()
+    monkeypatch.setattr("executor.device._Event", fake.event)
+    monkeypatch.setattr("executor.device._Stream", fake.new_stream)
+    for name, call in (("stream", fake.stream), ("current_stream", fake.current_stream)):
+        monkeypatch.setattr(torch.cuda, name, call)
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    device = Cuda(0)
+    compute, send = device.lane("compute"), device.lane("send>1")
+    with compute():
+        made = device.mark()
+        with send():
+            device.follow(made)
+            sent = device.mark()
+        device.follow(sent)
+    follows = [line for line in fake.log if "follows" in line]
+    assert follows == [("stream 2", "follows", "stream 1"), ("stream 1", "follows", "stream 2")]
+    assert sent.seconds() - made.seconds() == pytest.approx(1.0)
+    assert not made.done() and device.ahead
+
+
+def test_torch_has_what_a_gpu_would_be_asked() -> None:
+    names = ("record", "query", "synchronize", "elapsed_time")
+    assert all(callable(getattr(torch.cuda.Event, name)) for name in names)
+    assert callable(torch.cuda.Stream.wait_event) and callable(torch.cuda.current_stream)
