@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from executor.aten import FORMATS
 from executor.measure import PassMeasure, UnitMeasure
@@ -48,14 +47,7 @@ def capture(reference: str, *, seq_len: int, microbatch_size: int = 1, dtype: DT
 
 def describe(model: Model, name: str, seq_len: int, microbatch_size: int, dtype: DType) -> Json:
     """A model in chunks, measured; inside `without_values`. Raises PiperError for what the file cannot say."""
-    try:
-        found = survey(model, microbatch_size, seq_len)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise PiperError(
-            ErrorKind.MODEL,
-            f"{name}: shapes depend on values ({error}), which a capture has none of",
-            suggestion="make shapes depend on sizes alone, as with balanced experts",
-        ) from error
+    found = survey(model, microbatch_size, seq_len)
     built = model.build(model.chunks)
     hidden = _width(name, found, (microbatch_size, seq_len), TORCH[dtype])
     after = {a: found[b].keeps[:1] for a, b in zip(model.chunks, model.chunks[1:], strict=False)}

@@ -24,7 +24,7 @@ from executor.progress import Progress
 from executor.streams import Queued, Stream
 from executor.transport.base import Delayed, Handle, Transport
 from ir.errors import ErrorKind, PiperError
-from ir.graph import Node
+from ir.graph import Node, Once
 from ir.ops import Pass
 from ir.plan import AT_START, OpKind
 
@@ -153,6 +153,10 @@ class Interpreter:
 
     def _collective(self, i: int, row: _Pending) -> None:
         node = self.program.covers(i)[0][1]
+        if node.kind is Once.NORM:  # its operand is computed here, from what the collectives before it left
+            waits = {*self.program.plan.waits.row(i).tolist()}
+            for w in [w for w, under in self._under.items() if w in waits or under.stream == row.stream]:
+                self._wait(w, i)
         post = self.sync.start(node, self.transport)
         before = self._latest.get(row.stream)
         self._queue(i, row, post, 0.0 if node.once else self.delay_s, [] if before is None else [before])

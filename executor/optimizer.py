@@ -86,7 +86,7 @@ class Optimizer:
         for name in self.params if names is None else names:
             weight = self.masters.get(name, self.params[name])
             grad = grads[name].to(weight.dtype)
-            grad = grad * scale if scale != 1.0 else grad
+            grad = grad * scale if self.config.clip_norm else grad  # by 1.0 too, so memory knows no data
             (self._adamw if self.config.name == "adamw" else self._sgd)(name, weight, grad)
             if name in self.masters:
                 self.params[name].copy_(weight)

@@ -230,11 +230,13 @@ class _Seam(torch.autograd.Function):
             out = func(*given, **_swap(kwargs, leaves))
         outs = (out,) if isinstance(out, Tensor) else tuple(out)
         form.append(None if isinstance(out, Tensor) else (list if isinstance(out, list) else tuple))
-        edges = tuple(get_gradient_edge(o) for o in outs if o.requires_grad)
+        live = [isinstance(o, Tensor) and o.requires_grad for o in outs]  # some functions give a None beside a tensor
+        edges = tuple(get_gradient_edge(o) for o, on in zip(outs, live, strict=True) if on)
         ctx.set_materialize_grads(False)
-        ctx.live = [o.requires_grad for o in outs]
-        results = tuple(o.detach() for o in outs)
-        ctx.mark_non_differentiable(*(r for r, o in zip(results, outs, strict=True) if not o.requires_grad))
+        ctx.live = live
+        results = tuple(o.detach() if isinstance(o, Tensor) else o for o in outs)
+        dead = (r for r, on in zip(results, live, strict=True) if isinstance(r, Tensor) and not on)
+        ctx.mark_non_differentiable(*dead)
         ctx.run, ctx.acts = run, [id(a) for a in acts]
         ctx.job = Job(edges, tuple(leaves.values()), weights, derived)
         for w in weights:

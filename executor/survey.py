@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from executor.measure import Sizes, UnitMeasure, measure
 from executor.modules.base import Built, Model, wiring
+from ir.errors import ErrorKind, PiperError
 
 
 @contextmanager
@@ -46,9 +47,26 @@ def survey(
     for unit, module in built.units.items():
         inputs = tuple(s for r in reads[unit] for s in shapes[r])
         weights = {names[id(p)]: p for p in module.parameters()}
-        found[unit] = measure(module, inputs, batch(built, unit, size, length), weights)
+        with _blaming(unit):
+            found[unit] = measure(module, inputs, batch(built, unit, size, length), weights)
         shapes[unit] = found[unit].shapes
     return found
+
+
+@contextmanager
+def _blaming(unit: str) -> Iterator[None]:
+    """Name the unit in whatever a user's code raises."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise PiperError(
+            ErrorKind.MODEL,
+            f"{unit}: shapes depend on values ({error}), and here are none",
+            suggestion="make shapes depend on sizes alone, as with balanced experts",
+        ) from error
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
+        message = f"{unit} failed without values: {type(error).__name__}: {error}"
+        raise PiperError(ErrorKind.MODEL, message, suggestion="run the module on a small batch first") from error
 
 
 def batch(built: Built, unit: str, size: int, length: int) -> list[object]:

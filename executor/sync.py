@@ -103,7 +103,8 @@ class Sync:
         """How to post a collective once its stream comes to it."""
         group = group_name(node)
         if node.kind is Once.NORM:
-            return lambda: transport.all_reduce(group, self._partial_norm())
+            sums = self._partial_norm()  # here and now, on the host: a stream's thread only communicates
+            return lambda: transport.all_reduce(group, sums)
         flat = self.flat[f"{node.stage}/{node.part}"]
         match node.kind:
             case Once.REDUCE:

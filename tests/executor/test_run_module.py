@@ -140,6 +140,7 @@ CHANGES = {
         "read by no chunk",
     ),
     "ids in the head": (LAST, "        return self.head(self.norm(x) + self.embed(ids))", ""),
+    "wrong sizes": ("nn.Linear(WIDTH, 2 * WIDTH)", "nn.Linear(WIDTH + 1, 2 * WIDTH)", "l0 failed without values"),
     "format": ("        x = self.embed(ids)\n", "        x = self.embed(ids).float()\n", "hands on"),
 }
 

@@ -80,6 +80,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
         lambda s, x: torch.stack((x + s.w).chunk(2, -1)[::-1]).sum(0).repeat(1, 1, 2), w=P(D)
     ),
     "own function": lambda: Fn(lambda s, x: Square.apply(x, s.w) + x @ s.v, w=P(D), v=P(D, D)),
+    "beside a None": lambda: Fn(
+        lambda s, x: x + s.m(x, x, x, need_weights=False)[0], m=nn.MultiheadAttention(D, 2, batch_first=True)
+    ),
     "own norm": lambda: Fn(lambda s, x: x + rms_norm(x, s.w, 1e-5) @ s.v, w=P(D), v=P(D, D)),
     "experts": lambda: Fn(lambda s, x: x + grouped_linear(x.flatten(0, 1), s.w, [1, 0, 5]).view_as(x), w=P(3, D, D)),
     "weight alone": lambda: Fn(lambda s, x: x + (s.w * 2).sum(), w=P(D)),
