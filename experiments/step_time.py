@@ -1,0 +1,201 @@
+"""How long is a step of our executor, beside torch.distributed.pipelining on the same model, schedule and ranks?
+
+    python -m experiments.step_time [--pairs 20] [--seq-len 256] [--save FILE]
+
+1f1b on two gloo ranks of one thread each, fp32, SGD without clipping. Both run in the same two processes, each on a
+model of its own, in turn (ours first in every other pair), with a barrier before each step; a step lasts from the first
+rank's start to the last rank's end. Every pass of a stage takes 30 ms or more; the bar is a median ratio of 1.05.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from executor import cli, clock
+from executor.data import Batch, Data
+from executor.device import Host
+from executor.interpreter import Interpreter
+from executor.launch import launch
+from executor.program import Program
+from executor.rank import Local, crossing, topology
+from executor.spec import Spec, rebuild
+from executor.worker import RankContext
+from experiments.torch_runtime import TorchPipeline, order_csv
+from ir.job import load_job
+from ir.job.build import Prepared, prepare
+from ir.ops import Pass
+from ir.plan import OpKind
+from ir.plan_text import plan_digest
+from ir.rules import check_plan
+
+JOB = """
+[model]
+config = "tiny-llama"
+num_hidden_layers = 4
+hidden_size = 512
+intermediate_size = 1408
+num_attention_heads = 8
+num_key_value_heads = 8
+seq_len = {seq_len}
+[cluster]
+gpu = "h100-sxm"
+[parallel]
+pp = 2
+layers = "even"
+[schedule]
+name = "1f1b"
+microbatches = 4
+[precision]
+compute = "fp32"
+[optimizer]
+name = "sgd"
+clip_norm = 0
+"""
+RANKS, WARM, BAR = 2, 2, 1.05
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each pair's two steps and of the shortest pass of a stage (ours, a median); the load before and after."""
+
+    ours: list[float]
+    theirs: list[float]
+    least_pass_s: float
+    losses: list[list[float]]
+    load: tuple[float, float]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Ours over theirs, pair by pair."""
+        return [a / b for a, b in zip(self.ours, self.theirs, strict=True)]
+
+
+def rank(ctx: RankContext, spec: dict[str, Any], csv: str) -> dict[str, Any]:
+    """The target of `launch`: two warm pairs, then the pairs that count."""
+    s = Spec.of(spec)
+    prepared, plan = rebuild(s)
+    program, device = Program.of(plan, ctx.rank), Host()
+    local = Local.of(prepared, plan, ctx.rank, device)
+    transport = ctx.connect("gloo", topology(plan), device)
+    ours = Interpreter(program, local.kernels(), transport, ctx.progress, device, crossing(prepared, device))
+    theirs = TorchPipeline(prepared, plan, ctx.rank, Path(csv), dist.new_group(list(range(ctx.world))))
+    sgd = torch.optim.SGD(theirs.params.values(), lr=prepared.job.optimizer.lr)
+    batches = _batches(prepared)
+    losses: dict[str, list[float]] = {"ours": [], "theirs": []}
+
+    def we(step: int) -> None:
+        result = ours.step(step, dict(enumerate(batches(step))))
+        losses["ours"].append(sum(loss for _, loss in sorted(result.losses.items())))
+
+    def they(step: int) -> None:
+        sgd.zero_grad(set_to_none=True)
+        losses["theirs"].append(sum(theirs.step(batches(step))))
+        sgd.step()
+
+    def timed(work: Callable[[int], None], step: int) -> Span:
+        transport.barrier()
+        start = clock.now()
+        work(step)
+        return start, clock.now()
+
+    spans: dict[str, list[Span]] = {"ours": [], "theirs": []}
+    for step in range(s.steps):
+        turns = [("ours", we), ("theirs", they)]
+        for name, work in turns if step % 2 == 0 else turns[::-1]:
+            spans[name].append(timed(work, step))
+    ctx.progress.wait(text="end")
+    ours.close()
+    transport.close()
+    return {**spans, "losses": losses, "passes": _passes(program, ours)}
+
+
+def _passes(program: Program, ran: Interpreter) -> list[float]:
+    """The median seconds of each pass of this rank's stage; the plan may do a backward as two ops around a send."""
+    names: dict[str, str] = {}
+    for i in range(program.first, program.last):
+        _, node, mb = program.covers(i)[0]
+        if program.shape(i).kind is OpKind.COMPUTE and not node.once:
+            names[program.plan.text(i)] = f"{node.stage}{'F' if node.kind is Pass.F else 'B'}{mb}"
+    took: dict[tuple[int, str], float] = {}
+    for step, _, op, _, start, end in ran.rows:
+        if step >= WARM and op in names:
+            took[step, names[op]] = took.get((step, names[op]), 0.0) + end - start
+    return [median(s for (_, n), s in took.items() if n == name) for name in set(names.values())]
+
+
+def _batches(prepared: Prepared) -> Callable[[int], list[Batch]]:
+    """Step → all its microbatches; made once, as neither runtime is asked how it reads data."""
+    job = prepared.job
+    vocab, length = prepared.config.vocab, job.model.seq_len
+    data = Data("synthetic", vocab=vocab, length=length, microbatches=prepared.mbs, size=job.schedule.microbatch_size)
+    one = [data.batch(0, 0, mb) for mb in range(prepared.mbs)]
+    return lambda step: one
+
+
+def measure(pairs: int, seq_len: int) -> Times:
+    """Run all pairs in one launch."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "job.toml").write_text(JOB.format(seq_len=seq_len))
+        prepared = prepare(load_job(str(folder / "job.toml")))
+        plan = prepared.plan()
+        check_plan(plan)
+        (folder / "order.csv").write_text(order_csv(prepared))
+        spec = cli.spec_of(prepared, plan_digest(plan), (), WARM + pairs, folder)
+        before = os.getloadavg()[0]
+        args = {"spec": asdict(spec), "csv": str(folder / "order.csv")}
+        found = launch(rank, RANKS, args, watchdog_s=120.0)
+    counted = range(WARM, WARM + pairs)
+    ours, theirs = ([_step([r[name][k] for r in found]) for k in counted] for name in ("ours", "theirs"))
+    least, last = min(s for r in found for s in r["passes"]), found[-1]["losses"]
+    return Times(ours, theirs, least, [last["ours"], last["theirs"]], (before, os.getloadavg()[0]))
+
+
+def _step(spans: Sequence[Span]) -> float:
+    return max(end for _, end in spans) - min(start for start, _ in spans)
+
+
+def report(times: Times) -> str:
+    """The numbers in words."""
+    low, _, high = quantiles(times.ratios, n=4)
+    middle = median(times.ratios)
+    ours, theirs = median(times.ours), median(times.theirs)
+    return "\n".join(
+        [
+            f"load {times.load[0]:.1f} before, {times.load[1]:.1f} after, on {os.cpu_count()} cores",
+            f"shortest pass of a stage {times.least_pass_s * 1e3:.0f} ms (median; asked for: 30 or more)",
+            f"ours {ours * 1e3:.0f} ms, torch.distributed.pipelining {theirs * 1e3:.0f} ms (medians)",
+            f"ratio of {len(times.ratios)} pairs: median {middle:.3f}, middle half {low:.3f} to {high:.3f}; bar {BAR}",
+            f"losses equal to the bit: {np.array_equal(*times.losses)}",
+        ]
+    )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--save", type=Path, help="a JSON file for all times")
+    args = parser.parse_args()
+    times = measure(args.pairs, args.seq_len)
+    print(report(times))
+    if args.save is not None:
+        args.save.write_text(json.dumps(asdict(times)))
+
+
+if __name__ == "__main__":
+    main()
