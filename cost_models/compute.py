@@ -50,7 +50,8 @@ def kernel_seconds(kernel: Kernel, hw: Hardware, sms: int | None = None) -> floa
     if kernel.count == 0:
         return 0.0
     arithmetic = arithmetic_seconds(kernel, hw, sms)
-    memory = memory_seconds(kernel.bytes, hw)
+    traffic = hw.software.traffic if kernel.kind is KernelKind.MEMORY else 1.0
+    memory = memory_seconds(int(traffic * kernel.bytes), hw)
     once = max(arithmetic, memory)
     if arithmetic > 0.0:
         once += hw.gemm.unhidden_memory[kernel.dtype.value] * min(arithmetic, memory)
@@ -118,14 +119,15 @@ def _tile_share(
 def _attention_share(kernel: Kernel, hw: Hardware, sms: int) -> float:
     """Share of peak of a fused attention kernel; forward and backward are told apart by their FLOPs (or the label)."""
     a = hw.attention
+    written = (a.portable if hw.software.portable_attention else 1.0) / hw.software.attention
     if not kernel.shape:
-        return a.forward_efficiency * sms / hw.sms
+        return written * a.forward_efficiency * sms / hw.sms
     if len(kernel.shape) != 6 or min(kernel.shape) < 1:
         raise ValueError(f"attention {kernel.label!r} needs (batch, heads, q, kv, qk_dim, v_dim), not {kernel.shape}")
     batch, heads, q, kv, qk_dim, v_dim = kernel.shape
     head = min((qk_dim + v_dim) / 2, 192.0) / 128
     share = a.backward_efficiency if is_backward(kernel) else a.forward_efficiency
-    share *= math.pow(head, a.head_exponent)
+    share *= written * math.pow(head, a.head_exponent)
     share *= kv / (kv + a.ramp_tokens)
     # A part-filled tile costs a whole one, and fewer tiles than SMs leave SMs idle. Causal tiles differ in length, so a
     # last wave is not rounded up.

@@ -16,14 +16,16 @@ COMM_LAUNCHES = 3
 class HostCosts:
     """Seconds of one kernel launch and of one communication call; kernels that may be launched and not yet ended.
 
-    launch: eager dispatch of one kernel (hardware key host_launch_us). comm: a call, with the events around it, as
-    COMM_LAUNCHES launches. window: the CUDA launch queue holds about a thousand kernels; then a launch blocks.
-    Multiples of 2**-40. All estimates.
+    launch: eager dispatch of one kernel (hardware key host_launch_us, or the framework's). comm: a call, with the events
+    around it, as COMM_LAUNCHES launches. window: the CUDA launch queue holds about a thousand kernels; then a launch
+    blocks. turn: of a framework that waits for the device at each transfer between stages, what it then needs before
+    the next pass; 0: it runs ahead. Multiples of 2**-40. All estimates.
     """
 
     launch: float
     comm: float
     window: int = WINDOW
+    turn: float = 0.0
 
     @classmethod
     def of(cls, hw: Hardware) -> HostCosts:
@@ -33,5 +35,6 @@ class HostCosts:
         >>> round(1e6 * HostCosts.of(load_hardware("h100-sxm")).comm, 3)
         15.0
         """
-        launch = quantise(hw.host_launch_us * 1e-6)
-        return cls(launch, COMM_LAUNCHES * launch)
+        software = hw.software
+        launch = quantise((hw.host_launch_us if software.launch_us is None else software.launch_us) * 1e-6)
+        return cls(launch, COMM_LAUNCHES * launch, turn=quantise(software.turn_us * 1e-6))

@@ -12,12 +12,16 @@ Name = Literal["adamw", "sgd"]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A precision recipe: dtypes of weights, gradients, optimizer (moments and master weights), as in a job file."""
+    """A precision recipe: dtypes of weights, gradients, optimizer (moments and master weights), as in a job file.
+
+    grad_copy: bytes per element of a second copy of the gradients, kept whole.
+    """
 
     name: Name = "adamw"
     params: DType = DType.BF16
     grads: DType = DType.FP32
     optimizer: DType = DType.FP32
+    grad_copy: int = 0
 
     @property
     def moments(self) -> int:
@@ -66,7 +70,7 @@ def state_bytes(
     """
     return StateBytes(
         shard(numel, params_shards) * recipe.params.bytes,
-        shard(numel, grads_shards) * recipe.grads.bytes,
+        shard(numel, grads_shards) * recipe.grads.bytes + numel * recipe.grad_copy,
         shard(numel, optimizer_shards) * recipe.optimizer_bytes,
     )
 

@@ -22,6 +22,8 @@ from ir.ops import Pass
 class Gradients:
     """Sums of weight gradients by global name, in the dtype they are accumulated in; each `add` is one microbatch.
 
+    passing: by (name, microbatch), where those go that are reduced over ranks before they are summed.
+
     >>> grads = Gradients({"w": torch.zeros(2)}); grads.add("w", torch.ones(2)); grads.add("w", torch.ones(2))
     >>> grads["w"].tolist()
     [2.0, 2.0]
@@ -29,13 +31,15 @@ class Gradients:
 
     def __init__(self, params: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
         self.sums = {n: torch.zeros_like(p, dtype=dtype or p.dtype, requires_grad=False) for n, p in params.items()}
+        self.passing: dict[tuple[str, int], Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.sums[name]
 
-    def add(self, name: str, grad: Tensor) -> None:
-        """Add one microbatch's gradient."""
-        self.sums[name].add_(grad.detach())
+    def add(self, name: str, grad: Tensor, mb: int = 0) -> None:
+        """Add microbatch mb's gradient."""
+        into = self.sums[name] if name in self.sums else self.passing[name, mb]
+        into.add_(grad.detach())
 
     def zero(self) -> None:
         """Start a new step."""
@@ -207,7 +211,7 @@ class Stage:
     def _forward(self, mb: int, name: str) -> None:
         flow, module, reads = self._flow(mb), self.units[name], self.reads[name]
         inputs = [flow.acts[r] for r in reads]
-        unit = _Unit(SplitRun(self._weights[name], self.grads.add), tuple(map(len, inputs)))
+        unit = _Unit(SplitRun(self._weights[name], lambda n, g: self.grads.add(n, g, mb)), tuple(map(len, inputs)))
         acts, extras = tuple(x for values in inputs for x in values), flow.extras.pop(name, ())
         if name in self.recompute:
             unit.inputs = tuple(None if self._made_again(r, name) else flow.acts[r] for r in reads)

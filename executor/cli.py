@@ -3,7 +3,7 @@
 Not here yet, and refused: what `executor.refusals` lists. In the trace, compute rows are exact; a communication row
 starts when its stream comes to the op and ends when the stream's thread has seen it end, on a busy machine some tenths
 of a millisecond late. Peak memory is that of one more step, at the end, in which every storage is followed; it is
-neither timed nor reported otherwise.
+neither timed nor reported otherwise. Ranks are those of the mesh, in the object, in the trace and in failures.
 
 Under `--emulate SECONDS` each pass of a layer takes that long (`ir.durations.emulated_seconds`) and nothing is
 computed: messages between stages have their real size, buckets at most 1 MiB or so, there is no model, and `losses`,
@@ -51,20 +51,19 @@ def run(
     replay: Path | None = None,
     out: Path | None = None,
     dump: Path | None = None,
+    parts: Path | None = None,
 ) -> tuple[dict[str, Any], Trace]:
     """Run `steps` steps of the judged plan. Returns the object of `piper-sim run` and the trace.
 
     sets: the job's `--set` overrides. emulate: seconds of a layer's pass, instead of arithmetic; replay: a trace whose
     ops' seconds are taken instead; emulate_comm: seconds by which each transfer ends later. out: a folder that gets
-    `ranks.json`. dump: one for gradients and parameters.
+    `ranks.json`. dump: one for gradients and parameters; parts: one for what each node of a compute op took, where
+    the host computes: `parts-<rank>.json`, rows (step, op, seconds of each of its nodes).
 
     Raises PiperError: a wrong number of ranks or something not there yet (exit 2), RankFailed (exit 4).
     """
-    if ranks != prepared.ranks:
-        raise _wrong_ranks(prepared, sets, ranks)
     check_numbers(steps, watchdog_s, emulate, emulate_comm)
-    real = emulate is None and replay is None
-    refuse(prepared, plan, backend, real=real)
+    check(prepared, plan, sets, ranks=ranks, backend=backend, real=emulate is None and replay is None)
     digest = plan_digest(plan)
     with tempfile.TemporaryDirectory(prefix="piper-plan-") as name:
         folder = Path(name)
@@ -75,10 +74,18 @@ def run(
             emulate=emulate,
             emulate_comm=emulate_comm,
             replay=None if replay is None else str(replay.resolve()),
+            parts=None if parts is None else str(parts.resolve()),
         )
         together = backend == "local"
         results = launch(RANK, ranks, asdict(spec), out=out, watchdog_s=watchdog_s, together=together)
     return gathered(prepared, plan, digest, results, steps)
+
+
+def check(prepared: Prepared, plan: Plan, sets: Sequence[str], *, ranks: int, backend: str, real: bool) -> None:
+    """Refuse what `run` would refuse. real: with arithmetic. Raises PiperError (exit 2)."""
+    if ranks != prepared.ranks:
+        raise _wrong_ranks(prepared, sets, ranks)
+    refuse(prepared, backend, real=real)
 
 
 def spec_of(prepared: Prepared, digest: str, sets: Sequence[str], steps: int, folder: Path) -> Spec:
@@ -137,14 +144,16 @@ def gathered(
     """The object of `piper-sim run`, and the trace, from what the ranks returned."""
     trace = _trace(results, prepared.schedule)
     real = results[0]["losses"] is not None
-    peaks = {str(rank): r["peak_bytes"] for rank, r in enumerate(results)} if real else None
+    peaks, held = (
+        {str(rank): r[key] for rank, r in enumerate(results)} if real else None for key in ("peak_bytes", "state_bytes")
+    )
     late = slowest(plan, trace)
     return {
         "schema_version": 1,
         "losses": [_loss(results, step) for step in range(steps)] if real else None,
         "grad_norms": [_norm(results, step) for step in range(steps)] if real else None,
         "iteration_s": median(_durations(results, steps)),
-        "memory": {"peak_allocated_bytes": peaks},
+        "memory": {"peak_allocated_bytes": peaks, "persistent_bytes": held},
         "ranks": prepared.ranks,
         "slowest": None if late is None else {"rank": late.rank, "waited_s": late.waited_s},
         "plan_digest": digest,
@@ -153,7 +162,7 @@ def gathered(
 
 
 def _loss(results: list[dict[str, Any]], step: int) -> float:
-    """Summed in the order of microbatches, whatever ranks they ended on."""
+    """Summed in the order of the global batch, whatever ranks its microbatches ended on."""
     total = 0.0
     for _, loss in sorted((mb, loss) for r in results for mb, loss in r["losses"][step]):
         total += loss

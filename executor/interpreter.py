@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ from executor.kernels import Kernels
 from executor.program import Program, Value
 from executor.progress import Progress
 from executor.streams import Queued, Stream
-from executor.transport.base import Delayed, Handle, Transport
+from executor.transport.base import Delayed, Handle, Landing, Transport
 from ir.errors import ErrorKind, PiperError
-from ir.graph import Node, Once
+from ir.graph import Node
 from ir.ops import Pass
 from ir.plan import AT_START, OpKind
 
@@ -77,6 +78,7 @@ class Interpreter:
         self.transport, self.progress, self.device, self.boundary = transport, progress, device, boundary
         self.delay_s = delay_s
         self.rows: list[Row] = []
+        self.parts: list[tuple[int, int, list[float]]] = []  # step, compute op, seconds of each node where it is done
         self._lane = device.lane("compute")
         self._pending: list[_Pending] = []
         self._values: dict[Value, Tensor] = {}
@@ -152,22 +154,30 @@ class Interpreter:
         self._queue(i, row, partial(self.transport.recv, self.program.peer(i), into), self.delay_s)
 
     def _collective(self, i: int, row: _Pending) -> None:
-        node = self.program.covers(i)[0][1]
-        if node.kind is Once.NORM:  # its operand is computed here, from what the collectives before it left
+        meeting = self.program.meetings[i]
+        if not meeting.bucket:  # the norm: its operand is computed here, from what the collectives before it left
             waits = {*self.program.plan.waits.row(i).tolist()}
             for w in [w for w, under in self._under.items() if w in waits or under.stream == row.stream]:
                 self._wait(w, i)
-        post = self.sync.start(node, self.transport)
+        post, land = self.sync.start(meeting, self.transport)
         before = self._latest.get(row.stream)
-        self._queue(i, row, post, 0.0 if node.once else self.delay_s, [] if before is None else [before])
+        self._queue(i, row, post, 0.0 if meeting.once else self.delay_s, [] if before is None else [before], land)
 
     def _queue(
-        self, i: int, row: _Pending, post: Callable[[], Handle], delay_s: float, before: Sequence[Queued] = ()
+        self,
+        i: int,
+        row: _Pending,
+        post: Callable[[], Handle],
+        delay_s: float,
+        before: Sequence[Queued] = (),
+        land: Callable[[], None] | None = None,
     ) -> None:
-        """Put op i on its stream. before: what must be over first, beside what the plan waits for."""
+        """Put op i on its stream. before: what must be over first, beside what the plan waits for; land: what its
+        stream does at its end."""
         waits = [self._under[w].queued for w in self.program.plan.waits.row(i).tolist() if w in self._under]
         late = (lambda: Delayed(post(), delay_s)) if delay_s else post
-        row.queued = Queued(late, [*before, *(q for q in waits if q is not None)], self.device.mark())
+        ends = late if land is None else (lambda: Landing(late(), land))
+        row.queued = Queued(ends, [*before, *(q for q in waits if q is not None)], self.device.mark())
         self._under[i] = row
         if row.stream not in self._streams:
             self._streams[row.stream] = Stream(row.stream, self.device)
@@ -201,7 +211,12 @@ class Interpreter:
 
     def _work(self, i: int) -> None:
         self._free(i, AT_START)
+        ends = [clock.now()]
         for cover, (index, node, mb) in enumerate(self.program.covers(i)):
+            for bucket, of in self.program.opens.get((i, cover), ()):
+                self.sync.open(bucket, of)
+            if index in self.program.gathered:
+                self.sync.reads(self.program.gathered[index], self.program.plan.text(i))
             if node.once:
                 self.sync.update()
             else:
@@ -214,6 +229,8 @@ class Interpreter:
                     case Pass.W | Pass.R:
                         stage.run(Pass(str(node.kind)), mb, [node.part])
             self._free(i, cover)
+            ends.append(clock.now())
+        self.parts.append((self._step, i, [b - a for a, b in pairwise(ends)]))
 
     def _forward(self, i: int, index: int, node: Node, mb: int) -> None:
         stage, units = self.stages[node.stage], self._units[node.stage]
@@ -257,6 +274,8 @@ class Interpreter:
     def _free(self, i: int, cover: int) -> None:
         for value in self.program.frees.get((i, cover), ()):
             self._values.pop(value, None)
+        for meeting in self.program.closes.get((i, cover), ()):
+            self.sync.close(meeting)
 
 
 def boundary(

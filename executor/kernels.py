@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from executor import clock
-from executor.sync import group_name
-from executor.transport.base import Handle, Transport
-from ir.graph import Node, Once
+from executor.meeting import Meeting
+from executor.sync import Start
+from executor.transport.base import Transport
 from ir.ops import Pass
 from ir.order import FloatArray
 from ir.sync import Bucket
+from ir.work import CommKind
 
 SMALL = 2**18  # elements of a bucket that an emulated collective moves at most
 
@@ -59,7 +60,7 @@ class StageWork(Protocol):
 
 
 class StepWork(Protocol):
-    """What the interpreter asks of the things that happen once per step; `executor.sync.Sync` does them."""
+    """What the interpreter asks of what keeps copies and shares in step; `executor.sync.Sync` does it."""
 
     norm: float | None
 
@@ -67,8 +68,20 @@ class StepWork(Protocol):
         """A new step."""
         ...
 
-    def start(self, node: Node, transport: Transport) -> Callable[[], Handle]:
-        """How to post a collective."""
+    def start(self, meeting: Meeting, transport: Transport) -> Start:
+        """How to post a collective, and what to do at its end."""
+        ...
+
+    def open(self, bucket: str, mb: int) -> None:
+        """A microbatch's gradients begin."""
+        ...
+
+    def reads(self, buckets: Sequence[str], op: str) -> None:
+        """An op is about to read weights that were gathered for it."""
+        ...
+
+    def close(self, meeting: Meeting) -> None:
+        """What it gathered, or reduced from, is not needed any more."""
         ...
 
     def update(self) -> None:
@@ -161,40 +174,51 @@ class BlankStage:
 
 
 class BlankSync:
-    """The collectives of a step on buckets cut down to 1 MiB or so, and no update. params: how many the model has."""
+    """The collectives of a step on buckets cut down to 1 MiB or so, and no update. params: how many the model has.
+
+    found: the buckets with the index of this rank among the ranks that share each.
+    """
 
     norm: float | None = None
 
     def __init__(
-        self, rank: int, found: Sequence[Bucket], params: int, reduce: torch.dtype, gather: torch.dtype
+        self, found: Sequence[tuple[Bucket, int]], params: int, reduce: torch.dtype, gather: torch.dtype
     ) -> None:
         self._sums = torch.zeros(params, dtype=torch.float64)
         self._buckets: dict[str, tuple[Tensor, Tensor, slice]] = {}
-        for b in found:
-            if b.ranks > 1 and rank in b.owners:
-                shard, index = min(b.shard, -(-SMALL // b.ranks)), b.owners.index(rank)
-                own = slice(index * shard, (index + 1) * shard)
-                sums, whole = (torch.zeros(shard * b.ranks, dtype=d) for d in (reduce, gather))
-                self._buckets[b.key] = sums, whole, own
+        for b, index in found:
+            shard = min(b.shard, -(-SMALL // b.ranks))
+            own = slice(index * shard, (index + 1) * shard)
+            sums, whole = (torch.zeros(shard * b.ranks, dtype=d) for d in (reduce, gather))
+            self._buckets[b.key] = sums, whole, own
 
     def begin(self) -> None:
         """Nothing to clear."""
 
-    def start(self, node: Node, transport: Transport) -> Callable[[], Handle]:
+    def start(self, meeting: Meeting, transport: Transport) -> Start:
         """As `Sync` does, with zeros."""
-        group = group_name(node)
-        if node.kind is Once.NORM:
-            return lambda: transport.all_reduce(group, self._sums)
-        sums, whole, own = self._buckets[f"{node.stage}/{node.part}"]
-        match node.kind:
-            case Once.REDUCE:
-                return lambda: transport.reduce_scatter(group, sums[own], sums)
-            case Once.ALL_REDUCE:
-                return lambda: transport.all_reduce(group, sums)
-            case Once.GATHER:
-                return lambda: transport.all_gather(group, whole, whole[own])
+        group = meeting.group
+        if not meeting.bucket:
+            return lambda: transport.all_reduce(group, self._sums), None
+        sums, whole, own = self._buckets[meeting.bucket]
+        match meeting.kind:
+            case CommKind.REDUCE_SCATTER:
+                return lambda: transport.reduce_scatter(group, sums[own], sums), None
+            case CommKind.ALL_REDUCE:
+                return lambda: transport.all_reduce(group, sums), None
+            case CommKind.ALL_GATHER:
+                return lambda: transport.all_gather(group, whole, whole[own]), None
             case _:
-                raise AssertionError(f"{node.text()} is no collective")
+                raise AssertionError(f"{meeting} has no bucket")
+
+    def open(self, bucket: str, mb: int) -> None:
+        """No gradients."""
+
+    def reads(self, buckets: Sequence[str], op: str) -> None:
+        """Nobody reads them."""
+
+    def close(self, meeting: Meeting) -> None:
+        """It stays."""
 
     def update(self) -> None:
         """No parameters."""

@@ -19,7 +19,8 @@ class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active in a thread, follows the storages its ops make. held: tensors that are there already.
 
     `born` and `died` are called with a storage's key, unique among the living, and its bytes, in the true order; a
-    death is told with the next birth, or by `settle`. So it does not matter which thread lets go of a storage last.
+    death is told with the next birth, or by `settle`. So it does not matter which thread lets go of a storage last. One
+    that has been resized has died and was born again, when the next op looks at it.
     """
 
     @classmethod
@@ -28,8 +29,8 @@ class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known: dict[int, weakref.ref[Any]] = {}
-        self._gone: deque[tuple[int, int]] = deque()
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._gone: deque[int] = deque()
         for tensor in held:
             self.see(tensor)
 
@@ -47,20 +48,21 @@ class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.settle()
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
+        if key in self._known and self._known[key][1] != size:
+            self.died(key, self._known.pop(key)[1])
         if not size or tensor.is_meta:
             return 0
         if key not in self._known:
             gone = self._gone
-            self._known[key] = weakref.ref(storage, lambda _: gone.append((key, size)))
+            self._known[key] = weakref.ref(storage, lambda _: gone.append(key)), size
             self.born(key, size)
         return int(key)
 
     def settle(self) -> None:
         """Tell the deaths there were."""
         while self._gone:
-            key, size = self._gone.popleft()
-            del self._known[key]
-            self.died(key, size)
+            key = self._gone.popleft()
+            self.died(key, self._known.pop(key)[1])
 
     def born(self, key: int, size: int) -> None:
         """A storage of `size` bytes has appeared."""

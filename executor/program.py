@@ -1,66 +1,92 @@
-"""One program of a plan as the interpreter needs it: which values cross stages, who brings them, where they go."""
+"""One rank's program as the interpreter needs it: which values cross stages, who brings them, who meets, what dies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from executor.meeting import Meeting
+from executor.places import Places
 from ir.graph import Node
+from ir.lower.zero import gathered
 from ir.ops import Pass
 from ir.plan import AT_START, OpKind, Plan, Shape
+from ir.sync import buckets
 
 Value = tuple[int, int, int]  # (node, slot, microbatch)
+At = tuple[int, int]  # (op, cover)
 
 
 @dataclass(frozen=True)
 class Program:
-    """Rank `rank`'s ops are rows first … last − 1 of the plan.
+    """What rank `rank` of the mesh runs: rows first … last − 1 of the plan.
 
     received: value → the receive that brings it. outer: node → the (node, slot) of another stage that it reads.
     crosses: node → the slot of its output (F) or input gradient (I) that another stage reads. frees: (op, cover) → the
-    values among these that die there; cover is AT_START for those gone before the op runs.
+    values among these that die there; cover is AT_START for those gone before the op runs. meetings: op → what it is,
+    of collectives. opens: the (bucket, microbatch) whose gradients begin there; closes: the reductions and gathers
+    whose flat tensors die there. gathered: node → the buckets whose weights it reads from a gather.
     """
 
     plan: Plan
+    places: Places
     rank: int
     first: int
     last: int
     received: dict[Value, int] = field(default_factory=dict)
     outer: dict[int, tuple[int, int]] = field(default_factory=dict)
     crosses: dict[int, int] = field(default_factory=dict)
-    frees: dict[tuple[int, int], list[Value]] = field(default_factory=dict)
+    frees: dict[At, list[Value]] = field(default_factory=dict)
+    meetings: dict[int, Meeting] = field(default_factory=dict)
+    opens: dict[At, list[tuple[str, int]]] = field(default_factory=dict)
+    closes: dict[At, list[Meeting]] = field(default_factory=dict)
+    gathered: dict[int, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> Program:
         """Read one rank's part."""
-        out = cls(plan, rank, int(plan.bounds[rank]), int(plan.bounds[rank + 1]))
+        places = Places.of(plan)
+        number = places.program(rank)
+        out = cls(plan, places, rank, int(plan.bounds[number]), int(plan.bounds[number + 1]))
         for i in range(out.first, out.last):
             shape = out.shape(i)
             if shape.kind is OpKind.RECV:
                 assert shape.slot is not None
                 out.received[(*shape.slot, int(plan.mb[i]))] = i
+            if shape.kind is OpKind.COLLECTIVE:
+                out.meetings[i] = Meeting.of(plan, places, rank, shape, int(plan.mb[i]))
         nodes = plan.graph.nodes
         for e in plan.graph.edges:
             src, dst = nodes[e.src], nodes[e.dst]
             if not e.join and src.kind in (Pass.F, Pass.I) and src.kind is dst.kind and src.stage != dst.stage:
                 out.outer[e.dst] = (e.src, e.slot)
                 out.crosses[e.src] = e.slot
-        out._read_frees()
+        for index, held in gathered(plan.graph, buckets(plan.graph)).items():
+            out.gathered[index] = [b.key for b in held]
+        out._read_buffers()
         return out
 
-    def _read_frees(self) -> None:
+    @property
+    def number(self) -> int:
+        """Which program it is: the pipeline rank."""
+        return self.places.program(self.rank)
+
+    def _read_buffers(self) -> None:
         plan, b = self.plan, self.plan.buffers
         for k in range(len(b)):
-            op = int(b.free[k])
-            if not self.first <= op < self.last:
+            made = int(b.alloc[k])
+            if not self.first <= made < self.last:
                 continue
             node, slot, mb = int(b.node[k]), int(b.slot[k]), int(b.mb[k])
-            if node >= 0 and self.crosses.get(node) == slot:
-                value = (node, slot, mb)
+            end = int(b.free[k]), max(int(b.free_cover[k]), AT_START)
+            if node < 0 and (meeting := self.meetings.get(slot)) is not None:
+                if made != slot:
+                    self.opens.setdefault((made, int(b.alloc_cover[k])), []).append((meeting.bucket, meeting.mb))
+                self.closes.setdefault(end, []).append(meeting)
+            elif node >= 0 and self.crosses.get(node) == slot:
+                self.frees.setdefault(end, []).append((node, slot, mb))
             elif node < 0 and (brought := self.shape(slot).slot) is not None:
-                value = (*brought, int(plan.mb[slot]))
-            else:
-                continue  # inside a stage: dies with what holds it
-            self.frees.setdefault((op, max(int(b.free_cover[k]), AT_START)), []).append(value)
+                self.frees.setdefault(end, []).append((*brought, int(plan.mb[slot])))
+            # else inside a stage: dies with what holds it
 
     def shape(self, i: int) -> Shape:
         """What kind of op row i is."""
@@ -79,13 +105,13 @@ class Program:
 
     def peer(self, i: int) -> int:
         """The other rank of a send or receive."""
-        return int(self.plan.program[int(self.plan.partner[i])])
+        return self.places.peer(self.rank, int(self.plan.program[int(self.plan.partner[i])]))
 
     def others(self, i: int) -> list[int]:
         """The ranks that a communication op needs."""
-        if self.shape(i).kind is not OpKind.COLLECTIVE:
+        if i not in self.meetings:
             return [self.peer(i)]
-        return [g for g in self.covers(i)[0][1].groups if g != self.rank]
+        return [r for r in self.meetings[i].members if r != self.rank]
 
     def batches(self) -> list[int]:
         """The microbatches whose tokens or labels this rank reads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +14,17 @@ import torch
 from executor.chunk import Gradients, Stage
 from executor.data import Batch, Data
 from executor.device import Cuda, Device, Host
-from executor.interpreter import Interpreter, boundary
+from executor.interpreter import Interpreter, StepResult, boundary
 from executor.kernels import BlankStage, BlankSync, Real, Timed
+from executor.meeting import groups
 from executor.memory import PeakMemory
 from executor.modules.base import TORCH
 from executor.modules.choose import model_of, recomputed
 from executor.optimizer import OptimizerConfig
+from executor.places import Places
 from executor.program import Program
 from executor.spec import Spec, rebuild, source_name
-from executor.sync import Sync, group_name
+from executor.sync import Sync, several, sharers
 from executor.transport.base import Topology
 from executor.worker import RankContext
 from ir.job.build import Prepared, precision_of
@@ -45,6 +48,8 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     transport.barrier()
     results = [run.step(step, batches(step)) for step in range(s.steps)]
     rows = list(run.rows)
+    if s.parts is not None and s.real and not device.ahead:
+        (Path(s.parts) / f"parts-{ctx.rank}.json").write_text(json.dumps(run.parts))
     peak = None
     if local is not None:
         if s.dump is not None:
@@ -57,12 +62,19 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     run.close()
     transport.close()
     return {
-        "losses": [sorted(r.losses.items()) for r in results] if s.real else None,
+        "losses": [_of_the_batch(prepared, program, r) for r in results] if s.real else None,
         "grad_norms": [r.grad_norm for r in results] if s.real else None,
         "squares": [r.squares for r in results],
         "peak_bytes": peak,
+        "state_bytes": None if local is None else local.sync.state_bytes(),
         "rows": rows,
     }
+
+
+def _of_the_batch(prepared: Prepared, program: Program, result: StepResult) -> list[tuple[int, float]]:
+    """The losses here, with where their microbatches stand in the global batch."""
+    first = program.places.replica(program.rank) * prepared.mbs
+    return [(first + mb, loss) for mb, loss in sorted(result.losses.items())]
 
 
 def device_of(spec: Spec, ctx: RankContext) -> Device:
@@ -82,21 +94,22 @@ def crossing(prepared: Prepared, device: Device) -> Callable[[], torch.Tensor]:
 def blank(prepared: Prepared, plan: Plan, program: Program, spec: Spec) -> Timed:
     """All that a rank needs where ops take a given time: no model."""
     entries, graph, precision = prepared.base.entries, plan.graph, precision_of(prepared.job)
-    mine = sorted({n.stage for n in graph.nodes if not n.once and program.rank in n.groups})
+    mine = sorted({n.stage for n in graph.nodes if not n.once and program.number in n.groups})
     empty = crossing(prepared, Host())
     stages = {s: BlankStage([e.name for e in entries if e.stage == s], empty, last=s == graph.stages - 1) for s in mine}
     params = len({p.name for e in entries for p in e.part.params})
     reduce, gather = TORCH[precision.reduce], TORCH[precision.params]
-    sync = BlankSync(program.rank, buckets(graph), params, reduce, gather)
-    return Timed(stages, sync, spec.seconds(plan))
+    places, rank = program.places, program.rank
+    shared = [(b, sharers(b, places, rank).index(rank)) for b in several(buckets(graph), program.number)]
+    return Timed(stages, BlankSync(shared, params, reduce, gather), spec.seconds(plan, places, rank))
 
 
 def topology(plan: Plan) -> Topology:
-    """Channels and groups that the plan's programs need."""
-    send = np.flatnonzero(plan.kind == OpKind.SEND)
-    pairs = zip(plan.program[send].tolist(), plan.program[plan.partner[send]].tolist(), strict=True)
-    groups = {group_name(n): n.groups for n in plan.graph.nodes if n.once and n.message is not None}
-    return Topology.of(plan.programs, set(pairs), groups)
+    """Channels and groups that the plan's programs need: the channels at every position."""
+    places, send = Places.of(plan), np.flatnonzero(plan.kind == OpKind.SEND)
+    pairs = {*zip(plan.program[send].tolist(), plan.program[plan.partner[send]].tolist(), strict=True)}
+    channels = [c for a, b in pairs for c in zip(places.table[a], places.table[b], strict=True)]
+    return Topology.of(places.ranks, channels, groups(plan, places))
 
 
 @dataclass(frozen=True)
@@ -115,7 +128,8 @@ class Local:
         job, precision = prepared.job, precision_of(prepared.job)
         model = model_of(prepared)
         entries = prepared.base.entries
-        mine = sorted({n.stage for n in plan.graph.nodes if not n.once and rank in n.groups})
+        places = Places.of(plan)
+        mine = sorted({n.stage for n in plan.graph.nodes if not n.once and places.program(rank) in n.groups})
         built = model.build(list(dict.fromkeys(e.chunk.name for e in entries if e.stage in mine)))
         for unit in built.units.values():
             unit.to(device.torch)  # moves the parameters themselves, so that ties stay ties
@@ -129,6 +143,7 @@ class Local:
             stages[s] = Stage(units, params, grads=grads, recompute=again, reads=built.reads)
         sync = Sync(
             rank,
+            places,
             buckets(plan.graph),
             params,
             grads,
@@ -155,13 +170,14 @@ def _batches(prepared: Prepared, program: Program, device: Device) -> Callable[[
         source_name(job),
         vocab=prepared.config.vocab,
         length=job.model.seq_len,
+        replicas=prepared.mesh.sizes["dp"],
         microbatches=prepared.mbs,
         size=job.schedule.microbatch_size,
         seed=job.data.seed,
     )
 
     def one(step: int, mb: int) -> Batch:
-        batch = data.batch(step, 0, mb)
+        batch = data.batch(step, program.places.replica(program.rank), mb)
         return Batch(batch.ids.to(device.torch), batch.labels.to(device.torch), batch.scale)
 
     return lambda step: {mb: one(step, mb) for mb in needed}
@@ -174,10 +190,11 @@ def _blank_batches(program: Program) -> Callable[[int], dict[int, Batch]]:
 
 
 def _dump(folder: Path, rank: int, local: Local) -> None:
-    """Parameters, and this rank's share of the reduced gradients; NaN stands where another rank has the value."""
-    arrays = {f"param/{n}": p.detach().double().cpu().numpy() for n, p in local.params.items()}
-    for name, (first, piece) in local.sync.reduced().items():
-        whole = np.full(local.params[name].numel(), np.nan)
-        whole[first : first + len(piece)] = piece.double().cpu().numpy()
-        arrays[f"grad/{name}"] = whole.reshape(local.params[name].shape)
+    """This rank's share of the parameters and of the reduced gradients; NaN stands where another rank has the value."""
+    arrays = {}
+    for kind, pieces in (("param", local.sync.weights()), ("grad", local.sync.reduced())):
+        for name, (first, piece) in pieces.items():
+            whole = np.full(local.params[name].numel(), np.nan)
+            whole[first : first + len(piece)] = piece.double().cpu().numpy()
+            arrays[f"{kind}/{name}"] = whole.reshape(local.params[name].shape)
     np.savez(folder / f"rank-{rank}.npz", **arrays)  # type: ignore[arg-type]

@@ -7,26 +7,24 @@ from executor.tokens import source_of
 from ir.errors import ErrorKind, PiperError
 from ir.job.build import Prepared, blaming, precision_of, recompute_options
 from ir.model.config import ModelConfig
-from ir.plan import Plan
-from ir.sync import buckets
 from ir.work import DType
 
-AXES = ("tp", "cp", "dp", "ep", "etp")
+AXES = ("tp", "cp", "ep", "etp")
 WHOLE_PARTS = ("none", "full", "attention", "mlp")
 COMPUTE = (DType.FP64, DType.FP32, DType.BF16)
 
 
-def refuse(prepared: Prepared, plan: Plan, backend: str = "gloo", *, real: bool = True, here: int = 0) -> None:
+def refuse(prepared: Prepared, backend: str = "gloo", *, real: bool = True, here: int = 0) -> None:
     """Raise PiperError for the first thing this executor cannot do.
 
     real: with arithmetic, hence with a model. here: how many of the ranks are on this machine, if not all.
     """
     _refuse_backend(backend, here or prepared.ranks, real)
     with blaming(prepared.job):
-        _refuse_job(prepared, plan, real)
+        _refuse_job(prepared, real)
 
 
-def _refuse_job(prepared: Prepared, plan: Plan, real: bool) -> None:
+def _refuse_job(prepared: Prepared, real: bool) -> None:
     for axis in AXES:
         if (size := prepared.mesh.sizes[axis]) > 1:
             raise _not_yet(ErrorKind.JOB, f"{axis} = {size}", f"parallel.{axis}", "1")
@@ -36,8 +34,6 @@ def _refuse_job(prepared: Prepared, plan: Plan, real: bool) -> None:
     if real:
         _refuse_arithmetic(prepared)
     _refuse_formats(prepared)
-    if (zero := max((b.replica.zero for b in buckets(plan.graph)), default=0)) > 1:
-        raise _not_yet(ErrorKind.JOB, f"ZeRO-{zero}", "parallel.zero", "0, 1")
 
 
 def _refuse_arithmetic(prepared: Prepared) -> None:

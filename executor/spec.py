@@ -9,6 +9,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
+
+from executor.places import Places
 from ir.durations import emulated_seconds, replayed_seconds
 from ir.errors import ErrorKind, PiperError
 from ir.job import Job, load_job
@@ -16,6 +19,7 @@ from ir.job.build import Prepared, prepare
 from ir.order import FloatArray
 from ir.plan import Plan
 from ir.plan_text import plan_digest
+from ir.trace import Trace
 from ir.trace_text import read_trace
 
 _ONE_BY_ONE = Lock()  # ranks that are threads of one process share the plan
@@ -27,7 +31,7 @@ class Spec:
 
     dump: a folder for each rank's last gradients and parameters. emulate: seconds of a layer's pass, instead of
     arithmetic; replay: a trace file whose ops' seconds are taken instead. emulate_comm: seconds by which the end of
-    each transfer is put off.
+    each transfer is put off. parts: a folder for what each node of every compute op took.
     """
 
     job: str
@@ -41,6 +45,7 @@ class Spec:
     emulate: float | None = None
     emulate_comm: float = 0.0
     replay: str | None = None
+    parts: str | None = None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Spec:
@@ -52,11 +57,27 @@ class Spec:
         """Whether ops compute something."""
         return self.emulate is None and self.replay is None
 
-    def seconds(self, plan: Plan) -> FloatArray:
-        """[step, op] how long each compute op is to take, where it computes nothing."""
+    def seconds(self, plan: Plan, places: Places, rank: int) -> FloatArray:
+        """[step, op] how long each compute op is to take, where it computes nothing.
+
+        A trace has rows of all ranks of the mesh, or of one for each program.
+        """
         if self.replay is not None:
-            return replayed_seconds(plan, read_trace(Path(self.replay)))
+            trace = read_trace(Path(self.replay))
+            return replayed_seconds(plan, _of_position(trace, places, places.position(rank)))
         return emulated_seconds(plan, self.emulate or 0.0)[None]
+
+
+def _of_position(trace: Trace, places: Places, position: int) -> Trace:
+    """The rows of the ranks at one position, by program."""
+    if int(trace.rank.max(initial=0)) < len(places.table):
+        return trace
+    program = {ranks[position]: p for p, ranks in enumerate(places.table)}
+    rows = [k for k, rank in enumerate(trace.rank.tolist()) if rank in program]
+    columns = (getattr(trace, name)[rows] for name in ("post_s", "start_s", "end_s"))
+    rank = np.array([program[int(trace.rank[k])] for k in rows], dtype=trace.rank.dtype)
+    op, stream = ([column[k] for k in rows] for column in (trace.op, trace.stream))
+    return Trace(trace.header, trace.step[rows], rank, stream, op, *columns)
 
 
 def rebuild(spec: Spec) -> tuple[Prepared, Plan]:

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from executor.meeting import Meeting
+from executor.places import Places
 from ir.plan import OpKind, Plan
 from ir.trace import Trace
 
@@ -29,52 +31,66 @@ def slowest(plan: Plan, trace: Trace) -> Slowest | None:
 
     A rank that waits for one that waits itself waits for whoever the chain ends at.
     """
-    steps = sorted(set(trace.step.tolist()))[-max(1, MOST_ROWS // max(1, len(plan))) :]
-    spans: list[list[Span]] = [[] for _ in range(plan.programs)]
+    places = Places.of(plan)
+    rows = len(plan) * places.ranks // plan.programs
+    steps = sorted(set(trace.step.tolist()))[-max(1, MOST_ROWS // max(1, rows)) :]
+    spans: list[list[Span]] = [[] for _ in range(places.ranks)]
     for step in steps:
-        for rank, found in enumerate(_spans(plan, trace, step)):
-            spans[rank] += found
+        table = _Step(plan, places, trace, step)
+        for rank in range(places.ranks):
+            spans[rank] += table.spans(rank)
     waited = _blame(spans)
     worst = max(range(len(waited)), key=lambda r: waited[r])
     if waited[worst] <= 0:
         return None
-    others = (plan.programs - 1) * len(steps)
+    others = (places.ranks - 1) * len(steps)
     by_rank = tuple(w / others for w in waited)
     return Slowest(worst, by_rank[worst], by_rank)
 
 
-def _spans(plan: Plan, trace: Trace, step: int) -> list[list[Span]]:
-    """What each rank's compute stream did in one step, in order of time."""
-    row = {key: i for i, key in enumerate(zip(plan.program.tolist(), plan.texts, strict=True))}
-    at = np.flatnonzero(trace.step == step)
-    start, end, post = np.zeros(len(plan)), np.zeros(len(plan)), np.zeros(len(plan))
-    for k in at.tolist():
-        i = row[int(trace.rank[k]), trace.op[k]]
-        start[i], end[i], post[i] = trace.start_s[k], trace.end_s[k], trace.post_s[k]
-    members: dict[int, list[int]] = {}
-    for i in np.flatnonzero(plan.collective >= 0).tolist():
-        members.setdefault(int(plan.collective[i]), []).append(i)
-    out: list[list[Span]] = []
-    for rank in range(plan.programs):
-        spans: list[Span] = []
-        for i in range(int(plan.bounds[rank]), int(plan.bounds[rank + 1])):
+class _Step:
+    """One step of a trace as a table: [position, op] when it was posted, started and ended."""
+
+    def __init__(self, plan: Plan, places: Places, trace: Trace, step: int) -> None:
+        self.plan, self.places = plan, places
+        row = {key: i for i, key in enumerate(zip(plan.program.tolist(), plan.texts, strict=True))}
+        at = np.flatnonzero(trace.step == step)
+        ranks = [int(r) for r in trace.rank[at]]
+        ops = [row[places.program(r), trace.op[k]] for r, k in zip(ranks, at.tolist(), strict=True)]
+        where = [places.position(r) for r in ranks], ops
+        self.post, self.start, self.end = (np.zeros((len(places.table[0]), len(plan))) for _ in range(3))
+        self.post[where], self.start[where], self.end[where] = trace.post_s[at], trace.start_s[at], trace.end_s[at]
+        self.members: dict[int, dict[int, int]] = {}  # collective → program → its op
+        for i in np.flatnonzero(plan.collective >= 0).tolist():
+            self.members.setdefault(int(plan.collective[i]), {})[int(plan.program[i])] = i
+
+    def spans(self, rank: int) -> list[Span]:
+        """What a rank's compute stream did, in order of time."""
+        plan, program = self.plan, self.places.program(rank)
+        post, start, end = (table[self.places.position(rank)] for table in (self.post, self.start, self.end))
+        out: list[Span] = []
+        for i in range(int(plan.bounds[program]), int(plan.bounds[program + 1])):
             if plan.kind[i] != OpKind.COMPUTE:
                 continue
             comm = [w for w in plan.waits.row(i).tolist() if plan.kind[w] != OpKind.COMPUTE]
             if comm and start[i] > post[i]:
-                last = max(comm, key=lambda w: end[w])
-                spans.append((float(post[i]), float(start[i]), _other(plan, last, members, start)))
-            spans.append((float(start[i]), float(end[i]), rank))
-        out.append(spans)
-    return out
+                out.append((float(post[i]), float(start[i]), self._other(rank, max(comm, key=lambda w: end[w]))))
+            out.append((float(start[i]), float(end[i]), rank))
+        return out
 
+    def _other(self, rank: int, op: int) -> int:
+        """The rank at the other end of a communication op: of a collective, the last to come."""
+        plan, places = self.plan, self.places
+        if plan.partner[op] >= 0:
+            return places.peer(rank, int(plan.program[plan.partner[op]]))
+        meeting = Meeting.of(plan, places, rank, plan.shapes[int(plan.shape[op])], int(plan.mb[op]))
+        rows = self.members.get(int(plan.collective[op]), {})
 
-def _other(plan: Plan, op: int, members: dict[int, list[int]], start: np.ndarray) -> int:
-    """The rank at the other end of a communication op: of a collective, the last to come."""
-    if plan.partner[op] >= 0:
-        return int(plan.program[plan.partner[op]])
-    last = max(members[int(plan.collective[op])], key=lambda m: start[m])
-    return int(plan.program[last])
+        def came(member: int) -> float:
+            row = rows.get(places.program(member), op)
+            return float(self.start[places.position(member), row])
+
+        return max(meeting.members, key=came)
 
 
 def _blame(spans: list[list[Span]]) -> list[float]:

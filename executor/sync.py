@@ -1,73 +1,38 @@
-"""Once per step: reductions over owners, the global norm, the update, gathers; each bucket a flat buffer."""
+"""What keeps copies and shares in step: reductions over owners, the global norm, the update, gathers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-import torch
-from torch import Tensor
+from torch import Tensor, dtype
 
 from executor.chunk import Gradients
+from executor.flat import Flat
+from executor.meeting import Meeting
 from executor.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
+from executor.places import Places
 from executor.transport.base import Handle, Transport
-from ir.graph import Node, Once
+from ir.errors import ErrorKind, PiperError
 from ir.sync import Bucket
+from ir.work import CommKind
+
+Start = tuple[Callable[[], Handle], Callable[[], None] | None]  # posts a collective; what is done where it has ended
 
 
-def group_name(node: Node) -> str:
-    """The group a collective runs in: one per stream and set of members.
-
-    >>> group_name(Node(0, Once.NORM, "", "dp"))
-    'dp:'
-    """
-    return f"{node.stream}:{','.join(map(str, node.groups))}"
+def sharers(bucket: Bucket, places: Places, rank: int) -> tuple[int, ...]:
+    """The ranks that a bucket is sharded over, or kept in step on: between programs too, if reduced once per step."""
+    joined = bucket.replica.zero < 2
+    return places.group(rank, bucket.axes, bucket.owners if joined else (places.program(rank),))
 
 
-class _Flat:
-    """A bucket whose parameters several ranks hold, as flat tensors: parameters and gradient sums become views of them.
-
-    own: the part that this rank updates; all of it under ZeRO-0, where the copies' equal norms count once. dtype: that
-    gradients are reduced in.
-    """
-
-    def __init__(
-        self, bucket: Bucket, rank: int, params: Mapping[str, Tensor], grads: Gradients, dtype: torch.dtype
-    ) -> None:
-        self.sharded = bucket.replica.zero == 1
-        index, size = bucket.owners.index(rank), bucket.shard * bucket.ranks
-        self.counts = self.sharded or index == 0
-        self.own = slice(index * bucket.shard, (index + 1) * bucket.shard) if self.sharded else slice(0, size)
-        self.places: dict[str, slice] = {}
-        at = 0
-        for n in bucket.params:
-            self.places[n] = slice(at, at + params[n].numel())
-            at += params[n].numel()
-        first, summed = params[bucket.params[0]], grads.sums[bucket.params[0]].dtype
-        self.whole, self.summed = torch.zeros(size, dtype=first.dtype), torch.zeros(size, dtype=summed)
-        for n, place in self.places.items():
-            p = params[n]
-            self.whole[place].copy_(p.detach().flatten())
-            p.data = self.whole[place].view_as(p)
-            grads.sums[n] = self.summed[place].view_as(p)
-        self.travels = self.summed if dtype == summed else torch.zeros(size, dtype=dtype)
-        self.weights, self.reduced = self.whole[self.own], self.travels[self.own]
-
-    def filled(self) -> Tensor:
-        """The gradients as they travel."""
-        return self.travels if self.travels is self.summed else self.travels.copy_(self.summed)
-
-    def pieces(self) -> dict[str, tuple[int, Tensor]]:
-        """The reduced gradients of this rank's part, by parameter: first element, and the flat piece from there on."""
-        out = {}
-        for n, place in self.places.items():
-            low, high = max(place.start, self.own.start), min(place.stop, self.own.stop)
-            if low < high:
-                out[n] = low - place.start, self.reduced[low - self.own.start : high - self.own.start]
-        return out
+def several(found: Sequence[Bucket], program: int) -> list[Bucket]:
+    """The buckets of a program that other ranks hold too."""
+    return [b for b in found if program in b.owners and (b.ranks > 1 or len(b.owners) > 1)]
 
 
 class Sync:
-    """Everything of a step that happens once. order: all parameters of the model, canonically.
+    """Gradients, update and shares of one rank. order: all parameters of the model, canonically.
 
     norm: of the step's whole gradient, if it is to be clipped. reduce: dtype that gradients
     are reduced in; moments: of optimizer state.
@@ -76,19 +41,25 @@ class Sync:
     def __init__(
         self,
         rank: int,
+        places: Places,
         found: Sequence[Bucket],
         params: Mapping[str, Tensor],
         grads: Gradients,
         order: Sequence[str],
         config: OptimizerConfig,
         *,
-        reduce: torch.dtype,
-        moments: torch.dtype,
+        reduce: dtype,
+        moments: dtype,
     ) -> None:
-        self.grads, self.order, self.config = grads, list(order), config
-        mine = [b for b in found if rank in b.owners]
-        self.alone = [n for b in mine if b.ranks == 1 for n in b.params]
-        self.flat = {b.key: _Flat(b, rank, params, grads, reduce) for b in mine if b.ranks > 1}
+        self.grads, self.params, self.order, self.config = grads, params, list(order), config
+        program = places.program(rank)
+        shared = several(found, program)
+        self.alone = [n for b in found if program in b.owners and b not in shared for n in b.params]
+        self.flat: dict[str, Flat] = {}
+        for b in shared:
+            members, first = sharers(b, places, rank), b.owners[0] == program
+            index = members.index(rank)
+            self.flat[b.key] = Flat(b, members, index, params, grads, reduce=reduce, first=first)
         shares = {f"flat:{k}": f.weights for k, f in self.flat.items()}
         self.optimizer = Optimizer(config, {**{n: params[n] for n in self.alone}, **shares}, moments)
         self.norm: float | None = None
@@ -97,24 +68,52 @@ class Sync:
     def begin(self) -> None:
         """A new step."""
         self.grads.zero()
+        for f in self.flat.values():
+            f.begin()
         self.norm, self._sums = None, None
 
-    def start(self, node: Node, transport: Transport) -> Callable[[], Handle]:
-        """How to post a collective once its stream comes to it."""
-        group = group_name(node)
-        if node.kind is Once.NORM:
+    # -- as the plan's ops ask ----------------------------------------------------------------------------------------
+
+    def start(self, meeting: Meeting, transport: Transport) -> Start:
+        """How to post a collective once its stream comes to it, and what its stream does at its end."""
+        group, mb = meeting.group, meeting.mb
+        if not meeting.bucket:
             sums = self._partial_norm()  # here and now, on the host: a stream's thread only communicates
-            return lambda: transport.all_reduce(group, sums)
-        flat = self.flat[f"{node.stage}/{node.part}"]
-        match node.kind:
-            case Once.REDUCE:
-                return lambda: transport.reduce_scatter(group, flat.reduced, flat.filled())
-            case Once.ALL_REDUCE:
-                return lambda: transport.all_reduce(group, flat.filled())
-            case Once.GATHER:
-                return lambda: transport.all_gather(group, flat.whole, flat.weights)
+            return lambda: transport.all_reduce(group, sums), None
+        flat = self.flat[meeting.bucket]
+        match meeting.kind:
+            case CommKind.REDUCE_SCATTER if meeting.once:
+                return lambda: transport.reduce_scatter(group, flat.reduced, flat.filled()), None
+            case CommKind.REDUCE_SCATTER:
+                whole = flat.passing[mb]
+                return lambda: transport.reduce_scatter(group, whole[flat.own], whole), partial(flat.land, mb)
+            case CommKind.ALL_REDUCE:
+                return lambda: transport.all_reduce(group, flat.filled()), None
+            case CommKind.ALL_GATHER:
+                if not meeting.once:
+                    flat.fetch()
+                return lambda: transport.all_gather(group, flat.whole, flat.weights), None
             case _:
-                raise AssertionError(f"{node.text()} is no collective")
+                raise AssertionError(f"{meeting} has no bucket")
+
+    def open(self, bucket: str, mb: int) -> None:
+        """A microbatch's gradients begin."""
+        self.flat[bucket].open(mb)
+
+    def reads(self, buckets: Sequence[str], op: str) -> None:
+        """An op is about to read weights that were gathered for it. Raises PiperError where they are not there."""
+        for key in buckets:
+            if not self.flat[key].here:
+                message = f"{op} reads {key}, which was not gathered or freed already"
+                raise PiperError(ErrorKind.ILLEGAL_PLAN, message)
+
+    def close(self, meeting: Meeting) -> None:
+        """What it gathered, or reduced from, is not needed any more."""
+        flat = self.flat[meeting.bucket]
+        if meeting.kind is CommKind.ALL_GATHER:
+            flat.drop()
+        else:
+            flat.close(meeting.mb)
 
     def update(self) -> None:
         """Clip, and update this rank's part; what it did not update comes by the gathers."""
@@ -124,26 +123,49 @@ class Sync:
         grads |= {f"flat:{k}": f.reduced for k, f in self.flat.items()}
         self.optimizer.step(grads, 1.0 if self.norm is None else clip_scale(self.norm, self.config.clip_norm))
 
+    # -- what this rank has -------------------------------------------------------------------------------------------
+
     def squares(self) -> Tensor:
         """Σ g² of each parameter over this rank's share, in canonical order."""
         sums = square_sums({n: self.grads[n] for n in self.alone}, self.order)
         for f in self.flat.values():
             if f.counts:
-                sums += square_sums({n: piece for n, (_, piece) in f.pieces().items()}, self.order)
+                sums += square_sums({n: piece for n, (_, piece) in f.pieces(f.reduced).items()}, self.order)
         return sums
 
     def tensors(self) -> list[Tensor]:
         """Flat buffers and optimizer state: they persist."""
-        flat = [t for f in self.flat.values() for t in (f.whole, f.summed, f.travels)]
-        state = [t for slots in self.optimizer.state.values() for t in slots.values()]
-        return [*flat, *state, *self.optimizer.masters.values()]
+        return [*(t for f in self.flat.values() for t in f.tensors()), *self._state()]
+
+    def state_bytes(self) -> dict[str, int]:
+        """What persists, after sharding."""
+        whole = [f.weights if f.gathers else f.whole for f in self.flat.values()]
+        parts = {
+            "parameters": [*(self.params[n] for n in self.alone), *whole],
+            "gradients": [*(self.grads[n] for n in self.alone), *(f.sums for f in self.flat.values())],
+            "optimizer": self._state(),
+            "buffers": [f.travels for f in self.flat.values() if f.travels is not f.sums],
+        }
+        return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
 
     def reduced(self) -> dict[str, tuple[int, Tensor]]:
         """Each parameter's gradient after the reductions, as far as this rank has it: (first element, flat piece)."""
         out = {n: (0, self.grads[n].flatten()) for n in self.alone}
         for f in self.flat.values():
-            out |= f.pieces()
+            out |= f.pieces(f.reduced)
         return out
+
+    def weights(self) -> dict[str, tuple[int, Tensor]]:
+        """Each parameter, as far as this rank holds it between steps."""
+        out = {n: (0, p.detach().flatten()) for n, p in self.params.items()}
+        for f in self.flat.values():
+            if f.gathers:
+                out = {n: x for n, x in out.items() if n not in f.places} | f.pieces(f.weights)
+        return out
+
+    def _state(self) -> list[Tensor]:
+        state = [t for slots in self.optimizer.state.values() for t in slots.values()]
+        return [*state, *self.optimizer.masters.values()]
 
     def _partial_norm(self) -> Tensor:
         self._sums = self.squares()

@@ -114,7 +114,7 @@ def _judged(args: argparse.Namespace, place: Place) -> tuple[Prepared, Plan]:
         raise PiperError(ErrorKind.USAGE, message, key="WORLD_SIZE", allowed=str(prepared.ranks), suggestion=fix)
     plan = prepared.plan()
     check_plan(plan)
-    refuse(prepared, plan, args.backend, real=args.emulate is None, here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+    refuse(prepared, args.backend, real=args.emulate is None, here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
     if args.digest not in (None, found := plan_digest(plan)):
         fix = f"--set 'parallel.layers={list(prepared.layers)}' in both places"
         raise PiperError(ErrorKind.ILLEGAL_PLAN, f"the plan's digest is {found}", key="--digest", suggestion=fix)

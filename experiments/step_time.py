@@ -69,7 +69,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each pair's two steps and of the shortest pass of a stage (ours, a median); the load before and after."""
+    """Seconds of each pair's two steps and of the shortest pass of a stage (ours, a median); load before and after."""
 
     ours: list[float]
     theirs: list[float]
@@ -126,8 +126,10 @@ def _passes(program: Program, ran: Interpreter) -> list[float]:
     """The median seconds of each pass of this rank's stage; the plan may do a backward as two ops around a send."""
     names: dict[str, str] = {}
     for i in range(program.first, program.last):
+        if program.shape(i).kind != OpKind.COMPUTE:
+            continue
         _, node, mb = program.covers(i)[0]
-        if program.shape(i).kind is OpKind.COMPUTE and not node.once:
+        if not node.once:
             names[program.plan.text(i)] = f"{node.stage}{'F' if node.kind is Pass.F else 'B'}{mb}"
     took: dict[tuple[int, str], float] = {}
     for step, _, op, _, start, end in ran.rows:

@@ -1,4 +1,4 @@
-"""A job's model on torch.distributed.pipelining's own runtime, by a schedule's CSV: what our executor is held against."""
+"""A job's model on torch.distributed.pipelining's runtime, by a schedule's CSV: what our executor is held against."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TorchPipeline:
         self._runtime._load_csv(str(csv))
 
     def step(self, batches: Sequence[Batch]) -> list[float]:
-        """Forward and backward of all microbatches; gradients add up in `.grad`. The losses, where the last stage is."""
+        """Forward and backward of all microbatches; gradients add up in `.grad`. Losses where the last stage is."""
         self._scale = batches[0].scale
         losses: list[Tensor] = []
         ids = [torch.cat([b.ids for b in batches])] if self.first else []

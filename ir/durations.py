@@ -27,12 +27,7 @@ def emulated_seconds(plan: Plan, seconds: float, comm_seconds: float = 0.0) -> F
     Each transfer, and each collective of a microbatch, takes `comm_seconds`: on a transfer's send, since engines ask
     there. What exists once per step takes none.
     """
-    graph = plan.graph
-    node = np.zeros(len(graph.nodes))
-    pieces = _pieces(graph)
-    for i, n in enumerate(graph.nodes):
-        if (key := _key(n)) in pieces and _computes(n):
-            node[i] = seconds / pieces[key]
+    graph, node = plan.graph, emulated_nodes(plan.graph, seconds)
     of_shape = np.zeros(len(plan.shapes))
     for i, s in enumerate(plan.shapes):
         match s.kind:
@@ -46,6 +41,15 @@ def emulated_seconds(plan: Plan, seconds: float, comm_seconds: float = 0.0) -> F
                 pass
     out: FloatArray = np.round(of_shape * GRAIN)[plan.shape] / GRAIN
     return out
+
+
+def emulated_nodes(graph: Graph, seconds: float) -> FloatArray:
+    """[node] seconds of one instance under `--emulate`; 0 of a message."""
+    node, pieces = np.zeros(len(graph.nodes)), _pieces(graph)
+    for i, n in enumerate(graph.nodes):
+        if (key := _key(n)) in pieces and _computes(n):
+            node[i] = seconds / pieces[key]
+    return node
 
 
 def _pieces(graph: Graph) -> Counter[tuple[int, str, str]]:

@@ -24,7 +24,9 @@ COMMANDS = {
     "compare": "predict several schedules of one job on equal devices and global batch",
     "plan": "print a job's directives and its plan, program by program",
     "run": "execute a job's plan on torch.distributed (needs PyTorch)",
+    "validate": "calibrate on another plan of the job, predict this one, run it, compare (needs PyTorch)",
 }
+TORCH = {"run": ("executor.cli",), "validate": ("executor.cli", "executor.alloc")}  # what these are given
 
 
 class _Parser(argparse.ArgumentParser):
@@ -122,12 +124,12 @@ def _compare(sub: argparse.ArgumentParser) -> None:
     _out(sub)
 
 
-def _run(sub: argparse.ArgumentParser) -> None:
+def _run(sub: argparse.ArgumentParser, steps: int = 1, what: str = "training steps") -> None:
     _job(sub)
     sub.add_argument(
         "-n", "--ranks", type=int, required=True, metavar="N", help="processes; must equal the job's ranks"
     )
-    sub.add_argument("--steps", type=int, default=1, metavar="K", help="training steps (default: 1)")
+    sub.add_argument("--steps", type=int, default=steps, metavar="K", help=f"{what} (default: {steps})")
     sub.add_argument("--backend", choices=("gloo", "nccl", "local"), default="gloo", help="transport")
     sub.add_argument(
         "--watchdog", type=float, default=15.0, metavar="SECONDS", help="a rank without progress has failed"
@@ -141,6 +143,10 @@ def _run(sub: argparse.ArgumentParser) -> None:
     _out(sub)
 
 
+def _validate(sub: argparse.ArgumentParser) -> None:
+    _run(sub, 5, "steps that are measured, after those to warm up")
+
+
 _FLAGS = {
     "demo": _demo,
     "schedule": _schedule,
@@ -148,6 +154,7 @@ _FLAGS = {
     "compare": _compare,
     "plan": _simulate,
     "run": _run,
+    "validate": _validate,
 }
 
 
@@ -217,8 +224,8 @@ def _refuse_unknown(args: Sequence[str]) -> None:
 
 
 def _dispatch(parsed: argparse.Namespace) -> int:
-    if parsed.command == "run":
-        return _dispatch_run(parsed)
+    if parsed.command in TORCH:
+        return _dispatch_torch(parsed)
     command: Any = import_module(f"piper_sim.commands.{parsed.command}")
     return int(command.main(parsed))
 
@@ -231,17 +238,17 @@ def _has(module: str) -> bool:
         return False
 
 
-def _dispatch_run(parsed: argparse.Namespace) -> int:
+def _dispatch_torch(parsed: argparse.Namespace) -> int:
     """The one place where the simulator's side reaches the executor."""
     if not _has("torch"):
         raise PiperError(
             ErrorKind.MISSING_DEPENDENCY,
-            "run needs PyTorch",
+            f"{parsed.command} needs PyTorch",
             key="torch",
             suggestion="pip install 'piper-sim[exec]' (on a laptop, install PyTorch's CPU build first)",
         )
-    command: Any = import_module("piper_sim.commands.run")
-    return int(command.main(parsed, import_module("executor.cli")))
+    command: Any = import_module(f"piper_sim.commands.{parsed.command}")
+    return int(command.main(parsed, *map(import_module, TORCH[parsed.command])))
 
 
 def _report(e: PiperError, as_json: bool) -> int:

@@ -1,4 +1,4 @@
-"""Seconds of every op of a job's plan, and what they are made of. Modelled, from the hardware file."""
+"""Seconds of every op of a job's plan, and what they are made of: from the hardware file, or from a profile."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from cost_models import Fabric, Hardware, Recipe, kernel_seconds, message_seconds, quantise
 from cost_models.optimizer import clip, grad_norm, update, zero_grads
+from cost_models.profile import Profile
 from ir.errors import ErrorKind, PiperError, nearest
 from ir.graph import Graph, Node, Once
 from ir.job.build import Prepared
@@ -21,6 +22,7 @@ from ir.plan import OpKind, Plan, Shape
 from ir.work import CommKind, Kernel, Message
 from piper_sim.folding import Classes, Ground, Seat, Spread, classes
 from piper_sim.folding.uses import Use, joined, meeting_axes, uses
+from piper_sim.measured import MODELLED, Measurements
 
 FIRST = Seat(0, 0)
 
@@ -60,9 +62,12 @@ class _Table:
 
 
 class CostModel:
-    """Prices nodes and messages of one job, rank by rank. Equal kernels, messages and ranks are priced once."""
+    """Prices nodes and messages of one job, rank by rank. Equal kernels, messages and ranks are priced once.
 
-    def __init__(self, prepared: Prepared, hardware: Hardware) -> None:
+    profile: what was measured, which goes before what is modelled; by default `[costs] profile`.
+    """
+
+    def __init__(self, prepared: Prepared, hardware: Hardware, profile: Profile | None = None) -> None:
         job = prepared.job
         self.job, self.mesh, self.hardware = job, prepared.mesh, hardware
         self.per_node = job.cluster.gpus_per_node or hardware.gpus_per_node
@@ -71,6 +76,7 @@ class CostModel:
         p = prepared.base.source.precision if prepared.base.source is not None else None  # type: ignore[attr-defined]
         assert p is not None
         self.recipe = Recipe("adamw" if job.optimizer.name == "adamw" else "sgd", p.params, p.grads, p.optimizer)
+        self.measured = Measurements.of(prepared, profile) or MODELLED
         self._kernels: dict[Kernel, float] = {}
         self._messages: dict[tuple[Message, Spread], float] = {}
 
@@ -183,7 +189,7 @@ class CostModel:
             for message in n.inline:
                 axis = Share.CP if "cp" in message.axes else Share.TP
                 out[axis] += self.message(message, (), seat)
-        return out
+        return out if (found := self.measured.node(n)) is None else _scaled(out, found)
 
     def node_message(self, n: Node, seat: Seat = FIRST) -> float:
         """Seconds of the message that one instance of a node is; 0 for compute."""
@@ -208,8 +214,19 @@ class CostModel:
     def _priced(self, message: Message, spread: Spread) -> float:
         if (message, spread) not in self._messages:
             ranks, per_node, nodes = spread.ranks, spread.per_node, spread.nodes
-            self._messages[message, spread] = message_seconds(message, ranks, per_node, self.fabric, nodes=nodes)
+            modelled = message_seconds(message, ranks, per_node, self.fabric, nodes=nodes)
+            self._messages[message, spread] = self.measured.link(message, ranks, modelled)
         return self._messages[message, spread]
+
+
+def _scaled(shares: list[float], seconds: float) -> list[float]:
+    """Shares in the same proportion that sum to so many seconds; all compute where nothing was modelled.
+
+    >>> _scaled([1.0, 0.0, 3.0, 0.0, 0.0], 2.0)
+    [0.5, 0.0, 1.5, 0.0, 0.0]
+    """
+    total = sum(shares)
+    return [x * seconds / total for x in shares] if total else [seconds, *[0.0] * (len(shares) - 1)]
 
 
 def scaled_to_stage_times(

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from cost_models import quantise
 from cost_models.host import UPDATE_LAUNCHES, HostCosts
 from ir.graph import Node, Once
 from ir.ops import Pass
@@ -15,10 +16,11 @@ from ir.work import CommKind
 from piper_sim.engine import Host
 
 
-def inline(plan: Plan) -> Host:
-    """A host that executes compute ops and posts communication between them, at no cost of its own: gloo, CPU.
+def inline(plan: Plan, seconds: float = 0.0) -> Host:
+    """A host that executes compute ops and posts communication between them: gloo, CPU.
 
-    Each op is held by the compute op before it in its program, of this step or of the last.
+    Each op is held by the compute op before it in its program, of this step or of the last. seconds: what the host
+    needs of its own for each op, before it comes to it.
     """
     n, rows, on = len(plan), [], []
     for a, b in pairwise(plan.bounds.tolist()):
@@ -28,20 +30,23 @@ def inline(plan: Plan) -> Host:
         wrapped = np.where(before >= 0, before, n + last[-1]) if last[-1] >= 0 else before
         rows.append(ops[wrapped >= 0])
         on.append(wrapped[wrapped >= 0])
-    return Host(np.zeros(n), Csr.of(n, np.concatenate(rows), np.concatenate(on)))
+    return Host(np.full(n, quantise(seconds)), Csr.of(n, np.concatenate(rows), np.concatenate(on)))
 
 
 def ahead(plan: Plan, costs: HostCosts) -> Host:
     """A host that launches kernels and runs ahead of the device: CUDA.
 
     It is held where its window of launched kernels is full, and where it must read what the device has computed: the
-    expert counts, without which it cannot size a forward dispatch.
+    expert counts, without which it cannot size a forward dispatch. With `costs.turn`, also at each pass of a pipeline.
     """
     kernels = launches(plan)
     launch = np.where(plan.kind == OpKind.COMPUTE, kernels * costs.launch, costs.comm)
-    rows, on = (
-        np.concatenate(x) for x in zip(_window(plan, np.maximum(kernels, 1), costs.window), _syncs(plan), strict=True)
-    )
+    holds = [_window(plan, np.maximum(kernels, 1), costs.window), _syncs(plan)]
+    if costs.turn and (plan.kind == OpKind.SEND).any():
+        turns = _turns(plan)
+        launch[turns[0]] = costs.turn
+        holds.append(turns)
+    rows, on = (np.concatenate(x) for x in zip(*holds, strict=True))
     return Host(launch, Csr.of(len(plan), rows, on))
 
 
@@ -85,6 +90,30 @@ def _syncs(plan: Plan) -> tuple[IntArray, IntArray]:
     ops = plan.waits.rows()
     mine = reads[plan.shape[ops]] & (plan.kind[plan.waits.items] == OpKind.COMPUTE)
     return ops[mine], plan.waits.items[mine]
+
+
+def _turns(plan: Plan) -> tuple[IntArray, IntArray]:
+    """(compute ops that open a pass of a stage, the compute op before each, which the host waits for)."""
+    nodes, opening = plan.graph.nodes, dict[tuple[int, Pass], int]()
+    for i, n in enumerate(nodes):
+        if n.message is None and isinstance(n.kind, Pass) and n.kind in (Pass.F, Pass.I, Pass.R):
+            # Backward runs through a stage from its last part to its first.
+            opening[n.stage, n.kind] = i if n.kind is Pass.I else opening.get((n.stage, n.kind), i)
+    first = set(opening.values())
+    opens = np.array([s.kind is OpKind.COMPUTE and _opens(nodes, s, first) for s in plan.shapes])
+    rows, on = [], []
+    for a, b in pairwise(plan.bounds.tolist()):
+        ops = a + np.flatnonzero(plan.kind[a:b] == OpKind.COMPUTE)
+        mine = opens[plan.shape[ops]] & (np.arange(len(ops)) > 0)
+        rows.append(ops[mine])
+        on.append(np.roll(ops, 1)[mine] + 0)
+    return np.concatenate(rows), len(plan) + np.concatenate(on)
+
+
+def _opens(nodes: Sequence[Node], s: Shape, first: set[int]) -> bool:
+    """Whether an op opens a pass: with its stage's first part, or all weight gradients by themselves."""
+    kinds = {nodes[n].kind for n, _ in s.covers}
+    return any(n in first for n, _ in s.covers) or kinds == {Pass.W}
 
 
 def _counted(n: Node) -> bool:

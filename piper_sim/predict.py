@@ -123,7 +123,8 @@ class Prediction:
         start, end = run.start[-1], run.end[-1]
         zero = float(start.min())
         found = samples(self.planned.sized, self.memory, start - zero, end - zero)
-        header = {"schedule": self.prepared.schedule, "iteration_s": self.iteration_s, "cost_source": "modelled"}
+        source = self.planned.model.measured.source
+        header = {"schedule": self.prepared.schedule, "iteration_s": self.iteration_s, "cost_source": source}
         if classes.count > 1:
             header["replica"] = f"{int(classes.first[k])} of {len(classes.of)}"
         return trace_of(self.plan, run, header, memory=found)
@@ -162,7 +163,10 @@ def scenario_of(p: Planned, costs: OpCosts) -> Scenario:
     """The unfolded plan with the host and the interference that the job asks for."""
     job = p.prepared.job
     plan = unfold(p.plan, p.classes, p.prepared.mesh)
-    host = inline(plan) if job.costs.host_model == "inline" else ahead(plan, HostCosts.of(p.hardware))
+    if job.costs.host_model == "inline":
+        host = inline(plan, p.model.measured.host_s)
+    else:
+        host = ahead(plan, HostCosts.of(p.hardware))
     slow = None if job.costs.interference == "none" else pairwise(plan, p.hardware)
     shared = job.costs.interference == "maxmin"
     found = links(p.plan, p.classes, p.model, costs.duration) if shared else None

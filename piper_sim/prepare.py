@@ -18,6 +18,7 @@ from ir.plan import OpKind
 from ir.schedules.registry import default_chunks, order_depends_on_times
 from ir.schedules.schedule import OpTimes
 from piper_sim.costs import CostModel, Share
+from piper_sim.measured import profile_of
 from piper_sim.routing.keys import check_routing
 
 
@@ -35,6 +36,7 @@ def prepare_priced(job: Job, hardware: Hardware, most_layers: int | None = None)
     """Prepare a job; a searched schedule is given the mean op times of the model's stages."""
     name = job.schedule.name
     refuse_unbuilt(job)
+    profile_of(job)  # whether or not this command asks it for anything: a bad one is said at once
     times = None
     if name is not None and order_depends_on_times(name):
         probe = prepare(replace(job, schedule=replace(job.schedule, name=_probe(name))), hardware.gpus_per_node)
@@ -105,10 +107,6 @@ def op_times(probe: Prepared, hardware: Hardware) -> OpTimes:
 
 def refuse_unbuilt(job: Job) -> None:
     """Refuse what this version does not simulate yet, rather than ignore it."""
-    for key, value, neutral in (
-        ("costs.profile", job.costs.profile, None),
-        ("costs.software", job.costs.software, None),
-    ):
-        if value != neutral:
-            message = f"{value!r} is not simulated yet"
-            raise PiperError(ErrorKind.JOB, message, key=key, file=job.file, suggestion="leave it out")
+    if (software := job.costs.software) is not None:
+        message = f"{software!r} is not simulated yet"
+        raise PiperError(ErrorKind.JOB, message, key="costs.software", file=job.file, suggestion="leave it out")

@@ -40,7 +40,7 @@ def simulate_object(p: Prediction) -> dict[str, object]:
         "folded": {"replicas_simulated": classes.count, "replicas": len(classes.of)},
         "host_model": job.costs.host_model,
         "interference_level": job.costs.interference,
-        "cost_source": "modelled",
+        "cost_source": p.planned.model.measured.source,
         "plan_digest": plan_digest(p.plan),
         "cost_digest": p.costs.digest,
         "job_digest": job_digest(job),
@@ -83,19 +83,41 @@ def reason(p: Planned, mem: Mapping[str, Any]) -> str:
     """Which rank does not fit, by how much, and what would help most."""
     device: dict[str, int] = mem["device_peak_bytes"]
     rank = max(device, key=lambda r: device[r])
-    over = device[rank] - _limit(mem)
-    parts = p.memory.breakdown(int(rank))
+    room = _limit(mem)
+    needs = f"rank {rank} needs {_gib(device[rank])}, {_gib(device[rank] - room)} more than {_room(mem)}"
+    at, parts = mem["peak_op"][rank], mem["breakdown_bytes"][rank]
+    asked = sum(parts.values())
+    if asked <= room:  # what is asked for would fit: what does not is cached and cut into pieces too small
+        held = f"{needs}, at {at}; {_gib(device[rank] - asked)} of it lie idle in the allocator's cache"
+        if all(r.expandable_fits for r in p.reserved):
+            return f"{held}: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes it fit"
+        return f"{held}: a smaller microbatch, or recompute more"
     worst = max(parts, key=lambda k: parts[k])
-    cure = {
-        "activations": "recompute more, or fewer microbatches in flight",
-        "parameters": "a larger pp, tp or ep, or zero = 3",
-        "gradients": "zero = 2 or 3, or a larger pp",
-        "optimizer": "zero = 1 or more, or a larger dp",
-    }.get(worst, "a smaller microbatch")
-    return (
-        f"rank {rank} needs {device[rank] / GIB:.1f} GiB, {over / GIB:.1f} GiB more than there is, "
-        f"at {p.plan.text(int(p.memory.at[int(rank)]))}; most of it {worst} ({parts[worst] / GIB:.1f} GiB): {cure}"
-    )
+    return f"{needs}, at {at}; most of it {worst} ({_gib(parts[worst])}): {_CURES.get(worst, 'a smaller microbatch')}"
+
+
+_CURES = {
+    "activations": "recompute more, or fewer microbatches in flight",
+    "parameters": "a larger pp, tp or ep, or zero = 3",
+    "gradients": "zero = 2 or 3, or a larger pp",
+    "optimizer": "zero = 1 or more, or a larger dp",
+    "context": "a larger device, or a smaller cluster.memory_margin_GiB",
+}
+
+
+def _gib(nbytes: int) -> str:
+    """Two digits where one would say 0.
+
+    >>> _gib(3 * GIB // 2), _gib(GIB // 50)
+    ('1.5 GiB', '0.02 GiB')
+    """
+    return f"{nbytes / GIB:.{1 if nbytes >= GIB else 2}f} GiB"
+
+
+def _room(mem: Mapping[str, Any]) -> str:
+    """What there is, where the margin explains it."""
+    have, margin = (_gib(mem[k]) for k in ("capacity_bytes", "margin_bytes"))
+    return f"the {have} there are, less a margin of {margin}" if mem["margin_bytes"] else f"the {have} there are"
 
 
 def job_digest(job: Job) -> str:

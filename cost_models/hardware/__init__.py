@@ -32,7 +32,7 @@ def presets() -> tuple[str, ...]:
 
 def hardware_keys() -> tuple[str, ...]:
     """Top-level keys of a hardware file: what a job's [cluster] may override inline."""
-    return tuple(f.name for f in msgspec.structs.fields(Hardware) if f.name not in ("name", "sources"))
+    return tuple(f.name for f in msgspec.structs.fields(Hardware) if f.name not in ("name", "sources", "software"))
 
 
 def load_hardware(name_or_path: str | Path, overrides: Mapping[str, object] | None = None) -> Hardware:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from cost_models.software import Software
 from ir.errors import ErrorKind, PiperError, nearest
 from ir.work import DType
 
@@ -45,13 +46,15 @@ class Attention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     forward_efficiency, backward_efficiency: share of peak at head dim 128 and a long sequence.
     ramp_tokens: KV length at which half of that is reached. head_exponent: efficiency ~ (head dim / 128) ** this, with
-    the mean of the query-key and the value dim, at most 192.
+    the mean of the query-key and the value dim, at most 192. portable: rate of a kernel written for any GPU
+    (FlashAttention 2) over that of one written for this one; 1 where that is the best there is.
     """
 
     forward_efficiency: Share
     backward_efficiency: Share
     ramp_tokens: NonNegative
     head_exponent: NonNegative
+    portable: Share = 1.0
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,6 +74,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     collective_launch_us: base time of a call. collectives: which library's protocols ("nccl" or "gloo").
     comm_sms: kind of communication ("all_to_all", "collective", "p2p") -> SMs its kernel holds from its start to its
     end. comm_hbm: kind -> share of HBM bandwidth it takes while it moves. Kinds left out take nothing.
+    software: the framework that runs on it, from `[costs] software`; no key of a hardware file.
     leaf_nodes: nodes under one leaf switch; null: all. oversubscription: a leaf's NICs together over its uplinks.
     """
 
@@ -107,6 +111,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     leaf_nodes: Count | None = None
     oversubscription: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     sources: dict[str, str] = {}
+    software: Software = Software()
 
     @property
     def hbm_bytes(self) -> int:
@@ -143,7 +148,7 @@ _DTYPES = [d.value for d in DType]
 
 def check_known(raw: dict[str, object], struct: type[msgspec.Struct] = Hardware, prefix: str = "") -> None:
     """Refuse keys that a hardware file does not have, naming the nearest one."""
-    known = [f.name for f in msgspec.structs.fields(struct)]
+    known = [f.name for f in msgspec.structs.fields(struct) if f.name != "software"]
     for key, value in raw.items():
         if key not in known:
             near = nearest(key, known)

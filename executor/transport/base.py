@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,6 +97,23 @@ class Topology:
     ) -> Topology:
         """Sorted, so that every rank builds its process groups in one order."""
         return cls(world, tuple(sorted(set(channels))), tuple(sorted((groups or {}).items())))
+
+
+class Landing:
+    """A handle with something to do where it has ended, on the stream itself: before anybody sees it over."""
+
+    def __init__(self, handle: Handle, then: Callable[[], None]) -> None:
+        self.handle, self._then = handle, [then]
+
+    def done(self) -> bool:
+        """Whether `wait` would not block."""
+        return self.handle.done()
+
+    def wait(self) -> None:
+        """Block until it has ended, and do it."""
+        self.handle.wait()
+        while self._then:
+            self._then.pop()()
 
 
 class Delayed:

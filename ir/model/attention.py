@@ -81,8 +81,11 @@ def _heads(s: Setting, core: Core) -> _Projection:
     if c.qk_norm:
         ready = (k.norm_forward(s, "qk_norm", s.tokens * roped), *rope)
         back = (*rope, k.norm_backward(s, "qk_norm_backward", s.tokens * roped))
-        # The norm's input; its output, which attention reads, can be made again from it.
-        kept = (Saved("qk_before_norm", s.tokens * roped * s.wide, Pass.I),)
+        # The norm's input, and a number per head; its output, which attention reads, can be made again.
+        kept = (
+            Saved("qk_before_norm", s.tokens * roped * s.wide, Pass.I),
+            Saved("qk_norm_stats", 4 * s.tokens * (core.heads + core.kv_heads), Pass.I),
+        )
         label, again = "norm", ready
     return _Projection(
         forward=(qkv.forward(s), *ready),
@@ -132,6 +135,7 @@ def _latent(s: Setting, core: Core) -> _Projection:
         saved=(
             Saved("latent", (ranks + s.stream * mla.rope_dim) * s.wide, Pass.I),
             normed(s, "latent_normed", ranks),
+            stats(s, "latent_norm_stats", 2 if mla.q_rank else 1),
             Saved("qkv", s.tokens * (core.q_features + core.kv_features) * s.wide, Pass.I, "up_projection", up),
         ),
         enters=(mla.q_rank or h) + narrow,

@@ -16,20 +16,22 @@ def embed(s: Setting) -> PartWork:
     """Word (and learned position) embeddings. Vocabulary-parallel: each device looks up its own words, then they sum.
 
     Its weight gradient is first made whole, in the parameters' format, then added to the accumulated one: a transient
-    as large as the table (seen in SimuMax's snapshots).
+    as large as the table (seen in SimuMax's snapshots). Positions are the same in every sequence: their gradient is the
+    output's summed over sequences, a tensor beside it.
     """
     c, h = s.config, s.config.hidden
     n, table = s.stream * h, c.vocab // s.layout.tp * h
     grads = s.precision.grads.bytes
     dense = table * s.precision.params.bytes
     masked = bool(c.embed_dropout)
+    positions = n // s.shape.microbatch_size if c.positions else 0
     return PartWork(
         forward=(k.copies(s, "lookup", s.tokens * h), *((k.add(s, "positions", n),) if c.positions else ())),
         input_grad=(),
         weight_grad=(k.memory(s, "scatter_grads", 2 * s.tokens * h * s.wide + 2 * dense + 2 * table * grads),),
         out_bytes=n * s.wide,
         saved=(Saved("embedding_mask", n),) if masked else (),
-        stash_bytes=n * s.wide,
+        stash_bytes=(n + positions) * s.wide,
         inline=_sum_words(s, s.tokens * h * s.wide),
         forward_workspace=s.tokens * h * s.wide if s.layout.tp > 1 else 0,
         weight_grad_workspace=dense,
@@ -106,7 +108,7 @@ def join(s: Setting) -> PartWork:
         input_grad=(*k.input_grad(s, proj), k.norm_backward(s, "enorm_hnorm_backward", 2 * n)),
         weight_grad=k.weight_grad(s, proj),
         out_bytes=n * s.wide,
-        saved=(normed(s, "joined", 2 * n), stats(s)),
+        saved=(normed(s, "joined", 2 * n), stats(s, norms=2)),
         stash_bytes=k.stash(s, proj),
         forward_workspace=2 * n * s.wide,
         input_grad_workspace=2 * n * s.wide,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ir.model import kernels as k
 from ir.model.kernels import Linear
 from ir.model.mlp import activation, activation_backward, inner_saved
-from ir.model.part import PartWork, Saved
+from ir.model.part import Layout, PartWork, Saved
 from ir.model.region import expert_tensor
 from ir.model.setting import Setting, with_scales
 from ir.model.spec import Moe
@@ -55,6 +55,8 @@ def router(s: Setting) -> PartWork:
     choose = k.memory(s, "top_k", 8 * scores * 4)
     # The gate's input is the tensor that shared experts keep; in fp8 theirs is quantised and the gate's is not.
     own = () if moe.shared_ffn and not s.fp8 else (_wide_normed(s, n),)
+    # Scores and indices; where weights are divided by their sum, both of these, too.
+    choice = scores * 4 + s.stream * (moe.top_k * 12 + 4 if moe.normalised else moe.top_k * 8)
     return PartWork(
         forward=(k.norm_forward(s, "post_norm", n), gate.forward(s), choose, *_pack(s, n)),
         input_grad=(
@@ -66,7 +68,7 @@ def router(s: Setting) -> PartWork:
         ),
         weight_grad=(gate.weight_grad(s),),
         out_bytes=n * s.wide,
-        saved=(*own, stats(s), Saved("router_scores", scores * 4 + s.stream * moe.top_k * 12, Pass.I)),
+        saved=(*own, stats(s), Saved("router_scores", choice, Pass.I)),
         stash_bytes=k.stash(s, gate),
         forward_workspace=2 * scores * 4 + (with_scales(n, s.precision.dispatch) if _narrow(s) else 0),
         input_grad_workspace=2 * scores * 4 + n * s.wide,
@@ -75,7 +77,10 @@ def router(s: Setting) -> PartWork:
 
 
 def experts(s: Setting) -> PartWork:
-    """This device's experts on the rows it received, balanced: permute, grouped products, weighted sum per rank."""
+    """This device's experts on the rows it received, balanced: permute, grouped products, unpermute.
+
+    Rows go back as they came, to be summed behind combine; where nothing is exchanged, they leave summed by token.
+    """
     moe, h = _moe(s), s.config.hidden
     groups, width = moe.experts // s.layout.ep, moe.ffn // s.layout.etp
     received = s.stream * moe.top_k * s.layout.etp
@@ -84,6 +89,7 @@ def experts(s: Setting) -> PartWork:
     ups = s.config.activation.ups
     up = Linear("experts.gate_up_proj", rows, ups * width, h, groups)
     down = Linear("experts.down_proj", rows, h, width, groups)
+    back = with_scales(s.stream * moe.top_k * h, s.precision.combine)
     arrives_fp8 = _narrow(s) and s.fp8
     permute = k.memory(s, "permute", total * h * (s.precision.dispatch.bytes + (1 if arrives_fp8 else s.wide)))
     return PartWork(
@@ -104,7 +110,7 @@ def experts(s: Setting) -> PartWork:
             k.copies(s, "unpermute_backward", total * h),
         ),
         weight_grad=k.weight_grad(s, down, up),
-        out_bytes=with_scales(s.stream * moe.top_k * h, s.precision.combine),
+        out_bytes=back if spread(s.layout) else s.stream * h * s.wide,
         saved=(
             Saved("rows", s.cached(total * h)),
             *inner_saved(s, total, width, compact=True),
@@ -116,6 +122,11 @@ def experts(s: Setting) -> PartWork:
         input_grad_workspace=total * (h + width) * s.wide,
         model_flops=2 * s.shape.tokens * moe.top_k * h * moe.ffn * (ups + 1),
     )
+
+
+def spread(layout: Layout) -> bool:
+    """Whether experts are divided over devices, so that all-to-alls stand around them."""
+    return layout.ep * layout.etp > 1
 
 
 def add(s: Setting) -> PartWork:

@@ -16,9 +16,9 @@ def normed(s: Setting, name: str, elements: int) -> Saved:
     return Saved(name, s.cached(elements), Pass.W, "norm", again)
 
 
-def stats(s: Setting) -> Saved:
-    """A norm's fp32 statistics per token: mean and reciprocal deviation, or the latter alone."""
-    return Saved("norm_stats", s.stream * (8 if s.config.norm is Norm.LAYER else 4), Pass.I)
+def stats(s: Setting, name: str = "norm_stats", norms: int = 1) -> Saved:
+    """Norms' fp32 statistics per token: mean and reciprocal deviation, or the latter alone."""
+    return Saved(name, norms * s.stream * (8 if s.config.norm is Norm.LAYER else 4), Pass.I)
 
 
 def mask(s: Setting) -> tuple[Saved, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ir.build import fill
 from ir.graph import Node
+from ir.model.moe import spread
 from ir.model.part import Layout
 from ir.model.setting import BatchShape
 from ir.model.source import ModelSource
@@ -40,11 +41,14 @@ def template(node: Node, layer: MoeLayer, source: ModelSource, recompute: frozen
     """The node rebuilt by the part's own builder for one expert.
 
     Bytes are exact where a row is a whole number of fp8's blocks of 128, else up to one scale per tensor too large.
-    The gradient that I hands back follows the rows too; the graph knows it for balanced ones.
+    The gradient that I hands back follows the rows too; the graph knows it for balanced ones. Experts that exchange
+    nothing give one row per token, however many rows they have.
     """
     rows = ROWS * layer.entry.layout.etp
     a, b = (_rebuilt(node, layer, source, recompute, n) for n in (ROWS, 2 * ROWS))
     writes = [_line(x.bytes, y.bytes, rows) for x, y in zip(a.writes, b.writes, strict=True)]
+    if node.kind in (Pass.F, Pass.R) and not spread(layer.entry.layout):
+        writes[0] = Line(node.writes[0].bytes, 0, 1)
     if node.kind is Pass.I:
         usual = balanced_rows(layer, source) * layer.entry.layout.etp
         writes[:-1] = [Line(0, w.bytes, usual) for w in node.writes[:-1]]

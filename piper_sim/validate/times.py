@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -86,8 +87,6 @@ def dispatch(plan: Plan, t: Times) -> FloatArray:
         for w in plan.waits.row(i).tolist():
             free[:, i] = np.maximum(free[:, i], t.end[:, w])
     before = np.concatenate([np.full((len(t), 1), np.nan), free[:, :-1]], axis=1)
-    first = plan.bounds[:-1]
-    for p, (a, b) in enumerate(zip(first.tolist(), plan.bounds[1:].tolist(), strict=True)):
-        del p
+    for a, b in pairwise(plan.bounds.tolist()):
         before[:, a] = np.concatenate([[np.inf], t.end[:-1, a:b].max(axis=1)])
-    return np.maximum(t.post - before, 0.0)
+    return np.asarray(np.maximum(t.post - before, 0.0))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ir.model.chunks import chunks
-from ir.model.config import ModelConfig
+from ir.model.config import ModelConfig, Moe
 
 WIDE = 2  # bf16
 
@@ -37,10 +37,9 @@ class Beyond:
     out: Callable[[Case], int] = lambda c: 0
 
 
-def _moe(c: Case) -> tuple[int, int, bool, bool]:
-    moe = c.config.moe
-    assert moe is not None
-    return moe.experts, moe.top_k, moe.normalised, bool(moe.shared_ffn)
+def _moe(c: Case) -> Moe:
+    assert c.config.moe is not None
+    return c.config.moe
 
 
 def _norm_weights(c: Case) -> int:
@@ -62,39 +61,14 @@ BEYOND = (
         stash=_norm_weights,
     ),
     Beyond(
-        "ir.model leaves out the fp32 statistics of the norms on each head's query and key",
-        lambda c: kind("attn")(c) and c.config.qk_norm,
-        until_i=lambda c: 4 * c.tokens * (c.config.heads + c.config.kv_heads),
-    ),
-    Beyond(
-        "ir.model leaves out the fp32 statistics of the norms on the latent vectors",
-        lambda c: kind("attn")(c) and c.config.mla is not None,
-        until_i=lambda c: 4 * c.tokens * (2 if c.config.mla and c.config.mla.q_rank else 1),
-    ),
-    Beyond(
-        "ir.model counts the statistics of one of the two norms in front of an MTP module",
-        kind("proj"),
-        until_i=lambda c: 4 * c.tokens,
-    ),
-    Beyond(
         "the normed tokens are one tensor, which the router makes; the graph counts it where it is read last",
-        lambda c: kind("router", "shared")(c) and _moe(c)[3],
+        lambda c: kind("router", "shared")(c) and _moe(c).shared_ffn > 0,
         until_w=lambda c: (1 if kind("router")(c) else -1) * c.tokens * c.config.hidden * WIDE,
-    ),
-    Beyond(
-        "weights that add up to 1 keep their sum; weights that do not are not kept before they go to the experts",
-        kind("router"),
-        until_i=lambda c: 4 * c.tokens * (1 if _moe(c)[2] else -_moe(c)[1]),
     ),
     Beyond(
         "weights, indices and tokens leave the router as three outputs; in the graph only tokens count as output",
         kind("router"),
-        out=lambda c: c.tokens * _moe(c)[1] * (4 + 8),
-    ),
-    Beyond(
-        "ir.model counts the experts' rows as their output, though on one rank they leave summed by token",
-        kind("experts"),
-        out=lambda c: -c.tokens * (_moe(c)[1] - 1) * c.config.hidden * WIDE,
+        out=lambda c: c.tokens * _moe(c).top_k * (4 + 8),
     ),
     Beyond(
         "torch gives the loss as one number; the graph has one per token",
@@ -110,10 +84,5 @@ BEYOND = (
         "an MTP module's token ids are the labels with masked ones replaced: int64 of its own",
         lambda c: c.name == "mtp0.embed",
         until_w=lambda c: 8 * c.tokens,
-    ),
-    Beyond(
-        "learned positions get a gradient of their own, summed over sequences",
-        lambda c: c.name == "embed.embed" and c.config.positions > 0,
-        stash=lambda c: c.length * c.config.hidden * WIDE,
     ),
 )

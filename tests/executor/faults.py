@@ -45,7 +45,7 @@ def no_reduction(ctx: RankContext, **spec: Any) -> Any:
 def doubled_gradients(ctx: RankContext, **spec: Any) -> Any:
     """As if the loss were a sum where it is a mean."""
     add = Gradients.add
-    Gradients.add = lambda self, name, grad: add(self, name, 2.0 * grad)  # type: ignore[method-assign]
+    Gradients.add = lambda self, name, grad, mb=0: add(self, name, 2.0 * grad, mb)  # type: ignore[method-assign]
     return train_rank(ctx, **spec)
 
 

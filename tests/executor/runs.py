@@ -112,6 +112,7 @@ class _Numbers:
     config: str
     overrides: tuple[tuple[str, Any], ...]
     seq_len: int
+    replicas: int
     mbs: int
     size: int
     formats: tuple[torch.dtype, ...]  # params, compute, grads, optimizer
@@ -124,6 +125,7 @@ def _numbers(job: Job, mbs: int) -> _Numbers:
         job.model.config,
         tuple(job.model.overrides.items()),
         job.model.seq_len,
+        job.parallel.dp or 1,
         mbs,
         job.schedule.microbatch_size,
         tuple(TORCH[d] for d in (p.params, p.compute, p.grads, p.optimizer)),
@@ -137,7 +139,8 @@ def _alone(n: _Numbers, steps: int) -> Alone:
     params, compute, grads, moments = n.formats
     torch.set_num_threads(1)
     model = Decoder(config, dtype=params, compute=compute)
-    data = Data("synthetic", vocab=config.vocab, length=n.seq_len, microbatches=n.mbs, size=n.size)
+    sizes = dict(length=n.seq_len, replicas=n.replicas, microbatches=n.mbs, size=n.size)
+    data = Data("synthetic", vocab=config.vocab, **sizes)
     found = train(model, data, steps, optimizer=n.optimizer, grads=grads, moments=moments)
     return Alone(found.losses, found.grad_norms, _arrays(found.grads), _arrays(found.params))
 
@@ -161,9 +164,9 @@ def merged(parts: Sequence[Arrays]) -> Arrays:
 
 
 def distance(got: Arrays, want: Arrays) -> float:
-    """The largest difference, as a share of its tensor's largest value; 0.0 where all are bitwise equal."""
+    """The largest difference, as a share of its tensor's largest value; 0.0 where all are equal, NaN if one is NaN."""
     assert got.keys() == want.keys()
-    return max(float(np.abs(got[n] - want[n]).max() / (np.abs(want[n]).max() or 1.0)) for n in want)
+    return float(np.max([np.abs(got[n] - want[n]).max() / (np.abs(want[n]).max() or 1.0) for n in want]))
 
 
 def error(ran: Ran, one: Alone) -> float:

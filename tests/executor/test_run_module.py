@@ -99,13 +99,13 @@ def _prepared(job: str, *sets: str) -> Prepared:
 
 def _refused(prepared: Prepared) -> str:
     with pytest.raises(PiperError) as caught:
-        refuse(prepared, prepared.plan(), "gloo")
+        refuse(prepared, "gloo")
     return str(caught.value)
 
 
 def test_what_a_module_cannot_do_is_refused_before_a_process_starts(tmp_path: Path) -> None:
     job = _job(tmp_path)
-    refuse(_prepared(job), _prepared(job).plan(), "gloo")
+    refuse(_prepared(job), "gloo")
     no_graph = ("model.graph=x", "model.config=tiny-llama")
     with pytest.raises(PiperError, match="config and graph are both given"):
         _prepared(job, *no_graph)

@@ -1,4 +1,4 @@
-"""Our plans on torch's own pipelining runtime: the order as CSV, the same gradients, parameters and losses to the bit."""
+"""Our plans on torch's own pipelining runtime: our order as CSV, the same gradients and losses to the bit."""
 
 from __future__ import annotations
 

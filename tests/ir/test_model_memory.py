@@ -118,10 +118,10 @@ def test_a_deepseek_v3_layer_as_it_was_trained():
     fp8 = 33 / 32
     want = (
         2 * (t * 7168 * 2 + t * 4)  # input and attention output, with their norms' statistics
-        + t * (1536 + 576) * 2  # latents
+        + t * (1536 + 576) * 2 + t * 2 * 4  # latents, with their norms' statistics
         + t * 16384 * 1.5 + t * 128 * 4  # attention output, its scales
         + t * 128 * 4  # log-sum-exp
-        + t * (256 * 4 + 8 * 12)  # router
+        + t * (256 * 4 + 8 * 12 + 4)  # router
         + t * 2 * 2048 * fp8  # shared experts' SwiGLU input
         + rows * (7168 + 2 * 2048) * fp8 + rows * 8  # experts' input, SwiGLU input, weights
     )  # fmt: skip

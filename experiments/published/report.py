@@ -1,0 +1,104 @@
+"""The error table as text, as JSON and as a page of the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from experiments.published.rows import DataSet, Row, fitted
+from experiments.published.score import Score, Spread, memories, times
+
+PAGE = Path(__file__).parents[2] / "docs" / "PUBLISHED.md"
+Found = Mapping[DataSet, Sequence[Score]]
+_HEAD = "| data set | of | half | n | median | p90 | worst | sign | asked |\n|---|---|---|--:|--:|--:|--:|--:|---|\n"
+
+
+def halves(found: Sequence[Score]) -> dict[str, list[Score]]:
+    """All rows, the half that constants were fitted to, and the half held out."""
+    mine = fitted(s.row for s in found)
+    return {
+        "all": list(found),
+        "fit": [s for s in found if s.row.name in mine],
+        "held out": [s for s in found if s.row.name not in mine],
+    }
+
+
+def summary(found: Found) -> str:
+    """One line per data set, quantity and half, then what has no number."""
+    out = [_HEAD.rstrip("\n")]
+    for s, rows in found.items():
+        for of, errors in (("time", times), ("memory", memories)):
+            for half, some in halves(rows).items():
+                spread = Spread.of(errors(some))
+                if spread is not None:
+                    out.append(_line(s, of, half, spread))
+    return "\n".join([*out, "", *without(found)])
+
+
+def _line(s: DataSet, of: str, half: str, x: Spread) -> str:
+    asked = next((b.split(": ", 1)[1] for b in s.bars.split("; ") if b.startswith(of)), "") if half == "all" else ""
+    sizes = " | ".join(f"{100 * v:.1f} %" for v in (x.median, x.p90, x.worst))
+    return f"| {s.name} | {of} | {half} | {x.n} | {sizes} | {100 * x.sign:+.1f} % | {asked} |"
+
+
+def without(found: Found) -> list[str]:
+    """Rows that failed, that ran and are said not to fit, and that no job expresses, with the reasons."""
+    out = []
+    for s, rows in found.items():
+        failed = [r for r in rows if r.failure]
+        full = [r.row for r in rows if r.fits is False]
+        told: dict[str, list[Row]] = {}
+        for r in rows:
+            if r.row.job is None:
+                told.setdefault(r.row.why, []).append(r.row)
+        out += [f"- {s.name} {r.row.name} failed: {r.failure}" for r in failed]
+        if full:
+            out.append(f"- {s.name}: {len(full)} of {len(rows)} ran but are said not to fit: {_names(full)}")
+        out += [f"- {s.name}: not expressed, {len(x)} rows ({why}): {_names(x)}" for why, x in told.items()]
+    return out
+
+
+def _names(rows: Sequence[Row]) -> str:
+    return ", ".join(r.name for r in rows)
+
+
+def rows_text(found: Found) -> str:
+    """Every row: errors, seconds, and the largest shares of the predicted step."""
+    out = []
+    for s, rows in found.items():
+        for r in rows:
+            if r.predicted_s is None:
+                continue
+            time = "" if r.time is None else f"{100 * r.time:+6.1f} %"
+            memory = " ".join(f"{k}:{100 * v:+.1f}%" for k, v in (r.memory or {}).items())
+            parts = sorted((r.split or {}).items(), key=lambda x: -x[1])[:6]
+            split = " ".join(f"{k} {100 * v:.0f}" for k, v in parts if v > 0.005)
+            out.append(f"{s.name:12} {r.row.name:38} {r.row.seconds:9.4f} {r.predicted_s:9.4f} {time:9} {memory:20} {split}")
+    return "\n".join(out)
+
+
+def as_json(found: Found) -> dict[str, object]:
+    """Every row and every spread."""
+    rows = [
+        {
+            "set": s.name,
+            "row": r.row.name,
+            "time": r.time,
+            "memory": {str(k): v for k, v in (r.memory or {}).items()},
+            "measured_s": r.row.seconds,
+            "predicted_s": r.predicted_s,
+            "fits": r.fits,
+            "failure": r.failure,
+            "why": r.row.why,
+            "split": dict(r.split or {}),
+        }
+        for s, some in found.items()
+        for r in some
+    ]
+    return {"schema_version": 1, "rows": rows}
+
+
+def page(found: Found) -> str:
+    """docs/PUBLISHED.md."""
+    titles = "\n".join(f"- **{s.name}**: {s.title}. {s.assumed}" for s in found)
+    return f"# Published\n\n{summary(found)}\n\n{titles}\n"

@@ -1,0 +1,74 @@
+"""What a published line becomes: a job and what was measured of it, or the reason why no job says the same."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DATA = Path(__file__).parent / "data"
+FULLEST = -1
+GIB, MIB = 2**30, 2**20
+
+Job = Mapping[str, Mapping[str, object]]
+Line = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run. seconds: of a step. memory: bytes allocated at the peak, by pipeline rank or of the FULLEST.
+
+    job: as TOML would give it; None where it cannot be expressed, and `why` says why.
+    """
+
+    name: str
+    job: Job | None = None
+    seconds: float | None = None
+    memory: Mapping[int, float] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A table of figures. row: what a line becomes. assumed: what its source does not say and the jobs had to choose.
+
+    bars: what the median, p90 or worst of "time" and "memory" is asked to reach, in words.
+    """
+
+    name: str
+    title: str
+    row: Callable[[Line], Row]
+    assumed: str
+    bars: str = ""
+
+    def rows(self, folder: Path = DATA) -> list[Row]:
+        """All of its rows, in the table's order."""
+        return [self.row(line) for line in lines(folder / f"{self.name}.csv")]
+
+
+def lines(path: Path) -> list[dict[str, str]]:
+    """The lines of a table, by column."""
+    with path.open(newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def fitted(rows: Iterable[Row]) -> set[str]:
+    """Names of every other row: the half that constants may be fitted to. The rest is held out."""
+    return {r.name for r in list(rows)[::2]}
+
+
+def ints(line: Line, *columns: str) -> tuple[int, ...]:
+    """Whole numbers of some columns.
+
+    >>> ints({"tp": "8", "pp": "2"}, "tp", "pp")
+    (8, 2)
+    """
+    return tuple(int(line[c]) for c in columns)
+
+
+def gpt(line: Line, **more: object) -> dict[str, object]:
+    """`[model]` of a GPT as Megatron trains it: learned positions, GELU, dropout 0.1, its vocabulary where given."""
+    layers, hidden, heads, seq_len = ints(line, "layers", "hidden", "heads", "seq_len")
+    sizes = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "seq_len": seq_len, "n_positions": seq_len}
+    return {"config": "gpt3-175b", **sizes, **more}

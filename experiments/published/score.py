@@ -1,0 +1,100 @@
+"""Rows to errors: each predicted once, its failure kept where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from experiments.published.rows import FULLEST, Row
+from ir.errors import PiperError
+from ir.job import Job
+from ir.job.load import job_from
+from piper_sim.predict import Prediction, fits, predict
+
+Table = dict[str, dict[str, Any]]
+Change = Callable[[Table], Table]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A row and its errors, predicted / measured - 1. failure: why there is no prediction.
+
+    memory: by pipeline rank, or of the fullest. fits: whether the run that ran is said to fit. split: key of the
+    breakdown -> share of the step, mean over pipeline ranks.
+    """
+
+    row: Row
+    time: float | None = None
+    memory: Mapping[int, float] | None = None
+    failure: str = ""
+    fits: bool | None = None
+    predicted_s: float | None = None
+    split: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of some errors: how many, and median, 90th percentile and worst of their sizes; sign: the median error."""
+
+    n: int
+    median: float
+    p90: float
+    worst: float
+    sign: float
+
+    @classmethod
+    def of(cls, errors: Sequence[float]) -> Spread | None:
+        """None of none.
+
+        >>> Spread.of([-0.1, 0.2, 0.3])
+        Spread(n=3, median=0.2, p90=0.3, worst=0.3, sign=0.2)
+        """
+        if not errors:
+            return None
+        sizes = sorted(abs(e) for e in errors)
+        p90 = sizes[-(-9 * len(sizes) // 10) - 1]
+        return cls(len(errors), median(sizes), p90, sizes[-1], median(errors))
+
+
+def scores(rows: Iterable[Row], change: Change | None = None) -> Iterator[Score]:
+    """Predict each row that can be; `change` alters every job first (controls)."""
+    for row in rows:
+        if row.job is not None:
+            table: Table = deepcopy({k: dict(v) for k, v in row.job.items()})
+            yield scored(row, table if change is None else change(table))
+        else:
+            yield Score(row, failure="")
+
+
+def scored(row: Row, table: Table) -> Score:
+    """One row's errors."""
+    try:
+        job: Job = job_from(table, file=row.name)
+        p = predict(job)
+    except PiperError as e:
+        return Score(row, failure=str(e).splitlines()[0])
+    time = None if row.seconds is None else p.iteration_s / row.seconds - 1
+    return Score(row, time, _memory(row, p), "", fits(p.planned), p.iteration_s, _split(p))
+
+
+def _memory(row: Row, p: Prediction) -> dict[int, float]:
+    peak = p.memory.peak
+    return {r: int(peak.max() if r == FULLEST else peak[r]) / b - 1 for r, b in row.memory.items()}
+
+
+def _split(p: Prediction) -> dict[str, float]:
+    ranks = p.breakdown.seconds
+    return {k: sum(r[k] for r in ranks) / len(ranks) / p.iteration_s for k in ranks[0]}
+
+
+def times(found: Iterable[Score]) -> list[float]:
+    """Errors of step times."""
+    return [s.time for s in found if s.time is not None]
+
+
+def memories(found: Iterable[Score]) -> list[float]:
+    """Errors of peaks, all ranks."""
+    return [e for s in found for e in (s.memory or {}).values()]

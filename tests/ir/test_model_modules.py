@@ -1,0 +1,51 @@
+"""Small tensors that parts keep or give, by hand; torch's modules agree in tests/executor."""
+
+from ir.model import load_config, model_chunks
+from ir.model.part import Layout, PartWork
+from ir.model.work import BatchShape, Precision, part_work
+from ir.ops import Pass
+
+
+def work(config: str, at: int, name: str, layout: Layout = Layout(), shape: BatchShape = BatchShape()) -> PartWork:
+    c = load_config(config)
+    chunk = model_chunks(c)[at]
+    part = next(p for p in chunk.parts if p.name == name)
+    return part_work(c, chunk, part, layout, shape, Precision())
+
+
+def test_norms_inside_attention_keep_statistics_too() -> None:
+    def kept(config: str, layout: Layout) -> dict[str, tuple[int, Pass]]:
+        return {s.name: (s.bytes, s.until) for s in work(config, 1, "attn", layout).saved}
+
+    # qwen3-30b-a3b: 32 query and 4 key heads, cut by tp. Latents are normed before tp's region: sp alone cuts them.
+    assert kept("qwen3-30b-a3b", Layout())["qk_norm_stats"] == (4096 * (32 + 4) * 4, Pass.I)
+    assert kept("qwen3-30b-a3b", Layout(tp=4))["qk_norm_stats"] == (4096 * (8 + 1) * 4, Pass.I)
+    assert kept("deepseek-v3", Layout(tp=4))["latent_norm_stats"] == (4096 * 2 * 4, Pass.I)
+    assert kept("deepseek-v3", Layout(tp=4, sequence_parallel=True))["latent_norm_stats"] == (1024 * 2 * 4, Pass.I)
+    assert kept("deepseek-v2-lite", Layout())["latent_norm_stats"] == (4096 * 4, Pass.I)  # queries have no latent
+    assert not {"qk_norm_stats", "latent_norm_stats"} & kept("llama3-8b", Layout()).keys()
+
+
+def test_an_mtp_module_norms_both_of_its_inputs() -> None:
+    w = work("deepseek-v3", -2, "proj")
+    assert [(s.name, s.bytes) for s in w.saved] == [("joined", 4096 * 2 * 7168 * 2), ("norm_stats", 4096 * 2 * 4)]
+
+
+def test_a_router_keeps_weights_only_where_it_divides_them_by_their_sum() -> None:
+    def kept(config: str) -> int:
+        return next(s.bytes for s in work(config, 10, "router").saved if s.name == "router_scores")
+
+    assert kept("deepseek-v3") == 4096 * (256 * 4 + 8 * 8 + 8 * 4 + 4)
+    assert kept("deepseek-v2") == 4096 * (160 * 4 + 6 * 8)
+
+
+def test_experts_give_rows_to_combine_and_sums_where_there_is_none() -> None:
+    layouts = (Layout(), Layout(ep=4), Layout(etp=2))
+    got = [work("mixtral-8x7b", 1, "experts", layout).out_bytes for layout in layouts]
+    assert got == [4096 * 4096 * 2, 2 * 4096 * 4096 * 2, 2 * 4096 * 4096 * 2]
+
+
+def test_learned_positions_get_a_gradient_summed_over_sequences() -> None:
+    assert work("gpt2", 0, "embed", shape=BatchShape(4, 1024)).stash_bytes == (4 + 1) * 1024 * 768 * 2
+    layout = Layout(tp=2, cp=2, sequence_parallel=True)
+    assert work("gpt2", 0, "embed", layout, shape=BatchShape(4, 1024)).stash_bytes == (4 + 1) * 256 * 768 * 2
