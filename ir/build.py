@@ -109,7 +109,7 @@ class _Builder:
     def _add(self, k: int, kind: Pass) -> int:
         e = self.entries[k]
         node = Node(e.stage, kind, e.name, tags={"PP": e.stage, **e.chunk.tags, **_tags(e)})
-        grads = [self.works[j].out_bytes for j in self.inputs[k]]
+        grads = [self.works[j].gradient_bytes for j in self.inputs[k]]
         self.nodes.append(fill(node, e, self.works[k], grads, self.recompute))
         return len(self.nodes) - 1
 
@@ -181,7 +181,7 @@ def grad_slot(inputs: Sequence[int], of: int) -> int:
 def fill(node: Node, e: Entry, w: PartWork, grads: Sequence[int], options: frozenset[str]) -> Node:
     """A node with the work and buffers of its pass, under the part's layout and the recompute options.
 
-    grads: bytes of each input, hence of the gradient that I writes for it.
+    grads: bytes of each input, hence of the gradient that I writes for it, unless the part says otherwise.
     """
     whole = any(e.part.name in WHOLE.get(o, ()) and _layer(e) for o in options)
     fine = tuple(s for s in w.saved if s.recompute and s.recompute in options)
@@ -199,7 +199,8 @@ def fill(node: Node, e: Entry, w: PartWork, grads: Sequence[int], options: froze
             return replace(node, work=tuple(k for s in fine for k in s.rebuild), writes=_outputs(0, fine))
         case Pass.I:
             names = ("grad",) if len(grads) == 1 else tuple(f"grad{n}" for n in range(len(grads)))
-            buffers = tuple(Buffer(n, b) for n, b in zip(names, grads, strict=True))
+            own = grads if w.handed is None else [w.handed]
+            buffers = tuple(Buffer(n, b) for n, b in zip(names, own, strict=True))
             writes = (*buffers, Buffer("stash", w.stash_bytes))
             return replace(node, work=w.input_grad, inline=inline, writes=writes, workspace=w.input_grad_workspace)
         case Pass.W:

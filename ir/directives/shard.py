@@ -83,7 +83,7 @@ def refill(graph: Graph, source: Source) -> Graph:
     for n in graph.nodes:
         key = (n.stage, n.part)
         if isinstance(n.kind, Pass) and key in by_name:
-            grads = [works[j].out_bytes for j in inputs[key]]
+            grads = [works[j].gradient_bytes for j in inputs[key]]
             n = fill(n, by_name[key], works[key], grads, graph.recompute)
         nodes.append(n)
     return replace(graph, nodes=tuple(nodes))

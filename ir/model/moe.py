@@ -121,6 +121,9 @@ def experts(s: Setting) -> PartWork:
         forward_workspace=total * h * s.wide,
         input_grad_workspace=total * (h + width) * s.wide,
         model_flops=2 * s.shape.tokens * moe.top_k * h * moe.ffn * (ups + 1),
+        # One row per token comes, of which combine's mirror makes copies; rows go, which dispatch's mirror sums.
+        out_grad_bytes=with_scales(s.stream * h, s.precision.dispatch) if spread(s.layout) else None,
+        handed=back if spread(s.layout) else None,
     )
 
 

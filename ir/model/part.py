@@ -88,6 +88,8 @@ class PartWork:
     out_bytes: its output (what the next part reads); how long it lives is the readers' `keeps` to say.
     stash_bytes: output gradients that live from I to W. *_workspace: bytes alive only while the pass runs.
     model_flops: forward FLOPs that MFU counts, of one microbatch over *all* devices of the stage.
+    out_grad_bytes: its output's gradient, which readers write, where it is not as large as the output; handed: likewise
+    the gradient that I writes for its only input. None: as large.
     """
 
     forward: Work
@@ -101,6 +103,13 @@ class PartWork:
     input_grad_workspace: int = 0
     weight_grad_workspace: int = 0
     model_flops: int = 0
+    out_grad_bytes: int | None = None
+    handed: int | None = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of its output's gradient."""
+        return self.out_bytes if self.out_grad_bytes is None else self.out_grad_bytes
 
 
 @dataclass(frozen=True, slots=True)

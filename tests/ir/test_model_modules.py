@@ -1,5 +1,9 @@
 """Small tensors that parts keep or give, by hand; torch's modules agree in tests/executor."""
 
+import pytest
+
+from ir.job.build import prepare
+from ir.job.load import job_from
 from ir.model import load_config, model_chunks
 from ir.model.part import Layout, PartWork
 from ir.model.work import BatchShape, Precision, part_work
@@ -49,3 +53,24 @@ def test_learned_positions_get_a_gradient_summed_over_sequences() -> None:
     assert work("gpt2", 0, "embed", shape=BatchShape(4, 1024)).stash_bytes == (4 + 1) * 1024 * 768 * 2
     layout = Layout(tp=2, cp=2, sequence_parallel=True)
     assert work("gpt2", 0, "embed", layout, shape=BatchShape(4, 1024)).stash_bytes == (4 + 1) * 256 * 768 * 2
+
+
+@pytest.mark.parametrize(("ep", "rows", "token"), [(1, 1, 2), (4, 2, 2)])
+def test_gradients_around_exchanged_experts_travel_as_tokens_then_as_rows(ep: int, rows: int, token: int) -> None:
+    """add hands back one row per token, experts top_k of them: combine's mirror copies, dispatch's mirror sums."""
+    job = job_from(
+        {
+            "model": {"config": "tiny-moe", "seq_len": 64},
+            "parallel": {"dp": 4, "ep": ep},
+            "schedule": {"microbatches": 2},
+            "cluster": {"gpu": "h100-sxm"},
+        }
+    )
+    prepared = prepare(job)
+    moe = prepared.config.moe
+    assert moe is not None and moe.top_k == 2
+    wide = 64 * prepared.config.hidden * token
+    found = {n.part: n.writes for n in prepared.graph().nodes if n.kind is Pass.I}
+    part = next(p for p in found if p.endswith(".experts"))
+    assert found[part][0].bytes == rows * wide
+    assert found[part.replace("experts", "add")][0].bytes == wide

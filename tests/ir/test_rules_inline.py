@@ -65,6 +65,6 @@ def test_what_free_streams_finish_an_inline_host_may_not(name: str) -> None:
     assert refused.value.kind is ErrorKind.DEADLOCK
     duration = np.ones(len(late))
     assert (play(Scenario.of(late), duration).end > 0).all()
-    with pytest.raises(PiperError, match="host stands at .*, which waits for ") as stuck:
+    with pytest.raises(PiperError, match=r"host stands at .*, which waits for ") as stuck:
         play(Scenario.of(late, host=inline(late)), duration)
     assert stuck.value.kind is ErrorKind.DEADLOCK
