@@ -74,13 +74,24 @@ def breakdown(scenario: Scenario, run: Run, costs: OpCosts, classes: Classes | N
         np.add.at(spent[:, KEYS.index(name)], program, costs.shares[gaps.compute, share])
     for name, seconds in gaps.found.items():
         spent[:, KEYS.index(name)] += seconds
-    iteration = float(gaps.window.max())
-    # Ranks whose steps differ have not settled: the quicker will have to wait.
-    spent[:, KEYS.index("dependency")] += iteration - gaps.window
+    paced = _host_periods(plan, run)
+    iteration = float(max(gaps.window.max(), paced.max()))
+    # Ranks whose steps differ have not settled: a device still uses up its lead over its host, the quicker of two
+    # devices will have to wait.
+    late = np.clip(paced - gaps.window, 0.0, None)
+    spent[:, KEYS.index("host")] += late
+    spent[:, KEYS.index("dependency")] += iteration - gaps.window - late
     if classes is not None:
         weight = classes.size / classes.size.sum()
         spent = (weight[:, None, None] * spent.reshape(classes.count, -1, len(KEYS))).sum(axis=0)
     return Breakdown(iteration, tuple(dict(zip(KEYS, row, strict=True)) for row in spent.tolist()))
+
+
+def _host_periods(plan: Plan, run: Run) -> FloatArray:
+    """[program] seconds between its host's last dispatches of two steps; 0 without a host or a step before."""
+    if run.post is None or len(run.post) < 2:
+        return np.zeros(plan.programs)
+    return np.asarray((run.post[-1] - run.post[-2])[plan.bounds[1:] - 1])
 
 
 class _Gaps:

@@ -32,7 +32,7 @@ from piper_sim.sharing import leaves, links
 from piper_sim.traces import trace_of
 
 GIB = 2**30
-MOST_OPS = 24_000_000  # unfolded, about 250 bytes each
+MOST_OPS = 12_000_000  # unfolded, about 650 bytes each
 
 
 @dataclass(frozen=True, eq=False)

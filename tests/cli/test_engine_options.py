@@ -33,14 +33,18 @@ def test_every_host_and_level_is_said_back_and_holds_its_sums(
 ) -> None:
     costs = {"host_model": host, "interference": level}
     schedule = {"name": name, "microbatches": 4}
-    for zero, more in product(range(4), ({}, {"speed": {}}, {"gpus_per_node": 1})):
+    cases: tuple[list[str], ...] = (
+        [],
+        ["cluster.speed.3=0.5", "routing.kind=zipf"],
+        ["cluster.gpus_per_node=1"],
+        ["cluster.speed.3=0.5"],
+    )
+    for zero, more in enumerate(cases):
         sections: dict[str, Any] = {"parallel": {"pp": 2, "dp": 2, "ep": 2, "zero": zero}, "schedule": schedule}
-        sets = [f"costs.{k}={v}" for k, v in costs.items()] + [f"cluster.{k}={v}" for k, v in more.items() if v]
-        sets += ["cluster.speed.3=0.5", "routing.kind=zipf"] if "speed" in more else []
-        found = simulate(cli, job, *sets, **sections)
+        found = simulate(cli, job, *(f"costs.{k}={v}" for k, v in costs.items()), *more, **sections)
         assert found["host_model"] == host and found["interference_level"] == level
         assert_told({**sections, "costs": costs}, found)
-        assert (found["folded"]["replicas_simulated"] == 2) is ("speed" in more)
+        assert (found["folded"]["replicas_simulated"] == 2) is ("cluster.speed.3=0.5" in more)
 
 
 def test_the_defaults_are_a_host_that_runs_ahead_and_pairwise_slowdowns(cli: Any, job: Any) -> None:
@@ -55,7 +59,7 @@ def test_a_slow_host_is_what_a_small_job_waits_for(cli: Any, job: Any) -> None:
     free, slow = (simulate(cli, job, f"cluster.host_launch_us={x}") for x in (0, 50))
     assert slow["iteration_s"] > 5 * free["iteration_s"]
     for r, row in slow["time_breakdown"].items():
-        assert row["host"] > 0.4 * slow["iteration_s"] and free["time_breakdown"][r]["host"] == 0
+        assert row["host"] > 0.1 * slow["iteration_s"] and free["time_breakdown"][r]["host"] == 0
         assert row["compute"] == pytest.approx(free["time_breakdown"][r]["compute"])
 
 
@@ -64,7 +68,7 @@ def test_compare_and_plan_take_the_options_too(cli: Any, job: Any) -> None:
     rows = cli("compare", job(), "--schedules", "1f1b,zb1p", *sets).json["rows"]
     for row in rows:
         alone = cli("simulate", job(), *sets, "--set", f"schedule.name={row['schedule']}").json
-        assert {k: row[k] for k in alone} == alone
+        assert {k: row[k] for k in alone if k != "job_digest"} == {k: alone[k] for k in alone if k != "job_digest"}
     plain, asked = (cli("plan", job(), *s).json for s in ([], sets))
     assert plain == asked, "costs are not in the plan"
 
@@ -106,7 +110,7 @@ def test_without_numba_the_same_bytes(cli: Any, rich: str, monkeypatch: pytest.M
 
 # --- what does not fit ---
 
-# Recomputed layers at 2,048 tokens leave the cache in pieces: 2.9 GiB hold what is asked for, not what is cached.
+# Recomputed layers with score matrices leave the cache in pieces: 2.9 GiB hold what is asked for, not what is cached.
 PIECES: dict[str, Any] = {
     "model": {"seq_len": 3000, "attention": "unfused", "num_hidden_layers": 4},
     "schedule": {"name": "interleaved-1f1b", "microbatch_size": 4, "recompute": "full"},
@@ -129,7 +133,7 @@ def test_a_cache_in_pieces_is_told_from_too_many_bytes(cli: Any, job: Any) -> No
     [
         (["cluster.hbm_GiB=0.001"], ["needs 2.0 GiB", "4.0 GiB more than the 0.00 GiB", "less a margin of 2.0 GiB"]),
         (["cluster.memory_margin_GiB=200"], ["than the 79.1 GiB there are, less a margin of 200.0 GiB"]),
-        (["cluster.hbm_GiB=2.001"], ["most of it context (1.5 GiB): a larger device, or a smaller cluster.memory_m"]),
+        (["cluster.hbm_GiB=2.001"], ["most of it context (2.0 GiB): a larger device, or a smaller cluster.memory_m"]),
         (["cluster.hbm_GiB=1", "cluster.memory_margin_GiB=0"], ["more than the 1.0 GiB there are, at"]),
     ],
 )
@@ -207,6 +211,6 @@ def test_an_order_that_cannot_run_is_refused_by_rank_and_op(cli: Any, job: Any, 
     schedule = {"name": None, "csv": "mine.csv", "microbatches": 2}
     result = cli("simulate", job(schedule=schedule, costs={"host_model": host}))
     assert result.code == 3 and result.error["kind"] in ("illegal_plan", "deadlock")
-    assert "0B0" in result.error["message"] and "0" in result.error["message"]
+    assert result.error["message"].startswith("program 0: 0I0/") and "0SEND_F1" in result.error["message"]
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
     assert cli("simulate", job(schedule=schedule, costs={"host_model": host})).code == 0

@@ -16,7 +16,10 @@ from piper_sim.simulate import simulate_object
 
 Table = dict[str, dict[str, Any]]
 Object = dict[str, Any]
-SCHEDULES = "gpipe 1f1b interleaved-1f1b looped-bfs zb1p zb2p zbv v-half v-min dualpipe dualpipev".split()
+SCHEDULES = (
+    *("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb1p", "zb2p"),
+    *("zbv", "v-half", "v-min", "dualpipe", "dualpipev"),
+)
 ORDERS = ("tp cp ep dp pp", "pp tp cp ep dp", "dp ep cp tp pp", "pp ep dp tp cp")
 RICH: Table = {
     "model": {"config": "tiny-moe", "seq_len": 128, "tie_word_embeddings": True},

@@ -175,20 +175,19 @@ def test_a_routing_that_prefers_nobody_is_balanced(name: str, routing: dict[str,
     assert told["cost_digest"] != plain["cost_digest"] and told["plan_digest"] == plain["plan_digest"]
 
 
-@pytest.mark.parametrize("kind", ["zipf", "hot"])
-def test_a_more_popular_expert_costs_its_group_more_time_and_memory(kind: str) -> None:
-    """One expert a rank, so that the fullest rank holds the most popular one; with several, ranks may even out."""
-    more: dict[str, Any] = {"parallel": EVEN, "cluster": {"gpus_per_node": 8}, "model": {"seq_len": 2048}}
-    before: dict[str, Any] = answer(**more)
-    peak = least = max(before["memory"]["peak_allocated_bytes"].values())
-    first = before["iteration_s"]
-    for strength in (1.25, 2.0, 4.0):
-        found = answer(**more, routing={"kind": kind, "strength": strength})
-        most = max(found["memory"]["peak_allocated_bytes"].values())
-        assert found["iteration_s"] >= before["iteration_s"] and most >= peak
-        assert found["folded"]["replicas_simulated"] > 1
-        before, peak = found, most
-    assert peak > 1.1 * least and before["iteration_s"] > 1.1 * first
+def test_a_more_popular_expert_costs_its_group_more_time_and_memory() -> None:
+    """One expert a rank. (With several, or popularities that fall, ranks may even out as the first takes more.)"""
+    more: dict[str, Any] = {"parallel": EVEN, "cluster": {"host_launch_us": 0}, "model": {"seq_len": 2048}}
+    more["schedule"] = {"microbatch_size": 4}
+    told = [answer(**more)]
+    told += [answer(**more, routing={"kind": "hot", "strength": s}) for s in (1.25, 1.5, 2.0, 4.0)]
+    step = [x["iteration_s"] for x in told]
+    peak = [max(x["memory"]["peak_allocated_bytes"].values()) for x in told]
+    assert step == sorted(set(step)) and peak == sorted(set(peak))
+    assert step[-1] > 1.1 * step[0] and peak[-1] > 1.1 * peak[0]
+    assert all(x["folded"]["replicas_simulated"] > 1 for x in told[1:])
+    zipf = answer(**more, routing={"kind": "zipf", "strength": 1.5})
+    assert zipf["iteration_s"] > step[0] and max(zipf["memory"]["peak_allocated_bytes"].values()) > peak[0]
 
 
 def test_the_worst_replica_s_memory_decides_what_fits() -> None:
