@@ -8,7 +8,7 @@ the library's own tuner would.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cost_models.hardware import Hardware
 from cost_models.protocols import NVLS_LATENCY_US, TREE_BANDWIDTH, Protocol, protocols
@@ -21,6 +21,7 @@ class Fabric:
 
     node, nic: busbw of a ring inside a node, of one NIC. pair: between two given GPUs of a node.
     sharp: rate of in-switch reduction (0: none). dispatch_node, dispatch_nic: of token dispatch kernels.
+    congestion: see the hardware key nic_congestion.
     deduplicate: whether a token crosses the network once per node (DeepEP) or once per copy (plain all-to-all).
     """
 
@@ -36,6 +37,7 @@ class Fabric:
     protocols: tuple[Protocol, ...]
     gpus_per_node: int
     deduplicate: bool = True
+    congestion: float = 0.0
 
     @classmethod
     def of(cls, hw: Hardware, gpus_per_node: int | None = None, deduplicate: bool = True) -> Fabric:
@@ -60,7 +62,15 @@ class Fabric:
             protocols=protocols(hw.collectives),
             gpus_per_node=gpus_per_node or hw.gpus_per_node,
             deduplicate=deduplicate,
+            congestion=hw.nic_congestion,
         )
+
+    def rings_across(self, nodes: int) -> Fabric:
+        """As rings over so many nodes find it: they are as slow as their slowest hop, and know no tree."""
+        if not self.congestion or nodes <= 2:
+            return self
+        left = (2 / nodes) ** self.congestion
+        return replace(self, nic=self.nic * left)
 
 
 def message_seconds(
@@ -94,7 +104,7 @@ def message_seconds(
         case CommKind.ALL_REDUCE:
             return all_reduce_seconds(message.bytes, per_node, nodes, fabric, exact)
         case CommKind.REDUCE_SCATTER | CommKind.ALL_GATHER:
-            return gather_seconds(message.bytes, per_node, nodes, fabric, exact)
+            return gather_seconds(message.bytes, per_node, nodes, fabric.rings_across(nodes), exact)
         case CommKind.ALL_TO_ALL:
             return all_to_all_seconds(message, ranks, per_node, nodes, fabric, imbalance)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ir.work import DType, Kernel, KernelKind
+from ir.work import DType, Kernel, KernelKind, Work
 
 Name = Literal["adamw", "sgd"]
 
@@ -111,6 +111,19 @@ def clip(numel: int, recipe: Recipe) -> Kernel:
 def zero_grads(numel: int, recipe: Recipe) -> Kernel:
     """Setting the local gradients to zero: one write."""
     return _memory("zero_grads", numel, recipe.grads.bytes, recipe.grads, flops=0)
+
+
+def accumulate(work: Work, each: float) -> list[Kernel]:
+    """Adding the weight gradients that `work` computes to those of the microbatches before, at `each` bytes per element.
+
+    >>> from ir.work import DType
+    >>> gemm = Kernel(KernelKind.GEMM, 2 * 8**3, 0, DType.BF16, (8, 8, 8))
+    >>> accumulate((gemm,), 12)[0].bytes
+    768
+    """
+    products = [k for k in work if k.kind in (KernelKind.GEMM, KernelKind.GROUPED_GEMM) and k.shape]
+    numels = [(k.shape[0] if len(k.shape) == 4 else 1) * k.shape[-3] * k.shape[-2] * k.count for k in products]
+    return [Kernel(KernelKind.MEMORY, n, int(n * each), DType.FP32, label="accumulate") for n in numels]
 
 
 def _memory(label: str, numel: int, bytes_each: int, dtype: DType, flops: int) -> Kernel:

@@ -46,14 +46,18 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     batches = _batches(prepared, program, device) if s.real else _blank_batches(program)
     device.mark().wait()
     transport.barrier()
-    results = [run.step(step, batches(step)) for step in range(s.steps)]
+    results = []
+    for step in range(s.steps):
+        results.append(run.step(step, batches(step)))
+        if step == 0 and local is not None and s.dump is not None:
+            _dump(Path(s.dump) / f"first-{ctx.rank}.npz", local)
     rows = list(run.rows)
     if s.parts is not None and s.real and not device.ahead:
         (Path(s.parts) / f"parts-{ctx.rank}.json").write_text(json.dumps(run.parts))
     peak = None
     if local is not None:
         if s.dump is not None:
-            _dump(Path(s.dump), ctx.rank, local)
+            _dump(Path(s.dump) / f"rank-{ctx.rank}.npz", local)
         # One more step, not timed and not reported, as following every storage makes it slower.
         with PeakMemory(local.tensors()) as memory:
             run.step(s.steps, batches(s.steps))
@@ -189,7 +193,7 @@ def _blank_batches(program: Program) -> Callable[[int], dict[int, Batch]]:
     return lambda step: one
 
 
-def _dump(folder: Path, rank: int, local: Local) -> None:
+def _dump(file: Path, local: Local) -> None:
     """This rank's share of the parameters and of the reduced gradients; NaN stands where another rank has the value."""
     arrays = {}
     for kind, pieces in (("param", local.sync.weights()), ("grad", local.sync.reduced())):
@@ -197,4 +201,4 @@ def _dump(folder: Path, rank: int, local: Local) -> None:
             whole = np.full(local.params[name].numel(), np.nan)
             whole[first : first + len(piece)] = piece.double().cpu().numpy()
             arrays[f"{kind}/{name}"] = whole.reshape(local.params[name].shape)
-    np.savez(folder / f"rank-{rank}.npz", **arrays)  # type: ignore[arg-type]
+    np.savez(file, **arrays)  # type: ignore[arg-type]

@@ -29,9 +29,9 @@ _ONE_BY_ONE = Lock()  # ranks that are threads of one process share the plan
 class Spec:
     """A run as the launcher hands it to every rank: the job, the strategy that was judged, the digest it must have.
 
-    dump: a folder for each rank's last gradients and parameters. emulate: seconds of a layer's pass, instead of
-    arithmetic; replay: a trace file whose ops' seconds are taken instead. emulate_comm: seconds by which the end of
-    each transfer is put off. parts: a folder for what each node of every compute op took.
+    dump: a folder for each rank's gradients and parameters, of the first step and of the last. emulate: seconds of a
+    layer's pass, instead of arithmetic; replay: a trace file whose ops' seconds are taken instead. emulate_comm:
+    seconds by which the end of each transfer is put off. parts: a folder for what each node of every compute op took.
     """
 
     job: str

@@ -60,7 +60,8 @@ class TorchPipeline:
         modules = {s: StageModule(built, [e.name for e in entries if e.stage == s]) for s in mine}
         cpu, count = torch.device("cpu"), prepared.stages
         stages = [PipelineStage(m, s, count, cpu, group=group) for s, m in modules.items()]
-        self._runtime: Any = _PipelineScheduleRuntime(stages, prepared.mbs, loss_fn=self._loss, scale_grads=False)
+        runtime: Any = _PipelineScheduleRuntime
+        self._runtime = runtime(stages, prepared.mbs, loss_fn=self._loss, scale_grads=False)
         self._runtime._load_csv(str(csv))
 
     def step(self, batches: Sequence[Batch]) -> list[float]:

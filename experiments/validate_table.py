@@ -68,7 +68,8 @@ class Row:
         """One line of the table."""
         return (
             f"{self.ranks:5} {self.op_s * 1e3:5.0f} {self.schedule:18}{self.measured_s * 1e3:12.1f}"
-            f"{self.predicted_s * 1e3:13.1f}{self.error:+9.2%}{self.bare_error:+9.2%}{self.replay:+9.2%}{self.load:6.1f}"
+            f"{self.predicted_s * 1e3:13.1f}{self.error:+9.2%}{self.bare_error:+9.2%}"
+            f"{self.replay:+9.2%}{self.load:6.1f}"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cost_models import Fabric, Hardware, Recipe, kernel_seconds, message_seconds, quantise
-from cost_models.optimizer import clip, grad_norm, update, zero_grads
+from cost_models.optimizer import accumulate, clip, grad_norm, update, zero_grads
 from cost_models.profile import Profile
 from ir.errors import ErrorKind, PiperError, nearest
 from ir.graph import Graph, Node, Once
@@ -22,7 +22,7 @@ from ir.plan import OpKind, Plan, Shape
 from ir.work import CommKind, Kernel, Message
 from piper_sim.folding import Classes, Ground, Seat, Spread, classes
 from piper_sim.folding.uses import Use, joined, meeting_axes, uses
-from piper_sim.measured import MODELLED, Measurements
+from piper_sim.measured import MODELLED, Measurements, scaled
 
 FIRST = Seat(0, 0)
 
@@ -75,7 +75,13 @@ class CostModel:
         self.ground = Ground(self.mesh, self.per_node, job.cluster.speed)
         p = prepared.base.source.precision if prepared.base.source is not None else None  # type: ignore[attr-defined]
         assert p is not None
-        self.recipe = Recipe("adamw" if job.optimizer.name == "adamw" else "sgd", p.params, p.grads, p.optimizer)
+        self.recipe = Recipe(
+            "adamw" if job.optimizer.name == "adamw" else "sgd",
+            p.params,
+            p.grads,
+            p.optimizer,
+            hardware.software.grad_copy_bytes,
+        )
         self.measured = Measurements.of(prepared, profile) or MODELLED
         self._kernels: dict[Kernel, float] = {}
         self._messages: dict[tuple[Message, Spread], float] = {}
@@ -186,10 +192,13 @@ class CostModel:
             out[Share.OPTIMIZER] = sum(map(self._kernel, self._update(n.numel)))
         elif n.message is None:
             out[Share.RECOMPUTE if n.kind is Pass.R else Share.COMPUTE] = sum(map(self._kernel, n.work))
+            software = self.hardware.software
+            if n.kind is Pass.W and software.accumulate_bytes:
+                out[Share.COMPUTE] += sum(self._kernel(k) for k in accumulate(n.work, software.accumulate_bytes))
             for message in n.inline:
                 axis = Share.CP if "cp" in message.axes else Share.TP
                 out[axis] += self.message(message, (), seat)
-        return out if (found := self.measured.node(n)) is None else _scaled(out, found)
+        return out if (found := self.measured.node(n)) is None else scaled(out, found)
 
     def node_message(self, n: Node, seat: Seat = FIRST) -> float:
         """Seconds of the message that one instance of a node is; 0 for compute."""
@@ -219,16 +228,6 @@ class CostModel:
         return self._messages[message, spread]
 
 
-def _scaled(shares: list[float], seconds: float) -> list[float]:
-    """Shares in the same proportion that sum to so many seconds; all compute where nothing was modelled.
-
-    >>> _scaled([1.0, 0.0, 3.0, 0.0, 0.0], 2.0)
-    [0.5, 0.0, 1.5, 0.0, 0.0]
-    """
-    total = sum(shares)
-    return [x * seconds / total for x in shares] if total else [seconds, *[0.0] * (len(shares) - 1)]
-
-
 def scaled_to_stage_times(
     graph: Graph, node: FloatArray, wire: FloatArray, times: Mapping[str, object]
 ) -> tuple[FloatArray, FloatArray]:
@@ -238,7 +237,7 @@ def scaled_to_stage_times(
     """
     stages = graph.stages
     node, wire = node.copy(), wire.copy()
-    for key, seconds in _given(times, stages).items():
+    for key, seconds in given_times(times, stages).items():
         for s in range(stages):
             rows = [i for i, n in enumerate(graph.nodes) if n.stage == s and n.kind in _PASSES[key]]
             total = float(node[rows].sum() + wire[rows].sum())
@@ -257,7 +256,7 @@ def scaled_to_stage_times(
 _PASSES = {"F": (Pass.F,), "I": (Pass.I, Pass.R), "W": (Pass.W,)}
 
 
-def _given(times: Mapping[str, object], stages: int) -> dict[str, list[float]]:
+def given_times(times: Mapping[str, object], stages: int) -> dict[str, list[float]]:
     """Seconds by pass and stage. B alone is half I, half W; beside one of them it says the other."""
     known = ("F", "B", "I", "W", "p2p")
     for key in times:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,7 @@ from cost_models.host import UPDATE_LAUNCHES, HostCosts
 from ir.graph import Node, Once
 from ir.ops import Pass
 from ir.order import IntArray
-from ir.plan import Csr, OpKind, Plan
+from ir.plan import Csr, OpKind, Plan, Shape
 from ir.work import CommKind
 from piper_sim.engine import Host
 
@@ -41,7 +42,8 @@ def ahead(plan: Plan, costs: HostCosts) -> Host:
     """
     kernels = launches(plan)
     launch = np.where(plan.kind == OpKind.COMPUTE, kernels * costs.launch, costs.comm)
-    holds = [_window(plan, np.maximum(kernels, 1), costs.window), _syncs(plan)]
+    # Of an op with more kernels than half the window, the first run while the last are launched.
+    holds = [_window(plan, np.clip(kernels, 1, max(1, costs.window // 2)), costs.window), _syncs(plan)]
     if costs.turn and (plan.kind == OpKind.SEND).any():
         turns = _turns(plan)
         launch[turns[0]] = costs.turn
@@ -93,21 +95,24 @@ def _syncs(plan: Plan) -> tuple[IntArray, IntArray]:
 
 
 def _turns(plan: Plan) -> tuple[IntArray, IntArray]:
-    """(compute ops that open a pass of a stage, the compute op before each, which the host waits for)."""
+    """(compute ops that open a pass of a stage, what the host waits for: the compute op before, what they receive)."""
     nodes, opening = plan.graph.nodes, dict[tuple[int, Pass], int]()
     for i, n in enumerate(nodes):
-        if n.message is None and isinstance(n.kind, Pass) and n.kind in (Pass.F, Pass.I, Pass.R):
+        if n.message is None and n.kind in (Pass.F, Pass.I, Pass.R):
             # Backward runs through a stage from its last part to its first.
-            opening[n.stage, n.kind] = i if n.kind is Pass.I else opening.get((n.stage, n.kind), i)
+            key = (n.stage, Pass(n.kind))
+            opening[key] = i if n.kind is Pass.I else opening.get(key, i)
     first = set(opening.values())
     opens = np.array([s.kind is OpKind.COMPUTE and _opens(nodes, s, first) for s in plan.shapes])
-    rows, on = [], []
+    ops = plan.waits.rows()
+    received = opens[plan.shape[ops]] & (plan.kind[plan.waits.items] == OpKind.RECV)
+    rows, on = [ops[received]], [plan.waits.items[received]]
     for a, b in pairwise(plan.bounds.tolist()):
         ops = a + np.flatnonzero(plan.kind[a:b] == OpKind.COMPUTE)
         mine = opens[plan.shape[ops]] & (np.arange(len(ops)) > 0)
         rows.append(ops[mine])
-        on.append(np.roll(ops, 1)[mine] + 0)
-    return np.concatenate(rows), len(plan) + np.concatenate(on)
+        on.append(np.roll(ops, 1)[mine])
+    return np.concatenate(rows), np.concatenate(on)
 
 
 def _opens(nodes: Sequence[Node], s: Shape, first: set[int]) -> bool:

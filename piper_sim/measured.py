@@ -64,5 +64,15 @@ class Measurements:
 MODELLED = Measurements()
 
 
+def scaled(shares: list[float], seconds: float) -> list[float]:
+    """Shares in the same proportion that sum to so many seconds; all compute where nothing was modelled.
+
+    >>> scaled([1.0, 0.0, 3.0, 0.0, 0.0], 2.0)
+    [0.5, 0.0, 1.5, 0.0, 0.0]
+    """
+    total = sum(shares)
+    return [x * seconds / total for x in shares] if total else [seconds, *[0.0] * (len(shares) - 1)]
+
+
 def _key(n: Node) -> _Key:
     return n.stage, n.part, str(n.kind)

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from msgspec import structs
+
 from cost_models import Fabric, Hardware, load_hardware, message_seconds, work_seconds
-from ir.errors import ErrorKind, PiperError
-from ir.graph import Entry, Source
+from cost_models.software import load_software
+from ir.errors import PiperError
+from ir.graph import Entry, Graph, Source
 from ir.job import Job
 from ir.job.build import Prepared, prepare, resolve
 from ir.mesh import GroupShape, Mesh
 from ir.model.part import Chunk, Layout
+from ir.ops import Pass
 from ir.plan import OpKind
 from ir.schedules.registry import default_chunks, order_depends_on_times
 from ir.schedules.schedule import OpTimes
-from piper_sim.costs import CostModel, Share
+from piper_sim.costs import CostModel, Share, given_times
 from piper_sim.measured import profile_of
 from piper_sim.routing.keys import check_routing
 
 
 def hardware_of(job: Job) -> Hardware:
-    """The hardware file of `[cluster]`, with its inline overrides."""
+    """The hardware file of `[cluster]` with its inline overrides, and the framework of `[costs] software` on it."""
     gpu = job.cluster.gpu
     beside = Path(job.file).parent / gpu  # a file's name is relative to the job, as its config's is
     try:
-        return load_hardware(beside if gpu.endswith(".json") and beside.exists() else gpu, job.cluster.overrides)
+        name = beside if gpu.endswith(".json") and beside.exists() else gpu
+        return structs.replace(load_hardware(name, job.cluster.overrides), software=load_software(job.costs.software))
     except PiperError as e:
         raise e.at(file=job.file) from None
 
@@ -35,7 +41,6 @@ def hardware_of(job: Job) -> Hardware:
 def prepare_priced(job: Job, hardware: Hardware, most_layers: int | None = None) -> Prepared:
     """Prepare a job; a searched schedule is given the mean op times of the model's stages."""
     name = job.schedule.name
-    refuse_unbuilt(job)
     profile_of(job)  # whether or not this command asks it for anything: a bad one is said at once
     times = None
     if name is not None and order_depends_on_times(name):
@@ -89,7 +94,7 @@ def _probe(name: str) -> str:
 
 
 def op_times(probe: Prepared, hardware: Hardware) -> OpTimes:
-    """Mean seconds of a stage's passes and of a transfer."""
+    """Mean seconds of a stage's passes and of a transfer, given or modelled; what weight gradients hold on to."""
     model = CostModel(probe, hardware)
     plan = probe.plan()
     costs = model.price(plan)
@@ -100,13 +105,25 @@ def op_times(probe: Prepared, hardware: Hardware) -> OpTimes:
             seconds = model.message(n.message) if n.message else sum(model.node_shares(n)[: Share.OPTIMIZER])
             totals[str(n.kind)] += seconds
     stages = graph.stages
+    given = given_times(probe.job.costs.stage_times or {}, stages)
+    totals |= {k: sum(v) for k, v in given.items()} | ({"R": 0.0} if "I" in given else {})
     sends = costs.duration[plan.kind == OpKind.SEND]
     p2p = float(sends.mean()) if len(sends) else 0.0
-    return OpTimes(totals["F"] / stages, (totals["I"] + totals["R"]) / stages, totals["W"] / stages, p2p)
+    f, i, w = totals["F"], totals["I"] + totals["R"], totals["W"]
+    return OpTimes(f / stages, i / stages, w / stages, p2p, held_for_weights(graph))
 
 
-def refuse_unbuilt(job: Job) -> None:
-    """Refuse what this version does not simulate yet, rather than ignore it."""
-    if (software := job.costs.software) is not None:
-        message = f"{software!r} is not simulated yet"
-        raise PiperError(ErrorKind.JOB, message, key="costs.software", file=job.file, suggestion="leave it out")
+def held_for_weights(graph: Graph) -> float:
+    """Bytes that live from I to W, activations and output gradients, over those that live from F to I; most of a stage."""
+    readers: dict[tuple[int, int], set[object]] = defaultdict(set)
+    for e in graph.edges:
+        if graph.nodes[e.src].stage == graph.nodes[e.dst].stage:
+            readers[e.src, e.slot].add(graph.nodes[e.dst].kind)
+    saved, held = [0] * graph.stages, [0] * graph.stages
+    for (src, slot), kinds in readers.items():
+        made, size, stage = graph.nodes[src].kind, graph.nodes[src].writes[slot].bytes, graph.nodes[src].stage
+        if made is Pass.F and kinds & {Pass.I, Pass.W}:
+            saved[stage] += size
+        if made in (Pass.F, Pass.I) and Pass.W in kinds:
+            held[stage] += size
+    return min(1.0, max((h / s for h, s in zip(held, saved, strict=True) if s), default=1.0))

@@ -70,6 +70,8 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     gpus_per_node: GPUs in one scale-up (NVLink) domain. nvlink_GBps: one direction, one GPU, line rate.
     nvlink_pair_GBps: between two given GPUs; null: nvlink_GBps. nvlink_sharp_efficiency: 0 where no switch reduces.
     nic_Gbps: one direction, per GPU. *_latency_us: one low-latency hop. *_efficiency: busbw of a long ring / line rate.
+    nic_congestion: all-gathers and reduce-scatters over n > 2 nodes get (2/n) to this power of what they get over two;
+    0 where no hop of a ring is slower than the others.
     dispatch_*_efficiency: the same of token dispatch kernels (DeepEP-like).
     collective_launch_us: base time of a call. collectives: which library's protocols ("nccl" or "gloo").
     comm_sms: kind of communication ("all_to_all", "collective", "p2p") -> SMs its kernel holds from its start to its
@@ -101,6 +103,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     nic_Gbps: Positive
     nic_latency_us: NonNegative
     nic_efficiency: Share
+    nic_congestion: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.0
     dispatch_nvlink_efficiency: Share
     dispatch_nic_efficiency: Share
     collective_launch_us: NonNegative

@@ -57,7 +57,8 @@ def print_rows(rows: list[dict[str, Any]], title: str) -> None:
     print(why(rows))
     levels = {(r["host_model"], r["interference_level"]) for r in rows if r["iteration_s"] is not None}
     how = ", ".join(f"host {host}, interference {level}" for host, level in sorted(levels))
-    print(f"Step times, exposed communication and reserved memory are modelled from the hardware file ({how});")
+    sources = ", ".join(sorted({str(r["cost_source"]) for r in rows if r["iteration_s"] is not None}))
+    print(f"Step times and exposed communication are {sources} ({how}), reserved memory is modelled;")
     print("FLOPs, parameters and buffer sizes are exact sums over the plan.")
 
 

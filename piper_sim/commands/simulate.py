@@ -88,7 +88,9 @@ def _print(p: Prediction, found: dict[str, Any], out: str | None) -> None:
     folded = found["folded"]
     print(f"simulated: {folded['replicas_simulated']} of {folded['replicas']} replicas, the others are equal to them")
     how = f"host {found['host_model']}, interference {found['interference_level']}"
-    print(f"all times and reserved bytes are modelled from the hardware file ({how})")
+    source = {"modelled": "modelled from the hardware file", "measured": "the profile's"}
+    times = source.get(found["cost_source"], "the profile's where it has them, else modelled from the hardware file")
+    print(f"all times are {times} ({how}); reserved bytes are modelled")
     if not found["fits"]:
         print(f"does not fit: {found['reason']}")
     if out is not None:

@@ -18,7 +18,7 @@ from piper_sim.prepare import prepare_priced
 from piper_sim.validate.runs import Options, Ran, Tools, ran
 from piper_sim.validate.samples import host_seconds, link_samples, measured, node_samples
 
-OTHERS = ("1f1b", "gpipe")
+OTHERS = ("1f1b", "gpipe", "zbv", "dualpipev")  # the latter two: what lies on a rank decides its update
 LEAST_STEPS = 3
 
 

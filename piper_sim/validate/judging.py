@@ -12,6 +12,7 @@ from ir.plan import OpKind
 from piper_sim import engines
 from piper_sim.costs import CostModel
 from piper_sim.engine import Scenario, steady
+from piper_sim.folding import Classes
 from piper_sim.predict import Planned, Prediction, scenario_of, simulated
 from piper_sim.validate.runs import Ran
 from piper_sim.validate.times import alone, dispatch
@@ -44,8 +45,9 @@ def replayed(p: Prediction, r: Ran, *, inline: bool) -> tuple[float, float]:
 
     What an op waited for is not in what it took: so this tests order, waits and messages, and predicts nothing.
     """
-    scenario, plan = scenario_of(p.planned, p.costs), r.plan
-    took, host = alone(plan, r.times), dispatch(plan, r.times)
+    each = replace(p.planned, classes=Classes.each(len(p.planned.classes.of)))
+    scenario = scenario_of(each, p.costs)
+    took, host = alone(r.whole, r.times), dispatch(r.whole, r.times)
     found = []
     for step in range(1, len(took)):
         if inline and scenario.host is not None:

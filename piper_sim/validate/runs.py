@@ -16,6 +16,9 @@ from ir.job.build import Prepared
 from ir.order import FloatArray
 from ir.plan import Plan
 from ir.trace import Trace
+from piper_sim.engine import Scenario
+from piper_sim.folding import Classes, carry, unfold
+from piper_sim.folding.ground import Positions
 from piper_sim.validate.times import Times
 
 WARM_UP = 3  # steps of a run that are not counted, at least 1: the second begins where the first has ended
@@ -77,11 +80,12 @@ class Options:
 class Ran:
     """A run's counted steps. step_s: seconds of each. parts: empty where the host computes nothing itself.
 
-    found: the object of `piper-sim run`.
+    whole: the plan's, with a program for every rank, which times and parts are about. found: `piper-sim run`'s object.
     """
 
     prepared: Prepared
     plan: Plan
+    whole: Scenario
     found: Mapping[str, Any]
     trace: Trace
     times: Times
@@ -109,12 +113,21 @@ def ran(tools: Tools, prepared: Prepared, plan: Plan, sets: Sequence[str], o: Op
             out=o.out,
             parts=Path(name),
         )
-        parts = _parts(Path(name), o.warm_up)
-    times = Times.of(plan, trace)
-    return Ran(prepared, plan, found, trace, times.behind(o.warm_up), times.step_s[o.warm_up - 1 :], parts)
+        at = Positions(prepared.mesh)
+        parts = _parts(Path(name), at, len(plan), o.warm_up)
+    each = Classes.each(len(at))
+    whole = Scenario(unfold(plan, each, prepared.mesh), *carry(plan, each))
+    ranks = (at.offset[:, None] + np.arange(at.programs) * at.stride).ravel()
+    times = Times.of(whole.plan, trace, ranks)
+    return Ran(prepared, plan, whole, found, trace, times.behind(o.warm_up), times.step_s[o.warm_up - 1 :], parts)
 
 
-def _parts(folder: Path, warm_up: int) -> Parts:
-    files = sorted(folder.glob("parts-*.json"))
-    rows = [row for f in files for row in json.loads(f.read_text(encoding="utf-8"))]
-    return {(step - warm_up, op): seconds for step, op, seconds in rows if step >= warm_up}
+def _parts(folder: Path, at: Positions, ops: int, warm_up: int) -> Parts:
+    """From the ranks' files, whose ops are the plan's."""
+    out = {}
+    for file in folder.glob("parts-*.json"):
+        first = at.seat(int(file.stem.partition("-")[2])).position * ops
+        for step, op, seconds in json.loads(file.read_text(encoding="utf-8")):
+            if step >= warm_up:
+                out[step - warm_up, first + op] = seconds
+    return out

@@ -47,7 +47,7 @@ def node_samples(r: Ran, model: CostModel, emulate: float | None) -> Samples:
 
     Where they were not, they are divided as the emulation does, or as the nodes are modelled.
     """
-    plan, seconds = r.plan, alone(r.plan, r.times)
+    plan, seconds = r.whole.plan, alone(r.whole, r.times)
     names = node_classes(plan.graph)
     given = _given(plan, model, emulate)
     out: Samples = defaultdict(list)
@@ -76,10 +76,10 @@ def _compute(plan: Plan) -> Iterator[tuple[int, list[int]]]:
 
 def link_samples(r: Ran, model: CostModel) -> Samples:
     """Seconds of messages once all ends are there, by class; a collective counts once for every rank in it."""
-    seconds = alone(r.plan, r.times)
+    seconds = alone(r.whole, r.times)
     keys = link_keys(r.plan, model)
     out: Samples = defaultdict(list)
-    for i, key in enumerate(keys[s] for s in r.plan.shape.tolist()):
+    for i, key in enumerate(keys[s] for s in r.whole.plan.shape.tolist()):
         if key is not None:
             out[key] += seconds[:, i].tolist()
     return dict(out)
@@ -108,4 +108,4 @@ def _link_key(plan: Plan, model: CostModel, shape: int) -> str | None:
 
 def host_seconds(r: Ran) -> float:
     """What the host needs for an op of its own: the trimmed mean over all ops."""
-    return trimmed(dispatch(r.plan, r.times)[1:].ravel())
+    return trimmed(dispatch(r.whole, r.times)[1:].ravel())

@@ -8,9 +8,10 @@ from itertools import pairwise
 import numpy as np
 
 from ir.errors import ErrorKind, PiperError
-from ir.order import FloatArray
+from ir.order import FloatArray, IntArray
 from ir.plan import OpKind, Plan
 from ir.trace import Trace
+from piper_sim.engine import Scenario
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,9 +23,9 @@ class Times:
     end: FloatArray
 
     @classmethod
-    def of(cls, plan: Plan, trace: Trace) -> Times:
-        """Every step of a trace, in order. Raises PiperError: a trace of another plan."""
-        at = {key: i for i, key in enumerate(zip(plan.program.tolist(), plan.texts, strict=True))}
+    def of(cls, plan: Plan, trace: Trace, rank: IntArray) -> Times:
+        """Every step of a trace, in order. rank: of each program. Raises PiperError: a trace of another plan."""
+        at = {key: i for i, key in enumerate(zip(rank[plan.program].tolist(), plan.texts, strict=True))}
         steps = {step: k for k, step in enumerate(sorted(set(trace.step.tolist())))}
         rows = np.array([steps[s] for s in trace.step.tolist()], dtype=np.int64)
         ops = np.array([at.get(key, -1) for key in zip(trace.rank.tolist(), trace.op, strict=True)], dtype=np.int64)
@@ -50,23 +51,25 @@ class Times:
         return Times(self.post[first:], self.start[first:], self.end[first:])
 
 
-def alone(plan: Plan, t: Times) -> FloatArray:
+def alone(s: Scenario, t: Times) -> FloatArray:
     """[step, op] seconds of every op by itself, as a simulator is given them: once all that it waits for is there.
 
     A compute op counts from when the host had come to it and all it waits for had ended. A transfer, on its send, from
     when both ends had come to it until the receiver saw its end; a collective, on each member, from the last to come
     until the last to see its end.
     """
-    out = np.zeros_like(t.end)
+    plan, out = s.plan, t.end - t.start
     compute = np.flatnonzero(plan.kind == OpKind.COMPUTE)
     ready = t.post.copy()
-    rows, items = plan.waits.rows(), plan.waits.items
-    np.maximum.at(ready.T, rows, t.end.T[items])
+    np.maximum.at(ready.T, plan.waits.rows(), t.end.T[plan.waits.items])
+    np.maximum.at(ready[1:].T, s.late, t.end[:-1].T[s.before])
+    ready[0, s.late] = np.inf  # what it waited for is not known
     out[:, compute] = t.end[:, compute] - np.minimum(t.start, ready)[:, compute]
+    out[:, plan.kind == OpKind.RECV] = 0.0
     recv = np.flatnonzero(plan.kind == OpKind.RECV)
     send = plan.partner[recv]
     out[:, send] = t.end[:, recv] - np.maximum(t.start[:, recv], t.start[:, send])
-    members = np.flatnonzero(plan.collective >= 0)
+    members = np.flatnonzero((plan.collective >= 0) & (plan.kind == OpKind.COLLECTIVE))
     meeting = plan.collective[members]
     last = np.full((int(meeting.max(initial=-1)) + 1, len(t)), -np.inf)
     seen = last.copy()
@@ -76,11 +79,12 @@ def alone(plan: Plan, t: Times) -> FloatArray:
     return np.maximum(out, 0.0)
 
 
-def dispatch(plan: Plan, t: Times) -> FloatArray:
+def dispatch(s: Scenario, t: Times) -> FloatArray:
     """[step, op] seconds that a host which computes itself needed to come to each op, by what it did not wait for.
 
     From the op before: its dispatch, or its end where it computes. The first op of the first step has none: 0.
     """
+    plan = s.plan
     free = np.where(plan.kind == OpKind.COMPUTE, t.end, t.post)
     joint = np.flatnonzero(plan.kind == OpKind.COLLECTIVE)
     for i in joint.tolist():  # it may have waited there for what it reduces

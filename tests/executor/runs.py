@@ -53,7 +53,7 @@ def job_file(folder: Path, *, text: str = JOB) -> Path:
 
 @dataclass(frozen=True)
 class Ran:
-    """One run: its JSON object, its trace, and what each rank ended with."""
+    """One run: its JSON object, its trace, what each rank ended with, and the gradients of the first step."""
 
     sets: tuple[str, ...]
     plan: Plan
@@ -61,6 +61,7 @@ class Ran:
     trace: Trace
     grads: tuple[Arrays, ...]
     params: tuple[Arrays, ...]
+    first: tuple[Arrays, ...] = ()
 
 
 def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
@@ -71,9 +72,10 @@ def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
         real = not options.keys() & {"emulate", "replay"}
         options = {"watchdog_s": 20.0, "ranks": prepared.ranks, "dump": folder if real else None, **options}
         found, trace = cli.run(prepared, plan, sets, steps=steps, **options)
-        ends = [np.load(folder / f"rank-{r}.npz") for r in range(prepared.ranks if real else 0)]
-        grads, params = (tuple(_part(e, kind) for e in ends) for kind in ("grad/", "param/"))
-    return Ran(sets, plan, found, trace, grads, params)
+        begin, end = ([np.load(folder / f"{n}-{r}.npz") for r in range(prepared.ranks * real)] for n in ("first", "rank"))
+        grads, params = (tuple(_part(e, kind) for e in end) for kind in ("grad/", "param/"))
+        first = tuple(_part(b, "grad/") for b in begin)
+    return Ran(sets, plan, found, trace, grads, params, first)
 
 
 def judged(folder: Path, *sets: str) -> tuple[Prepared, Plan]:
@@ -100,10 +102,11 @@ class Alone:
 
 
 def alone(*sets: str, steps: int = 2) -> Alone:
-    """Train without any plan. Only what the numbers depend on decides whether it is done again."""
+    """Train on the same global batch without any plan. Only what the numbers depend on decides whether it is done again.
+    """
     with tempfile.TemporaryDirectory() as name:
         job = load_job(str(job_file(Path(name))), sets)
-    mbs = job.schedule.microbatches or 2 * job.parallel.pp
+    mbs = (job.schedule.microbatches or 2 * job.parallel.pp) * (job.parallel.dp or 1)
     return _alone(_numbers(job, mbs), steps)
 
 
@@ -112,7 +115,6 @@ class _Numbers:
     config: str
     overrides: tuple[tuple[str, Any], ...]
     seq_len: int
-    replicas: int
     mbs: int
     size: int
     formats: tuple[torch.dtype, ...]  # params, compute, grads, optimizer
@@ -125,7 +127,6 @@ def _numbers(job: Job, mbs: int) -> _Numbers:
         job.model.config,
         tuple(job.model.overrides.items()),
         job.model.seq_len,
-        job.parallel.dp or 1,
         mbs,
         job.schedule.microbatch_size,
         tuple(TORCH[d] for d in (p.params, p.compute, p.grads, p.optimizer)),
@@ -139,8 +140,7 @@ def _alone(n: _Numbers, steps: int) -> Alone:
     params, compute, grads, moments = n.formats
     torch.set_num_threads(1)
     model = Decoder(config, dtype=params, compute=compute)
-    sizes = dict(length=n.seq_len, replicas=n.replicas, microbatches=n.mbs, size=n.size)
-    data = Data("synthetic", vocab=config.vocab, **sizes)
+    data = Data("synthetic", vocab=config.vocab, length=n.seq_len, microbatches=n.mbs, size=n.size)
     found = train(model, data, steps, optimizer=n.optimizer, grads=grads, moments=moments)
     return Alone(found.losses, found.grad_norms, _arrays(found.grads), _arrays(found.params))
 

@@ -70,10 +70,9 @@ def test_people_get_a_timeline_and_a_line_per_step(capfd: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("sets", "flags", "kind", "words"),
     [
-        (["parallel.dp=2"], ["-n", "4"], "job", "dp = 2 is planned and simulated, but not executed yet"),
-        (["parallel.tp=2"], ["-n", "4"], "job", "tp = 2"),
+        (["parallel.tp=2"], ["-n", "4"], "job", "tp = 2 is planned and simulated, but not executed yet"),
         (["parallel.cp=2"], ["-n", "4"], "job", "cp = 2"),
-        (["parallel.zero=3", "schedule.name=dualpipe"], [], "job", "ZeRO-3"),
+        (["model.config=tiny-moe", "parallel.ep=2", "parallel.dp=2"], ["-n", "4"], "job", "ep = 2"),
         (["schedule.recompute=selective"], [], "job", "recompute"),
         (["precision.compute=fp16"], [], "job", "fp16"),
         (["precision.gather=bf16"], [], "job", "gather"),
@@ -175,5 +174,5 @@ def test_without_torch_everything_but_run_works(tmp_path: Path) -> None:
 def test_a_refusal_comes_before_any_process(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(PiperError):
-        run("parallel.zero=2", "schedule.name=dualpipe", out=out)
+        run("parallel.tp=2", out=out)
     assert not out.exists()

@@ -1,0 +1,97 @@
+"""What differs between frameworks on one GPU: a few constants per framework, frozen over all its runs.
+
+`[costs] software` names one; the JSON files beside this one say where each constant comes from. A file sets at most
+`MOST` constants: a framework is no place for a knob per row.
+
+>>> load_software("nanotron").grad_copy_bytes
+2
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from ir.errors import ErrorKind, PiperError, nearest
+
+__all__ = ["MOST", "Software", "frameworks", "load_software"]
+
+MOST = 6
+_HERE = Path(__file__).parent
+Factor = Annotated[float, msgspec.Meta(ge=0.2, le=5)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
+
+class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Constants of a framework; by default those of the modelled kernels, fused and launched ahead. All fitted.
+
+    traffic: bytes that memory-bound kernels (of passes and of the update) move, over those of fused ones.
+    portable_attention: attention kernels are written for any GPU (FlashAttention 2), not for this one. attention: their
+    seconds over those of such kernels. launch_us: what the host needs per kernel; null: the hardware file's.
+    turn_us: where it waits for the device at each transfer between pipeline stages: what it then needs before the next
+    pass; 0: it runs ahead. accumulate_bytes: moved per parameter and microbatch by adding gradients up in kernels of
+    their own. grad_copy_bytes: per parameter, of a second copy of the gradients. sources: constant -> where it
+    comes from.
+    """
+
+    name: str = ""
+    traffic: Factor = 1.0
+    portable_attention: bool = False
+    attention: Factor = 1.0
+    launch_us: NonNegative | None = None
+    turn_us: NonNegative = 0.0
+    accumulate_bytes: NonNegative = 0.0
+    grad_copy_bytes: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
+    sources: dict[str, str] = {}
+
+
+def frameworks() -> tuple[str, ...]:
+    """Names that `[costs] software` may hold.
+
+    >>> frameworks()
+    ('llm-foundry', 'megatron', 'nanotron', 'nemo')
+    """
+    return tuple(sorted(p.stem for p in _HERE.glob("*.json")))
+
+
+def load_software(name: str | None) -> Software:
+    """The constants of a framework; those of fused kernels where none is named.
+
+    >>> load_software("megatrom")
+    Traceback (most recent call last):
+    ...
+    ir.errors.PiperError: costs.software: unknown framework 'megatrom'
+    allowed: llm-foundry, megatron, nanotron, nemo
+    fix: megatron
+    """
+    if name is None:
+        return Software()
+    if name not in frameworks():
+        raise PiperError(
+            ErrorKind.JOB,
+            f"unknown framework {name!r}",
+            key="costs.software",
+            allowed=frameworks(),
+            suggestion=nearest(name, frameworks()),
+        )
+    return read(_HERE / f"{name}.json")
+
+
+def read(path: Path) -> Software:
+    """One file, strictly: known keys, in range, at most `MOST` constants, each with its source."""
+    try:
+        raw = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        found = msgspec.convert(raw, Software, strict=True)
+    except (OSError, msgspec.MsgspecError) as e:
+        raise PiperError(ErrorKind.JOB, f"no software file: {e}", file=str(path), key="costs.software") from None
+    constants = raw.keys() - {"name", "sources"}
+    if len(constants) > MOST:
+        message = f"{len(constants)} constants: {', '.join(sorted(constants))}"
+        raise PiperError(ErrorKind.JOB, message, file=str(path), key="costs.software", allowed=f"at most {MOST}")
+    if constants != found.sources.keys():
+        wrong = ", ".join(sorted(constants ^ found.sources.keys()))
+        message = "constants and their sources differ"
+        raise PiperError(ErrorKind.JOB, message, file=str(path), key=f"sources.{wrong}", suggestion="one for each")
+    return found

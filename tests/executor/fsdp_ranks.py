@@ -1,0 +1,73 @@
+"""Ranks that train the same model under torch's FSDP2: every unit sharded, gradients reduced by every microbatch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from executor.data import Data
+from executor.modules.base import evaluate
+from executor.modules.choose import model_of
+from executor.spec import Spec, rebuild
+from executor.worker import RankContext
+
+
+class Whole(nn.Module):
+    """The model as one module, and the loss behind it."""
+
+    def __init__(self, built: Any) -> None:
+        super().__init__()
+        self.built, self.units = built, nn.ModuleList(built.units.values())
+
+    def forward(self, ids: Tensor, extras: dict[str, tuple[object, ...]]) -> Tensor:
+        return evaluate(self.built, ids, extras)
+
+
+def train(ctx: RankContext, **fields: Any) -> list[float]:
+    """The global losses; gradients and parameters of the first step and the last go to `spec.dump`, whole."""
+    dist.init_process_group("gloo", store=ctx.store(), rank=ctx.rank, world_size=ctx.world)
+    spec = Spec.of(fields)
+    prepared, _ = rebuild(spec)
+    job, model = prepared.job, model_of(prepared)
+    built = model.build(list(model.chunks))
+    whole, mesh = Whole(built), DeviceMesh("cpu", list(range(ctx.world)))
+    sharded = [fully_shard(u, mesh=mesh, reshard_after_forward=job.parallel.zero == 3) for u in whole.units]
+    for module in [*sharded, fully_shard(whole, mesh=mesh)]:
+        module.set_gradient_divide_factor(1.0)
+    names = {id(p): n for n, p in built.params.items()}
+    assert not names.keys() & {id(p) for p in whole.parameters()}, "FSDP2 has parameters of its own"
+    params = dict(zip(built.params, whole.parameters(), strict=True))
+    make = torch.optim.SGD if job.optimizer.name == "sgd" else torch.optim.AdamW
+    optimizer = make(params.values(), lr=job.optimizer.lr)
+    replicas, size = prepared.mesh.sizes["dp"], job.schedule.microbatch_size
+    sizes = dict(length=job.model.seq_len, replicas=replicas, microbatches=prepared.mbs, size=size)
+    data = Data("synthetic", vocab=prepared.config.vocab, **sizes)
+    losses = []
+    for step in range(spec.steps):
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for mb in range(prepared.mbs):
+            batch = data.batch(step, ctx.rank, mb)
+            loss = whole(batch.ids, {u: batch.extras(w) for u, w in built.extras.items()})
+            loss.backward()
+            total += loss.detach()
+        grads = {n: p.grad.full_tensor().clone() for n, p in params.items()}
+        if job.optimizer.clip_norm:
+            nn.utils.clip_grad_norm_(params.values(), job.optimizer.clip_norm)
+        optimizer.step()
+        dist.all_reduce(total)
+        losses.append(total.item())
+        arrays = {f"grad/{n}": g.numpy() for n, g in grads.items()}
+        arrays |= {f"param/{n}": p.full_tensor().detach().numpy() for n, p in params.items()}
+        if ctx.rank == 0:
+            np.savez(Path(spec.dump or "") / ("first.npz" if step == 0 else "last.npz"), **arrays)
+    dist.barrier()
+    dist.destroy_process_group()
+    return losses
