@@ -22,8 +22,6 @@ from ir.ops import Pass
 class Gradients:
     """Sums of weight gradients by global name, in the dtype they are accumulated in; each `add` is one microbatch.
 
-    passing: by (name, microbatch), where those go that are reduced over ranks before they are summed.
-
     >>> grads = Gradients({"w": torch.zeros(2)}); grads.add("w", torch.ones(2)); grads.add("w", torch.ones(2))
     >>> grads["w"].tolist()
     [2.0, 2.0]
@@ -31,15 +29,14 @@ class Gradients:
 
     def __init__(self, params: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
         self.sums = {n: torch.zeros_like(p, dtype=dtype or p.dtype, requires_grad=False) for n, p in params.items()}
-        self.passing: dict[tuple[str, int], Tensor] = {}
+        self.passing: dict[tuple[str, int], Tensor] = {}  # of a microbatch, to be reduced before it is summed
 
     def __getitem__(self, name: str) -> Tensor:
         return self.sums[name]
 
     def add(self, name: str, grad: Tensor, mb: int = 0) -> None:
         """Add microbatch mb's gradient."""
-        into = self.sums[name] if name in self.sums else self.passing[name, mb]
-        into.add_(grad.detach())
+        (self.sums[name] if name in self.sums else self.passing[name, mb]).add_(grad.detach())
 
     def zero(self) -> None:
         """Start a new step."""

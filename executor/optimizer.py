@@ -119,7 +119,7 @@ def square_sums(grads: Mapping[str, Tensor], order: Sequence[str]) -> Tensor:
     out = torch.zeros(len(order), dtype=torch.float64)
     for i, name in enumerate(order):
         if name in grads:
-            out[i] = grads[name].detach().double().square().sum()
+            out[i] = torch.linalg.vector_norm(grads[name].detach(), dtype=torch.float64).square()
     return out
 
 

@@ -77,7 +77,7 @@ SETTINGS = [
     ("schedule.stages_per_rank=2", "job", "schedule.stages_per_rank", "interleaved-1f1b"),
     # not built yet: said, not ignored
     ("model.graph=x.json", "job", "model.config", "leave out config"),
-    ("costs.software=megatron", "job", "costs.software", "leave it out"),
+    ("costs.software=megatrom", "job", "costs.software", "megatron"),
     ("routing.kind=file", "job", "routing.file", "tokens.csv"),
     ("routing.file=x.csv", "job", "routing.kind", 'routing.kind = "file"'),
     ("parallel.reshard=false", "job", "parallel.reshard", "leave it out"),

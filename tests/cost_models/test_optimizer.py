@@ -66,6 +66,6 @@ def test_the_other_passes_over_gradients() -> None:
 
 
 def test_an_update_is_bound_by_memory() -> None:
-    # 1e9 parameters on A100: 30 GB at 1.73 TB/s.
+    # 1e9 parameters on A100: 30 GB at 1.59 TB/s.
     seconds = work_seconds((update(10**9, Recipe()),), load_hardware("a100-sxm-80gb"))
-    assert seconds == pytest.approx(30e9 / (2039e9 * 0.85), rel=0.01)
+    assert seconds == pytest.approx(30e9 / (2039e9 * 0.78), rel=0.01)

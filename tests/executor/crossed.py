@@ -31,9 +31,14 @@ class Case:
     clip: float
 
     @property
+    def ranks(self) -> int:
+        """How many processes."""
+        return self.pp * self.dp
+
+    @property
     def legal(self) -> bool:
         """Whether there is such a job, of so few ranks."""
-        return self.pp * self.dp <= MOST_RANKS and not (self.schedule == "dualpipe" and self.pp == 1)
+        return self.ranks <= MOST_RANKS and not (self.schedule == "dualpipe" and self.pp == 1)
 
     @property
     def name(self) -> str:
@@ -88,7 +93,7 @@ def covering(seed: int = 13) -> list[Case]:
     draw.shuffle(rest)
     missing, out = pairs(rest), list[Case]()
     while missing:
-        best = max(rest, key=lambda c: (len(missing & pairs([c])), -c.pp * c.dp))
+        best = max(rest, key=lambda c: (len(missing & pairs([c])), -c.ranks))
         out.append(best)
         missing -= pairs([best])
     return sorted(out)

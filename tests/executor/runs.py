@@ -72,7 +72,8 @@ def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
         real = not options.keys() & {"emulate", "replay"}
         options = {"watchdog_s": 20.0, "ranks": prepared.ranks, "dump": folder if real else None, **options}
         found, trace = cli.run(prepared, plan, sets, steps=steps, **options)
-        begin, end = ([np.load(folder / f"{n}-{r}.npz") for r in range(prepared.ranks * real)] for n in ("first", "rank"))
+        ranks = range(prepared.ranks if real else 0)
+        begin, end = ([np.load(folder / f"{name}-{r}.npz") for r in ranks] for name in ("first", "rank"))
         grads, params = (tuple(_part(e, kind) for e in end) for kind in ("grad/", "param/"))
         first = tuple(_part(b, "grad/") for b in begin)
     return Ran(sets, plan, found, trace, grads, params, first)
@@ -102,8 +103,7 @@ class Alone:
 
 
 def alone(*sets: str, steps: int = 2) -> Alone:
-    """Train on the same global batch without any plan. Only what the numbers depend on decides whether it is done again.
-    """
+    """Train on the same global batch without any plan. Done again only if what the numbers depend on is new."""
     with tempfile.TemporaryDirectory() as name:
         job = load_job(str(job_file(Path(name))), sets)
     mbs = (job.schedule.microbatches or 2 * job.parallel.pp) * (job.parallel.dp or 1)

@@ -55,7 +55,9 @@ def _held(*sets: str, steps: int = 1) -> tuple[Any, Any]:
     ],
     ids=lambda x: " ".join(s.split("=")[1] for s in x) if isinstance(x[0], str) else None,
 )
-def test_a_rank_holds_its_share_and_no_more(sets: tuple[str, ...], shares: tuple[int, int, int], tmp_path: Path) -> None:
+def test_a_rank_holds_its_share_and_no_more(
+    sets: tuple[str, ...], shares: tuple[int, int, int], tmp_path: Path
+) -> None:
     held, peaks = _held(*sets)
     whole, _ = _held(*(s for s in sets if not s.startswith(("parallel.dp", "parallel.zero"))), "parallel.zero=0")
     prepared, plan = judged(tmp_path, *sets)
@@ -108,7 +110,9 @@ def _expected(plan: Plan, rank: int) -> Traffic:
     return out
 
 
-def _traffic(monkeypatch: pytest.MonkeyPatch, *sets: str, fault: Any = zero_faults.counted) -> tuple[Ran, list[Traffic]]:
+def _traffic(
+    monkeypatch: pytest.MonkeyPatch, *sets: str, fault: Any = zero_faults.counted
+) -> tuple[Ran, list[Traffic]]:
     """One step's collectives, rank by rank; the norm's bytes count as 0."""
     with tempfile.TemporaryDirectory() as name:
         _inject(monkeypatch, fault, {"folder": name})
