@@ -120,11 +120,9 @@ def _cut(
     ranks = mesh.size(axes) * (len(pool.owners) if pool.replica.zero < 2 else 1)
     out = []
     for i, group in enumerate(groups):
-        firsts = {k for k, _, _ in group}
-        members = {j for k in firsts for p in graph.entries[k].part.params for j in named[p.name]} | firsts
         label = pool.label if len(groups) == 1 else f"{pool.label}.{i}"
         numel, names = sum(n for _, n, _ in group), tuple(name for _, _, name in group)
-        held = tuple(sorted(members))
+        held = tuple(sorted({j for name in names for j in named[name]}))
         out.append(Bucket(label, pool.stage, pool.owners, axes, numel, ranks, pool.replica, held, names))
     return out
 

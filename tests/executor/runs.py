@@ -125,7 +125,7 @@ def _numbers(job: Job, mbs: int) -> _Numbers:
     p = precision_of(job)
     return _Numbers(
         job.model.config,
-        tuple(job.model.overrides.items()),
+        tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in job.model.overrides.items()),
         job.model.seq_len,
         mbs,
         job.schedule.microbatch_size,

@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ TWO = "parallel.pp=1", "parallel.dp=2"
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def _held(*sets: str, steps: int = 1) -> tuple[Any, Any]:
-    memory = run(*sets, steps=steps).object["memory"]
+@lru_cache
+def _held(*sets: str) -> tuple[Any, Any]:
+    memory = run(*sets, steps=1).object["memory"]
     return memory["persistent_bytes"], memory["peak_allocated_bytes"]
 
 

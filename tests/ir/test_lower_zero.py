@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ir.graph import Once
+from ir.job.build import prepare
+from ir.job.load import job_from
 from ir.lower import P2P, Policy
 from ir.lower.zero import gathered, per_microbatch
 from ir.plan import OpKind, Plan
@@ -180,3 +182,18 @@ def test_programs_update_after_all_their_reductions() -> None:
         update = next(i for i in rows if "UPDATE" in plan.text(i))
         reductions = [i for i in rows if plan.kind[i] == OpKind.COLLECTIVE and "RS" in plan.text(i)]
         assert reductions and max(reductions) < update
+
+
+def test_parameters_beside_a_tied_one_are_gathered_and_reduced_by_their_owners_alone() -> None:
+    job = {
+        "model": {"config": "gpt2", "num_hidden_layers": 2, "seq_len": 8},
+        "cluster": {"gpu": "h100-sxm"},
+        "parallel": {"pp": 2, "dp": 2, "zero": 3},
+        "schedule": {"microbatches": 2},
+    }
+    plan = prepare(job_from(job)).plan()
+    check_plan(plan)
+    owners = {b.key: b.owners for b in buckets(plan.graph)}
+    assert owners["0/embed.dense"] == (0,) and owners["0/embed.dense.tied"] == (0, 1)  # positions, table
+    found = {(key, p) for p, made in gathers(plan).items() for key, _, _ in made}
+    assert found == {(key, p) for key, programs in owners.items() for p in programs}
