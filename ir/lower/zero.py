@@ -73,9 +73,10 @@ def zero_rows(draft: Draft, found: tuple[Bucket, ...]) -> None:
             after[p].append((row, None))
         elif nodes[i].kind is Once.ALL_REDUCE:
             after[p] += [(row, b) for b in sharded if (b.stage, b.name) == (nodes[i].stage, nodes[i].part)]
+    pools = {p: _opens(draft, [b for b in sharded if p in b.owners], p) for p in updates}
     for b in sharded:
         for p in b.owners:
-            made = _reductions(draft, b, p, reduce_bytes, updates[p])
+            made = _reductions(draft, b, p, reduce_bytes, updates[p], pools[p])
             for row, only in after[p]:
                 if only in (None, b):
                     draft.wait(np.full(len(made), row), made)
@@ -85,10 +86,21 @@ def zero_rows(draft: Draft, found: tuple[Bucket, ...]) -> None:
             _Gathers(draft, p, users, gather_bytes).run()
 
 
-def _reductions(draft: Draft, b: Bucket, p: int, element: int, update: int) -> IntArray:
+def _opens(draft: Draft, sharded: list[Bucket], p: int) -> IntArray:
+    """The base rows of a program at which a whole gradient begins, in order: one for each bucket and microbatch."""
+    found = [np.zeros(0, dtype=np.int64)]
+    for b in sharded:
+        inst = draft.inst[part_nodes(draft.graph, b, frozenset({Pass.W}))]
+        first = np.where(draft.rows.program[inst] == p, inst, len(draft.rows)).min(axis=0)
+        found.append(first[first < len(draft.rows)])
+    return np.sort(np.concatenate(found))
+
+
+def _reductions(draft: Draft, b: Bucket, p: int, element: int, update: int, pool: IntArray) -> IntArray:
     """One reduce-scatter per microbatch, behind the bucket's last W here; its whole gradient lives from the first W on.
 
-    The next microbatch's W waits for the reduction, so that one whole gradient is alive, not two.
+    The next microbatch's W waits for the reduction, so that one whole gradient is alive, not two; and so does the W
+    that begins the `prefetch + 1`-st whole gradient behind this one, whichever bucket's it is.
     """
     rows = draft.rows
     ws = np.array(part_nodes(draft.graph, b, frozenset({Pass.W})), dtype=np.int64)
@@ -111,6 +123,9 @@ def _reductions(draft: Draft, b: Bucket, p: int, element: int, update: int) -> I
     begins = np.sort(first)
     at = np.searchsorted(begins, last, side="right")
     free = np.where(at < len(begins), begins[np.minimum(at, len(begins) - 1)], update)
+    room = np.searchsorted(pool, first, side="right") + max(draft.graph.prefetch, 0)
+    room = np.maximum(room, np.searchsorted(pool, last, side="right"))
+    free = np.where(room < len(pool), np.minimum(free, pool[np.minimum(room, len(pool) - 1)]), free)
     draft.wait(free, ids)
     _buffers(
         draft,
