@@ -16,10 +16,10 @@ COMM_LAUNCHES = 3
 class HostCosts:
     """Seconds of one kernel launch and of one communication call; kernels that may be launched and not yet ended.
 
-    launch: eager dispatch of one kernel (hardware key host_launch_us, or the framework's). comm: a call, with the events
-    around it, as COMM_LAUNCHES launches. window: the CUDA launch queue holds about a thousand kernels; then a launch
-    blocks. turn: of a framework that waits for the device at each transfer between stages, what it then needs before
-    the next pass; 0: it runs ahead. Multiples of 2**-40. All estimates.
+    launch: eager dispatch of one kernel (hardware key host_launch_us, or the framework's). comm: a call, with the
+    events around it, as COMM_LAUNCHES launches. window: the CUDA launch queue holds about a thousand kernels; then a
+    launch blocks. turn: of a framework that waits for the device at each transfer between stages, what it then needs
+    before the next pass; 0: it runs ahead. Multiples of 2**-40. All estimates.
     """
 
     launch: float

@@ -114,7 +114,7 @@ def zero_grads(numel: int, recipe: Recipe) -> Kernel:
 
 
 def accumulate(work: Work, each: float) -> list[Kernel]:
-    """Adding the weight gradients that `work` computes to those of the microbatches before, at `each` bytes per element.
+    """Adding the weight gradients that `work` makes to those of the microbatches before, at `each` bytes per element.
 
     >>> from ir.work import DType
     >>> gemm = Kernel(KernelKind.GEMM, 2 * 8**3, 0, DType.BF16, (8, 8, 8))

@@ -98,10 +98,8 @@ def _turns(plan: Plan) -> tuple[IntArray, IntArray]:
     """(compute ops that open a pass of a stage, what the host waits for: the compute op before, what they receive)."""
     nodes, opening = plan.graph.nodes, dict[tuple[int, Pass], int]()
     for i, n in enumerate(nodes):
-        if n.message is None and n.kind in (Pass.F, Pass.I, Pass.R):
-            # Backward runs through a stage from its last part to its first.
-            key = (n.stage, Pass(n.kind))
-            opening[key] = i if n.kind is Pass.I else opening.get(key, i)
+        if n.message is None and isinstance(n.kind, Pass):
+            opening.setdefault((n.stage, n.kind), i)
     first = set(opening.values())
     opens = np.array([s.kind is OpKind.COMPUTE and _opens(nodes, s, first) for s in plan.shapes])
     ops = plan.waits.rows()
@@ -116,14 +114,12 @@ def _turns(plan: Plan) -> tuple[IntArray, IntArray]:
 
 
 def _opens(nodes: Sequence[Node], s: Shape, first: set[int]) -> bool:
-    """Whether an op opens a pass: with its stage's first part, or all weight gradients by themselves."""
-    kinds = {nodes[n].kind for n, _ in s.covers}
-    return any(n in first for n, _ in s.covers) or kinds == {Pass.W}
+    """Whether an op opens a pass. Weight gradients are one of their own only where no input gradient goes before."""
+    kinds = {nodes[n].kind for n, _ in s.covers if n in first}
+    return bool(kinds) and (kinds != {Pass.W} or all(nodes[n].kind is Pass.W for n, _ in s.covers))
 
 
 def _counted(n: Node) -> bool:
     """Whether the host must know how many tokens go where: of a layer's two forward exchanges, the first."""
     exchange = n.message is not None and n.message.kind is CommKind.ALL_TO_ALL
     return exchange and n.kind is Pass.F and n.part.endswith(".dispatch")
-
-

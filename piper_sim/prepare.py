@@ -114,7 +114,7 @@ def op_times(probe: Prepared, hardware: Hardware) -> OpTimes:
 
 
 def held_for_weights(graph: Graph) -> float:
-    """Bytes that live from I to W, activations and output gradients, over those that live from F to I; most of a stage."""
+    """Bytes that live from I to W (activations, output gradients) over those that live from F to I; a stage's most."""
     readers: dict[tuple[int, int], set[object]] = defaultdict(set)
     for e in graph.edges:
         if graph.nodes[e.src].stage == graph.nodes[e.dst].stage:

@@ -57,23 +57,25 @@ def frameworks() -> tuple[str, ...]:
 
 
 def load_software(name: str | None) -> Software:
-    """The constants of a framework; those of fused kernels where none is named.
+    """The constants of a framework, by name or from a path to a .json file; those of fused kernels where none is named.
 
     >>> load_software("megatrom")
     Traceback (most recent call last):
     ...
     ir.errors.PiperError: costs.software: unknown framework 'megatrom'
-    allowed: llm-foundry, megatron, nanotron, nemo
+    allowed: a path to a .json file, llm-foundry, megatron, ...
     fix: megatron
     """
     if name is None:
         return Software()
+    if name.endswith(".json"):
+        return read(Path(name))
     if name not in frameworks():
         raise PiperError(
             ErrorKind.JOB,
             f"unknown framework {name!r}",
             key="costs.software",
-            allowed=frameworks(),
+            allowed=["a path to a .json file", *frameworks()],
             suggestion=nearest(name, frameworks()),
         )
     return read(_HERE / f"{name}.json")

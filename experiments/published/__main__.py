@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.published.report import PAGE, as_json, summary, rows_text, page
-from experiments.published.rows import DATA
-from experiments.published.controls import plain
-from experiments.published.score import scores
+from experiments.published.controls import CONTROLS
+from experiments.published.page import PAGE, page
+from experiments.published.report import as_json, rows_text, summary
+from experiments.published.rows import DATA, DataSet
+from experiments.published.score import Change, Score, scores
 from experiments.published.sets import SETS, chosen
 
 
@@ -20,17 +21,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.published", description=__doc__)
     parser.add_argument("--sets", default="", help="names, separated by commas: " + ", ".join(s.name for s in SETS))
     parser.add_argument("--data", type=Path, default=DATA, help="a folder of tables to read instead")
+    parser.add_argument("--control", choices=list(CONTROLS), help="change every job, to see what it costs")
     parser.add_argument("--rows", action="store_true", help="every row, with what its step is made of")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--write", action="store_true", help=f"renew {PAGE}")
-    parser.add_argument("--plain", action="store_true", help="without software files")
+    parser.add_argument("--write", action="store_true", help=f"renew docs/{PAGE.name}: all sets, all controls")
     args = parser.parse_args(argv)
-    found = {}
-    for s in chosen(args.sets):
-        found[s] = list(scores(s.rows(args.data), plain if args.plain else None))
-        print(f"{s.name}: {len(found[s])} rows", file=sys.stderr)
     if args.write:
-        PAGE.write_text(page(found))
+        found = _found(SETS, args.data, None)
+        controls = {name: _found(SETS, args.data, change) for name, change in CONTROLS.items()}
+        PAGE.write_text(page(found, controls))
+        return 0
+    found = _found(chosen(args.sets), args.data, CONTROLS[args.control] if args.control else None)
     if args.json:
         print(json.dumps(as_json(found)))
     else:
@@ -38,6 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.rows:
             print(rows_text(found))
     return 0
+
+
+def _found(sets: Sequence[DataSet], data: Path, change: Change | None) -> dict[DataSet, list[Score]]:
+    out = {}
+    for s in sets:
+        out[s] = list(scores(s.rows(data), change))
+        print(f"{s.name}: {len(out[s])} rows", file=sys.stderr)
+    return out
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""The error table as text, as JSON and as a page of the docs."""
+"""The error table as text and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from experiments.published.rows import DataSet, Row, fitted
 from experiments.published.score import Score, Spread, memories, times
 
-PAGE = Path(__file__).parents[2] / "docs" / "PUBLISHED.md"
 Found = Mapping[DataSet, Sequence[Score]]
 _HEAD = "| data set | of | half | n | median | p90 | worst | sign | asked |\n|---|---|---|--:|--:|--:|--:|--:|---|\n"
 
@@ -32,7 +30,7 @@ def summary(found: Found) -> str:
                 spread = Spread.of(errors(some))
                 if spread is not None:
                     out.append(_line(s, of, half, spread))
-    return "\n".join([*out, "", *without(found)])
+    return "\n".join(out)
 
 
 def _line(s: DataSet, of: str, half: str, x: Spread) -> str:
@@ -73,7 +71,8 @@ def rows_text(found: Found) -> str:
             memory = " ".join(f"{k}:{100 * v:+.1f}%" for k, v in (r.memory or {}).items())
             parts = sorted((r.split or {}).items(), key=lambda x: -x[1])[:6]
             split = " ".join(f"{k} {100 * v:.0f}" for k, v in parts if v > 0.005)
-            out.append(f"{s.name:12} {r.row.name:38} {r.row.seconds:9.4f} {r.predicted_s:9.4f} {time:9} {memory:20} {split}")
+            name = f"{s.name:12} {r.row.name:38}"
+            out.append(f"{name} {r.row.seconds or 0:9.4f} {r.predicted_s:9.4f} {time:9} {memory:20} {split}")
     return "\n".join(out)
 
 
@@ -96,9 +95,3 @@ def as_json(found: Found) -> dict[str, object]:
         for r in some
     ]
     return {"schema_version": 1, "rows": rows}
-
-
-def page(found: Found) -> str:
-    """docs/PUBLISHED.md."""
-    titles = "\n".join(f"- **{s.name}**: {s.title}. {s.assumed}" for s in found)
-    return f"# Published\n\n{summary(found)}\n\n{titles}\n"

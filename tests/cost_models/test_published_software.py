@@ -1,0 +1,106 @@
+"""Software files: strict, few constants, each with a source; what each constant does to seconds and bytes."""
+
+import json
+
+import msgspec
+import pytest
+
+from cost_models import Recipe, kernel_seconds, load_hardware, state_bytes
+from cost_models.host import HostCosts
+from cost_models.optimizer import accumulate
+from cost_models.software import MOST, Software, frameworks, load_software, read
+from ir.errors import PiperError
+from ir.work import DType, Kernel, KernelKind
+
+H100 = load_hardware("h100-sxm")
+GEMM = Kernel(KernelKind.GEMM, 2 * 4096**3, 6 * 4096**2, DType.BF16, (4096, 4096, 4096))
+NORM = Kernel(KernelKind.MEMORY, 0, 10**9, DType.BF16)
+FLASH = Kernel(KernelKind.ATTENTION, 32 * 4096**2 * 256, 10**8, DType.BF16, (1, 32, 4096, 4096, 128, 128), "attention")
+
+
+def seconds(kernel, **constants):
+    return kernel_seconds(kernel, msgspec.structs.replace(H100, software=Software(**constants)))
+
+
+@pytest.mark.parametrize("name", frameworks())
+def test_a_file_has_few_constants_each_with_its_source(name):
+    software = load_software(name)
+    assert software.name == name
+    assert len(software.sources) <= MOST
+    assert all(len(text) > 20 for text in software.sources.values())
+
+
+@pytest.mark.parametrize(
+    "raw, key",
+    [
+        ({"name": "x", "speed": 2, "sources": {"speed": "?"}}, "costs.software"),
+        ({"name": "x", "traffic": 2, "sources": {}}, "sources.traffic"),
+        ({"name": "x", "traffic": 9, "sources": {"traffic": "?"}}, "costs.software"),
+        ({"name": "x", "traffic": float("nan"), "sources": {"traffic": "?"}}, "costs.software"),
+    ],
+)
+def test_a_doubtful_file_is_refused(tmp_path, raw, key):
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(raw))
+    with pytest.raises(PiperError) as e:
+        read(file)
+    assert e.value.key == key
+
+
+def test_more_than_six_constants_are_refused(tmp_path):
+    constants = {
+        "traffic": 1.1,
+        "portable_attention": True,
+        "attention": 1.2,
+        "launch_us": 9,
+        "turn_us": 9,
+        "accumulate_bytes": 1,
+        "grad_copy_bytes": 2,
+    }
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"name": "x", **constants, "sources": dict.fromkeys(constants, "?")}))
+    with pytest.raises(PiperError, match="7 constants"):
+        read(file)
+    smaller = dict(list(constants.items())[:MOST])
+    file.write_text(json.dumps({"name": "x", **smaller, "sources": dict.fromkeys(smaller, "?")}))
+    assert load_software(str(file)).launch_us == 9
+
+
+def test_no_framework_changes_nothing():
+    assert load_software(None) == Software() == H100.software
+    assert kernel_seconds(GEMM, H100) == seconds(GEMM)
+
+
+def test_traffic_is_of_memory_bound_kernels():
+    assert seconds(NORM, traffic=1.5) == pytest.approx(1.5 * seconds(NORM), rel=0.01)
+    assert seconds(GEMM, traffic=1.5) == seconds(GEMM)
+
+
+def test_attention_slows_attention():
+    portable = seconds(FLASH, portable_attention=True)
+    assert portable == pytest.approx(seconds(FLASH) / H100.attention.portable, rel=0.05)
+    assert seconds(FLASH, portable_attention=True, attention=2.0) == pytest.approx(2 * portable, rel=0.05)
+    assert seconds(GEMM, attention=2.0) == seconds(GEMM)
+
+
+def test_the_host_takes_the_framework_s_launch():
+    hw = msgspec.structs.replace(H100, software=Software(launch_us=100, turn_us=700))
+    costs = HostCosts.of(hw)
+    assert (round(1e6 * costs.launch), round(1e6 * costs.turn)) == (100, 700)
+
+
+def test_gradients_kept_twice_are_never_sharded():
+    one, two = Recipe(), Recipe(grad_copy=2)
+    assert state_bytes(1000, two, 8, 8, 8).total - state_bytes(1000, one, 8, 8, 8).total == 2000
+
+
+def test_accumulating_moves_every_weight_gradient():
+    grouped = Kernel(KernelKind.GROUPED_GEMM, 0, 0, DType.BF16, (4, 8, 16, 32))
+    assert [k.bytes for k in accumulate((GEMM, NORM, grouped), 10)] == [10 * 4096**2, 10 * 4 * 8 * 16]
+
+
+def test_a_hardware_file_has_no_software(tmp_path):
+    file = tmp_path / "gpu.json"
+    file.write_text(json.dumps({"base": "h100-sxm", "software": {"name": "x"}}))
+    with pytest.raises(PiperError, match="unknown hardware key"):
+        load_hardware(str(file))

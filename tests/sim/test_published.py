@@ -1,0 +1,111 @@
+"""The medians of docs/PUBLISHED.md on few rows of each table; controls; a host that waits between passes."""
+
+from functools import cache
+from statistics import median
+
+import numpy as np
+import pytest
+
+from experiments.published.controls import CONTROLS
+from experiments.published.score import memories, scores, times
+from experiments.published.sets import SETS
+from experiments.published.sets_llama import nanotron_layers
+from ir.job.load import job_from
+from piper_sim.predict import predict
+
+FEW = {  # every so many rows, most time and most memory error of their median
+    "zero_bubble": (7, 0.04, 0.05),
+    "korthikanti": (1, 0.05, None),
+    "megatron_sc21": (2, 0.05, None),
+    "vocabulary": (12, None, 0.03),
+    "simumax": (3, 0.12, 0.03),
+    "ultrascale": (9, 0.10, None),
+    "llm_foundry": (5, 0.10, None),
+    "dgxc": (8, 0.08, None),
+}
+
+
+@cache
+def found(name, control=None):
+    rows = next(s for s in SETS if s.name == name).rows()[:: FEW[name][0]]
+    return list(scores(rows, CONTROLS[control] if control else None))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_median_holds(name):
+    _, time, memory = FEW[name]
+    assert not [s.failure for s in found(name) if s.failure]
+    if time is not None:
+        assert median(abs(e) for e in times(found(name))) < time
+    if memory is not None:
+        assert median(abs(e) for e in memories(found(name))) < memory
+
+
+def test_zero_bubble_s_schedules_are_ranked_as_measured():
+    rows = [s for s in found_all("zero_bubble", "zbt4_1.5B_m24")]
+    assert len(rows) == 4
+    assert ranked(rows, lambda s: s.predicted_s) == ranked(rows, lambda s: s.row.seconds)
+
+
+def found_all(name, start):
+    rows = [r for r in next(s for s in SETS if s.name == name).rows() if r.name.startswith(start)]
+    return list(scores(rows))
+
+
+def ranked(rows, key):
+    return [s.row.name for s in sorted(rows, key=key)]
+
+
+@pytest.mark.parametrize("name", ["korthikanti", "simumax", "llm_foundry"])
+def test_another_gpu_s_file_breaks_the_score(name):
+    right, wrong = (median(abs(e) for e in times(found(name, c))) for c in (None, "swapped"))
+    assert wrong > max(0.25, 4 * right)
+
+
+@pytest.mark.parametrize("name", ["llm_foundry", "ultrascale"])
+def test_one_efficiency_for_everything_loses_clearly(name):
+    right, wrong = (median(abs(e) for e in times(found(name, c))) for c in (None, "constant"))
+    assert wrong > max(0.15, 2 * right)
+
+
+@pytest.mark.parametrize("name", ["ultrascale", "llm_foundry"])
+def test_a_framework_s_file_is_worth_having(name):
+    right, wrong = (median(abs(e) for e in times(found(name, c))) for c in (None, "plain"))
+    assert wrong > 2 * right
+
+
+def test_every_table_names_its_sources():
+    for s in SETS:
+        rows = s.rows()
+        assert len({r.name for r in rows}) == len(rows) > 0
+        for r in rows:
+            assert (r.job is None) == bool(r.why)
+
+
+def test_nanotron_s_cut():
+    assert nanotron_layers(16, 2048, 8192, 2) == [11, 5]
+    assert nanotron_layers(16, 2048, 8192, 8) == [3, 3, 2, 3, 2, 3, 0, 0]
+    assert sum(nanotron_layers(32, 4096, 14336, 16)) == 32
+
+
+def job(software):
+    return job_from(
+        {
+            "model": {"config": "tiny-llama"},
+            "cluster": {"gpu": "a100-sxm-80gb"},
+            "parallel": {"pp": 2},
+            "schedule": {"name": "1f1b", "microbatches": 4},
+            "costs": {**software, "interference": "none", "stage_times": {"F": 1e-3, "I": 1e-3, "W": 1e-3}},
+            "optimizer": {"clip_norm": 0.0},
+        }
+    )
+
+
+def test_a_host_that_waits_at_each_transfer_adds_its_turn_to_every_pass():
+    p = predict(job({"software": "megatron"}))
+    host = [row["host"] for row in p.breakdown.seconds]
+    turn = 1e-6 * p.planned.hardware.software.turn_us
+    assert max(host) == pytest.approx(8 * turn, rel=1e-3)  # four microbatches, forward and backward
+    free = predict(job({}))
+    assert p.iteration_s - free.iteration_s > 7 * turn
+    assert np.array_equal(p.memory.peak, free.memory.peak)
