@@ -23,6 +23,7 @@ lint: $(DEV)
 
 bench: $(STAMP)
 	$(BIN)/python -m experiments.engine_speed
+	$(BIN)/python -m experiments.command_speed
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
