@@ -21,7 +21,7 @@ from experiments.published.sets import SETS
 STEPS = (0.7, 0.85, 0.93, 1.07, 1.18, 1.4)
 NUMBERS = ("attention", "traffic", "launch_us", "turn_us", "accumulate_bytes")
 USED = {  # tables a framework is fitted to
-    "megatron": ("zero_bubble", "korthikanti", "megatron_sc21"),
+    "megatron": ("zero_bubble", "megatron_sc21"),
     "llm-foundry": ("llm_foundry",),
     "nanotron": ("ultrascale",),
 }

@@ -21,7 +21,7 @@ is scored, never MFU; memory is the peak of allocated bytes, per pipeline rank w
 *fit* is half of a table, every other row (of the next four the others). The numbers of the software files are fitted
 to it by `python -m experiments.published.fit FRAMEWORK` (nemo has none); which constants there are, and the hardware
 files, were chosen by someone who had seen all rows of these tables. *held out* is the rest. Rows of two large
-tables that were never copied here, scored once after all constants were frozen: 176 of Ultra-Scale, median 5.2 %, p90
+tables that were never copied here, nor fitted to, but scored twice on the way: 176 of Ultra-Scale, median 5.2 %, p90
 20.2 %; 43 of llm-foundry, median 3.1 %, p90 16.6 %.
 """
 
