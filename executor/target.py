@@ -6,9 +6,11 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
+_LOADING = threading.Lock()
 Target = Callable[..., object] | str  # a module-level function, or its `module:name`
 
 
@@ -27,7 +29,12 @@ def describe(fn: Target) -> dict[str, str]:
 
 
 def find(target: dict[str, str]) -> Callable[..., object]:
-    """The function, in the process that is to run it."""
+    """The function, in the process that is to run it; threads that ask at once wait for one to load its module."""
+    with _LOADING:
+        return _find(target)
+
+
+def _find(target: dict[str, str]) -> Callable[..., object]:
     if target["module"] in sys.modules or "file" not in target:
         module = importlib.import_module(target["module"])
     else:
