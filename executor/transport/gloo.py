@@ -9,31 +9,18 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from executor.transport.base import Topology
-from executor.transport.groups import GroupTransport, lost
+from executor.transport.groups import GroupHandle, GroupTransport
 
 
-class GlooHandle:
-    """A `Work` and the tensors it reads or writes."""
+class GlooHandle(GroupHandle):
+    """A `Work` of gloo: to wait for it blocks, without holding the GIL."""
 
-    __slots__ = ("keep", "peers", "work")
-
-    def __init__(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> None:
-        self.work, self.keep, self.peers = work, keep, peers
+    __slots__ = ()
 
     def done(self) -> bool:
         """Poll a collective. Of a send or receive gloo says nothing before `wait`; a wait with a timeout is no way out,
         as the pair is closed for good when it expires."""
         return self.work is None or bool(self.work.is_completed())
-
-    def wait(self) -> None:
-        """Block without holding the GIL; errors of the other end come out as TransportError."""
-        if self.work is None:
-            return
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise lost(self.peers, error) from error
-        self.work, self.keep = None, ()
 
 
 class GlooTransport(GroupTransport[GlooHandle]):

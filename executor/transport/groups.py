@@ -14,6 +14,25 @@ from executor.transport.base import Handle, Topology, TransportError
 H = TypeVar("H", bound=Handle)
 
 
+class GroupHandle:
+    """A `Work` and the tensors it reads or writes; whether it is done, each library says in its own way."""
+
+    __slots__ = ("keep", "peers", "work")
+
+    def __init__(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> None:
+        self.work, self.keep, self.peers = work, keep, peers
+
+    def wait(self) -> None:
+        """Wait as the library does; errors of the other end come out as TransportError."""
+        if self.work is None:
+            return
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise lost(self.peers, error) from error
+        self.work, self.keep = None, ()
+
+
 class GroupTransport(Generic[H]):
     """Process groups made at the start, in one order on all ranks.
 

@@ -13,30 +13,20 @@ from torch import Tensor
 
 from executor.device import Device
 from executor.transport.base import Topology
-from executor.transport.groups import GroupTransport, lost
+from executor.transport.groups import GroupHandle, GroupTransport
 
 
-class NcclHandle:
-    """A `Work` that stands on a communicator's own stream."""
+class NcclHandle(GroupHandle):
+    """A `Work` that stands on a communicator's own stream: to wait for it, the active lane goes on behind it.
 
-    __slots__ = ("keep", "peers", "work")
+    Its tensors are let go where the plan proves that nobody reads them.
+    """
 
-    def __init__(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> None:
-        self.work, self.keep, self.peers = work, keep, peers
+    __slots__ = ()
 
     def done(self) -> bool:
         """To wait for it is to tell a lane to, which never blocks."""
         return True
-
-    def wait(self) -> None:
-        """The active lane goes on behind it. Its tensors are let go where the plan proves that nobody reads them."""
-        if self.work is None:
-            return
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise lost(self.peers, error) from error
-        self.work, self.keep = None, ()
 
 
 class NcclTransport(GroupTransport[NcclHandle]):
