@@ -20,14 +20,16 @@ from executor.meeting import groups
 from executor.memory import PeakMemory
 from executor.modules.base import TORCH
 from executor.modules.choose import model_of, recomputed
+from executor.modules.user import UserModel
 from executor.optimizer import OptimizerConfig
-from executor.places import Places
 from executor.program import Program
+from executor.shares import Share, shares
 from executor.spec import Spec, rebuild, source_name
-from executor.sync import Sync, several, sharers
+from executor.sync import Sync
 from executor.transport.base import Topology
 from executor.worker import RankContext
 from ir.job.build import Prepared, precision_of
+from ir.places import Places, several, sharers
 from ir.plan import OpKind, Plan
 from ir.sync import buckets
 
@@ -125,16 +127,20 @@ class Local:
     params: dict[str, torch.Tensor]
     grads: Gradients
     sync: Sync
+    shares: dict[str, Share]
 
     @classmethod
     def of(cls, prepared: Prepared, plan: Plan, rank: int, device: Device) -> Local:
         """Build this rank's part of the model, with the values every rank would give it."""
         job, precision = prepared.job, precision_of(prepared.job)
-        model = model_of(prepared)
-        entries = prepared.base.entries
-        places = Places.of(plan)
+        entries, places = prepared.base.entries, Places.of(plan)
+        held = shares(plan.graph, places.mesh.coordinates(rank))
+        model = model_of(prepared, held)
         mine = sorted({n.stage for n in plan.graph.nodes if not n.once and places.program(rank) in n.groups})
-        built = model.build(list(dict.fromkeys(e.chunk.name for e in entries if e.stage in mine)))
+        chunks = list(dict.fromkeys(e.chunk.name for e in entries if e.stage in mine))
+        built = model.build(chunks)
+        if isinstance(model, UserModel):
+            model.keep(chunks)
         for unit in built.units.values():
             unit.to(device.torch)  # moves the parameters themselves, so that ties stay ties
         device.bind()
@@ -156,7 +162,7 @@ class Local:
             reduce=TORCH[precision.reduce],
             moments=TORCH[precision.optimizer],
         )
-        return cls(stages, dict(built.extras), params, grads, sync)
+        return cls(stages, dict(built.extras), params, grads, sync, held)
 
     def kernels(self) -> Real:
         """As the interpreter takes it."""
@@ -198,7 +204,9 @@ def _dump(file: Path, local: Local) -> None:
     arrays = {}
     for kind, pieces in (("param", local.sync.weights()), ("grad", local.sync.reduced())):
         for name, (first, piece) in pieces.items():
-            whole = np.full(local.params[name].numel(), np.nan)
-            whole[first : first + len(piece)] = piece.double().cpu().numpy()
-            arrays[f"{kind}/{name}"] = whole.reshape(local.params[name].shape)
+            part = torch.full((local.params[name].numel(),), torch.nan, dtype=torch.float64)
+            part[first : first + len(piece)] = piece.double().cpu()
+            whole = torch.full(local.shares[name].shape, torch.nan, dtype=torch.float64)
+            local.shares[name].put(whole, part)
+            arrays[f"{kind}/{name}"] = whole.numpy()
     np.savez(file, **arrays)  # type: ignore[arg-type]

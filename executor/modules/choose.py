@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from executor.modules.base import TORCH, Model
 from executor.modules.decoder import Decoder
 from executor.modules.user import UserModel, load_callable
+from executor.shares import Share
 from ir.build import WHOLE
 from ir.errors import ErrorKind, PiperError
 from ir.job.build import Prepared, precision_of, recompute_options
 
 
-def model_of(prepared: Prepared) -> Model:
-    """The job's model in the model graph's parts, with the values every rank would give it."""
+def model_of(prepared: Prepared, held: Mapping[str, Share] | None = None) -> Model:
+    """The job's model in the model graph's parts, with the values every rank would give it.
+
+    held: what a rank holds of the parameters (`executor.shares`); all of each without it.
+    """
     job, precision = prepared.job, precision_of(prepared.job)
     dtype, compute = TORCH[precision.params], TORCH[precision.compute]
     if job.model.module is not None:
         return _users(prepared, job.model.module)
-    return Decoder(prepared.config, job.model.seed, dtype, compute, parts=True, attention=job.model.attention)
+    return Decoder(
+        prepared.config, job.model.seed, dtype, compute, parts=True, attention=job.model.attention, shares=held or {}
+    )
 
 
 def recomputed(prepared: Prepared) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -14,6 +14,7 @@ from executor.modules.experts import Add, LocalExperts, Router, Shared
 from executor.modules.layers import Attention, Embed, Head, Latent, Mlp, Normalise, Params, spelling
 from executor.modules.mtp import Join, NextEmbed, NextLoss
 from executor.refusals import refuse_model
+from executor.shares import Share
 from ir.model.config import ModelConfig
 
 Reads = dict[str, tuple[str, ...]]
@@ -42,6 +43,7 @@ class Decoder:
 
     dtype: of the parameters; compute: of the activations. parts: units are the model graph's parts ("l0.attn",
     "l0.router", "head.norm") instead of chunks. attention: "flash" keeps no scores, "unfused" keeps them.
+    shares: what a rank holds of the parameters that tensor or expert parallelism cuts.
 
     >>> from ir.model.config import load_config
     >>> model = Decoder(load_config("tiny-moe", {"num_hidden_layers": 2}), parts=True)
@@ -55,6 +57,7 @@ class Decoder:
     compute: torch.dtype | None = None
     parts: bool = False
     attention: str = "flash"
+    shares: Mapping[str, Share] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         refuse_model(self.config)
@@ -76,7 +79,7 @@ class Decoder:
         return self._build(chunks, self.dtype)
 
     def _build(self, chunks: Sequence[str], dtype: torch.dtype | None) -> Built:
-        make = Params(self.seed, self.config.init_std, dtype)
+        make = Params(self.seed, self.config.init_std, dtype, self.shares)
         units: dict[str, nn.Module] = {}
         extras: Extras = {}
         reads: Reads = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,17 +13,21 @@ from torch import Tensor, nn
 from executor.modules.attend import attend, rotary, rotate
 from executor.modules.base import initial
 from executor.modules.functions import layer_norm, relu2, rms_norm, swiglu
+from executor.shares import Share
 from ir.model.config import Activation, ModelConfig, Norm
 
 
 class Params:
     """Makes each parameter once per stage, by its global name; a second request for a name is a tie.
 
-    dtype None: only names and shapes are wanted, nothing is allocated.
+    dtype None: only names and shapes are wanted, nothing is allocated. shares: what is held of those that are cut. All
+    are asked for with their global shapes, and drawn whole, so that every layout starts from the same numbers.
     """
 
-    def __init__(self, seed: int, std: float, dtype: torch.dtype | None) -> None:
-        self.seed, self.std, self.dtype = seed, std, dtype
+    def __init__(
+        self, seed: int, std: float, dtype: torch.dtype | None, shares: Mapping[str, Share] | None = None
+    ) -> None:
+        self.seed, self.std, self.dtype, self.shares = seed, std, dtype, shares or {}
         self.made: dict[str, nn.Parameter] = {}
 
     def __call__(self, name: str, *shape: int, start: float | None = None) -> nn.Parameter:
@@ -33,6 +37,7 @@ class Params:
                 value = torch.empty(shape, device="meta")
             else:
                 value = initial(name, shape, self.seed, self.std, self.dtype, start)
+                value = self.shares[name].take(value) if name in self.shares else value
             self.made[name] = nn.Parameter(value)
         return self.made[name]
 

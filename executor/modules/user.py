@@ -89,6 +89,18 @@ class UserModel:
         given = {u: wants for u, wants in extras.items() if wants}
         return Built(units, {n: params[n] for n in self.shapes if n in params}, given, reads)
 
+    def keep(self, chunks: Sequence[str]) -> None:
+        """Let go of every value that none of these chunks reads.
+
+        All are drawn, as each depends on those before it; behind that, a rank needs no more than its own stages.
+        """
+        assert self.shapes
+        kept = [self._cut.chunks[c] for c in chunks]
+        mine = {id(t) for chunk in kept for t in (*chunk.parameters(), *chunk.buffers())}
+        for t in (*self.module.parameters(), *self.module.buffers()):
+            if id(t) not in mine:
+                t.data = t.data.new_empty(0)
+
     def refuse_training(self) -> None:
         """Raise PiperError for what would not train the same under every plan."""
         for name, module in self.module.named_modules():

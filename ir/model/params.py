@@ -84,22 +84,25 @@ def whole(name: str, *shape: int) -> Param:
     return Param(name, shape)
 
 
-def cut(name: str, dim: int, *shape: int) -> Param:
+def cut(name: str, dim: int, *shape: int, blocks: tuple[int, ...] = ()) -> Param:
     """A parameter cut along `dim` by tensor parallelism."""
-    return Param(name, shape, ("tp",), dims=(dim,))
+    return Param(name, shape, ("tp",), dims=(dim,), blocks=blocks)
 
 
-def linear(config: ModelConfig, name: str, out: int, into: int, *, column: bool, bias: bool) -> Params:
-    """A linear layer's weight and bias. column: cut by output (Megatron's column-parallel), else by input.
+def linear(
+    config: ModelConfig, name: str, out: int, into: int, *, column: bool, bias: bool, blocks: tuple[int, ...] = ()
+) -> Params:
+    """A linear layer's weight and bias. column: cut by output (Megatron's column-parallel), else by input. blocks: of
+    the outputs, fused layers.
 
     GPT-2's Conv1D holds its weight transposed, [in, out].
     """
     flipped = config.model_type == "gpt2"
     shape = (into, out) if flipped else (out, into)
-    weight = cut(f"{name}.weight", int(column == flipped), *shape)
+    weight = cut(f"{name}.weight", int(column == flipped), *shape, blocks=blocks)
     if not bias:
         return (weight,)
-    return (weight, cut(f"{name}.bias", 0, out) if column else whole(f"{name}.bias", out))
+    return (weight, cut(f"{name}.bias", 0, out, blocks=blocks) if column else whole(f"{name}.bias", out))
 
 
 def norm(config: ModelConfig, name: str, size: int) -> Params:
@@ -117,7 +120,7 @@ def attention(config: ModelConfig, prefix: str) -> Params:
     if c.model_type in ("gpt2", "mpt"):
         names = {"gpt2": ("ln_1", "attn.c_attn", "attn.c_proj"), "mpt": ("norm_1", "attn.Wqkv", "attn.out_proj")}
         first, qkv, out = (prefix + n for n in names[c.model_type])
-        fused = linear(c, qkv, q + 2 * kv, c.hidden, column=True, bias=c.qkv_bias)
+        fused = linear(c, qkv, q + 2 * kv, c.hidden, column=True, bias=c.qkv_bias, blocks=(q, kv, kv))
         return (*norm(c, first, c.hidden), *fused, *linear(c, out, c.hidden, q, column=False, bias=c.out_bias))
     at = f"{prefix}self_attn."
     params = norm(c, f"{prefix}input_layernorm", c.hidden)
@@ -170,7 +173,8 @@ def experts(config: ModelConfig, prefix: str) -> Params:
     """All experts of a layer: one parameter per matrix, experts first, as transformers 5 stores them."""
     moe, hidden = config.moe, config.hidden
     assert moe is not None
-    up = Param(f"{prefix}experts.gate_up_proj", (moe.experts, 2 * moe.ffn, hidden), ("ep", "etp"), True, (0, 1))
+    shape, both = (moe.experts, 2 * moe.ffn, hidden), (moe.ffn, moe.ffn)
+    up = Param(f"{prefix}experts.gate_up_proj", shape, ("ep", "etp"), True, (0, 1), both)
     down = Param(f"{prefix}experts.down_proj", (moe.experts, hidden, moe.ffn), ("ep", "etp"), True, (0, 2))
     return (up, down)
 

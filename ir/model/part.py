@@ -27,7 +27,8 @@ class Param:
     """A logical parameter: its global name and shape, and the axes that shard it (the others replicate it).
 
     `expert` marks parameters that live on the expert view of the mesh (etp, ep, edp). A tie is one name in two parts.
-    dims: the tensor dim that each axis of `sharded` cuts, axis by axis.
+    dims: the tensor dim that each axis of `sharded` cuts, axis by axis. blocks: sizes of the stretches of the dim cut
+    by tp or etp that are cut one by one (fused q, k and v; gate and up); () for one.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Param:
     sharded: tuple[str, ...] = ()
     expert: bool = False
     dims: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
