@@ -10,11 +10,16 @@ DEV    := $(VENV)/.dev
 demo: $(STAMP)
 	$(BIN)/piper-sim demo
 
+# What only computes is tested side by side; what starts ranks or takes times, one by one.
+RANKS := tests/executor tests/bench
+
 test: $(DEV) lint
-	PIPER_EXAMPLES=400 $(BIN)/python -m pytest -q -m "not slow"
+	PIPER_EXAMPLES=400 $(BIN)/python -m pytest -q -n auto -m "not slow" $(RANKS:%=--ignore=%)
+	PIPER_EXAMPLES=400 $(BIN)/python -m pytest -q -m "not slow" $(RANKS)
 
 test-all: $(DEV) lint
-	PIPER_EXAMPLES=4000 $(BIN)/python -m pytest -q
+	PIPER_EXAMPLES=4000 $(BIN)/python -m pytest -q -n auto $(RANKS:%=--ignore=%)
+	PIPER_EXAMPLES=4000 $(BIN)/python -m pytest -q $(RANKS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

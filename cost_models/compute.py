@@ -11,7 +11,7 @@ import math
 from functools import lru_cache
 
 from cost_models.hardware import Hardware
-from ir.work import Kernel, KernelKind, Work
+from ir.work import CAST, LOSS, WEIGHT_GRAD, Kernel, KernelKind, Work
 
 GRAIN = 2.0**-40
 _SPLITS = (1, 2, 4, 8)
@@ -50,15 +50,21 @@ def kernel_seconds(kernel: Kernel, hw: Hardware, sms: int | None = None) -> floa
     if kernel.count == 0:
         return 0.0
     arithmetic = arithmetic_seconds(kernel, hw, sms)
-    traffic = hw.software.traffic if kernel.kind is KernelKind.MEMORY else 1.0
-    memory = memory_seconds(int(traffic * kernel.bytes), hw)
+    memory = memory_seconds(traffic(kernel, hw) * kernel.bytes, hw)
     once = max(arithmetic, memory)
     if arithmetic > 0.0:
         once += hw.gemm.unhidden_memory[kernel.dtype.value] * min(arithmetic, memory)
     return kernel.count * (once + hw.kernel_launch_us * 1e-6)
 
 
-def memory_seconds(nbytes: int, hw: Hardware) -> float:
+def traffic(kernel: Kernel, hw: Hardware) -> float:
+    """Bytes that count at an elementwise kernel's rate, over those that the kernel is listed with."""
+    spread = kernel.kind is KernelKind.MEMORY and not kernel.label.startswith(LOSS)
+    factor = hw.software.traffic if spread else 1.0
+    return factor / hw.cast_efficiency if kernel.label.endswith(CAST) else factor
+
+
+def memory_seconds(nbytes: float, hw: Hardware) -> float:
     """Seconds to move bytes through HBM in one elementwise kernel: a rate, and a ramp worth a fixed number of bytes."""
     if nbytes <= 0:
         return 0.0
@@ -83,9 +89,7 @@ def arithmetic_seconds(kernel: Kernel, hw: Hardware, sms: int | None = None) -> 
 
 def _gemm_share(shape: tuple[int, ...], kernel: Kernel, hw: Hardware, sms: int) -> float:
     """Share of the device's peak that a GEMM of (groups, m, n, k) reaches."""
-    main = hw.gemm.efficiency[kernel.dtype.value]
-    if kernel.kind is KernelKind.GROUPED_GEMM:
-        main *= hw.gemm.grouped_efficiency
+    main = main_share(kernel, hw)
     if not shape:
         return main * sms / hw.sms
     if len(shape) != 4 or min(shape) < 1:
@@ -93,6 +97,16 @@ def _gemm_share(shape: tuple[int, ...], kernel: Kernel, hw: Hardware, sms: int) 
             f"{kernel.kind} {kernel.label!r}: not (m, n, k) or (groups, m, n, k) from 1 up: {kernel.shape}"
         )
     return main * _tile_share(shape, hw.gemm.tiles, hw.gemm.ramp_bytes / kernel.dtype.bytes, hw.sms, sms)
+
+
+def main_share(kernel: Kernel, hw: Hardware) -> float:
+    """Share of peak of a product's main loop."""
+    main = hw.gemm.efficiency[kernel.dtype.value]
+    if kernel.kind is KernelKind.GROUPED_GEMM:
+        main *= hw.gemm.grouped_efficiency
+    if kernel.label.endswith(WEIGHT_GRAD):
+        main *= hw.gemm.weight_grad.get(kernel.dtype.value, 1.0)
+    return main
 
 
 @lru_cache(maxsize=65536)

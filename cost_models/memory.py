@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cost_models.allocator.rules import BLOCK, LARGE_GRAIN, MIDDLE, MIDDLE_SEGMENT, SMALL, SMALL_SEGMENT
 from cost_models.hardware import Hardware
-from cost_models.hardware.schema import GIB, MIB
+from cost_models.hardware.schema import MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def reserved_bytes(allocated: int, hw: Hardware) -> Band:
     """Peak reserved bytes where only the peak of allocated ones is known: the hardware file's band. Modelled.
 
     >>> from cost_models.hardware import load_hardware
-    >>> reserved_bytes(100 * GIB, load_hardware("b200-sxm")).middle // GIB
+    >>> reserved_bytes(100 * 2**30, load_hardware("b200-sxm")).middle // 2**30
     104
     """
     if allocated < 0:
@@ -71,8 +71,8 @@ def replayed_band(default: int, expandable: int, allocated: int, hw: Hardware) -
     is no caching allocator (CPU), and the replay does not count.
 
     >>> from cost_models.hardware import load_hardware
-    >>> band = replayed_band(102 * GIB, 100 * GIB, 100 * GIB, load_hardware("b200-sxm"))
-    >>> band.low // GIB, band.middle // GIB, band.high // GIB
+    >>> band = replayed_band(102 * 2**30, 100 * 2**30, 100 * 2**30, load_hardware("b200-sxm"))
+    >>> band.low >> 30, band.middle >> 30, band.high >> 30
     (100, 102, 110)
     """
     _, middle, high = hw.reserved_over_allocated
@@ -93,14 +93,3 @@ def context_bytes(hw: Hardware, communicators: int) -> int:
     if communicators < 0:
         raise ValueError(f"{communicators} communicators")
     return int((hw.context_MiB + communicators * hw.communicator_MiB) * MIB)
-
-
-def device_bytes(allocated: int, communicators: int, hw: Hardware) -> Band:
-    """Peak bytes in use on the device where only allocated ones are known: reserved and context. Modelled."""
-    reserved, context = reserved_bytes(allocated, hw), context_bytes(hw, communicators)
-    return Band(reserved.low + context, reserved.middle + context, reserved.high + context)
-
-
-def margin_bytes(device_peak: int, hw: Hardware, memory_margin_GiB: float = 0.0) -> int:
-    """Bytes left under the driver's total less the margin asked for; a job fits if this is not negative."""
-    return hw.hbm_bytes - int(memory_margin_GiB * GIB) - device_peak

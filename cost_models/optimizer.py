@@ -14,7 +14,9 @@ Name = Literal["adamw", "sgd"]
 class Recipe:
     """A precision recipe: dtypes of weights, gradients, optimizer (moments and master weights), as in a job file.
 
-    grad_copy: bytes per element of a second copy of the gradients, kept whole.
+    grad_copy: bytes per element of the format that a microbatch's gradients are made in, before they are added to the
+    sums; 0: products add to the sums themselves. Whoever reduces gradients with others keeps a copy in it, whole (the
+    buckets of DistributedDataParallel).
     """
 
     name: Name = "adamw"
@@ -58,19 +60,25 @@ class StateBytes:
 
 
 def state_bytes(
-    numel: int, recipe: Recipe, params_shards: int = 1, grads_shards: int = 1, optimizer_shards: int = 1
+    numel: int,
+    recipe: Recipe,
+    params_shards: int = 1,
+    grads_shards: int = 1,
+    optimizer_shards: int = 1,
+    *,
+    alone: bool = False,
 ) -> StateBytes:
     """Bytes of the state of `numel` parameters on one of its owners, each kind divided over its number of shards.
 
     Shards are of a flat buffer padded to equal parts, hence ceil division. ZeRO-1 over d owners: optimizer_shards=d;
-    ZeRO-2: grads_shards too; ZeRO-3: all three.
+    ZeRO-2: grads_shards too; ZeRO-3: all three. alone: gradients are reduced with nobody.
 
     >>> state_bytes(1000, Recipe(), optimizer_shards=8)
     StateBytes(parameters=2000, gradients=4000, optimizer=1500)
     """
     return StateBytes(
         shard(numel, params_shards) * recipe.params.bytes,
-        shard(numel, grads_shards) * recipe.grads.bytes + numel * recipe.grad_copy,
+        shard(numel, grads_shards) * recipe.grads.bytes + (0 if alone else numel * recipe.grad_copy),
         shard(numel, optimizer_shards) * recipe.optimizer_bytes,
     )
 
@@ -113,17 +121,22 @@ def zero_grads(numel: int, recipe: Recipe) -> Kernel:
     return _memory("zero_grads", numel, recipe.grads.bytes, recipe.grads, flops=0)
 
 
-def accumulate(work: Work, each: float) -> list[Kernel]:
-    """Adding the weight gradients that `work` makes to those of the microbatches before, at `each` bytes per element.
+def accumulate(work: Work, recipe: Recipe) -> list[Kernel]:
+    """Adding the weight gradients that `work` makes to the sums, where kernels of their own do it.
+
+    They write and read the gradients, and read and write the sums.
 
     >>> from ir.work import DType
     >>> gemm = Kernel(KernelKind.GEMM, 2 * 8**3, 0, DType.BF16, (8, 8, 8))
-    >>> accumulate((gemm,), 12)[0].bytes
-    768
+    >>> accumulate((gemm,), Recipe(grad_copy=2))[0].bytes == 12 * 8 * 8, accumulate((gemm,), Recipe())
+    (True, [])
     """
+    if not recipe.grad_copy:
+        return []
+    each = 2 * (recipe.grad_copy + recipe.grads.bytes)
     products = [k for k in work if k.kind in (KernelKind.GEMM, KernelKind.GROUPED_GEMM) and k.shape]
     numels = [(k.shape[0] if len(k.shape) == 4 else 1) * k.shape[-3] * k.shape[-2] * k.count for k in products]
-    return [Kernel(KernelKind.MEMORY, n, int(n * each), DType.FP32, label="accumulate") for n in numels]
+    return [Kernel(KernelKind.MEMORY, n, n * each, recipe.grads, label="accumulate") for n in numels]
 
 
 def _memory(label: str, numel: int, bytes_each: int, dtype: DType, flops: int) -> Kernel:

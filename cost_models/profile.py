@@ -1,30 +1,42 @@
-"""Profile files: what ops and links took on one machine, and what ops allocate there; JSON, read strictly.
+"""Profiles: what ops and links took on one machine, and what ops allocate there. `profile_file` keeps them as JSON.
 
 Ops are kept by class (`ir.classes`), so a profile taken on one schedule, microbatch count and partition serves any
-other of the same model sizes. Times are of the machine in the header and of no other.
+other of the same model sizes; other sizes are read off those measured (`profile_shapes`). Times are of the machine in
+the header and of no other.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from enum import StrEnum
+from functools import cached_property
+from statistics import median
 
 import numpy as np
 
 from cost_models.profile_fit import Curve, fit
+from cost_models.profile_machine import Machine
+from cost_models.profile_pairs import Pair
+from cost_models.profile_shapes import OpShape, Sized, between
 from ir.alloc import AllocList
 from ir.classes import link_class, node_classes
 from ir.plan import OpKind, Plan
 from ir.work import CommKind, Message
 
-VERSION = 1
-PACKAGES = ("numpy", "torch")
+__all__ = ["Found", "Machine", "Measured", "OpEntry", "Profile", "Source", "lookup", "plan_keys"]
+
+VERSION = 2
+
+
+class Source(StrEnum):
+    """Where seconds come from."""
+
+    MEASURED = "measured"  # of this very class and size
+    INTERPOLATED = "interpolated"  # between measured sizes
+    EXTRAPOLATED = "extrapolated"  # beyond them
+    MODELLED = "modelled"  # from the hardware file
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,39 +50,15 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class OpEntry:
-    """One class of nodes. time: of one instance on an idle machine. alloc: what it allocates and frees."""
+    """One class of nodes. time: of one instance on an idle machine. alloc: what it allocates and frees.
+
+    shape: which sizes of what it is. alone: the messages inside it are not in its time, and come on top.
+    """
 
     time: Measured | None = None
     alloc: AllocList | None = None
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where a profile was taken. gpu "" where none was used. versions: of Python and packages. date: UTC."""
-
-    cpu: str
-    cores: int
-    gpu: str
-    gpus: int
-    versions: Mapping[str, str]
-    date: str
-
-    @classmethod
-    def here(cls, gpu: str = "", gpus: int = 0) -> Machine:
-        """This machine, now. gpu, gpus: as the executor sees them; nothing here asks a device."""
-        versions = {"python": platform.python_version()} | {p: v for p in PACKAGES if (v := _version(p))}
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return cls(_cpu(), len(os.sched_getaffinity(0)), gpu, gpus, versions, now)
-
-    @property
-    def fingerprint(self) -> str:
-        """One line that is equal on equal machines; the date is not in it.
-
-        >>> Machine("Xeon", 2, "", 0, {"torch": "2.13.0"}, "2026-01-01T00:00:00Z").fingerprint
-        'Xeon x2, torch 2.13.0'
-        """
-        gpu = (f"{self.gpu} x{self.gpus}",) if self.gpu else ()
-        return ", ".join([f"{self.cpu} x{self.cores}", *gpu, *(f"{p} {v}" for p, v in sorted(self.versions.items()))])
+    shape: OpShape | None = None
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +66,8 @@ class Profile:
     """Everything that was measured. ops: by class of node. links: by `ir.classes.link_class`.
 
     curves: by a link's key without its bytes, where several sizes were measured. host_s: seconds that the host needs
-    per op beside the op's own work; None where it was not measured.
+    per op beside the op's own work; None where it was not measured. pairs: slowdowns by `profile_pairs.pair_key`.
+    origins: how each part of it was come by, in words. sealed: nobody has changed the file since it was written.
     """
 
     machine: Machine
@@ -86,6 +75,9 @@ class Profile:
     links: Mapping[str, Measured] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
     host_s: float | None = None
+    pairs: Mapping[str, Pair] = field(default_factory=dict)
+    origins: tuple[str, ...] = ()
+    sealed: bool = True
 
     @classmethod
     def of(
@@ -94,15 +86,18 @@ class Profile:
         ops: Mapping[str, OpEntry],
         links: Mapping[str, Measured] | None = None,
         host_s: float | None = None,
+        pairs: Mapping[str, Pair] | None = None,
+        origins: tuple[str, ...] = (),
     ) -> Profile:
         """From measurements; the curves are fitted here."""
         links = links or {}
-        points: dict[str, list[tuple[int, float]]] = {}
+        points: dict[str, list[tuple[int, Measured]]] = {}
         for key, found in links.items():
             name, _, size = key.rpartition(" ")
-            points.setdefault(name, []).append((int(size), found.median_s))
-        curves = {name: fit(at) for name, at in points.items() if len({size for size, _ in at}) > 1}
-        return cls(machine, ops, links, curves, host_s)
+            points.setdefault(name, []).append((int(size), found))
+        several = {name: at for name, at in points.items() if len({size for size, _ in at}) > 1}
+        curves = {name: fit([(n, m.median_s) for n, m in at], _noise(at)) for name, at in several.items()}
+        return cls(machine, ops, links, curves, host_s, pairs or {}, origins)
 
     @property
     def fit_error(self) -> float:
@@ -114,63 +109,63 @@ class Profile:
         """All alloc lists, for `piper_sim.splice.peaks`."""
         return {key: entry.alloc for key, entry in self.ops.items() if entry.alloc is not None}
 
+    @cached_property
+    def families(self) -> dict[tuple[str, bool], list[Sized]]:
+        """What was measured of each family, whether alone or with the messages inside."""
+        out: dict[tuple[str, bool], list[Sized]] = {}
+        for e in self.ops.values():
+            if e.time is not None and e.shape is not None:
+                known = out.setdefault((e.shape.family, e.alone), [])
+                known.append(Sized(e.shape.at, e.time.median_s, e.time.spread_s))
+        return out
+
+
+def _noise(points: list[tuple[int, Measured]]) -> float:
+    return median(m.spread_s / m.median_s if m.median_s else 0.0 for _, m in points)
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Seconds for a key. fitted: read off a curve, not measured at this size; spread_s is the curve's error then."""
+    """Seconds for a key, and their spread: what was measured, or what a curve may be off. alone: see `OpEntry`."""
 
     seconds: float
     spread_s: float
-    fitted: bool = False
+    source: Source = Source.MEASURED
+    alone: bool = False
 
 
-def lookup(profile: Profile, key: str) -> Found | None:
-    """What a profile says about a class of nodes or a message.
+def lookup(profile: Profile, key: str, shape: OpShape | None = None) -> Found | None:
+    """What a profile says about a class of nodes or a message. shape: which other sizes may stand in for a node's.
 
     >>> p = Profile.of(Machine("x", 1, "", 0, {}, ""), {}, {"p2p 1000": Measured(2e-3, 0.0, 9)})
-    >>> lookup(p, "p2p 1000"), lookup(p, "p2p 2000")
-    (Found(seconds=0.002, spread_s=0.0, fitted=False), None)
+    >>> lookup(p, "p2p 1000").seconds, lookup(p, "p2p 2000")
+    (0.002, None)
     """
     entry = profile.ops.get(key)
     found = entry.time if entry is not None else profile.links.get(key)
     if found is not None:
-        return Found(found.median_s, found.spread_s)
+        return Found(found.median_s, found.spread_s, alone=entry is not None and entry.alone)
+    if shape is not None:
+        return _sized(profile, shape)
     name, _, size = key.rpartition(" ")
     if name in profile.curves and size.isdecimal():
         curve = profile.curves[name]
-        seconds = curve.seconds(int(size))
-        return Found(seconds, seconds * curve.error, fitted=True)
+        source = Source.INTERPOLATED if curve.inside(int(size)) else Source.EXTRAPOLATED
+        return Found(curve.seconds(int(size)), curve.doubt_s(int(size)), source)
     return None
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """How much of a plan a profile knows. found, missing: keys. spread: of the seconds found, relative."""
-
-    found: Mapping[str, Found]
-    missing: tuple[str, ...]
-    spread: float
-
-    @property
-    def source(self) -> str:
-        """The result's `cost_source`: measured, modelled or mixed."""
-        if not self.found:
-            return "modelled"
-        return "mixed" if self.missing or any(f.fitted for f in self.found.values()) else "measured"
-
-
-def cover(profile: Profile, keys: Mapping[str, int]) -> Coverage:
-    """Look up a plan's keys. keys: how often each occurs; the spread weighs each by its share of the seconds found.
-
-    >>> p = Profile(Machine("x", 1, "", 0, {}, ""), {"F/attn 1": OpEntry(Measured(1.0, 0.5, 9))})
-    >>> c = cover(p, {"F/attn 1": 2, "F/mlp 2": 2}); c.missing, c.spread, c.source
-    (('F/mlp 2',), 0.5, 'mixed')
-    """
-    looked = {key: lookup(profile, key) for key in keys}
-    found = {key: got for key, got in looked.items() if got is not None}
-    seconds = sum(keys[key] * got.seconds for key, got in found.items())
-    spread = sum(keys[key] * got.spread_s for key, got in found.items())
-    return Coverage(found, tuple(k for k, got in looked.items() if got is None), spread / seconds if seconds else 0.0)
+def _sized(profile: Profile, shape: OpShape) -> Found | None:
+    for alone in (True, False):
+        known = profile.families.get((shape.family, alone), [])
+        same = next((k for k in known if k.at == shape.at), None)  # an update does not know of sequence lengths
+        if same is not None:
+            return Found(same.seconds, same.spread_s, alone=alone)
+        got = between(known, shape.at)
+        if got is not None:
+            source = Source.INTERPOLATED if got.inside else Source.EXTRAPOLATED
+            return Found(got.seconds, got.spread_s, source, alone)
+    return None
 
 
 def plan_keys(plan: Plan) -> Counter[str]:
@@ -199,19 +194,3 @@ def plan_keys(plan: Plan) -> Counter[str]:
             case OpKind.RECV:
                 pass
     return out
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(iter(names), platform.processor() or platform.machine())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

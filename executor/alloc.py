@@ -19,9 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from executor.alloc_bench import Bench, Like
 from executor.alloc_update import sync_lists
 from executor.chunk import Gradients, Stage
-from executor.data import Batch
+from executor.data import Batch, Waiting
+from executor.inline import Region
 from executor.modules.base import TORCH
 from executor.modules.choose import model_of, recomputed
+from executor.places import Places
+from executor.shares import shares
 from ir.alloc import AllocList
 from ir.classes import node_classes
 from ir.job.build import Prepared, precision_of
@@ -40,16 +43,17 @@ def take_lists(prepared: Prepared, plan: Plan) -> dict[str, AllocList]:
     out = sync_lists(prepared)
     with _own_tables(), _without_values(prepared):
         batch = _batch(prepared)
-        likes = _Likes(prepared, batch)
-        stages, wants, held = _stages(prepared, batch)
+        region = Region.of(plan, 0)  # with whom nothing is exchanged: what is allocated for messages depends on no peer
+        likes = _Likes(prepared, batch, region)
+        stages, wants, held = _stages(prepared, plan, batch, region)
         for number, stage in stages.items():
             for name in stage.units:
                 wanted = {p: classes[number, name, p] for p in Pass if (number, name, p) in classes}
                 if out.keys() >= set(wanted.values()) and likes.known(name, wanted[Pass.F]):
                     continue
-                given, extras = likes.of(number, stage.reads[name]), batch.extras(wants.get(name, ()))
-                Bench(stage, name, given, extras, held).run(wanted)  # makes the tables that modules keep
-                bench = Bench(stage, name, given, extras, held)
+                given, asked = likes.of(number, stage.reads[name]), wants.get(name, ())
+                Bench(stage, name, given, batch, asked, held).run(wanted)  # makes the tables that modules keep
+                bench = Bench(stage, name, given, batch, asked, held)
                 found = bench.run(wanted)
                 bench.check()
                 likes.found(name, wanted[Pass.F], bench.outs)
@@ -57,16 +61,19 @@ def take_lists(prepared: Prepared, plan: Plan) -> dict[str, AllocList]:
     return out
 
 
-def _stages(prepared: Prepared, batch: Batch) -> tuple[dict[int, Stage], Mapping[str, tuple[str, ...]], list[Tensor]]:
+def _stages(
+    prepared: Prepared, plan: Plan, batch: Waiting, region: Region
+) -> tuple[dict[int, Stage], Mapping[str, tuple[str, ...]], list[Tensor]]:
     """Every stage, what its units read of the batch, and all that is there all the time."""
-    model, entries = model_of(prepared), prepared.base.entries
+    held = shares(plan.graph, Places.of(plan).mesh.coordinates(0))
+    model, entries = model_of(prepared, held, region), prepared.base.entries
     built = model.build(model.chunks)
     grads = Gradients(built.params, TORCH[precision_of(prepared.job).grads])
     again, stages = recomputed(prepared), {}
     for number in range(prepared.stages):
         units = {e.name: built.units[e.name] for e in entries if e.stage == number}
         stages[number] = Stage(units, built.params, grads=grads, recompute=again, reads=built.reads)
-    return stages, built.extras, [*built.params.values(), *grads.sums.values(), batch.ids, batch.labels]
+    return stages, built.extras, [*built.params.values(), *grads.sums.values()]
 
 
 def _without_values(prepared: Prepared) -> AbstractContextManager[object]:
@@ -77,10 +84,11 @@ def _without_values(prepared: Prepared) -> AbstractContextManager[object]:
 class _Likes:
     """Shapes and formats of what units give, by unit and by class; what enters a stage is tokens or hidden states."""
 
-    def __init__(self, prepared: Prepared, batch: Batch) -> None:
-        self.ids: tuple[Like, ...] = ((tuple(batch.ids.shape), batch.ids.dtype),)
-        compute = TORCH[precision_of(prepared.job).compute]
-        self.hidden: tuple[Like, ...] = (((*batch.ids.shape, prepared.config.hidden), compute),)
+    def __init__(self, prepared: Prepared, batch: Waiting, region: Region) -> None:
+        ids = batch.batch.ids
+        self.ids: tuple[Like, ...] = ((tuple(ids.shape), ids.dtype),)
+        compute, (size, length) = TORCH[precision_of(prepared.job).compute], ids.shape
+        self.hidden: tuple[Like, ...] = (((size, length // region.divides, prepared.config.hidden), compute),)
         self.made: dict[str, tuple[Like, ...]] = {}
         self.units: dict[str, tuple[Like, ...]] = {}
 
@@ -99,9 +107,10 @@ class _Likes:
         self.made[name] = self.units[unit] = outs
 
 
-def _batch(prepared: Prepared) -> Batch:
+def _batch(prepared: Prepared) -> Waiting:
     shape = prepared.job.schedule.microbatch_size, prepared.job.model.seq_len
-    return Batch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), 1.0)
+    ids, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    return Waiting(Batch(ids, labels, 1.0), torch.device("cpu"))
 
 
 @contextmanager

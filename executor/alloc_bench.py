@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from executor.alloc_record import Recorder
 from executor.chunk import Stage
+from executor.data import Waiting
 from ir.alloc import AllocList
 from ir.errors import ErrorKind, PiperError
 from ir.ops import Pass
@@ -19,8 +20,9 @@ Like = tuple[tuple[int, ...], torch.dtype]
 class Bench:
     """Runs every pass of one microbatch of one unit, under a recorder.
 
-    given: shapes and formats of what each unit that it reads gives. extras: what it reads of the batch. held: what is
-    there all the time, the batch too. outs: shapes and formats of what it gives, once forward has run.
+    given: shapes and formats of what each unit that it reads gives. wants: what it reads of the batch, beside the token
+    ids that the first unit is given; it comes as the pass begins. held: what is there all the time. outs: shapes and
+    formats of what it gives, once forward has run.
     """
 
     def __init__(
@@ -28,10 +30,11 @@ class Bench:
         stage: Stage,
         name: str,
         given: Sequence[tuple[Like, ...]],
-        extras: Sequence[object],
+        batch: Waiting,
+        wants: tuple[str, ...],
         held: Sequence[Tensor],
     ) -> None:
-        self.name, self.extras, self.recorder = name, extras, Recorder(held)
+        self.name, self.batch, self.wants, self.recorder = name, batch, wants, Recorder(held)
         self.reads = stage.reads[name]
         self.outs: tuple[Like, ...] = ()
         self.sources: dict[str, _Source] = {}
@@ -76,11 +79,14 @@ class Bench:
         for read, source in self.sources.items():
             if read:
                 self.stage.run(Pass.F, 0, [read])
-            else:
-                self.stage.feed(0, *source(named=source.likes[0][1].is_floating_point))  # the batch holds its tokens
-        if self.extras:
-            self.stage.feed_extra(0, self.name, *self.extras)
-        self._note(Pass.F)
+            elif not source.tokens:
+                self.stage.feed(0, *source())
+        with self.recorder.noting(str(Pass.F)):
+            if "" in self.sources and self.sources[""].tokens:
+                self.stage.feed(0, self.batch.ids)
+            if self.wants:
+                self.stage.feed_extra(0, self.name, *self.batch.extras(self.wants))
+            self.stage.run(Pass.F, 0, [self.name])
         outs: list[Tensor | None] = [*self.flow.acts.pop(self.name)]
         self.outs = tuple((tuple(t.shape), t.dtype) for t in outs if t is not None)
         return self._list(outs)
@@ -116,12 +122,16 @@ class _Source(nn.Module):
         super().__init__()
         self.recorder, self.likes, self.first = recorder, likes, first
 
-    def forward(self, *, named: bool = True) -> tuple[Tensor, ...]:
+    @property
+    def tokens(self) -> bool:
+        """Whether it stands for token ids, which come with the batch."""
+        return not self.likes[0][1].is_floating_point
+
+    def forward(self) -> tuple[Tensor, ...]:
         """One of each."""
         made = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in self.likes)
         for k, t in enumerate(made, self.first):
-            if named:
-                self.recorder.name(t, f"x{k}")
+            self.recorder.name(t, f"x{k}")
         return made
 
 

@@ -9,77 +9,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from executor.exchange import Exchange, Route, Trade, even, travel
+from executor.flow import Flow, Grads, Ports, UnitLife, Values
+from executor.gradients import Gradients
 from executor.modules.base import total, wiring
 from executor.split import SplitRun
 from ir.ops import Pass
 
-
-class Gradients:
-    """Sums of weight gradients by global name, in the dtype they are accumulated in; each `add` is one microbatch.
-
-    >>> grads = Gradients({"w": torch.zeros(2)}); grads.add("w", torch.ones(2)); grads.add("w", torch.ones(2))
-    >>> grads["w"].tolist()
-    [2.0, 2.0]
-    """
-
-    def __init__(self, params: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
-        self.sums = {n: torch.zeros_like(p, dtype=dtype or p.dtype, requires_grad=False) for n, p in params.items()}
-        self.passing: dict[tuple[str, int], Tensor] = {}  # of a microbatch, to be reduced before it is summed
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.sums[name]
-
-    def add(self, name: str, grad: Tensor, mb: int = 0) -> None:
-        """Add microbatch mb's gradient."""
-        (self.sums[name] if name in self.sums else self.passing[name, mb]).add_(grad.detach())
-
-    def zero(self) -> None:
-        """Start a new step."""
-        for g in self.sums.values():
-            g.zero_()
-
-
-Values = tuple[Tensor, ...]
-Grads = list[Tensor | None]
-
-
-@dataclass(slots=True)
-class _Unit:
-    """One unit's life for one microbatch: what forward left, until W. inputs: what each unit it reads gave it; None
-    where that is made again. sizes: how many tensors each of them gave; outs: how many it gives itself.
-    """
-
-    run: SplitRun
-    sizes: tuple[int, ...] = ()
-    outs: int = 1
-    inputs: tuple[Values | None, ...] = ()
-    extras: tuple[object, ...] = ()
-    waits_for_r: bool = False
-
-
-@dataclass(slots=True)
-class _Flow:
-    """What stands at the edge of the work done so far of one microbatch, by the unit it comes from ("": outside).
-
-    acts: outputs, until every reader has run. again: the same, made again by R. grads: sums of what readers' I gave.
-    """
-
-    acts: dict[str, Values] = field(default_factory=dict)
-    again: dict[str, Values] = field(default_factory=dict)
-    left: Counter[str] = field(default_factory=Counter)
-    left_again: Counter[str] = field(default_factory=Counter)
-    grads: dict[str, Grads] = field(default_factory=dict)
-    units: dict[str, _Unit] = field(default_factory=dict)
-    extras: dict[str, tuple[object, ...]] = field(default_factory=dict)
-
-    def idle(self) -> bool:
-        """Whether nothing is held."""
-        return not (self.units or self.acts or any(g is not None for grads in self.grads.values() for g in grads))
+__all__ = ["Gradients", "Stage", "Values"]
 
 
 class Stage:
@@ -88,7 +29,8 @@ class Stage:
     units: name → module, called with the outputs of the units it reads (and its `extras`, e.g. the labels for the
     head). reads: see `Built`. params: global name → parameter; one name may be used by several units. recompute: units
     whose forward keeps only its inputs, and not even those that units of the same chunk make again; pass R makes the
-    rest (I and W do it themselves where it did not run).
+    rest (I and W do it themselves where it did not run). ports: unit → its outputs by who reads them, where not all
+    readers read all. exchanges: by name, what reaches its reader from another rank's unit; `exchange` begins each.
 
     >>> layer = nn.Linear(1, 1, bias=False); _ = nn.init.constant_(layer.weight, 3.0)
     >>> stage = Stage({"l0": layer}, {"w": layer.weight})
@@ -106,18 +48,26 @@ class Stage:
         grads: torch.dtype | Gradients | None = None,
         recompute: Iterable[str] = (),
         reads: Mapping[str, tuple[str, ...]] | None = None,
+        ports: Mapping[str, Ports] | None = None,
+        exchanges: Mapping[str, Exchange] | None = None,
     ) -> None:
         self.units = dict(units)
         self.params = dict(params)
         self.grads = grads if isinstance(grads, Gradients) else Gradients(self.params, grads)
         self.recompute = frozenset(recompute)
-        self.reads = wiring(self.units, reads or {})
+        self._ports = {u: p for u, p in (ports or {}).items() if u in self.units}
+        self._of = {port: u for u in self.units for port in self._ports.get(u, (u,))}  # port or exchange → its unit
+        self.exchanges = {n: x for n, x in (exchanges or {}).items() if x.reads in self._of}
+        self._of |= {n: self._of[x.reads] for n, x in self.exchanges.items()}
+        self.reads = wiring(self.units, reads or {}, self._of)
         names = {id(p): n for n, p in self.params.items()}
         self._weights = {u: {names[id(p)]: p for p in m.parameters()} for u, m in self.units.items()}
-        self._flows: dict[int, _Flow] = {}
-        self._readers = Counter(r for reads in self.reads.values() for r in reads)
-        self._again = Counter(r for u, reads in self.reads.items() for r in reads if self._made_again(r, u))
-        self._ends = tuple(u for u in self.units if not self._readers[u])
+        self._flows: dict[int, Flow] = {}
+        found = [*((r, u) for u, reads in self.reads.items() for r in reads)]
+        found += [(x.reads, u) for n, x in self.exchanges.items() for u in (self._behind(n) or ("",))]
+        self._readers = Counter(r for r, _ in found)
+        self._again = Counter(r for r, u in found if self._made_again(r, u))
+        self._ends = tuple(u for u in self.units if not any(self._readers[p] for p in self._ports.get(u, (u,))))
 
     @property
     def in_flight(self) -> int:
@@ -156,6 +106,35 @@ class Stage:
                     self._input_grad(mb, name)
                 case Pass.W:
                     self._weight_grad(mb, name)
+
+    def exchange(self, pass_: Pass, mb: int, name: str) -> Trade:
+        """Begin an all-to-all behind the unit it reads: what is to travel. Its reader may run when it has ended.
+
+        One whose sizes must be read first asks the device for them: what carries them must have ended.
+        """
+        wire, flow = self.exchanges[name], self._flow(mb)
+        if not wire.counts:
+            trade = even(wire, *flow.take(wire.reads))
+            flow.counts[name] = trade.leaves[0], trade.arrives[0]
+            return trade
+        if wire.counts not in flow.routes:
+            flow.routes[wire.counts] = Route.read(*flow.counts.pop(wire.counts), wire.ranks)
+        route = flow.routes[wire.counts]
+        if pass_ is Pass.I:
+            grads = [g for g in flow.grads.pop(name) if g is not None]
+            trade = travel(wire, route, grads, gradients=True)
+            flow.grads[wire.reads] = list(trade.arrives)
+            if not wire.back:
+                del flow.routes[wire.counts]
+            return trade
+        again = pass_ is Pass.R
+        trade = travel(wire, route, flow.take(wire.reads, again=again), gradients=False)
+        readers = self._again if again else self._readers
+        flow.give(trade.arrives, {name: tuple(range(len(trade.arrives)))}, readers, again=again)
+        if pass_ is Pass.F and not wire.back:
+            for unit in self._behind(name):
+                flow.extras[unit] = (route.got,)
+        return trade
 
     def whole(self, mb: int, units: Sequence[str] | None = None) -> None:
         """B: I and W of each unit at once, the units given (default: all) in backward order."""
@@ -208,7 +187,7 @@ class Stage:
     def _forward(self, mb: int, name: str) -> None:
         flow, module, reads = self._flow(mb), self.units[name], self.reads[name]
         inputs = [flow.acts[r] for r in reads]
-        unit = _Unit(SplitRun(self._weights[name], lambda n, g: self.grads.add(n, g, mb)), tuple(map(len, inputs)))
+        unit = UnitLife(SplitRun(self._weights[name], lambda n, g: self.grads.add(n, g, mb)), tuple(map(len, inputs)))
         acts, extras = tuple(x for values in inputs for x in values), flow.extras.pop(name, ())
         if name in self.recompute:
             unit.inputs = tuple(None if self._made_again(r, name) else flow.acts[r] for r in reads)
@@ -219,8 +198,8 @@ class Stage:
         else:
             outs = unit.run.forward(module, *acts, extras=extras)
         for r in reads:
-            _used(flow.acts, flow.left, r)
-        flow.acts[name], flow.left[name] = outs, self._readers[name]
+            flow.take(r)
+        flow.give(outs, self._ported(name, outs), self._readers)
         unit.outs, flow.units[name] = len(outs), unit
 
     def _recompute(self, mb: int, name: str) -> None:
@@ -230,15 +209,12 @@ class Stage:
             return
         acts: list[Tensor] = []
         for r, given in zip(self.reads[name], unit.inputs, strict=True):
-            if given is None and flow.units[r].waits_for_r:
-                self._recompute(mb, r)
-            acts += flow.again[r] if given is None else given
-            if given is None:
-                _used(flow.again, flow.left_again, r)
+            if given is None and r not in self.exchanges and flow.units[self._of[r]].waits_for_r:
+                self._recompute(mb, self._of[r])
+            acts += flow.take(r, again=True) if given is None else given
         outs = unit.run.forward(self.units[name], *acts, extras=unit.extras)
         unit.inputs, unit.extras, unit.waits_for_r = (), (), False
-        if self._again[name]:
-            flow.again[name], flow.left_again[name] = outs, self._again[name]
+        flow.give(outs, self._ported(name, outs), self._again, again=True)
 
     def _input_grad(self, mb: int, name: str) -> None:
         unit = self._take(mb, name)
@@ -251,28 +227,32 @@ class Stage:
             self._take(mb, name).run.weight_grad()
             self._drop(mb, name)
 
-    def _arrived(self, mb: int, name: str, unit: _Unit) -> Grads:
+    def _arrived(self, mb: int, name: str, unit: UnitLife) -> Grads:
         """The gradients of a unit's outputs; none for a loss."""
-        grads = self._flow(mb).grads.pop(name, [])
-        return grads if any(g is not None for g in grads) else [None] * unit.outs
+        ports = self._ports.get(name, {name: tuple(range(unit.outs))})
+        return self._flow(mb).arrived(ports, unit.outs)
 
-    def _pass_on(self, mb: int, name: str, unit: _Unit, grads: Sequence[Tensor | None]) -> None:
-        flow, first = self._flow(mb), 0
-        for r, size in zip(self.reads[name], unit.sizes, strict=True):
-            new, first = grads[first : first + size], first + size
-            before = flow.grads.get(r, [None] * size)
-            flow.grads[r] = [b if a is None else a if b is None else a + b for a, b in zip(before, new, strict=True)]
+    def _pass_on(self, mb: int, name: str, unit: UnitLife, grads: Sequence[Tensor | None]) -> None:
+        self._flow(mb).pass_on(self.reads[name], unit.sizes, grads)
 
-    def _take(self, mb: int, name: str) -> _Unit:
+    def _take(self, mb: int, name: str) -> UnitLife:
         unit = self._flow(mb).units[name]
         if unit.waits_for_r:
             self._recompute(mb, name)
         return unit
 
+    def _ported(self, name: str, outs: Values) -> Ports:
+        return self._ports.get(name, {name: tuple(range(len(outs)))})
+
+    def _behind(self, exchange: str) -> tuple[str, ...]:
+        """The units that read an exchange."""
+        return tuple(u for u, reads in self.reads.items() if exchange in reads)
+
     def _made_again(self, read: str, reader: str) -> bool:
         """Whether backward of `reader` gets this input from a recomputed unit."""
-        both = read in self.recompute and reader in self.recompute
-        return both and read.split(".")[0] == reader.split(".")[0]
+        maker = self._of.get(read, read)
+        both = maker in self.recompute and reader in self.recompute
+        return both and maker.split(".")[0] == reader.split(".")[0]
 
     def _feed_if(self, mb: int, grads: Sequence[Tensor | None]) -> None:
         if grads:
@@ -282,18 +262,11 @@ class Stage:
         del self._flow(mb).units[name]
         self._tidy(mb)
 
-    def _flow(self, mb: int) -> _Flow:
+    def _flow(self, mb: int) -> Flow:
         if mb not in self._flows:
-            self._flows[mb] = _Flow()
+            self._flows[mb] = Flow()
         return self._flows[mb]
 
     def _tidy(self, mb: int) -> None:
         if self._flows[mb].idle():
             del self._flows[mb]
-
-
-def _used(values: dict[str, Values], left: Counter[str], name: str) -> None:
-    """One reader more has run; the last one lets go."""
-    left[name] -= 1
-    if not left[name]:
-        del values[name]

@@ -22,18 +22,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from executor.checkpoint.saving import Saving
+from executor.checkpoint.settings import settled, verified
 from executor.launch import launch
 from executor.refusals import refuse
-from executor.spec import Spec
+from executor.spec import Spec, taken
 from executor.stragglers import slowest
 from executor.target import Target
 from ir.errors import ErrorKind, PiperError
 from ir.job import load_job
 from ir.job.build import Prepared, directives_json, prepare
+from ir.places import Places
 from ir.plan import Plan
 from ir.plan_text import plan_digest
+from ir.routing.recorded import counts_text
 from ir.trace import Trace
+from ir.trace_text import read_trace
 
+ROUTING = "routing.csv"
 RANK: Target = "executor.rank:train_rank"
 
 
@@ -52,18 +58,23 @@ def run(
     out: Path | None = None,
     dump: Path | None = None,
     parts: Path | None = None,
+    saving: Saving = Saving(),
 ) -> tuple[dict[str, Any], Trace]:
-    """Run `steps` steps of the judged plan. Returns the object of `piper-sim run` and the trace.
+    """Run the judged plan up to step `steps`. Returns the object of `piper-sim run` and the trace.
 
     sets: the job's `--set` overrides. emulate: seconds of a layer's pass, instead of arithmetic; replay: a trace whose
     ops' seconds are taken instead; emulate_comm: seconds by which each transfer ends later. out: a folder that gets
-    `ranks.json`. dump: one for gradients and parameters; parts: one for what each node of a compute op took, where
-    the host computes: `parts-<rank>.json`, rows (step, op, seconds of each of its nodes).
+    `ranks.json`, and where the model has experts `routing.csv`: where the first step's tokens went. dump: one for
+    gradients and parameters; parts: one for what each node of a compute op took, where the host computes:
+    `parts-<rank>.json`, rows (step, op, seconds of each of its nodes). saving: what is asked of checkpoints.
 
     Raises PiperError: a wrong number of ranks or something not there yet (exit 2), RankFailed (exit 4).
     """
     check_numbers(steps, watchdog_s, emulate, emulate_comm)
     check(prepared, plan, sets, ranks=ranks, backend=backend, real=emulate is None and replay is None)
+    if replay is not None:
+        check_replay(replay, plan, emulate)
+    found = settled(saving, prepared, steps, real=emulate is None and replay is None)
     digest = plan_digest(plan)
     with tempfile.TemporaryDirectory(prefix="piper-plan-") as name:
         folder = Path(name)
@@ -75,10 +86,20 @@ def run(
             emulate_comm=emulate_comm,
             replay=None if replay is None else str(replay.resolve()),
             parts=None if parts is None else str(parts.resolve()),
+            saving=verified(found),
+            note=out is not None,
         )
         together = backend == "local"
         results = launch(RANK, ranks, asdict(spec), out=out, watchdog_s=watchdog_s, together=together)
-    return gathered(prepared, plan, digest, results, steps)
+    if out is not None and any(r["routing"] for r in results):
+        (out / ROUTING).write_text(_routing(results, Places.of(plan)))
+    return gathered(prepared, plan, digest, results)
+
+
+def _routing(results: list[dict[str, Any]], places: Places) -> str:
+    """The ranks' counts as a file that `[routing]` reads. Sources are positions."""
+    rows = ((layer, mb, places.position(k), n) for k, r in enumerate(results) for layer, mb, n in r["routing"])
+    return counts_text(rows)
 
 
 def check(prepared: Prepared, plan: Plan, sets: Sequence[str], *, ranks: int, backend: str, real: bool) -> None:
@@ -86,6 +107,22 @@ def check(prepared: Prepared, plan: Plan, sets: Sequence[str], *, ranks: int, ba
     if ranks != prepared.ranks:
         raise _wrong_ranks(prepared, sets, ranks)
     refuse(prepared, backend, real=real)
+
+
+def check_replay(file: Path, plan: Plan, emulate: float | None) -> None:
+    """Refuse a trace that some rank could not replay. Raises PiperError (exit 2)."""
+    if emulate is not None:
+        message = "ops take either a given time or that of a trace"
+        raise PiperError(ErrorKind.USAGE, message, key="--replay", suggestion="leave out --emulate")
+    trace, places = read_trace(file), Places.of(plan)
+    try:
+        for rank in places.table[0]:
+            taken(trace, plan, places, rank)
+    except PiperError as error:
+        fix = f"a trace.tsv that a run of this very plan has left in its --out; {plan_digest(plan)[:12]} is its digest"
+        raise PiperError(
+            ErrorKind.USAGE, f"a trace of another plan: {error.message}", file=str(file), key="--replay", suggestion=fix
+        ) from error
 
 
 def spec_of(prepared: Prepared, digest: str, sets: Sequence[str], steps: int, folder: Path) -> Spec:
@@ -139,10 +176,10 @@ def _wrong_ranks(prepared: Prepared, sets: Sequence[str], ranks: int) -> PiperEr
 
 
 def gathered(
-    prepared: Prepared, plan: Plan, digest: str, results: list[dict[str, Any]], steps: int
+    prepared: Prepared, plan: Plan, digest: str, results: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], Trace]:
     """The object of `piper-sim run`, and the trace, from what the ranks returned."""
-    trace = _trace(results, prepared.schedule)
+    trace, steps = _trace(results, prepared.schedule), len(results[0]["squares"])
     real = results[0]["losses"] is not None
     peaks, held = (
         {str(rank): r[key] for rank, r in enumerate(results)} if real else None for key in ("peak_bytes", "state_bytes")
@@ -152,11 +189,14 @@ def gathered(
         "schema_version": 1,
         "losses": [_loss(results, step) for step in range(steps)] if real else None,
         "grad_norms": [_norm(results, step) for step in range(steps)] if real else None,
+        "aux_losses": [_balance(results, step) for step in range(steps)] if any(map(any, _told(results))) else None,
+        "first_step": results[0]["first_step"],
         "iteration_s": median(_durations(results, steps)),
         "memory": {"peak_allocated_bytes": peaks, "persistent_bytes": held},
         "ranks": prepared.ranks,
         "slowest": None if late is None else {"rank": late.rank, "waited_s": late.waited_s},
         "plan_digest": digest,
+        "saved": results[0]["saved"],
         "trace": None,
     }, trace
 
@@ -165,6 +205,18 @@ def _loss(results: list[dict[str, Any]], step: int) -> float:
     """Summed in the order of the global batch, whatever ranks its microbatches ended on."""
     total = 0.0
     for _, loss in sorted((mb, loss) for r in results for mb, loss in r["losses"][step]):
+        total += loss
+    return total
+
+
+def _told(results: list[dict[str, Any]]) -> list[Any]:
+    return [r["balance"] for r in results]
+
+
+def _balance(results: list[dict[str, Any]], step: int) -> float:
+    """The auxiliary losses of all layers, likewise."""
+    total = 0.0
+    for _, _, loss in sorted((mb, layer, loss) for told in _told(results) for layer, mb, loss in told[step]):
         total += loss
     return total
 
@@ -182,7 +234,7 @@ def _durations(results: list[dict[str, Any]], steps: int) -> list[float]:
     spans = [[math.inf, 0.0] for _ in range(steps)]
     for r in results:
         for step, _, _, _, start, end in r["rows"]:
-            span = spans[step]
+            span = spans[step - r["first_step"]]
             span[0], span[1] = min(span[0], start), max(span[1], end)
     before = [0.0, *(end for _, end in spans[:-1])]
     return [end - max(b, start) for b, (start, end) in zip(before, spans, strict=True)]

@@ -14,15 +14,37 @@ from executor.tokens import FileTokens, Synthetic, source_of
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch: (sequences, length) of token ids and of labels; scale: 1 / the step's valid tokens."""
+    """One microbatch: (sequences, length) of token ids and of labels; scale: 1 / the step's valid tokens.
+
+    number: in the global batch.
+    """
 
     ids: Tensor
     labels: Tensor
     scale: float
+    number: int = 0
 
     def extras(self, wants: tuple[str, ...]) -> tuple[object, ...]:
         """What a unit asks for beside activations, by name."""
         return tuple(getattr(self, w) for w in wants)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A microbatch that is still the loader's: who asks for a part of it gets a copy on the device, his own."""
+
+    batch: Batch
+    device: torch.device
+
+    @property
+    def ids(self) -> Tensor:
+        """Token ids."""
+        return self.batch.ids.to(self.device, copy=True)
+
+    def extras(self, wants: tuple[str, ...]) -> tuple[object, ...]:
+        """What a unit asks for beside activations, by name."""
+        found = self.batch.extras(wants)
+        return tuple(x.to(self.device, copy=True) if isinstance(x, Tensor) else x for x in found)
 
 
 class Data:
@@ -59,11 +81,13 @@ class Data:
 
     def batch(self, step: int, replica: int, mb: int) -> Batch:
         """One microbatch."""
-        first = (replica * self.microbatches + mb) * self.size
+        number = replica * self.microbatches + mb
+        first = number * self.size
         rows = np.stack([self.source.sequence(step, first + i, self.length) for i in range(self.size)])
         labels = np.where(rows[:, 1:] < 0, TokenLoss.IGNORE, rows[:, 1:])
         ids = np.maximum(rows[:, :-1], 0)
-        return Batch(torch.from_numpy(ids), torch.from_numpy(labels), 1.0 / max(1, self.valid_tokens(step)))
+        scale = 1.0 / max(1, self.valid_tokens(step))
+        return Batch(torch.from_numpy(ids), torch.from_numpy(labels), scale, number)
 
     def valid_tokens(self, step: int) -> int:
         """Labels of the whole global batch that count; every rank finds the same without asking another."""

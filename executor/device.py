@@ -7,6 +7,7 @@ a mark is a moment that has passed, and nothing is ever followed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -108,12 +109,23 @@ class Host:
         """It has passed already."""
 
 
+def repeatable() -> None:
+    """Kernels that give the same bits every time, or refuse to run: whatever the plan, sums have one order.
+
+    cuBLAS reads its setting where its first handle is made, so ask before the device computes anything.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a kernel each
+
+
 class Cuda:
     """One GPU; several ranks of one process may share it. Lanes are streams, marks are events."""
 
     ahead = True
 
     def __init__(self, index: int) -> None:
+        repeatable()
         self.torch = torch.device("cuda", index)
         torch.cuda.set_device(index)
         torch.cuda.synchronize()
@@ -123,7 +135,12 @@ class Cuda:
         self._zero_s = clock.now()
 
     def bind(self) -> None:
-        """Both are this thread's alone."""
+        """All are this thread's alone.
+
+        Backward stays in the thread that asks for it: ranks that share a process meet inside, and torch has one thread
+        for a device.
+        """
+        torch.autograd.set_multithreading_enabled(False)
         torch.cuda.set_device(self.torch)
         torch.set_default_device(self.torch)
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from executor.chunk import Gradients
 from ir.errors import ErrorKind, PiperError
+from ir.flat import places_in
 from ir.sync import Bucket
-
-ALIGN_BYTES = 64  # the same kernel takes other paths, to other last bits, where a weight starts elsewhere
 
 
 class Flat:
@@ -43,7 +42,8 @@ class Flat:
         self.counts = zero == 1 or (first and (zero > 1 or index == 0))
         param, summed = params[bucket.params[0]], grads.sums[bucket.params[0]].dtype
         self.shapes = {n: params[n].shape for n in bucket.params}
-        self.places, end = _places(self.shapes, ALIGN_BYTES // min(param.element_size(), summed.itemsize))
+        numels = {n: s.numel() for n, s in self.shapes.items()}
+        self.places, end = places_in(numels, min(param.element_size(), summed.itemsize))
         shard = -(-end // len(members))
         size = shard * len(members)
         self.own = slice(index * shard, (index + 1) * shard) if zero else slice(0, size)
@@ -127,13 +127,3 @@ class Flat:
     def tensors(self) -> list[Tensor]:
         """All that persists."""
         return [self.weights, self.whole, self.sums, self.travels]
-
-
-def _places(shapes: Mapping[str, torch.Size], step: int) -> tuple[dict[str, slice], int]:
-    """Where each parameter lies, at multiples of `step` elements, and where the last one ends."""
-    out, at = {}, 0
-    for name, shape in shapes.items():
-        at = -(-at // step) * step
-        out[name] = slice(at, at + shape.numel())
-        at += shape.numel()
-    return out, at

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from executor import clock
-from executor.data import Batch
-from executor.device import Device, Mark
+from executor.data import Waiting
+from executor.device import Device
+from executor.exchange import Trade
 from executor.kernels import Kernels
+from executor.modules.base import NUMBER
 from executor.program import Program, Value
 from executor.progress import Progress
-from executor.streams import Queued, Stream
-from executor.transport.base import Delayed, Handle, Landing, Transport
+from executor.streams import Pending, Queued, Stream
+from executor.transport.base import Delayed, Handle, Joined, Landing, Transport
 from ir.errors import ErrorKind, PiperError
 from ir.graph import Node
 from ir.ops import Pass
@@ -44,18 +46,6 @@ class StepResult:
     losses: dict[int, float] = field(default_factory=dict)
     grad_norm: float | None = None
     squares: list[float] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A row of the trace whose times the device may not know yet."""
-
-    stream: str
-    op: str
-    post_s: float
-    start: Mark | None = None
-    end: Mark | None = None
-    queued: Queued | None = None
 
 
 class Interpreter:
@@ -80,17 +70,18 @@ class Interpreter:
         self.rows: list[Row] = []
         self.parts: list[tuple[int, int, list[float]]] = []  # step, compute op, seconds of each node where it is done
         self._lane = device.lane("compute")
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
         self._values: dict[Value, Tensor] = {}
-        self._under: dict[int, _Pending] = {}  # communication ops that the host has not yet seen end
+        self._under: dict[int, Pending] = {}  # communication ops that the host has not yet seen end
+        self._leaving: dict[int, Trade] = {}  # of exchanges among these: what they send
         self._streams: dict[str, Stream] = {}
         self._latest: dict[str, Queued] = {}
-        self._batches: Mapping[int, Batch] = {}
+        self._batches: Mapping[int, Waiting] = {}
         self._units = {s: tuple(stage.units) for s, stage in self.stages.items()}
         self._losses: dict[int, Tensor | float] = {}
         self._step = 0
 
-    def step(self, number: int, batches: Mapping[int, Batch]) -> StepResult:
+    def step(self, number: int, batches: Mapping[int, Waiting]) -> StepResult:
         """Run every op once. batches: of the microbatches that `Program.batches` lists. Raises TransportError."""
         p, self._batches, self._step = self.program, batches, number
         self._losses.clear()
@@ -99,7 +90,7 @@ class Interpreter:
             for i in range(p.first, p.last):
                 shape, text = p.shape(i), p.plan.text(i)
                 self.progress.op(i, text)
-                row = _Pending(shape.stream, text, clock.now())
+                row = Pending(shape.stream, text, clock.now())
                 self._pending.append(row)
                 match OpKind(shape.kind):
                     case OpKind.COMPUTE:
@@ -123,17 +114,10 @@ class Interpreter:
     def _settle(self) -> None:
         """Wait until the device has caught up, op by op, so that a device that hangs is seen to hang at one."""
         for k, row in enumerate(self._pending):
-            end = row.end if row.queued is None else row.queued.end
-            assert end is not None
-            if not end.done():
+            if not row.last.done():
                 self.progress.op(self.program.first + k, row.op)
-                end.wait()
-            if row.queued is not None:
-                span = row.queued.span()
-            else:
-                assert row.start is not None
-                span = row.start.seconds(), end.seconds()
-            self.rows.append((self._step, row.stream, row.op, row.post_s, *span))
+                row.last.wait()
+            self.rows.append((self._step, row.stream, row.op, row.post_s, *row.span()))
         self._pending.clear()
 
     def _results(self) -> StepResult:
@@ -145,28 +129,42 @@ class Interpreter:
 
     # -- communication ------------------------------------------------------------------------------------------------
 
-    def _send(self, i: int, row: _Pending) -> None:
+    def _send(self, i: int, row: Pending) -> None:
         tensor = self._take(self.program.value(i), i)
         self._queue(i, row, partial(self.transport.send, self.program.peer(i), tensor), self.delay_s)
 
-    def _recv(self, i: int, row: _Pending) -> None:
+    def _recv(self, i: int, row: Pending) -> None:
         into = self._values[self.program.value(i)] = self.boundary()
         self._queue(i, row, partial(self.transport.recv, self.program.peer(i), into), self.delay_s)
 
-    def _collective(self, i: int, row: _Pending) -> None:
+    def _collective(self, i: int, row: Pending) -> None:
         meeting = self.program.meetings[i]
-        if not meeting.bucket:  # the norm: its operand is computed here, from what the collectives before it left
+        if meeting.exchange:
+            post, land = self._exchange(i, row, meeting.group), None
+        elif meeting.bucket:
+            post, land = self.sync.start(meeting, self.transport)
+        else:  # the norm: its operand is computed here, from what the collectives before it left
             waits = {*self.program.plan.waits.row(i).tolist()}
             for w in [w for w, under in self._under.items() if w in waits or under.stream == row.stream]:
                 self._wait(w, i)
-        post, land = self.sync.start(meeting, self.transport)
+            post, land = self.sync.start(meeting, self.transport)
         before = self._latest.get(row.stream)
         self._queue(i, row, post, 0.0 if meeting.once else self.delay_s, [] if before is None else [before], land)
+
+    def _exchange(self, i: int, row: Pending, group: str) -> Callable[[], Handle]:
+        """What is to travel between units on different ranks. How many rows do is waited for, and read, before."""
+        if (counts := self.program.counted.get(i)) is not None:
+            self._wait(counts, i)
+        ((_, node, mb),) = self.program.covers(i)
+        trade = self._leaving[i] = self.stages[node.stage].exchange(Pass(str(node.kind)), mb, node.part)
+        row.post_s = clock.now()
+        sizes, move = (trade.into_rows, trade.rows), self.transport.all_to_all
+        return lambda: Joined([move(group, into, rows, *sizes) for into, rows in trade.pieces])
 
     def _queue(
         self,
         i: int,
-        row: _Pending,
+        row: Pending,
         post: Callable[[], Handle],
         delay_s: float,
         before: Sequence[Queued] = (),
@@ -198,10 +196,11 @@ class Interpreter:
         queued.wait()
         assert queued.end is not None
         self.device.follow(queued.end)
+        self._leaving.pop(op, None)
 
     # -- compute ------------------------------------------------------------------------------------------------------
 
-    def _compute(self, i: int, row: _Pending) -> None:
+    def _compute(self, i: int, row: Pending) -> None:
         for w in self.program.plan.waits.row(i).tolist():
             self._wait(w, i)
         row.start, since_s = self.device.mark(), clock.now()
@@ -213,6 +212,8 @@ class Interpreter:
         self._free(i, AT_START)
         ends = [clock.now()]
         for cover, (index, node, mb) in enumerate(self.program.covers(i)):
+            for exchange in self.program.brought.get(index, ()):
+                self._wait(self.program.exchanged[exchange, mb], i)  # where an earlier op's wait implies it
             for bucket, of in self.program.opens.get((i, cover), ()):
                 self.sync.open(bucket, of)
             if index in self.program.gathered:
@@ -238,7 +239,7 @@ class Interpreter:
             outer = self.program.outer.get(index)
             stage.feed(mb, self._batches[mb].ids if outer is None else self._take((*outer, mb), i))
         if (wants := self.kernels.extras.get(node.part)) is not None:
-            stage.feed_extra(mb, node.part, *self._batches[mb].extras(wants))
+            stage.feed_extra(mb, node.part, *self._extras(mb, wants))
         stage.run(Pass.F, mb, [node.part])
         if node.part != units[-1]:
             return
@@ -247,6 +248,12 @@ class Interpreter:
             self._values[index, slot, mb] = out
         else:
             self._losses[mb] = out if self.device.ahead else out.item()
+
+    def _extras(self, mb: int, wants: tuple[str, ...]) -> tuple[object, ...]:
+        """What a unit reads of the batch; its number is known where no batch is, between the ends of the model."""
+        if wants == NUMBER:
+            return (self.program.number_of(mb),)
+        return self._batches[mb].extras(wants)
 
     def _input_grad(self, i: int, index: int, node: Node, mb: int) -> None:
         stage, units = self.stages[node.stage], self._units[node.stage]

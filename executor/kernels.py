@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from executor import clock
+from executor.exchange import Route, Trade, even, exchanges, travel
 from executor.meeting import Meeting
 from executor.sync import Start
 from executor.transport.base import Transport
@@ -48,6 +49,10 @@ class StageWork(Protocol):
 
     def run(self, pass_: Pass, mb: int, units: Sequence[str] | None = None) -> None:
         """One pass over some units."""
+        ...
+
+    def exchange(self, pass_: Pass, mb: int, name: str) -> Trade:
+        """What travels between units on different ranks; counts that size it must have come."""
         ...
 
     def take_output(self, mb: int) -> tuple[Tensor, ...]:
@@ -143,14 +148,25 @@ class Timed:
 
 
 class BlankStage:
-    """A stage without arithmetic: what leaves it has the right shape, and no meaning. last: its output is the loss."""
+    """A stage without arithmetic: what leaves it has the right shape, and no meaning. last: its output is the loss.
+
+    routes: (chunk, microbatch) → the rows that exchanges of its layer carry, each as the boundary has them.
+    """
 
     in_flight = 0
 
-    def __init__(self, units: Sequence[str], boundary: Callable[[], Tensor], *, last: bool) -> None:
+    def __init__(
+        self,
+        units: Sequence[str],
+        boundary: Callable[[], Tensor],
+        *,
+        last: bool,
+        routes: Callable[[str, int], Route] | None = None,
+    ) -> None:
         self.units: dict[str, None] = dict.fromkeys(units)
         self._out = torch.tensor(float("nan")) if last else boundary().zero_()
         self._grad = boundary().zero_()
+        self._routes = routes
 
     def feed(self, mb: int, *acts: Tensor) -> None:
         """Nobody reads it."""
@@ -163,6 +179,17 @@ class BlankStage:
 
     def run(self, pass_: Pass, mb: int, units: Sequence[str] | None = None) -> None:
         """Nothing to do."""
+
+    def exchange(self, pass_: Pass, mb: int, name: str) -> Trade:
+        """Rows as planned, of zeros."""
+        assert self._routes is not None
+        chunk, _, _ = name.rpartition(".")
+        route, hidden = self._routes(chunk, mb), self._grad.shape[-1]
+        wire = exchanges(chunk, len(route.sent))[name]
+        if not wire.counts:
+            return even(wire, torch.tensor(route.sent).flatten())
+        leaving = route.sent if wire.back == (pass_ is Pass.I) else route.got
+        return travel(wire, route, [self._grad.new_zeros(sum(map(sum, leaving)), hidden)], gradients=pass_ is Pass.I)
 
     def take_output(self, mb: int) -> tuple[Tensor, ...]:
         """Always the same tensor, which nobody writes."""

@@ -69,14 +69,15 @@ class Lookout:
         self._last_words = threading.Lock()
 
     def meet(self, digest: str) -> list[int]:
-        """All ranks are there, and have the same plan. Returns their process ids."""
+        """All ranks are there, and have the same plan, by its digest. Returns their process ids."""
         me = json.dumps([os.getpid(), host(), digest])
         self.store.set_timeout(timedelta(seconds=STARTUP_S))
         self.store.set(f"here/{self.rank}", me)
         found = [json.loads(self.store.get(f"here/{r}")) for r in range(self.world)]
         self.pids, self.hosts = [pid for pid, _, _ in found], [name for _, name, _ in found]
         if any(theirs != digest for _, _, theirs in found):
-            raise PiperError(ErrorKind.ILLEGAL_PLAN, "the ranks have built different plans", suggestion="the same job")
+            message = "the ranks have built different plans, or have found different checkpoints"
+            raise PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion="the same job and files everywhere")
         return self.pids
 
     def start(self) -> None:

@@ -17,13 +17,17 @@ ONCE = -1  # instead of a microbatch
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """bucket: `Bucket.key`, "" for the global norm. mb: ONCE, or whose microbatch it is. members: global ranks."""
+    """bucket: `Bucket.key`, "" where it is about none. mb: ONCE, or whose microbatch it is. members: global ranks.
+
+    exchange: it carries rows, or their numbers, between units of a stage.
+    """
 
     kind: CommKind
     bucket: str
     mb: int
     group: str
     members: tuple[int, ...]
+    exchange: bool = False
 
     @property
     def once(self) -> bool:
@@ -34,19 +38,22 @@ class Meeting:
     def of(cls, plan: Plan, places: Places, rank: int, shape: Shape, mb: int) -> Meeting:
         """What an op of this shape is on this rank."""
         program = places.program(rank)
-        if shape.covers:
-            node = plan.graph.nodes[shape.covers[0][0]]
-            assert node.message is not None
+        node = plan.graph.nodes[shape.covers[0][0]] if shape.covers else None
+        if node is None:
+            found = _FLAT.fullmatch(shape.text)
+            assert found is not None
+            message, programs, key = shape.message, (program,), f"{found[1]}/{found[2]}"
+        elif not node.once:
+            message, programs, key = node.message, (program,), ""
+        else:
             message, programs, mb = node.message, node.groups, ONCE
             key = "" if node.kind is Once.NORM else f"{node.stage}/{node.part}"
             if key and key not in {b.key for b in buckets(plan.graph)}:
                 key = key.removesuffix(f".p{program}")  # a group's own gather of a bucket that others hold too
-        else:
-            found = _FLAT.fullmatch(shape.text)
-            assert found is not None and shape.message is not None
-            message, programs, key = shape.message, (program,), f"{found[1]}/{found[2]}"
+        assert message is not None
         members = places.group(rank, message.axes, programs)
-        return cls(message.kind, key, mb, f"{shape.stream}:{','.join(map(str, members))}", members)
+        group = f"{shape.stream}:{','.join(map(str, members))}"
+        return cls(message.kind, key, mb, group, members, exchange=node is not None and not node.once)
 
 
 def groups(plan: Plan, places: Places) -> dict[str, tuple[int, ...]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ir.errors import ErrorKind, PiperError, nearest
+from ir.flat import update_blocks
 
 NAMES = ("adamw", "sgd")
 
@@ -45,6 +46,17 @@ class OptimizerConfig:
             )
 
 
+def slots_of(config: OptimizerConfig) -> tuple[str, ...]:
+    """The moments kept of every element.
+
+    >>> slots_of(OptimizerConfig("sgd", momentum=0.9)), slots_of(OptimizerConfig("sgd"))
+    (('momentum',), ())
+    """
+    if config.name == "sgd":
+        return ("momentum",) if config.momentum else ()
+    return "exp_avg", "exp_avg_sq"
+
+
 class Optimizer:
     """The state of the parameters (or shards of them) that a rank updates; element by element, so any cut will do.
 
@@ -62,10 +74,12 @@ class Optimizer:
         wide = {n: torch.promote_types(p.dtype, dtype) for n, p in self.params.items()}
         self.masters = {n: p.to(wide[n]) for n, p in self.params.items() if p.dtype != wide[n]}
         self.steps = 0
-        slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-        if config.name == "sgd":
-            slots = ("momentum",) if config.momentum else ()
+        slots = slots_of(config)
         self.state = {n: {s: torch.zeros_like(p, dtype=wide[n]) for s in slots} for n, p in self.params.items()}
+
+    def kept(self, name: str) -> dict[str, Tensor]:
+        """All that a parameter's next update starts from: the value that is updated, and its moments."""
+        return {"weight": self.masters.get(name, self.params[name]), **self.state[name]}
 
     @torch.no_grad()
     def step(self, grads: Mapping[str, Tensor], scale: float = 1.0, names: Sequence[str] | None = None) -> None:
@@ -85,27 +99,38 @@ class Optimizer:
         """Update some parameters within the step begun."""
         for name in self.params if names is None else names:
             weight = self.masters.get(name, self.params[name])
-            grad = grads[name].to(weight.dtype)
-            grad = grad * scale if self.config.clip_norm else grad  # by 1.0 too, so memory knows no data
-            (self._adamw if self.config.name == "adamw" else self._sgd)(name, weight, grad)
-            if name in self.masters:
-                self.params[name].copy_(weight)
+            for param, wide, grad, *state in _blocks(
+                [self.params[name], weight, grads[name], *self.state[name].values()]
+            ):
+                grad = grad.to(wide.dtype)
+                grad = grad * scale if self.config.clip_norm else grad  # by 1.0 too, so memory knows no data
+                (self._adamw if self.config.name == "adamw" else self._sgd)(wide, grad, *state)
+                if name in self.masters:
+                    param.copy_(wide)
 
-    def _sgd(self, name: str, weight: Tensor, grad: Tensor) -> None:
-        if self.config.momentum:
-            grad = self.state[name]["momentum"].mul_(self.config.momentum).add_(grad)
+    def _sgd(self, weight: Tensor, grad: Tensor, *momentum: Tensor) -> None:
+        for sums in momentum:
+            grad = sums.mul_(self.config.momentum).add_(grad)
         weight.add_(grad, alpha=-self.config.lr)
 
-    def _adamw(self, name: str, weight: Tensor, grad: Tensor) -> None:
+    def _adamw(self, weight: Tensor, grad: Tensor, avg: Tensor, sq: Tensor) -> None:
         # torch.optim.AdamW's single-tensor arithmetic, op for op: a test holds the two bitwise equal.
         c, (beta1, beta2) = self.config, self.config.betas
-        avg, sq = self.state[name]["exp_avg"], self.state[name]["exp_avg_sq"]
         weight.mul_(1 - c.lr * c.weight_decay)
         avg.lerp_(grad, 1 - beta1)
         sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         step_size = c.lr / (1 - beta1**self.steps)
         denom = (sq.sqrt() / math.sqrt(1 - beta2**self.steps)).add_(c.eps)
         weight.addcdiv_(avg, denom, value=-step_size)
+
+
+def _blocks(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Tensors of one size, stretch by stretch: what an update makes on its way is no tensor of the whole."""
+    sizes = update_blocks(tensors[0].numel())
+    if len(sizes) == 1 or not all(t.is_contiguous() for t in tensors):
+        yield tensors
+        return
+    yield from zip(*(t.view(-1).split(sizes) for t in tensors), strict=True)
 
 
 def square_sums(grads: Mapping[str, Tensor], order: Sequence[str]) -> Tensor:

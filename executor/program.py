@@ -10,6 +10,7 @@ from ir.graph import Node
 from ir.lower.zero import gathered
 from ir.ops import Pass
 from ir.plan import AT_START, OpKind, Plan, Shape
+from ir.rules.host import host_reads
 from ir.sync import buckets
 
 Value = tuple[int, int, int]  # (node, slot, microbatch)
@@ -24,7 +25,9 @@ class Program:
     crosses: node → the slot of its output (F) or input gradient (I) that another stage reads. frees: (op, cover) → the
     values among these that die there; cover is AT_START for those gone before the op runs. meetings: op → what it is,
     of collectives. opens: the (bucket, microbatch) whose gradients begin there; closes: the reductions and gathers
-    whose flat tensors die there. gathered: node → the buckets whose weights it reads from a gather.
+    whose flat tensors die there. gathered: node → the buckets whose weights it reads from a gather. brought: node → the
+    exchanges, as nodes, whose rows it reads; exchanged: (exchange, microbatch) → its op. counted: op → the exchange
+    whose numbers the host must have read before it.
     """
 
     plan: Plan
@@ -40,6 +43,9 @@ class Program:
     opens: dict[At, list[tuple[str, int]]] = field(default_factory=dict)
     closes: dict[At, list[Meeting]] = field(default_factory=dict)
     gathered: dict[int, list[str]] = field(default_factory=dict)
+    brought: dict[int, list[int]] = field(default_factory=dict)
+    exchanged: dict[tuple[int, int], int] = field(default_factory=dict)
+    counted: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> Program:
@@ -53,15 +59,21 @@ class Program:
                 assert shape.slot is not None
                 out.received[(*shape.slot, int(plan.mb[i]))] = i
             if shape.kind is OpKind.COLLECTIVE:
-                out.meetings[i] = Meeting.of(plan, places, rank, shape, int(plan.mb[i]))
+                meeting = out.meetings[i] = Meeting.of(plan, places, rank, shape, int(plan.mb[i]))
+                if meeting.exchange:
+                    out.exchanged[shape.covers[0][0], meeting.mb] = i
         nodes = plan.graph.nodes
         for e in plan.graph.edges:
             src, dst = nodes[e.src], nodes[e.dst]
+            if not src.once and src.message is not None and dst.message is None:
+                out.brought.setdefault(e.dst, []).append(e.src)
             if not e.join and src.kind in (Pass.F, Pass.I) and src.kind is dst.kind and src.stage != dst.stage:
                 out.outer[e.dst] = (e.src, e.slot)
                 out.crosses[e.src] = e.slot
         for index, held in gathered(plan.graph, buckets(plan.graph)).items():
             out.gathered[index] = [b.key for b in held]
+        ops, on = host_reads(plan)
+        out.counted.update(zip(ops.tolist(), on.tolist(), strict=True))
         out._read_buffers()
         return out
 
@@ -112,6 +124,10 @@ class Program:
         if i not in self.meetings:
             return [self.peer(i)]
         return [r for r in self.meetings[i].members if r != self.rank]
+
+    def number_of(self, mb: int) -> int:
+        """A microbatch's number in the global batch."""
+        return self.places.replica(self.rank) * self.plan.graph.mbs + mb
 
     def batches(self) -> list[int]:
         """The microbatches whose tokens or labels this rank reads."""

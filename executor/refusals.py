@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from executor.places import check_divided
 from executor.spec import source_name
 from executor.tokens import source_of
 from ir.errors import ErrorKind, PiperError
@@ -9,7 +10,7 @@ from ir.job.build import Prepared, blaming, precision_of, recompute_options
 from ir.model.config import ModelConfig
 from ir.work import DType
 
-AXES = ("tp", "cp", "ep", "etp")
+AXES = ("etp",)
 WHOLE_PARTS = ("none", "full", "attention", "mlp")
 COMPUTE = (DType.FP64, DType.FP32, DType.BF16)
 
@@ -38,6 +39,7 @@ def _refuse_job(prepared: Prepared, real: bool) -> None:
 
 def _refuse_arithmetic(prepared: Prepared) -> None:
     job = prepared.job
+    check_divided(prepared.plan().graph)
     if fine := sorted(recompute_options(job) - set(WHOLE_PARTS)):
         allowed = ", ".join(f'"{p}"' for p in WHOLE_PARTS)
         raise _not_yet(ErrorKind.JOB, f"recompute of {', '.join(fine)} alone", "schedule.recompute", allowed)
@@ -48,7 +50,17 @@ def _refuse_arithmetic(prepared: Prepared) -> None:
         source_of(source_name(job), prepared.config.vocab, job.data.seed)
         return
     refuse_model(prepared.config)
+    _refuse_balance(prepared)
     source_of(source_name(job), prepared.config.vocab, job.data.seed)
+
+
+def _refuse_balance(prepared: Prepared) -> None:
+    """What a sequence sends to each expert is not known where no rank has all of it."""
+    moe, sizes = prepared.config.moe, prepared.mesh.sizes
+    if moe is not None and moe.balance and sizes["tp"] * sizes["cp"] > 1:
+        key = "aux_loss_alpha" if prepared.config.model_type.startswith("deepseek") else "router_aux_loss_coef"
+        message = "an auxiliary loss of sequences that several ranks share"
+        raise _not_yet(ErrorKind.JOB, message, f"model.{key}", "0")
 
 
 def refuse_module(prepared: Prepared) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from executor.checkpoint.saving import Saving
 from executor.places import Places
 from ir.durations import emulated_seconds, replayed_seconds
 from ir.errors import ErrorKind, PiperError
@@ -32,6 +33,8 @@ class Spec:
     dump: a folder for each rank's gradients and parameters, of the first step and of the last. emulate: seconds of a
     layer's pass, instead of arithmetic; replay: a trace file whose ops' seconds are taken instead. emulate_comm:
     seconds by which the end of each transfer is put off. parts: a folder for what each node of every compute op took.
+    steps: done at the end, those before `saving.first` by the runs that this one continues. note: which experts tokens
+    went to in the first of them.
     """
 
     job: str
@@ -46,11 +49,14 @@ class Spec:
     emulate_comm: float = 0.0
     replay: str | None = None
     parts: str | None = None
+    saving: Saving = field(default_factory=Saving)
+    note: bool = False
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Spec:
         """From the JSON that the launcher wrote."""
-        return cls(**{**fields, "sets": tuple(fields["sets"])})
+        saving = Saving(**fields.get("saving", {}))
+        return cls(**{**fields, "sets": tuple(fields["sets"]), "saving": saving})
 
     @property
     def real(self) -> bool:
@@ -58,14 +64,18 @@ class Spec:
         return self.emulate is None and self.replay is None
 
     def seconds(self, plan: Plan, places: Places, rank: int) -> FloatArray:
-        """[step, op] how long each compute op is to take, where it computes nothing.
-
-        A trace has rows of all ranks of the mesh, or of one for each program.
-        """
+        """[step, op] how long each compute op is to take, where it computes nothing."""
         if self.replay is not None:
-            trace = read_trace(Path(self.replay))
-            return replayed_seconds(plan, _of_position(trace, places, places.position(rank)))
+            return taken(read_trace(Path(self.replay)), plan, places, rank)
         return emulated_seconds(plan, self.emulate or 0.0)[None]
+
+
+def taken(trace: Trace, plan: Plan, places: Places, rank: int) -> FloatArray:
+    """[step, op] seconds that compute ops took in a trace, at the rank's position.
+
+    A trace has rows of all ranks of the mesh, or of one for each program. Raises PiperError: it lacks an op.
+    """
+    return replayed_seconds(plan, _of_position(trace, places, places.position(rank)))
 
 
 def _of_position(trace: Trace, places: Places, position: int) -> Trace:

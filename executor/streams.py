@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from executor.device import Device, Mark
@@ -79,6 +80,32 @@ class Queued:
         self.before = before.end if before is not None else None
         self.end = device.mark()
         self._done.set()
+
+
+@dataclass(slots=True)
+class Pending:
+    """A row of the trace whose times the device may not know yet: of a compute op, or queued on a stream."""
+
+    stream: str
+    op: str
+    post_s: float
+    start: Mark | None = None
+    end: Mark | None = None
+    queued: Queued | None = None
+
+    @property
+    def last(self) -> Mark:
+        """Its end."""
+        end = self.end if self.queued is None else self.queued.end
+        assert end is not None
+        return end
+
+    def span(self) -> tuple[float, float]:
+        """When it ran. Only once `last` is done."""
+        if self.queued is not None:
+            return self.queued.span()
+        assert self.start is not None
+        return self.start.seconds(), self.last.seconds()
 
 
 class Stream:

@@ -11,28 +11,18 @@ from executor.chunk import Gradients
 from executor.flat import Flat
 from executor.meeting import Meeting
 from executor.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
-from executor.places import Places
 from executor.transport.base import Handle, Transport
 from ir.errors import ErrorKind, PiperError
+from ir.places import Places, several, sharers
 from ir.sync import Bucket
 from ir.work import CommKind
 
 Start = tuple[Callable[[], Handle], Callable[[], None] | None]  # posts a collective; what is done where it has ended
 
 
-def sharers(bucket: Bucket, places: Places, rank: int) -> tuple[int, ...]:
-    """The ranks that a bucket is sharded over, or kept in step on: between programs too, if reduced once per step."""
-    joined = bucket.replica.zero < 2
-    return places.group(rank, bucket.axes, bucket.owners if joined else (places.program(rank),))
-
-
-def several(found: Sequence[Bucket], program: int) -> list[Bucket]:
-    """The buckets of a program that other ranks hold too."""
-    return [b for b in found if program in b.owners and (b.ranks > 1 or len(b.owners) > 1)]
-
-
 class Sync:
-    """Gradients, update and shares of one rank. order: all parameters of the model, canonically.
+    """Gradients, update and shares of one rank. order: all parameters of the model, canonically. elsewhere: those that
+    the global norm takes from a tensor-parallel rank before this one.
 
     norm: of the step's whole gradient, if it is to be clipped. reduce: dtype that gradients
     are reduced in; moments: of optimizer state.
@@ -50,7 +40,9 @@ class Sync:
         *,
         reduce: dtype,
         moments: dtype,
+        elsewhere: frozenset[str] = frozenset(),
     ) -> None:
+        self.elsewhere = elsewhere
         self.grads, self.params, self.order, self.config = grads, params, list(order), config
         program = places.program(rank)
         shared = several(found, program)
@@ -127,10 +119,11 @@ class Sync:
 
     def squares(self) -> Tensor:
         """Σ g² of each parameter over this rank's share, in canonical order."""
-        sums = square_sums({n: self.grads[n] for n in self.alone}, self.order)
+        sums = square_sums({n: self.grads[n] for n in self.alone if n not in self.elsewhere}, self.order)
         for f in self.flat.values():
             if f.counts:
-                sums += square_sums({n: piece for n, (_, piece) in f.pieces(f.reduced).items()}, self.order)
+                pieces = {n: piece for n, (_, piece) in f.pieces(f.reduced).items() if n not in self.elsewhere}
+                sums += square_sums(pieces, self.order)
         return sums
 
     def tensors(self) -> list[Tensor]:
@@ -161,6 +154,15 @@ class Sync:
         for f in self.flat.values():
             if f.gathers:
                 out = {n: x for n, x in out.items() if n not in f.places} | f.pieces(f.weights)
+        return out
+
+    def kept(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
+        """What this rank updates, by parameter: first element, and the flat pieces of the value and of its moments."""
+        out = {n: (0, {s: t.view(-1) for s, t in self.optimizer.kept(n).items()}) for n in self.alone}
+        for key, f in self.flat.items():
+            for slot, flat in self.optimizer.kept(f"flat:{key}").items():
+                for n, (first, piece) in f.pieces(flat).items():
+                    out.setdefault(n, (first, {}))[1][slot] = piece
         return out
 
     def _state(self) -> list[Tensor]:

@@ -21,6 +21,8 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from executor.checkpoint.saving import Saving
+from executor.checkpoint.settings import settled
 from executor.cli import check_numbers, gathered, spec_of
 from executor.lookout import Lookout, clocks
 from executor.progress import Progress, create
@@ -51,13 +53,18 @@ def _parser() -> _Parser:
     p.add_argument(
         "--set", action="append", default=[], metavar="section.key=value", dest="sets", help="override a key"
     )
-    p.add_argument("--steps", type=int, default=1, metavar="K", help="training steps")
+    p.add_argument("--steps", type=int, default=1, metavar="K", help="training steps, those of --resume among them")
     p.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="transport")
     p.add_argument("--watchdog", type=float, default=15.0, metavar="SECONDS", help="no progress for so long is failure")
     p.add_argument("--emulate", type=float, metavar="SECONDS", help="each pass of a layer takes so long, without sums")
     p.add_argument(
         "--emulate-comm", type=float, default=0.0, metavar="SECONDS", help="each transfer ends so much later"
     )
+    p.add_argument("--save", metavar="DIR", help="write checkpoints there: all ranks must see one file system")
+    p.add_argument("--every", type=int, metavar="K", help="steps between two checkpoints (default: at the end only)")
+    p.add_argument("--keep", type=int, metavar="N", help="the last N checkpoints are kept (default: 2)")
+    p.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from DIR itself")
+    p.add_argument("--force", action="store_true", help="save to a DIR that holds something else; it goes")
     p.add_argument("--digest", help="the plan_digest that piper-sim printed: run no other plan")
     p.add_argument("--out", metavar="DIR", help="also write ranks.json, run.json and trace.tsv there (rank 0)")
     p.add_argument("--json", action="store_true", help="the object is printed in any case")
@@ -90,6 +97,8 @@ def main(argv: Sequence[str]) -> int:
         args = _parser().parse_args(list(argv))
         place = Place.here()
         prepared, plan = _judged(args, place)
+        wanted = Saving(args.save, args.every, args.keep, args.force, args.resume)
+        saving = settled(wanted, prepared, args.steps, real=args.emulate is None)
     except PiperError as error:
         if rank == "0":
             report(error)
@@ -101,6 +110,7 @@ def main(argv: Sequence[str]) -> int:
             backend=args.backend,
             emulate=args.emulate,
             emulate_comm=args.emulate_comm,
+            saving=saving,
         )
         return _live(args, place, Path(name), spec, prepared, plan)
 
@@ -135,7 +145,7 @@ def _live(args: argparse.Namespace, place: Place, folder: Path, spec: Spec, prep
         open_store=lambda: PrefixStore("groups", store),
     )
     try:
-        pids = lookout.meet(spec.digest)
+        pids = lookout.meet(f"{spec.digest} from step {spec.saving.first}")
         if place.rank == 0 and args.out is not None:
             Path(args.out).mkdir(parents=True, exist_ok=True)
             table = {"ranks": {str(r): {"pid": pid} for r, pid in enumerate(pids)}}
@@ -147,7 +157,7 @@ def _live(args: argparse.Namespace, place: Place, folder: Path, spec: Spec, prep
         lookout.fall(error)  # does not return
     results = lookout.exchange({**result, "clock": clock})
     if place.rank == 0:
-        found, trace = gathered(prepared, plan, spec.digest, results, spec.steps)
+        found, trace = gathered(prepared, plan, spec.digest, results)
         if args.out is not None:
             found["trace"] = str(Path(args.out) / "trace.tsv")
             write_whole(Path(args.out) / "trace.tsv", write_trace(trace))

@@ -238,7 +238,5 @@ def prune_recompute(graph: Graph) -> Graph:
 def subgraph(graph: Graph, keep: set[int]) -> Graph:
     """The graph without the other nodes and their edges."""
     new = {old: n for n, old in enumerate(sorted(keep))}
-    edges = tuple(
-        replace(e, src=new[e.src], dst=new[e.dst]) for e in graph.edges if e.src in new and e.dst in new
-    )
+    edges = tuple(replace(e, src=new[e.src], dst=new[e.dst]) for e in graph.edges if e.src in new and e.dst in new)
     return replace(graph, nodes=tuple(graph.nodes[i] for i in sorted(keep)), edges=edges)

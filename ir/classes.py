@@ -12,6 +12,7 @@ from ir.graph import Graph, Node, Once
 from ir.model.captured import CapturedSource
 from ir.model.setting import Precision
 from ir.model.source import ModelSource
+from ir.ops import Pass
 from ir.work import CommKind, Message
 
 
@@ -36,13 +37,18 @@ def node_classes(graph: Graph) -> tuple[str, ...]:
     return tuple(_class(n, digests, model) for n in graph.nodes)
 
 
-def link_class(message: Message, ranks: int) -> str:
+def link_class(message: Message, ranks: int, nodes: int = 0) -> str:
     """What a message is measured as: its kind, the ranks that take part in a collective, its bytes.
+
+    nodes: on how many the ranks are; 0: wherever the job has them.
 
     >>> link_class(Message(CommKind.P2P, 262144, ("pp",)), 2), link_class(Message(CommKind.ALL_REDUCE, 64, ("dp",)), 4)
     ('p2p 262144', 'all_reduce 4 64')
+    >>> link_class(Message(CommKind.ALL_REDUCE, 64, ("dp",)), 16, 2)
+    'all_reduce 16@2 64'
     """
-    return f"p2p {message.bytes}" if message.kind is CommKind.P2P else f"{message.kind} {ranks} {message.bytes}"
+    name = "p2p" if message.kind is CommKind.P2P else f"{message.kind} {ranks}"
+    return f"{name}@{nodes} {message.bytes}" if nodes else f"{name} {message.bytes}"
 
 
 def sync_class(kind: Once, *, flat: bool, precision: Precision, optimizer: str, clip: bool) -> str:
@@ -56,9 +62,10 @@ def sync_class(kind: Once, *, flat: bool, precision: Precision, optimizer: str, 
 
 
 def recomputed(graph: Graph) -> frozenset[tuple[int, str]]:
-    """(stage, part) of every part whose whole forward runs again."""
+    """(stage, part) of every part whose whole forward runs again: not those whose result nobody would read."""
     parts = frozenset[str]().union(*(WHOLE.get(o, frozenset()) for o in graph.recompute))
-    return frozenset((e.stage, e.name) for e in graph.entries if e.part.name in parts and e.chunk.tags)
+    run = {(n.stage, n.part) for n in graph.nodes if n.kind is Pass.R}
+    return frozenset(run & {(e.stage, e.name) for e in graph.entries if e.part.name in parts and e.chunk.tags})
 
 
 def _model(graph: Graph) -> str:

@@ -1,9 +1,9 @@
 """The filter language of directives: a conjunction of tags, each an index, `*`, a range, a set or a negation.
 
-    {"PP": 0}               stage 0                     {"PP": 0, "PASS": "F"}   its forward
-    {"MB": "0..3"}          microbatches 0, 1, 2, 3     {"PP": "0,2,5..7"}       a set (a JSON list says the same)
-    {"PP": "!3"}            any stage but 3             {"EP": "*"}              carries tag EP, any index
-    {"EP": "-"}             does not carry tag EP       {}                       everything
+{"PP": 0}               stage 0                     {"PP": 0, "PASS": "F"}   its forward
+{"MB": "0..3"}          microbatches 0, 1, 2, 3     {"PP": "0,2,5..7"}       a set (a JSON list says the same)
+{"PP": "!3"}            any stage but 3             {"EP": "*"}              carries tag EP, any index
+{"EP": "-"}             does not carry tag EP       {}                       everything
 """
 
 from __future__ import annotations

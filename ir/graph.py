@@ -19,6 +19,7 @@ from ir.order import Order
 from ir.work import Message, Work
 
 COMPUTE = "compute"
+COUNTS = "counts"  # the part, behind its layer's name, of an exchange that the host reads
 
 
 class Once(StrEnum):
@@ -132,6 +133,10 @@ class Source(Protocol):
 
     def dispatch(self, entry: Entry) -> tuple[Message, Message, int]:
         """Dispatch message, combine message, and bytes of the rows this device's experts receive."""
+        ...
+
+    def counts(self, entry: Entry) -> Message:
+        """What tells each rank how many rows the dispatch brings it."""
         ...
 
     def combined(self, entry: Entry) -> int:

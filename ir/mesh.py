@@ -46,9 +46,7 @@ class Mesh:
     axes: Mapping[str, tuple[Atom, ...]]
 
     @classmethod
-    def of(
-        cls, *, tp: int, cp: int, dp: int, pp: int, ep: int = 1, etp: int = 1, order: Sequence[str] = ORDER
-    ) -> Mesh:
+    def of(cls, *, tp: int, cp: int, dp: int, pp: int, ep: int = 1, etp: int = 1, order: Sequence[str] = ORDER) -> Mesh:
         """Factor the devices. `order` names the axes, fastest varying first (what lands inside a node).
 
         Raises PiperError (job) where experts do not divide the devices or the two views have no common refinement.

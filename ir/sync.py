@@ -1,7 +1,8 @@
 """What exists once per step: gradient reductions over the owners of each parameter, norm, update, parameter gathers.
 
 One map decides all of it: logical parameter -> the ranks that hold the same shard. Dense data parallelism, expert data
-parallelism, tied embeddings and DualPipe's two copies are that map read off the graph.
+parallelism, norms between tensor-parallel regions, tied embeddings and DualPipe's two copies are that map read off the
+graph.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ir.graph import Buffer, Edge, Graph, Node, Once, Replica, Span
 from ir.mesh import Mesh
+from ir.model.part import Layout, Param
 from ir.ops import Pass
 from ir.work import CommKind, Message
 
@@ -47,6 +49,31 @@ class Bucket:
         return f"{self.stage}/{self.name}"
 
 
+def summed_over(param: Param, layout: Layout) -> tuple[str, ...]:
+    """The mesh axes over which ranks hold the same shard of a parameter, each with a part of its gradient.
+
+    Over tp that is a parameter that is not cut, where each rank has its own tokens (sequence parallelism) or its own
+    heads; elsewhere all tp ranks have its whole gradient already, the same on each, which must not be summed.
+
+    >>> summed_over(Param("norm", (8,)), Layout(tp=2, sequence_parallel=True)), summed_over(Param("w", (8,)), Layout(2))
+    (('tp', 'cp', 'dp'), ('cp', 'dp'))
+    """
+    if param.expert:
+        return ("edp",)
+    apart = layout.sequence_parallel or param.by_heads
+    return ("tp", "cp", "dp") if layout.tp > 1 and apart and "tp" not in param.sharded else ("cp", "dp")
+
+
+def repeated(graph: Graph) -> frozenset[str]:
+    """The parameters whose whole gradient every tensor-parallel rank has: in a global norm the first alone counts."""
+    held = [(p, e.layout) for e in graph.entries for p in e.part.params]
+    return frozenset(
+        p.name
+        for p, layout in held
+        if layout.tp > 1 and not p.expert and "tp" not in (*p.sharded, *summed_over(p, layout))
+    )
+
+
 def buckets(graph: Graph) -> tuple[Bucket, ...]:
     """The buckets of all parameters, in order of their first entry; found once per graph.
 
@@ -76,7 +103,8 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
             owners = sorted({g for j in holders for g in where[graph.entries[j].stage, graph.entries[j].name]})
             replica = graph.replicas.get(k, Replica())
             chunk = e.chunk.name if replica.zero == 3 else ""
-            pool = _Pool(e.stage, chunk, p.expert, len(holders) > 1, tuple(owners), replica)
+            axes = summed_over(p, e.layout)
+            pool = _Pool(e.stage, chunk, p.expert, axes, len(holders) > 1, tuple(owners), replica)
             pools.setdefault(pool, []).append((k, graph.source.local_numel(p, e.layout), p.name))
     out: list[Bucket] = []
     for pool, params in pools.items():
@@ -91,13 +119,15 @@ class _Pool:
     stage: int
     chunk: str
     expert: bool
+    axes: tuple[str, ...]
     tied: bool
     owners: tuple[int, ...]
     replica: Replica
 
     @property
     def label(self) -> str:
-        words = (self.chunk, "experts" if self.expert else "dense", "tied" if self.tied else "")
+        kind, across = "experts" if self.expert else "dense", "tp" if "tp" in self.axes else ""
+        words = (self.chunk, kind, across, "tied" if self.tied else "")
         return ".".join(w for w in words if w)
 
 
@@ -105,8 +135,7 @@ def _cut(
     graph: Graph, mesh: Mesh, named: dict[str, list[int]], pool: _Pool, params: list[tuple[int, int, str]]
 ) -> list[Bucket]:
     """One pool of (entry, elements, name) as buckets of at most the asked size."""
-    axes = ("edp",) if pool.expert else ("cp", "dp")
-    limit = pool.replica.bucket_bytes
+    axes, limit = pool.axes, pool.replica.bucket_bytes
     element = graph.source.sync_bytes()[0] if graph.source else 4
     groups: list[list[tuple[int, int, str]]] = [[]]
     filled = 0

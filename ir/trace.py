@@ -39,8 +39,9 @@ class MemorySamples:
 class Trace:
     """Rows `(step, rank, stream, op, post_s, start_s, end_s)` as columns, sorted by (rank, start_s, stream).
 
-    `rank` is the pipeline rank (the program). `stream` and `op` are texts. A communication row starts when this rank's
-    stream reaches it. `header` says who wrote it and holds clock offsets and their uncertainty; nothing else tells.
+    `rank` is who ran it: a rank of the mesh; where one replica stands for all, a pipeline rank. `stream` and `op` are
+    texts. A communication row starts when this rank's stream reaches it. `header` says who wrote it and holds clock
+    offsets and their uncertainty; nothing else tells.
     """
 
     header: Mapping[str, object]

@@ -55,6 +55,11 @@ class Kernel:
 Work = tuple[Kernel, ...]
 
 
+CAST = ".fp8"  # ends the label of a kernel that takes a tensor into fp8, out of it, or turns it there
+LOSS = "loss."  # begins the label of a kernel of the loss
+WEIGHT_GRAD = ".weight_grad"  # ends the label of a product that adds up a weight's gradient
+
+
 class CommKind(StrEnum):
     """Collectives, by what they do to a group."""
 

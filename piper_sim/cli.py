@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from ir.errors import ErrorKind, PiperError, nearest
+from piper_sim.commands.calibrate_flags import calibrate_flags, imports
 
 COMMANDS = {
     "demo": "DeepSeek-V3 on 2,048 H800: DualPipe against 1F1B and the others; no GPU, no PyTorch",
@@ -25,8 +26,13 @@ COMMANDS = {
     "plan": "print a job's directives and its plan, program by program",
     "run": "execute a job's plan on torch.distributed (needs PyTorch)",
     "validate": "calibrate on another plan of the job, predict this one, run it, compare (needs PyTorch)",
+    "calibrate": "measure a job's ops and links (needs PyTorch), or import them from traces; write a profile",
 }
-TORCH = {"run": ("executor.cli",), "validate": ("executor.cli", "executor.alloc")}  # what these are given
+TORCH = {  # what these are given
+    "run": ("executor.cli",),
+    "validate": ("executor.cli", "executor.alloc"),
+    "calibrate": ("executor.calibrate", "executor.cli"),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -143,8 +149,24 @@ def _run(sub: argparse.ArgumentParser, steps: int = 1, what: str = "training ste
     _out(sub)
 
 
+def _run_or_replay(sub: argparse.ArgumentParser) -> None:
+    _run(sub, 1, "training steps in all, those done before --resume among them")
+    sub.add_argument(
+        "--replay", metavar="TRACE", help="each op takes what it took in this trace.tsv, instead of arithmetic"
+    )
+    sub.add_argument("--save", metavar="DIR", help="write checkpoints there, which any plan of this model may resume")
+    sub.add_argument("--every", type=int, metavar="K", help="steps between two checkpoints (default: at the end only)")
+    sub.add_argument("--keep", type=int, metavar="N", help="the last N checkpoints are kept (default: 2)")
+    sub.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from DIR itself")
+
+
 def _validate(sub: argparse.ArgumentParser) -> None:
     _run(sub, 5, "steps that are measured, after those to warm up")
+
+
+def _calibrate(sub: argparse.ArgumentParser) -> None:
+    _job(sub)
+    calibrate_flags(sub)
 
 
 _FLAGS = {
@@ -153,8 +175,9 @@ _FLAGS = {
     "simulate": _simulate,
     "compare": _compare,
     "plan": _simulate,
-    "run": _run,
+    "run": _run_or_replay,
     "validate": _validate,
+    "calibrate": _calibrate,
 }
 
 
@@ -224,7 +247,7 @@ def _refuse_unknown(args: Sequence[str]) -> None:
 
 
 def _dispatch(parsed: argparse.Namespace) -> int:
-    if parsed.command in TORCH:
+    if parsed.command in TORCH and not (parsed.command == "calibrate" and imports(parsed)):
         return _dispatch_torch(parsed)
     command: Any = import_module(f"piper_sim.commands.{parsed.command}")
     return int(command.main(parsed))

@@ -11,6 +11,7 @@ from ir.job import Job
 from ir.job.build import blaming
 from ir.schedules.registry import canonical, default_chunks, legal_chunks
 from piper_sim.commands.output import progress
+from piper_sim.history import Backtest, applied
 from piper_sim.predict import GIB, Prediction, predict
 from piper_sim.simulate import simulate_object
 
@@ -18,7 +19,8 @@ SIX = ("1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")
 KEYS = tuple(
     """
     iteration_s tokens_per_s tokens_per_s_per_gpu model_tflops_per_gpu mfu time_breakdown bubble_fraction
-    exposed_comm_s fits memory ops folded host_model interference_level cost_source plan_digest cost_digest job_digest
+    exposed_comm_s fits memory ops folded host_model interference_level cost_source cost_shares plan_digest cost_digest
+    job_digest
     """.split()  # noqa: SIM905
 )
 _WORDS = {
@@ -36,8 +38,10 @@ _WORDS = {
 Row = dict[str, Any]
 
 
-def compare(job: Job, names: Sequence[str]) -> tuple[list[Row], dict[str, Prediction]]:
+def compare(job: Job, names: Sequence[str], past: Backtest | None = None) -> tuple[list[Row], dict[str, Prediction]]:
     """Rows sorted by step time, infeasible ones last with a reason; and the predictions by schedule.
+
+    past: what `[history] apply` corrects them by.
 
     Raises PiperError where no schedule can be built because of the job itself.
     """
@@ -48,8 +52,8 @@ def compare(job: Job, names: Sequence[str]) -> tuple[list[Row], dict[str, Predic
         head: Row = {"schedule": name, "stages_per_rank": chunks}
         try:
             with progress(f"simulating {name}"), blaming(job):
-                p = predict(_with(job, name, chunks))
-                rows.append(head | simulate_object(p))
+                p = predict(one := _with(job, name, chunks))
+                rows.append(head | applied(simulate_object(p), one, past))
                 found[name] = p
         except PiperError as e:
             fix = f" ({e.suggestion})" if e.suggestion else ""

@@ -12,7 +12,7 @@ import numpy as np
 
 from cost_models import Fabric, Hardware, Recipe, kernel_seconds, message_seconds, quantise
 from cost_models.optimizer import accumulate, clip, grad_norm, update, zero_grads
-from cost_models.profile import Profile
+from cost_models.profile import Found, Profile
 from ir.errors import ErrorKind, PiperError, nearest
 from ir.graph import Graph, Node, Once
 from ir.job.build import Prepared
@@ -84,7 +84,7 @@ class CostModel:
         )
         self.measured = Measurements.of(prepared, profile) or MODELLED
         self._kernels: dict[Kernel, float] = {}
-        self._messages: dict[tuple[Message, Spread], float] = {}
+        self._messages: dict[tuple[Message, Spread], Found] = {}
 
     def classes(self, plan: Plan, more: IntArray | None = None) -> Classes:
         """Which replicas are equal. more: [attribute, position] what else tells them apart."""
@@ -182,7 +182,7 @@ class CostModel:
             return np.full(len(first), quantise(_numbers("p2p", times["p2p"], 1)[0]))
         assert s.slot is not None
         message = Message(CommKind.P2P, plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
-        far, near = (quantise(self._priced(message, Spread(2, k, 3 - k))) for k in (1, 2))
+        far, near = (quantise(self.priced(message, Spread(2, k, 3 - k)).seconds) for k in (1, 2))
         return np.where(self.ground.near(program, s.peer)[first], near, far)
 
     def node_shares(self, n: Node, seat: Seat = FIRST) -> list[float]:
@@ -193,12 +193,17 @@ class CostModel:
         elif n.message is None:
             out[Share.RECOMPUTE if n.kind is Pass.R else Share.COMPUTE] = sum(map(self._kernel, n.work))
             software = self.hardware.software
-            if n.kind is Pass.W and software.accumulate_bytes:
-                out[Share.COMPUTE] += sum(self._kernel(k) for k in accumulate(n.work, software.accumulate_bytes))
+            if n.kind is Pass.W:
+                out[Share.COMPUTE] += sum(self._kernel(k) for k in accumulate(n.work, self.recipe))
             for message in n.inline:
                 axis = Share.CP if "cp" in message.axes else Share.TP
                 out[axis] += self.message(message, (), seat)
-        return out if (found := self.measured.node(n)) is None else scaled(out, found)
+        if (found := self.measured.node(n)) is None:
+            return out
+        over = KERNELS if found.alone else list(Share)  # alone: what messages inside it take comes on top
+        for s, seconds in zip(over, scaled([out[s] for s in over], found.seconds), strict=True):
+            out[s] = seconds
+        return out
 
     def node_message(self, n: Node, seat: Seat = FIRST) -> float:
         """Seconds of the message that one instance of a node is; 0 for compute."""
@@ -218,13 +223,14 @@ class CostModel:
     def message(self, message: Message, programs: tuple[int, ...] = (), seat: Seat = FIRST) -> float:
         """Seconds of a collective in a rank's own group, joined over programs."""
         use = Use.of(message, self.ground.positions.programs, programs)
-        return self._priced(message, self.ground.spread(use, seat))
+        return self.priced(message, self.ground.spread(use, seat)).seconds
 
-    def _priced(self, message: Message, spread: Spread) -> float:
+    def priced(self, message: Message, spread: Spread) -> Found:
+        """A message in a group that lies so."""
         if (message, spread) not in self._messages:
-            ranks, per_node, nodes = spread.ranks, spread.per_node, spread.nodes
-            modelled = message_seconds(message, ranks, per_node, self.fabric, nodes=nodes)
-            self._messages[message, spread] = self.measured.link(message, ranks, modelled)
+            self._messages[message, spread] = self.measured.message(
+                message, spread, lambda s: message_seconds(message, s.ranks, s.per_node, self.fabric, nodes=s.nodes)
+            )
         return self._messages[message, spread]
 
 

@@ -13,15 +13,15 @@ from ir.graph import Node, Once
 from ir.ops import Pass
 from ir.order import IntArray
 from ir.plan import Csr, OpKind, Plan, Shape
-from ir.work import CommKind
+from ir.rules.host import host_reads
 from piper_sim.engine import Host
 
 
 def inline(plan: Plan, seconds: float = 0.0) -> Host:
     """A host that executes compute ops and posts communication between them: gloo, CPU.
 
-    Each op is held by the compute op before it in its program, of this step or of the last. seconds: what the host
-    needs of its own for each op, before it comes to it.
+    Each op is held by the compute op before it in its program, of this step or of the last, and an exchange of rows by
+    that of their counts. seconds: what the host needs of its own for each op, before it comes to it.
     """
     n, rows, on = len(plan), [], []
     for a, b in pairwise(plan.bounds.tolist()):
@@ -31,19 +31,21 @@ def inline(plan: Plan, seconds: float = 0.0) -> Host:
         wrapped = np.where(before >= 0, before, n + last[-1]) if last[-1] >= 0 else before
         rows.append(ops[wrapped >= 0])
         on.append(wrapped[wrapped >= 0])
+    reads = host_reads(plan)
+    rows, on = [*rows, reads[0]], [*on, reads[1]]
     return Host(np.full(n, quantise(seconds)), Csr.of(n, np.concatenate(rows), np.concatenate(on)))
 
 
 def ahead(plan: Plan, costs: HostCosts) -> Host:
     """A host that launches kernels and runs ahead of the device: CUDA.
 
-    It is held where its window of launched kernels is full, and where it must read what the device has computed: the
-    expert counts, without which it cannot size a forward dispatch. With `costs.turn`, also at each pass of a pipeline.
+    It is held where its window of launched kernels is full, and where it must read what the device has got: the expert
+    counts, without which it cannot size a forward dispatch. With `costs.turn`, also at each pass of a pipeline.
     """
     kernels = launches(plan)
     launch = np.where(plan.kind == OpKind.COMPUTE, kernels * costs.launch, costs.comm)
     # Of an op with more kernels than half the window, the first run while the last are launched.
-    holds = [_window(plan, np.clip(kernels, 1, max(1, costs.window // 2)), costs.window), _syncs(plan)]
+    holds = [_window(plan, np.clip(kernels, 1, max(1, costs.window // 2)), costs.window), host_reads(plan)]
     if costs.turn and (plan.kind == OpKind.SEND).any():
         turns = _turns(plan)
         launch[turns[0]] = costs.turn
@@ -85,15 +87,6 @@ def _window(plan: Plan, kernels: IntArray, window: int) -> tuple[IntArray, IntAr
     return np.concatenate(rows), np.concatenate(on)
 
 
-def _syncs(plan: Plan) -> tuple[IntArray, IntArray]:
-    """(forward dispatches of tokens, what computed their counts)."""
-    nodes = plan.graph.nodes
-    reads = np.array([any(_counted(nodes[n]) for n, _ in s.covers) for s in plan.shapes])
-    ops = plan.waits.rows()
-    mine = reads[plan.shape[ops]] & (plan.kind[plan.waits.items] == OpKind.COMPUTE)
-    return ops[mine], plan.waits.items[mine]
-
-
 def _turns(plan: Plan) -> tuple[IntArray, IntArray]:
     """(compute ops that open a pass of a stage, what the host waits for: the compute op before, what they receive)."""
     nodes, opening = plan.graph.nodes, dict[tuple[int, Pass], int]()
@@ -117,9 +110,3 @@ def _opens(nodes: Sequence[Node], s: Shape, first: set[int]) -> bool:
     """Whether an op opens a pass. Weight gradients are one of their own only where no input gradient goes before."""
     kinds = {nodes[n].kind for n, _ in s.covers if n in first}
     return bool(kinds) and (kinds != {Pass.W} or all(nodes[n].kind is Pass.W for n, _ in s.covers))
-
-
-def _counted(n: Node) -> bool:
-    """Whether the host must know how many tokens go where: of a layer's two forward exchanges, the first."""
-    exchange = n.message is not None and n.message.kind is CommKind.ALL_TO_ALL
-    return exchange and n.kind is Pass.F and n.part.endswith(".dispatch")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from cost_models import Hardware, kernel_seconds
 from cost_models.compute import arithmetic_seconds, memory_seconds
-from cost_models.interference import GRAIN, Slowdown, comm_class
+from cost_models.interference import GRAIN, Rows, Slowdown, comm_class
+from cost_models.profile_pairs import Pair
 from ir.graph import Node, Once
 from ir.order import FloatArray, IntArray
 from ir.plan import OpKind, Plan, Shape
@@ -14,20 +17,22 @@ from ir.work import CommKind, Kernel, Work
 from piper_sim.engine import Interference
 
 
-def pairwise(plan: Plan, hw: Hardware) -> Interference:
+def pairwise(plan: Plan, hw: Hardware, pairs: Mapping[str, Pair] | None = None) -> Interference:
     """Compute ops in classes by the share of their time that is bound by arithmetic, in eighths; 0 is all memory.
 
-    Communication ops in the classes of `COMM_KINDS`. A class between the ends is slowed in proportion.
+    Communication ops in the classes of `COMM_KINDS`. A class between the ends is slowed in proportion. pairs: measured
+    slowdowns, by `profile_pairs.pair_key`.
     """
-    slow = Slowdown.of(hw)
+    slow = Slowdown.of(hw, pairs)
     share = np.arange(GRAIN + 1)[:, None] / GRAIN
 
-    def mixed(rows: tuple[tuple[float, ...], tuple[float, ...]]) -> FloatArray:
+    def mixed(rows: Rows) -> FloatArray:
         arithmetic, memory = (np.array(r) for r in rows)
         return np.asarray(share * arithmetic + (1 - share) * memory)
 
-    held, moving = mixed(slow.held), mixed(slow.moving)
-    return Interference(_classes(plan, hw), held, moving, np.zeros((held.shape[1], GRAIN + 1)))
+    return Interference(
+        _classes(plan, hw), mixed(slow.held), mixed(slow.moving), np.ascontiguousarray(mixed(slow.wire).T)
+    )
 
 
 def _classes(plan: Plan, hw: Hardware) -> IntArray:

@@ -29,6 +29,7 @@ from piper_sim.prepare import hardware_of, prepare_priced
 from piper_sim.routing import Routing, reprice, routing_of
 from piper_sim.routing.worst import worst
 from piper_sim.sharing import leaves, links
+from piper_sim.sources import Sources, sources
 from piper_sim.traces import trace_of
 
 GIB = 2**30
@@ -66,6 +67,11 @@ class Planned:
         sized, workspace = (plan, None) if routing is None else worst(plan, routing, classes)
         found = memory(sized, persistent, workspace)
         return cls(prepared, hardware, plan, model, routing, classes, sized, workspace, found)
+
+    @cached_property
+    def sources(self) -> Sources:
+        """Where its seconds come from."""
+        return sources(self.plan, self.model)
 
     @cached_property
     def reserved(self) -> tuple[Reserved, ...]:
@@ -123,7 +129,7 @@ class Prediction:
         start, end = run.start[-1], run.end[-1]
         zero = float(start.min())
         found = samples(self.planned.sized, self.memory, start - zero, end - zero)
-        source = self.planned.model.measured.source
+        source = self.planned.sources.word
         header = {"schedule": self.prepared.schedule, "iteration_s": self.iteration_s, "cost_source": source}
         if classes.count > 1:
             header["replica"] = f"{int(classes.first[k])} of {len(classes.of)}"
@@ -167,7 +173,7 @@ def scenario_of(p: Planned, costs: OpCosts) -> Scenario:
         host = inline(plan, p.model.measured.host_s)
     else:
         host = ahead(plan, HostCosts.of(p.hardware))
-    slow = None if job.costs.interference == "none" else pairwise(plan, p.hardware)
+    slow = None if job.costs.interference == "none" else pairwise(plan, p.hardware, p.model.measured.pairs)
     shared = job.costs.interference == "maxmin"
     found = links(p.plan, p.classes, p.model, costs.duration) if shared else None
     return Scenario(plan, *carry(p.plan, p.classes), host=host, slow=slow, links=found)

@@ -20,11 +20,11 @@ from ir.mesh import GroupShape, Mesh
 from ir.model.part import Chunk, Layout
 from ir.ops import Pass
 from ir.plan import OpKind
+from ir.routing.keys import check_routing
 from ir.schedules.registry import default_chunks, order_depends_on_times
 from ir.schedules.schedule import OpTimes
 from piper_sim.costs import CostModel, Share, given_times
 from piper_sim.measured import profile_of
-from piper_sim.routing.keys import check_routing
 
 
 def hardware_of(job: Job) -> Hardware:
@@ -46,7 +46,7 @@ def prepare_priced(job: Job, hardware: Hardware, most_layers: int | None = None)
     if name is not None and order_depends_on_times(name):
         probe = prepare(replace(job, schedule=replace(job.schedule, name=_probe(name))), hardware.gpus_per_node)
         times = op_times(probe, hardware)
-    made = prepare(job, hardware.gpus_per_node, times, weigh(job, hardware), most_layers)
+    made = prepare(job, hardware.gpus_per_node, times, weigh(job, hardware), most_layers, hardware.software.style)
     check_routing(job, made.config)
     return made
 
@@ -73,7 +73,8 @@ def weigh(job: Job, hardware: Hardware) -> Callable[[Source, Chunk], float]:
             return kernels, 0.0
         dispatch, combine, _ = source.dispatch(entry)
         shape = experts()
-        return kernels, 2 * sum(message_seconds(m, shape.ranks, shape.per_node, fabric) for m in (dispatch, combine))
+        messages = (source.counts(entry), dispatch, combine, dispatch, combine)
+        return kernels, sum(message_seconds(m, shape.ranks, shape.per_node, fabric) for m in messages)
 
     def seconds(source: Source, chunk: Chunk) -> float:
         total = 0.0

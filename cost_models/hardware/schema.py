@@ -31,7 +31,8 @@ class Gemm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     unhidden_memory: dtype -> share of the HBM time that the main loop does not hide (epilogues, cold starts).
     ramp_bytes: prologue and epilogue of a tile, as bytes of extra K (so K in elements is ramp_bytes / dtype bytes).
     tiles: [rows, columns, relative efficiency] of the output tiles that the library chooses from.
-    grouped_efficiency: a grouped GEMM's rate relative to a plain one of equal tiles.
+    grouped_efficiency: a grouped GEMM's rate relative to a plain one of equal tiles. weight_grad: dtype -> rate of a
+    product that adds up a weight's gradient relative to another of equal tiles; 1 where not named.
     """
 
     efficiency: dict[str, Share]
@@ -39,6 +40,7 @@ class Gemm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ramp_bytes: NonNegative
     tiles: tuple[tuple[Count, Count, Share], ...]
     grouped_efficiency: Share = 1.0
+    weight_grad: dict[str, Share] = {}
 
 
 class Attention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,6 +67,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     hbm_GBps: datasheet HBM bandwidth, 10^9 byte/s. sms: streaming multiprocessors (compute units).
     kernel_launch_us: device-side floor of one kernel with its gap. host_launch_us: what a launch costs the host.
     memory_efficiency, memory_ramp_KiB: share of HBM bandwidth a long elementwise kernel reaches; bytes lost to ramping.
+    cast_efficiency: rate of kernels that scale and turn tensors for fp8, over that of elementwise ones.
     context_MiB: CUDA context and modules. communicator_MiB: buffers of one communicator.
     reserved_over_allocated: low, middle, high of the allocator's reserved / allocated.
     gpus_per_node: GPUs in one scale-up (NVLink) domain. nvlink_GBps: one direction, one GPU, line rate.
@@ -90,6 +93,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     gemm: Gemm
     attention: Attention
     memory_efficiency: Share
+    cast_efficiency: Share = 1.0
     memory_ramp_KiB: NonNegative
     context_MiB: NonNegative
     communicator_MiB: NonNegative

@@ -10,11 +10,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from ir.errors import ErrorKind, PiperError, nearest
+from ir.model.setting import Loss, Style
 
 __all__ = ["MOST", "Software", "frameworks", "load_software"]
 
@@ -27,13 +28,13 @@ NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Constants of a framework; by default those of the modelled kernels, fused and launched ahead. All fitted.
 
-    traffic: bytes that memory-bound kernels (of passes and of the update) move, over those of fused ones.
-    portable_attention: attention kernels are written for any GPU (FlashAttention 2), not for this one. attention: their
-    seconds over those of such kernels. launch_us: what the host needs per kernel; null: the hardware file's.
+    traffic: bytes that memory-bound kernels (of passes and of the update, but not the loss's) move, over those of fused
+    ones. portable_attention: attention kernels are written for any GPU (FlashAttention 2), not for this one. attention:
+    their seconds over those of such kernels. launch_us: what the host needs per kernel; null: the hardware file's.
     turn_us: where it waits for the device at each transfer between pipeline stages: what it then needs before the next
-    pass; 0: it runs ahead. accumulate_bytes: moved per parameter and microbatch by adding gradients up in kernels of
-    their own. grad_copy_bytes: per parameter, of a second copy of the gradients. sources: constant -> where it
-    comes from.
+    pass; 0: it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are made in before kernels of
+    their own add them to the sums, and that a second copy has where they are reduced between replicas. loss, eager,
+    keep_gathered: see `ir.model.setting.Style`; eager means a plain loss, too. sources: constant -> where it is from.
     """
 
     name: str = ""
@@ -42,9 +43,17 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     attention: Factor = 1.0
     launch_us: NonNegative | None = None
     turn_us: NonNegative = 0.0
-    accumulate_bytes: NonNegative = 0.0
     grad_copy_bytes: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
+    loss: Literal["parallel", "plain", "fused"] | None = None
+    eager: bool = False
+    keep_gathered: bool = False
     sources: dict[str, str] = {}
+
+    @property
+    def style(self) -> Style:
+        """What the framework keeps, for the model graph."""
+        loss = self.loss or (Loss.PLAIN if self.eager else Loss.PARALLEL)
+        return Style(Loss(loss), self.eager, self.keep_gathered)
 
 
 def frameworks() -> tuple[str, ...]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from executor.exchange import Exchange
+from executor.inline import Region
 from executor.modules.functions import token_loss
+from executor.modules.parallel import words_loss
 from ir.work import DType
 
+NUMBER = ("number",)  # all that a router reads of a batch: the microbatch's number in the global one
 TORCH = {
     DType.FP64: torch.float64,
     DType.FP32: torch.float32,
@@ -27,17 +31,21 @@ class Built:
 
     extras: what a unit's forward takes beside the activations, out of "ids", "labels", "scale". reads: the units whose
     outputs a unit takes, one after the other; a unit not named here reads the one before it. A unit that nobody reads
-    gives an output of the model: its loss, or a share of it.
+    gives an output of the model: its loss, or a share of it. ports, exchanges: see `executor.chunk.Stage`.
     """
 
     units: dict[str, nn.Module]
     params: dict[str, nn.Parameter]
     extras: Mapping[str, tuple[str, ...]]
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ports: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    exchanges: Mapping[str, Exchange] = field(default_factory=dict)
 
 
-def wiring(units: Iterable[str], reads: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """The units that each unit reads; "" stands for what comes from outside.
+def wiring(
+    units: Iterable[str], reads: Mapping[str, tuple[str, ...]], more: Container[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """The units that each unit reads, or what else it reads by name; "" stands for what comes from outside.
 
     >>> wiring(["a", "b", "c"], {"c": ("a", "b")})
     {'a': ('',), 'b': ('a',), 'c': ('a', 'b')}
@@ -45,7 +53,7 @@ def wiring(units: Iterable[str], reads: Mapping[str, tuple[str, ...]]) -> dict[s
     names, before, out = list(units), "", {}
     for name in names:
         given = reads.get(name, (before,))
-        out[name] = tuple(r if r in names else "" for r in given)
+        out[name] = tuple(r if r in names or r in more else "" for r in given)
         before = name
     return out
 
@@ -108,6 +116,8 @@ def initial(
 class TokenLoss(nn.Module):
     """The last chunk and the loss behind it: Σ token losses · scale, scale = 1 / the step's valid tokens. Sums only.
 
+    region: with whom this rank shares words and tokens; the loss is that of its own tokens.
+
     >>> loss = TokenLoss(nn.Identity())(torch.zeros(1, 2, 4), torch.tensor([[1, -100]]), 0.5)
     >>> round(loss.item(), 4)  # half of ln 4: the second token is masked
     0.6931
@@ -115,12 +125,15 @@ class TokenLoss(nn.Module):
 
     IGNORE = -100
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, region: Region | None = None) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.region = inner, region or Region()
 
     def forward(self, x: Tensor, *rest: object) -> Tensor:
-        """The extras of the chunk come before labels and scale."""
+        """The extras of the chunk come before labels, those of whole sequences, and scale."""
         *extras, labels, scale = rest
         assert isinstance(labels, Tensor) and isinstance(scale, float)
-        return token_loss(self.inner(x, *extras).flatten(0, 1), labels.flatten(), scale, self.IGNORE)
+        logits, labels = self.inner(x, *extras).flatten(0, 1), self.region.inner(labels).flatten()
+        if self.region.tp.size == 1:
+            return token_loss(logits, labels, scale, self.IGNORE)
+        return words_loss(logits, labels, scale, self.IGNORE, self.region)

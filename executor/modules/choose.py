@@ -5,34 +5,50 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from executor.inline import Region
 from executor.modules.base import TORCH, Model
 from executor.modules.decoder import Decoder
 from executor.modules.user import UserModel, load_callable
+from executor.routing import Guide
 from executor.shares import Share
-from ir.build import WHOLE
+from ir.classes import recomputed as again
 from ir.errors import ErrorKind, PiperError
-from ir.job.build import Prepared, precision_of, recompute_options
+from ir.job.build import Prepared, precision_of
 
 
-def model_of(prepared: Prepared, held: Mapping[str, Share] | None = None) -> Model:
+def model_of(
+    prepared: Prepared,
+    held: Mapping[str, Share] | None = None,
+    region: Region | None = None,
+    spread: Mapping[str, int] | None = None,
+    guide: Guide | None = None,
+) -> Model:
     """The job's model in the model graph's parts, with the values every rank would give it.
 
-    held: what a rank holds of the parameters (`executor.shares`); all of each without it.
+    held: what a rank holds of the parameters (`executor.shares`); all of each without it. region: whom it meets inside
+    parts. spread: over how many ranks a chunk's experts are. guide: the routers'.
     """
     job, precision = prepared.job, precision_of(prepared.job)
     dtype, compute = TORCH[precision.params], TORCH[precision.compute]
     if job.model.module is not None:
         return _users(prepared, job.model.module)
     return Decoder(
-        prepared.config, job.model.seed, dtype, compute, parts=True, attention=job.model.attention, shares=held or {}
+        prepared.config,
+        job.model.seed,
+        dtype,
+        compute,
+        parts=True,
+        attention=job.model.attention,
+        shares=held or {},
+        region=region or Region(),
+        spread=spread or {},
+        guide=guide or Guide(),
     )
 
 
 def recomputed(prepared: Prepared) -> frozenset[str]:
     """The units that the job's recompute options run again, as the model graph has it."""
-    parts = frozenset().union(*(WHOLE.get(o, frozenset()) for o in recompute_options(prepared.job)))
-    inner = [e for e in prepared.base.entries if e.chunk.tags]
-    return frozenset(e.name for e in inner if e.part.name in parts)
+    return frozenset(name for _, name in again(prepared.base))
 
 
 def _users(prepared: Prepared, reference: str) -> UserModel:

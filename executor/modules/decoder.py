@@ -9,11 +9,16 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from executor.modules.base import Built, TokenLoss, evaluate
-from executor.modules.experts import Add, LocalExperts, Router, Shared
-from executor.modules.layers import Attention, Embed, Head, Latent, Mlp, Normalise, Params, spelling
+from executor.exchange import Exchange, exchanges
+from executor.inline import Region
+from executor.modules.attention import Attention, Latent
+from executor.modules.base import NUMBER, Built, TokenLoss, evaluate
+from executor.modules.experts import Add, LocalExperts, Router, Shared, moe_of
+from executor.modules.layers import Embed, FeedForward, Head, Mlp, Normalise, Params, spelling
 from executor.modules.mtp import Join, NextEmbed, NextLoss
+from executor.modules.spread import SpreadAdd, SpreadExperts, SpreadRouter
 from executor.refusals import refuse_model
+from executor.routing import Guide
 from executor.shares import Share
 from ir.model.config import ModelConfig
 
@@ -43,7 +48,8 @@ class Decoder:
 
     dtype: of the parameters; compute: of the activations. parts: units are the model graph's parts ("l0.attn",
     "l0.router", "head.norm") instead of chunks. attention: "flash" keeps no scores, "unfused" keeps them.
-    shares: what a rank holds of the parameters that tensor or expert parallelism cuts.
+    shares: what a rank holds of the parameters that tensor or expert parallelism cuts; region: whom it meets inside
+    parts; spread: over how many ranks the experts of a chunk are, of the chunks where they are. guide: its routers'.
 
     >>> from ir.model.config import load_config
     >>> model = Decoder(load_config("tiny-moe", {"num_hidden_layers": 2}), parts=True)
@@ -58,6 +64,9 @@ class Decoder:
     parts: bool = False
     attention: str = "flash"
     shares: Mapping[str, Share] = field(default_factory=dict)
+    region: Region = field(default_factory=Region)
+    spread: Mapping[str, int] = field(default_factory=dict)
+    guide: Guide = field(default_factory=Guide)
 
     def __post_init__(self) -> None:
         refuse_model(self.config)
@@ -79,10 +88,12 @@ class Decoder:
         return self._build(chunks, self.dtype)
 
     def _build(self, chunks: Sequence[str], dtype: torch.dtype | None) -> Built:
-        make = Params(self.seed, self.config.init_std, dtype, self.shares)
+        make = Params(self.seed, self.config.init_std, dtype, self.shares, None if dtype is None else self.region)
         units: dict[str, nn.Module] = {}
         extras: Extras = {}
         reads: Reads = {}
+        ports: dict[str, Mapping[str, tuple[int, ...]]] = {}
+        between: dict[str, Exchange] = {}
         for name in chunks:
             parts, wired, wants = self._chunk(make, name)
             outer = self._before(name)
@@ -91,11 +102,14 @@ class Decoder:
                 extras.update({f"{name}.{part}": want for part, want in wants.items()})
                 for part in parts:
                     reads[f"{name}.{part}"] = tuple(f"{name}.{r}" if r else outer for r in wired[part])
+                if isinstance(router := parts.get("router"), SpreadRouter):
+                    ports[f"{name}.router"] = router.ports(f"{name}.router")
+                    between |= exchanges(name, self.spread[name])
             else:
                 units[name] = Whole(parts, wired, {part: len(want) for part, want in wants.items()})
                 extras[name] = tuple(w for want in wants.values() for w in want)
                 reads[name] = (outer,)
-        return Built(units, make.made, {n: w for n, w in extras.items() if w}, reads)
+        return Built(units, make.made, {n: w for n, w in extras.items() if w}, reads, ports, between)
 
     def _before(self, chunk: str) -> str:
         """The unit whose output a chunk reads: the last layer's for MTP and head, "" for none."""
@@ -120,31 +134,44 @@ class Decoder:
             return {"embed": Embed(c, make, compute)}, {"embed": ("",)}, {}
         if name == "head":
             norm = Normalise(c, make, spelling(c).norm, c.hidden)
-            head = TokenLoss(Head(c, make))
+            head = TokenLoss(Head(c, make), make.region)
             return {"norm": norm, "head": head}, {"norm": ("",), "head": ("norm",)}, {"head": LOSS}
         if name.startswith("l"):
-            return *self._layer(make, int(name[1:]), ""), {}
+            inner, wired = self._layer(make, int(name[1:]), "", name in self.spread)
+            return inner, wired, self._routers(inner)
         layer = c.layers + int(name.removeprefix("mtp"))
         prefix = f"{spelling(c).layers}.{layer}."
         parts: dict[str, nn.Module] = {"embed": NextEmbed(c, make, compute), "proj": Join(c, make, prefix)}
-        inner, wired = self._layer(make, layer, "proj")
+        inner, wired = self._layer(make, layer, "proj", name in self.spread)
         last = list(inner)[-1]
         parts |= inner
         parts["norm"] = Normalise(c, make, f"{prefix}shared_head.norm", c.hidden)
-        parts["head"] = NextLoss(Head(c, make))
+        parts["head"] = NextLoss(Head(c, make), make.region)
         wired |= {"embed": (), "proj": ("", "embed"), "norm": (last,), "head": ("norm",)}
-        return parts, wired, {"embed": ("labels",), "head": LOSS}
+        return parts, wired, {"embed": ("labels",), **self._routers(inner), "head": LOSS}
 
-    def _layer(self, make: Params, layer: int, reads: str) -> tuple[dict[str, nn.Module], Reads]:
-        """A decoder layer that reads part `reads`."""
+    def _routers(self, parts: Mapping[str, nn.Module]) -> Extras:
+        """What a layer's router takes of the batch."""
+        return {"router": NUMBER} if self.guide.active and "router" in parts else {}
+
+    def _layer(self, make: Params, layer: int, reads: str, spread: bool) -> tuple[dict[str, nn.Module], Reads]:
+        """A decoder layer that reads part `reads`. spread: its experts are on several ranks."""
         c, prefix = self.config, f"{spelling(self.config).layers}.{layer}."
         attention = Latent if c.mla else Attention
         parts: dict[str, nn.Module] = {"attn": attention(c, make, prefix, self.attention == "flash")}
         if not c.is_moe(layer):
             return parts | {"mlp": Mlp(c, make, prefix)}, {"attn": (reads,), "mlp": ("attn",)}
-        parts |= {"router": Router(c, make, prefix), "experts": LocalExperts(c, make, prefix)}
-        wired: Reads = {"attn": (reads,), "router": ("attn",), "experts": ("router",)}
-        if c.moe and c.moe.shared_ffn:
-            parts["shared"], wired["shared"] = Shared(c, make, prefix), ("router",)
-        behind = [p for p in ("experts", "shared") if p in parts]
-        return parts | {"add": Add()}, {**wired, "add": (*behind, "attn")}
+        wired: Reads = {"attn": (reads,), "router": ("attn",)}
+        shared = ("shared",) if c.moe and c.moe.shared_ffn else ()
+        if spread:
+            parts["router"] = SpreadRouter(c, make, prefix, layer, self.guide)
+            parts["experts"] = SpreadExperts(c, make, prefix)
+            parts |= {s: FeedForward(c, make, f"{prefix}mlp.shared_experts.", moe_of(c).shared_ffn) for s in shared}
+            parts["add"] = SpreadAdd(c)
+            wired |= {"experts": ("dispatch",), "add": ("combine", "router.order", *shared, "attn")}
+            return parts, wired | {s: ("router.tokens",) for s in shared}
+        parts["router"] = Router(c, make, prefix, layer, self.guide)
+        parts["experts"] = LocalExperts(c, make, prefix)
+        parts |= {s: Shared(c, make, prefix) for s in shared}
+        wired |= {"experts": ("router",), "add": ("experts", *shared, "attn")}
+        return parts | {"add": Add()}, wired | {s: ("router",) for s in shared}

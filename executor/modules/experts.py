@@ -4,8 +4,9 @@
     experts: dispatch (tokens → rows sorted by expert) · products on the rows · combine (rows → sums by token)
     shared: tokens → an MLP of them          add: x + experts' + shared
 
-Where experts are spread over ranks, an all-to-all stands behind `dispatch` and before `combine`: `Dispatch`, `Experts`
-and `Combine` are modules of their own, and `LocalExperts` is the three of them on one rank.
+Where experts are spread over ranks (`executor.modules.spread`), all-to-alls stand behind `dispatch` and before
+`combine`: `Dispatch`, `Experts` and `Combine` are modules of their own, and `LocalExperts` is the three of them on one
+rank.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from executor.modules.functions import grouped_linear, permute, swiglu, unpermute, wide
+from executor.modules.functions import balanced, grouped_linear, permute, swiglu, unpermute, wide
 from executor.modules.layers import FeedForward, Normalise, Params
+from executor.routing import Guide
 from ir.model.config import ModelConfig, Moe
 
 
@@ -30,32 +32,41 @@ class Router(nn.Module):
     """Part `router`: norm, scores, top-k. It passes on the normed tokens.
 
     bias: DeepSeek-V3's correction, added where experts are chosen and not where they are weighed; never trained by
-    gradients, zero here. forced: (tokens, top_k) indices that replace the choice.
+    gradients, zero here. guide: what it is told, and told of.
     """
 
     bias: Tensor | None
 
-    def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
+    def __init__(self, c: ModelConfig, make: Params, prefix: str, layer: int = 0, guide: Guide | None = None) -> None:
         super().__init__()
-        self.moe = moe_of(c)
+        self.moe, self.layer, self.guide = moe_of(c), layer, guide or Guide()
         self.norm = Normalise(c, make, f"{prefix}post_attention_layernorm", c.hidden)
         self.weight = make(f"{prefix}mlp.gate.weight", self.moe.experts, c.hidden)
         self.by_two = c.model_type == "deepseek_v3"  # a group of experts counts by its best two
         corrected = self.moe.scoring == "sigmoid" and make.dtype is not None
         self.register_buffer("bias", torch.zeros(self.moe.experts) if corrected else None, persistent=False)
-        self.forced: Tensor | None = None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (batch, length, h) → tokens (tokens, h), weights (tokens, top_k), indices (tokens, top_k)."""
-        moe = self.moe
+    def forward(self, x: Tensor, number: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """x (batch, length, h) → tokens (tokens, h), weights (tokens, top_k), indices (tokens, top_k).
+
+        number: of the microbatch in the global batch.
+        """
+        moe, forced = self.moe, self.guide.forced
         tokens = self.norm(x).flatten(0, 1)
         logits = F.linear(tokens, self.weight.to(x.dtype)).to(wide(x.dtype))
         scores = logits.sigmoid() if moe.scoring == "sigmoid" else logits.softmax(-1)
-        indices = self.choose(scores.detach()) if self.forced is None else self.forced
+        indices = self.choose(scores.detach()) if forced is None else forced(self.layer, number)
+        self.guide.chosen(self.layer, number, moe.experts, indices)
         weights = scores.gather(-1, indices)
         if moe.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
-        return tokens, weights * moe.scale if moe.scale != 1.0 else weights, indices
+        if moe.scale != 1.0:
+            weights = weights * moe.scale
+        if self.guide.balance:
+            shares = scores / scores.sum(-1, keepdim=True) if moe.scoring == "sigmoid" else scores
+            weights, loss = balanced(weights, shares, indices, len(x), self.guide.balance)
+            self.guide.weighed(self.layer, number, loss.detach())
+        return tokens, weights, indices
 
     @torch.no_grad()
     def choose(self, scores: Tensor) -> Tensor:
@@ -80,9 +91,20 @@ class Dispatch(nn.Module):
 
     def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int]]:
         """Rows (rows, h), their weights (rows, 1), order (rows), counts. Stable: an expert sees tokens in order."""
+        rows, row_weights, order = self.rows(tokens, weights, indices)
+        return rows, row_weights, order, self._counts(indices)
+
+    def rows(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Without the counts."""
         order = torch.argsort(indices.flatten(), stable=True).int()
         rows = permute(tokens, order, self.moe.top_k)
-        return rows, weights.flatten().index_select(0, order).unsqueeze(-1), order, self._counts(indices)
+        return rows, weights.flatten().index_select(0, order).unsqueeze(-1), order
+
+    def counts(self, indices: Tensor) -> Tensor:
+        """(experts,) rows of each, left on the device."""
+        ends = torch.arange(self.moe.experts, device=indices.device)
+        ends = torch.searchsorted(indices.flatten().sort().values, ends, right=True)
+        return torch.diff(ends, prepend=ends.new_zeros(1))
 
     def _counts(self, indices: Tensor) -> list[int]:
         experts = self.moe.experts

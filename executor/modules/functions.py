@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+STRETCHES = 4  # in which a norm works through its rows
+LEAST_ROWS = 16
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The format of statistics: at least float32."""
@@ -23,29 +26,42 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _own(made: Tensor, of: Tensor) -> Tensor:
-    """A tensor that may be written to: what was made of another, or a copy where that is the other itself."""
-    return made.clone() if made is of else made
+    """A tensor that may be written to: what was made of part of another, or a copy where it is that part itself."""
+    return made.clone() if made.dtype == of.dtype else made
+
+
+def _stretches(rows: int) -> list[slice]:
+    """Rows that a norm works on at a time, as a fused kernel does: their wide copies are no tensors of the whole."""
+    size = max(LEAST_ROWS, -(-rows // STRETCHES))
+    return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x32 = x.to(wide(x.dtype))
-        rate = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+        rows, y, narrow = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape), weight.to(x.dtype)
+        rate = x.new_empty(len(rows), 1, dtype=wide(x.dtype))
+        for at in _stretches(len(rows)):
+            x32 = rows[at].to(rate.dtype)
+            rate[at] = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+            y.view_as(rows)[at] = _own(x32, rows).mul_(rate[at]).to(x.dtype).mul_(narrow)
         ctx.save_for_backward(x, weight, rate)
-        return _own(x32, x).mul_(rate).to(x.dtype).mul_(weight.to(x.dtype))
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rate = ctx.saved_tensors
-        weight32, g = weight.to(rate.dtype), dy.to(rate.dtype)
-        unit = _own(x.to(rate.dtype), x).mul_(rate)
-        both = g * unit
-        dw = both.flatten(0, -2).sum(0)
-        along = both.mul_(weight32).mean(-1, keepdim=True)
-        del both
-        dx = _own(g, dy).mul_(weight32).sub_(unit.mul_(along)).mul_(rate)
-        return dx.to(x.dtype), dw.to(weight.dtype), None
+        rows, dys, dx = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
+        weight32, dw = weight.to(rate.dtype), rate.new_zeros(x.shape[-1])
+        for at in _stretches(len(rows)):
+            g = dys[at].to(rate.dtype)
+            unit = _own(rows[at].to(rate.dtype), rows).mul_(rate[at])
+            both = g * unit
+            dw += both.sum(0)
+            along = both.mul_(weight32).mean(-1, keepdim=True)
+            del both
+            dx.view_as(rows)[at] = _own(g, dys).mul_(weight32).sub_(unit.mul_(along)).mul_(rate[at])
+        return dx, dw.to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,27 +72,35 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus: float) -> Tensor:
-        x32 = x.to(wide(x.dtype))
-        mean = x32.mean(-1, keepdim=True)
-        rate = torch.rsqrt((x32 - mean).pow(2).mean(-1, keepdim=True) + eps)
+        rows, y, narrow = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape), weight.to(x.dtype) + plus
+        mean, rate = (x.new_empty(len(rows), 1, dtype=wide(x.dtype)) for _ in range(2))
+        for at in _stretches(len(rows)):
+            x32 = rows[at].to(rate.dtype)
+            mean[at] = x32.mean(-1, keepdim=True)
+            rate[at] = torch.rsqrt((x32 - mean[at]).pow(2).mean(-1, keepdim=True) + eps)
+            y.view_as(rows)[at] = _own(x32, rows).sub_(mean[at]).mul_(rate[at]).to(x.dtype).mul_(narrow)
         ctx.save_for_backward(x, weight, mean, rate)
         ctx.plus, ctx.biased = plus, bias is not None
-        y = _own(x32, x).sub_(mean).mul_(rate).to(x.dtype).mul_(weight.to(x.dtype) + plus)
         return y if bias is None else y.add_(bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rate = ctx.saved_tensors
-        weight32, g = weight.to(rate.dtype) + ctx.plus, dy.to(rate.dtype)
-        unit = _own(x.to(rate.dtype), x).sub_(mean).mul_(rate)
-        db = g.flatten(0, -2).sum(0).to(weight.dtype) if ctx.biased else None
-        both = g * unit
-        dw = both.flatten(0, -2).sum(0)
-        along = both.mul_(weight32).mean(-1, keepdim=True)
-        del both
-        g = _own(g, dy).mul_(weight32)
-        dx = g.sub_(g.mean(-1, keepdim=True)).sub_(unit.mul_(along)).mul_(rate)
-        return dx.to(x.dtype), dw.to(weight.dtype), db, None, None
+        rows, dys, dx = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
+        weight32 = weight.to(rate.dtype) + ctx.plus
+        dw, db = (rate.new_zeros(x.shape[-1]) for _ in range(2))
+        for at in _stretches(len(rows)):
+            g = dys[at].to(rate.dtype)
+            unit = _own(rows[at].to(rate.dtype), rows).sub_(mean[at]).mul_(rate[at])
+            if ctx.biased:
+                db += g.sum(0)
+            both = g * unit
+            dw += both.sum(0)
+            along = both.mul_(weight32).mean(-1, keepdim=True)
+            del both
+            g = _own(g, dys).mul_(weight32)
+            dx.view_as(rows)[at] = g.sub_(g.mean(-1, keepdim=True)).sub_(unit.mul_(along)).mul_(rate[at])
+        return dx, dw.to(weight.dtype), db.to(weight.dtype) if ctx.biased else None, None, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus: float = 0.0) -> Tensor:
@@ -99,10 +123,11 @@ class _Swiglu(torch.autograd.Function):
         if weight is not None:
             dw = (d_up * up).sum(-1, keepdim=True).to(weight.dtype)
             d_up.mul_(weight.to(dy.dtype))
-        d_acted = dy * up
+        d_gate = dy * up
         if weight is not None:
-            d_acted.mul_(weight.to(dy.dtype))
-        return torch.ops.aten.silu_backward(d_acted, gate), d_up, dw
+            d_gate.mul_(weight.to(dy.dtype))
+        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+        return d_gate, d_up, dw
 
 
 def swiglu(gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -157,12 +182,42 @@ def token_loss(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> Ten
     return apply(_TokenLoss, logits, labels, scale, ignore)
 
 
+class _Balanced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, shares: Tensor, indices: Tensor, size: int, factor: float) -> Any:
+        tokens, experts = shares.shape
+        sent = torch.zeros(size, experts, dtype=shares.dtype, device=shares.device)
+        chosen = indices.view(size, -1)
+        sent.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=shares.dtype))
+        sent.mul_(experts / chosen.shape[1])
+        ctx.save_for_backward(sent)
+        ctx.each, ctx.factor = tokens // size, factor
+        loss = (sent * shares.view(size, -1, experts).mean(1)).sum().mul_(factor)
+        ctx.mark_non_differentiable(loss)
+        return weights, loss
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        (sent,) = ctx.saved_tensors
+        return dy, (sent * (ctx.factor / ctx.each)).repeat_interleave(ctx.each, 0), None, None, None
+
+
+def balanced(weights: Tensor, shares: Tensor, indices: Tensor, size: int, factor: float) -> tuple[Tensor, Tensor]:
+    """The weights as they are, and a loss whose gradient joins theirs: factor · Σ f · P over experts and sequences.
+
+    f: how often a sequence chose an expert, over the mean of all experts; P: the mean of its tokens' shares
+    (tokens, experts), which add up to 1. indices: (tokens, top_k); size: sequences. Keeps f alone (DeepSeek-V2).
+    """
+    found: tuple[Tensor, Tensor] = _Balanced.apply(weights, shares, indices, size, factor)  # type: ignore[no-untyped-call]
+    return found
+
+
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.copies = copies
-        return x.index_select(0, order // copies)
+        return x.index_select(0, _token(order, copies))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
@@ -178,14 +233,22 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return dy.index_select(0, ctx.saved_tensors[0] // ctx.copies), None, None
+        return dy.index_select(0, _token(ctx.saved_tensors[0], ctx.copies)), None, None
+
+
+def _token(order: Tensor, copies: int) -> Tensor:
+    return order if copies == 1 else order // copies
 
 
 def _gather(rows: Tensor, order: Tensor, copies: int) -> Tensor:
     back = torch.empty_like(order)
     back[order.long()] = torch.arange(len(order), dtype=order.dtype, device=order.device)
-    found: Tensor = rows.index_select(0, back).view(-1, copies, rows.shape[-1]).sum(1)
-    return found
+    if copies == 1:
+        return rows.index_select(0, back)
+    out, back = rows.new_empty(len(rows) // copies, rows.shape[-1]), back.view(-1, copies)
+    for at in _stretches(len(out)):
+        out[at] = rows.index_select(0, back[at].flatten()).view(-1, copies, rows.shape[-1]).sum(1)
+    return out
 
 
 def permute(x: Tensor, order: Tensor, copies: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""Dense parts of the reference decoder: embedding, attention, MLP, final norm, head, with Hugging Face's names."""
+"""Dense parts of the reference decoder, but for attention: embedding, MLP, norms, head, with Hugging Face's names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from executor.modules.attend import attend, rotary, rotate
+from executor.inline import Region
 from executor.modules.base import initial
 from executor.modules.functions import layer_norm, relu2, rms_norm, swiglu
+from executor.modules.parallel import columns, leave, words
 from executor.shares import Share
 from ir.model.config import Activation, ModelConfig, Norm
 
@@ -22,12 +23,19 @@ class Params:
 
     dtype None: only names and shapes are wanted, nothing is allocated. shares: what is held of those that are cut. All
     are asked for with their global shapes, and drawn whole, so that every layout starts from the same numbers.
+    region: the ranks that hold the other shares, whom modules meet.
     """
 
     def __init__(
-        self, seed: int, std: float, dtype: torch.dtype | None, shares: Mapping[str, Share] | None = None
+        self,
+        seed: int,
+        std: float,
+        dtype: torch.dtype | None,
+        shares: Mapping[str, Share] | None = None,
+        region: Region | None = None,
     ) -> None:
         self.seed, self.std, self.dtype, self.shares = seed, std, dtype, shares or {}
+        self.region = region or Region()
         self.made: dict[str, nn.Parameter] = {}
 
     def __call__(self, name: str, *shape: int, start: float | None = None) -> nn.Parameter:
@@ -76,25 +84,49 @@ def spelling(c: ModelConfig) -> Spelling:
 class Linear(nn.Module):
     """A linear layer in the dtype of its input, whatever its parameters are stored in.
 
-    flipped: the weight is stored (into, out), as GPT-2's Conv1D does.
+    flipped: the weight is stored (into, out), as GPT-2's Conv1D does. leaves: it is cut by its input, so that what it
+    makes is a part of a sum over ranks, to which the bias comes once.
     """
 
     def __init__(
-        self, make: Params, name: str, rows: int, cols: int, *, bias: bool = False, flipped: bool = False
+        self,
+        make: Params,
+        name: str,
+        rows: int,
+        cols: int,
+        *,
+        bias: bool = False,
+        flipped: bool = False,
+        leaves: bool = False,
     ) -> None:
         super().__init__()
-        self.flipped = flipped
+        self.flipped, self.region = flipped, make.region if leaves and make.region.tp.size > 1 else None
         self.weight = make(f"{name}.weight", *((cols, rows) if flipped else (rows, cols)))
         self.bias = make(f"{name}.bias", rows, start=0.0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x Wᵀ + b."""
-        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.region is None:
+            return self._product(x, bias)
+        y = leave(self._product(x, None), self.region)
+        return y if bias is None else y + bias
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight = self.weight.to(x.dtype)
         if not self.flipped:
             return F.linear(x, weight, bias)
         flat = x.flatten(0, -2)
         y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
         return y.view(*x.shape[:-1], -1)
+
+
+def each(x: Tensor, linears: Sequence[Linear], region: Region) -> list[Tensor]:
+    """x through several linears that are cut by output."""
+    if region.tp.size == 1:
+        return [m(x) for m in linears]
+    flipped = linears[0].flipped
+    return columns(x, [m.weight for m in linears], [m.bias for m in linears], region, flipped=flipped)
 
 
 class Normalise(nn.Module):
@@ -119,96 +151,21 @@ class Embed(nn.Module):
 
     def __init__(self, c: ModelConfig, make: Params, compute: torch.dtype) -> None:
         super().__init__()
-        self.compute = compute
+        self.compute, self.region = compute, make.region
         self.weight = make(f"{spelling(c).embed}.weight", c.vocab, c.hidden)
         self.positions = make("transformer.wpe.weight", c.positions, c.hidden) if c.positions else None
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up."""
-        x = F.embedding(ids, self.weight).to(self.compute)
+        """Look up. ids: (sequences, length), whole; out come this rank's tokens."""
+        mine = self.region.inner(ids)
+        if self.region.tp.size == 1:
+            x = F.embedding(mine, self.weight).to(self.compute)
+        else:
+            x = words(mine, self.weight, self.region, self.compute)
         if self.positions is None:
             return x
-        at = torch.arange(ids.shape[-1], device=ids.device)
+        at = self.region.stream(torch.arange(ids.shape[-1], device=ids.device))
         return x + F.embedding(at, self.positions).to(self.compute)
-
-
-def _attended(q: Tensor, k: Tensor, v: Tensor, *, fused: bool, window: int) -> Tensor:
-    """Tokens before heads on both sides, so that what attention reads and gives needs no copy."""
-    return attend(*(t.transpose(1, 2) for t in (q, k, v)), fused=fused, window=window).transpose(1, 2).flatten(2)
-
-
-class Attention(nn.Module):
-    """Part `attn` with ordinary heads: x + attention(norm(x))."""
-
-    def __init__(self, c: ModelConfig, make: Params, prefix: str, fused: bool) -> None:
-        super().__init__()
-        self.c, self.fused, names = c, fused, spelling(c)
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        linear = partial(Linear, make, flipped=c.model_type == "gpt2")
-        self.sizes = (q, kv, kv)
-        self.norm = Normalise(c, make, prefix + names.attn_norm, c.hidden)
-        if names.qkv:
-            self.qkv = nn.ModuleList([linear(prefix + names.qkv, q + 2 * kv, c.hidden, bias=c.qkv_bias)])
-        else:
-            named = zip("qkv", self.sizes, strict=True)
-            at = f"{prefix}self_attn."
-            self.qkv = nn.ModuleList(linear(f"{at}{n}_proj", size, c.hidden, bias=c.qkv_bias) for n, size in named)
-        self.q_norm = make(f"{prefix}self_attn.q_norm.weight", c.head_dim, start=1.0) if c.qk_norm else None
-        self.k_norm = make(f"{prefix}self_attn.k_norm.weight", c.head_dim, start=1.0) if c.qk_norm else None
-        self.out = linear(prefix + names.out, c.hidden, q, bias=c.out_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Grouped-query attention, causal."""
-        c, (batch, length, _) = self.c, x.shape
-        h = self.norm(x)
-        made = self.qkv[0](h).split(self.sizes, -1) if len(self.qkv) == 1 else [m(h) for m in self.qkv]
-        q, k, v = (t.view(batch, length, -1, c.head_dim) for t in made)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, c.norm_eps), rms_norm(k, self.k_norm, c.norm_eps)
-        if c.rope:
-            cos, sin = rotary(length, int(c.head_dim * c.rope_share), c.rope_theta, x)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        added: Tensor = self.out(_attended(q, k, v, fused=self.fused, window=c.window))
-        return x + added
-
-
-class Latent(nn.Module):
-    """Part `attn` with DeepSeek's latent attention: x + MLA(norm(x))."""
-
-    def __init__(self, c: ModelConfig, make: Params, prefix: str, fused: bool) -> None:
-        super().__init__()
-        assert c.mla is not None
-        self.c, self.mla, self.fused = c, c.mla, fused
-        mla, at = c.mla, f"{prefix}self_attn."
-        self.norm = Normalise(c, make, f"{prefix}input_layernorm", c.hidden)
-        if mla.q_rank:
-            self.q_a: nn.Module = Linear(make, f"{at}q_a_proj", mla.q_rank, c.hidden, bias=c.qkv_bias)
-            self.q_norm: nn.Module = Normalise(c, make, f"{at}q_a_layernorm", mla.q_rank)
-            self.q_b = Linear(make, f"{at}q_b_proj", c.heads * mla.qk_dim, mla.q_rank)
-        else:
-            self.q_a, self.q_norm = nn.Identity(), nn.Identity()
-            self.q_b = Linear(make, f"{at}q_proj", c.heads * mla.qk_dim, c.hidden)
-        down = mla.kv_rank + mla.rope_dim
-        self.kv_a = Linear(make, f"{at}kv_a_proj_with_mqa", down, c.hidden, bias=c.qkv_bias)
-        self.kv_norm = Normalise(c, make, f"{at}kv_a_layernorm", mla.kv_rank)
-        self.kv_b = Linear(make, f"{at}kv_b_proj", c.heads * (mla.nope_dim + mla.v_dim), mla.kv_rank)
-        self.out = Linear(make, f"{at}o_proj", c.hidden, c.heads * mla.v_dim, bias=c.out_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """One rotary key serves all heads."""
-        c, mla, (batch, length, _) = self.c, self.mla, x.shape
-        h = self.norm(x)
-        q = self.q_b(self.q_norm(self.q_a(h))).view(batch, length, c.heads, -1)
-        latent, k_rope = self.kv_a(h).split((mla.kv_rank, mla.rope_dim), -1)
-        kv = self.kv_b(self.kv_norm(latent)).view(batch, length, c.heads, -1)
-        k_nope, v = kv.split((mla.nope_dim, mla.v_dim), -1)
-        q_nope, q_rope = q.split((mla.nope_dim, mla.rope_dim), -1)
-        cos, sin = rotary(length, mla.rope_dim, c.rope_theta, x)
-        shared = rotate(k_rope.unsqueeze(2), cos, sin).expand(-1, -1, c.heads, -1)
-        q, k = torch.cat((q_nope, rotate(q_rope, cos, sin)), -1), torch.cat((k_nope, shared), -1)
-        # A view of v would keep the keys' first half alive beside k.
-        added: Tensor = self.out(_attended(q, k, v.contiguous(), fused=self.fused, window=c.window))
-        return x + added
 
 
 def activation(c: ModelConfig) -> Callable[[Tensor], Tensor]:
@@ -226,16 +183,16 @@ class FeedForward(nn.Module):
     def __init__(self, c: ModelConfig, make: Params, prefix: str, width: int) -> None:
         super().__init__()
         names, flipped = spelling(c), c.model_type == "gpt2"
-        self.act = activation(c)
-        ups = ["gate_proj", names.up] if c.activation.ups == 2 else [names.up]
-        self.ups = nn.ModuleList(
-            Linear(make, prefix + n, width, c.hidden, bias=c.mlp_bias, flipped=flipped) for n in ups
-        )
-        self.down = Linear(make, prefix + names.down, c.hidden, width, bias=c.mlp_bias, flipped=flipped)
+        self.act, self.region = activation(c), make.region
+        linear = partial(Linear, make, bias=c.mlp_bias, flipped=flipped)
+        self.ups = [linear(prefix + n, width, c.hidden) for n in (["gate_proj"] if c.activation.ups == 2 else [])]
+        self.ups.append(linear(prefix + names.up, width, c.hidden))
+        self.linears = nn.ModuleList(self.ups)
+        self.down = linear(prefix + names.down, c.hidden, width, leaves=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As any MLP."""
-        up = [m(x) for m in self.ups]
+        """As any MLP, of tokens in any order."""
+        up = each(x, self.ups, self.region)
         found: Tensor = self.down(swiglu(*up) if len(up) == 2 else self.act(up[0]))
         return found
 
@@ -256,12 +213,14 @@ class Mlp(nn.Module):
 
 
 class Head(nn.Module):
-    """Part `head`: logits."""
+    """Part `head`: logits, of this rank's words."""
 
     def __init__(self, c: ModelConfig, make: Params) -> None:
         super().__init__()
-        self.weight = make(f"{spelling(c).embed if c.tied else 'lm_head'}.weight", c.vocab, c.hidden)
+        self.region = make.region
+        self.linear = Linear(make, spelling(c).embed if c.tied else "lm_head", c.vocab, c.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """One linear layer."""
-        return F.linear(x, self.weight.to(x.dtype))
+        (found,) = each(x, [self.linear], self.region)
+        return found

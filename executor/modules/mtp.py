@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from executor.inline import Region
 from executor.modules.base import TokenLoss
 from executor.modules.layers import Embed, Linear, Normalise, Params
 from ir.model.config import ModelConfig
@@ -48,9 +49,9 @@ class Join(nn.Module):
 class NextLoss(nn.Module):
     """The head's loss on the tokens after the next: labels moved by one, times `WEIGHT`."""
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: nn.Module, region: Region | None = None) -> None:
         super().__init__()
-        self.loss = TokenLoss(head)
+        self.loss = TokenLoss(head, region)
 
     def forward(self, x: Tensor, labels: Tensor, scale: float) -> Tensor:
         """The last position has nothing to predict, nor has one whose next token is masked."""

@@ -39,7 +39,8 @@ class Handle(Protocol):
 class Transport(Protocol):
     """One rank's view. `send` and `recv` return at once; never wait for a send inline: it ends when the peer receives.
 
-    Reductions are sums, in place. Groups are named when the transport is built; their members stand in order of rank.
+    Reductions are in place, and sums unless something else is asked for. Groups are named when the transport is built;
+    their members stand in order of rank.
     """
 
     rank: int
@@ -52,8 +53,8 @@ class Transport(Protocol):
         """Post a receive on channel (src, rank), in advance of its use."""
         ...
 
-    def all_reduce(self, group: str, tensor: Tensor) -> Handle:
-        """Sum over the group's members."""
+    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> Handle:
+        """Sum over the group's members, or the largest of their values, element by element."""
         ...
 
     def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> Handle:
@@ -114,6 +115,22 @@ class Landing:
         self.handle.wait()
         while self._then:
             self._then.pop()()
+
+
+class Joined:
+    """Several handles as one."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self.handles = tuple(handles)
+
+    def done(self) -> bool:
+        """Whether all are."""
+        return all(h.done() for h in self.handles)
+
+    def wait(self) -> None:
+        """One after the other."""
+        for h in self.handles:
+            h.wait()
 
 
 class Delayed:

@@ -82,11 +82,12 @@ class GroupTransport(Generic[H]):
         """Post a receive; it completes in the background."""
         return self._post(lambda: dist.irecv(into, src, group=self._channels[src, self.rank]), (into,), (src,))
 
-    def all_reduce(self, group: str, tensor: Tensor) -> H:
-        """Sum in place."""
+    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> H:
+        """Sum in place, or the largest."""
         if (g := self._groups.get(group)) is None:
             return self._alone(group)
-        return self._join(group, lambda: dist.all_reduce(tensor, group=g, async_op=True), tensor)
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        return self._join(group, lambda: dist.all_reduce(tensor, op, group=g, async_op=True), tensor)
 
     def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> H:
         """Sum; keep this member's part."""

@@ -116,11 +116,11 @@ class LocalTransport:
         """Post a receive."""
         return self.hub.post((src, self.rank), into, send=False)
 
-    def all_reduce(self, group: str, tensor: Tensor) -> LocalHandle:
-        """Sum in place."""
+    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> LocalHandle:
+        """Sum in place, or the largest."""
 
         def act(all_: list[Sequence[Tensor]]) -> None:
-            total = _sum([t[0] for t in all_])
+            total = torch.stack([t[0] for t in all_]).amax(0) if largest else _sum([t[0] for t in all_])
             for t in all_:
                 t[0].copy_(total)
 

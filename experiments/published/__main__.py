@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.published.controls import CONTROLS
-from experiments.published.page import PAGE, page
+from experiments.published.page import PAGE, PICTURE, page
+from experiments.published.picture import scatter
 from experiments.published.report import as_json, rows_text, summary
 from experiments.published.rows import DATA, DataSet
 from experiments.published.score import Change, Score, scores
@@ -24,12 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--control", choices=list(CONTROLS), help="change every job, to see what it costs")
     parser.add_argument("--rows", action="store_true", help="every row, with what its step is made of")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--write", action="store_true", help=f"renew docs/{PAGE.name}: all sets, all controls")
+    parser.add_argument("--write", action="store_true", help=f"renew docs/{PAGE.name} and {PICTURE.name}: all")
     args = parser.parse_args(argv)
     if args.write:
         found = _found(SETS, args.data, None)
         controls = {name: _found(SETS, args.data, change) for name, change in CONTROLS.items()}
         PAGE.write_text(page(found, controls))
+        PICTURE.write_bytes(scatter(found))
         return 0
     found = _found(chosen(args.sets), args.data, CONTROLS[args.control] if args.control else None)
     if args.json:

@@ -19,7 +19,7 @@ from experiments.published.score import Table, scores, times
 from experiments.published.sets import SETS
 
 STEPS = (0.7, 0.85, 0.93, 1.07, 1.18, 1.4)
-NUMBERS = ("attention", "traffic", "launch_us", "turn_us", "accumulate_bytes")
+NUMBERS = ("attention", "traffic", "launch_us", "turn_us")
 USED = {  # tables a framework is fitted to
     "megatron": ("zero_bubble", "megatron_sc21"),
     "llm-foundry": ("llm_foundry",),

@@ -44,7 +44,7 @@ def without(found: Found) -> list[str]:
     out = []
     for s, rows in found.items():
         failed = [r for r in rows if r.failure]
-        full = [r.row for r in rows if r.fits is False]
+        full = [r.row for r in rows if r.fits is False and not r.row.failed]
         told: dict[str, list[Row]] = {}
         for r in rows:
             if r.row.job is None:
@@ -54,6 +54,17 @@ def without(found: Found) -> list[str]:
             out.append(f"- {s.name}: {len(full)} of {len(rows)} ran but are said not to fit: {_names(full)}")
         out += [f"- {s.name}: not expressed, {len(x)} rows ({why}): {_names(x)}" for why, x in told.items()]
     return out
+
+
+def confusion(found: Found) -> str:
+    """Runs that ran and runs that failed, by whether they are said to fit."""
+    out = ["| data set | runs | said to fit | said not to |", "|---|---|--:|--:|"]
+    for s, rows in found.items():
+        for word, failed in (("ran", False), ("failed", True)):
+            said = [r.fits for r in rows if r.row.failed is failed and r.fits is not None]
+            if said:
+                out.append(f"| {s.name} | {word} | {sum(said)} | {len(said) - sum(said)} |")
+    return "\n".join(out)
 
 
 def _names(rows: Sequence[Row]) -> str:
@@ -66,6 +77,7 @@ def rows_text(found: Found) -> str:
     for s, rows in found.items():
         for r in rows:
             if r.predicted_s is None:
+                out += [] if r.fits is None else [f"{s.name:12} {r.row.name:38} {'fits' if r.fits else 'does not fit'}"]
                 continue
             time = "" if r.time is None else f"{100 * r.time:+6.1f} %"
             memory = " ".join(f"{k}:{100 * v:+.1f}%" for k, v in (r.memory or {}).items())
@@ -87,6 +99,7 @@ def as_json(found: Found) -> dict[str, object]:
             "measured_s": r.row.seconds,
             "predicted_s": r.predicted_s,
             "fits": r.fits,
+            "failed": r.row.failed,
             "failure": r.failure,
             "why": r.row.why,
             "split": dict(r.split or {}),

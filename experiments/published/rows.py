@@ -19,7 +19,8 @@ Line = Mapping[str, str]
 class Row:
     """One published run. seconds: of a step. memory: bytes allocated at the peak, by pipeline rank or of the FULLEST.
 
-    job: as TOML would give it; None where it cannot be expressed, and `why` says why.
+    job: as TOML would give it; None where it cannot be expressed, and `why` says why. failed: it crashed, or ran out of
+    memory or time: only whether it is said to fit is asked.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Row:
     seconds: float | None = None
     memory: Mapping[int, float] = field(default_factory=dict)
     why: str = ""
+    failed: bool = False
 
 
 @dataclass(frozen=True)

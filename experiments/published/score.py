@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from experiments.published.rows import FULLEST, Row
 from ir.errors import PiperError
 from ir.job import Job
 from ir.job.load import job_from
-from piper_sim.predict import Prediction, fits, predict
+from piper_sim.history.spread import Spread
+from piper_sim.predict import Planned, Prediction, fits, predict
+from piper_sim.prepare import hardware_of, prepare_priced
+
+__all__ = ["Change", "Score", "Spread", "Table", "memories", "scored", "scores", "times"]
 
 Table = dict[str, dict[str, Any]]
 Change = Callable[[Table], Table]
@@ -35,33 +38,11 @@ class Score:
     split: Mapping[str, float] | None = None
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Of some errors: how many, and median, 90th percentile and worst of their sizes; sign: the median error."""
-
-    n: int
-    median: float
-    p90: float
-    worst: float
-    sign: float
-
-    @classmethod
-    def of(cls, errors: Sequence[float]) -> Spread | None:
-        """None of none.
-
-        >>> Spread.of([-0.1, 0.2, 0.3])
-        Spread(n=3, median=0.2, p90=0.3, worst=0.3, sign=0.2)
-        """
-        if not errors:
-            return None
-        sizes = sorted(abs(e) for e in errors)
-        p90 = sizes[-(-9 * len(sizes) // 10) - 1]
-        return cls(len(errors), median(sizes), p90, sizes[-1], median(errors))
-
-
 def scores(rows: Iterable[Row], change: Change | None = None) -> Iterator[Score]:
-    """Predict each row that can be; `change` alters every job first (controls)."""
+    """Predict each row that can be; `change` alters every job first (controls of time: failed runs are left out)."""
     for row in rows:
+        if row.failed and change is not None:
+            continue
         if row.job is not None:
             table: Table = deepcopy({k: dict(v) for k, v in row.job.items()})
             yield scored(row, table if change is None else change(table))
@@ -73,6 +54,9 @@ def scored(row: Row, table: Table) -> Score:
     """One row's errors."""
     try:
         job: Job = job_from(table, file=row.name)
+        if row.failed:
+            hardware = hardware_of(job)
+            return Score(row, fits=fits(Planned.of(prepare_priced(job, hardware), hardware)))
         p = predict(job)
     except PiperError as e:
         return Score(row, failure=str(e).splitlines()[0])

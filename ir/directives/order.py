@@ -31,8 +31,7 @@ class OrderBy:
         """The directive as in a strategy file: one object per group or row."""
         tables: list[dict[str, object]] = [{"op": "order", "group": g, "cells": o.cells()} for g, o in self.table]
         rows: list[dict[str, object]] = [
-            {"op": "order", "filters": [[f.json() for f in group] for group in row]}
-            for row in self.rows
+            {"op": "order", "filters": [[f.json() for f in group] for group in row]} for row in self.rows
         ]
         return [*tables, *rows]
 

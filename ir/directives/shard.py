@@ -8,9 +8,10 @@ from ir.build import fill
 from ir.directives.select import select
 from ir.errors import ErrorKind, PiperError, nearest
 from ir.filters import Filter
-from ir.graph import Buffer, Category, Edge, Entry, Graph, Node, Source
+from ir.graph import COUNTS, Buffer, Category, Edge, Entry, Graph, Node, Source
 from ir.model.part import Layout
 from ir.ops import Pass
+from ir.work import Message
 
 AXES = ("tp", "cp", "ep")
 
@@ -19,9 +20,11 @@ AXES = ("tp", "cp", "ep")
 class Shard:
     """Divide the selected parts over an axis of the mesh.
 
-    rewrite, axis="ep" (an all-to-all on each compute edge into and out of the experts, none around W):
-        F: router -> experts -> add        -->   router -> dispatch -> experts -> combine -> add
+    rewrite, axis="ep" (an all-to-all on each compute edge into and out of the experts, none around W; F exchanges
+    first how many rows go where, which the host reads before it can dispatch them; R and I know it from F):
+        F: router -> experts -> add        -->   router -> counts -> dispatch -> experts -> combine -> add
         I: router <- experts <- add        -->   router <- dispatch <- experts <- combine <- add
+        R: router -> experts               -->   router -> dispatch -> experts
     axis="tp" or "cp": the same nodes with smaller work and blocking messages inside (see `Inline`).
     """
 
@@ -112,8 +115,9 @@ def graph_inputs(graph: Graph) -> dict[tuple[int, str], list[tuple[int, str]]]:
 
 
 def _all_to_all(graph: Graph, source: Source, hit: set[tuple[int, str]], stream: str) -> Graph:
-    nodes, edges = list(graph.nodes), []
+    nodes, edges = list(graph.nodes), list[Edge]()
     made: dict[tuple[int, int, bool], int] = {}
+    counts: dict[int, int] = {}
     entries = {(e.stage, e.name): e for e in graph.entries}
     for edge in graph.edges:
         src, dst = graph.nodes[edge.src], graph.nodes[edge.dst]
@@ -126,10 +130,18 @@ def _all_to_all(graph: Graph, source: Source, hit: set[tuple[int, str]], stream:
         key = (edge.src, edge.slot, inward)
         if key not in made:
             experts = entries[(dst.stage, dst.part) if inward else (src.stage, src.part)]
+            if inward and src.kind is Pass.F:
+                counts[edge.src] = len(nodes)
+                nodes.append(_counts(source, experts, src, stream))
+                edges.append(Edge(edge.src, counts[edge.src], edge.slot))
             made[key] = len(nodes)
             nodes.append(_exchange(source, experts, src, inward, stream))
             edges.append(Edge(edge.src, made[key], edge.slot))
+            if edge.src in counts and inward:
+                edges.append(Edge(counts[edge.src], made[key], 0))
         edges.append(Edge(made[key], edge.dst, 0))
+        if edge.src in counts and inward:
+            edges.append(Edge(counts[edge.src], edge.dst, 0))  # whose products go expert by expert
     return replace(graph, nodes=tuple(nodes), edges=tuple(edges))
 
 
@@ -141,6 +153,16 @@ def _exchange(source: Source, experts: Entry, src: Node, inward: bool, stream: s
     message = dispatch if inward else combine
     out = received if inward else source.combined(experts)
     writes = (Buffer("out" if forward else "grad", out, Category.BUFFERS),)
+    return _behind(src, experts, name, stream, message, writes)
+
+
+def _counts(source: Source, experts: Entry, src: Node, stream: str) -> Node:
+    """The exchange of counts behind `src`."""
+    message = source.counts(experts)
+    return _behind(src, experts, COUNTS, stream, message, (Buffer("out", message.bytes, Category.BUFFERS),))
+
+
+def _behind(src: Node, experts: Entry, name: str, stream: str, message: Message, writes: tuple[Buffer, ...]) -> Node:
     tags = {t: v for t, v in src.tags.items() if t != "EP"} | {t: v for t, v in experts.chunk.tags.items() if t == "L"}
     part = f"{experts.chunk.name}.{name}"
     return Node(src.stage, src.kind, part, stream, message=message, writes=writes, tags=tags, spans=src.spans)

@@ -22,7 +22,7 @@ from ir.lower import Policy, lower
 from ir.mesh import Mesh
 from ir.model.part import Chunk, Layout
 from ir.model.partition import partition
-from ir.model.setting import BatchShape, Precision
+from ir.model.setting import FUSED_STYLE, BatchShape, Precision, Style
 from ir.model.spec import ModelConfig
 from ir.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
@@ -109,15 +109,17 @@ def prepare(
     times: OpTimes | None = None,
     chunk_cost: Callable[[Source, Chunk], float] | None = None,
     most_layers: int | None = None,
+    style: Style = FUSED_STYLE,
 ) -> Prepared:
     """Resolve a job. gpus_per_node: the hardware's, where the job names none. times: for searched schedules.
 
     chunk_cost: what `balanced` weighs a chunk by; its FLOPs where nothing better is known. most_layers: of a stage.
+    style: the framework's; plans do not depend on it, bytes and kernels do.
 
     Raises PiperError: sizes that do not fit the cluster, the model or each other, each with the nearest that do.
     """
     with blaming(job):
-        return _prepare(resolve(job, gpus_per_node), times, chunk_cost, most_layers)
+        return _prepare(resolve(job, gpus_per_node), times, chunk_cost, most_layers, style)
 
 
 def _prepare(
@@ -125,6 +127,7 @@ def _prepare(
     times: OpTimes | None,
     chunk_cost: Callable[[Source, Chunk], float] | None,
     most_layers: int | None,
+    style: Style,
 ) -> Prepared:
     model = read_model(job)
     config, chunks = model.config, model.chunks
@@ -138,7 +141,7 @@ def _prepare(
     p = job.parallel
     model.check(Layout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel), shape, precision, recompute_options(job))
     mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
-    source = model.source(shape, precision)
+    source = model.source(shape, precision, style)
     mbs = (made.mbs or 1) if isinstance(made, Strategy) else made.microbatches
     check_nodes(3 * sum(len(c.parts) for c in chunks), mbs)
     weigh = chunk_cost or (lambda _, c: float(model.flops(c, shape, precision)))

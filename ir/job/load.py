@@ -13,23 +13,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ir.errors import ErrorKind, PiperError, nearest
 from ir.job import schema
-from ir.job.schema import CHOICES, DTYPES, POSITIVE, RECOMPUTE, Job
+from ir.job.schema import CHOICES, DTYPES, OPEN, POSITIVE, RECOMPUTE, SECTIONS, Job
 from ir.schedules.registry import canonical
 
-_SECTIONS: Mapping[str, type] = {
-    "model": schema.Model,
-    "cluster": schema.Cluster,
-    "parallel": schema.Parallel,
-    "schedule": schema.Schedule,
-    "routing": schema.Routing,
-    "costs": schema.Costs,
-    "data": schema.Data,
-    "gate": schema.Gate,
-    "history": schema.History,
-    "optimizer": schema.Optimizer,
-    "precision": schema.Precisions,
-}
-_OPEN = ("model", "cluster")  # sections whose other keys belong to the model config and the hardware file
 _LIMIT_BYTES = 1_000_000
 _LIMIT_TEXT = 1024
 _LIMIT_INT = 2**31 - 1
@@ -105,8 +91,8 @@ def _bare(text: str) -> Any:
 
 def _job(table: Mapping[str, Any], file: str) -> Job:
     for name, value in table.items():
-        if name not in _SECTIONS:
-            raise _unknown(name, _SECTIONS, "section")
+        if name not in SECTIONS:
+            raise _unknown(name, SECTIONS, "section")
         if not isinstance(value, Mapping):
             raise PiperError(ErrorKind.JOB, f"[{name}] is a section, not a value", key=name)
     if "config" not in table.get("model", {}) and "graph" not in table.get("model", {}):
@@ -117,7 +103,7 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
             allowed="a preset or a path to config.json",
             suggestion='"llama3-8b"',
         )
-    built = {name: _section(name, cls, table.get(name, {})) for name, cls in _SECTIONS.items()}
+    built = {name: _section(name, cls, table.get(name, {})) for name, cls in SECTIONS.items()}
     _check_schedule(built["schedule"])
     return Job(**built, file=file)
 
@@ -147,12 +133,12 @@ def _section(name: str, cls: type, table: Mapping[str, Any]) -> Any:
     for key, value in table.items():
         if key in known:
             values[key] = _value(f"{name}.{key}", hints[key], value)
-        elif name in _OPEN:
+        elif name in OPEN:
             _check_plain(f"{name}.{key}", value)
             extra[key] = value
         else:
             raise _unknown(f"{name}.{key}", known, "key")
-    if name in _OPEN:
+    if name in OPEN:
         values["overrides"] = extra
     return cls(**values)
 

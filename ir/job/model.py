@@ -11,7 +11,7 @@ from ir.job.schema import Job
 from ir.model import load_config, model_chunks
 from ir.model.captured import CapturedModel, CapturedSource, load_captured
 from ir.model.part import Chunk, Layout
-from ir.model.setting import BatchShape, Precision, check_setting
+from ir.model.setting import BatchShape, Precision, Style, check_setting
 from ir.model.source import ModelSource
 from ir.model.spec import ModelConfig
 from ir.model.work import chunk_flops
@@ -34,10 +34,10 @@ class JobModel:
         else:
             self.captured.check(layout, shape, precision, recompute)
 
-    def source(self, shape: BatchShape, precision: Precision) -> Source:
-        """Its numbers, for one microbatch shape and precision."""
+    def source(self, shape: BatchShape, precision: Precision, style: Style) -> Source:
+        """Its numbers, for one microbatch shape and precision. A captured model has a style of its own."""
         if self.captured is None:
-            return ModelSource(self.config, shape, precision, self.attention)
+            return ModelSource(self.config, shape, precision, self.attention, style)
         return CapturedSource(self.captured, shape, precision)
 
     def flops(self, chunk: Chunk, shape: BatchShape, precision: Precision) -> int:

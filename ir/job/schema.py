@@ -20,6 +20,11 @@ class Model:
     seed: int = 0
     overrides: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """What titles call it: the config, or the file that a module was captured in."""
+        return self.config or (self.graph or "")
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -68,12 +73,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Routing:
-    """Which experts tokens go to."""
+    """Which experts tokens go to. forced: in a run too, where else routers choose."""
 
     kind: str = "balanced"
     strength: float = 1.0
     seed: int = 0
     file: str | None = None
+    forced: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,9 +112,10 @@ class Gate:
 
 @dataclass(frozen=True)
 class History:
-    """Past runs, for backtests."""
+    """Past runs, for backtests: a table beside the job. apply: correct predictions by what it suggests."""
 
     file: str | None = None
+    apply: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,3 +177,18 @@ POSITIVE = frozenset(
         "cluster.gpus_per_node",
     }
 )
+
+SECTIONS: Mapping[str, type] = {
+    "model": Model,
+    "cluster": Cluster,
+    "parallel": Parallel,
+    "schedule": Schedule,
+    "routing": Routing,
+    "costs": Costs,
+    "data": Data,
+    "gate": Gate,
+    "history": History,
+    "optimizer": Optimizer,
+    "precision": Precisions,
+}
+OPEN = ("model", "cluster")  # sections whose other keys belong to the model config and the hardware file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from ir.order import IntArray
 from ir.plan import AT_START, CATEGORIES, OpKind, Shape
 from ir.sync import Bucket
 from ir.work import CommKind, Message
+
+_FLAT = re.compile(r"(\d+)(?:RS|AG_[FIWR])\*/(.+?)(?:\+\d+)?", re.ASCII)
 
 
 def per_microbatch(found: tuple[Bucket, ...]) -> list[Bucket]:
@@ -33,6 +36,16 @@ def gather_shape(b: Bucket, way: str, again: int, element: int) -> Shape:
     message = Message(CommKind.ALL_GATHER, b.shard * b.ranks * element, b.axes)
     text = f"{b.stage}AG_{way}*/{b.name}" + (f"+{again}" if again else "")
     return Shape(OpKind.COLLECTIVE, b.replica.gather_stream, text, message=message)
+
+
+def bucket_key(text: str) -> str:
+    """The bucket that a gather or reduction of a microbatch is about, from its shape's text.
+
+    >>> bucket_key("2AG_F*/l7.dense+1"), bucket_key("2RS*/dense")
+    ('2/l7.dense', '2/dense')
+    """
+    stage, name = _FLAT.fullmatch(text).groups()  # type: ignore[union-attr]
+    return f"{stage}/{name}"
 
 
 def part_nodes(graph: Graph, b: Bucket, passes: frozenset[Pass] = frozenset(Pass)) -> list[int]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from ir.model import kernels as k
 from ir.model.core import Core, model_flops
 from ir.model.kernels import Linear
-from ir.model.part import PartWork, Saved
+from ir.model.part import Inline, PartWork, Saved
 from ir.model.region import context, enter, leave
+from ir.model.room import beyond
 from ir.model.setting import Attention, Setting
-from ir.model.stream import mask, normed, residual, residual_backward, stats
+from ir.model.stream import gathered_input, mask, normed, residual, residual_backward, residual_grads, stats
 from ir.ops import Pass
 from ir.work import Work
 
@@ -19,16 +20,23 @@ from ir.work import Work
 class _Projection:
     """How queries, keys and values come out of the normed input. backward: their gradients to the input norm's.
 
-    enters: features per token that cross into the tensor-parallel region; widest: features of the largest transient.
+    enters: features per token of what crosses into the tensor-parallel region, tensor by tensor, for linears to read;
+    passes: of what no linear reads. widest: features of the largest transient.
     """
 
     forward: Work
     backward: Work
     linears: tuple[Linear, ...]
     saved: tuple[Saved, ...]
-    enters: int
+    enters: tuple[int, ...]
     widest: int
     model_flops: int
+    passes: int = 0
+
+    def inline(self, s: Setting) -> tuple[Inline, ...]:
+        """Each tensor crosses by itself, as in Megatron."""
+        crosses = [m for features in self.enters for m in enter(s, features)]
+        return (*crosses, *(enter(s, self.passes, linear=False) if self.passes else ()))
 
 
 def attention(s: Setting) -> PartWork:
@@ -37,7 +45,7 @@ def attention(s: Setting) -> PartWork:
     p = _latent(s, core) if c.mla else _heads(s, core)
     h, size, n = c.hidden, s.tokens * s.wide, s.stream * c.hidden
     out = Linear("o_proj", s.tokens, h, core.out_features)
-    qkv = core.q_features + core.kv_features
+    stash, later = k.stash(s, out, *p.linears), size * core.out_features + n * s.wide
     return PartWork(
         forward=(
             k.norm_forward(s, "input_norm", n),
@@ -45,11 +53,13 @@ def attention(s: Setting) -> PartWork:
             *p.forward,
             *core.forward(s),
             *k.cast(s, "context", s.tokens * core.out_features),
+            *_stored(s, "context.store", core),
             out.forward(s),
             residual(s),
         ),
         input_grad=(
             *residual_backward(s),
+            *_stored(s, "context.load", core),
             *k.input_grad(s, out),
             *core.backward(s),
             *p.backward,
@@ -58,11 +68,20 @@ def attention(s: Setting) -> PartWork:
         ),
         weight_grad=k.weight_grad(s, out, *p.linears),
         out_bytes=n * s.wide,
-        saved=(normed(s, "normed", n), stats(s), *p.saved, *_context_saved(s, core), *core.saved(s), *mask(s)),
-        stash_bytes=k.stash(s, out, *p.linears),
-        inline=(*enter(s, p.enters), *context(s, core.kv_features), *leave(s, h)),
-        forward_workspace=size * max(p.widest, core.out_features + h) + core.workspace(s, Pass.F),
-        input_grad_workspace=size * (core.out_features + qkv) + core.workspace(s, Pass.I),
+        saved=(
+            normed(s, "normed", n),
+            *gathered_input(s, sum(p.enters)),
+            stats(s),
+            *p.saved,
+            *_context_saved(s, core),
+            *core.saved(s),
+            *mask(s),
+        ),
+        stash_bytes=stash,
+        inline=(*p.inline(s), *context(s, core.kv_features), *leave(s, h)),
+        # The output projection's result, or what is there while context and output are not yet.
+        forward_workspace=max(size * h, size * p.widest - later, core.workspace(s, Pass.F) - later),
+        input_grad_workspace=beyond(residual_grads(s, core.gradients(s)), n * s.wide, stash),
         model_flops=p.model_flops + 2 * s.shape.tokens * h * c.heads * c.v_dim + model_flops(s),
     )
 
@@ -87,6 +106,8 @@ def _heads(s: Setting, core: Core) -> _Projection:
             Saved("qk_norm_stats", 4 * s.tokens * (core.heads + core.kv_heads), Pass.I),
         )
         label, again = "norm", ready
+    elif c.rope and s.style.eager:  # values are a view of the fused product, which therefore stays beside rope's output
+        kept = (Saved("qk_before_rope", s.tokens * roped * s.wide, Pass.I),)
     return _Projection(
         forward=(qkv.forward(s), *ready),
         backward=(*back, *k.input_grad(s, qkv)),
@@ -96,8 +117,8 @@ def _heads(s: Setting, core: Core) -> _Projection:
             Saved("qk", s.tokens * roped * s.wide, Pass.I, label, again),
             Saved("v", s.tokens * (features - roped) * s.wide, Pass.I),
         ),
-        enters=h,
-        widest=h + features,
+        enters=(h,),
+        widest=features,
         model_flops=2 * s.shape.tokens * h * (c.heads + 2 * c.kv_heads) * c.head_dim,
     )
 
@@ -138,10 +159,16 @@ def _latent(s: Setting, core: Core) -> _Projection:
             stats(s, "latent_norm_stats", 2 if mla.q_rank else 1),
             Saved("qkv", s.tokens * (core.q_features + core.kv_features) * s.wide, Pass.I, "up_projection", up),
         ),
-        enters=(mla.q_rank or h) + narrow,
+        enters=(mla.q_rank or h, mla.kv_rank),
         widest=both,
         model_flops=_latent_projections(s),
+        passes=mla.rope_dim,
     )
+
+
+def _stored(s: Setting, label: str, core: Core) -> Work:
+    """The way into and out of the 12-bit format that `_context_saved` keeps."""
+    return k.store(s, label, s.tokens * core.out_features, 1.5) if s.fp8 and s.config.mla else ()
 
 
 def _context_saved(s: Setting, core: Core) -> tuple[Saved, ...]:

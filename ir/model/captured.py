@@ -145,6 +145,10 @@ class CapturedSource:
         """No part of a captured module is sharded over experts."""
         raise self._no_experts()
 
+    def counts(self, entry: Entry) -> Message:
+        """As `dispatch`."""
+        raise self._no_experts()
+
     def combined(self, entry: Entry) -> int:
         """As `dispatch`."""
         raise self._no_experts()

@@ -83,6 +83,12 @@ class Core:
             return self._score_elements(s) * s.wide * (2 if when is Pass.I else 1)
         return s.tokens * self.q_features * 4 if when is Pass.I else 0
 
+    def gradients(self, s: Setting) -> int:
+        """Bytes of gradients at their most: the output's beside those of q, k, v, or beside the scores' and v's."""
+        unfused = s.attention is Attention.UNFUSED
+        features = self.kv_heads * self.v if unfused else self.q_features + self.kv_features
+        return s.tokens * (self.out_features + features) * s.wide + self.workspace(s, Pass.I)
+
     def queries(self, s: Setting) -> int:
         """Query positions of one sequence on this device."""
         return s.shape.seq_len // s.layout.cp

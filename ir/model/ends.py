@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ir.model import kernels as k
 from ir.model.kernels import Linear
 from ir.model.part import Inline, PartWork, Saved
 from ir.model.region import all_reduce, enter
-from ir.model.setting import Setting
+from ir.model.setting import Loss, Setting
 from ir.model.stream import normed, stats
 from ir.ops import Pass
-from ir.work import CommKind, Message
+from ir.work import LOSS, CommKind, Kernel, Message, Work
+
+ID_BYTES = 8  # of a token's number
 
 
 def embed(s: Setting) -> PartWork:
@@ -30,7 +34,7 @@ def embed(s: Setting) -> PartWork:
         input_grad=(),
         weight_grad=(k.memory(s, "scatter_grads", 2 * s.tokens * h * s.wide + 2 * dense + 2 * table * grads),),
         out_bytes=n * s.wide,
-        saved=(Saved("embedding_mask", n),) if masked else (),
+        saved=(Saved("ids", ID_BYTES * s.tokens), *((Saved("embedding_mask", n),) if masked else ())),
         stash_bytes=(n + positions) * s.wide,
         inline=_sum_words(s, s.tokens * h * s.wide),
         forward_workspace=s.tokens * h * s.wide if s.layout.tp > 1 else 0,
@@ -63,39 +67,70 @@ def skip(s: Setting) -> PartWork:
 
 
 def head(s: Setting) -> PartWork:
-    """Logits and cross entropy. Not in fp8; the loss in fp32.
-
-    As Megatron's vocabulary-parallel loss: logits are copied to fp32, where the softmax is taken in place and kept for
-    backward; there it becomes the logits' gradient, in the activations' format. Three small all-reduces per token.
-    (Plain PyTorch takes the softmax out of place: 4 bytes per logit more, in either pass.)
-    """
+    """Logits and cross entropy. Not in fp8; the loss in fp32. Three small all-reduces per token where it is divided."""
     c, h = s.config, s.config.hidden
     out = Linear("lm_head", s.tokens, c.vocab // s.layout.tp, h, dtype=s.precision.activations)
-    logits, wide = s.tokens * out.out, s.wide
-    exact = max(4, wide)
+    loss = _cross_entropy(s, s.tokens * out.out)
+    exact = max(4, s.wide)
     sums = tuple(all_reduce(Pass.F, s.tokens * exact) for _ in range(3)) if s.layout.tp > 1 else ()
-    gathered = s.tokens * h * wide if s.sp else 0
+    gathered = s.tokens * h * s.wide if s.sp else 0
     return PartWork(
-        forward=(
-            out.forward(s),
-            k.memory(s, "logits_to_fp32", logits * (wide + exact)),
-            # Read for the maximum; read and written for exp and sum; read and written to normalise.
-            k.memory(s, "softmax", logits * 5 * exact),
-        ),
-        input_grad=(
-            k.memory(s, "softmax_backward", logits * (3 * exact + wide)),
-            out.input_grad(s),
-        ),
+        forward=(out.forward(s), *loss.forward),
+        input_grad=(*loss.backward, out.input_grad(s)),
         weight_grad=k.weight_grad(s, out),
         out_bytes=s.tokens * exact,
-        saved=(Saved("softmax", logits * exact, Pass.I),),
+        saved=(Saved("softmax", loss.kept, Pass.I), Saved("labels", ID_BYTES * s.tokens, Pass.I)),
         stash_bytes=k.stash(s, out),
         inline=(*enter(s, h), *sums),
-        forward_workspace=logits * wide + gathered,
+        forward_workspace=loss.beside + gathered,
         input_grad_workspace=gathered,
         weight_grad_workspace=gathered,
         model_flops=2 * s.shape.tokens * h * c.vocab,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _CrossEntropy:
+    """kept: bytes from forward to backward. beside: more of them while forward runs."""
+
+    forward: Work
+    backward: Work
+    kept: int
+    beside: int
+
+
+def _cross_entropy(s: Setting, logits: int) -> _CrossEntropy:
+    """The loss behind the logits, and back to their gradient, which has their format.
+
+    parallel: logits are copied to fp32, where the softmax is taken in place, kept, and turned into the gradient.
+    plain: what is shifted by the maximum, exponentiated and normalised is a tensor beside the fp32 copy (Nanotron's
+    _ShardedCrossEntropy). fused: one kernel reads logits, another reads them again and writes the gradient beside them
+    (flash_attn.losses.cross_entropy, not in place).
+    """
+    wide, exact = s.wide, max(4, s.wide)
+    copy = _loss(s, "to_fp32", logits * (wide + exact))
+    forward: Work
+    backward: Work
+    match s.style.loss:
+        case Loss.FUSED:
+            forward = (_loss(s, "cross_entropy", logits * wide),)
+            backward = (_loss(s, "backward", 2 * logits * wide),)
+            return _CrossEntropy(forward, backward, logits * wide, 0)
+        case Loss.PLAIN:
+            # The maximum reads; shift, exp and normalisation read and write; the sum reads.
+            forward = (copy, *(_loss(s, f"softmax.{i}", logits * n * exact) for i, n in enumerate((1, 2, 2, 1, 2))))
+            backward = (_loss(s, "backward", 2 * logits * exact), _loss(s, "from_fp32", copy.bytes))
+            return _CrossEntropy(forward, backward, logits * exact, logits * (wide + exact))
+        case Loss.PARALLEL:
+            # Read for the maximum; read and written for exp and sum; read and written to normalise.
+            forward = (copy, _loss(s, "softmax", logits * 5 * exact))
+            backward = (_loss(s, "backward", logits * (3 * exact + wide)),)
+            return _CrossEntropy(forward, backward, logits * exact, logits * wide)
+
+
+def _loss(s: Setting, label: str, moved: int) -> Kernel:
+    """A kernel as the framework has it: no other traffic is to be put on top."""
+    return k.memory(s, f"{LOSS}{label}", moved)
 
 
 def join(s: Setting) -> PartWork:
@@ -110,7 +145,8 @@ def join(s: Setting) -> PartWork:
         out_bytes=n * s.wide,
         saved=(normed(s, "joined", 2 * n), stats(s, norms=2)),
         stash_bytes=k.stash(s, proj),
-        forward_workspace=2 * n * s.wide,
-        input_grad_workspace=2 * n * s.wide,
+        # The norms' outputs stand beside the joined one while the projection's is not yet; so do their gradients.
+        forward_workspace=n * s.wide,
+        input_grad_workspace=n * s.wide,
         model_flops=2 * s.shape.tokens * 2 * h * h,
     )

@@ -62,6 +62,7 @@ def _optional_window(v: Values) -> int:
 
 def _mixtral(v: Values) -> ModelConfig:
     moe = Moe(v.size("num_local_experts"), v.size("num_experts_per_tok"), v.size("intermediate_size"))
+    moe = replace(moe, balance=v.number("router_aux_loss_coef"))
     _check_top_k(v, moe)
     return replace(_mistral(v), moe=moe)
 
@@ -74,7 +75,7 @@ def _qwen3_moe(v: Values) -> ModelConfig:
     # Hugging Face: a layer is sparse unless listed, where (layer + 1) % step == 0.
     dense = frozenset(i for i in layers if i in only or (i + 1) % step)
     moe = Moe(v.size("num_experts"), v.size("num_experts_per_tok"), v.size("moe_intermediate_size"), 0, dense)
-    moe = replace(moe, normalised=v.flag("norm_topk_prob"))
+    moe = replace(moe, normalised=v.flag("norm_topk_prob"), balance=v.number("router_aux_loss_coef"))
     _check_top_k(v, moe)
     return replace(_qwen3(v), moe=moe)
 
@@ -102,7 +103,11 @@ def _deepseek(v: Values) -> ModelConfig:
         scoring=v.one_of("scoring_func", ("softmax", "sigmoid")),
         normalised=v.flag("norm_topk_prob"),
         scale=v.number("routed_scaling_factor"),
+        balance=v.number("aux_loss_alpha"),
     )
+    if moe.balance and not v.flag("seq_aux"):
+        # Over the tokens of a microbatch: another loss for every plan.
+        v.refuse("seq_aux", "the auxiliary loss is one of sequences", allowed="true", fix="true")
     _check_top_k(v, moe)
     _check_groups(v, moe)
     mtp = v.size("num_nextn_predict_layers")

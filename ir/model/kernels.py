@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ir.model.setting import Setting
-from ir.work import DType, Kernel, KernelKind, Work
+from ir.work import CAST, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,16 @@ class Linear:
 
     def weight_grad(self, s: Setting) -> Kernel:
         """dw += dyᵀ·x: (out, into, rows); the gradient is read and written back."""
-        return self._kernel(s, self.out, self.into, self.rows, 2 * s.precision.grads.bytes)
+        label = f"{self.label}{WEIGHT_GRAD}"
+        return self._kernel(s, self.out, self.into, self.rows, 2 * s.precision.grads.bytes, label)
 
-    def _kernel(self, s: Setting, m: int, n: int, k: int, result_bytes: int) -> Kernel:
-        dtype = self.dtype or s.precision.compute
+    def _kernel(self, s: Setting, m: int, n: int, k: int, result_bytes: int, label: str = "") -> Kernel:
+        dtype, label = self.dtype or s.precision.compute, label or self.label
         one = (m * k + n * k) * dtype.bytes + m * n * result_bytes
         if not self.groups:
-            return Kernel(KernelKind.GEMM, self.flops, one, dtype, (m, n, k), self.label)
+            return Kernel(KernelKind.GEMM, self.flops, one, dtype, (m, n, k), label)
         shape = (self.groups, m, n, k)
-        return Kernel(KernelKind.GROUPED_GEMM, self.flops, self.groups * one, dtype, shape, self.label)
+        return Kernel(KernelKind.GROUPED_GEMM, self.flops, self.groups * one, dtype, shape, label)
 
 
 def forward(s: Setting, *linears: Linear) -> Work:
@@ -58,16 +59,17 @@ def input_grad(s: Setting, *linears: Linear, arrives_fp8: bool = False) -> Work:
     """Input gradients, each behind the fp8 casts of its operands.
 
     The output gradient is quantised along rows (for this product) and columns (for the weight gradient's); the saved
-    input is transposed and quantised again along columns, here and not in W, as DeepSeek's profile shows.
-    arrives_fp8: the output gradient comes quantised (from a dispatch), and is only turned.
+    input is transposed and quantised again along columns, here and not in W, as DeepSeek's profile shows; so is the
+    weight. arrives_fp8: the output gradient comes quantised (from a dispatch), and is only turned.
     """
     out: list[Kernel] = []
     for x in linears:
         groups = max(x.groups, 1)
         if s.fp8 and x.dtype is None:
             grads, inputs = groups * x.rows * x.out, groups * x.rows * x.into
-            out.append(memory(s, f"{x.label}.cast_grad", grads * (2 if arrives_fp8 else 2 * (s.wide + 1))))
-            out.append(memory(s, f"{x.label}.transpose", inputs * 2))
+            out.append(memory(s, f"{x.label}.cast_grad{CAST}", grads * (2 if arrives_fp8 else 2 * (s.wide + 1))))
+            out.append(memory(s, f"{x.label}.transpose{CAST}", inputs * 2))
+            out.append(memory(s, f"{x.label}.transpose_weight{CAST}", groups * x.out * x.into * 2))
         out.append(x.input_grad(s))
     return tuple(out)
 
@@ -90,7 +92,12 @@ def memory(s: Setting, label: str, moved: int) -> Kernel:
 
 def cast(s: Setting, label: str, elements: int) -> Work:
     """To fp8, where matrix products are: read wide, write one byte."""
-    return (memory(s, f"{label}.cast", elements * (s.wide + 1)),) if s.fp8 else ()
+    return (memory(s, f"{label}.cast{CAST}", elements * (s.wide + 1)),) if s.fp8 else ()
+
+
+def store(s: Setting, label: str, elements: int, byte_each: float) -> Work:
+    """Into the narrow format in which a wide tensor is kept from forward to backward, or back out of it."""
+    return (memory(s, f"{label}{CAST}", int(elements * (s.wide + byte_each))),)
 
 
 def norm_forward(s: Setting, label: str, elements: int) -> Kernel:

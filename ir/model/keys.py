@@ -15,6 +15,7 @@ class Holds(StrEnum):
     COUNT = "an integer, 0 or more"
     SIZE_OR_NULL = "a positive integer or null"
     RATIO = "a number above 0"
+    WEIGHT = "a number, 0 or more"
     CHANCE = "a number from 0 to below 1"
     FLAG = "true or false"
     TEXT = "a string"
@@ -80,6 +81,8 @@ _LLAMA = {
     "rope_theta": Key(Holds.RATIO, 10000.0),
 }
 _WINDOW = {**_flags(use_sliding_window=False), **_sizes(sliding_window=None)}
+# Hugging Face adds it to the loss only where `output_router_logits` is set, which it is not by itself.
+_BALANCE = {"router_aux_loss_coef": Key(Holds.WEIGHT, 0.0)}
 _EXPERTS = {**_must("moe_intermediate_size"), **_sizes(num_experts_per_tok=8)}
 _DEEPSEEK = {
     **_LLAMA,
@@ -91,6 +94,8 @@ _DEEPSEEK = {
     **_flags(norm_topk_prob=False),
     "routed_scaling_factor": Key(Holds.RATIO, 1.0),
     "scoring_func": Key(Holds.TEXT, "softmax"),
+    "aux_loss_alpha": Key(Holds.WEIGHT, 0.0),  # its classes have 0.001, and this loss in training code of one's own
+    "seq_aux": Key(Holds.FLAG, True),
 }
 # Hugging Face's DeepSeek-V3 knows no other scoring.
 _DEEPSEEK3 = {
@@ -127,6 +132,7 @@ _NEMOTRON = {
 _MIXTRAL = {
     **{k: v for k, v in _LLAMA.items() if k not in ("attention_bias", "mlp_bias")},
     **_sizes(num_local_experts=8, num_experts_per_tok=2, sliding_window=None),
+    **_BALANCE,
 }
 _QWEN3_MOE = {
     **_LLAMA,
@@ -135,6 +141,7 @@ _QWEN3_MOE = {
     **_must("num_experts"),
     **_sizes(decoder_sparse_step=1),
     **_flags(norm_topk_prob=False),
+    **_BALANCE,
     "mlp_only_layers": Key(Holds.COUNTS, ()),
 }
 
@@ -203,6 +210,8 @@ def fits(holds: Holds, value: object) -> bool:
             return value is None or (whole and _above(value, 1))
         case Holds.RATIO:
             return number and _above(value, 0.0) and value != 0
+        case Holds.WEIGHT:
+            return number and _above(value, 0.0)
         case Holds.CHANCE:
             return number and _above(value, 0.0) and not _above(value, 1.0)
         case Holds.FLAG:

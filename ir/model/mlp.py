@@ -6,9 +6,10 @@ from ir.model import kernels as k
 from ir.model.kernels import Linear
 from ir.model.part import PartWork, Saved
 from ir.model.region import enter, leave
+from ir.model.room import beyond
 from ir.model.setting import Setting
 from ir.model.spec import Activation
-from ir.model.stream import mask, normed, residual, residual_backward, stats
+from ir.model.stream import gathered_input, mask, normed, residual, residual_backward, residual_grads, stats
 from ir.ops import Pass
 from ir.work import Kernel, Work
 
@@ -29,11 +30,19 @@ def mlp(s: Setting) -> PartWork:
         input_grad=(*back, k.norm_backward(s, "post_norm_backward", n), k.add(s, "residual_backward", n)),
         weight_grad=k.weight_grad(s, down, up),
         out_bytes=n * s.wide,
-        saved=(normed(s, "normed", n), stats(s), *inner_saved(s, s.tokens, width, compact=False), *mask(s)),
+        saved=(
+            normed(s, "normed", n),
+            *gathered_input(s, h),
+            stats(s),
+            *inner_saved(s, s.tokens, width, compact=False),
+            *mask(s),
+        ),
         stash_bytes=k.stash(s, down, up),
         inline=(*enter(s, h), *leave(s, h)),
-        forward_workspace=s.tokens * h * s.wide * 2,
-        input_grad_workspace=s.tokens * (h + width) * s.wide,
+        forward_workspace=max(s.tokens * h * s.wide, _before_cast(s, width)),
+        input_grad_workspace=beyond(
+            residual_grads(s, inner_grads(s, s.tokens, width)), n * s.wide, k.stash(s, down, up)
+        ),
         model_flops=2 * s.shape.tokens * h * c.ffn * (c.activation.ups + 1),
     )
 
@@ -47,32 +56,53 @@ def shared(s: Setting) -> PartWork:
     # Where tokens are dispatched in fp8, the router has already quantised them.
     quantise = () if s.precision.dispatch.bytes == 1 else k.cast(s, "normed", s.stream * h)
     return PartWork(
-        forward=(*quantise, *_forward(s, up, down, width)),
-        input_grad=_backward(s, up, down, width),
+        forward=(*quantise, *_forward(s, up, down, width), *compacted(s, "store", s.tokens, width)),
+        input_grad=(*compacted(s, "load", s.tokens, width), *_backward(s, up, down, width)),
         weight_grad=k.weight_grad(s, down, up),
         out_bytes=s.stream * h * s.wide,
         saved=(normed(s, "normed", s.stream * h), *inner_saved(s, s.tokens, width, compact=True)),
         stash_bytes=k.stash(s, down, up),
         inline=(*enter(s, h), *leave(s, h)),
-        forward_workspace=s.tokens * h * s.wide,
-        input_grad_workspace=s.tokens * (h + width) * s.wide,
+        forward_workspace=max((s.tokens - s.stream) * h * s.wide, _before_cast(s, width)),
+        input_grad_workspace=beyond(
+            inner_grads(s, s.tokens, width) + (s.cached(s.tokens * h) if s.fp8 else 0),
+            s.stream * h * s.wide,
+            k.stash(s, down, up),
+        ),
         model_flops=2 * s.shape.tokens * h * moe.shared_ffn * (c.activation.ups + 1),
     )
+
+
+def inner_grads(s: Setting, rows: int, width: int) -> int:
+    """Bytes of the gradients of an activation's output and input, which stand side by side."""
+    return rows * width * (1 + s.config.activation.ups) * s.wide
+
+
+def _before_cast(s: Setting, width: int) -> int:
+    """Bytes of the activation's output before its cast to fp8, at a time when the part's output is not there yet."""
+    return max(0, s.tokens * width - s.stream * s.config.hidden) * s.wide if s.fp8 else 0
 
 
 def inner_saved(s: Setting, rows: int, width: int, *, compact: bool) -> tuple[Saved, ...]:
     """The activation's input, and its output, which "activation" makes again.
 
     compact: with fp8 the input is cached in fp8 too, as DeepSeek-V3 does inside its experts and only there
-    (arXiv:2412.19437, section 3.3.3).
+    (arXiv:2412.19437, section 3.3.3). Where operations are separate, a gate's own activation stays beside the product.
     """
     ups = s.config.activation.ups
     before = rows * width * ups
     again = (activation(s, rows, width), *k.cast(s, "activated", rows * width))
+    gate = (Saved("gate", rows * width * s.wide, Pass.I, "activation"),) if s.style.eager and ups > 1 else ()
     return (
+        *gate,
         Saved("pre_activation", s.cached(before) if compact else before * s.wide, Pass.I),
         Saved("activated", s.cached(rows * width), Pass.W, "activation", again),
     )
+
+
+def compacted(s: Setting, way: str, rows: int, width: int) -> Work:
+    """The way of a compact activation's input into and out of fp8."""
+    return k.store(s, f"pre_activation.{way}", rows * width * s.config.activation.ups, 1) if s.fp8 else ()
 
 
 def activation(s: Setting, rows: int, width: int) -> Kernel:

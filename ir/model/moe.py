@@ -6,14 +6,15 @@ from typing import NamedTuple
 
 from ir.model import kernels as k
 from ir.model.kernels import Linear
-from ir.model.mlp import activation, activation_backward, inner_saved
+from ir.model.mlp import activation, activation_backward, compacted, inner_grads, inner_saved
 from ir.model.part import Layout, PartWork, Saved
 from ir.model.region import expert_tensor
+from ir.model.room import beyond
 from ir.model.setting import Setting, with_scales
 from ir.model.spec import Moe
 from ir.model.stream import mask, normed, residual_backward, stats
 from ir.ops import Pass
-from ir.work import CommKind, Message, Work
+from ir.work import CAST, CommKind, Message, Work
 
 
 class Exchange(NamedTuple):
@@ -22,9 +23,11 @@ class Exchange(NamedTuple):
     dispatch: tokens to their experts, every copy counted; combine: results back. Backward swaps them: combine's
     gradient travels as a dispatch (in its format), dispatch's gradient as a combine (arXiv:2412.19437, section 3.3.2).
     dispatched_bytes: rows a device's experts receive, balanced. combined_bytes: what combine leaves, one row per token:
-    copies are summed on the way (DeepEP).
+    copies are summed on the way (DeepEP). counts: how many rows each rank sends to each expert, 64-bit numbers, which
+    travel before the rows do.
     """
 
+    counts: Message
     dispatch: Message
     combine: Message
     dispatched_bytes: int
@@ -39,6 +42,7 @@ def exchange(s: Setting) -> Exchange:
     back = with_scales(copies * h, s.precision.combine)
     kind, axes = CommKind.ALL_TO_ALL, ("ep",)
     return Exchange(
+        Message(kind, 8 * moe.experts, axes),
         Message(kind, there, axes, moe.top_k, moe.top_groups),
         Message(kind, back, axes, moe.top_k, moe.top_groups),
         there,
@@ -53,14 +57,18 @@ def router(s: Setting) -> PartWork:
     gate = Linear("gate", s.stream, moe.experts, h, dtype=s.precision.activations)
     # Scores in fp32: made, activated, masked by group, sorted out; backward the same way.
     choose = k.memory(s, "top_k", 8 * scores * 4)
+    even = (
+        (k.memory(s, "balance", scores * 4),) if moe.balance else ()
+    )  # the loss of each sequence reads them once more
     # The gate's input is the tensor that shared experts keep; in fp8 theirs is quantised and the gate's is not.
     own = () if moe.shared_ffn and not s.fp8 else (_wide_normed(s, n),)
     # Scores and indices; where weights are divided by their sum, both of these, too.
     choice = scores * 4 + s.stream * (moe.top_k * 12 + 4 if moe.normalised else moe.top_k * 8)
     return PartWork(
-        forward=(k.norm_forward(s, "post_norm", n), gate.forward(s), choose, *_pack(s, n)),
+        forward=(k.norm_forward(s, "post_norm", n), gate.forward(s), choose, *even, *_pack(s, n)),
         input_grad=(
             choose,
+            *even,
             gate.input_grad(s),
             k.add(s, "sum_grads", n, 3 if moe.shared_ffn else 2),
             k.norm_backward(s, "post_norm_backward", n),
@@ -68,7 +76,7 @@ def router(s: Setting) -> PartWork:
         ),
         weight_grad=(gate.weight_grad(s),),
         out_bytes=n * s.wide,
-        saved=(*own, stats(s), Saved("router_scores", choice, Pass.I)),
+        saved=(*own, stats(s), Saved("router_scores", choice, Pass.I), *_shares(s)),
         stash_bytes=k.stash(s, gate),
         forward_workspace=2 * scores * 4 + (with_scales(n, s.precision.dispatch) if _narrow(s) else 0),
         input_grad_workspace=2 * scores * 4 + n * s.wide,
@@ -97,6 +105,7 @@ def experts(s: Setting) -> PartWork:
             permute,
             *(() if arrives_fp8 else k.cast(s, "rows", total * h)),
             up.forward(s),
+            *compacted(s, "store", total, width),
             activation(s, total, width),
             *k.cast(s, "activated", total * width),
             down.forward(s),
@@ -105,6 +114,7 @@ def experts(s: Setting) -> PartWork:
         input_grad=(
             permute,
             *k.input_grad(s, down, arrives_fp8=arrives_fp8),
+            *compacted(s, "load", total, width),
             activation_backward(s, total, width),
             *k.input_grad(s, up),
             k.copies(s, "unpermute_backward", total * h),
@@ -119,7 +129,13 @@ def experts(s: Setting) -> PartWork:
         stash_bytes=k.stash(s, down, up),
         inline=expert_tensor(s, received),
         forward_workspace=total * h * s.wide,
-        input_grad_workspace=total * (h + width) * s.wide,
+        input_grad_workspace=beyond(
+            total * h * (1 if arrives_fp8 else s.wide)
+            + (s.cached(total * h) if s.fp8 and not arrives_fp8 else 0)
+            + inner_grads(s, total, width),
+            back if spread(s.layout) else s.stream * h * s.wide,
+            k.stash(s, down, up),
+        ),
         model_flops=2 * s.shape.tokens * moe.top_k * h * moe.ffn * (ups + 1),
         # One row per token comes, of which combine's mirror makes copies; rows go, which dispatch's mirror sums.
         out_grad_bytes=with_scales(s.stream * h, s.precision.dispatch) if spread(s.layout) else None,
@@ -147,6 +163,12 @@ def add(s: Setting) -> PartWork:
     )
 
 
+def _shares(s: Setting) -> tuple[Saved, ...]:
+    """Each expert's share of each sequence's tokens, for the loss that evens them out."""
+    moe = _moe(s)
+    return (Saved("balance", s.shape.microbatch_size * moe.experts * 4, Pass.I),) if moe.balance else ()
+
+
 def _wide_normed(s: Setting, elements: int) -> Saved:
     again = (k.norm_forward(s, "gate_input.again", elements),)
     return Saved("gate_input", elements * s.wide, Pass.W, "norm", again) if s.fp8 else normed(s, "normed", elements)
@@ -155,7 +177,7 @@ def _wide_normed(s: Setting, elements: int) -> Saved:
 def _pack(s: Setting, elements: int) -> Work:
     """The cast to a narrower dispatch format."""
     moved = elements * (s.wide + s.precision.dispatch.bytes)
-    return (k.memory(s, "pack", moved),) if _narrow(s) else ()
+    return (k.memory(s, f"pack{CAST}", moved),) if _narrow(s) else ()
 
 
 def _narrow(s: Setting) -> bool:

@@ -127,7 +127,7 @@ def attention(config: ModelConfig, prefix: str) -> Params:
     for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
         params += linear(c, at + name, rows, c.hidden, column=True, bias=c.qkv_bias)
     if c.qk_norm:
-        params += (whole(f"{at}q_norm.weight", c.head_dim), whole(f"{at}k_norm.weight", c.head_dim))
+        params += tuple(Param(f"{at}{n}_norm.weight", (c.head_dim,), by_heads=True) for n in "qk")
     return params + linear(c, f"{at}o_proj", c.hidden, q, column=False, bias=c.out_bias)
 
 

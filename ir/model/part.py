@@ -28,7 +28,8 @@ class Param:
 
     `expert` marks parameters that live on the expert view of the mesh (etp, ep, edp). A tie is one name in two parts.
     dims: the tensor dim that each axis of `sharded` cuts, axis by axis. blocks: sizes of the stretches of the dim cut
-    by tp or etp that are cut one by one (fused q, k and v; gate and up); () for one.
+    by tp or etp that are cut one by one (fused q, k and v; gate and up); () for one. by_heads: whole on every device,
+    but each applies it to its own attention heads, so its gradient is a sum over tp.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Param:
     expert: bool = False
     dims: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
+    by_heads: bool = False
 
     @property
     def numel(self) -> int:

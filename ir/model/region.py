@@ -8,18 +8,21 @@ from ir.ops import Pass
 from ir.work import CommKind, Message
 
 
-def enter(s: Setting, features: int) -> tuple[Inline, ...]:
+def enter(s: Setting, features: int, *, linear: bool = True) -> tuple[Inline, ...]:
     """Before column-parallel linears that read `features` per token (Megatron's f, or its all-gather g).
 
+    linear False: no weight reads them (MLA's rotary key, which every head takes as it is).
+
     With sequence parallelism only the local share of the input is kept, and gathered again for the weight gradient
-    (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+    (Korthikanti et al., arXiv:2205.05198, section 4.2.2). A style that keeps what was gathered saves
+    no seconds: runs that do take as long as if they gathered again (Ultra-Scale, tp = 8).
     """
     size = s.tokens * features * s.wide
     if s.sp:
         return (
             _inline(Pass.F, CommKind.ALL_GATHER, size, "tp"),
             _inline(Pass.I, CommKind.REDUCE_SCATTER, size, "tp"),
-            _inline(Pass.W, CommKind.ALL_GATHER, size, "tp"),
+            *((_inline(Pass.W, CommKind.ALL_GATHER, size, "tp"),) if linear else ()),
         )
     return (_inline(Pass.I, CommKind.ALL_REDUCE, size, "tp"),) if s.layout.tp > 1 else ()
 

@@ -67,6 +67,34 @@ def _activations(compute: DType) -> DType:
     return DType.BF16 if compute is DType.FP8 else compute
 
 
+class Loss(StrEnum):
+    """What cross entropy keeps of the logits.
+
+    parallel: a copy in fp32, whose softmax is taken in place (Megatron's, over a divided vocabulary). plain: the same
+    out of place, beside the logits, as PyTorch code does. fused: the logits as they are, and a number per token.
+    """
+
+    PARALLEL = "parallel"
+    PLAIN = "plain"
+    FUSED = "fused"
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a framework writes what a model's equations leave open; by default as Megatron with fused kernels.
+
+    eager: rope and activation are separate operations, each of whose results stays for backward. keep_gathered: what
+    sequence parallelism gathers stays for backward.
+    """
+
+    loss: Loss = Loss.PARALLEL
+    eager: bool = False
+    keep_gathered: bool = False
+
+
+FUSED_STYLE = Style()
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """All that a part's work depends on, and the sizes every builder asks for. Tokens and bytes are of one device."""
@@ -76,6 +104,7 @@ class Setting:
     shape: BatchShape
     precision: Precision
     attention: Attention = Attention.FLASH
+    style: Style = FUSED_STYLE
 
     @property
     def tokens(self) -> int:
@@ -158,10 +187,10 @@ def check_setting(config: ModelConfig, layout: Layout, shape: BatchShape) -> Non
     for axis, by, what, size in whole:
         if size % by:
             raise _refuse(axis, by, f"{c.source}'s {what}", size)
-    if shape.seq_len % layout.cp:
-        raise _refuse("cp", layout.cp, "seq_len", shape.seq_len)
-    if layout.sequence_parallel and (shape.tokens // layout.cp) % layout.tp:
-        raise _refuse("tp", layout.tp, "the tokens that sequence_parallel shares out", shape.tokens // layout.cp)
+    if layout.cp > 1 and shape.seq_len % (2 * layout.cp):
+        raise _refuse_stretches(layout.cp, shape.seq_len)
+    if layout.sequence_parallel and (shape.seq_len // layout.cp) % layout.tp:
+        raise _refuse("tp", layout.tp, "the tokens that sequence_parallel shares out", shape.seq_len // layout.cp)
     _check_kinds(config, layout, shape)
 
 
@@ -181,6 +210,15 @@ def _check_kinds(config: ModelConfig, layout: Layout, shape: BatchShape) -> None
 
 def _positions_key(config: ModelConfig) -> str:
     return "max_seq_len" if config.model_type == "mpt" else "n_positions"
+
+
+def _refuse_stretches(cp: int, length: int) -> PiperError:
+    """The causal mask's work is even where each device has two stretches of a sequence: the i-th, the i-th to last."""
+    near = max((d for d in range(1, cp) if length % (2 * d) == 0), default=1)
+    message = f"cp = {cp} needs {2 * cp} equal stretches of each sequence, and seq_len = {length}"
+    return PiperError(
+        ErrorKind.JOB, message, key="parallel.cp", allowed=f"a seq_len divisible by {2 * cp}", suggestion=f"cp = {near}"
+    )
 
 
 def _refuse(axis: str, by: int, what: str, size: int) -> PiperError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ir.graph import Entry
 from ir.model.params import local_numel
 from ir.model.part import Layout, Param, PartWork
-from ir.model.setting import BatchShape, Precision
+from ir.model.setting import FUSED_STYLE, BatchShape, Precision, Style
 from ir.model.spec import ModelConfig
 from ir.model.work import dispatch_bytes, part_work
 from ir.work import Message
@@ -21,15 +21,21 @@ class ModelSource:
     shape: BatchShape
     precision: Precision
     attention: str = "flash"
+    style: Style = FUSED_STYLE
 
     def work(self, entry: Entry) -> PartWork:
         """A part under its layout."""
-        return part_work(self.config, entry.chunk, entry.part, entry.layout, self.shape, self.precision, self.attention)
+        where, how = (self.config, entry.chunk, entry.part, entry.layout), (self.attention, self.style)
+        return part_work(*where, self.shape, self.precision, *how)
 
     def dispatch(self, entry: Entry) -> tuple[Message, Message, int]:
         """Dispatch, combine, bytes received by the experts of one device."""
         found = dispatch_bytes(self.config, entry.layout, self.shape, self.precision)
         return found.dispatch, found.combine, found.dispatched_bytes
+
+    def counts(self, entry: Entry) -> Message:
+        """How many rows go to each expert."""
+        return dispatch_bytes(self.config, entry.layout, self.shape, self.precision).counts
 
     def combined(self, entry: Entry) -> int:
         """Bytes of combined tokens on one device."""

@@ -52,6 +52,7 @@ class Moe:
     dense_layers: decoder layers with an ordinary MLP. top_groups of groups: a token's experts lie in at most so many
     groups of experts (DeepSeek's group-limited routing); 0 of 0 where routing is free. scoring: "softmax" over all
     experts or "sigmoid" of each; normalised: a token's weights are made to add up to 1; then they are times `scale`.
+    balance: coefficient of the loss that evens out experts in each sequence, 0 for none.
     """
 
     experts: int
@@ -64,6 +65,7 @@ class Moe:
     scoring: str = "softmax"
     normalised: bool = True
     scale: float = 1.0
+    balance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,12 @@ def normed(s: Setting, name: str, elements: int) -> Saved:
     return Saved(name, s.cached(elements), Pass.W, "norm", again)
 
 
+def gathered_input(s: Setting, features: int) -> tuple[Saved, ...]:
+    """What sequence parallelism gathered for a norm's linears, beside this device's share of it, where it is kept."""
+    more = (s.tokens - s.stream) * features if s.style.keep_gathered else 0
+    return (Saved("gathered", s.cached(more), Pass.W, "norm"),) if more else ()
+
+
 def stats(s: Setting, name: str = "norm_stats", norms: int = 1) -> Saved:
     """Norms' fp32 statistics per token: mean and reciprocal deviation, or the latter alone."""
     return Saved(name, norms * s.stream * (8 if s.config.norm is Norm.LAYER else 4), Pass.I)
@@ -32,6 +38,17 @@ def residual(s: Setting) -> Kernel:
     """Dropout (its mask written on the way) and the residual addition, in one kernel."""
     n = s.stream * s.config.hidden
     return k.memory(s, "residual", 3 * n * s.wide + (n if s.config.hidden_dropout else 0))
+
+
+def residual_grads(s: Setting, inner: int) -> int:
+    """Bytes of gradients at their most between a residual branch's two ends. inner: of those inside of it.
+
+    They stand beside what dropout made of the gradient that came, and its fp8 copy. At the near end: the normed input's
+    gradient, the input's, and its sum with the gradient that goes round.
+    """
+    n = s.stream * s.config.hidden
+    copy = s.cached(s.tokens * s.config.hidden) if s.fp8 else 0
+    return max(inner + copy + (n * s.wide if s.config.hidden_dropout else 0), 3 * n * s.wide)
 
 
 def residual_backward(s: Setting) -> Work:

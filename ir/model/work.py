@@ -11,7 +11,16 @@ from ir.model.attention import attention as attention_work
 from ir.model.mlp import mlp, shared
 from ir.model.moe import Exchange
 from ir.model.part import Chunk, Layout, Part, PartWork
-from ir.model.setting import Attention, BatchShape, Precision, Setting, attention_of, check_setting
+from ir.model.setting import (
+    FUSED_STYLE,
+    Attention,
+    BatchShape,
+    Precision,
+    Setting,
+    Style,
+    attention_of,
+    check_setting,
+)
 from ir.model.spec import ModelConfig
 
 __all__ = [
@@ -52,6 +61,7 @@ def part_work(
     shape: BatchShape,
     precision: Precision,
     attention: str = Attention.FLASH,
+    style: Style = FUSED_STYLE,
 ) -> PartWork:
     """The work of one part for one microbatch on one device. Equal parts share one result.
 
@@ -65,7 +75,7 @@ def part_work(
     if part.name not in BUILDERS:
         message = f"no builder for part {part.name!r} of chunk {chunk.name!r}"
         raise PiperError(ErrorKind.MODEL, message, key=f"{chunk.name}.{part.name}", allowed=sorted(BUILDERS))
-    return _build(part.name, Setting(config, layout, shape, precision, attention_of(attention)))
+    return _build(part.name, Setting(config, layout, shape, precision, attention_of(attention), style))
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,8 @@ from itertools import pairwise
 import numpy as np
 
 from ir.errors import ErrorKind, PiperError
-from ir.plan import Csr, OpKind, Plan
+from ir.plan import Csr, Plan
+from ir.rules.host import held
 
 _NONE, _MANY = -1, -2
 
@@ -17,7 +18,8 @@ class Dispatch(StrEnum):
     """What moves a program's ops.
 
     streams: queues move by themselves, whatever the host does. inline: the host executes compute itself, so nothing is
-    posted before the compute op dispatched before it has ended. serial: the dispatch order is the only stream.
+    posted before the compute op dispatched before it has ended, or before the host has read the counts that an exchange
+    needs. serial: the dispatch order is the only stream.
     """
 
     STREAMS = "streams in order"
@@ -82,16 +84,6 @@ def walk(plan: Plan, queues: list[list[int]], waits: Csr) -> list[tuple[int, int
             k += 1
         place[q] = k
     return [(q, queue[k]) for q, (queue, k) in enumerate(zip(queues, place, strict=True)) if k < len(queue)]
-
-
-def held(plan: Plan) -> Csr:
-    """The plan's waits and, for each op, the compute op dispatched before it in its program."""
-    ops = np.arange(len(plan))
-    last = np.maximum.accumulate(np.where(plan.kind == OpKind.COMPUTE, ops, -1))
-    before = np.concatenate([[-1], last])[:-1]
-    mine = np.flatnonzero((before >= 0) & (plan.program[before] == plan.program))
-    rows = np.concatenate([plan.waits.rows(), mine])
-    return Csr.of(len(plan), rows, np.concatenate([plan.waits.items, before[mine]]))
 
 
 def _waits(waits: Csr) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ir.errors import ErrorKind, PiperError
 from ir.job import load_job
+from ir.job.build import blaming
 from ir.schedules.registry import canonical
 from piper_sim.commands.output import (
     TRACE_FILES,
@@ -20,6 +21,7 @@ from piper_sim.commands.output import (
 )
 from piper_sim.commands.simulate import report_run
 from piper_sim.compare import SIX, compare, why
+from piper_sim.history import backtest, backtest_object, backtest_text, corrected_text
 from piper_sim.predict import Prediction
 from piper_sim.report.html import report_html
 from piper_sim.report.table import compare_cells, compare_table, memory_cells
@@ -39,14 +41,18 @@ def main(args: argparse.Namespace) -> int:
             raise PiperError(e.kind, e.message, key="--schedules", allowed=e.allowed, suggestion=e.suggestion) from None
     job = load_job(args.job, args.sets)
     refuse_existing(args.out, FILES, args.force)
-    rows, found = compare(job, names)
-    title = job.model.config + "".join(f" on {p.prepared.ranks} GPUs" for p in list(found.values())[:1])
+    with progress(f"predicting the past runs of {args.job}"), blaming(job):
+        past = backtest(job)
+    rows, found = compare(job, names, past)
+    title = job.model.name + "".join(f" on {p.prepared.ranks} GPUs" for p in list(found.values())[:1])
     if args.out is not None:
         with progress("writing the report"):
             write(args.out, files(rows, found, title), args.force)
     if args.json:
-        print_json({"schema_version": 1, "rows": rows})
+        print_json({"schema_version": 1, "rows": rows} | ({} if past is None else {"history": backtest_object(past)}))
     else:
+        if past is not None:
+            print(backtest_text(past), end="\n\n")
         print_rows(rows, title)
     return 0
 
@@ -57,6 +63,9 @@ def print_rows(rows: list[dict[str, Any]], title: str) -> None:
     print(why(rows))
     levels = {(r["host_model"], r["interference_level"]) for r in rows if r["iteration_s"] is not None}
     how = ", ".join(f"host {host}, interference {level}" for host, level in sorted(levels))
+    for r in rows:
+        if "correction" in r:
+            print(f"{r['schedule']}: {corrected_text(r)}")
     sources = ", ".join(sorted({str(r["cost_source"]) for r in rows if r["iteration_s"] is not None}))
     print(f"Step times and exposed communication are {sources} ({how}), reserved memory is modelled;")
     print("FLOPs, parameters and buffer sizes are exact sums over the plan.")

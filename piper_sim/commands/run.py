@@ -13,7 +13,7 @@ from piper_sim.commands.output import dumps, print_json, progress, trace_files, 
 from piper_sim.predict import predict
 from piper_sim.report.timeline import text_timeline
 
-FILES = ("ranks.json", "run.json", "plan.txt", "timeline.png", "trace.json.gz", "trace.tsv")
+FILES = ("ranks.json", "routing.csv", "run.json", "plan.txt", "timeline.png", "trace.json.gz", "trace.tsv")
 
 
 def main(args: argparse.Namespace, executor: Any) -> int:
@@ -34,10 +34,12 @@ def main(args: argparse.Namespace, executor: Any) -> int:
             watchdog_s=args.watchdog,
             emulate=args.emulate,
             emulate_comm=args.emulate_comm,
+            replay=None if args.replay is None else Path(args.replay),
             out=out,
+            saving=executor.Saving(args.save, args.every, args.keep, args.force, args.resume),
         )
     if out is not None:
-        title = f"{job.model.config}, {p.prepared.schedule}, {args.ranks} ranks (measured)"
+        title = f"{job.model.name}, {p.prepared.schedule}, {args.ranks} ranks (measured)"
         found["trace"] = str(out / "trace.tsv")
         files = {"run.json": dumps(found), "plan.txt": plan_text(p.plan), **trace_files(trace, title)}
         write(args.out, files, args.force)
@@ -52,9 +54,11 @@ def main(args: argparse.Namespace, executor: Any) -> int:
 def _show(found: dict[str, Any]) -> None:
     """What people read."""
     steps = zip(found["losses"] or (), found["grad_norms"] or (), strict=True)
-    for step, (loss, norm) in enumerate(steps):
+    for step, (loss, norm) in enumerate(steps, found["first_step"]):
         print(f"step {step}: loss {loss:.6f}, gradient norm {norm:.6f}")
     print(f"{found['iteration_s']:.4f} s per step (median) on {found['ranks']} ranks; plan {found['plan_digest'][:12]}")
+    if found["saved"]:
+        print(f"saved to {found['saved']}")
     if late := found["slowest"]:
         print(f"slowest: rank {late['rank']}, for which each other rank waited {late['waited_s']:.4f} s of a step")
     if peaks := found["memory"]["peak_allocated_bytes"]:

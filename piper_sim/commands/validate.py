@@ -51,7 +51,7 @@ def main(args: argparse.Namespace, executor: Any, alloc: Any) -> int:
 def files(v: Validation) -> dict[str, bytes | str]:
     """What --out holds, beside the `ranks.json` that the run has left there."""
     p = v.prediction.prepared
-    title = f"{p.job.model.config}, {p.schedule}, {p.ranks} ranks: predicted above measured"
+    title = f"{p.job.model.name}, {p.schedule}, {p.ranks} ranks: predicted above measured"
     tables = {"Gates": _gate_rows(v.found), "Operations": _rows(v.found["ops"]), "Messages": _rows(v.found["links"])}
     return {
         "validate.json": dumps(v.found),

@@ -9,9 +9,9 @@ import numpy as np
 
 from ir.model.part import Layout
 from ir.order import IntArray
+from ir.routing.counts import Counts, MoeLayer
+from ir.routing.distinct import distinct
 from piper_sim.folding.ground import Ground
-from piper_sim.routing.counts import Counts, MoeLayer
-from piper_sim.routing.distinct import distinct
 
 _AT_ONCE = 2**18  # numbers: what a cache holds
 

@@ -7,10 +7,10 @@ import numpy as np
 from cost_models import Fabric, message_seconds
 from cost_models.links import loaded_all_to_all_seconds
 from ir.order import FloatArray
+from ir.routing.counts import Counts
 from ir.work import Message
 from piper_sim.folding.ground import Ground, Seat
 from piper_sim.folding.uses import Use
-from piper_sim.routing.counts import Counts
 from piper_sim.routing.division import Division
 from piper_sim.routing.reach import reach
 from piper_sim.routing.traffic import Roads, loads

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cost_models import Hardware, kernel_seconds
+from cost_models.compute import main_share, traffic
 from ir.order import FloatArray, IntArray
 from ir.work import Kernel, KernelKind, Work
 
@@ -54,10 +55,10 @@ def work_seconds(once: Work, twice: Work, rows: int, groups: IntArray, hw: Hardw
 def _seconds(probe: Probe, groups: IntArray, hw: Hardware) -> FloatArray:
     """[device] seconds of one kernel. groups, here and below: [expert, device] rows."""
     kernel = probe.once
-    if kernel == probe.twice:
+    if kernel == probe.twice and kernel.kind is not KernelKind.MEMORY:
         return np.full(groups.shape[1], kernel_seconds(kernel, hw))
     each, row = probe.line
-    moved = each * (groups > 0).sum(axis=0) + row * groups.sum(axis=0)
+    moved = traffic(kernel, hw) * (each * (groups > 0).sum(axis=0) + row * groups.sum(axis=0))
     memory = (moved + hw.memory_ramp_KiB * 1024) / (hw.hbm_bytes_per_s * hw.memory_efficiency)
     memory = np.where(moved > 0, memory, 0.0)
     once = memory
@@ -77,7 +78,7 @@ def _arithmetic(probe: Probe, groups: IntArray, hw: Hardware) -> FloatArray:
     for height, width, relative in hw.gemm.tiles:
         for cost in _waves(probe, groups, height, width, ramp, hw.sms):
             best = np.minimum(best, cost * (height * width / relative))
-    rate = hw.peak_flops(dtype) * hw.gemm.efficiency[dtype.value] * hw.gemm.grouped_efficiency
+    rate = hw.peak_flops(dtype) * main_share(probe.once, hw)
     return 2 * best * hw.sms / rate
 
 

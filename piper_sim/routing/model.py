@@ -15,13 +15,13 @@ from ir.model.source import ModelSource
 from ir.ops import Pass
 from ir.order import FloatArray, IntArray
 from ir.plan import Plan
+from ir.routing.counts import Counts, MoeLayer, counts_of, moe_layers
+from ir.routing.distinct import distinct
+from ir.routing.keys import check_routing
 from piper_sim.folding.ground import Ground
-from piper_sim.routing.counts import Counts, MoeLayer, counts_of, moe_layers
-from piper_sim.routing.distinct import distinct
 from piper_sim.routing.division import Division, divisions
 from piper_sim.routing.exchange import balanced_seconds, exchange_seconds
 from piper_sim.routing.grouped import work_seconds
-from piper_sim.routing.keys import check_routing
 from piper_sim.routing.sizes import Line, Template, balanced_rows, template
 
 

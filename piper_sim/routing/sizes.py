@@ -11,8 +11,8 @@ from ir.model.part import Layout
 from ir.model.setting import BatchShape
 from ir.model.source import ModelSource
 from ir.ops import Pass
+from ir.routing.counts import MoeLayer
 from ir.work import Work
-from piper_sim.routing.counts import MoeLayer
 
 ROWS = 128  # a whole number of fp8's blocks, so that bytes of scales are exact
 

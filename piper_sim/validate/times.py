@@ -10,6 +10,7 @@ import numpy as np
 from ir.errors import ErrorKind, PiperError
 from ir.order import FloatArray, IntArray
 from ir.plan import OpKind, Plan
+from ir.rules.host import host_reads
 from ir.trace import Trace
 from piper_sim.engine import Scenario
 
@@ -91,6 +92,8 @@ def dispatch(s: Scenario, t: Times) -> FloatArray:
         for w in plan.waits.row(i).tolist():
             free[:, i] = np.maximum(free[:, i], t.end[:, w])
     before = np.concatenate([np.full((len(t), 1), np.nan), free[:, :-1]], axis=1)
+    reading, read = host_reads(plan)
+    before[:, reading] = np.maximum(before[:, reading], t.end[:, read])
     for a, b in pairwise(plan.bounds.tolist()):
         before[:, a] = np.concatenate([[np.inf], t.end[:-1, a:b].max(axis=1)])
     return np.asarray(np.maximum(t.post - before, 0.0))

@@ -9,7 +9,6 @@ import numpy as np
 
 from cost_models.profile import Profile, lookup
 from ir.job.schema import Gate
-from ir.plan import OpKind
 from ir.plan_text import plan_digest
 from piper_sim.predict import Prediction
 from piper_sim.splice import peaks
@@ -40,10 +39,8 @@ def verdict(p: Prediction, r: Ran, profile: Profile, o: Options, gate: Gate, *, 
     samples = node_samples(r, p.planned.model, o.emulate)
     ops = compared(samples, profile)
     memory = None
-    # Nobody splices yet what ZeRO-2 and 3 gather and reduce in every microbatch.
-    whole = all(s.covers for s in p.plan.shapes if s.kind is OpKind.COLLECTIVE)
-    if whole and (found := r.found["memory"]["peak_allocated_bytes"]) is not None:
-        memory = _memory(p, peaks(p.prepared, p.plan, profile.lists), found)
+    if (found := r.found["memory"]["peak_allocated_bytes"]) is not None:
+        memory = _memory(peaks(p.prepared, p.plan, profile.lists), found)
     iteration, bare = seconds(p.iteration_s, step_s), without_communication(p)
     weights = [sum(samples[c]) for c in ops]
     off = {
@@ -67,7 +64,7 @@ def verdict(p: Prediction, r: Ran, profile: Profile, o: Options, gate: Gate, *, 
         "memory": memory,
         "gates": gates,
         "passed": all(g["passed"] is not False for g in gates.values()),
-        "cost_source": p.planned.model.measured.source,
+        "cost_source": p.planned.sources.word,
         "plan_digest": plan_digest(p.plan),
     }
 
@@ -95,10 +92,9 @@ def half(values: Sequence[float], weights: Sequence[float]) -> float | None:
     return float(np.array(values)[by][np.searchsorted(total, total[-1] / 2)])
 
 
-def _memory(p: Prediction, predicted: Sequence[int], found: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    """By rank. predicted: by program."""
-    at = p.planned.model.ground.positions
-    pairs = {r: (predicted[at.seat(int(r)).program], size) for r, size in found.items()}
+def _memory(predicted: Sequence[int], found: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """By rank."""
+    pairs = {r: (predicted[int(r)], size) for r, size in found.items()}
     return {r: {"predicted_bytes": a, "measured_bytes": b, "error": error(a, b)} for r, (a, b) in pairs.items()}
 
 

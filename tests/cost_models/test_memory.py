@@ -8,8 +8,6 @@ from cost_models import load_hardware
 from cost_models.memory import (
     block_bytes,
     context_bytes,
-    device_bytes,
-    margin_bytes,
     replayed_band,
     reserved_bytes,
     segment_bytes,
@@ -60,7 +58,6 @@ def test_where_nothing_caches_the_replay_does_not_count() -> None:
 def test_communicators_add_to_the_context() -> None:
     assert context_bytes(H100, 0) == 522 * MIB
     assert context_bytes(H100, 3) - context_bytes(H100, 2) == 512 * MIB
-    assert device_bytes(GIB, 1, H100).low == reserved_bytes(GIB, H100).low + context_bytes(H100, 1)
 
 
 @pytest.mark.parametrize("call", [lambda: reserved_bytes(-1, H100), lambda: context_bytes(H100, -1)])
@@ -68,9 +65,3 @@ def test_negative_amounts_are_refused(call: object) -> None:
     assert callable(call)
     with pytest.raises(ValueError, match="-1"):
         call()
-
-
-def test_a_job_fits_up_to_the_margin() -> None:
-    room = H100.hbm_bytes - 2 * GIB
-    assert margin_bytes(room, H100, 2.0) == 0
-    assert margin_bytes(room + 1, H100, 2.0) == -1

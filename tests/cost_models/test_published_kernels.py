@@ -30,10 +30,10 @@ def errors(op):
 @pytest.mark.parametrize("op", ["forward", "input_grad", "weight_grad"])
 def test_products_on_b200(op):
     found = errors(op)
-    assert len(found) == 16
+    assert len(found) == 25
     assert abs(median(found)) < 0.05, "no bias"
     assert median(abs(e) for e in found) < 0.07
-    assert max(abs(e) for e in found) < 0.45  # a few ran at a clock that the others did not reach
+    assert max(abs(e) for e in found) < 0.55  # a few ran at a clock that the others did not reach
 
 
 @pytest.mark.parametrize("heads, seq, forward, backward", [(64, 4096, 0.8351, 0.7252), (16, 32768, 1.1654, 0.8717)])

@@ -10,6 +10,7 @@ from cost_models.host import HostCosts
 from cost_models.optimizer import accumulate
 from cost_models.software import MOST, Software, frameworks, load_software, read
 from ir.errors import PiperError
+from ir.model.setting import Loss, Style
 from ir.work import DType, Kernel, KernelKind
 
 H100 = load_hardware("h100-sxm")
@@ -54,7 +55,7 @@ def test_more_than_six_constants_are_refused(tmp_path):
         "attention": 1.2,
         "launch_us": 9,
         "turn_us": 9,
-        "accumulate_bytes": 1,
+        "eager": True,
         "grad_copy_bytes": 2,
     }
     file = tmp_path / "x.json"
@@ -92,11 +93,40 @@ def test_the_host_takes_the_framework_s_launch():
 def test_gradients_kept_twice_are_never_sharded():
     one, two = Recipe(), Recipe(grad_copy=2)
     assert state_bytes(1000, two, 8, 8, 8).total - state_bytes(1000, one, 8, 8, 8).total == 2000
+    assert state_bytes(1000, two, alone=True) == state_bytes(1000, one), "nobody to reduce them with"
 
 
 def test_accumulating_moves_every_weight_gradient():
     grouped = Kernel(KernelKind.GROUPED_GEMM, 0, 0, DType.BF16, (4, 8, 16, 32))
-    assert [k.bytes for k in accumulate((GEMM, NORM, grouped), 10)] == [10 * 4096**2, 10 * 4 * 8 * 16]
+    moved = [k.bytes for k in accumulate((GEMM, NORM, grouped), Recipe(grad_copy=2))]
+    assert moved == [12 * 4096**2, 12 * 4 * 8 * 16]
+    assert accumulate((GEMM, NORM, grouped), Recipe()) == []
+
+
+def test_the_loss_is_listed_as_it_runs():
+    loss = msgspec.structs.replace(H100, software=Software(traffic=2.0))
+    kernel = Kernel(KernelKind.MEMORY, 0, 10**9, DType.BF16, label="loss.softmax")
+    assert kernel_seconds(kernel, loss) == kernel_seconds(kernel, H100)
+
+
+@pytest.mark.parametrize(
+    ("constants", "style"),
+    [
+        ({}, Style(Loss.PARALLEL)),
+        ({"eager": True}, Style(Loss.PLAIN, eager=True)),
+        ({"eager": True, "loss": "fused"}, Style(Loss.FUSED, eager=True)),
+        ({"keep_gathered": True}, Style(Loss.PARALLEL, keep_gathered=True)),
+    ],
+)
+def test_a_framework_has_a_style(constants, style):
+    assert Software(**constants).style == style
+
+
+def test_an_unknown_loss_is_refused(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"name": "x", "loss": "fuse", "sources": {"loss": "?"}}))
+    with pytest.raises(PiperError, match="loss"):
+        read(file)
 
 
 def test_a_hardware_file_has_no_software(tmp_path):

@@ -18,10 +18,12 @@ from executor.modules.base import TORCH
 from executor.modules.decoder import Decoder
 from executor.optimizer import OptimizerConfig
 from executor.reference import train
+from executor.routing import Guide
 from ir.job import Job, load_job
 from ir.job.build import Prepared, precision_of
 from ir.model import load_config
 from ir.plan import Plan
+from ir.routing.forced import Forced
 from ir.rules import check_plan
 from ir.trace import Trace
 from piper_sim.prepare import hardware_of, prepare_priced
@@ -106,8 +108,23 @@ def alone(*sets: str, steps: int = 2) -> Alone:
     """Train on the same global batch without any plan. Done again only if what the numbers depend on is new."""
     with tempfile.TemporaryDirectory() as name:
         job = load_job(str(job_file(Path(name))), sets)
+        forced = None
+        if job.routing.forced:
+            prepared, plan = judged(Path(name), *sets)
+            forced = _Choice(Forced.of(prepared, plan.graph), prepared.mbs)
     mbs = (job.schedule.microbatches or 2 * job.parallel.pp) * (job.parallel.dp or 1)
-    return _alone(_numbers(job, mbs), steps)
+    return _alone(_numbers(job, mbs, forced), steps)
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """Where tokens are forced to go, for one process that trains on all replicas' microbatches, `mbs` of each."""
+
+    forced: Forced
+    mbs: int
+
+    def __call__(self, layer: int, number: int) -> torch.Tensor:
+        return torch.from_numpy(self.forced.experts(layer, *divmod(number, self.mbs), number))
 
 
 @dataclass(frozen=True)
@@ -119,9 +136,10 @@ class _Numbers:
     size: int
     formats: tuple[torch.dtype, ...]  # params, compute, grads, optimizer
     optimizer: OptimizerConfig
+    forced: _Choice | None
 
 
-def _numbers(job: Job, mbs: int) -> _Numbers:
+def _numbers(job: Job, mbs: int, forced: _Choice | None) -> _Numbers:
     p = precision_of(job)
     return _Numbers(
         job.model.config,
@@ -131,6 +149,7 @@ def _numbers(job: Job, mbs: int) -> _Numbers:
         job.schedule.microbatch_size,
         tuple(TORCH[d] for d in (p.params, p.compute, p.grads, p.optimizer)),
         OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm),
+        forced,
     )
 
 
@@ -139,8 +158,9 @@ def _alone(n: _Numbers, steps: int) -> Alone:
     config = load_config(n.config, dict(n.overrides))
     params, compute, grads, moments = n.formats
     torch.set_num_threads(1)
-    model = Decoder(config, dtype=params, compute=compute)
     data = Data("synthetic", vocab=config.vocab, length=n.seq_len, microbatches=n.mbs, size=n.size)
+    guide = Guide(n.forced, balance=config.moe.balance / data.sequences if config.moe else 0.0)
+    model = Decoder(config, dtype=params, compute=compute, guide=guide)
     found = train(model, data, steps, optimizer=n.optimizer, grads=grads, moments=moments)
     return Alone(found.losses, found.grad_norms, _arrays(found.grads), _arrays(found.params))
 

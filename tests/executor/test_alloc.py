@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +15,13 @@ from torch import Tensor, nn
 from executor import alloc
 from executor.alloc_bench import Bench
 from executor.chunk import Stage
+from executor.data import Batch, Waiting
+from executor.inline import Region
 from ir.alloc import AllocList, Birth, Release
 from ir.errors import PiperError
 from ir.ops import Pass
 from piper_sim.splice import peaks
+from piper_sim.splice_table import Table
 from tests.executor.alloc_runs import lists_from_elsewhere, measured, planned
 
 SMALL_DEEPSEEK = (
@@ -56,11 +62,47 @@ CASES = {
     "latent attention, MTP": f"schedule.name=zb1p precision.compute=bf16 {SMALL_DEEPSEEK}",
 }
 
+# Replicas: each level of ZeRO with each choice that touches it. What is left of the square is slow.
+CASES |= {
+    "two replicas, sums in another format": "parallel.pp=1 parallel.dp=2 parallel.zero=0 precision.reduce=fp32",
+    "ZeRO-1, shares that end inside parameters": "parallel.pp=1 parallel.dp=3 parallel.zero=1 model.vocab_size=131 "
+    "schedule.microbatches=2 optimizer.clip_norm=0",
+    "ZeRO-1, four owners": "schedule.name=dualpipe parallel.dp=2 parallel.zero=1 schedule.microbatches=5",
+    "ZeRO-2": "schedule.name=zb1p parallel.dp=2 parallel.zero=2 parallel.bucket_MiB=0.1 precision.compute=bf16",
+    "ZeRO-2, tied copies": "schedule.name=dualpipe parallel.dp=2 parallel.zero=2 model.tie_word_embeddings=true "
+    "precision.reduce=fp32",
+    "ZeRO-3": "schedule.name=1f1b parallel.dp=2 parallel.zero=3 precision.compute=bf16 precision.params=fp32",
+    "ZeRO-3, no prefetch, recompute": "schedule.name=zbv parallel.dp=2 parallel.zero=3 parallel.prefetch=0 "
+    "schedule.recompute=full schedule.microbatches=3",
+    "ZeRO-3, far ahead, experts": "parallel.pp=1 parallel.dp=2 parallel.zero=3 parallel.prefetch=3 "
+    "model.config=tiny-moe schedule.microbatches=2 optimizer.name=sgd",
+    "ZeRO-3, weights that weigh": "parallel.pp=1 parallel.dp=4 parallel.zero=3 model.seq_len=8 "
+    "model.hidden_size=96 model.vocab_size=523 schedule.microbatches=3 optimizer.clip_norm=0",
+}
+SHAPES = ((1, 2), (2, 2), (1, 4), (2, 1), (4, 1))
+SCHEDULES = (("1f1b", 3), ("zb1p", 5), ("interleaved-1f1b", 3), ("dualpipe", 5), ("dualpipev", 3))
+WEIGH = {  # what the most bytes are
+    "activations": "model.seq_len=160",
+    "weights": "model.seq_len=8 model.hidden_size=96 model.vocab_size=523",
+}
+SQUARE = [
+    f"parallel.pp={pp} parallel.dp={dp} parallel.zero={zero} schedule.name={name} schedule.microbatches={mbs} {most}"
+    + (" model.num_hidden_layers=8" if pp == 4 else "")
+    for (pp, dp), zero, (name, mbs), most in product(SHAPES, range(4), SCHEDULES, WEIGH.values())
+    if name != "dualpipe" or pp > 1
+]
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_spliced_peak_is_the_measured_peak_to_the_byte(name: str) -> None:
     sets = CASES[name].split()
     assert peaks(*planned(*sets), lists_from_elsewhere(*sets)) == measured(*sets)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sets", SQUARE)
+def test_every_shape_and_level_of_zero_to_the_byte(sets: str) -> None:
+    assert peaks(*planned(*sets.split()), lists_from_elsewhere(*sets.split())) == measured(*sets.split())
 
 
 def test_lists_do_not_depend_on_the_plan_they_were_taken_on() -> None:
@@ -82,7 +124,7 @@ def test_nothing_fake_is_left_behind() -> None:
     prepared, plan = planned()
     alloc.take_lists(prepared, plan)
     batch = alloc._batch(prepared)
-    stages, _, _ = alloc._stages(prepared, batch)
+    stages, _, _ = alloc._stages(prepared, plan, batch, Region())
     assert isinstance(stages[0].forward(0, batch.ids)[0].sum().item(), float)
 
 
@@ -127,6 +169,25 @@ def _held(prefix: str) -> int:
     return int(next(n for n in names if n != "F0")[1:])
 
 
+def _without(what: str) -> Callable[..., Table]:
+    def of(*given: Any) -> Table:
+        return replace(TABLE(*given), **{what: {}})
+
+    return of
+
+
+TABLE = Table.of
+
+
+@pytest.mark.parametrize("name", ["ZeRO-2", "ZeRO-3, weights that weigh"])
+@pytest.mark.parametrize("what", ["births", "frees"])
+def test_what_a_microbatch_gathers_and_reduces_counts(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Table, "of", _without(what))
+    found = peaks(*planned(*CASES[name].split()), lists_from_elsewhere(*CASES[name].split()))
+    pairs = list(zip(found, measured(*CASES[name].split()), strict=True))
+    assert all(a < b if what == "births" else a > b for a, b in pairs)
+
+
 def test_lists_of_another_model_are_refused() -> None:
     lists = lists_from_elsewhere(*CONTROL)
     with pytest.raises(PiperError, match=r"no alloc list for 0F/embed\.embed") as caught:
@@ -161,7 +222,8 @@ class _Slices(_Keeps):
 def test_what_has_no_list_of_its_own_is_refused(unit: type[_Keeps], why: str) -> None:
     module = unit()
     stage = Stage({"l0": module}, {"w": module.weight})
-    bench = Bench(stage, "l0", [(((1, 4), torch.float32),)], (), [module.weight, stage.grads["w"]])
+    batch = Waiting(Batch(torch.zeros(0), torch.zeros(0), 1.0), torch.device("cpu"))
+    bench = Bench(stage, "l0", [(((1, 4), torch.float32),)], batch, (), [module.weight, stage.grads["w"]])
     with pytest.raises(PiperError, match=why):
         bench.run([Pass.F, Pass.I, Pass.W])
         bench.check()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.device import Cuda, Host
+from executor.device import Host
 from executor.interpreter import Interpreter
 from executor.program import Program
 from executor.progress import Progress, create
@@ -203,76 +203,3 @@ def test_a_host_is_never_ahead() -> None:
         mark = host.mark()
         host.follow(mark)
     assert mark.done() and mark.seconds() <= time.monotonic()
-
-
-class _Cuda:
-    """As much of torch.cuda as a device uses, on no device: streams are names, events remember theirs."""
-
-    def __init__(self) -> None:
-        self.current, self.log, self.count = ["default"], list[tuple[str, ...]](), 0
-
-    def event(self, enable_timing: bool) -> Any:
-        assert enable_timing
-        cuda = self
-
-        class Event:
-            def record(self) -> None:
-                self.name, self.at = cuda.current[-1], len(cuda.log)
-
-            def query(self) -> bool:
-                return False
-
-            def synchronize(self) -> None:
-                cuda.log.append(("synchronize", self.name))
-
-            def elapsed_time(self, other: Any) -> float:
-                return 1e3 * (other.at - self.at)  # milliseconds, from this event to the other
-
-        return Event()
-
-    def new_stream(self, device: object) -> str:
-        self.count += 1
-        return f"stream {self.count}"
-
-    @contextmanager
-    def stream(self, name: str) -> Iterator[None]:
-        self.current.append(name)
-        yield
-        self.current.pop()
-
-    def current_stream(self, device: object) -> Any:
-        cuda = self
-
-        class Stream:
-            def wait_event(self, event: Any) -> None:
-                cuda.log.append((cuda.current[-1], "follows", event.name))
-
-        return Stream()
-
-
-def test_cuda_lanes_are_streams_and_marks_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = _Cuda()
-    monkeypatch.setattr("executor.device._Event", fake.event)
-    monkeypatch.setattr("executor.device._Stream", fake.new_stream)
-    for name, call in (("stream", fake.stream), ("current_stream", fake.current_stream)):
-        monkeypatch.setattr(torch.cuda, name, call)
-    for name in ("set_device", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    device = Cuda(0)
-    compute, send = device.lane("compute"), device.lane("send>1")
-    with compute():
-        made = device.mark()
-        with send():
-            device.follow(made)
-            sent = device.mark()
-        device.follow(sent)
-    follows = [line for line in fake.log if "follows" in line]
-    assert follows == [("stream 2", "follows", "stream 1"), ("stream 1", "follows", "stream 2")]
-    assert sent.seconds() - made.seconds() == pytest.approx(1.0)
-    assert not made.done() and device.ahead
-
-
-def test_torch_has_what_a_gpu_would_be_asked() -> None:
-    names = ("record", "query", "synchronize", "elapsed_time")
-    assert all(callable(getattr(torch.cuda.Event, name)) for name in names)
-    assert callable(torch.cuda.Stream.wait_event) and callable(torch.cuda.current_stream)

@@ -18,6 +18,7 @@ from executor.modules.experts import Dispatch, LocalExperts, Router
 from executor.modules.layers import Params
 from executor.modules.mtp import NextLoss
 from executor.reference import Training, train
+from executor.routing import Guide
 from ir.model.chunks import chunks
 from tests.executor.families import TINY, tiny
 
@@ -197,8 +198,9 @@ def test_experts_are_a_weighted_sum_over_each_tokens_choice(family: str) -> None
 def test_experts_without_a_token_get_a_zero_gradient() -> None:
     config = tiny("mixtral")
     make = Params(0, 0.5, torch.float64)
-    router, experts = Router(config, make, "model.layers.1."), LocalExperts(config, make, "model.layers.1.")
-    router.forced = torch.tensor([[1, 3]] * 6)
+    guide = Guide(forced=lambda layer, number: torch.tensor([[1, 3]] * 6))
+    router = Router(config, make, "model.layers.1.", 1, guide)
+    experts = LocalExperts(config, make, "model.layers.1.")
     experts(*router(torch.randn(1, 6, config.hidden, dtype=torch.float64))).sum().backward()
     used = [bool(g.abs().sum() > 0) for g in make.made["model.layers.1.mlp.experts.down_proj"].grad]
     assert used == [False, True, False, True]

@@ -61,6 +61,24 @@ def test_files_are_written_and_never_overwritten(capfd: pytest.CaptureFixture[st
     assert command(capfd, "run", job, "-n", "2", "--out", job, code=2)["error"]["kind"] == "io"
 
 
+def test_a_run_is_replayed_from_its_own_files(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job, out = str(job_file(tmp_path)), tmp_path / "out"
+    first = command(capfd, "run", job, "-n", "2", "--emulate", "0.002", "--out", str(out))
+    trace = str(out / "trace.tsv")
+    again = command(capfd, "run", job, "-n", "2", "--replay", trace)
+    assert again["plan_digest"] == first["plan_digest"] and again["losses"] is None
+    assert again["iteration_s"] >= 4 * 2 * 3 * 0.002  # microbatches, layers of a rank, passes: no op is quicker
+    other = ["--set", "schedule.microbatches=5"]
+    for flags, key, words in (
+        (["--replay", trace, "--emulate", "0.01"], "--replay", "either a given time or that of a trace"),
+        (["--replay", str(tmp_path / "none.tsv")], None, "cannot read the trace"),
+        (["--replay", job], "line 1", "not a header"),
+        (["--replay", trace, *other], "--replay", "a trace of another plan: the trace lacks op"),
+    ):
+        error = command(capfd, "run", job, "-n", "2", *flags, code=2)["error"]
+        assert (error["key"], words in error["message"]) == (key, True), error
+
+
 def test_people_get_a_timeline_and_a_line_per_step(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["run", str(job_file(tmp_path)), "-n", "2", "--steps", "2"]) == 0
     out = capfd.readouterr().out
@@ -70,8 +88,12 @@ def test_people_get_a_timeline_and_a_line_per_step(capfd: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("sets", "flags", "kind", "words"),
     [
-        (["parallel.tp=2"], ["-n", "4"], "job", "tp = 2 is planned and simulated, but not executed yet"),
-        (["parallel.cp=2"], ["-n", "4"], "job", "cp = 2"),
+        (
+            ["model.config=tiny-moe", "parallel.dp=2", "parallel.etp=2"],
+            ["-n", "4"],
+            "job",
+            "etp = 2 is planned and simulated, but not executed yet",
+        ),
         (["model.config=tiny-moe", "parallel.ep=2", "parallel.dp=2"], ["-n", "4"], "job", "ep = 2"),
         (["schedule.recompute=selective"], [], "job", "recompute"),
         (["precision.compute=fp16"], [], "job", "fp16"),
@@ -174,5 +196,5 @@ def test_without_torch_everything_but_run_works(tmp_path: Path) -> None:
 def test_a_refusal_comes_before_any_process(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(PiperError):
-        run("parallel.tp=2", out=out)
+        run("schedule.recompute=selective", out=out)
     assert not out.exists()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor.verdict import RankFailed
 from ir.durations import emulated_seconds
+from ir.errors import PiperError
 from ir.order import FloatArray
 from ir.plan import OpKind, Plan
 from ir.trace import Trace
@@ -106,7 +106,7 @@ def test_a_trace_is_replayed_op_by_op(tmp_path: Path) -> None:
 
 def test_a_trace_of_another_plan_is_not_replayed(tmp_path: Path) -> None:
     (tmp_path / "trace.tsv").write_text(write_trace(run(emulate=0.0, steps=1).trace))
-    with pytest.raises(RankFailed, match="the trace lacks op"):
+    with pytest.raises(PiperError, match="a trace of another plan: the trace lacks op"):
         run("schedule.microbatches=5", replay=tmp_path / "trace.tsv")
 
 

@@ -52,6 +52,9 @@ class InventedSource:
     def dispatch(self, entry: Entry) -> tuple[Message, Message, int]:
         return Message(CommKind.ALL_TO_ALL, 640, ("ep",), 2), Message(CommKind.ALL_TO_ALL, 320, ("ep",), 2), 641
 
+    def counts(self, entry: Entry) -> Message:
+        return Message(CommKind.ALL_TO_ALL, 32, ("ep",))
+
     def combined(self, entry: Entry) -> int:
         return 642
 

@@ -157,8 +157,8 @@ def test_gemm_shapes_are_transposed_by_pass():
     shapes = {(p, k.label): k.shape for p in ("forward", "input_grad", "weight_grad") for k in getattr(w, p) if k.shape}
     assert shapes["forward", "gate_up_proj"] == (4096, 14336, 4096)
     assert shapes["input_grad", "gate_up_proj"] == (4096, 4096, 14336)
-    assert shapes["weight_grad", "gate_up_proj"] == (14336, 4096, 4096)
-    assert shapes["weight_grad", "down_proj"] == (4096, 7168, 4096)
+    assert shapes["weight_grad", "gate_up_proj.weight_grad"] == (14336, 4096, 4096)
+    assert shapes["weight_grad", "down_proj.weight_grad"] == (4096, 7168, 4096)
 
 
 def test_rows_per_expert_are_balanced_and_rounded_up():

@@ -130,7 +130,7 @@ def assert_told(wanted: Table, found: Object) -> None:
         assert (row["compute"] > 0 and row["optimizer"] > 0) or 0 in wanted["parallel"].get("layers", ())
         if costs.get("interference") == "none":
             assert row["slowdown"] == 0
-        if costs.get("host_model") == "inline":
+        if costs.get("host_model") == "inline" and sizes["ep"] == 1:  # else it waits to read counts
             assert row["host"] == 0
         if wanted["schedule"].get("recompute", "none") == "none":
             assert row["recompute"] == 0

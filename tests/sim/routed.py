@@ -10,9 +10,10 @@ from ir.job.build import Prepared, prepare
 from ir.job.load import job_from
 from ir.model.source import ModelSource
 from ir.plan import Plan
+from ir.routing import Counts, moe_layers
+from ir.routing.counts import made_up
 from piper_sim.folding import Ground
-from piper_sim.routing import Counts, Routing, moe_layers
-from piper_sim.routing.counts import made_up
+from piper_sim.routing import Routing
 
 HW: Hardware = load_hardware("h800-sxm")
 

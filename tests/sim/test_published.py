@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from experiments.published.controls import CONTROLS
+from experiments.published.picture import scatter
 from experiments.published.score import memories, scores, times
 from experiments.published.sets import SETS
 from experiments.published.sets_llama import nanotron_layers
 from ir.job.load import job_from
-from piper_sim.predict import predict
+from piper_sim.predict import Planned, fits, predict
+from piper_sim.prepare import hardware_of, prepare_priced
 
 FEW = {  # every so many rows, most time and most memory error of their median
     "zero_bubble": (7, 0.04, 0.05),
@@ -19,7 +21,8 @@ FEW = {  # every so many rows, most time and most memory error of their median
     "megatron_sc21": (2, 0.05, None),
     "vocabulary": (12, None, 0.03),
     "simumax": (3, 0.12, 0.03),
-    "ultrascale": (9, 0.10, None),
+    "simumax_moe": (2, 0.18, 0.03),
+    "ultrascale": (9, 0.10, 0.10),
     "llm_foundry": (5, 0.10, None),
     "dgxc": (8, 0.08, None),
 }
@@ -29,6 +32,48 @@ FEW = {  # every so many rows, most time and most memory error of their median
 def found(name, control=None):
     rows = next(s for s in SETS if s.name == name).rows()[:: FEW[name][0]]
     return list(scores(rows, CONTROLS[control] if control else None))
+
+
+def planned(row, **costs):
+    job = job_from({**row.job, "costs": {**row.job["costs"], **costs}})
+    hardware = hardware_of(job)
+    return Planned.of(prepare_priced(job, hardware), hardware)
+
+
+def rows_of(name):
+    return next(s for s in SETS if s.name == name).rows()
+
+
+def test_a_run_that_ran_is_said_to_fit():
+    tight = [r for r in rows_of("llm_foundry") if r.name in TIGHT]
+    assert len(tight) == len(TIGHT)
+    assert all(fits(planned(r)) for r in tight)
+    assert all(s.fits for s in found("ultrascale"))
+    # Negative control: with a loss in fp32, as Megatron's, most of them would not.
+    assert sum(fits(planned(r, software="megatron")) for r in tight) <= 1
+
+
+TIGHT = ("llmf043", "llmf063", "llmf119", "llmf123")
+
+
+def test_of_the_runs_that_failed_those_of_large_microbatches_are_said_not_to_fit():
+    failed = [s for s in scores(rows_of("ultrascale_failed")[::4])]
+    assert not [s.failure for s in failed if s.failure]
+    large = [s.fits for s in failed if s.row.job["schedule"]["microbatch_size"] >= 64]
+    small = [
+        s.fits for s in failed if s.row.job["parallel"]["pp"] >= 16 and s.row.job["schedule"]["microbatch_size"] == 1
+    ]
+    assert large and not any(large)
+    assert small and all(small), "something else ended these"
+
+
+def test_the_picture_is_small_and_the_same_again():
+    sets = {s: found(s.name) for s in SETS if s.name in ("korthikanti", "simumax")}
+    png = scatter(sets)
+    assert png[1:4] == b"PNG" and len(png) < 150_000
+    assert scatter(sets) == png
+    fewer = {s: rows[:1] for s, rows in sets.items()}
+    assert scatter(fewer) != png
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from ir.errors import ErrorKind, PiperError
 from ir.job.schema import Routing as RoutingKeys
-from piper_sim.routing import Counts, check_routing, routing_of
-from piper_sim.routing.spread import hot, ranking, spread, zipf
+from ir.routing import Counts, check_routing
+from ir.routing.spread import hot, ranking, spread, zipf
+from piper_sim.routing import routing_of
 from tests.sim.routed import HW, job, made, routing
 
 DATA = Path(__file__).parent.parent / "data"
@@ -216,7 +217,7 @@ def test_a_model_without_experts_has_no_routing() -> None:
 
 
 def test_too_many_counts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piper_sim.routing.recorded.LIMIT_COUNTS", 100)
+    monkeypatch.setattr("ir.routing.recorded.LIMIT_COUNTS", 100)
     assert refused(write(tmp_path, table())).suggestion == "leave out the column source or microbatch"
-    monkeypatch.setattr("piper_sim.routing.recorded.LIMIT_BYTES", 100)
+    monkeypatch.setattr("ir.routing.recorded.LIMIT_BYTES", 100)
     assert "bytes are too many" in refused(write(tmp_path, table())).message

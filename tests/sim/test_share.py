@@ -108,7 +108,8 @@ def test_ops_are_classed_by_what_bounds_them() -> None:
     assert table.kind[compute].max() < len(table.held) and table.kind[~compute].max() < len(COMM_KINDS)
     for i in np.flatnonzero(~compute).tolist():
         text = plan.text(i)
-        expected = "all_to_all" if "dispatch" in text or "combine" in text else "p2p" if plan.partner[i] >= 0 else ""
+        exchange = any(x in text for x in ("counts", "dispatch", "combine"))
+        expected = "all_to_all" if exchange else "p2p" if plan.partner[i] >= 0 else ""
         assert COMM_KINDS[table.kind[i]] == (expected or "collective"), text
     update = [i for i in range(len(plan)) if "UPDATE" in plan.text(i)]
     assert update and not table.kind[update].any(), "an update is bound by memory"

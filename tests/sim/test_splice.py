@@ -9,12 +9,14 @@ import pytest
 from ir.alloc import AllocList
 from ir.classes import node_classes, sync_class
 from ir.errors import PiperError
+from ir.flat import update_blocks
 from ir.graph import Once
 from ir.job.build import Prepared, precision_of, prepare
 from ir.job.load import job_from
 from ir.plan import Plan
 from piper_sim.splice import peaks
-from piper_sim.splice_sync import Account, SyncMemory
+from piper_sim.splice_account import Account
+from piper_sim.splice_sync import SyncMemory
 
 TOKENS = 64  # of a microbatch
 PART = {
@@ -63,10 +65,9 @@ def lists(prepared: Prepared, plan: Plan, **changes: str) -> dict[str, AllocList
     return out
 
 
-def base(prepared: Prepared, plan: Plan, program: int = 0, batches: int = 0) -> int:
-    """What is there all the time: state, and tokens and labels of eight bytes each."""
-    made = lists(prepared, plan)
-    return SyncMemory(prepared, plan, made, program).persistent + batches * 2 * TOKENS * 8
+def base(prepared: Prepared, plan: Plan, program: int = 0) -> int:
+    """What is there all the time."""
+    return SyncMemory(prepared, plan, lists(prepared, plan), program).persistent
 
 
 def test_one_rank_holds_every_microbatch_of_gpipe_and_one_output_on_the_way() -> None:
@@ -76,7 +77,7 @@ def test_one_rank_holds_every_microbatch_of_gpipe_and_one_output_on_the_way() ->
     # The most is there when a unit has made its output beside its input; the last one of that size is norm's.
     before_head = 2 * units * 1000 + (units - 1) * 1000 + 2 * 8192
     in_first_i = 3 * units * 1000 + 8192
-    expected = base(prepared, plan, batches=3) + max(before_head, in_first_i)
+    expected = base(prepared, plan) + max(before_head, in_first_i)
     assert peaks(prepared, plan, lists(prepared, plan)) == (expected,)
 
 
@@ -106,8 +107,8 @@ def test_what_crosses_is_held_by_the_table_until_the_plan_frees_it() -> None:
     first, last = peaks(prepared, plan, small)
     # Units hold nothing: rank 1 keeps three received inputs, which its W read by the graph, and rank 0 three outputs of
     # one byte, until the gradients that come back prove them sent; a gradient arrives while the one before is in use.
-    assert (last - base(prepared, plan, 1, batches=3)) // 8192 == 3
-    assert (first - base(prepared, plan, 0, batches=3)) // 8192 == 2
+    assert (last - base(prepared, plan, 1)) // 8192 == 3
+    assert (first - base(prepared, plan, 0)) // 8192 == 2
 
 
 def test_an_output_that_is_its_input_dies_once() -> None:
@@ -147,7 +148,8 @@ def most(made: Mapping[str, AllocList], *sets: str, run: str = "update") -> tupl
 def test_the_update_holds_what_the_tensor_before_left_until_it_says_so() -> None:
     prepared, plan = job("dualpipe", 2, 4)
     sync, peak = most(lists(prepared, plan, UPDATE="+4n -~ +2n -T1"))
-    sizes = [*sync.alone, *sync.shares]
+    sizes = [part for n in (*sync.alone, *(f.updates for f in sync.flat.values())) for part in update_blocks(n)]
+    assert max(sizes) < max(f.updates for f in sync.flat.values())
     beside = [a * 4 + b * 4 for a, b in zip([0, *sizes], sizes, strict=False)]
     within = [n * 6 for n in sizes]
     assert peak == max(beside + within)
@@ -157,16 +159,17 @@ def test_the_norm_is_taken_at_the_end_where_nothing_clips_and_squares_one_tensor
     prepared, plan = job("dualpipe", 2, 4)
     params = len({p.name for e in plan.graph.entries for p in e.part.params})
     sync, peak = most(lists(prepared, plan, NORM="+8n -T0"), run="end")
-    pieces = [n for one in sync.pieces for n in one]
+    pieces = [n for f in sync.flat.values() for n in f.squares or ()]
     assert peak == max(params * 8 + max(sync.alone, default=0) * 8, 2 * params * 8 + max(pieces) * 8)
 
 
 def test_shards_cover_a_bucket_and_pieces_cover_the_parameters() -> None:
     prepared, plan = job("dualpipe", 2, 4, "parallel.zero=1")
     made = lists(prepared, plan)
-    both = [SyncMemory(prepared, plan, made, p) for p in range(2)]
-    assert both[0].shares == both[1].shares
+    both = [SyncMemory(prepared, plan, made, rank) for rank in range(2)]
+    shares = [[f.updates for f in sync.flat.values()] for sync in both]
+    assert shares[0] == shares[1]
     numel = sum(p.numel for e in plan.graph.entries for p in e.part.params)
-    assert sum(n for sync in both for one in sync.pieces for n in one) == numel
+    assert sum(n for sync in both for f in sync.flat.values() for n in f.squares or ()) == numel
     whole = SyncMemory(*job("dualpipe", 2, 4, "parallel.zero=0"), made, 0)
-    assert [2 * n for n in both[0].shares] == whole.shares
+    assert [2 * n for n in shares[0]] == [f.updates for f in whole.flat.values()]

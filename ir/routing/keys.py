@@ -13,7 +13,7 @@ def check_routing(job: Job, config: ModelConfig) -> None:
     """Refuse `[routing]` keys that contradict each other or the model.
 
     Raises PiperError (job): a file without kind = "file" or the other way round, a strength out of range, uneven
-    routing of a model without experts.
+    or forced routing of a model without experts.
     """
     r = job.routing
     if r.kind == "file" and r.file is None:
@@ -26,6 +26,8 @@ def check_routing(job: Job, config: ModelConfig) -> None:
         near = least if r.strength < least else MOST_STRENGTH
         allowed = f"{least:g} to {MOST_STRENGTH:g}"
         raise _bad(job, "strength", f"{r.strength:g} is no strength of {r.kind!r}", allowed, f"strength = {near:g}")
+    if r.forced and config.moe is None:
+        raise _bad(job, "forced", f"nothing to force: {config.source} has no experts", "false", "leave it out")
     if r.kind != "balanced" and config.moe is None:
         raise _bad(job, "kind", f"{r.kind!r}, but {config.source} has no experts", "balanced", "leave it out")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from ir.errors import ErrorKind, PiperError, nearest
 from ir.job import Job
 from ir.model.spec import Moe
 from ir.order import IntArray
-from piper_sim.routing.counts import Counts, MoeLayer
-from piper_sim.routing.distinct import distinct
+from ir.routing.counts import Counts, MoeLayer
+from ir.routing.distinct import distinct
 
 COLUMNS = ("layer", "microbatch", "source", "expert", "tokens")
 OPTIONAL = ("microbatch", "source")
@@ -45,6 +45,18 @@ class _Table:
 def refuse(file: str, message: str, allowed: str | None, fix: str | None) -> PiperError:
     """A file that does not hold what it should."""
     return PiperError(ErrorKind.JOB, message, file=file, key="routing.file", allowed=allowed, suggestion=fix)
+
+
+def counts_text(rows: Iterable[tuple[int, int, int, Sequence[int]]]) -> str:
+    """Such a file, from (layer, microbatch, source, tokens by expert).
+
+    >>> print(counts_text([(0, 1, 0, [3, 0, 1])]), end="")
+    layer,microbatch,source,expert,tokens
+    0,1,0,0,3
+    0,1,0,2,1
+    """
+    lines = [(*at, e, n) for *at, counts in sorted(rows) for e, n in enumerate(counts) if n]
+    return "\n".join([",".join(COLUMNS), *(",".join(map(str, line)) for line in lines), ""])
 
 
 def read_counts(job: Job, moe: Moe, layers: Sequence[MoeLayer], sources: int, mbs: int) -> Counts:

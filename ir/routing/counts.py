@@ -19,7 +19,7 @@ from ir.model.setting import Setting
 from ir.model.source import ModelSource
 from ir.model.spec import ModelConfig, Moe
 from ir.order import IntArray
-from piper_sim.routing.spread import hot, ranking, spread, zipf
+from ir.routing.spread import hot, ranking, spread, zipf
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def moe_layers(graph: Graph, source: ModelSource) -> tuple[MoeLayer, ...]:
 
 def counts_of(job: Job, config: ModelConfig, layers: Sequence[MoeLayer], sources: int, mbs: int) -> Counts:
     """The counts that `[routing]` describes. Raises PiperError for a file that does not fit the job."""
-    from piper_sim.routing.recorded import read_counts
+    from ir.routing.recorded import read_counts
 
     moe, r = config.moe, job.routing
     assert moe is not None, f"{config.source} has no experts"

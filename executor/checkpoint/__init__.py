@@ -1,0 +1,1 @@
+"""Checkpoints by global parameter name: saved under one plan, loaded under any other of the same model and batch."""

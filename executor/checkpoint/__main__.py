@@ -1,0 +1,39 @@
+"""`python -m executor.checkpoint DIR`: check a checkpoint, and print what is in it, each value's hash among it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from executor.checkpoint.folder import newest
+from executor.checkpoint.manifest import check_files, read_manifest
+from executor.checkpoint.reader import digests
+from executor.checkpoint.settings import verify
+from ir.errors import PiperError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0, or 2 for a checkpoint that is not whole."""
+    p = argparse.ArgumentParser(prog="python -m executor.checkpoint", description="Check a checkpoint and list it.")
+    p.add_argument("folder", metavar="DIR", help="a folder that --save has written (its newest), or one checkpoint")
+    args = p.parse_args(list(argv))
+    try:
+        folder = newest(Path(args.folder))
+        manifest = read_manifest(folder)
+        check_files(folder, manifest)
+        verify(folder, manifest, sorted(manifest.files))
+        values = digests(folder, manifest)
+    except PiperError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.kind.exit_code
+    out = {"folder": str(folder), "step": manifest.step, "tokens": manifest.tokens, "ranks": manifest.ranks}
+    out |= {"model_digest": manifest.model_digest, "plan_digest": manifest.plan_digest}
+    print(json.dumps({**out, "format": manifest.training.format, "sha256": values}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,203 @@
+"""One rank's side of checkpoints: it writes what it is the first to hold, and reads what it holds, by name.
+
+Every rank writes one file; rank 0 then reads what each has written (names, places and hashes, not values), adds the
+manifest and gives the whole its name. Nobody holds more than its own pieces at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from executor.checkpoint.folder import Lock, file_of, part_of, prune, publish, run_of, step_name, sweep
+from executor.checkpoint.manifest import MANIFEST, VERSION, Manifest, Part, read_manifest, stored
+from executor.checkpoint.owners import written
+from executor.checkpoint.pieces import Piece
+from executor.checkpoint.reader import RANDOM, Reader
+from executor.checkpoint.same import WEIGHT, plain_table, training_of
+from executor.checkpoint.saving import KEPT, Saving
+from executor.checkpoint.settings import verify
+from executor.checkpoint.tensors import write_tensors
+from executor.progress import Progress
+from executor.shares import Share
+from executor.sync import Sync
+from executor.transport.base import Transport
+from ir.errors import ErrorKind, PiperError
+from ir.job.build import Prepared
+from ir.places import Places
+from ir.plan import Plan
+from ir.plan_text import plan_digest
+
+
+class Keeper:
+    """shares: what this rank holds of each parameter. saved: the newest checkpoint of this run."""
+
+    def __init__(
+        self,
+        saving: Saving,
+        prepared: Prepared,
+        plan: Plan,
+        rank: int,
+        sync: Sync,
+        shares: Mapping[str, Share],
+        progress: Progress,
+    ) -> None:
+        self.saving, self.prepared, self.plan, self.rank = saving, prepared, plan, rank
+        self.sync, self.shares, self.progress = sync, shares, progress
+        self.places = Places.of(plan)
+        self.saved: str | None = None
+        self._lock: Lock | None = None
+        self._run = ""
+
+    def begin(self, transport: Transport) -> None:
+        """Take the folder, and take up the checkpoint. All ranks go on together."""
+        s = self.saving
+        if s.save is not None and self.rank == 0:
+            self._lock = Lock(Path(s.save))
+            sweep(Path(s.save))
+            self._lock.say(self._continued() or uuid.uuid4().hex[:12])
+        if s.resume is not None:
+            self._load(Path(s.resume), transport)
+        if s.save is not None or s.resume is not None:
+            self._together(transport, "begin")
+        if s.save is not None:
+            self._run = run_of(Path(s.save))
+
+    def after(self, done: int, steps: int, transport: Transport) -> None:
+        """Behind a step: save if it is time to. Raises PiperError (io): it cannot be written."""
+        if not self.saving.due(done, steps):
+            return
+        name = step_name(done)
+        self.progress.op(-1, f"save {name}")
+        try:
+            self._write(done)
+            self._together(transport, f"save {name}")
+            if self.rank == 0:
+                self.progress.op(-1, f"save {name}")
+                self._finish(done)
+        except OSError as error:
+            message = f"cannot save {name}: {error.strerror or error}"
+            fix = f"make room; {self.saved or 'no checkpoint of this run'} is complete"
+            raise PiperError(
+                ErrorKind.IO, message, file=str(error.filename or self.saving.save), suggestion=fix
+            ) from error
+        self.saved = str(Path(self.saving.save or "") / name)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._lock is not None:
+            self._lock.free()
+
+    def _together(self, transport: Transport, text: str) -> None:
+        self.progress.wait(text=text)
+        transport.barrier()
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def _write(self, done: int) -> None:
+        """This rank's pieces, and what they are."""
+        part = part_of(Path(self.saving.save or ""), done, self._run)
+        part.mkdir(exist_ok=True)
+        mine = written(self.plan.graph, self.places, self.rank)
+        tensors: dict[str, Tensor] = {}
+        pieces: dict[str, Piece] = {}
+        for name, (first, slots) in self.sync.kept().items():
+            if name in mine:
+                piece = pieces[name] = Piece(self.shares[name], first, len(slots[WEIGHT]))
+                shape = piece.share.local if piece.is_share else (piece.count,)
+                tensors |= {f"{slot}/{name}": flat.view(shape) for slot, flat in slots.items()}
+        tensors |= {f"{RANDOM}{device}": state for device, state in _random_states().items()}
+        file = file_of(self.rank)
+        said = {"format": "pt", "step": str(done), "rank": str(self.rank)}
+        found = Part(file, write_tensors(part / file, tensors, said, self.progress.go_on), pieces)
+        (part / f"{file}.json").write_bytes(msgspec.json.encode(found))
+
+    def _finish(self, done: int) -> None:
+        """Rank 0: add the manifest to what all ranks have written, and give it its name."""
+        folder = Path(self.saving.save or "")
+        part = part_of(folder, done, self._run)
+        notes = [part / f"{file_of(r)}.json" for r in range(self.places.ranks)]
+        parts = [msgspec.json.decode(note.read_bytes(), type=Part) for note in notes]
+        manifest = self._manifest(done, parts)
+        with (part / MANIFEST).open("xb") as file:
+            file.write(manifest.text())
+            file.flush()
+            os.fsync(file.fileno())
+        for note in notes:
+            note.unlink()
+        publish(part, done)
+        prune(folder, self._run, done, self.saving.keep or KEPT, force=self.saving.force)
+
+    def _manifest(self, done: int, parts: list[Part]) -> Manifest:
+        training, pieces = training_of(self.prepared), stored(parts)
+        job = plain_table(self.prepared.job)
+        job["schedule"] = {**job["schedule"], "name": self.prepared.schedule}
+        job["schedule"].pop("directives", None)  # a file that is gone after the run
+        for name, shape in training.shapes.items():
+            count, want = sum(s.piece.count for s in pieces.get(name, ())), Piece.whole(shape).count
+            assert count == want, f"{count} of {want} elements of {name} were written"
+        return Manifest(
+            schema_version=VERSION,
+            run=self._run,
+            step=done,
+            tokens=done * training.sequences * training.length,
+            training=training,
+            model_digest=training.digest,
+            job=job,
+            job_digest=hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest(),
+            plan_digest=plan_digest(self.plan),
+            ranks=self.places.ranks,
+            files={part.file: part.written for part in parts},
+            parameters=pieces,
+        )
+
+    def _continued(self) -> str | None:
+        """The run that this one continues where it was saved."""
+        s = self.saving
+        if s.resume is None or s.save is None or Path(s.resume).parent != Path(s.save):
+            return None
+        return read_manifest(Path(s.resume)).run
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def _load(self, folder: Path, transport: Transport) -> None:
+        """Everything this rank holds, from wherever it lies."""
+        self.progress.op(-1, f"load {folder.name}")
+        manifest = read_manifest(folder)
+        if not self.saving.verified:
+            verify(folder, manifest, sorted(manifest.files)[self.rank :: self.places.ranks], self.progress.go_on)
+            self._together(transport, f"load {folder.name}")
+            self.progress.op(-1, f"load {folder.name}")
+        reader, params = Reader(folder, manifest, self.progress.go_on), self.sync.weights()
+        for name, (first, flat) in params.items():
+            reader.read(WEIGHT, name, Piece(self.shares[name], first, len(flat)), flat)
+        for name, (first, slots) in self.sync.kept().items():
+            for slot, flat in slots.items():
+                if slot != WEIGHT or flat.dtype != params[name][1].dtype:  # else it is the parameter itself
+                    reader.read(slot, name, Piece(self.shares[name], first, len(flat)), flat)
+        self.sync.optimizer.steps = manifest.step
+        if manifest.plan_digest == plan_digest(self.plan):
+            _set_random_states(reader.states(file_of(self.rank)))
+
+
+def _random_states() -> dict[str, Tensor]:
+    """Whatever this run draws comes from its seeds; a module of the user's own may draw from torch."""
+    return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if _on_gpu() else {})
+
+
+def _set_random_states(states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and _on_gpu():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _on_gpu() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # and is not by being asked

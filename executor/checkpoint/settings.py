@@ -1,0 +1,81 @@
+"""What is asked of checkpoints, checked before any rank starts: flags, the folder to save to, the one to resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from executor.checkpoint.folder import check_free, check_room, newest
+from executor.checkpoint.manifest import Manifest, check_files, read_manifest, wrong_hash
+from executor.checkpoint.same import check_same
+from executor.checkpoint.saving import KEPT, Saving
+from executor.checkpoint.tensors import digest_of
+from ir.errors import ErrorKind, PiperError
+from ir.job.build import Prepared
+
+THREADS = 4
+
+
+def settled(wanted: Saving, prepared: Prepared, steps: int, *, real: bool) -> Saving:
+    """What is wanted, with the checkpoint that `resume` means found and compared with the job.
+
+    steps: that the run ends behind, counted from its very first. Raises PiperError: flags out of range, no checkpoint,
+    one of something else, a folder that is taken.
+    """
+    _check_flags(wanted, real)
+    found = wanted
+    if wanted.resume is not None:
+        folder = newest(Path(wanted.resume)).resolve()
+        manifest = read_manifest(folder)
+        check_files(folder, manifest)
+        check_same(manifest, prepared, folder)
+        if manifest.step >= steps:
+            message = f"{steps} in all, and {folder.name} has done {manifest.step}"
+            more, fix = f"more than {manifest.step}", f"--steps {manifest.step + 1}"
+            raise PiperError(ErrorKind.USAGE, message, key="--steps", allowed=more, suggestion=fix)
+        found = replace(found, resume=str(folder), first=manifest.step)
+    if wanted.save is not None:
+        save = Path(wanted.save).resolve()
+        check_room(save, None if found.resume is None else Path(found.resume), force=wanted.force)
+        check_free(save)
+        found = replace(found, save=str(save))
+    return found
+
+
+def _check_flags(s: Saving, real: bool) -> None:
+    for flag, value, usual in (("--every", s.every, 1), ("--keep", s.keep, KEPT)):
+        if value is not None and s.save is None:
+            message = "says how to save, and nothing is saved"
+            raise PiperError(ErrorKind.USAGE, message, key=flag, suggestion=f"--save DIR {flag} {max(1, value)}")
+        if value is not None and value < 1:
+            unit = "steps between two checkpoints" if flag == "--every" else "checkpoints"
+            fix = f"{flag} {usual}"
+            raise PiperError(ErrorKind.USAGE, f"{value} {unit}", key=flag, allowed="1 or more", suggestion=fix)
+    if not real and (s.save or s.resume):
+        flag = "--save" if s.save else "--resume"
+        message = "ops of a given time compute nothing, so there is nothing to save or to resume"
+        raise PiperError(ErrorKind.USAGE, message, key=flag, suggestion=f"leave out {flag}, or --emulate and --replay")
+
+
+def verify(folder: Path, manifest: Manifest, names: Iterable[str], tick: Callable[[], None] = lambda: None) -> None:
+    """Read files of a checkpoint in full. Raises PiperError (io): one is not what was written."""
+    for name in names:
+        try:
+            found = digest_of(folder / name, tick)
+        except OSError as error:
+            raise wrong_hash(folder / name) from error
+        if found != manifest.files[name]:
+            raise wrong_hash(folder / name)
+
+
+def verified(saving: Saving) -> Saving:
+    """The same, with all files of the checkpoint that is resumed read in full, several at once."""
+    if saving.resume is None:
+        return saving
+    folder = Path(saving.resume)
+    manifest = read_manifest(folder)
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda name: verify(folder, manifest, [name]), sorted(manifest.files)))
+    return replace(saving, verified=True)

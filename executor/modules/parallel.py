@@ -1,0 +1,206 @@
+"""Tensor parallelism inside parts: where activations enter and leave a region that several ranks share, word by word.
+
+Column-parallel linears read what enters: whole tokens, of which sequence parallelism gathers the others' share. What
+row-parallel linears make leaves as a sum over ranks, of which sequence parallelism keeps this rank's tokens. As the
+plan has it (`ir.model.region`): what was gathered is not kept, but gathered again for the weight gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from executor.inline import Region, Wire
+from executor.modules.functions import apply, wide
+
+
+def gather_tokens(wire: Wire, x: Tensor) -> Tensor:
+    """(…, n, features) of every rank → (…, size · n, features)."""
+    every, one = wire.gather(x), x.shape[:-2].numel() == 1
+    return (every if one else every.movedim(0, -3)).reshape(*x.shape[:-2], -1, x.shape[-1])
+
+
+def scatter_tokens(wire: Wire, x: Tensor) -> Tensor:
+    """(…, size · n, features), added up over ranks → this one's (…, n, features)."""
+    return wire.scatter(x.unflatten(-2, (wire.size, -1)).movedim(-3, 0))
+
+
+def _entered(x: Tensor, region: Region) -> Tensor:
+    return gather_tokens(region.tp, x) if region.sequence else x
+
+
+def _returned(dx: Tensor, region: Region) -> Tensor:
+    """The gradient of what entered."""
+    return scatter_tokens(region.tp, dx) if region.sequence else region.tp.sum(dx)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
+        ctx.region = region
+        return _entered(x, region).detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        own = dy if ctx.region.sequence else dy.clone(memory_format=torch.contiguous_format)
+        return _returned(own, ctx.region), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, region: Region) -> Tensor:
+        ctx.region = region
+        return scatter_tokens(region.tp, y) if region.sequence else region.tp.sum(y.detach())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _entered(dy, ctx.region), None
+
+
+def enter(x: Tensor, region: Region) -> Tensor:
+    """What no linear reads first: this rank's tokens → all tokens."""
+    return x if region.tp.size == 1 else apply(_Enter, x, region)
+
+
+def leave(y: Tensor, region: Region) -> Tensor:
+    """A partial sum of all tokens, which nobody else reads → the sum, of this rank's tokens."""
+    return y if region.tp.size == 1 else apply(_Leave, y, region)
+
+
+# Column-parallel linears: the input's gradient and the weights' are found by two nodes, joined by a third, so that
+# the pass that wants one of them runs no more than that.
+
+
+class _Outputs(torch.autograd.Function):
+    """The products, as functions of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Region, flipped: bool, x: Tensor, biases: Any, *weights: Tensor) -> Any:
+        ctx.region, ctx.flipped = region, flipped
+        ctx.save_for_backward(*weights)
+        x = _entered(x, region)
+        return tuple(_product(x, w, b, flipped) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        weights, dx = ctx.saved_tensors, None
+        for dy, w in zip(dys, weights, strict=True):
+            flat, w = dy.flatten(0, -2), (w.t() if ctx.flipped else w).to(dy.dtype)
+            dx = flat @ w if dx is None else dx.addmm_(flat, w)
+        assert dx is not None
+        dx = _returned(dx.view(*dys[0].shape[:-1], -1), ctx.region)
+        return (None, None, dx, None, *(None for _ in weights))
+
+
+class _Weights(torch.autograd.Function):
+    """The same products as functions of the weights: tensors of their shapes, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Region, flipped: bool, x: Tensor, *params: Tensor | None) -> Any:
+        ctx.region, ctx.flipped = region, flipped
+        weights = params[: len(params) // 2]
+        ctx.formats = [None if p is None else p.dtype for p in params]
+        ctx.save_for_backward(x)
+        tokens = x.shape[-2] * (region.tp.size if region.sequence else 1)
+        blank = x.new_empty(())
+        sizes = [w.shape[1 if flipped else 0] for w in weights if w is not None]
+        return tuple(blank.expand(*x.shape[:-2], tokens, size) for size in sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x = _entered(*ctx.saved_tensors, ctx.region).flatten(0, -2)
+        flat = [dy.flatten(0, -2) for dy in dys]
+        dws = [x.t() @ dy if ctx.flipped else dy.t() @ x for dy in flat]
+        dbs = [dy.sum(0) if f else None for dy, f in zip(flat, ctx.formats[len(dys) :], strict=True)]
+        grads = (None if g is None else g.to(f) for g, f in zip([*dws, *dbs], ctx.formats, strict=True))
+        return (None, None, None, *grads)
+
+
+class _Both(torch.autograd.Function):
+    """The first half of its arguments, as what either half is the gradient's way to."""
+
+    @staticmethod
+    def forward(ctx: Any, *both: Tensor) -> Any:
+        return tuple(y.detach() for y in both[: len(both) // 2])
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, ...]:
+        return (*dys, *dys)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, flipped: bool) -> Tensor:
+    weight = weight.to(x.dtype)
+    return F.linear(x, weight.t() if flipped else weight, None if bias is None else bias.to(x.dtype))
+
+
+def columns(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], region: Region, *, flipped: bool = False
+) -> list[Tensor]:
+    """x Wᵀ + b for linears cut by output that read the same x, which enters the region once.
+
+    x: (…, this rank's tokens, features). One function of several weights: `executor.split` sees it as such.
+    """
+    given = (x, *weights)
+    if has_torch_function(given):
+        found: list[Tensor] = handle_torch_function(columns, given, x, weights, biases, region, flipped=flipped)
+        return found
+    fixed = [None if b is None else b.detach() for b in biases]
+    ys: Any = apply(_Outputs, region, flipped, x, fixed, *(w.detach() for w in weights))
+    if not torch.is_grad_enabled():
+        return list(ys)
+    stand_ins: Any = apply(_Weights, region, flipped, x.detach(), *weights, *biases)
+    both: Any = apply(_Both, *ys, *stand_ins)
+    return list(both)
+
+
+# Words
+
+
+def words(ids: Tensor, weight: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
+    """Embeddings (…, length, h) of ids (…, length), of whose words each rank holds a stretch; this rank's tokens."""
+    if has_torch_function((ids, weight)):
+        found: Tensor = handle_torch_function(words, (ids, weight), ids, weight, region, dtype)
+        return found
+    at, elsewhere = _here(ids, len(weight), region)
+    made = F.embedding(at, weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    return leave(made.to(dtype), region)
+
+
+def _here(ids: Tensor, size: int, region: Region) -> tuple[Tensor, Tensor]:
+    """Where a word stands in this rank's stretch of `size` words, 0 for one elsewhere; and whether it is elsewhere."""
+    at = ids - region.tp.index * size
+    elsewhere = (at < 0) | (at >= size)
+    return at.masked_fill(elsewhere, 0), elsewhere
+
+
+class _WordsLoss(torch.autograd.Function):
+    """As `functions.token_loss`, of logits for this rank's words: three small all-reduces, as Megatron has them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, scale: float, ignore: int, region: Region) -> Tensor:
+        x = logits.to(wide(logits.dtype), copy=True)
+        x.sub_(region.tp.largest(x.amax(-1, keepdim=True)))
+        at, elsewhere = _here(labels.clamp_min(0).unsqueeze(-1), x.shape[-1], region)
+        chosen = region.tp.sum(x.gather(-1, at).masked_fill_(elsewhere, 0.0))
+        sums = region.tp.sum(x.exp_().sum(-1, keepdim=True))
+        ctx.save_for_backward(x.div_(sums), labels)
+        ctx.scale, ctx.ignore, ctx.dtype, ctx.region = scale, ignore, logits.dtype, region
+        return (sums.log() - chosen).squeeze(-1).masked_fill(labels == ignore, 0.0).sum() * scale
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, labels = ctx.saved_tensors  # the probabilities become the gradient in place, as in `functions`
+        at, elsewhere = _here(labels.clamp_min(0).unsqueeze(-1), x.shape[-1], ctx.region)
+        x.scatter_add_(-1, at, torch.full_like(at, -1, dtype=x.dtype).masked_fill_(elsewhere, 0.0))
+        x.mul_(((labels != ctx.ignore) * (dy * ctx.scale)).unsqueeze(-1).to(x.dtype))
+        return x.to(ctx.dtype), None, None, None, None
+
+
+def words_loss(logits: Tensor, labels: Tensor, scale: float, ignore: int, region: Region) -> Tensor:
+    """Σ cross entropy · scale over (tokens, this rank's words), the same on every rank of the region."""
+    return apply(_WordsLoss, logits, labels, scale, ignore, region)

@@ -1,0 +1,127 @@
+"""What CUDA is asked for, written down on a machine that has none: streams, events, kernels that repeat themselves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor.device import Cuda
+from executor.progress import Progress, create
+from executor.rank import device_of
+from executor.spec import Spec
+from executor.worker import RankContext
+
+
+class _Cuda:
+    """As much of torch.cuda as a device uses, on no device: streams are names, events remember theirs."""
+
+    def __init__(self) -> None:
+        self.current, self.log, self.count = ["default"], list[tuple[str, ...]](), 0
+
+    def event(self, enable_timing: bool) -> Any:
+        assert enable_timing
+        cuda = self
+
+        class Event:
+            def record(self) -> None:
+                self.name, self.at = cuda.current[-1], len(cuda.log)
+
+            def query(self) -> bool:
+                return False
+
+            def synchronize(self) -> None:
+                cuda.log.append(("synchronize", self.name))
+
+            def elapsed_time(self, other: Any) -> float:
+                return 1e3 * (other.at - self.at)  # milliseconds, from this event to the other
+
+        return Event()
+
+    def new_stream(self, device: object) -> str:
+        self.count += 1
+        return f"stream {self.count}"
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        self.current.append(name)
+        yield
+        self.current.pop()
+
+    def current_stream(self, device: object) -> Any:
+        cuda = self
+
+        class Stream:
+            def wait_event(self, event: Any) -> None:
+                cuda.log.append((cuda.current[-1], "follows", event.name))
+
+        return Stream()
+
+
+def test_cuda_lanes_are_streams_and_marks_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = _Cuda()
+    monkeypatch.setattr("executor.device._Event", fake.event)
+    monkeypatch.setattr("executor.device._Stream", fake.new_stream)
+    for name, call in (("stream", fake.stream), ("current_stream", fake.current_stream)):
+        monkeypatch.setattr(torch.cuda, name, call)
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: fake.log.append(("touched",)))
+    asked = _asked(monkeypatch, fake)
+    device = Cuda(0)
+    assert asked == fake.log[:1] == [("deterministic",)]  # before the device is touched
+    compute, send = device.lane("compute"), device.lane("send>1")
+    with compute():
+        made = device.mark()
+        with send():
+            device.follow(made)
+            sent = device.mark()
+        device.follow(sent)
+    follows = [line for line in fake.log if "follows" in line]
+    assert follows == [("stream 2", "follows", "stream 1"), ("stream 1", "follows", "stream 2")]
+    assert sent.seconds() - made.seconds() == pytest.approx(1.0)
+    assert not made.done() and device.ahead
+
+
+def _asked(monkeypatch: pytest.MonkeyPatch, fake: _Cuda) -> list[tuple[str, ...]]:
+    """Where torch is asked for repeatable kernels; cuBLAS must have its setting by then."""
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+    def ask(mode: bool, *, warn_only: bool = False) -> None:
+        assert mode and not warn_only and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        asked.append(("deterministic",))
+        fake.log.append(asked[-1])
+
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", ask)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("backend", "real", "gpu"),
+    [("nccl", True, True), ("local", True, True), ("local", False, False), ("gloo", True, False)],
+)
+def test_real_kernels_of_a_gpu_are_repeatable_kernels(
+    backend: str, real: bool, gpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("executor.device.repeatable", lambda: asked.append(backend))
+    monkeypatch.setattr("executor.device._Event", _Cuda().event)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    create(tmp_path / "progress", 1)
+    spec = Spec("", (), "", "", "", 1, backend=backend, emulate=None if real else 0.0)
+    device_of(spec, RankContext(0, 1, tmp_path, Progress(tmp_path / "progress", 0)))
+    assert asked == ([backend] if gpu else [])
+
+
+def test_torch_has_what_a_gpu_would_be_asked() -> None:
+    names = ("record", "query", "synchronize", "elapsed_time")
+    assert all(callable(getattr(torch.cuda.Event, name)) for name in names)
+    assert callable(torch.cuda.Stream.wait_event) and callable(torch.cuda.current_stream)

@@ -1,0 +1,110 @@
+"""What a framework keeps and its kernels move where a model leaves it open; plans do not depend on it."""
+
+import pytest
+
+from cost_models.software import load_software
+from ir.job.build import prepare
+from ir.job.load import job_from
+from ir.model import load_config, model_chunks
+from ir.model.part import Layout
+from ir.model.setting import BatchShape, Loss, Precision, Style
+from ir.model.work import part_work
+from ir.plan_text import plan_digest
+from ir.work import DType
+from piper_sim.memory import memory, state
+from piper_sim.predict import Planned
+from piper_sim.prepare import hardware_of, prepare_priced
+
+LLAMA = load_config("llama3-8b", {"num_hidden_layers": 1, "num_key_value_heads": 32})
+TOKENS, H, FFN, VOCAB = 4096, 4096, 14336, 128256
+
+
+def work(chunk, part, style, layout=Layout()):
+    chunk = model_chunks(LLAMA)[chunk]
+    found = next(p for p in chunk.parts if p.name == part)
+    return part_work(LLAMA, chunk, found, layout, BatchShape(1, TOKENS), Precision(), "flash", style)
+
+
+def kept(w):
+    return sum(s.bytes for s in w.saved)
+
+
+@pytest.mark.parametrize(
+    ("loss", "keeps", "beside", "after"),
+    [(Loss.PARALLEL, 4, 2, 2), (Loss.PLAIN, 4, 2 + 4, 2), (Loss.FUSED, 2, 0, 2)],
+)
+def test_bytes_of_a_logit(loss, keeps, beside, after):
+    logits = TOKENS * VOCAB
+    head = work(-1, "head", Style(loss))
+    assert kept(head) == keeps * logits
+    assert head.forward_workspace == beside * logits
+    assert head.stash_bytes == after * logits, "their gradient"
+
+
+def test_a_fused_loss_moves_least_and_a_plain_one_most():
+    moved = {
+        x: sum(k.bytes for k in (*work(-1, "head", Style(x)).forward, *work(-1, "head", Style(x)).input_grad))
+        for x in Loss
+    }
+    assert moved[Loss.FUSED] < moved[Loss.PARALLEL] < moved[Loss.PLAIN]
+
+
+def test_eager_keeps_the_gate_s_activation_and_the_fused_product_beside_rope_s():
+    fused, eager = Style(), Style(eager=True)
+    assert kept(work(1, "mlp", eager)) - kept(work(1, "mlp", fused)) == 2 * TOKENS * FFN
+    assert kept(work(1, "attn", eager)) - kept(work(1, "attn", fused)) == 2 * TOKENS * 2 * H
+    gpt = load_config("gpt3-175b", {"n_layer": 1})
+    chunk = model_chunks(gpt)[1]
+    for part in chunk.parts:  # no gate, no rope
+        one, two = (
+            part_work(gpt, chunk, part, Layout(), BatchShape(1, 2048), Precision(), "flash", x) for x in (fused, eager)
+        )
+        assert one == two
+
+
+def test_what_was_gathered_is_kept_whole():
+    sp, tp = Layout(tp=8, sequence_parallel=True), Layout(tp=8)
+    for chunk, part in ((1, "attn"), (1, "mlp")):
+        more = kept(work(chunk, part, Style(keep_gathered=True), sp)) - kept(work(chunk, part, Style(), sp))
+        assert more == 2 * TOKENS * H * 7 // 8, part
+        assert kept(work(chunk, part, Style(keep_gathered=True), tp)) == kept(work(chunk, part, Style(), tp))
+
+
+TABLE = {
+    "model": {"config": "tiny-llama", "seq_len": 256},
+    "parallel": {"pp": 2, "tp": 2, "dp": 1},
+    "schedule": {"name": "1f1b", "microbatches": 4},
+}
+
+
+def test_a_plan_does_not_depend_on_the_framework():
+    job = job_from(TABLE)
+    digests = {
+        plan_digest(prepare(job, 8, style=load_software(x).style).plan()) for x in (None, "nanotron", "llm-foundry")
+    }
+    assert len(digests) == 1
+
+
+def test_memory_does():
+    peaks = {}
+    for name in ("megatron", "nanotron"):
+        job = job_from({**TABLE, "costs": {"software": name}})
+        hw = hardware_of(job)
+        planned = Planned.of(prepare_priced(job, hw), hw)
+        peaks[name] = int(planned.memory.peak.max())
+        without = memory(planned.plan, state(planned.plan, planned.model.recipe))
+        assert int(without.peak.max()) == peaks[name]
+    assert peaks["nanotron"] > 1.1 * peaks["megatron"]
+
+
+def test_fp8_goes_in_and_out_of_what_it_keeps():
+    """DeepSeek-V3 keeps attention's output in 12 bits, experts' activation input in fp8: kernels take them there."""
+    config = load_config("deepseek-v3")
+    chunk = next(c for c in model_chunks(config) if any(p.name == "experts" for p in c.parts))
+    for part, label in (("attn", "context"), ("experts", "pre_activation"), ("shared", "pre_activation")):
+        found = next(p for p in chunk.parts if p.name == part)
+        w = part_work(config, chunk, found, Layout(ep=64), BatchShape(), Precision(DType.FP8, dispatch=DType.FP8))
+        plain = part_work(config, chunk, found, Layout(ep=64), BatchShape(), Precision())
+        assert [k.label for k in w.forward if k.label.startswith(f"{label}.store")]
+        assert [k.label for k in w.input_grad if k.label.startswith(f"{label}.load")]
+        assert not [k for k in (*plain.forward, *plain.input_grad) if k.label.endswith(".fp8")]

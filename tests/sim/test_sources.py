@@ -1,0 +1,140 @@
+"""Where a step's seconds come from: op by op, message by message, and what is put in for groups not measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cost_models import Fabric, message_seconds
+from cost_models.profile import Machine, Measured, OpEntry, Profile, Source, lookup
+from cost_models.profile_shapes import op_shapes
+from ir.classes import link_class, node_classes
+from ir.job.build import Prepared
+from ir.job.load import job_from
+from ir.plan import OpKind
+from ir.work import CommKind, Message
+from piper_sim.costs import CostModel
+from piper_sim.folding import Spread
+from piper_sim.measured import Measurements
+from piper_sim.prepare import hardware_of, prepare_priced
+from piper_sim.sources import sources
+
+MACHINE = Machine("x", 1, "", 0, {}, "")
+SIZES = (2**10, 2**16, 2**20, 2**24)
+
+
+def prepared_of(*sets: str) -> Prepared:
+    table = {
+        "model": {"config": "tiny-llama", "seq_len": 64},
+        "parallel": {"pp": 2, "dp": 2},
+        "schedule": {"name": "1f1b", "microbatches": 4},
+    }
+    job = job_from(table, sets)
+    return prepare_priced(job, hardware_of(job))
+
+
+def model_of(prepared: Prepared, profile: Profile) -> CostModel:
+    return CostModel(prepared, hardware_of(prepared.job), profile)
+
+
+def everything(prepared: Prepared, seconds: float, *, alone: bool = False) -> Profile:
+    """Every op and message of a plan."""
+    plan = prepared.plan()
+    shapes = zip(node_classes(plan.graph), op_shapes(plan.graph), strict=True)
+    ops = {c: OpEntry(Measured(seconds, 0.1 * seconds, 9), shape=s, alone=alone) for c, s in shapes if s is not None}
+    plain = sources(plan, model_of(prepared, Profile(MACHINE, {"none 1": OpEntry(Measured(1.0, 0.0, 1))})))
+    links = {r.name: Measured(seconds, 0.0, 9) for r in plain.rows if "/" not in r.name and "@" in r.name}
+    return Profile.of(MACHINE, ops, links)
+
+
+def test_all_that_was_measured_is_and_its_spread_is_weighed() -> None:
+    prepared = prepared_of()
+    profile = everything(prepared, 1e-3)
+    found = sources(prepared.plan(), model_of(prepared, profile))
+    assert found.word == "measured" and found.shares["measured"] == 1.0 and not found.edited
+    assert 0.05 < float(str(found.shares["spread"])) < 0.1, "messages do not spread"
+    assert {w for s, w in zip(prepared.plan().shapes, found.shapes, strict=True) if s.kind is OpKind.COMPUTE} == {
+        "measured ± 10 %"
+    }
+    part = replace(profile, ops={k: e for k, e in profile.ops.items() if not k.startswith("W")}, sealed=False)
+    found = sources(prepared.plan(), model_of(prepared, part))
+    assert found.word == "mixed" and found.edited
+    assert any("modelled" in w and "measured" in w for w in found.shapes), "an op of several nodes says both"
+
+
+def test_every_op_and_message_of_a_step_is_counted_once() -> None:
+    prepared = prepared_of()
+    plan = prepared.plan()
+    model = model_of(prepared, everything(prepared, 1e-3))
+    costs = model.price(plan)
+    found = sources(plan, model)
+    assert sum(r.seconds * r.times for r in found.rows) == pytest.approx(
+        float(costs.duration[plan.kind != OpKind.RECV].sum()), rel=1e-6
+    )
+
+
+def test_messages_inside_an_op_come_on_top_where_it_was_measured_alone() -> None:
+    prepared = prepared_of("parallel.tp=2")
+    plan = prepared.plan()
+    node = next(n for n in plan.graph.nodes if n.inline and not n.once)
+    alone, within = (model_of(prepared, everything(prepared, 1e-3, alone=a)) for a in (True, False))
+    assert sum(within.node_shares(node)) == pytest.approx(1e-3)
+    inside = sum(alone.message(m) for m in node.inline)
+    assert inside > 0 and sum(alone.node_shares(node)) == pytest.approx(1e-3 + inside)
+    rows = {r.name for r in sources(plan, alone).rows}
+    assert any(name.startswith(("all_gather 2@1", "all_reduce 2@1")) for name in rows)
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def links(kind: CommKind, ranks: int, nodes: int, factor: float) -> dict[str, Measured]:
+    """A group that is slower than modelled by a factor."""
+    fabric = Fabric.of(hardware_of(prepared_of().job))
+
+    def took(size: int) -> float:
+        return factor * message_seconds(Message(kind, size, ("dp",)), ranks, ranks // nodes, fabric)
+
+    return {link_class(Message(kind, n, ()), ranks, nodes): Measured(took(n), 0.0, 9) for n in SIZES}
+
+
+def test_a_group_on_other_nodes_is_another_one() -> None:
+    message = Message(CommKind.ALL_REDUCE, 2**20, ("dp",))
+    profile = Profile.of(MACHINE, {}, {"all_reduce 8@1 1048576": Measured(1.0, 0.0, 9)})
+    m = Measurements({}, profile)
+    assert m.message(message, Spread(8, 8, 1), lambda s: 5.0).seconds == 1.0
+    assert m.message(message, Spread(8, 4, 2), lambda s: 5.0).source is Source.MODELLED
+    anywhere = Profile.of(MACHINE, {}, {"all_reduce 8 1048576": Measured(2.0, 0.0, 9)})
+    for nodes in (1, 2):
+        assert Measurements({}, anywhere).message(message, Spread(8, 8 // nodes, nodes), lambda s: 5.0).seconds == 2.0
+
+
+def test_a_larger_group_is_corrected_by_what_the_model_was_off_at_the_nearest() -> None:
+    fabric = Fabric.of(hardware_of(prepared_of().job))
+    message = Message(CommKind.ALL_REDUCE, 2**20, ("dp",))
+
+    def price(s: Spread) -> float:
+        return message_seconds(message, s.ranks, s.per_node, fabric, nodes=s.nodes)
+
+    measured = {**links(CommKind.ALL_REDUCE, 16, 2, 1.5), **links(CommKind.ALL_REDUCE, 8, 1, 3.0)}
+    m = Measurements({}, Profile.of(MACHINE, {}, measured))
+    large = Spread(64, 8, 8)
+    found = m.message(message, large, price)
+    assert found.source is Source.EXTRAPOLATED and found.seconds == pytest.approx(1.5 * price(large), rel=0.1)
+    assert found.spread_s == pytest.approx(found.seconds - price(large)), "as uncertain as the correction is large"
+    inside = m.message(message, Spread(4, 4, 1), price)
+    assert inside.seconds == pytest.approx(3.0 * price(Spread(4, 4, 1)), rel=0.1), "one node's goes by one node's"
+    other = m.message(Message(CommKind.ALL_GATHER, 2**20, ("dp",)), large, lambda s: 7.0)
+    assert other.source is Source.MODELLED and other.seconds == 7.0
+
+
+def test_a_measured_update_serves_other_lengths_of_sequence() -> None:
+    prepared, longer = prepared_of(), prepared_of("model.seq_len=128")
+    profile = everything(prepared, 1e-3)
+    g = longer.plan().graph
+    named = zip(g.nodes, node_classes(g), op_shapes(g), strict=True)
+    found = {n.text(): lookup(profile, c, s) for n, c, s in named if s is not None}
+    updates = [f for text, f in found.items() if "UPDATE" in text]
+    assert updates and all(f is not None and f.source is Source.MEASURED for f in updates)
+    assert all(f is None for text, f in found.items() if "UPDATE" not in text), "one size makes no line"
