@@ -65,7 +65,9 @@ def _stages(
     prepared: Prepared, plan: Plan, batch: Waiting, region: Region
 ) -> tuple[dict[int, Stage], Mapping[str, tuple[str, ...]], list[Tensor]]:
     """Every stage, what its units read of the batch, and all that is there all the time."""
+    experts = {p.name for e in plan.graph.entries for p in e.part.params if p.expert}  # as if all were here
     held = shares(plan.graph, Places.of(plan).mesh.coordinates(0))
+    held = {n: share for n, share in held.items() if n not in experts}
     model, entries = model_of(prepared, held, region), prepared.base.entries
     built = model.build(model.chunks)
     grads = Gradients(built.params, TORCH[precision_of(prepared.job).grads])

@@ -24,7 +24,6 @@ from executor.target import Target
 from ir.errors import ErrorKind, PiperError
 from ir.job.build import Prepared
 from ir.plan import Plan
-from ir.plan_text import plan_digest
 
 AXES = ("tp", "cp", "ep", "etp")
 RANK: Target = "executor.calibrate_rank:measure_rank"
@@ -66,7 +65,7 @@ def measure(
         for i, (one, its, sets) in enumerate(sizes):
             folder = Path(name) / str(i)
             folder.mkdir()
-            spec = asdict(spec_of(one, plan_digest(its), sets, 1, folder))
+            spec = asdict(spec_of(one, "", sets, 1, folder))
             names = [[*key, found] for key, found in names_of(its).items()]
             pieces = [asdict(p) for p in recipes(its)[0]] if by == "kernels" else []
             told.append({"spec": spec, "names": names, "pieces": pieces})

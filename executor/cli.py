@@ -130,7 +130,8 @@ def spec_of(prepared: Prepared, digest: str, sets: Sequence[str], steps: int, fo
     strategy = folder / "strategy.json"
     strategy.write_text(json.dumps(directives_json(prepared.strategy)))
     job = str(Path(prepared.job.file).resolve())
-    return Spec(job, (*sets, *resolved(prepared)), str(strategy), prepared.schedule, digest, steps)
+    style = tuple(asdict(prepared.style).items())
+    return Spec(job, (*sets, *resolved(prepared)), str(strategy), prepared.schedule, digest, steps, style=style)
 
 
 def check_numbers(steps: int, watchdog_s: float, emulate: float | None, emulate_comm: float) -> None:

@@ -7,11 +7,14 @@ exchange of that layer and microbatch, in all passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from executor.inline import holders, let_go
+from executor.transport.base import Handle
 from ir.graph import COUNTS, Graph
 from ir.model.moe import spread
 
@@ -66,15 +69,16 @@ class Route:
         return cls(sent.view(ranks, -1).tolist(), got.view(ranks, -1).tolist())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trade:
     """What a rank puts into an all-to-all, and what for: (place, tensor) pairs that travel alike. rows, into_rows: of
-    every tensor, to and from each rank.
+    every tensor, to and from each rank. held: of each, how many tensors had its storage before.
     """
 
     pieces: tuple[tuple[Tensor, Tensor], ...]
     into_rows: tuple[int, ...]
     rows: tuple[int, ...]
+    held: tuple[int, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], rows: Sequence[int], into_rows: Sequence[int]) -> Trade:
@@ -86,7 +90,16 @@ class Trade:
         """
         total = sum(into_rows)
         pairs = [(t.new_empty(total, *t.shape[1:]), t.contiguous()) for t in tensors]
-        return cls(tuple(pairs), tuple(into_rows), tuple(rows))
+        return cls(tuple(pairs), tuple(into_rows), tuple(rows), tuple(holders(t) for pair in pairs for t in pair))
+
+    def post(self, move: Callable[..., Handle]) -> list[Handle]:
+        """Give all of it to a transport. What that takes for itself is not this rank's memory."""
+        with _disable_current_modes():
+            return [move(into, rows, self.into_rows, self.rows) for into, rows in self.pieces]
+
+    def end(self) -> None:
+        """It has ended, and this rank alone holds its tensors."""
+        let_go(list(zip((t for pair in self.pieces for t in pair), self.held, strict=True)))
 
     @property
     def arrives(self) -> tuple[Tensor, ...]:

@@ -6,11 +6,12 @@ The plan has these messages as `Node.inline`, with the op's own work, in the ord
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from executor import clock
 from executor.places import Places, check_divided
@@ -27,10 +28,10 @@ PATIENCE_S = 2.0
 class Wire:
     """One mesh axis: `size` ranks, of which this one is the `index`-th. Calls return when their message is over.
 
-    members: global ranks, in that order. Without a transport nothing moves, and results have their shapes alone.
+    members: global ranks, in that order. Without a transport nothing moves: as if the others had sent the same, or 0.
 
-    >>> wire = Wire(2, 1); wire.gather(torch.zeros(3)).shape, wire.scatter(torch.zeros(2, 3)).shape
-    (torch.Size([2, 3]), torch.Size([3]))
+    >>> wire = Wire(2, 1); wire.gather(torch.ones(2)).tolist(), wire.scatter(torch.tensor([[1.0], [2.0]])).tolist()
+    ([[1.0, 1.0], [1.0, 1.0]], [2.0])
     """
 
     def __init__(
@@ -62,18 +63,19 @@ class Wire:
         """Everyone's x: (…) → (size, …)."""
         x = x.contiguous()
         into = x.new_empty(self.size, *x.shape)
-        if (t := self._transport) is not None:
-            self._meet(CommKind.ALL_GATHER, into, x, lambda: t.all_gather(self.group, into.view(-1), x.view(-1)))
+        if (t := self._transport) is None:
+            return into.copy_(x)
+        self._meet(CommKind.ALL_GATHER, into, x, lambda: t.all_gather(self.group, into.view(-1), x.view(-1)))
         return into
 
     def scatter(self, x: Tensor) -> Tensor:
         """Reduce-scatter: everyone's x added up, of which the index-th row stays here: (size, …) → (…)."""
         x = x.contiguous()
         into = x.new_empty(x.shape[1:])
-        if (t := self._transport) is not None:
-            self._meet(
-                CommKind.REDUCE_SCATTER, x, into, lambda: t.reduce_scatter(self.group, into.view(-1), x.view(-1))
-            )
+        if (t := self._transport) is None:
+            return into.copy_(x[self.index])
+        flat = x.view(-1)
+        self._meet(CommKind.REDUCE_SCATTER, x, into, lambda: t.reduce_scatter(self.group, into.view(-1), flat))
         return into
 
     def _reduce(self, x: Tensor, *, largest: bool) -> Tensor:
@@ -87,23 +89,31 @@ class Wire:
 
     def _meet(self, kind: CommKind, whole: Tensor, part: Tensor, post: Callable[[], Handle]) -> None:
         """Post, and wait for the end. kind, whole: what moves, as the plan's message has it."""
-        held = [(x, holders(x)) for x in (whole, part) if not x.is_cuda]
-        handle = post()
-        if self._progress is not None:
-            self._progress.wait(r for k, r in enumerate(self.members) if k != self.index)
-        handle.wait()
-        del handle
+        held = [(x, holders(x)) for x in (whole, part)]
+        with _disable_current_modes():  # what the transport takes for itself is not this rank's memory
+            handle = post()
+            if self._progress is not None:
+                self._progress.wait(r for k, r in enumerate(self.members) if k != self.index)
+            handle.wait()
+            del handle
         if self._progress is not None:
             self._progress.go_on()
-        # A transport's thread lets go of its tensors a moment later; what is alive when must not depend on that.
-        limit_s = clock.now() + PATIENCE_S
-        while any(holders(x) > n for x, n in held) and clock.now() < limit_s:
-            time.sleep(1e-5)
+        let_go(held)
 
 
 def holders(x: Tensor) -> int:
     """How many tensors, of whatever thread, hold a tensor's storage."""
     return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
+
+
+def let_go(held: Sequence[tuple[Tensor, int]]) -> None:
+    """Wait until no more tensors hold each storage than did before a message that has ended.
+
+    A transport's thread lets go of its tensors a moment later; what is alive when must not depend on that.
+    """
+    limit_s = clock.now() + PATIENCE_S
+    while any(holders(x) > n for x, n in held if not x.is_cuda) and clock.now() < limit_s:
+        time.sleep(1e-5)
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,7 @@ class Region:
         for axis, size in zip(AXES, (layout.tp, layout.cp), strict=True):
             members = places.group(rank, (axis,), (program,))
             wires.append(Wire(size, members.index(rank), axis, members, transport, progress) if size > 1 else Wire())
-        return cls(*wires, sequence=layout.sequence_parallel)
+        return cls(wires[0], wires[1], layout.sequence_parallel)
 
 
 def stretches(t: Tensor, size: int, index: int) -> Tensor:

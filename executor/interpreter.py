@@ -73,7 +73,7 @@ class Interpreter:
         self._pending: list[Pending] = []
         self._values: dict[Value, Tensor] = {}
         self._under: dict[int, Pending] = {}  # communication ops that the host has not yet seen end
-        self._leaving: dict[int, Trade] = {}  # of exchanges among these: what they send
+        self._trades: dict[int, Trade] = {}  # exchanges among these, which hold what they send until then
         self._streams: dict[str, Stream] = {}
         self._latest: dict[str, Queued] = {}
         self._batches: Mapping[int, Waiting] = {}
@@ -156,10 +156,9 @@ class Interpreter:
         if (counts := self.program.counted.get(i)) is not None:
             self._wait(counts, i)
         ((_, node, mb),) = self.program.covers(i)
-        trade = self._leaving[i] = self.stages[node.stage].exchange(Pass(str(node.kind)), mb, node.part)
+        trade = self._trades[i] = self.stages[node.stage].exchange(Pass(str(node.kind)), mb, node.part)
         row.post_s = clock.now()
-        sizes, move = (trade.into_rows, trade.rows), self.transport.all_to_all
-        return lambda: Joined([move(group, into, rows, *sizes) for into, rows in trade.pieces])
+        return lambda: Joined(trade.post(partial(self.transport.all_to_all, group)))
 
     def _queue(
         self,
@@ -196,7 +195,8 @@ class Interpreter:
         queued.wait()
         assert queued.end is not None
         self.device.follow(queued.end)
-        self._leaving.pop(op, None)
+        if (trade := self._trades.pop(op, None)) is not None:
+            trade.end()
 
     # -- compute ------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from ir.durations import emulated_seconds, replayed_seconds
 from ir.errors import ErrorKind, PiperError
 from ir.job import Job, load_job
 from ir.job.build import Prepared, prepare
+from ir.model.setting import Loss, Style
 from ir.order import FloatArray
 from ir.plan import Plan
 from ir.plan_text import plan_digest
@@ -30,6 +31,7 @@ _ONE_BY_ONE = Lock()  # ranks that are threads of one process share the plan
 class Spec:
     """A run as the launcher hands it to every rank: the job, the strategy that was judged, the digest it must have.
 
+    digest: "" where no plan is run, only its parts are looked at. style: the fields of `Prepared.style`.
     dump: a folder for each rank's gradients and parameters, of the first step and of the last. emulate: seconds of a
     layer's pass, instead of arithmetic; replay: a trace file whose ops' seconds are taken instead. emulate_comm:
     seconds by which the end of each transfer is put off. parts: a folder for what each node of every compute op took.
@@ -51,12 +53,14 @@ class Spec:
     parts: str | None = None
     saving: Saving = field(default_factory=Saving)
     note: bool = False
+    style: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Spec:
         """From the JSON that the launcher wrote."""
         saving = Saving(**fields.get("saving", {}))
-        return cls(**{**fields, "sets": tuple(fields["sets"]), "saving": saving})
+        style = tuple((k, v) for k, v in fields.get("style", ()))
+        return cls(**{**fields, "sets": tuple(fields["sets"]), "saving": saving, "style": style})
 
     @property
     def real(self) -> bool:
@@ -90,6 +94,16 @@ def _of_position(trace: Trace, places: Places, position: int) -> Trace:
     return Trace(trace.header, trace.step[rows], rank, stream, op, *columns)
 
 
+def style_of(fields: Sequence[tuple[str, Any]]) -> Style:
+    """A framework's style from its fields, enums as their text.
+
+    >>> style_of([("loss", "plain"), ("eager", True)]).loss
+    <Loss.PLAIN: 'plain'>
+    """
+    given = dict(fields)
+    return Style(**{**given, "loss": Loss(given["loss"])} if "loss" in given else given)
+
+
 def rebuild(spec: Spec) -> tuple[Prepared, Plan]:
     """The plan that was judged and checked, built again from job and strategy. Raises PiperError: another digest."""
     with _ONE_BY_ONE:
@@ -100,9 +114,9 @@ def rebuild(spec: Spec) -> tuple[Prepared, Plan]:
 def _rebuild(spec: Spec) -> tuple[Prepared, Plan]:
     job = load_job(spec.job, spec.sets)
     schedule = replace(job.schedule, name=None, directives=spec.strategy, builder=None, csv=None)
-    prepared = replace(prepare(replace(job, schedule=schedule)), schedule=spec.schedule)
+    prepared = replace(prepare(replace(job, schedule=schedule), style=style_of(spec.style)), schedule=spec.schedule)
     plan = prepared.plan()
-    if (found := plan_digest(plan)) != spec.digest:
+    if (found := plan_digest(plan)) != spec.digest and spec.digest:
         raise PiperError(ErrorKind.ILLEGAL_PLAN, f"the plan's digest is {found}, {spec.digest} was to be run")
     return prepared, plan
 

@@ -14,7 +14,7 @@ from ir.job.build import Prepared, precision_of
 from ir.model.setting import Precision
 from ir.places import Places, several, sharers
 from ir.plan import Plan
-from ir.sync import Bucket, buckets
+from ir.sync import Bucket, buckets, repeated
 from piper_sim.splice_account import Account
 
 SUM_BYTES = 8  # of one parameter's sum of squares
@@ -39,8 +39,10 @@ class Flat:
     squares: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, bucket: Bucket, places: Places, rank: int, numels: Numels, p: Precision) -> Flat:
-        """As `executor.flat` lays it out."""
+    def of(
+        cls, bucket: Bucket, places: Places, rank: int, numels: Numels, p: Precision, counted: Iterable[str]
+    ) -> Flat:
+        """As `executor.flat` lays it out. counted: the parameters that this rank squares, in canonical order."""
         members = sharers(bucket, places, rank)
         index, zero = members.index(rank), bucket.replica.zero if len(members) > 1 else 0
         where, end = places_in({n: numels[n] for n in bucket.params}, min(p.params.bytes, p.grads.bytes))
@@ -58,7 +60,7 @@ class Flat:
             passing=size * p.reduce.bytes,
             updates=shard if zero else size,
             wide=wide,
-            squares=tuple(_within(where, mine, numels)) if counts else None,
+            squares=tuple(_within(where, mine, counted)) if counts else None,
         )
 
 
@@ -91,8 +93,11 @@ class SyncMemory:
         self.sums = SUM_BYTES * len(numels)
         found = buckets(plan.graph)
         shared = several(found, program)
-        self.flat = {b.key: Flat.of(b, places, rank, numels, precision) for b in shared}
-        self.alone = [numels[n] for b in found if program in b.owners and b not in shared for n in b.params]
+        elsewhere = repeated(plan.graph) if places.mesh.coordinates(rank)["tp"] else frozenset[str]()
+        counted = [n for n in numels if n not in elsewhere]
+        self.flat = {b.key: Flat.of(b, places, rank, numels, precision, counted) for b in shared}
+        alone = [n for b in found if program in b.owners and b not in shared for n in b.params]
+        self.alone, self.squared = ([numels[n] for n in alone if n not in skip] for skip in ((), elsewhere))
         self.lists = {
             (kind, wide): _list(kind, wide, precision, job.optimizer.name, self.clip, lists)
             for kind in (Once.NORM, Once.UPDATE)
@@ -100,8 +105,8 @@ class SyncMemory:
         }
         updates = [*((n, False) for n in self.alone), *((f.updates, f.wide) for f in self.flat.values())]
         state = _state(precision, job.optimizer.name) * sum(n for n, _ in updates)
-        alone = sum(self.alone) * (precision.params.bytes + precision.grads.bytes)
-        self.persistent = alone + sum(f.persistent for f in self.flat.values()) + state
+        held = sum(self.alone) * (precision.params.bytes + precision.grads.bytes)
+        self.persistent = held + sum(f.persistent for f in self.flat.values()) + state
         self.squaring = self._squaring()
         self.updating = self._most(Once.UPDATE, ((part, wide) for n, wide in updates for part in update_blocks(n)))
 
@@ -125,7 +130,7 @@ class SyncMemory:
 
     def _squaring(self) -> int:
         """The sums of all parameters; beside them, those of one bucket after the other."""
-        most = self._most(Once.NORM, [(n, False) for n in self.alone])
+        most = self._most(Once.NORM, [(n, False) for n in self.squared])
         for f in self.flat.values():
             if f.squares is not None:
                 most = max(most, self.sums + self._most(Once.NORM, [(n, f.wide) for n in f.squares]))

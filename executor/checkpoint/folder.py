@@ -120,9 +120,9 @@ class Lock:
         self.folder = folder
         self._fd = _locked(folder, fcntl.LOCK_EX)
 
-    def say(self, run: str) -> None:
-        """Leave word of the run for its other ranks, and of the process for whoever is refused."""
-        text = json.dumps({"run": run, "pid": os.getpid(), "host": socket.gethostname()}).encode()
+    def say(self, run: str, name: str) -> None:
+        """Leave word for the run's other ranks, and of the process for whoever is refused."""
+        text = json.dumps({"run": run, "name": name, "pid": os.getpid(), "host": socket.gethostname()}).encode()
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text, 0)
 
@@ -136,10 +136,14 @@ def check_free(folder: Path) -> None:
     os.close(_locked(folder, fcntl.LOCK_SH))
 
 
-def run_of(folder: Path) -> str:
-    """The run that the lock's holder has named. Raises PiperError: this machine sees another folder."""
+def said(folder: Path) -> tuple[str, str]:
+    """What the lock's holder has said: all runs that continue one another have one name, and each its own.
+
+    Raises PiperError: this machine sees another folder.
+    """
     try:
-        return str(json.loads((folder / LOCK).read_bytes())["run"])
+        words = json.loads((folder / LOCK).read_bytes())
+        return words["run"], words["name"]
     except (OSError, ValueError, KeyError) as error:
         fix = "a folder on a file system that all machines share"
         raise PiperError(
@@ -171,14 +175,14 @@ def _locked(folder: Path, how: int) -> int:
 
 def _holder(words: bytes) -> str:
     with suppress(ValueError, KeyError, TypeError):
-        said = json.loads(words)
-        return f" (process {said['pid']} on {said['host']})"
+        holder = json.loads(words)
+        return f" (process {holder['pid']} on {holder['host']})"
     return ""
 
 
-def part_of(folder: Path, step: int, run: str) -> Path:
-    """Where a checkpoint lies until it is complete."""
-    return folder / f"{step_name(step)}.tmp-{run}"
+def part_of(folder: Path, step: int, name: str) -> Path:
+    """Where a run's checkpoint lies until it is complete."""
+    return folder / f"{step_name(step)}.tmp-{name}"
 
 
 def sweep(folder: Path) -> None:

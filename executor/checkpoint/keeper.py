@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from executor.checkpoint.folder import Lock, file_of, part_of, prune, publish, run_of, step_name, sweep
+from executor.checkpoint.folder import Lock, file_of, part_of, prune, publish, said, step_name, sweep
 from executor.checkpoint.manifest import MANIFEST, VERSION, Manifest, Part, read_manifest, stored
 from executor.checkpoint.owners import written
 from executor.checkpoint.pieces import Piece
@@ -55,7 +55,7 @@ class Keeper:
         self.places = Places.of(plan)
         self.saved: str | None = None
         self._lock: Lock | None = None
-        self._run = ""
+        self._run, self._name = "", ""  # of all runs that continue one another; of this one
 
     def begin(self, transport: Transport) -> None:
         """Take the folder, and take up the checkpoint. All ranks go on together."""
@@ -63,13 +63,14 @@ class Keeper:
         if s.save is not None and self.rank == 0:
             self._lock = Lock(Path(s.save))
             sweep(Path(s.save))
-            self._lock.say(self._continued() or uuid.uuid4().hex[:12])
+            name = uuid.uuid4().hex[:12]
+            self._lock.say(self._continued() or name, name)
         if s.resume is not None:
             self._load(Path(s.resume), transport)
         if s.save is not None or s.resume is not None:
             self._together(transport, "begin")
         if s.save is not None:
-            self._run = run_of(Path(s.save))
+            self._run, self._name = said(Path(s.save))
 
     def after(self, done: int, steps: int, transport: Transport) -> None:
         """Behind a step: save if it is time to. Raises PiperError (io): it cannot be written."""
@@ -85,7 +86,7 @@ class Keeper:
                 self._finish(done)
         except OSError as error:
             message = f"cannot save {name}: {error.strerror or error}"
-            fix = f"make room; {self.saved or 'no checkpoint of this run'} is complete"
+            fix = f"make room; {self.saved or self.saving.resume or 'no checkpoint'} is complete"
             raise PiperError(
                 ErrorKind.IO, message, file=str(error.filename or self.saving.save), suggestion=fix
             ) from error
@@ -104,7 +105,7 @@ class Keeper:
 
     def _write(self, done: int) -> None:
         """This rank's pieces, and what they are."""
-        part = part_of(Path(self.saving.save or ""), done, self._run)
+        part = part_of(Path(self.saving.save or ""), done, self._name)
         part.mkdir(exist_ok=True)
         mine = written(self.plan.graph, self.places, self.rank)
         tensors: dict[str, Tensor] = {}
@@ -116,14 +117,14 @@ class Keeper:
                 tensors |= {f"{slot}/{name}": flat.view(shape) for slot, flat in slots.items()}
         tensors |= {f"{RANDOM}{device}": state for device, state in _random_states().items()}
         file = file_of(self.rank)
-        said = {"format": "pt", "step": str(done), "rank": str(self.rank)}
-        found = Part(file, write_tensors(part / file, tensors, said, self.progress.go_on), pieces)
+        words = {"format": "pt", "step": str(done), "rank": str(self.rank)}
+        found = Part(file, write_tensors(part / file, tensors, words, self.progress.go_on), pieces)
         (part / f"{file}.json").write_bytes(msgspec.json.encode(found))
 
     def _finish(self, done: int) -> None:
         """Rank 0: add the manifest to what all ranks have written, and give it its name."""
         folder = Path(self.saving.save or "")
-        part = part_of(folder, done, self._run)
+        part = part_of(folder, done, self._name)
         notes = [part / f"{file_of(r)}.json" for r in range(self.places.ranks)]
         parts = [msgspec.json.decode(note.read_bytes(), type=Part) for note in notes]
         manifest = self._manifest(done, parts)

@@ -58,7 +58,7 @@ class _Stored(torch.autograd.Function):
             p, dp = probs[..., at, :], d_probs[..., at, :]
             inner = (dp * p).to(fp).sum(-1, keepdim=True)
             d_scores[..., at, :] = _softmax_backward(q, p, dp, inner)
-        del d_probs
+        del d_probs, p, dp
         dq = d_scores @ _per_query(k, heads)
         return dq, _per_key(d_scores.transpose(-1, -2) @ q, k.shape[1]), dv, None
 

@@ -113,7 +113,8 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        x = _entered(*ctx.saved_tensors, ctx.region).flatten(0, -2)
+        (x,) = ctx.saved_tensors
+        x = _entered(x, ctx.region).flatten(0, -2)
         flat = [dy.flatten(0, -2) for dy in dys]
         dws = [x.t() @ dy if ctx.flipped else dy.t() @ x for dy in flat]
         dbs = [dy.sum(0) if f else None for dy, f in zip(flat, ctx.formats[len(dys) :], strict=True)]

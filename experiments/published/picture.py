@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MARKS = "osD^v<>PXph*d8H"
-_COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8f5db7", "#e08e1b", "#0f8b8d", "#7a4b2a", "#5b6b80")
+_COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8f5db7", "#e08e1b", "#0f8b8d", "#7a4b2a", "#5b6b80", "#c2b016")
 _INK, _BAND = "#1f2933", "#dfe5ec"
 
 
@@ -58,8 +58,14 @@ def _bytes(rows: Sequence[Score]) -> Iterator[tuple[float, float]]:
 
 def _frame(axes: Axes, what: str) -> None:
     """Both scales alike, with the band."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axis.set_minor_locator(NullLocator())
     low = min(axes.get_xlim()[0], axes.get_ylim()[0])
     high = max(axes.get_xlim()[1], axes.get_ylim()[1])
     axes.set_xlim(low, high)

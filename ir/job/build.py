@@ -49,6 +49,7 @@ class Prepared:
     base: Graph
     strategy: tuple[Directive, ...]
     policy: Policy
+    style: Style = FUSED_STYLE
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -114,7 +115,7 @@ def prepare(
     """Resolve a job. gpus_per_node: the hardware's, where the job names none. times: for searched schedules.
 
     chunk_cost: what `balanced` weighs a chunk by; its FLOPs where nothing better is known. most_layers: of a stage.
-    style: the framework's; plans do not depend on it, bytes and kernels do.
+    style: the framework's: the same ops with other bytes and kernels.
 
     Raises PiperError: sizes that do not fit the cluster, the model or each other, each with the nearest that do.
     """
@@ -155,7 +156,7 @@ def _prepare(
     else:
         strategy, name = (*placing(made), *dividing(job, config), ordering(made)), made.name
     policy = Policy(clip=job.optimizer.clip_norm > 0)
-    return Prepared(job, config, mesh, name, mesh.ranks, mbs, made.stages, base, tuple(strategy), policy)
+    return Prepared(job, config, mesh, name, mesh.ranks, mbs, made.stages, base, tuple(strategy), policy, style)
 
 
 def resolve(job: Job, gpus_per_node: int | None = None) -> Job:

@@ -74,13 +74,15 @@ def head(s: Setting) -> PartWork:
     exact = max(4, s.wide)
     sums = tuple(all_reduce(Pass.F, s.tokens * exact) for _ in range(3)) if s.layout.tp > 1 else ()
     gathered = s.tokens * h * s.wide if s.sp else 0
+    turned = s.style.loss is Loss.PARALLEL and exact == s.wide
     return PartWork(
         forward=(out.forward(s), *loss.forward),
         input_grad=(*loss.backward, out.input_grad(s)),
         weight_grad=k.weight_grad(s, out),
         out_bytes=s.tokens * exact,
-        saved=(Saved("softmax", loss.kept, Pass.I), Saved("labels", ID_BYTES * s.tokens, Pass.I)),
-        stash_bytes=k.stash(s, out),
+        # In the logits' own format the softmax becomes their gradient where it lies, and stays until W.
+        saved=(Saved("softmax", loss.kept, Pass.W if turned else Pass.I), Saved("labels", ID_BYTES * s.tokens, Pass.I)),
+        stash_bytes=0 if turned else k.stash(s, out),
         inline=(*enter(s, h), *sums),
         forward_workspace=loss.beside + gathered,
         input_grad_workspace=gathered,

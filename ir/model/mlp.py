@@ -53,6 +53,8 @@ def shared(s: Setting) -> PartWork:
     assert moe is not None
     width = moe.shared_ffn // s.layout.tp
     up, down = _linears(s, width)
+    n = s.stream * h * s.wide
+    came = s.tokens * h * s.wide if s.sp else s.cached(s.tokens * h) if s.fp8 else 0
     # Where tokens are dispatched in fp8, the router has already quantised them.
     quantise = () if s.precision.dispatch.bytes == 1 else k.cast(s, "normed", s.stream * h)
     return PartWork(
@@ -65,9 +67,7 @@ def shared(s: Setting) -> PartWork:
         inline=(*enter(s, h), *leave(s, h)),
         forward_workspace=max((s.tokens - s.stream) * h * s.wide, _before_cast(s, width)),
         input_grad_workspace=beyond(
-            inner_grads(s, s.tokens, width) + (s.cached(s.tokens * h) if s.fp8 else 0),
-            s.stream * h * s.wide,
-            k.stash(s, down, up),
+            came + max(inner_grads(s, s.tokens, width), s.tokens * h * s.wide), n, k.stash(s, down, up)
         ),
         model_flops=2 * s.shape.tokens * h * moe.shared_ffn * (c.activation.ups + 1),
     )

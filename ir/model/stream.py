@@ -43,12 +43,13 @@ def residual(s: Setting) -> Kernel:
 def residual_grads(s: Setting, inner: int) -> int:
     """Bytes of gradients at their most between a residual branch's two ends. inner: of those inside of it.
 
-    They stand beside what dropout made of the gradient that came, and its fp8 copy. At the near end: the normed input's
-    gradient, the input's, and its sum with the gradient that goes round.
+    They stand beside the gradient that came, as dropout made it or sequence parallelism gathered it, and its fp8 copy.
+    At the near end: the normed input's gradient, the input's, and its sum with the gradient that goes round.
     """
-    n = s.stream * s.config.hidden
+    whole, n = (t * s.config.hidden * s.wide for t in (s.tokens, s.stream))
+    came = whole if s.sp else n if s.config.hidden_dropout else 0
     copy = s.cached(s.tokens * s.config.hidden) if s.fp8 else 0
-    return max(inner + copy + (n * s.wide if s.config.hidden_dropout else 0), 3 * n * s.wide)
+    return came + max(inner + copy, whole + 2 * n)
 
 
 def residual_backward(s: Setting) -> Work:

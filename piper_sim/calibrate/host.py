@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from cost_models import Hardware
 from ir.errors import PiperError
 from ir.job import Job
-from ir.job.build import Prepared
+from piper_sim.prepare import hardware_of, prepare_priced
 from piper_sim.validate.calibrating import elsewhere
 from piper_sim.validate.runs import Executor, Options, Tools, ran
 from piper_sim.validate.samples import host_seconds
@@ -15,12 +15,15 @@ from piper_sim.validate.samples import host_seconds
 STEPS = 5
 
 
-def probe(
-    executor: Executor, job: Job, prepared: Prepared, hardware: Hardware, sets: Sequence[str], watchdog_s: float
-) -> float | None:
-    """Run another plan of the job, never the job's own, without arithmetic. None: the executor has no such run."""
+def probe(executor: Executor, job: Job, sets: Sequence[str], watchdog_s: float) -> float | None:
+    """Run another plan of the job, never the job's own, without arithmetic. None: the executor has no such run.
+
+    Without the framework that a prediction may be of: the executor is none.
+    """
+    job = replace(job, costs=replace(job.costs, software=None))
+    hardware = hardware_of(job)
     try:
-        other, more = elsewhere(job, prepared, hardware)
+        other, more = elsewhere(job, prepare_priced(job, hardware), hardware)
         plan, changed = other.plan(), (*sets, *more)
         executor.check(other, plan, changed, ranks=other.ranks, backend="gloo", real=False)
     except PiperError:

@@ -133,7 +133,7 @@ def calibrate(
         timed = stopwatch.measure(sizes, by=by, watchdog_s=asked.watchdog_s, **options)  # type: ignore[arg-type]
         host_s = None
         if processes == prepared.ranks and asked.backend == "gloo":
-            host_s = probe(executor, job, prepared, hardware, sets, asked.watchdog_s)
+            host_s = probe(executor, job, sets, asked.watchdog_s)
         new = profile_of(timed, sizes, host_s, by)
     profile = new if base is None else laid_over(new, base, machine=not asked.imports)
     found = sources(prepared.plan(), CostModel(prepared, hardware, profile))

@@ -17,6 +17,7 @@ STEP, PEAK, CLASS, NOTE = "iteration_s", "peak_allocated_GiB", "class", "note"
 OOM = "oom"
 GIB = 2**30
 _OWN = (STEP, PEAK, CLASS, NOTE)
+_CODE = ("schedule.builder", "model.module")
 _LIMIT_BYTES = 10_000_000
 _LIMITS = {STEP: 1e7, PEAK: 1e4}
 
@@ -102,6 +103,8 @@ def _check_columns(line: int, columns: Sequence[str]) -> None:
     for name in columns:
         if columns.count(name) > 1:
             raise _wrong(line, name or "(empty)", "given twice", suggestion="once")
+        if name in _CODE:
+            raise _wrong(line, name, "a table runs no code", suggestion="name it in the job")
         section, _, key = name.partition(".")
         key = key.partition(".")[0]
         known = section in SECTIONS and section != "history" and key

@@ -76,7 +76,7 @@ def alone(s: Scenario, t: Times) -> FloatArray:
     seen = last.copy()
     np.maximum.at(last, meeting, t.start.T[members])
     np.maximum.at(seen, meeting, t.end.T[members])
-    out[:, members] = (seen - last)[meeting].T
+    out[:, members] = (seen[meeting] - last[meeting]).T
     return np.maximum(out, 0.0)
 
 

@@ -76,13 +76,13 @@ BEYOND = (
         out=lambda c: 4 - 4 * c.tokens,
     ),
     Beyond(
-        "an MTP module's labels are moved by one: int64 of its own",
-        lambda c: c.name == "mtp0.head",
-        until_i=lambda c: 8 * c.tokens,
+        "token ids come with the batch, and are the module's own only in an MTP module, which makes them of the labels",
+        lambda c: c.name == "embed.embed",
+        until_w=lambda c: -8 * c.tokens,
     ),
     Beyond(
-        "an MTP module's token ids are the labels with masked ones replaced: int64 of its own",
-        lambda c: c.name == "mtp0.embed",
-        until_w=lambda c: 8 * c.tokens,
+        "so do labels, which an MTP module's head moves by one",
+        lambda c: c.name == "head.head",
+        until_i=lambda c: -8 * c.tokens,
     ),
 )

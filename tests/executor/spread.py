@@ -111,7 +111,7 @@ def drawn(seed: int = 5) -> list[Case]:
     return [replace(c, optimizer=draw.choice(VALUES["optimizer"])) for c in rows]
 
 
-def covering(seed: int = 13) -> list[Case]:
+def covering(seed: int = 19) -> list[Case]:
     """Few cases in which every two values meet that can, of few ranks: those that add most first.
 
     >>> rows = covering(); len(rows) < 30, pairs(everything()) - pairs(rows)
@@ -121,7 +121,7 @@ def covering(seed: int = 13) -> list[Case]:
     draw.shuffle(rest)
     missing, out = pairs(rest), list[Case]()
     while missing:
-        best = max(rest, key=lambda c: (len(missing & pairs([c])), -c.ranks))
+        best = max(rest, key=lambda c: len(missing & pairs([c])) / c.ranks**0.3)
         out.append(best)
         missing -= pairs([best])
     return sorted(out)

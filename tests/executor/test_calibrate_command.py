@@ -191,3 +191,5 @@ def test_classes_are_those_of_the_framework_that_the_job_names(
             flags = sets(*SMALL, f"costs.software={software}")
             found = command(capfd, "calibrate", job, *one, *flags, "--by", by)
             assert all("@" in name for name in found["missing"]), "messages alone: one process has nobody to send to"
+    profile = calibrate(load_job(job, flags[1::2]), flags[1::2], Asked(processes=2, repeats=1), stopwatch, cli).profile
+    assert profile.host_s is not None, "the host's cost is not a framework's"

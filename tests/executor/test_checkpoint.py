@@ -16,7 +16,7 @@ from tests.executor.checkpoints import Case, covering, hashes, resumed, saved
 from tests.executor.runs import Ran, distance, merged, run
 
 CASES = covering()
-QUICK = 5
+QUICK = 4
 ROUNDING, VISIBLE = 1e-10, 1e-6
 
 

@@ -173,10 +173,8 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("moment", "rank", "loads"),
-    [pytest.param(*m, marks=[pytest.mark.slow] if i != 3 else []) for i, m in enumerate(MOMENTS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("moment", "rank", "loads"), MOMENTS)
 def test_a_kill_at_any_moment_of_saving(
     moment: str, rank: int, loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

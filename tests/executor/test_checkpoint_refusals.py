@@ -31,7 +31,7 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with checkpoints of steps 2 and 4."""
-    folder = tmp_path_factory.mktemp("saved")
+    folder = tmp_path_factory.mktemp("above") / "saved"
     saved(folder, steps=STEPS, every=2)
     return folder
 
@@ -209,7 +209,7 @@ def test_what_was_never_finished_is_passed_over(copy: Path) -> None:
 def test_two_runs_do_not_save_to_one_folder(tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_module, "PATIENCE_S", 0.2)
     lock = Lock(tmp_path / "folder")
-    lock.say("one")
+    lock.say("one", "two")
     error = refused("--save", str(tmp_path / "folder"))
     assert error["kind"] == "io" and "another run saves to it (process " in error["message"]
     lock.free()

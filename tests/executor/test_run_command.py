@@ -46,6 +46,17 @@ def test_every_plan_of_one_global_batch_prints_the_same_numbers(
         assert found["gpipe"][key] == want == found["zbv"][key]
 
 
+def test_a_framework_s_bytes_are_in_the_plan_that_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = str(job_file(tmp_path))
+    framework = ["--set", "costs.software=nanotron"]
+    ran, predicted, plain = (
+        command(capfd, "run", job, "-n", "2", "--steps", "1", *framework),
+        command(capfd, "simulate", job, *framework),
+        command(capfd, "simulate", job),
+    )
+    assert ran["plan_digest"] == predicted["plan_digest"] != plain["plan_digest"]
+
+
 def test_files_are_written_and_never_overwritten(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job, out = str(job_file(tmp_path)), tmp_path / "out"
     found = command(capfd, "run", job, "-n", "2", "--out", str(out))

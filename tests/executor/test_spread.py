@@ -16,6 +16,7 @@ import pytest
 from executor import cli
 from executor.modules.decoder import Decoder
 from executor.places import Places
+from executor.verdict import RankFailed
 from ir.errors import PiperError
 from ir.job.build import Prepared
 from ir.model import load_config
@@ -25,6 +26,7 @@ from ir.routing.forced import Forced
 from ir.work import CommKind
 from tests.executor import spread_faults as faults
 from tests.executor.families import TINY
+from tests.executor.faults import at_op
 from tests.executor.runs import alone, error, judged, merged, run
 from tests.executor.spread import ONE, ROUNDING, STEPS, Case, covering, drawn, far
 from tests.executor.test_run_faults import _inject
@@ -73,7 +75,11 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", MORE)
+USUAL = ("deepseek_v2 limited", "deepseek_v3", "recompute beside shared experts", "one expert per token")
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=slow) for n in MORE])
 def test_every_kind_of_mixture_trains_as_one_process_does(name: str) -> None:
     assert far(*MORE[name], steps=FEW) <= ROUNDING
 
@@ -99,7 +105,7 @@ def test_threads_exchange_as_processes_do_and_a_repeated_run_is_the_same() -> No
         assert all(np.array_equal(mine[n], theirs[n]) for n in mine)
 
 
-@pytest.mark.parametrize("formats", [("fp32", 1e-4), ("bf16", 3e-2)], ids=lambda f: f[0])
+@pytest.mark.parametrize("formats", [pytest.param(("fp32", 1e-4), marks=slow), ("bf16", 3e-2)], ids=lambda f: f[0])
 def test_narrower_formats_are_as_near_as_they_can_be(formats: tuple[str, float]) -> None:
     name, near = formats
     sets = (*ONE, f"precision.compute={name}", "precision.params=fp32", "optimizer.name=sgd", "optimizer.lr=0.1")
@@ -111,7 +117,13 @@ def test_narrower_formats_are_as_near_as_they_can_be(formats: tuple[str, float])
 
 
 @pytest.mark.parametrize(
-    ("zero", "dense", "experts"), [(0, (1, 1, 1), (2, 2, 2)), (1, (1, 1, 4), (2, 2, 4)), (3, (4, 4, 4), (4, 4, 4))]
+    ("zero", "dense", "experts"),
+    [
+        pytest.param(0, (1, 1, 1), (2, 2, 2), marks=slow),
+        (1, (1, 1, 4), (2, 2, 4)),
+        pytest.param(2, (1, 4, 4), (2, 4, 4), marks=slow),
+        (3, (4, 4, 4), (4, 4, 4)),
+    ],
 )
 def test_a_rank_holds_its_share_of_experts_and_of_the_rest(
     zero: int, dense: tuple[int, ...], experts: tuple[int, ...]
@@ -202,7 +214,7 @@ def test_ops_of_a_given_time_exchange_rows_as_planned(kind: str) -> None:
         (faults.divided_again, ONE),
         (faults.swapped_sources, (*ONE, "routing.forced=true")),
         (faults.ungathered, (*FOUR, "parallel.zero=2")),
-        (faults.ungathered, (*FOUR, "parallel.zero=1")),
+        pytest.param(faults.ungathered, (*FOUR, "parallel.zero=1"), marks=slow),
         (faults.alone_in_edp, (*FOUR, "parallel.zero=0")),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
@@ -221,3 +233,13 @@ def test_one_thing_wrong_with_experts_is_seen(
 def test_tensor_parallel_experts_are_refused() -> None:
     with pytest.raises(PiperError, match="etp = 2 is planned and simulated, but not executed yet"):
         run(*ONE, "parallel.ep=1", "parallel.etp=2")
+
+
+@pytest.mark.parametrize("part", [pytest.param("counts", marks=slow), "dispatch", pytest.param("combine", marks=slow)])
+def test_who_fails_at_an_exchange_is_named_and_who_waits_there(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, plan = judged(Path(tempfile.mkdtemp()), *ONE)
+    index = next(i for i, text in enumerate(plan.texts) if text == f"0F1/l1.{part}")
+    _inject(monkeypatch, at_op, {"rank": 1, "index": index, "kind": "raise", "mark": "/dev/null"})
+    with pytest.raises(RankFailed, match="bad luck") as info:
+        run(*ONE)
+    assert (info.value.rank, info.value.op) == (1, plan.text(index)) and set(info.value.waiting) == {0}

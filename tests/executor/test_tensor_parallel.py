@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from executor import cli
+from executor.alloc import take_lists
 from executor.places import Places
 from executor.verdict import RankFailed
 from ir import sync
@@ -25,7 +26,9 @@ from ir.plan import OpKind, Plan
 from piper_sim.costs import CostModel
 from piper_sim.memory import state
 from piper_sim.prepare import hardware_of
+from piper_sim.splice import peaks
 from tests.executor import faults, inline_faults
+from tests.executor.alloc_runs import measured, planned
 from tests.executor.divided import Case, covering, handful
 from tests.executor.runs import alone, distance, error, judged, merged, run
 from tests.executor.test_run_families import sets as family_sets
@@ -100,6 +103,43 @@ def test_a_compute_op_sends_what_the_plan_says(sets: tuple[str, ...], monkeypatc
         assert kinds == {("F", "all_reduce", "tp"), ("I", "all_reduce", "tp")}
     else:
         assert {("F", "reduce_scatter", "tp"), ("W", "all_gather", "tp")} <= kinds
+
+
+# -- memory and formats -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("parallel.pp=1", "parallel.tp=2", "parallel.cp=2", "schedule.recompute=full"),
+        family_sets("deepseek_v3", *TP, "schedule.microbatches=2", "model.seq_len=160"),
+        pytest.param(("parallel.tp=2", "parallel.cp=2", "schedule.name=zbv"), marks=pytest.mark.slow),
+        pytest.param(family_sets("gpt2", *WHOLE, "parallel.dp=2", "model.n_positions=160"), marks=pytest.mark.slow),
+        pytest.param(family_sets("mistral", *CP, "parallel.zero=3"), marks=pytest.mark.slow),
+        pytest.param(family_sets("mixtral", *TP, "parallel.zero=1", "schedule.recompute=mlp"), marks=pytest.mark.slow),
+    ],
+    ids=["tp cp full", "latent", "tp cp pp", "whole tokens", "window", "experts"],
+)
+def test_peak_memory_is_what_was_predicted_to_the_byte(sets: tuple[str, ...]) -> None:
+    prepared, plan = planned(*sets)
+    assert peaks(prepared, plan, take_lists(prepared, plan)) == measured(*sets)
+
+
+@pytest.mark.parametrize(
+    ("formats", "limit"),
+    [(("precision.compute=fp32",), 1e-4), (("precision.compute=bf16", "precision.params=fp32"), 3e-2)],
+    ids=["fp32", "bf16 over fp32"],
+)
+def test_narrower_formats_are_as_near_as_they_can_be(formats: tuple[str, ...], limit: float) -> None:
+    sets = (*formats, *TP, "parallel.cp=2", "optimizer.name=sgd", "optimizer.lr=0.1", "schedule.microbatches=2")
+    assert error(run(*sets), alone(*sets)) <= limit
+
+
+def test_threads_train_as_processes_do() -> None:
+    sets = (*TP, "parallel.cp=2", "schedule.microbatches=2")
+    apart, together = run(*sets), run(*sets, backend="local")
+    assert apart.object["losses"] == together.object["losses"]
+    assert distance(merged(together.params), merged(apart.params)) <= ROUNDING
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------

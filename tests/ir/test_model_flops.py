@@ -216,6 +216,18 @@ def test_tensor_parallel_messages_are_megatrons():
     assert messages(sp["embed.embed"], Pass.F) == [("reduce_scatter", "tp", size)]
 
 
+def test_latents_enter_the_region_one_by_one_and_the_rotary_key_is_not_gathered_again():
+    c = load_config("deepseek-v3")
+    sp, plain = (works(c, Layout(tp=4, sequence_parallel=sp))["l0.attn"] for sp in (True, False))
+    latents, rope, out = [4096 * rank * 2 for rank in (1536, 512)], 4096 * 64 * 2, 4096 * 7168 * 2
+    gathers = [("all_gather", "tp", size) for size in (*latents, rope)]
+    assert messages(sp, Pass.F) == [*gathers, ("reduce_scatter", "tp", out)]
+    assert messages(sp, Pass.W) == gathers[:2]
+    scatters = [("reduce_scatter", "tp", size) for size in (*latents, rope)]
+    assert messages(sp, Pass.I) == [*scatters, ("all_gather", "tp", out)]
+    assert messages(plain, Pass.I) == [("all_reduce", "tp", size) for size in (*latents, rope)]
+
+
 def test_context_parallel_messages_carry_keys_and_values():
     w = works(load_config("llama3-8b"), Layout(cp=4))["l0.attn"]
     size = 4096 * 2 * 8 * 128 * 2

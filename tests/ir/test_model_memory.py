@@ -178,7 +178,8 @@ def test_fp8_halves_linear_inputs_and_nothing_else():
 def test_the_head_keeps_fp32_probabilities_and_stashes_their_gradient():
     c = load_config("llama3-8b")
     w = work(c, -1, "head", Layout(tp=2))
-    assert [(s.name, s.bytes, s.until) for s in w.saved] == [("softmax", 4096 * 64128 * 4, Pass.I)]
+    kept = [(s.name, s.bytes, s.until) for s in w.saved]
+    assert kept == [("softmax", 4096 * 64128 * 4, Pass.I), ("labels", 4096 * 8, Pass.I)]
     assert (w.stash_bytes, w.forward_workspace) == (4096 * 64128 * 2, 4096 * 64128 * 2)
 
 
@@ -256,7 +257,10 @@ def test_shared_experts_and_router_share_one_normed_input():
         ("gpt2", Layout(tp=2), BatchShape(1, 1024), "parallel.tp", "vocab_size = 50258"),
         ("gpt2", Layout(), BatchShape(1, 2048), "model.seq_len", "seq_len = 1024"),
         ("llama3-8b", Layout(cp=3), BatchShape(), "parallel.cp", "cp = 2"),
+        ("llama3-8b", Layout(cp=4), BatchShape(1, 12), "parallel.cp", "cp = 3"),  # eight stretches
+        ("llama3-8b", Layout(cp=2), BatchShape(1, 7), "parallel.cp", "cp = 1"),
         ("llama3-8b", Layout(tp=4, sequence_parallel=True), BatchShape(1, 6), "parallel.tp", "tp = 3"),
+        ("llama3-8b", Layout(tp=2, sequence_parallel=True), BatchShape(2, 7), "parallel.tp", "tp = 1"),
     ],
 )
 def test_layouts_that_do_not_divide_are_refused(name, layout, shape, key, fix):

@@ -36,7 +36,7 @@ def kept(w):
 def test_bytes_of_a_logit(loss, keeps, beside, after):
     logits = TOKENS * VOCAB
     head = work(-1, "head", Style(loss))
-    assert kept(head) == keeps * logits
+    assert kept(head) == keeps * logits + 8 * TOKENS, "and the labels"
     assert head.forward_workspace == beside * logits
     assert head.stash_bytes == after * logits, "their gradient"
 

@@ -14,6 +14,7 @@ from ir.lower import P2P, Policy
 from ir.plan import Csr, OpKind, Plan
 from ir.rules import check_plan
 from ir.rules.deadlock import Dispatch, check_progress
+from ir.rules.host import host_reads
 from piper_sim.engine import Scenario, play
 from piper_sim.hosts import inline
 from tests.ir.plans import FIXED, fewer, moe_plan, stage_plan
@@ -68,3 +69,25 @@ def test_what_free_streams_finish_an_inline_host_may_not(name: str) -> None:
     with pytest.raises(PiperError, match=r"host stands at .*, which waits for ") as stuck:
         play(Scenario.of(late, host=inline(late)), duration)
     assert stuck.value.kind is ErrorKind.DEADLOCK
+
+
+def test_a_host_that_must_read_counts_first_may_be_stuck_where_free_streams_are_not() -> None:
+    plan = moe_plan("dualpipe", 2, 8, Policy(clip=False), layers=4)
+    for at, on in zip(*(x.tolist() for x in host_reads(plan)), strict=True):
+        behind = next((i for i in range(at, len(plan)) if plan.kind[i] == OpKind.COMPUTE), 0)
+        if plan.mb[behind] != plan.mb[at]:  # another microbatch's compute, dispatched behind the exchange
+            break
+    rows, items = np.append(plan.waits.rows(), on), np.append(plan.waits.items, behind)
+    late = replace(plan, waits=Csr.of(len(plan), rows, items))
+    check_progress(late)
+    with pytest.raises(PiperError, match="compute executed by the host"):
+        check_progress(late, Dispatch.INLINE)
+    with pytest.raises(PiperError, match=r"host stands at .*dispatch, which waits for .*counts"):
+        play(Scenario.of(late, host=inline(late)), np.ones(len(late)))
+
+
+def test_every_forward_exchange_of_rows_reads_its_own_counts() -> None:
+    plan = moe_plan("zbv", 2, 3, Policy(clip=False), layers=6, recompute=("full",))
+    pairs = {plan.text(a): plan.text(b) for a, b in zip(*(x.tolist() for x in host_reads(plan)), strict=True)}
+    assert len(pairs) == 6 * 3 and all(b == a.replace("dispatch", "counts") for a, b in pairs.items())
+    assert pairs.keys() == {t for t in plan.texts if t.endswith("dispatch") and "F" in t.split("/")[0]}

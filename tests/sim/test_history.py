@@ -155,6 +155,7 @@ HEAD = "parallel.pp,iteration_s\n"
         ("parallel.ppp,iteration_s\n2,1\n", "line 1, column parallel.ppp", "parallel.pp"),
         ("iteration_ms\n2\n", "line 1, column iteration_ms", "iteration_s"),
         ("paralel.pp,iteration_s\n2,1\n", "line 1, column paralel.pp", "parallel.pp"),
+        ("schedule.builder,iteration_s\nx.py:f,1\n", "line 1, column schedule.builder", "name it in the job"),
         ("history.file,iteration_s\na,1\n", "line 1, column history.file", None),
         ("parallel.pp\n2\n", "line 1, column iteration_s", "add it: measured seconds of a step, or oom"),
         ("iteration_s,iteration_s\n1,2\n", "line 1, column iteration_s", "once"),

@@ -1,0 +1,95 @@
+"""Who holds a shard, over which mesh axes, and whose gradient is whole already: tensor and context parallel jobs."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from ir.graph import Graph, Once
+from ir.job.build import prepare
+from ir.job.load import job_from
+from ir.model.params import local_numel
+from ir.sync import Bucket, buckets, repeated
+from ir.work import CommKind
+
+
+def graph(config: str = "tiny-llama", zero: int = 0, *, planned: bool = False, **parallel: object) -> Graph:
+    """planned: with what exists once per step."""
+    job = {
+        "model": {"config": config, "seq_len": 64},
+        "parallel": {"zero": zero, **parallel},
+        "schedule": {"microbatches": 2},
+        "cluster": {"gpu": "h100-sxm"},
+    }
+    prepared = prepare(job_from(job))
+    return prepared.plan().graph if planned else prepared.graph()
+
+
+def by_axes(g: Graph) -> dict[tuple[str, ...], set[str]]:
+    out: dict[tuple[str, ...], set[str]] = {}
+    for b in buckets(g):
+        out.setdefault(b.axes, set()).update(p.split(".")[-2] for p in b.params)
+    return out
+
+
+LINEARS = {"embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
+NORMS = {"input_layernorm", "post_attention_layernorm", "norm"}
+
+
+def test_with_sequence_parallelism_what_is_not_cut_is_summed_over_tp() -> None:
+    g = graph(tp=2, cp=2, dp=2, planned=True)
+    assert by_axes(g) == {("cp", "dp"): LINEARS, ("tp", "cp", "dp"): NORMS} and repeated(g) == frozenset()
+    assert {b.axes: b.ranks for b in buckets(g)} == {("cp", "dp"): 4, ("tp", "cp", "dp"): 8}
+    messages = {n.part: n.message for n in g.nodes if n.kind is Once.ALL_REDUCE}
+    assert {m.axes for m in messages.values() if m} == {("cp", "dp"), ("tp", "cp", "dp")}
+
+
+def test_without_it_every_tp_rank_has_their_gradients_and_one_counts_them() -> None:
+    g = graph(tp=2, dp=2, sequence_parallel=False)
+    assert by_axes(g) == {("cp", "dp"): LINEARS | NORMS}
+    assert {p.split(".")[-2] for p in repeated(g)} == NORMS
+    assert repeated(graph(dp=2)) == frozenset()
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_norms_of_heads_are_summed_over_tp_in_any_case(sequence: bool) -> None:
+    g = graph("qwen3-8b", tp=4, dp=2, sequence_parallel=sequence)
+    found = by_axes(g)["tp", "cp", "dp"]
+    assert found == ({"q_norm", "k_norm"} | (NORMS if sequence else set()))
+    assert not any("q_norm" in p for p in repeated(g))
+
+
+def test_narrow_latent_projections_are_whole_on_every_rank() -> None:
+    narrow = {"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
+    g = graph("deepseek-v3", tp=4, dp=2, ep=8, sequence_parallel=True)
+    assert narrow | {"gate", "eh_proj"} <= by_axes(g)["tp", "cp", "dp"]
+    assert set(by_axes(g)) == {("cp", "dp"), ("tp", "cp", "dp"), ("edp",)}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_every_element_is_in_one_bucket_and_zero_cuts_it_over_all_who_hold_it(zero: int) -> None:
+    g = graph(zero=zero, planned=True, tp=2, cp=2, dp=2, pp=2)
+    found, layouts = buckets(g), {p.name: (p, e.layout) for e in g.entries for p in e.part.params}
+    assert sorted(n for b in found for n in b.params) == sorted(layouts)
+    for b in found:
+        assert b.numel == sum(local_numel(*layouts[n]) for n in b.params)
+        sizes = {"tp": 2, "cp": 2, "dp": 2}
+        assert b.ranks == prod(sizes[a] for a in b.axes) and b.shard == -(-b.numel // b.ranks)
+    assert len({b.key for b in found}) == len(found)
+    if zero in (1, 2):
+        assert _gathers(g) == {b.key: b.axes for b in found}
+
+
+def _gathers(g: Graph) -> dict[str, tuple[str, ...]]:
+    nodes = [n for n in g.nodes if n.kind is Once.GATHER]
+    assert all(n.message and n.message.kind is CommKind.ALL_GATHER for n in nodes)
+    return {f"{n.stage}/{n.part}": n.message.axes for n in nodes if n.message}
+
+
+def test_a_bucket_says_that_tp_holds_it() -> None:
+    def names(found: tuple[Bucket, ...]) -> set[str]:
+        return {b.name for b in found}
+
+    assert names(buckets(graph(tp=2, dp=2))) == {"dense", "dense.tp"}
+    assert names(buckets(graph(tp=2, dp=2, sequence_parallel=False))) == {"dense"}
