@@ -95,7 +95,8 @@ class Trade:
     def post(self, move: Callable[..., Handle]) -> list[Handle]:
         """Give all of it to a transport. What that takes for itself is not this rank's memory."""
         with _disable_current_modes():
-            return [move(into, rows, self.into_rows, self.rows) for into, rows in self.pieces]
+            # Views, whose holders can be told from those of the tensors themselves.
+            return [move(into.detach(), rows.detach(), self.into_rows, self.rows) for into, rows in self.pieces]
 
     def end(self) -> None:
         """It has ended, and this rank alone holds its tensors."""

@@ -11,7 +11,7 @@ from ir.model.config import ModelConfig
 from ir.work import DType
 
 AXES = ("etp",)
-WHOLE_PARTS = ("none", "full", "attention", "mlp")
+RECOMPUTED = ("none", "selective", "full", "scores", "attention", "mlp")
 COMPUTE = (DType.FP64, DType.FP32, DType.BF16)
 
 
@@ -40,8 +40,8 @@ def _refuse_job(prepared: Prepared, real: bool) -> None:
 def _refuse_arithmetic(prepared: Prepared) -> None:
     job = prepared.job
     check_divided(prepared.plan().graph)
-    if fine := sorted(recompute_options(job) - set(WHOLE_PARTS)):
-        allowed = ", ".join(f'"{p}"' for p in WHOLE_PARTS)
+    if fine := sorted(recompute_options(job) - set(RECOMPUTED)):
+        allowed = ", ".join(f'"{p}"' for p in RECOMPUTED)
         raise _not_yet(ErrorKind.JOB, f"recompute of {', '.join(fine)} alone", "schedule.recompute", allowed)
     if any(e.chunk.name.startswith("skip") for e in prepared.base.entries):
         raise _not_yet(ErrorKind.JOB, "a stage without layers", "parallel.layers", "at least 1 layer per inner stage")

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ir.alloc import AllocList
-from ir.errors import ErrorKind, PiperError
 from ir.graph import Node, Once
 from ir.job.build import Prepared
 from ir.ops import Pass
@@ -28,12 +27,24 @@ from piper_sim.splice_table import Table, Value
 from piper_sim.splice_wiring import Wiring
 
 
+def exchanges(plan: Plan) -> bool:
+    """Whether ranks exchange rows in it (experts over ranks): how many depends on what routers choose.
+
+    What such an op allocates is not spliced yet. It is an op of kind COLLECTIVE that covers one node of a pass, F, R or
+    I of `l3.counts`, `l3.dispatch` or `l3.combine`, and would be played in `_Rank._collective`: from its dispatch on
+    there is room for what arrives, of what it sends the last hold is let go of where a compute op first waits for it
+    (`executor.interpreter`). Units between two exchanges need lists for the rows they get (`ir.routing.forced`).
+    """
+    once = [plan.graph.nodes[s.covers[0][0]].once for s in plan.shapes if s.kind is OpKind.COLLECTIVE and s.covers]
+    return not all(once)
+
+
 def peaks(prepared: Prepared, plan: Plan, lists: Mapping[str, AllocList]) -> tuple[int, ...]:
     """Peak allocated bytes of each rank over one step of the executor.
 
     lists: by class, as `executor.alloc.take_lists` returns them or a profile holds them.
 
-    Raises PiperError (job): something of the plan has no list.
+    Raises PiperError (job): something of the plan has no list, as has every exchange of rows (`exchanges`).
     """
     places, wiring = Places.of(plan), Wiring.of(plan, lists)
     known: dict[tuple[int, ...], int] = {}
@@ -78,23 +89,11 @@ class _Rank:
         return account.peak
 
     def _collective(self, i: int) -> None:
-        """A gather gets its room, the norm its sums; reductions happen in place.
-
-        An exchange of rows (experts over ranks) is one node of a pass; what it allocates is to be played here: see
-        `_exchange`.
-        """
+        """A gather gets its room, the norm its sums; reductions happen in place."""
         self._open(i, 0)
-        for index, _ in self.plan.shapes[int(self.plan.shape[i])].covers:
-            node = self.plan.graph.nodes[index]
-            if node.kind is Once.NORM:
-                self.sync.norm(self.account, keep=True)
-            elif not node.once:
-                self._exchange(i, index, node)
-
-    def _exchange(self, i: int, index: int, node: Node) -> None:
-        """Rows sent to the ranks that hold their experts, and back."""
-        message = f"the memory of {node.text()} depends on how many rows it exchanges, which no alloc list knows"
-        raise PiperError(ErrorKind.JOB, message, key="parallel.ep", suggestion="parallel.ep = 1")
+        covers = self.plan.shapes[int(self.plan.shape[i])].covers
+        if covers and self.plan.graph.nodes[covers[0][0]].kind is Once.NORM:
+            self.sync.norm(self.account, keep=True)
 
     # -- compute ops --------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ def check_same(manifest: Manifest, prepared: Prepared, folder: Path) -> None:
     if was.shapes != now.shapes:
         name = next((n for n in {**now.shapes, **was.shapes} if now.shapes.get(n) != was.shapes.get(n)), "their order")
         here, there = (_shape(t.shapes.get(name)) for t in (now, was))
-        raise differ(f"{name} is {here} here, {there} there", "model.config", f"{name} {there}", _model(manifest, job))
+        raise differ(f"{name} is {here} here, {there} there", "model.config", f"{name}: {there}", _model(manifest, job))
     if odd := next((k for k in {**now.model, **was.model} if now.model.get(k) != was.model.get(k)), None):
         here, there = str(now.model.get(odd)), str(was.model.get(odd))
         raise differ(f"{odd} is {here} here, {there} there", "model.config", f"{odd} {there}", _model(manifest, job))

@@ -129,13 +129,15 @@ def _softmax_backward(q: Tensor, probs: Tensor, d_probs: Tensor, inner: Tensor) 
     return d_scores.mul_(probs).mul_(q.shape[-1] ** -0.5)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, fused: bool, sight: Sight) -> Tensor:
-    """Causal attention (batch, heads, length, v). fused: nothing of length² is kept for backward."""
+def attend(q: Tensor, k: Tensor, v: Tensor, *, fused: bool, sight: Sight, again: bool = False) -> Tensor:
+    """Causal attention (batch, heads, length, v). fused: nothing of length² is kept for backward. again: nor without
+    it, as backward makes the scores again (Megatron's selective recompute).
+    """
     grouped = k.shape[1] != q.shape[1]
     if not 0 < sight.window < k.shape[2]:
         sight = replace(sight, window=0)
     if not fused or v.shape[-1] != q.shape[-1]:  # torch's fused kernels want one width; else they store the scores
-        return apply(_Made if fused else _Stored, q, k, v, sight)
+        return apply(_Made if fused or again else _Stored, q, k, v, sight)
     mask = _added(q, sight) if sight != Sight() else None
     found: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
     return found

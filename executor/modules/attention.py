@@ -16,20 +16,21 @@ from executor.modules.parallel import enter
 from ir.model.config import ModelConfig
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, cp: Wire, *, fused: bool, window: int) -> Tensor:
+def _attended(q: Tensor, k: Tensor, v: Tensor, cp: Wire, *, kind: str, window: int) -> Tensor:
     """Tokens before heads on both sides, so that what attention reads and gives needs no copy."""
     with whole_context(k, v, cp) as (k, v):
         heads_first = [t.transpose(1, 2) for t in (q, k, v)]
-        found = attend(*heads_first, fused=fused, sight=Sight(window, cp.size, cp.index))
+        sight = Sight(window, cp.size, cp.index)
+        found = attend(*heads_first, fused=kind == "flash", again=kind == "remade", sight=sight)
     return found.transpose(1, 2).flatten(2)
 
 
 class Attention(nn.Module):
     """Part `attn` with ordinary heads: x + attention(norm(x))."""
 
-    def __init__(self, c: ModelConfig, make: Params, prefix: str, fused: bool) -> None:
+    def __init__(self, c: ModelConfig, make: Params, prefix: str, kind: str) -> None:
         super().__init__()
-        self.c, self.fused, names = c, fused, spelling(c)
+        self.c, self.kind, names = c, kind, spelling(c)
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         linear = partial(Linear, make, flipped=c.model_type == "gpt2")
         self.region = make.region
@@ -59,17 +60,17 @@ class Attention(nn.Module):
             cp = self.region.cp
             cos, sin = rotary(length, int(c.head_dim * c.rope_share), c.rope_theta, x, cp.size, cp.index)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        added: Tensor = self.out(_attended(q, k, v, self.region.cp, fused=self.fused, window=c.window))
+        added: Tensor = self.out(_attended(q, k, v, self.region.cp, kind=self.kind, window=c.window))
         return x + added
 
 
 class Latent(nn.Module):
     """Part `attn` with DeepSeek's latent attention: x + MLA(norm(x))."""
 
-    def __init__(self, c: ModelConfig, make: Params, prefix: str, fused: bool) -> None:
+    def __init__(self, c: ModelConfig, make: Params, prefix: str, kind: str) -> None:
         super().__init__()
         assert c.mla is not None
-        self.c, self.mla, self.fused, self.region = c, c.mla, fused, make.region
+        self.c, self.mla, self.kind, self.region = c, c.mla, kind, make.region
         mla, at = c.mla, f"{prefix}self_attn."
         self.norm = Normalise(c, make, f"{prefix}input_layernorm", c.hidden)
         if mla.q_rank:
@@ -100,5 +101,5 @@ class Latent(nn.Module):
         shared = rotate(k_rope.unsqueeze(2), cos, sin).expand(-1, -1, heads, -1)
         q, k = torch.cat((q_nope, rotate(q_rope, cos, sin)), -1), torch.cat((k_nope, shared), -1)
         # A view of v would keep the keys' first half alive beside k.
-        added: Tensor = self.out(_attended(q, k, v.contiguous(), region.cp, fused=self.fused, window=c.window))
+        added: Tensor = self.out(_attended(q, k, v.contiguous(), region.cp, kind=self.kind, window=c.window))
         return x + added

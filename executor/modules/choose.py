@@ -13,7 +13,7 @@ from executor.routing import Guide
 from executor.shares import Share
 from ir.classes import recomputed as again
 from ir.errors import ErrorKind, PiperError
-from ir.job.build import Prepared, precision_of
+from ir.job.build import Prepared, precision_of, recompute_options
 
 
 def model_of(
@@ -32,13 +32,14 @@ def model_of(
     dtype, compute = TORCH[precision.params], TORCH[precision.compute]
     if job.model.module is not None:
         return _users(prepared, job.model.module)
+    selective = "scores" in recompute_options(job)  # which flash attention does anyway
     return Decoder(
         prepared.config,
         job.model.seed,
         dtype,
         compute,
         parts=True,
-        attention=job.model.attention,
+        attention="remade" if selective and job.model.attention == "unfused" else job.model.attention,
         shares=held or {},
         region=region or Region(),
         spread=spread or {},

@@ -47,9 +47,10 @@ class Decoder:
     """A decoder of a config, any part of which any rank can build with the same values.
 
     dtype: of the parameters; compute: of the activations. parts: units are the model graph's parts ("l0.attn",
-    "l0.router", "head.norm") instead of chunks. attention: "flash" keeps no scores, "unfused" keeps them.
-    shares: what a rank holds of the parameters that tensor or expert parallelism cuts; region: whom it meets inside
-    parts; spread: over how many ranks the experts of a chunk are, of the chunks where they are. guide: its routers'.
+    "l0.router", "head.norm") instead of chunks. attention: "flash" keeps no scores, "unfused" keeps them, "remade" has
+    them made again in backward. shares: what a rank holds of the parameters that tensor or expert parallelism cuts;
+    region: whom it meets inside parts; spread: over how many ranks the experts of a chunk are, of the chunks where they
+    are. guide: its routers'.
 
     >>> from ir.model.config import load_config
     >>> model = Decoder(load_config("tiny-moe", {"num_hidden_layers": 2}), parts=True)
@@ -158,7 +159,7 @@ class Decoder:
         """A decoder layer that reads part `reads`. spread: its experts are on several ranks."""
         c, prefix = self.config, f"{spelling(self.config).layers}.{layer}."
         attention = Latent if c.mla else Attention
-        parts: dict[str, nn.Module] = {"attn": attention(c, make, prefix, self.attention == "flash")}
+        parts: dict[str, nn.Module] = {"attn": attention(c, make, prefix, self.attention)}
         if not c.is_moe(layer):
             return parts | {"mlp": Mlp(c, make, prefix)}, {"attn": (reads,), "mlp": ("attn",)}
         wired: Reads = {"attn": (reads,), "router": ("attn",)}

@@ -11,7 +11,7 @@ from cost_models.profile import Profile, lookup
 from ir.job.schema import Gate
 from ir.plan_text import plan_digest
 from piper_sim.predict import Prediction
-from piper_sim.splice import peaks
+from piper_sim.splice import exchanges, peaks
 from piper_sim.validate.judging import replayed, without_communication
 from piper_sim.validate.runs import Options, Ran
 from piper_sim.validate.samples import Samples, link_samples, measured, node_samples
@@ -39,7 +39,7 @@ def verdict(p: Prediction, r: Ran, profile: Profile, o: Options, gate: Gate, *, 
     samples = node_samples(r, p.planned.model, o.emulate)
     ops = compared(samples, profile)
     memory = None
-    if (found := r.found["memory"]["peak_allocated_bytes"]) is not None:
+    if (found := r.found["memory"]["peak_allocated_bytes"]) is not None and not exchanges(p.plan):
         memory = _memory(peaks(p.prepared, p.plan, profile.lists), found)
     iteration, bare = seconds(p.iteration_s, step_s), without_communication(p)
     weights = [sum(samples[c]) for c in ops]

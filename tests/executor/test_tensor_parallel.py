@@ -112,7 +112,7 @@ def test_a_compute_op_sends_what_the_plan_says(sets: tuple[str, ...], monkeypatc
     "sets",
     [
         ("parallel.pp=1", "parallel.tp=2", "parallel.cp=2", "schedule.recompute=full"),
-        family_sets("deepseek_v3", *TP, "schedule.microbatches=2", "model.seq_len=160"),
+        pytest.param(family_sets("deepseek_v3", *TP), marks=pytest.mark.slow),
         pytest.param(("parallel.tp=2", "parallel.cp=2", "schedule.name=zbv"), marks=pytest.mark.slow),
         pytest.param(family_sets("gpt2", *WHOLE, "parallel.dp=2", "model.n_positions=160"), marks=pytest.mark.slow),
         pytest.param(family_sets("mistral", *CP, "parallel.zero=3"), marks=pytest.mark.slow),
@@ -127,7 +127,10 @@ def test_peak_memory_is_what_was_predicted_to_the_byte(sets: tuple[str, ...]) ->
 
 @pytest.mark.parametrize(
     ("formats", "limit"),
-    [(("precision.compute=fp32",), 1e-4), (("precision.compute=bf16", "precision.params=fp32"), 3e-2)],
+    [
+        pytest.param(("precision.compute=fp32",), 1e-4, marks=pytest.mark.slow),
+        (("precision.compute=bf16", "precision.params=fp32"), 3e-2),
+    ],
     ids=["fp32", "bf16 over fp32"],
 )
 def test_narrower_formats_are_as_near_as_they_can_be(formats: tuple[str, ...], limit: float) -> None:
@@ -149,9 +152,11 @@ def test_threads_train_as_processes_do() -> None:
     ("sets", "shards"),
     [
         (WHOLE, (1, 1)),
-        (TP, (1, 1)),
+        pytest.param(TP, (1, 1), marks=pytest.mark.slow),
         ((*TP, "parallel.cp=2", "parallel.zero=3"), (2, 4)),
-        (("parallel.tp=2", "parallel.dp=2", "parallel.zero=1", "parallel.pp=1"), (1, 1)),
+        pytest.param(
+            ("parallel.tp=2", "parallel.dp=2", "parallel.zero=1", "parallel.pp=1"), (1, 1), marks=pytest.mark.slow
+        ),
     ],
     ids=["whole tokens", "tp", "tp cp zero3", "tp dp zero1"],
 )
@@ -181,7 +186,7 @@ def test_a_rank_holds_its_share_of_every_parameter(
         (("parallel.tp=2", "model.vocab_size=255"), "parallel.tp", "tp = 1, or pad it: vocab_size = 256"),
         (("parallel.cp=4", "model.seq_len=12"), "parallel.cp", "cp = 3"),
         (("parallel.tp=2", "model.seq_len=7"), "parallel.tp", "tp = 1"),
-        (("parallel.tp=2", "schedule.recompute=selective"), "schedule.recompute", 'schedule.recompute "none"'),
+        (("parallel.tp=2", 'schedule.recompute=["norm"]'), "schedule.recompute", 'schedule.recompute "none"'),
     ],
     ids=lambda x: x[-1] if isinstance(x, tuple) else None,
 )

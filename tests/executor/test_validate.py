@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cost_models.profile import plan_keys
 from executor import cli
 from ir.alloc import AllocList, Release
 from ir.job import load_job
@@ -21,11 +22,23 @@ from tests.executor.runs import job_file
 from tests.executor.validations import TOOLS, TWO, F, classes, judged_again, scaled, validation, without_wait
 
 REAL = ("model.seq_len=256", "schedule.name=zbv", "schedule.microbatches=3")
+COPIES = ("parallel.pp=1", "parallel.dp=2")
+SHARDED = ("model.seq_len=64", "schedule.microbatches=3", *COPIES, "parallel.zero=3")
 
 
-@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
-def test_a_step_of_emulated_ops_is_predicted_within_the_gate(name: str) -> None:
-    found = validation(*TWO, f"schedule.name={name}").found
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("schedule.name=1f1b",),
+        ("schedule.name=dualpipe",),
+        (*COPIES, "parallel.zero=3"),
+        pytest.param((*COPIES, "parallel.zero=0"), marks=pytest.mark.slow),
+        pytest.param((*COPIES, "parallel.zero=2"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_a_step_of_emulated_ops_is_predicted_within_the_gate(sets: tuple[str, ...]) -> None:
+    found = validation(*TWO, *sets).found
     assert found["passed"] and all(g["passed"] is not False for g in found["gates"].values())
     assert abs(found["iteration"]["error"]) <= 0.05
     assert found["iteration"]["error"] > found["without_communication"]["error"]
@@ -77,6 +90,17 @@ def test_an_edge_too_few_in_the_simulated_plan_misses_the_gate(
     assert not found["passed"] and -0.3 < found["iteration"]["error"] < -0.06
 
 
+def test_a_reduction_that_nobody_waits_for_misses_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    v = validation(*TWO, *COPIES, "parallel.zero=2", comm=4 * F)
+    assert abs(v.found["iteration"]["error"]) <= 0.05
+    scenario_of = predict.scenario_of
+    monkeypatch.setattr(
+        predict, "scenario_of", lambda p, costs: without_wait(scenario_of(p, costs), "0B1", "0RS0/dense")
+    )
+    found = judged_again(v, prediction=predicted(v.prediction.planned, v.calibration.profile, inline=True))
+    assert not found["passed"] and -0.3 < found["iteration"]["error"] < -0.06
+
+
 def test_messages_that_take_no_time_are_seen_in_the_prediction() -> None:
     found = validation(*TWO, "schedule.name=1f1b").found
     assert found["without_communication"]["predicted_s"] < found["iteration"]["predicted_s"]
@@ -93,6 +117,15 @@ def test_peak_bytes_of_a_real_run_are_predicted_to_the_byte_and_it_replays() -> 
     assert found["calibrated_on"]["schedule"] == "dualpipev" and found["calibrated_on"]["microbatches"] != 3
     assert abs(found["replay"]["error"]) <= 0.1  # 3 % where nothing else runs
     assert {"F/embed", "F/head", "I/norm", "W/mlp", "UPDATE"} <= {k.split(" ")[0] for k in found["ops"]}
+
+
+def test_of_replicas_too_everything_is_predicted() -> None:
+    v = validation(*SHARDED, emulate=None, steps=2, within=10.0)
+    found = v.found
+    assert all(x["predicted_bytes"] == x["measured_bytes"] > 0 for x in found["memory"].values())
+    assert set(found["memory"]) == {"0", "1"} and found["cost_source"] == "measured"
+    assert plan_keys(v.run.plan).keys() == found["ops"].keys() | found["links"].keys()
+    assert {k.split(" ")[0] for k in found["links"]} == {"all_gather", "reduce_scatter", "all_reduce"}
 
 
 def test_a_list_that_frees_too_little_misses_the_memory_gate() -> None:

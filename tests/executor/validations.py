@@ -31,15 +31,18 @@ TRIES = 3
 
 
 @lru_cache(maxsize=8)
-def validation(*sets: str, steps: int = 3, emulate: float | None = F, within: float = 0.05) -> Validation:
+def validation(
+    *sets: str, steps: int = 3, emulate: float | None = F, comm: float = 0.0, within: float = 0.05
+) -> Validation:
     """Validate the job of the run tests, judged by the quickest step: what other processes do to one is not its own.
 
     Tried again where they did it to all of them.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = str(job_file(Path(folder)))
+        o = Options(2, steps, watchdog_s=30.0, emulate=emulate, emulate_comm=comm)
         for _ in range(TRIES):
-            found = validate(load_job(file, sets), sets, TOOLS, Options(2, steps, watchdog_s=30.0, emulate=emulate))
+            found = validate(load_job(file, sets), sets, TOOLS, o)
             v = replace(found, found={**found.found, **judged_again(found), "replay": found.found["replay"]})
             if abs(v.found["iteration"]["error"]) <= within:
                 break
