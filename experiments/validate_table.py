@@ -1,9 +1,11 @@
 """How far off are predictions of emulated runs, and do they rank schedules as the runs do? `validate`, over a table.
 
 python -m experiments.validate_table [--ranks 2,4,8] [--seconds 0.002,0.01,0.02] [--schedules 1f1b,zbv] [--steps 5]
+    [--dp 1,2] [--zero 1,3]
 
-One calibration serves all schedules of a size that have its kinds of messages; none is on the plan that is judged.
-Rows whose ops are shorter than 10 ms are reported and not counted. It says how busy the machine was.
+ranks: of the pipeline; each of dp replicas has as many. One calibration serves all schedules of a size that have its
+kinds of messages; none is on the plan that is judged. Rows whose ops are shorter than 10 ms are reported and not
+counted. It says how busy the machine was.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from statistics import median
 
@@ -34,6 +36,8 @@ seq_len = 8
 gpu = "h100-sxm"
 [parallel]
 pp = {ranks}
+dp = {dp}
+zero = {zero}
 layers = "even"
 [schedule]
 name = "{schedule}"
@@ -46,6 +50,8 @@ class Row:
     """One judged plan; seconds of a step."""
 
     ranks: int
+    dp: int
+    zero: int
     op_s: float
     schedule: str
     measured_s: float
@@ -67,30 +73,31 @@ class Row:
     def text(self) -> str:
         """One line of the table."""
         return (
-            f"{self.ranks:5} {self.op_s * 1e3:5.0f} {self.schedule:18}{self.measured_s * 1e3:12.1f}"
-            f"{self.predicted_s * 1e3:13.1f}{self.error:+9.2%}{self.bare_error:+9.2%}"
+            f"{self.ranks:5} {self.dp:2} {self.zero:4} {self.op_s * 1e3:5.0f} {self.schedule:18}"
+            f"{self.measured_s * 1e3:12.1f}{self.predicted_s * 1e3:13.1f}{self.error:+9.2%}{self.bare_error:+9.2%}"
             f"{self.replay:+9.2%}{self.load:6.1f}"
         )
 
 
-def judged(schedule: str, ranks: int, op_s: float, steps: int, known: dict[str, Calibration]) -> Row:
+def judged(schedule: str, size: tuple[int, int, int], op_s: float, steps: int, known: dict[str, Calibration]) -> Row:
     """Validate one schedule: two layers to a rank, two microbatches to a rank."""
+    ranks, dp, zero = size
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.toml"
-        file.write_text(JOB.format(layers=2 * ranks, ranks=ranks, schedule=schedule, mbs=2 * ranks))
-        options = Options(ranks, steps, watchdog_s=60.0, emulate=op_s)
+        file.write_text(JOB.format(layers=2 * ranks, ranks=ranks, dp=dp, zero=zero, schedule=schedule, mbs=2 * ranks))
+        options = Options(ranks * dp, steps, watchdog_s=60.0, emulate=op_s)
         found = validate(load_job(str(file)), (), Tools(cli, take_lists), options, known).found
     iteration, bare = found["iteration"], found["without_communication"]
     replay = found["replay"]["error"] if found["replay"] else float("nan")
     seconds = iteration["measured_s"], iteration["predicted_s"], bare["predicted_s"]
-    return Row(ranks, op_s, schedule, *seconds, replay, os.getloadavg()[0])
+    return Row(*size, op_s, schedule, *seconds, replay, os.getloadavg()[0])
 
 
 def agreement(rows: Sequence[Row]) -> tuple[int, int]:
     """(pairs of schedules in the right order, pairs whose measured steps are more than 5 % apart) of equal sizes."""
     right = total = 0
     for a, b in combinations(rows, 2):
-        alike = (a.ranks, a.op_s) == (b.ranks, b.op_s)
+        alike = (a.ranks, a.dp, a.zero, a.op_s) == (b.ranks, b.dp, b.zero, b.op_s)
         low, high = sorted((a, b), key=lambda r: r.measured_s)
         if alike and high.measured_s > (1 + APART) * low.measured_s:
             total += 1
@@ -121,14 +128,17 @@ def main() -> None:
     parser.add_argument("--seconds", default="0.002,0.01,0.02")
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--dp", default="1")
+    parser.add_argument("--zero", default="1")
     args = parser.parse_args()
     rows: list[Row] = []
-    print("ranks  F ms schedule          measured ms predicted ms    error     bare   replay  load", flush=True)
-    for ranks in map(int, args.ranks.split(",")):
+    print("ranks dp zero  F ms schedule          measured ms predicted ms    error     bare   replay  load", flush=True)
+    sizes = product(*(map(int, text.split(",")) for text in (args.ranks, args.dp, args.zero)))
+    for size in sizes:
         for op_s in map(float, args.seconds.split(",")):
             known: dict[str, Calibration] = {}
             for schedule in args.schedules.split(","):
-                rows.append(judged(schedule, ranks, op_s, args.steps, known))
+                rows.append(judged(schedule, size, op_s, args.steps, known))
                 print(rows[-1].text(), flush=True)
     print(summary(rows))
 

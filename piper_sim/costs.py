@@ -192,7 +192,6 @@ class CostModel:
             out[Share.OPTIMIZER] = sum(map(self._kernel, self._update(n.numel)))
         elif n.message is None:
             out[Share.RECOMPUTE if n.kind is Pass.R else Share.COMPUTE] = sum(map(self._kernel, n.work))
-            software = self.hardware.software
             if n.kind is Pass.W:
                 out[Share.COMPUTE] += sum(self._kernel(k) for k in accumulate(n.work, self.recipe))
             for message in n.inline:

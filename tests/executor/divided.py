@@ -22,7 +22,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "schedule": ("1f1b", "zb1p", "zbv", "dualpipe"),
     "sequence": (True, False),
-    "recompute": ("none", '["attention"]', "full"),
+    "recompute": ("none", "selective", '["attention"]', "full"),
     "optimizer": ("adamw", "sgd"),
     "family": FAMILIES,
     "ep": (1, 2, 4),
@@ -92,7 +92,7 @@ class Case:
             out.append("model.num_key_value_heads=4")
         if draw.random() < 0.3:
             out.append("parallel.bucket_MiB=0.02")
-        if draw.random() < 0.3:
+        if self.recompute == "selective" or draw.random() < 0.3:
             out.append("model.attention=unfused")
         return family_sets(self.family, *out)
 

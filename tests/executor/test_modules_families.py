@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor.data import Data
 from executor.modules import functions as f
-from executor.modules.attend import attend, rotary, rotate
+from executor.modules.attend import Sight, attend, rotary, rotate
 from executor.modules.base import Built, evaluate
 from executor.modules.decoder import Decoder
 from executor.modules.experts import Dispatch, LocalExperts, Router
@@ -158,7 +158,7 @@ def test_attention_is_softmax_of_products(fused: bool, heads: int, kv: int, v: i
     torch.manual_seed(0)
     shapes = ((2, heads, 7, 6), (2, kv, 7, 6), (2, kv, 7, v))
     given = [torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in shapes]
-    mine = attend(*given, fused=fused, window=window)
+    mine = attend(*given, fused=fused, sight=Sight(window))
     wide = [given[0], *(t.repeat_interleave(heads // kv, 1) for t in given[1:])]
     gap = torch.arange(7)[:, None] - torch.arange(7)[None]
     scores = (wide[0] @ wide[1].transpose(-1, -2)) / 6**0.5

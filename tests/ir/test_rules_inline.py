@@ -73,7 +73,7 @@ def test_what_free_streams_finish_an_inline_host_may_not(name: str) -> None:
 
 def test_a_host_that_must_read_counts_first_may_be_stuck_where_free_streams_are_not() -> None:
     plan = moe_plan("dualpipe", 2, 8, Policy(clip=False), layers=4)
-    for at, on in zip(*(x.tolist() for x in host_reads(plan)), strict=True):
+    for at in host_reads(plan)[0].tolist():
         behind = next((i for i in range(at, len(plan)) if plan.kind[i] == OpKind.COMPUTE), 0)
         if plan.mb[behind] != plan.mb[at]:  # another microbatch's compute, dispatched behind the exchange
             break
