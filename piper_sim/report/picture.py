@@ -198,9 +198,7 @@ def _labels(axes: Axes, trace: Trace, tracks: Sequence[_Track], inches_per_unit:
             axes.annotate(name, (-0.006, track.top + track.height / 2), fontsize=5.4, color=_FAINT, **left)
 
 
-def _frame(
-    figure: Figure, axes: Axes, title: str, looks: IntArray, inches: float, unit: object
-) -> None:
+def _frame(figure: Figure, axes: Axes, title: str, looks: IntArray, inches: float, unit: object) -> None:
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter
 

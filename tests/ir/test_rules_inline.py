@@ -73,10 +73,10 @@ def test_what_free_streams_finish_an_inline_host_may_not(name: str) -> None:
 
 def test_a_host_that_must_read_counts_first_may_be_stuck_where_free_streams_are_not() -> None:
     plan = moe_plan("dualpipe", 2, 8, Policy(clip=False), layers=4)
-    for at in host_reads(plan)[0].tolist():
-        behind = next((i for i in range(at, len(plan)) if plan.kind[i] == OpKind.COMPUTE), 0)
-        if plan.mb[behind] != plan.mb[at]:  # another microbatch's compute, dispatched behind the exchange
-            break
+    computes = np.flatnonzero(plan.kind == OpKind.COMPUTE)
+    reads = zip(*(x.tolist() for x in host_reads(plan)), strict=True)
+    pairs = ((on, int(computes[np.searchsorted(computes, at)]), at) for at, on in reads)
+    on, behind = next((on, b) for on, b, at in pairs if plan.mb[b] != plan.mb[at])  # another microbatch's compute
     rows, items = np.append(plan.waits.rows(), on), np.append(plan.waits.items, behind)
     late = replace(plan, waits=Csr.of(len(plan), rows, items))
     check_progress(late)
