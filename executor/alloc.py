@@ -8,28 +8,33 @@ add up.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from executor.alloc_bench import Bench, Like
+from executor.alloc_bench import Bench
+from executor.alloc_spread import Given, Like, Lists, by_row, sources
 from executor.alloc_update import sync_lists
 from executor.chunk import Gradients, Stage
 from executor.data import Batch, Waiting
 from executor.inline import Region
 from executor.modules.base import TORCH
 from executor.modules.choose import model_of, recomputed
+from executor.modules.spread import local_experts
 from executor.places import Places
+from executor.routing import guide_of
 from executor.shares import shares
 from ir.alloc import AllocList
 from ir.classes import node_classes
 from ir.job.build import Prepared, precision_of
 from ir.ops import Pass
 from ir.plan import Plan
+from ir.spread import spread_over
 
 
 def take_lists(prepared: Prepared, plan: Plan) -> dict[str, AllocList]:
@@ -49,32 +54,58 @@ def take_lists(prepared: Prepared, plan: Plan) -> dict[str, AllocList]:
         for number, stage in stages.items():
             for name in stage.units:
                 wanted = {p: classes[number, name, p] for p in Pass if (number, name, p) in classes}
-                if out.keys() >= set(wanted.values()) and likes.known(name, wanted[Pass.F]):
+                if out.keys() >= set(wanted.values()) and likes.known(stage, name, wanted[Pass.F]):
                     continue
                 given, asked = likes.of(number, stage.reads[name]), wants.get(name, ())
-                Bench(stage, name, given, batch, asked, held).run(wanted)  # makes the tables that modules keep
-                bench = Bench(stage, name, given, batch, asked, held)
-                found = bench.run(wanted)
-                bench.check()
-                likes.found(name, wanted[Pass.F], bench.outs)
+                take = partial(_taken, stage, name, wanted, batch, asked, held)
+                if ranks := sources(stage, name):
+                    found, outs = by_row(take, given, ranks, local_experts(stage.units[name]))
+                else:
+                    found, outs = take(given)
+                likes.found(stage, name, wanted[Pass.F], outs)
                 out |= {c: found[p] for p, c in wanted.items()}
     return out
+
+
+def _taken(
+    stage: Stage,
+    name: str,
+    passes: Collection[Pass],
+    batch: Waiting,
+    asked: tuple[str, ...],
+    held: Sequence[Tensor],
+    given: Given,
+    more: tuple[object, ...] = (),
+) -> tuple[Lists, tuple[Like, ...]]:
+    """A unit's lists, and what it gives."""
+    Bench(stage, name, given, batch, asked, held, more).run(passes)  # makes the tables that modules keep
+    bench = Bench(stage, name, given, batch, asked, held, more)
+    found = bench.run(passes)
+    bench.check()
+    return found, bench.outs
 
 
 def _stages(
     prepared: Prepared, plan: Plan, batch: Waiting, region: Region
 ) -> tuple[dict[int, Stage], Mapping[str, tuple[str, ...]], list[Tensor]]:
     """Every stage, what its units read of the batch, and all that is there all the time."""
-    experts = {p.name for e in plan.graph.entries for p in e.part.params if p.expert}  # as if all were here
-    held = shares(plan.graph, Places.of(plan).mesh.coordinates(0))
-    held = {n: share for n, share in held.items() if n not in experts}
-    model, entries = model_of(prepared, held, region), prepared.base.entries
-    built = model.build(model.chunks)
+    places, graph = Places.of(plan), plan.graph
+    guide = guide_of(prepared, graph, places, 0, batch.device, note=False)
+    model = model_of(prepared, shares(graph, places.mesh.coordinates(0)), region, spread_over(graph), guide)
+    entries, built = prepared.base.entries, model.build(model.chunks)
     grads = Gradients(built.params, TORCH[precision_of(prepared.job).grads])
     again, stages = recomputed(prepared), {}
     for number in range(prepared.stages):
         units = {e.name: built.units[e.name] for e in entries if e.stage == number}
-        stages[number] = Stage(units, built.params, grads=grads, recompute=again, reads=built.reads)
+        stages[number] = Stage(
+            units,
+            built.params,
+            grads=grads,
+            recompute=again,
+            reads=built.reads,
+            ports=built.ports,
+            exchanges=built.exchanges,
+        )
     return stages, built.extras, [*built.params.values(), *grads.sums.values()]
 
 
@@ -98,15 +129,17 @@ class _Likes:
         """What a unit is given, by the units it reads."""
         return [self.units[r] if r else self.hidden if stage else self.ids for r in reads]
 
-    def known(self, unit: str, name: str) -> bool:
+    def known(self, stage: Stage, unit: str, name: str) -> bool:
         """Whether a unit's class was met before."""
         if name in self.made:
-            self.units[unit] = self.made[name]
+            self.found(stage, unit, name, self.made[name])
         return name in self.made
 
-    def found(self, unit: str, name: str, outs: tuple[Like, ...]) -> None:
-        """A unit of a new class."""
-        self.made[name] = self.units[unit] = outs
+    def found(self, stage: Stage, unit: str, name: str, outs: tuple[Like, ...]) -> None:
+        """A unit of a new class. What an exchange brings is like what it carries: as many rows."""
+        self.made[name] = outs
+        self.units |= {port: tuple(outs[k] for k in at) for port, at in stage.ported(unit, len(outs)).items()}
+        self.units |= {n: self.units[x.reads] for n, x in stage.exchanges.items() if x.reads in self.units}
 
 
 def _batch(prepared: Prepared) -> Waiting:

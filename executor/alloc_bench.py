@@ -8,21 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from executor.alloc_record import Recorder
+from executor.alloc_spread import Like
 from executor.chunk import Stage
 from executor.data import Waiting
 from ir.alloc import AllocList
 from ir.errors import ErrorKind, PiperError
 from ir.ops import Pass
 
-Like = tuple[tuple[int, ...], torch.dtype]
-
 
 class Bench:
     """Runs every pass of one microbatch of one unit, under a recorder.
 
     given: shapes and formats of what each unit that it reads gives. wants: what it reads of the batch, beside the token
-    ids that the first unit is given; it comes as the pass begins. held: what is there all the time. outs: shapes and
-    formats of what it gives, once forward has run.
+    ids that the first unit is given; it comes as the pass begins. held: what is there all the time. more: further
+    arguments, which are no tensors. outs: shapes and formats of what it gives, once forward has run.
     """
 
     def __init__(
@@ -33,7 +32,9 @@ class Bench:
         batch: Waiting,
         wants: tuple[str, ...],
         held: Sequence[Tensor],
+        more: tuple[object, ...] = (),
     ) -> None:
+        self.more = more
         self.name, self.batch, self.wants, self.recorder = name, batch, wants, Recorder(held)
         self.reads = stage.reads[name]
         self.outs: tuple[Like, ...] = ()
@@ -42,13 +43,15 @@ class Bench:
         for read, likes in zip(self.reads, given, strict=True):
             self.sources[read] = _Source(self.recorder, likes, first)
             first += len(likes)
-        readers = [u for u, reads in stage.reads.items() if name in reads and stage._made_again(name, u)]
         units: dict[str, nn.Module] = {r: s for r, s in self.sources.items() if r}
         reads: dict[str, tuple[str, ...]] = {**dict.fromkeys(units, ()), name: self.reads}
         units[name] = stage.units[name]
-        for reader in readers[:1]:  # else nobody keeps what is made again
+        again = [r for r in self.reads if r and stage._made_again(r, name)]
+        again += [name] if name in stage.recompute else []
+        if stage.made_again(name):  # else nobody keeps what is made again
+            reader = f"{name.split('.')[0]}.reader"
             units[reader], reads[reader] = nn.Identity(), (name,)
-        again = [u for u in units if u in stage.recompute]
+            again.append(reader)
         self.stage = Stage(units, stage.params, grads=stage.grads, recompute=again, reads=reads)
         self.flow = self.stage._flow(0)
 
@@ -86,6 +89,8 @@ class Bench:
                 self.stage.feed(0, self.batch.ids)
             if self.wants:
                 self.stage.feed_extra(0, self.name, *self.batch.extras(self.wants))
+            if self.more:
+                self.stage.feed_extra(0, self.name, *self.more)
             self.stage.run(Pass.F, 0, [self.name])
         outs: list[Tensor | None] = [*self.flow.acts.pop(self.name)]
         self.outs = tuple((tuple(t.shape), t.dtype) for t in outs if t is not None)

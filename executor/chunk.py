@@ -74,6 +74,14 @@ class Stage:
         """Microbatches of which something is still held."""
         return len(self._flows)
 
+    def ported(self, unit: str, outs: int) -> Ports:
+        """Under which names a unit's outputs are read, so many of them."""
+        return self._ports.get(unit, {unit: tuple(range(outs))})
+
+    def made_again(self, unit: str) -> bool:
+        """Whether backward of some reader gets what this unit makes again."""
+        return any(self._again[p] for p in self._ports.get(unit, (unit,)))
+
     # -- one pass over a stretch of units: what an op of the plan calls ----------------------------------------------
 
     def feed(self, mb: int, *acts: Tensor) -> None:
@@ -199,7 +207,7 @@ class Stage:
             outs = unit.run.forward(module, *acts, extras=extras)
         for r in reads:
             flow.take(r)
-        flow.give(outs, self._ported(name, outs), self._readers)
+        flow.give(outs, self.ported(name, len(outs)), self._readers)
         unit.outs, flow.units[name] = len(outs), unit
 
     def _recompute(self, mb: int, name: str) -> None:
@@ -214,7 +222,7 @@ class Stage:
             acts += flow.take(r, again=True) if given is None else given
         outs = unit.run.forward(self.units[name], *acts, extras=unit.extras)
         unit.inputs, unit.extras, unit.waits_for_r = (), (), False
-        flow.give(outs, self._ported(name, outs), self._again, again=True)
+        flow.give(outs, self.ported(name, len(outs)), self._again, again=True)
 
     def _input_grad(self, mb: int, name: str) -> None:
         unit = self._take(mb, name)
@@ -229,8 +237,7 @@ class Stage:
 
     def _arrived(self, mb: int, name: str, unit: UnitLife) -> Grads:
         """The gradients of a unit's outputs; none for a loss."""
-        ports = self._ports.get(name, {name: tuple(range(unit.outs))})
-        return self._flow(mb).arrived(ports, unit.outs)
+        return self._flow(mb).arrived(self.ported(name, unit.outs), unit.outs)
 
     def _pass_on(self, mb: int, name: str, unit: UnitLife, grads: Sequence[Tensor | None]) -> None:
         self._flow(mb).pass_on(self.reads[name], unit.sizes, grads)
@@ -240,9 +247,6 @@ class Stage:
         if unit.waits_for_r:
             self._recompute(mb, name)
         return unit
-
-    def _ported(self, name: str, outs: Values) -> Ports:
-        return self._ports.get(name, {name: tuple(range(len(outs)))})
 
     def _behind(self, exchange: str) -> tuple[str, ...]:
         """The units that read an exchange."""

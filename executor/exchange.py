@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.inline import holders, let_go
 from executor.transport.base import Handle
-from ir.graph import COUNTS, Graph
-from ir.model.moe import spread
+from ir.graph import COUNTS
+from ir.spread import CARRIES
 
 Table = list[list[int]]
 
@@ -35,19 +35,14 @@ class Exchange:
     back: bool = False
 
 
-def spread_over(graph: Graph) -> dict[str, int]:
-    """Over how many ranks the experts of each chunk are, of those where rows travel."""
-    layouts = {e.chunk.name: e.layout for e in graph.entries if e.part.name == "experts"}
-    return {chunk: layout.ep for chunk, layout in layouts.items() if spread(layout)}
-
-
 def exchanges(chunk: str, ranks: int) -> dict[str, Exchange]:
     """Those of a chunk's layer, by the names the plan has for them, among units of `executor.modules.spread`."""
     counts = f"{chunk}.{COUNTS}"
     return {
-        counts: Exchange(f"{chunk}.router.counts", ranks),
-        f"{chunk}.dispatch": Exchange(f"{chunk}.router.rows", ranks, counts),
-        f"{chunk}.combine": Exchange(f"{chunk}.experts", ranks, counts, back=True),
+        f"{chunk}.{name}": Exchange(
+            f"{chunk}.{carried}", ranks, "" if name == COUNTS else counts, back=name == "combine"
+        )
+        for name, carried in CARRIES.items()
     }
 
 

@@ -15,7 +15,6 @@ from executor.checkpoint.keeper import Keeper
 from executor.chunk import Gradients, Stage
 from executor.data import Batch, Data, Waiting
 from executor.device import Cuda, Device, Host
-from executor.exchange import spread_over
 from executor.inline import Region, inline_groups
 from executor.interpreter import Interpreter, StepResult, boundary
 from executor.kernels import BlankStage, BlankSync, Real, Timed
@@ -35,6 +34,7 @@ from executor.worker import RankContext
 from ir.job.build import Prepared, precision_of
 from ir.places import Places, several, sharers
 from ir.plan import OpKind, Plan
+from ir.spread import spread_over
 from ir.sync import buckets, repeated
 
 

@@ -70,7 +70,8 @@ def _forced(prepared: Prepared, graph: Graph, places: Places, rank: int, device:
     part = at["tp"] + sizes["tp"] * at["cp"]
 
     def choice(layer: int, number: int) -> Tensor:
-        return torch.from_numpy(found.experts(layer, source, number - first, number, part)).to(device)
+        experts = found.experts(layer, source, number - first, number, part)
+        return torch.tensor(experts.tolist(), device=device)
 
     return choice
 

@@ -22,19 +22,14 @@ from ir.places import Places
 from ir.plan import AT_START, OpKind, Plan
 from piper_sim.splice_account import Account, Storage, Storages
 from piper_sim.splice_flow import Flows
+from piper_sim.splice_rows import Rows
 from piper_sim.splice_sync import SyncMemory
 from piper_sim.splice_table import Table, Value
 from piper_sim.splice_wiring import Wiring
 
 
 def exchanges(plan: Plan) -> bool:
-    """Whether ranks exchange rows in it (experts over ranks): how many depends on what routers choose.
-
-    What such an op allocates is not spliced yet. It is an op of kind COLLECTIVE that covers one node of a pass, F, R or
-    I of `l3.counts`, `l3.dispatch` or `l3.combine`, and would be played in `_Rank._collective`: from its dispatch on
-    there is room for what arrives, of what it sends the last hold is let go of where a compute op first waits for it
-    (`executor.interpreter`). Units between two exchanges need lists for the rows they get (`ir.routing.forced`).
-    """
+    """Whether ranks exchange rows in it (experts over ranks): how many, routers choose, unless they are forced."""
     once = [plan.graph.nodes[s.covers[0][0]].once for s in plan.shapes if s.kind is OpKind.COLLECTIVE and s.covers]
     return not all(once)
 
@@ -44,16 +39,19 @@ def peaks(prepared: Prepared, plan: Plan, lists: Mapping[str, AllocList]) -> tup
 
     lists: by class, as `executor.alloc.take_lists` returns them or a profile holds them.
 
-    Raises PiperError (job): something of the plan has no list, as has every exchange of rows (`exchanges`).
+    Where ranks exchange rows, tokens are routed as `[routing]` says, as in a run that is forced to. Raises PiperError
+    (job): something of the plan has no list.
     """
     places, wiring = Places.of(plan), Wiring.of(plan, lists)
-    known: dict[tuple[int, ...], int] = {}
+    known: dict[object, int] = {}
     out = []
     for rank in range(places.ranks):
         sync, program = SyncMemory(prepared, plan, lists, rank, places), places.program(rank)
-        alike = program, sync.persistent, sync.squaring, sync.updating  # all in which positions may differ
+        rows = Rows.of(prepared, plan, rank, places)
+        # All in which positions may differ.
+        alike = program, sync.persistent, sync.squaring, sync.updating, tuple(rows.got.values())
         if alike not in known:
-            known[alike] = _Rank(plan, wiring, sync, program).step()
+            known[alike] = _Rank(plan, wiring, sync, program, rows).step()
         out.append(known[alike])
     return tuple(out)
 
@@ -61,10 +59,12 @@ def peaks(prepared: Prepared, plan: Plan, lists: Mapping[str, AllocList]) -> tup
 class _Rank:
     """One rank's step."""
 
-    def __init__(self, plan: Plan, wiring: Wiring, sync: SyncMemory, program: int) -> None:
+    def __init__(self, plan: Plan, wiring: Wiring, sync: SyncMemory, program: int, rows: Rows) -> None:
         self.plan, self.wiring, self.sync = plan, wiring, sync
         self.account = Account()
-        self.flows = Flows(self.account, wiring)
+        self.flows = Flows(self.account, wiring, rows)
+        self.leaving: dict[int, Storages] = {}  # by exchange that nobody has waited for: what it sends
+        self.exchanged: dict[tuple[int, int], int] = {}  # (node, microbatch) → its op
         self.values: dict[Value, Storage | None] = {}
         self.rows = range(int(plan.bounds[program]), int(plan.bounds[program + 1]))
         self.table = Table.of(plan, program, wiring, sync.flat)
@@ -89,19 +89,31 @@ class _Rank:
         return account.peak
 
     def _collective(self, i: int) -> None:
-        """A gather gets its room, the norm its sums; reductions happen in place."""
+        """A gather gets its room, the norm its sums, what arrives by an exchange too; reductions happen in place."""
         self._open(i, 0)
-        covers = self.plan.shapes[int(self.plan.shape[i])].covers
-        if covers and self.plan.graph.nodes[covers[0][0]].kind is Once.NORM:
-            self.sync.norm(self.account, keep=True)
+        for index, _ in self.plan.shapes[int(self.plan.shape[i])].covers:
+            node, mb = self.plan.graph.nodes[index], int(self.plan.mb[i])
+            if node.kind is Once.NORM:
+                self.sync.norm(self.account, keep=True)
+            elif not node.once:
+                self.exchanged[index, mb] = i
+                self.leaving[i] = self.flows.exchange(node, mb)
+
+    def _wait(self, exchange: int) -> None:
+        """It has ended: what it sent is let go of."""
+        self.account.drop_all(self.leaving.pop(exchange, []))
 
     # -- compute ops --------------------------------------------------------------------------------------------------
 
     def _compute(self, i: int) -> None:
         plan = self.plan
+        for w in plan.waits.row(i).tolist():
+            self._wait(w)
         self._free(i, AT_START)
         mbs = int(plan.mb[i]), int(plan.mb2[i])
         for cover, (index, member) in enumerate(plan.shapes[int(plan.shape[i])].covers):
+            for exchange in self.wiring.brought.get(index, ()):
+                self._wait(self.exchanged[exchange, mbs[member]])
             self._open(i, cover)
             node = plan.graph.nodes[index]
             if node.once:

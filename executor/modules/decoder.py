@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+import ir.spread
 from executor.exchange import Exchange, exchanges
 from executor.inline import Region
 from executor.modules.attention import Attention, Latent
@@ -103,8 +104,8 @@ class Decoder:
                 extras.update({f"{name}.{part}": want for part, want in wants.items()})
                 for part in parts:
                     reads[f"{name}.{part}"] = tuple(f"{name}.{r}" if r else outer for r in wired[part])
-                if isinstance(router := parts.get("router"), SpreadRouter):
-                    ports[f"{name}.router"] = router.ports(f"{name}.router")
+                if name in self.spread:
+                    ports[f"{name}.router"] = ir.spread.ports(name, shared="shared" in parts)
                     between |= exchanges(name, self.spread[name])
             else:
                 units[name] = Whole(parts, wired, {part: len(want) for part, want in wants.items()})
@@ -162,17 +163,17 @@ class Decoder:
         parts: dict[str, nn.Module] = {"attn": attention(c, make, prefix, self.attention)}
         if not c.is_moe(layer):
             return parts | {"mlp": Mlp(c, make, prefix)}, {"attn": (reads,), "mlp": ("attn",)}
-        wired: Reads = {"attn": (reads,), "router": ("attn",)}
         shared = ("shared",) if c.moe and c.moe.shared_ffn else ()
         if spread:
             parts["router"] = SpreadRouter(c, make, prefix, layer, self.guide)
             parts["experts"] = SpreadExperts(c, make, prefix)
             parts |= {s: FeedForward(c, make, f"{prefix}mlp.shared_experts.", moe_of(c).shared_ffn) for s in shared}
             parts["add"] = SpreadAdd(c)
-            wired |= {"experts": ("dispatch",), "add": ("combine", "router.order", *shared, "attn")}
-            return parts, wired | {s: ("router.tokens",) for s in shared}
-        parts["router"] = Router(c, make, prefix, layer, self.guide)
-        parts["experts"] = LocalExperts(c, make, prefix)
-        parts |= {s: Shared(c, make, prefix) for s in shared}
-        wired |= {"experts": ("router",), "add": ("experts", *shared, "attn")}
-        return parts | {"add": Add()}, wired | {s: ("router",) for s in shared}
+        else:
+            parts["router"] = Router(c, make, prefix, layer, self.guide)
+            parts["experts"] = LocalExperts(c, make, prefix)
+            parts |= {s: Shared(c, make, prefix) for s in shared}
+            parts["add"] = Add()
+        wired: Reads = {"attn": (reads,), "router": ("attn",), **dict.fromkeys(("experts", *shared), ("router",))}
+        wired["add"] = ("experts", *shared, "attn")
+        return parts, {p: ir.spread.reads(p, r) for p, r in wired.items()} if spread else wired

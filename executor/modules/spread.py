@@ -5,6 +5,7 @@
     add: x + the sums of each token's rows + shared
 
 The exchanges between them (`executor.exchange`): counts and dispatch behind the router, combine behind the experts.
+Who reads what is in `ir.spread`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,6 @@ class SpreadRouter(nn.Module):
         rows, row_weights, order = self.dispatch.rows(tokens, weights, indices)
         return rows, row_weights, order, self.dispatch.counts(indices), *((tokens,) if self.shared else ())
 
-    def ports(self, name: str) -> dict[str, tuple[int, ...]]:
-        """What reads which outputs, by the unit's name."""
-        out = {f"{name}.rows": (0, 1), f"{name}.order": (2,), f"{name}.counts": (3,)}
-        return out | ({f"{name}.tokens": (4,)} if self.shared else {})
-
 
 class SpreadExperts(nn.Module):
     """Part `experts`: this rank's experts, on rows from all ranks."""
@@ -56,6 +52,12 @@ class SpreadExperts(nn.Module):
         return unpermute(self.experts(permute(rows, order, 1), permute(weights, order, 1), counts), order, 1)
 
 
+def local_experts(unit: nn.Module) -> int:
+    """How many experts such a unit has."""
+    assert isinstance(unit, SpreadExperts)
+    return len(unit.experts.up)
+
+
 def by_expert(got: Table) -> Tensor:
     """Where each row comes from once rows sorted by source are sorted by expert.
 
@@ -64,7 +66,7 @@ def by_expert(got: Table) -> Tensor:
     """
     sizes = torch.tensor(got, dtype=torch.int64)
     ends = sizes.flatten().cumsum(0).view_as(sizes)
-    total, lengths = int(sizes.sum()), sizes.t().flatten()
+    total, lengths = sum(map(sum, got)), sizes.t().flatten()
     starts = (ends - sizes).t().flatten()
     first = lengths.cumsum(0) - lengths
     return (torch.arange(total) + (starts - first).repeat_interleave(lengths, output_size=total)).int()

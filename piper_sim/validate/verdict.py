@@ -39,7 +39,9 @@ def verdict(p: Prediction, r: Ran, profile: Profile, o: Options, gate: Gate, *, 
     samples = node_samples(r, p.planned.model, o.emulate)
     ops = compared(samples, profile)
     memory = None
-    if (found := r.found["memory"]["peak_allocated_bytes"]) is not None and not exchanges(p.plan):
+    if (found := r.found["memory"]["peak_allocated_bytes"]) is not None and (
+        p.prepared.job.routing.forced or not exchanges(p.plan)
+    ):
         memory = _memory(peaks(p.prepared, p.plan, profile.lists), found)
     iteration, bare = seconds(p.iteration_s, step_s), without_communication(p)
     weights = [sum(samples[c]) for c in ops]
