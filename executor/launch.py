@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,8 +88,8 @@ def launch(
     """
     target = describe(fn)
     if out is not None:
-        _folder(out)
-    with ForkServer.lock, tempfile.TemporaryDirectory(prefix="piper-run-") as name:
+        folder_for(out)
+    with ForkServer.lock, _scratch(), tempfile.TemporaryDirectory(prefix="piper-run-") as name:
         folder = Path(name)
         run = _Run(ranks, folder, watchdog_s, startup_s)
         create(folder / "progress", ranks)
@@ -105,8 +107,7 @@ def launch(
         try:
             pids = _start(server, run, spec, together)
             if out is not None:
-                table = {"ranks": {str(r): {"pid": pids[r]} for r in range(ranks)}}
-                write_whole(out / "ranks.json", json.dumps(table))
+                _note(out, pids)
             (folder / "go").touch()
             _watch(server, run, time.monotonic(), timeout_s)
         finally:
@@ -114,12 +115,43 @@ def launch(
         return [json.loads((folder / f"result-{r}").read_text(encoding="utf-8")) for r in range(ranks)]
 
 
-def _folder(out: Path) -> None:
+def folder_for(out: Path) -> None:
+    """Make a folder, and see that files can be written there. Raises PiperError (io)."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         message = f"cannot be a folder: {error.strerror}"
         raise PiperError(ErrorKind.IO, message, file=str(out), suggestion="choose another --out") from error
+    try:
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _note(out: Path, pids: Mapping[int, int]) -> None:
+    table = {"ranks": {str(r): {"pid": pids[r]} for r in sorted(pids)}}
+    try:
+        write_whole(out / "ranks.json", json.dumps(table))
+    except OSError as error:
+        raise _unwritable(out / "ranks.json", error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> PiperError:
+    message = f"cannot be written: {error.strerror}"
+    return PiperError(ErrorKind.IO, message, file=str(path), suggestion="choose another --out")
+
+
+@contextmanager
+def _scratch() -> Iterator[None]:
+    """Name the folder for temporary files where it is that which is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            raise
+        message, fix = f"cannot be written: {error.strerror}", "free space there, or name another folder in TMPDIR"
+        raise PiperError(ErrorKind.IO, message, file=tempfile.gettempdir(), suggestion=fix) from error
 
 
 def _start(server: ForkServer, run: _Run, spec: dict[str, object], together: bool) -> dict[int, int]:

@@ -50,5 +50,9 @@ def _find(target: dict[str, str]) -> Callable[..., object]:
 def write_whole(path: Path, text: str) -> None:
     """The file appears complete or not at all."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)  # a full disk leaves half of it
+        raise

@@ -72,7 +72,8 @@ def read_trace(path: str | Path) -> Trace:
         with open(path, "rb") as f:
             data = f.read(MAX_BYTES + 1)
     except OSError as e:
-        raise PiperError(ErrorKind.IO, f"cannot read the trace: {e.strerror or e}", file=file) from e
+        fix = "the trace.tsv that `run --out DIR` leaves in DIR"
+        raise PiperError(ErrorKind.IO, f"cannot read the trace: {e.strerror or e}", file=file, suggestion=fix) from e
     if len(data) > MAX_BYTES:
         _too_big(file)
     try:

@@ -6,10 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ir.errors import ErrorKind, PiperError
 from ir.job import load_job
 from ir.plan_text import plan_text
-from piper_sim.commands.output import dumps, print_json, progress, trace_files, width, write
+from piper_sim.commands.output import dumps, print_json, progress, refuse_existing, trace_files, width, write
 from piper_sim.predict import predict
 from piper_sim.report.timeline import text_timeline
 
@@ -21,8 +20,7 @@ def main(args: argparse.Namespace, executor: Any) -> int:
     job = load_job(args.job, args.sets)
     p = predict(job)
     out = None if args.out is None else Path(args.out)
-    if out is not None and not args.force:
-        _refuse_existing(out)  # before the ranks start, not after their work
+    refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work
     with progress(f"running {args.steps} step(s) on {args.ranks} processes"):
         found, trace = executor.run(
             p.prepared,
@@ -38,6 +36,9 @@ def main(args: argparse.Namespace, executor: Any) -> int:
             out=out,
             saving=executor.Saving(args.save, args.every, args.keep, args.force, args.resume),
         )
+    if not args.json:  # whatever becomes of the files
+        print(text_timeline(trace, width()))
+        _show(found)
     if out is not None:
         title = f"{job.model.name}, {p.prepared.schedule}, {args.ranks} ranks (measured)"
         found["trace"] = str(out / "trace.tsv")
@@ -45,9 +46,6 @@ def main(args: argparse.Namespace, executor: Any) -> int:
         write(args.out, files, args.force)
     if args.json:
         print_json(found)
-        return 0
-    print(text_timeline(trace, width()))
-    _show(found)
     return 0
 
 
@@ -63,10 +61,3 @@ def _show(found: dict[str, Any]) -> None:
         print(f"slowest: rank {late['rank']}, for which each other rank waited {late['waited_s']:.4f} s of a step")
     if peaks := found["memory"]["peak_allocated_bytes"]:
         print(f"peak allocated, rank by rank: {', '.join(f'{b / 2**20:.2f}' for b in peaks.values())} MiB")
-
-
-def _refuse_existing(out: Path) -> None:
-    for name in FILES:
-        if (out / name).exists():
-            fix = "--force replaces it; or choose another --out"
-            raise PiperError(ErrorKind.IO, "exists already", file=str(out / name), suggestion=fix)

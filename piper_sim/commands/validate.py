@@ -39,12 +39,12 @@ def main(args: argparse.Namespace, executor: Any, alloc: Any) -> int:
     )
     with progress(f"calibrating and running on {args.ranks} processes"):
         v = validate(job, args.sets, Tools(executor, alloc.take_lists), options)
+    if not args.json:  # whatever becomes of the files
+        _show(v)
     if args.out is not None:
         write(args.out, files(v), args.force)
     if args.json:
         print_json(v.found)
-    else:
-        _show(v)
     return 0 if v.found["passed"] else MISSED
 
 

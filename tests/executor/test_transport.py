@@ -33,6 +33,8 @@ def _everything(t: Transport) -> list[float]:
         h.wait()
     x = torch.tensor([1.0 + t.rank, 2.0])
     t.all_reduce("both", x).wait()
+    most = torch.tensor([1.0 + t.rank, 5.0 - t.rank])
+    t.all_reduce("both", most, largest=True).wait()
     part = torch.empty(1)
     t.reduce_scatter("both", part, torch.tensor([1.0, 5.0 + t.rank])).wait()
     whole = torch.empty(2)
@@ -41,7 +43,7 @@ def _everything(t: Transport) -> list[float]:
     got = torch.empty(sum(theirs))
     sizes = [2, 1] if t.rank == 0 else [1, 0]
     t.all_to_all("both", got, torch.arange(sum(sizes)) + 100.0 * t.rank, [2, 1] if t.rank == 0 else [1, 0], mine).wait()
-    out += [*x.tolist(), *part.tolist(), *whole.tolist(), *got.tolist()]
+    out += [*x.tolist(), *most.tolist(), *part.tolist(), *whole.tolist(), *got.tolist()]
     if t.rank == 0:
         alone = torch.ones(1)
         t.all_reduce("me", alone).wait()
@@ -55,8 +57,8 @@ def _rank(ctx: RankContext) -> list[float]:
 
 
 WANT = [
-    [10.0, 11.0, 12.0, 3.0, 4.0, 2.0, 2.0, 11.0, 0.0, 1.0, 100.0, 1.0],
-    [0.0, 1.0, 2.0, 3.0, 4.0, 11.0, 2.0, 11.0, 2.0],
+    [10.0, 11.0, 12.0, 3.0, 4.0, 2.0, 5.0, 2.0, 2.0, 11.0, 0.0, 1.0, 100.0, 1.0],
+    [0.0, 1.0, 2.0, 3.0, 4.0, 2.0, 5.0, 11.0, 2.0, 11.0, 2.0],
 ]
 
 
