@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -117,7 +118,7 @@ class Lookout:
                 clock.sleep_until(clock.now() + EVERY_S)
         except RuntimeError:
             self._orphaned()
-        os._exit(FAILED)
+        self._leave()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -141,7 +142,7 @@ class Lookout:
                 (me,) = read(self.progress, 1)
                 waiting = {1: me.op} if me.op else {}
                 self.report(RankFailed("it has vanished", rank=0, op=seen.op or None, waiting=waiting))
-            os._exit(FAILED)
+            self._leave()
 
     def _publish(self) -> None:
         (r,) = read(self.progress, 1)
@@ -216,6 +217,11 @@ class Lookout:
         if culprit != self.rank and self.hosts[culprit] == self.hosts[self.rank]:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pids[culprit], signal.SIGKILL)  # it may be stopped, and would outlive us
+        self._leave()
+
+    def _leave(self) -> NoReturn:
+        """Without any farewell, which might hang; only this rank's own folder goes with it."""
+        shutil.rmtree(self.progress.parent, ignore_errors=True)
         os._exit(FAILED)
 
 

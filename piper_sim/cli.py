@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from ir.errors import ErrorKind, PiperError, nearest
 from piper_sim.commands.calibrate_flags import calibrate_flags, imports
+from piper_sim.commands.ending import unwinding
 
 COMMANDS = {
     "demo": "DeepSeek-V3 on 2,048 H800: DualPipe against 1F1B and the others; no GPU, no PyTorch",
@@ -271,7 +272,8 @@ def _dispatch_torch(parsed: argparse.Namespace) -> int:
             suggestion="pip install 'piper-sim[exec]' (on a laptop, install PyTorch's CPU build first)",
         )
     command: Any = import_module(f"piper_sim.commands.{parsed.command}")
-    return int(command.main(parsed, *map(import_module, TORCH[parsed.command])))
+    with unwinding():
+        return int(command.main(parsed, *map(import_module, TORCH[parsed.command])))
 
 
 def _report(e: PiperError, as_json: bool) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -36,7 +38,9 @@ TAKEN_ON = ("schedule.name=gpipe", "schedule.microbatches=1", "parallel.pp=1")
 @lru_cache(maxsize=1)
 def job_file() -> str:
     """The job as a file, which the ranks read too."""
-    path = Path(tempfile.mkdtemp(prefix="piper-alloc-")) / "job.toml"
+    folder = tempfile.mkdtemp(prefix="piper-alloc-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = Path(folder) / "job.toml"
     path.write_text(JOB)
     return str(path)
 

@@ -43,7 +43,10 @@ FORCED = "routing.forced=true", "routing.kind=zipf", "routing.strength=0.7", "ro
 
 @pytest.mark.parametrize(
     "sets",
-    [(*ONE, "parallel.dp=4", "schedule.microbatches=1"), (*PIPED, "schedule.name=dualpipe", "schedule.microbatches=2")],
+    [
+        pytest.param((*ONE, "parallel.dp=4", "schedule.microbatches=1"), marks=pytest.mark.slow),
+        (*PIPED, "schedule.name=dualpipe", "schedule.microbatches=2"),
+    ],
     ids=["four replicas", "two, in a pipeline"],
 )
 def test_under_forced_routing_every_plan_is_one_process(sets: tuple[str, ...]) -> None:
@@ -68,7 +71,13 @@ def test_a_recorded_run_is_simulated_and_forced(tmp_path: Path) -> None:
     assert uneven != usual
     _recorded(*said, "routing.forced=true", folder=second)
     assert (first / "routing.csv").read_text() == (second / "routing.csv").read_text()
-    assert error(run(*said, "routing.forced=true"), alone(*said, "routing.forced=true")) <= ROUNDING
+
+
+@pytest.mark.slow
+def test_what_was_recorded_is_forced_on_one_process_too(tmp_path: Path) -> None:
+    _recorded(*PIPED, folder=tmp_path)
+    sets = (*PIPED, "routing.kind=file", f"routing.file={tmp_path / 'routing.csv'}", "routing.forced=true")
+    assert error(run(*sets), alone(*sets)) <= ROUNDING
 
 
 def test_a_forced_run_has_the_counts_that_are_simulated(tmp_path: Path) -> None:
@@ -85,6 +94,7 @@ def test_a_forced_run_has_the_counts_that_are_simulated(tmp_path: Path) -> None:
     assert all((found[layer, mb] == counts.tokens(layer, mb)).all() for layer in range(4) for mb in range(4))
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run() -> None:
     ran, other = (run(*ONE, *FORCED[:-1], f"routing.seed={seed}") for seed in (3, 4))
     assert error(ran, alone(*ONE, *FORCED)) <= ROUNDING
@@ -123,18 +133,19 @@ def test_the_loss_of_each_sequence_is_deepseeks_with_its_gradient() -> None:
     [
         (*ONE, COEF, "schedule.microbatch_size=2", "schedule.recompute=full"),
         (*PIPED, COEF, "schedule.name=dualpipe", "parallel.zero=1"),
-        (*PIPED, COEF, "schedule.name=zb1p", "parallel.ep=1", "parallel.zero=3"),
+        pytest.param((*PIPED, COEF, "schedule.name=zb1p", "parallel.ep=1", "parallel.zero=3"), marks=pytest.mark.slow),
     ],
     ids=["recomputed", "dualpipe", "experts on every rank"],
 )
 def test_it_is_one_loss_under_every_plan(sets: tuple[str, ...]) -> None:
-    ran, off = run(*sets), run(*sets, "model.router_aux_loss_coef=0")
-    assert error(ran, alone(*sets)) <= ROUNDING < 1e-3 < distance(merged(ran.grads), merged(off.grads))
-    assert off.object["aux_losses"] is None and ran.object["losses"][0] == off.object["losses"][0]
+    ran, off = run(*sets), alone(*sets, "model.router_aux_loss_coef=0")
+    assert error(ran, alone(*sets)) <= ROUNDING < 1e-3 < distance(merged(ran.grads), off.grads)
+    assert np.isclose(ran.object["losses"][0], off.losses[0], rtol=1e-12)  # it is not one of them
     layers = 4 if "parallel.pp=2" in sets else 2
     assert all(0.5 * layers <= x < 0.75 * layers for x in ran.object["aux_losses"])  # 0.5 a layer where all is even
 
 
+@pytest.mark.slow
 def test_it_is_the_same_number_on_one_rank_and_on_four() -> None:
     one = run("model.config=tiny-moe", "model.num_hidden_layers=4", COEF, "parallel.pp=1", "schedule.microbatches=8")
     four = run(*PIPED, COEF)

@@ -75,7 +75,7 @@ MORE = {
 }
 
 
-USUAL = ("deepseek_v2 limited", "deepseek_v3", "recompute beside shared experts", "one expert per token")
+USUAL = ("deepseek_v3", "recompute beside shared experts")
 slow = pytest.mark.slow
 
 
@@ -92,8 +92,9 @@ def test_experts_and_ranks_without_a_token_train_too() -> None:
     prepared, plan = judged(Path(tempfile.mkdtemp()), *sets)
     counts = Forced.of(prepared, plan.graph).counts
     assert all((counts.tokens(layer).sum(0) > 0).sum() == 1 for layer in counts.layers)
-    assert far(*sets, steps=FEW) <= ROUNDING
-    gradients = merged(run(*sets, steps=1).grads)["model.layers.0.mlp.experts.down_proj"]
+    ran = run(*sets)
+    assert error(ran, alone(*sets)) <= ROUNDING
+    gradients = merged(ran.grads)["model.layers.0.mlp.experts.down_proj"]
     assert [bool(g.any()) for g in gradients].count(True) == 1
 
 
@@ -105,7 +106,8 @@ def test_threads_exchange_as_processes_do_and_a_repeated_run_is_the_same() -> No
         assert all(np.array_equal(mine[n], theirs[n]) for n in mine)
 
 
-@pytest.mark.parametrize("formats", [pytest.param(("fp32", 1e-4), marks=slow), ("bf16", 3e-2)], ids=lambda f: f[0])
+@slow
+@pytest.mark.parametrize("formats", [("fp32", 1e-4), ("bf16", 3e-2)], ids=lambda f: f[0])
 def test_narrower_formats_are_as_near_as_they_can_be(formats: tuple[str, float]) -> None:
     name, near = formats
     sets = (*ONE, f"precision.compute={name}", "precision.params=fp32", "optimizer.name=sgd", "optimizer.lr=0.1")
@@ -156,7 +158,7 @@ def _told(monkeypatch: pytest.MonkeyPatch, *sets: str) -> tuple[Prepared, Plan, 
     return prepared, ran.plan, [r[: len(r) // 2] for r in rows]  # the other half: the step in which memory is followed
 
 
-@pytest.mark.parametrize("kind", ["balanced", "zipf"])
+@pytest.mark.parametrize("kind", [pytest.param("balanced", marks=slow), "zipf"])
 def test_a_step_exchanges_what_the_plan_and_the_routing_say(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = (*FOUR, f"routing.kind={kind}", "routing.forced=true", "schedule.recompute=full")
     prepared, plan, rows = _told(monkeypatch, *sets)
@@ -197,7 +199,7 @@ def test_the_host_reads_counts_before_it_dispatches_rows() -> None:
     assert streams == {"ep"}
 
 
-@pytest.mark.parametrize("kind", ["balanced", "hot"])
+@pytest.mark.parametrize("kind", [pytest.param("balanced", marks=slow), "hot"])
 def test_ops_of_a_given_time_exchange_rows_as_planned(kind: str) -> None:
     ran = run(*PIPED, f"routing.kind={kind}", emulate=0.002)
     assert ran.object["losses"] is None and len(ran.trace) == 2 * 2 * len(ran.plan)
