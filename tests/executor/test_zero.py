@@ -73,10 +73,12 @@ def test_a_rank_holds_its_share_and_no_more(
         assert mine["buffers"] == 0 and peaks[str(rank)] > sum(mine.values())
 
 
-def test_peak_memory_falls_with_every_level() -> None:
-    big = (*TWO, "model.vocab_size=2048", "schedule.microbatches=2")
-    peaks = [_held(*big, f"parallel.zero={zero}")[1]["0"] for zero in range(4)]
-    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4 and peaks[3] < 0.62 * peaks[0]
+def test_peak_memory_falls_where_less_is_kept() -> None:
+    """Not from ZeRO-1 to 2: an op that runs a whole stage's backward has all of one microbatch's gradient beside half
+    the sums, and only then are its buckets reduced."""
+    big = (*TWO, "model.num_hidden_layers=16", "schedule.microbatches=2")
+    zero0, zero1, zero2, zero3 = (_held(*big, f"parallel.zero={zero}")[1]["0"] for zero in range(4))
+    assert zero3 < zero1 < zero0 and zero3 < zero2 < zero0 and zero3 < 0.62 * zero0
 
 
 def test_a_layer_more_costs_half_as_much_where_weights_are_sharded() -> None:
