@@ -60,7 +60,8 @@ class Span:
 class Node:
     """One piece of work of one stage, for every microbatch of its spans. Its text is its identity: `2F/l7.attn`.
 
-    numel: of an update, the elements it updates on one device.
+    numel: of an update, the elements it updates on one device. bucket: of what is once per step, the `Bucket.key` of
+    what it reduces or gathers.
     """
 
     stage: int
@@ -75,6 +76,7 @@ class Node:
     numel: int = 0
     tags: Mapping[str, int] = field(default_factory=dict)
     spans: tuple[Span, ...] = ()
+    bucket: str = ""
 
     def text(self, mb: int | None = None) -> str:
         """Op text of one microbatch's instance.

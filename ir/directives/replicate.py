@@ -37,7 +37,7 @@ class Replicate:
             out["bucket_MiB"] = self.bucket_MiB
         if self.reduce_stream != "dp":
             out["reduce_stream"] = self.reduce_stream
-        if self.gather_stream != "dp":
+        if self.gather_stream != "dp" or self.reduce_stream != "dp":  # left out, it is the other
             out["gather_stream"] = self.gather_stream
         return out
 
@@ -47,7 +47,22 @@ class Replicate:
         if self.bucket_MiB is not None and not self.bucket_MiB > 0:
             raise PiperError(ErrorKind.DIRECTIVE, f"{self}: bucket_MiB = {self.bucket_MiB}", allowed="more than 0")
         hit = {(graph.nodes[i].stage, graph.nodes[i].part) for i in select(graph, self.filter, str(self))}
+        self._whole(graph)
         size = None if self.bucket_MiB is None else int(self.bucket_MiB * 2**20)
         policy = Replica(self.zero, size, self.reduce_stream, self.gather_stream)
         mine = {k: policy for k, e in enumerate(graph.entries) if (e.stage, e.name) in hit}
+        if graph.entries and not any(graph.entries[k].part.params for k in mine):
+            message = f"{self}: what the filter selects has no parameters"
+            raise PiperError(ErrorKind.DIRECTIVE, message, allowed="parts with parameters")
         return replace(graph, replicas={**graph.replicas, **mine})
+
+    def _whole(self, graph: Graph) -> None:
+        """Refuse some of the microbatches: a parameter's copies are kept in step for all that it is used for."""
+        if self.filter.microbatches(graph.dim, graph.mbs) == (range(graph.mbs),):
+            return
+        raise PiperError(
+            ErrorKind.DIRECTIVE,
+            f"{self}: the filter selects some of {graph.mbs} microbatches, but a parameter is updated for all of them",
+            allowed=f"filters without {graph.dim}",
+            suggestion=f"leave {graph.dim} out",
+        )

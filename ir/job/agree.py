@@ -42,7 +42,7 @@ def agree(job: Job, made: Strategy) -> Job:
 def check_replicated(graph: Graph) -> None:
     """Copies of parameters that nothing keeps in step would train apart, without a word."""
     for b in buckets(graph):
-        if b.ranks > 1 and not any(k in graph.replicas for k in b.members):
+        if b.ranks > 1 and not b.replicated:
             raise PiperError(
                 ErrorKind.DIRECTIVE,
                 f"parameters of stage {b.stage} ({b.name}) are on {b.ranks} ranks, and no replicate names them",
