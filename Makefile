@@ -35,7 +35,7 @@ $(VENV)/bin/python:
 
 $(STAMP): $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
-	$(BIN)/python -m piper_sim.warm
+	$(BIN)/python -m piper_sim.app.warm
 	touch $@
 
 $(DEV): $(STAMP) constraints-cpu.txt

@@ -13,10 +13,10 @@ Every number from here is **modelled**: none was measured on the machine of the 
 One file per GPU, fitted once; nothing is tuned per model, cluster or row. The fits are checked in tests/cost_models.
 """
 
-from cost_models.compute import kernel_seconds, quantise, work_seconds
+from cost_models.compute.optimizer import Recipe, StateBytes, state_bytes
+from cost_models.compute.roofline import kernel_seconds, quantise, work_seconds
 from cost_models.hardware import Hardware, load_hardware, presets
-from cost_models.links import Fabric, message_seconds
-from cost_models.optimizer import Recipe, StateBytes, state_bytes
+from cost_models.links.fabric import Fabric, message_seconds
 
 __all__ = [
     "Fabric",

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from experiments.engine_speed import heapq_loop, loop_of, stage_case
-from piper_sim.commands.demo import JOB
+from piper_sim.app.commands.demo import JOB
 
 GPUS = {"2,048 GPUs": [], "16,384 GPUs": ["--set", "cluster.nodes=2048"]}
 
@@ -27,7 +27,7 @@ def command(job: Path, more: list[str]) -> tuple[float, float]:
     arguments = ["compare", str(job), *more, "--json"]
     child = os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "piper_sim.cli", *arguments],
+        [sys.executable, "-m", "piper_sim.app.cli", *arguments],
         os.environ,
         file_actions=[(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)],
     )

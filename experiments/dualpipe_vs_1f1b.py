@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ir.errors import PiperError
+from ir.core.errors import PiperError
 from ir.job.load import job_from
-from piper_sim.commands.demo import JOB
-from piper_sim.compare import SIX, compare
-from piper_sim.predict import GIB
+from piper_sim.app.commands.demo import JOB
 from piper_sim.report.files import write_outputs
+from piper_sim.study.compare import SIX, compare
+from piper_sim.study.predict import GIB
 
 # Categories from the bottom up: work, then waiting for messages, then waiting for other ranks.
 PARTS = {

@@ -23,23 +23,23 @@ from itertools import pairwise
 import numpy as np
 
 from cost_models import Recipe
-from ir.build import stage_graph
+from ir.core.order import FloatArray
 from ir.directives import apply
+from ir.graph.build import stage_graph
 from ir.job.load import job_from
 from ir.lower import Merge, Policy, lower
-from ir.order import FloatArray
-from ir.plan import Csr, OpKind, Plan
-from ir.rules import check_plan
+from ir.plan.plan import Csr, OpKind, Plan
 from ir.schedules.registry import build
 from ir.schedules.strategy import ordering, placing
-from piper_sim import engine, twin
-from piper_sim.commands.demo import JOB
-from piper_sim.costs import CostModel, OpCosts, Share
+from ir.verify import check_plan
+from piper_sim import compiled, engine
+from piper_sim.app.commands.demo import JOB
 from piper_sim.engine import Host, Interference, Links, Run, Scenario, Wire
-from piper_sim.memory import memory, samples, state
-from piper_sim.metrics import breakdown
-from piper_sim.prepare import hardware_of, prepare_priced
-from piper_sim.traces import trace_of
+from piper_sim.engine.traces import trace_of
+from piper_sim.memory.timeline import memory, samples, state
+from piper_sim.pricing.costs import CostModel, OpCosts, Share
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.study.breakdown import breakdown
 
 CLASSES = 6
 WINDOW = 1024
@@ -51,7 +51,7 @@ from piper_sim import twin
 case = stage_case(2, 2)
 for name, scenario in shared(case.plan).items():
     before = time.process_time()
-    twin.play(scenario, case.costs.duration)
+    compiled.play(scenario, case.costs.duration)
     print(f"{name} {time.process_time() - before:.1f} s", end="; ")
 """
 
@@ -193,7 +193,7 @@ def parts_of(case: Case) -> dict[str, Callable[[], object]]:
     """What is timed, in the order of the table."""
     duration, loop, cases = case.costs.duration, loop_of(case.plan, case.costs.duration), shared(case.plan)
     bare, sixteen = cases["longest path"], np.tile(duration, (16, 1))
-    two: Run = twin.play(bare, duration, 2)
+    two: Run = compiled.play(bare, duration, 2)
     fresh: list[Plan] = []  # the plan made in this round: what is computed on first use is paid for there
     persistent = state(case.plan, case.recipe)
 
@@ -210,12 +210,12 @@ def parts_of(case: Case) -> dict[str, Callable[[], object]]:
         "SimPy": lambda: engine.play(bare, duration),
         "SimPy, memory, trace": simulate,
         "SimPy, interference": lambda: engine.play(cases["interference"], duration),
-        "twin: structure, once": lambda: twin.Compiled(bare),
-        "twin: longest path, 16": lambda: twin.step_ends(bare, sixteen),
+        "twin: structure, once": lambda: compiled.Compiled(bare),
+        "twin: longest path, 16": lambda: compiled.step_ends(bare, sixteen),
     }
     for name, scenario in cases.items():
-        twin.play(scenario, duration)  # compile
-        timed[f"twin: {name}"] = lambda scenario=scenario: twin.play(scenario, duration)  # type: ignore[misc]
+        compiled.play(scenario, duration)  # compile
+        timed[f"twin: {name}"] = lambda scenario=scenario: compiled.play(scenario, duration)  # type: ignore[misc]
     timed["memory"] = lambda: memory(case.plan, persistent)
     timed["breakdown"] = lambda: breakdown(bare, two, case.costs)
     return timed

@@ -24,21 +24,21 @@ import torch
 import torch.distributed as dist
 
 from executor import cli, clock
-from executor.data import Batch, Data
-from executor.device import Host
-from executor.interpreter import Interpreter
-from executor.launch import launch
-from executor.program import Program
-from executor.rank import Local, crossing, topology
-from executor.spec import Spec, rebuild
-from executor.worker import RankContext
+from executor.device.device import Host
+from executor.launch.launch import launch
+from executor.runtime.batch import Batch, Data
+from executor.runtime.interpreter import Interpreter
+from executor.runtime.program import Program
+from executor.runtime.rank import Local, crossing, topology
+from executor.runtime.spec import Spec, rebuild
+from executor.runtime.worker import RankContext
 from experiments.torch_runtime import TorchPipeline, order_csv
+from ir.core.ops import Pass
 from ir.job import load_job
 from ir.job.build import Prepared, prepare
-from ir.ops import Pass
-from ir.plan import OpKind
-from ir.plan_text import plan_digest
-from ir.rules import check_plan
+from ir.plan.plan import OpKind
+from ir.plan.text import plan_digest
+from ir.verify import check_plan
 
 JOB = """
 [model]

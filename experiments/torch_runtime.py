@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.data import Batch
 from executor.modules.base import Built, TokenLoss, evaluate
 from executor.modules.choose import model_of
 from executor.modules.functions import token_loss
+from executor.runtime.batch import Batch
 from ir.directives.order import OrderBy
 from ir.job.build import Prepared
-from ir.plan import Plan
+from ir.plan.plan import Plan
 
 
 def order_csv(prepared: Prepared) -> str:

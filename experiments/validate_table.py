@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import median
 
 from executor import cli
-from executor.alloc import take_lists
+from executor.measure.alloc import take_lists
 from ir.job import load_job
-from piper_sim.validate import Calibration, Options, Tools, validate
+from piper_sim.study.validate import Calibration, Options, Tools, validate
 
 SCHEDULES = ("1f1b", "gpipe", "zb1p", "interleaved-1f1b", "zbv", "dualpipe")
 LEAST_S = 0.01  # of a layer's pass, to count

@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ir.order import IntArray
+from ir.core.order import IntArray
 
 UNLIMITED = 2**62
 STEPS = 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cost_models.jit import jit
-from ir.order import IntArray
+from ir.core.order import IntArray
 
 USED, FREE, UNMAPPED = 0, 1, 2
 SPARE, MADE, TOP, ALLOCATED, RESERVED, MOST_ALLOCATED, MOST_RESERVED, GIVEN_BACK = range(2, 10)

@@ -29,7 +29,7 @@ from cost_models.allocator.blocks import (
 )
 from cost_models.allocator.rules import BLOCK, LARGE_GRAIN, MIDDLE, MIDDLE_SEGMENT, SMALL, SMALL_SEGMENT
 from cost_models.jit import jit
-from ir.order import IntArray
+from ir.core.order import IntArray
 
 ENDLESS = 2**60
 

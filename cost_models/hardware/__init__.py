@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from cost_models.hardware.schema import Hardware, check_consistent, check_known
-from ir.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, nearest
 
 __all__ = ["Hardware", "hardware_keys", "load_hardware", "presets"]
 
@@ -43,7 +43,7 @@ def load_hardware(name_or_path: str | Path, overrides: Mapping[str, object] | No
     >>> load_hardware("h100")
     Traceback (most recent call last):
     ...
-    ir.errors.PiperError: cluster.gpu: unknown hardware preset 'h100'
+    ir.core.errors.PiperError: cluster.gpu: unknown hardware preset 'h100'
     allowed: a path to a .json file, a100-sxm-40gb, ...
     fix: h100-sxm
     """

@@ -11,8 +11,8 @@ from typing import Annotated
 import msgspec
 
 from cost_models.software import Software
-from ir.errors import ErrorKind, PiperError, nearest
-from ir.work import DType
+from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.work import DType
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]

@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ir.errors import ErrorKind, PiperError, nearest
-from ir.model.setting import Loss, Style
+from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.workload.setting import Loss, Style
 
 __all__ = ["MOST", "Software", "frameworks", "load_software"]
 
@@ -34,7 +34,8 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     turn_us: where it waits for the device at each transfer between pipeline stages: what it then needs before the next
     pass; 0: it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are made in before kernels of
     their own add them to the sums, and that a second copy has where they are reduced between replicas. loss, eager,
-    keep_gathered: see `ir.model.setting.Style`; eager means a plain loss, too. sources: constant -> where it is from.
+    keep_gathered: see `ir.workload.setting.Style`; eager means a plain loss, too. sources: constant -> where it is
+    from.
     """
 
     name: str = ""
@@ -71,7 +72,7 @@ def load_software(name: str | None) -> Software:
     >>> load_software("megatrom")
     Traceback (most recent call last):
     ...
-    ir.errors.PiperError: costs.software: unknown framework 'megatrom'
+    ir.core.errors.PiperError: costs.software: unknown framework 'megatrom'
     allowed: a path to a .json file, llm-foundry, megatron, ...
     fix: megatron
     """

@@ -12,7 +12,7 @@ from executor.checkpoint.folder import newest
 from executor.checkpoint.manifest import check_files, read_manifest
 from executor.checkpoint.reader import digests
 from executor.checkpoint.settings import verify
-from ir.errors import PiperError
+from ir.core.errors import PiperError
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from executor.checkpoint.manifest import MANIFEST, read_manifest
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 
 LOCK = "lock"
 PATIENCE_S = 3.0  # for a run that was killed a moment ago to be gone

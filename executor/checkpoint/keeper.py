@@ -26,15 +26,15 @@ from executor.checkpoint.same import WEIGHT, plain_table, training_of
 from executor.checkpoint.saving import KEPT, Saving
 from executor.checkpoint.settings import verify
 from executor.checkpoint.tensors import write_tensors
-from executor.progress import Progress
-from executor.shares import Share
-from executor.sync import Sync
+from executor.device.progress import Progress
+from executor.optim.sync import Sync
+from executor.parallel.shares import Share
 from executor.transport.base import Transport
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import Prepared
-from ir.places import Places
-from ir.plan import Plan
-from ir.plan_text import plan_digest
+from ir.plan.places import Places
+from ir.plan.plan import Plan
+from ir.plan.text import plan_digest
 
 
 class Keeper:

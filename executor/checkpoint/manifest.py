@@ -14,7 +14,7 @@ import msgspec
 
 from executor.checkpoint.pieces import Piece
 from executor.checkpoint.tensors import Written
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 
 VERSION = 1
 MANIFEST = "manifest.json"

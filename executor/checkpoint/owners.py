@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ir.graph import Graph
-from ir.mesh import DENSE, EXPERT
-from ir.places import Places, sharers
-from ir.sync import Bucket, buckets
+from ir.core.mesh import DENSE, EXPERT
+from ir.graph.graph import Graph
+from ir.graph.sync import Bucket, buckets
+from ir.plan.places import Places, sharers
 
 
 def written(graph: Graph, places: Places, rank: int) -> frozenset[str]:

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from executor.shares import Share
+from executor.parallel.shares import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Piece:
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
         """Its elements as stretches of the whole parameter laid flat: where each starts, how long it is; ascending.
 
-        >>> from executor.shares import Cut
+        >>> from executor.parallel.shares import Cut
         >>> Piece(Share((2, 6), (Cut(1, 1, 2, (4, 2)),)), 1, 4).runs()
         (array([3, 5, 8]), array([1, 1, 2]))
         """
@@ -50,7 +50,7 @@ class Piece:
     def shared(self, other: Piece) -> Iterator[tuple[int, int, int]]:
         """What two pieces of one parameter have in common: (from where in this one, in the other, how many).
 
-        >>> from executor.shares import Cut
+        >>> from executor.parallel.shares import Cut
         >>> a, b = Piece(Share((2, 3)), 0, 4), Piece(Share((2, 3), (Cut(1, 0, 1, (3,)),)), 2, 4)
         >>> list(a.shared(b)), list(Piece(Share((4, 1)), 0, 2).shared(Piece(Share((4, 1)), 2, 2)))
         ([(2, 0, 1), (3, 1, 1)], [])

@@ -13,8 +13,8 @@ from executor.checkpoint.manifest import Manifest
 from executor.checkpoint.pieces import Piece
 from executor.checkpoint.tensors import TensorFile, raw
 from executor.modules.base import TORCH
-from ir.errors import ErrorKind, PiperError
-from ir.work import DType
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.work import DType
 
 RANDOM = "random/"  # states of random number generators, one file for each rank
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from executor.checkpoint.manifest import MANIFEST, Manifest, Training, plain
+from executor.data.tokens import FileTokens, source_of
 from executor.modules.base import TORCH
-from executor.optimizer import OptimizerConfig, slots_of
-from executor.spec import source_name
-from executor.tokens import FileTokens, source_of
-from ir.errors import ErrorKind, PiperError
+from executor.optim.optimizer import OptimizerConfig, slots_of
+from executor.runtime.spec import source_name
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.work import DType
 from ir.job import Job
 from ir.job.build import Prepared, precision_of
 from ir.job.table import table_of
-from ir.work import DType
 
 WEIGHT = "weight"
 UNUSED = ("source", "init_std", "max_positions")  # of a model's config: a checkpoint does not depend on them

@@ -12,7 +12,7 @@ from executor.checkpoint.manifest import Manifest, check_files, read_manifest, w
 from executor.checkpoint.same import check_same
 from executor.checkpoint.saving import KEPT, Saving
 from executor.checkpoint.tensors import digest_of
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import Prepared
 
 THREADS = 4

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 
 FORMATS = {
     "F64": torch.float64,

@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from executor.exchange import Exchange
-from executor.inline import Region
 from executor.modules.functions import token_loss
 from executor.modules.parallel import words_loss
-from ir.work import DType
+from executor.parallel.expert_all_to_all import Exchange
+from executor.parallel.inline import Region
+from ir.core.work import DType
 
 NUMBER = ("number",)  # all that a router reads of a batch: the microbatch's number in the global one
 TORCH = {
@@ -31,7 +31,7 @@ class Built:
 
     extras: what a unit's forward takes beside the activations, out of "ids", "labels", "scale". reads: the units whose
     outputs a unit takes, one after the other; a unit not named here reads the one before it. A unit that nobody reads
-    gives an output of the model: its loss, or a share of it. ports, exchanges: see `executor.chunk.Stage`.
+    gives an output of the model: its loss, or a share of it. ports, exchanges: see `executor.autograd.stage.Stage`.
     """
 
     units: dict[str, nn.Module]

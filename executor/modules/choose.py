@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from executor.inline import Region
 from executor.modules.base import TORCH, Model
 from executor.modules.decoder import Decoder
-from executor.modules.user import UserModel, load_callable
-from executor.routing import Guide
-from executor.shares import Share
-from ir.classes import recomputed as again
-from ir.errors import ErrorKind, PiperError
+from executor.modules.user.model import UserModel, load_callable
+from executor.parallel.inline import Region
+from executor.parallel.router_guide import Guide
+from executor.parallel.shares import Share
+from ir.core.errors import ErrorKind, PiperError
+from ir.graph.classes import recomputed as again
 from ir.job.build import Prepared, precision_of, recompute_options
 
 
@@ -25,8 +25,8 @@ def model_of(
 ) -> Model:
     """The job's model in the model graph's parts, with the values every rank would give it.
 
-    held: what a rank holds of the parameters (`executor.shares`); all of each without it. region: whom it meets inside
-    parts. spread: over how many ranks a chunk's experts are. guide: the routers'.
+    held: what a rank holds of the parameters (`executor.parallel.shares`); all of each without it. region: whom it
+    meets inside parts. spread: over how many ranks a chunk's experts are. guide: the routers'.
     """
     job, precision = prepared.job, precision_of(prepared.job)
     dtype, compute = TORCH[precision.params], TORCH[precision.compute]

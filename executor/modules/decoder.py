@@ -9,19 +9,19 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-import ir.spread
-from executor.exchange import Exchange, exchanges
-from executor.inline import Region
-from executor.modules.attention import Attention, Latent
+from executor.launch.refusals import refuse_model
+from executor.modules.attention.attention import Attention, Latent
 from executor.modules.base import NUMBER, Built, TokenLoss, evaluate
-from executor.modules.experts import Add, LocalExperts, Router, Shared, moe_of
 from executor.modules.layers import Embed, FeedForward, Head, Mlp, Normalise, Params, spelling
+from executor.modules.moe.experts import Add, LocalExperts, Router, Shared, moe_of
+from executor.modules.moe.spread import SpreadAdd, SpreadExperts, SpreadRouter
 from executor.modules.mtp import Join, NextEmbed, NextLoss
-from executor.modules.spread import SpreadAdd, SpreadExperts, SpreadRouter
-from executor.refusals import refuse_model
-from executor.routing import Guide
-from executor.shares import Share
-from ir.model.config import ModelConfig
+from executor.parallel.expert_all_to_all import Exchange, exchanges
+from executor.parallel.inline import Region
+from executor.parallel.router_guide import Guide
+from executor.parallel.shares import Share
+from ir.graph import expert_rows
+from ir.workload.config.load import ModelConfig
 
 Reads = dict[str, tuple[str, ...]]
 Extras = dict[str, tuple[str, ...]]
@@ -53,7 +53,7 @@ class Decoder:
     region: whom it meets inside parts; spread: over how many ranks the experts of a chunk are, of the chunks where they
     are. guide: its routers'.
 
-    >>> from ir.model.config import load_config
+    >>> from ir.workload.config.load import load_config
     >>> model = Decoder(load_config("tiny-moe", {"num_hidden_layers": 2}), parts=True)
     >>> model.chunks, list(model.build(["l1", "head"]).units)
     (('embed', 'l0', 'l1', 'head'), ['l1.attn', 'l1.router', 'l1.experts', 'l1.add', 'head.norm', 'head.head'])
@@ -105,7 +105,7 @@ class Decoder:
                 for part in parts:
                     reads[f"{name}.{part}"] = tuple(f"{name}.{r}" if r else outer for r in wired[part])
                 if name in self.spread:
-                    ports[f"{name}.router"] = ir.spread.ports(name, shared="shared" in parts)
+                    ports[f"{name}.router"] = expert_rows.ports(name, shared="shared" in parts)
                     between |= exchanges(name, self.spread[name])
             else:
                 units[name] = Whole(parts, wired, {part: len(want) for part, want in wants.items()})
@@ -176,4 +176,4 @@ class Decoder:
             parts["add"] = Add()
         wired: Reads = {"attn": (reads,), "router": ("attn",), **dict.fromkeys(("experts", *shared), ("router",))}
         wired["add"] = ("experts", *shared, "attn")
-        return parts, {p: ir.spread.reads(p, r) for p, r in wired.items()} if spread else wired
+        return parts, {p: expert_rows.reads(p, r) for p, r in wired.items()} if spread else wired

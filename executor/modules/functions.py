@@ -1,8 +1,8 @@
 """Arithmetic of the reference modules that keeps for backward what a GPU's fused kernels keep, and no more.
 
 Norms keep their input and fp32 statistics, gated activations their input, the loss its probabilities; attention
-(`executor.modules.attend`) q, k, v, output and log-sum-exp, or, unfused, the probabilities. A norm's weight gradient is
-a by-product of its input gradient, as in `ir.model`.
+(`executor.modules.attention.attend`) q, k, v, output and log-sum-exp, or, unfused, the probabilities. A norm's
+weight gradient is a by-product of its input gradient, as in `ir.workload`.
 Everything is deterministic: no atomics, and sums over a token's copies in the order of its experts.
 """
 
@@ -143,7 +143,7 @@ def relu2(x: Tensor) -> Tensor:
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """x (rows, into), sorted by expert, counts rows each; weight (experts, out, into) → (rows, out).
 
-    One function of one weight: `executor.split` sees it as such, so its weight gradient can wait as a whole.
+    One function of one weight: `executor.autograd.split` sees it as such, so its weight gradient can wait as a whole.
     """
     if has_torch_function((x, weight)):
         found: Tensor = handle_torch_function(grouped_linear, (x, weight), x, weight, counts)

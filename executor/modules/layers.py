@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from executor.inline import Region
 from executor.modules.base import initial
 from executor.modules.functions import layer_norm, relu2, rms_norm, swiglu
 from executor.modules.parallel import columns, leave, words
-from executor.shares import Share
-from ir.model.config import Activation, ModelConfig, Norm
+from executor.parallel.inline import Region
+from executor.parallel.shares import Share
+from ir.workload.config.load import Activation, ModelConfig, Norm
 
 
 class Params:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from executor.inline import Region
 from executor.modules.base import TokenLoss
 from executor.modules.layers import Embed, Linear, Normalise, Params
-from ir.model.config import ModelConfig
+from executor.parallel.inline import Region
+from ir.workload.config.load import ModelConfig
 
 WEIGHT = 0.3  # λ of the paper's first 10 T tokens
 

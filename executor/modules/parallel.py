@@ -2,7 +2,7 @@
 
 Column-parallel linears read what enters: whole tokens, of which sequence parallelism gathers the others' share. What
 row-parallel linears make leaves as a sum over ranks, of which sequence parallelism keeps this rank's tokens. As the
-plan has it (`ir.model.region`): what was gathered is not kept, but gathered again for the weight gradients.
+plan has it (`ir.workload.parts.region`): what was gathered is not kept, but gathered again for the weight gradients.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from executor.inline import Region, Wire
 from executor.modules.functions import apply, wide
+from executor.parallel.inline import Region, Wire
 
 
 def gather_tokens(wire: Wire, x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def columns(
 ) -> list[Tensor]:
     """x Wᵀ + b for linears cut by output that read the same x, which enters the region once.
 
-    x: (…, this rank's tokens, features). One function of several weights: `executor.split` sees it as such.
+    x: (…, this rank's tokens, features). One function of several weights: `executor.autograd.split` sees it as such.
     """
     given = (x, *weights)
     if has_torch_function(given):

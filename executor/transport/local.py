@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from executor.device import Device, Host, Mark
+from executor.device.device import Device, Host, Mark
 from executor.transport.base import Channel, Topology, TransportError
 
 T = TypeVar("T")

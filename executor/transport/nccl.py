@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.device import Device
+from executor.device.device import Device
 from executor.transport.base import Topology
 from executor.transport.groups import GroupHandle, GroupTransport
 

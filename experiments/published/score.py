@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.published.rows import FULLEST, Row
-from ir.errors import PiperError
+from ir.core.errors import PiperError
 from ir.job import Job
 from ir.job.load import job_from
-from piper_sim.history.spread import Spread
-from piper_sim.predict import Planned, Prediction, fits, predict
-from piper_sim.prepare import hardware_of, prepare_priced
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.study.history.spread import Spread
+from piper_sim.study.predict import Planned, Prediction, fits, predict
 
 __all__ = ["Change", "Score", "Spread", "Table", "memories", "scored", "scores", "times"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.filters import Filter, parse_filter
+from ir.core.limits import PASSES
+from ir.core.order import Order
 from ir.directives.order import OrderBy
 from ir.directives.place import Place
 from ir.directives.replicate import Replicate
 from ir.directives.shard import AXES, Shard
 from ir.directives.split import Split
 from ir.directives.strategy import Directive
-from ir.errors import ErrorKind, PiperError, nearest
-from ir.filters import Filter, parse_filter
-from ir.order import Order
-from ir.schedules.limits import PASSES
 
 KEYS: Mapping[str, frozenset[str]] = {
     "place": frozenset({"filter", "devices", "device", "stream", "group"}),

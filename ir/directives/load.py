@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import Filter, parse_filter
+from ir.core.limits import PASSES
 from ir.directives.fields import (
     Fields,
     bad,
@@ -24,9 +27,6 @@ from ir.directives.fields import (
 from ir.directives.place import Place
 from ir.directives.split import Split
 from ir.directives.strategy import Directive
-from ir.errors import ErrorKind, PiperError
-from ir.filters import Filter, parse_filter
-from ir.schedules.limits import PASSES
 
 _LIMIT_BYTES = 64_000_000
 _KEY = "schedule.directives"

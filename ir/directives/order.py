@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import Filter
+from ir.core.order import Order
 from ir.directives.rows import orders_from_rows
-from ir.errors import ErrorKind, PiperError
-from ir.filters import Filter
-from ir.graph import Graph
-from ir.order import Order
+from ir.graph.graph import Graph
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import Filter
 from ir.directives.select import select
-from ir.errors import ErrorKind, PiperError
-from ir.filters import Filter
-from ir.graph import Graph, Node, Span
+from ir.graph.graph import Graph, Node, Span
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import Filter
+from ir.core.ops import Action, Pass, Token, cell_text
+from ir.core.order import Order
 from ir.directives.select import select
-from ir.errors import ErrorKind, PiperError
-from ir.filters import Filter
-from ir.graph import COMPUTE, Graph, illegal
-from ir.ops import Action, Pass, Token, cell_text
-from ir.order import Order
+from ir.graph.graph import COMPUTE, Graph, illegal
 
 Row = Sequence[Sequence[Filter]]
 _TOKENS = {"F": (Token.F,), "I": (Token.I,), "BI": (Token.I,), "W": (Token.W,), "BW": (Token.W,), "B": (Token.B,)}

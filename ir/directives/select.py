@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ir.errors import ErrorKind, PiperError, nearest
-from ir.filters import Filter
-from ir.graph import Graph
-from ir.ops import Pass
+from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.filters import Filter
+from ir.core.ops import Pass
+from ir.graph.graph import Graph
 
 
 def select(graph: Graph, wanted: Filter, who: str) -> list[int]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ir.build import fill
+from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.filters import Filter
+from ir.core.ops import Pass
+from ir.core.work import Message
 from ir.directives.select import select
-from ir.errors import ErrorKind, PiperError, nearest
-from ir.filters import Filter
-from ir.graph import COUNTS, Buffer, Category, Edge, Entry, Graph, Node, Source
-from ir.model.part import Layout
-from ir.ops import Pass
-from ir.work import Message
+from ir.graph.build import fill
+from ir.graph.graph import COUNTS, Buffer, Category, Edge, Entry, Graph, Node, Source
+from ir.workload.part import Layout
 
 AXES = ("tp", "cp", "ep")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import Filter
+from ir.core.ops import Pass
 from ir.directives.select import select
-from ir.errors import ErrorKind, PiperError
-from ir.filters import Filter
-from ir.graph import Graph
-from ir.ops import Pass
+from ir.graph.graph import Graph
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from ir.graph import Graph, check
+from ir.graph.graph import Graph, check
 
 
 class Directive(Protocol):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import parse_filter
 from ir.directives import Shard, Split
 from ir.directives.load import Strategy
-from ir.errors import ErrorKind, PiperError
-from ir.filters import parse_filter
-from ir.graph import Graph
+from ir.graph.graph.graph import Graph
+from ir.graph.graph.sync import buckets
 from ir.job.schema import Job
-from ir.sync import buckets
 
 
 def agree(job: Job, made: Strategy) -> Job:

@@ -8,29 +8,29 @@ from dataclasses import dataclass, replace
 from math import ceil, gcd
 from pathlib import Path
 
-from ir.build import model_graph
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import parse_filter
+from ir.core.limits import check_bytes, check_nodes, check_passes, check_ranks
+from ir.core.mesh import Mesh
+from ir.core.work import DType
 from ir.directives import Directive, Replicate, Shard, apply
 from ir.directives.load import Strategy, load_strategy
-from ir.errors import ErrorKind, PiperError
-from ir.filters import parse_filter
-from ir.graph import Graph, Source
+from ir.graph.build import model_graph
+from ir.graph.graph import Graph, Source
 from ir.job.agree import agree, check_replicated, with_split
 from ir.job.cache import PLANS, Structure
 from ir.job.model import read_model
 from ir.job.schema import Job
 from ir.lower import Policy, lower
-from ir.mesh import Mesh
-from ir.model.part import Chunk, Layout
-from ir.model.partition import partition
-from ir.model.setting import FUSED_STYLE, BatchShape, Precision, Style
-from ir.model.spec import ModelConfig
-from ir.plan import Plan
+from ir.plan.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
-from ir.schedules.limits import check_bytes, check_nodes, check_passes, check_ranks
 from ir.schedules.registry import build, default_chunks
 from ir.schedules.schedule import OpTimes, Schedule
 from ir.schedules.strategy import ordering, placing
-from ir.work import DType
+from ir.workload.config.spec import ModelConfig
+from ir.workload.part import Chunk, Layout
+from ir.workload.partition import partition
+from ir.workload.setting import FUSED_STYLE, BatchShape, Precision, Style
 
 DEFAULT_SCHEDULE = "1f1b"
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from ir.errors import PiperError
+from ir.core.errors import PiperError
 from ir.lower import Policy
-from ir.plan import Plan
-from ir.rules import check_plan
+from ir.plan.plan import Plan
+from ir.verify import check_plan
 
 MOST_OPS = 2_000_000  # of all plans that are kept; about 400 bytes each
 

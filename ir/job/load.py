@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from ir.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.job import schema
 from ir.job.schema import CHOICES, DTYPES, OPEN, POSITIVE, RECOMPUTE, SECTIONS, Job
 from ir.schedules.registry import canonical

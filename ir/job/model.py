@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ir.errors import ErrorKind, PiperError
-from ir.graph import Source
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.limits import check_layers
+from ir.graph.graph import Source
 from ir.job.schema import Job
-from ir.model import load_config, model_chunks
-from ir.model.captured import CapturedModel, CapturedSource, load_captured
-from ir.model.part import Chunk, Layout
-from ir.model.setting import BatchShape, Precision, Style, check_setting
-from ir.model.source import ModelSource
-from ir.model.spec import ModelConfig
-from ir.model.work import chunk_flops
-from ir.schedules.limits import check_layers
+from ir.workload import load_config, model_chunks
+from ir.workload.captured import CapturedModel, CapturedSource, load_captured
+from ir.workload.config.spec import ModelConfig
+from ir.workload.part import Chunk, Layout
+from ir.workload.setting import BatchShape, Precision, Style, check_setting
+from ir.workload.source import ModelSource
+from ir.workload.work import chunk_flops
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ir.lower.draft import Draft, Edges, producers
-from ir.lower.waits import running_max, segments
-from ir.order import BoolArray, IntArray
-from ir.plan import AT_START, CATEGORIES, OpKind
+from ir.core.order import BoolArray, IntArray
+from ir.core.waits import running_max, segments
+from ir.lower.plan_builder import Draft, Edges, producers
+from ir.plan.plan import AT_START, CATEGORIES, OpKind
 
 NEVER = 2**40  # a row behind all others
 

@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 
+from ir.core.order import IntArray, Order
+from ir.core.waits import strongest
 from ir.directives.rows import orders_from_rows
-from ir.graph import Graph, check, illegal
-from ir.lower.draft import Draft, producers, stamp
+from ir.graph.graph import Graph, check, illegal
+from ir.graph.sync import buckets, with_sync
 from ir.lower.frees import node_buffers
-from ir.lower.joint import joint_order
-from ir.lower.once import TAIL, collective_ids, once_rows
+from ir.lower.global_comm_order import joint_order
+from ir.lower.per_step_ops import TAIL, collective_ids, once_rows
+from ir.lower.plan_builder import Draft, producers, stamp
 from ir.lower.policy import P2P, Policy
 from ir.lower.transfers import transfers
-from ir.lower.waits import strongest
 from ir.lower.zero import weights_of, zero_rows
-from ir.order import IntArray, Order
-from ir.plan import Buffers, Csr, OpKind, Plan
-from ir.sync import buckets, with_sync
+from ir.plan.plan import Buffers, Csr, OpKind, Plan
 
 _FIELDS = ("node", "slot", "mb", "bytes", "alloc", "alloc_cover", "free", "free_cover", "category")
 
@@ -29,9 +29,9 @@ def lower(graph: Graph, policy: Policy | None = None, header: Mapping[str, str] 
 
     Raises PiperError (illegal_plan) where an order leaves out, repeats or inverts actions.
 
-    >>> from ir.build import stage_graph
+    >>> from ir.graph.build import stage_graph
     >>> from ir.directives import Place, Split, apply
-    >>> from ir.filters import parse_filter as f
+    >>> from ir.core.filters import parse_filter as f
     >>> placed = [Place(f({"PP": s}), s) for s in range(2)]
     >>> plan = lower(apply(stage_graph(2), [Split(f({}), "MB", 1), *placed]))
     >>> plan.texts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from ir.graph import COMPUTE, Edge, Graph
-from ir.ops import Pass, Token
+from ir.core.ops import Pass, Token
+from ir.graph.graph import COMPUTE, Edge, Graph
 
 
 class Sequences:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ir.graph import COMPUTE, Edge, Graph, illegal
-from ir.lower.merge import Item, alternate
-from ir.lower.names import Labels, TransferNames, fused_text, node_shape
+from ir.core.ops import Pass, Token
+from ir.graph.graph import COMPUTE, Edge, Graph, illegal
+from ir.lower.interleave import Item, alternate
 from ir.lower.policy import P2P, Merge, Policy
 from ir.lower.sequence import Sequences
-from ir.ops import Pass, Token
-from ir.plan import OpKind, Shape
+from ir.plan.names import Labels, TransferNames, fused_text, node_shape
+from ir.plan.plan import OpKind, Shape
 
 Members = tuple[tuple[int, int], ...]  # (stage, token)
 TemplateRow = tuple[int, int, int]  # shape, member of mb, member of mb2 (-1: none)

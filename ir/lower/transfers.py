@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ir.graph import illegal
-from ir.lower.draft import STEP, Draft, Edges
+from ir.core.order import IntArray
+from ir.core.waits import running_max, segments
+from ir.graph.graph import illegal
+from ir.lower.plan_builder import STEP, Draft, Edges
 from ir.lower.policy import P2P
-from ir.lower.waits import running_max, segments
-from ir.order import IntArray
-from ir.plan import OpKind, Shape
+from ir.plan.plan import OpKind, Shape
 
 
 def data_edges(draft: Draft) -> Edges:

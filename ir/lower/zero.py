@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ir.graph import COMPUTE, Graph, Once
-from ir.lower.draft import STEP, Draft
-from ir.ops import Pass
-from ir.order import IntArray
-from ir.plan import AT_START, CATEGORIES, OpKind, Shape
-from ir.sync import Bucket
-from ir.work import CommKind, Message
+from ir.core.ops import Pass
+from ir.core.order import IntArray
+from ir.core.work import CommKind, Message
+from ir.graph.graph import COMPUTE, Graph, Once
+from ir.graph.sync import Bucket
+from ir.lower.plan_builder import STEP, Draft
+from ir.plan.plan import AT_START, CATEGORIES, OpKind, Shape
 
 _FLAT = re.compile(r"(\d+)(?:RS|AG_[FIWR])\*/(.+?)(?:\+\d+)?", re.ASCII)
 

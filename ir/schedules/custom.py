@@ -10,10 +10,10 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ir.errors import ErrorKind, PiperError
-from ir.order import Order
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.limits import check_passes
+from ir.core.order import Order
 from ir.schedules.evaluate import check_complete
-from ir.schedules.limits import check_passes
 from ir.schedules.schedule import Placement, Schedule
 
 _LIMIT_BYTES = 64_000_000

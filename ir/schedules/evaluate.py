@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ir.errors import ErrorKind, PiperError
-from ir.ops import Token
-from ir.order import IntArray, Order
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.ops import Token
+from ir.core.order import IntArray, Order
 from ir.schedules.schedule import OpTimes, Placement
 
 _F, _I, _W = range(3)

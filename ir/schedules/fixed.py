@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ir.ops import Token
-from ir.order import IntArray, Order
+from ir.core.ops import Token
+from ir.core.order import IntArray, Order
 from ir.schedules.table import Phase, Slot, Turns, emit
 
 

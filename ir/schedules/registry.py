@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ir.errors import ErrorKind, PiperError, nearest
-from ir.order import Order
+from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.order import Order
 from ir.schedules import fixed
 from ir.schedules.schedule import OpTimes, Placement, Schedule
 
@@ -37,19 +37,19 @@ def _both_ways(ranks: int, mbs: int, chunks: int) -> tuple[Placement, ...]:
 
 # Imported where they are used: a search is not needed to emit a table.
 def _zb2p(ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
-    from ir.schedules.searched import zb2p
+    from ir.schedules.search.searched import zb2p
 
     return zb2p(ranks, mbs, times)
 
 
 def _v_half(ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
-    from ir.schedules.searched import v_half
+    from ir.schedules.search.searched import v_half
 
     return v_half(ranks, mbs, times)
 
 
 def _v_min(ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
-    from ir.schedules.searched import v_min
+    from ir.schedules.search.searched import v_min
 
     return v_min(ranks, mbs, times)
 
@@ -177,7 +177,7 @@ def check_shape(name: str, ranks: int, microbatches: int, chunks: int) -> None:
     >>> check_shape("dualpipe", 3, 12, 1)
     Traceback (most recent call last):
     ...
-    ir.errors.PiperError: parallel.pp: dualpipe needs an even number of ranks to pair them, not 3
+    ir.core.errors.PiperError: parallel.pp: dualpipe needs an even number of ranks to pair them, not 3
     allowed: an even number
     fix: 4 ranks, or dualpipev, which takes any number
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ir.order import Order
+from ir.core.order import Order
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ir.core.filters import parse_filter
 from ir.directives.order import OrderBy
 from ir.directives.place import Place
 from ir.directives.split import Split
 from ir.directives.strategy import Directive
-from ir.filters import parse_filter
 from ir.schedules.schedule import Schedule
 
 DIM = "MB"

@@ -27,8 +27,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from ir.ops import Token
-from ir.order import BoolArray, IntArray, Order
+from ir.core.ops import Token
+from ir.core.order import BoolArray, IntArray, Order
 
 Phase = tuple[int, str]
 _TURN = -1  # a token that names no slot

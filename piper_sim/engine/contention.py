@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from simpy.events import NORMAL, Event, EventPriority
 
-from ir.order import FloatArray
-from ir.plan import OpKind
+from ir.core.order import FloatArray
+from ir.plan.plan import OpKind
 from piper_sim.engine.loop import End, World
 from piper_sim.engine.scenario import Interference, Links, Scenario
 from piper_sim.engine.share import fill

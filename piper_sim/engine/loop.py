@@ -16,8 +16,8 @@ import numpy as np
 import simpy
 from simpy.events import NORMAL, Event
 
-from ir.order import FloatArray, IntArray
-from ir.plan import Csr, OpKind, Plan
+from ir.core.order import FloatArray, IntArray
+from ir.plan.plan import Csr, OpKind, Plan
 from piper_sim.engine.scenario import Host, Run, Scenario, Wire
 from piper_sim.engine.stuck import deadlock
 

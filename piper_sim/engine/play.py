@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ir.order import FloatArray
+from ir.core.order import FloatArray
 from piper_sim.engine.contention import SharedWorld
 from piper_sim.engine.loop import World, finish
 from piper_sim.engine.scenario import Run, Scenario

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ir.order import FloatArray, IntArray
-from ir.plan import Csr, Plan
+from ir.core.order import FloatArray, IntArray
+from ir.plan.plan import Csr, Plan
 from piper_sim.engine.steps import carried
 
 

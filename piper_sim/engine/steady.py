@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ir.order import FloatArray, IntArray
+from ir.core.order import FloatArray, IntArray
 from piper_sim.engine.play import play
 from piper_sim.engine.scenario import Run, Scenario
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ir.graph import Once
+from ir.core.order import IntArray
+from ir.graph.graph import Once
+from ir.graph.sync import buckets
 from ir.lower.zero import part_nodes
-from ir.order import IntArray
-from ir.plan import OpKind, Plan
-from ir.sync import buckets
+from ir.plan.plan import OpKind, Plan
 
 
 def carried(plan: Plan) -> tuple[IntArray, IntArray]:

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from ir.errors import ErrorKind, PiperError
-from ir.order import BoolArray, FloatArray
-from ir.plan import Plan
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.order import BoolArray, FloatArray
+from ir.plan.plan import Plan
 from piper_sim.engine.scenario import Scenario
 
 LINES = 40

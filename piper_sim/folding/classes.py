@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ir.order import IntArray
-from ir.plan import OpKind, Plan
+from ir.core.order import IntArray
+from ir.plan.plan import OpKind, Plan
 from piper_sim.folding.ground import Ground, Positions
 from piper_sim.folding.uses import meeting_axes, uses
 

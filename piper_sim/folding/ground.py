@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ir.mesh import DENSE, Mesh
-from ir.order import BoolArray, FloatArray, IntArray
+from ir.core.mesh import DENSE, Mesh
+from ir.core.order import BoolArray, FloatArray, IntArray
 from piper_sim.folding.uses import Use
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ir.mesh import Mesh
-from ir.order import IntArray
-from ir.plan import Csr, Plan
+from ir.core.mesh import Mesh
+from ir.core.order import IntArray
+from ir.plan.plan import Csr, Plan
 from piper_sim.engine import Run
 from piper_sim.engine.steps import carried
 from piper_sim.folding.classes import Classes

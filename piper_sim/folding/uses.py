@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ir.graph import Node
-from ir.plan import OpKind, Plan, Shape
-from ir.work import Message
+from ir.core.work import Message
+from ir.graph.graph import Node
+from ir.plan.plan import OpKind, Plan, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Use:
     def of(cls, message: Message, programs: int, joined: tuple[int, ...] = ()) -> Use:
         """Of a message in a job of so many programs.
 
-        >>> from ir.work import CommKind
+        >>> from ir.core.work import CommKind
         >>> Use.of(Message(CommKind.ALL_REDUCE, 8, ("tp", "dp", "pp")), 2)
         Use(axes=('dp', 'tp'), programs=(0, 1))
         """

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 
 
 def write_outputs(out_dir: str | Path, files: Mapping[str, bytes | str], force: bool = False) -> list[Path]:

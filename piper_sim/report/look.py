@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ir.order import FloatArray, IntArray
-from ir.trace import Trace
+from ir.core.order import FloatArray, IntArray
+from ir.trace.trace import Trace
 
 COMPUTE = "compute"
 

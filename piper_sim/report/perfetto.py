@@ -10,8 +10,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ir.order import FloatArray, IntArray
-from ir.trace import Trace
+from ir.core.order import FloatArray, IntArray
+from ir.trace.trace import Trace
 from piper_sim.report.look import look_of, stream_key
 
 _BATCH = 8192

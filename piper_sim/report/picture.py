@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from ir.order import FloatArray, IntArray
-from ir.trace import Trace
+from ir.core.order import FloatArray, IntArray
+from ir.trace.trace import Trace
 from piper_sim.report.look import (
     COMPUTE,
     INDEX,

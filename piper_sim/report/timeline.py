@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ir.order import FloatArray, IntArray
-from ir.trace import Trace
+from ir.core.order import FloatArray, IntArray
+from ir.trace.trace import Trace
 from piper_sim.report.look import LOOKS, Lane, coverage, lanes_of, looks_of, short_op, span, tick_times
 from piper_sim.report.units import duration
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from cost_models.profile import Profile
-from ir.classes import node_classes
-from ir.errors import PiperError
-from ir.graph import Once
+from cost_models.profile.profile import Profile
+from ir.core.errors import PiperError
+from ir.graph.classes import node_classes
+from ir.graph.graph import Once
 from ir.job.build import Prepared
 from ir.job.load import job_from
-from piper_sim.calibrate.kineto import read_kineto
-from piper_sim.prepare import hardware_of, prepare_priced
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.study.calibrate.kineto import read_kineto
 from tests.calibrate.kineto_trace import AUTOGRAD, Trace, nccl
 
 US = 1e-6

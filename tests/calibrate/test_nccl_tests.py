@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cost_models.profile import Source, lookup
-from ir.errors import PiperError
-from ir.work import CommKind
-from piper_sim.calibrate.nccl_tests import TESTS, factor, parse, read_nccl_tests
+from cost_models.profile.profile import Source, lookup
+from ir.core.errors import PiperError
+from ir.core.work import CommKind
+from piper_sim.study.calibrate.nccl_tests import TESTS, factor, parse, read_nccl_tests
 from tests.calibrate.nccl_text import FACTORS, HEADER, row, table
 
 DATA = Path(__file__).parents[1] / "data" / "calibrate"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from cost_models import load_hardware
-from cost_models.interference import Slowdown
-from cost_models.profile_pairs import Pair, pair_keys
-from ir.errors import PiperError
-from piper_sim.calibrate.pairs import read_pairs
-from piper_sim.cli import main
+from cost_models.compute.interference import Slowdown
+from cost_models.profile.pairs import Pair, pair_keys
+from ir.core.errors import PiperError
+from piper_sim.app.cli import main
+from piper_sim.study.calibrate.pairs import read_pairs
 
 TABLE = """# GEMM of 8192 and a copy beside NCCL, each alone and together
 compute,message,held,moving,wire

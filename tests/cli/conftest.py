@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from piper_sim.cli import main
+from piper_sim.app.cli import main
 
 ROOT = Path(__file__).parents[2]
 ERROR_KEYS = ["kind", "file", "key", "message", "allowed", "suggestion"]
@@ -71,7 +71,7 @@ def shell(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
-        command = [sys.executable, "-m", "piper_sim.cli", *map(str, args)]
+        command = [sys.executable, "-m", "piper_sim.app.cli", *map(str, args)]
         if "stdout" not in options:
             options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.run(command, cwd=tmp_path, env=env, text=True, timeout=60, check=False, **options)

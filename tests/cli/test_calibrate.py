@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cost_models.profile_file import load_profile
-from piper_sim import cli as command_line
-from piper_sim.calibrate.pairs import read_pairs
+from cost_models.profile.file import load_profile
+from piper_sim.app import cli as command_line
+from piper_sim.study.calibrate.pairs import read_pairs
 from tests.calibrate.kineto_trace import Trace
 from tests.calibrate.nccl_text import table
 

@@ -99,12 +99,12 @@ def test_another_hash_seed_and_no_numba_print_the_same_bytes(cli: Any, shell: An
 
 
 def test_without_numba_the_same_bytes(cli: Any, rich: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from piper_sim import engines
+    from piper_sim.compiled import choose
 
-    monkeypatch.setattr(engines, "TWIN_LOAD_S", 1e-9)
+    monkeypatch.setattr(choose, "TWIN_LOAD_S", 1e-9)
     with_it = cli("simulate", rich)
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert not engines.twin_pays(10**9, shared=True)
+    assert not choose.twin_pays(10**9, shared=True)
     assert cli("simulate", rich).out == with_it.out
 
 

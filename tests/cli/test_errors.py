@@ -197,7 +197,7 @@ def test_hardware_from_a_file(cli: Any, job: Any, tmp_path: Path) -> None:
 
 
 def test_without_torch_run_says_how_to_install_it(cli: Any, job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piper_sim.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("piper_sim.app.cli.find_spec", lambda name: None)
     result = cli("run", job(), "-n", 4)
     assert result.code == 2 and result.error["kind"] == "missing_dependency"
     assert "pip install 'piper-sim[exec]'" in result.error["suggestion"]

@@ -66,7 +66,7 @@ def test_a_folder_in_use_is_refused_before_the_work(
 ) -> None:
     (here / "r").mkdir()
     (here / "r/plan.txt").write_text("keep")
-    monkeypatch.setattr("piper_sim.commands.simulate.predict", lambda job: pytest.fail("it went to work"))
+    monkeypatch.setattr("piper_sim.app.commands.simulate.predict", lambda job: pytest.fail("it went to work"))
     assert cli("simulate", job(), "--out", "r").code == 2
 
 
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_written_too(cli: Any, job: Any, here: Path) -> Non
 def test_demo_writes_its_folder_and_replaces_only_its_own(
     cli: Any, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from piper_sim.commands import demo
+    from piper_sim.app.commands import demo
 
     small = '[model]\nconfig = "tiny-moe"\nseq_len = 128\n[parallel]\npp = 2\n[schedule]\nname = "dualpipe"\n'
     monkeypatch.setattr(demo, "JOB", small)
@@ -143,7 +143,7 @@ def test_a_folder_that_may_not_be_written(cli: Any, job: Any, here: Path, monkey
 
 
 def test_progress_goes_to_stderr(cli: Any, job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from piper_sim.commands import output
+    from piper_sim.app.commands import output
 
     monkeypatch.setattr(output, "PATIENCE_S", 0.0)
     result = cli("simulate", job())
@@ -154,7 +154,7 @@ def test_the_same_job_gives_the_same_bytes_whatever_the_hash_seed(job: Any, tmp_
     simulate = ["simulate", job(schedule={"name": "dualpipe"}, parallel={"zero": 3}), "--json"]
     schedule = ["schedule", "zbv", "--ranks", "4", "--microbatches", "8", "--json"]
     searched = ["schedule", "zb2p", "--ranks", "3", "--microbatches", "5", "--json"]
-    code = f"from piper_sim.cli import main\nfor args in {[simulate, schedule, searched]!r}: assert main(args) == 0"
+    code = f"from piper_sim.app.cli import main\nfor args in {[simulate, schedule, searched]!r}: assert main(args) == 0"
     outs = []
     for seed in ("1", "4711"):
         env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
@@ -169,7 +169,7 @@ def test_stdout_on_a_full_disk_is_an_error_of_ours(shell: Shell, job: Any) -> No
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path, job: Any) -> None:
-    code = "import sys; from piper_sim.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from piper_sim.app.cli import main; sys.exit(main(sys.argv[1:]))"
     args = [sys.executable, "-c", code, "plan", job(schedule={"microbatches": 64})]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=env) as process:
@@ -186,7 +186,7 @@ def test_a_terminal_without_our_letters_gets_question_marks(shell: Shell, job: A
 
 
 def test_closed_streams_are_no_error(shell: Shell, job: Any) -> None:
-    line = f"{sys.executable} -m piper_sim.cli simulate {job()} >&- 2>&-"
+    line = f"{sys.executable} -m piper_sim.app.cli simulate {job()} >&- 2>&-"
     assert subprocess.run(["sh", "-c", line], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False).returncode == 0
 
 

@@ -224,7 +224,7 @@ def test_no_shape_eats_memory(cli: Any, ranks: int, mbs: int, flags: tuple[objec
 
 
 def test_the_limit_leaves_64_ranks_and_1024_microbatches() -> None:
-    from ir.schedules.limits import check_passes
+    from ir.core.limits import check_passes
 
     check_passes(64, 1024)
     check_passes(5 * 64, 1024)

@@ -207,7 +207,7 @@ def test_stage_times_replace_the_model_s_costs(cli: Any, job: Any) -> None:
 
 
 def test_configs_are_found_beside_the_job(cli: Any, job: Any, tmp_path: Path) -> None:
-    from ir.model import config as model
+    from ir.workload import config as model
 
     (tmp_path / "config.json").write_text((model._PRESETS / "tiny-moe.json").read_text())
     for name in ("config.json", "./config.json", str(tmp_path), str(tmp_path / "config.json")):

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cost_models.profile import Machine, Measured, OpEntry, Profile, plan_keys
-from cost_models.profile_file import profile_text
+from cost_models.profile.file import profile_text
+from cost_models.profile.profile import Machine, Measured, OpEntry, Profile, plan_keys
 from ir.job import load_job
-from piper_sim import cli as command_line
-from piper_sim.prepare import hardware_of, prepare_priced
+from piper_sim.app import cli as command_line
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
 
 
 def test_without_torch_it_says_how_to_install_it(cli: Any, job: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ir.work import DType, Kernel, KernelKind, Work
+from ir.core.work import DType, Kernel, KernelKind, Work
 
 T, H, HEADS, QK, V = 4096, 7168, 128, 192, 128  # DeepSeek-V3: tokens of the profile, hidden, heads, head dims
 Q_RANK, KV_RANK, KV_A, FFN = 1536, 512, 576, 2048

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_models.allocator import UNLIMITED, Replay, Requests, replay
-from cost_models.memory import segment_bytes
+from cost_models.allocator.bands import segment_bytes
 from tests.cost_models.naive_allocator import KIB, MIB, Outcome, naive
 
 Trace = tuple[list[int], list[int], list[int]]
@@ -295,5 +295,5 @@ def test_a_planted_defect_is_seen(defect: str, plain: ModuleType) -> None:
 
 
 def test_numba_is_imported_only_when_a_replay_runs() -> None:
-    code = "import sys, cost_models.allocator, piper_sim.memory; sys.exit('numba' in sys.modules)"
+    code = "import sys, cost_models.allocator, piper_sim.memory.timeline; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

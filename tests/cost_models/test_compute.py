@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_models import kernel_seconds, load_hardware, presets, quantise, work_seconds
-from cost_models.compute import is_backward
-from ir.errors import ErrorKind, PiperError
-from ir.work import DType, Kernel, KernelKind
+from cost_models.compute.roofline import is_backward
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.work import DType, Kernel, KernelKind
 from tests.cost_models.reference_kernels import flash, gemm, grouped, moves
 
 H100, A100, CPU = load_hardware("h100-sxm"), load_hardware("a100-sxm-80gb"), load_hardware("cpu")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cost_models.hardware import hardware_keys, load_hardware, presets
-from ir.errors import ErrorKind, PiperError
-from ir.work import DType
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.work import DType
 
 CONTRACT = {"a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm", "h800-sxm", "h200-sxm", "b200-sxm", "mi300x", "cpu"}
 Edits = dict[str, Any]

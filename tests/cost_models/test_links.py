@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_models import Fabric, load_hardware, message_seconds, presets
-from cost_models.links import distinct, ring_all_reduce, ring_gather, sharp_all_reduce, tree_all_reduce
-from cost_models.protocols import GLOO
-from ir.work import CommKind, Message
+from cost_models.links.fabric import distinct, ring_all_reduce, ring_gather, sharp_all_reduce, tree_all_reduce
+from cost_models.links.protocols import GLOO
+from ir.core.work import CommKind, Message
 
 REAL = Fabric.of(load_hardware("h100-sxm"))
 # One protocol, no latencies, round rates: 100 bytes/s inside a node, 10 between nodes.

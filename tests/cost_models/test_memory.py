@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cost_models import load_hardware
-from cost_models.memory import (
+from cost_models.allocator.bands import (
     block_bytes,
     context_bytes,
     replayed_band,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cost_models import load_hardware, work_seconds
-from cost_models.optimizer import Recipe, StateBytes, clip, grad_norm, shard, state_bytes, update, zero_grads
-from ir.work import DType, KernelKind
+from cost_models.compute.optimizer import Recipe, StateBytes, clip, grad_norm, shard, state_bytes, update, zero_grads
+from ir.core.work import DType, KernelKind
 
 BF16, FP32, FP64 = DType.BF16, DType.FP32, DType.FP64
 

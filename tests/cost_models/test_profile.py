@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.profile import Machine, Measured, OpEntry, Profile, Source, lookup, plan_keys
-from cost_models.profile_file import load_profile, parse_profile, profile_text
-from cost_models.profile_fit import fit
-from ir.alloc import AllocList
-from ir.classes import node_class, node_classes
-from ir.errors import ErrorKind, PiperError
+from cost_models.profile.file import load_profile, parse_profile, profile_text
+from cost_models.profile.fit import fit
+from cost_models.profile.profile import Machine, Measured, OpEntry, Profile, Source, lookup, plan_keys
+from ir.core.alloc import AllocList
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.ops import Pass
+from ir.graph.classes import node_class, node_classes
 from ir.job.build import prepare
 from ir.job.load import job_from
-from ir.ops import Pass
-from ir.plan import Plan
+from ir.plan.plan import Plan
 
 MACHINE = Machine("Xeon", 2, "", 0, {"python": "3.11.7", "torch": "2.13.0"}, "2026-01-01T00:00:00Z")
 OPS = {

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.profile_fit import fit
-from cost_models.profile_shapes import OpShape, Sized, between, op_shapes
+from cost_models.profile.fit import fit
+from cost_models.profile.shapes import OpShape, Sized, between, op_shapes
 from ir.job.build import prepare
 from ir.job.load import job_from
 

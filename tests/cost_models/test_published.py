@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cost_models import Fabric, kernel_seconds, load_hardware, message_seconds, work_seconds
-from cost_models.links import distinct
-from ir.work import CommKind, DType, Message
+from cost_models.links.fabric import distinct
+from ir.core.work import CommKind, DType, Message
 from tests.cost_models import reference_kernels as ref
 
 TABLES: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "published_costs.json").read_text())

@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 
 from cost_models import Fabric, kernel_seconds, load_hardware, message_seconds
-from ir.work import CommKind, DType, Kernel, KernelKind, Message
+from ir.core.work import CommKind, DType, Kernel, KernelKind, Message
 
 OPS = Path(__file__).parents[2] / "experiments" / "published" / "data" / "b200_ops.csv"
 B200 = load_hardware("b200-sxm")

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from cost_models import Recipe, kernel_seconds, load_hardware, state_bytes
-from cost_models.host import HostCosts
-from cost_models.optimizer import accumulate
+from cost_models.compute.host import HostCosts
+from cost_models.compute.optimizer import accumulate
 from cost_models.software import MOST, Software, frameworks, load_software, read
-from ir.errors import PiperError
-from ir.model.setting import Loss, Style
-from ir.work import DType, Kernel, KernelKind
+from ir.core.errors import PiperError
+from ir.core.work import DType, Kernel, KernelKind
+from ir.workload.setting import Loss, Style
 
 H100 = load_hardware("h100-sxm")
 GEMM = Kernel(KernelKind.GEMM, 2 * 4096**3, 6 * 4096**2, DType.BF16, (4096, 4096, 4096))

@@ -9,11 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from executor import cli
-from executor.alloc import take_lists
-from ir.alloc import AllocList
+from executor.measure.alloc import take_lists
+from ir.core.alloc import AllocList
 from ir.job import load_job
 from ir.job.build import Prepared, prepare
-from ir.plan import Plan
+from ir.plan.plan import Plan
 
 JOB = """
 [model]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ir.model.chunks import chunks
-from ir.model.config import ModelConfig, Moe
+from ir.workload.chunks import chunks
+from ir.workload.config.load import ModelConfig, Moe
 
 WIDE = 2  # bf16
 

@@ -9,8 +9,8 @@ from itertools import combinations, product
 
 import numpy as np
 
-from ir.graph import Once
-from ir.plan import OpKind, Plan
+from ir.graph.graph import Once
+from ir.plan.plan import OpKind, Plan
 
 KINDS = ("kill", "raise", "stop")
 OPS = ("F", "backward", "send", "recv", "collective", "update")

@@ -12,11 +12,11 @@ from typing import Any
 from executor.checkpoint import folder as folder_module
 from executor.checkpoint import keeper as keeper_module
 from executor.checkpoint.keeper import Keeper
-from executor.data import Batch, Data
-from executor.interpreter import Interpreter, StepResult
-from executor.rank import train_rank
+from executor.runtime.batch import Batch, Data
+from executor.runtime.interpreter import Interpreter, StepResult
+from executor.runtime.rank import train_rank
+from executor.runtime.worker import RankContext
 from executor.transport.base import Transport
-from executor.worker import RankContext
 
 
 def saved_at_once(ctx: RankContext, **spec: Any) -> Any:

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from executor.autograd.stage import Gradients
 from executor.checkpoint.keeper import Keeper
 from executor.checkpoint.manifest import read_manifest
 from executor.checkpoint.pieces import Piece
 from executor.checkpoint.reader import digests
 from executor.checkpoint.saving import Saving
-from executor.chunk import Gradients
 from executor.modules.base import TORCH
-from executor.optimizer import OptimizerConfig
-from executor.shares import Share, shares
-from executor.sync import Sync
+from executor.optim.optimizer import OptimizerConfig
+from executor.optim.sync import Sync
+from executor.parallel.shares import Share, shares
+from ir.graph.sync import buckets
 from ir.job.build import Prepared, precision_of
-from ir.places import Places
-from ir.plan import Plan
-from ir.sync import buckets
+from ir.plan.places import Places
+from ir.plan.plan import Plan
 from tests.executor.runs import Ran, judged, run
 
 Values = dict[str, dict[str, Tensor]]  # slot → parameter → all of it

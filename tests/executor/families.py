@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ir.model.config import ModelConfig, load_config
+from ir.workload.config.load import ModelConfig, load_config
 
 SMALL: Mapping[str, object] = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 64, "intermediate_size": 48}
 HEADS: Mapping[str, object] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

@@ -1,4 +1,4 @@
-"""Ranks that do one thing wrong, each the target of a launch in place of `executor.rank.train_rank`."""
+"""Ranks that do one thing wrong, each the target of a launch in place of `executor.runtime.rank.train_rank`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
-from executor.chunk import Gradients, Stage
-from executor.data import Batch, Data
-from executor.interpreter import Interpreter
-from executor.kernels import Timed
-from executor.program import Program
-from executor.rank import train_rank
+from executor.autograd.stage import Gradients, Stage
+from executor.runtime.batch import Batch, Data
+from executor.runtime.interpreter import Interpreter
+from executor.runtime.kernels import Timed
+from executor.runtime.program import Program
+from executor.runtime.rank import train_rank
+from executor.runtime.worker import RankContext
 from executor.transport.base import Handle
 from executor.transport.gloo import GlooTransport
-from executor.worker import RankContext
-from ir.ops import Pass
-from ir.plan import AT_START, Plan
+from ir.core.ops import Pass
+from ir.plan.plan import AT_START, Plan
 
 
 class _Done:

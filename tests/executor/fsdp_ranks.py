@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from executor.data import Data
 from executor.modules.base import evaluate
 from executor.modules.choose import model_of
-from executor.spec import Spec, rebuild
-from executor.worker import RankContext
+from executor.runtime.batch import Data
+from executor.runtime.spec import Spec, rebuild
+from executor.runtime.worker import RankContext
 
 
 class Whole(nn.Module):

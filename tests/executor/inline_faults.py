@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from executor.chunk import Stage
-from executor.inline import Region, Wire
+from executor.autograd.stage import Stage
 from executor.modules import attend, context, parallel
-from executor.rank import train_rank
+from executor.parallel.inline import Region, Wire
+from executor.runtime.rank import train_rank
+from executor.runtime.worker import RankContext
 from executor.transport.base import Handle
-from executor.worker import RankContext
 from ir import sync
-from ir.model.part import Layout, Param
-from ir.ops import Pass
-from ir.work import CommKind
+from ir.core.ops import Pass
+from ir.core.work import CommKind
+from ir.workload.part import Layout, Param
 
 
 def noted(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
@@ -55,7 +55,7 @@ def _kept(ctx: Any, y: Tensor, region: Region) -> Tensor:
 
 
 def summed_over_all(param: Param, layout: Layout) -> tuple[str, ...]:
-    """In place of `ir.sync.summed_over`: what is not cut is summed over tp, though every rank has all of it."""
+    """In place of `ir.graph.sync.summed_over`: what is not cut is summed over tp, though every rank has all of it."""
     if param.expert:
         return ("edp",)
     return ("cp", "dp") if "tp" in param.sharded or layout.tp == 1 else ("tp", "cp", "dp")

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from ir.core.errors import ErrorKind, PiperError
 from ir.directives.load import parse_strategy
-from ir.errors import ErrorKind, PiperError
 from ir.job.build import directives_json
 from tests.executor.runs import alone, distance, error, judged, merged, run
 from tests.executor.test_run_families import sets as family_sets

@@ -13,20 +13,20 @@ import numpy as np
 import torch
 
 from executor import cli
-from executor.data import Data
 from executor.modules.base import TORCH
 from executor.modules.decoder import Decoder
-from executor.optimizer import OptimizerConfig
-from executor.reference import train
-from executor.routing import Guide
+from executor.optim.optimizer import OptimizerConfig
+from executor.parallel.router_guide import Guide
+from executor.runtime.batch import Data
+from executor.runtime.reference import train
 from ir.job import Job, load_job
 from ir.job.build import Prepared, precision_of
-from ir.model import load_config
-from ir.plan import Plan
-from ir.routing.forced import Forced
-from ir.rules import check_plan
-from ir.trace import Trace
-from piper_sim.prepare import hardware_of, prepare_priced
+from ir.job.routing.forced import Forced
+from ir.plan.plan import Plan
+from ir.trace.trace import Trace
+from ir.verify import check_plan
+from ir.workload import load_config
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
 
 JOB = """
 [model]

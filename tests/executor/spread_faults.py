@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from executor import chunk
-from executor.chunk import Gradients
-from executor.exchange import Exchange, Route, Trade
-from executor.meeting import Meeting
-from executor.rank import train_rank
-from executor.sync import Start, Sync
+from executor.autograd.stage import Gradients
+from executor.optim.sync import Start, Sync
+from executor.parallel.collective import Meeting
+from executor.parallel.expert_all_to_all import Exchange, Route, Trade
+from executor.runtime.rank import train_rank
+from executor.runtime.worker import RankContext
 from executor.transport.base import Handle, Transport
 from executor.transport.gloo import GlooTransport
-from executor.worker import RankContext
-from ir.work import CommKind
+from ir.core.work import CommKind
 from tests.executor.faults import _Done
 
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from executor import alloc
-from executor.alloc_bench import Bench
-from executor.chunk import Stage
-from executor.data import Batch, Waiting
-from executor.inline import Region
-from ir.alloc import AllocList, Birth, Release
-from ir.errors import PiperError
-from ir.ops import Pass
-from piper_sim.splice import peaks
-from piper_sim.splice_table import Table
+from executor.autograd.stage import Stage
+from executor.measure.alloc_bench import Bench
+from executor.parallel.inline import Region
+from executor.runtime.batch import Batch, Waiting
+from ir.core.alloc import AllocList, Birth, Release
+from ir.core.errors import PiperError
+from ir.core.ops import Pass
+from piper_sim.memory.splice import peaks
+from piper_sim.memory.splice_table import Table
 from tests.executor.alloc_runs import lists_from_elsewhere, measured, planned
 
 SMALL_DEEPSEEK = (

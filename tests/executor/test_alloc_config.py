@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from executor.alloc import take_lists
-from ir.graph import Buffer
+from executor.measure.alloc import take_lists
+from ir.core.ops import Pass
+from ir.graph.graph import Buffer
 from ir.job import load_job
 from ir.job.build import Prepared
-from ir.ops import Pass
-from ir.places import Places
-from ir.plan import Plan
-from piper_sim.memory import memory
-from piper_sim.predict import Planned
-from piper_sim.prepare import hardware_of, prepare_priced
-from piper_sim.splice import peaks
+from ir.plan.places import Places
+from ir.plan.plan import Plan
+from piper_sim.memory.splice import peaks
+from piper_sim.memory.timeline import memory
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.study.predict import Planned
 from tests.executor.alloc_runs import job_file, measured
 
 NEAR = 0.01

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from executor import alloc_spread
-from executor.alloc import take_lists
-from ir.alloc import AllocList, Birth, Release
-from ir.errors import PiperError
+from executor.measure.alloc import take_lists
+from ir.core.alloc import AllocList, Birth, Release
+from ir.core.errors import PiperError
 from ir.job.build import Prepared
-from ir.plan import Plan
-from piper_sim import splice
-from piper_sim.splice import exchanges, peaks
-from piper_sim.splice_rows import Rows
+from ir.plan.plan import Plan
+from piper_sim.memory import splice
+from piper_sim.memory.splice import exchanges, peaks
+from piper_sim.memory.splice_rows import Rows
 from tests.executor.alloc_runs import measured, planned
 from tests.executor.test_alloc import SMALL_DEEPSEEK
 

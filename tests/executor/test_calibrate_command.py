@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from cost_models.profile_file import load_profile
+from cost_models.profile.file import load_profile
 from executor import calibrate as stopwatch
 from executor import calibrate_watch, cli
-from ir.errors import PiperError
+from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.build import Prepared
-from ir.plan import Plan
-from ir.plan_text import plan_digest
-from piper_sim.calibrate import Asked, calibrate
+from ir.plan.plan import Plan
+from ir.plan.text import plan_digest
+from piper_sim.study.calibrate import Asked, calibrate
 from tests.executor.runs import job_file, judged
 from tests.executor.test_run_command import command
 

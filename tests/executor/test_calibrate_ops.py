@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.calibrate_kernels import Piece, piece_samples, recipes, runner
-from executor.calibrate_links import Want, ladder, link_samples, wanted
-from executor.calibrate_ops import names_of, op_samples
-from executor.calibrate_watch import HostWatch
-from executor.device import Host
-from ir.classes import node_classes
-from ir.graph import Once
+from executor.device.device import Host
+from executor.measure.kernels import Piece, piece_samples, recipes, runner
+from executor.measure.links import Want, ladder, link_samples, wanted
+from executor.measure.ops import names_of, op_samples
+from executor.measure.watch import HostWatch
+from ir.core.work import CommKind, DType, Kernel, KernelKind
+from ir.graph.classes import node_classes
+from ir.graph.graph import Once
 from ir.job.build import Prepared
-from ir.plan import Plan
-from ir.work import CommKind, DType, Kernel, KernelKind
+from ir.plan.plan import Plan
 from tests.executor.runs import judged
 
 SMALL = ("model.num_hidden_layers=4", "schedule.microbatches=4", "precision.compute=fp32")

@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from executor import capture
+from executor.frontend.survey import without_values
 from executor.modules.decoder import Decoder
-from executor.survey import without_values
-from ir.errors import PiperError
-from ir.graph import Node
+from ir.core.errors import PiperError
+from ir.core.ops import Pass
+from ir.core.work import DType, KernelKind
+from ir.graph.graph import Node
 from ir.job import load_job
 from ir.job.build import Prepared, prepare
-from ir.model import load_config
-from ir.model.captured import load_captured
-from ir.ops import Pass
-from ir.plan_text import plan_digest
-from ir.rules import check_plan
-from ir.work import DType, KernelKind
+from ir.plan.text import plan_digest
+from ir.verify import check_plan
+from ir.workload import load_config
+from ir.workload.captured import load_captured
 from tests.executor.models import small_net
 
 JOB = """
@@ -107,7 +107,7 @@ def test_predicted_steps_differ_by_what_eager_kernels_move(tmp_path: Path) -> No
     """The documented tolerance: 30 % at true widths, always on the slow side; torch's elementwise kernels are not
     fused, and gradients are added to their sums by a kernel of their own.
     """
-    from piper_sim.predict import predict
+    from piper_sim.study.predict import predict
 
     _both(tmp_path, "llama3-8b", 2, 4096)
     a, b = (predict(load_job(str(tmp_path / f"{n}.toml"))).iteration_s for n in ("config", "graph"))
@@ -148,7 +148,7 @@ def test_the_command_writes_the_same_bytes_again_and_no_torch_is_needed_to_read_
     job = tmp_path / "job.toml"
     sizes = ("schedule.microbatch_size=2", "parallel.pp=3")
     job.write_text(JOB.format(model='graph = "model.json"', length=16))
-    code = "import sys; sys.modules['torch'] = None\nfrom piper_sim.cli import main\nsys.exit(main(sys.argv[1:]))"
+    code = "import sys; sys.modules['torch'] = None\nfrom piper_sim.app.cli import main\nsys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "simulate", str(job), "--json", *(x for s in sizes for x in ("--set", s))]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

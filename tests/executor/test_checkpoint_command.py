@@ -10,7 +10,7 @@ import pytest
 
 from executor import capture, cli
 from executor.checkpoint.manifest import read_manifest
-from piper_sim.cli import main
+from piper_sim.app.cli import main
 from tests.executor import checkpoint_faults
 from tests.executor.runs import JOB, job_file
 from tests.executor.test_run_command import command
@@ -19,7 +19,7 @@ from tests.executor.test_torchrun import _agent, _free_port, _objects
 NOISE = """
 import torch
 from torch import nn
-from executor.annotate import annotate
+from executor.modules.user.annotate import annotate
 
 
 class Net(nn.Module):

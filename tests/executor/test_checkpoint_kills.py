@@ -19,7 +19,7 @@ from executor.checkpoint.folder import complete, newest
 from executor.checkpoint.manifest import check_files, read_manifest
 from executor.checkpoint.saving import Saving
 from executor.checkpoint.settings import verify
-from executor.verdict import RankFailed
+from executor.launch.verdict import RankFailed
 from tests.executor import checkpoint_faults
 from tests.executor.checkpoints import hashes, saved
 from tests.executor.runs import run

@@ -18,9 +18,9 @@ from executor.checkpoint.pieces import Piece
 from executor.checkpoint.reader import Reader
 from executor.checkpoint.same import check_same, training_of
 from executor.checkpoint.tensors import TensorFile, digest_of, write_tensors
-from executor.shares import Cut, Share
-from ir.errors import PiperError
-from ir.places import Places
+from executor.parallel.shares import Cut, Share
+from ir.core.errors import PiperError
+from ir.plan.places import Places
 from tests.executor.checkpoints import State, drawn, elements, part
 
 MOE = ("model.config=tiny-moe", "schedule.microbatches=4")

@@ -17,8 +17,8 @@ from executor.checkpoint.folder import Lock, complete
 from executor.checkpoint.manifest import read_manifest
 from executor.checkpoint.saving import Saving
 from executor.checkpoint.settings import settled
-from executor.verdict import RankFailed
-from ir.errors import PiperError
+from executor.launch.verdict import RankFailed
+from ir.core.errors import PiperError
 from tests.executor import checkpoint_faults
 from tests.executor.checkpoints import hashes, resumed, saved
 from tests.executor.runs import job_file, judged, run

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from executor.chunk import Stage
+from executor.autograd.stage import Stage
 from executor.modules.base import Built, evaluate, wiring
-from ir.ops import Pass
+from ir.core.ops import Pass
 
 torch.set_num_threads(1)
 D = 4

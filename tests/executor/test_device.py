@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from executor.device import Host
-from executor.interpreter import Interpreter
-from executor.program import Program
-from executor.progress import Progress, create
-from executor.rank import blank, crossing, topology
-from executor.spec import Spec
-from executor.streams import Queued, Stream
+from executor.device.device import Host
+from executor.device.progress import Progress, create
+from executor.runtime.interpreter import Interpreter
+from executor.runtime.program import Program
+from executor.runtime.rank import blank, crossing, topology
+from executor.runtime.spec import Spec
 from executor.transport.local import LocalTransport, run_threads
-from ir.plan import OpKind, Plan
+from executor.transport.streams import Queued, Stream
+from ir.plan.plan import OpKind, Plan
 from tests.executor.runs import judged
 
 Clock = dict[int, int]

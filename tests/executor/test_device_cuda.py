@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from executor.device import Cuda
-from executor.progress import Progress, create
-from executor.rank import device_of
-from executor.spec import Spec
-from executor.worker import RankContext
+from executor.device.device import Cuda
+from executor.device.progress import Progress, create
+from executor.runtime.rank import device_of
+from executor.runtime.spec import Spec
+from executor.runtime.worker import RankContext
 
 
 class _Cuda:
@@ -65,8 +65,8 @@ class _Cuda:
 
 def test_cuda_lanes_are_streams_and_marks_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = _Cuda()
-    monkeypatch.setattr("executor.device._Event", fake.event)
-    monkeypatch.setattr("executor.device._Stream", fake.new_stream)
+    monkeypatch.setattr("executor.device.device._Event", fake.event)
+    monkeypatch.setattr("executor.device.device._Stream", fake.new_stream)
     for name, call in (("stream", fake.stream), ("current_stream", fake.current_stream)):
         monkeypatch.setattr(torch.cuda, name, call)
     for name in ("set_device", "synchronize"):
@@ -110,8 +110,8 @@ def test_real_kernels_of_a_gpu_are_repeatable_kernels(
     backend: str, real: bool, gpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("executor.device.repeatable", lambda: asked.append(backend))
-    monkeypatch.setattr("executor.device._Event", _Cuda().event)
+    monkeypatch.setattr("executor.device.device.repeatable", lambda: asked.append(backend))
+    monkeypatch.setattr("executor.device.device._Event", _Cuda().event)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("set_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.launch import RankFailed, launch
+from executor.launch.launch import RankFailed, launch
+from executor.runtime.worker import RankContext
 from executor.transport.base import Topology
-from executor.worker import RankContext
 
 
 def _ring(ctx: RankContext, fault: str = "", at: int = 1, sleep_s: float = 0.0) -> float:
@@ -120,7 +120,7 @@ def test_only_functions_of_a_module_can_be_launched() -> None:
 _SCRIPT = """
 import sys
 from pathlib import Path
-from executor.launch import launch
+from executor.launch.launch import launch
 import tests.executor.test_launch as module
 Path(sys.argv[1], "mains").open("a").write(f"{__name__} ")
 launch(module._mute, 2, out=Path(sys.argv[1]))

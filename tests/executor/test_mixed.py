@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from executor import cli
-from ir.errors import ErrorKind, PiperError
-from ir.sync import buckets
+from ir.core.errors import ErrorKind, PiperError
+from ir.graph.sync import buckets
 from tests.executor.mixed import LAYERS, ROUNDING, Case, off, outcome
 from tests.executor.runs import judged
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from executor.annotate import annotate, cut
-from executor.chunk import Stage
-from executor.data import Data
-from executor.modules.attend import rotary, rotate
+from executor.autograd.stage import Stage
+from executor.modules.attention.attend import rotary, rotate
 from executor.modules.decoder import Decoder
 from executor.modules.functions import rms_norm
-from executor.modules.user import UserModel, load_callable
-from executor.reference import train
-from ir.errors import PiperError
-from ir.model.chunks import chunks
-from ir.model.config import load_config
-from ir.ops import Pass
+from executor.modules.user.annotate import annotate, cut
+from executor.modules.user.model import UserModel, load_callable
+from executor.runtime.batch import Data
+from executor.runtime.reference import train
+from ir.core.errors import PiperError
+from ir.core.ops import Pass
+from ir.workload.chunks import chunks
+from ir.workload.config.load import load_config
 
 torch.set_num_threads(1)
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}

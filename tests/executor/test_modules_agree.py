@@ -14,19 +14,19 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from executor.aten import ATTENTION
-from executor.measure import UnitMeasure
+from executor.frontend.aten import ATTENTION
+from executor.frontend.measure import UnitMeasure
+from executor.frontend.survey import survey, without_values
 from executor.modules import layers
 from executor.modules.decoder import Decoder
 from executor.modules.functions import F
-from executor.survey import survey, without_values
-from ir.model.chunks import chunks
-from ir.model.config import ModelConfig, load_config, presets
-from ir.model.part import Chunk, Layout, Part, PartWork
-from ir.model.setting import BatchShape, Precision
-from ir.model.work import part_work
-from ir.ops import Pass
-from ir.work import KernelKind, Work
+from ir.core.ops import Pass
+from ir.core.work import KernelKind, Work
+from ir.workload.chunks import chunks
+from ir.workload.config.load import ModelConfig, load_config, presets
+from ir.workload.part import Chunk, Layout, Part, PartWork
+from ir.workload.setting import BatchShape, Precision
+from ir.workload.work import part_work
 from tests.executor.beyond import BEYOND, Case, kind
 
 DRY = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}

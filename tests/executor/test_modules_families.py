@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from executor.data import Data
 from executor.modules import functions as f
-from executor.modules.attend import Sight, attend, rotary, rotate
+from executor.modules.attention.attend import Sight, attend, rotary, rotate
 from executor.modules.base import Built, evaluate
 from executor.modules.decoder import Decoder
-from executor.modules.experts import Dispatch, LocalExperts, Router
 from executor.modules.layers import Params
+from executor.modules.moe.experts import Dispatch, LocalExperts, Router
 from executor.modules.mtp import NextLoss
-from executor.reference import Training, train
-from executor.routing import Guide
-from ir.model.chunks import chunks
+from executor.parallel.router_guide import Guide
+from executor.runtime.batch import Data
+from executor.runtime.reference import Training, train
+from ir.workload.chunks import chunks
 from tests.executor.families import TINY, tiny
 
 torch.set_num_threads(1)

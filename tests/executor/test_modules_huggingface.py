@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from executor.modules.base import evaluate
 from executor.modules.decoder import Decoder
-from ir.model.config import ModelConfig
-from ir.model.keys import aliases
+from ir.workload.config.keys import aliases
+from ir.workload.config.load import ModelConfig
 from tests.executor.families import TINY, tiny
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +29,7 @@ FAMILIES = [n for n in TINY if n != "mpt"]
 def _config(family: str) -> Any:
     """The preset with its overrides, in the words of transformers 5."""
     preset, inline = TINY[family]
-    raw = json.loads((files("ir.model") / "presets" / f"{preset}.json").read_text())
+    raw = json.loads((files("ir.workload") / "presets" / f"{preset}.json").read_text())
     other = aliases(raw["model_type"])
     raw = {other.get(k, k): v for k, v in {**raw, **inline}.items()}
     kind, theta = raw.pop("model_type"), raw.pop("rope_theta", None)

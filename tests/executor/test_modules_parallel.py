@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from executor.inline import Region, Wire, group_name, stretches
-from executor.modules.attend import Sight, attend
-from executor.modules.context import whole_context
+from executor.autograd.split import SplitRun
+from executor.modules.attention.attend import Sight, attend
+from executor.modules.attention.context import whole_context
 from executor.modules.functions import token_loss
 from executor.modules.parallel import columns, enter, leave, words, words_loss
-from executor.split import SplitRun
+from executor.parallel.inline import Region, Wire, group_name, stretches
 from executor.transport.base import Topology
 from executor.transport.local import LocalTransport, run_threads
 

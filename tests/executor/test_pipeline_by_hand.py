@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from executor.chunk import Stage
-from executor.data import Data
-from executor.launch import launch
+from executor.autograd.stage import Stage
+from executor.launch.launch import launch
 from executor.modules.decoder import Decoder
-from executor.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
-from executor.reference import train
+from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
+from executor.runtime.batch import Data
+from executor.runtime.reference import train
+from executor.runtime.worker import RankContext
 from executor.transport.base import Topology
-from executor.worker import RankContext
-from ir.model.config import load_config
-from ir.ops import Pass
+from ir.core.ops import Pass
+from ir.workload.config.load import load_config
 
 M, STEPS = 4, 2
 STAGES = [["embed", "l0"], ["l1", "head"]]

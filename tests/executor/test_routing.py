@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from executor import cli
 from executor.modules.functions import balanced
-from ir.errors import PiperError
+from ir.core.errors import PiperError
 from ir.job import load_job
-from ir.routing.forced import Forced, choices
-from ir.routing.spread import spread, zipf
-from piper_sim.predict import predict
+from ir.job.routing.forced import Forced, choices
+from ir.job.routing.skew import spread, zipf
+from piper_sim.study.predict import predict
 from tests.executor.runs import Ran, alone, distance, error, job_file, judged, merged, run
 from tests.executor.spread import ONE, ROUNDING
 

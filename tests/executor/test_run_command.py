@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ir.errors import PiperError
-from ir.model import load_config
-from piper_sim.cli import main
+from ir.core.errors import PiperError
+from ir.workload import load_config
+from piper_sim.app.cli import main
 from tests.executor.runs import JOB, job_file, run
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +164,7 @@ def test_paths_in_a_job_start_at_its_folder(capfd: pytest.CaptureFixture[str], t
     job_file(folder, text=text + '[data]\nsource = "text.txt"\n')
     command_line = ["run", "deep/job.toml", "-n", "2", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "piper_sim.cli", *command_line],
+        [sys.executable, "-m", "piper_sim.app.cli", *command_line],
         cwd=tmp_path,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         capture_output=True,
@@ -186,7 +186,7 @@ class Hidden(PathFinder):
         return None if name.split(".")[0] == "torch" else super().find_spec(name, path, target)
 
 sys.meta_path[:] = [Hidden if f is PathFinder else f for f in sys.meta_path]
-from piper_sim.cli import main
+from piper_sim.app.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from executor import cli
-from executor.launch import RankFailed
-from ir.errors import PiperError
+from executor.launch.launch import RankFailed
+from ir.core.errors import PiperError
 from ir.job.build import directives_json
-from ir.plan import AT_START, OpKind, Plan
-from ir.rules import check_plan
+from ir.plan.plan import AT_START, OpKind, Plan
+from ir.verify import check_plan
 from tests.executor import faults
 from tests.executor.runs import alone, error, judged, run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from executor.verdict import RankFailed
+from executor.launch.verdict import RankFailed
 from tests.executor import faults
 from tests.executor import test_run_families as families
 from tests.executor.crossed import Case, covering, crossed

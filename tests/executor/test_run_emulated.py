@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ir.durations import emulated_seconds
-from ir.errors import PiperError
-from ir.order import FloatArray
-from ir.plan import OpKind, Plan
-from ir.trace import Trace
-from ir.trace_text import write_trace
+from ir.core.errors import PiperError
+from ir.core.order import FloatArray
+from ir.plan.plan import OpKind, Plan
+from ir.trace.durations import emulated_seconds
+from ir.trace.text import write_trace
+from ir.trace.trace import Trace
 from piper_sim.engine import Scenario, play
-from piper_sim.hosts import inline
+from piper_sim.pricing.hosts import inline
 from tests.executor.runs import Ran, job_file, judged, run
 
 F = 0.01
@@ -126,7 +126,7 @@ def test_what_needs_no_module_runs_emulated_whatever_the_model(sets: tuple[str, 
 
 
 def test_the_command_prints_no_losses(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from piper_sim.cli import main
+    from piper_sim.app.cli import main
 
     line = ["run", str(job_file(tmp_path)), "-n", "2", "--emulate", "0.005", "--emulate-comm", "0.001"]
     assert main(line) == 0

@@ -33,7 +33,7 @@ def _alive(pid: int) -> bool:
 def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(number: int, code: int, tmp_path: Path) -> None:
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     scratch.mkdir()
-    line = [sys.executable, "-m", "piper_sim.cli", "run", str(job_file(tmp_path)), "-n", "2", "--out", str(out)]
+    line = [sys.executable, "-m", "piper_sim.app.cli", "run", str(job_file(tmp_path)), "-n", "2", "--out", str(out)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}
     process = subprocess.Popen([*line, "--emulate", "0.05", "--steps", "1000"], env=env, start_new_session=True)
     while not (out / "ranks.json").exists():
@@ -71,7 +71,7 @@ def _full(*_: Any, **__: Any) -> Any:
 def test_a_disk_that_fills_up_meanwhile_does_not_take_the_losses_along(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from piper_sim.cli import main
+    from piper_sim.app.cli import main
 
     monkeypatch.setattr("piper_sim.report.files._sync_folder", _full)
     line = ["run", str(job_file(tmp_path)), "-n", "2", "--out", str(tmp_path / "out")]

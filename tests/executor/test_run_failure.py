@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from executor import cli
-from executor.launch import RankFailed
+from executor.launch.launch import RankFailed
 from tests.executor import faults
 from tests.executor.runs import job_file, run
 
@@ -80,7 +80,8 @@ def _when_running(out: Path, act: Callable[[list[int]], None]) -> threading.Thre
 def test_the_command_reports_a_rank_killed_from_outside(sign: signal.Signals, tmp_path: Path) -> None:
     out = tmp_path / "out"
     watch = ["--watchdog", "2", "--json", "--out", str(out)]
-    command = [sys.executable, "-m", "piper_sim.cli", "run", str(job_file(tmp_path)), "-n", "2", "--steps", "100000"]
+    command = [sys.executable, "-m", "piper_sim.app.cli", "run", str(job_file(tmp_path)), "-n", "2"]
+    command += ["--steps", "100000"]
     thread = _when_running(out, lambda found: os.kill(found[1], sign))
     done = subprocess.run([*command, *watch], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     thread.join()

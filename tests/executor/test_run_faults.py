@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from executor import cli
-from executor.launch import launch
-from executor.verdict import RankFailed
+from executor.launch.launch import launch
+from executor.launch.verdict import RankFailed
 from tests.executor import faults
 from tests.executor.campaign import Case, Fault, campaign, place
 from tests.executor.runs import judged, run

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from executor import capture, cli, rank
-from executor.data import Data
-from executor.device import Host
+from executor.device.device import Host
+from executor.launch.refusals import refuse
 from executor.modules import choose
-from executor.modules.user import UserModel
-from executor.optimizer import OptimizerConfig
-from executor.reference import Training, train
-from executor.refusals import refuse
-from ir.errors import PiperError
+from executor.modules.user.model import UserModel
+from executor.optim.optimizer import OptimizerConfig
+from executor.runtime.batch import Data
+from executor.runtime.reference import Training, train
+from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.build import Prepared, prepare
 from tests.executor.models import small_net
@@ -134,7 +134,8 @@ def test_what_a_module_cannot_do_is_refused_before_a_process_starts(tmp_path: Pa
     Path(job).write_text(text.replace('module = "my_model.py:build"\n', ""))
     assert "says what a module does, not how" in _refused(_prepared(job))
     Path(job).write_text(text.replace('graph = "model.json"', 'config = "tiny-llama"'))
-    assert "python -m executor.capture my_model.py:build --out model.json --seq-len 8" in _refused(_prepared(job))
+    asked = "python -m executor.frontend.capture my_model.py:build --out model.json --seq-len 8"
+    assert asked in _refused(_prepared(job))
     Path(job).write_text(text)
     mixed = _prepared(job, "precision.grads=fp64")
     assert mixed.config.model_type == "captured"

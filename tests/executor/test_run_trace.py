@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from ir.job import load_job
-from ir.plan import OpKind
-from ir.trace import Trace
-from ir.trace_text import read_trace, write_trace
-from piper_sim.commands.output import trace_files
-from piper_sim.predict import predict
+from ir.plan.plan import OpKind
+from ir.trace.text import read_trace, write_trace
+from ir.trace.trace import Trace
+from piper_sim.app.commands.output import trace_files
 from piper_sim.report.timeline import text_timeline
+from piper_sim.study.predict import predict
 from tests.executor.runs import Ran, job_file, run
 
 STEPS = 3

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from executor.autograd.split import SplitRun
 from executor.modules.functions import grouped_linear, rms_norm
-from executor.split import SplitRun
 
 D = 8
 torch.set_num_threads(1)

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 from executor import cli
+from executor.launch.verdict import RankFailed
 from executor.modules.decoder import Decoder
-from executor.places import Places
-from executor.verdict import RankFailed
-from ir.errors import PiperError
+from executor.parallel.places import Places
+from ir.core.errors import PiperError
+from ir.core.work import CommKind
 from ir.job.build import Prepared
-from ir.model import load_config
-from ir.model.source import ModelSource
-from ir.plan import Plan
-from ir.routing.forced import Forced
-from ir.work import CommKind
+from ir.job.routing.forced import Forced
+from ir.plan.plan import Plan
+from ir.workload import load_config
+from ir.workload.source import ModelSource
 from tests.executor import spread_faults as faults
 from tests.executor.families import TINY
 from tests.executor.faults import at_op

@@ -6,7 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from executor.target import find
+from executor.runtime.target import find
 
 
 def test_threads_that_ask_at_once_wait_for_the_module(tmp_path: Path) -> None:

@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 
 from executor import cli
-from executor.alloc import take_lists
-from executor.places import Places
-from executor.verdict import RankFailed
+from executor.launch.verdict import RankFailed
+from executor.measure.alloc import take_lists
+from executor.parallel.places import Places
 from ir import sync
-from ir.errors import PiperError
+from ir.core.errors import PiperError
 from ir.job.build import directives_json
 from ir.job.cache import PLANS
-from ir.model.part import Layout, Param
-from ir.plan import OpKind, Plan
-from piper_sim.costs import CostModel
-from piper_sim.memory import state
-from piper_sim.prepare import hardware_of
-from piper_sim.splice import peaks
+from ir.plan.plan import OpKind, Plan
+from ir.workload.part import Layout, Param
+from piper_sim.memory.splice import peaks
+from piper_sim.memory.timeline import state
+from piper_sim.pricing.costs import CostModel
+from piper_sim.pricing.prepare import hardware_of
 from tests.executor import faults, inline_faults
 from tests.executor.alloc_runs import measured, planned
 from tests.executor.divided import Case, covering, handful

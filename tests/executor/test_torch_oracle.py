@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from executor import cli
-from executor.launch import launch
+from executor.launch.launch import launch
 from experiments.torch_runtime import order_csv
-from ir.order import Order
-from ir.plan_text import plan_digest
+from ir.core.order import Order
+from ir.plan.text import plan_digest
 from ir.schedules.custom import from_csv
 from ir.schedules.registry import build
 from tests.executor import torch_ranks

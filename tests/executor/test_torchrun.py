@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from executor.lookout import clocks, host
+from executor.launch.watchdog import clocks, host
 from tests.executor.runs import job_file, run
 from tests.executor.test_run_failure import gone, pids
 

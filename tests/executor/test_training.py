@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from executor.data import Data
-from executor.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
-from executor.tokens import FileTokens
-from ir.errors import PiperError
+from executor.data.tokens import FileTokens
+from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
+from executor.runtime.batch import Data
+from ir.core.errors import PiperError
 
 
 def _all(data: Data, step: int) -> torch.Tensor:

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from executor.device import Host
-from executor.launch import launch
+from executor.device.device import Host
+from executor.launch.launch import launch
+from executor.runtime.worker import RankContext
 from executor.transport import groups
 from executor.transport.base import Topology, Transport, TransportError
 from executor.transport.local import LocalTransport, run_threads
 from executor.transport.nccl import NcclTransport
-from executor.worker import RankContext
 
 TOPOLOGY = Topology.of(2, [(0, 1), (1, 0)], {"both": (0, 1), "me": (0,)})
 

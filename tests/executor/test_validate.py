@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cost_models.profile import plan_keys
+from cost_models.profile.profile import plan_keys
 from executor import cli
-from ir.alloc import AllocList, Release
+from ir.core.alloc import AllocList, Release
 from ir.job import load_job
 from ir.job.build import Prepared
-from ir.plan import Plan
-from ir.plan_text import plan_digest
-from piper_sim import predict
-from piper_sim.validate import Options, Tools, validate
-from piper_sim.validate.judging import predicted
+from ir.plan.plan import Plan
+from ir.plan.text import plan_digest
+from piper_sim.study import predict
+from piper_sim.study.validate import Options, Tools, validate
+from piper_sim.study.validate.judging import predicted
 from tests.executor.runs import job_file
 from tests.executor.validations import TOOLS, TWO, F, classes, judged_again, scaled, validation, without_wait
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from executor import cli
-from executor.launch import launch
-from ir.plan_text import plan_digest
+from executor.launch.launch import launch
+from ir.plan.text import plan_digest
 from tests.executor import faults
 from tests.executor.runs import job_file, judged
 from tests.executor.test_run_command import command
@@ -100,7 +100,7 @@ def test_what_cannot_be_validated_is_refused_before_any_process(
 
 
 def test_people_get_both_timelines_and_a_verdict(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from piper_sim.cli import main
+    from piper_sim.app.cli import main
 
     line = ["validate", str(job_file(tmp_path)), "-n", "2", "--steps", "2", "--emulate", "0.002", *SMALL, *WIDE]
     assert main(line) == 0

@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 
 from executor import cli
-from executor.launch import launch
-from executor.meeting import Meeting
-from executor.places import Places
-from executor.verdict import RankFailed
-from ir.plan import OpKind, Plan
-from ir.plan_text import plan_digest
-from ir.sync import buckets
-from piper_sim.costs import CostModel
-from piper_sim.memory import state
-from piper_sim.prepare import hardware_of
+from executor.launch.launch import launch
+from executor.launch.verdict import RankFailed
+from executor.parallel.collective import Meeting
+from executor.parallel.places import Places
+from ir.graph.sync import buckets
+from ir.plan.plan import OpKind, Plan
+from ir.plan.text import plan_digest
+from piper_sim.memory.timeline import state
+from piper_sim.pricing.costs import CostModel
+from piper_sim.pricing.prepare import hardware_of
 from tests.executor import fsdp_ranks, zero_faults
 from tests.executor.runs import Arrays, Ran, alone, distance, error, judged, merged, run
 from tests.executor.test_run_faults import _inject

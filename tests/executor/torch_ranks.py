@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from executor.data import Data
-from executor.spec import Spec, rebuild
-from executor.worker import RankContext
+from executor.runtime.batch import Data
+from executor.runtime.spec import Spec, rebuild
+from executor.runtime.worker import RankContext
 from experiments.torch_runtime import TorchPipeline
 
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.profile import Measured, OpEntry, Profile
+from cost_models.profile.profile import Measured, OpEntry, Profile
 from executor import cli
-from executor.alloc import take_lists
+from executor.measure.alloc import take_lists
+from ir.core.order import IntArray
 from ir.job import load_job
-from ir.order import IntArray
-from ir.plan import Csr, Plan
+from ir.plan.plan import Csr, Plan
 from piper_sim.engine import Scenario
-from piper_sim.validate import Options, Tools, Validation, validate
-from piper_sim.validate.runs import Ran
-from piper_sim.validate.times import Times
-from piper_sim.validate.verdict import verdict
+from piper_sim.study.validate import Options, Tools, Validation, validate
+from piper_sim.study.validate.runs import Ran
+from piper_sim.study.validate.times import Times
+from piper_sim.study.validate.verdict import verdict
 from tests.executor.runs import job_file
 
 TOOLS = Tools(cli, take_lists)

@@ -10,17 +10,17 @@ from typing import Any
 from torch import Tensor
 
 from executor import rank as rank_module
-from executor.chunk import Gradients
-from executor.data import Batch, Data
-from executor.interpreter import Interpreter
-from executor.program import Program
-from executor.rank import train_rank
+from executor.autograd.stage import Gradients
+from executor.runtime.batch import Batch, Data
+from executor.runtime.interpreter import Interpreter
+from executor.runtime.program import Program
+from executor.runtime.rank import train_rank
+from executor.runtime.worker import RankContext
 from executor.transport.base import Handle, Topology
 from executor.transport.gloo import GlooTransport
-from executor.worker import RankContext
-from ir.graph import Node
-from ir.ops import Pass
-from ir.plan import AT_START, Plan
+from ir.core.ops import Pass
+from ir.graph.graph import Node
+from ir.plan.plan import AT_START, Plan
 from tests.executor.faults import _Done
 
 

@@ -10,8 +10,8 @@ from random import Random
 
 import numpy as np
 
-from ir.order import IntArray
-from ir.plan import AT_START, OpKind, Plan
+from ir.core.order import IntArray
+from ir.plan.plan import AT_START, OpKind, Plan
 from tests.ir.edits import doubled_buffer, rearranged, with_buffers, with_waits
 
 Spoiled = tuple[Plan, set[str]] | None  # None: this plan has no place for the defect

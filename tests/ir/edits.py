@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ir.order import IntArray
-from ir.plan import Buffers, Csr, Plan
+from ir.core.order import IntArray
+from ir.plan.plan import Buffers, Csr, Plan
 
 
 def rearranged(plan: Plan, rows: Sequence[int], program: Sequence[int] | None = None, **shapes: Any) -> Plan:

@@ -9,19 +9,19 @@ from itertools import pairwise
 
 from hypothesis import settings
 
-from ir.build import model_graph, stage_graph
+from ir.core.filters import parse_filter
+from ir.core.mesh import Mesh
+from ir.core.ops import Pass
+from ir.core.work import CommKind, DType, Kernel, KernelKind, Message
 from ir.directives import Directive, Replicate, Shard, apply
-from ir.filters import parse_filter
-from ir.graph import Entry, Graph
+from ir.graph.build import model_graph, stage_graph
+from ir.graph.graph import Entry, Graph
 from ir.lower import Merge, Policy, lower
-from ir.mesh import Mesh
-from ir.model.part import Chunk, Keep, Layout, Param, Part, PartWork, Saved
-from ir.ops import Pass
-from ir.plan import Plan
+from ir.plan.plan import Plan
 from ir.schedules.registry import build
 from ir.schedules.schedule import Schedule
 from ir.schedules.strategy import ordering, placing
-from ir.work import CommKind, DType, Kernel, KernelKind, Message
+from ir.workload.part import Chunk, Keep, Layout, Param, Part, PartWork, Saved
 
 FIXED = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb1p", "zbv", "dualpipe", "dualpipev")
 # Layer-level plans take longer to make: a quarter of the examples.

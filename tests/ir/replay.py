@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ir.plan import OpKind, Plan
+from ir.plan.plan import OpKind, Plan
 
 
 def replay(

@@ -9,8 +9,8 @@ from typing import Any
 
 from ir.job.build import Prepared, prepare
 from ir.job.load import job_from
-from ir.plan import OpKind, Plan
-from ir.rules import check_plan
+from ir.plan.plan import OpKind, Plan
+from ir.verify import check_plan
 
 Fields = dict[str, Any]
 A, B = [0, 2], [1, 3]

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import prepare
 from ir.job.load import job_from
-from ir.rules import check_plan
 from ir.schedules.custom import from_builder, from_csv, from_rows
 from ir.schedules.registry import NAMES, build
 from ir.schedules.schedule import Schedule
+from ir.verify import check_plan
 
 GOOD = "def build(ranks, mbs):\n    return [[f'{r}{k}{m}' for k in 'FB' for m in range(mbs)] for r in range(ranks)]\n"
 

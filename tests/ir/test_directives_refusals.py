@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from ir.build import model_graph, stage_graph
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import Filter, parse_filter
+from ir.core.mesh import Mesh
+from ir.core.order import Order
 from ir.directives import Directive, OrderBy, Place, Replicate, Shard, Split, apply
-from ir.errors import ErrorKind, PiperError
-from ir.filters import Filter, parse_filter
-from ir.graph import Edge, Graph, Span, check
+from ir.graph.build import model_graph, stage_graph
+from ir.graph.graph import Edge, Graph, Span, check
 from ir.lower import Merge, Policy, lower
-from ir.mesh import Mesh
-from ir.order import Order
-from ir.rules import check_plan
+from ir.verify import check_plan
 from tests.ir.plans import InventedSource, cut, moe_chunks
 
 

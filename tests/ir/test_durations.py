@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ir.durations import emulated_seconds, replayed_seconds
-from ir.errors import PiperError
+from ir.core.errors import PiperError
 from ir.job.build import prepare
 from ir.job.load import job_from
-from ir.plan import OpKind, Plan
-from ir.trace import Trace
+from ir.plan.plan import OpKind, Plan
+from ir.trace.durations import emulated_seconds, replayed_seconds
+from ir.trace.trace import Trace
 
 
 def plan_of(name: str, pp: int = 2, layers: int = 4, **model: object) -> Plan:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ir.errors import ErrorKind, PiperError
-from ir.filters import PASSES, parse_filter, parse_match, runs
-from ir.ops import Pass
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import PASSES, parse_filter, parse_match, runs
+from ir.core.ops import Pass
 
 ITEMS = st.lists(
     st.one_of(st.integers(0, 20), st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted).map(tuple)),

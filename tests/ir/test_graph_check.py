@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ir.directives.strategy
-import ir.graph
-from ir.build import stage_graph
+import ir.graph.graph
+from ir.core.errors import PiperError
+from ir.core.filters import parse_filter
 from ir.directives import Place, Split, apply
-from ir.errors import PiperError
-from ir.filters import parse_filter
-from ir.graph import Edge, Graph, Node, Span, check
+from ir.graph.build import stage_graph
+from ir.graph.graph import Edge, Graph, Node, Span, check
 from tests.ir.plans import fewer, moe_graph
 
 GRAPH = moe_graph("dualpipe", 4, 6, recompute=("norm",), tied=True)
@@ -71,7 +71,7 @@ def test_each_change_but_the_harmless_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("part", ["_touched", "_same_edges"])
 def test_a_look_that_skips_would_be_noticed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ir.graph, part, lambda graph, since: () if part == "_touched" else True)
+    monkeypatch.setattr(ir.graph.graph, part, lambda graph, since: () if part == "_touched" else True)
     assert any(differs(change, k) for change in CHANGES.values() for k in range(40))
 
 

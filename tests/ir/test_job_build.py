@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import directives_json, prepare, resolve
 from ir.job.load import job_from
 from ir.job.schema import Job
-from ir.rules import check_plan
+from ir.verify import check_plan
 
 
 def job(file: str = "job.toml", **sections: dict[str, Any]) -> Job:
@@ -89,7 +89,7 @@ def test_what_is_too_large_is_refused_before_it_is_built(sections: dict[str, Any
 
 
 def test_a_config_file_of_too_many_layers(tmp_path: Path) -> None:
-    from ir.model import config as model
+    from ir.workload import config as model
 
     raw = json.loads((model._PRESETS / "tiny-llama.json").read_text())
     (tmp_path / "deep.json").write_text(json.dumps({**raw, "num_hidden_layers": 5_000}))

@@ -11,18 +11,18 @@ import pytest
 
 import ir.job.build
 import ir.job.cache
-from ir.errors import PiperError
-from ir.graph import illegal
+from ir.core.errors import PiperError
+from ir.core.order import Order
+from ir.graph.graph import illegal
 from ir.job.build import Prepared
 from ir.job.cache import PlanCache, Structure
 from ir.job.load import job_from
-from ir.order import Order
-from ir.plan import Plan
-from ir.plan_text import plan_text
+from ir.plan.plan import Plan
+from ir.plan.text import plan_text
 from ir.schedules import searched
 from ir.schedules.registry import build
 from ir.schedules.schedule import OpTimes
-from piper_sim.prepare import hardware_of, prepare_priced
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
 
 Edit = dict[str, object]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 from ir.job.load import job_from, load_job
 
 TINY = {"model": {"config": "tiny-moe"}}

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ir.build import model_graph
+from ir.core.filters import parse_filter
+from ir.core.mesh import Mesh
 from ir.directives import Place, Replicate, Shard, Split, apply
-from ir.filters import parse_filter
+from ir.graph.build import model_graph
 from ir.lower import P2P, Policy, lower
-from ir.mesh import Mesh
-from ir.model.part import Chunk, Param, Part
-from ir.plan import AT_START, OpKind, Plan
-from ir.rules import check_plan
+from ir.plan.plan import AT_START, OpKind, Plan
+from ir.verify import check_plan
+from ir.workload.part import Chunk, Param, Part
 from tests.ir.plans import FIXED, InventedSource, cut, fewer, moe_plan
 from tests.ir.replay import replay
 

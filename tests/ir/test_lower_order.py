@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ir.core.errors import PiperError
+from ir.core.order import Order
 from ir.directives import OrderBy, apply
-from ir.errors import PiperError
 from ir.lower import P2P, Merge, Policy, lower
-from ir.lower.merge import alternate
-from ir.order import Order
-from ir.plan import OpKind, Plan
-from ir.rules import check_plan
+from ir.lower.interleave import alternate
+from ir.plan.plan import OpKind, Plan
 from ir.schedules.registry import build
+from ir.verify import check_plan
 from tests.ir.edits import rearranged
 from tests.ir.plans import FIXED, fewer, moe_graph, moe_plan, stage_plan
 from tests.ir.replay import replay

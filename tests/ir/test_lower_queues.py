@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ir.build import stage_graph
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import parse_filter
+from ir.core.order import Order
 from ir.directives import OrderBy, Place, Split, apply
-from ir.errors import ErrorKind, PiperError
-from ir.filters import parse_filter
-from ir.graph import Edge, Graph
+from ir.graph.build import stage_graph
+from ir.graph.graph import Edge, Graph
 from ir.lower import P2P, Merge, Policy, lower
-from ir.order import Order
-from ir.plan import OpKind, Plan
-from ir.plan_text import parse_plan, plan_text
-from ir.rules import check_plan
-from ir.rules.coverage import instances
-from ir.rules.deadlock import walk
-from ir.rules.reads import reads
+from ir.plan.plan import OpKind, Plan
+from ir.plan.text import parse_plan, plan_text
 from ir.schedules.registry import NAMES, build
+from ir.verify import check_plan
+from ir.verify.coverage import instances
+from ir.verify.deadlock import walk
+from ir.verify.reads import reads
 from tests.ir.edits import differences
 from tests.ir.plans import FIXED, WHOLE, fewer, moe_plan, stage_plan
 from tests.ir.replay import replay, serial

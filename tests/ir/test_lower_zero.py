@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ir.graph import Once
+from ir.core.work import CommKind
+from ir.graph.graph import Once
+from ir.graph.sync import buckets
 from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.lower import P2P, Policy
 from ir.lower.zero import gathered, per_microbatch
-from ir.plan import OpKind, Plan
-from ir.rules import check_plan
-from ir.sync import buckets
-from ir.work import CommKind
+from ir.plan.plan import OpKind, Plan
+from ir.verify import check_plan
 from tests.ir.plans import FIXED, fewer, moe_plan
 
 

@@ -1,8 +1,8 @@
 import pytest
 
-from ir.model import count_params, load_config, local_numel, local_shape, model_chunks, presets
-from ir.model.part import Layout
-from ir.ops import Pass
+from ir.core.ops import Pass
+from ir.workload import count_params, load_config, local_numel, local_shape, model_chunks, presets
+from ir.workload.part import Layout
 
 
 def billions(name, **overrides):

@@ -4,9 +4,9 @@ from importlib.resources import files
 
 import pytest
 
-from ir.errors import ErrorKind, PiperError
-from ir.model import config_from, load_config, presets
-from ir.model.keys import ALIASES, TYPES
+from ir.core.errors import ErrorKind, PiperError
+from ir.workload import config_from, load_config, presets
+from ir.workload.config.keys import ALIASES, TYPES
 
 CONTRACT = (
     "gpt3-175b llama3-8b llama3-70b llama3-405b mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3 "
@@ -45,7 +45,7 @@ def test_presets_of_the_contract_load(name):
 
 
 def test_presets_are_package_data_that_only_uses_known_keys():
-    folder = files("ir.model") / "presets"
+    folder = files("ir.workload") / "presets"
     for name in presets():
         raw = json.loads((folder / f"{name}.json").read_text())
         assert raw.keys() <= TYPES[raw["model_type"]].keys(), name
@@ -58,7 +58,7 @@ def test_tiny_models_divide_by_four(name):
 
 
 def test_a_path_a_folder_and_a_preset_give_the_same_model(tmp_path):
-    preset = (files("ir.model") / "presets" / "deepseek-v3.json").read_text()
+    preset = (files("ir.workload") / "presets" / "deepseek-v3.json").read_text()
     path = written(tmp_path, preset)
     by_file, by_folder = load_config(str(path)), load_config(str(tmp_path))
     assert by_file == by_folder

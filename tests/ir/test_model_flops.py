@@ -2,12 +2,12 @@
 
 import pytest
 
-from ir.model import load_config, model_chunks
-from ir.model.kernels import flops
-from ir.model.part import Layout
-from ir.model.work import BatchShape, Precision, dispatch_bytes, part_work
-from ir.ops import Pass
-from ir.work import CommKind, DType, KernelKind
+from ir.core.ops import Pass
+from ir.core.work import CommKind, DType, KernelKind
+from ir.workload import load_config, model_chunks
+from ir.workload.part import Layout
+from ir.workload.parts.kernels import flops
+from ir.workload.work import BatchShape, Precision, dispatch_bytes, part_work
 
 BF16 = Precision()
 FP8 = Precision(DType.FP8, dispatch=DType.FP8)

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from ir.errors import PiperError
-from ir.model import load_config, local_numel, model_chunks
-from ir.model.params import placeholder_grad_bytes
-from ir.model.part import Layout
-from ir.model.partition import partition
-from ir.model.setting import check_setting
-from ir.model.work import BatchShape, Precision, part_work, recompute_labels
-from ir.ops import Pass
-from ir.work import DType
+from ir.core.errors import PiperError
+from ir.core.ops import Pass
+from ir.core.work import DType
+from ir.workload import load_config, local_numel, model_chunks
+from ir.workload.params import placeholder_grad_bytes
+from ir.workload.part import Layout
+from ir.workload.partition import partition
+from ir.workload.setting import check_setting
+from ir.workload.work import BatchShape, Precision, part_work, recompute_labels
 
 TABLE = Path(__file__).parents[1] / "data" / "korthikanti_activation.csv"
 BF16 = Precision()

@@ -2,12 +2,12 @@
 
 import pytest
 
+from ir.core.ops import Pass
 from ir.job.build import prepare
 from ir.job.load import job_from
-from ir.model import load_config, model_chunks
-from ir.model.part import Layout, PartWork
-from ir.model.work import BatchShape, Precision, part_work
-from ir.ops import Pass
+from ir.workload import load_config, model_chunks
+from ir.workload.part import Layout, PartWork
+from ir.workload.work import BatchShape, Precision, part_work
 
 
 def work(config: str, at: int, name: str, layout: Layout = Layout(), shape: BatchShape = BatchShape()) -> PartWork:

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ir.errors import ErrorKind, PiperError
-from ir.model import load_config, model_chunks
-from ir.model.partition import partition
-from ir.model.work import BatchShape, chunk_flops
+from ir.core.errors import ErrorKind, PiperError
+from ir.workload import load_config, model_chunks
+from ir.workload.partition import partition
+from ir.workload.work import BatchShape, chunk_flops
 
 
 def llama(layers):

@@ -3,17 +3,17 @@
 import pytest
 
 from cost_models.software import load_software
+from ir.core.work import DType
 from ir.job.build import prepare
 from ir.job.load import job_from
-from ir.model import load_config, model_chunks
-from ir.model.part import Layout
-from ir.model.setting import BatchShape, Loss, Precision, Style
-from ir.model.work import part_work
-from ir.plan_text import plan_digest
-from ir.work import DType
-from piper_sim.memory import memory, state
-from piper_sim.predict import Planned
-from piper_sim.prepare import hardware_of, prepare_priced
+from ir.plan.text import plan_digest
+from ir.workload import load_config, model_chunks
+from ir.workload.part import Layout
+from ir.workload.setting import BatchShape, Loss, Precision, Style
+from ir.workload.work import part_work
+from piper_sim.memory.timeline import memory, state
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.study.predict import Planned
 
 LLAMA = load_config("llama3-8b", {"num_hidden_layers": 1, "num_key_value_heads": 32})
 TOKENS, H, FFN, VOCAB = 4096, 4096, 14336, 128256

@@ -11,10 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ir.lower import P2P, Merge, Policy
-from ir.plan import OpKind, Plan
-from ir.plan_text import parse_plan, plan_text
-from ir.rules import check_plan
+from ir.plan.plan import OpKind, Plan
+from ir.plan.text import parse_plan, plan_text
 from ir.schedules.registry import NAMES
+from ir.verify import check_plan
 from tests.ir.edits import differences
 from tests.ir.plans import FIXED, WHOLE, schedule_of, stage_plan
 from tests.ir.replay import replay, serial

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ir import plan_read
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 from ir.lower import P2P, Policy
-from ir.plan import Plan
-from ir.plan_text import parse_plan, plan_digest, plan_text, read_plan
-from ir.rules import check_plan
+from ir.plan.plan import Plan
+from ir.plan.text import parse_plan, plan_digest, plan_text, read_plan
+from ir.verify import check_plan
 from tests.ir.edits import differences, with_waits
 from tests.ir.plans import FIXED, WHOLE, fewer, moe_graph, moe_plan, stage_plan
 
@@ -83,7 +83,7 @@ def test_the_digest_is_that_of_the_text() -> None:
 
 def test_the_text_does_not_depend_on_the_hash_seed() -> None:
     code = (
-        "from ir.plan_text import plan_digest as d; from tests.ir.plans import moe_plan as m;"
+        "from ir.plan.text import plan_digest as d; from tests.ir.plans import moe_plan as m;"
         "print(d(m('dualpipe', 2, 4, zero=3, layers=3, tied=True)))"
     )
     root = Path(__file__).parents[2]

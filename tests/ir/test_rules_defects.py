@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 from ir.lower import P2P, Policy
-from ir.plan import Plan
-from ir.rules import check_plan
+from ir.plan.plan import Plan
+from ir.verify import check_plan
 from tests.ir import defects
 from tests.ir.plans import WHOLE, moe_plan, stage_plan
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 from ir.lower import P2P, Policy
-from ir.plan import Csr, OpKind, Plan
-from ir.rules import check_plan
-from ir.rules.deadlock import Dispatch, check_progress
-from ir.rules.host import host_reads
+from ir.plan.plan import Csr, OpKind, Plan
+from ir.verify import check_plan
+from ir.verify.deadlock import Dispatch, check_progress
+from ir.verify.host import host_reads
 from piper_sim.engine import Scenario, play
-from piper_sim.hosts import inline
+from piper_sim.pricing.hosts import inline
 from tests.ir.plans import FIXED, fewer, moe_plan, stage_plan
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ir.errors import ErrorKind, PiperError
-from ir.order import Order
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.order import Order
 from ir.schedules.evaluate import check_complete, evaluate
 from ir.schedules.registry import build
 from ir.schedules.schedule import OpTimes, Placement, Schedule

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ir.errors import ErrorKind, PiperError
-from ir.order import Order
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.order import Order
 from ir.schedules.evaluate import Evaluation, evaluate
 from ir.schedules.registry import build, legal_chunks
 from ir.schedules.schedule import OpTimes, Schedule

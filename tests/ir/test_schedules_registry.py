@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 from ir.schedules.registry import NAMES, build, canonical, default_chunks
 
 REFUSALS = [

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ir.ops import Action, Token
-from ir.order import Order
+from ir.core.ops import Action, Token
+from ir.core.order import Order
 from ir.schedules.schedule import OpTimes
-from ir.schedules.searched import v_half, v_min, zb2p
-from ir.schedules.searched_blocks import blocks, unroll
-from ir.schedules.searched_greedy import greedy, rules
-from ir.schedules.searched_improve import Effort, justify, lower_bound, shake
-from ir.schedules.searched_shop import Shop, settle
+from ir.schedules.search.blocks import blocks, unroll
+from ir.schedules.search.greedy import greedy, rules
+from ir.schedules.search.improve import Effort, justify, lower_bound, shake
+from ir.schedules.search.searched import v_half, v_min, zb2p
+from ir.schedules.search.shop import Shop, settle
 
 ROOT = Path(__file__).parents[2]
 ORACLES = ROOT.parent / "shared" / "data" / "oracles"

@@ -11,7 +11,7 @@ from ir.directives import OrderBy, Place, Replicate, Shard, Split
 from ir.directives.load import Strategy, load_strategy, parse_strategy
 from ir.job.build import prepare
 from ir.job.load import job_from
-from ir.plan import OpKind, Plan
+from ir.plan.plan import OpKind, Plan
 from tests.ir.strategies import SHIPPED, SPLIT, A, act, compute, one_f_one_b, order, place, planned, prepared, write
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ir.core.errors import ErrorKind, PiperError
 from ir.directives.load import load_strategy
-from ir.errors import ErrorKind, PiperError
 from tests.ir.strategies import SHIPPED, SPLIT, A, B, act, order, place, planned, replicate, write
 
 

@@ -6,12 +6,12 @@ from math import prod
 
 import pytest
 
-from ir.graph import Graph, Once
+from ir.core.work import CommKind
+from ir.graph.graph import Graph, Once
+from ir.graph.sync import Bucket, buckets, repeated
 from ir.job.build import prepare
 from ir.job.load import job_from
-from ir.model.params import local_numel
-from ir.sync import Bucket, buckets, repeated
-from ir.work import CommKind
+from ir.workload.params import local_numel
 
 
 def graph(config: str = "tiny-llama", zero: int = 0, *, planned: bool = False, **parallel: object) -> Graph:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ir.trace import MemorySamples, Trace
+from ir.trace.trace import MemorySamples, Trace
 
 
 def test_rows_of_one_instant_keep_their_streams_order() -> None:

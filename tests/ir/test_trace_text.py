@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ir import trace_text
-from ir.errors import ErrorKind, PiperError
-from ir.trace import MemorySamples, Trace
-from ir.trace_text import parse_trace, read_trace, write_trace
+from ir.core.errors import ErrorKind, PiperError
+from ir.trace.text import parse_trace, read_trace, write_trace
+from ir.trace.trace import MemorySamples, Trace
 
 NAMES = st.text(min_size=1, max_size=12).filter(str.isprintable)
 TIMES = st.floats(allow_nan=False, allow_infinity=False)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from ir.trace import MemorySamples, Row, Trace
+from ir.trace.trace import MemorySamples, Row, Trace
 
 MakeTrace = Callable[..., Trace]
 

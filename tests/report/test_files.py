@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 from piper_sim.report.files import write_outputs
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ir.trace import MemorySamples, Trace
-from piper_sim.report.columns import run_object
-from piper_sim.report.html import ReportRun, report_html
+from ir.trace.trace import MemorySamples, Trace
 from piper_sim.report.look import lanes_of
+from piper_sim.report.page.columns import run_object
+from piper_sim.report.page.html import ReportRun, report_html
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{script}}'\"&"
 

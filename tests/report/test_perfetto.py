@@ -8,7 +8,7 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
-from ir.trace import MemorySamples, Trace
+from ir.trace.trace import MemorySamples, Trace
 from piper_sim.report.perfetto import perfetto_gz
 
 

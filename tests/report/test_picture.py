@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from ir.trace import MemorySamples, Trace
+from ir.trace.trace import MemorySamples, Trace
 from piper_sim.report import picture
 from piper_sim.report.picture import timeline_png
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ir.trace import Trace
+from ir.trace.trace import Trace
 from piper_sim.report.timeline import text_timeline
 
 GRID = """\

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ir.errors import PiperError
+from ir.core.errors import PiperError
 from ir.job.build import blaming
 from ir.job.load import job_from
-from piper_sim.metrics import KEYS
-from piper_sim.predict import Prediction, predict
-from piper_sim.simulate import simulate_object
+from piper_sim.study.breakdown import KEYS
+from piper_sim.study.predict import Prediction, predict
+from piper_sim.study.simulate import simulate_object
 
 Table = dict[str, dict[str, Any]]
 Object = dict[str, Any]

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from ir.core.order import FloatArray
 from ir.lower import P2P, Merge, Policy
-from ir.order import FloatArray
-from ir.plan import OpKind, Plan
+from ir.plan.plan import OpKind, Plan
 from tests.ir.plans import FIXED, WHOLE, moe_plan, stage_plan
 
 # Each example builds and runs whole plans; a twentieth of what cheap properties draw.

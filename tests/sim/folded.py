@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ir.errors import PiperError
-from ir.mesh import DENSE, EXPERT, Mesh
-from ir.order import FloatArray
-from ir.plan import Csr, OpKind, Plan
-from piper_sim.costs import CostModel, OpCosts
+from ir.core.errors import PiperError
+from ir.core.mesh import DENSE, EXPERT, Mesh
+from ir.core.order import FloatArray
+from ir.plan.plan import Csr, OpKind, Plan
 from piper_sim.engine import Host, Interference, Run, Scenario, play
 from piper_sim.folding import Classes, carry, unfold
-from piper_sim.prepare import hardware_of, prepare_priced
+from piper_sim.pricing.costs import CostModel, OpCosts
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from tests.sim.test_costs import job
 
 Made = tuple[Plan, CostModel]

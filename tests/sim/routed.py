@@ -8,12 +8,12 @@ from cost_models import Fabric, Hardware, load_hardware
 from ir.job import Job
 from ir.job.build import Prepared, prepare
 from ir.job.load import job_from
-from ir.model.source import ModelSource
-from ir.plan import Plan
-from ir.routing import Counts, moe_layers
-from ir.routing.counts import made_up
+from ir.job.routing import Counts, moe_layers
+from ir.job.routing.counts import made_up
+from ir.plan.plan import Plan
+from ir.workload.source import ModelSource
 from piper_sim.folding import Ground
-from piper_sim.routing import Routing
+from piper_sim.pricing.routing import Routing
 
 HW: Hardware = load_hardware("h800-sxm")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from ir.ops import Action, Token
-from ir.plan import OpKind, Plan
+from ir.core.ops import Action, Token
+from ir.plan.plan import OpKind, Plan
 from ir.schedules.schedule import Schedule
 
 Cell = tuple[Action, ...]

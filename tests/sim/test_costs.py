@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from cost_models import Fabric, message_seconds, quantise
-from ir.errors import ErrorKind, PiperError
-from ir.graph import Once
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.work import CommKind, Message
+from ir.graph.graph import Once
 from ir.job import Job
 from ir.job.load import job_from
-from ir.plan import OpKind, Plan
-from ir.work import CommKind, Message
-from piper_sim.costs import CostModel, OpCosts, Share
-from piper_sim.predict import predict
-from piper_sim.prepare import hardware_of, prepare_priced
+from ir.plan.plan import OpKind, Plan
+from piper_sim.pricing.costs import CostModel, OpCosts, Share
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.study.predict import predict
 
 
 def job(name: str = "1f1b", config: str = "tiny-moe", **sections: Any) -> Job:

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ir.errors import ErrorKind, PiperError
-from ir.order import FloatArray
-from ir.plan import Csr, OpKind, Plan
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.order import FloatArray
+from ir.graph.sync import buckets
+from ir.plan.plan import Csr, OpKind, Plan
 from ir.schedules.registry import NAMES, build
 from ir.schedules.schedule import OpTimes
-from ir.sync import buckets
 from piper_sim.engine import Run, Wire, run
 from piper_sim.engine.steps import carried
-from piper_sim.pipeline import Times, run_schedule
+from piper_sim.study.pipeline import Times, run_schedule
 from tests.ir.plans import moe_plan, stage_plan
 from tests.sim.cases import CUT, HEAVY, LAYERS, STAGES, durations, layers, stages
 from tests.sim.second import Cell, paragraph, times

@@ -10,16 +10,28 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compiled.cases import (
+    HOSTS,
+    LAYERS,
+    SCALES,
+    SEEDS,
+    STAGES,
+    Outcome,
+    durations,
+    outcome,
+    plan_of,
+    same,
+    scenarios,
+)
 
-from ir.order import FloatArray
-from ir.plan import Csr, OpKind, Plan
-from piper_sim import engine, twin
+from ir.core.order import FloatArray
+from ir.plan.plan import Csr, OpKind, Plan
+from piper_sim import compiled, engine
 from piper_sim.engine import Host, Links, Run, Scenario, Wire
 from tests.twin import cases
-from tests.twin.cases import HOSTS, LAYERS, SCALES, SEEDS, STAGES, Outcome, durations, outcome, plan_of, same, scenarios
 
 some = settings(max_examples=max(60, settings().max_examples // 4))
-PLAYS = st.sampled_from([engine.play, twin.play])
+PLAYS = st.sampled_from([engine.play, compiled.play])
 ANY: dict[str, Any] = {
     "play": PLAYS,
     "case": st.one_of(STAGES, LAYERS),

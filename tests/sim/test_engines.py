@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cost_models.host import HostCosts
-from ir.errors import ErrorKind, PiperError
-from ir.order import FloatArray
-from ir.plan import OpKind, Plan
-from piper_sim import engine, engines, twin
+from cost_models.compute.host import HostCosts
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.order import FloatArray
+from ir.plan.plan import OpKind, Plan
+from piper_sim import compiled, engine
+from piper_sim.compiled import choose
 from piper_sim.engine import Run, Scenario
 from piper_sim.engine.steady import MAX_STEPS
-from piper_sim.hosts import ahead, inline
-from piper_sim.predict import Prediction, scenario_of
+from piper_sim.pricing.hosts import ahead, inline
+from piper_sim.study.predict import Prediction, scenario_of
 from tests.ir.plans import stage_plan
 from tests.sim.asked import RICH, answered, asked, drawn, table
 
@@ -30,16 +31,16 @@ Play = Callable[..., Run]
 
 
 def test_small_plans_stay_with_simpy_and_large_ones_pay_for_the_twin() -> None:
-    for shared, cost in ((False, engines.SIMPY_S), (True, engines.SIMPY_SHARED_S)):
-        turn = engines.TWIN_LOAD_S / cost
-        assert not engines.twin_pays(int(turn * 0.99), shared) and engines.twin_pays(int(turn * 1.01), shared)
-    assert engines.twin_pays(100_000, shared=True) and not engines.twin_pays(100_000, shared=False)
+    for shared, cost in ((False, choose.SIMPY_S), (True, choose.SIMPY_SHARED_S)):
+        turn = choose.TWIN_LOAD_S / cost
+        assert not choose.twin_pays(int(turn * 0.99), shared) and choose.twin_pays(int(turn * 1.01), shared)
+    assert choose.twin_pays(100_000, shared=True) and not choose.twin_pays(100_000, shared=False)
 
 
 def test_without_numba_nothing_pays_for_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engines.twin_pays(10**9, shared=False)
+    assert choose.twin_pays(10**9, shared=False)
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert not engines.twin_pays(10**9, shared=True)
+    assert not choose.twin_pays(10**9, shared=True)
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -54,8 +55,8 @@ def test_a_scenario_goes_where_it_pays(monkeypatch: pytest.MonkeyPatch, large: b
         return play
 
     monkeypatch.setattr(engine, "play", seen("simpy", engine.play))
-    monkeypatch.setattr(twin, "play", seen("twin", twin.play))
-    monkeypatch.setattr(engines, "TWIN_LOAD_S", 1e-9 if large else 1e9)
+    monkeypatch.setattr(compiled, "play", seen("twin", compiled.play))
+    monkeypatch.setattr(choose, "TWIN_LOAD_S", 1e-9 if large else 1e9)
     asked(table())
     assert set(went) == {"twin" if large else "simpy"}
 
@@ -64,7 +65,7 @@ def test_a_scenario_goes_where_it_pays(monkeypatch: pytest.MonkeyPatch, large: b
 
 
 def told(monkeypatch: pytest.MonkeyPatch, wanted: Any, play: Play) -> str | None:
-    monkeypatch.setattr(engines, "play", play)
+    monkeypatch.setattr(choose, "play", play)
     found = answered(wanted)
     return None if found is None else json.dumps(found[1])
 
@@ -72,27 +73,27 @@ def told(monkeypatch: pytest.MonkeyPatch, wanted: Any, play: Play) -> str | None
 @pytest.mark.parametrize("seed", range(16))
 def test_both_engines_print_the_same_object(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     wanted = drawn(seed)
-    assert told(monkeypatch, wanted, engine.play) == told(monkeypatch, wanted, twin.play)
+    assert told(monkeypatch, wanted, engine.play) == told(monkeypatch, wanted, compiled.play)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "looped-bfs", "zb1p", "zbv", "dualpipe"])
 def test_with_every_option_on_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     wanted = {**RICH, "schedule": {**RICH["schedule"], "name": name}}
     one = told(monkeypatch, wanted, engine.play)
-    assert one is not None and one == told(monkeypatch, wanted, twin.play)
+    assert one is not None and one == told(monkeypatch, wanted, compiled.play)
 
 
 def test_times_beyond_the_grid_s_exact_sums_agree_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = table(costs={"stage_times": {"F": 1e5 / 3, "B": 7e4, "p2p": 0.1}, "interference": "maxmin"})
     one = told(monkeypatch, wanted, engine.play)
-    assert one is not None and one == told(monkeypatch, wanted, twin.play)
+    assert one is not None and one == told(monkeypatch, wanted, compiled.play)
 
 
 def test_a_defect_of_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the tests above: the last update ends one tick of the grid late."""
 
     def late(scenario: Scenario, duration: FloatArray, steps: int = 1) -> Run:
-        ran = twin.play(scenario, duration, steps)
+        ran = compiled.play(scenario, duration, steps)
         ran.end[-1, scenario.plan.bounds[1:] - 1] += 2.0**-40
         return ran
 
@@ -105,7 +106,7 @@ def test_a_defect_of_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def periods(p: Prediction, steps: int) -> FloatArray:
     """[step] seconds between the last computes of two steps, of the slowest rank, as a long run has them."""
     scenario = scenario_of(p.planned, p.costs)
-    ran = engines.play(scenario, p.costs.duration, steps)
+    ran = choose.play(scenario, p.costs.duration, steps)
     compute = np.flatnonzero(scenario.plan.kind == OpKind.COMPUTE)
     program = scenario.plan.program[compute]
     closing = compute[np.searchsorted(program, np.arange(scenario.plan.programs), side="right") - 1]
@@ -132,7 +133,7 @@ def test_the_first_step_is_not_yet_the_one_that_repeats() -> None:
     """Else the test above could not fail: a host that runs ahead starts a step while the one before still computes."""
     p, found = asked(table(schedule={"name": "zb1p"}, parallel={"pp": 4, "dp": 1, "ep": 1}))
     scenario = scenario_of(p.planned, p.costs)
-    ran = engines.play(scenario, p.costs.duration, 3)
+    ran = choose.play(scenario, p.costs.duration, 3)
     assert ran.end[0].max() > found["iteration_s"] * 1.01
 
 
@@ -169,7 +170,7 @@ def reversed_on(plan: Plan, program: int) -> Plan:
     return replace(plan, waits=type(plan.waits).of(len(plan), count, np.array([x for r in rows for x in r])))
 
 
-@pytest.mark.parametrize("play", [engine.play, twin.play])
+@pytest.mark.parametrize("play", [engine.play, compiled.play])
 @pytest.mark.parametrize("kind", ["none", "inline", "ahead"])
 def test_a_plan_by_hand_that_hangs_is_told_by_rank_and_op(play: Play, kind: str) -> None:
     plan = reversed_on(stage_plan("1f1b", 2, 2), 1)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ir.mesh import Mesh
-from ir.plan import OpKind, Plan
+from ir.core.mesh import Mesh
+from ir.plan.plan import OpKind, Plan
 from piper_sim.engine import play, steady
 from piper_sim.folding import Classes, Ground, classes, replica, unfold
 from piper_sim.folding.classes import attributes, coloured, refined
 from piper_sim.folding.ground import Positions
 from piper_sim.folding.uses import meeting_axes
-from piper_sim.metrics import KEYS, breakdown
+from piper_sim.study.breakdown import KEYS, breakdown
 from tests.sim.cases import HEAVY
 from tests.sim.folded import CASES, LLAMA, MOE, ORDERS, assert_folds, drawn, every, made, scenario, whole
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 
 from cost_models import Fabric, message_seconds, quantise
-from ir.plan import OpKind, Plan
-from ir.work import CommKind, Message
-from piper_sim.costs import KERNELS, CostModel, Share
+from ir.core.work import CommKind, Message
+from ir.plan.plan import OpKind, Plan
+from piper_sim.compiled import play as twin
 from piper_sim.engine import Scenario, play
 from piper_sim.folding import Classes, carry, unfold
 from piper_sim.folding.uses import joined, meeting_axes
-from piper_sim.prepare import hardware_of
-from piper_sim.twin import play as twin
+from piper_sim.pricing.costs import KERNELS, CostModel, Share
+from piper_sim.pricing.prepare import hardware_of
 from tests.sim.cases import HEAVY
 from tests.sim.folded import CASES, LLAMA, MOE, ORDERS, assert_folds, drawn, made, mates, scenario
 from tests.sim.test_costs import job

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from experiments.published.sets import SETS
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
 from ir.job.load import job_from
 from ir.job.schema import Job
 from ir.job.table import table_of
-from piper_sim.history import applied, backtest, backtest_object, backtest_text, suggest
-from piper_sim.history.table import parse_runs
-from piper_sim.predict import predict
-from piper_sim.simulate import simulate_object
+from piper_sim.study.history import applied, backtest, backtest_object, backtest_text, suggest
+from piper_sim.study.history.table import parse_runs
+from piper_sim.study.predict import predict
+from piper_sim.study.simulate import simulate_object
 
 TABLE = {
     "model": {"config": "tiny-llama", "seq_len": 128},

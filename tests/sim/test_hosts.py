@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models import load_hardware
-from cost_models.host import HostCosts
+from cost_models.compute.host import HostCosts
 from ir.lower import Policy
-from ir.plan import OpKind, Plan
+from ir.plan.plan import OpKind, Plan
 from piper_sim.engine import Host, Scenario, Wire, play, steady
-from piper_sim.hosts import ahead, inline, launches
+from piper_sim.pricing.hosts import ahead, inline, launches
 from tests.ir.plans import FIXED, fewer, moe_plan, stage_plan
 
 FREE = HostCosts(0.0, 0.0, 1 << 40)

@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models import Recipe, StateBytes
+from ir.core.work import DType
 from ir.job.build import Prepared
 from ir.job.load import job_from
 from ir.lower import Policy
-from ir.model.part import Param
-from ir.plan import CATEGORIES, OpKind, Plan
+from ir.plan.plan import CATEGORIES, OpKind, Plan
 from ir.schedules.registry import NAMES
-from ir.work import DType
-from piper_sim.costs import CostModel
+from ir.workload.part import Param
 from piper_sim.engine import run
-from piper_sim.memory import memory, samples, state
-from piper_sim.prepare import hardware_of, prepare_priced
+from piper_sim.memory.timeline import memory, samples, state
+from piper_sim.pricing.costs import CostModel
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from tests.ir.plans import moe_plan, stage_plan
 from tests.sim.cases import HEAVY
 

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ir.job.load import job_from
-from ir.plan import Csr, OpKind, Plan
-from piper_sim.costs import OpCosts, Share
+from ir.plan.plan import Csr, OpKind, Plan
 from piper_sim.engine import Host, Interference, Run, Scenario, Wire, play, run, steady
-from piper_sim.metrics import KEYS, breakdown
-from piper_sim.predict import Prediction, predict, scenario_of
-from piper_sim.simulate import simulate_object
+from piper_sim.pricing.costs import OpCosts, Share
+from piper_sim.study.breakdown import KEYS, breakdown
+from piper_sim.study.predict import Prediction, predict, scenario_of
+from piper_sim.study.simulate import simulate_object
 from tests.sim.cases import HEAVY, LAYERS, durations, layers
 
 Interval = tuple[float, float]

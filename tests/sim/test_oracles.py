@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ir.schedules.registry import NAMES
-from piper_sim.pipeline import Times, report, run_schedule
+from piper_sim.study.pipeline import Times, report, run_schedule
 
 DATA = Path(__file__).parents[1] / "data"
 ORACLES = Path(__file__).parents[2].parent / "shared" / "data" / "oracles"

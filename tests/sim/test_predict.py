@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ir.job.load import job_from
-from piper_sim.predict import Planned
-from piper_sim.prepare import hardware_of, prepare_priced
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.study.predict import Planned
 from tests.sim.asked import SCHEDULES, answer, answered, asked, assert_told, drawn, seconds, table
 
 NO_COMM = {"interference": "none"}

@@ -12,8 +12,8 @@ from experiments.published.score import memories, scores, times
 from experiments.published.sets import SETS
 from experiments.published.sets_llama import nanotron_layers
 from ir.job.load import job_from
-from piper_sim.predict import GIB, Planned, fits, predict
-from piper_sim.prepare import hardware_of, prepare_priced
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.study.predict import GIB, Planned, fits, predict
 
 FEW = {  # every so many rows, most time and most memory error of their median
     "zero_bubble": (7, 0.04, 0.05),

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cost_models import work_seconds
+from ir.core.ops import Pass
 from ir.job.load import job_from
-from ir.ops import Pass
-from piper_sim.prepare import hardware_of, prepare_priced
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
 
 MEASURED = json.loads((Path(__file__).parents[1] / "data" / "published_costs.json").read_text())
 PHASES = {  # of the profile -> (pass, parts) of the graph

@@ -9,12 +9,12 @@ import pytest
 
 from cost_models import Recipe, load_hardware
 from cost_models.allocator import replay
+from ir.core.work import DType
 from ir.job.load import job_from
-from ir.plan import Plan
+from ir.plan.plan import Plan
 from ir.schedules.registry import NAMES
-from ir.work import DType
-from piper_sim.memory import Memory, memory, requests, reserved, state
-from piper_sim.prepare import hardware_of, prepare_priced
+from piper_sim.memory.timeline import Memory, memory, requests, reserved, state
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from tests.cost_models.naive_allocator import naive
 
 RECIPE = Recipe("adamw", DType.BF16, DType.FP32, DType.FP32)

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from cost_models import work_seconds
 from cost_models.hardware import load_hardware
-from ir.model import load_config
-from ir.model.part import Layout
-from ir.model.setting import Attention, BatchShape, Precision, Setting
-from ir.model.work import BUILDERS
-from ir.ops import Pass
-from ir.order import IntArray
-from ir.plan import OpKind
-from ir.routing import Counts
-from ir.work import DType
-from piper_sim.costs import CostModel
+from ir.core.ops import Pass
+from ir.core.order import IntArray
+from ir.core.work import DType
+from ir.job.routing import Counts
+from ir.plan.plan import OpKind
+from ir.workload import load_config
+from ir.workload.part import Layout
+from ir.workload.setting import Attention, BatchShape, Precision, Setting
+from ir.workload.work import BUILDERS
 from piper_sim.folding import Classes, classes
-from piper_sim.routing import Routing, reprice
-from piper_sim.routing.grouped import work_seconds as uneven_seconds
+from piper_sim.pricing.costs import CostModel
+from piper_sim.pricing.routing import Routing, reprice
+from piper_sim.pricing.routing.grouped import work_seconds as uneven_seconds
 from tests.sim.routed import HW, job, made, routing
 
 EACH = np.arange

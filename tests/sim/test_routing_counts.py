@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
+from ir.job.routing import Counts, check_routing
+from ir.job.routing.skew import hot, ranking, spread, zipf
 from ir.job.schema import Routing as RoutingKeys
-from ir.routing import Counts, check_routing
-from ir.routing.spread import hot, ranking, spread, zipf
-from piper_sim.routing import routing_of
+from piper_sim.pricing.routing import routing_of
 from tests.sim.routed import HW, job, made, routing
 
 DATA = Path(__file__).parent.parent / "data"
@@ -217,7 +217,7 @@ def test_a_model_without_experts_has_no_routing() -> None:
 
 
 def test_too_many_counts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ir.routing.recorded.LIMIT_COUNTS", 100)
+    monkeypatch.setattr("ir.job.routing.recorded.LIMIT_COUNTS", 100)
     assert refused(write(tmp_path, table())).suggestion == "leave out the column source or microbatch"
-    monkeypatch.setattr("ir.routing.recorded.LIMIT_BYTES", 100)
+    monkeypatch.setattr("ir.job.routing.recorded.LIMIT_BYTES", 100)
     assert "bytes are too many" in refused(write(tmp_path, table())).message

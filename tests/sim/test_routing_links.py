@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.links import Fabric, all_to_all_seconds, distinct, loaded_all_to_all_seconds
-from ir.order import FloatArray, IntArray
-from ir.work import CommKind, Message
-from piper_sim.routing.exchange import fullest
-from piper_sim.routing.reach import reach
-from piper_sim.routing.traffic import Loads, Roads, loads
+from cost_models.links.fabric import Fabric, all_to_all_seconds, distinct, loaded_all_to_all_seconds
+from ir.core.order import FloatArray, IntArray
+from ir.core.work import CommKind, Message
+from piper_sim.pricing.routing.exchange import fullest
+from piper_sim.pricing.routing.reach import reach
+from piper_sim.pricing.routing.traffic import Loads, Roads, loads
 from tests.sim.routed import HW, job, made, routing
 
 EACH = np.arange

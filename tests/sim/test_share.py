@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models import load_hardware
+from cost_models.compute.interference import Slowdown
 from cost_models.hardware.schema import COMM_KINDS
-from cost_models.interference import Slowdown
-from ir.errors import PiperError
+from ir.core.errors import PiperError
 from ir.lower import Policy
-from ir.plan import OpKind, Plan
+from ir.plan.plan import OpKind, Plan
 from piper_sim.engine import Interference, Links, Scenario, play
 from piper_sim.engine.share import fill
-from piper_sim.interference import pairwise
+from piper_sim.pricing.interference import pairwise
 from tests.ir.plans import moe_plan, stage_plan
 
 PACES = st.sampled_from([0.25, 0.5, 2 / 3, 0.9, 1.0])

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from cost_models import load_hardware, message_seconds
-from cost_models.links import Fabric
-from cost_models.loads import LinkBytes, link_bytes
+from cost_models.links.fabric import Fabric
+from cost_models.links.loads import LinkBytes, link_bytes
+from ir.core.work import CommKind, Message
 from ir.job.load import job_from
-from ir.plan import OpKind
-from ir.work import CommKind, Message
-from piper_sim.costs import CostModel
+from ir.plan.plan import OpKind
 from piper_sim.engine import Links, Scenario, play
 from piper_sim.folding import classes as fold
 from piper_sim.folding import unfold
-from piper_sim.prepare import hardware_of, prepare_priced
-from piper_sim.sharing import NIC_IN, NIC_OUT, OWN, PORT_IN, PORT_OUT, leaves, links
+from piper_sim.pricing.costs import CostModel
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.pricing.sharing import NIC_IN, NIC_OUT, OWN, PORT_IN, PORT_OUT, leaves, links
 
 FABRIC = Fabric.of(load_hardware("h100-sxm"))
 SMALL: dict[str, Any] = {

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from cost_models import Fabric, message_seconds
-from cost_models.profile import Machine, Measured, OpEntry, Profile, Source, lookup
-from cost_models.profile_shapes import op_shapes
-from ir.classes import link_class, node_classes
+from cost_models.profile.profile import Machine, Measured, OpEntry, Profile, Source, lookup
+from cost_models.profile.shapes import op_shapes
+from ir.core.work import CommKind, Message
+from ir.graph.classes import link_class, node_classes
 from ir.job.build import Prepared
 from ir.job.load import job_from
-from ir.plan import OpKind
-from ir.work import CommKind, Message
-from piper_sim.costs import CostModel
+from ir.plan.plan import OpKind
 from piper_sim.folding import Spread
-from piper_sim.measured import Measurements
-from piper_sim.prepare import hardware_of, prepare_priced
-from piper_sim.sources import sources
+from piper_sim.pricing.costs import CostModel
+from piper_sim.pricing.measured import Measurements
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.pricing.sources import sources
 
 MACHINE = Machine("x", 1, "", 0, {}, "")
 SIZES = (2**10, 2**16, 2**20, 2**24)

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 
 import pytest
 
-from ir.alloc import AllocList
-from ir.classes import node_classes, sync_class
-from ir.errors import PiperError
-from ir.flat import update_blocks
-from ir.graph import Once
+from ir.core.alloc import AllocList
+from ir.core.errors import PiperError
+from ir.core.flat import update_blocks
+from ir.graph.classes import node_classes, sync_class
+from ir.graph.graph import Once
 from ir.job.build import Prepared, precision_of, prepare
 from ir.job.load import job_from
-from ir.plan import Plan
-from piper_sim.splice import peaks
-from piper_sim.splice_account import Account
-from piper_sim.splice_sync import SyncMemory
+from ir.plan.plan import Plan
+from piper_sim.memory.splice import peaks
+from piper_sim.memory.splice_account import Account
+from piper_sim.memory.splice_sync import SyncMemory
 
 TOKENS = 64  # of a microbatch
 PART = {

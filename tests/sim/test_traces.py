@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from ir.job.load import job_from
-from ir.plan import OpKind
-from ir.trace_text import read_trace, write_trace
-from piper_sim.pipeline import Times, run_schedule
-from piper_sim.predict import Prediction, predict
+from ir.plan.plan import OpKind
+from ir.trace.text import read_trace, write_trace
+from piper_sim.study.pipeline import Times, run_schedule
+from piper_sim.study.predict import Prediction, predict
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.profile import plan_keys
+from cost_models.profile.profile import plan_keys
 from ir.job import load_job
-from ir.plan import OpKind
-from ir.plan_text import plan_digest
-from piper_sim.costs import CostModel
+from ir.plan.plan import OpKind
+from ir.plan.text import plan_digest
 from piper_sim.engine import Scenario, play
-from piper_sim.hosts import inline
-from piper_sim.prepare import hardware_of, prepare_priced
-from piper_sim.validate.calibrating import elsewhere
-from piper_sim.validate.samples import link_keys
-from piper_sim.validate.times import Times, alone, dispatch
+from piper_sim.pricing.costs import CostModel
+from piper_sim.pricing.hosts import inline
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.study.validate.calibrating import elsewhere
+from piper_sim.study.validate.samples import link_keys
+from piper_sim.study.validate.times import Times, alone, dispatch
 from tests.sim.cases import HEAVY, LAYERS, durations, layers
 
 JOB = """

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ir.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.order import FloatArray
 from ir.lower import P2P, Merge, Policy
-from ir.order import FloatArray
-from ir.plan import Csr, OpKind, Plan
+from ir.plan.plan import Csr, OpKind, Plan
 from piper_sim.engine import Host, Interference, Links, Run, Scenario, Wire
 from tests.ir.plans import FIXED, WHOLE, moe_plan, stage_plan
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ir.plan import Csr
+from ir.plan.plan import Csr
+from piper_sim.compiled import Compiled, events, net
 from piper_sim.engine import Host, Scenario, Wire, contention, loop, share
-from piper_sim.twin import Compiled, events, net
 from tests.twin.cases import HOSTS, SCALES
 from tests.twin.test_twin import agree
 

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compiled.cases import HOSTS, LAYERS, SCALES, SEEDS, STAGES, durations, outcome, plan_of, same, scenarios
 
-from ir.plan import Csr, Plan
-from piper_sim import engine, twin
+from ir.plan.plan import Csr, Plan
+from piper_sim import compiled, engine
+from piper_sim.compiled import Compiled, event_loop, longest_path, step_ends
 from piper_sim.engine import Host, Interference, Run, Scenario, Wire
-from piper_sim.twin import Compiled, event_loop, longest_path, step_ends
 from tests.ir.plans import stage_plan
 from tests.twin import cases
-from tests.twin.cases import HOSTS, LAYERS, SCALES, SEEDS, STAGES, durations, outcome, plan_of, same, scenarios
 
 # The issue asks for 2,000 plans in `make test` (PIPER_EXAMPLES=400) and 20,000 in `make test-all` (4000).
 many = settings(max_examples=5 * settings.default.max_examples)  # type: ignore[union-attr]
@@ -42,7 +42,7 @@ def agree(case: Any, seed: int, scale: str, wire: Wire, kind: str, linked: bool,
     plan = plan_of(case)
     duration = durations(plan, seed, scale)
     both = scenarios(plan, seed, scale, wire, kind, linked)
-    return all(same(*(outcome(play, s, duration, steps) for play in (engine.play, twin.play))) for s in both)
+    return all(same(*(outcome(play, s, duration, steps) for play in (engine.play, compiled.play))) for s in both)
 
 
 @many
@@ -64,7 +64,7 @@ def test_the_event_loop_without_slowdown_is_the_longest_path(case: Any, seed: in
     for slow in (None, none):
         for links in (None, nobody):
             assert same(outcome(event_loop, replace(s, slow=slow, links=links), duration, steps), path)
-    assert same(outcome(twin.play, replace(s, slow=none, links=None), duration, steps), path)
+    assert same(outcome(compiled.play, replace(s, slow=none, links=None), duration, steps), path)
 
 
 @few
@@ -73,7 +73,7 @@ def test_many_durations_at_once_are_as_many_runs(case: Any, seed: int, wire: Wir
     plan = plan_of(case)
     scenario, _ = scenarios(plan, seed, "seconds", wire, kind, False)
     vectors = np.stack([durations(plan, seed + k, SCALES[k]) for k in range(4)])
-    one_by_one = [outcome(twin.play, scenario, d, steps) for d in vectors]
+    one_by_one = [outcome(compiled.play, scenario, d, steps) for d in vectors]
     if isinstance(one_by_one[0], str):
         assert outcome(longest_path, scenario, vectors, steps) == one_by_one[0]
         return
@@ -93,7 +93,7 @@ def test_a_structure_is_built_once_and_forgotten_with_its_plan() -> None:
     assert len({Compiled.of(s) for s in (bare, hosted, carried, Scenario.of(plan, Wire.BUFFERED))}) == 4
     slower = replace(hosted, host=Host(ones, host.hold))
     assert Compiled.of(slower) is Compiled.of(hosted)
-    assert same(twin.play(slower, ones), engine.play(slower, ones))
+    assert same(compiled.play(slower, ones), engine.play(slower, ones))
     gone, held = weakref.ref(Compiled.of(bare)), weakref.ref(Compiled.of(hosted))
     del hosted, slower, host
     gc.collect()
@@ -120,7 +120,7 @@ def test_a_deadlock_is_told_in_the_words_of_simpy(wire: Wire, kind: str) -> None
             for scenario in (bare, shared) if wire is Wire.RENDEZVOUS else (bare,):
                 expected = outcome(engine.play, scenario, duration, 2)
                 found += isinstance(expected, str)
-                assert same(outcome(twin.play, scenario, duration, 2), expected)
+                assert same(outcome(compiled.play, scenario, duration, 2), expected)
     assert found > 20
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from executor.annotate import annotate
+from executor.modules.user.annotate import annotate
 
 WIDTH, VOCAB, BLOCKS = 32, 256, 3
 

@@ -1,0 +1,60 @@
+"""How much a communication kernel slows the compute beside it, and the other way round: modelled, or measured pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cost_models.hardware import Hardware
+from cost_models.hardware.schema import COMM_KINDS
+from cost_models.profile.pairs import BOUNDS, Pair, pair_key
+from ir.core.work import CommKind
+
+GRAIN = 8
+Rows = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """Added slowdowns by (bound, kind): 0.2 makes a kernel take 1.2 times as long.
+
+    held: while the communication kernel holds its SMs; moving: what its traffic adds; wire: of the message, while the
+    kernel runs. Rows: kernels bound by arithmetic, kernels bound by memory; columns: COMM_KINDS.
+    """
+
+    held: Rows
+    moving: Rows
+    wire: Rows
+
+    @classmethod
+    def of(cls, hw: Hardware, pairs: Mapping[str, Pair] | None = None) -> Slowdown:
+        """From the SMs and the share of HBM that a hardware file says a kernel takes. pairs: measured, go before.
+
+        A kernel bound by arithmetic loses the SMs held; one bound by memory keeps its speed on fewer SMs, and loses
+        the bandwidth taken. What compute does to messages is not modelled yet: without a measured pair, no slowdown.
+
+        >>> from cost_models.hardware import load_hardware
+        >>> round(Slowdown.of(load_hardware("h800-sxm")).held[0][0], 4)  # 20 of 132 SMs
+        0.1786
+        >>> Slowdown.of(load_hardware("h800-sxm"), {"memory p2p": Pair(0.1, 0.2, 0.3)}).wire[1]
+        (0.0, 0.0, 0.3)
+        """
+        modelled = {}
+        for kind in COMM_KINDS:
+            sms, hbm = hw.comm_sms.get(kind, 0.0), hw.comm_hbm.get(kind, 0.0)
+            modelled[pair_key("arithmetic", kind)] = Pair(held=sms / (hw.sms - sms))
+            modelled[pair_key("memory", kind)] = Pair(moving=hbm / (1 - hbm))
+        found = {**modelled, **(pairs or {})}
+        rows = [[found[pair_key(bound, kind)] for kind in COMM_KINDS] for bound in BOUNDS]
+
+        def table(name: str) -> Rows:
+            arithmetic, memory = (tuple(float(getattr(pair, name)) for pair in row) for row in rows)
+            return arithmetic, memory
+
+        return cls(table("held"), table("moving"), table("wire"))
+
+
+def comm_class(kind: CommKind) -> int:
+    """Index into COMM_KINDS."""
+    name = {CommKind.ALL_TO_ALL: "all_to_all", CommKind.P2P: "p2p"}.get(kind, "collective")
+    return COMM_KINDS.index(name)

@@ -1,0 +1,145 @@
+"""What training keeps per parameter, and what one update moves through HBM. Sizes are exact, times modelled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ir.core.work import DType, Kernel, KernelKind, Work
+
+Name = Literal["adamw", "sgd"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A precision recipe: dtypes of weights, gradients, optimizer (moments and master weights), as in a job file.
+
+    grad_copy: bytes per element of the format that a microbatch's gradients are made in, before they are added to the
+    sums; 0: products add to the sums themselves. Whoever reduces gradients with others keeps a copy in it, whole (the
+    buckets of DistributedDataParallel).
+    """
+
+    name: Name = "adamw"
+    params: DType = DType.BF16
+    grads: DType = DType.FP32
+    optimizer: DType = DType.FP32
+    grad_copy: int = 0
+
+    @property
+    def moments(self) -> int:
+        """Tensors of moments: AdamW keeps two, plain SGD none."""
+        return {"adamw": 2, "sgd": 0}[self.name]
+
+    @property
+    def master(self) -> bool:
+        """Whether a master copy exists: not where the weights already have the optimizer's dtype."""
+        return self.params is not self.optimizer
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Optimizer bytes per parameter: moments and master copy.
+
+        >>> Recipe().optimizer_bytes, Recipe(params=DType.FP32).optimizer_bytes
+        (12, 8)
+        """
+        return (self.moments + self.master) * self.optimizer.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What persists between steps on one rank, bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All three together."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(
+    numel: int,
+    recipe: Recipe,
+    params_shards: int = 1,
+    grads_shards: int = 1,
+    optimizer_shards: int = 1,
+    *,
+    alone: bool = False,
+) -> StateBytes:
+    """Bytes of the state of `numel` parameters on one of its owners, each kind divided over its number of shards.
+
+    Shards are of a flat buffer padded to equal parts, hence ceil division. ZeRO-1 over d owners: optimizer_shards=d;
+    ZeRO-2: grads_shards too; ZeRO-3: all three. alone: gradients are reduced with nobody.
+
+    >>> state_bytes(1000, Recipe(), optimizer_shards=8)
+    StateBytes(parameters=2000, gradients=4000, optimizer=1500)
+    """
+    return StateBytes(
+        shard(numel, params_shards) * recipe.params.bytes,
+        shard(numel, grads_shards) * recipe.grads.bytes + (0 if alone else numel * recipe.grad_copy),
+        shard(numel, optimizer_shards) * recipe.optimizer_bytes,
+    )
+
+
+def shard(numel: int, shards: int) -> int:
+    """Elements of one shard of a flat buffer, padded to equal parts.
+
+    >>> shard(10, 4)
+    3
+    """
+    if numel < 0 or shards < 1:
+        raise ValueError(f"cannot cut {numel} elements into {shards} shards")
+    return -(-numel // shards)
+
+
+def update(numel: int, recipe: Recipe) -> Kernel:
+    """One fused optimizer step on `numel` local elements: reads gradient and state, writes state and weights.
+
+    >>> update(1, Recipe()).bytes  # grad 4; m, v, master read and written 24; weight written 2
+    30
+    """
+    state = 2 * recipe.moments * recipe.optimizer.bytes
+    weights = 2 * recipe.optimizer.bytes + recipe.params.bytes if recipe.master else 2 * recipe.params.bytes
+    each = recipe.grads.bytes + state + weights
+    return _memory("update", numel, each, recipe.optimizer, flops=6 * recipe.moments + 2)
+
+
+def grad_norm(numel: int, recipe: Recipe) -> Kernel:
+    """Sum of squares of the local gradients: one read."""
+    return _memory("grad_norm", numel, recipe.grads.bytes, recipe.grads, flops=2)
+
+
+def clip(numel: int, recipe: Recipe) -> Kernel:
+    """Scaling the local gradients in place: one read, one write."""
+    return _memory("clip", numel, 2 * recipe.grads.bytes, recipe.grads, flops=1)
+
+
+def zero_grads(numel: int, recipe: Recipe) -> Kernel:
+    """Setting the local gradients to zero: one write."""
+    return _memory("zero_grads", numel, recipe.grads.bytes, recipe.grads, flops=0)
+
+
+def accumulate(work: Work, recipe: Recipe) -> list[Kernel]:
+    """Adding the weight gradients that `work` makes to the sums, where kernels of their own do it.
+
+    They write and read the gradients, and read and write the sums.
+
+    >>> from ir.core.work import DType
+    >>> gemm = Kernel(KernelKind.GEMM, 2 * 8**3, 0, DType.BF16, (8, 8, 8))
+    >>> accumulate((gemm,), Recipe(grad_copy=2))[0].bytes == 12 * 8 * 8, accumulate((gemm,), Recipe())
+    (True, [])
+    """
+    if not recipe.grad_copy:
+        return []
+    each = 2 * (recipe.grad_copy + recipe.grads.bytes)
+    products = [k for k in work if k.kind in (KernelKind.GEMM, KernelKind.GROUPED_GEMM) and k.shape]
+    numels = [(k.shape[0] if len(k.shape) == 4 else 1) * k.shape[-3] * k.shape[-2] * k.count for k in products]
+    return [Kernel(KernelKind.MEMORY, n, n * each, recipe.grads, label="accumulate") for n in numels]
+
+
+def _memory(label: str, numel: int, bytes_each: int, dtype: DType, flops: int) -> Kernel:
+    if numel < 0:
+        raise ValueError(f"{label}: {numel} elements")
+    return Kernel(KernelKind.MEMORY, flops * numel, bytes_each * numel, dtype, label=label)

@@ -1,0 +1,164 @@
+"""Kernels to seconds: a roofline whose two rates depend on size. Every result is modelled, from one hardware file.
+
+A kernel's arithmetic and its HBM traffic run side by side, but not perfectly: the larger counts whole, of the smaller
+the share that the hardware file says stays unhidden. Then comes a fixed floor per launch. All terms only grow with
+work, so more FLOPs or bytes are never faster.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from cost_models.hardware import Hardware
+from ir.core.work import CAST, LOSS, WEIGHT_GRAD, Kernel, KernelKind, Work
+
+GRAIN = 2.0**-40
+_SPLITS = (1, 2, 4, 8)
+_Q_TILE = 128
+
+
+def quantise(seconds: float) -> float:
+    """Round to a multiple of 2^-40 s (0.9 ps).
+
+    Multiples of 2^-40 below 2^13 s (2.3 hours) are exact in a double, and so are their sums, in any order. Two paths of
+    equal work therefore end at *equal* times: ties are true, and two engines that add in different order agree bitwise.
+
+    >>> quantise(0.1) + quantise(0.2) == quantise(0.3)
+    True
+    """
+    if not (0.0 <= seconds < math.inf):
+        raise ValueError(f"not a duration: {seconds}")
+    return round(seconds / GRAIN) * GRAIN
+
+
+def work_seconds(work: Work, hw: Hardware, sms: int | None = None) -> float:
+    """Seconds of a node's kernels, one after the other, alone on the device."""
+    return math.fsum(kernel_seconds(kernel, hw, sms) for kernel in work)
+
+
+def kernel_seconds(kernel: Kernel, hw: Hardware, sms: int | None = None) -> float:
+    """Seconds of `kernel.count` launches, alone on the device; on `sms` of its SMs if some are taken by others.
+
+    >>> from cost_models.hardware import load_hardware
+    >>> from ir.core.work import DType
+    >>> n = 8192
+    >>> gemm = Kernel(KernelKind.GEMM, 2 * n**3, 3 * 2 * n * n, DType.BF16, (n, n, n))
+    >>> round(gemm.flops / kernel_seconds(gemm, load_hardware("h100-sxm")) / 1e12)  # TFLOP/s
+    680
+    """
+    if kernel.count == 0:
+        return 0.0
+    arithmetic = arithmetic_seconds(kernel, hw, sms)
+    memory = memory_seconds(traffic(kernel, hw) * kernel.bytes, hw)
+    once = max(arithmetic, memory)
+    if arithmetic > 0.0:
+        once += hw.gemm.unhidden_memory[kernel.dtype.value] * min(arithmetic, memory)
+    return kernel.count * (once + hw.kernel_launch_us * 1e-6)
+
+
+def traffic(kernel: Kernel, hw: Hardware) -> float:
+    """Bytes that count at an elementwise kernel's rate, over those that the kernel is listed with."""
+    spread = kernel.kind is KernelKind.MEMORY and not kernel.label.startswith(LOSS)
+    factor = hw.software.traffic if spread else 1.0
+    return factor / hw.cast_efficiency if kernel.label.endswith(CAST) else factor
+
+
+def memory_seconds(nbytes: float, hw: Hardware) -> float:
+    """Seconds to move bytes through HBM in one elementwise kernel: a rate, and a ramp worth a fixed number of bytes."""
+    if nbytes <= 0:
+        return 0.0
+    return (nbytes + hw.memory_ramp_KiB * 1024) / (hw.hbm_bytes_per_s * hw.memory_efficiency)
+
+
+def arithmetic_seconds(kernel: Kernel, hw: Hardware, sms: int | None = None) -> float:
+    """Seconds of one launch's arithmetic if HBM were free; 0 for memory-bound kinds, whose FLOPs ride along."""
+    if kernel.flops <= 0 or kernel.kind is KernelKind.MEMORY:
+        return 0.0
+    peak = hw.peak_flops(kernel.dtype)
+    match kernel.kind:
+        case KernelKind.GEMM | KernelKind.GROUPED_GEMM:
+            shape = kernel.shape
+            if shape and len(shape) == 3:
+                shape = (1, *shape)
+            share = _gemm_share(shape, kernel, hw, sms or hw.sms)
+        case KernelKind.ATTENTION:
+            share = _attention_share(kernel, hw, sms or hw.sms)
+    return kernel.flops / (peak * share)
+
+
+def _gemm_share(shape: tuple[int, ...], kernel: Kernel, hw: Hardware, sms: int) -> float:
+    """Share of the device's peak that a GEMM of (groups, m, n, k) reaches."""
+    main = main_share(kernel, hw)
+    if not shape:
+        return main * sms / hw.sms
+    if len(shape) != 4 or min(shape) < 1:
+        raise ValueError(
+            f"{kernel.kind} {kernel.label!r}: not (m, n, k) or (groups, m, n, k) from 1 up: {kernel.shape}"
+        )
+    return main * _tile_share(shape, hw.gemm.tiles, hw.gemm.ramp_bytes / kernel.dtype.bytes, hw.sms, sms)
+
+
+def main_share(kernel: Kernel, hw: Hardware) -> float:
+    """Share of peak of a product's main loop."""
+    main = hw.gemm.efficiency[kernel.dtype.value]
+    if kernel.kind is KernelKind.GROUPED_GEMM:
+        main *= hw.gemm.grouped_efficiency
+    if kernel.label.endswith(WEIGHT_GRAD):
+        main *= hw.gemm.weight_grad.get(kernel.dtype.value, 1.0)
+    return main
+
+
+@lru_cache(maxsize=65536)
+def _tile_share(
+    shape: tuple[int, ...], tiles: tuple[tuple[int, int, float], ...], ramp_k: float, all_sms: int, sms: int
+) -> float:
+    """Share of the main-loop rate left after tiles, waves and ramps, with the best tile and split of K.
+
+    The library cuts the output into tiles, one per SM at a time: partial tiles and a partial last wave cost like whole
+    ones, and every tile pays its prologue and epilogue, as `ramp_k` more steps of K. Splitting K makes more tiles when
+    there are fewer than SMs.
+    """
+    groups, m, n, k = shape
+    best = math.inf
+    for rows, columns, relative in tiles:
+        count = groups * math.ceil(m / rows) * math.ceil(n / columns)
+        for split in _SPLITS:
+            # Each piece of a split writes partial sums that must be added up: one more ramp.
+            steps = math.ceil(k / split) + ramp_k * (1 if split == 1 else 2)
+            best = min(best, math.ceil(count * split / sms) * rows * columns * steps / relative)
+    return groups * m * n * k / (best * all_sms)
+
+
+def _attention_share(kernel: Kernel, hw: Hardware, sms: int) -> float:
+    """Share of peak of a fused attention kernel; forward and backward are told apart by their FLOPs (or the label)."""
+    a = hw.attention
+    written = (a.portable if hw.software.portable_attention else 1.0) / hw.software.attention
+    if not kernel.shape:
+        return written * a.forward_efficiency * sms / hw.sms
+    if len(kernel.shape) != 6 or min(kernel.shape) < 1:
+        raise ValueError(f"attention {kernel.label!r} needs (batch, heads, q, kv, qk_dim, v_dim), not {kernel.shape}")
+    batch, heads, q, kv, qk_dim, v_dim = kernel.shape
+    head = min((qk_dim + v_dim) / 2, 192.0) / 128
+    share = a.backward_efficiency if is_backward(kernel) else a.forward_efficiency
+    share *= written * math.pow(head, a.head_exponent)
+    share *= kv / (kv + a.ramp_tokens)
+    # A part-filled tile costs a whole one, and fewer tiles than SMs leave SMs idle. Causal tiles differ in length, so a
+    # last wave is not rounded up.
+    per_head = math.ceil(q / _Q_TILE)
+    filled, busy = q / (per_head * _Q_TILE), min(1.0, batch * heads * per_head / sms)
+    return min(share, 1.0) * filled * busy * sms / hw.sms
+
+
+def is_backward(kernel: Kernel) -> bool:
+    """Whether an attention kernel is a backward one.
+
+    A label that says so decides; else FLOPs do: forward does half (causal) or all of 2 b h q kv (qk + v), backward 2.5
+    times that.
+    """
+    if "bwd" in kernel.label or "backward" in kernel.label:
+        return True
+    if "fwd" in kernel.label or "forward" in kernel.label:
+        return False
+    batch, heads, q, kv, qk_dim, v_dim = kernel.shape
+    return kernel.flops > 1.1 * 2 * batch * heads * q * kv * (qk_dim + v_dim)

@@ -1,0 +1,1 @@
+"""What was measured on one machine: curves, op classes, slowdown pairs, and their file."""

@@ -1,0 +1,276 @@
+"""A stage's chunks at work: forward, input gradient, weight gradient of one microbatch, and the sums of gradients.
+
+A `Stage` is a set of named units ("l0", or finer, "l0.attn"), each cut off from the others' autograd graphs and wired
+to those it reads, so an op of the plan may cover any of them whose inputs are there, others in forward than in
+backward. Nothing depends on where the cuts are: an output has two readers at most, so its gradient is one sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from executor.autograd.microbatch_state import Flow, Grads, Ports, UnitLife, Values
+from executor.autograd.split import SplitRun
+from executor.modules.base import total, wiring
+from executor.optim.gradients import Gradients
+from executor.parallel.expert_all_to_all import Exchange, Route, Trade, even, travel
+from ir.core.ops import Pass
+
+__all__ = ["Gradients", "Stage", "Values"]
+
+
+class Stage:
+    """Some units of the model, in order, and every microbatch now inside them.
+
+    units: name → module, called with the outputs of the units it reads (and its `extras`, e.g. the labels for the
+    head). reads: see `Built`. params: global name → parameter; one name may be used by several units. recompute: units
+    whose forward keeps only its inputs, and not even those that units of the same chunk make again; pass R makes the
+    rest (I and W do it themselves where it did not run). ports: unit → its outputs by who reads them, where not all
+    readers read all. exchanges: by name, what reaches its reader from another rank's unit; `exchange` begins each.
+
+    >>> layer = nn.Linear(1, 1, bias=False); _ = nn.init.constant_(layer.weight, 3.0)
+    >>> stage = Stage({"l0": layer}, {"w": layer.weight})
+    >>> stage.forward(0, torch.tensor([[2.0]]))[0].item()
+    6.0
+    >>> dx, = stage.backward(0, torch.ones(1, 1)); dx.item(), stage.grads["w"].item(), stage.in_flight
+    (3.0, 2.0, 0)
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, nn.Module],
+        params: Mapping[str, Tensor],
+        *,
+        grads: torch.dtype | Gradients | None = None,
+        recompute: Iterable[str] = (),
+        reads: Mapping[str, tuple[str, ...]] | None = None,
+        ports: Mapping[str, Ports] | None = None,
+        exchanges: Mapping[str, Exchange] | None = None,
+    ) -> None:
+        self.units = dict(units)
+        self.params = dict(params)
+        self.grads = grads if isinstance(grads, Gradients) else Gradients(self.params, grads)
+        self.recompute = frozenset(recompute)
+        self._ports = {u: p for u, p in (ports or {}).items() if u in self.units}
+        self._of = {port: u for u in self.units for port in self._ports.get(u, (u,))}  # port or exchange → its unit
+        self.exchanges = {n: x for n, x in (exchanges or {}).items() if x.reads in self._of}
+        self._of |= {n: self._of[x.reads] for n, x in self.exchanges.items()}
+        self.reads = wiring(self.units, reads or {}, self._of)
+        names = {id(p): n for n, p in self.params.items()}
+        self._weights = {u: {names[id(p)]: p for p in m.parameters()} for u, m in self.units.items()}
+        self._flows: dict[int, Flow] = {}
+        found = [*((r, u) for u, reads in self.reads.items() for r in reads)]
+        found += [(x.reads, u) for n, x in self.exchanges.items() for u in (self._behind(n) or ("",))]
+        self._readers = Counter(r for r, _ in found)
+        self._again = Counter(r for r, u in found if self._made_again(r, u))
+        self._ends = tuple(u for u in self.units if not any(self._readers[p] for p in self._ports.get(u, (u,))))
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches of which something is still held."""
+        return len(self._flows)
+
+    def ported(self, unit: str, outs: int) -> Ports:
+        """Under which names a unit's outputs are read, so many of them."""
+        return self._ports.get(unit, {unit: tuple(range(outs))})
+
+    def made_again(self, unit: str) -> bool:
+        """Whether backward of some reader gets what this unit makes again."""
+        return any(self._again[p] for p in self._ports.get(unit, (unit,)))
+
+    # -- one pass over a stretch of units: what an op of the plan calls ----------------------------------------------
+
+    def feed(self, mb: int, *acts: Tensor) -> None:
+        """Give microbatch mb's input (token ids or received activations) to the next forward."""
+        if self._readers[""]:
+            flow = self._flow(mb)
+            flow.acts[""], flow.left[""] = acts, self._readers[""]
+
+    def feed_extra(self, mb: int, unit: str, *extras: object) -> None:
+        """Give a unit its further arguments: the head its labels. They get no gradient."""
+        self._flow(mb).extras[unit] = extras
+
+    def feed_grad(self, mb: int, *grads: Tensor | None) -> None:
+        """Give the gradient of the stage's output to the next backward. A loss needs none."""
+        (end,) = self._ends
+        self._flow(mb).grads[end] = list(grads)
+
+    def run(self, pass_: Pass, mb: int, units: Sequence[str] | None = None) -> None:
+        """Run one pass over units (default: all; F and R as listed, I and W backwards)."""
+        names = list(self.units) if units is None else list(units)
+        if pass_ in (Pass.I, Pass.W) and units is None:
+            names.reverse()
+        for name in names:
+            match pass_:
+                case Pass.F:
+                    self._forward(mb, name)
+                case Pass.R:
+                    self._recompute(mb, name)
+                case Pass.I:
+                    self._input_grad(mb, name)
+                case Pass.W:
+                    self._weight_grad(mb, name)
+
+    def exchange(self, pass_: Pass, mb: int, name: str) -> Trade:
+        """Begin an all-to-all behind the unit it reads: what is to travel. Its reader may run when it has ended.
+
+        One whose sizes must be read first asks the device for them: what carries them must have ended.
+        """
+        wire, flow = self.exchanges[name], self._flow(mb)
+        if not wire.counts:
+            trade = even(wire, *flow.take(wire.reads))
+            flow.counts[name] = trade.leaves[0], trade.arrives[0]
+            return trade
+        if wire.counts not in flow.routes:
+            flow.routes[wire.counts] = Route.read(*flow.counts.pop(wire.counts), wire.ranks)
+        route = flow.routes[wire.counts]
+        if pass_ is Pass.I:
+            grads = [g for g in flow.grads.pop(name) if g is not None]
+            trade = travel(wire, route, grads, gradients=True)
+            flow.grads[wire.reads] = list(trade.arrives)
+            if not wire.back:
+                del flow.routes[wire.counts]
+            return trade
+        again = pass_ is Pass.R
+        trade = travel(wire, route, flow.take(wire.reads, again=again), gradients=False)
+        readers = self._again if again else self._readers
+        flow.give(trade.arrives, {name: tuple(range(len(trade.arrives)))}, readers, again=again)
+        if pass_ is Pass.F and not wire.back:
+            for unit in self._behind(name):
+                flow.extras[unit] = (route.got,)
+        return trade
+
+    def whole(self, mb: int, units: Sequence[str] | None = None) -> None:
+        """B: I and W of each unit at once, the units given (default: all) in backward order."""
+        for name in list(self.units)[::-1] if units is None else units:
+            unit = self._take(mb, name)
+            self._pass_on(mb, name, unit, unit.run.whole(*self._arrived(mb, name, unit)))
+            self._drop(mb, name)
+
+    def take_output(self, mb: int) -> Values:
+        """What the units that nobody reads have left, to be sent or read; several losses are added up."""
+        flow = self._flow(mb)
+        outs = [flow.acts.pop(u) for u in self._ends if u in flow.acts]
+        self._tidy(mb)
+        if len(outs) == 1:
+            return outs[0]
+        return (total([out[0] for out in outs]),) if outs else ()
+
+    def take_input_grad(self, mb: int) -> tuple[Tensor | None, ...]:
+        """The gradient of the stage's input, to be sent; the stage lets go of it."""
+        grads = self._flow(mb).grads.pop("", [None])
+        self._tidy(mb)
+        return tuple(grads)
+
+    # -- whole stages, in one call -----------------------------------------------------------------------------------
+
+    def forward(self, mb: int, *acts: Tensor) -> Values:
+        """F of the whole stage: input in, output out."""
+        self.feed(mb, *acts)
+        self.run(Pass.F, mb)
+        return self.take_output(mb)
+
+    def backward(self, mb: int, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """B of the whole stage: output gradient in, input gradient out."""
+        self._feed_if(mb, grads)
+        self.whole(mb)
+        return self.take_input_grad(mb)
+
+    def backward_input(self, mb: int, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """I of the whole stage."""
+        self._feed_if(mb, grads)
+        self.run(Pass.I, mb)
+        return self.take_input_grad(mb)
+
+    def backward_weight(self, mb: int) -> None:
+        """W of the whole stage."""
+        self.run(Pass.W, mb)
+
+    # -- units -------------------------------------------------------------------------------------------------------
+
+    def _forward(self, mb: int, name: str) -> None:
+        flow, module, reads = self._flow(mb), self.units[name], self.reads[name]
+        inputs = [flow.acts[r] for r in reads]
+        unit = UnitLife(SplitRun(self._weights[name], lambda n, g: self.grads.add(n, g, mb)), tuple(map(len, inputs)))
+        acts, extras = tuple(x for values in inputs for x in values), flow.extras.pop(name, ())
+        if name in self.recompute:
+            unit.inputs = tuple(None if self._made_again(r, name) else flow.acts[r] for r in reads)
+            unit.extras, unit.waits_for_r = extras, True
+            with torch.no_grad():
+                out = module(*acts, *extras)
+            outs = (out,) if isinstance(out, Tensor) else tuple(out)
+        else:
+            outs = unit.run.forward(module, *acts, extras=extras)
+        for r in reads:
+            flow.take(r)
+        flow.give(outs, self.ported(name, len(outs)), self._readers)
+        unit.outs, flow.units[name] = len(outs), unit
+
+    def _recompute(self, mb: int, name: str) -> None:
+        flow = self._flow(mb)
+        unit = flow.units[name]
+        if not unit.waits_for_r:
+            return
+        acts: list[Tensor] = []
+        for r, given in zip(self.reads[name], unit.inputs, strict=True):
+            if given is None and r not in self.exchanges and flow.units[self._of[r]].waits_for_r:
+                self._recompute(mb, self._of[r])
+            acts += flow.take(r, again=True) if given is None else given
+        outs = unit.run.forward(self.units[name], *acts, extras=unit.extras)
+        unit.inputs, unit.extras, unit.waits_for_r = (), (), False
+        flow.give(outs, self.ported(name, len(outs)), self._again, again=True)
+
+    def _input_grad(self, mb: int, name: str) -> None:
+        unit = self._take(mb, name)
+        self._pass_on(mb, name, unit, unit.run.input_grad(*self._arrived(mb, name, unit)))
+        if not self._weights[name]:
+            self._drop(mb, name)  # it has no W
+
+    def _weight_grad(self, mb: int, name: str) -> None:
+        if self._weights[name]:
+            self._take(mb, name).run.weight_grad()
+            self._drop(mb, name)
+
+    def _arrived(self, mb: int, name: str, unit: UnitLife) -> Grads:
+        """The gradients of a unit's outputs; none for a loss."""
+        return self._flow(mb).arrived(self.ported(name, unit.outs), unit.outs)
+
+    def _pass_on(self, mb: int, name: str, unit: UnitLife, grads: Sequence[Tensor | None]) -> None:
+        self._flow(mb).pass_on(self.reads[name], unit.sizes, grads)
+
+    def _take(self, mb: int, name: str) -> UnitLife:
+        unit = self._flow(mb).units[name]
+        if unit.waits_for_r:
+            self._recompute(mb, name)
+        return unit
+
+    def _behind(self, exchange: str) -> tuple[str, ...]:
+        """The units that read an exchange."""
+        return tuple(u for u, reads in self.reads.items() if exchange in reads)
+
+    def _made_again(self, read: str, reader: str) -> bool:
+        """Whether backward of `reader` gets this input from a recomputed unit."""
+        maker = self._of.get(read, read)
+        both = maker in self.recompute and reader in self.recompute
+        return both and maker.split(".")[0] == reader.split(".")[0]
+
+    def _feed_if(self, mb: int, grads: Sequence[Tensor | None]) -> None:
+        if grads:
+            self.feed_grad(mb, *grads)
+
+    def _drop(self, mb: int, name: str) -> None:
+        del self._flow(mb).units[name]
+        self._tidy(mb)
+
+    def _flow(self, mb: int) -> Flow:
+        if mb not in self._flows:
+            self._flows[mb] = Flow()
+        return self._flows[mb]
+
+    def _tidy(self, mb: int) -> None:
+        if self._flows[mb].idle():
+            del self._flows[mb]

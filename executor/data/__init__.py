@@ -1,0 +1,1 @@
+"""Token sources: synthetic or from a file, the same under every plan."""

@@ -1,0 +1,1 @@
+"""A user's module to `model.json`: captured without values, measured unit by unit."""

@@ -1,0 +1,191 @@
+"""A user's module into `model.json`: chunks, parameters, kernels and bytes, taken without values on one device.
+
+    python -m executor.frontend.capture my_model.py:build --out model.json --seq-len 2048 --microbatch-size 1 --dtype
+    bf16
+
+`[model] graph = "model.json"` then plans and simulates it without torch; with `module = "my_model.py:build"` beside
+it, `piper-sim run` trains it. What is measured is torch's own kernels, one by one: FLOPs, shapes and what is kept for
+backward hold anywhere; elementwise kernels move what eager mode moves, and gradients are added to their sums by a
+kernel of their own. Hence steps predicted from the captured reference Llama-3-8B (4,096 tokens) are 22 to 23 % longer
+than from its config, from Mixtral (2,048 tokens) 41 to 43 %, and from tiny models, which are all launches, four times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from executor.frontend.aten import FORMATS
+from executor.frontend.measure import PassMeasure, UnitMeasure
+from executor.frontend.survey import survey, without_values
+from executor.modules.base import TORCH, Model
+from executor.modules.user.model import UserModel, load_callable
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.work import DType, Kernel, KernelKind
+from ir.workload.captured_file import FORMAT, VERSION, read_captured
+
+Json = dict[str, object]
+
+
+def capture(reference: str, *, seq_len: int, microbatch_size: int = 1, dtype: DType = DType.BF16) -> Json:
+    """The module that `path/file.py:build` makes, as the object of a model.json."""
+    build = load_callable(reference)
+    with without_values():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(TORCH[dtype])  # a module's own `.to` is refused where there are no values
+        try:
+            model = UserModel(build, dtype=None)
+            return describe(model, reference, seq_len, microbatch_size, dtype)
+        finally:
+            torch.set_default_dtype(before)
+
+
+def describe(model: Model, name: str, seq_len: int, microbatch_size: int, dtype: DType) -> Json:
+    """A model in chunks, measured; inside `without_values`. Raises PiperError for what the file cannot say."""
+    found = survey(model, microbatch_size, seq_len)
+    built = model.build(model.chunks)
+    hidden = _width(name, found, (microbatch_size, seq_len), TORCH[dtype])
+    after = {a: found[b].keeps[:1] for a, b in zip(model.chunks, model.chunks[1:], strict=False)}
+    parts: dict[str, Json] = {}
+    chunks = []
+    for chunk in model.chunks:
+        numbers = _part(found[chunk], after.get(chunk, ("",))[0])
+        held = {id(p) for p in built.units[chunk].parameters()}
+        params = [[n, list(p.shape)] for n, p in built.params.items() if id(p) in held]
+        chunks.append({"name": chunk, "part": _name(chunk, numbers, parts), "parameters": params})
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": name,
+        "microbatch_size": microbatch_size,
+        "seq_len": seq_len,
+        "dtype": str(dtype),
+        "hidden": hidden,
+        "vocab": _vocabulary(built.units[model.chunks[0]], hidden),
+        "chunks": chunks,
+        "parts": parts,
+    }
+
+
+def _name(chunk: str, numbers: Json, parts: dict[str, Json]) -> str:
+    """Equal layers share a part: block, block2, …; embed and head have their own."""
+    stem = "block" if chunk[1:].isdigit() else chunk
+    for k in range(1, len(parts) + 2):
+        name = stem if k == 1 else f"{stem}{k}"
+        if parts.setdefault(name, numbers) == numbers:
+            return name
+    raise AssertionError(chunk)
+
+
+def _width(name: str, found: dict[str, UnitMeasure], batch: tuple[int, int], dtype: torch.dtype) -> int:
+    """Features per token of the tensor at every seam; it must be one and the same."""
+    seams = {u: m.shapes for u, m in list(found.items())[:-1]}
+    first = next(iter(seams.values()), (((*batch, 1), dtype),))
+    for unit, shapes in seams.items():
+        ((shape, kind),) = shapes if len(shapes) == 1 else (((), None),)
+        if len(shape) != 3 or shape[:2] != batch or kind != dtype or shapes != first:
+            message = f"{name}: {unit} hands on {', '.join(f'{list(s)} {d}' for s, d in shapes)}"
+            allowed = f"one tensor [{batch[0]}, {batch[1]}, width] {dtype}, of one width everywhere"
+            raise PiperError(ErrorKind.MODEL, message, allowed=allowed, suggestion="move the seam, or cast before it")
+    return first[0][0][-1]
+
+
+def _vocabulary(first: nn.Module, hidden: int) -> int:
+    """Rows of the first chunk's embedding, or of what looks like one; 1 where nothing does."""
+    tables = [m.num_embeddings for m in first.modules() if isinstance(m, nn.Embedding)]
+    tables += [p.shape[0] for p in first.parameters() if p.dim() == 2 and p.shape[1] == hidden]
+    return tables[0] if tables else 1
+
+
+def _part(m: UnitMeasure, read_next: str) -> Json:
+    """One chunk's numbers. Its output is counted as saved only where the next chunk does not keep it as long."""
+    own = dict.fromkeys("IW", 0)
+    for size, until in zip(m.outs, m.keeps_outs, strict=True):
+        if until > read_next:
+            own[until] += size
+    floating = m.keeps[0] if m.keeps else ""
+    return {
+        "output_bytes": sum(m.outs),
+        "reads_input_again": floating,
+        "saved_bytes": {
+            "until_I": sum(m.until_i) + own["I"],
+            "until_W": sum(m.until_w) + own["W"],
+            "constants": m.constants,
+        },
+        "stash_bytes": sum(m.stash),
+        "passes": {"F": _pass(m.forward), "I": _pass(m.input_grad), "W": _pass(m.weight_grad)},
+    }
+
+
+def _pass(p: PassMeasure) -> Json:
+    """Equal kernels as one row with a count, in order of their first appearance."""
+    counted: dict[Kernel, int] = {}
+    for kernel in p.work:
+        counted[kernel] = counted.get(kernel, 0) + kernel.count
+    rows = [
+        {
+            "op": k.label,
+            "kind": str(k.kind),
+            "flops": k.flops,
+            "bytes": k.bytes,
+            "dtype": str(k.dtype),
+            "shape": list(k.shape),
+            "count": n,
+        }
+        for k, n in counted.items()
+    ]
+    return {"workspace_bytes": p.workspace, "kernels": rows}
+
+
+def text(value: object, indent: str = "") -> str:
+    """JSON in which whatever fits on a line stands on one.
+
+    >>> print(text({"a": [1, 2], "b": {"c": []}}))
+    {"a": [1, 2], "b": {"c": []}}
+    """
+    line = json.dumps(value)
+    if len(indent + line) <= 120 or not isinstance(value, (dict, list)):
+        return line
+    inner = indent + " "
+    if isinstance(value, dict):
+        rows = [f"{inner}{json.dumps(k)}: {text(v, inner)}" for k, v in value.items()]
+        return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(inner + text(v, inner) for v in value) + f"\n{indent}]"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    prog, about = "python -m executor.frontend.capture", str(__doc__).split("\n", 1)[0]
+    parser = argparse.ArgumentParser(prog=prog, description=about)
+    parser.add_argument("module", help="my_model.py:build")
+    parser.add_argument("--out", required=True, type=Path, help="the file to write, model.json")
+    parser.add_argument("--seq-len", required=True, type=int)
+    parser.add_argument("--microbatch-size", type=int, default=1)
+    parser.add_argument("--dtype", default="bf16", choices=[str(d) for d in FORMATS.values()])
+    parser.add_argument("--force", action="store_true", help="overwrite the file")
+    args = parser.parse_args(argv)
+    try:
+        if args.out.exists() and not args.force:
+            raise PiperError(ErrorKind.IO, "the file exists", file=str(args.out), key="--out", suggestion="--force")
+        found = capture(
+            args.module, seq_len=args.seq_len, microbatch_size=args.microbatch_size, dtype=DType(args.dtype)
+        )
+        args.out.write_text(text(found) + "\n", encoding="utf-8")
+        read = read_captured(args.out)
+    except PiperError as error:
+        print(error, file=sys.stderr)
+        return 2
+    names = {n for c in read.chunks for n, _ in c.parameters}
+    products = sum(k.kind is not KernelKind.MEMORY for p in read.parts.values() for k in p.forward.kernels)
+    print(f"{args.out}: {len(read.chunks)} chunks, {len(names)} parameters, {products} kinds of products in forward")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

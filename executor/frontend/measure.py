@@ -1,0 +1,215 @@
+"""What one unit's passes do and keep, found by running them without values (FakeTensor): kernels, bytes, lifetimes.
+
+Storages are followed one by one, so nothing is counted twice and views cost nothing. What is neither made from an
+input nor from a parameter (masks, rotary tables) is a constant and counted apart.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from executor.autograd.split import SplitRun
+from executor.frontend.aten import kernel_of
+from ir.core.work import Kernel, Work
+
+Sizes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(frozen=True)
+class PassMeasure:
+    """One pass. workspace: bytes alive only while it runs, beside what was there, what it returns and leaves behind."""
+
+    work: Work
+    workspace: int
+
+
+@dataclass(frozen=True)
+class UnitMeasure:
+    """One unit, one microbatch; bytes on one device.
+
+    outs: of each output, whose shapes and formats are `shapes`. until_i, until_w: each storage that forward saves and
+    I, or W, reads last; not inputs, outputs, constants. keeps, keeps_outs: until when an input, or the unit's own
+    output, is read again: "I", "W" or "". stash: each storage made in I, or output gradient, that W reads.
+    constants: bytes saved that depend on nothing.
+    """
+
+    forward: PassMeasure
+    input_grad: PassMeasure
+    weight_grad: PassMeasure
+    shapes: Sizes
+    outs: tuple[int, ...]
+    until_i: tuple[int, ...]
+    until_w: tuple[int, ...]
+    keeps: tuple[str, ...]
+    keeps_outs: tuple[str, ...]
+    stash: tuple[int, ...]
+    constants: int
+
+    @property
+    def saved(self) -> int:
+        """Bytes that forward leaves for backward, without inputs, outputs and constants."""
+        return sum(self.until_i) + sum(self.until_w)
+
+
+class _Role(StrEnum):
+    GIVEN = "given"  # parameters, buffers, token ids: there before and after
+    MADE = "made"
+    CONSTANT = "constant"
+
+
+@dataclass(frozen=True)
+class _Fact:
+    alive: weakref.ref[Any]
+    bytes: int
+    role: _Role
+
+
+class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every storage that appears, by serial number, whether it depends on anything, and the kernels that ran."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.facts: list[_Fact] = []
+        self.serial: dict[int, int] = {}
+        self.work: list[Kernel] = []
+        self.now = self.peak = 0
+        for tensor in given:
+            self._see(tensor, _Role.GIVEN)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        known = {self._find(t) for t in read}
+        depends = any(k is None or self.facts[k].role is not _Role.CONSTANT for k in known)
+        out = func(*args, **kwargs)
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        fresh = [t for t in made if self._see(t, _Role.MADE if depends else _Role.CONSTANT) not in known]
+        if (kernel := kernel_of(func, args, kwargs, out, read, fresh)) is not None:
+            self.work.append(kernel)
+        return out
+
+    def of(self, tensors: Iterable[Tensor | None]) -> list[int]:
+        """Serial numbers of some tensors' storages."""
+        return [self._see(t, _Role.MADE) for t in tensors if t is not None]
+
+    def alive(self) -> set[int]:
+        """Storages made here that are still held."""
+        return {k for k in self.serial.values() if self.facts[k].role is not _Role.GIVEN and self.facts[k].alive()}
+
+    def bytes(self, serials: Iterable[int]) -> tuple[int, ...]:
+        """Sizes; of a set, in order of birth."""
+        return tuple(self.facts[k].bytes for k in (sorted(serials) if isinstance(serials, set) else serials))
+
+    def made(self, serials: Iterable[int]) -> set[int]:
+        """Those that depend on something."""
+        return {k for k in serials if self.facts[k].role is _Role.MADE}
+
+    def take(self) -> tuple[Work, int]:
+        """The kernels since the last call, and the peak of bytes since then."""
+        work, peak = tuple(self.work), self.peak
+        self.work, self.peak = [], self.now
+        return work, peak
+
+    def _find(self, tensor: Tensor) -> int | None:
+        k = self.serial.get(id(storage := tensor.untyped_storage()))
+        return k if k is not None and self.facts[k].alive() is storage else None
+
+    def _see(self, tensor: Tensor, role: _Role) -> int:
+        if (found := self._find(tensor)) is not None:
+            return found
+        storage = tensor.untyped_storage()
+        size = storage.nbytes() if role is not _Role.GIVEN else 0
+
+        def gone(_: object) -> None:
+            self.now -= size
+
+        self.serial[id(storage)] = len(self.facts)
+        self.facts.append(_Fact(weakref.ref(storage, gone), size, role))
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        return len(self.facts) - 1
+
+
+def measure(
+    module: nn.Module,
+    inputs: Sizes,
+    extras: Sequence[object],
+    weights: Mapping[str, Tensor],
+) -> UnitMeasure:
+    """Run F, I and W of one unit on inputs of these shapes, inside the fake mode that its weights were made in."""
+    given = [*weights.values(), *module.buffers(), *(e for e in extras if isinstance(e, Tensor))]
+    with _Tracker(given) as t:
+        run = SplitRun(weights, lambda name, grad: None)
+        acts = [torch.ones(s, dtype=d) for s, d in inputs]
+        ins = t.of(acts)
+        for k in ins:
+            t.facts[k] = _Fact(t.facts[k].alive, t.facts[k].bytes, _Role.MADE)
+        t.take()
+        outs = list(run.forward(module, *acts, extras=extras))
+        work, peak = t.take()
+        forward = PassMeasure(work, peak - t.now)
+        mine, sizes = t.of(outs), tuple((tuple(o.shape), o.dtype) for o in outs)
+        acts.clear()
+        outs.clear()
+        saved = t.alive()
+        input_grad, held, fresh = _input_grad(t, run, sizes)
+        t.take()
+        start = t.now
+        run.weight_grad()
+        work, peak = t.take()
+        weight_grad = PassMeasure(work, peak - start)
+        del run
+        assert not t.made(t.alive()), "a storage outlives its microbatch"
+    own = t.made(saved) - {*ins, *mine}
+
+    def until(serials: Iterable[int]) -> tuple[str, ...]:
+        return tuple("" if k not in saved else "W" if k in held else "I" for k in serials)
+
+    return UnitMeasure(
+        forward,
+        input_grad,
+        weight_grad,
+        sizes,
+        t.bytes(mine),
+        t.bytes(own - held),
+        t.bytes(own & held),
+        until(ins),
+        until(mine),
+        t.bytes(fresh),
+        sum(t.bytes(saved - t.made(saved))),
+    )
+
+
+def _input_grad(t: _Tracker, run: SplitRun, sizes: Sizes) -> tuple[PassMeasure, set[int], set[int]]:
+    """Pass I. Returns it, what is held behind it, and what of that was not there before forward ended."""
+    loss = len(sizes) == 1 and sizes[0][0] == ()
+    before = t.alive()
+    dys = [torch.ones(s, dtype=d) if d.is_floating_point and not loss else None for s, d in sizes]
+    for k in (arrived := t.of(dys)):
+        t.facts[k] = _Fact(t.facts[k].alive, t.facts[k].bytes, _Role.MADE)
+    t.take()
+    start = t.now
+    grads = list(run.input_grad(*dys))
+    work, peak = t.take()
+    dys.clear()
+    back = set(t.of(grads)) - before - set(arrived)
+    grads.clear()
+    held = t.made(t.alive())
+    fresh = held - before
+    left = sum(t.bytes((back | fresh) - set(arrived)))
+    return PassMeasure(work, max(0, peak - start - left)), held, fresh

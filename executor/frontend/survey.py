@@ -1,0 +1,75 @@
+"""Every unit of a model measured, one behind the other, on microbatches of one shape; nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from executor.frontend.measure import Sizes, UnitMeasure, measure
+from executor.modules.base import Built, Model, wiring
+from ir.core.errors import ErrorKind, PiperError
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Tensors made inside have shapes and no values, and take no memory."""
+    with FakeTensorMode():
+        yield
+
+
+def survey(
+    model: Model,
+    size: int,
+    length: int,
+    *,
+    chunks: Sequence[str] | None = None,
+    given: Mapping[str, Sizes] | None = None,
+) -> dict[str, UnitMeasure]:
+    """Measure the units of some chunks (default: all) on microbatches of `size` sequences of `length` tokens.
+
+    given: what units outside of these chunks give. Call it inside `without_values`, so that weights are fake too.
+
+    >>> from executor.modules.decoder import Decoder
+    >>> from ir.workload.config.load import load_config
+    >>> with without_values():
+    ...     found = survey(Decoder(load_config("tiny-llama", {"num_hidden_layers": 1}), parts=True), 1, 16)
+    >>> sum(k.flops for k in found["l0.mlp"].forward.work) == 3 * 2 * 16 * 64 * 128
+    True
+    """
+    built = model.build(model.chunks if chunks is None else chunks)
+    names = {id(p): n for n, p in built.params.items()}
+    shapes: dict[str, Sizes] = {"": (((size, length), torch.int64),), **(given or {})}
+    reads = {**wiring(built.units, built.reads), **built.reads}
+    found = {}
+    for unit, module in built.units.items():
+        inputs = tuple(s for r in reads[unit] for s in shapes[r])
+        weights = {names[id(p)]: p for p in module.parameters()}
+        with _blaming(unit):
+            found[unit] = measure(module, inputs, batch(built, unit, size, length), weights)
+        shapes[unit] = found[unit].shapes
+    return found
+
+
+@contextmanager
+def _blaming(unit: str) -> Iterator[None]:
+    """Name the unit in whatever a user's code raises."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise PiperError(
+            ErrorKind.MODEL,
+            f"{unit}: shapes depend on values ({error}), and here are none",
+            suggestion="make shapes depend on sizes alone, as with balanced experts",
+        ) from error
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
+        message = f"{unit} failed without values: {type(error).__name__}: {error}"
+        raise PiperError(ErrorKind.MODEL, message, suggestion="run the module on a small batch first") from error
+
+
+def batch(built: Built, unit: str, size: int, length: int) -> list[object]:
+    """What a unit takes of a microbatch, without values."""
+    ids = torch.zeros(size, length, dtype=torch.int64)
+    return [1.0 if want == "scale" else ids for want in built.extras.get(unit, ())]

@@ -1,0 +1,1 @@
+"""Starting ranks, watching them, and telling who failed: on this machine, or under torchrun."""

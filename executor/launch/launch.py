@@ -1,0 +1,217 @@
+"""Run one function on N ranks of this machine and watch them; when one fails, end all and report it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from executor.device.progress import Record, State, create, read
+from executor.launch.forkserver import ForkServer
+from executor.launch.verdict import Findings, RankFailed, failed, stuck, verdict
+from executor.runtime.target import Target, describe, write_whole
+from ir.core.errors import ErrorKind, PiperError
+
+
+@dataclass
+class _Run:
+    """The parent's view of one launch."""
+
+    world: int
+    folder: Path
+    watchdog_s: float
+    startup_s: float
+    alive: dict[str, tuple[int, ...]] = field(default_factory=dict)  # key of a process → its ranks
+    codes: dict[int, int] = field(default_factory=dict)  # rank → exit code
+    seen_s: dict[int, float] = field(default_factory=dict)
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """An exit. Of the ranks that share a process, those that said nothing have not failed, unless all died."""
+        if event["event"] == "exit" and event["key"] in self.alive:
+            ranks = self.alive.pop(event["key"])
+            said = [r for r in ranks if (self.folder / f"failure-{r}").exists()]
+            for rank in ranks:
+                self.codes[rank] = event["code"] if rank in said or not said else 0
+                self.seen_s[rank] = time.monotonic()
+
+    def living(self) -> set[int]:
+        """The ranks whose process has not ended."""
+        return {r for ranks in self.alive.values() for r in ranks}
+
+    def records(self) -> list[Record]:
+        """All ranks' progress."""
+        return read(self.folder / "progress", self.world)
+
+    def findings(self) -> Findings:
+        """All that is known now."""
+        said = {r: json.loads(p.read_text("utf-8")) for r in range(self.world) if (p := self._failure(r)).exists()}
+        codes = {r: c for r, c in sorted(self.codes.items(), key=lambda x: self.seen_s[x[0]])}
+        return Findings(self.records(), said, codes, time.monotonic(), {r: self.log(r) for r in range(self.world)})
+
+    def _failure(self, rank: int) -> Path:
+        return self.folder / f"failure-{rank}"
+
+    def log(self, rank: int) -> str:
+        """The end of what a rank printed."""
+        path = self.folder / f"log-{rank}"
+        return path.read_text(encoding="utf-8", errors="replace")[-2000:] if path.exists() else ""
+
+
+def launch(
+    fn: Target,
+    ranks: int,
+    args: Mapping[str, object] | None = None,
+    *,
+    out: Path | None = None,
+    watchdog_s: float = 15.0,
+    startup_s: float = 120.0,
+    timeout_s: float | None = None,
+    threads: int = 1,
+    env: Mapping[str, str] | None = None,
+    together: bool = False,
+) -> list[Any]:
+    """Run `fn(context, **args)` on every rank; returns what they return, by rank. Arguments and results are JSON.
+
+    out: a folder that gets `ranks.json`, whole, before any rank goes on. watchdog_s: a rank that makes no progress for
+    so long has failed; startup_s: the same before its first op. timeout_s: for everything. together: all ranks are
+    threads of one process.
+
+    Raises RankFailed. Whatever happens, no process is left.
+    """
+    target = describe(fn)
+    if out is not None:
+        folder_for(out)
+    with ForkServer.lock, _scratch(), tempfile.TemporaryDirectory(prefix="piper-run-") as name:
+        folder = Path(name)
+        run = _Run(ranks, folder, watchdog_s, startup_s)
+        create(folder / "progress", ranks)
+        server = ForkServer.get()
+        spec = {
+            "world": ranks,
+            "dir": name,
+            "target": target,
+            "args": dict(args or {}),
+            "threads": threads,
+            "cwd": os.getcwd(),
+            "sys_path": sys.path,
+            "env": {"GLOO_SOCKET_IFNAME": "lo", **(env or {})},
+        }
+        try:
+            pids = _start(server, run, spec, together)
+            if out is not None:
+                _note(out, pids)
+            (folder / "go").touch()
+            _watch(server, run, time.monotonic(), timeout_s)
+        finally:
+            _end(server, run)
+        return [json.loads((folder / f"result-{r}").read_text(encoding="utf-8")) for r in range(ranks)]
+
+
+def folder_for(out: Path) -> None:
+    """Make a folder, and see that files can be written there. Raises PiperError (io)."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"cannot be a folder: {error.strerror}"
+        raise PiperError(ErrorKind.IO, message, file=str(out), suggestion="choose another --out") from error
+    try:
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _note(out: Path, pids: Mapping[int, int]) -> None:
+    table = {"ranks": {str(r): {"pid": pids[r]} for r in sorted(pids)}}
+    try:
+        write_whole(out / "ranks.json", json.dumps(table))
+    except OSError as error:
+        raise _unwritable(out / "ranks.json", error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> PiperError:
+    message = f"cannot be written: {error.strerror}"
+    return PiperError(ErrorKind.IO, message, file=str(path), suggestion="choose another --out")
+
+
+@contextmanager
+def _scratch() -> Iterator[None]:
+    """Name the folder for temporary files where it is that which is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            raise
+        message, fix = f"cannot be written: {error.strerror}", "free space there, or name another folder in TMPDIR"
+        raise PiperError(ErrorKind.IO, message, file=tempfile.gettempdir(), suggestion=fix) from error
+
+
+def _start(server: ForkServer, run: _Run, spec: dict[str, object], together: bool) -> dict[int, int]:
+    """Start all processes; returns the process of each rank."""
+    everyone = tuple(range(run.world))
+    for ranks in [everyone] if together else [(r,) for r in everyone]:
+        path = run.folder / f"spec-{ranks[0]}"
+        path.write_text(json.dumps({**spec, "ranks": ranks}), encoding="utf-8")
+        key = f"{run.folder.name}/{ranks[0]}"
+        run.alive[key] = ranks
+        server.send(start=str(path), key=key)
+    pids: dict[int, int] = {}
+    limit = time.monotonic() + run.startup_s
+    while len(pids) < run.world:
+        if time.monotonic() > limit:
+            raise RankFailed("it did not start", rank=len(pids), op=None, waiting={})
+        for event in server.events(0.5):
+            if event["event"] == "started" and event["key"] in run.alive:
+                pids |= dict.fromkeys(run.alive[event["key"]], event["pid"])
+            run.note(event)
+    return pids
+
+
+def _watch(server: ForkServer, run: _Run, began_s: float, timeout_s: float | None) -> None:
+    """Until all ranks have ended well; raises RankFailed with the first cause otherwise."""
+    while run.alive:
+        for event in server.events(0.05):
+            run.note(event)
+        if any(run.codes.values()) or (len(run.alive) == 1 < run.world and any(run.folder.glob("failure-*"))):
+            _settle(server, run)
+            raise verdict(run.findings())
+        now = time.monotonic()
+        live = [r for r in run.records() if r.rank in run.living()]
+        if found := stuck(live, now, began_s, run.watchdog_s, run.startup_s):
+            rank, seconds = found
+            raise failed(run.findings(), rank, f"no progress for {seconds:.0f} s")
+        if timeout_s is not None and now - began_s > timeout_s:
+            worst = min(live, key=lambda r: (r.state != State.RUN, r.changed_s))
+            raise failed(run.findings(), worst.rank, f"not finished after {timeout_s:g} s")
+
+
+def _settle(server: ForkServer, run: _Run, grace_s: float = 3.0) -> None:
+    """After a first failure: let the others run into it, or come to wait, so that the report is complete."""
+    limit = time.monotonic() + grace_s
+    while run.alive and time.monotonic() < limit:
+        for event in server.events(0.05):
+            run.note(event)
+        live = [r for r in run.records() if r.rank in run.living()]
+        if all(r.state in (State.WAIT, State.FAILED) and time.monotonic() - r.changed_s > 0.3 for r in live):
+            return
+
+
+def _end(server: ForkServer, run: _Run) -> None:
+    """Kill what is left and wait until it is gone."""
+    limit = time.monotonic() + 30.0
+    try:
+        if run.alive:
+            server.send(kill=list(run.alive))
+        while run.alive and time.monotonic() < limit:
+            for event in server.events(0.5):
+                run.note(event)
+    except (EOFError, OSError):
+        server.close()  # the kernel has ended the ranks with it

@@ -1,0 +1,141 @@
+"""What `piper-sim run` does not execute yet, refused before any process starts. What is not in here, runs."""
+
+from __future__ import annotations
+
+from executor.data.tokens import source_of
+from executor.parallel.places import check_divided
+from executor.runtime.spec import source_name
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.work import DType
+from ir.job.build import Prepared, blaming, precision_of, recompute_options
+from ir.workload.config.load import ModelConfig
+
+AXES = ("etp",)
+RECOMPUTED = ("none", "selective", "full", "scores", "attention", "mlp")
+COMPUTE = (DType.FP64, DType.FP32, DType.BF16)
+
+
+def refuse(prepared: Prepared, backend: str = "gloo", *, real: bool = True, here: int = 0) -> None:
+    """Raise PiperError for the first thing this executor cannot do.
+
+    real: with arithmetic, hence with a model. here: how many of the ranks are on this machine, if not all.
+    """
+    _refuse_backend(backend, here or prepared.ranks, real)
+    with blaming(prepared.job):
+        _refuse_job(prepared, real)
+
+
+def _refuse_job(prepared: Prepared, real: bool) -> None:
+    for axis in AXES:
+        if (size := prepared.mesh.sizes[axis]) > 1:
+            raise _not_yet(ErrorKind.JOB, f"{axis} = {size}", f"parallel.{axis}", "1")
+    if prepared.config.mtp and prepared.layers[-1] == 0:
+        message = "an MTP module on a stage without the last layer"
+        raise _not_yet(ErrorKind.JOB, message, "parallel.layers", "at least 1 layer on the last stage")
+    if real:
+        _refuse_arithmetic(prepared)
+    _refuse_formats(prepared)
+
+
+def _refuse_arithmetic(prepared: Prepared) -> None:
+    job = prepared.job
+    check_divided(prepared.plan().graph)
+    if fine := sorted(recompute_options(job) - set(RECOMPUTED)):
+        allowed = ", ".join(f'"{p}"' for p in RECOMPUTED)
+        raise _not_yet(ErrorKind.JOB, f"recompute of {', '.join(fine)} alone", "schedule.recompute", allowed)
+    if any(e.chunk.name.startswith("skip") for e in prepared.base.entries):
+        raise _not_yet(ErrorKind.JOB, "a stage without layers", "parallel.layers", "at least 1 layer per inner stage")
+    if job.model.module is not None or job.model.graph is not None:
+        refuse_module(prepared)
+        source_of(source_name(job), prepared.config.vocab, job.data.seed)
+        return
+    refuse_model(prepared.config)
+    _refuse_balance(prepared)
+    source_of(source_name(job), prepared.config.vocab, job.data.seed)
+
+
+def _refuse_balance(prepared: Prepared) -> None:
+    """What a sequence sends to each expert is not known where no rank has all of it."""
+    moe, sizes = prepared.config.moe, prepared.mesh.sizes
+    if moe is not None and moe.balance and sizes["tp"] * sizes["cp"] > 1:
+        key = "aux_loss_alpha" if prepared.config.model_type.startswith("deepseek") else "router_aux_loss_coef"
+        message = "an auxiliary loss of sequences that several ranks share"
+        raise _not_yet(ErrorKind.JOB, message, f"model.{key}", "0")
+
+
+def refuse_module(prepared: Prepared) -> None:
+    """Raise PiperError for a user's module without its graph, a graph without its module, or what cannot train.
+
+    Runs the file that `[model] module` names.
+    """
+    m, precision = prepared.job.model, precision_of(prepared.job)
+    if m.graph is None:
+        command = f"python -m executor.frontend.capture {m.module} --out model.json --seq-len {m.seq_len}"
+        message = f"{m.module} needs the graph captured from it, which its plan is made of"
+        raise PiperError(ErrorKind.JOB, message, key="model.graph", allowed="a model.json", suggestion=command)
+    if m.module is None:
+        message = f"{m.graph} says what a module does, not how"
+        fix = 'module = "my_model.py:build"'
+        raise PiperError(ErrorKind.JOB, message, key="model.module", allowed="the captured module", suggestion=fix)
+    if precision.params is not precision.compute:
+        message = f"a module of your own computes in its parameters' format, {precision.params}"
+        fix = f"precision.compute = {precision.params}"
+        raise PiperError(ErrorKind.JOB, message, key="precision.compute", allowed=str(precision.params), suggestion=fix)
+    from executor.modules.choose import model_of
+
+    model_of(prepared)
+
+
+def refuse_model(c: ModelConfig) -> None:
+    """Raise PiperError for a model without a reference module."""
+    if not c.rope and not c.positions:
+        raise PiperError(
+            ErrorKind.MODEL,
+            "no reference module for attention biases (ALiBi)",
+            file=c.source,
+            key="model.learned_pos_emb",
+            allowed="rotary or learned positions",
+            suggestion="model.learned_pos_emb = true",
+        )
+    dropouts = {"attention": c.attn_dropout, "hidden": c.hidden_dropout, "embedding": c.embed_dropout}
+    if on := [name for name, p in dropouts.items() if p]:
+        keys = {"gpt2": "attn_pdrop = resid_pdrop = embd_pdrop", "mpt": "emb_pdrop = resid_pdrop"}
+        raise PiperError(
+            ErrorKind.MODEL,
+            f"dropout ({', '.join(on)}) cannot be compared between plans, so `run` has none",
+            file=c.source,
+            key="model.config",
+            suggestion=f"model.{keys.get(c.model_type, 'attention_dropout')} = 0",
+        )
+
+
+def _refuse_backend(backend: str, ranks: int, real: bool) -> None:
+    if backend == "nccl":
+        if not real:
+            message = "nccl moves what a GPU computes, and ops of a given time compute nothing"
+            raise PiperError(ErrorKind.USAGE, message, key="--backend", allowed="gloo, local", suggestion="gloo")
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if gpus < ranks:
+            has = f"this machine has {gpus}" if gpus else "torch sees none here"
+            message = f"nccl needs a CUDA GPU for each of {ranks} ranks, and {has}"
+            fix = "--backend local, where all ranks share one" if gpus else "--backend gloo"
+            raise PiperError(ErrorKind.USAGE, message, key="--backend", allowed="gloo, local", suggestion=fix)
+
+
+def _refuse_formats(prepared: Prepared) -> None:
+    p, given = precision_of(prepared.job), prepared.job.precision
+    if p.compute not in COMPUTE:
+        raise _not_yet(ErrorKind.JOB, f"computing in {p.compute}", "precision.compute", ", ".join(COMPUTE))
+    for key in ("params", "grads", "optimizer", "reduce"):
+        if getattr(p, key) not in COMPUTE:
+            raise _not_yet(ErrorKind.JOB, f"{key} in {getattr(p, key)}", f"precision.{key}", ", ".join(COMPUTE))
+    if given.gather not in (None, p.params):
+        message = f"gathering parameters in another format ({given.gather}) than they have ({p.params})"
+        raise _not_yet(ErrorKind.JOB, message, "precision.gather", p.params)
+
+
+def _not_yet(kind: ErrorKind, what: str, key: str, allowed: str) -> PiperError:
+    message = f"{what} is planned and simulated, but not executed yet"
+    return PiperError(kind, message, key=key, allowed=allowed, suggestion=f"{key} {allowed.split(',')[0]}")

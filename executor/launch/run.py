@@ -1,0 +1,260 @@
+"""`piper-sim run`: launch a job's plan on processes of this machine and gather what happened.
+
+Not here yet, and refused: what `executor.launch.refusals` lists. In the trace, compute rows are exact; a
+communication row starts when its stream comes to the op and ends when the stream's thread has seen it end, on a busy
+machine some tenths of a millisecond late. Peak memory is that of one more step, at the end, in which every storage
+is followed; it is neither timed nor reported otherwise. Ranks are those of the mesh, in the object, in the trace and
+in failures.
+
+Under `--emulate SECONDS` each pass of a layer takes that long (`ir.trace.durations.emulated_seconds`) and nothing is
+computed: messages between stages have their real size, buckets at most 1 MiB or so, there is no model, and `losses`,
+`grad_norms` and peak memory are null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from executor.checkpoint.saving import Saving
+from executor.checkpoint.settings import settled, verified
+from executor.launch.launch import launch
+from executor.launch.refusals import refuse
+from executor.parallel.stragglers import slowest
+from executor.runtime.spec import Spec, taken
+from executor.runtime.target import Target
+from ir.core.errors import ErrorKind, PiperError
+from ir.job import load_job
+from ir.job.build import Prepared, directives_json, prepare
+from ir.job.routing.recorded import counts_text
+from ir.plan.places import Places
+from ir.plan.plan import Plan
+from ir.plan.text import plan_digest
+from ir.trace.text import read_trace
+from ir.trace.trace import Trace
+
+ROUTING = "routing.csv"
+RANK: Target = "executor.runtime.rank:train_rank"
+
+
+def run(
+    prepared: Prepared,
+    plan: Plan,
+    sets: Sequence[str],
+    *,
+    ranks: int,
+    steps: int,
+    backend: str = "gloo",
+    watchdog_s: float = 15.0,
+    emulate: float | None = None,
+    emulate_comm: float = 0.0,
+    replay: Path | None = None,
+    out: Path | None = None,
+    dump: Path | None = None,
+    parts: Path | None = None,
+    saving: Saving = Saving(),
+) -> tuple[dict[str, Any], Trace]:
+    """Run the judged plan up to step `steps`. Returns the object of `piper-sim run` and the trace.
+
+    sets: the job's `--set` overrides. emulate: seconds of a layer's pass, instead of arithmetic; replay: a trace whose
+    ops' seconds are taken instead; emulate_comm: seconds by which each transfer ends later. out: a folder that gets
+    `ranks.json`, and where the model has experts `routing.csv`: where the first step's tokens went. dump: one for
+    gradients and parameters; parts: one for what each node of a compute op took, where the host computes:
+    `parts-<rank>.json`, rows (step, op, seconds of each of its nodes). saving: what is asked of checkpoints.
+
+    Raises PiperError: a wrong number of ranks or something not there yet (exit 2), RankFailed (exit 4).
+    """
+    check_numbers(steps, watchdog_s, emulate, emulate_comm)
+    check(prepared, plan, sets, ranks=ranks, backend=backend, real=emulate is None and replay is None)
+    if replay is not None:
+        check_replay(replay, plan, emulate)
+    found = settled(saving, prepared, steps, real=emulate is None and replay is None)
+    digest = plan_digest(plan)
+    with tempfile.TemporaryDirectory(prefix="piper-plan-") as name:
+        folder = Path(name)
+        spec = replace(
+            spec_of(prepared, digest, sets, steps, folder),
+            dump=None if dump is None else str(dump.resolve()),
+            backend=backend,
+            emulate=emulate,
+            emulate_comm=emulate_comm,
+            replay=None if replay is None else str(replay.resolve()),
+            parts=None if parts is None else str(parts.resolve()),
+            saving=verified(found),
+            note=out is not None,
+        )
+        together = backend == "local"
+        results = launch(RANK, ranks, asdict(spec), out=out, watchdog_s=watchdog_s, together=together)
+    if out is not None and any(r["routing"] for r in results):
+        (out / ROUTING).write_text(_routing(results, Places.of(plan)))
+    return gathered(prepared, plan, digest, results)
+
+
+def _routing(results: list[dict[str, Any]], places: Places) -> str:
+    """The ranks' counts as a file that `[routing]` reads. Sources are positions."""
+    rows = ((layer, mb, places.position(k), n) for k, r in enumerate(results) for layer, mb, n in r["routing"])
+    return counts_text(rows)
+
+
+def check(prepared: Prepared, plan: Plan, sets: Sequence[str], *, ranks: int, backend: str, real: bool) -> None:
+    """Refuse what `run` would refuse. real: with arithmetic. Raises PiperError (exit 2)."""
+    if ranks != prepared.ranks:
+        raise _wrong_ranks(prepared, sets, ranks)
+    refuse(prepared, backend, real=real)
+
+
+def check_replay(file: Path, plan: Plan, emulate: float | None) -> None:
+    """Refuse a trace that some rank could not replay. Raises PiperError (exit 2)."""
+    if emulate is not None:
+        message = "ops take either a given time or that of a trace"
+        raise PiperError(ErrorKind.USAGE, message, key="--replay", suggestion="leave out --emulate")
+    trace, places = read_trace(file), Places.of(plan)
+    try:
+        for rank in places.table[0]:
+            taken(trace, plan, places, rank)
+    except PiperError as error:
+        fix = f"a trace.tsv that a run of this very plan has left in its --out; {plan_digest(plan)[:12]} is its digest"
+        raise PiperError(
+            ErrorKind.USAGE, f"a trace of another plan: {error.message}", file=str(file), key="--replay", suggestion=fix
+        ) from error
+
+
+def spec_of(prepared: Prepared, digest: str, sets: Sequence[str], steps: int, folder: Path) -> Spec:
+    """What every rank is told; the strategy as a file in a folder that outlives the ranks' start."""
+    strategy = folder / "strategy.json"
+    strategy.write_text(json.dumps(directives_json(prepared.strategy)))
+    job = str(Path(prepared.job.file).resolve())
+    style = tuple(asdict(prepared.style).items())
+    return Spec(job, (*sets, *resolved(prepared)), str(strategy), prepared.schedule, digest, steps, style=style)
+
+
+def check_numbers(steps: int, watchdog_s: float, emulate: float | None, emulate_comm: float) -> None:
+    """Refuse flags out of range."""
+    rules = (
+        ("--steps", steps, steps >= 1, "1 or more", "steps"),
+        ("--watchdog", watchdog_s, 0 < watchdog_s < math.inf, "more than 0", "seconds"),
+        ("--emulate", emulate, emulate is None or 0 <= emulate < math.inf, "0 or more", "seconds"),
+        ("--emulate-comm", emulate_comm, 0 <= emulate_comm < math.inf, "0 or more", "seconds"),
+    )
+    usual = {"--steps": "1", "--watchdog": "15", "--emulate": "0.01", "--emulate-comm": "0.001"}
+    for flag, value, good, allowed, unit in rules:
+        if not good:
+            fix = f"{flag} {usual[flag]}"
+            raise PiperError(ErrorKind.USAGE, f"{value} {unit}", key=flag, allowed=allowed, suggestion=fix)
+
+
+def resolved(prepared: Prepared) -> list[str]:
+    """What the simulator's side has decided beyond the job file, as overrides."""
+    return [
+        f"parallel.layers=[{', '.join(map(str, prepared.layers))}]",
+        f"parallel.dp={prepared.job.parallel.dp}",
+        f"cluster.gpus_per_node={prepared.job.cluster.gpus_per_node}",
+    ]
+
+
+def _wrong_ranks(prepared: Prepared, sets: Sequence[str], ranks: int) -> PiperError:
+    """N processes for a job of another size, and the overrides that make it a job of N."""
+    p = prepared.job.parallel
+    sizes = {"pp": (p.pp, ranks)} | {a: (getattr(p, a), 1) for a in ("tp", "cp", "dp", "ep", "etp")}
+    needed = [f"parallel.{axis}={new}" for axis, (old, new) in sizes.items() if old != new]
+    if not isinstance(p.layers, str):
+        needed.append("parallel.layers=balanced")
+    cluster, schedule = ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"], ["schedule.name=1f1b"]
+    fix = f"-n {prepared.ranks}"
+    for more in ([], cluster, schedule, [*cluster, *schedule]):
+        with suppress(PiperError):
+            if prepare(load_job(prepared.job.file, [*sets, *needed, *more])).ranks == ranks:
+                fix = " ".join(f"--set {s}" for s in [*needed, *more])
+                break
+    message = f"{ranks} processes for a job of {prepared.ranks} ranks"
+    return PiperError(ErrorKind.USAGE, message, key="-n", allowed=str(prepared.ranks), suggestion=fix)
+
+
+def gathered(
+    prepared: Prepared, plan: Plan, digest: str, results: list[dict[str, Any]]
+) -> tuple[dict[str, Any], Trace]:
+    """The object of `piper-sim run`, and the trace, from what the ranks returned."""
+    trace, steps = _trace(results, prepared.schedule), len(results[0]["squares"])
+    real = results[0]["losses"] is not None
+    peaks, held = (
+        {str(rank): r[key] for rank, r in enumerate(results)} if real else None for key in ("peak_bytes", "state_bytes")
+    )
+    late = slowest(plan, trace)
+    return {
+        "schema_version": 1,
+        "losses": [_loss(results, step) for step in range(steps)] if real else None,
+        "grad_norms": [_norm(results, step) for step in range(steps)] if real else None,
+        "aux_losses": [_balance(results, step) for step in range(steps)] if any(map(any, _told(results))) else None,
+        "first_step": results[0]["first_step"],
+        "iteration_s": median(_durations(results, steps)),
+        "memory": {"peak_allocated_bytes": peaks, "persistent_bytes": held},
+        "ranks": prepared.ranks,
+        "slowest": None if late is None else {"rank": late.rank, "waited_s": late.waited_s},
+        "plan_digest": digest,
+        "saved": results[0]["saved"],
+        "trace": None,
+    }, trace
+
+
+def _loss(results: list[dict[str, Any]], step: int) -> float:
+    """Summed in the order of the global batch, whatever ranks its microbatches ended on."""
+    total = 0.0
+    for _, loss in sorted((mb, loss) for r in results for mb, loss in r["losses"][step]):
+        total += loss
+    return total
+
+
+def _told(results: list[dict[str, Any]]) -> list[Any]:
+    return [r["balance"] for r in results]
+
+
+def _balance(results: list[dict[str, Any]], step: int) -> float:
+    """The auxiliary losses of all layers, likewise."""
+    total = 0.0
+    for _, _, loss in sorted((mb, layer, loss) for told in _told(results) for layer, mb, loss in told[step]):
+        total += loss
+    return total
+
+
+def _norm(results: list[dict[str, Any]], step: int) -> float:
+    """As the plan took it; without clipping the plan takes none, and the ranks' shares are put together here."""
+    if (norm := results[0]["grad_norms"][step]) is not None:
+        return float(norm)
+    shares = [r["squares"][step] for r in results]
+    return math.sqrt(sum(sum(one) for one in zip(*shares, strict=True)))
+
+
+def _durations(results: list[dict[str, Any]], steps: int) -> list[float]:
+    """Seconds of each step, from its first op anywhere (or the end of the step before, if later) to its last."""
+    spans = [[math.inf, 0.0] for _ in range(steps)]
+    for r in results:
+        for step, _, _, _, start, end in r["rows"]:
+            span = spans[step - r["first_step"]]
+            span[0], span[1] = min(span[0], start), max(span[1], end)
+    before = [0.0, *(end for _, end in spans[:-1])]
+    return [end - max(b, start) for b, (start, end) in zip(before, spans, strict=True)]
+
+
+def _trace(results: list[dict[str, Any]], schedule: str) -> Trace:
+    """All ranks' rows on rank 0's clock. Processes of one machine share it; others say how far theirs is ahead."""
+    clocks = [r.get("clock", (0.0, 0.0)) for r in results]
+    zero = min(row[3] - ahead for r, (ahead, _) in zip(results, clocks, strict=True) for row in r["rows"])
+    rows = [
+        (int(step), rank, stream, op, post - ahead - zero, start - ahead - zero, end - ahead - zero)
+        for rank, (r, (ahead, _)) in enumerate(zip(results, clocks, strict=True))
+        for step, stream, op, post, start, end in r["rows"]
+    ]
+    header = {
+        "writer": "executor",
+        "clock_offset_s": max((ahead for ahead, _ in clocks), key=abs),
+        "clock_uncertainty_s": max(known for _, known in clocks),
+        "schedule": schedule,
+    }
+    return Trace.of(header, rows)

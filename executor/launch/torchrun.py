@@ -1,0 +1,176 @@
+"""`torchrun … -m executor JOB`: one rank of a run that somebody else launches, on one machine or several.
+
+Every rank builds, checks and compares the plan. `layers = "balanced"` weighs by FLOPs here, as no cost model is at
+hand: to run exactly what `piper-sim` judged, give its layers, and `--digest` to be sure. Rank 0 prints the object of
+`piper-sim run`, and whoever finds a failure first prints that; then every rank ends with a code other than 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from executor.checkpoint.saving import Saving
+from executor.checkpoint.settings import settled
+from executor.device.progress import Progress, create
+from executor.launch.refusals import refuse
+from executor.launch.run import check_numbers, gathered, spec_of
+from executor.launch.watchdog import Lookout, clocks
+from executor.runtime.rank import train_rank
+from executor.runtime.spec import Spec
+from executor.runtime.target import write_whole
+from executor.runtime.worker import RankContext
+from ir.core.errors import ErrorKind, PiperError
+from ir.job import load_job
+from ir.job.build import Prepared, prepare
+from ir.plan.plan import Plan
+from ir.plan.text import plan_digest
+from ir.trace.text import write_trace
+from ir.verify import check_plan
+
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise PiperError(ErrorKind.USAGE, message, key="python -m executor", suggestion="python -m executor --help")
+
+
+def _parser() -> _Parser:
+    p = _Parser(prog="torchrun … -m executor", description="Run a job's plan as one rank.", allow_abbrev=False)
+    p.add_argument("job", metavar="JOB", help="a job file (TOML)")
+    p.add_argument(
+        "--set", action="append", default=[], metavar="section.key=value", dest="sets", help="override a key"
+    )
+    p.add_argument("--steps", type=int, default=1, metavar="K", help="training steps, those of --resume among them")
+    p.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="transport")
+    p.add_argument("--watchdog", type=float, default=15.0, metavar="SECONDS", help="no progress for so long is failure")
+    p.add_argument("--emulate", type=float, metavar="SECONDS", help="each pass of a layer takes so long, without sums")
+    p.add_argument(
+        "--emulate-comm", type=float, default=0.0, metavar="SECONDS", help="each transfer ends so much later"
+    )
+    p.add_argument("--save", metavar="DIR", help="write checkpoints there: all ranks must see one file system")
+    p.add_argument("--every", type=int, metavar="K", help="steps between two checkpoints (default: at the end only)")
+    p.add_argument("--keep", type=int, metavar="N", help="the last N checkpoints are kept (default: 2)")
+    p.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from DIR itself")
+    p.add_argument("--force", action="store_true", help="save to a DIR that holds something else; it goes")
+    p.add_argument("--digest", help="the plan_digest that piper-sim printed: run no other plan")
+    p.add_argument("--out", metavar="DIR", help="also write ranks.json, run.json and trace.tsv there (rank 0)")
+    p.add_argument("--json", action="store_true", help="the object is printed in any case")
+    return p
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who this process is: torchrun's environment."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+    @classmethod
+    def here(cls) -> Place:
+        """Raises PiperError: not started by a launcher."""
+        if missing := [name for name in NEEDED if name not in os.environ]:
+            message = f"no {', '.join(missing)} in the environment"
+            fix = "torchrun --nproc-per-node N -m executor JOB; or piper-sim run JOB -n N"
+            raise PiperError(ErrorKind.USAGE, message, key="torchrun", allowed=", ".join(NEEDED), suggestion=fix)
+        rank = int(os.environ["RANK"])
+        return cls(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)))
+
+
+def main(argv: Sequence[str]) -> int:
+    """One rank's life; returns its exit code."""
+    rank = os.environ.get("RANK", "0")
+    try:
+        args = _parser().parse_args(list(argv))
+        place = Place.here()
+        prepared, plan = _judged(args, place)
+        wanted = Saving(args.save, args.every, args.keep, args.force, args.resume)
+        saving = settled(wanted, prepared, args.steps, real=args.emulate is None)
+    except PiperError as error:
+        if rank == "0":
+            report(error)
+        return error.kind.exit_code
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="piper-rank-") as name:
+        spec = replace(
+            spec_of(prepared, plan_digest(plan), args.sets, args.steps, Path(name)),
+            backend=args.backend,
+            emulate=args.emulate,
+            emulate_comm=args.emulate_comm,
+            saving=saving,
+        )
+        return _live(args, place, Path(name), spec, prepared, plan)
+
+
+def _judged(args: argparse.Namespace, place: Place) -> tuple[Prepared, Plan]:
+    check_numbers(args.steps, args.watchdog, args.emulate, args.emulate_comm)
+    prepared = prepare(load_job(args.job, args.sets))
+    if prepared.ranks != place.world:
+        message = f"{place.world} processes for a job of {prepared.ranks} ranks"
+        fix = f"--nproc-per-node {prepared.ranks}, over all nodes"
+        raise PiperError(ErrorKind.USAGE, message, key="WORLD_SIZE", allowed=str(prepared.ranks), suggestion=fix)
+    plan = prepared.plan()
+    check_plan(plan)
+    refuse(prepared, args.backend, real=args.emulate is None, here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+    if args.digest not in (None, found := plan_digest(plan)):
+        fix = f"--set 'parallel.layers={list(prepared.layers)}' in both places"
+        raise PiperError(ErrorKind.ILLEGAL_PLAN, f"the plan's digest is {found}", key="--digest", suggestion=fix)
+    return prepared, plan
+
+
+def _live(args: argparse.Namespace, place: Place, folder: Path, spec: Spec, prepared: Prepared, plan: Plan) -> int:
+    store, _, _ = next(rendezvous("env://", place.rank, place.world))
+    create(folder / "progress", 1)
+    pen = Progress(folder / "progress", 0)
+    lookout = Lookout(PrefixStore("piper", store), place.rank, place.world, folder / "progress", args.watchdog, report)
+    context = RankContext(
+        place.rank,
+        place.world,
+        folder,
+        pen,
+        local_rank=place.local_rank,
+        open_store=lambda: PrefixStore("groups", store),
+    )
+    try:
+        pids = lookout.meet(f"{spec.digest} from step {spec.saving.first}")
+        if place.rank == 0 and args.out is not None:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+            table = {"ranks": {str(r): {"pid": pid} for r, pid in enumerate(pids)}}
+            write_whole(Path(args.out) / "ranks.json", json.dumps(table))
+        clock = clocks(lookout.store, place.rank, lookout.hosts)
+        lookout.start()
+        result = train_rank(context, **asdict(spec))
+    except BaseException as error:
+        lookout.fall(error)  # does not return
+    results = lookout.exchange({**result, "clock": clock})
+    if place.rank == 0:
+        found, trace = gathered(prepared, plan, spec.digest, results)
+        if args.out is not None:
+            found["trace"] = str(Path(args.out) / "trace.tsv")
+            write_whole(Path(args.out) / "trace.tsv", write_trace(trace))
+            write_whole(Path(args.out) / "run.json", json.dumps(found, indent=1) + "\n")
+        print(json.dumps(found, allow_nan=False), flush=True)
+    lookout.part()
+    return 0
+
+
+def report(e: PiperError) -> None:
+    """The error as `piper-sim run --json` prints it, and as people read it."""
+    error: dict[str, Any] = {"kind": str(e.kind)}
+    error |= {k: getattr(e, k) for k in ("file", "key", "message", "allowed", "suggestion")}
+    error |= {k: getattr(e, k) for k in ("rank", "op", "waiting") if hasattr(e, k)}
+    print(json.dumps({"schema_version": 1, "error": error}), flush=True)
+    print(f"error: {e}", file=sys.stderr, flush=True)

@@ -1,0 +1,255 @@
+"""Ranks without a common parent watch each other through a store: who is at which op, who has failed, who says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from executor import clock
+from executor.device.progress import Record, State, read
+from executor.launch.verdict import Findings, RankFailed, failed, stuck, verdict
+from executor.runtime.worker import failure
+from ir.core.errors import ErrorKind, PiperError
+
+EVERY_S = 0.2
+GRACE_S = 1.0  # for others to come to wait, or to run into a failure too, so that the report is complete
+GONE_S = 3.0  # without a sign of life
+STARTUP_S = 120.0
+FAILED = ErrorKind.RANK_FAILED.exit_code
+
+
+def host() -> str:
+    """Names this machine since it was started."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+
+
+@dataclass
+class _Sight:
+    """What was last seen of a rank. beat_s: when it last said something new, on this rank's clock."""
+
+    text: bytes = b""
+    record: Record | None = None
+    beat_s: float = 0.0
+
+
+class Lookout:
+    """One rank's eyes. store: torchrun's; it is shared with nobody who blocks on it.
+
+    Rank 0 watches all ranks. The others watch rank 0, and for a failure that nobody reports. report: prints an error.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world: int,
+        progress: Path,
+        watchdog_s: float,
+        report: Callable[[PiperError], None],
+    ) -> None:
+        self.store, self.rank, self.world, self.progress = store, rank, world, progress
+        self.watchdog_s, self.report = watchdog_s, report
+        self.hosts: list[str] = []
+        self.pids: list[int] = []
+        self._mine = store.clone()
+        self._sights = [_Sight() for _ in range(world)]
+        self._began_s = clock.now()
+        self._ended_s: float | None = None  # when somebody told this process to end
+        self._failure_s: float | None = None
+        self._over = threading.Event()
+        self._count = 0
+        self._last_words = threading.Lock()
+
+    def meet(self, digest: str) -> list[int]:
+        """All ranks are there, and have the same plan, by its digest. Returns their process ids."""
+        me = json.dumps([os.getpid(), host(), digest])
+        self.store.set_timeout(timedelta(seconds=STARTUP_S))
+        self.store.set(f"here/{self.rank}", me)
+        found = [json.loads(self.store.get(f"here/{r}")) for r in range(self.world)]
+        self.pids, self.hosts = [pid for pid, _, _ in found], [name for _, name, _ in found]
+        if any(theirs != digest for _, _, theirs in found):
+            message = "the ranks have built different plans, or have found different checkpoints"
+            raise PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion="the same job and files everywhere")
+        return self.pids
+
+    def start(self) -> None:
+        """Watch from now on. A launcher that ends everybody leaves us the time to say why."""
+        self._began_s = clock.now()
+        signal.signal(signal.SIGTERM, lambda *_: self._told_to_end())
+        self._publish()
+        self.store.wait([f"at/{r}" for r in range(self.world)])
+        threading.Thread(target=self._watch, name="lookout", daemon=True).start()
+
+    def exchange(self, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Leave this rank's result; rank 0 gets all."""
+        self.store.set(f"result/{self.rank}", json.dumps(result))
+        if self.rank:
+            return []
+        return [json.loads(self.store.get(f"result/{r}")) for r in range(self.world)]
+
+    def part(self) -> None:
+        """All end together, rank 0 last: its machine may hold the store."""
+        if self.rank == 0:
+            self.store.set("over", "")
+        self.store.wait(["over"])
+        self._over.set()
+        self.store.add("gone", 1)
+        while self.rank == 0 and self.store.add("gone", 0) < self.world:
+            clock.sleep_until(clock.now() + 0.01)
+
+    def fall(self, error: BaseException) -> NoReturn:
+        """This rank has failed: leave word, wait until somebody has reported it, end."""
+        try:
+            self._mine.set(f"failure/{self.rank}", json.dumps(failure(error)))
+            self._mine.add("failures", 1)
+            limit = clock.now() + 3 * GONE_S
+            while not self._mine.check(["reported"]) and clock.now() < limit:
+                if not self._over.is_set() and not any(t.name == "lookout" for t in threading.enumerate()):
+                    self._look()  # it fell before anybody watched
+                clock.sleep_until(clock.now() + EVERY_S)
+        except RuntimeError:
+            self._orphaned()
+        self._leave()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _told_to_end(self) -> None:
+        self._ended_s = self._ended_s or clock.now()
+
+    def _watch(self) -> None:
+        try:
+            while not self._over.wait(EVERY_S):
+                self._publish()
+                self._look()
+        except RuntimeError:
+            if not self._over.is_set():
+                self._orphaned()
+
+    def _orphaned(self) -> NoReturn:
+        """The store is gone, and with it whoever held it: rank 0, or its launcher. Rank 1 speaks, as none can ask."""
+        with self._last_words:
+            seen = self._sights[0].record
+            if self.rank == 1 and seen is not None:
+                (me,) = read(self.progress, 1)
+                waiting = {1: me.op} if me.op else {}
+                self.report(RankFailed("it has vanished", rank=0, op=seen.op or None, waiting=waiting))
+            self._leave()
+
+    def _publish(self) -> None:
+        (r,) = read(self.progress, 1)
+        self._count += 1
+        say = [self._count, int(r.state), r.index, r.op, list(r.peers), clock.now() - r.changed_s]
+        self._mine.set(f"at/{self.rank}", json.dumps(say))
+
+    def _look(self) -> None:
+        """Read what there is to read, and act on it. Does not return if the run has failed."""
+        now = clock.now()
+        if self._mine.check(["reported"]):
+            self._end(int(self._mine.get("reported")))
+        if self._failure_s is None and self._mine.add("failures", 0):
+            self._failure_s = now
+        self._see([0] if self.rank else range(self.world), now)
+        patience = GRACE_S if self.rank == 0 else GRACE_S + GONE_S
+        late = any(t is not None and now - t > patience for t in (self._failure_s, self._ended_s))
+        if self.rank == 0 and self._failure_s is None and (found := self._stuck(now)):
+            self._accuse(found)
+        if late or (self.rank and now - self._sights[0].beat_s > self.watchdog_s + GONE_S):
+            self._see(range(self.world), now)
+            self._accuse(self._judge(now))
+
+    def _see(self, ranks: Sequence[int], now: float) -> None:
+        texts = self._mine.multi_get([f"at/{r}" for r in ranks]) if self._mine.check([f"at/{r}" for r in ranks]) else []
+        for rank, text in zip(ranks, texts, strict=False):
+            sight = self._sights[rank]
+            if text != sight.text:
+                _, state, index, op, peers, idle_s = json.loads(text)
+                record = Record(rank, State(state), index, op, tuple(peers), now - idle_s, now)
+                self._sights[rank] = _Sight(text, record, now)
+            elif sight.record is not None:
+                sight.record = replace(sight.record, beat_s=sight.beat_s)
+
+    def _stuck(self, now: float) -> RankFailed | None:
+        live = [s.record for s in self._sights if s.record is not None]
+        if found := stuck(live, now, self._began_s, self.watchdog_s, STARTUP_S):
+            return failed(self._findings(now), found[0], f"no progress for {found[1]:.0f} s")
+        return None
+
+    def _findings(self, now: float) -> Findings:
+        said = {}
+        for r in range(self.world):
+            if self._mine.check([f"failure/{r}"]):
+                said[r] = json.loads(self._mine.get(f"failure/{r}"))
+        empty = Record(0, State.STARTING, -1, "", (), 0.0, 0.0)
+        records = [s.record or replace(empty, rank=r) for r, s in enumerate(self._sights)]
+        return Findings(records, said, {}, now)
+
+    def _judge(self, now: float) -> RankFailed:
+        """After a failure, or an order to end: by what ranks said, else the one that shows no life."""
+        f = self._findings(now)
+        if any(not s["witness"] for s in f.said.values()):
+            return verdict(f)
+        silent = [s for r, s in enumerate(self._sights) if r != self.rank and now - s.beat_s > 2 * EVERY_S + 0.3]
+        if silent:
+            first = min(silent, key=lambda s: s.beat_s)
+            return failed(f, self._sights.index(first), "it has vanished")
+        if f.said:
+            return verdict(f)
+        return failed(f, self.rank, "ended from outside")
+
+    def _accuse(self, error: RankFailed) -> NoReturn:
+        if self._mine.add("reporter", 1) == 1:
+            self.report(error)
+            self._mine.set("reported", str(error.rank))
+        else:
+            self._mine.wait(["reported"], timedelta(seconds=GONE_S))
+        self._end(error.rank)
+
+    def _end(self, culprit: int) -> NoReturn:
+        if culprit != self.rank and self.hosts[culprit] == self.hosts[self.rank]:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pids[culprit], signal.SIGKILL)  # it may be stopped, and would outlive us
+        self._leave()
+
+    def _leave(self) -> NoReturn:
+        """Without any farewell, which might hang; only this rank's own folder goes with it."""
+        shutil.rmtree(self.progress.parent, ignore_errors=True)
+        os._exit(FAILED)
+
+
+def clocks(store: Any, rank: int, hosts: Sequence[str], rounds: int = 8) -> tuple[float, float]:
+    """(seconds by which this rank's clock is ahead of rank 0's, uncertainty): half the quickest question and answer."""
+    far = [r for r, name in enumerate(hosts) if name != hosts[0]]
+    best = (0.0, 0.0)
+    for r in far:
+        if rank == 0:
+            _answer(store, r, rounds)
+        elif rank == r:
+            best = _ask(store, r, rounds)
+    return best
+
+
+def _answer(store: Any, rank: int, rounds: int) -> None:
+    for k in range(rounds):
+        store.wait([f"ask/{rank}/{k}"])
+        store.set(f"answer/{rank}/{k}", repr(clock.now()))
+
+
+def _ask(store: Any, rank: int, rounds: int) -> tuple[float, float]:
+    found = []
+    for k in range(rounds):
+        before = clock.now()
+        store.set(f"ask/{rank}/{k}", "")
+        theirs = float(store.get(f"answer/{rank}/{k}"))
+        after = clock.now()
+        found.append(((after - before) / 2, (before + after) / 2 - theirs))
+    uncertain, ahead = min(found)
+    return ahead, uncertain

@@ -1,0 +1,127 @@
+"""`piper-sim calibrate`: a job's op classes and messages timed on processes of this machine. No plan is run.
+
+On a CPU each process times its own rank's stages while the others time theirs, as they would compute side by side in
+a step; then messages are timed on idle ranks. On a GPU ops stand between events, behind a flush of the cache.
+Nothing here has run on a GPU where the project's tests run.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from executor.launch.launch import launch
+from executor.launch.refusals import refuse
+from executor.launch.run import spec_of
+from executor.measure.kernels import recipes
+from executor.measure.links import link_samples, wanted
+from executor.measure.ops import names_of
+from executor.runtime.target import Target
+from ir.core.errors import ErrorKind, PiperError
+from ir.job.build import Prepared
+from ir.plan.plan import Plan
+
+AXES = ("tp", "cp", "ep", "etp")
+RANK: Target = "executor.measure.rank:measure_rank"
+Size = tuple[Prepared, Plan, Sequence[str]]  # a job, its plan, the overrides it was loaded with
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was timed, in seconds. ops: by class of node and size of the job. links: by class of message, on one node.
+
+    pieces, recipes: by size, where single kernels were timed instead: samples by piece, and the (piece, times) that
+    each class of node consists of. gpu: its name, "" for a CPU. threads: of a process.
+    """
+
+    ops: tuple[dict[str, list[float]], ...]
+    pieces: tuple[dict[int, list[float]], ...]
+    recipes: tuple[dict[str, list[tuple[int, int]]], ...]
+    links: dict[str, list[float]]
+    gpu: str
+    gpus: int
+    threads: int
+
+
+def measure(
+    sizes: Sequence[Size], *, processes: int, backend: str, repeats: int, by: str, watchdog_s: float
+) -> Measurement:
+    """Time every op class of a job in each of its sizes, and the messages of the first.
+
+    Raises PiperError: what cannot be timed so (exit 2), RankFailed (exit 4).
+    """
+    prepared, plan, _ = sizes[0]
+    refuse_processes(backend, processes, prepared.ranks)
+    for other, _, _ in sizes:
+        if by == "modules":
+            refuse_modules(other)
+    wants = wanted(prepared, plan, processes)
+    with tempfile.TemporaryDirectory(prefix="piper-calibrate-") as name:
+        told = []
+        for i, (one, its, sets) in enumerate(sizes):
+            folder = Path(name) / str(i)
+            folder.mkdir()
+            spec = asdict(spec_of(one, "", sets, 1, folder))
+            names = [[*key, found] for key, found in names_of(its).items()]
+            pieces = [asdict(p) for p in recipes(its)[0]] if by == "kernels" else []
+            told.append({"spec": spec, "names": names, "pieces": pieces})
+        args = {"sizes": told, "wants": [asdict(w) for w in wants], "by": by, "backend": backend, "repeats": repeats}
+        found = launch(RANK, processes, args, watchdog_s=watchdog_s)
+    return _gathered(sizes, found, by, link_samples(wants, [r["links"] for r in found]))
+
+
+def _gathered(
+    sizes: Sequence[Size], found: Sequence[dict[str, Any]], by: str, links: dict[str, list[float]]
+) -> Measurement:
+    merged: list[dict[str, list[float]]] = []
+    for i in range(len(sizes)):
+        one: dict[str, list[float]] = {}
+        for r in found:
+            for name, samples in r["ops"][i].items():
+                one[name] = [*one.get(name, []), *samples]
+        merged.append(one)
+    gpu = str(found[0]["gpu"])
+    kernels = by == "kernels"
+    return Measurement(
+        ops=() if kernels else tuple(merged),
+        pieces=tuple({int(k): v for k, v in one.items()} for one in merged) if kernels else (),
+        recipes=tuple(recipes(plan)[1] for _, plan, _ in sizes) if kernels else (),
+        links=links,
+        gpu=gpu,
+        gpus=len(found) if gpu else 0,
+        threads=int(found[0]["threads"]),
+    )
+
+
+def devices(backend: str) -> int:
+    """What there is to compute on: processors, or GPUs."""
+    if backend != "nccl":
+        return len(os.sched_getaffinity(0))
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def refuse_processes(backend: str, processes: int, ranks: int) -> None:
+    """Raise PiperError: more processes than ranks, or than GPUs where each needs one."""
+    if not 1 <= processes <= ranks:
+        message = f"{processes} processes for a job of {ranks} ranks"
+        raise PiperError(ErrorKind.USAGE, message, key="-n", allowed=f"1 to {ranks}", suggestion=f"-n {ranks}")
+    if backend == "nccl" and (gpus := devices(backend)) < processes:
+        has = f"this machine has {gpus}" if gpus else "torch sees none here"
+        message = f"nccl needs a CUDA GPU for each of {processes} processes, and {has}"
+        fix = f"-n {gpus}" if gpus else "--backend gloo, which times ops on the CPU"
+        raise PiperError(ErrorKind.USAGE, message, key="--backend", allowed="gloo, nccl", suggestion=fix)
+
+
+def refuse_modules(prepared: Prepared) -> None:
+    """Raise PiperError: this executor's modules are not what a rank of the job would compute."""
+    for axis in AXES:
+        if (size := prepared.mesh.sizes[axis]) > 1:
+            message = f"{axis} = {size}: modules are timed one rank at a time, and these would exchange messages"
+            raise PiperError(ErrorKind.JOB, message, key=f"parallel.{axis}", allowed="1", suggestion="--by kernels")
+    refuse(prepared)

@@ -1,0 +1,181 @@
+"""Messages and collectives over the groups that a plan has, in several sizes, timed on idle ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from executor import clock
+from executor.device.device import Cuda, Device
+from executor.measure.ops import Note
+from executor.measure.watch import WARM_UP
+from executor.modules.base import TORCH
+from executor.parallel.places import Places
+from executor.transport.base import Handle, Topology, Transport
+from ir.core.work import CommKind, DType, Message
+from ir.graph.classes import link_class
+from ir.job.build import Prepared, precision_of
+from ir.plan.plan import OpKind, Plan
+
+LEAST, MOST, STEP = 2**10, 2**22, 4  # bytes of the sizes beside the plan's own, and how they grow
+TOGETHER = 10  # messages between two events: one by itself is shorter than what a launch costs
+Row = tuple[int, int, int, float, float]  # want, bytes, repetition, start, end
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One kind of message between some of the ranks here, in several sizes; reductions add numbers of one format."""
+
+    kind: CommKind
+    members: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def group(self) -> str:
+        """Its name among the transport's groups."""
+        return f"calibrate:{','.join(map(str, self.members))}"
+
+
+def wanted(prepared: Prepared, plan: Plan, processes: int) -> list[Want]:
+    """Every kind of message of a plan, over every size of group; those larger than there are processes are left out.
+
+    With a process for every rank, over a group that the plan has; else over the first ranks there are.
+    """
+    sizes: dict[tuple[CommKind, int], set[int]] = defaultdict(set)
+    members: dict[tuple[CommKind, int], tuple[int, ...]] = {}
+    for message, group in _messages(plan):
+        key = (message.kind, len(group))
+        if 1 < len(group) <= processes and message.bytes > 0:
+            sizes[key].add(message.bytes)
+            members.setdefault(key, group if processes == prepared.ranks else tuple(range(len(group))))
+    dtype = precision_of(prepared.job).reduce
+    return [Want(kind, members[kind, n], ladder(found), dtype) for (kind, n), found in sorted(sizes.items())]
+
+
+def _messages(plan: Plan) -> list[tuple[Message, tuple[int, ...]]]:
+    """Every message that a rank of each program sends or takes part in, and with whom."""
+    places, nodes, out = Places.of(plan), plan.graph.nodes, []
+    for p, index in sorted({*zip(plan.program.tolist(), plan.shape.tolist(), strict=True)}):
+        s, rank = plan.shapes[index], places.table[p][0]
+        if s.kind is OpKind.SEND:
+            assert s.slot is not None
+            message = Message(CommKind.P2P, nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
+            out.append((message, (rank, places.peer(rank, s.peer))))
+        for n, _ in s.covers:
+            found = [*nodes[n].inline, *([nodes[n].message] if nodes[n].message is not None else [])]
+            programs = nodes[n].groups if nodes[n].once else (p,)
+            out += [(m, places.group(rank, m.axes, programs)) for m in found if m is not None]
+        if s.kind is OpKind.COLLECTIVE and not s.covers and s.message is not None:
+            out.append((s.message, places.group(rank, s.message.axes, (p,))))
+    return out
+
+
+def ladder(sizes: set[int]) -> tuple[int, ...]:
+    """The plan's own sizes, and some from a kilobyte up, to see how time grows with size.
+
+    >>> ladder({5000})[:4]
+    (1024, 4096, 5000, 16384)
+    """
+    out, size = set(sizes), LEAST
+    while size <= max(MOST, *sizes):
+        out.add(size)
+        size *= STEP
+    return tuple(sorted(out))
+
+
+def topology(wants: Sequence[Want], world: int) -> Topology:
+    """The channels and groups to connect."""
+    channels = [(w.members[0], w.members[1]) for w in wants if w.kind is CommKind.P2P]
+    return Topology.of(world, channels, {w.group: w.members for w in wants if w.kind is not CommKind.P2P})
+
+
+def link_rows(wants: Sequence[Want], transport: Transport, device: Device, repeats: int, note: Note) -> list[Row]:
+    """When each message began and ended on this rank. All ranks call it, whether or not they take part."""
+    out: list[Row] = []
+    lane = device.lane("calibrate")
+    for index, w in enumerate(wants):
+        for size in w.sizes:
+            note(f"{w.kind} of {size} bytes")
+            post = _post(w, size, transport, device) if transport.rank in w.members else None
+            for k in range(WARM_UP + repeats):
+                transport.barrier()
+                if post is None:
+                    continue
+                with lane():
+                    start, end = _span(post, device)
+                if k >= WARM_UP:
+                    out.append((index, size, k - WARM_UP, start, end))
+            del post
+    return out
+
+
+def _span(post: Callable[[], Handle], device: Device) -> tuple[float, float]:
+    """Of one message, by this machine's clock; on a GPU of the mean of several, from 0."""
+    if not isinstance(device, Cuda):
+        start = clock.now()
+        post().wait()
+        return start, clock.now()
+    begin = device.mark()
+    for _ in range(TOGETHER):
+        post().wait()
+    end = device.mark()
+    end.wait()
+    return 0.0, (end.seconds() - begin.seconds()) / TOGETHER
+
+
+def _post(w: Want, size: int, transport: Transport, device: Device) -> Callable[[], Handle]:
+    """What posts one message of so many bytes. Sizes that do not divide are rounded up to the next that does."""
+    n = len(w.members)
+    reduces = w.kind in (CommKind.ALL_REDUCE, CommKind.REDUCE_SCATTER)
+    dtype = TORCH[w.dtype] if reduces else torch.uint8
+
+    def room(parts: int) -> torch.Tensor:
+        each = -(-size // (dtype.itemsize * parts))
+        return torch.zeros(each * parts, dtype=dtype, device=device.torch)
+
+    match w.kind:
+        case CommKind.P2P:
+            (a, b), whole = w.members, room(1)
+            return (lambda: transport.send(b, whole)) if transport.rank == a else (lambda: transport.recv(a, whole))
+        case CommKind.ALL_REDUCE:
+            whole = room(1)
+            return lambda: transport.all_reduce(w.group, whole)
+        case CommKind.REDUCE_SCATTER:
+            whole = room(n)
+            part = torch.empty_like(whole[: len(whole) // n])
+            return lambda: transport.reduce_scatter(w.group, part, whole)
+        case CommKind.ALL_GATHER:
+            whole = room(n)
+            part = torch.zeros_like(whole[: len(whole) // n])
+            return lambda: transport.all_gather(w.group, whole, part)
+        case CommKind.ALL_TO_ALL:
+            whole = room(n)
+            into, rows = torch.empty_like(whole), [len(whole) // n] * n
+            return lambda: transport.all_to_all(w.group, into, whole, rows, rows)
+
+
+def link_samples(wants: Sequence[Want], rows: Sequence[Sequence[Row]]) -> dict[str, list[float]]:
+    """Seconds by class of message, from the rows of all ranks: from the last to come to the last to see its end.
+
+    A transfer ends when its receiver has it. These ranks are on one node.
+
+    >>> want = Want(CommKind.P2P, (0, 1), (8,), DType.FP32)
+    >>> link_samples([want], [[(0, 8, 0, 1.0, 9.0)], [(0, 8, 0, 2.0, 5.0)]])
+    {'p2p@1 8': [3.0]}
+    """
+    found: dict[tuple[int, int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
+    for rank, mine in enumerate(rows):
+        for index, size, k, start, end in mine:
+            found[index, size, k][rank] = start, end
+    out: dict[str, list[float]] = defaultdict(list)
+    for (index, size, _), spans in sorted(found.items()):
+        w = wants[index]
+        begin = max(start for start, _ in spans.values())
+        end = spans[w.members[1]][1] if w.kind is CommKind.P2P else max(end for _, end in spans.values())
+        out[link_class(Message(w.kind, size, ()), len(w.members), 1)].append(max(0.0, end - begin))
+    return {key: values for key, values in out.items() if median(values) > 0}

@@ -1,0 +1,153 @@
+"""Every op class of one rank, timed on the rank's own modules: one microbatch through each of its stages, again and
+again, then the update. Nothing is sent, and no plan is run: a stage is given a made-up input and output gradient.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+import torch
+
+from executor.autograd.stage import Stage
+from executor.device.device import Device
+from executor.measure.watch import WARM_UP, Watch
+from executor.modules.base import TORCH
+from executor.optim.flat import Flat
+from executor.parallel.places import Places
+from executor.runtime.batch import Batch
+from executor.runtime.rank import Local
+from ir.core.ops import Pass
+from ir.graph.classes import node_classes
+from ir.graph.graph import Once
+from ir.job.build import Prepared, precision_of
+from ir.plan.plan import Plan
+
+Samples = dict[str, list[float]]
+Note = Callable[[str], None]  # tells that work goes on
+Names = Mapping[tuple[int, str, str], str]  # (stage, pass, part) → class, of nodes that compute
+_MB = 0
+
+
+def names_of(plan: Plan) -> Names:
+    """The class of every node of a plan that computes."""
+    named = zip(plan.graph.nodes, node_classes(plan.graph), strict=True)
+    return {(n.stage, str(n.kind), n.part): c for n, c in named if n.message is None}
+
+
+def op_samples(
+    prepared: Prepared,
+    plan: Plan,
+    names: Names,
+    rank: int,
+    device: Device,
+    watch: Watch,
+    repeats: int,
+    note: Note,
+) -> Samples:
+    """Seconds by class of node, of everything that a rank computes; the repetitions to warm up are left out.
+
+    names: as the caller's graph has them, which may know of a framework that the ranks know nothing of.
+    """
+    local = Local.of(prepared, plan, rank, device)
+    program = Places.of(plan).program(rank)
+    mine = {(n.stage, str(n.kind), n.part) for n in plan.graph.nodes if program in n.groups}
+    names = {key: name for key, name in names.items() if key in mine}
+    bench = _Bench(prepared, local, names, device, watch, plan.graph.stages - 1)
+    out: Samples = defaultdict(list)
+    for k in range(WARM_UP + repeats):
+        note(f"microbatch {k} of program {program}")
+        for name, seconds in bench.microbatch():
+            if k >= WARM_UP:
+                out[name].append(seconds)
+    return dict(out)
+
+
+class _Bench:
+    """One rank's stages and optimizer."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        local: Local,
+        names: Names,
+        device: Device,
+        watch: Watch,
+        last: int,
+    ) -> None:
+        job, self.config = prepared.job, prepared.config
+        self.local, self.names, self.watch, self.last = local, names, watch, last
+        self.shape = (job.schedule.microbatch_size, job.model.seq_len)
+        self.dtype, self.device = TORCH[precision_of(job).compute], device.torch
+        ids = torch.randint(self.config.vocab, self.shape, device=self.device)
+        self.batch = Batch(ids, ids.roll(-1, 1), 1.0 / ids.numel())
+        self.update = next((c for (_, kind, _), c in names.items() if kind == Once.UPDATE), None)
+
+    def microbatch(self) -> list[tuple[str, float]]:
+        """(class, seconds) of every node, once."""
+        sync, out = self.local.sync, []
+        zeroing = self.watch(sync.begin)
+        for flat in sync.flat.values():
+            _open(flat)
+        for number, stage in self.local.stages.items():
+            out += self._stage(number, stage)
+        for flat in sync.flat.values():
+            _close(flat)
+        if self.update is not None:
+            out.append((self.update, zeroing + self.watch(sync.update)))
+        return out
+
+    def _stage(self, number: int, stage: Stage) -> list[tuple[str, float]]:
+        out: list[tuple[str, float]] = []
+
+        def run(pass_: Pass, unit: str) -> None:
+            seconds = self.watch(lambda: stage.run(pass_, _MB, [unit]))
+            if (name := self.names.get((number, str(pass_), unit))) is not None:
+                out.append((name, seconds))
+
+        first = number == 0
+        stage.feed(_MB, self.batch.ids if first else self._made((*self.shape, self.config.hidden)))
+        for unit in stage.units:
+            if (wants := self.local.extras.get(unit)) is not None:
+                stage.feed_extra(_MB, unit, *self.batch.extras(wants))
+            run(Pass.F, unit)
+        given = stage.take_output(_MB)
+        if number != self.last:
+            stage.feed_grad(_MB, *(self._made(tuple(t.shape)) for t in given))
+        for unit in stage.units:
+            if (number, str(Pass.R), unit) in self.names:
+                run(Pass.R, unit)
+        for unit in reversed(stage.units):
+            run(Pass.I, unit)
+            run(Pass.W, unit)
+        stage.take_input_grad(_MB)
+        assert not stage.in_flight, "a microbatch is left over"
+        return out
+
+    def _made(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, dtype=self.dtype, device=self.device)
+
+
+def _passing(flat: Flat) -> bool:
+    """Whether gradients are reduced by the microbatch."""
+    return not any(name in flat.grads.sums for name in flat.places)
+
+
+def _open(flat: Flat) -> None:
+    """What the plan's gathers and openings would do: weights are there, and room for a microbatch's gradients."""
+    if flat.gathers:
+        flat.fetch()
+        flat.whole.normal_(0.0, 0.02)
+    if _passing(flat):
+        flat.open(_MB)
+
+
+def _close(flat: Flat) -> None:
+    """What its reductions and frees would do, on this rank alone."""
+    if _passing(flat):
+        flat.land(_MB)
+        flat.close(_MB)
+    elif flat.travels is not flat.sums:
+        flat.filled()
+    if flat.gathers:
+        flat.drop()

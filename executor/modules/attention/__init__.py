@@ -1,0 +1,1 @@
+"""Attention of the reference decoder: heads, latent attention, context parallelism."""

@@ -1,0 +1,105 @@
+"""Part `attn` of the reference decoder: ordinary heads, or DeepSeek's latent attention, with Hugging Face's names."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from executor.modules.attention.attend import Sight, attend, rotary, rotate
+from executor.modules.attention.context import whole_context
+from executor.modules.functions import rms_norm
+from executor.modules.layers import Linear, Normalise, Params, each, spelling
+from executor.modules.parallel import enter
+from executor.parallel.inline import Wire
+from ir.workload.config.load import ModelConfig
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, cp: Wire, *, kind: str, window: int) -> Tensor:
+    """Tokens before heads on both sides, so that what attention reads and gives needs no copy."""
+    with whole_context(k, v, cp) as (k, v):
+        heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+        sight = Sight(window, cp.size, cp.index)
+        found = attend(*heads_first, fused=kind == "flash", again=kind == "remade", sight=sight)
+    return found.transpose(1, 2).flatten(2)
+
+
+class Attention(nn.Module):
+    """Part `attn` with ordinary heads: x + attention(norm(x))."""
+
+    def __init__(self, c: ModelConfig, make: Params, prefix: str, kind: str) -> None:
+        super().__init__()
+        self.c, self.kind, names = c, kind, spelling(c)
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        linear = partial(Linear, make, flipped=c.model_type == "gpt2")
+        self.region = make.region
+        self.sizes = [size // self.region.tp.size for size in (q, kv, kv)]
+        self.norm = Normalise(c, make, prefix + names.attn_norm, c.hidden)
+        if names.qkv:
+            self.qkv = [linear(prefix + names.qkv, q + 2 * kv, c.hidden, bias=c.qkv_bias)]
+        else:
+            named = zip("qkv", (q, kv, kv), strict=True)
+            at = f"{prefix}self_attn."
+            self.qkv = [linear(f"{at}{n}_proj", size, c.hidden, bias=c.qkv_bias) for n, size in named]
+        self.linears = nn.ModuleList(self.qkv)
+        self.q_norm = make(f"{prefix}self_attn.q_norm.weight", c.head_dim, start=1.0) if c.qk_norm else None
+        self.k_norm = make(f"{prefix}self_attn.k_norm.weight", c.head_dim, start=1.0) if c.qk_norm else None
+        self.out = linear(prefix + names.out, c.hidden, q, bias=c.out_bias, leaves=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Grouped-query attention, causal."""
+        c, made = self.c, each(self.norm(x), self.qkv, self.region)
+        batch, length, _ = made[0].shape
+        parts = made[0].split(self.sizes, -1) if len(made) == 1 else made
+        q, k, v = (t.view(batch, length, -1, c.head_dim) for t in parts)
+        del made, parts  # what is turned and normed is not needed as it was
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm, c.norm_eps), rms_norm(k, self.k_norm, c.norm_eps)
+        if c.rope:
+            cp = self.region.cp
+            cos, sin = rotary(length, int(c.head_dim * c.rope_share), c.rope_theta, x, cp.size, cp.index)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        added: Tensor = self.out(_attended(q, k, v, self.region.cp, kind=self.kind, window=c.window))
+        return x + added
+
+
+class Latent(nn.Module):
+    """Part `attn` with DeepSeek's latent attention: x + MLA(norm(x))."""
+
+    def __init__(self, c: ModelConfig, make: Params, prefix: str, kind: str) -> None:
+        super().__init__()
+        assert c.mla is not None
+        self.c, self.mla, self.kind, self.region = c, c.mla, kind, make.region
+        mla, at = c.mla, f"{prefix}self_attn."
+        self.norm = Normalise(c, make, f"{prefix}input_layernorm", c.hidden)
+        if mla.q_rank:
+            self.q_a: nn.Module = Linear(make, f"{at}q_a_proj", mla.q_rank, c.hidden, bias=c.qkv_bias)
+            self.q_norm: nn.Module = Normalise(c, make, f"{at}q_a_layernorm", mla.q_rank)
+            self.q_b = Linear(make, f"{at}q_b_proj", c.heads * mla.qk_dim, mla.q_rank)
+        else:
+            self.q_a, self.q_norm = nn.Identity(), nn.Identity()
+            self.q_b = Linear(make, f"{at}q_proj", c.heads * mla.qk_dim, c.hidden)
+        down = mla.kv_rank + mla.rope_dim
+        self.kv_a = Linear(make, f"{at}kv_a_proj_with_mqa", down, c.hidden, bias=c.qkv_bias)
+        self.kv_norm = Normalise(c, make, f"{at}kv_a_layernorm", mla.kv_rank)
+        self.kv_b = Linear(make, f"{at}kv_b_proj", c.heads * (mla.nope_dim + mla.v_dim), mla.kv_rank)
+        self.out = Linear(make, f"{at}o_proj", c.hidden, c.heads * mla.v_dim, bias=c.out_bias, leaves=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One rotary key serves all heads. The narrow projections are whole on every rank: each head needs all."""
+        c, mla, region = self.c, self.mla, self.region
+        h, heads = self.norm(x), c.heads // region.tp.size
+        (q,) = each(self.q_norm(self.q_a(h)), [self.q_b], region)
+        batch, length, _ = q.shape
+        latent, k_rope = self.kv_a(h).split((mla.kv_rank, mla.rope_dim), -1)
+        (kv,) = each(self.kv_norm(latent), [self.kv_b], region)
+        q, kv, k_rope = q.view(batch, length, heads, -1), kv.view(batch, length, heads, -1), enter(k_rope, region)
+        k_nope, v = kv.split((mla.nope_dim, mla.v_dim), -1)
+        q_nope, q_rope = q.split((mla.nope_dim, mla.rope_dim), -1)
+        cos, sin = rotary(length, mla.rope_dim, c.rope_theta, x, region.cp.size, region.cp.index)
+        shared = rotate(k_rope.unsqueeze(2), cos, sin).expand(-1, -1, heads, -1)
+        q, k = torch.cat((q_nope, rotate(q_rope, cos, sin)), -1), torch.cat((k_nope, shared), -1)
+        # A view of v would keep the keys' first half alive beside k.
+        added: Tensor = self.out(_attended(q, k, v.contiguous(), region.cp, kind=self.kind, window=c.window))
+        return x + added

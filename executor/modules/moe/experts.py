@@ -1,0 +1,179 @@
+"""Parts of a mixture of experts: router, experts on the rows they receive, shared experts, the sum; dropless.
+
+    router: x → tokens (normed), weights, indices of each token's experts
+    experts: dispatch (tokens → rows sorted by expert) · products on the rows · combine (rows → sums by token)
+    shared: tokens → an MLP of them          add: x + experts' + shared
+
+Where experts are spread over ranks (`executor.modules.moe.spread`), all-to-alls stand behind `dispatch` and before
+`combine`: `Dispatch`, `Experts` and `Combine` are modules of their own, and `LocalExperts` is the three of them on one
+rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+
+from executor.modules.functions import balanced, grouped_linear, permute, swiglu, unpermute, wide
+from executor.modules.layers import FeedForward, Normalise, Params
+from executor.parallel.router_guide import Guide
+from ir.workload.config.load import ModelConfig, Moe
+
+
+def moe_of(c: ModelConfig) -> Moe:
+    """The config's experts; only where it has them."""
+    assert c.moe is not None, c.source
+    return c.moe
+
+
+class Router(nn.Module):
+    """Part `router`: norm, scores, top-k. It passes on the normed tokens.
+
+    bias: DeepSeek-V3's correction, added where experts are chosen and not where they are weighed; never trained by
+    gradients, zero here. guide: what it is told, and told of.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, c: ModelConfig, make: Params, prefix: str, layer: int = 0, guide: Guide | None = None) -> None:
+        super().__init__()
+        self.moe, self.layer, self.guide = moe_of(c), layer, guide or Guide()
+        self.norm = Normalise(c, make, f"{prefix}post_attention_layernorm", c.hidden)
+        self.weight = make(f"{prefix}mlp.gate.weight", self.moe.experts, c.hidden)
+        self.by_two = c.model_type == "deepseek_v3"  # a group of experts counts by its best two
+        corrected = self.moe.scoring == "sigmoid" and make.dtype is not None
+        self.register_buffer("bias", torch.zeros(self.moe.experts) if corrected else None, persistent=False)
+
+    def forward(self, x: Tensor, number: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """x (batch, length, h) → tokens (tokens, h), weights (tokens, top_k), indices (tokens, top_k).
+
+        number: of the microbatch in the global batch.
+        """
+        moe, forced = self.moe, self.guide.forced
+        tokens = self.norm(x).flatten(0, 1)
+        logits = F.linear(tokens, self.weight.to(x.dtype)).to(wide(x.dtype))
+        scores = logits.sigmoid() if moe.scoring == "sigmoid" else logits.softmax(-1)
+        indices = self.choose(scores.detach()) if forced is None else forced(self.layer, number)
+        self.guide.chosen(self.layer, number, moe.experts, indices)
+        weights = scores.gather(-1, indices)
+        if moe.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if moe.scale != 1.0:
+            weights = weights * moe.scale
+        if self.guide.balance:
+            shares = scores / scores.sum(-1, keepdim=True) if moe.scoring == "sigmoid" else scores
+            weights, loss = balanced(weights, shares, indices, len(x), self.guide.balance)
+            self.guide.weighed(self.layer, number, loss.detach())
+        return tokens, weights, indices
+
+    @torch.no_grad()
+    def choose(self, scores: Tensor) -> Tensor:
+        """The experts of each token: (tokens, top_k), out of its best groups where routing is limited."""
+        moe = self.moe
+        if self.bias is not None:
+            scores = scores + self.bias.to(scores.dtype)
+        if moe.groups:
+            groups = scores.view(len(scores), moe.groups, -1)
+            best = groups.topk(2, -1).values.sum(-1) if self.by_two else groups.amax(-1)
+            near = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(moe.top_groups, -1).indices, True)
+            scores = groups.masked_fill(~near.unsqueeze(-1), float("-inf")).flatten(-2)
+        return scores.topk(moe.top_k, -1).indices
+
+
+class Dispatch(nn.Module):
+    """Tokens to rows, sorted by expert, and how many rows each expert has."""
+
+    def __init__(self, moe: Moe) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+        """Rows (rows, h), their weights (rows, 1), order (rows), counts. Stable: an expert sees tokens in order."""
+        rows, row_weights, order = self.rows(tokens, weights, indices)
+        return rows, row_weights, order, self._counts(indices)
+
+    def rows(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Without the counts."""
+        order = torch.argsort(indices.flatten(), stable=True).int()
+        rows = permute(tokens, order, self.moe.top_k)
+        return rows, weights.flatten().index_select(0, order).unsqueeze(-1), order
+
+    def counts(self, indices: Tensor) -> Tensor:
+        """(experts,) rows of each, left on the device."""
+        ends = torch.arange(self.moe.experts, device=indices.device)
+        ends = torch.searchsorted(indices.flatten().sort().values, ends, right=True)
+        return torch.diff(ends, prepend=ends.new_zeros(1))
+
+    def _counts(self, indices: Tensor) -> list[int]:
+        experts = self.moe.experts
+        if is_fake(indices):  # no values to count: balanced, as the model graph has it
+            return [len(p) for p in torch.arange(indices.numel(), device="meta").tensor_split(experts)]
+        return torch.bincount(indices.flatten(), minlength=experts).tolist()
+
+
+class Experts(nn.Module):
+    """The routed experts, on rows sorted by expert. The router's weight is applied inside, before the last product."""
+
+    def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
+        super().__init__()
+        moe = moe_of(c)
+        self.up = make(f"{prefix}mlp.experts.gate_up_proj", moe.experts, 2 * moe.ffn, c.hidden)
+        self.down = make(f"{prefix}mlp.experts.down_proj", moe.experts, c.hidden, moe.ffn)
+
+    def forward(self, rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+        """Rows (rows, h) → (rows, h)."""
+        gate, up = grouped_linear(rows, self.up, counts).chunk(2, -1)
+        return grouped_linear(swiglu(gate, up, weights), self.down, counts)
+
+
+class Combine(nn.Module):
+    """Rows back to tokens: the sum of each token's copies."""
+
+    def __init__(self, moe: Moe) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, rows: Tensor, order: Tensor) -> Tensor:
+        """(rows, h) → (tokens, h)."""
+        return unpermute(rows, order, self.moe.top_k)
+
+
+class LocalExperts(nn.Module):
+    """Part `experts` where all experts are on one rank."""
+
+    def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
+        super().__init__()
+        self.dispatch, self.combine = Dispatch(moe_of(c)), Combine(moe_of(c))
+        self.experts = Experts(c, make, prefix)
+
+    def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        """(tokens, h) → (tokens, h)."""
+        rows, row_weights, order, counts = self.dispatch(tokens, weights, indices)
+        found: Tensor = self.combine(self.experts(rows, row_weights, counts), order)
+        return found
+
+
+class Shared(nn.Module):
+    """Part `shared`: the experts that every token goes to. It reads the router's output."""
+
+    def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
+        super().__init__()
+        self.inner = FeedForward(c, make, f"{prefix}mlp.shared_experts.", moe_of(c).shared_ffn)
+
+    def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        """(tokens, h) → (tokens, h)."""
+        found: Tensor = self.inner(tokens)
+        return found
+
+
+class Add(nn.Module):
+    """Part `add`: the routed, then the shared experts' output onto the residual stream."""
+
+    def forward(self, routed: Tensor, *rest: Tensor) -> Tensor:
+        """The residual stream comes last."""
+        *shared, x = rest
+        for more in shared:
+            routed = routed + more
+        return x + routed.view_as(x)

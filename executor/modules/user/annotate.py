@@ -1,0 +1,238 @@
+"""Where a user's model may be cut: `with annotate("PP"): x = block(x)`, and the cut itself at these seams.
+
+The outermost `forward` is traced once (torch.fx, no values); a module called inside a scope stays whole, so its
+Python may do as it likes. The n-th "PP" scope is chunk `l<n>`; what comes before the first is `embed`, what follows
+the last is `head`, the names of `ir.workload`. One tensor may cross each seam. What can be made from the input alone
+(positions, rotary tables) is made again in every chunk that reads it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from ir.core.errors import ErrorKind, PiperError
+
+SEAM = "PP"
+
+
+class _Scopes:
+    """The annotation scopes open while a model is traced; indices count per tag, in trace order."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[str, int]] = []
+        self.seen: Counter[str] = Counter()
+
+
+_tracing: list[_Scopes] = []
+
+
+@contextmanager
+def annotate(tag: str) -> Iterator[None]:
+    """Mark what runs inside as the next piece named `tag`. Outside of a trace it does nothing.
+
+    >>> with annotate("PP"):
+    ...     x = 1 + 1
+    """
+    if not _tracing:
+        yield
+        return
+    scopes = _tracing[-1]
+    scopes.open.append((tag, scopes.seen[tag]))
+    scopes.seen[tag] += 1
+    try:
+        yield
+    finally:
+        scopes.open.pop()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model cut at its seams. chunks: name → module `(x, *ids)`; wants_ids: later chunks that read the input too,
+    shape_only: those among them that read its sizes and no token.
+    """
+
+    chunks: dict[str, nn.Module]
+    wants_ids: frozenset[str]
+    shape_only: frozenset[str] = frozenset()
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, scopes: _Scopes) -> None:
+        super().__init__()
+        self.scopes = scopes
+        self.at: dict[fx.Node, tuple[tuple[str, int], ...]] = {}
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return bool(self.scopes.open) or super().is_leaf_module(m, module_qualified_name)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node: fx.Node = super().create_node(*args, **kwargs)
+        self.at[node] = tuple(self.scopes.open)
+        return node
+
+
+def cut(module: nn.Module) -> Cut:
+    """Cut a module whose forward takes one tensor and returns one.
+
+    >>> class Net(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    ...     def forward(self, x):
+    ...         for layer in self.layers:
+    ...             with annotate("PP"):
+    ...                 x = layer(x)
+    ...         return x
+    >>> {name: [p for p, _ in chunk.named_parameters()] for name, chunk in cut(Net()).chunks.items()}
+    {'l0': ['layers.0.weight', 'layers.0.bias'], 'l1': ['layers.1.weight', 'layers.1.bias']}
+    """
+    graph, at, scopes = _trace(module)
+    names = _chunk_of(graph, at)
+    free = _free(module, graph)
+    order = list(dict.fromkeys(names[n] for n in graph.nodes if n in names and n not in free))
+    _refuse_empty(module, order, scopes)
+    rank = {name: i for i, name in enumerate(order)}
+    placeholder = next(n for n in graph.nodes if n.op == "placeholder")
+    result = next(n for n in graph.nodes if n.op == "output").args[0]
+    crossing = [_crossing(graph, names, rank, free, i) for i in range(len(order) - 1)]
+    chunks: dict[str, nn.Module] = {}
+    wants: set[str] = set()
+    sizes: set[str] = set()
+    for i, name in enumerate(order):
+        nodes = [n for n in graph.nodes if names.get(n) == name and n not in free]
+        value = crossing[i - 1] if i else placeholder
+        out = crossing[i] if i < len(crossing) else result
+        sub, reads_ids = _subgraph(nodes, value, placeholder, out)
+        if reads_ids and i:
+            wants.add(name)
+            if all(_asks_size(u) for n in sub.nodes if n.op == "placeholder" and n.target == "ids" for u in n.users):
+                sizes.add(name)
+        chunks[name] = fx.GraphModule(module, sub, class_name=f"Chunk_{name}")
+    return Cut(chunks, frozenset(wants), frozenset(sizes))
+
+
+def _asks_size(node: fx.Node) -> bool:
+    """Whether a reader of the token ids asks for their shape, device or format only."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim")
+    return node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "device", "dtype")
+
+
+def _refuse_empty(module: nn.Module, order: list[str], scopes: int) -> None:
+    for i in range(scopes):
+        if f"l{i}" not in order:
+            raise PiperError(
+                ErrorKind.MODEL,
+                f"annotated scope {i} of {type(module).__name__} computes nothing from weights or activations",
+                allowed="at least one layer in every scope",
+                suggestion='call the layer inside: with annotate("PP"): x = layer(x)',
+            )
+
+
+def _trace(module: nn.Module) -> tuple[fx.Graph, dict[fx.Node, tuple[tuple[str, int], ...]], int]:
+    """The graph, the scopes of each node, and how many seams there are."""
+    scopes = _Scopes()
+    tracer = _Tracer(scopes)
+    _tracing.append(scopes)
+    try:
+        graph = tracer.trace(module)
+    except (TypeError, RuntimeError, fx.proxy.TraceError) as error:
+        raise PiperError(
+            ErrorKind.MODEL,
+            f"the forward of {type(module).__name__} cannot be traced outside its annotated scopes: {error}",
+            suggestion='move value-dependent Python into a module called inside `with annotate("PP")`',
+        ) from error
+    finally:
+        _tracing.pop()
+    if not scopes.seen[SEAM]:
+        raise PiperError(
+            ErrorKind.MODEL,
+            f"{type(module).__name__} has no annotated scope",
+            allowed="at least one",
+            suggestion='with annotate("PP"): x = layer(x)',
+        )
+    if sum(n.op == "placeholder" for n in graph.nodes) != 1:
+        raise PiperError(ErrorKind.MODEL, f"the forward of {type(module).__name__} must take one tensor, the token ids")
+    return graph, tracer.at, scopes.seen[SEAM]
+
+
+def _chunk_of(graph: fx.Graph, at: dict[fx.Node, tuple[tuple[str, int], ...]]) -> dict[fx.Node, str]:
+    work = [n for n in graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
+    seam = [next((i for tag, i in at[n] if tag == SEAM), None) for n in work]
+    last = max((k for k, s in enumerate(seam) if s is not None), default=-1)
+    names: dict[fx.Node, str] = {}
+    here = "embed"
+    for k, (node, s) in enumerate(zip(work, seam, strict=True)):
+        here = f"l{s}" if s is not None else ("head" if k > last else here)
+        names[node] = here
+    return names
+
+
+def _free(module: nn.Module, graph: fx.Graph) -> set[fx.Node]:
+    """What needs neither weights nor activations: made again wherever it is read."""
+    params = {n for n, _ in module.named_parameters(remove_duplicate=False)}
+    free: set[fx.Node] = set()
+    for n in graph.nodes:
+        if n.op == "output":
+            continue
+        owns = (n.op == "get_attr" and n.target in params) or (
+            n.op == "call_module" and any(True for _ in module.get_submodule(str(n.target)).parameters())
+        )
+        if not owns and all(i in free for i in n.all_input_nodes):
+            free.add(n)
+    return free
+
+
+def _crossing(graph: fx.Graph, names: dict[fx.Node, str], rank: dict[str, int], free: set[fx.Node], i: int) -> fx.Node:
+    alive = []
+    for n in graph.nodes:
+        if n in free or n not in names or rank[names[n]] > i:
+            continue
+        if any(u.op == "output" or (u in names and rank.get(names[u], -1) > i) for u in n.users):
+            alive.append(n)
+    if len(alive) != 1:
+        name = {v: k for k, v in rank.items()}
+        raise PiperError(
+            ErrorKind.MODEL,
+            f"{len(alive)} values cross the seam between {name[i]} and {name[i + 1]}: {', '.join(map(str, alive))}",
+            allowed="one tensor",
+            suggestion="combine them into one tensor, or move the seam",
+        )
+    found: fx.Node = alive[0]
+    return found
+
+
+def _subgraph(nodes: list[fx.Node], value: fx.Node, placeholder: fx.Node, out: Any) -> tuple[fx.Graph, bool]:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {value: graph.placeholder("x")}
+    ids: list[fx.Node] = []
+
+    def get(node: fx.Node) -> fx.Node:
+        if node not in env:
+            if node is placeholder:
+                env[node] = graph.placeholder("ids")
+                ids.append(node)
+            else:
+                env[node] = graph.node_copy(node, get)
+        return env[node]
+
+    # Placeholders must come first: look for the ids among all that will be copied.
+    seen, stack = set(env), list(nodes)
+    while stack:
+        for i in stack.pop().all_input_nodes:
+            if i not in seen:
+                seen.add(i)
+                stack.append(i)
+    if placeholder in seen and placeholder not in env:
+        get(placeholder)
+    for n in nodes:
+        get(n)
+    graph.output(get(out))
+    graph.lint()
+    return graph, bool(ids)

@@ -1,0 +1,158 @@
+"""A user's own model: `[model] module = "my_model.py:build"`, cut at its annotations."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from executor.modules.base import Built, TokenLoss
+from executor.modules.user.annotate import cut
+from ir.core.errors import ErrorKind, PiperError, nearest
+
+
+class UserModel:
+    """An annotated module with its own initialisation, made under one seed, so every rank makes the same.
+
+    >>> from executor.modules.user.annotate import annotate
+    >>> class Net(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed, self.layer = nn.Embedding(4, 2), nn.Linear(2, 4)
+    ...     def forward(self, ids):
+    ...         x = self.embed(ids)
+    ...         with annotate("PP"):
+    ...             return self.layer(x)
+    >>> UserModel(Net).chunks
+    ('embed', 'l0')
+    """
+
+    def __init__(
+        self,
+        build: object,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype | None = torch.float32,
+        parts: Mapping[str, str] | None = None,
+    ) -> None:
+        assert callable(build)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = build()
+        if not isinstance(module, nn.Module):
+            raise PiperError(ErrorKind.MODEL, f"build() returned {type(module).__name__}", allowed="a torch.nn.Module")
+        self.module = module if dtype is None else module.to(dtype)
+        self._names = {id(p): n for n, p in self.module.named_parameters()}
+        self._cut = cut(self.module)
+        self._units = {c: f"{c}.{parts[c]}" if parts else c for c in self._cut.chunks}
+        used = {id(p) for chunk in self._cut.chunks.values() for p in chunk.parameters()}
+        if idle := [n for i, n in self._names.items() if i not in used]:
+            message = f"{idle[0]} and {len(idle) - 1} more parameters are" if len(idle) > 1 else f"{idle[0]} is"
+            raise PiperError(ErrorKind.MODEL, f"{message} read by no chunk", suggestion="leave out what is not used")
+
+    @property
+    def chunks(self) -> tuple[str, ...]:
+        """In the order of the forward."""
+        return tuple(self._cut.chunks)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """In the module's own order."""
+        return {n: tuple(p.shape) for n, p in self.module.named_parameters()}
+
+    @property
+    def reads_tokens(self) -> frozenset[str]:
+        """Chunks behind the first that read the token ids themselves, not their shape alone."""
+        return self._cut.wants_ids - self._cut.shape_only
+
+    def build(self, chunks: Sequence[str]) -> Built:
+        """The chunks asked for; the last one of the model ends in the loss."""
+        units: dict[str, nn.Module] = {}
+        extras: dict[str, tuple[str, ...]] = {}
+        reads: dict[str, tuple[str, ...]] = {}
+        params: dict[str, nn.Parameter] = {}
+        for name in chunks:
+            unit, key, at = self._cut.chunks[name], self._units[name], self.chunks.index(name)
+            params.update((self._names[id(p)], p) for p in unit.parameters())
+            wants: tuple[str, ...] = ("ids",) if name in self.reads_tokens else ()
+            if name in self._cut.shape_only:
+                unit = OfShape(unit)
+            if name == self.chunks[-1]:
+                unit, wants = TokenLoss(unit), (*wants, "labels", "scale")
+            units[key], extras[key] = unit, wants
+            reads[key] = (self._units[self.chunks[at - 1]] if at else "",)
+        given = {u: wants for u, wants in extras.items() if wants}
+        return Built(units, {n: params[n] for n in self.shapes if n in params}, given, reads)
+
+    def keep(self, chunks: Sequence[str]) -> None:
+        """Let go of every value that none of these chunks reads.
+
+        All are drawn, as each depends on those before it; behind that, a rank needs no more than its own stages.
+        """
+        assert self.shapes
+        kept = [self._cut.chunks[c] for c in chunks]
+        mine = {id(t) for chunk in kept for t in (*chunk.parameters(), *chunk.buffers())}
+        for t in (*self.module.parameters(), *self.module.buffers()):
+            if id(t) not in mine:
+                t.data = t.data.new_empty(0)
+
+    def refuse_training(self) -> None:
+        """Raise PiperError for what would not train the same under every plan."""
+        for name, module in self.module.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+                raise _cannot(f"{name} drops out", "numbers drawn in one order", "p = 0")
+            if getattr(module, "track_running_stats", False):
+                raise _cannot(f"{name} keeps running statistics", "sums over microbatches alone", "LayerNorm")
+        if frozen := [n for n, p in self.module.named_parameters() if not p.requires_grad]:
+            raise _cannot(f"{frozen[0]} is frozen", "parameters that are all trained", "make it a buffer")
+
+
+class OfShape(nn.Module):
+    """A chunk that reads of the token ids their sizes only, which its input has too."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (sequences, tokens, …)."""
+        found: Tensor = self.inner(x, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device))
+        return found
+
+
+def _cannot(what: str, allowed: str, fix: str) -> PiperError:
+    message = f"{what}, which no plan could repeat exactly"
+    return PiperError(ErrorKind.MODEL, message, key="model.module", allowed=allowed, suggestion=fix)
+
+
+def load_callable(reference: str) -> object:
+    """The object that `path/file.py:name` refers to. Runs that file: only ever one the user named.
+
+    >>> load_callable("nowhere.py:build")
+    Traceback (most recent call last):
+    ...
+    ir.core.errors.PiperError: nowhere.py: no such file
+    """
+    path, _, name = reference.rpartition(":")
+    file = Path(path)
+    if not path or not name:
+        raise PiperError(ErrorKind.MODEL, f"not a callable: {reference!r}", key="model.module", allowed="file.py:name")
+    if not file.is_file():
+        raise PiperError(ErrorKind.IO, "no such file", file=path)
+    label = f"piper_user_{file.stem}"
+    spec = importlib.util.spec_from_file_location(label, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[label] = module
+    spec.loader.exec_module(module)
+    if not callable(found := getattr(module, name, None)):
+        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise PiperError(
+            ErrorKind.MODEL, f"no callable {name!r}", file=path, allowed=known, suggestion=nearest(name, known)
+        )
+    return found

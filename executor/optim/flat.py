@@ -1,0 +1,129 @@
+"""Buckets that several ranks hold, as flat tensors, of which each rank keeps what its ZeRO level says.
+
+Weights are views of one flat tensor as long as the step runs. Where they are sharded, its storage is empty until a
+gather fills it, and again from where the plan frees it: what autograd keeps of a weight is a view of the same storage,
+so that backward reads what the next gather brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from executor.autograd.stage import Gradients
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.flat import places_in
+from ir.graph.sync import Bucket
+
+
+class Flat:
+    """One bucket on one rank. members: the ranks between which it is sharded or kept in step, this one is the
+    index-th. first: whether this is the first of the programs that own it. reduce: dtype gradients travel in.
+
+    own: which elements this rank updates. weights: their parameters; sums: what gradients are summed in, over
+    microbatches; reduced: the sums over ranks of `own`. counts: whether the global norm takes them from this rank.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        members: Sequence[int],
+        index: int,
+        params: Mapping[str, Tensor],
+        grads: Gradients,
+        *,
+        reduce: torch.dtype,
+        first: bool,
+    ) -> None:
+        zero = bucket.replica.zero if len(members) > 1 else 0
+        self.name, self.grads, self.reduce = bucket.key, grads, reduce
+        self.counts = zero == 1 or (first and (zero > 1 or index == 0))
+        param, summed = params[bucket.params[0]], grads.sums[bucket.params[0]].dtype
+        self.shapes = {n: params[n].shape for n in bucket.params}
+        numels = {n: s.numel() for n, s in self.shapes.items()}
+        self.places, end = places_in(numels, min(param.element_size(), summed.itemsize))
+        shard = -(-end // len(members))
+        size = shard * len(members)
+        self.own = slice(index * shard, (index + 1) * shard) if zero else slice(0, size)
+        self.whole = torch.zeros(size, dtype=param.dtype)
+        for n, place in self.places.items():
+            self.whole[place].copy_(params[n].detach().flatten())
+            params[n].data = self.whole[place].view(self.shapes[n])
+        self.weights, self.gathers = self.whole[self.own], zero == 3
+        if self.gathers:
+            self.weights = self.weights.clone()
+            self._resize(0)
+        self.passing: dict[int, Tensor] = {}
+        self.sums = torch.zeros(shard if zero > 1 else size, dtype=summed)
+        for n, place in self.places.items():
+            del grads.sums[n]
+            if zero < 2:
+                grads.sums[n] = self.sums[place].view(self.shapes[n])
+        meets = zero < 2 or len(bucket.owners) > 1
+        self.travels = torch.zeros_like(self.sums, dtype=reduce) if meets and reduce != summed else self.sums
+        self.reduced = self.travels if zero > 1 else self.travels[self.own]
+
+    def begin(self) -> None:
+        """A new step."""
+        self.sums.zero_()
+
+    def filled(self) -> Tensor:
+        """The sums as they travel once per step."""
+        return self.travels if self.travels is self.sums else self.travels.copy_(self.sums)
+
+    # -- gradients of one microbatch ----------------------------------------------------------------------------------
+
+    def open(self, mb: int) -> None:
+        """Room for a microbatch's gradients, to be reduced by themselves."""
+        flat = self.passing[mb] = torch.zeros(self.whole.numel(), dtype=self.reduce)
+        for n, place in self.places.items():
+            self.grads.passing[n, mb] = flat[place].view(self.shapes[n])
+
+    def land(self, mb: int) -> None:
+        """They have been reduced, in place: add this rank's part."""
+        self.sums.add_(self.passing[mb][self.own])
+
+    def close(self, mb: int) -> None:
+        """Let go of them."""
+        del self.passing[mb]
+        for n in self.places:
+            del self.grads.passing[n, mb]
+
+    # -- weights for some ops -----------------------------------------------------------------------------------------
+
+    @property
+    def here(self) -> bool:
+        """Whether the weights may be read, or are on their way."""
+        return self.whole.untyped_storage().nbytes() > 0
+
+    def fetch(self) -> None:
+        """Room for the weights. Raises PiperError where they have it already."""
+        if self.here:
+            message = f"{self.name} is gathered again before it was freed"
+            raise PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion="free it behind the last op that reads it")
+        self._resize(self.whole.numel())
+
+    def drop(self) -> None:
+        """Let go of them."""
+        self._resize(0)
+
+    def _resize(self, numel: int) -> None:
+        self.whole.untyped_storage().resize_(numel * self.whole.element_size())
+        self.whole.detach()  # an op, so that who follows storages sees it
+
+    # -- what this rank has -------------------------------------------------------------------------------------------
+
+    def pieces(self, flat: Tensor) -> dict[str, tuple[int, Tensor]]:
+        """`weights` or `reduced` by parameter: first element, and the flat piece from there on."""
+        out = {}
+        for n, place in self.places.items():
+            low, high = max(place.start, self.own.start), min(place.stop, self.own.stop)
+            if low < high:
+                out[n] = low - place.start, flat[low - self.own.start : high - self.own.start]
+        return out
+
+    def tensors(self) -> list[Tensor]:
+        """All that persists."""
+        return [self.weights, self.whole, self.sums, self.travels]

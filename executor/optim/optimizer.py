@@ -1,0 +1,169 @@
+"""SGD and AdamW on flat sets of named tensors, and the global gradient norm, summed in canonical parameter order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.flat import update_blocks
+
+NAMES = ("adamw", "sgd")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """The job's `[optimizer]`. clip_norm 0 turns clipping off.
+
+    >>> OptimizerConfig("adam")
+    Traceback (most recent call last):
+    ...
+    ir.core.errors.PiperError: optimizer.name: unknown optimizer 'adam'
+    allowed: adamw, sgd
+    fix: adamw
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-3
+    clip_norm: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise PiperError(
+                ErrorKind.JOB,
+                f"unknown optimizer {self.name!r}",
+                key="optimizer.name",
+                allowed=NAMES,
+                suggestion=nearest(self.name, NAMES),
+            )
+
+
+def slots_of(config: OptimizerConfig) -> tuple[str, ...]:
+    """The moments kept of every element.
+
+    >>> slots_of(OptimizerConfig("sgd", momentum=0.9)), slots_of(OptimizerConfig("sgd"))
+    (('momentum',), ())
+    """
+    if config.name == "sgd":
+        return ("momentum",) if config.momentum else ()
+    return "exp_avg", "exp_avg_sq"
+
+
+class Optimizer:
+    """The state of the parameters (or shards of them) that a rank updates; element by element, so any cut will do.
+
+    dtype: of moments and master weights; a parameter that already has it gets no master copy.
+
+    >>> w = torch.ones(2)
+    >>> opt = Optimizer(OptimizerConfig("sgd", lr=0.5), {"w": w}); opt.step({"w": torch.ones(2)}); w.tolist()
+    [0.5, 0.5]
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, params: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.config, self.params = config, {n: p.detach() for n, p in params.items()}
+        wide = {n: torch.promote_types(p.dtype, dtype) for n, p in self.params.items()}
+        self.masters = {n: p.to(wide[n]) for n, p in self.params.items() if p.dtype != wide[n]}
+        self.steps = 0
+        slots = slots_of(config)
+        self.state = {n: {s: torch.zeros_like(p, dtype=wide[n]) for s in slots} for n, p in self.params.items()}
+
+    def kept(self, name: str) -> dict[str, Tensor]:
+        """All that a parameter's next update starts from: the value that is updated, and its moments."""
+        return {"weight": self.masters.get(name, self.params[name]), **self.state[name]}
+
+    @torch.no_grad()
+    def step(self, grads: Mapping[str, Tensor], scale: float = 1.0, names: Sequence[str] | None = None) -> None:
+        """Update the parameters (those named, by default all) with grads · scale. One call is one step for all moments.
+
+        To update in several calls, call `begin` once and `update` for each part.
+        """
+        self.begin()
+        self.update(grads, scale, names)
+
+    def begin(self) -> None:
+        """A new step begins."""
+        self.steps += 1
+
+    @torch.no_grad()
+    def update(self, grads: Mapping[str, Tensor], scale: float = 1.0, names: Sequence[str] | None = None) -> None:
+        """Update some parameters within the step begun."""
+        for name in self.params if names is None else names:
+            weight = self.masters.get(name, self.params[name])
+            for param, wide, grad, *state in _blocks(
+                [self.params[name], weight, grads[name], *self.state[name].values()]
+            ):
+                grad = grad.to(wide.dtype)
+                grad = grad * scale if self.config.clip_norm else grad  # by 1.0 too, so memory knows no data
+                (self._adamw if self.config.name == "adamw" else self._sgd)(wide, grad, *state)
+                if name in self.masters:
+                    param.copy_(wide)
+
+    def _sgd(self, weight: Tensor, grad: Tensor, *momentum: Tensor) -> None:
+        for sums in momentum:
+            grad = sums.mul_(self.config.momentum).add_(grad)
+        weight.add_(grad, alpha=-self.config.lr)
+
+    def _adamw(self, weight: Tensor, grad: Tensor, avg: Tensor, sq: Tensor) -> None:
+        # torch.optim.AdamW's single-tensor arithmetic, op for op: a test holds the two bitwise equal.
+        c, (beta1, beta2) = self.config, self.config.betas
+        weight.mul_(1 - c.lr * c.weight_decay)
+        avg.lerp_(grad, 1 - beta1)
+        sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        step_size = c.lr / (1 - beta1**self.steps)
+        denom = (sq.sqrt() / math.sqrt(1 - beta2**self.steps)).add_(c.eps)
+        weight.addcdiv_(avg, denom, value=-step_size)
+
+
+def _blocks(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Tensors of one size, stretch by stretch: what an update makes on its way is no tensor of the whole."""
+    sizes = update_blocks(tensors[0].numel())
+    if len(sizes) == 1 or not all(t.is_contiguous() for t in tensors):
+        yield tensors
+        return
+    yield from zip(*(t.view(-1).split(sizes) for t in tensors), strict=True)
+
+
+def square_sums(grads: Mapping[str, Tensor], order: Sequence[str]) -> Tensor:
+    """Σ g² of each parameter held here, in canonical order; 0 for the others. In float64.
+
+    Summing such vectors over ranks that hold different parameters adds zeros only, hence changes no bit.
+
+    >>> square_sums({"b": torch.tensor([3.0, 4.0])}, ["a", "b"]).tolist()
+    [0.0, 25.0]
+    """
+    out = torch.zeros(len(order), dtype=torch.float64)
+    for i, name in enumerate(order):
+        if name in grads:
+            out[i] = torch.linalg.vector_norm(grads[name].detach(), dtype=torch.float64).square()
+    return out
+
+
+def norm_of(sums: Tensor) -> float:
+    """The global norm from all parameters' square sums, added one after the other in their order.
+
+    >>> norm_of(torch.tensor([9.0, 16.0]))
+    5.0
+    """
+    total = 0.0
+    for value in sums.tolist():
+        total += value
+    return math.sqrt(total)
+
+
+def clip_scale(norm: float, clip_norm: float) -> float:
+    """What gradients are multiplied by: torch's clip coefficient.
+
+    >>> clip_scale(0.5, 1.0), round(clip_scale(4.0, 1.0), 4), clip_scale(4.0, 0.0)
+    (1.0, 0.25, 1.0)
+    """
+    return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0

@@ -1,0 +1,174 @@
+"""What keeps copies and shares in step: reductions over owners, the global norm, the update, gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from torch import Tensor, dtype
+
+from executor.autograd.stage import Gradients
+from executor.optim.flat import Flat
+from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
+from executor.parallel.collective import Meeting
+from executor.transport.base import Handle, Transport
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.work import CommKind
+from ir.graph.sync import Bucket
+from ir.plan.places import Places, several, sharers
+
+Start = tuple[Callable[[], Handle], Callable[[], None] | None]  # posts a collective; what is done where it has ended
+
+
+class Sync:
+    """Gradients, update and shares of one rank. order: all parameters of the model, canonically. elsewhere: those that
+    the global norm takes from a tensor-parallel rank before this one.
+
+    norm: of the step's whole gradient, if it is to be clipped. reduce: dtype that gradients
+    are reduced in; moments: of optimizer state.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        places: Places,
+        found: Sequence[Bucket],
+        params: Mapping[str, Tensor],
+        grads: Gradients,
+        order: Sequence[str],
+        config: OptimizerConfig,
+        *,
+        reduce: dtype,
+        moments: dtype,
+        elsewhere: frozenset[str] = frozenset(),
+    ) -> None:
+        self.elsewhere = elsewhere
+        self.grads, self.params, self.order, self.config = grads, params, list(order), config
+        program = places.program(rank)
+        shared = several(found, program)
+        self.alone = [n for b in found if program in b.owners and b not in shared for n in b.params]
+        self.flat: dict[str, Flat] = {}
+        for b in shared:
+            members, first = sharers(b, places, rank), b.owners[0] == program
+            index = members.index(rank)
+            self.flat[b.key] = Flat(b, members, index, params, grads, reduce=reduce, first=first)
+        shares = {f"flat:{k}": f.weights for k, f in self.flat.items()}
+        self.optimizer = Optimizer(config, {**{n: params[n] for n in self.alone}, **shares}, moments)
+        self.norm: float | None = None
+        self._sums: Tensor | None = None
+
+    def begin(self) -> None:
+        """A new step."""
+        self.grads.zero()
+        for f in self.flat.values():
+            f.begin()
+        self.norm, self._sums = None, None
+
+    # -- as the plan's ops ask ----------------------------------------------------------------------------------------
+
+    def start(self, meeting: Meeting, transport: Transport) -> Start:
+        """How to post a collective once its stream comes to it, and what its stream does at its end."""
+        group, mb = meeting.group, meeting.mb
+        if not meeting.bucket:
+            sums = self._partial_norm()  # here and now, on the host: a stream's thread only communicates
+            return lambda: transport.all_reduce(group, sums), None
+        flat = self.flat[meeting.bucket]
+        match meeting.kind:
+            case CommKind.REDUCE_SCATTER if meeting.once:
+                return lambda: transport.reduce_scatter(group, flat.reduced, flat.filled()), None
+            case CommKind.REDUCE_SCATTER:
+                whole = flat.passing[mb]
+                return lambda: transport.reduce_scatter(group, whole[flat.own], whole), partial(flat.land, mb)
+            case CommKind.ALL_REDUCE:
+                return lambda: transport.all_reduce(group, flat.filled()), None
+            case CommKind.ALL_GATHER:
+                if not meeting.once:
+                    flat.fetch()
+                return lambda: transport.all_gather(group, flat.whole, flat.weights), None
+            case _:
+                raise AssertionError(f"{meeting} has no bucket")
+
+    def open(self, bucket: str, mb: int) -> None:
+        """A microbatch's gradients begin."""
+        self.flat[bucket].open(mb)
+
+    def reads(self, buckets: Sequence[str], op: str) -> None:
+        """An op is about to read weights that were gathered for it. Raises PiperError where they are not there."""
+        for key in buckets:
+            if not self.flat[key].here:
+                message = f"{op} reads {key}, which was not gathered or freed already"
+                raise PiperError(ErrorKind.ILLEGAL_PLAN, message)
+
+    def close(self, meeting: Meeting) -> None:
+        """What it gathered, or reduced from, is not needed any more."""
+        flat = self.flat[meeting.bucket]
+        if meeting.kind is CommKind.ALL_GATHER:
+            flat.drop()
+        else:
+            flat.close(meeting.mb)
+
+    def update(self) -> None:
+        """Clip, and update this rank's part; what it did not update comes by the gathers."""
+        if self.config.clip_norm:  # a job of one rank has no collective for it
+            self.norm = norm_of(self.squares() if self._sums is None else self._sums)
+        grads: dict[str, Tensor] = {n: self.grads[n] for n in self.alone}
+        grads |= {f"flat:{k}": f.reduced for k, f in self.flat.items()}
+        self.optimizer.step(grads, 1.0 if self.norm is None else clip_scale(self.norm, self.config.clip_norm))
+
+    # -- what this rank has -------------------------------------------------------------------------------------------
+
+    def squares(self) -> Tensor:
+        """Σ g² of each parameter over this rank's share, in canonical order."""
+        sums = square_sums({n: self.grads[n] for n in self.alone if n not in self.elsewhere}, self.order)
+        for f in self.flat.values():
+            if f.counts:
+                pieces = {n: piece for n, (_, piece) in f.pieces(f.reduced).items() if n not in self.elsewhere}
+                sums += square_sums(pieces, self.order)
+        return sums
+
+    def tensors(self) -> list[Tensor]:
+        """Flat buffers and optimizer state: they persist."""
+        return [*(t for f in self.flat.values() for t in f.tensors()), *self._state()]
+
+    def state_bytes(self) -> dict[str, int]:
+        """What persists, after sharding."""
+        whole = [f.weights if f.gathers else f.whole for f in self.flat.values()]
+        parts = {
+            "parameters": [*(self.params[n] for n in self.alone), *whole],
+            "gradients": [*(self.grads[n] for n in self.alone), *(f.sums for f in self.flat.values())],
+            "optimizer": self._state(),
+            "buffers": [f.travels for f in self.flat.values() if f.travels is not f.sums],
+        }
+        return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
+
+    def reduced(self) -> dict[str, tuple[int, Tensor]]:
+        """Each parameter's gradient after the reductions, as far as this rank has it: (first element, flat piece)."""
+        out = {n: (0, self.grads[n].flatten()) for n in self.alone}
+        for f in self.flat.values():
+            out |= f.pieces(f.reduced)
+        return out
+
+    def weights(self) -> dict[str, tuple[int, Tensor]]:
+        """Each parameter, as far as this rank holds it between steps."""
+        out = {n: (0, p.detach().flatten()) for n, p in self.params.items()}
+        for f in self.flat.values():
+            if f.gathers:
+                out = {n: x for n, x in out.items() if n not in f.places} | f.pieces(f.weights)
+        return out
+
+    def kept(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
+        """What this rank updates, by parameter: first element, and the flat pieces of the value and of its moments."""
+        out = {n: (0, {s: t.view(-1) for s, t in self.optimizer.kept(n).items()}) for n in self.alone}
+        for key, f in self.flat.items():
+            for slot, flat in self.optimizer.kept(f"flat:{key}").items():
+                for n, (first, piece) in f.pieces(flat).items():
+                    out.setdefault(n, (first, {}))[1][slot] = piece
+        return out
+
+    def _state(self) -> list[Tensor]:
+        state = [t for slots in self.optimizer.state.values() for t in slots.values()]
+        return [*state, *self.optimizer.masters.values()]
+
+    def _partial_norm(self) -> Tensor:
+        self._sums = self.squares()
+        return self._sums

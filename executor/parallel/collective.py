@@ -1,0 +1,67 @@
+"""A collective as one rank sees it: what it does, for which bucket and microbatch, and with whom."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from executor.parallel.places import Places
+from ir.core.work import CommKind
+from ir.graph.graph import Once
+from ir.graph.sync import buckets
+from ir.plan.plan import OpKind, Plan, Shape
+
+_FLAT = re.compile(r"(\d+)(?:RS|AG_[FIWR])\*/(.+?)(?:\+\d+)?", re.ASCII)
+ONCE = -1  # instead of a microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """bucket: `Bucket.key`, "" where it is about none. mb: ONCE, or whose microbatch it is. members: global ranks.
+
+    exchange: it carries rows, or their numbers, between units of a stage.
+    """
+
+    kind: CommKind
+    bucket: str
+    mb: int
+    group: str
+    members: tuple[int, ...]
+    exchange: bool = False
+
+    @property
+    def once(self) -> bool:
+        """Whether it exists once per step."""
+        return self.mb == ONCE
+
+    @classmethod
+    def of(cls, plan: Plan, places: Places, rank: int, shape: Shape, mb: int) -> Meeting:
+        """What an op of this shape is on this rank."""
+        program = places.program(rank)
+        node = plan.graph.nodes[shape.covers[0][0]] if shape.covers else None
+        if node is None:
+            found = _FLAT.fullmatch(shape.text)
+            assert found is not None
+            message, programs, key = shape.message, (program,), f"{found[1]}/{found[2]}"
+        elif not node.once:
+            message, programs, key = node.message, (program,), ""
+        else:
+            message, programs, mb = node.message, node.groups, ONCE
+            key = "" if node.kind is Once.NORM else f"{node.stage}/{node.part}"
+            if key and key not in {b.key for b in buckets(plan.graph)}:
+                key = key.removesuffix(f".p{program}")  # a group's own gather of a bucket that others hold too
+        assert message is not None
+        members = places.group(rank, message.axes, programs)
+        group = f"{shape.stream}:{','.join(map(str, members))}"
+        return cls(message.kind, key, mb, group, members, exchange=node is not None and not node.once)
+
+
+def groups(plan: Plan, places: Places) -> dict[str, tuple[int, ...]]:
+    """The members of every group that some collective of the plan needs, by name."""
+    out = {}
+    for p, s in sorted({*zip(plan.program.tolist(), plan.shape.tolist(), strict=True)}):
+        if plan.shapes[s].kind is OpKind.COLLECTIVE:
+            for rank in places.table[p]:
+                found = Meeting.of(plan, places, rank, plan.shapes[s], 0)
+                out[found.group] = found.members
+    return out

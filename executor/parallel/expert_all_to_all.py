@@ -1,0 +1,122 @@
+"""All-to-alls between two units of a stage: which rows a rank sends where, and what it gets.
+
+A token's copies leave a rank as rows sorted by expert, so those for one rank stand together; what a rank gets comes
+sorted by source, then by its own experts. First travel the numbers of rows, which each host reads: they size every
+exchange of that layer and microbatch, in all passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from executor.parallel.inline import holders, let_go
+from executor.transport.base import Handle
+from ir.graph.expert_rows import CARRIES
+from ir.graph.graph import COUNTS
+
+Table = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One all-to-all of a layer, among `ranks` ranks. reads: what it carries in forward, by the name of a port.
+
+    counts: the exchange that says how many rows go where, "" for that one itself. back: in forward it carries rows back
+    to where their tokens are.
+    """
+
+    reads: str
+    ranks: int
+    counts: str = ""
+    back: bool = False
+
+
+def exchanges(chunk: str, ranks: int) -> dict[str, Exchange]:
+    """Those of a chunk's layer, by the names the plan has for them, among units of `executor.modules.moe.spread`."""
+    counts = f"{chunk}.{COUNTS}"
+    return {
+        f"{chunk}.{name}": Exchange(
+            f"{chunk}.{carried}", ranks, "" if name == COUNTS else counts, back=name == "combine"
+        )
+        for name, carried in CARRIES.items()
+    }
+
+
+@dataclass(frozen=True)
+class Route:
+    """Rows of one layer and microbatch. sent: [rank, its expert] from here; got: [rank, own expert] from there."""
+
+    sent: Table
+    got: Table
+
+    @classmethod
+    def read(cls, sent: Tensor, got: Tensor, ranks: int) -> Route:
+        """From the numbers of rows by expert, which are on the device until then.
+
+        >>> import torch
+        >>> Route.read(torch.tensor([2, 0, 1, 3]), torch.tensor([2, 0, 5, 1]), 2)
+        Route(sent=[[2, 0], [1, 3]], got=[[2, 0], [5, 1]])
+        """
+        return cls(sent.view(ranks, -1).tolist(), got.view(ranks, -1).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class Trade:
+    """What a rank puts into an all-to-all, and what for: (place, tensor) pairs that travel alike. rows, into_rows: of
+    every tensor, to and from each rank. held: of each, how many tensors had its storage before.
+    """
+
+    pieces: tuple[tuple[Tensor, Tensor], ...]
+    into_rows: tuple[int, ...]
+    rows: tuple[int, ...]
+    held: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], rows: Sequence[int], into_rows: Sequence[int]) -> Trade:
+        """With room for what arrives.
+
+        >>> import torch
+        >>> trade = Trade.of([torch.zeros(3, 8)], [1, 2], [2, 4]); trade.arrives[0].shape
+        torch.Size([6, 8])
+        """
+        total = sum(into_rows)
+        pairs = [(t.new_empty(total, *t.shape[1:]), t.contiguous()) for t in tensors]
+        return cls(tuple(pairs), tuple(into_rows), tuple(rows), tuple(holders(t) for pair in pairs for t in pair))
+
+    def post(self, move: Callable[..., Handle]) -> list[Handle]:
+        """Give all of it to a transport. What that takes for itself is not this rank's memory."""
+        with _disable_current_modes():
+            # Views, whose holders can be told from those of the tensors themselves.
+            return [move(into.detach(), rows.detach(), self.into_rows, self.rows) for into, rows in self.pieces]
+
+    def end(self) -> None:
+        """It has ended, and this rank alone holds its tensors."""
+        let_go(list(zip((t for pair in self.pieces for t in pair), self.held, strict=True)))
+
+    @property
+    def arrives(self) -> tuple[Tensor, ...]:
+        """Where the others' rows will be."""
+        return tuple(into for into, _ in self.pieces)
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What is sent, which must stay until it has gone."""
+        return tuple(tensor for _, tensor in self.pieces)
+
+
+def travel(exchange: Exchange, route: Route, tensors: Sequence[Tensor], *, gradients: bool) -> Trade:
+    """Rows towards experts or back. gradients: of what it carries in forward, hence the other way round."""
+    sent, got = [sum(r) for r in route.sent], [sum(r) for r in route.got]
+    if exchange.back == gradients:
+        return Trade.of(tensors, sent, got)
+    return Trade.of(tensors, got, sent)
+
+
+def even(exchange: Exchange, counts: Tensor) -> Trade:
+    """The numbers of rows, as many to each rank."""
+    each = [len(counts) // exchange.ranks] * exchange.ranks
+    return Trade.of([counts], each, each)

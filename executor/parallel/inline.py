@@ -1,0 +1,185 @@
+"""A rank's ends of the groups that meet inside compute ops, over tensor and context parallel axes: it blocks there.
+
+The plan has these messages as `Node.inline`, with the op's own work, in the order they happen in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from executor import clock
+from executor.device.progress import Progress
+from executor.parallel.places import Places, check_divided
+from executor.transport.base import Handle, Transport
+from ir.core.work import CommKind
+from ir.plan.plan import Plan
+from ir.workload.part import Layout
+
+AXES = ("tp", "cp")
+PATIENCE_S = 2.0
+
+
+class Wire:
+    """One mesh axis: `size` ranks, of which this one is the `index`-th. Calls return when their message is over.
+
+    members: global ranks, in that order. Without a transport nothing moves: as if the others had sent the same, or 0.
+
+    >>> wire = Wire(2, 1); wire.gather(torch.ones(2)).tolist(), wire.scatter(torch.tensor([[1.0], [2.0]])).tolist()
+    ([[1.0, 1.0], [1.0, 1.0]], [2.0])
+    """
+
+    def __init__(
+        self,
+        size: int = 1,
+        index: int = 0,
+        axis: str = "",
+        members: tuple[int, ...] = (),
+        transport: Transport | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.size, self.index, self.axis, self.members = size, index, axis, members
+        self._transport, self._progress = transport, progress
+
+    @property
+    def group(self) -> str:
+        """What the transport knows it by."""
+        return group_name(self.axis, self.members)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """All-reduce, in place."""
+        return self._reduce(x, largest=False)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The same, of the largest values."""
+        return self._reduce(x, largest=True)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Everyone's x: (…) → (size, …)."""
+        x = x.contiguous()
+        into = x.new_empty(self.size, *x.shape)
+        if (t := self._transport) is None:
+            return into.copy_(x)
+        self._meet(CommKind.ALL_GATHER, into, x, lambda: t.all_gather(self.group, into.view(-1), x.view(-1)))
+        return into
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Reduce-scatter: everyone's x added up, of which the index-th row stays here: (size, …) → (…)."""
+        x = x.contiguous()
+        into = x.new_empty(x.shape[1:])
+        if (t := self._transport) is None:
+            return into.copy_(x[self.index])
+        flat = x.view(-1)
+        self._meet(CommKind.REDUCE_SCATTER, x, into, lambda: t.reduce_scatter(self.group, into.view(-1), flat))
+        return into
+
+    def _reduce(self, x: Tensor, *, largest: bool) -> Tensor:
+        if (t := self._transport) is not None:
+            flat = x.view(-1)
+            if largest:
+                self._meet(CommKind.ALL_REDUCE, x, flat, lambda: t.all_reduce(self.group, flat, largest=True))
+            else:
+                self._meet(CommKind.ALL_REDUCE, x, flat, lambda: t.all_reduce(self.group, flat))
+        return x
+
+    def _meet(self, kind: CommKind, whole: Tensor, part: Tensor, post: Callable[[], Handle]) -> None:
+        """Post, and wait for the end. kind, whole: what moves, as the plan's message has it."""
+        held = [(x, holders(x)) for x in (whole, part)]
+        with _disable_current_modes():  # what the transport takes for itself is not this rank's memory
+            handle = post()
+            if self._progress is not None:
+                self._progress.wait(r for k, r in enumerate(self.members) if k != self.index)
+            handle.wait()
+            del handle
+        if self._progress is not None:
+            self._progress.go_on()
+        let_go(held)
+
+
+def holders(x: Tensor) -> int:
+    """How many tensors, of whatever thread, hold a tensor's storage."""
+    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
+
+
+def let_go(held: Sequence[tuple[Tensor, int]]) -> None:
+    """Wait until no more tensors hold each storage than did before a message that has ended.
+
+    A transport's thread lets go of its tensors a moment later; what is alive when must not depend on that.
+    """
+    limit_s = clock.now() + PATIENCE_S
+    while any(holders(x) > n for x, n in held if not x.is_cuda) and clock.now() < limit_s:
+        time.sleep(1e-5)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a rank stands among those that share its parts' work.
+
+    tp: they have other heads, columns, words. cp: other tokens of each sequence. sequence: between the regions that tp
+    divides, its ranks have other tokens too (sequence parallelism).
+    """
+
+    tp: Wire = field(default_factory=Wire)
+    cp: Wire = field(default_factory=Wire)
+    sequence: bool = False
+
+    @property
+    def divides(self) -> int:
+        """Among how many ranks the tokens of a sequence are shared out, between regions."""
+        return self.cp.size * (self.tp.size if self.sequence else 1)
+
+    def inner(self, t: Tensor) -> Tensor:
+        """What this rank's regions see of the last dim, the tokens of whole sequences."""
+        return stretches(t, self.cp.size, self.cp.index)
+
+    def stream(self, t: Tensor) -> Tensor:
+        """The same of what stands between regions."""
+        t = self.inner(t)
+        return t.chunk(self.tp.size, -1)[self.tp.index] if self.sequence else t
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, transport: Transport | None = None, progress: Progress | None = None) -> Region:
+        """As a plan divides its parts. Without a transport nothing moves. Raises PiperError: as `check_divided`."""
+        check_divided(plan.graph)
+        places, layout = Places.of(plan), next((e.layout for e in plan.graph.entries), Layout())
+        program = places.program(rank)
+        wires = []
+        for axis, size in zip(AXES, (layout.tp, layout.cp), strict=True):
+            members = places.group(rank, (axis,), (program,))
+            wires.append(Wire(size, members.index(rank), axis, members, transport, progress) if size > 1 else Wire())
+        return cls(wires[0], wires[1], layout.sequence_parallel)
+
+
+def stretches(t: Tensor, size: int, index: int) -> Tensor:
+    """One rank's part of the last dim, tokens: of 2 · size stretches the index-th from either end, so that under a
+    causal mask all ranks have as many keys to see.
+
+    >>> [stretches(torch.arange(8), 2, i).tolist() for i in range(2)]
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    if size == 1:
+        return t
+    parts = t.chunk(2 * size, -1)
+    return torch.cat((parts[index], parts[-1 - index]), -1)
+
+
+def group_name(axis: str, members: tuple[int, ...]) -> str:
+    """`tp:0,1`."""
+    return f"{axis}:{','.join(map(str, members))}"
+
+
+def inline_groups(plan: Plan, places: Places) -> dict[str, tuple[int, ...]]:
+    """The members of every group that meets inside compute ops, by name."""
+    found = {a for n in plan.graph.nodes for m in n.inline for a in m.axes if a in AXES}
+    out = {}
+    for p, ranks in enumerate(places.table):
+        for rank in ranks:
+            for axis in sorted(found):
+                members = places.group(rank, (axis,), (p,))
+                out[group_name(axis, members)] = members
+    return out

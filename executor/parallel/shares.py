@@ -1,0 +1,93 @@
+"""Which elements of a parameter a rank holds where tensor or expert parallelism cuts it; ZeRO cuts what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ir.graph.graph import Graph
+from ir.workload.part import Layout, Param
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Part `index` of `count` along a dim. blocks: sizes of the stretches that are cut one by one (fused q, k, v)."""
+
+    dim: int
+    index: int
+    count: int
+    blocks: tuple[int, ...]
+
+    def rows(self) -> Tensor:
+        """The indices along the dim that are held.
+
+        >>> Cut(0, 1, 2, (4, 2)).rows().tolist()
+        [2, 3, 5]
+        """
+        out, first = [], 0
+        for size in self.blocks:
+            low, high = (i * size // self.count for i in (self.index, self.index + 1))
+            out.append(torch.arange(first + low, first + high))
+            first += size
+        return torch.cat(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's part of a parameter of global shape `shape`; without cuts, all of it.
+
+    >>> share = Share((4, 3), (Cut(0, 1, 2, (4,)),))
+    >>> share.local, share.take(torch.arange(12).view(4, 3)).tolist()
+    ((2, 3), [[6, 7, 8], [9, 10, 11]])
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of what is held."""
+        out = list(self.shape)
+        for c in self.cuts:
+            out[c.dim] = len(c.rows())
+        return tuple(out)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part, a tensor of its own where it is not all."""
+        for c in self.cuts:
+            whole = whole.index_select(c.dim, c.rows().to(whole.device))
+        return whole
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """Write this rank's part where it belongs.
+
+        >>> whole = torch.zeros(3, 2)
+        >>> Share((3, 2), (Cut(1, 0, 2, (2,)),)).put(whole, torch.ones(3, 1)); whole[0].tolist()
+        [1.0, 0.0]
+        """
+        at = [torch.arange(n) for n in self.shape]
+        for c in self.cuts:
+            at[c.dim] = c.rows()
+        whole[torch.meshgrid(*at, indexing="ij")] = part.view(self.local)
+
+
+def share_of(param: Param, layout: Layout, place: Mapping[str, int]) -> Share:
+    """What the rank at these coordinates holds of a parameter, as the model graph cuts it."""
+    cuts = []
+    for axis, dim in zip(param.sharded, param.dims, strict=True):
+        count = int(getattr(layout, axis))
+        if count > 1:
+            blocks = param.blocks if param.blocks and axis != "ep" else (param.shape[dim],)
+            cuts.append(Cut(dim, place[axis], count, blocks))
+    return Share(param.shape, tuple(cuts))
+
+
+def shares(graph: Graph, place: Mapping[str, int]) -> dict[str, Share]:
+    """Every parameter of a plan's graph by global name, as the rank at these coordinates holds it.
+
+    place: `Mesh.coordinates` of the rank.
+    """
+    return {p.name: share_of(p, e.layout, place) for e in graph.entries for p in e.part.params}

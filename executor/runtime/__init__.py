@@ -1,0 +1,1 @@
+"""One rank at work: the interpreter of its program, the kernels behind its ops, the worker process."""

@@ -1,0 +1,99 @@
+"""What is trained on: tokens by (step, sequence of the global batch); any plan of one global batch sees the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.data.tokens import FileTokens, Synthetic, source_of
+from executor.modules.base import TokenLoss
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch: (sequences, length) of token ids and of labels; scale: 1 / the step's valid tokens.
+
+    number: in the global batch.
+    """
+
+    ids: Tensor
+    labels: Tensor
+    scale: float
+    number: int = 0
+
+    def extras(self, wants: tuple[str, ...]) -> tuple[object, ...]:
+        """What a unit asks for beside activations, by name."""
+        return tuple(getattr(self, w) for w in wants)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A microbatch that is still the loader's: who asks for a part of it gets a copy on the device, his own."""
+
+    batch: Batch
+    device: torch.device
+
+    @property
+    def ids(self) -> Tensor:
+        """Token ids."""
+        return self.batch.ids.to(self.device, copy=True)
+
+    def extras(self, wants: tuple[str, ...]) -> tuple[object, ...]:
+        """What a unit asks for beside activations, by name."""
+        found = self.batch.extras(wants)
+        return tuple(x.to(self.device, copy=True) if isinstance(x, Tensor) else x for x in found)
+
+
+class Data:
+    """The microbatches of each step: replica r's microbatch m is sequences (r·M + m)·size … of the global batch.
+
+    source: "synthetic", or a path to text or tokens.
+
+    >>> data = Data("synthetic", vocab=100, length=8, replicas=2, microbatches=3, size=2)
+    >>> data.batch(0, replica=1, mb=2).ids.shape, data.valid_tokens(0)
+    (torch.Size([2, 8]), 96)
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        vocab: int,
+        length: int,
+        replicas: int = 1,
+        microbatches: int = 1,
+        size: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.length, self.replicas, self.microbatches, self.size = length, replicas, microbatches, size
+        self.source = source_of(source, vocab, seed)
+        if isinstance(self.source, FileTokens):
+            self.source.stride = self.sequences
+        self._valid: tuple[int, int] = (-1, 0)
+
+    @property
+    def sequences(self) -> int:
+        """Of the global batch."""
+        return self.replicas * self.microbatches * self.size
+
+    def batch(self, step: int, replica: int, mb: int) -> Batch:
+        """One microbatch."""
+        number = replica * self.microbatches + mb
+        first = number * self.size
+        rows = np.stack([self.source.sequence(step, first + i, self.length) for i in range(self.size)])
+        labels = np.where(rows[:, 1:] < 0, TokenLoss.IGNORE, rows[:, 1:])
+        ids = np.maximum(rows[:, :-1], 0)
+        scale = 1.0 / max(1, self.valid_tokens(step))
+        return Batch(torch.from_numpy(ids), torch.from_numpy(labels), scale, number)
+
+    def valid_tokens(self, step: int) -> int:
+        """Labels of the whole global batch that count; every rank finds the same without asking another."""
+        if isinstance(self.source, Synthetic):
+            return self.sequences * self.length
+        if self._valid[0] != step:
+            rows = (self.source.sequence(step, i, self.length) for i in range(self.sequences))
+            self._valid = (step, sum(int((r[1:] >= 0).sum()) for r in rows))
+        return self._valid[1]

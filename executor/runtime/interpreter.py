@@ -1,0 +1,296 @@
+"""Runs one program of a plan, op by op in dispatch order: one function per op kind, and no strategy's name anywhere.
+
+Compute runs in the loop (on a CPU) or is launched by it (CUDA); communication is queued on its stream where the plan
+dispatches it, behind the compute launched before it, and waited for where the plan waits: by the host, and by the
+device's compute lane. What a free names is let go there; nothing is freed by polling. Buffers inside a stage are
+autograd's and go when the pass that reads them last has run, which the plan's frees foresee.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from executor import clock
+from executor.device.device import Device
+from executor.device.progress import Progress
+from executor.modules.base import NUMBER
+from executor.parallel.expert_all_to_all import Trade
+from executor.runtime.batch import Waiting
+from executor.runtime.kernels import Kernels
+from executor.runtime.program import Program, Value
+from executor.transport.base import Delayed, Handle, Joined, Landing, Transport
+from executor.transport.streams import Pending, Queued, Stream
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.ops import Pass
+from ir.graph.graph import Node
+from ir.plan.plan import AT_START, OpKind
+
+CPU = torch.device("cpu")
+Row = tuple[int, str, str, float, float, float]  # step, stream, op, post_s, start_s, end_s
+
+
+@dataclass
+class StepResult:
+    """What one step leaves on one rank.
+
+    losses: by microbatch, where the last stage is here. grad_norm: where the plan takes it. squares: else, of this
+    rank's share by parameter; their sum over ranks is the squared norm.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    grad_norm: float | None = None
+    squares: list[float] = field(default_factory=list)
+
+
+class Interpreter:
+    """One rank. boundary: makes an empty tensor of what crosses a stage boundary.
+
+    delay_s: by which the ends of transfers, and of collectives of a microbatch, are put off.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        kernels: Kernels,
+        transport: Transport,
+        progress: Progress,
+        device: Device,
+        boundary: Callable[[], Tensor],
+        delay_s: float = 0.0,
+    ) -> None:
+        self.program, self.kernels, self.stages, self.sync = program, kernels, kernels.stages, kernels.sync
+        self.transport, self.progress, self.device, self.boundary = transport, progress, device, boundary
+        self.delay_s = delay_s
+        self.rows: list[Row] = []
+        self.parts: list[tuple[int, int, list[float]]] = []  # step, compute op, seconds of each node where it is done
+        self._lane = device.lane("compute")
+        self._pending: list[Pending] = []
+        self._values: dict[Value, Tensor] = {}
+        self._under: dict[int, Pending] = {}  # communication ops that the host has not yet seen end
+        self._trades: dict[int, Trade] = {}  # exchanges among these, which hold what they send until then
+        self._streams: dict[str, Stream] = {}
+        self._latest: dict[str, Queued] = {}
+        self._batches: Mapping[int, Waiting] = {}
+        self._units = {s: tuple(stage.units) for s, stage in self.stages.items()}
+        self._losses: dict[int, Tensor | float] = {}
+        self._step = 0
+
+    def step(self, number: int, batches: Mapping[int, Waiting]) -> StepResult:
+        """Run every op once. batches: of the microbatches that `Program.batches` lists. Raises TransportError."""
+        p, self._batches, self._step = self.program, batches, number
+        self._losses.clear()
+        with self._lane():
+            self.sync.begin()
+            for i in range(p.first, p.last):
+                shape, text = p.shape(i), p.plan.text(i)
+                self.progress.op(i, text)
+                row = Pending(shape.stream, text, clock.now())
+                self._pending.append(row)
+                match OpKind(shape.kind):
+                    case OpKind.COMPUTE:
+                        self._compute(i, row)
+                    case OpKind.SEND:
+                        self._send(i, row)
+                    case OpKind.RECV:
+                        self._recv(i, row)
+                    case OpKind.COLLECTIVE:
+                        self._collective(i, row)
+            for i in sorted(self._under):
+                self._wait(i, None)
+            self._settle()
+            return self._results()
+
+    def close(self) -> None:
+        """After the last step."""
+        for stream in self._streams.values():
+            stream.close()
+
+    def _settle(self) -> None:
+        """Wait until the device has caught up, op by op, so that a device that hangs is seen to hang at one."""
+        for k, row in enumerate(self._pending):
+            if not row.last.done():
+                self.progress.op(self.program.first + k, row.op)
+                row.last.wait()
+            self.rows.append((self._step, row.stream, row.op, row.post_s, *row.span()))
+        self._pending.clear()
+
+    def _results(self) -> StepResult:
+        assert not any(s.in_flight for s in self.stages.values()), "a microbatch is left over"
+        self._values.clear()
+        norm = self.sync.norm
+        losses = {mb: float(x) for mb, x in self._losses.items()}
+        return StepResult(losses, norm, [] if norm is not None else self.sync.squares().tolist())
+
+    # -- communication ------------------------------------------------------------------------------------------------
+
+    def _send(self, i: int, row: Pending) -> None:
+        tensor = self._take(self.program.value(i), i)
+        self._queue(i, row, partial(self.transport.send, self.program.peer(i), tensor), self.delay_s)
+
+    def _recv(self, i: int, row: Pending) -> None:
+        into = self._values[self.program.value(i)] = self.boundary()
+        self._queue(i, row, partial(self.transport.recv, self.program.peer(i), into), self.delay_s)
+
+    def _collective(self, i: int, row: Pending) -> None:
+        meeting = self.program.meetings[i]
+        if meeting.exchange:
+            post, land = self._exchange(i, row, meeting.group), None
+        elif meeting.bucket:
+            post, land = self.sync.start(meeting, self.transport)
+        else:  # the norm: its operand is computed here, from what the collectives before it left
+            waits = {*self.program.plan.waits.row(i).tolist()}
+            for w in [w for w, under in self._under.items() if w in waits or under.stream == row.stream]:
+                self._wait(w, i)
+            post, land = self.sync.start(meeting, self.transport)
+        before = self._latest.get(row.stream)
+        self._queue(i, row, post, 0.0 if meeting.once else self.delay_s, [] if before is None else [before], land)
+
+    def _exchange(self, i: int, row: Pending, group: str) -> Callable[[], Handle]:
+        """What is to travel between units on different ranks. How many rows do is waited for, and read, before."""
+        if (counts := self.program.counted.get(i)) is not None:
+            self._wait(counts, i)
+        ((_, node, mb),) = self.program.covers(i)
+        trade = self._trades[i] = self.stages[node.stage].exchange(Pass(str(node.kind)), mb, node.part)
+        row.post_s = clock.now()
+        return lambda: Joined(trade.post(partial(self.transport.all_to_all, group)))
+
+    def _queue(
+        self,
+        i: int,
+        row: Pending,
+        post: Callable[[], Handle],
+        delay_s: float,
+        before: Sequence[Queued] = (),
+        land: Callable[[], None] | None = None,
+    ) -> None:
+        """Put op i on its stream. before: what must be over first, beside what the plan waits for; land: what its
+        stream does at its end."""
+        waits = [self._under[w].queued for w in self.program.plan.waits.row(i).tolist() if w in self._under]
+        late = (lambda: Delayed(post(), delay_s)) if delay_s else post
+        ends = late if land is None else (lambda: Landing(late(), land))
+        row.queued = Queued(ends, [*before, *(q for q in waits if q is not None)], self.device.mark())
+        self._under[i] = row
+        if row.stream not in self._streams:
+            self._streams[row.stream] = Stream(row.stream, self.device)
+        self._streams[row.stream].put(row.queued)
+        self._latest[row.stream] = row.queued
+
+    def _wait(self, op: int, now: int | None) -> None:
+        """Go on behind a communication op; compute runs in order anyway. now: the op that waits."""
+        if op not in self._under:
+            return
+        queued = self._under.pop(op).queued
+        assert queued is not None
+        if not queued.done():
+            self.progress.wait(self.program.others(op), self.program.plan.text(op))
+            queued.wait()
+            if now is not None:
+                self.progress.op(now, self.program.plan.text(now))
+        queued.wait()
+        assert queued.end is not None
+        self.device.follow(queued.end)
+        if (trade := self._trades.pop(op, None)) is not None:
+            trade.end()
+
+    # -- compute ------------------------------------------------------------------------------------------------------
+
+    def _compute(self, i: int, row: Pending) -> None:
+        for w in self.program.plan.waits.row(i).tolist():
+            self._wait(w, i)
+        row.start, since_s = self.device.mark(), clock.now()
+        self._work(i)
+        self.kernels.hold(self._step, i, since_s, self.progress.go_on)
+        row.end = self.device.mark()
+
+    def _work(self, i: int) -> None:
+        self._free(i, AT_START)
+        ends = [clock.now()]
+        for cover, (index, node, mb) in enumerate(self.program.covers(i)):
+            for exchange in self.program.brought.get(index, ()):
+                self._wait(self.program.exchanged[exchange, mb], i)  # where an earlier op's wait implies it
+            for bucket, of in self.program.opens.get((i, cover), ()):
+                self.sync.open(bucket, of)
+            if index in self.program.gathered:
+                self.sync.reads(self.program.gathered[index], self.program.plan.text(i))
+            if node.once:
+                self.sync.update()
+            else:
+                stage = self.stages[node.stage]
+                match Pass(str(node.kind)):
+                    case Pass.F:
+                        self._forward(i, index, node, mb)
+                    case Pass.I:
+                        self._input_grad(i, index, node, mb)
+                    case Pass.W | Pass.R:
+                        stage.run(Pass(str(node.kind)), mb, [node.part])
+            self._free(i, cover)
+            ends.append(clock.now())
+        self.parts.append((self._step, i, [b - a for a, b in pairwise(ends)]))
+
+    def _forward(self, i: int, index: int, node: Node, mb: int) -> None:
+        stage, units = self.stages[node.stage], self._units[node.stage]
+        if node.part == units[0]:
+            outer = self.program.outer.get(index)
+            stage.feed(mb, self._batches[mb].ids if outer is None else self._take((*outer, mb), i))
+        if (wants := self.kernels.extras.get(node.part)) is not None:
+            stage.feed_extra(mb, node.part, *self._extras(mb, wants))
+        stage.run(Pass.F, mb, [node.part])
+        if node.part != units[-1]:
+            return
+        (out,) = stage.take_output(mb)
+        if (slot := self.program.crosses.get(index)) is not None:
+            self._values[index, slot, mb] = out
+        else:
+            self._losses[mb] = out if self.device.ahead else out.item()
+
+    def _extras(self, mb: int, wants: tuple[str, ...]) -> tuple[object, ...]:
+        """What a unit reads of the batch; its number is known where no batch is, between the ends of the model."""
+        if wants == NUMBER:
+            return (self.program.number_of(mb),)
+        return self._batches[mb].extras(wants)
+
+    def _input_grad(self, i: int, index: int, node: Node, mb: int) -> None:
+        stage, units = self.stages[node.stage], self._units[node.stage]
+        if node.part == units[-1] and (outer := self.program.outer.get(index)) is not None:
+            stage.feed_grad(mb, self._take((*outer, mb), i))
+        stage.run(Pass.I, mb, [node.part])
+        if node.part == units[0]:
+            (grad,) = stage.take_input_grad(mb)
+            if (slot := self.program.crosses.get(index)) is not None:
+                assert grad is not None
+                self._values[index, slot, mb] = grad
+
+    # -- values that cross stages -------------------------------------------------------------------------------------
+
+    def _take(self, value: Value, i: int) -> Tensor:
+        """A value that another stage made, here or elsewhere, and that op i reads."""
+        if (brought := self.program.received.get(value)) is not None:
+            self._wait(brought, i)  # where the plan leaves the wait out, because an earlier op's wait implies it
+        if value not in self._values:
+            node = self.program.plan.graph.nodes[value[0]].text(value[2])
+            message = f"{self.program.plan.text(i)} reads what {node} made, which was freed already or never came"
+            raise PiperError(ErrorKind.ILLEGAL_PLAN, message)
+        return self._values[value]
+
+    def _free(self, i: int, cover: int) -> None:
+        for value in self.program.frees.get((i, cover), ()):
+            self._values.pop(value, None)
+        for meeting in self.program.closes.get((i, cover), ()):
+            self.sync.close(meeting)
+
+
+def boundary(
+    size: int, length: int, hidden: int, dtype: torch.dtype, device: torch.device = CPU
+) -> Callable[[], Tensor]:
+    """Makes receive buffers: what crosses a stage boundary is (sequences, tokens, hidden).
+
+    >>> boundary(1, 4, 8, torch.float32)().shape
+    torch.Size([1, 4, 8])
+    """
+    return lambda: torch.empty(size, length, hidden, dtype=dtype, device=device)

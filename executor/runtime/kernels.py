@@ -1,0 +1,255 @@
+"""How the work of compute ops is done: with arithmetic, or without it in a time that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from executor import clock
+from executor.optim.sync import Start
+from executor.parallel.collective import Meeting
+from executor.parallel.expert_all_to_all import Route, Trade, even, exchanges, travel
+from executor.transport.base import Transport
+from ir.core.ops import Pass
+from ir.core.order import FloatArray
+from ir.core.work import CommKind
+from ir.graph.sync import Bucket
+
+SMALL = 2**18  # elements of a bucket that an emulated collective moves at most
+
+
+class StageWork(Protocol):
+    """What the interpreter asks of a stage; `executor.autograd.stage.Stage` does it with arithmetic."""
+
+    @property
+    def units(self) -> Mapping[str, object]:
+        """Its units, in order."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches of which something is still held."""
+        ...
+
+    def feed(self, mb: int, *acts: Tensor) -> None:
+        """The input of the next forward."""
+        ...
+
+    def feed_extra(self, mb: int, unit: str, *extras: object) -> None:
+        """A unit's further arguments."""
+        ...
+
+    def feed_grad(self, mb: int, *grads: Tensor | None) -> None:
+        """The gradient of the output, for the next backward."""
+        ...
+
+    def run(self, pass_: Pass, mb: int, units: Sequence[str] | None = None) -> None:
+        """One pass over some units."""
+        ...
+
+    def exchange(self, pass_: Pass, mb: int, name: str) -> Trade:
+        """What travels between units on different ranks; counts that size it must have come."""
+        ...
+
+    def take_output(self, mb: int) -> tuple[Tensor, ...]:
+        """What the last forward left."""
+        ...
+
+    def take_input_grad(self, mb: int) -> tuple[Tensor | None, ...]:
+        """The gradient of the input."""
+        ...
+
+
+class StepWork(Protocol):
+    """What the interpreter asks of what keeps copies and shares in step; `executor.optim.sync.Sync` does it."""
+
+    norm: float | None
+
+    def begin(self) -> None:
+        """A new step."""
+        ...
+
+    def start(self, meeting: Meeting, transport: Transport) -> Start:
+        """How to post a collective, and what to do at its end."""
+        ...
+
+    def open(self, bucket: str, mb: int) -> None:
+        """A microbatch's gradients begin."""
+        ...
+
+    def reads(self, buckets: Sequence[str], op: str) -> None:
+        """An op is about to read weights that were gathered for it."""
+        ...
+
+    def close(self, meeting: Meeting) -> None:
+        """What it gathered, or reduced from, is not needed any more."""
+        ...
+
+    def update(self) -> None:
+        """Update the parameters."""
+        ...
+
+    def squares(self) -> Tensor:
+        """Σ g² of this rank's share, by parameter."""
+        ...
+
+
+class Kernels(Protocol):
+    """All compute of one rank. stages: by stage. extras: what a unit reads of the batch."""
+
+    @property
+    def stages(self) -> Mapping[int, StageWork]:
+        """The stages that live here."""
+        ...
+
+    @property
+    def extras(self) -> Mapping[str, tuple[str, ...]]:
+        """By unit, out of "ids", "labels", "scale"."""
+        ...
+
+    @property
+    def sync(self) -> StepWork:
+        """What exists once per step."""
+        ...
+
+    def hold(self, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
+        """Behind a compute op's work, which began at since_s: return when its time is over."""
+        ...
+
+
+@dataclass(frozen=True)
+class Real:
+    """Arithmetic, which takes as long as it takes."""
+
+    stages: Mapping[int, StageWork]
+    extras: Mapping[str, tuple[str, ...]]
+    sync: StepWork
+
+    def hold(self, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
+        """It is over when it is done."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """No arithmetic: ops take the seconds given, [step, op]; after the last step given come the first ones again."""
+
+    stages: Mapping[int, StageWork]
+    sync: StepWork
+    seconds: FloatArray
+    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # nobody reads a batch
+
+    def hold(self, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
+        """Sleep, which leaves the processor to other ranks: each op runs as on a device of its own."""
+        clock.sleep_until(since_s + float(self.seconds[step % len(self.seconds), op]), tick)
+
+
+class BlankStage:
+    """A stage without arithmetic: what leaves it has the right shape, and no meaning. last: its output is the loss.
+
+    routes: (chunk, microbatch) → the rows that exchanges of its layer carry, each as the boundary has them.
+    """
+
+    in_flight = 0
+
+    def __init__(
+        self,
+        units: Sequence[str],
+        boundary: Callable[[], Tensor],
+        *,
+        last: bool,
+        routes: Callable[[str, int], Route] | None = None,
+    ) -> None:
+        self.units: dict[str, None] = dict.fromkeys(units)
+        self._out = torch.tensor(float("nan")) if last else boundary().zero_()
+        self._grad = boundary().zero_()
+        self._routes = routes
+
+    def feed(self, mb: int, *acts: Tensor) -> None:
+        """Nobody reads it."""
+
+    def feed_extra(self, mb: int, unit: str, *extras: object) -> None:
+        """Nobody reads them."""
+
+    def feed_grad(self, mb: int, *grads: Tensor | None) -> None:
+        """Nobody reads it."""
+
+    def run(self, pass_: Pass, mb: int, units: Sequence[str] | None = None) -> None:
+        """Nothing to do."""
+
+    def exchange(self, pass_: Pass, mb: int, name: str) -> Trade:
+        """Rows as planned, of zeros."""
+        assert self._routes is not None
+        chunk, _, _ = name.rpartition(".")
+        route, hidden = self._routes(chunk, mb), self._grad.shape[-1]
+        wire = exchanges(chunk, len(route.sent))[name]
+        if not wire.counts:
+            return even(wire, torch.tensor(route.sent).flatten())
+        leaving = route.sent if wire.back == (pass_ is Pass.I) else route.got
+        return travel(wire, route, [self._grad.new_zeros(sum(map(sum, leaving)), hidden)], gradients=pass_ is Pass.I)
+
+    def take_output(self, mb: int) -> tuple[Tensor, ...]:
+        """Always the same tensor, which nobody writes."""
+        return (self._out,)
+
+    def take_input_grad(self, mb: int) -> tuple[Tensor | None, ...]:
+        """Always the same tensor, which nobody writes."""
+        return (self._grad,)
+
+
+class BlankSync:
+    """The collectives of a step on buckets cut down to 1 MiB or so, and no update. params: how many the model has.
+
+    found: the buckets with the index of this rank among the ranks that share each.
+    """
+
+    norm: float | None = None
+
+    def __init__(
+        self, found: Sequence[tuple[Bucket, int]], params: int, reduce: torch.dtype, gather: torch.dtype
+    ) -> None:
+        self._sums = torch.zeros(params, dtype=torch.float64)
+        self._buckets: dict[str, tuple[Tensor, Tensor, slice]] = {}
+        for b, index in found:
+            shard = min(b.shard, -(-SMALL // b.ranks))
+            own = slice(index * shard, (index + 1) * shard)
+            sums, whole = (torch.zeros(shard * b.ranks, dtype=d) for d in (reduce, gather))
+            self._buckets[b.key] = sums, whole, own
+
+    def begin(self) -> None:
+        """Nothing to clear."""
+
+    def start(self, meeting: Meeting, transport: Transport) -> Start:
+        """As `Sync` does, with zeros."""
+        group = meeting.group
+        if not meeting.bucket:
+            return lambda: transport.all_reduce(group, self._sums), None
+        sums, whole, own = self._buckets[meeting.bucket]
+        match meeting.kind:
+            case CommKind.REDUCE_SCATTER:
+                return lambda: transport.reduce_scatter(group, sums[own], sums), None
+            case CommKind.ALL_REDUCE:
+                return lambda: transport.all_reduce(group, sums), None
+            case CommKind.ALL_GATHER:
+                return lambda: transport.all_gather(group, whole, whole[own]), None
+            case _:
+                raise AssertionError(f"{meeting} has no bucket")
+
+    def open(self, bucket: str, mb: int) -> None:
+        """No gradients."""
+
+    def reads(self, buckets: Sequence[str], op: str) -> None:
+        """Nobody reads them."""
+
+    def close(self, meeting: Meeting) -> None:
+        """It stays."""
+
+    def update(self) -> None:
+        """No parameters."""
+
+    def squares(self) -> Tensor:
+        """No gradients."""
+        return torch.zeros(0)

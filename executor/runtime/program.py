@@ -1,0 +1,136 @@
+"""One rank's program as the interpreter needs it: which values cross stages, who brings them, who meets, what dies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from executor.parallel.collective import Meeting
+from executor.parallel.places import Places
+from ir.core.ops import Pass
+from ir.graph.graph import Node
+from ir.graph.sync import buckets
+from ir.lower.zero import gathered
+from ir.plan.plan import AT_START, OpKind, Plan, Shape
+from ir.verify.host import host_reads
+
+Value = tuple[int, int, int]  # (node, slot, microbatch)
+At = tuple[int, int]  # (op, cover)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What rank `rank` of the mesh runs: rows first … last − 1 of the plan.
+
+    received: value → the receive that brings it. outer: node → the (node, slot) of another stage that it reads.
+    crosses: node → the slot of its output (F) or input gradient (I) that another stage reads. frees: (op, cover) → the
+    values among these that die there; cover is AT_START for those gone before the op runs. meetings: op → what it is,
+    of collectives. opens: the (bucket, microbatch) whose gradients begin there; closes: the reductions and gathers
+    whose flat tensors die there. gathered: node → the buckets whose weights it reads from a gather. brought: node → the
+    exchanges, as nodes, whose rows it reads; exchanged: (exchange, microbatch) → its op. counted: op → the exchange
+    whose numbers the host must have read before it.
+    """
+
+    plan: Plan
+    places: Places
+    rank: int
+    first: int
+    last: int
+    received: dict[Value, int] = field(default_factory=dict)
+    outer: dict[int, tuple[int, int]] = field(default_factory=dict)
+    crosses: dict[int, int] = field(default_factory=dict)
+    frees: dict[At, list[Value]] = field(default_factory=dict)
+    meetings: dict[int, Meeting] = field(default_factory=dict)
+    opens: dict[At, list[tuple[str, int]]] = field(default_factory=dict)
+    closes: dict[At, list[Meeting]] = field(default_factory=dict)
+    gathered: dict[int, list[str]] = field(default_factory=dict)
+    brought: dict[int, list[int]] = field(default_factory=dict)
+    exchanged: dict[tuple[int, int], int] = field(default_factory=dict)
+    counted: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> Program:
+        """Read one rank's part."""
+        places = Places.of(plan)
+        number = places.program(rank)
+        out = cls(plan, places, rank, int(plan.bounds[number]), int(plan.bounds[number + 1]))
+        for i in range(out.first, out.last):
+            shape = out.shape(i)
+            if shape.kind is OpKind.RECV:
+                assert shape.slot is not None
+                out.received[(*shape.slot, int(plan.mb[i]))] = i
+            if shape.kind is OpKind.COLLECTIVE:
+                meeting = out.meetings[i] = Meeting.of(plan, places, rank, shape, int(plan.mb[i]))
+                if meeting.exchange:
+                    out.exchanged[shape.covers[0][0], meeting.mb] = i
+        nodes = plan.graph.nodes
+        for e in plan.graph.edges:
+            src, dst = nodes[e.src], nodes[e.dst]
+            if not src.once and src.message is not None and dst.message is None:
+                out.brought.setdefault(e.dst, []).append(e.src)
+            if not e.join and src.kind in (Pass.F, Pass.I) and src.kind is dst.kind and src.stage != dst.stage:
+                out.outer[e.dst] = (e.src, e.slot)
+                out.crosses[e.src] = e.slot
+        for index, held in gathered(plan.graph, buckets(plan.graph)).items():
+            out.gathered[index] = [b.key for b in held]
+        ops, on = host_reads(plan)
+        out.counted.update(zip(ops.tolist(), on.tolist(), strict=True))
+        out._read_buffers()
+        return out
+
+    @property
+    def number(self) -> int:
+        """Which program it is: the pipeline rank."""
+        return self.places.program(self.rank)
+
+    def _read_buffers(self) -> None:
+        plan, b = self.plan, self.plan.buffers
+        for k in range(len(b)):
+            made = int(b.alloc[k])
+            if not self.first <= made < self.last:
+                continue
+            node, slot, mb = int(b.node[k]), int(b.slot[k]), int(b.mb[k])
+            end = int(b.free[k]), max(int(b.free_cover[k]), AT_START)
+            if node < 0 and (meeting := self.meetings.get(slot)) is not None:
+                if made != slot:
+                    self.opens.setdefault((made, int(b.alloc_cover[k])), []).append((meeting.bucket, meeting.mb))
+                self.closes.setdefault(end, []).append(meeting)
+            elif node >= 0 and self.crosses.get(node) == slot:
+                self.frees.setdefault(end, []).append((node, slot, mb))
+            elif node < 0 and (brought := self.shape(slot).slot) is not None:
+                self.frees.setdefault(end, []).append((*brought, int(plan.mb[slot])))
+            # else inside a stage: dies with what holds it
+
+    def shape(self, i: int) -> Shape:
+        """What kind of op row i is."""
+        return self.plan.shapes[int(self.plan.shape[i])]
+
+    def covers(self, i: int) -> list[tuple[int, Node, int]]:
+        """Row i's nodes in the order they run: (index, node, microbatch)."""
+        mbs = (int(self.plan.mb[i]), int(self.plan.mb2[i]))
+        return [(n, self.plan.graph.nodes[n], mbs[member]) for n, member in self.shape(i).covers]
+
+    def value(self, i: int) -> Value:
+        """What a send or receive carries."""
+        slot = self.shape(i).slot
+        assert slot is not None
+        return (*slot, int(self.plan.mb[i]))
+
+    def peer(self, i: int) -> int:
+        """The other rank of a send or receive."""
+        return self.places.peer(self.rank, int(self.plan.program[int(self.plan.partner[i])]))
+
+    def others(self, i: int) -> list[int]:
+        """The ranks that a communication op needs."""
+        if i not in self.meetings:
+            return [self.peer(i)]
+        return [r for r in self.meetings[i].members if r != self.rank]
+
+    def number_of(self, mb: int) -> int:
+        """A microbatch's number in the global batch."""
+        return self.places.replica(self.rank) * self.plan.graph.mbs + mb
+
+    def batches(self) -> list[int]:
+        """The microbatches whose tokens or labels this rank reads."""
+        ends = (0, self.plan.graph.stages - 1)
+        rows = (c for i in range(self.first, self.last) if self.shape(i).kind is OpKind.COMPUTE for c in self.covers(i))
+        return sorted({mb for _, node, mb in rows if node.kind is Pass.F and node.stage in ends})

@@ -1,0 +1,264 @@
+"""What one rank of a run does: rebuild the plan, build its part of the model, train, hand back what happened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from executor.autograd.stage import Gradients, Stage
+from executor.checkpoint.keeper import Keeper
+from executor.device.device import Cuda, Device, Host
+from executor.device.memory import PeakMemory
+from executor.modules.base import TORCH
+from executor.modules.choose import model_of, recomputed
+from executor.modules.user.model import UserModel
+from executor.optim.optimizer import OptimizerConfig
+from executor.optim.sync import Sync
+from executor.parallel.collective import groups
+from executor.parallel.inline import Region, inline_groups
+from executor.parallel.router_guide import Guide, guide_of, planned_routes
+from executor.parallel.shares import Share, shares
+from executor.runtime.batch import Batch, Data, Waiting
+from executor.runtime.interpreter import Interpreter, StepResult, boundary
+from executor.runtime.kernels import BlankStage, BlankSync, Real, Timed
+from executor.runtime.program import Program
+from executor.runtime.spec import Spec, rebuild, source_name
+from executor.runtime.worker import RankContext
+from executor.transport.base import Topology
+from ir.graph.expert_rows import spread_over
+from ir.graph.sync import buckets, repeated
+from ir.job.build import Prepared, precision_of
+from ir.plan.places import Places, several, sharers
+from ir.plan.plan import OpKind, Plan
+
+
+def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
+    """The target of `launch`: run `steps` steps as this rank's program says."""
+    s = Spec.of(spec)
+    prepared, plan = rebuild(s)
+    program = Program.of(plan, ctx.rank)
+    device = device_of(s, ctx)
+    transport = ctx.connect(s.backend, topology(plan), device)
+    region = Region.of(plan, ctx.rank, transport, ctx.progress)
+    local = Local.of(prepared, plan, ctx.rank, device, region, note=s.note) if s.real else None
+    kernels = local.kernels() if local is not None else blank(prepared, plan, program, s)
+    empty = crossing(prepared, device, region)
+    run = Interpreter(program, kernels, transport, ctx.progress, device, empty, s.emulate_comm)
+    batches = _batches(prepared, program, device) if s.real else _blank_batches(program)
+    keeper = None
+    if local is not None:
+        keeper = Keeper(s.saving, prepared, plan, ctx.rank, local.sync, local.shares, ctx.progress)
+        keeper.begin(transport)
+    device.mark().wait()
+    transport.barrier()
+    results, told = [], []
+    for step in range(s.saving.first, s.steps):
+        results.append(run.step(step, batches(step)))
+        told.append(local.guide.take() if local is not None else ([], []))
+        if step == s.saving.first and local is not None and s.dump is not None:
+            _dump(Path(s.dump) / f"first-{ctx.rank}.npz", local)
+        if keeper is not None:
+            keeper.after(step + 1, s.steps, transport)
+    rows = list(run.rows)
+    if s.parts is not None and s.real and not device.ahead:
+        (Path(s.parts) / f"parts-{ctx.rank}.json").write_text(json.dumps(run.parts))
+    peak = None
+    if local is not None:
+        if s.dump is not None:
+            _dump(Path(s.dump) / f"rank-{ctx.rank}.npz", local)
+        # One more step, not timed and not reported, as following every storage makes it slower.
+        more = batches(s.steps)
+        with PeakMemory(local.tensors()) as memory:
+            run.step(s.steps, more)
+        peak = memory.peak
+    if keeper is not None:
+        keeper.close()
+    ctx.progress.wait(text="end")
+    run.close()
+    transport.close()
+    return {
+        "losses": [_of_the_batch(prepared, program, r) for r in results] if s.real else None,
+        "grad_norms": [r.grad_norm for r in results] if s.real else None,
+        "squares": [r.squares for r in results],
+        "peak_bytes": peak,
+        "state_bytes": None if local is None else local.sync.state_bytes(),
+        "rows": rows,
+        "first_step": s.saving.first,
+        "saved": None if keeper is None else keeper.saved,
+        "routing": [
+            (layer, number - program.number_of(0), rows) for layer, number, rows in (told[0][0] if told else ())
+        ],
+        "balance": [losses for _, losses in told],
+    }
+
+
+def _of_the_batch(prepared: Prepared, program: Program, result: StepResult) -> list[tuple[int, float]]:
+    """The losses here, with where their microbatches stand in the global batch; of tensor-parallel ranks one tells."""
+    if program.places.mesh.coordinates(program.rank)["tp"]:
+        return []
+    first = program.places.replica(program.rank) * prepared.mbs
+    return [(first + mb, loss) for mb, loss in sorted(result.losses.items())]
+
+
+def device_of(spec: Spec, ctx: RankContext) -> Device:
+    """Where this rank computes. What computes nothing needs no GPU."""
+    if spec.backend == "nccl":
+        return Cuda(ctx.local_rank)
+    return Cuda(0) if spec.backend == "local" and spec.real and torch.cuda.is_available() else Host()
+
+
+def crossing(prepared: Prepared, device: Device, region: Region | None = None) -> Callable[[], torch.Tensor]:
+    """Makes an empty tensor of what crosses a stage boundary: of the rank's own tokens."""
+    job, region = prepared.job, region or Region.of(prepared.plan(), 0)
+    shape = job.schedule.microbatch_size, job.model.seq_len // region.divides, prepared.config.hidden
+    return boundary(*shape, TORCH[precision_of(job).compute], device.torch)
+
+
+def blank(prepared: Prepared, plan: Plan, program: Program, spec: Spec) -> Timed:
+    """All that a rank needs where ops take a given time: no model."""
+    entries, graph, precision = prepared.base.entries, plan.graph, precision_of(prepared.job)
+    mine = sorted({n.stage for n in graph.nodes if not n.once and program.number in n.groups})
+    empty = crossing(prepared, Host())
+    places, rank = program.places, program.rank
+    routes = planned_routes(prepared, graph, places, rank) if spread_over(graph) else None
+    stages = {
+        s: BlankStage([e.name for e in entries if e.stage == s], empty, last=s == graph.stages - 1, routes=routes)
+        for s in mine
+    }
+    params = len({p.name for e in entries for p in e.part.params})
+    reduce, gather = TORCH[precision.reduce], TORCH[precision.params]
+    shared = [(b, sharers(b, places, rank).index(rank)) for b in several(buckets(graph), program.number)]
+    return Timed(stages, BlankSync(shared, params, reduce, gather), spec.seconds(plan, places, rank))
+
+
+def topology(plan: Plan) -> Topology:
+    """Channels and groups that the plan's programs need: the channels at every position."""
+    places, send = Places.of(plan), np.flatnonzero(plan.kind == OpKind.SEND)
+    pairs = {*zip(plan.program[send].tolist(), plan.program[plan.partner[send]].tolist(), strict=True)}
+    channels = [c for a, b in pairs for c in zip(places.table[a], places.table[b], strict=True)]
+    return Topology.of(places.ranks, channels, groups(plan, places) | inline_groups(plan, places))
+
+
+@dataclass(frozen=True)
+class Local:
+    """What lives on one rank: stages, every parameter once (two uses are one tensor, one gradient), optimizer."""
+
+    stages: dict[int, Stage]
+    extras: dict[str, tuple[str, ...]]
+    params: dict[str, torch.Tensor]
+    grads: Gradients
+    sync: Sync
+    shares: dict[str, Share]
+    guide: Guide
+
+    @classmethod
+    def of(
+        cls,
+        prepared: Prepared,
+        plan: Plan,
+        rank: int,
+        device: Device,
+        region: Region | None = None,
+        *,
+        note: bool = False,
+    ) -> Local:
+        """Build this rank's part of the model, with the values every rank would give it.
+
+        region: whom it meets inside compute ops; nobody without it. note: its routers' choices.
+        """
+        job, precision = prepared.job, precision_of(prepared.job)
+        entries, places = prepared.base.entries, Places.of(plan)
+        held, region = shares(plan.graph, places.mesh.coordinates(rank)), region or Region.of(plan, rank)
+        guide = guide_of(prepared, plan.graph, places, rank, device.torch, note=note)
+        model = model_of(prepared, held, region, spread_over(plan.graph), guide)
+        mine = sorted({n.stage for n in plan.graph.nodes if not n.once and places.program(rank) in n.groups})
+        chunks = list(dict.fromkeys(e.chunk.name for e in entries if e.stage in mine))
+        built = model.build(chunks)
+        if isinstance(model, UserModel):
+            model.keep(chunks)
+        for unit in built.units.values():
+            unit.to(device.torch)  # moves the parameters themselves, so that ties stay ties
+        for p in built.params.values():
+            p.data = p.data.contiguous()  # as buckets have them
+        device.bind()
+        params: dict[str, torch.Tensor] = dict(built.params)
+        grads = Gradients(params, TORCH[precision.grads])
+        again = recomputed(prepared)
+        stages = {}
+        for s in mine:
+            units = {e.name: built.units[e.name] for e in entries if e.stage == s}
+            stages[s] = Stage(
+                units,
+                params,
+                grads=grads,
+                recompute=again,
+                reads=built.reads,
+                ports=built.ports,
+                exchanges=built.exchanges,
+            )
+        sync = Sync(
+            rank,
+            places,
+            buckets(plan.graph),
+            params,
+            grads,
+            list(model.shapes),
+            OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm),
+            reduce=TORCH[precision.reduce],
+            moments=TORCH[precision.optimizer],
+            elsewhere=repeated(plan.graph) if region.tp.index else frozenset(),
+        )
+        return cls(stages, dict(built.extras), params, grads, sync, held, guide)
+
+    def kernels(self) -> Real:
+        """As the interpreter takes it."""
+        return Real(self.stages, self.extras, self.sync)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that persists from step to step."""
+        return [*self.params.values(), *self.grads.sums.values(), *self.sync.tensors()]
+
+
+def _batches(prepared: Prepared, program: Program, device: Device) -> Callable[[int], dict[int, Waiting]]:
+    """Step → the microbatches that this rank reads; what of them is on its device, is so while it is used."""
+    job, needed = prepared.job, program.batches()
+    data = Data(
+        source_name(job),
+        vocab=prepared.config.vocab,
+        length=job.model.seq_len,
+        replicas=prepared.mesh.sizes["dp"],
+        microbatches=prepared.mbs,
+        size=job.schedule.microbatch_size,
+        seed=job.data.seed,
+    )
+
+    def one(step: int, mb: int) -> Waiting:
+        return Waiting(data.batch(step, program.places.replica(program.rank), mb), device.torch)
+
+    return lambda step: {mb: one(step, mb) for mb in needed}
+
+
+def _blank_batches(program: Program) -> Callable[[int], dict[int, Waiting]]:
+    """Nobody reads them."""
+    nothing = Waiting(Batch(torch.zeros(0), torch.zeros(0), 1.0), Host.torch)
+    one = dict.fromkeys(program.batches(), nothing)
+    return lambda step: one
+
+
+def _dump(file: Path, local: Local) -> None:
+    """This rank's share of the parameters and of the reduced gradients; NaN stands where another rank has the value."""
+    arrays = {}
+    for kind, pieces in (("param", local.sync.weights()), ("grad", local.sync.reduced())):
+        for name, (first, piece) in pieces.items():
+            part = torch.full((local.params[name].numel(),), torch.nan, dtype=torch.float64)
+            part[first : first + len(piece)] = piece.double().cpu()
+            whole = torch.full(local.shares[name].shape, torch.nan, dtype=torch.float64)
+            local.shares[name].put(whole, part)
+            arrays[f"{kind}/{name}"] = whole.numpy()
+    np.savez(file, **arrays)  # type: ignore[arg-type]

@@ -1,0 +1,80 @@
+"""One process that trains the whole model, microbatch after microbatch: what every plan's run must equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from executor.autograd.stage import Gradients, Stage
+from executor.modules.base import Model, evaluate
+from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
+from executor.runtime.batch import Data
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a run leaves. losses, grad_norms: one per step, norms before clipping. grads: of the last step."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    params: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(
+    model: Model,
+    data: Data,
+    steps: int,
+    *,
+    optimizer: OptimizerConfig | None = None,
+    grads: torch.dtype | None = None,
+    moments: torch.dtype = torch.float32,
+    split: bool = False,
+) -> Training:
+    """Train `steps` steps. grads: dtype gradients are summed in; moments: of optimizer state.
+
+    split: by our own I and W; else by torch's plain backward over the whole model at once, which shares none of our
+    code for cutting and splitting.
+
+    >>> from executor.modules.decoder import Decoder
+    >>> from ir.workload.config.load import load_config
+    >>> model = Decoder(load_config("tiny-llama", {"num_hidden_layers": 1}))
+    >>> run = train(model, Data("synthetic", vocab=256, length=8, microbatches=2), steps=2)
+    >>> len(run.losses), 5 < run.losses[0] < 6
+    (2, True)
+    """
+    config = optimizer or OptimizerConfig()
+    built = model.build(model.chunks)
+    sums = Gradients(built.params, grads)
+    stage = Stage(built.units, built.params, grads=sums, reads=built.reads)
+    opt = Optimizer(config, built.params, moments)
+    out = Training(grads=sums.sums, params=dict(built.params))
+    order = list(model.shapes)
+    for step in range(steps):
+        sums.zero()
+        loss = 0.0
+        for replica in range(data.replicas):
+            for mb in range(data.microbatches):
+                batch = data.batch(step, replica, mb)
+                extras = {u: batch.extras(w) for u, w in built.extras.items()}
+                if split:
+                    for name, more in extras.items():
+                        stage.feed_extra(mb, name, *more)
+                    loss += stage.forward(mb, batch.ids)[0].item()
+                    stage.backward_input(mb)
+                    stage.backward_weight(mb)
+                else:
+                    end = evaluate(built, batch.ids, extras)
+                    end.backward()  # type: ignore[no-untyped-call]
+                    loss += end.item()
+                    for name, p in built.params.items():
+                        assert p.grad is not None, name
+                        sums.add(name, p.grad)
+                        p.grad = None
+        norm = norm_of(square_sums(sums.sums, order))
+        out.losses.append(loss)
+        out.grad_norms.append(norm)
+        opt.step(sums.sums, clip_scale(norm, config.clip_norm))
+    return out

@@ -1,0 +1,154 @@
+"""Inside one process: find the function to run, run it as one rank or as several, leave a record of how each ended."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from executor.device.device import Device
+from executor.device.progress import Progress, State
+from executor.runtime.target import find, write_whole
+from executor.transport.base import Topology, Transport, TransportError
+from executor.transport.gloo import GlooTransport, file_store
+from executor.transport.local import LocalHub, LocalTransport
+from executor.transport.nccl import NcclTransport
+from ir.core.errors import PiperError
+
+PATIENCE_S = 86_400.0  # a receive may be posted long before its message: the watchdog finds who hangs
+
+
+@dataclass
+class Hub:
+    """Where the ranks that are threads of one process meet, once the first of them has said what they need."""
+
+    made: LocalHub | None = None
+    failed: int | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self, topology: Topology, device: Device) -> LocalHub:
+        """The one hub."""
+        with self.lock:
+            if self.made is None:
+                self.made = LocalHub(topology, device)
+                if self.failed is not None:
+                    self.made.fail(self.failed)
+            return self.made
+
+    def fail(self, rank: int) -> None:
+        """Wake the others up."""
+        with self.lock:
+            self.failed = rank if self.failed is None else self.failed
+            if self.made is not None:
+                self.made.fail(rank)
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank's function gets: who it is, where to write progress, how to reach the others.
+
+    dir: a folder of this launch, gone afterwards. local_rank: among the ranks of this machine. open_store: a c10d store
+    of this launch.
+    """
+
+    rank: int
+    world: int
+    dir: Path
+    progress: Progress
+    local_rank: int = 0
+    open_store: Callable[[], Any] | None = None
+    hub: Hub = field(default_factory=Hub)
+
+    def store(self) -> Any:
+        """A c10d store of this launch."""
+        return self.open_store() if self.open_store is not None else file_store(str(self.dir / "store"), self.world)
+
+    def connect(self, backend: str, topology: Topology, device: Device) -> Transport:
+        """Connect to the other ranks."""
+        match backend:
+            case "local":
+                return LocalTransport(self.hub.get(topology, device), self.rank)
+            case "nccl":
+                return NcclTransport(self.store(), self.rank, topology, device, PATIENCE_S)
+            case _:
+                return self.gloo(topology)
+
+    def gloo(self, topology: Topology, timeout_s: float = PATIENCE_S) -> GlooTransport:
+        """Connect by gloo."""
+        return GlooTransport(self.store(), self.rank, topology, timeout_s)
+
+
+def main(spec_path: str) -> int:
+    """A process's life; returns its exit code."""
+    spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
+    ranks, folder = [int(r) for r in spec["ranks"]], Path(spec["dir"])
+    log = os.open(folder / f"log-{ranks[0]}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    faulthandler.enable()
+    pens = {r: Progress(folder / "progress", r, beat_every_s=0.1) for r in ranks}
+    hub = Hub()
+    try:
+        sys.path[:] = spec["sys_path"]
+        os.chdir(spec["cwd"])
+        os.environ.update(spec["env"])
+        torch.set_num_threads(int(spec["threads"]))
+        while not (folder / "go").exists():  # until ranks.json is complete
+            time.sleep(0.002)
+        if len(ranks) == 1:
+            return _rank(spec, folder, ranks[0], pens[ranks[0]], hub)
+        codes: dict[int, int] = {}
+
+        def life(rank: int) -> None:
+            codes[rank] = _rank(spec, folder, rank, pens[rank], hub)
+
+        threads = [threading.Thread(target=life, args=(r,), name=f"rank-{r}", daemon=True) for r in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return max(codes.values())
+    except BaseException as error:
+        write_whole(folder / f"failure-{ranks[0]}", json.dumps(failure(error)))
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _rank(spec: dict[str, Any], folder: Path, rank: int, progress: Progress, hub: Hub) -> int:
+    """A rank's life; returns its exit code."""
+    try:
+        context = RankContext(rank, int(spec["world"]), folder, progress, local_rank=rank, hub=hub)
+        result = find(spec["target"])(context, **spec["args"])
+        write_whole(folder / f"result-{rank}", json.dumps(result))
+        progress.end()
+        return 0
+    except BaseException as error:
+        write_whole(folder / f"failure-{rank}", json.dumps(failure(error)))
+        progress.end(State.FAILED)
+        hub.fail(rank)
+        return 1
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """What a rank that fails leaves to be read by whoever reports it."""
+    return {
+        "type": type(error).__name__,
+        "message": str(error) or type(error).__name__,
+        "traceback": traceback.format_exc(),
+        "witness": isinstance(error, TransportError),
+        "peers": error.peers if isinstance(error, TransportError) else (),
+        "kind": error.kind.value if isinstance(error, PiperError) else None,
+        "time_s": time.monotonic(),
+    }

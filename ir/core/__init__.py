@@ -1,0 +1,1 @@
+"""Words everything else is written in: errors, op text, work, mesh axes, filters, orders, limits."""

@@ -1,0 +1,164 @@
+"""The filter language of directives: a conjunction of tags, each an index, `*`, a range, a set or a negation.
+
+{"PP": 0}               stage 0                     {"PP": 0, "PASS": "F"}   its forward
+{"MB": "0..3"}          microbatches 0, 1, 2, 3     {"PP": "0,2,5..7"}       a set (a JSON list says the same)
+{"PP": "!3"}            any stage but 3             {"EP": "*"}              carries tag EP, any index
+{"EP": "-"}             does not carry tag EP       {}                       everything
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.ops import Pass
+
+# Piper's spelling of passes beside ours. B is both halves of a backward.
+PASSES: Mapping[str, tuple[Pass, ...]] = {
+    "F": (Pass.F,),
+    "I": (Pass.I,),
+    "W": (Pass.W,),
+    "R": (Pass.R,),
+    "B": (Pass.I, Pass.W),
+    "BI": (Pass.I,),
+    "BW": (Pass.W,),
+}
+_ITEM = re.compile(r"(\d{1,9})(?:\.\.(\d{1,9}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What one tag of a filter accepts: index ranges, perhaps negated; any index; or only its absence."""
+
+    ranges: tuple[range, ...] = ()
+    negated: bool = False
+    absent: bool = False
+    any: bool = False
+
+    def accepts(self, index: int | None) -> bool:
+        """Whether a node with this index (None: the tag is absent) passes.
+
+        >>> parse_match("MB", "!1..2").accepts(3), parse_match("EP", "-").accepts(None)
+        (True, True)
+        """
+        if index is None:
+            return self.absent
+        if self.absent:
+            return False
+        return self.any or any(index in r for r in self.ranges) != self.negated
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A conjunction over tags. `text` is how the user wrote it."""
+
+    matches: tuple[tuple[str, Match], ...]
+    passes: tuple[Pass, ...] | None
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def accepts(self, tags: Mapping[str, int], kind: Pass | None, dims: Iterable[str] = ()) -> bool:
+        """Whether a node with these tags and this pass matches, leaving microbatch dims to `microbatches`."""
+        if self.passes is not None and kind not in self.passes:
+            return False
+        skip = set(dims)
+        return all(m.accepts(tags.get(t)) for t, m in self.matches if t not in skip)
+
+    def microbatches(self, dim: str | None, mbs: int) -> tuple[range, ...]:
+        """The microbatches that pass, as sorted disjoint ranges.
+
+        >>> parse_filter({"MB": "0..1,3"}).microbatches("MB", 6)
+        (range(0, 2), range(3, 4))
+        """
+        match = dict(self.matches).get(dim) if dim is not None else None
+        if match is None:
+            return (range(mbs),) if mbs else ()
+        return runs(m for m in range(mbs) if match.accepts(m))
+
+    def json(self) -> dict[str, object]:
+        """As in a strategy file."""
+        return dict(json.loads(self.text))
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags it names, PASS left out."""
+        return tuple(t for t, _ in self.matches)
+
+
+def runs(indices: Iterable[int]) -> tuple[range, ...]:
+    """Sorted indices as maximal runs.
+
+    >>> runs([0, 1, 4])
+    (range(0, 2), range(4, 5))
+    """
+    out: list[range] = []
+    for i in indices:
+        if out and out[-1].stop == i:
+            out[-1] = range(out[-1].start, i + 1)
+        else:
+            out.append(range(i, i + 1))
+    return tuple(out)
+
+
+def parse_filter(value: object) -> Filter:
+    """Read a filter from JSON. Raises PiperError (directive) naming the tag and what is allowed.
+
+    >>> str(parse_filter({"PP": 0, "PASS": "BI"}))
+    '{"PP": 0, "PASS": "BI"}'
+    """
+    if not isinstance(value, Mapping):
+        raise _bad(f"a filter is an object of tags, not {value!r}", '{"PP": 0, "MB": "0..3", "PASS": "F"}')
+    matches: list[tuple[str, Match]] = []
+    passes = None
+    for tag, want in value.items():
+        if tag == "PASS":
+            if not isinstance(want, str) or want not in PASSES:
+                fix = nearest(str(want), PASSES)
+                raise _bad(f"PASS: {want!r} is no pass", ", ".join(PASSES), fix)
+            passes = PASSES[want]
+        else:
+            matches.append((str(tag), parse_match(str(tag), want)))
+    text = json.dumps(dict(value))
+    return Filter(tuple(matches), passes, text)
+
+
+def parse_match(tag: str, want: object) -> Match:
+    """Read what one tag accepts.
+
+    >>> parse_match("PP", "0,2,5..7").ranges
+    (range(0, 1), range(2, 3), range(5, 8))
+    """
+    allowed = 'an index, "*", "0..3", "0,2,5..7", [0, 2], "!3" or "-"'
+    if isinstance(want, bool) or want is None:
+        raise _bad(f"{tag}: {want!r} selects nothing", allowed)
+    if isinstance(want, int):
+        if want < 0:
+            raise _bad(f"{tag}: indices are not negative, got {want}", allowed)
+        return Match((range(want, want + 1),))
+    if isinstance(want, list):
+        return Match(tuple(r for w in want for r in parse_match(tag, w).ranges))
+    if not isinstance(want, str):
+        raise _bad(f"{tag}: {want!r} is no index", allowed)
+    if want == "*":
+        return Match(any=True)
+    if want == "-":
+        return Match(absent=True)
+    body = want.removeprefix("!")
+    ranges = []
+    for item in body.split(","):
+        if not (m := _ITEM.fullmatch(item.strip())):
+            raise _bad(f"{tag}: {want!r} is no index, range or set", allowed)
+        first, last = int(m[1]), int(m[2] or m[1])
+        if last < first:
+            raise _bad(f"{tag}: the range {item!r} is empty", allowed, f"{last}..{first}")
+        ranges.append(range(first, last + 1))
+    return Match(tuple(ranges), negated=body != want)
+
+
+def _bad(message: str, allowed: str, fix: str | None = None) -> PiperError:
+    return PiperError(ErrorKind.DIRECTIVE, message, allowed=allowed, suggestion=fix)

@@ -1,0 +1,82 @@
+"""How large a schedule or job may be; checked before anything is expanded, so that a typo eats no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ir.core.errors import ErrorKind, PiperError
+
+PASSES = 1_000_000  # F, I, W of every stage and microbatch; about a minute and 2 GB to simulate
+NODES = 4_000_000  # of a model's graph, times microbatches; as much
+LAYERS = 1_000
+RANKS = 65_536
+BYTES = 2**53  # of one buffer; sums then stay within 64 bits
+
+
+def check_passes(stages: int, microbatches: int, kind: ErrorKind = ErrorKind.JOB) -> None:
+    """Refuse more passes than one machine simulates.
+
+    >>> check_passes(64, 1024)
+    >>> check_passes(4, 10**9)
+    Traceback (most recent call last):
+    ir.core.errors.PiperError: schedule.microbatches: 4 stages x 1000000000 microbatches are too many to simulate
+    allowed: stages x microbatches <= 333333
+    fix: 83333 microbatches
+    """
+    most = PASSES // 3
+    if stages * microbatches > most:
+        few = max(1, most // stages)
+        raise PiperError(
+            kind,
+            f"{stages} stages x {microbatches} microbatches are too many to simulate",
+            key="schedule.microbatches" if stages <= RANKS else "parallel.pp",
+            allowed=f"stages x microbatches <= {most}",
+            suggestion=f"{few} microbatches" if stages <= RANKS else "fewer ranks",
+        )
+
+
+def check_nodes(nodes: int, microbatches: int) -> None:
+    """Refuse a model graph too large once every node has its microbatches."""
+    if nodes * microbatches > NODES:
+        raise PiperError(
+            ErrorKind.JOB,
+            f"{nodes} ops per microbatch x {microbatches} microbatches are too many to simulate",
+            key="schedule.microbatches",
+            allowed=f"a product <= {NODES}",
+            suggestion=f"{max(1, NODES // nodes)} microbatches",
+        )
+
+
+def check_layers(overrides: Mapping[str, object]) -> None:
+    """Refuse more layers than a model has, before they are counted out one by one. overrides: inline keys."""
+    for key in ("num_hidden_layers", "n_layer", "n_layers"):
+        layers = overrides.get(key)
+        if isinstance(layers, int) and layers > LAYERS:
+            message, allowed = f"{layers} layers", f"at most {LAYERS}"
+            raise PiperError(
+                ErrorKind.MODEL, message, key=f"model.{key}", allowed=allowed, suggestion=f"{key} = {LAYERS}"
+            )
+
+
+def check_bytes(buffers: Iterable[int]) -> None:
+    """Refuse activations that no machine of this century holds; their sums would not fit 64 bits."""
+    if (most := max(buffers, default=0)) > BYTES:
+        raise PiperError(
+            ErrorKind.JOB,
+            f"one activation has {most:.3g} bytes",
+            key="model.seq_len",
+            allowed=f"{BYTES:.3g} bytes",
+            suggestion="a smaller seq_len, microbatch_size or model",
+        )
+
+
+def check_ranks(ranks: int, key: str) -> None:
+    """Refuse more GPUs than a job may have."""
+    if ranks > RANKS:
+        raise PiperError(
+            ErrorKind.JOB,
+            f"{ranks} GPUs",
+            key=key,
+            allowed=f"at most {RANKS}",
+            suggestion="fewer nodes: replicas are alike",
+        )

@@ -1,0 +1,151 @@
+"""The mesh: devices factored into atomic axes, so that tp·cp·dp and etp·ep·edp are two views of the same ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+
+from ir.core.errors import ErrorKind, PiperError
+
+DENSE = ("tp", "cp", "dp")
+EXPERT = ("etp", "ep", "edp")
+ORDER = ("tp", "cp", "ep", "dp", "pp")
+_TWIN = {"tp": "etp", "dp": "edp"}
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """An axis that neither view divides: `size` ranks, `stride` apart."""
+
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """A communication group as the network sees it: how many ranks, and how many of them share a node."""
+
+    ranks: int
+    per_node: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All ranks of a job. `axes` maps each axis name to the atoms whose product it is.
+
+    >>> mesh = Mesh.of(tp=2, cp=1, dp=4, pp=2, ep=4, etp=1)
+    >>> mesh.axes["ep"]
+    (Atom(size=2, stride=1), Atom(size=2, stride=2))
+    >>> mesh.shape(("dp",), per_node=8), mesh.ranks
+    (GroupShape(ranks=4, per_node=4), 16)
+    """
+
+    sizes: Mapping[str, int]
+    axes: Mapping[str, tuple[Atom, ...]]
+
+    @classmethod
+    def of(cls, *, tp: int, cp: int, dp: int, pp: int, ep: int = 1, etp: int = 1, order: Sequence[str] = ORDER) -> Mesh:
+        """Factor the devices. `order` names the axes, fastest varying first (what lands inside a node).
+
+        Raises PiperError (job) where experts do not divide the devices or the two views have no common refinement.
+        """
+        if sorted(order) != sorted(ORDER):
+            raise _job("parallel.order", f"{' '.join(order)!r} does not name each axis once", " ".join(ORDER))
+        devices = tp * cp * dp
+        sizes = dict(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp, edp=devices // (ep * etp))
+        if devices % (ep * etp):
+            raise _no_ep(sizes, order, f"etp·ep = {etp * ep} does not divide tp·cp·dp = {devices}")
+        dense = _strides([a for a in order if a != "ep"], sizes)
+        expert = _strides([_TWIN.get(a, a) for a in order if a != "cp"], sizes)
+        if dense["pp"] != expert["pp"]:
+            raise _job("parallel.order", "pp stands between the axes that experts share", "'pp' first or last")
+        cuts = _cuts(sizes, order)
+        if cuts is None:
+            why = "the dense and the expert view of the devices have no common refinement"
+            raise _no_ep(sizes, order, why)
+        atoms = [Atom(b // a, a) for a, b in pairwise(cuts)]
+        axes = {
+            a: tuple(t for t in atoms if stride <= t.stride < stride * sizes[a])
+            for view in (dense, expert)
+            for a, stride in view.items()
+        }
+        return cls(sizes, axes)
+
+    @property
+    def ranks(self) -> int:
+        """Number of devices of the job."""
+        return self.sizes["tp"] * self.sizes["cp"] * self.sizes["dp"] * self.sizes["pp"]
+
+    def size(self, axes: Iterable[str]) -> int:
+        """Ranks in a group over these axes."""
+        return prod(self.sizes[a] for a in axes)
+
+    def offsets(self, axes: Iterable[str], programs: Sequence[int] = (0,)) -> list[int]:
+        """Global ranks of the group of rank 0 over these axes, joined over pipeline ranks `programs`."""
+        atoms = [t for a in axes for t in self.axes[a]]
+        steps = [[i * t.stride for i in range(t.size)] for t in atoms]
+        stride = self.program_stride
+        return sorted(p * stride + sum(c) for p in programs for c in product(*steps))
+
+    @property
+    def program_stride(self) -> int:
+        """Distance in ranks between neighbouring pipeline ranks."""
+        return self.axes["pp"][0].stride if self.axes["pp"] else self.ranks // self.sizes["pp"]
+
+    def shape(self, axes: Iterable[str], per_node: int, programs: Sequence[int] = (0,)) -> GroupShape:
+        """The group's size and how many of its ranks share the node of its first rank."""
+        ranks = self.offsets(axes, programs)
+        home = ranks[0] // per_node
+        return GroupShape(len(ranks), sum(r // per_node == home for r in ranks))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """A global rank's index on every axis.
+
+        >>> Mesh.of(tp=2, cp=1, dp=2, pp=2).coordinates(5)["tp"]
+        1
+        """
+        out = {}
+        for axis, atoms in self.axes.items():
+            index, scale = 0, 1
+            for t in atoms:
+                index += rank // t.stride % t.size * scale
+                scale *= t.size
+            out[axis] = index
+        return out
+
+
+def _strides(order: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    out, stride = {}, 1
+    for axis in order:
+        out[axis] = stride
+        stride *= sizes[axis]
+    return out
+
+
+def _cuts(sizes: Mapping[str, int], order: Sequence[str]) -> list[int] | None:
+    """The strides of both views in one divisibility chain, or None where there is none."""
+    dense = _strides([a for a in order if a != "ep"], sizes)
+    expert = _strides([_TWIN.get(a, a) for a in order if a != "cp"], sizes)
+    total = sizes["tp"] * sizes["cp"] * sizes["dp"] * sizes["pp"]
+    cuts = sorted({*dense.values(), *expert.values(), total})
+    return None if any(b % a for a, b in pairwise(cuts)) else cuts
+
+
+def _job(key: str, message: str, fix: str | None) -> PiperError:
+    return PiperError(ErrorKind.JOB, message, key=key, suggestion=fix)
+
+
+def _no_ep(sizes: Mapping[str, int], order: Sequence[str], why: str) -> PiperError:
+    devices, etp, ep = sizes["tp"] * sizes["cp"] * sizes["dp"], sizes["etp"], sizes["ep"]
+    fits = [e for e in range(1, devices + 1) if devices % (e * etp) == 0]
+    legal = [e for e in fits if _cuts({**sizes, "ep": e, "edp": devices // (e * etp)}, order)]
+    best = min(legal, key=lambda e: abs(e - ep), default=None)
+    return PiperError(
+        ErrorKind.JOB,
+        f"ep = {ep}: {why}",
+        key="parallel.ep",
+        allowed=f"ep in {legal[:16]}" + (" …" if len(legal) > 16 else ""),
+        suggestion=f"ep = {best}" if best else None,
+    )

@@ -1,0 +1,242 @@
+"""The first graph, before any directive: a model's parts as F, I, W (and R) nodes; or bare stages for `schedule`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from ir.core.ops import Pass
+from ir.graph.graph import Buffer, Edge, Entry, Graph, Node, Source
+from ir.workload.part import Chunk, Keep, PartWork, Saved
+
+# What each whole-part recompute option runs again; the finer ones name tensors (`Saved.recompute`) instead.
+WHOLE = {
+    "attention": frozenset({"attn"}),
+    "mlp": frozenset({"mlp", "router", "shared", "experts", "add"}),
+    "full": frozenset({"attn", "mlp", "router", "shared", "experts", "add", "block"}),
+}
+FINE = ("norm", "up_projection", "activation", "scores")
+
+
+def stage_graph(stages: int) -> Graph:
+    """A chain of stages with unit work: what a pipeline schedule alone is about.
+
+    rewrite:
+        0F -> 1F        activations of one stage and microbatch count one byte, from F to W
+        0I <- 1I
+        0W    1W
+
+    >>> [n.text() for n in stage_graph(2).nodes]
+    ['0F', '0I', '0W', '1F', '1I', '1W']
+    """
+    nodes: list[Node] = []
+    edges: list[Edge] = []
+    for s in range(stages):
+        tags = {"PP": s}
+        nodes += [
+            Node(s, Pass.F, "", writes=(Buffer("out", 0), Buffer("act", 1)), tags=tags),
+            Node(s, Pass.I, "", writes=(Buffer("grad", 0), Buffer("stash", 0)), tags=tags),
+            Node(s, Pass.W, "", writes=(Buffer("dw", 0),), tags=tags),
+        ]
+        f, i, w = 3 * s, 3 * s + 1, 3 * s + 2
+        edges += [Edge(f, i, 1), Edge(f, w, 1), Edge(i, w, 1)]
+        if s:
+            edges += [Edge(f - 3, f, 0), Edge(i, i - 3, 0)]
+    return Graph(tuple(nodes), tuple(edges))
+
+
+def model_graph(partition: Sequence[Sequence[Chunk]], source: Source, recompute: Iterable[str] = ()) -> Graph:
+    """The layer-level graph of a model whose chunks are grouped into stages.
+
+    partition: the chunks of each stage, in stage order. recompute: options of `[schedule] recompute`.
+
+    rewrite, for a part that reads x and writes y (act: what backward needs; g: gradients):
+        F: x -> y, act        I: g(y), act -> g(x), stash        W: act, stash -> (gradient, persistent)
+    """
+    entries = [Entry(s, c, p) for s, chunks in enumerate(partition) for c in chunks for p in c.parts]
+    builder = _Builder(entries, source, frozenset(recompute))
+    return builder.graph()
+
+
+class _Builder:
+    """Collects nodes and edges; used once, by `model_graph`."""
+
+    def __init__(self, entries: list[Entry], source: Source, recompute: frozenset[str]) -> None:
+        self.entries, self.source, self.recompute = entries, source, recompute
+        self.nodes: list[Node] = []
+        self.edges: list[Edge] = []
+        self.index = {e.name: i for i, e in enumerate(entries)}
+        self.works = [source.work(e) for e in entries]
+        self.whole = [any(e.part.name in WHOLE.get(o, ()) and _layer(e) for o in recompute) for e in entries]
+        self.inputs = self._resolve_inputs()
+        self.f: list[int] = []
+        self.r: dict[int, int] = {}
+        self.i: list[int] = []
+
+    def _resolve_inputs(self) -> list[tuple[int, ...]]:
+        last = {e.chunk.name: i for i, e in enumerate(self.entries)}
+        before: dict[str, str] = {}
+        names = list(dict.fromkeys(e.chunk.name for e in self.entries))
+        for previous, name in pairwise(names):
+            before[name] = previous
+        out = []
+        for e in self.entries:
+            source_chunk = e.chunk.reads or before.get(e.chunk.name)
+            outer = (last[source_chunk],) if source_chunk is not None else ()
+            out.append(tuple(j for name in e.part.inputs for j in (outer if not name else (self._inner(e, name),))))
+        return out
+
+    def _inner(self, entry: Entry, name: str) -> int:
+        return self.index[f"{entry.chunk.name}.{name}"]
+
+    def graph(self) -> Graph:
+        for k in range(len(self.entries)):
+            self.f.append(self._add(k, Pass.F))
+            for j in self.inputs[k]:
+                self.edges.append(Edge(self.f[j], self.f[k], 0))
+        self._recompute()
+        self.i = [0] * len(self.entries)
+        readers: list[list[int]] = [[] for _ in self.entries]
+        for k, js in enumerate(self.inputs):
+            for j in js:
+                readers[j].append(k)
+        for k in reversed(range(len(self.entries))):
+            self._backward(k, readers[k])
+        graph = Graph(tuple(self.nodes), tuple(self.edges), tuple(self.entries), source=self.source)
+        return prune_recompute(replace(graph, recompute=self.recompute))
+
+    def _add(self, k: int, kind: Pass) -> int:
+        e = self.entries[k]
+        node = Node(e.stage, kind, e.name, tags={"PP": e.stage, **e.chunk.tags, **_tags(e)})
+        grads = [self.works[j].gradient_bytes for j in self.inputs[k]]
+        self.nodes.append(fill(node, e, self.works[k], grads, self.recompute))
+        return len(self.nodes) - 1
+
+    def _recompute(self) -> None:
+        for k in range(len(self.entries)):
+            if not self.whole[k] and not _dropped(self.works[k], self.recompute):
+                continue
+            self.r[k] = self._add(k, Pass.R)
+            if not self.whole[k]:
+                self.edges.append(Edge(self.f[k], self.r[k], 1))
+                continue
+            for j in self.inputs[k]:
+                self.edges.append(Edge(self._made(j, k), self.r[k], 0))
+
+    def _made(self, j: int, reader: int) -> int:
+        """The node whose output of entry j backward reads: its recomputed twin inside a recomputed chunk."""
+        twin = self.whole[j] and self.whole[reader] and self.entries[j].chunk.name == self.entries[reader].chunk.name
+        return self.r[j] if twin else self.f[j]
+
+    def _backward(self, k: int, readers: list[int]) -> None:
+        e, w = self.entries[k], self.works[k]
+        i = self.i[k] = self._add(k, Pass.I)
+        wg = self._add(k, Pass.W) if w.weight_grad or e.part.params else None
+        for reader in readers:
+            self.edges.append(Edge(self.i[reader], i, grad_slot(self.inputs[reader], k)))
+        self._reads(self.f[k], i, wg)
+        if k in self.r:
+            self._reads(self.r[k], i, wg)
+        for keep in e.part.keeps:
+            self._keep(k, keep, i, wg)
+        if wg is not None:
+            self.edges.append(Edge(i, wg, len(self.inputs[k])))
+
+    def _reads(self, src: int, i: int, wg: int | None) -> None:
+        """Backward reads what forward (or its recomputation) saved: slot 1 until W, slot 2 until I."""
+        self.edges.append(Edge(src, i, 1))
+        self.edges.append(Edge(src, i, 2))
+        if wg is not None:
+            self.edges.append(Edge(src, wg, 1))
+
+    def _keep(self, k: int, keep: Keep, i: int, wg: int | None) -> None:
+        if keep.recompute and keep.recompute in self.recompute:
+            return
+        e = self.entries[k]
+        named = zip(self.inputs[k], e.part.inputs, strict=False)
+        for j in [j for j, name in named if name == keep.of]:
+            self.edges.append(Edge(self._made(j, k), wg if keep.until is Pass.W and wg is not None else i, 0))
+
+
+def _layer(e: Entry) -> bool:
+    return "L" in e.chunk.tags or e.chunk.name.startswith(("l", "mtp"))
+
+
+def _tags(e: Entry) -> dict[str, int]:
+    """EP = n is the n-th MoE layer; only its experts carry the tag, as a `with annotate("EP")` around them would."""
+    moe = e.chunk.tags.get("MOE")
+    return {"EP": moe} if moe is not None and e.part.name == "experts" else {}
+
+
+def _dropped(w: PartWork, options: frozenset[str]) -> bool:
+    return any(s.recompute and s.recompute in options for s in w.saved)
+
+
+def grad_slot(inputs: Sequence[int], of: int) -> int:
+    """Which of a reader's gradient slots belongs to input entry `of`."""
+    return list(inputs).index(of)
+
+
+def fill(node: Node, e: Entry, w: PartWork, grads: Sequence[int], options: frozenset[str]) -> Node:
+    """A node with the work and buffers of its pass, under the part's layout and the recompute options.
+
+    grads: bytes of each input, hence of the gradient that I writes for it, unless the part says otherwise.
+    """
+    whole = any(e.part.name in WHOLE.get(o, ()) and _layer(e) for o in options)
+    fine = tuple(s for s in w.saved if s.recompute and s.recompute in options)
+    inline = tuple(x.message for x in w.inline if x.when is node.kind)
+    match node.kind:
+        case Pass.F:
+            kept = () if whole else tuple(s for s in w.saved if s not in fine)
+            writes = _outputs(w.out_bytes, kept)
+            return replace(node, work=w.forward, inline=inline, writes=writes, workspace=w.forward_workspace)
+        case Pass.R if whole:
+            again = tuple(x.message for x in w.inline if x.when is Pass.F)
+            writes = _outputs(w.out_bytes, w.saved)
+            return replace(node, work=w.forward, inline=again, writes=writes, workspace=w.forward_workspace)
+        case Pass.R:
+            return replace(node, work=tuple(k for s in fine for k in s.rebuild), writes=_outputs(0, fine))
+        case Pass.I:
+            names = ("grad",) if len(grads) == 1 else tuple(f"grad{n}" for n in range(len(grads)))
+            own = grads if w.handed is None else [w.handed]
+            buffers = tuple(Buffer(n, b) for n, b in zip(names, own, strict=True))
+            writes = (*buffers, Buffer("stash", w.stash_bytes))
+            return replace(node, work=w.input_grad, inline=inline, writes=writes, workspace=w.input_grad_workspace)
+        case Pass.W:
+            writes = (Buffer("dw", 0),)  # the gradient itself persists; this only says that it is complete
+            return replace(node, work=w.weight_grad, inline=inline, writes=writes, workspace=w.weight_grad_workspace)
+        case _:
+            raise AssertionError(node)
+
+
+def _outputs(out: int, saved: Sequence[Saved]) -> tuple[Buffer, ...]:
+    act = sum(s.bytes for s in saved if s.until is not Pass.I)
+    tmp = sum(s.bytes for s in saved if s.until is Pass.I)
+    return (Buffer("out", out), Buffer("act", act), Buffer("tmp", tmp))
+
+
+def prune_recompute(graph: Graph) -> Graph:
+    """Drop recomputed nodes that nothing reads a byte of: a layer's last combine need not run again.
+
+    rewrite:
+        R: a -> b -> c, nothing reads c   -->   R: a -> b
+    """
+    live = {i for i, n in enumerate(graph.nodes) if n.kind is not Pass.R}
+    while True:
+        more = {
+            e.src
+            for e in graph.edges
+            if e.src not in live and e.dst in live and graph.nodes[e.src].writes[e.slot].bytes > 0
+        }
+        if not more:
+            break
+        live |= more
+    return subgraph(graph, live)
+
+
+def subgraph(graph: Graph, keep: set[int]) -> Graph:
+    """The graph without the other nodes and their edges."""
+    new = {old: n for n, old in enumerate(sorted(keep))}
+    edges = tuple(replace(e, src=new[e.src], dst=new[e.dst]) for e in graph.edges if e.src in new and e.dst in new)
+    return replace(graph, nodes=tuple(graph.nodes[i] for i in sorted(keep)), edges=edges)

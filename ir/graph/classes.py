@@ -1,0 +1,90 @@
+"""Names under which measurements are kept: nodes and messages that cost the same have one, whatever the schedule."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import fields
+
+from ir.core.ops import Pass
+from ir.core.work import CommKind, Message
+from ir.graph.build import WHOLE
+from ir.graph.graph import Graph, Node, Once
+from ir.workload.captured import CapturedSource
+from ir.workload.setting import Precision
+from ir.workload.source import ModelSource
+
+
+def node_class(graph: Graph, node: Node) -> str:
+    """Pass, part without its layer, and a digest of what decides the cost: `F/attn 3f2a9c12`, `UPDATE 91bd0277`.
+
+    All passes of a part have one digest: what one of them leaves, another finds. For many nodes, take
+    `node_classes`.
+    """
+    return node_classes(graph)[graph.nodes.index(node)]
+
+
+def node_classes(graph: Graph) -> tuple[str, ...]:
+    """The class of every node of a graph."""
+    parts: dict[tuple[int, str], list[object]] = defaultdict(list)
+    for n in graph.nodes:
+        if not n.once:
+            sizes = tuple((b.slot, b.bytes) for b in n.writes)
+            parts[n.stage, n.part].append((str(n.kind), n.work, n.inline, n.message, sizes, n.workspace))
+    again, model = recomputed(graph), _model(graph)
+    digests = {key: _digest((found, key in again, model)) for key, found in parts.items()}
+    return tuple(_class(n, digests, model) for n in graph.nodes)
+
+
+def link_class(message: Message, ranks: int, nodes: int = 0) -> str:
+    """What a message is measured as: its kind, the ranks that take part in a collective, its bytes.
+
+    nodes: on how many the ranks are; 0: wherever the job has them.
+
+    >>> link_class(Message(CommKind.P2P, 262144, ("pp",)), 2), link_class(Message(CommKind.ALL_REDUCE, 64, ("dp",)), 4)
+    ('p2p 262144', 'all_reduce 4 64')
+    >>> link_class(Message(CommKind.ALL_REDUCE, 64, ("dp",)), 16, 2)
+    'all_reduce 16@2 64'
+    """
+    name = "p2p" if message.kind is CommKind.P2P else f"{message.kind} {ranks}"
+    return f"{name}@{nodes} {message.bytes}" if nodes else f"{name} {message.bytes}"
+
+
+def sync_class(kind: Once, *, flat: bool, precision: Precision, optimizer: str, clip: bool) -> str:
+    """What updating (UPDATE) or squaring (NORM) one tensor is kept under; its list counts per element.
+
+    flat: a bucket that several ranks hold, whose gradients have the format they are reduced in.
+    """
+    grads = precision.reduce if flat else precision.grads
+    decides = (grads,) if kind is Once.NORM else (grads, precision.params, precision.optimizer, optimizer, clip)
+    return f"{kind}/tensor {_digest(tuple(map(str, decides)))}"
+
+
+def recomputed(graph: Graph) -> frozenset[tuple[int, str]]:
+    """(stage, part) of every part whose whole forward runs again: not those whose result nobody would read."""
+    parts = frozenset[str]().union(*(WHOLE.get(o, frozenset()) for o in graph.recompute))
+    run = {(n.stage, n.part) for n in graph.nodes if n.kind is Pass.R}
+    return frozenset(run & {(e.stage, e.name) for e in graph.entries if e.part.name in parts and e.chunk.tags})
+
+
+def _model(graph: Graph) -> str:
+    """What `Node.work` does not show and a kernel feels: formats, and how the model computes, layers aside."""
+    s = graph.source
+    if not isinstance(s, ModelSource | CapturedSource):
+        return ""
+    config = [(f.name, getattr(s.config, f.name)) for f in fields(s.config) if f.name not in ("layers", "source")]
+    return repr((config, s.shape, s.precision, getattr(s, "attention", "")))
+
+
+def _class(node: Node, digests: Mapping[tuple[int, str], str], model: str) -> str:
+    if node.once:
+        return f"{node.kind} {_digest((node.numel, node.message, model))}"
+    chunk, _, part = node.part.rpartition(".")
+    chunk = chunk.rstrip("0123456789")
+    part = part if chunk in ("", "embed", "l", "head") else f"{chunk}.{part}"
+    return f"{node.kind}{'/' if part else ''}{part} {digests[node.stage, node.part]}"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]

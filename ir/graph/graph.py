@@ -1,0 +1,288 @@
+"""The global training DAG: nodes with microbatches as index sets, edges as data. What is true for every microbatch.
+
+A node is compute (F, I, W, R) or communication inside one pass, once per microbatch; or it exists once per step
+(reduce, gather, norm, update). Order is not in here: it is a table attached to a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Protocol
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.mesh import Mesh
+from ir.core.ops import Pass
+from ir.core.order import Order
+from ir.core.work import Message, Work
+from ir.workload.part import Chunk, Layout, Param, Part, PartWork
+
+COMPUTE = "compute"
+COUNTS = "counts"  # the part, behind its layer's name, of an exchange that the host reads
+
+
+class Once(StrEnum):
+    """Nodes that exist once per step, whatever the number of microbatches."""
+
+    REDUCE = "RS"
+    ALL_REDUCE = "AR"
+    NORM = "NORM"
+    UPDATE = "UPDATE"
+    GATHER = "AG"
+
+
+class Category(StrEnum):
+    """What a buffer counts as in the memory breakdown."""
+
+    ACTIVATIONS = "activations"
+    BUFFERS = "buffers"
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Something a node writes and later nodes read. `slot` is unique within its node."""
+
+    slot: str
+    bytes: int
+    category: Category = Category.ACTIVATIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A set of microbatches (None: once per step) on one group of devices, which run the same program."""
+
+    mbs: range | None
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One piece of work of one stage, for every microbatch of its spans. Its text is its identity: `2F/l7.attn`.
+
+    numel: of an update, the elements it updates on one device. bucket: of what is once per step, the `Bucket.key` of
+    what it reduces or gathers.
+    """
+
+    stage: int
+    kind: Pass | Once
+    part: str
+    stream: str = COMPUTE
+    work: Work = ()
+    message: Message | None = None
+    inline: tuple[Message, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+    workspace: int = 0
+    numel: int = 0
+    tags: Mapping[str, int] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
+    bucket: str = ""
+
+    def text(self, mb: int | None = None) -> str:
+        """Op text of one microbatch's instance.
+
+        >>> Node(2, Pass.F, "l7.attn").text(0), Node(2, Pass.F, "").text(0)
+        ('2F0/l7.attn', '2F0')
+        """
+        return f"{self.stage}{self.kind}{'' if mb is None else mb}" + (f"/{self.part}" if self.part else "")
+
+    @property
+    def once(self) -> bool:
+        """Whether it exists once per step."""
+        return isinstance(self.kind, Once)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The groups it has instances on, in ascending order."""
+        return tuple(sorted({s.group for s in self.spans}))
+
+    def slot(self, name: str) -> int:
+        """Index of one of its buffers."""
+        return next(i for i, b in enumerate(self.writes) if b.slot == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`dst` reads buffer `slot` of `src`: in the same microbatch, or (join) of all its member's microbatches."""
+
+    src: int
+    dst: int
+    slot: int
+    join: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A part of the model as the graph holds it: where it belongs, and how it is divided."""
+
+    stage: int
+    chunk: Chunk
+    part: Part
+    layout: Layout = field(default_factory=Layout)
+
+    @property
+    def name(self) -> str:
+        """`l7.attn`."""
+        return f"{self.chunk.name}.{self.part.name}"
+
+
+class Source(Protocol):
+    """Where a model graph's numbers come from. `shard` asks again after it has changed a layout."""
+
+    def work(self, entry: Entry) -> PartWork:
+        """Kernels, messages and bytes of a part under its layout."""
+        ...
+
+    def dispatch(self, entry: Entry) -> tuple[Message, Message, int]:
+        """Dispatch message, combine message, and bytes of the rows this device's experts receive."""
+        ...
+
+    def counts(self, entry: Entry) -> Message:
+        """What tells each rank how many rows the dispatch brings it."""
+        ...
+
+    def combined(self, entry: Entry) -> int:
+        """Bytes of the combined tokens that come back to this device."""
+        ...
+
+    def local_numel(self, param: Param, layout: Layout) -> int:
+        """Elements of a parameter that one device holds, before ZeRO."""
+        ...
+
+    def sync_bytes(self) -> tuple[int, int]:
+        """Bytes of one element in gradient reductions and in parameter gathers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """How `replicate` said an entry's parameters are kept in step: ZeRO level, bucket size, stream of its messages."""
+
+    zero: int = 0
+    bucket_bytes: int | None = None
+    reduce_stream: str = "dp"
+    gather_stream: str = "dp"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes, edges and what directives have said so far. Never changed: every rewrite returns a new one."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    entries: tuple[Entry, ...] = ()
+    mbs: int = 1
+    dim: str | None = None
+    mesh: Mesh | None = None
+    replicas: Mapping[int, Replica] = field(default_factory=dict)
+    orders: Mapping[int, Order] = field(default_factory=dict)
+    source: Source | None = None
+    recompute: frozenset[str] = frozenset()
+    prefetch: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return 1 + max((n.stage for n in self.nodes), default=-1)
+
+    @property
+    def programs(self) -> int:
+        """Number of groups that something is placed on."""
+        return 1 + max((s.group for n in self.nodes for s in n.spans), default=-1)
+
+    def owners(self, param: str) -> tuple[int, ...]:
+        """The groups that hold a copy of a parameter: every group that runs a part naming it.
+
+        DualPipe's two copies of a stage and tied embeddings follow from this one rule.
+        """
+        parts = {(e.stage, e.name) for e in self.entries if any(p.name == param for p in e.part.params)}
+        return tuple(sorted({s.group for n in self.nodes if (n.stage, n.part) in parts for s in n.spans}))
+
+    def with_nodes(self, changed: Mapping[int, Node]) -> Graph:
+        """The same graph with some nodes replaced, in one pass."""
+        nodes = list(self.nodes)
+        for i, node in changed.items():
+            nodes[i] = node
+        return replace(self, nodes=tuple(nodes))
+
+
+def illegal(message: str, fix: str | None = None) -> PiperError:
+    """A graph or plan that breaks a rule."""
+    return PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion=fix)
+
+
+def check(graph: Graph, since: Graph | None = None) -> None:
+    """The rules that are always true; linear in the graph. Run after every directive.
+
+    since: a graph that passed, from which this one was made; what both hold needs no second look.
+
+    Raises PiperError (illegal_plan): a dangling edge; an edge between nodes without a common microbatch; a microbatch
+    placed twice, or out of range; one part's passes of one microbatch on different groups; a data cycle.
+    """
+    _check_spans(graph, since)
+    if since is None or not _same_edges(graph, since):
+        _check_edges(graph)
+
+
+def _check_spans(graph: Graph, since: Graph | None) -> None:
+    homes: dict[tuple[int, str], tuple[Node, tuple[Span, ...]]] = {}
+    for node in graph.nodes if since is None else _touched(graph, since):
+        end = 0
+        for mbs in sorted((s.mbs for s in node.spans if s.mbs is not None), key=lambda r: r.start):
+            if mbs.start < 0 or mbs.stop > graph.mbs:
+                raise illegal(f"{node.text()}: microbatches {mbs} of {graph.mbs}")
+            if mbs.start < end:
+                raise illegal(f"{node.text()}: a microbatch is placed twice", "let the filters of `place` not overlap")
+            end = mbs.stop
+        if not node.once:
+            first, spans = homes.setdefault((node.stage, node.part.split(".", 1)[0]), (node, node.spans))
+            if spans != node.spans:
+                raise illegal(
+                    f"{node.text()} is placed on {_where(node.spans)} but {first.text()} on {_where(spans)}",
+                    "place all passes of a chunk together",
+                )
+
+
+def _touched(graph: Graph, since: Graph) -> Sequence[Node]:
+    """The nodes of every stage in which one is new: no rule about spans looks beyond a stage."""
+    if graph.mbs != since.mbs:
+        return graph.nodes
+    old = set(map(id, since.nodes))
+    stages = {n.stage for n in graph.nodes if id(n) not in old}
+    return [n for n in graph.nodes if n.stage in stages]
+
+
+def _same_edges(graph: Graph, since: Graph) -> bool:
+    """Whether the edges, and what they say of nodes, are another graph's."""
+    if graph.edges is not since.edges or len(graph.nodes) != len(since.nodes):
+        return False
+    pairs = zip(graph.nodes, since.nodes, strict=True)
+    return all(a is b or a.writes is b.writes or len(a.writes) == len(b.writes) for a, b in pairs)
+
+
+def _check_edges(graph: Graph) -> None:
+    nodes, count = graph.nodes, len(graph.nodes)
+    indegree = [0] * count
+    readers: list[list[int]] = [[] for _ in range(count)]
+    for edge in graph.edges:
+        if not (0 <= edge.src < count and 0 <= edge.dst < count):
+            raise illegal(f"edge {edge} names a node that is not in the graph")
+        if not 0 <= edge.slot < len(nodes[edge.src].writes):
+            raise illegal(f"{nodes[edge.dst].text()} reads a buffer that {nodes[edge.src].text()} lacks")
+        indegree[edge.dst] += 1
+        readers[edge.src].append(edge.dst)
+    ready = [i for i in range(count) if not indegree[i]]
+    done = 0
+    while ready:
+        done += 1
+        for dst in readers[ready.pop()]:
+            indegree[dst] -= 1
+            if not indegree[dst]:
+                ready.append(dst)
+    if done < count:
+        stuck = [nodes[i].text() for i in range(count) if indegree[i]]
+        raise illegal(f"data edges form a cycle through {', '.join(stuck[:6])}")
+
+
+def _where(spans: tuple[Span, ...]) -> str:
+    return ", ".join(f"group {s.group} for {s.mbs}" for s in spans) or "nothing"

@@ -1,0 +1,98 @@
+"""Tokens by layer, microbatch, source and expert: balanced, zipf and hot made up, others read from a file.
+
+A source is a position: a rank's index among the ranks that run its program, in the order of ranks. All of them hold
+different tokens: tp ranks too, since experts want sequence parallelism. With the default order of axes that is
+`tp_rank + tp * (cp_rank + cp * dp_rank)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from ir.core.order import IntArray
+from ir.graph.graph import Entry, Graph
+from ir.job import Job
+from ir.job.routing.skew import hot, ranking, spread, zipf
+from ir.workload.config.spec import ModelConfig, Moe
+from ir.workload.setting import Setting
+from ir.workload.source import ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class MoeLayer:
+    """A layer with experts. number: decoder layer; MTP modules count on behind the last. tokens: of one source."""
+
+    number: int
+    entry: Entry
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """Tokens that sources send to experts; equal rows are kept once.
+
+    layers: decoder layers with experts, ascending. rows: [distinct row, expert]. at: [layer, microbatch, source] row;
+    one microbatch stands for all where they are equal.
+    """
+
+    layers: tuple[int, ...]
+    rows: IntArray
+    at: IntArray
+
+    @property
+    def cases(self) -> int:
+        """Microbatches that are told apart: 1 where all are equal."""
+        return int(self.at.shape[1])
+
+    def case(self, mb: IntArray) -> IntArray:
+        """Index of microbatches in `at`; one for all where they are equal."""
+        return mb if self.cases > 1 else np.zeros(1, dtype=np.int64)
+
+    def tokens(self, layer: int, mb: int = 0) -> IntArray:
+        """[source, expert] tokens of a decoder layer."""
+        return np.asarray(self.rows[self.at[self.layers.index(layer), mb if self.cases > 1 else 0]])
+
+
+def moe_layers(graph: Graph, source: ModelSource) -> tuple[MoeLayer, ...]:
+    """The layers with experts, ascending, under the layouts that the graph's directives gave them."""
+    config, out = source.config, []
+    for e in graph.entries:
+        if e.part.name == "experts":
+            tags = e.chunk.tags
+            number = tags["L"] if "L" in tags else config.layers + tags["MTP"]
+            tokens = Setting(config, e.layout, source.shape, source.precision).stream
+            out.append(MoeLayer(number, e, tokens))
+    return tuple(sorted(out, key=lambda x: x.number))
+
+
+def counts_of(job: Job, config: ModelConfig, layers: Sequence[MoeLayer], sources: int, mbs: int) -> Counts:
+    """The counts that `[routing]` describes. Raises PiperError for a file that does not fit the job."""
+    from ir.job.routing.recorded import read_counts
+
+    moe, r = config.moe, job.routing
+    assert moe is not None, f"{config.source} has no experts"
+    if r.kind == "file":
+        return read_counts(job, moe, layers, sources, mbs)
+    return made_up(r.kind, r.strength, r.seed, moe, layers, sources)
+
+
+def made_up(kind: str, strength: float, seed: int, moe: Moe, layers: Sequence[MoeLayer], sources: int) -> Counts:
+    """All sources and microbatches alike. Each layer has its own order of experts, drawn from the seed."""
+
+    @cache
+    def falling(tokens: int) -> IntArray:
+        popularity = {"zipf": zipf, "hot": hot}[kind](moe.experts, strength)
+        return spread(popularity, tokens, moe.top_k)
+
+    rows = np.empty((len(layers), moe.experts), dtype=np.int64)
+    for i, layer in enumerate(layers):
+        if kind == "balanced":
+            rows[i] = spread(np.zeros(moe.experts), layer.tokens, moe.top_k)
+        else:
+            rows[i, ranking(moe.experts, layer.number, seed)] = falling(layer.tokens)
+    at = np.broadcast_to(np.arange(len(layers))[:, None, None], (len(layers), 1, sources))
+    return Counts(tuple(x.number for x in layers), rows, at)

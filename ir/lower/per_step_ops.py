@@ -1,0 +1,110 @@
+"""Rows that exist once per step: each behind its last contribution, collectives in one order for all programs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ir.core.order import IntArray
+from ir.graph.graph import Graph, Once
+from ir.lower.plan_builder import STEP, Draft
+from ir.plan.names import node_shape
+
+TAIL = (Once.NORM, Once.UPDATE, Once.GATHER)
+
+
+def once_rows(draft: Draft) -> None:
+    """Add a row per once-node and member program, with the waits for what it joins."""
+    graph, new = draft.graph, _New(draft)
+    sources = _sources(graph)
+    reductions = [i for i, n in enumerate(graph.nodes) if n.once and n.kind not in TAIL]
+    last = {(i, p): _last(draft, sources[i], p) for i in reductions for p in graph.nodes[i].groups}
+    front = dict.fromkeys(range(len(draft.start) - 1), -1)
+    for rank, i in enumerate(canonical(draft, reductions, last)):
+        members, contributions = [], []
+        for p in graph.nodes[i].groups:
+            own = last[i, p]
+            front[p] = max(front[p], own)
+            members.append(new.row(i, p, front[p] * STEP + STEP // 2, rank, own))
+            contributions.append(int(draft.start[p]) + own if own >= 0 else -1)
+        draft.reductions.append((members, contributions))
+        new.meet(members)
+    end = [int(n) for n in np.diff(draft.start)]
+    for rank, kind in enumerate(TAIL):
+        for i in [i for i, n in enumerate(graph.nodes) if n.kind is kind]:
+            members = []
+            for p in graph.nodes[i].groups:
+                members.append(new.row(i, p, (end[p] + rank) * STEP, i, _last(draft, sources[i], p)))
+                before = [draft.once_rows[s, p] for s in sources[i] if (s, p) in draft.once_rows]
+                new.waits += [(members[-1], b) for b in before]
+            new.meet(members)
+    new.add()
+
+
+class _New:
+    """Rows to be added, all at once."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft, self.first = draft, len(draft.rows)
+        self.rows: list[tuple[int, int, int, int]] = []  # program, shape, key, sub
+        self.waits: list[tuple[int, int]] = []
+
+    def row(self, node: int, program: int, key: int, sub: int, own: int) -> int:
+        """The row of one member, which waits for its program's last contribution (a local position; -1: none)."""
+        row = self.first + len(self.rows)
+        self.rows.append((program, self.draft.shape(node_shape(self.draft.graph, node)), key, sub))
+        self.draft.once_rows[node, program] = row
+        if own >= 0:
+            self.waits.append((row, int(self.draft.start[program]) + own))
+        return row
+
+    def meet(self, members: list[int]) -> None:
+        """Members on several programs meet; equal replicas inside one program are folded and need no meeting."""
+        if len(members) > 1:
+            self.draft.collectives.append(members)
+
+    def add(self) -> None:
+        """Append the rows."""
+        program, shape, key, sub = np.array(self.rows, dtype=np.int64).reshape(-1, 4).T
+        self.draft.rows.extend(program=program, shape=shape, key=key, sub=sub)
+        row, on = np.array(self.waits, dtype=np.int64).reshape(-1, 2).T
+        self.draft.wait(row, on)
+
+
+def canonical(draft: Draft, nodes: list[int], last: dict[tuple[int, int], int]) -> list[int]:
+    """One order of collectives for all programs: by the latest last contribution over the owners, owners, chunk.
+
+    How late a contribution is, is counted in units to its program's end, which all programs reach together.
+    """
+    rows, ends = draft.rows, [int(draft.rows.unit[e - 1]) for e in draft.start[1:].tolist()]
+
+    def slack(i: int) -> int:
+        groups = draft.graph.nodes[i].groups
+        return min(ends[p] - (int(rows.unit[draft.start[p] + last[i, p]]) if last[i, p] >= 0 else 0) for p in groups)
+
+    return sorted(nodes, key=lambda i: (-slack(i), draft.graph.nodes[i].groups, i))
+
+
+def _sources(graph: Graph) -> list[list[int]]:
+    out: list[list[int]] = [[] for _ in graph.nodes]
+    for e in graph.edges:
+        if e.join:
+            out[e.dst].append(e.src)
+    return out
+
+
+def _last(draft: Draft, sources: list[int], program: int) -> int:
+    """Local position of the last base row on `program` that contributes, -1 if none does."""
+    per_mb = [s for s in sources if not draft.graph.nodes[s].once]
+    if not per_mb:
+        return -1
+    row = draft.inst[per_mb]
+    mine = row[draft.rows.program[row] == program]
+    return int(mine.max() - draft.start[program]) if mine.size else -1
+
+
+def collective_ids(draft: Draft) -> IntArray:
+    """The collective of each row, -1 for none."""
+    out = np.full(len(draft.rows), -1, dtype=np.int64)
+    for c, members in enumerate(draft.collectives):
+        out[members] = c
+    return out

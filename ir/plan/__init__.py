@@ -1,0 +1,1 @@
+"""Per-program plans: columns, op names, text, and who runs what."""

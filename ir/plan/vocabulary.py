@@ -1,0 +1,127 @@
+"""The ops that a graph can have, by stream and text: what a line of a plan's text may say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from ir.core.errors import nearest
+from ir.graph.graph import COMPUTE, Graph, Node
+from ir.graph.sync import Bucket, buckets
+from ir.lower.zero import gather_shape, per_microbatch, reduction_shape
+from ir.plan.names import Labels, TransferNames, fused_text, node_shape
+from ir.plan.plan import OpKind, Shape
+
+_TRANSFER = re.compile(r"(send>|recv<|p2p[<>])(0|[1-9]\d{0,5})", re.ASCII)
+_FLAT = re.compile(r"(\d{1,9})(RS|AG_[FIWR])\*/(.+?)(?:\+([1-9]\d{0,8}))?", re.ASCII)
+_SLOT = re.compile(r"(\d{1,9}[FIWR])(0|[1-9]\d{0,8})(/\S+)?\.([^\s./:]+)", re.ASCII)
+
+
+class Vocabulary:
+    """Shapes by (stream cell, text with * for microbatches), and buffers by name.
+
+    >>> from ir.graph.build import stage_graph
+    >>> words = Vocabulary(stage_graph(2), programs=2)
+    >>> words.find("compute", "1F*").covers, words.find("send>1", "0SEND_F*").slot, words.find("compute", "7F*")
+    (((3, 0),), (0, 0), None)
+    """
+
+    def __init__(self, graph: Graph, programs: int) -> None:
+        self.graph, self.programs = graph, programs
+        self.names, self.labels = TransferNames(graph), Labels(graph)
+        self.covers: dict[str, int] = {}
+        self._of: dict[tuple[str, str], Shape] = {}
+        self._slots: dict[tuple[str, str, str], int] = {}
+        base = 0
+        for i, n in enumerate(graph.nodes):
+            shape = node_shape(graph, i)
+            self._of[shape.stream, shape.text] = shape
+            if not n.once and n.stream == COMPUTE:
+                self.covers[shape.text] = i
+            for slot in n.writes:
+                self._slots[f"{n.stage}{n.kind}", f"/{n.part}" if n.part else "", slot.slot] = base
+                base += 1
+        self._flat = {b.key: b for b in per_microbatch(buckets(graph))}
+
+    def define(self, text: str, words: Sequence[str]) -> str | None:
+        """Learn what a coalesced op covers; returns what is wrong with it, if anything is."""
+        if (COMPUTE, text) in self._of and len(self._of[COMPUTE, text].covers) > 1:
+            return f"shape {text} is said twice"
+        covers = []
+        for word in words:
+            node = self.covers.get(word.replace("&", "*"))
+            if node is None:
+                return f"shape {text} covers {word}, which the graph does not have"
+            covers.append((node, int("&" in word)))
+        if len(set(covers)) < len(covers):
+            return f"shape {text} covers a node twice"
+        runs = [[n for n, m in covers if m == member] for member in (0, 1)]
+        runs = [run for run in runs if run]
+        stages = [{self.graph.nodes[n].stage for n in run} for run in runs]
+        made = [self.labels.of(run) for run in runs]
+        if any(len(s) > 1 for s in stages) or text != (made[0] if len(made) == 1 else fused_text(made)):
+            return f"shape {text} does not cover {' '.join(words)}"
+        self._of[COMPUTE, text] = Shape(OpKind.COMPUTE, COMPUTE, text, tuple(covers))
+        return None
+
+    def find(self, cell: str, text: str) -> Shape | None:
+        """The shape of an op on a stream, None if there is none."""
+        if shape := self._of.get((cell, text)):
+            return shape
+        if m := _TRANSFER.fullmatch(cell):
+            return self._transfer(m[1], int(m[2]), text)
+        if (m := _FLAT.fullmatch(text)) and (found := self.flat(text)):
+            return found[1] if found[1].stream == cell else None
+        return None
+
+    def flat(self, text: str) -> tuple[Bucket, Shape] | None:
+        """The bucket and shape of a microbatch's reduction or gather."""
+        m = _FLAT.fullmatch(text)
+        b = self._flat.get(f"{m[1]}/{m[3]}") if m else None
+        if not m or not b or self.graph.source is None or (m[2] != "RS" and b.replica.zero < 3):
+            return None
+        reduce, gather = self.graph.source.sync_bytes()
+        if m[2] == "RS":
+            return None if m[4] else (b, reduction_shape(b, reduce))
+        return b, gather_shape(b, m[2][-1], int(m[4] or 0), gather)
+
+    def _transfer(self, way: str, peer: int, text: str) -> Shape | None:
+        kind = OpKind.SEND if way[-1] == ">" else OpKind.RECV
+        slot = self.names.carried(kind, text)
+        if slot is None or peer >= self.programs:
+            return None
+        return Shape(kind, "p2p" if way[0] == "p" else f"{way}{peer}", text, slot=slot, peer=peer)
+
+    def buffer(self, name: str) -> tuple[int, int] | None:
+        """(slot among all nodes' writes, microbatch) of a buffer called after a node, None for other names."""
+        m = _SLOT.fullmatch(name)
+        if not m or int(m[2]) >= self.graph.mbs:
+            return None
+        slot = self._slots.get((m[1], m[3] or "", m[4]))
+        return None if slot is None else (slot, int(m[2]))
+
+    def nearest(self, cell: str, text: str) -> str | None:
+        """The op most like an unknown one."""
+        same = [t for c, t in self._of if c == cell]
+        if m := _TRANSFER.fullmatch(cell):
+            same += self.names.texts(OpKind.SEND if m[1][-1] == ">" else OpKind.RECV)
+        elsewhere = [f"{c} {t}" for c, t in self._of if t == text]
+        return elsewhere[0] if elsewhere else nearest(text, same or [t for _, t in self._of])
+
+
+def cover_text(node: Node, member: int) -> str:
+    """A node as a `shape` line names it.
+
+    >>> from ir.core.ops import Pass
+    >>> cover_text(Node(2, Pass.F, "l7.attn"), 0), cover_text(Node(2, Pass.F, ""), 1)
+    ('2F*/l7.attn', '2F&')
+    """
+    mark = "" if node.once else "&" if member else "*"
+    return f"{node.stage}{node.kind}{mark}" + (f"/{node.part}" if node.part else "")
+
+
+def stream_cell(shape: Shape) -> str:
+    """The stream of an op, with the peer where all transfers share one."""
+    if shape.stream != "p2p":
+        return shape.stream
+    return f"p2p{'>' if shape.kind is OpKind.SEND else '<'}{shape.peer}"

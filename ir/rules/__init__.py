@@ -1,5 +1,0 @@
-"""The complete rules: what a plan must satisfy before anything runs it."""
-
-from ir.rules.check import check_plan
-
-__all__ = ["check_plan"]

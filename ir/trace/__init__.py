@@ -1,0 +1,1 @@
+"""What happened: trace rows, their text, and durations taken from them."""

@@ -1,0 +1,35 @@
+"""`check_plan`: every op once, orders equal at both ends, nothing read before it is there, no deadlock."""
+
+from __future__ import annotations
+
+from ir.plan.plan import Plan
+from ir.verify.buffers import check_buffers
+from ir.verify.collectives import check_channels, check_collectives
+from ir.verify.coverage import instances
+from ir.verify.deadlock import Dispatch, check_progress
+from ir.verify.needs import check_waits
+from ir.verify.reads import reads
+from ir.verify.waits import Waits
+from ir.verify.zero import zero_needs
+
+
+def check_plan(plan: Plan, serial: bool = False, inline: bool = False) -> None:
+    """Raise PiperError on the first broken rule, naming the op, its rank and the fix.
+
+    serial: also prove that each program can run its dispatch order as one stream (a transport with one queue).
+    inline: also prove it for a host that executes compute itself (gloo, CPU).
+    Needed edges come from the plan's graph, not from the plan: a missing wait cannot hide.
+    """
+    found = instances(plan)
+    check_channels(plan)
+    check_collectives(plan, found)
+    read = reads(plan, found)
+    zero = zero_needs(plan, found)
+    waits = Waits(plan)
+    check_waits(plan, found, read, zero, waits)
+    check_progress(plan)
+    if inline:
+        check_progress(plan, Dispatch.INLINE)
+    if serial:
+        check_progress(plan, Dispatch.SERIAL)
+    check_buffers(plan, found, read, zero, waits)

@@ -1,0 +1,88 @@
+"""Every node of every microbatch runs exactly once, on the program it is placed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ir.core.order import BoolArray, IntArray
+from ir.graph.graph import illegal
+from ir.plan.plan import Plan, cover_table
+
+
+@dataclass(frozen=True, eq=False)
+class Instances:
+    """Where everything runs. op[node, mb] -> op, cover[node, mb] -> index into its covers.
+
+    Once-per-step nodes have a column per program instead of one per microbatch.
+    """
+
+    op: IntArray
+    cover: IntArray
+
+
+def instances(plan: Plan) -> Instances:
+    """From the plan's rows alone. Raises PiperError (illegal_plan): an op dropped, repeated, or on a wrong program."""
+    graph = plan.graph
+    wide = max(graph.mbs, plan.programs, 1)
+    op = np.full((len(graph.nodes), wide), -1, dtype=np.int64)
+    cover = np.zeros_like(op)
+    once = np.array([n.once for n in graph.nodes] or [False])
+    for c, (node, member) in enumerate(zip(*cover_table(plan.shapes), strict=True)):
+        rows = np.flatnonzero(node[plan.shape] >= 0)
+        shape = plan.shape[rows]
+        n = node[shape]
+        column = np.where(member[shape] == 0, plan.mb[rows], plan.mb2[rows])
+        column = np.where(once[n], plan.program[rows], column)
+        stray = (column < 0) | (column >= np.where(once[n], plan.programs, graph.mbs))
+        if stray.any():
+            raise illegal(f"{_where(plan, int(rows[np.argmax(stray)]))} names a microbatch that does not exist")
+        taken = op[n, column] >= 0
+        op[n, column] = rows
+        cover[n, column] = c
+        _once(plan, rows, taken | (op[n, column] != rows))
+    _bare_once(plan)
+    _complete(plan, op, once)
+    return Instances(op, cover)
+
+
+def _where(plan: Plan, row: int) -> str:
+    return f"program {int(plan.program[row])}: {plan.text(row)}"
+
+
+def _once(plan: Plan, rows: IntArray, again: BoolArray) -> None:
+    if again.any():
+        raise illegal(f"{_where(plan, int(rows[np.argmax(again)]))} runs twice", "keep one of them")
+
+
+def _bare_once(plan: Plan) -> None:
+    """Transfers, gathers and reductions of one microbatch stand for no node; each is there once all the same."""
+    bare = np.array([not s.covers for s in plan.shapes] or [False])
+    rows = np.flatnonzero(bare[plan.shape])
+    key = (plan.program[rows] * len(plan.shapes) + plan.shape[rows]) * (plan.graph.mbs + 1) + plan.mb[rows]
+    by = np.argsort(key, kind="stable")
+    again = np.zeros(len(rows), dtype=bool)
+    again[by[1:]] = np.diff(key[by]) == 0
+    _once(plan, rows, again)
+
+
+def _complete(plan: Plan, op: IntArray, once: BoolArray) -> None:
+    expected = np.full_like(op, -1)
+    for i, n in enumerate(plan.graph.nodes):
+        for s in n.spans:
+            if s.mbs is None:
+                expected[i, s.group] = s.group
+            else:
+                expected[i, s.mbs.start : s.mbs.stop] = s.group
+    got = np.where(op >= 0, plan.program[np.maximum(op, 0)], -1)
+    wrong = np.argwhere(got != expected)
+    if not len(wrong):
+        return
+    i, column = wrong[0].tolist()
+    text = plan.graph.nodes[i].text(None if once[i] else column)
+    home = int(expected[i, column])
+    if got[i, column] < 0:
+        raise illegal(f"program {home}: {text} is missing", f"add it to program {home}")
+    where = f"it is placed on program {home}" if home >= 0 else "it has no place there"
+    raise illegal(f"program {int(got[i, column])} runs {text}, but {where}")

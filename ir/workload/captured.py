@@ -1,0 +1,171 @@
+"""A captured module (`model.json`) as a model graph: chunks of one part each, their kernels and bytes. Without torch.
+
+`executor.frontend.capture` writes the file; here it is read, checked and offered as a job's `Source`. Its numbers
+are of one microbatch shape, one number format and one undivided device, so tp, cp, ep and etp are 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.ops import Pass
+from ir.core.work import Kernel, KernelKind, Message
+from ir.graph.graph import Entry
+from ir.workload.captured_file import Captured, read_captured
+from ir.workload.config.spec import ModelConfig
+from ir.workload.params import local_numel
+from ir.workload.part import Chunk, Keep, Layout, Param, Part, PartWork, Saved
+from ir.workload.setting import BatchShape, Precision
+
+__all__ = ["CapturedModel", "CapturedSource", "load_captured"]
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedModel:
+    """A model.json read and checked. Two are equal if their digests are."""
+
+    file: str
+    found: Captured
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CapturedModel) and other.found.digest == self.found.digest
+
+    def __hash__(self) -> int:
+        return hash(self.found.digest)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks, in order; the decoder layers among them are those annotated "PP"."""
+        out = []
+        for k, c in enumerate(self.found.chunks):
+            keep = self.found.parts[c.part].reads_input_again
+            keeps = (Keep("", Pass(keep)),) if keep and k else ()
+            params = tuple(Param(name, shape) for name, shape in c.parameters)
+            tags = {"L": int(c.name[1:])} if c.is_layer else {}
+            out.append(Chunk(c.name, (Part(c.part, ("",) if k else (), keeps, params),), tags))
+        return tuple(out)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """What is known of it in a config's words: layers, width, vocabulary; not its heads and the like."""
+        f = self.found
+        layers = sum(c.is_layer for c in f.chunks)
+        return ModelConfig(
+            source=self.file,
+            model_type="captured",
+            layers=layers,
+            hidden=f.hidden,
+            heads=1,
+            kv_heads=1,
+            head_dim=f.hidden,
+            ffn=f.hidden,
+            vocab=f.vocab,
+            max_positions=f.seq_len,
+        )
+
+    def check(self, layout: Layout, shape: BatchShape, precision: Precision, recompute: frozenset[str]) -> None:
+        """Refuse a job of another shape, format or division than was captured, naming its key."""
+        f = self.found
+        for axis in ("tp", "cp", "ep", "etp"):
+            if (size := getattr(layout, axis)) > 1:
+                raise self._refuse(f"parallel.{axis}", f"{axis} = {size}: a captured module is not cut inside", 1)
+        for key, given, wanted in (
+            ("model.seq_len", shape.seq_len, f.seq_len),
+            ("schedule.microbatch_size", shape.microbatch_size, f.microbatch_size),
+            ("precision.compute", str(precision.compute), f.dtype),
+            ("precision.params", str(precision.params), f.dtype),
+        ):
+            if given != wanted:
+                raise self._refuse(key, f"{given}, but the module was captured with {wanted}", wanted)
+        if fine := sorted(recompute - {"full"}):
+            raise self._refuse("schedule.recompute", f"{', '.join(fine)}: a captured layer has no such parts", '"full"')
+        if recompute and len({c.part for c in f.chunks if c.is_layer}) > 1:
+            raise self._refuse("schedule.recompute", "the captured layers differ from each other", '"none"')
+
+    def _refuse(self, key: str, message: str, allowed: object) -> PiperError:
+        fix = f"{key.split('.')[1]} = {allowed}, or capture again"
+        return PiperError(ErrorKind.JOB, message, key=key, allowed=str(allowed), suggestion=fix)
+
+
+@dataclass(frozen=True)
+class CapturedSource:
+    """A captured model's numbers as the graph asks for them: what `ModelSource` is for a config."""
+
+    model: CapturedModel
+    shape: BatchShape
+    precision: Precision
+
+    @property
+    def config(self) -> ModelConfig:
+        """As far as it is known."""
+        return self.model.config
+
+    def work(self, entry: Entry) -> PartWork:
+        """A chunk's one part, and in W the addition of its gradients to their sums."""
+        found, elements = self.part_work(entry.part.name), sum(p.numel for p in entry.part.params)
+        if not elements:
+            return found
+        moved = elements * (self.precision.params.bytes + 2 * self.precision.grads.bytes)
+        added = Kernel(KernelKind.MEMORY, 0, moved, self.precision.grads, (), "accumulate")
+        return replace(found, weight_grad=(*found.weight_grad, added))
+
+    def part_work(self, part: str) -> PartWork:
+        """A part by name as it was captured; "skip" hands on what crosses every seam."""
+        f = self.model.found
+        if part == "skip":
+            return PartWork((), (), (), f.boundary_bytes)
+        p = f.parts[part]
+        saved = (
+            Saved("saved_until_W", p.until_w, Pass.W),
+            Saved("saved_until_I", p.until_i, Pass.I),
+            Saved("constants", p.constants, Pass.I),
+        )
+        return PartWork(
+            forward=p.forward.kernels,
+            input_grad=p.input_grad.kernels,
+            weight_grad=p.weight_grad.kernels,
+            out_bytes=p.out_bytes,
+            saved=tuple(s for s in saved if s.bytes),
+            stash_bytes=p.stash,
+            forward_workspace=p.forward.workspace,
+            input_grad_workspace=p.input_grad.workspace,
+            weight_grad_workspace=p.weight_grad.workspace,
+            model_flops=sum(k.flops * k.count for k in p.forward.kernels),
+        )
+
+    def chunk_flops(self, chunk: Chunk) -> int:
+        """FLOPs of a chunk's F, I and W."""
+        works = [self.part_work(p.name) for p in chunk.parts]
+        return sum(k.flops * k.count for w in works for k in (*w.forward, *w.input_grad, *w.weight_grad))
+
+    def dispatch(self, entry: Entry) -> tuple[Message, Message, int]:
+        """No part of a captured module is sharded over experts."""
+        raise self._no_experts()
+
+    def counts(self, entry: Entry) -> Message:
+        """As `dispatch`."""
+        raise self._no_experts()
+
+    def combined(self, entry: Entry) -> int:
+        """As `dispatch`."""
+        raise self._no_experts()
+
+    def local_numel(self, param: Param, layout: Layout) -> int:
+        """Elements on one device, before ZeRO."""
+        return local_numel(param, layout)
+
+    def sync_bytes(self) -> tuple[int, int]:
+        """Bytes per element of reductions and gathers."""
+        return self.precision.reduce.bytes, self.precision.gather.bytes
+
+    def _no_experts(self) -> PiperError:
+        message = "a captured module's experts are not spread over ranks"
+        return PiperError(ErrorKind.JOB, message, file=self.model.file, key="parallel.ep", allowed="1")
+
+
+def load_captured(path: str | Path) -> CapturedModel:
+    """Read a model.json. Raises PiperError (io, model) naming file and key."""
+    return CapturedModel(str(path), read_captured(Path(path)))

@@ -1,0 +1,102 @@
+"""A model as chunks of parts, in order: embedding, decoder layers, MTP modules, head. Sizes are `work`'s."""
+
+from __future__ import annotations
+
+from ir.core.ops import Pass
+from ir.workload import params as p
+from ir.workload.config.spec import ModelConfig
+from ir.workload.part import Chunk, Keep, Param, Part
+
+# Parts that read a residual stream need it again in I: a norm's gradient reads the norm's input, and the norm's output
+# is rebuilt from it. No weight gradient does: every linear keeps its own input.
+_STREAM = (Keep("", Pass.I),)
+_AFTER_ATTENTION = (Keep("attn", Pass.I),)
+
+
+def chunks(config: ModelConfig) -> tuple[Chunk, ...]:
+    """The model's chunks, in order.
+
+    >>> from ir.workload import load_config
+    >>> cs = chunks(load_config("deepseek-v3", {"num_hidden_layers": 4}))
+    >>> [c.name for c in cs]
+    ['embed', 'l0', 'l1', 'l2', 'l3', 'mtp0', 'head']
+    >>> [part.name for part in cs[4].parts]
+    ['attn', 'router', 'experts', 'shared', 'add']
+    """
+    out = [_embed(config)]
+    moe = 0
+    for layer in range(config.layers):
+        tags = {"L": layer} | ({"MOE": moe} if config.is_moe(layer) else {})
+        out.append(Chunk(f"l{layer}", _layer(config, layer, ""), tags))
+        moe += config.is_moe(layer)
+    last = out[-1].name
+    out += [_mtp(config, k, moe + k, last) for k in range(config.mtp)]
+    out.append(Chunk("head", _head(config, _final_norm(config)), reads=last if config.mtp else None))
+    return tuple(out)
+
+
+def _prefix(config: ModelConfig, layer: int) -> str:
+    root = {"gpt2": "transformer.h", "mpt": "transformer.blocks"}.get(config.model_type, "model.layers")
+    return f"{root}.{layer}."
+
+
+def _embed(config: ModelConfig) -> Chunk:
+    params: tuple[Param, ...] = (p.word_embedding(config),)
+    if config.positions:
+        params += (p.whole("transformer.wpe.weight", config.positions, config.hidden),)
+    return Chunk("embed", (Part("embed", (), (), params),))
+
+
+def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
+    """A decoder layer whose input is the output of part `reads` ("": of the chunk before)."""
+    prefix = _prefix(config, layer)
+    keeps = (Keep(reads, Pass.I),) if reads else _STREAM
+    attn = Part("attn", (reads,), keeps, p.attention(config, prefix))
+    norm = p.post_norm(config, prefix)
+    inner = {"mpt": "ffn."}.get(config.model_type, "mlp.")
+    if not config.is_moe(layer):
+        params = norm + p.mlp(config, prefix + inner, config.ffn)
+        return (attn, Part("mlp", ("attn",), _AFTER_ATTENTION, params))
+    moe = config.moe
+    assert moe is not None
+    gate = p.whole(f"{prefix}{inner}gate.weight", moe.experts, config.hidden)
+    # The experts read the router's output through the dispatch that a `shard` directive puts between the two.
+    routed = Part("experts", ("router",), (), p.experts(config, prefix + inner))
+    shared: tuple[Part, ...] = ()
+    if moe.shared_ffn:
+        shared = (Part("shared", ("router",), (), p.mlp(config, f"{prefix}{inner}shared_experts.", moe.shared_ffn)),)
+    add = Part("add", ("experts", *(s.name for s in shared), "attn"))
+    # Shared experts stand behind the routed ones: their forward runs beside combine, their backward beside its mirror.
+    return (attn, Part("router", ("attn",), _AFTER_ATTENTION, (*norm, gate)), routed, *shared, add)
+
+
+def _final_norm(config: ModelConfig) -> tuple[Param, ...]:
+    name = {"gpt2": "transformer.ln_f", "mpt": "transformer.norm_f"}.get(config.model_type, "model.norm")
+    return p.norm(config, name, config.hidden)
+
+
+def _head(config: ModelConfig, norm: tuple[Param, ...], reads: str = "") -> tuple[Part, ...]:
+    """Final norm, then logits and loss. The head's weight gradient reads the norm's output: nobody rebuilds that."""
+    first = Part("norm", (reads,), (Keep(reads, Pass.I),), norm)
+    return (first, Part("head", ("norm",), (Keep("norm", Pass.W),), p.head(config)))
+
+
+def _mtp(config: ModelConfig, k: int, moe: int, last: str) -> Chunk:
+    """DeepSeek-V3's multi-token prediction, arXiv:2412.19437 section 2.2: the last layer's hidden state and the next
+    token's embedding, each normed, projected together from 2h to h; one decoder layer; the shared head.
+    """
+    c, layer = config, config.layers + k
+    prefix = _prefix(c, layer)
+    joined = (
+        *p.norm(c, f"{prefix}enorm", c.hidden),
+        *p.norm(c, f"{prefix}hnorm", c.hidden),
+        p.whole(f"{prefix}eh_proj.weight", c.hidden, 2 * c.hidden),
+    )
+    parts = (
+        Part("embed", (), (), (p.word_embedding(c),)),
+        Part("proj", ("", "embed"), (Keep("", Pass.I), Keep("embed", Pass.I)), joined),
+        *_layer(c, layer, "proj"),
+    )
+    parts += _head(c, p.norm(c, f"{prefix}shared_head.norm", c.hidden), parts[-1].name)
+    tags = {"MTP": k} | ({"MOE": moe} if c.is_moe(layer) else {})
+    return Chunk(f"mtp{k}", parts, tags, reads=last)

@@ -1,0 +1,1 @@
+"""Hugging Face configs and presets, read strictly into one vocabulary."""

@@ -1,0 +1,138 @@
+"""From a Hugging Face config (a preset, or a path to config.json) to a `ModelConfig`, strictly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.workload.config.families import FAMILIES
+from ir.workload.config.keys import TYPES, aliases
+from ir.workload.config.spec import Activation, Mla, ModelConfig, Moe, Norm
+from ir.workload.config.values import Values
+
+__all__ = ["Activation", "Mla", "ModelConfig", "Moe", "Norm", "config_from", "load_config", "presets", "read_json"]
+
+MAX_LAYERS = 1_000
+_PRESETS = Path(__file__).parent / "presets"
+
+
+@cache
+def presets() -> tuple[str, ...]:
+    """Names of the models that come with piper-sim.
+
+    >>> "deepseek-v3" in presets()
+    True
+    """
+    return tuple(sorted(p.stem for p in _PRESETS.glob("*.json")))
+
+
+def load_config(name_or_path: str, overrides: Mapping[str, object] | None = None) -> ModelConfig:
+    """Read a preset or a config.json; `overrides` are Hugging Face keys set inline in the job's `[model]`.
+
+    >>> load_config("llama3-8b", {"num_hidden_layers": 2}).layers
+    2
+
+    Raises PiperError (model): unknown preset, key or model type; a missing or impossible value. (io): unreadable file.
+    """
+    path = _find(name_or_path)
+    label = name_or_path if path.parent == _PRESETS else str(path)
+    return config_from(read_json(path), label, overrides or {})
+
+
+def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, object] | None = None) -> ModelConfig:
+    """The same from a config already in memory. `source` names it in errors.
+
+    >>> tiny = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    >>> config_from(tiny, "tiny").ffn
+    32
+    """
+    over = dict(overrides or {})
+    model_type = over.get("model_type", raw.get("model_type"))
+    key = "model.model_type" if "model_type" in over else "model_type"
+    if not isinstance(model_type, str) or model_type not in TYPES:
+        said = "missing" if model_type is None else f"unknown model type {model_type!r}"
+        near = nearest(str(model_type), TYPES)
+        raise PiperError(ErrorKind.MODEL, said, file=source, key=key, allowed=sorted(TYPES), suggestion=near)
+    file = _respelled(raw, model_type, source, "")
+    inline = _respelled(over, model_type, source, "model.")
+    known = {*TYPES[model_type], *aliases(model_type), *file}
+    for k in inline:
+        if k not in known:
+            near = nearest(k, [*TYPES[model_type], *aliases(model_type)])
+            raise PiperError(
+                ErrorKind.MODEL,
+                f"model type {model_type} has no key {k!r}",
+                file=source,
+                key=f"model.{k}",
+                allowed=sorted(TYPES[model_type]),
+                suggestion=near,
+            )
+    for name in ("num_hidden_layers", "n_layer", "n_layers"):
+        deep = inline.get(name, file.get(name))
+        if isinstance(deep, int) and deep > MAX_LAYERS:  # before anything counts them out one by one
+            message, key = f"{deep} layers", f"model.{name}" if name in inline else name
+            raise PiperError(ErrorKind.MODEL, message, file=source, key=key, allowed=f"at most {MAX_LAYERS}")
+    values = Values(source, TYPES[model_type], {**file, **inline}, frozenset(inline))
+    return FAMILIES[model_type](values)
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """One JSON object, without NaN, infinities or keys given twice.
+
+    Raises PiperError (io) where the file cannot be read, (model) where it is not such an object.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise PiperError(ErrorKind.IO, f"cannot read the model config: {e}", file=str(path)) from e
+
+    def once(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+        out: dict[str, object] = {}
+        for k, v in pairs:
+            if k in out:
+                raise PiperError(ErrorKind.MODEL, "key given twice", file=str(path), key=k, suggestion="keep one")
+            out[k] = v
+        return out
+
+    def no_constant(word: str) -> NoReturn:
+        raise PiperError(ErrorKind.MODEL, f"{word} is not JSON", file=str(path), allowed="finite numbers")
+
+    try:
+        value = json.loads(text, object_pairs_hook=once, parse_constant=no_constant)
+    except (ValueError, RecursionError) as e:  # not JSON, or a number of too many digits
+        raise PiperError(ErrorKind.MODEL, f"not JSON: {e}", file=str(path)) from e
+    if not isinstance(value, dict):
+        raise PiperError(ErrorKind.MODEL, "not a JSON object", file=str(path), allowed="a Hugging Face config.json")
+    return value
+
+
+def _find(name: str) -> Path:
+    if name in presets():
+        return _PRESETS / f"{name}.json"
+    path = Path(name)
+    if path.is_dir() and (path / "config.json").is_file():
+        return path / "config.json"
+    if path.is_file() or name.endswith(".json"):
+        return path
+    raise PiperError(
+        ErrorKind.MODEL,
+        f"no preset and no file {name!r}",
+        key="model.config",
+        allowed=[*presets(), "a path to a config.json"],
+        suggestion=nearest(name, presets()),
+    )
+
+
+def _respelled(raw: Mapping[str, object], model_type: str, source: str, prefix: str) -> dict[str, object]:
+    """`raw` with each alias under its proper name; both spellings at once are refused."""
+    other = aliases(model_type)
+    for spelled, name in other.items():
+        if spelled in raw and name in raw and raw[spelled] != raw[name]:
+            message = f"{spelled!r} and {name!r} are one key with two values"
+            raise PiperError(ErrorKind.MODEL, message, file=source, key=prefix + spelled, suggestion=f"keep {name}")
+    own = TYPES[model_type]
+    return {(k if k in own else other.get(k, k)): v for k, v in raw.items()}

@@ -1,0 +1,72 @@
+"""Typed access to the keys of one config, with errors that name the file, the key and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.workload.config.keys import Table, fits
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The keys of a config of one model type. `inline`: those that the job set, so that errors name the job's key."""
+
+    source: str
+    table: Table
+    given: Mapping[str, object]
+    inline: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        for name, key in self.table.items():
+            if name not in self.given:
+                if key.required:
+                    self.refuse(name, "missing", allowed=key.holds)
+            elif not fits(key.holds, self.given[name]):
+                self.refuse(name, f"{self.given[name]!r} is not {key.holds}", allowed=key.holds)
+
+    def refuse(self, name: str, message: str, *, allowed: str | None = None, fix: str | None = None) -> NoReturn:
+        """Raise the error that belongs to a key."""
+        key = f"model.{name}" if name in self.inline else name
+        raise PiperError(ErrorKind.MODEL, message, file=self.source, key=key, allowed=allowed, suggestion=fix)
+
+    def get(self, name: str) -> object:
+        """The value, or Hugging Face's default."""
+        return self.given[name] if name in self.given else self.table[name].default
+
+    def size(self, name: str) -> int:
+        """An integer."""
+        value = self.get(name)
+        assert isinstance(value, int), name
+        return value
+
+    def size_or(self, name: str, other: int) -> int:
+        """An integer, or `other` where the key is null, left out without default, or unknown to the model type."""
+        value = self.get(name) if name in self.table else None
+        return value if isinstance(value, int) else other
+
+    def number(self, name: str) -> float:
+        """A number."""
+        value = self.get(name)
+        assert isinstance(value, (int, float)), name
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """A truth value; false where the model type has no such key."""
+        return bool(self.get(name)) if name in self.table else False
+
+    def one_of(self, name: str, allowed: tuple[str, ...]) -> str:
+        """A string out of a list."""
+        value = self.get(name)
+        if value not in allowed:
+            self.refuse(name, f"{value!r} is not built", allowed=", ".join(allowed), fix=allowed[0])
+        return str(value)
+
+    def divides(self, name: str, whole: int, what: str) -> None:
+        """Refuse unless the value of `name` divides `whole`."""
+        by = self.size(name)
+        if whole % by:
+            near = max(d for d in range(1, by + 1) if whole % d == 0)
+            self.refuse(name, f"{by} does not divide {what} = {whole}", allowed=f"divisors of {whole}", fix=str(near))

@@ -1,0 +1,190 @@
+"""The parameters of every part, under their global Hugging Face names, and how parallelism cuts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import NamedTuple
+
+from ir.workload.config.spec import ModelConfig, Norm
+from ir.workload.part import Chunk, Layout, Param
+
+Params = tuple[Param, ...]
+
+
+class ParamCount(NamedTuple):
+    """Parameters of a model. total: all that are trained, ties once; active: those of the main model that one token
+    uses (all but the experts it is not sent to); mtp: the part of total that belongs to MTP modules alone.
+    """
+
+    total: int
+    active: int
+    mtp: int
+
+
+def count_params(config: ModelConfig, chunks: Iterable[Chunk]) -> ParamCount:
+    """Count from the graph itself, so that what is counted is what is placed.
+
+    >>> from ir.workload import load_config, model_chunks
+    >>> config = load_config("mixtral-8x7b")
+    >>> [f"{n / 1e9:.1f}" for n in count_params(config, model_chunks(config))]
+    ['46.7', '12.9', '0.0']
+    """
+    main: dict[str, Param] = {}
+    mtp: dict[str, Param] = {}
+    for chunk in chunks:
+        for part in chunk.parts:
+            (mtp if chunk.name.startswith("mtp") else main).update({p.name: p for p in part.params})
+    extra = sum(p.numel for p in mtp.values() if p.name not in main)
+    total = sum(p.numel for p in main.values())
+    idle = 0
+    if moe := config.moe:
+        idle = sum(p.numel * (moe.experts - moe.top_k) // moe.experts for p in main.values() if p.expert)
+    return ParamCount(total + extra, total - idle, extra)
+
+
+def local_numel(param: Param, layout: Layout) -> int:
+    """Elements of a parameter on one device, before ZeRO.
+
+    >>> local_numel(Param("w", (8, 6), ("tp",), dims=(0,)), Layout(tp=4))
+    12
+    """
+    return prod(local_shape(param, layout))
+
+
+def local_shape(param: Param, layout: Layout) -> tuple[int, ...]:
+    """The shape that one device holds; a last shard may be smaller where the sizes do not divide.
+
+    >>> local_shape(Param("w", (8, 6), ("ep", "etp"), True, (0, 1)), Layout(ep=4, etp=2))
+    (2, 3)
+    """
+    shape = list(param.shape)
+    for axis, dim in zip(param.sharded, param.dims, strict=True):
+        shape[dim] = -(-shape[dim] // int(getattr(layout, axis)))
+    return tuple(shape)
+
+
+def placeholder_grad_bytes(chunks: Iterable[Chunk], layout: Layout, element_bytes: int = 2) -> int:
+    """What Transformer Engine leaves on a device for good where it adds weight gradients straight to the main ones:
+    one placeholder for autograd per shape of weight (of a decoder layer's linears, of one expert).
+
+    SimuMax's B200 rows (TE 2.11) are short by about this without it: 1.6 GiB for a stage of Llama-70B.
+    """
+    roles: dict[str, int] = {}
+    for param in (p for c in chunks if c.tags for part in c.parts for p in part.params):
+        if len(param.shape) > 1 and "gate.weight" not in param.name and "embed" not in param.name:
+            role = ".".join(word for word in param.name.split(".") if not word.isdigit())
+            local = local_shape(param, layout)
+            roles[role] = prod(local[1:] if param.expert else local)
+    return element_bytes * sum(roles.values())
+
+
+def whole(name: str, *shape: int) -> Param:
+    """A parameter that every device of the tensor-parallel group holds."""
+    return Param(name, shape)
+
+
+def cut(name: str, dim: int, *shape: int, blocks: tuple[int, ...] = ()) -> Param:
+    """A parameter cut along `dim` by tensor parallelism."""
+    return Param(name, shape, ("tp",), dims=(dim,), blocks=blocks)
+
+
+def linear(
+    config: ModelConfig, name: str, out: int, into: int, *, column: bool, bias: bool, blocks: tuple[int, ...] = ()
+) -> Params:
+    """A linear layer's weight and bias. column: cut by output (Megatron's column-parallel), else by input. blocks: of
+    the outputs, fused layers.
+
+    GPT-2's Conv1D holds its weight transposed, [in, out].
+    """
+    flipped = config.model_type == "gpt2"
+    shape = (into, out) if flipped else (out, into)
+    weight = cut(f"{name}.weight", int(column == flipped), *shape, blocks=blocks)
+    if not bias:
+        return (weight,)
+    return (weight, cut(f"{name}.bias", 0, out, blocks=blocks) if column else whole(f"{name}.bias", out))
+
+
+def norm(config: ModelConfig, name: str, size: int) -> Params:
+    """A norm's weight and, for a LayerNorm with bias, its bias."""
+    weight = whole(f"{name}.weight", size)
+    return (weight, whole(f"{name}.bias", size)) if config.norm is Norm.LAYER and config.norm_bias else (weight,)
+
+
+def attention(config: ModelConfig, prefix: str) -> Params:
+    """Input norm and attention of the decoder layer whose names begin with `prefix`."""
+    c = config
+    if c.mla:
+        return _mla(config, prefix)
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    if c.model_type in ("gpt2", "mpt"):
+        names = {"gpt2": ("ln_1", "attn.c_attn", "attn.c_proj"), "mpt": ("norm_1", "attn.Wqkv", "attn.out_proj")}
+        first, qkv, out = (prefix + n for n in names[c.model_type])
+        fused = linear(c, qkv, q + 2 * kv, c.hidden, column=True, bias=c.qkv_bias, blocks=(q, kv, kv))
+        return (*norm(c, first, c.hidden), *fused, *linear(c, out, c.hidden, q, column=False, bias=c.out_bias))
+    at = f"{prefix}self_attn."
+    params = norm(c, f"{prefix}input_layernorm", c.hidden)
+    for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+        params += linear(c, at + name, rows, c.hidden, column=True, bias=c.qkv_bias)
+    if c.qk_norm:
+        params += tuple(Param(f"{at}{n}_norm.weight", (c.head_dim,), by_heads=True) for n in "qk")
+    return params + linear(c, f"{at}o_proj", c.hidden, q, column=False, bias=c.out_bias)
+
+
+def _mla(config: ModelConfig, prefix: str) -> Params:
+    c, mla, at = config, config.mla, f"{prefix}self_attn."
+    assert mla is not None
+    q, kv = c.heads * mla.qk_dim, c.heads * (mla.nope_dim + mla.v_dim)
+    params = norm(c, f"{prefix}input_layernorm", c.hidden)
+    if mla.q_rank:
+        # The down-projections are not cut by tensor parallelism: their outputs are small and every head needs them.
+        params += (whole(f"{at}q_a_proj.weight", mla.q_rank, c.hidden),)
+        params += (whole(f"{at}q_a_proj.bias", mla.q_rank),) if c.qkv_bias else ()
+        params += norm(c, f"{at}q_a_layernorm", mla.q_rank)
+        params += linear(c, f"{at}q_b_proj", q, mla.q_rank, column=True, bias=False)
+    else:
+        params += linear(c, f"{at}q_proj", q, c.hidden, column=True, bias=False)
+    down = mla.kv_rank + mla.rope_dim
+    params += (whole(f"{at}kv_a_proj_with_mqa.weight", down, c.hidden),)
+    params += (whole(f"{at}kv_a_proj_with_mqa.bias", down),) if c.qkv_bias else ()
+    params += norm(c, f"{at}kv_a_layernorm", mla.kv_rank)
+    params += linear(c, f"{at}kv_b_proj", kv, mla.kv_rank, column=True, bias=False)
+    return params + linear(c, f"{at}o_proj", c.hidden, c.heads * mla.v_dim, column=False, bias=c.out_bias)
+
+
+def post_norm(config: ModelConfig, prefix: str) -> Params:
+    """The norm between attention and MLP."""
+    name = {"gpt2": "ln_2", "mpt": "norm_2"}.get(config.model_type, "post_attention_layernorm")
+    return norm(config, prefix + name, config.hidden)
+
+
+def mlp(config: ModelConfig, prefix: str, width: int) -> Params:
+    """An MLP of the given width under `prefix` (`model.layers.0.mlp.`)."""
+    c = config
+    up, down = {"gpt2": ("c_fc", "c_proj")}.get(c.model_type, ("up_proj", "down_proj"))
+    names = ("gate_proj", up) if c.activation.ups == 2 else (up,)
+    params: Params = ()
+    for name in names:
+        params += linear(c, prefix + name, width, c.hidden, column=True, bias=c.mlp_bias)
+    return params + linear(c, prefix + down, c.hidden, width, column=False, bias=c.mlp_bias)
+
+
+def experts(config: ModelConfig, prefix: str) -> Params:
+    """All experts of a layer: one parameter per matrix, experts first, as transformers 5 stores them."""
+    moe, hidden = config.moe, config.hidden
+    assert moe is not None
+    shape, both = (moe.experts, 2 * moe.ffn, hidden), (moe.ffn, moe.ffn)
+    up = Param(f"{prefix}experts.gate_up_proj", shape, ("ep", "etp"), True, (0, 1), both)
+    down = Param(f"{prefix}experts.down_proj", (moe.experts, hidden, moe.ffn), ("ep", "etp"), True, (0, 2))
+    return (up, down)
+
+
+def word_embedding(config: ModelConfig) -> Param:
+    """The input embedding; where `tied`, also the head's weight."""
+    name = "transformer.wte.weight" if config.model_type in ("gpt2", "mpt") else "model.embed_tokens.weight"
+    return cut(name, 0, config.vocab, config.hidden)
+
+
+def head(config: ModelConfig) -> Params:
+    """The head's weight."""
+    return (word_embedding(config) if config.tied else cut("lm_head.weight", 0, config.vocab, config.hidden),)

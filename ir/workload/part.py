@@ -1,0 +1,145 @@
+"""The types of a model graph: chunks of parts, and what one part costs and keeps on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ir.core.ops import Pass
+from ir.core.work import Message, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a part is divided over devices: sizes of the mesh axes that shard it. `shard` directives change this.
+
+    tp, cp shard dense parts (and the tokens, with sequence parallelism); ep, etp shard experts.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A logical parameter: its global name and shape, and the axes that shard it (the others replicate it).
+
+    `expert` marks parameters that live on the expert view of the mesh (etp, ep, edp). A tie is one name in two parts.
+    dims: the tensor dim that each axis of `sharded` cuts, axis by axis. blocks: sizes of the stretches of the dim cut
+    by tp or etp that are cut one by one (fused q, k and v; gate and up); () for one. by_heads: whole on every device,
+    but each applies it to its own attention heads, so its gradient is a sum over tp.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sharded: tuple[str, ...] = ()
+    expert: bool = False
+    dims: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+    by_heads: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole, unsharded parameter."""
+        n = 1
+        for d in self.shape:
+            n *= d
+        return n
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that forward keeps for backward, in bytes on one device.
+
+    until: the pass that reads it last. recompute: the recompute option that drops it ("norm", "up_projection",
+    "activation", "scores"), "" if only a recompute of the whole part does. rebuild: the kernels that then make it again
+    in I, in the order of `saved` (a later one may read an earlier one).
+    """
+
+    name: str
+    bytes: int
+    until: Pass = Pass.W
+    recompute: str = ""
+    rebuild: Work = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Backward's claim on an input of the part: the output of part `of` stays alive until pass `until`.
+
+    recompute: the recompute option under which this claim is dropped, "" if none.
+    """
+
+    of: str
+    until: Pass = Pass.W
+    recompute: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """A blocking communication inside a part (tensor or context parallel), by the pass it happens in."""
+
+    when: Pass
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class PartWork:
+    """One part's work on one device for one microbatch, under a `Layout`.
+
+    out_bytes: its output (what the next part reads); how long it lives is the readers' `keeps` to say.
+    stash_bytes: output gradients that live from I to W. *_workspace: bytes alive only while the pass runs.
+    model_flops: forward FLOPs that MFU counts, of one microbatch over *all* devices of the stage.
+    out_grad_bytes: its output's gradient, which readers write, where it is not as large as the output; handed: likewise
+    the gradient that I writes for its only input. None: as large.
+    """
+
+    forward: Work
+    input_grad: Work
+    weight_grad: Work
+    out_bytes: int
+    saved: tuple[Saved, ...] = ()
+    stash_bytes: int = 0
+    inline: tuple[Inline, ...] = ()
+    forward_workspace: int = 0
+    input_grad_workspace: int = 0
+    weight_grad_workspace: int = 0
+    model_flops: int = 0
+    out_grad_bytes: int | None = None
+    handed: int | None = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of its output's gradient."""
+        return self.out_bytes if self.out_grad_bytes is None else self.out_grad_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A node-to-be of the model graph: attention, router, experts, mlp, norm, head, …
+
+    name: unique in its chunk ("attn"). inputs: the parts it reads, "" standing for the chunk's own input.
+    keeps: which of these inputs backward reads again. The name picks the builder of its work.
+    """
+
+    name: str
+    inputs: tuple[str, ...] = ("",)
+    keeps: tuple[Keep, ...] = ()
+    params: tuple[Param, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stretch of the model between two annotation seams: the embedding, one decoder layer, the head, an MTP module.
+
+    name: "embed", "l0", "l1", …, "mtp0", "head". The chunk's output is the output of its last part; its input is the
+    output of the chunk before it, or of chunk `reads` where that is named (head and MTP both read the last layer).
+    tags: what filters can name beside PP, MB and PASS, e.g. {"L": 7}.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    tags: dict[str, int] = field(default_factory=dict)
+    reads: str | None = None

@@ -1,0 +1,194 @@
+"""Which chunks stand on which stage: decoder layers by count, embedding first, head and MTP last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.workload.balance import by_rank
+from ir.workload.part import Chunk, Part
+
+Costs = Callable[[Chunk], float] | Sequence[float]
+Stages = tuple[tuple[Chunk, ...], ...]
+_KEY = "parallel.layers"
+_FORMS = "even | balanced | a list of decoder-layer counts, one per stage"
+
+
+def partition(
+    chunks: Sequence[Chunk],
+    stages: int,
+    layers: str | Sequence[int],
+    costs: Costs | None = None,
+    ranks: Sequence[int] | None = None,
+    most: int | None = None,
+) -> Stages:
+    """Group chunks into stages, in order.
+
+    ranks: the rank of each stage; "balanced" then evens out ranks first, stages second, giving no
+    stage more than `most` layers.
+
+    layers: "even", "balanced" (the most expensive stage as cheap as possible), or decoder-layer counts per stage.
+    costs: of a chunk, or one number per chunk, for "balanced"; by default a layer costs 1 and all else nothing.
+
+    >>> from ir.workload import load_config, model_chunks
+    >>> four = model_chunks(load_config("tiny-moe"))
+    >>> [[c.name for c in stage] for stage in partition(four, 2, "even")]
+    [['embed', 'l0', 'l1'], ['l2', 'l3', 'head']]
+    >>> [len(stage) for stage in partition(four, 3, "balanced", [0, 1, 1, 1, 1, 2])]
+    [2, 2, 2]
+
+    Raises PiperError (job) where the counts do not fit the model or the stages, naming the nearest that do.
+    """
+    decoders = sum(_is_layer(c) for c in chunks)
+    if stages < 1:
+        raise PiperError(ErrorKind.JOB, f"{stages} stages", key="parallel.pp", allowed="1 or more", suggestion="1")
+    match layers:
+        case "even":
+            counts = _even(stages, decoders)
+        case "balanced":
+            if decoders < stages:
+                raise _too_few(stages, decoders)
+            counts = _balance(chunks, stages, _raw_costs(chunks, costs), ranks, most)
+        case str():
+            message = f"unknown layers {layers!r}"
+            raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed=_FORMS, suggestion="balanced")
+        case _:
+            counts = _listed(layers, stages, decoders)
+    return _cut(chunks, counts)
+
+
+def _is_layer(chunk: Chunk) -> bool:
+    return "L" in chunk.tags
+
+
+def _balance(
+    chunks: Sequence[Chunk], stages: int, raw: Sequence[float], ranks: Sequence[int] | None, most: int | None
+) -> list[int]:
+    at = [i for i, c in enumerate(chunks) if _is_layer(c)]
+    counts = _balanced(_stage_costs(raw, at), stages)
+    if ranks is None:
+        return counts
+    ends = (sum(raw[: at[0]]), sum(raw[at[-1] + 1 :]))
+    return by_rank(counts, [raw[i] for i in at], ends, ranks, most)
+
+
+def _even(stages: int, decoders: int) -> list[int]:
+    if decoders % stages == 0:
+        return [decoders // stages] * stages
+    if (decoders + 2) % stages == 0 and stages > 1:
+        # Embedding and head count as a layer each, so the ends hold one decoder layer fewer.
+        each = (decoders + 2) // stages
+        return [each - 1, *[each] * (stages - 2), each - 1]
+    if decoders < stages:
+        raise _too_few(stages, decoders)
+    message = f"{decoders} layers, or {decoders + 2} with embedding and head, do not divide evenly by {stages} stages"
+    near = [n for n in range(1, decoders + 1) if decoders % n == 0 or (decoders + 2) % n == 0]
+    best = min(near, key=lambda n: (abs(n - stages), n))
+    allowed = f"stages dividing {decoders} or {decoders + 2}; {_FORMS}"
+    fix = f"layers = 'balanced', or {best} stages"
+    raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed=allowed, suggestion=fix)
+
+
+def _too_few(stages: int, decoders: int) -> PiperError:
+    message = f"{decoders} layers on {stages} stages leave some stage empty"
+    allowed = f"at most {decoders} stages; or list the counts, zeros included"
+    return PiperError(ErrorKind.JOB, message, key=_KEY, allowed=allowed, suggestion=f"{decoders} stages or fewer")
+
+
+def _listed(layers: Sequence[int], stages: int, decoders: int) -> list[int]:
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in layers):
+        raise PiperError(ErrorKind.JOB, f"not layer counts: {list(layers)}", key=_KEY, allowed="integers, 0 or more")
+    if len(layers) != stages:
+        message = f"{len(layers)} layer counts for {stages} stages"
+        fix = f"{stages} counts that sum to {decoders}"
+        raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed="one count per stage", suggestion=fix)
+    if sum(layers) != decoders:
+        message = f"layer counts sum to {sum(layers)}, the model has {decoders}"
+        fix = f"add {decoders - sum(layers):+d} somewhere, or layers = 'balanced'"
+        raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed=f"a sum of {decoders}", suggestion=fix)
+    return list(layers)
+
+
+def _stage_costs(raw: Sequence[float], at: Sequence[int]) -> list[int]:
+    """One integer per decoder layer, the ends' costs added to the first and last layer: sums are then exact."""
+    unit = max(raw) or 1.0
+    scaled = [round(x / unit * 2**30) for x in raw]
+    middle = [scaled[i] for i in at]
+    middle[0] += sum(scaled[: at[0]])
+    middle[-1] += sum(scaled[at[-1] + 1 :])
+    return middle
+
+
+def _raw_costs(chunks: Sequence[Chunk], costs: Costs | None) -> list[float]:
+    if costs is None:
+        raw = [float(_is_layer(c)) for c in chunks]
+    else:
+        raw = [float(costs(c)) for c in chunks] if callable(costs) else [float(x) for x in costs]
+    if len(raw) != len(chunks) or not all(0 <= x < float("inf") for x in raw):
+        message = f"{len(raw)} costs for {len(chunks)} chunks, each to be finite and 0 or more"
+        raise PiperError(ErrorKind.JOB, message, key=_KEY)
+    return raw
+
+
+def _balanced(costs: Sequence[int], stages: int) -> list[int]:
+    """Counts, each at least 1, with the least maximum; among those the least sum of squares, then the earliest cuts."""
+    total = [0, *accumulate(costs)]
+    cuts = _most_even(total, stages, _least_maximum(total, stages))
+    return [b - a for a, b in pairwise(cuts)]
+
+
+def _least_maximum(total: Sequence[int], stages: int) -> int:
+    """The cost of the dearest stage in the best partition. total: running sums of the layers' costs."""
+    n = len(total) - 1
+    best = list(total)
+    for s in range(2, stages + 1):
+        after = [0] * (n + 1)
+        for j in range(s, n + 1):
+            least = max(best[j - 1], total[j] - total[j - 1])
+            # Moving the cut down only makes the last stage dearer: stop when that alone is no better.
+            for i in range(j - 2, s - 2, -1):
+                if total[j] - total[i] >= least:
+                    break
+                least = min(least, max(best[i], total[j] - total[i]))
+            after[j] = least
+        best = after
+    return best[n]
+
+
+def _most_even(total: Sequence[int], stages: int, limit: int) -> list[int]:
+    """Cut positions, 0 and n among them, with no stage above `limit` and the least sum of squared stage costs."""
+    n = len(total) - 1
+    best: list[tuple[int, tuple[int, ...]] | None] = [(0, (0,)), *[None] * n]
+    for s in range(1, stages + 1):
+        after: list[tuple[int, tuple[int, ...]] | None] = [None] * (n + 1)
+        for j in range(s, n - (stages - s) + 1):
+            for i in range(j - 1, s - 2, -1):
+                last, head = total[j] - total[i], best[i]
+                if last > limit:
+                    break
+                if head is not None:
+                    option = (head[0] + last**2, (*head[1], j))
+                    current = after[j]
+                    after[j] = option if current is None else min(current, option)
+        best = after
+    found = best[n]
+    assert found is not None, "the least maximum is attained"
+    return list(found[1])
+
+
+def _cut(chunks: Sequence[Chunk], counts: Sequence[int]) -> Stages:
+    at = [i for i, c in enumerate(chunks) if _is_layer(c)]
+    ends = list(accumulate(counts))
+    # The stage of the k-th decoder layer; what stands before the first or behind the last goes to the outer stages.
+    stage_of = [next(s for s, end in enumerate(ends) if k < end) for k in range(len(at))]
+    out: list[list[Chunk]] = [[] for _ in counts]
+    for i, chunk in enumerate(chunks):
+        if i < at[0]:
+            out[0].append(chunk)
+        elif i > at[-1]:
+            out[-1].append(chunk)
+        else:
+            out[stage_of[i - at[0]]].append(chunk)
+    # A stage left without a chunk hands its input on: microbatches still pass through its rank.
+    return tuple(tuple(stage) or (Chunk(f"skip{n}", (Part("skip"),)),) for n, stage in enumerate(out))

@@ -1,0 +1,1 @@
+"""Kernels, bytes and messages of each kind of part under a layout."""

@@ -1,0 +1,203 @@
+"""The part "attn": input norm, projections, attention, output projection, residual; ordinary heads or MLA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ir.core.ops import Pass
+from ir.core.work import Work
+from ir.workload.part import Inline, PartWork, Saved
+from ir.workload.parts import kernels as k
+from ir.workload.parts.attention_core import Core, model_flops
+from ir.workload.parts.kernels import Linear
+from ir.workload.parts.region import context, enter, leave
+from ir.workload.parts.residual import gathered_input, mask, normed, residual, residual_backward, residual_grads, stats
+from ir.workload.parts.workspace import beyond
+from ir.workload.setting import Attention, Setting
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """How queries, keys and values come out of the normed input. backward: their gradients to the input norm's.
+
+    enters: features per token of what crosses into the tensor-parallel region, tensor by tensor, for linears to read;
+    passes: of what no linear reads. widest: features of the largest transient.
+    """
+
+    forward: Work
+    backward: Work
+    linears: tuple[Linear, ...]
+    saved: tuple[Saved, ...]
+    enters: tuple[int, ...]
+    widest: int
+    model_flops: int
+    passes: int = 0
+
+    def inline(self, s: Setting) -> tuple[Inline, ...]:
+        """Each tensor crosses by itself, as in Megatron."""
+        crosses = [m for features in self.enters for m in enter(s, features)]
+        return (*crosses, *(enter(s, self.passes, linear=False) if self.passes else ()))
+
+
+def attention(s: Setting) -> PartWork:
+    """Work of the part, for either kind of attention."""
+    c, core = s.config, Core.of(s)
+    p = _latent(s, core) if c.mla else _heads(s, core)
+    h, size, n = c.hidden, s.tokens * s.wide, s.stream * c.hidden
+    out = Linear("o_proj", s.tokens, h, core.out_features)
+    stash, later = k.stash(s, out, *p.linears), size * core.out_features + n * s.wide
+    return PartWork(
+        forward=(
+            k.norm_forward(s, "input_norm", n),
+            *k.cast(s, "normed", n),
+            *p.forward,
+            *core.forward(s),
+            *k.cast(s, "context", s.tokens * core.out_features),
+            *_stored(s, "context.store", core),
+            out.forward(s),
+            residual(s),
+        ),
+        input_grad=(
+            *residual_backward(s),
+            *_stored(s, "context.load", core),
+            *k.input_grad(s, out),
+            *core.backward(s),
+            *p.backward,
+            k.norm_backward(s, "input_norm_backward", n),
+            k.add(s, "residual_backward", n),
+        ),
+        weight_grad=k.weight_grad(s, out, *p.linears),
+        out_bytes=n * s.wide,
+        saved=(
+            normed(s, "normed", n),
+            *gathered_input(s, sum(p.enters)),
+            stats(s),
+            *p.saved,
+            *_context_saved(s, core),
+            *core.saved(s),
+            *mask(s),
+        ),
+        stash_bytes=stash,
+        inline=(*p.inline(s), *context(s, core.kv_features), *leave(s, h)),
+        # The output projection's result, or what is there while context and output are not yet.
+        forward_workspace=max(size * h, size * p.widest - later, core.workspace(s, Pass.F) - later),
+        input_grad_workspace=beyond(residual_grads(s, core.gradients(s)), n * s.wide, stash),
+        model_flops=p.model_flops + 2 * s.shape.tokens * h * c.heads * c.v_dim + model_flops(s),
+    )
+
+
+def _heads(s: Setting, core: Core) -> _Projection:
+    """Multi-head or grouped-query attention: one fused product for q, k and v."""
+    c, h = s.config, s.config.hidden
+    features = core.q_features + core.kv_features
+    roped = core.q_features + core.kv_heads * core.qk
+    qkv = Linear("qkv_proj", s.tokens, features, h)
+    rope: Work = (k.copies(s, "rope", s.tokens * roped),) if c.rope else ()
+    ready, back = rope, rope
+    kept: tuple[Saved, ...] = ()
+    label = ""
+    again: Work = ()
+    if c.qk_norm:
+        ready = (k.norm_forward(s, "qk_norm", s.tokens * roped), *rope)
+        back = (*rope, k.norm_backward(s, "qk_norm_backward", s.tokens * roped))
+        # The norm's input, and a number per head; its output, which attention reads, can be made again.
+        kept = (
+            Saved("qk_before_norm", s.tokens * roped * s.wide, Pass.I),
+            Saved("qk_norm_stats", 4 * s.tokens * (core.heads + core.kv_heads), Pass.I),
+        )
+        label, again = "norm", ready
+    elif c.rope and s.style.eager:  # values are a view of the fused product, which therefore stays beside rope's output
+        kept = (Saved("qk_before_rope", s.tokens * roped * s.wide, Pass.I),)
+    return _Projection(
+        forward=(qkv.forward(s), *ready),
+        backward=(*back, *k.input_grad(s, qkv)),
+        linears=(qkv,),
+        saved=(
+            *kept,
+            Saved("qk", s.tokens * roped * s.wide, Pass.I, label, again),
+            Saved("v", s.tokens * (features - roped) * s.wide, Pass.I),
+        ),
+        enters=(h,),
+        widest=features,
+        model_flops=2 * s.shape.tokens * h * (c.heads + 2 * c.kv_heads) * c.head_dim,
+    )
+
+
+def _latent(s: Setting, core: Core) -> _Projection:
+    """Multi-head latent attention: queries and keys/values through low-rank projections, each with a norm inside.
+
+    The down-projections run on the residual stream's tokens, uncut; their narrow outputs enter the parallel region.
+    """
+    mla, h = s.config.mla, s.config.hidden
+    assert mla is not None
+    narrow = mla.kv_rank + mla.rope_dim
+    both = core.heads * (mla.nope_dim + mla.v_dim)
+    downs: tuple[Linear, ...] = (Linear("kv_a_proj", s.stream, narrow, h),)
+    ups = (Linear("q_proj", s.tokens, core.q_features, h), Linear("kv_b_proj", s.tokens, both, mla.kv_rank))
+    if mla.q_rank:
+        downs = (Linear("q_a_proj", s.stream, mla.q_rank, h), *downs)
+        ups = (Linear("q_b_proj", s.tokens, core.q_features, mla.q_rank), ups[1])
+    ranks = s.stream * (mla.q_rank + mla.kv_rank)
+    up = (*k.forward(s, *ups), *_latent_rope(s, core))
+    return _Projection(
+        forward=(
+            *k.forward(s, *downs),
+            k.norm_forward(s, "latent_norm", ranks),
+            *k.cast(s, "latent", ranks),
+            *up,
+        ),
+        backward=(
+            *_latent_rope(s, core),
+            *k.input_grad(s, *ups),
+            k.norm_backward(s, "latent_norm_backward", ranks),
+            *k.input_grad(s, *downs),
+        ),
+        linears=(*ups, *downs),
+        saved=(
+            Saved("latent", (ranks + s.stream * mla.rope_dim) * s.wide, Pass.I),
+            normed(s, "latent_normed", ranks),
+            stats(s, "latent_norm_stats", 2 if mla.q_rank else 1),
+            Saved("qkv", s.tokens * (core.q_features + core.kv_features) * s.wide, Pass.I, "up_projection", up),
+        ),
+        enters=(mla.q_rank or h, mla.kv_rank),
+        widest=both,
+        model_flops=_latent_projections(s),
+        passes=mla.rope_dim,
+    )
+
+
+def _stored(s: Setting, label: str, core: Core) -> Work:
+    """The way into and out of the 12-bit format that `_context_saved` keeps."""
+    return k.store(s, label, s.tokens * core.out_features, 1.5) if s.fp8 and s.config.mla else ()
+
+
+def _context_saved(s: Setting, core: Core) -> tuple[Saved, ...]:
+    """Attention's output: the output projection's input, and flash's backward reads it too.
+
+    One wide tensor serves both. In fp8 flash still needs it wide, beside the fp8 copy; but DeepSeek-V3 keeps a single
+    12-bit (E5M6) one (arXiv:2412.19437, section 3.3.3), so that is what MLA does here.
+    """
+    n = s.tokens * core.out_features
+    if not s.fp8:
+        return (Saved("context", n * s.wide),)
+    if s.config.mla:
+        return (Saved("context_e5m6", n * 12 // 8 + 4 * -(-n // 128)),)
+    wide = (Saved("context", n * s.wide, Pass.I),) if s.attention is Attention.FLASH else ()
+    return (*wide, Saved("context_fp8", s.cached(n)))
+
+
+def _latent_rope(s: Setting, core: Core) -> Work:
+    """Rope on the queries' last features, and the keys put together from their two pieces."""
+    mla = s.config.mla
+    assert mla is not None
+    rope = k.copies(s, "rope", s.tokens * (core.heads + 1) * mla.rope_dim)
+    return (rope, k.copies(s, "join_keys", s.tokens * core.heads * mla.qk_dim))
+
+
+def _latent_projections(s: Setting) -> int:
+    c, mla = s.config, s.config.mla
+    assert mla is not None
+    q = c.heads * mla.qk_dim
+    query = mla.q_rank * (c.hidden + q) if mla.q_rank else c.hidden * q
+    key_value = c.hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * c.heads * (mla.nope_dim + mla.v_dim)
+    return 2 * s.shape.tokens * (query + key_value)

@@ -1,0 +1,127 @@
+"""Core attention, softmax(q·kᵀ)·v: fused (flash), or unfused with its score matrices stored as Megatron stores them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ir.core.ops import Pass
+from ir.core.work import DType, Kernel, KernelKind, Work
+from ir.workload.part import Saved
+from ir.workload.parts.kernels import memory
+from ir.workload.setting import Attention, Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """Attention of one device: its heads, its share of the queries, all keys. qk, v: features of one head."""
+
+    heads: int
+    kv_heads: int
+    qk: int
+    v: int
+
+    @classmethod
+    def of(cls, s: Setting) -> Core:
+        """As tensor parallelism cuts the heads."""
+        c, tp = s.config, s.layout.tp
+        return cls(c.heads // tp, (c.heads if c.mla else c.kv_heads) // tp, c.qk_dim, c.v_dim)
+
+    @property
+    def q_features(self) -> int:
+        """Features of all queries of a token."""
+        return self.heads * self.qk
+
+    @property
+    def kv_features(self) -> int:
+        """Features of all keys and values of a token."""
+        return self.kv_heads * (self.qk + self.v)
+
+    @property
+    def out_features(self) -> int:
+        """Features of the output of a token."""
+        return self.heads * self.v
+
+    def forward(self, s: Setting) -> Work:
+        """q, k, v to the output."""
+        if s.attention is Attention.FLASH:
+            return (self._flash(s, 1, self.qk + self.v, "attention"),)
+        return (*self.scores(s), self._product(s, "context", self.queries(s), self.v, s.shape.seq_len))
+
+    def backward(self, s: Setting) -> Work:
+        """Gradients of q, k, v. Flash makes the scores again: 5 products against forward's 2."""
+        if s.attention is Attention.FLASH:
+            return (self._flash(s, 2, 3 * self.qk + 2 * self.v, "attention_backward"),)
+        q, kv, n = self.queries(s), s.shape.seq_len, self._score_elements(s)
+        dropout = (memory(s, "dropout_backward", n * (2 * s.wide + 1)),) if s.config.attn_dropout else ()
+        return (
+            self._product(s, "d_probs", q, kv, self.v),
+            self._product(s, "d_value", kv, self.v, q),
+            *dropout,
+            memory(s, "softmax_backward", 3 * n * s.wide),
+            self._product(s, "d_query", q, self.qk, kv),
+            self._product(s, "d_key", kv, self.qk, q),
+        )
+
+    def scores(self, s: Setting) -> Work:
+        """The unfused first half, which "scores" recomputes: q·kᵀ, softmax, dropout."""
+        n = self._score_elements(s)
+        dropout = (memory(s, "dropout", n * (2 * s.wide + 1)),) if s.config.attn_dropout else ()
+        product = self._product(s, "scores", self.queries(s), s.shape.seq_len, self.qk)
+        return (product, memory(s, "softmax", 2 * n * s.wide), *dropout)
+
+    def saved(self, s: Setting) -> tuple[Saved, ...]:
+        """What backward needs beside q, k, v and the output."""
+        if s.attention is Attention.FLASH:
+            return (Saved("lse", 4 * s.tokens * self.heads, Pass.I),)
+        # Softmax output, and with dropout its mask (one byte) and its output: the 5as²b of arXiv:2205.05198.
+        each = s.wide + ((s.wide + 1) if s.config.attn_dropout else 0)
+        return (Saved("scores", self._score_elements(s) * each, Pass.I, "scores", self.scores(s)),)
+
+    def workspace(self, s: Setting, when: Pass) -> int:
+        """Bytes alive only inside the pass: raw scores; in backward their gradients, or flash's fp32 sum of dq."""
+        if s.attention is Attention.UNFUSED:
+            return self._score_elements(s) * s.wide * (2 if when is Pass.I else 1)
+        return s.tokens * self.q_features * 4 if when is Pass.I else 0
+
+    def gradients(self, s: Setting) -> int:
+        """Bytes of gradients at their most: the output's beside those of q, k, v, or beside the scores' and v's."""
+        unfused = s.attention is Attention.UNFUSED
+        features = self.kv_heads * self.v if unfused else self.q_features + self.kv_features
+        return s.tokens * (self.out_features + features) * s.wide + self.workspace(s, Pass.I)
+
+    def queries(self, s: Setting) -> int:
+        """Query positions of one sequence on this device."""
+        return s.shape.seq_len // s.layout.cp
+
+    def _score_elements(self, s: Setting) -> int:
+        return s.shape.microbatch_size * self.heads * self.queries(s) * s.shape.seq_len
+
+    def _flash(self, s: Setting, passes: int, features: int, label: str) -> Kernel:
+        b, q, kv = s.shape.microbatch_size, self.queries(s), s.shape.seq_len
+        flops = b * self.heads * causal_pairs_doubled(s) // s.layout.cp * features
+        tensors = b * (q * (self.q_features + self.out_features) + kv * self.kv_features)
+        sums = 2 * 4 * b * q * self.q_features if passes == 2 else 0
+        moved = passes * tensors * s.wide + sums + 4 * b * q * self.heads
+        shape = (b, self.heads, q, kv, self.qk, self.v)
+        return Kernel(KernelKind.ATTENTION, flops, moved, s.precision.activations, shape, label)
+
+    def _product(self, s: Setting, label: str, m: int, n: int, k: int) -> Kernel:
+        groups = s.shape.microbatch_size * self.heads
+        dtype: DType = s.precision.activations
+        moved = groups * (m * k + n * k + m * n) * dtype.bytes
+        return Kernel(KernelKind.GROUPED_GEMM, 2 * groups * m * n * k, moved, dtype, (groups, m, n, k), label)
+
+
+def causal_pairs_doubled(s: Setting) -> int:
+    """Twice the (query, key) pairs of one sequence under the causal mask, counted as half the square.
+
+    A sliding window of w keys leaves w·s − w²/2 of them.
+    """
+    n, w = s.shape.seq_len, s.config.window
+    return n * n if not 0 < w < n else 2 * w * n - w * w
+
+
+def model_flops(s: Setting) -> int:
+    """Forward FLOPs of causal attention over all heads and tokens, counted half."""
+    c = s.config
+    return s.shape.microbatch_size * c.heads * causal_pairs_doubled(s) * (c.qk_dim + c.v_dim)

@@ -1,0 +1,154 @@
+"""The ends of the model: embedding, final norm, head with its loss, and how an MTP module joins its two inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ir.core.ops import Pass
+from ir.core.work import LOSS, CommKind, Kernel, Message, Work
+from ir.workload.part import Inline, PartWork, Saved
+from ir.workload.parts import kernels as k
+from ir.workload.parts.kernels import Linear
+from ir.workload.parts.region import all_reduce, enter
+from ir.workload.parts.residual import normed, stats
+from ir.workload.setting import Loss, Setting
+
+ID_BYTES = 8  # of a token's number
+
+
+def embed(s: Setting) -> PartWork:
+    """Word (and learned position) embeddings. Vocabulary-parallel: each device looks up its own words, then they sum.
+
+    Its weight gradient is first made whole, in the parameters' format, then added to the accumulated one: a transient
+    as large as the table (seen in SimuMax's snapshots). Positions are the same in every sequence: their gradient is the
+    output's summed over sequences, a tensor beside it.
+    """
+    c, h = s.config, s.config.hidden
+    n, table = s.stream * h, c.vocab // s.layout.tp * h
+    grads = s.precision.grads.bytes
+    dense = table * s.precision.params.bytes
+    masked = bool(c.embed_dropout)
+    positions = n // s.shape.microbatch_size if c.positions else 0
+    return PartWork(
+        forward=(k.copies(s, "lookup", s.tokens * h), *((k.add(s, "positions", n),) if c.positions else ())),
+        input_grad=(),
+        weight_grad=(k.memory(s, "scatter_grads", 2 * s.tokens * h * s.wide + 2 * dense + 2 * table * grads),),
+        out_bytes=n * s.wide,
+        saved=(Saved("ids", ID_BYTES * s.tokens), *((Saved("embedding_mask", n),) if masked else ())),
+        stash_bytes=(n + positions) * s.wide,
+        inline=_sum_words(s, s.tokens * h * s.wide),
+        forward_workspace=s.tokens * h * s.wide if s.layout.tp > 1 else 0,
+        weight_grad_workspace=dense,
+    )
+
+
+def _sum_words(s: Setting, size: int) -> tuple[Inline, ...]:
+    if s.sp:
+        scatter = Inline(Pass.F, Message(CommKind.REDUCE_SCATTER, size, ("tp",)))
+        return (scatter, Inline(Pass.W, Message(CommKind.ALL_GATHER, size, ("tp",))))
+    return (all_reduce(Pass.F, size),) if s.layout.tp > 1 else ()
+
+
+def final_norm(s: Setting) -> PartWork:
+    """The norm before the head."""
+    n = s.stream * s.config.hidden
+    return PartWork(
+        forward=(k.norm_forward(s, "final_norm", n),),
+        input_grad=(k.norm_backward(s, "final_norm_backward", n),),
+        weight_grad=(),
+        out_bytes=n * s.wide,
+        saved=(stats(s),),
+    )
+
+
+def skip(s: Setting) -> PartWork:
+    """A stage without layers: what comes in goes on, and its gradient back."""
+    return PartWork(forward=(), input_grad=(), weight_grad=(), out_bytes=s.stream * s.config.hidden * s.wide)
+
+
+def head(s: Setting) -> PartWork:
+    """Logits and cross entropy. Not in fp8; the loss in fp32. Three small all-reduces per token where it is divided."""
+    c, h = s.config, s.config.hidden
+    out = Linear("lm_head", s.tokens, c.vocab // s.layout.tp, h, dtype=s.precision.activations)
+    loss = _cross_entropy(s, s.tokens * out.out)
+    exact = max(4, s.wide)
+    sums = tuple(all_reduce(Pass.F, s.tokens * exact) for _ in range(3)) if s.layout.tp > 1 else ()
+    gathered = s.tokens * h * s.wide if s.sp else 0
+    turned = s.style.loss is Loss.PARALLEL and exact == s.wide
+    return PartWork(
+        forward=(out.forward(s), *loss.forward),
+        input_grad=(*loss.backward, out.input_grad(s)),
+        weight_grad=k.weight_grad(s, out),
+        out_bytes=s.tokens * exact,
+        # In the logits' own format the softmax becomes their gradient where it lies, and stays until W.
+        saved=(Saved("softmax", loss.kept, Pass.W if turned else Pass.I), Saved("labels", ID_BYTES * s.tokens, Pass.I)),
+        stash_bytes=0 if turned else k.stash(s, out),
+        inline=(*enter(s, h), *sums),
+        forward_workspace=loss.beside + gathered,
+        input_grad_workspace=gathered,
+        weight_grad_workspace=gathered,
+        model_flops=2 * s.shape.tokens * h * c.vocab,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _CrossEntropy:
+    """kept: bytes from forward to backward. beside: more of them while forward runs."""
+
+    forward: Work
+    backward: Work
+    kept: int
+    beside: int
+
+
+def _cross_entropy(s: Setting, logits: int) -> _CrossEntropy:
+    """The loss behind the logits, and back to their gradient, which has their format.
+
+    parallel: logits are copied to fp32, where the softmax is taken in place, kept, and turned into the gradient.
+    plain: what is shifted by the maximum, exponentiated and normalised is a tensor beside the fp32 copy (Nanotron's
+    _ShardedCrossEntropy). fused: one kernel reads logits, another reads them again and writes the gradient beside them
+    (flash_attn.losses.cross_entropy, not in place).
+    """
+    wide, exact = s.wide, max(4, s.wide)
+    copy = _loss(s, "to_fp32", logits * (wide + exact))
+    forward: Work
+    backward: Work
+    match s.style.loss:
+        case Loss.FUSED:
+            forward = (_loss(s, "cross_entropy", logits * wide),)
+            backward = (_loss(s, "backward", 2 * logits * wide),)
+            return _CrossEntropy(forward, backward, logits * wide, 0)
+        case Loss.PLAIN:
+            # The maximum reads; shift, exp and normalisation read and write; the sum reads.
+            forward = (copy, *(_loss(s, f"softmax.{i}", logits * n * exact) for i, n in enumerate((1, 2, 2, 1, 2))))
+            backward = (_loss(s, "backward", 2 * logits * exact), _loss(s, "from_fp32", copy.bytes))
+            return _CrossEntropy(forward, backward, logits * exact, logits * (wide + exact))
+        case Loss.PARALLEL:
+            # Read for the maximum; read and written for exp and sum; read and written to normalise.
+            forward = (copy, _loss(s, "softmax", logits * 5 * exact))
+            backward = (_loss(s, "backward", logits * (3 * exact + wide)),)
+            return _CrossEntropy(forward, backward, logits * exact, logits * wide)
+
+
+def _loss(s: Setting, label: str, moved: int) -> Kernel:
+    """A kernel as the framework has it: no other traffic is to be put on top."""
+    return k.memory(s, f"{LOSS}{label}", moved)
+
+
+def join(s: Setting) -> PartWork:
+    """An MTP module's entrance: norm the hidden state and the next token's embedding, project both together to h."""
+    h = s.config.hidden
+    n = s.stream * h
+    proj = Linear("eh_proj", s.stream, h, 2 * h)
+    return PartWork(
+        forward=(k.norm_forward(s, "enorm_hnorm", 2 * n), *k.cast(s, "joined", 2 * n), proj.forward(s)),
+        input_grad=(*k.input_grad(s, proj), k.norm_backward(s, "enorm_hnorm_backward", 2 * n)),
+        weight_grad=k.weight_grad(s, proj),
+        out_bytes=n * s.wide,
+        saved=(normed(s, "joined", 2 * n), stats(s, norms=2)),
+        stash_bytes=k.stash(s, proj),
+        # The norms' outputs stand beside the joined one while the projection's is not yet; so do their gradients.
+        forward_workspace=n * s.wide,
+        input_grad_workspace=n * s.wide,
+        model_flops=2 * s.shape.tokens * 2 * h * h,
+    )

@@ -1,0 +1,132 @@
+"""Parts "mlp" (norm, MLP, residual) and "shared" (the shared experts: an MLP on the router's normed output)."""
+
+from __future__ import annotations
+
+from ir.core.ops import Pass
+from ir.core.work import Kernel, Work
+from ir.workload.config.spec import Activation
+from ir.workload.part import PartWork, Saved
+from ir.workload.parts import kernels as k
+from ir.workload.parts.kernels import Linear
+from ir.workload.parts.region import enter, leave
+from ir.workload.parts.residual import gathered_input, mask, normed, residual, residual_backward, residual_grads, stats
+from ir.workload.parts.workspace import beyond
+from ir.workload.setting import Setting
+
+
+def mlp(s: Setting) -> PartWork:
+    """A decoder layer's second half where there are no experts."""
+    c, h = s.config, s.config.hidden
+    n, width = s.stream * h, c.ffn // s.layout.tp
+    up, down = _linears(s, width)
+    back = (*residual_backward(s), *_backward(s, up, down, width))
+    return PartWork(
+        forward=(
+            k.norm_forward(s, "post_norm", n),
+            *k.cast(s, "normed", n),
+            *_forward(s, up, down, width),
+            residual(s),
+        ),
+        input_grad=(*back, k.norm_backward(s, "post_norm_backward", n), k.add(s, "residual_backward", n)),
+        weight_grad=k.weight_grad(s, down, up),
+        out_bytes=n * s.wide,
+        saved=(
+            normed(s, "normed", n),
+            *gathered_input(s, h),
+            stats(s),
+            *inner_saved(s, s.tokens, width, compact=False),
+            *mask(s),
+        ),
+        stash_bytes=k.stash(s, down, up),
+        inline=(*enter(s, h), *leave(s, h)),
+        forward_workspace=max(s.tokens * h * s.wide, _before_cast(s, width)),
+        input_grad_workspace=beyond(
+            residual_grads(s, inner_grads(s, s.tokens, width)), n * s.wide, k.stash(s, down, up)
+        ),
+        model_flops=2 * s.shape.tokens * h * c.ffn * (c.activation.ups + 1),
+    )
+
+
+def shared(s: Setting) -> PartWork:
+    """The shared experts. Their input is the router's normed output, which they keep for their own weights' sake."""
+    c, h, moe = s.config, s.config.hidden, s.config.moe
+    assert moe is not None
+    width = moe.shared_ffn // s.layout.tp
+    up, down = _linears(s, width)
+    n = s.stream * h * s.wide
+    came = s.tokens * h * s.wide if s.sp else s.cached(s.tokens * h) if s.fp8 else 0
+    # Where tokens are dispatched in fp8, the router has already quantised them.
+    quantise = () if s.precision.dispatch.bytes == 1 else k.cast(s, "normed", s.stream * h)
+    return PartWork(
+        forward=(*quantise, *_forward(s, up, down, width), *compacted(s, "store", s.tokens, width)),
+        input_grad=(*compacted(s, "load", s.tokens, width), *_backward(s, up, down, width)),
+        weight_grad=k.weight_grad(s, down, up),
+        out_bytes=s.stream * h * s.wide,
+        saved=(normed(s, "normed", s.stream * h), *inner_saved(s, s.tokens, width, compact=True)),
+        stash_bytes=k.stash(s, down, up),
+        inline=(*enter(s, h), *leave(s, h)),
+        forward_workspace=max((s.tokens - s.stream) * h * s.wide, _before_cast(s, width)),
+        input_grad_workspace=beyond(
+            came + max(inner_grads(s, s.tokens, width), s.tokens * h * s.wide), n, k.stash(s, down, up)
+        ),
+        model_flops=2 * s.shape.tokens * h * moe.shared_ffn * (c.activation.ups + 1),
+    )
+
+
+def inner_grads(s: Setting, rows: int, width: int) -> int:
+    """Bytes of the gradients of an activation's output and input, which stand side by side."""
+    return rows * width * (1 + s.config.activation.ups) * s.wide
+
+
+def _before_cast(s: Setting, width: int) -> int:
+    """Bytes of the activation's output before its cast to fp8, at a time when the part's output is not there yet."""
+    return max(0, s.tokens * width - s.stream * s.config.hidden) * s.wide if s.fp8 else 0
+
+
+def inner_saved(s: Setting, rows: int, width: int, *, compact: bool) -> tuple[Saved, ...]:
+    """The activation's input, and its output, which "activation" makes again.
+
+    compact: with fp8 the input is cached in fp8 too, as DeepSeek-V3 does inside its experts and only there
+    (arXiv:2412.19437, section 3.3.3). Where operations are separate, a gate's own activation stays beside the product.
+    """
+    ups = s.config.activation.ups
+    before = rows * width * ups
+    again = (activation(s, rows, width), *k.cast(s, "activated", rows * width))
+    gate = (Saved("gate", rows * width * s.wide, Pass.I, "activation"),) if s.style.eager and ups > 1 else ()
+    return (
+        *gate,
+        Saved("pre_activation", s.cached(before) if compact else before * s.wide, Pass.I),
+        Saved("activated", s.cached(rows * width), Pass.W, "activation", again),
+    )
+
+
+def compacted(s: Setting, way: str, rows: int, width: int) -> Work:
+    """The way of a compact activation's input into and out of fp8."""
+    return k.store(s, f"pre_activation.{way}", rows * width * s.config.activation.ups, 1) if s.fp8 else ()
+
+
+def activation(s: Setting, rows: int, width: int) -> Kernel:
+    """Read one or two up-projections, write one activation."""
+    label = s.config.activation.value
+    return k.memory(s, label, rows * width * (s.config.activation.ups + 1) * s.wide)
+
+
+def activation_backward(s: Setting, rows: int, width: int) -> Kernel:
+    """Read the gradient and the input, write the input's gradient."""
+    label = f"{s.config.activation.value}_backward"
+    return k.memory(s, label, rows * width * (2 * s.config.activation.ups + 1) * s.wide)
+
+
+def _linears(s: Setting, width: int) -> tuple[Linear, Linear]:
+    h, ups = s.config.hidden, s.config.activation.ups
+    name = "gate_up_proj" if s.config.activation is Activation.SWIGLU else "up_proj"
+    return Linear(name, s.tokens, ups * width, h), Linear("down_proj", s.tokens, h, width)
+
+
+def _forward(s: Setting, up: Linear, down: Linear, width: int) -> Work:
+    acted = (activation(s, s.tokens, width), *k.cast(s, "activated", s.tokens * width))
+    return (up.forward(s), *acted, down.forward(s))
+
+
+def _backward(s: Setting, up: Linear, down: Linear, width: int) -> Work:
+    return (*k.input_grad(s, down), activation_backward(s, s.tokens, width), *k.input_grad(s, up))

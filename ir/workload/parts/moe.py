@@ -1,0 +1,191 @@
+"""Parts "router", "experts" and "add" of a mixture of experts, and the messages between them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ir.core.ops import Pass
+from ir.core.work import CAST, CommKind, Message, Work
+from ir.workload.config.spec import Moe
+from ir.workload.part import Layout, PartWork, Saved
+from ir.workload.parts import kernels as k
+from ir.workload.parts.kernels import Linear
+from ir.workload.parts.mlp import activation, activation_backward, compacted, inner_grads, inner_saved
+from ir.workload.parts.region import expert_tensor
+from ir.workload.parts.residual import mask, normed, residual_backward, stats
+from ir.workload.parts.workspace import beyond
+from ir.workload.setting import Setting, with_scales
+
+
+class Exchange(NamedTuple):
+    """One layer's two all-to-alls in forward, and the bytes each leaves on a device.
+
+    dispatch: tokens to their experts, every copy counted; combine: results back. Backward swaps them: combine's
+    gradient travels as a dispatch (in its format), dispatch's gradient as a combine (arXiv:2412.19437, section 3.3.2).
+    dispatched_bytes: rows a device's experts receive, balanced. combined_bytes: what combine leaves, one row per token:
+    copies are summed on the way (DeepEP). counts: how many rows each rank sends to each expert, 64-bit numbers, which
+    travel before the rows do.
+    """
+
+    counts: Message
+    dispatch: Message
+    combine: Message
+    dispatched_bytes: int
+    combined_bytes: int
+
+
+def exchange(s: Setting) -> Exchange:
+    """The messages of a layer under a layout: group ("ep",), top-k copies, DeepSeek's limit of nodes per token."""
+    moe, h = _moe(s), s.config.hidden
+    copies = s.stream * moe.top_k
+    there = with_scales(copies * h, s.precision.dispatch)
+    back = with_scales(copies * h, s.precision.combine)
+    kind, axes = CommKind.ALL_TO_ALL, ("ep",)
+    return Exchange(
+        Message(kind, 8 * moe.experts, axes),
+        Message(kind, there, axes, moe.top_k, moe.top_groups),
+        Message(kind, back, axes, moe.top_k, moe.top_groups),
+        there,
+        with_scales(s.stream * h, s.precision.combine),
+    )
+
+
+def router(s: Setting) -> PartWork:
+    """The norm after attention, router logits, top-k. It passes on the normed tokens."""
+    moe, h = _moe(s), s.config.hidden
+    n, scores = s.stream * h, s.stream * moe.experts
+    gate = Linear("gate", s.stream, moe.experts, h, dtype=s.precision.activations)
+    # Scores in fp32: made, activated, masked by group, sorted out; backward the same way.
+    choose = k.memory(s, "top_k", 8 * scores * 4)
+    even = (
+        (k.memory(s, "balance", scores * 4),) if moe.balance else ()
+    )  # the loss of each sequence reads them once more
+    # The gate's input is the tensor that shared experts keep; in fp8 theirs is quantised and the gate's is not.
+    own = () if moe.shared_ffn and not s.fp8 else (_wide_normed(s, n),)
+    # Scores and indices; where weights are divided by their sum, both of these, too.
+    choice = scores * 4 + s.stream * (moe.top_k * 12 + 4 if moe.normalised else moe.top_k * 8)
+    return PartWork(
+        forward=(k.norm_forward(s, "post_norm", n), gate.forward(s), choose, *even, *_pack(s, n)),
+        input_grad=(
+            choose,
+            *even,
+            gate.input_grad(s),
+            k.add(s, "sum_grads", n, 3 if moe.shared_ffn else 2),
+            k.norm_backward(s, "post_norm_backward", n),
+            k.add(s, "residual_backward", n),
+        ),
+        weight_grad=(gate.weight_grad(s),),
+        out_bytes=n * s.wide,
+        saved=(*own, stats(s), Saved("router_scores", choice, Pass.I), *_shares(s)),
+        stash_bytes=k.stash(s, gate),
+        forward_workspace=2 * scores * 4 + (with_scales(n, s.precision.dispatch) if _narrow(s) else 0),
+        input_grad_workspace=2 * scores * 4 + n * s.wide,
+        model_flops=2 * s.shape.tokens * h * moe.experts,
+    )
+
+
+def experts(s: Setting) -> PartWork:
+    """This device's experts on the rows it received, balanced: permute, grouped products, unpermute.
+
+    Rows go back as they came, to be summed behind combine; where nothing is exchanged, they leave summed by token.
+    """
+    moe, h = _moe(s), s.config.hidden
+    groups, width = moe.experts // s.layout.ep, moe.ffn // s.layout.etp
+    received = s.stream * moe.top_k * s.layout.etp
+    rows = -(-received // groups)
+    total = rows * groups
+    ups = s.config.activation.ups
+    up = Linear("experts.gate_up_proj", rows, ups * width, h, groups)
+    down = Linear("experts.down_proj", rows, h, width, groups)
+    back = with_scales(s.stream * moe.top_k * h, s.precision.combine)
+    arrives_fp8 = _narrow(s) and s.fp8
+    permute = k.memory(s, "permute", total * h * (s.precision.dispatch.bytes + (1 if arrives_fp8 else s.wide)))
+    return PartWork(
+        forward=(
+            permute,
+            *(() if arrives_fp8 else k.cast(s, "rows", total * h)),
+            up.forward(s),
+            *compacted(s, "store", total, width),
+            activation(s, total, width),
+            *k.cast(s, "activated", total * width),
+            down.forward(s),
+            k.copies(s, "unpermute", total * h),
+        ),
+        input_grad=(
+            permute,
+            *k.input_grad(s, down, arrives_fp8=arrives_fp8),
+            *compacted(s, "load", total, width),
+            activation_backward(s, total, width),
+            *k.input_grad(s, up),
+            k.copies(s, "unpermute_backward", total * h),
+        ),
+        weight_grad=k.weight_grad(s, down, up),
+        out_bytes=back if spread(s.layout) else s.stream * h * s.wide,
+        saved=(
+            Saved("rows", s.cached(total * h)),
+            *inner_saved(s, total, width, compact=True),
+            Saved("row_weights", total * 8, Pass.I),
+        ),
+        stash_bytes=k.stash(s, down, up),
+        inline=expert_tensor(s, received),
+        forward_workspace=total * h * s.wide,
+        input_grad_workspace=beyond(
+            total * h * (1 if arrives_fp8 else s.wide)
+            + (s.cached(total * h) if s.fp8 and not arrives_fp8 else 0)
+            + inner_grads(s, total, width),
+            back if spread(s.layout) else s.stream * h * s.wide,
+            k.stash(s, down, up),
+        ),
+        model_flops=2 * s.shape.tokens * moe.top_k * h * moe.ffn * (ups + 1),
+        # One row per token comes, of which combine's mirror makes copies; rows go, which dispatch's mirror sums.
+        out_grad_bytes=with_scales(s.stream * h, s.precision.dispatch) if spread(s.layout) else None,
+        handed=back if spread(s.layout) else None,
+    )
+
+
+def spread(layout: Layout) -> bool:
+    """Whether experts are divided over devices, so that all-to-alls stand around them."""
+    return layout.ep * layout.etp > 1
+
+
+def add(s: Setting) -> PartWork:
+    """Routed and shared experts' outputs onto the residual stream. Router weights are applied inside the experts."""
+    moe, n = _moe(s), s.stream * s.config.hidden
+    terms = 3 if moe.shared_ffn else 2
+    drop = n if s.config.hidden_dropout else 0
+    return PartWork(
+        forward=(k.memory(s, "residual", (terms + 1) * n * s.wide + drop),),
+        # The gradient passes through to all; to the experts it travels in dispatch's format.
+        input_grad=(*residual_backward(s), *_pack(s, n)),
+        weight_grad=(),
+        out_bytes=n * s.wide,
+        saved=mask(s),
+    )
+
+
+def _shares(s: Setting) -> tuple[Saved, ...]:
+    """Each expert's share of each sequence's tokens, for the loss that evens them out."""
+    moe = _moe(s)
+    return (Saved("balance", s.shape.microbatch_size * moe.experts * 4, Pass.I),) if moe.balance else ()
+
+
+def _wide_normed(s: Setting, elements: int) -> Saved:
+    again = (k.norm_forward(s, "gate_input.again", elements),)
+    return Saved("gate_input", elements * s.wide, Pass.W, "norm", again) if s.fp8 else normed(s, "normed", elements)
+
+
+def _pack(s: Setting, elements: int) -> Work:
+    """The cast to a narrower dispatch format."""
+    moved = elements * (s.wide + s.precision.dispatch.bytes)
+    return (k.memory(s, f"pack{CAST}", moved),) if _narrow(s) else ()
+
+
+def _narrow(s: Setting) -> bool:
+    """Whether tokens travel in a narrower format than the residual stream's."""
+    return s.precision.dispatch.bytes < s.wide
+
+
+def _moe(s: Setting) -> Moe:
+    moe = s.config.moe
+    assert moe is not None, f"{s.config.source} has no experts"
+    return moe

@@ -1,0 +1,230 @@
+"""What a part's work depends on beside the part: layout, batch shape, number formats; whether they go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.work import DType
+from ir.workload.config.spec import ModelConfig
+from ir.workload.part import Layout
+
+
+class Attention(StrEnum):
+    """How scores are treated: never stored, or stored for backward."""
+
+    FLASH = "flash"
+    UNFUSED = "unfused"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """One microbatch of one data-parallel replica: sequences, and tokens of each."""
+
+    microbatch_size: int = 1
+    seq_len: int = 4096
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the microbatch, over all its devices."""
+        return self.microbatch_size * self.seq_len
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Number formats. compute: of matrix products; dispatch, combine: of tokens on their way to and from experts;
+    optimizer: of moments and master weights; gather, reduce: of parameters and gradients between replicas.
+    """
+
+    compute: DType = DType.BF16
+    dispatch: DType = DType.BF16
+    combine: DType = DType.BF16
+    params: DType = DType.BF16
+    grads: DType = DType.FP32
+    optimizer: DType = DType.FP32
+    gather: DType = DType.BF16
+    reduce: DType = DType.FP32
+
+    @classmethod
+    def of(cls, compute: DType) -> Precision:
+        """The usual companions of a compute format.
+
+        >>> Precision.of(DType.FP32).combine
+        <DType.FP32: 'fp32'>
+        """
+        wide = _activations(compute)
+        grads = wide if wide in (DType.FP32, DType.FP64) else DType.FP32
+        return cls(compute, wide, wide, wide, grads, grads, wide, grads)
+
+    @property
+    def activations(self) -> DType:
+        """Of the residual stream, norms and attention: fp8 is for matrix products and what they read, only."""
+        return _activations(self.compute)
+
+
+def _activations(compute: DType) -> DType:
+    return DType.BF16 if compute is DType.FP8 else compute
+
+
+class Loss(StrEnum):
+    """What cross entropy keeps of the logits.
+
+    parallel: a copy in fp32, whose softmax is taken in place (Megatron's, over a divided vocabulary). plain: the same
+    out of place, beside the logits, as PyTorch code does. fused: the logits as they are, and a number per token.
+    """
+
+    PARALLEL = "parallel"
+    PLAIN = "plain"
+    FUSED = "fused"
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a framework writes what a model's equations leave open; by default as Megatron with fused kernels.
+
+    eager: rope and activation are separate operations, each of whose results stays for backward. keep_gathered: what
+    sequence parallelism gathers stays for backward.
+    """
+
+    loss: Loss = Loss.PARALLEL
+    eager: bool = False
+    keep_gathered: bool = False
+
+
+FUSED_STYLE = Style()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """All that a part's work depends on, and the sizes every builder asks for. Tokens and bytes are of one device."""
+
+    config: ModelConfig
+    layout: Layout
+    shape: BatchShape
+    precision: Precision
+    attention: Attention = Attention.FLASH
+    style: Style = FUSED_STYLE
+
+    @property
+    def tokens(self) -> int:
+        """Tokens inside a tensor-parallel region: each of its devices sees them all."""
+        return self.shape.tokens // self.layout.cp
+
+    @property
+    def stream(self) -> int:
+        """Tokens outside: of the residual stream, norms, router. Sequence parallelism divides them."""
+        return self.tokens // self.layout.tp if self.sp else self.tokens
+
+    @property
+    def sp(self) -> bool:
+        """Whether sequence parallelism divides anything."""
+        return self.layout.sequence_parallel and self.layout.tp > 1
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an activation outside matrix products."""
+        return self.precision.activations.bytes
+
+    @property
+    def fp8(self) -> bool:
+        """Whether matrix products run in fp8."""
+        return self.precision.compute is DType.FP8
+
+    def cached(self, elements: int) -> int:
+        """Bytes of a linear's input (or output gradient) as its weight gradient reads it.
+
+        In fp8 with one fp32 scale per 128 elements, as DeepSeek-V3 stores them (arXiv:2412.19437, section 3.3.2).
+        """
+        return with_scales(elements, DType.FP8) if self.fp8 else elements * self.wide
+
+
+def with_scales(elements: int, dtype: DType) -> int:
+    """Bytes of a tensor with its quantisation scales: fp8 carries an fp32 scale per 128 elements.
+
+    >>> with_scales(128, DType.FP8), with_scales(128, DType.BF16)
+    (132, 256)
+    """
+    return elements * dtype.bytes + (4 * -(-elements // 128) if dtype is DType.FP8 else 0)
+
+
+def attention_of(name: str) -> Attention:
+    """The attention a job names.
+
+    Raises PiperError (model) for an unknown one.
+    """
+    if name not in list(Attention):
+        raise PiperError(
+            ErrorKind.MODEL,
+            f"unknown attention {name!r}",
+            key="model.attention",
+            allowed=list(Attention),
+            suggestion=nearest(name, list(Attention)),
+        )
+    return Attention(name)
+
+
+def check_setting(config: ModelConfig, layout: Layout, shape: BatchShape) -> None:
+    """Refuse sizes that do not divide, naming the job's key and the nearest size that does.
+
+    >>> from ir.workload import load_config
+    >>> check_setting(load_config("llama3-8b"), Layout(tp=16), BatchShape())
+    Traceback (most recent call last):
+    ir.core.errors.PiperError: parallel.tp: tp = 16 does not divide llama3-8b's KV heads = 8
+    allowed: divisors of 8
+    fix: tp = 8
+    """
+    c, moe = config, config.moe
+    whole = [
+        ("tp", layout.tp, "attention heads", c.heads),
+        ("tp", layout.tp, "KV heads", c.heads if c.mla else c.kv_heads),
+        ("tp", layout.tp, "vocabulary", c.vocab),
+        ("tp", layout.tp, "MLP width", 0 if all(c.is_moe(i) for i in range(c.layers)) else c.ffn),
+        ("tp", layout.tp, "shared experts' width", moe.shared_ffn if moe else 0),
+        ("ep", layout.ep, "experts", moe.experts if moe else 0),
+        ("etp", layout.etp, "expert width", moe.ffn if moe else 0),
+    ]
+    for axis, by, what, size in whole:
+        if size % by:
+            raise _refuse(axis, by, f"{c.source}'s {what}", size)
+    if layout.cp > 1 and shape.seq_len % (2 * layout.cp):
+        raise _refuse_stretches(layout.cp, shape.seq_len)
+    if layout.sequence_parallel and (shape.seq_len // layout.cp) % layout.tp:
+        raise _refuse("tp", layout.tp, "the tokens that sequence_parallel shares out", shape.seq_len // layout.cp)
+    _check_kinds(config, layout, shape)
+
+
+def _check_kinds(config: ModelConfig, layout: Layout, shape: BatchShape) -> None:
+    if config.moe is None and layout.ep * layout.etp > 1:
+        message = f"{config.source} has no experts"
+        raise PiperError(ErrorKind.JOB, message, key="parallel.ep", allowed="1", suggestion="ep = 1, etp = 1")
+    if config.moe and layout.tp > 1 and not layout.sequence_parallel:
+        # Without it every tp rank holds the same tokens and would send each of them; Megatron refuses it too.
+        message = "experts with tp > 1 need sequence parallelism"
+        raise PiperError(ErrorKind.JOB, message, key="parallel.sequence_parallel", allowed="true", suggestion="true")
+    if config.positions and shape.seq_len > config.positions:
+        message = f"{shape.seq_len} tokens, but {config.source} has learned positions for {config.positions}"
+        fix = f"seq_len = {config.positions}, or more positions ({_positions_key(config)})"
+        raise PiperError(ErrorKind.MODEL, message, key="model.seq_len", suggestion=fix)
+
+
+def _positions_key(config: ModelConfig) -> str:
+    return "max_seq_len" if config.model_type == "mpt" else "n_positions"
+
+
+def _refuse_stretches(cp: int, length: int) -> PiperError:
+    """The causal mask's work is even where each device has two stretches of a sequence: the i-th, the i-th to last."""
+    near = max((d for d in range(1, cp) if length % (2 * d) == 0), default=1)
+    message = f"cp = {cp} needs {2 * cp} equal stretches of each sequence, and seq_len = {length}"
+    return PiperError(
+        ErrorKind.JOB, message, key="parallel.cp", allowed=f"a seq_len divisible by {2 * cp}", suggestion=f"cp = {near}"
+    )
+
+
+def _refuse(axis: str, by: int, what: str, size: int) -> PiperError:
+    near = max((d for d in range(1, by + 1) if size % d == 0), default=1)
+    fix = f"{axis} = {near}"
+    if "vocabulary" in what:
+        fix += f", or pad it: vocab_size = {-(-size // by) * by}"
+    message = f"{axis} = {by} does not divide {what} = {size}"
+    return PiperError(ErrorKind.JOB, message, key=f"parallel.{axis}", allowed=f"divisors of {size}", suggestion=fix)

@@ -1,0 +1,124 @@
+"""What each part costs and keeps on one device: the way in to the builders, one per kind of part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.workload.config.spec import ModelConfig
+from ir.workload.part import Chunk, Layout, Part, PartWork
+from ir.workload.parts import ends, moe
+from ir.workload.parts.attention import attention as attention_work
+from ir.workload.parts.mlp import mlp, shared
+from ir.workload.parts.moe import Exchange
+from ir.workload.setting import (
+    FUSED_STYLE,
+    Attention,
+    BatchShape,
+    Precision,
+    Setting,
+    Style,
+    attention_of,
+    check_setting,
+)
+
+__all__ = [
+    "Attention",
+    "BatchShape",
+    "Exchange",
+    "Precision",
+    "Setting",
+    "attention_of",
+    "check_setting",
+    "chunk_flops",
+    "dispatch_bytes",
+    "part_work",
+    "recompute_labels",
+]
+
+# A part's name says what it is, in every chunk.
+BUILDERS: Mapping[str, Callable[[Setting], PartWork]] = {
+    "embed": ends.embed,
+    "attn": attention_work,
+    "mlp": mlp,
+    "router": moe.router,
+    "shared": shared,
+    "experts": moe.experts,
+    "add": moe.add,
+    "proj": ends.join,
+    "norm": ends.final_norm,
+    "head": ends.head,
+    "skip": ends.skip,
+}
+
+
+def part_work(
+    config: ModelConfig,
+    chunk: Chunk,
+    part: Part,
+    layout: Layout,
+    shape: BatchShape,
+    precision: Precision,
+    attention: str = Attention.FLASH,
+    style: Style = FUSED_STYLE,
+) -> PartWork:
+    """The work of one part for one microbatch on one device. Equal parts share one result.
+
+    >>> from ir.workload import load_config, model_chunks
+    >>> config = load_config("llama3-8b")
+    >>> layer = model_chunks(config)[1]
+    >>> work = part_work(config, layer, layer.parts[1], Layout(tp=2), BatchShape(1, 4096), Precision())
+    >>> [k.label for k in work.forward], work.out_bytes
+    (['post_norm', 'gate_up_proj', 'swiglu', 'down_proj', 'residual'], 33554432)
+    """
+    if part.name not in BUILDERS:
+        message = f"no builder for part {part.name!r} of chunk {chunk.name!r}"
+        raise PiperError(ErrorKind.MODEL, message, key=f"{chunk.name}.{part.name}", allowed=sorted(BUILDERS))
+    return _build(part.name, Setting(config, layout, shape, precision, attention_of(attention), style))
+
+
+@lru_cache(maxsize=4096)
+def _build(name: str, setting: Setting) -> PartWork:
+    return BUILDERS[name](setting)
+
+
+@lru_cache(maxsize=4096)
+def dispatch_bytes(config: ModelConfig, layout: Layout, shape: BatchShape, precision: Precision) -> Exchange:
+    """The messages between a router and its experts, and what they leave on a device.
+
+    >>> from ir.workload import load_config
+    >>> from ir.core.work import DType
+    >>> fp8 = Precision(DType.FP8, dispatch=DType.FP8)
+    >>> x = dispatch_bytes(load_config("deepseek-v3"), Layout(ep=64), BatchShape(1, 4096), fp8)
+    >>> x.dispatch.bytes == 4096 * 8 * (7168 + 4 * 56), x.dispatch.fanout, x.dispatch.nodes_limit
+    (True, 8, 4)
+    """
+    return moe.exchange(Setting(config, layout, shape, precision))
+
+
+def chunk_flops(config: ModelConfig, chunk: Chunk, shape: BatchShape, precision: Precision | None = None) -> int:
+    """FLOPs of a chunk's F, I and W on one undivided device: the weight `balanced` partitions by.
+
+    >>> from ir.workload import load_config, model_chunks
+    >>> config = load_config("llama3-8b")
+    >>> [round(chunk_flops(config, c, BatchShape()) / 1e12, 2) for c in model_chunks(config)[:2]]
+    [0.0, 5.84]
+    """
+    total = 0
+    for part in chunk.parts:
+        work = part_work(config, chunk, part, Layout(), shape, precision or Precision())
+        total += sum(k.flops * k.count for k in (*work.forward, *work.input_grad, *work.weight_grad))
+    return total
+
+
+def recompute_labels(config: ModelConfig, chunk: Chunk, attention: str = Attention.FLASH) -> frozenset[str]:
+    """The recompute options that drop anything in a chunk.
+
+    >>> from ir.workload import load_config, model_chunks
+    >>> config = load_config("llama3-8b")
+    >>> sorted(recompute_labels(config, model_chunks(config)[1], "unfused"))
+    ['activation', 'norm', 'scores']
+    """
+    works = (part_work(config, chunk, p, Layout(), BatchShape(1, 1), Precision(), attention) for p in chunk.parts)
+    return frozenset(s.recompute for w in works for s in w.saved) - {""}

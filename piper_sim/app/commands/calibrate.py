@@ -1,0 +1,111 @@
+"""`piper-sim calibrate JOB`: measure a job's ops and messages here, or import what was measured elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cost_models.profile.file import profile_text
+from ir.core.errors import ErrorKind, PiperError
+from ir.job import load_job
+from piper_sim.app.commands.output import print_json, progress, refuse_existing, show, write
+from piper_sim.report.units import percent
+from piper_sim.report.units import seconds as written
+from piper_sim.study.calibrate import Asked, Calibrated, calibrate
+
+FILE = "profile.json"
+
+
+def main(args: argparse.Namespace, stopwatch: Any = None, executor: Any = None) -> int:
+    """Measure or import, write the profile, say what it holds."""
+    job = load_job(args.job, args.sets)
+    refuse_existing(args.out, (FILE,), args.force)
+    asked = asked_of(args)
+    with progress(f"reading what {args.job} takes" if asked.imports else f"measuring what {args.job} takes"):
+        found = calibrate(job, args.sets, asked, stopwatch, executor)
+    write(args.out, {FILE: profile_text(found.profile)}, args.force)
+    path = None if args.out is None else str(Path(args.out) / FILE)
+    if args.json:
+        print_json(found.object(path))
+    else:
+        _show(found, found.object(path), args.job)
+    return 0
+
+
+def asked_of(args: argparse.Namespace) -> Asked:
+    """The flags. Raises PiperError: those that do not go together, or no sizes."""
+    flags = {"seq_len": args.seq_len, "sequences": args.microbatch_size, "tp": args.tp}
+    others = {name: _sizes(flag, text) for (name, text), flag in zip(flags.items(), _FLAGS, strict=True) if text}
+    asked = Asked(
+        args.ranks,
+        args.backend,
+        args.repeats,
+        args.by,
+        args.watchdog,
+        others,
+        tuple(args.kineto),
+        tuple(args.nccl),
+        args.pairs,
+        args.onto,
+    )
+    given = [flag for flag, text in zip(_FLAGS, flags.values(), strict=True) if text]
+    given += ["-n"] if args.ranks is not None else []
+    if asked.imports and given:
+        message = f"{', '.join(given)} is for measuring, and files are read instead"
+        fix = f"leave {given[0]} out; or measure first, and lay the import over that with --onto"
+        raise PiperError(ErrorKind.USAGE, message, key=given[0], suggestion=fix)
+    return asked
+
+
+_FLAGS = ("--seq-len", "--microbatch-size", "--tp")
+
+
+def _sizes(flag: str, text: str) -> tuple[int, ...]:
+    values = text.split(",")
+    if not all(v.strip().isdecimal() and int(v) > 0 for v in values):
+        raise PiperError(ErrorKind.USAGE, f"{text!r}", key=flag, allowed="sizes with commas between: 1024,2048,4096")
+    return tuple(int(v) for v in values)
+
+
+def _show(c: Calibrated, found: dict[str, Any], job: str) -> None:
+    """What people read. job: the file."""
+    if found["curves"]:
+        show(_curves(found["curves"]))
+    for line in found["origins"]:
+        print(line)
+    print(f"machine: {found['fingerprint']}, {c.profile.machine.date}")
+    spreads = [e.time.spread_s / e.time.median_s for e in c.profile.ops.values() if e.time and e.time.median_s]
+    spread = f", median spread {percent(sorted(spreads)[len(spreads) // 2])} %" if spreads else ""
+    print(f"{found['ops']} op classes{spread}; {found['links']} links; worst fit error {percent(found['fit_error'])} %")
+    if c.profile.host_s is not None:
+        print(f"a host that computes itself needs {written(c.profile.host_s)} for each op beside its work")
+    print(f"of this job's step: {c.covers.text}")
+    if found["missing"]:
+        print(f"not measured, hence modelled: {_some(found['missing'])}")
+    where = found["profile"]
+    print(f"written to {where}" if where else "not written anywhere: --out DIR keeps it")
+    if where:
+        there = os.path.relpath(where, Path(job).parent)
+        print(f"use it: piper-sim simulate {job} --set costs.profile={there}")
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _curves(curves: dict[str, Any]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("message", "latency", "GB/s", "knees at", "fit error"):
+        table.add_column(name, justify="right" if name != "message" else "left")
+    for name, c in curves.items():
+        rate = "" if c["bytes_per_s"] is None else f"{c['bytes_per_s'] / 1e9:.3g}"
+        knees = ", ".join(f"{n:,}" for n in c["knees_bytes"])
+        table.add_row(name, written(c["latency_s"]), rate, knees, f"{percent(c['error'])} %")
+    return table

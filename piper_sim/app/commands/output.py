@@ -1,0 +1,90 @@
+"""What every command shares: JSON on stdout, tables for people, progress on stderr, files under --out."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.trace.text import write_trace
+from ir.trace.trace import Trace
+from piper_sim.report.files import write_outputs
+
+PATIENCE_S = 1.0
+TRACE_FILES = ("timeline.png", "trace.json.gz", "trace.tsv")
+
+
+def print_json(value: Mapping[str, object]) -> None:
+    """One JSON object, and nothing else. NaN and infinity are not JSON and are refused."""
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Say on stderr what takes long, once it has taken a second."""
+    timer = threading.Timer(PATIENCE_S, lambda: print(f"{what} …", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def width() -> int:
+    """Columns to draw in: the terminal's, or 120 where there is none."""
+    return shutil.get_terminal_size((120, 40)).columns
+
+
+def show(renderable: object) -> None:
+    """Print a rich table."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else max(width(), 120), highlight=False).print(renderable)
+
+
+def trace_files(trace: Trace, title: str) -> dict[str, bytes | str]:
+    """timeline.png, trace.json.gz (Perfetto) and trace.tsv (ours)."""
+    from piper_sim.report.perfetto import perfetto_gz
+    from piper_sim.report.picture import timeline_png
+
+    png = io.BytesIO()
+    timeline_png(trace, png, title)
+    return {"timeline.png": png.getvalue(), "trace.json.gz": perfetto_gz(trace), "trace.tsv": write_trace(trace)}
+
+
+def refuse_existing(out: str | None, names: Iterable[str], force: bool) -> None:
+    """Before the work, not after it: refuse a folder that holds one of the files already."""
+    if out is None:
+        return
+    if not out.strip():
+        raise PiperError(ErrorKind.USAGE, "names no folder", key="--out", suggestion="--out results, or leave it out")
+    for name in names if not force else ():
+        with suppress(OSError, ValueError):  # what cannot be asked about is refused when it is written
+            if (path := Path(out) / name).exists():
+                fix = "--force replaces it; or choose another --out"
+                raise PiperError(ErrorKind.IO, "exists already", file=str(path), key="--out", suggestion=fix)
+
+
+def write(out: str | None, files: Mapping[str, bytes | str], force: bool) -> list[Path]:
+    """Write files under --out, if it was given."""
+    if out is None:
+        return []
+    try:
+        return write_outputs(out, files, force)
+    except (OSError, ValueError) as e:  # a path that cannot even be asked about: too long, forbidden, a NUL in it
+        why = getattr(e, "strerror", None) or e
+        raise PiperError(
+            ErrorKind.IO, f"cannot be written: {why}", file=out, suggestion="choose another --out"
+        ) from None
+
+
+def dumps(value: object) -> str:
+    """JSON for a file."""
+    return json.dumps(value, indent=1, allow_nan=False) + "\n"

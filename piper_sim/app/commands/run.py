@@ -1,0 +1,63 @@
+"""`piper-sim run JOB -n N`: execute the plan that simulate judges."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ir.job import load_job
+from ir.plan.text import plan_text
+from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, trace_files, width, write
+from piper_sim.report.timeline import text_timeline
+from piper_sim.study.predict import predict
+
+FILES = ("ranks.json", "routing.csv", "run.json", "plan.txt", "timeline.png", "trace.json.gz", "trace.tsv")
+
+
+def main(args: argparse.Namespace, executor: Any) -> int:
+    """Build the plan, launch it, print losses and where the time went."""
+    job = load_job(args.job, args.sets)
+    p = predict(job)
+    out = None if args.out is None else Path(args.out)
+    refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work
+    with progress(f"running {args.steps} step(s) on {args.ranks} processes"):
+        found, trace = executor.run(
+            p.prepared,
+            p.plan,
+            args.sets,
+            ranks=args.ranks,
+            steps=args.steps,
+            backend=args.backend,
+            watchdog_s=args.watchdog,
+            emulate=args.emulate,
+            emulate_comm=args.emulate_comm,
+            replay=None if args.replay is None else Path(args.replay),
+            out=out,
+            saving=executor.Saving(args.save, args.every, args.keep, args.force, args.resume),
+        )
+    if not args.json:  # whatever becomes of the files
+        print(text_timeline(trace, width()))
+        _show(found)
+    if out is not None:
+        title = f"{job.model.name}, {p.prepared.schedule}, {args.ranks} ranks (measured)"
+        found["trace"] = str(out / "trace.tsv")
+        files = {"run.json": dumps(found), "plan.txt": plan_text(p.plan), **trace_files(trace, title)}
+        write(args.out, files, args.force)
+    if args.json:
+        print_json(found)
+    return 0
+
+
+def _show(found: dict[str, Any]) -> None:
+    """What people read."""
+    steps = zip(found["losses"] or (), found["grad_norms"] or (), strict=True)
+    for step, (loss, norm) in enumerate(steps, found["first_step"]):
+        print(f"step {step}: loss {loss:.6f}, gradient norm {norm:.6f}")
+    print(f"{found['iteration_s']:.4f} s per step (median) on {found['ranks']} ranks; plan {found['plan_digest'][:12]}")
+    if found["saved"]:
+        print(f"saved to {found['saved']}")
+    if late := found["slowest"]:
+        print(f"slowest: rank {late['rank']}, for which each other rank waited {late['waited_s']:.4f} s of a step")
+    if peaks := found["memory"]["peak_allocated_bytes"]:
+        print(f"peak allocated, rank by rank: {', '.join(f'{b / 2**20:.2f}' for b in peaks.values())} MiB")

@@ -1,7 +1,0 @@
-"""Profiles: from measuring a job's ops and messages here, from a user's traces, from nccl-tests, from pair tables."""
-
-from __future__ import annotations
-
-from piper_sim.calibrate.job import Asked, Calibrated, calibrate
-
-__all__ = ["Asked", "Calibrated", "calibrate"]

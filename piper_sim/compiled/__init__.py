@@ -1,0 +1,8 @@
+"""The compiled twin: what the SimPy engine computes, bit for bit, from loops of its own."""
+
+from piper_sim.compiled.events import event_loop
+from piper_sim.compiled.path import longest_path, step_ends
+from piper_sim.compiled.play import play
+from piper_sim.compiled.structure import Compiled
+
+__all__ = ["Compiled", "event_loop", "longest_path", "play", "step_ends"]

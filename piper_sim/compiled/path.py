@@ -1,0 +1,101 @@
+"""Where nothing is shared, a plan's times are longest paths: one pass over its ops for each duration vector."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cost_models.jit import jit
+from ir.core.order import FloatArray
+from piper_sim.compiled.net import Net
+from piper_sim.compiled.order import GROUP, LATE, LONE, Path, stuck
+from piper_sim.compiled.structure import Compiled
+from piper_sim.engine.scenario import Run, Scenario
+
+
+def longest_path(scenario: Scenario, duration: FloatArray, steps: int = 1) -> Run:
+    """Run `steps` repetitions of a scenario as if nothing were shared.
+
+    duration: [op], or [vector, op] for many runs of one structure. The run's arrays have shape (steps, ops), or
+    (vectors, steps, ops).
+    """
+    net, path, durations = _given(scenario, duration, steps)
+    both, n = len(net.stream), net.ops
+    value = np.empty((len(durations), steps, 2 * both + len(path.left)))
+    for d, v in zip(durations, value, strict=True):
+        one(net, path, d, v)
+    if np.ndim(duration) == 1:
+        value = value[0]
+    post = value[..., n:both] if scenario.host else None
+    return Run(value[..., both : both + n], value[..., :n], post)
+
+
+def step_ends(scenario: Scenario, durations: FloatArray, steps: int = 1) -> FloatArray:
+    """[vector, step] when the last op of each step ends: what a search asks, without every op's times."""
+    net, path, durations = _given(scenario, durations, steps)
+    out = np.empty((len(durations), steps))
+    value = np.empty((steps, 2 * len(net.stream) + len(path.left)))
+    for k, d in enumerate(durations):
+        one(net, path, d, value)
+        out[k] = value[:, : net.ops].max(axis=1)
+    return out
+
+
+def _given(scenario: Scenario, duration: FloatArray, steps: int) -> tuple[Net, Path, FloatArray]:
+    """Net, path and [vector, op or dispatch] seconds."""
+    c = Compiled.of(scenario)
+    if c.path is None:
+        raise stuck(scenario, c.net, steps)
+    durations = np.atleast_2d(np.asarray(duration, dtype=np.float64))
+    if scenario.host is not None:
+        launch = np.broadcast_to(scenario.host.launch, durations.shape)
+        durations = np.concatenate([durations, launch], axis=1)
+    return c.net, c.path, np.ascontiguousarray(durations)
+
+
+@jit
+def one(net: Net, path: Path, duration: FloatArray, value: FloatArray) -> None:
+    """Fill value[step], laid out as `Path` says."""
+    n = len(path.order)
+    for step in range(len(value)):
+        v = value[step]
+        for s in range(len(path.left)):
+            v[2 * n + s] = value[step - 1, path.left[s]] if step else 0.0
+        e = 0
+        for x in range(n):
+            i = path.order[x]
+            t = v[path.before[e]]
+            e += 1
+            while e < path.before_at[x + 1]:
+                t = max(t, v[path.before[e]])
+                e += 1
+            v[n + i] = t
+            act = path.act[x]
+            if act == LONE:
+                v[i] = t + duration[i]
+            elif act >= 0:
+                t = max(t, v[n + act]) + duration[net.work[net.meeting[i]]]
+                v[i] = t
+                v[act] = t
+            elif act == LATE:
+                v[i] = max(t, v[net.gate[i]])
+            elif act == GROUP:
+                _meet(net, net.meeting[i], duration, v)
+
+
+@jit
+def _meet(net: Net, m: int, duration: FloatArray, v: FloatArray) -> None:
+    n, t = len(net.stream), 0.0
+    for k in range(net.member_at[m], net.member_at[m + 1]):
+        t = max(t, v[n + net.member[k]])
+    t += longest(net, m, duration)
+    for k in range(net.member_at[m], net.member_at[m + 1]):
+        v[net.member[k]] = t
+
+
+@jit
+def longest(net: Net, m: int, duration: FloatArray) -> float:
+    """A collective's duration: its longest member's."""
+    out = 0.0
+    for k in range(net.member_at[m], net.member_at[m + 1]):
+        out = max(out, duration[net.member[k]])
+    return out

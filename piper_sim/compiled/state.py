@@ -1,0 +1,98 @@
+"""What the event loop works on: its tables, and the state of streams, meetings and programs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ir.core.order import BoolArray, FloatArray, IntArray
+from piper_sim.compiled.net import Net
+from piper_sim.engine.scenario import Interference
+
+
+class Rates(NamedTuple):
+    """Who slows whom, by op class: `Interference` as the kernels take it."""
+
+    kind: IntArray
+    held: FloatArray
+    moving: FloatArray
+    wire: FloatArray
+
+
+class Running(NamedTuple):
+    """By stream. meeting: the one under way, -1 for none. pace: the rate its own program allows it.
+
+    clock: of a host, when its last dispatch was or will be.
+    """
+
+    meeting: IntArray
+    pace: FloatArray
+    clock: FloatArray
+
+
+class Meetings(NamedTuple):
+    """By meeting; until, heap and where are the heap of ends. touched: its pace changed in this settling.
+
+    In the heap stand the meetings under way, and the dispatches, known in advance, that streams wait for.
+    """
+
+    come: IntArray
+    left: FloatArray
+    since: FloatArray
+    rate: FloatArray
+    until: FloatArray
+    heap: IntArray
+    where: IntArray
+    touched: BoolArray
+
+
+class Programs(NamedTuple):
+    """How many ops of each class are in flight on each program, and whether its rates must be looked at."""
+
+    held: IntArray
+    moving: IntArray
+    computing: IntArray
+    dirty: BoolArray
+
+
+class Lists(NamedTuple):
+    """Streams to look at, programs that are dirty, meetings touched; size: of these and of the heap."""
+
+    todo: IntArray
+    dirty: IntArray
+    touched: IntArray
+    size: IntArray
+
+
+TODO, DIRTY, TOUCHED, HEAP = 0, 1, 2, 3
+
+
+def rates(slow: Interference | None, ops: int) -> Rates:
+    """The tables; without any, one class of each kind and no slowdown."""
+    if slow is None:
+        return Rates(np.zeros(ops, dtype=np.int64), *np.zeros((3, 1, 1)))
+    held, moving, wire = (np.ascontiguousarray(x, dtype=np.float64) for x in (slow.held, slow.moving, slow.wire))
+    return Rates(np.ascontiguousarray(slow.kind, dtype=np.int64), held, moving, wire)
+
+
+def fresh(net: Net, rates: Rates) -> tuple[Running, Meetings, Programs, Lists]:
+    """Nothing has happened."""
+    streams, meetings, programs = len(net.queue_at) - 1, len(net.work), len(net.lane_at) - 1
+    computes, comms = rates.held.shape
+
+    def ints(size: int, value: int = 0) -> IntArray:
+        return np.full(size, value, dtype=np.int64)
+
+    def counts(classes: int) -> IntArray:
+        return np.zeros((programs, classes), dtype=np.int64)
+
+    left, since, rate, until = np.zeros((4, meetings))
+    return (
+        Running(ints(streams, -1), *np.zeros((2, streams))),
+        Meetings(
+            ints(meetings), left, since, rate, until, ints(streams), ints(meetings, -1), np.zeros(meetings, np.bool_)
+        ),
+        Programs(counts(comms), counts(comms), counts(computes), np.zeros(programs, np.bool_)),
+        Lists(np.arange(streams)[::-1].copy(), ints(programs), ints(streams), np.array([streams, 0, 0, 0])),
+    )

@@ -1,0 +1,37 @@
+"""A run of the simulator as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ir.plan.plan import Plan
+from ir.trace.trace import MemorySamples, Trace
+from piper_sim.engine import Run
+
+
+def trace_of(
+    plan: Plan, run: Run, header: Mapping[str, object], step: int = -1, memory: MemorySamples | None = None
+) -> Trace:
+    """One step of a run as a trace (the last one by default), times counted from that step's first start.
+
+    post_s is when the op's stream reached it, which in simulated time is when it started.
+    """
+    start, end = run.start[step], run.end[step]
+    zero = 0.0 if len(run.start) == 1 else float(start.min())
+    names = [name for _, name in plan.streams]
+    stream = plan.stream
+    texts = plan.texts
+    index = step % len(run.start)
+    return Trace(
+        header={"writer": "simulator", "clock_offset_s": 0.0, "clock_uncertainty_s": 0.0, **header},
+        step=np.full(len(plan), index, dtype=np.int64),
+        rank=plan.program,
+        stream=[names[i] for i in stream.tolist()],
+        op=texts,
+        post_s=start - zero,
+        start_s=start - zero,
+        end_s=end - zero,
+        memory=memory,
+    ).sorted()

@@ -1,0 +1,1 @@
+"""Bytes over time: a plan's buffers in dispatch order, and the executor's own storages."""

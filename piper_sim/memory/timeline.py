@@ -1,0 +1,226 @@
+"""Memory of a plan, from its buffers in host dispatch order. No formula: every byte is a buffer someone wrote.
+
+`memory` counts the bytes asked for, exact sums over the plan; `reserved` replays the same requests through a model of
+the device's allocator.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from cost_models import Hardware, Recipe, StateBytes, state_bytes
+from cost_models.allocator import UNLIMITED, Replay, Requests, replay
+from cost_models.allocator.bands import Band, replayed_band
+from ir.core.order import BoolArray, FloatArray, IntArray
+from ir.graph.sync import buckets
+from ir.plan.plan import AT_START, CATEGORIES, OpKind, Plan
+from ir.trace.trace import MemorySamples
+
+WORKSPACE = len(CATEGORIES)
+_COLUMNS = (*CATEGORIES, "workspace")
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Bytes over one step. peak: per program, all that is allocated; at: the op that makes the peak.
+
+    dynamic: [program, column] at the peak, columns activations, buffers, workspace. level: [op] bytes after each op,
+    high: [op] the most while it runs; both without `state`.
+    """
+
+    state: tuple[StateBytes, ...]
+    peak: IntArray
+    at: IntArray
+    dynamic: IntArray
+    level: IntArray
+    high: IntArray
+
+    def breakdown(self, program: int) -> dict[str, int]:
+        """What the peak consists of, context left out."""
+        s = self.state[program]
+        out = {"parameters": s.parameters, "gradients": s.gradients, "optimizer": s.optimizer}
+        return out | {name: int(self.dynamic[program, i]) for i, name in enumerate(_COLUMNS)}
+
+
+def state(plan: Plan, recipe: Recipe) -> tuple[StateBytes, ...]:
+    """Parameters, gradients and optimizer of each program, one copy of each parameter, sharded as its bucket says."""
+    out = []
+    found = buckets(plan.graph)
+    for p in range(plan.programs):
+        mine = [b for b in found if p in b.owners]
+        parts = []
+        for b in mine:
+            zero = b.replica.zero
+            shards = [b.ranks if zero >= level else 1 for level in (3, 2, 1)]
+            parts.append(state_bytes(b.numel, recipe, *shards, alone=b.ranks == 1))
+        out.append(
+            StateBytes(
+                sum(x.parameters for x in parts), sum(x.gradients for x in parts), sum(x.optimizer for x in parts)
+            )
+        )
+    return tuple(out)
+
+
+def memory(plan: Plan, persistent: tuple[StateBytes, ...], workspace: IntArray | None = None) -> Memory:
+    """Walk every program's dispatch order, cover by cover: allocate, note the level, free.
+
+    workspace: [node, microbatch] bytes while a node runs, where they differ from the graph's.
+    """
+    key, size, column, _ = _events(plan, workspace)
+    op = key // _stride(plan)
+    total = np.cumsum(size)
+    cuts = np.searchsorted(op, plan.bounds)
+    before = np.where(cuts > 0, total[cuts - 1], 0) if len(total) else cuts
+    total -= np.repeat(before[:-1], np.diff(cuts))
+    peak = np.array([s.total for s in persistent], dtype=np.int64)
+    at = np.zeros(plan.programs, dtype=np.int64)
+    dynamic = np.zeros((plan.programs, len(_COLUMNS)), dtype=np.int64)
+    for p, (a, b) in enumerate(pairwise(cuts.tolist())):
+        if a < b:
+            k = a + int(np.argmax(total[a:b])) + 1
+            peak[p] += total[k - 1]
+            at[p] = op[k - 1]
+            dynamic[p] = [size[a:k][column[a:k] == c].sum() for c in range(len(_COLUMNS))]
+    after, high = _per_op(plan, op, total, key % _stride(plan) >= 3)
+    return Memory(persistent, peak, at, dynamic, after, high)
+
+
+def _stride(plan: Plan) -> int:
+    return 3 * (2 + max((len(s.covers) for s in plan.shapes), default=0))
+
+
+def _events(plan: Plan, workspace: IntArray | None = None) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """(sort key, signed bytes, column, request), in host order; a request a >= 0 makes an allocation, ~a frees it.
+
+    Within each cover of each op: allocations, end of the workspace, frees. What is freed at an op's start (cover
+    AT_START) stands before its first cover. Allocations are numbered as the plan's buffers, then the workspaces.
+    """
+    b, stride, made = plan.buffers, _stride(plan), len(plan.buffers)
+    freed = np.flatnonzero(b.free >= 0)
+    place = 3 * (b.free_cover[freed] - AT_START)
+    keys = [b.alloc * stride + 3 * (b.alloc_cover - AT_START), b.free[freed] * stride + place + 2]
+    sizes = [b.bytes, -b.bytes[freed]]
+    columns = [b.category, b.category[freed]]
+    requests = [np.arange(made), ~freed]
+    nodes = plan.graph.nodes
+    by = np.argsort(plan.shape, kind="stable")
+    cuts = np.cumsum(np.bincount(plan.shape, minlength=len(plan.shapes)))[:-1]
+    for s, rows in zip(plan.shapes, np.split(by, cuts), strict=True):
+        if s.kind is OpKind.COMPUTE:
+            work = [(c, n, member) for c, (n, member) in enumerate(s.covers) if nodes[n].workspace]
+            for c, n, member in work:
+                mb = (plan.mb2 if member else plan.mb)[rows]
+                size = np.full(len(rows), nodes[n].workspace) if workspace is None else workspace[n, mb]
+                at = rows * stride + 3 * (c - AT_START)
+                number = np.arange(made, made + len(rows))
+                made += len(rows)
+                keys += [at, at + 1]
+                sizes += [size, -size]
+                columns += [np.full(len(rows), WORKSPACE)] * 2
+                requests += [number, ~number]
+    key = np.concatenate(keys)
+    order = np.argsort(key, kind="stable")
+    return key[order], np.concatenate(sizes)[order], np.concatenate(columns)[order], np.concatenate(requests)[order]
+
+
+def _per_op(plan: Plan, op: IntArray, total: IntArray, running: BoolArray) -> tuple[IntArray, IntArray]:
+    """[op] bytes after it, and the most while it runs: from what it finds when its first frees are done."""
+    n, b = len(plan), plan.buffers
+    last = np.searchsorted(op, np.arange(n), side="right") - 1
+    valid = last >= 0
+    valid[valid] = plan.program[op[last[valid]]] == plan.program[valid]
+    after = np.zeros(n, dtype=np.int64)
+    after[valid] = total[last[valid]]
+    high = np.roll(after, 1)
+    high[plan.bounds[:-1]] = 0
+    early = np.flatnonzero((b.free >= 0) & (b.free_cover == AT_START))
+    np.subtract.at(high, b.free[early], b.bytes[early])
+    np.maximum.at(high, op[running], total[running])
+    return after, high
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """What one program's allocator takes from the driver, and whether it gets it.
+
+    band: peak reserved bytes, see `replayed_band`. allocated: peak of `torch.cuda.memory_allocated`, whole blocks.
+    given_back: how often cached segments went back to the driver for room under the limit; each time stalls the device.
+    refused: op whose request the default allocator cannot serve under the limit, -1 where that is the persistent
+    state, None: all are served. expandable_fits: whether expandable segments serve them all.
+    Where a request is refused, bytes are those of a device without limit: what the plan would need.
+    """
+
+    band: Band
+    allocated: int
+    given_back: int
+    refused: int | None
+    expandable_fits: bool
+
+
+def requests(
+    plan: Plan, persistent: tuple[StateBytes, ...], workspace: IntArray | None = None
+) -> list[tuple[Requests, IntArray]]:
+    """Each program's requests of one step, and the op of each. State is one flat buffer per kind, as in Megatron."""
+    key, size, _, request = _events(plan, workspace)
+    op = key // _stride(plan)
+    sizes = np.zeros(int(request.max(initial=-1)) + 1, dtype=np.int64)
+    sizes[request[request >= 0]] = size[request >= 0]
+    cuts = np.searchsorted(op, plan.bounds).tolist()
+    state = [(s.parameters, s.gradients, s.optimizer) for s in persistent]
+    return [(Requests(s, request[a:b], sizes), op[a:b]) for s, (a, b) in zip(state, pairwise(cuts), strict=True)]
+
+
+def reserved(
+    plan: Plan, found: Memory, hardware: Hardware, limit: int = UNLIMITED, workspace: IntArray | None = None
+) -> tuple[Reserved, ...]:
+    """Replay every program's requests. limit: bytes that the driver has for the allocator: less context and margin."""
+    if hardware.reserved_over_allocated[1] == 1:
+        return tuple(_uncached(int(b), int(at), hardware, limit) for b, at in zip(found.peak, found.at, strict=True))
+    asked = requests(plan, found.state, workspace)
+    with ThreadPoolExecutor() as threads:  # compiled replays hold no lock
+        return tuple(threads.map(lambda x, peak: _cached(x[0], x[1], int(peak), hardware, limit), asked, found.peak))
+
+
+def _uncached(peak: int, at: int, hardware: Hardware, limit: int) -> Reserved:
+    band = replayed_band(peak, peak, peak, hardware)
+    fits = band.middle <= limit
+    return Reserved(band, peak, 0, None if fits else at, fits)
+
+
+def _cached(asked: Requests, op: IntArray, peak: int, hardware: Hardware, limit: int) -> Reserved:
+    default, expandable = replay(asked), replay(asked, expandable=True)
+    tight, fits = default, expandable.reserved <= limit
+    if default.reserved > limit:
+        tight = replay(asked, limit=limit)
+        fits = fits or replay(asked, limit=limit, expandable=True).refused is None
+    refused = _op(tight, op)
+    used = tight if refused is None else default
+    band = replayed_band(used.reserved, expandable.reserved, peak, hardware)
+    return Reserved(band, used.allocated, used.given_back, refused, fits)
+
+
+def _op(found: Replay, op: IntArray) -> int | None:
+    if found.refused is None or found.refused < 0:
+        return found.refused
+    return int(op[found.refused])
+
+
+def samples(plan: Plan, found: Memory, start: FloatArray, end: FloatArray) -> MemorySamples:
+    """The level over time, at compute ops: the most while each runs, and what is left behind it.
+
+    What communication allocates counts with the compute op dispatched behind it: the highest sample is the peak.
+    """
+    rows = np.flatnonzero(plan.kind == OpKind.COMPUTE)
+    program = plan.program[rows]
+    owner = np.minimum(np.searchsorted(rows, np.arange(len(plan))), len(rows) - 1)
+    owner -= program[owner] != plan.program
+    high = np.zeros(len(rows), dtype=np.int64)
+    np.maximum.at(high, owner, found.high)
+    fixed = np.array([s.total for s in found.state], dtype=np.int64)[program]
+    time = np.stack([start[rows], end[rows]], axis=1).ravel()
+    value = np.stack([high + fixed, found.level[rows] + fixed], axis=1).ravel()
+    return MemorySamples(np.repeat(program, 2), time, value)

@@ -1,0 +1,1 @@
+"""A job's ops, messages, hosts and links priced, rank by rank."""

@@ -1,0 +1,299 @@
+"""Seconds of every op of a job's plan, and what they are made of: from the hardware file, or from a profile."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from cost_models import Fabric, Hardware, Recipe, kernel_seconds, message_seconds, quantise
+from cost_models.compute.optimizer import accumulate, clip, grad_norm, update, zero_grads
+from cost_models.profile.profile import Found, Profile
+from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.ops import Pass
+from ir.core.order import FloatArray, IntArray
+from ir.core.work import CommKind, Kernel, Message
+from ir.graph.graph import Graph, Node, Once
+from ir.job.build import Prepared
+from ir.plan.plan import OpKind, Plan, Shape
+from piper_sim.folding import Classes, Ground, Seat, Spread, classes
+from piper_sim.folding.uses import Use, joined, meeting_axes, uses
+from piper_sim.pricing.measured import MODELLED, Measurements, scaled
+
+FIRST = Seat(0, 0)
+
+
+class Share(IntEnum):
+    """What a compute op's seconds are spent on."""
+
+    COMPUTE = 0
+    RECOMPUTE = 1
+    TP = 2
+    CP = 3
+    OPTIMIZER = 4
+
+
+KERNELS = [Share.COMPUTE, Share.RECOMPUTE, Share.OPTIMIZER]
+
+
+@dataclass(frozen=True, eq=False)
+class OpCosts:
+    """duration: seconds per op, multiples of 2**-40. shares: [op, Share], summing to the duration of compute ops."""
+
+    duration: FloatArray
+    shares: FloatArray
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all durations."""
+        return hashlib.sha256(np.ascontiguousarray(self.duration).tobytes()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """shares: [shape, Share] of compute ops. wire: [shape] of communication, transfers left at 0."""
+
+    shares: FloatArray
+    wire: FloatArray
+
+
+class CostModel:
+    """Prices nodes and messages of one job, rank by rank. Equal kernels, messages and ranks are priced once.
+
+    profile: what was measured, which goes before what is modelled; by default `[costs] profile`.
+    """
+
+    def __init__(self, prepared: Prepared, hardware: Hardware, profile: Profile | None = None) -> None:
+        job = prepared.job
+        self.job, self.mesh, self.hardware = job, prepared.mesh, hardware
+        self.per_node = job.cluster.gpus_per_node or hardware.gpus_per_node
+        self.fabric = Fabric.of(hardware, self.per_node)
+        self.ground = Ground(self.mesh, self.per_node, job.cluster.speed)
+        p = prepared.base.source.precision if prepared.base.source is not None else None  # type: ignore[attr-defined]
+        assert p is not None
+        self.recipe = Recipe(
+            "adamw" if job.optimizer.name == "adamw" else "sgd",
+            p.params,
+            p.grads,
+            p.optimizer,
+            hardware.software.grad_copy_bytes,
+        )
+        self.measured = Measurements.of(prepared, profile) or MODELLED
+        self._kernels: dict[Kernel, float] = {}
+        self._messages: dict[tuple[Message, Spread], Found] = {}
+
+    def classes(self, plan: Plan, more: IntArray | None = None) -> Classes:
+        """Which replicas are equal. more: [attribute, position] what else tells them apart."""
+        return classes(plan, self.ground, more)
+
+    def price(self, plan: Plan, classes: Classes | None = None) -> OpCosts:
+        """Seconds of every op of the plan unfolded to `classes`: what each class's first rank of each program takes.
+
+        No classes: one program stands for all its replicas, placed like the first and as fast as the slowest.
+
+        A rank's speed divides its kernels' seconds, not its messages'. Ranks that exchange messages inside an op leave
+        it together: what the slowest one's kernels take longer than a rank's own, it spends in those messages.
+        """
+        first = np.zeros(1, dtype=np.int64) if classes is None else classes.first
+        tables, which = self._tables(plan, first)
+        key = plan.program * len(plan.shapes) + plan.shape
+        found = np.flatnonzero(np.bincount(key))  # what is priced: a shape on a program, for each class
+        program, shape = np.divmod(found, len(plan.shapes))
+        column = np.zeros(int(key.max(initial=0)) + 1, dtype=np.int64)
+        column[found] = np.arange(len(found))
+        alone = np.stack([t.shares for t in tables])[which[:, program], shape]
+        shares = self._slowed(plan, alone, program, shape, None if classes is None else first)
+        duration = shares.sum(axis=2)
+        wire = np.stack([t.wire for t in tables])[which[:, program], shape]
+        kinds = np.array([s.kind for s in plan.shapes], dtype=np.int64)[shape]
+        comm = kinds != OpKind.COMPUTE
+        duration[:, comm] = wire[:, comm]
+        for u in np.flatnonzero((kinds == OpKind.SEND) | (kinds == OpKind.RECV)).tolist():
+            duration[:, u] = self._transfer(plan, plan.shapes[shape[u]], int(program[u]), first)
+        at = column[key]
+        return OpCosts(duration.take(at, axis=1).ravel(), shares.take(at, axis=1).reshape(-1, len(Share)))
+
+    def _tables(self, plan: Plan, first: IntArray) -> tuple[list[_Table], IntArray]:
+        """(tables of seconds of every shape, which one holds for [class, program]): one where all groups lie alike."""
+        found = uses(plan, self.ground.positions.programs)
+        joint, own = ([u for u in found if bool(u.programs) is j] for j in (True, False))
+        number: dict[tuple[Spread, ...], int] = {}
+        tables: list[_Table] = []
+        which = np.empty((len(first), plan.programs), dtype=np.int64)
+        for k, q in enumerate(first.tolist()):
+            lie = [self.ground.spread(u, Seat(0, q)) for u in joint]
+            for p in range(plan.programs):
+                key = (*lie, *(self.ground.spread(u, Seat(p, q)) for u in own))
+                if key not in number:
+                    number[key] = len(tables)
+                    tables.append(self._table(plan, Seat(p, q)))
+                which[k, p] = number[key]
+        return tables, which
+
+    def _table(self, plan: Plan, seat: Seat) -> _Table:
+        """Seconds of every shape for ranks whose groups lie as this one's, at full speed."""
+        nodes = plan.graph.nodes
+        node = np.array([self.node_shares(n, seat) for n in nodes]).reshape(-1, len(Share))
+        message = np.array([self.node_message(n, seat) for n in nodes])
+        times = self.job.costs.stage_times
+        if times is not None:
+            node, message = scaled_to_stage_times(plan.graph, node, message, times)
+        node = _quantised(node)
+        shares, wire = np.zeros((len(plan.shapes), len(Share))), np.zeros(len(plan.shapes))
+        for i, s in enumerate(plan.shapes):
+            if s.kind is OpKind.COMPUTE:
+                shares[i] = node[[n for n, _ in s.covers]].sum(axis=0)
+            elif s.covers:
+                wire[i] = message[s.covers[0][0]]
+            elif s.message is not None:
+                wire[i] = self.message(s.message, (), seat)
+        return _Table(shares, _quantised(wire))
+
+    def _slowed(
+        self, plan: Plan, alone: FloatArray, program: IntArray, shape: IntArray, first: IntArray | None
+    ) -> FloatArray:
+        """Shares at the ranks' speeds."""
+        if (self.ground.speed == 1).all():
+            return alone
+        out, kernels = alone.copy(), alone[..., KERNELS]
+        own = self._speed(self.ground.speed, program, first)[..., None]
+        out[..., KERNELS] = _quantised(kernels / own)
+        axes = [meeting_axes(plan, plan.shapes[s]) if first is not None else None for s in shape.tolist()]
+        for together in dict.fromkeys(a for a in axes if a):
+            column = np.array([a == together for a in axes])
+            slowest = self._speed(self.ground.slowest(together), program, first)[:, column, None]
+            rest = (_quantised(kernels[:, column] / slowest) - out[:, column][..., KERNELS]).sum(axis=2)
+            out[:, column, Share.TP if "tp" in together else Share.CP] += rest
+        return out
+
+    @staticmethod
+    def _speed(speed: FloatArray, program: IntArray, first: IntArray | None) -> FloatArray:
+        """[class, of the programs]."""
+        return (speed.min(axis=1)[:, None] if first is None else speed[:, first])[program].T
+
+    def _transfer(self, plan: Plan, s: Shape, program: int, first: IntArray) -> FloatArray:
+        """[class] seconds of a transfer: they depend on where its two ends are."""
+        times = self.job.costs.stage_times
+        if times is not None and "p2p" in times:
+            return np.full(len(first), quantise(_numbers("p2p", times["p2p"], 1)[0]))
+        assert s.slot is not None
+        message = Message(CommKind.P2P, plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
+        far, near = (quantise(self.priced(message, Spread(2, k, 3 - k)).seconds) for k in (1, 2))
+        return np.where(self.ground.near(program, s.peer)[first], near, far)
+
+    def node_shares(self, n: Node, seat: Seat = FIRST) -> list[float]:
+        """Seconds of one instance of a node, by share."""
+        out = [0.0] * len(Share)
+        if n.kind is Once.UPDATE:
+            out[Share.OPTIMIZER] = sum(map(self._kernel, self._update(n.numel)))
+        elif n.message is None:
+            out[Share.RECOMPUTE if n.kind is Pass.R else Share.COMPUTE] = sum(map(self._kernel, n.work))
+            if n.kind is Pass.W:
+                out[Share.COMPUTE] += sum(self._kernel(k) for k in accumulate(n.work, self.recipe))
+            for message in n.inline:
+                axis = Share.CP if "cp" in message.axes else Share.TP
+                out[axis] += self.message(message, (), seat)
+        if (found := self.measured.node(n)) is None:
+            return out
+        over = KERNELS if found.alone else list(Share)  # alone: what messages inside it take comes on top
+        for s, seconds in zip(over, scaled([out[s] for s in over], found.seconds), strict=True):
+            out[s] = seconds
+        return out
+
+    def node_message(self, n: Node, seat: Seat = FIRST) -> float:
+        """Seconds of the message that one instance of a node is; 0 for compute."""
+        return 0.0 if n.message is None else self.message(n.message, joined(n), seat)
+
+    def _update(self, numel: int) -> list[Kernel]:
+        kernels = [zero_grads(numel, self.recipe), update(numel, self.recipe)]
+        if self.job.optimizer.clip_norm > 0:
+            kernels += [grad_norm(numel, self.recipe), clip(numel, self.recipe)]
+        return kernels
+
+    def _kernel(self, kernel: Kernel) -> float:
+        if kernel not in self._kernels:
+            self._kernels[kernel] = kernel_seconds(kernel, self.hardware)
+        return self._kernels[kernel]
+
+    def message(self, message: Message, programs: tuple[int, ...] = (), seat: Seat = FIRST) -> float:
+        """Seconds of a collective in a rank's own group, joined over programs."""
+        use = Use.of(message, self.ground.positions.programs, programs)
+        return self.priced(message, self.ground.spread(use, seat)).seconds
+
+    def priced(self, message: Message, spread: Spread) -> Found:
+        """A message in a group that lies so."""
+        if (message, spread) not in self._messages:
+            self._messages[message, spread] = self.measured.message(
+                message, spread, lambda s: message_seconds(message, s.ranks, s.per_node, self.fabric, nodes=s.nodes)
+            )
+        return self._messages[message, spread]
+
+
+def scaled_to_stage_times(
+    graph: Graph, node: FloatArray, wire: FloatArray, times: Mapping[str, object]
+) -> tuple[FloatArray, FloatArray]:
+    """Node and message seconds scaled so that each stage's F, I (with recomputation) and W take the given times.
+
+    A stage's time is what it takes by itself, its all-to-alls included: they are scaled along.
+    """
+    stages = graph.stages
+    node, wire = node.copy(), wire.copy()
+    for key, seconds in given_times(times, stages).items():
+        for s in range(stages):
+            rows = [i for i, n in enumerate(graph.nodes) if n.stage == s and n.kind in _PASSES[key]]
+            total = float(node[rows].sum() + wire[rows].sum())
+            if total > 0:
+                node[rows] *= seconds[s] / total
+                wire[rows] *= seconds[s] / total
+            compute = [i for i in rows if graph.nodes[i].message is None]
+            if compute:  # the largest takes what rounding leaves over, or all where the model has nothing to do
+                most = max(compute, key=lambda i: node[i, : Share.TP].sum())
+                share = Share.COMPUTE if node[most, Share.COMPUTE] >= node[most, Share.RECOMPUTE] else Share.RECOMPUTE
+                rest = seconds[s] - float(_quantised(node[rows]).sum() + _quantised(wire[rows]).sum())
+                node[most, share] = max(0.0, float(_quantised(node[most, share])) + rest)
+    return node, wire
+
+
+_PASSES = {"F": (Pass.F,), "I": (Pass.I, Pass.R), "W": (Pass.W,)}
+
+
+def given_times(times: Mapping[str, object], stages: int) -> dict[str, list[float]]:
+    """Seconds by pass and stage. B alone is half I, half W; beside one of them it says the other."""
+    known = ("F", "B", "I", "W", "p2p")
+    for key in times:
+        if key not in known:
+            raise PiperError(
+                ErrorKind.JOB,
+                f"unknown key {key!r}",
+                key="costs.stage_times",
+                allowed=", ".join(known),
+                suggestion=nearest(key, known),
+            )
+    out = {k: _numbers(k, v, stages) for k, v in times.items() if k != "p2p"}
+    whole = out.pop("B", None)
+    if whole is not None:
+        i = out.get("I") or [b - w for b, w in zip(whole, out.get("W", [b / 2 for b in whole]), strict=True)]
+        w = out.get("W") or [b - x for b, x in zip(whole, i, strict=True)]
+        if min(i + w) < 0 or any(abs(x + y - b) > 1e-9 * b for x, y, b in zip(i, w, whole, strict=True)):
+            raise PiperError(
+                ErrorKind.JOB, "B is not I + W", key="costs.stage_times", suggestion="drop B, or let I + W = B"
+            )
+        out |= {"I": i, "W": w}
+    return out
+
+
+def _quantised(seconds: FloatArray | float) -> FloatArray:
+    return np.asarray(np.round(np.asarray(seconds) * 2.0**40) / 2.0**40)
+
+
+def _numbers(key: str, value: Any, count: int) -> list[float]:
+    values = list(value) if isinstance(value, list | tuple) else [value] * count
+    good = all(isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v < float("inf") for v in values)
+    if not good or len(values) != count:
+        allowed = f"seconds, or a list of {count} of them"
+        raise PiperError(ErrorKind.JOB, f"{key} = {value!r}", key="costs.stage_times", allowed=allowed)
+    return [float(v) for v in values]

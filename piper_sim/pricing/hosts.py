@@ -1,0 +1,112 @@
+"""The two host models: `inline` executes compute itself, `ahead` launches it and runs ahead. docs/ENGINE.md, 7."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from cost_models import quantise
+from cost_models.compute.host import UPDATE_LAUNCHES, HostCosts
+from ir.core.ops import Pass
+from ir.core.order import IntArray
+from ir.graph.graph import Node, Once
+from ir.plan.plan import Csr, OpKind, Plan, Shape
+from ir.verify.host import host_reads
+from piper_sim.engine import Host
+
+
+def inline(plan: Plan, seconds: float = 0.0) -> Host:
+    """A host that executes compute ops and posts communication between them: gloo, CPU.
+
+    Each op is held by the compute op before it in its program, of this step or of the last, and an exchange of rows by
+    that of their counts. seconds: what the host needs of its own for each op, before it comes to it.
+    """
+    n, rows, on = len(plan), [], []
+    for a, b in pairwise(plan.bounds.tolist()):
+        ops = np.arange(a, b)
+        last = np.maximum.accumulate(np.where(plan.kind[a:b] == OpKind.COMPUTE, ops, -1))
+        before = np.concatenate([[-1], last[:-1]])
+        wrapped = np.where(before >= 0, before, n + last[-1]) if last[-1] >= 0 else before
+        rows.append(ops[wrapped >= 0])
+        on.append(wrapped[wrapped >= 0])
+    reads = host_reads(plan)
+    rows, on = [*rows, reads[0]], [*on, reads[1]]
+    return Host(np.full(n, quantise(seconds)), Csr.of(n, np.concatenate(rows), np.concatenate(on)))
+
+
+def ahead(plan: Plan, costs: HostCosts) -> Host:
+    """A host that launches kernels and runs ahead of the device: CUDA.
+
+    It is held where its window of launched kernels is full, and where it must read what the device has got: the expert
+    counts, without which it cannot size a forward dispatch. With `costs.turn`, also at each pass of a pipeline.
+    """
+    kernels = launches(plan)
+    launch = np.where(plan.kind == OpKind.COMPUTE, kernels * costs.launch, costs.comm)
+    # Of an op with more kernels than half the window, the first run while the last are launched.
+    holds = [_window(plan, np.clip(kernels, 1, max(1, costs.window // 2)), costs.window), host_reads(plan)]
+    if costs.turn and (plan.kind == OpKind.SEND).any():
+        turns = _turns(plan)
+        launch[turns[0]] = costs.turn
+        holds.append(turns)
+    rows, on = (np.concatenate(x) for x in zip(*holds, strict=True))
+    return Host(launch, Csr.of(len(plan), rows, on))
+
+
+def launches(plan: Plan) -> IntArray:
+    """[op] kernels that a compute op launches; a communication op is one."""
+    of_node = [_kernels(n) for n in plan.graph.nodes]
+    of_shape = [sum(of_node[n] for n, _ in s.covers) if s.kind is OpKind.COMPUTE else 1 for s in plan.shapes]
+    return np.array(of_shape, dtype=np.int64)[plan.shape]
+
+
+def _kernels(n: Node) -> int:
+    if n.kind is Once.UPDATE:
+        return UPDATE_LAUNCHES
+    return sum(k.count for k in n.work) + len(n.inline)
+
+
+def _window(plan: Plan, kernels: IntArray, window: int) -> tuple[IntArray, IntArray]:
+    """(ops, the compute op whose end makes room for them): no compute behind it fits the window with the op's own.
+
+    A host never starts an op before the same op of the step before has ended. Kernels of communication count, but the
+    host is never held by one alone: a plan that an inline host can finish is then safe for any window.
+    """
+    n, rows, on, compute = len(plan), [], [], plan.kind == OpKind.COMPUTE
+    for a, b in pairwise(plan.bounds.tolist()):
+        total = np.concatenate([[0], np.cumsum(kernels[a:b])])
+        step = int(total[-1])
+        ends = np.concatenate([total[1:] - step, total[1:]])  # of the step before, then of this one
+        wanted = np.maximum(total[1:] - window, ends[: b - a])
+        # The last op whose kernels must all have gone by then, or the compute op before; an op never waits for itself.
+        last = np.minimum(np.searchsorted(ends, wanted, side="left"), np.arange(b - a) + (b - a) - 1)
+        last = np.maximum.accumulate(np.where(np.tile(compute[a:b], 2), np.arange(2 * (b - a)), -1))[last]
+        rows.append(np.arange(a, b)[last >= 0])
+        on.append(np.where(last < b - a, n + a + last, a + last - (b - a))[last >= 0])
+    return np.concatenate(rows), np.concatenate(on)
+
+
+def _turns(plan: Plan) -> tuple[IntArray, IntArray]:
+    """(compute ops that open a pass of a stage, what the host waits for: the compute op before, what they receive)."""
+    nodes, opening = plan.graph.nodes, dict[tuple[int, Pass], int]()
+    for i, n in enumerate(nodes):
+        if n.message is None and isinstance(n.kind, Pass):
+            opening.setdefault((n.stage, n.kind), i)
+    first = set(opening.values())
+    opens = np.array([s.kind is OpKind.COMPUTE and _opens(nodes, s, first) for s in plan.shapes])
+    ops = plan.waits.rows()
+    received = opens[plan.shape[ops]] & (plan.kind[plan.waits.items] == OpKind.RECV)
+    rows, on = [ops[received]], [plan.waits.items[received]]
+    for a, b in pairwise(plan.bounds.tolist()):
+        ops = a + np.flatnonzero(plan.kind[a:b] == OpKind.COMPUTE)
+        mine = opens[plan.shape[ops]] & (np.arange(len(ops)) > 0)
+        rows.append(ops[mine])
+        on.append(np.roll(ops, 1)[mine])
+    return np.concatenate(rows), np.concatenate(on)
+
+
+def _opens(nodes: Sequence[Node], s: Shape, first: set[int]) -> bool:
+    """Whether an op opens a pass. Weight gradients are one of their own only where no input gradient goes before."""
+    kinds = {nodes[n].kind for n, _ in s.covers if n in first}
+    return bool(kinds) and (kinds != {Pass.W} or all(nodes[n].kind is Pass.W for n, _ in s.covers))

@@ -1,0 +1,116 @@
+"""What a profile says about one job's plan: measured seconds, which go before modelled ones."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cost_models.profile.file import load_profile
+from cost_models.profile.pairs import Pair
+from cost_models.profile.profile import Found, Profile, Source, lookup
+from cost_models.profile.shapes import op_shapes
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.work import CommKind, Message
+from ir.graph.classes import link_class, node_classes
+from ir.graph.graph import Node
+from ir.job import Job
+from ir.job.build import Prepared
+from piper_sim.folding import Spread
+
+_Key = tuple[int, str, str]  # stage, part, pass
+_CURVE = re.compile(r"([a-z_]+) (\d+)@(\d+)", re.ASCII)
+Price = Callable[[Spread], float]  # modelled seconds of a message in a group that lies so
+
+
+def profile_of(job: Job) -> Profile | None:
+    """`[costs] profile`; its path starts at the job's folder. Raises PiperError: it cannot be read, or not be used."""
+    if job.costs.profile is None:
+        return None
+    if job.costs.stage_times is not None:
+        fix = "leave one of the two out"
+        message = "stage_times and a profile both say what ops take"
+        raise PiperError(ErrorKind.JOB, message, key="costs.profile", file=job.file, suggestion=fix)
+    return load_profile(Path(job.file).parent / job.costs.profile)
+
+
+@dataclass(frozen=True, eq=False)
+class Measurements:
+    """Seconds by node and by message. host_s: of a host that computes itself, for each op."""
+
+    nodes: Mapping[_Key, Found] = field(default_factory=dict)
+    profile: Profile | None = None
+    host_s: float = 0.0
+
+    @classmethod
+    def of(cls, prepared: Prepared, profile: Profile | None = None) -> Measurements | None:
+        """Of a job's plan, from a profile or else the job's own; None where there is none."""
+        profile = profile or profile_of(prepared.job)
+        if profile is None:
+            return None
+        graph = prepared.plan().graph
+        named = zip(graph.nodes, node_classes(graph), op_shapes(graph), strict=True)
+        found = {_key(n): lookup(profile, c, shape) for n, c, shape in named if n.message is None}
+        nodes = {key: got for key, got in found.items() if got is not None}
+        return cls(nodes, profile, profile.host_s or 0.0)
+
+    @property
+    def pairs(self) -> Mapping[str, Pair]:
+        """Measured slowdowns."""
+        return {} if self.profile is None else self.profile.pairs
+
+    def node(self, n: Node) -> Found | None:
+        """Seconds of one instance of a node that computes."""
+        return self.nodes.get(_key(n)) if n.message is None else None
+
+    def message(self, message: Message, spread: Spread, price: Price) -> Found:
+        """Seconds of a message: as measured on so many ranks and nodes, or wherever they were; else as modelled.
+
+        Where a group of another size was measured, on one node like this one or on several like this one, the model is
+        corrected by as much as it was off there: extrapolated, and the correction is its spread.
+        """
+        modelled = Found(price(spread), 0.0, Source.MODELLED)
+        if self.profile is None:
+            return modelled
+        for nodes in (spread.nodes, 0):
+            if (found := lookup(self.profile, link_class(message, spread.ranks, nodes))) is not None:
+                return found
+        if (near := _nearest(self.profile, message, spread)) is None or not (there := price(near)):
+            return modelled
+        found = lookup(self.profile, link_class(message, near.ranks, near.nodes))
+        assert found is not None
+        seconds = modelled.seconds * found.seconds / there
+        return Found(seconds, abs(seconds - modelled.seconds), Source.EXTRAPOLATED)
+
+
+MODELLED = Measurements()
+
+
+def _nearest(profile: Profile, message: Message, spread: Spread) -> Spread | None:
+    """The measured group most like one: across nodes where it is, then by nodes, then by ranks."""
+    if message.kind is CommKind.P2P or spread.ranks < 2:
+        return None
+    found = [m for name in profile.curves if (m := _CURVE.fullmatch(name)) and m[1] == str(message.kind)]
+    groups = [Spread(int(m[2]), max(1, int(m[2]) // int(m[3])), int(m[3])) for m in found]
+    alike = [g for g in groups if (g.nodes > 1) == (spread.nodes > 1)]
+
+    def far(g: Spread) -> tuple[float, float, int]:
+        return abs(math.log(g.nodes / spread.nodes)), abs(math.log(g.ranks / spread.ranks)), g.ranks
+
+    return min(alike, key=far, default=None)
+
+
+def scaled(shares: list[float], seconds: float) -> list[float]:
+    """Shares in the same proportion that sum to so many seconds; all compute where nothing was modelled.
+
+    >>> scaled([1.0, 0.0, 3.0, 0.0, 0.0], 2.0)
+    [0.5, 0.0, 1.5, 0.0, 0.0]
+    """
+    total = sum(shares)
+    return [x * seconds / total for x in shares] if total else [seconds, *[0.0] * (len(shares) - 1)]
+
+
+def _key(n: Node) -> _Key:
+    return n.stage, n.part, str(n.kind)

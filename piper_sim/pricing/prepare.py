@@ -1,0 +1,130 @@
+"""A job made ready for its plan with what only costs can say: balanced layers, op times of searched schedules."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from msgspec import structs
+
+from cost_models import Fabric, Hardware, load_hardware, message_seconds, work_seconds
+from cost_models.software import load_software
+from ir.core.errors import PiperError
+from ir.core.mesh import GroupShape, Mesh
+from ir.core.ops import Pass
+from ir.graph.graph import Entry, Graph, Source
+from ir.job import Job
+from ir.job.build import Prepared, prepare, resolve
+from ir.job.routing.keys import check_routing
+from ir.plan.plan import OpKind
+from ir.schedules.registry import default_chunks, order_depends_on_times
+from ir.schedules.schedule import OpTimes
+from ir.workload.part import Chunk, Layout
+from piper_sim.pricing.costs import CostModel, Share, given_times
+from piper_sim.pricing.measured import profile_of
+
+
+def hardware_of(job: Job) -> Hardware:
+    """The hardware file of `[cluster]` with its inline overrides, and the framework of `[costs] software` on it."""
+    gpu = job.cluster.gpu
+    beside = Path(job.file).parent / gpu  # a file's name is relative to the job, as its config's is
+    try:
+        name = beside if gpu.endswith(".json") and beside.exists() else gpu
+        return structs.replace(load_hardware(name, job.cluster.overrides), software=load_software(job.costs.software))
+    except PiperError as e:
+        raise e.at(file=job.file) from None
+
+
+def prepare_priced(job: Job, hardware: Hardware, most_layers: int | None = None) -> Prepared:
+    """Prepare a job; a searched schedule is given the mean op times of the model's stages."""
+    name = job.schedule.name
+    profile_of(job)  # whether or not this command asks it for anything: a bad one is said at once
+    times = None
+    if name is not None and order_depends_on_times(name):
+        probe = prepare(replace(job, schedule=replace(job.schedule, name=_probe(name))), hardware.gpus_per_node)
+        times = op_times(probe, hardware)
+    made = prepare(job, hardware.gpus_per_node, times, weigh(job, hardware), most_layers, hardware.software.style)
+    check_routing(job, made.config)
+    return made
+
+
+def weigh(job: Job, hardware: Hardware) -> Callable[[Source, Chunk], float]:
+    """What `balanced` weighs a chunk by: the modelled seconds of its kernels and all-to-alls on one rank."""
+    resolved = resolve(job, hardware.gpus_per_node)
+    p = resolved.parallel
+    layout = Layout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel)
+    per_node = resolved.cluster.gpus_per_node or hardware.gpus_per_node
+    fabric = Fabric.of(hardware, per_node)
+
+    @cache  # only when a chunk is weighed: `prepare` has checked the sizes against the model by then
+    def experts() -> GroupShape:
+        mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
+        return mesh.shape(("ep",), per_node)
+
+    known: dict[tuple[Source, str], tuple[float, float]] = {}  # a part's name says what it is, in every chunk
+
+    def part_seconds(source: Source, entry: Entry) -> tuple[float, float]:
+        w = source.work(entry)
+        kernels = sum(work_seconds(k, hardware) for k in (w.forward, w.input_grad, w.weight_grad))
+        if entry.part.name != "experts":
+            return kernels, 0.0
+        dispatch, combine, _ = source.dispatch(entry)
+        shape = experts()
+        messages = (source.counts(entry), dispatch, combine, dispatch, combine)
+        return kernels, sum(message_seconds(m, shape.ranks, shape.per_node, fabric) for m in messages)
+
+    def seconds(source: Source, chunk: Chunk) -> float:
+        total = 0.0
+        for part in chunk.parts:
+            if (source, part.name) not in known:
+                known[source, part.name] = part_seconds(source, Entry(0, chunk, part, layout))
+            kernels, messages = known[source, part.name]
+            total += kernels
+            total += messages
+        return total
+
+    return seconds
+
+
+def _probe(name: str) -> str:
+    """A fixed schedule with the same stages as a searched one."""
+    return "zbv" if default_chunks(name) == 2 else "1f1b"
+
+
+def op_times(probe: Prepared, hardware: Hardware) -> OpTimes:
+    """Mean seconds of a stage's passes and of a transfer, given or modelled; what weight gradients hold on to."""
+    model = CostModel(probe, hardware)
+    plan = probe.plan()
+    costs = model.price(plan)
+    totals = {"F": 0.0, "I": 0.0, "W": 0.0, "R": 0.0}
+    graph = plan.graph
+    for n in graph.nodes:
+        if not n.once:
+            seconds = model.message(n.message) if n.message else sum(model.node_shares(n)[: Share.OPTIMIZER])
+            totals[str(n.kind)] += seconds
+    stages = graph.stages
+    given = given_times(probe.job.costs.stage_times or {}, stages)
+    totals |= {k: sum(v) for k, v in given.items()} | ({"R": 0.0} if "I" in given else {})
+    sends = costs.duration[plan.kind == OpKind.SEND]
+    p2p = float(sends.mean()) if len(sends) else 0.0
+    f, i, w = totals["F"], totals["I"] + totals["R"], totals["W"]
+    return OpTimes(f / stages, i / stages, w / stages, p2p, held_for_weights(graph))
+
+
+def held_for_weights(graph: Graph) -> float:
+    """Bytes that live from I to W (activations, output gradients) over those that live from F to I; a stage's most."""
+    readers: dict[tuple[int, int], set[object]] = defaultdict(set)
+    for e in graph.edges:
+        if graph.nodes[e.src].stage == graph.nodes[e.dst].stage:
+            readers[e.src, e.slot].add(graph.nodes[e.dst].kind)
+    saved, held = [0] * graph.stages, [0] * graph.stages
+    for (src, slot), kinds in readers.items():
+        made, size, stage = graph.nodes[src].kind, graph.nodes[src].writes[slot].bytes, graph.nodes[src].stage
+        if made is Pass.F and kinds & {Pass.I, Pass.W}:
+            saved[stage] += size
+        if made in (Pass.F, Pass.I) and Pass.W in kinds:
+            held[stage] += size
+    return min(1.0, max((h / s for h, s in zip(held, saved, strict=True) if s), default=1.0))

@@ -1,0 +1,200 @@
+"""`Routing`: what uneven counts make of a plan's expert kernels, all-to-alls and buffers, position by position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from cost_models import Fabric, Hardware
+from cost_models import work_seconds as uniform_seconds
+from ir.core.ops import Pass
+from ir.core.order import FloatArray, IntArray
+from ir.graph.graph import Graph, Node
+from ir.job.build import Prepared
+from ir.job.routing.counts import Counts, MoeLayer, counts_of, moe_layers
+from ir.job.routing.distinct import distinct
+from ir.job.routing.keys import check_routing
+from ir.plan.plan import Plan
+from ir.workload.source import ModelSource
+from piper_sim.folding.ground import Ground
+from piper_sim.pricing.routing.division import Division, divisions
+from piper_sim.pricing.routing.exchange import balanced_seconds, exchange_seconds
+from piper_sim.pricing.routing.grouped import work_seconds
+from piper_sim.pricing.routing.sizes import Line, Template, balanced_rows, template
+
+
+def routing_of(prepared: Prepared, graph: Graph, hardware: Hardware) -> Routing | None:
+    """The routing of a job whose directives made `graph` (a plan's); None where it is balanced.
+
+    Raises PiperError: keys of `[routing]` that do not go together, a file that does not fit the job.
+    """
+    job, source = prepared.job, prepared.base.source
+    check_routing(job, prepared.config)
+    if job.routing.kind == "balanced":
+        return None
+    assert isinstance(source, ModelSource)
+    layers = moe_layers(graph, source)
+    per_node = job.cluster.gpus_per_node or hardware.gpus_per_node
+    ground = Ground(prepared.mesh, per_node)
+    counts = counts_of(job, prepared.config, layers, len(ground.positions), prepared.mbs)
+    return Routing(counts, layers, source, hardware, ground, Fabric.of(hardware, per_node), graph.recompute)
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """One position's bytes. buffers: as `plan.buffers.bytes`. workspace: [node, microbatch] bytes while a node runs."""
+
+    buffers: IntArray
+    workspace: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Counts on the ranks of a job. Positions are those of `piper_sim.folding`.
+
+    Microbatches with equal counts are one *case*; `counts.case` says which.
+    """
+
+    counts: Counts
+    layers: tuple[MoeLayer, ...]
+    source: ModelSource
+    hardware: Hardware
+    ground: Ground
+    fabric: Fabric
+    recompute: frozenset[str] = frozenset()
+
+    @cached_property
+    def divisions(self) -> tuple[Division, ...]:
+        """Layers by how their experts are divided."""
+        return divisions(self.layers, self.counts, self.ground)
+
+    @cached_property
+    def division_of(self) -> dict[int, tuple[Division, int]]:
+        """Layer index -> its division and its index there."""
+        return {int(i): (d, k) for d in self.divisions for k, i in enumerate(d.layers)}
+
+    @cached_property
+    def _layer_of(self) -> dict[tuple[int, str], int]:
+        return {(x.entry.stage, x.entry.chunk.name): i for i, x in enumerate(self.layers)}
+
+    def layer(self, node: Node) -> int:
+        """Index of the layer whose experts a node is, or exchanges tokens with; -1: none."""
+        chunk, _, part = node.part.rpartition(".")
+        here = isinstance(node.kind, Pass) and part in ("experts", "dispatch", "combine")
+        return self._layer_of.get((node.stage, chunk), -1) if here else -1
+
+    @cached_property
+    def received(self) -> IntArray:
+        """[layer, case, position] rows that its experts receive from its expert group."""
+        out = np.empty((len(self.layers), self.counts.cases, len(self.ground.positions)), dtype=np.int64)
+        for d in self.divisions:
+            out[d.layers] = d.received
+        return out
+
+    def colours(self) -> IntArray:
+        """[position] numbers, equal where own rows and exchanges are equal in every layer and microbatch.
+
+        For `folding.classes(plan, ground, routing.colours()[None])`.
+        """
+        columns = []
+        for d in self.divisions:
+            both = np.stack([self._exchange_factors(d, there) for there in (True, False)], axis=1)
+            alike = np.unique(both, axis=0, return_inverse=True)[1].reshape(-1)
+            columns += [d.load, d.received, alike[d.exchange[:, :, d.group_of]]]
+        table = np.concatenate([c.reshape(-1, c.shape[2]) for c in columns])
+        return distinct(table.T)[1]
+
+    def work_factor(self, node: Node, case: IntArray, position: IntArray) -> FloatArray:
+        """[position, case] kernel seconds of an experts node over what the balanced node takes."""
+        d, k = self.division_of[self.layer(node)]
+        return np.asarray(self._work_factors(d, node)[d.load[k][case[None], position[:, None]]])
+
+    def inline_factor(self, node: Node, case: IntArray, position: IntArray) -> FloatArray:
+        """[position, case] rows over the balanced ones: what etp's messages inside an experts node scale by."""
+        d, k = self.division_of[self.layer(node)]
+        usual = balanced_rows(d.first, self.source) * d.layout.etp
+        return np.asarray(d.worked[k][case[None], position[:, None]] / usual)
+
+    def exchange_factor(self, node: Node, case: IntArray, position: IntArray) -> FloatArray:
+        """[position, case] seconds of an all-to-all over those of balanced counts; members of a group agree."""
+        d, k = self.division_of[self.layer(node)]
+        exchange = d.exchange[k][case[None], d.group_of[position][:, None]]
+        return np.asarray(self._exchange_factors(d, towards(node))[exchange])
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, object], FloatArray]:
+        return {}
+
+    def _work_factors(self, d: Division, node: Node) -> FloatArray:
+        """[load] of nodes of this kind: they are alike in all layers of a division."""
+        key = (int(d.layers[0]), node.kind)
+        if key not in self._known:
+            t = self.template(node)
+            usual = uniform_seconds(node.work, self.hardware)
+            seconds = work_seconds(t.once, t.twice, t.rows, d.loads, self.hardware)
+            self._known[key] = seconds / usual if usual > 0 else np.ones(len(d.loads))
+        return self._known[key]
+
+    def _exchange_factors(self, d: Division, there: bool) -> FloatArray:
+        """[exchange] of a division; there: towards the experts, as dispatches in forward and combines in backward."""
+        key = (int(d.layers[0]), there)
+        if key not in self._known:
+            dispatch, combine, _ = self.source.dispatch(d.first.entry)
+            message = dispatch if there else combine
+            copy = message.bytes / balanced_rows(d.first, self.source)
+            seconds = exchange_seconds(d, self.counts, message, copy, self.fabric)
+            usual = balanced_seconds(d, message, self.ground, self.fabric)
+            self._known[key] = np.where(usual > 0, seconds / np.where(usual > 0, usual, 1.0), 1.0)
+        return self._known[key]
+
+    def template(self, node: Node) -> Template:
+        """An experts node as a function of its rows."""
+        d, _ = self.division_of[self.layer(node)]
+        return template(node, d.first, self.source, self.recompute)
+
+    def sizes(self, plan: Plan, position: int) -> Sizes:
+        """Bytes of a position's buffers and workspaces: those that hold rows of experts follow its rows."""
+        nodes, b = plan.graph.nodes, plan.buffers
+        mbs = np.arange(plan.graph.mbs)
+        case = np.broadcast_to(self.counts.case(mbs), mbs.shape)
+        workspace = np.repeat(np.array([n.workspace for n in nodes], dtype=np.int64)[:, None], len(case), axis=1)
+        out, rows = b.bytes.copy(), _by_node(b.node, len(nodes))
+        for i, n in enumerate(nodes):
+            lines = self._lines(n) if self.layer(n) >= 0 else None
+            if lines is None:
+                continue
+            d, k = self.division_of[self.layer(n)]
+            worked = (d.worked if n.message is None else d.received)[k, :, position][case]
+            workspace[i] = _bytes(lines[-1], worked)
+            mine = rows[i]
+            for slot, line in enumerate(lines[:-1]):
+                at = mine[b.slot[mine] == slot]
+                out[at] = _bytes(line, worked[b.mb[at]])
+        return Sizes(out, workspace)
+
+    def _lines(self, node: Node) -> tuple[Line, ...] | None:
+        """Of each buffer and of the workspace; None where none holds rows of experts."""
+        if node.message is None:
+            found = self.template(node)
+            return (*found.writes, found.workspace)
+        if not towards(node):
+            return None
+        usual = balanced_rows(self.division_of[self.layer(node)][0].first, self.source)
+        return (*(Line(0, w.bytes, usual) for w in node.writes), Line(0, 0, 1))
+
+
+def towards(node: Node) -> bool:
+    """Whether an all-to-all carries tokens to experts: a dispatch in forward, in backward a combine's mirror."""
+    return node.part.endswith(".dispatch") == (node.kind is not Pass.I)
+
+
+def _by_node(node: IntArray, nodes: int) -> list[IntArray]:
+    """[node] its buffers."""
+    order = np.argsort(node, kind="stable")
+    return np.split(order, np.searchsorted(node[order], np.arange(nodes + 1)))[1:-1]
+
+
+def _bytes(line: Line, rows: IntArray) -> IntArray:
+    return line.fixed - (-line.per * rows) // line.of

@@ -1,0 +1,80 @@
+"""A plan's op costs under uneven routing, for each class of replicas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ir.core.order import FloatArray, IntArray
+from ir.graph.graph import Node
+from ir.plan.plan import OpKind, Plan
+from piper_sim.folding import Classes
+from piper_sim.pricing.costs import KERNELS, CostModel, OpCosts, Share, scaled_to_stage_times
+from piper_sim.pricing.routing.model import Routing
+
+
+def reprice(
+    routing: Routing, plan: Plan, costs: OpCosts, model: CostModel, classes: Classes, reuse: bool = False
+) -> OpCosts:
+    """The costs of the plan unfolded to `classes` with the experts' real rows and the all-to-alls' real bytes.
+
+    costs: what `model.price(plan, classes)` gave. An op changes by its experts' kernels: their seconds times the
+    factor of each class's first position, at its speed. Seconds stay multiples of 2**-40. reuse: write into the arrays
+    of `costs`, which nobody else may read then; copying them takes longer than all the rest.
+    """
+    count, n = classes.count, len(plan)
+    given = (costs.duration.reshape(count, n), costs.shares.reshape(count, n, len(Share)))
+    duration, shares = given if reuse else (x.copy() for x in given)
+    own = _node_shares(plan, model)
+    for shape, ops in zip(plan.shapes, _ops_by_shape(plan), strict=True):
+        for i, member in shape.covers if len(ops) else ():
+            node, mb = plan.graph.nodes[i], (plan.mb if member == 0 else plan.mb2)[ops]
+            if routing.layer(node) < 0:
+                continue
+            case = routing.counts.case(mb)
+            if shape.kind is OpKind.COLLECTIVE:
+                factor = routing.exchange_factor(node, case, classes.first)
+                duration[:, ops] = quantised(duration[:, ops] * factor)
+                continue
+            for share in np.flatnonzero(own[i]).tolist():
+                more = own[i, share] * (_factor(routing, node, share, case, classes.first) - 1)
+                if share in KERNELS:
+                    more = more / _speed(model, plan, ops, classes.first)
+                before = shares[:, ops, share]
+                after = np.maximum(before + quantised(more), 0.0)
+                shares[:, ops, share] = after
+                duration[:, ops] += after - before
+    return replace(costs, duration=duration.ravel(), shares=shares.reshape(-1, len(Share)))
+
+
+def quantised(seconds: FloatArray) -> FloatArray:
+    """To whole multiples of 2**-40 s."""
+    return np.asarray(np.round(seconds * 2.0**40) / 2.0**40)
+
+
+def _ops_by_shape(plan: Plan) -> list[IntArray]:
+    order = np.argsort(plan.shape, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(plan.shape, minlength=len(plan.shapes)))[:-1])
+
+
+def _node_shares(plan: Plan, model: CostModel) -> FloatArray:
+    """[node, Share] seconds with balanced routing, at full speed."""
+    nodes = plan.graph.nodes
+    own = np.array([model.node_shares(n) for n in nodes]).reshape(-1, len(Share))
+    times = model.job.costs.stage_times
+    if times is not None:
+        own, _ = scaled_to_stage_times(plan.graph, own, np.array([model.node_message(n) for n in nodes]), times)
+    return quantised(own)
+
+
+def _factor(routing: Routing, node: Node, share: int, case: IntArray, position: IntArray) -> FloatArray:
+    """[class, op] of one share of a node's seconds."""
+    kind = routing.work_factor if share in KERNELS else routing.inline_factor
+    return kind(node, case, position)
+
+
+def _speed(model: CostModel, plan: Plan, ops: IntArray, position: IntArray) -> FloatArray:
+    """[class, op]; one for all where no rank has another."""
+    speed = model.ground.speed
+    return speed[plan.program[ops]][:, position].T if (speed != 1).any() else np.ones((1, 1))

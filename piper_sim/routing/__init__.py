@@ -1,6 +1,0 @@
-"""Uneven routing: the seconds and bytes that tokens by layer, microbatch, source and expert make on each rank."""
-
-from piper_sim.routing.model import Routing, Sizes, routing_of
-from piper_sim.routing.reprice import reprice
-
-__all__ = ["Routing", "Sizes", "reprice", "routing_of"]

@@ -1,0 +1,1 @@
+"""Questions asked of a job: predict, compare, validate, calibrate, backtest."""

@@ -1,0 +1,7 @@
+"""Profiles: from measuring a job's ops and messages here, from a user's traces, from nccl-tests, from pair tables."""
+
+from __future__ import annotations
+
+from piper_sim.study.calibrate.job import Asked, Calibrated, calibrate
+
+__all__ = ["Asked", "Calibrated", "calibrate"]

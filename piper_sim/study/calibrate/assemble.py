@@ -1,0 +1,86 @@
+"""Samples to a profile: medians and spreads, single kernels summed up to ops, one profile laid over another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from cost_models.profile.profile import Machine, Measured, OpEntry, Profile
+from cost_models.profile.shapes import OpShape, op_shapes
+from ir.core.alloc import AllocList
+from ir.graph.classes import node_classes
+from piper_sim.study.calibrate.sizes import Size
+from piper_sim.study.validate.samples import measured
+
+
+class Timed(Protocol):
+    """`executor.measure.calibrate.Measurement`."""
+
+    ops: tuple[dict[str, list[float]], ...]
+    pieces: tuple[dict[int, list[float]], ...]
+    recipes: tuple[dict[str, list[tuple[int, int]]], ...]
+    links: dict[str, list[float]]
+    gpu: str
+    gpus: int
+    threads: int
+
+
+def shapes_of(sizes: Sequence[Size]) -> dict[str, OpShape]:
+    """By class: the family and sizes of every node that has them, over all sizes of a job."""
+    out: dict[str, OpShape] = {}
+    for _, plan, _ in sizes:
+        named = zip(node_classes(plan.graph), op_shapes(plan.graph), strict=True)
+        out |= {name: shape for name, shape in named if shape is not None}
+    return out
+
+
+def profile_of(timed: Timed, sizes: Sequence[Size], host_s: float | None, by: str) -> Profile:
+    """What was measured here."""
+    shapes = shapes_of(sizes)
+    times = {name: measured(x) for one in timed.ops for name, x in one.items()}
+    for pieces, recipes in zip(timed.pieces, timed.recipes, strict=True):
+        times |= summed(pieces, recipes)
+    ops = {name: OpEntry(time, shape=shapes.get(name), alone=True) for name, time in times.items()}
+    machine = Machine.here(timed.gpu, timed.gpus, timed.threads)
+    links = {key: measured(x) for key, x in timed.links.items()}
+    what = f"{len(ops)} op classes timed here by {by}, {len(sizes)} size{'s' if len(sizes) > 1 else ''} of the job"
+    origins = [what, *([f"{len(links)} messages timed here"] if links else [])]
+    return Profile.of(machine, ops, links, host_s, origins=tuple(origins))
+
+
+def summed(
+    pieces: Mapping[int, Sequence[float]], recipes: Mapping[str, Sequence[tuple[int, int]]]
+) -> dict[str, Measured]:
+    """Ops as the sums of their kernels; an op of which a kernel is missing is left out, as is one without any.
+
+    >>> summed({0: [1.0, 1.0], 1: [0.5]}, {"F/mlp 1": [(0, 2), (1, 1)], "W/mlp 1": [(2, 1)]})
+    {'F/mlp 1': Measured(median_s=2.5, spread_s=0.0, count=1)}
+    """
+    known = {k: measured(x) for k, x in pieces.items()}
+    out = {}
+    for name, recipe in recipes.items():
+        if recipe and all(k in known for k, _ in recipe):
+            parts = [(known[k], times) for k, times in recipe]
+            seconds, spread = (sum(getattr(m, key) * n for m, n in parts) for key in ("median_s", "spread_s"))
+            out[name] = Measured(seconds, spread, min(m.count for m, _ in parts))
+    return out
+
+
+def laid_over(new: Profile, base: Profile, *, machine: bool) -> Profile:
+    """A profile with what a new one has in place of its own. machine: whether the new one's is the result's."""
+    ops = {k: replace(e, alloc=e.alloc or _alloc(base, k)) for k, e in new.ops.items()}
+    made = Profile.of(
+        new.machine if machine else base.machine,
+        {**base.ops, **ops},
+        {**base.links, **new.links},
+        base.host_s if new.host_s is None else new.host_s,
+        {**base.pairs, **new.pairs},
+        (*base.origins, *new.origins),
+    )
+    return replace(made, sealed=base.sealed and new.sealed)
+
+
+def _alloc(base: Profile, key: str) -> AllocList | None:
+    entry = base.ops.get(key)
+    return None if entry is None else entry.alloc

@@ -1,0 +1,59 @@
+"""A measured pair table: how much a kernel and a message side by side slow each other, as CSV."""
+
+from __future__ import annotations
+
+import csv
+
+from cost_models.hardware.schema import COMM_KINDS
+from cost_models.profile.machine import Machine
+from cost_models.profile.pairs import BOUNDS, Pair, pair_key
+from cost_models.profile.profile import Profile
+from ir.core.errors import ErrorKind, PiperError, nearest
+from piper_sim.study.calibrate.text import read_text
+
+COLUMNS = ("compute", "message", "held", "moving", "wire")
+
+
+def read_pairs(path: str) -> Profile:
+    """A profile that holds the pairs of a table, and nothing else. Raises PiperError, with file and line."""
+    rows = csv.reader(read_text(path, "--pairs").splitlines())
+    pairs: dict[str, Pair] = {}
+    header = False
+    for line, row in enumerate(rows, 1):
+        cells = [c.strip() for c in row]
+        if not any(cells) or cells[0].startswith("#"):
+            continue
+        if not header:
+            if tuple(cells) != COLUMNS:
+                raise _wrong(path, line, f"the first line is {', '.join(cells)!r}", ",".join(COLUMNS))
+            header = True
+            continue
+        key, pair = _row(path, line, cells)
+        if key in pairs:
+            raise _wrong(path, line, f"{key} is given twice", "one line for each pair")
+        pairs[key] = pair
+    if not pairs:
+        raise _wrong(path, 1, "no pair in it", ",".join(COLUMNS))
+    return Profile.of(Machine.elsewhere(), {}, pairs=pairs, origins=(f"{len(pairs)} pairs from a table",))
+
+
+def _row(path: str, line: int, cells: list[str]) -> tuple[str, Pair]:
+    if len(cells) != len(COLUMNS):
+        raise _wrong(path, line, f"{len(cells)} columns", ",".join(COLUMNS))
+    bound, kind, *numbers = cells
+    for what, word, known in (("compute", bound, BOUNDS), ("message", kind, COMM_KINDS)):
+        if word not in known:
+            raise _wrong(path, line, f"{what} {word!r}", ", ".join(known), nearest(word, known))
+    try:
+        held, moving, wire = (float(x) for x in numbers)
+    except ValueError:
+        raise _wrong(
+            path, line, f"not numbers: {', '.join(numbers)}", "added slowdowns: 0.2 is 1.2 times as long"
+        ) from None
+    if not all(0 <= x < 100 for x in (held, moving, wire)):
+        raise _wrong(path, line, f"out of range: {', '.join(numbers)}", "0 or more: 0.2 is 1.2 times as long")
+    return pair_key(bound, kind), Pair(held, moving, wire)
+
+
+def _wrong(path: str, line: int, message: str, allowed: str, fix: str | None = None) -> PiperError:
+    return PiperError(ErrorKind.JOB, message, file=f"{path}:{line}", key="--pairs", allowed=allowed, suggestion=fix)

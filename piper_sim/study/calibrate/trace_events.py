@@ -1,0 +1,181 @@
+"""A torch.profiler (Kineto) Chrome trace: its ranges on the host, the kernels that they launch, NCCL's kernels.
+
+A kernel belongs to the innermost range that its launch falls into, found by correlation id; where the launching thread
+has none (autograd's own), to the range begun last on any thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ir.core.errors import ErrorKind, PiperError
+from piper_sim.study.calibrate.text import read_text
+
+FLAG = "--from-kineto"
+RANGES = ("user_annotation",)
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+NCCL = ("nccl", "rccl")
+US = 1e-6
+Json = Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class Range:
+    """An annotated range. busy: (begin, end) of the kernels launched in it and in none inside it. inner: ranges in it.
+
+    All in microseconds of the trace.
+    """
+
+    name: str
+    begin: float
+    end: float
+    thread: tuple[str, str]
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    inner: list[Range] = field(default_factory=list)
+
+    def seconds(self, *, kernels: bool) -> float:
+        """By its kernels, gaps and overlaps aside; without any in the trace, by the host, ranges inside left out."""
+        if kernels:
+            return US * _union(self.busy)
+        return US * (self.end - self.begin - _union([(r.begin, r.end) for r in self.inner]))
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """A trace read. rank: of the process, where it says so. world: how many there were. kernels: whether it has any.
+
+    collectives: NCCL's kernels as (microseconds, args). gpu: its name.
+    """
+
+    file: str
+    rank: int | None
+    world: int
+    gpu: str
+    kernels: bool
+    ranges: list[Range]
+    collectives: list[tuple[float, Json]]
+
+
+def read_trace_file(path: str, wanted: Any) -> TraceFile:
+    """Read a trace; `wanted(name)` tells which ranges count. Raises PiperError, with file and line or event."""
+    text = read_text(path, FLAG)
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        message = f"not JSON: {getattr(error, 'msg', error)}"
+        fix = "a trace that was written whole: prof.export_chrome_trace(...)"
+        raise PiperError(ErrorKind.JOB, message, file=f"{path}:{line}", key=FLAG, suggestion=fix) from None
+    events = table.get("traceEvents") if isinstance(table, dict) else table
+    if not isinstance(events, list):
+        fix = "the trace.json that torch.profiler exports"
+        raise PiperError(ErrorKind.JOB, "no traceEvents in it", file=f"{path}:1", key=FLAG, suggestion=fix)
+    top: Json = table if isinstance(table, dict) else {}
+    ranges, launches, kernels = _sorted_out(events, path, wanted)
+    _attribute(ranges, launches, kernels)
+    collectives = [(float(k["dur"]), _args(k)) for k in kernels if _is_nccl(k)]
+    who = top.get("distributedInfo")
+    who = who if isinstance(who, dict) else {}
+    devices = top.get("deviceProperties")
+    named = [d.get("name", "") for d in devices if isinstance(d, dict)] if isinstance(devices, list) else []
+    rank = who.get("rank")
+    return TraceFile(
+        path,
+        rank if isinstance(rank, int) else None,
+        int(who.get("world_size") or 1),
+        str(next(iter(named), "")),
+        bool(kernels),
+        ranges,
+        collectives,
+    )
+
+
+def _sorted_out(
+    events: Sequence[object], path: str, wanted: Any
+) -> tuple[list[Range], dict[int, tuple[float, tuple[str, str]]], list[Json]]:
+    """(ranges that count, launches by correlation id, kernels)."""
+    ranges: list[Range] = []
+    launches: dict[int, tuple[float, tuple[str, str]]] = {}
+    kernels: list[Json] = []
+    for i, e in enumerate(events):
+        if not isinstance(e, dict):
+            raise _broken(path, i, "is no object")
+        cat = e.get("cat")
+        if e.get("ph") != "X" or cat not in (*RANGES, *LAUNCHES, *KERNELS):
+            continue
+        if not all(isinstance(e.get(k), int | float) and not isinstance(e.get(k), bool) for k in ("ts", "dur")):
+            raise _broken(path, i, f"({e.get('name')!r:.60}) has no ts and dur in microseconds")
+        if e["dur"] < 0:
+            raise _broken(path, i, f"({e.get('name')!r:.60}) lasts {e['dur']} us")
+        thread = (str(e.get("pid")), str(e.get("tid")))
+        correlation = _args(e).get("correlation")
+        if cat in RANGES:
+            if wanted(str(e.get("name"))) and e["dur"] > 0:
+                ranges.append(Range(str(e["name"]), float(e["ts"]), float(e["ts"]) + float(e["dur"]), thread))
+        elif cat in KERNELS:
+            kernels.append(e)
+        elif isinstance(correlation, int):
+            launches[correlation] = float(e["ts"]), thread
+    return ranges, launches, kernels
+
+
+def _attribute(ranges: list[Range], launches: Mapping[int, tuple[float, tuple[str, str]]], kernels: list[Json]) -> None:
+    """Give every range the kernels launched in it, and the ranges inside it; one pass over time."""
+    moments: list[tuple[float, int, float, Any]] = []
+    for r in ranges:  # one ends before the next begins; of two that begin together, the longer is the outer one
+        moments.append((r.end, 0, 0.0, r))
+        moments.append((r.begin, 1, -r.end, r))
+    for k in kernels:
+        launch = launches.get(_args(k).get("correlation", -1))
+        if launch is not None and not _is_nccl(k):
+            moments.append((launch[0], 2, 0.0, (launch[1], k)))
+    open_: list[Range] = []
+    for _, what, _, thing in sorted(moments, key=lambda m: m[:3]):
+        if what == 0:
+            open_.remove(thing)
+        elif what == 1:
+            if (outer := _innermost(open_, thing.thread, elsewhere=False)) is not None:
+                outer.inner.append(thing)
+            open_.append(thing)
+        else:
+            thread, k = thing
+            if (mine := _innermost(open_, thread, elsewhere=True)) is not None:
+                mine.busy.append((float(k["ts"]), float(k["ts"]) + float(k["dur"])))
+
+
+def _innermost(open_: list[Range], thread: tuple[str, str], *, elsewhere: bool) -> Range | None:
+    own = [r for r in open_ if r.thread == thread]
+    if not own and elsewhere:
+        own = [r for r in open_ if r.thread[0] == thread[0]]
+    return own[-1] if own else None
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> float:
+    """Time that some spans cover together.
+
+    >>> _union([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
+    4.0
+    """
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def _is_nccl(k: Json) -> bool:
+    return k.get("cat") == "kernel" and str(k.get("name", "")).lower().startswith(NCCL)
+
+
+def _args(e: Json) -> Json:
+    found = e.get("args")
+    return found if isinstance(found, dict) else {}
+
+
+def _broken(path: str, index: int, what: str) -> PiperError:
+    fix = "the trace as torch.profiler exports it"
+    return PiperError(ErrorKind.JOB, f"event {what}", file=path, key=f"traceEvents[{index}]", suggestion=fix)

@@ -1,0 +1,113 @@
+"""Past runs predicted as any job is, and how far off each prediction is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.job import Job
+from ir.job.load import job_from
+from ir.job.schema import History
+from ir.job.table import table_of, value_of
+from ir.schedules.registry import canonical
+from piper_sim.study.history.table import CLASS, PastRun, read_runs
+from piper_sim.study.predict import fits, predict
+from piper_sim.study.simulate import job_digest
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A past run and its prediction. time, memory: predicted / measured - 1, None where that was not measured.
+
+    fits: as predicted, whatever came of the run. traits: column -> what the run's job says there.
+    """
+
+    run: PastRun
+    predicted_s: float
+    time: float | None
+    memory: float | None
+    fits: bool
+    traits: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Backtest:
+    """All past runs of a job. columns: those that tell runs apart, the user's `class` first."""
+
+    file: str
+    residuals: tuple[Residual, ...]
+    columns: tuple[str, ...]
+
+
+def backtest(job: Job) -> Backtest | None:
+    """Predict every past run of `[history]`; None where a job has none. Raises PiperError: a row cannot be built."""
+    if job.history.file is None:
+        if job.history.apply:
+            message, fix = "there are no past runs to correct by", 'history.file = "past_runs.csv"'
+            raise PiperError(ErrorKind.JOB, message, file=job.file, key="history.apply", suggestion=fix)
+        return None
+    path = Path(job.file).parent / job.history.file
+    runs = read_runs(path)
+    plain = replace(job, history=History())
+    columns = tuple(dict.fromkeys(k for r in runs for k in r.settings))
+    known: dict[str, tuple[float, int, bool]] = {}
+    found = [_residual(plain, run, columns, known, str(path)) for run in runs]
+    return Backtest(str(path), tuple(found), tuple(c for c in (CLASS, *columns) if _tells(found, c)))
+
+
+def _tells(found: Sequence[Residual], column: str) -> bool:
+    """Whether a column's values make classes: more than one, and some value more than once."""
+    return 1 < len({r.traits[column] for r in found}) < len(found)
+
+
+def _residual(
+    job: Job, run: PastRun, columns: Sequence[str], known: dict[str, tuple[float, int, bool]], file: str
+) -> Residual:
+    past = _past(job, run, file)
+    key = job_digest(past)
+    if key not in known:
+        try:
+            p = predict(past)
+        except PiperError as e:
+            raise _blamed(e, run, file) from None
+        known[key] = (p.iteration_s, int(p.memory.peak.max()), fits(p.planned))
+    step, peak, fit = known[key]
+    traits = {c: trait(past, c) for c in columns} | {CLASS: run.label}
+    return Residual(run, step, off(step, run.iteration_s), off(peak, run.peak), fit, traits)
+
+
+def _past(job: Job, run: PastRun, file: str) -> Job:
+    """The job with a row's settings."""
+    try:
+        return job_from(table_of(job), [f"{k}={v}" for k, v in run.settings.items()], job.file)
+    except PiperError as e:
+        raise _blamed(e, run, file) from None
+
+
+def _blamed(e: PiperError, run: PastRun, file: str) -> PiperError:
+    """The error of a row's job, laid at the row: its column where the row has one for that key."""
+    key = (e.key or "").removeprefix("--set ")
+    at = f"line {run.line}, column {key}" if key in run.settings else f"line {run.line}"
+    message = e.message if key in run.settings or not key else f"{key}: {e.message}"
+    kind = ErrorKind.JOB if e.kind.exit_code == 2 else e.kind
+    return PiperError(kind, message, file=file, key=at, allowed=e.allowed, suggestion=e.suggestion)
+
+
+def trait(job: Job, column: str) -> str:
+    """What a job says in a column, as text; schedules by their one name.
+
+    >>> from ir.job.load import job_from
+    >>> trait(job_from({"model": {"config": "x"}, "schedule": {"name": "vpp"}}), "schedule.name")
+    'interleaved-1f1b'
+    """
+    value = value_of(job, column)
+    if column == "schedule.name" and isinstance(value, str):
+        return canonical(value)
+    return "default" if value is None else str(value)
+
+
+def off(predicted: float, measured: float | None) -> float | None:
+    """Predicted / measured - 1."""
+    return None if measured is None else predicted / measured - 1

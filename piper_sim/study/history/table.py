@@ -1,0 +1,168 @@
+"""The table of past runs: strict rows, each error with file, line, column and the nearest fix."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.job.schema import OPEN, SECTIONS
+from ir.job.table import keys_of
+
+STEP, PEAK, CLASS, NOTE = "iteration_s", "peak_allocated_GiB", "class", "note"
+OOM = "oom"
+GIB = 2**30
+_OWN = (STEP, PEAK, CLASS, NOTE)
+_CODE = ("schedule.builder", "model.module")
+_LIMIT_BYTES = 10_000_000
+_LIMITS = {STEP: 1e7, PEAK: 1e4}
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """One row. settings: `section.key` -> value, as `--set` takes it, of what differs from the job.
+
+    line: in the file. iteration_s: measured seconds; None where the run ran out of memory. peak: bytes allocated on the
+    fullest rank, None where not said.
+    """
+
+    line: int
+    settings: Mapping[str, str]
+    iteration_s: float | None
+    peak: float | None = None
+    label: str = ""
+    note: str = ""
+
+
+def read_runs(path: Path) -> list[PastRun]:
+    """All rows of a file; a bad one is refused, none is dropped. Raises PiperError (io, job)."""
+    try:
+        with path.open("rb") as f:
+            raw = f.read(_LIMIT_BYTES + 1)
+    except (OSError, ValueError) as e:
+        why = getattr(e, "strerror", None) or e
+        fix = f"a table with the columns {STEP} and, say, parallel.pp"
+        message = f"cannot read the past runs: {why}"
+        raise PiperError(ErrorKind.IO, message, file=str(path), key="history.file", suggestion=fix) from None
+    try:
+        if len(raw) > _LIMIT_BYTES:
+            raise PiperError(ErrorKind.JOB, "this is no table of runs: too large", allowed=f"{_LIMIT_BYTES} bytes")
+        return parse_runs(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise PiperError(ErrorKind.JOB, "not UTF-8", file=str(path)) from None
+    except PiperError as e:
+        raise e.at(file=str(path)) from None
+
+
+def parse_runs(text: str) -> list[PastRun]:
+    """The rows of a table.
+
+    >>> [run] = parse_runs("parallel.pp, iteration_s, note\\n4, 1.5, mine\\n")
+    >>> run.line, run.settings, run.iteration_s, run.note
+    (2, {'parallel.pp': '4'}, 1.5, 'mine')
+    >>> parse_runs("paralel.pp,iteration_s\\n4,1.5\\n")
+    Traceback (most recent call last):
+    ...
+    ir.core.errors.PiperError: line 1, column paralel.pp: unknown column
+    allowed: iteration_s, peak_allocated_GiB, class, note, or a job's section.key
+    fix: parallel.pp
+    """
+    lines = _lines(text)
+    if not lines:
+        raise PiperError(ErrorKind.JOB, "no columns", key="line 1", allowed=f"{STEP}, and keys of the job")
+    (first, columns), *rows = lines
+    _check_columns(first, columns)
+    if not rows:
+        raise PiperError(ErrorKind.JOB, "no past run", key=f"line {first + 1}", suggestion="leave [history] out")
+    return [_run(line, columns, cells) for line, cells in rows]
+
+
+def _lines(text: str) -> list[tuple[int, list[str]]]:
+    """(line, cells) of all that is neither blank nor a comment."""
+    if "\0" in text:
+        raise PiperError(
+            ErrorKind.JOB, "a NUL: this is no text", key=f"line {text[: text.index(chr(0))].count(chr(10)) + 1}"
+        )
+    kept = ("\n" if line.startswith("#") else line for line in text.splitlines(keepends=True))
+    reader = csv.reader(kept, strict=True, skipinitialspace=True)
+    out = []
+    try:
+        for cells in reader:
+            if cells:
+                out.append((reader.line_num, [c.strip() for c in cells]))
+    except csv.Error as e:
+        raise PiperError(ErrorKind.JOB, f"not CSV: {e}", key=f"line {reader.line_num}") from None
+    return out
+
+
+def _check_columns(line: int, columns: Sequence[str]) -> None:
+    for name in columns:
+        if columns.count(name) > 1:
+            raise _wrong(line, name or "(empty)", "given twice", suggestion="once")
+        if name in _CODE:
+            raise _wrong(line, name, "a table runs no code", suggestion="name it in the job")
+        section, _, key = name.partition(".")
+        key = key.partition(".")[0]
+        known = section in SECTIONS and section != "history" and key
+        if name not in _OWN and not (known and (section in OPEN or key in keys_of(section))):
+            allowed = f"{', '.join(_OWN)}, or a job's section.key"
+            raise _wrong(line, name or "(empty)", "unknown column", allowed, _near(name))
+    if STEP not in columns:
+        raise _wrong(line, STEP, "missing", suggestion=f"add it: measured seconds of a step, or {OOM}")
+
+
+def _near(name: str) -> str | None:
+    every = chain.from_iterable((f"{s}.{k}" for k in keys_of(s)) for s in SECTIONS if s != "history")
+    return nearest(name, [*_OWN, *every])
+
+
+def _run(line: int, columns: Sequence[str], cells: Sequence[str]) -> PastRun:
+    if len(cells) != len(columns):
+        message = f"{len(cells)} cells under {len(columns)} columns"
+        fix = "quote cells that hold a comma" if len(cells) > len(columns) else "one comma for each empty cell"
+        raise PiperError(ErrorKind.JOB, message, key=f"line {line}", suggestion=fix)
+    row = dict(zip(columns, cells, strict=True))
+    settings = {k: v for k, v in row.items() if k not in _OWN and v}
+    step = None if row[STEP].lower() == OOM else _number(line, STEP, row[STEP])
+    peak = _number(line, PEAK, row[PEAK]) * GIB if row.get(PEAK) else None
+    if step is None and peak is not None:
+        raise _wrong(line, PEAK, "a run that ran out of memory has no peak of its own", suggestion="leave it empty")
+    return PastRun(line, settings, step, peak, row.get(CLASS, ""), row.get(NOTE, ""))
+
+
+def _number(line: int, column: str, text: str) -> float:
+    unit, most = column.rpartition("_")[2], _LIMITS[column]
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= most:
+        words = f", or {OOM}" if column == STEP else ""
+        allowed = f"a number of {'seconds' if unit == 's' else unit}, more than 0 and at most {most:g}{words}"
+        raise _wrong(line, column, f"{text!r:.60}" if text else "empty", allowed, _digits(text, most))
+    return value
+
+
+def _digits(text: str, most: float) -> str | None:
+    """The number that a cell with a unit or a decimal comma seems to mean.
+
+    >>> _digits("1,5 s", 1e7), _digits("n/a", 1e7)
+    ('1.5', None)
+    """
+    head = text.replace(",", ".").split()[:1]
+    kept = "".join(c for c in (head[0] if head else "") if c in "0123456789.")
+    try:
+        return kept if 0 < float(kept) <= most else None
+    except ValueError:
+        return None
+
+
+def _wrong(
+    line: int, column: str, message: str, allowed: str | None = None, suggestion: str | None = None
+) -> PiperError:
+    at = f"line {line}, column {column}"
+    return PiperError(ErrorKind.JOB, message, key=at, allowed=allowed, suggestion=suggestion)

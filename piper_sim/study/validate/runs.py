@@ -1,0 +1,133 @@
+"""One run of a plan for `validate`: what the executor is asked for, and what is kept of its answer."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ir.core.alloc import AllocList
+from ir.core.order import FloatArray
+from ir.job.build import Prepared
+from ir.plan.plan import Plan
+from ir.trace.trace import Trace
+from piper_sim.engine import Scenario
+from piper_sim.folding import Classes, carry, unfold
+from piper_sim.folding.ground import Positions
+from piper_sim.study.validate.times import Times
+
+WARM_UP = 3  # steps of a run that are not counted, at least 1: the second begins where the first has ended
+WARM_UP_EMULATED = 1
+
+Parts = Mapping[tuple[int, int], Sequence[float]]  # (step, op) → seconds of each node it covers
+
+
+class Executor(Protocol):
+    """`executor.launch.run`, which only `piper_sim.app.cli` may reach."""
+
+    def run(self, prepared: Prepared, plan: Plan, sets: Sequence[str], **options: Any) -> tuple[dict[str, Any], Trace]:
+        """Run a plan."""
+        ...
+
+    def check(
+        self, prepared: Prepared, plan: Plan, sets: Sequence[str], *, ranks: int, backend: str, real: bool
+    ) -> None:
+        """Refuse what cannot be run."""
+        ...
+
+    def check_numbers(self, steps: int, watchdog_s: float, emulate: float | None, emulate_comm: float) -> None:
+        """Refuse flags out of range."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What needs PyTorch. take_lists: the alloc lists of a plan's classes, taken without running anything."""
+
+    executor: Executor
+    take_lists: Callable[[Prepared, Plan], dict[str, AllocList]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of `validate`; they mean what they mean to `run`. steps: counted ones, behind those to warm up."""
+
+    ranks: int
+    steps: int = 5
+    backend: str = "gloo"
+    watchdog_s: float = 15.0
+    emulate: float | None = None
+    emulate_comm: float = 0.0
+    out: Path | None = None
+
+    @property
+    def real(self) -> bool:
+        """Whether ops compute something."""
+        return self.emulate is None
+
+    @property
+    def warm_up(self) -> int:
+        """Steps that are not counted."""
+        return WARM_UP if self.real else WARM_UP_EMULATED
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """A run's counted steps. step_s: seconds of each. parts: empty where the host computes nothing itself.
+
+    whole: the plan's, with a program for every rank, which times and parts are about. found: `piper-sim run`'s object.
+    """
+
+    prepared: Prepared
+    plan: Plan
+    whole: Scenario
+    found: Mapping[str, Any]
+    trace: Trace
+    times: Times
+    step_s: FloatArray
+    parts: Parts
+
+    def usual(self) -> int:
+        """The step nearest the median."""
+        return int(np.argmin(np.abs(self.step_s - np.median(self.step_s))))
+
+
+def ran(tools: Tools, prepared: Prepared, plan: Plan, sets: Sequence[str], o: Options, steps: int) -> Ran:
+    """Run a plan, with so many counted steps."""
+    with tempfile.TemporaryDirectory(prefix="piper-parts-") as name:
+        found, trace = tools.executor.run(
+            prepared,
+            plan,
+            sets,
+            ranks=o.ranks,
+            steps=o.warm_up + steps,
+            backend=o.backend,
+            watchdog_s=o.watchdog_s,
+            emulate=o.emulate,
+            emulate_comm=o.emulate_comm,
+            out=o.out,
+            parts=Path(name),
+        )
+        at = Positions(prepared.mesh)
+        parts = _parts(Path(name), at, len(plan), o.warm_up)
+    each = Classes.each(len(at))
+    whole = Scenario(unfold(plan, each, prepared.mesh), *carry(plan, each))
+    ranks = (at.offset[:, None] + np.arange(at.programs) * at.stride).ravel()
+    times = Times.of(whole.plan, trace, ranks)
+    return Ran(prepared, plan, whole, found, trace, times.behind(o.warm_up), times.step_s[o.warm_up - 1 :], parts)
+
+
+def _parts(folder: Path, at: Positions, ops: int, warm_up: int) -> Parts:
+    """From the ranks' files, whose ops are the plan's."""
+    out = {}
+    for file in folder.glob("parts-*.json"):
+        first = at.seat(int(file.stem.partition("-")[2])).position * ops
+        for step, op, seconds in json.loads(file.read_text(encoding="utf-8")):
+            if step >= warm_up:
+                out[step - warm_up, first + op] = seconds
+    return out

@@ -1,0 +1,99 @@
+"""A trace as arrays of a plan's ops, and what each op took by itself: without what it waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.order import FloatArray, IntArray
+from ir.plan.plan import OpKind, Plan
+from ir.trace.trace import Trace
+from ir.verify.host import host_reads
+from piper_sim.engine import Scenario
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """When the ops of some steps were posted, started and had ended: [step, op], seconds."""
+
+    post: FloatArray
+    start: FloatArray
+    end: FloatArray
+
+    @classmethod
+    def of(cls, plan: Plan, trace: Trace, rank: IntArray) -> Times:
+        """Every step of a trace, in order. rank: of each program. Raises PiperError: a trace of another plan."""
+        at = {key: i for i, key in enumerate(zip(rank[plan.program].tolist(), plan.texts, strict=True))}
+        steps = {step: k for k, step in enumerate(sorted(set(trace.step.tolist())))}
+        rows = np.array([steps[s] for s in trace.step.tolist()], dtype=np.int64)
+        ops = np.array([at.get(key, -1) for key in zip(trace.rank.tolist(), trace.op, strict=True)], dtype=np.int64)
+        columns = []
+        for column in (trace.post_s, trace.start_s, trace.end_s):
+            table = np.full((len(steps), len(plan)), np.nan)
+            table[rows, ops] = column
+            columns.append(table)
+        if (ops < 0).any() or not len(steps) or np.isnan(columns[0]).any():
+            raise PiperError(ErrorKind.ILLEGAL_PLAN, "the trace is one of another plan", key="trace")
+        return cls(*columns)
+
+    def __len__(self) -> int:
+        return len(self.end)
+
+    @property
+    def step_s(self) -> FloatArray:
+        """[step - 1] seconds from the end of the step before to a step's own; the first step has none."""
+        return np.diff(self.end.max(axis=1))
+
+    def behind(self, first: int) -> Times:
+        """Without the first few steps."""
+        return Times(self.post[first:], self.start[first:], self.end[first:])
+
+
+def alone(s: Scenario, t: Times) -> FloatArray:
+    """[step, op] seconds of every op by itself, as a simulator is given them: once all that it waits for is there.
+
+    A compute op counts from when the host had come to it and all it waits for had ended. A transfer, on its send, from
+    when both ends had come to it until the receiver saw its end; a collective, on each member, from the last to come
+    until the last to see its end.
+    """
+    plan, out = s.plan, t.end - t.start
+    compute = np.flatnonzero(plan.kind == OpKind.COMPUTE)
+    ready = t.post.copy()
+    np.maximum.at(ready.T, plan.waits.rows(), t.end.T[plan.waits.items])
+    np.maximum.at(ready[1:].T, s.late, t.end[:-1].T[s.before])
+    ready[0, s.late] = np.inf  # what it waited for is not known
+    out[:, compute] = t.end[:, compute] - np.minimum(t.start, ready)[:, compute]
+    out[:, plan.kind == OpKind.RECV] = 0.0
+    recv = np.flatnonzero(plan.kind == OpKind.RECV)
+    send = plan.partner[recv]
+    out[:, send] = t.end[:, recv] - np.maximum(t.start[:, recv], t.start[:, send])
+    members = np.flatnonzero((plan.collective >= 0) & (plan.kind == OpKind.COLLECTIVE))
+    meeting = plan.collective[members]
+    last = np.full((int(meeting.max(initial=-1)) + 1, len(t)), -np.inf)
+    seen = last.copy()
+    np.maximum.at(last, meeting, t.start.T[members])
+    np.maximum.at(seen, meeting, t.end.T[members])
+    out[:, members] = (seen[meeting] - last[meeting]).T
+    return np.maximum(out, 0.0)
+
+
+def dispatch(s: Scenario, t: Times) -> FloatArray:
+    """[step, op] seconds that a host which computes itself needed to come to each op, by what it did not wait for.
+
+    From the op before: its dispatch, or its end where it computes. The first op of the first step has none: 0.
+    """
+    plan = s.plan
+    free = np.where(plan.kind == OpKind.COMPUTE, t.end, t.post)
+    joint = np.flatnonzero(plan.kind == OpKind.COLLECTIVE)
+    for i in joint.tolist():  # it may have waited there for what it reduces
+        for w in plan.waits.row(i).tolist():
+            free[:, i] = np.maximum(free[:, i], t.end[:, w])
+    before = np.concatenate([np.full((len(t), 1), np.nan), free[:, :-1]], axis=1)
+    reading, read = host_reads(plan)
+    before[:, reading] = np.maximum(before[:, reading], t.end[:, read])
+    for a, b in pairwise(plan.bounds.tolist()):
+        before[:, a] = np.concatenate([[np.inf], t.end[:-1, a:b].max(axis=1)])
+    return np.asarray(np.maximum(t.post - before, 0.0))

@@ -1,0 +1,108 @@
+"""Predicted beside measured: errors by iteration, class of ops and rank's peak bytes, and what the gates say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cost_models.profile.profile import Profile, lookup
+from ir.job.schema import Gate
+from ir.plan.text import plan_digest
+from piper_sim.memory.splice import exchanges, peaks
+from piper_sim.study.predict import Prediction
+from piper_sim.study.validate.judging import replayed, without_communication
+from piper_sim.study.validate.runs import Options, Ran
+from piper_sim.study.validate.samples import Samples, link_samples, measured, node_samples
+
+Pair = dict[str, float]
+
+
+def error(predicted: float, measured: float) -> float:
+    """Signed and relative.
+
+    >>> error(1.1, 1.0) > 0, error(0.0, 0.0), error(2.0, 0.0)
+    (True, 0.0, 1.0)
+    """
+    return predicted / measured - 1 if measured else float(predicted > 0)
+
+
+def seconds(predicted: float, measured: float) -> Pair:
+    """Two durations of one thing."""
+    return {"predicted_s": predicted, "measured_s": measured, "error": error(predicted, measured)}
+
+
+def verdict(p: Prediction, r: Ran, profile: Profile, o: Options, gate: Gate, *, inline: bool) -> dict[str, Any]:
+    """What `validate` prints, but for what the profile was measured on."""
+    step_s = float(np.median(r.step_s))
+    samples = node_samples(r, p.planned.model, o.emulate)
+    ops = compared(samples, profile)
+    memory = None
+    if (found := r.found["memory"]["peak_allocated_bytes"]) is not None and (
+        p.prepared.job.routing.forced or not exchanges(p.plan)
+    ):
+        memory = _memory(peaks(p.prepared, p.plan, profile.lists), found)
+    iteration, bare = seconds(p.iteration_s, step_s), without_communication(p)
+    weights = [sum(samples[c]) for c in ops]
+    off = {
+        "iteration": abs(iteration["error"]),
+        "op_median": half([abs(x["error"]) for x in ops.values()], weights),
+        "memory": None if memory is None else max(abs(x["error"]) for x in memory.values()),
+    }
+    gates = {k: _gate(x, getattr(gate, k)) for k, x in off.items()}
+    return {
+        "schema_version": 1,
+        "schedule": p.prepared.schedule,
+        "microbatches": p.prepared.mbs,
+        "ranks": p.prepared.ranks,
+        "steps": len(r.step_s),
+        "emulate_s": o.emulate,
+        "iteration": iteration,
+        "without_communication": {"predicted_s": bare, "error": error(bare, step_s)},
+        "replay": _replay(p, r, inline),
+        "ops": ops,
+        "links": compared(link_samples(r, p.planned.model), profile),
+        "memory": memory,
+        "gates": gates,
+        "passed": all(g["passed"] is not False for g in gates.values()),
+        "cost_source": p.planned.sources.word,
+        "plan_digest": plan_digest(p.plan),
+    }
+
+
+def compared(samples: Samples, profile: Profile) -> dict[str, Pair]:
+    """By class: the profile's seconds, and the median of a run's. Classes that take no time are left out."""
+    out = {}
+    for name, values in sorted(samples.items()):
+        found, took = lookup(profile, name), measured(values).median_s
+        if found is not None and found.seconds + took > 0:
+            out[name] = seconds(found.seconds, took)
+    return out
+
+
+def half(values: Sequence[float], weights: Sequence[float]) -> float | None:
+    """The value that half of the weight does not exceed.
+
+    >>> half([0.1, 0.2, 0.9], [1.0, 3.0, 1.0]), half([], [])
+    (0.2, None)
+    """
+    if not values:
+        return None
+    by = np.argsort(values)
+    total = np.cumsum(np.array(weights)[by])
+    return float(np.array(values)[by][np.searchsorted(total, total[-1] / 2)])
+
+
+def _memory(predicted: Sequence[int], found: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """By rank."""
+    pairs = {r: (predicted[int(r)], size) for r, size in found.items()}
+    return {r: {"predicted_bytes": a, "measured_bytes": b, "error": error(a, b)} for r, (a, b) in pairs.items()}
+
+
+def _gate(off: float | None, limit: float) -> dict[str, Any]:
+    return {"limit": limit, "error": off, "passed": None if off is None else off <= limit}
+
+
+def _replay(p: Prediction, r: Ran, inline: bool) -> Pair | None:
+    return seconds(*replayed(p, r, inline=inline)) if len(r.step_s) > 1 else None
