@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from executor.checkpoint.manifest import MANIFEST, Manifest, Training, plain
-from executor.data.tokens import FileTokens, source_of
+from executor.data.tokens import FileTokens, source_name, source_of
 from executor.modules.base import TORCH
 from executor.optim.optimizer import OptimizerConfig, slots_of
-from executor.runtime.spec import source_name
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import DType
 from ir.job import Job

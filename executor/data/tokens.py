@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.job import Job
 
 PADDING = -1
 
@@ -92,3 +93,8 @@ def source_of(name: str, vocab: int, seed: int) -> Source:
     Synthetic(vocab=100, seed=0)
     """
     return Synthetic(vocab, seed) if name == "synthetic" else FileTokens(name, vocab, seed)
+
+
+def source_name(job: Job) -> str:
+    """`[data] source`; a path starts at the job's folder."""
+    return job.data.source if job.data.source == "synthetic" else str(Path(job.file).parent / job.data.source)

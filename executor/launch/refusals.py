@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from executor.data.tokens import source_of
+from executor.data.tokens import source_name, source_of
+from executor.modules.supported import refuse_model
 from executor.parallel.places import check_divided
-from executor.runtime.spec import source_name
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import DType
 from ir.job.build import Prepared, blaming, precision_of, recompute_options
-from ir.workload.config.load import ModelConfig
 
 AXES = ("etp",)
 RECOMPUTED = ("none", "selective", "full", "scores", "attention", "mlp")
@@ -84,29 +83,6 @@ def refuse_module(prepared: Prepared) -> None:
     from executor.modules.choose import model_of
 
     model_of(prepared)
-
-
-def refuse_model(c: ModelConfig) -> None:
-    """Raise PiperError for a model without a reference module."""
-    if not c.rope and not c.positions:
-        raise PiperError(
-            ErrorKind.MODEL,
-            "no reference module for attention biases (ALiBi)",
-            file=c.source,
-            key="model.learned_pos_emb",
-            allowed="rotary or learned positions",
-            suggestion="model.learned_pos_emb = true",
-        )
-    dropouts = {"attention": c.attn_dropout, "hidden": c.hidden_dropout, "embedding": c.embed_dropout}
-    if on := [name for name, p in dropouts.items() if p]:
-        keys = {"gpt2": "attn_pdrop = resid_pdrop = embd_pdrop", "mpt": "emb_pdrop = resid_pdrop"}
-        raise PiperError(
-            ErrorKind.MODEL,
-            f"dropout ({', '.join(on)}) cannot be compared between plans, so `run` has none",
-            file=c.source,
-            key="model.config",
-            suggestion=f"model.{keys.get(c.model_type, 'attention_dropout')} = 0",
-        )
 
 
 def _refuse_backend(backend: str, ranks: int, real: bool) -> None:

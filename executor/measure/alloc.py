@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from executor.autograd.stage import Gradients, Stage
+from executor.autograd.stage import Stage
 from executor.measure.alloc_bench import Bench
 from executor.measure.alloc_spread import Given, Like, Lists, by_row, sources
 from executor.measure.alloc_update import sync_lists
 from executor.modules.base import TORCH
 from executor.modules.choose import model_of, recomputed
 from executor.modules.moe.spread import local_experts
+from executor.optim.gradients import Gradients
 from executor.parallel.inline import Region
 from executor.parallel.places import Places
 from executor.parallel.router_guide import guide_of

@@ -9,13 +9,13 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from executor.launch.refusals import refuse_model
 from executor.modules.attention.attention import Attention, Latent
 from executor.modules.base import NUMBER, Built, TokenLoss, evaluate
 from executor.modules.layers import Embed, FeedForward, Head, Mlp, Normalise, Params, spelling
 from executor.modules.moe.experts import Add, LocalExperts, Router, Shared, moe_of
 from executor.modules.moe.spread import SpreadAdd, SpreadExperts, SpreadRouter
 from executor.modules.mtp import Join, NextEmbed, NextLoss
+from executor.modules.supported import refuse_model
 from executor.parallel.expert_all_to_all import Exchange, exchanges
 from executor.parallel.inline import Region
 from executor.parallel.router_guide import Guide

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from executor.autograd.stage import Gradients
+from executor.optim.gradients import Gradients
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.flat import places_in
 from ir.graph.sync import Bucket

@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import Tensor, dtype
 
-from executor.autograd.stage import Gradients
 from executor.optim.flat import Flat
+from executor.optim.gradients import Gradients
 from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
 from executor.parallel.collective import Meeting
 from executor.transport.base import Handle, Transport

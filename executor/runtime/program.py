@@ -8,8 +8,7 @@ from executor.parallel.collective import Meeting
 from executor.parallel.places import Places
 from ir.core.ops import Pass
 from ir.graph.graph import Node
-from ir.graph.sync import buckets
-from ir.lower.zero import gathered
+from ir.graph.sync import buckets, gathered
 from ir.plan.plan import AT_START, OpKind, Plan, Shape
 from ir.verify.host import host_reads
 

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor.autograd.stage import Gradients, Stage
+from executor.autograd.stage import Stage
 from executor.checkpoint.keeper import Keeper
+from executor.data.tokens import source_name
 from executor.device.device import Cuda, Device, Host
 from executor.device.memory import PeakMemory
 from executor.modules.base import TORCH
 from executor.modules.choose import model_of, recomputed
 from executor.modules.user.model import UserModel
+from executor.optim.gradients import Gradients
 from executor.optim.optimizer import OptimizerConfig
 from executor.optim.sync import Sync
 from executor.parallel.collective import groups
@@ -28,7 +30,7 @@ from executor.runtime.batch import Batch, Data, Waiting
 from executor.runtime.interpreter import Interpreter, StepResult, boundary
 from executor.runtime.kernels import BlankStage, BlankSync, Real, Timed
 from executor.runtime.program import Program
-from executor.runtime.spec import Spec, rebuild, source_name
+from executor.runtime.spec import Spec, rebuild
 from executor.runtime.worker import RankContext
 from executor.transport.base import Topology
 from ir.graph.expert_rows import spread_over

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from executor.autograd.stage import Gradients, Stage
+from executor.autograd.stage import Stage
 from executor.modules.base import Model, evaluate
+from executor.optim.gradients import Gradients
 from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
 from executor.runtime.batch import Data
 

@@ -15,7 +15,7 @@ from executor.checkpoint.saving import Saving
 from executor.parallel.places import Places
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import FloatArray
-from ir.job import Job, load_job
+from ir.job import load_job
 from ir.job.build import Prepared, prepare
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
@@ -121,6 +121,3 @@ def _rebuild(spec: Spec) -> tuple[Prepared, Plan]:
     return prepared, plan
 
 
-def source_name(job: Job) -> str:
-    """`[data] source`; a path starts at the job's folder."""
-    return job.data.source if job.data.source == "synthetic" else str(Path(job.file).parent / job.data.source)

@@ -10,8 +10,8 @@ from ir.core.ops import Pass
 from ir.core.work import Message
 from ir.directives.select import select
 from ir.graph.build import fill
-from ir.graph.graph import COUNTS, Buffer, Category, Edge, Entry, Graph, Node, Source
-from ir.workload.part import Layout
+from ir.graph.graph import COUNTS, Buffer, Category, Edge, Graph, Node, Source
+from ir.workload.part import Entry, Layout
 
 AXES = ("tp", "cp", "ep")
 

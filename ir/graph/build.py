@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ir.core.ops import Pass
-from ir.graph.graph import Buffer, Edge, Entry, Graph, Node, Source
-from ir.workload.part import Chunk, Keep, PartWork, Saved
+from ir.graph.graph import Buffer, Edge, Graph, Node, Source
+from ir.workload.part import Chunk, Entry, Keep, PartWork, Saved
 
 # What each whole-part recompute option runs again; the finer ones name tensors (`Saved.recompute`) instead.
 WHOLE = {

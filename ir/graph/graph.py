@@ -16,7 +16,7 @@ from ir.core.mesh import Mesh
 from ir.core.ops import Pass
 from ir.core.order import Order
 from ir.core.work import Message, Work
-from ir.workload.part import Chunk, Layout, Param, Part, PartWork
+from ir.workload.part import Entry, Layout, Param, PartWork
 
 COMPUTE = "compute"
 COUNTS = "counts"  # the part, behind its layer's name, of an exchange that the host reads
@@ -109,21 +109,6 @@ class Edge:
     dst: int
     slot: int
     join: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A part of the model as the graph holds it: where it belongs, and how it is divided."""
-
-    stage: int
-    chunk: Chunk
-    part: Part
-    layout: Layout = field(default_factory=Layout)
-
-    @property
-    def name(self) -> str:
-        """`l7.attn`."""
-        return f"{self.chunk.name}.{self.part.name}"
 
 
 class Source(Protocol):

@@ -11,15 +11,15 @@ from ir.core.order import IntArray, Order
 from ir.core.waits import strongest
 from ir.directives.rows import orders_from_rows
 from ir.graph.graph import Graph, check, illegal
-from ir.graph.sync import buckets, with_sync
+from ir.graph.sync import buckets, weights_of, with_sync
 from ir.lower.frees import node_buffers
 from ir.lower.global_comm_order import joint_order
 from ir.lower.per_step_ops import TAIL, collective_ids, once_rows
 from ir.lower.plan_builder import Draft, producers, stamp
 from ir.lower.policy import P2P, Policy
 from ir.lower.transfers import transfers
-from ir.lower.zero import weights_of, zero_rows
-from ir.plan.plan import Buffers, Csr, OpKind, Plan
+from ir.lower.zero import zero_rows
+from ir.plan.plan import Buffers, Csr, OpKind, Plan, first_use, sorted_buffers
 
 _FIELDS = ("node", "slot", "mb", "bytes", "alloc", "alloc_cover", "free", "free_cover", "category")
 
@@ -132,26 +132,6 @@ def _finish(draft: Draft, header: Mapping[str, str]) -> Plan:
     out = replace(bare, waits=Csr.of(len(order), row[by], on[by]))
     out.__dict__.update({k: v for k, v in bare.__dict__.items() if k in ("streams", "stream", "_streams", "kind")})
     return out
-
-
-def sorted_buffers(columns: Mapping[str, IntArray]) -> Buffers:
-    """Buffers in the plan's order: those called after nodes first, then those called after ops."""
-    by = np.lexsort((columns["mb"], columns["slot"], columns["node"], columns["node"] < 0))
-    return Buffers(**{k: v[by] for k, v in columns.items()})
-
-
-def first_use(ids: IntArray) -> tuple[IntArray, IntArray]:
-    """The distinct ids in order of first use, and each entry's index among them.
-
-    >>> [a.tolist() for a in first_use(np.array([7, 3, 7, 5]))]
-    [[7, 3, 5], [0, 1, 0, 2]]
-    """
-    first = np.full(int(ids.max(initial=-1)) + 1, len(ids), dtype=np.int64)
-    first[ids[::-1]] = np.arange(len(ids))[::-1]
-    found = np.argsort(first, kind="stable")[: np.count_nonzero(first < len(ids))]
-    rank = np.zeros(len(first), dtype=np.int64)
-    rank[found] = np.arange(len(found))
-    return found, rank[ids]
 
 
 def stream_positions(stream: IntArray) -> IntArray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,63 +10,11 @@ import numpy as np
 
 from ir.core.ops import Pass
 from ir.core.order import IntArray
-from ir.core.work import CommKind, Message
-from ir.graph.graph import COMPUTE, Graph, Once
-from ir.graph.sync import Bucket
+from ir.graph.graph import Once
+from ir.graph.sync import Bucket, gathered, part_nodes, per_microbatch
 from ir.lower.plan_builder import STEP, Draft
+from ir.plan.names import gather_shape, reduction_shape
 from ir.plan.plan import AT_START, CATEGORIES, OpKind, Shape
-
-_FLAT = re.compile(r"(\d+)(?:RS|AG_[FIWR])\*/(.+?)(?:\+\d+)?", re.ASCII)
-
-
-def per_microbatch(found: tuple[Bucket, ...]) -> list[Bucket]:
-    """Buckets whose gradients are reduced after each microbatch."""
-    return [b for b in found if b.replica.zero >= 2 and b.ranks > 1]
-
-
-def reduction_shape(b: Bucket, element: int) -> Shape:
-    """A microbatch's reduction of a bucket: `2RS3/dense`."""
-    message = Message(CommKind.REDUCE_SCATTER, b.shard * b.ranks * element, b.axes)
-    return Shape(OpKind.COLLECTIVE, b.replica.reduce_stream, f"{b.stage}RS*/{b.name}", message=message)
-
-
-def gather_shape(b: Bucket, way: str, again: int, element: int) -> Shape:
-    """A gather of weights for a pass of a microbatch: `2AG_F3/l7.dense`; the next for the same: `2AG_F3/l7.dense+1`."""
-    message = Message(CommKind.ALL_GATHER, b.shard * b.ranks * element, b.axes)
-    text = f"{b.stage}AG_{way}*/{b.name}" + (f"+{again}" if again else "")
-    return Shape(OpKind.COLLECTIVE, b.replica.gather_stream, text, message=message)
-
-
-def bucket_key(text: str) -> str:
-    """The bucket that a gather or reduction of a microbatch is about, from its shape's text.
-
-    >>> bucket_key("2AG_F*/l7.dense+1"), bucket_key("2RS*/dense")
-    ('2/l7.dense', '2/dense')
-    """
-    stage, name = _FLAT.fullmatch(text).groups()  # type: ignore[union-attr]
-    return f"{stage}/{name}"
-
-
-def part_nodes(graph: Graph, b: Bucket, passes: frozenset[Pass] = frozenset(Pass)) -> list[int]:
-    """The compute nodes of the parts that hold a bucket's parameters."""
-    parts = {(graph.entries[k].stage, graph.entries[k].name) for k in b.members}
-    nodes = enumerate(graph.nodes)
-    return [i for i, n in nodes if n.kind in passes and n.stream == COMPUTE and (n.stage, n.part) in parts]
-
-
-def gathered(graph: Graph, found: tuple[Bucket, ...]) -> dict[int, list[Bucket]]:
-    """The ZeRO-3 buckets that each compute node reads its weights from."""
-    out: dict[int, list[Bucket]] = defaultdict(list)
-    for b in per_microbatch(found):
-        if b.replica.zero == 3:
-            for i in part_nodes(graph, b):
-                out[i].append(b)
-    return out
-
-
-def weights_of(graph: Graph, found: tuple[Bucket, ...]) -> Mapping[int, frozenset[str]]:
-    """The same by name. An op holds nodes of equal weights only, so that it waits for no gather but its own."""
-    return {i: frozenset(b.key for b in bs) for i, bs in gathered(graph, found).items()}
 
 
 def zero_rows(draft: Draft, found: tuple[Bucket, ...]) -> None:

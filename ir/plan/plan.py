@@ -222,3 +222,23 @@ class Plan:
         n = self.graph.nodes[node]
         base = n.text(None if n.once else int(b.mb[i]))
         return f"{base}.{n.writes[int(b.slot[i])].slot}"
+
+
+def sorted_buffers(columns: Mapping[str, IntArray]) -> Buffers:
+    """Buffers in the plan's order: those called after nodes first, then those called after ops."""
+    by = np.lexsort((columns["mb"], columns["slot"], columns["node"], columns["node"] < 0))
+    return Buffers(**{k: v[by] for k, v in columns.items()})
+
+
+def first_use(ids: IntArray) -> tuple[IntArray, IntArray]:
+    """The distinct ids in order of first use, and each entry's index among them.
+
+    >>> [a.tolist() for a in first_use(np.array([7, 3, 7, 5]))]
+    [[7, 3, 5], [0, 1, 0, 2]]
+    """
+    first = np.full(int(ids.max(initial=-1)) + 1, len(ids), dtype=np.int64)
+    first[ids[::-1]] = np.arange(len(ids))[::-1]
+    found = np.argsort(first, kind="stable")[: np.count_nonzero(first < len(ids))]
+    rank = np.zeros(len(first), dtype=np.int64)
+    rank[found] = np.arange(len(found))
+    return found, rank[ids]

@@ -10,8 +10,7 @@ import numpy as np
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import IntArray
 from ir.graph.graph import Graph
-from ir.lower.lower import first_use
-from ir.plan.plan import Csr, OpKind, Shape
+from ir.plan.plan import Csr, OpKind, Shape, first_use
 
 
 @dataclass

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from ir.core.errors import nearest
 from ir.graph.graph import COMPUTE, Graph, Node
-from ir.graph.sync import Bucket, buckets
-from ir.lower.zero import gather_shape, per_microbatch, reduction_shape
-from ir.plan.names import Labels, TransferNames, fused_text, node_shape
+from ir.graph.sync import Bucket, buckets, per_microbatch
+from ir.plan.names import Labels, TransferNames, fused_text, gather_shape, node_shape, reduction_shape
 from ir.plan.plan import OpKind, Shape
 
 _TRANSFER = re.compile(r"(send>|recv<|p2p[<>])(0|[1-9]\d{0,5})", re.ASCII)

@@ -13,11 +13,10 @@ from pathlib import Path
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
 from ir.core.work import Kernel, KernelKind, Message
-from ir.graph.graph import Entry
 from ir.workload.captured_file import Captured, read_captured
 from ir.workload.config.spec import ModelConfig
 from ir.workload.params import local_numel
-from ir.workload.part import Chunk, Keep, Layout, Param, Part, PartWork, Saved
+from ir.workload.part import Chunk, Entry, Keep, Layout, Param, Part, PartWork, Saved
 from ir.workload.setting import BatchShape, Precision
 
 __all__ = ["CapturedModel", "CapturedSource", "load_captured"]

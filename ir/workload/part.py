@@ -143,3 +143,18 @@ class Chunk:
     parts: tuple[Part, ...]
     tags: dict[str, int] = field(default_factory=dict)
     reads: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A part of the model as the graph holds it: where it belongs, and how it is divided."""
+
+    stage: int
+    chunk: Chunk
+    part: Part
+    layout: Layout = field(default_factory=Layout)
+
+    @property
+    def name(self) -> str:
+        """`l7.attn`."""
+        return f"{self.chunk.name}.{self.part.name}"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ir.core.work import Message
-from ir.graph.graph import Entry
 from ir.workload.config.spec import ModelConfig
 from ir.workload.params import local_numel
-from ir.workload.part import Layout, Param, PartWork
+from ir.workload.part import Entry, Layout, Param, PartWork
 from ir.workload.setting import FUSED_STYLE, BatchShape, Precision, Style
 from ir.workload.work import dispatch_bytes, part_work
 

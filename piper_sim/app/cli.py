@@ -9,9 +9,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -29,11 +28,7 @@ COMMANDS = {
     "validate": "calibrate on another plan of the job, predict this one, run it, compare (needs PyTorch)",
     "calibrate": "measure a job's ops and links (needs PyTorch), or import them from traces; write a profile",
 }
-TORCH = {  # what these are given
-    "run": ("executor.launch.run",),
-    "validate": ("executor.launch.run", "executor.measure.alloc"),
-    "calibrate": ("executor.measure.calibrate", "executor.launch.run"),
-}
+TORCH = ("run", "validate", "calibrate")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -250,8 +245,31 @@ def _refuse_unknown(args: Sequence[str]) -> None:
 def _dispatch(parsed: argparse.Namespace) -> int:
     if parsed.command in TORCH and not (parsed.command == "calibrate" and imports(parsed)):
         return _dispatch_torch(parsed)
-    command: Any = import_module(f"piper_sim.app.commands.{parsed.command}")
-    return int(command.main(parsed))
+    return _command(parsed.command)(parsed)
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    """A command's function; what it imports is heavy, so nothing is imported before it is asked for."""
+    match name:
+        case "demo":
+            from piper_sim.app.commands.demo import main as command
+        case "schedule":
+            from piper_sim.app.commands.schedule import main as command
+        case "simulate":
+            from piper_sim.app.commands.simulate import main as command
+        case "compare":
+            from piper_sim.app.commands.compare import main as command
+        case "plan":
+            from piper_sim.app.commands.plan import main as command
+        case "run":
+            from piper_sim.app.commands.run import main as command
+        case "validate":
+            from piper_sim.app.commands.validate import main as command
+        case "calibrate":
+            from piper_sim.app.commands.calibrate import main as command
+        case _:
+            raise AssertionError(name)
+    return command
 
 
 def _has(module: str) -> bool:
@@ -263,7 +281,7 @@ def _has(module: str) -> bool:
 
 
 def _dispatch_torch(parsed: argparse.Namespace) -> int:
-    """The one place where the simulator's side reaches the executor."""
+    """Commands that import the executor, hence torch."""
     if not _has("torch"):
         raise PiperError(
             ErrorKind.MISSING_DEPENDENCY,
@@ -271,9 +289,8 @@ def _dispatch_torch(parsed: argparse.Namespace) -> int:
             key="torch",
             suggestion="pip install 'piper-sim[exec]' (on a laptop, install PyTorch's CPU build first)",
         )
-    command: Any = import_module(f"piper_sim.app.commands.{parsed.command}")
     with unwinding():
-        return int(command.main(parsed, *map(import_module, TORCH[parsed.command])))
+        return _command(parsed.command)(parsed)
 
 
 def _report(e: PiperError, as_json: bool) -> int:

@@ -9,8 +9,7 @@ import numpy as np
 
 from ir.core.order import IntArray
 from ir.graph.graph import Once
-from ir.graph.sync import buckets
-from ir.lower.zero import part_nodes
+from ir.graph.sync import buckets, part_nodes
 from ir.plan.plan import OpKind, Plan
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ir.lower.zero import bucket_key
+from ir.plan.names import bucket_key
 from ir.plan.plan import AT_START, OpKind, Plan
 from piper_sim.memory.splice_sync import Flat
 from piper_sim.memory.splice_wiring import Wiring

@@ -15,14 +15,14 @@ from cost_models.software import load_software
 from ir.core.errors import PiperError
 from ir.core.mesh import GroupShape, Mesh
 from ir.core.ops import Pass
-from ir.graph.graph import Entry, Graph, Source
+from ir.graph.graph import Graph, Source
 from ir.job import Job
 from ir.job.build import Prepared, prepare, resolve
 from ir.job.routing.keys import check_routing
 from ir.plan.plan import OpKind
 from ir.schedules.registry import default_chunks, order_depends_on_times
 from ir.schedules.schedule import OpTimes
-from ir.workload.part import Chunk, Layout
+from ir.workload.part import Chunk, Entry, Layout
 from piper_sim.pricing.costs import CostModel, Share, given_times
 from piper_sim.pricing.measured import profile_of
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,6 @@ from ir.core.errors import PiperError
 from ir.job import Job
 from ir.job.build import blaming
 from ir.schedules.registry import canonical, default_chunks, legal_chunks
-from piper_sim.app.commands.output import progress
 from piper_sim.study.history import Backtest, applied
 from piper_sim.study.predict import GIB, Prediction, predict
 from piper_sim.study.simulate import simulate_object
@@ -36,12 +36,15 @@ _WORDS = {
 }
 
 Row = dict[str, Any]
+Progress = Callable[[str], AbstractContextManager[object]]
 
 
-def compare(job: Job, names: Sequence[str], past: Backtest | None = None) -> tuple[list[Row], dict[str, Prediction]]:
+def compare(
+    job: Job, names: Sequence[str], past: Backtest | None = None, progress: Progress = nullcontext
+) -> tuple[list[Row], dict[str, Prediction]]:
     """Rows sorted by step time, infeasible ones last with a reason; and the predictions by schedule.
 
-    past: what `[history] apply` corrects them by.
+    past: what `[history] apply` corrects them by. progress: entered around each prediction with what is being done.
 
     Raises PiperError where no schedule can be built because of the job itself.
     """

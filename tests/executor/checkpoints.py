@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.autograd.stage import Gradients
 from executor.checkpoint.keeper import Keeper
 from executor.checkpoint.manifest import read_manifest
 from executor.checkpoint.pieces import Piece
 from executor.checkpoint.reader import digests
 from executor.checkpoint.saving import Saving
 from executor.modules.base import TORCH
+from executor.optim.gradients import Gradients
 from executor.optim.optimizer import OptimizerConfig
 from executor.optim.sync import Sync
 from executor.parallel.shares import Share, shares

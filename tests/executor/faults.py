@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from executor.autograd.stage import Gradients, Stage
+from executor.autograd.stage import Stage
+from executor.optim.gradients import Gradients
 from executor.runtime.batch import Batch, Data
 from executor.runtime.interpreter import Interpreter
 from executor.runtime.kernels import Timed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from executor import chunk
-from executor.autograd.stage import Gradients
+from executor.optim.gradients import Gradients
 from executor.optim.sync import Start, Sync
 from executor.parallel.collective import Meeting
 from executor.parallel.expert_all_to_all import Exchange, Route, Trade

@@ -29,7 +29,7 @@ FAMILIES = [n for n in TINY if n != "mpt"]
 def _config(family: str) -> Any:
     """The preset with its overrides, in the words of transformers 5."""
     preset, inline = TINY[family]
-    raw = json.loads((files("ir.workload") / "presets" / f"{preset}.json").read_text())
+    raw = json.loads((files("ir.workload.config") / "presets" / f"{preset}.json").read_text())
     other = aliases(raw["model_type"])
     raw = {other.get(k, k): v for k, v in {**raw, **inline}.items()}
     kind, theta = raw.pop("model_type"), raw.pop("rope_theta", None)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from executor import rank as rank_module
-from executor.autograd.stage import Gradients
+from executor.optim.gradients import Gradients
 from executor.runtime.batch import Batch, Data
 from executor.runtime.interpreter import Interpreter
 from executor.runtime.program import Program

@@ -15,13 +15,13 @@ from ir.core.ops import Pass
 from ir.core.work import CommKind, DType, Kernel, KernelKind, Message
 from ir.directives import Directive, Replicate, Shard, apply
 from ir.graph.build import model_graph, stage_graph
-from ir.graph.graph import Entry, Graph
+from ir.graph.graph import Graph
 from ir.lower import Merge, Policy, lower
 from ir.plan.plan import Plan
 from ir.schedules.registry import build
 from ir.schedules.schedule import Schedule
 from ir.schedules.strategy import ordering, placing
-from ir.workload.part import Chunk, Keep, Layout, Param, Part, PartWork, Saved
+from ir.workload.part import Chunk, Entry, Keep, Layout, Param, Part, PartWork, Saved
 
 FIXED = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb1p", "zbv", "dualpipe", "dualpipev")
 # Layer-level plans take longer to make: a quarter of the examples.

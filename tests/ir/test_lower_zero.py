@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from ir.core.work import CommKind
 from ir.graph.graph import Once
-from ir.graph.sync import buckets
+from ir.graph.sync import buckets, gathered, per_microbatch
 from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.lower import P2P, Policy
-from ir.lower.zero import gathered, per_microbatch
 from ir.plan.plan import OpKind, Plan
 from ir.verify import check_plan
 from tests.ir.plans import FIXED, fewer, moe_plan

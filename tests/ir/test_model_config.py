@@ -45,7 +45,7 @@ def test_presets_of_the_contract_load(name):
 
 
 def test_presets_are_package_data_that_only_uses_known_keys():
-    folder = files("ir.workload") / "presets"
+    folder = files("ir.workload.config") / "presets"
     for name in presets():
         raw = json.loads((folder / f"{name}.json").read_text())
         assert raw.keys() <= TYPES[raw["model_type"]].keys(), name
@@ -58,7 +58,7 @@ def test_tiny_models_divide_by_four(name):
 
 
 def test_a_path_a_folder_and_a_preset_give_the_same_model(tmp_path):
-    preset = (files("ir.workload") / "presets" / "deepseek-v3.json").read_text()
+    preset = (files("ir.workload.config") / "presets" / "deepseek-v3.json").read_text()
     path = written(tmp_path, preset)
     by_file, by_folder = load_config(str(path)), load_config(str(tmp_path))
     assert by_file == by_folder

@@ -9,7 +9,7 @@ from ir.job import Job
 from ir.job.build import Prepared, prepare
 from ir.job.load import job_from
 from ir.job.routing import Counts, moe_layers
-from ir.job.routing.counts import made_up
+from ir.job.routing.described import made_up
 from ir.plan.plan import Plan
 from ir.workload.source import ModelSource
 from piper_sim.folding import Ground

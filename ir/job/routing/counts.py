@@ -7,17 +7,13 @@ different tokens: tp ranks too, since experts want sequence parallelism. With th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
 from ir.core.order import IntArray
-from ir.graph.graph import Entry, Graph
-from ir.job import Job
-from ir.job.routing.skew import hot, ranking, spread, zipf
-from ir.workload.config.spec import ModelConfig, Moe
+from ir.graph.graph import Graph
+from ir.workload.part import Entry
 from ir.workload.setting import Setting
 from ir.workload.source import ModelSource
 
@@ -67,32 +63,3 @@ def moe_layers(graph: Graph, source: ModelSource) -> tuple[MoeLayer, ...]:
             tokens = Setting(config, e.layout, source.shape, source.precision).stream
             out.append(MoeLayer(number, e, tokens))
     return tuple(sorted(out, key=lambda x: x.number))
-
-
-def counts_of(job: Job, config: ModelConfig, layers: Sequence[MoeLayer], sources: int, mbs: int) -> Counts:
-    """The counts that `[routing]` describes. Raises PiperError for a file that does not fit the job."""
-    from ir.job.routing.recorded import read_counts
-
-    moe, r = config.moe, job.routing
-    assert moe is not None, f"{config.source} has no experts"
-    if r.kind == "file":
-        return read_counts(job, moe, layers, sources, mbs)
-    return made_up(r.kind, r.strength, r.seed, moe, layers, sources)
-
-
-def made_up(kind: str, strength: float, seed: int, moe: Moe, layers: Sequence[MoeLayer], sources: int) -> Counts:
-    """All sources and microbatches alike. Each layer has its own order of experts, drawn from the seed."""
-
-    @cache
-    def falling(tokens: int) -> IntArray:
-        popularity = {"zipf": zipf, "hot": hot}[kind](moe.experts, strength)
-        return spread(popularity, tokens, moe.top_k)
-
-    rows = np.empty((len(layers), moe.experts), dtype=np.int64)
-    for i, layer in enumerate(layers):
-        if kind == "balanced":
-            rows[i] = spread(np.zeros(moe.experts), layer.tokens, moe.top_k)
-        else:
-            rows[i, ranking(moe.experts, layer.number, seed)] = falling(layer.tokens)
-    at = np.broadcast_to(np.arange(len(layers))[:, None, None], (len(layers), 1, sources))
-    return Counts(tuple(x.number for x in layers), rows, at)

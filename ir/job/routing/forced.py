@@ -12,7 +12,8 @@ import numpy as np
 from ir.core.order import IntArray
 from ir.graph.graph import Graph
 from ir.job.build import Prepared
-from ir.job.routing.counts import Counts, MoeLayer, counts_of, moe_layers
+from ir.job.routing.counts import Counts, MoeLayer, moe_layers
+from ir.job.routing.described import counts_of
 from ir.workload.source import ModelSource
 
 

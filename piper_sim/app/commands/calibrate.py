@@ -19,11 +19,12 @@ from piper_sim.study.calibrate import Asked, Calibrated, calibrate
 FILE = "profile.json"
 
 
-def main(args: argparse.Namespace, stopwatch: Any = None, executor: Any = None) -> int:
+def main(args: argparse.Namespace) -> int:
     """Measure or import, write the profile, say what it holds."""
     job = load_job(args.job, args.sets)
     refuse_existing(args.out, (FILE,), args.force)
     asked = asked_of(args)
+    stopwatch, executor = (None, None) if asked.imports else _tools()
     with progress(f"reading what {args.job} takes" if asked.imports else f"measuring what {args.job} takes"):
         found = calibrate(job, args.sets, asked, stopwatch, executor)
     write(args.out, {FILE: profile_text(found.profile)}, args.force)
@@ -33,6 +34,14 @@ def main(args: argparse.Namespace, stopwatch: Any = None, executor: Any = None) 
     else:
         _show(found, found.object(path), args.job)
     return 0
+
+
+def _tools() -> tuple[Any, Any]:
+    """What measures here; needs torch."""
+    from executor.launch import run
+    from executor.measure import calibrate as stopwatch
+
+    return stopwatch, run
 
 
 def asked_of(args: argparse.Namespace) -> Asked:

@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     refuse_existing(args.out, FILES, args.force)
     with progress(f"predicting the past runs of {args.job}"), blaming(job):
         past = backtest(job)
-    rows, found = compare(job, names, past)
+    rows, found = compare(job, names, past, progress)
     title = job.model.name + "".join(f" on {p.prepared.ranks} GPUs" for p in list(found.values())[:1])
     if args.out is not None:
         with progress("writing the report"):

@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
     import tomllib
 
     job = job_from(tomllib.loads(JOB), file="demo")
-    rows, found = compare(job, SIX)
+    rows, found = compare(job, SIX, progress=progress)
     title = "deepseek-v3 on 2048 GPUs"
     with progress("writing the report"):
         written = write(args.out, {"job.toml": JOB, **files(rows, found, title)}, force=True)

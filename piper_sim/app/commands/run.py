@@ -15,14 +15,17 @@ from piper_sim.study.predict import predict
 FILES = ("ranks.json", "routing.csv", "run.json", "plan.txt", "timeline.png", "trace.json.gz", "trace.tsv")
 
 
-def main(args: argparse.Namespace, executor: Any) -> int:
+def main(args: argparse.Namespace) -> int:
     """Build the plan, launch it, print losses and where the time went."""
+    from executor.checkpoint.saving import Saving
+    from executor.launch.run import run
+
     job = load_job(args.job, args.sets)
     p = predict(job)
     out = None if args.out is None else Path(args.out)
     refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work
     with progress(f"running {args.steps} step(s) on {args.ranks} processes"):
-        found, trace = executor.run(
+        found, trace = run(
             p.prepared,
             p.plan,
             args.sets,
@@ -34,7 +37,7 @@ def main(args: argparse.Namespace, executor: Any) -> int:
             emulate_comm=args.emulate_comm,
             replay=None if args.replay is None else Path(args.replay),
             out=out,
-            saving=executor.Saving(args.save, args.every, args.keep, args.force, args.resume),
+            saving=Saving(args.save, args.every, args.keep, args.force, args.resume),
         )
     if not args.json:  # whatever becomes of the files
         print(text_timeline(trace, width()))

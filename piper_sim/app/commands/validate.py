@@ -24,8 +24,12 @@ FILES = ("validate.json", "profile.json", "plan.txt", "report.html", "predicted.
 MISSED = 5
 
 
-def main(args: argparse.Namespace, executor: Any, alloc: Any) -> int:
+def main(args: argparse.Namespace) -> int:
     """Print the comparison; 5 where a gate is missed."""
+    from executor.launch import run as launcher
+    from executor.measure.alloc import take_lists
+
+    executor: Any = launcher
     job = load_job(args.job, args.sets)
     refuse_existing(args.out, FILES, args.force)
     options = Options(
@@ -38,7 +42,7 @@ def main(args: argparse.Namespace, executor: Any, alloc: Any) -> int:
         None if args.out is None else Path(args.out),
     )
     with progress(f"calibrating and running on {args.ranks} processes"):
-        v = validate(job, args.sets, Tools(executor, alloc.take_lists), options)
+        v = validate(job, args.sets, Tools(executor, take_lists), options)
     if not args.json:  # whatever becomes of the files
         _show(v)
     if args.out is not None:

@@ -13,7 +13,8 @@ from ir.core.ops import Pass
 from ir.core.order import FloatArray, IntArray
 from ir.graph.graph import Graph, Node
 from ir.job.build import Prepared
-from ir.job.routing.counts import Counts, MoeLayer, counts_of, moe_layers
+from ir.job.routing.counts import Counts, MoeLayer, moe_layers
+from ir.job.routing.described import counts_of
 from ir.job.routing.distinct import distinct
 from ir.job.routing.keys import check_routing
 from ir.plan.plan import Plan
