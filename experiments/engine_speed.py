@@ -47,7 +47,7 @@ LAUNCH_S = round(5e-6 * 2**40) / 2**40
 COMPILE = """
 import time
 from experiments.engine_speed import shared, stage_case
-from piper_sim import twin
+from piper_sim import compiled as twin
 case = stage_case(2, 2)
 for name, scenario in shared(case.plan).items():
     before = time.process_time()

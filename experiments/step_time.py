@@ -23,8 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from executor import cli, clock
+from executor.device import clock
 from executor.device.device import Host
+from executor.launch import run as cli
 from executor.launch.launch import launch
 from executor.runtime.batch import Batch, Data
 from executor.runtime.interpreter import Interpreter

@@ -19,7 +19,7 @@ from itertools import combinations, product
 from pathlib import Path
 from statistics import median
 
-from executor import cli
+from executor.launch import run as cli
 from executor.measure.alloc import take_lists
 from ir.job import load_job
 from piper_sim.study.validate import Calibration, Options, Tools, validate

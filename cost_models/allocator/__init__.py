@@ -31,7 +31,7 @@ from ir.core.order import IntArray
 
 UNLIMITED = 2**62
 STEPS = 2
-"""The second step starts from the first's cache; see tests/sim/test_memory.py for what a third changes."""
+"""The second step starts from the first's cache; see tests/piper_sim/memory/test_memory.py for what a third changes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from executor import clock
+from executor.device import clock
 
 _Event: Any = torch.cuda.Event  # whose stubs are not typed
 _Stream: Any = torch.cuda.Stream

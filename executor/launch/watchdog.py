@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from executor import clock
+from executor.device import clock
 from executor.device.progress import Record, State, read
 from executor.launch.verdict import Findings, RankFailed, failed, stuck, verdict
 from executor.runtime.worker import failure

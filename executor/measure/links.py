@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from executor import clock
+from executor.device import clock
 from executor.device.device import Cuda, Device
 from executor.measure.ops import Note
 from executor.measure.watch import WARM_UP

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from executor import clock
+from executor.device import clock
 from executor.device.device import Cuda, Device
 
 WARM_UP = 3  # repetitions that are not counted

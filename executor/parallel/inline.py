@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from executor import clock
+from executor.device import clock
 from executor.device.progress import Progress
 from executor.parallel.places import Places, check_divided
 from executor.transport.base import Handle, Transport

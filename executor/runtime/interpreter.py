@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from executor import clock
+from executor.device import clock
 from executor.device.device import Device
 from executor.device.progress import Progress
 from executor.modules.base import NUMBER

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from executor import clock
+from executor.device import clock
 from executor.optim.sync import Start
 from executor.parallel.collective import Meeting
 from executor.parallel.expert_all_to_all import Route, Trade, even, exchanges, travel

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from executor import clock
+from executor.device import clock
 
 Channel = tuple[int, int]  # (source rank, destination rank): one direction, one stream
 

@@ -1,7 +1,7 @@
 """NCCL, one GPU per rank: a communicator per stream, posted on the stream's lane and never waited for by the host.
 
 Nothing here has run yet where the project's tests run: there is no GPU. What a CPU can prove about it, tests prove with
-a device that only writes down who follows whom (tests/executor/test_device.py).
+a device that only writes down who follows whom (tests/executor/device/test_device.py).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor import cli
+from executor.launch import run as cli
 from executor.modules.base import TORCH
 from executor.modules.decoder import Decoder
 from executor.optim.optimizer import OptimizerConfig

@@ -1,0 +1,187 @@
+"""Pieces of parameters: each element is written once, and found under any other cut; files as others read them."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from executor.checkpoint import keeper as keeper_module
+from executor.checkpoint.manifest import MANIFEST, read_manifest
+from executor.checkpoint.owners import written
+from executor.checkpoint.pieces import Piece
+from executor.checkpoint.reader import Reader
+from executor.checkpoint.same import check_same, training_of
+from executor.checkpoint.tensors import TensorFile, digest_of, write_tensors
+from executor.parallel.shares import Cut, Share
+from ir.core.errors import PiperError
+from ir.plan.places import Places
+from tests.executor.checkpoint.checkpoints import State, drawn, elements, part
+
+MOE = ("model.config=tiny-moe", "schedule.microbatches=4")
+
+
+# -- two cuts of one parameter ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def pieces(draw: st.DrawFn, shape: tuple[int, ...], blocks: dict[int, tuple[int, ...]]) -> Piece:
+    cuts = []
+    for dim, sizes in blocks.items():
+        count = draw(st.sampled_from([1, 2, 4]))
+        if count > 1:
+            cuts.append(Cut(dim, draw(st.integers(0, count - 1)), count, sizes))
+    share = Share(shape, tuple(draw(st.permutations(cuts))))
+    first = draw(st.integers(0, prod(share.local)))
+    return Piece(share, first, draw(st.integers(0, prod(share.local) - first)))
+
+
+@st.composite
+def two(draw: st.DrawFn) -> tuple[Piece, Piece]:
+    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3)))
+    dims = draw(st.sets(st.sampled_from([d for d, n in enumerate(shape) if n % 4 == 0] or [0])))
+    blocks = {d: draw(st.sampled_from([(n,), (n - 4, 4)] if n > 4 else [(n,)])) for d in dims for n in [shape[d]]}
+    blocks = {d: sizes for d, sizes in blocks.items() if shape[d] % 4 == 0}
+    return draw(pieces(shape, blocks)), draw(pieces(shape, blocks))
+
+
+@given(two())
+def test_what_two_pieces_share_is_what_indexing_says(pair: tuple[Piece, Piece]) -> None:
+    a, b = pair
+    whole = torch.arange(prod(a.share.shape)).view(a.share.shape)
+    here, there = (part(whole, p.share, p.first, p.count) for p in (a, b))
+    starts, lengths = a.runs()
+    runs = [whole.view(-1)[i : i + n] for i, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    assert torch.equal(torch.cat([*runs, whole.view(-1)[:0]]), here)
+    found = torch.full_like(here, -1)
+    for at, start, count in a.shared(b):
+        assert count > 0 and bool((found[at : at + count] == -1).all())
+        found[at : at + count] = there[start : start + count]
+    assert torch.equal(found, torch.where(torch.isin(here, there), here, -1))
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+PLANS = [
+    ("parallel.pp=1", "parallel.dp=4", "parallel.zero=3"),
+    ("parallel.pp=2", "parallel.dp=2", "parallel.zero=2"),
+    ("parallel.pp=2", "parallel.dp=2", "parallel.zero=0", "schedule.name=dualpipe"),
+    ("parallel.pp=2", "parallel.dp=2", "parallel.zero=1", "schedule.name=dualpipe"),
+    ("parallel.pp=2", "parallel.dp=2", "parallel.zero=2", "schedule.name=dualpipe", "parallel.bucket_MiB=0.05"),
+    ("parallel.pp=2", "model.tie_word_embeddings=true", "parallel.dp=3", "parallel.zero=1"),
+    ("parallel.pp=2", "parallel.tp=2", "parallel.dp=2", "parallel.zero=1"),
+    ("parallel.pp=1", "parallel.tp=4", "parallel.dp=2", "parallel.zero=3"),
+    ("parallel.pp=1", "parallel.tp=2", "parallel.cp=2", "parallel.dp=2", "parallel.zero=2"),
+]
+EXPERTS = [
+    ("parallel.pp=1", "parallel.dp=4", "parallel.ep=2", "parallel.zero=2"),
+    ("parallel.pp=2", "parallel.dp=2", "parallel.ep=2", "parallel.zero=1", "schedule.name=dualpipe"),
+    ("parallel.pp=1", "parallel.tp=2", "parallel.dp=4", "parallel.ep=4", "parallel.etp=2", "parallel.zero=1"),
+    ("parallel.pp=1", "parallel.tp=2", "parallel.dp=2", "parallel.ep=4", "parallel.zero=3"),
+]
+
+
+def name_of(sets: tuple[str, ...]) -> str:
+    return " ".join(s.split(".")[1].replace("=", "") for s in sets)
+
+
+@pytest.mark.parametrize("sets", [*PLANS, *((*MOE, *s) for s in EXPERTS)], ids=name_of)
+def test_every_element_is_written_by_one_rank(sets: tuple[str, ...], tmp_path: Path) -> None:
+    state = State.of(tmp_path, *sets)
+    found: dict[str, list[Piece]] = {}
+    for rank, sync in enumerate(state.syncs):
+        mine = written(state.plan.graph, Places.of(state.plan), rank)
+        for name, (first, slots) in sync.kept().items():
+            if name in mine:
+                found.setdefault(name, []).append(Piece(state.held[rank][name], first, len(slots["weight"])))
+    assert found.keys() == {p.name for e in state.prepared.base.entries for p in e.part.params}
+    assert all(bool((elements(p) == 1).all()) for p in found.values())
+
+
+@pytest.mark.parametrize("family", [PLANS, [(*MOE, *s) for s in EXPERTS]], ids=["dense", "experts"])
+def test_any_plan_finds_what_any_other_has_saved(family: list[tuple[str, ...]], tmp_path: Path) -> None:
+    tied = [s for s in family if "model.tie_word_embeddings=true" not in s]
+    states = [State.of(tmp_path / "job", *sets) for sets in tied]
+    values = drawn(states[0], ("weight", "exp_avg", "exp_avg_sq"), torch.float64)
+    for i, state in enumerate(states):
+        state.fill(values)
+        checkpoint = state.save(tmp_path / f"plan-{i}", 7)
+        reader = Reader(checkpoint, read_manifest(checkpoint))
+        assert all(torch.equal(reader.whole(s, n), v) for s, named in values.items() for n, v in named.items())
+        other = State.of(tmp_path / "job", *tied[(i + 1) % len(tied)])
+        with pytest.raises(AssertionError):
+            other.check(values)
+        other.load(checkpoint)
+        assert other.check(values) > 0 and {s.optimizer.steps for s in other.syncs} == {7}
+
+
+def test_two_writers_of_one_element_or_none_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = State.of(tmp_path / "job", "parallel.pp=1", "parallel.dp=2", "parallel.zero=0")
+    everything = frozenset(n for n in state.held[0])
+    for i, wrong in enumerate((everything, frozenset[str]())):
+        monkeypatch.setattr(keeper_module, "written", lambda graph, places, rank, wrong=wrong: wrong)
+        with pytest.raises(AssertionError, match="elements of"):
+            state.save(tmp_path / f"folder-{i}", 1)
+
+
+@pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_parameters_may_be_narrower_than_what_is_updated(first: str, second: str, tmp_path: Path) -> None:
+    def state(params: str) -> State:
+        formats = f"precision.params={params}", "precision.compute=fp32", "precision.optimizer=fp32"
+        return State.of(tmp_path / "job", "parallel.pp=1", "parallel.dp=2", "parallel.zero=2", *formats)
+
+    one, other = state(first), state(second)
+    values = drawn(one, ("weight", "exp_avg", "exp_avg_sq"), torch.float32)
+    one.fill(values)
+    other.load(one.save(tmp_path / "folder", 3))
+    assert other.check(values) > 0  # masters to the bit, parameters what they round to
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_what_the_library_reads(tmp_path: Path) -> None:
+    tensors = {
+        "weight/a": torch.rand(3, 5, dtype=torch.float64),
+        "weight/b": torch.rand(7).bfloat16(),
+        "a/ö": torch.arange(6.0).view(3, 2).t(),
+        "empty": torch.zeros(0, 4),
+        "random/cpu": torch.arange(16, dtype=torch.uint8),
+    }
+    ticks: list[int] = []
+    wrote = write_tensors(tmp_path / "x.safetensors", tensors, {"step": "3"}, lambda: ticks.append(1))
+    assert wrote == digest_of(tmp_path / "x.safetensors") and wrote.bytes == (tmp_path / "x.safetensors").stat().st_size
+    found, ours = safetensors.torch.load_file(tmp_path / "x.safetensors"), TensorFile(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys() == set(ours.names) and len(ticks) == 5
+    assert all(torch.equal(found[n], t) and torch.equal(ours.flat(n), t.reshape(-1)) for n, t in tensors.items())
+    with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
+        assert file.metadata() == {"step": "3"}
+    safetensors.torch.save_file({"y": torch.arange(5.0)}, tmp_path / "y.safetensors")
+    assert torch.equal(TensorFile(tmp_path / "y.safetensors").flat("y"), torch.arange(5.0))
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\0" * 8, b"\xff" * 64, b"\x02" + b"\0" * 7 + b"{}", b"\x08" + b"\0" * 7 + b'{"x":{}}', b"no header"]
+)
+def test_what_is_no_tensor_file_is_refused_by_name(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(text)
+    with pytest.raises(PiperError, match="cannot read tensors") as info:
+        TensorFile(tmp_path / "x").flat("x")
+    assert info.value.file == str(tmp_path / "x") and info.value.kind.exit_code == 2
+
+
+@pytest.mark.parametrize("config", ["tiny-llama", "tiny-moe"])
+def test_a_manifest_says_what_was_trained_and_comes_back_as_it_was(config: str, tmp_path: Path) -> None:
+    state = State.of(tmp_path / "job", f"model.config={config}", "parallel.dp=2", "optimizer.name=sgd")
+    checkpoint = state.save(tmp_path / "saved", 3)
+    manifest = read_manifest(checkpoint)
+    assert manifest.text() == (checkpoint / MANIFEST).read_bytes()
+    assert manifest.training == training_of(state.prepared) and manifest.training.slots == ("weight",)
+    assert manifest.model_digest == manifest.training.digest and manifest.ranks == 4
+    assert manifest.tokens == 3 * 8 * 8 and manifest.job["parallel"]["dp"] == 2
+    check_same(manifest, state.prepared, checkpoint)

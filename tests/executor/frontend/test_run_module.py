@@ -1,0 +1,180 @@
+"""A user's annotated module, captured and then trained through pipelines, equals itself in one process."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from executor.device.device import Host
+from executor.frontend import capture
+from executor.launch import run as cli
+from executor.launch.refusals import refuse
+from executor.modules import choose
+from executor.modules.user.model import UserModel
+from executor.optim.optimizer import OptimizerConfig
+from executor.runtime import rank
+from executor.runtime.batch import Data
+from executor.runtime.reference import Training, train
+from ir.core.errors import PiperError
+from ir.job import load_job
+from ir.job.build import Prepared, prepare
+from tests.executor.frontend.models import small_net
+from tests.executor.runs import distance, merged
+
+NORM = "        self.norm = nn.LayerNorm(WIDTH)\n"
+JOB = """
+[model]
+graph = "model.json"
+module = "my_model.py:{build}"
+seq_len = 8
+[cluster]
+gpu = "h100-sxm"
+[parallel]
+pp = 3
+[schedule]
+name = "1f1b"
+microbatches = 4
+[precision]
+compute = "fp64"
+"""
+
+
+def _job(folder: Path, build: str = "build", *, dtype: str = "fp64", source: str | None = None) -> str:
+    """A folder with the module, its graph and a job; the job's path."""
+    model = folder / "my_model.py"
+    if source is None:
+        shutil.copy(small_net.__file__, model)
+    else:
+        model.write_text(source)
+    out = str(folder / "model.json")
+    assert capture.main([f"{model}:{build}", "--out", out, "--seq-len", "8", "--dtype", dtype, "--force"]) == 0
+    path = folder / "job.toml"
+    path.write_text(JOB.format(build=build))
+    return str(path)
+
+
+def _alone(build: object) -> Training:
+    torch.set_num_threads(1)
+    data = Data("synthetic", vocab=small_net.VOCAB, length=8, microbatches=4)
+    return train(UserModel(build, dtype=torch.float64), data, 2, optimizer=OptimizerConfig(), moments=torch.float64)
+
+
+def _error(build: str, *sets: str) -> float:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = _job(folder, build)
+        prepared = prepare(load_job(job, sets))
+        found, _ = cli.run(prepared, prepared.plan(), sets, ranks=prepared.ranks, steps=2, watchdog_s=20.0, dump=folder)
+        ends = [dict(np.load(folder / f"rank-{r}.npz")) for r in range(prepared.ranks)]
+    one = _alone(getattr(small_net, build))
+    wanted = {f"grad/{n}": g.numpy() for n, g in one.grads.items()}
+    wanted |= {f"param/{n}": p.detach().numpy() for n, p in one.params.items()}
+    losses = np.abs(np.array(found["losses"]) / np.array(one.losses) - 1).max()
+    return float(np.max([distance(merged(ends), wanted), losses]))  # NaN stays NaN, and fails
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        (),
+        ("schedule.name=zb1p",),
+        ("schedule.name=zbv", "parallel.pp=2", "parallel.layers=[0,1,1,1]"),
+        ("schedule.recompute=full", "parallel.pp=2", "schedule.microbatches=4"),
+    ],
+    ids=lambda s: " ".join(x.partition("=")[2] for x in s) or "1f1b",
+)
+def test_a_users_module_in_a_pipeline_equals_itself_in_one_process(sets: tuple[str, ...]) -> None:
+    assert _error("build", *sets) == 0.0
+
+
+def test_its_two_copies_and_its_ties_are_summed() -> None:
+    assert 0.0 < _error("build", "schedule.name=dualpipe", "parallel.pp=2") <= 1e-10
+    assert 0.0 < _error("build_tied", "schedule.name=zb1p") <= 1e-10
+
+
+def test_a_rank_keeps_the_values_of_its_own_stages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = _prepared(_job(tmp_path))
+    built: list[UserModel] = []
+
+    def model_of(*given: Any) -> UserModel:
+        built.append(cast(UserModel, choose.model_of(*given)))
+        return built[-1]
+
+    monkeypatch.setattr(rank, "model_of", model_of)
+    held = []
+    for number in range(prepared.ranks):
+        local = rank.Local.of(prepared, prepared.plan(), number, Host())
+        alive = {n for n, p in built[-1].module.named_parameters() if p.numel()}
+        assert alive == set(local.params) and all(p.numel() for p in local.params.values())
+        held.append(len(alive))
+    assert sum(held) == len(built[0].shapes)
+
+
+def _prepared(job: str, *sets: str) -> Prepared:
+    return prepare(load_job(job, sets))
+
+
+def _refused(prepared: Prepared) -> str:
+    with pytest.raises(PiperError) as caught:
+        refuse(prepared, "gloo")
+    return str(caught.value)
+
+
+def test_what_a_module_cannot_do_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    job = _job(tmp_path)
+    refuse(_prepared(job), "gloo")
+    no_graph = ("model.graph=x", "model.config=tiny-llama")
+    with pytest.raises(PiperError, match="config and graph are both given"):
+        _prepared(job, *no_graph)
+    text = Path(job).read_text()
+    Path(job).write_text(text.replace('module = "my_model.py:build"\n', ""))
+    assert "says what a module does, not how" in _refused(_prepared(job))
+    Path(job).write_text(text.replace('graph = "model.json"', 'config = "tiny-llama"'))
+    asked = "python -m executor.frontend.capture my_model.py:build --out model.json --seq-len 8"
+    assert asked in _refused(_prepared(job))
+    Path(job).write_text(text)
+    mixed = _prepared(job, "precision.grads=fp64")
+    assert mixed.config.model_type == "captured"
+    model = tmp_path / "my_model.py"
+    source = model.read_text()
+    for old, new, said in (
+        ("2 * WIDTH)", "3 * WIDTH)", "blocks.0.up.weight: (96, 32), but model.json has (64, 32)"),
+        ("BLOCKS = 32, 256, 3", "BLOCKS = 32, 256, 2", "has l2: None, but model.json has a chunk"),
+        (f"{NORM}        self.mix", "        self.norm = nn.Dropout(0.1)\n        self.mix", "drops out"),
+    ):
+        assert old in source
+        model.write_text(source.replace(old, new))
+        assert said in _refused(_prepared(job)), said
+
+
+SEAM, CALL = '            with annotate("PP"):\n', "                x = block(x, at)"
+LAST = "        return self.head(self.norm(x))"
+CHANGES = {
+    "no seam": (SEAM + CALL, "            x = block(x, at)", "no annotated scope"),
+    "empty": (CALL, "                pass", "annotated scope 0 of Net computes nothing"),
+    "idle": (
+        f"{NORM}        self.head",
+        f"        self.idle = nn.Linear(2, 2)\n{NORM}        self.head",
+        "read by no chunk",
+    ),
+    "ids in the head": (LAST, "        return self.head(self.norm(x) + self.embed(ids))", ""),
+    "wrong sizes": ("nn.Linear(WIDTH, 2 * WIDTH)", "nn.Linear(WIDTH + 1, 2 * WIDTH)", "l0 failed without values"),
+    "format": ("        x = self.embed(ids)\n", "        x = self.embed(ids).float()\n", "hands on"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "said"), CHANGES.values(), ids=CHANGES)
+def test_modules_that_cannot_be_captured_say_why(
+    old: str, new: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Path(small_net.__file__).read_text()
+    assert old in source
+    (tmp_path / "m.py").write_text(source.replace(old, new))
+    code = capture.main([f"{tmp_path}/m.py:build", "--out", str(tmp_path / "m.json"), "--seq-len", "8"])
+    assert code == (2 if said else 0) and said in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""Ranks that succeed, raise, die and hang: the report names the right one, and nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from executor.launch.launch import RankFailed, launch
+from executor.runtime.worker import RankContext
+from executor.transport.base import Topology
+
+
+def _ring(ctx: RankContext, fault: str = "", at: int = 1, sleep_s: float = 0.0) -> float:
+    """Rank 0 sends to 1, …; each rank waits for its predecessor. `fault` happens on rank `at` in its second round."""
+    t = ctx.gloo(Topology.of(ctx.world, [(r, (r + 1) % ctx.world) for r in range(ctx.world)]))
+    before, after, total = (ctx.rank - 1) % ctx.world, (ctx.rank + 1) % ctx.world, 0.0
+    sent = []
+    for i in range(3):
+        got = torch.empty(4)
+        handle = t.recv(before, got)
+        ctx.progress.op(2 * i, f"{ctx.rank}F{i}")
+        if fault and i == 1:
+            t.barrier()  # the first round is over everywhere
+        if ctx.rank == at and i == 1:
+            time.sleep(0.3 if fault else 0)
+            if fault == "raise":
+                raise ValueError("bad luck")
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if fault == "exit":
+                os._exit(7)
+            if fault == "hang":
+                time.sleep(1000)
+        time.sleep(sleep_s)
+        sent.append(t.send(after, torch.full((4,), float(ctx.rank + i))))
+        ctx.progress.op(2 * i + 1, f"{ctx.rank}RECV_F{i}")
+        ctx.progress.wait([before])
+        handle.wait()
+        ctx.progress.go_on()
+        total += float(got.sum())
+    ctx.progress.wait(text="end")
+    for h in sent:
+        h.wait()
+    t.close()
+    return total
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def _pids(out: Path) -> list[int]:
+    return [r["pid"] for r in json.loads((out / "ranks.json").read_text())["ranks"].values()]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_return_their_results_and_end(world: int, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    got = launch(_ring, world, out=out, timeout_s=30)
+    assert got == [4.0 * sum((r - 1) % world + i for i in range(3)) for r in range(world)]
+    assert len(_pids(out)) == world and all(map(_gone, _pids(out)))
+    assert sorted(p.name for p in out.iterdir()) == ["ranks.json"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("raise", "ValueError: bad luck"),
+        ("kill", "SIGKILL"),
+        ("exit", "code 7"),
+        ("hang", "no progress"),
+        ("stop", "no prog"),
+    ],
+)
+def test_the_culprit_is_named_and_everybody_ends(fault: str, reason: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=reason) as info:
+        launch(_ring, 3, {"fault": fault, "at": 1}, out=tmp_path, watchdog_s=1.5, timeout_s=30)
+    error = info.value
+    assert (error.rank, error.op) == (1, "1F1")
+    # Rank 0 is one or two waits further back, or finds its own send refused: that depends on who is quicker.
+    assert error.waiting.pop(2) == "2RECV_F1" and error.waiting.popitem()[1] in ("0F1", "0RECV_F1", "0F2", "0RECV_F2")
+    assert error.kind.exit_code == 4
+    assert all(map(_gone, _pids(tmp_path)))
+    assert time.monotonic() - began < 15
+
+
+def test_a_slow_rank_is_no_dead_one() -> None:
+    assert len(launch(_ring, 2, {"sleep_s": 0.4}, watchdog_s=1.0, timeout_s=30)) == 2
+
+
+def _mute(ctx: RankContext) -> None:
+    time.sleep(1000)
+
+
+def test_a_rank_that_never_comes_to_its_first_op_has_failed() -> None:
+    with pytest.raises(RankFailed, match="before its first op"):
+        launch(_mute, 1, startup_s=0.5, timeout_s=30)
+
+
+def test_only_functions_of_a_module_can_be_launched() -> None:
+    with pytest.raises(TypeError, match="module-level"):
+        launch(lambda ctx: None, 1)
+
+
+_SCRIPT = """
+import sys
+from pathlib import Path
+from executor.launch.launch import launch
+import tests.executor.launch.test_launch as module
+Path(sys.argv[1], "mains").open("a").write(f"{__name__} ")
+launch(module._mute, 2, out=Path(sys.argv[1]))
+"""
+
+
+def test_ranks_end_with_a_killed_parent_and_never_run_its_main_module(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=env) as parent:
+        limit = time.monotonic() + 40
+        while not (tmp_path / "ranks.json").exists() and time.monotonic() < limit:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        parent.kill()
+    pids = _pids(tmp_path)
+    while not all(map(_gone, pids)) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert len(pids) == 2 and all(map(_gone, pids))
+    assert (tmp_path / "mains").read_text() == "__main__ "

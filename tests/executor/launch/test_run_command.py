@@ -1,0 +1,210 @@
+"""`piper-sim run` from outside: its object, its files, and what it refuses before any process starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ir.core.errors import PiperError
+from ir.workload import load_config
+from piper_sim.app.cli import main
+from tests.executor.runs import JOB, job_file, run
+
+ROOT = Path(__file__).parents[3]
+
+
+def command(capfd: pytest.CaptureFixture[str], *args: str, code: int = 0) -> dict[str, Any]:
+    """Run a command in this process; stdout is one JSON object and nothing else."""
+    assert main([*args, "--json"]) == code
+    out = capfd.readouterr().out
+    assert out.count("\n") == 1
+    found: dict[str, Any] = json.loads(out)
+    assert found["schema_version"] == 1
+    return found
+
+
+def test_every_plan_of_one_global_batch_prints_the_same_numbers(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = str(job_file(tmp_path))
+    found = {}
+    for name, ranks in (("1f1b", 2), ("zbv", 2), ("dualpipe", 2), ("gpipe", 1)):
+        sets = ["--set", f"schedule.name={name}", "--set", f"parallel.pp={ranks}"]
+        found[name] = command(capfd, "run", job, "-n", str(ranks), "--steps", "2", *sets)
+        predicted = command(capfd, "simulate", job, *sets)
+        assert found[name]["plan_digest"] == predicted["plan_digest"] != ""
+        assert found[name]["ranks"] == ranks and found[name]["trace"] is None
+        assert len(found[name]["losses"]) == len(found[name]["grad_norms"]) == 2
+    for key in ("losses", "grad_norms"):
+        want = found["1f1b"][key]
+        assert all(f[key] == pytest.approx(want, rel=1e-12) for f in found.values())
+        assert found["gpipe"][key] == want == found["zbv"][key]
+
+
+def test_a_framework_s_bytes_are_in_the_plan_that_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = str(job_file(tmp_path))
+    framework = ["--set", "costs.software=nanotron"]
+    ran, predicted, plain = (
+        command(capfd, "run", job, "-n", "2", "--steps", "1", *framework),
+        command(capfd, "simulate", job, *framework),
+        command(capfd, "simulate", job),
+    )
+    assert ran["plan_digest"] == predicted["plan_digest"] != plain["plan_digest"]
+
+
+def test_files_are_written_and_never_overwritten(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job, out = str(job_file(tmp_path)), tmp_path / "out"
+    found = command(capfd, "run", job, "-n", "2", "--out", str(out))
+    assert found["trace"] == str(out / "trace.tsv")
+    assert {p.name for p in out.iterdir()} == {
+        "ranks.json", "run.json", "plan.txt", "trace.tsv", "trace.json.gz", "timeline.png"
+    }  # fmt: skip
+    before = (out / "ranks.json").read_text()
+    error = command(capfd, "run", job, "-n", "2", "--out", str(out), code=2)["error"]
+    assert error["kind"] == "io" and "--force" in error["suggestion"] and (out / "ranks.json").read_text() == before
+    command(capfd, "run", job, "-n", "2", "--out", str(out), "--force")
+    assert (out / "ranks.json").read_text() != before
+    assert command(capfd, "run", job, "-n", "2", "--out", job, code=2)["error"]["kind"] == "io"
+
+
+def test_a_run_is_replayed_from_its_own_files(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job, out = str(job_file(tmp_path)), tmp_path / "out"
+    first = command(capfd, "run", job, "-n", "2", "--emulate", "0.002", "--out", str(out))
+    trace = str(out / "trace.tsv")
+    again = command(capfd, "run", job, "-n", "2", "--replay", trace)
+    assert again["plan_digest"] == first["plan_digest"] and again["losses"] is None
+    assert again["iteration_s"] >= 4 * 2 * 3 * 0.002  # microbatches, layers of a rank, passes: no op is quicker
+    other = ["--set", "schedule.microbatches=5"]
+    for flags, key, words in (
+        (["--replay", trace, "--emulate", "0.01"], "--replay", "either a given time or that of a trace"),
+        (["--replay", str(tmp_path / "none.tsv")], None, "cannot read the trace"),
+        (["--replay", job], "line 1", "not a header"),
+        (["--replay", trace, *other], "--replay", "a trace of another plan: the trace lacks op"),
+    ):
+        error = command(capfd, "run", job, "-n", "2", *flags, code=2)["error"]
+        assert (error["key"], words in error["message"]) == (key, True), error
+
+
+def test_people_get_a_timeline_and_a_line_per_step(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["run", str(job_file(tmp_path)), "-n", "2", "--steps", "2"]) == 0
+    out = capfd.readouterr().out
+    assert "rank 1" in out and "step 1: loss 5." in out and "s per step (median) on 2 ranks" in out
+
+
+@pytest.mark.parametrize(
+    ("sets", "flags", "kind", "words"),
+    [
+        (
+            ["model.config=tiny-moe", "parallel.dp=2", "parallel.etp=2"],
+            ["-n", "4"],
+            "job",
+            "etp = 2 is planned and simulated, but not executed yet",
+        ),
+        (['schedule.recompute=["norm"]'], [], "job", "recompute of norm alone"),
+        (["precision.compute=fp16"], [], "job", "fp16"),
+        (["precision.gather=bf16"], [], "job", "gather"),
+        (["data.source=nothing.txt"], [], "io", "cannot read tokens"),
+        (["model.module=my.py:build"], [], "job", "needs the graph captured from it"),
+        (["schedule.name=dualpipe"], ["--backend", "nccl"], "usage", "nccl needs a CUDA GPU for each of 2 ranks"),
+        ([], ["--backend", "nccl", "--emulate", "0.01"], "usage", "nccl moves what a GPU computes"),
+        ([], ["--emulate", "-1"], "usage", "-1.0 seconds"),
+        ([], ["--emulate", "nan"], "usage", "nan seconds"),
+        ([], ["--emulate-comm", "inf"], "usage", "inf seconds"),
+        (["precision.compute=fp16"], ["--emulate", "0.01"], "job", "fp16"),
+        ([], ["--steps", "0"], "usage", "0 steps"),
+        ([], ["--watchdog", "0"], "usage", "0.0 seconds"),
+        ([], ["-n", "0"], "usage", "0 processes for a job of 2 ranks"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused(
+    sets: list[str], flags: list[str], kind: str, words: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = [x for s in sets for x in ("--set", s)]
+    ranks = [] if "-n" in flags else ["-n", "2"]
+    error = command(capfd, "run", str(job_file(tmp_path)), *ranks, *flags, *given, code=2)["error"]
+    assert (error["kind"], words in error["message"]) == (kind, True) and error["suggestion"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sets"),
+    [
+        (1, []),
+        (1, ["parallel.layers=[2,2]"]),
+        (2, ["parallel.tp=2", "parallel.pp=4"]),
+        (2, ["parallel.dp=4", "cluster.nodes=2", "cluster.gpus_per_node=8", "parallel.pp=4"]),
+        (3, ["schedule.name=dualpipe"]),
+    ],
+)
+def test_a_wrong_number_of_ranks_says_how_to_shrink_the_job(
+    ranks: int, sets: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = ["run", str(job_file(tmp_path)), "-n", str(ranks), *(x for s in sets for x in ("--set", s))]
+    error = command(capfd, *line, code=2)["error"]
+    assert error["kind"] == "usage" and error["key"] == "-n"
+    fix = error["suggestion"].split()
+    assert fix[0] == "--set" and command(capfd, *line, *fix)["ranks"] == ranks
+
+
+def test_paths_in_a_job_start_at_its_folder(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "deep"
+    folder.mkdir()
+    config = load_config("tiny-llama", {"num_hidden_layers": 2})
+    raw = {
+        "model_type": "llama", "hidden_size": config.hidden, "intermediate_size": config.ffn, "num_hidden_layers": 2,
+        "num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads, "vocab_size": config.vocab,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "text.txt").write_text("the same tokens, whoever reads them, from wherever they are read; " * 4)
+    text = JOB.replace('"tiny-llama"', '"config.json"').replace("num_hidden_layers = 4\n", "")
+    job_file(folder, text=text + '[data]\nsource = "text.txt"\n')
+    command_line = ["run", "deep/job.toml", "-n", "2", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "piper_sim.app.cli", *command_line],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"] == 2
+
+
+_WITHOUT_TORCH = """
+import sys
+from importlib.machinery import PathFinder
+
+class Hidden(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] == "torch" else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Hidden if f is PathFinder else f for f in sys.meta_path]
+from piper_sim.app.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_without_torch_everything_but_run_works(tmp_path: Path) -> None:
+    def go(*args: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-c", _WITHOUT_TORCH, *args, str(job_file(tmp_path)), "--json"]
+        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+    done = go("run", "-n", "2")
+    error = json.loads(done.stdout)["error"]
+    assert done.returncode == 2 and error["kind"] == "missing_dependency"
+    assert "pip install 'piper-sim[exec]'" in error["suggestion"]
+    assert go("simulate").returncode == 0
+
+
+def test_a_refusal_comes_before_any_process(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(PiperError):
+        run('schedule.recompute=["norm"]', out=out)
+    assert not out.exists()

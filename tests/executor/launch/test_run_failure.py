@@ -1,0 +1,102 @@
+"""Ranks that raise, die, stop or linger in the middle of a run: who, at which op, who waits; and nobody is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.launch import run as cli
+from executor.launch.launch import RankFailed
+from tests.executor import faults
+from tests.executor.runs import job_file, run
+
+ROOT = Path(__file__).parents[3]
+
+
+def pids(out: Path) -> list[int]:
+    return [r["pid"] for r in json.loads((out / "ranks.json").read_text())["ranks"].values()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit", "reason", "op"),
+    [
+        (faults.raising, 1, "ValueError: bad luck", r"1[BW]2.*"),
+        (faults.killed, 1, "killed by SIGKILL", r"1[BW]2.*"),
+        (faults.stopped, 0, "no progress for", r"0[BW]2.*"),
+    ],
+    ids=["raise", "kill", "stop"],
+)
+def test_the_culprit_its_op_and_who_waits_are_named(
+    fault: Any, culprit: int, reason: str, op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "RANK", fault)
+    with pytest.raises(RankFailed, match=reason) as info:
+        run(out=tmp_path, watchdog_s=1.5)
+    error = info.value
+    assert error.kind.exit_code == 4 and error.rank == culprit and error.op and re.fullmatch(op, error.op)
+    ((waiter, waits_at),) = error.waiting.items()
+    assert waiter == 1 - culprit and waits_at[0] in "01"
+    assert len(pids(tmp_path)) == 2 and all(map(gone, pids(tmp_path)))
+
+
+def test_a_rank_that_is_done_early_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "RANK", faults.lingering)
+    run(steps=1, watchdog_s=1.2)
+
+
+def _when_running(out: Path, act: Callable[[list[int]], None]) -> threading.Thread:
+    def wait() -> None:
+        limit = time.monotonic() + 60
+        while not (out / "ranks.json").exists() and time.monotonic() < limit:
+            time.sleep(0.02)
+        time.sleep(1.0)
+        act(pids(out))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_the_command_reports_a_rank_killed_from_outside(sign: signal.Signals, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    watch = ["--watchdog", "2", "--json", "--out", str(out)]
+    command = [sys.executable, "-m", "piper_sim.app.cli", "run", str(job_file(tmp_path)), "-n", "2"]
+    command += ["--steps", "100000"]
+    thread = _when_running(out, lambda found: os.kill(found[1], sign))
+    done = subprocess.run([*command, *watch], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    thread.join()
+    assert done.returncode == 4
+    found = json.loads(done.stdout)  # one object and nothing else
+    error = found["error"]
+    assert found["schema_version"] == 1 and error["kind"] == "rank_failed" and error["rank"] == 1
+    assert re.match(r"\d", error["op"]) and list(error["waiting"]) == ["0"]
+    assert sorted(p.name for p in out.iterdir()) == ["ranks.json"] and all(map(gone, pids(out)))
+    assert not any(
+        p.name.startswith(("piper-run-", "piper-plan-")) and p.stat().st_mtime > time.time() - 5 for p in tmp()
+    )
+
+
+def tmp() -> list[Path]:
+    import tempfile
+
+    return list(Path(tempfile.gettempdir()).iterdir())

@@ -1,0 +1,157 @@
+"""`torchrun -m executor JOB`: the same numbers as `piper-sim run`, over several agents too; failures are reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.launch.watchdog import clocks, host
+from tests.executor.launch.test_run_failure import gone, pids
+from tests.executor.runs import job_file, run
+
+ROOT = Path(__file__).parents[3]
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _agent(nodes: int, per_node: int, port: int, *args: str) -> subprocess.Popen[str]:
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        str(nodes),
+        "--nproc-per-node",
+        str(per_node),
+    ]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", str(port)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [*launcher, *meeting, "-m", "executor", *args]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def test_two_agents_train_as_one_process_would_and_only_rank_0_speaks(tmp_path: Path) -> None:
+    want, port, out = run(), _free_port(), tmp_path / "out"
+    args = str(job_file(tmp_path)), "--steps", "2", "--out", str(out), "--digest", want.object["plan_digest"]
+    agents = [_agent(2, 1, port, *args) for _ in range(2)]
+    said = [agent.communicate(timeout=120) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    (found,) = [o for text, _ in said for o in _objects(text)]
+    same = ("schema_version", "losses", "grad_norms", "ranks", "plan_digest", "memory")
+    assert {k: found[k] for k in same} == {k: want.object[k] for k in same}
+    assert found.keys() == want.object.keys()
+    assert sorted(p.name for p in out.iterdir()) == ["ranks.json", "run.json", "trace.tsv"]
+    assert len(pids(out)) == 2 and all(map(gone, pids(out)))
+
+
+def _hurt(out: Path, rank: int, sign: signal.Signals) -> threading.Thread:
+    def act() -> None:
+        limit = time.monotonic() + 60
+        while not (out / "ranks.json").exists() and time.monotonic() < limit:
+            time.sleep(0.02)
+        time.sleep(2.5)
+        os.kill(pids(out)[rank], sign)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("rank", "sign"),
+    [
+        (1, signal.SIGKILL),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+def test_a_failure_ends_everybody_and_is_reported_once(rank: int, sign: signal.Signals, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    args = str(job_file(tmp_path)), "--steps", "100000", "--out", str(out), "--watchdog", "3"
+    agent = _agent(1, 2, _free_port(), *args)
+    thread = _hurt(out, rank, sign)
+    text, errors = agent.communicate(timeout=120)
+    thread.join()
+    assert agent.returncode != 0
+    (found,) = _objects(text)
+    error = found["error"]
+    assert (error["kind"], error["rank"]) == ("rank_failed", rank), errors
+    assert error["op"][0] in "01" and list(error["waiting"]) == [str(1 - rank)]
+    assert all(map(gone, pids(out)))
+
+
+def _alone(*args: str, **env: str) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "executor", *args],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    (found,) = _objects(done.stdout)
+    return done.returncode, found["error"]
+
+
+def test_what_cannot_run_is_refused_before_anybody_meets(tmp_path: Path) -> None:
+    job = str(job_file(tmp_path))
+    code, error = _alone(job)
+    assert (code, error["kind"]) == (2, "usage") and "torchrun" in error["suggestion"]
+    somewhere = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    code, error = _alone(job, **somewhere)
+    assert (code, error["key"]) == (2, "WORLD_SIZE") and "--nproc-per-node 2" in error["suggestion"]
+    code, error = _alone(job, "--digest", "no", **{**somewhere, "WORLD_SIZE": "2"})
+    assert (code, error["kind"], error["key"]) == (3, "illegal_plan", "--digest")
+
+
+class _Store(dict[str, Any]):
+    """A store in which whoever gets waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self.changed:
+            self[key] = value
+            self.changed.notify_all()
+
+    def wait(self, keys: list[str]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: all(k in self for k in keys), 10)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.wait([key])
+        return self[key]
+
+
+def test_clocks_of_other_machines_are_set_by_question_and_answer() -> None:
+    store, hosts, found = _Store(), ["here", "here", "there"], {}
+    threads = [threading.Thread(target=lambda r=r: found.update({r: clocks(store, r, hosts)})) for r in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert found[0] == found[1] == (0.0, 0.0)
+    ahead, uncertain = found[2]
+    assert abs(ahead) <= uncertain < 0.5 and uncertain > 0  # it is the same clock after all
+    assert len(host()) > 10

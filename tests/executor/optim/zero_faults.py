@@ -1,0 +1,119 @@
+"""Ranks that count what they send, or do one thing wrong with replicas and shards; each the target of a launch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from executor.optim.gradients import Gradients
+from executor.runtime import rank as rank_module
+from executor.runtime.batch import Batch, Data
+from executor.runtime.interpreter import Interpreter
+from executor.runtime.program import Program
+from executor.runtime.rank import train_rank
+from executor.runtime.worker import RankContext
+from executor.transport.base import Handle, Topology
+from executor.transport.gloo import GlooTransport
+from ir.core.ops import Pass
+from ir.graph.graph import Node
+from ir.plan.plan import AT_START, Plan
+from tests.executor.faults import _Done
+
+
+def counted(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
+    """Every collective's kind, bytes (of the norm 0) and ranks go to a file."""
+    rows: list[tuple[str, int, int]] = []
+
+    def note(name: str, whole: Callable[..., Tensor]) -> None:
+        real = getattr(GlooTransport, name)
+
+        def post(self: GlooTransport, group: str, *tensors: Tensor) -> Handle:
+            size, members = whole(*tensors).nbytes, dict(self.topology.groups)[group]
+            params = len(members) == self.topology.world and tensors[0].numel() < 100
+            rows.append((name, 0 if params else size, len(members)))
+            handle: Handle = real(self, group, *tensors)
+            return handle
+
+        setattr(GlooTransport, name, post)
+
+    note("all_reduce", lambda x: x)
+    note("reduce_scatter", lambda into, x: x)
+    note("all_gather", lambda into, x: into)
+    result = train_rank(ctx, **spec)
+    (Path(fault["folder"]) / f"traffic-{ctx.rank}.json").write_text(json.dumps(rows))
+    return result
+
+
+def reduced_every_microbatch(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
+    """All sums travel behind each microbatch too; nobody uses what comes of it."""
+    work = Interpreter._work
+
+    def more(self: Interpreter, i: int) -> None:
+        work(self, i)
+        nodes: list[tuple[int, Node, int]] = self.program.covers(i)
+        if any(node.kind is Pass.W for _, node, _ in nodes):
+            for flat in self.sync.flat.values():  # type: ignore[attr-defined]
+                self.transport.all_reduce("more", flat.sums.clone()).wait()
+
+    def topology(plan: Plan) -> Topology:
+        found = make(plan)
+        return Topology.of(found.world, found.channels, {**dict(found.groups), "more": tuple(range(found.world))})
+
+    make, rank_module.topology = rank_module.topology, topology
+    Interpreter._work = more  # type: ignore[method-assign]
+    return counted(ctx, fault, **spec)
+
+
+def _scaled(factor: float, ctx: RankContext, spec: dict[str, Any]) -> Any:
+    add = Gradients.add
+    Gradients.add = lambda self, name, grad, mb=0: add(self, name, factor * grad, mb)  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)
+
+
+def scaled_by_replicas(ctx: RankContext, **spec: Any) -> Any:
+    """As if each replica's loss were a mean over its own tokens, and gradients were summed."""
+    return _scaled(2.0, ctx, spec)
+
+
+def averaged(ctx: RankContext, **spec: Any) -> Any:
+    """As FSDP2 does by default: gradients are averaged over replicas."""
+    return _scaled(0.5, ctx, spec)
+
+
+def same_data(ctx: RankContext, **spec: Any) -> Any:
+    """Both replicas read the first one's microbatches."""
+    batch: Callable[[Data, int, int, int], Batch] = Data.batch
+    Data.batch = lambda self, step, replica, mb: batch(self, step, 0, mb)  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)
+
+
+def unreduced(ctx: RankContext, **spec: Any) -> Any:
+    """Replicas keep their gradients to themselves."""
+    GlooTransport.all_reduce = lambda self, group, tensor: _Done()  # type: ignore[assignment,method-assign]
+    return train_rank(ctx, **spec)
+
+
+def ungathered(ctx: RankContext, **spec: Any) -> Any:
+    """Nobody learns what the others have updated."""
+    GlooTransport.all_gather = lambda self, group, into, tensor: _Done()  # type: ignore[assignment,method-assign]
+    return train_rank(ctx, **spec)
+
+
+def freed_early(ctx: RankContext, **spec: Any) -> Any:
+    """Rank 1 lets go of gathered weights before the op that reads them last, not behind it."""
+    of = Program.of.__func__  # type: ignore[attr-defined]
+
+    def early(cls: type[Program], plan: Plan, rank: int) -> Program:
+        program: Program = of(cls, plan, rank)
+        if rank == 1:
+            (op, cover), meetings = next(x for x in program.closes.items() if x[0][1] != AT_START)
+            del program.closes[op, cover]
+            program.closes[op, AT_START] = meetings
+        return program
+
+    Program.of = classmethod(early)  # type: ignore[method-assign,assignment]
+    return train_rank(ctx, **spec)

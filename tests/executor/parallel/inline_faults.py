@@ -1,0 +1,102 @@
+"""Ranks that note what they send inside compute ops, or do one thing wrong there; each the target of a launch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from executor.autograd.stage import Stage
+from executor.modules import parallel
+from executor.modules.attention import attend, context
+from executor.parallel.inline import Region, Wire
+from executor.runtime.rank import train_rank
+from executor.runtime.worker import RankContext
+from executor.transport.base import Handle
+from ir.core.ops import Pass
+from ir.core.work import CommKind
+from ir.graph import sync
+from ir.workload.part import Layout, Param
+
+
+def noted(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
+    """Every message inside a compute op goes to a file: whose pass of which unit and microbatch, kind, axis, bytes."""
+    rows: list[tuple[str, str, int, str, str, int]] = []
+    at: tuple[str, str, int] = ("", "", 0)
+    run, meet = Stage.run, Wire._meet
+
+    def passing(self: Stage, pass_: Pass, mb: int, units: Any = None) -> None:
+        nonlocal at
+        at = (str(pass_), units[0], mb)
+        run(self, pass_, mb, units)
+
+    def note(self: Wire, kind: CommKind, whole: Tensor, part: Tensor, post: Callable[[], Handle]) -> None:
+        rows.append((*at, str(kind), self.axis, whole.nbytes))
+        meet(self, kind, whole, part, post)
+
+    Stage.run, Wire._meet = passing, note  # type: ignore[method-assign]
+    result = train_rank(ctx, **spec)
+    (Path(fault["folder"]) / f"inline-{ctx.rank}.json").write_text(json.dumps(rows))
+    return result
+
+
+def unsummed(ctx: RankContext, **spec: Any) -> Any:
+    """What row-parallel linears make is not summed over ranks."""
+    parallel._Leave.forward = staticmethod(_kept)  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)
+
+
+def _kept(ctx: Any, y: Tensor, region: Region) -> Tensor:
+    ctx.region = region
+    return y.detach()
+
+
+def summed_over_all(param: Param, layout: Layout) -> tuple[str, ...]:
+    """In place of `ir.graph.sync.summed_over`: what is not cut is summed over tp, though every rank has all of it."""
+    if param.expert:
+        return ("edp",)
+    return ("cp", "dp") if "tp" in param.sharded or layout.tp == 1 else ("tp", "cp", "dp")
+
+
+def heads_forgotten(param: Param, layout: Layout) -> tuple[str, ...]:
+    """In its place: as if no rank had heads of its own."""
+    return REAL(replace(param, by_heads=False), layout)
+
+
+REAL = sync.summed_over
+
+
+def planned(rule: str, ctx: RankContext, spec: dict[str, Any]) -> Any:
+    """A rank whose plan is made by another rule."""
+    sync.summed_over = globals()[rule]
+    return train_rank(ctx, **spec)
+
+
+def all_summed(ctx: RankContext, **spec: Any) -> Any:
+    """By `summed_over_all`."""
+    return planned("summed_over_all", ctx, spec)
+
+
+def unlike_heads(ctx: RankContext, **spec: Any) -> Any:
+    """By `heads_forgotten`."""
+    return planned("heads_forgotten", ctx, spec)
+
+
+def in_a_row(ctx: RankContext, **spec: Any) -> Any:
+    """Positions and masks are those of stretches that follow each other; tokens are not."""
+    attend.stretches = lambda t, size, index: t.chunk(size, -1)[index]  # type: ignore[attr-defined]
+    return train_rank(ctx, **spec)
+
+
+def own_keys(ctx: RankContext, **spec: Any) -> Any:
+    """Gradients of keys and values that other ranks' queries gave stay there."""
+    context._Gather.backward = staticmethod(_own)  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)
+
+
+def _own(ctx: Any, whole: Tensor) -> tuple[Tensor, None]:
+    return whole.chunk(ctx.cp.size, -2)[ctx.cp.index].contiguous(), None

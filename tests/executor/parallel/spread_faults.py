@@ -1,0 +1,100 @@
+"""Ranks that tell what they exchange, or do one thing wrong with spread experts; each the target of a launch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor.autograd import stage as chunk
+from executor.optim.gradients import Gradients
+from executor.optim.sync import Start, Sync
+from executor.parallel.collective import Meeting
+from executor.parallel.expert_all_to_all import Exchange, Route, Trade
+from executor.runtime.rank import train_rank
+from executor.runtime.worker import RankContext
+from executor.transport.base import Handle, Transport
+from executor.transport.gloo import GlooTransport
+from ir.core.work import CommKind
+from tests.executor.faults import _Done
+
+
+def told(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
+    """Of every all-to-all: its group, bytes sent, rows to each rank, rows from each."""
+    rows: list[tuple[str, int, list[int], list[int]]] = []
+    post = GlooTransport.all_to_all
+
+    def note(
+        self: GlooTransport, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Handle:
+        rows.append((group, tensor.nbytes, list(sizes), list(into_sizes)))
+        return post(self, group, into, tensor, into_sizes, sizes)
+
+    GlooTransport.all_to_all = note  # type: ignore[assignment,method-assign]
+    result = train_rank(ctx, **spec)
+    (Path(fault["folder"]) / f"exchanged-{ctx.rank}.json").write_text(json.dumps(rows))
+    return result
+
+
+def equal_splits(ctx: RankContext, **spec: Any) -> Any:
+    """As many rows to each expert, whatever routers chose."""
+
+    def balanced(cls: type[Route], sent: Tensor, got: Tensor, ranks: int) -> Route:
+        each = [[int(sent.sum()) // len(sent)] * (len(sent) // ranks)] * ranks
+        return cls(each, each)
+
+    Route.read = classmethod(balanced)  # type: ignore[method-assign,assignment]
+    return train_rank(ctx, **spec)
+
+
+def divided_again(ctx: RankContext, **spec: Any) -> Any:
+    """Expert gradients are divided by the ranks that their tokens came from."""
+    add = Gradients.add
+
+    def less(self: Gradients, name: str, grad: Tensor, mb: int = 0) -> None:
+        add(self, name, grad / 2 if ".experts." in name else grad, mb)
+
+    Gradients.add = less  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)
+
+
+def ungathered(ctx: RankContext, **spec: Any) -> Any:
+    """Experts that another rank has updated are not fetched."""
+    start = Sync.start
+
+    def less(self: Sync, meeting: Meeting, transport: Transport) -> Start:
+        if meeting.once and meeting.kind is CommKind.ALL_GATHER and "experts" in meeting.bucket:
+            return _Done, None
+        return start(self, meeting, transport)
+
+    Sync.start = less  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)
+
+
+def swapped_sources(ctx: RankContext, **spec: Any) -> Any:
+    """What comes back is another rank's."""
+    travel = chunk.travel
+
+    def crossed(exchange: Exchange, route: Route, tensors: Sequence[Tensor], *, gradients: bool) -> Trade:
+        if exchange.back and not gradients:
+            tensors = [torch.cat(t.chunk(2)[::-1]) for t in tensors]
+        return travel(exchange, route, tensors, gradients=gradients)
+
+    chunk.travel = crossed
+    return train_rank(ctx, **spec)
+
+
+def alone_in_edp(ctx: RankContext, **spec: Any) -> Any:
+    """Expert gradients are not reduced over the ranks that hold the same experts."""
+    start = Sync.start
+
+    def less(self: Sync, meeting: Meeting, transport: Transport) -> Start:
+        found = start(self, meeting, transport)
+        return (_Done, None) if meeting.kind is CommKind.ALL_REDUCE and "experts" in meeting.bucket else found
+
+    Sync.start = less  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)

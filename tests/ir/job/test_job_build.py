@@ -1,0 +1,137 @@
+"""From a job to its plan: what it leaves open, what must go together, how errors name the job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.job.build import directives_json, prepare, resolve
+from ir.job.load import job_from
+from ir.job.schema import Job
+from ir.verify import check_plan
+
+
+def job(file: str = "job.toml", **sections: dict[str, Any]) -> Job:
+    return job_from({"model": {"config": "tiny-moe", "seq_len": 128}, **sections}, file=file)
+
+
+def refused(**sections: dict[str, Any]) -> PiperError:
+    with pytest.raises(PiperError) as found:
+        prepare(job(**sections))
+    return found.value
+
+
+@pytest.mark.parametrize(
+    ("parallel", "cluster", "dp", "nodes"),
+    [
+        ({"pp": 2}, {"nodes": 1, "gpus_per_node": 8}, 4, 1),
+        ({"pp": 2, "tp": 2}, {"nodes": 2, "gpus_per_node": 8}, 4, 2),
+        ({"pp": 2, "dp": 3}, {}, 3, 1),
+        ({"pp": 4, "dp": 3}, {}, 3, 2),
+        ({"pp": 4}, {}, 1, 1),
+        ({"pp": 4}, {"gpus_per_node": 4}, 1, 1),
+    ],
+)
+def test_dp_is_what_is_left_and_nodes_are_as_many_as_needed(
+    parallel: dict[str, Any], cluster: dict[str, Any], dp: int, nodes: int
+) -> None:
+    found = resolve(job(parallel=parallel, cluster=cluster), 8)
+    assert (found.parallel.dp, found.cluster.nodes) == (dp, nodes)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "cluster", "key", "fix"),
+    [
+        ({"pp": 3}, {"nodes": 1}, "parallel.pp", "cluster.nodes = 3"),
+        ({"pp": 2, "dp": 3}, {"nodes": 1}, "parallel.dp", "dp = 4"),
+        ({"pp": 3, "dp": 3}, {"nodes": 1}, "parallel.dp", "cluster.nodes = 2"),
+        ({"pp": 2, "dp": 40_000}, {}, "parallel.dp", "replicas"),
+        ({"pp": 2}, {"nodes": 10_000}, "cluster.nodes", "fewer nodes"),
+        ({"pp": 2}, {"speed": {"2": 0.5}}, "cluster.speed", "ranks 0..1"),
+    ],
+)
+def test_sizes_must_fill_the_cluster(parallel: dict[str, Any], cluster: dict[str, Any], key: str, fix: str) -> None:
+    error = refused(parallel=parallel, cluster=cluster)
+    assert (error.kind, error.key, error.file) == (ErrorKind.JOB, key, "job.toml")
+    assert fix in (error.suggestion or "")
+
+
+def test_the_fix_for_too_few_nodes_is_one_that_works() -> None:
+    error = refused(parallel={"pp": 3}, cluster={"nodes": 1})
+    assert error.suggestion is not None
+    nodes = int(error.suggestion.split("=")[1].split(",")[0])
+    assert resolve(job(parallel={"pp": 3}, cluster={"nodes": nodes}), 8).parallel.dp == 8
+
+
+def test_16384_gpus_are_few() -> None:
+    sizes = {"tp": 8, "pp": 16, "dp": 128}
+    plan = prepare(job(model={"config": "llama3-405b"}, parallel=sizes, schedule={"microbatches": 64})).plan()
+    check_plan(plan)
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"parallel": {"pp": 2}, "schedule": {"microbatches": 10**9}}, "schedule.microbatches"),
+        ({"parallel": {"pp": 2}, "schedule": {"microbatches": 150_000}}, "schedule.microbatches"),
+        ({"schedule": {"stages_per_rank": 10**9, "name": "vpp"}}, "parallel.pp"),
+        ({"model": {"config": "tiny-moe", "num_hidden_layers": 2_000}}, "model.num_hidden_layers"),
+        ({"model": {"config": "gpt2", "n_layer": 2_000}}, "model.n_layer"),
+        ({"model": {"config": "tiny-llama", "vocab_size": 10**14}}, "model.seq_len"),
+    ],
+)
+def test_what_is_too_large_is_refused_before_it_is_built(sections: dict[str, Any], key: str) -> None:
+    assert refused(**sections).key == key
+
+
+def test_a_config_file_of_too_many_layers(tmp_path: Path) -> None:
+    from ir.workload.config import load as model
+
+    raw = json.loads((model._PRESETS / "tiny-llama.json").read_text())
+    (tmp_path / "deep.json").write_text(json.dumps({**raw, "num_hidden_layers": 5_000}))
+    with pytest.raises(PiperError, match="5000 layers"):
+        prepare(job_from({"model": {"config": "deep.json"}}, file=str(tmp_path / "job.toml")))
+
+
+def test_a_flag_s_error_is_the_job_s_here() -> None:
+    error = refused(parallel={"pp": 3}, schedule={"name": "dualpipe"})
+    assert (error.kind, error.key, error.file) == (ErrorKind.JOB, "parallel.pp", "job.toml")
+
+
+def test_an_inline_model_key_is_the_job_s() -> None:
+    error = refused(model={"config": "tiny-moe", "num_experts_per_tok": 9})
+    assert (error.kind, error.key, error.file) == (ErrorKind.MODEL, "model.num_experts_per_tok", "job.toml")
+
+
+def test_what_is_not_built_yet_is_said() -> None:
+    assert refused(parallel={"reshard": False}).key == "parallel.reshard"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ops"),
+    [
+        ({}, ["split", "place", "replicate", "order"]),
+        ({"tp": 2, "ep": 2}, ["split", "place", "shard", "shard", "replicate", "order"]),
+        ({"cp": 2}, ["split", "place", "shard", "replicate", "order"]),
+    ],
+)
+def test_parallel_is_directives(parallel: dict[str, Any], ops: list[str]) -> None:
+    made = prepare(job(parallel=parallel, schedule={"microbatches": 2}))
+    assert [d["op"] for d in directives_json(made.strategy)] == ops
+    check_plan(made.plan())
+
+
+def test_layers_are_those_of_the_stages() -> None:
+    listed = prepare(job(parallel={"pp": 2, "layers": [3, 1]}))
+    assert listed.layers == (3, 1)
+    assert prepare(job(parallel={"pp": 2, "layers": [4, 0]})).layers == (4, 0)
+    assert sum(prepare(job(parallel={"pp": 2})).layers) == 4
+
+
+def test_two_microbatches_per_rank_where_none_are_given() -> None:
+    assert prepare(job(parallel={"pp": 2})).mbs == 4
+    assert prepare(job()).schedule == "1f1b"

@@ -1,0 +1,58 @@
+"""Every way to spoil a plan is refused, and the refusal says which op it is."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.lower import P2P, Policy
+from ir.plan.plan import Plan
+from ir.verify import check_plan
+from tests.ir.plans import WHOLE, moe_plan, stage_plan
+from tests.ir.verify import defects
+
+SINGLE = Policy(p2p=P2P.SINGLE)
+
+
+@lru_cache(maxsize=1)
+def plans() -> dict[str, Plan]:
+    """A few of every sort: bare stages, and experts under each ZeRO level."""
+    out = {f"{name} stages": stage_plan(name, 4, 6, None, WHOLE) for name in ("1f1b", "dualpipe", "zbv")}
+    out |= {f"{name} cut": stage_plan(name, 3, 5, None, Policy()) for name in ("gpipe", "zb1p", "dualpipev")}
+    out["interleaved single"] = stage_plan("interleaved-1f1b", 3, 5, None, SINGLE)
+    out["1f1b one program"] = stage_plan("1f1b", 1, 3, None, WHOLE)
+    out["dualpipe zero 0"] = moe_plan("dualpipe", 4, 4, zero=0, layers=4)
+    out["dualpipe zero 1"] = moe_plan("dualpipe", 4, 4, zero=1, layers=4)
+    out["1f1b zero 1, tied"] = moe_plan("1f1b", 3, 4, SINGLE, zero=1, layers=3, tied=True)
+    out["dualpipe zero 2"] = moe_plan("dualpipe", 2, 4, zero=2, layers=2)
+    out["dualpipev zero 3"] = moe_plan("dualpipev", 2, 3, zero=3, layers=4)
+    out["zbv zero 3"] = moe_plan("zbv", 2, 3, SINGLE, zero=3, layers=4, recompute=("full",))
+    return out
+
+
+def test_the_untouched_plans_pass() -> None:
+    for name, plan in plans().items():
+        check_plan(plan, serial="single" in name)
+
+
+@pytest.mark.parametrize("defect", defects.ALL)
+def test_there_is_a_plan_for_every_defect(defect: str) -> None:
+    assert any(defects.ALL[defect](plan, Random(n)) for plan in plans().values() for n in range(3))
+
+
+@pytest.mark.parametrize("defect", defects.ALL)
+@given(name=st.sampled_from(sorted(plans())), seed=st.integers(0, 2**32))
+def test_a_spoiled_plan_is_refused_by_name(defect: str, name: str, seed: int) -> None:
+    spoiled = defects.ALL[defect](plans()[name], Random(seed))
+    if spoiled is None:
+        return
+    plan, names = spoiled
+    with pytest.raises(PiperError) as refused:
+        check_plan(plan)
+    assert refused.value.kind in (ErrorKind.ILLEGAL_PLAN, ErrorKind.DEADLOCK)
+    assert any(name in refused.value.message for name in names), f"{names} not in:\n{refused.value}"

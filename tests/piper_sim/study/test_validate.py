@@ -1,0 +1,84 @@
+"""The parts of validate that need no run: what ops took, read off a trace; which plan to calibrate on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models.profile.profile import plan_keys
+from ir.job import load_job
+from ir.plan.plan import OpKind
+from ir.plan.text import plan_digest
+from piper_sim.engine import Scenario, play
+from piper_sim.pricing.costs import CostModel
+from piper_sim.pricing.hosts import inline
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.study.validate.calibrating import elsewhere
+from piper_sim.study.validate.samples import link_keys
+from piper_sim.study.validate.times import Times, alone, dispatch
+from tests.piper_sim.engine.cases import HEAVY, LAYERS, durations, layers
+
+JOB = """
+[model]
+config = "tiny-moe"
+num_hidden_layers = 8
+seq_len = 16
+[cluster]
+gpu = "h100-sxm"
+[parallel]
+pp = 2
+"""
+
+
+@HEAVY
+@given(LAYERS, st.integers(0, 99))
+def test_what_ops_took_by_themselves_is_read_off_a_run(case: dict[str, object], seed: int) -> None:
+    plan = layers(**case)  # type: ignore[arg-type]
+    given_s = durations(plan, seed)
+    host_s = 0.25
+    scenario = Scenario.of(plan, host=inline(plan, host_s))
+    run = play(scenario, given_s, 3)
+    assert run.post is not None
+    times = Times(run.post, run.start, run.end)
+    took = alone(scenario, times)[1:]
+    for kind in (OpKind.COMPUTE, OpKind.SEND, OpKind.COLLECTIVE):
+        mine = plan.kind == kind
+        assert np.array_equal(took[:, mine], np.broadcast_to(given_s, took.shape)[:, mine])
+    # A host that waits nowhere but for its compute needs the same for each op; a meeting's waits are not its own.
+    host = dispatch(scenario, times)[1:]
+    plain = np.append(plan.collective[:-1] < 0, True)
+    first = np.isin(np.arange(len(plan)), plan.bounds[:-1])
+    after = np.concatenate([[True], plain[:-1]])
+    assert (host[:, after & ~first] == host_s).all()
+
+
+@pytest.mark.parametrize(
+    "name",
+    "gpipe 1f1b interleaved-1f1b looped-bfs zb1p zb2p zbv v-half v-min dualpipe dualpipev".split(),  # noqa: SIM905
+)
+@pytest.mark.parametrize("more", [(), ("schedule.microbatches=3",), ("schedule.recompute=full", "parallel.zero=1")])
+def test_another_plan_with_all_that_the_judged_one_has(name: str, more: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    job = load_job(str(tmp_path / "job.toml"), (f"schedule.name={name}", *more))
+    hardware = hardware_of(job)
+    judged = prepare_priced(job, hardware)
+    other, sets = elsewhere(job, judged, hardware)
+    assert plan_digest(other.plan()) != plan_digest(judged.plan()) and other.mbs != judged.mbs
+    assert plan_keys(judged.plan()).keys() <= plan_keys(other.plan()).keys()
+    assert (other.schedule != judged.schedule) == (name != "dualpipe") and f"schedule.microbatches={other.mbs}" in sets
+
+
+@pytest.mark.parametrize("more", ["parallel.zero=1", "parallel.zero=3", "parallel.dp=4 parallel.ep=2"])
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
+def test_messages_have_one_name_wherever_it_is_asked(name: str, more: str, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    job = load_job(str(tmp_path / "job.toml"), (f"schedule.name={name}", "cluster.gpus_per_node=8", *more.split()))
+    prepared = prepare_priced(job, hardware_of(job))
+    plan = prepared.plan()
+    keys = {k for k in link_keys(plan, CostModel(prepared, hardware_of(job))) if k is not None}
+    known = plan_keys(plan).keys()
+    assert keys <= known and {k for k in known if k.startswith(("p2p", "all_", "reduce_", "all-", "reduce-"))} == keys
