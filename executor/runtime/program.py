@@ -8,7 +8,8 @@ from executor.parallel.collective import Meeting
 from executor.parallel.places import Places
 from ir.core.ops import Pass
 from ir.graph.graph import Node
-from ir.graph.sync import buckets, gathered
+from ir.graph.sync import buckets
+from ir.graph.zero import gathered
 from ir.plan.plan import AT_START, OpKind, Plan, Shape
 from ir.verify.host import host_reads
 

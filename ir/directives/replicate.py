@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.filters import Filter
 from ir.directives.select import select
-from ir.graph.graph.graph import Graph, Replica
+from ir.graph.graph import Graph, Replica
 
 
 @dataclass(frozen=True)

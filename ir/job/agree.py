@@ -8,8 +8,8 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.filters import parse_filter
 from ir.directives import Shard, Split
 from ir.directives.load import Strategy
-from ir.graph.graph.graph import Graph
-from ir.graph.graph.sync import buckets
+from ir.graph.graph import Graph
+from ir.graph.sync import buckets
 from ir.job.schema import Job
 
 

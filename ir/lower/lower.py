@@ -11,7 +11,8 @@ from ir.core.order import IntArray, Order
 from ir.core.waits import strongest
 from ir.directives.rows import orders_from_rows
 from ir.graph.graph import Graph, check, illegal
-from ir.graph.sync import buckets, weights_of, with_sync
+from ir.graph.sync import buckets, with_sync
+from ir.graph.zero import weights_of
 from ir.lower.frees import node_buffers
 from ir.lower.global_comm_order import joint_order
 from ir.lower.per_step_ops import TAIL, collective_ids, once_rows

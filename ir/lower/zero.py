@@ -11,7 +11,8 @@ import numpy as np
 from ir.core.ops import Pass
 from ir.core.order import IntArray
 from ir.graph.graph import Once
-from ir.graph.sync import Bucket, gathered, part_nodes, per_microbatch
+from ir.graph.sync import Bucket
+from ir.graph.zero import gathered, part_nodes, per_microbatch
 from ir.lower.plan_builder import STEP, Draft
 from ir.plan.names import gather_shape, reduction_shape
 from ir.plan.plan import AT_START, CATEGORIES, OpKind, Shape

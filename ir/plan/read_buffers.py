@@ -8,7 +8,7 @@ import numpy as np
 
 from ir.core.ops import Pass
 from ir.core.order import IntArray
-from ir.graph.sync import part_nodes
+from ir.graph.zero import part_nodes
 from ir.plan.plan import AT_START, CATEGORIES, Buffers, OpKind, sorted_buffers
 from ir.plan.rebuild import Columns, Raw
 from ir.plan.vocabulary import Vocabulary

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from ir.core.errors import nearest
 from ir.graph.graph import COMPUTE, Graph, Node
-from ir.graph.sync import Bucket, buckets, per_microbatch
+from ir.graph.sync import Bucket, buckets
+from ir.graph.zero import per_microbatch
 from ir.plan.names import Labels, TransferNames, fused_text, gather_shape, node_shape, reduction_shape
 from ir.plan.plan import OpKind, Shape
 

@@ -11,7 +11,8 @@ import numpy as np
 from ir.core.ops import Pass
 from ir.core.order import IntArray
 from ir.graph.graph import Node, Once, illegal
-from ir.graph.sync import Bucket, buckets, gathered, part_nodes, per_microbatch
+from ir.graph.sync import Bucket, buckets
+from ir.graph.zero import gathered, part_nodes, per_microbatch
 from ir.plan.plan import OpKind, Plan
 from ir.verify.coverage import Instances
 

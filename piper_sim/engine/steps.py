@@ -9,7 +9,8 @@ import numpy as np
 
 from ir.core.order import IntArray
 from ir.graph.graph import Once
-from ir.graph.sync import buckets, part_nodes
+from ir.graph.sync import buckets
+from ir.graph.zero import part_nodes
 from ir.plan.plan import OpKind, Plan
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from ir.core.work import CommKind
 from ir.graph.graph import Once
-from ir.graph.sync import buckets, gathered, per_microbatch
+from ir.graph.sync import buckets
+from ir.graph.zero import gathered, per_microbatch
 from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.lower import P2P, Policy

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from executor import cli
+from executor.launch import run as cli
 from ir.core.errors import ErrorKind, PiperError
 from ir.graph.sync import buckets
-from tests.executor.mixed import LAYERS, ROUNDING, Case, off, outcome
+from tests.executor.optim.mixed import LAYERS, ROUNDING, Case, off, outcome
 from tests.executor.runs import judged
 
 TWO = (1, 1, 1, 2, 1, "gpipe")

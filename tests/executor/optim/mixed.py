@@ -1,6 +1,7 @@
 """Mixes of `replicate`, drawn at random: levels, bucket sizes, streams, prefetch, by layer, part, stage, microbatch.
 
-`python -m tests.executor.mixed 200` runs so many: each trains as one process does, or is refused before a rank starts.
+`python -m tests.executor.optim.mixed 200` runs so many: each trains as one process does, or is refused before a rank
+starts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.directives.load import parse_strategy
 from ir.job.build import directives_json
 from tests.executor.runs import alone, distance, error, judged, merged, run
-from tests.executor.test_run_families import sets as family_sets
+from tests.executor.runtime.test_run_families import sets as family_sets
 
 ROUNDING, STEPS = 1e-10, 2
 LAYERS = 4
@@ -149,7 +150,7 @@ def campaign(count: int, first: int = 0) -> Iterator[tuple[int, Case, str, float
 
 
 def main() -> None:
-    """`python -m tests.executor.mixed COUNT [FIRST]`."""
+    """`python -m tests.executor.optim.mixed COUNT [FIRST]`."""
     found: Counter[str] = Counter()
     for seed, case, what, far in campaign(*map(int, sys.argv[1:3])):
         found[what.partition(":")[0]] += 1

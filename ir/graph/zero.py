@@ -1,0 +1,37 @@
+"""Which buckets ZeRO-2 and ZeRO-3 keep sharded through the step, and which nodes read or write them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from ir.core.ops import Pass
+from ir.graph.graph import COMPUTE, Graph
+from ir.graph.sync import Bucket
+
+
+def per_microbatch(found: tuple[Bucket, ...]) -> list[Bucket]:
+    """Buckets whose gradients are reduced after each microbatch."""
+    return [b for b in found if b.replica.zero >= 2 and b.ranks > 1]
+
+
+def part_nodes(graph: Graph, b: Bucket, passes: frozenset[Pass] = frozenset(Pass)) -> list[int]:
+    """The compute nodes of the parts that hold a bucket's parameters."""
+    parts = {(graph.entries[k].stage, graph.entries[k].name) for k in b.members}
+    nodes = enumerate(graph.nodes)
+    return [i for i, n in nodes if n.kind in passes and n.stream == COMPUTE and (n.stage, n.part) in parts]
+
+
+def gathered(graph: Graph, found: tuple[Bucket, ...]) -> dict[int, list[Bucket]]:
+    """The ZeRO-3 buckets that each compute node reads its weights from."""
+    out: dict[int, list[Bucket]] = defaultdict(list)
+    for b in per_microbatch(found):
+        if b.replica.zero == 3:
+            for i in part_nodes(graph, b):
+                out[i].append(b)
+    return out
+
+
+def weights_of(graph: Graph, found: tuple[Bucket, ...]) -> Mapping[int, frozenset[str]]:
+    """The same by name. An op holds nodes of equal weights only, so that it waits for no gather but its own."""
+    return {i: frozenset(b.key for b in bs) for i, bs in gathered(graph, found).items()}
