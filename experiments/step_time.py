@@ -27,7 +27,7 @@ from executor.device import clock
 from executor.device.device import Host
 from executor.launch import run as cli
 from executor.launch.launch import launch
-from executor.runtime.batch import Batch, Data
+from executor.runtime.batch import Batch, Data, Waiting
 from executor.runtime.interpreter import Interpreter
 from executor.runtime.program import Program
 from executor.runtime.rank import Local, crossing, topology
@@ -102,7 +102,7 @@ def rank(ctx: RankContext, spec: dict[str, Any], csv: str) -> dict[str, Any]:
     losses: dict[str, list[float]] = {"ours": [], "theirs": []}
 
     def we(step: int) -> None:
-        result = ours.step(step, dict(enumerate(batches(step))))
+        result = ours.step(step, {mb: Waiting(b, device.torch) for mb, b in enumerate(batches(step))})
         losses["ours"].append(sum(loss for _, loss in sorted(result.losses.items())))
 
     def they(step: int) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from executor.launch import run as cli
 from executor.measure.alloc import take_lists
@@ -86,7 +87,8 @@ def judged(schedule: str, size: tuple[int, int, int], op_s: float, steps: int, k
         file = Path(folder) / "job.toml"
         file.write_text(JOB.format(layers=2 * ranks, ranks=ranks, dp=dp, zero=zero, schedule=schedule, mbs=2 * ranks))
         options = Options(ranks * dp, steps, watchdog_s=60.0, emulate=op_s)
-        found = validate(load_job(str(file)), (), Tools(cli, take_lists), options, known).found
+        launcher: Any = cli
+        found = validate(load_job(str(file)), (), Tools(launcher, take_lists), options, known).found
     iteration, bare = found["iteration"], found["without_communication"]
     replay = found["replay"]["error"] if found["replay"] else float("nan")
     seconds = iteration["measured_s"], iteration["predicted_s"], bare["predicted_s"]
@@ -134,11 +136,11 @@ def main() -> None:
     rows: list[Row] = []
     print("ranks dp zero  F ms schedule          measured ms predicted ms    error     bare   replay  load", flush=True)
     sizes = product(*(map(int, text.split(",")) for text in (args.ranks, args.dp, args.zero)))
-    for size in sizes:
+    for ranks, dp, zero in sizes:
         for op_s in map(float, args.seconds.split(",")):
             known: dict[str, Calibration] = {}
             for schedule in args.schedules.split(","):
-                rows.append(judged(schedule, size, op_s, args.steps, known))
+                rows.append(judged(schedule, (ranks, dp, zero), op_s, args.steps, known))
                 print(rows[-1].text(), flush=True)
     print(summary(rows))
 

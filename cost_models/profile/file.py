@@ -227,10 +227,9 @@ def _table(value: object, at: str, known: Iterable[str], needed: Iterable[str]) 
 
 
 def _number(value: object, at: str) -> float:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST
-    if not good:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
         raise _wrong(at, value, "a finite number from 0 up")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def _count(value: object, at: str, least: int) -> int:

@@ -274,7 +274,7 @@ class _Seam(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+    return function.apply(*args)
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterable[Tensor]:

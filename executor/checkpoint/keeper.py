@@ -201,4 +201,4 @@ def _set_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def _on_gpu() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # and is not by being asked
+    return bool(torch.cuda.is_initialized())  # and is not by being asked

@@ -73,7 +73,7 @@ class _Fact:
     role: _Role
 
 
-class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Tracker(TorchDispatchMode):
     """Every storage that appears, by serial number, whether it depends on anything, and the kernels that ran."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:

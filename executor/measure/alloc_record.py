@@ -11,7 +11,7 @@ from executor.device.memory import Storages
 from ir.core.alloc import NONE, Birth, Release
 
 
-class Recorder(Storages):  # type: ignore[no-untyped-call]
+class Recorder(Storages):
     """Notes births inside `noting`, and the end of everything that has a name, whenever it comes.
 
     >>> import torch

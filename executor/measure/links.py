@@ -59,7 +59,8 @@ def wanted(prepared: Prepared, plan: Plan, processes: int) -> list[Want]:
 
 def _messages(plan: Plan) -> list[tuple[Message, tuple[int, ...]]]:
     """Every message that a rank of each program sends or takes part in, and with whom."""
-    places, nodes, out = Places.of(plan), plan.graph.nodes, []
+    places, nodes = Places.of(plan), plan.graph.nodes
+    out: list[tuple[Message, tuple[int, ...]]] = []
     for p, index in sorted({*zip(plan.program.tolist(), plan.shape.tolist(), strict=True)}):
         s, rank = plan.shapes[index], places.table[p][0]
         if s.kind is OpKind.SEND:
@@ -68,7 +69,7 @@ def _messages(plan: Plan) -> list[tuple[Message, tuple[int, ...]]]:
             out.append((message, (rank, places.peer(rank, s.peer))))
         for n, _ in s.covers:
             found = [*nodes[n].inline, *([nodes[n].message] if nodes[n].message is not None else [])]
-            programs = nodes[n].groups if nodes[n].once else (p,)
+            programs: tuple[int, ...] = nodes[n].groups if nodes[n].once else (p,)
             out += [(m, places.group(rank, m.axes, programs)) for m in found if m is not None]
         if s.kind is OpKind.COLLECTIVE and not s.covers and s.message is not None:
             out.append((s.message, places.group(rank, s.message.axes, (p,))))

@@ -208,8 +208,9 @@ def balanced(weights: Tensor, shares: Tensor, indices: Tensor, size: int, factor
     f: how often a sequence chose an expert, over the mean of all experts; P: the mean of its tokens' shares
     (tokens, experts), which add up to 1. indices: (tokens, top_k); size: sequences. Keeps f alone (DeepSeek-V2).
     """
-    found: tuple[Tensor, Tensor] = _Balanced.apply(weights, shares, indices, size, factor)  # type: ignore[no-untyped-call]
-    return found
+    untyped: Any = _Balanced.apply
+    kept, loss = untyped(weights, shares, indices, size, factor)
+    return kept, loss
 
 
 class _Permute(torch.autograd.Function):
@@ -263,5 +264,5 @@ def unpermute(rows: Tensor, order: Tensor, copies: int) -> Tensor:
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """`function.apply`, typed."""
-    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    out: Tensor = function.apply(*args)
     return out

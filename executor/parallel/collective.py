@@ -39,6 +39,7 @@ class Meeting:
         """What an op of this shape is on this rank."""
         program = places.program(rank)
         node = plan.graph.nodes[shape.covers[0][0]] if shape.covers else None
+        programs: tuple[int, ...]
         if node is None:
             found = _FLAT.fullmatch(shape.text)
             assert found is not None

@@ -68,7 +68,7 @@ def train(
                     stage.backward_weight(mb)
                 else:
                     end = evaluate(built, batch.ids, extras)
-                    end.backward()  # type: ignore[no-untyped-call]
+                    end.backward()
                     loss += end.item()
                     for name, p in built.params.items():
                         assert p.grad is not None, name

@@ -82,4 +82,5 @@ def _goal(
         load[r] += stage[s]
     # Rounded, so that the order of sums decides no tie.
     spread = (max(load), sum(x * x for x in load), max(stage), sum(x * x for x in stage))
-    return tuple(float(f"{x:.9e}") for x in spread), load  # type: ignore[return-value]
+    a, b, c, d = (float(f"{x:.9e}") for x in spread)
+    return (a, b, c, d), load

@@ -178,12 +178,12 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.tables = cos, sin  # they stay anyway
+        ctx.cos, ctx.sin = cos, sin  # they stay anyway
         return _turned(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _turned(dy, *ctx.tables, -1), None, None
+        return _turned(dy, ctx.cos, ctx.sin, -1), None, None
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
