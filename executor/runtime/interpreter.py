@@ -115,7 +115,10 @@ class Interpreter:
         """Wait until the device has caught up, op by op, so that a device that hangs is seen to hang at one."""
         for k, row in enumerate(self._pending):
             if not row.last.done():
-                self.progress.op(self.program.first + k, row.op)
+                if row.queued is None:
+                    self.progress.op(self.program.first + k, row.op)
+                else:  # it blocks on others: whoever waits is not who hangs
+                    self.progress.wait(self.program.others(self.program.first + k), row.op)
                 row.last.wait()
             self.rows.append((self._step, row.stream, row.op, row.post_s, *row.span()))
         self._pending.clear()

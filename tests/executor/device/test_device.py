@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from executor.device.device import Host
-from executor.device.progress import Progress, create
+from executor.device.progress import Progress, State, create
 from executor.runtime.interpreter import Interpreter
 from executor.runtime.program import Program
 from executor.runtime.rank import blank, crossing, topology
@@ -166,6 +166,44 @@ def test_on_the_device_too_nothing_starts_before_what_the_plan_lets_it_wait_for(
     prepared, plan = judged(tmp_path, *sets)
     assert _broken(plan, _spans(plan, prepared, Witness(), tmp_path)) == []
     assert len(_broken(plan, _spans(plan, prepared, Witness(deaf=True), tmp_path))) > len(plan) / 4
+
+
+class _Noted(Progress):
+    """Remembers how each op was shown since somebody last cleared `seen`."""
+
+    seen: list[tuple[str, State]]
+
+    def _write(self, state: State) -> None:
+        super()._write(state)
+        self.__dict__.setdefault("seen", []).append((self._text.decode(), state))
+
+
+class _Settling(Interpreter):
+    """Keeps how each op was shown while the host waited for the device at the end of the step."""
+
+    def _settle(self) -> None:
+        self.progress.seen = []  # type: ignore[attr-defined]
+        super()._settle()
+
+
+def test_who_waits_for_a_message_on_the_device_is_shown_to_wait(tmp_path: Path) -> None:
+    prepared, plan = judged(tmp_path)
+    create(tmp_path / "progress", plan.programs)
+    spec, device = Spec("", (), "", "", "", 1, backend="local", emulate=0.0), Witness()
+
+    def life(t: LocalTransport) -> list[tuple[str, State]]:
+        program, progress = Program.of(plan, t.rank), _Noted(tmp_path / "progress", t.rank)
+        kernels, empty = blank(prepared, plan, program, spec), crossing(prepared, Host())
+        run = _Settling(program, kernels, t, progress, device, empty)
+        run.step(0, dict.fromkeys(range(prepared.mbs), _NoBatch()))  # type: ignore[arg-type]
+        run.close()
+        return progress.seen
+
+    for rank, seen in enumerate(run_threads(life, topology(plan), device)):
+        a, b = plan.bounds[rank : rank + 2].tolist()
+        talks = {plan.text(i): plan.kind[i] != OpKind.COMPUTE for i in range(a, b)}
+        assert {talks[text] for text, _ in seen} == {True, False}
+        assert all(state is (State.WAIT if talks[text] else State.RUN) for text, state in seen)
 
 
 def test_an_op_that_the_device_queues_needs_no_thread() -> None:
