@@ -25,6 +25,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.house.rules
 
 bench: $(STAMP)
 	$(BIN)/python -m experiments.engine_speed
