@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from executor.parallel.places import Places
 from ir.core.work import CommKind
-from ir.graph.graph import Once
-from ir.graph.sync import buckets
 from ir.plan.plan import OpKind, Plan, Shape
 
-_FLAT = re.compile(r"(\d+)(?:RS|AG_[FIWR])\*/(.+?)(?:\+\d+)?", re.ASCII)
 ONCE = -1  # instead of a microbatch
 
 
@@ -41,20 +37,15 @@ class Meeting:
         node = plan.graph.nodes[shape.covers[0][0]] if shape.covers else None
         programs: tuple[int, ...]
         if node is None:
-            found = _FLAT.fullmatch(shape.text)
-            assert found is not None
-            message, programs, key = shape.message, (program,), f"{found[1]}/{found[2]}"
+            message, programs = shape.message, (program,)
         elif not node.once:
-            message, programs, key = node.message, (program,), ""
+            message, programs = node.message, (program,)
         else:
             message, programs, mb = node.message, node.groups, ONCE
-            key = "" if node.kind is Once.NORM else f"{node.stage}/{node.part}"
-            if key and key not in {b.key for b in buckets(plan.graph)}:
-                key = key.removesuffix(f".p{program}")  # a group's own gather of a bucket that others hold too
         assert message is not None
         members = places.group(rank, message.axes, programs)
         group = f"{shape.stream}:{','.join(map(str, members))}"
-        return cls(message.kind, key, mb, group, members, exchange=node is not None and not node.once)
+        return cls(message.kind, shape.bucket, mb, group, members, exchange=node is not None and not node.once)
 
 
 def groups(plan: Plan, places: Places) -> dict[str, tuple[int, ...]]:

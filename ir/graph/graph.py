@@ -89,7 +89,7 @@ class Node:
     @property
     def once(self) -> bool:
         """Whether it exists once per step."""
-        return isinstance(self.kind, Once)
+        return type(self.kind) is Once
 
     @property
     def groups(self) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ def zero_rows(draft: Draft, found: tuple[Bucket, ...]) -> None:
         if nodes[i].kind in (Once.NORM, Once.UPDATE):
             after[p].append((row, None))
         elif nodes[i].kind is Once.ALL_REDUCE:
-            after[p] += [(row, b) for b in sharded if (b.stage, b.name) == (nodes[i].stage, nodes[i].part)]
+            after[p] += [(row, b) for b in sharded if b.key == nodes[i].bucket]
     pools = {p: _opens(draft, [b for b in sharded if p in b.owners], p) for p in updates}
     for b in sharded:
         for p in b.owners:
@@ -119,7 +119,7 @@ class _Gathers:
         self.start = int(draft.start[program])
         self.here: OrderedDict[str, _Copy] = OrderedDict()
         self.gone: list[_Copy] = []
-        self.again: Counter[tuple[str, str, int]] = Counter()
+        self.again: Counter[tuple[str, Pass, int]] = Counter()
         self.front = 0  # no gather is dispatched before this row: there is no room
         self.uses: list[int] = []
         self.made: list[tuple[int, int, int, int]] = []  # shape, microbatch, row it is dispatched before, row it is for
@@ -149,16 +149,16 @@ class _Gathers:
         alloc, zero = ids[gather], np.zeros(len(copies), dtype=np.int64)
         _buffers(draft, alloc=alloc, alloc_cover=zero, name=alloc, free=last, free_cover=cover, size=size)
 
-    def _wanted(self, shape: Shape) -> list[tuple[Bucket, int, int, str]]:
+    def _wanted(self, shape: Shape) -> list[tuple[Bucket, int, int, Pass]]:
         """(bucket, last cover that reads it, its member, pass) of one op."""
-        out: dict[str, tuple[Bucket, int, int, str]] = {}
+        out: dict[str, tuple[Bucket, int, int, Pass]] = {}
         for c, (node, member) in enumerate(shape.covers):
             for b in self.users.get(node, ()):
-                way = out[b.key][3] if b.key in out else str(self.draft.graph.nodes[node].kind)
+                way = out[b.key][3] if b.key in out else Pass(self.draft.graph.nodes[node].kind)
                 out[b.key] = (b, c, member, way)
         return list(out.values())
 
-    def _use(self, row: int, mbs: tuple[int, int], wanted: list[tuple[Bucket, int, int, str]]) -> None:
+    def _use(self, row: int, mbs: tuple[int, int], wanted: list[tuple[Bucket, int, int, Pass]]) -> None:
         keys = {b.key for b, _, _, _ in wanted}
         for b, cover, member, way in sorted(wanted, key=lambda w: w[0].key not in self.here):
             self.uses.append(row)
@@ -172,7 +172,7 @@ class _Gathers:
             self.here.move_to_end(b.key)
             self.here[b.key].last, self.here[b.key].cover = row, cover
 
-    def _gather(self, b: Bucket, way: str, mb: int, row: int) -> _Copy:
+    def _gather(self, b: Bucket, way: Pass, mb: int, row: int) -> _Copy:
         again = self.again[b.key, way, mb]
         self.again[b.key, way, mb] += 1
         shape = self.draft.shape(gather_shape(b, way, again, self.element))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ from ir.core.ops import Pass
 from ir.core.work import CommKind, Message
 from ir.graph.graph import COMPUTE, Graph
 from ir.graph.sync import Bucket
-from ir.plan.plan import OpKind, Shape
+from ir.plan.plan import OpKind, Role, Shape
 
 Slot = tuple[int, int]  # (node, slot)
 # The passes that a letter stands for: R comes with the I that reads it, B is the whole backward.
@@ -28,7 +27,7 @@ def node_shape(graph: Graph, node: int) -> Shape:
     n = graph.nodes[node]
     kind = OpKind.COMPUTE if n.stream == COMPUTE else OpKind.COLLECTIVE
     text = f"{n.stage}{n.kind}{'' if n.once else '*'}" + (f"/{n.part}" if n.part else "")
-    return Shape(kind, n.stream, text, ((node, 0),), message=n.message)
+    return Shape(kind, n.stream, text, ((node, 0),), message=n.message, bucket=n.bucket)
 
 
 def fused_text(texts: Sequence[str]) -> str:
@@ -123,27 +122,16 @@ def _way(kind: object) -> str:
     return "F" if kind is Pass.F else "B"
 
 
-_FLAT = re.compile(r"(\d+)(?:RS|AG_[FIWR])\*/(.+?)(?:\+\d+)?", re.ASCII)
-
-
 def reduction_shape(b: Bucket, element: int) -> Shape:
     """A microbatch's reduction of a bucket: `2RS3/dense`."""
     message = Message(CommKind.REDUCE_SCATTER, b.shard * b.ranks * element, b.axes)
-    return Shape(OpKind.COLLECTIVE, b.replica.reduce_stream, f"{b.stage}RS*/{b.name}", message=message)
+    text = f"{b.stage}{Role.REDUCE}*/{b.name}"
+    return Shape(OpKind.COLLECTIVE, b.replica.reduce_stream, text, message=message, bucket=b.key, role=Role.REDUCE)
 
 
-def gather_shape(b: Bucket, way: str, again: int, element: int) -> Shape:
+def gather_shape(b: Bucket, reads: Pass, again: int, element: int) -> Shape:
     """A gather of weights for a pass of a microbatch: `2AG_F3/l7.dense`; the next for the same: `2AG_F3/l7.dense+1`."""
     message = Message(CommKind.ALL_GATHER, b.shard * b.ranks * element, b.axes)
-    text = f"{b.stage}AG_{way}*/{b.name}" + (f"+{again}" if again else "")
-    return Shape(OpKind.COLLECTIVE, b.replica.gather_stream, text, message=message)
-
-
-def bucket_key(text: str) -> str:
-    """The bucket that a gather or reduction of a microbatch is about, from its shape's text.
-
-    >>> bucket_key("2AG_F*/l7.dense+1"), bucket_key("2RS*/dense")
-    ('2/l7.dense', '2/dense')
-    """
-    stage, name = _FLAT.fullmatch(text).groups()  # type: ignore[union-attr]
-    return f"{stage}/{name}"
+    text = f"{b.stage}{Role.GATHER}_{reads}*/{b.name}" + (f"+{again}" if again else "")
+    about = dict(bucket=b.key, role=Role.GATHER, reads=reads, again=again)
+    return Shape(OpKind.COLLECTIVE, b.replica.gather_stream, text, message=message, **about)  # type: ignore[arg-type]

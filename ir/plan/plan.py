@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from functools import cached_property
 
 import numpy as np
 
+from ir.core.ops import Pass
 from ir.core.order import IntArray
 from ir.core.work import Message
 from ir.graph.graph import Graph
@@ -27,12 +28,21 @@ class OpKind(IntEnum):
     COLLECTIVE = 3
 
 
+class Role(StrEnum):
+    """What a microbatch's collective does for a bucket: reduce its gradients, or gather its weights."""
+
+    REDUCE = "RS"
+    GATHER = "AG"
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What ops that differ only in their microbatch have in common.
 
     text: op text with * for a microbatch. covers: (node, member) pairs in the order they run; member says which of the
     op's microbatches. slot, peer: for a send or receive, the (node, slot) whose buffer travels, and the other program.
+    bucket: `Bucket.key` of what a collective reduces or gathers. role: of one that does so for a microbatch and stands
+    for no node; reads: the pass that a gather is for; again: how many came before it for that pass and microbatch.
     """
 
     kind: OpKind
@@ -42,6 +52,10 @@ class Shape:
     slot: tuple[int, int] | None = None
     message: Message | None = None
     peer: int = -1
+    bucket: str = ""
+    role: Role | None = None
+    reads: Pass | None = None
+    again: int = 0
 
     def stamp(self, mb: int, mb2: int) -> str:
         """The text of one op.

@@ -9,7 +9,7 @@ import numpy as np
 from ir.core.ops import Pass
 from ir.core.order import IntArray
 from ir.graph.zero import part_nodes
-from ir.plan.plan import AT_START, CATEGORIES, Buffers, OpKind, sorted_buffers
+from ir.plan.plan import AT_START, CATEGORIES, Buffers, OpKind, Role, sorted_buffers
 from ir.plan.rebuild import Columns, Raw
 from ir.plan.vocabulary import Vocabulary
 
@@ -58,7 +58,7 @@ class _Reading:
         size = np.array([b.bytes for n in c.graph.nodes for b in n.writes], dtype=np.int64)
         recv = np.flatnonzero(c.kind == OpKind.RECV)
         recv = recv[size[c.carried[recv]] > 0]
-        ag = [s.message.bytes if s.message and not s.covers and "AG_" in s.text else 0 for s in c.shapes]
+        ag = [s.message.bytes if s.message and s.role is Role.GATHER else 0 for s in c.shapes]
         made = c.by_shape(ag)
         gather = np.flatnonzero(made)
         op, naming, given = np.array(self.raw.allocs, dtype=np.int64).reshape(-1, 3).T
@@ -73,8 +73,8 @@ class _Reading:
 
     def _bucket_covers(self, naming: int, op: int, passes: frozenset[Pass]) -> list[int]:
         """The covers of an op that work on the bucket which another op gathers or reduces."""
-        found = self.words.flat(self.c.shapes[int(self.c.shape[naming])].text)
-        nodes = set(part_nodes(self.c.graph, found[0], passes)) if found else set()
+        found = self.words.buckets.get(self.c.shapes[int(self.c.shape[naming])].bucket)
+        nodes = set(part_nodes(self.c.graph, found, passes)) if found else set()
         return [k for k, (n, _) in enumerate(self.c.shapes[int(self.c.shape[op])].covers) if n in nodes]
 
     def _first_w(self, naming: int, op: int) -> int:
@@ -98,7 +98,7 @@ class _Reading:
         for k in np.flatnonzero(free[self.local :] >= 0).tolist():
             naming, at = int(self.columns["slot"][self.local + k]), int(free[self.local + k])
             shape = self.c.shapes[int(self.c.shape[naming])]
-            if shape.kind is OpKind.COLLECTIVE and "AG_" in shape.text:
+            if shape.role is Role.GATHER:
                 key = int(self.c.shape[naming]), int(self.c.shape[at])
                 if key not in memo:
                     memo[key] = max(self._bucket_covers(naming, at, everything), default=AT_START)

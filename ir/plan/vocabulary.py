@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ir.core.errors import nearest
+from ir.core.ops import Pass
 from ir.graph.graph import COMPUTE, Graph, Node
 from ir.graph.sync import Bucket, buckets
 from ir.graph.zero import per_microbatch
 from ir.plan.names import Labels, TransferNames, fused_text, gather_shape, node_shape, reduction_shape
-from ir.plan.plan import OpKind, Shape
+from ir.plan.plan import OpKind, Role, Shape
 
 _TRANSFER = re.compile(r"(send>|recv<|p2p[<>])(0|[1-9]\d{0,5})", re.ASCII)
-_FLAT = re.compile(r"(\d{1,9})(RS|AG_[FIWR])\*/(.+?)(?:\+([1-9]\d{0,8}))?", re.ASCII)
+_AGAIN = re.compile(r"(\S+)\+([1-9]\d{0,8})", re.ASCII)  # the text of a gather of what was gathered before
 _SLOT = re.compile(r"(\d{1,9}[FIWR])(0|[1-9]\d{0,8})(/\S+)?\.([^\s./:]+)", re.ASCII)
 
 
@@ -41,7 +43,8 @@ class Vocabulary:
             for slot in n.writes:
                 self._slots[f"{n.stage}{n.kind}", f"/{n.part}" if n.part else "", slot.slot] = base
                 base += 1
-        self._flat = {b.key: b for b in per_microbatch(buckets(graph))}
+        self.buckets = {b.key: b for b in per_microbatch(buckets(graph))}
+        self._flat = {s.text: s for b in self.buckets.values() for s in self._shapes(b)}
 
     def define(self, text: str, words: Sequence[str]) -> str | None:
         """Learn what a coalesced op covers; returns what is wrong with it, if anything is."""
@@ -70,20 +73,24 @@ class Vocabulary:
             return shape
         if m := _TRANSFER.fullmatch(cell):
             return self._transfer(m[1], int(m[2]), text)
-        if (m := _FLAT.fullmatch(text)) and (found := self.flat(text)):
-            return found[1] if found[1].stream == cell else None
-        return None
+        flat = self._flat.get(text) or self._again(text)
+        return flat if flat is not None and flat.stream == cell else None
 
-    def flat(self, text: str) -> tuple[Bucket, Shape] | None:
-        """The bucket and shape of a microbatch's reduction or gather."""
-        m = _FLAT.fullmatch(text)
-        b = self._flat.get(f"{m[1]}/{m[3]}") if m else None
-        if not m or not b or self.graph.source is None or (m[2] != "RS" and b.replica.zero < 3):
-            return None
+    def _shapes(self, b: Bucket) -> list[Shape]:
+        """A bucket's reduction, and where its weights are sharded their first gathers, for a microbatch."""
+        if self.graph.source is None:
+            return []
         reduce, gather = self.graph.source.sync_bytes()
-        if m[2] == "RS":
-            return None if m[4] else (b, reduction_shape(b, reduce))
-        return b, gather_shape(b, m[2][-1], int(m[4] or 0), gather)
+        gathers = [gather_shape(b, p, 0, gather) for p in Pass] if b.replica.zero == 3 else []
+        return [reduction_shape(b, reduce), *gathers]
+
+    def _again(self, text: str) -> Shape | None:
+        """The shape of a later gather: `2AG_F*/l7.dense+1`."""
+        m = _AGAIN.fullmatch(text)
+        first = self._flat.get(m[1]) if m else None
+        if m is None or first is None or first.role is not Role.GATHER:
+            return None
+        return replace(first, text=text, again=int(m[2]))
 
     def _transfer(self, way: str, peer: int, text: str) -> Shape | None:
         kind = OpKind.SEND if way[-1] == ">" else OpKind.RECV

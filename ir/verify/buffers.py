@@ -11,13 +11,15 @@ from ir.plan.plan import OpKind, Plan
 from ir.verify.coverage import Instances
 from ir.verify.reads import Reads
 from ir.verify.waits import Waits
-from ir.verify.zero import ZeroNeeds
 
 Readers = tuple[IntArray, IntArray, IntArray]  # op, cover, buffer
 
 
-def check_buffers(plan: Plan, found: Instances, read: Reads, zero: ZeroNeeds, waits: Waits) -> None:
-    """Raise on a buffer that is missing or twice there, and on a free that comes too early or at a wrong place."""
+def check_buffers(plan: Plan, found: Instances, read: Reads, flat: IntArray, waits: Waits) -> None:
+    """Raise on a buffer that is missing or twice there, and on a free that comes too early or at a wrong place.
+
+    flat: (op, the op that a gathered or reduced buffer it uses is called after).
+    """
     b = plan.buffers
     of = _written(plan, found, read.base)
     freed = np.flatnonzero(b.free >= 0)
@@ -26,7 +28,7 @@ def check_buffers(plan: Plan, found: Instances, read: Reads, zero: ZeroNeeds, wa
     comm = (plan.kind[at] != OpKind.COMPUTE) & (at != b.alloc[freed])
     _refuse(plan, freed[comm], "on a communication op; frees stand on compute ops")
     _refuse(plan, freed[at < b.alloc[freed]], "before it is written")
-    _check_readers(plan, readers(plan, read, zero, of), waits)
+    _check_readers(plan, readers(plan, read, flat, of), waits)
 
 
 def _check_readers(plan: Plan, found: Readers, waits: Waits) -> None:
@@ -76,7 +78,7 @@ def _written(plan: Plan, found: Instances, base: IntArray) -> IntArray:
     return of
 
 
-def readers(plan: Plan, read: Reads, zero: ZeroNeeds, of: IntArray) -> Readers:
+def readers(plan: Plan, read: Reads, uses: IntArray, of: IntArray) -> Readers:
     """(op, cover, buffer): who reads which buffer on the program that holds it. A send reads what it carries."""
     named = np.full(len(plan), -1, dtype=np.int64)
     by_op = np.flatnonzero(plan.buffers.node < 0)
@@ -84,7 +86,6 @@ def readers(plan: Plan, read: Reads, zero: ZeroNeeds, of: IntArray) -> Readers:
     held = of[read.slot, read.mb] if len(of) else np.full(len(read.slot), -1)
     far = read.send >= 0
     arrived = named[plan.partner[np.maximum(read.send, 0)]]
-    uses = np.array(zero.uses, dtype=np.int64).reshape(-1, 2)
     size = np.array([w.bytes for n in plan.graph.nodes for w in n.writes], dtype=np.int64)
     brings = np.concatenate([plan.partner[read.send[far & (size[read.slot] > 0)]], uses[:, 1]])
     lost = brings[named[brings] < 0]

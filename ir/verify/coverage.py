@@ -60,7 +60,15 @@ def _bare_once(plan: Plan) -> None:
     """Transfers, gathers and reductions of one microbatch stand for no node; each is there once all the same."""
     bare = np.array([not s.covers for s in plan.shapes] or [False])
     rows = np.flatnonzero(bare[plan.shape])
-    key = (plan.program[rows] * len(plan.shapes) + plan.shape[rows]) * (plan.graph.mbs + 1) + plan.mb[rows]
+    stray = (plan.mb[rows] < 0) | (plan.mb[rows] >= plan.graph.mbs)
+    if stray.any():
+        raise illegal(f"{_where(plan, int(rows[np.argmax(stray)]))} names a microbatch that does not exist")
+    same: dict[object, int] = {}  # whatever it is called, and on whatever stream it stands
+    number = np.zeros(len(plan.shapes), dtype=np.int64)
+    for k in np.flatnonzero(bare).tolist():
+        s = plan.shapes[k]
+        number[k] = same.setdefault((int(s.kind), s.slot, s.peer, s.bucket, s.role, s.reads, s.again), k)
+    key = (plan.program[rows] * len(plan.shapes) + number[plan.shape[rows]]) * plan.graph.mbs + plan.mb[rows]
     by = np.argsort(key, kind="stable")
     again = np.zeros(len(rows), dtype=bool)
     again[by[1:]] = np.diff(key[by]) == 0

@@ -10,19 +10,15 @@ from ir.plan.plan import OpKind, Plan
 from ir.verify.coverage import Instances
 from ir.verify.reads import Reads, carried
 from ir.verify.waits import Waits
-from ir.verify.zero import ZeroNeeds
 
 Pairs = tuple[IntArray, IntArray]  # (writer, reader) ops of one program
 
 
-def check_waits(plan: Plan, found: Instances, read: Reads, zero: ZeroNeeds, waits: Waits) -> None:
-    """Raise on the first op that could start before something it reads is there."""
+def check_waits(plan: Plan, found: Instances, read: Reads, more: IntArray, waits: Waits) -> None:
+    """Raise on the first op that could start before something it reads is there. more: further (writer, reader)."""
     _check_local(plan)
     _check_inside(plan, read)
-    pairs = [_data(plan, found, read), _joins(plan, found), _after_dispatched(plan)]
-    if zero.needs:
-        a, b = np.array(zero.needs, dtype=np.int64).T
-        pairs.append((a, b))
+    pairs = [_data(plan, found, read), _after_dispatched(plan), (more[:, 0], more[:, 1])]
     writer, reader = (np.concatenate(x) for x in zip(*pairs, strict=True))
     ok = waits.prove(reader, writer)
     bad = np.flatnonzero(~ok)
@@ -77,29 +73,6 @@ def _data(plan: Plan, found: Instances, read: Reads) -> Pairs:
     node = np.searchsorted(read.base, carried(plan, read.base)[send], side="right") - 1
     writer = [read.writer[near], plan.partner[read.send[far]], found.op[node, plan.mb[send]]]
     return np.concatenate(writer), np.concatenate([read.reader[near], read.reader[far], send])
-
-
-def _joins(plan: Plan, found: Instances) -> Pairs:
-    """A once-op follows every contribution of its own program."""
-    g = plan.graph
-    writer: list[int] = []
-    reader: list[int] = []
-    for e in g.edges:
-        if not e.join:
-            continue
-        for p in g.nodes[e.dst].groups:
-            row = int(found.op[e.dst, p])
-            if g.nodes[e.src].once:
-                if p in g.nodes[e.src].groups:
-                    writer.append(int(found.op[e.src, p]))
-                    reader.append(row)
-                continue
-            mine = found.op[e.src, : g.mbs]
-            mine = mine[plan.program[mine] == p]
-            if len(mine):
-                writer.append(int(mine.max()))
-                reader.append(row)
-    return np.array(writer, dtype=np.int64), np.array(reader, dtype=np.int64)
 
 
 def _after_dispatched(plan: Plan) -> Pairs:

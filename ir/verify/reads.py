@@ -33,10 +33,11 @@ class Reads:
 def reads(plan: Plan, found: Instances) -> Reads:
     """All of them. Raises PiperError (illegal_plan) where a buffer is read on a program that nothing sends it to."""
     g = plan.graph
-    edges = [e for e in g.edges if not e.join and not g.nodes[e.src].once and not g.nodes[e.dst].once]
-    src, dst = (np.array([getattr(e, k) for e in edges], dtype=np.int64) for k in ("src", "dst"))
+    once = [n.once for n in g.nodes]
+    edges = [(e.src, e.dst, e.slot) for e in g.edges if not (e.join or once[e.src] or once[e.dst])]
+    src, dst, written = np.array(edges, dtype=np.int64).reshape(-1, 3).T
     base = np.concatenate([[0], np.cumsum([len(n.writes) for n in g.nodes])]).astype(np.int64)
-    slot = np.repeat(base[src] + np.array([e.slot for e in edges], dtype=np.int64), g.mbs)
+    slot = np.repeat(base[src] + written, g.mbs)
     mb = np.tile(np.arange(g.mbs), len(edges))
     writer, reader = found.op[src, : g.mbs].ravel(), found.op[dst, : g.mbs].ravel()
     covers = found.cover[src, : g.mbs].ravel(), found.cover[dst, : g.mbs].ravel()

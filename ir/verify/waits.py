@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from ir.core.order import BoolArray, IntArray
-from ir.core.waits import running_max, segments
 from ir.plan.plan import Plan
 
 
@@ -15,11 +14,11 @@ class Waits:
     def __init__(self, plan: Plan) -> None:
         self._stream, self._streams, self._ops = plan.stream, len(plan.streams), len(plan)
         row, on = plan.waits.rows(), plan.waits.items
-        pair = self._pair(row, on)
-        key = pair * self._ops + row
-        by = np.argsort(key)
-        self._key = key[by]
-        self._reach = running_max(on[by], segments(pair[by]))
+        before = self._pair(row, on) * self._ops
+        by = np.argsort(before + row)
+        self._key = (before + row)[by]
+        # A later pair's numbers are larger than any of those before it, so that its maximum starts anew.
+        self._reach = np.maximum.accumulate((before + on)[by])
 
     def _pair(self, row: IntArray, on: IntArray) -> IntArray:
         return self._stream[row] * self._streams + self._stream[on]
@@ -30,8 +29,7 @@ class Waits:
         ok: BoolArray = same & (on < row)
         if not len(self._key):
             return ok
-        pair = self._pair(row, on)
-        at = np.searchsorted(self._key, pair * self._ops + row, side="right") - 1
-        found = (at >= 0) & (self._key[at] // self._ops == pair)
-        ok |= ~same & found & (self._reach[at] >= on)
+        before = self._pair(row, on) * self._ops
+        at = np.searchsorted(self._key, before + row, side="right") - 1
+        ok |= ~same & (at >= 0) & (self._reach[at] >= before + on)
         return ok

@@ -1,99 +1,177 @@
-"""What ZeRO-2 and ZeRO-3 promise, checked on the final order: reductions reach the update, gathers their users."""
+"""What ZeRO-2 and ZeRO-3 promise, checked on the final order: each microbatch's reductions, gathers and their room."""
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from ir.core.ops import Pass
+from ir.core.errors import PiperError
 from ir.core.order import IntArray
-from ir.graph.graph import Node, Once, illegal
-from ir.graph.sync import Bucket, buckets
-from ir.graph.zero import gathered, part_nodes, per_microbatch
-from ir.plan.plan import OpKind, Plan
+from ir.graph.graph import illegal
+from ir.plan.plan import OpKind, Plan, Role
 from ir.verify.coverage import Instances
+from ir.verify.held import Held
+from ir.verify.once import Tail
 
-_GATHER = re.compile(r"(\d+)AG_[FIWR]\*/(.+?)(?:\+\d+)?", re.ASCII)
+_NONE = np.zeros((0, 2), dtype=np.int64)
 
 
-@dataclass
-class ZeroNeeds:
-    """needs: (writer, reader) ops of one program. uses: (op, buffer) of those who write or read a flat buffer, called
-    after the op that gathers or reduces it.
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Which op reads which gathered weights: one entry per op and bucket, in the plan's order of ops.
+
+    gather: the op that brought them.
     """
 
-    needs: list[tuple[int, int]] = field(default_factory=list)
-    uses: list[tuple[int, int]] = field(default_factory=list)
+    op: IntArray
+    bucket: IntArray
+    gather: IntArray
 
 
-def zero_needs(plan: Plan, found: Instances) -> ZeroNeeds:
-    """W -> RS -> what sums it further, AG -> compute. Raises where a reduction or gather is missing."""
-    out = ZeroNeeds()
-    all_buckets = buckets(plan.graph)
-    sharded = per_microbatch(all_buckets)
-    if not sharded:
-        return out
-    flat = [k for k, s in enumerate(plan.shapes) if s.kind is OpKind.COLLECTIVE and not s.covers]
-    rows = np.flatnonzero(np.isin(plan.shape, flat)).tolist()
-    named = {(int(plan.program[i]), plan.text(i)): i for i in rows}
-    for b in sharded:
-        for p in b.owners:
-            _reductions(plan, found, b, p, named, out)
-    _gathers(plan, all_buckets, rows, out)
-    return out
+@dataclass(frozen=True, eq=False)
+class ZeroNeeds:
+    """needs: [needed op, op that needs it] of one program. uses: [op, flat buffer] of those who write or read one,
+    which is called after the op that gathers or reduces it.
+    """
+
+    needs: IntArray
+    uses: IntArray
+    read: Reading
+
+
+def zero_needs(plan: Plan, found: Instances, holds: Sequence[Held], tail: Tail) -> ZeroNeeds:
+    """W -> RS -> what sums it further, AG -> compute. Raises where a reduction or gather is missing, early or idle."""
+    passing = [h for h in holds if h.passing]
+    at = {h.bucket.key: k for k, h in enumerate(passing)}
+    roles = {role: np.flatnonzero(np.array([s.role is role for s in plan.shapes])[plan.shape]) for role in Role}
+    of_shape = np.array([at.get(s.bucket, -1) if s.role else -1 for s in plan.shapes], dtype=np.int64)
+    for rows in roles.values():
+        if (stray := rows[of_shape[plan.shape[rows]] < 0]).size:
+            raise _wrong(plan, stray, "is about a bucket that is not divided")
+    if not passing:
+        nothing = np.zeros(0, dtype=np.int64)
+        return ZeroNeeds(_NONE, _NONE, Reading(nothing, nothing, nothing))
+    _check_messages(plan, passing, of_shape)
+    needs, uses = _reductions(plan, found, passing, tail, roles[Role.REDUCE], of_shape)
+    read = _readings(plan, passing, roles[Role.GATHER], of_shape)
+    needs = np.concatenate([needs, np.stack([read.gather, read.op], 1)])
+    return ZeroNeeds(needs, np.concatenate([uses, np.stack([read.op, read.gather], 1)]), read)
+
+
+def _check_messages(plan: Plan, passing: Sequence[Held], of_shape: IntArray) -> None:
+    assert plan.graph.source is not None
+    reduce, gather = plan.graph.source.sync_bytes()
+    for s, k in zip(plan.shapes, of_shape.tolist(), strict=True):
+        if k >= 0:
+            h = passing[k]
+            size = h.share * h.inside * (reduce if s.role is Role.REDUCE else gather)
+            if s.message is None or set(s.message.axes) != set(h.bucket.axes) or s.message.bytes != size:
+                raise illegal(f"{s.text} is not {size} bytes over {sorted(h.bucket.axes)}: {s.message}")
 
 
 def _reductions(
-    plan: Plan, found: Instances, b: Bucket, p: int, named: dict[tuple[int, str], int], out: ZeroNeeds
-) -> None:
-    g = plan.graph
-    ws = np.array(part_nodes(g, b, frozenset({Pass.W})), dtype=np.int64)
-    inst = found.op[ws, : g.mbs]
-    mine = plan.program[inst] == p
-    after = [int(found.op[i, p]) for i, n in enumerate(g.nodes) if n.once and p in n.groups and _sums(n, b)]
-    for mb in np.flatnonzero(mine.any(axis=0)).tolist():
-        contributions = inst[mine[:, mb], mb]
-        last = int(contributions.max())
-        text = f"{b.stage}RS{mb}/{b.name}"
-        row = named.get((p, text))
-        if row is None:
-            raise illegal(f"program {p}: {text} is missing", f"reduce behind {plan.text(last)}")
-        out.needs += [(last, row), *((row, x) for x in after)]
-        out.uses += [(int(w), row) for w in contributions] + [(row, row)]
+    plan: Plan, found: Instances, passing: Sequence[Held], tail: Tail, rows: IntArray, of_shape: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Each bucket's gradient of each microbatch is reduced once, where all of it was made, before anybody reads it."""
+    g, needs, uses = plan.graph, [_NONE], [_NONE]
+    bucket = of_shape[plan.shape[rows]]
+    reducing = np.full((len(passing), plan.programs, g.mbs), -1, dtype=np.int64)
+    reducing[bucket, plan.program[rows], plan.mb[rows]] = rows
+    if (twice := rows[reducing[bucket, plan.program[rows], plan.mb[rows]] != rows]).size:
+        raise _wrong(plan, twice, "reduces it again")
+    for k, h in enumerate(passing):
+        op = found.op[np.array(h.adds, dtype=np.int64), : g.mbs]
+        for p in h.bucket.owners:
+            mine = plan.program[op] == p
+            made, done = mine.any(axis=0), reducing[k, p]
+            if (lost := np.flatnonzero(made & (done < 0))).size:
+                text = f"{h.bucket.stage}{Role.REDUCE}{int(lost[0])}/{h.bucket.name}"
+                last = int(np.where(mine, op, -1)[:, lost[0]].max())
+                raise illegal(f"program {p}: {text} is missing", f"reduce behind {plan.text(last)}")
+            if (idle := done[~made & (done >= 0)]).size:
+                raise _wrong(plan, idle, "reduces what this program does not make")
+            done = done[made]
+            after = [tail.follow(p), tail.updates[p], *([tail.sums[h.bucket.key]] if h.bucket.key in tail.sums else ())]
+            needs += [np.stack([np.where(mine, op, -1)[:, made].max(axis=0), done], 1)]
+            needs += [np.stack([done, np.full(len(done), found.op[i, p])], 1) for i in dict.fromkeys(after)]
+            into = np.broadcast_to(reducing[k, p], op.shape)
+            uses += [np.stack([op[mine], into[mine]], 1), np.stack([done, done], 1)]
+        reducing[k, list(h.bucket.owners)] = -1
+    if (idle := reducing[reducing >= 0]).size:
+        raise _wrong(plan, idle, "reduces what this program does not hold")
+    return np.concatenate(needs), np.concatenate(uses)
 
 
-def _sums(node: Node, b: Bucket) -> bool:
-    """Whether a once-node reads the bucket's reduced gradients: the update, the norm, the sum over several owners."""
-    if node.kind is Once.ALL_REDUCE:
-        return (node.stage, node.part) == (b.stage, b.name)
-    return node.kind in (Once.NORM, Once.UPDATE)
+def _readings(plan: Plan, passing: Sequence[Held], gathers: IntArray, of_shape: IntArray) -> Reading:
+    """Every op that reads divided weights, with the gather that stands last before it. Each gather brings some."""
+    readers: dict[int, list[int]] = {}
+    for k, h in enumerate(passing):
+        if h.level == 3:
+            for i in h.users:
+                readers.setdefault(i, []).append(k)
+    wanted = [sorted({k for node, _ in s.covers for k in readers.get(node, ())}) for s in plan.shapes]
+    count = np.array([len(w) for w in wanted], dtype=np.int64)
+    flat = np.array([k for w in wanted for k in w], dtype=np.int64)
+    ops = np.flatnonzero((count[plan.shape] > 0) & (plan.kind == OpKind.COMPUTE))
+    per = count[plan.shape[ops]]
+    op = np.repeat(ops, per)
+    inside = np.arange(len(op)) - np.repeat(np.cumsum(per) - per, per)
+    bucket = flat[(np.cumsum(count) - count)[plan.shape[op]] + inside]
 
+    def code(rows: IntArray, buckets: IntArray) -> IntArray:
+        return (plan.program[rows] * len(passing) + buckets) * len(plan) + rows
 
-def _gathers(plan: Plan, found: tuple[Bucket, ...], flat: list[int], out: ZeroNeeds) -> None:
-    users = gathered(plan.graph, found)
-    if not users:
-        return
-    at: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for row in flat:
-        if m := _GATHER.fullmatch(plan.shapes[int(plan.shape[row])].text):
-            at[int(plan.program[row]), f"{m[1]}/{m[2]}"].append(row)
-    wanted = [{b.key for node, _ in s.covers for b in users.get(node, ())} for s in plan.shapes]
-    for shape, keys in enumerate(wanted):
-        for key in keys:
-            rows = np.flatnonzero(plan.shape == shape)
-            for p in np.unique(plan.program[rows]).tolist():
-                mine = rows[plan.program[rows] == p]
-                _latest(plan, key, mine, np.array(at[p, key], dtype=np.int64), out)
-
-
-def _latest(plan: Plan, key: str, users: IntArray, gathers: IntArray, out: ZeroNeeds) -> None:
-    k = np.searchsorted(gathers, users) - 1
-    if (k < 0).any():
-        row = int(users[np.argmax(k < 0)])
+    brings = np.concatenate([[-1], np.sort(code(gathers, of_shape[plan.shape[gathers]]))])
+    wants = code(op, bucket)
+    last = brings[np.searchsorted(brings, wants) - 1]
+    none = last // len(plan) != wants // len(plan)
+    if none.any():
+        row, key = int(op[np.argmax(none)]), passing[int(bucket[np.argmax(none)])].bucket.key
         raise illegal(f"program {int(plan.program[row])}: nothing gathers {key} before {plan.text(row)}")
-    pairs = list(zip(gathers[k].tolist(), users.tolist(), strict=True))
-    out.needs += pairs
-    out.uses += [(user, gather) for gather, user in pairs]
+    gather = last % len(plan)
+    if (idle := np.setdiff1d(gathers, gather)).size:
+        raise _wrong(plan, idle, "gathers what nobody reads")
+    return Reading(op, bucket, gather)
+
+
+def check_room(plan: Plan, read: Reading) -> None:
+    """No gather comes before its room: `prefetch` readings ahead of its own, and when no more buckets are there than
+    that, or than its op reads, beside it; and none brings what is there. Buffers are known to be sound."""
+    ahead = max(plan.graph.prefetch, 0)
+    gathers, first = np.unique(read.gather, return_index=True)
+    op, bucket = read.op[first], read.bucket[first]
+    begin, end = np.searchsorted(read.op, op), np.searchsorted(read.op, op, side="right")
+    # An op's weights that are there already count before those that are gathered for it, which count in their order.
+    by = np.lexsort((gathers, op))
+    highest = np.searchsorted(op[by], op, side="right")
+    number = np.empty(len(op), dtype=np.int64)
+    number[by] = np.arange(len(op))
+    start = np.searchsorted(read.op, plan.bounds[plan.program[op]])
+    since = read.op[np.maximum(end - highest + number - ahead, start)]
+    compute = np.maximum.accumulate(np.where(plan.kind == OpKind.COMPUTE, np.arange(len(plan)), -1))
+    before = np.where(since > 0, compute[since - 1], -1)
+    if (early := gathers[(gathers < before) & (plan.program[np.maximum(before, 0)] == plan.program[gathers])]).size:
+        raise _wrong(plan, early, f"is more than {ahead} readings ahead of its own")
+    ends = _freed(plan, gathers)
+    alive = np.arange(1, len(gathers) + 1) - np.searchsorted(np.sort(ends), gathers)
+    if (full := gathers[alive > np.maximum(ahead + 1, end - begin)]).size:
+        raise _wrong(plan, full, "is dispatched before there is room for it")
+    by = np.lexsort((gathers, bucket, plan.program[gathers]))
+    same = (np.diff(bucket[by]) == 0) & (np.diff(plan.program[gathers[by]]) == 0)
+    if (again := gathers[by[1:]][same & (ends[by[:-1]] > gathers[by[1:]])]).size:
+        raise _wrong(plan, again, "gathers again what is there")
+
+
+def _freed(plan: Plan, gathers: IntArray) -> IntArray:
+    """The op that frees what each gather brings; what nobody frees stays to its program's end."""
+    b, out = plan.buffers, np.full(len(plan), -1, dtype=np.int64)
+    out[b.slot[b.node < 0]] = b.free[b.node < 0]
+    ends = out[gathers]
+    return np.where(ends >= 0, ends, plan.bounds[plan.program[gathers] + 1] - 1)
+
+
+def _wrong(plan: Plan, rows: IntArray, why: str) -> PiperError:
+    row = int(rows[0])
+    return illegal(f"program {int(plan.program[row])}: {plan.text(row)} {why}")

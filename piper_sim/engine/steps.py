@@ -41,8 +41,7 @@ def _weights(plan: Plan) -> tuple[list[int], list[int]]:
     covered = _covered(plan)
     for i in gathers:
         n = plan.graph.nodes[i]
-        own = readers.get(f"{n.stage}/{n.part}") or readers[f"{n.stage}/{n.part.rpartition('.')[0]}"]
-        reads, makes = (_rows(plan, covered, nodes) for nodes in (own, [i]))
+        reads, makes = (_rows(plan, covered, nodes) for nodes in (readers[n.bucket], [i]))
         for p in n.groups:
             row.append(int(reads[plan.program[reads] == p][0]))
             on.append(int(makes[plan.program[makes] == p][0]))

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ir.plan.names import bucket_key
 from ir.plan.plan import AT_START, OpKind, Plan
 from piper_sim.memory.splice_sync import Flat
 from piper_sim.memory.splice_wiring import Wiring
@@ -42,7 +41,7 @@ class Table:
                 continue
             shape = plan.shapes[int(plan.shape[slot])]
             if shape.kind is OpKind.COLLECTIVE:
-                value, bucket = (NAMED, slot, mb), flat[bucket_key(shape.text)]
+                value, bucket = (NAMED, slot, mb), flat[shape.bucket]
                 size = bucket.whole if made == slot else bucket.passing
                 out.births[made, int(b.alloc_cover[k])].append((value, size))
             else:

@@ -256,7 +256,7 @@ def test_an_order_that_can_never_run_is_refused_with_the_story() -> None:
 
 
 def test_a_group_that_cannot_be_one_op_is_refused() -> None:
-    graph = apply(moe(), [*PLACED, Shard(f(EP="*"), "ep")])
+    graph = apply(moe(), [*PLACED, Shard(f(EP="*"), "ep"), Replicate(f(), 0)])
     cells = ["0F0", "0F1", "(0F2;0B0)OVERLAP_F_B", "0F3", "0B1", "0B2", "0B3"]
     ordered = apply(graph, [table(cells, LATER)])
     check_plan(lower(ordered))
