@@ -292,5 +292,3 @@ class _Once:
                 keys = dict(stream=b.replica.gather_stream, message=message, bucket=b.key)
                 node = self._add(b.stage, Once.GATHER, name, owners, **keys)
                 self.edges += [Edge(u, node, 0, join=True) for g in owners for u in self.ready[g]]
-
-

@@ -22,12 +22,13 @@ _NONE = np.zeros((0, 2), dtype=np.int64)
 class Reading:
     """Which op reads which gathered weights: one entry per op and bucket, in the plan's order of ops.
 
-    gather: the op that brought them.
+    gather: the op that brought them. gathers: all there are.
     """
 
     op: IntArray
     bucket: IntArray
     gather: IntArray
+    gathers: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,7 @@ def zero_needs(plan: Plan, found: Instances, holds: Sequence[Held], tail: Tail) 
             raise _wrong(plan, stray, "is about a bucket that is not divided")
     if not passing:
         nothing = np.zeros(0, dtype=np.int64)
-        return ZeroNeeds(_NONE, _NONE, Reading(nothing, nothing, nothing))
+        return ZeroNeeds(_NONE, _NONE, Reading(nothing, nothing, nothing, nothing))
     _check_messages(plan, passing, of_shape)
     needs, uses = _reductions(plan, found, passing, tail, roles[Role.REDUCE], of_shape)
     read = _readings(plan, passing, roles[Role.GATHER], of_shape)
@@ -130,18 +131,20 @@ def _readings(plan: Plan, passing: Sequence[Held], gathers: IntArray, of_shape: 
     if none.any():
         row, key = int(op[np.argmax(none)]), passing[int(bucket[np.argmax(none)])].bucket.key
         raise illegal(f"program {int(plan.program[row])}: nothing gathers {key} before {plan.text(row)}")
-    gather = last % len(plan)
-    if (idle := np.setdiff1d(gathers, gather)).size:
-        raise _wrong(plan, idle, "gathers what nobody reads")
-    return Reading(op, bucket, gather)
+    return Reading(op, bucket, last % len(plan), gathers)
 
 
 def check_room(plan: Plan, read: Reading) -> None:
     """No gather comes before its room: `prefetch` readings ahead of its own, and when no more buckets are there than
-    that, or than its op reads, beside it; and none brings what is there. Buffers are known to be sound."""
+    that, or than its op reads, beside it; and none brings what is there, or what nobody reads.
+
+    Buffers are known to be sound.
+    """
     ahead = max(plan.graph.prefetch, 0)
     gathers, first = np.unique(read.gather, return_index=True)
     op, bucket = read.op[first], read.bucket[first]
+    if (idle := np.setdiff1d(read.gathers, gathers)).size:
+        raise _wrong(plan, idle, "gathers what nobody reads")
     begin, end = np.searchsorted(read.op, op), np.searchsorted(read.op, op, side="right")
     # An op's weights that are there already count before those that are gathered for it, which count in their order.
     by = np.lexsort((gathers, op))
