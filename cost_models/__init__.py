@@ -14,7 +14,7 @@ One file per GPU, fitted once; nothing is tuned per model, cluster or row. The f
 """
 
 from cost_models.compute.optimizer import Recipe, StateBytes, state_bytes
-from cost_models.compute.roofline import kernel_seconds, quantise, work_seconds
+from cost_models.compute.roofline import kernel_seconds, work_seconds
 from cost_models.hardware import Hardware, load_hardware, presets
 from cost_models.links.fabric import Fabric, message_seconds
 
@@ -27,7 +27,6 @@ __all__ = [
     "load_hardware",
     "message_seconds",
     "presets",
-    "quantise",
     "state_bytes",
     "work_seconds",
 ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_models.compute.roofline import quantise
 from cost_models.hardware import Hardware
+from ir.core.grid import quantise
 
 WINDOW = 1024
 UPDATE_LAUNCHES = 4

@@ -13,23 +13,8 @@ from functools import lru_cache
 from cost_models.hardware import Hardware
 from ir.core.work import CAST, LOSS, WEIGHT_GRAD, Kernel, KernelKind, Work
 
-GRAIN = 2.0**-40
 _SPLITS = (1, 2, 4, 8)
 _Q_TILE = 128
-
-
-def quantise(seconds: float) -> float:
-    """Round to a multiple of 2^-40 s (0.9 ps).
-
-    Multiples of 2^-40 below 2^13 s (2.3 hours) are exact in a double, and so are their sums, in any order. Two paths of
-    equal work therefore end at *equal* times: ties are true, and two engines that add in different order agree bitwise.
-
-    >>> quantise(0.1) + quantise(0.2) == quantise(0.3)
-    True
-    """
-    if not (0.0 <= seconds < math.inf):
-        raise ValueError(f"not a duration: {seconds}")
-    return round(seconds / GRAIN) * GRAIN
 
 
 def work_seconds(work: Work, hw: Hardware, sms: int | None = None) -> float:

@@ -149,7 +149,7 @@ class Replica:
     gather_stream: str = "dp"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Graph:
     """Nodes, edges and what directives have said so far. Never changed: every rewrite returns a new one."""
 

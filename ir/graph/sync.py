@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from ir.core.errors import ErrorKind, PiperError
@@ -80,20 +81,13 @@ def repeated(graph: Graph) -> frozenset[str]:
     )
 
 
+@lru_cache(maxsize=16)  # a graph is equal only to itself; the plans of a comparison, and room for what they came from
 def buckets(graph: Graph) -> tuple[Bucket, ...]:
     """The buckets of all parameters, in order of their first entry; found once per graph.
 
     Parts that `replicate` did not name still have owners, but nothing keeps their copies in step. Raises PiperError
     (directive): two parts share a parameter, and `replicate` gives them different levels.
     """
-    known = graph.__dict__
-    if "_buckets" not in known:
-        known["_buckets"] = _buckets(graph)
-    found: tuple[Bucket, ...] = known["_buckets"]
-    return found
-
-
-def _buckets(graph: Graph) -> tuple[Bucket, ...]:
     if graph.source is None or graph.mesh is None:
         return ()
     named: dict[str, list[int]] = defaultdict(list)

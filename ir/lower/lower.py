@@ -130,9 +130,7 @@ def _finish(draft: Draft, header: Mapping[str, str]) -> Plan:
     position = stream_positions(stream)
     row, on = strongest(row, on, stream, position, len(bare.streams))
     by = np.lexsort((on, row))
-    out = replace(bare, waits=Csr.of(len(order), row[by], on[by]))
-    out.__dict__.update({k: v for k, v in bare.__dict__.items() if k in ("streams", "stream", "_streams", "kind")})
-    return out
+    return replace(bare, waits=Csr.of(len(order), row[by], on[by]))
 
 
 def stream_positions(stream: IntArray) -> IntArray:

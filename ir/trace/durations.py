@@ -7,13 +7,12 @@ from collections import Counter
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.grid import quantised
 from ir.core.ops import Pass
 from ir.core.order import FloatArray
 from ir.graph.graph import Graph, Node
 from ir.plan.plan import OpKind, Plan
 from ir.trace.trace import Trace
-
-GRAIN = 2.0**40  # durations are multiples of 1 / GRAIN, so that their sums are exact in any order
 
 
 def emulated_seconds(plan: Plan, seconds: float, comm_seconds: float = 0.0) -> FloatArray:
@@ -39,8 +38,7 @@ def emulated_seconds(plan: Plan, seconds: float, comm_seconds: float = 0.0) -> F
                 of_shape[i] = 0.0 if any(graph.nodes[n].once for n, _ in s.covers) else comm_seconds
             case OpKind.RECV:
                 pass
-    out: FloatArray = np.round(of_shape * GRAIN)[plan.shape] / GRAIN
-    return out
+    return np.asarray(quantised(of_shape)[plan.shape])
 
 
 def emulated_nodes(graph: Graph, seconds: float) -> FloatArray:

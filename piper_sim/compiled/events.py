@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cost_models.jit import jit
+from ir.core.grid import GRID
 from ir.core.order import FloatArray, IntArray
 from piper_sim.compiled import flows, state
 from piper_sim.compiled.flows import LINKS, SLOTS, Flows, Table
@@ -15,8 +16,6 @@ from piper_sim.compiled.path import longest
 from piper_sim.compiled.state import DIRTY, HEAP, TODO, TOUCHED, Lists, Meetings, Programs, Rates, Running
 from piper_sim.compiled.structure import Compiled
 from piper_sim.engine.scenario import Run, Scenario
-
-GRID = 2.0**40
 
 
 def event_loop(scenario: Scenario, duration: FloatArray, steps: int = 1) -> Run:
@@ -252,4 +251,5 @@ def _slowdown(rates: Rates, pr: Programs, p: int, kind: int, compute: bool) -> f
 
 @jit
 def _quantised(x: float) -> float:
+    """`quantised`, as a kernel of one number."""
     return float(np.rint(x * GRID) / GRID)

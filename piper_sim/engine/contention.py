@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 from simpy.events import NORMAL, Event, EventPriority
 
+from ir.core.grid import GRID
 from ir.core.order import FloatArray
 from ir.plan.plan import OpKind
 from piper_sim.engine.loop import End, World
 from piper_sim.engine.scenario import Interference, Links, Scenario
 from piper_sim.engine.share import fill
 
-GRID = 2.0**40
 SETTLE = EventPriority(NORMAL + 1)  # behind everything else that happens at one time
 
 

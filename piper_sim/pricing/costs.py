@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from cost_models import Fabric, Hardware, Recipe, kernel_seconds, message_seconds, quantise
+from cost_models import Fabric, Hardware, Recipe, kernel_seconds, message_seconds
 from cost_models.compute.optimizer import accumulate, clip, grad_norm, update, zero_grads
 from cost_models.profile.profile import Found, Profile
 from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.grid import quantise, quantised
 from ir.core.ops import Pass
 from ir.core.order import FloatArray, IntArray
 from ir.core.work import CommKind, Kernel, Message
@@ -98,6 +99,10 @@ class CostModel:
         A rank's speed divides its kernels' seconds, not its messages'. Ranks that exchange messages inside an op leave
         it together: what the slowest one's kernels take longer than a rank's own, it spends in those messages.
         """
+        return OpCosts(*self.seconds(plan, classes))
+
+    def seconds(self, plan: Plan, classes: Classes | None = None) -> tuple[FloatArray, FloatArray]:
+        """`price` as arrays that nobody else holds: durations and shares."""
         first = np.zeros(1, dtype=np.int64) if classes is None else classes.first
         tables, which = self._tables(plan, first)
         key = plan.program * len(plan.shapes) + plan.shape
@@ -115,7 +120,7 @@ class CostModel:
         for u in np.flatnonzero((kinds == OpKind.SEND) | (kinds == OpKind.RECV)).tolist():
             duration[:, u] = self._transfer(plan, plan.shapes[shape[u]], int(program[u]), first)
         at = column[key]
-        return OpCosts(duration.take(at, axis=1).ravel(), shares.take(at, axis=1).reshape(-1, len(Share)))
+        return duration.take(at, axis=1).ravel(), shares.take(at, axis=1).reshape(-1, len(Share))
 
     def _tables(self, plan: Plan, first: IntArray) -> tuple[list[_Table], IntArray]:
         """(tables of seconds of every shape, which one holds for [class, program]): one where all groups lie alike."""
@@ -142,7 +147,7 @@ class CostModel:
         times = self.job.costs.stage_times
         if times is not None:
             node, message = scaled_to_stage_times(plan.graph, node, message, times)
-        node = _quantised(node)
+        node = quantised(node)
         shares, wire = np.zeros((len(plan.shapes), len(Share))), np.zeros(len(plan.shapes))
         for i, s in enumerate(plan.shapes):
             if s.kind is OpKind.COMPUTE:
@@ -151,7 +156,7 @@ class CostModel:
                 wire[i] = message[s.covers[0][0]]
             elif s.message is not None:
                 wire[i] = self.message(s.message, (), seat)
-        return _Table(shares, _quantised(wire))
+        return _Table(shares, quantised(wire))
 
     def _slowed(
         self, plan: Plan, alone: FloatArray, program: IntArray, shape: IntArray, first: IntArray | None
@@ -161,12 +166,12 @@ class CostModel:
             return alone
         out, kernels = alone.copy(), alone[..., KERNELS]
         own = self._speed(self.ground.speed, program, first)[..., None]
-        out[..., KERNELS] = _quantised(kernels / own)
+        out[..., KERNELS] = quantised(kernels / own)
         axes = [meeting_axes(plan, plan.shapes[s]) if first is not None else None for s in shape.tolist()]
         for together in dict.fromkeys(a for a in axes if a):
             column = np.array([a == together for a in axes])
             slowest = self._speed(self.ground.slowest(together), program, first)[:, column, None]
-            rest = (_quantised(kernels[:, column] / slowest) - out[:, column][..., KERNELS]).sum(axis=2)
+            rest = (quantised(kernels[:, column] / slowest) - out[:, column][..., KERNELS]).sum(axis=2)
             out[:, column, Share.TP if "tp" in together else Share.CP] += rest
         return out
 
@@ -253,8 +258,8 @@ def scaled_to_stage_times(
             if compute:  # the largest takes what rounding leaves over, or all where the model has nothing to do
                 most = max(compute, key=lambda i: node[i, : Share.TP].sum())
                 share = Share.COMPUTE if node[most, Share.COMPUTE] >= node[most, Share.RECOMPUTE] else Share.RECOMPUTE
-                rest = seconds[s] - float(_quantised(node[rows]).sum() + _quantised(wire[rows]).sum())
-                node[most, share] = max(0.0, float(_quantised(node[most, share])) + rest)
+                rest = seconds[s] - float(quantised(node[rows]).sum() + quantised(wire[rows]).sum())
+                node[most, share] = max(0.0, float(quantised(node[most, share])) + rest)
     return node, wire
 
 
@@ -284,10 +289,6 @@ def given_times(times: Mapping[str, object], stages: int) -> dict[str, list[floa
             )
         out |= {"I": i, "W": w}
     return out
-
-
-def _quantised(seconds: FloatArray | float) -> FloatArray:
-    return np.asarray(np.round(np.asarray(seconds) * 2.0**40) / 2.0**40)
 
 
 def _numbers(key: str, value: Any, count: int) -> list[float]:

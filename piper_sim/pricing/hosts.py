@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from cost_models import quantise
 from cost_models.compute.host import UPDATE_LAUNCHES, HostCosts
+from ir.core.grid import quantise
 from ir.core.ops import Pass
 from ir.core.order import IntArray
 from ir.graph.graph import Node, Once

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ir.core.grid import GRID
 from ir.core.order import FloatArray, IntArray
 from ir.trace.trace import Trace
 from piper_sim.report.look import LOOKS, Lane, coverage, lanes_of, looks_of, short_op, span, tick_times
@@ -73,10 +74,10 @@ def _grid(trace: Trace, lanes: Sequence[Lane], width: int, named: bool) -> str |
 
 def _units(times: FloatArray) -> list[float]:
     """Steps that all times are exact multiples of: 1 for whole numbers, then the largest on the engines' grid."""
-    ticks = times * 2.0**40
+    ticks = times * GRID
     if not (np.abs(ticks) < 2.0**62).all() or (ticks != np.rint(ticks)).any():
         return []
-    unit = int(np.gcd.reduce(ticks.astype(np.int64))) / 2.0**40
+    unit = int(np.gcd.reduce(ticks.astype(np.int64))) / GRID
     return [1.0, unit] if unit >= 1 and unit == int(unit) else [unit] * (unit > 0)
 
 

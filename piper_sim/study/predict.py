@@ -26,7 +26,7 @@ from piper_sim.pricing.costs import KERNELS, CostModel, OpCosts
 from piper_sim.pricing.hosts import ahead, inline
 from piper_sim.pricing.interference import pairwise
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
-from piper_sim.pricing.routing import Routing, reprice, routing_of
+from piper_sim.pricing.routing import Routing, price_uneven, routing_of
 from piper_sim.pricing.routing.worst import worst
 from piper_sim.pricing.sharing import leaves, links
 from piper_sim.pricing.sources import Sources, sources
@@ -156,9 +156,10 @@ def simulated(p: Planned) -> Prediction:
     job = p.prepared.job
     PLANS.check(p.plan, inline=job.costs.host_model == "inline")
     _refuse_large(p)
-    costs = p.model.price(p.plan, p.classes)
-    if p.routing is not None:
-        costs = reprice(p.routing, p.plan, costs, p.model, p.classes, reuse=True)
+    if p.routing is None:
+        costs = p.model.price(p.plan, p.classes)
+    else:
+        costs = price_uneven(p.routing, p.plan, p.model, p.classes)
     scenario = scenario_of(p, costs)
     ran, steps = steady(scenario, costs.duration, p.prepared.policy.clip, choose.play)
     split = breakdown(scenario, ran, costs, p.classes)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from cost_models.profile.profile import Profile
+from ir.core.grid import quantised
 from ir.core.order import FloatArray
 from ir.plan.plan import OpKind
 from piper_sim.compiled import choose
@@ -16,8 +17,6 @@ from piper_sim.pricing.costs import CostModel
 from piper_sim.study.predict import Planned, Prediction, scenario_of, simulated
 from piper_sim.study.validate.runs import Ran
 from piper_sim.study.validate.times import alone, dispatch
-
-GRAIN = 2.0**40
 
 
 def predicted(p: Planned, profile: Profile, *, inline: bool) -> Prediction:
@@ -51,15 +50,11 @@ def replayed(p: Prediction, r: Ran, *, inline: bool) -> tuple[float, float]:
     found = []
     for step in range(1, len(took)):
         if inline and scenario.host is not None:
-            scenario = replace(scenario, host=replace(scenario.host, launch=_grain(host[step])))
-        found.append(_period(scenario, _grain(took[step]), p.prepared.policy.clip))
+            scenario = replace(scenario, host=replace(scenario.host, launch=quantised(host[step])))
+        found.append(_period(scenario, quantised(took[step]), p.prepared.policy.clip))
     return float(np.mean(found)), float(np.mean(r.step_s[1:]))
 
 
 def _period(scenario: Scenario, duration: FloatArray, clip: bool) -> float:
     run, _ = steady(scenario, duration, clip, choose.play)
     return float(run.end[-1].max() - run.end[-2].max())
-
-
-def _grain(seconds: FloatArray) -> FloatArray:
-    return np.asarray(np.round(seconds * GRAIN) / GRAIN)

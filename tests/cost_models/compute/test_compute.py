@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_models import kernel_seconds, load_hardware, presets, quantise, work_seconds
+from cost_models import kernel_seconds, load_hardware, presets, work_seconds
 from cost_models.compute.roofline import is_backward
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.grid import quantise
 from ir.core.work import DType, Kernel, KernelKind
 from tests.cost_models.compute.reference_kernels import flash, gemm, grouped, moves
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from cost_models import Fabric, message_seconds, quantise
+from cost_models import Fabric, message_seconds
+from ir.core.grid import quantise
 from ir.core.work import CommKind, Message
 from ir.plan.plan import OpKind, Plan
 from piper_sim.compiled import play as twin

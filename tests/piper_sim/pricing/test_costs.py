@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cost_models import Fabric, message_seconds, quantise
+from cost_models import Fabric, message_seconds
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.grid import quantise
 from ir.core.work import CommKind, Message
 from ir.graph.graph import Once
 from ir.job import Job

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
+from ir.core.grid import quantised
 from ir.core.order import FloatArray, IntArray
 from ir.graph.graph import Node
 from ir.plan.plan import OpKind, Plan
@@ -14,18 +13,15 @@ from piper_sim.pricing.costs import KERNELS, CostModel, OpCosts, Share, scaled_t
 from piper_sim.pricing.routing.model import Routing
 
 
-def reprice(
-    routing: Routing, plan: Plan, costs: OpCosts, model: CostModel, classes: Classes, reuse: bool = False
-) -> OpCosts:
-    """The costs of the plan unfolded to `classes` with the experts' real rows and the all-to-alls' real bytes.
+def price_uneven(routing: Routing, plan: Plan, model: CostModel, classes: Classes) -> OpCosts:
+    """As `model.price(plan, classes)`, with the experts' real rows and the all-to-alls' real bytes.
 
-    costs: what `model.price(plan, classes)` gave. An op changes by its experts' kernels: their seconds times the
-    factor of each class's first position, at its speed. Seconds stay multiples of 2**-40. reuse: write into the arrays
-    of `costs`, which nobody else may read then; copying them takes longer than all the rest.
+    An op changes by its experts' kernels: their seconds times the factor of each class's first position, at its speed.
+    Seconds stay multiples of 2**-40.
     """
     count, n = classes.count, len(plan)
-    given = (costs.duration.reshape(count, n), costs.shares.reshape(count, n, len(Share)))
-    duration, shares = given if reuse else (x.copy() for x in given)
+    balanced = model.seconds(plan, classes)  # ours to change: a copy would take longer than all the rest
+    duration, shares = balanced[0].reshape(count, n), balanced[1].reshape(count, n, len(Share))
     own = _node_shares(plan, model)
     for shape, ops in zip(plan.shapes, _ops_by_shape(plan), strict=True):
         for i, member in shape.covers if len(ops) else ():
@@ -45,12 +41,7 @@ def reprice(
                 after = np.maximum(before + quantised(more), 0.0)
                 shares[:, ops, share] = after
                 duration[:, ops] += after - before
-    return replace(costs, duration=duration.ravel(), shares=shares.reshape(-1, len(Share)))
-
-
-def quantised(seconds: FloatArray) -> FloatArray:
-    """To whole multiples of 2**-40 s."""
-    return np.asarray(np.round(seconds * 2.0**40) / 2.0**40)
+    return OpCosts(duration.ravel(), shares.reshape(-1, len(Share)))
 
 
 def _ops_by_shape(plan: Plan) -> list[IntArray]:
