@@ -133,6 +133,8 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def peak_flops(self, dtype: DType) -> float:
         """Dense peak of a dtype, FLOP/s; refuses a dtype the device does not have.
 
+        Raises PiperError (hardware): a dtype that the device does not have.
+
         >>> from cost_models.hardware import load_hardware
         >>> load_hardware("h100-sxm").peak_flops(DType.BF16)
         989400000000000.0
@@ -154,7 +156,10 @@ _DTYPES = [d.value for d in DType]
 
 
 def check_known(raw: dict[str, object], struct: type[msgspec.Struct] = Hardware, prefix: str = "") -> None:
-    """Refuse keys that a hardware file does not have, naming the nearest one."""
+    """Refuse keys that a hardware file does not have, naming the nearest one.
+
+    Raises PiperError (hardware): an unknown key.
+    """
     known = [f.name for f in msgspec.structs.fields(struct) if f.name != "software"]
     for key, value in raw.items():
         if key not in known:

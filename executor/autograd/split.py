@@ -172,9 +172,9 @@ class _Seams(TorchFunctionMode):
         name, target = getattr(func, "__name__", ""), args[0] if args else None
         if name.endswith("_") and not name.endswith("__") and isinstance(target, Tensor):
             # In place (`x += w` arrives as add_): run it on a copy, then write the result, and its history, back.
-            out = _Seam.call(self.run, func, args, kwargs, tuple(acts), tuple(weights.values()), is_derived, True)
-            return target.copy_(out)
-        return _Seam.call(self.run, func, args, kwargs, tuple(acts), tuple(weights.values()), is_derived)
+            call = _Call(func, args, kwargs, tuple(weights.values()), is_derived, in_place=True)
+            return target.copy_(_Seam.run(self.run, call, tuple(acts)))
+        return _Seam.run(self.run, _Call(func, args, kwargs, tuple(weights.values()), is_derived), tuple(acts))
 
 
 class _Source(torch.autograd.Function):
@@ -189,45 +189,36 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
+@dataclass(frozen=True)
+class _Call:
+    """One call of a torch function that reads weights. derived: they were made of weights by another function."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    weights: tuple[Tensor, ...]
+    derived: bool
+    in_place: bool = False
+
+
 class _Seam(torch.autograd.Function):
     """One function of weights, as one autograd node whose weight gradients may wait."""
 
     @staticmethod
-    def call(
-        run: SplitRun,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        acts: tuple[Tensor, ...],
-        weights: tuple[Tensor, ...],
-        derived: bool,
-        in_place: bool = False,
-    ) -> Any:
+    def run(run: SplitRun, call: _Call, acts: tuple[Tensor, ...]) -> Any:
         """Apply, then put a list or tuple of outputs back into its form."""
         form: list[type | None] = []
-        outs = _apply(_Seam, run, func, args, kwargs, weights, derived, form, in_place, run.anchor, *acts)
+        outs = _apply(_Seam, run, call, form, run.anchor, *acts)
         return outs if form[0] is None else form[0](outs if isinstance(outs, tuple) else (outs,))
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        run: SplitRun,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        weights: tuple[Tensor, ...],
-        derived: bool,
-        form: list[type | None],
-        in_place: bool,
-        anchor: Tensor,
-        *acts: Tensor,
-    ) -> Any:
+    def forward(ctx: Any, run: SplitRun, call: _Call, form: list[type | None], anchor: Tensor, *acts: Tensor) -> Any:
         leaves = {id(a): a.detach().requires_grad_() for a in acts}
         with torch.enable_grad():
-            given = _swap(args, leaves)
-            if in_place:
+            given = _swap(call.args, leaves)
+            if call.in_place:
                 given = (given[0].clone(), *given[1:])
-            out = func(*given, **_swap(kwargs, leaves))
+            out = call.func(*given, **_swap(call.kwargs, leaves))
         outs = (out,) if isinstance(out, Tensor) else tuple(out)
         form.append(None if isinstance(out, Tensor) else (list if isinstance(out, list) else tuple))
         live = [isinstance(o, Tensor) and o.requires_grad for o in outs]  # some functions give a None beside a tensor
@@ -238,8 +229,8 @@ class _Seam(torch.autograd.Function):
         dead = (r for r, on in zip(results, live, strict=True) if isinstance(r, Tensor) and not on)
         ctx.mark_non_differentiable(*dead)
         ctx.run, ctx.acts = run, [id(a) for a in acts]
-        ctx.job = Job(edges, tuple(leaves.values()), weights, derived)
-        for w in weights:
+        ctx.job = Job(edges, tuple(leaves.values()), call.weights, call.derived)
+        for w in call.weights:
             name = run.names[id(w)]
             run.uses[name] = run.uses.get(name, 0) + 1
         return results[0] if isinstance(out, Tensor) else results
@@ -251,7 +242,7 @@ class _Seam(torch.autograd.Function):
         ctx.job = None
         live = [(e, g) for e, g in zip(job.edges, (g for g, on in zip(dys, ctx.live, strict=True) if on), strict=True)]
         live = [(e, g) for e, g in live if g is not None]
-        none: tuple[Tensor | None, ...] = (None,) * 9
+        none: tuple[Tensor | None, ...] = (None,) * 4  # run, call, form, anchor
         dxs: tuple[Tensor | None, ...] = (None,) * len(job.leaves)
         if not live:
             run._collect(job.weights, (None,) * len(job.weights))

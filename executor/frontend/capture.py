@@ -160,7 +160,10 @@ def text(value: object, indent: str = "") -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """The command line.
+
+    Raises PiperError (io): the file to write exists.
+    """
     prog, about = "python -m executor.frontend.capture", str(__doc__).split("\n", 1)[0]
     parser = argparse.ArgumentParser(prog=prog, description=about)
     parser.add_argument("module", help="my_model.py:build")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, dtype
@@ -20,12 +21,23 @@ from ir.plan.places import Places, several, sharers
 Start = tuple[Callable[[], Handle], Callable[[], None] | None]  # posts a collective; what is done where it has ended
 
 
-class Sync:
-    """Gradients, update and shares of one rank. order: all parameters of the model, canonically. elsewhere: those that
-    the global norm takes from a tensor-parallel rank before this one.
+@dataclass(frozen=True)
+class SyncConfig:
+    """How gradients become an update."""
 
-    norm: of the step's whole gradient, if it is to be clipped. reduce: dtype that gradients
-    are reduced in; moments: of optimizer state.
+    optimizer: OptimizerConfig
+    reduce: dtype
+    """of gradients while they are reduced"""
+    moments: dtype
+    """of optimizer state"""
+    elsewhere: frozenset[str] = frozenset()
+    """parameters that the global norm takes from a tensor-parallel rank before this one"""
+
+
+class Sync:
+    """Gradients, update and shares of one rank. order: all parameters of the model, canonically.
+
+    norm: of the step's whole gradient, if it is to be clipped.
     """
 
     def __init__(
@@ -36,14 +48,10 @@ class Sync:
         params: Mapping[str, Tensor],
         grads: Gradients,
         order: Sequence[str],
-        config: OptimizerConfig,
-        *,
-        reduce: dtype,
-        moments: dtype,
-        elsewhere: frozenset[str] = frozenset(),
+        config: SyncConfig,
     ) -> None:
-        self.elsewhere = elsewhere
-        self.grads, self.params, self.order, self.config = grads, params, list(order), config
+        self.elsewhere = config.elsewhere
+        self.grads, self.params, self.order, self.config = grads, params, list(order), config.optimizer
         program = places.program(rank)
         shared = several(found, program)
         self.alone = [n for b in found if program in b.owners and b not in shared for n in b.params]
@@ -51,9 +59,9 @@ class Sync:
         for b in shared:
             members, first = sharers(b, places, rank), b.owners[0] == program
             index = members.index(rank)
-            self.flat[b.key] = Flat(b, members, index, params, grads, reduce=reduce, first=first)
+            self.flat[b.key] = Flat(b, members, index, params, grads, reduce=config.reduce, first=first)
         shares = {f"flat:{k}": f.weights for k, f in self.flat.items()}
-        self.optimizer = Optimizer(config, {**{n: params[n] for n in self.alone}, **shares}, moments)
+        self.optimizer = Optimizer(config.optimizer, {**{n: params[n] for n in self.alone}, **shares}, config.moments)
         self.norm: float | None = None
         self._sums: Tensor | None = None
 

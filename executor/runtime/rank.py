@@ -21,7 +21,7 @@ from executor.modules.choose import model_of, recomputed
 from executor.modules.user.model import UserModel
 from executor.optim.gradients import Gradients
 from executor.optim.optimizer import OptimizerConfig
-from executor.optim.sync import Sync
+from executor.optim.sync import Sync, SyncConfig
 from executor.parallel.collective import groups
 from executor.parallel.inline import Region, inline_groups
 from executor.parallel.router_guide import Guide, guide_of, planned_routes
@@ -211,10 +211,12 @@ class Local:
             params,
             grads,
             list(model.shapes),
-            OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm),
-            reduce=TORCH[precision.reduce],
-            moments=TORCH[precision.optimizer],
-            elsewhere=repeated(plan.graph) if region.tp.index else frozenset(),
+            SyncConfig(
+                OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm),
+                TORCH[precision.reduce],
+                TORCH[precision.optimizer],
+                elsewhere=repeated(plan.graph) if region.tp.index else frozenset(),
+            ),
         )
         return cls(stages, dict(built.extras), params, grads, sync, held, guide)
 

@@ -16,6 +16,8 @@ BYTES = 2**53  # of one buffer; sums then stay within 64 bits
 def check_passes(stages: int, microbatches: int, kind: ErrorKind = ErrorKind.JOB) -> None:
     """Refuse more passes than one machine simulates.
 
+    Raises PiperError (`kind`): stages x microbatches are too many to simulate.
+
     >>> check_passes(64, 1024)
     >>> check_passes(4, 10**9)
     Traceback (most recent call last):
@@ -36,7 +38,10 @@ def check_passes(stages: int, microbatches: int, kind: ErrorKind = ErrorKind.JOB
 
 
 def check_nodes(nodes: int, microbatches: int) -> None:
-    """Refuse a model graph too large once every node has its microbatches."""
+    """Refuse a model graph too large once every node has its microbatches.
+
+    Raises PiperError (job): nodes x microbatches are too many.
+    """
     if nodes * microbatches > NODES:
         raise PiperError(
             ErrorKind.JOB,
@@ -48,7 +53,10 @@ def check_nodes(nodes: int, microbatches: int) -> None:
 
 
 def check_layers(overrides: Mapping[str, object]) -> None:
-    """Refuse more layers than a model has, before they are counted out one by one. overrides: inline keys."""
+    """Refuse more layers than a model has, before they are counted out one by one. overrides: inline keys.
+
+    Raises PiperError (model): more layers than the limit.
+    """
     for key in ("num_hidden_layers", "n_layer", "n_layers"):
         layers = overrides.get(key)
         if isinstance(layers, int) and layers > LAYERS:
@@ -59,7 +67,10 @@ def check_layers(overrides: Mapping[str, object]) -> None:
 
 
 def check_bytes(buffers: Iterable[int]) -> None:
-    """Refuse activations that no machine of this century holds; their sums would not fit 64 bits."""
+    """Refuse activations that no machine of this century holds; their sums would not fit 64 bits.
+
+    Raises PiperError (job): a buffer's bytes are beyond the limit.
+    """
     if (most := max(buffers, default=0)) > BYTES:
         raise PiperError(
             ErrorKind.JOB,
@@ -71,7 +82,10 @@ def check_bytes(buffers: Iterable[int]) -> None:
 
 
 def check_ranks(ranks: int, key: str) -> None:
-    """Refuse more GPUs than a job may have."""
+    """Refuse more GPUs than a job may have.
+
+    Raises PiperError (job): more ranks than the limit.
+    """
     if ranks > RANKS:
         raise PiperError(
             ErrorKind.JOB,

@@ -51,6 +51,8 @@ _GROUP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 def parse_action(text: str) -> Action:
     """Parse `<stage><F|B|I|W><microbatch>`, strictly.
 
+    Raises PiperError (directive): the text is no op.
+
     >>> parse_action("2F0")
     Action(stage=2, token=<Token.F: 0>, mb=0)
     """

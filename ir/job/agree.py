@@ -40,7 +40,10 @@ def agree(job: Job, made: Strategy) -> Job:
 
 
 def check_replicated(graph: Graph) -> None:
-    """Copies of parameters that nothing keeps in step would train apart, without a word."""
+    """Copies of parameters that nothing keeps in step would train apart, without a word.
+
+    Raises PiperError (directive): parameters have copies that no `replicate` names.
+    """
     for b in buckets(graph):
         if b.ranks > 1 and not b.replicated:
             raise PiperError(

@@ -91,7 +91,10 @@ class Prepared:
 
 @contextmanager
 def blaming(job: Job) -> Iterator[None]:
-    """Name the job's file in errors raised inside; what a flag would have to answer for, a key of the job does here."""
+    """Name the job's file in errors raised inside; what a flag would have to answer for, a key of the job does here.
+
+    Raises PiperError of the same kind and message, with file and key filled in.
+    """
     try:
         yield
     except PiperError as e:

@@ -104,7 +104,10 @@ def classes(graph: Graph) -> IntArray:
 
 
 def stage_homes(graph: Graph, cls: IntArray) -> dict[tuple[int, int], int]:
-    """The program of each (stage, microbatch class). Refuses a stage whose chunks are placed apart."""
+    """The program of each (stage, microbatch class). Refuses a stage whose chunks are placed apart.
+
+    Raises PiperError (illegal_plan): a stage placed nowhere, or on two groups.
+    """
     home: dict[tuple[int, int], int] = {}
     first = {int(c): int(np.argmax(cls == c)) for c in np.unique(cls)}
     for n in graph.nodes:

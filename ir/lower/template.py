@@ -46,7 +46,10 @@ class Templates:
         self._waiting = {e.dst for e in graph.edges if not nodes[e.src].once and nodes[e.src].stream != COMPUTE}
 
     def build(self, key: Key) -> list[TemplateRow]:
-        """The rows of one unit."""
+        """The rows of one unit.
+
+        Raises PiperError (illegal_plan): members that cannot be one fused op.
+        """
         seqs = [self.sequences.of(stage, Token(token)) for stage, token in key.members]
         nodes = self.graph.nodes
         if len(seqs) == 1:

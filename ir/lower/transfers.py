@@ -13,7 +13,10 @@ from ir.plan.plan import OpKind, Shape
 
 
 def data_edges(draft: Draft) -> Edges:
-    """(edge, mb, writer row, reader row) of every data edge's instances. Refuses an order that leaves actions out."""
+    """(edge, mb, writer row, reader row) of every data edge's instances. Refuses an order that leaves actions out.
+
+    Raises PiperError (illegal_plan): an action that no order holds.
+    """
     g = draft.graph
     index = np.array(
         [i for i, e in enumerate(g.edges) if not e.join and not g.nodes[e.src].once and not g.nodes[e.dst].once],
@@ -32,7 +35,10 @@ def data_edges(draft: Draft) -> Edges:
 
 
 def transfers(draft: Draft) -> Edges:
-    """Add receives and all local waits for data; returns `data_edges` with remote writers replaced by receives."""
+    """Add receives and all local waits for data; returns `data_edges` with remote writers replaced by receives.
+
+    Raises PiperError (illegal_plan): a reader ordered before its writer.
+    """
     edge, mb, a, b = data_edges(draft)
     rows = draft.rows
     cross = rows.program[a] != rows.program[b]

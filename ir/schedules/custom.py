@@ -20,7 +20,10 @@ _LIMIT_BYTES = 64_000_000
 
 
 def from_csv(path: str | Path) -> Schedule:
-    """A schedule from PyTorch's compute-only CSV: one row per rank, empty cells are bubbles."""
+    """A schedule from PyTorch's compute-only CSV: one row per rank, empty cells are bubbles.
+
+    Raises PiperError (io): unreadable; (job): too large, or no legal schedule.
+    """
     try:
         if (size := Path(path).stat().st_size) > _LIMIT_BYTES:
             raise _refused("csv", f"{size} bytes are too many", "64 MB").at(file=str(path))
@@ -97,6 +100,8 @@ def _is_row(row: object) -> bool:
 
 def from_rows(rows: Sequence[Sequence[str]], name: str) -> Schedule:
     """A schedule from each rank's op texts; where stages live is read off them.
+
+    Raises PiperError (job): a rank without ops, uneven stages, or passes that are missing or repeated.
 
     >>> from_rows([["0F0", "0B0"], ["1F0", "1B0"]], "mine").placements[0].rank_of_stage
     (0, 1)

@@ -96,6 +96,8 @@ _ALIASES = {
 def canonical(name: str) -> str:
     """The name a schedule goes by here, from any case, punctuation and common alias.
 
+    Raises PiperError (usage): no schedule goes by that name.
+
     >>> canonical("ZB-H1"), canonical("ScheduleZBVZeroBubble"), canonical("DualPipe-V")
     ('zb1p', 'zbv', 'dualpipev')
     """

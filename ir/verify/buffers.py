@@ -79,7 +79,10 @@ def _written(plan: Plan, found: Instances, base: IntArray) -> IntArray:
 
 
 def readers(plan: Plan, read: Reads, uses: IntArray, of: IntArray) -> Readers:
-    """(op, cover, buffer): who reads which buffer on the program that holds it. A send reads what it carries."""
+    """(op, cover, buffer): who reads which buffer on the program that holds it. A send reads what it carries.
+
+    Raises PiperError (illegal_plan): an op reads or sends what no buffer holds.
+    """
     named = np.full(len(plan), -1, dtype=np.int64)
     by_op = np.flatnonzero(plan.buffers.node < 0)
     named[plan.buffers.slot[by_op]] = by_op

@@ -12,7 +12,10 @@ from ir.verify.coverage import Instances
 
 
 def check_channels(plan: Plan) -> None:
-    """Per ordered pair of programs, the k-th send is the k-th receive. P2P matches by order, without tags."""
+    """Per ordered pair of programs, the k-th send is the k-th receive. P2P matches by order, without tags.
+
+    Raises PiperError (illegal_plan): a send without its receive, or in another order.
+    """
     kinds = plan.kind
     send = np.flatnonzero(kinds == OpKind.SEND)
     recv = np.flatnonzero(kinds == OpKind.RECV)
@@ -62,7 +65,10 @@ def _check_pairs(plan: Plan) -> None:
 
 
 def check_collectives(plan: Plan, found: Instances) -> None:
-    """Members of collectives that span programs stand in one order on each pair of programs' common stream."""
+    """Members of collectives that span programs stand in one order on each pair of programs' common stream.
+
+    Raises PiperError (illegal_plan): members that are not the owners, or stand in two orders.
+    """
     groups: list[list[int]] = []
     wanted = np.full(len(plan), -1, dtype=np.int64)
     for i, n in enumerate(plan.graph.nodes):

@@ -65,6 +65,8 @@ def part_work(
 ) -> PartWork:
     """The work of one part for one microbatch on one device. Equal parts share one result.
 
+    Raises PiperError (model): a part of no known kind.
+
     >>> from ir.workload import load_config, model_chunks
     >>> config = load_config("llama3-8b")
     >>> layer = model_chunks(config)[1]

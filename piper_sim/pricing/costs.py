@@ -267,7 +267,10 @@ _PASSES = {"F": (Pass.F,), "I": (Pass.I, Pass.R), "W": (Pass.W,)}
 
 
 def given_times(times: Mapping[str, object], stages: int) -> dict[str, list[float]]:
-    """Seconds by pass and stage. B alone is half I, half W; beside one of them it says the other."""
+    """Seconds by pass and stage. B alone is half I, half W; beside one of them it says the other.
+
+    Raises PiperError (job): `costs.stage_times` that are not times, or do not add up.
+    """
     known = ("F", "B", "I", "W", "p2p")
     for key in times:
         if key not in known:

@@ -114,6 +114,8 @@ def run_schedule(
 ) -> Outcome:
     """Build, check and simulate one schedule on bare stages. B stays whole; a fused pair is one op of duration FB.
 
+    Raises PiperError (usage): shapes, times or shares out of range.
+
     >>> out = run_schedule("1f1b", 4, 8)
     >>> report(out)["makespan"]
     33.0

@@ -133,6 +133,8 @@ def _cannot(what: str, allowed: str, fix: str) -> PiperError:
 def load_callable(reference: str) -> object:
     """The object that `path/file.py:name` refers to. Runs that file: only ever one the user named.
 
+    Raises PiperError (model): not `file.py:name`, or no such callable; (io): no such file.
+
     >>> load_callable("nowhere.py:build")
     Traceback (most recent call last):
     ...

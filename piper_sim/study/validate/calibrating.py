@@ -75,6 +75,8 @@ def elsewhere(job: Job, judged: Prepared, hardware: Hardware) -> tuple[Prepared,
     """Another plan of the job, which has all kinds of ops and messages that the judged one has, if any has them.
 
     Returns what its ranks must be told beside the job's own overrides, too.
+
+    Raises PiperError (job): no other plan can be built.
     """
     wanted = plan_keys(judged.plan()).keys()
     first: tuple[Prepared, tuple[str, ...]] | None = None

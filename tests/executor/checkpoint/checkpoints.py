@@ -20,7 +20,7 @@ from executor.checkpoint.saving import Saving
 from executor.modules.base import TORCH
 from executor.optim.gradients import Gradients
 from executor.optim.optimizer import OptimizerConfig
-from executor.optim.sync import Sync
+from executor.optim.sync import Sync, SyncConfig
 from executor.parallel.shares import Share, shares
 from ir.graph.sync import buckets
 from ir.job.build import Prepared, precision_of
@@ -118,10 +118,10 @@ def _sync(prepared: Prepared, plan: Plan, rank: int, held: Mapping[str, Share]) 
     found = buckets(plan.graph)
     here = {n for b in found if places.program(rank) in b.owners for n in b.params}
     params = {n: torch.zeros(s.local, dtype=TORCH[precision.params]) for n, s in held.items() if n in here}
-    config = OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm)
-    formats = {"reduce": TORCH[precision.reduce], "moments": TORCH[precision.optimizer]}
+    optimizer = OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm)
+    config = SyncConfig(optimizer, TORCH[precision.reduce], TORCH[precision.optimizer])
     grads = Gradients(params, TORCH[precision.grads])
-    return Sync(rank, places, found, params, grads, list(held), config, **formats)
+    return Sync(rank, places, found, params, grads, list(held), config)
 
 
 def part(whole: Tensor, share: Share, first: int, count: int) -> Tensor:
