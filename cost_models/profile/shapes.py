@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 
 from ir.graph.classes import recomputed
 from ir.graph.graph import Graph, Node, Once
+from ir.workload.config.spec import NOT_KERNELS
 from ir.workload.source import ModelSource
 
 Sizes = Mapping[str, int]
@@ -51,10 +52,11 @@ def op_shapes(graph: Graph) -> tuple[OpShape | None, ...]:
     source = graph.source
     if not isinstance(source, ModelSource):
         return (None,) * len(graph.nodes)
-    config = [(f.name, getattr(source.config, f.name)) for f in fields(source.config) if f.name not in _NOT_KERNELS]
+    config = [(f.name, getattr(source.config, f.name)) for f in fields(source.config) if f.name not in NOT_KERNELS]
     model = repr((config, source.precision, source.attention))
     again = recomputed(graph)
     layouts = {(e.stage, e.name): e.layout for e in graph.entries}
+    layers = {(e.stage, e.name): e.chunk.tags.get("L", 0) for e in graph.entries}
 
     def shape(n: Node) -> OpShape | None:
         if n.kind is Once.UPDATE:
@@ -63,16 +65,15 @@ def op_shapes(graph: Graph) -> tuple[OpShape | None, ...]:
             return None
         layout = layouts[n.stage, n.part]
         kernels = tuple((str(k.kind), str(k.dtype), k.label) for k in n.work)
-        fixed = (layout.cp, layout.ep, layout.etp, kernels, (n.stage, n.part) in again, model)
+        windows = source.config.windows
+        own = (windows[layers[n.stage, n.part]],) if windows else ()
+        fixed = (layout.cp, layout.ep, layout.etp, kernels, (n.stage, n.part) in again, model, *own)
         chunk, _, part = n.part.rpartition(".")
         name = f"{n.kind}/{chunk.rstrip('0123456789')}.{part}"
         at = {"seq_len": source.shape.seq_len, "sequences": source.shape.microbatch_size, "tp": layout.tp}
         return OpShape(f"{name} ~{_digest(repr(fixed))}", at | {DIVIDED: int(layout.sequence_parallel)})
 
     return tuple(shape(n) for n in graph.nodes)
-
-
-_NOT_KERNELS = ("layers", "source")
 
 
 def between(known: Sequence[Sized], at: Sizes) -> Between | None:

@@ -49,8 +49,22 @@ def _refuse_arithmetic(prepared: Prepared) -> None:
         source_of(source_name(job), prepared.config.vocab, job.data.seed)
         return
     refuse_model(prepared.config)
+    _refuse_stored(prepared)
     _refuse_balance(prepared)
     source_of(source_name(job), prepared.config.vocab, job.data.seed)
+
+
+def _refuse_stored(prepared: Prepared) -> None:
+    """A quantised checkpoint's config does not say what it is trained in: the job has to."""
+    if (stored := prepared.config.stored) and prepared.job.precision.params is None:
+        raise PiperError(
+            ErrorKind.MODEL,
+            f"its checkpoint is stored in {stored}, which `run` does not train; say what its parameters are trained in",
+            file=prepared.config.source,
+            key="quantization_config",
+            allowed=f"precision.params = {', '.join(COMPUTE)} in the job",
+            suggestion='precision.params = "bf16"',
+        )
 
 
 def _refuse_balance(prepared: Prepared) -> None:

@@ -160,7 +160,7 @@ class Decoder:
         """A decoder layer that reads part `reads`. spread: its experts are on several ranks."""
         c, prefix = self.config, f"{spelling(self.config).layers}.{layer}."
         attention = Latent if c.mla else Attention
-        parts: dict[str, nn.Module] = {"attn": attention(c, make, prefix, self.attention)}
+        parts: dict[str, nn.Module] = {"attn": attention(c.at(layer), make, prefix, self.attention)}
         if not c.is_moe(layer):
             return parts | {"mlp": Mlp(c, make, prefix)}, {"attn": (reads,), "mlp": ("attn",)}
         shared = ("shared",) if c.moe and c.moe.shared_ffn else ()

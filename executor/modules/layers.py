@@ -130,11 +130,11 @@ def each(x: Tensor, linears: Sequence[Linear], region: Region) -> list[Tensor]:
 
 
 class Normalise(nn.Module):
-    """The config's norm over the last dim."""
+    """The config's norm over the last dim. eps: if it is not the config's."""
 
-    def __init__(self, c: ModelConfig, make: Params, name: str, size: int) -> None:
+    def __init__(self, c: ModelConfig, make: Params, name: str, size: int, eps: float | None = None) -> None:
         super().__init__()
-        self.eps, self.layer = c.norm_eps, c.norm is Norm.LAYER
+        self.eps, self.layer = eps or c.norm_eps, c.norm is Norm.LAYER
         self.plus = 1.0 if c.model_type == "nemotron" else 0.0
         self.weight = make(f"{name}.weight", size, start=1.0 - self.plus)
         self.bias = make(f"{name}.bias", size, start=0.0) if self.layer and c.norm_bias else None

@@ -11,11 +11,10 @@ def refuse_model(c: ModelConfig) -> None:
     if not c.rope and not c.positions:
         raise PiperError(
             ErrorKind.MODEL,
-            "no reference module for attention biases (ALiBi)",
+            "no reference module without rotary or learned positions: attention biases (ALiBi) are not built",
             file=c.source,
-            key="model.learned_pos_emb",
-            allowed="rotary or learned positions",
-            suggestion="model.learned_pos_emb = true",
+            key="attn_config.alibi",
+            allowed="false, with learned_pos_emb = true",
         )
     dropouts = {"attention": c.attn_dropout, "hidden": c.hidden_dropout, "embedding": c.embed_dropout}
     if on := [name for name, p in dropouts.items() if p]:

@@ -119,5 +119,3 @@ def _rebuild(spec: Spec) -> tuple[Prepared, Plan]:
     if (found := plan_digest(plan)) != spec.digest and spec.digest:
         raise PiperError(ErrorKind.ILLEGAL_PLAN, f"the plan's digest is {found}, {spec.digest} was to be run")
     return prepared, plan
-
-

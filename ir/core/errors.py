@@ -83,13 +83,29 @@ def _rebuild(
     return PiperError(kind, message, file=file, key=key, allowed=allowed, suggestion=suggestion)
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word closest to a mistyped one, or None.
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The known word closest to a mistyped one, or None. cutoff: how close it must be, from 0 to 1.
 
     >>> nearest("dualpip", ["1f1b", "dualpipe", "zbv"])
     'dualpipe'
     """
     known = list(known)
     low = {k.lower(): k for k in known}
-    match = get_close_matches(word.lower(), list(low), n=1, cutoff=0.5)
+    match = get_close_matches(word.lower(), list(low), n=1, cutoff=cutoff)
     return low[match[0]] if match else None
+
+
+def same_name(word: str, known: Iterable[str]) -> str | None:
+    """The known word that is the same but for case and what stands between letters and digits, or None.
+
+    For names that say what something is, where the closest other one is something else.
+
+    >>> same_name("Qwen3-MoE", ["qwen3", "qwen3_moe"]), same_name("gpt_oss", ["gpt2"])
+    ('qwen3_moe', None)
+    """
+    bare = {_bare(k): k for k in known}
+    return bare.get(_bare(word))
+
+
+def _bare(word: str) -> str:
+    return "".join(c for c in word.lower() if c.isalnum())

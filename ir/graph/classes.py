@@ -12,6 +12,7 @@ from ir.core.work import CommKind, Message
 from ir.graph.build import WHOLE
 from ir.graph.graph import Graph, Node, Once
 from ir.workload.captured import CapturedSource
+from ir.workload.config.spec import NOT_KERNELS
 from ir.workload.setting import Precision
 from ir.workload.source import ModelSource
 
@@ -73,7 +74,7 @@ def _model(graph: Graph) -> str:
     s = graph.source
     if not isinstance(s, ModelSource | CapturedSource):
         return ""
-    config = [(f.name, getattr(s.config, f.name)) for f in fields(s.config) if f.name not in ("layers", "source")]
+    config = [(f.name, getattr(s.config, f.name)) for f in fields(s.config) if f.name not in NOT_KERNELS]
     return repr((config, s.shape, s.precision, getattr(s, "attention", "")))
 
 

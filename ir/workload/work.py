@@ -77,7 +77,8 @@ def part_work(
     if part.name not in BUILDERS:
         message = f"no builder for part {part.name!r} of chunk {chunk.name!r}"
         raise PiperError(ErrorKind.MODEL, message, key=f"{chunk.name}.{part.name}", allowed=sorted(BUILDERS))
-    return _build(part.name, Setting(config, layout, shape, precision, attention_of(attention), style))
+    own = config.at(layer) if (layer := chunk.tags.get("L")) is not None else config
+    return _build(part.name, Setting(own, layout, shape, precision, attention_of(attention), style))
 
 
 @lru_cache(maxsize=4096)

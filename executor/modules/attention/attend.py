@@ -1,4 +1,4 @@
-"""Attention of the reference modules, fused or with its scores stored, and the rotary embedding in front of it."""
+"""Attention of the reference modules, fused or with its scores stored."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ class _Stored(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> Tensor:
         scores = q @ _per_query(k, q.shape[1]).transpose(-1, -2)
         hidden, probs = _hidden(q, sight), torch.empty_like(scores)
         for at in _rows(q.shape[2]):
-            probs[..., at, :] = _softmax(scores[..., at, :], q, _some(hidden, at))[0]
+            probs[..., at, :] = _softmax(scores[..., at, :], scale, _some(hidden, at))[0]
         del scores
         out = _outermost(q, v)
         out.copy_(probs @ _per_query(v, q.shape[1]))
+        ctx.scale = scale
         ctx.save_for_backward(q, k, v, probs)
         return out
 
@@ -58,24 +59,24 @@ class _Stored(torch.autograd.Function):
         for at in _rows(q.shape[2]):
             p, dp = probs[..., at, :], d_probs[..., at, :]
             inner = (dp * p).to(fp).sum(-1, keepdim=True)
-            d_scores[..., at, :] = _softmax_backward(q, p, dp, inner)
+            d_scores[..., at, :] = _softmax_backward(ctx.scale, p, dp, inner)
         del d_probs, p, dp
         dq = d_scores @ _per_query(k, heads)
-        return dq, _per_key(d_scores.transpose(-1, -2) @ q, k.shape[1]), dv, None
+        return dq, _per_key(d_scores.transpose(-1, -2) @ q, k.shape[1]), dv, None, None
 
 
 class _Made(torch.autograd.Function):
     """The same where probabilities are made again in backward, stretch by stretch: nothing of length² ever exists."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> Tensor:
         heads, hidden, out = q.shape[1], _hidden(q, sight), _outermost(q, v)
         keys, values = _per_query(k, heads).transpose(-1, -2), _per_query(v, heads)
         lse = q.new_empty(q.shape[:3], dtype=wide(q.dtype))
         for at in _rows(q.shape[2]):
-            probs, lse[..., at] = _softmax(q[..., at, :] @ keys, q, _some(hidden, at))
+            probs, lse[..., at] = _softmax(q[..., at, :] @ keys, scale, _some(hidden, at))
             out[..., at, :] = probs.to(q.dtype) @ values
-        ctx.sight = sight
+        ctx.sight, ctx.scale = sight, scale
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -86,14 +87,14 @@ class _Made(torch.autograd.Function):
         keys, values = _per_query(k, heads), _per_query(v, heads)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(keys, dtype=fp), torch.zeros_like(values, dtype=fp)
         for at in _rows(q.shape[2]):
-            x = _wide_scores(q[..., at, :] @ keys.transpose(-1, -2), q, _some(hidden, at))
+            x = _wide_scores(q[..., at, :] @ keys.transpose(-1, -2), ctx.scale, _some(hidden, at))
             probs = x.sub_(lse[..., at].unsqueeze(-1)).exp_().to(q.dtype)
             dv += probs.transpose(-1, -2) @ dy[..., at, :]
             inner = (dy[..., at, :] * out[..., at, :]).to(fp).sum(-1, keepdim=True)
-            d_scores = _softmax_backward(q, probs, dy[..., at, :] @ values.transpose(-1, -2), inner).to(q.dtype)
+            d_scores = _softmax_backward(ctx.scale, probs, dy[..., at, :] @ values.transpose(-1, -2), inner).to(q.dtype)
             dq[..., at, :] = d_scores @ keys
             dk += d_scores.transpose(-1, -2) @ q[..., at, :]
-        return dq, _per_key(dk.to(q.dtype), k.shape[1]), _per_key(dv.to(q.dtype), v.shape[1]), None
+        return dq, _per_key(dk.to(q.dtype), k.shape[1]), _per_key(dv.to(q.dtype), v.shape[1]), None, None
 
 
 def _rows(length: int) -> list[slice]:
@@ -113,34 +114,40 @@ def _outermost(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(b, n, h, v.shape[-1]).transpose(1, 2)
 
 
-def _wide_scores(scores: Tensor, q: Tensor, hidden: Tensor) -> Tensor:
-    x = scores.to(wide(q.dtype), copy=True)
-    return x.mul_(q.shape[-1] ** -0.5).masked_fill_(hidden, float("-inf"))
+def _wide_scores(scores: Tensor, scale: float, hidden: Tensor) -> Tensor:
+    x = scores.to(wide(scores.dtype), copy=True)
+    return x.mul_(scale).masked_fill_(hidden, float("-inf"))
 
 
-def _softmax(scores: Tensor, q: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def _softmax(scores: Tensor, scale: float, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities and log-sum-exp of some rows, in at least float32."""
-    x = _wide_scores(scores, q, hidden)
+    x = _wide_scores(scores, scale, hidden)
     lse = x.logsumexp(-1)
     return x.sub_(lse.unsqueeze(-1)).exp_(), lse
 
 
-def _softmax_backward(q: Tensor, probs: Tensor, d_probs: Tensor, inner: Tensor) -> Tensor:
+def _softmax_backward(scale: float, probs: Tensor, d_probs: Tensor, inner: Tensor) -> Tensor:
     d_scores = d_probs.to(inner.dtype, copy=True).sub_(inner)
-    return d_scores.mul_(probs).mul_(q.shape[-1] ** -0.5)
+    return d_scores.mul_(probs).mul_(scale)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, fused: bool, sight: Sight, again: bool = False) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, fused: bool, sight: Sight, again: bool = False, scaled: float = 1.0
+) -> Tensor:
     """Causal attention (batch, heads, length, v). fused: nothing of length² is kept for backward. again: nor without
-    it, as backward makes the scores again (Megatron's selective recompute).
+    it, as backward makes the scores again (Megatron's selective recompute). scaled: of scores, beside 1/sqrt(features).
     """
+    scale = q.shape[-1] ** -0.5 * scaled
     grouped = k.shape[1] != q.shape[1]
     if not 0 < sight.window < k.shape[2]:
         sight = replace(sight, window=0)
     if not fused or v.shape[-1] != q.shape[-1]:  # torch's fused kernels want one width; else they store the scores
-        return apply(_Made if fused or again else _Stored, q, k, v, sight)
+        return apply(_Made if fused or again else _Stored, q, k, v, sight, scale)
     mask = _added(q, sight) if sight != Sight() else None
-    found: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    own = None if scaled == 1.0 else scale  # torch's own may differ from ours by a rounding
+    found: Tensor = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=own
+    )
     return found
 
 
@@ -151,54 +158,6 @@ def _per_query(x: Tensor, heads: int) -> Tensor:
 def _per_key(dx: Tensor, heads: int) -> Tensor:
     b, h, n, d = dx.shape
     return dx if h == heads else dx.view(b, heads, h // heads, n, d).sum(2)
-
-
-def rotary(length: int, dim: int, theta: float, x: Tensor, ranks: int = 1, index: int = 0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, (length, 1, dim / 2) each, in x's format and place.
-
-    length: of this rank's part of a sequence; it is the index-th of so many ranks.
-    """
-    make = _rotary.__wrapped__ if is_fake(x) else _rotary  # one fake mode's tensors are of no use to another
-    return make(length, dim, theta, x.dtype, str(x.device), ranks, index)
-
-
-@lru_cache(maxsize=8)
-def _rotary(
-    length: int, dim: int, theta: float, dtype: torch.dtype, device: str, ranks: int, index: int
-) -> tuple[Tensor, Tensor]:
-    fp = wide(dtype)
-    rates = theta ** -(torch.arange(0, dim, 2, dtype=fp, device=device) / dim)
-    at = stretches(torch.arange(length * ranks, dtype=fp, device=device), ranks, index)
-    angles = torch.outer(at, rates)
-    return angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
-
-
-class _Rotate(torch.autograd.Function):
-    """Features of (batch, length, heads, dim) turned in pairs by the angles of cos and sin; back by their negatives."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.cos, ctx.sin = cos, sin  # they stay anyway
-        return _turned(x, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _turned(dy, ctx.cos, ctx.sin, -1), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
-    out, (a, b) = torch.empty_like(x), x.chunk(2, -1)
-    first, second = out.chunk(2, -1)
-    torch.mul(a, cos, out=first).sub_(b * sin, alpha=way)
-    torch.mul(b, cos, out=second).add_(a * sin, alpha=way)
-    return out
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to the first features of (batch, length, heads, dim), two for each angle."""
-    width = 2 * cos.shape[-1]
-    turned = apply(_Rotate, x[..., :width], cos, sin)
-    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
 
 
 def _hidden(q: Tensor, sight: Sight) -> Tensor:

@@ -7,21 +7,24 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from executor.modules.attention.attend import Sight, attend, rotary, rotate
+from executor.modules.attention.attend import Sight, attend
 from executor.modules.attention.context import whole_context
+from executor.modules.attention.rope import Angles, rotary, rotate
 from executor.modules.functions import rms_norm
 from executor.modules.layers import Linear, Normalise, Params, each, spelling
 from executor.modules.parallel import enter
 from executor.parallel.inline import Wire
 from ir.workload.config.load import ModelConfig
 
+LATENT_EPS = 1e-6  # of the norms inside latent attention, in DeepSeek's code and transformers', whatever rms_norm_eps
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, cp: Wire, *, kind: str, window: int) -> Tensor:
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, cp: Wire, *, kind: str, c: ModelConfig) -> Tensor:
     """Tokens before heads on both sides, so that what attention reads and gives needs no copy."""
     with whole_context(k, v, cp) as (k, v):
         heads_first = [t.transpose(1, 2) for t in (q, k, v)]
-        sight = Sight(window, cp.size, cp.index)
-        found = attend(*heads_first, fused=kind == "flash", again=kind == "remade", sight=sight)
+        sight, again = Sight(c.window, cp.size, cp.index), kind == "remade"
+        found = attend(*heads_first, fused=kind == "flash", again=again, sight=sight, scaled=c.score_scale)
     return found.transpose(1, 2).flatten(2)
 
 
@@ -58,9 +61,10 @@ class Attention(nn.Module):
             q, k = rms_norm(q, self.q_norm, c.norm_eps), rms_norm(k, self.k_norm, c.norm_eps)
         if c.rope:
             cp = self.region.cp
-            cos, sin = rotary(length, int(c.head_dim * c.rope_share), c.rope_theta, x, cp.size, cp.index)
+            width = int(c.head_dim * c.rope_share)
+            cos, sin = rotary(length, Angles(width, c.rope_theta, c.rope_scaling, cp.size, cp.index), x)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        added: Tensor = self.out(_attended(q, k, v, self.region.cp, kind=self.kind, window=c.window))
+        added: Tensor = self.out(_attended(q, k, v, self.region.cp, kind=self.kind, c=c))
         return x + added
 
 
@@ -75,14 +79,14 @@ class Latent(nn.Module):
         self.norm = Normalise(c, make, f"{prefix}input_layernorm", c.hidden)
         if mla.q_rank:
             self.q_a: nn.Module = Linear(make, f"{at}q_a_proj", mla.q_rank, c.hidden, bias=c.qkv_bias)
-            self.q_norm: nn.Module = Normalise(c, make, f"{at}q_a_layernorm", mla.q_rank)
+            self.q_norm: nn.Module = Normalise(c, make, f"{at}q_a_layernorm", mla.q_rank, LATENT_EPS)
             self.q_b = Linear(make, f"{at}q_b_proj", c.heads * mla.qk_dim, mla.q_rank)
         else:
             self.q_a, self.q_norm = nn.Identity(), nn.Identity()
             self.q_b = Linear(make, f"{at}q_proj", c.heads * mla.qk_dim, c.hidden)
         down = mla.kv_rank + mla.rope_dim
         self.kv_a = Linear(make, f"{at}kv_a_proj_with_mqa", down, c.hidden, bias=c.qkv_bias)
-        self.kv_norm = Normalise(c, make, f"{at}kv_a_layernorm", mla.kv_rank)
+        self.kv_norm = Normalise(c, make, f"{at}kv_a_layernorm", mla.kv_rank, LATENT_EPS)
         self.kv_b = Linear(make, f"{at}kv_b_proj", c.heads * (mla.nope_dim + mla.v_dim), mla.kv_rank)
         self.out = Linear(make, f"{at}o_proj", c.hidden, c.heads * mla.v_dim, bias=c.out_bias, leaves=True)
 
@@ -97,9 +101,11 @@ class Latent(nn.Module):
         q, kv, k_rope = q.view(batch, length, heads, -1), kv.view(batch, length, heads, -1), enter(k_rope, region)
         k_nope, v = kv.split((mla.nope_dim, mla.v_dim), -1)
         q_nope, q_rope = q.split((mla.nope_dim, mla.rope_dim), -1)
-        cos, sin = rotary(length, mla.rope_dim, c.rope_theta, x, region.cp.size, region.cp.index)
-        shared = rotate(k_rope.unsqueeze(2), cos, sin).expand(-1, -1, heads, -1)
-        q, k = torch.cat((q_nope, rotate(q_rope, cos, sin)), -1), torch.cat((k_nope, shared), -1)
+        angles = Angles(mla.rope_dim, c.rope_theta, c.rope_scaling, region.cp.size, region.cp.index)
+        turn = partial(rotate, pairs=c.rope_pairs)
+        cos, sin = rotary(length, angles, x)
+        shared = turn(k_rope.unsqueeze(2), cos, sin).expand(-1, -1, heads, -1)
+        q, k = torch.cat((q_nope, turn(q_rope, cos, sin)), -1), torch.cat((k_nope, shared), -1)
         # A view of v would keep the keys' first half alive beside k.
-        added: Tensor = self.out(_attended(q, k, v.contiguous(), region.cp, kind=self.kind, window=c.window))
+        added: Tensor = self.out(_attended(q, k, v.contiguous(), region.cp, kind=self.kind, c=c))
         return x + added

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ir.workload.config.gpt import gpt2, mpt
+from ir.workload.config.rope import read_rope
 from ir.workload.config.spec import Activation, Mla, ModelConfig, Moe, Norm
+from ir.workload.config.stored import stored_in
 from ir.workload.config.values import Values
-
-_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
+from ir.workload.config.windows import check_uniform, layer_windows
 
 
 def _llama(v: Values) -> ModelConfig:
+    return _uniform(v, _decoder(v))
+
+
+def _decoder(v: Values) -> ModelConfig:
+    """What all of llama's descendants have in common, rotary embedding and windows aside."""
     heads, hidden = v.size("num_attention_heads"), v.size("hidden_size")
     if v.size_or("head_dim", 0) == 0:
         v.divides("num_attention_heads", hidden, "hidden_size")
@@ -39,45 +46,71 @@ def _llama(v: Values) -> ModelConfig:
         hidden_dropout=v.number("resid_pdrop"),
         embed_dropout=v.number("embd_pdrop"),
         norm_eps=v.number("rms_norm_eps"),
-        rope_theta=v.number("rope_theta"),
         init_std=v.number("initializer_range"),
+        stored=stored_in(v),
     )
 
 
 def _mistral(v: Values) -> ModelConfig:
-    return replace(_llama(v), window=v.size_or("sliding_window", 0))
+    return _uniform(v, replace(_decoder(v), window=v.size_or("sliding_window", 0)))
 
 
 def _qwen2(v: Values) -> ModelConfig:
-    return replace(_llama(v), qkv_bias=True, window=_optional_window(v))
+    return replace(_sliding(v), qkv_bias=True)
 
 
 def _qwen3(v: Values) -> ModelConfig:
-    return replace(_llama(v), qk_norm=True, window=_optional_window(v))
+    return replace(_sliding(v), qk_norm=True)
 
 
-def _optional_window(v: Values) -> int:
-    return v.size_or("sliding_window", 0) if v.flag("use_sliding_window") else 0
+def _sliding(v: Values) -> ModelConfig:
+    """Layers with windows of their own; one window, where all have it."""
+    windows = layer_windows(v)
+    one = len(set(windows)) == 1
+    return _rotated(v, replace(_decoder(v), window=windows[0] if one else 0, windows=() if one else windows))
+
+
+def _uniform(v: Values, base: ModelConfig) -> ModelConfig:
+    """One window for all layers."""
+    check_uniform(v, base.window)
+    return _rotated(v, base)
+
+
+def _rotated(v: Values, base: ModelConfig) -> ModelConfig:
+    rope = read_rope(v, base.head_dim)
+    return replace(base, rope_theta=rope.theta, rope_scaling=rope.scaling)
 
 
 def _mixtral(v: Values) -> ModelConfig:
     moe = Moe(v.size("num_local_experts"), v.size("num_experts_per_tok"), v.size("intermediate_size"))
-    moe = replace(moe, balance=v.number("router_aux_loss_coef"))
+    moe = replace(moe, balance=_balance(v))
     _check_top_k(v, moe)
     return replace(_mistral(v), moe=moe)
 
 
+def _balance(v: Values) -> float:
+    """The coefficient that a job gives to the loss of each sequence. A file's is that of another loss, which
+    transformers' classes add where `output_router_logits` is set: over all layers and the whole batch.
+    """
+    if v.flag("output_router_logits") and v.given.get("router_aux_loss_coef") != 0:
+        message = "transformers' auxiliary loss is one over all layers and the whole batch, another for every plan"
+        allowed = "false, and model.router_aux_loss_coef in the job for one of each sequence"
+        v.refuse("output_router_logits", message, allowed=allowed)
+    return v.number("router_aux_loss_coef") if "router_aux_loss_coef" in v.inline else 0.0
+
+
 def _qwen3_moe(v: Values) -> ModelConfig:
-    only = v.get("mlp_only_layers")
+    only = v.get("mlp_only_layers") or ()
     assert isinstance(only, (list, tuple))
     step = v.size("decoder_sparse_step")
     layers = range(v.size("num_hidden_layers"))
     # Hugging Face: a layer is sparse unless listed, where (layer + 1) % step == 0.
     dense = frozenset(i for i in layers if i in only or (i + 1) % step)
     moe = Moe(v.size("num_experts"), v.size("num_experts_per_tok"), v.size("moe_intermediate_size"), 0, dense)
-    moe = replace(moe, normalised=v.flag("norm_topk_prob"), balance=v.number("router_aux_loss_coef"))
+    moe = replace(moe, normalised=v.flag("norm_topk_prob"), balance=_balance(v))
     _check_top_k(v, moe)
-    return replace(_qwen3(v), moe=moe)
+    window = v.size_or("sliding_window", 0) if v.flag("use_sliding_window") else 0
+    return _uniform(v, replace(_decoder(v), qk_norm=True, window=window, moe=moe))
 
 
 def _deepseek(v: Values) -> ModelConfig:
@@ -88,9 +121,34 @@ def _deepseek(v: Values) -> ModelConfig:
         v.size("qk_rope_head_dim"),
         v.size("v_head_dim"),
     )
+    moe = _deepseek_experts(v)
+    mtp = v.size("num_nextn_predict_layers")
+    if mtp > 1:
+        # A second module reads the first one's hidden state beside the last layer's; nobody has published one.
+        v.refuse("num_nextn_predict_layers", f"{mtp} prediction modules are not built", allowed="0, 1", fix="1")
+    rope = read_rope(v, mla.rope_dim, latent=True)
+    check_uniform(v, 0)
+    heads = v.size("num_attention_heads")
+    # Hugging Face's DeepSeek files repeat the heads as KV heads; MLA has a key and a value for every head.
+    base = _decoder(replace(v, given={**v.given, "num_key_value_heads": heads, "head_dim": mla.qk_dim}))
+    return replace(
+        base,
+        mla=mla,
+        moe=moe,
+        mtp=mtp,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        rope_pairs=v.get("model_type") == "deepseek_v2" or v.flag("rope_interleave"),
+        score_scale=rope.score_scale,
+    )
+
+
+def _deepseek_experts(v: Values) -> Moe:
+    # transformers' classes leave moe_layer_freq out, as all published models have 1; DeepSeek's own code has it.
     first, every = v.size("first_k_dense_replace"), v.size("moe_layer_freq")
-    ffn, groups = v.size("moe_intermediate_size"), v.size_or("n_group", 1)
+    ffn, method = v.size("moe_intermediate_size"), str(v.get("topk_method"))
     # One group of experts limits nothing (Kimi-K2).
+    groups = 1 if method == "greedy" else v.size_or("n_group", 1)
     limited = v.size_or("topk_group", groups) if groups > 1 else 0
     moe = Moe(
         experts=v.size("n_routed_experts"),
@@ -100,24 +158,17 @@ def _deepseek(v: Values) -> ModelConfig:
         dense_layers=frozenset(i for i in range(v.size("num_hidden_layers")) if i < first or i % every),
         groups=groups if limited else 0,
         top_groups=limited,
-        scoring=v.one_of("scoring_func", ("softmax", "sigmoid")),
+        scoring=str(v.get("scoring_func")),
         normalised=v.flag("norm_topk_prob"),
         scale=v.number("routed_scaling_factor"),
-        balance=v.number("aux_loss_alpha"),
+        balance=v.number("aux_loss_alpha") if "aux_loss_alpha" in v.inline else 0.0,
     )
     if moe.balance and not v.flag("seq_aux"):
         # Over the tokens of a microbatch: another loss for every plan.
         v.refuse("seq_aux", "the auxiliary loss is one of sequences", allowed="true", fix="true")
     _check_top_k(v, moe)
-    _check_groups(v, moe)
-    mtp = v.size("num_nextn_predict_layers")
-    if mtp > 1:
-        # A second module reads the first one's hidden state beside the last layer's; nobody has published one.
-        v.refuse("num_nextn_predict_layers", f"{mtp} prediction modules are not built", allowed="0, 1", fix="1")
-    heads = v.size("num_attention_heads")
-    # Hugging Face's DeepSeek files repeat the heads as KV heads; MLA has a key and a value for every head.
-    base = _llama(replace(v, given={**v.given, "num_key_value_heads": heads, "head_dim": mla.qk_dim}))
-    return replace(base, mla=mla, moe=moe, mtp=mtp)
+    _check_groups(v, moe, method)
+    return moe
 
 
 def _check_top_k(v: Values, moe: Moe) -> None:
@@ -126,98 +177,36 @@ def _check_top_k(v: Values, moe: Moe) -> None:
         v.refuse("num_experts_per_tok", message, allowed=f"1 to {moe.experts}", fix=str(moe.experts))
 
 
-def _check_groups(v: Values, moe: Moe) -> None:
+def _check_groups(v: Values, moe: Moe, method: str) -> None:
     if not moe.groups:
         return
     v.divides("n_group", moe.experts, "n_routed_experts")
     if moe.top_groups > moe.groups:
         message = f"{moe.top_groups} groups per token, but there are {moe.groups}"
         v.refuse("topk_group", message, allowed=f"1 to {moe.groups}", fix=str(moe.groups))
+    each = moe.experts // moe.groups
+    if each < 2 and method == "noaux_tc":
+        v.refuse("n_group", "a group counts by its best two experts, and has one", allowed=f"up to {moe.experts // 2}")
+    if moe.top_k > each * moe.top_groups:
+        message = f"{moe.top_k} experts per token do not lie in {moe.top_groups} groups of {each}"
+        v.refuse("num_experts_per_tok", message, allowed=f"1 to {each * moe.top_groups}")
 
 
 def _nemotron(v: Values) -> ModelConfig:
     v.one_of("hidden_act", ("relu2",))
     shown = {**v.given, "hidden_act": "silu", "rms_norm_eps": v.number("norm_eps")}
-    base = _llama(replace(v, given=shown))
+    base = _decoder(replace(v, given=shown))
+    rope = read_rope(v, base.head_dim, partial=True)
+    check_uniform(v, 0)
     # LayerNorm1P: a LayerNorm with bias whose weight is stored minus one.
-    share = v.number("partial_rotary_factor")
-    return replace(base, activation=Activation.RELU2, norm=Norm.LAYER, norm_bias=True, rope_share=share)
-
-
-def _gpt2(v: Values) -> ModelConfig:
-    v.divides("n_head", v.size("n_embd"), "n_embd")
-    act = v.one_of("activation_function", _GELU)
-    hidden, heads = v.size("n_embd"), v.size("n_head")
-    return ModelConfig(
-        source=v.source,
-        model_type="gpt2",
-        layers=v.size("n_layer"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        ffn=v.size_or("n_inner", 4 * hidden),
-        vocab=v.size("vocab_size"),
-        max_positions=v.size("n_positions"),
-        positions=v.size("n_positions"),
-        rope=False,
-        activation=Activation.GELU,
-        act=act,
-        norm=Norm.LAYER,
-        norm_bias=True,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        tied=v.flag("tie_word_embeddings"),
-        attn_dropout=v.number("attn_pdrop"),
-        hidden_dropout=v.number("resid_pdrop"),
-        embed_dropout=v.number("embd_pdrop"),
-        norm_eps=v.number("layer_norm_epsilon"),
-        init_std=v.number("initializer_range"),
-    )
-
-
-def _mpt(v: Values) -> ModelConfig:
-    v.divides("n_heads", v.size("d_model"), "d_model")
-    hidden, heads = v.size("d_model"), v.size("n_heads")
-    inner = v.get("attn_config")
-    assert isinstance(inner, Mapping)
-    drop = inner.get("attn_pdrop", 0.0)
-    learned = v.flag("learned_pos_emb") and ("learned_pos_emb" in v.given or not inner.get("alibi"))
-    bias = not v.flag("no_bias")
-    return ModelConfig(
-        source=v.source,
-        model_type="mpt",
-        layers=v.size("n_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        ffn=v.size("expansion_ratio") * hidden,
-        vocab=v.size("vocab_size"),
-        max_positions=v.size("max_seq_len"),
-        positions=v.size("max_seq_len") if learned else 0,
-        rope=False,
-        activation=Activation.GELU,
-        act="gelu",
-        norm=Norm.LAYER,
-        norm_bias=bias,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
-        tied=v.flag("tie_word_embeddings"),
-        attn_dropout=float(drop) if isinstance(drop, (int, float)) else 0.0,
-        hidden_dropout=v.number("resid_pdrop"),
-        embed_dropout=v.number("emb_pdrop"),
-        norm_eps=v.number("layer_norm_epsilon"),
-        init_std=v.number("initializer_range"),
-    )
+    base = replace(base, activation=Activation.RELU2, norm=Norm.LAYER, norm_bias=True)
+    return replace(base, rope_theta=rope.theta, rope_scaling=rope.scaling, rope_share=rope.share)
 
 
 FAMILIES: Mapping[str, Callable[[Values], ModelConfig]] = {
     "llama": _llama,
-    "gpt2": _gpt2,
-    "mpt": _mpt,
+    "gpt2": gpt2,
+    "mpt": mpt,
     "nemotron": _nemotron,
     "mistral": _mistral,
     "mixtral": _mixtral,

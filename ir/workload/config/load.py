@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, nearest, same_name
 from ir.workload.config.families import FAMILIES
+from ir.workload.config.inert import INERT as ALL_INERT
 from ir.workload.config.keys import TYPES, aliases
 from ir.workload.config.spec import Activation, Mla, ModelConfig, Moe, Norm
 from ir.workload.config.values import Values
@@ -55,29 +57,40 @@ def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, 
     key = "model.model_type" if "model_type" in over else "model_type"
     if not isinstance(model_type, str) or model_type not in TYPES:
         said = "missing" if model_type is None else f"unknown model type {model_type!r}"
-        near = nearest(str(model_type), TYPES)
+        near = same_name(str(model_type), TYPES)  # the closest other one would be another architecture
         raise PiperError(ErrorKind.MODEL, said, file=source, key=key, allowed=sorted(TYPES), suggestion=near)
     file = _respelled(raw, model_type, source, "")
     inline = _respelled(over, model_type, source, "model.")
-    known = {*TYPES[model_type], *aliases(model_type), *file}
-    for k in inline:
-        if k not in known:
-            near = nearest(k, [*TYPES[model_type], *aliases(model_type)])
-            raise PiperError(
-                ErrorKind.MODEL,
-                f"model type {model_type} has no key {k!r}",
-                file=source,
-                key=f"model.{k}",
-                allowed=sorted(TYPES[model_type]),
-                suggestion=near,
-            )
+    _refuse_unknown(file, model_type, source, "")
+    _refuse_unknown(inline, model_type, source, "model.")
     for name in ("num_hidden_layers", "n_layer", "n_layers"):
         deep = inline.get(name, file.get(name))
         if isinstance(deep, int) and deep > MAX_LAYERS:  # before anything counts them out one by one
             message, key = f"{deep} layers", f"model.{name}" if name in inline else name
             raise PiperError(ErrorKind.MODEL, message, file=source, key=key, allowed=f"at most {MAX_LAYERS}")
-    values = Values(source, TYPES[model_type], {**file, **inline}, frozenset(inline))
+    given = {**file, **{k: _merged(file.get(k), v) for k, v in inline.items()}}
+    values = Values(source, TYPES[model_type], given, frozenset(inline))
     return FAMILIES[model_type](values)
+
+
+def _refuse_unknown(given: Mapping[str, object], model_type: str, source: str, prefix: str) -> None:
+    """A key that transformers' class may read is not passed over: it may make another model of it."""
+    if not (odd := [k for k in given if k not in TYPES[model_type]]):
+        return
+    known = [k for k in (*TYPES[model_type], *aliases(model_type)) if k not in ALL_INERT]
+    others = f", and {len(odd) - 1} more: {', '.join(odd[1:6])}" if len(odd) > 1 else ""
+    near = nearest(odd[0], known, cutoff=0.5 if prefix else 0.8)
+    fix = near or (None if prefix else "leave it out of the file if it says nothing of the model")
+    message = f"model type {model_type} has no key {odd[0]!r} that is understood{others}"
+    raise PiperError(ErrorKind.MODEL, message, file=source, key=prefix + odd[0], allowed=sorted(known), suggestion=fix)
+
+
+def _merged(file: object, inline: object) -> object:
+    """A table set inline key by key goes into the file's, unless it says what kind of table it is."""
+    both = isinstance(file, Mapping) and isinstance(inline, Mapping)
+    if not both or {"rope_type", "type", "quant_method"} & set(inline):  # type: ignore[call-overload]
+        return inline
+    return {**file, **inline}  # type: ignore[dict-item]
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -123,16 +136,30 @@ def _find(name: str) -> Path:
         f"no preset and no file {name!r}",
         key="model.config",
         allowed=[*presets(), "a path to a config.json"],
-        suggestion=nearest(name, presets()),
+        suggestion=_nearest_preset(name),
     )
+
+
+def _nearest_preset(name: str) -> str | None:
+    """The closest preset, where all numbers of the name are the same: they say which model it is.
+
+    >>> _nearest_preset("deepseek_v3"), _nearest_preset("llama3.1-8b")
+    ('deepseek-v3', None)
+    """
+    near = nearest(name, presets(), cutoff=0.7)
+    return near if near and re.findall(r"\d+", near) == re.findall(r"\d+", name) else None
 
 
 def _respelled(raw: Mapping[str, object], model_type: str, source: str, prefix: str) -> dict[str, object]:
     """`raw` with each alias under its proper name; both spellings at once are refused."""
     other = aliases(model_type)
-    for spelled, name in other.items():
-        if spelled in raw and name in raw and raw[spelled] != raw[name]:
-            message = f"{spelled!r} and {name!r} are one key with two values"
-            raise PiperError(ErrorKind.MODEL, message, file=source, key=prefix + spelled, suggestion=f"keep {name}")
     own = TYPES[model_type]
-    return {(k if k in own else other.get(k, k)): v for k, v in raw.items()}
+    out: dict[str, object] = {}
+    said: dict[str, str] = {}
+    for k, v in raw.items():
+        name = k if k in own else other.get(k, k)
+        if name in out and out[name] != v:
+            message = f"{k!r} and {said[name]!r} are one key with two values"
+            raise PiperError(ErrorKind.MODEL, message, file=source, key=prefix + k, suggestion=f"keep {name}")
+        out[name], said[name] = v, k
+    return out

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+# Of a config: what the duration of a kernel does not depend on, or what the kernels of a layer show by themselves.
+NOT_KERNELS = frozenset(
+    "layers source windows rope_scaling rope_pairs score_scale score_by_layer stored".split()  # noqa: SIM905
+)
 
 
 class Norm(StrEnum):
@@ -68,13 +73,43 @@ class Moe:
     balance: float = 0.0
 
 
+class Scaling(StrEnum):
+    """How rotary angles are stretched for sequences longer than those a model was first trained on."""
+
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """A stretching of rotary angles by `factor`, as transformers' `modeling_rope_utils` computes it.
+
+    original: tokens of the sequences trained on first. slow, fast: turns over `original` below which an angle is
+    stretched, and above which it is left alone (LLAMA3's low_freq_factor and high_freq_factor, YARN's beta_slow and
+    beta_fast); between them it is mixed. truncate: YARN's mix starts and ends at whole features. times: of cosines and
+    sines.
+    """
+
+    kind: Scaling
+    factor: float
+    original: int = 0
+    slow: float = 1.0
+    fast: float = 32.0
+    truncate: bool = True
+    times: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only language model. Sizes are elements; dropouts are probabilities.
 
     source: the preset or file it came from. positions: learned positions, 0 where none. window: sliding attention
-    window in tokens, 0 where none. qk_norm: RMSNorm on each head's query and key. mtp: multi-token-prediction modules.
-    rope_share: of a head's features that are turned. act: Hugging Face's name of an activation that has several.
+    window in tokens, 0 where none; windows: of each layer, where layers differ. qk_norm: RMSNorm on each head's query
+    and key. mtp: multi-token-prediction modules. rope_share: of a head's features that are turned; rope_pairs: an angle
+    turns two neighbours, not one feature of either half. score_scale: of attention scores, beside 1/sqrt(qk_dim);
+    score_by_layer: divided by 1 + the layer's number too. act: Hugging Face's name of an activation that has several.
+    stored: the format that its checkpoint is quantised to, "" for none.
     """
 
     source: str
@@ -109,6 +144,20 @@ class ModelConfig:
     rope_share: float = 1.0
     act: str = ""
     init_std: float = 0.02
+    windows: tuple[int, ...] = ()
+    rope_scaling: RopeScaling | None = None
+    rope_pairs: bool = False
+    score_scale: float = 1.0
+    score_by_layer: bool = False
+    stored: str = ""
+
+    def at(self, layer: int) -> ModelConfig:
+        """The same with what is true of one decoder layer: its window, the scale of its scores."""
+        if not self.windows and not self.score_by_layer:
+            return self
+        window = self.windows[layer] if self.windows else self.window
+        scale = self.score_scale / (layer + 1) if self.score_by_layer else self.score_scale
+        return replace(self, window=window, windows=(), score_scale=scale, score_by_layer=False)
 
     def is_moe(self, layer: int) -> bool:
         """Whether decoder layer `layer` has experts. MTP modules count on from `layers`, as their weights do."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from ir.core.errors import ErrorKind, PiperError
-from ir.workload.config.keys import Table, fits
+from ir.core.errors import ErrorKind, PiperError, same_name
+from ir.workload.config.key import Key, Table, fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,13 @@ class Values:
                     self.refuse(name, "missing", allowed=key.holds)
             elif not fits(key.holds, self.given[name]):
                 self.refuse(name, f"{self.given[name]!r} is not {key.holds}", allowed=key.holds)
+            elif key.only and not _among(self.given[name], key):
+                allowed = ", ".join(map(_json, key.only))
+                self.refuse(name, f"{_json(self.given[name])} is not built: {key.why}", allowed=allowed)
 
     def refuse(self, name: str, message: str, *, allowed: str | None = None, fix: str | None = None) -> NoReturn:
         """Raise the error that belongs to a key."""
-        key = f"model.{name}" if name in self.inline else name
+        key = f"model.{name}" if name.partition(".")[0] in self.inline else name
         raise PiperError(ErrorKind.MODEL, message, file=self.source, key=key, allowed=allowed, suggestion=fix)
 
     def get(self, name: str) -> object:
@@ -61,7 +65,7 @@ class Values:
         """A string out of a list."""
         value = self.get(name)
         if value not in allowed:
-            self.refuse(name, f"{value!r} is not built", allowed=", ".join(allowed), fix=allowed[0])
+            self.refuse(name, f"{value!r} is not built", allowed=", ".join(allowed), fix=same_name(str(value), allowed))
         return str(value)
 
     def divides(self, name: str, whole: int, what: str) -> None:
@@ -70,3 +74,11 @@ class Values:
         if whole % by:
             near = max(d for d in range(1, by + 1) if whole % d == 0)
             self.refuse(name, f"{by} does not divide {what} = {whole}", allowed=f"divisors of {whole}", fix=str(near))
+
+
+def _among(value: object, key: Key) -> bool:
+    return any(value == o and isinstance(value, bool) is isinstance(o, bool) for o in key.only)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, default=list)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from executor.autograd.stage import Stage
-from executor.modules.attention.attend import rotary, rotate
+from executor.modules.attention.rope import Angles, rotary, rotate
 from executor.modules.decoder import Decoder
 from executor.modules.functions import rms_norm
 from executor.modules.user.annotate import annotate, cut
@@ -69,7 +69,7 @@ def test_precisions_start_from_the_same_numbers() -> None:
 
 
 def test_rotary_turns_pairs_by_position() -> None:
-    cos, sin = rotary(5, 8, 10000.0, torch.zeros((), dtype=torch.float64))
+    cos, sin = rotary(5, Angles(8, 10000.0), torch.zeros((), dtype=torch.float64))
     q, k = torch.randn(2, 8, dtype=torch.float64)
 
     def score(i: int, j: int) -> float:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from executor.modules import functions as f
-from executor.modules.attention.attend import Sight, attend, rotary, rotate
+from executor.modules.attention.attend import Sight, attend
+from executor.modules.attention.rope import Angles, rotary, rotate
 from executor.modules.base import Built, evaluate
 from executor.modules.decoder import Decoder
 from executor.modules.layers import Params
@@ -248,7 +249,7 @@ def test_learned_positions_and_partial_rotary_act() -> None:
     embed = Decoder(tiny("gpt2")).build(["embed"]).units["embed"]
     a, b = embed(torch.tensor([[3, 3]]))[0]
     assert not torch.equal(a, b)
-    cos, sin = rotary(4, 4, 1e4, torch.zeros(()))
+    cos, sin = rotary(4, Angles(4, 1e4), torch.zeros(()))
     x = torch.randn(1, 4, 1, 8)
     turned = rotate(x, cos, sin)
     assert torch.equal(turned[..., 4:], x[..., 4:]) and not torch.equal(turned[..., :4], x[..., :4])

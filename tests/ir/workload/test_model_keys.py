@@ -1,0 +1,267 @@
+"""Every key of a config is modelled, inert for a reason, or refused: rotary embeddings, windows, routing, formats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.workload import config_from, load_config, model_chunks
+from ir.workload.config.key import Holds, Key, fits
+from ir.workload.config.keys import TYPES
+from ir.workload.config.spec import ModelConfig, RopeScaling, Scaling
+from ir.workload.setting import BatchShape
+from ir.workload.work import chunk_flops
+from tests.ir.workload import hub_configs as hub
+
+LLAMA: Mapping[str, object] = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+QWEN = {**LLAMA, "model_type": "qwen3", "num_key_value_heads": 4, "sliding_window": 16, "use_sliding_window": True}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+def read(raw: Mapping[str, object], **inline: object) -> ModelConfig:
+    return config_from(raw, "here.json", inline)
+
+
+def refused(raw: Mapping[str, object], **inline: object) -> PiperError:
+    with pytest.raises(PiperError) as e:
+        config_from(raw, "here.json", inline)
+    assert e.value.kind is ErrorKind.MODEL and e.value.kind.exit_code == 2 and e.value.file == "here.json"
+    return e.value
+
+
+def test_theta_is_read_in_either_spelling() -> None:
+    assert read({**LLAMA, "rope_theta": 5e5}) == read({**LLAMA, "rope_parameters": {"rope_theta": 5e5}})
+    assert read({**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}).rope_theta == 5e5
+    assert read({**LLAMA, "rope_parameters": None, "rope_scaling": None}).rope_theta == 1e4
+    assert read({**LLAMA, "model_type": "mixtral", "num_key_value_heads": 4}).rope_theta == 1e6, "that class's default"
+
+
+def test_a_job_changes_what_a_file_says_of_theta() -> None:
+    file = {**LLAMA, "rope_parameters": {**YARN, "rope_theta": 5e5}}
+    c = read(file, rope_theta=7e5)
+    assert c.rope_theta == 7e5 and c.rope_scaling is not None and c.rope_scaling.factor == 4
+    assert read(file, rope_parameters={"factor": 2.0}).rope_scaling == RopeScaling(
+        Scaling.YARN, 2.0, 512, times=0.1 * math.log(2) + 1
+    )
+    assert read(file, rope_parameters={"rope_type": "linear", "factor": 2.0}).rope_scaling == RopeScaling(
+        Scaling.LINEAR, 2.0
+    )
+
+
+def test_one_thing_said_in_two_ways_is_refused() -> None:
+    e = refused({**LLAMA, "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}})
+    assert e.key == "rope_parameters.rope_theta" and "two values" in e.message
+    assert refused({**LLAMA, "rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2}}).key == (
+        "rope_scaling"
+    )
+    assert refused({**LLAMA, "rope_scaling": {**YARN, "type": "linear"}}).key == "rope_scaling.type"
+    moe = {**load_raw("tiny-moe"), "num_local_experts": 4}
+    assert "one key with two values" in refused(moe).message
+
+
+def load_raw(preset: str) -> dict[str, Any]:
+    import json
+    from importlib.resources import files
+
+    return dict(json.loads((files("ir.workload.config") / "presets" / f"{preset}.json").read_text()))
+
+
+def test_llama_31_is_not_llama_3() -> None:
+    c = read(hub.LLAMA31_8B)
+    assert c.rope_scaling == RopeScaling(Scaling.LLAMA3, 8.0, 8192, 1.0, 4.0) and c.rope_theta == 5e5
+    assert load_config("llama3-8b").rope_scaling is None
+
+
+def test_deepseek_v3s_own_file() -> None:
+    """Its checkpoint is stored in fp8; YaRN scales its scores, by the square of 0.1 ln 40 + 1."""
+    c, preset = read(hub.DEEPSEEK_V3), load_config("deepseek-v3")
+    assert c.stored == "fp8" and preset.stored == ""
+    assert c.rope_scaling == RopeScaling(Scaling.YARN, 40.0, 4096, 1.0, 32.0, times=1.0)
+    assert c.score_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2)
+    assert c.moe == preset.moe, "aux_loss_alpha of a file is a loss of the training code that came with it"
+    e = refused({**hub.DEEPSEEK_V3, "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    assert e.key == "quantization_config.quant_method" and "fp8" in str(e.allowed)
+
+
+def test_other_models_own_files() -> None:
+    qwen = read(hub.QWEN3_30B)
+    assert (qwen.window, qwen.moe) == (0, load_config("qwen3-30b-a3b").moe)
+    assert read(hub.QWEN3_30B, router_aux_loss_coef=0.1).moe.balance == 0.1  # type: ignore[union-attr]
+    assert read(hub.MPT_7B).positions == 0, "ALiBi, whatever learned_pos_emb says"
+    assert load_config("mpt-7b").positions == 2048
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope", "proportional", "ntk", 3])
+def test_other_kinds_of_scaling_are_refused_by_name(kind: object) -> None:
+    e = refused({**LLAMA, "rope_scaling": {"type": kind, "factor": 2.0}})
+    assert e.key == "rope_scaling.type" and repr(kind) in e.message and "yarn" in str(e.allowed)
+    assert refused(LLAMA, rope_parameters={"rope_type": kind}).key == "model.rope_parameters.rope_type"
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ({"factor": 2.0}, "factor"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": "2"}, "factor"),
+        ({"rope_type": "linear", "factor": 0}, "factor"),
+        ({"rope_type": "linear", "factor": 2, "mscale_all_dim": 1.0}, "mscale_all_dim"),
+        ({"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}, "high_freq_factor"),
+        ({**YARN, "truncate": 1}, "truncate"),
+        ({**YARN, "beta_fast": 1, "beta_slow": 2}, "beta_fast"),
+        ({**YARN, "mscale": "1"}, "mscale"),
+        ({**YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"full_attention": {"rope_theta": 1e6}}, "full_attention"),
+    ],
+)
+def test_tables_are_strict(table: Mapping[str, object], key: str) -> None:
+    assert refused({**LLAMA, "rope_parameters": table}).key == f"rope_parameters.{key}"
+
+
+def test_only_whole_pairs_of_features_turn() -> None:
+    assert refused({**LLAMA, "head_dim": 9}).key == "head_dim"
+    nemotron = load_raw("nemotron-15b")
+    assert read(nemotron, head_dim=10, num_attention_heads=8).rope_share == 0.5, "5 features, rounded up"
+    assert refused(nemotron, head_dim=10, num_attention_heads=8, rope_scaling=YARN).key == "partial_rotary_factor"
+    assert read({**nemotron, "partial_rotary_factor": 0.25}).rope_share == 0.25
+
+
+def test_windows_of_each_layer() -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    c = read({**QWEN, "layer_types": kinds})
+    assert (c.windows, c.window, c.at(2).window, c.at(3).window) == ((16, 0, 16, 0), 0, 16, 0)
+    assert read({**QWEN, "max_window_layers": 2}).windows == (0, 0, 16, 16)
+    assert read(QWEN).window == 0 and read({**QWEN, "max_window_layers": 0}).window == 16
+    assert read({**QWEN, "use_sliding_window": False, "max_window_layers": 2}).windows == ()
+    assert refused({**QWEN, "use_sliding_window": False, "layer_types": kinds}).key == "layer_types"
+    assert refused({**QWEN, "layer_types": kinds[:3]}).key == "layer_types"
+    assert "chunked_attention" in refused({**QWEN, "layer_types": ["chunked_attention"] * 4}).message
+    llama = {**LLAMA, "layer_types": kinds}
+    assert refused(llama).key == "layer_types" and read({**LLAMA, "layer_types": ["full_attention"] * 4}) == read(LLAMA)
+
+
+def test_a_window_of_one_layer_is_in_the_costs_of_that_layer() -> None:
+    c, shape = read({**QWEN, "max_window_layers": 2}), BatchShape(1, 256)
+    flops = [chunk_flops(c, chunk, shape) for chunk in model_chunks(c)[1:5]]
+    one = [chunk_flops(w, model_chunks(w)[1], shape) for w in (read(QWEN), read({**QWEN, "max_window_layers": 0}))]
+    assert flops == [one[0], one[0], one[1], one[1]] and one[0] > one[1]
+
+
+def test_routing_is_its_class_s() -> None:
+    v2, v3 = load_raw("deepseek-v2"), load_raw("deepseek-v3")
+    assert read(v2).moe.groups == 8  # type: ignore[union-attr]
+    assert read({k: v for k, v in v2.items() if k != "topk_method"}).moe.groups == 0  # type: ignore[union-attr]
+    assert refused({**v2, "topk_method": "noaux_tc"}).key == "topk_method"
+    assert refused({**v2, "norm_topk_prob": True}).key == "norm_topk_prob"
+    assert refused({**v3, "scoring_func": "softmax"}).key == "scoring_func"
+    assert refused({**v3, "topk_method": "greedy"}).key == "topk_method"
+    bare = {k: v for k, v in v3.items() if k not in ("n_group", "topk_group", "first_k_dense_replace", "q_lora_rank")}
+    assert read(bare) == read(v3), "transformers' defaults"
+    assert refused({**v3, "n_group": 256}).key == "n_group"
+    assert refused({**v3, "n_group": 128, "num_experts_per_tok": 9}).key == "num_experts_per_tok"
+    mixtral = load_raw("mixtral-8x7b")
+    assert refused({**mixtral, "router_jitter_noise": 0.1}).key == "router_jitter_noise"
+    assert refused({**mixtral, "output_router_logits": True}).key == "output_router_logits"
+    assert read({**mixtral, "router_jitter_noise": 0.0, "router_aux_loss_coef": 0.02}) == read(mixtral)
+
+
+def test_gpt2_scales_scores_as_it_says() -> None:
+    gpt = load_raw("gpt2")
+    assert read({**gpt, "scale_attn_weights": False}).score_scale == 8.0
+    c = read({**gpt, "scale_attn_by_inverse_layer_idx": True})
+    assert (c.at(0).score_scale, c.at(3).score_scale) == (1.0, 0.25)
+    assert refused({**gpt, "add_cross_attention": True}).key == "add_cross_attention"
+
+
+def test_an_unknown_key_of_a_file_is_refused_with_the_nearest() -> None:
+    e = refused({**LLAMA, "rope_tetha": 5e5})
+    assert (e.key, e.suggestion) == ("rope_tetha", "rope_theta")
+    e = refused({**LLAMA, "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 256})
+    assert "leave it out" in str(e.suggestion) and "query_pre_attn_scalar" in e.message
+
+
+@pytest.mark.parametrize("other", ["gpt_oss", "gpt3", "qwen2_moe", "ministral", "gemma2", "kimi_k2", "llama4"])
+def test_another_architecture_is_no_typing_error(other: str) -> None:
+    e = refused({**LLAMA, "model_type": other})
+    assert e.suggestion is None and "llama" in str(e.allowed)
+
+
+def test_a_suggestion_is_what_was_meant() -> None:
+    assert refused(hub.GPT_OSS_120B).suggestion is None
+    assert refused({**LLAMA, "model_type": "Qwen3-MoE"}).suggestion == "qwen3_moe"
+    assert refused({**LLAMA, "hidden_act": "gelu"}).suggestion is None
+    assert refused({**LLAMA, "hidden_act": "SiLU"}).suggestion == "silu"
+    for name, near in {"deepseek_v3": "deepseek-v3", "llama3.1-8b": None, "gpt-oss-120b": None}.items():
+        with pytest.raises(PiperError) as e:
+            load_config(name)
+        assert e.value.suggestion == near, name
+
+
+# What else a key needs to have a meaning, and another value where none of the usual ones will do.
+BASES: Mapping[str, str] = {
+    "llama": "llama3-8b",
+    "gpt2": "gpt2",
+    "mpt": "mpt-1b",
+    "nemotron": "nemotron-15b",
+    "mistral": "mistral-7b",
+    "mixtral": "mixtral-8x7b",
+    "qwen2": "qwen2-7b",
+    "qwen3": "qwen3-8b",
+    "qwen3_moe": "tiny-moe",
+    "deepseek_v2": "deepseek-v2",
+    "deepseek_v3": "deepseek-v3",
+}
+WITH: Mapping[str, Mapping[str, object]] = {
+    "sliding_window": {"use_sliding_window": True, "max_window_layers": 0},
+    "max_window_layers": {"use_sliding_window": True, "max_window_layers": 0},
+    "use_sliding_window": {"sliding_window": 8, "max_window_layers": 0},
+    "rope_interleave": {"rope_interleave": True},
+}
+LOSSES = ("router_aux_loss_coef", "aux_loss_alpha", "seq_aux")  # of training code; read where the job says them
+OTHERS = (3, 2, 0, 0.25, True, False, "x", [1], ["x"], {"x": 1}, {"rope_type": "linear", "factor": 2})
+
+
+def _keys(model_type: str, modelled: bool) -> list[str]:
+    def read(key: Key) -> bool:
+        return bool(key.only) or key.holds is not Holds.ANYTHING
+
+    return [n for n, k in TYPES[model_type].items() if read(k) is modelled and n not in LOSSES]
+
+
+def _differs(raw: Mapping[str, object], key: str, value: object) -> bool:
+    """Another model, or a refusal."""
+    try:
+        return config_from({**raw, key: value}, "x") != config_from(raw, "x")
+    except PiperError:
+        return True
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_key_that_is_not_inert_makes_another_model_or_is_refused(model_type: str) -> None:
+    table = TYPES[model_type]
+    for key in _keys(model_type, modelled=True):
+        raw, own = load_raw(BASES[model_type]), table[key]
+        raw |= {k: v for k, v in WITH.get(key, {}).items() if k in table and not table[k].only}
+        others = [v for v in OTHERS if fits(own.holds, v) and v != raw.get(key, own.default)]
+        found = [_differs(raw, key, value) for value in others]
+        assert any(found) and (not own.only or all(found)), f"{key} is read in vain"
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_what_is_inert_has_a_reason_and_changes_nothing(model_type: str) -> None:
+    raw = load_raw(BASES[model_type])
+    for key in _keys(model_type, modelled=False):
+        assert TYPES[model_type][key].why, key
+        assert not any(_differs(raw, key, value) for value in OTHERS), key
