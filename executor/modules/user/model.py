@@ -9,10 +9,11 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from executor.modules.base import Built, TokenLoss
 from executor.modules.user.annotate import cut
+from executor.modules.user.purity import host_seeded, refuse_impure, without_values
 from ir.core.errors import ErrorKind, PiperError, nearest
 
 
@@ -43,7 +44,8 @@ class UserModel:
         assert callable(build)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = build()
+            with host_seeded(seed):
+                module = build()
         if not isinstance(module, nn.Module):
             raise PiperError(ErrorKind.MODEL, f"build() returned {type(module).__name__}", allowed="a torch.nn.Module")
         self.module = module if dtype is None else module.to(dtype)
@@ -101,8 +103,11 @@ class UserModel:
             if id(t) not in mine:
                 t.data = t.data.new_empty(0)
 
-    def refuse_training(self) -> None:
-        """Raise PiperError for what would not train the same under every plan."""
+    def refuse_training(self, size: int, length: int) -> None:
+        """Raise PiperError for what would not train the same under every plan.
+
+        size, length: sequences of a microbatch, and tokens of each; forward is tried on them, without values.
+        """
         for name, module in self.module.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
                 raise _cannot(f"{name} drops out", "numbers drawn in one order", "p = 0")
@@ -110,6 +115,17 @@ class UserModel:
                 raise _cannot(f"{name} keeps running statistics", "sums over microbatches alone", "LayerNorm")
         if frozen := [n for n, p in self.module.named_parameters() if not p.requires_grad]:
             raise _cannot(f"{frozen[0]} is frozen", "parameters that are all trained", "make it a buffer")
+        again = cut(self.module)
+        for name, chunk in self._cut.chunks.items():
+            if _code(chunk) != _code(again.chunks.get(name)):
+                raise _cannot(f"{name} is traced differently each time", "code without the clock or the host", "fix it")
+        without_values(lambda: self._refuse_impure(size, length))
+
+    def _refuse_impure(self, size: int, length: int) -> None:
+        ids = torch.zeros(size, length, dtype=torch.int64)
+        x: tuple[Tensor, ...] = (ids,)
+        for name, chunk in self._cut.chunks.items():
+            x = refuse_impure(name, chunk, (*x, ids) if name in self._cut.wants_ids else x)
 
 
 class OfShape(nn.Module):
@@ -123,6 +139,11 @@ class OfShape(nn.Module):
         """x (sequences, tokens, …)."""
         found: Tensor = self.inner(x, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device))
         return found
+
+
+def _code(chunk: nn.Module | None) -> str:
+    """What a chunk calls, with its constants."""
+    return str(chunk.graph) if isinstance(chunk, fx.GraphModule) else ""
 
 
 def _cannot(what: str, allowed: str, fix: str) -> PiperError:

@@ -1,0 +1,156 @@
+"""What a user's forward may not do, since plans would differ by it: draw numbers, write buffers, remember.
+
+A plan runs a chunk once per microbatch, on some rank, in some order; under recompute it runs it again. So the result
+may depend on parameters and inputs alone. Forward is run twice without values and watched, op by op.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ir.core.errors import ErrorKind, PiperError
+
+Call = tuple[object, ...]
+
+
+@contextmanager
+def host_seeded(seed: int) -> Iterator[None]:
+    """Inside, Python's and numpy's own generators start from the seed; behind it, they go on as if nothing had been."""
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def refuse_impure(name: str, unit: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Run a chunk twice on inputs without values; returns its outputs, for the next.
+
+    Raises PiperError (model): it draws random numbers, writes a buffer or a parameter, reads what it computed in an
+    earlier call, or makes other calls the second time.
+    """
+    held = {**dict(unit.named_parameters()), **dict(unit.named_buffers())}
+    watch = _Watch(name, held)
+    calls: list[list[Call]] = []
+    out: tuple[Tensor, ...] = ()
+    for _ in range(2):
+        before = (random.getstate(), _numpy_state())
+        watch.begin(inputs)
+        with watch:
+            found = unit(*inputs)
+        if before != (random.getstate(), _numpy_state()):
+            raise _impure(name, "draws random numbers on the host", "Python's random or numpy.random in forward")
+        out = (found,) if isinstance(found, Tensor) else tuple(found)
+        calls.append(watch.calls)
+    first, second = calls
+    if first != second:
+        at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
+        one = first[at][0] if at < len(first) else "nothing"
+        raise _impure(name, f"does not do the same twice (from {one} on)", "values of the clock, the host or a counter")
+    return out
+
+
+def without_values(convert: Callable[[], None]) -> None:
+    """Do something under a fake mode that takes real parameters as they are."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            convert()
+    except UnsupportedFakeTensorException as error:
+        raise PiperError(ErrorKind.MODEL, f"forward cannot run without values: {error}", key="model.module") from error
+
+
+class _Watch(TorchDispatchMode):
+    """Every op of a forward, and where the tensors it reads come from."""
+
+    def __init__(self, name: str, held: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = name
+        self.held = {id(t.untyped_storage()): n for n, t in held.items()}
+        self.views: list[Any] = []  # held, so that no other storage gets their numbers
+        self.calls: list[Call] = []
+        self.constants: list[Call] = []
+        self.values: dict[int, Any] = {}  # storages of this call that depend on inputs or parameters
+        self.past: dict[int, Any] = {}  # those of the call before
+
+    def begin(self, inputs: tuple[Tensor, ...]) -> None:
+        """Another call."""
+        self.calls, self.past = [], self.values
+        self.values = {id(s): s for s in (t.untyped_storage() for t in inputs)}
+        self.past = {k: s for k, s in self.past.items() if k not in self.values}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        self._refuse_random(func, args, given)
+        read = [t for t in tree_leaves((args, given)) if isinstance(t, Tensor)]
+        stores = [id(t.untyped_storage()) for t in read]
+        if func._schema.is_mutable:
+            self._refuse_writes(func, args, given)
+        if any(s in self.past and s not in self.held for s in stores):
+            raise _impure(self.name, f"reads what an earlier call computed ({func})", "state kept between microbatches")
+        out = func(*args, **given)
+        scalars = [x for x in tree_leaves((args, given)) if not isinstance(x, Tensor)]
+        call: Call = (str(func), *(repr(x) for x in scalars), *(tuple(t.shape) for t in read))
+        views = any(r.alias_info is not None for r in func._schema.returns)
+        if views and stores and stores[0] in self.held:  # without values, a parameter's view has a storage of its own
+            named = self.held[stores[0]]
+            self.views += [t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)]
+            self.held.update({id(t.untyped_storage()): named for t in tree_leaves(out) if isinstance(t, Tensor)})
+        if any(s in self.values or s in self.held for s in stores):
+            self.calls.append(call)
+            for t in tree_leaves(out):
+                if isinstance(t, Tensor) and id(t.untyped_storage()) not in self.held:
+                    self.values[id(t.untyped_storage())] = t.untyped_storage()
+        elif call not in self.constants:  # made of sizes alone: it may be kept from an earlier call, but not change
+            self.constants.append(call)
+            if self.past:
+                raise _impure(self.name, f"does not do the same twice ({func})", "values of the clock or the host")
+        return out
+
+    def _refuse_random(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return
+        names = [a.name for a in func._schema.arguments]
+        if "dropout_p" in names:  # attention, which draws only where it drops out
+            given = dict(zip(names, args, strict=False)) | dict(kwargs)
+            if not given.get("dropout_p"):
+                return
+        raise _impure(self.name, f"draws random numbers ({func})", "dropout and noise in forward")
+
+    def _refuse_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+        for a in func._schema.arguments:
+            if a.alias_info is None or not a.alias_info.is_write:
+                continue
+            for t in tree_leaves(given.get(a.name)):
+                if isinstance(t, Tensor) and (found := self.held.get(id(t.untyped_storage()))) is not None:
+                    raise _impure(self.name, f"writes {found} in forward ({func})", "buffers as state")
+
+
+def _numpy_state() -> tuple[object, ...]:
+    kind, keys, *rest = np.random.get_state()
+    return (kind, np.asarray(keys).tobytes(), *rest)
+
+
+def _impure(name: str, what: str, source: str) -> PiperError:
+    return PiperError(
+        ErrorKind.MODEL,
+        f"{name} {what}: {source} would give every plan another result",
+        key="model.module",
+        allowed="forwards that depend on parameters and inputs alone",
+        suggestion="leave it out of forward; constants made of sizes alone may be kept",
+    )

@@ -1,0 +1,119 @@
+"""What would make a user's module train differently under each plan is refused before a rank starts."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from executor.modules.user.annotate import annotate
+from executor.modules.user.model import UserModel
+from ir.core.errors import ErrorKind, PiperError
+
+Twist = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Twisted(nn.Module):
+    """A layer with something done to what it computes."""
+
+    def __init__(self, twist: Twist) -> None:
+        super().__init__()
+        self.linear, self.twist = nn.Linear(4, 4), twist
+        self.register_buffer("mean", torch.zeros(4))
+        self.calls, self.kept, self.table = 0, None, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twist(self, self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self, twist: Twist) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(8, 4), Twisted(twist), nn.Linear(4, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        with annotate("PP"):
+            x = self.layer(x)
+        return self.head(x)
+
+
+def _attention(p: float) -> Twist:
+    return lambda m, x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=p)
+
+
+def _writes(m: nn.Module, x: Tensor) -> Tensor:
+    m.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+    return x - m.mean
+
+
+def _remembers(m: nn.Module, x: Tensor) -> Tensor:
+    before, m.kept = m.kept, x.detach()
+    return x if before is None else x + before
+
+
+def _counts(m: nn.Module, x: Tensor) -> Tensor:
+    m.calls += 1
+    return x * m.calls
+
+
+def _sometimes(m: nn.Module, x: Tensor) -> Tensor:
+    return x if random.random() < 1.0 else torch.zeros_like(x)  # always the same here, and yet drawn
+
+
+IMPURE: dict[str, tuple[Twist, str]] = {
+    "dropout by function": (lambda m, x: nn.functional.dropout(x, 0.1), "draws random numbers"),
+    "noise": (lambda m, x: x + torch.randn_like(x), "draws random numbers"),
+    "dropout in attention": (_attention(0.1), "draws random numbers"),
+    "a buffer": (_writes, "writes layer.mean in forward"),
+    "memory": (_remembers, "does not do the same twice|reads what an earlier call computed"),
+    "a counter": (_counts, "does not do the same twice"),
+    "the clock": (lambda m, x: x * time.perf_counter_ns(), "does not do the same twice"),
+    "Python's generator": (_sometimes, "on the host"),
+    "numpy's generator": (lambda m, x: x + 0.0 * float(np.random.rand() < 2), "on the host"),
+}
+
+
+def _table(m: nn.Module, x: Tensor) -> Tensor:
+    if m.table is None:
+        m.table = torch.arange(x.shape[1], dtype=x.dtype).unsqueeze(-1).cos()
+    return x * m.table
+
+
+PURE: dict[str, Twist] = {
+    "nothing": lambda m, x: x,
+    "dropout of nothing": lambda m, x: nn.functional.dropout(x, 0.1, training=False),
+    "attention": _attention(0.0),
+    "a buffer that is read": lambda m, x: x - m.mean,
+    "in place, of its own": lambda m, x: x.clone().mul_(2.0),
+    "a table made of sizes": _table,
+}
+
+
+@pytest.mark.parametrize(("twist", "said"), IMPURE.values(), ids=IMPURE)
+def test_what_depends_on_more_than_parameters_and_inputs_is_refused(twist: Twist, said: str) -> None:
+    with pytest.raises(PiperError, match=said) as caught:
+        UserModel(lambda: Net(twist)).refuse_training(2, 3)
+    assert caught.value.kind is ErrorKind.MODEL and "l0" in caught.value.message and caught.value.allowed
+
+
+@pytest.mark.parametrize("twist", PURE.values(), ids=PURE)
+def test_what_depends_on_them_alone_is_not(twist: Twist) -> None:
+    UserModel(lambda: Net(twist)).refuse_training(2, 3)
+
+
+def test_values_drawn_on_the_host_at_the_start_are_the_same_on_every_rank() -> None:
+    def build() -> Net:
+        net = Net(lambda m, x: x)
+        with torch.no_grad():
+            net.head.weight.fill_(random.random()).add_(float(np.random.rand()))
+        return net
+
+    before = random.getstate()
+    a, b, c = (UserModel(build, seed=s).module.head.weight for s in (3, 3, 4))
+    assert torch.equal(a, b) and not torch.equal(a, c) and random.getstate() == before
