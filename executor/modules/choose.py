@@ -60,11 +60,11 @@ def _users(prepared: Prepared, reference: str) -> UserModel:
     build = load_callable(f"{beside}:{name}" if path and beside.exists() else reference)
     parts = {e.chunk.name: e.part.name for e in entries}
     model = UserModel(build, seed=job.model.seed, dtype=TORCH[precision_of(job).params], parts=parts)
-    # before the comparison: a forward that differs from call to call was never captured as it is
-    model.refuse_training(job.schedule.microbatch_size, job.model.seq_len)
+    model.refuse_training()
     graph = {p.name: p.shape for e in entries for p in e.part.params}
     if model.chunks != tuple(parts) or model.shapes != graph:
         raise _another(job.model.graph or "", reference, model, tuple(parts), graph)
+    model.refuse_impure(job.schedule.microbatch_size, job.model.seq_len)
     last = prepared.stages - 1
     if far := [e.chunk.name for e in entries if e.chunk.name in model.reads_tokens and e.stage not in (0, last)]:
         raise PiperError(

@@ -103,11 +103,8 @@ class UserModel:
             if id(t) not in mine:
                 t.data = t.data.new_empty(0)
 
-    def refuse_training(self, size: int, length: int) -> None:
-        """Raise PiperError for what would not train the same under every plan.
-
-        size, length: sequences of a microbatch, and tokens of each; forward is tried on them, without values.
-        """
+    def refuse_training(self) -> None:
+        """Raise PiperError for modules that would not train the same under every plan."""
         for name, module in self.module.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
                 raise _cannot(f"{name} drops out", "numbers drawn in one order", "p = 0")
@@ -115,13 +112,19 @@ class UserModel:
                 raise _cannot(f"{name} keeps running statistics", "sums over microbatches alone", "LayerNorm")
         if frozen := [n for n, p in self.module.named_parameters() if not p.requires_grad]:
             raise _cannot(f"{frozen[0]} is frozen", "parameters that are all trained", "make it a buffer")
+
+    def refuse_impure(self, size: int, length: int) -> None:
+        """Try forward, without values, on microbatches of `size` sequences of `length` tokens.
+
+        Raises PiperError (model): a chunk's result depends on more than parameters and inputs.
+        """
         again = cut(self.module)
         for name, chunk in self._cut.chunks.items():
             if _code(chunk) != _code(again.chunks.get(name)):
                 raise _cannot(f"{name} is traced differently each time", "code without the clock or the host", "fix it")
-        without_values(lambda: self._refuse_impure(size, length))
+        without_values(lambda: self._try(size, length))
 
-    def _refuse_impure(self, size: int, length: int) -> None:
+    def _try(self, size: int, length: int) -> None:
         ids = torch.zeros(size, length, dtype=torch.int64)
         x: tuple[Tensor, ...] = (ids,)
         for name, chunk in self._cut.chunks.items():

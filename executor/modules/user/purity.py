@@ -64,12 +64,17 @@ def refuse_impure(name: str, unit: nn.Module, inputs: tuple[Tensor, ...]) -> tup
 
 
 def without_values(convert: Callable[[], None]) -> None:
-    """Do something under a fake mode that takes real parameters as they are."""
+    """Do something under a fake mode that takes real parameters as they are.
+
+    Raises PiperError (model): what a user's forward raises.
+    """
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             convert()
-    except UnsupportedFakeTensorException as error:
-        raise PiperError(ErrorKind.MODEL, f"forward cannot run without values: {error}", key="model.module") from error
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, UnsupportedFakeTensorException) as error:
+        message = f"forward failed without values: {type(error).__name__}: {error}"
+        fix = "run the module on a small batch first"
+        raise PiperError(ErrorKind.MODEL, message, key="model.module", suggestion=fix) from error
 
 
 class _Watch(TorchDispatchMode):

@@ -98,13 +98,13 @@ PURE: dict[str, Twist] = {
 @pytest.mark.parametrize(("twist", "said"), IMPURE.values(), ids=IMPURE)
 def test_what_depends_on_more_than_parameters_and_inputs_is_refused(twist: Twist, said: str) -> None:
     with pytest.raises(PiperError, match=said) as caught:
-        UserModel(lambda: Net(twist)).refuse_training(2, 3)
+        UserModel(lambda: Net(twist)).refuse_impure(2, 3)
     assert caught.value.kind is ErrorKind.MODEL and "l0" in caught.value.message and caught.value.allowed
 
 
 @pytest.mark.parametrize("twist", PURE.values(), ids=PURE)
 def test_what_depends_on_them_alone_is_not(twist: Twist) -> None:
-    UserModel(lambda: Net(twist)).refuse_training(2, 3)
+    UserModel(lambda: Net(twist)).refuse_impure(2, 3)
 
 
 def test_values_drawn_on_the_host_at_the_start_are_the_same_on_every_rank() -> None:
