@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from executor.checkpoint.folder import newest
-from executor.checkpoint.manifest import check_files, read_manifest
+from executor.checkpoint.manifest import check_files, read_manifest, verify
 from executor.checkpoint.reader import digests
-from executor.checkpoint.settings import verify
 from ir.core.errors import PiperError
 
 
@@ -24,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         folder = newest(Path(args.folder))
         manifest = read_manifest(folder)
         check_files(folder, manifest)
-        verify(folder, manifest, sorted(manifest.files))
+        verify(folder, manifest, manifest.files)
         values = digests(folder, manifest)
     except PiperError as error:
         print(f"error: {error}", file=sys.stderr)

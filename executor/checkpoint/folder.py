@@ -6,23 +6,20 @@ whatever has the first name and a manifest is complete, whenever anybody was kil
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 import re
 import shutil
-import socket
-import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from executor.checkpoint.manifest import MANIFEST, read_manifest
+from executor.checkpoint.lock import LOCK, refused, sync_folder
+from executor.checkpoint.manifest import read_manifest
+from executor.checkpoint.tensors import MANIFEST
 from ir.core.errors import ErrorKind, PiperError
 
-LOCK = "lock"
-PATIENCE_S = 3.0  # for a run that was killed a moment ago to be gone
 _STEP = re.compile(r"step-(\d{6,})")
 _PART = re.compile(r"step-\d{6,}\.tmp-.+")
+Tick = Callable[[], None]
 
 
 def step_name(step: int) -> str:
@@ -34,13 +31,9 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def file_of(rank: int) -> str:
-    """What a rank writes.
-
-    >>> file_of(3)
-    'rank-00003.safetensors'
-    """
-    return f"rank-{rank:05d}.safetensors"
+def part_of(folder: Path, step: int, name: str) -> Path:
+    """Where a run's checkpoint lies until it is complete."""
+    return folder / f"{step_name(step)}.tmp-{name}"
 
 
 def complete(folder: Path) -> dict[int, Path]:
@@ -54,145 +47,58 @@ def complete(folder: Path) -> dict[int, Path]:
 
 
 def newest(folder: Path) -> Path:
-    """What `--resume` means: a checkpoint, or the newest complete one of a folder. Raises PiperError: there is none."""
+    """What `--resume` means: a checkpoint, or the newest complete one of a folder. Raises PiperError (io): none."""
     if (folder / MANIFEST).exists():
         return folder
     if found := complete(folder):
         return found[max(found)]
     inner = sorted(p.parent.parent for p in folder.glob(f"*/step-*/{MANIFEST}")) if folder.is_dir() else []
     fix = f"--resume {inner[0]}" if inner else "leave out --resume to start at step 0"
-    raise PiperError(
-        ErrorKind.IO,
-        f"no complete checkpoint: {_what_is_there(folder)}",
-        file=str(folder),
-        key="--resume",
-        allowed="a folder that --save has written, or one of the step-… in it",
-        suggestion=fix,
-    )
+    message, allowed = f"no complete checkpoint: {_what_is_there(folder)}", "what --save has written, or a step-… in it"
+    raise PiperError(ErrorKind.IO, message, file=str(folder), key="--resume", allowed=allowed, suggestion=fix)
 
 
 def _what_is_there(folder: Path) -> str:
-    if not folder.exists():
-        return "there is no such folder"
     if not folder.is_dir():
-        return "it is a file"
+        return "it is a file" if folder.exists() else "there is no such folder"
     names = sorted(p.name for p in folder.iterdir() if p.name != LOCK)
-    parts = [n for n in names if _PART.fullmatch(n) or _STEP.fullmatch(n)]
-    if parts:
+    if parts := [n for n in names if _PART.fullmatch(n) or _STEP.fullmatch(n)]:
         return f"{parts[-1]} was never finished"
     return f"there are {', '.join(names[:3])}{' …' if len(names) > 3 else ''}" if names else "it is empty"
 
 
 def check_room(folder: Path, resumed: Path | None, *, force: bool) -> None:
-    """Refuse a folder that holds something else than the run to be continued. Raises PiperError (io).
+    """Raise PiperError (io) for a folder that holds something else than the run to be continued.
 
     resumed: the checkpoint that the run takes up. force: what is in the way goes once there is a complete checkpoint.
     """
     if folder.exists() and not folder.is_dir():
-        raise _refused(folder, "it is a file", "another --save")
-    names = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
-    if force:
+        raise refused(folder, "it is a file", "another --save")
+    if force or not folder.exists():
         return
+    names = sorted(p.name for p in folder.iterdir())
     if foreign := [n for n in names if n != LOCK and not _STEP.fullmatch(n) and not _PART.fullmatch(n)]:
         message = f"{foreign[0]} is in it, which no run has saved"
-        raise _refused(folder, message, "a folder of its own; or --force to save beside what is there")
-    found = complete(folder)
-    if not found:
+        raise refused(folder, message, "a folder of its own; or --force to save beside what is there")
+    if not (found := complete(folder)):
         return
-    last = found[max(found)]
+    last = found[max(found)].name
     if resumed is None or resumed.resolve().parent != folder.resolve():
         fix = f"--resume {folder} continues it; another --save; or --force, after whose first checkpoint these go"
-        raise _refused(folder, f"{last.name} of another run is in it", fix)
-    if resumed.resolve().name != last.name:
+        raise refused(folder, f"{last} of another run is in it", fix)
+    if resumed.resolve().name != last:
         fix = f"--resume {folder}; another --save; or --force, after whose first checkpoint it goes"
-        raise _refused(folder, f"{last.name} in it is newer than {resumed.name}, which is resumed", fix)
+        raise refused(folder, f"{last} in it is newer than {resumed.name}, which is resumed", fix)
 
 
-def _refused(folder: Path, message: str, fix: str) -> PiperError:
-    return PiperError(ErrorKind.IO, f"cannot save here: {message}", file=str(folder), key="--save", suggestion=fix)
-
-
-class Lock:
-    """Who saves to a folder; let go of by the kernel when its process ends, however it ends."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises PiperError (io): another run has it."""
-        self.folder = folder
-        self._fd = _locked(folder, fcntl.LOCK_EX)
-
-    def say(self, run: str, name: str) -> None:
-        """Leave word for the run's other ranks, and of the process for whoever is refused."""
-        text = json.dumps({"run": run, "name": name, "pid": os.getpid(), "host": socket.gethostname()}).encode()
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, text, 0)
-
-    def free(self) -> None:
-        """Let go."""
-        os.close(self._fd)
-
-
-def check_free(folder: Path) -> None:
-    """Make the folder if need be, and refuse it where a run saves to it. Raises PiperError (io)."""
-    os.close(_locked(folder, fcntl.LOCK_SH))
-
-
-def said(folder: Path) -> tuple[str, str]:
-    """What the lock's holder has said: all runs that continue one another have one name, and each its own.
-
-    Raises PiperError: this machine sees another folder.
-    """
-    try:
-        words = json.loads((folder / LOCK).read_bytes())
-        return words["run"], words["name"]
-    except (OSError, ValueError, KeyError) as error:
-        fix = "a folder on a file system that all machines share"
-        raise PiperError(
-            ErrorKind.IO, "rank 0's lock is not seen by this rank", file=str(folder), key="--save", suggestion=fix
-        ) from error
-
-
-def _locked(folder: Path, how: int) -> int:
-    limit = time.monotonic() + PATIENCE_S
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise _refused(folder, error.strerror or str(error), "a folder that can be written to") from error
-    while True:
-        try:
-            fcntl.flock(fd, how | fcntl.LOCK_NB)
-            return fd
-        except BlockingIOError:
-            if time.monotonic() > limit:
-                words = os.pread(fd, 4096, 0)
-                os.close(fd)
-                raise _refused(folder, f"another run saves to it{_holder(words)}", "another --save") from None
-            time.sleep(0.05)
-        except OSError as error:
-            os.close(fd)
-            raise _refused(folder, f"it cannot be locked: {error.strerror}", "another file system") from error
-
-
-def _holder(words: bytes) -> str:
-    with suppress(ValueError, KeyError, TypeError):
-        holder = json.loads(words)
-        return f" (process {holder['pid']} on {holder['host']})"
-    return ""
-
-
-def part_of(folder: Path, step: int, name: str) -> Path:
-    """Where a run's checkpoint lies until it is complete."""
-    return folder / f"{step_name(step)}.tmp-{name}"
-
-
-def sweep(folder: Path) -> None:
-    """Remove what was never finished. Only its writer may: it has the lock."""
+def sweep(folder: Path, tick: Tick) -> None:
+    """Remove what was never finished. Only its writer may: it has the lock. tick: called for every file."""
     for path in folder.iterdir():
         if _PART.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path, tick)
 
 
-def publish(part: Path, step: int) -> Path:
+def publish(part: Path, step: int, tick: Tick) -> Path:
     """The checkpoint is complete from here on: everything in it is on the disk."""
     final, old = part.with_name(step_name(step)), part.with_name(f"{part.name}.old")
     sync_folder(part)
@@ -200,17 +106,16 @@ def publish(part: Path, step: int) -> Path:
         final.rename(old)
     part.rename(final)
     sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old, tick)
     return final
 
 
-def prune(folder: Path, run: str, step: int, keep: int, *, force: bool) -> None:
+def prune(folder: Path, run: str, step: int, keep: int, *, force: bool, tick: Tick) -> None:
     """Behind a new checkpoint: keep the last few of this run. force: what is not this run's, or is newer, goes too."""
     found = complete(folder)
     mine = [s for s, path in found.items() if s <= step and _run(path) == run]
-    old = mine[:-keep] + ([s for s in found if s not in mine] if force else [])
-    for s in old:
-        discard(found[s])
+    for s in mine[:-keep] + ([s for s in found if s not in mine] if force else []):
+        discard(found[s], tick)
 
 
 def _run(path: Path) -> str | None:
@@ -219,18 +124,19 @@ def _run(path: Path) -> str | None:
     return None
 
 
-def discard(path: Path) -> None:
+def discard(path: Path, tick: Tick) -> None:
     """Remove a checkpoint; it is not complete any more before the first of its files goes."""
     gone = path.with_name(f"{path.name}.tmp-gone")
-    shutil.rmtree(gone, ignore_errors=True)
+    _remove(gone, tick)
     path.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    _remove(gone, tick)
 
 
-def sync_folder(path: Path) -> None:
-    """Names in a folder reach the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _remove(path: Path, tick: Tick) -> None:
+    """As far as it can be: what stays is not complete, and the next run tries again."""
+    with suppress(OSError):
+        for file in path.iterdir():
+            if not file.is_dir():
+                file.unlink()
+                tick()
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,7 @@
 """One rank's side of checkpoints: it writes what it is the first to hold, and reads what it holds, by name.
 
-Every rank writes one file; rank 0 then reads what each has written (names, places and hashes, not values), adds the
-manifest and gives the whole its name. Nobody holds more than its own pieces at any time.
+Every rank writes its own files; rank 0 then reads what each has written (names, places and hashes, not values), adds
+the manifest and gives the whole its name. Nobody holds more than its own pieces at any time.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from executor.checkpoint.folder import Lock, file_of, part_of, prune, publish, said, step_name, sweep
-from executor.checkpoint.manifest import MANIFEST, VERSION, Manifest, Part, read_manifest, stored
-from executor.checkpoint.owners import written
-from executor.checkpoint.pieces import Piece
+from executor.checkpoint.folder import part_of, prune, publish, step_name, sweep
+from executor.checkpoint.lock import Lock, said
+from executor.checkpoint.manifest import VERSION, Manifest, Part, file_of, read_manifest, stored, uncovered, verify
+from executor.checkpoint.pieces import Held, Piece, in_files, written
 from executor.checkpoint.reader import RANDOM, Reader
 from executor.checkpoint.same import WEIGHT, plain_table, training_of
 from executor.checkpoint.saving import KEPT, Saving
-from executor.checkpoint.settings import verify
-from executor.checkpoint.tensors import write_tensors
+from executor.checkpoint.tensors import MANIFEST, write_tensors
 from executor.device.progress import Progress
 from executor.optim.sync import Sync
 from executor.parallel.shares import Share
@@ -35,6 +34,8 @@ from ir.job.build import Prepared
 from ir.plan.places import Places
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
+
+FILE_BYTES = 2**27  # of a file's values at most: a file is put together in host memory
 
 
 class Keeper:
@@ -54,23 +55,29 @@ class Keeper:
         self.sync, self.shares, self.progress = sync, shares, progress
         self.places = Places.of(plan)
         self.saved: str | None = None
+        self._folder = Path(saving.save or "")
         self._lock: Lock | None = None
         self._run, self._name = "", ""  # of all runs that continue one another; of this one
 
     def begin(self, transport: Transport) -> None:
-        """Take the folder, and take up the checkpoint. All ranks go on together."""
+        """Take the folder, and take up the checkpoint. All ranks go on together.
+
+        Raises PiperError (io): another run has the folder, or a file of the checkpoint is damaged.
+        """
         s = self.saving
         if s.save is not None and self.rank == 0:
-            self._lock = Lock(Path(s.save))
-            sweep(Path(s.save))
+            self.progress.op(-1, "begin")
+            self._lock = Lock(self._folder)
+            sweep(self._folder, self.progress.go_on)
             name = uuid.uuid4().hex[:12]
-            self._lock.say(self._continued() or name, name)
+            self._lock.say(s.run or name, name)
         if s.resume is not None:
             self._load(Path(s.resume), transport)
         if s.save is not None or s.resume is not None:
             self._together(transport, "begin")
         if s.save is not None:
-            self._run, self._name = said(Path(s.save))
+            holder = said(self._folder)
+            self._run, self._name = holder.run, holder.name
 
     def after(self, done: int, steps: int, transport: Transport) -> None:
         """Behind a step: save if it is time to. Raises PiperError (io): it cannot be written."""
@@ -87,10 +94,9 @@ class Keeper:
         except OSError as error:
             message = f"cannot save {name}: {error.strerror or error}"
             fix = f"make room; {self.saved or self.saving.resume or 'no checkpoint'} is complete"
-            raise PiperError(
-                ErrorKind.IO, message, file=str(error.filename or self.saving.save), suggestion=fix
-            ) from error
-        self.saved = str(Path(self.saving.save or "") / name)
+            file = str(error.filename or self.saving.save)
+            raise PiperError(ErrorKind.IO, message, file=file, suggestion=fix) from error
+        self.saved = str(self._folder / name)
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -105,46 +111,42 @@ class Keeper:
 
     def _write(self, done: int) -> None:
         """This rank's pieces, and what they are."""
-        part = part_of(Path(self.saving.save or ""), done, self._name)
-        part.mkdir(exist_ok=True)
+        folder, parts = part_of(self._folder, done, self._name), []
+        folder.mkdir(exist_ok=True)
+        for number, held in enumerate(in_files(self._mine().items(), FILE_BYTES)):
+            tensors = {f"{s}/{n}": flat.view(p.shape) for n, (p, slots) in held.items() for s, flat in slots.items()}
+            if number == 0:
+                tensors |= {f"{RANDOM}{device}": state for device, state in _random_states().items()}
+            file = file_of(self.rank, number)
+            found = write_tensors(folder / file, tensors, self.progress.go_on)
+            parts.append(Part(file, found, {name: piece for name, (piece, _) in held.items()}))
+        _note(folder, self.rank).write_bytes(msgspec.json.encode(parts))
+
+    def _mine(self) -> Held:
         mine = written(self.plan.graph, self.places, self.rank)
-        tensors: dict[str, Tensor] = {}
-        pieces: dict[str, Piece] = {}
-        for name, (first, slots) in self.sync.kept().items():
-            if name in mine:
-                piece = pieces[name] = Piece(self.shares[name], first, len(slots[WEIGHT]))
-                shape = piece.share.local if piece.is_share else (piece.count,)
-                tensors |= {f"{slot}/{name}": flat.view(shape) for slot, flat in slots.items()}
-        tensors |= {f"{RANDOM}{device}": state for device, state in _random_states().items()}
-        file = file_of(self.rank)
-        words = {"format": "pt", "step": str(done), "rank": str(self.rank)}
-        found = Part(file, write_tensors(part / file, tensors, words, self.progress.go_on), pieces)
-        (part / f"{file}.json").write_bytes(msgspec.json.encode(found))
+        kept = {n: x for n, x in self.sync.kept().items() if n in mine}
+        return {n: (Piece(self.shares[n], first, len(slots[WEIGHT])), slots) for n, (first, slots) in kept.items()}
 
     def _finish(self, done: int) -> None:
         """Rank 0: add the manifest to what all ranks have written, and give it its name."""
-        folder = Path(self.saving.save or "")
-        part = part_of(folder, done, self._name)
-        notes = [part / f"{file_of(r)}.json" for r in range(self.places.ranks)]
-        parts = [msgspec.json.decode(note.read_bytes(), type=Part) for note in notes]
-        manifest = self._manifest(done, parts)
-        with (part / MANIFEST).open("xb") as file:
-            file.write(manifest.text())
+        folder, tick = part_of(self._folder, done, self._name), self.progress.go_on
+        notes = [_note(folder, r) for r in range(self.places.ranks)]
+        parts = [part for note in notes for part in msgspec.json.decode(note.read_bytes(), type=list[Part])]
+        with (folder / MANIFEST).open("xb") as file:
+            file.write(self._manifest(done, parts).text())
             file.flush()
             os.fsync(file.fileno())
         for note in notes:
             note.unlink()
-        publish(part, done)
-        prune(folder, self._run, done, self.saving.keep or KEPT, force=self.saving.force)
+        publish(folder, done, tick)
+        prune(self._folder, self._run, done, self.saving.keep or KEPT, force=self.saving.force, tick=tick)
 
     def _manifest(self, done: int, parts: list[Part]) -> Manifest:
         training, pieces = training_of(self.prepared), stored(parts)
         job = plain_table(self.prepared.job)
         job["schedule"] = {**job["schedule"], "name": self.prepared.schedule}
         job["schedule"].pop("directives", None)  # a file that is gone after the run
-        for name, shape in training.shapes.items():
-            count, want = sum(s.piece.count for s in pieces.get(name, ())), Piece.whole(shape).count
-            assert count == want, f"{count} of {want} elements of {name} were written"
+        assert (gap := uncovered(training.shapes, pieces)) is None, gap
         return Manifest(
             schema_version=VERSION,
             run=self._run,
@@ -159,13 +161,6 @@ class Keeper:
             files={part.file: part.written for part in parts},
             parameters=pieces,
         )
-
-    def _continued(self) -> str | None:
-        """The run that this one continues where it was saved."""
-        s = self.saving
-        if s.resume is None or s.save is None or Path(s.resume).parent != Path(s.save):
-            return None
-        return read_manifest(Path(s.resume)).run
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -187,6 +182,10 @@ class Keeper:
         self.sync.optimizer.steps = manifest.step
         if manifest.plan_digest == plan_digest(self.plan):
             _set_random_states(reader.states(file_of(self.rank)))
+
+
+def _note(folder: Path, rank: int) -> Path:
+    return folder / f"{file_of(rank)}.json"
 
 
 def _random_states() -> dict[str, Tensor]:

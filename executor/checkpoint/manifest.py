@@ -3,41 +3,51 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+import re
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from executor.checkpoint.pieces import Piece
-from executor.checkpoint.tensors import Written
-from ir.core.errors import ErrorKind, PiperError
+from executor.checkpoint.tensors import MANIFEST, Written, damaged, digest_of
+from executor.modules.base import TORCH
+from ir.core.work import DType
 
 VERSION = 1
-MANIFEST = "manifest.json"
+THREADS = 4  # files read at once
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Shapes = dict[str, tuple[Count, ...]]
+_FILE = re.compile(r"rank-\d{5,}(-\d{4,})?\.safetensors")
+
+
+def file_of(rank: int, number: int = 0) -> str:
+    """A file that a rank writes; most need one.
+
+    >>> file_of(3), file_of(3, 1)
+    ('rank-00003.safetensors', 'rank-00003-0001.safetensors')
+    """
+    return f"rank-{rank:05d}{f'-{number:04d}' if number else ''}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What must be the same for a checkpoint to be taken up again, under whatever plan.
+    """What must be the same for a checkpoint to be taken up again, under whatever plan."""
 
-    shapes: of all parameters, by global name, in canonical order. format: of the values that are updated (master
-    weights, where parameters are narrower) and of moments. slots: what there is of each parameter. sequences, length:
-    of a step's global batch. tokens: in the data's file, 0 for synthetic ones. model: what shapes do not say.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    format: str
+    shapes: Shapes  # of all parameters, by global name, in canonical order
+    format: DType  # of the values that are updated (master weights, where parameters are narrower) and of moments
     optimizer: str
-    slots: tuple[str, ...]
-    sequences: int
-    length: int
-    tokens: int
-    seed: int
-    model: dict[str, Any]
+    slots: tuple[str, ...]  # what there is of each parameter
+    sequences: Count  # in a step's global batch
+    length: Count  # tokens of a sequence
+    tokens: Count  # in the data's file, 0 for synthetic ones
+    seed: int  # of the data
+    model: dict[str, Any]  # what shapes do not say
 
     @property
     def digest(self) -> str:
@@ -55,7 +65,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank has written."""
+    """One file, as the rank that wrote it knows it."""
 
     file: str
     written: Written
@@ -64,26 +74,22 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A complete checkpoint. run: of those that one resumed from the other in one folder, one name. step: steps done;
-    tokens: read in them.
-
-    model_digest: of names, shapes and format. job, job_digest, plan_digest, ranks: whence it came, for people, and for
-    who resumes under the very same plan. sha256: of all this, laid out without it.
-    """
+    """A complete checkpoint. job, its digest, the plan's and the ranks: whence it came, for people, and for who resumes
+    under the very same plan."""
 
     schema_version: int
-    run: str
-    step: int
-    tokens: int
+    run: str  # one name for all runs that resumed one from the other in one folder
+    step: Count  # steps done
+    tokens: Count  # read in them
     training: Training
-    model_digest: str
-    job: dict[str, Any]
+    model_digest: str  # of names, shapes and format
+    job: dict[str, dict[str, Any]]
     job_digest: str
     plan_digest: str
-    ranks: int
+    ranks: Count
     files: dict[str, Written]
     parameters: dict[str, tuple[Stored, ...]]
-    sha256: str = ""
+    sha256: str = ""  # of all this, laid out without it
 
     @property
     def own_digest(self) -> str:
@@ -95,7 +101,7 @@ class Manifest:
         return msgspec.json.format(msgspec.json.encode(replace(self, sha256=self.own_digest)), indent=1) + b"\n"
 
 
-def stored(parts: list[Part]) -> dict[str, tuple[Stored, ...]]:
+def stored(parts: Iterable[Part]) -> dict[str, tuple[Stored, ...]]:
     """By parameter, where its pieces lie."""
     out: dict[str, list[Stored]] = {}
     for part in parts:
@@ -105,54 +111,75 @@ def stored(parts: list[Part]) -> dict[str, tuple[Stored, ...]]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder. Raises PiperError: it cannot be read, or is not what was written."""
+    """The manifest of a checkpoint's folder. Raises PiperError (io): it cannot be read, or is not what was written."""
     file = folder / MANIFEST
     try:
         raw = file.read_bytes()
     except OSError as error:
-        raise _wrong(file, f"cannot read it: {error.strerror}") from error
+        raise damaged(file, f"cannot read it: {error.strerror}") from error
     try:
-        version = json.loads(raw)["schema_version"]
+        version = msgspec.json.decode(raw, type=dict[str, Any])["schema_version"]
         if version != VERSION:
-            raise _wrong(file, f"a checkpoint of version {version}", str(VERSION))
+            raise damaged(file, f"a checkpoint of version {version}", str(VERSION))
         found = msgspec.json.decode(raw, type=Manifest)
-    except (ValueError, KeyError, TypeError, msgspec.DecodeError) as error:
-        raise _wrong(file, f"not a manifest, or not all of one: {error}") from error
-    if found.sha256 != found.own_digest:
-        raise _wrong(file, "somebody has changed it: its own SHA-256 is another")
+        if found.sha256 != found.own_digest:
+            raise damaged(file, "somebody has changed it: its own SHA-256 is another")
+    except (ValueError, KeyError, RecursionError) as error:
+        raise damaged(file, f"not a manifest, or not all of one: {error}") from error
+    if flaw := _flaw(found):
+        raise damaged(file, flaw)
     return found
 
 
+def _flaw(m: Manifest) -> str | None:
+    """What cannot be so in a manifest whose digest is right: whoever wrote it wrote that, too."""
+    if odd := next((name for name in m.files if not _FILE.fullmatch(name)), None):
+        return f"{odd!r} is no name of a file in a checkpoint, as {file_of(0)!r} is"
+    if m.training.format not in TORCH:
+        return f"{m.training.format} is no format of updates"
+    for name, places in m.parameters.items():
+        for at in places:
+            if at.file not in m.files or at.piece.share.shape != m.training.shapes.get(name) or not at.piece.possible:
+                return f"there can be no such piece of {name} in {at.file!r}"
+    size = sum(prod(shape) for shape in m.training.shapes.values()) * len(m.training.slots) * m.training.format.bytes
+    if size > sum(written.bytes for written in m.files.values()):
+        return f"{size} bytes of values are more than what its files have"
+    return uncovered(m.training.shapes, m.parameters)
+
+
+def uncovered(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, tuple[Stored, ...]]) -> str | None:
+    """The first parameter of which not every element is in one piece, in words."""
+    for name, shape in shapes.items():
+        count = sum(s.piece.count for s in parameters.get(name, ()))
+        if count != prod(shape):
+            return f"{count} of {prod(shape)} elements of {name} were written"
+    return None
+
+
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raise PiperError where a file is missing or has another size; what is in them, `verify` says."""
+    """Raise PiperError (io) where a file is missing or has another size; what is in them, `verify` says."""
     for name, written in manifest.files.items():
         try:
             size = os.stat(folder / name).st_size
         except OSError as error:
-            raise _wrong(folder / name, f"the checkpoint lacks it: {error.strerror}") from error
+            raise damaged(folder / name, f"the checkpoint lacks it: {error.strerror}") from error
         if size != written.bytes:
-            raise _wrong(folder / name, f"{size} bytes, {written.bytes} were written")
+            raise damaged(folder / name, f"{size} bytes, {written.bytes} were written")
 
 
-def wrong_hash(file: Path) -> PiperError:
-    """A file that is not what was written."""
-    return _wrong(file, "damaged: its SHA-256 is not the one in the manifest")
+def verify(folder: Path, manifest: Manifest, names: Iterable[str], tick: Callable[[], None] = lambda: None) -> None:
+    """Read files of a checkpoint in full, several at once. Raises PiperError (io): one is not what was written.
 
+    tick: called every 16 MiB.
+    """
 
-def _wrong(file: Path, message: str, allowed: str | None = None) -> PiperError:
-    others = [p.parent for p in file.parent.parent.glob(f"step-*/{MANIFEST}") if p.parent != file.parent]
-    newest = max(others, key=lambda p: (len(p.name), p.name), default=None)
-    fix = "a copy of it that is whole" if newest is None else f"--resume {newest}"
-    return PiperError(ErrorKind.IO, message, file=str(file), key="--resume", allowed=allowed, suggestion=fix)
+    def check(name: str) -> None:
+        try:
+            found = digest_of(folder / name, tick)
+        except OSError as error:
+            raise damaged(folder / name, f"damaged: {error.strerror}") from error
+        if found != manifest.files[name]:
+            raise damaged(folder / name, "damaged: its SHA-256 is not the one in the manifest")
 
-
-def plain(value: Any) -> dict[str, Any]:
-    """A dataclass, or a mapping, as JSON has it."""
-    out: dict[str, Any] = json.loads(json.dumps(value, default=_plain))
-    return out
-
-
-def _plain(value: Any) -> object:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in fields(value)}
-    return dict(value) if isinstance(value, Mapping) else sorted(value)
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(check, sorted(names)))

@@ -1,14 +1,21 @@
-"""Which elements of a whole parameter a piece is, and where two pieces of different cuts have elements in common."""
+"""Which elements of a parameter a piece is, what two pieces have in common, which rank writes it, and to which file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
+from torch import Tensor
 
-from executor.parallel.shares import Share
+from executor.parallel.shares import Cut, Share
+from ir.core.mesh import DENSE, EXPERT
+from ir.graph.graph import Graph
+from ir.graph.sync import Bucket, buckets
+from ir.plan.places import Places, sharers
+
+Held = dict[str, tuple["Piece", dict[str, Tensor]]]  # parameter → a piece of it, and that, flat, of each of its slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +36,20 @@ class Piece:
         return cls(Share(shape), 0, prod(shape))
 
     @property
-    def is_share(self) -> bool:
-        """Whether it is all that the share has."""
-        return self.count == prod(self.share.local)
+    def shape(self) -> tuple[int, ...]:
+        """Its share's, where it is all of it; else it is flat."""
+        return self.share.local if self.count == prod(self.share.local) else (self.count,)
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is such a piece of a parameter of such a shape.
+
+        >>> Piece(Share((4,)), 3, 1).possible, Piece(Share((4,)), 3, 2).possible
+        (True, False)
+        """
+        shape, cuts = self.share.shape, self.share.cuts
+        cut = len({c.dim for c in cuts}) == len(cuts) and all(_divides(c, shape) for c in cuts)
+        return cut and self.first >= 0 < self.count <= prod(self.share.local) - self.first
 
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
         """Its elements as stretches of the whole parameter laid flat: where each starts, how long it is; ascending.
@@ -68,6 +86,62 @@ class Piece:
             for j in range(a, b):
                 low, high = max(here[i], there[j]), min(here[i] + mine[i], there[j] + theirs[j])
                 yield int(at[i] + low - here[i]), int(to[j] + low - there[j]), int(high - low)
+
+
+def _divides(cut: Cut, shape: tuple[int, ...]) -> bool:
+    sizes = min(cut.blocks, default=0) > 0 and 0 <= cut.dim < len(shape) and sum(cut.blocks) == shape[cut.dim]
+    return sizes and 0 <= cut.index < cut.count
+
+
+def written(graph: Graph, places: Places, rank: int) -> frozenset[str]:
+    """The parameters whose piece on this rank is this rank's to write.
+
+    Ranks that hold the same part of a parameter (copies, and ranks that no axis of its cuts tells apart) stand first in
+    one place only: index 0 on every axis that neither cuts it nor shards it, in the first program that owns it.
+    """
+    place, out = places.mesh.coordinates(rank), set()
+    entries = {p.name: (p, e.layout) for e in reversed(graph.entries) for p in e.part.params}
+    for b in buckets(graph):
+        if places.program(rank) not in b.owners or not _first(b, places, rank):
+            continue
+        for name in b.params:
+            param, layout = entries[name]
+            cut = {axis for axis in param.sharded if getattr(layout, axis) > 1}
+            view = EXPERT if param.expert else DENSE
+            if all(place[axis] == 0 for axis in view if axis not in cut and axis not in b.axes):
+                out.add(name)
+    return frozenset(out)
+
+
+def _first(b: Bucket, places: Places, rank: int) -> bool:
+    """Whether what this rank updates of a bucket is no copy of what a rank before it does."""
+    members = sharers(b, places, rank)
+    zero = b.replica.zero if len(members) > 1 else 0
+    first = b.owners[0] == places.program(rank)
+    return zero == 1 or (first and (zero > 1 or members.index(rank) == 0))
+
+
+def in_files(held: Iterable[tuple[str, tuple[Piece, Mapping[str, Tensor]]]], most: int) -> Iterator[Held]:
+    """What goes into each file, so that none has values of more than so many bytes; one file at least.
+
+    >>> import torch
+    >>> two = {"weight": torch.arange(6.0), "exp_avg": torch.zeros(6)}
+    >>> [{n: (p.first, p.count) for n, (p, _) in f.items()} for f in in_files([("a", (Piece.whole((2, 3)), two))], 32)]
+    [{'a': (0, 4)}, {'a': (4, 2)}]
+    """
+    out: Held = {}
+    size = 0
+    for name, (piece, slots) in held:
+        each = sum(t.element_size() for t in slots.values())
+        for at in range(0, piece.count, most // each):
+            count = min(most // each, piece.count - at)
+            if size + count * each > most:
+                yield out
+                out, size = {}, 0
+            part = {slot: flat[at : at + count] for slot, flat in slots.items()}
+            out[name] = Piece(piece.share, piece.first + at, count), part
+            size += count * each
+    yield out
 
 
 def _stretches(share: Share) -> tuple[np.ndarray, np.ndarray]:

@@ -9,12 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from executor.checkpoint.manifest import Manifest
+from executor.checkpoint.manifest import Manifest, Stored
 from executor.checkpoint.pieces import Piece
-from executor.checkpoint.tensors import TensorFile, raw
+from executor.checkpoint.tensors import MANIFEST, TensorFile, damaged
 from executor.modules.base import TORCH
-from ir.core.errors import ErrorKind, PiperError
-from ir.core.work import DType
 
 RANDOM = "random/"  # states of random number generators, one file for each rank
 
@@ -27,22 +25,21 @@ class Reader:
         self._files: dict[str, TensorFile] = {}
 
     def read(self, slot: str, name: str, piece: Piece, into: Tensor) -> None:
-        """Fill a flat tensor, of any format, with a piece. Raises PiperError (io): not all of it is there."""
-        found = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
-        missing = piece.count
+        """Fill a flat tensor, of any format, with a piece. Raises PiperError (io): not all of it is there, or twice."""
+        out = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
+        found = 0
         for stored in self.manifest.parameters.get(name, ()):
-            source = None
-            for at, start, count in piece.shared(stored.piece):
-                source = self._file(stored.file).flat(f"{slot}/{name}") if source is None else source
-                found[at : at + count].copy_(source[start : start + count])
-                missing -= count
+            common = list(piece.shared(stored.piece))
+            source = self._values(slot, name, stored) if common else out
+            for at, start, count in common:
+                out[at : at + count].copy_(source[start : start + count])
+                found += count
             self.tick()
-        if missing:
-            message = f"{missing} elements of {slot}/{name} are in none of its files"
-            fix = "another checkpoint"
-            raise PiperError(ErrorKind.IO, message, file=str(self.folder), key="--resume", suggestion=fix)
-        if found is not into:
-            into.copy_(found)
+        if found != piece.count:
+            message = f"its files have {found} elements of {slot}/{name} where {piece.count} are needed"
+            raise damaged(self.folder / MANIFEST, message)
+        if out is not into:
+            into.copy_(out)
 
     def states(self, file: str) -> dict[str, Tensor]:
         """The random number generators of the rank that wrote a file, by device."""
@@ -50,12 +47,19 @@ class Reader:
         return {n.removeprefix(RANDOM): self._file(file).flat(n).clone() for n in names}
 
     def whole(self, slot: str, name: str) -> Tensor:
-        """A whole parameter, or a moment of it."""
+        """A whole parameter, or a moment of it. Raises PiperError (io), as `read` does."""
         training = self.manifest.training
         piece = Piece.whole(training.shapes[name])
-        out = torch.empty(piece.count, dtype=TORCH[DType(training.format)], device="cpu")
+        out = torch.empty(piece.count, dtype=TORCH[training.format], device="cpu")
         self.read(slot, name, piece, out)
         return out.view(piece.share.shape)
+
+    def _values(self, slot: str, name: str, stored: Stored) -> Tensor:
+        found = self._file(stored.file).flat(f"{slot}/{name}")
+        if len(found) != stored.piece.count:
+            message = f"{len(found)} elements of {slot}/{name}, {stored.piece.count} were written"
+            raise damaged(self.folder / stored.file, message)
+        return found
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -64,10 +68,13 @@ class Reader:
 
 
 def digests(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """`slot/name` → SHA-256 of all its elements in order: equal for equal values, whatever plan saved them."""
-    reader = Reader(folder, manifest)
-    return {
-        f"{slot}/{name}": hashlib.sha256(raw(reader.whole(slot, name).view(-1))).hexdigest()
-        for name in manifest.training.shapes
-        for slot in manifest.training.slots
-    }
+    """`slot/name` → SHA-256 of all its elements in order: equal for equal values, whatever plan saved them.
+
+    Raises PiperError (io), as `Reader.read` does.
+    """
+    reader, out = Reader(folder, manifest), {}
+    for name in manifest.training.shapes:
+        for slot in manifest.training.slots:
+            values = reader.whole(slot, name).view(-1).view(torch.uint8).numpy()
+            out[f"{slot}/{name}"] = hashlib.sha256(values.data).hexdigest()
+    return out

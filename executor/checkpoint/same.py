@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from executor.checkpoint.manifest import MANIFEST, Manifest, Training, plain
+from executor.checkpoint.manifest import Manifest, Training
+from executor.checkpoint.tensors import MANIFEST
 from executor.data.tokens import FileTokens, source_name, source_of
 from executor.modules.base import TORCH
 from executor.optim.optimizer import OptimizerConfig, slots_of
@@ -19,6 +22,7 @@ from ir.job.table import table_of
 
 WEIGHT = "weight"
 UNUSED = ("source", "init_std", "max_positions")  # of a model's config: a checkpoint does not depend on them
+Difference = tuple[str, str, str, str | None]  # what differs, key, what it may be, the fix
 
 
 def training_of(prepared: Prepared) -> Training:
@@ -27,75 +31,61 @@ def training_of(prepared: Prepared) -> Training:
     source = source_of(source_name(job), prepared.config.vocab, job.data.seed)
     return Training(
         shapes={p.name: p.shape for e in prepared.base.entries for p in e.part.params},
-        format=str(_widest(precision.params, precision.optimizer)),
+        format=_widest(precision.params, precision.optimizer),
         optimizer=job.optimizer.name,
         slots=(WEIGHT, *slots_of(OptimizerConfig(job.optimizer.name))),
         sequences=prepared.mesh.sizes["dp"] * prepared.mbs * job.schedule.microbatch_size,
         length=job.model.seq_len,
         tokens=len(source.tokens) if isinstance(source, FileTokens) else 0,
         seed=job.data.seed,
-        model={k: v for k, v in plain(prepared.config).items() if k not in UNUSED},
+        model={k: v for k, v in _plain(prepared.config).items() if k not in UNUSED},
     )
 
 
 def check_same(manifest: Manifest, prepared: Prepared, folder: Path) -> None:
-    """Raise PiperError for the first thing that the job trains otherwise than the checkpoint's did."""
-    job, was, now = prepared.job, manifest.training, training_of(prepared)
-
-    def differ(message: str, key: str, allowed: object, fix: str | None) -> PiperError:
-        where = f"the job it was saved by is in {folder / MANIFEST}"
+    """Raise PiperError (job) for the first thing that the job trains otherwise than the checkpoint's did."""
+    for message, key, allowed, fix in _differences(manifest, prepared):
         message = f"not what {folder.name} was saved by: {message}"
-        return PiperError(ErrorKind.JOB, message, file=job.file, key=key, allowed=str(allowed), suggestion=fix or where)
+        fix = fix or f"the job it was saved by is in {folder / MANIFEST}"
+        raise PiperError(ErrorKind.JOB, message, file=prepared.job.file, key=key, allowed=allowed, suggestion=fix)
 
-    if was.shapes != now.shapes:
-        name = next((n for n in {**now.shapes, **was.shapes} if now.shapes.get(n) != was.shapes.get(n)), "their order")
-        here, there = (_shape(t.shapes.get(name)) for t in (now, was))
-        raise differ(f"{name} is {here} here, {there} there", "model.config", f"{name}: {there}", _model(manifest, job))
-    if odd := next((k for k in {**now.model, **was.model} if now.model.get(k) != was.model.get(k)), None):
-        here, there = str(now.model.get(odd)), str(was.model.get(odd))
-        raise differ(f"{odd} is {here} here, {there} there", "model.config", f"{odd} {there}", _model(manifest, job))
-    if now.length != was.length:
-        fix = f"--set model.seq_len={was.length}"
-        raise differ(f"{now.length} tokens in a sequence here, {was.length} there", "model.seq_len", was.length, fix)
-    if now.sequences != was.sequences:
-        message = f"{now.sequences} sequences in the global batch here, {was.sequences} there"
-        allowed = f"dp · microbatches · microbatch_size = {was.sequences}"
-        raise differ(message, "schedule.microbatches", allowed, _microbatches(was.sequences, prepared))
+
+def _differences(manifest: Manifest, prepared: Prepared) -> Iterator[Difference]:
+    job, was, now = prepared.job, manifest.training, training_of(prepared)
+    shapes = [{n: " x ".join(map(str, s)) for n, s in t.shapes.items()} for t in (now, was)]
+    for ours, theirs in (shapes, (now.model, was.model)):
+        for k in {**ours, **theirs}:
+            if (mine := ours.get(k, "missing")) != (other := theirs.get(k, "missing")):
+                yield f"{k} is {mine} here, {other} there", "model.config", f"{k}: {other}", _model(manifest, job)
+    if (a := now.length) != (b := was.length):
+        yield f"{a} tokens in a sequence here, {b} there", "model.seq_len", str(b), f"--set model.seq_len={b}"
+    if (a := now.sequences) != (b := was.sequences):
+        allowed, fix = f"dp · microbatches · microbatch_size = {b}", _microbatches(b, prepared)
+        yield f"{a} sequences in the global batch here, {b} there", "schedule.microbatches", allowed, fix
     if now.tokens != was.tokens:
         here, there = (f"{t.tokens} tokens" if t.tokens else "synthetic" for t in (now, was))
-        fix = f"--set data.source={manifest.job['data']['source']}"
-        raise differ(f"{here} here, {there} there", "data.source", there, fix)
-    if now.seed != was.seed:
-        message = f"data drawn by seed {now.seed} here, {was.seed} there"
-        raise differ(message, "data.seed", was.seed, f"--set data.seed={was.seed}")
-    if now.optimizer != was.optimizer:
-        fix = f"--set optimizer.name={was.optimizer}"
-        raise differ(f"{now.optimizer} here, {was.optimizer} there", "optimizer.name", was.optimizer, fix)
+        source = manifest.job.get("data", {}).get("source")
+        yield f"{here} here, {there} there", "data.source", there, source and f"--set data.source={source}"
+    if (a := now.seed) != (b := was.seed):
+        yield f"data drawn by seed {a} here, {b} there", "data.seed", str(b), f"--set data.seed={b}"
+    if now.optimizer != (there := was.optimizer):
+        yield f"{now.optimizer} here, {there} there", "optimizer.name", there, f"--set optimizer.name={there}"
     if now.format != was.format:
         message = f"weights and moments are updated in {now.format} here, in {was.format} there"
-        raise differ(message, "precision.optimizer", was.format, _formats(DType(was.format), precision_of(job).params))
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else " x ".join(map(str, shape))
+        yield message, "precision.optimizer", str(was.format), _formats(was.format, precision_of(job).params)
 
 
 def _model(manifest: Manifest, job: Job) -> str | None:
     """The overrides that give `[model]` back the keys it had; None where some key cannot be set back so."""
-    was, now = manifest.job["model"], plain_table(job)["model"]
+    was, now = manifest.job.get("model", {}), plain_table(job)["model"]
     given = {k for k in {*was, *now} if was.get(k) != now.get(k)} - {"seed", "attention", "seq_len"}
     if not given or "config" in given or any(k not in was for k in given):
         return None
-    return " ".join(f"--set {k}" for k in sorted(f"model.{k}={_toml(was[k])}" for k in given))
+    return " ".join(f"--set model.{k}={_toml(was[k])}" for k in sorted(given))
 
 
 def _toml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def plain_table(job: Job) -> dict[str, dict[str, Any]]:
-    """A job's keys as JSON has them."""
-    return plain(table_of(job))
 
 
 def _microbatches(sequences: int, prepared: Prepared) -> str:
@@ -105,13 +95,23 @@ def _microbatches(sequences: int, prepared: Prepared) -> str:
     return f"--set parallel.dp=1 --set schedule.microbatch_size=1 --set schedule.microbatches={sequences}"
 
 
+def _formats(wanted: DType, params: DType) -> str:
+    """The overrides after which values are updated in that format; parameters may stay narrower."""
+    more = "" if _widest(wanted, params) is wanted else f" --set precision.params={wanted}"
+    return f"--set precision.optimizer={wanted}{more}"
+
+
 def _widest(a: DType, b: DType) -> DType:
     """The format that holds the values of both, as the optimizer picks it."""
     wide = torch.promote_types(TORCH[a], TORCH[b])
     return next(d for d, t in TORCH.items() if t == wide)
 
 
-def _formats(wanted: DType, params: DType) -> str:
-    """The overrides after which values are updated in that format; parameters may stay narrower."""
-    more = "" if _widest(wanted, params) is wanted else f" --set precision.params={wanted}"
-    return f"--set precision.optimizer={wanted}{more}"
+def plain_table(job: Job) -> dict[str, dict[str, Any]]:
+    """A job's keys as JSON has them."""
+    return _plain(table_of(job))
+
+
+def _plain(value: object) -> dict[str, Any]:
+    out: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(value, enc_hook=dict, order="deterministic"))
+    return out

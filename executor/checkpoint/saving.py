@@ -9,19 +9,16 @@ KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """save: the folder to save to. every: steps between two checkpoints, counted from the run's very first step; None:
-    only behind the last one. keep: how many to keep. force: save to a folder that holds something else.
+    """What a run saves and what it takes up; by default neither."""
 
-    resume: the checkpoint that the run takes up. first: steps done in it. verified: its files are known to be whole.
-    """
-
-    save: str | None = None
-    every: int | None = None
-    keep: int | None = None
-    force: bool = False
-    resume: str | None = None
-    first: int = 0
-    verified: bool = False
+    save: str | None = None  # the folder to save to
+    every: int | None = None  # steps between two checkpoints, from the very first step on; None: at the end only
+    keep: int | None = None  # how many are kept, by default KEPT
+    force: bool = False  # save to a folder that holds something else
+    resume: str | None = None  # the checkpoint that is taken up
+    first: int = 0  # steps done in it
+    run: str | None = None  # the run that it is of, if that is continued in the same folder
+    verified: bool = False  # its files are known to be whole
 
     def due(self, done: int, steps: int) -> bool:
         """Whether to save behind so many steps of so many.

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from executor.checkpoint.folder import check_free, check_room, newest
-from executor.checkpoint.manifest import Manifest, check_files, read_manifest, wrong_hash
+from executor.checkpoint.folder import check_room, newest
+from executor.checkpoint.lock import check_free
+from executor.checkpoint.manifest import check_files, read_manifest, verify
 from executor.checkpoint.same import check_same
 from executor.checkpoint.saving import KEPT, Saving
-from executor.checkpoint.tensors import digest_of
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import Prepared
-
-THREADS = 4
 
 
 def settled(wanted: Saving, prepared: Prepared, steps: int, *, real: bool) -> Saving:
@@ -35,7 +31,8 @@ def settled(wanted: Saving, prepared: Prepared, steps: int, *, real: bool) -> Sa
             message = f"{steps} in all, and {folder.name} has done {manifest.step}"
             more, fix = f"more than {manifest.step}", f"--steps {manifest.step + 1}"
             raise PiperError(ErrorKind.USAGE, message, key="--steps", allowed=more, suggestion=fix)
-        found = replace(found, resume=str(folder), first=manifest.step)
+        run = manifest.run if wanted.save is not None and folder.parent == Path(wanted.save).resolve() else None
+        found = replace(found, resume=str(folder), first=manifest.step, run=run)
     if wanted.save is not None:
         save = Path(wanted.save).resolve()
         check_room(save, None if found.resume is None else Path(found.resume), force=wanted.force)
@@ -59,23 +56,10 @@ def _check_flags(s: Saving, real: bool) -> None:
         raise PiperError(ErrorKind.USAGE, message, key=flag, suggestion=f"leave out {flag}, or --emulate and --replay")
 
 
-def verify(folder: Path, manifest: Manifest, names: Iterable[str], tick: Callable[[], None] = lambda: None) -> None:
-    """Read files of a checkpoint in full. Raises PiperError (io): one is not what was written."""
-    for name in names:
-        try:
-            found = digest_of(folder / name, tick)
-        except OSError as error:
-            raise wrong_hash(folder / name) from error
-        if found != manifest.files[name]:
-            raise wrong_hash(folder / name)
-
-
 def verified(saving: Saving) -> Saving:
-    """The same, with all files of the checkpoint that is resumed read in full, several at once."""
+    """The same, with all files of what is resumed read in full. Raises PiperError (io): one is damaged."""
     if saving.resume is None:
         return saving
-    folder = Path(saving.resume)
-    manifest = read_manifest(folder)
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda name: verify(folder, manifest, [name]), sorted(manifest.files)))
+    manifest = read_manifest(Path(saving.resume))
+    verify(Path(saving.resume), manifest, manifest.files)
     return replace(saving, verified=True)

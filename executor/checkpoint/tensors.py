@@ -1,37 +1,23 @@
-"""Tensor files in the safetensors format: written as one stream that is hashed on its way, read through a map.
-
-The format is a length, a JSON header and raw bytes. Written here rather than by its library because a piece that lies
-on a GPU is brought over one stretch at a time, no second pass is needed for the hash, what is written reaches the disk
-while the rest is being written, and a watchdog hears of it. The library reads these files, and a test holds us to it.
-"""
+"""Tensor files: laid out and read by the safetensors library; hashed and forced to the disk on their way there."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import mmap
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from ir.core.errors import ErrorKind, PiperError
 
-FORMATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "U8": torch.uint8,
-}
-NAMES = {dtype: name for name, dtype in FORMATS.items()}
+MANIFEST = "manifest.json"
+SAID = {"format": "pt"}  # one entry: the library lays out several in any order, and equal values have equal files
 STRETCH = 2**24  # bytes between two signs of life
-DURABLE = 2**26  # bytes between two waits for the disk, so that none of them is long
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,103 +28,29 @@ class Written:
     sha256: str
 
 
-class _Pen:
-    """Bytes to a new file and to its hash."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], tick: Callable[[], None] = lambda: None) -> Written:
+    """Write a new file, down to the disk. tick: called every 16 MiB.
 
-    def __init__(self, fd: int, tick: Callable[[], None]) -> None:
-        self.fd, self.tick, self.hash, self.bytes, self.waiting = fd, tick, hashlib.sha256(), 0, 0
-
-    def put(self, data: memoryview) -> None:
-        """Write all of it."""
-        self.hash.update(data)
-        while data:
-            done = os.write(self.fd, data)
-            self.bytes, self.waiting, data = self.bytes + done, self.waiting + done, data[done:]
-        if self.waiting >= DURABLE:
-            os.fdatasync(self.fd)
-            self.waiting = 0
-        self.tick()
-
-
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, str], tick: Callable[[], None] = lambda: None
-) -> Written:
-    """Write a new file, down to the disk. said: the header's free text. tick: called every 16 MiB.
-
-    Raises OSError; what was written of the file is gone then, so that there is room again.
+    The file is put together in host memory first. Raises OSError; what was written of the file is gone then, so that
+    there is room again.
     """
+    data = memoryview(save({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, SAID))
+    found = hashlib.sha256()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        pen = _Pen(fd, tick)
-        pen.put(memoryview(_header(tensors, said)))
-        for tensor in tensors.values():
-            flat = tensor.detach().reshape(-1)
-            step = STRETCH // flat.element_size()
-            for at in range(0, flat.numel(), step):
-                pen.put(raw(flat[at : at + step].cpu()))
+        for at in range(0, len(data), STRETCH):
+            rest = data[at : at + STRETCH]
+            found.update(rest)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            tick()
         os.fsync(fd)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
     finally:
         os.close(fd)
-    return Written(pen.bytes, pen.hash.hexdigest())
-
-
-def raw(flat: Tensor) -> memoryview:
-    """A flat tensor's bytes, where they lie."""
-    found: Any = flat.view(torch.uint8).numpy()
-    return memoryview(found)
-
-
-def _header(tensors: Mapping[str, Tensor], said: Mapping[str, str]) -> bytes:
-    out: dict[str, Any] = {"__metadata__": dict(said)}
-    end = 0
-    for name, t in tensors.items():
-        first, end = end, end + t.nbytes
-        out[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [first, end]}
-    text = json.dumps(out, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-class TensorFile:
-    """The tensors of a file, as views of its map: read where they are copied from, and not before."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._start = 8 + int.from_bytes(self._map[:8], "little")
-            if not 8 < self._start <= len(self._map):
-                raise ValueError("its header does not end")
-            self._header: dict[str, Any] = dict(json.loads(self._map[8 : self._start]))
-        except (OSError, ValueError, TypeError) as error:
-            raise self._wrong(str(getattr(error, "strerror", None) or error)) from error
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of its tensors."""
-        return tuple(n for n in self._header if n != "__metadata__")
-
-    def flat(self, name: str) -> Tensor:
-        """All elements of a tensor. Raises PiperError: it is not there, or not whole."""
-        try:
-            entry = self._header[name]
-            dtype, count = FORMATS[entry["dtype"]], prod(entry["shape"])
-            first, end = (int(x) + self._start for x in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._wrong(f"no tensor {name}, or one that is not understood") from error
-        if end - first != count * dtype.itemsize or not self._start <= first <= end <= len(self._map):
-            raise self._wrong(f"{name} does not lie in it as its header says")
-        if not count:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=first)
-
-    def _wrong(self, why: str) -> PiperError:
-        fix = "a checkpoint that nobody has changed"
-        return PiperError(ErrorKind.IO, f"cannot read tensors: {why}", file=str(self.path), suggestion=fix)
+    return Written(len(data), found.hexdigest())
 
 
 def digest_of(path: Path, tick: Callable[[], None] = lambda: None) -> Written:
@@ -150,3 +62,36 @@ def digest_of(path: Path, tick: Callable[[], None] = lambda: None) -> Written:
             size += len(data)
             tick()
     return Written(size, found.hexdigest())
+
+
+def damaged(file: Path, message: str, allowed: str | None = None) -> PiperError:
+    """A file of a checkpoint that cannot be read; the fix is the newest of the others beside it, if there is one."""
+    others = [p for p in file.parent.parent.glob("step-*") if (p / MANIFEST).exists() and p != file.parent]
+    newest = max(others, key=lambda p: (len(p.name), p.name), default=None)
+    fix = "a copy of it that is whole" if newest is None else f"--resume {newest}"
+    return PiperError(ErrorKind.IO, message, file=str(file), key="--resume", allowed=allowed, suggestion=fix)
+
+
+class TensorFile:
+    """The tensors of a file, as views of its map: read where they are copied from, and not before."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises PiperError (io): it is no tensor file."""
+        self.path = path
+        try:
+            self._file: Any = safe_open(path, "pt")  # untyped
+        except (SafetensorError, OSError) as error:
+            raise damaged(self.path, f"cannot read tensors: {error}") from error
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its tensors."""
+        return tuple(self._file.keys())
+
+    def flat(self, name: str) -> Tensor:
+        """All elements of a tensor. Raises PiperError (io): it is not there."""
+        try:
+            found: Tensor = self._file.get_tensor(name)
+        except SafetensorError as error:
+            raise damaged(self.path, f"cannot read tensors: {error}") from error
+        return found.view(-1)

@@ -34,6 +34,14 @@ class Cut:
             first += size
         return torch.cat(out)
 
+    def __len__(self) -> int:
+        """How many these are.
+
+        >>> len(Cut(0, 1, 2, (4, 2)))
+        3
+        """
+        return sum((self.index + 1) * size // self.count - self.index * size // self.count for size in self.blocks)
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -52,7 +60,7 @@ class Share:
         """The shape of what is held."""
         out = list(self.shape)
         for c in self.cuts:
-            out[c.dim] = len(c.rows())
+            out[c.dim] = len(c)
         return tuple(out)
 
     def take(self, whole: Tensor) -> Tensor:

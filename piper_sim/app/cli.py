@@ -281,12 +281,13 @@ def _has(module: str) -> bool:
 
 
 def _dispatch_torch(parsed: argparse.Namespace) -> int:
-    """Commands that import the executor, hence torch."""
-    if not _has("torch"):
+    """Commands that import the executor, hence torch and safetensors."""
+    needed = {"torch": "PyTorch", "safetensors": "safetensors"}
+    if (module := next((m for m in needed if not _has(m)), None)) is not None:
         raise PiperError(
             ErrorKind.MISSING_DEPENDENCY,
-            f"{parsed.command} needs PyTorch",
-            key="torch",
+            f"{parsed.command} needs {needed[module]}",
+            key=module,
             suggestion="pip install 'piper-sim[exec]' (on a laptop, install PyTorch's CPU build first)",
         )
     with unwinding():

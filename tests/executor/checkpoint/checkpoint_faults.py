@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
-import time
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from executor.checkpoint import folder as folder_module
 from executor.checkpoint import keeper as keeper_module
 from executor.checkpoint.keeper import Keeper
+from executor.device.progress import Progress, State
 from executor.runtime.batch import Batch, Data
 from executor.runtime.interpreter import Interpreter, StepResult
 from executor.runtime.rank import train_rank
@@ -32,26 +35,43 @@ def saved_at_once(ctx: RankContext, **spec: Any) -> Any:
     return train_rank(ctx, **spec)
 
 
-def counted(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
-    """Rank 0 notes the steps it has done, and the saves it has begun."""
-    step, write = Interpreter.step, Keeper._write
+FILES = ("write", "fsync", "rename", "unlink", "mkdir")  # of os: what a save does to the disk
 
-    def note(file: str, number: int) -> None:
-        if ctx.rank == 0:
-            with Path(fault["folder"], file).open("a") as out:
-                out.write(f"{number}\n")
+
+def killed_at_event(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
+    """Rank `rank` is killed before its `number`-th event of a kind: "op", what its progress says; "file", what it asks
+    of the disk, where files are written by thirds. Steps done go to a file, and how many events there were."""
+    counts, step, say = {"op": 0, "file": 0}, Interpreter.step, Progress._write
+
+    def event(kind: str) -> None:
+        counts[kind] += 1
+        if (ctx.rank, kind, counts[kind]) == (fault["rank"], fault["kind"], fault["number"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def asked(real: Any, *args: Any, **named: Any) -> Any:
+        event("file")
+        if real is os_write:
+            args = args[0], args[1][: -(-len(args[1]) // 3)]
+        return real(*args, **named)
+
+    def said(self: Progress, state: State) -> None:
+        event("op")
+        say(self, state)
 
     def noted(self: Interpreter, number: int, batches: Any) -> StepResult:
         result = step(self, number, batches)
-        note("steps", number + 1)
+        if ctx.rank == 0:
+            with Path(fault["folder"], "steps").open("a") as out:
+                out.write(f"{number + 1}\n")
         return result
 
-    def begun(self: Keeper, done: int) -> None:
-        note("saves", done)
-        write(self, done)
-
-    Interpreter.step, Keeper._write = noted, begun  # type: ignore[method-assign]
-    return train_rank(ctx, **spec)
+    os_write = os.write
+    for name in FILES:
+        setattr(os, name, partial(asked, getattr(os, name)))
+    Interpreter.step, Progress._write = noted, said  # type: ignore[method-assign]
+    found = train_rank(ctx, **spec)
+    Path(fault["folder"], f"events-{ctx.rank}").write_text(json.dumps(counts))
+    return found
 
 
 # Moments of a save: what is called then, and whether the process ends before it or behind it.
@@ -86,18 +106,23 @@ def killed_at(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
 
 
 def killed_within_a_file(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
-    """Rank `rank` is killed when it has written so many bytes of checkpoints."""
-    write, written = os.write, 0
+    """Rank `rank` is killed when it has written a `share` of its second file, which is as long as its first."""
+    write, real, sizes, written = os.write, keeper_module.write_tensors, list[int](), 0
 
     def some(fd: int, data: Any) -> int:
         nonlocal written
-        done = write(fd, data[: max(1, len(data) // 3)])
+        done = write(fd, data[: -(-len(data) // 3)])
         written += done
-        if ctx.rank == fault["rank"] and written >= fault["bytes"]:
+        if ctx.rank == fault["rank"] and len(sizes) == 1 and written >= sizes[0] * (1 + fault["share"]):
             os.kill(os.getpid(), signal.SIGKILL)
         return done
 
-    os.write = some
+    def noted(*args: Any) -> Any:
+        found = real(*args)
+        sizes.append(found.bytes)
+        return found
+
+    os.write, keeper_module.write_tensors = some, noted
     return train_rank(ctx, **spec)
 
 
@@ -174,7 +199,8 @@ def impatient(ctx: RankContext, **spec: Any) -> Any:
             together(self, transport, text)
 
     def late(self: Keeper, done: int) -> None:
-        time.sleep(0.5 if ctx.rank else 0.0)
+        if ctx.rank:
+            threading.Event().wait()  # until the run has failed
         write(self, done)
 
     Keeper._together, Keeper._write = wait, late  # type: ignore[method-assign]

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import json
 import random
-import signal
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 
 from executor.checkpoint.folder import complete, newest
-from executor.checkpoint.manifest import check_files, read_manifest
+from executor.checkpoint.manifest import check_files, read_manifest, verify
 from executor.checkpoint.saving import Saving
-from executor.checkpoint.settings import verify
 from executor.launch import run as cli
 from executor.launch.verdict import RankFailed
 from tests.executor.checkpoint import checkpoint_faults
@@ -27,7 +21,7 @@ from tests.executor.launch.test_run_faults import _inject
 from tests.executor.runs import run
 
 SETS = ("parallel.dp=2", "parallel.zero=2", "parallel.pp=1", "schedule.microbatches=2", "optimizer.clip_norm=0.3")
-EVERY = 2
+EVERY, STEPS = 2, 10
 
 
 def _newest(folder: Path) -> int:
@@ -49,41 +43,38 @@ def _notes(folder: Path, name: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Kill:
-    """When a rank is killed: so many seconds after the start, or after another so many saves have begun."""
+class Whole:
+    """A run that nobody disturbs. events: of each rank, by kind."""
 
-    rank: int
-    after_s: float
-    saves: int = 0
+    folder: Path
+    losses: list[float]
+    events: list[dict[str, int]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Ten steps, every second one of them kept."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        _inject(patch, checkpoint_faults.killed_at_event, asdict(Kill()) | {"folder": str(folder)})
+        found = run(*SETS, steps=STEPS, saving=Saving(str(folder / "saved"), EVERY, keep=STEPS)).object
+    events = [json.loads((folder / f"events-{rank}").read_text()) for rank in range(2)]
+    return Whole(folder / "saved", found["losses"], events)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A rank dies before its `number`-th event of a kind; by default none does."""
+
+    rank: int = -1
+    kind: str = "op"
+    number: int = 0
 
     @classmethod
-    def drawn(cls, draw: random.Random) -> Kill:
-        """At any time of the run, or of a save."""
-        if draw.random() < 0.5:
-            return cls(draw.randrange(2), draw.uniform(0.0, 1.5))
-        return cls(draw.randrange(2), draw.uniform(0.0, 0.06), draw.randint(1, 3))
-
-
-@contextmanager
-def _killer(out: Path, notes: Path, kill: Kill | None) -> Iterator[None]:
-    """Kill a rank of the run that goes on meanwhile."""
-
-    def act(kill: Kill) -> None:
-        while not over.is_set() and (not (out / "ranks.json").exists() or len(_notes(notes, "saves")) < until):
-            time.sleep(0.001)
-        if not over.wait(kill.after_s):
-            os.kill(pids(out)[kill.rank], signal.SIGKILL)
-
-    over, until = threading.Event(), len(_notes(notes, "saves")) + (kill.saves if kill else 0)
-    thread = threading.Thread(target=act, args=(kill,)) if kill else None
-    if thread:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        if thread:
-            thread.join()
+    def drawn(cls, draw: random.Random, events: list[dict[str, int]], left: float) -> Kill:
+        """At any op of the run, or at any write, rename or removal of a save. left: the share of its steps that is."""
+        rank, kind = draw.randrange(2), draw.choice(["op", "file"])
+        return cls(rank, kind, draw.randint(1, max(1, int(events[rank][kind] * left))))
 
 
 @dataclass
@@ -92,7 +83,7 @@ class _Through:
 
     folder: Path
     monkeypatch: pytest.MonkeyPatch
-    steps: int
+    events: list[dict[str, int]]
     kills: int = 0
     saving: int = 0
     ends: int = 0
@@ -102,53 +93,48 @@ class _Through:
         notes = self.folder / f"notes-{self.ends}"
         into = notes / "saved"
         notes.mkdir()
-        _inject(self.monkeypatch, checkpoint_faults.counted, {"folder": str(notes)})
-        while (before := _newest(into)) < self.steps:
+        while (before := _newest(into)) < STEPS:
             out = notes / f"out-{self.kills}"
-            kill = Kill.drawn(draw) if self.kills < most else None
+            kill = Kill.drawn(draw, self.events, 1 - before / STEPS) if self.kills < most else Kill()
+            _inject(self.monkeypatch, checkpoint_faults.killed_at_event, asdict(kill) | {"folder": str(notes)})
             try:
-                with _killer(out, notes, kill):
-                    run(*SETS, steps=self.steps, out=out, saving=_saving(into, resume=before > 0))
+                run(*SETS, steps=STEPS, out=out, saving=_saving(into, resume=before > 0))
             except RankFailed as error:
-                assert kill and ("SIGKILL" in error.reason or "lost" in error.reason), error
+                assert kill.number and ("SIGKILL" in error.reason or "lost" in error.reason), error
                 self.kills += 1
                 self.saving += (error.op or "").startswith("save")
             assert all(map(gone, pids(out)))
             kept = _newest(into)
             assert before <= kept >= max([0, *_notes(notes, "steps")]) - EVERY
         self.ends += 1
-        return hashes(into / f"step-{self.steps:06d}")
+        return hashes(into / f"step-{STEPS:06d}")
 
 
 def _saving(into: Path, *, resume: bool) -> Saving:
     return Saving(str(into), EVERY, resume=str(into) if resume else None)
 
 
-def _suffer(kills: int, folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> _Through:
-    saved(folder / "whole", *SETS, steps=10)
-    want, through, draw = (
-        hashes(folder / "whole" / "step-000010"),
-        _Through(folder, monkeypatch, 10),
-        random.Random(seed),
-    )
+def _suffer(kills: int, folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int, whole: Whole) -> _Through:
+    want, through = hashes(whole.folder / f"step-{STEPS:06d}"), _Through(folder, monkeypatch, whole.events)
+    draw = random.Random(seed)
     while through.kills < kills:
         assert through.train(kills, draw) == want
     return through
 
 
-def test_random_kills_lose_one_interval_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _suffer(5, tmp_path, monkeypatch, 1).ends >= 1
+def test_random_kills_lose_one_interval_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Whole) -> None:
+    through = _suffer(5, tmp_path, monkeypatch, 1, whole)
+    assert through.ends >= 1 and through.saving >= 1
 
 
 @pytest.mark.slow
-def test_fifty_random_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    through = _suffer(50, tmp_path, monkeypatch, 2)
+def test_fifty_random_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Whole) -> None:
+    through = _suffer(50, tmp_path, monkeypatch, 2, whole)
     assert through.kills == 50 and 5 <= through.saving <= 45 and through.ends >= 3
 
 
-def _killed(fault: object, at: dict[str, object], folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def _killed(fault: object, at: dict[str, object], folder: Path, monkeypatch: pytest.MonkeyPatch, whole: Whole) -> int:
     """A run that dies in its second save is taken up and ends as it would have. Returns the step it went on from."""
-    want = saved(folder / "whole", *SETS, steps=6, every=EVERY)
     with monkeypatch.context() as patch:
         _inject(patch, fault, at)
         with pytest.raises(RankFailed) as info:
@@ -156,8 +142,8 @@ def _killed(fault: object, at: dict[str, object], folder: Path, monkeypatch: pyt
     assert info.value.rank == at["rank"] and info.value.op and info.value.op.startswith("save step-0000")
     end = run(*SETS, steps=6, saving=Saving(str(folder / "saved"), EVERY, resume=str(folder / "saved")))
     first = int(end.object["first_step"])
-    assert end.object["losses"] == want.object["losses"][first:]
-    assert hashes(folder / "saved" / "step-000006") == hashes(folder / "whole" / "step-000006")
+    assert end.object["losses"] == whole.losses[first:6]
+    assert hashes(folder / "saved" / "step-000006") == hashes(whole.folder / "step-000006")
     names = {p.name for p in (folder / "saved").iterdir()}
     assert names == {"lock", "step-000004", "step-000006"}  # nothing half written is left
     return first
@@ -176,7 +162,7 @@ MOMENTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("moment", "rank", "loads"), MOMENTS)
 def test_a_kill_at_any_moment_of_saving(
-    moment: str, rank: int, loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moment: str, rank: int, loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Whole
 ) -> None:
     if moment == "while old ones go":
         at = {"moment": moment, "rank": rank, "visit": 1}
@@ -187,15 +173,15 @@ def test_a_kill_at_any_moment_of_saving(
         assert _newest(tmp_path / "saved") == loads
         return
     at = {"moment": moment, "rank": rank, "visit": 2}
-    assert _killed(checkpoint_faults.killed_at, at, tmp_path, monkeypatch) == loads
+    assert _killed(checkpoint_faults.killed_at, at, tmp_path, monkeypatch, whole) == loads
 
 
 @pytest.mark.parametrize("share", [0.02, pytest.param(0.6, marks=pytest.mark.slow)])
-def test_a_kill_in_the_middle_of_a_file(share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path / "size", *SETS, steps=1)
-    size = (tmp_path / "size" / "step-000001" / "rank-00001.safetensors").stat().st_size
-    at = {"rank": 1, "bytes": int(size * (1 + share))}
-    assert _killed(checkpoint_faults.killed_within_a_file, at, tmp_path, monkeypatch) == 2
+def test_a_kill_in_the_middle_of_a_file(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Whole
+) -> None:
+    at = {"rank": 1, "share": share}
+    assert _killed(checkpoint_faults.killed_within_a_file, at, tmp_path, monkeypatch, whole) == 2
 
 
 def test_nothing_is_complete_before_all_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

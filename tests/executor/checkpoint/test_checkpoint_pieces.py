@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -12,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.checkpoint import keeper as keeper_module
-from executor.checkpoint.manifest import MANIFEST, read_manifest
-from executor.checkpoint.owners import written
-from executor.checkpoint.pieces import Piece
-from executor.checkpoint.reader import Reader
+from executor.checkpoint import tensors as tensors_module
+from executor.checkpoint.manifest import read_manifest
+from executor.checkpoint.pieces import Piece, written
+from executor.checkpoint.reader import Reader, digests
 from executor.checkpoint.same import check_same, training_of
-from executor.checkpoint.tensors import TensorFile, digest_of, write_tensors
+from executor.checkpoint.tensors import MANIFEST, TensorFile, digest_of, write_tensors
 from executor.parallel.shares import Cut, Share
 from ir.core.errors import PiperError
 from ir.plan.places import Places
@@ -142,10 +143,43 @@ def test_parameters_may_be_narrower_than_what_is_updated(first: str, second: str
     assert other.check(values) > 0  # masters to the bit, parameters what they round to
 
 
+def test_a_piece_that_is_missing_or_there_twice_is_seen(tmp_path: Path) -> None:
+    state = State.of(tmp_path / "job", "parallel.pp=1", "parallel.dp=2", "parallel.zero=2")
+    checkpoint = state.save(tmp_path / "saved", 1)
+    manifest = read_manifest(checkpoint)
+    name, pieces = next((n, p) for n, p in manifest.parameters.items() if len(p) == 2)
+    reader, size = Reader(checkpoint, manifest), prod(manifest.training.shapes[name])
+    assert reader.whole("exp_avg", name).numel() == size
+    for wrong in ((), pieces[:1], pieces[1:], (*pieces, pieces[0]), (pieces[0], pieces[0], pieces[0])):
+        found = sum(p.piece.count for p in wrong)
+        reader.manifest = replace(manifest, parameters=manifest.parameters | {name: wrong})
+        with pytest.raises(PiperError, match=f"{found} elements of exp_avg/{name} where {size} are needed"):
+            reader.whole("exp_avg", name)
+
+
+def test_what_a_rank_writes_is_cut_into_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = ("parallel.pp=1", "parallel.tp=2", "parallel.zero=3"), ("parallel.pp=2", "parallel.zero=0")
+    state = State.of(tmp_path / "job", *one, "parallel.dp=2")
+    values = drawn(state, ("weight", "exp_avg", "exp_avg_sq"), torch.float64)
+    state.fill(values)
+    few = read_manifest(state.save(tmp_path / "few", 1))
+    monkeypatch.setattr(keeper_module, "FILE_BYTES", 30_000)
+    checkpoint = state.save(tmp_path / "many", 1)
+    many = read_manifest(checkpoint)
+    assert len(few.files) == 4 and len(many.files) > 20
+    sizes = {f: sum(p.piece.count for n in many.parameters.values() for p in n if p.file == f) for f in many.files}
+    assert all(0 < 3 * 8 * size <= 30_000 for size in sizes.values())
+    assert max(len(p) for p in many.parameters.values()) > max(len(p) for p in few.parameters.values())
+    assert digests(checkpoint, many) == digests(tmp_path / "few" / "step-000001", few)
+    taker = State.of(tmp_path / "job", *other, "parallel.dp=2")
+    taker.load(checkpoint)
+    assert taker.check(values) > 0
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_what_the_library_reads(tmp_path: Path) -> None:
+def test_a_file_is_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {
         "weight/a": torch.rand(3, 5, dtype=torch.float64),
         "weight/b": torch.rand(7).bfloat16(),
@@ -154,19 +188,37 @@ def test_a_file_is_what_the_library_reads(tmp_path: Path) -> None:
         "random/cpu": torch.arange(16, dtype=torch.uint8),
     }
     ticks: list[int] = []
-    wrote = write_tensors(tmp_path / "x.safetensors", tensors, {"step": "3"}, lambda: ticks.append(1))
+    monkeypatch.setattr(tensors_module, "STRETCH", 100)
+    wrote = write_tensors(tmp_path / "x.safetensors", tensors, lambda: ticks.append(1))
     assert wrote == digest_of(tmp_path / "x.safetensors") and wrote.bytes == (tmp_path / "x.safetensors").stat().st_size
     found, ours = safetensors.torch.load_file(tmp_path / "x.safetensors"), TensorFile(tmp_path / "x.safetensors")
-    assert found.keys() == tensors.keys() == set(ours.names) and len(ticks) == 5
+    assert found.keys() == tensors.keys() == set(ours.names) and len(ticks) == -(-wrote.bytes // 100)
     assert all(torch.equal(found[n], t) and torch.equal(ours.flat(n), t.reshape(-1)) for n, t in tensors.items())
     with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert file.metadata() == {"step": "3"}
+        assert file.metadata() == {"format": "pt"}
     safetensors.torch.save_file({"y": torch.arange(5.0)}, tmp_path / "y.safetensors")
     assert torch.equal(TensorFile(tmp_path / "y.safetensors").flat("y"), torch.arange(5.0))
 
 
+def _tensor_file(header: str, size: int) -> bytes:
+    return len(header).to_bytes(8, "little") + header.encode() + bytes(size)
+
+
 @pytest.mark.parametrize(
-    "text", [b"", b"\0" * 8, b"\xff" * 64, b"\x02" + b"\0" * 7 + b"{}", b"\x08" + b"\0" * 7 + b'{"x":{}}', b"no header"]
+    "text",
+    [
+        b"",
+        b"\0" * 8,
+        b"\xff" * 64,
+        b"\x02" + b"\0" * 7 + b"{}",
+        b"\x08" + b"\0" * 7 + b'{"x":{}}',
+        b"no header",
+        _tensor_file('{"x":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}}', 8),
+        _tensor_file('{"x":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}', 8),
+        _tensor_file('{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 4),
+        _tensor_file('{"x":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}', 8),
+        _tensor_file("[" * 5000, 8),
+    ],
 )
 def test_what_is_no_tensor_file_is_refused_by_name(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(text)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from executor.checkpoint import __main__ as lister
-from executor.checkpoint import folder as folder_module
-from executor.checkpoint.folder import Lock, complete
-from executor.checkpoint.manifest import read_manifest
+from executor.checkpoint import lock as lock_module
+from executor.checkpoint.folder import complete, prune
+from executor.checkpoint.lock import Lock, said
+from executor.checkpoint.manifest import Manifest, read_manifest
 from executor.checkpoint.saving import Saving
 from executor.checkpoint.settings import settled
 from executor.launch import run as cli
@@ -194,6 +198,84 @@ def test_damage_is_refused_by_the_name_of_its_file(
     assert json.loads(capfd.readouterr().out)["sha256"] == hashes(copy / "step-000002")
 
 
+def _forge(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A manifest changed by somebody who can count: its own SHA-256 is right."""
+    file = checkpoint / "manifest.json"
+    table = json.loads(file.read_text())
+    change(table)
+    with suppress(msgspec.ValidationError):  # what has the wrong type has no digest
+        table["sha256"] = msgspec.json.decode(json.dumps(table), type=Manifest).own_digest
+    file.write_text(json.dumps(table))
+    return file
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def _renamed(table: dict[str, Any], name: str) -> None:
+    table["files"][name] = table["files"].pop("rank-00000.safetensors")
+    text = json.dumps(table["parameters"]).replace('"rank-00000.safetensors"', json.dumps(name))
+    table["parameters"] = json.loads(text)
+
+
+FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "nothing": (lambda t: None, ""),
+    "a file above": (lambda t: _renamed(t, "../../x.safetensors"), "no name of a file in a checkpoint"),
+    "a file elsewhere": (lambda t: _renamed(t, "/tmp/rank-00000.safetensors"), "no name of a file in a checkpoint"),
+    "a file below": (lambda t: _renamed(t, "rank-00000.safetensors/x"), "no name of a file in a checkpoint"),
+    "no such file": (lambda t: t["files"].pop("rank-00000.safetensors"), "no such piece of"),
+    "a piece of another shape": (lambda t: t["training"]["shapes"][NAME].append(1), f"no such piece of {NAME}"),
+    "a shape of floats": (lambda t: t["training"]["shapes"].update({NAME: [2.0, 2]}), "Expected `int`, got `float`"),
+    "a shape below 0": (lambda t: t["training"]["shapes"].update({NAME: [-2, -2]}), "Expected `int` >= 0"),
+    "a step below 0": (lambda t: t.update(step=-1), "Expected `int` >= 0"),
+    "a piece too long": (lambda t: _piece(t).update(count=_piece(t)["count"] + 1), f"no such piece of {NAME}"),
+    "a piece too early": (lambda t: _piece(t).update(first=-1), f"no such piece of {NAME}"),
+    "a cut along no dim": (lambda t: _cut_along(t, 2, 0, 1), f"no such piece of {NAME}"),
+    "a cut of no parts": (lambda t: _cut_along(t, 0, 0, 0), f"no such piece of {NAME}"),
+    "a part that is none": (lambda t: _cut_along(t, 0, 1, 1), f"no such piece of {NAME}"),
+    "a piece less": (lambda t: t["parameters"].update({NAME: []}), f"elements of {NAME} were written"),
+    "more than its files hold": (
+        lambda t: t["training"]["shapes"].update(x=[2**40]),
+        "are more than what its files have",
+    ),
+    "a format of none": (lambda t: t["training"].update(format="fp3"), "Invalid enum value 'fp3'"),
+    "a format of no update": (lambda t: t["training"].update(format="fp8"), "fp8 is no format of updates"),
+    "a key less": (lambda t: t.pop("parameters"), "missing required field `parameters`"),
+    "no version": (lambda t: t.pop("schema_version"), "not a manifest"),
+}
+
+
+def _piece(table: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = table["parameters"][NAME][0]["piece"]
+    return found
+
+
+def _cut_along(table: dict[str, Any], dim: int, index: int, count: int) -> None:
+    share = _piece(table)["share"]
+    share["cuts"] = [{"dim": dim, "index": index, "count": count, "blocks": share["shape"][:1]}]
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_manifest_that_cannot_be_so_is_refused(name: str, copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    change, words = FORGED[name]
+    file = _forge(copy / "step-000004", change)
+    if not words:
+        assert lister.main([str(copy)]) == 0
+        return
+    with pytest.raises(PiperError) as info:
+        read_manifest(copy / "step-000004")
+    assert words in info.value.message and info.value.file == str(file)
+    assert info.value.suggestion == f"--resume {copy / 'step-000002'}"
+    assert lister.main([str(copy)]) == 2 and words in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema_version": 1, "job": ' + '{"a":' * 100_000, "", "\0", "{}"])
+def test_what_is_no_manifest_is_refused(text: str, copy: Path) -> None:
+    (copy / "step-000004" / "manifest.json").write_text(text)
+    with pytest.raises(PiperError, match="not a manifest, or not all of one"):
+        read_manifest(copy / "step-000004")
+
+
 def test_what_was_never_finished_is_passed_over(copy: Path) -> None:
     shutil.copytree(copy / "step-000004", copy / "step-000006.tmp-abc")
     shutil.copytree(copy / "step-000004", copy / "step-000008")
@@ -207,7 +289,7 @@ def test_what_was_never_finished_is_passed_over(copy: Path) -> None:
 
 
 def test_two_runs_do_not_save_to_one_folder(tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(lock_module, "PATIENCE_S", 0.2)
     lock = Lock(tmp_path / "folder")
     lock.say("one", "two")
     error = refused("--save", str(tmp_path / "folder"))
@@ -248,6 +330,34 @@ def test_the_last_few_are_kept(tmp_path: Path) -> None:
     assert list(complete(tmp_path)) == [5, 6]
     first, last = (read_manifest(tmp_path / f"step-00000{n}") for n in (5, 6))
     assert first.run == last.run and last.job["schedule"]["name"] == "1f1b" and last.job_digest == first.job_digest
+
+
+def test_old_ones_go_with_a_sign_of_life_for_every_file(copy: Path) -> None:
+    run_name, seen = read_manifest(copy / "step-000004").run, []
+    (copy / "step-000002" / "nested").mkdir()
+    prune(copy, run_name, 4, 1, force=False, tick=lambda: seen.append(len(list(copy.glob("*/rank-*")))))
+    assert len(seen) == 3 and seen == sorted(seen, reverse=True) and seen[0] > seen[-1] == 2
+    assert {p.name for p in copy.iterdir()} == {"lock", "step-000004"}
+
+
+def test_the_lock_says_who_has_it_down_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    lock = Lock(tmp_path / "folder")
+    lock.say("one", "two")
+    assert synced == [str(tmp_path / "folder" / "lock"), str(tmp_path / "folder")]
+    assert (said(tmp_path / "folder").run, said(tmp_path / "folder").name) == ("one", "two")
+    lock.free()
+    for words in ("", "[]", '{"run": ["one"], "name": "two", "pid": 1, "host": ""}'):
+        (tmp_path / "folder" / "lock").write_text(words)
+        with pytest.raises(PiperError, match="rank 0's lock is not seen by this rank"):
+            said(tmp_path / "folder")
 
 
 def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
