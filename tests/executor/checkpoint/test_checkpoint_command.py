@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from executor.checkpoint import __main__ as lister
 from executor.checkpoint.manifest import read_manifest
 from executor.frontend import capture
 from executor.launch import run as cli
@@ -86,34 +90,58 @@ def test_a_module_that_draws_at_random_goes_on_drawing(
     assert _run(capfd, job, *resume)["losses"] != whole["losses"][2:]
 
 
-def _torchrun(job: str, *flags: str) -> tuple[int, dict[str, Any], str]:
-    agent = _agent(1, 2, _free_port(), job, *flags)
+def _torchrun(ranks: int, job: str, *flags: str) -> tuple[int, dict[str, Any], str]:
+    agent = _agent(1, ranks, _free_port(), job, *flags)
     text, errors = agent.communicate(timeout=120)
     (found,) = _objects(text)
     return agent.returncode, found, errors
 
 
-def test_torchrun_takes_up_and_hands_on(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    job, folder = str(job_file(tmp_path)), tmp_path / "saved"
-    both = "--save", str(folder), "--resume", str(folder)
-    whole = _run(capfd, job, "--steps", "4", "--save", str(folder), "--every", "2")
-    shutil.rmtree(folder / "step-000004")
-    code, found, said = _torchrun(job, "--steps", "3", *both)
-    assert code == 0 and found["losses"] == whole["losses"][2:3] and found["first_step"] == 2, said
+PAGE = Path(__file__).parents[3] / "docs" / "CHECKPOINTS.md"
+FEWER = {"1200": "5", "1000": "4", "100": "2", "4": "2"}  # steps and ranks than the page's, for the sake of time
+
+
+def _page(job: str, folder: str) -> tuple[list[list[str]], list[str]]:
+    """The commands that the page shows, and the names of the files."""
+    commands, files = re.findall(r"^```\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    words = {"JOB": job, "runs/a": folder, **FEWER}
+    lines = [[words.get(w, w) for w in shlex.split(line, comments=True)] for line in commands.splitlines()]
+    return lines, [line.split()[0].removeprefix("runs/a/") for line in files.splitlines()]
+
+
+def test_the_page_shows_what_happens_torchrun_takes_up_and_hands_on(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "saved"
+    (save, again, other, torchrun, check), files = _page(str(job_file(tmp_path)), str(folder))
+    assert " ".join(other[3:5]) == "-n 2" and "parallel.pp=1" in other
+    other += ["--set", "parallel.dp=2", "--set", "schedule.microbatches=2"]
+    whole = command(capfd, *save[1:])
+    assert (save[0], len(whole["losses"])) == ("piper-sim", 4) and whole["saved"] == str(folder / "step-000004")
+    assert {p.name for p in folder.iterdir()} == {"lock", "step-000002", "step-000004"}
+    assert all((folder / f.replace("000100", "000002")).exists() for f in files[:3]) and ".tmp-" in files[3]
+    shutil.rmtree(folder / "step-000004")  # whatever happened
+    assert torchrun[:3] + torchrun[4:6] == ["torchrun", "--nproc-per-node", "2", "executor", str(tmp_path / "job.toml")]
+    flags = [*torchrun[6:], "--resume", str(folder), "--steps", "3"]
+    code, found, errors = _torchrun(int(torchrun[2]), torchrun[5], *flags)
+    assert code == 0 and found["losses"] == whole["losses"][2:3] and found["first_step"] == 2, errors
     assert found["saved"] == str(folder / "step-000003")
-    assert _run(capfd, job, "--steps", "4", *both)["losses"] == whole["losses"][3:]
+    assert command(capfd, *again[1:])["losses"] == whole["losses"][3:]
     assert len({read_manifest(folder / f"step-00000{n}").run for n in (3, 4)}) == 1
+    assert command(capfd, *other[1:])["first_step"] == 4
+    assert check[:3] == ["python", "-m", "executor.checkpoint"] and lister.main(check[3:]) == 0
+    assert json.loads(capfd.readouterr().out)["step"] == 4
 
 
 @pytest.mark.slow
 def test_torchrun_refuses_what_piper_sim_refuses(tmp_path: Path) -> None:
     job, folder = str(job_file(tmp_path)), tmp_path / "saved"
-    assert _torchrun(job, "--steps", "2", "--save", str(folder))[0] == 0
+    assert _torchrun(2, job, "--steps", "2", "--save", str(folder))[0] == 0
     for flags, key in ((("--resume", str(folder)), "--steps"), (("--save", str(folder)), "--save")):
-        code, found, _ = _torchrun(job, "--steps", "2", *flags)
+        code, found, _ = _torchrun(2, job, "--steps", "2", *flags)
         assert code != 0 and found["error"]["key"] == key
     file = folder / "step-000002" / "rank-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-    code, found, _ = _torchrun(job, "--steps", "5", "--resume", str(folder))
+    code, found, _ = _torchrun(2, job, "--steps", "5", "--resume", str(folder))
     assert code != 0 and (found["error"]["kind"], found["error"]["rank"]) == ("rank_failed", 1)
     assert str(file) in found["error"]["message"] and "damaged" in found["error"]["message"]
