@@ -40,6 +40,8 @@ $(STAMP): $(VENV)/bin/python pyproject.toml
 	touch $@
 
 $(DEV): $(STAMP) constraints-cpu.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --dry-run --report $(VENV)/.torch.json -c constraints-cpu.txt torch
+	$(if $(CUDA),,$(BIN)/python .ci/cpu_torch.py $(VENV)/.torch.json)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints-cpu.txt -e '.[dev,exec]'
 	touch $@
 
