@@ -1,4 +1,4 @@
-"""Stop before `make test` pulls a CUDA build of PyTorch: pip says what it would install, this looks for NVIDIA's wheels."""
+"""Stop before `make test` pulls a CUDA build of PyTorch: what pip would install is searched for NVIDIA's wheels."""
 
 import json
 import sys
@@ -11,8 +11,8 @@ def main(report: str) -> int:
     cuda = [name for name in wanted if name.startswith(("nvidia-", "cuda-"))]
     if cuda:
         print(f"pip would install a CUDA build of PyTorch ({len(cuda)} packages, {cuda[0]} first), some gigabytes.")
-        print("Tests need its CPU build. Install that into .venv from the index that pytorch.org names, then try again,")
-        print("or set PIP_EXTRA_INDEX_URL to it; CUDA=1 goes on all the same.")
+        print("Tests need its CPU build: install that into .venv from the index that pytorch.org names, or set")
+        print("PIP_EXTRA_INDEX_URL to it, then try again; CUDA=1 goes on all the same.")
     return bool(cuda)
 
 
