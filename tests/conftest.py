@@ -1,13 +1,16 @@
-"""Options of all tests: how many examples properties draw, and golden files.
+"""Options of all tests: how many examples properties draw, golden files, and what CI may skip.
 
 PIPER_EXAMPLES=2000 draws that many instead of the few that a quick run takes. --update-golden writes golden files anew.
+Where CI is set, a test that is skipped fails, unless only a machine with a GPU, or one without, could run it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +24,33 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ci")
+MAY_SKIP = re.compile(r"needs a (machine without a )?GPU$")
+
+
+def unexcused(reason: str, ci: str | None) -> bool:
+    """Whether a test must not be skipped for this reason.
+
+    >>> unexcused("Skipped: needs a GPU", "true"), unexcused("could not import 'torch'", "true"), unexcused("x", None)
+    (False, True, False)
+    """
+    return bool(ci) and not MAY_SKIP.search(reason)
+
+
+def _refuse_skip(report: Any) -> Any:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    if report.skipped and not hasattr(report, "wasxfail") and unexcused(reason, os.environ.get("CI")):
+        report.outcome, report.longrepr = "failed", f"CI skips nothing: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    return _refuse_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    return _refuse_skip((yield))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -140,7 +140,7 @@ def test_what_cannot_be_measured_is_refused_before_any_process(
     flags: list[str], kind: str, key: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     if "nccl" in flags and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+        pytest.skip("needs a machine without a GPU")
     error = command(capfd, "calibrate", str(job_file(tmp_path)), *flags, code=2)["error"]
     assert (error["kind"], error["key"]) == (kind, key) and (error["suggestion"] or error["allowed"])
 

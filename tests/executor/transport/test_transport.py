@@ -124,15 +124,16 @@ def test_a_failed_virtual_rank_wakes_the_others() -> None:
 
 def _lonely(ctx: RankContext) -> str:
     t = ctx.gloo(TOPOLOGY, timeout_s=1)
-    if ctx.rank == 0:
-        try:
-            t.recv(1, torch.empty(1)).wait()
-        except TransportError as error:
-            return str(error.peers)
-    import time
-
-    time.sleep(2)
-    return ""
+    if ctx.rank == 1:
+        ctx.store().wait(["named"])
+        return ""
+    try:
+        t.recv(1, torch.empty(1)).wait()
+    except TransportError as error:
+        return str(error.peers)
+    finally:
+        ctx.store().set("named", "")
+    return "it came"
 
 
 def test_gloos_own_errors_name_the_peer() -> None:

@@ -15,7 +15,7 @@ from ir.schedules.evaluate import check_complete, evaluate
 from ir.schedules.registry import build
 from ir.schedules.schedule import OpTimes, Placement, Schedule
 
-ORACLES = Path(__file__).parents[3].parent / "shared" / "data" / "oracles"
+ORACLES = Path(__file__).parents[2] / "data" / "oracles"
 
 
 def cost(name: str, times: OpTimes, fb: float) -> float:
@@ -23,7 +23,6 @@ def cost(name: str, times: OpTimes, fb: float) -> float:
     return evaluate(schedule.orders, schedule.placements, times, fb).makespan
 
 
-@pytest.mark.skipif(not ORACLES.exists(), reason="the oracles are not here")
 @pytest.mark.parametrize("name", ["zb2p", "v-half", "v-min"])
 def test_the_evaluator_agrees_on_orders_that_are_not_ours(name: str) -> None:
     for key, case in json.loads((ORACLES / f"{name}.json").read_text()).items():

@@ -13,7 +13,7 @@ from ir.schedules.registry import NAMES
 from piper_sim.study.pipeline import Times, report, run_schedule
 
 DATA = Path(__file__).parents[2] / "data"
-ORACLES = Path(__file__).parents[3].parent / "shared" / "data" / "oracles"
+ORACLES = DATA / "oracles"
 
 
 def table5() -> list[dict[str, str]]:
@@ -38,7 +38,6 @@ def test_astra_sim_to_the_nanosecond(ranks: int, mbs: int, nanoseconds: int) -> 
     assert found["makespan"] == nanoseconds / 1e9
 
 
-@pytest.mark.skipif(not ORACLES.exists(), reason="the oracles are not here")
 @pytest.mark.parametrize("family", NAMES)
 def test_every_oracle_of_a_family(family: str) -> None:
     cases: dict[str, Any] = json.loads((ORACLES / f"{family}.json").read_text())
