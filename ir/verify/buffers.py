@@ -18,7 +18,7 @@ Readers = tuple[IntArray, IntArray, IntArray]  # op, cover, buffer
 def check_buffers(plan: Plan, found: Instances, read: Reads, flat: IntArray, waits: Waits) -> None:
     """Raise on a buffer that is missing or twice there, and on a free that comes too early or at a wrong place.
 
-    flat: (op, the op that a gathered or reduced buffer it uses is called after).
+    flat: [op, cover, the op that a gathered or reduced buffer they use is called after].
     """
     b = plan.buffers
     of = _written(plan, found, read.base)
@@ -27,14 +27,15 @@ def check_buffers(plan: Plan, found: Instances, read: Reads, flat: IntArray, wai
     _refuse(plan, freed[plan.program[at] != plan.program[b.alloc[freed]]], "on another program than holds it")
     comm = (plan.kind[at] != OpKind.COMPUTE) & (at != b.alloc[freed])
     _refuse(plan, freed[comm], "on a communication op; frees stand on compute ops")
-    _refuse(plan, freed[at < b.alloc[freed]], "before it is written")
+    early = (at < b.alloc[freed]) | ((at == b.alloc[freed]) & (b.free_cover[freed] < b.alloc_cover[freed]))
+    _refuse(plan, freed[early], "before it is written")
     _check_readers(plan, readers(plan, read, flat, of), waits)
 
 
 def _check_readers(plan: Plan, found: Readers, waits: Waits) -> None:
     """Readers come behind the write, and are done where the buffer dies."""
     b, (op, cover, buffer) = plan.buffers, found
-    soon = np.flatnonzero(op < b.alloc[buffer])
+    soon = np.flatnonzero((op < b.alloc[buffer]) | ((op == b.alloc[buffer]) & (cover < b.alloc_cover[buffer])))
     if len(soon):
         row, name = int(op[soon[0]]), plan.buffer_name(int(buffer[soon[0]]))
         raise illegal(f"program {int(plan.program[row])}: {plan.text(row)} uses {name} before it is there")
@@ -90,13 +91,13 @@ def readers(plan: Plan, read: Reads, uses: IntArray, of: IntArray) -> Readers:
     far = read.send >= 0
     arrived = named[plan.partner[np.maximum(read.send, 0)]]
     size = np.array([w.bytes for n in plan.graph.nodes for w in n.writes], dtype=np.int64)
-    brings = np.concatenate([plan.partner[read.send[far & (size[read.slot] > 0)]], uses[:, 1]])
+    brings = np.concatenate([plan.partner[read.send[far & (size[read.slot] > 0)]], uses[:, 2]])
     lost = brings[named[brings] < 0]
     if len(lost):
         raise illegal(f"program {int(plan.program[lost[0]])}: {plan.text(int(lost[0]))} has no buffer")
     ops = [read.reader, read.send[far], uses[:, 0]]
-    covers = [read.reader_cover, np.full(np.count_nonzero(far), -1), np.full(len(uses), -1)]
-    buffers = [np.where(far, arrived, held), held[far], named[uses[:, 1]]]
+    covers = [read.reader_cover, np.full(np.count_nonzero(far), -1), uses[:, 1]]
+    buffers = [np.where(far, arrived, held), held[far], named[uses[:, 2]]]
     op, cover, buffer = (np.concatenate(x) for x in (ops, covers, buffers))
     some = buffer >= 0
     return op[some], cover[some], buffer[some]

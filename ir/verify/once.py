@@ -63,6 +63,8 @@ def tail(graph: Graph, found: Sequence[Held]) -> Tail:
     for h in found:
         _check_sum(graph, h, out)
         _check_gathers(graph, h, out)
+    for p, i in updates.items():
+        _check_update(graph.nodes[i], [h for h in found if p in h.bucket.owners])
     return out
 
 
@@ -88,6 +90,12 @@ def _check_sum(graph: Graph, h: Held, t: Tail) -> None:
     if node.kind is not kind:
         raise illegal(f"{node.text()}: zero = {h.level} takes a {kind}")
     _check_message(graph, node, h, set(b.axes) if h.level < 2 else set(), b.owners, 0)
+
+
+def _check_update(n: Node, own: Sequence[Held]) -> None:
+    numel = sum(h.share if h.level else h.bucket.numel for h in own)
+    if n.numel != numel:
+        raise illegal(f"{n.text()} updates {n.numel} elements, not {numel}")
 
 
 def _check_gathers(graph: Graph, h: Held, t: Tail) -> None:

@@ -15,17 +15,18 @@ from ir.verify.coverage import Instances
 from ir.verify.held import Held
 from ir.verify.once import Tail
 
-_NONE = np.zeros((0, 2), dtype=np.int64)
+_NONE, _UNUSED = np.zeros((0, 2), dtype=np.int64), np.zeros((0, 3), dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
     """Which op reads which gathered weights: one entry per op and bucket, in the plan's order of ops.
 
-    gather: the op that brought them. gathers: all there are.
+    cover: the last of the op's that does. gather: the op that brought them. gathers: all there are.
     """
 
     op: IntArray
+    cover: IntArray
     bucket: IntArray
     gather: IntArray
     gathers: IntArray
@@ -33,8 +34,8 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class ZeroNeeds:
-    """needs: [needed op, op that needs it] of one program. uses: [op, flat buffer] of those who write or read one,
-    which is called after the op that gathers or reduces it.
+    """needs: [needed op, op that needs it] of one program. uses: [op, cover, flat buffer] of those who write or read
+    one, which is called after the op that gathers or reduces it.
     """
 
     needs: IntArray
@@ -53,12 +54,12 @@ def zero_needs(plan: Plan, found: Instances, holds: Sequence[Held], tail: Tail) 
             raise _wrong(plan, stray, "is about a bucket that is not divided")
     if not passing:
         nothing = np.zeros(0, dtype=np.int64)
-        return ZeroNeeds(_NONE, _NONE, Reading(nothing, nothing, nothing, nothing))
+        return ZeroNeeds(_NONE, _UNUSED, Reading(nothing, nothing, nothing, nothing, nothing))
     _check_messages(plan, passing, of_shape)
     needs, uses = _reductions(plan, found, passing, tail, roles[Role.REDUCE], of_shape)
     read = _readings(plan, passing, roles[Role.GATHER], of_shape)
     needs = np.concatenate([needs, np.stack([read.gather, read.op], 1)])
-    return ZeroNeeds(needs, np.concatenate([uses, np.stack([read.op, read.gather], 1)]), read)
+    return ZeroNeeds(needs, np.concatenate([uses, np.stack([read.op, read.cover, read.gather], 1)]), read)
 
 
 def _check_messages(plan: Plan, passing: Sequence[Held], of_shape: IntArray) -> None:
@@ -76,14 +77,15 @@ def _reductions(
     plan: Plan, found: Instances, passing: Sequence[Held], tail: Tail, rows: IntArray, of_shape: IntArray
 ) -> tuple[IntArray, IntArray]:
     """Each bucket's gradient of each microbatch is reduced once, where all of it was made, before anybody reads it."""
-    g, needs, uses = plan.graph, [_NONE], [_NONE]
+    g, needs, uses = plan.graph, [_NONE], [_UNUSED]
     bucket = of_shape[plan.shape[rows]]
     reducing = np.full((len(passing), plan.programs, g.mbs), -1, dtype=np.int64)
     reducing[bucket, plan.program[rows], plan.mb[rows]] = rows
     if (twice := rows[reducing[bucket, plan.program[rows], plan.mb[rows]] != rows]).size:
         raise _wrong(plan, twice, "reduces it again")
     for k, h in enumerate(passing):
-        op = found.op[np.array(h.adds, dtype=np.int64), : g.mbs]
+        adds = np.array(h.adds, dtype=np.int64)
+        op, cover = found.op[adds, : g.mbs], found.cover[adds, : g.mbs]
         for p in h.bucket.owners:
             mine = plan.program[op] == p
             made, done = mine.any(axis=0), reducing[k, p]
@@ -98,7 +100,7 @@ def _reductions(
             needs += [np.stack([np.where(mine, op, -1)[:, made].max(axis=0), done], 1)]
             needs += [np.stack([done, np.full(len(done), found.op[i, p])], 1) for i in dict.fromkeys(after)]
             into = np.broadcast_to(reducing[k, p], op.shape)
-            uses += [np.stack([op[mine], into[mine]], 1), np.stack([done, done], 1)]
+            uses += [np.stack([op[mine], cover[mine], into[mine]], 1), np.stack([done, 0 * done, done], 1)]
         reducing[k, list(h.bucket.owners)] = -1
     if (idle := reducing[reducing >= 0]).size:
         raise _wrong(plan, idle, "reduces what this program does not hold")
@@ -112,14 +114,16 @@ def _readings(plan: Plan, passing: Sequence[Held], gathers: IntArray, of_shape: 
         if h.level == 3:
             for i in h.users:
                 readers.setdefault(i, []).append(k)
-    wanted = [sorted({k for node, _ in s.covers for k in readers.get(node, ())}) for s in plan.shapes]
+    # The last cover of a shape that reads each bucket: later ones overwrite what earlier ones said.
+    wanted = [{k: c for c, (node, _) in enumerate(s.covers) for k in readers.get(node, ())} for s in plan.shapes]
     count = np.array([len(w) for w in wanted], dtype=np.int64)
-    flat = np.array([k for w in wanted for k in w], dtype=np.int64)
+    flat, last_cover = np.array([x for w in wanted for x in w.items()], dtype=np.int64).reshape(-1, 2).T
     ops = np.flatnonzero((count[plan.shape] > 0) & (plan.kind == OpKind.COMPUTE))
     per = count[plan.shape[ops]]
     op = np.repeat(ops, per)
     inside = np.arange(len(op)) - np.repeat(np.cumsum(per) - per, per)
-    bucket = flat[(np.cumsum(count) - count)[plan.shape[op]] + inside]
+    entry = (np.cumsum(count) - count)[plan.shape[op]] + inside
+    bucket = flat[entry]
 
     def code(rows: IntArray, buckets: IntArray) -> IntArray:
         return (plan.program[rows] * len(passing) + buckets) * len(plan) + rows
@@ -131,7 +135,7 @@ def _readings(plan: Plan, passing: Sequence[Held], gathers: IntArray, of_shape: 
     if none.any():
         row, key = int(op[np.argmax(none)]), passing[int(bucket[np.argmax(none)])].bucket.key
         raise illegal(f"program {int(plan.program[row])}: nothing gathers {key} before {plan.text(row)}")
-    return Reading(op, bucket, last % len(plan), gathers)
+    return Reading(op, last_cover[entry], bucket, last % len(plan), gathers)
 
 
 def check_room(plan: Plan, read: Reading) -> None:

@@ -121,8 +121,9 @@ def moe_graph(
     prefetch: int = 1,
     bucket_MiB: float | None = None,
     reduce_stream: str = "dp",
+    then: tuple[Directive, ...] = (),
 ) -> Graph:
-    """The model under a schedule, placed, sharded, replicated and ordered."""
+    """The model under a schedule, placed, sharded, replicated, then what more is said, and ordered."""
     schedule = schedule_of(name, ranks, mbs)
     chunks = moe_chunks(max(schedule.stages - 2, 1) if layers is None else layers, tied)
     stages = cut(chunks, schedule.stages)
@@ -132,7 +133,7 @@ def moe_graph(
     divide: list[Directive] = [Replicate(everything, zero, bucket_MiB, reduce_stream, reduce_stream)]
     if ep > 1 and any("MOE" in c.tags for c in chunks):
         divide.insert(0, Shard(parse_filter({"EP": "*"}), "ep"))
-    return apply(base, [*placing(schedule), *divide, ordering(schedule)])
+    return apply(base, [*placing(schedule), *divide, *then, ordering(schedule)])
 
 
 def moe_plan(name: str, ranks: int, mbs: int, policy: Policy = Policy(), **kwargs: object) -> Plan:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cost_models import Fabric, load_hardware, message_seconds, presets
 from cost_models.links.fabric import distinct, ring_all_reduce, ring_gather, sharp_all_reduce, tree_all_reduce
+from cost_models.links.loads import link_bytes
 from cost_models.links.protocols import GLOO
 from ir.core.work import CommKind, Message
 
@@ -148,6 +149,17 @@ def test_an_uneven_all_to_all_takes_the_fullest_rank() -> None:
     assert message_seconds(message, 8, 8, IDEAL, imbalance=1.5) == pytest.approx(
         1.5 * message_seconds(message, 8, 8, IDEAL)
     )
+
+
+@given(group=groups, nbytes=st.integers(1, 10**9))
+@few
+def test_an_all_reduce_loads_links_as_a_reduce_scatter_and_a_gather_do(group: tuple[int, int], nbytes: int) -> None:
+    nodes, per_node = group
+    load = {k: link_bytes(Message(k, nbytes, ("x",)), nodes * per_node, per_node) for k in CommKind}
+    both, halves = load[CommKind.ALL_REDUCE], (load[CommKind.REDUCE_SCATTER], load[CommKind.ALL_GATHER])
+    assert both.node == pytest.approx(sum(x.node for x in halves)) == pytest.approx(2 * nbytes * (1 - 1 / per_node))
+    assert both.nic == pytest.approx(sum(x.nic for x in halves))
+    assert both.nic == pytest.approx(2 * nbytes / per_node * (1 - 1 / nodes))
 
 
 @given(copies=st.integers(1, 64), places=st.integers(1, 512), limit=st.integers(0, 16))

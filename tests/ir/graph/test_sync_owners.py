@@ -81,6 +81,20 @@ def test_every_element_is_in_one_bucket_and_zero_cuts_it_over_all_who_hold_it(ze
         assert _gathers(g) == {b.key: b.axes for b in found}
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_does_not_divide_is_padded_where_it_travels_and_updated_share_by_share(zero: int) -> None:
+    g = graph(zero=zero, planned=True, dp=3, pp=2)
+    found = buckets(g)
+    assert any(b.numel % 3 for b in found)
+    for n in (n for n in g.nodes if n.kind in (Once.REDUCE, Once.ALL_REDUCE, Once.GATHER)):
+        (numel,) = (b.numel for b in found if b.key == n.bucket)
+        element = 2 if n.kind is Once.GATHER else 4
+        assert n.message and n.message.bytes == element * (numel + -numel % 3)
+    for n in (n for n in g.nodes if n.kind is Once.UPDATE):
+        mine = [b.numel for b in found if n.groups[0] in b.owners]
+        assert n.numel == sum((x + -x % 3) // 3 if zero else x for x in mine)
+
+
 def _gathers(g: Graph) -> dict[str, tuple[str, ...]]:
     nodes = [n for n in g.nodes if n.kind is Once.GATHER]
     assert all(n.message and n.message.kind is CommKind.ALL_GATHER for n in nodes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -28,8 +27,9 @@ def names(plan: Plan, *rows: int) -> set[str]:
             plan.graph.nodes[n].text(None if plan.graph.nodes[n].once else mbs[m])
             for n, m in plan.shapes[int(plan.shape[i])].covers
         }
-        if m := re.fullmatch(r"(\d+)(?:AG_[FIWR]|RS)\d+/(.*?)(?:\+\d+)?", plan.text(i)):
-            out |= {f"{m[1]}/{m[2]}", f"/{m[2]}"}  # the bucket
+        if plan.shapes[int(plan.shape[i])].role:
+            stage, _, bucket = plan.shapes[int(plan.shape[i])].bucket.partition("/")
+            out |= {f"{stage}/{bucket}", f"/{bucket}"}
     return out
 
 
@@ -245,7 +245,7 @@ def wrong_partner(plan: Plan, rng: Random) -> Spoiled:
     return replace(plan, partner=partner), {plan.text(a), plan.text(b), *(plan.text(int(s)) for s in partner[[a, b]])}
 
 
-ALL: dict[str, Defect] = {
+LARGE: dict[str, Defect] = {
     f.__name__: f
     for f in (
         dropped_op,

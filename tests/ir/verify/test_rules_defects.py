@@ -10,12 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import parse_filter
+from ir.directives import Replicate
 from ir.lower import P2P, Policy
 from ir.plan.plan import Plan
 from ir.verify import check_plan
 from tests.ir.plans import WHOLE, moe_plan, stage_plan
-from tests.ir.verify import defects
+from tests.ir.verify.defects import LARGE
+from tests.ir.verify.defects_small import SMALL
 
+ALL = LARGE | SMALL
 SINGLE = Policy(p2p=P2P.SINGLE)
 
 
@@ -31,6 +35,11 @@ def plans() -> dict[str, Plan]:
     out["1f1b zero 1, tied"] = moe_plan("1f1b", 3, 4, SINGLE, zero=1, layers=3, tied=True)
     out["dualpipe zero 2"] = moe_plan("dualpipe", 2, 4, zero=2, layers=2)
     out["dualpipev zero 3"] = moe_plan("dualpipev", 2, 3, zero=3, layers=4)
+    mixed = tuple(Replicate(parse_filter({"L": n}), n, 0.0005 if n == 2 else None, "zero") for n in range(4))
+    out["1f1b mixed"] = moe_plan("1f1b", 2, 3, zero=1, layers=4, then=mixed)
+    out["dualpipe mixed"] = moe_plan("dualpipe", 2, 4, zero=3, layers=4, then=mixed)
+    for zero in range(4):
+        out[f"gpipe zero {zero}, streams"] = moe_plan("gpipe", 2, 3, zero=zero, layers=4, reduce_stream="zero")
     out["zbv zero 3"] = moe_plan("zbv", 2, 3, SINGLE, zero=3, layers=4, recompute=("full",))
     return out
 
@@ -40,15 +49,15 @@ def test_the_untouched_plans_pass() -> None:
         check_plan(plan, serial="single" in name)
 
 
-@pytest.mark.parametrize("defect", defects.ALL)
+@pytest.mark.parametrize("defect", ALL)
 def test_there_is_a_plan_for_every_defect(defect: str) -> None:
-    assert any(defects.ALL[defect](plan, Random(n)) for plan in plans().values() for n in range(3))
+    assert any(ALL[defect](plan, Random(n)) for plan in plans().values() for n in range(3))
 
 
-@pytest.mark.parametrize("defect", defects.ALL)
+@pytest.mark.parametrize("defect", ALL)
 @given(name=st.sampled_from(sorted(plans())), seed=st.integers(0, 2**32))
 def test_a_spoiled_plan_is_refused_by_name(defect: str, name: str, seed: int) -> None:
-    spoiled = defects.ALL[defect](plans()[name], Random(seed))
+    spoiled = ALL[defect](plans()[name], Random(seed))
     if spoiled is None:
         return
     plan, names = spoiled

@@ -1,0 +1,163 @@
+"""What the lowering gets wrong is refused: rules find out by themselves who holds what, and what must wait for what."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import parse_filter
+from ir.core.ops import Pass
+from ir.core.work import Message
+from ir.directives import Replicate
+from ir.graph import sync
+from ir.graph.graph import Graph, Node, Once
+from ir.graph.sync import Bucket
+from ir.job.build import prepare
+from ir.job.load import job_from
+from ir.lower import P2P, Policy, lower
+from ir.lower import zero as lower_zero
+from ir.plan.plan import Plan
+from ir.verify import check_plan
+from tests.ir.plans import moe_graph
+
+LOWERING = importlib.import_module("ir.lower.lower")  # the package calls its function by the same name
+MIXED = tuple(Replicate(parse_filter({"L": n}), n, None, "zero") for n in range(4))
+
+
+def made(name: str = "1f1b", zero: int = 0, policy: Policy = Policy(), **more: Any) -> Plan:
+    """A plan whose graph nothing has kept."""
+    return lower(replace(moe_graph(name, 2, 4, zero=zero, layers=4, **more)), policy)
+
+
+def refused(plan: Plan, match: str) -> None:
+    with pytest.raises(PiperError, match=match) as error:
+        check_plan(plan)
+    assert error.value.kind is ErrorKind.ILLEGAL_PLAN
+
+
+def test_buckets_of_one_stage_at_two_levels_under_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The silent fault: labels without what `replicate` said."""
+    check_plan(made(zero=0, then=MIXED))
+    monkeypatch.setattr(sync, "_labels", lambda cuts: {pool: pool.label for pool in cuts})
+    refused(made(zero=0, then=MIXED), "3 buckets are called 0/dense")
+
+
+def test_parts_that_nothing_keeps_in_step() -> None:
+    graph = replace(moe_graph("1f1b", 2, 4, zero=1, layers=4))
+    refused(lower(replace(graph, replicas={k: r for k, r in graph.replicas.items() if k})), "in step by nothing")
+
+
+def _edited(change: Callable[[Node], Node | None]) -> Callable[..., Graph]:
+    """`with_sync` with its once-nodes changed; None: not there, nor what it joins."""
+
+    def wrong(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
+        full = sync.with_sync(graph, clip, found)
+        nodes = [n if not n.once else change(n) for n in full.nodes]
+        new = {i: k for k, i in enumerate(i for i, n in enumerate(nodes) if n is not None)}
+        edges = [replace(e, src=new[e.src], dst=new[e.dst]) for e in full.edges if e.src in new and e.dst in new]
+        return replace(full, nodes=tuple(n for n in nodes if n is not None), edges=tuple(edges))
+
+    return wrong
+
+
+def _message(node: Node, **changed: Any) -> Node:
+    m = node.message
+    assert m is not None
+    return replace(node, message=Message(m.kind, changed.get("bytes", m.bytes), changed.get("axes", m.axes)))
+
+
+def only(*kinds: Once) -> Callable[[Callable[[Node], Node | None]], Callable[[Node], Node | None]]:
+    return lambda change: lambda n: change(n) if n.kind in kinds else n
+
+
+FAULTS: dict[str, tuple[Callable[[Node], Node | None], int, str]] = {
+    "no sum": (only(Once.ALL_REDUCE)(lambda n: None), 0, "nothing sums 0/"),
+    "no sum between copies": (only(Once.ALL_REDUCE)(lambda n: None), 3, "nothing sums 0/"),
+    "a sum over one copy": (only(Once.REDUCE)(lambda n: replace(n, spans=n.spans[:1])), 1, "is over groups"),
+    "a sum over the wrong axes": (only(Once.REDUCE)(lambda n: _message(n, axes=("tp",))), 1, "is no reduce_scatter"),
+    "a sum of half": (
+        only(Once.ALL_REDUCE)(lambda n: _message(n, bytes=8)),
+        0,
+        "is no all_reduce",
+    ),
+    "a sum of another bucket": (only(Once.REDUCE)(lambda n: replace(n, bucket="7/dense")), 1, "both sum 7/dense"),
+    "no gather": (only(Once.GATHER)(lambda n: None), 1, "is gathered by groups"),
+    "no gather inside groups": (only(Once.GATHER)(lambda n: None), 2, "is gathered by groups"),
+    "no update": (only(Once.UPDATE)(lambda n: None), 1, "never updates"),
+    "half a norm": (only(Once.NORM)(lambda n: replace(n, spans=n.spans[:1])), 1, "NORM is not one sum"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_exists_once_per_step(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, zero, match = FAULTS[fault]
+    check_plan(made("dualpipe", zero))
+    monkeypatch.setattr(LOWERING, "with_sync", _edited(change))
+    refused(made("dualpipe", zero), match)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "match"),
+    [
+        (Pass.W, Once.ALL_REDUCE, "AR/.* does not wait for .*B3"),
+        (Once.ALL_REDUCE, Once.NORM, "NORM does not wait for .*AR/"),
+        (Once.NORM, Once.UPDATE, "UPDATE/p. does not wait for 0NORM"),
+        (Once.REDUCE, Once.NORM, "NORM does not wait for .*RS/"),
+        (Once.UPDATE, Once.GATHER, "AG/.* does not wait for .*UPDATE"),
+    ],
+)
+def test_what_waits_for_what(src: Pass | Once, dst: Once, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    zero = 1 if Once.REDUCE in (src, dst) or Once.GATHER in (src, dst) else 0
+
+    def wrong(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
+        full = sync.with_sync(graph, clip, found)
+        kinds = [n.kind for n in full.nodes]
+        return replace(full, edges=tuple(e for e in full.edges if (kinds[e.src], kinds[e.dst]) != (src, dst)))
+
+    # Else communication also follows the compute op dispatched before it.
+    policy = Policy(p2p=P2P.USE)
+    check_plan(made("1f1b", zero, policy, reduce_stream="zero"))
+    monkeypatch.setattr(LOWERING, "with_sync", wrong)
+    refused(made("1f1b", zero, policy, reduce_stream="zero"), match)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_shares_are_padded_to_one_size(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bucket, "shard", property(lambda b: b.numel // b.ranks))
+    refused(made(zero=zero, dp=3, ep=1), "bytes over")
+
+
+def test_gradients_are_summed_over_the_axes_that_have_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan() -> Plan:
+        job = {
+            "model": {"config": "tiny-llama", "seq_len": 16},
+            "parallel": {"tp": 2, "dp": 2, "sequence_parallel": True},
+            "schedule": {"microbatches": 2},
+            "cluster": {"gpu": "h100-sxm"},
+        }
+        return prepare(job_from(job)).lowered()
+
+    check_plan(plan())
+    monkeypatch.setattr(sync, "summed_over", lambda param, layout: ("cp", "dp"))
+    refused(plan(), r"summed over \['cp', 'dp'\], but .*norm.* over \['cp', 'dp', 'tp'\]")
+
+
+def test_a_gather_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row early, where it would stand before the last use of what is pushed out for it."""
+    early = lower_zero._Gathers._gather
+
+    def gather(self: Any, *args: Any) -> Any:
+        kept, self.front = self.front, max(self.front - 1, self.start)
+        try:
+            return early(self, *args)
+        finally:
+            self.front = kept
+
+    monkeypatch.setattr(lower_zero._Gathers, "_gather", gather)
+    for prefetch in (0, 1, 3):
+        refused(made(zero=3, prefetch=prefetch), "before there is room|readings ahead")
