@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -113,10 +114,18 @@ def torn_free_off_by_one(plan: Plan, rng: Random) -> Spoiled:
 # -- buckets ----------------------------------------------------------------------------------------------------------
 
 
+_SPOILED: WeakKeyDictionary[Graph, tuple[Bucket, ...]] = WeakKeyDictionary()
+
+
+def found_buckets(graph: Graph) -> tuple[Bucket, ...]:
+    """In place of `buckets`: a spoiled graph's are others than it would have."""
+    return _SPOILED.get(graph) or buckets(graph)
+
+
 def _rebucketed(plan: Plan, old: Bucket, new: Bucket) -> Plan:
     """The plan of a graph that has another bucket instead of one."""
-    graph: Graph = replace(plan.graph)
-    graph.__dict__["_buckets"] = tuple(new if b is old else b for b in buckets(plan.graph))
+    graph = replace(plan.graph)
+    _SPOILED[graph] = tuple(new if b is old else b for b in buckets(plan.graph))
     return replace(plan, graph=graph)
 
 
