@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.filters import parse_filter
 from ir.directives import Replicate
+from ir.job.build import prepare
+from ir.job.load import job_from
 from ir.lower import P2P, Policy
 from ir.plan.plan import Plan
 from ir.verify import check_plan
@@ -43,7 +45,19 @@ def plans() -> dict[str, Plan]:
     for zero in range(4):
         out[f"gpipe zero {zero}, streams"] = moe_plan("gpipe", 2, 3, zero=zero, layers=4, reduce_stream="zero")
     out["zbv zero 3"] = moe_plan("zbv", 2, 3, SINGLE, zero=3, layers=4, recompute=("full",))
+    out["gpipe zero 3, an op reads several buckets"] = _several()
     return out
+
+
+def _several() -> Plan:
+    """Each layer's attention and mlp are cut into buckets, and room is for two."""
+    job = {
+        "model": {"config": "tiny-llama", "num_hidden_layers": 2, "seq_len": 16},
+        "parallel": {"dp": 2, "zero": 3, "bucket_MiB": 0.01, "prefetch": 1},
+        "schedule": {"name": "gpipe", "microbatches": 2},
+        "cluster": {"gpu": "h100-sxm"},
+    }
+    return prepare(job_from(job)).plan()
 
 
 def test_the_untouched_plans_pass() -> None:
@@ -67,3 +81,15 @@ def test_a_spoiled_plan_is_refused_by_name(defect: str, name: str, seed: int) ->
         check_plan(plan)
     assert refused.value.kind in (ErrorKind.ILLEGAL_PLAN, ErrorKind.DEADLOCK)
     assert any(name in refused.value.message for name in names), f"{names} not in:\n{refused.value}"
+
+
+def test_no_gather_of_a_small_plan_may_come_earlier() -> None:
+    """Where ops read several buckets, room binds, and not how far ahead a gather may be."""
+    plan, refusals = _several(), set()
+    for seed in range(60):
+        spoiled = SMALL["gather_one_op_early"](plan, Random(seed))
+        assert spoiled is not None
+        with pytest.raises(PiperError) as refused:
+            check_plan(spoiled[0])
+        refusals.add(refused.value.message.partition(" is ")[2])
+    assert refusals == {"more than 1 readings ahead of its own", "dispatched before there is room for it"}
