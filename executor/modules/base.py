@@ -27,19 +27,14 @@ TORCH = {
 
 @dataclass(frozen=True)
 class Built:
-    """Some chunks, built. units: name → module, in order. params: global name → parameter.
+    """Some chunks, built. A unit that nobody reads gives an output of the model: its loss, or a share of it."""
 
-    extras: what a unit's forward takes beside the activations, out of "ids", "labels", "scale". reads: the units whose
-    outputs a unit takes, one after the other; a unit not named here reads the one before it. A unit that nobody reads
-    gives an output of the model: its loss, or a share of it. ports, exchanges: see `executor.autograd.stage.Stage`.
-    """
-
-    units: dict[str, nn.Module]
-    params: dict[str, nn.Parameter]
-    extras: Mapping[str, tuple[str, ...]]
-    reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    ports: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
-    exchanges: Mapping[str, Exchange] = field(default_factory=dict)
+    units: dict[str, nn.Module]  # by name, in order
+    params: dict[str, nn.Parameter]  # by global name
+    extras: Mapping[str, tuple[str, ...]]  # what a unit takes beside activations, out of "ids", "labels", "scale"
+    reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # whose outputs it takes, if not the last one's
+    ports: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)  # see `autograd.stage.Stage`
+    exchanges: Mapping[str, Exchange] = field(default_factory=dict)  # the same
 
 
 def wiring(

@@ -47,12 +47,6 @@ class Whole(nn.Module):
 class Decoder:
     """A decoder of a config, any part of which any rank can build with the same values.
 
-    dtype: of the parameters; compute: of the activations. parts: units are the model graph's parts ("l0.attn",
-    "l0.router", "head.norm") instead of chunks. attention: "flash" keeps no scores, "unfused" keeps them, "remade" has
-    them made again in backward. shares: what a rank holds of the parameters that tensor or expert parallelism cuts;
-    region: whom it meets inside parts; spread: over how many ranks the experts of a chunk are, of the chunks where they
-    are. guide: its routers'.
-
     >>> from ir.workload.config.load import load_config
     >>> model = Decoder(load_config("tiny-moe", {"num_hidden_layers": 2}), parts=True)
     >>> model.chunks, list(model.build(["l1", "head"]).units)
@@ -60,15 +54,15 @@ class Decoder:
     """
 
     config: ModelConfig
-    seed: int = 0
-    dtype: torch.dtype = torch.float32
-    compute: torch.dtype | None = None
-    parts: bool = False
-    attention: str = "flash"
-    shares: Mapping[str, Share] = field(default_factory=dict)
-    region: Region = field(default_factory=Region)
-    spread: Mapping[str, int] = field(default_factory=dict)
-    guide: Guide = field(default_factory=Guide)
+    seed: int = 0  # of the first values
+    dtype: torch.dtype = torch.float32  # of the parameters
+    compute: torch.dtype | None = None  # of the activations; None: as the parameters
+    parts: bool = False  # units are the model graph's parts ("l0.attn", "l0.router", "head.norm") instead of chunks
+    attention: str = "flash"  # keeps no scores; "unfused" keeps them, "remade" has them made again in backward
+    shares: Mapping[str, Share] = field(default_factory=dict)  # of the parameters that tp or ep cuts, what a rank holds
+    region: Region = field(default_factory=Region)  # the ranks that it shares the work of a part with
+    spread: Mapping[str, int] = field(default_factory=dict)  # chunk → over how many ranks its experts are, if over any
+    guide: Guide = field(default_factory=Guide)  # of its routers
 
     def __post_init__(self) -> None:
         refuse_model(self.config)

@@ -52,16 +52,16 @@ class Params:
 
 @dataclass(frozen=True)
 class Spelling:
-    """A family's names, below the layer's prefix. qkv "": three projections, q_proj, k_proj, v_proj."""
+    """A family's names of modules; the first three are whole, the others stand below a layer's prefix."""
 
-    layers: str = "model.layers"
+    layers: str = "model.layers"  # before the layer's number
     embed: str = "model.embed_tokens"
-    norm: str = "model.norm"
+    norm: str = "model.norm"  # the last one, before the head
     attn_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
-    qkv: str = ""
+    qkv: str = ""  # the fused projection; "": three of them, q_proj, k_proj, v_proj
     out: str = "self_attn.o_proj"
-    mlp: str = "mlp"
+    mlp: str = "mlp"  # before up and down
     up: str = "up_proj"
     down: str = "down_proj"
 

@@ -13,17 +13,14 @@ ONCE = -1  # instead of a microbatch
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """bucket: `Bucket.key`, "" where it is about none. mb: ONCE, or whose microbatch it is. members: global ranks.
-
-    exchange: it carries rows, or their numbers, between units of a stage.
-    """
+    """One of a rank's collectives."""
 
     kind: CommKind
-    bucket: str
-    mb: int
-    group: str
-    members: tuple[int, ...]
-    exchange: bool = False
+    bucket: str  # `Bucket.key`, "" where it is about none
+    mb: int  # the microbatch, or ONCE
+    group: str  # its name in the transport
+    members: tuple[int, ...]  # global ranks
+    exchange: bool = False  # it carries rows of tokens, or their numbers, between units of a stage
 
     @property
     def once(self) -> bool:

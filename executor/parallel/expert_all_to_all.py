@@ -23,16 +23,12 @@ Table = list[list[int]]
 
 @dataclass(frozen=True)
 class Exchange:
-    """One all-to-all of a layer, among `ranks` ranks. reads: what it carries in forward, by the name of a port.
+    """One all-to-all of a layer."""
 
-    counts: the exchange that says how many rows go where, "" for that one itself. back: in forward it carries rows back
-    to where their tokens are.
-    """
-
-    reads: str
-    ranks: int
-    counts: str = ""
-    back: bool = False
+    reads: str  # what it carries in forward, by the name of a port
+    ranks: int  # how many take part
+    counts: str = ""  # the exchange that says how many rows go where, "" for that one itself
+    back: bool = False  # in forward it carries rows back to where their tokens are
 
 
 def exchanges(chunk: str, ranks: int) -> dict[str, Exchange]:
@@ -48,10 +44,10 @@ def exchanges(chunk: str, ranks: int) -> dict[str, Exchange]:
 
 @dataclass(frozen=True)
 class Route:
-    """Rows of one layer and microbatch. sent: [rank, its expert] from here; got: [rank, own expert] from there."""
+    """How many rows of one layer and microbatch go where."""
 
-    sent: Table
-    got: Table
+    sent: Table  # [rank, its expert]: from here
+    got: Table  # [rank, own expert]: from there
 
     @classmethod
     def read(cls, sent: Tensor, got: Tensor, ranks: int) -> Route:
@@ -66,14 +62,12 @@ class Route:
 
 @dataclass(frozen=True, eq=False)
 class Trade:
-    """What a rank puts into an all-to-all, and what for: (place, tensor) pairs that travel alike. rows, into_rows: of
-    every tensor, to and from each rank. held: of each, how many tensors had its storage before.
-    """
+    """What a rank puts into an all-to-all, and what for."""
 
-    pieces: tuple[tuple[Tensor, Tensor], ...]
-    into_rows: tuple[int, ...]
-    rows: tuple[int, ...]
-    held: tuple[int, ...]
+    pieces: tuple[tuple[Tensor, Tensor], ...]  # (place, tensor) pairs that travel alike
+    into_rows: tuple[int, ...]  # of every tensor, from each rank
+    rows: tuple[int, ...]  # of every tensor, to each rank
+    held: tuple[int, ...]  # how many tensors had the storage of each before
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], rows: Sequence[int], into_rows: Sequence[int]) -> Trade:

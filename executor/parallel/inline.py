@@ -118,15 +118,11 @@ def let_go(held: Sequence[tuple[Tensor, int]]) -> None:
 
 @dataclass(frozen=True)
 class Region:
-    """Where a rank stands among those that share its parts' work.
+    """Where a rank stands among those that share its parts' work."""
 
-    tp: they have other heads, columns, words. cp: other tokens of each sequence. sequence: between the regions that tp
-    divides, its ranks have other tokens too (sequence parallelism).
-    """
-
-    tp: Wire = field(default_factory=Wire)
-    cp: Wire = field(default_factory=Wire)
-    sequence: bool = False
+    tp: Wire = field(default_factory=Wire)  # to ranks with other heads, columns, words
+    cp: Wire = field(default_factory=Wire)  # to ranks with other tokens of each sequence
+    sequence: bool = False  # sequence parallelism: tp's ranks have other tokens between the regions that tp divides
 
     @property
     def divides(self) -> int:

@@ -14,12 +14,12 @@ from ir.workload.part import Layout, Param
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Part `index` of `count` along a dim. blocks: sizes of the stretches that are cut one by one (fused q, k, v)."""
+    """One of equal parts along a dim."""
 
     dim: int
-    index: int
-    count: int
-    blocks: tuple[int, ...]
+    index: int  # which part
+    count: int  # of how many
+    blocks: tuple[int, ...]  # sizes of the stretches that are cut one by one (fused q, k, v)
 
     def rows(self) -> Tensor:
         """The indices along the dim that are held.

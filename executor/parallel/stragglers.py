@@ -19,11 +19,11 @@ Span = tuple[float, float, int]  # from, to, whom it waits for (itself: it works
 
 @dataclass(frozen=True)
 class Slowest:
-    """waited_s: seconds of a step that each other rank waited for it, on average; by_rank: the same of every rank."""
+    """The rank that the others waited for most."""
 
     rank: int
-    waited_s: float
-    by_rank: tuple[float, ...]
+    waited_s: float  # seconds of a step that each other rank waited for it, on average
+    by_rank: tuple[float, ...]  # the same of every rank
 
 
 def slowest(plan: Plan, trace: Trace) -> Slowest | None:

@@ -53,13 +53,11 @@ def annotate(tag: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Cut:
-    """A model cut at its seams. chunks: name → module `(x, *ids)`; wants_ids: later chunks that read the input too,
-    shape_only: those among them that read its sizes and no token.
-    """
+    """A model cut at its seams."""
 
-    chunks: dict[str, nn.Module]
-    wants_ids: frozenset[str]
-    shape_only: frozenset[str] = frozenset()
+    chunks: dict[str, nn.Module]  # name → module `(x, *ids)`
+    wants_ids: frozenset[str]  # the later chunks that read the input too
+    shape_only: frozenset[str] = frozenset()  # those among them that read its sizes and no token
 
 
 class _Tracer(fx.Tracer):
