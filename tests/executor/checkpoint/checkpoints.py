@@ -82,6 +82,14 @@ class State:
                 for slot, flat in slots.items():
                     flat.copy_(part(values[slot][name], held[name], first, len(flat)))
 
+    def forget(self) -> None:
+        """All zero again."""
+        for sync in self.syncs:
+            sync.optimizer.steps = 0
+            flats = [flat for _, slots in sync.kept().values() for flat in slots.values()]
+            for flat in (*flats, *(flat for _, flat in sync.weights().values())):
+                flat.zero_()
+
     def save(self, folder: Path, step: int, **flags: Any) -> Path:
         """All ranks save."""
         transport: Any = Alone()

@@ -71,10 +71,10 @@ class Kill:
     number: int = 0
 
     @classmethod
-    def drawn(cls, draw: random.Random, events: list[dict[str, int]], left: float) -> Kill:
-        """At any op of the run, or at any write, rename or removal of a save. left: the share of its steps that is."""
+    def drawn(cls, draw: random.Random, events: list[dict[str, int]]) -> Kill:
+        """At any op of a whole run, or any write, rename or removal of its saves; a shorter run may end before."""
         rank, kind = draw.randrange(2), draw.choice(["op", "file"])
-        return cls(rank, kind, draw.randint(1, max(1, int(events[rank][kind] * left))))
+        return cls(rank, kind, draw.randint(1, events[rank][kind]))
 
 
 @dataclass
@@ -95,7 +95,7 @@ class _Through:
         notes.mkdir()
         while (before := _newest(into)) < STEPS:
             out = notes / f"out-{self.kills}"
-            kill = Kill.drawn(draw, self.events, 1 - before / STEPS) if self.kills < most else Kill()
+            kill = Kill.drawn(draw, self.events) if self.kills < most else Kill()
             _inject(self.monkeypatch, checkpoint_faults.killed_at_event, asdict(kill) | {"folder": str(notes)})
             try:
                 run(*SETS, steps=STEPS, out=out, saving=_saving(into, resume=before > 0))
