@@ -22,8 +22,8 @@ from ir.core.errors import PiperError
 from ir.job.load import job_from
 from piper_sim.app.commands.demo import JOB
 from piper_sim.report.files import write_outputs
+from piper_sim.report.units import GIB
 from piper_sim.study.compare import SIX, compare
-from piper_sim.study.predict import GIB
 
 # Categories from the bottom up: work, then waiting for messages, then waiting for other ranks.
 PARTS = {
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     job = job_from(tomllib.loads(JOB), file="demo")
     job = replace(job, schedule=replace(job.schedule, microbatches=args.microbatches))
-    rows = [r for r in compare(job, SIX)[0] if r["iteration_s"] is not None]
+    rows = [r for r in compare(job, SIX).rows if r["iteration_s"] is not None]
     for row in rows:
         spent = ", ".join(f"{PARTS[k][0]} {v:.2f}" for k, v in mean(row).items() if v >= 0.005)
         print(f"{row['schedule']:18} {row['iteration_s']:6.2f} s: {spent}")

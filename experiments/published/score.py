@@ -13,7 +13,9 @@ from ir.job import Job
 from ir.job.load import job_from
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.history.spread import Spread
-from piper_sim.study.predict import Planned, Prediction, fits, predict
+from piper_sim.study.planned import Planned, fits
+from piper_sim.study.predict import predict
+from piper_sim.study.prediction import Prediction
 
 __all__ = ["Change", "Score", "Spread", "Table", "memories", "scored", "scores", "times"]
 
@@ -65,12 +67,12 @@ def scored(row: Row, table: Table) -> Score:
 
 
 def _memory(row: Row, p: Prediction) -> dict[int, float]:
-    peak = p.memory.peak
+    peak = p.planned.memory.peak
     return {r: int(peak.max() if r == FULLEST else peak[r]) / b - 1 for r, b in row.memory.items()}
 
 
 def _split(p: Prediction) -> dict[str, float]:
-    ranks = p.breakdown.seconds
+    ranks = p.times.seconds
     return {k: sum(r[k] for r in ranks) / len(ranks) / p.iteration_s for k in ranks[0]}
 
 

@@ -24,11 +24,17 @@ _ALTERNATIVES = ("name", "directives", "builder", "csv")  # of [schedule]
 _SPEED = (1e-3, 1e3)
 
 
-def load_job(path: str | Path, sets: Iterable[str] = ()) -> Job:
-    """Read a job file and apply `section.key=value` overrides.
+def load_job(path: str | Path | Mapping[str, Any], set: Iterable[str] = ()) -> Job:
+    """A job from a file in TOML, or from its sections as a mapping; then `section.key=value` overrides.
 
-    Raises PiperError (io: no such file; job: not TOML, an unknown key, a wrong type or range).
+    Raises PiperError (io): no such file; (job): not TOML, an unknown key, a wrong type or range; (usage): an override
+    that sets nothing.
+
+    >>> load_job({"model": {"config": "tiny-llama"}}, set=["parallel.pp=2"]).parallel.pp
+    2
     """
+    if isinstance(path, Mapping):
+        return job_from(path, set)
     try:
         with open(path, "rb") as f:
             raw = f.read(_LIMIT_BYTES + 1)
@@ -42,7 +48,7 @@ def load_job(path: str | Path, sets: Iterable[str] = ()) -> Job:
         table = tomllib.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as e:  # not TOML, not UTF-8, a number of too many digits, too deep
         raise PiperError(ErrorKind.JOB, f"not TOML: {e}", file=str(path)) from None
-    return job_from(table, sets, str(path))
+    return job_from(table, set, str(path))
 
 
 def job_from(table: Mapping[str, Any], sets: Iterable[str] = (), file: str = "job") -> Job:

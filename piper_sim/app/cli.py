@@ -22,7 +22,7 @@ COMMANDS = {
     "demo": "DeepSeek-V3 on 2,048 H800: DualPipe against 1F1B and the others; no GPU, no PyTorch",
     "schedule": "one pipeline schedule by itself, on given op times",
     "simulate": "predict one job: time, memory, where the time goes",
-    "compare": "predict several schedules of one job on equal devices and global batch",
+    "compare": "predict several jobs, or several schedules of one job on equal devices and global batch",
     "plan": "print a job's directives and its plan, program by program",
     "run": "execute a job's plan on torch.distributed (needs PyTorch)",
     "validate": "calibrate on another plan of the job, predict this one, run it, compare (needs PyTorch)",
@@ -103,8 +103,8 @@ def _schedule(sub: argparse.ArgumentParser) -> None:
     _out(sub)
 
 
-def _job(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("job", metavar="JOB", help="a job file (TOML)")
+def _job(sub: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    sub.add_argument("job", metavar="JOB", nargs=nargs, help="a job file (TOML)")
     sub.add_argument(
         "--set", action="append", default=[], metavar="section.key=value", dest="sets", help="override a key"
     )
@@ -121,8 +121,9 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
 
 
 def _compare(sub: argparse.ArgumentParser) -> None:
-    _job(sub)
-    sub.add_argument("--schedules", default=None, metavar="a,b,c", help="default: the demo's six")
+    _job(sub, nargs="+")
+    of_six = "default: the demo's six; of several jobs, each one's own"
+    sub.add_argument("--schedules", default=None, metavar="a,b,c", help=of_six)
     _out(sub)
 
 

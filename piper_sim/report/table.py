@@ -11,8 +11,9 @@ from piper_sim.report.units import GIB, MISSING, count, gib, percent
 if TYPE_CHECKING:
     from rich.table import Table
 
-MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace", "context")
-_GLYPHS = dict(zip(MEMORY_PARTS, "PGOABWC", strict=True))
+# What a device holds at its peak. cache: of the allocator, beyond what is asked for.
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace", "context", "cache")
+_GLYPHS = dict(zip(MEMORY_PARTS, "PGOABWCR", strict=True))
 _BAR = 24
 _GAP = (0, 1, 0, 0)  # narrow: the whole comparison must fit 80 columns
 _SHORT = {
@@ -64,9 +65,32 @@ def _cells(row: Mapping[str, Any], places: int) -> dict[str, str]:
         "bubble %": percent(row.get("bubble_fraction")),
         "exposed comm s": MISSING if comm is None else f"{comm:.{places}f}",
         "peak GiB (rank)": MISSING if peak is None else f"{gib(peak[1])} ({peak[0]})",
-        "fits": MISSING if fits is None else ("✓" if fits else "✗"),
-        "reason": str(row.get("reason") or ""),
+        "fits": MISSING if fits is None else ("✗" if not fits else "(✓)" if tight(row) else "✓"),
+        "reason": str(row.get("reason") or tight(row)),
     }
+
+
+def tight(row: Mapping[str, Any]) -> str:
+    """Of what fits, but may not: less is left than the band its peak lies in is wide above it. Else nothing.
+
+    >>> G = 2**30
+    >>> memory = {"capacity_bytes": 80 * G, "margin_bytes": 2 * G, "reserved_band_bytes": {"0": [60 * G, 79 * G]}}
+    >>> memory |= {"breakdown_bytes": {"0": {"context": G}}, "device_peak_bytes": {"0": 77 * G}}
+    >>> tight({"fits": True, "memory": memory})
+    'fits with 1.0 GiB to spare, but the peak of rank 0 may be anything from 61.0 to 80.0 GiB'
+    """
+    memory = row.get("memory") or {}
+    bands = memory.get("reserved_band_bytes")
+    if not row.get("fits") or not bands:
+        return ""
+    rank = max(bands, key=lambda r: bands[r][1])
+    low, high = (b + memory["breakdown_bytes"][rank]["context"] for b in bands[rank])
+    room = memory["capacity_bytes"] - memory["margin_bytes"]
+    if high <= room:
+        return ""
+    spare = room - max(memory["device_peak_bytes"].values())
+    band = f"the peak of rank {rank} may be anything from {gib(low)} to {gib(high)} GiB"
+    return f"fits with {gib(spare)} GiB to spare, but {band}"
 
 
 def _worst_peak(row: Mapping[str, Any]) -> tuple[str, float] | None:
@@ -101,20 +125,24 @@ def compare_table(rows: Sequence[Mapping[str, Any]], title: str | None = None) -
 
     cells = compare_cells(rows)
     # Text, not str: a schedule's name or a reason may hold brackets, which rich would read as markup.
-    reasons = Text("\n".join(f"{c['schedule']}: {c['reason']}" for c in cells if c["reason"]), style="red")
+    reasons = Text()
+    for c in (c for c in cells if c["reason"]):
+        before = "\n" if reasons else ""
+        reasons.append(f"{before}{c['schedule']}: {c['reason']}", "yellow" if c["fits"] == "(✓)" else "red")
     table = Table(title=title, box=box.SIMPLE_HEAD, header_style="bold", padding=_GAP)
     table.caption, table.caption_justify = reasons or None, "left"
     for name in _HEADS:
         table.add_column(_HEADS[name], justify=_JUSTIFY.get(name, "right"), no_wrap=True, vertical="bottom")
     for i, row in enumerate(cells):
         bad = row["fits"] == "✗" or row["step s"] == MISSING
-        style = "dim" if bad else ("bold green" if i == 0 else "")
+        best = "bold green" if i == 0 else ""
+        style = "dim" if bad else "yellow" if row["fits"] == "(✓)" else best
         table.add_row(*(Text(row[name]) for name in _HEADS), style=style)
     return table
 
 
 def memory_cells(memory: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Per rank, what fills it at its peak, in GiB.
+    """Per rank, what fills it at its peak, in GiB; the parts sum to the total.
 
     >>> m = {"breakdown_bytes": {"0": {"parameters": 2**31}}, "capacity_bytes": 80 * 2**30}
     >>> [(c["rank"], c["parameters"], c["total"]) for c in memory_cells(m)]
@@ -125,7 +153,7 @@ def memory_cells(memory: Mapping[str, Any]) -> list[dict[str, str]]:
     capacity, margin = memory.get("capacity_bytes"), memory.get("margin_bytes") or 0
     cells = []
     for rank in sorted(breakdown, key=int):
-        parts = breakdown[rank]
+        parts = _filled(memory, rank)
         total = peaks.get(rank)
         total = sum(v or 0 for v in parts.values()) if total is None else total
         row = {"rank": str(rank)} | {name: gib(parts.get(name)) for name in MEMORY_PARTS}
@@ -133,6 +161,11 @@ def memory_cells(memory: Mapping[str, Any]) -> list[dict[str, str]]:
         row["headroom"] = MISSING if capacity is None else gib(capacity - margin - total)
         cells.append(row)
     return cells
+
+
+def _filled(memory: Mapping[str, Any], rank: str) -> dict[str, float | None]:
+    """What fills a rank at its peak: the parts of `simulate`'s object, and the allocator's cache, which sum to it."""
+    return {**memory["breakdown_bytes"][rank], "cache": (memory.get("cache_bytes") or {}).get(rank)}
 
 
 def memory_table(memory: Mapping[str, Any], title: str | None = None) -> Table:
@@ -154,7 +187,7 @@ def memory_table(memory: Mapping[str, Any], title: str | None = None) -> Table:
         table.add_column(_SHORT.get(name, name), justify="right", no_wrap=True)
     table.add_column("", overflow="crop")  # gives way first in a narrow terminal
     for row in cells:
-        parts = memory["breakdown_bytes"][row["rank"]]
+        parts = _filled(memory, row["rank"])
         short = "bold red" if row["headroom"].startswith("-") else ""
         table.add_row(*(Text(row[n], style=short if n == "headroom" else "") for n in names), _bar(parts, capacity))
     return table

@@ -82,6 +82,15 @@ def percent(share: float | None, digits: int = 1) -> str:
     return MISSING if share is None or not math.isfinite(share) else f"{100 * share:.{digits}f}"
 
 
+def short(value: float) -> str:
+    """A large number in millions (M) or billions (B).
+
+    >>> short(671_026_419_200), short(1_234_567)
+    ('671.0 B', '1.2 M')
+    """
+    return f"{value / 1e9:.1f} B" if value >= 1e9 else f"{value / 1e6:.1f} M"
+
+
 def count(value: float | None) -> str:
     """A large number, its digits in groups of three.
 

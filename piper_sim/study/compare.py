@@ -1,26 +1,33 @@
-"""Several schedules of one job on equal devices and global batch, and why the winner wins."""
+"""Several jobs, or several schedules of one job on equal devices and global batch, and why the winner wins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ir.core.errors import PiperError
+from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
-from ir.job.build import blaming
+from ir.job.build import DEFAULT_SCHEDULE, blaming
 from ir.schedules.registry import canonical, default_chunks, legal_chunks
-from piper_sim.study.history import Backtest, applied
-from piper_sim.study.predict import GIB, Prediction, predict
-from piper_sim.study.simulate import simulate_object
+from piper_sim.report.units import GIB
+from piper_sim.study.history import Backtest, applied, backtest
+from piper_sim.study.predict import predict
+from piper_sim.study.prediction import Prediction
+from piper_sim.study.simulate import Object
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 SIX = ("1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")
 KEYS = tuple(
     """
-    iteration_s tokens_per_s tokens_per_s_per_gpu model_tflops_per_gpu mfu time_breakdown bubble_fraction
-    exposed_comm_s fits memory ops folded host_model interference_level cost_source cost_shares plan_digest cost_digest
-    job_digest
+    iteration_s iteration_s_interval tokens_per_s tokens_per_s_per_gpu model_tflops_per_gpu mfu time_breakdown
+    bubble_fraction exposed_comm_s fits memory parameters ops folded host_model interference_level software cost_source
+    cost_shares warnings plan_digest cost_digest job_digest
     """.split()  # noqa: SIM905
 )
 _WORDS = {
@@ -35,38 +42,106 @@ _WORDS = {
     "optimizer": "the optimizer",
 }
 
-Row = dict[str, Any]
 Progress = Callable[[str], AbstractContextManager[object]]
 
 
-def compare(
-    job: Job, names: Sequence[str], past: Backtest | None = None, progress: Progress = nullcontext
-) -> tuple[list[Row], dict[str, Prediction]]:
-    """Rows sorted by step time, infeasible ones last with a reason; and the predictions by schedule.
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Jobs side by side. `rows`: `simulate`'s objects, the fastest that fits first, what does not fit last.
 
-    past: what `[history] apply` corrects them by. progress: entered around each prediction with what is being done.
-
-    Raises PiperError where no schedule can be built because of the job itself.
+    A row has `schedule` and `stages_per_rank` too, where several jobs are compared `job`, and a `reason` where it does
+    not fit or cannot be built; then its figures are None. predictions: row by row, None where it cannot be built. past:
+    what `[history]` says, job by job, None where one has none.
     """
-    rows, found = [], {}
-    for name in dict.fromkeys(canonical(n) for n in names):
+
+    rows: list[Object]
+    predictions: list[Prediction | None]
+    past: list[Backtest | None]
+
+    @property
+    def best(self) -> Prediction | None:
+        """The fastest that fits."""
+        return self.predictions[0] if self.rows[0]["fits"] else None
+
+    @property
+    def why(self) -> str:
+        """Why the winner wins, in one sentence with its price."""
+        return why(self.rows)
+
+    @property
+    def table(self) -> DataFrame:
+        """A row for each, by label: seconds of a step, rates, fractions, the fullest rank's GiB, the reason."""
+        from pandas import DataFrame, Index
+
+        keys = ("iteration_s", "tokens_per_s_per_gpu", "mfu", "bubble_fraction", "exposed_comm_s", "fits")
+        found = [{k: r[k] for k in keys} | {"peak_GiB": _peak_gib(r), "reason": r.get("reason", "")} for r in self.rows]
+        return DataFrame(found, index=Index([label(r) for r in self.rows], name="label"))
+
+    def _repr_html_(self) -> str:
+        """The table and the sentence, for a notebook."""
+        return f"{self.table.to_html()}<p>{escape(self.why)}</p>"
+
+
+def compare(
+    jobs: Job | Sequence[Job], schedules: Sequence[str] | None = None, progress: Progress = nullcontext
+) -> Comparison:
+    """Predict each job under each of some schedules.
+
+    schedules: by default the demo's six where there is one job, and each job's own where there are several. progress:
+    entered around each prediction with what is being done. What cannot be built is a row with a reason.
+
+    Raises PiperError (usage): an unknown schedule, no job; any kind: none can be built, because of the jobs themselves.
+
+    >>> from piper_sim import compare, load_job
+    >>> job = load_job({"model": {"config": "tiny-llama", "seq_len": 64}, "parallel": {"pp": 2}})
+    >>> sorted(r["schedule"] for r in compare(job, ["gpipe", "1f1b"]).rows), compare([job, job]).rows[0]["job"]
+    (['1f1b', 'gpipe'], 'job')
+    """
+    many = [jobs] if isinstance(jobs, Job) else list(jobs)
+    if not many:
+        raise PiperError(ErrorKind.USAGE, "no job to compare", key="compare")
+    names = SIX if schedules is None and len(many) == 1 else schedules
+    past, found = list[Backtest | None](), list[tuple[Object, Prediction | None]]()
+    for job in many:
+        with progress(f"predicting the past runs of {job.file}"), blaming(job):
+            past.append(backtest(job))
+        for head, one in _asked(job, names, several=len(many) > 1):
+            with progress(f"simulating {label(head)}"):
+                found.append(_row(head, one, past[-1]))
+    if all(p is None for _, p in found):
+        raise_common(many[0])
+    found.sort(key=lambda x: (not x[0]["fits"], x[0]["iteration_s"] is None, x[0]["iteration_s"] or 0.0))
+    return Comparison([row for row, _ in found], [p for _, p in found], past)
+
+
+def label(row: Object) -> str:
+    """What tells a row from the others: its schedule, behind its job's name where there are several."""
+    return f"{Path(row['job']).stem} {row['schedule']}" if "job" in row else str(row["schedule"])
+
+
+def _asked(job: Job, names: Sequence[str] | None, several: bool) -> Iterator[tuple[Object, Job]]:
+    """(what a row begins with, its job): under each schedule, or as it is."""
+    first: Object = {"job": job.file} if several else {}
+    if names is None:
+        s = job.schedule
+        given = next((k for k in ("directives", "csv", "builder") if getattr(s, k)), None)
+        name = given or canonical(s.name or DEFAULT_SCHEDULE)
+        yield first | {"schedule": name, "stages_per_rank": s.stages_per_rank}, job
+    for name in dict.fromkeys(canonical(n) for n in names or ()):
         wanted = job.schedule.stages_per_rank
         chunks = wanted if wanted is not None and legal_chunks(name, wanted) else default_chunks(name)
-        head: Row = {"schedule": name, "stages_per_rank": chunks}
-        try:
-            with progress(f"simulating {name}"), blaming(job):
-                p = predict(one := _with(job, name, chunks))
-                rows.append(head | applied(simulate_object(p), one, past))
-                found[name] = p
-        except PiperError as e:
-            fix = f" ({e.suggestion})" if e.suggestion else ""
-            rows.append(
-                head | {k: None for k in KEYS} | {"schema_version": 1, "fits": False, "reason": e.message + fix}
-            )
-    if not found:
-        raise_common(job)
-    rows.sort(key=lambda r: (not r["fits"], r["iteration_s"] is None, r["iteration_s"] or 0.0))
-    return rows, found
+        yield first | {"schedule": name, "stages_per_rank": chunks}, _with(job, name, chunks)
+
+
+def _row(head: Object, job: Job, past: Backtest | None) -> tuple[Object, Prediction | None]:
+    try:
+        with blaming(job):
+            p = predict(job)
+            return head | applied(p.to_dict(), job, past), p
+    except PiperError as e:
+        fix = f" ({e.suggestion})" if e.suggestion else ""
+        none: Object = dict.fromkeys(KEYS)
+        return head | none | {"schema_version": 1, "fits": False, "reason": e.message + fix}, None
 
 
 def _with(job: Job, name: str, chunks: int) -> Job:
@@ -82,7 +157,7 @@ def raise_common(job: Job) -> None:
         predict(plain)
 
 
-def why(rows: Sequence[Row]) -> str:
+def why(rows: Sequence[Object]) -> str:
     """Why the winner wins, in one sentence with its price.
 
     It is held against 1f1b, or against the next best where 1f1b itself wins.
@@ -91,11 +166,11 @@ def why(rows: Sequence[Row]) -> str:
     timed = [r for r in rows if r["iteration_s"] is not None]
     if not good:
         least = min(timed, key=_worst_peak, default=None)
-        return "No schedule fits." + (f" {least['schedule']} comes nearest: {least['reason']}." if least else "")
+        return "No schedule fits." + (f" {label(least)} comes nearest: {least['reason']}." if least else "")
     best = good[0]
-    others = [r for r in timed if r["schedule"] != best["schedule"]]
+    others = [r for r in timed if r is not best]
     if not others:
-        return f"{best['schedule']} is the only schedule that could be predicted."
+        return f"{label(best)} is the only one that could be predicted."
     rival = next((r for r in others if r["schedule"] == "1f1b"), min(others, key=lambda r: float(r["iteration_s"])))
     gain = rival["iteration_s"] - best["iteration_s"]
     a, b = _mean(best), _mean(rival)
@@ -107,14 +182,18 @@ def why(rows: Sequence[Row]) -> str:
     verb = "is faster than" if gain > 0 else "is slower than"
     fit = "" if rival["fits"] else ", which does not fit"
     share = abs(gain) / rival["iteration_s"]
-    says = f"{best['schedule']} wins: it {verb} {rival['schedule']}{fit} by {share:.1%} because of {cause}"
+    says = f"{label(best)} wins: it {verb} {label(rival)}{fit} by {share:.1%} because of {cause}"
     return f"{says} (means over ranks); its price is {memory}."
 
 
-def _mean(row: Row) -> dict[str, float]:
+def _mean(row: Object) -> dict[str, float]:
     ranks = list(row["time_breakdown"].values())
     return {k: sum(r[k] for r in ranks) / len(ranks) for k in _WORDS}
 
 
-def _worst_peak(row: Row) -> float:
+def _worst_peak(row: Object) -> float:
     return float(max(row["memory"]["device_peak_bytes"].values()))
+
+
+def _peak_gib(row: Object) -> float | None:
+    return None if row["memory"] is None else _worst_peak(row) / GIB

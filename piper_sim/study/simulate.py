@@ -4,87 +4,112 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from ir.core.work import DType
 from ir.job import Job
+from ir.job.build import Prepared
 from ir.plan.text import plan_digest
-from piper_sim.study.predict import GIB, Planned, Prediction, fits
+from ir.schedules.registry import canonical, default_chunks
+from piper_sim.pricing.costs import OpCosts
+from piper_sim.report.units import GIB
+from piper_sim.study.breakdown import Breakdown
+from piper_sim.study.planned import Planned, fits
+
+Object = dict[str, Any]  # as JSON has it
 
 
-def simulate_object(p: Prediction) -> dict[str, object]:
-    """The JSON object of `piper-sim simulate`."""
+def simulate_object(p: Planned, costs: OpCosts, times: Breakdown, steps: int) -> Object:
+    """The JSON object of `piper-sim simulate`. costs, times, steps: of the simulated plan, see `Prediction`."""
     job, mesh = p.prepared.job, p.prepared.mesh
     tokens = (job.parallel.dp or 1) * p.prepared.mbs * job.schedule.microbatch_size * job.model.seq_len
-    flops = _model_flops(p) / p.iteration_s / mesh.ranks
-    peak = p.planned.hardware.peak_flops(DType(job.precision.compute))
-    mem = memory_object(p.planned)
-    fit = fits(p.planned)
-    classes = p.planned.classes
-    rate = tokens / p.iteration_s
-    out: dict[str, object] = {
+    flops = _model_flops(p.prepared) / times.iteration_s / mesh.ranks
+    mem = memory_object(p)
+    fit = fits(p)
+    rate = tokens / times.iteration_s
+    out: Object = {
         "schema_version": 1,
-        "iteration_s": p.iteration_s,
+        "iteration_s": times.iteration_s,
+        "iteration_s_interval": None,
         "tokens_per_s": rate,
         "tokens_per_s_per_gpu": rate / mesh.ranks,
         "model_tflops_per_gpu": flops / 1e12,
-        "mfu": flops / peak,
-        "time_breakdown": {str(r): row for r, row in enumerate(p.breakdown.seconds)},
-        "bubble_fraction": p.breakdown.bubble_fraction,
-        "exposed_comm_s": p.breakdown.exposed_comm_s,
+        "mfu": flops / p.hardware.peak_flops(DType(job.precision.compute)),
+        "time_breakdown": {str(r): row for r, row in enumerate(times.seconds)},
+        "bubble_fraction": times.bubble_fraction,
+        "exposed_comm_s": times.exposed_comm_s,
         "fits": fit,
         "memory": mem,
-        "ops": len(p.plan) * classes.count * p.steps,
-        "folded": {"replicas_simulated": classes.count, "replicas": len(classes.of)},
+        "parameters": parameters(p.prepared),
+        "ops": len(p.plan) * p.classes.count * steps,
+        "folded": {"replicas_simulated": p.classes.count, "replicas": len(p.classes.of)},
         "host_model": job.costs.host_model,
         "interference_level": job.costs.interference,
-        "cost_source": p.planned.sources.word,
-        "cost_shares": p.planned.sources.shares,
+        "software": job.costs.software,
+        "cost_source": p.sources.word,
+        "cost_shares": p.sources.shares,
+        "warnings": warnings(p.prepared),
         "plan_digest": plan_digest(p.plan),
-        "cost_digest": p.costs.digest,
+        "cost_digest": costs.digest,
         "job_digest": job_digest(job),
     }
     if not fit:
-        out["reason"] = reason(p.planned, mem)
+        out["reason"] = reason(p, mem)
     return out
 
 
-def _limit(mem: Mapping[str, Any]) -> int:
-    return int(mem["capacity_bytes"]) - int(mem["margin_bytes"])
+def parameters(p: Prepared) -> dict[str, int]:
+    """Parameters of the model: all that are trained, MTP modules too; and those that one token meets."""
+    found = {q.name: q for e in p.base.entries for q in e.part.params}.values()
+    dense, experts = (sum(q.numel for q in found if q.expert is kind) for kind in (False, True))
+    moe = p.config.moe
+    met = experts if moe is None else experts * moe.top_k // moe.experts
+    return {"total": dense + experts, "active": dense + met}
 
 
-def _model_flops(p: Prediction) -> float:
+def warnings(p: Prepared) -> list[str]:
+    """What is legal and rarely meant."""
+    if p.mbs >= p.stages:
+        return []
+    few = f"{p.mbs} microbatch{'es' if p.mbs > 1 else ''} on {p.stages} stages"
+    return [f"{few}: the pipeline never fills; set schedule.microbatches = {p.stages} or more"]
+
+
+def _model_flops(p: Prepared) -> float:
     """Forward and backward FLOPs of one step over all GPUs, as MFU counts them: backward is twice forward."""
-    source = p.prepared.base.source
+    source = p.base.source
     assert source is not None
-    forward = sum(source.work(e).model_flops for e in p.prepared.base.entries)
-    return 3.0 * forward * p.prepared.mbs * (p.prepared.job.parallel.dp or 1)
+    forward = sum(source.work(e).model_flops for e in p.base.entries)
+    return 3.0 * forward * p.mbs * (p.job.parallel.dp or 1)
 
 
-def memory_object(p: Planned) -> dict[str, Any]:
+def memory_object(p: Planned) -> Object:
     """Peaks, capacity and breakdown by pipeline rank."""
     hw, m = p.hardware, p.memory
     context, bands = p.context_bytes, [r.band for r in p.reserved]
     ranks = range(p.plan.programs)
+    parts = {str(r): {**m.breakdown(r), "context": context} for r in ranks}
+    device = {str(r): bands[r].middle + context for r in ranks}
     return {
         "peak_allocated_bytes": {str(r): int(m.peak[r]) for r in ranks},
         "peak_reserved_bytes": {str(r): bands[r].middle for r in ranks},
         "reserved_band_bytes": {str(r): [bands[r].low, bands[r].high] for r in ranks},
-        "device_peak_bytes": {str(r): bands[r].middle + context for r in ranks},
+        "device_peak_bytes": device,
         "capacity_bytes": int(hw.hbm_GiB * GIB),
         "margin_bytes": int(p.prepared.job.cluster.memory_margin_GiB * GIB),
-        "breakdown_bytes": {str(r): {**m.breakdown(r), "context": context} for r in ranks},
+        "breakdown_bytes": parts,
+        "cache_bytes": {r: device[r] - sum(parts[r].values()) for r in parts},
+        "fits_probability": None,
         "peak_op": {str(r): p.plan.text(int(m.at[r])) for r in ranks},
     }
 
 
-def reason(p: Planned, mem: Mapping[str, Any]) -> str:
+def reason(p: Planned, mem: Object) -> str:
     """Which rank does not fit, by how much, and what would help most."""
     device: dict[str, int] = mem["device_peak_bytes"]
     rank = max(device, key=lambda r: device[r])
-    room = _limit(mem)
+    room = mem["capacity_bytes"] - mem["margin_bytes"]
     needs = f"rank {rank} needs {_gib(device[rank])}, {_gib(device[rank] - room)} more than {_room(mem)}"
     at, parts = mem["peak_op"][rank], mem["breakdown_bytes"][rank]
     asked = sum(parts.values())
@@ -115,13 +140,26 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.{1 if nbytes >= GIB else 2}f} GiB"
 
 
-def _room(mem: Mapping[str, Any]) -> str:
+def _room(mem: Object) -> str:
     """What there is, where the margin explains it."""
     have, margin = (_gib(mem[k]) for k in ("capacity_bytes", "margin_bytes"))
     return f"the {have} there are, less a margin of {margin}" if mem["margin_bytes"] else f"the {have} there are"
 
 
 def job_digest(job: Job) -> str:
-    """SHA-256 of the job's values; its file name is not among them."""
-    table = asdict(replace(job, file=""))
+    """SHA-256 of the job's values, one for one job however it is written: a schedule's alias and its usual number of
+    stages per rank say nothing new, and neither does the file's name.
+
+    >>> from ir.job.load import job_from
+    >>> short = job_from({"model": {"config": "x"}, "schedule": {"name": "vpp"}})
+    >>> long = job_from({"model": {"config": "x"}, "schedule": {"name": "interleaved-1f1b", "stages_per_rank": 2}})
+    >>> job_digest(short) == job_digest(long)
+    True
+    """
+    s = job.schedule
+    if s.name is not None:
+        name = canonical(s.name)
+        usual = s.stages_per_rank == default_chunks(name)
+        s = replace(s, name=name, stages_per_rank=None if usual else s.stages_per_rank)
+    table = asdict(replace(job, schedule=s, file=""))
     return hashlib.sha256(json.dumps(table, sort_keys=True, default=list).encode()).hexdigest()

@@ -1,13 +1,11 @@
-"""`piper-sim compare JOB`: several schedules of one job."""
+"""`piper-sim compare JOB [JOB…]`: several jobs, or several schedules of one."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import load_job
-from ir.job.build import blaming
 from ir.schedules.registry import canonical
 from piper_sim.app.commands.output import (
     TRACE_FILES,
@@ -17,21 +15,46 @@ from piper_sim.app.commands.output import (
     refuse_existing,
     show,
     trace_files,
+    warn,
     write,
 )
-from piper_sim.app.commands.simulate import report_run
+from piper_sim.app.commands.simulate import essentials, report_run
 from piper_sim.report.page.html import report_html
 from piper_sim.report.table import compare_cells, compare_table, memory_cells
-from piper_sim.study.compare import SIX, compare, why
-from piper_sim.study.history import backtest, backtest_object, backtest_text, corrected_text
-from piper_sim.study.predict import Prediction
+from piper_sim.study.compare import Comparison, compare, label
+from piper_sim.study.history import backtest_object, backtest_text, corrected_text
+from piper_sim.study.simulate import Object
 
 FILES = ("compare.json", "report.html", *TRACE_FILES)
 
 
 def main(args: argparse.Namespace) -> int:
     """Predict each, print them sorted; 0 even where some do not fit."""
-    names = SIX if args.schedules is None else tuple(n.strip() for n in args.schedules.split(",") if n.strip())
+    names = _names(args.schedules)
+    jobs = [load_job(path, args.sets) for path in args.job]
+    refuse_existing(args.out, FILES, args.force)
+    found = compare(jobs if len(jobs) > 1 else jobs[0], names, progress)
+    title = title_of(found)
+    if args.out is not None:
+        with progress("writing the report"):
+            write(args.out, files(found, title), args.force)
+    warn(f"{label(r)}: {w}" for r in found.rows for w in r["warnings"] or ())
+    past = [p for p in found.past if p is not None]
+    if args.json:
+        shown = [backtest_object(p) for p in past]
+        print_json(table_object(found) | ({"history": shown[0] if len(jobs) == 1 else shown} if shown else {}))
+    else:
+        for p in past:
+            print(backtest_text(p), end="\n\n")
+        print_rows(found, title)
+    return 0
+
+
+def _names(schedules: str | None) -> tuple[str, ...] | None:
+    """--schedules. Raises PiperError (usage): an unknown one, or none."""
+    if schedules is None:
+        return None
+    names = tuple(n.strip() for n in schedules.split(",") if n.strip())
     if not names:
         raise PiperError(ErrorKind.USAGE, "no schedule named", key="--schedules", allowed="a,b,c")
     for name in names:
@@ -39,48 +62,48 @@ def main(args: argparse.Namespace) -> int:
             canonical(name)
         except PiperError as e:
             raise PiperError(e.kind, e.message, key="--schedules", allowed=e.allowed, suggestion=e.suggestion) from None
-    job = load_job(args.job, args.sets)
-    refuse_existing(args.out, FILES, args.force)
-    with progress(f"predicting the past runs of {args.job}"), blaming(job):
-        past = backtest(job)
-    rows, found = compare(job, names, past, progress)
-    title = job.model.name + "".join(f" on {p.prepared.ranks} GPUs" for p in list(found.values())[:1])
-    if args.out is not None:
-        with progress("writing the report"):
-            write(args.out, files(rows, found, title), args.force)
-    if args.json:
-        print_json({"schema_version": 1, "rows": rows} | ({} if past is None else {"history": backtest_object(past)}))
-    else:
-        if past is not None:
-            print(backtest_text(past), end="\n\n")
-        print_rows(rows, title)
-    return 0
+    return names
 
 
-def print_rows(rows: list[dict[str, Any]], title: str) -> None:
+def table_object(found: Comparison) -> Object:
+    """The JSON object of `piper-sim compare`."""
+    return {"schema_version": 1, "rows": found.rows}
+
+
+def title_of(found: Comparison) -> str:
+    """The models and their GPUs."""
+    jobs = [p.prepared for p in found.predictions if p is not None]
+    return ", ".join(dict.fromkeys(f"{j.job.model.name} on {j.ranks} GPUs" for j in jobs))
+
+
+def print_rows(found: Comparison, title: str) -> None:
     """The table, the sentence, and what is modelled."""
-    show(compare_table(rows, title))
-    print(why(rows))
-    levels = {(r["host_model"], r["interference_level"]) for r in rows if r["iteration_s"] is not None}
+    show(compare_table([{**r, "schedule": label(r)} for r in found.rows], title))
+    print(found.why)
+    for line in dict.fromkeys(essentials(p) for p in found.predictions if p is not None):
+        print(line)
+    timed = [r for r in found.rows if r["iteration_s"] is not None]
+    levels = {(r["host_model"], r["interference_level"]) for r in timed}
     how = ", ".join(f"host {host}, interference {level}" for host, level in sorted(levels))
-    for r in rows:
+    for r in timed:
         if "correction" in r:
-            print(f"{r['schedule']}: {corrected_text(r)}")
-    sources = ", ".join(sorted({str(r["cost_source"]) for r in rows if r["iteration_s"] is not None}))
+            print(f"{label(r)}: {corrected_text(r)}")
+    sources = ", ".join(sorted({str(r["cost_source"]) for r in timed}))
     print(f"Step times and exposed communication are {sources} ({how}), reserved memory is modelled;")
     print("FLOPs, parameters and buffer sizes are exact sums over the plan.")
 
 
-def files(rows: list[dict[str, Any]], found: dict[str, Prediction], title: str) -> dict[str, bytes | str]:
-    """What --out holds: one report with every schedule, the winner's picture and trace."""
-    shown = [r["schedule"] for r in rows if r["schedule"] in found]
-    by_name = {r["schedule"]: r for r in rows}
+def files(found: Comparison, title: str) -> dict[str, bytes | str]:
+    """What --out holds: one report with every row that could be predicted, the winner's picture and trace."""
+    table = dumps(table_object(found))
+    shown = [(r, p) for r, p in zip(found.rows, found.predictions, strict=True) if p is not None]
     if not shown:
-        return {"compare.json": dumps({"schema_version": 1, "rows": rows})}
-    runs = [report_run(found[n], by_name[n]) for n in shown]
-    tables = {"Schedules": compare_cells(rows), f"Memory of {shown[0]}": memory_cells(by_name[shown[0]]["memory"])}
+        return {"compare.json": table}
+    (row, best), name = shown[0], label(shown[0][0])
+    cells = compare_cells([{**r, "schedule": label(r)} for r in found.rows])
+    tables = {"Schedules": cells, f"Memory of {name}": memory_cells(row["memory"])}
     return {
-        "compare.json": dumps({"schema_version": 1, "rows": rows}),
-        "report.html": report_html(runs, f"{title}: {why(rows)}", tables),
-        **trace_files(found[shown[0]].trace(), f"{title}, {shown[0]} (modelled)"),
+        "compare.json": table,
+        "report.html": report_html([report_run(p, r, label(r)) for r, p in shown], f"{title}: {found.why}", tables),
+        **trace_files(best.last_step, f"{title}, {name} (modelled)"),
     }

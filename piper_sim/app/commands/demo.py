@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import tomllib
 from pathlib import Path
 
-from ir.job.load import job_from
-from piper_sim.app.commands.compare import files, print_rows
+from ir.job import load_job
+from piper_sim.app.commands.compare import files, print_rows, table_object, title_of
 from piper_sim.app.commands.output import print_json, progress, width, write
 from piper_sim.report.timeline import text_timeline
-from piper_sim.study.compare import SIX, compare
+from piper_sim.study.compare import compare
 
 JOB = """\
 # DeepSeek-V3's published training shape (arXiv:2412.19437): 16-way pipeline, 64-way experts, ZeRO-1, fp8.
@@ -36,19 +37,17 @@ combine = "bf16"
 
 def main(args: argparse.Namespace) -> int:
     """Predict the six schedules, print the table, write the report."""
-    import tomllib
-
-    job = job_from(tomllib.loads(JOB), file="demo")
-    rows, found = compare(job, SIX, progress=progress)
-    title = "deepseek-v3 on 2048 GPUs"
+    job = load_job(tomllib.loads(JOB))
+    found = compare(job, progress=progress)
+    title = title_of(found)
     with progress("writing the report"):
-        written = write(args.out, {"job.toml": JOB, **files(rows, found, title)}, force=True)
+        written = write(args.out, {"job.toml": JOB, **files(found, title)}, force=True)
     if args.json:
-        print_json({"schema_version": 1, "rows": rows})
+        print_json(table_object(found))
         return 0
-    best = found[rows[0]["schedule"]]
-    print(text_timeline(best.trace(), width()))
-    print()
-    print_rows(rows, title)
+    if found.best is not None:
+        print(text_timeline(found.best.last_step, width()))
+        print()
+    print_rows(found, title)
     print(f"\nReport: {Path(args.out) / 'report.html'} (open it in a browser); {len(written)} files in {args.out}/")
     return 0

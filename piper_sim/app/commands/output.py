@@ -37,6 +37,12 @@ def progress(what: str) -> Iterator[None]:
         timer.cancel()
 
 
+def warn(warnings: Iterable[str]) -> None:
+    """Say on stderr, with --json too, what is legal and rarely meant."""
+    for text in dict.fromkeys(warnings):
+        print(f"warning: {text}", file=sys.stderr)
+
+
 def width() -> int:
     """Columns to draw in: the terminal's, or 120 where there is none."""
     return shutil.get_terminal_size((120, 40)).columns

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from ir.job import load_job
 from ir.job.build import blaming
@@ -16,15 +15,18 @@ from piper_sim.app.commands.output import (
     refuse_existing,
     show,
     trace_files,
+    warn,
     width,
     write,
 )
 from piper_sim.report.page.html import ReportRun, report_html
 from piper_sim.report.table import compare_cells, compare_table, memory_cells, memory_table
 from piper_sim.report.timeline import text_timeline
+from piper_sim.report.units import short
 from piper_sim.study.history import applied, backtest, backtest_object, backtest_text, corrected_text
-from piper_sim.study.predict import Prediction, predict
-from piper_sim.study.simulate import simulate_object
+from piper_sim.study.predict import predict
+from piper_sim.study.prediction import Prediction
+from piper_sim.study.simulate import Object
 
 FILES = ("simulate.json", "plan.txt", "report.html", *TRACE_FILES)
 
@@ -37,7 +39,8 @@ def main(args: argparse.Namespace) -> int:
         past = backtest(job)
     with progress(f"simulating {args.job}"), blaming(job):
         p = predict(job)
-        found = applied(simulate_object(p), job, past)
+        found = applied(p.to_dict(), job, past)
+    warn(found["warnings"])
     if past is not None:
         found["history"] = backtest_object(past)
     if args.out is not None:
@@ -52,12 +55,11 @@ def main(args: argparse.Namespace) -> int:
     return 0 if found["fits"] else 3
 
 
-def files(p: Prediction, found: dict[str, Any]) -> dict[str, bytes | str]:
+def files(p: Prediction, found: Object) -> dict[str, bytes | str]:
     """What --out holds."""
-    trace, name = p.trace(), p.prepared.schedule
-    title = f"{p.prepared.job.model.name}, {name}, {p.prepared.ranks} GPUs (modelled)"
+    name, title = p.prepared.schedule, f"{p.title} (modelled)"
     page = report_html(
-        [report_run(p, found)],
+        [report_run(p, found, name)],
         title,
         {"Prediction": compare_cells([{**found, "schedule": name}]), "Memory by rank": memory_cells(found["memory"])},
     )
@@ -65,11 +67,11 @@ def files(p: Prediction, found: dict[str, Any]) -> dict[str, bytes | str]:
         "simulate.json": dumps(found),
         "plan.txt": plan_text(p.plan),
         "report.html": page,
-        **trace_files(trace, title),
+        **trace_files(p.last_step, title),
     }
 
 
-def report_run(p: Prediction, found: dict[str, Any]) -> ReportRun:
+def report_run(p: Prediction, found: Object, name: str) -> ReportRun:
     """A prediction as one run of a report."""
     facts = {
         "step": f"{p.iteration_s:.4g} s",
@@ -81,22 +83,34 @@ def report_run(p: Prediction, found: dict[str, Any]) -> ReportRun:
         "replicas simulated": "{replicas_simulated} of {replicas}".format(**found["folded"]),
         "plan digest": found["plan_digest"][:12],
     }
-    trace, capacity = p.trace(), found["memory"]["capacity_bytes"]
+    trace, capacity = p.last_step, found["memory"]["capacity_bytes"]
     costs = None
     if p.planned.sources.word != "modelled":
         at = p.planned.sources.by_op(p.plan)
         costs = [at[key] for key in zip(trace.rank.tolist(), trace.op, strict=True)]
-    return ReportRun(p.prepared.schedule, trace, facts, cost_source=costs, capacity_bytes=capacity)
+    return ReportRun(name, trace, facts, cost_source=costs, capacity_bytes=capacity)
 
 
-def _print(p: Prediction, found: dict[str, Any], out: str | None) -> None:
+def essentials(p: Prediction) -> str:
+    """The job as it was understood, in a line: whoever meant another model or layout sees it here."""
+    job, mesh, counts = p.prepared.job, p.prepared.mesh.sizes, p.to_dict()["parameters"]
+    size = f"{short(counts['total'])} parameters, {short(counts['active'])} active"
+    axes = " ".join(f"{a}={mesh[a]}" for a in ("tp", "cp", "pp", "dp", "ep") if mesh[a] > 1)
+    batch = f"{p.prepared.mbs} microbatches of {job.schedule.microbatch_size} x {job.model.seq_len} tokens"
+    layers = f"layers per stage {list(p.prepared.layers)}"
+    software = f"software {job.costs.software}" if job.costs.software else "no software file"
+    layout = f"{axes} zero={job.parallel.zero}".strip()
+    return f"{job.model.name}: {size}; {layout}; {batch}; {job.precision.compute}; {layers}; {software}"
+
+
+def _print(p: Prediction, found: Object, out: str | None) -> None:
     job = p.prepared.job
     show(compare_table([{**found, "schedule": p.prepared.schedule}], f"{job.model.name} on {p.prepared.ranks} GPUs"))
     print()
-    print(text_timeline(p.trace(), width()))
+    print(text_timeline(p.last_step, width()))
     print()
     show(memory_table(found["memory"], "memory at the peak, by pipeline rank"))
-    print(f"layers per stage: {list(p.prepared.layers)}")
+    print(essentials(p))
     folded = found["folded"]
     print(f"simulated: {folded['replicas_simulated']} of {folded['replicas']} replicas, the others are equal to them")
     how = f"host {found['host_model']}, interference {found['interference_level']}"

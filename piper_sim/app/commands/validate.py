@@ -62,7 +62,7 @@ def files(v: Validation) -> dict[str, bytes | str]:
         "profile.json": profile_text(v.calibration.profile),
         "plan.txt": plan_text(v.prediction.plan),
         "report.html": report_html(_runs(v), title, tables),
-        "predicted.tsv": write_trace(v.prediction.trace()),
+        "predicted.tsv": write_trace(v.prediction.last_step),
         "trace.tsv": write_trace(v.run.trace),
     }
 
@@ -75,7 +75,7 @@ def _runs(v: Validation) -> list[ReportRun]:
     return [
         ReportRun(
             "predicted",
-            v.prediction.trace(),
+            v.prediction.last_step,
             {"step": written(iteration["predicted_s"]), "error": percent(iteration["error"]), "calibrated on": source}
             | digest,
         ),
@@ -117,7 +117,7 @@ def _show(v: Validation) -> None:
     """What people read."""
     found, p = v.found, v.prediction
     print("predicted")
-    print(text_timeline(p.trace(), width()))
+    print(text_timeline(p.last_step, width()))
     print("measured")
     print(text_timeline(one_step(v), width()))
     show(_table(found))

@@ -13,7 +13,7 @@ from ir.job.schema import History
 from ir.job.table import table_of, value_of
 from ir.schedules.registry import canonical
 from piper_sim.study.history.table import CLASS, PastRun, read_runs
-from piper_sim.study.predict import fits, predict
+from piper_sim.study.predict import predict
 from piper_sim.study.simulate import job_digest
 
 
@@ -72,7 +72,7 @@ def _residual(
             p = predict(past)
         except PiperError as e:
             raise _blamed(e, run, file) from None
-        known[key] = (p.iteration_s, int(p.memory.peak.max()), fits(p.planned))
+        known[key] = (p.iteration_s, int(p.planned.memory.peak.max()), p.fits)
     step, peak, fit = known[key]
     traits = {c: trait(past, c) for c in columns} | {CLASS: run.label}
     return Residual(run, step, off(step, run.iteration_s), off(peak, run.peak), fit, traits)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ir.job import Job
-from piper_sim.study.predict import Prediction, predict
+from piper_sim.study.predict import predict
+from piper_sim.study.prediction import Prediction
 from piper_sim.study.validate.calibrating import Calibration, calibrate
 from piper_sim.study.validate.judging import predicted
 from piper_sim.study.validate.runs import Executor, Options, Ran, Tools, ran

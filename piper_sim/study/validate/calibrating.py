@@ -14,7 +14,7 @@ from ir.job.cache import PLANS
 from ir.plan.text import plan_digest
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import prepare_priced
-from piper_sim.study.predict import Planned
+from piper_sim.study.planned import Planned
 from piper_sim.study.validate.runs import Options, Ran, Tools, ran
 from piper_sim.study.validate.samples import host_seconds, link_samples, measured, node_samples
 

@@ -14,7 +14,9 @@ from piper_sim.compiled import choose
 from piper_sim.engine import Scenario, steady
 from piper_sim.folding import Classes
 from piper_sim.pricing.costs import CostModel
-from piper_sim.study.predict import Planned, Prediction, scenario_of, simulated
+from piper_sim.study.planned import Planned
+from piper_sim.study.predict import scenario_of, simulated
+from piper_sim.study.prediction import Prediction
 from piper_sim.study.validate.runs import Ran
 from piper_sim.study.validate.times import alone, dispatch
 

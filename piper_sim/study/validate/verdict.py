@@ -11,7 +11,7 @@ from cost_models.profile.profile import Profile, lookup
 from ir.job.schema import Gate
 from ir.plan.text import plan_digest
 from piper_sim.memory.splice import exchanges, peaks
-from piper_sim.study.predict import Prediction
+from piper_sim.study.prediction import Prediction
 from piper_sim.study.validate.judging import replayed, without_communication
 from piper_sim.study.validate.runs import Options, Ran
 from piper_sim.study.validate.samples import Samples, link_samples, measured, node_samples

@@ -16,7 +16,7 @@ from ir.plan.plan import Plan
 from piper_sim.memory.splice import peaks
 from piper_sim.memory.timeline import memory
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
-from piper_sim.study.predict import Planned
+from piper_sim.study.planned import Planned
 from tests.executor.measure.alloc_runs import job_file, measured
 
 NEAR = 0.01

@@ -66,8 +66,8 @@ def test_a_recorded_run_is_simulated_and_forced(tmp_path: Path) -> None:
     first.mkdir(), second.mkdir()
     _recorded(*PIPED, folder=first)
     said = (*PIPED, "routing.kind=file", f"routing.file={first / 'routing.csv'}")
-    usual = predict(load_job(str(job_file(tmp_path)), PIPED)).breakdown.iteration_s
-    uneven = predict(load_job(str(job_file(tmp_path)), said)).breakdown.iteration_s
+    usual = predict(load_job(str(job_file(tmp_path)), PIPED)).iteration_s
+    uneven = predict(load_job(str(job_file(tmp_path)), said)).iteration_s
     assert uneven != usual
     _recorded(*said, "routing.forced=true", folder=second)
     assert (first / "routing.csv").read_text() == (second / "routing.csv").read_text()

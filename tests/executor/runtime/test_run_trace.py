@@ -64,7 +64,7 @@ def _seconds(path: Path) -> dict[tuple[int, str, str], float]:
 
 
 def test_both_engines_traces_are_read_by_the_same_code_and_join_on_op_text(ran: Ran, tmp_path: Path) -> None:
-    predicted: Trace = predict(load_job(str(job_file(tmp_path)), ran.sets)).trace()
+    predicted: Trace = predict(load_job(str(job_file(tmp_path)), ran.sets)).last_step
     (tmp_path / "predicted.tsv").write_text(write_trace(predicted))
     (tmp_path / "measured.tsv").write_text(write_trace(ran.trace))
     theirs, ours = _seconds(tmp_path / "predicted.tsv"), _seconds(tmp_path / "measured.tsv")

@@ -13,7 +13,7 @@ from ir.workload.setting import BatchShape, Loss, Precision, Style
 from ir.workload.work import part_work
 from piper_sim.memory.timeline import memory, state
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
-from piper_sim.study.predict import Planned
+from piper_sim.study.planned import Planned
 
 LLAMA = load_config("llama3-8b", {"num_hidden_layers": 1, "num_key_value_heads": 32})
 TOKENS, H, FFN, VOCAB = 4096, 4096, 14336, 128256

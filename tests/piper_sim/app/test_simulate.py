@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 KEYS = (
-    "schema_version iteration_s tokens_per_s tokens_per_s_per_gpu model_tflops_per_gpu mfu time_breakdown "
-    "bubble_fraction exposed_comm_s fits memory ops folded host_model interference_level cost_source cost_shares "
-    "plan_digest cost_digest job_digest"
+    "schema_version iteration_s iteration_s_interval tokens_per_s tokens_per_s_per_gpu model_tflops_per_gpu mfu "
+    "time_breakdown bubble_fraction exposed_comm_s fits memory parameters ops folded host_model interference_level "
+    "software cost_source cost_shares warnings plan_digest cost_digest job_digest"
 )
 BREAKDOWN = (
     "compute recompute slowdown exposed_tp exposed_cp exposed_ep exposed_dp exposed_pp dependency host optimizer"
@@ -56,6 +56,8 @@ def check(found: dict[str, Any], code: int, gpus: int, tokens: int) -> None:
         assert allocated == memory["peak_allocated_bytes"][r] <= memory["peak_reserved_bytes"][r]
         assert memory["device_peak_bytes"][r] == memory["peak_reserved_bytes"][r] + parts["context"]
         assert min(parts["parameters"], parts["gradients"], parts["activations"]) > 0
+        assert memory["cache_bytes"][r] + sum(parts.values()) == memory["device_peak_bytes"][r]
+    assert memory["fits_probability"] is None and found["iteration_s_interval"] is None
     fits = max(memory["device_peak_bytes"].values()) <= memory["capacity_bytes"] - memory["margin_bytes"]
     assert found["fits"] is fits and code == (0 if fits else 3)
     assert ("reason" in found) is not fits

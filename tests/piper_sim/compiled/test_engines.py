@@ -20,7 +20,8 @@ from piper_sim.compiled import choose
 from piper_sim.engine import Run, Scenario
 from piper_sim.engine.steady import MAX_STEPS
 from piper_sim.pricing.hosts import ahead, inline
-from piper_sim.study.predict import Prediction, scenario_of
+from piper_sim.study.predict import scenario_of
+from piper_sim.study.prediction import Prediction
 from tests.ir.plans import stage_plan
 from tests.piper_sim.pricing.asked import RICH, answered, asked, drawn, table
 

@@ -11,7 +11,8 @@ from ir.job.load import job_from
 from ir.plan.plan import OpKind
 from ir.trace.text import read_trace, write_trace
 from piper_sim.study.pipeline import Times, run_schedule
-from piper_sim.study.predict import Prediction, predict
+from piper_sim.study.predict import predict
+from piper_sim.study.prediction import Prediction
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def predicted() -> Prediction:
 
 
 def test_a_trace_has_each_op_of_the_step_once_where_it_ran(predicted: Prediction) -> None:
-    plan, trace = predicted.plan, predicted.trace()
+    plan, trace = predicted.plan, predicted.last_step
     start, end = predicted.run.start[-1], predicted.run.end[-1]
     names = [name for _, name in plan.streams]
     rows = sorted(zip(trace.rank, trace.stream, trace.op, trace.start_s, trace.end_s, strict=True))
@@ -51,7 +52,7 @@ def test_two_ends_of_a_transfer_end_together_and_streams_are_in_order(predicted:
 
 
 def test_the_highest_memory_sample_is_the_peak(predicted: Prediction) -> None:
-    memory = predicted.trace().memory
+    memory = predicted.last_step.memory
     assert memory is not None and memory.time_s.min() >= 0
     for rank in range(2):
         mine = memory.rank == rank
@@ -61,7 +62,7 @@ def test_the_highest_memory_sample_is_the_peak(predicted: Prediction) -> None:
 
 
 def test_a_trace_is_the_same_after_writing_and_reading(predicted: Prediction, tmp_path: Path) -> None:
-    text = write_trace(predicted.trace())
+    text = write_trace(predicted.last_step)
     (tmp_path / "trace.tsv").write_text(text, encoding="utf-8")
     assert write_trace(read_trace(tmp_path / "trace.tsv")) == text
 

@@ -11,8 +11,8 @@ from ir.core.errors import PiperError
 from ir.job.build import blaming
 from ir.job.load import job_from
 from piper_sim.study.breakdown import KEYS
-from piper_sim.study.predict import Prediction, predict
-from piper_sim.study.simulate import simulate_object
+from piper_sim.study.predict import predict
+from piper_sim.study.prediction import Prediction
 
 Table = dict[str, dict[str, Any]]
 Object = dict[str, Any]
@@ -55,7 +55,7 @@ def asked(wanted: Table) -> tuple[Prediction, Object]:
     job = job_from(wanted, file="test")
     with blaming(job):
         found = predict(job)
-        return found, simulate_object(found)
+        return found, found.to_dict()
 
 
 def answer(config: str = "tiny-moe", **sections: Any) -> Object:

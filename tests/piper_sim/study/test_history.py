@@ -16,7 +16,6 @@ from ir.job.table import table_of
 from piper_sim.study.history import applied, backtest, backtest_object, backtest_text, suggest
 from piper_sim.study.history.table import parse_runs
 from piper_sim.study.predict import predict
-from piper_sim.study.simulate import simulate_object
 
 TABLE = {
     "model": {"config": "tiny-llama", "seq_len": 128},
@@ -68,7 +67,7 @@ def test_an_injected_factor_is_recovered_and_only_applied_when_asked_for(tmp_pat
     assert suggestion.before == pytest.approx(1 - 1 / 1.2) and suggestion.after < 1e-9
     assert [r.time for r in past.residuals] == pytest.approx([1 / 1.2 - 1] * len(RUNS))
     quiet, loud = job(tmp_path, slow), job(tmp_path, slow, apply=True)
-    p = simulate_object(predict(quiet))
+    p = predict(quiet).to_dict()
     assert applied(p, quiet, past) == p, "never silently"
     out = applied(p, loud, past)
     assert out["iteration_s"] == pytest.approx(1.2 * p["iteration_s"])

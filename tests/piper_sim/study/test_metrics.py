@@ -17,8 +17,8 @@ from ir.plan.plan import Csr, OpKind, Plan
 from piper_sim.engine import Host, Interference, Run, Scenario, Wire, play, run, steady
 from piper_sim.pricing.costs import OpCosts, Share
 from piper_sim.study.breakdown import KEYS, breakdown
-from piper_sim.study.predict import Prediction, predict, scenario_of
-from piper_sim.study.simulate import simulate_object
+from piper_sim.study.predict import predict, scenario_of
+from piper_sim.study.prediction import Prediction
 from tests.piper_sim.engine.cases import HEAVY, LAYERS, durations, layers
 
 Interval = tuple[float, float]
@@ -174,7 +174,7 @@ def predicted(config: str, schedule: str, zero: int, clip: float = 1.0, **parall
 def test_breakdowns_of_jobs_sum_to_the_step_and_hide_nothing(schedule: str, zero: int, clip: float) -> None:
     p = predicted("tiny-moe", schedule, zero, clip, ep=2)
     agrees(scenario_of(p.planned, p.costs), p.run, p.costs)
-    found: Any = simulate_object(p)
+    found: Any = p.to_dict()
     rows = found["time_breakdown"].values()
     assert all(sum(row.values()) == pytest.approx(p.iteration_s, abs=1e-9) for row in rows)
     assert found["bubble_fraction"] == pytest.approx(sum(r["dependency"] for r in rows) / (4 * p.iteration_s))
@@ -197,15 +197,15 @@ def test_what_is_gathered_after_the_update_is_waited_for_by_the_next_step() -> N
     ran, _ = steady(world, slow.duration, True)
     longer = breakdown(world, ran, slow)
     assert longer.iteration_s == pytest.approx(p.iteration_s + len(gathers), rel=1e-3)
-    exposed = [b.seconds[0]["exposed_dp"] for b in (longer, p.breakdown)]
+    exposed = [b.seconds[0]["exposed_dp"] for b in (longer, p.times)]
     assert exposed[0] == pytest.approx(exposed[1] + len(gathers), rel=1e-3)
     agrees(world, ran, slow)
 
 
 def test_tensor_and_context_parallel_time_is_named_by_its_axis() -> None:
     p = predicted("tiny-llama", "1f1b", 1, tp=2, cp=2, dp=1)
-    rows = p.breakdown.seconds
+    rows = p.times.seconds
     assert all(r["exposed_tp"] > 0 and r["exposed_cp"] > 0 and r["recompute"] > 0 and r["optimizer"] > 0 for r in rows)
     agrees(scenario_of(p.planned, p.costs), p.run, p.costs)
     q = predicted("tiny-llama", "1f1b", 1)
-    assert all(r["exposed_tp"] == r["exposed_cp"] == r["exposed_ep"] == 0 for r in q.breakdown.seconds)
+    assert all(r["exposed_tp"] == r["exposed_cp"] == r["exposed_ep"] == 0 for r in q.times.seconds)

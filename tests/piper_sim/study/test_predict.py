@@ -9,7 +9,7 @@ import pytest
 
 from ir.job.load import job_from
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
-from piper_sim.study.predict import Planned
+from piper_sim.study.planned import Planned
 from tests.piper_sim.pricing.asked import SCHEDULES, answer, answered, asked, assert_told, drawn, seconds, table
 
 NO_COMM = {"interference": "none"}
@@ -252,5 +252,5 @@ def test_memory_is_known_before_anything_runs_and_no_cost_changes_it() -> None:
     hardware = hardware_of(wanted)
     early = Planned.of(prepare_priced(wanted, hardware), hardware)
     p, _ = asked(table(routing={"kind": "zipf"}, costs={"interference": "maxmin", "host_model": "inline"}))
-    assert (early.memory.peak == p.memory.peak).all() and early.reserved == p.planned.reserved
+    assert (early.memory.peak == p.planned.memory.peak).all() and early.reserved == p.planned.reserved
     assert int(np.sum(early.memory.dynamic)) > 0

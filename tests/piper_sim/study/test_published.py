@@ -13,7 +13,9 @@ from experiments.published.sets import SETS
 from experiments.published.sets_llama import nanotron_layers
 from ir.job.load import job_from
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
-from piper_sim.study.predict import GIB, Planned, fits, predict
+from piper_sim.report.units import GIB
+from piper_sim.study.planned import Planned, fits
+from piper_sim.study.predict import predict
 
 FEW = {  # every so many rows, most time and most memory error of their median
     "zero_bubble": (7, 0.04, 0.05),
@@ -150,9 +152,9 @@ def job(software):
 
 def test_a_host_that_waits_at_each_transfer_adds_its_turn_to_every_pass():
     p = predict(job({"software": "megatron"}))
-    host = [row["host"] for row in p.breakdown.seconds]
+    host = [row["host"] for row in p.times.seconds]
     turn = 1e-6 * p.planned.hardware.software.turn_us
     assert max(host) == pytest.approx(8 * turn, rel=1e-3)  # four microbatches, forward and backward
     free = predict(job({}))
     assert p.iteration_s - free.iteration_s > 7 * turn
-    assert np.array_equal(p.memory.peak, free.memory.peak)
+    assert np.array_equal(p.planned.memory.peak, free.planned.memory.peak)

@@ -1,0 +1,91 @@
+"""A job planned: all that is known of it before anything runs, memory with it, which does not depend on costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from cost_models import Hardware
+from cost_models.allocator.bands import context_bytes
+from ir.core.order import IntArray
+from ir.job.build import Prepared
+from ir.plan.plan import Plan
+from piper_sim.folding import Classes
+from piper_sim.memory.timeline import Memory, Reserved, memory, reserved, state
+from piper_sim.pricing.costs import CostModel
+from piper_sim.pricing.routing import Routing, routing_of
+from piper_sim.pricing.routing.worst import worst
+from piper_sim.pricing.sharing import leaves
+from piper_sim.pricing.sources import Sources, sources
+from piper_sim.report.units import GIB
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """What is known of a job before anything runs: memory does not depend on costs.
+
+    sized, workspace: the plan with the bytes of each program's worst replica, and its workspaces where routing sets
+    them.
+    """
+
+    prepared: Prepared
+    hardware: Hardware
+    plan: Plan
+    model: CostModel
+    routing: Routing | None
+    classes: Classes
+    sized: Plan
+    workspace: IntArray | None
+    memory: Memory
+
+    @classmethod
+    def of(cls, prepared: Prepared, hardware: Hardware) -> Planned:
+        """Build the plan, find which replicas are equal, and walk memory."""
+        plan, model = prepared.plan(), CostModel(prepared, hardware)
+        routing = routing_of(prepared, plan.graph, hardware)
+        more = [] if routing is None else [routing.colours()[None]]
+        if prepared.job.costs.interference == "maxmin":
+            more.append(leaves(model.ground, hardware.leaf_nodes))
+        classes = model.classes(plan, np.concatenate(more) if more else None)
+        persistent = state(plan, model.recipe)
+        sized, workspace = (plan, None) if routing is None else worst(plan, routing, classes)
+        found = memory(sized, persistent, workspace)
+        return cls(prepared, hardware, plan, model, routing, classes, sized, workspace, found)
+
+    @cached_property
+    def sources(self) -> Sources:
+        """Where its seconds come from."""
+        return sources(self.plan, self.model)
+
+    @cached_property
+    def reserved(self) -> tuple[Reserved, ...]:
+        """What each rank's allocator takes of what capacity, margin and context leave it."""
+        return reserved(self.sized, self.memory, self.hardware, self.room_bytes, self.workspace)
+
+    @property
+    def room_bytes(self) -> int:
+        """What the driver has for an allocator: capacity less margin and context."""
+        margin = int(self.prepared.job.cluster.memory_margin_GiB * GIB)
+        return self.hardware.hbm_bytes - margin - self.context_bytes
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes outside the allocator."""
+        return context_bytes(self.hardware, communicators(self))
+
+
+def fits(p: Planned) -> bool:
+    """Whether every rank's allocator finds room for every request within the device less margin and context."""
+    if int(p.memory.peak.max()) > p.room_bytes:  # no need to ask an allocator
+        return False
+    return all(r.refused is None for r in p.reserved)
+
+
+def communicators(p: Planned) -> int:
+    """Process groups of more than one rank that a rank is a member of."""
+    sizes = p.prepared.mesh.sizes
+    moe = p.prepared.config.moe is not None
+    wanted = ["tp", "cp", "pp", *(("ep", "edp") if moe else ())]
+    return sum(sizes[a] > 1 for a in wanted) + (sizes["cp"] * sizes["dp"] > 1)

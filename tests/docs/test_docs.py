@@ -1,0 +1,101 @@
+"""Every code block of README and docs runs: Python as it stands, TOML as jobs, shell lines through the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ir.core.errors import PiperError
+from ir.job import load_job
+from ir.job.build import directives_json
+from piper_sim.app.cli import main, parser
+from piper_sim.study.predict import predict
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+LANGUAGES = {"python", "toml", "sh", "json", "csv", ""}
+QUICK = {"schedule", "simulate", "plan"}  # of what a page shows, what is run; every other line is parsed
+OTHERS = {"pip", "make", "torchrun", "python", "git", "srun", "sbatch", "export", "cd", "mpirun", "for", "done"}
+JOB = '[model]\nconfig = "tiny-moe"\nseq_len = 64\n[parallel]\npp = 2\ndp = 2\nep = 2\n[schedule]\nmicrobatches = 4\n'
+
+
+def blocks(page: Path) -> Iterator[tuple[int, str, str]]:
+    """(line, language, text) of each fenced block."""
+    text = page.read_text(encoding="utf-8")
+    for m in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        yield text[: m.start()].count("\n") + 1, m[1], m[2]
+
+
+def blocks_of(language: str) -> list[object]:
+    found = [(p, line, text) for p in PAGES for line, lang, text in blocks(p) if lang == language]
+    return [pytest.param(text, id=f"{p.name}:{line}") for p, line, text in found]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each `piper-sim` line; lines of other programs are let by if they are known."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words and words[0] == "piper-sim":
+            yield words[1:]
+        else:
+            assert not words or words[0] in OTHERS, f"what is {words[0]}?"
+
+
+def test_there_are_pages_and_every_block_has_a_language_that_is_run() -> None:
+    assert len(PAGES) > 5 and len(blocks_of("sh")) > 3 and len(blocks_of("python")) > 3 and len(blocks_of("toml")) > 1
+    assert {lang for p in PAGES for _, lang, _ in blocks(p)} <= LANGUAGES
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(lang == "python" for _, lang, _ in blocks(p))], ids=str)
+def test_python_runs_from_top_to_bottom(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    if "import torch" in page.read_text(encoding="utf-8"):
+        pytest.importorskip("torch")
+    for line, lang, text in blocks(page):
+        if lang == "python":
+            exec(compile("\n" * line + text, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("text", blocks_of("toml"))
+def test_toml_is_a_job_or_sections_of_one(text: str) -> None:
+    table = tomllib.loads(text)
+    load_job({"model": {"config": "tiny-moe", "seq_len": 64}} | table)
+    with pytest.raises(PiperError, match="unknown key"):  # and it is the keys that are looked at
+        load_job({"model": {"config": "tiny-moe"}} | table | {"parallel": {"ppp": 2}})
+
+
+@pytest.mark.parametrize("text", blocks_of("json"))
+def test_json_is_json_and_lists_are_directives_behind_a_job_s_own(text: str, tmp_path: Path) -> None:
+    found = json.loads(text)
+    if isinstance(found, list):
+        job, path = load_job(tomllib.loads(JOB)), tmp_path / "strategy.json"
+        own = directives_json(predict(job).prepared.strategy)
+        path.write_text(json.dumps([*own, *found]), encoding="utf-8")
+        assert predict(load_job(tomllib.loads(JOB), set=[f'schedule.directives="{path}"'])).fits
+
+
+@pytest.mark.parametrize("text", blocks_of("sh"))
+def test_commands_take_the_flags_they_are_shown_with(text: str) -> None:
+    for words in commands(text):
+        _, unknown = parser().parse_known_args(words)
+        assert not unknown, f"piper-sim {' '.join(words)}: {unknown}"
+
+
+@pytest.mark.parametrize("text", blocks_of("sh"))
+def test_commands_that_are_quick_run(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with a job of that name; what reads a file that only the reader has is parsed above."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("job.toml", "tiny.toml"):
+        (tmp_path / name).write_text(JOB, encoding="utf-8")
+    for words in commands(text):
+        missing = "history.file" in " ".join(words) or "costs.profile" in " ".join(words)
+        if words[0] in QUICK and not missing:
+            given = [w.replace("{17=", "{3=") for w in words]  # the tiny job has four ranks
+            assert main([*given, "--json"]) == 0, words

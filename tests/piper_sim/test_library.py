@@ -1,0 +1,131 @@
+"""The library: what a script or a notebook gets, the same as the commands print, and nothing heavy before its time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import piper_sim
+from piper_sim.app.cli import main
+
+TABLE: dict[str, Any] = {
+    "model": {"config": "tiny-llama", "seq_len": 64},
+    "parallel": {"pp": 2, "dp": 2},
+    "schedule": {"name": "vpp", "microbatches": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def predicted() -> piper_sim.Prediction:
+    return piper_sim.predict(piper_sim.load_job(TABLE))
+
+
+def test_importing_it_loads_nothing_heavy() -> None:
+    heavy = ("torch", "matplotlib", "pandas", "simpy", "numba", "numpy")
+    code = f"import sys, piper_sim; dir(piper_sim); print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+    code = "import sys, piper_sim; piper_sim.predict, piper_sim.compare; print('pandas' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    assert all(getattr(piper_sim, name).__doc__ for name in piper_sim.__all__)
+    with pytest.raises(AttributeError, match="prediction"):
+        piper_sim.prediction  # noqa: B018
+
+
+def test_a_job_is_read_from_a_file_as_from_a_mapping(tmp_path: Any) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('[model]\nconfig = "tiny-llama"\nseq_len = 64\n[parallel]\npp = 2\n')
+    read = piper_sim.load_job(path, set=["schedule.microbatches=4"])
+    given = {"model": {"config": "tiny-llama", "seq_len": 64}, "parallel": {"pp": 2}, "schedule": {"microbatches": 4}}
+    assert read.schedule == piper_sim.load_job(given).schedule
+    with pytest.raises(piper_sim.PiperError, match="unknown key") as e:
+        piper_sim.load_job({"model": {"config": "tiny-llama"}, "parallel": {"pipeline": 2}})
+    assert e.value.key == "parallel.pipeline" and e.value.kind is piper_sim.ErrorKind.JOB
+
+
+def test_tables_hold_what_the_object_says(predicted: piper_sim.Prediction) -> None:
+    found, memory, times = predicted.to_dict(), predicted.memory, predicted.breakdown
+    assert found["fits"] is predicted.fits and found["iteration_s"] == predicted.iteration_s
+    assert times.sum(axis=1).tolist() == pytest.approx([predicted.iteration_s] * 2, rel=1e-9)
+    assert {str(r): row for r, row in zip(times.index, times.to_dict("records"), strict=True)} == found[
+        "time_breakdown"
+    ]
+    parts = [*found["memory"]["breakdown_bytes"]["0"], "cache"]
+    assert memory[parts].sum(axis=1).tolist() == memory["device_peak"].tolist()
+    assert memory["device_peak"].tolist() == list(found["memory"]["device_peak_bytes"].values())
+    assert (memory["low"] <= memory["device_peak"]).all() and (memory["device_peak"] <= memory["high"]).all()
+
+
+def test_the_trace_is_the_step(predicted: piper_sim.Prediction) -> None:
+    trace = predicted.trace
+    assert list(trace.columns) == ["step", "rank", "stream", "op", "post_s", "start_s", "end_s"]
+    assert len(trace) == len(predicted.plan) and (trace.start_s <= trace.end_s).all()
+    assert sorted(trace[trace.stream == "compute"].op.str[:2].unique())[0] == "0B" or "0F0" in set(trace.op)
+
+
+def test_a_notebook_gets_a_picture(predicted: piper_sim.Prediction) -> None:
+    assert predicted._repr_png_()[:4] == b"\x89PNG"
+    html = predicted._repr_html_()
+    assert "data:image/png;base64," in html and "interleaved-1f1b" in html and "fits" in html
+
+
+def test_the_commands_print_what_the_library_gives(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = []
+    for name, pp in (("short", 2), ("long", 4)):
+        path = tmp_path / f"{name}.toml"
+        model = '[model]\nconfig = "tiny-llama"\nseq_len = 64\nnum_hidden_layers = 8\n'
+        path.write_text(f"{model}[parallel]\npp = {pp}\n[schedule]\nmicrobatches = 4\n")
+        paths.append(str(path))
+    capsys.readouterr()
+    assert main(["simulate", paths[0], "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert simulated == json.loads(json.dumps(piper_sim.predict(piper_sim.load_job(paths[0])).to_dict()))
+    assert main(["compare", *paths, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    found = piper_sim.compare([piper_sim.load_job(p) for p in paths])
+    assert rows == json.loads(json.dumps(found.rows))
+    assert {r["job"] for r in rows} == set(paths)
+    mine = next(r for r in rows if r["job"] == paths[0])
+    assert {k: mine[k] for k in simulated} == simulated, "the same job is the same row, its digest too"
+    assert list(found.table.index) == [f"{r['job'].split('/')[-1][:-5]} {r['schedule']}" for r in rows]
+    assert found.best is found.predictions[0] and "wins" in found.why and "<table" in found._repr_html_()
+    assert main(["compare", *paths, "--schedules", "gpipe,1f1b", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 4
+
+
+def test_a_job_has_one_digest_in_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    job = piper_sim.load_job(TABLE)
+    alone = piper_sim.predict(job).to_dict()["job_digest"]
+    [row] = piper_sim.compare(job, ["interleaved-1f1b"]).rows
+    assert row["job_digest"] == alone
+    other = piper_sim.load_job(TABLE, set=["schedule.stages_per_rank=1", "schedule.name=1f1b"])
+    assert piper_sim.predict(other).to_dict()["job_digest"] != alone
+
+
+def test_what_is_rarely_meant_is_said(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    few = piper_sim.load_job(TABLE, set=["schedule.name=1f1b", "schedule.microbatches=1"])
+    assert piper_sim.predict(few).to_dict()["warnings"] == [
+        "1 microbatch on 2 stages: the pipeline never fills; set schedule.microbatches = 2 or more"
+    ]
+    assert piper_sim.predict(piper_sim.load_job(TABLE)).to_dict()["warnings"] == []
+    path = tmp_path / "job.toml"
+    path.write_text('[model]\nconfig = "tiny-llama"\nseq_len = 64\n[parallel]\npp = 4\n[schedule]\nmicrobatches = 2\n')
+    capsys.readouterr()
+    assert main(["simulate", str(path), "--json"]) == 0
+    assert "warning: 2 microbatches on 4 stages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "active"),
+    # Hugging Face's counts of both; 12.9 B active is what Mixtral's paper says.
+    [("llama3-8b", 8_030_261_248, 8_030_261_248), ("mixtral-8x7b", 46_702_792_704, 12_879_925_248)],
+)
+def test_parameters_are_counted(config: str, total: int, active: int) -> None:
+    job = piper_sim.load_job({"model": {"config": config, "seq_len": 128}, "parallel": {"pp": 4, "tp": 2}})
+    assert piper_sim.predict(job).to_dict()["parameters"] == {"total": total, "active": active}
