@@ -53,7 +53,7 @@ def _several() -> Plan:
     """Each layer's attention and mlp are cut into buckets, and room is for two."""
     job = {
         "model": {"config": "tiny-llama", "num_hidden_layers": 2, "seq_len": 16},
-        "parallel": {"dp": 2, "zero": 3, "bucket_MiB": 0.01, "prefetch": 1},
+        "parallel": {"dp": 2, "zero": 3, "bucket_MiB": 0.02, "prefetch": 1},
         "schedule": {"name": "gpipe", "microbatches": 2},
         "cluster": {"gpu": "h100-sxm"},
     }
