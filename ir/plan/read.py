@@ -11,7 +11,7 @@ from typing import NoReturn
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.graph.graph import Graph
 from ir.graph.sync import buckets, with_sync
-from ir.plan.plan import Plan, Shape
+from ir.plan.plan import Plan, Role, Shape
 from ir.plan.read_buffers import read_buffers
 from ir.plan.rebuild import Columns, Raw, columns_plan
 from ir.plan.vocabulary import Vocabulary, stream_cell
@@ -238,7 +238,7 @@ class _Reader:
         for row, word in p.allocs:
             name, _, size = word.rpartition(":")
             on = self._find(p, row, name, "allocates")
-            if not re.fullmatch(r"[1-9]\d{0,17}", size, re.ASCII) or "RS*/" not in self.shapes[raw.shape[on]].text:
+            if not re.fullmatch(r"[1-9]\d{0,17}", size, re.ASCII) or self.shapes[raw.shape[on]].role is not Role.REDUCE:
                 raise raw.wrong(row, f"{word:.60} is no gradient bucket and its bytes", "alloc 2RS3/dense:4096")
             raw.allocs.append((row, on, int(size)))
         twice = [row for row, on in Counter(on for _, on, _ in raw.allocs).items() if on > 1]
