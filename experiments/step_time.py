@@ -25,20 +25,18 @@ import torch.distributed as dist
 
 from executor.device import clock
 from executor.device.device import Host
-from executor.launch import run as cli
 from executor.launch.launch import launch
 from executor.runtime.batch import Batch, Data, Waiting
+from executor.runtime.given import given_text
 from executor.runtime.interpreter import Interpreter
 from executor.runtime.program import Program
 from executor.runtime.rank import Local, crossing, topology
-from executor.runtime.spec import Spec, rebuild
 from executor.runtime.worker import RankContext
 from experiments.torch_runtime import TorchPipeline, order_csv
 from ir.core.ops import Pass
 from ir.job import load_job
 from ir.job.build import Prepared, prepare
 from ir.plan.plan import OpKind
-from ir.plan.text import plan_digest
 from ir.verify import check_plan
 
 JOB = """
@@ -88,10 +86,9 @@ class Times:
         return [a / b for a, b in zip(self.ours, self.theirs, strict=True)]
 
 
-def rank(ctx: RankContext, spec: dict[str, Any], csv: str) -> dict[str, Any]:
+def rank(ctx: RankContext, steps: int, csv: str) -> dict[str, Any]:
     """The target of `launch`: two warm pairs, then the pairs that count."""
-    s = Spec.of(spec)
-    prepared, plan = rebuild(s)
+    prepared, plan = ctx.given()
     program, device = Program.of(plan, ctx.rank), Host()
     local = Local.of(prepared, plan, ctx.rank, device)
     transport = ctx.connect("gloo", topology(plan), device)
@@ -117,7 +114,7 @@ def rank(ctx: RankContext, spec: dict[str, Any], csv: str) -> dict[str, Any]:
         return start, clock.now(), time.process_time() - used
 
     spans: dict[str, list[Span]] = {"ours": [], "theirs": []}
-    for step in range(s.steps):
+    for step in range(steps):
         turns = [("ours", we), ("theirs", they)]
         for name, work in turns if step % 2 == 0 else turns[::-1]:
             spans[name].append(timed(work, step))
@@ -161,10 +158,9 @@ def measure(pairs: int, seq_len: int) -> Times:
         plan = prepared.plan()
         check_plan(plan)
         (folder / "order.csv").write_text(order_csv(prepared))
-        spec = cli.spec_of(prepared, plan_digest(plan), (), WARM + pairs, folder)
         before = os.getloadavg()[0]
-        args = {"spec": asdict(spec), "csv": str(folder / "order.csv")}
-        found = launch(rank, RANKS, args, watchdog_s=120.0)
+        args = {"steps": WARM + pairs, "csv": str(folder / "order.csv")}
+        found = launch(rank, RANKS, args, given=[given_text(prepared, plan)], watchdog_s=120.0)
     counted = range(WARM, WARM + pairs)
     ours, theirs = ([[r[name][k] for r in found] for k in counted] for name in ("ours", "theirs"))
     least, last = min(s for r in found for s in r["passes"]), found[-1]["losses"]

@@ -23,7 +23,8 @@ from typing import Any
 from executor.launch import run as cli
 from executor.measure.alloc import take_lists
 from ir.job import load_job
-from piper_sim.study.validate import Calibration, Options, Tools, validate
+from ir.job.run_options import RunOptions
+from piper_sim.study.validate import Calibration, Tools, validate
 
 SCHEDULES = ("1f1b", "gpipe", "zb1p", "interleaved-1f1b", "zbv", "dualpipe")
 LEAST_S = 0.01  # of a layer's pass, to count
@@ -86,9 +87,9 @@ def judged(schedule: str, size: tuple[int, int, int], op_s: float, steps: int, k
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.toml"
         file.write_text(JOB.format(layers=2 * ranks, ranks=ranks, dp=dp, zero=zero, schedule=schedule, mbs=2 * ranks))
-        options = Options(ranks * dp, steps, watchdog_s=60.0, emulate=op_s)
+        options = RunOptions(ranks * dp, steps, watchdog_s=60.0, emulate=op_s)
         launcher: Any = cli
-        found = validate(load_job(str(file)), (), Tools(launcher, take_lists), options, known).found
+        found = validate(load_job(str(file)), Tools(launcher, take_lists), options, known).found
     iteration, bare = found["iteration"], found["without_communication"]
     replay = found["replay"]["error"] if found["replay"] else float("nan")
     seconds = iteration["measured_s"], iteration["predicted_s"], bare["predicted_s"]

@@ -1,8 +1,14 @@
 """A small process that has imported torch once and forks ranks on demand; it never runs the user's main module.
 
-multiprocessing's forkserver would import `__main__` again in every child, and would not tell us of a child's death
-by pid. Protocol: JSON lines over one socket. When the socket closes, every child is killed and the server ends; when
-the server dies, the kernel kills the children (PR_SET_PDEATHSIG). So no process outlives the one that asked for it.
+What all ranks of a run are given, it reads once, and they inherit. Requests and events are JSON lines over one socket.
+When the socket closes, every child is killed and the server ends; when the server dies, the kernel kills the children
+(PR_SET_PDEATHSIG). So no process outlives the one that asked for it.
+
+Why not torch's own: `torch.distributed.elastic.multiprocessing` (2.13, tried by spawn and by forkserver) imports torch
+and the main module again in every rank of every run: two ranks stood after 19 to 27 s on two busy cores, where these
+are forked in milliseconds. It reported a killed rank 8 to 10 s later, and knows neither at which op it was nor who
+waited for it; when its launcher was killed, ranks that hold back SIGINT went on under forkserver for as long as we
+looked (40 minutes).
 """
 
 from __future__ import annotations
@@ -18,14 +24,54 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Container
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parents[2]
+from executor.runtime.given import forget, given_name, read_given
+
+_ROOT = str(Path(__file__).resolve().parents[2])
 _PR_SET_PDEATHSIG = 1
+_KEEP = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-class ForkServer:
+class ServerGone(ConnectionError):
+    """The fork server has died, and its children with it."""
+
+
+class Lines:
+    """One end of the socket: a JSON object a line."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end, self._rest = end, b""
+
+    def send(self, **message: Any) -> None:
+        """One object. Raises ServerGone: nobody is at the other end."""
+        try:
+            self.end.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise ServerGone("the fork server has died") from error
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Those that have come, waiting for some. Raises ServerGone: nobody is at the other end."""
+        try:
+            data = self.end.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            raise ServerGone("the fork server has died")
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+def search_path() -> list[str]:
+    """Where this process finds modules, without the working directory, which holds the user's files."""
+    return [whole for p in sys.path if p and (whole := os.path.abspath(p)) != os.getcwd()]
+
+
+class ForkServer(Lines):
     """The parent's end. One per process, started at first use.
 
     >>> server = ForkServer.get(); server is ForkServer.get()
@@ -40,53 +86,42 @@ class ForkServer:
         """The server of this process, alive."""
         with cls.lock:
             if cls._one is None or cls._one.owner != os.getpid() or cls._one.process.poll() is not None:
-                if cls._one is not None and cls._one.owner == os.getpid():
+                if cls._one is not None:
                     cls._one.close()
                 cls._one = cls()
             return cls._one
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self.socket, theirs = socket.socketpair()
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
+        # Isolated (-I): neither the working directory nor PYTHONPATH comes before Python's own library.
         code = (
-            f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
-            f"from executor.launch.forkserver import serve; serve({theirs.fileno()})"
+            f"import sys; sys.path[:0] = [] if {_ROOT!r} in sys.path else [{_ROOT!r}]; "
+            f"sys.path += [p for p in {search_path()!r} if p not in sys.path]; "
+            f"from executor.launch.forkserver import Server; Server({theirs.fileno()}).serve()"
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, "-I", "-c", code],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,
-            env=env,
+            env={**os.environ, **_KEEP},
             start_new_session=True,
         )
         theirs.close()
-        self._buffer = b""
         atexit.register(self.close)
 
-    def send(self, **message: Any) -> None:
-        """One request."""
-        self.socket.sendall(json.dumps(message).encode() + b"\n")
-
     def events(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What has happened, waiting at most so long for the first; raises EOFError when the server is gone."""
-        if b"\n" not in self._buffer:
-            ready, _, _ = select.select([self.socket], [], [], timeout_s)
-            if not ready:
-                return []
-            data = self.socket.recv(1 << 16)
-            if not data:
-                raise EOFError("the fork server has died")
-            self._buffer += data
-        *lines, self._buffer = self._buffer.split(b"\n")
-        return [json.loads(line) for line in lines]
+        """What has happened, waiting at most so long for the first. Raises ServerGone."""
+        ready, _, _ = select.select([self.end], [], [], timeout_s)
+        return self.receive() if ready else []
 
     def close(self) -> None:
         """Ends the server, and whatever it has started."""
         if self.owner != os.getpid():
             return
-        self.socket.close()
+        self.end.close()
         try:
             self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -95,85 +130,91 @@ class ForkServer:
         atexit.unregister(self.close)
 
 
-def serve(fd: int) -> None:
-    """The server's life. Requests: {start: spec path, key} and {kill: [keys]}; events: started and exit, by key."""
-    import numpy.ma  # noqa: F401
-    import torch.fx.experimental.symbolic_shapes  # noqa: F401  else imported by every rank's first backward (0.6 s)
+class Server:
+    """The server itself. Requests: {start: folder of a launch} and {kill: [keys]}; events: started and exit, by key."""
 
-    import executor.runtime.rank  # noqa: F401  and everything a rank needs
-    import executor.runtime.worker as worker
+    def __init__(self, fd: int) -> None:
+        import numpy.ma  # noqa: F401
+        import torch.fx.experimental.symbolic_shapes  # noqa: F401  else imported by every first backward (0.6 s)
 
-    libc = ctypes.CDLL(None, use_errno=True)
-    channel = socket.socket(fileno=fd)
-    wake_r, wake_w = os.pipe()
-    os.set_blocking(wake_w, False)
-    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    children: dict[int, str] = {}
-    folders: set[Path] = set()  # of the runs, which their launcher removes unless it is killed
-    buffer, me = b"", os.getpid()
+        import executor.runtime.rank  # noqa: F401  and everything a rank needs
 
-    def say(**event: Any) -> None:
-        channel.sendall(json.dumps(event).encode() + b"\n")
+        self.lines = Lines(socket.socket(fileno=fd))
+        self.children: dict[int, str] = {}
+        self.folders: set[str] = set()  # of the runs, which their launcher removes unless it is killed
+        self.wake, self._waker = os.pipe()
+        os.set_blocking(self._waker, False)
 
-    def start(key: str, spec: str) -> None:
+    def serve(self) -> None:
+        """Until the socket closes."""
+        end = self.lines.end.fileno()
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            while True:
+                ready, _, _ = select.select([end, self.wake], [], [])
+                if self.wake in ready:
+                    os.read(self.wake, 4096)
+                self._reap()
+                for request in self.lines.receive() if end in ready else ():
+                    if "start" in request:
+                        self._start(request["start"])
+                    else:
+                        self._kill(request["kill"])
+        except ServerGone:
+            pass  # our launcher has
+        finally:
+            self._kill(self.children.values())
+            for folder in self.folders:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _start(self, folder: str) -> None:
+        """All processes of a launch, behind what they are given."""
+        from executor.runtime.worker import main
+
+        self.folders.add(folder)
+        with suppress(FileNotFoundError):  # the launcher was killed meanwhile
+            spec = json.loads(Path(folder, "spec").read_text(encoding="utf-8"))
+            with suppress(Exception):  # the ranks run into it too, and can say so
+                for number in range(spec["given"]):
+                    read_given(Path(folder, given_name(number)))
+            for key, ranks in spec["processes"].items():
+                self._fork(key, partial(main, spec, ranks))
+        forget()
+
+    def _fork(self, key: str, life: Callable[[], int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        folders.add(Path(spec).parent)
-        pid = os.fork()
-        if pid:
-            children[pid] = key
-            say(event="started", key=key, pid=pid)
+        me = os.getpid()
+        if pid := os.fork():
+            self.children[pid] = key
+            self.lines.send(event="started", key=key, pid=pid)
             return
         code = 1
         try:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != me:
-                os._exit(1)
-            os.setpgid(0, 0)
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            for f in (channel.fileno(), wake_r, wake_w):
-                os.close(f)
-            code = worker.main(spec)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() == me:
+                os.setpgid(0, 0)
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                for fd in (self.lines.end.fileno(), self.wake, self._waker):
+                    os.close(fd)
+                code = life()
         finally:
             os._exit(code)
 
-    def kill(keys: list[str] | None = None) -> None:
-        for pid, key in children.items():
-            if keys is None or key in keys:
-                for call in (os.killpg, os.kill):  # its group, and itself if it has none yet
-                    try:
-                        call(pid, signal.SIGKILL)
-                    except (ProcessLookupError, PermissionError):
-                        continue
+    def _reap(self) -> None:
+        while self.children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            self.lines.send(event="exit", key=self.children.pop(pid), pid=pid, code=code)
 
-    try:
-        while True:
-            ready, _, _ = select.select([channel.fileno(), wake_r], [], [])
-            if wake_r in ready:
-                os.read(wake_r, 4096)
-            while children:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if not pid:
-                    break
-                say(event="exit", key=children.pop(pid), pid=pid, code=os.waitstatus_to_exitcode(status))
-            if channel.fileno() in ready:
-                data = channel.recv(1 << 16)
-                if not data:
-                    break
-                *lines, buffer = (buffer + data).split(b"\n")
-                for line in lines:
-                    request = json.loads(line)
-                    if "start" in request:
-                        start(request["key"], request["start"])
-                    else:
-                        kill(request["kill"])
-    except (BrokenPipeError, ConnectionResetError):
-        pass
-    finally:
-        kill()
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+    def _kill(self, keys: Container[str]) -> None:
+        for pid in [pid for pid, key in self.children.items() if key in keys]:
+            for call in (os.killpg, os.kill):  # its group, and itself if it has none yet
+                with suppress(ProcessLookupError, PermissionError):
+                    call(pid, signal.SIGKILL)

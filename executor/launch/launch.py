@@ -8,15 +8,16 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from executor.device.progress import Record, State, create, read
-from executor.launch.forkserver import ForkServer
+from executor.launch.forkserver import ForkServer, ServerGone
 from executor.launch.verdict import Findings, RankFailed, failed, stuck, verdict
+from executor.runtime.given import given_name
 from executor.runtime.target import Target, describe, write_whole
 from ir.core.errors import ErrorKind, PiperError
 
@@ -70,19 +71,18 @@ def launch(
     ranks: int,
     args: Mapping[str, object] | None = None,
     *,
+    given: Sequence[str] = (),
     out: Path | None = None,
     watchdog_s: float = 15.0,
     startup_s: float = 120.0,
-    timeout_s: float | None = None,
-    threads: int = 1,
-    env: Mapping[str, str] | None = None,
     together: bool = False,
 ) -> list[Any]:
     """Run `fn(context, **args)` on every rank; returns what they return, by rank. Arguments and results are JSON.
 
-    out: a folder that gets `ranks.json`, whole, before any rank goes on. watchdog_s: a rank that makes no progress for
-    so long has failed; startup_s: the same before its first op. timeout_s: for everything. together: all ranks are
-    threads of one process.
+    given: jobs with their plans (`executor.runtime.given.given_text`), which ranks find at `context.given()`.
+    out: a folder that gets `ranks.json`, whole, before any rank goes on.
+    watchdog_s: a rank that makes no progress for so long has failed; startup_s: the same before its first op.
+    together: all ranks are threads of one process.
 
     Raises RankFailed. Whatever happens, no process is left.
     """
@@ -90,29 +90,31 @@ def launch(
     if out is not None:
         folder_for(out)
     with ForkServer.lock, _scratch(), tempfile.TemporaryDirectory(prefix="piper-run-") as name:
-        folder = Path(name)
-        run = _Run(ranks, folder, watchdog_s, startup_s)
-        create(folder / "progress", ranks)
-        server = ForkServer.get()
+        run = _Run(ranks, Path(name), watchdog_s, startup_s)
+        create(run.folder / "progress", ranks)
+        for number, text in enumerate(given):
+            (run.folder / given_name(number)).write_text(text, encoding="utf-8")
+        groups = [list(range(ranks))] if together else [[r] for r in range(ranks)]
+        run.alive = {f"{run.folder.name}/{group[0]}": tuple(group) for group in groups}
         spec = {
             "world": ranks,
             "dir": name,
             "target": target,
             "args": dict(args or {}),
-            "threads": threads,
+            "given": len(given),
+            "processes": run.alive,
             "cwd": os.getcwd(),
-            "sys_path": sys.path,
-            "env": {"GLOO_SOCKET_IFNAME": "lo", **(env or {})},
+            "sys_path": [os.path.abspath(path) for path in sys.path],
         }
+        (run.folder / "spec").write_text(json.dumps(spec), encoding="utf-8")
+        server = ForkServer.get()
         try:
-            pids = _start(server, run, spec, together)
-            if out is not None:
-                _note(out, pids)
-            (folder / "go").touch()
-            _watch(server, run, time.monotonic(), timeout_s)
+            _watch(server, run, _start(server, run, out))
+        except ServerGone as error:
+            raise _orphaned(run) from error
         finally:
             _end(server, run)
-        return [json.loads((folder / f"result-{r}").read_text(encoding="utf-8")) for r in range(ranks)]
+        return [json.loads((run.folder / f"result-{r}").read_text(encoding="utf-8")) for r in range(ranks)]
 
 
 def folder_for(out: Path) -> None:
@@ -154,15 +156,9 @@ def _scratch() -> Iterator[None]:
         raise PiperError(ErrorKind.IO, message, file=tempfile.gettempdir(), suggestion=fix) from error
 
 
-def _start(server: ForkServer, run: _Run, spec: dict[str, object], together: bool) -> dict[int, int]:
-    """Start all processes; returns the process of each rank."""
-    everyone = tuple(range(run.world))
-    for ranks in [everyone] if together else [(r,) for r in everyone]:
-        path = run.folder / f"spec-{ranks[0]}"
-        path.write_text(json.dumps({**spec, "ranks": ranks}), encoding="utf-8")
-        key = f"{run.folder.name}/{ranks[0]}"
-        run.alive[key] = ranks
-        server.send(start=str(path), key=key)
+def _start(server: ForkServer, run: _Run, out: Path | None) -> float:
+    """Start all processes, and let them go once `ranks.json` is there; returns when that was."""
+    server.send(start=str(run.folder))
     pids: dict[int, int] = {}
     limit = time.monotonic() + run.startup_s
     while len(pids) < run.world:
@@ -172,10 +168,13 @@ def _start(server: ForkServer, run: _Run, spec: dict[str, object], together: boo
             if event["event"] == "started" and event["key"] in run.alive:
                 pids |= dict.fromkeys(run.alive[event["key"]], event["pid"])
             run.note(event)
-    return pids
+    if out is not None:
+        _note(out, pids)
+    (run.folder / "go").touch()
+    return time.monotonic()
 
 
-def _watch(server: ForkServer, run: _Run, began_s: float, timeout_s: float | None) -> None:
+def _watch(server: ForkServer, run: _Run, began_s: float) -> None:
     """Until all ranks have ended well; raises RankFailed with the first cause otherwise."""
     while run.alive:
         for event in server.events(0.05):
@@ -183,14 +182,16 @@ def _watch(server: ForkServer, run: _Run, began_s: float, timeout_s: float | Non
         if any(run.codes.values()) or (len(run.alive) == 1 < run.world and any(run.folder.glob("failure-*"))):
             _settle(server, run)
             raise verdict(run.findings())
-        now = time.monotonic()
         live = [r for r in run.records() if r.rank in run.living()]
-        if found := stuck(live, now, began_s, run.watchdog_s, run.startup_s):
+        if found := stuck(live, time.monotonic(), began_s, run.watchdog_s, run.startup_s):
             rank, seconds = found
             raise failed(run.findings(), rank, f"no progress for {seconds:.0f} s")
-        if timeout_s is not None and now - began_s > timeout_s:
-            worst = min(live, key=lambda r: (r.state != State.RUN, r.changed_s))
-            raise failed(run.findings(), worst.rank, f"not finished after {timeout_s:g} s")
+
+
+def _orphaned(run: _Run) -> RankFailed:
+    """All ranks have died with the process that had started them: of the first that was at work, if one was."""
+    first = min(run.records(), key=lambda r: (r.state is not State.RUN, r.rank))
+    return failed(run.findings(), first.rank, "killed with the fork server, which somebody has killed")
 
 
 def _settle(server: ForkServer, run: _Run, grace_s: float = 3.0) -> None:
@@ -213,5 +214,5 @@ def _end(server: ForkServer, run: _Run) -> None:
         while run.alive and time.monotonic() < limit:
             for event in server.events(0.5):
                 run.note(event)
-    except (EOFError, OSError):
+    except ServerGone:
         server.close()  # the kernel has ended the ranks with it

@@ -13,12 +13,8 @@ computed: messages between stages have their real size, buckets at most 1 MiB or
 
 from __future__ import annotations
 
-import json
 import math
-import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,12 +24,14 @@ from executor.checkpoint.settings import settled, verified
 from executor.launch.launch import launch
 from executor.launch.refusals import refuse
 from executor.parallel.stragglers import slowest
+from executor.runtime.given import given_text
 from executor.runtime.spec import Spec, taken
 from executor.runtime.target import Target
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import load_job
-from ir.job.build import Prepared, directives_json, prepare
+from ir.job.build import Prepared, prepare
 from ir.job.routing.recorded import counts_text
+from ir.job.run_options import RunOptions
 from ir.plan.places import Places
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
@@ -44,57 +42,29 @@ ROUTING = "routing.csv"
 RANK: Target = "executor.runtime.rank:train_rank"
 
 
-def run(
-    prepared: Prepared,
-    plan: Plan,
-    sets: Sequence[str],
-    *,
-    ranks: int,
-    steps: int,
-    backend: str = "gloo",
-    watchdog_s: float = 15.0,
-    emulate: float | None = None,
-    emulate_comm: float = 0.0,
-    replay: Path | None = None,
-    out: Path | None = None,
-    dump: Path | None = None,
-    parts: Path | None = None,
-    saving: Saving = Saving(),
-) -> tuple[dict[str, Any], Trace]:
-    """Run the judged plan up to step `steps`. Returns the object of `piper-sim run` and the trace.
+def run(prepared: Prepared, plan: Plan, options: RunOptions, saving: Saving = Saving()) -> tuple[dict[str, Any], Trace]:
+    """Run the judged plan up to step `options.steps`. Returns the object of `piper-sim run` and the trace.
 
-    sets: the job's `--set` overrides. emulate: seconds of a layer's pass, instead of arithmetic; replay: a trace whose
-    ops' seconds are taken instead; emulate_comm: seconds by which each transfer ends later. out: a folder that gets
-    `ranks.json`, and where the model has experts `routing.csv`: where the first step's tokens went. dump: one for
-    gradients and parameters; parts: one for what each node of a compute op took, where the host computes:
-    `parts-<rank>.json`, rows (step, op, seconds of each of its nodes). saving: what is asked of checkpoints.
+    saving: what is asked of checkpoints.
 
     Raises PiperError: a wrong number of ranks or something not there yet (exit 2), RankFailed (exit 4).
     """
-    check_numbers(steps, watchdog_s, emulate, emulate_comm)
-    check(prepared, plan, sets, ranks=ranks, backend=backend, real=emulate is None and replay is None)
-    if replay is not None:
-        check_replay(replay, plan, emulate)
-    found = settled(saving, prepared, steps, real=emulate is None and replay is None)
-    digest = plan_digest(plan)
-    with tempfile.TemporaryDirectory(prefix="piper-plan-") as name:
-        folder = Path(name)
-        spec = replace(
-            spec_of(prepared, digest, sets, steps, folder),
-            dump=None if dump is None else str(dump.resolve()),
-            backend=backend,
-            emulate=emulate,
-            emulate_comm=emulate_comm,
-            replay=None if replay is None else str(replay.resolve()),
-            parts=None if parts is None else str(parts.resolve()),
-            saving=verified(found),
-            note=out is not None,
-        )
-        together = backend == "local"
-        results = launch(RANK, ranks, asdict(spec), out=out, watchdog_s=watchdog_s, together=together)
-    if out is not None and any(r["routing"] for r in results):
-        (out / ROUTING).write_text(_routing(results, Places.of(plan)))
-    return gathered(prepared, plan, digest, results)
+    options.check()
+    check(prepared, plan, options)
+    found = settled(saving, prepared, options.steps, real=options.real)
+    spec = Spec(options, verified(found), note=options.out is not None)
+    results = launch(
+        RANK,
+        options.ranks,
+        spec.told(),
+        given=[given_text(prepared, plan)],
+        out=options.out,
+        watchdog_s=options.watchdog_s,
+        together=options.backend == "local",
+    )
+    if options.out is not None and any(r["routing"] for r in results):
+        (options.out / ROUTING).write_text(_routing(results, Places.of(plan)))
+    return gathered(prepared, plan, results)
 
 
 def _routing(results: list[dict[str, Any]], places: Places) -> str:
@@ -103,18 +73,17 @@ def _routing(results: list[dict[str, Any]], places: Places) -> str:
     return counts_text(rows)
 
 
-def check(prepared: Prepared, plan: Plan, sets: Sequence[str], *, ranks: int, backend: str, real: bool) -> None:
-    """Refuse what `run` would refuse. real: with arithmetic. Raises PiperError (exit 2)."""
-    if ranks != prepared.ranks:
-        raise _wrong_ranks(prepared, sets, ranks)
-    refuse(prepared, backend, real=real)
+def check(prepared: Prepared, plan: Plan, options: RunOptions) -> None:
+    """Refuse what `run` would refuse. Raises PiperError (exit 2)."""
+    if options.ranks != prepared.ranks:
+        raise _wrong_ranks(prepared, options)
+    refuse(prepared, options.backend, real=options.real)
+    if options.replay is not None:
+        _check_replay(options.replay, plan)
 
 
-def check_replay(file: Path, plan: Plan, emulate: float | None) -> None:
-    """Refuse a trace that some rank could not replay. Raises PiperError (exit 2)."""
-    if emulate is not None:
-        message = "ops take either a given time or that of a trace"
-        raise PiperError(ErrorKind.USAGE, message, key="--replay", suggestion="leave out --emulate")
+def _check_replay(file: Path, plan: Plan) -> None:
+    """Refuse a trace that some rank could not replay."""
     trace, places = read_trace(file), Places.of(plan)
     try:
         for rank in places.table[0]:
@@ -126,42 +95,9 @@ def check_replay(file: Path, plan: Plan, emulate: float | None) -> None:
         ) from error
 
 
-def spec_of(prepared: Prepared, digest: str, sets: Sequence[str], steps: int, folder: Path) -> Spec:
-    """What every rank is told; the strategy as a file in a folder that outlives the ranks' start."""
-    strategy = folder / "strategy.json"
-    strategy.write_text(json.dumps(directives_json(prepared.strategy)))
-    job = str(Path(prepared.job.file).resolve())
-    style = tuple(asdict(prepared.style).items())
-    return Spec(job, (*sets, *resolved(prepared)), str(strategy), prepared.schedule, digest, steps, style=style)
-
-
-def check_numbers(steps: int, watchdog_s: float, emulate: float | None, emulate_comm: float) -> None:
-    """Refuse flags out of range."""
-    rules = (
-        ("--steps", steps, steps >= 1, "1 or more", "steps"),
-        ("--watchdog", watchdog_s, 0 < watchdog_s < math.inf, "more than 0", "seconds"),
-        ("--emulate", emulate, emulate is None or 0 <= emulate < math.inf, "0 or more", "seconds"),
-        ("--emulate-comm", emulate_comm, 0 <= emulate_comm < math.inf, "0 or more", "seconds"),
-    )
-    usual = {"--steps": "1", "--watchdog": "15", "--emulate": "0.01", "--emulate-comm": "0.001"}
-    for flag, value, good, allowed, unit in rules:
-        if not good:
-            fix = f"{flag} {usual[flag]}"
-            raise PiperError(ErrorKind.USAGE, f"{value} {unit}", key=flag, allowed=allowed, suggestion=fix)
-
-
-def resolved(prepared: Prepared) -> list[str]:
-    """What the simulator's side has decided beyond the job file, as overrides."""
-    return [
-        f"parallel.layers=[{', '.join(map(str, prepared.layers))}]",
-        f"parallel.dp={prepared.job.parallel.dp}",
-        f"cluster.gpus_per_node={prepared.job.cluster.gpus_per_node}",
-    ]
-
-
-def _wrong_ranks(prepared: Prepared, sets: Sequence[str], ranks: int) -> PiperError:
+def _wrong_ranks(prepared: Prepared, options: RunOptions) -> PiperError:
     """N processes for a job of another size, and the overrides that make it a job of N."""
-    p = prepared.job.parallel
+    p, ranks = prepared.job.parallel, options.ranks
     sizes = {"pp": (p.pp, ranks)} | {a: (getattr(p, a), 1) for a in ("tp", "cp", "dp", "ep", "etp")}
     needed = [f"parallel.{axis}={new}" for axis, (old, new) in sizes.items() if old != new]
     if not isinstance(p.layers, str):
@@ -170,16 +106,14 @@ def _wrong_ranks(prepared: Prepared, sets: Sequence[str], ranks: int) -> PiperEr
     fix = f"-n {prepared.ranks}"
     for more in ([], cluster, schedule, [*cluster, *schedule]):
         with suppress(PiperError):
-            if prepare(load_job(prepared.job.file, [*sets, *needed, *more])).ranks == ranks:
+            if prepare(load_job(prepared.job.file, [*options.sets, *needed, *more])).ranks == ranks:
                 fix = " ".join(f"--set {s}" for s in [*needed, *more])
                 break
     message = f"{ranks} processes for a job of {prepared.ranks} ranks"
     return PiperError(ErrorKind.USAGE, message, key="-n", allowed=str(prepared.ranks), suggestion=fix)
 
 
-def gathered(
-    prepared: Prepared, plan: Plan, digest: str, results: list[dict[str, Any]]
-) -> tuple[dict[str, Any], Trace]:
+def gathered(prepared: Prepared, plan: Plan, results: list[dict[str, Any]]) -> tuple[dict[str, Any], Trace]:
     """The object of `piper-sim run`, and the trace, from what the ranks returned."""
     trace, steps = _trace(results, prepared.schedule), len(results[0]["squares"])
     real = results[0]["losses"] is not None
@@ -197,7 +131,7 @@ def gathered(
         "memory": {"peak_allocated_bytes": peaks, "persistent_bytes": held},
         "ranks": prepared.ranks,
         "slowest": None if late is None else {"rank": late.rank, "waited_s": late.waited_s},
-        "plan_digest": digest,
+        "plan_digest": plan_digest(plan),
         "saved": results[0]["saved"],
         "trace": None,
     }, trace

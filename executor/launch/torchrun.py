@@ -1,8 +1,9 @@
 """`torchrun … -m executor JOB`: one rank of a run that somebody else launches, on one machine or several.
 
-Every rank builds, checks and compares the plan. `layers = "balanced"` weighs by FLOPs here, as no cost model is at
-hand: to run exactly what `piper-sim` judged, give its layers, and `--digest` to be sure. Rank 0 prints the object of
-`piper-sim run`, and whoever finds a failure first prints that; then every rank ends with a code other than 0.
+Rank 0 reads the job, builds and checks the plan, and gives both to all through the store, as text; the digests of the
+plans that the ranks have read are compared before the first op. `layers = "balanced"` weighs by FLOPs here, as no cost
+model is at hand: to run exactly what `piper-sim` judged, give its layers, and `--digest` to be sure. Rank 0 prints the
+object of `piper-sim run`, and whoever finds a failure first prints that; then every rank ends with a code other than 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,8 +27,9 @@ from executor.checkpoint.saving import Saving
 from executor.checkpoint.settings import settled
 from executor.device.progress import Progress, create
 from executor.launch.refusals import refuse
-from executor.launch.run import check_numbers, gathered, spec_of
-from executor.launch.watchdog import Lookout, clocks
+from executor.launch.run import gathered
+from executor.launch.watchdog import STARTUP_S, Lookout, clocks
+from executor.runtime.given import given_name, given_text
 from executor.runtime.rank import train_rank
 from executor.runtime.spec import Spec
 from executor.runtime.target import write_whole
@@ -34,6 +37,7 @@ from executor.runtime.worker import RankContext
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import load_job
 from ir.job.build import Prepared, prepare
+from ir.job.run_options import RunOptions
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
 from ir.trace.text import write_trace
@@ -92,76 +96,100 @@ class Place:
 
 def main(argv: Sequence[str]) -> int:
     """One rank's life; returns its exit code."""
-    rank = os.environ.get("RANK", "0")
     try:
         args = _parser().parse_args(list(argv))
         place = Place.here()
-        prepared, plan = _judged(args, place)
+        options = _options(args, place)
+        options.check()
+        judged = _judged(args, options) if place.rank == 0 else None
         wanted = Saving(args.save, args.every, args.keep, args.force, args.resume)
-        saving = settled(wanted, prepared, args.steps, real=args.emulate is None)
+        if judged is not None:
+            settled(wanted, judged[0], options.steps, real=options.real)
     except PiperError as error:
-        if rank == "0":
+        if os.environ.get("RANK", "0") == "0":
             report(error)
         return error.kind.exit_code
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="piper-rank-") as name:
-        spec = replace(
-            spec_of(prepared, plan_digest(plan), args.sets, args.steps, Path(name)),
-            backend=args.backend,
-            emulate=args.emulate,
-            emulate_comm=args.emulate_comm,
-            saving=saving,
-        )
-        return _live(args, place, Path(name), spec, prepared, plan)
+        folder = Path(name)
+        try:
+            patience = timedelta(seconds=STARTUP_S)
+            store, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=patience))
+            lookout = _lookout(store, place, folder, options)
+            text = lookout.tell(None if judged is None else given_text(*judged))
+        except (RuntimeError, ValueError) as error:  # of the store: rank 0 has refused the job, or is gone
+            print(f"error: rank {place.rank} was told nothing to run: {error}", file=sys.stderr, flush=True)
+            return ErrorKind.RANK_FAILED.exit_code
+        (folder / given_name(0)).write_text(text, encoding="utf-8")
+        return _live(store, lookout, place, folder, Spec(options, wanted))
 
 
-def _judged(args: argparse.Namespace, place: Place) -> tuple[Prepared, Plan]:
-    check_numbers(args.steps, args.watchdog, args.emulate, args.emulate_comm)
-    prepared = prepare(load_job(args.job, args.sets))
-    if prepared.ranks != place.world:
-        message = f"{place.world} processes for a job of {prepared.ranks} ranks"
+def _options(args: argparse.Namespace, place: Place) -> RunOptions:
+    return RunOptions(
+        ranks=place.world,
+        steps=args.steps,
+        backend=args.backend,
+        watchdog_s=args.watchdog,
+        emulate=args.emulate,
+        emulate_comm=args.emulate_comm,
+        out=None if args.out is None else Path(args.out),
+        sets=tuple(args.sets),
+    )
+
+
+def _judged(args: argparse.Namespace, options: RunOptions) -> tuple[Prepared, Plan]:
+    """What is to be run, by rank 0."""
+    prepared = prepare(load_job(args.job, options.sets))
+    if prepared.ranks != options.ranks:
+        message = f"{options.ranks} processes for a job of {prepared.ranks} ranks"
         fix = f"--nproc-per-node {prepared.ranks}, over all nodes"
         raise PiperError(ErrorKind.USAGE, message, key="WORLD_SIZE", allowed=str(prepared.ranks), suggestion=fix)
     plan = prepared.plan()
     check_plan(plan)
-    refuse(prepared, args.backend, real=args.emulate is None, here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+    refuse(prepared, options.backend, real=options.real, here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
     if args.digest not in (None, found := plan_digest(plan)):
         fix = f"--set 'parallel.layers={list(prepared.layers)}' in both places"
         raise PiperError(ErrorKind.ILLEGAL_PLAN, f"the plan's digest is {found}", key="--digest", suggestion=fix)
     return prepared, plan
 
 
-def _live(args: argparse.Namespace, place: Place, folder: Path, spec: Spec, prepared: Prepared, plan: Plan) -> int:
-    store, _, _ = next(rendezvous("env://", place.rank, place.world))
+def _lookout(store: Any, place: Place, folder: Path, options: RunOptions) -> Lookout:
     create(folder / "progress", 1)
-    pen = Progress(folder / "progress", 0)
-    lookout = Lookout(PrefixStore("piper", store), place.rank, place.world, folder / "progress", args.watchdog, report)
+    mine = PrefixStore("piper", store)
+    return Lookout(mine, place.rank, place.world, folder / "progress", options.watchdog_s, report)
+
+
+def _live(store: Any, lookout: Lookout, place: Place, folder: Path, spec: Spec) -> int:
+    """From the text that says what to run to the end."""
     context = RankContext(
         place.rank,
         place.world,
         folder,
-        pen,
+        Progress(folder / "progress", 0),
         local_rank=place.local_rank,
         open_store=lambda: PrefixStore("groups", store),
     )
+    out = spec.options.out if place.rank == 0 else None
     try:
-        pids = lookout.meet(f"{spec.digest} from step {spec.saving.first}")
-        if place.rank == 0 and args.out is not None:
-            Path(args.out).mkdir(parents=True, exist_ok=True)
+        prepared, plan = context.given()
+        saving = settled(spec.saving, prepared, spec.options.steps, real=spec.options.real)
+        pids = lookout.meet(f"{plan_digest(plan)} from step {saving.first}")
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
             table = {"ranks": {str(r): {"pid": pid} for r, pid in enumerate(pids)}}
-            write_whole(Path(args.out) / "ranks.json", json.dumps(table))
+            write_whole(out / "ranks.json", json.dumps(table))
         clock = clocks(lookout.store, place.rank, lookout.hosts)
         lookout.start()
-        result = train_rank(context, **asdict(spec))
+        result = train_rank(context, **replace(spec, saving=saving).told())
+        results = lookout.exchange({**result, "clock": clock})
     except BaseException as error:
         lookout.fall(error)  # does not return
-    results = lookout.exchange({**result, "clock": clock})
     if place.rank == 0:
-        found, trace = gathered(prepared, plan, spec.digest, results)
-        if args.out is not None:
-            found["trace"] = str(Path(args.out) / "trace.tsv")
-            write_whole(Path(args.out) / "trace.tsv", write_trace(trace))
-            write_whole(Path(args.out) / "run.json", json.dumps(found, indent=1) + "\n")
+        found, trace = gathered(prepared, plan, results)
+        if out is not None:
+            found["trace"] = str(out / "trace.tsv")
+            write_whole(out / "trace.tsv", write_trace(trace))
+            write_whole(out / "run.json", json.dumps(found, indent=1) + "\n")
         print(json.dumps(found, allow_nan=False), flush=True)
     lookout.part()
     return 0

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ EVERY_S = 0.2
 GRACE_S = 1.0  # for others to come to wait, or to run into a failure too, so that the report is complete
 GONE_S = 3.0  # without a sign of life
 STARTUP_S = 120.0
+PIECE = 4 * 2**20  # bytes
 FAILED = ErrorKind.RANK_FAILED.exit_code
 
 
@@ -89,12 +91,19 @@ class Lookout:
         self.store.wait([f"at/{r}" for r in range(self.world)])
         threading.Thread(target=self._watch, name="lookout", daemon=True).start()
 
+    def tell(self, text: str | None) -> str:
+        """What rank 0 has to say to all; everybody else says None."""
+        if text is not None:
+            put(self.store, "told", text)
+            return text
+        return take(self.store, "told")
+
     def exchange(self, result: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Leave this rank's result; rank 0 gets all."""
-        self.store.set(f"result/{self.rank}", json.dumps(result))
+        put(self.store, f"result/{self.rank}", json.dumps(result))
         if self.rank:
             return []
-        return [json.loads(self.store.get(f"result/{r}")) for r in range(self.world)]
+        return [json.loads(take(self.store, f"result/{r}")) for r in range(self.world)]
 
     def part(self) -> None:
         """All end together, rank 0 last: its machine may hold the store."""
@@ -159,7 +168,10 @@ class Lookout:
             self._failure_s = now
         self._see([0] if self.rank else range(self.world), now)
         patience = GRACE_S if self.rank == 0 else GRACE_S + GONE_S
-        late = any(t is not None and now - t > patience for t in (self._failure_s, self._ended_s))
+        late = self._failure_s is not None and now - self._failure_s > patience
+        if self._ended_s is not None:  # by a launcher that has seen somebody end: wait until it is plain who
+            known = self._failure_s is not None or bool(self._silent(now))
+            late = late or now - self._ended_s > (patience if known else patience + GONE_S)
         if self.rank == 0 and self._failure_s is None and (found := self._stuck(now)):
             self._accuse(found)
         if late or (self.rank and now - self._sights[0].beat_s > self.watchdog_s + GONE_S):
@@ -197,13 +209,16 @@ class Lookout:
         f = self._findings(now)
         if any(not s["witness"] for s in f.said.values()):
             return verdict(f)
-        silent = [s for r, s in enumerate(self._sights) if r != self.rank and now - s.beat_s > 2 * EVERY_S + 0.3]
-        if silent:
-            first = min(silent, key=lambda s: s.beat_s)
-            return failed(f, self._sights.index(first), "it has vanished")
+        if silent := self._silent(now):
+            return failed(f, silent[0], "it has vanished")
         if f.said:
             return verdict(f)
         return failed(f, self.rank, "ended from outside")
+
+    def _silent(self, now: float) -> list[int]:
+        """The other ranks that show no life, those that have not for longest first."""
+        beats = {r: s.beat_s for r, s in enumerate(self._sights) if r != self.rank}
+        return sorted((r for r, beat in beats.items() if now - beat > 2 * EVERY_S + 0.3), key=beats.__getitem__)
 
     def _accuse(self, error: RankFailed) -> NoReturn:
         if self._mine.add("reporter", 1) == 1:
@@ -223,6 +238,21 @@ class Lookout:
         """Without any farewell, which might hang; only this rank's own folder goes with it."""
         shutil.rmtree(self.progress.parent, ignore_errors=True)
         os._exit(FAILED)
+
+
+def put(store: Any, key: str, text: str) -> None:
+    """Leave a text of any length; a value of torch's store has at most 8 MiB. Its length comes last, for `take`."""
+    data = zlib.compress(text.encode(), 1)
+    pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
+    for number, piece in enumerate(pieces):
+        store.set(f"{key}/{number}", piece)
+    store.set(key, str(len(pieces)))
+
+
+def take(store: Any, key: str) -> str:
+    """Wait for what `put` has left, or is about to."""
+    count = int(store.get(key))
+    return zlib.decompress(b"".join(store.get(f"{key}/{number}") for number in range(count))).decode()
 
 
 def clocks(store: Any, rank: int, hosts: Sequence[str], rounds: int = 8) -> tuple[float, float]:

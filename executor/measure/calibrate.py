@@ -8,18 +8,16 @@ Nothing here has run on a GPU where the project's tests run.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from executor.launch.launch import launch
 from executor.launch.refusals import refuse
-from executor.launch.run import spec_of
 from executor.measure.kernels import recipes
 from executor.measure.links import link_samples, wanted
 from executor.measure.ops import names_of
+from executor.runtime.given import given_text
 from executor.runtime.target import Target
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import Prepared
@@ -27,7 +25,7 @@ from ir.plan.plan import Plan
 
 AXES = ("tp", "cp", "ep", "etp")
 RANK: Target = "executor.measure.rank:measure_rank"
-Size = tuple[Prepared, Plan, Sequence[str]]  # a job, its plan, the overrides it was loaded with
+Size = tuple[Prepared, Plan]  # a job and its plan
 
 
 @dataclass(frozen=True)
@@ -54,23 +52,19 @@ def measure(
 
     Raises PiperError: what cannot be timed so (exit 2), RankFailed (exit 4).
     """
-    prepared, plan, _ = sizes[0]
+    prepared, plan = sizes[0]
     refuse_processes(backend, processes, prepared.ranks)
-    for other, _, _ in sizes:
+    for other, _ in sizes:
         if by == "modules":
             refuse_modules(other)
     wants = wanted(prepared, plan, processes)
-    with tempfile.TemporaryDirectory(prefix="piper-calibrate-") as name:
-        told = []
-        for i, (one, its, sets) in enumerate(sizes):
-            folder = Path(name) / str(i)
-            folder.mkdir()
-            spec = asdict(spec_of(one, "", sets, 1, folder))
-            names = [[*key, found] for key, found in names_of(its).items()]
-            pieces = [asdict(p) for p in recipes(its)[0]] if by == "kernels" else []
-            told.append({"spec": spec, "names": names, "pieces": pieces})
-        args = {"sizes": told, "wants": [asdict(w) for w in wants], "by": by, "backend": backend, "repeats": repeats}
-        found = launch(RANK, processes, args, watchdog_s=watchdog_s)
+    told = []
+    for _, its in sizes:
+        names = [[*key, found] for key, found in names_of(its).items()]
+        told.append({"names": names, "pieces": [asdict(p) for p in recipes(its)[0]] if by == "kernels" else []})
+    args = {"sizes": told, "wants": [asdict(w) for w in wants], "by": by, "backend": backend, "repeats": repeats}
+    given = [given_text(one, its) for one, its in sizes]
+    found = launch(RANK, processes, args, given=given, watchdog_s=watchdog_s)
     return _gathered(sizes, found, by, link_samples(wants, [r["links"] for r in found]))
 
 
@@ -89,7 +83,7 @@ def _gathered(
     return Measurement(
         ops=() if kernels else tuple(merged),
         pieces=tuple({int(k): v for k, v in one.items()} for one in merged) if kernels else (),
-        recipes=tuple(recipes(plan)[1] for _, plan, _ in sizes) if kernels else (),
+        recipes=tuple(recipes(plan)[1] for _, plan in sizes) if kernels else (),
         links=links,
         gpu=gpu,
         gpus=len(found) if gpu else 0,

@@ -12,7 +12,6 @@ from executor.measure.links import Want, link_rows, topology
 from executor.measure.ops import Note, op_samples
 from executor.measure.watch import watch_of
 from executor.parallel.places import Places
-from executor.runtime.spec import Spec, rebuild
 from executor.runtime.worker import RankContext
 from ir.core.work import CommKind, DType
 from ir.plan.plan import Plan
@@ -34,7 +33,7 @@ def measure_rank(
         done += 1
         ctx.progress.op(done, text)
 
-    ops = [_ops(ctx, size, device, by, repeats, note) for size in sizes]
+    ops = [_ops(ctx, number, size, device, by, repeats, note) for number, size in enumerate(sizes)]
     ctx.progress.wait(text="the other ranks")
     transport.barrier()
     rows = link_rows(asked, transport, device, repeats, note)
@@ -45,9 +44,9 @@ def measure_rank(
 
 
 def _ops(
-    ctx: RankContext, size: dict[str, Any], device: Device, by: str, repeats: int, note: Note
+    ctx: RankContext, number: int, size: dict[str, Any], device: Device, by: str, repeats: int, note: Note
 ) -> dict[str, list[float]]:
-    prepared, plan = rebuild(Spec.of(size["spec"]))
+    prepared, plan = ctx.given(number)
     watch = watch_of(device)
     if by == "kernels":
         mine = list(enumerate(map(Piece.of, size["pieces"])))[ctx.rank :: ctx.world]

@@ -1,4 +1,4 @@
-"""What one rank of a run does: rebuild the plan, build its part of the model, train, hand back what happened."""
+"""What one rank of a run does: take its program, build its part of the model, train, hand back what happened."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from executor.runtime.batch import Batch, Data, Waiting
 from executor.runtime.interpreter import Interpreter, StepResult, boundary
 from executor.runtime.kernels import BlankStage, BlankSync, Real, Timed
 from executor.runtime.program import Program
-from executor.runtime.spec import Spec, rebuild
+from executor.runtime.spec import Spec
 from executor.runtime.worker import RankContext
 from executor.transport.base import Topology
 from ir.graph.expert_rows import spread_over
 from ir.graph.sync import buckets, repeated
 from ir.job.build import Prepared, precision_of
+from ir.job.run_options import RunOptions
 from ir.plan.places import Places, several, sharers
 from ir.plan.plan import OpKind, Plan
 
@@ -43,16 +44,17 @@ from ir.plan.plan import OpKind, Plan
 def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     """The target of `launch`: run `steps` steps as this rank's program says."""
     s = Spec.of(spec)
-    prepared, plan = rebuild(s)
+    o = s.options
+    prepared, plan = ctx.given()
     program = Program.of(plan, ctx.rank)
-    device = device_of(s, ctx)
-    transport = ctx.connect(s.backend, topology(plan), device)
+    device = device_of(o, ctx)
+    transport = ctx.connect(o.backend, topology(plan), device)
     region = Region.of(plan, ctx.rank, transport, ctx.progress)
-    local = Local.of(prepared, plan, ctx.rank, device, region, note=s.note) if s.real else None
+    local = Local.of(prepared, plan, ctx.rank, device, region, note=s.note) if o.real else None
     kernels = local.kernels() if local is not None else blank(prepared, plan, program, s)
     empty = crossing(prepared, device, region)
-    run = Interpreter(program, kernels, transport, ctx.progress, device, empty, s.emulate_comm)
-    batches = _batches(prepared, program, device) if s.real else _blank_batches(program)
+    run = Interpreter(program, kernels, transport, ctx.progress, device, empty, o.emulate_comm)
+    batches = _batches(prepared, program, device) if o.real else _blank_batches(program)
     keeper = None
     if local is not None:
         keeper = Keeper(s.saving, prepared, plan, ctx.rank, local.sync, local.shares, ctx.progress)
@@ -60,24 +62,24 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     device.mark().wait()
     transport.barrier()
     results, told = [], []
-    for step in range(s.saving.first, s.steps):
+    for step in range(s.saving.first, o.steps):
         results.append(run.step(step, batches(step)))
         told.append(local.guide.take() if local is not None else ([], []))
-        if step == s.saving.first and local is not None and s.dump is not None:
-            _dump(Path(s.dump) / f"first-{ctx.rank}.npz", local)
+        if step == s.saving.first and local is not None and o.dump is not None:
+            _dump(o.dump / f"first-{ctx.rank}.npz", local)
         if keeper is not None:
-            keeper.after(step + 1, s.steps, transport)
+            keeper.after(step + 1, o.steps, transport)
     rows = list(run.rows)
-    if s.parts is not None and s.real and not device.ahead:
-        (Path(s.parts) / f"parts-{ctx.rank}.json").write_text(json.dumps(run.parts))
+    if o.parts is not None and o.real and not device.ahead:
+        (o.parts / f"parts-{ctx.rank}.json").write_text(json.dumps(run.parts))
     peak = None
     if local is not None:
-        if s.dump is not None:
-            _dump(Path(s.dump) / f"rank-{ctx.rank}.npz", local)
+        if o.dump is not None:
+            _dump(o.dump / f"rank-{ctx.rank}.npz", local)
         # One more step, not timed and not reported, as following every storage makes it slower.
-        more = batches(s.steps)
+        more = batches(o.steps)
         with PeakMemory(local.tensors()) as memory:
-            run.step(s.steps, more)
+            run.step(o.steps, more)
         peak = memory.peak
     if keeper is not None:
         keeper.close()
@@ -85,8 +87,8 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     run.close()
     transport.close()
     return {
-        "losses": [_of_the_batch(prepared, program, r) for r in results] if s.real else None,
-        "grad_norms": [r.grad_norm for r in results] if s.real else None,
+        "losses": [_of_the_batch(prepared, program, r) for r in results] if o.real else None,
+        "grad_norms": [r.grad_norm for r in results] if o.real else None,
         "squares": [r.squares for r in results],
         "peak_bytes": peak,
         "state_bytes": None if local is None else local.sync.state_bytes(),
@@ -108,11 +110,11 @@ def _of_the_batch(prepared: Prepared, program: Program, result: StepResult) -> l
     return [(first + mb, loss) for mb, loss in sorted(result.losses.items())]
 
 
-def device_of(spec: Spec, ctx: RankContext) -> Device:
+def device_of(options: RunOptions, ctx: RankContext) -> Device:
     """Where this rank computes. What computes nothing needs no GPU."""
-    if spec.backend == "nccl":
+    if options.backend == "nccl":
         return Cuda(ctx.local_rank)
-    return Cuda(0) if spec.backend == "local" and spec.real and torch.cuda.is_available() else Host()
+    return Cuda(0) if options.backend == "local" and options.real and torch.cuda.is_available() else Host()
 
 
 def crossing(prepared: Prepared, device: Device, region: Region | None = None) -> Callable[[], torch.Tensor]:

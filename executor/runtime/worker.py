@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,15 @@ import torch
 
 from executor.device.device import Device
 from executor.device.progress import Progress, State
+from executor.runtime.given import given_name, read_given
 from executor.runtime.target import find, write_whole
 from executor.transport.base import Topology, Transport, TransportError
 from executor.transport.gloo import GlooTransport, file_store
 from executor.transport.local import LocalHub, LocalTransport
 from executor.transport.nccl import NcclTransport
 from ir.core.errors import PiperError
+from ir.job.build import Prepared
+from ir.plan.plan import Plan
 
 PATIENCE_S = 86_400.0  # a receive may be posted long before its message: the watchdog finds who hangs
 
@@ -69,6 +72,10 @@ class RankContext:
     open_store: Callable[[], Any] | None = None
     hub: Hub = field(default_factory=Hub)
 
+    def given(self, number: int = 0) -> tuple[Prepared, Plan]:
+        """The resolved job and the plan that this launch was given, of several the number-th."""
+        return read_given(self.dir / given_name(number))
+
     def store(self) -> Any:
         """A c10d store of this launch."""
         return self.open_store() if self.open_store is not None else file_store(str(self.dir / "store"), self.world)
@@ -88,35 +95,38 @@ class RankContext:
         return GlooTransport(self.store(), self.rank, topology, timeout_s)
 
 
-def main(spec_path: str) -> int:
-    """A process's life; returns its exit code."""
-    spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
-    ranks, folder = [int(r) for r in spec["ranks"]], Path(spec["dir"])
+def main(spec: Mapping[str, Any], ranks: Sequence[int]) -> int:
+    """The life of a process that is one rank, or several; returns its exit code.
+
+    spec: what `executor.launch.launch` has written for all processes of the run.
+    """
+    folder = Path(spec["dir"])
     log = os.open(folder / f"log-{ranks[0]}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for fd in (1, 2):
         os.dup2(log, fd)
     faulthandler.enable()
     pens = {r: Progress(folder / "progress", r, beat_every_s=0.1) for r in ranks}
-    hub = Hub()
+    hub, codes = Hub(), dict[int, int]()
     try:
-        sys.path[:] = spec["sys_path"]
+        # Behind everything else: what lies in the user's folders must not stand in for a library, or for us.
+        sys.path += [path for path in spec["sys_path"] if path not in sys.path]
         os.chdir(spec["cwd"])
-        os.environ.update(spec["env"])
-        torch.set_num_threads(int(spec["threads"]))
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
         while not (folder / "go").exists():  # until ranks.json is complete
             time.sleep(0.002)
-        if len(ranks) == 1:
-            return _rank(spec, folder, ranks[0], pens[ranks[0]], hub)
-        codes: dict[int, int] = {}
 
         def life(rank: int) -> None:
             codes[rank] = _rank(spec, folder, rank, pens[rank], hub)
 
-        threads = [threading.Thread(target=life, args=(r,), name=f"rank-{r}", daemon=True) for r in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        if len(ranks) == 1:
+            life(ranks[0])
+        else:
+            threads = [threading.Thread(target=life, args=(r,), name=f"rank-{r}", daemon=True) for r in ranks]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         return max(codes.values())
     except BaseException as error:
         write_whole(folder / f"failure-{ranks[0]}", json.dumps(failure(error)))
@@ -126,7 +136,7 @@ def main(spec_path: str) -> int:
         sys.stderr.flush()
 
 
-def _rank(spec: dict[str, Any], folder: Path, rank: int, progress: Progress, hub: Hub) -> int:
+def _rank(spec: Mapping[str, Any], folder: Path, rank: int, progress: Progress, hub: Hub) -> int:
     """A rank's life; returns its exit code."""
     try:
         context = RankContext(rank, int(spec["world"]), folder, progress, local_rank=rank, hub=hub)

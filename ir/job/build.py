@@ -114,16 +114,17 @@ def prepare(
     chunk_cost: Callable[[Source, Chunk], float] | None = None,
     most_layers: int | None = None,
     style: Style = FUSED_STYLE,
+    given: Strategy | None = None,
 ) -> Prepared:
     """Resolve a job. gpus_per_node: the hardware's, where the job names none. times: for searched schedules.
 
     chunk_cost: what `balanced` weighs a chunk by; its FLOPs where nothing better is known. most_layers: of a stage.
-    style: the framework's: the same ops with other bytes and kernels.
+    style: the framework's: the same ops with other bytes and kernels. given: a strategy, for what `[schedule]` names.
 
     Raises PiperError: sizes that do not fit the cluster, the model or each other, each with the nearest that do.
     """
     with blaming(job):
-        return _prepare(resolve(job, gpus_per_node), times, chunk_cost, most_layers, style)
+        return _prepare(resolve(job, gpus_per_node), times, chunk_cost, most_layers, style, given)
 
 
 def _prepare(
@@ -132,6 +133,7 @@ def _prepare(
     chunk_cost: Callable[[Source, Chunk], float] | None,
     most_layers: int | None,
     style: Style,
+    given: Strategy | None,
 ) -> Prepared:
     model = read_model(job)
     config, chunks = model.config, model.chunks
@@ -139,7 +141,7 @@ def _prepare(
         raise _job("parallel.reshard", "false is not built yet", "leave it out")
     shape = BatchShape(job.schedule.microbatch_size, job.model.seq_len)
     precision = precision_of(job)
-    made = _schedule(job, times or OpTimes())
+    made = given or _schedule(job, times or OpTimes())
     if isinstance(made, Strategy):
         job, made = agree(job, made), with_split(made, job.schedule.microbatches)
     p = job.parallel

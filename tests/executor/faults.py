@@ -23,6 +23,7 @@ from executor.transport.base import Handle
 from executor.transport.gloo import GlooTransport
 from ir.core.ops import Pass
 from ir.plan.plan import AT_START, Plan
+from tests.executor.launch.events import others_wait
 
 
 class _Done:
@@ -124,7 +125,7 @@ def raising(ctx: RankContext, **spec: Any) -> Any:
     """Rank 1 raises in its backward of microbatch 2."""
 
     def act() -> None:
-        time.sleep(0.3)
+        others_wait(ctx)
         raise ValueError("bad luck")
 
     return _at_last_w(act, 1, 2, ctx, spec)
@@ -134,7 +135,7 @@ def killed(ctx: RankContext, **spec: Any) -> Any:
     """Rank 1 is killed there."""
 
     def act() -> None:
-        time.sleep(0.3)
+        others_wait(ctx)
         os.kill(os.getpid(), signal.SIGKILL)
 
     return _at_last_w(act, 1, 2, ctx, spec)
@@ -180,7 +181,7 @@ def at_op(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
         last = index
         if visits == 2:
             visits += 1
-            time.sleep(0.2)  # the others come to wait
+            others_wait(ctx)
             Path(fault["mark"]).write_text(repr(time.monotonic()))
             _do(fault["kind"])
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from executor.checkpoint.saving import Saving
 from executor.launch import run as cli
 from executor.modules.base import TORCH
 from executor.modules.decoder import Decoder
@@ -22,6 +23,7 @@ from executor.runtime.reference import train
 from ir.job import Job, load_job
 from ir.job.build import Prepared, precision_of
 from ir.job.routing.forced import Forced
+from ir.job.run_options import RunOptions
 from ir.plan.plan import Plan
 from ir.trace.trace import Trace
 from ir.verify import check_plan
@@ -72,8 +74,9 @@ def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
         folder = Path(name)
         prepared, plan = judged(folder, *sets)
         real = not options.keys() & {"emulate", "replay"}
+        saving = options.pop("saving", Saving())
         options = {"watchdog_s": 20.0, "ranks": prepared.ranks, "dump": folder if real else None, **options}
-        found, trace = cli.run(prepared, plan, sets, steps=steps, **options)
+        found, trace = cli.run(prepared, plan, RunOptions(steps=steps, sets=sets, **options), saving)
         ranks = range(prepared.ranks if real else 0)
         begin, end = ([np.load(folder / f"{name}-{r}.npz") for r in ranks] for name in ("first", "rank"))
         grads, params = (tuple(_part(e, kind) for e in end) for kind in ("grad/", "param/"))

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from executor.runtime.batch import Data
-from executor.runtime.spec import Spec, rebuild
 from executor.runtime.worker import RankContext
 from experiments.torch_runtime import TorchPipeline
 
 
-def train(ctx: RankContext, specs: list[dict[str, Any]], csvs: list[str]) -> list[list[list[float]]]:
-    """[plan][step] the microbatches' losses where the last stage is; gradients and parameters go to `spec.dump`."""
+def train(ctx: RankContext, steps: int, folders: list[str]) -> list[list[list[float]]]:
+    """[plan][step] the microbatches' losses where the last stage is; gradients and parameters go to its folder."""
     dist.init_process_group("gloo", store=ctx.store(), rank=ctx.rank, world_size=ctx.world)
-    out = [_one(ctx.rank, Spec.of(spec), Path(csv)) for spec, csv in zip(specs, csvs, strict=True)]
+    out = [_one(ctx, number, steps, Path(folder)) for number, folder in enumerate(folders)]
     dist.barrier()
     dist.destroy_process_group()
     return out
 
 
-def _one(rank: int, spec: Spec, csv: Path) -> list[list[float]]:
-    prepared, plan = rebuild(spec)
+def _one(ctx: RankContext, number: int, steps: int, folder: Path) -> list[list[float]]:
+    prepared, plan = ctx.given(number)
     job, config = prepared.job, prepared.config
-    pipe = TorchPipeline(prepared, plan, rank, csv)
+    pipe = TorchPipeline(prepared, plan, ctx.rank, folder / "order.csv")
     optimizer = torch.optim.SGD(pipe.params.values(), lr=job.optimizer.lr)
     size, length = job.schedule.microbatch_size, job.model.seq_len
     data = Data("synthetic", vocab=config.vocab, length=length, microbatches=prepared.mbs, size=size)
     losses = []
-    for step in range(spec.steps):
+    for step in range(steps):
         optimizer.zero_grad(set_to_none=True)
         losses.append(pipe.step([data.batch(step, 0, mb) for mb in range(prepared.mbs)]))
         optimizer.step()
     arrays = {f"grad/{n}": g.numpy() for n, g in pipe.grads().items()}
     arrays |= {f"param/{n}": p.detach().numpy() for n, p in pipe.params.items()}
-    assert spec.dump is not None
-    np.savez(Path(spec.dump) / f"rank-{rank}.npz", **arrays)  # type: ignore[arg-type]
+    np.savez(folder / f"rank-{ctx.rank}.npz", **arrays)  # type: ignore[arg-type]
     return losses

@@ -16,6 +16,7 @@ RED = {  # rule -> what breaks it today; one that holds again is taken out here
     "tests_lines": "25,900 lines",
     "function_sizes": "6 functions",
     "type_ignores": "27",
+    "dependencies": "pandas",
     "used_by_tests_alone": "7 names",
     "raises_documented": "40 functions",
 }

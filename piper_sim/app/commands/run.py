@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ir.job import load_job
+from ir.job.run_options import RunOptions
 from ir.plan.text import plan_text
 from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, trace_files, width, write
 from piper_sim.report.timeline import text_timeline
@@ -24,21 +25,20 @@ def main(args: argparse.Namespace) -> int:
     p = predict(job)
     out = None if args.out is None else Path(args.out)
     refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work
+    options = RunOptions(
+        ranks=args.ranks,
+        steps=args.steps,
+        backend=args.backend,
+        watchdog_s=args.watchdog,
+        emulate=args.emulate,
+        emulate_comm=args.emulate_comm,
+        replay=None if args.replay is None else Path(args.replay),
+        out=out,
+        sets=tuple(args.sets),
+    )
+    saving = Saving(args.save, args.every, args.keep, args.force, args.resume)
     with progress(f"running {args.steps} step(s) on {args.ranks} processes"):
-        found, trace = run(
-            p.prepared,
-            p.plan,
-            args.sets,
-            ranks=args.ranks,
-            steps=args.steps,
-            backend=args.backend,
-            watchdog_s=args.watchdog,
-            emulate=args.emulate,
-            emulate_comm=args.emulate_comm,
-            replay=None if args.replay is None else Path(args.replay),
-            out=out,
-            saving=Saving(args.save, args.every, args.keep, args.force, args.resume),
-        )
+        found, trace = run(p.prepared, p.plan, options, saving)
     if not args.json:  # whatever becomes of the files
         print(text_timeline(trace, width()))
         _show(found)

@@ -10,6 +10,7 @@ import numpy as np
 
 from cost_models.profile.file import profile_text
 from ir.job import load_job
+from ir.job.run_options import RunOptions
 from ir.plan.text import plan_text
 from ir.trace.text import write_trace
 from ir.trace.trace import Trace
@@ -18,7 +19,7 @@ from piper_sim.report.page.html import ReportRun, report_html
 from piper_sim.report.timeline import text_timeline
 from piper_sim.report.units import percent
 from piper_sim.report.units import seconds as written
-from piper_sim.study.validate import Options, Tools, Validation, validate
+from piper_sim.study.validate import Tools, Validation, validate
 
 FILES = ("validate.json", "profile.json", "plan.txt", "report.html", "predicted.tsv", "trace.tsv", "ranks.json")
 MISSED = 5
@@ -32,17 +33,18 @@ def main(args: argparse.Namespace) -> int:
     executor: Any = launcher
     job = load_job(args.job, args.sets)
     refuse_existing(args.out, FILES, args.force)
-    options = Options(
-        args.ranks,
-        args.steps,
-        args.backend,
-        args.watchdog,
-        args.emulate,
-        args.emulate_comm,
-        None if args.out is None else Path(args.out),
+    options = RunOptions(
+        ranks=args.ranks,
+        steps=args.steps,
+        backend=args.backend,
+        watchdog_s=args.watchdog,
+        emulate=args.emulate,
+        emulate_comm=args.emulate_comm,
+        out=None if args.out is None else Path(args.out),
+        sets=tuple(args.sets),
     )
     with progress(f"calibrating and running on {args.ranks} processes"):
-        v = validate(job, args.sets, Tools(executor, take_lists), options)
+        v = validate(job, Tools(executor, take_lists), options)
     if not args.json:  # whatever becomes of the files
         _show(v)
     if args.out is not None:

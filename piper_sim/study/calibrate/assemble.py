@@ -29,7 +29,7 @@ class Timed(Protocol):
 def shapes_of(sizes: Sequence[Size]) -> dict[str, OpShape]:
     """By class: the family and sizes of every node that has them, over all sizes of a job."""
     out: dict[str, OpShape] = {}
-    for _, plan, _ in sizes:
+    for _, plan in sizes:
         named = zip(node_classes(plan.graph), op_shapes(plan.graph), strict=True)
         out |= {name: shape for name, shape in named if shape is not None}
     return out

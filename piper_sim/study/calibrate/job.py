@@ -133,7 +133,7 @@ def calibrate(
         timed = stopwatch.measure(sizes, by=by, watchdog_s=asked.watchdog_s, **options)  # type: ignore[arg-type]
         host_s = None
         if processes == prepared.ranks and asked.backend == "gloo":
-            host_s = probe(executor, job, sets, asked.watchdog_s)
+            host_s = probe(executor, job, asked.watchdog_s)
         new = profile_of(timed, sizes, host_s, by)
     profile = new if base is None else laid_over(new, base, machine=not asked.imports)
     found = sources(prepared.plan(), CostModel(prepared, hardware, profile))
@@ -168,7 +168,7 @@ def _by(asked: Asked, sizes: Sequence[Size], stopwatch: Stopwatch) -> str:
     if asked.by != "auto":
         return asked.by
     try:
-        for prepared, _, _ in sizes:
+        for prepared, _ in sizes:
             stopwatch.refuse_modules(prepared)
     except PiperError:
         return "kernels"

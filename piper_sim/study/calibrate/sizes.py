@@ -12,7 +12,7 @@ from ir.job.build import Prepared
 from ir.plan.plan import Plan
 from piper_sim.pricing.prepare import prepare_priced
 
-Size = tuple[Prepared, Plan, Sequence[str]]
+Size = tuple[Prepared, Plan]
 FLAGS = {"seq_len": "--seq-len", "sequences": "--microbatch-size", "tp": "--tp"}
 
 
@@ -26,7 +26,7 @@ def sizes_of(
 ) -> list[Size]:
     """The job as it is, then once for each other size asked for. Raises PiperError, which names the flag."""
     mine = {"seq_len": job.model.seq_len, "sequences": job.schedule.microbatch_size, "tp": base.mesh.sizes["tp"]}
-    out: list[Size] = [(base, base.plan(), tuple(sets))]
+    out: list[Size] = [(base, base.plan())]
     for name, values in others.items():
         for value in sorted(set(values) - {mine[name]}):
             changed = (*sets, *_sets(name, value, base))
@@ -34,7 +34,7 @@ def sizes_of(
                 prepared = prepare_priced(without_profile(load_job(job.file, changed)), hardware)
             except PiperError as e:
                 raise PiperError(e.kind, e.message, key=f"{FLAGS[name]} {value}", allowed=e.allowed) from None
-            out.append((prepared, prepared.plan(), changed))
+            out.append((prepared, prepared.plan()))
     return out
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cost_models import Hardware
@@ -11,11 +11,12 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
 from ir.job.build import Prepared
 from ir.job.cache import PLANS
+from ir.job.run_options import RunOptions
 from ir.plan.text import plan_digest
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import prepare_priced
 from piper_sim.study.planned import Planned
-from piper_sim.study.validate.runs import Options, Ran, Tools, ran
+from piper_sim.study.validate.runs import Ran, Tools, ran
 from piper_sim.study.validate.samples import host_seconds, link_samples, measured, node_samples
 
 OTHERS = ("1f1b", "gpipe", "zbv", "dualpipev")  # the latter two: what lies on a rank decides its update
@@ -45,23 +46,23 @@ class Calibration:
 
 
 def calibrate(
-    tools: Tools, job: Job, judged: Planned, sets: Sequence[str], o: Options, known: dict[str, Calibration]
+    tools: Tools, job: Job, judged: Planned, o: RunOptions, known: dict[str, Calibration]
 ) -> Calibration:
     """Run another plan of the job and measure; the judged one is not run. Raises PiperError, as a run does.
 
     known: what was measured before with these options, by the plan's digest. What is measured here is put there.
     """
     hardware = judged.hardware
-    prepared, more = elsewhere(job, judged.prepared, hardware)
+    prepared = elsewhere(job, judged.prepared, hardware)
     plan = prepared.plan()
     if (digest := plan_digest(plan)) not in known:
-        r = ran(tools, prepared, plan, (*sets, *more), o, max(o.steps, LEAST_STEPS))
+        r = ran(tools, prepared, plan, o, max(o.steps, LEAST_STEPS))
         inline = not o.real or bool(r.parts)
         known[digest] = Calibration(profile_from(tools, r, hardware, o, inline), r, inline)
     return known[digest]
 
 
-def profile_from(tools: Tools, r: Ran, hardware: Hardware, o: Options, inline: bool) -> Profile:
+def profile_from(tools: Tools, r: Ran, hardware: Hardware, o: RunOptions, inline: bool) -> Profile:
     """What a run says of its ops and messages; what its ops allocate is taken beside it, where they compute."""
     model = CostModel(r.prepared, hardware)
     times = {c: measured(x) for c, x in node_samples(r, model, o.emulate).items()}
@@ -71,17 +72,15 @@ def profile_from(tools: Tools, r: Ran, hardware: Hardware, o: Options, inline: b
     return Profile.of(Machine.here(), ops, links, host_seconds(r) if inline else None)
 
 
-def elsewhere(job: Job, judged: Prepared, hardware: Hardware) -> tuple[Prepared, tuple[str, ...]]:
+def elsewhere(job: Job, judged: Prepared, hardware: Hardware) -> Prepared:
     """Another plan of the job, which has all kinds of ops and messages that the judged one has, if any has them.
-
-    Returns what its ranks must be told beside the job's own overrides, too.
 
     Raises PiperError (job): no other plan can be built.
     """
     wanted = plan_keys(judged.plan()).keys()
-    first: tuple[Prepared, tuple[str, ...]] | None = None
+    first: Prepared | None = None
     failed: PiperError | None = None
-    for other, sets in _others(job, judged):
+    for other in _others(job, judged):
         try:
             prepared = prepare_priced(other, hardware)
             plan = prepared.plan()
@@ -90,8 +89,8 @@ def elsewhere(job: Job, judged: Prepared, hardware: Hardware) -> tuple[Prepared,
             failed = error
             continue
         if wanted <= plan_keys(plan).keys():
-            return prepared, sets
-        first = first or (prepared, sets)
+            return prepared
+        first = first or prepared
     if first is None:
         message = "there is no second plan of this job to calibrate on, and the judged one may not be it"
         fix = "--set schedule.name=1f1b"
@@ -100,17 +99,15 @@ def elsewhere(job: Job, judged: Prepared, hardware: Hardware) -> tuple[Prepared,
     return first
 
 
-def _others(job: Job, judged: Prepared) -> Iterator[tuple[Job, tuple[str, ...]]]:
+def _others(job: Job, judged: Prepared) -> Iterator[Job]:
     """Jobs with another schedule and another number of microbatches; last the same schedule with another number."""
     s = job.schedule
     mbs = next(m for m in (judged.mesh.sizes["pp"] + k for k in (1, 2)) if m != judged.mbs)
-    sets: tuple[str, ...] = (f"schedule.microbatches={mbs}",)
-    whole = () if s.stages_per_rank is None else ("schedule.stages_per_rank=1",)
     layers = job.parallel.layers if isinstance(job.parallel.layers, str) else "balanced"
     for name in OTHERS:
         if name != judged.schedule:
             other = replace(
                 s, name=name, directives=None, builder=None, csv=None, microbatches=mbs, stages_per_rank=None
             )
-            yield replace(job, schedule=other, parallel=replace(job.parallel, layers=layers)), (*sets, *whole)
-    yield replace(job, schedule=replace(s, microbatches=mbs)), sets
+            yield replace(job, schedule=other, parallel=replace(job.parallel, layers=layers))
+    yield replace(job, schedule=replace(s, microbatches=mbs))

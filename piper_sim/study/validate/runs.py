@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import numpy as np
 from ir.core.alloc import AllocList
 from ir.core.order import FloatArray
 from ir.job.build import Prepared
+from ir.job.run_options import RunOptions
 from ir.plan.plan import Plan
 from ir.trace.trace import Trace
 from piper_sim.engine import Scenario
@@ -30,18 +31,12 @@ Parts = Mapping[tuple[int, int], Sequence[float]]  # (step, op) → seconds of e
 class Executor(Protocol):
     """`executor.launch.run`, which only `piper_sim.app.cli` may reach."""
 
-    def run(self, prepared: Prepared, plan: Plan, sets: Sequence[str], **options: Any) -> tuple[dict[str, Any], Trace]:
+    def run(self, prepared: Prepared, plan: Plan, options: RunOptions) -> tuple[dict[str, Any], Trace]:
         """Run a plan."""
         ...
 
-    def check(
-        self, prepared: Prepared, plan: Plan, sets: Sequence[str], *, ranks: int, backend: str, real: bool
-    ) -> None:
+    def check(self, prepared: Prepared, plan: Plan, options: RunOptions) -> None:
         """Refuse what cannot be run."""
-        ...
-
-    def check_numbers(self, steps: int, watchdog_s: float, emulate: float | None, emulate_comm: float) -> None:
-        """Refuse flags out of range."""
         ...
 
 
@@ -53,27 +48,9 @@ class Tools:
     take_lists: Callable[[Prepared, Plan], dict[str, AllocList]]
 
 
-@dataclass(frozen=True)
-class Options:
-    """Flags of `validate`; they mean what they mean to `run`. steps: counted ones, behind those to warm up."""
-
-    ranks: int
-    steps: int = 5
-    backend: str = "gloo"
-    watchdog_s: float = 15.0
-    emulate: float | None = None
-    emulate_comm: float = 0.0
-    out: Path | None = None
-
-    @property
-    def real(self) -> bool:
-        """Whether ops compute something."""
-        return self.emulate is None
-
-    @property
-    def warm_up(self) -> int:
-        """Steps that are not counted."""
-        return WARM_UP if self.real else WARM_UP_EMULATED
+def warm_up(o: RunOptions) -> int:
+    """Steps that are not counted."""
+    return WARM_UP if o.real else WARM_UP_EMULATED
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,29 +74,19 @@ class Ran:
         return int(np.argmin(np.abs(self.step_s - np.median(self.step_s))))
 
 
-def ran(tools: Tools, prepared: Prepared, plan: Plan, sets: Sequence[str], o: Options, steps: int) -> Ran:
+def ran(tools: Tools, prepared: Prepared, plan: Plan, o: RunOptions, steps: int) -> Ran:
     """Run a plan, with so many counted steps."""
+    before = warm_up(o)
     with tempfile.TemporaryDirectory(prefix="piper-parts-") as name:
-        found, trace = tools.executor.run(
-            prepared,
-            plan,
-            sets,
-            ranks=o.ranks,
-            steps=o.warm_up + steps,
-            backend=o.backend,
-            watchdog_s=o.watchdog_s,
-            emulate=o.emulate,
-            emulate_comm=o.emulate_comm,
-            out=o.out,
-            parts=Path(name),
-        )
+        asked = replace(o, ranks=prepared.ranks, steps=before + steps, parts=Path(name))
+        found, trace = tools.executor.run(prepared, plan, asked)
         at = Positions(prepared.mesh)
-        parts = _parts(Path(name), at, len(plan), o.warm_up)
+        parts = _parts(Path(name), at, len(plan), before)
     each = Classes.each(len(at))
     whole = Scenario(unfold(plan, each, prepared.mesh), *carry(plan, each))
     ranks = (at.offset[:, None] + np.arange(at.programs) * at.stride).ravel()
     times = Times.of(whole.plan, trace, ranks)
-    return Ran(prepared, plan, whole, found, trace, times.behind(o.warm_up), times.step_s[o.warm_up - 1 :], parts)
+    return Ran(prepared, plan, whole, found, trace, times.behind(before), times.step_s[before - 1 :], parts)
 
 
 def _parts(folder: Path, at: Positions, ops: int, warm_up: int) -> Parts:

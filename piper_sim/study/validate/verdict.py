@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from cost_models.profile.profile import Profile, lookup
+from ir.job.run_options import RunOptions
 from ir.job.schema import Gate
 from ir.plan.text import plan_digest
 from piper_sim.memory.splice import exchanges, peaks
 from piper_sim.study.prediction import Prediction
 from piper_sim.study.validate.judging import replayed, without_communication
-from piper_sim.study.validate.runs import Options, Ran
+from piper_sim.study.validate.runs import Ran
 from piper_sim.study.validate.samples import Samples, link_samples, measured, node_samples
 
 Pair = dict[str, float]
@@ -33,7 +34,7 @@ def seconds(predicted: float, measured: float) -> Pair:
     return {"predicted_s": predicted, "measured_s": measured, "error": error(predicted, measured)}
 
 
-def verdict(p: Prediction, r: Ran, profile: Profile, o: Options, gate: Gate, *, inline: bool) -> dict[str, Any]:
+def verdict(p: Prediction, r: Ran, profile: Profile, o: RunOptions, gate: Gate, *, inline: bool) -> dict[str, Any]:
     """What `validate` prints, but for what the profile was measured on."""
     step_s = float(np.median(r.step_s))
     samples = node_samples(r, p.planned.model, o.emulate)

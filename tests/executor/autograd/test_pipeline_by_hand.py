@@ -91,7 +91,7 @@ def _rank(ctx: RankContext, dtype: str) -> dict[str, Any]:
 def test_two_ranks_equal_one_process_bitwise() -> None:
     for dtype in ("float64", "float32"):
         want = train(_model(dtype), _data(), STEPS, moments=getattr(torch, dtype))
-        got = launch(_rank, 2, {"dtype": dtype}, timeout_s=40)
+        got = launch(_rank, 2, {"dtype": dtype})
         for rank in got:
             assert rank["losses"] == want.losses and rank["norms"] == want.grad_norms and rank["left"] == 0
         assert {**got[0]["grads"], **got[1]["grads"]} == _digest(want.grads)

@@ -24,6 +24,7 @@ from executor.runtime.rank import blank, crossing, topology
 from executor.runtime.spec import Spec
 from executor.transport.local import LocalTransport, run_threads
 from executor.transport.streams import Queued, Stream
+from ir.job.run_options import RunOptions
 from ir.plan.plan import OpKind, Plan
 from tests.executor.runs import judged
 
@@ -114,7 +115,7 @@ class _Watched(Interpreter):
 def _spans(plan: Plan, prepared: Any, device: Witness, folder: Path) -> dict[int, tuple[Point, Point]]:
     """Run two steps with virtual ranks; the marks of each op."""
     create(folder / "progress", plan.programs)
-    spec = Spec("", (), "", "", "", 2, backend="local", emulate=0.0)
+    spec = Spec(RunOptions(2, 2, backend="local", emulate=0.0))
 
     def life(t: LocalTransport) -> dict[int, Any]:
         program = Program.of(plan, t.rank)
@@ -189,7 +190,7 @@ class _Settling(Interpreter):
 def test_who_waits_for_a_message_on_the_device_is_shown_to_wait(tmp_path: Path) -> None:
     prepared, plan = judged(tmp_path)
     create(tmp_path / "progress", plan.programs)
-    spec, device = Spec("", (), "", "", "", 1, backend="local", emulate=0.0), Witness()
+    spec, device = Spec(RunOptions(2, backend="local", emulate=0.0)), Witness()
 
     def life(t: LocalTransport) -> list[tuple[str, State]]:
         program, progress = Program.of(plan, t.rank), _Noted(tmp_path / "progress", t.rank)

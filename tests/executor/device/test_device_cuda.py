@@ -14,8 +14,8 @@ import torch
 from executor.device.device import Cuda
 from executor.device.progress import Progress, create
 from executor.runtime.rank import device_of
-from executor.runtime.spec import Spec
 from executor.runtime.worker import RankContext
+from ir.job.run_options import RunOptions
 
 
 class _Cuda:
@@ -116,8 +116,8 @@ def test_real_kernels_of_a_gpu_are_repeatable_kernels(
     for name in ("set_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     create(tmp_path / "progress", 1)
-    spec = Spec("", (), "", "", "", 1, backend=backend, emulate=None if real else 0.0)
-    device_of(spec, RankContext(0, 1, tmp_path, Progress(tmp_path / "progress", 0)))
+    options = RunOptions(1, backend=backend, emulate=None if real else 0.0)
+    device_of(options, RankContext(0, 1, tmp_path, Progress(tmp_path / "progress", 0)))
     assert asked == ([backend] if gpu else [])
 
 

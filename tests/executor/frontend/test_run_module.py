@@ -24,6 +24,7 @@ from executor.runtime.reference import Training, train
 from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.build import Prepared, prepare
+from ir.job.run_options import RunOptions
 from tests.executor.frontend.models import small_net
 from tests.executor.runs import distance, merged
 
@@ -70,7 +71,8 @@ def _error(build: str, *sets: str) -> float:
         folder = Path(name)
         job = _job(folder, build)
         prepared = prepare(load_job(job, sets))
-        found, _ = cli.run(prepared, prepared.plan(), sets, ranks=prepared.ranks, steps=2, watchdog_s=20.0, dump=folder)
+        options = RunOptions(prepared.ranks, steps=2, watchdog_s=20.0, dump=folder)
+        found, _ = cli.run(prepared, prepared.plan(), options)
         ends = [dict(np.load(folder / f"rank-{r}.npz")) for r in range(prepared.ranks)]
     one = _alone(getattr(small_net, build))
     wanted = {f"grad/{n}": g.numpy() for n, g in one.grads.items()}

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 from executor.launch import run as cli
 from executor.launch.launch import RankFailed
 from tests.executor import faults
+from tests.executor.launch.events import stepping
 from tests.executor.runs import job_file, run
 
 ROOT = Path(__file__).parents[3]
@@ -63,13 +63,12 @@ def test_a_rank_that_is_done_early_has_not_failed(monkeypatch: pytest.MonkeyPatc
     run(steps=1, watchdog_s=1.2)
 
 
-def _when_running(out: Path, act: Callable[[list[int]], None]) -> threading.Thread:
+def when_stepping(scratch: Path, act: Callable[[], object]) -> threading.Thread:
+    """Do something once both ranks, whose temporary files are in `scratch`, are in their second step or later."""
+
     def wait() -> None:
-        limit = time.monotonic() + 60
-        while not (out / "ranks.json").exists() and time.monotonic() < limit:
-            time.sleep(0.02)
-        time.sleep(1.0)
-        act(pids(out))
+        stepping(scratch, 2)
+        act()
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -78,12 +77,15 @@ def _when_running(out: Path, act: Callable[[list[int]], None]) -> threading.Thre
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_the_command_reports_a_rank_killed_from_outside(sign: signal.Signals, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    watch = ["--watchdog", "2", "--json", "--out", str(out)]
+    out, scratch = tmp_path / "out", tmp_path / "scratch"
+    scratch.mkdir()
+    watch = ["--watchdog", "5", "--json", "--out", str(out)]
     command = [sys.executable, "-m", "piper_sim.app.cli", "run", str(job_file(tmp_path)), "-n", "2"]
     command += ["--steps", "100000"]
-    thread = _when_running(out, lambda found: os.kill(found[1], sign))
-    done = subprocess.run([*command, *watch], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    thread = when_stepping(scratch, lambda: os.kill(pids(out)[1], sign))
+    env = {**os.environ, "TMPDIR": str(scratch)}
+    line = [*command, *watch]
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
     thread.join()
     assert done.returncode == 4
     found = json.loads(done.stdout)  # one object and nothing else
@@ -91,12 +93,4 @@ def test_the_command_reports_a_rank_killed_from_outside(sign: signal.Signals, tm
     assert found["schema_version"] == 1 and error["kind"] == "rank_failed" and error["rank"] == 1
     assert re.match(r"\d", error["op"]) and list(error["waiting"]) == ["0"]
     assert sorted(p.name for p in out.iterdir()) == ["ranks.json"] and all(map(gone, pids(out)))
-    assert not any(
-        p.name.startswith(("piper-run-", "piper-plan-")) and p.stat().st_mtime > time.time() - 5 for p in tmp()
-    )
-
-
-def tmp() -> list[Path]:
-    import tempfile
-
-    return list(Path(tempfile.gettempdir()).iterdir())
+    assert list(scratch.iterdir()) == []

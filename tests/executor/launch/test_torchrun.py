@@ -9,14 +9,16 @@ import socket
 import subprocess
 import sys
 import threading
-import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from torch.distributed import TCPStore
 
-from executor.launch.watchdog import clocks, host
-from tests.executor.launch.test_run_failure import gone, pids
+from executor.launch.watchdog import PIECE, clocks, host, put, take
+from tests.executor.launch.test_run_failure import gone, pids, when_stepping
 from tests.executor.runs import job_file, run
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +30,7 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _agent(nodes: int, per_node: int, port: int, *args: str) -> subprocess.Popen[str]:
+def _agent(nodes: int, per_node: int, port: int, *args: str, **more: str) -> subprocess.Popen[str]:
     launcher = [
         sys.executable,
         "-m",
@@ -39,7 +41,7 @@ def _agent(nodes: int, per_node: int, port: int, *args: str) -> subprocess.Popen
         str(per_node),
     ]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", str(port)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more}
     command = [*launcher, *meeting, "-m", "executor", *args]
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -62,19 +64,6 @@ def test_two_agents_train_as_one_process_would_and_only_rank_0_speaks(tmp_path: 
     assert len(pids(out)) == 2 and all(map(gone, pids(out)))
 
 
-def _hurt(out: Path, rank: int, sign: signal.Signals) -> threading.Thread:
-    def act() -> None:
-        limit = time.monotonic() + 60
-        while not (out / "ranks.json").exists() and time.monotonic() < limit:
-            time.sleep(0.02)
-        time.sleep(2.5)
-        os.kill(pids(out)[rank], sign)
-
-    thread = threading.Thread(target=act)
-    thread.start()
-    return thread
-
-
 @pytest.mark.parametrize(
     ("rank", "sign"),
     [
@@ -84,10 +73,11 @@ def _hurt(out: Path, rank: int, sign: signal.Signals) -> threading.Thread:
     ],
 )
 def test_a_failure_ends_everybody_and_is_reported_once(rank: int, sign: signal.Signals, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    args = str(job_file(tmp_path)), "--steps", "100000", "--out", str(out), "--watchdog", "3"
-    agent = _agent(1, 2, _free_port(), *args)
-    thread = _hurt(out, rank, sign)
+    out, scratch = tmp_path / "out", tmp_path / "scratch"
+    scratch.mkdir()
+    args = str(job_file(tmp_path)), "--steps", "100000", "--out", str(out), "--watchdog", "8"
+    agent = _agent(1, 2, _free_port(), *args, TMPDIR=str(scratch))
+    thread = when_stepping(scratch, lambda: os.kill(pids(out)[rank], sign))
     text, errors = agent.communicate(timeout=120)
     thread.join()
     assert agent.returncode != 0
@@ -121,6 +111,20 @@ def test_what_cannot_run_is_refused_before_anybody_meets(tmp_path: Path) -> None
     assert (code, error["key"]) == (2, "WORLD_SIZE") and "--nproc-per-node 2" in error["suggestion"]
     code, error = _alone(job, "--digest", "no", **{**somewhere, "WORLD_SIZE": "2"})
     assert (code, error["kind"], error["key"]) == (3, "illegal_plan", "--digest")
+
+
+def test_results_of_any_length_go_through_the_store() -> None:
+    store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    rows = np.random.default_rng(0).random(120 * 256 * 20).tolist()  # some 12 MB, and random digits hardly shrink
+    text = json.dumps(rows)
+    put(store, "result/0", text)
+    assert len(store.get("result/0/0")) == PIECE and int(store.get("result/0")) > 1
+    assert json.loads(take(store, "result/0")) == rows
+    put(store, "nothing", "")
+    assert take(store, "nothing") == ""
+    with pytest.raises(RuntimeError):  # the control: what one value can hold
+        store.set("all", text)
+        store.get("all")
 
 
 class _Store(dict[str, Any]):

@@ -13,6 +13,7 @@ from executor.measure.alloc import take_lists
 from ir.core.alloc import AllocList
 from ir.job import load_job
 from ir.job.build import Prepared, prepare
+from ir.job.run_options import RunOptions
 from ir.plan.plan import Plan
 
 JOB = """
@@ -65,5 +66,5 @@ def lists_from_elsewhere(*sets: str) -> dict[str, AllocList]:
 def measured(*sets: str) -> tuple[int, ...]:
     """The peaks that a run's storage tracker saw, rank by rank."""
     prepared, plan = planned(*sets)
-    found, _ = cli.run(prepared, plan, sets, ranks=prepared.ranks, steps=1, watchdog_s=60.0)
+    found, _ = cli.run(prepared, plan, RunOptions(prepared.ranks, watchdog_s=60.0))
     return tuple(found["memory"]["peak_allocated_bytes"].values())

@@ -17,6 +17,7 @@ from executor.measure import watch as calibrate_watch
 from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.build import Prepared
+from ir.job.run_options import RunOptions
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
 from piper_sim.study.calibrate import Asked, calibrate
@@ -79,13 +80,13 @@ def test_the_jobs_own_plan_is_never_run(tmp_path: Path) -> None:
     run: list[str] = []
 
     class Watched:
-        check, check_numbers = staticmethod(cli.check), staticmethod(cli.check_numbers)
+        check = staticmethod(cli.check)
 
         @staticmethod
-        def run(prepared: Prepared, plan: Plan, sets: Any, **options: Any) -> Any:
+        def run(prepared: Prepared, plan: Plan, options: RunOptions) -> Any:
             run.append(plan_digest(plan))
-            assert options["emulate"] == 0.0, "and the other one without arithmetic"
-            return cli.run(prepared, plan, sets, **options)
+            assert options.emulate == 0.0, "and the other one without arithmetic"
+            return cli.run(prepared, plan, options)
 
     _, plan = judged(tmp_path, *SMALL)
     job = load_job(str(tmp_path / "job.toml"), SMALL)

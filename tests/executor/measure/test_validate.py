@@ -13,10 +13,11 @@ from executor.launch import run as cli
 from ir.core.alloc import AllocList, Release
 from ir.job import load_job
 from ir.job.build import Prepared
+from ir.job.run_options import RunOptions
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
 from piper_sim.study import predict
-from piper_sim.study.validate import Options, Tools, validate
+from piper_sim.study.validate import Tools, validate
 from piper_sim.study.validate.judging import predicted
 from tests.executor.measure.validations import TOOLS, TWO, F, classes, judged_again, scaled, validation, without_wait
 from tests.executor.runs import job_file
@@ -53,17 +54,17 @@ def test_the_judged_plan_is_run_last_and_only_then(tmp_path: Path) -> None:
     digests: list[str] = []
 
     class Watched:
-        check, check_numbers = staticmethod(cli.check), staticmethod(cli.check_numbers)
+        check = staticmethod(cli.check)
 
         @staticmethod
-        def run(prepared: Prepared, plan: Plan, sets: Any, **options: Any) -> Any:
+        def run(prepared: Prepared, plan: Plan, options: RunOptions) -> Any:
             digests.append(plan_digest(plan))
-            return cli.run(prepared, plan, sets, **options)
+            return cli.run(prepared, plan, options)
 
     sets = ("schedule.name=dualpipe",)
     job = load_job(str(job_file(tmp_path)), sets)
     tools = Tools(Watched(), TOOLS.take_lists)
-    found = validate(job, sets, tools, Options(2, 1, emulate=0.0)).found
+    found = validate(job, tools, RunOptions(2, 1, emulate=0.0)).found
     assert digests == [found["calibrated_on"]["plan_digest"], found["plan_digest"]] and len(set(digests)) == 2
     assert found["replay"] is None and found["steps"] == 1
 

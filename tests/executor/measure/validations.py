@@ -16,9 +16,10 @@ from executor.launch import run as cli
 from executor.measure.alloc import take_lists
 from ir.core.order import IntArray
 from ir.job import load_job
+from ir.job.run_options import RunOptions
 from ir.plan.plan import Csr, Plan
 from piper_sim.engine import Scenario
-from piper_sim.study.validate import Options, Tools, Validation, validate
+from piper_sim.study.validate import Tools, Validation, validate
 from piper_sim.study.validate.runs import Ran
 from piper_sim.study.validate.times import Times
 from piper_sim.study.validate.verdict import verdict
@@ -40,9 +41,9 @@ def validation(
     """
     with tempfile.TemporaryDirectory() as folder:
         file = str(job_file(Path(folder)))
-        o = Options(2, steps, watchdog_s=30.0, emulate=emulate, emulate_comm=comm)
+        o = RunOptions(2, steps, watchdog_s=30.0, emulate=emulate, emulate_comm=comm)
         for _ in range(TRIES):
-            found = validate(load_job(file, sets), sets, TOOLS, o)
+            found = validate(load_job(file, sets), TOOLS, o)
             v = replace(found, found={**found.found, **judged_again(found), "replay": found.found["replay"]})
             if abs(v.found["iteration"]["error"]) <= within:
                 break
@@ -61,7 +62,7 @@ def quickest(r: Ran) -> Ran:
 def judged_again(v: Validation, **changed: Any) -> dict[str, Any]:
     """The verdict with another prediction or profile."""
     c = v.calibration
-    o = Options(2, emulate=v.found["emulate_s"])
+    o = RunOptions(2, emulate=v.found["emulate_s"])
     gate = v.prediction.prepared.job.gate
     prediction, profile = changed.get("prediction", v.prediction), changed.get("profile", c.profile)
     return verdict(prediction, quickest(v.run), profile, o, gate, inline=c.inline)

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from executor.modules.base import evaluate
 from executor.modules.choose import model_of
 from executor.runtime.batch import Data
-from executor.runtime.spec import Spec, rebuild
 from executor.runtime.worker import RankContext
 
 
@@ -30,11 +29,10 @@ class Whole(nn.Module):
         return evaluate(self.built, ids, extras)
 
 
-def train(ctx: RankContext, **fields: Any) -> list[float]:
-    """The global losses; gradients and parameters of the first step and the last go to `spec.dump`, whole."""
+def train(ctx: RankContext, steps: int, folder: str) -> list[float]:
+    """The global losses; gradients and parameters of the first step and the last go to a folder, whole."""
     dist.init_process_group("gloo", store=ctx.store(), rank=ctx.rank, world_size=ctx.world)
-    spec = Spec.of(fields)
-    prepared, _ = rebuild(spec)
+    prepared, _ = ctx.given()
     job, model = prepared.job, model_of(prepared)
     built = model.build(list(model.chunks))
     whole, mesh = Whole(built), DeviceMesh("cpu", list(range(ctx.world)))
@@ -50,7 +48,7 @@ def train(ctx: RankContext, **fields: Any) -> list[float]:
     sizes = dict(length=job.model.seq_len, replicas=replicas, microbatches=prepared.mbs, size=size)
     data = Data("synthetic", vocab=prepared.config.vocab, **sizes)
     losses = []
-    for step in range(spec.steps):
+    for step in range(steps):
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for mb in range(prepared.mbs):
@@ -67,7 +65,7 @@ def train(ctx: RankContext, **fields: Any) -> list[float]:
         arrays = {f"grad/{n}": g.numpy() for n, g in grads.items()}
         arrays |= {f"param/{n}": p.full_tensor().detach().numpy() for n, p in params.items()}
         if ctx.rank == 0:
-            np.savez(Path(spec.dump or "") / ("first.npz" if step == 0 else "last.npz"), **arrays)
+            np.savez(Path(folder) / ("first.npz" if step == 0 else "last.npz"), **arrays)
     dist.barrier()
     dist.destroy_process_group()
     return losses

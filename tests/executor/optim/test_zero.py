@@ -7,7 +7,6 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from executor.launch.launch import launch
 from executor.launch.verdict import RankFailed
 from executor.parallel.collective import Meeting
 from executor.parallel.places import Places
+from executor.runtime.given import given_text
 from ir.graph.sync import buckets
 from ir.plan.plan import OpKind, Plan
-from ir.plan.text import plan_digest
 from piper_sim.memory.timeline import state
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of
@@ -169,8 +168,8 @@ def test_fsdp2_trains_the_same(zero: int, dp: int, optimizer: str, clip: float, 
         f"optimizer.lr={0.2 if optimizer == 'sgd' else 0.001}",
     )
     prepared, plan = judged(tmp_path, *sets)
-    spec = cli.spec_of(prepared, plan_digest(plan), sets, 20, tmp_path)
-    losses = launch(fsdp_ranks.train, dp, asdict(replace(spec, dump=str(tmp_path))), timeout_s=240)[0]
+    args = {"steps": 20, "folder": str(tmp_path)}
+    losses = launch(fsdp_ranks.train, dp, args, given=[given_text(prepared, plan)])[0]
     ours, first, last = run(*sets, steps=20), *(np.load(tmp_path / f"{n}.npz") for n in ("first", "last"))
     assert np.abs(np.array(ours.object["losses"]) / losses - 1).max() <= ROUNDING
     assert distance(merged(ours.first), _part(first, "grad/")) <= ROUNDING

@@ -16,6 +16,7 @@ from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.routing.forced import Forced, choices
 from ir.job.routing.skew import spread, zipf
+from ir.job.run_options import RunOptions
 from piper_sim.study.predict import predict
 from tests.executor.parallel.spread import ONE, ROUNDING
 from tests.executor.runs import Ran, alone, distance, error, job_file, judged, merged, run
@@ -57,7 +58,7 @@ def test_under_forced_routing_every_plan_is_one_process(sets: tuple[str, ...]) -
 def _recorded(*sets: str, folder: Path) -> Ran:
     """A run whose counts stand in folder/routing.csv."""
     prepared, plan = judged(folder, *sets)
-    found, trace = cli.run(prepared, plan, sets, ranks=prepared.ranks, steps=1, out=folder, watchdog_s=60.0)
+    found, trace = cli.run(prepared, plan, RunOptions(prepared.ranks, out=folder, watchdog_s=60.0))
     return Ran(sets, plan, found, trace, (), ())
 
 

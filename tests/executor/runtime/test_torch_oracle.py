@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from executor.launch import run as cli
 from executor.launch.launch import launch
+from executor.runtime.given import given_text
 from experiments.torch_runtime import order_csv
 from ir.core.order import Order
-from ir.plan.text import plan_digest
 from ir.schedules.custom import from_csv
 from ir.schedules.registry import build
 from tests.executor import torch_ranks
@@ -51,16 +50,15 @@ def _sets(schedule: str, ranks: int, mbs: int, layers: int) -> tuple[str, ...]:
 def _oracles(ranks: int, mbs: int, layers: int) -> dict[str, Oracle]:
     """All schedules in one launch: importing torch's pipelining takes longer than a run."""
     with tempfile.TemporaryDirectory() as name:
-        specs, folders = [], [Path(name) / s for s in SCHEDULES]
+        given, folders = [], [Path(name) / s for s in SCHEDULES]
         for schedule, folder in zip(SCHEDULES, folders, strict=True):
             folder.mkdir()
             sets = _sets(schedule, ranks, mbs, layers)
             prepared, plan = judged(folder, *sets)
             (folder / "order.csv").write_text(order_csv(prepared))
-            spec = cli.spec_of(prepared, plan_digest(plan), sets, STEPS, folder)
-            specs.append(asdict(replace(spec, dump=str(folder))))
-        args = {"specs": specs, "csvs": [str(f / "order.csv") for f in folders]}
-        results = launch(torch_ranks.train, ranks, args, timeout_s=240)
+            given.append(given_text(prepared, plan))
+        args = {"steps": STEPS, "folders": [str(f) for f in folders]}
+        results = launch(torch_ranks.train, ranks, args, given=given)
         return {s: _oracle(f, [r[k] for r in results]) for k, (s, f) in enumerate(zip(SCHEDULES, folders, strict=True))}
 
 

@@ -63,7 +63,7 @@ WANT = [
 
 
 def test_gloo_between_two_processes() -> None:
-    assert launch(_rank, 2, timeout_s=40) == WANT
+    assert launch(_rank, 2) == WANT
 
 
 def _nccl_on_gloo(ctx: RankContext) -> list[float]:
@@ -89,7 +89,7 @@ def _nccl_on_gloo(ctx: RankContext) -> list[float]:
 
 
 def test_nccls_communicators_are_made_in_one_order() -> None:
-    assert launch(_nccl_on_gloo, 3, timeout_s=40) == [[2.0, 3.0], [0.0, 3.0], [1.0, 3.0]]
+    assert launch(_nccl_on_gloo, 3) == [[2.0, 3.0], [0.0, 3.0], [1.0, 3.0]]
 
 
 def test_virtual_ranks_in_threads() -> None:
@@ -137,4 +137,4 @@ def _lonely(ctx: RankContext) -> str:
 
 
 def test_gloos_own_errors_name_the_peer() -> None:
-    assert launch(_lonely, 2, timeout_s=20)[0] == "(1,)"
+    assert launch(_lonely, 2)[0] == "(1,)"

@@ -66,10 +66,10 @@ def test_another_plan_with_all_that_the_judged_one_has(name: str, more: tuple[st
     job = load_job(str(tmp_path / "job.toml"), (f"schedule.name={name}", *more))
     hardware = hardware_of(job)
     judged = prepare_priced(job, hardware)
-    other, sets = elsewhere(job, judged, hardware)
+    other = elsewhere(job, judged, hardware)
     assert plan_digest(other.plan()) != plan_digest(judged.plan()) and other.mbs != judged.mbs
     assert plan_keys(judged.plan()).keys() <= plan_keys(other.plan()).keys()
-    assert (other.schedule != judged.schedule) == (name != "dualpipe") and f"schedule.microbatches={other.mbs}" in sets
+    assert (other.schedule != judged.schedule) == (name != "dualpipe")
 
 
 @pytest.mark.parametrize("more", ["parallel.zero=1", "parallel.zero=3", "parallel.dp=4 parallel.ep=2"])

@@ -1,0 +1,66 @@
+"""How a plan is to be run: the flags of `piper-sim run`, the same for whoever asks for a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from ir.core.errors import ErrorKind, PiperError
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """A run's flags.
+
+    ranks: processes, as many as the job has ranks.
+    steps: done at the end; those of a checkpoint that is resumed are among them.
+    backend: gloo, nccl or local.
+    watchdog_s: a rank without progress for so many seconds has failed.
+    emulate: seconds of a layer's pass, instead of arithmetic.
+    emulate_comm: seconds by which each transfer ends later.
+    replay: a trace file whose ops' seconds are taken, instead of arithmetic.
+    out: a folder that gets `ranks.json`, and `routing.csv` where the model has experts.
+    dump: a folder for each rank's gradients and parameters, of the first step and of the last.
+    parts: a folder for what each node of a compute op took, where the host computes: `parts-<rank>.json`, rows
+    (step, op, seconds of each of its nodes).
+    sets: the `--set` overrides that the job was loaded with, for what an error suggests.
+    """
+
+    ranks: int
+    steps: int = 1
+    backend: str = "gloo"
+    watchdog_s: float = 15.0
+    emulate: float | None = None
+    emulate_comm: float = 0.0
+    replay: Path | None = None
+    out: Path | None = None
+    dump: Path | None = None
+    parts: Path | None = None
+    sets: tuple[str, ...] = ()
+
+    @property
+    def real(self) -> bool:
+        """Whether ops compute something.
+
+        >>> RunOptions(2).real, RunOptions(2, emulate=0.01).real
+        (True, False)
+        """
+        return self.emulate is None and self.replay is None
+
+    def check(self) -> None:
+        """Refuse flags out of range. Raises PiperError (usage)."""
+        rules = (
+            ("--steps", self.steps, self.steps >= 1, "1 or more", "steps"),
+            ("--watchdog", self.watchdog_s, 0 < self.watchdog_s < math.inf, "more than 0", "seconds"),
+            ("--emulate", self.emulate, self.emulate is None or 0 <= self.emulate < math.inf, "0 or more", "seconds"),
+            ("--emulate-comm", self.emulate_comm, 0 <= self.emulate_comm < math.inf, "0 or more", "seconds"),
+        )
+        usual = {"--steps": "1", "--watchdog": "15", "--emulate": "0.01", "--emulate-comm": "0.001"}
+        for flag, value, good, allowed, unit in rules:
+            if not good:
+                fix = f"{flag} {usual[flag]}"
+                raise PiperError(ErrorKind.USAGE, f"{value} {unit}", key=flag, allowed=allowed, suggestion=fix)
+        if self.replay is not None and self.emulate is not None:
+            message = "ops take either a given time or that of a trace"
+            raise PiperError(ErrorKind.USAGE, message, key="--replay", suggestion="leave out --emulate")
