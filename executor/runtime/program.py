@@ -10,8 +10,8 @@ from ir.core.ops import Pass
 from ir.graph.graph import Node
 from ir.graph.sync import buckets
 from ir.graph.zero import gathered
+from ir.plan.host import host_reads
 from ir.plan.plan import AT_START, OpKind, Plan, Shape
-from ir.verify.host import host_reads
 
 Value = tuple[int, int, int]  # (node, slot, microbatch)
 At = tuple[int, int]  # (op, cover)

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.plan.host import held
 from ir.plan.plan import Csr, Plan
-from ir.verify.host import held
 
 _NONE, _MANY = -1, -2
 

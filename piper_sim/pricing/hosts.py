@@ -12,8 +12,8 @@ from ir.core.grid import quantise
 from ir.core.ops import Pass
 from ir.core.order import IntArray
 from ir.graph.graph import Node, Once
+from ir.plan.host import host_reads
 from ir.plan.plan import Csr, OpKind, Plan, Shape
-from ir.verify.host import host_reads
 from piper_sim.engine import Host
 
 

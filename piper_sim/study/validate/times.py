@@ -9,9 +9,9 @@ import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import FloatArray, IntArray
+from ir.plan.host import host_reads
 from ir.plan.plan import OpKind, Plan
 from ir.trace.trace import Trace
-from ir.verify.host import host_reads
 from piper_sim.engine import Scenario
 
 

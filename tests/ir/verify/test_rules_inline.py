@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.lower import P2P, Policy
+from ir.plan.host import host_reads
 from ir.plan.plan import Csr, OpKind, Plan
 from ir.verify import check_plan
 from ir.verify.deadlock import Dispatch, check_progress
-from ir.verify.host import host_reads
 from piper_sim.engine import Scenario, play
 from piper_sim.pricing.hosts import inline
 from tests.ir.plans import FIXED, fewer, moe_plan, stage_plan
