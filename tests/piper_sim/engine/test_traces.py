@@ -56,9 +56,9 @@ def test_the_highest_memory_sample_is_the_peak(predicted: Prediction) -> None:
     assert memory is not None and memory.time_s.min() >= 0
     for rank in range(2):
         mine = memory.rank == rank
-        assert memory.bytes[mine].max() == predicted.memory.peak[rank]
+        assert memory.bytes[mine].max() == predicted.planned.memory.peak[rank]
         assert (np.diff(memory.time_s[mine]) >= 0).all()
-        assert memory.bytes[mine].min() >= predicted.memory.state[rank].total
+        assert memory.bytes[mine].min() >= predicted.planned.memory.state[rank].total
 
 
 def test_a_trace_is_the_same_after_writing_and_reading(predicted: Prediction, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_runs_that_ran_out_of_memory_and_those_said_not_to_fit_are_told_apart(tm
     assert [r["fits"] for r in out["runs"]] == [True, False, False, True]
     assert out["fits"] == {"ran_fits": 1, "ran_does_not_fit": 1, "oom_fits": 1, "oom_does_not_fit": 1}
     assert [c["n"] for c in out["classes"] if c["of"] == "time" and not c["column"]] == [2], "oom has no seconds"
-    peak = predict(job_from(TABLE)).memory.peak.max()
+    peak = predict(job_from(TABLE)).planned.memory.peak.max()
     assert past.residuals[0].memory == pytest.approx(peak / (2.5 * 2**30) - 1)
     assert {c["value"] for c in out["classes"] if c["column"] == "class"} == {"good", "tight"}
     assert "1 of those that ran are said not to fit" in backtest_text(past)
