@@ -10,10 +10,9 @@ from ir.verify.collectives import check_channels, check_collectives
 from ir.verify.coverage import instances
 from ir.verify.deadlock import Dispatch, check_progress
 from ir.verify.held import held
-from ir.verify.needs import check_waits
 from ir.verify.once import once_needs, tail
 from ir.verify.reads import reads
-from ir.verify.waits import Waits
+from ir.verify.waits import Waits, check_waits
 from ir.verify.zero import check_room, zero_needs
 
 
