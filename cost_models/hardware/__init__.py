@@ -6,19 +6,22 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import msgspec
+from msgspec import structs
 
-from cost_models.hardware.schema import Hardware, check_consistent, check_known
+from cost_models.hardware.schema import Hardware, check_consistent
 from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.files import Format, cut, named_path, read_json, typed
 
 __all__ = ["Hardware", "hardware_keys", "load_hardware", "presets"]
 
+FORM = Format("a hardware file", ErrorKind.HARDWARE, "cluster.gpu", 10**6, "a preset's name, or a path to a .json file")
 _HERE = Path(__file__).parent
-Raw = dict[str, object]
+Raw = dict[str, Any]
 
 
 def presets() -> tuple[str, ...]:
@@ -32,7 +35,7 @@ def presets() -> tuple[str, ...]:
 
 def hardware_keys() -> tuple[str, ...]:
     """Top-level keys of a hardware file: what a job's [cluster] may override inline."""
-    return tuple(f.name for f in msgspec.structs.fields(Hardware) if f.name not in ("name", "sources", "software"))
+    return tuple(f.name for f in structs.fields(Hardware) if f.name not in ("name", "sources", "software"))
 
 
 def load_hardware(name_or_path: str | Path, overrides: Mapping[str, object] | None = None) -> Hardware:
@@ -48,26 +51,14 @@ def load_hardware(name_or_path: str | Path, overrides: Mapping[str, object] | No
     fix: h100-sxm
     """
     raw, file = _read(str(name_or_path), ())
+    over = dict(overrides or {})
+    merged = _merge(raw, over)
     try:
-        check_known(raw)
-        _check_finite(raw, "")
+        return check_consistent(typed(merged, Hardware, FORM, file))
     except PiperError as error:
-        raise error.at(file=file) from None
-    if overrides:
-        check_known(dict(overrides), prefix="cluster.")
-        _check_finite(dict(overrides), "cluster.")
-        raw = _merge(raw, overrides)
-    try:
-        hw = msgspec.convert(raw, Hardware, strict=True)
-    except msgspec.ValidationError as error:
-        # msgspec says "... - at `$.gemm.ramp_bytes`"; we hand out message and key apart.
-        message, _, where = str(error).partition(" - at `$.")
-        key = where.rstrip("`") or None
-        if key and overrides and key.split(".")[0].split("[")[0] in overrides:
-            raise PiperError(ErrorKind.HARDWARE, message, key=f"cluster.{key}") from None
-        raise PiperError(ErrorKind.HARDWARE, message, file=file, key=key) from None
-    check_consistent(hw)
-    return hw
+        if re.split(r"[.[]", error.key or "")[0] not in over:
+            raise error.at(file=file) from None
+    return check_consistent(typed(merged, Hardware, FORM, None, "cluster"), "cluster.")  # the same error, of the job
 
 
 def _read(name: str, seen: tuple[str, ...]) -> tuple[Raw, str]:
@@ -75,20 +66,18 @@ def _read(name: str, seen: tuple[str, ...]) -> tuple[Raw, str]:
     path = _path(name)
     if str(path) in seen:
         circle = " -> ".join([*seen, str(path)])
-        raise PiperError(ErrorKind.HARDWARE, f"bases go round in a circle: {circle}", key="base")
-    try:
-        raw = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-    except OSError as error:
-        raise PiperError(ErrorKind.IO, f"cannot read: {error.strerror}", file=str(path), key="cluster.gpu") from None
-    except msgspec.DecodeError as error:
-        raise PiperError(ErrorKind.HARDWARE, f"not a JSON object: {error}", file=str(path)) from None
+        allowed = "a preset, or a file that starts from none of those that start from it"
+        raise FORM.wrong(f"bases go round in a circle: {circle}", str(path), "base", allowed)
+    raw: Raw = typed(read_json(path, FORM), dict[str, Any], FORM, str(path))
     base = raw.pop("base", None)
     if base is None:
         return raw, str(path)
     if not isinstance(base, str):
-        raise PiperError(ErrorKind.HARDWARE, "base must be a preset's name or a path", file=str(path), key="base")
-    beside = path.parent / base
-    under, _ = _read(str(beside) if base.endswith(".json") and beside.exists() else base, (*seen, str(path)))
+        raise FORM.wrong(f"{cut(base)} is no text", str(path), "base", "a preset's name, or a path from this file on")
+    try:
+        under, _ = _read(named_path(str(path), base, presets()), (*seen, str(path)))
+    except PiperError as e:
+        raise e if e.file else FORM.wrong(e.message, str(path), "base", e.allowed, e.suggestion) from None
     return _merge(under, raw), str(path)
 
 
@@ -96,7 +85,7 @@ def _path(name: str) -> Path:
     known = presets()
     if name in known:
         return _HERE / f"{name}.json"
-    if name.endswith(".json") or "/" in name:
+    if name.endswith(".json") or "/" in name or "\\" in name:
         return Path(name)
     raise PiperError(
         ErrorKind.HARDWARE,
@@ -113,15 +102,3 @@ def _merge(under: Mapping[str, object], over: Mapping[str, object]) -> Raw:
         below = out.get(key)
         out[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
     return out
-
-
-def _check_finite(value: object, key: str) -> None:
-    """NaN passes every `x > 0` test in some form, so it is refused before types are looked at."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            _check_finite(inner, f"{key}{name}" if not key or key.endswith(".") else f"{key}.{name}")
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            _check_finite(inner, key)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise PiperError(ErrorKind.HARDWARE, f"{value} is not a finite number", key=key)

@@ -11,7 +11,8 @@ from typing import Annotated
 import msgspec
 
 from cost_models.software import Software
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import HIDDEN, words
 from ir.core.work import DType
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -19,7 +20,14 @@ NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Dtype = Annotated[str, words(*(str(d) for d in DType), said="dtype")]
+PeakDtype = Annotated[str, words(*(str(d) for d in DType), "tf32", said="dtype")]
 COMM_KINDS = ("all_to_all", "collective", "p2p")
+CommKind = Annotated[str, words(*COMM_KINDS, said="kind of communication")]
+Tiles = Annotated[
+    tuple[tuple[Count, Count, Share], ...], msgspec.Meta(min_length=1, extra={"fix": "[[128, 128, 1.0]]"})
+]
 GIB = 1024**3
 MIB = 1024**2
 
@@ -35,12 +43,12 @@ class Gemm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     product that adds up a weight's gradient relative to another of equal tiles; 1 where not named.
     """
 
-    efficiency: dict[str, Share]
-    unhidden_memory: dict[str, Annotated[float, msgspec.Meta(ge=0, le=1)]]
+    efficiency: dict[Dtype, Share]
+    unhidden_memory: dict[Dtype, Fraction]
     ramp_bytes: NonNegative
-    tiles: tuple[tuple[Count, Count, Share], ...]
+    tiles: Tiles
     grouped_efficiency: Share = 1.0
-    weight_grad: dict[str, Share] = {}
+    weight_grad: dict[Dtype, Share] = {}
 
 
 class Attention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -84,7 +92,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """
 
     name: str
-    peak_TFLOPs: dict[str, Positive]
+    peak_TFLOPs: dict[PeakDtype, Positive]
     hbm_GiB: Positive
     hbm_GBps: Positive
     sms: Count
@@ -103,7 +111,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     nvlink_pair_GBps: Positive | None = None
     nvlink_latency_us: NonNegative
     nvlink_efficiency: Share
-    nvlink_sharp_efficiency: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    nvlink_sharp_efficiency: Fraction = 0.0
     nic_Gbps: Positive
     nic_latency_us: NonNegative
     nic_efficiency: Share
@@ -111,14 +119,14 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     dispatch_nvlink_efficiency: Share
     dispatch_nic_efficiency: Share
     collective_launch_us: NonNegative
-    collectives: str = "nccl"
+    collectives: Annotated[str, words("nccl", "gloo", said="library")] = "nccl"
     pcie_GBps: Positive
-    comm_sms: dict[str, NonNegative] = {}
-    comm_hbm: dict[str, Annotated[float, msgspec.Meta(ge=0, lt=1)]] = {}
+    comm_sms: dict[CommKind, NonNegative] = {}
+    comm_hbm: dict[CommKind, Annotated[float, msgspec.Meta(ge=0, lt=1)]] = {}
     leaf_nodes: Count | None = None
     oversubscription: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     sources: dict[str, str] = {}
-    software: Software = Software()
+    software: Annotated[Software, HIDDEN] = Software()
 
     @property
     def hbm_bytes(self) -> int:
@@ -132,8 +140,6 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def peak_flops(self, dtype: DType) -> float:
         """Dense peak of a dtype, FLOP/s; refuses a dtype the device does not have.
-
-        Raises PiperError (hardware): a dtype that the device does not have.
 
         >>> from cost_models.hardware import load_hardware
         >>> load_hardware("h100-sxm").peak_flops(DType.BF16)
@@ -151,58 +157,26 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return peak * 1e12
 
 
-_SECTIONS: dict[str, type[msgspec.Struct]] = {"gemm": Gemm, "attention": Attention}
-_DTYPES = [d.value for d in DType]
+def check_consistent(hw: Hardware, at: str = "") -> Hardware:
+    """The same, if its parts do not contradict each other, which types alone cannot tell. at: before keys in errors.
 
-
-def check_known(raw: dict[str, object], struct: type[msgspec.Struct] = Hardware, prefix: str = "") -> None:
-    """Refuse keys that a hardware file does not have, naming the nearest one.
-
-    Raises PiperError (hardware): an unknown key.
+    Raises PiperError (hardware).
     """
-    known = [f.name for f in msgspec.structs.fields(struct) if f.name != "software"]
-    for key, value in raw.items():
-        if key not in known:
-            near = nearest(key, known)
-            raise PiperError(
-                ErrorKind.HARDWARE,
-                f"unknown hardware key {key!r}",
-                key=prefix + key,
-                allowed=known,
-                suggestion=prefix + near if near else None,
-            )
-        if key in _SECTIONS and isinstance(value, dict):
-            check_known(value, _SECTIONS[key], f"{key}.")
-
-
-def check_consistent(hw: Hardware) -> None:
-    """Refuse files whose parts contradict each other, where types alone cannot tell."""
-    for key, table in (
-        ("peak_TFLOPs", hw.peak_TFLOPs),
-        ("gemm.efficiency", hw.gemm.efficiency),
-        ("gemm.unhidden_memory", hw.gemm.unhidden_memory),
-    ):
-        allowed = [*_DTYPES, "tf32"] if key == "peak_TFLOPs" else _DTYPES
-        for dtype in table:
-            if dtype not in allowed:
-                raise _bad(f"unknown dtype {dtype!r}", f"{key}.{dtype}", allowed, nearest(dtype, allowed))
-        for dtype in hw.peak_TFLOPs:
-            if dtype != "tf32" and dtype not in table:
-                raise _bad(f"{dtype} has a peak but no entry here", key, None, f"add {dtype} to {key}")
-    if not hw.gemm.tiles:
-        raise _bad("a GEMM needs at least one tile shape", "gemm.tiles", None, "[[128, 128, 1.0]]")
+    tables = {"gemm.efficiency": hw.gemm.efficiency, "gemm.unhidden_memory": hw.gemm.unhidden_memory}
+    for key, table in tables.items():
+        if lacking := hw.peak_TFLOPs.keys() - table.keys() - {"tf32"}:
+            missing = ", ".join(sorted(lacking))
+            allowed = f"an entry for each dtype of peak_TFLOPs: {', '.join(k for k in hw.peak_TFLOPs if k != 'tf32')}"
+            raise _bad(f"{missing} has a peak but no entry here", at + key, allowed, f"add {missing} to {at}{key}")
     if list(hw.reserved_over_allocated) != sorted(hw.reserved_over_allocated) or hw.reserved_over_allocated[0] < 1:
-        raise _bad("must be low <= middle <= high, from 1 up", "reserved_over_allocated", None, "[1.0, 1.04, 1.08]")
-    for key, table in (("comm_sms", hw.comm_sms), ("comm_hbm", hw.comm_hbm)):
-        for kind, value in table.items():
-            if kind not in COMM_KINDS:
-                fix = nearest(kind, COMM_KINDS)
-                raise _bad(f"unknown kind of communication {kind!r}", f"{key}.{kind}", list(COMM_KINDS), fix)
-            if key == "comm_sms" and value >= hw.sms:
-                raise _bad(f"{value} of {hw.sms} SMs leave none to compute", f"{key}.{kind}", None, f"{hw.sms // 8}")
-    if hw.collectives not in ("nccl", "gloo"):
-        raise _bad(f"unknown library {hw.collectives!r}", "collectives", ["nccl", "gloo"], "nccl")
+        allowed = "low <= middle <= high, from 1 up"
+        raise _bad(f"not {allowed}", f"{at}reserved_over_allocated", allowed, "[1.0, 1.04, 1.08]")
+    for kind, sms in hw.comm_sms.items():
+        if sms >= hw.sms:
+            allowed = f"a number from 0 to below {hw.sms}"
+            raise _bad(f"{sms:g} of {hw.sms} SMs leave none to compute", f"{at}comm_sms.{kind}", allowed, None)
+    return hw
 
 
-def _bad(message: str, key: str, allowed: list[str] | None, fix: str | None) -> PiperError:
+def _bad(message: str, key: str, allowed: str, fix: str | None) -> PiperError:
     return PiperError(ErrorKind.HARDWARE, message, key=key, allowed=allowed, suggestion=fix)

@@ -8,8 +8,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 
 LEAST = 3  # sizes of a piece, where there are several
 MOST_PIECES = 4
@@ -17,16 +19,18 @@ WORTH = 0.5  # a further piece must at least halve what is left over
 EXACT = 0.01  # root mean square; a curve that is as near needs no further piece
 
 Point = tuple[int, float]
+Bytes = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """alpha_s: of an empty message. beta_s_per_byte: of each further byte. first, last: the sizes it was fitted to."""
 
-    first: int
-    last: int
-    alpha_s: float
-    beta_s_per_byte: float
+    first: Bytes
+    last: Bytes
+    alpha_s: Seconds
+    beta_s_per_byte: Seconds
 
     def seconds(self, size: float) -> float:
         """Of a message of so many bytes."""
@@ -45,8 +49,8 @@ class Curve:
     """
 
     pieces: tuple[Piece, ...]
-    error: float
-    spread: float = 0.0
+    error: Seconds
+    spread: Seconds = 0.0
 
     def seconds(self, size: int) -> float:
         """Of a message of so many bytes; between two pieces on the line that joins their ends."""

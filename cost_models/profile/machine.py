@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
 
 PACKAGES = ("numpy", "torch")
 
@@ -21,12 +24,12 @@ class Machine:
     """
 
     cpu: str
-    cores: int
+    cores: Annotated[int, Meta(ge=0)]
     gpu: str
-    gpus: int
+    gpus: Annotated[int, Meta(ge=0)]
     versions: Mapping[str, str]
     date: str
-    threads: int = 1
+    threads: Annotated[int, Meta(ge=1)] = 1
 
     @classmethod
     def here(cls, gpu: str = "", gpus: int = 0, threads: int = 1) -> Machine:

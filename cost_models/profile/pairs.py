@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_models.hardware.schema import COMM_KINDS
+from cost_models.hardware.schema import COMM_KINDS, NonNegative
 
 BOUNDS = ("arithmetic", "memory")  # what a kernel is bound by
 
@@ -17,9 +17,9 @@ class Pair:
     the message, while the kernel runs.
     """
 
-    held: float = 0.0
-    moving: float = 0.0
-    wire: float = 0.0
+    held: NonNegative = 0.0
+    moving: NonNegative = 0.0
+    wire: NonNegative = 0.0
 
 
 def pair_key(bound: str, kind: str) -> str:

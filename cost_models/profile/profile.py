@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from statistics import median
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 
-from cost_models.profile.fit import Curve, fit
+from cost_models.profile.fit import Curve, Seconds, fit
 from cost_models.profile.machine import Machine
 from cost_models.profile.pairs import Pair
 from cost_models.profile.shapes import OpShape, Sized, between
@@ -43,9 +45,9 @@ class Source(StrEnum):
 class Measured:
     """Seconds of one op or message. spread_s: between the quartiles. count: how often it was timed."""
 
-    median_s: float
-    spread_s: float
-    count: int
+    median_s: Seconds
+    spread_s: Seconds
+    count: Annotated[int, Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,13 @@ from typing import Annotated, Literal
 import msgspec
 
 from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.files import Format, read_json, typed
 from ir.workload.setting import Loss, Style
 
 __all__ = ["MOST", "Software", "frameworks", "load_software"]
 
 MOST = 6
+FORM = Format("a software file", ErrorKind.JOB, "costs.software", 10**6, "a framework's name, or a path")
 _HERE = Path(__file__).parent
 Factor = Annotated[float, msgspec.Meta(ge=0.2, le=5)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -92,18 +94,15 @@ def load_software(name: str | None) -> Software:
 
 
 def read(path: Path) -> Software:
-    """One file, strictly: known keys, in range, at most `MOST` constants, each with its source."""
-    try:
-        raw = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-        found = msgspec.convert(raw, Software, strict=True)
-    except (OSError, msgspec.MsgspecError) as e:
-        raise PiperError(ErrorKind.JOB, f"no software file: {e}", file=str(path), key="costs.software") from None
+    """One file, strictly: known keys, in range, at most `MOST` constants, each with its source. Raises PiperError."""
+    raw = read_json(path, FORM)
+    found = typed(raw, Software, FORM, str(path))
     constants = raw.keys() - {"name", "sources"}
     if len(constants) > MOST:
         message = f"{len(constants)} constants: {', '.join(sorted(constants))}"
-        raise PiperError(ErrorKind.JOB, message, file=str(path), key="costs.software", allowed=f"at most {MOST}")
-    if constants != found.sources.keys():
-        wrong = ", ".join(sorted(constants ^ found.sources.keys()))
-        message = "constants and their sources differ"
-        raise PiperError(ErrorKind.JOB, message, file=str(path), key=f"sources.{wrong}", suggestion="one for each")
+        raise FORM.wrong(message, str(path), None, f"at most {MOST}")
+    for name in sorted(constants ^ found.sources.keys()):
+        message = "a source of no constant" if name in found.sources else "this constant has no source"
+        allowed = f"one for each constant: {', '.join(sorted(constants))}"
+        raise FORM.wrong(message, str(path), f"sources.{name}", allowed)
     return found

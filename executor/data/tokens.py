@@ -9,9 +9,11 @@ from typing import Protocol
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import Format, check_regular, named_path
 from ir.job import Job
 
 PADDING = -1
+FORM = Format("tokens", ErrorKind.JOB, "data.source", 2**50, "synthetic, or a path that starts at the job's folder")
 
 
 class Source(Protocol):
@@ -50,6 +52,7 @@ class FileTokens:
     def __init__(self, path: str, vocab: int, seed: int = 0) -> None:
         self.path, self.vocab, self.seed = path, vocab, seed
         file = Path(path)
+        check_regular(file, FORM)
         try:
             if file.suffix == ".npy":
                 self.tokens = np.load(file, mmap_mode="r", allow_pickle=False)
@@ -97,4 +100,4 @@ def source_of(name: str, vocab: int, seed: int) -> Source:
 
 def source_name(job: Job) -> str:
     """`[data] source`; a path starts at the job's folder."""
-    return job.data.source if job.data.source == "synthetic" else str(Path(job.file).parent / job.data.source)
+    return job.data.source if job.data.source == "synthetic" else named_path(job.file, job.data.source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from executor.modules.base import TORCH, Model
 from executor.modules.decoder import Decoder
@@ -12,6 +11,7 @@ from executor.parallel.inline import Region
 from executor.parallel.router_guide import Guide
 from executor.parallel.shares import Share
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import named_path
 from ir.graph.classes import recomputed as again
 from ir.job.build import Prepared, precision_of, recompute_options
 
@@ -56,8 +56,7 @@ def _users(prepared: Prepared, reference: str) -> UserModel:
     """The user's module, which must be the one that was captured. Its path starts at the job's folder."""
     job, entries = prepared.job, prepared.base.entries
     path, _, name = reference.rpartition(":")
-    beside = Path(job.file).parent / path
-    build = load_callable(f"{beside}:{name}" if path and beside.exists() else reference)
+    build = load_callable(f"{named_path(job.file, path)}:{name}" if path else reference)
     parts = {e.chunk.name: e.part.name for e in entries}
     model = UserModel(build, seed=job.model.seed, dtype=TORCH[precision_of(job).params], parts=parts)
     model.refuse_training()

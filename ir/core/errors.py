@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 from enum import StrEnum
+
+_LONGEST = 80
+_UNIT = re.compile(r"([KMGTP]?)(i?)(B|b|FLOPs?)(ps|/s|s)?|(n|u|m|)(s)")
+_LOWER = {w.lower(): w for w in ("KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB", "Mbps", "Gbps", "TFLOPs")}
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+_SECONDS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0}
+_SEPARATORS = re.compile(r"[-_. ]")
 
 
 class ErrorKind(StrEnum):
@@ -67,14 +74,15 @@ class PiperError(Exception):
             lines.append(f"allowed: {self.allowed}")
         if self.suggestion:
             lines.append(f"fix: {self.suggestion}")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (self.kind, self.message, self.file, self.key, self.allowed, self.suggestion))
 
-    def at(self, *, file: str | None = None, key: str | None = None) -> PiperError:
-        """The same error, with the file or key filled in where it was not known yet."""
-        return _rebuild(self.kind, self.message, self.file or file, self.key or key, self.allowed, self.suggestion)
+    def at(self, *, file: str | None = None, key: str | None = None, allowed: str | None = None) -> PiperError:
+        """The same error, with what was not known yet filled in."""
+        may = self.allowed or allowed
+        return _rebuild(self.kind, self.message, self.file or file, self.key or key, may, self.suggestion)
 
 
 def _rebuild(
@@ -83,16 +91,41 @@ def _rebuild(
     return PiperError(kind, message, file=file, key=key, allowed=allowed, suggestion=suggestion)
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The known word closest to a mistyped one, or None. cutoff: how close it must be, from 0 to 1.
+def printable(text: str) -> str:
+    r"""A text as a terminal may show it: what could move the cursor, hide or reverse letters is spelled out.
 
-    >>> nearest("dualpip", ["1f1b", "dualpipe", "zbv"])
-    'dualpipe'
+    >>> print(printable("a\x1b[31mb"))
+    a\x1b[31mb
     """
-    known = list(known)
-    low = {k.lower(): k for k in known}
-    match = get_close_matches(word.lower(), list(low), n=1, cutoff=cutoff)
-    return low[match[0]] if match else None
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that a mistyped one can only mean, or None: a wrong fix is worse than none.
+
+    Digits and units are never mended: they are what tells one thing from another.
+
+    >>> nearest("dualpip", ["1f1b", "dualpipe", "zbv"]), nearest("h100", ["h100-sxm", "h800-sxm"])
+    ('dualpipe', 'h100-sxm')
+    >>> nearest("fp4", ["fp8", "fp64"]), nearest("nic_GBps", ["nic_Gbps"]), nearest("memory_GB", ["memory_ramp_KiB"])
+    (None, None, None)
+    """
+    if len(word) > _LONGEST or not word:
+        return None
+    low, digits, unit = word.lower(), _digits(word), unit_of(word)
+    few = min(3, max(1, len(word) // 4))
+    longer, best = [], (few + 1, "")
+    for k in known:
+        if _digits(k) != digits or (unit and unit_of(k) and unit_of(k) != unit):
+            continue
+        other = k.lower()
+        if len(word) > 2 and other.startswith(low) and _SEPARATORS.match(other, len(low)):
+            longer.append(k)
+        if abs(len(low) - len(other)) <= few:
+            best = min(best, (_edits(low, other), k), key=lambda found: found[0])
+    return best[1] or (longer[0] if len(longer) == 1 else None)
 
 
 def same_name(word: str, known: Iterable[str]) -> str | None:
@@ -103,9 +136,68 @@ def same_name(word: str, known: Iterable[str]) -> str | None:
     >>> same_name("Qwen3-MoE", ["qwen3", "qwen3_moe"]), same_name("gpt_oss", ["gpt2"])
     ('qwen3_moe', None)
     """
-    bare = {_bare(k): k for k in known}
-    return bare.get(_bare(word))
+    return {_bare(k): k for k in known}.get(_bare(word))
 
 
 def _bare(word: str) -> str:
     return "".join(c for c in word.lower() if c.isalnum())
+
+
+def converted(key: str, value: object, known: Iterable[str]) -> str | None:
+    """A quantity under the known key that has its name and another unit of its kind, as `key = value`.
+
+    >>> converted("nic_GBps", 100, ["nic_Gbps"]), converted("hbm_GB", 80, ["hbm_GiB", "hbm_GBps"])
+    ('nic_Gbps = 800', 'hbm_GiB = 74.5058')
+    """
+    unit = unit_of(key)
+    if unit is None or not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    for k in known:
+        other = unit_of(k)
+        if other and other[0] == unit[0] and other != unit and _stem(k) == _stem(key):
+            return f"{k} = {value * unit[1] / other[1]:.6g}"
+    return None
+
+
+def unit_of(key: str) -> tuple[str, float] | None:
+    """(what it measures, in how many of its smallest units) behind the last `_` of a key, None where none is.
+
+    >>> unit_of("nic_Gbps"), unit_of("nvlink_GBps"), unit_of("hbm_GiB"), unit_of("launch_us"), unit_of("seq_len")
+    (('b/s', 1000000000.0), ('b/s', 8000000000.0), ('b', 8589934592.0), ('s', 1e-06), None)
+    """
+    stem, _, last = key.rpartition("_")
+    m = _UNIT.fullmatch(_LOWER.get(last, last))
+    if not stem or not m:
+        return None
+    if m[6]:
+        return "s", _SECONDS[m[5]]
+    size = float((1024 if m[2] else 1000) ** _POWER[m[1]])
+    if m[3][0] == "F":
+        return "FLOP", size
+    return "b/s" if m[4] else "b", size * (8 if m[3] == "B" else 1)
+
+
+def _stem(key: str) -> str:
+    return key.rpartition("_")[0].lower()
+
+
+def _digits(word: str) -> list[str]:
+    return sorted(c for c in word if c.isdigit())
+
+
+def _edits(a: str, b: str) -> int:
+    """Letters to insert, drop, replace or swap with the next one.
+
+    >>> _edits("evne", "even"), _edits("flsh", "flash")
+    (1, 1)
+    """
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        last, before, row = before, row, [i]
+        for j, y in enumerate(b, 1):
+            least = min(row[-1] + 1, before[j] + 1, before[j - 1] + (x != y))
+            if i > 1 and j > 1 and x == b[j - 2] and y == a[i - 2]:
+                least = min(least, last[j - 2] + 1)
+            row.append(least)
+    return row[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import isqrt
 
 from ir.core.errors import ErrorKind, PiperError
 
@@ -11,6 +12,16 @@ NODES = 4_000_000  # of a model's graph, times microbatches; as much
 LAYERS = 1_000
 RANKS = 65_536
 BYTES = 2**53  # of one buffer; sums then stay within 64 bits
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, ascending; of a very large n those up to a million, for a search must end.
+
+    >>> divisors(12), divisors(10**18 + 9)[-1]
+    ([1, 2, 3, 4, 6, 12], 1)
+    """
+    low = [d for d in range(1, min(isqrt(n), PASSES) + 1) if n % d == 0]
+    return low if n > PASSES**2 else sorted({*low, *(n // d for d in low)})
 
 
 def check_passes(stages: int, microbatches: int, kind: ErrorKind = ErrorKind.JOB) -> None:

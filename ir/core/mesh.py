@@ -8,6 +8,7 @@ from itertools import pairwise, product
 from math import prod
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.limits import divisors
 
 DENSE = ("tp", "cp", "dp")
 EXPERT = ("etp", "ep", "edp")
@@ -139,7 +140,7 @@ def _job(key: str, message: str, fix: str | None) -> PiperError:
 
 def _no_ep(sizes: Mapping[str, int], order: Sequence[str], why: str) -> PiperError:
     devices, etp, ep = sizes["tp"] * sizes["cp"] * sizes["dp"], sizes["etp"], sizes["ep"]
-    fits = [e for e in range(1, devices + 1) if devices % (e * etp) == 0]
+    fits = [e for e in divisors(devices) if devices % (e * etp) == 0]
     legal = [e for e in fits if _cuts({**sizes, "ep": e, "edp": devices // (e * etp)}, order)]
     best = min(legal, key=lambda e: abs(e - ep), default=None)
     return PiperError(

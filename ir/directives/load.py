@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind
+from ir.core.files import Format, read_json
 from ir.core.filters import Filter, parse_filter
 from ir.core.limits import PASSES
 from ir.directives.fields import (
@@ -28,8 +27,7 @@ from ir.directives.place import Place
 from ir.directives.split import Split
 from ir.directives.strategy import Directive
 
-_LIMIT_BYTES = 64_000_000
-_KEY = "schedule.directives"
+FORM = Format("a strategy", ErrorKind.DIRECTIVE, "schedule.directives", fix='[{"op": "place", …}, …]')
 
 Lists = Sequence[tuple[int, ...]]
 
@@ -48,20 +46,8 @@ class Strategy:
 
 def load_strategy(path: str | Path) -> Strategy:
     """Read a strategy file. Raises PiperError (io, directive) naming the file and the directive's index."""
-    file = str(path)
-    try:
-        size = Path(path).stat().st_size
-        if size > _LIMIT_BYTES:
-            raise PiperError(ErrorKind.DIRECTIVE, f"{size} bytes are too many", file=file, key=_KEY, allowed="64 MB")
-        text = Path(path).read_bytes()
-    except OSError as e:
-        raise PiperError(ErrorKind.IO, f"cannot read the strategy: {e.strerror}", file=file, key=_KEY) from None
-    try:
-        return parse_strategy(json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique))
-    except PiperError as e:
-        raise e.at(file=file, key=_KEY) from None
-    except (ValueError, RecursionError) as e:  # not JSON, not UTF-8, a number of too many digits, too deep
-        raise PiperError(ErrorKind.DIRECTIVE, f"not JSON: {e}", file=file, key=_KEY) from None
+    with FORM.naming(path):
+        return parse_strategy(read_json(path, FORM))
 
 
 def parse_strategy(value: object) -> Strategy:
@@ -194,16 +180,3 @@ def _stages_of(i: int, wanted: Filter, stages: int) -> list[int]:
         raise bad(f"directive {i} (split): several splits need filters on PP alone, not {wanted}", '{"PP": 0}')
     pp = dict(wanted.matches).get("PP")
     return [s for s in range(stages) if pp is None or pp.accepts(s)]
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for k, v in pairs:
-        if k in out:
-            raise bad(f"key {k!r} is given twice", "each key once")
-        out[k] = v
-    return out
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise bad(f"{name} is no number", "finite numbers")

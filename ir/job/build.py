@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil, gcd
-from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import named_path
 from ir.core.filters import parse_filter
 from ir.core.limits import check_bytes, check_nodes, check_passes, check_ranks
 from ir.core.mesh import Mesh
@@ -101,7 +101,7 @@ def blaming(job: Job) -> Iterator[None]:
         kind = ErrorKind.JOB if e.kind is ErrorKind.USAGE else e.kind
         file, key = e.file or job.file, e.key
         if kind is ErrorKind.DIRECTIVE and job.schedule.directives is not None:
-            file, key = e.file or str(Path(job.file).parent / job.schedule.directives), key or "schedule.directives"
+            file, key = e.file or named_path(job.file, job.schedule.directives), key or "schedule.directives"
         elif kind is ErrorKind.MODEL and (key or "").startswith("model."):
             file = job.file  # set inline, or by --set
         raise PiperError(kind, e.message, file=file, key=key, allowed=e.allowed, suggestion=e.suggestion) from None
@@ -235,15 +235,14 @@ def dividing(job: Job, config: ModelConfig) -> list[Directive]:
 
 def _schedule(job: Job, times: OpTimes) -> Schedule | Strategy:
     s, pp = job.schedule, job.parallel.pp
-    where = Path(job.file).parent
     if s.directives is not None:
-        return load_strategy(where / s.directives)
+        return load_strategy(named_path(job.file, s.directives))
     if s.csv is not None:
-        return _shaped(job, from_csv(where / s.csv), "csv")
+        return _shaped(job, from_csv(named_path(job.file, s.csv)), "csv")
     mbs = s.microbatches if s.microbatches is not None else 2 * pp
     if s.builder is not None:
         check_passes(pp, mbs)
-        return _shaped(job, from_builder(s.builder, pp, mbs, where), "builder")
+        return _shaped(job, from_builder(named_path(job.file, s.builder), pp, mbs), "builder")
     name = s.name or DEFAULT_SCHEDULE
     check_passes(pp * (s.stages_per_rank or default_chunks(name)), mbs)
     return build(name, pp, mbs, s.stages_per_rank, times)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import named_path
 from ir.core.limits import check_layers
 from ir.graph.graph import Source
 from ir.job.schema import Job
 from ir.workload import load_config, model_chunks
 from ir.workload.captured import CapturedModel, CapturedSource, load_captured
+from ir.workload.config.load import presets
 from ir.workload.config.spec import ModelConfig
 from ir.workload.part import Chunk, Layout
 from ir.workload.setting import BatchShape, Precision, Style, check_setting
@@ -52,7 +53,7 @@ def read_model(job: Job) -> JobModel:
     m = job.model
     if m.graph is None:
         check_layers(m.overrides)
-        config = load_config(_beside(job, m.config), m.overrides)
+        config = load_config(named_path(job.file, m.config, presets()), m.overrides)
         check_layers({"num_hidden_layers": config.layers})
         return JobModel(config, model_chunks(config), m.attention)
     if extra := [*(["config"] if m.config else []), *m.overrides]:
@@ -63,13 +64,6 @@ def read_model(job: Job) -> JobModel:
             allowed="a config and its keys, or a captured graph",
             suggestion=f"leave out {extra[0]}",
         )
-    captured = load_captured(_beside(job, m.graph))
+    captured = load_captured(named_path(job.file, m.graph))
     check_layers({"num_hidden_layers": captured.config.layers})
     return JobModel(captured.config, captured.chunks, m.attention, captured)
-
-
-def _beside(job: Job, name: str) -> str:
-    """A file or folder relative to the job file; a preset's name as it is."""
-    beside = Path(job.file).parent / name
-    here = name.endswith(".json") or "/" in name or name == "."
-    return str(beside) if here and not Path(name).is_absolute() and beside.exists() else name

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
-Scalar = str | int | float | bool
+from msgspec import Meta
+
+from ir.core.files import HIDDEN, Text, words
+
+MOST = 2**31 - 1
+PARTS = ("norm", "up_projection", "activation", "scores", "mlp", "attention")
+Size = Annotated[int, Meta(ge=1, le=MOST)]
+Natural = Annotated[int, Meta(ge=0, le=MOST)]
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+NumberFormat = Annotated[str, words("fp64", "fp32", "bf16", "fp16", "fp8", said="number format")]
+Recomputed = Annotated[str, words(*PARTS, said="part to recompute")]
+Recompute = Annotated[str, words(*PARTS, "none", "selective", "full", said="recompute")]
 
 
 @dataclass(frozen=True)
 class Model:
     """What is trained. Any key of the Hugging Face config may be set inline; those land in `overrides`."""
 
-    config: str = ""
-    seq_len: int = 4096
-    attention: str = "flash"
-    graph: str | None = None
-    module: str | None = None
-    seed: int = 0
+    config: Text = ""
+    seq_len: Size = 4096
+    attention: Annotated[str, words("flash", "unfused", said="attention")] = "flash"
+    graph: Text | None = None
+    module: Text | None = None
+    seed: Natural = 0
     overrides: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -30,10 +43,10 @@ class Model:
 class Cluster:
     """Where it runs. Keys of the hardware file may be set inline; those land in `overrides`."""
 
-    gpu: str = "h100-sxm"
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    memory_margin_GiB: float = 2.0
+    gpu: Text = "h100-sxm"
+    nodes: Size | None = None
+    gpus_per_node: Size | None = None
+    memory_margin_GiB: NonNegative = 2.0
     speed: Mapping[str, float] = field(default_factory=dict)
     overrides: Mapping[str, object] = field(default_factory=dict)
 
@@ -42,43 +55,43 @@ class Cluster:
 class Parallel:
     """How it is divided. tp·cp·pp·dp is the number of GPUs; experts see the same devices as etp·ep·edp."""
 
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int | None = None
-    ep: int = 1
-    etp: int = 1
-    zero: int = 1
-    bucket_MiB: float | None = None
-    prefetch: int = 1
+    tp: Size = 1
+    cp: Size = 1
+    pp: Size = 1
+    dp: Size | None = None
+    ep: Size = 1
+    etp: Size = 1
+    zero: Annotated[int, Meta(ge=0, le=3)] = 1
+    bucket_MiB: Annotated[float, Meta(gt=0, lt=1e9)] | None = None
+    prefetch: Natural = 1
     reshard: bool = True
-    order: str = "tp cp ep dp pp"
+    order: Text = "tp cp ep dp pp"
     sequence_parallel: bool = True
-    layers: str | tuple[int, ...] = "balanced"
+    layers: Text | tuple[int, ...] = "balanced"
 
 
 @dataclass(frozen=True)
 class Schedule:
     """In which order. One of name, directives, builder, csv; microbatches per replica, both directions together."""
 
-    name: str | None = None
-    directives: str | None = None
-    builder: str | None = None
-    csv: str | None = None
-    microbatches: int | None = None
-    microbatch_size: int = 1
-    stages_per_rank: int | None = None
-    recompute: str | tuple[str, ...] = "none"
+    name: Text | None = None
+    directives: Text | None = None
+    builder: Text | None = None
+    csv: Text | None = None
+    microbatches: Size | None = None
+    microbatch_size: Size = 1
+    stages_per_rank: Size | None = None
+    recompute: Recompute | tuple[Recomputed, ...] = "none"
 
 
 @dataclass(frozen=True)
 class Routing:
     """Which experts tokens go to. forced: in a run too, where else routers choose."""
 
-    kind: str = "balanced"
-    strength: float = 1.0
-    seed: int = 0
-    file: str | None = None
+    kind: Annotated[str, words("balanced", "zipf", "hot", "file", said="kind of routing")] = "balanced"
+    strength: NonNegative = 1.0
+    seed: Natural = 0
+    file: Text | None = None
     forced: bool = False
 
 
@@ -86,10 +99,10 @@ class Routing:
 class Costs:
     """Where seconds come from."""
 
-    profile: str | None = None
-    interference: str = "pairwise"
-    host_model: str = "ahead"
-    software: str | None = None
+    profile: Text | None = None
+    interference: Annotated[str, words("none", "pairwise", "maxmin", said="interference")] = "pairwise"
+    host_model: Annotated[str, words("ahead", "inline", said="host model")] = "ahead"
+    software: Text | None = None
     stage_times: Mapping[str, object] | None = None
 
 
@@ -97,24 +110,24 @@ class Costs:
 class Data:
     """What `run` trains on."""
 
-    source: str = "synthetic"
-    seed: int = 0
+    source: Text = "synthetic"
+    seed: Natural = 0
 
 
 @dataclass(frozen=True)
 class Gate:
     """Sizes of relative errors that `validate` lets pass."""
 
-    iteration: float = 0.05
-    op_median: float = 0.10
-    memory: float = 0.02
+    iteration: NonNegative = 0.05
+    op_median: NonNegative = 0.10
+    memory: NonNegative = 0.02
 
 
 @dataclass(frozen=True)
 class History:
     """Past runs, for backtests: a table beside the job. apply: correct predictions by what it suggests."""
 
-    file: str | None = None
+    file: Text | None = None
     apply: bool = False
 
 
@@ -122,23 +135,23 @@ class History:
 class Optimizer:
     """The update. clip_norm 0 turns clipping off."""
 
-    name: str = "adamw"
-    lr: float = 1e-3
-    clip_norm: float = 1.0
+    name: Annotated[str, words("adamw", "sgd", said="optimizer")] = "adamw"
+    lr: NonNegative = 1e-3
+    clip_norm: NonNegative = 1.0
 
 
 @dataclass(frozen=True)
 class Precisions:
     """Number formats by name; those left out follow `compute`."""
 
-    compute: str = "bf16"
-    dispatch: str | None = None
-    combine: str | None = None
-    gather: str | None = None
-    reduce: str | None = None
-    params: str | None = None
-    grads: str | None = None
-    optimizer: str | None = None
+    compute: NumberFormat = "bf16"
+    dispatch: NumberFormat | None = None
+    combine: NumberFormat | None = None
+    gather: NumberFormat | None = None
+    reduce: NumberFormat | None = None
+    params: NumberFormat | None = None
+    grads: NumberFormat | None = None
+    optimizer: NumberFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -156,27 +169,8 @@ class Job:
     history: History = field(default_factory=History)
     optimizer: Optimizer = field(default_factory=Optimizer)
     precision: Precisions = field(default_factory=Precisions)
-    file: str = "job"
+    file: Annotated[str, HIDDEN] = "job"
 
-
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "model.attention": ("flash", "unfused"),
-    "routing.kind": ("balanced", "zipf", "hot", "file"),
-    "costs.interference": ("none", "pairwise", "maxmin"),
-    "costs.host_model": ("ahead", "inline"),
-    "optimizer.name": ("adamw", "sgd"),
-}
-DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
-RECOMPUTE = ("norm", "up_projection", "activation", "scores", "mlp", "attention")
-POSITIVE = frozenset(
-    {
-        *(f"parallel.{k}" for k in ("tp", "cp", "pp", "dp", "ep", "etp")),
-        *(f"schedule.{k}" for k in ("microbatches", "microbatch_size", "stages_per_rank")),
-        "model.seq_len",
-        "cluster.nodes",
-        "cluster.gpus_per_node",
-    }
-)
 
 SECTIONS: Mapping[str, type] = {
     "model": Model,

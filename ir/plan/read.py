@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.files import Format, read_text
 from ir.graph.graph import Graph
 from ir.graph.sync import buckets, with_sync
 from ir.plan.plan import Plan, Role, Shape
@@ -19,6 +20,7 @@ from ir.plan.vocabulary import Vocabulary, stream_cell
 VERSION = 1
 COUNTS = ("microbatches", "programs", "ops")
 MAX_BYTES = 64 * 2**20
+FORM = Format("a plan", ErrorKind.IO, "PLAN", MAX_BYTES, "the plan.txt that `plan --out DIR` leaves in DIR")
 MAX_OPS = 1_000_000
 MAX_PROGRAMS = 65_536
 _PARTS = {"wait": 1, "post": 2, "alloc": 3, "free": 4}
@@ -29,18 +31,9 @@ _FUSED = re.compile(rf"\({_MEMBER};{_MEMBER}\)OVERLAP_F_B", re.ASCII)
 
 
 def read_plan(path: str | Path, graph: Graph) -> Plan:
-    """The plan in a file; its size is looked at before it is read."""
-    file = str(path)
-    try:
-        with open(path, "rb") as f:
-            data = f.read(MAX_BYTES + 1)
-    except OSError as e:
-        raise PiperError(ErrorKind.IO, f"cannot read the plan: {e.strerror or e}", file=file) from e
-    try:
-        return parse_plan(data.decode("utf-8"), graph, file)
-    except UnicodeDecodeError as e:
-        line = data.count(b"\n", 0, e.start) + 1
-        raise PiperError(ErrorKind.IO, "not UTF-8 text", file=file, key=f"line {line}", allowed="UTF-8") from None
+    """The plan in a file. Raises PiperError."""
+    with FORM.naming(path):
+        return parse_plan(read_text(path, FORM), graph, str(path))
 
 
 def parse_plan(text: str, graph: Graph, file: str | None = None) -> Plan:

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import Format, read_text
 from ir.core.limits import check_passes
 from ir.core.order import Order
 from ir.schedules.evaluate import check_complete
 from ir.schedules.schedule import Placement, Schedule
 
-_LIMIT_BYTES = 64_000_000
+FORM = Format("a schedule", ErrorKind.JOB, "schedule.csv", fix="PyTorch's CSV: one row of ops per rank")
 
 
 def from_csv(path: str | Path) -> Schedule:
@@ -24,29 +25,24 @@ def from_csv(path: str | Path) -> Schedule:
 
     Raises PiperError (io): unreadable; (job): too large, or no legal schedule.
     """
+    text = read_text(path, FORM)
     try:
-        if (size := Path(path).stat().st_size) > _LIMIT_BYTES:
-            raise _refused("csv", f"{size} bytes are too many", "64 MB").at(file=str(path))
-        with open(path, newline="", encoding="utf-8") as f:
-            rows = [[c.strip() for c in row if c.strip()] for row in csv.reader(f)]
-    except (OSError, UnicodeDecodeError, csv.Error) as e:
-        why = getattr(e, "strerror", None) or e
-        raise PiperError(ErrorKind.IO, f"cannot read the schedule: {why}", file=str(path), key="schedule.csv") from None
+        rows = [[c.strip() for c in row if c.strip()] for row in csv.reader(text.splitlines())]
+    except csv.Error as e:
+        raise FORM.wrong(f"not CSV: {e}", str(path), None, "a row of op texts for each rank") from None
     while rows and not rows[-1]:  # a last line break
         rows.pop()
-    try:
+    with FORM.naming(path):
         return from_rows(rows, f"csv:{Path(path).name}")
-    except PiperError as e:
-        raise e.at(file=str(path), key="schedule.csv") from None
 
 
-def from_builder(reference: str, ranks: int, microbatches: int, base: Path) -> Schedule:
+def from_builder(reference: str, ranks: int, microbatches: int) -> Schedule:
     """A schedule from `file.py:function`, called as function(ranks, microbatches).
 
     It returns a `Schedule`, or one list of op texts per rank. Runs the user's code: only where a job names it.
     """
-    file, _, name = reference.partition(":")
-    path = base / file
+    file, _, name = reference.rpartition(":")
+    path = Path(file)
     if not name or not path.is_file():
         raise _refused("builder", f"{reference!r} names no function of a file", "file.py:function").at(file=str(path))
     try:

@@ -16,17 +16,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from sys import float_info
 from typing import NoReturn
 
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import Format, parse_json, read_text
 from ir.core.order import FloatArray, IntArray
 from ir.trace.trace import MemorySamples, Trace
 
 ROW_COLUMNS = ("step", "rank", "stream", "op", "post_s", "start_s", "end_s")
 MEMORY_COLUMNS = ("rank", "time_s", "bytes")
 MAX_BYTES = 64 * 2**20
+_FIX = "the trace.tsv that `run --out DIR` leaves in DIR"
+FORM = Format("a trace", ErrorKind.IO, "TRACE", MAX_BYTES, _FIX, largest=float_info.max)
 MAX_ROWS = 1_000_000
 MAX_RANKS = 65_536
 MAX_TEXT = 1024
@@ -66,21 +70,9 @@ def write_trace(trace: Trace) -> str:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """The trace in a file; its size is looked at before it is read."""
-    file = str(path)
-    try:
-        with open(path, "rb") as f:
-            data = f.read(MAX_BYTES + 1)
-    except OSError as e:
-        fix = "the trace.tsv that `run --out DIR` leaves in DIR"
-        raise PiperError(ErrorKind.IO, f"cannot read the trace: {e.strerror or e}", file=file, suggestion=fix) from e
-    if len(data) > MAX_BYTES:
-        _too_big(file)
-    try:
-        return parse_trace(data.decode("utf-8"), file)
-    except UnicodeDecodeError as e:
-        line = data.count(b"\n", 0, e.start) + 1
-        _refuse(file, line, None, "not UTF-8 text", "UTF-8", "write the trace with piper-sim")
+    """The trace in a file. Raises PiperError (io)."""
+    with FORM.naming(path):
+        return parse_trace(read_text(path, FORM), str(path))
 
 
 def parse_trace(text: str, file: str | None = None) -> Trace:
@@ -137,10 +129,9 @@ _FIX_COUNT = "the file was cut or edited: write it again"
 
 def _parse_head(line: str, file: str | None) -> tuple[int, int | None, Mapping[str, object]]:
     try:
-        head = json.loads(line, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as e:
-        reason = "nested too deep" if isinstance(e, RecursionError) else str(e)
-        _refuse(file, 1, None, f"not a header: {reason}", "one JSON object", "is this a trace file?")
+        head = parse_json(line, FORM, file)
+    except PiperError as e:
+        _refuse(file, 1, None, f"not a header: {e.message}", "one JSON object", "is this a trace file?")
     if not isinstance(head, dict) or set(head) != _KEYS:
         _refuse(file, 1, None, "not the header of a trace", ", ".join(sorted(_KEYS)), "is this a trace file?")
     if head["piper_trace"] != 1 or isinstance(head["piper_trace"], bool):
@@ -246,17 +237,6 @@ def _plain_header(header: Mapping[str, object]) -> object:
     if (back := json.loads(text)) != dict(header):
         _refuse(None, 1, "header", "JSON would change it", "lists (not tuples), string keys", "write plain values")
     return back
-
-
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
-    return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
 
 
 def _too_big(file: str | None) -> NoReturn:

@@ -4,19 +4,84 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Annotated
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from msgspec import Meta, Struct
+
+from ir.core.errors import ErrorKind
+from ir.core.files import Format, cut, read_json, typed, words
 from ir.core.work import DType, Kernel, KernelKind, Work
-from ir.workload.config.load import read_json
 
 FORMAT, VERSION = "piper-sim/model", 1
-FORMATS = tuple(str(d) for d in DType)
-T = TypeVar("T")
+FORM = Format("a captured model", ErrorKind.MODEL, "model.graph", fix="capture it again")
+Bytes = Annotated[int, Meta(ge=0, le=10**18)]
+Size = Annotated[int, Meta(ge=1, le=10**15)]
+Length = Annotated[int, Meta(ge=0, le=10**15)]
+Shape = tuple[Length, ...]
+
+
+class _Kernel(Struct):
+    """`kernels[…]`."""
+
+    op: str
+    kind: KernelKind
+    flops: Bytes
+    bytes: Bytes
+    dtype: DType
+    shape: Shape
+    count: Size
+
+
+class _Pass(Struct):
+    """`passes.F` and the like."""
+
+    workspace_bytes: Bytes
+    kernels: tuple[_Kernel, ...]
+
+
+class _Passes(Struct):
+    """`passes`."""
+
+    F: _Pass
+    I: _Pass
+    W: _Pass
+
+
+class _Saved(Struct):
+    """`saved_bytes`."""
+
+    until_I: Bytes
+    until_W: Bytes
+    constants: Bytes
+
+
+class _Part(Struct):
+    """`parts.…`."""
+
+    output_bytes: Bytes
+    reads_input_again: Annotated[str, words("", "I", "W", said="pass")]
+    saved_bytes: _Saved
+    stash_bytes: Bytes
+    passes: _Passes
+
+
+class _File(Struct):
+    """The file."""
+
+    format: Annotated[str, words(FORMAT, said="format")]
+    version: Annotated[int, Meta(ge=VERSION, le=VERSION)]
+    model: str
+    microbatch_size: Size
+    seq_len: Size
+    dtype: DType
+    hidden: Size
+    vocab: Size
+    chunks: tuple[CapturedChunk, ...]
+    parts: dict[str, _Part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +113,7 @@ class CapturedChunk:
 
     name: str
     part: str
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    parameters: tuple[tuple[str, Shape], ...]
 
     @property
     def is_layer(self) -> bool:
@@ -77,144 +142,53 @@ class Captured:
 
 
 def read_captured(path: Path) -> Captured:
-    """Read and check. Raises PiperError naming the file and the key."""
-    at = _At(str(path), "", read_json(path))
-    if at.get("format", str) != FORMAT or at.get("version", int) != VERSION:
-        said = f"{at.value.get('format')!r}, version {at.value.get('version')!r}"
-        at.fail(f"{said} is not a captured model", f"{FORMAT}, version {VERSION}", "capture it again")
-    at.only("format version model microbatch_size seq_len dtype hidden vocab chunks parts")
-    named = at.get("parts", dict)
-    parts = {name: _part(at.inside("parts", named).inside(name, named[name])) for name in named}
-    listed = at.get("chunks", list)
-    chunks = tuple(_chunk(at.inside(f"chunks[{i}]", c), parts) for i, c in enumerate(listed))
-    _check_chunks(at, chunks)
-    digest = hashlib.sha256(json.dumps(at.value, sort_keys=True).encode()).hexdigest()
-    return Captured(
-        at.get("model", str),
-        at.size("microbatch_size", 1),
-        at.size("seq_len", 1),
-        at.one_of("dtype", FORMATS),
-        at.size("hidden", 1),
-        at.size("vocab", 1),
-        chunks,
-        parts,
-        digest,
-    )
+    """Read and check. Raises PiperError (io, model) naming the file and the key."""
+    file, raw = str(path), read_json(path, FORM)
+    f = typed(raw, _File, FORM, file)
+    parts = {name: _part(p, f"parts.{name}", file) for name, p in f.parts.items()}
+    _check_chunks(f, file)
+    digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
+    dtype = str(f.dtype)
+    return Captured(f.model, f.microbatch_size, f.seq_len, dtype, f.hidden, f.vocab, f.chunks, parts, digest)
 
 
-@dataclass(frozen=True)
-class _At:
-    """A place in the file, for reading values and for errors that name it."""
-
-    file: str
-    key: str
-    value: dict[str, object]
-
-    def fail(self, message: str, allowed: str | Sequence[str], fix: str | None = None, key: str = "") -> NoReturn:
-        where = ".".join(k for k in (self.key, key) if k) or None
-        raise PiperError(ErrorKind.MODEL, message, file=self.file, key=where, allowed=allowed, suggestion=fix)
-
-    def get(self, key: str, kind: type[T]) -> T:
-        if key not in self.value:
-            self.fail("missing", f"a {_NAMES[kind]}", "capture it again", key)
-        found = self.value[key]
-        if not isinstance(found, kind) or isinstance(found, bool):
-            self.fail(f"{found!r} is not a {_NAMES[kind]}", f"a {_NAMES[kind]}", None, key)
-        return found
-
-    def size(self, key: str, least: int = 0) -> int:
-        found = self.get(key, int)
-        if not least <= found < 10**18:
-            self.fail(f"{found} is out of range", f"{least} or more", str(least), key)
-        return found
-
-    def one_of(self, key: str, allowed: Sequence[str]) -> str:
-        found = self.get(key, str)
-        if found not in allowed:
-            self.fail(f"unknown {found!r}", allowed, nearest(found, [a for a in allowed if a]), key)
-        return found
-
-    def only(self, keys: str) -> None:
-        for key in self.value:
-            if key not in keys.split():
-                self.fail("unknown key", keys.split(), nearest(key, keys.split()), key)
-
-    def inside(self, key: str, value: object) -> _At:
-        where = f"{self.key}.{key}" if self.key else key
-        if not isinstance(value, dict):
-            raise PiperError(ErrorKind.MODEL, f"{value!r} is not an object", file=self.file, key=where)
-        return _At(self.file, where, value)
-
-
-_NAMES: Mapping[type, str] = {str: "string", int: "whole number", list: "list", dict: "table"}
-
-
-def _chunk(at: _At, parts: Mapping[str, CapturedPart]) -> CapturedChunk:
-    at.only("name part parameters")
-    made = []
-    for i, pair in enumerate(at.get("parameters", list)):
-        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
-            at.fail(f"{pair!r} is not a parameter", '["name", [sizes]]', None, f"parameters[{i}]")
-        made.append((pair[0], _sizes(at, pair[1], f"parameters[{i}]")))
-    return CapturedChunk(at.get("name", str), at.one_of("part", list(parts)), tuple(made))
-
-
-def _sizes(at: _At, value: object, key: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 10**15 for n in value):
-        at.fail(f"{value!r} is not a shape", "a list of whole numbers", None, key)
-    return tuple(value)
-
-
-def _check_chunks(at: _At, chunks: tuple[CapturedChunk, ...]) -> None:
-    names = [c.name for c in chunks]
-    layers = [n for n, c in zip(names, chunks, strict=True) if c.is_layer]
+def _check_chunks(f: _File, file: str) -> None:
+    names = [c.name for c in f.chunks]
+    layers = [n for n, c in zip(names, f.chunks, strict=True) if c.is_layer]
     wanted = [f"l{i}" for i in range(len(layers))]
     if not layers or names != [*(["embed"] * ("embed" in names)), *wanted, *(["head"] * ("head" in names))]:
         allowed = "embed (or none), l0, l1, …, head (or none)"
-        at.fail(f"chunks {', '.join(names)}", allowed, "capture it again", "chunks")
+        raise FORM.wrong(f"chunks {', '.join(names)}"[:200], file, "chunks", allowed, FORM.fix)
     shapes: dict[str, tuple[int, ...]] = {}
-    for chunk in chunks:
+    for i, chunk in enumerate(f.chunks):
+        if chunk.part not in f.parts:
+            allowed = ", ".join(f.parts)
+            raise FORM.wrong(f"unknown part {cut(chunk.part)}", file, f"chunks[{i}].part", allowed, FORM.fix)
         for name, shape in chunk.parameters:
             if shapes.setdefault(name, shape) != shape:
-                at.fail(f"{name} has two shapes, {shapes[name]} and {shape}", "one", "capture it again", "chunks")
+                message = f"{cut(name)} has two shapes, {shapes[name]} and {shape}"
+                raise FORM.wrong(message, file, f"chunks[{i}].parameters", "one", FORM.fix)
 
 
-def _part(at: _At) -> CapturedPart:
-    at.only("output_bytes reads_input_again saved_bytes stash_bytes passes")
-    saved = at.inside("saved_bytes", at.get("saved_bytes", dict))
-    saved.only("until_I until_W constants")
-    passes = at.inside("passes", at.get("passes", dict))
-    passes.only("F I W")
-    f, i, w = (_pass(passes.inside(name, passes.get(name, dict))) for name in "FIW")
-    return CapturedPart(
-        at.size("output_bytes"),
-        at.one_of("reads_input_again", ("", "I", "W")),
-        saved.size("until_I"),
-        saved.size("until_W"),
-        saved.size("constants"),
-        at.size("stash_bytes"),
-        f,
-        i,
-        w,
+def _part(p: _Part, at: str, file: str) -> CapturedPart:
+    saved, passes = p.saved_bytes, p.passes
+    made = (
+        CapturedPass(
+            tuple(_kernel(k, f"{at}.passes.{name}.kernels[{i}]", file) for i, k in enumerate(found.kernels)),
+            found.workspace_bytes,
+        )
+        for name, found in (("F", passes.F), ("I", passes.I), ("W", passes.W))
     )
+    sizes = (saved.until_I, saved.until_W, saved.constants, p.stash_bytes)
+    return CapturedPart(p.output_bytes, p.reads_input_again, *sizes, *made)
 
 
-def _pass(at: _At) -> CapturedPass:
-    at.only("workspace_bytes kernels")
-    kernels = at.get("kernels", list)
-    made = tuple(_kernel(at.inside(f"kernels[{i}]", k)) for i, k in enumerate(kernels))
-    return CapturedPass(made, at.size("workspace_bytes"))
-
-
-def _kernel(at: _At) -> Kernel:
-    at.only("op kind flops bytes dtype shape count")
-    kind = KernelKind(at.one_of("kind", list(KernelKind)))
-    shape, flops = _sizes(at, at.get("shape", list), "shape"), at.size("flops")
-    if kind in (KernelKind.GEMM, KernelKind.GROUPED_GEMM):
-        rank = 3 if kind is KernelKind.GEMM else 4
-        if len(shape) != rank or flops != 2 * prod(shape):
-            at.fail(f"{flops} FLOPs of {list(shape)}", f"{rank} sizes, and twice their product", "capture it again")
-    elif kind is KernelKind.ATTENTION and len(shape) != 6:
-        at.fail(f"{list(shape)}", "batch, heads, queries, keys, key width, value width", "capture it again", "shape")
-    dtype = DType(at.one_of("dtype", FORMATS))
-    return Kernel(kind, flops, at.size("bytes"), dtype, shape, at.get("op", str), at.size("count", 1))
+def _kernel(k: _Kernel, at: str, file: str) -> Kernel:
+    rank = {KernelKind.GEMM: 3, KernelKind.GROUPED_GEMM: 4}.get(k.kind)
+    if rank and (len(k.shape) != rank or k.flops != 2 * prod(k.shape)):
+        message = f"{k.flops} FLOPs of {list(k.shape)}"
+        raise FORM.wrong(message, file, at, f"{rank} sizes, and twice their product", FORM.fix)
+    if k.kind is KernelKind.ATTENTION and len(k.shape) != 6:
+        allowed = "batch, heads, queries, keys, key width, value width"
+        raise FORM.wrong(f"{list(k.shape)}", file, f"{at}.shape", allowed, FORM.fix)
+    return Kernel(k.kind, k.flops, k.bytes, k.dtype, k.shape, k.op, k.count)

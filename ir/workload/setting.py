@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.limits import divisors
 from ir.core.work import DType
 from ir.workload.config.spec import ModelConfig
 from ir.workload.part import Layout
@@ -214,7 +215,7 @@ def _positions_key(config: ModelConfig) -> str:
 
 def _refuse_stretches(cp: int, length: int) -> PiperError:
     """The causal mask's work is even where each device has two stretches of a sequence: the i-th, the i-th to last."""
-    near = max((d for d in range(1, cp) if length % (2 * d) == 0), default=1)
+    near = max((d for d in divisors(length) if d < cp and length % (2 * d) == 0), default=1)
     message = f"cp = {cp} needs {2 * cp} equal stretches of each sequence, and seq_len = {length}"
     return PiperError(
         ErrorKind.JOB, message, key="parallel.cp", allowed=f"a seq_len divisible by {2 * cp}", suggestion=f"cp = {near}"
@@ -222,7 +223,7 @@ def _refuse_stretches(cp: int, length: int) -> PiperError:
 
 
 def _refuse(axis: str, by: int, what: str, size: int) -> PiperError:
-    near = max((d for d in range(1, by + 1) if size % d == 0), default=1)
+    near = max((d for d in divisors(size) if d <= by), default=1)
     fix = f"{axis} = {near}"
     if "vocabulary" in what:
         fix += f", or pad it: vocab_size = {-(-size // by) * by}"

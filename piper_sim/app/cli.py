@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import errno
-import io
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, nearest
 from piper_sim.app.commands.calibrate_flags import calibrate_flags, imports
 from piper_sim.app.commands.ending import unwinding
+from piper_sim.app.last_resort import abandon_stdout, open_streams, unexpected
 
 COMMANDS = {
     "demo": "DeepSeek-V3 on 2,048 H800: DualPipe against 1F1B and the others; no GPU, no PyTorch",
@@ -182,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code of the contract."""
     args = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in args
-    _open_streams()
+    open_streams()
     top = parser()
     try:
         if not args:
@@ -198,30 +196,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PiperError as e:
         return _report(e, as_json)
     except BrokenPipeError:
-        _abandon_stdout()
+        abandon_stdout()
         return 0
     except OSError as e:
         if e.filename is not None or e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-            raise
-        _abandon_stdout()  # a full disk behind `> file`; files under --out have errors of their own
+            return _report(unexpected(e, args), as_json)
+        abandon_stdout()  # a full disk behind `> file`; files under --out have errors of their own
         return _report(PiperError(ErrorKind.IO, f"cannot write to stdout: {e.strerror}", key="stdout"), False)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def _open_streams() -> None:
-    """Streams to write on: closed ones lead nowhere, and letters that a terminal lacks become question marks."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (stays open)
-        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def _abandon_stdout() -> None:
-    with suppress(OSError, ValueError):  # what is left in the buffer would fail again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as e:  # nothing that a command meets may end in a traceback
+        return _report(unexpected(e, args), as_json)
 
 
 def _lost(top: _Parser, command: str | None, unknown: Sequence[str]) -> PiperError:

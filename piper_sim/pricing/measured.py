@@ -6,13 +6,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from cost_models.profile.file import load_profile
 from cost_models.profile.pairs import Pair
 from cost_models.profile.profile import Found, Profile, Source, lookup
 from cost_models.profile.shapes import op_shapes
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import named_path
 from ir.core.work import CommKind, Message
 from ir.graph.classes import link_class, node_classes
 from ir.graph.graph import Node
@@ -33,7 +33,7 @@ def profile_of(job: Job) -> Profile | None:
         fix = "leave one of the two out"
         message = "stage_times and a profile both say what ops take"
         raise PiperError(ErrorKind.JOB, message, key="costs.profile", file=job.file, suggestion=fix)
-    return load_profile(Path(job.file).parent / job.costs.profile)
+    return load_profile(named_path(job.file, job.costs.profile))
 
 
 @dataclass(frozen=True, eq=False)

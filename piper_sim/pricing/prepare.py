@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 from msgspec import structs
 
 from cost_models import Fabric, Hardware, load_hardware, message_seconds, work_seconds
-from cost_models.software import load_software
+from cost_models.hardware import presets
+from cost_models.software import frameworks, load_software
 from ir.core.errors import PiperError
+from ir.core.files import named_path
 from ir.core.mesh import GroupShape, Mesh
 from ir.core.ops import Pass
 from ir.graph.graph import Graph, Source
@@ -30,10 +31,10 @@ from piper_sim.pricing.measured import profile_of
 def hardware_of(job: Job) -> Hardware:
     """The hardware file of `[cluster]` with its inline overrides, and the framework of `[costs] software` on it."""
     gpu = job.cluster.gpu
-    beside = Path(job.file).parent / gpu  # a file's name is relative to the job, as its config's is
+    software = job.costs.software and named_path(job.file, job.costs.software, frameworks())
     try:
-        name = beside if gpu.endswith(".json") and beside.exists() else gpu
-        return structs.replace(load_hardware(name, job.cluster.overrides), software=load_software(job.costs.software))
+        hardware = load_hardware(named_path(job.file, gpu, presets()), job.cluster.overrides)
+        return structs.replace(hardware, software=load_software(software))
     except PiperError as e:
         raise e.at(file=job.file) from None
 

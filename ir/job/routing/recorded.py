@@ -11,11 +11,11 @@ import io
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.files import Format, named_path, read_text
 from ir.core.order import IntArray
 from ir.job import Job
 from ir.job.routing.counts import Counts, MoeLayer
@@ -24,7 +24,7 @@ from ir.workload.config.spec import Moe
 
 COLUMNS = ("layer", "microbatch", "source", "expert", "tokens")
 OPTIONAL = ("microbatch", "source")
-LIMIT_BYTES = 256_000_000
+FORM = Format("the routing", ErrorKind.JOB, "routing.file", 256 * 10**6, 'routing.file = "tokens.csv", beside the job')
 LIMIT_COUNTS = 2**28
 
 
@@ -62,8 +62,12 @@ def counts_text(rows: Iterable[tuple[int, int, int, Sequence[int]]]) -> str:
 def read_counts(job: Job, moe: Moe, layers: Sequence[MoeLayer], sources: int, mbs: int) -> Counts:
     """The counts in the file that `[routing]` names, relative to the job's file."""
     assert job.routing.file is not None
-    path = Path(job.file).parent / job.routing.file
-    table = _parse(str(path), _text(path))
+    file = named_path(job.file, job.routing.file)
+    with FORM.naming(file):
+        return _counts(_parse(file, read_text(file, FORM)), moe, layers, sources, mbs)
+
+
+def _counts(table: _Table, moe: Moe, layers: Sequence[MoeLayer], sources: int, mbs: int) -> Counts:
     numbers = [x.number for x in layers]
     sizes = {"microbatch": mbs, "source": sources, "expert": moe.experts}
     for name, size in sizes.items():
@@ -83,18 +87,6 @@ def read_counts(job: Job, moe: Moe, layers: Sequence[MoeLayer], sources: int, mb
     rows, at = distinct(dense)
     shape = (len(layers), cases, sources)
     return Counts(tuple(numbers), rows, np.broadcast_to(at.reshape(len(layers), cases, own), shape))
-
-
-def _text(path: Path) -> str:
-    try:
-        size = path.stat().st_size
-        if size > LIMIT_BYTES:
-            raise refuse(str(path), f"{size} bytes are too many", f"{LIMIT_BYTES} bytes", "leave out a column")
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as e:
-        why = getattr(e, "strerror", None) or e
-        message = f"cannot read the routing: {why}"
-        raise PiperError(ErrorKind.IO, message, file=str(path), key="routing.file") from None
 
 
 def _parse(file: str, text: str) -> _Table:

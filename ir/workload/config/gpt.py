@@ -103,7 +103,7 @@ def _attention(v: Values) -> tuple[float, bool]:
     for name, value in table.items():
         where, key = f"attn_config.{name}", _ATTENTION.get(name)
         if key is None:
-            near = nearest(name, _ATTENTION, cutoff=0.8)
+            near = nearest(name, _ATTENTION)
             own = sorted(set(_ATTENTION) - set(INERT))
             v.refuse(where, f"mpt's attn_config has no key {name!r}", allowed=", ".join(own), fix=near)
         if not fits(key.holds, value):

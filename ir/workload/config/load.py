@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, nearest, same_name
+from ir.core.files import Format, read_json, typed
 from ir.workload.config.families import FAMILIES
 from ir.workload.config.inert import INERT as ALL_INERT
 from ir.workload.config.keys import TYPES, aliases
 from ir.workload.config.spec import Activation, Mla, ModelConfig, Moe, Norm
 from ir.workload.config.values import Values
 
-__all__ = ["Activation", "Mla", "ModelConfig", "Moe", "Norm", "config_from", "load_config", "presets", "read_json"]
+__all__ = ["Activation", "Mla", "ModelConfig", "Moe", "Norm", "config_from", "load_config", "presets"]
 
 MAX_LAYERS = 1_000
+FORM = Format("a model config", ErrorKind.MODEL, "model.config", 10**7, "a Hugging Face config.json")
 _PRESETS = Path(__file__).parent / "presets"
 
 
@@ -42,7 +42,9 @@ def load_config(name_or_path: str, overrides: Mapping[str, object] | None = None
     """
     path = _find(name_or_path)
     label = name_or_path if path.parent == _PRESETS else str(path)
-    return config_from(read_json(path), label, overrides or {})
+    raw = typed(read_json(path, FORM), dict[str, object], FORM, str(path))
+    with FORM.naming(label):
+        return config_from(raw, label, overrides or {})
 
 
 def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, object] | None = None) -> ModelConfig:
@@ -79,7 +81,7 @@ def _refuse_unknown(given: Mapping[str, object], model_type: str, source: str, p
         return
     known = [k for k in (*TYPES[model_type], *aliases(model_type)) if k not in ALL_INERT]
     others = f", and {len(odd) - 1} more: {', '.join(odd[1:6])}" if len(odd) > 1 else ""
-    near = nearest(odd[0], known, cutoff=0.5 if prefix else 0.8)
+    near = nearest(odd[0], known)
     fix = near or (None if prefix else "leave it out of the file if it says nothing of the model")
     message = f"model type {model_type} has no key {odd[0]!r} that is understood{others}"
     raise PiperError(ErrorKind.MODEL, message, file=source, key=prefix + odd[0], allowed=sorted(known), suggestion=fix)
@@ -91,36 +93,6 @@ def _merged(file: object, inline: object) -> object:
     if not both or {"rope_type", "type", "quant_method"} & set(inline):  # type: ignore[call-overload]
         return inline
     return {**file, **inline}  # type: ignore[dict-item]
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """One JSON object, without NaN, infinities or keys given twice.
-
-    Raises PiperError (io) where the file cannot be read, (model) where it is not such an object.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise PiperError(ErrorKind.IO, f"cannot read the model config: {e}", file=str(path)) from e
-
-    def once(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-        out: dict[str, object] = {}
-        for k, v in pairs:
-            if k in out:
-                raise PiperError(ErrorKind.MODEL, "key given twice", file=str(path), key=k, suggestion="keep one")
-            out[k] = v
-        return out
-
-    def no_constant(word: str) -> NoReturn:
-        raise PiperError(ErrorKind.MODEL, f"{word} is not JSON", file=str(path), allowed="finite numbers")
-
-    try:
-        value = json.loads(text, object_pairs_hook=once, parse_constant=no_constant)
-    except (ValueError, RecursionError) as e:  # not JSON, or a number of too many digits
-        raise PiperError(ErrorKind.MODEL, f"not JSON: {e}", file=str(path)) from e
-    if not isinstance(value, dict):
-        raise PiperError(ErrorKind.MODEL, "not a JSON object", file=str(path), allowed="a Hugging Face config.json")
-    return value
 
 
 def _find(name: str) -> Path:
@@ -146,7 +118,7 @@ def _nearest_preset(name: str) -> str | None:
     >>> _nearest_preset("deepseek_v3"), _nearest_preset("llama3.1-8b")
     ('deepseek-v3', None)
     """
-    near = nearest(name, presets(), cutoff=0.7)
+    near = nearest(name, presets())
     return near if near and re.findall(r"\d+", near) == re.findall(r"\d+", name) else None
 
 

@@ -123,7 +123,7 @@ class _Reader:
         """Refuse keys that this kind does not have."""
         known = (*_KNOWN[kind], *_SHARED)
         if odd := [k for k in self.table if k not in known]:
-            near = nearest(odd[0], known, cutoff=0.8)
+            near = nearest(odd[0], known)
             message = f"rotary embeddings of type {kind!r} have no key {odd[0]!r}"
             self.refuse(odd[0], message, allowed=", ".join(known), fix=near)
 

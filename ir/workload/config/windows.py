@@ -43,6 +43,6 @@ def _types(v: Values) -> list[str] | None:
     if len(types) != layers:
         v.refuse("layer_types", f"{len(types)} kinds for {layers} layers", allowed=f"{layers} of them")
     if odd := [t for t in types if t not in (FULL, SLIDING)]:
-        near = nearest(odd[0], (FULL, SLIDING), cutoff=0.8)
+        near = nearest(odd[0], (FULL, SLIDING))
         v.refuse("layer_types", f"{odd[0]!r} is not built", allowed=f"{FULL}, {SLIDING}", fix=near)
     return types

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, printable
 from ir.trace.text import write_trace
 from ir.trace.trace import Trace
 from piper_sim.report.files import write_outputs
@@ -49,10 +49,14 @@ def width() -> int:
 
 
 def show(renderable: object) -> None:
-    """Print a rich table."""
+    """Print a rich table. What comes from a file is text in it: neither markup, nor codes that a terminal obeys."""
     from rich.console import Console
+    from rich.segment import Segment, Segments
 
-    Console(width=None if sys.stdout.isatty() else max(width(), 120), highlight=False).print(renderable)
+    columns = None if sys.stdout.isatty() else max(width(), 120)
+    console = Console(width=columns, highlight=False, markup=False, emoji=False)
+    drawn = console.render(renderable)  # type: ignore[arg-type]
+    console.print(Segments([Segment(printable(text), style, codes) for text, style, codes in drawn]), end="")
 
 
 def trace_files(trace: Trace, title: str) -> dict[str, bytes | str]:

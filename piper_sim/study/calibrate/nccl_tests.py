@@ -16,9 +16,9 @@ from statistics import median
 from cost_models.profile.machine import Machine
 from cost_models.profile.profile import Measured, Profile
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import Format, read_text
 from ir.core.work import CommKind, Message
 from ir.graph.classes import link_class
-from piper_sim.study.calibrate.text import read_text
 from piper_sim.study.validate.samples import measured
 
 TESTS = {
@@ -32,11 +32,14 @@ OTHERS = ("broadcast", "reduce", "gather", "scatter", "hypercube")
 NEEDED = ("size", "time", "algbw", "busbw")
 DEFAULT_ITERATIONS = 20
 FLAG = "--from-nccl-tests"
+FORM = Format("what nccl-tests prints", ErrorKind.JOB, FLAG, 10**8, "what all_reduce_perf prints, whole", packed=True)
 _TAG = re.compile(r"^\s*(\[\d+,\d+\]\s*<std\w+>:|\d+:)\s?")  # mpirun --tag-output, srun --label
-_RANK = re.compile(r"#\s*Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+\s+\[[^]]*]\s*(.*)")
+_RANK = re.compile(
+    r"#\s*Rank\s+(\d{1,9})\s+(?:Group\s+(\d{1,9})\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+\s+\[[^]]*]\s*(.*)"
+)
 _STARTS = re.compile(r"#\s*Collective test starting:\s*(\S+)")
-_ITERATIONS = re.compile(r"\biters:\s*(\d+)\s+(?:agg iters|validation)")
-_BAD = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)")
+_ITERATIONS = re.compile(r"\biters:\s*(\d{1,9})\s+(?:agg iters|validation)")
+_BAD = re.compile(r"#\s*Out of bounds values\s*:\s*(\d{1,18})")
 
 
 @dataclass
@@ -80,7 +83,10 @@ class Table:
 
 def read_nccl_tests(paths: Sequence[str]) -> Profile:
     """The links of a profile from nccl-tests' output. Raises PiperError, with file and line."""
-    tables = [t for path in paths for t in parse(read_text(path, FLAG), path)]
+    tables: list[Table] = []
+    for path in paths:
+        with FORM.naming(path):
+            tables += parse(read_text(path, FORM), path)
     samples: dict[str, list[float]] = defaultdict(list)
     counts: dict[str, int] = defaultdict(int)
     for t in tables:
@@ -146,8 +152,12 @@ def _header(s: Section, line: str, number: int, file: str) -> None:
         raise _wrong(file, number, f"{m[1]} values of this test were wrong", fix="a run without errors")
     else:
         words = tuple(line.removeprefix("#").split())
-        if set(NEEDED) <= {_plain(w) for w in words}:
-            s.columns = tuple(_plain(w) for w in words)
+        names = tuple(_plain(w) for w in words)
+        if set(NEEDED) <= set(names):
+            halves = [names[i : i + 3] for i, name in enumerate(names) if name == "time"]
+            if any(half != NEEDED[1:] for half in halves):
+                raise _wrong(file, number, f"columns {' '.join(names)[:80]}", allowed=" ".join(NEEDED))
+            s.columns = names
 
 
 def _plain(word: str) -> str:
@@ -161,11 +171,11 @@ def _line(s: Section, cells: list[str], number: int, file: str) -> Line:
     if len(cells) < len(columns):
         message = f"{len(cells)} columns where the header has {len(columns)}"
         raise _wrong(file, number, message, fix="the table as nccl-tests prints it")
-    halves = tuple((cells[i], cells[columns.index("algbw", i)], cells[columns.index("busbw", i)]) for i in firsts)
+    halves = tuple((cells[i], cells[i + 1], cells[i + 2]) for i in firsts)
     if "redop" in columns:
         s.redop = cells[columns.index("redop")]
     size = cells[columns.index("size")]
-    if not size.isdecimal():
+    if not (size.isdecimal() and len(size) < 19):
         raise _wrong(file, number, f"size {size!r}", allowed="bytes")
     return Line(number, int(size), halves)
 

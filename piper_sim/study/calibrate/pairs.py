@@ -9,14 +9,15 @@ from cost_models.profile.machine import Machine
 from cost_models.profile.pairs import BOUNDS, Pair, pair_key
 from cost_models.profile.profile import Profile
 from ir.core.errors import ErrorKind, PiperError, nearest
-from piper_sim.study.calibrate.text import read_text
+from ir.core.files import Format, read_text
 
+FORM = Format("a pair table", ErrorKind.JOB, "--pairs", 10**7, "compute,message,held,moving,wire; a line per pair")
 COLUMNS = ("compute", "message", "held", "moving", "wire")
 
 
 def read_pairs(path: str) -> Profile:
     """A profile that holds the pairs of a table, and nothing else. Raises PiperError, with file and line."""
-    rows = csv.reader(read_text(path, "--pairs").splitlines())
+    rows = csv.reader(read_text(path, FORM).splitlines())
     pairs: dict[str, Pair] = {}
     header = False
     for line, row in enumerate(rows, 1):

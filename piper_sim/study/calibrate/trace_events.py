@@ -6,15 +6,17 @@ has none (autograd's own), to the range begun last on any thread.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ir.core.errors import ErrorKind, PiperError
-from piper_sim.study.calibrate.text import read_text
+from ir.core.errors import ErrorKind, PiperError, printable
+from ir.core.files import Format, read_json
+from ir.core.limits import RANKS
 
 FLAG = "--from-kineto"
+_FIX = "a trace that was written whole: prof.export_chrome_trace(...)"
+FORM = Format("a trace", ErrorKind.JOB, FLAG, 2 * 10**9, _FIX, packed=True, largest=1e20)
 RANGES = ("user_annotation",)
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -62,14 +64,11 @@ class TraceFile:
 
 def read_trace_file(path: str, wanted: Any) -> TraceFile:
     """Read a trace; `wanted(name)` tells which ranges count. Raises PiperError, with file and line or event."""
-    text = read_text(path, FLAG)
-    try:
-        table = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", 1)
-        message = f"not JSON: {getattr(error, 'msg', error)}"
-        fix = "a trace that was written whole: prof.export_chrome_trace(...)"
-        raise PiperError(ErrorKind.JOB, message, file=f"{path}:{line}", key=FLAG, suggestion=fix) from None
+    with FORM.naming(path):
+        return _trace_file(path, read_json(path, FORM), wanted)
+
+
+def _trace_file(path: str, table: Any, wanted: Any) -> TraceFile:
     events = table.get("traceEvents") if isinstance(table, dict) else table
     if not isinstance(events, list):
         fix = "the trace.json that torch.profiler exports"
@@ -86,8 +85,8 @@ def read_trace_file(path: str, wanted: Any) -> TraceFile:
     return TraceFile(
         path,
         rank if isinstance(rank, int) else None,
-        int(who.get("world_size") or 1),
-        str(next(iter(named), "")),
+        world if isinstance(world := who.get("world_size"), int) and 0 < world <= RANKS else 1,
+        printable(str(next(iter(named), ""))[:100]),
         bool(kernels),
         ranges,
         collectives,

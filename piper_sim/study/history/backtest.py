@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import named_path
 from ir.job import Job
 from ir.job.load import job_from
 from ir.job.schema import History
@@ -48,13 +48,13 @@ def backtest(job: Job) -> Backtest | None:
             message, fix = "there are no past runs to correct by", 'history.file = "past_runs.csv"'
             raise PiperError(ErrorKind.JOB, message, file=job.file, key="history.apply", suggestion=fix)
         return None
-    path = Path(job.file).parent / job.history.file
+    path = named_path(job.file, job.history.file)
     runs = read_runs(path)
     plain = replace(job, history=History())
     columns = tuple(dict.fromkeys(k for r in runs for k in r.settings))
     known: dict[str, tuple[float, int, bool]] = {}
-    found = [_residual(plain, run, columns, known, str(path)) for run in runs]
-    return Backtest(str(path), tuple(found), tuple(c for c in (CLASS, *columns) if _tells(found, c)))
+    found = [_residual(plain, run, columns, known, path) for run in runs]
+    return Backtest(path, tuple(found), tuple(c for c in (CLASS, *columns) if _tells(found, c)))
 
 
 def _tells(found: Sequence[Residual], column: str) -> bool:

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.files import Format, read_text
 from ir.job.schema import OPEN, SECTIONS
 from ir.job.table import keys_of
 
@@ -18,7 +19,7 @@ OOM = "oom"
 GIB = 2**30
 _OWN = (STEP, PEAK, CLASS, NOTE)
 _CODE = ("schedule.builder", "model.module")
-_LIMIT_BYTES = 10_000_000
+FORM = Format("past runs", ErrorKind.JOB, "history.file", 10**7, f"a table of {STEP} and, say, parallel.pp")
 _LIMITS = {STEP: 1e7, PEAK: 1e4}
 
 
@@ -38,24 +39,10 @@ class PastRun:
     note: str = ""
 
 
-def read_runs(path: Path) -> list[PastRun]:
+def read_runs(path: str | Path) -> list[PastRun]:
     """All rows of a file; a bad one is refused, none is dropped. Raises PiperError (io, job)."""
-    try:
-        with path.open("rb") as f:
-            raw = f.read(_LIMIT_BYTES + 1)
-    except (OSError, ValueError) as e:
-        why = getattr(e, "strerror", None) or e
-        fix = f"a table with the columns {STEP} and, say, parallel.pp"
-        message = f"cannot read the past runs: {why}"
-        raise PiperError(ErrorKind.IO, message, file=str(path), key="history.file", suggestion=fix) from None
-    try:
-        if len(raw) > _LIMIT_BYTES:
-            raise PiperError(ErrorKind.JOB, "this is no table of runs: too large", allowed=f"{_LIMIT_BYTES} bytes")
-        return parse_runs(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise PiperError(ErrorKind.JOB, "not UTF-8", file=str(path)) from None
-    except PiperError as e:
-        raise e.at(file=str(path)) from None
+    with FORM.naming(path):
+        return parse_runs(read_text(path, FORM))
 
 
 def parse_runs(text: str) -> list[PastRun]:
@@ -83,10 +70,6 @@ def parse_runs(text: str) -> list[PastRun]:
 
 def _lines(text: str) -> list[tuple[int, list[str]]]:
     """(line, cells) of all that is neither blank nor a comment."""
-    if "\0" in text:
-        raise PiperError(
-            ErrorKind.JOB, "a NUL: this is no text", key=f"line {text[: text.index(chr(0))].count(chr(10)) + 1}"
-        )
     kept = ("\n" if line.startswith("#") else line for line in text.splitlines(keepends=True))
     reader = csv.reader(kept, strict=True, skipinitialspace=True)
     out = []

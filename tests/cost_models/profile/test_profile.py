@@ -78,7 +78,7 @@ def test_any_profile_is_read_back(ops: dict[str, OpEntry], links: dict[str, Meas
 Change = Callable[[dict[str, Any]], object]
 REFUSED: dict[str, tuple[Change, str, str]] = {
     "unknown at the top": (lambda t: t.update(op={}), "op", "ops"),
-    "missing": (lambda t: t.pop("links"), "links", "curves"),
+    "missing": (lambda t: t.pop("links"), "links", "table"),
     "another version": (lambda t: t.update(profile_version=1), "profile_version", "calibrate"),
     "a version that is no number": (lambda t: t.update(profile_version=True), "profile_version", "2"),
     "a typo in an op": (

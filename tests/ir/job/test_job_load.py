@@ -166,4 +166,4 @@ def test_values_beyond_reason_are_refused_by_key(section: str, key: str, value: 
 def test_every_error_names_the_file() -> None:
     with pytest.raises(PiperError) as found:
         job_from({"model": {"config": "x"}, "parallel": {"tpp": 1}}, file="there.toml")
-    assert (found.value.file, found.value.suggestion) == ("there.toml", "tp")
+    assert (found.value.file, found.value.suggestion) == ("there.toml", "parallel.tp")

@@ -26,7 +26,7 @@ def read(tmp_path: Path, text: str | bytes) -> Schedule:
 
 def ran(tmp_path: Path, code: str, reference: str = "mine.py:build", ranks: int = 2, mbs: int = 2) -> Schedule:
     (tmp_path / "mine.py").write_text(code)
-    return from_builder(reference, ranks, mbs, tmp_path)
+    return from_builder(f"{tmp_path}/{reference}", ranks, mbs)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("zb2p", "v-half", "v-min")])
@@ -50,7 +50,7 @@ def test_bubbles_blanks_and_a_last_line_break_are_nothing(tmp_path: Path) -> Non
         ("0F0,0B0\n\n1F0,1B0", 2, "rank 1 has no ops"),
         ("hello,world", 2, "not an op: 'hello'"),
         ("0UNSHARD,0F0,0B0", 2, "not an op: '0UNSHARD'"),
-        (b"\xff\xfe0F0", 2, "cannot read"),
+        (b"\xff\xfe0F0", 2, "not UTF-8"),
         ("0F0,0B0\n0F0,1F0,1B0,1B0", 2, "stage 0 of microbatch 0 is on ranks 0 and 1"),
         ("0F0,2F0,2B0,0B0\n1F0,1B0", 2, "3 stages on 2 ranks"),
         ("0F0,0B0\n1F999999999,1B0", 2, "too many"),

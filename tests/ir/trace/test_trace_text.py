@@ -139,7 +139,7 @@ def test_a_header_that_json_would_change_is_not_written(header: dict[str, object
 
 
 def test_reading_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(PiperError, match=r"missing\.tsv: cannot read"):
+    with pytest.raises(PiperError, match=r"missing\.tsv: TRACE: cannot read"):
         read_trace(tmp_path / "missing.tsv")
     (tmp_path / "bad").write_bytes(GOOD.encode() + b"\xff\n")
     with pytest.raises(PiperError, match="line 8: not UTF-8"):

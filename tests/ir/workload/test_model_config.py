@@ -174,12 +174,12 @@ def test_two_spellings_with_two_values_are_refused():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"model_type": "llama", "model_type": "gpt2"}', "key given twice"),
-        ('{"model_type": "llama", "rope_theta": NaN}', "NaN is not JSON"),
-        ('{"model_type": "llama", "rope_theta": -Infinity}', "-Infinity is not JSON"),
+        ('{"model_type": "llama", "model_type": "gpt2"}', "given twice"),
+        ('{"model_type": "llama", "rope_theta": NaN}', "rope_theta: NaN is no number"),
+        ('{"model_type": "llama", "rope_theta": -Infinity}', "-Infinity is no number"),
         ('{"model_type": "llama",}', "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("[1]", "not a JSON object"),
+        ("[1]", "is no table"),
         ("", "not JSON"),
     ],
 )
@@ -197,4 +197,4 @@ def test_an_unreadable_file_is_an_io_error(tmp_path):
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     with pytest.raises(PiperError) as e:
         load_config(str(tmp_path / "bytes.json"))
-    assert e.value.kind is ErrorKind.IO
+    assert e.value.kind is ErrorKind.MODEL

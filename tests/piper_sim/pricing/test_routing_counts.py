@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.routing import Counts, check_routing
+from ir.job.routing.recorded import FORM
 from ir.job.routing.skew import hot, ranking, spread, zipf
 from ir.job.schema import Routing as RoutingKeys
 from piper_sim.pricing.routing import routing_of
@@ -189,7 +190,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     e = refused(write(tmp_path, []))
     assert e.message == "no counts"
     (tmp_path / "bin.csv").write_bytes(b"\xff\xfe\x00")
-    assert refused(tmp_path / "bin.csv").kind is ErrorKind.IO
+    with pytest.raises(PiperError, match="line 1: not UTF-8"):
+        read(tmp_path / "bin.csv")
 
 
 @pytest.mark.parametrize(
@@ -219,5 +221,5 @@ def test_a_model_without_experts_has_no_routing() -> None:
 def test_too_many_counts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ir.job.routing.recorded.LIMIT_COUNTS", 100)
     assert refused(write(tmp_path, table())).suggestion == "leave out the column source or microbatch"
-    monkeypatch.setattr("ir.job.routing.recorded.LIMIT_BYTES", 100)
-    assert "bytes are too many" in refused(write(tmp_path, table())).message
+    monkeypatch.setattr("ir.job.routing.recorded.FORM", replace(FORM, most=100))
+    assert "too large" in refused(write(tmp_path, table())).message

@@ -143,9 +143,9 @@ def test_the_line_that_is_wrong_is_named(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_there_or_no_text(tmp_path: Path) -> None:
-    with pytest.raises(PiperError, match="cannot be read"):
+    with pytest.raises(PiperError, match="cannot read"):
         read_nccl_tests([str(tmp_path / "none.txt")])
     (tmp_path / "bytes").write_bytes(b"# size\n\xff\xfe")
     with pytest.raises(PiperError, match="not UTF-8") as caught:
         read_nccl_tests([str(tmp_path / "bytes")])
-    assert caught.value.file == f"{tmp_path / 'bytes'}:2"
+    assert (caught.value.file, caught.value.key) == (str(tmp_path / "bytes"), "line 2")

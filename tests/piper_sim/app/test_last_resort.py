@@ -1,0 +1,36 @@
+"""What nobody foresaw ends as an error of the contract; what a file holds reaches the terminal as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.table import Table
+
+from piper_sim.app.commands.output import show
+
+
+def test_an_unforeseen_exception_is_one_object_and_no_traceback(
+    cli: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("boom\nsecond line")
+
+    monkeypatch.setattr("piper_sim.app.cli._dispatch", fail)
+    path = job()
+    result = cli("simulate", path)
+    assert result.code == 2 and "RuntimeError: boom" in result.error["message"] and result.error["file"] == path
+    assert "report" in result.error["suggestion"] and "Traceback" not in result.err
+    text = cli("simulate", path, as_json=False)
+    assert text.code == 2 and text.out == "" and "Traceback" not in text.err and "boom" in text.err
+    monkeypatch.setenv("PIPER_DEBUG", "1")
+    assert "Traceback" in cli("simulate", path, as_json=False).err
+
+
+def test_markup_and_escapes_in_a_name_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table()
+    table.add_column("[red]a")
+    table.add_row("[/nope] \x1b[2J")
+    show(table)
+    out = capsys.readouterr().out
+    assert "[/nope]" in out and "[red]a" in out and "\x1b" not in out and "\\x1b[2J" in out
