@@ -10,16 +10,18 @@ DEV    := $(VENV)/.dev
 demo: $(STAMP)
 	$(BIN)/piper-sim demo
 
-# What only computes is tested side by side; what starts ranks or takes times, one by one.
-RANKS := tests/executor tests/bench
+# Ranks of several workers do not meet: each run has a store of its own. A file stays with one worker, which keeps what
+# its tests share; ratios of times are taken alone.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+ASIDE  := -n auto --dist loadscope --ignore=tests/bench
 
 test: $(DEV) lint
-	PIPER_EXAMPLES=400 $(BIN)/python -m pytest -q -n auto -m "not slow" $(RANKS:%=--ignore=%)
-	PIPER_EXAMPLES=400 $(BIN)/python -m pytest -q -m "not slow" $(RANKS)
+	PIPER_EXAMPLES=400 $(PYTEST) -m "not slow" $(ASIDE)
+	$(PYTEST) -m "not slow" tests/bench
 
 test-all: $(DEV) lint
-	PIPER_EXAMPLES=4000 $(BIN)/python -m pytest -q -n auto $(RANKS:%=--ignore=%)
-	PIPER_EXAMPLES=4000 $(BIN)/python -m pytest -q $(RANKS)
+	PIPER_EXAMPLES=4000 $(PYTEST) $(ASIDE)
+	$(PYTEST) tests/bench
 
 lint: $(DEV)
 	$(BIN)/ruff check .

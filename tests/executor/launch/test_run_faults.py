@@ -12,7 +12,7 @@ from executor.launch import run as cli
 from executor.launch.launch import launch
 from executor.launch.verdict import RankFailed
 from tests.executor import faults
-from tests.executor.campaign import Case, Fault, campaign, place
+from tests.executor.launch.fault_cases import Case, Fault, campaign, place
 from tests.executor.launch.test_run_failure import gone, pids
 from tests.executor.runs import judged, run
 

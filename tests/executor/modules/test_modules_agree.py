@@ -27,7 +27,7 @@ from ir.workload.config.load import ModelConfig, load_config, presets
 from ir.workload.part import Chunk, Layout, Part, PartWork
 from ir.workload.setting import BatchShape, Precision
 from ir.workload.work import part_work
-from tests.executor.beyond import BEYOND, Case, kind
+from tests.executor.modules.kept_beyond_graph import BEYOND, Case, kind
 
 DRY = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}
 

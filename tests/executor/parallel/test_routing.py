@@ -18,7 +18,7 @@ from ir.job.routing.forced import Forced, choices
 from ir.job.routing.skew import spread, zipf
 from ir.job.run_options import RunOptions
 from piper_sim.study.predict import predict
-from tests.executor.parallel.spread import ONE, ROUNDING
+from tests.executor.parallel.expert_cases import ONE, ROUNDING
 from tests.executor.runs import Ran, alone, distance, error, job_file, judged, merged, run
 
 PIPED = (*ONE, "parallel.pp=2", "model.num_hidden_layers=4")

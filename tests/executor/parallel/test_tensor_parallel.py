@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from executor.launch import run as cli
@@ -31,8 +30,8 @@ from tests.executor import faults
 from tests.executor.launch.test_run_faults import _inject
 from tests.executor.measure.alloc_runs import measured, planned
 from tests.executor.parallel import inline_faults
-from tests.executor.parallel.divided import Case, covering, handful
-from tests.executor.runs import alone, distance, error, judged, merged, run
+from tests.executor.parallel.divided_cases import Case, covering, handful
+from tests.executor.runs import alone, distance, error, far, judged, merged, run
 from tests.executor.runtime.test_run_families import sets as family_sets
 
 ROUNDING, VISIBLE = 1e-10, 1e-3
@@ -41,22 +40,15 @@ TP, CP = ("parallel.pp=1", "parallel.tp=2"), ("parallel.pp=1", "parallel.cp=2")
 WHOLE = (*TP, "parallel.sequence_parallel=false")
 
 
-def _far(*sets: str, steps: int = 2) -> float:
-    """How far a run is from one process: gradients of the first step and the last, parameters, losses, norms."""
-    ran = run(*sets, steps=steps, watchdog_s=60.0)
-    both = error(ran, alone(*sets, steps=steps)), distance(merged(ran.first), alone(*sets, steps=1).grads)
-    return float(np.max(both))  # NaN stays NaN, and fails
-
-
 @pytest.mark.parametrize("case", handful(), ids=lambda c: c.name)
 def test_divided_parts_train_as_one_process_does(case: Case) -> None:
-    assert _far(*case.sets(), steps=FEW) <= ROUNDING
+    assert far(*case.sets(), steps=FEW) <= ROUNDING
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", dict.fromkeys([*handful(), *covering()]), ids=lambda c: c.name)
 def test_every_two_choices_of_divided_parts_train_as_one_process_does(case: Case) -> None:
-    assert _far(*case.sets(), steps=STEPS) <= ROUNDING
+    assert far(*case.sets(), steps=STEPS) <= ROUNDING
 
 
 # -- messages inside compute ops --------------------------------------------------------------------------------------
@@ -224,7 +216,7 @@ def test_a_rank_lost_inside_an_op_is_named(kind: str, monkeypatch: pytest.Monkey
 def _copies_differ(*sets: str) -> float:
     """How far from one process; infinitely, if ranks differ from one another."""
     try:
-        return _far(*sets)
+        return far(*sets, steps=2)
     except AssertionError as differ:
         assert "copies of" in str(differ)
         return math.inf

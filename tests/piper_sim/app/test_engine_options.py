@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.piper_sim.pricing.asked import RICH, assert_told
+from tests.piper_sim.pricing.prediction_cases import RICH, assert_told
 
 GIB = 2**30
 

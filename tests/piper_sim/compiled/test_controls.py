@@ -13,7 +13,7 @@ import pytest
 from ir.plan.plan import Csr
 from piper_sim.compiled import Compiled, events, net
 from piper_sim.engine import Host, Scenario, Wire, contention, loop, share
-from tests.piper_sim.compiled.cases import HOSTS, SCALES
+from tests.piper_sim.compiled.scenario_cases import HOSTS, SCALES
 from tests.piper_sim.compiled.test_twin import agree
 
 NAMES = ("1f1b", "zbv", "dualpipe", "zb1p", "interleaved-1f1b", "dualpipev", "gpipe", "1f1b")

@@ -23,7 +23,7 @@ from piper_sim.pricing.hosts import ahead, inline
 from piper_sim.study.predict import scenario_of
 from piper_sim.study.prediction import Prediction
 from tests.ir.plans import stage_plan
-from tests.piper_sim.pricing.asked import RICH, answered, asked, drawn, table
+from tests.piper_sim.pricing.prediction_cases import RICH, answered, asked, drawn, table
 
 Play = Callable[..., Run]
 

@@ -20,8 +20,8 @@ from piper_sim import compiled, engine
 from piper_sim.compiled import Compiled, event_loop, longest_path, step_ends
 from piper_sim.engine import Host, Interference, Run, Scenario, Wire
 from tests.ir.plans import stage_plan
-from tests.piper_sim.compiled import cases
-from tests.piper_sim.compiled.cases import (
+from tests.piper_sim.compiled import scenario_cases as cases
+from tests.piper_sim.compiled.scenario_cases import (
     HOSTS,
     LAYERS,
     SCALES,

@@ -24,7 +24,7 @@ from piper_sim.engine.steps import carried
 from piper_sim.study.pipeline import Times, run_schedule
 from tests.ir.plans import moe_plan, stage_plan
 from tests.piper_sim.engine.cases import CUT, HEAVY, LAYERS, STAGES, durations, layers, stages
-from tests.piper_sim.engine.second import Cell, paragraph, times
+from tests.piper_sim.engine.longest_paths import Cell, paragraph, times
 
 
 def agrees(plan: Plan, duration: FloatArray, wire: Wire, steps: int) -> None:

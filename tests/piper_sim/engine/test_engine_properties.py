@@ -15,8 +15,8 @@ from ir.core.order import FloatArray
 from ir.plan.plan import Csr, OpKind, Plan
 from piper_sim import compiled, engine
 from piper_sim.engine import Host, Links, Run, Scenario, Wire
-from tests.piper_sim.compiled import cases
-from tests.piper_sim.compiled.cases import (
+from tests.piper_sim.compiled import scenario_cases as cases
+from tests.piper_sim.compiled.scenario_cases import (
     HOSTS,
     LAYERS,
     SCALES,

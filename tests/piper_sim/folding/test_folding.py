@@ -18,7 +18,18 @@ from piper_sim.folding.ground import Positions
 from piper_sim.folding.uses import meeting_axes
 from piper_sim.study.breakdown import KEYS, breakdown
 from tests.piper_sim.engine.cases import HEAVY
-from tests.piper_sim.folding.folded import CASES, LLAMA, MOE, ORDERS, assert_folds, drawn, every, made, scenario, whole
+from tests.piper_sim.folding.folding_cases import (
+    CASES,
+    LLAMA,
+    MOE,
+    ORDERS,
+    assert_folds,
+    drawn,
+    every,
+    made,
+    scenario,
+    whole,
+)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -22,7 +22,7 @@ from piper_sim.folding.uses import joined, meeting_axes
 from piper_sim.pricing.costs import KERNELS, CostModel, Share
 from piper_sim.pricing.prepare import hardware_of
 from tests.piper_sim.engine.cases import HEAVY
-from tests.piper_sim.folding.folded import CASES, LLAMA, MOE, ORDERS, assert_folds, drawn, made, mates, scenario
+from tests.piper_sim.folding.folding_cases import CASES, LLAMA, MOE, ORDERS, assert_folds, drawn, made, mates, scenario
 from tests.piper_sim.pricing.test_costs import job
 
 

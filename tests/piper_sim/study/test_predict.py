@@ -10,7 +10,16 @@ import pytest
 from ir.job.load import job_from
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.planned import Planned
-from tests.piper_sim.pricing.asked import SCHEDULES, answer, answered, asked, assert_told, drawn, seconds, table
+from tests.piper_sim.pricing.prediction_cases import (
+    SCHEDULES,
+    answer,
+    answered,
+    asked,
+    assert_told,
+    drawn,
+    seconds,
+    table,
+)
 
 NO_COMM = {"interference": "none"}
 

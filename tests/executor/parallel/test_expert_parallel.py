@@ -27,9 +27,9 @@ from ir.workload.source import ModelSource
 from tests.executor.families import TINY
 from tests.executor.faults import at_op
 from tests.executor.launch.test_run_faults import _inject
-from tests.executor.parallel import spread_faults as faults
-from tests.executor.parallel.spread import ONE, ROUNDING, STEPS, Case, covering, drawn, far
-from tests.executor.runs import alone, error, judged, merged, run
+from tests.executor.parallel import expert_faults as faults
+from tests.executor.parallel.expert_cases import ONE, ROUNDING, STEPS, Case, covering, drawn
+from tests.executor.runs import alone, error, far, judged, merged, run
 
 VISIBLE, FEW = 1e-3, 3
 FOUR = (*ONE, "parallel.dp=4", "schedule.microbatches=2")  # two ranks hold the same experts

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, product
 from typing import Any
 
+from tests.executor.pairwise import cover, met, pairs
 from tests.executor.runtime.test_run_families import sets as family_sets
 
 # tp, cp, pp, dp
@@ -28,7 +29,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "ep": (1, 2, 4),
 }
 EXPERTS = ("mixtral", "deepseek_v2", "deepseek_v3")
-Pairs = frozenset[tuple[str, Any, str, Any]]
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,6 @@ def everything() -> tuple[Case, ...]:
     return tuple(c for c in (Case(*row) for row in product(*VALUES.values())) if c.legal)
 
 
-def pairs(case: Case) -> Pairs:
-    """The pairs of values that meet."""
-    values = {f.name: getattr(case, f.name) for f in fields(case)}
-    return frozenset((a, values[a], b, values[b]) for a, b in combinations(values, 2))
-
-
 @lru_cache
 def covering(seed: int = 7) -> tuple[Case, ...]:
     """Few cases in which every two values meet that can, those that add most first; of equals, those of few ranks.
@@ -129,7 +123,7 @@ def handful(seed: int = 7) -> tuple[Case, ...]:
     small = [c for c in everything() if c.ranks <= 4 and 2 in c.layout]
     both = {("schedule", "recompute"), ("optimizer", "ep"), *((n, "sequence") for n in ("layout", "zero", "schedule"))}
     both |= {("sequence", n) for n in ("recompute", "optimizer", "family")}
-    wanted = {p for c in small for p in pairs(c) if (p[0], p[2]) in both}
+    wanted = {p for c in small for p in pairs(c, tuple(VALUES)) if (p[0], p[2]) in both}
     return _cover(random.Random(seed).sample(small, 2500), wanted)
 
 
@@ -139,7 +133,7 @@ def missing(cases: Iterable[Case]) -> set[tuple[str, Any, str, Any]]:
     possible: set[tuple[str, Any, str, Any]] = set()
     for a, b in combinations(names, 2):
         possible |= {(a, x, b, y) for x, y in product(VALUES[a], VALUES[b]) if _meet({a: x, b: y})}
-    return possible.difference(*map(pairs, cases))
+    return possible - met(cases, names)
 
 
 def _meet(given: dict[str, Any]) -> bool:
@@ -151,11 +145,4 @@ def _meet(given: dict[str, Any]) -> bool:
 
 
 def _cover(rows: list[Case], wanted: set[tuple[str, Any, str, Any]]) -> tuple[Case, ...]:
-    rest, left, out = {c: pairs(c) & wanted for c in rows}, set(wanted), list[Case]()
-    while left and rest:
-        best = max(rest, key=lambda c: (len(left & rest[c]), -c.ranks))
-        if not left & rest[best]:
-            break
-        left -= rest.pop(best)
-        out.append(best)
-    return tuple(out)
+    return tuple(cover(rows, tuple(VALUES), wanted, lambda new, case: (new, -case.ranks)))

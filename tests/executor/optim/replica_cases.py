@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, fields
-from itertools import combinations, product
+from itertools import product
 from typing import Any
+
+from tests.executor.pairwise import cover, met  # noqa: F401  met: in examples
 
 SCHEDULES = ("1f1b", "gpipe", "zb1p", "interleaved-1f1b", "zbv", "dualpipe")
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -69,6 +71,9 @@ class Case:
         return tuple(out)
 
 
+FACTORS = [f.name for f in fields(Case)]
+
+
 def crossed(seed: int = 5) -> list[Case]:
     """Every (pp, dp, zero, schedule); optimizer and clipping are drawn.
 
@@ -86,25 +91,14 @@ def crossed(seed: int = 5) -> list[Case]:
 def covering(seed: int = 13) -> list[Case]:
     """Few cases in which every two values meet that can: those that add most first.
 
-    >>> rows = covering(); len(rows) < 30, pairs(everything()) - pairs(rows)
+    >>> rows = covering(); len(rows) < 30, met(everything(), FACTORS) - met(rows, FACTORS)
     (True, set())
     """
-    draw, rest = random.Random(seed), everything()
-    draw.shuffle(rest)
-    missing, out = pairs(rest), list[Case]()
-    while missing:
-        best = max(rest, key=lambda c: (len(missing & pairs([c])), -c.ranks))
-        out.append(best)
-        missing -= pairs([best])
-    return sorted(out)
+    rest = everything()
+    random.Random(seed).shuffle(rest)
+    return sorted(cover(rest, FACTORS, value=lambda new, case: (new, -case.ranks)))
 
 
 def everything() -> list[Case]:
     """All there are."""
     return [c for c in (Case(*row) for row in product(*VALUES.values())) if c.legal]
-
-
-def pairs(cases: Any) -> set[tuple[str, Any, str, Any]]:
-    """The pairs of values that meet."""
-    names = [f.name for f in fields(Case)]
-    return {(a, getattr(c, a), b, getattr(c, b)) for c in cases for a, b in combinations(names, 2)}

@@ -2,7 +2,7 @@
 
 As a script, all of them, each for 20 steps under both optimizers, one after the other:
 
-    python -m tests.executor.parallel.spread FILE
+    python -m tests.executor.parallel.expert_cases FILE
 
 FILE gets a line for each case as soon as it has run; those that are in there already are not run again.
 """
@@ -13,13 +13,12 @@ import random
 import sys
 import time
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from tests.executor.runs import alone, distance, error, merged, run
+from tests.executor.pairwise import cover, met  # noqa: F401  met: in examples
+from tests.executor.runs import far
 
 SCHEDULES = ("1f1b", "zb1p", "interleaved-1f1b", "zbv", "dualpipe")
 TWICE = ("interleaved-1f1b", "zbv")  # two stages a rank
@@ -114,29 +113,12 @@ def drawn(seed: int = 5) -> list[Case]:
 def covering(seed: int = 19) -> list[Case]:
     """Few cases in which every two values meet that can, of few ranks: those that add most first.
 
-    >>> rows = covering(); len(rows) < 30, pairs(everything()) - pairs(rows)
+    >>> rows = covering(); len(rows) < 30, met(everything(), PAIRED) - met(rows, PAIRED)
     (True, set())
     """
-    draw, rest = random.Random(seed), everything()
-    draw.shuffle(rest)
-    missing, out = pairs(rest), list[Case]()
-    while missing:
-        best = max(rest, key=lambda c: len(missing & pairs([c])) / c.ranks**0.3)
-        out.append(best)
-        missing -= pairs([best])
-    return sorted(out)
-
-
-def pairs(cases: Any) -> set[tuple[str, Any, str, Any]]:
-    """The pairs of values that meet."""
-    return {(a, getattr(c, a), b, getattr(c, b)) for c in cases for a, b in combinations(PAIRED, 2)}
-
-
-def far(*sets: str, steps: int, **options: Any) -> float:
-    """How far a run is from one process: gradients of the first step and the last, parameters, losses, norms."""
-    ran = run(*sets, steps=steps, watchdog_s=60.0, **options)
-    both = error(ran, alone(*sets, steps=steps)), distance(merged(ran.first), alone(*sets, steps=1).grads)
-    return float(np.max(both))  # NaN stays NaN, and fails
+    rest = everything()
+    random.Random(seed).shuffle(rest)
+    return sorted(cover(rest, PAIRED, value=lambda new, case: new / case.ranks**0.3))
 
 
 def main(file: Path) -> int:
