@@ -12,13 +12,14 @@ from tests.house.source import Source
 
 ROOT = Path(__file__).parents[2]
 RED = {  # rule -> what breaks it today; one that holds again is taken out here
-    "production_lines": "40,816 lines",
-    "tests_lines": "25,900 lines",
-    "function_sizes": "6 functions",
-    "type_ignores": "27",
+    "production_lines": "42,130 lines",
+    "tests_lines": "27,342 lines",
+    "folders": "ir/verify: 13 files",
+    "function_sizes": "4 functions",
+    "type_ignores": "19",
     "dependencies": "pandas",
     "used_by_tests_alone": "7 names",
-    "raises_documented": "40 functions",
+    "raises_documented": "22 functions",
 }
 BODY = "    x = 1\n"
 PROJECT = '[project]\ndependencies = ["numpy>=1"]\n[project.optional-dependencies]\ndev = ["ruff", "hypothesis"]\n'
