@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -17,6 +18,10 @@ from ir.plan.plan import Plan
 from ir.trace.durations import emulated_seconds, replayed_seconds
 from ir.trace.text import read_trace
 from ir.trace.trace import Trace
+
+# msgspec shows what it knows of a type before it knows all: ranks that are threads, and ask at once for the first time,
+# have crashed in it.
+_ONE_BY_ONE = Lock()
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,13 @@ class Spec:
         """From what `told` has made.
 
         >>> from pathlib import Path
+from threading import Lock
         >>> spec = Spec(RunOptions(2, dump=Path("/d"), sets=("model.seed=1",)), Saving("/s", every=2))
         >>> Spec.of(spec.told()) == spec
         True
         """
-        return msgspec.convert(dict(fields), cls, dec_hook=lambda kind, value: kind(value))
+        with _ONE_BY_ONE:
+            return msgspec.convert(dict(fields), cls, dec_hook=lambda kind, value: kind(value))
 
     def told(self) -> dict[str, Any]:
         """As JSON has it; ranks may work elsewhere, so paths are whole."""
