@@ -118,7 +118,7 @@ class CapturedChunk:
     @property
     def is_layer(self) -> bool:
         """Whether it was annotated "PP"."""
-        return self.name[0] == "l" and self.name[1:].isdigit()
+        return self.name[:1] == "l" and self.name[1:].isdigit()
 
 
 @dataclass(frozen=True, slots=True)
