@@ -22,12 +22,22 @@ LATENT: Mapping[str, object] = {
 GPT: Mapping[str, object] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 DRY: Mapping[str, object] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 8}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+SLIDING: Mapping[str, object] = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+
 TINY: Mapping[str, tuple[str, Mapping[str, object]]] = {
-    "llama": ("llama3-8b", {**SMALL, **HEADS}),
+    "llama": ("llama3-8b", {**SMALL, **HEADS, "rope_scaling": LLAMA3}),
     "llama tied": ("llama3-8b", {**SMALL, **HEADS, "tie_word_embeddings": True, "mlp_bias": True}),
     "mistral": ("mistral-7b", {**SMALL, **HEADS, "sliding_window": 3}),
     "qwen2": ("qwen2-7b", {**SMALL, **HEADS}),
-    "qwen3": ("qwen3-8b", {**SMALL, **HEADS}),
+    "qwen3": ("qwen3-8b", {**SMALL, **HEADS, **SLIDING}),
     "gpt2": ("gpt2", {**GPT, **DRY, "n_positions": 64}),
     "gpt2 untied": ("gpt3-175b", {**GPT, **DRY, "n_positions": 64, "tie_word_embeddings": False}),
     "mpt": ("mpt-1b", {**GPT, "max_seq_len": 64}),
@@ -38,9 +48,9 @@ TINY: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "deepseek_v2 limited": ("deepseek-v2", {**SMALL, **LATENT, **EXPERTS, "q_lora_rank": 12, "n_group": 4}),
     "deepseek_v3": (
         "deepseek-v3",
-        {**SMALL, **LATENT, **EXPERTS, "q_lora_rank": 12, "n_group": 4, "topk_group": 2, "tie_word_embeddings": False},
+        {**SMALL, **LATENT, **EXPERTS, "q_lora_rank": 12, "n_group": 4, "topk_group": 2, "rope_scaling": YARN},
     ),
-    "kimi": ("kimi-k2", {**SMALL, **LATENT, **EXPERTS, "q_lora_rank": 12}),
+    "kimi": ("kimi-k2", {**SMALL, **LATENT, **EXPERTS, "q_lora_rank": 12, "rope_scaling": YARN}),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -133,7 +134,7 @@ class _Choice:
 @dataclass(frozen=True)
 class _Numbers:
     config: str
-    overrides: tuple[tuple[str, Any], ...]
+    overrides: str
     seq_len: int
     mbs: int
     size: int
@@ -146,7 +147,7 @@ def _numbers(job: Job, mbs: int, forced: _Choice | None) -> _Numbers:
     p = precision_of(job)
     return _Numbers(
         job.model.config,
-        tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in job.model.overrides.items()),
+        json.dumps(dict(job.model.overrides)),
         job.model.seq_len,
         mbs,
         job.schedule.microbatch_size,
@@ -158,7 +159,7 @@ def _numbers(job: Job, mbs: int, forced: _Choice | None) -> _Numbers:
 
 @lru_cache(maxsize=64)
 def _alone(n: _Numbers, steps: int) -> Alone:
-    config = load_config(n.config, dict(n.overrides))
+    config = load_config(n.config, json.loads(n.overrides))
     params, compute, grads, moments = n.formats
     torch.set_num_threads(1)
     data = Data("synthetic", vocab=config.vocab, length=n.seq_len, microbatches=n.mbs, size=n.size)

@@ -12,6 +12,7 @@ from ir.core.files import Format, read_json, typed
 from ir.workload.config.families import FAMILIES
 from ir.workload.config.inert import INERT as ALL_INERT
 from ir.workload.config.keys import TYPES, aliases
+from ir.workload.config.rope import OF_ANY_KIND
 from ir.workload.config.spec import Activation, Mla, ModelConfig, Moe, Norm
 from ir.workload.config.values import Values
 
@@ -71,7 +72,8 @@ def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, 
             message, key = f"{deep} layers", f"model.{name}" if name in inline else name
             raise PiperError(ErrorKind.MODEL, message, file=source, key=key, allowed=f"at most {MAX_LAYERS}")
     given = {**file, **{k: _merged(file.get(k), v) for k, v in inline.items()}}
-    values = Values(source, TYPES[model_type], given, frozenset(inline))
+    dotted = (f"{k}.{inner}" for k, table in inline.items() if isinstance(table, Mapping) for inner in table)
+    values = Values(source, TYPES[model_type], given, frozenset((*inline, *dotted)))
     return FAMILIES[model_type](values)
 
 
@@ -88,11 +90,13 @@ def _refuse_unknown(given: Mapping[str, object], model_type: str, source: str, p
 
 
 def _merged(file: object, inline: object) -> object:
-    """A table set inline key by key goes into the file's, unless it says what kind of table it is."""
-    both = isinstance(file, Mapping) and isinstance(inline, Mapping)
-    if not both or {"rope_type", "type", "quant_method"} & set(inline):  # type: ignore[call-overload]
+    """A table set inline goes into the file's key by key. One that says what kind of table it is stands in its place,
+    but for what is no matter of kind.
+    """
+    if not isinstance(file, Mapping) or not isinstance(inline, Mapping):
         return inline
-    return {**file, **inline}  # type: ignore[dict-item]
+    kept = OF_ANY_KIND if {"rope_type", "type", "quant_method"} & set(inline) else file
+    return {**{k: v for k, v in file.items() if k in kept}, **inline}
 
 
 def _find(name: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from ir.core.errors import nearest
@@ -13,7 +13,8 @@ from ir.workload.config.spec import RopeScaling, Scaling
 from ir.workload.config.values import Values
 
 TABLES = ("rope_parameters", "rope_scaling")
-_SHARED = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+OF_ANY_KIND = ("rope_theta", "partial_rotary_factor")
+_SHARED = ("rope_type", "type", *OF_ANY_KIND)
 _KNOWN: Mapping[str, tuple[str, ...]] = {
     "default": (),
     Scaling.LINEAR: ("factor",),
@@ -99,14 +100,17 @@ class _Reader:
 
     def either(self, key: str) -> float:
         """A number beside the table or in it. The job's goes before the file's; said twice by one, it must agree."""
-        if key not in self.table or (key in self.v.inline and self.name not in self.v.inline):
-            return self.v.number(key)
-        inside = self.number(key)
-        same = (key in self.v.inline) is (self.name in self.v.inline)
-        if same and key in self.v.given and self.v.number(key) != inside:
-            message = f"{inside} here, and {self.v.number(key)} as {key}: one key with two values"
-            self.refuse(key, message, fix=f"keep {self.name}.{key}")
-        return inside
+        inside, beside = f"{self.name}.{key}" in self.v.inline, key in self.v.inline
+        if key in self.table and (inside or not beside):
+            value = self.number(key)
+            if inside is beside and key in self.v.given and self.v.number(key) != value:
+                message = f"{value} here, and {self.v.number(key)} as {key}: one key with two values"
+                self.refuse(key, message, fix=f"keep {self.name}.{key}")
+            return value
+        other = self.v.given.get(TABLES[1 - TABLES.index(self.name)])  # the file's, where this is the job's
+        if not beside and isinstance(other, Mapping) and key in other:
+            return replace(self, table=other).number(key)
+        return self.v.number(key)
 
     def kind(self) -> str:
         """The kind of scaling, "default" for none."""

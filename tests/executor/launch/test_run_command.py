@@ -107,6 +107,7 @@ def test_people_get_a_timeline_and_a_line_per_step(capfd: pytest.CaptureFixture[
         ),
         (['schedule.recompute=["norm"]'], [], "job", "recompute of norm alone"),
         (["precision.compute=fp16"], [], "job", "fp16"),
+        (['model.quantization_config={quant_method="fp8"}'], [], "model", "stored in fp8"),
         (["precision.gather=bf16"], [], "job", "gather"),
         (["data.source=nothing.txt"], [], "io", "cannot read tokens"),
         (["model.module=my.py:build"], [], "job", "needs the graph captured from it"),

@@ -24,12 +24,12 @@ from ir.job.routing.forced import Forced
 from ir.plan.plan import Plan
 from ir.workload import load_config
 from ir.workload.source import ModelSource
-from tests.executor.families import TINY
 from tests.executor.faults import at_op
 from tests.executor.launch.test_run_faults import _inject
 from tests.executor.parallel import expert_faults as faults
 from tests.executor.parallel.expert_cases import ONE, ROUNDING, STEPS, Case, covering, drawn
 from tests.executor.runs import alone, error, far, judged, merged, run
+from tests.executor.runtime.test_run_families import sets as family_sets
 
 VISIBLE, FEW = 1e-3, 3
 FOUR = (*ONE, "parallel.dp=4", "schedule.microbatches=2")  # two ranks hold the same experts
@@ -52,9 +52,7 @@ FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2 limited", "deepseek_v3")
 
 
 def _family(name: str) -> tuple[str, ...]:
-    config, overrides = TINY[name]
-    text = {k: json.dumps(v) for k, v in overrides.items()}
-    return f"model.config={config}", *(f"model.{k}={v}" for k, v in text.items()), "model.num_hidden_layers=3"
+    return (*family_sets(name), "model.num_hidden_layers=3")
 
 
 MORE = {

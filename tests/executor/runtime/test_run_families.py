@@ -23,7 +23,14 @@ def sets(family: str, *more: str) -> tuple[str, ...]:
     """A family's small model as overrides of the tests' job; four layers, as the job has."""
     preset, inline = TINY[family]
     given = {k: v for k, v in inline.items() if k != "num_hidden_layers"}
-    return (f"model.config={preset}", *(f"model.{k}={json.dumps(v)}" for k, v in given.items()), *more)
+    return (f"model.config={preset}", *(s for k, v in given.items() for s in _set(f"model.{k}", v)), *more)
+
+
+def _set(key: str, value: object) -> list[str]:
+    """A table's keys one by one: JSON has no words for it that TOML has."""
+    if isinstance(value, dict):
+        return [s for k, v in value.items() for s in _set(f"{key}.{k}", v)]
+    return [f"{key}={json.dumps(value)}"]
 
 
 def error(*given: str, than: tuple[str, ...] | None = None) -> float:

@@ -55,9 +55,14 @@ def test_a_job_changes_what_a_file_says_of_theta() -> None:
     assert read(file, rope_parameters={"factor": 2.0}).rope_scaling == RopeScaling(
         Scaling.YARN, 2.0, 512, times=0.1 * math.log(2) + 1
     )
-    assert read(file, rope_parameters={"rope_type": "linear", "factor": 2.0}).rope_scaling == RopeScaling(
-        Scaling.LINEAR, 2.0
-    )
+    linear = {"rope_type": "linear", "factor": 2.0}
+    for table in ("rope_parameters", "rope_scaling"):
+        c = read(file, **{table: linear})
+        assert (c.rope_scaling, c.rope_theta) == (RopeScaling(Scaling.LINEAR, 2.0), 5e5), "theta is not of a kind"
+        assert read(file, rope_theta=7e5, **{table: linear}).rope_theta == 7e5
+        assert read(file, **{table: {**linear, "rope_theta": 9e5}}).rope_theta == 9e5
+    e = refused(file, rope_theta=7e5, rope_parameters={**linear, "rope_theta": 9e5})
+    assert e.key == "model.rope_parameters.rope_theta"
 
 
 def test_one_thing_said_in_two_ways_is_refused() -> None:
