@@ -8,7 +8,7 @@ backward. Nothing depends on where the cuts are: an output has two readers at mo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,9 @@ class Stage:
         reads: Mapping[str, tuple[str, ...]] | None = None,
         ports: Mapping[str, Ports] | None = None,
         exchanges: Mapping[str, Exchange] | None = None,
+        routes: Callable[[str, int], Route] | None = None,
     ) -> None:
-        self.units = dict(units)
+        self.units, self._routes = dict(units), routes
         self.params = dict(params)
         self.grads = grads if isinstance(grads, Gradients) else Gradients(self.params, grads)
         self.recompute = frozenset(recompute)
@@ -126,7 +127,7 @@ class Stage:
             flow.counts[name] = trade.leaves[0], trade.arrives[0]
             return trade
         if wire.counts not in flow.routes:
-            flow.routes[wire.counts] = Route.read(*flow.counts.pop(wire.counts), wire.ranks)
+            flow.routes[wire.counts] = self._route(flow, wire, mb)
         route = flow.routes[wire.counts]
         if pass_ is Pass.I:
             grads = [g for g in flow.grads.pop(name) if g is not None]
@@ -143,6 +144,10 @@ class Stage:
             for unit in self._behind(name):
                 flow.extras[unit] = (route.got,)
         return trade
+
+    def _route(self, flow: Flow, wire: Exchange, mb: int) -> Route:
+        counts, (chunk, _, _) = flow.counts.pop(wire.counts), wire.counts.rpartition(".")
+        return Route.read(*counts, wire.ranks) if self._routes is None else self._routes(chunk, mb)
 
     def whole(self, mb: int, units: Sequence[str] | None = None) -> None:
         """B: I and W of each unit at once, the units given (default: all) in backward order."""

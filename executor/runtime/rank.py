@@ -23,6 +23,7 @@ from executor.optim.gradients import Gradients
 from executor.optim.optimizer import OptimizerConfig
 from executor.optim.sync import Sync, SyncConfig
 from executor.parallel.collective import groups
+from executor.parallel.expert_all_to_all import Route
 from executor.parallel.inline import Region, inline_groups
 from executor.parallel.router_guide import Guide, guide_of, planned_routes
 from executor.parallel.shares import Share, shares
@@ -171,6 +172,7 @@ class Local:
         region: Region | None = None,
         *,
         note: bool = False,
+        routes: Callable[[str, int], Route] | None = None,
     ) -> Local:
         """Build this rank's part of the model, with the values every rank would give it.
 
@@ -187,7 +189,8 @@ class Local:
         if isinstance(model, UserModel):
             model.keep(chunks)
         for unit in built.units.values():
-            unit.to(device.torch)  # moves the parameters themselves, so that ties stay ties
+            if any(t.device != device.torch for t in (*unit.parameters(), *unit.buffers())):
+                unit.to(device.torch)  # moves the parameters themselves, so that ties stay ties
         for p in built.params.values():
             p.data = p.data.contiguous()  # as buckets have them
         device.bind()
@@ -205,6 +208,7 @@ class Local:
                 reads=built.reads,
                 ports=built.ports,
                 exchanges=built.exchanges,
+                routes=routes,
             )
         sync = Sync(
             rank,

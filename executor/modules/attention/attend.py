@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import FakeTensorMode, maybe_get_fake_mode
 
 from executor.modules.functions import apply, wide
 from executor.parallel.inline import stretches
@@ -162,11 +162,11 @@ def _per_key(dx: Tensor, heads: int) -> Tensor:
 
 def _hidden(q: Tensor, sight: Sight) -> Tensor:
     """True where a query (row) may not see a key."""
-    return (_mask.__wrapped__ if is_fake(q) else _mask)(q.shape[2], sight, str(q.device))
+    return _mask(q.shape[2], sight, str(q.device), maybe_get_fake_mode(q))
 
 
 @lru_cache(maxsize=4)
-def _mask(length: int, sight: Sight, device: str) -> Tensor:
+def _mask(length: int, sight: Sight, device: str, mode: FakeTensorMode | None) -> Tensor:
     at = torch.arange(length * sight.ranks, device=device)
     keys = torch.cat([stretches(at, sight.ranks, rank) for rank in range(sight.ranks)])
     gap = stretches(at, sight.ranks, sight.index)[:, None] - keys[None, :]
@@ -175,10 +175,10 @@ def _mask(length: int, sight: Sight, device: str) -> Tensor:
 
 def _added(q: Tensor, sight: Sight) -> Tensor:
     """The same as torch's fused kernels take it, which would keep what they made of another format."""
-    return (_bias.__wrapped__ if is_fake(q) else _bias)(q.shape[2], sight, q.dtype, str(q.device))
+    return _bias(q.shape[2], sight, q.dtype, str(q.device), maybe_get_fake_mode(q))
 
 
 @lru_cache(maxsize=4)
-def _bias(length: int, sight: Sight, dtype: torch.dtype, device: str) -> Tensor:
-    hidden = _mask.__wrapped__(length, sight, device)
+def _bias(length: int, sight: Sight, dtype: torch.dtype, device: str, mode: FakeTensorMode | None) -> Tensor:
+    hidden = _mask.__wrapped__(length, sight, device, mode)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))

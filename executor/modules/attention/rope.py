@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import FakeTensorMode, maybe_get_fake_mode
 
 from executor.modules.functions import apply, wide
 from executor.parallel.inline import stretches
@@ -30,14 +30,16 @@ class Angles:
 def rotary(length: int, angles: Angles, x: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding, (length, 1, dim / 2) each, in x's format and place.
 
-    length: of this rank's part of a sequence.
+    length: of this rank's part of a sequence. The tables are made once, for each fake mode by themselves: its tensors
+    are of no use to another.
     """
-    make = _rotary.__wrapped__ if is_fake(x) else _rotary  # one fake mode's tensors are of no use to another
-    return make(length, angles, x.dtype, str(x.device))
+    return _rotary(length, angles, x.dtype, str(x.device), maybe_get_fake_mode(x))
 
 
 @lru_cache(maxsize=8)
-def _rotary(length: int, angles: Angles, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+def _rotary(
+    length: int, angles: Angles, dtype: torch.dtype, device: str, mode: FakeTensorMode | None
+) -> tuple[Tensor, Tensor]:
     fp = wide(dtype)
     at = stretches(torch.arange(length * angles.ranks, dtype=fp, device=device), angles.ranks, angles.index)
     turns = torch.outer(at, rates(angles, fp, device))

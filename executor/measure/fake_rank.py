@@ -1,0 +1,146 @@
+"""One rank of a run by itself: the code that trains, among peers that are not there, if need be without values."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from executor.device.device import Host
+from executor.device.memory import PeakMemory
+from executor.device.progress import Progress, create
+from executor.parallel.inline import Region
+from executor.parallel.router_guide import planned_routes
+from executor.runtime.batch import Batch, Waiting
+from executor.runtime.interpreter import Interpreter
+from executor.runtime.program import Program
+from executor.runtime.rank import Local, crossing
+from ir.graph.expert_rows import spread_over
+from ir.job.build import Prepared
+from ir.plan.plan import Plan
+
+
+class Done:
+    """A handle of what is over as soon as it is posted."""
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class NoPeers:
+    """A transport that moves nothing; what would arrive is zeros."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def send(self, dst: int, tensor: Tensor) -> Done:
+        """Nobody takes it."""
+        return Done()
+
+    def recv(self, src: int, into: Tensor) -> Done:
+        """Zeros."""
+        return _zeros(into)
+
+    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> Done:
+        """As if the others had nothing to add."""
+        return Done()
+
+    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> Done:
+        """Zeros."""
+        return _zeros(into)
+
+    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> Done:
+        """Zeros."""
+        return _zeros(into)
+
+    def all_to_all(
+        self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Done:
+        """Zeros."""
+        return _zeros(into)
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def close(self) -> None:
+        """Nothing to take down."""
+
+
+def _zeros(into: Tensor) -> Done:
+    with torch.no_grad():
+        into.zero_()
+    return Done()
+
+
+class NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Above fake tensors: whatever number the host reads of one is 0."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0.0 if args[0].is_floating_point() else 0
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def values(real: bool) -> Iterator[None]:
+    """Whether tensors made here have values, or are fake: they take no memory, and nothing is computed."""
+    if real:
+        yield
+    else:
+        with FakeTensorMode(), NoValues():  # type: ignore[no-untyped-call]
+            yield
+
+
+class FakeRank:
+    """A rank of a run: its stages, parameters and optimizer, as the run builds them. Only within one `values`."""
+
+    def __init__(self, prepared: Prepared, plan: Plan, rank: int) -> None:
+        self.prepared, self.plan, self.device, self.transport = prepared, plan, Host(), NoPeers(rank)
+        self.program, self.region = Program.of(plan, rank), Region.of(plan, rank, self.transport)
+        routes = planned_routes(prepared, plan.graph, self.program.places, rank) if spread_over(plan.graph) else None
+        self.local = Local.of(prepared, plan, rank, self.device, self.region, routes=routes)
+
+    def peak(self) -> int:
+        """The most bytes at one time in the second step, as in a run: the first makes what modules keep."""
+        batches = self._batches()
+        with tempfile.TemporaryDirectory(prefix="piper-progress-") as name:
+            file, rank = Path(name) / "progress", self.program.rank
+            create(file, rank + 1)
+            progress, empty = Progress(file, rank), crossing(self.prepared, self.device, self.region)
+            run = Interpreter(self.program, self.local.kernels(), self.transport, progress, self.device, empty)
+            run.step(0, batches)
+            with PeakMemory(self.local.tensors()) as memory:
+                run.step(1, batches)
+            run.close()
+            progress.close()
+        return memory.peak
+
+    def alike(self) -> object:
+        """All in which ranks may differ that need as many bytes: equal ranks have equal peaks."""
+        sync = self.local.sync
+        flat = [(f.counts, *((n, len(x)) for n, (_, x) in f.pieces(f.reduced).items())) for f in sync.flat.values()]
+        routed = self.program.rank if self.prepared.config.moe is not None else None
+        return self.program.number, sync.elsewhere, tuple(flat), tuple(t.nbytes for t in self.local.tensors()), routed
+
+    def _batches(self) -> dict[int, Waiting]:
+        job = self.prepared.job
+        ids, labels = (torch.zeros(job.schedule.microbatch_size, job.model.seq_len, dtype=torch.int64) for _ in "il")
+        numbers = {mb: self.program.number_of(mb) for mb in self.program.batches()}
+        return {mb: Waiting(Batch(ids, labels, 1.0, n), self.device.torch) for mb, n in numbers.items()}
