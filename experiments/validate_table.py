@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from executor.launch import run as cli
-from executor.measure.alloc import take_lists
+from executor.measure.peak_bytes import peak_bytes
 from ir.job import load_job
 from ir.job.run_options import RunOptions
 from piper_sim.study.validate import Calibration, Tools, validate
@@ -89,7 +89,7 @@ def judged(schedule: str, size: tuple[int, int, int], op_s: float, steps: int, k
         file.write_text(JOB.format(layers=2 * ranks, ranks=ranks, dp=dp, zero=zero, schedule=schedule, mbs=2 * ranks))
         options = RunOptions(ranks * dp, steps, watchdog_s=60.0, emulate=op_s)
         launcher: Any = cli
-        found = validate(load_job(str(file)), Tools(launcher, take_lists), options, known).found
+        found = validate(load_job(str(file)), Tools(launcher, peak_bytes), options, known).found
     iteration, bare = found["iteration"], found["without_communication"]
     replay = found["replay"]["error"] if found["replay"] else float("nan")
     seconds = iteration["measured_s"], iteration["predicted_s"], bare["predicted_s"]

@@ -19,14 +19,13 @@ from cost_models.profile.fit import Curve, Seconds
 from cost_models.profile.pairs import Pair, pair_keys
 from cost_models.profile.profile import VERSION, Machine, Measured, OpEntry, Profile
 from cost_models.profile.shapes import OpShape
-from ir.core.alloc import AllocList
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import Format, cut, parse_json, read_text, typed, words
 
 FORM = Format("a profile", ErrorKind.JOB, "costs.profile", 10**8, "piper-sim calibrate writes one")
 _LINK = re.compile(r"p2p(@\d+)? \d+|[a-z_]+ \d+(@\d+)? \d+", re.ASCII)
 _LINKS = "`p2p <bytes>` or `<kind> <ranks> <bytes>`, with `@<nodes>` behind p2p or ranks where that is known"
-_ENTRY = ("median_s", "spread_s", "count", "alloc", "family", "at", "alone")
+_ENTRY = ("median_s", "spread_s", "count", "family", "at", "alone")
 _TAKE = "take it again: piper-sim calibrate"
 
 
@@ -48,9 +47,7 @@ def profile_text(profile: Profile) -> str:
 
 
 def _op_table(entry: OpEntry) -> dict[str, Any]:
-    table: dict[str, Any] = {} if entry.time is None else asdict(entry.time)
-    if entry.alloc is not None:
-        table["alloc"] = entry.alloc.text()
+    table: dict[str, Any] = asdict(entry.time)
     if entry.shape is not None:
         table |= {"family": entry.shape.family, "at": dict(entry.shape.at)}
     return table | {"alone": True} if entry.alone else table
@@ -68,7 +65,7 @@ class _Op(Struct, kw_only=True):
     median_s: Seconds = 0.0
     spread_s: Seconds = 0.0
     count: Annotated[int, Meta(ge=1)] = 1
-    alloc: str = ""
+    alloc: str = ""  # what it allocates, in files of old; read over
     family: str = ""
     at: dict[str, Annotated[int, Meta(ge=0)]] = {}
     alone: bool = True
@@ -113,7 +110,9 @@ def _profile(table: Any, file: str | None) -> Profile:
     if version != VERSION or isinstance(version, bool):
         raise FORM.wrong(f"version {cut(version)}", file, "profile_version", str(VERSION), _TAKE)
     found = typed(table, _File, FORM, file)
-    ops = {key: _op(table["ops"][key], op, f"ops.{key}", file) for key, op in found.ops.items()}
+    # An entry of old that says nothing but what its class allocates is no entry any more.
+    kept = {key: op for key, op in found.ops.items() if table["ops"][key].keys() != {"alloc"}}
+    ops = {key: _op(table["ops"][key], op, f"ops.{key}", file) for key, op in kept.items()}
     for key in found.links:
         if not _LINK.fullmatch(key):
             raise FORM.wrong("not a link", file, f"links.{key}", _LINKS)
@@ -137,23 +136,12 @@ def _profile(table: Any, file: str | None) -> Profile:
 
 
 def _op(table: Mapping[str, object], op: _Op, at: str, file: str | None) -> OpEntry:
-    timed, shaped = table.keys() & set(_ENTRY[:3]), table.keys() & {"family", "at"}
-    if not timed and "alloc" not in table:
-        raise FORM.wrong("says nothing", file, at, ", ".join(_ENTRY))
-    for k in (*(_ENTRY[:3] if timed else ()), *(("family", "at") if shaped else ())):
+    shaped = table.keys() & {"family", "at"}
+    for k in (*_ENTRY[:3], *(("family", "at") if shaped else ())):
         if k not in table:
             raise FORM.wrong("missing", file, f"{at}.{k}", ", ".join(_ENTRY))
     if not op.alone:
         raise FORM.wrong("False", file, f"{at}.alone", "true, or no such key")
-    alloc = None
-    if "alloc" in table:
-        try:
-            alloc = AllocList.parse(op.alloc)
-        except PiperError as error:
-            raise error.at(file=file, key=f"{at}.alloc") from None
     return OpEntry(
-        Measured(op.median_s, op.spread_s, op.count) if timed else None,
-        alloc,
-        OpShape(op.family, op.at) if shaped else None,
-        "alone" in table,
+        Measured(op.median_s, op.spread_s, op.count), OpShape(op.family, op.at) if shaped else None, "alone" in table
     )

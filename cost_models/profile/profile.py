@@ -1,4 +1,4 @@
-"""Profiles: what ops and links took on one machine, and what ops allocate there. `profile_file` keeps them as JSON.
+"""Profiles: what ops and links took on one machine. `profile.file` keeps them as JSON.
 
 Ops are kept by class (`ir.graph.classes`), so a profile taken on one schedule, microbatch count and partition serves
 any other of the same model sizes; other sizes are read off those measured (`profile_shapes`). Times are of the
@@ -22,7 +22,6 @@ from cost_models.profile.fit import Curve, Seconds, fit
 from cost_models.profile.machine import Machine
 from cost_models.profile.pairs import Pair
 from cost_models.profile.shapes import OpShape, Sized, between
-from ir.core.alloc import AllocList
 from ir.core.work import CommKind, Message
 from ir.graph.classes import link_class, node_classes
 from ir.plan.plan import OpKind, Plan
@@ -52,13 +51,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class OpEntry:
-    """One class of nodes. time: of one instance on an idle machine. alloc: what it allocates and frees.
+    """One class of nodes. time: of one instance on an idle machine. shape: which sizes of what it is.
 
-    shape: which sizes of what it is. alone: the messages inside it are not in its time, and come on top.
+    alone: the messages inside it are not in its time, and come on top.
     """
 
-    time: Measured | None = None
-    alloc: AllocList | None = None
+    time: Measured
     shape: OpShape | None = None
     alone: bool = False
 
@@ -106,17 +104,12 @@ class Profile:
         """The largest error of any curve at a size it was fitted to, relative; 0 where there is no curve."""
         return max((c.error for c in self.curves.values()), default=0.0)
 
-    @property
-    def lists(self) -> dict[str, AllocList]:
-        """All alloc lists, for `piper_sim.memory.splice.peaks`."""
-        return {key: entry.alloc for key, entry in self.ops.items() if entry.alloc is not None}
-
     @cached_property
     def families(self) -> dict[tuple[str, bool], list[Sized]]:
         """What was measured of each family, whether alone or with the messages inside."""
         out: dict[tuple[str, bool], list[Sized]] = {}
         for e in self.ops.values():
-            if e.time is not None and e.shape is not None:
+            if e.shape is not None:
                 known = out.setdefault((e.shape.family, e.alone), [])
                 known.append(Sized(e.shape.at, e.time.median_s, e.time.spread_s))
         return out

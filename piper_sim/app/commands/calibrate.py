@@ -86,7 +86,7 @@ def _show(c: Calibrated, found: dict[str, Any], job: str) -> None:
     for line in found["origins"]:
         print(line)
     print(f"machine: {found['fingerprint']}, {c.profile.machine.date}")
-    spreads = [e.time.spread_s / e.time.median_s for e in c.profile.ops.values() if e.time and e.time.median_s]
+    spreads = [e.time.spread_s / e.time.median_s for e in c.profile.ops.values() if e.time.median_s]
     spread = f", median spread {percent(sorted(spreads)[len(spreads) // 2])} %" if spreads else ""
     print(f"{found['ops']} op classes{spread}; {found['links']} links; worst fit error {percent(found['fit_error'])} %")
     if c.profile.host_s is not None:

@@ -28,7 +28,7 @@ MISSED = 5
 def main(args: argparse.Namespace) -> int:
     """Print the comparison; 5 where a gate is missed."""
     from executor.launch import run as launcher
-    from executor.measure.alloc import take_lists
+    from executor.measure.peak_bytes import peak_bytes
 
     executor: Any = launcher
     job = load_job(args.job, args.sets)
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
         sets=tuple(args.sets),
     )
     with progress(f"calibrating and running on {args.ranks} processes"):
-        v = validate(job, Tools(executor, take_lists), options)
+        v = validate(job, Tools(executor, peak_bytes), options)
     if not args.json:  # whatever becomes of the files
         _show(v)
     if args.out is not None:

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from cost_models.profile.profile import Machine, Measured, OpEntry, Profile
 from cost_models.profile.shapes import OpShape, op_shapes
-from ir.core.alloc import AllocList
 from ir.graph.classes import node_classes
 from piper_sim.study.calibrate.sizes import Size
 from piper_sim.study.validate.samples import measured
@@ -69,18 +68,12 @@ def summed(
 
 def laid_over(new: Profile, base: Profile, *, machine: bool) -> Profile:
     """A profile with what a new one has in place of its own. machine: whether the new one's is the result's."""
-    ops = {k: replace(e, alloc=e.alloc or _alloc(base, k)) for k, e in new.ops.items()}
     made = Profile.of(
         new.machine if machine else base.machine,
-        {**base.ops, **ops},
+        {**base.ops, **new.ops},
         {**base.links, **new.links},
         base.host_s if new.host_s is None else new.host_s,
         {**base.pairs, **new.pairs},
         (*base.origins, *new.origins),
     )
     return replace(made, sealed=base.sealed and new.sealed)
-
-
-def _alloc(base: Profile, key: str) -> AllocList | None:
-    entry = base.ops.get(key)
-    return None if entry is None else entry.alloc

@@ -9,7 +9,7 @@ from ir.job import Job
 from ir.job.run_options import RunOptions
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.validate.calibrating import elsewhere
-from piper_sim.study.validate.runs import Executor, Tools, ran
+from piper_sim.study.validate.runs import Executor, ran
 from piper_sim.study.validate.samples import host_seconds
 
 STEPS = 5
@@ -29,4 +29,4 @@ def probe(executor: Executor, job: Job, watchdog_s: float) -> float | None:
         executor.check(other, plan, options)
     except PiperError:
         return None
-    return host_seconds(ran(Tools(executor, lambda *_: {}), other, plan, options, STEPS))
+    return host_seconds(ran(executor, other, plan, options, STEPS))

@@ -84,7 +84,7 @@ class Calibrated:
         return {
             "schema_version": 1,
             "profile": path,
-            "ops": sum(e.time is not None for e in p.ops.values()),
+            "ops": len(p.ops),
             "links": len(p.links),
             "fit_error": p.fit_error,
             "fingerprint": p.machine.fingerprint,

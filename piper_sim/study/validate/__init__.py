@@ -19,12 +19,16 @@ __all__ = ["Calibration", "Executor", "Ran", "Tools", "Validation", "validate"]
 
 @dataclass(frozen=True, eq=False)
 class Validation:
-    """A judged plan: as it was predicted, and as it ran. found: the object of `piper-sim validate`."""
+    """A judged plan: as it was predicted, and as it ran. found: the object of `piper-sim validate`.
+
+    peaks: predicted bytes of each rank; None where nothing is computed, or nobody knows before.
+    """
 
     found: dict[str, Any]
     calibration: Calibration
     prediction: Prediction
     run: Ran
+    peaks: tuple[int, ...] | None
 
 
 def validate(
@@ -39,8 +43,9 @@ def validate(
     planned = predict(job).planned
     o.check()
     tools.executor.check(planned.prepared, planned.plan, o)
-    calibration = calibrate(tools, job, planned, o, {} if known is None else known)
+    calibration = calibrate(tools.executor, job, planned, o, {} if known is None else known)
+    peaks = tools.peak_bytes(planned.prepared, planned.plan) if o.real else None
     prediction = predicted(planned, calibration.profile, inline=calibration.inline)
-    run = ran(tools, planned.prepared, planned.plan, o, o.steps)
-    found = verdict(prediction, run, calibration.profile, o, job.gate, inline=calibration.inline)
-    return Validation({**found, "calibrated_on": calibration.object()}, calibration, prediction, run)
+    run = ran(tools.executor, planned.prepared, planned.plan, o, o.steps)
+    found = verdict(prediction, run, calibration.profile, o, job.gate, inline=calibration.inline, peaks=peaks)
+    return Validation({**found, "calibrated_on": calibration.object()}, calibration, prediction, run, peaks)

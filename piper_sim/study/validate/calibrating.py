@@ -16,7 +16,7 @@ from ir.plan.text import plan_digest
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import prepare_priced
 from piper_sim.study.planned import Planned
-from piper_sim.study.validate.runs import Ran, Tools, ran
+from piper_sim.study.validate.runs import Executor, Ran, ran
 from piper_sim.study.validate.samples import host_seconds, link_samples, measured, node_samples
 
 OTHERS = ("1f1b", "gpipe", "zbv", "dualpipev")  # the latter two: what lies on a rank decides its update
@@ -46,7 +46,7 @@ class Calibration:
 
 
 def calibrate(
-    tools: Tools, job: Job, judged: Planned, o: RunOptions, known: dict[str, Calibration]
+    executor: Executor, job: Job, judged: Planned, o: RunOptions, known: dict[str, Calibration]
 ) -> Calibration:
     """Run another plan of the job and measure; the judged one is not run. Raises PiperError, as a run does.
 
@@ -56,18 +56,16 @@ def calibrate(
     prepared = elsewhere(job, judged.prepared, hardware)
     plan = prepared.plan()
     if (digest := plan_digest(plan)) not in known:
-        r = ran(tools, prepared, plan, o, max(o.steps, LEAST_STEPS))
+        r = ran(executor, prepared, plan, o, max(o.steps, LEAST_STEPS))
         inline = not o.real or bool(r.parts)
-        known[digest] = Calibration(profile_from(tools, r, hardware, o, inline), r, inline)
+        known[digest] = Calibration(profile_from(r, hardware, o, inline), r, inline)
     return known[digest]
 
 
-def profile_from(tools: Tools, r: Ran, hardware: Hardware, o: RunOptions, inline: bool) -> Profile:
-    """What a run says of its ops and messages; what its ops allocate is taken beside it, where they compute."""
+def profile_from(r: Ran, hardware: Hardware, o: RunOptions, inline: bool) -> Profile:
+    """What a run says of its ops and messages."""
     model = CostModel(r.prepared, hardware)
-    times = {c: measured(x) for c, x in node_samples(r, model, o.emulate).items()}
-    lists = tools.take_lists(r.prepared, r.plan) if o.real else {}
-    ops = {c: OpEntry(times.get(c), lists.get(c)) for c in {**times, **lists}}
+    ops = {c: OpEntry(measured(x)) for c, x in node_samples(r, model, o.emulate).items()}
     links = {c: measured(x) for c, x in link_samples(r, model).items()}
     return Profile.of(Machine.here(), ops, links, host_seconds(r) if inline else None)
 

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ir.core.alloc import AllocList
 from ir.core.order import FloatArray
 from ir.job.build import Prepared
 from ir.job.run_options import RunOptions
@@ -42,10 +41,11 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class Tools:
-    """What needs PyTorch. take_lists: the alloc lists of a plan's classes, taken without running anything."""
+    """What needs PyTorch. peak_bytes: the most bytes each rank of a run would need, found without running it; None
+    where nobody knows before."""
 
     executor: Executor
-    take_lists: Callable[[Prepared, Plan], dict[str, AllocList]]
+    peak_bytes: Callable[[Prepared, Plan], tuple[int, ...] | None]
 
 
 def warm_up(o: RunOptions) -> int:
@@ -74,12 +74,12 @@ class Ran:
         return int(np.argmin(np.abs(self.step_s - np.median(self.step_s))))
 
 
-def ran(tools: Tools, prepared: Prepared, plan: Plan, o: RunOptions, steps: int) -> Ran:
+def ran(executor: Executor, prepared: Prepared, plan: Plan, o: RunOptions, steps: int) -> Ran:
     """Run a plan, with so many counted steps."""
     before = warm_up(o)
     with tempfile.TemporaryDirectory(prefix="piper-parts-") as name:
         asked = replace(o, ranks=prepared.ranks, steps=before + steps, parts=Path(name))
-        found, trace = tools.executor.run(prepared, plan, asked)
+        found, trace = executor.run(prepared, plan, asked)
         at = Positions(prepared.mesh)
         parts = _parts(Path(name), at, len(plan), before)
     each = Classes.each(len(at))

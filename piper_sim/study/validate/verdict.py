@@ -11,7 +11,6 @@ from cost_models.profile.profile import Profile, lookup
 from ir.job.run_options import RunOptions
 from ir.job.schema import Gate
 from ir.plan.text import plan_digest
-from piper_sim.memory.splice import exchanges, peaks
 from piper_sim.study.prediction import Prediction
 from piper_sim.study.validate.judging import replayed, without_communication
 from piper_sim.study.validate.runs import Ran
@@ -34,16 +33,15 @@ def seconds(predicted: float, measured: float) -> Pair:
     return {"predicted_s": predicted, "measured_s": measured, "error": error(predicted, measured)}
 
 
-def verdict(p: Prediction, r: Ran, profile: Profile, o: RunOptions, gate: Gate, *, inline: bool) -> dict[str, Any]:
-    """What `validate` prints, but for what the profile was measured on."""
+def verdict(
+    p: Prediction, r: Ran, profile: Profile, o: RunOptions, gate: Gate, *, inline: bool, peaks: Sequence[int] | None
+) -> dict[str, Any]:
+    """What `validate` prints, but for what the profile was measured on. peaks: bytes of each rank, where known."""
     step_s = float(np.median(r.step_s))
     samples = node_samples(r, p.planned.model, o.emulate)
     ops = compared(samples, profile)
-    memory = None
-    if (found := r.found["memory"]["peak_allocated_bytes"]) is not None and (
-        p.prepared.job.routing.forced or not exchanges(p.plan)
-    ):
-        memory = _memory(peaks(p.prepared, p.plan, profile.lists), found)
+    found = r.found["memory"]["peak_allocated_bytes"]
+    memory = None if found is None or peaks is None else _memory(peaks, found)
     iteration, bare = seconds(p.iteration_s, step_s), without_communication(p)
     weights = [sum(samples[c]) for c in ops]
     off = {

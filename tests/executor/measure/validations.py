@@ -13,7 +13,7 @@ import numpy as np
 
 from cost_models.profile.profile import Measured, OpEntry, Profile
 from executor.launch import run as cli
-from executor.measure.alloc import take_lists
+from executor.measure.peak_bytes import peak_bytes
 from ir.core.order import IntArray
 from ir.job import load_job
 from ir.job.run_options import RunOptions
@@ -25,7 +25,7 @@ from piper_sim.study.validate.times import Times
 from piper_sim.study.validate.verdict import verdict
 from tests.executor.runs import job_file
 
-TOOLS = Tools(cli, take_lists)
+TOOLS = Tools(cli, peak_bytes)
 F = 0.04
 TWO = ("model.num_hidden_layers=2", "schedule.microbatches=2")  # every op and every edge is on the critical path
 TRIES = 3
@@ -65,7 +65,8 @@ def judged_again(v: Validation, **changed: Any) -> dict[str, Any]:
     o = RunOptions(2, emulate=v.found["emulate_s"])
     gate = v.prediction.prepared.job.gate
     prediction, profile = changed.get("prediction", v.prediction), changed.get("profile", c.profile)
-    return verdict(prediction, quickest(v.run), profile, o, gate, inline=c.inline)
+    peaks = changed.get("peaks", v.peaks)
+    return verdict(prediction, quickest(v.run), profile, o, gate, inline=c.inline, peaks=peaks)
 
 
 def scaled(p: Profile, factor: float) -> Profile:
@@ -74,7 +75,7 @@ def scaled(p: Profile, factor: float) -> Profile:
     def longer(m: Measured) -> Measured:
         return replace(m, median_s=m.median_s * factor)
 
-    ops = {k: OpEntry(e.time and longer(e.time), e.alloc) for k, e in p.ops.items()}
+    ops = {k: OpEntry(longer(e.time)) for k, e in p.ops.items()}
     return replace(p, ops=ops, links={k: longer(m) for k, m in p.links.items()})
 
 
