@@ -79,10 +79,6 @@ class Stage:
         """Under which names a unit's outputs are read, so many of them."""
         return self._ports.get(unit, {unit: tuple(range(outs))})
 
-    def made_again(self, unit: str) -> bool:
-        """Whether backward of some reader gets what this unit makes again."""
-        return any(self._again[p] for p in self._ports.get(unit, (unit,)))
-
     # -- one pass over a stretch of units: what an op of the plan calls ----------------------------------------------
 
     def feed(self, mb: int, *acts: Tensor) -> None:

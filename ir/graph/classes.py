@@ -10,10 +10,9 @@ from dataclasses import fields
 from ir.core.ops import Pass
 from ir.core.work import CommKind, Message
 from ir.graph.build import WHOLE
-from ir.graph.graph import Graph, Node, Once
+from ir.graph.graph import Graph, Node
 from ir.workload.captured import CapturedSource
 from ir.workload.config.spec import NOT_KERNELS
-from ir.workload.setting import Precision
 from ir.workload.source import ModelSource
 
 
@@ -50,16 +49,6 @@ def link_class(message: Message, ranks: int, nodes: int = 0) -> str:
     """
     name = "p2p" if message.kind is CommKind.P2P else f"{message.kind} {ranks}"
     return f"{name}@{nodes} {message.bytes}" if nodes else f"{name} {message.bytes}"
-
-
-def sync_class(kind: Once, *, flat: bool, precision: Precision, optimizer: str, clip: bool) -> str:
-    """What updating (UPDATE) or squaring (NORM) one tensor is kept under; its list counts per element.
-
-    flat: a bucket that several ranks hold, whose gradients have the format they are reduced in.
-    """
-    grads = precision.reduce if flat else precision.grads
-    decides = (grads,) if kind is Once.NORM else (grads, precision.params, precision.optimizer, optimizer, clip)
-    return f"{kind}/tensor {_digest(tuple(map(str, decides)))}"
 
 
 def recomputed(graph: Graph) -> frozenset[tuple[int, str]]:

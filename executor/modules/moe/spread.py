@@ -52,12 +52,6 @@ class SpreadExperts(nn.Module):
         return unpermute(self.experts(permute(rows, order, 1), permute(weights, order, 1), counts), order, 1)
 
 
-def local_experts(unit: nn.Module) -> int:
-    """How many experts such a unit has."""
-    assert isinstance(unit, SpreadExperts)
-    return len(unit.experts.up)
-
-
 def by_expert(got: Table) -> Tensor:
     """Where each row comes from once rows sorted by source are sorted by expert.
 

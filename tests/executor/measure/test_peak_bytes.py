@@ -1,33 +1,190 @@
-"""Ranks run by themselves need what alloc lists spliced in plan order say, to the byte; those are held against runs."""
+"""Ranks that run by themselves need what real runs are measured to need, to the byte."""
 
 from __future__ import annotations
 
-import pytest
+from itertools import product
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from executor.measure.alloc import take_lists
+import pytest
+import torch
+from torch import Tensor, nn
+
+from executor.autograd.split import SplitRun
+from executor.measure import peak_bytes as module
+from executor.measure.fake_rank import FakeRank, values
 from executor.measure.peak_bytes import peak_bytes, peaks
-from piper_sim.memory import splice
-from tests.executor.measure.alloc_runs import lists_from_elsewhere, planned
-from tests.executor.measure.test_alloc import CASES
-from tests.executor.measure.test_alloc_spread import CASES as SPREAD
-from tests.executor.measure.test_alloc_spread import TWO
+from executor.modules.attention.attention import Attention
+from executor.optim.flat import Flat
+from executor.runtime.interpreter import Interpreter
+from ir.plan.places import Places
+from tests.executor.measure.peak_runs import measured, planned
+
+SMALL_DEEPSEEK = (
+    "model.config=deepseek-v3 model.hidden_size=64 model.first_k_dense_replace=1 model.num_nextn_predict_layers=1 "
+    "model.num_attention_heads=4 model.num_key_value_heads=4 model.vocab_size=256 model.n_routed_experts=8 "
+    "model.num_experts_per_tok=2 model.moe_intermediate_size=32 model.intermediate_size=64 model.n_group=2 "
+    "model.topk_group=1 model.q_lora_rank=32 model.kv_lora_rank=32"
+)
+
+# Every schedule, P = 1…4, odd M and M < P, each choice of the job beside another one.
+CASES = {
+    "one rank": "schedule.name=1f1b parallel.pp=1 schedule.microbatches=3",
+    "1f1b": "schedule.name=1f1b schedule.microbatches=5",
+    "gpipe, M < P": "schedule.name=gpipe schedule.microbatches=3 parallel.pp=4",
+    "zb1p": "schedule.name=zb1p schedule.microbatches=7 parallel.pp=3",
+    "zb2p": "schedule.name=zb2p schedule.microbatches=5 precision.compute=bf16",
+    "interleaved": "schedule.name=interleaved-1f1b schedule.microbatches=3",
+    "looped-bfs": "schedule.name=looped-bfs schedule.microbatches=3 precision.compute=fp32",
+    "zbv": "schedule.name=zbv schedule.microbatches=5",
+    "v-min": "schedule.name=v-min schedule.microbatches=5 model.attention=unfused",
+    "dualpipe, ZeRO-1": "schedule.name=dualpipe schedule.microbatches=7",
+    "dualpipe, ZeRO-0, M < P": "schedule.name=dualpipe schedule.microbatches=3 parallel.pp=4 parallel.zero=0",
+    "dualpipev": "schedule.name=dualpipev schedule.microbatches=5 parallel.pp=2",
+    "recompute": "schedule.name=zbv schedule.recompute=full schedule.microbatches=5",
+    "recompute, two copies": "schedule.name=dualpipe schedule.recompute=full optimizer.name=sgd",
+    "recompute of attention": "schedule.name=zb1p schedule.recompute=attention precision.compute=bf16",
+    "tied": "schedule.name=zb1p precision.compute=bf16 model.tie_word_embeddings=true optimizer.name=sgd",
+    "tied, one rank": "parallel.pp=1 model.tie_word_embeddings=true",
+    "tied, two copies": "schedule.name=dualpipe model.tie_word_embeddings=true precision.reduce=fp32",
+    "uneven": "schedule.name=1f1b parallel.layers=[1,3] schedule.microbatches=7",
+    "peak in the update": "model.seq_len=16 model.vocab_size=4099 optimizer.clip_norm=100",
+    "peak in the update of shards": "schedule.name=dualpipe model.seq_len=16 model.vocab_size=4099 "
+    "precision.compute=bf16",
+    "peak in the norm": "schedule.name=dualpipe model.seq_len=16 model.vocab_size=4099 optimizer.clip_norm=0 "
+    "optimizer.name=sgd precision.compute=bf16 precision.grads=bf16 precision.reduce=bf16",
+    "experts": "schedule.name=dualpipev schedule.microbatches=5 model.config=tiny-moe precision.compute=bf16",
+    "experts, recompute": "schedule.name=zb1p model.config=tiny-moe schedule.recompute=full",
+    "latent attention, MTP": f"schedule.name=zb1p precision.compute=bf16 {SMALL_DEEPSEEK}",
+}
+
+# Replicas: each level of ZeRO with each choice that touches it. What is left of the square is slow.
+CASES |= {
+    "two replicas, sums in another format": "parallel.pp=1 parallel.dp=2 parallel.zero=0 precision.reduce=fp32",
+    "ZeRO-1, shares that end inside parameters": "parallel.pp=1 parallel.dp=3 parallel.zero=1 model.vocab_size=131 "
+    "schedule.microbatches=2 optimizer.clip_norm=0",
+    "ZeRO-1, four owners": "schedule.name=dualpipe parallel.dp=2 parallel.zero=1 schedule.microbatches=5",
+    "ZeRO-2": "schedule.name=zb1p parallel.dp=2 parallel.zero=2 parallel.bucket_MiB=0.1 precision.compute=bf16",
+    "ZeRO-2, tied copies": "schedule.name=dualpipe parallel.dp=2 parallel.zero=2 model.tie_word_embeddings=true "
+    "precision.reduce=fp32",
+    "ZeRO-3": "schedule.name=1f1b parallel.dp=2 parallel.zero=3 precision.compute=bf16 precision.params=fp32",
+    "ZeRO-3, no prefetch, recompute": "schedule.name=zbv parallel.dp=2 parallel.zero=3 parallel.prefetch=0 "
+    "schedule.recompute=full schedule.microbatches=3",
+    "ZeRO-3, far ahead, experts": "parallel.pp=1 parallel.dp=2 parallel.zero=3 parallel.prefetch=3 "
+    "model.config=tiny-moe schedule.microbatches=2 optimizer.name=sgd",
+    "ZeRO-3, weights that weigh": "parallel.pp=1 parallel.dp=4 parallel.zero=3 model.seq_len=8 "
+    "model.hidden_size=96 model.vocab_size=523 schedule.microbatches=3 optimizer.clip_norm=0",
+}
+SHAPES = ((1, 2), (2, 2), (1, 4), (2, 1), (4, 1))
+SCHEDULES = (("1f1b", 3), ("zb1p", 5), ("interleaved-1f1b", 3), ("dualpipe", 5), ("dualpipev", 3))
+WEIGH = {  # what the most bytes are
+    "activations": "model.seq_len=160",
+    "weights": "model.seq_len=8 model.hidden_size=96 model.vocab_size=523",
+}
+SQUARE = [
+    f"parallel.pp={pp} parallel.dp={dp} parallel.zero={zero} schedule.name={name} schedule.microbatches={mbs} {most}"
+    + (" model.num_hidden_layers=8" if pp == 4 else "")
+    for (pp, dp), zero, (name, mbs), most in product(SHAPES, range(4), SCHEDULES, WEIGH.values())
+    if name != "dualpipe" or pp > 1
+]
+FAKE = ("zb2p", "tied, two copies", "peak in the norm", "ZeRO-2", "ZeRO-3", "experts", "latent attention, MTP")
+ONE = ("parallel.pp=1", "schedule.microbatches=1")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_by_themselves_need_what_lists_say(name: str) -> None:
+def test_the_peak_found_alone_is_the_measured_peak_to_the_byte(name: str) -> None:
     sets = CASES[name].split()
-    prepared, plan = planned(*sets)
-    assert peak_bytes(prepared, plan) == splice.peaks(prepared, plan, lists_from_elsewhere(*sets))
-
-
-@pytest.mark.parametrize("name", SPREAD)
-def test_where_experts_are_spread_too(name: str) -> None:
-    prepared, plan = planned(*SPREAD[name].split())
-    assert peak_bytes(prepared, plan) == splice.peaks(prepared, plan, take_lists(prepared, plan))
+    assert peak_bytes(*planned(*sets)) == measured(*sets)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sets", [CASES["1f1b"], CASES["ZeRO-3"], CASES["recompute, two copies"], TWO])
-def test_tensors_without_values_live_as_long(sets: str) -> None:
-    prepared, plan = planned(*sets.split())
+@pytest.mark.parametrize("sets", SQUARE)
+def test_every_shape_and_level_of_zero_to_the_byte(sets: str) -> None:
+    assert peak_bytes(*planned(*sets.split())) == measured(*sets.split())
+
+
+# Without values, and which ranks are run.
+
+
+@pytest.mark.parametrize("compute", ["fp64", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_fake_tensors_live_as_long_as_real_ones(compute: str, recompute: str) -> None:
+    prepared, plan = planned(f"precision.compute={compute}", f"schedule.recompute={recompute}", *ONE)
     assert peaks(prepared, plan, real=False) == peaks(prepared, plan, real=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAKE)
+def test_without_values_to_the_byte(name: str) -> None:
+    prepared, plan = planned(*CASES[name].split())
+    assert peaks(prepared, plan, real=False) == measured(*CASES[name].split())
+
+
+def test_arithmetic_is_done_where_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(module, "peaks", lambda prepared, plan, *, real: asked.append(real))
+    peak_bytes(*planned())
+    peak_bytes(*planned("model.config=llama3-8b", "model.seq_len=4096"))
+    assert asked == [True, False]
+
+
+def test_nothing_fake_is_left_behind() -> None:
+    prepared, plan = planned(*ONE)
+    peaks(prepared, plan, real=False)
+    with values(True):
+        rank = FakeRank(prepared, plan, 0)
+        ids = torch.zeros(2, prepared.job.model.seq_len, dtype=torch.int64)
+        unit = next(iter(rank.local.stages[0].units.values()))
+        assert isinstance(unit, nn.Module) and isinstance(unit(ids).sum().item(), float)
+
+
+def test_equal_ranks_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, plan = planned("parallel.pp=1", "parallel.dp=4", "parallel.zero=0", "schedule.microbatches=1")
+    ran: list[int] = []
+    found = FakeRank.peak
+    monkeypatch.setattr(FakeRank, "peak", lambda self: ran.append(self.program.rank) or found(self))
+    assert len(peaks(prepared, plan, real=True)) == Places.of(plan).ranks == 4
+    assert ran == [0, 1], "the first of the copies is the one that squares their gradients"
+
+
+# -- negative controls ------------------------------------------------------------------------------------------------
+
+CONTROL = ["schedule.name=1f1b", "schedule.microbatches=5"]
+
+
+def test_what_the_plan_frees_and_nobody_lets_go_of_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interpreter, "_free", lambda self, i, cover: None)
+    assert all(a > b for a, b in zip(peak_bytes(*planned(*CONTROL)) or (), measured(*CONTROL), strict=True))
+
+
+def test_512_bytes_more_are_seen_as_often_as_they_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers a rank; 2 microbatches in flight on rank 0, 1 on rank 1: beside what attention keeps of each."""
+    forward, extra = SplitRun.forward, WeakKeyDictionary[SplitRun, Tensor]()
+
+    def more(self: SplitRun, module: nn.Module, *inputs: Tensor, **given: Any) -> tuple[Tensor, ...]:
+        out = forward(self, module, *inputs, **given)
+        if isinstance(module, Attention):
+            extra[self] = torch.zeros(512, dtype=torch.uint8)
+        return out
+
+    monkeypatch.setattr(SplitRun, "forward", more)
+    found = peak_bytes(*planned(*CONTROL)) or ()
+    assert [a - b for a, b in zip(found, measured(*CONTROL), strict=True)] == [2 * 2 * 512, 2 * 512]
+
+
+@pytest.mark.parametrize("name", ["ZeRO-2", "ZeRO-3, weights that weigh"])
+def test_what_a_microbatch_gathers_and_reduces_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flat tensor of more bytes, once it is there, is seen."""
+    resize, opened = Flat._resize, Flat.open
+
+    def larger(self: Flat, numel: int) -> None:
+        resize(self, numel and numel + 1)
+
+    def longer(self: Flat, mb: int) -> None:
+        opened(self, mb)
+        self.kept = torch.zeros(1, dtype=torch.float64)
+
+    monkeypatch.setattr(Flat, "_resize", larger)
+    monkeypatch.setattr(Flat, "open", longer)
+    sets = CASES[name].split()
+    assert all(a > b for a, b in zip(peak_bytes(*planned(*sets)) or (), measured(*sets), strict=True))

@@ -14,7 +14,7 @@ import pytest
 
 from executor.launch import run as cli
 from executor.launch.verdict import RankFailed
-from executor.measure.alloc import take_lists
+from executor.measure.peak_bytes import peak_bytes
 from executor.parallel.places import Places
 from ir.core.errors import PiperError
 from ir.graph import sync
@@ -22,13 +22,12 @@ from ir.job.build import directives_json
 from ir.job.cache import PLANS
 from ir.plan.plan import OpKind, Plan
 from ir.workload.part import Layout, Param
-from piper_sim.memory.splice import peaks
 from piper_sim.memory.timeline import state
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of
 from tests.executor import faults
 from tests.executor.launch.test_run_faults import _inject
-from tests.executor.measure.alloc_runs import measured, planned
+from tests.executor.measure.peak_runs import measured, planned
 from tests.executor.parallel import inline_faults
 from tests.executor.parallel.divided_cases import Case, covering, handful
 from tests.executor.runs import alone, distance, error, far, judged, merged, run
@@ -114,8 +113,7 @@ def test_a_compute_op_sends_what_the_plan_says(sets: tuple[str, ...], monkeypatc
     ids=["tp cp full", "latent", "tp cp pp", "whole tokens", "window", "experts"],
 )
 def test_peak_memory_is_what_was_predicted_to_the_byte(sets: tuple[str, ...]) -> None:
-    prepared, plan = planned(*sets)
-    assert peaks(prepared, plan, take_lists(prepared, plan)) == measured(*sets)
+    assert peak_bytes(*planned(*sets)) == measured(*sets)
 
 
 @pytest.mark.parametrize(

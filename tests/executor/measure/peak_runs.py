@@ -1,4 +1,4 @@
-"""Helpers of the alloc list tests: a job's plan, its run's measured peaks, and lists taken on another plan."""
+"""Helpers of the tests of peak bytes: a job's plan, and its run's measured peaks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from executor.launch import run as cli
-from executor.measure.alloc import take_lists
-from ir.core.alloc import AllocList
 from ir.job import load_job
 from ir.job.build import Prepared, prepare
 from ir.job.run_options import RunOptions
@@ -32,14 +30,12 @@ microbatch_size = 2
 [precision]
 compute = "fp64"
 """
-OF_THE_PLAN = ("schedule.name", "schedule.microbatches", "parallel.", "schedule.stages_per_rank")
-TAKEN_ON = ("schedule.name=gpipe", "schedule.microbatches=1", "parallel.pp=1")
 
 
 @lru_cache(maxsize=1)
 def job_file() -> str:
     """The job as a file, which the ranks read too."""
-    folder = tempfile.mkdtemp(prefix="piper-alloc-")
+    folder = tempfile.mkdtemp(prefix="piper-peak-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = Path(folder) / "job.toml"
     path.write_text(JOB)
@@ -50,16 +46,6 @@ def planned(*sets: str) -> tuple[Prepared, Plan]:
     """The job with these overrides."""
     prepared = prepare(load_job(job_file(), sets))
     return prepared, prepared.plan()
-
-
-@lru_cache(maxsize=64)
-def _lists(sets: tuple[str, ...]) -> dict[str, AllocList]:
-    return take_lists(*planned(*sets))
-
-
-def lists_from_elsewhere(*sets: str) -> dict[str, AllocList]:
-    """The lists of the job's model, sizes and formats, taken on one rank and one microbatch."""
-    return _lists((*(s for s in sets if not s.startswith(OF_THE_PLAN)), *TAKEN_ON))
 
 
 @lru_cache(maxsize=64)

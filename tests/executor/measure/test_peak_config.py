@@ -1,4 +1,4 @@
-"""Peaks from the config alone, without lists: within 1 % of what the executor needs, and where they are not, why."""
+"""Peaks from the config alone, no rank being run: within 1 % of the executor's, and where they are not, why."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from executor.measure.alloc import take_lists
+from executor.measure.peak_bytes import peak_bytes
 from ir.core.ops import Pass
 from ir.graph.graph import Buffer
 from ir.job import load_job
 from ir.job.build import Prepared
 from ir.plan.places import Places
 from ir.plan.plan import Plan
-from piper_sim.memory.splice import peaks
 from piper_sim.memory.timeline import memory
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.planned import Planned
-from tests.executor.measure.alloc_runs import job_file, measured
+from tests.executor.measure.peak_runs import job_file, measured
 
 NEAR = 0.01
 BF16 = "precision.compute=bf16"
@@ -78,7 +77,7 @@ def distances(p: Planned, found: tuple[int, ...]) -> list[float]:
 
 def worst(sets: str) -> float:
     p, prepared, plan = planned(sets)
-    return max(distances(p, peaks(prepared, plan, take_lists(prepared, plan))), key=abs)
+    return max(distances(p, peak_bytes(prepared, plan) or ()), key=abs)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -110,5 +109,5 @@ def test_a_tensor_more_or_less_would_be_seen(slot: str) -> None:
         for k, b in enumerate(n.writes):
             size[(plan.buffers.node == i) & (plan.buffers.slot == k)] = b.bytes
     less = memory(replace(plan, buffers=replace(plan.buffers, bytes=size)), p.memory.state)
-    found = peaks(prepared, plan, take_lists(prepared, plan))
+    found = peak_bytes(prepared, plan) or ()
     assert max(map(abs, distances(replace(p, memory=less), found))) > NEAR
