@@ -176,7 +176,7 @@ class Local:
     ) -> Local:
         """Build this rank's part of the model, with the values every rank would give it.
 
-        region: whom it meets inside compute ops; nobody without it. note: its routers' choices.
+        region: whom it meets inside compute ops; nobody without it. note: its routers' choices. routes: see `Stage`.
         """
         job, precision = prepared.job, precision_of(prepared.job)
         entries, places = prepared.base.entries, Places.of(plan)
