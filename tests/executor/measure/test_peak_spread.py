@@ -53,6 +53,6 @@ def test_what_routers_choose_nobody_knows_before() -> None:
 
 def test_rows_that_nobody_lets_go_of_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Trade] = []
-    monkeypatch.setattr(Trade, "end", kept.append)
+    monkeypatch.setattr(Trade, "end", lambda self: kept.append(self))
     found = peak_bytes(*planned(*TWO.split())) or ()
     assert all(a > b for a, b in zip(found, measured(*TWO.split()), strict=True))
