@@ -19,7 +19,7 @@ from cost_models.profile.fit import Curve, Seconds
 from cost_models.profile.pairs import Pair, pair_keys
 from cost_models.profile.profile import VERSION, Machine, Measured, OpEntry, Profile
 from cost_models.profile.shapes import OpShape
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind
 from ir.core.files import Format, cut, parse_json, read_text, typed, words
 
 FORM = Format("a profile", ErrorKind.JOB, "costs.profile", 10**8, "piper-sim calibrate writes one")

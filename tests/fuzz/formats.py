@@ -9,12 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ir.core.alloc import AllocList
+
 from cost_models.hardware import load_hardware
 from cost_models.profile.file import load_profile, profile_text
 from cost_models.profile.machine import Machine
 from cost_models.profile.profile import Measured, OpEntry, Profile
 from cost_models.software import load_software
-from ir.core.alloc import AllocList
 from ir.directives.load import load_strategy
 from ir.job import load_job
 from ir.job.build import Prepared, prepare

@@ -31,9 +31,7 @@ class Validation:
     peaks: tuple[int, ...] | None
 
 
-def validate(
-    job: Job, tools: Tools, o: RunOptions, known: dict[str, Calibration] | None = None
-) -> Validation:
+def validate(job: Job, tools: Tools, o: RunOptions, known: dict[str, Calibration] | None = None) -> Validation:
     """Calibrate, predict, run, compare. o: as of a run; steps: counted ones, behind those to warm up.
 
     known: calibrations of the same model and options, by plan digest; it is used and added to.
