@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 RED = {  # rule -> what breaks it today; one that holds again is taken out here
     "production_lines": "42,130 lines",
     "tests_lines": "27,342 lines",
-    "folders": "ir/verify: 13 files",
     "function_sizes": "4 functions",
     "type_ignores": "19",
     "used_by_tests_alone": "7 names",
