@@ -22,22 +22,22 @@ from itertools import pairwise
 
 import numpy as np
 
-from cost_models import Recipe
+from cost_models import OptimizerPrecision
 from ir.core.order import FloatArray
 from ir.directives import apply
 from ir.graph.build import stage_graph
 from ir.job.load import job_from
-from ir.lower import Merge, Policy, lower
-from ir.plan.plan import Csr, OpKind, Plan
+from ir.lower import PassMerge, PlanPolicy, lower
+from ir.plan.plan import OpKind, OpLists, Plan
 from ir.schedules.registry import build
 from ir.schedules.strategy import ordering, placing
 from ir.verify import check_plan
 from piper_sim import compiled, engine
 from piper_sim.app.commands.demo import JOB
-from piper_sim.engine import Host, Interference, Links, Run, Scenario, Wire
+from piper_sim.engine import EngineRun, EngineScenario, HostModel, KernelInterference, Links, MessageMode
 from piper_sim.engine.traces import trace_of
 from piper_sim.memory.timeline import memory, samples, state
-from piper_sim.pricing.costs import CostModel, OpCosts, Share
+from piper_sim.pricing.costs import CostModel, CostShare, OpCosts
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.breakdown import breakdown
 
@@ -105,14 +105,14 @@ class Case:
     make: Callable[[], Plan]
     plan: Plan
     costs: OpCosts
-    recipe: Recipe
+    recipe: OptimizerPrecision
 
 
 def stages(ranks: int, mbs: int) -> Plan:
     """The plan of `piper-sim schedule 1f1b`."""
     schedule = build("1f1b", ranks, mbs)
     graph = apply(stage_graph(schedule.stages), [*placing(schedule), ordering(schedule)])
-    return lower(graph, Policy(Merge.FUSED, whole_backward=True, clip=False))
+    return lower(graph, PlanPolicy(PassMerge.FUSED, whole_backward=True, clip=False))
 
 
 def stage_case(ranks: int, mbs: int) -> Case:
@@ -120,10 +120,10 @@ def stage_case(ranks: int, mbs: int) -> Case:
     plan = stages(ranks, mbs)
     backward = np.array([s.text.endswith("B*") for s in plan.shapes])[plan.shape]
     seconds = np.where(plan.kind == OpKind.COMPUTE, np.where(backward, 2.0, 1.0), 0.25)
-    shares = np.zeros((len(plan), len(Share)))
-    shares[:, Share.COMPUTE] = seconds
+    shares = np.zeros((len(plan), len(CostShare)))
+    shares[:, CostShare.COMPUTE] = seconds
     costs = OpCosts(seconds, shares)
-    return Case(f"1F1B on bare stages, {ranks} x {mbs}", lambda: stages(ranks, mbs), plan, costs, Recipe())
+    return Case(f"1F1B on bare stages, {ranks} x {mbs}", lambda: stages(ranks, mbs), plan, costs, OptimizerPrecision())
 
 
 def layer_case(mbs: int) -> Case:
@@ -137,13 +137,13 @@ def layer_case(mbs: int) -> Case:
     return Case(title, made.lowered, plan, model.price(plan), model.recipe)
 
 
-def table(plan: Plan) -> Interference:
+def table(plan: Plan) -> KernelInterference:
     """Six classes of each kind, all of which slow each other."""
     rng = np.random.default_rng(1)
     kind = rng.integers(0, CLASSES, len(plan))
     kind = np.where(plan.kind == OpKind.RECV, kind[plan.partner], kind)
     kind = np.where(plan.collective >= 0, plan.collective % CLASSES, kind)
-    return Interference(kind, *rng.random((3, CLASSES, CLASSES)) * 0.2)
+    return KernelInterference(kind, *rng.random((3, CLASSES, CLASSES)) * 0.2)
 
 
 def nics(plan: Plan) -> Links:
@@ -154,7 +154,7 @@ def nics(plan: Plan) -> Links:
     return Links(row, np.arange(plan.programs + 1) * 2, both, np.tile([0.8, 0.6], plan.programs), 2 * plan.programs)
 
 
-def ahead(plan: Plan) -> Host:
+def ahead(plan: Plan) -> HostModel:
     """5 us a launch, no further ahead than a window of ops."""
     n, row, on = len(plan), [], []
     for a, b in pairwise(plan.bounds.tolist()):
@@ -162,12 +162,12 @@ def ahead(plan: Plan) -> Host:
         j = np.arange(a, b) - window
         row.append(np.arange(a, b))
         on.append(np.where(j >= a, j, j + b - a + n))
-    return Host(np.full(n, LAUNCH_S), Csr.of(n, np.concatenate(row), np.concatenate(on)))
+    return HostModel(np.full(n, LAUNCH_S), OpLists.of(n, np.concatenate(row), np.concatenate(on)))
 
 
-def shared(plan: Plan) -> dict[str, Scenario]:
+def shared(plan: Plan) -> dict[str, EngineScenario]:
     """What the twin is timed with."""
-    bare, slow, links, host = Scenario.of(plan), table(plan), nics(plan), ahead(plan)
+    bare, slow, links, host = EngineScenario.of(plan), table(plan), nics(plan), ahead(plan)
     return {
         "longest path": bare,
         "longest path, host": replace(bare, host=host),
@@ -193,24 +193,24 @@ def parts_of(case: Case) -> dict[str, Callable[[], object]]:
     """What is timed, in the order of the table."""
     duration, loop, cases = case.costs.duration, loop_of(case.plan, case.costs.duration), shared(case.plan)
     bare, sixteen = cases["longest path"], np.tile(duration, (16, 1))
-    two: Run = compiled.play(bare, duration, 2)
+    two: EngineRun = compiled.play(bare, duration, 2)
     fresh: list[Plan] = []  # the plan made in this round: what is computed on first use is paid for there
     persistent = state(case.plan, case.recipe)
 
     def simulate() -> object:
         plan = replace(case.plan)  # it knows no texts yet
-        ran, found = engine.play(Scenario.of(plan), duration), memory(plan, persistent)
+        ran, found = engine.play(EngineScenario.of(plan), duration), memory(plan, persistent)
         return trace_of(plan, ran, {}, memory=samples(plan, found, ran.start[-1], ran.end[-1]))
 
     timed: dict[str, Callable[[], object]] = {
         "heapq loop": lambda: heapq_loop(*loop),
         "order and lower": lambda: fresh.insert(0, case.make()),
         "check_plan": lambda: check_plan(fresh[0]),
-        "SimPy, buffered": lambda: engine.run(fresh[0], duration, Wire.BUFFERED),
+        "SimPy, buffered": lambda: engine.run(fresh[0], duration, MessageMode.BUFFERED),
         "SimPy": lambda: engine.play(bare, duration),
         "SimPy, memory, trace": simulate,
         "SimPy, interference": lambda: engine.play(cases["interference"], duration),
-        "twin: structure, once": lambda: compiled.Compiled(bare),
+        "twin: structure, once": lambda: compiled.CompiledEngine(bare),
         "twin: longest path, 16": lambda: compiled.step_ends(bare, sixteen),
     }
     for name, scenario in cases.items():

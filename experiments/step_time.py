@@ -24,18 +24,18 @@ import torch
 import torch.distributed as dist
 
 from executor.device import clock
-from executor.device.device import Host
+from executor.device.device import HostDevice
 from executor.launch.launch import launch
-from executor.runtime.batch import Batch, Data, Waiting
+from executor.runtime.batch import Microbatch, MicrobatchLoader, PendingMicrobatch
 from executor.runtime.given import given_text
-from executor.runtime.interpreter import Interpreter
-from executor.runtime.program import Program
-from executor.runtime.rank import Local, crossing, topology
+from executor.runtime.interpreter import PlanInterpreter
+from executor.runtime.program import RankPlan
+from executor.runtime.rank import RankModel, crossing, topology
 from executor.runtime.worker import RankContext
 from experiments.torch_runtime import TorchPipeline, order_csv
 from ir.core.ops import Pass
 from ir.job import load_job
-from ir.job.build import Prepared, prepare
+from ir.job.build import PreparedJob, prepare
 from ir.plan.plan import OpKind
 from ir.verify import check_plan
 
@@ -89,17 +89,17 @@ class Times:
 def rank(ctx: RankContext, steps: int, csv: str) -> dict[str, Any]:
     """The target of `launch`: two warm pairs, then the pairs that count."""
     prepared, plan = ctx.given()
-    program, device = Program.of(plan, ctx.rank), Host()
-    local = Local.of(prepared, plan, ctx.rank, device)
+    program, device = RankPlan.of(plan, ctx.rank), HostDevice()
+    local = RankModel.of(prepared, plan, ctx.rank, device)
     transport = ctx.connect("gloo", topology(plan), device)
-    ours = Interpreter(program, local.kernels(), transport, ctx.progress, device, crossing(prepared, device))
+    ours = PlanInterpreter(program, local.kernels(), transport, ctx.progress, device, crossing(prepared, device))
     theirs = TorchPipeline(prepared, plan, ctx.rank, Path(csv), dist.new_group(list(range(ctx.world))))
     sgd = torch.optim.SGD(theirs.params.values(), lr=prepared.job.optimizer.lr)
     batches = _batches(prepared)
     losses: dict[str, list[float]] = {"ours": [], "theirs": []}
 
     def we(step: int) -> None:
-        result = ours.step(step, {mb: Waiting(b, device.torch) for mb, b in enumerate(batches(step))})
+        result = ours.step(step, {mb: PendingMicrobatch(b, device.torch) for mb, b in enumerate(batches(step))})
         losses["ours"].append(sum(loss for _, loss in sorted(result.losses.items())))
 
     def they(step: int) -> None:
@@ -124,7 +124,7 @@ def rank(ctx: RankContext, steps: int, csv: str) -> dict[str, Any]:
     return {**spans, "losses": losses, "passes": _passes(program, ours)}
 
 
-def _passes(program: Program, ran: Interpreter) -> list[float]:
+def _passes(program: RankPlan, ran: PlanInterpreter) -> list[float]:
     """The median seconds of each pass of this rank's stage; the plan may do a backward as two ops around a send."""
     names: dict[str, str] = {}
     for i in range(program.first, program.last):
@@ -140,11 +140,13 @@ def _passes(program: Program, ran: Interpreter) -> list[float]:
     return [median(s for (_, n), s in took.items() if n == name) for name in set(names.values())]
 
 
-def _batches(prepared: Prepared) -> Callable[[int], list[Batch]]:
+def _batches(prepared: PreparedJob) -> Callable[[int], list[Microbatch]]:
     """Step → all its microbatches; made once, as neither runtime is asked how it reads data."""
     job = prepared.job
     vocab, length = prepared.config.vocab, job.model.seq_len
-    data = Data("synthetic", vocab=vocab, length=length, microbatches=prepared.mbs, size=job.schedule.microbatch_size)
+    data = MicrobatchLoader(
+        "synthetic", vocab=vocab, length=length, microbatches=prepared.mbs, size=job.schedule.microbatch_size
+    )
     one = [data.batch(0, 0, mb) for mb in range(prepared.mbs)]
     return lambda step: one
 

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.modules.base import Built, TokenLoss, evaluate
+from executor.modules.base import BuiltChunks, TokenLoss, evaluate
 from executor.modules.choose import model_of
 from executor.modules.functions import token_loss
-from executor.runtime.batch import Batch
-from ir.directives.order import OrderBy
-from ir.job.build import Prepared
+from executor.runtime.batch import Microbatch
+from ir.directives.order import OrderDirective
+from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
 
 
-def order_csv(prepared: Prepared) -> str:
+def order_csv(prepared: PreparedJob) -> str:
     """The order of every rank as PyTorch's compute-only CSV: a row per rank, which its `_load_csv` reads."""
-    tables = [d.table for d in prepared.strategy if isinstance(d, OrderBy)]
+    tables = [d.table for d in prepared.strategy if isinstance(d, OrderDirective)]
     rows = {group: order for table in tables for group, order in table}
     return "".join(",".join(rows[rank].cells()) + "\n" for rank in sorted(rows))
 
@@ -29,7 +29,7 @@ def order_csv(prepared: Prepared) -> str:
 class StageModule(nn.Module):
     """One stage's units in a row; the last one gives logits, as torch's runtime calls the loss itself."""
 
-    def __init__(self, built: Built, names: Sequence[str]) -> None:
+    def __init__(self, built: BuiltChunks, names: Sequence[str]) -> None:
         super().__init__()
         units = {n: built.units[n] for n in names}
         units = {n: u.inner if isinstance(u, TokenLoss) else u for n, u in units.items()}
@@ -47,7 +47,7 @@ class TorchPipeline:
     A model without ties: torch's runtime does not add up a parameter's gradients over ranks.
     """
 
-    def __init__(self, prepared: Prepared, plan: Plan, rank: int, csv: Path, group: Any = None) -> None:
+    def __init__(self, prepared: PreparedJob, plan: Plan, rank: int, csv: Path, group: Any = None) -> None:
         # Not above: importing it takes a second.
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -64,7 +64,7 @@ class TorchPipeline:
         self._runtime = runtime(stages, prepared.mbs, loss_fn=self._loss, scale_grads=False)
         self._runtime._load_csv(str(csv))
 
-    def step(self, batches: Sequence[Batch]) -> list[float]:
+    def step(self, batches: Sequence[Microbatch]) -> list[float]:
         """Forward and backward of all microbatches; gradients add up in `.grad`. Losses where the last stage is."""
         self._scale = batches[0].scale
         losses: list[Tensor] = []

@@ -23,8 +23,8 @@ from typing import Any
 from executor.launch import run as cli
 from executor.measure.peak_bytes import peak_bytes
 from ir.job import load_job
-from ir.job.run_options import RunOptions
-from piper_sim.study.validate import Calibration, Tools, validate
+from ir.job.run_options import JobRunOptions
+from piper_sim.study.validate import PlanTools, ProfileCalibration, validate
 
 SCHEDULES = ("1f1b", "gpipe", "zb1p", "interleaved-1f1b", "zbv", "dualpipe")
 LEAST_S = 0.01  # of a layer's pass, to count
@@ -81,15 +81,17 @@ class Row:
         )
 
 
-def judged(schedule: str, size: tuple[int, int, int], op_s: float, steps: int, known: dict[str, Calibration]) -> Row:
+def judged(
+    schedule: str, size: tuple[int, int, int], op_s: float, steps: int, known: dict[str, ProfileCalibration]
+) -> Row:
     """Validate one schedule: two layers to a rank, two microbatches to a rank."""
     ranks, dp, zero = size
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.toml"
         file.write_text(JOB.format(layers=2 * ranks, ranks=ranks, dp=dp, zero=zero, schedule=schedule, mbs=2 * ranks))
-        options = RunOptions(ranks * dp, steps, watchdog_s=60.0, emulate=op_s)
+        options = JobRunOptions(ranks * dp, steps, watchdog_s=60.0, emulate=op_s)
         launcher: Any = cli
-        found = validate(load_job(str(file)), Tools(launcher, peak_bytes), options, known).found
+        found = validate(load_job(str(file)), PlanTools(launcher, peak_bytes), options, known).found
     iteration, bare = found["iteration"], found["without_communication"]
     replay = found["replay"]["error"] if found["replay"] else float("nan")
     seconds = iteration["measured_s"], iteration["predicted_s"], bare["predicted_s"]
@@ -139,7 +141,7 @@ def main() -> None:
     sizes = product(*(map(int, text.split(",")) for text in (args.ranks, args.dp, args.zero)))
     for ranks, dp, zero in sizes:
         for op_s in map(float, args.seconds.split(",")):
-            known: dict[str, Calibration] = {}
+            known: dict[str, ProfileCalibration] = {}
             for schedule in args.schedules.split(","):
                 rows.append(judged(schedule, (ranks, dp, zero), op_s, args.steps, known))
                 print(rows[-1].text(), flush=True)

@@ -35,7 +35,7 @@ STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Requests:
+class MemoryRequests:
     """What one process asks for. state: bytes allocated once, before the first step, and never freed.
 
     events: one step in host order: a >= 0 makes allocation a, ~a frees it; what is left is freed at the step's end.
@@ -48,7 +48,7 @@ class Requests:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class MemoryPeaks:
     """Bytes at the peak. allocated: `max_memory_allocated`, blocks as handed out; reserved: `max_memory_reserved`.
 
     given_back: how often cached memory went back to the driver to make room; each time stalls the device.
@@ -61,11 +61,13 @@ class Replay:
     refused: int | None
 
 
-def replay(requests: Requests, *, limit: int = UNLIMITED, expandable: bool = False, steps: int = STEPS) -> Replay:
+def replay(
+    requests: MemoryRequests, *, limit: int = UNLIMITED, expandable: bool = False, steps: int = STEPS
+) -> MemoryPeaks:
     """Replay some equal steps. limit: bytes the driver has for this process.
 
     >>> MIB = 2**20
-    >>> one = Requests((), np.array([0, ~0]), np.array([11 * MIB]))
+    >>> one = MemoryRequests((), np.array([0, ~0]), np.array([11 * MIB]))
     >>> replay(one).reserved // MIB, replay(one, expandable=True).reserved // MIB, replay(one, limit=11 * MIB).refused
     (12, 20, 0)
     """
@@ -73,7 +75,7 @@ def replay(requests: Requests, *, limit: int = UNLIMITED, expandable: bool = Fal
 
     columns = (np.ascontiguousarray(x, np.int64) for x in (requests.state, requests.events, requests.sizes))
     fixed, events, sizes = (_fast(c) for c in columns)
-    heap = blocks.Heap(*_columns(len(fixed) + int((requests.events >= 0).sum()), steps, blocks.COUNTS))
+    heap = blocks.MemoryBlocks(*_columns(len(fixed) + int((requests.events >= 0).sum()), steps, blocks.COUNTS))
     scratch = _fast(np.empty(len(sizes), dtype=np.int64))
     served = int(pools.run(heap, fixed, events, sizes, scratch, steps, limit, expandable))
     refused = None
@@ -81,7 +83,7 @@ def replay(requests: Requests, *, limit: int = UNLIMITED, expandable: bool = Fal
         refused = (served - len(fixed)) % len(events) if served >= len(fixed) else -1
     counts = (blocks.MOST_ALLOCATED, blocks.MOST_RESERVED, blocks.GIVEN_BACK)
     allocated, reserved, given_back = (int(heap.tally[c]) for c in counts)
-    return Replay(allocated, reserved, given_back, refused)
+    return MemoryPeaks(allocated, reserved, given_back, refused)
 
 
 def _columns(made: int, steps: int, counts: int) -> list[IntArray]:

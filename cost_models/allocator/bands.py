@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cost_models.allocator.rules import BLOCK, LARGE_GRAIN, MIDDLE, MIDDLE_SEGMENT, SMALL, SMALL_SEGMENT
-from cost_models.hardware import Hardware
+from cost_models.hardware import DeviceHardware
 from cost_models.hardware.schema import MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class MemoryBand:
     """A modelled number with the range it is expected in, bytes."""
 
     low: int
@@ -47,7 +47,7 @@ def segment_bytes(nbytes: int) -> int:
     return -(-nbytes // LARGE_GRAIN) * LARGE_GRAIN
 
 
-def reserved_bytes(allocated: int, hw: Hardware) -> Band:
+def reserved_bytes(allocated: int, hw: DeviceHardware) -> MemoryBand:
     """Peak reserved bytes where only the peak of allocated ones is known: the hardware file's band. Modelled.
 
     >>> from cost_models.hardware import load_hardware
@@ -57,10 +57,10 @@ def reserved_bytes(allocated: int, hw: Hardware) -> Band:
     if allocated < 0:
         raise ValueError(f"{allocated} bytes allocated")
     low, middle, high = (segment_bytes(int(allocated * factor)) for factor in hw.reserved_over_allocated)
-    return Band(low, middle, high)
+    return MemoryBand(low, middle, high)
 
 
-def replayed_band(default: int, expandable: int, allocated: int, hw: Hardware) -> Band:
+def replayed_band(default: int, expandable: int, allocated: int, hw: DeviceHardware) -> MemoryBand:
     """A band around a replay of the allocator, from its peaks in both modes and the peak of the bytes asked for.
 
     middle: the default allocator. low: the better mode, as a rule expandable segments. high: the middle and an
@@ -78,10 +78,10 @@ def replayed_band(default: int, expandable: int, allocated: int, hw: Hardware) -
     _, middle, high = hw.reserved_over_allocated
     if middle == 1:
         return reserved_bytes(allocated, hw)
-    return Band(min(default, expandable), default, default + segment_bytes(int(allocated * (high - 1))))
+    return MemoryBand(min(default, expandable), default, default + segment_bytes(int(allocated * (high - 1))))
 
 
-def context_bytes(hw: Hardware, communicators: int) -> int:
+def context_bytes(hw: DeviceHardware, communicators: int) -> int:
     """Bytes outside the allocator on one rank: driver context and modules, buffers of each communicator. Modelled.
 
     communicators: those the rank is a member of with more than one rank, each process group counted once.

@@ -1,7 +1,7 @@
 """The caching allocator's blocks, as arrays: found, cut and joined. Compiled; see `allocator` for the rules.
 
-A block is a number; its columns stand in `Heap`. Blocks of one segment are linked in order of address. Free blocks of a
-pool stand sorted by size, then address.
+A block is a number; its columns stand in `MemoryBlocks`. Blocks of one segment are linked in order of address. Free
+blocks of a pool stand sorted by size, then address.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SPARE, MADE, TOP, ALLOCATED, RESERVED, MOST_ALLOCATED, MOST_RESERVED, GIVEN_BACK
 COUNTS = 10
 
 
-class Heap(NamedTuple):
+class MemoryBlocks(NamedTuple):
     """Columns by block, and the rest. before, behind: neighbours in the segment, -1 at its ends.
 
     free: small pool's free blocks in the first half, the large pool's in the second. spare: numbers to use again.
@@ -34,7 +34,7 @@ class Heap(NamedTuple):
 
 
 @jit
-def rank(h: Heap, pool: int, size: int, address: int) -> int:
+def rank(h: MemoryBlocks, pool: int, size: int, address: int) -> int:
     """Where in `free` the first block of at least this size, then address, stands."""
     low = pool * (len(h.free) // 2)
     high = low + h.tally[pool]
@@ -49,7 +49,7 @@ def rank(h: Heap, pool: int, size: int, address: int) -> int:
 
 
 @jit
-def offer(h: Heap, pool: int, b: int) -> None:
+def offer(h: MemoryBlocks, pool: int, b: int) -> None:
     """Put a block among the free ones."""
     at = rank(h, pool, h.size[b], h.address[b])
     for i in range(pool * (len(h.free) // 2) + h.tally[pool], at, -1):
@@ -60,7 +60,7 @@ def offer(h: Heap, pool: int, b: int) -> None:
 
 
 @jit
-def withdraw(h: Heap, pool: int, at: int) -> int:
+def withdraw(h: MemoryBlocks, pool: int, at: int) -> int:
     """Take the block at this place of `free` out."""
     b = int(h.free[at])
     h.tally[pool] -= 1
@@ -70,7 +70,7 @@ def withdraw(h: Heap, pool: int, at: int) -> int:
 
 
 @jit
-def new(h: Heap, address: int, size: int, before: int, behind: int, state: int) -> int:
+def new(h: MemoryBlocks, address: int, size: int, before: int, behind: int, state: int) -> int:
     """A block's number."""
     if h.tally[SPARE]:
         h.tally[SPARE] -= 1
@@ -83,14 +83,14 @@ def new(h: Heap, address: int, size: int, before: int, behind: int, state: int) 
 
 
 @jit
-def forget(h: Heap, b: int) -> None:
+def forget(h: MemoryBlocks, b: int) -> None:
     """Its number may be used again."""
     h.spare[h.tally[SPARE]] = b
     h.tally[SPARE] += 1
 
 
 @jit
-def split(h: Heap, b: int, size: int) -> int:
+def split(h: MemoryBlocks, b: int, size: int) -> int:
     """Cut a block to this size; the rest becomes a block of the same state behind it."""
     rest = new(h, h.address[b] + size, h.size[b] - size, b, h.behind[b], h.state[b])
     if h.behind[b] >= 0:
@@ -101,7 +101,7 @@ def split(h: Heap, b: int, size: int) -> int:
 
 
 @jit
-def join(h: Heap, a: int, b: int) -> None:
+def join(h: MemoryBlocks, a: int, b: int) -> None:
     """Make b, right behind a, a part of it."""
     h.size[a] += h.size[b]
     h.behind[a] = h.behind[b]
@@ -111,7 +111,7 @@ def join(h: Heap, a: int, b: int) -> None:
 
 
 @jit
-def free(h: Heap, pool: int, b: int) -> int:
+def free(h: MemoryBlocks, pool: int, b: int) -> int:
     """Join a block with its free neighbours and offer the whole."""
     a, c = h.before[b], h.behind[b]
     if c >= 0 and h.state[c] == FREE:

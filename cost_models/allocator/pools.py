@@ -17,7 +17,7 @@ from cost_models.allocator.blocks import (
     TOP,
     UNMAPPED,
     USED,
-    Heap,
+    MemoryBlocks,
     forget,
     free,
     join,
@@ -35,14 +35,14 @@ ENDLESS = 2**60
 
 
 @jit
-def _reach(h: Heap, b: int) -> int:
+def _reach(h: MemoryBlocks, b: int) -> int:
     """The size an expandable block can grow to without moving."""
     c = h.behind[b]
     return int(h.size[b] + (h.size[c] if c >= 0 and h.state[c] == UNMAPPED else 0))
 
 
 @jit
-def _best(h: Heap, pool: int, size: int, expandable: bool) -> int:
+def _best(h: MemoryBlocks, pool: int, size: int, expandable: bool) -> int:
     """A free block to use, taken out: the smallest that is large enough, then the lowest; -1: none."""
     end = pool * (len(h.free) // 2) + h.tally[pool]
     at = rank(h, pool, size, -1)
@@ -55,13 +55,13 @@ def _best(h: Heap, pool: int, size: int, expandable: bool) -> int:
 
 
 @jit
-def _hold(h: Heap, change: int) -> None:
+def _hold(h: MemoryBlocks, change: int) -> None:
     h.tally[RESERVED] += change
     h.tally[MOST_RESERVED] = max(h.tally[MOST_RESERVED], h.tally[RESERVED])
 
 
 @jit
-def _segment(h: Heap, size: int, limit: int) -> int:
+def _segment(h: MemoryBlocks, size: int, limit: int) -> int:
     """A new segment from the driver; -1: it would pass the limit. Later segments lie higher."""
     if size <= SMALL:
         size = SMALL_SEGMENT
@@ -83,7 +83,7 @@ def _page(pool: int) -> int:
 
 
 @jit
-def _map(h: Heap, pool: int, b: int, size: int, limit: int) -> int:
+def _map(h: MemoryBlocks, pool: int, b: int, size: int, limit: int) -> int:
     """Put memory behind the first bytes of an unmapped block, in whole pages; the free block they are then part of."""
     size = min(h.size[b], -(-size // _page(pool)) * _page(pool))
     if h.tally[RESERVED] + size > limit:
@@ -95,7 +95,7 @@ def _map(h: Heap, pool: int, b: int, size: int, limit: int) -> int:
 
 
 @jit
-def _extend(h: Heap, pool: int, size: int, limit: int) -> int:
+def _extend(h: MemoryBlocks, pool: int, size: int, limit: int) -> int:
     """Map memory at the lowest address with room for the size, a free block right before it included; -1: no memory."""
     b, start = pool, -1
     while start < 0 and b >= 0:
@@ -118,7 +118,7 @@ def _extend(h: Heap, pool: int, size: int, limit: int) -> int:
 
 
 @jit
-def _return_segments(h: Heap, pool: int) -> None:
+def _return_segments(h: MemoryBlocks, pool: int) -> None:
     """Give back every segment of which nothing is in use."""
     start = pool * (len(h.free) // 2)
     kept = start
@@ -134,7 +134,7 @@ def _return_segments(h: Heap, pool: int) -> None:
 
 
 @jit
-def _unmap(h: Heap, pool: int) -> None:
+def _unmap(h: MemoryBlocks, pool: int) -> None:
     """Give back every page of which nothing is in use."""
     page = _page(pool)
     b = pool
@@ -160,7 +160,7 @@ def _unmap(h: Heap, pool: int) -> None:
 
 
 @jit
-def allocate(h: Heap, pool: int, size: int, limit: int, expandable: bool) -> int:
+def allocate(h: MemoryBlocks, pool: int, size: int, limit: int, expandable: bool) -> int:
     """A block for whole BLOCKs of bytes; -1: the device is full, also after everything cached was given back."""
     b = _best(h, pool, size, expandable)
     if b < 0:
@@ -186,7 +186,7 @@ def allocate(h: Heap, pool: int, size: int, limit: int, expandable: bool) -> int
 
 
 @jit
-def start(h: Heap, expandable: bool) -> None:
+def start(h: MemoryBlocks, expandable: bool) -> None:
     """Empty pools."""
     for i in range(COUNTS):
         h.tally[i] = 0
@@ -197,7 +197,14 @@ def start(h: Heap, expandable: bool) -> None:
 
 @jit
 def run(
-    h: Heap, fixed: IntArray, events: IntArray, sizes: IntArray, at: IntArray, steps: int, limit: int, expandable: bool
+    h: MemoryBlocks,
+    fixed: IntArray,
+    events: IntArray,
+    sizes: IntArray,
+    at: IntArray,
+    steps: int,
+    limit: int,
+    expandable: bool,
 ) -> int:
     """Allocate what is fixed, then replay the events step by step; what a step leaves is freed at its end.
 

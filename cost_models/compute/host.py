@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_models.hardware import Hardware
+from cost_models.hardware import DeviceHardware
 from ir.core.grid import quantise
 
 WINDOW = 1024
@@ -28,7 +28,7 @@ class HostCosts:
     turn: float = 0.0
 
     @classmethod
-    def of(cls, hw: Hardware) -> HostCosts:
+    def of(cls, hw: DeviceHardware) -> HostCosts:
         """From a hardware file.
 
         >>> from cost_models.hardware import load_hardware

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cost_models.hardware import Hardware
+from cost_models.hardware import DeviceHardware
 from cost_models.hardware.schema import COMM_KINDS
-from cost_models.profile.pairs import BOUNDS, Pair, pair_key
-from ir.core.work import CommKind
+from cost_models.profile.pairs import BOUNDS, KernelPair, pair_key
+from ir.core.work import MessageKind
 
 GRAIN = 8
 Rows = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Slowdown:
+class KernelSlowdown:
     """Added slowdowns by (bound, kind): 0.2 makes a kernel take 1.2 times as long.
 
     held: while the communication kernel holds its SMs; moving: what its traffic adds; wire: of the message, while the
@@ -27,23 +27,23 @@ class Slowdown:
     wire: Rows
 
     @classmethod
-    def of(cls, hw: Hardware, pairs: Mapping[str, Pair] | None = None) -> Slowdown:
+    def of(cls, hw: DeviceHardware, pairs: Mapping[str, KernelPair] | None = None) -> KernelSlowdown:
         """From the SMs and the share of HBM that a hardware file says a kernel takes. pairs: measured, go before.
 
         A kernel bound by arithmetic loses the SMs held; one bound by memory keeps its speed on fewer SMs, and loses
         the bandwidth taken. What compute does to messages is not modelled yet: without a measured pair, no slowdown.
 
         >>> from cost_models.hardware import load_hardware
-        >>> round(Slowdown.of(load_hardware("h800-sxm")).held[0][0], 4)  # 20 of 132 SMs
+        >>> round(KernelSlowdown.of(load_hardware("h800-sxm")).held[0][0], 4)  # 20 of 132 SMs
         0.1786
-        >>> Slowdown.of(load_hardware("h800-sxm"), {"memory p2p": Pair(0.1, 0.2, 0.3)}).wire[1]
+        >>> KernelSlowdown.of(load_hardware("h800-sxm"), {"memory p2p": KernelPair(0.1, 0.2, 0.3)}).wire[1]
         (0.0, 0.0, 0.3)
         """
         modelled = {}
         for kind in COMM_KINDS:
             sms, hbm = hw.comm_sms.get(kind, 0.0), hw.comm_hbm.get(kind, 0.0)
-            modelled[pair_key("arithmetic", kind)] = Pair(held=sms / (hw.sms - sms))
-            modelled[pair_key("memory", kind)] = Pair(moving=hbm / (1 - hbm))
+            modelled[pair_key("arithmetic", kind)] = KernelPair(held=sms / (hw.sms - sms))
+            modelled[pair_key("memory", kind)] = KernelPair(moving=hbm / (1 - hbm))
         found = {**modelled, **(pairs or {})}
         rows = [[found[pair_key(bound, kind)] for kind in COMM_KINDS] for bound in BOUNDS]
 
@@ -54,7 +54,7 @@ class Slowdown:
         return cls(table("held"), table("moving"), table("wire"))
 
 
-def comm_class(kind: CommKind) -> int:
+def comm_class(kind: MessageKind) -> int:
     """Index into COMM_KINDS."""
-    name = {CommKind.ALL_TO_ALL: "all_to_all", CommKind.P2P: "p2p"}.get(kind, "collective")
+    name = {MessageKind.ALL_TO_ALL: "all_to_all", MessageKind.P2P: "p2p"}.get(kind, "collective")
     return COMM_KINDS.index(name)

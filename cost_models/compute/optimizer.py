@@ -11,7 +11,7 @@ Name = Literal["adamw", "sgd"]
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class OptimizerPrecision:
     """A precision recipe: dtypes of weights, gradients, optimizer (moments and master weights), as in a job file.
 
     grad_copy: bytes per element of the format that a microbatch's gradients are made in, before they are added to the
@@ -39,14 +39,14 @@ class Recipe:
     def optimizer_bytes(self) -> int:
         """Optimizer bytes per parameter: moments and master copy.
 
-        >>> Recipe().optimizer_bytes, Recipe(params=DType.FP32).optimizer_bytes
+        >>> OptimizerPrecision().optimizer_bytes, OptimizerPrecision(params=DType.FP32).optimizer_bytes
         (12, 8)
         """
         return (self.moments + self.master) * self.optimizer.bytes
 
 
 @dataclass(frozen=True, slots=True)
-class StateBytes:
+class OptimizerMemory:
     """What persists between steps on one rank, bytes."""
 
     parameters: int
@@ -61,22 +61,22 @@ class StateBytes:
 
 def state_bytes(
     numel: int,
-    recipe: Recipe,
+    recipe: OptimizerPrecision,
     params_shards: int = 1,
     grads_shards: int = 1,
     optimizer_shards: int = 1,
     *,
     alone: bool = False,
-) -> StateBytes:
+) -> OptimizerMemory:
     """Bytes of the state of `numel` parameters on one of its owners, each kind divided over its number of shards.
 
     Shards are of a flat buffer padded to equal parts, hence ceil division. ZeRO-1 over d owners: optimizer_shards=d;
     ZeRO-2: grads_shards too; ZeRO-3: all three. alone: gradients are reduced with nobody.
 
-    >>> state_bytes(1000, Recipe(), optimizer_shards=8)
-    StateBytes(parameters=2000, gradients=4000, optimizer=1500)
+    >>> state_bytes(1000, OptimizerPrecision(), optimizer_shards=8)
+    OptimizerMemory(parameters=2000, gradients=4000, optimizer=1500)
     """
-    return StateBytes(
+    return OptimizerMemory(
         shard(numel, params_shards) * recipe.params.bytes,
         shard(numel, grads_shards) * recipe.grads.bytes + (0 if alone else numel * recipe.grad_copy),
         shard(numel, optimizer_shards) * recipe.optimizer_bytes,
@@ -94,10 +94,10 @@ def shard(numel: int, shards: int) -> int:
     return -(-numel // shards)
 
 
-def update(numel: int, recipe: Recipe) -> Kernel:
+def update(numel: int, recipe: OptimizerPrecision) -> Kernel:
     """One fused optimizer step on `numel` local elements: reads gradient and state, writes state and weights.
 
-    >>> update(1, Recipe()).bytes  # grad 4; m, v, master read and written 24; weight written 2
+    >>> update(1, OptimizerPrecision()).bytes  # grad 4; m, v, master read and written 24; weight written 2
     30
     """
     state = 2 * recipe.moments * recipe.optimizer.bytes
@@ -106,30 +106,30 @@ def update(numel: int, recipe: Recipe) -> Kernel:
     return _memory("update", numel, each, recipe.optimizer, flops=6 * recipe.moments + 2)
 
 
-def grad_norm(numel: int, recipe: Recipe) -> Kernel:
+def grad_norm(numel: int, recipe: OptimizerPrecision) -> Kernel:
     """Sum of squares of the local gradients: one read."""
     return _memory("grad_norm", numel, recipe.grads.bytes, recipe.grads, flops=2)
 
 
-def clip(numel: int, recipe: Recipe) -> Kernel:
+def clip(numel: int, recipe: OptimizerPrecision) -> Kernel:
     """Scaling the local gradients in place: one read, one write."""
     return _memory("clip", numel, 2 * recipe.grads.bytes, recipe.grads, flops=1)
 
 
-def zero_grads(numel: int, recipe: Recipe) -> Kernel:
+def zero_grads(numel: int, recipe: OptimizerPrecision) -> Kernel:
     """Setting the local gradients to zero: one write."""
     return _memory("zero_grads", numel, recipe.grads.bytes, recipe.grads, flops=0)
 
 
-def accumulate(work: Work, recipe: Recipe) -> list[Kernel]:
+def accumulate(work: Work, recipe: OptimizerPrecision) -> list[Kernel]:
     """Adding the weight gradients that `work` makes to the sums, where kernels of their own do it.
 
     They write and read the gradients, and read and write the sums.
 
     >>> from ir.core.work import DType
     >>> gemm = Kernel(KernelKind.GEMM, 2 * 8**3, 0, DType.BF16, (8, 8, 8))
-    >>> accumulate((gemm,), Recipe(grad_copy=2))[0].bytes == 12 * 8 * 8, accumulate((gemm,), Recipe())
-    (True, [])
+    >>> accumulate((gemm,), OptimizerPrecision(grad_copy=2))[0].bytes == 12 * 8 * 8, accumulate((gemm,),
+    OptimizerPrecision()) (True, [])
     """
     if not recipe.grad_copy:
         return []

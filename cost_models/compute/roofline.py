@@ -10,19 +10,19 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from cost_models.hardware import Hardware
+from cost_models.hardware import DeviceHardware
 from ir.core.work import CAST, LOSS, WEIGHT_GRAD, Kernel, KernelKind, Work
 
 _SPLITS = (1, 2, 4, 8)
 _Q_TILE = 128
 
 
-def work_seconds(work: Work, hw: Hardware, sms: int | None = None) -> float:
+def work_seconds(work: Work, hw: DeviceHardware, sms: int | None = None) -> float:
     """Seconds of a node's kernels, one after the other, alone on the device."""
     return math.fsum(kernel_seconds(kernel, hw, sms) for kernel in work)
 
 
-def kernel_seconds(kernel: Kernel, hw: Hardware, sms: int | None = None) -> float:
+def kernel_seconds(kernel: Kernel, hw: DeviceHardware, sms: int | None = None) -> float:
     """Seconds of `kernel.count` launches, alone on the device; on `sms` of its SMs if some are taken by others.
 
     >>> from cost_models.hardware import load_hardware
@@ -42,21 +42,21 @@ def kernel_seconds(kernel: Kernel, hw: Hardware, sms: int | None = None) -> floa
     return kernel.count * (once + hw.kernel_launch_us * 1e-6)
 
 
-def traffic(kernel: Kernel, hw: Hardware) -> float:
+def traffic(kernel: Kernel, hw: DeviceHardware) -> float:
     """Bytes that count at an elementwise kernel's rate, over those that the kernel is listed with."""
     spread = kernel.kind is KernelKind.MEMORY and not kernel.label.startswith(LOSS)
     factor = hw.software.traffic if spread else 1.0
     return factor / hw.cast_efficiency if kernel.label.endswith(CAST) else factor
 
 
-def memory_seconds(nbytes: float, hw: Hardware) -> float:
+def memory_seconds(nbytes: float, hw: DeviceHardware) -> float:
     """Seconds to move bytes through HBM in one elementwise kernel: a rate, and a ramp worth a fixed number of bytes."""
     if nbytes <= 0:
         return 0.0
     return (nbytes + hw.memory_ramp_KiB * 1024) / (hw.hbm_bytes_per_s * hw.memory_efficiency)
 
 
-def arithmetic_seconds(kernel: Kernel, hw: Hardware, sms: int | None = None) -> float:
+def arithmetic_seconds(kernel: Kernel, hw: DeviceHardware, sms: int | None = None) -> float:
     """Seconds of one launch's arithmetic if HBM were free; 0 for memory-bound kinds, whose FLOPs ride along."""
     if kernel.flops <= 0 or kernel.kind is KernelKind.MEMORY:
         return 0.0
@@ -72,7 +72,7 @@ def arithmetic_seconds(kernel: Kernel, hw: Hardware, sms: int | None = None) -> 
     return kernel.flops / (peak * share)
 
 
-def _gemm_share(shape: tuple[int, ...], kernel: Kernel, hw: Hardware, sms: int) -> float:
+def _gemm_share(shape: tuple[int, ...], kernel: Kernel, hw: DeviceHardware, sms: int) -> float:
     """Share of the device's peak that a GEMM of (groups, m, n, k) reaches."""
     main = main_share(kernel, hw)
     if not shape:
@@ -84,7 +84,7 @@ def _gemm_share(shape: tuple[int, ...], kernel: Kernel, hw: Hardware, sms: int) 
     return main * _tile_share(shape, hw.gemm.tiles, hw.gemm.ramp_bytes / kernel.dtype.bytes, hw.sms, sms)
 
 
-def main_share(kernel: Kernel, hw: Hardware) -> float:
+def main_share(kernel: Kernel, hw: DeviceHardware) -> float:
     """Share of peak of a product's main loop."""
     main = hw.gemm.efficiency[kernel.dtype.value]
     if kernel.kind is KernelKind.GROUPED_GEMM:
@@ -115,7 +115,7 @@ def _tile_share(
     return groups * m * n * k / (best * all_sms)
 
 
-def _attention_share(kernel: Kernel, hw: Hardware, sms: int) -> float:
+def _attention_share(kernel: Kernel, hw: DeviceHardware, sms: int) -> float:
     """Share of peak of a fused attention kernel; forward and backward are told apart by their FLOPs (or the label)."""
     a = hw.attention
     written = (a.portable if hw.software.portable_attention else 1.0) / hw.software.attention

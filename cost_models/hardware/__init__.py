@@ -13,13 +13,15 @@ from typing import Any
 
 from msgspec import structs
 
-from cost_models.hardware.schema import Hardware, check_consistent
+from cost_models.hardware.schema import DeviceHardware, check_consistent
 from ir.core.errors import ErrorKind, PiperError, nearest
-from ir.core.files import Format, cut, named_path, read_json, typed
+from ir.core.files import FileErrors, cut, named_path, read_json, typed
 
-__all__ = ["Hardware", "hardware_keys", "load_hardware", "presets"]
+__all__ = ["DeviceHardware", "hardware_keys", "load_hardware", "presets"]
 
-FORM = Format("a hardware file", ErrorKind.HARDWARE, "cluster.gpu", 10**6, "a preset's name, or a path to a .json file")
+FORM = FileErrors(
+    "a hardware file", ErrorKind.HARDWARE, "cluster.gpu", 10**6, "a preset's name, or a path to a .json file"
+)
 _HERE = Path(__file__).parent
 Raw = dict[str, Any]
 
@@ -35,10 +37,10 @@ def presets() -> tuple[str, ...]:
 
 def hardware_keys() -> tuple[str, ...]:
     """Top-level keys of a hardware file: what a job's [cluster] may override inline."""
-    return tuple(f.name for f in structs.fields(Hardware) if f.name not in ("name", "sources", "software"))
+    return tuple(f.name for f in structs.fields(DeviceHardware) if f.name not in ("name", "sources", "software"))
 
 
-def load_hardware(name_or_path: str | Path, overrides: Mapping[str, object] | None = None) -> Hardware:
+def load_hardware(name_or_path: str | Path, overrides: Mapping[str, object] | None = None) -> DeviceHardware:
     """A preset or a file, with a job's inline overrides on top; anything doubtful is refused.
 
     A file may start from another with `"base": "<preset or path>"`; nested tables are merged key by key.
@@ -54,11 +56,13 @@ def load_hardware(name_or_path: str | Path, overrides: Mapping[str, object] | No
     over = dict(overrides or {})
     merged = _merge(raw, over)
     try:
-        return check_consistent(typed(merged, Hardware, FORM, file))
+        return check_consistent(typed(merged, DeviceHardware, FORM, file))
     except PiperError as error:
         if re.split(r"[.[]", error.key or "")[0] not in over:
             raise error.at(file=file) from None
-    return check_consistent(typed(merged, Hardware, FORM, None, "cluster"), "cluster.")  # the same error, of the job
+    return check_consistent(
+        typed(merged, DeviceHardware, FORM, None, "cluster"), "cluster."
+    )  # the same error, of the job
 
 
 def _read(name: str, seen: tuple[str, ...]) -> tuple[Raw, str]:

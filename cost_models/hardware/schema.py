@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from cost_models.software import Software
+from cost_models.software import FrameworkCosts
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import HIDDEN, words
 from ir.core.work import DType
@@ -32,7 +32,7 @@ GIB = 1024**3
 MIB = 1024**2
 
 
-class Gemm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GemmKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a matrix multiplication approaches the peak.
 
     efficiency: dtype -> share of peak in the main loop of a huge GEMM at sustained clocks.
@@ -51,7 +51,7 @@ class Gemm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     weight_grad: dict[Dtype, Share] = {}
 
 
-class Attention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a fused attention kernel approaches the peak, causal FLOPs counted as they are done (half).
 
     forward_efficiency, backward_efficiency: share of peak at head dim 128 and a long sequence.
@@ -67,7 +67,7 @@ class Attention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     portable: Share = 1.0
 
 
-class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One GPU with its usual node and network. All values are modelled; `sources` says from what.
 
     peak_TFLOPs: dtype -> dense peak, 10^12 FLOP/s (fp32 is the non-tensor-core path, tf32 stands beside it).
@@ -98,8 +98,8 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     sms: Count
     kernel_launch_us: NonNegative
     host_launch_us: NonNegative
-    gemm: Gemm
-    attention: Attention
+    gemm: GemmKernel
+    attention: AttentionKernel
     memory_efficiency: Share
     cast_efficiency: Share = 1.0
     memory_ramp_KiB: NonNegative
@@ -126,7 +126,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     leaf_nodes: Count | None = None
     oversubscription: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     sources: dict[str, str] = {}
-    software: Annotated[Software, HIDDEN] = Software()
+    software: Annotated[FrameworkCosts, HIDDEN] = FrameworkCosts()
 
     @property
     def hbm_bytes(self) -> int:
@@ -157,7 +157,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return peak * 1e12
 
 
-def check_consistent(hw: Hardware, at: str = "") -> Hardware:
+def check_consistent(hw: DeviceHardware, at: str = "") -> DeviceHardware:
     """The same, if its parts do not contradict each other, which types alone cannot tell. at: before keys in errors.
 
     Raises PiperError (hardware).

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from cost_models.hardware import Hardware
-from cost_models.links.protocols import NVLS_LATENCY_US, TREE_BANDWIDTH, Protocol, protocols
-from ir.core.work import CommKind, Message
+from cost_models.hardware import DeviceHardware
+from cost_models.links.protocols import NVLS_LATENCY_US, TREE_BANDWIDTH, CollectiveProtocol, protocols
+from ir.core.work import Message, MessageKind
 
 
 @dataclass(frozen=True, slots=True)
-class Fabric:
+class LinkFabric:
     """Links of one GPU, as rates in bytes/s that long collectives reach in one direction, and latencies in seconds.
 
     node, nic: busbw of a ring inside a node, of one NIC. pair: between two given GPUs of a node.
@@ -34,17 +34,17 @@ class Fabric:
     node_latency: float
     nic_latency: float
     launch: float
-    protocols: tuple[Protocol, ...]
+    protocols: tuple[CollectiveProtocol, ...]
     gpus_per_node: int
     deduplicate: bool = True
     congestion: float = 0.0
 
     @classmethod
-    def of(cls, hw: Hardware, gpus_per_node: int | None = None, deduplicate: bool = True) -> Fabric:
+    def of(cls, hw: DeviceHardware, gpus_per_node: int | None = None, deduplicate: bool = True) -> LinkFabric:
         """The fabric that a hardware file describes; `gpus_per_node` as a job may override it.
 
         >>> from cost_models.hardware import load_hardware
-        >>> Fabric.of(load_hardware("h800-sxm")).nic / 1e9
+        >>> LinkFabric.of(load_hardware("h800-sxm")).nic / 1e9
         47.0
         """
         line, nic = hw.nvlink_GBps * 1e9, hw.nic_Gbps * 1e9 / 8
@@ -65,7 +65,7 @@ class Fabric:
             congestion=hw.nic_congestion,
         )
 
-    def rings_across(self, nodes: int) -> Fabric:
+    def rings_across(self, nodes: int) -> LinkFabric:
         """As rings over so many nodes find it: they are as slow as their slowest hop, and know no tree."""
         if not self.congestion or nodes <= 2:
             return self
@@ -77,7 +77,7 @@ def message_seconds(
     message: Message,
     ranks: int,
     per_node: int,
-    fabric: Fabric,
+    fabric: LinkFabric,
     imbalance: float = 1.0,
     nodes: int | None = None,
 ) -> float:
@@ -99,24 +99,24 @@ def message_seconds(
         raise ValueError(f"{ranks} ranks cannot be at least {per_node} on each of {nodes} nodes")
     exact = ranks if nodes * per_node < ranks else 0
     match message.kind:
-        case CommKind.P2P:
+        case MessageKind.P2P:
             return p2p_seconds(message.bytes, per_node > 1, fabric)
-        case CommKind.ALL_REDUCE:
+        case MessageKind.ALL_REDUCE:
             return all_reduce_seconds(message.bytes, per_node, nodes, fabric, exact)
-        case CommKind.REDUCE_SCATTER | CommKind.ALL_GATHER:
+        case MessageKind.REDUCE_SCATTER | MessageKind.ALL_GATHER:
             return gather_seconds(message.bytes, per_node, nodes, fabric.rings_across(nodes), exact)
-        case CommKind.ALL_TO_ALL:
+        case MessageKind.ALL_TO_ALL:
             return all_to_all_seconds(message, ranks, per_node, nodes, fabric, imbalance)
 
 
-def p2p_seconds(nbytes: int, same_node: bool, fabric: Fabric) -> float:
+def p2p_seconds(nbytes: int, same_node: bool, fabric: LinkFabric) -> float:
     """One tensor from one GPU to another."""
     if same_node:
         return min(_call(p, fabric, nbytes / (fabric.pair * p.intra_bandwidth), intra=1) for p in fabric.protocols)
     return min(_call(p, fabric, nbytes / (fabric.nic * p.inter_bandwidth), inter=1) for p in fabric.protocols)
 
 
-def all_reduce_seconds(nbytes: int, per_node: int, nodes: int, fabric: Fabric, ranks: int = 0) -> float:
+def all_reduce_seconds(nbytes: int, per_node: int, nodes: int, fabric: LinkFabric, ranks: int = 0) -> float:
     """The best of ring, tree, in-switch, and reduce-scatter in the node, all-reduce across, all-gather in the node.
 
     ranks, here and below: how many there are, where that is more than per_node on each node.
@@ -133,7 +133,7 @@ def all_reduce_seconds(nbytes: int, per_node: int, nodes: int, fabric: Fabric, r
     return min(flat, 2 * inside + across)
 
 
-def gather_seconds(nbytes: int, per_node: int, nodes: int, fabric: Fabric, ranks: int = 0) -> float:
+def gather_seconds(nbytes: int, per_node: int, nodes: int, fabric: LinkFabric, ranks: int = 0) -> float:
     """All-gather of an output (reduce-scatter of an input) of `nbytes`: a flat ring, or across nodes, then inside."""
     flat = ring_gather(nbytes, per_node, nodes, fabric, ranks)
     if nodes == 1:
@@ -149,25 +149,25 @@ def _mean(per_node: int, nodes: int, ranks: int) -> int:
     return max(per_node, -(-ranks // nodes))
 
 
-def ring_all_reduce(nbytes: int, per_node: int, nodes: int, fabric: Fabric, ranks: int = 0) -> float:
+def ring_all_reduce(nbytes: int, per_node: int, nodes: int, fabric: LinkFabric, ranks: int = 0) -> float:
     """2(n-1) steps of S/n each over the ring's narrowest hop."""
     ranks = ranks or per_node * nodes
     wire = 2 * (ranks - 1) / ranks * nbytes
     return _ring(wire, 2 * (ranks - 1), 2 * nodes if nodes > 1 else 0, per_node, nodes, fabric)
 
 
-def ring_gather(nbytes: int, per_node: int, nodes: int, fabric: Fabric, ranks: int = 0) -> float:
+def ring_gather(nbytes: int, per_node: int, nodes: int, fabric: LinkFabric, ranks: int = 0) -> float:
     """n-1 steps of S/n each: half an all-reduce."""
     ranks = ranks or per_node * nodes
     return _ring((ranks - 1) / ranks * nbytes, ranks - 1, nodes - 1, per_node, nodes, fabric)
 
 
-def tree_all_reduce(nbytes: int, per_node: int, nodes: int, fabric: Fabric, ranks: int = 0) -> float:
+def tree_all_reduce(nbytes: int, per_node: int, nodes: int, fabric: LinkFabric, ranks: int = 0) -> float:
     """Up and down a double binary tree of nodes, a chain inside each: few hops, a little less bandwidth."""
     up_down = 2 * nbytes / TREE_BANDWIDTH
     chain = _mean(per_node, nodes, ranks) - 1
 
-    def seconds(p: Protocol) -> float:
+    def seconds(p: CollectiveProtocol) -> float:
         rate = _bus(p, per_node, nodes, fabric)
         hops = 2 * (chain * p.intra_hop * fabric.node_latency)
         hops += 2 * math.ceil(math.log2(nodes)) * p.tree_inter * fabric.nic_latency if nodes > 1 else 0.0
@@ -176,7 +176,7 @@ def tree_all_reduce(nbytes: int, per_node: int, nodes: int, fabric: Fabric, rank
     return min(seconds(p) for p in fabric.protocols)
 
 
-def sharp_all_reduce(nbytes: int, per_node: int, fabric: Fabric) -> float:
+def sharp_all_reduce(nbytes: int, per_node: int, fabric: LinkFabric) -> float:
     """In-switch reduction (NVLS): a GPU sends S for the switch to sum, then S/n of finished sums; inf if absent."""
     if fabric.sharp <= 0 or per_node < 3:
         return math.inf
@@ -184,7 +184,7 @@ def sharp_all_reduce(nbytes: int, per_node: int, fabric: Fabric) -> float:
 
 
 def all_to_all_seconds(
-    message: Message, ranks: int, per_node: int, nodes: int, fabric: Fabric, imbalance: float = 1.0
+    message: Message, ranks: int, per_node: int, nodes: int, fabric: LinkFabric, imbalance: float = 1.0
 ) -> float:
     """The slower of what crosses NVLink and what crosses the NIC, which overlap, and a latency per partner.
 
@@ -208,7 +208,7 @@ def all_to_all_seconds(
 
 
 def loaded_all_to_all_seconds(
-    over_node: float, over_nic: float, ranks: int, nodes: int, fabric: Fabric, dispatch: bool = True
+    over_node: float, over_nic: float, ranks: int, nodes: int, fabric: LinkFabric, dispatch: bool = True
 ) -> float:
     """An all-to-all as slow as its most loaded rank; `all_to_all_seconds` where all are equal.
 
@@ -238,13 +238,13 @@ def distinct(copies: float, places: int, limit: int = 0) -> float:
     return min(float(limit), reached) if limit else reached
 
 
-def _doubling_gather(nbytes: int, nodes: int, fabric: Fabric) -> float:
+def _doubling_gather(nbytes: int, nodes: int, fabric: LinkFabric) -> float:
     """Across nodes with one member each in log2(n) rounds (NCCL's PAT, 0.75 of the bandwidth)."""
     wire = (nodes - 1) / nodes * nbytes / (fabric.nic * 0.75)
     return min(_call(p, fabric, wire / p.inter_bandwidth, inter=math.ceil(math.log2(nodes))) for p in fabric.protocols)
 
 
-def _ring(wire: float, steps: int, inter: int, per_node: int, nodes: int, fabric: Fabric) -> float:
+def _ring(wire: float, steps: int, inter: int, per_node: int, nodes: int, fabric: LinkFabric) -> float:
     inter = min(inter, steps)
     return min(
         _call(p, fabric, wire / _bus(p, per_node, nodes, fabric), intra=steps - inter, inter=inter)
@@ -252,7 +252,7 @@ def _ring(wire: float, steps: int, inter: int, per_node: int, nodes: int, fabric
     )
 
 
-def _bus(p: Protocol, per_node: int, nodes: int, fabric: Fabric) -> float:
+def _bus(p: CollectiveProtocol, per_node: int, nodes: int, fabric: LinkFabric) -> float:
     """Bytes/s through each rank of a ring: inside a node NVLink's; across nodes also that of the node's NICs together.
 
     `per_node` rings run side by side, each crossing at another member's NIC, so a node's NICs add up.
@@ -263,6 +263,6 @@ def _bus(p: Protocol, per_node: int, nodes: int, fabric: Fabric) -> float:
     return (min(fabric.node, nics) if per_node > 1 else nics) * p.inter_bandwidth
 
 
-def _call(p: Protocol, fabric: Fabric, transfer: float, intra: int = 0, inter: int = 0) -> float:
+def _call(p: CollectiveProtocol, fabric: LinkFabric, transfer: float, intra: int = 0, inter: int = 0) -> float:
     hops = intra * p.intra_hop * fabric.node_latency + inter * p.inter_hop * fabric.nic_latency
     return p.base * fabric.launch + hops + transfer

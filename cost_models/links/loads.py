@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_models.links.fabric import Fabric, distinct
-from ir.core.work import CommKind, Message
+from cost_models.links.fabric import LinkFabric, distinct
+from ir.core.work import Message, MessageKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +15,11 @@ class LinkBytes:
     node: float
     nic: float
 
-    def loads(self, seconds: float, fabric: Fabric, pair: bool = False) -> tuple[float, float]:
+    def loads(self, seconds: float, fabric: LinkFabric, pair: bool = False) -> tuple[float, float]:
         """Shares of (port, NIC) while the message takes `seconds`; at most 1: alone, nothing takes more than a link.
 
         >>> from cost_models.hardware import load_hardware
-        >>> fabric = Fabric.of(load_hardware("h100-sxm"))
+        >>> fabric = LinkFabric.of(load_hardware("h100-sxm"))
         >>> LinkBytes(0, 47e6).loads(2e-3, fabric)
         (0.0, 0.5)
         """
@@ -34,7 +34,7 @@ def link_bytes(message: Message, ranks: int, per_node: int, deduplicate: bool = 
 
     ranks, per_node as in `message_seconds`.
 
-    >>> link_bytes(Message(CommKind.ALL_GATHER, 1600, ("dp",)), 16, 8)
+    >>> link_bytes(Message(MessageKind.ALL_GATHER, 1600, ("dp",)), 16, 8)
     LinkBytes(node=1400.0, nic=100.0)
     """
     per_node = min(per_node, ranks)
@@ -42,13 +42,13 @@ def link_bytes(message: Message, ranks: int, per_node: int, deduplicate: bool = 
     size = float(message.bytes)
     inside, across = (per_node - 1) / per_node * size, (nodes - 1) / nodes * size / per_node
     match message.kind:
-        case CommKind.P2P:
+        case MessageKind.P2P:
             return LinkBytes(size, 0.0) if per_node > 1 else LinkBytes(0.0, size)
-        case CommKind.ALL_REDUCE:
+        case MessageKind.ALL_REDUCE:
             return LinkBytes(2 * inside, 2 * across)
-        case CommKind.REDUCE_SCATTER | CommKind.ALL_GATHER:
+        case MessageKind.REDUCE_SCATTER | MessageKind.ALL_GATHER:
             return LinkBytes(inside, across)
-        case CommKind.ALL_TO_ALL:
+        case MessageKind.ALL_TO_ALL:
             tokens = size / message.fanout
             if message.fanout > 1 and deduplicate:
                 reached = distinct(message.fanout, nodes, message.nodes_limit)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Protocol:
+class CollectiveProtocol:
     """How a library moves chunks.
 
     base: of collective_launch_us. intra_hop, inter_hop: of the link's latency. tree_inter: the same for a tree's hop.
@@ -29,17 +29,17 @@ class Protocol:
 
 # LL: 141 GB/s of 370 on one Hopper node, 45 of 370 on two. LL128: 0.92. The ring's constants, but for tree_inter.
 NCCL = (
-    Protocol("LL", 1.0, 1.0, 1.0, 1.85, 0.38, 0.12),
-    Protocol("LL128", 2.1, 3.2, 1.5, 3.1, 0.92, 0.92),
-    Protocol("Simple", 1.27, 5.7, 5.2, 5.2, 1.0, 1.0),
+    CollectiveProtocol("LL", 1.0, 1.0, 1.0, 1.85, 0.38, 0.12),
+    CollectiveProtocol("LL128", 2.1, 3.2, 1.5, 3.1, 0.92, 0.92),
+    CollectiveProtocol("Simple", 1.27, 5.7, 5.2, 5.2, 1.0, 1.0),
 )
-GLOO = (Protocol("tcp", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0),)
+GLOO = (CollectiveProtocol("tcp", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0),)
 
 TREE_BANDWIDTH = 0.92
 NVLS_LATENCY_US = 25.0
 
 
-def protocols(library: str) -> tuple[Protocol, ...]:
+def protocols(library: str) -> tuple[CollectiveProtocol, ...]:
     """The protocols a library chooses from.
 
     >>> [p.name for p in protocols("gloo")]

@@ -15,14 +15,14 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from cost_models.profile.fit import Curve, Seconds
-from cost_models.profile.pairs import Pair, pair_keys
-from cost_models.profile.profile import VERSION, Machine, Measured, OpEntry, Profile
-from cost_models.profile.shapes import OpShape
+from cost_models.profile.fit import MessageCurve, Seconds
+from cost_models.profile.pairs import KernelPair, pair_keys
+from cost_models.profile.profile import VERSION, MeasuredCost, OpEntry, Profile, ProfileMachine
+from cost_models.profile.shapes import KernelShape
 from ir.core.errors import ErrorKind
-from ir.core.files import Format, cut, parse_json, read_text, typed, words
+from ir.core.files import FileErrors, cut, parse_json, read_text, typed, words
 
-FORM = Format("a profile", ErrorKind.JOB, "costs.profile", 10**8, "piper-sim calibrate writes one")
+FORM = FileErrors("a profile", ErrorKind.JOB, "costs.profile", 10**8, "piper-sim calibrate writes one")
 _LINK = re.compile(r"p2p(@\d+)? \d+|[a-z_]+ \d+(@\d+)? \d+", re.ASCII)
 _LINKS = "`p2p <bytes>` or `<kind> <ranks> <bytes>`, with `@<nodes>` behind p2p or ranks where that is known"
 _ENTRY = ("median_s", "spread_s", "count", "family", "at", "alone")
@@ -76,14 +76,14 @@ class _File(Struct, kw_only=True):
 
     profile_version: int
     digest: str | None
-    machine: Machine
+    machine: ProfileMachine
     origins: tuple[str, ...]
     host_s: Seconds | None
     fit_error: Seconds
     ops: dict[str, _Op]
-    links: dict[str, Measured]
-    curves: dict[str, Curve]
-    pairs: dict[Annotated[str, words(*pair_keys(), said="pair")], Pair]
+    links: dict[str, MeasuredCost]
+    curves: dict[str, MessageCurve]
+    pairs: dict[Annotated[str, words(*pair_keys(), said="pair")], KernelPair]
 
 
 def load_profile(path: str | Path, key: str = "costs.profile") -> Profile:
@@ -143,5 +143,7 @@ def _op(table: Mapping[str, object], op: _Op, at: str, file: str | None) -> OpEn
     if not op.alone:
         raise FORM.wrong("False", file, f"{at}.alone", "true, or no such key")
     return OpEntry(
-        Measured(op.median_s, op.spread_s, op.count), OpShape(op.family, op.at) if shaped else None, "alone" in table
+        MeasuredCost(op.median_s, op.spread_s, op.count),
+        KernelShape(op.family, op.at) if shaped else None,
+        "alone" in table,
     )

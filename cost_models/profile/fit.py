@@ -24,7 +24,7 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MessageCurvePiece:
     """alpha_s: of an empty message. beta_s_per_byte: of each further byte. first, last: the sizes it was fitted to."""
 
     first: Bytes
@@ -38,17 +38,17 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class MessageCurve:
     """Pieces in the order of their sizes. error: the largest at a size it was fitted to, relative.
 
     spread: of the measurements behind it, between quartiles and relative: the median of all sizes.
 
-    >>> curve = Curve((Piece(1, 10, 1.0, 0.0), Piece(100, 1000, 0.0, 0.02)), 0.0)
+    >>> curve = MessageCurve((MessageCurvePiece(1, 10, 1.0, 0.0), MessageCurvePiece(100, 1000, 0.0, 0.02)), 0.0)
     >>> curve.seconds(5), curve.seconds(55), curve.seconds(500), curve.inside(2000)
     (1.0, 1.5, 10.0, False)
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MessageCurvePiece, ...]
     error: Seconds
     spread: Seconds = 0.0
 
@@ -74,7 +74,7 @@ class Curve:
         A smaller message may take as long as the smallest that was measured; a larger one as long, byte by byte, as
         the largest.
 
-        >>> curve = Curve((Piece(10, 100, 1.0, 0.1),), 0.05)
+        >>> curve = MessageCurve((MessageCurvePiece(10, 100, 1.0, 0.1),), 0.05)
         >>> [round(curve.doubt_s(n), 3) for n in (50, 5, 1000)]
         [0.3, 0.575, 14.05]
         """
@@ -96,7 +96,7 @@ class Curve:
         return 1 / beta if beta else math.inf
 
 
-def fit(points: Sequence[Point], spread: float = 0.0) -> Curve:
+def fit(points: Sequence[Point], spread: float = 0.0) -> MessageCurve:
     """The curve of least squared relative error through (bytes, seconds), with as few pieces as will do.
 
     No latency and no slope is negative. A piece more must halve what is left over, and has three sizes at least.
@@ -125,10 +125,10 @@ def fit(points: Sequence[Point], spread: float = 0.0) -> Curve:
     made = []
     for a, b in pairwise(cuts):
         alpha, beta, _ = found.line(a, b)
-        made.append(Piece(ordered[a][0], ordered[b - 1][0], alpha, beta))
-    curve = Curve(tuple(made), 0.0, spread)
+        made.append(MessageCurvePiece(ordered[a][0], ordered[b - 1][0], alpha, beta))
+    curve = MessageCurve(tuple(made), 0.0, spread)
     off = [abs(curve.seconds(n) / t - 1) for n, t in zip(size.astype(int).tolist(), seconds.tolist(), strict=True)]
-    return Curve(curve.pieces, max(off), spread)
+    return MessageCurve(curve.pieces, max(off), spread)
 
 
 def _merged(points: Sequence[Point]) -> list[Point]:

@@ -17,7 +17,7 @@ PACKAGES = ("numpy", "torch")
 
 
 @dataclass(frozen=True)
-class Machine:
+class ProfileMachine:
     """cpu "" and cores 0 where it is not known (an imported trace). gpu "" where none was used.
 
     versions: of Python and packages. date: UTC. threads: that one process computes with.
@@ -32,13 +32,13 @@ class Machine:
     threads: Annotated[int, Meta(ge=1)] = 1
 
     @classmethod
-    def here(cls, gpu: str = "", gpus: int = 0, threads: int = 1) -> Machine:
+    def here(cls, gpu: str = "", gpus: int = 0, threads: int = 1) -> ProfileMachine:
         """This machine, now. gpu, gpus: as the executor sees them; nothing here asks a device."""
         versions = {"python": platform.python_version()} | {p: v for p in PACKAGES if (v := _version(p))}
         return cls(_cpu(), len(os.sched_getaffinity(0)), gpu, gpus, versions, _now(), threads)
 
     @classmethod
-    def elsewhere(cls, gpu: str = "", gpus: int = 0, versions: Mapping[str, str] | None = None) -> Machine:
+    def elsewhere(cls, gpu: str = "", gpus: int = 0, versions: Mapping[str, str] | None = None) -> ProfileMachine:
         """A machine of which only its output is at hand; the date is that of reading it."""
         return cls("", 0, gpu, gpus, versions or {}, _now())
 
@@ -46,7 +46,7 @@ class Machine:
     def fingerprint(self) -> str:
         """One line that is equal on equal machines; the date is not in it.
 
-        >>> Machine("Xeon", 2, "", 0, {"torch": "2.13.0"}, "2026-01-01T00:00:00Z").fingerprint
+        >>> ProfileMachine("Xeon", 2, "", 0, {"torch": "2.13.0"}, "2026-01-01T00:00:00Z").fingerprint
         'Xeon x2, 1 thread, torch 2.13.0'
         """
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"

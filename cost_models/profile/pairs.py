@@ -10,7 +10,7 @@ BOUNDS = ("arithmetic", "memory")  # what a kernel is bound by
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class KernelPair:
     """Added slowdowns: 0.2 makes what is slowed take 1.2 times as long.
 
     held: of the kernel, while the message's kernel holds its SMs; moving: beside that, while its bytes move. wire: of

@@ -18,20 +18,20 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from cost_models.profile.fit import Curve, Seconds, fit
-from cost_models.profile.machine import Machine
-from cost_models.profile.pairs import Pair
-from cost_models.profile.shapes import OpShape, Sized, between
-from ir.core.work import CommKind, Message
+from cost_models.profile.fit import MessageCurve, Seconds, fit
+from cost_models.profile.machine import ProfileMachine
+from cost_models.profile.pairs import KernelPair
+from cost_models.profile.shapes import CostBySize, KernelShape, between
+from ir.core.work import Message, MessageKind
 from ir.graph.classes import link_class, node_classes
 from ir.plan.plan import OpKind, Plan
 
-__all__ = ["Found", "Machine", "Measured", "OpEntry", "Profile", "Source", "lookup", "plan_keys"]
+__all__ = ["CostSource", "MeasuredCost", "OpEntry", "Profile", "ProfileCost", "ProfileMachine", "lookup", "plan_keys"]
 
 VERSION = 2
 
 
-class Source(StrEnum):
+class CostSource(StrEnum):
     """Where seconds come from."""
 
     MEASURED = "measured"  # of this very class and size
@@ -41,7 +41,7 @@ class Source(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredCost:
     """Seconds of one op or message. spread_s: between the quartiles. count: how often it was timed."""
 
     median_s: Seconds
@@ -56,8 +56,8 @@ class OpEntry:
     alone: the messages inside it are not in its time, and come on top.
     """
 
-    time: Measured
-    shape: OpShape | None = None
+    time: MeasuredCost
+    shape: KernelShape | None = None
     alone: bool = False
 
 
@@ -70,28 +70,28 @@ class Profile:
     origins: how each part of it was come by, in words. sealed: nobody has changed the file since it was written.
     """
 
-    machine: Machine
+    machine: ProfileMachine
     ops: Mapping[str, OpEntry]
-    links: Mapping[str, Measured] = field(default_factory=dict)
-    curves: Mapping[str, Curve] = field(default_factory=dict)
+    links: Mapping[str, MeasuredCost] = field(default_factory=dict)
+    curves: Mapping[str, MessageCurve] = field(default_factory=dict)
     host_s: float | None = None
-    pairs: Mapping[str, Pair] = field(default_factory=dict)
+    pairs: Mapping[str, KernelPair] = field(default_factory=dict)
     origins: tuple[str, ...] = ()
     sealed: bool = True
 
     @classmethod
     def of(
         cls,
-        machine: Machine,
+        machine: ProfileMachine,
         ops: Mapping[str, OpEntry],
-        links: Mapping[str, Measured] | None = None,
+        links: Mapping[str, MeasuredCost] | None = None,
         host_s: float | None = None,
-        pairs: Mapping[str, Pair] | None = None,
+        pairs: Mapping[str, KernelPair] | None = None,
         origins: tuple[str, ...] = (),
     ) -> Profile:
         """From measurements; the curves are fitted here."""
         links = links or {}
-        points: dict[str, list[tuple[int, Measured]]] = {}
+        points: dict[str, list[tuple[int, MeasuredCost]]] = {}
         for key, found in links.items():
             name, _, size = key.rpartition(" ")
             points.setdefault(name, []).append((int(size), found))
@@ -105,61 +105,61 @@ class Profile:
         return max((c.error for c in self.curves.values()), default=0.0)
 
     @cached_property
-    def families(self) -> dict[tuple[str, bool], list[Sized]]:
+    def families(self) -> dict[tuple[str, bool], list[CostBySize]]:
         """What was measured of each family, whether alone or with the messages inside."""
-        out: dict[tuple[str, bool], list[Sized]] = {}
+        out: dict[tuple[str, bool], list[CostBySize]] = {}
         for e in self.ops.values():
             if e.shape is not None:
                 known = out.setdefault((e.shape.family, e.alone), [])
-                known.append(Sized(e.shape.at, e.time.median_s, e.time.spread_s))
+                known.append(CostBySize(e.shape.at, e.time.median_s, e.time.spread_s))
         return out
 
 
-def _noise(points: list[tuple[int, Measured]]) -> float:
+def _noise(points: list[tuple[int, MeasuredCost]]) -> float:
     return median(m.spread_s / m.median_s if m.median_s else 0.0 for _, m in points)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ProfileCost:
     """Seconds for a key, and their spread: what was measured, or what a curve may be off. alone: see `OpEntry`."""
 
     seconds: float
     spread_s: float
-    source: Source = Source.MEASURED
+    source: CostSource = CostSource.MEASURED
     alone: bool = False
 
 
-def lookup(profile: Profile, key: str, shape: OpShape | None = None) -> Found | None:
+def lookup(profile: Profile, key: str, shape: KernelShape | None = None) -> ProfileCost | None:
     """What a profile says about a class of nodes or a message. shape: which other sizes may stand in for a node's.
 
-    >>> p = Profile.of(Machine("x", 1, "", 0, {}, ""), {}, {"p2p 1000": Measured(2e-3, 0.0, 9)})
+    >>> p = Profile.of(ProfileMachine("x", 1, "", 0, {}, ""), {}, {"p2p 1000": MeasuredCost(2e-3, 0.0, 9)})
     >>> lookup(p, "p2p 1000").seconds, lookup(p, "p2p 2000")
     (0.002, None)
     """
     entry = profile.ops.get(key)
     found = entry.time if entry is not None else profile.links.get(key)
     if found is not None:
-        return Found(found.median_s, found.spread_s, alone=entry is not None and entry.alone)
+        return ProfileCost(found.median_s, found.spread_s, alone=entry is not None and entry.alone)
     if shape is not None:
         return _sized(profile, shape)
     name, _, size = key.rpartition(" ")
     if name in profile.curves and size.isdecimal():
         curve = profile.curves[name]
-        source = Source.INTERPOLATED if curve.inside(int(size)) else Source.EXTRAPOLATED
-        return Found(curve.seconds(int(size)), curve.doubt_s(int(size)), source)
+        source = CostSource.INTERPOLATED if curve.inside(int(size)) else CostSource.EXTRAPOLATED
+        return ProfileCost(curve.seconds(int(size)), curve.doubt_s(int(size)), source)
     return None
 
 
-def _sized(profile: Profile, shape: OpShape) -> Found | None:
+def _sized(profile: Profile, shape: KernelShape) -> ProfileCost | None:
     for alone in (True, False):
         known = profile.families.get((shape.family, alone), [])
         same = next((k for k in known if k.at == shape.at), None)  # an update does not know of sequence lengths
         if same is not None:
-            return Found(same.seconds, same.spread_s, alone=alone)
+            return ProfileCost(same.seconds, same.spread_s, alone=alone)
         got = between(known, shape.at)
         if got is not None:
-            source = Source.INTERPOLATED if got.inside else Source.EXTRAPOLATED
-            return Found(got.seconds, got.spread_s, source, alone)
+            source = CostSource.INTERPOLATED if got.inside else CostSource.EXTRAPOLATED
+            return ProfileCost(got.seconds, got.spread_s, source, alone)
     return None
 
 
@@ -178,7 +178,7 @@ def plan_keys(plan: Plan) -> Counter[str]:
             case OpKind.SEND:
                 assert s.slot is not None
                 size = g.nodes[s.slot[0]].writes[s.slot[1]].bytes
-                out[link_class(Message(CommKind.P2P, size, ("pp",)), 2)] += times
+                out[link_class(Message(MessageKind.P2P, size, ("pp",)), 2)] += times
             case OpKind.COLLECTIVE:
                 node = g.nodes[s.covers[0][0]] if s.covers else None
                 message = s.message if node is None else node.message

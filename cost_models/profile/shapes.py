@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from ir.graph.classes import recomputed
-from ir.graph.graph import Graph, Node, Once
+from ir.graph.graph import Graph, GraphNode, PerStepOp
 from ir.workload.config.spec import NOT_KERNELS
-from ir.workload.source import ModelSource
+from ir.workload.source import ConfigModelWork
 
 Sizes = Mapping[str, int]
 DIVIDED = "sequence_parallel"  # whether tp divides norms too: 0 or 1, nothing to read between
 
 
 @dataclass(frozen=True)
-class OpShape:
+class KernelShape:
     """family: what it shares with other sizes. at: its sizes."""
 
     family: str
@@ -30,7 +30,7 @@ class OpShape:
 
 
 @dataclass(frozen=True)
-class Sized:
+class CostBySize:
     """Seconds at some sizes, and their spread."""
 
     at: Sizes
@@ -39,7 +39,7 @@ class Sized:
 
 
 @dataclass(frozen=True)
-class Between:
+class InterpolatedCost:
     """What was read off. inside: between measured sizes, not beyond."""
 
     seconds: float
@@ -47,10 +47,10 @@ class Between:
     inside: bool
 
 
-def op_shapes(graph: Graph) -> tuple[OpShape | None, ...]:
+def op_shapes(graph: Graph) -> tuple[KernelShape | None, ...]:
     """The family and sizes of every node; None of messages, and of what comes from no config."""
     source = graph.source
-    if not isinstance(source, ModelSource):
+    if not isinstance(source, ConfigModelWork):
         return (None,) * len(graph.nodes)
     config = [(f.name, getattr(source.config, f.name)) for f in fields(source.config) if f.name not in NOT_KERNELS]
     model = repr((config, source.precision, source.attention))
@@ -58,9 +58,9 @@ def op_shapes(graph: Graph) -> tuple[OpShape | None, ...]:
     layouts = {(e.stage, e.name): e.layout for e in graph.entries}
     layers = {(e.stage, e.name): e.chunk.tags.get("L", 0) for e in graph.entries}
 
-    def shape(n: Node) -> OpShape | None:
-        if n.kind is Once.UPDATE:
-            return OpShape(f"UPDATE ~{_digest(model)}", {"numel": n.numel})
+    def shape(n: GraphNode) -> KernelShape | None:
+        if n.kind is PerStepOp.UPDATE:
+            return KernelShape(f"UPDATE ~{_digest(model)}", {"numel": n.numel})
         if n.once or n.message is not None:
             return None
         layout = layouts[n.stage, n.part]
@@ -71,19 +71,19 @@ def op_shapes(graph: Graph) -> tuple[OpShape | None, ...]:
         chunk, _, part = n.part.rpartition(".")
         name = f"{n.kind}/{chunk.rstrip('0123456789')}.{part}"
         at = {"seq_len": source.shape.seq_len, "sequences": source.shape.microbatch_size, "tp": layout.tp}
-        return OpShape(f"{name} ~{_digest(repr(fixed))}", at | {DIVIDED: int(layout.sequence_parallel)})
+        return KernelShape(f"{name} ~{_digest(repr(fixed))}", at | {DIVIDED: int(layout.sequence_parallel)})
 
     return tuple(shape(n) for n in graph.nodes)
 
 
-def between(known: Sequence[Sized], at: Sizes) -> Between | None:
+def between(known: Sequence[CostBySize], at: Sizes) -> InterpolatedCost | None:
     """Seconds at sizes that were not measured; None where no measured sizes lie on a line with them.
 
     From the measured sizes that differ least, along each size that differs: on the power law through the neighbours
     measured there with all else equal. The spread is the largest of theirs, and how far a straight line through them
     would differ from the power law.
 
-    >>> known = [Sized({"seq_len": n}, n / 1000, 0.0) for n in (1000, 4000)]
+    >>> known = [CostBySize({"seq_len": n}, n / 1000, 0.0) for n in (1000, 4000)]
     >>> found = between(known, {"seq_len": 2000}); round(found.seconds, 9), round(found.spread_s, 9), found.inside
     (2.0, 0.0, True)
     >>> between(known, {"seq_len": 8000}).inside, between(known[:1], {"seq_len": 8000})
@@ -92,7 +92,7 @@ def between(known: Sequence[Sized], at: Sizes) -> Between | None:
     fitting = [k for k in known if k.at.keys() == at.keys() and _divided_alike(k.at, at)]
     if any(v < 1 for name, v in at.items() if name != DIVIDED):
         return None
-    best: Between | None = None
+    best: InterpolatedCost | None = None
     for base in sorted(fitting, key=lambda k: _distance(k.at, at)):
         found = _from(base, fitting, at)
         if found is not None and (best is None or (found.inside and not best.inside)):
@@ -102,7 +102,7 @@ def between(known: Sequence[Sized], at: Sizes) -> Between | None:
     return best
 
 
-def _from(base: Sized, known: Sequence[Sized], at: Sizes) -> Between | None:
+def _from(base: CostBySize, known: Sequence[CostBySize], at: Sizes) -> InterpolatedCost | None:
     if base.seconds <= 0:
         return None
     seconds, noise, bent, inside = base.seconds, base.spread_s / base.seconds, 0.0, True
@@ -116,16 +116,16 @@ def _from(base: Sized, known: Sequence[Sized], at: Sizes) -> Between | None:
         noise = max(noise, *(k.spread_s / k.seconds for k in (low, high)))
         bent += abs(straight / law - 1)
         inside = inside and low.at[name] <= at[name] <= high.at[name]
-    return Between(seconds, (noise + bent) * seconds, inside)
+    return InterpolatedCost(seconds, (noise + bent) * seconds, inside)
 
 
-def _bracket(line: Sequence[Sized], name: str, value: int) -> tuple[Sized, Sized]:
+def _bracket(line: Sequence[CostBySize], name: str, value: int) -> tuple[CostBySize, CostBySize]:
     """The neighbours on both sides; beyond the last one, the last two."""
     above = next((i for i, k in enumerate(line) if k.at[name] >= value), len(line) - 1)
     return line[max(above, 1) - 1], line[max(above, 1)]
 
 
-def _read(low: Sized, high: Sized, name: str, value: int) -> tuple[float, float]:
+def _read(low: CostBySize, high: CostBySize, name: str, value: int) -> tuple[float, float]:
     """(on the power law, on the straight line) through two points; a straight line that falls below 0 ends there.
 
     Beyond them the law starts from the nearer one, and is none that no kernel follows, whatever two times may say.

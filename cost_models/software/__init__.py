@@ -15,19 +15,19 @@ from typing import Annotated, Literal
 import msgspec
 
 from ir.core.errors import ErrorKind, PiperError, nearest
-from ir.core.files import Format, read_json, typed
-from ir.workload.setting import Loss, Style
+from ir.core.files import FileErrors, read_json, typed
+from ir.workload.setting import KernelStyle, TokenLossKind
 
-__all__ = ["MOST", "Software", "frameworks", "load_software"]
+__all__ = ["MOST", "FrameworkCosts", "frameworks", "load_software"]
 
 MOST = 6
-FORM = Format("a software file", ErrorKind.JOB, "costs.software", 10**6, "a framework's name, or a path")
+FORM = FileErrors("a software file", ErrorKind.JOB, "costs.software", 10**6, "a framework's name, or a path")
 _HERE = Path(__file__).parent
 Factor = Annotated[float, msgspec.Meta(ge=0.2, le=5)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
-class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Constants of a framework; by default those of the modelled kernels, fused and launched ahead. All fitted.
 
     traffic: bytes that memory-bound kernels (of passes and of the update, but not the loss's) move, over those of fused
@@ -53,10 +53,10 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     sources: dict[str, str] = {}
 
     @property
-    def style(self) -> Style:
+    def style(self) -> KernelStyle:
         """What the framework keeps, for the model graph."""
-        loss = self.loss or (Loss.PLAIN if self.eager else Loss.PARALLEL)
-        return Style(Loss(loss), self.eager, self.keep_gathered)
+        loss = self.loss or (TokenLossKind.PLAIN if self.eager else TokenLossKind.PARALLEL)
+        return KernelStyle(TokenLossKind(loss), self.eager, self.keep_gathered)
 
 
 def frameworks() -> tuple[str, ...]:
@@ -68,7 +68,7 @@ def frameworks() -> tuple[str, ...]:
     return tuple(sorted(p.stem for p in _HERE.glob("*.json")))
 
 
-def load_software(name: str | None) -> Software:
+def load_software(name: str | None) -> FrameworkCosts:
     """The constants of a framework, by name or from a path to a .json file; those of fused kernels where none is named.
 
     >>> load_software("megatrom")
@@ -79,7 +79,7 @@ def load_software(name: str | None) -> Software:
     fix: megatron
     """
     if name is None:
-        return Software()
+        return FrameworkCosts()
     if name.endswith(".json"):
         return read(Path(name))
     if name not in frameworks():
@@ -93,10 +93,10 @@ def load_software(name: str | None) -> Software:
     return read(_HERE / f"{name}.json")
 
 
-def read(path: Path) -> Software:
+def read(path: Path) -> FrameworkCosts:
     """One file, strictly: known keys, in range, at most `MOST` constants, each with its source. Raises PiperError."""
     raw = read_json(path, FORM)
-    found = typed(raw, Software, FORM, str(path))
+    found = typed(raw, FrameworkCosts, FORM, str(path))
     constants = raw.keys() - {"name", "sources"}
     if len(constants) > MOST:
         message = f"{len(constants)} constants: {', '.join(sorted(constants))}"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from executor.autograd.split import SplitRun
-from executor.parallel.expert_all_to_all import Route
+from executor.autograd.split import SplitPass
+from executor.parallel.expert_all_to_all import ExpertRoute
 
 Values = tuple[Tensor, ...]
 Grads = list[Tensor | None]
@@ -17,12 +17,12 @@ Ports = Mapping[str, tuple[int, ...]]  # port → which of a unit's outputs are 
 
 
 @dataclass(slots=True)
-class UnitLife:
+class PartState:
     """One unit's life for one microbatch: what forward left, until W. inputs: what each unit it reads gave it; None
     where that is made again. sizes: how many tensors each of them gave; outs: how many it gives itself.
     """
 
-    run: SplitRun
+    run: SplitPass
     sizes: tuple[int, ...] = ()
     outs: int = 1
     inputs: tuple[Values | None, ...] = ()
@@ -31,7 +31,7 @@ class UnitLife:
 
 
 @dataclass(slots=True)
-class Flow:
+class MicrobatchState:
     """What stands at the edge of the work done so far of one microbatch, by what it comes from ("": outside).
 
     acts: outputs, until every reader has run. again: the same, made again by R. grads: sums of what readers' I gave.
@@ -43,10 +43,10 @@ class Flow:
     left: Counter[str] = field(default_factory=Counter)
     left_again: Counter[str] = field(default_factory=Counter)
     grads: dict[str, Grads] = field(default_factory=dict)
-    units: dict[str, UnitLife] = field(default_factory=dict)
+    units: dict[str, PartState] = field(default_factory=dict)
     extras: dict[str, tuple[object, ...]] = field(default_factory=dict)
     counts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    routes: dict[str, Route] = field(default_factory=dict)
+    routes: dict[str, ExpertRoute] = field(default_factory=dict)
 
     def idle(self) -> bool:
         """Whether nothing is held."""

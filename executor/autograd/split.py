@@ -2,10 +2,10 @@
 
 Every torch function that reads a weight beside another tensor becomes a *seam*: one autograd node on the outside,
 with a small graph of its own inside. Running the outer graph gives the input gradients, frees all other saved
-tensors, and leaves one `Job` per seam: what the function saved, and its output gradient. `W` runs those jobs. The
-same kernels run in the same order as in a whole backward, so the sums are the same to the last bit. Weights of any
-shape and use count: Linear, Embedding, norms, a weight used twice, a weight cast or transposed before use. (torch's
-private `stage_backward_input/weight` is the oracle in the tests; it frees nothing between I and W.)
+tensors, and leaves one `DeferredPass` per seam: what the function saved, and its output gradient. `W` runs those
+jobs. The same kernels run in the same order as in a whole backward, so the sums are the same to the last bit.
+Weights of any shape and use count: Linear, Embedding, norms, a weight used twice, a weight cast or transposed before
+use. (torch's private `stage_backward_input/weight` is the oracle in the tests; it frees nothing between I and W.)
 
 Two limits. A composite function that reads its input several times (`F.rms_norm` with a weight) sums these gradients
 before those of the input's other readers, so against torch's whole backward, not between plans, the last bit may
@@ -28,7 +28,7 @@ Sink = Callable[[str, Tensor], None]
 
 
 @dataclass(slots=True)
-class Job:
+class DeferredPass:
     """One seam's unfinished weight gradient: where to enter its graph, which weights, and (after I) with what."""
 
     edges: tuple[GradientEdge, ...]
@@ -38,13 +38,13 @@ class Job:
     grads: tuple[Tensor | None, ...] = ()
 
 
-class SplitRun:
+class SplitPass:
     """One microbatch's passage through one module: forward once, then `input_grad` and `weight_grad`, or `whole`.
 
     weights: global name → parameter. sink: receives (name, gradient), once per weight and microbatch.
 
     >>> layer, got = torch.nn.Linear(3, 2, bias=False), {}
-    >>> run = SplitRun({"w": layer.weight}, got.__setitem__)
+    >>> run = SplitPass({"w": layer.weight}, got.__setitem__)
     >>> (y,) = run.forward(layer, torch.ones(1, 3))
     >>> dx, = run.input_grad(torch.ones(1, 2)); sorted(got)
     []
@@ -57,7 +57,7 @@ class SplitRun:
         self.names = {id(w): n for n, w in self.weights.items()}
         self.sink = sink
         self.deferred = True
-        self.jobs: list[Job] = []
+        self.jobs: list[DeferredPass] = []
         self.uses: dict[str, int] = {}
         self.anchor = torch.zeros((), requires_grad=True)
         self._partial: dict[str, Tensor] = {}
@@ -139,7 +139,7 @@ class SplitRun:
 class _Seams(TorchFunctionMode):
     """While active, functions of a weight and something else are seams; functions of weights alone are noted."""
 
-    def __init__(self, run: SplitRun) -> None:
+    def __init__(self, run: SplitPass) -> None:
         super().__init__()
         self.run = run
         self.derived: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}  # id → (kept alive, the weights it comes from)
@@ -205,14 +205,14 @@ class _Seam(torch.autograd.Function):
     """One function of weights, as one autograd node whose weight gradients may wait."""
 
     @staticmethod
-    def run(run: SplitRun, call: _Call, acts: tuple[Tensor, ...]) -> Any:
+    def run(run: SplitPass, call: _Call, acts: tuple[Tensor, ...]) -> Any:
         """Apply, then put a list or tuple of outputs back into its form."""
         form: list[type | None] = []
         outs = _apply(_Seam, run, call, form, run.anchor, *acts)
         return outs if form[0] is None else form[0](outs if isinstance(outs, tuple) else (outs,))
 
     @staticmethod
-    def forward(ctx: Any, run: SplitRun, call: _Call, form: list[type | None], anchor: Tensor, *acts: Tensor) -> Any:
+    def forward(ctx: Any, run: SplitPass, call: _Call, form: list[type | None], anchor: Tensor, *acts: Tensor) -> Any:
         leaves = {id(a): a.detach().requires_grad_() for a in acts}
         with torch.enable_grad():
             given = _swap(call.args, leaves)
@@ -229,7 +229,7 @@ class _Seam(torch.autograd.Function):
         dead = (r for r, on in zip(results, live, strict=True) if isinstance(r, Tensor) and not on)
         ctx.mark_non_differentiable(*dead)
         ctx.run, ctx.acts = run, [id(a) for a in acts]
-        ctx.job = Job(edges, tuple(leaves.values()), call.weights, call.derived)
+        ctx.job = DeferredPass(edges, tuple(leaves.values()), call.weights, call.derived)
         for w in call.weights:
             name = run.names[id(w)]
             run.uses[name] = run.uses.get(name, 0) + 1
@@ -237,8 +237,8 @@ class _Seam(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        run: SplitRun = ctx.run
-        job: Job = ctx.job
+        run: SplitPass = ctx.run
+        job: DeferredPass = ctx.job
         ctx.job = None
         live = [(e, g) for e, g in zip(job.edges, (g for g, on in zip(dys, ctx.live, strict=True) if on), strict=True)]
         live = [(e, g) for e, g in live if g is not None]
@@ -251,7 +251,7 @@ class _Seam(torch.autograd.Function):
         if run.deferred:
             if job.leaves:
                 dxs = torch.autograd.grad(edges, job.leaves, grads, retain_graph=True, allow_unused=True)
-            run.jobs.append(Job(edges, (), job.weights, job.derived, grads))
+            run.jobs.append(DeferredPass(edges, (), job.weights, job.derived, grads))
         else:
             n = len(job.leaves)
             got = torch.autograd.grad(

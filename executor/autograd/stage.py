@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from executor.autograd.microbatch_state import Flow, Grads, Ports, UnitLife, Values
-from executor.autograd.split import SplitRun
+from executor.autograd.microbatch_state import Grads, MicrobatchState, PartState, Ports, Values
+from executor.autograd.split import SplitPass
 from executor.modules.base import total, wiring
-from executor.optim.gradients import Gradients
-from executor.parallel.expert_all_to_all import Exchange, Route, Trade, even, travel
+from executor.optim.gradients import ParamGradients
+from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertRoute, ExpertTransfer, even, travel
 from ir.core.ops import Pass
 
-__all__ = ["Gradients", "Stage", "Values"]
+__all__ = ["ParamGradients", "Stage", "Values"]
 
 
 class Stage:
@@ -46,16 +46,16 @@ class Stage:
         units: Mapping[str, nn.Module],
         params: Mapping[str, Tensor],
         *,
-        grads: torch.dtype | Gradients | None = None,
+        grads: torch.dtype | ParamGradients | None = None,
         recompute: Iterable[str] = (),
         reads: Mapping[str, tuple[str, ...]] | None = None,
         ports: Mapping[str, Ports] | None = None,
-        exchanges: Mapping[str, Exchange] | None = None,
-        routes: Callable[[str, int], Route] | None = None,
+        exchanges: Mapping[str, ExpertAllToAll] | None = None,
+        routes: Callable[[str, int], ExpertRoute] | None = None,
     ) -> None:
         self.units, self._routes = dict(units), routes
         self.params = dict(params)
-        self.grads = grads if isinstance(grads, Gradients) else Gradients(self.params, grads)
+        self.grads = grads if isinstance(grads, ParamGradients) else ParamGradients(self.params, grads)
         self.recompute = frozenset(recompute)
         self._ports = {u: p for u, p in (ports or {}).items() if u in self.units}
         self._of = {port: u for u in self.units for port in self._ports.get(u, (u,))}  # port or exchange → its unit
@@ -64,7 +64,7 @@ class Stage:
         self.reads = wiring(self.units, reads or {}, self._of)
         names = {id(p): n for n, p in self.params.items()}
         self._weights = {u: {names[id(p)]: p for p in m.parameters()} for u, m in self.units.items()}
-        self._flows: dict[int, Flow] = {}
+        self._flows: dict[int, MicrobatchState] = {}
         found = [*((r, u) for u, reads in self.reads.items() for r in reads)]
         found += [(x.reads, u) for n, x in self.exchanges.items() for u in (self._behind(n) or ("",))]
         self._readers = Counter(r for r, _ in found)
@@ -113,7 +113,7 @@ class Stage:
                 case Pass.W:
                     self._weight_grad(mb, name)
 
-    def exchange(self, pass_: Pass, mb: int, name: str) -> Trade:
+    def exchange(self, pass_: Pass, mb: int, name: str) -> ExpertTransfer:
         """Begin an all-to-all behind the unit it reads: what is to travel. Its reader may run when it has ended.
 
         One whose sizes must be read first asks the device for them: what carries them must have ended.
@@ -142,9 +142,9 @@ class Stage:
                 flow.extras[unit] = (route.got,)
         return trade
 
-    def _route(self, flow: Flow, wire: Exchange, mb: int) -> Route:
+    def _route(self, flow: MicrobatchState, wire: ExpertAllToAll, mb: int) -> ExpertRoute:
         counts, (chunk, _, _) = flow.counts.pop(wire.counts), wire.counts.rpartition(".")
-        return Route.read(*counts, wire.ranks) if self._routes is None else self._routes(chunk, mb)
+        return ExpertRoute.read(*counts, wire.ranks) if self._routes is None else self._routes(chunk, mb)
 
     def whole(self, mb: int, units: Sequence[str] | None = None) -> None:
         """B: I and W of each unit at once, the units given (default: all) in backward order."""
@@ -197,7 +197,7 @@ class Stage:
     def _forward(self, mb: int, name: str) -> None:
         flow, module, reads = self._flow(mb), self.units[name], self.reads[name]
         inputs = [flow.acts[r] for r in reads]
-        unit = UnitLife(SplitRun(self._weights[name], lambda n, g: self.grads.add(n, g, mb)), tuple(map(len, inputs)))
+        unit = PartState(SplitPass(self._weights[name], lambda n, g: self.grads.add(n, g, mb)), tuple(map(len, inputs)))
         acts, extras = tuple(x for values in inputs for x in values), flow.extras.pop(name, ())
         if name in self.recompute:
             unit.inputs = tuple(None if self._made_again(r, name) else flow.acts[r] for r in reads)
@@ -237,14 +237,14 @@ class Stage:
             self._take(mb, name).run.weight_grad()
             self._drop(mb, name)
 
-    def _arrived(self, mb: int, name: str, unit: UnitLife) -> Grads:
+    def _arrived(self, mb: int, name: str, unit: PartState) -> Grads:
         """The gradients of a unit's outputs; none for a loss."""
         return self._flow(mb).arrived(self.ported(name, unit.outs), unit.outs)
 
-    def _pass_on(self, mb: int, name: str, unit: UnitLife, grads: Sequence[Tensor | None]) -> None:
+    def _pass_on(self, mb: int, name: str, unit: PartState, grads: Sequence[Tensor | None]) -> None:
         self._flow(mb).pass_on(self.reads[name], unit.sizes, grads)
 
-    def _take(self, mb: int, name: str) -> UnitLife:
+    def _take(self, mb: int, name: str) -> PartState:
         unit = self._flow(mb).units[name]
         if unit.waits_for_r:
             self._recompute(mb, name)
@@ -268,9 +268,9 @@ class Stage:
         del self._flow(mb).units[name]
         self._tidy(mb)
 
-    def _flow(self, mb: int) -> Flow:
+    def _flow(self, mb: int) -> MicrobatchState:
         if mb not in self._flows:
-            self._flows[mb] = Flow()
+            self._flows[mb] = MicrobatchState()
         return self._flows[mb]
 
     def _tidy(self, mb: int) -> None:

@@ -18,45 +18,54 @@ import torch
 from torch import Tensor
 
 from executor.checkpoint.folder import part_of, prune, publish, step_name, sweep
-from executor.checkpoint.lock import Lock, said
-from executor.checkpoint.manifest import VERSION, Manifest, Part, file_of, read_manifest, stored, uncovered, verify
-from executor.checkpoint.pieces import Held, Piece, in_files, written
-from executor.checkpoint.reader import RANDOM, Reader
+from executor.checkpoint.lock import CheckpointLock, said
+from executor.checkpoint.manifest import (
+    VERSION,
+    CheckpointManifest,
+    RankManifest,
+    file_of,
+    read_manifest,
+    stored,
+    uncovered,
+    verify,
+)
+from executor.checkpoint.pieces import Held, ShardPiece, in_files, written
+from executor.checkpoint.reader import RANDOM, CheckpointReader
 from executor.checkpoint.same import WEIGHT, plain_table, training_of
-from executor.checkpoint.saving import KEPT, Saving
+from executor.checkpoint.saving import KEPT, CheckpointOptions
 from executor.checkpoint.tensors import MANIFEST, write_tensors
-from executor.device.progress import Progress
-from executor.optim.sync import Sync
-from executor.parallel.shares import Share
+from executor.device.progress import RankProgress
+from executor.optim.sync import BucketSync
+from executor.parallel.shares import ParamShard
 from executor.transport.base import Transport
 from ir.core.errors import ErrorKind, PiperError
-from ir.job.build import Prepared
-from ir.plan.places import Places
+from ir.job.build import PreparedJob
+from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
 
 FILE_BYTES = 2**27  # of a file's values at most: a file is put together in host memory
 
 
-class Keeper:
+class RankCheckpoint:
     """shares: what this rank holds of each parameter. saved: the newest checkpoint of this run."""
 
     def __init__(
         self,
-        saving: Saving,
-        prepared: Prepared,
+        saving: CheckpointOptions,
+        prepared: PreparedJob,
         plan: Plan,
         rank: int,
-        sync: Sync,
-        shares: Mapping[str, Share],
-        progress: Progress,
+        sync: BucketSync,
+        shares: Mapping[str, ParamShard],
+        progress: RankProgress,
     ) -> None:
         self.saving, self.prepared, self.plan, self.rank = saving, prepared, plan, rank
         self.sync, self.shares, self.progress = sync, shares, progress
-        self.places = Places.of(plan)
+        self.places = RankPlacement.of(plan)
         self.saved: str | None = None
         self._folder = Path(saving.save or "")
-        self._lock: Lock | None = None
+        self._lock: CheckpointLock | None = None
         self._run, self._name = "", ""  # of all runs that continue one another; of this one
 
     def begin(self, transport: Transport) -> None:
@@ -67,7 +76,7 @@ class Keeper:
         s = self.saving
         if s.save is not None and self.rank == 0:
             self.progress.op(-1, "begin")
-            self._lock = Lock(self._folder)
+            self._lock = CheckpointLock(self._folder)
             sweep(self._folder, self.progress.go_on)
             name = uuid.uuid4().hex[:12]
             self._lock.say(s.run or name, name)
@@ -119,19 +128,19 @@ class Keeper:
                 tensors |= {f"{RANDOM}{device}": state for device, state in _random_states().items()}
             file = file_of(self.rank, number)
             found = write_tensors(folder / file, tensors, self.progress.go_on)
-            parts.append(Part(file, found, {name: piece for name, (piece, _) in held.items()}))
+            parts.append(RankManifest(file, found, {name: piece for name, (piece, _) in held.items()}))
         _note(folder, self.rank).write_bytes(msgspec.json.encode(parts))
 
     def _mine(self) -> Held:
         mine = written(self.plan.graph, self.places, self.rank)
         kept = {n: x for n, x in self.sync.kept().items() if n in mine}
-        return {n: (Piece(self.shares[n], first, len(slots[WEIGHT])), slots) for n, (first, slots) in kept.items()}
+        return {n: (ShardPiece(self.shares[n], first, len(slots[WEIGHT])), slots) for n, (first, slots) in kept.items()}
 
     def _finish(self, done: int) -> None:
         """Rank 0: add the manifest to what all ranks have written, and give it its name."""
         folder, tick = part_of(self._folder, done, self._name), self.progress.go_on
         notes = [_note(folder, r) for r in range(self.places.ranks)]
-        parts = [part for note in notes for part in msgspec.json.decode(note.read_bytes(), type=list[Part])]
+        parts = [part for note in notes for part in msgspec.json.decode(note.read_bytes(), type=list[RankManifest])]
         with (folder / MANIFEST).open("xb") as file:
             file.write(self._manifest(done, parts).text())
             file.flush()
@@ -141,13 +150,13 @@ class Keeper:
         publish(folder, done, tick)
         prune(self._folder, self._run, done, self.saving.keep or KEPT, force=self.saving.force, tick=tick)
 
-    def _manifest(self, done: int, parts: list[Part]) -> Manifest:
+    def _manifest(self, done: int, parts: list[RankManifest]) -> CheckpointManifest:
         training, pieces = training_of(self.prepared), stored(parts)
         job = plain_table(self.prepared.job)
         job["schedule"] = {**job["schedule"], "name": self.prepared.schedule}
         job["schedule"].pop("directives", None)  # a file that is gone after the run
         assert (gap := uncovered(training.shapes, pieces)) is None, gap
-        return Manifest(
+        return CheckpointManifest(
             schema_version=VERSION,
             run=self._run,
             step=done,
@@ -172,13 +181,13 @@ class Keeper:
             verify(folder, manifest, sorted(manifest.files)[self.rank :: self.places.ranks], self.progress.go_on)
             self._together(transport, f"load {folder.name}")
             self.progress.op(-1, f"load {folder.name}")
-        reader, params = Reader(folder, manifest, self.progress.go_on), self.sync.weights()
+        reader, params = CheckpointReader(folder, manifest, self.progress.go_on), self.sync.weights()
         for name, (first, flat) in params.items():
-            reader.read(WEIGHT, name, Piece(self.shares[name], first, len(flat)), flat)
+            reader.read(WEIGHT, name, ShardPiece(self.shares[name], first, len(flat)), flat)
         for name, (first, slots) in self.sync.kept().items():
             for slot, flat in slots.items():
                 if slot != WEIGHT or flat.dtype != params[name][1].dtype:  # else it is the parameter itself
-                    reader.read(slot, name, Piece(self.shares[name], first, len(flat)), flat)
+                    reader.read(slot, name, ShardPiece(self.shares[name], first, len(flat)), flat)
         self.sync.optimizer.steps = manifest.step
         if manifest.plan_digest == plan_digest(self.plan):
             _set_random_states(reader.states(file_of(self.rank)))

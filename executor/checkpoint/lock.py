@@ -19,7 +19,7 @@ PATIENCE_S = 3.0  # for a run that was killed a moment ago to be gone
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class CheckpointHolder:
     """What the lock's file says."""
 
     run: str  # of all runs that continue one another
@@ -28,7 +28,7 @@ class Holder:
     host: str
 
 
-class Lock:
+class CheckpointLock:
     """A folder, taken."""
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +39,7 @@ class Lock:
     def say(self, run: str, name: str) -> None:
         """Leave word, down to the disk, for the run's other ranks, and of the process for whoever is refused."""
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, msgspec.json.encode(Holder(run, name, os.getpid(), socket.gethostname())), 0)
+        os.pwrite(self._fd, msgspec.json.encode(CheckpointHolder(run, name, os.getpid(), socket.gethostname())), 0)
         os.fsync(self._fd)
         sync_folder(self.folder)
 
@@ -53,10 +53,10 @@ def check_free(folder: Path) -> None:
     os.close(_locked(folder, fcntl.LOCK_SH))
 
 
-def said(folder: Path) -> Holder:
+def said(folder: Path) -> CheckpointHolder:
     """What the lock's holder has said. Raises PiperError (io): this machine sees another folder."""
     try:
-        return msgspec.json.decode((folder / LOCK).read_bytes(), type=Holder)
+        return msgspec.json.decode((folder / LOCK).read_bytes(), type=CheckpointHolder)
     except (OSError, ValueError) as error:
         message, fix = "rank 0's lock is not seen by this rank", "a folder on a file system that all machines share"
         raise PiperError(ErrorKind.IO, message, file=str(folder), key="--save", suggestion=fix) from error
@@ -100,6 +100,6 @@ def _locked(folder: Path, how: int) -> int:
 
 def _holder(words: bytes) -> str:
     with suppress(ValueError):
-        holder = msgspec.json.decode(words, type=Holder)
+        holder = msgspec.json.decode(words, type=CheckpointHolder)
         return f" (process {holder.pid} on {holder.host})"
     return ""

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from executor.checkpoint.pieces import Piece
-from executor.checkpoint.tensors import MANIFEST, Written, damaged, digest_of
+from executor.checkpoint.pieces import ShardPiece
+from executor.checkpoint.tensors import MANIFEST, CheckpointFile, damaged, digest_of
 from executor.modules.base import TORCH
 from ir.core.work import DType
 
@@ -36,7 +36,7 @@ def file_of(rank: int, number: int = 0) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class CheckpointTraining:
     """What must be the same for a checkpoint to be taken up again, under whatever plan."""
 
     shapes: Shapes  # of all parameters, by global name, in canonical order
@@ -56,24 +56,24 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredShard:
     """A piece of a parameter, and the file it lies in, under the parameter's name there."""
 
     file: str
-    piece: Piece
+    piece: ShardPiece
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankManifest:
     """One file, as the rank that wrote it knows it."""
 
     file: str
-    written: Written
-    pieces: dict[str, Piece]
+    written: CheckpointFile
+    pieces: dict[str, ShardPiece]
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     """A complete checkpoint. job, its digest, the plan's and the ranks: whence it came, for people, and for who resumes
     under the very same plan."""
 
@@ -81,14 +81,14 @@ class Manifest:
     run: str  # one name for all runs that resumed one from the other in one folder
     step: Count  # steps done
     tokens: Count  # read in them
-    training: Training
+    training: CheckpointTraining
     model_digest: str  # of names, shapes and format
     job: dict[str, dict[str, Any]]
     job_digest: str
     plan_digest: str
     ranks: Count
-    files: dict[str, Written]
-    parameters: dict[str, tuple[Stored, ...]]
+    files: dict[str, CheckpointFile]
+    parameters: dict[str, tuple[StoredShard, ...]]
     sha256: str = ""  # of all this, laid out without it
 
     @property
@@ -101,16 +101,16 @@ class Manifest:
         return msgspec.json.format(msgspec.json.encode(replace(self, sha256=self.own_digest)), indent=1) + b"\n"
 
 
-def stored(parts: Iterable[Part]) -> dict[str, tuple[Stored, ...]]:
+def stored(parts: Iterable[RankManifest]) -> dict[str, tuple[StoredShard, ...]]:
     """By parameter, where its pieces lie."""
-    out: dict[str, list[Stored]] = {}
+    out: dict[str, list[StoredShard]] = {}
     for part in parts:
         for name, piece in part.pieces.items():
-            out.setdefault(name, []).append(Stored(part.file, piece))
+            out.setdefault(name, []).append(StoredShard(part.file, piece))
     return {name: tuple(found) for name, found in out.items()}
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """The manifest of a checkpoint's folder. Raises PiperError (io): it cannot be read, or is not what was written."""
     file = folder / MANIFEST
     try:
@@ -121,7 +121,7 @@ def read_manifest(folder: Path) -> Manifest:
         version = msgspec.json.decode(raw, type=dict[str, Any])["schema_version"]
         if version != VERSION:
             raise damaged(file, f"a checkpoint of version {version}", str(VERSION))
-        found = msgspec.json.decode(raw, type=Manifest)
+        found = msgspec.json.decode(raw, type=CheckpointManifest)
         if found.sha256 != found.own_digest:
             raise damaged(file, "somebody has changed it: its own SHA-256 is another")
     except (ValueError, KeyError, RecursionError) as error:
@@ -131,7 +131,7 @@ def read_manifest(folder: Path) -> Manifest:
     return found
 
 
-def _flaw(m: Manifest) -> str | None:
+def _flaw(m: CheckpointManifest) -> str | None:
     """What cannot be so in a manifest whose digest is right: whoever wrote it wrote that, too."""
     if odd := next((name for name in m.files if not _FILE.fullmatch(name)), None):
         return f"{odd!r} is no name of a file in a checkpoint, as {file_of(0)!r} is"
@@ -147,7 +147,7 @@ def _flaw(m: Manifest) -> str | None:
     return uncovered(m.training.shapes, m.parameters)
 
 
-def uncovered(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, tuple[Stored, ...]]) -> str | None:
+def uncovered(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, tuple[StoredShard, ...]]) -> str | None:
     """The first parameter of which not every element is in one piece, in words."""
     for name, shape in shapes.items():
         count = sum(s.piece.count for s in parameters.get(name, ()))
@@ -156,7 +156,7 @@ def uncovered(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, tu
     return None
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
+def check_files(folder: Path, manifest: CheckpointManifest) -> None:
     """Raise PiperError (io) where a file is missing or has another size; what is in them, `verify` says."""
     for name, written in manifest.files.items():
         try:
@@ -167,7 +167,9 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             raise damaged(folder / name, f"{size} bytes, {written.bytes} were written")
 
 
-def verify(folder: Path, manifest: Manifest, names: Iterable[str], tick: Callable[[], None] = lambda: None) -> None:
+def verify(
+    folder: Path, manifest: CheckpointManifest, names: Iterable[str], tick: Callable[[], None] = lambda: None
+) -> None:
     """Read files of a checkpoint in full, several at once. Raises PiperError (io): one is not what was written.
 
     tick: called every 16 MiB.

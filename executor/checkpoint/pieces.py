@@ -9,31 +9,33 @@ from math import prod
 import numpy as np
 from torch import Tensor
 
-from executor.parallel.shares import Cut, Share
+from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.mesh import DENSE, EXPERT
 from ir.graph.graph import Graph
 from ir.graph.sync import Bucket, buckets
-from ir.plan.places import Places, sharers
+from ir.plan.places import RankPlacement, sharers
 
-Held = dict[str, tuple["Piece", dict[str, Tensor]]]  # parameter → a piece of it, and that, flat, of each of its slots
+Held = dict[
+    str, tuple["ShardPiece", dict[str, Tensor]]
+]  # parameter → a piece of it, and that, flat, of each of its slots
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardPiece:
     """Elements first … first + count of a share, laid flat: what ZeRO leaves of it on one rank.
 
-    >>> Piece(Share((2, 3)), 1, 4).runs()
+    >>> ShardPiece(ParamShard((2, 3)), 1, 4).runs()
     (array([1]), array([4]))
     """
 
-    share: Share
+    share: ParamShard
     first: int
     count: int
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Piece:
+    def whole(cls, shape: tuple[int, ...]) -> ShardPiece:
         """A whole parameter."""
-        return cls(Share(shape), 0, prod(shape))
+        return cls(ParamShard(shape), 0, prod(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,7 +46,7 @@ class Piece:
     def possible(self) -> bool:
         """Whether there is such a piece of a parameter of such a shape.
 
-        >>> Piece(Share((4,)), 3, 1).possible, Piece(Share((4,)), 3, 2).possible
+        >>> ShardPiece(ParamShard((4,)), 3, 1).possible, ShardPiece(ParamShard((4,)), 3, 2).possible
         (True, False)
         """
         shape, cuts = self.share.shape, self.share.cuts
@@ -54,8 +56,8 @@ class Piece:
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
         """Its elements as stretches of the whole parameter laid flat: where each starts, how long it is; ascending.
 
-        >>> from executor.parallel.shares import Cut
-        >>> Piece(Share((2, 6), (Cut(1, 1, 2, (4, 2)),)), 1, 4).runs()
+        >>> from executor.parallel.shares import ShardCut
+        >>> ShardPiece(ParamShard((2, 6), (ShardCut(1, 1, 2, (4, 2)),)), 1, 4).runs()
         (array([3, 5, 8]), array([1, 1, 2]))
         """
         starts, lengths = _stretches(self.share)
@@ -65,12 +67,13 @@ class Piece:
         kept = high > low
         return (starts + low)[kept], (high - low)[kept]
 
-    def shared(self, other: Piece) -> Iterator[tuple[int, int, int]]:
+    def shared(self, other: ShardPiece) -> Iterator[tuple[int, int, int]]:
         """What two pieces of one parameter have in common: (from where in this one, in the other, how many).
 
-        >>> from executor.parallel.shares import Cut
-        >>> a, b = Piece(Share((2, 3)), 0, 4), Piece(Share((2, 3), (Cut(1, 0, 1, (3,)),)), 2, 4)
-        >>> list(a.shared(b)), list(Piece(Share((4, 1)), 0, 2).shared(Piece(Share((4, 1)), 2, 2)))
+        >>> from executor.parallel.shares import ShardCut
+        >>> a, b = ShardPiece(ParamShard((2, 3)), 0, 4), ShardPiece(ParamShard((2, 3), (ShardCut(1, 0, 1, (3,)),)),
+        2, 4)
+        >>> list(a.shared(b)), list(ShardPiece(ParamShard((4, 1)), 0, 2).shared(ShardPiece(ParamShard((4, 1)), 2, 2)))
         ([(2, 0, 1), (3, 1, 1)], [])
         """
         if self.share == other.share:
@@ -88,12 +91,12 @@ class Piece:
                 yield int(at[i] + low - here[i]), int(to[j] + low - there[j]), int(high - low)
 
 
-def _divides(cut: Cut, shape: tuple[int, ...]) -> bool:
+def _divides(cut: ShardCut, shape: tuple[int, ...]) -> bool:
     sizes = min(cut.blocks, default=0) > 0 and 0 <= cut.dim < len(shape) and sum(cut.blocks) == shape[cut.dim]
     return sizes and 0 <= cut.index < cut.count
 
 
-def written(graph: Graph, places: Places, rank: int) -> frozenset[str]:
+def written(graph: Graph, places: RankPlacement, rank: int) -> frozenset[str]:
     """The parameters whose piece on this rank is this rank's to write.
 
     Ranks that hold the same part of a parameter (copies, and ranks that no axis of its cuts tells apart) stand first in
@@ -113,7 +116,7 @@ def written(graph: Graph, places: Places, rank: int) -> frozenset[str]:
     return frozenset(out)
 
 
-def _first(b: Bucket, places: Places, rank: int) -> bool:
+def _first(b: Bucket, places: RankPlacement, rank: int) -> bool:
     """Whether what this rank updates of a bucket is no copy of what a rank before it does."""
     members = sharers(b, places, rank)
     zero = b.replica.zero if len(members) > 1 else 0
@@ -121,13 +124,13 @@ def _first(b: Bucket, places: Places, rank: int) -> bool:
     return zero == 1 or (first and (zero > 1 or members.index(rank) == 0))
 
 
-def in_files(held: Iterable[tuple[str, tuple[Piece, Mapping[str, Tensor]]]], most: int) -> Iterator[Held]:
+def in_files(held: Iterable[tuple[str, tuple[ShardPiece, Mapping[str, Tensor]]]], most: int) -> Iterator[Held]:
     """What goes into each file, so that none has values of more than so many bytes; one file at least.
 
     >>> import torch
     >>> two = {"weight": torch.arange(6.0), "exp_avg": torch.zeros(6)}
-    >>> [{n: (p.first, p.count) for n, (p, _) in f.items()} for f in in_files([("a", (Piece.whole((2, 3)), two))], 32)]
-    [{'a': (0, 4)}, {'a': (4, 2)}]
+    >>> [{n: (p.first, p.count) for n, (p, _) in f.items()} for f in in_files([("a", (ShardPiece.whole((2, 3)),
+    two))], 32)] [{'a': (0, 4)}, {'a': (4, 2)}]
     """
     out: Held = {}
     size = 0
@@ -139,12 +142,12 @@ def in_files(held: Iterable[tuple[str, tuple[Piece, Mapping[str, Tensor]]]], mos
                 yield out
                 out, size = {}, 0
             part = {slot: flat[at : at + count] for slot, flat in slots.items()}
-            out[name] = Piece(piece.share, piece.first + at, count), part
+            out[name] = ShardPiece(piece.share, piece.first + at, count), part
             size += count * each
     yield out
 
 
-def _stretches(share: Share) -> tuple[np.ndarray, np.ndarray]:
+def _stretches(share: ParamShard) -> tuple[np.ndarray, np.ndarray]:
     """A share's elements, in its own order, as stretches of the whole parameter."""
     if not share.cuts:
         return np.array([0]), np.array([prod(share.shape)])

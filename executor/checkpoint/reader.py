@@ -9,22 +9,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from executor.checkpoint.manifest import Manifest, Stored
-from executor.checkpoint.pieces import Piece
-from executor.checkpoint.tensors import MANIFEST, TensorFile, damaged
+from executor.checkpoint.manifest import CheckpointManifest, StoredShard
+from executor.checkpoint.pieces import ShardPiece
+from executor.checkpoint.tensors import MANIFEST, CheckpointTensors, damaged
 from executor.modules.base import TORCH
 
 RANDOM = "random/"  # states of random number generators, one file for each rank
 
 
-class Reader:
+class CheckpointReader:
     """The files of a checkpoint, each opened when something in it is needed."""
 
-    def __init__(self, folder: Path, manifest: Manifest, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, folder: Path, manifest: CheckpointManifest, tick: Callable[[], None] = lambda: None) -> None:
         self.folder, self.manifest, self.tick = folder, manifest, tick
-        self._files: dict[str, TensorFile] = {}
+        self._files: dict[str, CheckpointTensors] = {}
 
-    def read(self, slot: str, name: str, piece: Piece, into: Tensor) -> None:
+    def read(self, slot: str, name: str, piece: ShardPiece, into: Tensor) -> None:
         """Fill a flat tensor, of any format, with a piece. Raises PiperError (io): not all of it is there, or twice."""
         out = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
         found = 0
@@ -49,30 +49,30 @@ class Reader:
     def whole(self, slot: str, name: str) -> Tensor:
         """A whole parameter, or a moment of it. Raises PiperError (io), as `read` does."""
         training = self.manifest.training
-        piece = Piece.whole(training.shapes[name])
+        piece = ShardPiece.whole(training.shapes[name])
         out = torch.empty(piece.count, dtype=TORCH[training.format], device="cpu")
         self.read(slot, name, piece, out)
         return out.view(piece.share.shape)
 
-    def _values(self, slot: str, name: str, stored: Stored) -> Tensor:
+    def _values(self, slot: str, name: str, stored: StoredShard) -> Tensor:
         found = self._file(stored.file).flat(f"{slot}/{name}")
         if len(found) != stored.piece.count:
             message = f"{len(found)} elements of {slot}/{name}, {stored.piece.count} were written"
             raise damaged(self.folder / stored.file, message)
         return found
 
-    def _file(self, name: str) -> TensorFile:
+    def _file(self, name: str) -> CheckpointTensors:
         if name not in self._files:
-            self._files[name] = TensorFile(self.folder / name)
+            self._files[name] = CheckpointTensors(self.folder / name)
         return self._files[name]
 
 
-def digests(folder: Path, manifest: Manifest) -> dict[str, str]:
+def digests(folder: Path, manifest: CheckpointManifest) -> dict[str, str]:
     """`slot/name` → SHA-256 of all its elements in order: equal for equal values, whatever plan saved them.
 
-    Raises PiperError (io), as `Reader.read` does.
+    Raises PiperError (io), as `CheckpointReader.read` does.
     """
-    reader, out = Reader(folder, manifest), {}
+    reader, out = CheckpointReader(folder, manifest), {}
     for name in manifest.training.shapes:
         for slot in manifest.training.slots:
             values = reader.whole(slot, name).view(-1).view(torch.uint8).numpy()

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from executor.checkpoint.manifest import Manifest, Training
+from executor.checkpoint.manifest import CheckpointManifest, CheckpointTraining
 from executor.checkpoint.tensors import MANIFEST
 from executor.data.tokens import FileTokens, source_name, source_of
 from executor.modules.base import TORCH
@@ -17,7 +17,7 @@ from executor.optim.optimizer import OptimizerConfig, slots_of
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import DType
 from ir.job import Job
-from ir.job.build import Prepared, precision_of
+from ir.job.build import PreparedJob, precision_of
 from ir.job.table import table_of
 
 WEIGHT = "weight"
@@ -25,11 +25,11 @@ UNUSED = ("source", "init_std", "max_positions")  # of a model's config: a check
 Difference = tuple[str, str, str, str | None]  # what differs, key, what it may be, the fix
 
 
-def training_of(prepared: Prepared) -> Training:
+def training_of(prepared: PreparedJob) -> CheckpointTraining:
     """What a job trains, whatever its plan."""
     job, precision = prepared.job, precision_of(prepared.job)
     source = source_of(source_name(job), prepared.config.vocab, job.data.seed)
-    return Training(
+    return CheckpointTraining(
         shapes={p.name: p.shape for e in prepared.base.entries for p in e.part.params},
         format=_widest(precision.params, precision.optimizer),
         optimizer=job.optimizer.name,
@@ -42,7 +42,7 @@ def training_of(prepared: Prepared) -> Training:
     )
 
 
-def check_same(manifest: Manifest, prepared: Prepared, folder: Path) -> None:
+def check_same(manifest: CheckpointManifest, prepared: PreparedJob, folder: Path) -> None:
     """Raise PiperError (job) for the first thing that the job trains otherwise than the checkpoint's did."""
     for message, key, allowed, fix in _differences(manifest, prepared):
         message = f"not what {folder.name} was saved by: {message}"
@@ -50,7 +50,7 @@ def check_same(manifest: Manifest, prepared: Prepared, folder: Path) -> None:
         raise PiperError(ErrorKind.JOB, message, file=prepared.job.file, key=key, allowed=allowed, suggestion=fix)
 
 
-def _differences(manifest: Manifest, prepared: Prepared) -> Iterator[Difference]:
+def _differences(manifest: CheckpointManifest, prepared: PreparedJob) -> Iterator[Difference]:
     job, was, now = prepared.job, manifest.training, training_of(prepared)
     shapes = [{n: " x ".join(map(str, s)) for n, s in t.shapes.items()} for t in (now, was)]
     for ours, theirs in (shapes, (now.model, was.model)):
@@ -75,7 +75,7 @@ def _differences(manifest: Manifest, prepared: Prepared) -> Iterator[Difference]
         yield message, "precision.optimizer", str(was.format), _formats(was.format, precision_of(job).params)
 
 
-def _model(manifest: Manifest, job: Job) -> str | None:
+def _model(manifest: CheckpointManifest, job: Job) -> str | None:
     """The overrides that give `[model]` back the keys it had; None where some key cannot be set back so."""
     was, now = manifest.job.get("model", {}), plain_table(job)["model"]
     given = {k for k in {*was, *now} if was.get(k) != now.get(k)} - {"seed", "attention", "seq_len"}
@@ -88,7 +88,7 @@ def _toml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _microbatches(sequences: int, prepared: Prepared) -> str:
+def _microbatches(sequences: int, prepared: PreparedJob) -> str:
     each = prepared.mesh.sizes["dp"] * prepared.job.schedule.microbatch_size
     if sequences % each == 0:
         return f"--set schedule.microbatches={sequences // each}"

@@ -8,7 +8,7 @@ KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Saving:
+class CheckpointOptions:
     """What a run saves and what it takes up; by default neither."""
 
     save: str | None = None  # the folder to save to
@@ -23,7 +23,7 @@ class Saving:
     def due(self, done: int, steps: int) -> bool:
         """Whether to save behind so many steps of so many.
 
-        >>> [Saving("d", every=4).due(done, 6) for done in (3, 4, 5, 6)], Saving(every=4).due(4, 6)
-        ([False, True, False, True], False)
+        >>> [CheckpointOptions("d", every=4).due(done, 6) for done in (3, 4, 5, 6)],
+        CheckpointOptions(every=4).due(4, 6) ([False, True, False, True], False)
         """
         return self.save is not None and (done == steps or (self.every is not None and done % self.every == 0))

@@ -9,12 +9,12 @@ from executor.checkpoint.folder import check_room, newest
 from executor.checkpoint.lock import check_free
 from executor.checkpoint.manifest import check_files, read_manifest, verify
 from executor.checkpoint.same import check_same
-from executor.checkpoint.saving import KEPT, Saving
+from executor.checkpoint.saving import KEPT, CheckpointOptions
 from ir.core.errors import ErrorKind, PiperError
-from ir.job.build import Prepared
+from ir.job.build import PreparedJob
 
 
-def settled(wanted: Saving, prepared: Prepared, steps: int, *, real: bool) -> Saving:
+def settled(wanted: CheckpointOptions, prepared: PreparedJob, steps: int, *, real: bool) -> CheckpointOptions:
     """What is wanted, with the checkpoint that `resume` means found and compared with the job.
 
     steps: that the run ends behind, counted from its very first. Raises PiperError: flags out of range, no checkpoint,
@@ -41,7 +41,7 @@ def settled(wanted: Saving, prepared: Prepared, steps: int, *, real: bool) -> Sa
     return found
 
 
-def _check_flags(s: Saving, real: bool) -> None:
+def _check_flags(s: CheckpointOptions, real: bool) -> None:
     for flag, value, usual in (("--every", s.every, 1), ("--keep", s.keep, KEPT)):
         if value is not None and s.save is None:
             message = "says how to save, and nothing is saved"
@@ -56,7 +56,7 @@ def _check_flags(s: Saving, real: bool) -> None:
         raise PiperError(ErrorKind.USAGE, message, key=flag, suggestion=f"leave out {flag}, or --emulate and --replay")
 
 
-def verified(saving: Saving) -> Saving:
+def verified(saving: CheckpointOptions) -> CheckpointOptions:
     """The same, with all files of what is resumed read in full. Raises PiperError (io): one is damaged."""
     if saving.resume is None:
         return saving

@@ -21,14 +21,14 @@ STRETCH = 2**24  # bytes between two signs of life
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class CheckpointFile:
     """What a file must be for its reader to believe it."""
 
     bytes: int
     sha256: str
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], tick: Callable[[], None] = lambda: None) -> Written:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], tick: Callable[[], None] = lambda: None) -> CheckpointFile:
     """Write a new file, down to the disk. tick: called every 16 MiB.
 
     The file is put together in host memory first. Raises OSError; what was written of the file is gone then, so that
@@ -50,10 +50,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], tick: Callable[[], 
         raise
     finally:
         os.close(fd)
-    return Written(len(data), found.hexdigest())
+    return CheckpointFile(len(data), found.hexdigest())
 
 
-def digest_of(path: Path, tick: Callable[[], None] = lambda: None) -> Written:
+def digest_of(path: Path, tick: Callable[[], None] = lambda: None) -> CheckpointFile:
     """A file as it stands. Raises OSError."""
     found, size = hashlib.sha256(), 0
     with path.open("rb") as file:
@@ -61,7 +61,7 @@ def digest_of(path: Path, tick: Callable[[], None] = lambda: None) -> Written:
             found.update(data)
             size += len(data)
             tick()
-    return Written(size, found.hexdigest())
+    return CheckpointFile(size, found.hexdigest())
 
 
 def damaged(file: Path, message: str, allowed: str | None = None) -> PiperError:
@@ -72,7 +72,7 @@ def damaged(file: Path, message: str, allowed: str | None = None) -> PiperError:
     return PiperError(ErrorKind.IO, message, file=str(file), key="--resume", allowed=allowed, suggestion=fix)
 
 
-class TensorFile:
+class CheckpointTensors:
     """The tensors of a file, as views of its map: read where they are copied from, and not before."""
 
     def __init__(self, path: Path) -> None:

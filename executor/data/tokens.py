@@ -9,14 +9,14 @@ from typing import Protocol
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.files import Format, check_regular, named_path
+from ir.core.files import FileErrors, check_regular, named_path
 from ir.job import Job
 
 PADDING = -1
-FORM = Format("tokens", ErrorKind.JOB, "data.source", 2**50, "synthetic, or a path that starts at the job's folder")
+FORM = FileErrors("tokens", ErrorKind.JOB, "data.source", 2**50, "synthetic, or a path that starts at the job's folder")
 
 
-class Source(Protocol):
+class TokenSource(Protocol):
     """Where tokens come from."""
 
     def sequence(self, step: int, index: int, length: int) -> np.ndarray:
@@ -25,10 +25,10 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Synthetic:
+class SyntheticTokens:
     """Arithmetic progressions with noise, so a loss can fall; every sequence of every step is another one.
 
-    >>> Synthetic(vocab=100, seed=0).sequence(0, 0, 4).shape
+    >>> SyntheticTokens(vocab=100, seed=0).sequence(0, 0, 4).shape
     (5,)
     """
 
@@ -89,13 +89,13 @@ class FileTokens:
     stride = 1_000_003  # sequences a step moves on; Data sets it to the global batch
 
 
-def source_of(name: str, vocab: int, seed: int) -> Source:
+def source_of(name: str, vocab: int, seed: int) -> TokenSource:
     """`[data] source`: "synthetic", or a path. Raises PiperError: a file that is not there, or not of this vocabulary.
 
     >>> source_of("synthetic", 100, 0)
-    Synthetic(vocab=100, seed=0)
+    SyntheticTokens(vocab=100, seed=0)
     """
-    return Synthetic(vocab, seed) if name == "synthetic" else FileTokens(name, vocab, seed)
+    return SyntheticTokens(vocab, seed) if name == "synthetic" else FileTokens(name, vocab, seed)
 
 
 def source_name(job: Job) -> str:

@@ -22,7 +22,7 @@ _Stream: Any = torch.cuda.Stream
 Lane = Callable[[], AbstractContextManager[Any]]  # call it to make it the thread's active lane
 
 
-class Mark(Protocol):
+class StreamEvent(Protocol):
     """A point in a lane."""
 
     def done(self) -> bool:
@@ -52,16 +52,16 @@ class Device(Protocol):
         """A new queue."""
         ...
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamEvent:
         """This point of the active lane."""
         ...
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: StreamEvent) -> None:
         """The active lane goes on behind the mark."""
         ...
 
 
-class Moment:
+class HostDeviceEvent:
     """A mark on a host that does everything itself."""
 
     __slots__ = ("at_s",)
@@ -81,10 +81,10 @@ class Moment:
         return self.at_s
 
 
-class Host:
+class HostDevice:
     """A CPU.
 
-    >>> host = Host(); lane = host.lane("compute")
+    >>> host = HostDevice(); lane = host.lane("compute")
     >>> with lane():
     ...     mark = host.mark()
     >>> mark.done(), host.ahead
@@ -101,11 +101,11 @@ class Host:
         """No queue."""
         return nullcontext
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamEvent:
         """Now."""
-        return Moment()
+        return HostDeviceEvent()
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: StreamEvent) -> None:
         """It has passed already."""
 
 
@@ -119,7 +119,7 @@ def repeatable() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a kernel each
 
 
-class Cuda:
+class CudaDevice:
     """One GPU; several ranks of one process may share it. Lanes are streams, marks are events."""
 
     ahead = True
@@ -149,13 +149,13 @@ class Cuda:
         stream = _Stream(self.torch)
         return lambda: torch.cuda.stream(stream)
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamEvent:
         """An event on the current stream."""
         event = _Event(enable_timing=True)
         event.record()
         return _CudaMark(event, self._zero, self._zero_s)
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: StreamEvent) -> None:
         """The current stream waits for the event."""
         assert isinstance(mark, _CudaMark)
         torch.cuda.current_stream(self.torch).wait_event(mark.event)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Storages(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """While active in a thread, follows the storages its ops make. held: tensors that are there already.
 
     `born` and `died` are called with a storage's key, unique among the living, and its bytes, in the true order; a
@@ -73,7 +73,7 @@ class Storages(TorchDispatchMode):
         raise NotImplementedError
 
 
-class PeakMemory(Storages):
+class PeakMemory(MemoryTracker):
     """The bytes of all storages followed, and the most there were at one time.
 
     >>> import torch

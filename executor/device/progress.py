@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 
-class State(IntEnum):
+class RankState(IntEnum):
     """A rank's life. Before the first op it is STARTING; only RUN and WAIT are watched by the second."""
 
     STARTING = 0
@@ -29,11 +29,11 @@ _BEAT_AT = _SIZE - _BEAT.size
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RankRecord:
     """One rank's record. changed_s, beat_s: on this machine's monotonic clock; beat_s is the heartbeat thread's."""
 
     rank: int
-    state: State
+    state: RankState
     index: int
     op: str
     peers: tuple[int, ...]
@@ -41,13 +41,13 @@ class Record:
     beat_s: float
 
 
-class Progress:
+class RankProgress:
     """A rank's own pen.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as d:
     ...     create(Path(d) / "progress", 2)
-    ...     pen = Progress(Path(d) / "progress", 1)
+    ...     pen = RankProgress(Path(d) / "progress", 1)
     ...     pen.op(3, "1F0"); pen.wait([0])
     ...     r = read(Path(d) / "progress", 2)[1]
     ...     pen.close()
@@ -67,20 +67,20 @@ class Progress:
     def op(self, index: int, text: str) -> None:
         """Op `index` begins."""
         self._index, self._text, self._peers = index, text.encode()[:160], b""
-        self._write(State.RUN)
+        self._write(RankState.RUN)
 
     def wait(self, peers: Iterable[int] = (), text: str | None = None) -> None:
         """The op now blocks on other ranks (and is shown as `text`, if given)."""
         self._peers = ",".join(map(str, peers)).encode()[:160]
         if text is not None:
             self._text = text.encode()[:160]
-        self._write(State.WAIT)
+        self._write(RankState.WAIT)
 
     def go_on(self) -> None:
         """The wait is over."""
-        self._write(State.RUN)
+        self._write(RankState.RUN)
 
-    def end(self, state: State = State.DONE) -> None:
+    def end(self, state: RankState = RankState.DONE) -> None:
         """No more ops."""
         self._write(state)
 
@@ -89,7 +89,7 @@ class Progress:
         self._stop.set()
         self._map.close()
 
-    def _write(self, state: State) -> None:
+    def _write(self, state: RankState) -> None:
         self._n += 1
         _HEAD.pack_into(self._map, self._at, self._n, time.monotonic(), self._index, state, self._text, self._peers)
 
@@ -106,7 +106,7 @@ def create(path: Path, world: int) -> None:
     path.write_bytes(bytes(_SIZE * world))
 
 
-def read(path: Path, world: int) -> list[Record]:
+def read(path: Path, world: int) -> list[RankRecord]:
     """All records as they stand; a record caught while it is written is read again."""
     out = []
     for rank in range(world):
@@ -122,5 +122,5 @@ def read(path: Path, world: int) -> list[Record]:
         who = tuple(int(p) for p in peers.rstrip(b"\0").split(b",") if p)
         op = text.rstrip(b"\0").decode(errors="replace")
         (beat,) = _BEAT.unpack_from(raw, _BEAT_AT)
-        out.append(Record(rank, State(state), index, op, who, changed, beat))
+        out.append(RankRecord(rank, RankState(state), index, op, who, changed, beat))
     return out

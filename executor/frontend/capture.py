@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from executor.frontend.aten import FORMATS
-from executor.frontend.measure import PassMeasure, UnitMeasure
+from executor.frontend.measure import PartMeasure, PassMeasure
 from executor.frontend.survey import survey, without_values
 from executor.modules.base import TORCH, Model
 from executor.modules.user.model import UserModel, load_callable
@@ -83,7 +83,7 @@ def _name(chunk: str, numbers: Json, parts: dict[str, Json]) -> str:
     raise AssertionError(chunk)
 
 
-def _width(name: str, found: dict[str, UnitMeasure], batch: tuple[int, int], dtype: torch.dtype) -> int:
+def _width(name: str, found: dict[str, PartMeasure], batch: tuple[int, int], dtype: torch.dtype) -> int:
     """Features per token of the tensor at every seam; it must be one and the same."""
     seams = {u: m.shapes for u, m in list(found.items())[:-1]}
     first = next(iter(seams.values()), (((*batch, 1), dtype),))
@@ -103,7 +103,7 @@ def _vocabulary(first: nn.Module, hidden: int) -> int:
     return tables[0] if tables else 1
 
 
-def _part(m: UnitMeasure, read_next: str) -> Json:
+def _part(m: PartMeasure, read_next: str) -> Json:
     """One chunk's numbers. Its output is counted as saved only where the next chunk does not keep it as long."""
     own = dict.fromkeys("IW", 0)
     for size, until in zip(m.outs, m.keeps_outs, strict=True):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from executor.autograd.split import SplitRun
+from executor.autograd.split import SplitPass
 from executor.frontend.aten import kernel_of
 from ir.core.work import Kernel, Work
 
@@ -33,7 +33,7 @@ class PassMeasure:
 
 
 @dataclass(frozen=True)
-class UnitMeasure:
+class PartMeasure:
     """One unit, one microbatch; bytes on one device.
 
     outs: of each output, whose shapes and formats are `shapes`. until_i, until_w: each storage that forward saves and
@@ -150,11 +150,11 @@ def measure(
     inputs: Sizes,
     extras: Sequence[object],
     weights: Mapping[str, Tensor],
-) -> UnitMeasure:
+) -> PartMeasure:
     """Run F, I and W of one unit on inputs of these shapes, inside the fake mode that its weights were made in."""
     given = [*weights.values(), *module.buffers(), *(e for e in extras if isinstance(e, Tensor))]
     with _Tracker(given) as t:
-        run = SplitRun(weights, lambda name, grad: None)
+        run = SplitPass(weights, lambda name, grad: None)
         acts = [torch.ones(s, dtype=d) for s, d in inputs]
         ins = t.of(acts)
         for k in ins:
@@ -180,7 +180,7 @@ def measure(
     def until(serials: Iterable[int]) -> tuple[str, ...]:
         return tuple("" if k not in saved else "W" if k in held else "I" for k in serials)
 
-    return UnitMeasure(
+    return PartMeasure(
         forward,
         input_grad,
         weight_grad,
@@ -195,7 +195,7 @@ def measure(
     )
 
 
-def _input_grad(t: _Tracker, run: SplitRun, sizes: Sizes) -> tuple[PassMeasure, set[int], set[int]]:
+def _input_grad(t: _Tracker, run: SplitPass, sizes: Sizes) -> tuple[PassMeasure, set[int], set[int]]:
     """Pass I. Returns it, what is held behind it, and what of that was not there before forward ended."""
     loss = len(sizes) == 1 and sizes[0][0] == ()
     before = t.alive()

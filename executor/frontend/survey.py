@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from executor.frontend.measure import Sizes, UnitMeasure, measure
-from executor.modules.base import Built, Model, wiring
+from executor.frontend.measure import PartMeasure, Sizes, measure
+from executor.modules.base import BuiltChunks, Model, wiring
 from ir.core.errors import ErrorKind, PiperError
 
 
@@ -27,15 +27,15 @@ def survey(
     *,
     chunks: Sequence[str] | None = None,
     given: Mapping[str, Sizes] | None = None,
-) -> dict[str, UnitMeasure]:
+) -> dict[str, PartMeasure]:
     """Measure the units of some chunks (default: all) on microbatches of `size` sequences of `length` tokens.
 
     given: what units outside of these chunks give. Call it inside `without_values`, so that weights are fake too.
 
-    >>> from executor.modules.decoder import Decoder
+    >>> from executor.modules.decoder import DecoderModel
     >>> from ir.workload.config.load import load_config
     >>> with without_values():
-    ...     found = survey(Decoder(load_config("tiny-llama", {"num_hidden_layers": 1}), parts=True), 1, 16)
+    ...     found = survey(DecoderModel(load_config("tiny-llama", {"num_hidden_layers": 1}), parts=True), 1, 16)
     >>> sum(k.flops for k in found["l0.mlp"].forward.work) == 3 * 2 * 16 * 64 * 128
     True
     """
@@ -69,7 +69,7 @@ def _blaming(unit: str) -> Iterator[None]:
         raise PiperError(ErrorKind.MODEL, message, suggestion="run the module on a small batch first") from error
 
 
-def batch(built: Built, unit: str, size: int, length: int) -> list[object]:
+def batch(built: BuiltChunks, unit: str, size: int, length: int) -> list[object]:
     """What a unit takes of a microbatch, without values."""
     ids = torch.zeros(size, length, dtype=torch.int64)
     return [1.0 if want == "scale" else ids for want in built.extras.get(unit, ())]

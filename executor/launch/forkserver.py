@@ -37,11 +37,11 @@ _PR_SET_PDEATHSIG = 1
 _KEEP = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-class ServerGone(ConnectionError):
+class RankServerGone(ConnectionError):
     """The fork server has died, and its children with it."""
 
 
-class Lines:
+class RankServerLines:
     """One end of the socket: a JSON object a line."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -52,7 +52,7 @@ class Lines:
         try:
             self.end.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
-            raise ServerGone("the fork server has died") from error
+            raise RankServerGone("the fork server has died") from error
 
     def receive(self) -> list[dict[str, Any]]:
         """Those that have come, waiting for some. Raises ServerGone: nobody is at the other end."""
@@ -61,7 +61,7 @@ class Lines:
         except OSError:
             data = b""
         if not data:
-            raise ServerGone("the fork server has died")
+            raise RankServerGone("the fork server has died")
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
@@ -71,18 +71,18 @@ def search_path() -> list[str]:
     return [whole for p in sys.path if p and (whole := os.path.abspath(p)) != os.getcwd()]
 
 
-class ForkServer(Lines):
+class RankForkServer(RankServerLines):
     """The parent's end. One per process, started at first use.
 
-    >>> server = ForkServer.get(); server is ForkServer.get()
+    >>> server = RankForkServer.get(); server is RankForkServer.get()
     True
     """
 
-    _one: ForkServer | None = None
+    _one: RankForkServer | None = None
     lock = threading.RLock()
 
     @classmethod
-    def get(cls) -> ForkServer:
+    def get(cls) -> RankForkServer:
         """The server of this process, alive."""
         with cls.lock:
             if cls._one is None or cls._one.owner != os.getpid() or cls._one.process.poll() is not None:
@@ -130,7 +130,7 @@ class ForkServer(Lines):
         atexit.unregister(self.close)
 
 
-class Server:
+class RankServer:
     """The server itself. Requests: {start: folder of a launch} and {kill: [keys]}; events: started and exit, by key."""
 
     def __init__(self, fd: int) -> None:
@@ -139,7 +139,7 @@ class Server:
 
         import executor.runtime.rank  # noqa: F401  and everything a rank needs
 
-        self.lines = Lines(socket.socket(fileno=fd))
+        self.lines = RankServerLines(socket.socket(fileno=fd))
         self.children: dict[int, str] = {}
         self.folders: set[str] = set()  # of the runs, which their launcher removes unless it is killed
         self.wake, self._waker = os.pipe()
@@ -162,7 +162,7 @@ class Server:
                         self._start(request["start"])
                     else:
                         self._kill(request["kill"])
-        except ServerGone:
+        except RankServerGone:
             pass  # our launcher has
         finally:
             self._kill(self.children.values())

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from executor.device.progress import Record, State, create, read
-from executor.launch.forkserver import ForkServer, ServerGone
-from executor.launch.verdict import Findings, RankFailed, failed, stuck, verdict
+from executor.device.progress import RankRecord, RankState, create, read
+from executor.launch.forkserver import RankForkServer, RankServerGone
+from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
 from executor.runtime.given import given_name
 from executor.runtime.target import Target, describe, write_whole
 from ir.core.errors import ErrorKind, PiperError
@@ -47,15 +47,15 @@ class _Run:
         """The ranks whose process has not ended."""
         return {r for ranks in self.alive.values() for r in ranks}
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[RankRecord]:
         """All ranks' progress."""
         return read(self.folder / "progress", self.world)
 
-    def findings(self) -> Findings:
+    def findings(self) -> RankFindings:
         """All that is known now."""
         said = {r: json.loads(p.read_text("utf-8")) for r in range(self.world) if (p := self._failure(r)).exists()}
         codes = {r: c for r, c in sorted(self.codes.items(), key=lambda x: self.seen_s[x[0]])}
-        return Findings(self.records(), said, codes, time.monotonic(), {r: self.log(r) for r in range(self.world)})
+        return RankFindings(self.records(), said, codes, time.monotonic(), {r: self.log(r) for r in range(self.world)})
 
     def _failure(self, rank: int) -> Path:
         return self.folder / f"failure-{rank}"
@@ -89,7 +89,7 @@ def launch(
     target = describe(fn)
     if out is not None:
         folder_for(out)
-    with ForkServer.lock, _scratch(), tempfile.TemporaryDirectory(prefix="piper-run-") as name:
+    with RankForkServer.lock, _scratch(), tempfile.TemporaryDirectory(prefix="piper-run-") as name:
         run = _Run(ranks, Path(name), watchdog_s, startup_s)
         create(run.folder / "progress", ranks)
         for number, text in enumerate(given):
@@ -107,10 +107,10 @@ def launch(
             "sys_path": [os.path.abspath(path) for path in sys.path],
         }
         (run.folder / "spec").write_text(json.dumps(spec), encoding="utf-8")
-        server = ForkServer.get()
+        server = RankForkServer.get()
         try:
             _watch(server, run, _start(server, run, out))
-        except ServerGone as error:
+        except RankServerGone as error:
             raise _orphaned(run) from error
         finally:
             _end(server, run)
@@ -156,7 +156,7 @@ def _scratch() -> Iterator[None]:
         raise PiperError(ErrorKind.IO, message, file=tempfile.gettempdir(), suggestion=fix) from error
 
 
-def _start(server: ForkServer, run: _Run, out: Path | None) -> float:
+def _start(server: RankForkServer, run: _Run, out: Path | None) -> float:
     """Start all processes, and let them go once `ranks.json` is there; returns when that was."""
     server.send(start=str(run.folder))
     pids: dict[int, int] = {}
@@ -174,7 +174,7 @@ def _start(server: ForkServer, run: _Run, out: Path | None) -> float:
     return time.monotonic()
 
 
-def _watch(server: ForkServer, run: _Run, began_s: float) -> None:
+def _watch(server: RankForkServer, run: _Run, began_s: float) -> None:
     """Until all ranks have ended well; raises RankFailed with the first cause otherwise."""
     while run.alive:
         for event in server.events(0.05):
@@ -190,22 +190,22 @@ def _watch(server: ForkServer, run: _Run, began_s: float) -> None:
 
 def _orphaned(run: _Run) -> RankFailed:
     """All ranks have died with the process that had started them: of the first that was at work, if one was."""
-    first = min(run.records(), key=lambda r: (r.state is not State.RUN, r.rank))
+    first = min(run.records(), key=lambda r: (r.state is not RankState.RUN, r.rank))
     return failed(run.findings(), first.rank, "killed with the fork server, which somebody has killed")
 
 
-def _settle(server: ForkServer, run: _Run, grace_s: float = 3.0) -> None:
+def _settle(server: RankForkServer, run: _Run, grace_s: float = 3.0) -> None:
     """After a first failure: let the others run into it, or come to wait, so that the report is complete."""
     limit = time.monotonic() + grace_s
     while run.alive and time.monotonic() < limit:
         for event in server.events(0.05):
             run.note(event)
         live = [r for r in run.records() if r.rank in run.living()]
-        if all(r.state in (State.WAIT, State.FAILED) and time.monotonic() - r.changed_s > 0.3 for r in live):
+        if all(r.state in (RankState.WAIT, RankState.FAILED) and time.monotonic() - r.changed_s > 0.3 for r in live):
             return
 
 
-def _end(server: ForkServer, run: _Run) -> None:
+def _end(server: RankForkServer, run: _Run) -> None:
     """Kill what is left and wait until it is gone."""
     limit = time.monotonic() + 30.0
     try:
@@ -214,5 +214,5 @@ def _end(server: ForkServer, run: _Run) -> None:
         while run.alive and time.monotonic() < limit:
             for event in server.events(0.5):
                 run.note(event)
-    except ServerGone:
+    except RankServerGone:
         server.close()  # the kernel has ended the ranks with it

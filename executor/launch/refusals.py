@@ -7,14 +7,14 @@ from executor.modules.supported import refuse_model
 from executor.parallel.places import check_divided
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import DType
-from ir.job.build import Prepared, blaming, precision_of, recompute_options
+from ir.job.build import PreparedJob, blaming, precision_of, recompute_options
 
 AXES = ("etp",)
 RECOMPUTED = ("none", "selective", "full", "scores", "attention", "mlp")
 COMPUTE = (DType.FP64, DType.FP32, DType.BF16)
 
 
-def refuse(prepared: Prepared, backend: str = "gloo", *, real: bool = True, here: int = 0) -> None:
+def refuse(prepared: PreparedJob, backend: str = "gloo", *, real: bool = True, here: int = 0) -> None:
     """Raise PiperError for the first thing this executor cannot do.
 
     real: with arithmetic, hence with a model. here: how many of the ranks are on this machine, if not all.
@@ -24,7 +24,7 @@ def refuse(prepared: Prepared, backend: str = "gloo", *, real: bool = True, here
         _refuse_job(prepared, real)
 
 
-def _refuse_job(prepared: Prepared, real: bool) -> None:
+def _refuse_job(prepared: PreparedJob, real: bool) -> None:
     for axis in AXES:
         if (size := prepared.mesh.sizes[axis]) > 1:
             raise _not_yet(ErrorKind.JOB, f"{axis} = {size}", f"parallel.{axis}", "1")
@@ -36,7 +36,7 @@ def _refuse_job(prepared: Prepared, real: bool) -> None:
     _refuse_formats(prepared)
 
 
-def _refuse_arithmetic(prepared: Prepared) -> None:
+def _refuse_arithmetic(prepared: PreparedJob) -> None:
     job = prepared.job
     check_divided(prepared.plan().graph)
     if fine := sorted(recompute_options(job) - set(RECOMPUTED)):
@@ -54,7 +54,7 @@ def _refuse_arithmetic(prepared: Prepared) -> None:
     source_of(source_name(job), prepared.config.vocab, job.data.seed)
 
 
-def _refuse_stored(prepared: Prepared) -> None:
+def _refuse_stored(prepared: PreparedJob) -> None:
     """A quantised checkpoint's config does not say what it is trained in: the job has to."""
     if (stored := prepared.config.stored) and prepared.job.precision.params is None:
         raise PiperError(
@@ -67,7 +67,7 @@ def _refuse_stored(prepared: Prepared) -> None:
         )
 
 
-def _refuse_balance(prepared: Prepared) -> None:
+def _refuse_balance(prepared: PreparedJob) -> None:
     """What a sequence sends to each expert is not known where no rank has all of it."""
     moe, sizes = prepared.config.moe, prepared.mesh.sizes
     if moe is not None and moe.balance and sizes["tp"] * sizes["cp"] > 1:
@@ -76,7 +76,7 @@ def _refuse_balance(prepared: Prepared) -> None:
         raise _not_yet(ErrorKind.JOB, message, f"model.{key}", "0")
 
 
-def refuse_module(prepared: Prepared) -> None:
+def refuse_module(prepared: PreparedJob) -> None:
     """Raise PiperError for a user's module without its graph, a graph without its module, or what cannot train.
 
     Runs the file that `[model] module` names.
@@ -114,7 +114,7 @@ def _refuse_backend(backend: str, ranks: int, real: bool) -> None:
             raise PiperError(ErrorKind.USAGE, message, key="--backend", allowed="gloo, local", suggestion=fix)
 
 
-def _refuse_formats(prepared: Prepared) -> None:
+def _refuse_formats(prepared: PreparedJob) -> None:
     p, given = precision_of(prepared.job), prepared.job.precision
     if p.compute not in COMPUTE:
         raise _not_yet(ErrorKind.JOB, f"computing in {p.compute}", "precision.compute", ", ".join(COMPUTE))

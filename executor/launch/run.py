@@ -19,20 +19,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from executor.checkpoint.saving import Saving
+from executor.checkpoint.saving import CheckpointOptions
 from executor.checkpoint.settings import settled, verified
 from executor.launch.launch import launch
 from executor.launch.refusals import refuse
 from executor.parallel.stragglers import slowest
 from executor.runtime.given import given_text
-from executor.runtime.spec import Spec, taken
+from executor.runtime.spec import PlanRun, taken
 from executor.runtime.target import Target
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import load_job
-from ir.job.build import Prepared, prepare
+from ir.job.build import PreparedJob, prepare
 from ir.job.routing.recorded import counts_text
-from ir.job.run_options import RunOptions
-from ir.plan.places import Places
+from ir.job.run_options import JobRunOptions
+from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
 from ir.trace.text import read_trace
@@ -42,7 +42,9 @@ ROUTING = "routing.csv"
 RANK: Target = "executor.runtime.rank:train_rank"
 
 
-def run(prepared: Prepared, plan: Plan, options: RunOptions, saving: Saving = Saving()) -> tuple[dict[str, Any], Trace]:
+def run(
+    prepared: PreparedJob, plan: Plan, options: JobRunOptions, saving: CheckpointOptions = CheckpointOptions()
+) -> tuple[dict[str, Any], Trace]:
     """Run the judged plan up to step `options.steps`. Returns the object of `piper-sim run` and the trace.
 
     saving: what is asked of checkpoints.
@@ -52,7 +54,7 @@ def run(prepared: Prepared, plan: Plan, options: RunOptions, saving: Saving = Sa
     options.check()
     check(prepared, plan, options)
     found = settled(saving, prepared, options.steps, real=options.real)
-    spec = Spec(options, verified(found), note=options.out is not None)
+    spec = PlanRun(options, verified(found), note=options.out is not None)
     results = launch(
         RANK,
         options.ranks,
@@ -63,17 +65,17 @@ def run(prepared: Prepared, plan: Plan, options: RunOptions, saving: Saving = Sa
         together=options.backend == "local",
     )
     if options.out is not None and any(r["routing"] for r in results):
-        (options.out / ROUTING).write_text(_routing(results, Places.of(plan)))
+        (options.out / ROUTING).write_text(_routing(results, RankPlacement.of(plan)))
     return gathered(prepared, plan, results)
 
 
-def _routing(results: list[dict[str, Any]], places: Places) -> str:
+def _routing(results: list[dict[str, Any]], places: RankPlacement) -> str:
     """The ranks' counts as a file that `[routing]` reads. Sources are positions."""
     rows = ((layer, mb, places.position(k), n) for k, r in enumerate(results) for layer, mb, n in r["routing"])
     return counts_text(rows)
 
 
-def check(prepared: Prepared, plan: Plan, options: RunOptions) -> None:
+def check(prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> None:
     """Refuse what `run` would refuse. Raises PiperError (exit 2)."""
     if options.ranks != prepared.ranks:
         raise _wrong_ranks(prepared, options)
@@ -84,7 +86,7 @@ def check(prepared: Prepared, plan: Plan, options: RunOptions) -> None:
 
 def _check_replay(file: Path, plan: Plan) -> None:
     """Refuse a trace that some rank could not replay."""
-    trace, places = read_trace(file), Places.of(plan)
+    trace, places = read_trace(file), RankPlacement.of(plan)
     try:
         for rank in places.table[0]:
             taken(trace, plan, places, rank)
@@ -95,7 +97,7 @@ def _check_replay(file: Path, plan: Plan) -> None:
         ) from error
 
 
-def _wrong_ranks(prepared: Prepared, options: RunOptions) -> PiperError:
+def _wrong_ranks(prepared: PreparedJob, options: JobRunOptions) -> PiperError:
     """N processes for a job of another size, and the overrides that make it a job of N."""
     p, ranks = prepared.job.parallel, options.ranks
     sizes = {"pp": (p.pp, ranks)} | {a: (getattr(p, a), 1) for a in ("tp", "cp", "dp", "ep", "etp")}
@@ -113,7 +115,7 @@ def _wrong_ranks(prepared: Prepared, options: RunOptions) -> PiperError:
     return PiperError(ErrorKind.USAGE, message, key="-n", allowed=str(prepared.ranks), suggestion=fix)
 
 
-def gathered(prepared: Prepared, plan: Plan, results: list[dict[str, Any]]) -> tuple[dict[str, Any], Trace]:
+def gathered(prepared: PreparedJob, plan: Plan, results: list[dict[str, Any]]) -> tuple[dict[str, Any], Trace]:
     """The object of `piper-sim run`, and the trace, from what the ranks returned."""
     trace, steps = _trace(results, prepared.schedule), len(results[0]["squares"])
     real = results[0]["losses"] is not None

@@ -23,21 +23,21 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from executor.checkpoint.saving import Saving
+from executor.checkpoint.saving import CheckpointOptions
 from executor.checkpoint.settings import settled
-from executor.device.progress import Progress, create
+from executor.device.progress import RankProgress, create
 from executor.launch.refusals import refuse
 from executor.launch.run import gathered
-from executor.launch.watchdog import STARTUP_S, Lookout, clocks
+from executor.launch.watchdog import STARTUP_S, RankWatchdog, clocks
 from executor.runtime.given import given_name, given_text
 from executor.runtime.rank import train_rank
-from executor.runtime.spec import Spec
+from executor.runtime.spec import PlanRun
 from executor.runtime.target import write_whole
 from executor.runtime.worker import RankContext
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import load_job
-from ir.job.build import Prepared, prepare
-from ir.job.run_options import RunOptions
+from ir.job.build import PreparedJob, prepare
+from ir.job.run_options import JobRunOptions
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
 from ir.trace.text import write_trace
@@ -76,7 +76,7 @@ def _parser() -> _Parser:
 
 
 @dataclass(frozen=True)
-class Place:
+class TorchrunRank:
     """Who this process is: torchrun's environment."""
 
     rank: int
@@ -84,7 +84,7 @@ class Place:
     local_rank: int
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> TorchrunRank:
         """Raises PiperError: not started by a launcher."""
         if missing := [name for name in NEEDED if name not in os.environ]:
             message = f"no {', '.join(missing)} in the environment"
@@ -98,11 +98,11 @@ def main(argv: Sequence[str]) -> int:
     """One rank's life; returns its exit code."""
     try:
         args = _parser().parse_args(list(argv))
-        place = Place.here()
+        place = TorchrunRank.here()
         options = _options(args, place)
         options.check()
         judged = _judged(args, options) if place.rank == 0 else None
-        wanted = Saving(args.save, args.every, args.keep, args.force, args.resume)
+        wanted = CheckpointOptions(args.save, args.every, args.keep, args.force, args.resume)
         if judged is not None:
             settled(wanted, judged[0], options.steps, real=options.real)
     except PiperError as error:
@@ -121,11 +121,11 @@ def main(argv: Sequence[str]) -> int:
             print(f"error: rank {place.rank} was told nothing to run: {error}", file=sys.stderr, flush=True)
             return ErrorKind.RANK_FAILED.exit_code
         (folder / given_name(0)).write_text(text, encoding="utf-8")
-        return _live(store, lookout, place, folder, Spec(options, wanted))
+        return _live(store, lookout, place, folder, PlanRun(options, wanted))
 
 
-def _options(args: argparse.Namespace, place: Place) -> RunOptions:
-    return RunOptions(
+def _options(args: argparse.Namespace, place: TorchrunRank) -> JobRunOptions:
+    return JobRunOptions(
         ranks=place.world,
         steps=args.steps,
         backend=args.backend,
@@ -137,7 +137,7 @@ def _options(args: argparse.Namespace, place: Place) -> RunOptions:
     )
 
 
-def _judged(args: argparse.Namespace, options: RunOptions) -> tuple[Prepared, Plan]:
+def _judged(args: argparse.Namespace, options: JobRunOptions) -> tuple[PreparedJob, Plan]:
     """What is to be run, by rank 0."""
     prepared = prepare(load_job(args.job, options.sets))
     if prepared.ranks != options.ranks:
@@ -153,19 +153,19 @@ def _judged(args: argparse.Namespace, options: RunOptions) -> tuple[Prepared, Pl
     return prepared, plan
 
 
-def _lookout(store: Any, place: Place, folder: Path, options: RunOptions) -> Lookout:
+def _lookout(store: Any, place: TorchrunRank, folder: Path, options: JobRunOptions) -> RankWatchdog:
     create(folder / "progress", 1)
     mine = PrefixStore("piper", store)
-    return Lookout(mine, place.rank, place.world, folder / "progress", options.watchdog_s, report)
+    return RankWatchdog(mine, place.rank, place.world, folder / "progress", options.watchdog_s, report)
 
 
-def _live(store: Any, lookout: Lookout, place: Place, folder: Path, spec: Spec) -> int:
+def _live(store: Any, lookout: RankWatchdog, place: TorchrunRank, folder: Path, spec: PlanRun) -> int:
     """From the text that says what to run to the end."""
     context = RankContext(
         place.rank,
         place.world,
         folder,
-        Progress(folder / "progress", 0),
+        RankProgress(folder / "progress", 0),
         local_rank=place.local_rank,
         open_store=lambda: PrefixStore("groups", store),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from executor.device.progress import Record, State
+from executor.device.progress import RankRecord, RankState
 from ir.core.errors import ErrorKind, PiperError
 
 BEAT_S = 2.0  # a heartbeat older than this is none: they come ten times a second
@@ -37,14 +37,14 @@ def _rebuild(reason: str, rank: int, op: str | None, waiting: dict[int, str], de
 
 
 @dataclass(frozen=True)
-class Findings:
+class RankFindings:
     """What is known when a run has failed.
 
     said: rank → what it wrote when it failed. codes: rank → exit code of those that ended, in the order they did.
     now_s: on the clock of the records. logs: rank → the end of what it printed.
     """
 
-    records: list[Record]
+    records: list[RankRecord]
     said: Mapping[int, Mapping[str, Any]]
     codes: Mapping[int, int]
     now_s: float
@@ -52,14 +52,14 @@ class Findings:
 
 
 def stuck(
-    live: Iterable[Record], now_s: float, began_s: float, watchdog_s: float, startup_s: float
+    live: Iterable[RankRecord], now_s: float, began_s: float, watchdog_s: float, startup_s: float
 ) -> tuple[int, float] | None:
     """The rank that has hung, if any, and since how many seconds: not the ones that wait for it."""
-    watched = [r for r in live if r.state is not State.DONE]
+    watched = [r for r in live if r.state is not RankState.DONE]
     idle = {r.rank: now_s - max(r.changed_s, began_s) for r in watched}
-    late = [r for r in watched if idle[r.rank] >= (startup_s if r.state is State.STARTING else watchdog_s)]
+    late = [r for r in watched if idle[r.rank] >= (startup_s if r.state is RankState.STARTING else watchdog_s)]
     frozen = [r for r in late if now_s - max(r.beat_s, began_s) > min(watchdog_s, 5.0)]
-    working = [r for r in late if r.state is not State.WAIT]
+    working = [r for r in late if r.state is not RankState.WAIT]
     if found := frozen or working:
         first = min(found, key=lambda r: r.changed_s)
         return first.rank, idle[first.rank]
@@ -70,12 +70,12 @@ def stuck(
     return None
 
 
-def verdict(f: Findings) -> RankFailed:
+def verdict(f: RankFindings) -> RankFailed:
     """Who was first: a rank dead without a word, else the earliest to fail on its own, else whom witnesses name."""
     fallen = [r for r, code in f.codes.items() if code]
     if silent := [r for r in fallen if r not in f.said]:
         # Ranks of one process die together: one that was at work is likelier to be the cause than one that waited.
-        first = min(silent, key=lambda r: f.records[r].state is State.WAIT)
+        first = min(silent, key=lambda r: f.records[r].state is RankState.WAIT)
         return failed(f, first, _exit_reason(f.codes[first]))
     if own := [r for r, s in f.said.items() if not s["witness"]]:
         rank = min(own, key=lambda r: float(f.said[r]["time_s"]))
@@ -92,11 +92,11 @@ def _exit_reason(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-def failed(f: Findings, rank: int, reason: str, details: str = "") -> RankFailed:
+def failed(f: RankFindings, rank: int, reason: str, details: str = "") -> RankFailed:
     """The report. Who waits is who is blocked, or was when its peer went; a rank that shows no life does not wait."""
     waiting = {}
     for r in f.records:
-        blocked = r.state is State.WAIT and f.now_s - r.beat_s < BEAT_S
+        blocked = r.state is RankState.WAIT and f.now_s - r.beat_s < BEAT_S
         if r.rank != rank and r.op and ((r.rank in f.said and f.said[r.rank]["witness"]) or blocked):
             waiting[r.rank] = r.op
     details = details or f.logs.get(rank, "")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from executor.device import clock
-from executor.device.progress import Record, State, read
-from executor.launch.verdict import Findings, RankFailed, failed, stuck, verdict
+from executor.device.progress import RankRecord, RankState, read
+from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
 from executor.runtime.worker import failure
 from ir.core.errors import ErrorKind, PiperError
 
@@ -39,11 +39,11 @@ class _Sight:
     """What was last seen of a rank. beat_s: when it last said something new, on this rank's clock."""
 
     text: bytes = b""
-    record: Record | None = None
+    record: RankRecord | None = None
     beat_s: float = 0.0
 
 
-class Lookout:
+class RankWatchdog:
     """One rank's eyes. store: torchrun's; it is shared with nobody who blocks on it.
 
     Rank 0 watches all ranks. The others watch rank 0, and for a failure that nobody reports. report: prints an error.
@@ -184,7 +184,7 @@ class Lookout:
             sight = self._sights[rank]
             if text != sight.text:
                 _, state, index, op, peers, idle_s = json.loads(text)
-                record = Record(rank, State(state), index, op, tuple(peers), now - idle_s, now)
+                record = RankRecord(rank, RankState(state), index, op, tuple(peers), now - idle_s, now)
                 self._sights[rank] = _Sight(text, record, now)
             elif sight.record is not None:
                 sight.record = replace(sight.record, beat_s=sight.beat_s)
@@ -195,14 +195,14 @@ class Lookout:
             return failed(self._findings(now), found[0], f"no progress for {found[1]:.0f} s")
         return None
 
-    def _findings(self, now: float) -> Findings:
+    def _findings(self, now: float) -> RankFindings:
         said = {}
         for r in range(self.world):
             if self._mine.check([f"failure/{r}"]):
                 said[r] = json.loads(self._mine.get(f"failure/{r}"))
-        empty = Record(0, State.STARTING, -1, "", (), 0.0, 0.0)
+        empty = RankRecord(0, RankState.STARTING, -1, "", (), 0.0, 0.0)
         records = [s.record or replace(empty, rank=r) for r, s in enumerate(self._sights)]
-        return Findings(records, said, {}, now)
+        return RankFindings(records, said, {}, now)
 
     def _judge(self, now: float) -> RankFailed:
         """After a failure, or an order to end: by what ranks said, else the one that shows no life."""

@@ -20,16 +20,16 @@ from executor.measure.ops import names_of
 from executor.runtime.given import given_text
 from executor.runtime.target import Target
 from ir.core.errors import ErrorKind, PiperError
-from ir.job.build import Prepared
+from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
 
 AXES = ("tp", "cp", "ep", "etp")
 RANK: Target = "executor.measure.rank:measure_rank"
-Size = tuple[Prepared, Plan]  # a job and its plan
+Size = tuple[PreparedJob, Plan]  # a job and its plan
 
 
 @dataclass(frozen=True)
-class Measurement:
+class ProfileSamples:
     """What was timed, in seconds. ops: by class of node and size of the job. links: by class of message, on one node.
 
     pieces, recipes: by size, where single kernels were timed instead: samples by piece, and the (piece, times) that
@@ -47,7 +47,7 @@ class Measurement:
 
 def measure(
     sizes: Sequence[Size], *, processes: int, backend: str, repeats: int, by: str, watchdog_s: float
-) -> Measurement:
+) -> ProfileSamples:
     """Time every op class of a job in each of its sizes, and the messages of the first.
 
     Raises PiperError: what cannot be timed so (exit 2), RankFailed (exit 4).
@@ -70,7 +70,7 @@ def measure(
 
 def _gathered(
     sizes: Sequence[Size], found: Sequence[dict[str, Any]], by: str, links: dict[str, list[float]]
-) -> Measurement:
+) -> ProfileSamples:
     merged: list[dict[str, list[float]]] = []
     for i in range(len(sizes)):
         one: dict[str, list[float]] = {}
@@ -80,7 +80,7 @@ def _gathered(
         merged.append(one)
     gpu = str(found[0]["gpu"])
     kernels = by == "kernels"
-    return Measurement(
+    return ProfileSamples(
         ops=() if kernels else tuple(merged),
         pieces=tuple({int(k): v for k, v in one.items()} for one in merged) if kernels else (),
         recipes=tuple(recipes(plan)[1] for _, plan in sizes) if kernels else (),
@@ -112,7 +112,7 @@ def refuse_processes(backend: str, processes: int, ranks: int) -> None:
         raise PiperError(ErrorKind.USAGE, message, key="--backend", allowed="gloo, nccl", suggestion=fix)
 
 
-def refuse_modules(prepared: Prepared) -> None:
+def refuse_modules(prepared: PreparedJob) -> None:
     """Raise PiperError: this executor's modules are not what a rank of the job would compute."""
     for axis in AXES:
         if (size := prepared.mesh.sizes[axis]) > 1:

@@ -13,21 +13,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.device.device import Host
+from executor.device.device import HostDevice
 from executor.device.memory import PeakMemory
-from executor.device.progress import Progress, create
-from executor.parallel.inline import Region
+from executor.device.progress import RankProgress, create
+from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import planned_routes
-from executor.runtime.batch import Batch, Waiting
-from executor.runtime.interpreter import Interpreter
-from executor.runtime.program import Program
-from executor.runtime.rank import Local, crossing
+from executor.runtime.batch import Microbatch, PendingMicrobatch
+from executor.runtime.interpreter import PlanInterpreter
+from executor.runtime.program import RankPlan
+from executor.runtime.rank import RankModel, crossing
 from ir.graph.expert_rows import spread_over
-from ir.job.build import Prepared
+from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
 
 
-class Done:
+class TransportDone:
     """A handle of what is over as soon as it is posted."""
 
     def done(self) -> bool:
@@ -38,35 +38,35 @@ class Done:
         """Nothing to wait for."""
 
 
-class NoPeers:
+class TransportWithoutPeers:
     """A transport that moves nothing; what would arrive is zeros."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def send(self, dst: int, tensor: Tensor) -> Done:
+    def send(self, dst: int, tensor: Tensor) -> TransportDone:
         """Nobody takes it."""
-        return Done()
+        return TransportDone()
 
-    def recv(self, src: int, into: Tensor) -> Done:
+    def recv(self, src: int, into: Tensor) -> TransportDone:
         """Zeros."""
         return _zeros(into)
 
-    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> Done:
+    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> TransportDone:
         """As if the others had nothing to add."""
-        return Done()
+        return TransportDone()
 
-    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> Done:
+    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> TransportDone:
         """Zeros."""
         return _zeros(into)
 
-    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> Done:
+    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> TransportDone:
         """Zeros."""
         return _zeros(into)
 
     def all_to_all(
         self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
-    ) -> Done:
+    ) -> TransportDone:
         """Zeros."""
         return _zeros(into)
 
@@ -77,13 +77,13 @@ class NoPeers:
         """Nothing to take down."""
 
 
-def _zeros(into: Tensor) -> Done:
+def _zeros(into: Tensor) -> TransportDone:
     with torch.no_grad():
         into.zero_()
-    return Done()
+    return TransportDone()
 
 
-class NoValues(TorchDispatchMode):
+class DeviceWithoutValues(TorchDispatchMode):
     """Above fake tensors: whatever number the host reads of one is 0."""
 
     @classmethod
@@ -104,18 +104,23 @@ def values(real: bool) -> Iterator[None]:
     if real:
         yield
     else:
-        with FakeTensorMode(), NoValues():  # type: ignore[no-untyped-call]
+        with FakeTensorMode(), DeviceWithoutValues():  # type: ignore[no-untyped-call]
             yield
 
 
 class FakeRank:
     """A rank of a run: its stages, parameters and optimizer, as the run builds them. Only within one `values`."""
 
-    def __init__(self, prepared: Prepared, plan: Plan, rank: int) -> None:
-        self.prepared, self.plan, self.device, self.transport = prepared, plan, Host(), NoPeers(rank)
-        self.program, self.region = Program.of(plan, rank), Region.of(plan, rank, self.transport)
+    def __init__(self, prepared: PreparedJob, plan: Plan, rank: int) -> None:
+        self.prepared, self.plan, self.device, self.transport = (
+            prepared,
+            plan,
+            HostDevice(),
+            TransportWithoutPeers(rank),
+        )
+        self.program, self.region = RankPlan.of(plan, rank), RankRegion.of(plan, rank, self.transport)
         routes = planned_routes(prepared, plan.graph, self.program.places, rank) if spread_over(plan.graph) else None
-        self.local = Local.of(prepared, plan, rank, self.device, self.region, routes=routes)
+        self.local = RankModel.of(prepared, plan, rank, self.device, self.region, routes=routes)
 
     def peak(self) -> int:
         """The most bytes at one time in the second step, as in a run: the first makes what modules keep."""
@@ -123,8 +128,8 @@ class FakeRank:
         with tempfile.TemporaryDirectory(prefix="piper-progress-") as name:
             file, rank = Path(name) / "progress", self.program.rank
             create(file, rank + 1)
-            progress, empty = Progress(file, rank), crossing(self.prepared, self.device, self.region)
-            run = Interpreter(self.program, self.local.kernels(), self.transport, progress, self.device, empty)
+            progress, empty = RankProgress(file, rank), crossing(self.prepared, self.device, self.region)
+            run = PlanInterpreter(self.program, self.local.kernels(), self.transport, progress, self.device, empty)
             run.step(0, batches)
             with PeakMemory(self.local.tensors()) as memory:
                 run.step(1, batches)
@@ -139,8 +144,8 @@ class FakeRank:
         routed = self.program.rank if self.prepared.config.moe is not None else None
         return self.program.number, sync.elsewhere, tuple(flat), tuple(t.nbytes for t in self.local.tensors()), routed
 
-    def _batches(self) -> dict[int, Waiting]:
+    def _batches(self) -> dict[int, PendingMicrobatch]:
         job = self.prepared.job
         ids, labels = (torch.zeros(job.schedule.microbatch_size, job.model.seq_len, dtype=torch.int64) for _ in "il")
         numbers = {mb: self.program.number_of(mb) for mb in self.program.batches()}
-        return {mb: Waiting(Batch(ids, labels, 1.0, n), self.device.torch) for mb, n in numbers.items()}
+        return {mb: PendingMicrobatch(Microbatch(ids, labels, 1.0, n), self.device.torch) for mb, n in numbers.items()}

@@ -14,21 +14,21 @@ import torch
 import torch.nn.functional as F
 
 from executor.measure.ops import Note, Samples
-from executor.measure.watch import WARM_UP, Watch
+from executor.measure.watch import WARM_UP, DeviceTimer
 from executor.modules.base import TORCH
 from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
 from ir.core.ops import Pass
 from ir.core.work import DType, Kernel, KernelKind
 from ir.graph.classes import node_classes
-from ir.graph.graph import Node, Once
-from ir.job.build import Prepared, precision_of
+from ir.graph.graph import GraphNode, PerStepOp
+from ir.job.build import PreparedJob, precision_of
 from ir.plan.plan import Plan
 
 Run = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class KernelSample:
     """A kernel to be timed. adds: its result is added to a sum of gradients; update: of so many elements instead."""
 
     kernel: Kernel | None
@@ -36,7 +36,7 @@ class Piece:
     update: int = 0
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Piece:
+    def of(cls, fields: Mapping[str, Any]) -> KernelSample:
         """From JSON."""
         k = fields["kernel"]
         if k is not None:
@@ -48,9 +48,9 @@ class Piece:
 Recipe = list[tuple[int, int]]  # (index of a piece, how often)
 
 
-def recipes(plan: Plan) -> tuple[list[Piece], dict[str, Recipe]]:
+def recipes(plan: Plan) -> tuple[list[KernelSample], dict[str, Recipe]]:
     """(the pieces of a plan's nodes, each once; by class of node, which of them it consists of)."""
-    number: dict[Piece, int] = {}
+    number: dict[KernelSample, int] = {}
     out: dict[str, Recipe] = {}
     for n, name in zip(plan.graph.nodes, node_classes(plan.graph), strict=True):
         if n.message is None and name not in out:
@@ -58,12 +58,12 @@ def recipes(plan: Plan) -> tuple[list[Piece], dict[str, Recipe]]:
     return list(number), out
 
 
-def _pieces(n: Node) -> list[tuple[Piece, int]]:
+def _pieces(n: GraphNode) -> list[tuple[KernelSample, int]]:
     if n.once:
-        return [(Piece(None, update=n.numel), 1)] if n.kind is Once.UPDATE and n.numel else []
+        return [(KernelSample(None, update=n.numel), 1)] if n.kind is PerStepOp.UPDATE and n.numel else []
     products = (KernelKind.GEMM, KernelKind.GROUPED_GEMM)
     return [
-        (Piece(replace(k, count=1, label=_label(k)), adds=n.kind is Pass.W and k.kind in products), k.count)
+        (KernelSample(replace(k, count=1, label=_label(k)), adds=n.kind is Pass.W and k.kind in products), k.count)
         for k in n.work
         if k.count
     ]
@@ -87,7 +87,12 @@ def _whole(k: Kernel) -> int:
 
 
 def piece_samples(
-    prepared: Prepared, pieces: list[tuple[int, Piece]], device: torch.device, watch: Watch, repeats: int, note: Note
+    prepared: PreparedJob,
+    pieces: list[tuple[int, KernelSample]],
+    device: torch.device,
+    watch: DeviceTimer,
+    repeats: int,
+    note: Note,
 ) -> Samples:
     """Seconds of each piece, by its index as text; pieces that PyTorch has no kernel for are missing."""
     out: Samples = {}
@@ -100,7 +105,7 @@ def piece_samples(
     return out
 
 
-def runner(piece: Piece, prepared: Prepared, device: torch.device) -> Run | None:
+def runner(piece: KernelSample, prepared: PreparedJob, device: torch.device) -> Run | None:
     """What runs a kernel once, its operands being there; None where PyTorch cannot."""
     k = piece.kernel
     assert k is not None
@@ -154,7 +159,7 @@ def _attention(k: Kernel, made: Callable[..., torch.Tensor]) -> Run:
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
-def _update(prepared: Prepared, numel: int, device: torch.device) -> Run:
+def _update(prepared: PreparedJob, numel: int, device: torch.device) -> Run:
     """One optimizer step on so many elements, gradients cleared and their norm taken, as a rank does it."""
     job, precision = prepared.job, precision_of(prepared.job)
     config = OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm)

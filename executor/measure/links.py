@@ -10,15 +10,15 @@ from statistics import median
 import torch
 
 from executor.device import clock
-from executor.device.device import Cuda, Device
+from executor.device.device import CudaDevice, Device
 from executor.measure.ops import Note
 from executor.measure.watch import WARM_UP
 from executor.modules.base import TORCH
-from executor.parallel.places import Places
-from executor.transport.base import Handle, Topology, Transport
-from ir.core.work import CommKind, DType, Message
+from executor.parallel.places import RankPlacement
+from executor.transport.base import Transport, TransportHandle, TransportTopology
+from ir.core.work import DType, Message, MessageKind
 from ir.graph.classes import link_class
-from ir.job.build import Prepared, precision_of
+from ir.job.build import PreparedJob, precision_of
 from ir.plan.plan import OpKind, Plan
 
 LEAST, MOST, STEP = 2**10, 2**22, 4  # bytes of the sizes beside the plan's own, and how they grow
@@ -27,10 +27,10 @@ Row = tuple[int, int, int, float, float]  # want, bytes, repetition, start, end
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class MessageSample:
     """One kind of message between some of the ranks here, in several sizes; reductions add numbers of one format."""
 
-    kind: CommKind
+    kind: MessageKind
     members: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: DType
@@ -41,31 +41,31 @@ class Want:
         return f"calibrate:{','.join(map(str, self.members))}"
 
 
-def wanted(prepared: Prepared, plan: Plan, processes: int) -> list[Want]:
+def wanted(prepared: PreparedJob, plan: Plan, processes: int) -> list[MessageSample]:
     """Every kind of message of a plan, over every size of group; those larger than there are processes are left out.
 
     With a process for every rank, over a group that the plan has; else over the first ranks there are.
     """
-    sizes: dict[tuple[CommKind, int], set[int]] = defaultdict(set)
-    members: dict[tuple[CommKind, int], tuple[int, ...]] = {}
+    sizes: dict[tuple[MessageKind, int], set[int]] = defaultdict(set)
+    members: dict[tuple[MessageKind, int], tuple[int, ...]] = {}
     for message, group in _messages(plan):
         key = (message.kind, len(group))
         if 1 < len(group) <= processes and message.bytes > 0:
             sizes[key].add(message.bytes)
             members.setdefault(key, group if processes == prepared.ranks else tuple(range(len(group))))
     dtype = precision_of(prepared.job).reduce
-    return [Want(kind, members[kind, n], ladder(found), dtype) for (kind, n), found in sorted(sizes.items())]
+    return [MessageSample(kind, members[kind, n], ladder(found), dtype) for (kind, n), found in sorted(sizes.items())]
 
 
 def _messages(plan: Plan) -> list[tuple[Message, tuple[int, ...]]]:
     """Every message that a rank of each program sends or takes part in, and with whom."""
-    places, nodes = Places.of(plan), plan.graph.nodes
+    places, nodes = RankPlacement.of(plan), plan.graph.nodes
     out: list[tuple[Message, tuple[int, ...]]] = []
     for p, index in sorted({*zip(plan.program.tolist(), plan.shape.tolist(), strict=True)}):
         s, rank = plan.shapes[index], places.table[p][0]
         if s.kind is OpKind.SEND:
             assert s.slot is not None
-            message = Message(CommKind.P2P, nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
+            message = Message(MessageKind.P2P, nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
             out.append((message, (rank, places.peer(rank, s.peer))))
         for n, _ in s.covers:
             found = [*nodes[n].inline, *([nodes[n].message] if nodes[n].message is not None else [])]
@@ -89,13 +89,15 @@ def ladder(sizes: set[int]) -> tuple[int, ...]:
     return tuple(sorted(out))
 
 
-def topology(wants: Sequence[Want], world: int) -> Topology:
+def topology(wants: Sequence[MessageSample], world: int) -> TransportTopology:
     """The channels and groups to connect."""
-    channels = [(w.members[0], w.members[1]) for w in wants if w.kind is CommKind.P2P]
-    return Topology.of(world, channels, {w.group: w.members for w in wants if w.kind is not CommKind.P2P})
+    channels = [(w.members[0], w.members[1]) for w in wants if w.kind is MessageKind.P2P]
+    return TransportTopology.of(world, channels, {w.group: w.members for w in wants if w.kind is not MessageKind.P2P})
 
 
-def link_rows(wants: Sequence[Want], transport: Transport, device: Device, repeats: int, note: Note) -> list[Row]:
+def link_rows(
+    wants: Sequence[MessageSample], transport: Transport, device: Device, repeats: int, note: Note
+) -> list[Row]:
     """When each message began and ended on this rank. All ranks call it, whether or not they take part."""
     out: list[Row] = []
     lane = device.lane("calibrate")
@@ -115,9 +117,9 @@ def link_rows(wants: Sequence[Want], transport: Transport, device: Device, repea
     return out
 
 
-def _span(post: Callable[[], Handle], device: Device) -> tuple[float, float]:
+def _span(post: Callable[[], TransportHandle], device: Device) -> tuple[float, float]:
     """Of one message, by this machine's clock; on a GPU of the mean of several, from 0."""
-    if not isinstance(device, Cuda):
+    if not isinstance(device, CudaDevice):
         start = clock.now()
         post().wait()
         return start, clock.now()
@@ -129,10 +131,10 @@ def _span(post: Callable[[], Handle], device: Device) -> tuple[float, float]:
     return 0.0, (end.seconds() - begin.seconds()) / TOGETHER
 
 
-def _post(w: Want, size: int, transport: Transport, device: Device) -> Callable[[], Handle]:
+def _post(w: MessageSample, size: int, transport: Transport, device: Device) -> Callable[[], TransportHandle]:
     """What posts one message of so many bytes. Sizes that do not divide are rounded up to the next that does."""
     n = len(w.members)
-    reduces = w.kind in (CommKind.ALL_REDUCE, CommKind.REDUCE_SCATTER)
+    reduces = w.kind in (MessageKind.ALL_REDUCE, MessageKind.REDUCE_SCATTER)
     dtype = TORCH[w.dtype] if reduces else torch.uint8
 
     def room(parts: int) -> torch.Tensor:
@@ -140,32 +142,32 @@ def _post(w: Want, size: int, transport: Transport, device: Device) -> Callable[
         return torch.zeros(each * parts, dtype=dtype, device=device.torch)
 
     match w.kind:
-        case CommKind.P2P:
+        case MessageKind.P2P:
             (a, b), whole = w.members, room(1)
             return (lambda: transport.send(b, whole)) if transport.rank == a else (lambda: transport.recv(a, whole))
-        case CommKind.ALL_REDUCE:
+        case MessageKind.ALL_REDUCE:
             whole = room(1)
             return lambda: transport.all_reduce(w.group, whole)
-        case CommKind.REDUCE_SCATTER:
+        case MessageKind.REDUCE_SCATTER:
             whole = room(n)
             part = torch.empty_like(whole[: len(whole) // n])
             return lambda: transport.reduce_scatter(w.group, part, whole)
-        case CommKind.ALL_GATHER:
+        case MessageKind.ALL_GATHER:
             whole = room(n)
             part = torch.zeros_like(whole[: len(whole) // n])
             return lambda: transport.all_gather(w.group, whole, part)
-        case CommKind.ALL_TO_ALL:
+        case MessageKind.ALL_TO_ALL:
             whole = room(n)
             into, rows = torch.empty_like(whole), [len(whole) // n] * n
             return lambda: transport.all_to_all(w.group, into, whole, rows, rows)
 
 
-def link_samples(wants: Sequence[Want], rows: Sequence[Sequence[Row]]) -> dict[str, list[float]]:
+def link_samples(wants: Sequence[MessageSample], rows: Sequence[Sequence[Row]]) -> dict[str, list[float]]:
     """Seconds by class of message, from the rows of all ranks: from the last to come to the last to see its end.
 
     A transfer ends when its receiver has it. These ranks are on one node.
 
-    >>> want = Want(CommKind.P2P, (0, 1), (8,), DType.FP32)
+    >>> want = MessageSample(MessageKind.P2P, (0, 1), (8,), DType.FP32)
     >>> link_samples([want], [[(0, 8, 0, 1.0, 9.0)], [(0, 8, 0, 2.0, 5.0)]])
     {'p2p@1 8': [3.0]}
     """
@@ -177,6 +179,6 @@ def link_samples(wants: Sequence[Want], rows: Sequence[Sequence[Row]]) -> dict[s
     for (index, size, _), spans in sorted(found.items()):
         w = wants[index]
         begin = max(start for start, _ in spans.values())
-        end = spans[w.members[1]][1] if w.kind is CommKind.P2P else max(end for _, end in spans.values())
+        end = spans[w.members[1]][1] if w.kind is MessageKind.P2P else max(end for _, end in spans.values())
         out[link_class(Message(w.kind, size, ()), len(w.members), 1)].append(max(0.0, end - begin))
     return {key: values for key, values in out.items() if median(values) > 0}

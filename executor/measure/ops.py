@@ -11,16 +11,16 @@ import torch
 
 from executor.autograd.stage import Stage
 from executor.device.device import Device
-from executor.measure.watch import WARM_UP, Watch
+from executor.measure.watch import WARM_UP, DeviceTimer
 from executor.modules.base import TORCH
-from executor.optim.flat import Flat
-from executor.parallel.places import Places
-from executor.runtime.batch import Batch
-from executor.runtime.rank import Local
+from executor.optim.flat import FlatBucket
+from executor.parallel.places import RankPlacement
+from executor.runtime.batch import Microbatch
+from executor.runtime.rank import RankModel
 from ir.core.ops import Pass
 from ir.graph.classes import node_classes
-from ir.graph.graph import Once
-from ir.job.build import Prepared, precision_of
+from ir.graph.graph import PerStepOp
+from ir.job.build import PreparedJob, precision_of
 from ir.plan.plan import Plan
 
 Samples = dict[str, list[float]]
@@ -36,12 +36,12 @@ def names_of(plan: Plan) -> Names:
 
 
 def op_samples(
-    prepared: Prepared,
+    prepared: PreparedJob,
     plan: Plan,
     names: Names,
     rank: int,
     device: Device,
-    watch: Watch,
+    watch: DeviceTimer,
     repeats: int,
     note: Note,
 ) -> Samples:
@@ -49,8 +49,8 @@ def op_samples(
 
     names: as the caller's graph has them, which may know of a framework that the ranks know nothing of.
     """
-    local = Local.of(prepared, plan, rank, device)
-    program = Places.of(plan).program(rank)
+    local = RankModel.of(prepared, plan, rank, device)
+    program = RankPlacement.of(plan).program(rank)
     mine = {(n.stage, str(n.kind), n.part) for n in plan.graph.nodes if program in n.groups}
     names = {key: name for key, name in names.items() if key in mine}
     bench = _Bench(prepared, local, names, device, watch, plan.graph.stages - 1)
@@ -68,11 +68,11 @@ class _Bench:
 
     def __init__(
         self,
-        prepared: Prepared,
-        local: Local,
+        prepared: PreparedJob,
+        local: RankModel,
         names: Names,
         device: Device,
-        watch: Watch,
+        watch: DeviceTimer,
         last: int,
     ) -> None:
         job, self.config = prepared.job, prepared.config
@@ -80,8 +80,8 @@ class _Bench:
         self.shape = (job.schedule.microbatch_size, job.model.seq_len)
         self.dtype, self.device = TORCH[precision_of(job).compute], device.torch
         ids = torch.randint(self.config.vocab, self.shape, device=self.device)
-        self.batch = Batch(ids, ids.roll(-1, 1), 1.0 / ids.numel())
-        self.update = next((c for (_, kind, _), c in names.items() if kind == Once.UPDATE), None)
+        self.batch = Microbatch(ids, ids.roll(-1, 1), 1.0 / ids.numel())
+        self.update = next((c for (_, kind, _), c in names.items() if kind == PerStepOp.UPDATE), None)
 
     def microbatch(self) -> list[tuple[str, float]]:
         """(class, seconds) of every node, once."""
@@ -128,12 +128,12 @@ class _Bench:
         return torch.randn(shape, dtype=self.dtype, device=self.device)
 
 
-def _passing(flat: Flat) -> bool:
+def _passing(flat: FlatBucket) -> bool:
     """Whether gradients are reduced by the microbatch."""
     return not any(name in flat.grads.sums for name in flat.places)
 
 
-def _open(flat: Flat) -> None:
+def _open(flat: FlatBucket) -> None:
     """What the plan's gathers and openings would do: weights are there, and room for a microbatch's gradients."""
     if flat.gathers:
         flat.fetch()
@@ -142,7 +142,7 @@ def _open(flat: Flat) -> None:
         flat.open(_MB)
 
 
-def _close(flat: Flat) -> None:
+def _close(flat: FlatBucket) -> None:
     """What its reductions and frees would do, on this rank alone."""
     if _passing(flat):
         flat.land(_MB)

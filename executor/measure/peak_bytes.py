@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from executor.measure.fake_rank import FakeRank, values
 from ir.graph.expert_rows import spread_over
-from ir.job.build import Prepared
-from ir.plan.places import Places
+from ir.job.build import PreparedJob
+from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 
 QUICK_FLOPS = 2**28  # of one node: some 10 ms on a core, about what its kernels take as fake ones
 
 
-def peak_bytes(prepared: Prepared, plan: Plan) -> tuple[int, ...] | None:
+def peak_bytes(prepared: PreparedJob, plan: Plan) -> tuple[int, ...] | None:
     """Peak allocated bytes of each rank over one step of the executor, as `piper-sim run` finds them.
 
     None where nobody knows before: ranks exchange rows of tokens, and routers choose how many.
@@ -31,11 +31,11 @@ def quick(plan: Plan) -> bool:
     return max(sum(k.flops * k.count for k in n.work) for n in plan.graph.nodes if not n.once) <= QUICK_FLOPS
 
 
-def peaks(prepared: Prepared, plan: Plan, *, real: bool) -> tuple[int, ...]:
+def peaks(prepared: PreparedJob, plan: Plan, *, real: bool) -> tuple[int, ...]:
     """The same, by rank. real: with values. A user's own module needs them: it may do what fake tensors cannot."""
     known: dict[object, int] = {}
     out = []
-    for number in range(Places.of(plan).ranks):
+    for number in range(RankPlacement.of(plan).ranks):
         with values(real):
             rank = FakeRank(prepared, plan, number)
             if (alike := rank.alike()) not in known:

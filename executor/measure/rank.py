@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from executor.device.device import Cuda, Device, Host
-from executor.measure.kernels import Piece, piece_samples
-from executor.measure.links import Want, link_rows, topology
+from executor.device.device import CudaDevice, Device, HostDevice
+from executor.measure.kernels import KernelSample, piece_samples
+from executor.measure.links import MessageSample, link_rows, topology
 from executor.measure.ops import Note, op_samples
 from executor.measure.watch import watch_of
-from executor.parallel.places import Places
+from executor.parallel.places import RankPlacement
 from executor.runtime.worker import RankContext
-from ir.core.work import CommKind, DType
+from ir.core.work import DType, MessageKind
 from ir.plan.plan import Plan
 
 
@@ -21,7 +21,7 @@ def measure_rank(
     ctx: RankContext, sizes: list[dict[str, Any]], wants: list[dict[str, Any]], by: str, backend: str, repeats: int
 ) -> dict[str, Any]:
     """The target of `launch`. sizes: the job in each of its sizes, its classes or its kernels. by: which of the two."""
-    device: Device = Cuda(ctx.local_rank) if backend == "nccl" else Host()
+    device: Device = CudaDevice(ctx.local_rank) if backend == "nccl" else HostDevice()
     device.bind()
     asked = [_want(w) for w in wants]
     transport = ctx.connect(backend, topology(asked, ctx.world), device)
@@ -39,7 +39,7 @@ def measure_rank(
     rows = link_rows(asked, transport, device, repeats, note)
     ctx.progress.wait(text="end")
     transport.close()
-    gpu = torch.cuda.get_device_name(device.torch) if isinstance(device, Cuda) else ""
+    gpu = torch.cuda.get_device_name(device.torch) if isinstance(device, CudaDevice) else ""
     return {"ops": ops, "links": rows, "gpu": gpu, "threads": torch.get_num_threads()}
 
 
@@ -49,7 +49,7 @@ def _ops(
     prepared, plan = ctx.given(number)
     watch = watch_of(device)
     if by == "kernels":
-        mine = list(enumerate(map(Piece.of, size["pieces"])))[ctx.rank :: ctx.world]
+        mine = list(enumerate(map(KernelSample.of, size["pieces"])))[ctx.rank :: ctx.world]
         return piece_samples(prepared, mine, device.torch, watch, repeats, note)
     names = {(int(stage), kind, part): name for stage, kind, part, name in size["names"]}
     out: dict[str, list[float]] = {}
@@ -61,12 +61,12 @@ def _ops(
 
 def _mine(ctx: RankContext, plan: Plan) -> list[int]:
     """The ranks of the job that this process stands for: one of each program that is its to time."""
-    places = Places.of(plan)
+    places = RankPlacement.of(plan)
     if places.ranks == ctx.world:
         return [ctx.rank]
     return [ranks[0] for ranks in places.table][ctx.rank :: ctx.world]
 
 
-def _want(fields: dict[str, Any]) -> Want:
+def _want(fields: dict[str, Any]) -> MessageSample:
     members, sizes = tuple(fields["members"]), tuple(fields["sizes"])
-    return Want(CommKind(fields["kind"]), members, sizes, DType(fields["dtype"]))
+    return MessageSample(MessageKind(fields["kind"]), members, sizes, DType(fields["dtype"]))

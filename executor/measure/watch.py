@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from executor.device import clock
-from executor.device.device import Cuda, Device
+from executor.device.device import CudaDevice, Device
 
 WARM_UP = 3  # repetitions that are not counted
 HOLD_S = 0.001  # for which the GPU is kept busy at first, so that the host has launched all before the work begins
@@ -17,7 +17,7 @@ CYCLES_PER_S = 2e9  # of the spinning kernel; a clock that is slower holds longe
 FLUSH = 2  # times the second-level cache
 
 
-class Watch(Protocol):
+class DeviceTimer(Protocol):
     """Times one call."""
 
     def __call__(self, work: Callable[[], object]) -> float:
@@ -25,10 +25,10 @@ class Watch(Protocol):
         ...
 
 
-class HostWatch:
+class HostDeviceTimer:
     """Of a host that does everything itself.
 
-    >>> HostWatch()(lambda: None) < 1.0
+    >>> HostDeviceTimer()(lambda: None) < 1.0
     True
     """
 
@@ -39,7 +39,7 @@ class HostWatch:
         return clock.now() - began_s
 
 
-class CudaWatch:
+class CudaDeviceTimer:
     """Of a GPU. Before the first event its second-level cache is overwritten, so that nothing is found there which a
     training step would have pushed out; then a kernel spins for as long as the host needs to launch the work, so that
     no gap between launches is counted.
@@ -69,6 +69,6 @@ class CudaWatch:
         return float(start.elapsed_time(end)) / 1e3
 
 
-def watch_of(device: Device) -> Watch:
+def watch_of(device: Device) -> DeviceTimer:
     """The one for a device."""
-    return CudaWatch(device.torch) if isinstance(device, Cuda) else HostWatch()
+    return CudaDeviceTimer(device.torch) if isinstance(device, CudaDevice) else HostDeviceTimer()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from executor.modules.functions import token_loss
 from executor.modules.parallel import words_loss
-from executor.parallel.expert_all_to_all import Exchange
-from executor.parallel.inline import Region
+from executor.parallel.expert_all_to_all import ExpertAllToAll
+from executor.parallel.inline import RankRegion
 from ir.core.work import DType
 
 NUMBER = ("number",)  # all that a router reads of a batch: the microbatch's number in the global one
@@ -26,7 +26,7 @@ TORCH = {
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltChunks:
     """Some chunks, built. A unit that nobody reads gives an output of the model: its loss, or a share of it."""
 
     units: dict[str, nn.Module]  # by name, in order
@@ -34,7 +34,7 @@ class Built:
     extras: Mapping[str, tuple[str, ...]]  # what a unit takes beside activations, out of "ids", "labels", "scale"
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # whose outputs it takes, if not the last one's
     ports: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)  # see `autograd.stage.Stage`
-    exchanges: Mapping[str, Exchange] = field(default_factory=dict)  # the same
+    exchanges: Mapping[str, ExpertAllToAll] = field(default_factory=dict)  # the same
 
 
 def wiring(
@@ -53,7 +53,7 @@ def wiring(
     return out
 
 
-def evaluate(built: Built, x: Tensor, extras: Mapping[str, tuple[object, ...]]) -> Tensor:
+def evaluate(built: BuiltChunks, x: Tensor, extras: Mapping[str, tuple[object, ...]]) -> Tensor:
     """Run all units under plain autograd; the sum of the outputs that nobody reads."""
     values: dict[str, tuple[Tensor, ...]] = {"": (x,)}
     wired = wiring(built.units, built.reads)
@@ -86,7 +86,7 @@ class Model(Protocol):
         """Global parameter names in canonical order, and shapes."""
         ...
 
-    def build(self, chunks: Sequence[str]) -> Built:
+    def build(self, chunks: Sequence[str]) -> BuiltChunks:
         """Build some chunks."""
         ...
 
@@ -120,9 +120,9 @@ class TokenLoss(nn.Module):
 
     IGNORE = -100
 
-    def __init__(self, inner: nn.Module, region: Region | None = None) -> None:
+    def __init__(self, inner: nn.Module, region: RankRegion | None = None) -> None:
         super().__init__()
-        self.inner, self.region = inner, region or Region()
+        self.inner, self.region = inner, region or RankRegion()
 
     def forward(self, x: Tensor, *rest: object) -> Tensor:
         """The extras of the chunk come before labels, those of whole sequences, and scale."""

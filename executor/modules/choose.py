@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from executor.modules.base import TORCH, Model
-from executor.modules.decoder import Decoder
+from executor.modules.decoder import DecoderModel
 from executor.modules.user.model import UserModel, load_callable
-from executor.parallel.inline import Region
-from executor.parallel.router_guide import Guide
-from executor.parallel.shares import Share
+from executor.parallel.inline import RankRegion
+from executor.parallel.router_guide import ExpertRouterGuide
+from executor.parallel.shares import ParamShard
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.graph.classes import recomputed as again
-from ir.job.build import Prepared, precision_of, recompute_options
+from ir.job.build import PreparedJob, precision_of, recompute_options
 
 
 def model_of(
-    prepared: Prepared,
-    held: Mapping[str, Share] | None = None,
-    region: Region | None = None,
+    prepared: PreparedJob,
+    held: Mapping[str, ParamShard] | None = None,
+    region: RankRegion | None = None,
     spread: Mapping[str, int] | None = None,
-    guide: Guide | None = None,
+    guide: ExpertRouterGuide | None = None,
 ) -> Model:
     """The job's model in the model graph's parts, with the values every rank would give it.
 
@@ -33,7 +33,7 @@ def model_of(
     if job.model.module is not None:
         return _users(prepared, job.model.module)
     selective = "scores" in recompute_options(job)  # which flash attention does anyway
-    return Decoder(
+    return DecoderModel(
         prepared.config,
         job.model.seed,
         dtype,
@@ -41,18 +41,18 @@ def model_of(
         parts=True,
         attention="remade" if selective and job.model.attention == "unfused" else job.model.attention,
         shares=held or {},
-        region=region or Region(),
+        region=region or RankRegion(),
         spread=spread or {},
-        guide=guide or Guide(),
+        guide=guide or ExpertRouterGuide(),
     )
 
 
-def recomputed(prepared: Prepared) -> frozenset[str]:
+def recomputed(prepared: PreparedJob) -> frozenset[str]:
     """The units that the job's recompute options run again, as the model graph has it."""
     return frozenset(name for _, name in again(prepared.base))
 
 
-def _users(prepared: Prepared, reference: str) -> UserModel:
+def _users(prepared: PreparedJob, reference: str) -> UserModel:
     """The user's module, which must be the one that was captured. Its path starts at the job's folder."""
     job, entries = prepared.job, prepared.base.entries
     path, _, name = reference.rpartition(":")

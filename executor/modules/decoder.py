@@ -9,17 +9,17 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from executor.modules.attention.attention import Attention, Latent
-from executor.modules.base import NUMBER, Built, TokenLoss, evaluate
-from executor.modules.layers import Embed, FeedForward, Head, Mlp, Normalise, Params, spelling
-from executor.modules.moe.experts import Add, LocalExperts, Router, Shared, moe_of
-from executor.modules.moe.spread import SpreadAdd, SpreadExperts, SpreadRouter
-from executor.modules.mtp import Join, NextEmbed, NextLoss
+from executor.modules.attention.attention import AttentionPart, LatentAttentionPart
+from executor.modules.base import NUMBER, BuiltChunks, TokenLoss, evaluate
+from executor.modules.layers import EmbedPart, FeedForwardLayer, HeadPart, MlpPart, NormLayer, Params, spelling
+from executor.modules.moe.experts import ExpertAdd, ExpertRouter, LocalExperts, SharedExperts, moe_of
+from executor.modules.moe.spread import ExpertParallelAdd, ExpertParallelExperts, ExpertParallelRouter
+from executor.modules.mtp import NextTokenEmbed, NextTokenLoss, NextTokenProjection
 from executor.modules.supported import refuse_model
-from executor.parallel.expert_all_to_all import Exchange, exchanges
-from executor.parallel.inline import Region
-from executor.parallel.router_guide import Guide
-from executor.parallel.shares import Share
+from executor.parallel.expert_all_to_all import ExpertAllToAll, exchanges
+from executor.parallel.inline import RankRegion
+from executor.parallel.router_guide import ExpertRouterGuide
+from executor.parallel.shares import ParamShard
 from ir.graph import expert_rows
 from ir.workload.config.load import ModelConfig
 
@@ -28,7 +28,7 @@ Extras = dict[str, tuple[str, ...]]
 LOSS = ("labels", "scale")
 
 
-class Whole(nn.Module):
+class WholeChunk(nn.Module):
     """A chunk's parts as one unit, wired as they are one by one. extras: how many arguments each part takes beside."""
 
     def __init__(self, parts: Mapping[str, nn.Module], reads: Reads, extras: Mapping[str, int]) -> None:
@@ -40,15 +40,15 @@ class Whole(nn.Module):
         given: dict[str, tuple[object, ...]] = {}
         for name, count in self.extras.items():
             given[name], rest = rest[:count], rest[count:]
-        return evaluate(Built(dict(self.parts.items()), {}, {}, self.reads), x, given)
+        return evaluate(BuiltChunks(dict(self.parts.items()), {}, {}, self.reads), x, given)
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderModel:
     """A decoder of a config, any part of which any rank can build with the same values.
 
     >>> from ir.workload.config.load import load_config
-    >>> model = Decoder(load_config("tiny-moe", {"num_hidden_layers": 2}), parts=True)
+    >>> model = DecoderModel(load_config("tiny-moe", {"num_hidden_layers": 2}), parts=True)
     >>> model.chunks, list(model.build(["l1", "head"]).units)
     (('embed', 'l0', 'l1', 'head'), ['l1.attn', 'l1.router', 'l1.experts', 'l1.add', 'head.norm', 'head.head'])
     """
@@ -59,10 +59,12 @@ class Decoder:
     compute: torch.dtype | None = None  # of the activations; None: as the parameters
     parts: bool = False  # units are the model graph's parts ("l0.attn", "l0.router", "head.norm") instead of chunks
     attention: str = "flash"  # keeps no scores; "unfused" keeps them, "remade" has them made again in backward
-    shares: Mapping[str, Share] = field(default_factory=dict)  # of the parameters that tp or ep cuts, what a rank holds
-    region: Region = field(default_factory=Region)  # the ranks that it shares the work of a part with
+    shares: Mapping[str, ParamShard] = field(
+        default_factory=dict
+    )  # of the parameters that tp or ep cuts, what a rank holds
+    region: RankRegion = field(default_factory=RankRegion)  # the ranks that it shares the work of a part with
     spread: Mapping[str, int] = field(default_factory=dict)  # chunk → over how many ranks its experts are, if over any
-    guide: Guide = field(default_factory=Guide)  # of its routers
+    guide: ExpertRouterGuide = field(default_factory=ExpertRouterGuide)  # of its routers
 
     def __post_init__(self) -> None:
         refuse_model(self.config)
@@ -79,17 +81,17 @@ class Decoder:
         built = self._build(self.chunks, None)
         return {n: tuple(p.shape) for n, p in built.params.items()}
 
-    def build(self, chunks: Sequence[str]) -> Built:
+    def build(self, chunks: Sequence[str]) -> BuiltChunks:
         """Build some chunks with their first values."""
         return self._build(chunks, self.dtype)
 
-    def _build(self, chunks: Sequence[str], dtype: torch.dtype | None) -> Built:
+    def _build(self, chunks: Sequence[str], dtype: torch.dtype | None) -> BuiltChunks:
         make = Params(self.seed, self.config.init_std, dtype, self.shares, None if dtype is None else self.region)
         units: dict[str, nn.Module] = {}
         extras: Extras = {}
         reads: Reads = {}
         ports: dict[str, Mapping[str, tuple[int, ...]]] = {}
-        between: dict[str, Exchange] = {}
+        between: dict[str, ExpertAllToAll] = {}
         for name in chunks:
             parts, wired, wants = self._chunk(make, name)
             outer = self._before(name)
@@ -102,10 +104,10 @@ class Decoder:
                     ports[f"{name}.router"] = expert_rows.ports(name, shared="shared" in parts)
                     between |= exchanges(name, self.spread[name])
             else:
-                units[name] = Whole(parts, wired, {part: len(want) for part, want in wants.items()})
+                units[name] = WholeChunk(parts, wired, {part: len(want) for part, want in wants.items()})
                 extras[name] = tuple(w for want in wants.values() for w in want)
                 reads[name] = (outer,)
-        return Built(units, make.made, {n: w for n, w in extras.items() if w}, reads, ports, between)
+        return BuiltChunks(units, make.made, {n: w for n, w in extras.items() if w}, reads, ports, between)
 
     def _before(self, chunk: str) -> str:
         """The unit whose output a chunk reads: the last layer's for MTP and head, "" for none."""
@@ -127,22 +129,25 @@ class Decoder:
         c = self.config
         compute = self.compute or self.dtype
         if name == "embed":
-            return {"embed": Embed(c, make, compute)}, {"embed": ("",)}, {}
+            return {"embed": EmbedPart(c, make, compute)}, {"embed": ("",)}, {}
         if name == "head":
-            norm = Normalise(c, make, spelling(c).norm, c.hidden)
-            head = TokenLoss(Head(c, make), make.region)
+            norm = NormLayer(c, make, spelling(c).norm, c.hidden)
+            head = TokenLoss(HeadPart(c, make), make.region)
             return {"norm": norm, "head": head}, {"norm": ("",), "head": ("norm",)}, {"head": LOSS}
         if name.startswith("l"):
             inner, wired = self._layer(make, int(name[1:]), "", name in self.spread)
             return inner, wired, self._routers(inner)
         layer = c.layers + int(name.removeprefix("mtp"))
         prefix = f"{spelling(c).layers}.{layer}."
-        parts: dict[str, nn.Module] = {"embed": NextEmbed(c, make, compute), "proj": Join(c, make, prefix)}
+        parts: dict[str, nn.Module] = {
+            "embed": NextTokenEmbed(c, make, compute),
+            "proj": NextTokenProjection(c, make, prefix),
+        }
         inner, wired = self._layer(make, layer, "proj", name in self.spread)
         last = list(inner)[-1]
         parts |= inner
-        parts["norm"] = Normalise(c, make, f"{prefix}shared_head.norm", c.hidden)
-        parts["head"] = NextLoss(Head(c, make), make.region)
+        parts["norm"] = NormLayer(c, make, f"{prefix}shared_head.norm", c.hidden)
+        parts["head"] = NextTokenLoss(HeadPart(c, make), make.region)
         wired |= {"embed": (), "proj": ("", "embed"), "norm": (last,), "head": ("norm",)}
         return parts, wired, {"embed": ("labels",), **self._routers(inner), "head": LOSS}
 
@@ -153,21 +158,23 @@ class Decoder:
     def _layer(self, make: Params, layer: int, reads: str, spread: bool) -> tuple[dict[str, nn.Module], Reads]:
         """A decoder layer that reads part `reads`. spread: its experts are on several ranks."""
         c, prefix = self.config, f"{spelling(self.config).layers}.{layer}."
-        attention = Latent if c.mla else Attention
+        attention = LatentAttentionPart if c.mla else AttentionPart
         parts: dict[str, nn.Module] = {"attn": attention(c.at(layer), make, prefix, self.attention)}
         if not c.is_moe(layer):
-            return parts | {"mlp": Mlp(c, make, prefix)}, {"attn": (reads,), "mlp": ("attn",)}
+            return parts | {"mlp": MlpPart(c, make, prefix)}, {"attn": (reads,), "mlp": ("attn",)}
         shared = ("shared",) if c.moe and c.moe.shared_ffn else ()
         if spread:
-            parts["router"] = SpreadRouter(c, make, prefix, layer, self.guide)
-            parts["experts"] = SpreadExperts(c, make, prefix)
-            parts |= {s: FeedForward(c, make, f"{prefix}mlp.shared_experts.", moe_of(c).shared_ffn) for s in shared}
-            parts["add"] = SpreadAdd(c)
+            parts["router"] = ExpertParallelRouter(c, make, prefix, layer, self.guide)
+            parts["experts"] = ExpertParallelExperts(c, make, prefix)
+            parts |= {
+                s: FeedForwardLayer(c, make, f"{prefix}mlp.shared_experts.", moe_of(c).shared_ffn) for s in shared
+            }
+            parts["add"] = ExpertParallelAdd(c)
         else:
-            parts["router"] = Router(c, make, prefix, layer, self.guide)
+            parts["router"] = ExpertRouter(c, make, prefix, layer, self.guide)
             parts["experts"] = LocalExperts(c, make, prefix)
-            parts |= {s: Shared(c, make, prefix) for s in shared}
-            parts["add"] = Add()
+            parts |= {s: SharedExperts(c, make, prefix) for s in shared}
+            parts["add"] = ExpertAdd()
         wired: Reads = {"attn": (reads,), "router": ("attn",), **dict.fromkeys(("experts", *shared), ("router",))}
         wired["add"] = ("experts", *shared, "attn")
         return parts, {p: expert_rows.reads(p, r) for p, r in wired.items()} if spread else wired

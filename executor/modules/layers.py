@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from executor.modules.base import initial
 from executor.modules.functions import layer_norm, relu2, rms_norm, swiglu
 from executor.modules.parallel import columns, leave, words
-from executor.parallel.inline import Region
-from executor.parallel.shares import Share
-from ir.workload.config.load import Activation, ModelConfig, Norm
+from executor.parallel.inline import RankRegion
+from executor.parallel.shares import ParamShard
+from ir.workload.config.load import LayerActivation, ModelConfig, NormLayerKind
 
 
 class Params:
@@ -31,11 +31,11 @@ class Params:
         seed: int,
         std: float,
         dtype: torch.dtype | None,
-        shares: Mapping[str, Share] | None = None,
-        region: Region | None = None,
+        shares: Mapping[str, ParamShard] | None = None,
+        region: RankRegion | None = None,
     ) -> None:
         self.seed, self.std, self.dtype, self.shares = seed, std, dtype, shares or {}
-        self.region = region or Region()
+        self.region = region or RankRegion()
         self.made: dict[str, nn.Parameter] = {}
 
     def __call__(self, name: str, *shape: int, start: float | None = None) -> nn.Parameter:
@@ -51,7 +51,7 @@ class Params:
 
 
 @dataclass(frozen=True)
-class Spelling:
+class ParamNames:
     """A family's names of modules; the first three are whole, the others stand below a layer's prefix."""
 
     layers: str = "model.layers"  # before the layer's number
@@ -66,22 +66,22 @@ class Spelling:
     down: str = "down_proj"
 
 
-_GPT2 = Spelling(
+_GPT2 = ParamNames(
     "transformer.h", "transformer.wte", "transformer.ln_f", "ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp", "c_fc",
     "c_proj",
 )  # fmt: skip
-_MPT = Spelling(
+_MPT = ParamNames(
     "transformer.blocks", "transformer.wte", "transformer.norm_f", "norm_1", "norm_2", "attn.Wqkv", "attn.out_proj",
     "ffn",
 )  # fmt: skip
 
 
-def spelling(c: ModelConfig) -> Spelling:
+def spelling(c: ModelConfig) -> ParamNames:
     """How the config's family spells its parameters."""
-    return {"gpt2": _GPT2, "mpt": _MPT}.get(c.model_type, Spelling())
+    return {"gpt2": _GPT2, "mpt": _MPT}.get(c.model_type, ParamNames())
 
 
-class Linear(nn.Module):
+class LinearLayer(nn.Module):
     """A linear layer in the dtype of its input, whatever its parameters are stored in.
 
     flipped: the weight is stored (into, out), as GPT-2's Conv1D does. leaves: it is cut by its input, so that what it
@@ -121,7 +121,7 @@ class Linear(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
 
-def each(x: Tensor, linears: Sequence[Linear], region: Region) -> list[Tensor]:
+def each(x: Tensor, linears: Sequence[LinearLayer], region: RankRegion) -> list[Tensor]:
     """x through several linears that are cut by output."""
     if region.tp.size == 1:
         return [m(x) for m in linears]
@@ -129,12 +129,12 @@ def each(x: Tensor, linears: Sequence[Linear], region: Region) -> list[Tensor]:
     return columns(x, [m.weight for m in linears], [m.bias for m in linears], region, flipped=flipped)
 
 
-class Normalise(nn.Module):
+class NormLayer(nn.Module):
     """The config's norm over the last dim. eps: if it is not the config's."""
 
     def __init__(self, c: ModelConfig, make: Params, name: str, size: int, eps: float | None = None) -> None:
         super().__init__()
-        self.eps, self.layer = eps or c.norm_eps, c.norm is Norm.LAYER
+        self.eps, self.layer = eps or c.norm_eps, c.norm is NormLayerKind.LAYER
         self.plus = 1.0 if c.model_type == "nemotron" else 0.0
         self.weight = make(f"{name}.weight", size, start=1.0 - self.plus)
         self.bias = make(f"{name}.bias", size, start=0.0) if self.layer and c.norm_bias else None
@@ -146,7 +146,7 @@ class Normalise(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class Embed(nn.Module):
+class EmbedPart(nn.Module):
     """Part `embed`: token ids → hidden states, with learned positions where the config has them."""
 
     def __init__(self, c: ModelConfig, make: Params, compute: torch.dtype) -> None:
@@ -170,21 +170,21 @@ class Embed(nn.Module):
 
 def activation(c: ModelConfig) -> Callable[[Tensor], Tensor]:
     """The config's activation, where it has one up-projection."""
-    if c.activation is Activation.RELU2:
+    if c.activation is LayerActivation.RELU2:
         return relu2
     if c.act == "relu":
         return F.relu
     return partial(F.gelu, approximate="none" if c.act == "gelu" else "tanh")
 
 
-class FeedForward(nn.Module):
+class FeedForwardLayer(nn.Module):
     """down(activation(up(x))), gated where the config's activation is."""
 
     def __init__(self, c: ModelConfig, make: Params, prefix: str, width: int) -> None:
         super().__init__()
         names, flipped = spelling(c), c.model_type == "gpt2"
         self.act, self.region = activation(c), make.region
-        linear = partial(Linear, make, bias=c.mlp_bias, flipped=flipped)
+        linear = partial(LinearLayer, make, bias=c.mlp_bias, flipped=flipped)
         self.ups = [linear(prefix + n, width, c.hidden) for n in (["gate_proj"] if c.activation.ups == 2 else [])]
         self.ups.append(linear(prefix + names.up, width, c.hidden))
         self.linears = nn.ModuleList(self.ups)
@@ -197,14 +197,14 @@ class FeedForward(nn.Module):
         return found
 
 
-class Mlp(nn.Module):
+class MlpPart(nn.Module):
     """Part `mlp`: x + mlp(norm(x))."""
 
     def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
         super().__init__()
         names = spelling(c)
-        self.norm = Normalise(c, make, prefix + names.mlp_norm, c.hidden)
-        self.inner = FeedForward(c, make, f"{prefix}{names.mlp}.", c.ffn)
+        self.norm = NormLayer(c, make, prefix + names.mlp_norm, c.hidden)
+        self.inner = FeedForwardLayer(c, make, f"{prefix}{names.mlp}.", c.ffn)
 
     def forward(self, x: Tensor) -> Tensor:
         """A decoder layer's second half."""
@@ -212,13 +212,13 @@ class Mlp(nn.Module):
         return x + added
 
 
-class Head(nn.Module):
+class HeadPart(nn.Module):
     """Part `head`: logits, of this rank's words."""
 
     def __init__(self, c: ModelConfig, make: Params) -> None:
         super().__init__()
         self.region = make.region
-        self.linear = Linear(make, spelling(c).embed if c.tied else "lm_head", c.vocab, c.hidden)
+        self.linear = LinearLayer(make, spelling(c).embed if c.tied else "lm_head", c.vocab, c.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """One linear layer."""

@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from executor.modules.base import TokenLoss
-from executor.modules.layers import Embed, Linear, Normalise, Params
-from executor.parallel.inline import Region
+from executor.modules.layers import EmbedPart, LinearLayer, NormLayer, Params
+from executor.parallel.inline import RankRegion
 from ir.workload.config.load import ModelConfig
 
 WEIGHT = 0.3  # λ of the paper's first 10 T tokens
 
 
-class NextEmbed(nn.Module):
+class NextTokenEmbed(nn.Module):
     """Part `embed` of an MTP module: embeddings of the labels, which are the next tokens."""
 
     def __init__(self, c: ModelConfig, make: Params, compute: torch.dtype) -> None:
         super().__init__()
-        self.inner = Embed(c, make, compute)
+        self.inner = EmbedPart(c, make, compute)
 
     def forward(self, labels: Tensor) -> Tensor:
         """A masked label reads token 0, whose prediction is masked too."""
@@ -31,14 +31,14 @@ class NextEmbed(nn.Module):
         return found
 
 
-class Join(nn.Module):
+class NextTokenProjection(nn.Module):
     """Part `proj`: the hidden state and the next token's embedding, each normed, projected together from 2h to h."""
 
     def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
         super().__init__()
-        self.embed_norm = Normalise(c, make, f"{prefix}enorm", c.hidden)
-        self.hidden_norm = Normalise(c, make, f"{prefix}hnorm", c.hidden)
-        self.proj = Linear(make, f"{prefix}eh_proj", c.hidden, 2 * c.hidden)
+        self.embed_norm = NormLayer(c, make, f"{prefix}enorm", c.hidden)
+        self.hidden_norm = NormLayer(c, make, f"{prefix}hnorm", c.hidden)
+        self.proj = LinearLayer(make, f"{prefix}eh_proj", c.hidden, 2 * c.hidden)
 
     def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
         """DeepSeek's order: the embedding first."""
@@ -46,10 +46,10 @@ class Join(nn.Module):
         return found
 
 
-class NextLoss(nn.Module):
+class NextTokenLoss(nn.Module):
     """The head's loss on the tokens after the next: labels moved by one, times `WEIGHT`."""
 
-    def __init__(self, head: nn.Module, region: Region | None = None) -> None:
+    def __init__(self, head: nn.Module, region: RankRegion | None = None) -> None:
         super().__init__()
         self.loss = TokenLoss(head, region)
 

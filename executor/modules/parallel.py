@@ -16,32 +16,32 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from executor.modules.functions import apply, wide
-from executor.parallel.inline import Region, Wire
+from executor.parallel.inline import RankAxis, RankRegion
 
 
-def gather_tokens(wire: Wire, x: Tensor) -> Tensor:
+def gather_tokens(wire: RankAxis, x: Tensor) -> Tensor:
     """(…, n, features) of every rank → (…, size · n, features)."""
     every, one = wire.gather(x), x.shape[:-2].numel() == 1
     return (every if one else every.movedim(0, -3)).reshape(*x.shape[:-2], -1, x.shape[-1])
 
 
-def scatter_tokens(wire: Wire, x: Tensor) -> Tensor:
+def scatter_tokens(wire: RankAxis, x: Tensor) -> Tensor:
     """(…, size · n, features), added up over ranks → this one's (…, n, features)."""
     return wire.scatter(x.unflatten(-2, (wire.size, -1)).movedim(-3, 0))
 
 
-def _entered(x: Tensor, region: Region) -> Tensor:
+def _entered(x: Tensor, region: RankRegion) -> Tensor:
     return gather_tokens(region.tp, x) if region.sequence else x
 
 
-def _returned(dx: Tensor, region: Region) -> Tensor:
+def _returned(dx: Tensor, region: RankRegion) -> Tensor:
     """The gradient of what entered."""
     return scatter_tokens(region.tp, dx) if region.sequence else region.tp.sum(dx)
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
+    def forward(ctx: Any, x: Tensor, region: RankRegion) -> Tensor:
         ctx.region = region
         return _entered(x, region).detach()
 
@@ -53,7 +53,7 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, region: Region) -> Tensor:
+    def forward(ctx: Any, y: Tensor, region: RankRegion) -> Tensor:
         ctx.region = region
         return scatter_tokens(region.tp, y) if region.sequence else region.tp.sum(y.detach())
 
@@ -62,12 +62,12 @@ class _Leave(torch.autograd.Function):
         return _entered(dy, ctx.region), None
 
 
-def enter(x: Tensor, region: Region) -> Tensor:
+def enter(x: Tensor, region: RankRegion) -> Tensor:
     """What no linear reads first: this rank's tokens → all tokens."""
     return x if region.tp.size == 1 else apply(_Enter, x, region)
 
 
-def leave(y: Tensor, region: Region) -> Tensor:
+def leave(y: Tensor, region: RankRegion) -> Tensor:
     """A partial sum of all tokens, which nobody else reads → the sum, of this rank's tokens."""
     return y if region.tp.size == 1 else apply(_Leave, y, region)
 
@@ -80,7 +80,7 @@ class _Outputs(torch.autograd.Function):
     """The products, as functions of the input."""
 
     @staticmethod
-    def forward(ctx: Any, region: Region, flipped: bool, x: Tensor, biases: Any, *weights: Tensor) -> Any:
+    def forward(ctx: Any, region: RankRegion, flipped: bool, x: Tensor, biases: Any, *weights: Tensor) -> Any:
         ctx.region, ctx.flipped = region, flipped
         ctx.save_for_backward(*weights)
         x = _entered(x, region)
@@ -101,7 +101,7 @@ class _Weights(torch.autograd.Function):
     """The same products as functions of the weights: tensors of their shapes, without values."""
 
     @staticmethod
-    def forward(ctx: Any, region: Region, flipped: bool, x: Tensor, *params: Tensor | None) -> Any:
+    def forward(ctx: Any, region: RankRegion, flipped: bool, x: Tensor, *params: Tensor | None) -> Any:
         ctx.region, ctx.flipped = region, flipped
         weights = params[: len(params) // 2]
         ctx.formats = [None if p is None else p.dtype for p in params]
@@ -140,7 +140,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, flipped: bool) -> T
 
 
 def columns(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], region: Region, *, flipped: bool = False
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], region: RankRegion, *, flipped: bool = False
 ) -> list[Tensor]:
     """x Wᵀ + b for linears cut by output that read the same x, which enters the region once.
 
@@ -162,7 +162,7 @@ def columns(
 # Words
 
 
-def words(ids: Tensor, weight: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
+def words(ids: Tensor, weight: Tensor, region: RankRegion, dtype: torch.dtype) -> Tensor:
     """Embeddings (…, length, h) of ids (…, length), of whose words each rank holds a stretch; this rank's tokens."""
     if has_torch_function((ids, weight)):
         found: Tensor = handle_torch_function(words, (ids, weight), ids, weight, region, dtype)
@@ -172,7 +172,7 @@ def words(ids: Tensor, weight: Tensor, region: Region, dtype: torch.dtype) -> Te
     return leave(made.to(dtype), region)
 
 
-def _here(ids: Tensor, size: int, region: Region) -> tuple[Tensor, Tensor]:
+def _here(ids: Tensor, size: int, region: RankRegion) -> tuple[Tensor, Tensor]:
     """Where a word stands in this rank's stretch of `size` words, 0 for one elsewhere; and whether it is elsewhere."""
     at = ids - region.tp.index * size
     elsewhere = (at < 0) | (at >= size)
@@ -183,7 +183,7 @@ class _WordsLoss(torch.autograd.Function):
     """As `functions.token_loss`, of logits for this rank's words: three small all-reduces, as Megatron has them."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, scale: float, ignore: int, region: Region) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, scale: float, ignore: int, region: RankRegion) -> Tensor:
         x = logits.to(wide(logits.dtype), copy=True)
         x.sub_(region.tp.largest(x.amax(-1, keepdim=True)))
         at, elsewhere = _here(labels.clamp_min(0).unsqueeze(-1), x.shape[-1], region)
@@ -202,6 +202,6 @@ class _WordsLoss(torch.autograd.Function):
         return x.to(ctx.dtype), None, None, None, None
 
 
-def words_loss(logits: Tensor, labels: Tensor, scale: float, ignore: int, region: Region) -> Tensor:
+def words_loss(logits: Tensor, labels: Tensor, scale: float, ignore: int, region: RankRegion) -> Tensor:
     """Σ cross entropy · scale over (tokens, this rank's words), the same on every rank of the region."""
     return apply(_WordsLoss, logits, labels, scale, ignore, region)

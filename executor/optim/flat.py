@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from executor.optim.gradients import Gradients
+from executor.optim.gradients import ParamGradients
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.flat import places_in
 from ir.graph.sync import Bucket
 
 
-class Flat:
+class FlatBucket:
     """One bucket on one rank. members: the ranks between which it is sharded or kept in step, this one is the
     index-th. first: whether this is the first of the programs that own it. reduce: dtype gradients travel in.
 
@@ -32,7 +32,7 @@ class Flat:
         members: Sequence[int],
         index: int,
         params: Mapping[str, Tensor],
-        grads: Gradients,
+        grads: ParamGradients,
         *,
         reduce: torch.dtype,
         first: bool,

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 
-class Gradients:
+class ParamGradients:
     """Sums of weight gradients by global name, in the dtype they are accumulated in; each `add` is one microbatch.
 
-    >>> grads = Gradients({"w": torch.zeros(2)}); grads.add("w", torch.ones(2)); grads.add("w", torch.ones(2))
+    >>> grads = ParamGradients({"w": torch.zeros(2)}); grads.add("w", torch.ones(2)); grads.add("w", torch.ones(2))
     >>> grads["w"].tolist()
     [2.0, 2.0]
     """

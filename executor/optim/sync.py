@@ -8,21 +8,23 @@ from functools import partial
 
 from torch import Tensor, dtype
 
-from executor.optim.flat import Flat
-from executor.optim.gradients import Gradients
+from executor.optim.flat import FlatBucket
+from executor.optim.gradients import ParamGradients
 from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
-from executor.parallel.collective import Meeting
-from executor.transport.base import Handle, Transport
+from executor.parallel.collective import Collective
+from executor.transport.base import Transport, TransportHandle
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.work import CommKind
+from ir.core.work import MessageKind
 from ir.graph.sync import Bucket
-from ir.plan.places import Places, several, sharers
+from ir.plan.places import RankPlacement, several, sharers
 
-Start = tuple[Callable[[], Handle], Callable[[], None] | None]  # posts a collective; what is done where it has ended
+Start = tuple[
+    Callable[[], TransportHandle], Callable[[], None] | None
+]  # posts a collective; what is done where it has ended
 
 
 @dataclass(frozen=True)
-class SyncConfig:
+class BucketSyncConfig:
     """How gradients become an update."""
 
     optimizer: OptimizerConfig
@@ -34,7 +36,7 @@ class SyncConfig:
     """parameters that the global norm takes from a tensor-parallel rank before this one"""
 
 
-class Sync:
+class BucketSync:
     """Gradients, update and shares of one rank. order: all parameters of the model, canonically.
 
     norm: of the step's whole gradient, if it is to be clipped.
@@ -43,23 +45,23 @@ class Sync:
     def __init__(
         self,
         rank: int,
-        places: Places,
+        places: RankPlacement,
         found: Sequence[Bucket],
         params: Mapping[str, Tensor],
-        grads: Gradients,
+        grads: ParamGradients,
         order: Sequence[str],
-        config: SyncConfig,
+        config: BucketSyncConfig,
     ) -> None:
         self.elsewhere = config.elsewhere
         self.grads, self.params, self.order, self.config = grads, params, list(order), config.optimizer
         program = places.program(rank)
         shared = several(found, program)
         self.alone = [n for b in found if program in b.owners and b not in shared for n in b.params]
-        self.flat: dict[str, Flat] = {}
+        self.flat: dict[str, FlatBucket] = {}
         for b in shared:
             members, first = sharers(b, places, rank), b.owners[0] == program
             index = members.index(rank)
-            self.flat[b.key] = Flat(b, members, index, params, grads, reduce=config.reduce, first=first)
+            self.flat[b.key] = FlatBucket(b, members, index, params, grads, reduce=config.reduce, first=first)
         shares = {f"flat:{k}": f.weights for k, f in self.flat.items()}
         self.optimizer = Optimizer(config.optimizer, {**{n: params[n] for n in self.alone}, **shares}, config.moments)
         self.norm: float | None = None
@@ -74,7 +76,7 @@ class Sync:
 
     # -- as the plan's ops ask ----------------------------------------------------------------------------------------
 
-    def start(self, meeting: Meeting, transport: Transport) -> Start:
+    def start(self, meeting: Collective, transport: Transport) -> Start:
         """How to post a collective once its stream comes to it, and what its stream does at its end."""
         group, mb = meeting.group, meeting.mb
         if not meeting.bucket:
@@ -82,14 +84,14 @@ class Sync:
             return lambda: transport.all_reduce(group, sums), None
         flat = self.flat[meeting.bucket]
         match meeting.kind:
-            case CommKind.REDUCE_SCATTER if meeting.once:
+            case MessageKind.REDUCE_SCATTER if meeting.once:
                 return lambda: transport.reduce_scatter(group, flat.reduced, flat.filled()), None
-            case CommKind.REDUCE_SCATTER:
+            case MessageKind.REDUCE_SCATTER:
                 whole = flat.passing[mb]
                 return lambda: transport.reduce_scatter(group, whole[flat.own], whole), partial(flat.land, mb)
-            case CommKind.ALL_REDUCE:
+            case MessageKind.ALL_REDUCE:
                 return lambda: transport.all_reduce(group, flat.filled()), None
-            case CommKind.ALL_GATHER:
+            case MessageKind.ALL_GATHER:
                 if not meeting.once:
                     flat.fetch()
                 return lambda: transport.all_gather(group, flat.whole, flat.weights), None
@@ -107,10 +109,10 @@ class Sync:
                 message = f"{op} reads {key}, which was not gathered or freed already"
                 raise PiperError(ErrorKind.ILLEGAL_PLAN, message)
 
-    def close(self, meeting: Meeting) -> None:
+    def close(self, meeting: Collective) -> None:
         """What it gathered, or reduced from, is not needed any more."""
         flat = self.flat[meeting.bucket]
-        if meeting.kind is CommKind.ALL_GATHER:
+        if meeting.kind is MessageKind.ALL_GATHER:
             flat.drop()
         else:
             flat.close(meeting.mb)

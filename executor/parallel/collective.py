@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from executor.parallel.places import Places
-from ir.core.work import CommKind
-from ir.plan.plan import OpKind, Plan, Shape
+from executor.parallel.places import RankPlacement
+from ir.core.work import MessageKind
+from ir.plan.plan import OpKind, OpShape, Plan
 
 ONCE = -1  # instead of a microbatch
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Collective:
     """One of a rank's collectives."""
 
-    kind: CommKind
+    kind: MessageKind
     bucket: str  # `Bucket.key`, "" where it is about none
     mb: int  # the microbatch, or ONCE
     group: str  # its name in the transport
@@ -28,7 +28,7 @@ class Meeting:
         return self.mb == ONCE
 
     @classmethod
-    def of(cls, plan: Plan, places: Places, rank: int, shape: Shape, mb: int) -> Meeting:
+    def of(cls, plan: Plan, places: RankPlacement, rank: int, shape: OpShape, mb: int) -> Collective:
         """What an op of this shape is on this rank."""
         program = places.program(rank)
         node = plan.graph.nodes[shape.covers[0][0]] if shape.covers else None
@@ -45,12 +45,12 @@ class Meeting:
         return cls(message.kind, shape.bucket, mb, group, members, exchange=node is not None and not node.once)
 
 
-def groups(plan: Plan, places: Places) -> dict[str, tuple[int, ...]]:
+def groups(plan: Plan, places: RankPlacement) -> dict[str, tuple[int, ...]]:
     """The members of every group that some collective of the plan needs, by name."""
     out = {}
     for p, s in sorted({*zip(plan.program.tolist(), plan.shape.tolist(), strict=True)}):
         if plan.shapes[s].kind is OpKind.COLLECTIVE:
             for rank in places.table[p]:
-                found = Meeting.of(plan, places, rank, plan.shapes[s], 0)
+                found = Collective.of(plan, places, rank, plan.shapes[s], 0)
                 out[found.group] = found.members
     return out

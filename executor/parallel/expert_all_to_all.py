@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.parallel.inline import holders, let_go
-from executor.transport.base import Handle
+from executor.transport.base import TransportHandle
 from ir.graph.expert_rows import CARRIES
 from ir.graph.graph import COUNTS
 
@@ -22,7 +22,7 @@ Table = list[list[int]]
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExpertAllToAll:
     """One all-to-all of a layer."""
 
     reads: str  # what it carries in forward, by the name of a port
@@ -31,11 +31,11 @@ class Exchange:
     back: bool = False  # in forward it carries rows back to where their tokens are
 
 
-def exchanges(chunk: str, ranks: int) -> dict[str, Exchange]:
+def exchanges(chunk: str, ranks: int) -> dict[str, ExpertAllToAll]:
     """Those of a chunk's layer, by the names the plan has for them, among units of `executor.modules.moe.spread`."""
     counts = f"{chunk}.{COUNTS}"
     return {
-        f"{chunk}.{name}": Exchange(
+        f"{chunk}.{name}": ExpertAllToAll(
             f"{chunk}.{carried}", ranks, "" if name == COUNTS else counts, back=name == "combine"
         )
         for name, carried in CARRIES.items()
@@ -43,25 +43,25 @@ def exchanges(chunk: str, ranks: int) -> dict[str, Exchange]:
 
 
 @dataclass(frozen=True)
-class Route:
+class ExpertRoute:
     """How many rows of one layer and microbatch go where."""
 
     sent: Table  # [rank, its expert]: from here
     got: Table  # [rank, own expert]: from there
 
     @classmethod
-    def read(cls, sent: Tensor, got: Tensor, ranks: int) -> Route:
+    def read(cls, sent: Tensor, got: Tensor, ranks: int) -> ExpertRoute:
         """From the numbers of rows by expert, which are on the device until then.
 
         >>> import torch
-        >>> Route.read(torch.tensor([2, 0, 1, 3]), torch.tensor([2, 0, 5, 1]), 2)
-        Route(sent=[[2, 0], [1, 3]], got=[[2, 0], [5, 1]])
+        >>> ExpertRoute.read(torch.tensor([2, 0, 1, 3]), torch.tensor([2, 0, 5, 1]), 2)
+        ExpertRoute(sent=[[2, 0], [1, 3]], got=[[2, 0], [5, 1]])
         """
         return cls(sent.view(ranks, -1).tolist(), got.view(ranks, -1).tolist())
 
 
 @dataclass(frozen=True, eq=False)
-class Trade:
+class ExpertTransfer:
     """What a rank puts into an all-to-all, and what for."""
 
     pieces: tuple[tuple[Tensor, Tensor], ...]  # (place, tensor) pairs that travel alike
@@ -70,18 +70,18 @@ class Trade:
     held: tuple[int, ...]  # how many tensors had the storage of each before
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], rows: Sequence[int], into_rows: Sequence[int]) -> Trade:
+    def of(cls, tensors: Sequence[Tensor], rows: Sequence[int], into_rows: Sequence[int]) -> ExpertTransfer:
         """With room for what arrives.
 
         >>> import torch
-        >>> trade = Trade.of([torch.zeros(3, 8)], [1, 2], [2, 4]); trade.arrives[0].shape
+        >>> trade = ExpertTransfer.of([torch.zeros(3, 8)], [1, 2], [2, 4]); trade.arrives[0].shape
         torch.Size([6, 8])
         """
         total = sum(into_rows)
         pairs = [(t.new_empty(total, *t.shape[1:]), t.contiguous()) for t in tensors]
         return cls(tuple(pairs), tuple(into_rows), tuple(rows), tuple(holders(t) for pair in pairs for t in pair))
 
-    def post(self, move: Callable[..., Handle]) -> list[Handle]:
+    def post(self, move: Callable[..., TransportHandle]) -> list[TransportHandle]:
         """Give all of it to a transport. What that takes for itself is not this rank's memory."""
         with _disable_current_modes():
             # Views, whose holders can be told from those of the tensors themselves.
@@ -102,15 +102,17 @@ class Trade:
         return tuple(tensor for _, tensor in self.pieces)
 
 
-def travel(exchange: Exchange, route: Route, tensors: Sequence[Tensor], *, gradients: bool) -> Trade:
+def travel(
+    exchange: ExpertAllToAll, route: ExpertRoute, tensors: Sequence[Tensor], *, gradients: bool
+) -> ExpertTransfer:
     """Rows towards experts or back. gradients: of what it carries in forward, hence the other way round."""
     sent, got = [sum(r) for r in route.sent], [sum(r) for r in route.got]
     if exchange.back == gradients:
-        return Trade.of(tensors, sent, got)
-    return Trade.of(tensors, got, sent)
+        return ExpertTransfer.of(tensors, sent, got)
+    return ExpertTransfer.of(tensors, got, sent)
 
 
-def even(exchange: Exchange, counts: Tensor) -> Trade:
+def even(exchange: ExpertAllToAll, counts: Tensor) -> ExpertTransfer:
     """The numbers of rows, as many to each rank."""
     each = [len(counts) // exchange.ranks] * exchange.ranks
-    return Trade.of([counts], each, each)
+    return ExpertTransfer.of([counts], each, each)

@@ -14,23 +14,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.device import clock
-from executor.device.progress import Progress
-from executor.parallel.places import Places, check_divided
-from executor.transport.base import Handle, Transport
-from ir.core.work import CommKind
+from executor.device.progress import RankProgress
+from executor.parallel.places import RankPlacement, check_divided
+from executor.transport.base import Transport, TransportHandle
+from ir.core.work import MessageKind
 from ir.plan.plan import Plan
-from ir.workload.part import Layout
+from ir.workload.part import PartLayout
 
 AXES = ("tp", "cp")
 PATIENCE_S = 2.0
 
 
-class Wire:
+class RankAxis:
     """One mesh axis: `size` ranks, of which this one is the `index`-th. Calls return when their message is over.
 
     members: global ranks, in that order. Without a transport nothing moves: as if the others had sent the same, or 0.
 
-    >>> wire = Wire(2, 1); wire.gather(torch.ones(2)).tolist(), wire.scatter(torch.tensor([[1.0], [2.0]])).tolist()
+    >>> wire = RankAxis(2, 1); wire.gather(torch.ones(2)).tolist(), wire.scatter(torch.tensor([[1.0], [2.0]])).tolist()
     ([[1.0, 1.0], [1.0, 1.0]], [2.0])
     """
 
@@ -41,7 +41,7 @@ class Wire:
         axis: str = "",
         members: tuple[int, ...] = (),
         transport: Transport | None = None,
-        progress: Progress | None = None,
+        progress: RankProgress | None = None,
     ) -> None:
         self.size, self.index, self.axis, self.members = size, index, axis, members
         self._transport, self._progress = transport, progress
@@ -65,7 +65,7 @@ class Wire:
         into = x.new_empty(self.size, *x.shape)
         if (t := self._transport) is None:
             return into.copy_(x)
-        self._meet(CommKind.ALL_GATHER, into, x, lambda: t.all_gather(self.group, into.view(-1), x.view(-1)))
+        self._meet(MessageKind.ALL_GATHER, into, x, lambda: t.all_gather(self.group, into.view(-1), x.view(-1)))
         return into
 
     def scatter(self, x: Tensor) -> Tensor:
@@ -75,19 +75,19 @@ class Wire:
         if (t := self._transport) is None:
             return into.copy_(x[self.index])
         flat = x.view(-1)
-        self._meet(CommKind.REDUCE_SCATTER, x, into, lambda: t.reduce_scatter(self.group, into.view(-1), flat))
+        self._meet(MessageKind.REDUCE_SCATTER, x, into, lambda: t.reduce_scatter(self.group, into.view(-1), flat))
         return into
 
     def _reduce(self, x: Tensor, *, largest: bool) -> Tensor:
         if (t := self._transport) is not None:
             flat = x.view(-1)
             if largest:
-                self._meet(CommKind.ALL_REDUCE, x, flat, lambda: t.all_reduce(self.group, flat, largest=True))
+                self._meet(MessageKind.ALL_REDUCE, x, flat, lambda: t.all_reduce(self.group, flat, largest=True))
             else:
-                self._meet(CommKind.ALL_REDUCE, x, flat, lambda: t.all_reduce(self.group, flat))
+                self._meet(MessageKind.ALL_REDUCE, x, flat, lambda: t.all_reduce(self.group, flat))
         return x
 
-    def _meet(self, kind: CommKind, whole: Tensor, part: Tensor, post: Callable[[], Handle]) -> None:
+    def _meet(self, kind: MessageKind, whole: Tensor, part: Tensor, post: Callable[[], TransportHandle]) -> None:
         """Post, and wait for the end. kind, whole: what moves, as the plan's message has it."""
         held = [(x, holders(x)) for x in (whole, part)]
         with _disable_current_modes():  # what the transport takes for itself is not this rank's memory
@@ -117,11 +117,11 @@ def let_go(held: Sequence[tuple[Tensor, int]]) -> None:
 
 
 @dataclass(frozen=True)
-class Region:
+class RankRegion:
     """Where a rank stands among those that share its parts' work."""
 
-    tp: Wire = field(default_factory=Wire)  # to ranks with other heads, columns, words
-    cp: Wire = field(default_factory=Wire)  # to ranks with other tokens of each sequence
+    tp: RankAxis = field(default_factory=RankAxis)  # to ranks with other heads, columns, words
+    cp: RankAxis = field(default_factory=RankAxis)  # to ranks with other tokens of each sequence
     sequence: bool = False  # sequence parallelism: tp's ranks have other tokens between the regions that tp divides
 
     @property
@@ -139,15 +139,19 @@ class Region:
         return t.chunk(self.tp.size, -1)[self.tp.index] if self.sequence else t
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, transport: Transport | None = None, progress: Progress | None = None) -> Region:
+    def of(
+        cls, plan: Plan, rank: int, transport: Transport | None = None, progress: RankProgress | None = None
+    ) -> RankRegion:
         """As a plan divides its parts. Without a transport nothing moves. Raises PiperError: as `check_divided`."""
         check_divided(plan.graph)
-        places, layout = Places.of(plan), next((e.layout for e in plan.graph.entries), Layout())
+        places, layout = RankPlacement.of(plan), next((e.layout for e in plan.graph.entries), PartLayout())
         program = places.program(rank)
         wires = []
         for axis, size in zip(AXES, (layout.tp, layout.cp), strict=True):
             members = places.group(rank, (axis,), (program,))
-            wires.append(Wire(size, members.index(rank), axis, members, transport, progress) if size > 1 else Wire())
+            wires.append(
+                RankAxis(size, members.index(rank), axis, members, transport, progress) if size > 1 else RankAxis()
+            )
         return cls(wires[0], wires[1], layout.sequence_parallel)
 
 
@@ -169,7 +173,7 @@ def group_name(axis: str, members: tuple[int, ...]) -> str:
     return f"{axis}:{','.join(map(str, members))}"
 
 
-def inline_groups(plan: Plan, places: Places) -> dict[str, tuple[int, ...]]:
+def inline_groups(plan: Plan, places: RankPlacement) -> dict[str, tuple[int, ...]]:
     """The members of every group that meets inside compute ops, by name."""
     found = {a for n in plan.graph.nodes for m in n.inline for a in m.axes if a in AXES}
     out = {}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.graph.graph import Graph
-from ir.plan.places import Places
+from ir.plan.places import RankPlacement
 
-__all__ = ["Places", "check_divided"]
+__all__ = ["RankPlacement", "check_divided"]
 
 
 def check_divided(graph: Graph) -> None:

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from executor.parallel.expert_all_to_all import Route
+from executor.parallel.expert_all_to_all import ExpertRoute
 from ir.graph.graph import Graph
-from ir.job.build import Prepared
-from ir.job.routing.forced import Forced
-from ir.plan.places import Places
+from ir.job.build import PreparedJob
+from ir.job.routing.forced import ForcedExperts
+from ir.plan.places import RankPlacement
 
 Choice = Callable[[int, int], Tensor]  # (layer, number of the microbatch in the global batch) → [token, copy] experts
 Noted = dict[tuple[int, int], Any]
 
 
-class Guide:
+class ExpertRouterGuide:
     """One for all routers of a rank. forced: their choice, instead of their own. note: keep the first step's counts.
 
     balance: the weight of a layer's f · P of one sequence in the loss, its coefficient over the sequences of a step.
@@ -53,19 +53,23 @@ class Guide:
         return counts, losses
 
 
-def guide_of(prepared: Prepared, graph: Graph, places: Places, rank: int, device: torch.device, *, note: bool) -> Guide:
+def guide_of(
+    prepared: PreparedJob, graph: Graph, places: RankPlacement, rank: int, device: torch.device, *, note: bool
+) -> ExpertRouterGuide:
     """As the job and its config have it. note: keep counts."""
     moe = prepared.config.moe
     if moe is None:
-        return Guide()
+        return ExpertRouterGuide()
     sequences = prepared.mesh.sizes["dp"] * prepared.mbs * prepared.job.schedule.microbatch_size
-    return Guide(_forced(prepared, graph, places, rank, device), note=note, balance=moe.balance / sequences)
+    return ExpertRouterGuide(_forced(prepared, graph, places, rank, device), note=note, balance=moe.balance / sequences)
 
 
-def _forced(prepared: Prepared, graph: Graph, places: Places, rank: int, device: torch.device) -> Choice | None:
+def _forced(
+    prepared: PreparedJob, graph: Graph, places: RankPlacement, rank: int, device: torch.device
+) -> Choice | None:
     if not prepared.job.routing.forced:
         return None
-    found, first = Forced.of(prepared, graph), places.replica(rank) * prepared.mbs
+    found, first = ForcedExperts.of(prepared, graph), places.replica(rank) * prepared.mbs
     source, at, sizes = places.position(rank), places.mesh.coordinates(rank), places.mesh.sizes
     part = at["tp"] + sizes["tp"] * at["cp"]
 
@@ -76,15 +80,17 @@ def _forced(prepared: Prepared, graph: Graph, places: Places, rank: int, device:
     return choice
 
 
-def planned_routes(prepared: Prepared, graph: Graph, places: Places, rank: int) -> Callable[[str, int], Route]:
+def planned_routes(
+    prepared: PreparedJob, graph: Graph, places: RankPlacement, rank: int
+) -> Callable[[str, int], ExpertRoute]:
     """(chunk, microbatch) → how many rows a rank would send and get under the job's `[routing]`."""
-    found, program = Forced.of(prepared, graph), places.program(rank)
+    found, program = ForcedExperts.of(prepared, graph), places.program(rank)
     ranks = places.group(rank, ("ep",), (program,))
     sources, mine = [places.position(r) for r in ranks], ranks.index(rank)
     numbers = {x.entry.chunk.name: x.number for x in found.layers}
 
-    def route(chunk: str, mb: int) -> Route:
+    def route(chunk: str, mb: int) -> ExpertRoute:
         counts = found.counts.tokens(numbers[chunk], mb)[sources].reshape(len(ranks), len(ranks), -1)
-        return Route(counts[mine].tolist(), counts[:, mine].tolist())
+        return ExpertRoute(counts[mine].tolist(), counts[:, mine].tolist())
 
     return route

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ir.graph.graph import Graph
-from ir.workload.part import Layout, Param
+from ir.workload.part import Param, PartLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardCut:
     """One of equal parts along a dim."""
 
     dim: int
@@ -24,7 +24,7 @@ class Cut:
     def rows(self) -> Tensor:
         """The indices along the dim that are held.
 
-        >>> Cut(0, 1, 2, (4, 2)).rows().tolist()
+        >>> ShardCut(0, 1, 2, (4, 2)).rows().tolist()
         [2, 3, 5]
         """
         out, first = [], 0
@@ -37,23 +37,23 @@ class Cut:
     def __len__(self) -> int:
         """How many these are.
 
-        >>> len(Cut(0, 1, 2, (4, 2)))
+        >>> len(ShardCut(0, 1, 2, (4, 2)))
         3
         """
         return sum((self.index + 1) * size // self.count - self.index * size // self.count for size in self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ParamShard:
     """A rank's part of a parameter of global shape `shape`; without cuts, all of it.
 
-    >>> share = Share((4, 3), (Cut(0, 1, 2, (4,)),))
+    >>> share = ParamShard((4, 3), (ShardCut(0, 1, 2, (4,)),))
     >>> share.local, share.take(torch.arange(12).view(4, 3)).tolist()
     ((2, 3), [[6, 7, 8], [9, 10, 11]])
     """
 
     shape: tuple[int, ...]
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[ShardCut, ...] = ()
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class Share:
         """Write this rank's part where it belongs.
 
         >>> whole = torch.zeros(3, 2)
-        >>> Share((3, 2), (Cut(1, 0, 2, (2,)),)).put(whole, torch.ones(3, 1)); whole[0].tolist()
+        >>> ParamShard((3, 2), (ShardCut(1, 0, 2, (2,)),)).put(whole, torch.ones(3, 1)); whole[0].tolist()
         [1.0, 0.0]
         """
         at = [torch.arange(n) for n in self.shape]
@@ -82,18 +82,18 @@ class Share:
         whole[torch.meshgrid(*at, indexing="ij")] = part.view(self.local)
 
 
-def share_of(param: Param, layout: Layout, place: Mapping[str, int]) -> Share:
+def share_of(param: Param, layout: PartLayout, place: Mapping[str, int]) -> ParamShard:
     """What the rank at these coordinates holds of a parameter, as the model graph cuts it."""
     cuts = []
     for axis, dim in zip(param.sharded, param.dims, strict=True):
         count = int(getattr(layout, axis))
         if count > 1:
             blocks = param.blocks if param.blocks and axis != "ep" else (param.shape[dim],)
-            cuts.append(Cut(dim, place[axis], count, blocks))
-    return Share(param.shape, tuple(cuts))
+            cuts.append(ShardCut(dim, place[axis], count, blocks))
+    return ParamShard(param.shape, tuple(cuts))
 
 
-def shares(graph: Graph, place: Mapping[str, int]) -> dict[str, Share]:
+def shares(graph: Graph, place: Mapping[str, int]) -> dict[str, ParamShard]:
     """Every parameter of a plan's graph by global name, as the rank at these coordinates holds it.
 
     place: `Mesh.coordinates` of the rank.

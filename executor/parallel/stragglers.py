@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from executor.parallel.collective import Meeting
-from executor.parallel.places import Places
+from executor.parallel.collective import Collective
+from executor.parallel.places import RankPlacement
 from ir.plan.plan import OpKind, Plan
 from ir.trace.trace import Trace
 
@@ -18,7 +18,7 @@ Span = tuple[float, float, int]  # from, to, whom it waits for (itself: it works
 
 
 @dataclass(frozen=True)
-class Slowest:
+class SlowestRank:
     """The rank that the others waited for most."""
 
     rank: int
@@ -26,12 +26,12 @@ class Slowest:
     by_rank: tuple[float, ...]  # the same of every rank
 
 
-def slowest(plan: Plan, trace: Trace) -> Slowest | None:
+def slowest(plan: Plan, trace: Trace) -> SlowestRank | None:
     """The rank that the others waited for most, over the last steps of a run; None where nobody waited.
 
     A rank that waits for one that waits itself waits for whoever the chain ends at.
     """
-    places = Places.of(plan)
+    places = RankPlacement.of(plan)
     rows = len(plan) * places.ranks // plan.programs
     steps = sorted(set(trace.step.tolist()))[-max(1, MOST_ROWS // max(1, rows)) :]
     spans: list[list[Span]] = [[] for _ in range(places.ranks)]
@@ -45,13 +45,13 @@ def slowest(plan: Plan, trace: Trace) -> Slowest | None:
         return None
     others = (places.ranks - 1) * len(steps)
     by_rank = tuple(w / others for w in waited)
-    return Slowest(worst, by_rank[worst], by_rank)
+    return SlowestRank(worst, by_rank[worst], by_rank)
 
 
 class _Step:
     """One step of a trace as a table: [position, op] when it was posted, started and ended."""
 
-    def __init__(self, plan: Plan, places: Places, trace: Trace, step: int) -> None:
+    def __init__(self, plan: Plan, places: RankPlacement, trace: Trace, step: int) -> None:
         self.plan, self.places = plan, places
         row = {key: i for i, key in enumerate(zip(plan.program.tolist(), plan.texts, strict=True))}
         at = np.flatnonzero(trace.step == step)
@@ -83,7 +83,7 @@ class _Step:
         plan, places = self.plan, self.places
         if plan.partner[op] >= 0:
             return places.peer(rank, int(plan.program[plan.partner[op]]))
-        meeting = Meeting.of(plan, places, rank, plan.shapes[int(plan.shape[op])], int(plan.mb[op]))
+        meeting = Collective.of(plan, places, rank, plan.shapes[int(plan.shape[op])], int(plan.mb[op]))
         rows = self.members.get(int(plan.collective[op]), {})
 
         def came(member: int) -> float:

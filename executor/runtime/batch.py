@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.data.tokens import FileTokens, Synthetic, source_of
+from executor.data.tokens import FileTokens, SyntheticTokens, source_of
 from executor.modules.base import TokenLoss
 
 
 @dataclass(frozen=True)
-class Batch:
+class Microbatch:
     """One microbatch: (sequences, length) of token ids and of labels; scale: 1 / the step's valid tokens.
 
     number: in the global batch.
@@ -30,10 +30,10 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingMicrobatch:
     """A microbatch that is still the loader's: who asks for a part of it gets a copy on the device, his own."""
 
-    batch: Batch
+    batch: Microbatch
     device: torch.device
 
     @property
@@ -47,12 +47,12 @@ class Waiting:
         return tuple(x.to(self.device, copy=True) if isinstance(x, Tensor) else x for x in found)
 
 
-class Data:
+class MicrobatchLoader:
     """The microbatches of each step: replica r's microbatch m is sequences (r·M + m)·size … of the global batch.
 
     source: "synthetic", or a path to text or tokens.
 
-    >>> data = Data("synthetic", vocab=100, length=8, replicas=2, microbatches=3, size=2)
+    >>> data = MicrobatchLoader("synthetic", vocab=100, length=8, replicas=2, microbatches=3, size=2)
     >>> data.batch(0, replica=1, mb=2).ids.shape, data.valid_tokens(0)
     (torch.Size([2, 8]), 96)
     """
@@ -79,7 +79,7 @@ class Data:
         """Of the global batch."""
         return self.replicas * self.microbatches * self.size
 
-    def batch(self, step: int, replica: int, mb: int) -> Batch:
+    def batch(self, step: int, replica: int, mb: int) -> Microbatch:
         """One microbatch."""
         number = replica * self.microbatches + mb
         first = number * self.size
@@ -87,11 +87,11 @@ class Data:
         labels = np.where(rows[:, 1:] < 0, TokenLoss.IGNORE, rows[:, 1:])
         ids = np.maximum(rows[:, :-1], 0)
         scale = 1.0 / max(1, self.valid_tokens(step))
-        return Batch(torch.from_numpy(ids), torch.from_numpy(labels), scale, number)
+        return Microbatch(torch.from_numpy(ids), torch.from_numpy(labels), scale, number)
 
     def valid_tokens(self, step: int) -> int:
         """Labels of the whole global batch that count; every rank finds the same without asking another."""
-        if isinstance(self.source, Synthetic):
+        if isinstance(self.source, SyntheticTokens):
             return self.sequences * self.length
         if self._valid[0] != step:
             rows = (self.source.sequence(step, i, self.length) for i in range(self.sequences))

@@ -17,12 +17,12 @@ import msgspec
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.directives.load import parse_strategy
-from ir.job.build import Prepared, directives_json, prepare
+from ir.job.build import PreparedJob, directives_json, prepare
 from ir.job.cache import PLANS
 from ir.job.schema import Job
 from ir.plan.plan import Plan
 from ir.plan.text import parse_plan, plan_digest, plan_text
-from ir.workload.setting import Style
+from ir.workload.setting import KernelStyle
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class _Given:
     job: Job
     strategy: list[dict[str, Any]]
     schedule: str
-    style: Style
+    style: KernelStyle
     digest: str
     plan: str
 
 
-def given_text(prepared: Prepared, plan: Plan) -> str:
+def given_text(prepared: PreparedJob, plan: Plan) -> str:
     """Job and plan as JSON, which `read_given` reads on any machine that has the files the job names."""
     job, file = prepared.job, str(Path(prepared.job.file).resolve())
     parallel = replace(job.parallel, layers=prepared.layers)
@@ -53,7 +53,7 @@ def given_name(number: int) -> str:
 
 
 @cache
-def read_given(path: Path) -> tuple[Prepared, Plan]:
+def read_given(path: Path) -> tuple[PreparedJob, Plan]:
     """What a file says, read once in a process and in those forked from it.
 
     Raises PiperError (illegal_plan): the plan that was read has another digest than the one that was judged.

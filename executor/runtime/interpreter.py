@@ -18,17 +18,17 @@ from torch import Tensor
 
 from executor.device import clock
 from executor.device.device import Device
-from executor.device.progress import Progress
+from executor.device.progress import RankProgress
 from executor.modules.base import NUMBER
-from executor.parallel.expert_all_to_all import Trade
-from executor.runtime.batch import Waiting
+from executor.parallel.expert_all_to_all import ExpertTransfer
+from executor.runtime.batch import PendingMicrobatch
 from executor.runtime.kernels import Kernels
-from executor.runtime.program import Program, Value
-from executor.transport.base import Delayed, Handle, Joined, Landing, Transport
-from executor.transport.streams import Pending, Queued, Stream
+from executor.runtime.program import RankPlan, Value
+from executor.transport.base import DelayedTransport, JoinedTransport, LandingTransport, Transport, TransportHandle
+from executor.transport.streams import PendingTraceRow, Stream, StreamOp
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
-from ir.graph.graph import Node
+from ir.graph.graph import GraphNode
 from ir.plan.plan import AT_START, OpKind
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ class StepResult:
     squares: list[float] = field(default_factory=list)
 
 
-class Interpreter:
+class PlanInterpreter:
     """One rank. boundary: makes an empty tensor of what crosses a stage boundary.
 
     delay_s: by which the ends of transfers, and of collectives of a microbatch, are put off.
@@ -56,10 +56,10 @@ class Interpreter:
 
     def __init__(
         self,
-        program: Program,
+        program: RankPlan,
         kernels: Kernels,
         transport: Transport,
-        progress: Progress,
+        progress: RankProgress,
         device: Device,
         boundary: Callable[[], Tensor],
         delay_s: float = 0.0,
@@ -70,19 +70,19 @@ class Interpreter:
         self.rows: list[Row] = []
         self.parts: list[tuple[int, int, list[float]]] = []  # step, compute op, seconds of each node where it is done
         self._lane = device.lane("compute")
-        self._pending: list[Pending] = []
+        self._pending: list[PendingTraceRow] = []
         self._values: dict[Value, Tensor] = {}
-        self._under: dict[int, Pending] = {}  # communication ops that the host has not yet seen end
-        self._trades: dict[int, Trade] = {}  # exchanges among these, which hold what they send until then
+        self._under: dict[int, PendingTraceRow] = {}  # communication ops that the host has not yet seen end
+        self._trades: dict[int, ExpertTransfer] = {}  # exchanges among these, which hold what they send until then
         self._streams: dict[str, Stream] = {}
-        self._latest: dict[str, Queued] = {}
-        self._batches: Mapping[int, Waiting] = {}
+        self._latest: dict[str, StreamOp] = {}
+        self._batches: Mapping[int, PendingMicrobatch] = {}
         self._units = {s: tuple(stage.units) for s, stage in self.stages.items()}
         self._losses: dict[int, Tensor | float] = {}
         self._step = 0
 
-    def step(self, number: int, batches: Mapping[int, Waiting]) -> StepResult:
-        """Run every op once. batches: of the microbatches that `Program.batches` lists. Raises TransportError."""
+    def step(self, number: int, batches: Mapping[int, PendingMicrobatch]) -> StepResult:
+        """Run every op once. batches: of the microbatches that `RankPlan.batches` lists. Raises TransportError."""
         p, self._batches, self._step = self.program, batches, number
         self._losses.clear()
         with self._lane():
@@ -90,7 +90,7 @@ class Interpreter:
             for i in range(p.first, p.last):
                 shape, text = p.shape(i), p.plan.text(i)
                 self.progress.op(i, text)
-                row = Pending(shape.stream, text, clock.now())
+                row = PendingTraceRow(shape.stream, text, clock.now())
                 self._pending.append(row)
                 match OpKind(shape.kind):
                     case OpKind.COMPUTE:
@@ -132,15 +132,15 @@ class Interpreter:
 
     # -- communication ------------------------------------------------------------------------------------------------
 
-    def _send(self, i: int, row: Pending) -> None:
+    def _send(self, i: int, row: PendingTraceRow) -> None:
         tensor = self._take(self.program.value(i), i)
         self._queue(i, row, partial(self.transport.send, self.program.peer(i), tensor), self.delay_s)
 
-    def _recv(self, i: int, row: Pending) -> None:
+    def _recv(self, i: int, row: PendingTraceRow) -> None:
         into = self._values[self.program.value(i)] = self.boundary()
         self._queue(i, row, partial(self.transport.recv, self.program.peer(i), into), self.delay_s)
 
-    def _collective(self, i: int, row: Pending) -> None:
+    def _collective(self, i: int, row: PendingTraceRow) -> None:
         meeting = self.program.meetings[i]
         if meeting.exchange:
             post, land = self._exchange(i, row, meeting.group), None
@@ -154,30 +154,30 @@ class Interpreter:
         before = self._latest.get(row.stream)
         self._queue(i, row, post, 0.0 if meeting.once else self.delay_s, [] if before is None else [before], land)
 
-    def _exchange(self, i: int, row: Pending, group: str) -> Callable[[], Handle]:
+    def _exchange(self, i: int, row: PendingTraceRow, group: str) -> Callable[[], TransportHandle]:
         """What is to travel between units on different ranks. How many rows do is waited for, and read, before."""
         if (counts := self.program.counted.get(i)) is not None:
             self._wait(counts, i)
         ((_, node, mb),) = self.program.covers(i)
         trade = self._trades[i] = self.stages[node.stage].exchange(Pass(str(node.kind)), mb, node.part)
         row.post_s = clock.now()
-        return lambda: Joined(trade.post(partial(self.transport.all_to_all, group)))
+        return lambda: JoinedTransport(trade.post(partial(self.transport.all_to_all, group)))
 
     def _queue(
         self,
         i: int,
-        row: Pending,
-        post: Callable[[], Handle],
+        row: PendingTraceRow,
+        post: Callable[[], TransportHandle],
         delay_s: float,
-        before: Sequence[Queued] = (),
+        before: Sequence[StreamOp] = (),
         land: Callable[[], None] | None = None,
     ) -> None:
         """Put op i on its stream. before: what must be over first, beside what the plan waits for; land: what its
         stream does at its end."""
         waits = [self._under[w].queued for w in self.program.plan.waits.row(i).tolist() if w in self._under]
-        late = (lambda: Delayed(post(), delay_s)) if delay_s else post
-        ends = late if land is None else (lambda: Landing(late(), land))
-        row.queued = Queued(ends, [*before, *(q for q in waits if q is not None)], self.device.mark())
+        late = (lambda: DelayedTransport(post(), delay_s)) if delay_s else post
+        ends = late if land is None else (lambda: LandingTransport(late(), land))
+        row.queued = StreamOp(ends, [*before, *(q for q in waits if q is not None)], self.device.mark())
         self._under[i] = row
         if row.stream not in self._streams:
             self._streams[row.stream] = Stream(row.stream, self.device)
@@ -203,7 +203,7 @@ class Interpreter:
 
     # -- compute ------------------------------------------------------------------------------------------------------
 
-    def _compute(self, i: int, row: Pending) -> None:
+    def _compute(self, i: int, row: PendingTraceRow) -> None:
         for w in self.program.plan.waits.row(i).tolist():
             self._wait(w, i)
         row.start, since_s = self.device.mark(), clock.now()
@@ -236,7 +236,7 @@ class Interpreter:
             ends.append(clock.now())
         self.parts.append((self._step, i, [b - a for a, b in pairwise(ends)]))
 
-    def _forward(self, i: int, index: int, node: Node, mb: int) -> None:
+    def _forward(self, i: int, index: int, node: GraphNode, mb: int) -> None:
         stage, units = self.stages[node.stage], self._units[node.stage]
         if node.part == units[0]:
             outer = self.program.outer.get(index)
@@ -258,7 +258,7 @@ class Interpreter:
             return (self.program.number_of(mb),)
         return self._batches[mb].extras(wants)
 
-    def _input_grad(self, i: int, index: int, node: Node, mb: int) -> None:
+    def _input_grad(self, i: int, index: int, node: GraphNode, mb: int) -> None:
         stage, units = self.stages[node.stage], self._units[node.stage]
         if node.part == units[-1] and (outer := self.program.outer.get(index)) is not None:
             stage.feed_grad(mb, self._take((*outer, mb), i))

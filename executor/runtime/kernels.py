@@ -11,18 +11,18 @@ from torch import Tensor
 
 from executor.device import clock
 from executor.optim.sync import Start
-from executor.parallel.collective import Meeting
-from executor.parallel.expert_all_to_all import Route, Trade, even, exchanges, travel
+from executor.parallel.collective import Collective
+from executor.parallel.expert_all_to_all import ExpertRoute, ExpertTransfer, even, exchanges, travel
 from executor.transport.base import Transport
 from ir.core.ops import Pass
 from ir.core.order import FloatArray
-from ir.core.work import CommKind
+from ir.core.work import MessageKind
 from ir.graph.sync import Bucket
 
 SMALL = 2**18  # elements of a bucket that an emulated collective moves at most
 
 
-class StageWork(Protocol):
+class StageKernels(Protocol):
     """What the interpreter asks of a stage; `executor.autograd.stage.Stage` does it with arithmetic."""
 
     @property
@@ -51,7 +51,7 @@ class StageWork(Protocol):
         """One pass over some units."""
         ...
 
-    def exchange(self, pass_: Pass, mb: int, name: str) -> Trade:
+    def exchange(self, pass_: Pass, mb: int, name: str) -> ExpertTransfer:
         """What travels between units on different ranks; counts that size it must have come."""
         ...
 
@@ -64,7 +64,7 @@ class StageWork(Protocol):
         ...
 
 
-class StepWork(Protocol):
+class StepKernels(Protocol):
     """What the interpreter asks of what keeps copies and shares in step; `executor.optim.sync.Sync` does it."""
 
     norm: float | None
@@ -73,7 +73,7 @@ class StepWork(Protocol):
         """A new step."""
         ...
 
-    def start(self, meeting: Meeting, transport: Transport) -> Start:
+    def start(self, meeting: Collective, transport: Transport) -> Start:
         """How to post a collective, and what to do at its end."""
         ...
 
@@ -85,7 +85,7 @@ class StepWork(Protocol):
         """An op is about to read weights that were gathered for it."""
         ...
 
-    def close(self, meeting: Meeting) -> None:
+    def close(self, meeting: Collective) -> None:
         """What it gathered, or reduced from, is not needed any more."""
         ...
 
@@ -102,7 +102,7 @@ class Kernels(Protocol):
     """All compute of one rank. stages: by stage. extras: what a unit reads of the batch."""
 
     @property
-    def stages(self) -> Mapping[int, StageWork]:
+    def stages(self) -> Mapping[int, StageKernels]:
         """The stages that live here."""
         ...
 
@@ -112,7 +112,7 @@ class Kernels(Protocol):
         ...
 
     @property
-    def sync(self) -> StepWork:
+    def sync(self) -> StepKernels:
         """What exists once per step."""
         ...
 
@@ -122,23 +122,23 @@ class Kernels(Protocol):
 
 
 @dataclass(frozen=True)
-class Real:
+class RealKernels:
     """Arithmetic, which takes as long as it takes."""
 
-    stages: Mapping[int, StageWork]
+    stages: Mapping[int, StageKernels]
     extras: Mapping[str, tuple[str, ...]]
-    sync: StepWork
+    sync: StepKernels
 
     def hold(self, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
         """It is over when it is done."""
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedKernels:
     """No arithmetic: ops take the seconds given, [step, op]; after the last step given come the first ones again."""
 
-    stages: Mapping[int, StageWork]
-    sync: StepWork
+    stages: Mapping[int, StageKernels]
+    sync: StepKernels
     seconds: FloatArray
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # nobody reads a batch
 
@@ -161,7 +161,7 @@ class BlankStage:
         boundary: Callable[[], Tensor],
         *,
         last: bool,
-        routes: Callable[[str, int], Route] | None = None,
+        routes: Callable[[str, int], ExpertRoute] | None = None,
     ) -> None:
         self.units: dict[str, None] = dict.fromkeys(units)
         self._out = torch.tensor(float("nan")) if last else boundary().zero_()
@@ -180,7 +180,7 @@ class BlankStage:
     def run(self, pass_: Pass, mb: int, units: Sequence[str] | None = None) -> None:
         """Nothing to do."""
 
-    def exchange(self, pass_: Pass, mb: int, name: str) -> Trade:
+    def exchange(self, pass_: Pass, mb: int, name: str) -> ExpertTransfer:
         """Rows as planned, of zeros."""
         assert self._routes is not None
         chunk, _, _ = name.rpartition(".")
@@ -200,7 +200,7 @@ class BlankStage:
         return (self._grad,)
 
 
-class BlankSync:
+class BlankBucketSync:
     """The collectives of a step on buckets cut down to 1 MiB or so, and no update. params: how many the model has.
 
     found: the buckets with the index of this rank among the ranks that share each.
@@ -222,18 +222,18 @@ class BlankSync:
     def begin(self) -> None:
         """Nothing to clear."""
 
-    def start(self, meeting: Meeting, transport: Transport) -> Start:
+    def start(self, meeting: Collective, transport: Transport) -> Start:
         """As `Sync` does, with zeros."""
         group = meeting.group
         if not meeting.bucket:
             return lambda: transport.all_reduce(group, self._sums), None
         sums, whole, own = self._buckets[meeting.bucket]
         match meeting.kind:
-            case CommKind.REDUCE_SCATTER:
+            case MessageKind.REDUCE_SCATTER:
                 return lambda: transport.reduce_scatter(group, sums[own], sums), None
-            case CommKind.ALL_REDUCE:
+            case MessageKind.ALL_REDUCE:
                 return lambda: transport.all_reduce(group, sums), None
-            case CommKind.ALL_GATHER:
+            case MessageKind.ALL_GATHER:
                 return lambda: transport.all_gather(group, whole, whole[own]), None
             case _:
                 raise AssertionError(f"{meeting} has no bucket")
@@ -244,7 +244,7 @@ class BlankSync:
     def reads(self, buckets: Sequence[str], op: str) -> None:
         """Nobody reads them."""
 
-    def close(self, meeting: Meeting) -> None:
+    def close(self, meeting: Collective) -> None:
         """It stays."""
 
     def update(self) -> None:

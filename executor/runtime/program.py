@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from executor.parallel.collective import Meeting
-from executor.parallel.places import Places
+from executor.parallel.collective import Collective
+from executor.parallel.places import RankPlacement
 from ir.core.ops import Pass
-from ir.graph.graph import Node
+from ir.graph.graph import GraphNode
 from ir.graph.sync import buckets
 from ir.graph.zero import gathered
 from ir.plan.host import host_reads
-from ir.plan.plan import AT_START, OpKind, Plan, Shape
+from ir.plan.plan import AT_START, OpKind, OpShape, Plan
 
 Value = tuple[int, int, int]  # (node, slot, microbatch)
 At = tuple[int, int]  # (op, cover)
 
 
 @dataclass(frozen=True)
-class Program:
+class RankPlan:
     """What rank `rank` of the mesh runs: rows first … last − 1 of the plan.
 
     received: value → the receive that brings it. outer: node → the (node, slot) of another stage that it reads.
@@ -31,7 +31,7 @@ class Program:
     """
 
     plan: Plan
-    places: Places
+    places: RankPlacement
     rank: int
     first: int
     last: int
@@ -39,18 +39,18 @@ class Program:
     outer: dict[int, tuple[int, int]] = field(default_factory=dict)
     crosses: dict[int, int] = field(default_factory=dict)
     frees: dict[At, list[Value]] = field(default_factory=dict)
-    meetings: dict[int, Meeting] = field(default_factory=dict)
+    meetings: dict[int, Collective] = field(default_factory=dict)
     opens: dict[At, list[tuple[str, int]]] = field(default_factory=dict)
-    closes: dict[At, list[Meeting]] = field(default_factory=dict)
+    closes: dict[At, list[Collective]] = field(default_factory=dict)
     gathered: dict[int, list[str]] = field(default_factory=dict)
     brought: dict[int, list[int]] = field(default_factory=dict)
     exchanged: dict[tuple[int, int], int] = field(default_factory=dict)
     counted: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: Plan, rank: int) -> Program:
+    def of(cls, plan: Plan, rank: int) -> RankPlan:
         """Read one rank's part."""
-        places = Places.of(plan)
+        places = RankPlacement.of(plan)
         number = places.program(rank)
         out = cls(plan, places, rank, int(plan.bounds[number]), int(plan.bounds[number + 1]))
         for i in range(out.first, out.last):
@@ -59,7 +59,7 @@ class Program:
                 assert shape.slot is not None
                 out.received[(*shape.slot, int(plan.mb[i]))] = i
             if shape.kind is OpKind.COLLECTIVE:
-                meeting = out.meetings[i] = Meeting.of(plan, places, rank, shape, int(plan.mb[i]))
+                meeting = out.meetings[i] = Collective.of(plan, places, rank, shape, int(plan.mb[i]))
                 if meeting.exchange:
                     out.exchanged[shape.covers[0][0], meeting.mb] = i
         nodes = plan.graph.nodes
@@ -100,11 +100,11 @@ class Program:
                 self.frees.setdefault(end, []).append((*brought, int(plan.mb[slot])))
             # else inside a stage: dies with what holds it
 
-    def shape(self, i: int) -> Shape:
+    def shape(self, i: int) -> OpShape:
         """What kind of op row i is."""
         return self.plan.shapes[int(self.plan.shape[i])]
 
-    def covers(self, i: int) -> list[tuple[int, Node, int]]:
+    def covers(self, i: int) -> list[tuple[int, GraphNode, int]]:
         """Row i's nodes in the order they run: (index, node, microbatch)."""
         mbs = (int(self.plan.mb[i]), int(self.plan.mb2[i]))
         return [(n, self.plan.graph.nodes[n], mbs[member]) for n, member in self.shape(i).covers]

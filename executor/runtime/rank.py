@@ -12,53 +12,53 @@ import numpy as np
 import torch
 
 from executor.autograd.stage import Stage
-from executor.checkpoint.keeper import Keeper
+from executor.checkpoint.keeper import RankCheckpoint
 from executor.data.tokens import source_name
-from executor.device.device import Cuda, Device, Host
+from executor.device.device import CudaDevice, Device, HostDevice
 from executor.device.memory import PeakMemory
 from executor.modules.base import TORCH
 from executor.modules.choose import model_of, recomputed
 from executor.modules.user.model import UserModel
-from executor.optim.gradients import Gradients
+from executor.optim.gradients import ParamGradients
 from executor.optim.optimizer import OptimizerConfig
-from executor.optim.sync import Sync, SyncConfig
+from executor.optim.sync import BucketSync, BucketSyncConfig
 from executor.parallel.collective import groups
-from executor.parallel.expert_all_to_all import Route
-from executor.parallel.inline import Region, inline_groups
-from executor.parallel.router_guide import Guide, guide_of, planned_routes
-from executor.parallel.shares import Share, shares
-from executor.runtime.batch import Batch, Data, Waiting
-from executor.runtime.interpreter import Interpreter, StepResult, boundary
-from executor.runtime.kernels import BlankStage, BlankSync, Real, Timed
-from executor.runtime.program import Program
-from executor.runtime.spec import Spec
+from executor.parallel.expert_all_to_all import ExpertRoute
+from executor.parallel.inline import RankRegion, inline_groups
+from executor.parallel.router_guide import ExpertRouterGuide, guide_of, planned_routes
+from executor.parallel.shares import ParamShard, shares
+from executor.runtime.batch import Microbatch, MicrobatchLoader, PendingMicrobatch
+from executor.runtime.interpreter import PlanInterpreter, StepResult, boundary
+from executor.runtime.kernels import BlankBucketSync, BlankStage, RealKernels, TimedKernels
+from executor.runtime.program import RankPlan
+from executor.runtime.spec import PlanRun
 from executor.runtime.worker import RankContext
-from executor.transport.base import Topology
+from executor.transport.base import TransportTopology
 from ir.graph.expert_rows import spread_over
 from ir.graph.sync import buckets, repeated
-from ir.job.build import Prepared, precision_of
-from ir.job.run_options import RunOptions
-from ir.plan.places import Places, several, sharers
+from ir.job.build import PreparedJob, precision_of
+from ir.job.run_options import JobRunOptions
+from ir.plan.places import RankPlacement, several, sharers
 from ir.plan.plan import OpKind, Plan
 
 
 def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     """The target of `launch`: run `steps` steps as this rank's program says."""
-    s = Spec.of(spec)
+    s = PlanRun.of(spec)
     o = s.options
     prepared, plan = ctx.given()
-    program = Program.of(plan, ctx.rank)
+    program = RankPlan.of(plan, ctx.rank)
     device = device_of(o, ctx)
     transport = ctx.connect(o.backend, topology(plan), device)
-    region = Region.of(plan, ctx.rank, transport, ctx.progress)
-    local = Local.of(prepared, plan, ctx.rank, device, region, note=s.note) if o.real else None
+    region = RankRegion.of(plan, ctx.rank, transport, ctx.progress)
+    local = RankModel.of(prepared, plan, ctx.rank, device, region, note=s.note) if o.real else None
     kernels = local.kernels() if local is not None else blank(prepared, plan, program, s)
     empty = crossing(prepared, device, region)
-    run = Interpreter(program, kernels, transport, ctx.progress, device, empty, o.emulate_comm)
+    run = PlanInterpreter(program, kernels, transport, ctx.progress, device, empty, o.emulate_comm)
     batches = _batches(prepared, program, device) if o.real else _blank_batches(program)
     keeper = None
     if local is not None:
-        keeper = Keeper(s.saving, prepared, plan, ctx.rank, local.sync, local.shares, ctx.progress)
+        keeper = RankCheckpoint(s.saving, prepared, plan, ctx.rank, local.sync, local.shares, ctx.progress)
         keeper.begin(transport)
     device.mark().wait()
     transport.barrier()
@@ -103,7 +103,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     }
 
 
-def _of_the_batch(prepared: Prepared, program: Program, result: StepResult) -> list[tuple[int, float]]:
+def _of_the_batch(prepared: PreparedJob, program: RankPlan, result: StepResult) -> list[tuple[int, float]]:
     """The losses here, with where their microbatches stand in the global batch; of tensor-parallel ranks one tells."""
     if program.places.mesh.coordinates(program.rank)["tp"]:
         return []
@@ -111,25 +111,25 @@ def _of_the_batch(prepared: Prepared, program: Program, result: StepResult) -> l
     return [(first + mb, loss) for mb, loss in sorted(result.losses.items())]
 
 
-def device_of(options: RunOptions, ctx: RankContext) -> Device:
+def device_of(options: JobRunOptions, ctx: RankContext) -> Device:
     """Where this rank computes. What computes nothing needs no GPU."""
     if options.backend == "nccl":
-        return Cuda(ctx.local_rank)
-    return Cuda(0) if options.backend == "local" and options.real and torch.cuda.is_available() else Host()
+        return CudaDevice(ctx.local_rank)
+    return CudaDevice(0) if options.backend == "local" and options.real and torch.cuda.is_available() else HostDevice()
 
 
-def crossing(prepared: Prepared, device: Device, region: Region | None = None) -> Callable[[], torch.Tensor]:
+def crossing(prepared: PreparedJob, device: Device, region: RankRegion | None = None) -> Callable[[], torch.Tensor]:
     """Makes an empty tensor of what crosses a stage boundary: of the rank's own tokens."""
-    job, region = prepared.job, region or Region.of(prepared.plan(), 0)
+    job, region = prepared.job, region or RankRegion.of(prepared.plan(), 0)
     shape = job.schedule.microbatch_size, job.model.seq_len // region.divides, prepared.config.hidden
     return boundary(*shape, TORCH[precision_of(job).compute], device.torch)
 
 
-def blank(prepared: Prepared, plan: Plan, program: Program, spec: Spec) -> Timed:
+def blank(prepared: PreparedJob, plan: Plan, program: RankPlan, spec: PlanRun) -> TimedKernels:
     """All that a rank needs where ops take a given time: no model."""
     entries, graph, precision = prepared.base.entries, plan.graph, precision_of(prepared.job)
     mine = sorted({n.stage for n in graph.nodes if not n.once and program.number in n.groups})
-    empty = crossing(prepared, Host())
+    empty = crossing(prepared, HostDevice())
     places, rank = program.places, program.rank
     routes = planned_routes(prepared, graph, places, rank) if spread_over(graph) else None
     stages = {
@@ -139,48 +139,48 @@ def blank(prepared: Prepared, plan: Plan, program: Program, spec: Spec) -> Timed
     params = len({p.name for e in entries for p in e.part.params})
     reduce, gather = TORCH[precision.reduce], TORCH[precision.params]
     shared = [(b, sharers(b, places, rank).index(rank)) for b in several(buckets(graph), program.number)]
-    return Timed(stages, BlankSync(shared, params, reduce, gather), spec.seconds(plan, places, rank))
+    return TimedKernels(stages, BlankBucketSync(shared, params, reduce, gather), spec.seconds(plan, places, rank))
 
 
-def topology(plan: Plan) -> Topology:
+def topology(plan: Plan) -> TransportTopology:
     """Channels and groups that the plan's programs need: the channels at every position."""
-    places, send = Places.of(plan), np.flatnonzero(plan.kind == OpKind.SEND)
+    places, send = RankPlacement.of(plan), np.flatnonzero(plan.kind == OpKind.SEND)
     pairs = {*zip(plan.program[send].tolist(), plan.program[plan.partner[send]].tolist(), strict=True)}
     channels = [c for a, b in pairs for c in zip(places.table[a], places.table[b], strict=True)]
-    return Topology.of(places.ranks, channels, groups(plan, places) | inline_groups(plan, places))
+    return TransportTopology.of(places.ranks, channels, groups(plan, places) | inline_groups(plan, places))
 
 
 @dataclass(frozen=True)
-class Local:
+class RankModel:
     """What lives on one rank: stages, every parameter once (two uses are one tensor, one gradient), optimizer."""
 
     stages: dict[int, Stage]
     extras: dict[str, tuple[str, ...]]
     params: dict[str, torch.Tensor]
-    grads: Gradients
-    sync: Sync
-    shares: dict[str, Share]
-    guide: Guide
+    grads: ParamGradients
+    sync: BucketSync
+    shares: dict[str, ParamShard]
+    guide: ExpertRouterGuide
 
     @classmethod
     def of(
         cls,
-        prepared: Prepared,
+        prepared: PreparedJob,
         plan: Plan,
         rank: int,
         device: Device,
-        region: Region | None = None,
+        region: RankRegion | None = None,
         *,
         note: bool = False,
-        routes: Callable[[str, int], Route] | None = None,
-    ) -> Local:
+        routes: Callable[[str, int], ExpertRoute] | None = None,
+    ) -> RankModel:
         """Build this rank's part of the model, with the values every rank would give it.
 
         region: whom it meets inside compute ops; nobody without it. note: its routers' choices. routes: see `Stage`.
         """
         job, precision = prepared.job, precision_of(prepared.job)
-        entries, places = prepared.base.entries, Places.of(plan)
-        held, region = shares(plan.graph, places.mesh.coordinates(rank)), region or Region.of(plan, rank)
+        entries, places = prepared.base.entries, RankPlacement.of(plan)
+        held, region = shares(plan.graph, places.mesh.coordinates(rank)), region or RankRegion.of(plan, rank)
         guide = guide_of(prepared, plan.graph, places, rank, device.torch, note=note)
         model = model_of(prepared, held, region, spread_over(plan.graph), guide)
         mine = sorted({n.stage for n in plan.graph.nodes if not n.once and places.program(rank) in n.groups})
@@ -195,7 +195,7 @@ class Local:
             p.data = p.data.contiguous()  # as buckets have them
         device.bind()
         params: dict[str, torch.Tensor] = dict(built.params)
-        grads = Gradients(params, TORCH[precision.grads])
+        grads = ParamGradients(params, TORCH[precision.grads])
         again = recomputed(prepared)
         stages = {}
         for s in mine:
@@ -210,14 +210,14 @@ class Local:
                 exchanges=built.exchanges,
                 routes=routes,
             )
-        sync = Sync(
+        sync = BucketSync(
             rank,
             places,
             buckets(plan.graph),
             params,
             grads,
             list(model.shapes),
-            SyncConfig(
+            BucketSyncConfig(
                 OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm),
                 TORCH[precision.reduce],
                 TORCH[precision.optimizer],
@@ -226,19 +226,19 @@ class Local:
         )
         return cls(stages, dict(built.extras), params, grads, sync, held, guide)
 
-    def kernels(self) -> Real:
+    def kernels(self) -> RealKernels:
         """As the interpreter takes it."""
-        return Real(self.stages, self.extras, self.sync)
+        return RealKernels(self.stages, self.extras, self.sync)
 
     def tensors(self) -> list[torch.Tensor]:
         """All that persists from step to step."""
         return [*self.params.values(), *self.grads.sums.values(), *self.sync.tensors()]
 
 
-def _batches(prepared: Prepared, program: Program, device: Device) -> Callable[[int], dict[int, Waiting]]:
+def _batches(prepared: PreparedJob, program: RankPlan, device: Device) -> Callable[[int], dict[int, PendingMicrobatch]]:
     """Step → the microbatches that this rank reads; what of them is on its device, is so while it is used."""
     job, needed = prepared.job, program.batches()
-    data = Data(
+    data = MicrobatchLoader(
         source_name(job),
         vocab=prepared.config.vocab,
         length=job.model.seq_len,
@@ -248,20 +248,20 @@ def _batches(prepared: Prepared, program: Program, device: Device) -> Callable[[
         seed=job.data.seed,
     )
 
-    def one(step: int, mb: int) -> Waiting:
-        return Waiting(data.batch(step, program.places.replica(program.rank), mb), device.torch)
+    def one(step: int, mb: int) -> PendingMicrobatch:
+        return PendingMicrobatch(data.batch(step, program.places.replica(program.rank), mb), device.torch)
 
     return lambda step: {mb: one(step, mb) for mb in needed}
 
 
-def _blank_batches(program: Program) -> Callable[[int], dict[int, Waiting]]:
+def _blank_batches(program: RankPlan) -> Callable[[int], dict[int, PendingMicrobatch]]:
     """Nobody reads them."""
-    nothing = Waiting(Batch(torch.zeros(0), torch.zeros(0), 1.0), Host.torch)
+    nothing = PendingMicrobatch(Microbatch(torch.zeros(0), torch.zeros(0), 1.0), HostDevice.torch)
     one = dict.fromkeys(program.batches(), nothing)
     return lambda step: one
 
 
-def _dump(file: Path, local: Local) -> None:
+def _dump(file: Path, local: RankModel) -> None:
     """This rank's share of the parameters and of the reduced gradients; NaN stands where another rank has the value."""
     arrays = {}
     for kind, pieces in (("param", local.sync.weights()), ("grad", local.sync.reduced())):

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from executor.autograd.stage import Stage
 from executor.modules.base import Model, evaluate
-from executor.optim.gradients import Gradients
+from executor.optim.gradients import ParamGradients
 from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
-from executor.runtime.batch import Data
+from executor.runtime.batch import MicrobatchLoader
 
 
 @dataclass(frozen=True)
-class Training:
+class ReferenceSteps:
     """What a run leaves. losses, grad_norms: one per step, norms before clipping. grads: of the last step."""
 
     losses: list[float] = field(default_factory=list)
@@ -26,32 +26,32 @@ class Training:
 
 def train(
     model: Model,
-    data: Data,
+    data: MicrobatchLoader,
     steps: int,
     *,
     optimizer: OptimizerConfig | None = None,
     grads: torch.dtype | None = None,
     moments: torch.dtype = torch.float32,
     split: bool = False,
-) -> Training:
+) -> ReferenceSteps:
     """Train `steps` steps. grads: dtype gradients are summed in; moments: of optimizer state.
 
     split: by our own I and W; else by torch's plain backward over the whole model at once, which shares none of our
     code for cutting and splitting.
 
-    >>> from executor.modules.decoder import Decoder
+    >>> from executor.modules.decoder import DecoderModel
     >>> from ir.workload.config.load import load_config
-    >>> model = Decoder(load_config("tiny-llama", {"num_hidden_layers": 1}))
-    >>> run = train(model, Data("synthetic", vocab=256, length=8, microbatches=2), steps=2)
+    >>> model = DecoderModel(load_config("tiny-llama", {"num_hidden_layers": 1}))
+    >>> run = train(model, MicrobatchLoader("synthetic", vocab=256, length=8, microbatches=2), steps=2)
     >>> len(run.losses), 5 < run.losses[0] < 6
     (2, True)
     """
     config = optimizer or OptimizerConfig()
     built = model.build(model.chunks)
-    sums = Gradients(built.params, grads)
+    sums = ParamGradients(built.params, grads)
     stage = Stage(built.units, built.params, grads=sums, reads=built.reads)
     opt = Optimizer(config, built.params, moments)
-    out = Training(grads=sums.sums, params=dict(built.params))
+    out = ReferenceSteps(grads=sums.sums, params=dict(built.params))
     order = list(model.shapes)
     for step in range(steps):
         sums.zero()

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from executor.checkpoint.saving import Saving
-from executor.parallel.places import Places
+from executor.checkpoint.saving import CheckpointOptions
+from executor.parallel.places import RankPlacement
 from ir.core.order import FloatArray
-from ir.job.run_options import RunOptions
+from ir.job.run_options import JobRunOptions
 from ir.plan.plan import Plan
 from ir.trace.durations import emulated_seconds, replayed_seconds
 from ir.trace.text import read_trace
@@ -25,26 +25,27 @@ _ONE_BY_ONE = Lock()
 
 
 @dataclass(frozen=True)
-class Spec:
+class PlanRun:
     """A run as the launcher hands it to every rank.
 
     options: of which `steps` counts those done before, by the runs that this one continues: `saving.first`.
     note: which experts tokens went to in the first step.
     """
 
-    options: RunOptions
-    saving: Saving = field(default_factory=Saving)
+    options: JobRunOptions
+    saving: CheckpointOptions = field(default_factory=CheckpointOptions)
     note: bool = False
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Spec:
+    def of(cls, fields: Mapping[str, Any]) -> PlanRun:
         """From what `told` has made.
 
-        >>> from pathlib import Path
-from threading import Lock
-        >>> spec = Spec(RunOptions(2, dump=Path("/d"), sets=("model.seed=1",)), Saving("/s", every=2))
-        >>> Spec.of(spec.told()) == spec
-        True
+                >>> from pathlib import Path
+        from threading import Lock
+                >>> spec = PlanRun(JobRunOptions(2, dump=Path("/d"), sets=("model.seed=1",)), CheckpointOptions("/s",
+                every=2))
+                >>> PlanRun.of(spec.told()) == spec
+                True
         """
         with _ONE_BY_ONE:
             return msgspec.convert(dict(fields), cls, dec_hook=lambda kind, value: kind(value))
@@ -54,14 +55,14 @@ from threading import Lock
         fields: dict[str, Any] = msgspec.to_builtins(self, enc_hook=lambda path: str(path.resolve()))
         return fields
 
-    def seconds(self, plan: Plan, places: Places, rank: int) -> FloatArray:
+    def seconds(self, plan: Plan, places: RankPlacement, rank: int) -> FloatArray:
         """[step, op] how long each compute op is to take, where it computes nothing."""
         if self.options.replay is not None:
             return taken(read_trace(self.options.replay), plan, places, rank)
         return emulated_seconds(plan, self.options.emulate or 0.0)[None]
 
 
-def taken(trace: Trace, plan: Plan, places: Places, rank: int) -> FloatArray:
+def taken(trace: Trace, plan: Plan, places: RankPlacement, rank: int) -> FloatArray:
     """[step, op] seconds that compute ops took in a trace, at the rank's position.
 
     A trace has rows of all ranks of the mesh, or of one for each program. Raises PiperError: it lacks an op.
@@ -69,7 +70,7 @@ def taken(trace: Trace, plan: Plan, places: Places, rank: int) -> FloatArray:
     return replayed_seconds(plan, _of_position(trace, places, places.position(rank)))
 
 
-def _of_position(trace: Trace, places: Places, position: int) -> Trace:
+def _of_position(trace: Trace, places: RankPlacement, position: int) -> Trace:
     """The rows of the ranks at one position, by program."""
     if int(trace.rank.max(initial=0)) < len(places.table):
         return trace

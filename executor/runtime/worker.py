@@ -17,33 +17,33 @@ from typing import Any
 import torch
 
 from executor.device.device import Device
-from executor.device.progress import Progress, State
+from executor.device.progress import RankProgress, RankState
 from executor.runtime.given import given_name, read_given
 from executor.runtime.target import find, write_whole
-from executor.transport.base import Topology, Transport, TransportError
+from executor.transport.base import Transport, TransportError, TransportTopology
 from executor.transport.gloo import GlooTransport, file_store
-from executor.transport.local import LocalHub, LocalTransport
+from executor.transport.local import LocalTransport, LocalTransportHub
 from executor.transport.nccl import NcclTransport
 from ir.core.errors import PiperError
-from ir.job.build import Prepared
+from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
 
 PATIENCE_S = 86_400.0  # a receive may be posted long before its message: the watchdog finds who hangs
 
 
 @dataclass
-class Hub:
+class LocalRanks:
     """Where the ranks that are threads of one process meet, once the first of them has said what they need."""
 
-    made: LocalHub | None = None
+    made: LocalTransportHub | None = None
     failed: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def get(self, topology: Topology, device: Device) -> LocalHub:
+    def get(self, topology: TransportTopology, device: Device) -> LocalTransportHub:
         """The one hub."""
         with self.lock:
             if self.made is None:
-                self.made = LocalHub(topology, device)
+                self.made = LocalTransportHub(topology, device)
                 if self.failed is not None:
                     self.made.fail(self.failed)
             return self.made
@@ -67,12 +67,12 @@ class RankContext:
     rank: int
     world: int
     dir: Path
-    progress: Progress
+    progress: RankProgress
     local_rank: int = 0
     open_store: Callable[[], Any] | None = None
-    hub: Hub = field(default_factory=Hub)
+    hub: LocalRanks = field(default_factory=LocalRanks)
 
-    def given(self, number: int = 0) -> tuple[Prepared, Plan]:
+    def given(self, number: int = 0) -> tuple[PreparedJob, Plan]:
         """The resolved job and the plan that this launch was given, of several the number-th."""
         return read_given(self.dir / given_name(number))
 
@@ -80,7 +80,7 @@ class RankContext:
         """A c10d store of this launch."""
         return self.open_store() if self.open_store is not None else file_store(str(self.dir / "store"), self.world)
 
-    def connect(self, backend: str, topology: Topology, device: Device) -> Transport:
+    def connect(self, backend: str, topology: TransportTopology, device: Device) -> Transport:
         """Connect to the other ranks."""
         match backend:
             case "local":
@@ -90,7 +90,7 @@ class RankContext:
             case _:
                 return self.gloo(topology)
 
-    def gloo(self, topology: Topology, timeout_s: float = PATIENCE_S) -> GlooTransport:
+    def gloo(self, topology: TransportTopology, timeout_s: float = PATIENCE_S) -> GlooTransport:
         """Connect by gloo."""
         return GlooTransport(self.store(), self.rank, topology, timeout_s)
 
@@ -105,8 +105,8 @@ def main(spec: Mapping[str, Any], ranks: Sequence[int]) -> int:
     for fd in (1, 2):
         os.dup2(log, fd)
     faulthandler.enable()
-    pens = {r: Progress(folder / "progress", r, beat_every_s=0.1) for r in ranks}
-    hub, codes = Hub(), dict[int, int]()
+    pens = {r: RankProgress(folder / "progress", r, beat_every_s=0.1) for r in ranks}
+    hub, codes = LocalRanks(), dict[int, int]()
     try:
         # Behind everything else: what lies in the user's folders must not stand in for a library, or for us.
         sys.path += [path for path in spec["sys_path"] if path not in sys.path]
@@ -136,7 +136,7 @@ def main(spec: Mapping[str, Any], ranks: Sequence[int]) -> int:
         sys.stderr.flush()
 
 
-def _rank(spec: Mapping[str, Any], folder: Path, rank: int, progress: Progress, hub: Hub) -> int:
+def _rank(spec: Mapping[str, Any], folder: Path, rank: int, progress: RankProgress, hub: LocalRanks) -> int:
     """A rank's life; returns its exit code."""
     try:
         context = RankContext(rank, int(spec["world"]), folder, progress, local_rank=rank, hub=hub)
@@ -146,7 +146,7 @@ def _rank(spec: Mapping[str, Any], folder: Path, rank: int, progress: Progress, 
         return 0
     except BaseException as error:
         write_whole(folder / f"failure-{rank}", json.dumps(failure(error)))
-        progress.end(State.FAILED)
+        progress.end(RankState.FAILED)
         hub.fail(rank)
         return 1
 

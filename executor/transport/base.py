@@ -21,7 +21,7 @@ class TransportError(RuntimeError):
         self.peers = tuple(peers)
 
 
-class Handle(Protocol):
+class TransportHandle(Protocol):
     """Something posted and not yet known to be done. It keeps its tensors alive.
 
     Where a device has queues, a thing is done when it stands in one: `wait` makes the active lane go on behind it.
@@ -45,29 +45,29 @@ class Transport(Protocol):
 
     rank: int
 
-    def send(self, dst: int, tensor: Tensor) -> Handle:
+    def send(self, dst: int, tensor: Tensor) -> TransportHandle:
         """Post a message on channel (rank, dst)."""
         ...
 
-    def recv(self, src: int, into: Tensor) -> Handle:
+    def recv(self, src: int, into: Tensor) -> TransportHandle:
         """Post a receive on channel (src, rank), in advance of its use."""
         ...
 
-    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> Handle:
+    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> TransportHandle:
         """Sum over the group's members, or the largest of their values, element by element."""
         ...
 
-    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> Handle:
+    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> TransportHandle:
         """Sum over the members; each keeps its own equal part of the flat tensor."""
         ...
 
-    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> Handle:
+    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> TransportHandle:
         """Everyone's part, one after the other."""
         ...
 
     def all_to_all(
         self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
-    ) -> Handle:
+    ) -> TransportHandle:
         """Rows `sizes[i]` of the tensor go to member i."""
         ...
 
@@ -81,10 +81,10 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Topology:
+class TransportTopology:
     """Which streams a run needs: channels and named groups; the same value on every rank.
 
-    >>> Topology.of(4, channels=[(1, 0), (0, 1)], groups={"pair": (0, 3)}).channels
+    >>> TransportTopology.of(4, channels=[(1, 0), (0, 1)], groups={"pair": (0, 3)}).channels
     ((0, 1), (1, 0))
     """
 
@@ -95,15 +95,15 @@ class Topology:
     @classmethod
     def of(
         cls, world: int, channels: Iterable[Channel] = (), groups: dict[str, tuple[int, ...]] | None = None
-    ) -> Topology:
+    ) -> TransportTopology:
         """Sorted, so that every rank builds its process groups in one order."""
         return cls(world, tuple(sorted(set(channels))), tuple(sorted((groups or {}).items())))
 
 
-class Landing:
+class LandingTransport:
     """A handle with something to do where it has ended, on the stream itself: before anybody sees it over."""
 
-    def __init__(self, handle: Handle, then: Callable[[], None]) -> None:
+    def __init__(self, handle: TransportHandle, then: Callable[[], None]) -> None:
         self.handle, self._then = handle, [then]
 
     def done(self) -> bool:
@@ -117,10 +117,10 @@ class Landing:
             self._then.pop()()
 
 
-class Joined:
+class JoinedTransport:
     """Several handles as one."""
 
-    def __init__(self, handles: Sequence[Handle]) -> None:
+    def __init__(self, handles: Sequence[TransportHandle]) -> None:
         self.handles = tuple(handles)
 
     def done(self) -> bool:
@@ -133,10 +133,10 @@ class Joined:
             h.wait()
 
 
-class Delayed:
+class DelayedTransport:
     """A handle that ends `seconds` after the one it wraps was first seen done (`--emulate-comm`)."""
 
-    def __init__(self, handle: Handle, seconds: float) -> None:
+    def __init__(self, handle: TransportHandle, seconds: float) -> None:
         self.handle, self.seconds = handle, seconds
         self.ready_s: float | None = None
 

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from executor.transport.base import Topology
-from executor.transport.groups import GroupHandle, GroupTransport
+from executor.transport.base import TransportTopology
+from executor.transport.groups import GroupTransport, GroupTransportHandle
 
 
-class GlooHandle(GroupHandle):
+class GlooTransportHandle(GroupTransportHandle):
     """A `Work` of gloo: to wait for it blocks, without holding the GIL."""
 
     __slots__ = ()
@@ -23,16 +23,16 @@ class GlooHandle(GroupHandle):
         return self.work is None or bool(self.work.is_completed())
 
 
-class GlooTransport(GroupTransport[GlooHandle]):
+class GlooTransport(GroupTransport[GlooTransportHandle]):
     """Between processes, over TCP."""
 
     backend = "gloo"
 
-    def __init__(self, store: Any, rank: int, topology: Topology, timeout_s: float = 300.0) -> None:
+    def __init__(self, store: Any, rank: int, topology: TransportTopology, timeout_s: float = 300.0) -> None:
         super().__init__(store, rank, topology, timeout_s)
 
-    def _handle(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> GlooHandle:
-        return GlooHandle(work, keep, peers)
+    def _handle(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> GlooTransportHandle:
+        return GlooTransportHandle(work, keep, peers)
 
 
 def file_store(path: str, world: int, timeout_s: float = 60.0) -> Any:

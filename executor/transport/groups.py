@@ -9,12 +9,12 @@ from typing import Any, Generic, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from executor.transport.base import Handle, Topology, TransportError
+from executor.transport.base import TransportError, TransportHandle, TransportTopology
 
-H = TypeVar("H", bound=Handle)
+H = TypeVar("H", bound=TransportHandle)
 
 
-class GroupHandle:
+class GroupTransportHandle:
     """A `Work` and the tensors it reads or writes; whether it is done, each library says in its own way."""
 
     __slots__ = ("keep", "peers", "work")
@@ -42,7 +42,7 @@ class GroupTransport(Generic[H]):
 
     backend = ""
 
-    def __init__(self, store: Any, rank: int, topology: Topology, timeout_s: float, **options: Any) -> None:
+    def __init__(self, store: Any, rank: int, topology: TransportTopology, timeout_s: float, **options: Any) -> None:
         self.rank = rank
         self.topology = topology
         timeout = timedelta(seconds=timeout_s)

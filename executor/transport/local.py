@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from executor.device.device import Device, Host, Mark
-from executor.transport.base import Channel, Topology, TransportError
+from executor.device.device import Device, HostDevice, StreamEvent
+from executor.transport.base import Channel, TransportError, TransportTopology
 
 T = TypeVar("T")
 
 
-class LocalHandle:
+class LocalTransportHandle:
     """One end of something. ready: what stood before it on its lane; copied: where the exchange ends."""
 
-    def __init__(self, hub: LocalHub, peers: Sequence[int]) -> None:
+    def __init__(self, hub: LocalTransportHub, peers: Sequence[int]) -> None:
         self.hub, self.peers = hub, tuple(peers)
         self.ready = hub.device.mark()
-        self.copied: Mark | None = None
+        self.copied: StreamEvent | None = None
 
     def done(self) -> bool:
         """Whether all ends have come."""
@@ -43,23 +43,25 @@ class LocalHandle:
         self.hub.device.follow(self.copied)
 
 
-class LocalHub:
+class LocalTransportHub:
     """What the virtual ranks share."""
 
-    def __init__(self, topology: Topology, device: Device | None = None) -> None:
-        self.topology, self.device = topology, device or Host()
+    def __init__(self, topology: TransportTopology, device: Device | None = None) -> None:
+        self.topology, self.device = topology, device or HostDevice()
         self.members = {"world": tuple(range(topology.world)), **{n: tuple(sorted(m)) for n, m in topology.groups}}
         self.changed = threading.Condition()
         self.failed: int | None = None
-        self._sends: dict[Channel, deque[tuple[Tensor, LocalHandle]]] = defaultdict(deque)
-        self._recvs: dict[Channel, deque[tuple[Tensor, LocalHandle]]] = defaultdict(deque)
-        self._joined: dict[tuple[str, int], dict[int, tuple[Sequence[Tensor], LocalHandle]]] = defaultdict(dict)
+        self._sends: dict[Channel, deque[tuple[Tensor, LocalTransportHandle]]] = defaultdict(deque)
+        self._recvs: dict[Channel, deque[tuple[Tensor, LocalTransportHandle]]] = defaultdict(deque)
+        self._joined: dict[tuple[str, int], dict[int, tuple[Sequence[Tensor], LocalTransportHandle]]] = defaultdict(
+            dict
+        )
 
-    def post(self, channel: Channel, tensor: Tensor, *, send: bool) -> LocalHandle:
+    def post(self, channel: Channel, tensor: Tensor, *, send: bool) -> LocalTransportHandle:
         """One end of a message; the second end to come moves it."""
         if channel not in self.topology.channels:
             raise KeyError(f"no channel {channel[0]}>{channel[1]}")
-        handle = LocalHandle(self, [channel[1] if send else channel[0]])
+        handle = LocalTransportHandle(self, [channel[1] if send else channel[0]])
         with self.changed:
             (self._sends if send else self._recvs)[channel].append((tensor, handle))
             while self._sends[channel] and self._recvs[channel]:
@@ -69,12 +71,12 @@ class LocalHub:
 
     def join(
         self, rank: int, group: str, turn: int, tensors: Sequence[Tensor], act: Callable[[list[Sequence[Tensor]]], None]
-    ) -> LocalHandle:
+    ) -> LocalTransportHandle:
         """One member of a collective; the last to come carries it out."""
         members = self.members[group]
         if rank not in members:
             raise KeyError(f"rank {rank} is not in group {group!r}")
-        handle = LocalHandle(self, [m for m in members if m != rank])
+        handle = LocalTransportHandle(self, [m for m in members if m != rank])
         with self.changed:
             here = self._joined[group, turn]
             here[rank] = (tensors, handle)
@@ -89,7 +91,7 @@ class LocalHub:
             self.failed = rank if self.failed is None else self.failed
             self.changed.notify_all()
 
-    def _move(self, ends: Sequence[LocalHandle], copy: Callable[[], object]) -> None:
+    def _move(self, ends: Sequence[LocalTransportHandle], copy: Callable[[], object]) -> None:
         """Copy behind all ends; unseen by whoever follows this thread's tensors, as they are not this rank's alone."""
         for end in ends:
             self.device.follow(end.ready)
@@ -104,19 +106,19 @@ class LocalHub:
 class LocalTransport:
     """One virtual rank's view of the hub."""
 
-    def __init__(self, hub: LocalHub, rank: int) -> None:
+    def __init__(self, hub: LocalTransportHub, rank: int) -> None:
         self.hub, self.rank = hub, rank
         self._turns: dict[str, int] = defaultdict(int)
 
-    def send(self, dst: int, tensor: Tensor) -> LocalHandle:
+    def send(self, dst: int, tensor: Tensor) -> LocalTransportHandle:
         """Post a message."""
         return self.hub.post((self.rank, dst), tensor, send=True)
 
-    def recv(self, src: int, into: Tensor) -> LocalHandle:
+    def recv(self, src: int, into: Tensor) -> LocalTransportHandle:
         """Post a receive."""
         return self.hub.post((src, self.rank), into, send=False)
 
-    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> LocalHandle:
+    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> LocalTransportHandle:
         """Sum in place, or the largest."""
 
         def act(all_: list[Sequence[Tensor]]) -> None:
@@ -126,7 +128,7 @@ class LocalTransport:
 
         return self._join(group, [tensor], act)
 
-    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> LocalHandle:
+    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> LocalTransportHandle:
         """Sum; keep this member's part."""
 
         def act(all_: list[Sequence[Tensor]]) -> None:
@@ -135,7 +137,7 @@ class LocalTransport:
 
         return self._join(group, [into, tensor], act)
 
-    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> LocalHandle:
+    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> LocalTransportHandle:
         """Concatenate the members' parts."""
 
         def act(all_: list[Sequence[Tensor]]) -> None:
@@ -147,7 +149,7 @@ class LocalTransport:
 
     def all_to_all(
         self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
-    ) -> LocalHandle:
+    ) -> LocalTransportHandle:
         """Exchange rows."""
         pieces = torch.split(tensor, list(sizes))
         places = torch.split(into, list(into_sizes))
@@ -170,7 +172,7 @@ class LocalTransport:
 
     def _join(
         self, group: str, tensors: Sequence[Tensor], act: Callable[[list[Sequence[Tensor]]], None]
-    ) -> LocalHandle:
+    ) -> LocalTransportHandle:
         self._turns[group] += 1
         return self.hub.join(self.rank, group, self._turns[group], tensors, act)
 
@@ -182,15 +184,17 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def run_threads(fn: Callable[[LocalTransport], T], topology: Topology, device: Device | None = None) -> list[T]:
+def run_threads(
+    fn: Callable[[LocalTransport], T], topology: TransportTopology, device: Device | None = None
+) -> list[T]:
     """Run a function on every virtual rank, each in a thread; the first failure is raised when all have ended.
 
     >>> def double(t):
     ...     x = torch.ones(1); t.all_reduce("world", x).wait(); return x.item()
-    >>> run_threads(double, Topology.of(2))
+    >>> run_threads(double, TransportTopology.of(2))
     [2.0, 2.0]
     """
-    hub = LocalHub(topology, device)
+    hub = LocalTransportHub(topology, device)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 

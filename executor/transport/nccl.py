@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from executor.device.device import Device
-from executor.transport.base import Topology
-from executor.transport.groups import GroupHandle, GroupTransport
+from executor.transport.base import TransportTopology
+from executor.transport.groups import GroupTransport, GroupTransportHandle
 
 
-class NcclHandle(GroupHandle):
+class NcclTransportHandle(GroupTransportHandle):
     """A `Work` that stands on a communicator's own stream: to wait for it, the active lane goes on behind it.
 
     Its tensors are let go where the plan proves that nobody reads them.
@@ -29,13 +29,15 @@ class NcclHandle(GroupHandle):
         return True
 
 
-class NcclTransport(GroupTransport[NcclHandle]):
+class NcclTransport(GroupTransport[NcclTransportHandle]):
     """Between GPUs. All communicators are made at the start: a lazy one would block the host at its first use until the
     peer uses it too, in an order that no plan promises."""
 
     backend = "nccl"
 
-    def __init__(self, store: Any, rank: int, topology: Topology, device: Device, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, store: Any, rank: int, topology: TransportTopology, device: Device, timeout_s: float = 300.0
+    ) -> None:
         self.device = device
         super().__init__(store, rank, topology, timeout_s, device_id=device.torch)
         self._connect()
@@ -54,5 +56,5 @@ class NcclTransport(GroupTransport[NcclHandle]):
         super().barrier()
         self.device.mark().wait()
 
-    def _handle(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> NcclHandle:
-        return NcclHandle(work, keep, peers)
+    def _handle(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> NcclTransportHandle:
+        return NcclTransportHandle(work, keep, peers)

@@ -12,21 +12,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from executor.device.device import Device, Mark
-from executor.transport.base import Handle
+from executor.device.device import Device, StreamEvent
+from executor.transport.base import TransportHandle
 
 
-class Queued:
+class StreamOp:
     """One communication op on its stream. needs: what else must be over first; after: a point of the compute lane."""
 
-    def __init__(self, post: Callable[[], Handle], needs: Sequence[Queued] = (), after: Mark | None = None) -> None:
-        self._post: Callable[[], Handle] | None = post
+    def __init__(
+        self, post: Callable[[], TransportHandle], needs: Sequence[StreamOp] = (), after: StreamEvent | None = None
+    ) -> None:
+        self._post: Callable[[], TransportHandle] | None = post
         self.needs, self.after = tuple(needs), after
-        self.start: Mark | None = None
-        self.end: Mark | None = None
-        self.before: Mark | None = None  # where the op before it on the stream ended
+        self.start: StreamEvent | None = None
+        self.end: StreamEvent | None = None
+        self.before: StreamEvent | None = None  # where the op before it on the stream ended
         self.error: BaseException | None = None
-        self._handle: Handle | None = None
+        self._handle: TransportHandle | None = None
         self._done = threading.Event()
 
     @property
@@ -65,7 +67,7 @@ class Queued:
         self.start = device.mark()
         self._handle = self._post()
 
-    def finish(self, device: Device, before: Queued | None) -> None:
+    def finish(self, device: Device, before: StreamOp | None) -> None:
         """Post if that could not be done at once, and wait for the end, on the active lane."""
         try:
             for op in self.needs:
@@ -83,18 +85,18 @@ class Queued:
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingTraceRow:
     """A row of the trace whose times the device may not know yet: of a compute op, or queued on a stream."""
 
     stream: str
     op: str
     post_s: float
-    start: Mark | None = None
-    end: Mark | None = None
-    queued: Queued | None = None
+    start: StreamEvent | None = None
+    end: StreamEvent | None = None
+    queued: StreamOp | None = None
 
     @property
-    def last(self) -> Mark:
+    def last(self) -> StreamEvent:
         """Its end."""
         end = self.end if self.queued is None else self.queued.end
         assert end is not None
@@ -111,11 +113,11 @@ class Pending:
 class Stream:
     """A queue of communication ops, the device's lane for it, and the thread that waits for their ends.
 
-    >>> from executor.device.device import Host
+    >>> from executor.device.device import HostDevice
     >>> class Now:
     ...     def done(self): return False
     ...     def wait(self): pass
-    >>> stream = Stream("send>1", Host()); a, b = Queued(Now), Queued(Now)
+    >>> stream = Stream("send>1", HostDevice()); a, b = StreamOp(Now), StreamOp(Now)
     >>> stream.put(a); stream.put(b); b.wait(); stream.close()
     >>> a.done(), a.span()[1] <= b.span()[0]
     (True, True)
@@ -124,11 +126,11 @@ class Stream:
     def __init__(self, name: str, device: Device) -> None:
         self.device = device
         self.lane, self._name = device.lane(name), name
-        self._queue: SimpleQueue[Queued | None] = SimpleQueue()
-        self._last: Queued | None = None
+        self._queue: SimpleQueue[StreamOp | None] = SimpleQueue()
+        self._last: StreamOp | None = None
         self._thread: threading.Thread | None = None
 
-    def put(self, op: Queued) -> None:
+    def put(self, op: StreamOp) -> None:
         """Queue an op. What waits for nothing is posted by the caller, at once: a receive may stand ready early."""
         last, self._last = self._last, op
         if (last is None or last.posted) and all(n.done() for n in op.needs):
@@ -148,7 +150,7 @@ class Stream:
             self._queue.put(None)
             self._thread.join()
 
-    def _work(self, last: Queued | None) -> None:
+    def _work(self, last: StreamOp | None) -> None:
         self.device.bind()
         while (op := self._queue.get()) is not None:
             with self.lane():

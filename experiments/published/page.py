@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiments.published.report import Found, confusion, summary, without
-from experiments.published.score import Spread, times
+from experiments.published.score import PredictionErrors, times
 
 PAGE = Path(__file__).parents[2] / "docs" / "PUBLISHED.md"
 PICTURE = PAGE.with_name("published.png")
@@ -75,7 +75,7 @@ def control_table(found: Found, controls: Mapping[str, Found]) -> str:
     """Median errors of time by data set, as they are and under each control."""
     out = ["| data set | frozen files | " + " | ".join(controls) + " |", "|---|--:|" + "--:|" * len(controls)]
     for s in found:
-        spreads = [Spread.of(times(f[s])) for f in (found, *controls.values())]
+        spreads = [PredictionErrors.of(times(f[s])) for f in (found, *controls.values())]
         if all(spreads):
             out.append(f"| {s.name} | " + " | ".join(f"{100 * x.median:.1f} %" for x in spreads if x) + " |")
     return "\n".join(out)

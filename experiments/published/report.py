@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from experiments.published.rows import DataSet, Row, fitted
-from experiments.published.score import Score, Spread, memories, times
+from experiments.published.score import PredictionErrors, Score, memories, times
 
 Found = Mapping[DataSet, Sequence[Score]]
 _HEAD = "| data set | of | half | n | median | p90 | worst | sign | asked |\n|---|---|---|--:|--:|--:|--:|--:|---|\n"
@@ -27,13 +27,13 @@ def summary(found: Found) -> str:
     for s, rows in found.items():
         for of, errors in (("time", times), ("memory", memories)):
             for half, some in halves(rows).items():
-                spread = Spread.of(errors(some))
+                spread = PredictionErrors.of(errors(some))
                 if spread is not None:
                     out.append(_line(s, of, half, spread))
     return "\n".join(out)
 
 
-def _line(s: DataSet, of: str, half: str, x: Spread) -> str:
+def _line(s: DataSet, of: str, half: str, x: PredictionErrors) -> str:
     asked = next((b.split(": ", 1)[1] for b in s.bars.split("; ") if b.startswith(of)), "") if half == "all" else ""
     sizes = " | ".join(f"{100 * v:.1f} %" for v in (x.median, x.p90, x.worst))
     return f"| {s.name} | {of} | {half} | {x.n} | {sizes} | {100 * x.sign:+.1f} % | {asked} |"

@@ -12,12 +12,12 @@ from ir.core.errors import PiperError
 from ir.job import Job
 from ir.job.load import job_from
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
-from piper_sim.study.history.spread import Spread
-from piper_sim.study.planned import Planned, fits
+from piper_sim.study.history.spread import PredictionErrors
+from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
 
-__all__ = ["Change", "Score", "Spread", "Table", "memories", "scored", "scores", "times"]
+__all__ = ["Change", "PredictionErrors", "Score", "Table", "memories", "scored", "scores", "times"]
 
 Table = dict[str, dict[str, Any]]
 Change = Callable[[Table], Table]
@@ -58,7 +58,7 @@ def scored(row: Row, table: Table) -> Score:
         job: Job = job_from(table, file=row.name)
         if row.failed:
             hardware = hardware_of(job)
-            return Score(row, fits=fits(Planned.of(prepare_priced(job, hardware), hardware)))
+            return Score(row, fits=fits(PlannedJob.of(prepare_priced(job, hardware), hardware)))
         p = predict(job)
     except PiperError as e:
         return Score(row, failure=str(e).splitlines()[0])

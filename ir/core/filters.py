@@ -30,7 +30,7 @@ _ITEM = re.compile(r"(\d{1,9})(?:\.\.(\d{1,9}))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class DirectiveTagMatch:
     """What one tag of a filter accepts: index ranges, perhaps negated; any index; or only its absence."""
 
     ranges: tuple[range, ...] = ()
@@ -52,10 +52,10 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
+class DirectiveFilter:
     """A conjunction over tags. `text` is how the user wrote it."""
 
-    matches: tuple[tuple[str, Match], ...]
+    matches: tuple[tuple[str, DirectiveTagMatch], ...]
     passes: tuple[Pass, ...] | None
     text: str
 
@@ -105,7 +105,7 @@ def runs(indices: Iterable[int]) -> tuple[range, ...]:
     return tuple(out)
 
 
-def parse_filter(value: object) -> Filter:
+def parse_filter(value: object) -> DirectiveFilter:
     """Read a filter from JSON. Raises PiperError (directive) naming the tag and what is allowed.
 
     >>> str(parse_filter({"PP": 0, "PASS": "BI"}))
@@ -113,7 +113,7 @@ def parse_filter(value: object) -> Filter:
     """
     if not isinstance(value, Mapping):
         raise _bad(f"a filter is an object of tags, not {value!r}", '{"PP": 0, "MB": "0..3", "PASS": "F"}')
-    matches: list[tuple[str, Match]] = []
+    matches: list[tuple[str, DirectiveTagMatch]] = []
     passes = None
     for tag, want in value.items():
         if tag == "PASS":
@@ -124,10 +124,10 @@ def parse_filter(value: object) -> Filter:
         else:
             matches.append((str(tag), parse_match(str(tag), want)))
     text = json.dumps(dict(value))
-    return Filter(tuple(matches), passes, text)
+    return DirectiveFilter(tuple(matches), passes, text)
 
 
-def parse_match(tag: str, want: object) -> Match:
+def parse_match(tag: str, want: object) -> DirectiveTagMatch:
     """Read what one tag accepts.
 
     >>> parse_match("PP", "0,2,5..7").ranges
@@ -139,15 +139,15 @@ def parse_match(tag: str, want: object) -> Match:
     if isinstance(want, int):
         if want < 0:
             raise _bad(f"{tag}: indices are not negative, got {want}", allowed)
-        return Match((range(want, want + 1),))
+        return DirectiveTagMatch((range(want, want + 1),))
     if isinstance(want, list):
-        return Match(tuple(r for w in want for r in parse_match(tag, w).ranges))
+        return DirectiveTagMatch(tuple(r for w in want for r in parse_match(tag, w).ranges))
     if not isinstance(want, str):
         raise _bad(f"{tag}: {want!r} is no index", allowed)
     if want == "*":
-        return Match(any=True)
+        return DirectiveTagMatch(any=True)
     if want == "-":
-        return Match(absent=True)
+        return DirectiveTagMatch(absent=True)
     body = want.removeprefix("!")
     ranges = []
     for item in body.split(","):
@@ -157,7 +157,7 @@ def parse_match(tag: str, want: object) -> Match:
         if last < first:
             raise _bad(f"{tag}: the range {item!r} is empty", allowed, f"{last}..{first}")
         ranges.append(range(first, last + 1))
-    return Match(tuple(ranges), negated=body != want)
+    return DirectiveTagMatch(tuple(ranges), negated=body != want)
 
 
 def _bad(message: str, allowed: str, fix: str | None = None) -> PiperError:

@@ -17,7 +17,7 @@ _TWIN = {"tp": "etp", "dp": "edp"}
 
 
 @dataclass(frozen=True, slots=True)
-class Atom:
+class MeshAxis:
     """An axis that neither view divides: `size` ranks, `stride` apart."""
 
     size: int
@@ -25,7 +25,7 @@ class Atom:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupShape:
+class RankGroup:
     """A communication group as the network sees it: how many ranks, and how many of them share a node."""
 
     ranks: int
@@ -44,7 +44,7 @@ class Mesh:
     """
 
     sizes: Mapping[str, int]
-    axes: Mapping[str, tuple[Atom, ...]]
+    axes: Mapping[str, tuple[MeshAxis, ...]]
 
     @classmethod
     def of(cls, *, tp: int, cp: int, dp: int, pp: int, ep: int = 1, etp: int = 1, order: Sequence[str] = ORDER) -> Mesh:
@@ -66,7 +66,7 @@ class Mesh:
         if cuts is None:
             why = "the dense and the expert view of the devices have no common refinement"
             raise _no_ep(sizes, order, why)
-        atoms = [Atom(b // a, a) for a, b in pairwise(cuts)]
+        atoms = [MeshAxis(b // a, a) for a, b in pairwise(cuts)]
         axes = {
             a: tuple(t for t in atoms if stride <= t.stride < stride * sizes[a])
             for view in (dense, expert)
@@ -95,11 +95,11 @@ class Mesh:
         """Distance in ranks between neighbouring pipeline ranks."""
         return self.axes["pp"][0].stride if self.axes["pp"] else self.ranks // self.sizes["pp"]
 
-    def shape(self, axes: Iterable[str], per_node: int, programs: Sequence[int] = (0,)) -> GroupShape:
+    def shape(self, axes: Iterable[str], per_node: int, programs: Sequence[int] = (0,)) -> RankGroup:
         """The group's size and how many of its ranks share the node of its first rank."""
         ranks = self.offsets(axes, programs)
         home = ranks[0] // per_node
-        return GroupShape(len(ranks), sum(r // per_node == home for r in ranks))
+        return RankGroup(len(ranks), sum(r // per_node == home for r in ranks))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """A global rank's index on every axis.

@@ -19,7 +19,7 @@ class Pass(StrEnum):
     R = "R"
 
 
-class Token(IntEnum):
+class OpToken(IntEnum):
     """What a schedule table may say. B is the whole backward: I, then W."""
 
     F = 0
@@ -29,15 +29,15 @@ class Token(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class ScheduledOp:
     """One entry of a schedule table. Its text is its identity.
 
-    >>> str(Action(2, Token.F, 0))
+    >>> str(ScheduledOp(2, OpToken.F, 0))
     '2F0'
     """
 
     stage: int
-    token: Token
+    token: OpToken
     mb: int
 
     def __str__(self) -> str:
@@ -48,22 +48,22 @@ _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _GROUP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
-def parse_action(text: str) -> Action:
+def parse_action(text: str) -> ScheduledOp:
     """Parse `<stage><F|B|I|W><microbatch>`, strictly.
 
     Raises PiperError (directive): the text is no op.
 
     >>> parse_action("2F0")
-    Action(stage=2, token=<Token.F: 0>, mb=0)
+    ScheduledOp(stage=2, token=<Token.F: 0>, mb=0)
     """
     if not (m := _ACTION.fullmatch(text)):
         raise PiperError(
             ErrorKind.DIRECTIVE, f"not an op: {text!r}", allowed="<stage><F|B|I|W><microbatch>", suggestion="e.g. 2F0"
         )
-    return Action(int(m[1]), Token[m[2]], int(m[3]))
+    return ScheduledOp(int(m[1]), OpToken[m[2]], int(m[3]))
 
 
-def parse_cell(text: str) -> tuple[Action, ...]:
+def parse_cell(text: str) -> tuple[ScheduledOp, ...]:
     """Parse one cell of a schedule: an op, or several that are to run interleaved.
 
     >>> [str(a) for a in parse_cell("(0F7;7B3)OVERLAP_F_B")]
@@ -74,10 +74,10 @@ def parse_cell(text: str) -> tuple[Action, ...]:
     return (parse_action(text),)
 
 
-def cell_text(actions: Iterable[Action]) -> str:
+def cell_text(actions: Iterable[ScheduledOp]) -> str:
     """The text of one cell; the inverse of `parse_cell`.
 
-    >>> cell_text([Action(0, Token.F, 7), Action(7, Token.B, 3)])
+    >>> cell_text([ScheduledOp(0, OpToken.F, 7), ScheduledOp(7, OpToken.B, 3)])
     '(0F7;7B3)OVERLAP_F_B'
     """
     texts = [str(a) for a in actions]

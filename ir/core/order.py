@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ir.core.ops import Action, Token, cell_text, parse_cell
+from ir.core.ops import OpToken, ScheduledOp, cell_text, parse_cell
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -51,10 +51,10 @@ class Order:
         table = np.array(rows, dtype=np.int64).reshape(-1, 4)
         return cls(table[:, 0], table[:, 1], table[:, 2], table[:, 3])
 
-    def actions(self) -> list[Action]:
+    def actions(self) -> list[ScheduledOp]:
         """The rows as values."""
         columns = zip(self.stage.tolist(), self.token.tolist(), self.mb.tolist(), strict=True)
-        return [Action(s, Token(t), m) for s, t, m in columns]
+        return [ScheduledOp(s, OpToken(t), m) for s, t, m in columns]
 
     def cells(self) -> list[str]:
         """The op texts; the inverse of `of`.
@@ -62,7 +62,7 @@ class Order:
         >>> Order.of(["0F0", "(0F1;3B0)OVERLAP_F_B"]).cells()
         ['0F0', '(0F1;3B0)OVERLAP_F_B']
         """
-        units: list[list[Action]] = []
+        units: list[list[ScheduledOp]] = []
         last = -1
         for action, unit in zip(self.actions(), self.unit.tolist(), strict=True):
             if unit != last:

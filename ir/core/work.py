@@ -60,7 +60,7 @@ LOSS = "loss."  # begins the label of a kernel of the loss
 WEIGHT_GRAD = ".weight_grad"  # ends the label of a product that adds up a weight's gradient
 
 
-class CommKind(StrEnum):
+class MessageKind(StrEnum):
     """Collectives, by what they do to a group."""
 
     ALL_REDUCE = "all_reduce"
@@ -81,7 +81,7 @@ class Message:
     nodes_limit: all_to_all only; the most nodes a token goes to (DeepSeek-V3's group-limited routing: 4); 0: no limit.
     """
 
-    kind: CommKind
+    kind: MessageKind
     bytes: int
     axes: tuple[str, ...]
     fanout: int = 1

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ir.core.errors import ErrorKind, PiperError, nearest
-from ir.core.filters import Filter, parse_filter
+from ir.core.filters import DirectiveFilter, parse_filter
 from ir.core.limits import PASSES
 from ir.core.order import Order
-from ir.directives.order import OrderBy
-from ir.directives.place import Place
-from ir.directives.replicate import Replicate
-from ir.directives.shard import AXES, Shard
-from ir.directives.split import Split
+from ir.directives.order import OrderDirective
+from ir.directives.place import PlaceDirective
+from ir.directives.replicate import ReplicateDirective
+from ir.directives.shard import AXES, ShardDirective
+from ir.directives.split import SplitDirective
 from ir.directives.strategy import Directive
 
 KEYS: Mapping[str, frozenset[str]] = {
@@ -55,7 +55,7 @@ def names_devices(d: Fields) -> bool:
     return "devices" in d or "device" in d
 
 
-def read_filter(i: int, d: Fields) -> Filter:
+def read_filter(i: int, d: Fields) -> DirectiveFilter:
     """`filter`, with the directive named in errors."""
     if "filter" not in d:
         raise bad(f"directive {i} ({d['op']}): no filter", '"filter": {"PP": 0}')
@@ -74,23 +74,23 @@ def read_devices(i: int, d: Fields) -> tuple[int, ...]:
     return tuple(devices)
 
 
-def read_split(i: int, d: Fields) -> Split:
+def read_split(i: int, d: Fields) -> SplitDirective:
     """`split`."""
     n, dim = d.get("num_microbatches"), d.get("dim_name")
     if type(n) is not int or not 0 < n <= PASSES:
         raise bad(f"directive {i} (split): num_microbatches = {_short(n)}", f"an integer from 1 to {PASSES}")
     if not isinstance(dim, str) or not dim or dim in _TAGS:
         raise bad(f"directive {i} (split): dim_name = {_short(dim)}", '"MB"', '"dim_name": "MB"')
-    return Split(read_filter(i, d), dim, n)
+    return SplitDirective(read_filter(i, d), dim, n)
 
 
-def read_place(i: int, d: Fields, group: Mapping[tuple[int, ...], int]) -> Place:
+def read_place(i: int, d: Fields, group: Mapping[tuple[int, ...], int]) -> PlaceDirective:
     """`place`. group: of each device list."""
     if "group" not in d:
-        return Place(read_filter(i, d), group[read_devices(i, d)])
+        return PlaceDirective(read_filter(i, d), group[read_devices(i, d)])
     if type(d["group"]) is not int or not 0 <= d["group"] < PASSES:
         raise bad(f"directive {i} (place): group = {_short(d['group'])}", "a pipeline rank, 0 or more")
-    return Place(read_filter(i, d), d["group"])
+    return PlaceDirective(read_filter(i, d), d["group"])
 
 
 def read_sync(i: int, d: Fields) -> Directive:
@@ -101,7 +101,7 @@ def read_sync(i: int, d: Fields) -> Directive:
         if axis not in AXES:
             raise bad(f"directive {i} (shard): no axis {_short(axis)}", ", ".join(AXES), nearest(str(axis), AXES))
         stream = d.get("stream", "compute" if names_devices(d) else "ep")
-        return Shard(wanted, axis, read_stream(i, stream), _flag(i, d, "sequence_parallel"))
+        return ShardDirective(wanted, axis, read_stream(i, stream), _flag(i, d, "sequence_parallel"))
     zero = 3 if _flag(i, d, "shard_params") else 2 if _flag(i, d, "shard_grads") else 0
     if "zero" in d:
         zero = d["zero"]
@@ -113,7 +113,7 @@ def read_sync(i: int, d: Fields) -> Directive:
     default = "compute" if names_devices(d) else "dp"
     reduce = d.get("reduce_stream", default)
     gather = d.get("gather_stream", default if names_devices(d) else reduce)
-    return Replicate(wanted, zero, size, read_stream(i, reduce), read_stream(i, gather))
+    return ReplicateDirective(wanted, zero, size, read_stream(i, reduce), read_stream(i, gather))
 
 
 def read_stream(i: int, name: object) -> str:
@@ -130,7 +130,7 @@ def _flag(i: int, d: Fields, key: str) -> bool:
     return value
 
 
-def read_orders(value: Sequence[Fields]) -> list[OrderBy]:
+def read_orders(value: Sequence[Fields]) -> list[OrderDirective]:
     """All `order` directives as one: tables of cells by group, rows of filters."""
     table: dict[int, Order] = {}
     rows = []
@@ -148,7 +148,7 @@ def read_orders(value: Sequence[Fields]) -> list[OrderBy]:
             allowed = "a list of at least two lists of filters"
             raise bad(f"directive {i} (order): filters = {_short(groups)}", allowed, "[[{…}], [{…}, {…}], [{…}]]")
         rows.append(tuple(tuple(read_filter(i, {"op": "order", "filter": f}) for f in g) for g in groups))
-    return [OrderBy(tuple(table.items()), tuple(rows))] if table or rows else []
+    return [OrderDirective(tuple(table.items()), tuple(rows))] if table or rows else []
 
 
 def _cells(i: int, d: Fields) -> tuple[int, Order]:

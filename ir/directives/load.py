@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ir.core.errors import ErrorKind
-from ir.core.files import Format, read_json
-from ir.core.filters import Filter, parse_filter
+from ir.core.files import FileErrors, read_json
+from ir.core.filters import DirectiveFilter, parse_filter
 from ir.core.limits import PASSES
 from ir.directives.fields import (
     Fields,
@@ -23,17 +23,17 @@ from ir.directives.fields import (
     read_stream,
     read_sync,
 )
-from ir.directives.place import Place
-from ir.directives.split import Split
+from ir.directives.place import PlaceDirective
+from ir.directives.split import SplitDirective
 from ir.directives.strategy import Directive
 
-FORM = Format("a strategy", ErrorKind.DIRECTIVE, "schedule.directives", fix='[{"op": "place", …}, …]')
+FORM = FileErrors("a strategy", ErrorKind.DIRECTIVE, "schedule.directives", fix='[{"op": "place", …}, …]')
 
 Lists = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Strategy:
+class DirectiveFile:
     """A file's directives in pass order, and what its device lists say: pipeline groups, replicas, expert shards."""
 
     directives: tuple[Directive, ...]
@@ -44,13 +44,13 @@ class Strategy:
     experts: int | None = None
 
 
-def load_strategy(path: str | Path) -> Strategy:
+def load_strategy(path: str | Path) -> DirectiveFile:
     """Read a strategy file. Raises PiperError (io, directive) naming the file and the directive's index."""
     with FORM.naming(path):
         return parse_strategy(read_json(path, FORM))
 
 
-def parse_strategy(value: object) -> Strategy:
+def parse_strategy(value: object) -> DirectiveFile:
     """Directives from parsed JSON, re-sorted into Piper's pass order: split, place, replicate and shard, order.
 
     >>> s = parse_strategy([{"op": "place", "filter": {"PP": 0}, "devices": [0, 2]}])
@@ -75,7 +75,7 @@ def parse_strategy(value: object) -> Strategy:
     split = _one_split([(i, read_split(i, d)) for i, d in by_op["split"]], stages)
     middle = [read_sync(i, d) for i, d in enumerate(value) if d["op"] in ("replicate", "shard")]
     pipeline: list[Directive] = [*split, *places, *middle, *read_orders(value)]
-    return Strategy(
+    return DirectiveFile(
         tuple(pipeline),
         groups=_groups(places),
         replicas=len(lists[0]) if lists else None,
@@ -101,7 +101,7 @@ def _device_lists(places: Sequence[tuple[int, Fields]]) -> list[tuple[int, ...]]
     return lists
 
 
-def _groups(places: Sequence[Place]) -> int:
+def _groups(places: Sequence[PlaceDirective]) -> int:
     """Pipeline ranks that something is placed on."""
     named = {p.group for p in places}
     if named != set(range(len(named))):
@@ -109,7 +109,7 @@ def _groups(places: Sequence[Place]) -> int:
     return len(named)
 
 
-def _homes(places: Sequence[Place], lists: Lists) -> dict[int, tuple[int, ...]]:
+def _homes(places: Sequence[PlaceDirective], lists: Lists) -> dict[int, tuple[int, ...]]:
     """The device list of each stage, where places name devices. UW lets the last of two places win; we do not."""
     homes: dict[int, tuple[int, ...]] = {}
     for p in places if lists else ():
@@ -121,12 +121,12 @@ def _homes(places: Sequence[Place], lists: Lists) -> dict[int, tuple[int, ...]]:
     return homes
 
 
-def _named(place: Place) -> list[int]:
+def _named(place: PlaceDirective) -> list[int]:
     """The stages that a place names."""
     return [m for t, match in place.filter.matches if t == "PP" for r in match.ranges for m in r]
 
 
-def _stages(places: Sequence[Place]) -> int:
+def _stages(places: Sequence[PlaceDirective]) -> int:
     """How many stages the places name. A single place without PP is about a model of one stage."""
     if not places:
         raise bad("nothing is placed", '{"op": "place", "filter": {"PP": 0}, "devices": [0]}')
@@ -157,7 +157,7 @@ def _check_devices(i: int, d: Fields, homes: Mapping[int, tuple[int, ...]]) -> N
             raise bad(message, "the devices of its place", f'"devices": {list(home)}, or a filter on PP')
 
 
-def _one_split(splits: Sequence[tuple[int, Split]], stages: int) -> list[Split]:
+def _one_split(splits: Sequence[tuple[int, SplitDirective]], stages: int) -> list[SplitDirective]:
     """Several splits with one count and one dimension, one per stage say, are one over the whole model."""
     if len(splits) < 2:
         return [s for _, s in splits]
@@ -172,10 +172,10 @@ def _one_split(splits: Sequence[tuple[int, Split]], stages: int) -> list[Split]:
         whole.update(_stages_of(i, s.filter, stages))
     if whole != set(range(stages)):
         raise bad(f"no split names stages {sorted(set(range(stages)) - whole)[:20]}", "the whole model", '"filter": {}')
-    return [Split(parse_filter({}), first.dim, first.mbs)]
+    return [SplitDirective(parse_filter({}), first.dim, first.mbs)]
 
 
-def _stages_of(i: int, wanted: Filter, stages: int) -> list[int]:
+def _stages_of(i: int, wanted: DirectiveFilter, stages: int) -> list[int]:
     if set(wanted.tags) - {"PP"} or wanted.passes is not None:
         raise bad(f"directive {i} (split): several splits need filters on PP alone, not {wanted}", '{"PP": 0}')
     pp = dict(wanted.matches).get("PP")

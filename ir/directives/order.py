@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.filters import Filter
+from ir.core.filters import DirectiveFilter
 from ir.core.order import Order
 from ir.directives.rows import orders_from_rows
 from ir.graph.graph import Graph
 
 
 @dataclass(frozen=True)
-class OrderBy:
+class OrderDirective:
     """Attach an order to programs. It adds no edge: order is a value beside the graph.
 
     table: complete orders by group (a schedule). rows: Piper's rows, each a sequence of filter groups; what they leave
@@ -20,7 +20,7 @@ class OrderBy:
     """
 
     table: tuple[tuple[int, Order], ...] = ()
-    rows: tuple[tuple[tuple[Filter, ...], ...], ...] = ()
+    rows: tuple[tuple[tuple[DirectiveFilter, ...], ...], ...] = ()
 
     def __str__(self) -> str:
         if self.table:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.filters import Filter
+from ir.core.filters import DirectiveFilter
 from ir.directives.select import select
-from ir.graph.graph import Graph, Node, Span
+from ir.graph.graph import Graph, GraphNode, MicrobatchSpan
 
 
 @dataclass(frozen=True)
-class Place:
+class PlaceDirective:
     """Put chunks on a group; with a microbatch range, only for those microbatches. A second owner, a second copy.
 
     rewrite:
@@ -22,7 +22,7 @@ class Place:
                   1F @ 5 (mb 4..7)     place({"PP": 1, "MB": "4..7"}, group=5)      DualPipe is no more than this
     """
 
-    filter: Filter
+    filter: DirectiveFilter
     group: int
 
     def __str__(self) -> str:
@@ -34,7 +34,9 @@ class Place:
 
     def __call__(self, graph: Graph) -> Graph:
         mbs = self.filter.microbatches(graph.dim, graph.mbs)
-        placed: dict[int, tuple[Span, ...]] = {}  # nodes placed together share their spans, and what becomes of them
+        placed: dict[
+            int, tuple[MicrobatchSpan, ...]
+        ] = {}  # nodes placed together share their spans, and what becomes of them
         changed = {}
         for i in select(graph, self.filter, str(self)):
             node = graph.nodes[i]
@@ -43,7 +45,7 @@ class Place:
             changed[i] = replace(node, spans=placed[id(node.spans)])
         return graph.with_nodes(changed)
 
-    def _spans(self, node: Node, mbs: tuple[range, ...]) -> tuple[Span, ...]:
+    def _spans(self, node: GraphNode, mbs: tuple[range, ...]) -> tuple[MicrobatchSpan, ...]:
         for span in node.spans:
             taken = next((m for r in mbs for m in r if span.mbs is not None and m in span.mbs), None)
             if taken is not None:
@@ -52,5 +54,5 @@ class Place:
                     f"{self}: {node.text(taken)} is already on group {span.group}",
                     suggestion="drop one of the two place directives, or give them disjoint microbatches",
                 )
-        spans = (*node.spans, *(Span(r, self.group) for r in mbs))
+        spans = (*node.spans, *(MicrobatchSpan(r, self.group) for r in mbs))
         return tuple(sorted(spans, key=lambda s: (s.mbs.start if s.mbs else 0, s.group)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.filters import Filter
+from ir.core.filters import DirectiveFilter
 from ir.directives.select import select
-from ir.graph.graph import Graph, Replica
+from ir.graph.graph import BucketPolicy, Graph
 
 
 @dataclass(frozen=True)
-class Replicate:
+class ReplicateDirective:
     """Synchronise the gradients of the selected parts over the owners of their parameters.
 
     rewrite, once per step and bucket (every W joins its own member's microbatches):
@@ -21,7 +21,7 @@ class Replicate:
         zero 3    as 2, with an AG before F and before backward in place of the one at the end
     """
 
-    filter: Filter
+    filter: DirectiveFilter
     zero: int = 0
     bucket_MiB: float | None = None
     reduce_stream: str = "dp"
@@ -49,7 +49,7 @@ class Replicate:
         hit = {(graph.nodes[i].stage, graph.nodes[i].part) for i in select(graph, self.filter, str(self))}
         self._whole(graph)
         size = None if self.bucket_MiB is None else int(self.bucket_MiB * 2**20)
-        policy = Replica(self.zero, size, self.reduce_stream, self.gather_stream)
+        policy = BucketPolicy(self.zero, size, self.reduce_stream, self.gather_stream)
         mine = {k: policy for k, e in enumerate(graph.entries) if (e.stage, e.name) in hit}
         if graph.entries and not any(graph.entries[k].part.params for k in mine):
             message = f"{self}: what the filter selects has no parameters"

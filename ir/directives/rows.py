@@ -7,16 +7,23 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.filters import Filter
-from ir.core.ops import Action, Pass, Token, cell_text
+from ir.core.filters import DirectiveFilter
+from ir.core.ops import OpToken, Pass, ScheduledOp, cell_text
 from ir.core.order import Order
 from ir.directives.select import select
 from ir.graph.graph import COMPUTE, Graph, illegal
 
-Row = Sequence[Sequence[Filter]]
-_TOKENS = {"F": (Token.F,), "I": (Token.I,), "BI": (Token.I,), "W": (Token.W,), "BW": (Token.W,), "B": (Token.B,)}
+Row = Sequence[Sequence[DirectiveFilter]]
+_TOKENS = {
+    "F": (OpToken.F,),
+    "I": (OpToken.I,),
+    "BI": (OpToken.I,),
+    "W": (OpToken.W,),
+    "BW": (OpToken.W,),
+    "B": (OpToken.B,),
+}
 # What runs first when several actions are ready: backward before forward keeps memory low.
-_RANK = {Token.B: 0, Token.I: 0, Token.F: 1, Token.W: 2}
+_RANK = {OpToken.B: 0, OpToken.I: 0, OpToken.F: 1, OpToken.W: 2}
 
 
 def orders_from_rows(graph: Graph, rows: Sequence[Row], who: str = "order") -> dict[int, Order]:
@@ -28,9 +35,9 @@ def orders_from_rows(graph: Graph, rows: Sequence[Row], who: str = "order") -> d
     """
     chains = [[_members(graph, group, who) for group in row] for row in rows]
     named = [a for c in chains for g in c for acts in g for a in acts]
-    split = {(a.stage, a.mb) for a in named if a.token in (Token.I, Token.W)}
-    if both := next((a for a in named if a.token is Token.B and (a.stage, a.mb) in split), None):
-        half = str(Action(both.stage, Token.I, both.mb)), str(Action(both.stage, Token.W, both.mb))
+    split = {(a.stage, a.mb) for a in named if a.token in (OpToken.I, OpToken.W)}
+    if both := next((a for a in named if a.token is OpToken.B and (a.stage, a.mb) in split), None):
+        half = str(ScheduledOp(both.stage, OpToken.I, both.mb)), str(ScheduledOp(both.stage, OpToken.W, both.mb))
         raise PiperError(
             ErrorKind.DIRECTIVE,
             f"{who}: {both} is ordered whole and in halves",
@@ -39,8 +46,8 @@ def orders_from_rows(graph: Graph, rows: Sequence[Row], who: str = "order") -> d
     home = homes(graph)
     if lost := next((a for a in named if (a.stage, a.mb) not in home), None):
         raise illegal(f"{who}: {lost} is placed nowhere", f'place({{"PP": {lost.stage}}}, …)')
-    units: list[tuple[Action, ...]] = []
-    of: dict[Action, int] = {}
+    units: list[tuple[ScheduledOp, ...]] = []
+    of: dict[ScheduledOp, int] = {}
     after: list[tuple[int, int]] = []
     barrier: set[int] = set()
     for chain in chains:
@@ -61,10 +68,10 @@ def orders_from_rows(graph: Graph, rows: Sequence[Row], who: str = "order") -> d
             after += [(b, i) for b in before for i in ids] + [(i, gate) for i in ids]
             before = [gate]
     for (stage, mb), _ in sorted(home.items()):
-        tokens = (Token.F, Token.I, Token.W) if (stage, mb) in split else (Token.F, Token.B)
+        tokens = (OpToken.F, OpToken.I, OpToken.W) if (stage, mb) in split else (OpToken.F, OpToken.B)
         for token in tokens:
-            if Action(stage, token, mb) not in of:
-                _add(units, of, (Action(stage, token, mb),), who)
+            if ScheduledOp(stage, token, mb) not in of:
+                _add(units, of, (ScheduledOp(stage, token, mb),), who)
     after += _dataflow(graph, units, of)
     return _dry_run(units, after, home, graph.programs, barrier, who)
 
@@ -78,7 +85,7 @@ def homes(graph: Graph) -> dict[tuple[int, int], int]:
     return out
 
 
-def _members(graph: Graph, group: Sequence[Filter], who: str) -> list[list[Action]]:
+def _members(graph: Graph, group: Sequence[DirectiveFilter], who: str) -> list[list[ScheduledOp]]:
     members = [_actions(graph, f, who) for f in group]
     if len(members) > 1 and any(len(m) != 1 for m in members):
         raise PiperError(
@@ -89,7 +96,7 @@ def _members(graph: Graph, group: Sequence[Filter], who: str) -> list[list[Actio
     return members
 
 
-def _actions(graph: Graph, f: Filter, who: str) -> list[Action]:
+def _actions(graph: Graph, f: DirectiveFilter, who: str) -> list[ScheduledOp]:
     hits = {i for i in select(graph, f, who) if graph.nodes[i].stream == COMPUTE}
     stages = sorted({graph.nodes[i].stage for i in hits})
     whole = f.passes is None
@@ -102,12 +109,14 @@ def _actions(graph: Graph, f: Filter, who: str) -> list[Action]:
                 suggestion='order whole stages: {"PP": …, "MB": …, "PASS": …}; cut stages finer with `parallel.layers`',
             )
     text = None if whole else str(dict(f.json())["PASS"])
-    tokens = (Token.F, Token.B) if text is None else _TOKENS[text]
+    tokens = (OpToken.F, OpToken.B) if text is None else _TOKENS[text]
     mbs = [m for r in f.microbatches(graph.dim, graph.mbs) for m in r]
-    return [Action(s, t, m) for t in tokens for m in mbs for s in stages]
+    return [ScheduledOp(s, t, m) for t in tokens for m in mbs for s in stages]
 
 
-def _add(units: list[tuple[Action, ...]], of: dict[Action, int], unit: tuple[Action, ...], who: str) -> int:
+def _add(
+    units: list[tuple[ScheduledOp, ...]], of: dict[ScheduledOp, int], unit: tuple[ScheduledOp, ...], who: str
+) -> int:
     for a in unit:
         if a in of:
             raise PiperError(ErrorKind.DIRECTIVE, f"{who}: {a} is ordered twice", suggestion="name it once")
@@ -116,30 +125,30 @@ def _add(units: list[tuple[Action, ...]], of: dict[Action, int], unit: tuple[Act
     return len(units) - 1
 
 
-def _dataflow(graph: Graph, units: list[tuple[Action, ...]], of: dict[Action, int]) -> list[tuple[int, int]]:
+def _dataflow(graph: Graph, units: list[tuple[ScheduledOp, ...]], of: dict[ScheduledOp, int]) -> list[tuple[int, int]]:
     ends = [(graph.nodes[e.src], graph.nodes[e.dst]) for e in graph.edges]
     pairs = {(a.stage, _letter(a.kind), b.stage, _letter(b.kind)) for a, b in ends if not a.once and not b.once}
-    into: dict[tuple[int, Token], set[tuple[int, Token]]] = defaultdict(set)
+    into: dict[tuple[int, OpToken], set[tuple[int, OpToken]]] = defaultdict(set)
     for s, made, t, wanted in pairs:
         if (s, made) != (t, wanted):
             into[t, wanted].add((s, made))
     out = []
     for i, unit in enumerate(units):
         for act in unit:
-            for half in (Token.I, Token.W) if act.token is Token.B else (act.token,):
+            for half in (OpToken.I, OpToken.W) if act.token is OpToken.B else (act.token,):
                 for stage, needed in into[act.stage, half]:
-                    src = of.get(Action(stage, needed, act.mb), of.get(Action(stage, Token.B, act.mb)))
+                    src = of.get(ScheduledOp(stage, needed, act.mb), of.get(ScheduledOp(stage, OpToken.B, act.mb)))
                     if src is not None and src != i:
                         out.append((src, i))
     return out
 
 
-def _letter(kind: object) -> Token:
-    return {Pass.F: Token.F, Pass.R: Token.I, Pass.I: Token.I, Pass.W: Token.W}[Pass(str(kind))]
+def _letter(kind: object) -> OpToken:
+    return {Pass.F: OpToken.F, Pass.R: OpToken.I, Pass.I: OpToken.I, Pass.W: OpToken.W}[Pass(str(kind))]
 
 
 def _dry_run(
-    units: list[tuple[Action, ...]],
+    units: list[tuple[ScheduledOp, ...]],
     after: Iterable[tuple[int, int]],
     home: dict[tuple[int, int], int],
     programs: int,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ir.core.errors import ErrorKind, PiperError, nearest
-from ir.core.filters import Filter
+from ir.core.filters import DirectiveFilter
 from ir.core.ops import Pass
 from ir.graph.graph import Graph
 
 
-def select(graph: Graph, wanted: Filter, who: str) -> list[int]:
+def select(graph: Graph, wanted: DirectiveFilter, who: str) -> list[int]:
     """Indices of the matching per-microbatch nodes. Raises PiperError (directive) where there are none."""
     hits = [i for i, n in enumerate(graph.nodes) if isinstance(n.kind, Pass)]
     if wanted.passes is not None:
@@ -36,7 +36,7 @@ def _unknown(graph: Graph, tag: str, who: str) -> PiperError:
     )
 
 
-def _have(graph: Graph, wanted: Filter) -> str:
+def _have(graph: Graph, wanted: DirectiveFilter) -> str:
     parts = []
     for tag in wanted.tags:
         if tag == graph.dim:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ir.core.errors import ErrorKind, PiperError, nearest
-from ir.core.filters import Filter
+from ir.core.filters import DirectiveFilter
 from ir.core.ops import Pass
 from ir.core.work import Message
 from ir.directives.select import select
 from ir.graph.build import fill
-from ir.graph.graph import COUNTS, Buffer, Category, Edge, Graph, Node, Source
-from ir.workload.part import Entry, Layout
+from ir.graph.graph import COUNTS, Buffer, Graph, GraphEdge, GraphNode, MemoryKind, ModelWork
+from ir.workload.part import PartLayout, PlacedPart
 
 AXES = ("tp", "cp", "ep")
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardDirective:
     """Divide the selected parts over an axis of the mesh.
 
     rewrite, axis="ep" (an all-to-all on each compute edge into and out of the experts, none around W; F exchanges
@@ -28,7 +28,7 @@ class Shard:
     axis="tp" or "cp": the same nodes with smaller work and blocking messages inside (see `Inline`).
     """
 
-    filter: Filter
+    filter: DirectiveFilter
     axis: str
     stream: str = "ep"
     sequence_parallel: bool = False
@@ -67,7 +67,7 @@ class Shard:
             return _all_to_all(graph, source, hit, self.stream)
         return graph
 
-    def _layout(self, e: Entry, tp: int, cp: int, ep: int, etp: int) -> Layout:
+    def _layout(self, e: PlacedPart, tp: int, cp: int, ep: int, etp: int) -> PartLayout:
         match self.axis:
             case "tp":
                 return replace(e.layout, tp=tp, sequence_parallel=self.sequence_parallel and tp > 1)
@@ -77,7 +77,7 @@ class Shard:
                 return replace(e.layout, ep=ep, etp=etp)
 
 
-def refill(graph: Graph, source: Source) -> Graph:
+def refill(graph: Graph, source: ModelWork) -> Graph:
     """Every compute node's work and buffers, asked for again under the current layouts."""
     by_name = {(e.stage, e.name): e for e in graph.entries}
     works = {key: source.work(e) for key, e in by_name.items()}
@@ -94,7 +94,7 @@ def refill(graph: Graph, source: Source) -> Graph:
 
 def graph_inputs(graph: Graph) -> dict[tuple[int, str], list[tuple[int, str]]]:
     """The (stage, part) keys that each entry reads, in the order of its inputs."""
-    last: dict[str, Entry] = {}
+    last: dict[str, PlacedPart] = {}
     order: list[str] = []
     for e in graph.entries:
         if e.chunk.name not in last:
@@ -114,8 +114,8 @@ def graph_inputs(graph: Graph) -> dict[tuple[int, str], list[tuple[int, str]]]:
     return out
 
 
-def _all_to_all(graph: Graph, source: Source, hit: set[tuple[int, str]], stream: str) -> Graph:
-    nodes, edges = list(graph.nodes), list[Edge]()
+def _all_to_all(graph: Graph, source: ModelWork, hit: set[tuple[int, str]], stream: str) -> Graph:
+    nodes, edges = list(graph.nodes), list[GraphEdge]()
     made: dict[tuple[int, int, bool], int] = {}
     counts: dict[int, int] = {}
     entries = {(e.stage, e.name): e for e in graph.entries}
@@ -133,36 +133,38 @@ def _all_to_all(graph: Graph, source: Source, hit: set[tuple[int, str]], stream:
             if inward and src.kind is Pass.F:
                 counts[edge.src] = len(nodes)
                 nodes.append(_counts(source, experts, src, stream))
-                edges.append(Edge(edge.src, counts[edge.src], edge.slot))
+                edges.append(GraphEdge(edge.src, counts[edge.src], edge.slot))
             made[key] = len(nodes)
             nodes.append(_exchange(source, experts, src, inward, stream))
-            edges.append(Edge(edge.src, made[key], edge.slot))
+            edges.append(GraphEdge(edge.src, made[key], edge.slot))
             if edge.src in counts and inward:
-                edges.append(Edge(counts[edge.src], made[key], 0))
-        edges.append(Edge(made[key], edge.dst, 0))
+                edges.append(GraphEdge(counts[edge.src], made[key], 0))
+        edges.append(GraphEdge(made[key], edge.dst, 0))
         if edge.src in counts and inward:
-            edges.append(Edge(counts[edge.src], edge.dst, 0))  # whose products go expert by expert
+            edges.append(GraphEdge(counts[edge.src], edge.dst, 0))  # whose products go expert by expert
     return replace(graph, nodes=tuple(nodes), edges=tuple(edges))
 
 
-def _exchange(source: Source, experts: Entry, src: Node, inward: bool, stream: str) -> Node:
+def _exchange(source: ModelWork, experts: PlacedPart, src: GraphNode, inward: bool, stream: str) -> GraphNode:
     """The all-to-all behind `src`. Backward runs it the other way round: what was combined is dispatched again."""
     dispatch, combine, received = source.dispatch(experts)
     forward = src.kind in (Pass.F, Pass.R)
     name = "dispatch" if inward == forward else "combine"
     message = dispatch if inward else combine
     out = received if inward else source.combined(experts)
-    writes = (Buffer("out" if forward else "grad", out, Category.BUFFERS),)
+    writes = (Buffer("out" if forward else "grad", out, MemoryKind.BUFFERS),)
     return _behind(src, experts, name, stream, message, writes)
 
 
-def _counts(source: Source, experts: Entry, src: Node, stream: str) -> Node:
+def _counts(source: ModelWork, experts: PlacedPart, src: GraphNode, stream: str) -> GraphNode:
     """The exchange of counts behind `src`."""
     message = source.counts(experts)
-    return _behind(src, experts, COUNTS, stream, message, (Buffer("out", message.bytes, Category.BUFFERS),))
+    return _behind(src, experts, COUNTS, stream, message, (Buffer("out", message.bytes, MemoryKind.BUFFERS),))
 
 
-def _behind(src: Node, experts: Entry, name: str, stream: str, message: Message, writes: tuple[Buffer, ...]) -> Node:
+def _behind(
+    src: GraphNode, experts: PlacedPart, name: str, stream: str, message: Message, writes: tuple[Buffer, ...]
+) -> GraphNode:
     tags = {t: v for t, v in src.tags.items() if t != "EP"} | {t: v for t, v in experts.chunk.tags.items() if t == "L"}
     part = f"{experts.chunk.name}.{name}"
-    return Node(src.stage, src.kind, part, stream, message=message, writes=writes, tags=tags, spans=src.spans)
+    return GraphNode(src.stage, src.kind, part, stream, message=message, writes=writes, tags=tags, spans=src.spans)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.filters import Filter
+from ir.core.filters import DirectiveFilter
 from ir.core.ops import Pass
 from ir.directives.select import select
 from ir.graph.graph import Graph
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitDirective:
     """Give every node a copy per microbatch, as an index set: the graph does not grow.
 
     rewrite:
         0F -> 1F   -->   0F{0..2} -> 1F{0..2}      split({}, dim="MB", mbs=3)
     """
 
-    filter: Filter
+    filter: DirectiveFilter
     dim: str
     mbs: int
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ir.core.ops import Pass
-from ir.graph.graph import Buffer, Edge, Graph, Node, Source
-from ir.workload.part import Chunk, Entry, Keep, PartWork, Saved
+from ir.graph.graph import Buffer, Graph, GraphEdge, GraphNode, ModelWork
+from ir.workload.part import Chunk, KeptBuffer, PartWork, PlacedPart, SavedBuffer
 
-# What each whole-part recompute option runs again; the finer ones name tensors (`Saved.recompute`) instead.
+# What each whole-part recompute option runs again; the finer ones name tensors (`SavedBuffer.recompute`) instead.
 WHOLE = {
     "attention": frozenset({"attn"}),
     "mlp": frozenset({"mlp", "router", "shared", "experts", "add"}),
@@ -30,23 +30,23 @@ def stage_graph(stages: int) -> Graph:
     >>> [n.text() for n in stage_graph(2).nodes]
     ['0F', '0I', '0W', '1F', '1I', '1W']
     """
-    nodes: list[Node] = []
-    edges: list[Edge] = []
+    nodes: list[GraphNode] = []
+    edges: list[GraphEdge] = []
     for s in range(stages):
         tags = {"PP": s}
         nodes += [
-            Node(s, Pass.F, "", writes=(Buffer("out", 0), Buffer("act", 1)), tags=tags),
-            Node(s, Pass.I, "", writes=(Buffer("grad", 0), Buffer("stash", 0)), tags=tags),
-            Node(s, Pass.W, "", writes=(Buffer("dw", 0),), tags=tags),
+            GraphNode(s, Pass.F, "", writes=(Buffer("out", 0), Buffer("act", 1)), tags=tags),
+            GraphNode(s, Pass.I, "", writes=(Buffer("grad", 0), Buffer("stash", 0)), tags=tags),
+            GraphNode(s, Pass.W, "", writes=(Buffer("dw", 0),), tags=tags),
         ]
         f, i, w = 3 * s, 3 * s + 1, 3 * s + 2
-        edges += [Edge(f, i, 1), Edge(f, w, 1), Edge(i, w, 1)]
+        edges += [GraphEdge(f, i, 1), GraphEdge(f, w, 1), GraphEdge(i, w, 1)]
         if s:
-            edges += [Edge(f - 3, f, 0), Edge(i, i - 3, 0)]
+            edges += [GraphEdge(f - 3, f, 0), GraphEdge(i, i - 3, 0)]
     return Graph(tuple(nodes), tuple(edges))
 
 
-def model_graph(partition: Sequence[Sequence[Chunk]], source: Source, recompute: Iterable[str] = ()) -> Graph:
+def model_graph(partition: Sequence[Sequence[Chunk]], source: ModelWork, recompute: Iterable[str] = ()) -> Graph:
     """The layer-level graph of a model whose chunks are grouped into stages.
 
     partition: the chunks of each stage, in stage order. recompute: options of `[schedule] recompute`.
@@ -54,7 +54,7 @@ def model_graph(partition: Sequence[Sequence[Chunk]], source: Source, recompute:
     rewrite, for a part that reads x and writes y (act: what backward needs; g: gradients):
         F: x -> y, act        I: g(y), act -> g(x), stash        W: act, stash -> (gradient, persistent)
     """
-    entries = [Entry(s, c, p) for s, chunks in enumerate(partition) for c in chunks for p in c.parts]
+    entries = [PlacedPart(s, c, p) for s, chunks in enumerate(partition) for c in chunks for p in c.parts]
     builder = _Builder(entries, source, frozenset(recompute))
     return builder.graph()
 
@@ -62,10 +62,10 @@ def model_graph(partition: Sequence[Sequence[Chunk]], source: Source, recompute:
 class _Builder:
     """Collects nodes and edges; used once, by `model_graph`."""
 
-    def __init__(self, entries: list[Entry], source: Source, recompute: frozenset[str]) -> None:
+    def __init__(self, entries: list[PlacedPart], source: ModelWork, recompute: frozenset[str]) -> None:
         self.entries, self.source, self.recompute = entries, source, recompute
-        self.nodes: list[Node] = []
-        self.edges: list[Edge] = []
+        self.nodes: list[GraphNode] = []
+        self.edges: list[GraphEdge] = []
         self.index = {e.name: i for i, e in enumerate(entries)}
         self.works = [source.work(e) for e in entries]
         self.whole = [any(e.part.name in WHOLE.get(o, ()) and _layer(e) for o in recompute) for e in entries]
@@ -87,14 +87,14 @@ class _Builder:
             out.append(tuple(j for name in e.part.inputs for j in (outer if not name else (self._inner(e, name),))))
         return out
 
-    def _inner(self, entry: Entry, name: str) -> int:
+    def _inner(self, entry: PlacedPart, name: str) -> int:
         return self.index[f"{entry.chunk.name}.{name}"]
 
     def graph(self) -> Graph:
         for k in range(len(self.entries)):
             self.f.append(self._add(k, Pass.F))
             for j in self.inputs[k]:
-                self.edges.append(Edge(self.f[j], self.f[k], 0))
+                self.edges.append(GraphEdge(self.f[j], self.f[k], 0))
         self._recompute()
         self.i = [0] * len(self.entries)
         readers: list[list[int]] = [[] for _ in self.entries]
@@ -108,7 +108,7 @@ class _Builder:
 
     def _add(self, k: int, kind: Pass) -> int:
         e = self.entries[k]
-        node = Node(e.stage, kind, e.name, tags={"PP": e.stage, **e.chunk.tags, **_tags(e)})
+        node = GraphNode(e.stage, kind, e.name, tags={"PP": e.stage, **e.chunk.tags, **_tags(e)})
         grads = [self.works[j].gradient_bytes for j in self.inputs[k]]
         self.nodes.append(fill(node, e, self.works[k], grads, self.recompute))
         return len(self.nodes) - 1
@@ -119,10 +119,10 @@ class _Builder:
                 continue
             self.r[k] = self._add(k, Pass.R)
             if not self.whole[k]:
-                self.edges.append(Edge(self.f[k], self.r[k], 1))
+                self.edges.append(GraphEdge(self.f[k], self.r[k], 1))
                 continue
             for j in self.inputs[k]:
-                self.edges.append(Edge(self._made(j, k), self.r[k], 0))
+                self.edges.append(GraphEdge(self._made(j, k), self.r[k], 0))
 
     def _made(self, j: int, reader: int) -> int:
         """The node whose output of entry j backward reads: its recomputed twin inside a recomputed chunk."""
@@ -134,36 +134,36 @@ class _Builder:
         i = self.i[k] = self._add(k, Pass.I)
         wg = self._add(k, Pass.W) if w.weight_grad or e.part.params else None
         for reader in readers:
-            self.edges.append(Edge(self.i[reader], i, grad_slot(self.inputs[reader], k)))
+            self.edges.append(GraphEdge(self.i[reader], i, grad_slot(self.inputs[reader], k)))
         self._reads(self.f[k], i, wg)
         if k in self.r:
             self._reads(self.r[k], i, wg)
         for keep in e.part.keeps:
             self._keep(k, keep, i, wg)
         if wg is not None:
-            self.edges.append(Edge(i, wg, len(self.inputs[k])))
+            self.edges.append(GraphEdge(i, wg, len(self.inputs[k])))
 
     def _reads(self, src: int, i: int, wg: int | None) -> None:
         """Backward reads what forward (or its recomputation) saved: slot 1 until W, slot 2 until I."""
-        self.edges.append(Edge(src, i, 1))
-        self.edges.append(Edge(src, i, 2))
+        self.edges.append(GraphEdge(src, i, 1))
+        self.edges.append(GraphEdge(src, i, 2))
         if wg is not None:
-            self.edges.append(Edge(src, wg, 1))
+            self.edges.append(GraphEdge(src, wg, 1))
 
-    def _keep(self, k: int, keep: Keep, i: int, wg: int | None) -> None:
+    def _keep(self, k: int, keep: KeptBuffer, i: int, wg: int | None) -> None:
         if keep.recompute and keep.recompute in self.recompute:
             return
         e = self.entries[k]
         named = zip(self.inputs[k], e.part.inputs, strict=False)
         for j in [j for j, name in named if name == keep.of]:
-            self.edges.append(Edge(self._made(j, k), wg if keep.until is Pass.W and wg is not None else i, 0))
+            self.edges.append(GraphEdge(self._made(j, k), wg if keep.until is Pass.W and wg is not None else i, 0))
 
 
-def _layer(e: Entry) -> bool:
+def _layer(e: PlacedPart) -> bool:
     return "L" in e.chunk.tags or e.chunk.name.startswith(("l", "mtp"))
 
 
-def _tags(e: Entry) -> dict[str, int]:
+def _tags(e: PlacedPart) -> dict[str, int]:
     """EP = n is the n-th MoE layer; only its experts carry the tag, as a `with annotate("EP")` around them would."""
     moe = e.chunk.tags.get("MOE")
     return {"EP": moe} if moe is not None and e.part.name == "experts" else {}
@@ -178,7 +178,7 @@ def grad_slot(inputs: Sequence[int], of: int) -> int:
     return list(inputs).index(of)
 
 
-def fill(node: Node, e: Entry, w: PartWork, grads: Sequence[int], options: frozenset[str]) -> Node:
+def fill(node: GraphNode, e: PlacedPart, w: PartWork, grads: Sequence[int], options: frozenset[str]) -> GraphNode:
     """A node with the work and buffers of its pass, under the part's layout and the recompute options.
 
     grads: bytes of each input, hence of the gradient that I writes for it, unless the part says otherwise.
@@ -210,7 +210,7 @@ def fill(node: Node, e: Entry, w: PartWork, grads: Sequence[int], options: froze
             raise AssertionError(node)
 
 
-def _outputs(out: int, saved: Sequence[Saved]) -> tuple[Buffer, ...]:
+def _outputs(out: int, saved: Sequence[SavedBuffer]) -> tuple[Buffer, ...]:
     act = sum(s.bytes for s in saved if s.until is not Pass.I)
     tmp = sum(s.bytes for s in saved if s.until is Pass.I)
     return (Buffer("out", out), Buffer("act", act), Buffer("tmp", tmp))

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from ir.core.ops import Pass
-from ir.core.work import CommKind, Message
+from ir.core.work import Message, MessageKind
 from ir.graph.build import WHOLE
-from ir.graph.graph import Graph, Node
-from ir.workload.captured import CapturedSource
+from ir.graph.graph import Graph, GraphNode
+from ir.workload.captured import CapturedModelWork
 from ir.workload.config.spec import NOT_KERNELS
-from ir.workload.source import ModelSource
+from ir.workload.source import ConfigModelWork
 
 
-def node_class(graph: Graph, node: Node) -> str:
+def node_class(graph: Graph, node: GraphNode) -> str:
     """Pass, part without its layer, and a digest of what decides the cost: `F/attn 3f2a9c12`, `UPDATE 91bd0277`.
 
     All passes of a part have one digest: what one of them leaves, another finds. For many nodes, take
@@ -42,12 +42,12 @@ def link_class(message: Message, ranks: int, nodes: int = 0) -> str:
 
     nodes: on how many the ranks are; 0: wherever the job has them.
 
-    >>> link_class(Message(CommKind.P2P, 262144, ("pp",)), 2), link_class(Message(CommKind.ALL_REDUCE, 64, ("dp",)), 4)
-    ('p2p 262144', 'all_reduce 4 64')
-    >>> link_class(Message(CommKind.ALL_REDUCE, 64, ("dp",)), 16, 2)
+    >>> link_class(Message(MessageKind.P2P, 262144, ("pp",)), 2), link_class(Message(MessageKind.ALL_REDUCE, 64,
+    ("dp",)), 4) ('p2p 262144', 'all_reduce 4 64')
+    >>> link_class(Message(MessageKind.ALL_REDUCE, 64, ("dp",)), 16, 2)
     'all_reduce 16@2 64'
     """
-    name = "p2p" if message.kind is CommKind.P2P else f"{message.kind} {ranks}"
+    name = "p2p" if message.kind is MessageKind.P2P else f"{message.kind} {ranks}"
     return f"{name}@{nodes} {message.bytes}" if nodes else f"{name} {message.bytes}"
 
 
@@ -59,15 +59,15 @@ def recomputed(graph: Graph) -> frozenset[tuple[int, str]]:
 
 
 def _model(graph: Graph) -> str:
-    """What `Node.work` does not show and a kernel feels: formats, and how the model computes, layers aside."""
+    """What `GraphNode.work` does not show and a kernel feels: formats, and how the model computes, layers aside."""
     s = graph.source
-    if not isinstance(s, ModelSource | CapturedSource):
+    if not isinstance(s, ConfigModelWork | CapturedModelWork):
         return ""
     config = [(f.name, getattr(s.config, f.name)) for f in fields(s.config) if f.name not in NOT_KERNELS]
     return repr((config, s.shape, s.precision, getattr(s, "attention", "")))
 
 
-def _class(node: Node, digests: Mapping[tuple[int, str], str], model: str) -> str:
+def _class(node: GraphNode, digests: Mapping[tuple[int, str], str], model: str) -> str:
     if node.once:
         return f"{node.kind} {_digest((node.numel, node.message, model))}"
     chunk, _, part = node.part.rpartition(".")

@@ -16,13 +16,13 @@ from ir.core.mesh import Mesh
 from ir.core.ops import Pass
 from ir.core.order import Order
 from ir.core.work import Message, Work
-from ir.workload.part import Entry, Layout, Param, PartWork
+from ir.workload.part import Param, PartLayout, PartWork, PlacedPart
 
 COMPUTE = "compute"
 COUNTS = "counts"  # the part, behind its layer's name, of an exchange that the host reads
 
 
-class Once(StrEnum):
+class PerStepOp(StrEnum):
     """Nodes that exist once per step, whatever the number of microbatches."""
 
     REDUCE = "RS"
@@ -32,7 +32,7 @@ class Once(StrEnum):
     GATHER = "AG"
 
 
-class Category(StrEnum):
+class MemoryKind(StrEnum):
     """What a buffer counts as in the memory breakdown."""
 
     ACTIVATIONS = "activations"
@@ -45,11 +45,11 @@ class Buffer:
 
     slot: str
     bytes: int
-    category: Category = Category.ACTIVATIONS
+    category: MemoryKind = MemoryKind.ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class MicrobatchSpan:
     """A set of microbatches (None: once per step) on one group of devices, which run the same program."""
 
     mbs: range | None
@@ -57,7 +57,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class GraphNode:
     """One piece of work of one stage, for every microbatch of its spans. Its text is its identity: `2F/l7.attn`.
 
     numel: of an update, the elements it updates on one device. bucket: of what is once per step, the `Bucket.key` of
@@ -65,7 +65,7 @@ class Node:
     """
 
     stage: int
-    kind: Pass | Once
+    kind: Pass | PerStepOp
     part: str
     stream: str = COMPUTE
     work: Work = ()
@@ -75,13 +75,13 @@ class Node:
     workspace: int = 0
     numel: int = 0
     tags: Mapping[str, int] = field(default_factory=dict)
-    spans: tuple[Span, ...] = ()
+    spans: tuple[MicrobatchSpan, ...] = ()
     bucket: str = ""
 
     def text(self, mb: int | None = None) -> str:
         """Op text of one microbatch's instance.
 
-        >>> Node(2, Pass.F, "l7.attn").text(0), Node(2, Pass.F, "").text(0)
+        >>> GraphNode(2, Pass.F, "l7.attn").text(0), GraphNode(2, Pass.F, "").text(0)
         ('2F0/l7.attn', '2F0')
         """
         return f"{self.stage}{self.kind}{'' if mb is None else mb}" + (f"/{self.part}" if self.part else "")
@@ -89,7 +89,7 @@ class Node:
     @property
     def once(self) -> bool:
         """Whether it exists once per step."""
-        return type(self.kind) is Once
+        return type(self.kind) is PerStepOp
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class GraphEdge:
     """`dst` reads buffer `slot` of `src`: in the same microbatch, or (join) of all its member's microbatches."""
 
     src: int
@@ -111,26 +111,26 @@ class Edge:
     join: bool = False
 
 
-class Source(Protocol):
+class ModelWork(Protocol):
     """Where a model graph's numbers come from. `shard` asks again after it has changed a layout."""
 
-    def work(self, entry: Entry) -> PartWork:
+    def work(self, entry: PlacedPart) -> PartWork:
         """Kernels, messages and bytes of a part under its layout."""
         ...
 
-    def dispatch(self, entry: Entry) -> tuple[Message, Message, int]:
+    def dispatch(self, entry: PlacedPart) -> tuple[Message, Message, int]:
         """Dispatch message, combine message, and bytes of the rows this device's experts receive."""
         ...
 
-    def counts(self, entry: Entry) -> Message:
+    def counts(self, entry: PlacedPart) -> Message:
         """What tells each rank how many rows the dispatch brings it."""
         ...
 
-    def combined(self, entry: Entry) -> int:
+    def combined(self, entry: PlacedPart) -> int:
         """Bytes of the combined tokens that come back to this device."""
         ...
 
-    def local_numel(self, param: Param, layout: Layout) -> int:
+    def local_numel(self, param: Param, layout: PartLayout) -> int:
         """Elements of a parameter that one device holds, before ZeRO."""
         ...
 
@@ -140,7 +140,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class BucketPolicy:
     """How `replicate` said an entry's parameters are kept in step: ZeRO level, bucket size, stream of its messages."""
 
     zero: int = 0
@@ -153,15 +153,15 @@ class Replica:
 class Graph:
     """Nodes, edges and what directives have said so far. Never changed: every rewrite returns a new one."""
 
-    nodes: tuple[Node, ...]
-    edges: tuple[Edge, ...]
-    entries: tuple[Entry, ...] = ()
+    nodes: tuple[GraphNode, ...]
+    edges: tuple[GraphEdge, ...]
+    entries: tuple[PlacedPart, ...] = ()
     mbs: int = 1
     dim: str | None = None
     mesh: Mesh | None = None
-    replicas: Mapping[int, Replica] = field(default_factory=dict)
+    replicas: Mapping[int, BucketPolicy] = field(default_factory=dict)
     orders: Mapping[int, Order] = field(default_factory=dict)
-    source: Source | None = None
+    source: ModelWork | None = None
     recompute: frozenset[str] = frozenset()
     prefetch: int = 1
 
@@ -183,7 +183,7 @@ class Graph:
         parts = {(e.stage, e.name) for e in self.entries if any(p.name == param for p in e.part.params)}
         return tuple(sorted({s.group for n in self.nodes if (n.stage, n.part) in parts for s in n.spans}))
 
-    def with_nodes(self, changed: Mapping[int, Node]) -> Graph:
+    def with_nodes(self, changed: Mapping[int, GraphNode]) -> Graph:
         """The same graph with some nodes replaced, in one pass."""
         nodes = list(self.nodes)
         for i, node in changed.items():
@@ -210,7 +210,7 @@ def check(graph: Graph, since: Graph | None = None) -> None:
 
 
 def _check_spans(graph: Graph, since: Graph | None) -> None:
-    homes: dict[tuple[int, str], tuple[Node, tuple[Span, ...]]] = {}
+    homes: dict[tuple[int, str], tuple[GraphNode, tuple[MicrobatchSpan, ...]]] = {}
     for node in graph.nodes if since is None else _touched(graph, since):
         end = 0
         for mbs in sorted((s.mbs for s in node.spans if s.mbs is not None), key=lambda r: r.start):
@@ -228,7 +228,7 @@ def _check_spans(graph: Graph, since: Graph | None) -> None:
                 )
 
 
-def _touched(graph: Graph, since: Graph) -> Sequence[Node]:
+def _touched(graph: Graph, since: Graph) -> Sequence[GraphNode]:
     """The nodes of every stage in which one is new: no rule about spans looks beyond a stage."""
     if graph.mbs != since.mbs:
         return graph.nodes
@@ -269,5 +269,5 @@ def _check_edges(graph: Graph) -> None:
         raise illegal(f"data edges form a cycle through {', '.join(stuck[:6])}")
 
 
-def _where(spans: tuple[Span, ...]) -> str:
+def _where(spans: tuple[MicrobatchSpan, ...]) -> str:
     return ", ".join(f"group {s.group} for {s.mbs}" for s in spans) or "nothing"

@@ -16,9 +16,9 @@ from typing import Any
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.mesh import Mesh
 from ir.core.ops import Pass
-from ir.core.work import CommKind, Message
-from ir.graph.graph import Buffer, Edge, Graph, Node, Once, Replica, Span
-from ir.workload.part import Layout, Param
+from ir.core.work import Message, MessageKind
+from ir.graph.graph import BucketPolicy, Buffer, Graph, GraphEdge, GraphNode, MicrobatchSpan, PerStepOp
+from ir.workload.part import Param, PartLayout
 
 ALL_AXES = ("tp", "cp", "dp", "pp")
 _DONE = (Buffer("done", 0),)
@@ -40,7 +40,7 @@ class Bucket:
     axes: tuple[str, ...]
     numel: int
     ranks: int
-    replica: Replica
+    replica: BucketPolicy
     members: tuple[int, ...]
     params: tuple[str, ...] = ()
     replicated: bool = True
@@ -56,14 +56,14 @@ class Bucket:
         return f"{self.stage}/{self.name}"
 
 
-def summed_over(param: Param, layout: Layout) -> tuple[str, ...]:
+def summed_over(param: Param, layout: PartLayout) -> tuple[str, ...]:
     """The mesh axes over which ranks hold the same shard of a parameter, each with a part of its gradient.
 
     Over tp that is a parameter that is not cut, where each rank has its own tokens (sequence parallelism) or its own
     heads; elsewhere all tp ranks have its whole gradient already, the same on each, which must not be summed.
 
-    >>> summed_over(Param("norm", (8,)), Layout(tp=2, sequence_parallel=True)), summed_over(Param("w", (8,)), Layout(2))
-    (('tp', 'cp', 'dp'), ('cp', 'dp'))
+    >>> summed_over(Param("norm", (8,)), PartLayout(tp=2, sequence_parallel=True)), summed_over(Param("w", (8,)),
+    PartLayout(2)) (('tp', 'cp', 'dp'), ('cp', 'dp'))
     """
     if param.expert:
         return ("edp",)
@@ -114,7 +114,7 @@ def buckets(graph: Graph) -> tuple[Bucket, ...]:
     return tuple(sorted(out, key=lambda b: (b.members[0], b.name)))
 
 
-def _replica(graph: Graph, name: str, holders: list[int]) -> Replica | None:
+def _replica(graph: Graph, name: str, holders: list[int]) -> BucketPolicy | None:
     """What `replicate` said of a parameter: of the first part that holds it and was named, None if none was."""
     said = [(k, graph.replicas[k]) for k in holders if k in graph.replicas]
     if len({r.zero for _, r in said}) > 1:
@@ -138,7 +138,7 @@ class _Pool:
     axes: tuple[str, ...]
     tied: bool
     owners: tuple[int, ...]
-    replica: Replica | None
+    replica: BucketPolicy | None
 
     @property
     def label(self) -> str:
@@ -148,7 +148,7 @@ class _Pool:
 
     def details(self) -> tuple[str, ...]:
         """What the label leaves out, a word each."""
-        r = self.replica or Replica()
+        r = self.replica or BucketPolicy()
         level = f"zero{r.zero}" if self.replica else "apart"
         streams = f"reduce_{r.reduce_stream}", f"gather_{r.gather_stream}"
         return f"on{'_'.join(map(str, self.owners))}", level, f"of{r.bucket_bytes or ''}", *streams
@@ -194,7 +194,7 @@ def _cut(graph: Graph, pool: _Pool, params: Params) -> list[Params]:
 
 def _pooled(mesh: Mesh, named: dict[str, list[int]], pool: _Pool, label: str, groups: list[Params]) -> list[Bucket]:
     """The buckets of one pool."""
-    replica = pool.replica or Replica()
+    replica = pool.replica or BucketPolicy()
     # Per-microbatch reductions (ZeRO-2, 3) stay inside a group; copies on other groups meet once, at the step's end.
     ranks = mesh.size(pool.axes) * (len(pool.owners) if replica.zero < 2 else 1)
     out = []
@@ -231,9 +231,9 @@ class _Once:
         self.reduce_bytes, self.gather_bytes = graph.source.sync_bytes()
         self.ready: dict[int, list[int]] = defaultdict(list)
 
-    def _add(self, stage: int, kind: Once, part: str, groups: Iterable[int], **more: Any) -> int:
-        spans = tuple(Span(None, g) for g in groups)
-        self.nodes.append(Node(stage, kind, part, spans=spans, **more))
+    def _add(self, stage: int, kind: PerStepOp, part: str, groups: Iterable[int], **more: Any) -> int:
+        spans = tuple(MicrobatchSpan(None, g) for g in groups)
+        self.nodes.append(GraphNode(stage, kind, part, spans=spans, **more))
         return len(self.nodes) - 1
 
     def reduce(self) -> None:
@@ -247,13 +247,13 @@ class _Once:
             sources = ws
             copies = b.replica.zero >= 2 and len(b.owners) > 1
             if (copies or (b.ranks > 1 and b.replica.zero < 2)) and ws and b.replicated:
-                kind = Once.REDUCE if b.replica.zero == 1 else Once.ALL_REDUCE
-                comm = CommKind.REDUCE_SCATTER if b.replica.zero == 1 else CommKind.ALL_REDUCE
+                kind = PerStepOp.REDUCE if b.replica.zero == 1 else PerStepOp.ALL_REDUCE
+                comm = MessageKind.REDUCE_SCATTER if b.replica.zero == 1 else MessageKind.ALL_REDUCE
                 size = b.shard if copies else b.shard * b.ranks
                 message = Message(comm, size * self.reduce_bytes, () if copies else b.axes)
                 keys = dict(stream=b.replica.reduce_stream, message=message, writes=_DONE, bucket=b.key)
                 node = self._add(b.stage, kind, b.name, b.owners, **keys)
-                self.edges += [Edge(w, node, 0, join=True) for w in ws]
+                self.edges += [GraphEdge(w, node, 0, join=True) for w in ws]
                 sources = [node]
             for g in b.owners:
                 self.ready[g] += sources
@@ -263,16 +263,16 @@ class _Once:
         programs = range(self.graph.programs)
         norm = None
         if clip and self.ranks > 1:
-            message = Message(CommKind.ALL_REDUCE, 8, ALL_AXES)
-            norm = self._add(0, Once.NORM, "", programs, stream="dp", message=message, writes=_DONE)
+            message = Message(MessageKind.ALL_REDUCE, 8, ALL_AXES)
+            norm = self._add(0, PerStepOp.NORM, "", programs, stream="dp", message=message, writes=_DONE)
         for p in programs:
             numel = sum(b.shard if b.replica.zero else b.numel for b in self.found if p in b.owners)
             placed = (n.stage for n in self.graph.nodes for s in n.spans if s.group == p and not n.once)
-            update = self._add(min(placed, default=0), Once.UPDATE, f"p{p}", (p,), numel=numel, writes=_DONE)
+            update = self._add(min(placed, default=0), PerStepOp.UPDATE, f"p{p}", (p,), numel=numel, writes=_DONE)
             for src in dict.fromkeys(self.ready[p]):
-                self.edges.append(Edge(src, update if norm is None else norm, 0, join=True))
+                self.edges.append(GraphEdge(src, update if norm is None else norm, 0, join=True))
             if norm is not None:
-                self.edges.append(Edge(norm, update, 0, join=True))
+                self.edges.append(GraphEdge(norm, update, 0, join=True))
             self.ready[p] = [update]
 
     def gather(self) -> None:
@@ -280,9 +280,9 @@ class _Once:
         for b in self.found:
             if not (b.ranks > 1 and b.replica.zero in (1, 2) and b.replicated):
                 continue
-            message = Message(CommKind.ALL_GATHER, b.shard * b.ranks * self.gather_bytes, b.axes)
+            message = Message(MessageKind.ALL_GATHER, b.shard * b.ranks * self.gather_bytes, b.axes)
             for owners in [b.owners] if b.replica.zero == 1 else [(g,) for g in b.owners]:
                 name = b.name if len(owners) == len(b.owners) else f"{b.name}.p{owners[0]}"
                 keys = dict(stream=b.replica.gather_stream, message=message, bucket=b.key)
-                node = self._add(b.stage, Once.GATHER, name, owners, **keys)
-                self.edges += [Edge(u, node, 0, join=True) for g in owners for u in self.ready[g]]
+                node = self._add(b.stage, PerStepOp.GATHER, name, owners, **keys)
+                self.edges += [GraphEdge(u, node, 0, join=True) for g in owners for u in self.ready[g]]

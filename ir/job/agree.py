@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.filters import parse_filter
-from ir.directives import Shard, Split
-from ir.directives.load import Strategy
+from ir.directives import ShardDirective, SplitDirective
+from ir.directives.load import DirectiveFile
 from ir.graph.graph import Graph
 from ir.graph.sync import buckets
 from ir.job.schema import Job
 
 
-def agree(job: Job, made: Strategy) -> Job:
+def agree(job: Job, made: DirectiveFile) -> Job:
     """The job, where its sizes are the strategy's; ep is the strategy's where the job leaves it out."""
     p, mbs = job.parallel, job.schedule.microbatches
     if made.groups != p.pp:
@@ -32,7 +32,7 @@ def agree(job: Job, made: Strategy) -> Job:
     if made.experts is not None and p.ep * p.etp != made.experts:
         message = f"the strategy shards experts over {made.experts} devices, etp·ep is {p.ep * p.etp}"
         raise _job("parallel.ep", message, f"ep = {made.experts}")
-    axes = {d.axis for d in made.directives if isinstance(d, Shard)}
+    axes = {d.axis for d in made.directives if isinstance(d, ShardDirective)}
     for axis, size in (("tp", p.tp), ("cp", p.cp), ("ep", p.ep * p.etp)):
         if size > 1 and axis not in axes:
             raise _job(f"parallel.{axis}", f"{axis} = {size}, but the strategy shards nothing over it", f"{axis} = 1")
@@ -53,11 +53,11 @@ def check_replicated(graph: Graph) -> None:
             )
 
 
-def with_split(made: Strategy, mbs: int | None) -> Strategy:
+def with_split(made: DirectiveFile, mbs: int | None) -> DirectiveFile:
     """UW's base files leave the split to whoever runs them."""
     if made.mbs is not None or mbs is None:
         return made
-    return replace(made, directives=(Split(parse_filter({}), "MB", mbs), *made.directives), mbs=mbs)
+    return replace(made, directives=(SplitDirective(parse_filter({}), "MB", mbs), *made.directives), mbs=mbs)
 
 
 def _job(key: str, message: str, fix: str | None) -> PiperError:

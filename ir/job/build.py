@@ -13,30 +13,30 @@ from ir.core.filters import parse_filter
 from ir.core.limits import check_bytes, check_nodes, check_passes, check_ranks
 from ir.core.mesh import Mesh
 from ir.core.work import DType
-from ir.directives import Directive, Replicate, Shard, apply
-from ir.directives.load import Strategy, load_strategy
+from ir.directives import Directive, ReplicateDirective, ShardDirective, apply
+from ir.directives.load import DirectiveFile, load_strategy
 from ir.graph.build import model_graph
-from ir.graph.graph import Graph, Source
+from ir.graph.graph import Graph, ModelWork
 from ir.job.agree import agree, check_replicated, with_split
-from ir.job.cache import PLANS, Structure
+from ir.job.cache import PLANS, PlanStructure
 from ir.job.model import read_model
 from ir.job.schema import Job
-from ir.lower import Policy, lower
+from ir.lower import PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
 from ir.schedules.registry import build, default_chunks
 from ir.schedules.schedule import OpTimes, Schedule
 from ir.schedules.strategy import ordering, placing
 from ir.workload.config.spec import ModelConfig
-from ir.workload.part import Chunk, Layout
+from ir.workload.part import Chunk, PartLayout
 from ir.workload.partition import partition
-from ir.workload.setting import FUSED_STYLE, BatchShape, Precision, Style
+from ir.workload.setting import FUSED_STYLE, KernelStyle, MicrobatchShape, ModelPrecision
 
 DEFAULT_SCHEDULE = "1f1b"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedJob:
     """A job resolved: sizes, config, the graph before directives, and the strategy that turns it into a plan."""
 
     job: Job
@@ -48,8 +48,8 @@ class Prepared:
     stages: int
     base: Graph
     strategy: tuple[Directive, ...]
-    policy: Policy
-    style: Style = FUSED_STYLE
+    policy: PlanPolicy
+    style: KernelStyle = FUSED_STYLE
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -65,10 +65,10 @@ class Prepared:
             return graph
 
     @property
-    def structure(self) -> Structure:
+    def structure(self) -> PlanStructure:
         """What its plan is kept under. The model's config decides what is in a part of a given name."""
         base, mesh = self.base, self.mesh
-        return Structure(
+        return PlanStructure(
             schedule=self.schedule,
             source=base.source,
             parts=tuple((e.stage, e.name) for e in base.entries),
@@ -111,11 +111,11 @@ def prepare(
     job: Job,
     gpus_per_node: int | None = None,
     times: OpTimes | None = None,
-    chunk_cost: Callable[[Source, Chunk], float] | None = None,
+    chunk_cost: Callable[[ModelWork, Chunk], float] | None = None,
     most_layers: int | None = None,
-    style: Style = FUSED_STYLE,
-    given: Strategy | None = None,
-) -> Prepared:
+    style: KernelStyle = FUSED_STYLE,
+    given: DirectiveFile | None = None,
+) -> PreparedJob:
     """Resolve a job. gpus_per_node: the hardware's, where the job names none. times: for searched schedules.
 
     chunk_cost: what `balanced` weighs a chunk by; its FLOPs where nothing better is known. most_layers: of a stage.
@@ -130,25 +130,25 @@ def prepare(
 def _prepare(
     job: Job,
     times: OpTimes | None,
-    chunk_cost: Callable[[Source, Chunk], float] | None,
+    chunk_cost: Callable[[ModelWork, Chunk], float] | None,
     most_layers: int | None,
-    style: Style,
-    given: Strategy | None,
-) -> Prepared:
+    style: KernelStyle,
+    given: DirectiveFile | None,
+) -> PreparedJob:
     model = read_model(job)
     config, chunks = model.config, model.chunks
     if not job.parallel.reshard:
         raise _job("parallel.reshard", "false is not built yet", "leave it out")
-    shape = BatchShape(job.schedule.microbatch_size, job.model.seq_len)
+    shape = MicrobatchShape(job.schedule.microbatch_size, job.model.seq_len)
     precision = precision_of(job)
     made = given or _schedule(job, times or OpTimes())
-    if isinstance(made, Strategy):
+    if isinstance(made, DirectiveFile):
         job, made = agree(job, made), with_split(made, job.schedule.microbatches)
     p = job.parallel
-    model.check(Layout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel), shape, precision, recompute_options(job))
+    model.check(PartLayout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel), shape, precision, recompute_options(job))
     mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
     source = model.source(shape, precision, style)
-    mbs = (made.mbs or 1) if isinstance(made, Strategy) else made.microbatches
+    mbs = (made.mbs or 1) if isinstance(made, DirectiveFile) else made.microbatches
     check_nodes(3 * sum(len(c.parts) for c in chunks), mbs)
     weigh = chunk_cost or (lambda _, c: float(model.flops(c, shape, precision)))
     # One direction's placement: in DualPipe each direction is a pipeline of its own, as fast as its dearest stage.
@@ -156,12 +156,12 @@ def _prepare(
     stages = partition(chunks, made.stages, p.layers, lambda c: weigh(source, c), ranks, most_layers)
     base = replace(model_graph(stages, source, recompute_options(job)), mesh=mesh, prefetch=p.prefetch)
     check_bytes(b.bytes for n in base.nodes for b in n.writes)
-    if isinstance(made, Strategy):
+    if isinstance(made, DirectiveFile):
         strategy, name = made.directives, "directives"
     else:
         strategy, name = (*placing(made), *dividing(job, config), ordering(made)), made.name
-    policy = Policy(clip=job.optimizer.clip_norm > 0)
-    return Prepared(job, config, mesh, name, mesh.ranks, mbs, made.stages, base, tuple(strategy), policy, style)
+    policy = PlanPolicy(clip=job.optimizer.clip_norm > 0)
+    return PreparedJob(job, config, mesh, name, mesh.ranks, mbs, made.stages, base, tuple(strategy), policy, style)
 
 
 def resolve(job: Job, gpus_per_node: int | None = None) -> Job:
@@ -193,10 +193,10 @@ def resolve(job: Job, gpus_per_node: int | None = None) -> Job:
     return replace(job, parallel=replace(p, dp=dp), cluster=cluster)
 
 
-def precision_of(job: Job) -> Precision:
+def precision_of(job: Job) -> ModelPrecision:
     """The number formats, those left out following `compute`."""
     given = job.precision
-    base = Precision.of(DType(given.compute))
+    base = ModelPrecision.of(DType(given.compute))
     named = {k: getattr(given, k) for k in ("dispatch", "combine", "gather", "reduce", "params", "grads", "optimizer")}
     return replace(base, **{k: DType(v) for k, v in named.items() if v is not None})
 
@@ -224,16 +224,16 @@ def dividing(job: Job, config: ModelConfig) -> list[Directive]:
     p, out = job.parallel, list[Directive]()
     everything = parse_filter({})
     if p.tp > 1:
-        out.append(Shard(everything, "tp", sequence_parallel=p.sequence_parallel))
+        out.append(ShardDirective(everything, "tp", sequence_parallel=p.sequence_parallel))
     if p.cp > 1:
-        out.append(Shard(everything, "cp"))
+        out.append(ShardDirective(everything, "cp"))
     if config.moe is not None and p.ep * p.etp > 1:
-        out.append(Shard(parse_filter({"EP": "*"}), "ep"))
-    out.append(Replicate(everything, p.zero, p.bucket_MiB))
+        out.append(ShardDirective(parse_filter({"EP": "*"}), "ep"))
+    out.append(ReplicateDirective(everything, p.zero, p.bucket_MiB))
     return out
 
 
-def _schedule(job: Job, times: OpTimes) -> Schedule | Strategy:
+def _schedule(job: Job, times: OpTimes) -> Schedule | DirectiveFile:
     s, pp = job.schedule, job.parallel.pp
     if s.directives is not None:
         return load_strategy(named_path(job.file, s.directives))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from ir.core.errors import PiperError
-from ir.lower import Policy
+from ir.lower import PlanPolicy
 from ir.plan.plan import Plan
 from ir.verify import check_plan
 
@@ -16,7 +16,7 @@ MOST_OPS = 2_000_000  # of all plans that are kept; about 400 bytes each
 
 
 @dataclass(frozen=True)
-class Structure:
+class PlanStructure:
     """All that decides a plan, its graph's work, messages and bytes included; nothing of what they cost.
 
     schedule: the name in the plan's header. source: model, shape and formats. parts: (stage, part) of the partition.
@@ -30,7 +30,7 @@ class Structure:
     mesh: object
     prefetch: int
     strategy: tuple[object, ...]
-    policy: Policy
+    policy: PlanPolicy
 
 
 class PlanCache:
@@ -38,10 +38,10 @@ class PlanCache:
 
     def __init__(self, most: int = MOST_OPS) -> None:
         self.most = most
-        self._plans: OrderedDict[Structure, Plan] = OrderedDict()
+        self._plans: OrderedDict[PlanStructure, Plan] = OrderedDict()
         self._checked: WeakKeyDictionary[Plan, set[tuple[bool, bool]]] = WeakKeyDictionary()
 
-    def plan(self, key: Structure, build: Callable[[], Plan]) -> Plan:
+    def plan(self, key: PlanStructure, build: Callable[[], Plan]) -> Plan:
         """The plan of a structure, built where it is not here; checked or not yet."""
         if (plan := self._plans.get(key)) is not None:
             self._plans.move_to_end(key)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.files import Format, check_plain, read_toml, typed
-from ir.job.schema import OPEN, SECTIONS, Job, Schedule
+from ir.core.files import FileErrors, check_plain, read_toml, typed
+from ir.job.schema import OPEN, SECTIONS, Job, JobSchedule
 from ir.schedules.registry import canonical
 
 _FIX = 'a job file in TOML: [model] config = "llama3-8b"'
-FORM = Format("a job", ErrorKind.JOB, "JOB", 10**6, _FIX, finite=False, smallest=1e-30)
+FORM = FileErrors("a job", ErrorKind.JOB, "JOB", 10**6, _FIX, finite=False, smallest=1e-30)
 _ALTERNATIVES = ("name", "directives", "builder", "csv")  # of [schedule]
 _SPEED = (1e-3, 1e3)
 
@@ -101,7 +101,7 @@ def _with_overrides(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
     return own | {"overrides": {k: v for k, v in table.items() if k not in known}}
 
 
-def _check_schedule(s: Schedule) -> None:
+def _check_schedule(s: JobSchedule) -> None:
     given = [k for k in _ALTERNATIVES if getattr(s, k) is not None]
     if len(given) > 1:
         raise PiperError(

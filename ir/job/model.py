@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.core.limits import check_layers
-from ir.graph.graph import Source
+from ir.graph.graph import ModelWork
 from ir.job.schema import Job
 from ir.workload import load_config, model_chunks
-from ir.workload.captured import CapturedModel, CapturedSource, load_captured
+from ir.workload.captured import CapturedModel, CapturedModelWork, load_captured
 from ir.workload.config.load import presets
 from ir.workload.config.spec import ModelConfig
-from ir.workload.part import Chunk, Layout
-from ir.workload.setting import BatchShape, Precision, Style, check_setting
-from ir.workload.source import ModelSource
+from ir.workload.part import Chunk, PartLayout
+from ir.workload.setting import KernelStyle, MicrobatchShape, ModelPrecision, check_setting
+from ir.workload.source import ConfigModelWork
 from ir.workload.work import chunk_flops
 
 
@@ -28,24 +28,26 @@ class JobModel:
     attention: str
     captured: CapturedModel | None = None
 
-    def check(self, layout: Layout, shape: BatchShape, precision: Precision, recompute: frozenset[str]) -> None:
+    def check(
+        self, layout: PartLayout, shape: MicrobatchShape, precision: ModelPrecision, recompute: frozenset[str]
+    ) -> None:
         """Refuse sizes, and for a captured model formats and options, that do not go with it."""
         if self.captured is None:
             check_setting(self.config, layout, shape)
         else:
             self.captured.check(layout, shape, precision, recompute)
 
-    def source(self, shape: BatchShape, precision: Precision, style: Style) -> Source:
+    def source(self, shape: MicrobatchShape, precision: ModelPrecision, style: KernelStyle) -> ModelWork:
         """Its numbers, for one microbatch shape and precision. A captured model has a style of its own."""
         if self.captured is None:
-            return ModelSource(self.config, shape, precision, self.attention, style)
-        return CapturedSource(self.captured, shape, precision)
+            return ConfigModelWork(self.config, shape, precision, self.attention, style)
+        return CapturedModelWork(self.captured, shape, precision)
 
-    def flops(self, chunk: Chunk, shape: BatchShape, precision: Precision) -> int:
+    def flops(self, chunk: Chunk, shape: MicrobatchShape, precision: ModelPrecision) -> int:
         """Of a chunk's F, I and W."""
         if self.captured is None:
             return chunk_flops(self.config, chunk, shape, precision)
-        return CapturedSource(self.captured, shape, precision).chunk_flops(chunk)
+        return CapturedModelWork(self.captured, shape, precision).chunk_flops(chunk)
 
 
 def read_model(job: Job) -> JobModel:

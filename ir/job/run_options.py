@@ -10,7 +10,7 @@ from ir.core.errors import ErrorKind, PiperError
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class JobRunOptions:
     """A run's flags.
 
     ranks: processes, as many as the job has ranks.
@@ -43,7 +43,7 @@ class RunOptions:
     def real(self) -> bool:
         """Whether ops compute something.
 
-        >>> RunOptions(2).real, RunOptions(2, emulate=0.01).real
+        >>> JobRunOptions(2).real, JobRunOptions(2, emulate=0.01).real
         (True, False)
         """
         return self.emulate is None and self.replay is None

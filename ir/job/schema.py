@@ -22,7 +22,7 @@ Recompute = Annotated[str, words(*PARTS, "none", "selective", "full", said="reco
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSection:
     """What is trained. Any key of the Hugging Face config may be set inline; those land in `overrides`."""
 
     config: Text = ""
@@ -40,7 +40,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class JobCluster:
     """Where it runs. Keys of the hardware file may be set inline; those land in `overrides`."""
 
     gpu: Text = "h100-sxm"
@@ -52,7 +52,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Parallel:
+class JobParallel:
     """How it is divided. tp·cp·pp·dp is the number of GPUs; experts see the same devices as etp·ep·edp."""
 
     tp: Size = 1
@@ -71,7 +71,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class JobSchedule:
     """In which order. One of name, directives, builder, csv; microbatches per replica, both directions together."""
 
     name: Text | None = None
@@ -85,7 +85,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Routing:
+class JobRouting:
     """Which experts tokens go to. forced: in a run too, where else routers choose."""
 
     kind: Annotated[str, words("balanced", "zipf", "hot", "file", said="kind of routing")] = "balanced"
@@ -96,7 +96,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Costs:
+class JobCosts:
     """Where seconds come from."""
 
     profile: Text | None = None
@@ -107,7 +107,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Data:
+class JobData:
     """What `run` trains on."""
 
     source: Text = "synthetic"
@@ -115,7 +115,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Gate:
+class JobGate:
     """Sizes of relative errors that `validate` lets pass."""
 
     iteration: NonNegative = 0.05
@@ -124,7 +124,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class History:
+class JobHistory:
     """Past runs, for backtests: a table beside the job. apply: correct predictions by what it suggests."""
 
     file: Text | None = None
@@ -132,7 +132,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class JobOptimizer:
     """The update. clip_norm 0 turns clipping off."""
 
     name: Annotated[str, words("adamw", "sgd", said="optimizer")] = "adamw"
@@ -141,7 +141,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Precisions:
+class JobPrecision:
     """Number formats by name; those left out follow `compute`."""
 
     compute: NumberFormat = "bf16"
@@ -158,31 +158,31 @@ class Precisions:
 class Job:
     """A whole job. `file` is where relative paths start and what errors name."""
 
-    model: Model
-    cluster: Cluster = field(default_factory=Cluster)
-    parallel: Parallel = field(default_factory=Parallel)
-    schedule: Schedule = field(default_factory=Schedule)
-    routing: Routing = field(default_factory=Routing)
-    costs: Costs = field(default_factory=Costs)
-    data: Data = field(default_factory=Data)
-    gate: Gate = field(default_factory=Gate)
-    history: History = field(default_factory=History)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    precision: Precisions = field(default_factory=Precisions)
+    model: ModelSection
+    cluster: JobCluster = field(default_factory=JobCluster)
+    parallel: JobParallel = field(default_factory=JobParallel)
+    schedule: JobSchedule = field(default_factory=JobSchedule)
+    routing: JobRouting = field(default_factory=JobRouting)
+    costs: JobCosts = field(default_factory=JobCosts)
+    data: JobData = field(default_factory=JobData)
+    gate: JobGate = field(default_factory=JobGate)
+    history: JobHistory = field(default_factory=JobHistory)
+    optimizer: JobOptimizer = field(default_factory=JobOptimizer)
+    precision: JobPrecision = field(default_factory=JobPrecision)
     file: Annotated[str, HIDDEN] = "job"
 
 
 SECTIONS: Mapping[str, type] = {
-    "model": Model,
-    "cluster": Cluster,
-    "parallel": Parallel,
-    "schedule": Schedule,
-    "routing": Routing,
-    "costs": Costs,
-    "data": Data,
-    "gate": Gate,
-    "history": History,
-    "optimizer": Optimizer,
-    "precision": Precisions,
+    "model": ModelSection,
+    "cluster": JobCluster,
+    "parallel": JobParallel,
+    "schedule": JobSchedule,
+    "routing": JobRouting,
+    "costs": JobCosts,
+    "data": JobData,
+    "gate": JobGate,
+    "history": JobHistory,
+    "optimizer": JobOptimizer,
+    "precision": JobPrecision,
 }
 OPEN = ("model", "cluster")  # sections whose other keys belong to the model config and the hardware file

@@ -1,6 +1,6 @@
 """From graph and orders to a plan: sequences, templates, stamping, messages, waits, frees."""
 
 from ir.lower.lower import lower
-from ir.lower.policy import P2P, Merge, Policy
+from ir.lower.policy import MessageQueue, PassMerge, PlanPolicy
 
-__all__ = ["P2P", "Merge", "Policy", "lower"]
+__all__ = ["MessageQueue", "PassMerge", "PlanPolicy", "lower"]

@@ -6,13 +6,13 @@ import numpy as np
 
 from ir.core.order import BoolArray, IntArray
 from ir.core.waits import running_max, segments
-from ir.lower.plan_builder import Draft, Edges, producers
+from ir.lower.plan_builder import Edges, PlanBuilder, producers
 from ir.plan.plan import AT_START, CATEGORIES, OpKind
 
 NEVER = 2**40  # a row behind all others
 
 
-def node_buffers(draft: Draft, edges: Edges) -> None:
+def node_buffers(draft: PlanBuilder, edges: Edges) -> None:
     """Add every buffer that microbatch nodes write or receive, with the op and cover that frees it.
 
     Proofs that a reader is done: a compute op, itself; a collective, the first compute op that waits for it; a send,
@@ -70,7 +70,7 @@ def node_buffers(draft: Draft, edges: Edges) -> None:
 class _Slots:
     """Every (node, slot, microbatch) whose buffer has a size. index[node, slot] numbers the slots; -1: no size."""
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: PlanBuilder) -> None:
         g = draft.graph
         slots = [
             (n, s, b)
@@ -91,7 +91,7 @@ class _Slots:
             self.index[n, s] = k
 
 
-def proofs(draft: Draft) -> IntArray:
+def proofs(draft: PlanBuilder) -> IntArray:
     """For each collective and send: the first compute row whose waits prove it ended; NEVER if there is none."""
     out = np.full(len(draft.rows), NEVER, dtype=np.int64)
     kinds = draft.kinds()
@@ -109,7 +109,7 @@ def proofs(draft: Draft) -> IntArray:
     return out
 
 
-def _answers(draft: Draft, producer: IntArray, done: IntArray, compute: BoolArray) -> IntArray:
+def _answers(draft: PlanBuilder, producer: IntArray, done: IntArray, compute: BoolArray) -> IntArray:
     """For each send: the first compute row here that consumes what the peer produced after consuming our message."""
     rows = draft.rows
     send, recv = draft.messages

@@ -9,12 +9,12 @@ import numpy as np
 
 from ir.core.order import IntArray
 from ir.core.waits import running_max, segments
-from ir.lower.plan_builder import STEP, Draft, Edges, producers
-from ir.lower.policy import P2P
+from ir.lower.plan_builder import STEP, Edges, PlanBuilder, producers
+from ir.lower.policy import MessageQueue
 from ir.plan.plan import OpKind
 
 
-def joint_order(draft: Draft, edges: Edges) -> None:
+def joint_order(draft: PlanBuilder, edges: Edges) -> None:
     """Put reductions between programs, and transfers where they share one queue, where the joint order wants them.
 
     edges: (edge, microbatch, writer or receive, reader) of every data edge. In one dry run over all programs each base
@@ -24,7 +24,7 @@ def joint_order(draft: Draft, edges: Edges) -> None:
     Reductions need this even where transfers have channels, if compute waits for others on their stream (ZeRO-2, 3).
     """
     met = [r for r in draft.reductions if len(r[0]) > 1]
-    single = draft.policy.p2p is P2P.SINGLE
+    single = draft.policy.p2p is MessageQueue.SINGLE
     none = np.zeros(0, dtype=np.int64)
     send, recv = draft.messages if single else (none, none)
     if not met and not len(send):
@@ -55,7 +55,7 @@ def joint_order(draft: Draft, edges: Edges) -> None:
     rows.sub[recv] = rank[: len(recv)]
 
 
-def dry_run(draft: Draft, edges: Edges) -> IntArray:
+def dry_run(draft: PlanBuilder, edges: Edges) -> IntArray:
     """End of each base row, every one but sends taking one unit. Rows that never come up end behind all others."""
     edge, mb, source, reader = edges
     far = np.flatnonzero(draft.kinds()[source] == OpKind.RECV)
@@ -97,7 +97,7 @@ def _latest(end: IntArray, contributions: list[int]) -> int:
     return max((int(end[row]) for row in contributions if row >= 0), default=0)
 
 
-def _position(draft: Draft, end: IntArray, program: IntArray, time: IntArray) -> IntArray:
+def _position(draft: PlanBuilder, end: IntArray, program: IntArray, time: IntArray) -> IntArray:
     """The local position behind all base rows of a program that end by a time."""
     out = [
         np.searchsorted(end[draft.start[p] : draft.start[p + 1]], t, side="right")

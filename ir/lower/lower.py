@@ -16,29 +16,29 @@ from ir.graph.zero import weights_of
 from ir.lower.frees import node_buffers
 from ir.lower.global_comm_order import joint_order
 from ir.lower.per_step_ops import TAIL, collective_ids, once_rows
-from ir.lower.plan_builder import Draft, producers, stamp
-from ir.lower.policy import P2P, Policy
+from ir.lower.plan_builder import PlanBuilder, producers, stamp
+from ir.lower.policy import MessageQueue, PlanPolicy
 from ir.lower.transfers import transfers
 from ir.lower.zero import zero_rows
-from ir.plan.plan import Buffers, Csr, OpKind, Plan, first_use, sorted_buffers
+from ir.plan.plan import Buffers, OpKind, OpLists, Plan, first_use, sorted_buffers
 
 _FIELDS = ("node", "slot", "mb", "bytes", "alloc", "alloc_cover", "free", "free_cover", "category")
 
 
-def lower(graph: Graph, policy: Policy | None = None, header: Mapping[str, str] | None = None) -> Plan:
+def lower(graph: Graph, policy: PlanPolicy | None = None, header: Mapping[str, str] | None = None) -> Plan:
     """The plan of a placed and ordered graph. Programs without an order run by dataflow.
 
     Raises PiperError (illegal_plan) where an order leaves out, repeats or inverts actions.
 
     >>> from ir.graph.build import stage_graph
-    >>> from ir.directives import Place, Split, apply
+    >>> from ir.directives import PlaceDirective, SplitDirective, apply
     >>> from ir.core.filters import parse_filter as f
-    >>> placed = [Place(f({"PP": s}), s) for s in range(2)]
-    >>> plan = lower(apply(stage_graph(2), [Split(f({}), "MB", 1), *placed]))
+    >>> placed = [PlaceDirective(f({"PP": s}), s) for s in range(2)]
+    >>> plan = lower(apply(stage_graph(2), [SplitDirective(f({}), "MB", 1), *placed]))
     >>> plan.texts
     ['0RECV_B0', '0F0', '0SEND_F0', '0B0', '1RECV_F0', '1F0', '1I0', '1SEND_B0', '1W0']
     """
-    policy = policy or Policy()
+    policy = policy or PlanPolicy()
     found = buckets(graph)
     full = with_sync(graph, policy.clip, found)
     check(full)
@@ -47,9 +47,9 @@ def lower(graph: Graph, policy: Policy | None = None, header: Mapping[str, str] 
     _after_producers(draft)
     once_rows(draft)
     zero_rows(draft, found)
-    if policy.p2p is P2P.SINGLE or _mixed(draft):
+    if policy.p2p is MessageQueue.SINGLE or _mixed(draft):
         joint_order(draft, edges)
-    if policy.p2p is not P2P.USE:
+    if policy.p2p is not MessageQueue.USE:
         _after_dispatched(draft)
     node_buffers(draft, edges)
     return _finish(draft, {**policy.header(), **(header or {})})
@@ -69,7 +69,7 @@ def _orders(graph: Graph) -> dict[int, Order]:
     return orders
 
 
-def _mixed(draft: Draft) -> bool:
+def _mixed(draft: PlanBuilder) -> bool:
     """Whether reductions between programs share a stream with collectives that compute waits for.
 
     Waiting there for another program would hold up this one: their place must be the same in time everywhere.
@@ -80,14 +80,14 @@ def _mixed(draft: Draft) -> bool:
     return not meet.isdisjoint(s.stream for s in wires if not s.covers or not nodes[s.covers[0][0]].once)
 
 
-def _after_producers(draft: Draft) -> None:
+def _after_producers(draft: PlanBuilder) -> None:
     """A send waits for the op that produced its buffer."""
     send, _ = draft.messages
     if len(send):
         draft.wait(send, producers(draft, send))
 
 
-def _after_dispatched(draft: Draft) -> None:
+def _after_dispatched(draft: PlanBuilder) -> None:
     """A communication op follows the compute op dispatched before it: its buffer may be that op's, recycled."""
     kinds = draft.kinds()
     rows = draft.rows
@@ -100,7 +100,7 @@ def _after_dispatched(draft: Draft) -> None:
     draft.wait(order[comm[mine]], on[mine])
 
 
-def _finish(draft: Draft, header: Mapping[str, str]) -> Plan:
+def _finish(draft: PlanBuilder, header: Mapping[str, str]) -> Plan:
     """Sort rows into dispatch order, renumber everything, keep the waits that say something."""
     rows = draft.rows
     order = np.lexsort((rows.sub, rows.key, rows.program))
@@ -120,7 +120,7 @@ def _finish(draft: Draft, header: Mapping[str, str]) -> Plan:
         shape=shape,
         mb=rows.mb[order],
         mb2=rows.mb2[order],
-        waits=Csr.of(len(order), row[:0], on[:0]),
+        waits=OpLists.of(len(order), row[:0], on[:0]),
         partner=_partners(draft, new, order),
         collective=meeting,
         buffers=_buffers(draft, new),
@@ -130,7 +130,7 @@ def _finish(draft: Draft, header: Mapping[str, str]) -> Plan:
     position = stream_positions(stream)
     row, on = strongest(row, on, stream, position, len(bare.streams))
     by = np.lexsort((on, row))
-    return replace(bare, waits=Csr.of(len(order), row[by], on[by]))
+    return replace(bare, waits=OpLists.of(len(order), row[by], on[by]))
 
 
 def stream_positions(stream: IntArray) -> IntArray:
@@ -143,7 +143,7 @@ def stream_positions(stream: IntArray) -> IntArray:
     return out
 
 
-def _partners(draft: Draft, new: IntArray, order: IntArray) -> IntArray:
+def _partners(draft: PlanBuilder, new: IntArray, order: IntArray) -> IntArray:
     out = np.full(len(order), -1, dtype=np.int64)
     send, recv = draft.messages
     out[new[send]] = new[recv]
@@ -151,7 +151,7 @@ def _partners(draft: Draft, new: IntArray, order: IntArray) -> IntArray:
     return out
 
 
-def _buffers(draft: Draft, new: IntArray) -> Buffers:
+def _buffers(draft: PlanBuilder, new: IntArray) -> Buffers:
     empty = np.zeros(0, dtype=np.int64)
     columns = {f: np.concatenate([b[f] for b in draft.buffers] or [empty]) for f in _FIELDS}
     columns["alloc"] = new[columns["alloc"]]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from ir.core.order import IntArray
-from ir.graph.graph import Graph, Once
-from ir.lower.plan_builder import STEP, Draft
+from ir.graph.graph import Graph, PerStepOp
+from ir.lower.plan_builder import STEP, PlanBuilder
 from ir.plan.names import node_shape
 
-TAIL = (Once.NORM, Once.UPDATE, Once.GATHER)
+TAIL = (PerStepOp.NORM, PerStepOp.UPDATE, PerStepOp.GATHER)
 
 
-def once_rows(draft: Draft) -> None:
+def once_rows(draft: PlanBuilder) -> None:
     """Add a row per once-node and member program, with the waits for what it joins."""
     graph, new = draft.graph, _New(draft)
     sources = _sources(graph)
@@ -43,7 +43,7 @@ def once_rows(draft: Draft) -> None:
 class _New:
     """Rows to be added, all at once."""
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: PlanBuilder) -> None:
         self.draft, self.first = draft, len(draft.rows)
         self.rows: list[tuple[int, int, int, int]] = []  # program, shape, key, sub
         self.waits: list[tuple[int, int]] = []
@@ -70,7 +70,7 @@ class _New:
         self.draft.wait(row, on)
 
 
-def canonical(draft: Draft, nodes: list[int], last: dict[tuple[int, int], int]) -> list[int]:
+def canonical(draft: PlanBuilder, nodes: list[int], last: dict[tuple[int, int], int]) -> list[int]:
     """One order of collectives for all programs: by the latest last contribution over the owners, owners, chunk.
 
     How late a contribution is, is counted in units to its program's end, which all programs reach together.
@@ -92,7 +92,7 @@ def _sources(graph: Graph) -> list[list[int]]:
     return out
 
 
-def _last(draft: Draft, sources: list[int], program: int) -> int:
+def _last(draft: PlanBuilder, sources: list[int], program: int) -> int:
     """Local position of the last base row on `program` that contributes, -1 if none does."""
     per_mb = [s for s in sources if not draft.graph.nodes[s].once]
     if not per_mb:
@@ -102,7 +102,7 @@ def _last(draft: Draft, sources: list[int], program: int) -> int:
     return int(mine.max() - draft.start[program]) if mine.size else -1
 
 
-def collective_ids(draft: Draft) -> IntArray:
+def collective_ids(draft: PlanBuilder) -> IntArray:
     """The collective of each row, -1 for none."""
     out = np.full(len(draft.rows), -1, dtype=np.int64)
     for c, members in enumerate(draft.collectives):

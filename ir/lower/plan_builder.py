@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ir.core.ops import Action, Token
+from ir.core.ops import OpToken, ScheduledOp
 from ir.core.order import IntArray, Order
-from ir.graph.graph import Graph, Span, illegal
-from ir.lower.policy import Policy
-from ir.lower.template import Key, Templates
-from ir.plan.plan import Shape, cover_table
+from ir.graph.graph import Graph, MicrobatchSpan, illegal
+from ir.lower.policy import PlanPolicy
+from ir.lower.template import PlanTemplateKey, PlanTemplates
+from ir.plan.plan import OpShape, cover_table
 
 Edges = tuple[IntArray, IntArray, IntArray, IntArray]  # edge, microbatch, writer row, reader row
 STEP = 8  # distance of neighbouring base rows in sort keys, so that others fit between
 
 
 @dataclass
-class Rows:
+class PlanRows:
     """Columns of provisional rows. Base rows (from the orders) come first, program by program."""
 
     program: IntArray
@@ -47,13 +47,13 @@ class Rows:
 
 
 @dataclass
-class Draft:
+class PlanBuilder:
     """Everything lowering collects before rows get their final places."""
 
     graph: Graph
-    policy: Policy
-    templates: Templates
-    rows: Rows
+    policy: PlanPolicy
+    templates: PlanTemplates
+    rows: PlanRows
     start: IntArray  # first base row of each program, and the end of base rows
     inst: IntArray  # [node, mb] -> base row, -1
     cover: IntArray  # [node, mb] -> index into its row's covers
@@ -82,7 +82,7 @@ class Draft:
         """`row` waits for `on`."""
         self.waits.append((np.asarray(row, dtype=np.int64), np.asarray(on, dtype=np.int64)))
 
-    def shape(self, shape: Shape) -> int:
+    def shape(self, shape: OpShape) -> int:
         """Register a shape."""
         return self.templates.add(shape)
 
@@ -95,7 +95,7 @@ def classes(graph: Graph) -> IntArray:
     [0]
     """
     cuts = {0, graph.mbs}
-    spans: set[Span] = {s for n in graph.nodes for s in n.spans}
+    spans: set[MicrobatchSpan] = {s for n in graph.nodes for s in n.spans}
     for s in spans:
         if s.mbs is not None:
             cuts |= {s.mbs.start, s.mbs.stop}
@@ -125,20 +125,22 @@ def stage_homes(graph: Graph, cls: IntArray) -> dict[tuple[int, int], int]:
     return home
 
 
-def stamp(graph: Graph, policy: Policy, orders: dict[int, Order], weights: Mapping[int, frozenset[str]]) -> Draft:
+def stamp(
+    graph: Graph, policy: PlanPolicy, orders: dict[int, Order], weights: Mapping[int, frozenset[str]]
+) -> PlanBuilder:
     """Base rows: every unit of every order replaced by its template."""
     cls = classes(graph)
-    templates = Templates(graph, policy, stage_homes(graph, cls), weights)
+    templates = PlanTemplates(graph, policy, stage_homes(graph, cls), weights)
     parts = [_program(p, orders[p], cls, templates) for p in sorted(orders)]
     column = [np.concatenate(c) for c in zip(*parts, strict=True)]
     start = np.concatenate([[0], np.cumsum([len(p[0]) for p in parts])]).astype(np.int64)
     program, shape, mb, mb2, unit, key = column
-    rows = Rows(program, shape, mb, mb2, unit, key, np.zeros(len(program), np.int64))
+    rows = PlanRows(program, shape, mb, mb2, unit, key, np.zeros(len(program), np.int64))
     inst, cover = _instances(graph, templates, rows)
-    return Draft(graph, policy, templates, rows, start, inst, cover)
+    return PlanBuilder(graph, policy, templates, rows, start, inst, cover)
 
 
-def _program(p: int, order: Order, cls: IntArray, templates: Templates) -> tuple[IntArray, ...]:
+def _program(p: int, order: Order, cls: IntArray, templates: PlanTemplates) -> tuple[IntArray, ...]:
     """Columns of one program's base rows, vectorised over units."""
     _known(p, order, templates.graph)
     n_units = int(order.unit[-1]) + 1
@@ -166,9 +168,9 @@ def _program(p: int, order: Order, cls: IntArray, templates: Templates) -> tuple
         classes = tuple(class_of[u, :w].tolist())
         for (s, t), c, m in zip(members, classes, mb[u, :w].tolist(), strict=True):
             if templates.home[s, c] != p:
-                text = Action(s, Token(t), m)
+                text = ScheduledOp(s, OpToken(t), m)
                 raise illegal(f"program {p} is to run {text}, but stage {s} is on program {templates.home[s, c]}")
-        tables.append(np.array(templates.build(Key(p, members, classes)), dtype=np.int64).reshape(-1, 3))
+        tables.append(np.array(templates.build(PlanTemplateKey(p, members, classes)), dtype=np.int64).reshape(-1, 3))
     lengths = np.array([len(t) for t in tables], dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     table = np.concatenate(tables)
@@ -193,7 +195,7 @@ def _known(p: int, order: Order, graph: Graph) -> None:
         raise illegal(f"program {p}: {text}: there are {graph.stages} stages and {graph.mbs} microbatches")
 
 
-def _instances(graph: Graph, templates: Templates, rows: Rows) -> tuple[IntArray, IntArray]:
+def _instances(graph: Graph, templates: PlanTemplates, rows: PlanRows) -> tuple[IntArray, IntArray]:
     """[node, mb] -> row and cover index; refuses what an order runs twice."""
     inst = np.full((len(graph.nodes), graph.mbs), -1, dtype=np.int64)
     cover = np.zeros_like(inst)
@@ -213,7 +215,7 @@ def _instances(graph: Graph, templates: Templates, rows: Rows) -> tuple[IntArray
     return inst, cover
 
 
-def producers(draft: Draft, send: IntArray) -> IntArray:
+def producers(draft: PlanBuilder, send: IntArray) -> IntArray:
     """The base row that produces what each send carries."""
     shapes = draft.templates.shapes
     node = np.array([s.slot[0] if s.slot else 0 for s in shapes], dtype=np.int64)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Merge(StrEnum):
+class PassMerge(StrEnum):
     """How the members of an interleave group become one order."""
 
     ALTERNATE = "alternate"
     FUSED = "fused"
 
 
-class P2P(StrEnum):
+class MessageQueue(StrEnum):
     """How transfers between programs queue.
 
     channels: one stream per ordered pair of programs, in the sender's order.
@@ -27,16 +27,16 @@ class P2P(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class PlanPolicy:
     """What a plan's structure depends on beside graph and orders.
 
     whole_backward: B stays one op, sends go behind it. lookahead: compute ops by which a receive is dispatched early
     on its channel. clip: gradients are clipped, hence their norm is summed over all programs.
     """
 
-    merge: Merge = Merge.ALTERNATE
+    merge: PassMerge = PassMerge.ALTERNATE
     whole_backward: bool = False
-    p2p: P2P = P2P.CHANNELS
+    p2p: MessageQueue = MessageQueue.CHANNELS
     lookahead: int = 1
     clip: bool = True
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from ir.core.ops import Pass, Token
-from ir.graph.graph import COMPUTE, Edge, Graph
+from ir.core.ops import OpToken, Pass
+from ir.graph.graph import COMPUTE, Graph, GraphEdge
 
 
-class Sequences:
+class PassSequences:
     """Node sequences per (stage, token). Communication stands right behind its producer.
 
     F runs parts in model order. I runs them backwards, each behind what it recomputes. B puts every W behind the
@@ -17,8 +17,8 @@ class Sequences:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.out: list[list[Edge]] = [[] for _ in graph.nodes]
-        self.into: list[list[Edge]] = [[] for _ in graph.nodes]
+        self.out: list[list[GraphEdge]] = [[] for _ in graph.nodes]
+        self.into: list[list[GraphEdge]] = [[] for _ in graph.nodes]
         for e in graph.edges:
             self.out[e.src].append(e)
             self.into[e.dst].append(e)
@@ -26,9 +26,9 @@ class Sequences:
         for i, n in enumerate(graph.nodes):
             if isinstance(n.kind, Pass) and n.stream == COMPUTE:
                 self.compute[n.stage, n.kind].append(i)
-        self._memo: dict[tuple[int, Token], tuple[int, ...]] = {}
+        self._memo: dict[tuple[int, OpToken], tuple[int, ...]] = {}
 
-    def of(self, stage: int, token: Token) -> tuple[int, ...]:
+    def of(self, stage: int, token: OpToken) -> tuple[int, ...]:
         """Node indices of one action."""
         key = (stage, token)
         if key not in self._memo:
@@ -41,16 +41,16 @@ class Sequences:
         hits = {e.dst for e in self.out[node] if n[e.dst].stream != COMPUTE and n[e.dst].kind == n[node].kind}
         return sorted(hits)
 
-    def _build(self, stage: int, token: Token) -> list[int]:
+    def _build(self, stage: int, token: OpToken) -> list[int]:
         match token:
-            case Token.F:
+            case OpToken.F:
                 return [x for i in self.compute[stage, Pass.F] for x in (i, *self.fed(i))]
-            case Token.W:
+            case OpToken.W:
                 return list(self.compute[stage, Pass.W])
-            case Token.I | Token.B:
+            case OpToken.I | OpToken.B:
                 return self._backward(stage, token)
 
-    def _backward(self, stage: int, token: Token) -> list[int]:
+    def _backward(self, stage: int, token: OpToken) -> list[int]:
         out: list[int] = []
         done: set[int] = set()
         weight = {self.graph.nodes[w].part: w for w in self.compute[stage, Pass.W]}
@@ -59,7 +59,7 @@ class Sequences:
             for reader in (i,) if w is None else (i, w):
                 self._recompute(reader, out, done)
             out += [i, *self.fed(i)]
-            if token is Token.B and w is not None:
+            if token is OpToken.B and w is not None:
                 out.append(w)
         return out
 

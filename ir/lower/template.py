@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ir.core.ops import Pass, Token
-from ir.graph.graph import COMPUTE, Edge, Graph, illegal
+from ir.core.ops import OpToken, Pass
+from ir.graph.graph import COMPUTE, Graph, GraphEdge, illegal
 from ir.lower.interleave import Item, alternate
-from ir.lower.policy import P2P, Merge, Policy
-from ir.lower.sequence import Sequences
-from ir.plan.names import Labels, TransferNames, fused_text, node_shape
-from ir.plan.plan import OpKind, Shape
+from ir.lower.policy import MessageQueue, PassMerge, PlanPolicy
+from ir.lower.sequence import PassSequences
+from ir.plan.names import MessageNames, OpLabels, fused_text, node_shape
+from ir.plan.plan import OpKind, OpShape
 
 Members = tuple[tuple[int, int], ...]  # (stage, token)
 TemplateRow = tuple[int, int, int]  # shape, member of mb, member of mb2 (-1: none)
@@ -20,7 +20,7 @@ Weights = Mapping[int, frozenset[str]]  # node -> the gathered buckets it reads
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class PlanTemplateKey:
     """What a template depends on: the program, the actions of the unit, the class of each one's microbatch."""
 
     program: int
@@ -28,47 +28,47 @@ class Key:
     classes: tuple[int, ...]
 
 
-class Templates:
+class PlanTemplates:
     """Builds templates and the shapes they share. `home[stage][class]` is the program of a stage's microbatch class."""
 
-    def __init__(self, graph: Graph, policy: Policy, home: Homes, weights: Weights) -> None:
+    def __init__(self, graph: Graph, policy: PlanPolicy, home: Homes, weights: Weights) -> None:
         self.graph, self.policy, self.home, self.weights = graph, policy, home, weights
-        self.sequences = Sequences(graph)
-        self.shapes: list[Shape] = []
+        self.sequences = PassSequences(graph)
+        self.shapes: list[OpShape] = []
         self._shape_at: dict[tuple[str, str, int], int] = {}
-        self.names, self.labels = TransferNames(graph), Labels(graph)
+        self.names, self.labels = MessageNames(graph), OpLabels(graph)
         nodes = graph.nodes
-        self._leaving: dict[int, list[Edge]] = {}
+        self._leaving: dict[int, list[GraphEdge]] = {}
         for e in graph.edges:
             if nodes[e.src].stage != nodes[e.dst].stage and not e.join and not nodes[e.dst].once:
                 self._leaving.setdefault(e.src, []).append(e)
         # Compute that reads a collective's result must not drag what stands before it into its wait.
         self._waiting = {e.dst for e in graph.edges if not nodes[e.src].once and nodes[e.src].stream != COMPUTE}
 
-    def build(self, key: Key) -> list[TemplateRow]:
+    def build(self, key: PlanTemplateKey) -> list[TemplateRow]:
         """The rows of one unit.
 
         Raises PiperError (illegal_plan): members that cannot be one fused op.
         """
-        seqs = [self.sequences.of(stage, Token(token)) for stage, token in key.members]
+        seqs = [self.sequences.of(stage, OpToken(token)) for stage, token in key.members]
         nodes = self.graph.nodes
         if len(seqs) == 1:
             items: list[Item] = [(n, 0) for n in seqs[0]]
-        elif self.policy.merge is Merge.FUSED:
+        elif self.policy.merge is PassMerge.FUSED:
             if len(seqs) > 2 or not all(seqs) or any(nodes[n].stream != COMPUTE for seq in seqs for n in seq):
-                names = " ".join(f"{stage}{Token(token).name}" for stage, token in key.members)
+                names = " ".join(f"{stage}{OpToken(token).name}" for stage, token in key.members)
                 raise illegal(f"{names} cannot be one fused op: two members of compute alone", "merge = alternate")
             items = [(n, m) for m, seq in enumerate(seqs) for n in seq]
         else:
             items = alternate(seqs, lambda n: nodes[n].stream != COMPUTE, lambda n: nodes[n].kind is Pass.W)
         return self._rows(key, items)
 
-    def _rows(self, key: Key, items: list[Item]) -> list[TemplateRow]:
+    def _rows(self, key: PlanTemplateKey, items: list[Item]) -> list[TemplateRow]:
         """Coalesce neighbours on the compute stream; put sends behind their producers."""
         rows: list[TemplateRow] = []
         run: list[Item] = []
         pending: list[TemplateRow] = []
-        fused = len(key.members) > 1 and self.policy.merge is Merge.FUSED
+        fused = len(key.members) > 1 and self.policy.merge is PassMerge.FUSED
 
         def close() -> None:
             if run:
@@ -106,17 +106,17 @@ class Templates:
             all(weights == self.weights.get(n, weights) for n, _ in run) and any(n in self.weights for n, _ in run)
         )
 
-    def _compute(self, key: Key, run: list[Item], fused: bool) -> TemplateRow:
+    def _compute(self, key: PlanTemplateKey, run: list[Item], fused: bool) -> TemplateRow:
         if not fused:
             member = run[0][1]
             text = self.labels.of([n for n, _ in run])
-            shape = Shape(OpKind.COMPUTE, COMPUTE, text, tuple((n, 0) for n, _ in run))
+            shape = OpShape(OpKind.COMPUTE, COMPUTE, text, tuple((n, 0) for n, _ in run))
             return (self._shape(shape), member, -1)
         texts = [self.labels.of([n for n, m in run if m == i]) for i in range(len(key.members))]
-        shape = Shape(OpKind.COMPUTE, COMPUTE, fused_text(texts), tuple(run))
+        shape = OpShape(OpKind.COMPUTE, COMPUTE, fused_text(texts), tuple(run))
         return (self._shape(shape), 0, 1)
 
-    def _sends(self, key: Key, node: int, member: int) -> list[TemplateRow]:
+    def _sends(self, key: PlanTemplateKey, node: int, member: int) -> list[TemplateRow]:
         """One send per program that reads a slot of this node elsewhere."""
         if node not in self._leaving:
             return []
@@ -129,12 +129,12 @@ class Templates:
             if peer is None:
                 raise illegal(f"{reader.text()} reads {n.text()} but is placed nowhere", "place every stage")
             if peer != key.program and (peer, e.slot) not in out:
-                stream = "p2p" if self.policy.p2p is P2P.SINGLE else f"send>{peer}"
-                shape = Shape(OpKind.SEND, stream, self.names.send((node, e.slot)), slot=(node, e.slot), peer=peer)
+                stream = "p2p" if self.policy.p2p is MessageQueue.SINGLE else f"send>{peer}"
+                shape = OpShape(OpKind.SEND, stream, self.names.send((node, e.slot)), slot=(node, e.slot), peer=peer)
                 out[peer, e.slot] = (self._shape(shape), member, -1)
         return [out[k] for k in sorted(out)]
 
-    def _shape(self, shape: Shape) -> int:
+    def _shape(self, shape: OpShape) -> int:
         at = self._shape_at.setdefault((shape.stream, shape.text, shape.peer), len(self.shapes))
         if at == len(self.shapes):
             self.shapes.append(shape)
@@ -142,6 +142,6 @@ class Templates:
             raise illegal(f"two different ops are both called {shape.text}")
         return at
 
-    def add(self, shape: Shape) -> int:
+    def add(self, shape: OpShape) -> int:
         """Register a shape that no template makes (a receive, a once-per-step op)."""
         return self._shape(shape)

@@ -7,12 +7,12 @@ import numpy as np
 from ir.core.order import IntArray
 from ir.core.waits import running_max, segments
 from ir.graph.graph import illegal
-from ir.lower.plan_builder import STEP, Draft, Edges
-from ir.lower.policy import P2P
-from ir.plan.plan import OpKind, Shape
+from ir.lower.plan_builder import STEP, Edges, PlanBuilder
+from ir.lower.policy import MessageQueue
+from ir.plan.plan import OpKind, OpShape
 
 
-def data_edges(draft: Draft) -> Edges:
+def data_edges(draft: PlanBuilder) -> Edges:
     """(edge, mb, writer row, reader row) of every data edge's instances. Refuses an order that leaves actions out.
 
     Raises PiperError (illegal_plan): an action that no order holds.
@@ -34,7 +34,7 @@ def data_edges(draft: Draft) -> Edges:
     return np.repeat(index, g.mbs), mb.ravel(), a.ravel(), b.ravel()
 
 
-def transfers(draft: Draft) -> Edges:
+def transfers(draft: PlanBuilder) -> Edges:
     """Add receives and all local waits for data; returns `data_edges` with remote writers replaced by receives.
 
     Raises PiperError (illegal_plan): a reader ordered before its writer.
@@ -59,7 +59,7 @@ def transfers(draft: Draft) -> Edges:
     return edge, mb, a, b
 
 
-def _receive(draft: Draft, edge: IntArray, mb: IntArray, a: IntArray, b: IntArray) -> IntArray:
+def _receive(draft: PlanBuilder, edge: IntArray, mb: IntArray, a: IntArray, b: IntArray) -> IntArray:
     """One receive per (buffer, reading program); returns the receive row of each cross edge instance."""
     g, rows = draft.graph, draft.rows
     programs, mbs = len(draft.start) - 1, g.mbs
@@ -78,7 +78,7 @@ def _receive(draft: Draft, edge: IntArray, mb: IntArray, a: IntArray, b: IntArra
     ids = rows.extend(
         program=to, shape=shape, mb=mb[first], key=dispatch_before * STEP - STEP // 2, sub=sub, unit=rows.unit[consumer]
     )
-    if draft.policy.p2p is P2P.USE:
+    if draft.policy.p2p is MessageQueue.USE:
         _post_with_the_op_before(draft, consumer, ids, inverse, b)
     draft.messages = (send, ids)
     draft.recv_of = consumer
@@ -87,7 +87,7 @@ def _receive(draft: Draft, edge: IntArray, mb: IntArray, a: IntArray, b: IntArra
 
 
 def _post_with_the_op_before(
-    draft: Draft, consumer: IntArray, ids: IntArray, inverse: IntArray, reader: IntArray
+    draft: PlanBuilder, consumer: IntArray, ids: IntArray, inverse: IntArray, reader: IntArray
 ) -> None:
     """A receive is posted when the compute op before its consumer starts: it waits for all that op waits for."""
     compute = np.flatnonzero(draft.kinds()[: draft.start[-1]] == OpKind.COMPUTE)
@@ -105,7 +105,7 @@ def _post_with_the_op_before(
     draft.wait(row, pairs[1][np.repeat(lo, count) + offset])
 
 
-def _sends(draft: Draft, slot_base: IntArray, wanted: IntArray, programs: int) -> IntArray:
+def _sends(draft: PlanBuilder, slot_base: IntArray, wanted: IntArray, programs: int) -> IntArray:
     """The send row of each message key."""
     g, rows = draft.graph, draft.rows
     shapes = draft.templates.shapes
@@ -123,14 +123,14 @@ def _sends(draft: Draft, slot_base: IntArray, wanted: IntArray, programs: int) -
 
 
 def _channel_order(
-    draft: Draft, frm: IntArray, to: IntArray, producer: IntArray, send: IntArray, consumer: IntArray
+    draft: PlanBuilder, frm: IntArray, to: IntArray, producer: IntArray, send: IntArray, consumer: IntArray
 ) -> tuple[IntArray, IntArray]:
     """Messages in channel order, and the local base position before which each receive is dispatched.
 
     channels: the sender's order; a receive stands before the earliest consumer at or behind it (suffix minimum).
     """
     rows, policy = draft.rows, draft.policy
-    if policy.p2p is P2P.USE:
+    if policy.p2p is MessageQueue.USE:
         order = np.lexsort((send, consumer, to, frm))
         segment = segments(frm[order], to[order])
         rows.key[send[order]] = np.maximum(rows.key[send[order]], running_max(rows.key[send[order]], segment))
@@ -146,7 +146,7 @@ def _channel_order(
     return order, _earlier(draft, base, hoisted, policy.lookahead)
 
 
-def _earlier(draft: Draft, row: IntArray, local: IntArray, by: int) -> IntArray:
+def _earlier(draft: PlanBuilder, row: IntArray, local: IntArray, by: int) -> IntArray:
     """The local position of the compute row `by` compute rows before `row`'s first compute row (not below 0)."""
     compute = np.flatnonzero(draft.kinds()[: draft.start[-1]] == OpKind.COMPUTE)
     if by == 0:
@@ -158,7 +158,7 @@ def _earlier(draft: Draft, row: IntArray, local: IntArray, by: int) -> IntArray:
     return np.minimum(local, draft.local(chosen))
 
 
-def _recv_shapes(draft: Draft, edge: IntArray, frm: IntArray) -> IntArray:
+def _recv_shapes(draft: PlanBuilder, edge: IntArray, frm: IntArray) -> IntArray:
     g = draft.graph
     code = edge * (len(draft.start)) + frm
     _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
@@ -167,6 +167,6 @@ def _recv_shapes(draft: Draft, edge: IntArray, frm: IntArray) -> IntArray:
         e = g.edges[int(edge[i])]
         peer = int(frm[i])
         text = draft.templates.names.receive((e.src, e.slot), g.nodes[e.dst].stage)
-        stream = "p2p" if draft.policy.p2p is P2P.SINGLE else f"recv<{peer}"
-        out.append(draft.shape(Shape(OpKind.RECV, stream, text, slot=(e.src, e.slot), peer=peer)))
+        stream = "p2p" if draft.policy.p2p is MessageQueue.SINGLE else f"recv<{peer}"
+        out.append(draft.shape(OpShape(OpKind.RECV, stream, text, slot=(e.src, e.slot), peer=peer)))
     return np.array(out, dtype=np.int64)[inverse]

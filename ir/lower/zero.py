@@ -10,15 +10,15 @@ import numpy as np
 
 from ir.core.ops import Pass
 from ir.core.order import IntArray
-from ir.graph.graph import Once
+from ir.graph.graph import PerStepOp
 from ir.graph.sync import Bucket
 from ir.graph.zero import gathered, part_nodes, per_microbatch
-from ir.lower.plan_builder import STEP, Draft
+from ir.lower.plan_builder import STEP, PlanBuilder
 from ir.plan.names import gather_shape, reduction_shape
-from ir.plan.plan import AT_START, CATEGORIES, OpKind, Shape
+from ir.plan.plan import AT_START, CATEGORIES, OpKind, OpShape
 
 
-def zero_rows(draft: Draft, found: tuple[Bucket, ...]) -> None:
+def zero_rows(draft: PlanBuilder, found: tuple[Bucket, ...]) -> None:
     """Add the reductions after each microbatch's W (zero >= 2) and the gathers before each use (zero 3)."""
     sharded = per_microbatch(found)
     if not sharded or draft.graph.source is None:
@@ -28,11 +28,11 @@ def zero_rows(draft: Draft, found: tuple[Bucket, ...]) -> None:
     after: dict[int, list[tuple[int, Bucket | None]]] = defaultdict(list)
     updates: dict[int, int] = {}
     for (i, p), row in draft.once_rows.items():
-        if nodes[i].kind is Once.UPDATE:
+        if nodes[i].kind is PerStepOp.UPDATE:
             updates[p] = row
-        if nodes[i].kind in (Once.NORM, Once.UPDATE):
+        if nodes[i].kind in (PerStepOp.NORM, PerStepOp.UPDATE):
             after[p].append((row, None))
-        elif nodes[i].kind is Once.ALL_REDUCE:
+        elif nodes[i].kind is PerStepOp.ALL_REDUCE:
             after[p] += [(row, b) for b in sharded if b.key == nodes[i].bucket]
     pools = {p: _opens(draft, [b for b in sharded if p in b.owners], p) for p in updates}
     for b in sharded:
@@ -47,7 +47,7 @@ def zero_rows(draft: Draft, found: tuple[Bucket, ...]) -> None:
             _Gathers(draft, p, users, gather_bytes).run()
 
 
-def _opens(draft: Draft, sharded: list[Bucket], p: int) -> IntArray:
+def _opens(draft: PlanBuilder, sharded: list[Bucket], p: int) -> IntArray:
     """The base rows of a program at which a whole gradient begins, in order: one for each bucket and microbatch."""
     found = [np.zeros(0, dtype=np.int64)]
     for b in sharded:
@@ -57,7 +57,7 @@ def _opens(draft: Draft, sharded: list[Bucket], p: int) -> IntArray:
     return np.sort(np.concatenate(found))
 
 
-def _reductions(draft: Draft, b: Bucket, p: int, element: int, update: int, pool: IntArray) -> IntArray:
+def _reductions(draft: PlanBuilder, b: Bucket, p: int, element: int, update: int, pool: IntArray) -> IntArray:
     """One reduce-scatter per microbatch, behind the bucket's last W here; its whole gradient lives from the first W on.
 
     The next microbatch's W waits for the reduction, so that one whole gradient is alive, not two; and so does the W
@@ -113,7 +113,7 @@ class _Copy:
 class _Gathers:
     """Gathers of one program: a bucket stays until others push it out; `prefetch + 1` may be there at a time."""
 
-    def __init__(self, draft: Draft, program: int, users: Mapping[int, list[Bucket]], element: int) -> None:
+    def __init__(self, draft: PlanBuilder, program: int, users: Mapping[int, list[Bucket]], element: int) -> None:
         self.draft, self.program, self.users, self.element = draft, program, users, element
         self.prefetch = max(draft.graph.prefetch, 0)
         self.start = int(draft.start[program])
@@ -149,7 +149,7 @@ class _Gathers:
         alloc, zero = ids[gather], np.zeros(len(copies), dtype=np.int64)
         _buffers(draft, alloc=alloc, alloc_cover=zero, name=alloc, free=last, free_cover=cover, size=size)
 
-    def _wanted(self, shape: Shape) -> list[tuple[Bucket, int, int, Pass]]:
+    def _wanted(self, shape: OpShape) -> list[tuple[Bucket, int, int, Pass]]:
         """(bucket, last cover that reads it, its member, pass) of one op."""
         out: dict[str, tuple[Bucket, int, int, Pass]] = {}
         for c, (node, member) in enumerate(shape.covers):
@@ -180,7 +180,7 @@ class _Gathers:
         return _Copy(len(self.made) - 1, b.shard * b.ranks * self.element)
 
 
-def _buffers(draft: Draft, *, name: IntArray, size: IntArray | int, **times: IntArray) -> None:
+def _buffers(draft: PlanBuilder, *, name: IntArray, size: IntArray | int, **times: IntArray) -> None:
     """Buffers called after the communication ops `name` that make or empty them."""
     n = len(name)
     draft.buffers.append(

@@ -6,7 +6,7 @@ import numpy as np
 
 from ir.core.order import IntArray
 from ir.graph.graph import COMPUTE, COUNTS, Graph
-from ir.plan.plan import Csr, OpKind, Plan
+from ir.plan.plan import OpKind, OpLists, Plan
 
 
 def host_reads(plan: Plan) -> tuple[IntArray, IntArray]:
@@ -37,7 +37,7 @@ def _sorted(plan: Plan, pair: IntArray) -> IntArray:
     return np.asarray(ops[np.argsort(pair[ops] * plan.graph.mbs + plan.mb[ops], kind="stable")])
 
 
-def held(plan: Plan) -> Csr:
+def held(plan: Plan) -> OpLists:
     """The plan's waits, and for each op what holds a host that executes compute itself before it can post the op.
 
     That is the compute op dispatched before it in its program, and since then the last it had to read for an exchange.
@@ -52,4 +52,4 @@ def held(plan: Plan) -> Csr:
     read = np.where(read > before, read, -1)
     both = [np.flatnonzero((x >= 0) & (plan.program[x] == plan.program)) for x in (before, read)]
     rows = np.concatenate([plan.waits.rows(), *both])
-    return Csr.of(len(plan), rows, np.concatenate([plan.waits.items, before[both[0]], read[both[1]]]))
+    return OpLists.of(len(plan), rows, np.concatenate([plan.waits.items, before[both[0]], read[both[1]]]))

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ir.core.ops import Pass
-from ir.core.work import CommKind, Message
+from ir.core.work import Message, MessageKind
 from ir.graph.graph import COMPUTE, Graph
 from ir.graph.sync import Bucket
-from ir.plan.plan import OpKind, Role, Shape
+from ir.plan.plan import CollectiveRole, OpKind, OpShape
 
 Slot = tuple[int, int]  # (node, slot)
 # The passes that a letter stands for: R comes with the I that reads it, B is the whole backward.
@@ -22,12 +22,12 @@ _PASSES = {
 }
 
 
-def node_shape(graph: Graph, node: int) -> Shape:
+def node_shape(graph: Graph, node: int) -> OpShape:
     """The shape of an op that covers one node alone and is called like it."""
     n = graph.nodes[node]
     kind = OpKind.COMPUTE if n.stream == COMPUTE else OpKind.COLLECTIVE
     text = f"{n.stage}{n.kind}{'' if n.once else '*'}" + (f"/{n.part}" if n.part else "")
-    return Shape(kind, n.stream, text, ((node, 0),), message=n.message, bucket=n.bucket)
+    return OpShape(kind, n.stream, text, ((node, 0),), message=n.message, bucket=n.bucket)
 
 
 def fused_text(texts: Sequence[str]) -> str:
@@ -39,11 +39,11 @@ def fused_text(texts: Sequence[str]) -> str:
     return f"({';'.join(texts)})OVERLAP_F_B"
 
 
-class Labels:
+class OpLabels:
     """Texts of compute ops: `2F*` where an op covers all of a stage's pass, else its first and last part.
 
     >>> from ir.graph.build import stage_graph
-    >>> Labels(stage_graph(2)).of([4, 5])
+    >>> OpLabels(stage_graph(2)).of([4, 5])
     '1B*'
     """
 
@@ -64,11 +64,11 @@ class Labels:
         return f"{first.stage}{letter}*/{first.part}" + (f"..{last.part}" if last.part != first.part else "")
 
 
-class TransferNames:
+class MessageNames:
     """Op texts of sends and receives, with * for the microbatch, and back. Only what can cross a boundary has a name.
 
     >>> from ir.graph.build import stage_graph
-    >>> names = TransferNames(stage_graph(2))
+    >>> names = MessageNames(stage_graph(2))
     >>> names.send((0, 0)), names.receive((0, 0), 1), names.carried(OpKind.RECV, "1RECV_F*")
     ('0SEND_F*', '1RECV_F*', (0, 0))
     """
@@ -122,16 +122,18 @@ def _way(kind: object) -> str:
     return "F" if kind is Pass.F else "B"
 
 
-def reduction_shape(b: Bucket, element: int) -> Shape:
+def reduction_shape(b: Bucket, element: int) -> OpShape:
     """A microbatch's reduction of a bucket: `2RS3/dense`."""
-    message = Message(CommKind.REDUCE_SCATTER, b.shard * b.ranks * element, b.axes)
-    text = f"{b.stage}{Role.REDUCE}*/{b.name}"
-    return Shape(OpKind.COLLECTIVE, b.replica.reduce_stream, text, message=message, bucket=b.key, role=Role.REDUCE)
+    message = Message(MessageKind.REDUCE_SCATTER, b.shard * b.ranks * element, b.axes)
+    text = f"{b.stage}{CollectiveRole.REDUCE}*/{b.name}"
+    return OpShape(
+        OpKind.COLLECTIVE, b.replica.reduce_stream, text, message=message, bucket=b.key, role=CollectiveRole.REDUCE
+    )
 
 
-def gather_shape(b: Bucket, reads: Pass, again: int, element: int) -> Shape:
+def gather_shape(b: Bucket, reads: Pass, again: int, element: int) -> OpShape:
     """A gather of weights for a pass of a microbatch: `2AG_F3/l7.dense`; the next for the same: `2AG_F3/l7.dense+1`."""
-    message = Message(CommKind.ALL_GATHER, b.shard * b.ranks * element, b.axes)
-    text = f"{b.stage}{Role.GATHER}_{reads}*/{b.name}" + (f"+{again}" if again else "")
-    about = dict(bucket=b.key, role=Role.GATHER, reads=reads, again=again)
-    return Shape(OpKind.COLLECTIVE, b.replica.gather_stream, text, message=message, **about)  # type: ignore[arg-type]
+    message = Message(MessageKind.ALL_GATHER, b.shard * b.ranks * element, b.axes)
+    text = f"{b.stage}{CollectiveRole.GATHER}_{reads}*/{b.name}" + (f"+{again}" if again else "")
+    about = dict(bucket=b.key, role=CollectiveRole.GATHER, reads=reads, again=again)
+    return OpShape(OpKind.COLLECTIVE, b.replica.gather_stream, text, message=message, **about)  # type: ignore[arg-type]

@@ -12,10 +12,10 @@ from ir.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Places:
+class RankPlacement:
     """The ranks of a mesh, by program (pipeline rank) and position (where in the group that runs the program).
 
-    >>> places = Places(Mesh.of(tp=1, cp=1, dp=2, pp=2, order=("tp", "cp", "ep", "dp", "pp")))
+    >>> places = RankPlacement(Mesh.of(tp=1, cp=1, dp=2, pp=2, order=("tp", "cp", "ep", "dp", "pp")))
     >>> places.table, places.program(3), places.position(3), places.peer(3, 0)
     (((0, 1), (2, 3)), 1, 1, 1)
     >>> places.group(3, ("dp",), (1,)), places.group(3, (), (0, 1)), places.group(3, ("dp", "pp"), (0, 1))
@@ -25,7 +25,7 @@ class Places:
     mesh: Mesh
 
     @classmethod
-    def of(cls, plan: Plan) -> Places:
+    def of(cls, plan: Plan) -> RankPlacement:
         """A plan without a mesh has one rank for each program."""
         return cls(plan.graph.mesh or Mesh.of(tp=1, cp=1, dp=1, pp=plan.programs))
 
@@ -67,7 +67,7 @@ class Places:
         return tuple(base + offset for offset in self.mesh.offsets(inner, programs))
 
 
-def sharers(bucket: Bucket, places: Places, rank: int) -> tuple[int, ...]:
+def sharers(bucket: Bucket, places: RankPlacement, rank: int) -> tuple[int, ...]:
     """The ranks that a bucket is sharded over, or kept in step on: between programs too, if reduced once per step."""
     joined = bucket.replica.zero < 2
     return places.group(rank, bucket.axes, bucket.owners if joined else (places.program(rank),))

@@ -1,7 +1,7 @@
 """The plan: what every program dispatches, in order, with streams, waits, posts and frees. Both engines read this.
 
 Columns, one entry per op, program after program, each in dispatch order. Ops that differ only in their microbatch
-share a `Shape`; the text of op i is its shape's pattern with the microbatches filled in.
+share a `OpShape`; the text of op i is its shape's pattern with the microbatches filled in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OpKind(IntEnum):
     COLLECTIVE = 3
 
 
-class Role(StrEnum):
+class CollectiveRole(StrEnum):
     """What a microbatch's collective does for a bucket: reduce its gradients, or gather its weights."""
 
     REDUCE = "RS"
@@ -36,7 +36,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class OpShape:
     """What ops that differ only in their microbatch have in common.
 
     text: op text with * for a microbatch. covers: (node, member) pairs in the order they run; member says which of the
@@ -53,14 +53,14 @@ class Shape:
     message: Message | None = None
     peer: int = -1
     bucket: str = ""
-    role: Role | None = None
+    role: CollectiveRole | None = None
     reads: Pass | None = None
     again: int = 0
 
     def stamp(self, mb: int, mb2: int) -> str:
         """The text of one op.
 
-        >>> Shape(OpKind.COMPUTE, "compute", "(0F*;3B*)OVERLAP_F_B").stamp(7, 2)
+        >>> OpShape(OpKind.COMPUTE, "compute", "(0F*;3B*)OVERLAP_F_B").stamp(7, 2)
         '(0F7;3B2)OVERLAP_F_B'
         """
         if "*" not in self.text:
@@ -69,10 +69,10 @@ class Shape:
         return text.replace("*", str(mb2), 1)
 
 
-def cover_table(shapes: Sequence[Shape]) -> tuple[IntArray, IntArray]:
+def cover_table(shapes: Sequence[OpShape]) -> tuple[IntArray, IntArray]:
     """(node, member) of every shape's covers, each [cover, shape]; node -1 where a shape has fewer.
 
-    >>> both = Shape(OpKind.COMPUTE, "compute", "0B*", ((7, 0), (8, 0))), Shape(OpKind.SEND, "send>1", "0SEND_F*")
+    >>> both = OpShape(OpKind.COMPUTE, "compute", "0B*", ((7, 0), (8, 0))), OpShape(OpKind.SEND, "send>1", "0SEND_F*")
     >>> cover_table(both)[0].tolist()
     [[7, -1], [8, -1]]
     """
@@ -87,7 +87,7 @@ def cover_table(shapes: Sequence[Shape]) -> tuple[IntArray, IntArray]:
 
 
 @dataclass(frozen=True, eq=False)
-class Csr:
+class OpLists:
     """Lists of integers by row: `items[at[i]:at[i + 1]]` are row i's."""
 
     at: IntArray
@@ -98,10 +98,10 @@ class Csr:
         return self.items[self.at[i] : self.at[i + 1]]
 
     @classmethod
-    def of(cls, rows: int, row: IntArray, item: IntArray) -> Csr:
+    def of(cls, rows: int, row: IntArray, item: IntArray) -> OpLists:
         """From (row, item) pairs; items of a row keep their given order.
 
-        >>> Csr.of(3, np.array([2, 0, 2]), np.array([7, 8, 9])).row(2).tolist()
+        >>> OpLists.of(3, np.array([2, 0, 2]), np.array([7, 8, 9])).row(2).tolist()
         [7, 9]
         """
         by = np.argsort(row, kind="stable")
@@ -148,12 +148,12 @@ class Plan:
 
     graph: Graph
     header: Mapping[str, str]
-    shapes: tuple[Shape, ...]
+    shapes: tuple[OpShape, ...]
     program: IntArray
     shape: IntArray
     mb: IntArray
     mb2: IntArray
-    waits: Csr
+    waits: OpLists
     partner: IntArray
     collective: IntArray
     buffers: Buffers

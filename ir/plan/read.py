@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, nearest
-from ir.core.files import Format, read_text
+from ir.core.files import FileErrors, read_text
 from ir.graph.graph import Graph
 from ir.graph.sync import buckets, with_sync
-from ir.plan.plan import Plan, Role, Shape
+from ir.plan.plan import CollectiveRole, OpShape, Plan
 from ir.plan.read_buffers import read_buffers
-from ir.plan.rebuild import Columns, Raw, columns_plan
-from ir.plan.vocabulary import Vocabulary, stream_cell
+from ir.plan.rebuild import PlanTextColumns, PlanTextRows, columns_plan
+from ir.plan.vocabulary import OpVocabulary, stream_cell
 
 VERSION = 1
 COUNTS = ("microbatches", "programs", "ops")
 MAX_BYTES = 64 * 2**20
-FORM = Format("a plan", ErrorKind.IO, "PLAN", MAX_BYTES, "the plan.txt that `plan --out DIR` leaves in DIR")
+FORM = FileErrors("a plan", ErrorKind.IO, "PLAN", MAX_BYTES, "the plan.txt that `plan --out DIR` leaves in DIR")
 MAX_OPS = 1_000_000
 MAX_PROGRAMS = 65_536
 _PARTS = {"wait": 1, "post": 2, "alloc": 3, "free": 4}
@@ -70,9 +70,9 @@ class _Reader:
             graph = with_sync(graph, self.header.get("clip") != "off", buckets(graph))
         if graph.mbs != self.counts["microbatches"]:
             self._wrong(f"a plan of {self.counts['microbatches']} microbatches, for a graph of {graph.mbs}")
-        self.graph, self.raw = graph, Raw(file)
-        self.words = Vocabulary(graph, self.counts["programs"])
-        self.shapes: list[Shape] = []
+        self.graph, self.raw = graph, PlanTextRows(file)
+        self.words = OpVocabulary(graph, self.counts["programs"])
+        self.shapes: list[OpShape] = []
         self.ids: dict[tuple[str, str], int] = {}
         self.programs: list[_Program] = []
 
@@ -117,7 +117,7 @@ class _Reader:
                 self._no(f"the text has {found} {name}, its header says {self.counts[name]}", fix=f"{name} = {found}")
         for p in self.programs:
             self._resolve(p)
-        columns = Columns(self.raw, self.graph, tuple(self.shapes))
+        columns = PlanTextColumns(self.raw, self.graph, tuple(self.shapes))
         buffers = read_buffers(self.raw, columns, self.words, self._text)
         return Plan(buffers=buffers, **columns_plan(self.raw, columns, self.header))  # type: ignore[arg-type]
 
@@ -231,7 +231,10 @@ class _Reader:
         for row, word in p.allocs:
             name, _, size = word.rpartition(":")
             on = self._find(p, row, name, "allocates")
-            if not re.fullmatch(r"[1-9]\d{0,17}", size, re.ASCII) or self.shapes[raw.shape[on]].role is not Role.REDUCE:
+            if (
+                not re.fullmatch(r"[1-9]\d{0,17}", size, re.ASCII)
+                or self.shapes[raw.shape[on]].role is not CollectiveRole.REDUCE
+            ):
                 raise raw.wrong(row, f"{word:.60} is no gradient bucket and its bytes", "alloc 2RS3/dense:4096")
             raw.allocs.append((row, on, int(size)))
         twice = [row for row, on in Counter(on for _, on, _ in raw.allocs).items() if on > 1]

@@ -9,12 +9,12 @@ import numpy as np
 from ir.core.ops import Pass
 from ir.core.order import IntArray
 from ir.graph.zero import part_nodes
-from ir.plan.plan import AT_START, CATEGORIES, Buffers, OpKind, Role, sorted_buffers
-from ir.plan.rebuild import Columns, Raw
-from ir.plan.vocabulary import Vocabulary
+from ir.plan.plan import AT_START, CATEGORIES, Buffers, CollectiveRole, OpKind, sorted_buffers
+from ir.plan.rebuild import PlanTextColumns, PlanTextRows
+from ir.plan.vocabulary import OpVocabulary
 
 
-def read_buffers(raw: Raw, c: Columns, words: Vocabulary, text: Callable[[int], str]) -> Buffers:
+def read_buffers(raw: PlanTextRows, c: PlanTextColumns, words: OpVocabulary, text: Callable[[int], str]) -> Buffers:
     """All of them. Raises PiperError (illegal_plan) on a free of what is not there, or a second one.
 
     text: the text of an op, for errors.
@@ -25,7 +25,7 @@ def read_buffers(raw: Raw, c: Columns, words: Vocabulary, text: Callable[[int], 
 class _Reading:
     """Buffers called after nodes come first (numbers 0 … local − 1), then those called after ops."""
 
-    def __init__(self, raw: Raw, c: Columns, words: Vocabulary, text: Callable[[int], str]) -> None:
+    def __init__(self, raw: PlanTextRows, c: PlanTextColumns, words: OpVocabulary, text: Callable[[int], str]) -> None:
         self.raw, self.c, self.words, self.text = raw, c, words, text
         nodes, mbs = c.graph.nodes, c.graph.mbs
         writes = [(i, s, b) for i, n in enumerate(nodes) if not n.once for s, b in enumerate(n.writes) if b.bytes > 0]
@@ -58,7 +58,7 @@ class _Reading:
         size = np.array([b.bytes for n in c.graph.nodes for b in n.writes], dtype=np.int64)
         recv = np.flatnonzero(c.kind == OpKind.RECV)
         recv = recv[size[c.carried[recv]] > 0]
-        ag = [s.message.bytes if s.message and s.role is Role.GATHER else 0 for s in c.shapes]
+        ag = [s.message.bytes if s.message and s.role is CollectiveRole.GATHER else 0 for s in c.shapes]
         made = c.by_shape(ag)
         gather = np.flatnonzero(made)
         op, naming, given = np.array(self.raw.allocs, dtype=np.int64).reshape(-1, 3).T
@@ -98,7 +98,7 @@ class _Reading:
         for k in np.flatnonzero(free[self.local :] >= 0).tolist():
             naming, at = int(self.columns["slot"][self.local + k]), int(free[self.local + k])
             shape = self.c.shapes[int(self.c.shape[naming])]
-            if shape.role is Role.GATHER:
+            if shape.role is CollectiveRole.GATHER:
                 key = int(self.c.shape[naming]), int(self.c.shape[at])
                 if key not in memo:
                     memo[key] = max(self._bucket_covers(naming, at, everything), default=AT_START)

@@ -10,11 +10,11 @@ import numpy as np
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import IntArray
 from ir.graph.graph import Graph
-from ir.plan.plan import Csr, OpKind, Shape, first_use
+from ir.plan.plan import OpKind, OpLists, OpShape, first_use
 
 
 @dataclass
-class Raw:
+class PlanTextRows:
     """The ops of a text as columns, and what their lines say of others as pairs.
 
     begins: whether a dash marks the op. line: its line number. waits: (op, awaited op). frees: (op, slot among all
@@ -40,10 +40,10 @@ class Raw:
         )
 
 
-class Columns:
+class PlanTextColumns:
     """The text's columns as arrays, with what each op's shape says."""
 
-    def __init__(self, raw: Raw, graph: Graph, shapes: tuple[Shape, ...]) -> None:
+    def __init__(self, raw: PlanTextRows, graph: Graph, shapes: tuple[OpShape, ...]) -> None:
         self.graph, self.shapes = graph, shapes
         self.base = np.concatenate([[0], np.cumsum([len(n.writes) for n in graph.nodes])]).astype(np.int64)
         self.program, self.shape, self.mb, self.mb2 = (
@@ -83,7 +83,7 @@ class Columns:
         return slots[some], mb[some], op[some], cover[some]
 
 
-def columns_plan(raw: Raw, c: Columns, header: Mapping[str, str]) -> dict[str, object]:
+def columns_plan(raw: PlanTextRows, c: PlanTextColumns, header: Mapping[str, str]) -> dict[str, object]:
     """All columns of the plan but its buffers. Ops that are missing or doubled stay so: `check_plan` names them."""
     row, on = np.array(raw.waits, dtype=np.int64).reshape(-1, 2).T
     by = np.lexsort((on, row))
@@ -95,14 +95,14 @@ def columns_plan(raw: Raw, c: Columns, header: Mapping[str, str]) -> dict[str, o
         shape=c.shape,
         mb=c.mb,
         mb2=c.mb2,
-        waits=Csr.of(len(c.shape), row[by], on[by]),
+        waits=OpLists.of(len(c.shape), row[by], on[by]),
         partner=_partner(c),
         collective=_collective(c),
         unit=_unit(raw, c),
     )
 
 
-def _partner(c: Columns) -> IntArray:
+def _partner(c: PlanTextColumns) -> IntArray:
     """Sends and receives of one buffer and microbatch that name each other's programs."""
     out = np.full(len(c.shape), -1, dtype=np.int64)
     programs = int(max(c.program.max(initial=0), c.peer.max(initial=0))) + 1
@@ -118,7 +118,7 @@ def _partner(c: Columns) -> IntArray:
     return out
 
 
-def _collective(c: Columns) -> IntArray:
+def _collective(c: PlanTextColumns) -> IntArray:
     nodes = c.graph.nodes
     first = [s.covers[0][0] if s.covers else -1 for s in c.shapes]
     out = c.by_shape([n if n >= 0 and nodes[n].once and len(nodes[n].groups) > 1 else -1 for n in first])
@@ -127,7 +127,7 @@ def _collective(c: Columns) -> IntArray:
     return out
 
 
-def _unit(raw: Raw, c: Columns) -> IntArray:
+def _unit(raw: PlanTextRows, c: PlanTextColumns) -> IntArray:
     """Units count at marks; a send belongs to its producer's, a receive to its first consumer's; the rest to none."""
     nodes = c.graph.nodes
     base = c.by_shape([int(bool(s.covers) and not nodes[s.covers[0][0]].once) for s in c.shapes]) == 1

@@ -33,8 +33,8 @@ import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import IntArray
-from ir.graph.graph import Node, illegal
-from ir.plan.plan import OpKind, Plan, Shape
+from ir.graph.graph import GraphNode, illegal
+from ir.plan.plan import OpKind, OpShape, Plan
 from ir.plan.read import COUNTS, VERSION, parse_plan, read_plan
 from ir.plan.vocabulary import cover_text, stream_cell
 
@@ -48,10 +48,10 @@ def plan_text(plan: Plan) -> str:
     """The text of a plan.
 
     >>> from ir.graph.build import stage_graph
-    >>> from ir.directives import Place, Split, apply
+    >>> from ir.directives import PlaceDirective, SplitDirective, apply
     >>> from ir.core.filters import parse_filter as f
     >>> from ir.lower import lower
-    >>> graph = apply(stage_graph(1), [Split(f({}), "MB", 1), Place(f({"PP": 0}), 0)])
+    >>> graph = apply(stage_graph(1), [SplitDirective(f({}), "MB", 1), PlaceDirective(f({"PP": 0}), 0)])
     >>> print(plan_text(lower(graph)).partition("ops = ")[2].rstrip())
     2
     <BLANKLINE>
@@ -103,7 +103,7 @@ def _blocks(plan: Plan) -> Iterator[str]:
         yield "\n".join(["", f"program {p}", *body, ""])
 
 
-def _says_itself(shape: Shape, nodes: tuple[Node, ...]) -> bool:
+def _says_itself(shape: OpShape, nodes: tuple[GraphNode, ...]) -> bool:
     if len(shape.covers) > 1:
         return False
     return not shape.covers or cover_text(nodes[shape.covers[0][0]], shape.covers[0][1]) == shape.text

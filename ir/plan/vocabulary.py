@@ -8,31 +8,31 @@ from dataclasses import replace
 
 from ir.core.errors import nearest
 from ir.core.ops import Pass
-from ir.graph.graph import COMPUTE, Graph, Node
+from ir.graph.graph import COMPUTE, Graph, GraphNode
 from ir.graph.sync import Bucket, buckets
 from ir.graph.zero import per_microbatch
-from ir.plan.names import Labels, TransferNames, fused_text, gather_shape, node_shape, reduction_shape
-from ir.plan.plan import OpKind, Role, Shape
+from ir.plan.names import MessageNames, OpLabels, fused_text, gather_shape, node_shape, reduction_shape
+from ir.plan.plan import CollectiveRole, OpKind, OpShape
 
 _TRANSFER = re.compile(r"(send>|recv<|p2p[<>])(0|[1-9]\d{0,5})", re.ASCII)
 _AGAIN = re.compile(r"(\S+)\+([1-9]\d{0,8})", re.ASCII)  # the text of a gather of what was gathered before
 _SLOT = re.compile(r"(\d{1,9}[FIWR])(0|[1-9]\d{0,8})(/\S+)?\.([^\s./:]+)", re.ASCII)
 
 
-class Vocabulary:
+class OpVocabulary:
     """Shapes by (stream cell, text with * for microbatches), and buffers by name.
 
     >>> from ir.graph.build import stage_graph
-    >>> words = Vocabulary(stage_graph(2), programs=2)
+    >>> words = OpVocabulary(stage_graph(2), programs=2)
     >>> words.find("compute", "1F*").covers, words.find("send>1", "0SEND_F*").slot, words.find("compute", "7F*")
     (((3, 0),), (0, 0), None)
     """
 
     def __init__(self, graph: Graph, programs: int) -> None:
         self.graph, self.programs = graph, programs
-        self.names, self.labels = TransferNames(graph), Labels(graph)
+        self.names, self.labels = MessageNames(graph), OpLabels(graph)
         self.covers: dict[str, int] = {}
-        self._of: dict[tuple[str, str], Shape] = {}
+        self._of: dict[tuple[str, str], OpShape] = {}
         self._slots: dict[tuple[str, str, str], int] = {}
         base = 0
         for i, n in enumerate(graph.nodes):
@@ -64,10 +64,10 @@ class Vocabulary:
         made = [self.labels.of(run) for run in runs]
         if any(len(s) > 1 for s in stages) or text != (made[0] if len(made) == 1 else fused_text(made)):
             return f"shape {text} does not cover {' '.join(words)}"
-        self._of[COMPUTE, text] = Shape(OpKind.COMPUTE, COMPUTE, text, tuple(covers))
+        self._of[COMPUTE, text] = OpShape(OpKind.COMPUTE, COMPUTE, text, tuple(covers))
         return None
 
-    def find(self, cell: str, text: str) -> Shape | None:
+    def find(self, cell: str, text: str) -> OpShape | None:
         """The shape of an op on a stream, None if there is none."""
         if shape := self._of.get((cell, text)):
             return shape
@@ -76,7 +76,7 @@ class Vocabulary:
         flat = self._flat.get(text) or self._again(text)
         return flat if flat is not None and flat.stream == cell else None
 
-    def _shapes(self, b: Bucket) -> list[Shape]:
+    def _shapes(self, b: Bucket) -> list[OpShape]:
         """A bucket's reduction, and where its weights are sharded their first gathers, for a microbatch."""
         if self.graph.source is None:
             return []
@@ -84,20 +84,20 @@ class Vocabulary:
         gathers = [gather_shape(b, p, 0, gather) for p in Pass] if b.replica.zero == 3 else []
         return [reduction_shape(b, reduce), *gathers]
 
-    def _again(self, text: str) -> Shape | None:
+    def _again(self, text: str) -> OpShape | None:
         """The shape of a later gather: `2AG_F*/l7.dense+1`."""
         m = _AGAIN.fullmatch(text)
         first = self._flat.get(m[1]) if m else None
-        if m is None or first is None or first.role is not Role.GATHER:
+        if m is None or first is None or first.role is not CollectiveRole.GATHER:
             return None
         return replace(first, text=text, again=int(m[2]))
 
-    def _transfer(self, way: str, peer: int, text: str) -> Shape | None:
+    def _transfer(self, way: str, peer: int, text: str) -> OpShape | None:
         kind = OpKind.SEND if way[-1] == ">" else OpKind.RECV
         slot = self.names.carried(kind, text)
         if slot is None or peer >= self.programs:
             return None
-        return Shape(kind, "p2p" if way[0] == "p" else f"{way}{peer}", text, slot=slot, peer=peer)
+        return OpShape(kind, "p2p" if way[0] == "p" else f"{way}{peer}", text, slot=slot, peer=peer)
 
     def buffer(self, name: str) -> tuple[int, int] | None:
         """(slot among all nodes' writes, microbatch) of a buffer called after a node, None for other names."""
@@ -116,18 +116,18 @@ class Vocabulary:
         return elsewhere[0] if elsewhere else nearest(text, same or [t for _, t in self._of])
 
 
-def cover_text(node: Node, member: int) -> str:
+def cover_text(node: GraphNode, member: int) -> str:
     """A node as a `shape` line names it.
 
     >>> from ir.core.ops import Pass
-    >>> cover_text(Node(2, Pass.F, "l7.attn"), 0), cover_text(Node(2, Pass.F, ""), 1)
+    >>> cover_text(GraphNode(2, Pass.F, "l7.attn"), 0), cover_text(GraphNode(2, Pass.F, ""), 1)
     ('2F*/l7.attn', '2F&')
     """
     mark = "" if node.once else "&" if member else "*"
     return f"{node.stage}{node.kind}{mark}" + (f"/{node.part}" if node.part else "")
 
 
-def stream_cell(shape: Shape) -> str:
+def stream_cell(shape: OpShape) -> str:
     """The stream of an op, with the peer where all transfers share one."""
     if shape.stream != "p2p":
         return shape.stream

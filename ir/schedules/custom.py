@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.files import Format, read_text
+from ir.core.files import FileErrors, read_text
 from ir.core.limits import check_passes
 from ir.core.order import Order
 from ir.schedules.evaluate import check_complete
-from ir.schedules.schedule import Placement, Schedule
+from ir.schedules.schedule import Schedule, StagePlacement
 
-FORM = Format("a schedule", ErrorKind.JOB, "schedule.csv", fix="PyTorch's CSV: one row of ops per rank")
+FORM = FileErrors("a schedule", ErrorKind.JOB, "schedule.csv", fix="PyTorch's CSV: one row of ops per rank")
 
 
 def from_csv(path: str | Path) -> Schedule:
@@ -121,16 +121,16 @@ def from_rows(rows: Sequence[Sequence[str]], name: str) -> Schedule:
                     f"stage {s} of microbatch {m} is on ranks {home[m][s]} and {rank}",
                     suggestion="all passes of a stage and microbatch in one row",
                 )
-    placements: list[Placement] = []
+    placements: list[StagePlacement] = []
     for m in range(mbs):
         where = tuple(home[m].get(s, -1) for s in range(stages))
         if -1 in where:
             message = f"stage {where.index(-1)} of microbatch {m} is in no rank's row"
             raise PiperError(ErrorKind.JOB, message, suggestion=f"{where.index(-1)}F{m} and {where.index(-1)}B{m}")
         if placements and placements[-1].rank_of_stage == where:
-            placements[-1] = Placement(range(placements[-1].mbs.start, m + 1), where)
+            placements[-1] = StagePlacement(range(placements[-1].mbs.start, m + 1), where)
         else:
-            placements.append(Placement(range(m, m + 1), where))
+            placements.append(StagePlacement(range(m, m + 1), where))
     check_complete(orders, placements)
     return Schedule(name, len(rows), mbs, stages // len(rows), tuple(placements), orders)
 

@@ -4,7 +4,7 @@ A finished op's result is there p2p later on another rank, at once on its own; n
 pair starts when both inputs are there and hands over both results at its end.
 
 >>> from ir.schedules.fixed import one_f_one_b
->>> found = evaluate(one_f_one_b(ranks=2, mbs=3), [Placement(range(3), (0, 1))])
+>>> found = evaluate(one_f_one_b(ranks=2, mbs=3), [StagePlacement(range(3), (0, 1))])
 >>> found.makespan, found.peak_inflight
 (12.0, (2, 1))
 """
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.ops import Token
+from ir.core.ops import OpToken
 from ir.core.order import IntArray, Order
-from ir.schedules.schedule import OpTimes, Placement
+from ir.schedules.schedule import OpTimes, StagePlacement
 
 _F, _I, _W = range(3)
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ScheduleEvaluation:
     """What orders cost.
 
     busy: per rank, time spent in ops.
@@ -48,10 +48,10 @@ class Evaluation:
 
 def evaluate(
     orders: Sequence[Order],
-    placements: Sequence[Placement],
+    placements: Sequence[StagePlacement],
     times: OpTimes = OpTimes(),
     fb: float | None = None,
-) -> Evaluation:
+) -> ScheduleEvaluation:
     """Time and memory of complete orders; refuses incomplete ones and deadlocks.
 
     fb: duration of a fused pair, by default F + B.
@@ -65,7 +65,7 @@ def evaluate(
     busy = tuple(sum(p.seconds) for p in programs)
     spans = [(e[-1] - s[0] if e else 0.0) for s, e in zip(starts, ends, strict=True)]
     idle = [1 - b / span if span else 0.0 for b, span in zip(busy, spans, strict=True)]
-    return Evaluation(
+    return ScheduleEvaluation(
         makespan=max((e[-1] for e in ends if e), default=0.0),
         busy=busy,
         span_bubble_fraction=max(0.0, *idle),  # rounding must not make idle time negative
@@ -74,10 +74,10 @@ def evaluate(
     )
 
 
-def check_complete(orders: Sequence[Order], placements: Sequence[Placement]) -> None:
+def check_complete(orders: Sequence[Order], placements: Sequence[StagePlacement]) -> None:
     """Refuse orders that do not do every pass of every stage and microbatch exactly once, on the stage's rank."""
     home = _homes(placements)
-    seen = np.zeros((len(Token), *home.shape), dtype=np.int64)
+    seen = np.zeros((len(OpToken), *home.shape), dtype=np.int64)
     for rank, order in enumerate(orders):
         known = (order.stage < home.shape[0]) & (order.mb < home.shape[1])
         stray = ~known
@@ -86,16 +86,16 @@ def check_complete(orders: Sequence[Order], placements: Sequence[Placement]) -> 
             raise _illegal(f"{order.actions()[int(stray.argmax())]} is not rank {rank}'s to do")
         np.add.at(seen, (order.token, order.stage, order.mb), 1)
     for name, count in (
-        ("F", seen[Token.F]),
-        ("I or B", seen[Token.I] + seen[Token.B]),
-        ("W or B", seen[Token.W] + seen[Token.B]),
+        ("F", seen[OpToken.F]),
+        ("I or B", seen[OpToken.I] + seen[OpToken.B]),
+        ("W or B", seen[OpToken.W] + seen[OpToken.B]),
     ):
         if (count != 1).any():
             stage, mb = np.argwhere(count != 1)[0].tolist()
             raise _illegal(f"stage {stage} does {name} of microbatch {mb} {count[stage, mb]} times, not once")
 
 
-def _homes(placements: Sequence[Placement]) -> IntArray:
+def _homes(placements: Sequence[StagePlacement]) -> IntArray:
     """home[stage, mb] -> rank."""
     stages, mbs = len(placements[0].rank_of_stage), max(p.mbs.stop for p in placements)
     home = np.full((stages, mbs), -1, dtype=np.int64)

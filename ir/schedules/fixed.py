@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ir.core.ops import Token
+from ir.core.ops import OpToken
 from ir.core.order import IntArray, Order
-from ir.schedules.table import Phase, Slot, Turns, emit
+from ir.schedules.table import Phase, ScheduleSlot, ScheduleTurns, emit
 
 
 def gpipe(ranks: int, mbs: int) -> tuple[Order, ...]:
@@ -25,12 +25,12 @@ def gpipe(ranks: int, mbs: int) -> tuple[Order, ...]:
     >>> print(*gpipe(ranks=1, mbs=2)[0].cells())
     0F0 0F1 0B0 0B1
     """
-    return tuple(emit(((mbs, "F0"), (mbs, "B0")), [Slot(r, range(mbs))]) for r in range(ranks))
+    return tuple(emit(((mbs, "F0"), (mbs, "B0")), [ScheduleSlot(r, range(mbs))]) for r in range(ranks))
 
 
 def one_f_one_b(ranks: int, mbs: int) -> tuple[Order, ...]:
     """One forward, one backward, after a fill of one forward per rank ahead (PipeDream-Flush, arXiv:2006.09503)."""
-    return tuple(emit(_1f1b(min(ranks - 1 - r, mbs), mbs), [Slot(r, range(mbs))]) for r in range(ranks))
+    return tuple(emit(_1f1b(min(ranks - 1 - r, mbs), mbs), [ScheduleSlot(r, range(mbs))]) for r in range(ranks))
 
 
 def _1f1b(fill: int, total: int, f: str = "F0", b: str = "B0") -> tuple[Phase, ...]:
@@ -52,7 +52,7 @@ def looped_bfs(ranks: int, mbs: int, chunks: int) -> tuple[Order, ...]:
 
 
 def _last_first(order: Order, mbs: int) -> Order:
-    mb = np.where(order.token == Token.B, mbs - 1 - order.mb, order.mb)
+    mb = np.where(order.token == OpToken.B, mbs - 1 - order.mb, order.mb)
     return Order(order.stage, order.token, mb, order.unit)
 
 
@@ -98,8 +98,8 @@ def zb1p(ranks: int, mbs: int, chunks: int = 1) -> tuple[Order, ...]:
     return tuple(map(rank, range(ranks)))
 
 
-def _looped(rank: int, ranks: int, mbs: int, chunks: int) -> list[Slot]:
-    return [Slot(c * ranks + rank, range(mbs)) for c in range(chunks)]
+def _looped(rank: int, ranks: int, mbs: int, chunks: int) -> list[ScheduleSlot]:
+    return [ScheduleSlot(c * ranks + rank, range(mbs)) for c in range(chunks)]
 
 
 def _rounds(ranks: int, mbs: int) -> IntArray:
@@ -113,10 +113,10 @@ def _rounds(ranks: int, mbs: int) -> IntArray:
     return mbs // rounds + (np.arange(rounds) < mbs % rounds)
 
 
-def _turns(rounds: IntArray, chunks: int) -> Turns:
+def _turns(rounds: IntArray, chunks: int) -> ScheduleTurns:
     """A round takes its microbatches through one chunk after the other, forwards up, backwards down."""
     chunk = np.repeat(np.tile(np.arange(chunks), len(rounds)), np.repeat(rounds, chunks))
-    return Turns(forward=chunk, backward=chunks - 1 - chunk)
+    return ScheduleTurns(forward=chunk, backward=chunks - 1 - chunk)
 
 
 def zbv(ranks: int, mbs: int) -> tuple[Order, ...]:
@@ -170,8 +170,8 @@ def _dualpipev(rank: int, ranks: int, mbs: int) -> tuple[Phase, ...]:
     )
 
 
-def _v(rank: int, ranks: int, mbs: int) -> list[Slot]:
-    return [Slot(rank, range(mbs)), Slot(2 * ranks - 1 - rank, range(mbs))]
+def _v(rank: int, ranks: int, mbs: int) -> list[ScheduleSlot]:
+    return [ScheduleSlot(rank, range(mbs)), ScheduleSlot(2 * ranks - 1 - rank, range(mbs))]
 
 
 def dualpipe(ranks: int, mbs: int) -> tuple[Order, ...]:
@@ -191,7 +191,7 @@ def dualpipe(ranks: int, mbs: int) -> tuple[Order, ...]:
     def rank(r: int) -> Order:
         early = min(r, ranks - 1 - r)
         own, other = directions if r == early else reversed(directions)
-        slots = [Slot(early, own), Slot(ranks - 1 - early, other)]
+        slots = [ScheduleSlot(early, own), ScheduleSlot(ranks - 1 - early, other)]
         return emit(_dualpipev(early, ranks // 2, max(half, ranks)), slots)
 
     return tuple(map(rank, range(ranks)))

@@ -14,25 +14,25 @@ from functools import lru_cache
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.order import Order
 from ir.schedules import fixed
-from ir.schedules.schedule import OpTimes, Placement, Schedule
+from ir.schedules.schedule import OpTimes, Schedule, StagePlacement
 
 Orders = tuple[Order, ...]
 Builder = Callable[[int, int, int, OpTimes], Orders]  # ranks, microbatches, chunks, op times
-Places = Callable[[int, int, int], tuple[Placement, ...]]  # ranks, microbatches, chunks
+Places = Callable[[int, int, int], tuple[StagePlacement, ...]]  # ranks, microbatches, chunks
 
 
-def _looped(ranks: int, mbs: int, chunks: int) -> tuple[Placement, ...]:
-    return (Placement(range(mbs), tuple(range(ranks)) * chunks),)
+def _looped(ranks: int, mbs: int, chunks: int) -> tuple[StagePlacement, ...]:
+    return (StagePlacement(range(mbs), tuple(range(ranks)) * chunks),)
 
 
-def _v(ranks: int, mbs: int, chunks: int) -> tuple[Placement, ...]:
-    return (Placement(range(mbs), (*range(ranks), *reversed(range(ranks)))),)
+def _v(ranks: int, mbs: int, chunks: int) -> tuple[StagePlacement, ...]:
+    return (StagePlacement(range(mbs), (*range(ranks), *reversed(range(ranks)))),)
 
 
-def _both_ways(ranks: int, mbs: int, chunks: int) -> tuple[Placement, ...]:
+def _both_ways(ranks: int, mbs: int, chunks: int) -> tuple[StagePlacement, ...]:
     half = (mbs + 1) // 2
     forth = tuple(range(ranks))
-    return (Placement(range(half), forth), Placement(range(half, mbs), forth[::-1]))
+    return (StagePlacement(range(half), forth), StagePlacement(range(half, mbs), forth[::-1]))
 
 
 # Imported where they are used: a search is not needed to emit a table.

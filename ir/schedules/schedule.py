@@ -24,7 +24,7 @@ class OpTimes:
 
 
 @dataclass(frozen=True)
-class Placement:
+class StagePlacement:
     """For some microbatches, the rank of each stage. DualPipe has two placements, all others have one."""
 
     mbs: range
@@ -43,7 +43,7 @@ class Schedule:
     ranks: int
     microbatches: int
     chunks: int
-    placements: tuple[Placement, ...]
+    placements: tuple[StagePlacement, ...]
     orders: tuple[Order, ...]
     order_depends_on_times: bool = False
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ir.core.filters import parse_filter
-from ir.directives.order import OrderBy
-from ir.directives.place import Place
-from ir.directives.split import Split
+from ir.directives.order import OrderDirective
+from ir.directives.place import PlaceDirective
+from ir.directives.split import SplitDirective
 from ir.directives.strategy import Directive
 from ir.schedules.schedule import Schedule
 
@@ -19,7 +19,7 @@ def placing(schedule: Schedule) -> list[Directive]:
     >>> [str(d) for d in placing(build("dualpipe", 2, 4))][1]
     'place({"PP": 0, "MB": "0..1"}, group=0)'
     """
-    out: list[Directive] = [Split(parse_filter({}), DIM, schedule.microbatches)]
+    out: list[Directive] = [SplitDirective(parse_filter({}), DIM, schedule.microbatches)]
     for placement in schedule.placements:
         if not placement.mbs:  # a single microbatch leaves DualPipe's second direction empty
             continue
@@ -27,10 +27,10 @@ def placing(schedule: Schedule) -> list[Directive]:
             tags: dict[str, object] = {"PP": stage}
             if len(schedule.placements) > 1:
                 tags[DIM] = f"{placement.mbs.start}..{placement.mbs.stop - 1}"
-            out.append(Place(parse_filter(tags), rank))
+            out.append(PlaceDirective(parse_filter(tags), rank))
     return out
 
 
 def ordering(schedule: Schedule) -> Directive:
     """The order table of every rank."""
-    return OrderBy(table=tuple(enumerate(schedule.orders)))
+    return OrderDirective(table=tuple(enumerate(schedule.orders)))

@@ -8,13 +8,13 @@ A table says which slot works, never which microbatch: those follow from countin
     (F0;B1)           a fused pair
 
 >>> rows = ((1, "F0"), (2, "F0 B0"), (1, "B0"))
->>> emit(rows, [Slot(stage=7, mbs=range(3))]).cells()
+>>> emit(rows, [ScheduleSlot(stage=7, mbs=range(3))]).cells()
 ['7F0', '7F1', '7B0', '7F2', '7B1', '7B2']
 
 Microbatches a slot does not have are dropped, so a table that needs many of them serves for few: what is left of a
 legal order is legal, because ops depend on ops of their own microbatch only.
 
->>> emit(rows, [Slot(stage=7, mbs=range(5, 6))]).cells()
+>>> emit(rows, [ScheduleSlot(stage=7, mbs=range(5, 6))]).cells()
 ['7F5', '7B5']
 """
 
@@ -27,7 +27,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ir.core.ops import Token
+from ir.core.ops import OpToken
 from ir.core.order import BoolArray, IntArray, Order
 
 Phase = tuple[int, str]
@@ -37,7 +37,7 @@ _TOKEN = re.compile(r"([FBIW])(\d*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ScheduleSlot:
     """What a table's slot number stands for on one rank: a stage and the microbatches it sees."""
 
     stage: int
@@ -45,7 +45,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class ScheduleTurns:
     """For tokens that name no slot: the slots in the order of their forwards, and of their backwards."""
 
     forward: IntArray
@@ -60,17 +60,17 @@ def _parse(ops: str) -> IntArray:
         for i, text in enumerate(cell.strip("()").split(";")):
             m = _TOKEN.fullmatch(text)
             assert m, f"not a table token: {text!r} in {ops!r}"
-            rows.append((Token[m[1]], int(m[2]) if m[2] else _TURN, i == 0))
+            rows.append((OpToken[m[1]], int(m[2]) if m[2] else _TURN, i == 0))
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
-def emit(phases: Sequence[Phase], slots: Sequence[Slot], turns: Turns | None = None) -> Order:
+def emit(phases: Sequence[Phase], slots: Sequence[ScheduleSlot], turns: ScheduleTurns | None = None) -> Order:
     """Number the microbatches of one rank's table."""
     table = np.concatenate([np.tile(_parse(ops), (times, 1)) for times, ops in phases])
     token, slot, begins = np.ascontiguousarray(table.T)
-    back = (token == Token.B) | (token == Token.I)
+    back = (token == OpToken.B) | (token == OpToken.I)
     if turns:
-        slot[token == Token.F] = turns.forward
+        slot[token == OpToken.F] = turns.forward
         slot[back] = turns.backward
     mb = _count(token, back, slot, len(slots))
     _answer(token, slot, mb)
@@ -86,7 +86,7 @@ def emit(phases: Sequence[Phase], slots: Sequence[Slot], turns: Turns | None = N
 def _count(token: IntArray, back: BoolArray, slot: IntArray, slots: int) -> IntArray:
     """The microbatch of every token that has a slot: its running number among the slot's forwards, backwards, Ws."""
     mb = np.zeros(len(token), dtype=np.int64)
-    passes = (token == Token.F, back, token == Token.W)
+    passes = (token == OpToken.F, back, token == OpToken.W)
     for s in range(slots):
         here = slot == s
         for which in passes:
@@ -97,8 +97,8 @@ def _count(token: IntArray, back: BoolArray, slot: IntArray, slots: int) -> IntA
 
 def _answer(token: IntArray, slot: IntArray, mb: IntArray) -> None:
     """Give the k-th W without a slot the slot and microbatch of the k-th I."""
-    w = np.flatnonzero((token == Token.W) & (slot == _TURN))
-    i = np.flatnonzero(token == Token.I)[: len(w)]
+    w = np.flatnonzero((token == OpToken.W) & (slot == _TURN))
+    i = np.flatnonzero(token == OpToken.I)[: len(w)]
     slot[w], mb[w] = slot[i], mb[i]
 
 

@@ -10,7 +10,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.grid import quantised
 from ir.core.ops import Pass
 from ir.core.order import FloatArray
-from ir.graph.graph import Graph, Node
+from ir.graph.graph import Graph, GraphNode
 from ir.plan.plan import OpKind, Plan
 from ir.trace.trace import Trace
 
@@ -57,15 +57,15 @@ def _pieces(graph: Graph) -> Counter[tuple[int, str, str]]:
     return Counter(_key(n) for n in found if not layers or _chunk(n) in layers)
 
 
-def _computes(n: Node) -> bool:
+def _computes(n: GraphNode) -> bool:
     return not n.once and n.message is None
 
 
-def _chunk(n: Node) -> str:
+def _chunk(n: GraphNode) -> str:
     return n.part.split(".", 1)[0]
 
 
-def _key(n: Node) -> tuple[int, str, str]:
+def _key(n: GraphNode) -> tuple[int, str, str]:
     return n.stage, str(Pass.F if n.kind is Pass.R else n.kind), _chunk(n)
 
 

@@ -22,7 +22,7 @@ from typing import NoReturn
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.files import Format, parse_json, read_text
+from ir.core.files import FileErrors, parse_json, read_text
 from ir.core.order import FloatArray, IntArray
 from ir.trace.trace import MemorySamples, Trace
 
@@ -30,7 +30,7 @@ ROW_COLUMNS = ("step", "rank", "stream", "op", "post_s", "start_s", "end_s")
 MEMORY_COLUMNS = ("rank", "time_s", "bytes")
 MAX_BYTES = 64 * 2**20
 _FIX = "the trace.tsv that `run --out DIR` leaves in DIR"
-FORM = Format("a trace", ErrorKind.IO, "TRACE", MAX_BYTES, _FIX, largest=float_info.max)
+FORM = FileErrors("a trace", ErrorKind.IO, "TRACE", MAX_BYTES, _FIX, largest=float_info.max)
 MAX_ROWS = 1_000_000
 MAX_RANKS = 65_536
 MAX_TEXT = 1024

@@ -8,14 +8,14 @@ from ir.core.errors import PiperError
 from ir.core.order import IntArray
 from ir.graph.graph import illegal
 from ir.plan.plan import OpKind, Plan
-from ir.verify.coverage import Instances
-from ir.verify.reads import Reads
-from ir.verify.waits import Waits
+from ir.verify.coverage import OpInstances
+from ir.verify.reads import BufferReads
+from ir.verify.waits import OpWaits
 
 Readers = tuple[IntArray, IntArray, IntArray]  # op, cover, buffer
 
 
-def check_buffers(plan: Plan, found: Instances, read: Reads, flat: IntArray, waits: Waits) -> None:
+def check_buffers(plan: Plan, found: OpInstances, read: BufferReads, flat: IntArray, waits: OpWaits) -> None:
     """Raise on a buffer that is missing or twice there, and on a free that comes too early or at a wrong place.
 
     flat: [op, cover, the op that a gathered or reduced buffer they use is called after].
@@ -32,7 +32,7 @@ def check_buffers(plan: Plan, found: Instances, read: Reads, flat: IntArray, wai
     _check_readers(plan, readers(plan, read, flat, of), waits)
 
 
-def _check_readers(plan: Plan, found: Readers, waits: Waits) -> None:
+def _check_readers(plan: Plan, found: Readers, waits: OpWaits) -> None:
     """Readers come behind the write, and are done where the buffer dies."""
     b, (op, cover, buffer) = plan.buffers, found
     soon = np.flatnonzero((op < b.alloc[buffer]) | ((op == b.alloc[buffer]) & (cover < b.alloc_cover[buffer])))
@@ -54,7 +54,7 @@ def _check_readers(plan: Plan, found: Readers, waits: Waits) -> None:
         raise _early(plan, int(buffer[k]), f"while {plan.text(int(op[k]))} may still read it")
 
 
-def _written(plan: Plan, found: Instances, base: IntArray) -> IntArray:
+def _written(plan: Plan, found: OpInstances, base: IntArray) -> IntArray:
     """[slot of all nodes' writes, microbatch] -> buffer. Each buffer with a size is there once, where its node runs."""
     g, b = plan.graph, plan.buffers
     of = np.full((int(base[-1]), g.mbs), -1, dtype=np.int64)
@@ -79,7 +79,7 @@ def _written(plan: Plan, found: Instances, base: IntArray) -> IntArray:
     return of
 
 
-def readers(plan: Plan, read: Reads, uses: IntArray, of: IntArray) -> Readers:
+def readers(plan: Plan, read: BufferReads, uses: IntArray, of: IntArray) -> Readers:
     """(op, cover, buffer): who reads which buffer on the program that holds it. A send reads what it carries.
 
     Raises PiperError (illegal_plan): an op reads or sends what no buffer holds.

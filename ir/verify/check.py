@@ -8,11 +8,11 @@ from ir.plan.plan import Plan
 from ir.verify.buffers import check_buffers
 from ir.verify.collectives import check_channels, check_collectives
 from ir.verify.coverage import instances
-from ir.verify.deadlock import Dispatch, check_progress
+from ir.verify.deadlock import OpDispatch, check_progress
 from ir.verify.held import held
 from ir.verify.once import once_needs, tail
 from ir.verify.reads import reads
-from ir.verify.waits import Waits, check_waits
+from ir.verify.waits import OpWaits, check_waits
 from ir.verify.zero import check_room, zero_needs
 
 
@@ -31,12 +31,12 @@ def check_plan(plan: Plan, serial: bool = False, inline: bool = False) -> None:
     check_collectives(plan, found)
     read = reads(plan, found)
     zero = zero_needs(plan, found, holds, end)
-    waits = Waits(plan)
+    waits = OpWaits(plan)
     check_waits(plan, found, read, np.concatenate([once_needs(plan, found, holds, end), zero.needs]), waits)
     check_progress(plan)
     if inline:
-        check_progress(plan, Dispatch.INLINE)
+        check_progress(plan, OpDispatch.INLINE)
     if serial:
-        check_progress(plan, Dispatch.SERIAL)
+        check_progress(plan, OpDispatch.SERIAL)
     check_buffers(plan, found, read, zero.uses, waits)
     check_room(plan, zero.read)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ir.graph.graph import illegal
 from ir.plan.plan import OpKind, Plan
-from ir.verify.coverage import Instances
+from ir.verify.coverage import OpInstances
 
 
 def check_channels(plan: Plan) -> None:
@@ -64,7 +64,7 @@ def _check_pairs(plan: Plan) -> None:
         raise illegal("some transfers stand in one queue p2p, others on channels", "use one kind of queue")
 
 
-def check_collectives(plan: Plan, found: Instances) -> None:
+def check_collectives(plan: Plan, found: OpInstances) -> None:
     """Members of collectives that span programs stand in one order on each pair of programs' common stream.
 
     Raises PiperError (illegal_plan): members that are not the owners, or stand in two orders.

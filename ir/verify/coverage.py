@@ -12,7 +12,7 @@ from ir.plan.plan import Plan, cover_table
 
 
 @dataclass(frozen=True, eq=False)
-class Instances:
+class OpInstances:
     """Where everything runs. op[node, mb] -> op, cover[node, mb] -> index into its covers.
 
     Once-per-step nodes have a column per program instead of one per microbatch.
@@ -22,7 +22,7 @@ class Instances:
     cover: IntArray
 
 
-def instances(plan: Plan) -> Instances:
+def instances(plan: Plan) -> OpInstances:
     """From the plan's rows alone. Raises PiperError (illegal_plan): an op dropped, repeated, or on a wrong program."""
     graph = plan.graph
     wide = max(graph.mbs, plan.programs, 1)
@@ -44,7 +44,7 @@ def instances(plan: Plan) -> Instances:
         _once(plan, rows, taken | (op[n, column] != rows))
     _bare_once(plan)
     _complete(plan, op, once)
-    return Instances(op, cover)
+    return OpInstances(op, cover)
 
 
 def _where(plan: Plan, row: int) -> str:

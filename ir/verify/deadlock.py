@@ -9,12 +9,12 @@ import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.plan.host import held
-from ir.plan.plan import Csr, Plan
+from ir.plan.plan import OpLists, Plan
 
 _NONE, _MANY = -1, -2
 
 
-class Dispatch(StrEnum):
+class OpDispatch(StrEnum):
     """What moves a program's ops.
 
     streams: queues move by themselves, whatever the host does. inline: the host executes compute itself, so nothing is
@@ -27,16 +27,16 @@ class Dispatch(StrEnum):
     SERIAL = "each program's dispatch order as one stream"
 
 
-def check_progress(plan: Plan, dispatch: Dispatch = Dispatch.STREAMS) -> None:
+def check_progress(plan: Plan, dispatch: OpDispatch = OpDispatch.STREAMS) -> None:
     """Run the plan without time; raise PiperError (deadlock) naming where every program stands."""
-    serial, inline = dispatch is Dispatch.SERIAL, dispatch is Dispatch.INLINE
+    serial, inline = dispatch is OpDispatch.SERIAL, dispatch is OpDispatch.INLINE
     queues = [list(range(a, b)) for a, b in pairwise(plan.bounds.tolist())] if serial else plan.queues
     stuck = walk(plan, queues, held(plan) if inline else plan.waits)
     if stuck:
         raise _story(plan, stuck, dispatch)
 
 
-def walk(plan: Plan, queues: list[list[int]], waits: Csr) -> list[tuple[int, int]]:
+def walk(plan: Plan, queues: list[list[int]], waits: OpLists) -> list[tuple[int, int]]:
     """Advance every queue as far as it goes; returns (queue, op) where it stopped, empty if all ends were reached.
 
     Each queue runs until it blocks, then is woken by the one op it waits for: linear in ops and waits.
@@ -86,7 +86,7 @@ def walk(plan: Plan, queues: list[list[int]], waits: Csr) -> list[tuple[int, int
     return [(q, queue[k]) for q, (queue, k) in enumerate(zip(queues, place, strict=True)) if k < len(queue)]
 
 
-def _waits(waits: Csr) -> list[int]:
+def _waits(waits: OpLists) -> list[int]:
     """What each op waits for: an op, _NONE or _MANY."""
     count = np.diff(waits.at)
     out = np.where(count > 1, _MANY, _NONE)
@@ -111,13 +111,13 @@ def partners(plan: Plan) -> dict[int, tuple[int, ...]]:
     return {row: tuple(m for m in group if m != row) for group in members.values() for row in group}
 
 
-def _story(plan: Plan, stuck: list[tuple[int, int]], dispatch: Dispatch) -> PiperError:
+def _story(plan: Plan, stuck: list[tuple[int, int]], dispatch: OpDispatch) -> PiperError:
     halted = {op for _, op in stuck}
     meetings = partners(plan)
     lines = []
     for _, op in stuck[:24]:
         program = int(plan.program[op])
-        waits = [w for w in plan.waits.row(op).tolist() if w in halted or dispatch is not Dispatch.SERIAL]
+        waits = [w for w in plan.waits.row(op).tolist() if w in halted or dispatch is not OpDispatch.SERIAL]
         stream = plan.shapes[int(plan.shape[op])].stream
         mate = int(plan.partner[op])
         mates = (mate,) if mate >= 0 else meetings.get(op, ())

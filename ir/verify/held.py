@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 from ir.core.errors import PiperError
 from ir.core.ops import Pass
-from ir.graph.graph import COMPUTE, Graph, Replica, illegal
+from ir.graph.graph import COMPUTE, BucketPolicy, Graph, illegal
 from ir.graph.sync import Bucket, buckets
-from ir.workload.part import Entry, Param
+from ir.workload.part import Param, PlacedPart
 
 Nodes = Mapping[tuple[int, str], list[int]]  # (stage, part) → its compute nodes
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldShards:
     """A bucket, and what follows from the parameters in it.
 
     inside: the ranks of one group that hold the same elements. share: elements of each, where they divide them. users:
@@ -57,10 +57,10 @@ class _Holders(NamedTuple):
     owners: tuple[int, ...]
     axes: frozenset[str]
     numel: int
-    said: Replica | None
+    said: BucketPolicy | None
 
 
-def held(graph: Graph) -> list[Held]:
+def held(graph: Graph) -> list[HeldShards]:
     """Every bucket. Raises PiperError (illegal_plan): one that shares its key, leaves out or misplaces a parameter, or
     copies that nothing keeps in step."""
     if graph.source is None or graph.mesh is None:
@@ -107,7 +107,7 @@ def _holders(graph: Graph, nodes: Nodes) -> dict[str, _Holders]:
     return out
 
 
-def _parts(param: Param, entry: Entry) -> frozenset[str]:
+def _parts(param: Param, entry: PlacedPart) -> frozenset[str]:
     """The axes over which each rank has a part of a parameter's gradient: of its own tokens, or of its own heads."""
     if param.expert:
         return _EXPERTS
@@ -117,7 +117,7 @@ def _parts(param: Param, entry: Entry) -> frozenset[str]:
     return _DENSE_TP if whole_on_each and own else _DENSE
 
 
-def _held(graph: Graph, b: Bucket, params: Sequence[_Holders], nodes: Nodes) -> Held:
+def _held(graph: Graph, b: Bucket, params: Sequence[_Holders], nodes: Nodes) -> HeldShards:
     assert graph.mesh is not None
     axes = frozenset(b.axes)
     for name, p in zip(b.params, params, strict=True):
@@ -137,7 +137,7 @@ def _held(graph: Graph, b: Bucket, params: Sequence[_Holders], nodes: Nodes) -> 
         raise _wrong(b, "kept in step by nothing, though other ranks hold copies", 'replicate({}, "zero": 0)')
     users = sorted({i for k in entries for i in nodes[graph.entries[k].stage, graph.entries[k].name]})
     adds = tuple(i for i in users if graph.nodes[i].kind is Pass.W)
-    return Held(b, inside, -(-numel // ranks), tuple(users), adds)
+    return HeldShards(b, inside, -(-numel // ranks), tuple(users), adds)
 
 
 def _wrong(b: Bucket, why: str, fix: str | None = None) -> PiperError:

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ir.core.order import IntArray
-from ir.core.work import CommKind
-from ir.graph.graph import Graph, Node, Once, illegal
+from ir.core.work import MessageKind
+from ir.graph.graph import Graph, GraphNode, PerStepOp, illegal
 from ir.plan.plan import Plan
-from ir.verify.coverage import Instances
-from ir.verify.held import Held
+from ir.verify.coverage import OpInstances
+from ir.verify.held import HeldShards
 
 _COMM = {
-    Once.REDUCE: CommKind.REDUCE_SCATTER,
-    Once.ALL_REDUCE: CommKind.ALL_REDUCE,
-    Once.GATHER: CommKind.ALL_GATHER,
+    PerStepOp.REDUCE: MessageKind.REDUCE_SCATTER,
+    PerStepOp.ALL_REDUCE: MessageKind.ALL_REDUCE,
+    PerStepOp.GATHER: MessageKind.ALL_GATHER,
 }
 
 
 @dataclass(frozen=True)
-class Tail:
+class StepTail:
     """A step's end. sums: bucket → the node that sums its gradients once per step; gathers: bucket → those that bring
     its updated weights; norm: None without clipping, or where one rank has all. updates: by program."""
 
@@ -36,20 +36,20 @@ class Tail:
         return self.updates[program] if self.norm is None else self.norm
 
 
-def tail(graph: Graph, found: Sequence[Held]) -> Tail:
+def tail(graph: Graph, found: Sequence[HeldShards]) -> StepTail:
     """The once-nodes of a graph. Raises PiperError (illegal_plan): one missing, twice, or over others than holders."""
     sums, gathers, norms, updates = dict[str, int](), dict[str, list[int]](), list[int](), dict[int, int]()
-    for i, n in [(i, n) for i, n in enumerate(graph.nodes) if type(n.kind) is Once]:
+    for i, n in [(i, n) for i, n in enumerate(graph.nodes) if type(n.kind) is PerStepOp]:
         match n.kind:
-            case Once.REDUCE | Once.ALL_REDUCE:
+            case PerStepOp.REDUCE | PerStepOp.ALL_REDUCE:
                 if n.bucket in sums:
                     raise illegal(f"{n.text()} and {graph.nodes[sums[n.bucket]].text()} both sum {n.bucket}", "one sum")
                 sums[n.bucket] = i
-            case Once.GATHER:
+            case PerStepOp.GATHER:
                 gathers.setdefault(n.bucket, []).append(i)
-            case Once.NORM:
+            case PerStepOp.NORM:
                 norms.append(i)
-            case Once.UPDATE:
+            case PerStepOp.UPDATE:
                 for g in n.groups:
                     if g in updates:
                         raise illegal(f"program {g}: {n.text()} and {graph.nodes[updates[g]].text()} both update")
@@ -58,7 +58,7 @@ def tail(graph: Graph, found: Sequence[Held]) -> Tail:
         raise illegal(f"program {late} never updates")
     if len(norms) > 1 or any(graph.nodes[i].groups != tuple(range(graph.programs)) for i in norms):
         raise illegal("NORM is not one sum over all programs")
-    out = Tail(sums, gathers, norms[0] if norms else None, updates)
+    out = StepTail(sums, gathers, norms[0] if norms else None, updates)
     _check_known(graph, {h.bucket.key for h in found}, [*sums, *gathers])
     for h in found:
         _check_sum(graph, h, out)
@@ -75,7 +75,7 @@ def _check_known(graph: Graph, keys: set[str], named: Iterable[str]) -> None:
             raise illegal(f"{node.text()} is about bucket {key!r}, which there is not")
 
 
-def _check_sum(graph: Graph, h: Held, t: Tail) -> None:
+def _check_sum(graph: Graph, h: HeldShards, t: StepTail) -> None:
     """ZeRO-0 and 1 sum over all who hold it; 2 and 3, summed inside each group already, between the groups."""
     b, between = h.bucket, len(h.bucket.owners) > 1
     wanted = h.copies if h.level < 2 else between
@@ -86,19 +86,19 @@ def _check_sum(graph: Graph, h: Held, t: Tail) -> None:
         return
     if node is None:
         raise illegal(f"nothing sums {b.key} over groups {list(b.owners)}", "reduce it once per step")
-    kind = Once.REDUCE if h.level == 1 else Once.ALL_REDUCE
+    kind = PerStepOp.REDUCE if h.level == 1 else PerStepOp.ALL_REDUCE
     if node.kind is not kind:
         raise illegal(f"{node.text()}: zero = {h.level} takes a {kind}")
     _check_message(graph, node, h, set(b.axes) if h.level < 2 else set(), b.owners, 0)
 
 
-def _check_update(n: Node, own: Sequence[Held]) -> None:
+def _check_update(n: GraphNode, own: Sequence[HeldShards]) -> None:
     numel = sum(h.share if h.level else h.bucket.numel for h in own)
     if n.numel != numel:
         raise illegal(f"{n.text()} updates {n.numel} elements, not {numel}")
 
 
-def _check_gathers(graph: Graph, h: Held, t: Tail) -> None:
+def _check_gathers(graph: Graph, h: HeldShards, t: StepTail) -> None:
     """ZeRO-1 divides over all owners, who gather together; ZeRO-2 inside each group, which gathers by itself."""
     b, found = h.bucket, t.gathers.get(h.bucket.key, [])
     together = h.level == 1 and h.copies
@@ -110,7 +110,9 @@ def _check_gathers(graph: Graph, h: Held, t: Tail) -> None:
         _check_message(graph, graph.nodes[i], h, set(b.axes), graph.nodes[i].groups, 1)
 
 
-def _check_message(graph: Graph, n: Node, h: Held, axes: set[str], groups: tuple[int, ...], way: int) -> None:
+def _check_message(
+    graph: Graph, n: GraphNode, h: HeldShards, axes: set[str], groups: tuple[int, ...], way: int
+) -> None:
     """way: 0 for gradients, 1 for weights."""
     assert graph.source is not None
     b, m = h.bucket, n.message
@@ -119,11 +121,11 @@ def _check_message(graph: Graph, n: Node, h: Held, axes: set[str], groups: tuple
     size = numel * graph.source.sync_bytes()[way]
     if n.groups != groups:
         raise illegal(f"{n.text()} is over groups {list(n.groups)}, but {b.key} is on {list(groups)}")
-    if m is None or m.kind is not _COMM[Once(n.kind)] or set(m.axes) != axes or m.bytes != size:
-        raise illegal(f"{n.text()} is no {_COMM[Once(n.kind)]} of {size} bytes over {sorted(axes)}: {m}")
+    if m is None or m.kind is not _COMM[PerStepOp(n.kind)] or set(m.axes) != axes or m.bytes != size:
+        raise illegal(f"{n.text()} is no {_COMM[PerStepOp(n.kind)]} of {size} bytes over {sorted(axes)}: {m}")
 
 
-def once_needs(plan: Plan, found: Instances, holds: Sequence[Held], t: Tail) -> IntArray:
+def once_needs(plan: Plan, found: OpInstances, holds: Sequence[HeldShards], t: StepTail) -> IntArray:
     """[needed op, op that needs it] of one program: W -> sum -> [norm] -> update -> gather."""
     out: list[tuple[int, int]] = []
     op = found.op

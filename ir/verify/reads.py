@@ -9,11 +9,11 @@ import numpy as np
 from ir.core.order import IntArray
 from ir.graph.graph import illegal
 from ir.plan.plan import OpKind, Plan
-from ir.verify.coverage import Instances
+from ir.verify.coverage import OpInstances
 
 
 @dataclass(frozen=True, eq=False)
-class Reads:
+class BufferReads:
     """One entry per data edge and microbatch.
 
     slot: index of the buffer among all nodes' writes (`base[node] + slot`). writer, reader: ops; *_cover: where inside
@@ -30,7 +30,7 @@ class Reads:
     send: IntArray
 
 
-def reads(plan: Plan, found: Instances) -> Reads:
+def reads(plan: Plan, found: OpInstances) -> BufferReads:
     """All of them. Raises PiperError (illegal_plan) where a buffer is read on a program that nothing sends it to."""
     g = plan.graph
     once = [n.once for n in g.nodes]
@@ -43,7 +43,7 @@ def reads(plan: Plan, found: Instances) -> Reads:
     covers = found.cover[src, : g.mbs].ravel(), found.cover[dst, : g.mbs].ravel()
     send = np.full(len(writer), -1, dtype=np.int64)
     far = np.flatnonzero(plan.program[writer] != plan.program[reader])
-    out = Reads(base, slot, mb, writer, covers[0], reader, covers[1], send)
+    out = BufferReads(base, slot, mb, writer, covers[0], reader, covers[1], send)
     if len(far):
         _carried(plan, out, far)
     return out
@@ -55,7 +55,7 @@ def carried(plan: Plan, base: IntArray) -> IntArray:
     return of[plan.shape]
 
 
-def _carried(plan: Plan, out: Reads, far: IntArray) -> None:
+def _carried(plan: Plan, out: BufferReads, far: IntArray) -> None:
     send = np.flatnonzero(plan.kind == OpKind.SEND)
     mbs, programs = plan.graph.mbs, plan.programs
     keys = (carried(plan, out.base)[send] * programs + plan.program[plan.partner[send]]) * mbs + plan.mb[send]

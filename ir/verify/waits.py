@@ -7,13 +7,13 @@ import numpy as np
 from ir.core.order import BoolArray, IntArray
 from ir.graph.graph import illegal
 from ir.plan.plan import OpKind, Plan
-from ir.verify.coverage import Instances
-from ir.verify.reads import Reads, carried
+from ir.verify.coverage import OpInstances
+from ir.verify.reads import BufferReads, carried
 
 Pairs = tuple[IntArray, IntArray]  # (writer, reader) ops of one program
 
 
-class Waits:
+class OpWaits:
     """A plan's waits, per pair of streams as one running maximum: how far into the one has the other waited."""
 
     def __init__(self, plan: Plan) -> None:
@@ -40,7 +40,7 @@ class Waits:
         return ok
 
 
-def check_waits(plan: Plan, found: Instances, read: Reads, more: IntArray, waits: Waits) -> None:
+def check_waits(plan: Plan, found: OpInstances, read: BufferReads, more: IntArray, waits: OpWaits) -> None:
     """Raise on the first op that could start before something it reads is there. more: further (writer, reader)."""
     _check_local(plan)
     _check_inside(plan, read)
@@ -83,7 +83,7 @@ def _check_behind(plan: Plan) -> None:
         )
 
 
-def _check_inside(plan: Plan, read: Reads) -> None:
+def _check_inside(plan: Plan, read: BufferReads) -> None:
     """Inside an op, what is read is written before."""
     bad = np.flatnonzero((read.writer == read.reader) & (read.writer_cover >= read.reader_cover))
     if len(bad):
@@ -91,7 +91,7 @@ def _check_inside(plan: Plan, read: Reads) -> None:
         raise illegal(f"program {int(plan.program[row])}: {plan.text(row)} reads inside what it has not written yet")
 
 
-def _data(plan: Plan, found: Instances, read: Reads) -> Pairs:
+def _data(plan: Plan, found: OpInstances, read: BufferReads) -> Pairs:
     near = np.flatnonzero((read.send < 0) & (read.writer != read.reader))
     far = np.flatnonzero(read.send >= 0)
     # A send needs its buffer even where no edge of the graph asks for the transfer.

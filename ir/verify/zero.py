@@ -10,16 +10,16 @@ import numpy as np
 from ir.core.errors import PiperError
 from ir.core.order import IntArray
 from ir.graph.graph import illegal
-from ir.plan.plan import OpKind, Plan, Role
-from ir.verify.coverage import Instances
-from ir.verify.held import Held
-from ir.verify.once import Tail
+from ir.plan.plan import CollectiveRole, OpKind, Plan
+from ir.verify.coverage import OpInstances
+from ir.verify.held import HeldShards
+from ir.verify.once import StepTail
 
 _NONE, _UNUSED = np.zeros((0, 2), dtype=np.int64), np.zeros((0, 3), dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class BufferReading:
     """Which op reads which gathered weights: one entry per op and bucket, in the plan's order of ops.
 
     cover: the last of the op's that does. gather: the op that brought them. gathers: all there are.
@@ -33,48 +33,50 @@ class Reading:
 
 
 @dataclass(frozen=True, eq=False)
-class ZeroNeeds:
+class ZeroBucketNeeds:
     """needs: [needed op, op that needs it] of one program. uses: [op, cover, flat buffer] of those who write or read
     one, which is called after the op that gathers or reduces it.
     """
 
     needs: IntArray
     uses: IntArray
-    read: Reading
+    read: BufferReading
 
 
-def zero_needs(plan: Plan, found: Instances, holds: Sequence[Held], tail: Tail) -> ZeroNeeds:
+def zero_needs(plan: Plan, found: OpInstances, holds: Sequence[HeldShards], tail: StepTail) -> ZeroBucketNeeds:
     """W -> RS -> what sums it further, AG -> compute. Raises where a reduction or gather is missing, early or idle."""
     passing = [h for h in holds if h.passing]
     at = {h.bucket.key: k for k, h in enumerate(passing)}
-    roles = {role: np.flatnonzero(np.array([s.role is role for s in plan.shapes])[plan.shape]) for role in Role}
+    roles = {
+        role: np.flatnonzero(np.array([s.role is role for s in plan.shapes])[plan.shape]) for role in CollectiveRole
+    }
     of_shape = np.array([at.get(s.bucket, -1) if s.role else -1 for s in plan.shapes], dtype=np.int64)
     for rows in roles.values():
         if (stray := rows[of_shape[plan.shape[rows]] < 0]).size:
             raise _wrong(plan, stray, "is about a bucket that is not divided")
     if not passing:
         nothing = np.zeros(0, dtype=np.int64)
-        return ZeroNeeds(_NONE, _UNUSED, Reading(nothing, nothing, nothing, nothing, nothing))
+        return ZeroBucketNeeds(_NONE, _UNUSED, BufferReading(nothing, nothing, nothing, nothing, nothing))
     _check_messages(plan, passing, of_shape)
-    needs, uses = _reductions(plan, found, passing, tail, roles[Role.REDUCE], of_shape)
-    read = _readings(plan, passing, roles[Role.GATHER], of_shape)
+    needs, uses = _reductions(plan, found, passing, tail, roles[CollectiveRole.REDUCE], of_shape)
+    read = _readings(plan, passing, roles[CollectiveRole.GATHER], of_shape)
     needs = np.concatenate([needs, np.stack([read.gather, read.op], 1)])
-    return ZeroNeeds(needs, np.concatenate([uses, np.stack([read.op, read.cover, read.gather], 1)]), read)
+    return ZeroBucketNeeds(needs, np.concatenate([uses, np.stack([read.op, read.cover, read.gather], 1)]), read)
 
 
-def _check_messages(plan: Plan, passing: Sequence[Held], of_shape: IntArray) -> None:
+def _check_messages(plan: Plan, passing: Sequence[HeldShards], of_shape: IntArray) -> None:
     assert plan.graph.source is not None
     reduce, gather = plan.graph.source.sync_bytes()
     for s, k in zip(plan.shapes, of_shape.tolist(), strict=True):
         if k >= 0:
             h = passing[k]
-            size = h.share * h.inside * (reduce if s.role is Role.REDUCE else gather)
+            size = h.share * h.inside * (reduce if s.role is CollectiveRole.REDUCE else gather)
             if s.message is None or set(s.message.axes) != set(h.bucket.axes) or s.message.bytes != size:
                 raise illegal(f"{s.text} is not {size} bytes over {sorted(h.bucket.axes)}: {s.message}")
 
 
 def _reductions(
-    plan: Plan, found: Instances, passing: Sequence[Held], tail: Tail, rows: IntArray, of_shape: IntArray
+    plan: Plan, found: OpInstances, passing: Sequence[HeldShards], tail: StepTail, rows: IntArray, of_shape: IntArray
 ) -> tuple[IntArray, IntArray]:
     """Each bucket's gradient of each microbatch is reduced once, where all of it was made, before anybody reads it."""
     g, needs, uses = plan.graph, [_NONE], [_UNUSED]
@@ -90,7 +92,7 @@ def _reductions(
             mine = plan.program[op] == p
             made, done = mine.any(axis=0), reducing[k, p]
             if (lost := np.flatnonzero(made & (done < 0))).size:
-                text = f"{h.bucket.stage}{Role.REDUCE}{int(lost[0])}/{h.bucket.name}"
+                text = f"{h.bucket.stage}{CollectiveRole.REDUCE}{int(lost[0])}/{h.bucket.name}"
                 last = int(np.where(mine, op, -1)[:, lost[0]].max())
                 raise illegal(f"program {p}: {text} is missing", f"reduce behind {plan.text(last)}")
             if (idle := done[~made & (done >= 0)]).size:
@@ -107,7 +109,7 @@ def _reductions(
     return np.concatenate(needs), np.concatenate(uses)
 
 
-def _readings(plan: Plan, passing: Sequence[Held], gathers: IntArray, of_shape: IntArray) -> Reading:
+def _readings(plan: Plan, passing: Sequence[HeldShards], gathers: IntArray, of_shape: IntArray) -> BufferReading:
     """Every op that reads divided weights, with the gather that stands last before it. Each gather brings some."""
     readers: dict[int, list[int]] = {}
     for k, h in enumerate(passing):
@@ -135,10 +137,10 @@ def _readings(plan: Plan, passing: Sequence[Held], gathers: IntArray, of_shape: 
     if none.any():
         row, key = int(op[np.argmax(none)]), passing[int(bucket[np.argmax(none)])].bucket.key
         raise illegal(f"program {int(plan.program[row])}: nothing gathers {key} before {plan.text(row)}")
-    return Reading(op, last_cover[entry], bucket, last % len(plan), gathers)
+    return BufferReading(op, last_cover[entry], bucket, last % len(plan), gathers)
 
 
-def check_room(plan: Plan, read: Reading) -> None:
+def check_room(plan: Plan, read: BufferReading) -> None:
     """No gather comes before its room: `prefetch` readings ahead of its own, and when no more buckets are there than
     that, or than its op reads, beside it; and none brings what is there, or what nobody reads.
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
 from ir.core.work import Kernel, KernelKind, Message
-from ir.workload.captured_file import Captured, read_captured
+from ir.workload.captured_file import CapturedModelFile, read_captured
 from ir.workload.config.spec import ModelConfig
 from ir.workload.params import local_numel
-from ir.workload.part import Chunk, Entry, Keep, Layout, Param, Part, PartWork, Saved
-from ir.workload.setting import BatchShape, Precision
+from ir.workload.part import Chunk, KeptBuffer, Param, Part, PartLayout, PartWork, PlacedPart, SavedBuffer
+from ir.workload.setting import MicrobatchShape, ModelPrecision
 
-__all__ = ["CapturedModel", "CapturedSource", "load_captured"]
+__all__ = ["CapturedModel", "CapturedModelWork", "load_captured"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class CapturedModel:
     """A model.json read and checked. Two are equal if their digests are."""
 
     file: str
-    found: Captured
+    found: CapturedModelFile
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CapturedModel) and other.found.digest == self.found.digest
@@ -41,7 +41,7 @@ class CapturedModel:
         out = []
         for k, c in enumerate(self.found.chunks):
             keep = self.found.parts[c.part].reads_input_again
-            keeps = (Keep("", Pass(keep)),) if keep and k else ()
+            keeps = (KeptBuffer("", Pass(keep)),) if keep and k else ()
             params = tuple(Param(name, shape) for name, shape in c.parameters)
             tags = {"L": int(c.name[1:])} if c.is_layer else {}
             out.append(Chunk(c.name, (Part(c.part, ("",) if k else (), keeps, params),), tags))
@@ -65,7 +65,9 @@ class CapturedModel:
             max_positions=f.seq_len,
         )
 
-    def check(self, layout: Layout, shape: BatchShape, precision: Precision, recompute: frozenset[str]) -> None:
+    def check(
+        self, layout: PartLayout, shape: MicrobatchShape, precision: ModelPrecision, recompute: frozenset[str]
+    ) -> None:
         """Refuse a job of another shape, format or division than was captured, naming its key."""
         f = self.found
         for axis in ("tp", "cp", "ep", "etp"):
@@ -90,19 +92,19 @@ class CapturedModel:
 
 
 @dataclass(frozen=True)
-class CapturedSource:
+class CapturedModelWork:
     """A captured model's numbers as the graph asks for them: what `ModelSource` is for a config."""
 
     model: CapturedModel
-    shape: BatchShape
-    precision: Precision
+    shape: MicrobatchShape
+    precision: ModelPrecision
 
     @property
     def config(self) -> ModelConfig:
         """As far as it is known."""
         return self.model.config
 
-    def work(self, entry: Entry) -> PartWork:
+    def work(self, entry: PlacedPart) -> PartWork:
         """A chunk's one part, and in W the addition of its gradients to their sums."""
         found, elements = self.part_work(entry.part.name), sum(p.numel for p in entry.part.params)
         if not elements:
@@ -118,9 +120,9 @@ class CapturedSource:
             return PartWork((), (), (), f.boundary_bytes)
         p = f.parts[part]
         saved = (
-            Saved("saved_until_W", p.until_w, Pass.W),
-            Saved("saved_until_I", p.until_i, Pass.I),
-            Saved("constants", p.constants, Pass.I),
+            SavedBuffer("saved_until_W", p.until_w, Pass.W),
+            SavedBuffer("saved_until_I", p.until_i, Pass.I),
+            SavedBuffer("constants", p.constants, Pass.I),
         )
         return PartWork(
             forward=p.forward.kernels,
@@ -140,19 +142,19 @@ class CapturedSource:
         works = [self.part_work(p.name) for p in chunk.parts]
         return sum(k.flops * k.count for w in works for k in (*w.forward, *w.input_grad, *w.weight_grad))
 
-    def dispatch(self, entry: Entry) -> tuple[Message, Message, int]:
+    def dispatch(self, entry: PlacedPart) -> tuple[Message, Message, int]:
         """No part of a captured module is sharded over experts."""
         raise self._no_experts()
 
-    def counts(self, entry: Entry) -> Message:
+    def counts(self, entry: PlacedPart) -> Message:
         """As `dispatch`."""
         raise self._no_experts()
 
-    def combined(self, entry: Entry) -> int:
+    def combined(self, entry: PlacedPart) -> int:
         """As `dispatch`."""
         raise self._no_experts()
 
-    def local_numel(self, param: Param, layout: Layout) -> int:
+    def local_numel(self, param: Param, layout: PartLayout) -> int:
         """Elements on one device, before ZeRO."""
         return local_numel(param, layout)
 

@@ -13,11 +13,11 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from ir.core.errors import ErrorKind
-from ir.core.files import Format, cut, read_json, typed, words
+from ir.core.files import FileErrors, cut, read_json, typed, words
 from ir.core.work import DType, Kernel, KernelKind, Work
 
 FORMAT, VERSION = "piper-sim/model", 1
-FORM = Format("a captured model", ErrorKind.MODEL, "model.graph", fix="capture it again")
+FORM = FileErrors("a captured model", ErrorKind.MODEL, "model.graph", fix="capture it again")
 Bytes = Annotated[int, Meta(ge=0, le=10**18)]
 Size = Annotated[int, Meta(ge=1, le=10**15)]
 Length = Annotated[int, Meta(ge=0, le=10**15)]
@@ -122,7 +122,7 @@ class CapturedChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedModelFile:
     """The whole file. hidden: features per token at every seam; boundary_bytes: of the tensor that crosses it."""
 
     model: str
@@ -141,7 +141,7 @@ class Captured:
         return self.microbatch_size * self.seq_len * self.hidden * DType(self.dtype).bytes
 
 
-def read_captured(path: Path) -> Captured:
+def read_captured(path: Path) -> CapturedModelFile:
     """Read and check. Raises PiperError (io, model) naming the file and the key."""
     file, raw = str(path), read_json(path, FORM)
     f = typed(raw, _File, FORM, file)
@@ -149,7 +149,7 @@ def read_captured(path: Path) -> Captured:
     _check_chunks(f, file)
     digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
     dtype = str(f.dtype)
-    return Captured(f.model, f.microbatch_size, f.seq_len, dtype, f.hidden, f.vocab, f.chunks, parts, digest)
+    return CapturedModelFile(f.model, f.microbatch_size, f.seq_len, dtype, f.hidden, f.vocab, f.chunks, parts, digest)
 
 
 def _check_chunks(f: _File, file: str) -> None:

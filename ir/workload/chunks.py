@@ -5,12 +5,12 @@ from __future__ import annotations
 from ir.core.ops import Pass
 from ir.workload import params as p
 from ir.workload.config.spec import ModelConfig
-from ir.workload.part import Chunk, Keep, Param, Part
+from ir.workload.part import Chunk, KeptBuffer, Param, Part
 
 # Parts that read a residual stream need it again in I: a norm's gradient reads the norm's input, and the norm's output
 # is rebuilt from it. No weight gradient does: every linear keeps its own input.
-_STREAM = (Keep("", Pass.I),)
-_AFTER_ATTENTION = (Keep("attn", Pass.I),)
+_STREAM = (KeptBuffer("", Pass.I),)
+_AFTER_ATTENTION = (KeptBuffer("attn", Pass.I),)
 
 
 def chunks(config: ModelConfig) -> tuple[Chunk, ...]:
@@ -50,7 +50,7 @@ def _embed(config: ModelConfig) -> Chunk:
 def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     """A decoder layer whose input is the output of part `reads` ("": of the chunk before)."""
     prefix = _prefix(config, layer)
-    keeps = (Keep(reads, Pass.I),) if reads else _STREAM
+    keeps = (KeptBuffer(reads, Pass.I),) if reads else _STREAM
     attn = Part("attn", (reads,), keeps, p.attention(config, prefix))
     norm = p.post_norm(config, prefix)
     inner = {"mpt": "ffn."}.get(config.model_type, "mlp.")
@@ -77,8 +77,8 @@ def _final_norm(config: ModelConfig) -> tuple[Param, ...]:
 
 def _head(config: ModelConfig, norm: tuple[Param, ...], reads: str = "") -> tuple[Part, ...]:
     """Final norm, then logits and loss. The head's weight gradient reads the norm's output: nobody rebuilds that."""
-    first = Part("norm", (reads,), (Keep(reads, Pass.I),), norm)
-    return (first, Part("head", ("norm",), (Keep("norm", Pass.W),), p.head(config)))
+    first = Part("norm", (reads,), (KeptBuffer(reads, Pass.I),), norm)
+    return (first, Part("head", ("norm",), (KeptBuffer("norm", Pass.W),), p.head(config)))
 
 
 def _mtp(config: ModelConfig, k: int, moe: int, last: str) -> Chunk:
@@ -94,7 +94,7 @@ def _mtp(config: ModelConfig, k: int, moe: int, last: str) -> Chunk:
     )
     parts = (
         Part("embed", (), (), (p.word_embedding(c),)),
-        Part("proj", ("", "embed"), (Keep("", Pass.I), Keep("embed", Pass.I)), joined),
+        Part("proj", ("", "embed"), (KeptBuffer("", Pass.I), KeptBuffer("embed", Pass.I)), joined),
         *_layer(c, layer, "proj"),
     )
     parts += _head(c, p.norm(c, f"{prefix}shared_head.norm", c.hidden), parts[-1].name)

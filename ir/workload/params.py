@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from math import prod
 from typing import NamedTuple
 
-from ir.workload.config.spec import ModelConfig, Norm
-from ir.workload.part import Chunk, Layout, Param
+from ir.workload.config.spec import ModelConfig, NormLayerKind
+from ir.workload.part import Chunk, Param, PartLayout
 
 Params = tuple[Param, ...]
 
@@ -43,19 +43,19 @@ def count_params(config: ModelConfig, chunks: Iterable[Chunk]) -> ParamCount:
     return ParamCount(total + extra, total - idle, extra)
 
 
-def local_numel(param: Param, layout: Layout) -> int:
+def local_numel(param: Param, layout: PartLayout) -> int:
     """Elements of a parameter on one device, before ZeRO.
 
-    >>> local_numel(Param("w", (8, 6), ("tp",), dims=(0,)), Layout(tp=4))
+    >>> local_numel(Param("w", (8, 6), ("tp",), dims=(0,)), PartLayout(tp=4))
     12
     """
     return prod(local_shape(param, layout))
 
 
-def local_shape(param: Param, layout: Layout) -> tuple[int, ...]:
+def local_shape(param: Param, layout: PartLayout) -> tuple[int, ...]:
     """The shape that one device holds; a last shard may be smaller where the sizes do not divide.
 
-    >>> local_shape(Param("w", (8, 6), ("ep", "etp"), True, (0, 1)), Layout(ep=4, etp=2))
+    >>> local_shape(Param("w", (8, 6), ("ep", "etp"), True, (0, 1)), PartLayout(ep=4, etp=2))
     (2, 3)
     """
     shape = list(param.shape)
@@ -64,7 +64,7 @@ def local_shape(param: Param, layout: Layout) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def placeholder_grad_bytes(chunks: Iterable[Chunk], layout: Layout, element_bytes: int = 2) -> int:
+def placeholder_grad_bytes(chunks: Iterable[Chunk], layout: PartLayout, element_bytes: int = 2) -> int:
     """What Transformer Engine leaves on a device for good where it adds weight gradients straight to the main ones:
     one placeholder for autograd per shape of weight (of a decoder layer's linears, of one expert).
 
@@ -108,7 +108,9 @@ def linear(
 def norm(config: ModelConfig, name: str, size: int) -> Params:
     """A norm's weight and, for a LayerNorm with bias, its bias."""
     weight = whole(f"{name}.weight", size)
-    return (weight, whole(f"{name}.bias", size)) if config.norm is Norm.LAYER and config.norm_bias else (weight,)
+    return (
+        (weight, whole(f"{name}.bias", size)) if config.norm is NormLayerKind.LAYER and config.norm_bias else (weight,)
+    )
 
 
 def attention(config: ModelConfig, prefix: str) -> Params:

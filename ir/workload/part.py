@@ -9,7 +9,7 @@ from ir.core.work import Message, Work
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PartLayout:
     """How a part is divided over devices: sizes of the mesh axes that shard it. `shard` directives change this.
 
     tp, cp shard dense parts (and the tokens, with sequence parallelism); ep, etp shard experts.
@@ -50,7 +50,7 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedBuffer:
     """A tensor that forward keeps for backward, in bytes on one device.
 
     until: the pass that reads it last. recompute: the recompute option that drops it ("norm", "up_projection",
@@ -66,7 +66,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class KeptBuffer:
     """Backward's claim on an input of the part: the output of part `of` stays alive until pass `until`.
 
     recompute: the recompute option under which this claim is dropped, "" if none.
@@ -78,7 +78,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Inline:
+class PartCollective:
     """A blocking communication inside a part (tensor or context parallel), by the pass it happens in."""
 
     when: Pass
@@ -87,7 +87,7 @@ class Inline:
 
 @dataclass(frozen=True, slots=True)
 class PartWork:
-    """One part's work on one device for one microbatch, under a `Layout`.
+    """One part's work on one device for one microbatch, under a `PartLayout`.
 
     out_bytes: its output (what the next part reads); how long it lives is the readers' `keeps` to say.
     stash_bytes: output gradients that live from I to W. *_workspace: bytes alive only while the pass runs.
@@ -100,9 +100,9 @@ class PartWork:
     input_grad: Work
     weight_grad: Work
     out_bytes: int
-    saved: tuple[Saved, ...] = ()
+    saved: tuple[SavedBuffer, ...] = ()
     stash_bytes: int = 0
-    inline: tuple[Inline, ...] = ()
+    inline: tuple[PartCollective, ...] = ()
     forward_workspace: int = 0
     input_grad_workspace: int = 0
     weight_grad_workspace: int = 0
@@ -126,7 +126,7 @@ class Part:
 
     name: str
     inputs: tuple[str, ...] = ("",)
-    keeps: tuple[Keep, ...] = ()
+    keeps: tuple[KeptBuffer, ...] = ()
     params: tuple[Param, ...] = ()
 
 
@@ -146,13 +146,13 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PlacedPart:
     """A part of the model as the graph holds it: where it belongs, and how it is divided."""
 
     stage: int
     chunk: Chunk
     part: Part
-    layout: Layout = field(default_factory=Layout)
+    layout: PartLayout = field(default_factory=PartLayout)
 
     @property
     def name(self) -> str:

@@ -9,10 +9,10 @@ from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.limits import divisors
 from ir.core.work import DType
 from ir.workload.config.spec import ModelConfig
-from ir.workload.part import Layout
+from ir.workload.part import PartLayout
 
 
-class Attention(StrEnum):
+class AttentionKind(StrEnum):
     """How scores are treated: never stored, or stored for backward."""
 
     FLASH = "flash"
@@ -20,7 +20,7 @@ class Attention(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class BatchShape:
+class MicrobatchShape:
     """One microbatch of one data-parallel replica: sequences, and tokens of each."""
 
     microbatch_size: int = 1
@@ -33,7 +33,7 @@ class BatchShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
+class ModelPrecision:
     """Number formats. compute: of matrix products; dispatch, combine: of tokens on their way to and from experts;
     optimizer: of moments and master weights; gather, reduce: of parameters and gradients between replicas.
     """
@@ -48,10 +48,10 @@ class Precision:
     reduce: DType = DType.FP32
 
     @classmethod
-    def of(cls, compute: DType) -> Precision:
+    def of(cls, compute: DType) -> ModelPrecision:
         """The usual companions of a compute format.
 
-        >>> Precision.of(DType.FP32).combine
+        >>> ModelPrecision.of(DType.FP32).combine
         <DType.FP32: 'fp32'>
         """
         wide = _activations(compute)
@@ -68,7 +68,7 @@ def _activations(compute: DType) -> DType:
     return DType.BF16 if compute is DType.FP8 else compute
 
 
-class Loss(StrEnum):
+class TokenLossKind(StrEnum):
     """What cross entropy keeps of the logits.
 
     parallel: a copy in fp32, whose softmax is taken in place (Megatron's, over a divided vocabulary). plain: the same
@@ -81,31 +81,31 @@ class Loss(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class KernelStyle:
     """How a framework writes what a model's equations leave open; by default as Megatron with fused kernels.
 
     eager: rope and activation are separate operations, each of whose results stays for backward. keep_gathered: what
     sequence parallelism gathers stays for backward.
     """
 
-    loss: Loss = Loss.PARALLEL
+    loss: TokenLossKind = TokenLossKind.PARALLEL
     eager: bool = False
     keep_gathered: bool = False
 
 
-FUSED_STYLE = Style()
+FUSED_STYLE = KernelStyle()
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PartSetting:
     """All that a part's work depends on, and the sizes every builder asks for. Tokens and bytes are of one device."""
 
     config: ModelConfig
-    layout: Layout
-    shape: BatchShape
-    precision: Precision
-    attention: Attention = Attention.FLASH
-    style: Style = FUSED_STYLE
+    layout: PartLayout
+    shape: MicrobatchShape
+    precision: ModelPrecision
+    attention: AttentionKind = AttentionKind.FLASH
+    style: KernelStyle = FUSED_STYLE
 
     @property
     def tokens(self) -> int:
@@ -149,27 +149,27 @@ def with_scales(elements: int, dtype: DType) -> int:
     return elements * dtype.bytes + (4 * -(-elements // 128) if dtype is DType.FP8 else 0)
 
 
-def attention_of(name: str) -> Attention:
+def attention_of(name: str) -> AttentionKind:
     """The attention a job names.
 
     Raises PiperError (model) for an unknown one.
     """
-    if name not in list(Attention):
+    if name not in list(AttentionKind):
         raise PiperError(
             ErrorKind.MODEL,
             f"unknown attention {name!r}",
             key="model.attention",
-            allowed=list(Attention),
-            suggestion=nearest(name, list(Attention)),
+            allowed=list(AttentionKind),
+            suggestion=nearest(name, list(AttentionKind)),
         )
-    return Attention(name)
+    return AttentionKind(name)
 
 
-def check_setting(config: ModelConfig, layout: Layout, shape: BatchShape) -> None:
+def check_setting(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> None:
     """Refuse sizes that do not divide, naming the job's key and the nearest size that does.
 
     >>> from ir.workload import load_config
-    >>> check_setting(load_config("llama3-8b"), Layout(tp=16), BatchShape())
+    >>> check_setting(load_config("llama3-8b"), PartLayout(tp=16), MicrobatchShape())
     Traceback (most recent call last):
     ir.core.errors.PiperError: parallel.tp: tp = 16 does not divide llama3-8b's KV heads = 8
     allowed: divisors of 8
@@ -195,7 +195,7 @@ def check_setting(config: ModelConfig, layout: Layout, shape: BatchShape) -> Non
     _check_kinds(config, layout, shape)
 
 
-def _check_kinds(config: ModelConfig, layout: Layout, shape: BatchShape) -> None:
+def _check_kinds(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> None:
     if config.moe is None and layout.ep * layout.etp > 1:
         message = f"{config.source} has no experts"
         raise PiperError(ErrorKind.JOB, message, key="parallel.ep", allowed="1", suggestion="ep = 1, etp = 1")

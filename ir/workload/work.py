@@ -7,28 +7,28 @@ from functools import lru_cache
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.workload.config.spec import ModelConfig
-from ir.workload.part import Chunk, Layout, Part, PartWork
+from ir.workload.part import Chunk, Part, PartLayout, PartWork
 from ir.workload.parts import ends, moe
 from ir.workload.parts.attention import attention as attention_work
 from ir.workload.parts.mlp import mlp, shared
-from ir.workload.parts.moe import Exchange
+from ir.workload.parts.moe import ExpertMessages
 from ir.workload.setting import (
     FUSED_STYLE,
-    Attention,
-    BatchShape,
-    Precision,
-    Setting,
-    Style,
+    AttentionKind,
+    KernelStyle,
+    MicrobatchShape,
+    ModelPrecision,
+    PartSetting,
     attention_of,
     check_setting,
 )
 
 __all__ = [
-    "Attention",
-    "BatchShape",
-    "Exchange",
-    "Precision",
-    "Setting",
+    "AttentionKind",
+    "ExpertMessages",
+    "MicrobatchShape",
+    "ModelPrecision",
+    "PartSetting",
     "attention_of",
     "check_setting",
     "chunk_flops",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 # A part's name says what it is, in every chunk.
-BUILDERS: Mapping[str, Callable[[Setting], PartWork]] = {
+BUILDERS: Mapping[str, Callable[[PartSetting], PartWork]] = {
     "embed": ends.embed,
     "attn": attention_work,
     "mlp": mlp,
@@ -57,11 +57,11 @@ def part_work(
     config: ModelConfig,
     chunk: Chunk,
     part: Part,
-    layout: Layout,
-    shape: BatchShape,
-    precision: Precision,
-    attention: str = Attention.FLASH,
-    style: Style = FUSED_STYLE,
+    layout: PartLayout,
+    shape: MicrobatchShape,
+    precision: ModelPrecision,
+    attention: str = AttentionKind.FLASH,
+    style: KernelStyle = FUSED_STYLE,
 ) -> PartWork:
     """The work of one part for one microbatch on one device. Equal parts share one result.
 
@@ -70,7 +70,7 @@ def part_work(
     >>> from ir.workload import load_config, model_chunks
     >>> config = load_config("llama3-8b")
     >>> layer = model_chunks(config)[1]
-    >>> work = part_work(config, layer, layer.parts[1], Layout(tp=2), BatchShape(1, 4096), Precision())
+    >>> work = part_work(config, layer, layer.parts[1], PartLayout(tp=2), MicrobatchShape(1, 4096), ModelPrecision())
     >>> [k.label for k in work.forward], work.out_bytes
     (['post_norm', 'gate_up_proj', 'swiglu', 'down_proj', 'residual'], 33554432)
     """
@@ -78,44 +78,48 @@ def part_work(
         message = f"no builder for part {part.name!r} of chunk {chunk.name!r}"
         raise PiperError(ErrorKind.MODEL, message, key=f"{chunk.name}.{part.name}", allowed=sorted(BUILDERS))
     own = config.at(layer) if (layer := chunk.tags.get("L")) is not None else config
-    return _build(part.name, Setting(own, layout, shape, precision, attention_of(attention), style))
+    return _build(part.name, PartSetting(own, layout, shape, precision, attention_of(attention), style))
 
 
 @lru_cache(maxsize=4096)
-def _build(name: str, setting: Setting) -> PartWork:
+def _build(name: str, setting: PartSetting) -> PartWork:
     return BUILDERS[name](setting)
 
 
 @lru_cache(maxsize=4096)
-def dispatch_bytes(config: ModelConfig, layout: Layout, shape: BatchShape, precision: Precision) -> Exchange:
+def dispatch_bytes(
+    config: ModelConfig, layout: PartLayout, shape: MicrobatchShape, precision: ModelPrecision
+) -> ExpertMessages:
     """The messages between a router and its experts, and what they leave on a device.
 
     >>> from ir.workload import load_config
     >>> from ir.core.work import DType
-    >>> fp8 = Precision(DType.FP8, dispatch=DType.FP8)
-    >>> x = dispatch_bytes(load_config("deepseek-v3"), Layout(ep=64), BatchShape(1, 4096), fp8)
+    >>> fp8 = ModelPrecision(DType.FP8, dispatch=DType.FP8)
+    >>> x = dispatch_bytes(load_config("deepseek-v3"), PartLayout(ep=64), MicrobatchShape(1, 4096), fp8)
     >>> x.dispatch.bytes == 4096 * 8 * (7168 + 4 * 56), x.dispatch.fanout, x.dispatch.nodes_limit
     (True, 8, 4)
     """
-    return moe.exchange(Setting(config, layout, shape, precision))
+    return moe.exchange(PartSetting(config, layout, shape, precision))
 
 
-def chunk_flops(config: ModelConfig, chunk: Chunk, shape: BatchShape, precision: Precision | None = None) -> int:
+def chunk_flops(
+    config: ModelConfig, chunk: Chunk, shape: MicrobatchShape, precision: ModelPrecision | None = None
+) -> int:
     """FLOPs of a chunk's F, I and W on one undivided device: the weight `balanced` partitions by.
 
     >>> from ir.workload import load_config, model_chunks
     >>> config = load_config("llama3-8b")
-    >>> [round(chunk_flops(config, c, BatchShape()) / 1e12, 2) for c in model_chunks(config)[:2]]
+    >>> [round(chunk_flops(config, c, MicrobatchShape()) / 1e12, 2) for c in model_chunks(config)[:2]]
     [0.0, 5.84]
     """
     total = 0
     for part in chunk.parts:
-        work = part_work(config, chunk, part, Layout(), shape, precision or Precision())
+        work = part_work(config, chunk, part, PartLayout(), shape, precision or ModelPrecision())
         total += sum(k.flops * k.count for k in (*work.forward, *work.input_grad, *work.weight_grad))
     return total
 
 
-def recompute_labels(config: ModelConfig, chunk: Chunk, attention: str = Attention.FLASH) -> frozenset[str]:
+def recompute_labels(config: ModelConfig, chunk: Chunk, attention: str = AttentionKind.FLASH) -> frozenset[str]:
     """The recompute options that drop anything in a chunk.
 
     >>> from ir.workload import load_config, model_chunks
@@ -123,5 +127,8 @@ def recompute_labels(config: ModelConfig, chunk: Chunk, attention: str = Attenti
     >>> sorted(recompute_labels(config, model_chunks(config)[1], "unfused"))
     ['activation', 'norm', 'scores']
     """
-    works = (part_work(config, chunk, p, Layout(), BatchShape(1, 1), Precision(), attention) for p in chunk.parts)
+    works = (
+        part_work(config, chunk, p, PartLayout(), MicrobatchShape(1, 1), ModelPrecision(), attention)
+        for p in chunk.parts
+    )
     return frozenset(s.recompute for w in works for s in w.saved) - {""}

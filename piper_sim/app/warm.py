@@ -11,25 +11,25 @@ import numpy as np
 
 from ir.plan.plan import OpKind
 from piper_sim import compiled
-from piper_sim.engine import Interference, Links, Scenario
+from piper_sim.engine import EngineScenario, KernelInterference, Links
 from piper_sim.pricing.hosts import inline
 from piper_sim.study.pipeline import run_schedule
 
 
 def main() -> None:
     """Run the twin's kernels and the allocator's on a small plan."""
-    from cost_models.allocator import Requests, replay
+    from cost_models.allocator import MemoryRequests, replay
 
     before = time.perf_counter()
     plan = run_schedule("1f1b", 2, 2).plan
-    bare = Scenario.of(plan)
+    bare = EngineScenario.of(plan)
     ones, row = np.ones(len(plan)), np.where(plan.kind == OpKind.COMPUTE, -1, 0)
-    slow = Interference(np.zeros(len(plan), dtype=np.int64), *(0.5 * np.ones((3, 1, 1))))
+    slow = KernelInterference(np.zeros(len(plan), dtype=np.int64), *(0.5 * np.ones((3, 1, 1))))
     links = Links(row, np.array([0, 1]), np.array([0]), np.ones(1), 1)
     for scenario in (bare, replace(bare, host=inline(plan), slow=slow, links=links)):
         compiled.play(scenario, ones)
     for expandable in (False, True):
-        replay(Requests((512,), np.array([0, ~0]), np.array([512])), expandable=expandable)
+        replay(MemoryRequests((512,), np.array([0, ~0]), np.array([512])), expandable=expandable)
     print(f"compiled in {time.perf_counter() - before:.1f} s", file=sys.stderr)
 
 

@@ -3,6 +3,6 @@
 from piper_sim.compiled.events import event_loop
 from piper_sim.compiled.path import longest_path, step_ends
 from piper_sim.compiled.play import play
-from piper_sim.compiled.structure import Compiled
+from piper_sim.compiled.structure import CompiledEngine
 
-__all__ = ["Compiled", "event_loop", "longest_path", "play", "step_ends"]
+__all__ = ["CompiledEngine", "event_loop", "longest_path", "play", "step_ends"]

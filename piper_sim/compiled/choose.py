@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from ir.core.order import FloatArray
 from piper_sim import engine
-from piper_sim.engine import Run, Scenario
+from piper_sim.engine import EngineRun, EngineScenario
 
 # Measured on two slow cores (experiments/engine_speed.py), seconds: SimPy per op, alone and where rates change;
 # importing numba and loading the twin's machine code.
@@ -15,7 +15,7 @@ SIMPY_SHARED_S = 11e-6
 TWIN_LOAD_S = 0.7
 
 
-def play(scenario: Scenario, duration: FloatArray, steps: int = 1) -> Run:
+def play(scenario: EngineScenario, duration: FloatArray, steps: int = 1) -> EngineRun:
     """Simulate with SimPy where that is quicker than loading the compiled twin, or where numba is missing."""
     if twin_pays(len(scenario.plan) * steps, scenario.shared):
         from piper_sim import compiled

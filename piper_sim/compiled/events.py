@@ -8,22 +8,32 @@ from cost_models.jit import jit
 from ir.core.grid import GRID
 from ir.core.order import FloatArray, IntArray
 from piper_sim.compiled import flows, state
-from piper_sim.compiled.flows import LINKS, SLOTS, Flows, Table
+from piper_sim.compiled.flows import LINKS, SLOTS, LinkFlows, LinkTable
 from piper_sim.compiled.heap import pop, put
-from piper_sim.compiled.net import Net, missing
-from piper_sim.compiled.order import Heads, advance, heads, sleep, stuck, wake
+from piper_sim.compiled.net import OpNet, missing
+from piper_sim.compiled.order import StreamHeads, advance, heads, sleep, stuck, wake
 from piper_sim.compiled.path import longest
-from piper_sim.compiled.state import DIRTY, HEAP, TODO, TOUCHED, Lists, Meetings, Programs, Rates, Running
-from piper_sim.compiled.structure import Compiled
-from piper_sim.engine.scenario import Run, Scenario
+from piper_sim.compiled.state import (
+    DIRTY,
+    HEAP,
+    TODO,
+    TOUCHED,
+    CollectiveState,
+    EngineWorkLists,
+    OpRates,
+    RankEngineState,
+    StreamState,
+)
+from piper_sim.compiled.structure import CompiledEngine
+from piper_sim.engine.scenario import EngineRun, EngineScenario
 
 
-def event_loop(scenario: Scenario, duration: FloatArray, steps: int = 1) -> Run:
+def event_loop(scenario: EngineScenario, duration: FloatArray, steps: int = 1) -> EngineRun:
     """Run `steps` repetitions of a scenario under interference, on shared links. Transfers are rendezvous.
 
     duration: seconds of each op alone on its device, multiples of 2**-40.
     """
-    c = Compiled.of(scenario)
+    c = CompiledEngine.of(scenario)
     if c.path is None:
         raise stuck(scenario, c.net, steps)
     net, n, host = c.net, c.net.ops, scenario.host
@@ -32,13 +42,14 @@ def event_loop(scenario: Scenario, duration: FloatArray, steps: int = 1) -> Run:
     seconds = np.append(np.asarray(duration, dtype=np.float64), launch)
     table, flow = flows.table(scenario.links), flows.fresh(net, scenario.links)
     run(net, rates, table, seconds, heads(net), *state.fresh(net, rates), flow, start, end)
-    return Run(start, end[:, :n], end[:, n:] if host else None)
+    return EngineRun(start, end[:, :n], end[:, n:] if host else None)
 
 
 @jit
 def run(
-    net: Net, rates: Rates, tb: Table, duration: FloatArray, hd: Heads, st: Running, mt: Meetings, pr: Programs,
-    ls: Lists, fl: Flows, start: FloatArray, end: FloatArray,
+    net: OpNet, rates: OpRates, tb: LinkTable, duration: FloatArray, hd: StreamHeads,
+    st: StreamState, mt: CollectiveState, pr: RankEngineState,
+    ls: EngineWorkLists, fl: LinkFlows, start: FloatArray, end: FloatArray,
 ) -> None:  # fmt: skip
     """Fill start and end of every op and step, and the ends of dispatches."""
     t, own = 0.0, len(net.lane)
@@ -70,7 +81,7 @@ def _push(items: IntArray, size: IntArray, which: int, x: int) -> None:
 
 
 @jit
-def _mark(pr: Programs, ls: Lists, p: int) -> None:
+def _mark(pr: RankEngineState, ls: EngineWorkLists, p: int) -> None:
     if not pr.dirty[p]:
         pr.dirty[p] = True
         _push(ls.dirty, ls.size, DIRTY, p)
@@ -78,7 +89,14 @@ def _mark(pr: Programs, ls: Lists, p: int) -> None:
 
 @jit
 def _dispatch(
-    net: Net, duration: FloatArray, hd: Heads, st: Running, ls: Lists, end: FloatArray, s: int, t: float
+    net: OpNet,
+    duration: FloatArray,
+    hd: StreamHeads,
+    st: StreamState,
+    ls: EngineWorkLists,
+    end: FloatArray,
+    s: int,
+    t: float,
 ) -> None:
     """Let a host go on as far as it can see: until something it waits for has not ended. Its clock may be ahead of t.
 
@@ -99,8 +117,9 @@ def _dispatch(
 
 @jit
 def _look(
-    net: Net, rates: Rates, tb: Table, duration: FloatArray, hd: Heads, st: Running, mt: Meetings, pr: Programs,
-    ls: Lists, fl: Flows, start: FloatArray, end: FloatArray, s: int, t: float,
+    net: OpNet, rates: OpRates, tb: LinkTable, duration: FloatArray, hd: StreamHeads,
+    st: StreamState, mt: CollectiveState, pr: RankEngineState,
+    ls: EngineWorkLists, fl: LinkFlows, start: FloatArray, end: FloatArray, s: int, t: float,
 ) -> None:  # fmt: skip
     """Start the head of stream s if all it waits for has ended, and begin its meeting if it comes last."""
     i, k = net.queue[hd.at[s]], hd.step[s]
@@ -144,7 +163,8 @@ def _look(
 
 @jit
 def _end(
-    net: Net, rates: Rates, hd: Heads, st: Running, pr: Programs, ls: Lists, fl: Flows, end: FloatArray,
+    net: OpNet, rates: OpRates, hd: StreamHeads, st: StreamState, pr: RankEngineState,
+    ls: EngineWorkLists, fl: LinkFlows, end: FloatArray,
     m: int, t: float,
 ) -> None:  # fmt: skip
     """End every member of a meeting, wake who sleeps on it, let its stream go on."""
@@ -176,7 +196,15 @@ def _end(
 
 @jit
 def _settle(
-    net: Net, rates: Rates, hd: Heads, st: Running, mt: Meetings, pr: Programs, ls: Lists, fl: Flows, t: float
+    net: OpNet,
+    rates: OpRates,
+    hd: StreamHeads,
+    st: StreamState,
+    mt: CollectiveState,
+    pr: RankEngineState,
+    ls: EngineWorkLists,
+    fl: LinkFlows,
+    t: float,
 ) -> None:
     """Look at the rates where something changed; a rate that is new moves its meeting's end."""
     _paces(net, rates, hd, st, mt, pr, ls)
@@ -202,7 +230,15 @@ def _settle(
 
 
 @jit
-def _paces(net: Net, rates: Rates, hd: Heads, st: Running, mt: Meetings, pr: Programs, ls: Lists) -> None:
+def _paces(
+    net: OpNet,
+    rates: OpRates,
+    hd: StreamHeads,
+    st: StreamState,
+    mt: CollectiveState,
+    pr: RankEngineState,
+    ls: EngineWorkLists,
+) -> None:
     """What each dirty program allows its streams."""
     for d in range(ls.size[DIRTY]):
         p = ls.dirty[d]
@@ -223,7 +259,7 @@ def _paces(net: Net, rates: Rates, hd: Heads, st: Running, mt: Meetings, pr: Pro
 
 
 @jit
-def _change(mt: Meetings, ls: Lists, m: int, rate: float, t: float) -> None:
+def _change(mt: CollectiveState, ls: EngineWorkLists, m: int, rate: float, t: float) -> None:
     """Note what meeting m has done so far, if its rate differs from now on."""
     if rate != mt.rate[m]:
         mt.left[m] = max(0.0, mt.left[m] - _quantised((t - mt.since[m]) * mt.rate[m]))
@@ -233,7 +269,7 @@ def _change(mt: Meetings, ls: Lists, m: int, rate: float, t: float) -> None:
 
 
 @jit
-def _slowdown(rates: Rates, pr: Programs, p: int, kind: int, compute: bool) -> float:
+def _slowdown(rates: OpRates, pr: RankEngineState, p: int, kind: int, compute: bool) -> float:
     out = 1.0
     if compute:
         for c in range(pr.held.shape[1]):

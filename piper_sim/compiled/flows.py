@@ -11,11 +11,11 @@ import numpy as np
 
 from cost_models.jit import jit
 from ir.core.order import BoolArray, FloatArray, IntArray
-from piper_sim.compiled.net import Net
+from piper_sim.compiled.net import OpNet
 from piper_sim.engine.scenario import Links
 
 
-class Table(NamedTuple):
+class LinkTable(NamedTuple):
     """`Links` as the kernels take it; empty where there are none."""
 
     row: IntArray
@@ -24,7 +24,7 @@ class Table(NamedTuple):
     load: FloatArray
 
 
-class Flows(NamedTuple):
+class LinkFlows(NamedTuple):
     """State by slot, by entry (slot x width + k: the k-th link that a slot's flow loads) and by link.
 
     many: [slot] links its flow loads, 0 where there is none. meeting, weight, pace, rate: [slot] the flow's.
@@ -61,16 +61,16 @@ class Flows(NamedTuple):
 SLOTS, LINKS = 0, 1
 
 
-def table(links: Links | None) -> Table:
+def table(links: Links | None) -> LinkTable:
     """The links that ops load."""
     none = np.zeros(0, dtype=np.int64)
     if links is None:
-        return Table(none, none, none, np.zeros(0))
+        return LinkTable(none, none, none, np.zeros(0))
     row, at, resource = (np.ascontiguousarray(x, dtype=np.int64) for x in (links.row, links.at, links.resource))
-    return Table(row, at, resource, np.ascontiguousarray(links.load, dtype=np.float64))
+    return LinkTable(row, at, resource, np.ascontiguousarray(links.load, dtype=np.float64))
 
 
-def fresh(net: Net, links: Links | None) -> Flows:
+def fresh(net: OpNet, links: Links | None) -> LinkFlows:
     """No flows yet."""
     streams, count, width = len(net.queue_at) - 1, links.count if links else 0, 0
     if links is not None:
@@ -85,7 +85,7 @@ def fresh(net: Net, links: Links | None) -> Flows:
 
     entries = streams * width
     weight, pace, rate = np.zeros((3, streams))
-    return Flows(
+    return LinkFlows(
         ints(streams), ints(streams), weight, pace, rate, flags(streams), flags(streams),
         ints(entries), np.zeros(entries), np.repeat(np.arange(streams), width), ints(entries), ints(entries),
         ints(count, -1), ints(count), np.zeros(count), flags(count), flags(count),
@@ -94,7 +94,7 @@ def fresh(net: Net, links: Links | None) -> Flows:
 
 
 @jit
-def enter(net: Net, tb: Table, fl: Flows, m: int) -> None:
+def enter(net: OpNet, tb: LinkTable, fl: LinkFlows, m: int) -> None:
     """Meeting m begins: note what it loads, each link once, and stand among each link's users."""
     s = net.stream[net.member[net.member_at[m]]]
     base, count = s * (len(fl.owner) // len(fl.many)), 0
@@ -117,7 +117,7 @@ def enter(net: Net, tb: Table, fl: Flows, m: int) -> None:
 
 
 @jit
-def _stand(fl: Flows, e: int, m: int) -> None:
+def _stand(fl: LinkFlows, e: int, m: int) -> None:
     """Put entry e of meeting m among its link's, behind those of lower meetings."""
     last, this = -1, fl.first[fl.link[e]]
     while this >= 0 and fl.meeting[fl.owner[this]] < m:
@@ -132,7 +132,7 @@ def _stand(fl: Flows, e: int, m: int) -> None:
 
 
 @jit
-def leave(fl: Flows, s: int) -> None:
+def leave(fl: LinkFlows, s: int) -> None:
     """The flow in slot s ends; its links are to be shared anew."""
     base = s * (len(fl.owner) // len(fl.many))
     for e in range(base, base + fl.many[s]):
@@ -148,7 +148,7 @@ def leave(fl: Flows, s: int) -> None:
 
 
 @jit
-def touch(fl: Flows, s: int) -> None:
+def touch(fl: LinkFlows, s: int) -> None:
     """The flow in slot s is to be shared anew."""
     if not fl.near[s]:
         fl.near[s] = True
@@ -157,7 +157,7 @@ def touch(fl: Flows, s: int) -> None:
 
 
 @jit
-def _reach(fl: Flows, r: int) -> None:
+def _reach(fl: LinkFlows, r: int) -> None:
     if not fl.known[r]:
         fl.known[r] = True
         fl.links[fl.size[LINKS]] = r
@@ -165,7 +165,7 @@ def _reach(fl: Flows, r: int) -> None:
 
 
 @jit
-def share(fl: Flows) -> None:
+def share(fl: LinkFlows) -> None:
     """Rates of all flows that share links with what was touched, directly or by others; they stand in `slots` then."""
     _spread(fl)
     for x in range(fl.size[LINKS]):
@@ -181,7 +181,7 @@ def share(fl: Flows) -> None:
 
 
 @jit
-def _spread(fl: Flows) -> None:
+def _spread(fl: LinkFlows) -> None:
     """Complete `slots` and `links`: users of every link, links of every user."""
     width = len(fl.owner) // len(fl.many)
     x, y = 0, 0
@@ -200,7 +200,7 @@ def _spread(fl: Flows) -> None:
 
 
 @jit
-def _least(fl: Flows) -> float:
+def _least(fl: LinkFlows) -> float:
     """The bandwidth at which the next link is full, or the next flow has all that it can take."""
     out = np.inf
     for x in range(fl.size[LINKS]):
@@ -216,7 +216,7 @@ def _least(fl: Flows) -> float:
 
 
 @jit
-def _level(fl: Flows, r: int) -> float:
+def _level(fl: LinkFlows, r: int) -> float:
     """The bandwidth at which the unfrozen users of link r fill what the frozen ones leave; infinite without any."""
     taken, wanted, e = 0.0, 0.0, fl.first[r]
     while e >= 0:
@@ -230,7 +230,7 @@ def _level(fl: Flows, r: int) -> float:
 
 
 @jit
-def _freeze(fl: Flows, t: float) -> int:
+def _freeze(fl: LinkFlows, t: float) -> int:
     """Give their rate to all flows that can have no more than t; returns how many."""
     width, count = len(fl.owner) // len(fl.many), 0
     for x in range(fl.size[SLOTS]):

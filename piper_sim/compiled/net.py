@@ -8,11 +8,11 @@ import numpy as np
 
 from cost_models.jit import jit
 from ir.core.order import BoolArray, FloatArray, IntArray
-from ir.plan.plan import Csr, OpKind, Plan
-from piper_sim.engine.scenario import Scenario, Wire
+from ir.plan.plan import OpKind, OpLists, Plan
+from piper_sim.engine.scenario import EngineScenario, MessageMode
 
 
-class Net(NamedTuple):
+class OpNet(NamedTuple):
     """What both kernels read. `x_at[k]:x_at[k + 1]` are the places of k's own in `x`.
 
     A host is one more stream behind the plan's own; its ops are dispatches, op `ops + i` that of op i. An op waits for
@@ -43,7 +43,7 @@ class Net(NamedTuple):
     ops: int
 
 
-def build(scenario: Scenario) -> Net:
+def build(scenario: EngineScenario) -> OpNet:
     """The net of a scenario."""
     plan, n = scenario.plan, len(scenario.plan)
     owner = np.array([p for p, _ in plan.streams], dtype=np.int64)
@@ -53,14 +53,14 @@ def build(scenario: Scenario) -> Net:
         ops, stream = 2 * n, np.append(stream, len(owner) + host)
     dispatches = np.arange(n, ops)
     gate = np.full(ops, -1, dtype=np.int64)
-    if scenario.wire is Wire.BUFFERED:
+    if scenario.wire is MessageMode.BUFFERED:
         recv = np.flatnonzero(plan.kind == OpKind.RECV)
         gate[recv] = plan.partner[recv]
     least = np.append(_least(plan, scenario.wire), dispatches)
     first, meeting = np.unique(least, return_inverse=True)
     member_at, member = _rows(len(first), meeting.reshape(-1))
     waits = _waits(scenario, ops)
-    return Net(
+    return OpNet(
         *_rows(int(stream.max(initial=-1)) + 1, stream), *_rows(plan.programs, owner), waits.at, waits.items,
         member_at, member, meeting.reshape(-1), _work(plan, scenario.wire, first), gate,
         stream, np.append(plan.program, plan.program[: len(dispatches)]),
@@ -70,15 +70,15 @@ def build(scenario: Scenario) -> Net:
 
 def _rows(count: int, key: IntArray) -> tuple[IntArray, IntArray]:
     """Indices by key, each key's in rising order."""
-    rows = Csr.of(count, key, np.arange(len(key)))
+    rows = OpLists.of(count, key, np.arange(len(key)))
     return rows.at, rows.items
 
 
-def _least(plan: Plan, wire: Wire) -> IntArray:
+def _least(plan: Plan, wire: MessageMode) -> IntArray:
     """[op] the least op of its meeting."""
     n = len(plan)
     least = np.arange(n)
-    if wire is Wire.RENDEZVOUS:
+    if wire is MessageMode.RENDEZVOUS:
         least = np.where(plan.partner >= 0, np.minimum(least, plan.partner), least)
     grouped = np.flatnonzero(plan.collective >= 0)
     first = np.full(int(plan.collective.max(initial=-1)) + 1, n, dtype=np.int64)
@@ -87,15 +87,15 @@ def _least(plan: Plan, wire: Wire) -> IntArray:
     return least
 
 
-def _work(plan: Plan, wire: Wire, first: IntArray) -> IntArray:
+def _work(plan: Plan, wire: MessageMode, first: IntArray) -> IntArray:
     """[meeting] whose duration counts, from each meeting's least op."""
     op = first[first < len(plan)]
-    received = (plan.kind[op] == OpKind.RECV) & (wire is Wire.RENDEZVOUS)
+    received = (plan.kind[op] == OpKind.RECV) & (wire is MessageMode.RENDEZVOUS)
     counts = np.where(plan.collective[op] >= 0, -1, np.where(received, plan.partner[op], op))
     return np.append(counts, first[len(op) :])
 
 
-def _waits(scenario: Scenario, ops: int) -> Csr:
+def _waits(scenario: EngineScenario, ops: int) -> OpLists:
     """What each op and dispatch waits for, within the step and from the one before."""
     plan, n = scenario.plan, len(scenario.plan)
     dispatches = np.arange(n, ops)
@@ -105,11 +105,11 @@ def _waits(scenario: Scenario, ops: int) -> Csr:
         hold = scenario.host.hold
         rows.append(hold.rows() + n)
         items.append(np.where(hold.items < n, hold.items, hold.items - n + ops))
-    return Csr.of(ops, np.concatenate(rows), np.concatenate(items))
+    return OpLists.of(ops, np.concatenate(rows), np.concatenate(items))
 
 
 @jit
-def missing(net: Net, end: FloatArray, step: int, i: int, seek: int) -> int:
+def missing(net: OpNet, end: FloatArray, step: int, i: int, seek: int) -> int:
     """The first of op i's waits, from `seek` on, whose end is not known: a place in `net.wait`, or the waits' end."""
     n, w, last = len(net.stream), seek, net.wait_at[i + 1]
     while w < last:

@@ -9,12 +9,12 @@ import numpy as np
 from cost_models.jit import jit
 from ir.core.errors import PiperError
 from ir.core.order import FloatArray, IntArray
-from piper_sim.compiled.net import Net, missing
-from piper_sim.engine.scenario import Scenario
+from piper_sim.compiled.net import OpNet, missing
+from piper_sim.engine.scenario import EngineScenario
 from piper_sim.engine.stuck import deadlock
 
 
-class Path(NamedTuple):
+class OpOrder(NamedTuple):
     """The net's ops in an order in which each finds what it needs known. A value is an index into
 
         ends by op | starts by op | what the step before leaves: when each stream is free, ends that are carried over
@@ -35,8 +35,9 @@ class Path(NamedTuple):
 LONE, EARLY, GROUP, LATE = -1, -2, -3, -4
 
 
-class Heads(NamedTuple):
-    """Where streams stand. at: place of the head in `Net.queue`. seek: the first of its waits not known to have ended.
+class StreamHeads(NamedTuple):
+    """Where streams stand. at: place of the head in `OpNet.queue`. seek: the first of its waits not known to have
+    ended.
 
     asleep: [op] the first stream that sleeps until this op ends, -1 for none; behind: [stream] the next one.
     """
@@ -48,14 +49,14 @@ class Heads(NamedTuple):
     behind: IntArray
 
 
-def heads(net: Net) -> Heads:
+def heads(net: OpNet) -> StreamHeads:
     """Every stream before its first op."""
     streams = len(net.queue_at) - 1
     at, step, behind = net.queue_at[:streams].copy(), *np.zeros((2, streams), dtype=np.int64)
-    return Heads(at, step, net.wait_at[net.queue[at]], np.full(len(net.stream), -1, dtype=np.int64), behind)
+    return StreamHeads(at, step, net.wait_at[net.queue[at]], np.full(len(net.stream), -1, dtype=np.int64), behind)
 
 
-class Reached(NamedTuple):
+class StreamProgress(NamedTuple):
     """How far streams come when nothing takes time. By step and op: 0 where an op has started or ended, else -1.
 
     order: the ops that started, in an order in which they can; of buffered receives, those whose message was there.
@@ -66,23 +67,23 @@ class Reached(NamedTuple):
     end: FloatArray
 
 
-def arranged(net: Net, steps: int = 1) -> Reached:
+def arranged(net: OpNet, steps: int = 1) -> StreamProgress:
     """Let all streams go on until none can."""
     order = np.empty(steps * len(net.stream), dtype=np.int64)
     start, end = np.full((2, steps, len(net.stream)), -1.0)
     todo, come = np.arange(len(net.queue_at) - 1)[::-1].copy(), np.zeros(len(net.work), dtype=np.int64)
     count = arrange(net, heads(net), todo, come, order, start, end)
-    return Reached(order[:count], start, end)
+    return StreamProgress(order[:count], start, end)
 
 
-def stuck(scenario: Scenario, net: Net, steps: int) -> PiperError:
+def stuck(scenario: EngineScenario, net: OpNet, steps: int) -> PiperError:
     """The story of streams that cannot go on."""
     _, start, end = arranged(net, steps)
     post = end[:, net.ops :] if scenario.host else None
     return deadlock(scenario, start[:, : net.ops] >= 0, end[:, : net.ops] >= 0, post)
 
 
-def build(net: Net, reached: Reached) -> Path | None:
+def build(net: OpNet, reached: StreamProgress) -> OpOrder | None:
     """The path along the order that was found; None where streams get stuck."""
     order, n, streams = reached.order, len(net.stream), len(net.queue_at) - 1
     if len(order) < n:
@@ -102,10 +103,10 @@ def build(net: Net, reached: Reached) -> Path | None:
     np.cumsum(np.diff(net.wait_at)[order] + 1, out=before_at[1:])
     before = np.empty(int(before_at[-1]), dtype=np.int64)
     fill(order, ahead, net.wait_at, wait, before_at, before)
-    return Path(order, before_at, before, _acts(net, place), np.append(free, kept - n))
+    return OpOrder(order, before_at, before, _acts(net, place), np.append(free, kept - n))
 
 
-def _acts(net: Net, place: IntArray) -> IntArray:
+def _acts(net: OpNet, place: IntArray) -> IntArray:
     act = np.full(len(place), LONE, dtype=np.int64)
     size = np.diff(net.member_at)
     latest = np.maximum.reduceat(place[net.member], net.member_at[:-1])
@@ -132,14 +133,14 @@ def fill(
 
 
 @jit
-def sleep(hd: Heads, s: int, j: int) -> None:
+def sleep(hd: StreamHeads, s: int, j: int) -> None:
     """Let stream s sleep until op j ends."""
     hd.behind[s] = hd.asleep[j]
     hd.asleep[j] = s
 
 
 @jit
-def wake(hd: Heads, j: int, todo: IntArray, size: int) -> int:
+def wake(hd: StreamHeads, j: int, todo: IntArray, size: int) -> int:
     """Put every stream that sleeps on op j on `todo`; returns its new size."""
     s = hd.asleep[j]
     hd.asleep[j] = -1
@@ -151,7 +152,7 @@ def wake(hd: Heads, j: int, todo: IntArray, size: int) -> int:
 
 
 @jit
-def advance(net: Net, hd: Heads, s: int, steps: int) -> bool:
+def advance(net: OpNet, hd: StreamHeads, s: int, steps: int) -> bool:
     """Turn stream s to its next op; False behind the last op of the last step."""
     hd.at[s] += 1
     if hd.at[s] == net.queue_at[s + 1]:
@@ -165,9 +166,9 @@ def advance(net: Net, hd: Heads, s: int, steps: int) -> bool:
 
 @jit
 def arrange(
-    net: Net, hd: Heads, todo: IntArray, come: IntArray, order: IntArray, start: FloatArray, end: FloatArray
+    net: OpNet, hd: StreamHeads, todo: IntArray, come: IntArray, order: IntArray, start: FloatArray, end: FloatArray
 ) -> int:
-    """Fill what `Reached` says; returns how many ops were reached.
+    """Fill what `StreamProgress` says; returns how many ops were reached.
 
     An op that cannot go on sleeps on the first thing it misses, and only the end of that wakes its stream.
     """

@@ -6,13 +6,13 @@ import numpy as np
 
 from cost_models.jit import jit
 from ir.core.order import FloatArray
-from piper_sim.compiled.net import Net
-from piper_sim.compiled.order import GROUP, LATE, LONE, Path, stuck
-from piper_sim.compiled.structure import Compiled
-from piper_sim.engine.scenario import Run, Scenario
+from piper_sim.compiled.net import OpNet
+from piper_sim.compiled.order import GROUP, LATE, LONE, OpOrder, stuck
+from piper_sim.compiled.structure import CompiledEngine
+from piper_sim.engine.scenario import EngineRun, EngineScenario
 
 
-def longest_path(scenario: Scenario, duration: FloatArray, steps: int = 1) -> Run:
+def longest_path(scenario: EngineScenario, duration: FloatArray, steps: int = 1) -> EngineRun:
     """Run `steps` repetitions of a scenario as if nothing were shared.
 
     duration: [op], or [vector, op] for many runs of one structure. The run's arrays have shape (steps, ops), or
@@ -26,10 +26,10 @@ def longest_path(scenario: Scenario, duration: FloatArray, steps: int = 1) -> Ru
     if np.ndim(duration) == 1:
         value = value[0]
     post = value[..., n:both] if scenario.host else None
-    return Run(value[..., both : both + n], value[..., :n], post)
+    return EngineRun(value[..., both : both + n], value[..., :n], post)
 
 
-def step_ends(scenario: Scenario, durations: FloatArray, steps: int = 1) -> FloatArray:
+def step_ends(scenario: EngineScenario, durations: FloatArray, steps: int = 1) -> FloatArray:
     """[vector, step] when the last op of each step ends: what a search asks, without every op's times."""
     net, path, durations = _given(scenario, durations, steps)
     out = np.empty((len(durations), steps))
@@ -40,9 +40,9 @@ def step_ends(scenario: Scenario, durations: FloatArray, steps: int = 1) -> Floa
     return out
 
 
-def _given(scenario: Scenario, duration: FloatArray, steps: int) -> tuple[Net, Path, FloatArray]:
+def _given(scenario: EngineScenario, duration: FloatArray, steps: int) -> tuple[OpNet, OpOrder, FloatArray]:
     """Net, path and [vector, op or dispatch] seconds."""
-    c = Compiled.of(scenario)
+    c = CompiledEngine.of(scenario)
     if c.path is None:
         raise stuck(scenario, c.net, steps)
     durations = np.atleast_2d(np.asarray(duration, dtype=np.float64))
@@ -53,8 +53,8 @@ def _given(scenario: Scenario, duration: FloatArray, steps: int) -> tuple[Net, P
 
 
 @jit
-def one(net: Net, path: Path, duration: FloatArray, value: FloatArray) -> None:
-    """Fill value[step], laid out as `Path` says."""
+def one(net: OpNet, path: OpOrder, duration: FloatArray, value: FloatArray) -> None:
+    """Fill value[step], laid out as `OpOrder` says."""
     n = len(path.order)
     for step in range(len(value)):
         v = value[step]
@@ -83,7 +83,7 @@ def one(net: Net, path: Path, duration: FloatArray, value: FloatArray) -> None:
 
 
 @jit
-def _meet(net: Net, m: int, duration: FloatArray, v: FloatArray) -> None:
+def _meet(net: OpNet, m: int, duration: FloatArray, v: FloatArray) -> None:
     n, t = len(net.stream), 0.0
     for k in range(net.member_at[m], net.member_at[m + 1]):
         t = max(t, v[n + net.member[k]])
@@ -93,7 +93,7 @@ def _meet(net: Net, m: int, duration: FloatArray, v: FloatArray) -> None:
 
 
 @jit
-def longest(net: Net, m: int, duration: FloatArray) -> float:
+def longest(net: OpNet, m: int, duration: FloatArray) -> float:
     """A collective's duration: its longest member's."""
     out = 0.0
     for k in range(net.member_at[m], net.member_at[m + 1]):

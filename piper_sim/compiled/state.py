@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ir.core.order import BoolArray, FloatArray, IntArray
-from piper_sim.compiled.net import Net
-from piper_sim.engine.scenario import Interference
+from piper_sim.compiled.net import OpNet
+from piper_sim.engine.scenario import KernelInterference
 
 
-class Rates(NamedTuple):
-    """Who slows whom, by op class: `Interference` as the kernels take it."""
+class OpRates(NamedTuple):
+    """Who slows whom, by op class: `KernelInterference` as the kernels take it."""
 
     kind: IntArray
     held: FloatArray
@@ -20,7 +20,7 @@ class Rates(NamedTuple):
     wire: FloatArray
 
 
-class Running(NamedTuple):
+class StreamState(NamedTuple):
     """By stream. meeting: the one under way, -1 for none. pace: the rate its own program allows it.
 
     clock: of a host, when its last dispatch was or will be.
@@ -31,7 +31,7 @@ class Running(NamedTuple):
     clock: FloatArray
 
 
-class Meetings(NamedTuple):
+class CollectiveState(NamedTuple):
     """By meeting; until, heap and where are the heap of ends. touched: its pace changed in this settling.
 
     In the heap stand the meetings under way, and the dispatches, known in advance, that streams wait for.
@@ -47,7 +47,7 @@ class Meetings(NamedTuple):
     touched: BoolArray
 
 
-class Programs(NamedTuple):
+class RankEngineState(NamedTuple):
     """How many ops of each class are in flight on each program, and whether its rates must be looked at."""
 
     held: IntArray
@@ -56,7 +56,7 @@ class Programs(NamedTuple):
     dirty: BoolArray
 
 
-class Lists(NamedTuple):
+class EngineWorkLists(NamedTuple):
     """Streams to look at, programs that are dirty, meetings touched; size: of these and of the heap."""
 
     todo: IntArray
@@ -68,15 +68,15 @@ class Lists(NamedTuple):
 TODO, DIRTY, TOUCHED, HEAP = 0, 1, 2, 3
 
 
-def rates(slow: Interference | None, ops: int) -> Rates:
+def rates(slow: KernelInterference | None, ops: int) -> OpRates:
     """The tables; without any, one class of each kind and no slowdown."""
     if slow is None:
-        return Rates(np.zeros(ops, dtype=np.int64), *np.zeros((3, 1, 1)))
+        return OpRates(np.zeros(ops, dtype=np.int64), *np.zeros((3, 1, 1)))
     held, moving, wire = (np.ascontiguousarray(x, dtype=np.float64) for x in (slow.held, slow.moving, slow.wire))
-    return Rates(np.ascontiguousarray(slow.kind, dtype=np.int64), held, moving, wire)
+    return OpRates(np.ascontiguousarray(slow.kind, dtype=np.int64), held, moving, wire)
 
 
-def fresh(net: Net, rates: Rates) -> tuple[Running, Meetings, Programs, Lists]:
+def fresh(net: OpNet, rates: OpRates) -> tuple[StreamState, CollectiveState, RankEngineState, EngineWorkLists]:
     """Nothing has happened."""
     streams, meetings, programs = len(net.queue_at) - 1, len(net.work), len(net.lane_at) - 1
     computes, comms = rates.held.shape
@@ -89,10 +89,10 @@ def fresh(net: Net, rates: Rates) -> tuple[Running, Meetings, Programs, Lists]:
 
     left, since, rate, until = np.zeros((4, meetings))
     return (
-        Running(ints(streams, -1), *np.zeros((2, streams))),
-        Meetings(
+        StreamState(ints(streams, -1), *np.zeros((2, streams))),
+        CollectiveState(
             ints(meetings), left, since, rate, until, ints(streams), ints(meetings, -1), np.zeros(meetings, np.bool_)
         ),
-        Programs(counts(comms), counts(comms), counts(computes), np.zeros(programs, np.bool_)),
-        Lists(np.arange(streams)[::-1].copy(), ints(programs), ints(streams), np.array([streams, 0, 0, 0])),
+        RankEngineState(counts(comms), counts(comms), counts(computes), np.zeros(programs, np.bool_)),
+        EngineWorkLists(np.arange(streams)[::-1].copy(), ints(programs), ints(streams), np.array([streams, 0, 0, 0])),
     )

@@ -5,28 +5,30 @@ from __future__ import annotations
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
-from ir.plan.plan import Csr, Plan
+from ir.plan.plan import OpLists, Plan
 from piper_sim.compiled import net, order
-from piper_sim.engine.scenario import Scenario, Wire
+from piper_sim.engine.scenario import EngineScenario, MessageMode
 
-Key = tuple[Wire, bytes, bytes]
+Key = tuple[MessageMode, bytes, bytes]
 
 
-class Compiled:
+class CompiledEngine:
     """A scenario's structure: its plan, wire, what is carried over and what hosts wait for.
 
     net: streams, waits and meetings. path: the order in which everything can be computed; None where streams get stuck,
     whatever the durations.
     """
 
-    _built: ClassVar[WeakKeyDictionary[Plan, WeakKeyDictionary[Plan | Csr, dict[Key, Compiled]]]] = WeakKeyDictionary()
+    _built: ClassVar[WeakKeyDictionary[Plan, WeakKeyDictionary[Plan | OpLists, dict[Key, CompiledEngine]]]] = (
+        WeakKeyDictionary()
+    )
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: EngineScenario) -> None:
         self.net = net.build(scenario)
         self.path = order.build(self.net, order.arranged(self.net))
 
     @classmethod
-    def of(cls, scenario: Scenario) -> Compiled:
+    def of(cls, scenario: EngineScenario) -> CompiledEngine:
         """The structure of this very plan and `hold`, built on first use and kept as long as both live."""
         plan, anchor = scenario.plan, scenario.host.hold if scenario.host else scenario.plan
         built = cls._built.setdefault(plan, WeakKeyDictionary()).setdefault(anchor, {})

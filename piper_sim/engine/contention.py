@@ -11,27 +11,27 @@ from simpy.events import NORMAL, Event, EventPriority
 from ir.core.grid import GRID
 from ir.core.order import FloatArray
 from ir.plan.plan import OpKind
-from piper_sim.engine.loop import End, World
-from piper_sim.engine.scenario import Interference, Links, Scenario
+from piper_sim.engine.loop import EngineState, OpEnd
+from piper_sim.engine.scenario import EngineScenario, KernelInterference, Links
 from piper_sim.engine.share import fill
 
 SETTLE = EventPriority(NORMAL + 1)  # behind everything else that happens at one time
 
 
-class Work:
+class SharedOp:
     """Something that runs: seconds of it left at `since` if it were alone, and how fast it goes."""
 
     __slots__ = ("end", "left", "loads", "members", "op", "rate", "since", "turn")
 
-    def __init__(self, op: int, left: float, members: list[int], loads: dict[int, float], end: End) -> None:
+    def __init__(self, op: int, left: float, members: list[int], loads: dict[int, float], end: OpEnd) -> None:
         self.op, self.left, self.members, self.loads, self.end = op, left, members, loads, end
         self.since, self.rate, self.turn = 0.0, 0.0, 0
 
 
-class SharedWorld(World):
+class SharedEngine(EngineState):
     """Streams as in `loop`; durations as work that is done at the rate the device and the links allow."""
 
-    def __init__(self, scenario: Scenario, duration: FloatArray, steps: int) -> None:
+    def __init__(self, scenario: EngineScenario, duration: FloatArray, steps: int) -> None:
         super().__init__(scenario, duration, steps)
         plan, table = scenario.plan, scenario.slow or _nothing(scenario)
         self.program = plan.program.tolist()
@@ -42,25 +42,25 @@ class SharedWorld(World):
         self.n_held = [[0 for _ in classes] for _ in range(plan.programs)]
         self.n_moving = [[0 for _ in classes] for _ in range(plan.programs)]
         self.computing: list[list[int]] = [[0] * table.held.shape[0] for _ in range(plan.programs)]
-        self.running: list[dict[int, Work]] = [{} for _ in range(plan.programs)]
+        self.running: list[dict[int, SharedOp]] = [{} for _ in range(plan.programs)]
         self.touched: set[int] = set()
         self.mates: dict[int, list[int]] = {}
         for i, m in enumerate(self.meeting):
             self.mates.setdefault(m, []).append(i)
         self.loads = _Loads(scenario.links) if scenario.links else None
-        self.users: dict[int, dict[int, Work]] = {}
+        self.users: dict[int, dict[int, SharedOp]] = {}
         self.loosened: set[int] = set()
 
-    def _begin(self, i: int, m: int, end: End, complete: bool) -> None:
+    def _begin(self, i: int, m: int, end: OpEnd, complete: bool) -> None:
         if not self.compute[i]:
             self.n_held[self.program[i]][self.kind[i]] += 1
             self._touch(self.program[i])
         if complete:
             self._run(m, end)
 
-    def _run(self, m: int, end: End) -> None:
+    def _run(self, m: int, end: OpEnd) -> None:
         members = self.mates[m]
-        work = Work(m, self.duration[m], members, self.loads.of(members) if self.loads else {}, end)
+        work = SharedOp(m, self.duration[m], members, self.loads.of(members) if self.loads else {}, end)
         for i in members:
             p = self.program[i]
             (self.computing if self.compute[i] else self.n_moving)[p][self.kind[i]] += 1
@@ -72,7 +72,7 @@ class SharedWorld(World):
         for r in work.loads:
             self.users.setdefault(r, {})[m] = work
 
-    def _finish(self, work: Work) -> None:
+    def _finish(self, work: SharedOp) -> None:
         for i in work.members:
             p = self.program[i]
             if self.compute[i]:
@@ -92,7 +92,7 @@ class SharedWorld(World):
     def _touch(self, p: int) -> None:
         """Program p's rates are to be looked at again, once nothing more happens at this time."""
         if not self.touched:
-            settle = End(self.env)
+            settle = OpEnd(self.env)
             settle.callbacks.append(self._settle)
             self.env.schedule(settle, SETTLE)
         self.touched.add(p)
@@ -107,7 +107,7 @@ class SharedWorld(World):
         for m in sorted(affected.keys() - bound.keys()):
             self._change(affected[m], self._pace(affected[m]))
 
-    def _component(self, found: list[Work]) -> dict[int, Work]:
+    def _component(self, found: list[SharedOp]) -> dict[int, SharedOp]:
         """All work that shares links with what was touched, or with what left a link, directly or by others."""
         out, links = {w.op: w for w in found}, set(self.loosened)
         self.loosened.clear()
@@ -122,7 +122,7 @@ class SharedWorld(World):
                     todo += new
         return out
 
-    def _change(self, work: Work, rate: float) -> None:
+    def _change(self, work: SharedOp, rate: float) -> None:
         """Note what has been done so far, if the rate differs from now on."""
         if rate == work.rate:
             return
@@ -131,10 +131,10 @@ class SharedWorld(World):
         work.left, work.since, work.rate = max(0.0, work.left - done), now, rate
         self._tick(work, round(work.left / rate * GRID) / GRID)
 
-    def _tick(self, work: Work, delay: float) -> None:
+    def _tick(self, work: SharedOp, delay: float) -> None:
         """Its end, unless its rate changes before."""
         work.turn += 1
-        turn, tick = work.turn, End(self.env)
+        turn, tick = work.turn, OpEnd(self.env)
 
         def ended(_: Event) -> None:
             if work.turn == turn:
@@ -143,7 +143,7 @@ class SharedWorld(World):
         tick.callbacks.append(ended)
         self.env.schedule(tick, NORMAL, delay)
 
-    def _pace(self, work: Work) -> float:
+    def _pace(self, work: SharedOp) -> float:
         return min(self._pace_of(i) for i in work.members)
 
     def _pace_of(self, i: int) -> float:
@@ -179,7 +179,7 @@ class _Loads:
         return out
 
 
-def _nothing(scenario: Scenario) -> Interference:
+def _nothing(scenario: EngineScenario) -> KernelInterference:
     """One class of each kind, and no slowdown."""
     none = np.zeros((1, 1))
-    return Interference(np.zeros(len(scenario.plan), dtype=np.int64), none, none, none)
+    return KernelInterference(np.zeros(len(scenario.plan), dtype=np.int64), none, none, none)

@@ -17,17 +17,17 @@ import simpy
 from simpy.events import NORMAL, Event
 
 from ir.core.order import FloatArray, IntArray
-from ir.plan.plan import Csr, OpKind, Plan
-from piper_sim.engine.scenario import Host, Run, Scenario, Wire
+from ir.plan.plan import OpKind, OpLists, Plan
+from piper_sim.engine.scenario import EngineRun, EngineScenario, HostModel, MessageMode
 from piper_sim.engine.stuck import deadlock
 
 
-def run(plan: Plan, duration: FloatArray, wire: Wire = Wire.RENDEZVOUS, steps: int = 1) -> Run:
+def run(plan: Plan, duration: FloatArray, wire: MessageMode = MessageMode.RENDEZVOUS, steps: int = 1) -> EngineRun:
     """Simulate `steps` repetitions of a bare plan: no host, nothing shared. See `play`."""
-    return finish(World(Scenario.of(plan, wire), duration, steps))
+    return finish(EngineState(EngineScenario.of(plan, wire), duration, steps))
 
 
-def finish(world: World) -> Run:
+def finish(world: EngineState) -> EngineRun:
     """Let a world run until nothing is left to happen."""
     was = gc.isenabled()
     gc.disable()  # a million short-lived events, no cycles: collection would only cost
@@ -38,25 +38,25 @@ def finish(world: World) -> Run:
             gc.enable()
     shape = (world.steps, world.count)
     start, end = (np.array(x).reshape(shape) for x in (world.start, world.end))
-    found = Run(start, end, np.array(world.post).reshape(shape) if world.hosted else None)
+    found = EngineRun(start, end, np.array(world.post).reshape(shape) if world.hosted else None)
     if (found.end < 0).any():
         raise deadlock(world.scenario, found.start >= 0, found.end >= 0, found.post)
     return found
 
 
-class End(Event):
+class OpEnd(Event):
     """The end of an op or of a meeting, or a dispatch. It cannot fail, so only its time is open: when it is due."""
 
     _ok, _value = True, None
 
 
-class World:
+class EngineState:
     """All state of one run: plain lists, because the processes touch them a million times.
 
     A row of `ends` has an entry per op or meeting, then one per op of the step before that some op waits for.
     """
 
-    def __init__(self, scenario: Scenario, duration: FloatArray, steps: int) -> None:
+    def __init__(self, scenario: EngineScenario, duration: FloatArray, steps: int) -> None:
         self.scenario, plan = scenario, scenario.plan
         self.count, self.steps, self.env = len(plan), steps, simpy.Environment()
         meeting = _meetings(plan, scenario.wire)
@@ -78,21 +78,21 @@ class World:
         self.duration = _durations(plan, np.asarray(duration, dtype=np.float64), meeting).tolist()
         self.sends = (plan.kind == OpKind.SEND).tolist()
         self.start, self.end, self.post = ([self._blank() for _ in range(steps)] for _ in range(3))
-        self.past = End(self.env)
+        self.past = OpEnd(self.env)
         self.past.callbacks = None  # type: ignore[assignment]  # as SimPy marks what has happened
-        self.ends: list[list[End | None]] = []
+        self.ends: list[list[OpEnd | None]] = []
         self.missing: list[list[int]] = []
-        self.calls: list[list[End | None]] = [[None] * self.count for _ in range(steps)] if host else []
+        self.calls: list[list[OpEnd | None]] = [[None] * self.count for _ in range(steps)] if host else []
         for a, b in pairwise(plan.bounds.tolist() if host else ()):
             self.env.process(self._host(range(a, b)))
         for queue in plan.queues:
-            channel = scenario.wire is Wire.BUFFERED and plan.partner[queue[0]] >= 0
+            channel = scenario.wire is MessageMode.BUFFERED and plan.partner[queue[0]] >= 0
             self.env.process(self._channel(queue) if channel else self._stream(queue))
 
     def _blank(self) -> array[float]:
         return array("d", [-1.0]) * self.count
 
-    def _step(self, step: int) -> tuple[list[End | None], list[int]]:
+    def _step(self, step: int) -> tuple[list[OpEnd | None], list[int]]:
         """Of one step: the end of each op or meeting, None until somebody needs it; how many members are to come."""
         while step >= len(self.ends):
             last = self.ends[-1] if self.ends else []
@@ -101,8 +101,8 @@ class World:
             self.missing.append(self.members.copy())
         return self.ends[step], self.missing[step]
 
-    def _new(self, ends: list[End | None], i: int) -> End:
-        end = ends[i] = End(self.env)
+    def _new(self, ends: list[OpEnd | None], i: int) -> OpEnd:
+        end = ends[i] = OpEnd(self.env)
         return end
 
     def _host(self, ops: range) -> Generator[Event, None, None]:
@@ -146,7 +146,7 @@ class World:
                 end[i] = env.now
                 ends[m] = past
 
-    def _begin(self, _: int, m: int, end: End, complete: bool) -> None:
+    def _begin(self, _: int, m: int, end: OpEnd, complete: bool) -> None:
         """An op has started; its meeting begins if that completes it."""
         if complete:
             self.env.schedule(end, NORMAL, self.duration[m])
@@ -181,22 +181,22 @@ class World:
                 ends[partner[i]] = past
 
 
-def _hold(host: Host, count: int) -> tuple[IntArray, IntArray]:
+def _hold(host: HostModel, count: int) -> tuple[IntArray, IntArray]:
     return host.hold.rows(), host.hold.items
 
 
 def _lists(count: int, pairs: list[tuple[IntArray, IntArray]]) -> list[list[int] | tuple[()]]:
     """By op, the second of each pair that has it first."""
     rows, items = (np.concatenate([p[k] for p in pairs]) for k in (0, 1))
-    csr = Csr.of(count, rows, items)
+    csr = OpLists.of(count, rows, items)
     at, flat = csr.at.tolist(), csr.items.tolist()
     return [flat[a:b] if a != b else () for a, b in pairwise(at)]
 
 
-def _meetings(plan: Plan, wire: Wire) -> IntArray:
+def _meetings(plan: Plan, wire: MessageMode) -> IntArray:
     """For each op the least op that it must meet: its own, where it runs alone."""
     out = np.arange(len(plan))
-    if wire is Wire.RENDEZVOUS:
+    if wire is MessageMode.RENDEZVOUS:
         met = np.flatnonzero(plan.partner >= 0)
         out[met] = np.minimum(met, plan.partner[met])
     joint = np.flatnonzero(plan.collective >= 0)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ir.core.order import FloatArray, IntArray
-from ir.plan.plan import Csr, Plan
+from ir.plan.plan import OpLists, Plan
 from piper_sim.engine.steps import carried
 
 
-class Wire(StrEnum):
+class MessageMode(StrEnum):
     """What a transfer means. rendezvous: it starts when both ends are posted and holds both streams.
 
     buffered: the message leaves when the send is posted and never holds the sender (pure latency).
@@ -21,7 +21,7 @@ class Wire(StrEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class Host:
+class HostModel:
     """The process that dispatches a program's ops, in the plan's order. docs/ENGINE.md, 7.
 
     launch: [op] seconds it is busy with each, multiples of 2**-40.
@@ -29,11 +29,11 @@ class Host:
     """
 
     launch: FloatArray
-    hold: Csr
+    hold: OpLists
 
 
 @dataclass(frozen=True, eq=False)
-class Interference:
+class KernelInterference:
     """Who slows whom, by op class. All entries are added slowdowns: 0.4 makes a kernel take 1.4 times as long.
 
     kind: [op] class, compute classes and communication classes each counted from 0.
@@ -68,7 +68,7 @@ class Links:
 
 
 @dataclass(frozen=True, eq=False)
-class Scenario:
+class EngineScenario:
     """A plan with its wire, host, interference and links; None: there is none of it.
 
     late, before: op late[k] of a step waits for op before[k] of the step before (`steps.carried`).
@@ -77,24 +77,24 @@ class Scenario:
     plan: Plan
     late: IntArray
     before: IntArray
-    wire: Wire = Wire.RENDEZVOUS
-    host: Host | None = None
-    slow: Interference | None = None
+    wire: MessageMode = MessageMode.RENDEZVOUS
+    host: HostModel | None = None
+    slow: KernelInterference | None = None
     links: Links | None = None
 
     def __post_init__(self) -> None:
-        if self.wire is Wire.BUFFERED and (self.host or self.slow or self.links):
+        if self.wire is MessageMode.BUFFERED and (self.host or self.slow or self.links):
             raise ValueError("a buffered message holds nothing, so there is nothing to share and no host to wait for")
 
     @classmethod
     def of(
         cls,
         plan: Plan,
-        wire: Wire = Wire.RENDEZVOUS,
-        host: Host | None = None,
-        slow: Interference | None = None,
+        wire: MessageMode = MessageMode.RENDEZVOUS,
+        host: HostModel | None = None,
+        slow: KernelInterference | None = None,
         links: Links | None = None,
-    ) -> Scenario:
+    ) -> EngineScenario:
         """With what the plan's own graph says is carried from step to step."""
         return cls(plan, *carried(plan), wire, host, slow, links)
 
@@ -105,7 +105,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class EngineRun:
     """When ops started and ended. Arrays have shape (steps, ops); times are in the unit of the durations.
 
     post: when the host had dispatched them; None where there is no host.
@@ -115,6 +115,6 @@ class Run:
     end: FloatArray
     post: FloatArray | None = None
 
-    def last(self, steps: int) -> Run:
+    def last(self, steps: int) -> EngineRun:
         """Only the last few steps."""
-        return Run(self.start[-steps:], self.end[-steps:], None if self.post is None else self.post[-steps:])
+        return EngineRun(self.start[-steps:], self.end[-steps:], None if self.post is None else self.post[-steps:])

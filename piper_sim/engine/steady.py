@@ -8,7 +8,7 @@ import numpy as np
 
 from ir.core.order import FloatArray, IntArray
 from piper_sim.engine.play import play
-from piper_sim.engine.scenario import Run, Scenario
+from piper_sim.engine.scenario import EngineRun, EngineScenario
 
 MAX_STEPS = 24
 
@@ -16,12 +16,14 @@ MAX_STEPS = 24
 class Engine(Protocol):
     """Either engine's `play`."""
 
-    def __call__(self, scenario: Scenario, duration: FloatArray, steps: int = 1) -> Run:
+    def __call__(self, scenario: EngineScenario, duration: FloatArray, steps: int = 1) -> EngineRun:
         """Simulate some steps."""
         ...
 
 
-def steady(scenario: Scenario, duration: FloatArray, clipped: bool, engine: Engine = play) -> tuple[Run, int]:
+def steady(
+    scenario: EngineScenario, duration: FloatArray, clipped: bool, engine: Engine = play
+) -> tuple[EngineRun, int]:
     """The last two steps of a run long enough that further steps only repeat the last; and how many were simulated.
 
     A step starts from the ends of its streams' last ops, of what is carried over and of what hosts wait for, and from
@@ -43,7 +45,7 @@ def steady(scenario: Scenario, duration: FloatArray, clipped: bool, engine: Engi
         steps *= 2
 
 
-def _state(scenario: Scenario) -> tuple[IntArray, IntArray]:
+def _state(scenario: EngineScenario) -> tuple[IntArray, IntArray]:
     """What a step leaves to the next: (ops whose end counts, ops whose dispatch does)."""
     plan, host = scenario.plan, scenario.host
     ends = [np.array([queue[-1] for queue in plan.queues]), scenario.before]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ir.core.order import IntArray
-from ir.graph.graph import Once
+from ir.graph.graph import PerStepOp
 from ir.graph.sync import buckets
 from ir.graph.zero import part_nodes
 from ir.plan.plan import OpKind, Plan
@@ -34,7 +34,7 @@ def carried(plan: Plan) -> tuple[IntArray, IntArray]:
 def _weights(plan: Plan) -> tuple[list[int], list[int]]:
     row: list[int] = []
     on: list[int] = []
-    gathers = [i for i, n in enumerate(plan.graph.nodes) if n.kind is Once.GATHER]
+    gathers = [i for i, n in enumerate(plan.graph.nodes) if n.kind is PerStepOp.GATHER]
     if not gathers:
         return row, on
     readers = {b.key: part_nodes(plan.graph, b) for b in buckets(plan.graph)}

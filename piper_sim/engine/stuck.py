@@ -9,12 +9,14 @@ import numpy as np
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import BoolArray, FloatArray
 from ir.plan.plan import Plan
-from piper_sim.engine.scenario import Scenario
+from piper_sim.engine.scenario import EngineScenario
 
 LINES = 40
 
 
-def deadlock(scenario: Scenario, started: BoolArray, ended: BoolArray, post: FloatArray | None = None) -> PiperError:
+def deadlock(
+    scenario: EngineScenario, started: BoolArray, ended: BoolArray, post: FloatArray | None = None
+) -> PiperError:
     """The error that says, stream by stream, what the op at its head waits for; then the same of hosts.
 
     started, ended: [step, op]. post: [step, op] when ops were dispatched, negative where they were not.
@@ -32,7 +34,7 @@ def deadlock(scenario: Scenario, started: BoolArray, ended: BoolArray, post: Flo
     return PiperError(ErrorKind.DEADLOCK, "\n".join(["no stream can move:", *lines[:LINES], *more]))
 
 
-def _lack(scenario: Scenario, step: int, i: int, started: BoolArray, ended: BoolArray) -> str:
+def _lack(scenario: EngineScenario, step: int, i: int, started: BoolArray, ended: BoolArray) -> str:
     plan = scenario.plan
     lack = [plan.text(w) for w in plan.waits.row(i).tolist() if not ended[step, w]]
     if started[step, i]:
@@ -49,7 +51,7 @@ def _mates(plan: Plan, i: int) -> list[int]:
     return np.flatnonzero(plan.collective == plan.collective[i]).tolist() if plan.collective[i] >= 0 else []
 
 
-def _hosts(scenario: Scenario, post: FloatArray, ended: BoolArray) -> list[str]:
+def _hosts(scenario: EngineScenario, post: FloatArray, ended: BoolArray) -> list[str]:
     plan, host = scenario.plan, scenario.host
     assert host is not None
     lines = []

@@ -8,11 +8,11 @@ import numpy as np
 
 from ir.plan.plan import Plan
 from ir.trace.trace import MemorySamples, Trace
-from piper_sim.engine import Run
+from piper_sim.engine import EngineRun
 
 
 def trace_of(
-    plan: Plan, run: Run, header: Mapping[str, object], step: int = -1, memory: MemorySamples | None = None
+    plan: Plan, run: EngineRun, header: Mapping[str, object], step: int = -1, memory: MemorySamples | None = None
 ) -> Trace:
     """One step of a run as a trace (the last one by default), times counted from that step's first start.
 

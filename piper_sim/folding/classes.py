@@ -15,12 +15,12 @@ import numpy as np
 
 from ir.core.order import IntArray
 from ir.plan.plan import OpKind, Plan
-from piper_sim.folding.ground import Ground, Positions
+from piper_sim.folding.ground import DevicePlacement, RankPositions
 from piper_sim.folding.uses import meeting_axes, uses
 
 
 @dataclass(frozen=True, eq=False)
-class Classes:
+class RankClasses:
     """of: [position] class. size: [class] positions in it. first: [class] its least position, which stands for it."""
 
     of: IntArray
@@ -33,10 +33,10 @@ class Classes:
         return len(self.size)
 
     @classmethod
-    def by(cls, colour: IntArray) -> Classes:
+    def by(cls, colour: IntArray) -> RankClasses:
         """Classes of equal colour, numbered in the order of their first positions.
 
-        >>> Classes.by(np.array([7, 5, 7])).of.tolist()
+        >>> RankClasses.by(np.array([7, 5, 7])).of.tolist()
         [0, 1, 0]
         """
         _, first, of, size = np.unique(colour, return_index=True, return_inverse=True, return_counts=True)
@@ -44,26 +44,26 @@ class Classes:
         return cls(np.argsort(order)[of.reshape(-1)], size[order], first[order])
 
     @classmethod
-    def each(cls, positions: int) -> Classes:
+    def each(cls, positions: int) -> RankClasses:
         """Nothing folded."""
         return cls.by(np.arange(positions))
 
 
-def classes(plan: Plan, ground: Ground, more: IntArray | None = None) -> Classes:
+def classes(plan: Plan, ground: DevicePlacement, more: IntArray | None = None) -> RankClasses:
     """The partition of a plan's positions. more: [attribute, position] what else is their own, such as routing."""
     columns = attributes(plan, ground)
     colour = coloured(columns if more is None else np.concatenate([columns, more]))
-    return Classes.by(refined(colour, ground.positions, axes_of(plan, ground)))
+    return RankClasses.by(refined(colour, ground.positions, axes_of(plan, ground)))
 
 
-def axes_of(plan: Plan, ground: Ground) -> list[tuple[str, ...]]:
+def axes_of(plan: Plan, ground: DevicePlacement) -> list[tuple[str, ...]]:
     """The axis sets that positions meet over. A group of one or of all tells nothing apart."""
     at = ground.positions
     found = dict.fromkeys(meeting_axes(plan, s) for s in plan.shapes)
     return [axes for axes in found if axes is not None and 1 < at.mesh.size(axes) < len(at)]
 
 
-def attributes(plan: Plan, ground: Ground) -> IntArray:
+def attributes(plan: Plan, ground: DevicePlacement) -> IntArray:
     """[attribute, position], only those in which positions differ."""
     rows = [_numbered(ground.speed)]
     for use in uses(plan, ground.positions.programs):
@@ -88,7 +88,7 @@ def coloured(columns: IntArray) -> IntArray:
     return colour
 
 
-def refined(colour: IntArray, at: Positions, axes: Sequence[tuple[str, ...]]) -> IntArray:
+def refined(colour: IntArray, at: RankPositions, axes: Sequence[tuple[str, ...]]) -> IntArray:
     """Colours split until all positions of one meet the same colours over each set of axes."""
     groups = [at.members(a) for a in axes]
     before, count = 1, int(colour.max()) + 1

@@ -9,11 +9,11 @@ import numpy as np
 
 from ir.core.mesh import DENSE, Mesh
 from ir.core.order import BoolArray, FloatArray, IntArray
-from piper_sim.folding.uses import Use
+from piper_sim.folding.uses import CollectiveUse
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankSlot:
     """One rank: the program it runs and its position among the replicas that run it."""
 
     program: int
@@ -21,7 +21,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class RankSpread:
     """How a group lies on nodes: its ranks, the fewest of them on any of its nodes, and its nodes."""
 
     ranks: int
@@ -29,7 +29,7 @@ class Spread:
     nodes: int
 
 
-class Positions:
+class RankPositions:
     """The replicas of a program. A position is a rank's coordinate on all axes but pp: 0, 1, … in the order of ranks.
 
     offset: [position] global rank of the one that runs program 0. `program * stride` leads to the others.
@@ -58,32 +58,32 @@ class Positions:
         group = self.group(axes)
         return np.argsort(group, kind="stable").reshape(len(np.unique(group)), -1)
 
-    def seat(self, rank: int) -> Seat:
+    def seat(self, rank: int) -> RankSlot:
         """Where a global rank is."""
         program = self.mesh.coordinates(rank)["pp"]
-        return Seat(program, int(np.searchsorted(self.offset, rank - program * self.stride)))
+        return RankSlot(program, int(np.searchsorted(self.offset, rank - program * self.stride)))
 
 
-class Ground:
+class DevicePlacement:
     """Positions on the nodes of a cluster. speed: [program, position] factor of each rank."""
 
     def __init__(self, mesh: Mesh, per_node: int, speed: Mapping[str, float] | None = None) -> None:
-        self.positions = at = Positions(mesh)
+        self.positions = at = RankPositions(mesh)
         rank = at.offset + np.arange(at.programs)[:, None] * at.stride
         self.node: IntArray = rank // per_node
         self.speed: FloatArray = np.ones(rank.shape)
         for name, factor in (speed or {}).items():
             seat = at.seat(int(name))
             self.speed[seat.program, seat.position] = factor
-        self._spreads: dict[Use, tuple[IntArray, IntArray]] = {}
+        self._spreads: dict[CollectiveUse, tuple[IntArray, IntArray]] = {}
 
-    def lie(self, use: Use) -> tuple[IntArray, IntArray]:
+    def lie(self, use: CollectiveUse) -> tuple[IntArray, IntArray]:
         """(fewest on a node, nodes) of the own group of each [program, position]; of joined ones, [0, position]."""
         if use not in self._spreads:
             self._spreads[use] = self._lie(use)
         return self._spreads[use]
 
-    def _lie(self, use: Use) -> tuple[IntArray, IntArray]:
+    def _lie(self, use: CollectiveUse) -> tuple[IntArray, IntArray]:
         group, size = self.positions.group(use.axes), len(self.positions)
         node = self.node[list(use.programs)] if use.programs else self.node
         # Joined programs share one group; else each has its own.
@@ -95,12 +95,12 @@ class Ground:
         row = np.searchsorted(pair[first] // wide, label[:1] if use.programs else label)
         return fewest[row], nodes[row]
 
-    def spread(self, use: Use, seat: Seat) -> Spread:
+    def spread(self, use: CollectiveUse, seat: RankSlot) -> RankSpread:
         """The group that a rank is in."""
         fewest, nodes = self.lie(use)
         at = (0 if use.programs else seat.program), seat.position
         ranks = self.positions.mesh.size(use.axes) * max(1, len(use.programs))
-        return Spread(ranks, int(fewest[at]), int(nodes[at]))
+        return RankSpread(ranks, int(fewest[at]), int(nodes[at]))
 
     def near(self, a: int, b: int) -> BoolArray:
         """[position] whether the ranks that run programs a and b share a node."""

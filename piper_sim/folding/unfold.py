@@ -8,15 +8,15 @@ import numpy as np
 
 from ir.core.mesh import Mesh
 from ir.core.order import IntArray
-from ir.plan.plan import Csr, Plan
-from piper_sim.engine import Run
+from ir.plan.plan import OpLists, Plan
+from piper_sim.engine import EngineRun
 from piper_sim.engine.steps import carried
-from piper_sim.folding.classes import Classes
-from piper_sim.folding.ground import Positions
+from piper_sim.folding.classes import RankClasses
+from piper_sim.folding.ground import RankPositions
 from piper_sim.folding.uses import meeting_axes
 
 
-def unfold(plan: Plan, classes: Classes, mesh: Mesh) -> Plan:
+def unfold(plan: Plan, classes: RankClasses, mesh: Mesh) -> Plan:
     """Copies of all programs, one per class: program p of class k is k * programs + p, its op i is op k * n + i.
 
     The copies of an op meet where their classes stand in one group; those of compute with messages inside do too: it
@@ -36,33 +36,33 @@ def unfold(plan: Plan, classes: Classes, mesh: Mesh) -> Plan:
         mb2=np.tile(plan.mb2, count),
         waits=_stacked(plan.waits, count, n),
         partner=partner.ravel(),
-        collective=_meetings(plan, classes, Positions(mesh)),
+        collective=_meetings(plan, classes, RankPositions(mesh)),
         unit=np.tile(plan.unit, count),
     )
 
 
-def carry(plan: Plan, classes: Classes) -> tuple[IntArray, IntArray]:
+def carry(plan: Plan, classes: RankClasses) -> tuple[IntArray, IntArray]:
     """`late` and `before` of the unfolded plan's scenario: what the folded plan carries over, for every class."""
     shift = np.arange(classes.count)[:, None] * len(plan)
     late, before = ((x + shift).ravel() for x in carried(plan))
     return late, before
 
 
-def replica(run: Run, k: int, count: int) -> Run:
+def replica(run: EngineRun, k: int, count: int) -> EngineRun:
     """The part of an unfolded plan's run that is class k's, of `count` classes: a run of the folded plan."""
     n = run.start.shape[1] // count
     start, end, post = (None if x is None else x[:, k * n : (k + 1) * n] for x in (run.start, run.end, run.post))
     assert start is not None and end is not None
-    return Run(start, end, post)
+    return EngineRun(start, end, post)
 
 
-def _stacked(rows: Csr, count: int, n: int) -> Csr:
+def _stacked(rows: OpLists, count: int, n: int) -> OpLists:
     shift = np.arange(count)[:, None]
     at = rows.at[:-1] + shift * len(rows.items)
-    return Csr(np.append(at.ravel(), count * len(rows.items)), (rows.items + shift * n).ravel())
+    return OpLists(np.append(at.ravel(), count * len(rows.items)), (rows.items + shift * n).ravel())
 
 
-def _meetings(plan: Plan, classes: Classes, at: Positions) -> IntArray:
+def _meetings(plan: Plan, classes: RankClasses, at: RankPositions) -> IntArray:
     """[op] its collective. Members: the folded op's, in each class that stands in one group with the op's own."""
     axes = [meeting_axes(plan, s) for s in plan.shapes]
     sets = list(dict.fromkeys(a for a in axes if a is not None))
@@ -76,7 +76,7 @@ def _meetings(plan: Plan, classes: Classes, at: Positions) -> IntArray:
     return out.ravel()
 
 
-def _blocks(classes: Classes, at: Positions, axes: tuple[str, ...]) -> IntArray:
+def _blocks(classes: RankClasses, at: RankPositions, axes: tuple[str, ...]) -> IntArray:
     """[class] the least class in a group over these axes that it stands in."""
     group = at.group(axes)
     least = np.full(len(at), classes.count, dtype=np.int64)

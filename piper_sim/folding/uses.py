@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ir.core.work import Message
-from ir.graph.graph import Node
-from ir.plan.plan import OpKind, Plan, Shape
+from ir.graph.graph import GraphNode
+from ir.plan.plan import OpKind, OpShape, Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class CollectiveUse:
     """A kind of group: every rank's own over these axes, joined over programs; none joined: each program for itself."""
 
     axes: tuple[str, ...]
     programs: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, message: Message, programs: int, joined: tuple[int, ...] = ()) -> Use:
+    def of(cls, message: Message, programs: int, joined: tuple[int, ...] = ()) -> CollectiveUse:
         """Of a message in a job of so many programs.
 
-        >>> from ir.core.work import CommKind
-        >>> Use.of(Message(CommKind.ALL_REDUCE, 8, ("tp", "dp", "pp")), 2)
-        Use(axes=('dp', 'tp'), programs=(0, 1))
+        >>> from ir.core.work import MessageKind
+        >>> CollectiveUse.of(Message(MessageKind.ALL_REDUCE, 8, ("tp", "dp", "pp")), 2)
+        CollectiveUse(axes=('dp', 'tp'), programs=(0, 1))
         """
         everywhere = tuple(range(programs)) if "pp" in message.axes else joined
         return cls(inner(message.axes), everywhere)
@@ -37,21 +37,21 @@ def inner(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted({*axes} - {"pp"}))
 
 
-def joined(n: Node) -> tuple[int, ...]:
+def joined(n: GraphNode) -> tuple[int, ...]:
     """The programs that meet in a node's message; () where each keeps to itself."""
     return n.groups if n.once and len(n.groups) > 1 else ()
 
 
-def uses(plan: Plan, programs: int) -> list[Use]:
+def uses(plan: Plan, programs: int) -> list[CollectiveUse]:
     """Every kind of group that some message of a plan is priced over, each once."""
     nodes = plan.graph.nodes
-    out = [Use.of(n.message, programs, joined(n)) for n in nodes if n.message is not None]
-    out += [Use.of(m, programs) for n in nodes for m in n.inline]
-    out += [Use.of(s.message, programs) for s in plan.shapes if s.message is not None and not s.covers]
+    out = [CollectiveUse.of(n.message, programs, joined(n)) for n in nodes if n.message is not None]
+    out += [CollectiveUse.of(m, programs) for n in nodes for m in n.inline]
+    out += [CollectiveUse.of(s.message, programs) for s in plan.shapes if s.message is not None and not s.covers]
     return list(dict.fromkeys(out))
 
 
-def meeting_axes(plan: Plan, s: Shape) -> tuple[str, ...] | None:
+def meeting_axes(plan: Plan, s: OpShape) -> tuple[str, ...] | None:
     """The axes over which an op meets its equals in other replicas: its message's, or its inline ones'; None: none."""
     if s.kind is OpKind.COLLECTIVE:
         message = s.message or plan.graph.nodes[s.covers[0][0]].message

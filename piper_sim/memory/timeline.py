@@ -12,9 +12,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from cost_models import Hardware, Recipe, StateBytes, state_bytes
-from cost_models.allocator import UNLIMITED, Replay, Requests, replay
-from cost_models.allocator.bands import Band, replayed_band
+from cost_models import DeviceHardware, OptimizerMemory, OptimizerPrecision, state_bytes
+from cost_models.allocator import UNLIMITED, MemoryPeaks, MemoryRequests, replay
+from cost_models.allocator.bands import MemoryBand, replayed_band
 from ir.core.order import BoolArray, FloatArray, IntArray
 from ir.graph.sync import buckets
 from ir.plan.plan import AT_START, CATEGORIES, OpKind, Plan
@@ -32,7 +32,7 @@ class Memory:
     high: [op] the most while it runs; both without `state`.
     """
 
-    state: tuple[StateBytes, ...]
+    state: tuple[OptimizerMemory, ...]
     peak: IntArray
     at: IntArray
     dynamic: IntArray
@@ -46,7 +46,7 @@ class Memory:
         return out | {name: int(self.dynamic[program, i]) for i, name in enumerate(_COLUMNS)}
 
 
-def state(plan: Plan, recipe: Recipe) -> tuple[StateBytes, ...]:
+def state(plan: Plan, recipe: OptimizerPrecision) -> tuple[OptimizerMemory, ...]:
     """Parameters, gradients and optimizer of each program, one copy of each parameter, sharded as its bucket says."""
     out = []
     found = buckets(plan.graph)
@@ -58,14 +58,14 @@ def state(plan: Plan, recipe: Recipe) -> tuple[StateBytes, ...]:
             shards = [b.ranks if zero >= level else 1 for level in (3, 2, 1)]
             parts.append(state_bytes(b.numel, recipe, *shards, alone=b.ranks == 1))
         out.append(
-            StateBytes(
+            OptimizerMemory(
                 sum(x.parameters for x in parts), sum(x.gradients for x in parts), sum(x.optimizer for x in parts)
             )
         )
     return tuple(out)
 
 
-def memory(plan: Plan, persistent: tuple[StateBytes, ...], workspace: IntArray | None = None) -> Memory:
+def memory(plan: Plan, persistent: tuple[OptimizerMemory, ...], workspace: IntArray | None = None) -> Memory:
     """Walk every program's dispatch order, cover by cover: allocate, note the level, free.
 
     workspace: [node, microbatch] bytes while a node runs, where they differ from the graph's.
@@ -144,7 +144,7 @@ def _per_op(plan: Plan, op: IntArray, total: IntArray, running: BoolArray) -> tu
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
+class ReservedMemory:
     """What one program's allocator takes from the driver, and whether it gets it.
 
     band: peak reserved bytes, see `replayed_band`. allocated: peak of `torch.cuda.memory_allocated`, whole blocks.
@@ -154,7 +154,7 @@ class Reserved:
     Where a request is refused, bytes are those of a device without limit: what the plan would need.
     """
 
-    band: Band
+    band: MemoryBand
     allocated: int
     given_back: int
     refused: int | None
@@ -162,8 +162,8 @@ class Reserved:
 
 
 def requests(
-    plan: Plan, persistent: tuple[StateBytes, ...], workspace: IntArray | None = None
-) -> list[tuple[Requests, IntArray]]:
+    plan: Plan, persistent: tuple[OptimizerMemory, ...], workspace: IntArray | None = None
+) -> list[tuple[MemoryRequests, IntArray]]:
     """Each program's requests of one step, and the op of each. State is one flat buffer per kind, as in Megatron."""
     key, size, _, request = _events(plan, workspace)
     op = key // _stride(plan)
@@ -171,12 +171,12 @@ def requests(
     sizes[request[request >= 0]] = size[request >= 0]
     cuts = np.searchsorted(op, plan.bounds).tolist()
     state = [(s.parameters, s.gradients, s.optimizer) for s in persistent]
-    return [(Requests(s, request[a:b], sizes), op[a:b]) for s, (a, b) in zip(state, pairwise(cuts), strict=True)]
+    return [(MemoryRequests(s, request[a:b], sizes), op[a:b]) for s, (a, b) in zip(state, pairwise(cuts), strict=True)]
 
 
 def reserved(
-    plan: Plan, found: Memory, hardware: Hardware, limit: int = UNLIMITED, workspace: IntArray | None = None
-) -> tuple[Reserved, ...]:
+    plan: Plan, found: Memory, hardware: DeviceHardware, limit: int = UNLIMITED, workspace: IntArray | None = None
+) -> tuple[ReservedMemory, ...]:
     """Replay every program's requests. limit: bytes that the driver has for the allocator: less context and margin."""
     if hardware.reserved_over_allocated[1] == 1:
         return tuple(_uncached(int(b), int(at), hardware, limit) for b, at in zip(found.peak, found.at, strict=True))
@@ -185,13 +185,13 @@ def reserved(
         return tuple(threads.map(lambda x, peak: _cached(x[0], x[1], int(peak), hardware, limit), asked, found.peak))
 
 
-def _uncached(peak: int, at: int, hardware: Hardware, limit: int) -> Reserved:
+def _uncached(peak: int, at: int, hardware: DeviceHardware, limit: int) -> ReservedMemory:
     band = replayed_band(peak, peak, peak, hardware)
     fits = band.middle <= limit
-    return Reserved(band, peak, 0, None if fits else at, fits)
+    return ReservedMemory(band, peak, 0, None if fits else at, fits)
 
 
-def _cached(asked: Requests, op: IntArray, peak: int, hardware: Hardware, limit: int) -> Reserved:
+def _cached(asked: MemoryRequests, op: IntArray, peak: int, hardware: DeviceHardware, limit: int) -> ReservedMemory:
     default, expandable = replay(asked), replay(asked, expandable=True)
     tight, fits = default, expandable.reserved <= limit
     if default.reserved > limit:
@@ -200,10 +200,10 @@ def _cached(asked: Requests, op: IntArray, peak: int, hardware: Hardware, limit:
     refused = _op(tight, op)
     used = tight if refused is None else default
     band = replayed_band(used.reserved, expandable.reserved, peak, hardware)
-    return Reserved(band, used.allocated, used.given_back, refused, fits)
+    return ReservedMemory(band, used.allocated, used.given_back, refused, fits)
 
 
-def _op(found: Replay, op: IntArray) -> int | None:
+def _op(found: MemoryPeaks, op: IntArray) -> int | None:
     if found.refused is None or found.refused < 0:
         return found.refused
     return int(op[found.refused])

@@ -10,25 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from cost_models import Fabric, Hardware, Recipe, kernel_seconds, message_seconds
+from cost_models import DeviceHardware, LinkFabric, OptimizerPrecision, kernel_seconds, message_seconds
 from cost_models.compute.optimizer import accumulate, clip, grad_norm, update, zero_grads
-from cost_models.profile.profile import Found, Profile
+from cost_models.profile.profile import Profile, ProfileCost
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.grid import quantise, quantised
 from ir.core.ops import Pass
 from ir.core.order import FloatArray, IntArray
-from ir.core.work import CommKind, Kernel, Message
-from ir.graph.graph import Graph, Node, Once
-from ir.job.build import Prepared
-from ir.plan.plan import OpKind, Plan, Shape
-from piper_sim.folding import Classes, Ground, Seat, Spread, classes
-from piper_sim.folding.uses import Use, joined, meeting_axes, uses
-from piper_sim.pricing.measured import MODELLED, Measurements, scaled
+from ir.core.work import Kernel, Message, MessageKind
+from ir.graph.graph import Graph, GraphNode, PerStepOp
+from ir.job.build import PreparedJob
+from ir.plan.plan import OpKind, OpShape, Plan
+from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread, classes
+from piper_sim.folding.uses import CollectiveUse, joined, meeting_axes, uses
+from piper_sim.pricing.measured import MODELLED, MeasuredCosts, scaled
 
-FIRST = Seat(0, 0)
+FIRST = RankSlot(0, 0)
 
 
-class Share(IntEnum):
+class CostShare(IntEnum):
     """What a compute op's seconds are spent on."""
 
     COMPUTE = 0
@@ -38,7 +38,7 @@ class Share(IntEnum):
     OPTIMIZER = 4
 
 
-KERNELS = [Share.COMPUTE, Share.RECOMPUTE, Share.OPTIMIZER]
+KERNELS = [CostShare.COMPUTE, CostShare.RECOMPUTE, CostShare.OPTIMIZER]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,30 +68,30 @@ class CostModel:
     profile: what was measured, which goes before what is modelled; by default `[costs] profile`.
     """
 
-    def __init__(self, prepared: Prepared, hardware: Hardware, profile: Profile | None = None) -> None:
+    def __init__(self, prepared: PreparedJob, hardware: DeviceHardware, profile: Profile | None = None) -> None:
         job = prepared.job
         self.job, self.mesh, self.hardware = job, prepared.mesh, hardware
         self.per_node = job.cluster.gpus_per_node or hardware.gpus_per_node
-        self.fabric = Fabric.of(hardware, self.per_node)
-        self.ground = Ground(self.mesh, self.per_node, job.cluster.speed)
+        self.fabric = LinkFabric.of(hardware, self.per_node)
+        self.ground = DevicePlacement(self.mesh, self.per_node, job.cluster.speed)
         p = prepared.base.source.precision if prepared.base.source is not None else None  # type: ignore[attr-defined]
         assert p is not None
-        self.recipe = Recipe(
+        self.recipe = OptimizerPrecision(
             "adamw" if job.optimizer.name == "adamw" else "sgd",
             p.params,
             p.grads,
             p.optimizer,
             hardware.software.grad_copy_bytes,
         )
-        self.measured = Measurements.of(prepared, profile) or MODELLED
+        self.measured = MeasuredCosts.of(prepared, profile) or MODELLED
         self._kernels: dict[Kernel, float] = {}
-        self._messages: dict[tuple[Message, Spread], Found] = {}
+        self._messages: dict[tuple[Message, RankSpread], ProfileCost] = {}
 
-    def classes(self, plan: Plan, more: IntArray | None = None) -> Classes:
+    def classes(self, plan: Plan, more: IntArray | None = None) -> RankClasses:
         """Which replicas are equal. more: [attribute, position] what else tells them apart."""
         return classes(plan, self.ground, more)
 
-    def price(self, plan: Plan, classes: Classes | None = None) -> OpCosts:
+    def price(self, plan: Plan, classes: RankClasses | None = None) -> OpCosts:
         """Seconds of every op of the plan unfolded to `classes`: what each class's first rank of each program takes.
 
         No classes: one program stands for all its replicas, placed like the first and as fast as the slowest.
@@ -101,7 +101,7 @@ class CostModel:
         """
         return OpCosts(*self.seconds(plan, classes))
 
-    def seconds(self, plan: Plan, classes: Classes | None = None) -> tuple[FloatArray, FloatArray]:
+    def seconds(self, plan: Plan, classes: RankClasses | None = None) -> tuple[FloatArray, FloatArray]:
         """`price` as arrays that nobody else holds: durations and shares."""
         first = np.zeros(1, dtype=np.int64) if classes is None else classes.first
         tables, which = self._tables(plan, first)
@@ -120,35 +120,35 @@ class CostModel:
         for u in np.flatnonzero((kinds == OpKind.SEND) | (kinds == OpKind.RECV)).tolist():
             duration[:, u] = self._transfer(plan, plan.shapes[shape[u]], int(program[u]), first)
         at = column[key]
-        return duration.take(at, axis=1).ravel(), shares.take(at, axis=1).reshape(-1, len(Share))
+        return duration.take(at, axis=1).ravel(), shares.take(at, axis=1).reshape(-1, len(CostShare))
 
     def _tables(self, plan: Plan, first: IntArray) -> tuple[list[_Table], IntArray]:
         """(tables of seconds of every shape, which one holds for [class, program]): one where all groups lie alike."""
         found = uses(plan, self.ground.positions.programs)
         joint, own = ([u for u in found if bool(u.programs) is j] for j in (True, False))
-        number: dict[tuple[Spread, ...], int] = {}
+        number: dict[tuple[RankSpread, ...], int] = {}
         tables: list[_Table] = []
         which = np.empty((len(first), plan.programs), dtype=np.int64)
         for k, q in enumerate(first.tolist()):
-            lie = [self.ground.spread(u, Seat(0, q)) for u in joint]
+            lie = [self.ground.spread(u, RankSlot(0, q)) for u in joint]
             for p in range(plan.programs):
-                key = (*lie, *(self.ground.spread(u, Seat(p, q)) for u in own))
+                key = (*lie, *(self.ground.spread(u, RankSlot(p, q)) for u in own))
                 if key not in number:
                     number[key] = len(tables)
-                    tables.append(self._table(plan, Seat(p, q)))
+                    tables.append(self._table(plan, RankSlot(p, q)))
                 which[k, p] = number[key]
         return tables, which
 
-    def _table(self, plan: Plan, seat: Seat) -> _Table:
+    def _table(self, plan: Plan, seat: RankSlot) -> _Table:
         """Seconds of every shape for ranks whose groups lie as this one's, at full speed."""
         nodes = plan.graph.nodes
-        node = np.array([self.node_shares(n, seat) for n in nodes]).reshape(-1, len(Share))
+        node = np.array([self.node_shares(n, seat) for n in nodes]).reshape(-1, len(CostShare))
         message = np.array([self.node_message(n, seat) for n in nodes])
         times = self.job.costs.stage_times
         if times is not None:
             node, message = scaled_to_stage_times(plan.graph, node, message, times)
         node = quantised(node)
-        shares, wire = np.zeros((len(plan.shapes), len(Share))), np.zeros(len(plan.shapes))
+        shares, wire = np.zeros((len(plan.shapes), len(CostShare))), np.zeros(len(plan.shapes))
         for i, s in enumerate(plan.shapes):
             if s.kind is OpKind.COMPUTE:
                 shares[i] = node[[n for n, _ in s.covers]].sum(axis=0)
@@ -172,7 +172,7 @@ class CostModel:
             column = np.array([a == together for a in axes])
             slowest = self._speed(self.ground.slowest(together), program, first)[:, column, None]
             rest = (quantised(kernels[:, column] / slowest) - out[:, column][..., KERNELS]).sum(axis=2)
-            out[:, column, Share.TP if "tp" in together else Share.CP] += rest
+            out[:, column, CostShare.TP if "tp" in together else CostShare.CP] += rest
         return out
 
     @staticmethod
@@ -180,36 +180,36 @@ class CostModel:
         """[class, of the programs]."""
         return (speed.min(axis=1)[:, None] if first is None else speed[:, first])[program].T
 
-    def _transfer(self, plan: Plan, s: Shape, program: int, first: IntArray) -> FloatArray:
+    def _transfer(self, plan: Plan, s: OpShape, program: int, first: IntArray) -> FloatArray:
         """[class] seconds of a transfer: they depend on where its two ends are."""
         times = self.job.costs.stage_times
         if times is not None and "p2p" in times:
             return np.full(len(first), quantise(_numbers("p2p", times["p2p"], 1)[0]))
         assert s.slot is not None
-        message = Message(CommKind.P2P, plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
-        far, near = (quantise(self.priced(message, Spread(2, k, 3 - k)).seconds) for k in (1, 2))
+        message = Message(MessageKind.P2P, plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
+        far, near = (quantise(self.priced(message, RankSpread(2, k, 3 - k)).seconds) for k in (1, 2))
         return np.where(self.ground.near(program, s.peer)[first], near, far)
 
-    def node_shares(self, n: Node, seat: Seat = FIRST) -> list[float]:
+    def node_shares(self, n: GraphNode, seat: RankSlot = FIRST) -> list[float]:
         """Seconds of one instance of a node, by share."""
-        out = [0.0] * len(Share)
-        if n.kind is Once.UPDATE:
-            out[Share.OPTIMIZER] = sum(map(self._kernel, self._update(n.numel)))
+        out = [0.0] * len(CostShare)
+        if n.kind is PerStepOp.UPDATE:
+            out[CostShare.OPTIMIZER] = sum(map(self._kernel, self._update(n.numel)))
         elif n.message is None:
-            out[Share.RECOMPUTE if n.kind is Pass.R else Share.COMPUTE] = sum(map(self._kernel, n.work))
+            out[CostShare.RECOMPUTE if n.kind is Pass.R else CostShare.COMPUTE] = sum(map(self._kernel, n.work))
             if n.kind is Pass.W:
-                out[Share.COMPUTE] += sum(self._kernel(k) for k in accumulate(n.work, self.recipe))
+                out[CostShare.COMPUTE] += sum(self._kernel(k) for k in accumulate(n.work, self.recipe))
             for message in n.inline:
-                axis = Share.CP if "cp" in message.axes else Share.TP
+                axis = CostShare.CP if "cp" in message.axes else CostShare.TP
                 out[axis] += self.message(message, (), seat)
         if (found := self.measured.node(n)) is None:
             return out
-        over = KERNELS if found.alone else list(Share)  # alone: what messages inside it take comes on top
+        over = KERNELS if found.alone else list(CostShare)  # alone: what messages inside it take comes on top
         for s, seconds in zip(over, scaled([out[s] for s in over], found.seconds), strict=True):
             out[s] = seconds
         return out
 
-    def node_message(self, n: Node, seat: Seat = FIRST) -> float:
+    def node_message(self, n: GraphNode, seat: RankSlot = FIRST) -> float:
         """Seconds of the message that one instance of a node is; 0 for compute."""
         return 0.0 if n.message is None else self.message(n.message, joined(n), seat)
 
@@ -224,12 +224,12 @@ class CostModel:
             self._kernels[kernel] = kernel_seconds(kernel, self.hardware)
         return self._kernels[kernel]
 
-    def message(self, message: Message, programs: tuple[int, ...] = (), seat: Seat = FIRST) -> float:
+    def message(self, message: Message, programs: tuple[int, ...] = (), seat: RankSlot = FIRST) -> float:
         """Seconds of a collective in a rank's own group, joined over programs."""
-        use = Use.of(message, self.ground.positions.programs, programs)
+        use = CollectiveUse.of(message, self.ground.positions.programs, programs)
         return self.priced(message, self.ground.spread(use, seat)).seconds
 
-    def priced(self, message: Message, spread: Spread) -> Found:
+    def priced(self, message: Message, spread: RankSpread) -> ProfileCost:
         """A message in a group that lies so."""
         if (message, spread) not in self._messages:
             self._messages[message, spread] = self.measured.message(
@@ -256,8 +256,12 @@ def scaled_to_stage_times(
                 wire[rows] *= seconds[s] / total
             compute = [i for i in rows if graph.nodes[i].message is None]
             if compute:  # the largest takes what rounding leaves over, or all where the model has nothing to do
-                most = max(compute, key=lambda i: node[i, : Share.TP].sum())
-                share = Share.COMPUTE if node[most, Share.COMPUTE] >= node[most, Share.RECOMPUTE] else Share.RECOMPUTE
+                most = max(compute, key=lambda i: node[i, : CostShare.TP].sum())
+                share = (
+                    CostShare.COMPUTE
+                    if node[most, CostShare.COMPUTE] >= node[most, CostShare.RECOMPUTE]
+                    else CostShare.RECOMPUTE
+                )
                 rest = seconds[s] - float(quantised(node[rows]).sum() + quantised(wire[rows]).sum())
                 node[most, share] = max(0.0, float(quantised(node[most, share])) + rest)
     return node, wire

@@ -11,13 +11,13 @@ from cost_models.compute.host import UPDATE_LAUNCHES, HostCosts
 from ir.core.grid import quantise
 from ir.core.ops import Pass
 from ir.core.order import IntArray
-from ir.graph.graph import Node, Once
+from ir.graph.graph import GraphNode, PerStepOp
 from ir.plan.host import host_reads
-from ir.plan.plan import Csr, OpKind, Plan, Shape
-from piper_sim.engine import Host
+from ir.plan.plan import OpKind, OpLists, OpShape, Plan
+from piper_sim.engine import HostModel
 
 
-def inline(plan: Plan, seconds: float = 0.0) -> Host:
+def inline(plan: Plan, seconds: float = 0.0) -> HostModel:
     """A host that executes compute ops and posts communication between them: gloo, CPU.
 
     Each op is held by the compute op before it in its program, of this step or of the last, and an exchange of rows by
@@ -33,10 +33,10 @@ def inline(plan: Plan, seconds: float = 0.0) -> Host:
         on.append(wrapped[wrapped >= 0])
     reads = host_reads(plan)
     rows, on = [*rows, reads[0]], [*on, reads[1]]
-    return Host(np.full(n, quantise(seconds)), Csr.of(n, np.concatenate(rows), np.concatenate(on)))
+    return HostModel(np.full(n, quantise(seconds)), OpLists.of(n, np.concatenate(rows), np.concatenate(on)))
 
 
-def ahead(plan: Plan, costs: HostCosts) -> Host:
+def ahead(plan: Plan, costs: HostCosts) -> HostModel:
     """A host that launches kernels and runs ahead of the device: CUDA.
 
     It is held where its window of launched kernels is full, and where it must read what the device has got: the expert
@@ -51,7 +51,7 @@ def ahead(plan: Plan, costs: HostCosts) -> Host:
         launch[turns[0]] = costs.turn
         holds.append(turns)
     rows, on = (np.concatenate(x) for x in zip(*holds, strict=True))
-    return Host(launch, Csr.of(len(plan), rows, on))
+    return HostModel(launch, OpLists.of(len(plan), rows, on))
 
 
 def launches(plan: Plan) -> IntArray:
@@ -61,8 +61,8 @@ def launches(plan: Plan) -> IntArray:
     return np.array(of_shape, dtype=np.int64)[plan.shape]
 
 
-def _kernels(n: Node) -> int:
-    if n.kind is Once.UPDATE:
+def _kernels(n: GraphNode) -> int:
+    if n.kind is PerStepOp.UPDATE:
         return UPDATE_LAUNCHES
     return sum(k.count for k in n.work) + len(n.inline)
 
@@ -106,7 +106,7 @@ def _turns(plan: Plan) -> tuple[IntArray, IntArray]:
     return np.concatenate(rows), np.concatenate(on)
 
 
-def _opens(nodes: Sequence[Node], s: Shape, first: set[int]) -> bool:
+def _opens(nodes: Sequence[GraphNode], s: OpShape, first: set[int]) -> bool:
     """Whether an op opens a pass. Weight gradients are one of their own only where no input gradient goes before."""
     kinds = {nodes[n].kind for n, _ in s.covers if n in first}
     return bool(kinds) and (kinds != {Pass.W} or all(nodes[n].kind is Pass.W for n, _ in s.covers))

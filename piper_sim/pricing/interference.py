@@ -6,36 +6,36 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cost_models import Hardware, kernel_seconds
-from cost_models.compute.interference import GRAIN, Rows, Slowdown, comm_class
+from cost_models import DeviceHardware, kernel_seconds
+from cost_models.compute.interference import GRAIN, KernelSlowdown, Rows, comm_class
 from cost_models.compute.roofline import arithmetic_seconds, memory_seconds
-from cost_models.profile.pairs import Pair
+from cost_models.profile.pairs import KernelPair
 from ir.core.order import FloatArray, IntArray
-from ir.core.work import CommKind, Kernel, Work
-from ir.graph.graph import Node, Once
-from ir.plan.plan import OpKind, Plan, Shape
-from piper_sim.engine import Interference
+from ir.core.work import Kernel, MessageKind, Work
+from ir.graph.graph import GraphNode, PerStepOp
+from ir.plan.plan import OpKind, OpShape, Plan
+from piper_sim.engine import KernelInterference
 
 
-def pairwise(plan: Plan, hw: Hardware, pairs: Mapping[str, Pair] | None = None) -> Interference:
+def pairwise(plan: Plan, hw: DeviceHardware, pairs: Mapping[str, KernelPair] | None = None) -> KernelInterference:
     """Compute ops in classes by the share of their time that is bound by arithmetic, in eighths; 0 is all memory.
 
     Communication ops in the classes of `COMM_KINDS`. A class between the ends is slowed in proportion. pairs: measured
     slowdowns, by `profile_pairs.pair_key`.
     """
-    slow = Slowdown.of(hw, pairs)
+    slow = KernelSlowdown.of(hw, pairs)
     share = np.arange(GRAIN + 1)[:, None] / GRAIN
 
     def mixed(rows: Rows) -> FloatArray:
         arithmetic, memory = (np.array(r) for r in rows)
         return np.asarray(share * arithmetic + (1 - share) * memory)
 
-    return Interference(
+    return KernelInterference(
         _classes(plan, hw), mixed(slow.held), mixed(slow.moving), np.ascontiguousarray(mixed(slow.wire).T)
     )
 
 
-def _classes(plan: Plan, hw: Hardware) -> IntArray:
+def _classes(plan: Plan, hw: DeviceHardware) -> IntArray:
     """[op] its class."""
     known: dict[Work, tuple[float, float]] = {}
     bound = [_bound(n, hw, known) for n in plan.graph.nodes]
@@ -43,20 +43,20 @@ def _classes(plan: Plan, hw: Hardware) -> IntArray:
     return np.array(out, dtype=np.int64)[plan.shape]
 
 
-def _class(plan: Plan, s: Shape, bound: list[tuple[float, float]]) -> int:
+def _class(plan: Plan, s: OpShape, bound: list[tuple[float, float]]) -> int:
     if s.kind is OpKind.COMPUTE:
         arithmetic, total = (sum(bound[n][k] for n, _ in s.covers) for k in (0, 1))
         return round(GRAIN * arithmetic / total) if total else 0
     if s.kind in (OpKind.SEND, OpKind.RECV):
-        return comm_class(CommKind.P2P)
+        return comm_class(MessageKind.P2P)
     message = s.message or plan.graph.nodes[s.covers[0][0]].message
     assert message is not None
     return comm_class(message.kind)
 
 
-def _bound(n: Node, hw: Hardware, known: dict[Work, tuple[float, float]]) -> tuple[float, float]:
+def _bound(n: GraphNode, hw: DeviceHardware, known: dict[Work, tuple[float, float]]) -> tuple[float, float]:
     """(seconds bound by arithmetic, all seconds) of a node's kernels."""
-    if n.kind is Once.UPDATE or n.message is not None:
+    if n.kind is PerStepOp.UPDATE or n.message is not None:
         return 0.0, 0.0
     if n.work not in known:
         seconds = [(kernel_seconds(k, hw), _arithmetic(k, hw)) for k in n.work]
@@ -64,5 +64,5 @@ def _bound(n: Node, hw: Hardware, known: dict[Work, tuple[float, float]]) -> tup
     return known[n.work]
 
 
-def _arithmetic(k: Kernel, hw: Hardware) -> bool:
+def _arithmetic(k: Kernel, hw: DeviceHardware) -> bool:
     return arithmetic_seconds(k, hw) >= memory_seconds(k.bytes, hw)

@@ -8,21 +8,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cost_models.profile.file import load_profile
-from cost_models.profile.pairs import Pair
-from cost_models.profile.profile import Found, Profile, Source, lookup
+from cost_models.profile.pairs import KernelPair
+from cost_models.profile.profile import CostSource, Profile, ProfileCost, lookup
 from cost_models.profile.shapes import op_shapes
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
-from ir.core.work import CommKind, Message
+from ir.core.work import Message, MessageKind
 from ir.graph.classes import link_class, node_classes
-from ir.graph.graph import Node
+from ir.graph.graph import GraphNode
 from ir.job import Job
-from ir.job.build import Prepared
-from piper_sim.folding import Spread
+from ir.job.build import PreparedJob
+from piper_sim.folding import RankSpread
 
 _Key = tuple[int, str, str]  # stage, part, pass
 _CURVE = re.compile(r"([a-z_]+) (\d+)@(\d+)", re.ASCII)
-Price = Callable[[Spread], float]  # modelled seconds of a message in a group that lies so
+Price = Callable[[RankSpread], float]  # modelled seconds of a message in a group that lies so
 
 
 def profile_of(job: Job) -> Profile | None:
@@ -37,15 +37,15 @@ def profile_of(job: Job) -> Profile | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Measurements:
+class MeasuredCosts:
     """Seconds by node and by message. host_s: of a host that computes itself, for each op."""
 
-    nodes: Mapping[_Key, Found] = field(default_factory=dict)
+    nodes: Mapping[_Key, ProfileCost] = field(default_factory=dict)
     profile: Profile | None = None
     host_s: float = 0.0
 
     @classmethod
-    def of(cls, prepared: Prepared, profile: Profile | None = None) -> Measurements | None:
+    def of(cls, prepared: PreparedJob, profile: Profile | None = None) -> MeasuredCosts | None:
         """Of a job's plan, from a profile or else the job's own; None where there is none."""
         profile = profile or profile_of(prepared.job)
         if profile is None:
@@ -57,21 +57,21 @@ class Measurements:
         return cls(nodes, profile, profile.host_s or 0.0)
 
     @property
-    def pairs(self) -> Mapping[str, Pair]:
+    def pairs(self) -> Mapping[str, KernelPair]:
         """Measured slowdowns."""
         return {} if self.profile is None else self.profile.pairs
 
-    def node(self, n: Node) -> Found | None:
+    def node(self, n: GraphNode) -> ProfileCost | None:
         """Seconds of one instance of a node that computes."""
         return self.nodes.get(_key(n)) if n.message is None else None
 
-    def message(self, message: Message, spread: Spread, price: Price) -> Found:
+    def message(self, message: Message, spread: RankSpread, price: Price) -> ProfileCost:
         """Seconds of a message: as measured on so many ranks and nodes, or wherever they were; else as modelled.
 
         Where a group of another size was measured, on one node like this one or on several like this one, the model is
         corrected by as much as it was off there: extrapolated, and the correction is its spread.
         """
-        modelled = Found(price(spread), 0.0, Source.MODELLED)
+        modelled = ProfileCost(price(spread), 0.0, CostSource.MODELLED)
         if self.profile is None:
             return modelled
         for nodes in (spread.nodes, 0):
@@ -82,21 +82,21 @@ class Measurements:
         found = lookup(self.profile, link_class(message, near.ranks, near.nodes))
         assert found is not None
         seconds = modelled.seconds * found.seconds / there
-        return Found(seconds, abs(seconds - modelled.seconds), Source.EXTRAPOLATED)
+        return ProfileCost(seconds, abs(seconds - modelled.seconds), CostSource.EXTRAPOLATED)
 
 
-MODELLED = Measurements()
+MODELLED = MeasuredCosts()
 
 
-def _nearest(profile: Profile, message: Message, spread: Spread) -> Spread | None:
+def _nearest(profile: Profile, message: Message, spread: RankSpread) -> RankSpread | None:
     """The measured group most like one: across nodes where it is, then by nodes, then by ranks."""
-    if message.kind is CommKind.P2P or spread.ranks < 2:
+    if message.kind is MessageKind.P2P or spread.ranks < 2:
         return None
     found = [m for name in profile.curves if (m := _CURVE.fullmatch(name)) and m[1] == str(message.kind)]
-    groups = [Spread(int(m[2]), max(1, int(m[2]) // int(m[3])), int(m[3])) for m in found]
+    groups = [RankSpread(int(m[2]), max(1, int(m[2]) // int(m[3])), int(m[3])) for m in found]
     alike = [g for g in groups if (g.nodes > 1) == (spread.nodes > 1)]
 
-    def far(g: Spread) -> tuple[float, float, int]:
+    def far(g: RankSpread) -> tuple[float, float, int]:
         return abs(math.log(g.nodes / spread.nodes)), abs(math.log(g.ranks / spread.ranks)), g.ranks
 
     return min(alike, key=far, default=None)
@@ -112,5 +112,5 @@ def scaled(shares: list[float], seconds: float) -> list[float]:
     return [x * seconds / total for x in shares] if total else [seconds, *[0.0] * (len(shares) - 1)]
 
 
-def _key(n: Node) -> _Key:
+def _key(n: GraphNode) -> _Key:
     return n.stage, n.part, str(n.kind)

@@ -9,26 +9,26 @@ from functools import cache
 
 from msgspec import structs
 
-from cost_models import Fabric, Hardware, load_hardware, message_seconds, work_seconds
+from cost_models import DeviceHardware, LinkFabric, load_hardware, message_seconds, work_seconds
 from cost_models.hardware import presets
 from cost_models.software import frameworks, load_software
 from ir.core.errors import PiperError
 from ir.core.files import named_path
-from ir.core.mesh import GroupShape, Mesh
+from ir.core.mesh import Mesh, RankGroup
 from ir.core.ops import Pass
-from ir.graph.graph import Graph, Source
+from ir.graph.graph import Graph, ModelWork
 from ir.job import Job
-from ir.job.build import Prepared, prepare, resolve
+from ir.job.build import PreparedJob, prepare, resolve
 from ir.job.routing.keys import check_routing
 from ir.plan.plan import OpKind
 from ir.schedules.registry import default_chunks, order_depends_on_times
 from ir.schedules.schedule import OpTimes
-from ir.workload.part import Chunk, Entry, Layout
-from piper_sim.pricing.costs import CostModel, Share, given_times
+from ir.workload.part import Chunk, PartLayout, PlacedPart
+from piper_sim.pricing.costs import CostModel, CostShare, given_times
 from piper_sim.pricing.measured import profile_of
 
 
-def hardware_of(job: Job) -> Hardware:
+def hardware_of(job: Job) -> DeviceHardware:
     """The hardware file of `[cluster]` with its inline overrides, and the framework of `[costs] software` on it."""
     gpu = job.cluster.gpu
     software = job.costs.software and named_path(job.file, job.costs.software, frameworks())
@@ -39,7 +39,7 @@ def hardware_of(job: Job) -> Hardware:
         raise e.at(file=job.file) from None
 
 
-def prepare_priced(job: Job, hardware: Hardware, most_layers: int | None = None) -> Prepared:
+def prepare_priced(job: Job, hardware: DeviceHardware, most_layers: int | None = None) -> PreparedJob:
     """Prepare a job; a searched schedule is given the mean op times of the model's stages."""
     name = job.schedule.name
     profile_of(job)  # whether or not this command asks it for anything: a bad one is said at once
@@ -52,22 +52,22 @@ def prepare_priced(job: Job, hardware: Hardware, most_layers: int | None = None)
     return made
 
 
-def weigh(job: Job, hardware: Hardware) -> Callable[[Source, Chunk], float]:
+def weigh(job: Job, hardware: DeviceHardware) -> Callable[[ModelWork, Chunk], float]:
     """What `balanced` weighs a chunk by: the modelled seconds of its kernels and all-to-alls on one rank."""
     resolved = resolve(job, hardware.gpus_per_node)
     p = resolved.parallel
-    layout = Layout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel)
+    layout = PartLayout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel)
     per_node = resolved.cluster.gpus_per_node or hardware.gpus_per_node
-    fabric = Fabric.of(hardware, per_node)
+    fabric = LinkFabric.of(hardware, per_node)
 
     @cache  # only when a chunk is weighed: `prepare` has checked the sizes against the model by then
-    def experts() -> GroupShape:
+    def experts() -> RankGroup:
         mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
         return mesh.shape(("ep",), per_node)
 
-    known: dict[tuple[Source, str], tuple[float, float]] = {}  # a part's name says what it is, in every chunk
+    known: dict[tuple[ModelWork, str], tuple[float, float]] = {}  # a part's name says what it is, in every chunk
 
-    def part_seconds(source: Source, entry: Entry) -> tuple[float, float]:
+    def part_seconds(source: ModelWork, entry: PlacedPart) -> tuple[float, float]:
         w = source.work(entry)
         kernels = sum(work_seconds(k, hardware) for k in (w.forward, w.input_grad, w.weight_grad))
         if entry.part.name != "experts":
@@ -77,11 +77,11 @@ def weigh(job: Job, hardware: Hardware) -> Callable[[Source, Chunk], float]:
         messages = (source.counts(entry), dispatch, combine, dispatch, combine)
         return kernels, sum(message_seconds(m, shape.ranks, shape.per_node, fabric) for m in messages)
 
-    def seconds(source: Source, chunk: Chunk) -> float:
+    def seconds(source: ModelWork, chunk: Chunk) -> float:
         total = 0.0
         for part in chunk.parts:
             if (source, part.name) not in known:
-                known[source, part.name] = part_seconds(source, Entry(0, chunk, part, layout))
+                known[source, part.name] = part_seconds(source, PlacedPart(0, chunk, part, layout))
             kernels, messages = known[source, part.name]
             total += kernels
             total += messages
@@ -95,7 +95,7 @@ def _probe(name: str) -> str:
     return "zbv" if default_chunks(name) == 2 else "1f1b"
 
 
-def op_times(probe: Prepared, hardware: Hardware) -> OpTimes:
+def op_times(probe: PreparedJob, hardware: DeviceHardware) -> OpTimes:
     """Mean seconds of a stage's passes and of a transfer, given or modelled; what weight gradients hold on to."""
     model = CostModel(probe, hardware)
     plan = probe.plan()
@@ -104,7 +104,7 @@ def op_times(probe: Prepared, hardware: Hardware) -> OpTimes:
     graph = plan.graph
     for n in graph.nodes:
         if not n.once:
-            seconds = model.message(n.message) if n.message else sum(model.node_shares(n)[: Share.OPTIMIZER])
+            seconds = model.message(n.message) if n.message else sum(model.node_shares(n)[: CostShare.OPTIMIZER])
             totals[str(n.kind)] += seconds
     stages = graph.stages
     given = given_times(probe.job.costs.stage_times or {}, stages)

@@ -8,23 +8,23 @@ import numpy as np
 
 from cost_models.links.loads import LinkBytes, link_bytes
 from ir.core.order import FloatArray, IntArray
-from ir.core.work import CommKind, Message
-from ir.plan.plan import OpKind, Plan, Shape
+from ir.core.work import Message, MessageKind
+from ir.plan.plan import OpKind, OpShape, Plan
 from piper_sim.engine import Links
-from piper_sim.folding import Classes, Ground, Seat, Spread
-from piper_sim.folding.uses import Use, joined
+from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread
+from piper_sim.folding.uses import CollectiveUse, joined
 from piper_sim.pricing.costs import CostModel
 
 PORT_OUT, PORT_IN, NIC_OUT, NIC_IN, OWN = range(5)
 Row = tuple[tuple[int, float], ...]
 
 
-def leaves(ground: Ground, leaf_nodes: int | None) -> IntArray:
+def leaves(ground: DevicePlacement, leaf_nodes: int | None) -> IntArray:
     """[program, position] leaf of each rank; as attributes, they tell positions of different leaves apart."""
     return ground.node // leaf_nodes if leaf_nodes else np.zeros_like(ground.node)
 
 
-def links(plan: Plan, classes: Classes, model: CostModel, duration: FloatArray) -> Links:
+def links(plan: Plan, classes: RankClasses, model: CostModel, duration: FloatArray) -> Links:
     """What each op of the unfolded plan loads. duration: seconds of its ops, alone.
 
     Links of program p of class k: four of its own, (k * programs + p) * OWN onwards; behind all these two per leaf, up
@@ -63,7 +63,7 @@ class _Way:
 class _Finder:
     """Rows of loads."""
 
-    def __init__(self, plan: Plan, classes: Classes, model: CostModel) -> None:
+    def __init__(self, plan: Plan, classes: RankClasses, model: CostModel) -> None:
         hw = model.hardware
         self.plan, self.classes, self.model = plan, classes, model
         self.leaf = leaves(model.ground, hw.leaf_nodes)
@@ -72,9 +72,9 @@ class _Finder:
         nics = (hw.leaf_nodes or 0) * model.per_node
         self.uplink = nics * model.fabric.nic / hw.oversubscription if nics else float("inf")
 
-    def row(self, k: int, program: int, s: Shape, seconds: float) -> Row:
+    def row(self, k: int, program: int, s: OpShape, seconds: float) -> Row:
         """(link, load) of an op of a shape, for the ranks of class k that run a program."""
-        seat = Seat(program, int(self.classes.first[k]))
+        seat = RankSlot(program, int(self.classes.first[k]))
         if s.kind in (OpKind.SEND, OpKind.RECV):
             moved, pair, way = self._transfer(s, seat)
         else:
@@ -91,24 +91,24 @@ class _Finder:
             out += [(up + 1, load)] if way.into else []
         return tuple((r, x) for r, x in out if x > 0)
 
-    def _transfer(self, s: Shape, seat: Seat) -> tuple[LinkBytes, bool, _Way]:
+    def _transfer(self, s: OpShape, seat: RankSlot) -> tuple[LinkBytes, bool, _Way]:
         assert s.slot is not None
-        message = Message(CommKind.P2P, self.plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
+        message = Message(MessageKind.P2P, self.plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
         near = bool(self.model.ground.near(seat.program, s.peer)[seat.position])
         away = self.leaf[seat.program, seat.position] != self.leaf[s.peer, seat.position]
         send = s.kind is OpKind.SEND
         return link_bytes(message, 2, 2 if near else 1), True, _Way(send, not send, float(away))
 
-    def _collective(self, s: Shape, seat: Seat) -> tuple[LinkBytes, bool, _Way]:
+    def _collective(self, s: OpShape, seat: RankSlot) -> tuple[LinkBytes, bool, _Way]:
         node = self.plan.graph.nodes[s.covers[0][0]] if s.covers else None
         message = s.message if node is None else node.message
         assert message is not None
-        use = Use.of(message, self.plan.programs, () if node is None else joined(node))
+        use = CollectiveUse.of(message, self.plan.programs, () if node is None else joined(node))
         spread = self.model.ground.spread(use, seat)
         moved = link_bytes(message, spread.ranks, spread.per_node, self.model.fabric.deduplicate)
         return moved, False, _Way(True, True, self._away(use, seat, spread, message.kind))
 
-    def _away(self, use: Use, seat: Seat, spread: Spread, kind: CommKind) -> float:
+    def _away(self, use: CollectiveUse, seat: RankSlot, spread: RankSpread, kind: MessageKind) -> float:
         """The part of a rank's network traffic that leaves its leaf: a ring crosses once, an all-to-all goes evenly."""
         ground = self.model.ground
         label = ground.positions.group(use.axes)
@@ -118,4 +118,4 @@ class _Finder:
         near = len(np.unique(ground.node[programs][:, mine][self.leaf[programs][:, mine] == home]))
         if near == spread.nodes:
             return 0.0
-        return (spread.nodes - near) / (spread.nodes - 1) if kind is CommKind.ALL_TO_ALL else 1.0 / near
+        return (spread.nodes - near) / (spread.nodes - 1) if kind is MessageKind.ALL_TO_ALL else 1.0 / near

@@ -15,7 +15,7 @@ COMPUTE = "compute"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class OpLook:
     """What stands for one class of ops. Colours are Okabe and Ito's, safe for colour-blind eyes, slightly tuned."""
 
     key: str
@@ -26,19 +26,19 @@ class Look:
 
 # The first seven are on compute streams, the rest on all others.
 LOOKS = (
-    Look("F", "F", "forward", "#3d7fc4"),
-    Look("B", "B", "backward", "#e08214"),
-    Look("I", "I", "input grad", "#f0a63c"),
-    Look("W", "W", "weight grad", "#1b9e77"),
-    Look("R", "R", "recompute", "#86c5ee"),
-    Look("FB", "X", "fused forward + backward", "#9a7fb0"),
-    Look("other", "u", "update and other", "#7b8491"),
-    Look("pp", "p", "send, receive", "#8d99ab"),
-    Look("ep", "e", "expert all-to-all", "#c9699f"),
-    Look("tp", "t", "tensor parallel", "#6f5bc0"),
-    Look("cp", "c", "context parallel", "#2a9fa8"),
-    Look("dp", "d", "data parallel", "#b59a00"),
-    Look("comm", "~", "other communication", "#a0785a"),
+    OpLook("F", "F", "forward", "#3d7fc4"),
+    OpLook("B", "B", "backward", "#e08214"),
+    OpLook("I", "I", "input grad", "#f0a63c"),
+    OpLook("W", "W", "weight grad", "#1b9e77"),
+    OpLook("R", "R", "recompute", "#86c5ee"),
+    OpLook("FB", "X", "fused forward + backward", "#9a7fb0"),
+    OpLook("other", "u", "update and other", "#7b8491"),
+    OpLook("pp", "p", "send, receive", "#8d99ab"),
+    OpLook("ep", "e", "expert all-to-all", "#c9699f"),
+    OpLook("tp", "t", "tensor parallel", "#6f5bc0"),
+    OpLook("cp", "c", "context parallel", "#2a9fa8"),
+    OpLook("dp", "d", "data parallel", "#b59a00"),
+    OpLook("comm", "~", "other communication", "#a0785a"),
 )
 INDEX = {look.key: i for i, look in enumerate(LOOKS)}
 _PASS = re.compile(r"\d+([FBIWR])\d+(?![\d])")
@@ -47,7 +47,7 @@ _FAMILY = {"send": "pp", "recv": "pp", "pp": "pp", "ep": "ep", "tp": "tp", "cp":
 _STREAM_ORDER = ("compute", "host", "tp", "cp", "ep", "pp", "send", "recv", "dp", "edp")
 
 
-def look_of(stream: str, op: str) -> Look:
+def look_of(stream: str, op: str) -> OpLook:
     """The class of an op: its stream says compute or which communication, its text says which pass.
 
     >>> [look_of("compute", t).key for t in ("2F0", "2I0/l7.experts", "(0F7;7B3)OVERLAP_F_B", "update")]
@@ -65,7 +65,7 @@ def look_of(stream: str, op: str) -> Look:
     return LOOKS[INDEX[found[1] if found else "other"]]
 
 
-def legend_looks(used: Iterable[int]) -> list[Look]:
+def legend_looks(used: Iterable[int]) -> list[OpLook]:
     """The looks to explain where ops of these classes are drawn: a fused pair is drawn as its two halves.
 
     >>> [look.key for look in legend_looks([INDEX["FB"], INDEX["W"]])]
@@ -117,7 +117,7 @@ def looks_of(trace: Trace) -> IntArray:
 
 
 @dataclass(frozen=True, eq=False)
-class Lane:
+class StreamLane:
     """The rows of one stream of one rank, in order."""
 
     rank: int
@@ -125,7 +125,7 @@ class Lane:
     rows: IntArray
 
 
-def lanes_of(trace: Trace, streams: Sequence[str] | None = None) -> list[Lane]:
+def lanes_of(trace: Trace, streams: Sequence[str] | None = None) -> list[StreamLane]:
     """All lanes, by rank and then by stream as people expect them; only the named streams, if any are named.
 
     >>> rows = [(0, 0, "ep", "0F0/d", 0.0, 0.0, 1.0), (0, 0, "compute", "0F0", 0.0, 0.0, 1.0)]
@@ -139,7 +139,7 @@ def lanes_of(trace: Trace, streams: Sequence[str] | None = None) -> list[Lane]:
     by = np.argsort(lane, kind="stable")
     cuts = np.flatnonzero(np.diff(lane[by])) + 1
     parts = np.split(by, cuts) if len(by) else []
-    lanes = [Lane(int(trace.rank[p[0]]), trace.stream[int(p[0])], p.astype(np.int64)) for p in parts]
+    lanes = [StreamLane(int(trace.rank[p[0]]), trace.stream[int(p[0])], p.astype(np.int64)) for p in parts]
     return lanes if streams is None else [x for x in lanes if x.stream in streams]
 
 

@@ -15,7 +15,7 @@ from piper_sim.report.look import (
     COMPUTE,
     INDEX,
     LOOKS,
-    Lane,
+    StreamLane,
     coverage,
     half_colours,
     lanes_of,
@@ -42,7 +42,7 @@ class _Track:
     rank: int
     top: float
     height: float
-    lane: Lane | None  # None: the rank's memory curve
+    lane: StreamLane | None  # None: the rank's memory curve
 
 
 def timeline_png(trace: Trace, path: str | Path | BinaryIO, title: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from ir.core.grid import GRID
 from ir.core.order import FloatArray, IntArray
 from ir.trace.trace import Trace
-from piper_sim.report.look import LOOKS, Lane, coverage, lanes_of, looks_of, short_op, span, tick_times
+from piper_sim.report.look import LOOKS, StreamLane, coverage, lanes_of, looks_of, short_op, span, tick_times
 from piper_sim.report.units import duration
 
 MOST_RANKS = 16
@@ -46,7 +46,7 @@ def text_timeline(trace: Trace, width: int | None = None, streams: Sequence[str]
     return grid if grid is not None else _bands(trace, lanes, width or _BAND_WIDTH, len(set(streams)) > 1)
 
 
-def _grid(trace: Trace, lanes: Sequence[Lane], width: int, named: bool) -> str | None:
+def _grid(trace: Trace, lanes: Sequence[StreamLane], width: int, named: bool) -> str | None:
     """The exact grid, or None where it would not be exact or would not fit."""
     rows = np.concatenate([lane.rows for lane in lanes])
     if len(rows) > width * len(lanes) or len({lane.rank for lane in lanes}) > 2 * MOST_RANKS:
@@ -81,14 +81,14 @@ def _units(times: FloatArray) -> list[float]:
     return [1.0, unit] if unit >= 1 and unit == int(unit) else [unit] * (unit > 0)
 
 
-def _labels(lanes: Sequence[Lane], named: bool) -> list[str]:
+def _labels(lanes: Sequence[StreamLane], named: bool) -> list[str]:
     labels = [f"{lane.rank} {lane.stream}" if named else f"{lane.rank}" for lane in lanes]
     ranks = max(len(str(lane.rank)) for lane in lanes)
     labels = [text.rjust(len(text) + ranks - len(text.split()[0])) for text in labels]
     return [text.ljust(max(map(len, labels)) + 1) for text in labels]
 
 
-def _bands(trace: Trace, lanes: Sequence[Lane], width: int, named: bool) -> str:
+def _bands(trace: Trace, lanes: Sequence[StreamLane], width: int, named: bool) -> str:
     ranks = sorted({lane.rank for lane in lanes})
     shown = _sample(ranks)
     begin, end = span(trace)
@@ -120,7 +120,7 @@ def _sample(ranks: Sequence[int]) -> set[int]:
     return {ranks[i] for i in np.rint(np.linspace(0, len(ranks) - 1, MOST_RANKS)).astype(int).tolist()}
 
 
-def _band(trace: Trace, lane: Lane, looks: IntArray, edges: FloatArray) -> tuple[str, float]:
+def _band(trace: Trace, lane: StreamLane, looks: IntArray, edges: FloatArray) -> tuple[str, float]:
     """A lane's glyphs, and its busy percentage."""
     covered = coverage(trace.start_s[lane.rows], trace.end_s[lane.rows], looks[lane.rows], edges)
     slices = np.diff(edges)

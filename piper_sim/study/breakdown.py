@@ -8,10 +8,10 @@ import numpy as np
 
 from ir.core.order import FloatArray, IntArray
 from ir.plan.plan import OpKind, Plan
-from piper_sim.engine import Run, Scenario
-from piper_sim.folding import Classes
+from piper_sim.engine import EngineRun, EngineScenario
+from piper_sim.folding import RankClasses
 from piper_sim.folding.uses import meeting_axes
-from piper_sim.pricing.costs import OpCosts, Share
+from piper_sim.pricing.costs import CostShare, OpCosts
 
 KEYS = (
     "compute",
@@ -28,16 +28,16 @@ KEYS = (
 )
 _EXPOSED = ("exposed_ep", "exposed_dp", "exposed_pp")
 _SPENT = {
-    Share.COMPUTE: "compute",
-    Share.RECOMPUTE: "recompute",
-    Share.TP: "exposed_tp",
-    Share.CP: "exposed_cp",
-    Share.OPTIMIZER: "optimizer",
+    CostShare.COMPUTE: "compute",
+    CostShare.RECOMPUTE: "recompute",
+    CostShare.TP: "exposed_tp",
+    CostShare.CP: "exposed_cp",
+    CostShare.OPTIMIZER: "optimizer",
 }
 
 
 @dataclass(frozen=True)
-class Breakdown:
+class StepBreakdown:
     """Seconds of one step by rank and by key of `KEYS`; each row sums to the step."""
 
     iteration_s: float
@@ -56,7 +56,9 @@ class Breakdown:
         return sum(exposed) / len(self.seconds)
 
 
-def breakdown(scenario: Scenario, run: Run, costs: OpCosts, classes: Classes | None = None) -> Breakdown:
+def breakdown(
+    scenario: EngineScenario, run: EngineRun, costs: OpCosts, classes: RankClasses | None = None
+) -> StepBreakdown:
     """Split the last step of a run: what each compute stream did between its last ends in two steps.
 
     A gap before an op is *host* from when its stream is free and all it waits for has ended; before that *exposed*
@@ -84,10 +86,10 @@ def breakdown(scenario: Scenario, run: Run, costs: OpCosts, classes: Classes | N
     if classes is not None:
         weight = classes.size / classes.size.sum()
         spent = (weight[:, None, None] * spent.reshape(classes.count, -1, len(KEYS))).sum(axis=0)
-    return Breakdown(iteration, tuple(dict(zip(KEYS, row, strict=True)) for row in spent.tolist()))
+    return StepBreakdown(iteration, tuple(dict(zip(KEYS, row, strict=True)) for row in spent.tolist()))
 
 
-def _host_periods(plan: Plan, run: Run) -> FloatArray:
+def _host_periods(plan: Plan, run: EngineRun) -> FloatArray:
     """[program] seconds between its host's last dispatches of two steps; 0 without a host or a step before."""
     if run.post is None or len(run.post) < 2:
         return np.zeros(plan.programs)
@@ -100,11 +102,11 @@ class _Gaps:
     window: [program] seconds between the last ends of two steps. found: key -> [program] seconds.
     """
 
-    def __init__(self, scenario: Scenario, run: Run, costs: OpCosts) -> None:
+    def __init__(self, scenario: EngineScenario, run: EngineRun, costs: OpCosts) -> None:
         plan = scenario.plan
         n, start, end = len(plan), run.start[-1], run.end[-1]
         two = len(run.end) > 1
-        self.scenario, self.plan, self.both = scenario, plan, Run(run.start[-2:].ravel(), run.end[-2:].ravel())
+        self.scenario, self.plan, self.both = scenario, plan, EngineRun(run.start[-2:].ravel(), run.end[-2:].ravel())
         self.now = n if two else 0  # where the last step begins in `both`
         self.compute = np.flatnonzero(plan.kind == OpKind.COMPUTE)
         self.found = {name: np.zeros(plan.programs) for name in KEYS}

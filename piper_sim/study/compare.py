@@ -14,7 +14,7 @@ from ir.job import Job
 from ir.job.build import DEFAULT_SCHEDULE, blaming
 from ir.schedules.registry import canonical, default_chunks, legal_chunks
 from piper_sim.report.units import GIB
-from piper_sim.study.history import Backtest, applied, backtest
+from piper_sim.study.history import PredictionBacktest, applied, backtest
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
 from piper_sim.study.simulate import Object
@@ -56,7 +56,7 @@ class Comparison:
 
     rows: list[Object]
     predictions: list[Prediction | None]
-    past: list[Backtest | None]
+    past: list[PredictionBacktest | None]
 
     @property
     def best(self) -> Prediction | None:
@@ -101,7 +101,7 @@ def compare(
     if not many:
         raise PiperError(ErrorKind.USAGE, "no job to compare", key="compare")
     names = SIX if schedules is None and len(many) == 1 else schedules
-    past, found = list[Backtest | None](), list[tuple[Object, Prediction | None]]()
+    past, found = list[PredictionBacktest | None](), list[tuple[Object, Prediction | None]]()
     for job in many:
         with progress(f"predicting the past runs of {job.file}"), blaming(job):
             past.append(backtest(job))
@@ -133,7 +133,7 @@ def _asked(job: Job, names: Sequence[str] | None, several: bool) -> Iterator[tup
         yield first | {"schedule": name, "stages_per_rank": chunks}, _with(job, name, chunks)
 
 
-def _row(head: Object, job: Job, past: Backtest | None) -> tuple[Object, Prediction | None]:
+def _row(head: Object, job: Job, past: PredictionBacktest | None) -> tuple[Object, Prediction | None]:
     try:
         with blaming(job):
             p = predict(job)

@@ -9,18 +9,18 @@ from math import lcm
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError, nearest
-from ir.core.ops import Token
+from ir.core.ops import OpToken
 from ir.core.order import FloatArray, Order
 from ir.directives import apply
 from ir.graph.build import stage_graph
-from ir.lower import P2P, Merge, Policy, lower
+from ir.lower import MessageQueue, PassMerge, PlanPolicy, lower
 from ir.plan.plan import OpKind, Plan
 from ir.schedules.registry import build
 from ir.schedules.schedule import OpTimes, Schedule
 from ir.schedules.strategy import ordering, placing
 from ir.trace.trace import Trace
 from ir.verify import check_plan
-from piper_sim.engine import Run, Wire, run
+from piper_sim.engine import EngineRun, MessageMode, run
 from piper_sim.engine.traces import trace_of
 
 KEYS = ("F", "B", "I", "W", "FB", "p2p")
@@ -28,7 +28,7 @@ LEAST = Fraction(1, 10**300)
 
 
 @dataclass(frozen=True)
-class Times:
+class PassTimes:
     """Op times of one chunk, exactly as written. Fractions, so that sums have no rounding."""
 
     F: Fraction = Fraction(1)
@@ -38,10 +38,10 @@ class Times:
     p2p: Fraction = Fraction(0)
 
     @classmethod
-    def parse(cls, text: str | None) -> Times:
+    def parse(cls, text: str | None) -> PassTimes:
         """Read `F=1,B=2,p2p=0.5`. Raises PiperError (usage) naming the key.
 
-        >>> t = Times.parse("F=1,B=3")
+        >>> t = PassTimes.parse("F=1,B=3")
         >>> t.I, t.W, t.FB
         (Fraction(3, 2), Fraction(3, 2), Fraction(4, 1))
         """
@@ -56,7 +56,7 @@ class Times:
         return cls._complete(given)
 
     @classmethod
-    def _complete(cls, given: dict[str, Fraction]) -> Times:
+    def _complete(cls, given: dict[str, Fraction]) -> PassTimes:
         f, b = given.get("F", Fraction(1)), given.get("B")
         i, w = given.get("I"), given.get("W")
         if b is not None:
@@ -88,18 +88,18 @@ def _usage(message: str, fix: str | None, allowed: str | None = None) -> PiperEr
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScheduleOutcome:
     """A schedule that ran. `scale` turns the run's ticks into the times' unit."""
 
     schedule: Schedule
     plan: Plan
-    run: Run
+    run: EngineRun
     scale: float
     duration: FloatArray
 
     def trace(self) -> Trace:
         """Rows in the times' unit."""
-        scaled = Run(self.run.start * self.scale, self.run.end * self.scale)
+        scaled = EngineRun(self.run.start * self.scale, self.run.end * self.scale)
         return trace_of(self.plan, scaled, {"unit": ""})
 
 
@@ -108,10 +108,10 @@ def run_schedule(
     ranks: int,
     microbatches: int,
     chunks: int | None = None,
-    times: Times = Times(),
-    wire: Wire = Wire.BUFFERED,
+    times: PassTimes = PassTimes(),
+    wire: MessageMode = MessageMode.BUFFERED,
     w_memory: float = 1.0,
-) -> Outcome:
+) -> ScheduleOutcome:
     """Build, check and simulate one schedule on bare stages. B stays whole; a fused pair is one op of duration FB.
 
     Raises PiperError (usage): shapes, times or shares out of range.
@@ -126,14 +126,16 @@ def run_schedule(
     op_times = OpTimes(ticks["F"], ticks["I"], ticks["W"], ticks["p2p"], w_memory)
     schedule = build(name, ranks, microbatches, chunks, op_times)
     graph = apply(stage_graph(schedule.stages), [*placing(schedule), ordering(schedule)])
-    p2p = P2P.CHANNELS if wire is Wire.BUFFERED else P2P.USE
-    plan = lower(graph, Policy(Merge.FUSED, whole_backward=True, p2p=p2p, clip=False), {"schedule": schedule.name})
+    p2p = MessageQueue.CHANNELS if wire is MessageMode.BUFFERED else MessageQueue.USE
+    plan = lower(
+        graph, PlanPolicy(PassMerge.FUSED, whole_backward=True, p2p=p2p, clip=False), {"schedule": schedule.name}
+    )
     check_plan(plan)
     duration = _durations(plan, ticks)
-    return Outcome(schedule, plan, run(plan, duration, wire), scale, duration)
+    return ScheduleOutcome(schedule, plan, run(plan, duration, wire), scale, duration)
 
 
-def _ticks(times: Times, ops: int) -> tuple[dict[str, float], float]:
+def _ticks(times: PassTimes, ops: int) -> tuple[dict[str, float], float]:
     """Times as integers of one tick, so that float sums are exact; as plain floats where no such tick exists."""
     values = {k: getattr(times, k) for k in ("F", "I", "W", "FB", "p2p")}
     tick = lcm(*(v.denominator for v in values.values()))
@@ -154,7 +156,7 @@ def _durations(plan: Plan, ticks: dict[str, float]) -> FloatArray:
     return np.array(per_shape, dtype=np.float64)[plan.shape]
 
 
-def report(out: Outcome, w_memory: float = 1.0) -> dict[str, object]:
+def report(out: ScheduleOutcome, w_memory: float = 1.0) -> dict[str, object]:
     """The JSON object of `piper-sim schedule`."""
     s, plan = out.schedule, out.plan
     start, end = out.run.start[0], out.run.end[0]
@@ -207,7 +209,7 @@ def peak_inflight(order: Order, w_memory: float = 1.0) -> int | float:
     2
     """
     gain = np.array([1.0, w_memory - 1.0, -w_memory, -1.0])[order.token]
-    grows = order.token == Token.F
+    grows = order.token == OpToken.F
     by = np.lexsort((~grows, order.unit))
     peak = float(np.cumsum(gain[by]).max(initial=0.0))
     return round(peak) if abs(peak - round(peak)) < 1e-9 else peak

@@ -7,41 +7,41 @@ from functools import cached_property
 
 import numpy as np
 
-from cost_models import Hardware
+from cost_models import DeviceHardware
 from cost_models.allocator.bands import context_bytes
 from ir.core.order import IntArray
-from ir.job.build import Prepared
+from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
-from piper_sim.folding import Classes
-from piper_sim.memory.timeline import Memory, Reserved, memory, reserved, state
+from piper_sim.folding import RankClasses
+from piper_sim.memory.timeline import Memory, ReservedMemory, memory, reserved, state
 from piper_sim.pricing.costs import CostModel
-from piper_sim.pricing.routing import Routing, routing_of
+from piper_sim.pricing.routing import ExpertRouting, routing_of
 from piper_sim.pricing.routing.worst import worst
 from piper_sim.pricing.sharing import leaves
-from piper_sim.pricing.sources import Sources, sources
+from piper_sim.pricing.sources import CostSources, sources
 from piper_sim.report.units import GIB
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
+class PlannedJob:
     """What is known of a job before anything runs: memory does not depend on costs.
 
     sized, workspace: the plan with the bytes of each program's worst replica, and its workspaces where routing sets
     them.
     """
 
-    prepared: Prepared
-    hardware: Hardware
+    prepared: PreparedJob
+    hardware: DeviceHardware
     plan: Plan
     model: CostModel
-    routing: Routing | None
-    classes: Classes
+    routing: ExpertRouting | None
+    classes: RankClasses
     sized: Plan
     workspace: IntArray | None
     memory: Memory
 
     @classmethod
-    def of(cls, prepared: Prepared, hardware: Hardware) -> Planned:
+    def of(cls, prepared: PreparedJob, hardware: DeviceHardware) -> PlannedJob:
         """Build the plan, find which replicas are equal, and walk memory."""
         plan, model = prepared.plan(), CostModel(prepared, hardware)
         routing = routing_of(prepared, plan.graph, hardware)
@@ -55,12 +55,12 @@ class Planned:
         return cls(prepared, hardware, plan, model, routing, classes, sized, workspace, found)
 
     @cached_property
-    def sources(self) -> Sources:
+    def sources(self) -> CostSources:
         """Where its seconds come from."""
         return sources(self.plan, self.model)
 
     @cached_property
-    def reserved(self) -> tuple[Reserved, ...]:
+    def reserved(self) -> tuple[ReservedMemory, ...]:
         """What each rank's allocator takes of what capacity, margin and context leave it."""
         return reserved(self.sized, self.memory, self.hardware, self.room_bytes, self.workspace)
 
@@ -76,14 +76,14 @@ class Planned:
         return context_bytes(self.hardware, communicators(self))
 
 
-def fits(p: Planned) -> bool:
+def fits(p: PlannedJob) -> bool:
     """Whether every rank's allocator finds room for every request within the device less margin and context."""
     if int(p.memory.peak.max()) > p.room_bytes:  # no need to ask an allocator
         return False
     return all(r.refused is None for r in p.reserved)
 
 
-def communicators(p: Planned) -> int:
+def communicators(p: PlannedJob) -> int:
     """Process groups of more than one rank that a rank is a member of."""
     sizes = p.prepared.mesh.sizes
     moe = p.prepared.config.moe is not None

@@ -7,7 +7,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
 from ir.job.cache import PLANS
 from piper_sim.compiled import choose
-from piper_sim.engine import Scenario, steady
+from piper_sim.engine import EngineScenario, steady
 from piper_sim.folding import carry, unfold
 from piper_sim.pricing.costs import OpCosts
 from piper_sim.pricing.hosts import ahead, inline
@@ -16,7 +16,7 @@ from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.pricing.routing import price_uneven
 from piper_sim.pricing.sharing import links
 from piper_sim.study.breakdown import breakdown
-from piper_sim.study.planned import Planned, fits
+from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.prediction import Prediction
 
 MOST_OPS = 12_000_000  # unfolded, about 650 bytes each
@@ -38,15 +38,15 @@ def predict(job: Job) -> Prediction:
     (True, [0, 1], ['parameters', 'gradients', 'optimizer'])
     """
     hardware = hardware_of(job)
-    first = Planned.of(prepare_priced(job, hardware), hardware)
+    first = PlannedJob.of(prepare_priced(job, hardware), hardware)
     even = -(-sum(first.prepared.layers) // first.prepared.stages)
     if job.parallel.layers != "balanced" or max(first.prepared.layers) <= even or fits(first):
         return simulated(first)
-    second = Planned.of(prepare_priced(job, hardware, even), hardware)
+    second = PlannedJob.of(prepare_priced(job, hardware, even), hardware)
     return simulated(second if fits(second) else first)
 
 
-def simulated(p: Planned) -> Prediction:
+def simulated(p: PlannedJob) -> Prediction:
     """Check, price and run a plan."""
     job = p.prepared.job
     PLANS.check(p.plan, inline=job.costs.host_model == "inline")
@@ -61,7 +61,7 @@ def simulated(p: Planned) -> Prediction:
     return Prediction(p, costs, ran, split, steps)
 
 
-def scenario_of(p: Planned, costs: OpCosts) -> Scenario:
+def scenario_of(p: PlannedJob, costs: OpCosts) -> EngineScenario:
     """The unfolded plan with the host and the interference that the job asks for."""
     job = p.prepared.job
     plan = unfold(p.plan, p.classes, p.prepared.mesh)
@@ -72,10 +72,10 @@ def scenario_of(p: Planned, costs: OpCosts) -> Scenario:
     slow = None if job.costs.interference == "none" else pairwise(plan, p.hardware, p.model.measured.pairs)
     shared = job.costs.interference == "maxmin"
     found = links(p.plan, p.classes, p.model, costs.duration) if shared else None
-    return Scenario(plan, *carry(p.plan, p.classes), host=host, slow=slow, links=found)
+    return EngineScenario(plan, *carry(p.plan, p.classes), host=host, slow=slow, links=found)
 
 
-def _refuse_large(p: Planned) -> None:
+def _refuse_large(p: PlannedJob) -> None:
     ops = len(p.plan) * p.classes.count
     if ops > MOST_OPS:
         raise PiperError(

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ir.job.build import Prepared
+from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
 from ir.trace.trace import Trace
-from piper_sim.engine import Run
+from piper_sim.engine import EngineRun
 from piper_sim.engine.traces import trace_of
 from piper_sim.folding import replica
 from piper_sim.memory.timeline import samples
 from piper_sim.pricing.costs import KERNELS, OpCosts
-from piper_sim.study.breakdown import Breakdown
-from piper_sim.study.planned import Planned, fits
+from piper_sim.study.breakdown import StepBreakdown
+from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.simulate import Object, simulate_object
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ class Prediction:
     differ. times: where each pipeline rank's step went. steps: simulated until it repeated.
     """
 
-    planned: Planned
+    planned: PlannedJob
     costs: OpCosts
-    run: Run
-    times: Breakdown
+    run: EngineRun
+    times: StepBreakdown
     steps: int
 
     @property
-    def prepared(self) -> Prepared:
+    def prepared(self) -> PreparedJob:
         """The job resolved."""
         return self.planned.prepared
 

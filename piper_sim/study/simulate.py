@@ -9,18 +9,18 @@ from typing import Any
 
 from ir.core.work import DType
 from ir.job import Job
-from ir.job.build import Prepared
+from ir.job.build import PreparedJob
 from ir.plan.text import plan_digest
 from ir.schedules.registry import canonical, default_chunks
 from piper_sim.pricing.costs import OpCosts
 from piper_sim.report.units import GIB
-from piper_sim.study.breakdown import Breakdown
-from piper_sim.study.planned import Planned, fits
+from piper_sim.study.breakdown import StepBreakdown
+from piper_sim.study.planned import PlannedJob, fits
 
 Object = dict[str, Any]  # as JSON has it
 
 
-def simulate_object(p: Planned, costs: OpCosts, times: Breakdown, steps: int) -> Object:
+def simulate_object(p: PlannedJob, costs: OpCosts, times: StepBreakdown, steps: int) -> Object:
     """The JSON object of `piper-sim simulate`. costs, times, steps: of the simulated plan, see `Prediction`."""
     job, mesh = p.prepared.job, p.prepared.mesh
     tokens = (job.parallel.dp or 1) * p.prepared.mbs * job.schedule.microbatch_size * job.model.seq_len
@@ -59,7 +59,7 @@ def simulate_object(p: Planned, costs: OpCosts, times: Breakdown, steps: int) ->
     return out
 
 
-def parameters(p: Prepared) -> dict[str, int]:
+def parameters(p: PreparedJob) -> dict[str, int]:
     """Parameters of the model: all that are trained, MTP modules too; and those that one token meets."""
     found = {q.name: q for e in p.base.entries for q in e.part.params}.values()
     dense, experts = (sum(q.numel for q in found if q.expert is kind) for kind in (False, True))
@@ -68,7 +68,7 @@ def parameters(p: Prepared) -> dict[str, int]:
     return {"total": dense + experts, "active": dense + met}
 
 
-def warnings(p: Prepared) -> list[str]:
+def warnings(p: PreparedJob) -> list[str]:
     """What is legal and rarely meant."""
     if p.mbs >= p.stages:
         return []
@@ -76,7 +76,7 @@ def warnings(p: Prepared) -> list[str]:
     return [f"{few}: the pipeline never fills; set schedule.microbatches = {p.stages} or more"]
 
 
-def _model_flops(p: Prepared) -> float:
+def _model_flops(p: PreparedJob) -> float:
     """Forward and backward FLOPs of one step over all GPUs, as MFU counts them: backward is twice forward."""
     source = p.base.source
     assert source is not None
@@ -84,7 +84,7 @@ def _model_flops(p: Prepared) -> float:
     return 3.0 * forward * p.mbs * (p.job.parallel.dp or 1)
 
 
-def memory_object(p: Planned) -> Object:
+def memory_object(p: PlannedJob) -> Object:
     """Peaks, capacity and breakdown by pipeline rank."""
     hw, m = p.hardware, p.memory
     context, bands = p.context_bytes, [r.band for r in p.reserved]
@@ -105,7 +105,7 @@ def memory_object(p: Planned) -> Object:
     }
 
 
-def reason(p: Planned, mem: Object) -> str:
+def reason(p: PlannedJob, mem: Object) -> str:
     """Which rank does not fit, by how much, and what would help most."""
     device: dict[str, int] = mem["device_peak_bytes"]
     rank = max(device, key=lambda r: device[r])

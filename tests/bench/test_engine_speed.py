@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.engine_speed import heapq_loop, loop_of, measure, stage_case
-from piper_sim.engine import Wire, run
+from piper_sim.engine import MessageMode, run
 
 MOST = 8.0  # build + check + simulate, in heapq loops
 
@@ -15,7 +15,7 @@ MOST = 8.0  # build + check + simulate, in heapq loops
 def test_the_yardstick_does_the_same_work(ranks: int, mbs: int) -> None:
     case = stage_case(ranks, mbs)
     for duration in (case.costs.duration, np.arange(float(len(case.plan)))):
-        assert heapq_loop(*loop_of(case.plan, duration)) == run(case.plan, duration, Wire.BUFFERED).end.max()
+        assert heapq_loop(*loop_of(case.plan, duration)) == run(case.plan, duration, MessageMode.BUFFERED).end.max()
 
 
 def test_parts_of_a_prediction_cost_few_heapq_loops() -> None:

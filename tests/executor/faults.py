@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from executor.autograd.stage import Stage
-from executor.optim.gradients import Gradients
-from executor.runtime.batch import Batch, Data
-from executor.runtime.interpreter import Interpreter
-from executor.runtime.kernels import Timed
-from executor.runtime.program import Program
+from executor.optim.gradients import ParamGradients
+from executor.runtime.batch import Microbatch, MicrobatchLoader
+from executor.runtime.interpreter import PlanInterpreter
+from executor.runtime.kernels import TimedKernels
+from executor.runtime.program import RankPlan
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
-from executor.transport.base import Handle
+from executor.transport.base import TransportHandle
 from executor.transport.gloo import GlooTransport
 from ir.core.ops import Pass
 from ir.plan.plan import AT_START, Plan
@@ -37,7 +37,7 @@ class _Done:
 def no_reduction(ctx: RankContext, **spec: Any) -> Any:
     """Copies are updated from their own gradients alone."""
 
-    def reduce_scatter(self: GlooTransport, group: str, into: Tensor, tensor: Tensor) -> Handle:
+    def reduce_scatter(self: GlooTransport, group: str, into: Tensor, tensor: Tensor) -> TransportHandle:
         return _Done()
 
     GlooTransport.reduce_scatter = reduce_scatter  # type: ignore[assignment,method-assign]
@@ -46,8 +46,8 @@ def no_reduction(ctx: RankContext, **spec: Any) -> Any:
 
 def doubled_gradients(ctx: RankContext, **spec: Any) -> Any:
     """As if the loss were a sum where it is a mean."""
-    add = Gradients.add
-    Gradients.add = lambda self, name, grad, mb=0: add(self, name, 2.0 * grad, mb)  # type: ignore[method-assign]
+    add = ParamGradients.add
+    ParamGradients.add = lambda self, name, grad, mb=0: add(self, name, 2.0 * grad, mb)  # type: ignore[method-assign]
     return train_rank(ctx, **spec)
 
 
@@ -55,7 +55,7 @@ class _Held:
     """A send that is posted after the one behind it."""
 
     def __init__(self) -> None:
-        self.real: Handle | None = None
+        self.real: TransportHandle | None = None
 
     def done(self) -> bool:
         return self.real is not None and self.real.done()
@@ -72,7 +72,7 @@ def swapped_sends(ctx: RankContext, **spec: Any) -> Any:
     held: list[tuple[_Held, int, Tensor]] = []
     count = 0
 
-    def late(self: GlooTransport, dst: int, tensor: Tensor) -> Handle:
+    def late(self: GlooTransport, dst: int, tensor: Tensor) -> TransportHandle:
         nonlocal count
         count += 1
         if self.rank == 0 and count == 1:
@@ -89,23 +89,23 @@ def swapped_sends(ctx: RankContext, **spec: Any) -> Any:
 
 def one_batch(ctx: RankContext, **spec: Any) -> Any:
     """All microbatches are the first one."""
-    batch: Callable[[Data, int, int, int], Batch] = Data.batch
-    Data.batch = lambda self, step, replica, mb: batch(self, step, replica, 0)  # type: ignore[method-assign]
+    batch: Callable[[MicrobatchLoader, int, int, int], Microbatch] = MicrobatchLoader.batch
+    MicrobatchLoader.batch = lambda self, step, replica, mb: batch(self, step, replica, 0)  # type: ignore[method-assign]
     return train_rank(ctx, **spec)
 
 
 def freed_early(ctx: RankContext, **spec: Any) -> Any:
     """Rank 1 lets go of the activations it received before the forward that reads them."""
-    of = Program.of.__func__  # type: ignore[attr-defined]
+    of = RankPlan.of.__func__  # type: ignore[attr-defined]
 
-    def early(cls: type[Program], plan: Plan, rank: int) -> Program:
-        program: Program = of(cls, plan, rank)
+    def early(cls: type[RankPlan], plan: Plan, rank: int) -> RankPlan:
+        program: RankPlan = of(cls, plan, rank)
         if rank == 1:
             reader = next(i for i in range(program.first, program.last) if plan.text(i) == "1F0")
             program.frees[reader, AT_START] = [v for v in program.received if v[2] == 0]
         return program
 
-    Program.of = classmethod(early)  # type: ignore[method-assign,assignment]
+    RankPlan.of = classmethod(early)  # type: ignore[method-assign,assignment]
     return train_rank(ctx, **spec)
 
 
@@ -149,12 +149,12 @@ def stopped(ctx: RankContext, **spec: Any) -> Any:
 def lingering(ctx: RankContext, **spec: Any) -> Any:
     """Rank 0 still works when rank 1 is long done."""
 
-    def close(self: Interpreter) -> None:
+    def close(self: PlanInterpreter) -> None:
         for i in range(5 if ctx.rank == 0 else 0):
             ctx.progress.op(i, "more")
             time.sleep(0.5)
 
-    Interpreter.close = close  # type: ignore[method-assign]
+    PlanInterpreter.close = close  # type: ignore[method-assign]
     return train_rank(ctx, **spec)
 
 
@@ -191,10 +191,10 @@ def at_op(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
 
 def slow(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
     """Rank `rank` takes `seconds` longer over each compute op."""
-    hold = Timed.hold
+    hold = TimedKernels.hold
 
-    def longer(self: Timed, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
+    def longer(self: TimedKernels, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
         hold(self, step, op, since_s + (fault["seconds"] if ctx.rank == fault["rank"] else 0.0), tick)
 
-    Timed.hold = longer  # type: ignore[method-assign]
+    TimedKernels.hold = longer  # type: ignore[method-assign]
     return train_rank(ctx, **spec)

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor.checkpoint.saving import Saving
+from executor.checkpoint.saving import CheckpointOptions
 from executor.launch import run as cli
 from executor.modules.base import TORCH
-from executor.modules.decoder import Decoder
+from executor.modules.decoder import DecoderModel
 from executor.optim.optimizer import OptimizerConfig
-from executor.parallel.router_guide import Guide
-from executor.runtime.batch import Data
+from executor.parallel.router_guide import ExpertRouterGuide
+from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.reference import train
 from ir.job import Job, load_job
-from ir.job.build import Prepared, precision_of
-from ir.job.routing.forced import Forced
-from ir.job.run_options import RunOptions
+from ir.job.build import PreparedJob, precision_of
+from ir.job.routing.forced import ForcedExperts
+from ir.job.run_options import JobRunOptions
 from ir.plan.plan import Plan
 from ir.trace.trace import Trace
 from ir.verify import check_plan
@@ -75,9 +75,9 @@ def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
         folder = Path(name)
         prepared, plan = judged(folder, *sets)
         real = not options.keys() & {"emulate", "replay"}
-        saving = options.pop("saving", Saving())
+        saving = options.pop("saving", CheckpointOptions())
         options = {"watchdog_s": 20.0, "ranks": prepared.ranks, "dump": folder if real else None, **options}
-        found, trace = cli.run(prepared, plan, RunOptions(steps=steps, sets=sets, **options), saving)
+        found, trace = cli.run(prepared, plan, JobRunOptions(steps=steps, sets=sets, **options), saving)
         ranks = range(prepared.ranks if real else 0)
         begin, end = ([np.load(folder / f"{name}-{r}.npz") for r in ranks] for name in ("first", "rank"))
         grads, params = (tuple(_part(e, kind) for e in end) for kind in ("grad/", "param/"))
@@ -85,7 +85,7 @@ def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
     return Ran(sets, plan, found, trace, grads, params, first)
 
 
-def judged(folder: Path, *sets: str) -> tuple[Prepared, Plan]:
+def judged(folder: Path, *sets: str) -> tuple[PreparedJob, Plan]:
     """The job with these overrides and its checked plan, as `piper-sim` makes them; folder: where the job lies."""
     job = load_job(str(job_file(folder)), sets)
     prepared = prepare_priced(job, hardware_of(job))
@@ -115,7 +115,7 @@ def alone(*sets: str, steps: int = 2) -> Alone:
         forced = None
         if job.routing.forced:
             prepared, plan = judged(Path(name), *sets)
-            forced = _Choice(Forced.of(prepared, plan.graph), prepared.mbs)
+            forced = _Choice(ForcedExperts.of(prepared, plan.graph), prepared.mbs)
     mbs = (job.schedule.microbatches or 2 * job.parallel.pp) * (job.parallel.dp or 1)
     return _alone(_numbers(job, mbs, forced), steps)
 
@@ -124,7 +124,7 @@ def alone(*sets: str, steps: int = 2) -> Alone:
 class _Choice:
     """Where tokens are forced to go, for one process that trains on all replicas' microbatches, `mbs` of each."""
 
-    forced: Forced
+    forced: ForcedExperts
     mbs: int
 
     def __call__(self, layer: int, number: int) -> torch.Tensor:
@@ -162,9 +162,9 @@ def _alone(n: _Numbers, steps: int) -> Alone:
     config = load_config(n.config, json.loads(n.overrides))
     params, compute, grads, moments = n.formats
     torch.set_num_threads(1)
-    data = Data("synthetic", vocab=config.vocab, length=n.seq_len, microbatches=n.mbs, size=n.size)
-    guide = Guide(n.forced, balance=config.moe.balance / data.sequences if config.moe else 0.0)
-    model = Decoder(config, dtype=params, compute=compute, guide=guide)
+    data = MicrobatchLoader("synthetic", vocab=config.vocab, length=n.seq_len, microbatches=n.mbs, size=n.size)
+    guide = ExpertRouterGuide(n.forced, balance=config.moe.balance / data.sequences if config.moe else 0.0)
+    model = DecoderModel(config, dtype=params, compute=compute, guide=guide)
     found = train(model, data, steps, optimizer=n.optimizer, grads=grads, moments=moments)
     return Alone(found.losses, found.grad_norms, _arrays(found.grads), _arrays(found.params))
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from executor.runtime.batch import Data
+from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.worker import RankContext
 from experiments.torch_runtime import TorchPipeline
 
@@ -28,7 +28,7 @@ def _one(ctx: RankContext, number: int, steps: int, folder: Path) -> list[list[f
     pipe = TorchPipeline(prepared, plan, ctx.rank, folder / "order.csv")
     optimizer = torch.optim.SGD(pipe.params.values(), lr=job.optimizer.lr)
     size, length = job.schedule.microbatch_size, job.model.seq_len
-    data = Data("synthetic", vocab=config.vocab, length=length, microbatches=prepared.mbs, size=size)
+    data = MicrobatchLoader("synthetic", vocab=config.vocab, length=length, microbatches=prepared.mbs, size=size)
     losses = []
     for step in range(steps):
         optimizer.zero_grad(set_to_none=True)

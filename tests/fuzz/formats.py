@@ -13,14 +13,14 @@ from ir.core.alloc import AllocList
 
 from cost_models.hardware import load_hardware
 from cost_models.profile.file import load_profile, profile_text
-from cost_models.profile.machine import Machine
-from cost_models.profile.profile import Measured, OpEntry, Profile
+from cost_models.profile.machine import ProfileMachine
+from cost_models.profile.profile import MeasuredCost, OpEntry, Profile
 from cost_models.software import load_software
 from ir.directives.load import load_strategy
 from ir.job import load_job
-from ir.job.build import Prepared, prepare
+from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
-from ir.job.routing.counts import MoeLayer
+from ir.job.routing.counts import ExpertLayer
 from ir.job.routing.recorded import counts_text, read_counts
 from ir.plan.read import read_plan
 from ir.plan.text import plan_text
@@ -79,7 +79,7 @@ def _made() -> Mapping[str, tuple[str, Callable[[Path], object]]]:
     plan = prepared.plan()
     tiny = load_config("tiny-moe")
     assert tiny.moe is not None
-    moe, layers = tiny.moe, [MoeLayer(i, prepared.base.entries[0], 8) for i in (0, 1)]
+    moe, layers = tiny.moe, [ExpertLayer(i, prepared.base.entries[0], 8) for i in (0, 1)]
     rows = [(n, 0, 0, [8 * moe.top_k // moe.experts] * moe.experts) for n in (0, 1)]
 
     def counts(path: Path) -> object:
@@ -109,14 +109,14 @@ def _made() -> Mapping[str, tuple[str, Callable[[Path], object]]]:
     }
 
 
-def _prepared() -> Prepared:
+def _prepared() -> PreparedJob:
     return prepare(job_from({"model": {"config": "tiny-moe", "seq_len": 64}, "parallel": {"pp": 2}}))
 
 
 def _profile() -> Profile:
-    links = {f"p2p {n}": Measured(1e-6 * n, 1e-8, 5) for n in (64, 4096, 65536)}
-    ops = {"F/attn 3f2a": OpEntry(Measured(0.01, 0.001, 3), AllocList.parse("+4 +8n >F0"))}
-    return Profile.of(Machine("a cpu", 2, "", 0, {"torch": "2.13"}, "2026-01-01T00:00:00Z"), ops, links, 1e-5)
+    links = {f"p2p {n}": MeasuredCost(1e-6 * n, 1e-8, 5) for n in (64, 4096, 65536)}
+    ops = {"F/attn 3f2a": OpEntry(MeasuredCost(0.01, 0.001, 3), AllocList.parse("+4 +8n >F0"))}
+    return Profile.of(ProfileMachine("a cpu", 2, "", 0, {"torch": "2.13"}, "2026-01-01T00:00:00Z"), ops, links, 1e-5)
 
 
 _PASS: dict[str, Any] = {

@@ -12,32 +12,36 @@ from hypothesis import settings
 from ir.core.filters import parse_filter
 from ir.core.mesh import Mesh
 from ir.core.ops import Pass
-from ir.core.work import CommKind, DType, Kernel, KernelKind, Message
-from ir.directives import Directive, Replicate, Shard, apply
+from ir.core.work import DType, Kernel, KernelKind, Message, MessageKind
+from ir.directives import Directive, ReplicateDirective, ShardDirective, apply
 from ir.graph.build import model_graph, stage_graph
 from ir.graph.graph import Graph
-from ir.lower import Merge, Policy, lower
+from ir.lower import PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.schedules.registry import build
 from ir.schedules.schedule import Schedule
 from ir.schedules.strategy import ordering, placing
-from ir.workload.part import Chunk, Entry, Keep, Layout, Param, Part, PartWork, Saved
+from ir.workload.part import Chunk, KeptBuffer, Param, Part, PartLayout, PartWork, PlacedPart, SavedBuffer
 
 FIXED = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb1p", "zbv", "dualpipe", "dualpipev")
 # Layer-level plans take longer to make: a quarter of the examples.
 fewer = settings(max_examples=max(20, settings.default.max_examples // 4))  # type: ignore[union-attr]
-WHOLE = Policy(merge=Merge.FUSED, whole_backward=True, clip=False)
+WHOLE = PlanPolicy(merge=PassMerge.FUSED, whole_backward=True, clip=False)
 
 
 @dataclass(frozen=True)
 class InventedSource:
     """Numbers that mean nothing but are all different, so that a wrong buffer has a wrong size."""
 
-    def work(self, entry: Entry) -> PartWork:
+    def work(self, entry: PlacedPart) -> PartWork:
         layer = entry.chunk.tags.get("L", 90)
         size = 1000 * (1 + layer) + 10 * len(entry.part.name)
         gemm = (Kernel(KernelKind.GEMM, 2 * size, size, DType.BF16, (8, 8, 8)),)
-        saved = (Saved("x", size + 1, Pass.W, "norm", gemm), Saved("p", size + 2, Pass.I), Saved("y", size + 3))
+        saved = (
+            SavedBuffer("x", size + 1, Pass.W, "norm", gemm),
+            SavedBuffer("p", size + 2, Pass.I),
+            SavedBuffer("y", size + 3),
+        )
         has_weights = bool(entry.part.params)
         return PartWork(
             forward=gemm,
@@ -49,16 +53,16 @@ class InventedSource:
             input_grad_workspace=7,
         )
 
-    def dispatch(self, entry: Entry) -> tuple[Message, Message, int]:
-        return Message(CommKind.ALL_TO_ALL, 640, ("ep",), 2), Message(CommKind.ALL_TO_ALL, 320, ("ep",), 2), 641
+    def dispatch(self, entry: PlacedPart) -> tuple[Message, Message, int]:
+        return Message(MessageKind.ALL_TO_ALL, 640, ("ep",), 2), Message(MessageKind.ALL_TO_ALL, 320, ("ep",), 2), 641
 
-    def counts(self, entry: Entry) -> Message:
-        return Message(CommKind.ALL_TO_ALL, 32, ("ep",))
+    def counts(self, entry: PlacedPart) -> Message:
+        return Message(MessageKind.ALL_TO_ALL, 32, ("ep",))
 
-    def combined(self, entry: Entry) -> int:
+    def combined(self, entry: PlacedPart) -> int:
         return 642
 
-    def local_numel(self, param: Param, layout: Layout) -> int:
+    def local_numel(self, param: Param, layout: PartLayout) -> int:
         return param.numel // (layout.ep if param.expert else 1)
 
     def sync_bytes(self) -> tuple[int, int]:
@@ -71,18 +75,18 @@ def moe_chunks(layers: int, tied: bool = False, dense: Sequence[int] = ()) -> li
     out = [Chunk("embed", (Part("embed", (), (), (table,)),))]
     moe = 0
     for n in range(layers):
-        attn = Part("attn", ("",), (Keep(""),), (Param(f"l{n}.attn", (30 + n, 4)),))
+        attn = Part("attn", ("",), (KeptBuffer(""),), (Param(f"l{n}.attn", (30 + n, 4)),))
         if n in dense:
-            mlp = Part("mlp", ("attn",), (Keep("attn"),), (Param(f"l{n}.mlp", (20 + n, 4)),))
+            mlp = Part("mlp", ("attn",), (KeptBuffer("attn"),), (Param(f"l{n}.mlp", (20 + n, 4)),))
             out.append(Chunk(f"l{n}", (attn, mlp), {"L": n}))
             continue
-        router = Part("router", ("attn",), (Keep("attn"),), (Param(f"l{n}.router", (5, 4)),))
+        router = Part("router", ("attn",), (KeptBuffer("attn"),), (Param(f"l{n}.router", (5, 4)),))
         experts = Part("experts", ("router",), (), (Param(f"l{n}.experts", (4, 10 + n, 4), ("ep",), True),))
-        add = Part("add", ("attn", "experts"), (Keep("experts", Pass.I),))
+        add = Part("add", ("attn", "experts"), (KeptBuffer("experts", Pass.I),))
         out.append(Chunk(f"l{n}", (attn, router, experts, add), {"L": n, "MOE": moe}))
         moe += 1
     head = table if tied else Param("head.weight", (50, 4))
-    out.append(Chunk("head", (Part("head", ("",), (Keep(""),), (head,)),)))
+    out.append(Chunk("head", (Part("head", ("",), (KeptBuffer(""),), (head,)),)))
     return out
 
 
@@ -99,7 +103,7 @@ def schedule_of(name: str, ranks: int, mbs: int, chunks: int | None = None) -> S
 
 
 @lru_cache(maxsize=128)
-def stage_plan(name: str, ranks: int, mbs: int, chunks: int | None = None, policy: Policy = WHOLE) -> Plan:
+def stage_plan(name: str, ranks: int, mbs: int, chunks: int | None = None, policy: PlanPolicy = WHOLE) -> Plan:
     """A schedule on bare stages."""
     schedule = schedule_of(name, ranks, mbs, chunks)
     graph = apply(stage_graph(schedule.stages), [*placing(schedule), ordering(schedule)])
@@ -130,12 +134,12 @@ def moe_graph(
     mesh = Mesh.of(tp=1, cp=1, dp=dp, pp=ranks, ep=ep)
     base = replace(model_graph(stages, InventedSource(), recompute), mesh=mesh, prefetch=prefetch)
     everything = parse_filter({})
-    divide: list[Directive] = [Replicate(everything, zero, bucket_MiB, reduce_stream, reduce_stream)]
+    divide: list[Directive] = [ReplicateDirective(everything, zero, bucket_MiB, reduce_stream, reduce_stream)]
     if ep > 1 and any("MOE" in c.tags for c in chunks):
-        divide.insert(0, Shard(parse_filter({"EP": "*"}), "ep"))
+        divide.insert(0, ShardDirective(parse_filter({"EP": "*"}), "ep"))
     return apply(base, [*placing(schedule), *divide, *then, ordering(schedule)])
 
 
-def moe_plan(name: str, ranks: int, mbs: int, policy: Policy = Policy(), **kwargs: object) -> Plan:
+def moe_plan(name: str, ranks: int, mbs: int, policy: PlanPolicy = PlanPolicy(), **kwargs: object) -> Plan:
     """Its plan."""
     return lower(moe_graph(name, ranks, mbs, **kwargs), policy, {"schedule": name})  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ LEAST_QUERIES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AttentionMask:
     """Which keys a query sees: none behind it, of a window (0: any) as many. ranks, index: whose queries of a sequence
     they are, where several ranks have some each (`executor.parallel.inline.stretches`); all keys are there, rank by
     rank.
@@ -37,7 +37,7 @@ class _Stored(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask, scale: float) -> Tensor:
         scores = q @ _per_query(k, q.shape[1]).transpose(-1, -2)
         hidden, probs = _hidden(q, sight), torch.empty_like(scores)
         for at in _rows(q.shape[2]):
@@ -69,7 +69,7 @@ class _Made(torch.autograd.Function):
     """The same where probabilities are made again in backward, stretch by stretch: nothing of length² ever exists."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask, scale: float) -> Tensor:
         heads, hidden, out = q.shape[1], _hidden(q, sight), _outermost(q, v)
         keys, values = _per_query(k, heads).transpose(-1, -2), _per_query(v, heads)
         lse = q.new_empty(q.shape[:3], dtype=wide(q.dtype))
@@ -132,7 +132,7 @@ def _softmax_backward(scale: float, probs: Tensor, d_probs: Tensor, inner: Tenso
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, fused: bool, sight: Sight, again: bool = False, scaled: float = 1.0
+    q: Tensor, k: Tensor, v: Tensor, *, fused: bool, sight: AttentionMask, again: bool = False, scaled: float = 1.0
 ) -> Tensor:
     """Causal attention (batch, heads, length, v). fused: nothing of length² is kept for backward. again: nor without
     it, as backward makes the scores again (Megatron's selective recompute). scaled: of scores, beside 1/sqrt(features).
@@ -143,7 +143,7 @@ def attend(
         sight = replace(sight, window=0)
     if not fused or v.shape[-1] != q.shape[-1]:  # torch's fused kernels want one width; else they store the scores
         return apply(_Made if fused or again else _Stored, q, k, v, sight, scale)
-    mask = _added(q, sight) if sight != Sight() else None
+    mask = _added(q, sight) if sight != AttentionMask() else None
     own = None if scaled == 1.0 else scale  # torch's own may differ from ours by a rounding
     found: Tensor = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=own
@@ -160,25 +160,25 @@ def _per_key(dx: Tensor, heads: int) -> Tensor:
     return dx if h == heads else dx.view(b, heads, h // heads, n, d).sum(2)
 
 
-def _hidden(q: Tensor, sight: Sight) -> Tensor:
+def _hidden(q: Tensor, sight: AttentionMask) -> Tensor:
     """True where a query (row) may not see a key."""
     return _mask(q.shape[2], sight, str(q.device), maybe_get_fake_mode(q))
 
 
 @lru_cache(maxsize=4)
-def _mask(length: int, sight: Sight, device: str, mode: FakeTensorMode | None) -> Tensor:
+def _mask(length: int, sight: AttentionMask, device: str, mode: FakeTensorMode | None) -> Tensor:
     at = torch.arange(length * sight.ranks, device=device)
     keys = torch.cat([stretches(at, sight.ranks, rank) for rank in range(sight.ranks)])
     gap = stretches(at, sight.ranks, sight.index)[:, None] - keys[None, :]
     return (gap < 0) | (gap >= sight.window) if sight.window else gap < 0
 
 
-def _added(q: Tensor, sight: Sight) -> Tensor:
+def _added(q: Tensor, sight: AttentionMask) -> Tensor:
     """The same as torch's fused kernels take it, which would keep what they made of another format."""
     return _bias(q.shape[2], sight, q.dtype, str(q.device), maybe_get_fake_mode(q))
 
 
 @lru_cache(maxsize=4)
-def _bias(length: int, sight: Sight, dtype: torch.dtype, device: str, mode: FakeTensorMode | None) -> Tensor:
+def _bias(length: int, sight: AttentionMask, dtype: torch.dtype, device: str, mode: FakeTensorMode | None) -> Tensor:
     hidden = _mask.__wrapped__(length, sight, device, mode)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))

@@ -7,38 +7,38 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from executor.modules.attention.attend import Sight, attend
+from executor.modules.attention.attend import AttentionMask, attend
 from executor.modules.attention.context import whole_context
-from executor.modules.attention.rope import Angles, rotary, rotate
+from executor.modules.attention.rope import TokenAngles, rotary, rotate
 from executor.modules.functions import rms_norm
-from executor.modules.layers import Linear, Normalise, Params, each, spelling
+from executor.modules.layers import LinearLayer, NormLayer, Params, each, spelling
 from executor.modules.parallel import enter
-from executor.parallel.inline import Wire
+from executor.parallel.inline import RankAxis
 from ir.workload.config.load import ModelConfig
 
 LATENT_EPS = 1e-6  # of the norms inside latent attention, in DeepSeek's code and transformers', whatever rms_norm_eps
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, cp: Wire, *, kind: str, c: ModelConfig) -> Tensor:
+def _attended(q: Tensor, k: Tensor, v: Tensor, cp: RankAxis, *, kind: str, c: ModelConfig) -> Tensor:
     """Tokens before heads on both sides, so that what attention reads and gives needs no copy."""
     with whole_context(k, v, cp) as (k, v):
         heads_first = [t.transpose(1, 2) for t in (q, k, v)]
-        sight, again = Sight(c.window, cp.size, cp.index), kind == "remade"
+        sight, again = AttentionMask(c.window, cp.size, cp.index), kind == "remade"
         found = attend(*heads_first, fused=kind == "flash", again=again, sight=sight, scaled=c.score_scale)
     return found.transpose(1, 2).flatten(2)
 
 
-class Attention(nn.Module):
+class AttentionPart(nn.Module):
     """Part `attn` with ordinary heads: x + attention(norm(x))."""
 
     def __init__(self, c: ModelConfig, make: Params, prefix: str, kind: str) -> None:
         super().__init__()
         self.c, self.kind, names = c, kind, spelling(c)
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        linear = partial(Linear, make, flipped=c.model_type == "gpt2")
+        linear = partial(LinearLayer, make, flipped=c.model_type == "gpt2")
         self.region = make.region
         self.sizes = [size // self.region.tp.size for size in (q, kv, kv)]
-        self.norm = Normalise(c, make, prefix + names.attn_norm, c.hidden)
+        self.norm = NormLayer(c, make, prefix + names.attn_norm, c.hidden)
         if names.qkv:
             self.qkv = [linear(prefix + names.qkv, q + 2 * kv, c.hidden, bias=c.qkv_bias)]
         else:
@@ -62,13 +62,13 @@ class Attention(nn.Module):
         if c.rope:
             cp = self.region.cp
             width = int(c.head_dim * c.rope_share)
-            cos, sin = rotary(length, Angles(width, c.rope_theta, c.rope_scaling, cp.size, cp.index), x)
+            cos, sin = rotary(length, TokenAngles(width, c.rope_theta, c.rope_scaling, cp.size, cp.index), x)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         added: Tensor = self.out(_attended(q, k, v, self.region.cp, kind=self.kind, c=c))
         return x + added
 
 
-class Latent(nn.Module):
+class LatentAttentionPart(nn.Module):
     """Part `attn` with DeepSeek's latent attention: x + MLA(norm(x))."""
 
     def __init__(self, c: ModelConfig, make: Params, prefix: str, kind: str) -> None:
@@ -76,19 +76,19 @@ class Latent(nn.Module):
         assert c.mla is not None
         self.c, self.mla, self.kind, self.region = c, c.mla, kind, make.region
         mla, at = c.mla, f"{prefix}self_attn."
-        self.norm = Normalise(c, make, f"{prefix}input_layernorm", c.hidden)
+        self.norm = NormLayer(c, make, f"{prefix}input_layernorm", c.hidden)
         if mla.q_rank:
-            self.q_a: nn.Module = Linear(make, f"{at}q_a_proj", mla.q_rank, c.hidden, bias=c.qkv_bias)
-            self.q_norm: nn.Module = Normalise(c, make, f"{at}q_a_layernorm", mla.q_rank, LATENT_EPS)
-            self.q_b = Linear(make, f"{at}q_b_proj", c.heads * mla.qk_dim, mla.q_rank)
+            self.q_a: nn.Module = LinearLayer(make, f"{at}q_a_proj", mla.q_rank, c.hidden, bias=c.qkv_bias)
+            self.q_norm: nn.Module = NormLayer(c, make, f"{at}q_a_layernorm", mla.q_rank, LATENT_EPS)
+            self.q_b = LinearLayer(make, f"{at}q_b_proj", c.heads * mla.qk_dim, mla.q_rank)
         else:
             self.q_a, self.q_norm = nn.Identity(), nn.Identity()
-            self.q_b = Linear(make, f"{at}q_proj", c.heads * mla.qk_dim, c.hidden)
+            self.q_b = LinearLayer(make, f"{at}q_proj", c.heads * mla.qk_dim, c.hidden)
         down = mla.kv_rank + mla.rope_dim
-        self.kv_a = Linear(make, f"{at}kv_a_proj_with_mqa", down, c.hidden, bias=c.qkv_bias)
-        self.kv_norm = Normalise(c, make, f"{at}kv_a_layernorm", mla.kv_rank, LATENT_EPS)
-        self.kv_b = Linear(make, f"{at}kv_b_proj", c.heads * (mla.nope_dim + mla.v_dim), mla.kv_rank)
-        self.out = Linear(make, f"{at}o_proj", c.hidden, c.heads * mla.v_dim, bias=c.out_bias, leaves=True)
+        self.kv_a = LinearLayer(make, f"{at}kv_a_proj_with_mqa", down, c.hidden, bias=c.qkv_bias)
+        self.kv_norm = NormLayer(c, make, f"{at}kv_a_layernorm", mla.kv_rank, LATENT_EPS)
+        self.kv_b = LinearLayer(make, f"{at}kv_b_proj", c.heads * (mla.nope_dim + mla.v_dim), mla.kv_rank)
+        self.out = LinearLayer(make, f"{at}o_proj", c.hidden, c.heads * mla.v_dim, bias=c.out_bias, leaves=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """One rotary key serves all heads. The narrow projections are whole on every rank: each head needs all."""
@@ -101,7 +101,7 @@ class Latent(nn.Module):
         q, kv, k_rope = q.view(batch, length, heads, -1), kv.view(batch, length, heads, -1), enter(k_rope, region)
         k_nope, v = kv.split((mla.nope_dim, mla.v_dim), -1)
         q_nope, q_rope = q.split((mla.nope_dim, mla.rope_dim), -1)
-        angles = Angles(mla.rope_dim, c.rope_theta, c.rope_scaling, region.cp.size, region.cp.index)
+        angles = TokenAngles(mla.rope_dim, c.rope_theta, c.rope_scaling, region.cp.size, region.cp.index)
         turn = partial(rotate, pairs=c.rope_pairs)
         cos, sin = rotary(length, angles, x)
         shared = turn(k_rope.unsqueeze(2), cos, sin).expand(-1, -1, heads, -1)

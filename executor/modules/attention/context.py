@@ -11,12 +11,12 @@ from torch import Tensor
 
 from executor.modules.functions import apply
 from executor.modules.parallel import gather_tokens, scatter_tokens
-from executor.parallel.inline import Wire
+from executor.parallel.inline import RankAxis
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, cp: Wire) -> Tensor:
+    def forward(ctx: Any, mine: Tensor, cp: RankAxis) -> Tensor:
         ctx.cp = cp
         return gather_tokens(cp, mine)
 
@@ -28,7 +28,7 @@ class _Gather(torch.autograd.Function):
 class _Again:
     """Hooks for saved tensors: what lies in `whole` is not kept for backward, but gathered again from `mine`."""
 
-    def __init__(self, mine: Tensor, whole: Tensor, cp: Wire) -> None:
+    def __init__(self, mine: Tensor, whole: Tensor, cp: RankAxis) -> None:
         self.mine, self.whole, self.cp = mine, whole, cp
         self.left = 0
 
@@ -57,7 +57,7 @@ class _Again:
 
 
 @contextmanager
-def whole_context(k: Tensor, v: Tensor, cp: Wire) -> Iterator[tuple[Tensor, Tensor]]:
+def whole_context(k: Tensor, v: Tensor, cp: RankAxis) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values (batch, this rank's tokens, heads, features) → all ranks' tokens, one rank's behind another's.
 
     They travel as one message. What is computed with them inside keeps this rank's own for backward, no more.

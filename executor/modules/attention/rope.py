@@ -13,21 +13,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode, maybe_get_fake_mode
 
 from executor.modules.functions import apply, wide
 from executor.parallel.inline import stretches
-from ir.workload.config.spec import RopeScaling, Scaling
+from ir.workload.config.spec import AttentionRopeScaling, AttentionRopeScalingKind
 
 
 @dataclass(frozen=True, slots=True)
-class Angles:
+class TokenAngles:
     """Of `dim` features, two for each angle. ranks, index: a sequence is divided among so many, this is one of them."""
 
     dim: int
     theta: float
-    scaling: RopeScaling | None = None
+    scaling: AttentionRopeScaling | None = None
     ranks: int = 1
     index: int = 0
 
 
-def rotary(length: int, angles: Angles, x: Tensor) -> tuple[Tensor, Tensor]:
+def rotary(length: int, angles: TokenAngles, x: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding, (length, 1, dim / 2) each, in x's format and place.
 
     length: of this rank's part of a sequence. The tables are made once, for each fake mode by themselves: its tensors
@@ -38,7 +38,7 @@ def rotary(length: int, angles: Angles, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=8)
 def _rotary(
-    length: int, angles: Angles, dtype: torch.dtype, device: str, mode: FakeTensorMode | None
+    length: int, angles: TokenAngles, dtype: torch.dtype, device: str, mode: FakeTensorMode | None
 ) -> tuple[Tensor, Tensor]:
     fp = wide(dtype)
     at = stretches(torch.arange(length * angles.ranks, dtype=fp, device=device), angles.ranks, angles.index)
@@ -51,28 +51,30 @@ def _rotary(
     return table(turns.cos()), table(turns.sin())
 
 
-def rates(angles: Angles, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+def rates(angles: TokenAngles, dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """By how much each angle grows from one token to the next, in radians.
 
-    >>> rates(Angles(4, 100.0), torch.float64).tolist()
+    >>> rates(TokenAngles(4, 100.0), torch.float64).tolist()
     [1.0, 0.1]
-    >>> rates(Angles(4, 100.0, RopeScaling(Scaling.LINEAR, 4.0)), torch.float64).tolist()
+    >>> rates(TokenAngles(4, 100.0, AttentionRopeScaling(AttentionRopeScalingKind.LINEAR, 4.0)), torch.float64).tolist()
     [0.25, 0.025]
     """
     dim, s = angles.dim, angles.scaling
     own: Tensor = angles.theta ** -(torch.arange(0, dim, 2, dtype=dtype, device=device) / dim)
     if s is None:
         return own
-    if s.kind is Scaling.LINEAR:
+    if s.kind is AttentionRopeScalingKind.LINEAR:
         return own / s.factor
-    if s.kind is Scaling.LLAMA3:  # the share of the angle that stays is linear in its turns over `original`
+    if (
+        s.kind is AttentionRopeScalingKind.LLAMA3
+    ):  # the share of the angle that stays is linear in its turns over `original`
         stays = ((s.original * own / (2 * math.pi) - s.slow) / (s.fast - s.slow)).clamp(0.0, 1.0)
     else:
         stays = 1.0 - _ramp(angles, s, torch.arange(dim // 2, dtype=dtype, device=device))
     return own * stays + own / s.factor * (1.0 - stays)
 
 
-def _ramp(angles: Angles, s: RopeScaling, at: Tensor) -> Tensor:
+def _ramp(angles: TokenAngles, s: AttentionRopeScaling, at: Tensor) -> Tensor:
     """YaRN's, from 0 to 1 over the angles that make from `fast` to `slow` turns over `original`."""
     low, high = (
         angles.dim * math.log(s.original / (turns * 2 * math.pi)) / (2 * math.log(angles.theta))

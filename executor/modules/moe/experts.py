@@ -5,8 +5,8 @@
     shared: tokens → an MLP of them          add: x + experts' + shared
 
 Where experts are spread over ranks (`executor.modules.moe.spread`), all-to-alls stand behind `dispatch` and before
-`combine`: `Dispatch`, `Experts` and `Combine` are modules of their own, and `LocalExperts` is the three of them on one
-rank.
+`combine`: `ExpertDispatch`, `Experts` and `ExpertCombine` are modules of their own, and `LocalExperts` is the three
+of them on one rank.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from executor.modules.functions import balanced, grouped_linear, permute, swiglu, unpermute, wide
-from executor.modules.layers import FeedForward, Normalise, Params
-from executor.parallel.router_guide import Guide
-from ir.workload.config.load import ModelConfig, Moe
+from executor.modules.layers import FeedForwardLayer, NormLayer, Params
+from executor.parallel.router_guide import ExpertRouterGuide
+from ir.workload.config.load import ExpertConfig, ModelConfig
 
 
-def moe_of(c: ModelConfig) -> Moe:
+def moe_of(c: ModelConfig) -> ExpertConfig:
     """The config's experts; only where it has them."""
     assert c.moe is not None, c.source
     return c.moe
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Part `router`: norm, scores, top-k. It passes on the normed tokens.
 
     bias: DeepSeek-V3's correction, added where experts are chosen and not where they are weighed; never trained by
@@ -37,10 +37,12 @@ class Router(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, c: ModelConfig, make: Params, prefix: str, layer: int = 0, guide: Guide | None = None) -> None:
+    def __init__(
+        self, c: ModelConfig, make: Params, prefix: str, layer: int = 0, guide: ExpertRouterGuide | None = None
+    ) -> None:
         super().__init__()
-        self.moe, self.layer, self.guide = moe_of(c), layer, guide or Guide()
-        self.norm = Normalise(c, make, f"{prefix}post_attention_layernorm", c.hidden)
+        self.moe, self.layer, self.guide = moe_of(c), layer, guide or ExpertRouterGuide()
+        self.norm = NormLayer(c, make, f"{prefix}post_attention_layernorm", c.hidden)
         self.weight = make(f"{prefix}mlp.gate.weight", self.moe.experts, c.hidden)
         self.by_two = c.model_type == "deepseek_v3"  # a group of experts counts by its best two
         corrected = self.moe.scoring == "sigmoid" and make.dtype is not None
@@ -82,10 +84,10 @@ class Router(nn.Module):
         return scores.topk(moe.top_k, -1).indices
 
 
-class Dispatch(nn.Module):
+class ExpertDispatch(nn.Module):
     """Tokens to rows, sorted by expert, and how many rows each expert has."""
 
-    def __init__(self, moe: Moe) -> None:
+    def __init__(self, moe: ExpertConfig) -> None:
         super().__init__()
         self.moe = moe
 
@@ -128,10 +130,10 @@ class Experts(nn.Module):
         return grouped_linear(swiglu(gate, up, weights), self.down, counts)
 
 
-class Combine(nn.Module):
+class ExpertCombine(nn.Module):
     """Rows back to tokens: the sum of each token's copies."""
 
-    def __init__(self, moe: Moe) -> None:
+    def __init__(self, moe: ExpertConfig) -> None:
         super().__init__()
         self.moe = moe
 
@@ -145,7 +147,7 @@ class LocalExperts(nn.Module):
 
     def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
         super().__init__()
-        self.dispatch, self.combine = Dispatch(moe_of(c)), Combine(moe_of(c))
+        self.dispatch, self.combine = ExpertDispatch(moe_of(c)), ExpertCombine(moe_of(c))
         self.experts = Experts(c, make, prefix)
 
     def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
@@ -155,12 +157,12 @@ class LocalExperts(nn.Module):
         return found
 
 
-class Shared(nn.Module):
+class SharedExperts(nn.Module):
     """Part `shared`: the experts that every token goes to. It reads the router's output."""
 
     def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
         super().__init__()
-        self.inner = FeedForward(c, make, f"{prefix}mlp.shared_experts.", moe_of(c).shared_ffn)
+        self.inner = FeedForwardLayer(c, make, f"{prefix}mlp.shared_experts.", moe_of(c).shared_ffn)
 
     def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """(tokens, h) → (tokens, h)."""
@@ -168,7 +170,7 @@ class Shared(nn.Module):
         return found
 
 
-class Add(nn.Module):
+class ExpertAdd(nn.Module):
     """Part `add`: the routed, then the shared experts' output onto the residual stream."""
 
     def forward(self, routed: Tensor, *rest: Tensor) -> Tensor:

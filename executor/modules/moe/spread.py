@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from executor.modules.functions import permute, unpermute
 from executor.modules.layers import Params
-from executor.modules.moe.experts import Add, Combine, Dispatch, Experts, Router, moe_of
+from executor.modules.moe.experts import ExpertAdd, ExpertCombine, ExpertDispatch, ExpertRouter, Experts, moe_of
 from executor.parallel.expert_all_to_all import Table
-from executor.parallel.router_guide import Guide
+from executor.parallel.router_guide import ExpertRouterGuide
 from ir.workload.config.load import ModelConfig
 
 
-class SpreadRouter(nn.Module):
+class ExpertParallelRouter(nn.Module):
     """Part `router`: what is to leave the rank, ready to leave."""
 
-    def __init__(self, c: ModelConfig, make: Params, prefix: str, layer: int, guide: Guide) -> None:
+    def __init__(self, c: ModelConfig, make: Params, prefix: str, layer: int, guide: ExpertRouterGuide) -> None:
         super().__init__()
         moe = moe_of(c)
-        self.router, self.dispatch = Router(c, make, prefix, layer, guide), Dispatch(moe)
+        self.router, self.dispatch = ExpertRouter(c, make, prefix, layer, guide), ExpertDispatch(moe)
         self.shared = bool(moe.shared_ffn)
 
     def forward(self, x: Tensor, number: int = 0) -> tuple[Tensor, ...]:
@@ -38,7 +38,7 @@ class SpreadRouter(nn.Module):
         return rows, row_weights, order, self.dispatch.counts(indices), *((tokens,) if self.shared else ())
 
 
-class SpreadExperts(nn.Module):
+class ExpertParallelExperts(nn.Module):
     """Part `experts`: this rank's experts, on rows from all ranks."""
 
     def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
@@ -66,12 +66,12 @@ def by_expert(got: Table) -> Tensor:
     return (torch.arange(total) + (starts - first).repeat_interleave(lengths, output_size=total)).int()
 
 
-class SpreadAdd(nn.Module):
+class ExpertParallelAdd(nn.Module):
     """Part `add`: the sums of each token's rows, then the shared experts' output, onto the residual stream."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.combine, self.add = Combine(moe_of(c)), Add()
+        self.combine, self.add = ExpertCombine(moe_of(c)), ExpertAdd()
 
     def forward(self, rows: Tensor, order: Tensor, *rest: Tensor) -> Tensor:
         """The residual stream comes last."""

@@ -52,7 +52,7 @@ def annotate(tag: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ChunkedModel:
     """A model cut at its seams."""
 
     chunks: dict[str, nn.Module]  # name → module `(x, *ids)`
@@ -75,7 +75,7 @@ class _Tracer(fx.Tracer):
         return node
 
 
-def cut(module: nn.Module) -> Cut:
+def cut(module: nn.Module) -> ChunkedModel:
     """Cut a module whose forward takes one tensor and returns one.
 
     >>> class Net(nn.Module):
@@ -112,7 +112,7 @@ def cut(module: nn.Module) -> Cut:
             if all(_asks_size(u) for n in sub.nodes if n.op == "placeholder" and n.target == "ids" for u in n.users):
                 sizes.add(name)
         chunks[name] = fx.GraphModule(module, sub, class_name=f"Chunk_{name}")
-    return Cut(chunks, frozenset(wants), frozenset(sizes))
+    return ChunkedModel(chunks, frozenset(wants), frozenset(sizes))
 
 
 def _asks_size(node: fx.Node) -> bool:

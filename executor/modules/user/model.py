@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx, nn
 
-from executor.modules.base import Built, TokenLoss
+from executor.modules.base import BuiltChunks, TokenLoss
 from executor.modules.user.annotate import cut
 from executor.modules.user.purity import host_seeded, refuse_impure, without_values
 from ir.core.errors import ErrorKind, PiperError, nearest
@@ -72,7 +72,7 @@ class UserModel:
         """Chunks behind the first that read the token ids themselves, not their shape alone."""
         return self._cut.wants_ids - self._cut.shape_only
 
-    def build(self, chunks: Sequence[str]) -> Built:
+    def build(self, chunks: Sequence[str]) -> BuiltChunks:
         """The chunks asked for; the last one of the model ends in the loss."""
         units: dict[str, nn.Module] = {}
         extras: dict[str, tuple[str, ...]] = {}
@@ -83,13 +83,13 @@ class UserModel:
             params.update((self._names[id(p)], p) for p in unit.parameters())
             wants: tuple[str, ...] = ("ids",) if name in self.reads_tokens else ()
             if name in self._cut.shape_only:
-                unit = OfShape(unit)
+                unit = TokenShapeChunk(unit)
             if name == self.chunks[-1]:
                 unit, wants = TokenLoss(unit), (*wants, "labels", "scale")
             units[key], extras[key] = unit, wants
             reads[key] = (self._units[self.chunks[at - 1]] if at else "",)
         given = {u: wants for u, wants in extras.items() if wants}
-        return Built(units, {n: params[n] for n in self.shapes if n in params}, given, reads)
+        return BuiltChunks(units, {n: params[n] for n in self.shapes if n in params}, given, reads)
 
     def keep(self, chunks: Sequence[str]) -> None:
         """Let go of every value that none of these chunks reads.
@@ -131,7 +131,7 @@ class UserModel:
             x = refuse_impure(name, chunk, (*x, ids) if name in self._cut.wants_ids else x)
 
 
-class OfShape(nn.Module):
+class TokenShapeChunk(nn.Module):
     """A chunk that reads of the token ids their sizes only, which its input has too."""
 
     def __init__(self, inner: nn.Module) -> None:

@@ -2,12 +2,12 @@
 
 from ir.core.files.parse import check_plain, parse_json, parse_toml, read_json, read_toml
 from ir.core.files.paths import named_path
-from ir.core.files.read import Format, check_regular, cut, read_bytes, read_text
+from ir.core.files.read import FileErrors, check_regular, cut, read_bytes, read_text
 from ir.core.files.typed import HIDDEN, Text, typed, words
 
 __all__ = [
     "HIDDEN",
-    "Format",
+    "FileErrors",
     "Text",
     "check_plain",
     "check_regular",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ir.core.files.read import Format, cut, read_text
+from ir.core.files.read import FileErrors, cut, read_text
 
 DEPTH = 64
 DIGITS = 40  # of a whole number as it is written; more cost time, and thousands a ValueError
@@ -26,21 +26,21 @@ class _Pairs(list[tuple[str, Any]]):
     """An object's keys and values, those given twice among them."""
 
 
-def read_json(path: str | Path, form: Format) -> Any:
+def read_json(path: str | Path, form: FileErrors) -> Any:
     """What a JSON file holds. Raises PiperError (io, the format's kind): unreadable, or not strictly JSON."""
     return parse_json(read_text(path, form), form, str(path))
 
 
-def read_toml(path: str | Path, form: Format) -> dict[str, Any]:
+def read_toml(path: str | Path, form: FileErrors) -> dict[str, Any]:
     """What a TOML file holds. Raises PiperError (io, the format's kind): unreadable, or not TOML within reason."""
     return parse_toml(read_text(path, form), form, str(path))
 
 
-def parse_json(text: str, form: Format, file: str | None = None) -> Any:
+def parse_json(text: str, form: FileErrors, file: str | None = None) -> Any:
     """A JSON text's value.
 
     >>> from ir.core.errors import ErrorKind
-    >>> parse_json('{"a": {"b": 1, "b": 2}}', Format("a profile", ErrorKind.JOB, "costs.profile"))
+    >>> parse_json('{"a": {"b": 1, "b": 2}}', FileErrors("a profile", ErrorKind.JOB, "costs.profile"))
     Traceback (most recent call last):
     ...
     ir.core.errors.PiperError: a.b: given twice
@@ -56,7 +56,7 @@ def parse_json(text: str, form: Format, file: str | None = None) -> Any:
         raise form.wrong("not JSON: nested too deep", file, None, _NESTED) from None
 
 
-def _value(text: str, form: Format, file: str | None) -> Any:
+def _value(text: str, form: FileErrors, file: str | None) -> Any:
     def number(word: str) -> float:
         if (found := float(word)) and not form.smallest <= abs(found) <= form.largest:
             raise _Doubtful
@@ -80,7 +80,7 @@ def _value(text: str, form: Format, file: str | None) -> Any:
     return json.loads(text)
 
 
-def parse_toml(text: str, form: Format, file: str | None = None) -> dict[str, Any]:
+def parse_toml(text: str, form: FileErrors, file: str | None = None) -> dict[str, Any]:
     """A TOML text's table."""
     try:
         table = tomllib.loads(text)
@@ -94,7 +94,7 @@ def parse_toml(text: str, form: Format, file: str | None = None) -> dict[str, An
     return table
 
 
-def check_plain(value: object, form: Format, file: str | None = None, at: str = "") -> None:
+def check_plain(value: object, form: FileErrors, file: str | None = None, at: str = "") -> None:
     """Refuse values that JSON does not have, keys given twice, and numbers, texts and nesting beyond reason.
 
     Raises PiperError, of the format's kind.
@@ -121,7 +121,7 @@ def check_plain(value: object, form: Format, file: str | None = None, at: str = 
             _check_leaf(x, form, file, key)
 
 
-def _check_leaf(x: object, form: Format, file: str | None, key: str) -> None:
+def _check_leaf(x: object, form: FileErrors, file: str | None, key: str) -> None:
     if isinstance(x, str):
         if "\0" in x or any("\ud800" <= c <= "\udfff" for c in x):
             raise form.wrong(f"{cut(x)} is no text", file, key, "letters, no NUL and no half of a pair")

@@ -29,7 +29,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Format:
+class FileErrors:
     """A kind of data file, as its readers and errors know it.
 
     what: how errors call it, with an article. kind: of errors in its content. key: the job's key or the flag that
@@ -48,7 +48,7 @@ class Format:
     largest: float = 1e18
     finite: bool = True
 
-    def named_by(self, key: str) -> Format:
+    def named_by(self, key: str) -> FileErrors:
         """The same, named by another key or flag."""
         return replace(self, key=key)
 
@@ -68,7 +68,7 @@ class Format:
         return PiperError(self.kind, message, file=file, key=key, allowed=allowed, suggestion=fix)
 
 
-def read_bytes(path: str | Path, form: Format) -> bytes:
+def read_bytes(path: str | Path, form: FileErrors) -> bytes:
     """A file's bytes, unpacked. Raises PiperError (io): it cannot be read; (the format's kind): too large."""
     packed = False
     try:
@@ -86,7 +86,7 @@ def read_bytes(path: str | Path, form: Format) -> bytes:
     return raw
 
 
-def read_text(path: str | Path, form: Format) -> str:
+def read_text(path: str | Path, form: FileErrors) -> str:
     """A file's text: UTF-8, with or without a byte order mark. Raises PiperError (io, the format's kind)."""
     raw = read_bytes(path, form)
     try:
@@ -98,7 +98,7 @@ def read_text(path: str | Path, form: Format) -> str:
     return text
 
 
-def check_regular(path: str | Path, form: Format) -> None:
+def check_regular(path: str | Path, form: FileErrors) -> None:
     """Refuse what is no regular file, or too large, for readers that map a file themselves. Raises PiperError."""
     try:
         with _opened(path, form):
@@ -120,7 +120,7 @@ def cut(value: object, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def _opened(path: str | Path, form: Format) -> BinaryIO:
+def _opened(path: str | Path, form: FileErrors) -> BinaryIO:
     """The file, open; without waiting for a writer at the other end, should it be a pipe."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     file = os.fdopen(handle, "rb") if stat.S_ISREG((found := os.fstat(handle)).st_mode) else None
@@ -134,7 +134,7 @@ def _opened(path: str | Path, form: Format) -> BinaryIO:
     return file
 
 
-def _unpacked(f: BinaryIO, form: Format, size: int, path: str) -> bytes:
+def _unpacked(f: BinaryIO, form: FileErrors, size: int, path: str) -> bytes:
     most = min(form.most, max(_SMALL, _RATIO * size))
     out = bytearray()
     with gzip.GzipFile(fileobj=f) as packed:
@@ -145,11 +145,11 @@ def _unpacked(f: BinaryIO, form: Format, size: int, path: str) -> bytes:
     return bytes(out)
 
 
-def _unreadable(form: Format, message: str, path: str | Path, allowed: str) -> PiperError:
+def _unreadable(form: FileErrors, message: str, path: str | Path, allowed: str) -> PiperError:
     return PiperError(ErrorKind.IO, message, file=str(path), key=form.key or None, allowed=allowed, suggestion=form.fix)
 
 
-def _too_large(form: Format, path: str, most: int | None = None, why: str | None = None) -> PiperError:
+def _too_large(form: FileErrors, path: str, most: int | None = None, why: str | None = None) -> PiperError:
     message = f"this is not {form.what}: {why or 'too large'}"
     return form.wrong(message, path, None, f"up to {(most or form.most) // MB} MB")
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import inspect as types
 
 from ir.core.errors import PiperError, converted, nearest
-from ir.core.files.read import Format, cut
+from ir.core.files.read import FileErrors, cut
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 HIDDEN = msgspec.Meta(extra={"hidden": True})  # a field that no file has
@@ -34,7 +34,7 @@ def words(*known: str, said: str = "word") -> msgspec.Meta:
     """The only texts that an `Annotated[str, words(…)]` may hold. said: what they are, for errors.
 
     >>> from ir.core.errors import ErrorKind
-    >>> typed({"a": "bf61"}, dict[str, Annotated[str, words("bf16", "fp8")]], Format("a file", ErrorKind.JOB, "x"))
+    >>> typed({"a": "bf61"}, dict[str, Annotated[str, words("bf16", "fp8")]], FileErrors("a file", ErrorKind.JOB, "x"))
     Traceback (most recent call last):
     ...
     ir.core.errors.PiperError: a: unknown word 'bf61'
@@ -44,7 +44,7 @@ def words(*known: str, said: str = "word") -> msgspec.Meta:
     return msgspec.Meta(extra={"words": known, "said": said})
 
 
-def typed(value: object, wanted: type[T], form: Format, file: str | None = None, at: str = "") -> T:
+def typed(value: object, wanted: type[T], form: FileErrors, file: str | None = None, at: str = "") -> T:
     """A plain value as `wanted`: a Struct, a dataclass, or made of them. Raises PiperError naming the first wrong key.
 
     at: where the value stands in the file. Keys that a class does not have are refused, with the nearest that it has.
@@ -65,7 +65,7 @@ def _type(wanted: object) -> types.Type:
 class _Check:
     """The values of one file against their types, in the order of the file."""
 
-    def __init__(self, form: Format, file: str | None) -> None:
+    def __init__(self, form: FileErrors, file: str | None) -> None:
         self.form, self.file = form, file
 
     def wrong(self, at: str, message: str, t: types.Type, extra: Extra = _NONE, fix: str | None = None) -> PiperError:

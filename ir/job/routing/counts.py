@@ -13,22 +13,22 @@ import numpy as np
 
 from ir.core.order import IntArray
 from ir.graph.graph import Graph
-from ir.workload.part import Entry
-from ir.workload.setting import Setting
-from ir.workload.source import ModelSource
+from ir.workload.part import PlacedPart
+from ir.workload.setting import PartSetting
+from ir.workload.source import ConfigModelWork
 
 
 @dataclass(frozen=True, slots=True)
-class MoeLayer:
+class ExpertLayer:
     """A layer with experts. number: decoder layer; MTP modules count on behind the last. tokens: of one source."""
 
     number: int
-    entry: Entry
+    entry: PlacedPart
     tokens: int
 
 
 @dataclass(frozen=True, eq=False)
-class Counts:
+class ExpertCounts:
     """Tokens that sources send to experts; equal rows are kept once.
 
     layers: decoder layers with experts, ascending. rows: [distinct row, expert]. at: [layer, microbatch, source] row;
@@ -53,13 +53,13 @@ class Counts:
         return np.asarray(self.rows[self.at[self.layers.index(layer), mb if self.cases > 1 else 0]])
 
 
-def moe_layers(graph: Graph, source: ModelSource) -> tuple[MoeLayer, ...]:
+def moe_layers(graph: Graph, source: ConfigModelWork) -> tuple[ExpertLayer, ...]:
     """The layers with experts, ascending, under the layouts that the graph's directives gave them."""
     config, out = source.config, []
     for e in graph.entries:
         if e.part.name == "experts":
             tags = e.chunk.tags
             number = tags["L"] if "L" in tags else config.layers + tags["MTP"]
-            tokens = Setting(config, e.layout, source.shape, source.precision).stream
-            out.append(MoeLayer(number, e, tokens))
+            tokens = PartSetting(config, e.layout, source.shape, source.precision).stream
+            out.append(ExpertLayer(number, e, tokens))
     return tuple(sorted(out, key=lambda x: x.number))

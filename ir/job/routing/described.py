@@ -9,13 +9,13 @@ import numpy as np
 
 from ir.core.order import IntArray
 from ir.job import Job
-from ir.job.routing.counts import Counts, MoeLayer
+from ir.job.routing.counts import ExpertCounts, ExpertLayer
 from ir.job.routing.recorded import read_counts
 from ir.job.routing.skew import hot, ranking, spread, zipf
-from ir.workload.config.spec import ModelConfig, Moe
+from ir.workload.config.spec import ExpertConfig, ModelConfig
 
 
-def counts_of(job: Job, config: ModelConfig, layers: Sequence[MoeLayer], sources: int, mbs: int) -> Counts:
+def counts_of(job: Job, config: ModelConfig, layers: Sequence[ExpertLayer], sources: int, mbs: int) -> ExpertCounts:
     """The counts that `[routing]` describes. Raises PiperError for a file that does not fit the job."""
     moe, r = config.moe, job.routing
     assert moe is not None, f"{config.source} has no experts"
@@ -24,7 +24,9 @@ def counts_of(job: Job, config: ModelConfig, layers: Sequence[MoeLayer], sources
     return made_up(r.kind, r.strength, r.seed, moe, layers, sources)
 
 
-def made_up(kind: str, strength: float, seed: int, moe: Moe, layers: Sequence[MoeLayer], sources: int) -> Counts:
+def made_up(
+    kind: str, strength: float, seed: int, moe: ExpertConfig, layers: Sequence[ExpertLayer], sources: int
+) -> ExpertCounts:
     """All sources and microbatches alike. Each layer has its own order of experts, drawn from the seed."""
 
     @cache
@@ -39,4 +41,4 @@ def made_up(kind: str, strength: float, seed: int, moe: Moe, layers: Sequence[Mo
         else:
             rows[i, ranking(moe.experts, layer.number, seed)] = falling(layer.tokens)
     at = np.broadcast_to(np.arange(len(layers))[:, None, None], (len(layers), 1, sources))
-    return Counts(tuple(x.number for x in layers), rows, at)
+    return ExpertCounts(tuple(x.number for x in layers), rows, at)

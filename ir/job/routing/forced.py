@@ -11,14 +11,14 @@ import numpy as np
 
 from ir.core.order import IntArray
 from ir.graph.graph import Graph
-from ir.job.build import Prepared
-from ir.job.routing.counts import Counts, MoeLayer, moe_layers
+from ir.job.build import PreparedJob
+from ir.job.routing.counts import ExpertCounts, ExpertLayer, moe_layers
 from ir.job.routing.described import counts_of
-from ir.workload.source import ModelSource
+from ir.workload.source import ConfigModelWork
 
 
 @dataclass(frozen=True, eq=False)
-class Forced:
+class ForcedExperts:
     """The routing of a job, token by token.
 
     Which counts a source has is for `[routing]` to say. Which of its tokens go where depends on seed, layer, the
@@ -26,16 +26,16 @@ class Forced:
     batch whose sources are equal route every token alike.
     """
 
-    counts: Counts
-    layers: tuple[MoeLayer, ...]
+    counts: ExpertCounts
+    layers: tuple[ExpertLayer, ...]
     top_k: int
     seed: int
 
     @classmethod
-    def of(cls, prepared: Prepared, graph: Graph) -> Forced:
+    def of(cls, prepared: PreparedJob, graph: Graph) -> ForcedExperts:
         """Of a job whose directives made `graph`. Raises PiperError: a file that does not fit the job."""
         source, mesh, moe = prepared.base.source, prepared.mesh, prepared.config.moe
-        assert isinstance(source, ModelSource) and moe is not None
+        assert isinstance(source, ConfigModelWork) and moe is not None
         layers, shared = moe_layers(graph, source), mesh.sizes["tp"] * mesh.sizes["cp"]
         counts = counts_of(prepared.job, prepared.config, layers, shared * mesh.sizes["dp"], prepared.mbs)
         return cls(counts, layers, moe.top_k, prepared.job.routing.seed)

@@ -15,16 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError, nearest
-from ir.core.files import Format, named_path, read_text
+from ir.core.files import FileErrors, named_path, read_text
 from ir.core.order import IntArray
 from ir.job import Job
-from ir.job.routing.counts import Counts, MoeLayer
+from ir.job.routing.counts import ExpertCounts, ExpertLayer
 from ir.job.routing.distinct import distinct
-from ir.workload.config.spec import Moe
+from ir.workload.config.spec import ExpertConfig
 
 COLUMNS = ("layer", "microbatch", "source", "expert", "tokens")
 OPTIONAL = ("microbatch", "source")
-FORM = Format("the routing", ErrorKind.JOB, "routing.file", 256 * 10**6, 'routing.file = "tokens.csv", beside the job')
+FORM = FileErrors(
+    "the routing", ErrorKind.JOB, "routing.file", 256 * 10**6, 'routing.file = "tokens.csv", beside the job'
+)
 LIMIT_COUNTS = 2**28
 
 
@@ -59,7 +61,7 @@ def counts_text(rows: Iterable[tuple[int, int, int, Sequence[int]]]) -> str:
     return "\n".join([",".join(COLUMNS), *(",".join(map(str, line)) for line in lines), ""])
 
 
-def read_counts(job: Job, moe: Moe, layers: Sequence[MoeLayer], sources: int, mbs: int) -> Counts:
+def read_counts(job: Job, moe: ExpertConfig, layers: Sequence[ExpertLayer], sources: int, mbs: int) -> ExpertCounts:
     """The counts in the file that `[routing]` names, relative to the job's file."""
     assert job.routing.file is not None
     file = named_path(job.file, job.routing.file)
@@ -67,7 +69,7 @@ def read_counts(job: Job, moe: Moe, layers: Sequence[MoeLayer], sources: int, mb
         return _counts(_parse(file, read_text(file, FORM)), moe, layers, sources, mbs)
 
 
-def _counts(table: _Table, moe: Moe, layers: Sequence[MoeLayer], sources: int, mbs: int) -> Counts:
+def _counts(table: _Table, moe: ExpertConfig, layers: Sequence[ExpertLayer], sources: int, mbs: int) -> ExpertCounts:
     numbers = [x.number for x in layers]
     sizes = {"microbatch": mbs, "source": sources, "expert": moe.experts}
     for name, size in sizes.items():
@@ -86,7 +88,7 @@ def _counts(table: _Table, moe: Moe, layers: Sequence[MoeLayer], sources: int, m
     _check_caps(table, tokens[layer])
     rows, at = distinct(dense)
     shape = (len(layers), cases, sources)
-    return Counts(tuple(numbers), rows, np.broadcast_to(at.reshape(len(layers), cases, own), shape))
+    return ExpertCounts(tuple(numbers), rows, np.broadcast_to(at.reshape(len(layers), cases, own), shape))
 
 
 def _parse(file: str, text: str) -> _Table:

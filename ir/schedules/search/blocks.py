@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import product
 
-from ir.schedules.search.shop import Shop
+from ir.schedules.search.shop import ScheduleProblem
 
 Block = list[tuple[int, int, int, int]]  # per rank, the slots of F, F, I, I of microbatch 0
 _PERIOD = 6
@@ -68,7 +68,7 @@ def _filled(slots: tuple[int, ...], mbs: int) -> list[tuple[int, int, int]]:
     return rows
 
 
-def unroll(shop: Shop, block: Block) -> list[int]:
+def unroll(shop: ScheduleProblem, block: Block) -> list[int]:
     """All ops by slot, when a block repeats for every microbatch."""
     rows = [(slot, r, kind, mb) for r, slots in enumerate(block) for slot, kind, mb in _filled(slots, shop.mbs)]
     return [shop.op(*row) for _, *row in sorted(rows)]

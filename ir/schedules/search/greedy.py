@@ -12,11 +12,11 @@ from heapq import heappop, heappush
 from itertools import permutations, product
 from math import ceil, inf
 
-from ir.schedules.search.shop import ROUNDING, Shop
+from ir.schedules.search.shop import ROUNDING, ScheduleProblem
 
 
 @dataclass(frozen=True)
-class Rule:
+class GreedyOrderRule:
     """How a greedy rank chooses.
 
     preferred: the kinds of F and I, most preferred first.
@@ -31,15 +31,15 @@ class Rule:
     thrifty: bool = False
 
 
-def rules(shop: Shop) -> list[Rule]:
+def rules(shop: ScheduleProblem) -> list[GreedyOrderRule]:
     """All rules worth a try: the F of a later chunk always goes first."""
     v = shop.chunks
     orders = [x for x in permutations(range(2 * v)) if v == 1 or x.index(1) < x.index(0)]
     manners = ((0.0, False), (1.0, False), (0.0, True), (0.5, False), (0.25, True))
-    return [Rule(order, ahead, *manner) for manner, ahead, order in product(manners, paces(shop), orders)]
+    return [GreedyOrderRule(order, ahead, *manner) for manner, ahead, order in product(manners, paces(shop), orders)]
 
 
-def paces(shop: Shop) -> list[tuple[float, ...]]:
+def paces(shop: ScheduleProblem) -> list[tuple[float, ...]]:
     """Ways to bound how far a rank's F may run ahead of its I."""
     p, v = shop.ranks, shop.chunks
     trip = [shop.eta[shop.route.index((r, 2 * v - 1))] - shop.eta[shop.route.index((r, 0))] for r in range(p)]
@@ -55,15 +55,15 @@ def paces(shop: Shop) -> list[tuple[float, ...]]:
     return [*dict.fromkeys(found), (inf,) * p]
 
 
-def greedy(shop: Shop, rule: Rule) -> list[int]:
+def greedy(shop: ScheduleProblem, rule: GreedyOrderRule) -> list[int]:
     """All ops by start time, chosen by a rule.
 
     It never deadlocks: kinds stay in microbatch order, and the oldest open microbatch always finds room, because the
     F of an early chunk leaves one place for each later one.
 
     >>> from ir.schedules.schedule import OpTimes
-    >>> shop = Shop(ranks=2, mbs=2, chunks=1, times=OpTimes(), limit=2)
-    >>> [shop.text(op) for op in greedy(shop, Rule((1, 0), (2, 1), 0.0))]
+    >>> shop = ScheduleProblem(ranks=2, mbs=2, chunks=1, times=OpTimes(), limit=2)
+    >>> [shop.text(op) for op in greedy(shop, GreedyOrderRule((1, 0), (2, 1), 0.0))]
     ['0F0', '0F1', '1F0', '1I0', '0I0', '1F1', '0W0', '1I1', '0I1', '1W0', '0W1', '1W1']
     """
     ranks = [_Rank(shop, rule, r) for r in range(shop.ranks)]
@@ -94,7 +94,7 @@ def greedy(shop: Shop, rule: Rule) -> list[int]:
 class _Rank:
     """What a greedy rank knows: what has arrived, what it holds, what it has done."""
 
-    def __init__(self, shop: Shop, rule: Rule, rank: int) -> None:
+    def __init__(self, shop: ScheduleProblem, rule: GreedyOrderRule, rank: int) -> None:
         self.mbs, self.chunks, self.seconds, self.grows = shop.mbs, shop.chunks, shop.seconds, shop.grows
         self.preferred, self.ahead = rule.preferred, rule.ahead[rank]
         self.spare, self.thrifty = rule.patience * shop.seconds[-1], rule.thrifty
@@ -153,14 +153,14 @@ class _Rank:
         return mb
 
 
-def rounds(shop: Shop, ahead: Sequence[float], thrifty: bool) -> list[int]:
+def rounds(shop: ScheduleProblem, ahead: Sequence[float], thrifty: bool) -> list[int]:
     """One chunk: first `ahead` Fs, then I and F in turn; W fills a wait, or makes room where the limit asks for it.
 
     A W longer than the wait is started nevertheless, unless `thrifty` and this rank idled less than the worst did.
     This is the heuristic of "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241, section 3.1).
 
     >>> from ir.schedules.schedule import OpTimes
-    >>> shop = Shop(ranks=2, mbs=3, chunks=1, times=OpTimes(), limit=4)
+    >>> shop = ScheduleProblem(ranks=2, mbs=3, chunks=1, times=OpTimes(), limit=4)
     >>> [shop.text(op) for op in rounds(shop, (3, 1), True) if shop.home[op] == 1]
     ['1F0', '1I0', '1F1', '1I1', '1F2', '1I2', '1W0', '1W1', '1W2']
     """
@@ -173,7 +173,7 @@ def rounds(shop: Shop, ahead: Sequence[float], thrifty: bool) -> list[int]:
     return _weave(shop, order, thrifty)
 
 
-def _weave(shop: Shop, order: Sequence[int], thrifty: bool) -> list[int]:
+def _weave(shop: ScheduleProblem, order: Sequence[int], thrifty: bool) -> list[int]:
     """Add the Ws to an order of Fs and Is."""
     shift, w_time, p = shop.chunks * shop.mbs, shop.seconds[-1], shop.ranks
     done, free, idle, held = [0.0] * shop.ops, [0.0] * p, [0.0] * p, [0.0] * p

@@ -15,7 +15,7 @@ from random import Random
 from ir.schedules.schedule import OpTimes
 from ir.schedules.search.blocks import blocks, unroll
 from ir.schedules.search.greedy import greedy, paces, rounds, rules
-from ir.schedules.search.shop import ROUNDING, Sequences, Shop, settle
+from ir.schedules.search.shop import ROUNDING, ScheduleProblem, Sequences, settle
 
 _SAME = 1e-12  # relative; below, two objectives differ by rounding only
 _TRY = 60_000  # ops to set in time while rules are compared
@@ -24,7 +24,7 @@ _IMPROVE = (300_000, 70)  # the same for improving: in all, and per op of the pr
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSchedule:
     """A schedule: its objective (the latest end of a rank and its tail), ends of ops, and each rank's ops in order."""
 
     objective: float
@@ -33,7 +33,7 @@ class Found:
 
 
 @dataclass
-class Effort:
+class ScheduleSearchEffort:
     """How much work is left, counted in ops set in time, so that it does not depend on the machine."""
 
     left: int
@@ -44,11 +44,11 @@ class Effort:
         return self.left + ops > 0
 
 
-def lower_bound(shop: Shop) -> float:
+def lower_bound(shop: ScheduleProblem) -> float:
     """No schedule's objective is less: every rank starts late, lacks work before its first I, and ends early.
 
     >>> from ir.schedules.schedule import OpTimes
-    >>> lower_bound(Shop(ranks=4, mbs=8, chunks=1, times=OpTimes(), limit=8))
+    >>> lower_bound(ScheduleProblem(ranks=4, mbs=8, chunks=1, times=OpTimes(), limit=8))
     27.0
     """
     v, w = shop.chunks, shop.times.w_memory
@@ -71,16 +71,18 @@ def lower_bound(shop: Shop) -> float:
     return bound
 
 
-def search(shop: Shop, more: Sequence[list[int]] = (), breadth: int = 8, shakes: int = 120) -> list[Found]:
+def search(
+    shop: ScheduleProblem, more: Sequence[list[int]] = (), breadth: int = 8, shakes: int = 120
+) -> list[FoundSchedule]:
     """The best schedules found, best first; at least one.
 
     more: start orders to try beside those searched for.
     breadth: how many start orders of each family are improved; the best third of that number are then shaken.
     """
     goal = lower_bound(shop) * (1 + _SAME)
-    effort = Effort(_IMPROVE[0] + _IMPROVE[1] * shop.ops)
+    effort = ScheduleSearchEffort(_IMPROVE[0] + _IMPROVE[1] * shop.ops)
     seconds = shop.every(shop.seconds)
-    pool: list[Found] = []
+    pool: list[FoundSchedule] = []
     for order in chain(_best(shop, more, breadth), start_orders(shop, breadth)):
         pool.append(justify(shop, order, seconds, effort))
         if pool[-1].objective <= goal:
@@ -97,14 +99,14 @@ def search(shop: Shop, more: Sequence[list[int]] = (), breadth: int = 8, shakes:
     return sorted(best + pool, key=lambda x: x.objective)
 
 
-def start_orders(shop: Shop, count: int) -> Iterator[list[int]]:
+def start_orders(shop: ScheduleProblem, count: int) -> Iterator[list[int]]:
     """The most promising of each family, one family after the other."""
     yield from round_orders(shop, count)
     yield from block_orders(shop, count)
     yield from greedy_orders(shop, count)
 
 
-def greedy_orders(shop: Shop, count: int) -> list[list[int]]:
+def greedy_orders(shop: ScheduleProblem, count: int) -> list[list[int]]:
     """By the rules that do best on fewer microbatches, but enough for a steady state at the limit."""
     trying = rules(shop)
     least = max(shop.ranks, int(1.5 * shop.limit / shop.chunks)) + 2
@@ -115,44 +117,46 @@ def greedy_orders(shop: Shop, count: int) -> list[list[int]]:
     return [greedy(shop, trying[number]) for _, number in scored[:count]]
 
 
-def round_orders(shop: Shop, count: int) -> list[list[int]]:
+def round_orders(shop: ScheduleProblem, count: int) -> list[list[int]]:
     """F and I in turn, one chunk only."""
     if shop.chunks != 1:
         return []
     return _best(shop, [rounds(shop, ahead, thrifty) for ahead in paces(shop) for thrifty in (True, False)], count)
 
 
-def block_orders(shop: Shop, count: int) -> list[list[int]]:
+def block_orders(shop: ScheduleProblem, count: int) -> list[list[int]]:
     """Repeated blocks, as they are and with their ends packed on the blocks' own grid, where nothing is skewed yet."""
     if shop.chunks != 2:
         return []
-    grid = Shop(shop.ranks, shop.mbs, 2, OpTimes(), shop.limit)
+    grid = ScheduleProblem(shop.ranks, shop.mbs, 2, OpTimes(), shop.limit)
     known = blocks(shop.ranks, shop.limit)
     some = min(len(known), max(6, min(24, _PACK // shop.ops)))
     plain = [unroll(shop, known[i * len(known) // some]) for i in range(some)]
-    packed = [justify(grid, order, grid.every(grid.seconds), Effort(8 * shop.ops)) for order in plain]
+    packed = [justify(grid, order, grid.every(grid.seconds), ScheduleSearchEffort(8 * shop.ops)) for order in plain]
     orders = plain + [shop.by_end(x.ends) for x in packed]
     return _best(shop, orders, count)
 
 
-def _best(shop: Shop, orders: Sequence[list[int]], count: int) -> list[list[int]]:
+def _best(shop: ScheduleProblem, orders: Sequence[list[int]], count: int) -> list[list[int]]:
     scored = sorted((_reached(shop, order), number) for number, order in enumerate(orders))
     return [orders[number] for _, number in scored[:count]]
 
 
-def _reached(shop: Shop, order: Sequence[int]) -> float:
+def _reached(shop: ScheduleProblem, order: Sequence[int]) -> float:
     return shop.objective(settle(shop, order, shop.every(shop.seconds))[0])
 
 
-def justify(shop: Shop, order: Sequence[int], seconds: Sequence[float], effort: Effort) -> Found:
+def justify(
+    shop: ScheduleProblem, order: Sequence[int], seconds: Sequence[float], effort: ScheduleSearchEffort
+) -> FoundSchedule:
     """Improve an order until two rounds in a row bring nothing."""
     ends, sequences = settle(shop, order, seconds)
-    best = Found(shop.objective(ends), ends, sequences)
+    best = FoundSchedule(shop.objective(ends), ends, sequences)
     idle = 0
     while idle < 2 and effort.spend(2 * shop.ops):
         late, _ = settle(shop, _latest_first(ends), seconds, backward=True)
         ends, sequences = settle(shop, _latest_first(late), seconds)
-        found = Found(shop.objective(ends), ends, sequences)
+        found = FoundSchedule(shop.objective(ends), ends, sequences)
         idle = 0 if found.objective < best.objective * (1 - _SAME) else idle + 1
         if not idle:
             best = found
@@ -163,7 +167,7 @@ def _latest_first(ends: Sequence[float]) -> list[int]:
     return sorted(range(len(ends)), key=ends.__getitem__, reverse=True)
 
 
-def shake(shop: Shop, found: Found, random: Random) -> list[int]:
+def shake(shop: ScheduleProblem, found: FoundSchedule, random: Random) -> list[int]:
     """A neighbouring order: the same ops set in time with durations that are somewhat wrong."""
     wrong = random.choice((0.3, 0.6, 0.9))
     seconds = [x * (1 + wrong * (2 * random.random() - 1)) for x in shop.every(shop.seconds)]

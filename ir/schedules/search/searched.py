@@ -16,8 +16,8 @@ import numpy as np
 
 from ir.core.order import Order
 from ir.schedules.schedule import OpTimes
-from ir.schedules.search.improve import Found, lower_bound, search
-from ir.schedules.search.shop import Shop
+from ir.schedules.search.improve import FoundSchedule, lower_bound, search
+from ir.schedules.search.shop import ScheduleProblem
 
 
 def zb2p(ranks: int, microbatches: int, times: OpTimes) -> tuple[Order, ...]:
@@ -32,7 +32,7 @@ def zb2p(ranks: int, microbatches: int, times: OpTimes) -> tuple[Order, ...]:
     1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
     """
     late = [rank * (times.F + times.p2p) for rank in range(ranks)]  # no rank can start earlier
-    plain = Shop(ranks, microbatches, 1, times, 2.0 * ranks)
+    plain = ScheduleProblem(ranks, microbatches, 1, times, 2.0 * ranks)
     # With this tail, the objective is the worst span, but for the constant late[-1].
     spans = replace(plain, tail=tuple(late[-1] - x for x in late))
     goals = (spans, plain) if times.w_memory < 1 else (plain, spans)
@@ -63,7 +63,7 @@ def v_min(ranks: int, microbatches: int, times: OpTimes) -> tuple[Order, ...]:
 
 
 def _v(ranks: int, mbs: int, times: OpTimes, limit: int) -> tuple[Order, ...]:
-    shop = Shop(ranks, mbs, 2, replace(times, w_memory=1.0), float(limit))
+    shop = ScheduleProblem(ranks, mbs, 2, replace(times, w_memory=1.0), float(limit))
     return _orders(search(shop)[0], shop)
 
 
@@ -72,11 +72,11 @@ def _rounded(objective: float) -> float:
     return float(f"{objective:.12g}")
 
 
-def _orders(found: Found, shop: Shop) -> tuple[Order, ...]:
+def _orders(found: FoundSchedule, shop: ScheduleProblem) -> tuple[Order, ...]:
     return tuple(_order(shop, ops) for ops in found.sequences)
 
 
-def _order(shop: Shop, ops: list[int]) -> Order:
+def _order(shop: ScheduleProblem, ops: list[int]) -> Order:
     if not shop.times.W:  # then it costs nothing to free activations at once
         v = shop.chunks
         pairs = [(op, op + v * shop.mbs) if shop.kind(op) >= v else (op,) for op in ops if shop.kind(op) < 2 * v]

@@ -18,13 +18,13 @@ ROUNDING = 1e-9  # of a chunk-microbatch's activations
 
 
 @dataclass(eq=False)
-class Shop:
+class ScheduleProblem:
     """One search problem.
 
     limit: most activations a rank may hold, in chunk-microbatches; F takes 1, I gives back 1 - w_memory, W the rest.
     tail: per rank, what the objective adds to the end of its last op.
 
-    >>> shop = Shop(ranks=2, mbs=3, chunks=2, times=OpTimes(), limit=4)
+    >>> shop = ScheduleProblem(ranks=2, mbs=3, chunks=2, times=OpTimes(), limit=4)
     >>> [shop.text(op) for op in range(shop.ops) if shop.mb(op) == 0]
     ['0F0', '3F0', '3I0', '0I0', '3W0', '0W0', '1F0', '2F0', '2I0', '1I0', '2W0', '1W0']
     >>> [shop.text(op) for op, _ in shop.waits[shop.op(rank=0, kind=1, mb=2)]]
@@ -128,7 +128,7 @@ class Shop:
 
 
 def settle(
-    shop: Shop, order: Sequence[int], seconds: Sequence[float], backward: bool = False
+    shop: ScheduleProblem, order: Sequence[int], seconds: Sequence[float], backward: bool = False
 ) -> tuple[list[float], Sequences]:
     """Set ops in time one after another, each in the first gap of its rank that its inputs and the limit allow.
 
@@ -138,7 +138,7 @@ def settle(
 
     Returns when each op ends, and each rank's ops in order; both on the running direction's clock.
 
-    >>> shop = Shop(ranks=1, mbs=2, chunks=1, times=OpTimes(), limit=1)
+    >>> shop = ScheduleProblem(ranks=1, mbs=2, chunks=1, times=OpTimes(), limit=1)
     >>> settle(shop, [0, 2, 4, 1, 3, 5], shop.every(shop.seconds))
     ([1.0, 4.0, 2.0, 5.0, 3.0, 6.0], [[0, 2, 4, 1, 3, 5]])
     """

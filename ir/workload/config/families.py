@@ -7,17 +7,17 @@ from dataclasses import replace
 
 from ir.workload.config.gpt import gpt2, mpt
 from ir.workload.config.rope import read_rope
-from ir.workload.config.spec import Activation, Mla, ModelConfig, Moe, Norm
+from ir.workload.config.spec import ExpertConfig, LatentAttention, LayerActivation, ModelConfig, NormLayerKind
 from ir.workload.config.stored import stored_in
-from ir.workload.config.values import Values
+from ir.workload.config.values import ModelValues
 from ir.workload.config.windows import check_uniform, layer_windows
 
 
-def _llama(v: Values) -> ModelConfig:
+def _llama(v: ModelValues) -> ModelConfig:
     return _uniform(v, _decoder(v))
 
 
-def _decoder(v: Values) -> ModelConfig:
+def _decoder(v: ModelValues) -> ModelConfig:
     """What all of llama's descendants have in common, rotary embedding and windows aside."""
     heads, hidden = v.size("num_attention_heads"), v.size("hidden_size")
     if v.size_or("head_dim", 0) == 0:
@@ -51,44 +51,44 @@ def _decoder(v: Values) -> ModelConfig:
     )
 
 
-def _mistral(v: Values) -> ModelConfig:
+def _mistral(v: ModelValues) -> ModelConfig:
     return _uniform(v, replace(_decoder(v), window=v.size_or("sliding_window", 0)))
 
 
-def _qwen2(v: Values) -> ModelConfig:
+def _qwen2(v: ModelValues) -> ModelConfig:
     return replace(_sliding(v), qkv_bias=True)
 
 
-def _qwen3(v: Values) -> ModelConfig:
+def _qwen3(v: ModelValues) -> ModelConfig:
     return replace(_sliding(v), qk_norm=True)
 
 
-def _sliding(v: Values) -> ModelConfig:
+def _sliding(v: ModelValues) -> ModelConfig:
     """Layers with windows of their own; one window, where all have it."""
     windows = layer_windows(v)
     one = len(set(windows)) == 1
     return _rotated(v, replace(_decoder(v), window=windows[0] if one else 0, windows=() if one else windows))
 
 
-def _uniform(v: Values, base: ModelConfig) -> ModelConfig:
+def _uniform(v: ModelValues, base: ModelConfig) -> ModelConfig:
     """One window for all layers."""
     check_uniform(v, base.window)
     return _rotated(v, base)
 
 
-def _rotated(v: Values, base: ModelConfig) -> ModelConfig:
+def _rotated(v: ModelValues, base: ModelConfig) -> ModelConfig:
     rope = read_rope(v, base.head_dim)
     return replace(base, rope_theta=rope.theta, rope_scaling=rope.scaling)
 
 
-def _mixtral(v: Values) -> ModelConfig:
-    moe = Moe(v.size("num_local_experts"), v.size("num_experts_per_tok"), v.size("intermediate_size"))
+def _mixtral(v: ModelValues) -> ModelConfig:
+    moe = ExpertConfig(v.size("num_local_experts"), v.size("num_experts_per_tok"), v.size("intermediate_size"))
     moe = replace(moe, balance=_balance(v))
     _check_top_k(v, moe)
     return replace(_mistral(v), moe=moe)
 
 
-def _balance(v: Values) -> float:
+def _balance(v: ModelValues) -> float:
     """The coefficient that a job gives to the loss of each sequence. A file's is that of another loss, which
     transformers' classes add where `output_router_logits` is set: over all layers and the whole batch.
     """
@@ -99,22 +99,22 @@ def _balance(v: Values) -> float:
     return v.number("router_aux_loss_coef") if "router_aux_loss_coef" in v.inline else 0.0
 
 
-def _qwen3_moe(v: Values) -> ModelConfig:
+def _qwen3_moe(v: ModelValues) -> ModelConfig:
     only = v.get("mlp_only_layers") or ()
     assert isinstance(only, (list, tuple))
     step = v.size("decoder_sparse_step")
     layers = range(v.size("num_hidden_layers"))
     # Hugging Face: a layer is sparse unless listed, where (layer + 1) % step == 0.
     dense = frozenset(i for i in layers if i in only or (i + 1) % step)
-    moe = Moe(v.size("num_experts"), v.size("num_experts_per_tok"), v.size("moe_intermediate_size"), 0, dense)
+    moe = ExpertConfig(v.size("num_experts"), v.size("num_experts_per_tok"), v.size("moe_intermediate_size"), 0, dense)
     moe = replace(moe, normalised=v.flag("norm_topk_prob"), balance=_balance(v))
     _check_top_k(v, moe)
     window = v.size_or("sliding_window", 0) if v.flag("use_sliding_window") else 0
     return _uniform(v, replace(_decoder(v), qk_norm=True, window=window, moe=moe))
 
 
-def _deepseek(v: Values) -> ModelConfig:
-    mla = Mla(
+def _deepseek(v: ModelValues) -> ModelConfig:
+    mla = LatentAttention(
         v.size_or("q_lora_rank", 0),
         v.size("kv_lora_rank"),
         v.size("qk_nope_head_dim"),
@@ -143,14 +143,14 @@ def _deepseek(v: Values) -> ModelConfig:
     )
 
 
-def _deepseek_experts(v: Values) -> Moe:
+def _deepseek_experts(v: ModelValues) -> ExpertConfig:
     # transformers' classes leave moe_layer_freq out, as all published models have 1; DeepSeek's own code has it.
     first, every = v.size("first_k_dense_replace"), v.size("moe_layer_freq")
     ffn, method = v.size("moe_intermediate_size"), str(v.get("topk_method"))
     # One group of experts limits nothing (Kimi-K2).
     groups = 1 if method == "greedy" else v.size_or("n_group", 1)
     limited = v.size_or("topk_group", groups) if groups > 1 else 0
-    moe = Moe(
+    moe = ExpertConfig(
         experts=v.size("n_routed_experts"),
         top_k=v.size("num_experts_per_tok"),
         ffn=ffn,
@@ -171,13 +171,13 @@ def _deepseek_experts(v: Values) -> Moe:
     return moe
 
 
-def _check_top_k(v: Values, moe: Moe) -> None:
+def _check_top_k(v: ModelValues, moe: ExpertConfig) -> None:
     if moe.top_k > moe.experts:
         message = f"{moe.top_k} experts per token, but there are {moe.experts}"
         v.refuse("num_experts_per_tok", message, allowed=f"1 to {moe.experts}", fix=str(moe.experts))
 
 
-def _check_groups(v: Values, moe: Moe, method: str) -> None:
+def _check_groups(v: ModelValues, moe: ExpertConfig, method: str) -> None:
     if not moe.groups:
         return
     v.divides("n_group", moe.experts, "n_routed_experts")
@@ -192,18 +192,18 @@ def _check_groups(v: Values, moe: Moe, method: str) -> None:
         v.refuse("num_experts_per_tok", message, allowed=f"1 to {each * moe.top_groups}")
 
 
-def _nemotron(v: Values) -> ModelConfig:
+def _nemotron(v: ModelValues) -> ModelConfig:
     v.one_of("hidden_act", ("relu2",))
     shown = {**v.given, "hidden_act": "silu", "rms_norm_eps": v.number("norm_eps")}
     base = _decoder(replace(v, given=shown))
     rope = read_rope(v, base.head_dim, partial=True)
     check_uniform(v, 0)
     # LayerNorm1P: a LayerNorm with bias whose weight is stored minus one.
-    base = replace(base, activation=Activation.RELU2, norm=Norm.LAYER, norm_bias=True)
+    base = replace(base, activation=LayerActivation.RELU2, norm=NormLayerKind.LAYER, norm_bias=True)
     return replace(base, rope_theta=rope.theta, rope_scaling=rope.scaling, rope_share=rope.share)
 
 
-FAMILIES: Mapping[str, Callable[[Values], ModelConfig]] = {
+FAMILIES: Mapping[str, Callable[[ModelValues], ModelConfig]] = {
     "llama": _llama,
     "gpt2": gpt2,
     "mpt": mpt,

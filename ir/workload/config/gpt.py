@@ -6,23 +6,23 @@ from collections.abc import Mapping
 
 from ir.core.errors import nearest
 from ir.workload.config.inert import INERT
-from ir.workload.config.key import Holds, Key, fits, inert, only
-from ir.workload.config.spec import Activation, ModelConfig, Norm
+from ir.workload.config.key import ModelKey, ModelKeyType, fits, inert, only
+from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
 from ir.workload.config.stored import stored_in
-from ir.workload.config.values import Values
+from ir.workload.config.values import ModelValues
 
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 # Of MPT's `attn_config`, with transformers' defaults.
-_ATTENTION: Mapping[str, Key] = {
-    "alibi": Key(Holds.FLAG, True),
-    "attn_pdrop": Key(Holds.CHANCE, 0.0),
+_ATTENTION: Mapping[str, ModelKey] = {
+    "alibi": ModelKey(ModelKeyType.FLAG, True),
+    "attn_pdrop": ModelKey(ModelKeyType.CHANCE, 0.0),
     **only("", attn_type="multihead_attention", prefix_lm=False, qk_ln=False, attn_uses_sequence_id=False),
     **only("", clip_qkv=None, softmax_scale=None),
     **inert({**INERT, "attn_impl": "the same results", "alibi_bias_max": "`run` has no ALiBi", "model_type": "empty"}),
 }
 
 
-def gpt2(v: Values) -> ModelConfig:
+def gpt2(v: ModelValues) -> ModelConfig:
     """GPT-2, and GPT-3 in its words."""
     v.divides("n_head", v.size("n_embd"), "n_embd")
     act = v.one_of("activation_function", _GELU)
@@ -40,9 +40,9 @@ def gpt2(v: Values) -> ModelConfig:
         max_positions=v.size("n_positions"),
         positions=v.size("n_positions"),
         rope=False,
-        activation=Activation.GELU,
+        activation=LayerActivation.GELU,
         act=act,
-        norm=Norm.LAYER,
+        norm=NormLayerKind.LAYER,
         norm_bias=True,
         qkv_bias=True,
         out_bias=True,
@@ -59,7 +59,7 @@ def gpt2(v: Values) -> ModelConfig:
     )
 
 
-def mpt(v: Values) -> ModelConfig:
+def mpt(v: ModelValues) -> ModelConfig:
     """MosaicML's MPT, as llm-foundry has it: transformers' class knows neither learned positions nor biases."""
     v.divides("n_heads", v.size("d_model"), "d_model")
     hidden, heads = v.size("d_model"), v.size("n_heads")
@@ -79,9 +79,9 @@ def mpt(v: Values) -> ModelConfig:
         max_positions=v.size("max_seq_len"),
         positions=v.size("max_seq_len") if learned else 0,
         rope=False,
-        activation=Activation.GELU,
+        activation=LayerActivation.GELU,
         act="gelu",
-        norm=Norm.LAYER,
+        norm=NormLayerKind.LAYER,
         norm_bias=bias,
         qkv_bias=bias,
         out_bias=bias,
@@ -96,7 +96,7 @@ def mpt(v: Values) -> ModelConfig:
     )
 
 
-def _attention(v: Values) -> tuple[float, bool]:
+def _attention(v: ModelValues) -> tuple[float, bool]:
     """Dropout of MPT's attention, and whether it has ALiBi."""
     table = v.get("attn_config") or {}
     assert isinstance(table, Mapping)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ir.workload.config.key import Key, only
+from ir.workload.config.key import ModelKey, only
 
 _REASONS: Mapping[str, str] = {
     "where the file came from": "_name_or_path _commit_hash name_or_path architectures auto_map transformers_version",
@@ -41,11 +41,11 @@ INERT_MPT: Mapping[str, str] = {
 }
 
 # Every class of transformers has these; what a decoder of ours is, in one value each.
-ALONE: Mapping[str, Key] = {
+ALONE: Mapping[str, ModelKey] = {
     **only("a decoder alone is built", is_encoder_decoder=False, add_cross_attention=False, tie_encoder_decoder=False),
     **only("a decoder alone is built", cross_attention_hidden_size=None),
     **{
-        n: Key(k.holds, k.default, only=(None, {}), why=k.why)
+        n: ModelKey(k.holds, k.default, only=(None, {}), why=k.why)
         for n, k in only(
             "layers that differ by a table are not built", pruned_heads=None, per_layer_config=None
         ).items()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Holds(StrEnum):
+class ModelKeyType(StrEnum):
     """What a key may hold; the text stands in error messages."""
 
     SIZE = "a positive integer"
@@ -25,69 +25,71 @@ class Holds(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ModelKey:
     """One key: what it may hold and what it means to leave it out. `default` is transformers'.
 
     only: the values that are built, () for all; why: the others are not, or, of a key that is never read, no value
     changes anything.
     """
 
-    holds: Holds
+    holds: ModelKeyType
     default: object = None
     required: bool = False
     only: tuple[object, ...] = ()
     why: str = ""
 
 
-Table = Mapping[str, Key]
+Table = Mapping[str, ModelKey]
 
 
-def inert(reasons: Mapping[str, str]) -> dict[str, Key]:
+def inert(reasons: Mapping[str, str]) -> dict[str, ModelKey]:
     """Keys that are accepted and never read, each with its reason."""
-    return {n: Key(Holds.ANYTHING, why=why) for n, why in reasons.items()}
+    return {n: ModelKey(ModelKeyType.ANYTHING, why=why) for n, why in reasons.items()}
 
 
-def only(why: str, **values: object) -> dict[str, Key]:
+def only(why: str, **values: object) -> dict[str, ModelKey]:
     """Keys that may hold nothing but these values, which is also what leaving them out means.
 
     >>> only("no window", sliding_window=None)["sliding_window"].only
     (None,)
     """
-    return {n: Key(Holds.ANYTHING, v, only=(v,), why=why) for n, v in values.items()}
+    return {n: ModelKey(ModelKeyType.ANYTHING, v, only=(v,), why=why) for n, v in values.items()}
 
 
-def fits(holds: Holds, value: object) -> bool:
+def fits(holds: ModelKeyType, value: object) -> bool:
     """Whether a value is what a key may hold. `true` is no integer here.
 
-    >>> fits(Holds.SIZE, 4), fits(Holds.SIZE, True), fits(Holds.SIZE, 4.0)
+    >>> fits(ModelKeyType.SIZE, 4), fits(ModelKeyType.SIZE, True), fits(ModelKeyType.SIZE, 4.0)
     (True, False, False)
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     whole = isinstance(value, int) and not isinstance(value, bool)
     match holds:
-        case Holds.SIZE:
+        case ModelKeyType.SIZE:
             return whole and _above(value, 1)
-        case Holds.COUNT:
+        case ModelKeyType.COUNT:
             return whole and _above(value, 0)
-        case Holds.SIZE_OR_NULL:
+        case ModelKeyType.SIZE_OR_NULL:
             return value is None or (whole and _above(value, 1))
-        case Holds.RATIO:
+        case ModelKeyType.RATIO:
             return number and _above(value, 0.0) and value != 0
-        case Holds.WEIGHT:
+        case ModelKeyType.WEIGHT:
             return number and _above(value, 0.0)
-        case Holds.CHANCE:
+        case ModelKeyType.CHANCE:
             return number and _above(value, 0.0) and not _above(value, 1.0)
-        case Holds.FLAG:
+        case ModelKeyType.FLAG:
             return isinstance(value, bool)
-        case Holds.TEXT:
+        case ModelKeyType.TEXT:
             return isinstance(value, str)
-        case Holds.COUNTS_OR_NULL:
-            return value is None or (isinstance(value, (list, tuple)) and all(fits(Holds.COUNT, v) for v in value))
-        case Holds.TABLE_OR_NULL:
+        case ModelKeyType.COUNTS_OR_NULL:
+            return value is None or (
+                isinstance(value, (list, tuple)) and all(fits(ModelKeyType.COUNT, v) for v in value)
+            )
+        case ModelKeyType.TABLE_OR_NULL:
             return value is None or isinstance(value, Mapping)
-        case Holds.TEXTS_OR_NULL:
+        case ModelKeyType.TEXTS_OR_NULL:
             return value is None or (isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value))
-        case Holds.ANYTHING:
+        case ModelKeyType.ANYTHING:
             return True
 
 

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ir.workload.config.inert import ALONE, INERT, INERT_GPT2, INERT_MPT
-from ir.workload.config.key import Holds, Key, Table, inert, only
+from ir.workload.config.key import ModelKey, ModelKeyType, Table, inert, only
 
 
-def _must(*names: str) -> dict[str, Key]:
-    return {n: Key(Holds.SIZE, required=True) for n in names}
+def _must(*names: str) -> dict[str, ModelKey]:
+    return {n: ModelKey(ModelKeyType.SIZE, required=True) for n in names}
 
 
-def _sizes(**defaults: int | None) -> dict[str, Key]:
-    return {n: Key(Holds.SIZE_OR_NULL if d is None else Holds.SIZE, d) for n, d in defaults.items()}
+def _sizes(**defaults: int | None) -> dict[str, ModelKey]:
+    return {n: ModelKey(ModelKeyType.SIZE_OR_NULL if d is None else ModelKeyType.SIZE, d) for n, d in defaults.items()}
 
 
-def _nullable(**defaults: int) -> dict[str, Key]:
-    return {n: Key(Holds.SIZE_OR_NULL, d) for n, d in defaults.items()}
+def _nullable(**defaults: int) -> dict[str, ModelKey]:
+    return {n: ModelKey(ModelKeyType.SIZE_OR_NULL, d) for n, d in defaults.items()}
 
 
-def _flags(**defaults: bool) -> dict[str, Key]:
-    return {n: Key(Holds.FLAG, d) for n, d in defaults.items()}
+def _flags(**defaults: bool) -> dict[str, ModelKey]:
+    return {n: ModelKey(ModelKeyType.FLAG, d) for n, d in defaults.items()}
 
 
-def _dropouts(**defaults: float) -> dict[str, Key]:
-    return {n: Key(Holds.CHANCE, d) for n, d in defaults.items()}
+def _dropouts(**defaults: float) -> dict[str, ModelKey]:
+    return {n: ModelKey(ModelKeyType.CHANCE, d) for n, d in defaults.items()}
 
 
 # Keys that other families have too, and that this one's class of transformers ignores: one value says what it does.
@@ -34,19 +34,19 @@ _NO_MLP_BIAS = only("transformers' class has no such biases", mlp_bias=False)
 _NO_WINDOW = only("transformers' class has no window", sliding_window=None, use_sliding_window=False)
 
 _COMMON = {
-    "model_type": Key(Holds.TEXT, required=True),
-    "initializer_range": Key(Holds.RATIO, 0.02),
-    "quantization_config": Key(Holds.TABLE_OR_NULL),
+    "model_type": ModelKey(ModelKeyType.TEXT, required=True),
+    "initializer_range": ModelKey(ModelKeyType.RATIO, 0.02),
+    "quantization_config": ModelKey(ModelKeyType.TABLE_OR_NULL),
     **_dropouts(resid_pdrop=0.0, embd_pdrop=0.0),
     **inert(INERT),
     **ALONE,
 }
 _ROPE = {
-    "rope_theta": Key(Holds.RATIO, 10000.0),
-    "rope_parameters": Key(Holds.TABLE_OR_NULL),
-    "rope_scaling": Key(Holds.TABLE_OR_NULL),
-    "partial_rotary_factor": Key(Holds.RATIO, 1.0),
-    "layer_types": Key(Holds.TEXTS_OR_NULL),
+    "rope_theta": ModelKey(ModelKeyType.RATIO, 10000.0),
+    "rope_parameters": ModelKey(ModelKeyType.TABLE_OR_NULL),
+    "rope_scaling": ModelKey(ModelKeyType.TABLE_OR_NULL),
+    "partial_rotary_factor": ModelKey(ModelKeyType.RATIO, 1.0),
+    "layer_types": ModelKey(ModelKeyType.TEXTS_OR_NULL),
 }
 _DECODER = {
     **_COMMON,
@@ -55,8 +55,8 @@ _DECODER = {
     **_sizes(num_key_value_heads=None, head_dim=None, max_position_embeddings=2048),
     **_flags(tie_word_embeddings=False, attention_bias=False, mlp_bias=False),
     **_dropouts(attention_dropout=0.0),
-    "hidden_act": Key(Holds.TEXT, "silu"),
-    "rms_norm_eps": Key(Holds.RATIO, 1e-6),
+    "hidden_act": ModelKey(ModelKeyType.TEXT, "silu"),
+    "rms_norm_eps": ModelKey(ModelKeyType.RATIO, 1e-6),
 }
 _LLAMA = {**_DECODER, **_NO_WINDOW}
 _MISTRAL = {
@@ -66,7 +66,10 @@ _MISTRAL = {
     **_nullable(num_key_value_heads=8, sliding_window=4096),
 }
 # Added to the loss by transformers' classes where `output_router_logits` is set; by us, per sequence, where a job says.
-_BALANCE = {"router_aux_loss_coef": Key(Holds.WEIGHT, 0.0), "output_router_logits": Key(Holds.FLAG, False)}
+_BALANCE = {
+    "router_aux_loss_coef": ModelKey(ModelKeyType.WEIGHT, 0.0),
+    "output_router_logits": ModelKey(ModelKeyType.FLAG, False),
+}
 _EXPERTS = {**_must("moe_intermediate_size"), **_sizes(num_experts_per_tok=8)}
 _DEEPSEEK = {
     **_LLAMA,
@@ -78,15 +81,19 @@ _DEEPSEEK = {
     **inert(
         {"head_dim": "transformers puts qk_rope_head_dim there", "num_key_value_heads": "MLA has one for every head"}
     ),
-    "first_k_dense_replace": Key(Holds.COUNT, 0),
-    "num_nextn_predict_layers": Key(Holds.COUNT, 0),
-    "routed_scaling_factor": Key(Holds.RATIO, 1.0),
-    "aux_loss_alpha": Key(Holds.WEIGHT, 0.0),  # as `router_aux_loss_coef`; transformers' classes never add it
-    "seq_aux": Key(Holds.FLAG, True),
+    "first_k_dense_replace": ModelKey(ModelKeyType.COUNT, 0),
+    "num_nextn_predict_layers": ModelKey(ModelKeyType.COUNT, 0),
+    "routed_scaling_factor": ModelKey(ModelKeyType.RATIO, 1.0),
+    "aux_loss_alpha": ModelKey(
+        ModelKeyType.WEIGHT, 0.0
+    ),  # as `router_aux_loss_coef`; transformers' classes never add it
+    "seq_aux": ModelKey(ModelKeyType.FLAG, True),
     **only("its loss is not built", output_router_logits=False),
     **only("its class takes a softmax", scoring_func="softmax"),
     **only("transformers' class weighs experts by their softmax as it is", norm_topk_prob=False),
-    "topk_method": Key(Holds.TEXT, "greedy", only=("greedy", "group_limited_greedy"), why="its class has no other"),
+    "topk_method": ModelKey(
+        ModelKeyType.TEXT, "greedy", only=("greedy", "group_limited_greedy"), why="its class has no other"
+    ),
 }
 _DEEPSEEK3 = {
     **_DEEPSEEK,
@@ -94,8 +101,8 @@ _DEEPSEEK3 = {
     **_sizes(max_position_embeddings=4096, num_experts_per_tok=8),
     **_nullable(n_shared_experts=1, n_group=8, topk_group=4),
     **_flags(norm_topk_prob=True, rope_interleave=True),
-    "first_k_dense_replace": Key(Holds.COUNT, 3),
-    "routed_scaling_factor": Key(Holds.RATIO, 2.5),
+    "first_k_dense_replace": ModelKey(ModelKeyType.COUNT, 3),
+    "routed_scaling_factor": ModelKey(ModelKeyType.RATIO, 2.5),
     **only("its class takes sigmoids", scoring_func="sigmoid"),
     **only("its class has no other", topk_method="noaux_tc"),
 }
@@ -105,8 +112,8 @@ _GPT2 = {
     **_sizes(n_positions=1024, n_inner=None),
     **_flags(tie_word_embeddings=True, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
     **_dropouts(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1),
-    "activation_function": Key(Holds.TEXT, "gelu_new"),
-    "layer_norm_epsilon": Key(Holds.RATIO, 1e-5),
+    "activation_function": ModelKey(ModelKeyType.TEXT, "gelu_new"),
+    "layer_norm_epsilon": ModelKey(ModelKeyType.RATIO, 1e-5),
     **inert(INERT_GPT2),
 }
 _MPT = {
@@ -115,26 +122,26 @@ _MPT = {
     **_sizes(max_seq_len=2048, expansion_ratio=4),
     **_flags(tie_word_embeddings=True, learned_pos_emb=True, no_bias=True),
     **_dropouts(emb_pdrop=0.0),
-    "attn_config": Key(Holds.TABLE_OR_NULL),
-    "layer_norm_epsilon": Key(Holds.RATIO, 1e-5),
+    "attn_config": ModelKey(ModelKeyType.TABLE_OR_NULL),
+    "layer_norm_epsilon": ModelKey(ModelKeyType.RATIO, 1e-5),
     **inert(INERT_MPT),
     **only("scaled logits are not built", logit_scale=None),
     **only("scaled gradients of embeddings are not built", embedding_fraction=1.0),
-    "norm_type": Key(Holds.TEXT, "low_precision_layernorm", only=("low_precision_layernorm", "layernorm")),
+    "norm_type": ModelKey(ModelKeyType.TEXT, "low_precision_layernorm", only=("low_precision_layernorm", "layernorm")),
 }
 _NEMOTRON = {
     **{k: v for k, v in _LLAMA.items() if k != "rms_norm_eps"},
     **_sizes(max_position_embeddings=4096),
-    "initializer_range": Key(Holds.RATIO, 0.0134),
-    "hidden_act": Key(Holds.TEXT, "relu2"),
-    "norm_eps": Key(Holds.RATIO, 1e-5),
-    "partial_rotary_factor": Key(Holds.RATIO, 0.5),
+    "initializer_range": ModelKey(ModelKeyType.RATIO, 0.0134),
+    "hidden_act": ModelKey(ModelKeyType.TEXT, "relu2"),
+    "norm_eps": ModelKey(ModelKeyType.RATIO, 1e-5),
+    "partial_rotary_factor": ModelKey(ModelKeyType.RATIO, 0.5),
 }
 _MIXTRAL = {
     **_MISTRAL,
     **_sizes(num_local_experts=8, num_experts_per_tok=2, sliding_window=None),
-    "rms_norm_eps": Key(Holds.RATIO, 1e-5),
-    "rope_theta": Key(Holds.RATIO, 1000000.0),
+    "rms_norm_eps": ModelKey(ModelKeyType.RATIO, 1e-5),
+    "rope_theta": ModelKey(ModelKeyType.RATIO, 1000000.0),
     **_BALANCE,
     **only("noise that no plan could repeat", router_jitter_noise=0),
 }
@@ -144,7 +151,7 @@ _QWEN = {
     **_flags(use_sliding_window=False),
     **_sizes(max_position_embeddings=32768),
     **_nullable(num_key_value_heads=32, sliding_window=4096),
-    "max_window_layers": Key(Holds.COUNT, 28),
+    "max_window_layers": ModelKey(ModelKeyType.COUNT, 28),
 }
 _QWEN3_MOE = {
     **_QWEN,
@@ -155,7 +162,7 @@ _QWEN3_MOE = {
     **_flags(norm_topk_prob=False),
     **_BALANCE,
     **inert({"max_window_layers": "transformers' class has one window for all layers"}),
-    "mlp_only_layers": Key(Holds.COUNTS_OR_NULL),
+    "mlp_only_layers": ModelKey(ModelKeyType.COUNTS_OR_NULL),
 }
 
 TYPES: Mapping[str, Table] = {

@@ -8,18 +8,27 @@ from functools import cache
 from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError, nearest, same_name
-from ir.core.files import Format, read_json, typed
+from ir.core.files import FileErrors, read_json, typed
 from ir.workload.config.families import FAMILIES
 from ir.workload.config.inert import INERT as ALL_INERT
 from ir.workload.config.keys import TYPES, aliases
 from ir.workload.config.rope import OF_ANY_KIND
-from ir.workload.config.spec import Activation, Mla, ModelConfig, Moe, Norm
-from ir.workload.config.values import Values
+from ir.workload.config.spec import ExpertConfig, LatentAttention, LayerActivation, ModelConfig, NormLayerKind
+from ir.workload.config.values import ModelValues
 
-__all__ = ["Activation", "Mla", "ModelConfig", "Moe", "Norm", "config_from", "load_config", "presets"]
+__all__ = [
+    "ExpertConfig",
+    "LatentAttention",
+    "LayerActivation",
+    "ModelConfig",
+    "NormLayerKind",
+    "config_from",
+    "load_config",
+    "presets",
+]
 
 MAX_LAYERS = 1_000
-FORM = Format("a model config", ErrorKind.MODEL, "model.config", 10**7, "a Hugging Face config.json")
+FORM = FileErrors("a model config", ErrorKind.MODEL, "model.config", 10**7, "a Hugging Face config.json")
 _PRESETS = Path(__file__).parent / "presets"
 
 
@@ -73,7 +82,7 @@ def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, 
             raise PiperError(ErrorKind.MODEL, message, file=source, key=key, allowed=f"at most {MAX_LAYERS}")
     given = {**file, **{k: _merged(file.get(k), v) for k, v in inline.items()}}
     dotted = (f"{k}.{inner}" for k, table in inline.items() if isinstance(table, Mapping) for inner in table)
-    values = Values(source, TYPES[model_type], given, frozenset((*inline, *dotted)))
+    values = ModelValues(source, TYPES[model_type], given, frozenset((*inline, *dotted)))
     return FAMILIES[model_type](values)
 
 

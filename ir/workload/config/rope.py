@@ -8,18 +8,23 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from ir.core.errors import nearest
-from ir.workload.config.key import Holds, fits
-from ir.workload.config.spec import RopeScaling, Scaling
-from ir.workload.config.values import Values
+from ir.workload.config.key import ModelKeyType, fits
+from ir.workload.config.spec import AttentionRopeScaling, AttentionRopeScalingKind
+from ir.workload.config.values import ModelValues
 
 TABLES = ("rope_parameters", "rope_scaling")
 OF_ANY_KIND = ("rope_theta", "partial_rotary_factor")
 _SHARED = ("rope_type", "type", *OF_ANY_KIND)
 _KNOWN: Mapping[str, tuple[str, ...]] = {
     "default": (),
-    Scaling.LINEAR: ("factor",),
-    Scaling.LLAMA3: ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    Scaling.YARN: (
+    AttentionRopeScalingKind.LINEAR: ("factor",),
+    AttentionRopeScalingKind.LLAMA3: (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    AttentionRopeScalingKind.YARN: (
         "factor",
         "original_max_position_embeddings",
         "beta_fast",
@@ -39,16 +44,16 @@ _REFUSED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
+class AttentionRope:
     """What a config says of it. share: of a head's features that are turned. score_scale: DeepSeek's, of the scores."""
 
     theta: float
     share: float
-    scaling: RopeScaling | None = None
+    scaling: AttentionRopeScaling | None = None
     score_scale: float = 1.0
 
 
-def read_rope(v: Values, dim: int, *, partial: bool = False, latent: bool = False) -> Rope:
+def read_rope(v: ModelValues, dim: int, *, partial: bool = False, latent: bool = False) -> AttentionRope:
     """The rotary embedding of `dim` features of each head.
 
     partial: the family may turn some of them; latent: it is DeepSeek's, whose scores YaRN scales too.
@@ -61,19 +66,19 @@ def read_rope(v: Values, dim: int, *, partial: bool = False, latent: bool = Fals
         reader.refuse("partial_rotary_factor", f"transformers' {v.get('model_type')} turns all features", allowed="1")
     kind = reader.kind()
     turned = int(dim * share)
-    if turned < 1 or turned + turned % 2 > dim or (turned % 2 and kind == Scaling.YARN):
+    if turned < 1 or turned + turned % 2 > dim or (turned % 2 and kind == AttentionRopeScalingKind.YARN):
         name = "partial_rotary_factor" if partial else "qk_rope_head_dim" if latent else "head_dim"
         v.refuse(name, f"{turned} of {dim} features are turned, two by each angle", allowed="an even number of them")
     reader.check(kind)
     if kind == "default":
-        return Rope(theta, share)
-    scaling = reader.scaling(Scaling(kind))
-    if kind == Scaling.YARN and theta <= 1:
+        return AttentionRope(theta, share)
+    scaling = reader.scaling(AttentionRopeScalingKind(kind))
+    if kind == AttentionRopeScalingKind.YARN and theta <= 1:
         reader.refuse("rope_theta", f"yarn takes the logarithm of {theta}", allowed="a number above 1")
-    return Rope(theta, share, scaling, reader.score_scale(scaling.factor) if latent else 1.0)
+    return AttentionRope(theta, share, scaling, reader.score_scale(scaling.factor) if latent else 1.0)
 
 
-def _table(v: Values) -> tuple[str, Mapping[str, object]]:
+def _table(v: ModelValues) -> tuple[str, Mapping[str, object]]:
     """The table of a config and the key it is under. The job's stands before the file's."""
     for inline in (True, False):
         found = [n for n in TABLES if n in v.given and (n in v.inline) is inline and v.given[n]]
@@ -90,7 +95,7 @@ def _table(v: Values) -> tuple[str, Mapping[str, object]]:
 class _Reader:
     """The keys of one table."""
 
-    v: Values
+    v: ModelValues
     name: str
     table: Mapping[str, object]
 
@@ -136,30 +141,30 @@ class _Reader:
         value = self.table.get(key)
         if value is None and default is not None:
             return default
-        if not fits(Holds.RATIO, value):
-            said = "missing" if value is None else f"{value!r} is not {Holds.RATIO}"
-            self.v.refuse(f"{self.name}.{key}", said, allowed=Holds.RATIO)
+        if not fits(ModelKeyType.RATIO, value):
+            said = "missing" if value is None else f"{value!r} is not {ModelKeyType.RATIO}"
+            self.v.refuse(f"{self.name}.{key}", said, allowed=ModelKeyType.RATIO)
         assert isinstance(value, (int, float))
         return float(value)
 
-    def scaling(self, kind: Scaling) -> RopeScaling:
+    def scaling(self, kind: AttentionRopeScalingKind) -> AttentionRopeScaling:
         """The numbers of a kind, with transformers' defaults."""
         factor = self.number("factor")
-        if kind is Scaling.LINEAR:
-            return RopeScaling(kind, factor)
+        if kind is AttentionRopeScalingKind.LINEAR:
+            return AttentionRopeScaling(kind, factor)
         original = int(self.number("original_max_position_embeddings", self.v.size("max_position_embeddings")))
-        if kind is Scaling.LLAMA3:
+        if kind is AttentionRopeScalingKind.LLAMA3:
             slow, fast = self.number("low_freq_factor"), self.number("high_freq_factor")
             if fast <= slow:
                 self.refuse("high_freq_factor", f"{fast} is not above low_freq_factor = {slow}")
-            return RopeScaling(kind, factor, original, slow, fast)
+            return AttentionRopeScaling(kind, factor, original, slow, fast)
         slow, fast = self.number("beta_slow", 1.0), self.number("beta_fast", 32.0)
         if fast < slow:
             self.refuse("beta_fast", f"{fast} is below beta_slow = {slow}")
         truncate = self.table.get("truncate", True)
         if not isinstance(truncate, bool):
-            self.refuse("truncate", f"{truncate!r} is not {Holds.FLAG}", allowed=Holds.FLAG)
-        return RopeScaling(kind, factor, original, slow, fast, truncate, self._times(factor))
+            self.refuse("truncate", f"{truncate!r} is not {ModelKeyType.FLAG}", allowed=ModelKeyType.FLAG)
+        return AttentionRopeScaling(kind, factor, original, slow, fast, truncate, self._times(factor))
 
     def _times(self, factor: float) -> float:
         """YaRN's factor on cosines and sines."""
@@ -176,8 +181,8 @@ class _Reader:
 
     def _weight(self, key: str) -> float:
         value = self.table.get(key)
-        if value is not None and not fits(Holds.WEIGHT, value):
-            self.refuse(key, f"{value!r} is not {Holds.WEIGHT}", allowed=Holds.WEIGHT)
+        if value is not None and not fits(ModelKeyType.WEIGHT, value):
+            self.refuse(key, f"{value!r} is not {ModelKeyType.WEIGHT}", allowed=ModelKeyType.WEIGHT)
         return float(value) if isinstance(value, (int, float)) else 0.0
 
 

@@ -11,14 +11,14 @@ NOT_KERNELS = frozenset(
 )
 
 
-class Norm(StrEnum):
+class NormLayerKind(StrEnum):
     """Kinds of normalisation."""
 
     RMS = "rmsnorm"
     LAYER = "layernorm"
 
 
-class Activation(StrEnum):
+class LayerActivation(StrEnum):
     """The MLP's nonlinearity. SwiGLU has two up-projections, gate and up; the others have one."""
 
     SWIGLU = "swiglu"
@@ -28,11 +28,11 @@ class Activation(StrEnum):
     @property
     def ups(self) -> int:
         """Number of up-projections."""
-        return 2 if self is Activation.SWIGLU else 1
+        return 2 if self is LayerActivation.SWIGLU else 1
 
 
 @dataclass(frozen=True, slots=True)
-class Mla:
+class LatentAttention:
     """Multi-head latent attention: ranks of the compressed query and key/value, sizes of one head's pieces.
 
     q_rank 0: the query is not compressed (DeepSeek-V2-Lite).
@@ -51,7 +51,7 @@ class Mla:
 
 
 @dataclass(frozen=True, slots=True)
-class Moe:
+class ExpertConfig:
     """The mixture of experts. ffn: one expert's width; shared_ffn: all shared experts' together, 0 for none.
 
     dense_layers: decoder layers with an ordinary MLP. top_groups of groups: a token's experts lie in at most so many
@@ -73,7 +73,7 @@ class Moe:
     balance: float = 0.0
 
 
-class Scaling(StrEnum):
+class AttentionRopeScalingKind(StrEnum):
     """How rotary angles are stretched for sequences longer than those a model was first trained on."""
 
     LINEAR = "linear"
@@ -82,7 +82,7 @@ class Scaling(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RopeScaling:
+class AttentionRopeScaling:
     """A stretching of rotary angles by `factor`, as transformers' `modeling_rope_utils` computes it.
 
     original: tokens of the sequences trained on first. slow, fast: turns over `original` below which an angle is
@@ -91,7 +91,7 @@ class RopeScaling:
     sines.
     """
 
-    kind: Scaling
+    kind: AttentionRopeScalingKind
     factor: float
     original: int = 0
     slow: float = 1.0
@@ -124,8 +124,8 @@ class ModelConfig:
     max_positions: int
     positions: int = 0
     rope: bool = True
-    activation: Activation = Activation.SWIGLU
-    norm: Norm = Norm.RMS
+    activation: LayerActivation = LayerActivation.SWIGLU
+    norm: NormLayerKind = NormLayerKind.RMS
     norm_bias: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -136,8 +136,8 @@ class ModelConfig:
     attn_dropout: float = 0.0
     hidden_dropout: float = 0.0
     embed_dropout: float = 0.0
-    mla: Mla | None = None
-    moe: Moe | None = None
+    mla: LatentAttention | None = None
+    moe: ExpertConfig | None = None
     mtp: int = 0
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
@@ -145,7 +145,7 @@ class ModelConfig:
     act: str = ""
     init_std: float = 0.02
     windows: tuple[int, ...] = ()
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: AttentionRopeScaling | None = None
     rope_pairs: bool = False
     score_scale: float = 1.0
     score_by_layer: bool = False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ir.workload.config.values import Values
+from ir.workload.config.values import ModelValues
 
 FP8 = "fp8"
 
 
-def stored_in(v: Values) -> str:
+def stored_in(v: ModelValues) -> str:
     """ "fp8" as in DeepSeek-V3's config.json, whose weights are stored so; "" for none.
 
     Raises PiperError (model): a format that training does not start from.

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, same_name
-from ir.workload.config.key import Key, Table, fits
+from ir.workload.config.key import ModelKey, Table, fits
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class ModelValues:
     """The keys of a config of one model type. `inline`: those that the job set, so that errors name the job's key."""
 
     source: str
@@ -76,7 +76,7 @@ class Values:
             self.refuse(name, f"{by} does not divide {what} = {whole}", allowed=f"divisors of {whole}", fix=str(near))
 
 
-def _among(value: object, key: Key) -> bool:
+def _among(value: object, key: ModelKey) -> bool:
     return any(value == o and isinstance(value, bool) is isinstance(o, bool) for o in key.only)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ir.core.errors import nearest
-from ir.workload.config.values import Values
+from ir.workload.config.values import ModelValues
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _OLD = {"attention": FULL}
 
 
-def layer_windows(v: Values) -> tuple[int, ...]:
+def layer_windows(v: ModelValues) -> tuple[int, ...]:
     """The window of every layer (0: none) by `layer_types`, or by `max_window_layers` where it is left out (Qwen's).
 
     Raises PiperError (model): kinds of layers that are not built, or not as many as there are layers.
@@ -26,7 +26,7 @@ def layer_windows(v: Values) -> tuple[int, ...]:
     return tuple(window if t == SLIDING else 0 for t in types)
 
 
-def check_uniform(v: Values, window: int) -> None:
+def check_uniform(v: ModelValues, window: int) -> None:
     """Refuse `layer_types` that say otherwise than the one window that transformers' class gives all layers."""
     own = SLIDING if window else FULL
     if other := [t for t in _types(v) or () if t != own]:
@@ -34,7 +34,7 @@ def check_uniform(v: Values, window: int) -> None:
         v.refuse("layer_types", message, allowed=own)
 
 
-def _types(v: Values) -> list[str] | None:
+def _types(v: ModelValues) -> list[str] | None:
     given = v.get("layer_types")
     if given is None:
         return None

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from ir.core.ops import Pass
 from ir.core.work import Work
-from ir.workload.part import Inline, PartWork, Saved
+from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
-from ir.workload.parts.attention_core import Core, model_flops
-from ir.workload.parts.kernels import Linear
+from ir.workload.parts.attention_core import AttentionCore, model_flops
+from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.region import context, enter, leave
 from ir.workload.parts.residual import gathered_input, mask, normed, residual, residual_backward, residual_grads, stats
 from ir.workload.parts.workspace import beyond
-from ir.workload.setting import Attention, Setting
+from ir.workload.setting import AttentionKind, PartSetting
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +26,25 @@ class _Projection:
 
     forward: Work
     backward: Work
-    linears: tuple[Linear, ...]
-    saved: tuple[Saved, ...]
+    linears: tuple[LinearKernel, ...]
+    saved: tuple[SavedBuffer, ...]
     enters: tuple[int, ...]
     widest: int
     model_flops: int
     passes: int = 0
 
-    def inline(self, s: Setting) -> tuple[Inline, ...]:
+    def inline(self, s: PartSetting) -> tuple[PartCollective, ...]:
         """Each tensor crosses by itself, as in Megatron."""
         crosses = [m for features in self.enters for m in enter(s, features)]
         return (*crosses, *(enter(s, self.passes, linear=False) if self.passes else ()))
 
 
-def attention(s: Setting) -> PartWork:
+def attention(s: PartSetting) -> PartWork:
     """Work of the part, for either kind of attention."""
-    c, core = s.config, Core.of(s)
+    c, core = s.config, AttentionCore.of(s)
     p = _latent(s, core) if c.mla else _heads(s, core)
     h, size, n = c.hidden, s.tokens * s.wide, s.stream * c.hidden
-    out = Linear("o_proj", s.tokens, h, core.out_features)
+    out = LinearKernel("o_proj", s.tokens, h, core.out_features)
     stash, later = k.stash(s, out, *p.linears), size * core.out_features + n * s.wide
     return PartWork(
         forward=(
@@ -86,15 +86,15 @@ def attention(s: Setting) -> PartWork:
     )
 
 
-def _heads(s: Setting, core: Core) -> _Projection:
+def _heads(s: PartSetting, core: AttentionCore) -> _Projection:
     """Multi-head or grouped-query attention: one fused product for q, k and v."""
     c, h = s.config, s.config.hidden
     features = core.q_features + core.kv_features
     roped = core.q_features + core.kv_heads * core.qk
-    qkv = Linear("qkv_proj", s.tokens, features, h)
+    qkv = LinearKernel("qkv_proj", s.tokens, features, h)
     rope: Work = (k.copies(s, "rope", s.tokens * roped),) if c.rope else ()
     ready, back = rope, rope
-    kept: tuple[Saved, ...] = ()
+    kept: tuple[SavedBuffer, ...] = ()
     label = ""
     again: Work = ()
     if c.qk_norm:
@@ -102,20 +102,20 @@ def _heads(s: Setting, core: Core) -> _Projection:
         back = (*rope, k.norm_backward(s, "qk_norm_backward", s.tokens * roped))
         # The norm's input, and a number per head; its output, which attention reads, can be made again.
         kept = (
-            Saved("qk_before_norm", s.tokens * roped * s.wide, Pass.I),
-            Saved("qk_norm_stats", 4 * s.tokens * (core.heads + core.kv_heads), Pass.I),
+            SavedBuffer("qk_before_norm", s.tokens * roped * s.wide, Pass.I),
+            SavedBuffer("qk_norm_stats", 4 * s.tokens * (core.heads + core.kv_heads), Pass.I),
         )
         label, again = "norm", ready
     elif c.rope and s.style.eager:  # values are a view of the fused product, which therefore stays beside rope's output
-        kept = (Saved("qk_before_rope", s.tokens * roped * s.wide, Pass.I),)
+        kept = (SavedBuffer("qk_before_rope", s.tokens * roped * s.wide, Pass.I),)
     return _Projection(
         forward=(qkv.forward(s), *ready),
         backward=(*back, *k.input_grad(s, qkv)),
         linears=(qkv,),
         saved=(
             *kept,
-            Saved("qk", s.tokens * roped * s.wide, Pass.I, label, again),
-            Saved("v", s.tokens * (features - roped) * s.wide, Pass.I),
+            SavedBuffer("qk", s.tokens * roped * s.wide, Pass.I, label, again),
+            SavedBuffer("v", s.tokens * (features - roped) * s.wide, Pass.I),
         ),
         enters=(h,),
         widest=features,
@@ -123,7 +123,7 @@ def _heads(s: Setting, core: Core) -> _Projection:
     )
 
 
-def _latent(s: Setting, core: Core) -> _Projection:
+def _latent(s: PartSetting, core: AttentionCore) -> _Projection:
     """Multi-head latent attention: queries and keys/values through low-rank projections, each with a norm inside.
 
     The down-projections run on the residual stream's tokens, uncut; their narrow outputs enter the parallel region.
@@ -132,11 +132,11 @@ def _latent(s: Setting, core: Core) -> _Projection:
     assert mla is not None
     narrow = mla.kv_rank + mla.rope_dim
     both = core.heads * (mla.nope_dim + mla.v_dim)
-    downs: tuple[Linear, ...] = (Linear("kv_a_proj", s.stream, narrow, h),)
-    ups = (Linear("q_proj", s.tokens, core.q_features, h), Linear("kv_b_proj", s.tokens, both, mla.kv_rank))
+    downs: tuple[LinearKernel, ...] = (LinearKernel("kv_a_proj", s.stream, narrow, h),)
+    ups = (LinearKernel("q_proj", s.tokens, core.q_features, h), LinearKernel("kv_b_proj", s.tokens, both, mla.kv_rank))
     if mla.q_rank:
-        downs = (Linear("q_a_proj", s.stream, mla.q_rank, h), *downs)
-        ups = (Linear("q_b_proj", s.tokens, core.q_features, mla.q_rank), ups[1])
+        downs = (LinearKernel("q_a_proj", s.stream, mla.q_rank, h), *downs)
+        ups = (LinearKernel("q_b_proj", s.tokens, core.q_features, mla.q_rank), ups[1])
     ranks = s.stream * (mla.q_rank + mla.kv_rank)
     up = (*k.forward(s, *ups), *_latent_rope(s, core))
     return _Projection(
@@ -154,10 +154,10 @@ def _latent(s: Setting, core: Core) -> _Projection:
         ),
         linears=(*ups, *downs),
         saved=(
-            Saved("latent", (ranks + s.stream * mla.rope_dim) * s.wide, Pass.I),
+            SavedBuffer("latent", (ranks + s.stream * mla.rope_dim) * s.wide, Pass.I),
             normed(s, "latent_normed", ranks),
             stats(s, "latent_norm_stats", 2 if mla.q_rank else 1),
-            Saved("qkv", s.tokens * (core.q_features + core.kv_features) * s.wide, Pass.I, "up_projection", up),
+            SavedBuffer("qkv", s.tokens * (core.q_features + core.kv_features) * s.wide, Pass.I, "up_projection", up),
         ),
         enters=(mla.q_rank or h, mla.kv_rank),
         widest=both,
@@ -166,12 +166,12 @@ def _latent(s: Setting, core: Core) -> _Projection:
     )
 
 
-def _stored(s: Setting, label: str, core: Core) -> Work:
+def _stored(s: PartSetting, label: str, core: AttentionCore) -> Work:
     """The way into and out of the 12-bit format that `_context_saved` keeps."""
     return k.store(s, label, s.tokens * core.out_features, 1.5) if s.fp8 and s.config.mla else ()
 
 
-def _context_saved(s: Setting, core: Core) -> tuple[Saved, ...]:
+def _context_saved(s: PartSetting, core: AttentionCore) -> tuple[SavedBuffer, ...]:
     """Attention's output: the output projection's input, and flash's backward reads it too.
 
     One wide tensor serves both. In fp8 flash still needs it wide, beside the fp8 copy; but DeepSeek-V3 keeps a single
@@ -179,14 +179,14 @@ def _context_saved(s: Setting, core: Core) -> tuple[Saved, ...]:
     """
     n = s.tokens * core.out_features
     if not s.fp8:
-        return (Saved("context", n * s.wide),)
+        return (SavedBuffer("context", n * s.wide),)
     if s.config.mla:
-        return (Saved("context_e5m6", n * 12 // 8 + 4 * -(-n // 128)),)
-    wide = (Saved("context", n * s.wide, Pass.I),) if s.attention is Attention.FLASH else ()
-    return (*wide, Saved("context_fp8", s.cached(n)))
+        return (SavedBuffer("context_e5m6", n * 12 // 8 + 4 * -(-n // 128)),)
+    wide = (SavedBuffer("context", n * s.wide, Pass.I),) if s.attention is AttentionKind.FLASH else ()
+    return (*wide, SavedBuffer("context_fp8", s.cached(n)))
 
 
-def _latent_rope(s: Setting, core: Core) -> Work:
+def _latent_rope(s: PartSetting, core: AttentionCore) -> Work:
     """Rope on the queries' last features, and the keys put together from their two pieces."""
     mla = s.config.mla
     assert mla is not None
@@ -194,7 +194,7 @@ def _latent_rope(s: Setting, core: Core) -> Work:
     return (rope, k.copies(s, "join_keys", s.tokens * core.heads * mla.qk_dim))
 
 
-def _latent_projections(s: Setting) -> int:
+def _latent_projections(s: PartSetting) -> int:
     c, mla = s.config, s.config.mla
     assert mla is not None
     q = c.heads * mla.qk_dim

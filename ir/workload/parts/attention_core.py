@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from ir.core.ops import Pass
 from ir.core.work import DType, Kernel, KernelKind, Work
-from ir.workload.part import Saved
+from ir.workload.part import SavedBuffer
 from ir.workload.parts.kernels import memory
-from ir.workload.setting import Attention, Setting
+from ir.workload.setting import AttentionKind, PartSetting
 
 
 @dataclass(frozen=True, slots=True)
-class Core:
+class AttentionCore:
     """Attention of one device: its heads, its share of the queries, all keys. qk, v: features of one head."""
 
     heads: int
@@ -21,7 +21,7 @@ class Core:
     v: int
 
     @classmethod
-    def of(cls, s: Setting) -> Core:
+    def of(cls, s: PartSetting) -> AttentionCore:
         """As tensor parallelism cuts the heads."""
         c, tp = s.config, s.layout.tp
         return cls(c.heads // tp, (c.heads if c.mla else c.kv_heads) // tp, c.qk_dim, c.v_dim)
@@ -41,15 +41,15 @@ class Core:
         """Features of the output of a token."""
         return self.heads * self.v
 
-    def forward(self, s: Setting) -> Work:
+    def forward(self, s: PartSetting) -> Work:
         """q, k, v to the output."""
-        if s.attention is Attention.FLASH:
+        if s.attention is AttentionKind.FLASH:
             return (self._flash(s, 1, self.qk + self.v, "attention"),)
         return (*self.scores(s), self._product(s, "context", self.queries(s), self.v, s.shape.seq_len))
 
-    def backward(self, s: Setting) -> Work:
+    def backward(self, s: PartSetting) -> Work:
         """Gradients of q, k, v. Flash makes the scores again: 5 products against forward's 2."""
-        if s.attention is Attention.FLASH:
+        if s.attention is AttentionKind.FLASH:
             return (self._flash(s, 2, 3 * self.qk + 2 * self.v, "attention_backward"),)
         q, kv, n = self.queries(s), s.shape.seq_len, self._score_elements(s)
         dropout = (memory(s, "dropout_backward", n * (2 * s.wide + 1)),) if s.config.attn_dropout else ()
@@ -62,41 +62,41 @@ class Core:
             self._product(s, "d_key", kv, self.qk, q),
         )
 
-    def scores(self, s: Setting) -> Work:
+    def scores(self, s: PartSetting) -> Work:
         """The unfused first half, which "scores" recomputes: q·kᵀ, softmax, dropout."""
         n = self._score_elements(s)
         dropout = (memory(s, "dropout", n * (2 * s.wide + 1)),) if s.config.attn_dropout else ()
         product = self._product(s, "scores", self.queries(s), s.shape.seq_len, self.qk)
         return (product, memory(s, "softmax", 2 * n * s.wide), *dropout)
 
-    def saved(self, s: Setting) -> tuple[Saved, ...]:
+    def saved(self, s: PartSetting) -> tuple[SavedBuffer, ...]:
         """What backward needs beside q, k, v and the output."""
-        if s.attention is Attention.FLASH:
-            return (Saved("lse", 4 * s.tokens * self.heads, Pass.I),)
+        if s.attention is AttentionKind.FLASH:
+            return (SavedBuffer("lse", 4 * s.tokens * self.heads, Pass.I),)
         # Softmax output, and with dropout its mask (one byte) and its output: the 5as²b of arXiv:2205.05198.
         each = s.wide + ((s.wide + 1) if s.config.attn_dropout else 0)
-        return (Saved("scores", self._score_elements(s) * each, Pass.I, "scores", self.scores(s)),)
+        return (SavedBuffer("scores", self._score_elements(s) * each, Pass.I, "scores", self.scores(s)),)
 
-    def workspace(self, s: Setting, when: Pass) -> int:
+    def workspace(self, s: PartSetting, when: Pass) -> int:
         """Bytes alive only inside the pass: raw scores; in backward their gradients, or flash's fp32 sum of dq."""
-        if s.attention is Attention.UNFUSED:
+        if s.attention is AttentionKind.UNFUSED:
             return self._score_elements(s) * s.wide * (2 if when is Pass.I else 1)
         return s.tokens * self.q_features * 4 if when is Pass.I else 0
 
-    def gradients(self, s: Setting) -> int:
+    def gradients(self, s: PartSetting) -> int:
         """Bytes of gradients at their most: the output's beside those of q, k, v, or beside the scores' and v's."""
-        unfused = s.attention is Attention.UNFUSED
+        unfused = s.attention is AttentionKind.UNFUSED
         features = self.kv_heads * self.v if unfused else self.q_features + self.kv_features
         return s.tokens * (self.out_features + features) * s.wide + self.workspace(s, Pass.I)
 
-    def queries(self, s: Setting) -> int:
+    def queries(self, s: PartSetting) -> int:
         """Query positions of one sequence on this device."""
         return s.shape.seq_len // s.layout.cp
 
-    def _score_elements(self, s: Setting) -> int:
+    def _score_elements(self, s: PartSetting) -> int:
         return s.shape.microbatch_size * self.heads * self.queries(s) * s.shape.seq_len
 
-    def _flash(self, s: Setting, passes: int, features: int, label: str) -> Kernel:
+    def _flash(self, s: PartSetting, passes: int, features: int, label: str) -> Kernel:
         b, q, kv = s.shape.microbatch_size, self.queries(s), s.shape.seq_len
         flops = b * self.heads * causal_pairs_doubled(s) // s.layout.cp * features
         tensors = b * (q * (self.q_features + self.out_features) + kv * self.kv_features)
@@ -105,14 +105,14 @@ class Core:
         shape = (b, self.heads, q, kv, self.qk, self.v)
         return Kernel(KernelKind.ATTENTION, flops, moved, s.precision.activations, shape, label)
 
-    def _product(self, s: Setting, label: str, m: int, n: int, k: int) -> Kernel:
+    def _product(self, s: PartSetting, label: str, m: int, n: int, k: int) -> Kernel:
         groups = s.shape.microbatch_size * self.heads
         dtype: DType = s.precision.activations
         moved = groups * (m * k + n * k + m * n) * dtype.bytes
         return Kernel(KernelKind.GROUPED_GEMM, 2 * groups * m * n * k, moved, dtype, (groups, m, n, k), label)
 
 
-def causal_pairs_doubled(s: Setting) -> int:
+def causal_pairs_doubled(s: PartSetting) -> int:
     """Twice the (query, key) pairs of one sequence under the causal mask, counted as half the square.
 
     A sliding window of w keys leaves w·s − w²/2 of them.
@@ -121,7 +121,7 @@ def causal_pairs_doubled(s: Setting) -> int:
     return n * n if not 0 < w < n else 2 * w * n - w * w
 
 
-def model_flops(s: Setting) -> int:
+def model_flops(s: PartSetting) -> int:
     """Forward FLOPs of causal attention over all heads and tokens, counted half."""
     c = s.config
     return s.shape.microbatch_size * c.heads * causal_pairs_doubled(s) * (c.qk_dim + c.v_dim)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ir.core.ops import Pass
-from ir.core.work import LOSS, CommKind, Kernel, Message, Work
-from ir.workload.part import Inline, PartWork, Saved
+from ir.core.work import LOSS, Kernel, Message, MessageKind, Work
+from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
-from ir.workload.parts.kernels import Linear
+from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.region import all_reduce, enter
 from ir.workload.parts.residual import normed, stats
-from ir.workload.setting import Loss, Setting
+from ir.workload.setting import PartSetting, TokenLossKind
 
 ID_BYTES = 8  # of a token's number
 
 
-def embed(s: Setting) -> PartWork:
+def embed(s: PartSetting) -> PartWork:
     """Word (and learned position) embeddings. Vocabulary-parallel: each device looks up its own words, then they sum.
 
     Its weight gradient is first made whole, in the parameters' format, then added to the accumulated one: a transient
@@ -34,7 +34,7 @@ def embed(s: Setting) -> PartWork:
         input_grad=(),
         weight_grad=(k.memory(s, "scatter_grads", 2 * s.tokens * h * s.wide + 2 * dense + 2 * table * grads),),
         out_bytes=n * s.wide,
-        saved=(Saved("ids", ID_BYTES * s.tokens), *((Saved("embedding_mask", n),) if masked else ())),
+        saved=(SavedBuffer("ids", ID_BYTES * s.tokens), *((SavedBuffer("embedding_mask", n),) if masked else ())),
         stash_bytes=(n + positions) * s.wide,
         inline=_sum_words(s, s.tokens * h * s.wide),
         forward_workspace=s.tokens * h * s.wide if s.layout.tp > 1 else 0,
@@ -42,14 +42,14 @@ def embed(s: Setting) -> PartWork:
     )
 
 
-def _sum_words(s: Setting, size: int) -> tuple[Inline, ...]:
+def _sum_words(s: PartSetting, size: int) -> tuple[PartCollective, ...]:
     if s.sp:
-        scatter = Inline(Pass.F, Message(CommKind.REDUCE_SCATTER, size, ("tp",)))
-        return (scatter, Inline(Pass.W, Message(CommKind.ALL_GATHER, size, ("tp",))))
+        scatter = PartCollective(Pass.F, Message(MessageKind.REDUCE_SCATTER, size, ("tp",)))
+        return (scatter, PartCollective(Pass.W, Message(MessageKind.ALL_GATHER, size, ("tp",))))
     return (all_reduce(Pass.F, size),) if s.layout.tp > 1 else ()
 
 
-def final_norm(s: Setting) -> PartWork:
+def final_norm(s: PartSetting) -> PartWork:
     """The norm before the head."""
     n = s.stream * s.config.hidden
     return PartWork(
@@ -61,27 +61,30 @@ def final_norm(s: Setting) -> PartWork:
     )
 
 
-def skip(s: Setting) -> PartWork:
+def skip(s: PartSetting) -> PartWork:
     """A stage without layers: what comes in goes on, and its gradient back."""
     return PartWork(forward=(), input_grad=(), weight_grad=(), out_bytes=s.stream * s.config.hidden * s.wide)
 
 
-def head(s: Setting) -> PartWork:
+def head(s: PartSetting) -> PartWork:
     """Logits and cross entropy. Not in fp8; the loss in fp32. Three small all-reduces per token where it is divided."""
     c, h = s.config, s.config.hidden
-    out = Linear("lm_head", s.tokens, c.vocab // s.layout.tp, h, dtype=s.precision.activations)
+    out = LinearKernel("lm_head", s.tokens, c.vocab // s.layout.tp, h, dtype=s.precision.activations)
     loss = _cross_entropy(s, s.tokens * out.out)
     exact = max(4, s.wide)
     sums = tuple(all_reduce(Pass.F, s.tokens * exact) for _ in range(3)) if s.layout.tp > 1 else ()
     gathered = s.tokens * h * s.wide if s.sp else 0
-    turned = s.style.loss is Loss.PARALLEL and exact == s.wide
+    turned = s.style.loss is TokenLossKind.PARALLEL and exact == s.wide
     return PartWork(
         forward=(out.forward(s), *loss.forward),
         input_grad=(*loss.backward, out.input_grad(s)),
         weight_grad=k.weight_grad(s, out),
         out_bytes=s.tokens * exact,
         # In the logits' own format the softmax becomes their gradient where it lies, and stays until W.
-        saved=(Saved("softmax", loss.kept, Pass.W if turned else Pass.I), Saved("labels", ID_BYTES * s.tokens, Pass.I)),
+        saved=(
+            SavedBuffer("softmax", loss.kept, Pass.W if turned else Pass.I),
+            SavedBuffer("labels", ID_BYTES * s.tokens, Pass.I),
+        ),
         stash_bytes=0 if turned else k.stash(s, out),
         inline=(*enter(s, h), *sums),
         forward_workspace=loss.beside + gathered,
@@ -101,7 +104,7 @@ class _CrossEntropy:
     beside: int
 
 
-def _cross_entropy(s: Setting, logits: int) -> _CrossEntropy:
+def _cross_entropy(s: PartSetting, logits: int) -> _CrossEntropy:
     """The loss behind the logits, and back to their gradient, which has their format.
 
     parallel: logits are copied to fp32, where the softmax is taken in place, kept, and turned into the gradient.
@@ -114,32 +117,32 @@ def _cross_entropy(s: Setting, logits: int) -> _CrossEntropy:
     forward: Work
     backward: Work
     match s.style.loss:
-        case Loss.FUSED:
+        case TokenLossKind.FUSED:
             forward = (_loss(s, "cross_entropy", logits * wide),)
             backward = (_loss(s, "backward", 2 * logits * wide),)
             return _CrossEntropy(forward, backward, logits * wide, 0)
-        case Loss.PLAIN:
+        case TokenLossKind.PLAIN:
             # The maximum reads; shift, exp and normalisation read and write; the sum reads.
             forward = (copy, *(_loss(s, f"softmax.{i}", logits * n * exact) for i, n in enumerate((1, 2, 2, 1, 2))))
             backward = (_loss(s, "backward", 2 * logits * exact), _loss(s, "from_fp32", copy.bytes))
             return _CrossEntropy(forward, backward, logits * exact, logits * (wide + exact))
-        case Loss.PARALLEL:
+        case TokenLossKind.PARALLEL:
             # Read for the maximum; read and written for exp and sum; read and written to normalise.
             forward = (copy, _loss(s, "softmax", logits * 5 * exact))
             backward = (_loss(s, "backward", logits * (3 * exact + wide)),)
             return _CrossEntropy(forward, backward, logits * exact, logits * wide)
 
 
-def _loss(s: Setting, label: str, moved: int) -> Kernel:
+def _loss(s: PartSetting, label: str, moved: int) -> Kernel:
     """A kernel as the framework has it: no other traffic is to be put on top."""
     return k.memory(s, f"{LOSS}{label}", moved)
 
 
-def join(s: Setting) -> PartWork:
+def join(s: PartSetting) -> PartWork:
     """An MTP module's entrance: norm the hidden state and the next token's embedding, project both together to h."""
     h = s.config.hidden
     n = s.stream * h
-    proj = Linear("eh_proj", s.stream, h, 2 * h)
+    proj = LinearKernel("eh_proj", s.stream, h, 2 * h)
     return PartWork(
         forward=(k.norm_forward(s, "enorm_hnorm", 2 * n), *k.cast(s, "joined", 2 * n), proj.forward(s)),
         input_grad=(*k.input_grad(s, proj), k.norm_backward(s, "enorm_hnorm_backward", 2 * n)),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from ir.core.ops import Pass
 from ir.core.work import Kernel, Work
-from ir.workload.config.spec import Activation
-from ir.workload.part import PartWork, Saved
+from ir.workload.config.spec import LayerActivation
+from ir.workload.part import PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
-from ir.workload.parts.kernels import Linear
+from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.region import enter, leave
 from ir.workload.parts.residual import gathered_input, mask, normed, residual, residual_backward, residual_grads, stats
 from ir.workload.parts.workspace import beyond
-from ir.workload.setting import Setting
+from ir.workload.setting import PartSetting
 
 
-def mlp(s: Setting) -> PartWork:
+def mlp(s: PartSetting) -> PartWork:
     """A decoder layer's second half where there are no experts."""
     c, h = s.config, s.config.hidden
     n, width = s.stream * h, c.ffn // s.layout.tp
@@ -47,7 +47,7 @@ def mlp(s: Setting) -> PartWork:
     )
 
 
-def shared(s: Setting) -> PartWork:
+def shared(s: PartSetting) -> PartWork:
     """The shared experts. Their input is the router's normed output, which they keep for their own weights' sake."""
     c, h, moe = s.config, s.config.hidden, s.config.moe
     assert moe is not None
@@ -73,17 +73,17 @@ def shared(s: Setting) -> PartWork:
     )
 
 
-def inner_grads(s: Setting, rows: int, width: int) -> int:
+def inner_grads(s: PartSetting, rows: int, width: int) -> int:
     """Bytes of the gradients of an activation's output and input, which stand side by side."""
     return rows * width * (1 + s.config.activation.ups) * s.wide
 
 
-def _before_cast(s: Setting, width: int) -> int:
+def _before_cast(s: PartSetting, width: int) -> int:
     """Bytes of the activation's output before its cast to fp8, at a time when the part's output is not there yet."""
     return max(0, s.tokens * width - s.stream * s.config.hidden) * s.wide if s.fp8 else 0
 
 
-def inner_saved(s: Setting, rows: int, width: int, *, compact: bool) -> tuple[Saved, ...]:
+def inner_saved(s: PartSetting, rows: int, width: int, *, compact: bool) -> tuple[SavedBuffer, ...]:
     """The activation's input, and its output, which "activation" makes again.
 
     compact: with fp8 the input is cached in fp8 too, as DeepSeek-V3 does inside its experts and only there
@@ -92,41 +92,41 @@ def inner_saved(s: Setting, rows: int, width: int, *, compact: bool) -> tuple[Sa
     ups = s.config.activation.ups
     before = rows * width * ups
     again = (activation(s, rows, width), *k.cast(s, "activated", rows * width))
-    gate = (Saved("gate", rows * width * s.wide, Pass.I, "activation"),) if s.style.eager and ups > 1 else ()
+    gate = (SavedBuffer("gate", rows * width * s.wide, Pass.I, "activation"),) if s.style.eager and ups > 1 else ()
     return (
         *gate,
-        Saved("pre_activation", s.cached(before) if compact else before * s.wide, Pass.I),
-        Saved("activated", s.cached(rows * width), Pass.W, "activation", again),
+        SavedBuffer("pre_activation", s.cached(before) if compact else before * s.wide, Pass.I),
+        SavedBuffer("activated", s.cached(rows * width), Pass.W, "activation", again),
     )
 
 
-def compacted(s: Setting, way: str, rows: int, width: int) -> Work:
+def compacted(s: PartSetting, way: str, rows: int, width: int) -> Work:
     """The way of a compact activation's input into and out of fp8."""
     return k.store(s, f"pre_activation.{way}", rows * width * s.config.activation.ups, 1) if s.fp8 else ()
 
 
-def activation(s: Setting, rows: int, width: int) -> Kernel:
+def activation(s: PartSetting, rows: int, width: int) -> Kernel:
     """Read one or two up-projections, write one activation."""
     label = s.config.activation.value
     return k.memory(s, label, rows * width * (s.config.activation.ups + 1) * s.wide)
 
 
-def activation_backward(s: Setting, rows: int, width: int) -> Kernel:
+def activation_backward(s: PartSetting, rows: int, width: int) -> Kernel:
     """Read the gradient and the input, write the input's gradient."""
     label = f"{s.config.activation.value}_backward"
     return k.memory(s, label, rows * width * (2 * s.config.activation.ups + 1) * s.wide)
 
 
-def _linears(s: Setting, width: int) -> tuple[Linear, Linear]:
+def _linears(s: PartSetting, width: int) -> tuple[LinearKernel, LinearKernel]:
     h, ups = s.config.hidden, s.config.activation.ups
-    name = "gate_up_proj" if s.config.activation is Activation.SWIGLU else "up_proj"
-    return Linear(name, s.tokens, ups * width, h), Linear("down_proj", s.tokens, h, width)
+    name = "gate_up_proj" if s.config.activation is LayerActivation.SWIGLU else "up_proj"
+    return LinearKernel(name, s.tokens, ups * width, h), LinearKernel("down_proj", s.tokens, h, width)
 
 
-def _forward(s: Setting, up: Linear, down: Linear, width: int) -> Work:
+def _forward(s: PartSetting, up: LinearKernel, down: LinearKernel, width: int) -> Work:
     acted = (activation(s, s.tokens, width), *k.cast(s, "activated", s.tokens * width))
     return (up.forward(s), *acted, down.forward(s))
 
 
-def _backward(s: Setting, up: Linear, down: Linear, width: int) -> Work:
+def _backward(s: PartSetting, up: LinearKernel, down: LinearKernel, width: int) -> Work:
     return (*k.input_grad(s, down), activation_backward(s, s.tokens, width), *k.input_grad(s, up))

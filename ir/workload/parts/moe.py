@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ir.core.ops import Pass
-from ir.core.work import CAST, CommKind, Message, Work
-from ir.workload.config.spec import Moe
-from ir.workload.part import Layout, PartWork, Saved
+from ir.core.work import CAST, Message, MessageKind, Work
+from ir.workload.config.spec import ExpertConfig
+from ir.workload.part import PartLayout, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
-from ir.workload.parts.kernels import Linear
+from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.mlp import activation, activation_backward, compacted, inner_grads, inner_saved
 from ir.workload.parts.region import expert_tensor
 from ir.workload.parts.residual import mask, normed, residual_backward, stats
 from ir.workload.parts.workspace import beyond
-from ir.workload.setting import Setting, with_scales
+from ir.workload.setting import PartSetting, with_scales
 
 
-class Exchange(NamedTuple):
+class ExpertMessages(NamedTuple):
     """One layer's two all-to-alls in forward, and the bytes each leaves on a device.
 
     dispatch: tokens to their experts, every copy counted; combine: results back. Backward swaps them: combine's
@@ -34,14 +34,14 @@ class Exchange(NamedTuple):
     combined_bytes: int
 
 
-def exchange(s: Setting) -> Exchange:
+def exchange(s: PartSetting) -> ExpertMessages:
     """The messages of a layer under a layout: group ("ep",), top-k copies, DeepSeek's limit of nodes per token."""
     moe, h = _moe(s), s.config.hidden
     copies = s.stream * moe.top_k
     there = with_scales(copies * h, s.precision.dispatch)
     back = with_scales(copies * h, s.precision.combine)
-    kind, axes = CommKind.ALL_TO_ALL, ("ep",)
-    return Exchange(
+    kind, axes = MessageKind.ALL_TO_ALL, ("ep",)
+    return ExpertMessages(
         Message(kind, 8 * moe.experts, axes),
         Message(kind, there, axes, moe.top_k, moe.top_groups),
         Message(kind, back, axes, moe.top_k, moe.top_groups),
@@ -50,11 +50,11 @@ def exchange(s: Setting) -> Exchange:
     )
 
 
-def router(s: Setting) -> PartWork:
+def router(s: PartSetting) -> PartWork:
     """The norm after attention, router logits, top-k. It passes on the normed tokens."""
     moe, h = _moe(s), s.config.hidden
     n, scores = s.stream * h, s.stream * moe.experts
-    gate = Linear("gate", s.stream, moe.experts, h, dtype=s.precision.activations)
+    gate = LinearKernel("gate", s.stream, moe.experts, h, dtype=s.precision.activations)
     # Scores in fp32: made, activated, masked by group, sorted out; backward the same way.
     choose = k.memory(s, "top_k", 8 * scores * 4)
     even = (
@@ -76,7 +76,7 @@ def router(s: Setting) -> PartWork:
         ),
         weight_grad=(gate.weight_grad(s),),
         out_bytes=n * s.wide,
-        saved=(*own, stats(s), Saved("router_scores", choice, Pass.I), *_shares(s)),
+        saved=(*own, stats(s), SavedBuffer("router_scores", choice, Pass.I), *_shares(s)),
         stash_bytes=k.stash(s, gate),
         forward_workspace=2 * scores * 4 + (with_scales(n, s.precision.dispatch) if _narrow(s) else 0),
         input_grad_workspace=2 * scores * 4 + n * s.wide,
@@ -84,7 +84,7 @@ def router(s: Setting) -> PartWork:
     )
 
 
-def experts(s: Setting) -> PartWork:
+def experts(s: PartSetting) -> PartWork:
     """This device's experts on the rows it received, balanced: permute, grouped products, unpermute.
 
     Rows go back as they came, to be summed behind combine; where nothing is exchanged, they leave summed by token.
@@ -95,8 +95,8 @@ def experts(s: Setting) -> PartWork:
     rows = -(-received // groups)
     total = rows * groups
     ups = s.config.activation.ups
-    up = Linear("experts.gate_up_proj", rows, ups * width, h, groups)
-    down = Linear("experts.down_proj", rows, h, width, groups)
+    up = LinearKernel("experts.gate_up_proj", rows, ups * width, h, groups)
+    down = LinearKernel("experts.down_proj", rows, h, width, groups)
     back = with_scales(s.stream * moe.top_k * h, s.precision.combine)
     arrives_fp8 = _narrow(s) and s.fp8
     permute = k.memory(s, "permute", total * h * (s.precision.dispatch.bytes + (1 if arrives_fp8 else s.wide)))
@@ -122,9 +122,9 @@ def experts(s: Setting) -> PartWork:
         weight_grad=k.weight_grad(s, down, up),
         out_bytes=back if spread(s.layout) else s.stream * h * s.wide,
         saved=(
-            Saved("rows", s.cached(total * h)),
+            SavedBuffer("rows", s.cached(total * h)),
             *inner_saved(s, total, width, compact=True),
-            Saved("row_weights", total * 8, Pass.I),
+            SavedBuffer("row_weights", total * 8, Pass.I),
         ),
         stash_bytes=k.stash(s, down, up),
         inline=expert_tensor(s, received),
@@ -143,12 +143,12 @@ def experts(s: Setting) -> PartWork:
     )
 
 
-def spread(layout: Layout) -> bool:
+def spread(layout: PartLayout) -> bool:
     """Whether experts are divided over devices, so that all-to-alls stand around them."""
     return layout.ep * layout.etp > 1
 
 
-def add(s: Setting) -> PartWork:
+def add(s: PartSetting) -> PartWork:
     """Routed and shared experts' outputs onto the residual stream. Router weights are applied inside the experts."""
     moe, n = _moe(s), s.stream * s.config.hidden
     terms = 3 if moe.shared_ffn else 2
@@ -163,29 +163,31 @@ def add(s: Setting) -> PartWork:
     )
 
 
-def _shares(s: Setting) -> tuple[Saved, ...]:
+def _shares(s: PartSetting) -> tuple[SavedBuffer, ...]:
     """Each expert's share of each sequence's tokens, for the loss that evens them out."""
     moe = _moe(s)
-    return (Saved("balance", s.shape.microbatch_size * moe.experts * 4, Pass.I),) if moe.balance else ()
+    return (SavedBuffer("balance", s.shape.microbatch_size * moe.experts * 4, Pass.I),) if moe.balance else ()
 
 
-def _wide_normed(s: Setting, elements: int) -> Saved:
+def _wide_normed(s: PartSetting, elements: int) -> SavedBuffer:
     again = (k.norm_forward(s, "gate_input.again", elements),)
-    return Saved("gate_input", elements * s.wide, Pass.W, "norm", again) if s.fp8 else normed(s, "normed", elements)
+    return (
+        SavedBuffer("gate_input", elements * s.wide, Pass.W, "norm", again) if s.fp8 else normed(s, "normed", elements)
+    )
 
 
-def _pack(s: Setting, elements: int) -> Work:
+def _pack(s: PartSetting, elements: int) -> Work:
     """The cast to a narrower dispatch format."""
     moved = elements * (s.wide + s.precision.dispatch.bytes)
     return (k.memory(s, f"pack{CAST}", moved),) if _narrow(s) else ()
 
 
-def _narrow(s: Setting) -> bool:
+def _narrow(s: PartSetting) -> bool:
     """Whether tokens travel in a narrower format than the residual stream's."""
     return s.precision.dispatch.bytes < s.wide
 
 
-def _moe(s: Setting) -> Moe:
+def _moe(s: PartSetting) -> ExpertConfig:
     moe = s.config.moe
     assert moe is not None, f"{s.config.source} has no experts"
     return moe

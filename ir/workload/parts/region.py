@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ir.core.ops import Pass
-from ir.core.work import CommKind, Message
-from ir.workload.part import Inline
-from ir.workload.setting import Setting
+from ir.core.work import Message, MessageKind
+from ir.workload.part import PartCollective
+from ir.workload.setting import PartSetting
 
 
-def enter(s: Setting, features: int, *, linear: bool = True) -> tuple[Inline, ...]:
+def enter(s: PartSetting, features: int, *, linear: bool = True) -> tuple[PartCollective, ...]:
     """Before column-parallel linears that read `features` per token (Megatron's f, or its all-gather g).
 
     linear False: no weight reads them (MLA's rotary key, which every head takes as it is).
@@ -20,23 +20,23 @@ def enter(s: Setting, features: int, *, linear: bool = True) -> tuple[Inline, ..
     size = s.tokens * features * s.wide
     if s.sp:
         return (
-            _inline(Pass.F, CommKind.ALL_GATHER, size, "tp"),
-            _inline(Pass.I, CommKind.REDUCE_SCATTER, size, "tp"),
-            *((_inline(Pass.W, CommKind.ALL_GATHER, size, "tp"),) if linear else ()),
+            _inline(Pass.F, MessageKind.ALL_GATHER, size, "tp"),
+            _inline(Pass.I, MessageKind.REDUCE_SCATTER, size, "tp"),
+            *((_inline(Pass.W, MessageKind.ALL_GATHER, size, "tp"),) if linear else ()),
         )
-    return (_inline(Pass.I, CommKind.ALL_REDUCE, size, "tp"),) if s.layout.tp > 1 else ()
+    return (_inline(Pass.I, MessageKind.ALL_REDUCE, size, "tp"),) if s.layout.tp > 1 else ()
 
 
-def leave(s: Setting, features: int) -> tuple[Inline, ...]:
+def leave(s: PartSetting, features: int) -> tuple[PartCollective, ...]:
     """Behind a row-parallel linear, whose output is a partial sum (Megatron's g, or its reduce-scatter)."""
     size = s.tokens * features * s.wide
     if s.sp:
-        scatter = _inline(Pass.F, CommKind.REDUCE_SCATTER, size, "tp")
-        return (scatter, _inline(Pass.I, CommKind.ALL_GATHER, size, "tp"))
-    return (_inline(Pass.F, CommKind.ALL_REDUCE, size, "tp"),) if s.layout.tp > 1 else ()
+        scatter = _inline(Pass.F, MessageKind.REDUCE_SCATTER, size, "tp")
+        return (scatter, _inline(Pass.I, MessageKind.ALL_GATHER, size, "tp"))
+    return (_inline(Pass.F, MessageKind.ALL_REDUCE, size, "tp"),) if s.layout.tp > 1 else ()
 
 
-def context(s: Setting, kv_features: int) -> tuple[Inline, ...]:
+def context(s: PartSetting, kv_features: int) -> tuple[PartCollective, ...]:
     """Keys and values of the whole sequence, for this device's queries; their gradients go home in I.
 
     kv_features: features of key and value together, on this device. A ring moves the same bytes.
@@ -44,23 +44,23 @@ def context(s: Setting, kv_features: int) -> tuple[Inline, ...]:
     if s.layout.cp == 1:
         return ()
     size = s.shape.tokens * kv_features * s.wide
-    gathers = tuple(_inline(when, CommKind.ALL_GATHER, size, "cp") for when in (Pass.F, Pass.I))
-    return (*gathers, _inline(Pass.I, CommKind.REDUCE_SCATTER, size, "cp"))
+    gathers = tuple(_inline(when, MessageKind.ALL_GATHER, size, "cp") for when in (Pass.F, Pass.I))
+    return (*gathers, _inline(Pass.I, MessageKind.REDUCE_SCATTER, size, "cp"))
 
 
-def expert_tensor(s: Setting, rows: int) -> tuple[Inline, ...]:
+def expert_tensor(s: PartSetting, rows: int) -> tuple[PartCollective, ...]:
     """Around experts that are cut by etp: every rank of the group needs all `rows` rows that the group received."""
     if s.layout.etp == 1:
         return ()
     size = rows * s.config.hidden * s.wide
-    both = (CommKind.ALL_GATHER, CommKind.REDUCE_SCATTER)
+    both = (MessageKind.ALL_GATHER, MessageKind.REDUCE_SCATTER)
     return tuple(_inline(when, kind, size, "etp") for when in (Pass.F, Pass.I) for kind in both)
 
 
-def all_reduce(when: Pass, size: int) -> Inline:
+def all_reduce(when: Pass, size: int) -> PartCollective:
     """An all-reduce over the tensor-parallel group."""
-    return _inline(when, CommKind.ALL_REDUCE, size, "tp")
+    return _inline(when, MessageKind.ALL_REDUCE, size, "tp")
 
 
-def _inline(when: Pass, kind: CommKind, size: int, axis: str) -> Inline:
-    return Inline(when, Message(kind, size, (axis,)))
+def _inline(when: Pass, kind: MessageKind, size: int, axis: str) -> PartCollective:
+    return PartCollective(when, Message(kind, size, (axis,)))

@@ -14,7 +14,7 @@ from ir.job import load_job
 from piper_sim.app.commands.output import print_json, progress, refuse_existing, show, write
 from piper_sim.report.units import percent
 from piper_sim.report.units import seconds as written
-from piper_sim.study.calibrate import Asked, Calibrated, calibrate
+from piper_sim.study.calibrate import ProfileOptions, ProfileResult, calibrate
 
 FILE = "profile.json"
 
@@ -44,11 +44,11 @@ def _tools() -> tuple[Any, Any]:
     return stopwatch, run
 
 
-def asked_of(args: argparse.Namespace) -> Asked:
+def asked_of(args: argparse.Namespace) -> ProfileOptions:
     """The flags. Raises PiperError: those that do not go together, or no sizes."""
     flags = {"seq_len": args.seq_len, "sequences": args.microbatch_size, "tp": args.tp}
     others = {name: _sizes(flag, text) for (name, text), flag in zip(flags.items(), _FLAGS, strict=True) if text}
-    asked = Asked(
+    asked = ProfileOptions(
         args.ranks,
         args.backend,
         args.repeats,
@@ -79,7 +79,7 @@ def _sizes(flag: str, text: str) -> tuple[int, ...]:
     return tuple(int(v) for v in values)
 
 
-def _show(c: Calibrated, found: dict[str, Any], job: str) -> None:
+def _show(c: ProfileResult, found: dict[str, Any], job: str) -> None:
     """What people read. job: the file."""
     if found["curves"]:
         show(_curves(found["curves"]))

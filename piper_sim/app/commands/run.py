@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ir.job import load_job
-from ir.job.run_options import RunOptions
+from ir.job.run_options import JobRunOptions
 from ir.plan.text import plan_text
 from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, trace_files, width, write
 from piper_sim.report.timeline import text_timeline
@@ -18,14 +18,14 @@ FILES = ("ranks.json", "routing.csv", "run.json", "plan.txt", "timeline.png", "t
 
 def main(args: argparse.Namespace) -> int:
     """Build the plan, launch it, print losses and where the time went."""
-    from executor.checkpoint.saving import Saving
+    from executor.checkpoint.saving import CheckpointOptions
     from executor.launch.run import run
 
     job = load_job(args.job, args.sets)
     p = predict(job)
     out = None if args.out is None else Path(args.out)
     refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work
-    options = RunOptions(
+    options = JobRunOptions(
         ranks=args.ranks,
         steps=args.steps,
         backend=args.backend,
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
         out=out,
         sets=tuple(args.sets),
     )
-    saving = Saving(args.save, args.every, args.keep, args.force, args.resume)
+    saving = CheckpointOptions(args.save, args.every, args.keep, args.force, args.resume)
     with progress(f"running {args.steps} step(s) on {args.ranks} processes"):
         found, trace = run(p.prepared, p.plan, options, saving)
     if not args.json:  # whatever becomes of the files

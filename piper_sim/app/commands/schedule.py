@@ -18,10 +18,10 @@ from piper_sim.app.commands.output import (
     width,
     write,
 )
-from piper_sim.engine import Wire
-from piper_sim.report.page.html import ReportRun, report_html
+from piper_sim.engine import MessageMode
+from piper_sim.report.page.html import ReportTrace, report_html
 from piper_sim.report.timeline import text_timeline
-from piper_sim.study.pipeline import Outcome, Times, report, run_schedule
+from piper_sim.study.pipeline import PassTimes, ScheduleOutcome, report, run_schedule
 
 _LONGEST = 10**15
 FILES = ("schedule.json", "report.html", *TRACE_FILES)
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
         key = _FLAGS.get(e.key or "", e.key)
         raise PiperError(e.kind, e.message, key=key, allowed=e.allowed, suggestion=e.suggestion) from None
     with progress(f"{args.name} on {args.ranks} ranks, {args.microbatches} microbatches"):
-        wire = Wire(args.p2p_mode)
+        wire = MessageMode(args.p2p_mode)
         out = run_schedule(args.name, args.ranks, args.microbatches, args.chunks, times, wire, args.w_memory)
         found = report(out, args.w_memory)
     if args.out is not None:
@@ -57,12 +57,12 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_times(text: str | None) -> Times:
+def read_times(text: str | None) -> PassTimes:
     """--times, within the range of floats. An exponent of many digits is refused before it is multiplied out."""
     wild = re.search(r"[eE][+-]?\d{3,}", text or "")
     try:
         if wild is None:
-            times = Times.parse(text)
+            times = PassTimes.parse(text)
             if max(times.F, times.I, times.W, times.FB, times.p2p) <= _LONGEST:
                 return times
     except OverflowError:
@@ -76,15 +76,15 @@ def chunks_of(args: argparse.Namespace) -> int:
     return int(args.chunks) if args.chunks is not None else default_chunks(args.name)
 
 
-def _files(out: Outcome, found: dict[str, object]) -> dict[str, bytes | str]:
+def _files(out: ScheduleOutcome, found: dict[str, object]) -> dict[str, bytes | str]:
     trace = out.trace()
     title = f"{out.schedule.name}, {out.schedule.ranks} ranks, {out.schedule.microbatches} microbatches"
     facts: dict[str, object] = {k: v for k, v in found.items() if isinstance(v, str | int | float)}
-    page = report_html([ReportRun(out.schedule.name, trace, facts)], title)
+    page = report_html([ReportTrace(out.schedule.name, trace, facts)], title)
     return {"schedule.json": dumps(found), "report.html": page, **trace_files(trace, title)}
 
 
-def _print(out: Outcome, found: dict[str, object]) -> None:
+def _print(out: ScheduleOutcome, found: dict[str, object]) -> None:
     s = out.schedule
     print(f"{s.name}: {s.ranks} ranks, {s.microbatches} microbatches, {s.chunks} stage(s) per rank\n")
     print(text_timeline(out.trace(), width()))

@@ -19,7 +19,7 @@ from piper_sim.app.commands.output import (
     width,
     write,
 )
-from piper_sim.report.page.html import ReportRun, report_html
+from piper_sim.report.page.html import ReportTrace, report_html
 from piper_sim.report.table import compare_cells, compare_table, memory_cells, memory_table
 from piper_sim.report.timeline import text_timeline
 from piper_sim.report.units import short
@@ -71,7 +71,7 @@ def files(p: Prediction, found: Object) -> dict[str, bytes | str]:
     }
 
 
-def report_run(p: Prediction, found: Object, name: str) -> ReportRun:
+def report_run(p: Prediction, found: Object, name: str) -> ReportTrace:
     """A prediction as one run of a report."""
     facts = {
         "step": f"{p.iteration_s:.4g} s",
@@ -88,7 +88,7 @@ def report_run(p: Prediction, found: Object, name: str) -> ReportRun:
     if p.planned.sources.word != "modelled":
         at = p.planned.sources.by_op(p.plan)
         costs = [at[key] for key in zip(trace.rank.tolist(), trace.op, strict=True)]
-    return ReportRun(name, trace, facts, cost_source=costs, capacity_bytes=capacity)
+    return ReportTrace(name, trace, facts, cost_source=costs, capacity_bytes=capacity)
 
 
 def essentials(p: Prediction) -> str:

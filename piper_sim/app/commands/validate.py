@@ -10,16 +10,16 @@ import numpy as np
 
 from cost_models.profile.file import profile_text
 from ir.job import load_job
-from ir.job.run_options import RunOptions
+from ir.job.run_options import JobRunOptions
 from ir.plan.text import plan_text
 from ir.trace.text import write_trace
 from ir.trace.trace import Trace
 from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, show, width, write
-from piper_sim.report.page.html import ReportRun, report_html
+from piper_sim.report.page.html import ReportTrace, report_html
 from piper_sim.report.timeline import text_timeline
 from piper_sim.report.units import percent
 from piper_sim.report.units import seconds as written
-from piper_sim.study.validate import Tools, Validation, validate
+from piper_sim.study.validate import PlanTools, PlanValidation, validate
 
 FILES = ("validate.json", "profile.json", "plan.txt", "report.html", "predicted.tsv", "trace.tsv", "ranks.json")
 MISSED = 5
@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     executor: Any = launcher
     job = load_job(args.job, args.sets)
     refuse_existing(args.out, FILES, args.force)
-    options = RunOptions(
+    options = JobRunOptions(
         ranks=args.ranks,
         steps=args.steps,
         backend=args.backend,
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
         sets=tuple(args.sets),
     )
     with progress(f"calibrating and running on {args.ranks} processes"):
-        v = validate(job, Tools(executor, peak_bytes), options)
+        v = validate(job, PlanTools(executor, peak_bytes), options)
     if not args.json:  # whatever becomes of the files
         _show(v)
     if args.out is not None:
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     return 0 if v.found["passed"] else MISSED
 
 
-def files(v: Validation) -> dict[str, bytes | str]:
+def files(v: PlanValidation) -> dict[str, bytes | str]:
     """What --out holds, beside the `ranks.json` that the run has left there."""
     p = v.prediction.prepared
     title = f"{p.job.model.name}, {p.schedule}, {p.ranks} ranks: predicted above measured"
@@ -69,25 +69,25 @@ def files(v: Validation) -> dict[str, bytes | str]:
     }
 
 
-def _runs(v: Validation) -> list[ReportRun]:
+def _runs(v: PlanValidation) -> list[ReportTrace]:
     found, on = v.found, v.found["calibrated_on"]
     digest = {"plan digest": found["plan_digest"][:12]}
     source = f"{on['schedule']}, {on['microbatches']} microbatches"
     iteration = found["iteration"]
     return [
-        ReportRun(
+        ReportTrace(
             "predicted",
             v.prediction.last_step,
             {"step": written(iteration["predicted_s"]), "error": percent(iteration["error"]), "calibrated on": source}
             | digest,
         ),
-        ReportRun(
+        ReportTrace(
             "measured", one_step(v), {"step": written(iteration["measured_s"]), "steps": found["steps"]} | digest
         ),
     ]
 
 
-def one_step(v: Validation) -> Trace:
+def one_step(v: PlanValidation) -> Trace:
     """The step nearest the median, from its first start."""
     t, steps = v.run.trace, sorted(set(v.run.trace.step.tolist()))
     mine = np.flatnonzero(t.step == steps[len(steps) - len(v.run.step_s) + v.run.usual()])
@@ -115,7 +115,7 @@ def _rows(pairs: dict[str, Any]) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def _show(v: Validation) -> None:
+def _show(v: PlanValidation) -> None:
     """What people read."""
     found, p = v.found, v.prediction
     print("predicted")

@@ -8,16 +8,16 @@ from functools import cached_property
 import numpy as np
 
 from ir.core.order import IntArray
-from ir.job.routing.counts import Counts, MoeLayer
+from ir.job.routing.counts import ExpertCounts, ExpertLayer
 from ir.job.routing.distinct import distinct
-from ir.workload.part import Layout
-from piper_sim.folding.ground import Ground
+from ir.workload.part import PartLayout
+from piper_sim.folding.ground import DevicePlacement
 
 _AT_ONCE = 2**18  # numbers: what a cache holds
 
 
 @dataclass(frozen=True, eq=False)
-class Division:
+class ExpertDivision:
     """Some layers, by their index among those with experts, and what their positions get.
 
     groups: [group, member] positions that exchange tokens, members in the order of the experts they own.
@@ -28,8 +28,8 @@ class Division:
     """
 
     layers: IntArray
-    first: MoeLayer
-    layout: Layout
+    first: ExpertLayer
+    layout: PartLayout
     groups: IntArray
     rows: IntArray
     road: IntArray
@@ -50,14 +50,18 @@ class Division:
         return np.asarray(self.loads.sum(axis=1)[self.load])
 
 
-def divisions(layers: tuple[MoeLayer, ...], counts: Counts, ground: Ground) -> tuple[Division, ...]:
+def divisions(
+    layers: tuple[ExpertLayer, ...], counts: ExpertCounts, ground: DevicePlacement
+) -> tuple[ExpertDivision, ...]:
     """The layers by their layout. One division for all jobs but those whose directives treat layers differently."""
     layouts = list(dict.fromkeys(x.entry.layout for x in layers))
     alike = [[i for i, x in enumerate(layers) if x.entry.layout == y] for y in layouts]
     return tuple(_division(layers, mine, counts, ground) for mine in alike)
 
 
-def _division(layers: tuple[MoeLayer, ...], mine: list[int], counts: Counts, ground: Ground) -> Division:
+def _division(
+    layers: tuple[ExpertLayer, ...], mine: list[int], counts: ExpertCounts, ground: DevicePlacement
+) -> ExpertDivision:
     first = layers[mine[0]]
     layout, at = first.entry.layout, ground.positions
     groups = at.members(("ep",)) if layout.ep > 1 else np.arange(len(at))[:, None]
@@ -74,7 +78,9 @@ def _division(layers: tuple[MoeLayer, ...], mine: list[int], counts: Counts, gro
     received = experts.sum(axis=2)[exchange[:, :, group], member]
     loads, load = _loads(experts, exchange[:, :, group], member, peers)
     roads_ = tuple(roads)
-    return Division(np.array(mine), first, layout, groups, rows, table[:, 0], roads_, exchange, received, loads, load)
+    return ExpertDivision(
+        np.array(mine), first, layout, groups, rows, table[:, 0], roads_, exchange, received, loads, load
+    )
 
 
 def _numbered(node: IntArray) -> IntArray:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost_models import Hardware, kernel_seconds
+from cost_models import DeviceHardware, kernel_seconds
 from cost_models.compute.roofline import main_share, traffic
 from ir.core.order import FloatArray, IntArray
 from ir.core.work import Kernel, KernelKind, Work
@@ -23,7 +23,7 @@ SPLITS = (1, 2, 4, 8)  # of K, as `cost_models.compute.roofline` tries them
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class KernelProbe:
     """One kernel for one expert with `rows` rows, and with twice as many: what does not grow comes with the expert."""
 
     rows: int
@@ -41,7 +41,7 @@ class Probe:
         return next(d for d in range(4) if self.once.shape[d] != self.twice.shape[d])
 
 
-def work_seconds(once: Work, twice: Work, rows: int, groups: IntArray, hw: Hardware) -> FloatArray:
+def work_seconds(once: Work, twice: Work, rows: int, groups: IntArray, hw: DeviceHardware) -> FloatArray:
     """[device] seconds of a pass. once, twice: its kernels for one expert with `rows` rows, and twice as many.
 
     groups: [device, expert] rows.
@@ -49,11 +49,11 @@ def work_seconds(once: Work, twice: Work, rows: int, groups: IntArray, hw: Hardw
     by_expert = np.ascontiguousarray(groups.T)  # sums over the few experts are then sums of long rows
     out = np.zeros(len(groups))
     for a, b in zip(once, twice, strict=True):
-        out += _seconds(Probe(rows, a, b), by_expert, hw)
+        out += _seconds(KernelProbe(rows, a, b), by_expert, hw)
     return np.where(by_expert.sum(axis=0) > 0, out, 0.0)
 
 
-def _seconds(probe: Probe, groups: IntArray, hw: Hardware) -> FloatArray:
+def _seconds(probe: KernelProbe, groups: IntArray, hw: DeviceHardware) -> FloatArray:
     """[device] seconds of one kernel. groups, here and below: [expert, device] rows."""
     kernel = probe.once
     if kernel == probe.twice and kernel.kind is not KernelKind.MEMORY:
@@ -71,7 +71,7 @@ def _seconds(probe: Probe, groups: IntArray, hw: Hardware) -> FloatArray:
     return np.asarray(kernel.count * (once + hw.kernel_launch_us * 1e-6))
 
 
-def _arithmetic(probe: Probe, groups: IntArray, hw: Hardware) -> FloatArray:
+def _arithmetic(probe: KernelProbe, groups: IntArray, hw: DeviceHardware) -> FloatArray:
     """[device] seconds of the products if HBM were free, with the best tile and split of K."""
     dtype = probe.once.dtype
     ramp = hw.gemm.ramp_bytes / dtype.bytes
@@ -83,7 +83,7 @@ def _arithmetic(probe: Probe, groups: IntArray, hw: Hardware) -> FloatArray:
     return 2 * best * hw.sms / rate
 
 
-def _waves(probe: Probe, groups: IntArray, height: int, width: int, ramp: float, sms: int) -> list[FloatArray]:
+def _waves(probe: KernelProbe, groups: IntArray, height: int, width: int, ramp: float, sms: int) -> list[FloatArray]:
     """For each split of K, [device] steps of K that an SM makes, one tile after the other."""
     _, m, n, k = probe.once.shape
     ramps = [ramp * (1 if split == 1 else 2) for split in SPLITS]

@@ -1,4 +1,5 @@
-"""`Routing`: what uneven counts make of a plan's expert kernels, all-to-alls and buffers, position by position."""
+"""`ExpertRouting`: what uneven counts make of a plan's expert kernels, all-to-alls and buffers, position by
+position."""
 
 from __future__ import annotations
 
@@ -7,26 +8,26 @@ from functools import cached_property
 
 import numpy as np
 
-from cost_models import Fabric, Hardware
+from cost_models import DeviceHardware, LinkFabric
 from cost_models import work_seconds as uniform_seconds
 from ir.core.ops import Pass
 from ir.core.order import FloatArray, IntArray
-from ir.graph.graph import Graph, Node
-from ir.job.build import Prepared
-from ir.job.routing.counts import Counts, MoeLayer, moe_layers
+from ir.graph.graph import Graph, GraphNode
+from ir.job.build import PreparedJob
+from ir.job.routing.counts import ExpertCounts, ExpertLayer, moe_layers
 from ir.job.routing.described import counts_of
 from ir.job.routing.distinct import distinct
 from ir.job.routing.keys import check_routing
 from ir.plan.plan import Plan
-from ir.workload.source import ModelSource
-from piper_sim.folding.ground import Ground
-from piper_sim.pricing.routing.division import Division, divisions
+from ir.workload.source import ConfigModelWork
+from piper_sim.folding.ground import DevicePlacement
+from piper_sim.pricing.routing.division import ExpertDivision, divisions
 from piper_sim.pricing.routing.exchange import balanced_seconds, exchange_seconds
 from piper_sim.pricing.routing.grouped import work_seconds
-from piper_sim.pricing.routing.sizes import Line, Template, balanced_rows, template
+from piper_sim.pricing.routing.sizes import BufferLine, ExpertTemplate, balanced_rows, template
 
 
-def routing_of(prepared: Prepared, graph: Graph, hardware: Hardware) -> Routing | None:
+def routing_of(prepared: PreparedJob, graph: Graph, hardware: DeviceHardware) -> ExpertRouting | None:
     """The routing of a job whose directives made `graph` (a plan's); None where it is balanced.
 
     Raises PiperError: keys of `[routing]` that do not go together, a file that does not fit the job.
@@ -35,16 +36,16 @@ def routing_of(prepared: Prepared, graph: Graph, hardware: Hardware) -> Routing 
     check_routing(job, prepared.config)
     if job.routing.kind == "balanced":
         return None
-    assert isinstance(source, ModelSource)
+    assert isinstance(source, ConfigModelWork)
     layers = moe_layers(graph, source)
     per_node = job.cluster.gpus_per_node or hardware.gpus_per_node
-    ground = Ground(prepared.mesh, per_node)
+    ground = DevicePlacement(prepared.mesh, per_node)
     counts = counts_of(job, prepared.config, layers, len(ground.positions), prepared.mbs)
-    return Routing(counts, layers, source, hardware, ground, Fabric.of(hardware, per_node), graph.recompute)
+    return ExpertRouting(counts, layers, source, hardware, ground, LinkFabric.of(hardware, per_node), graph.recompute)
 
 
 @dataclass(frozen=True, eq=False)
-class Sizes:
+class ExpertSizes:
     """One position's bytes. buffers: as `plan.buffers.bytes`. workspace: [node, microbatch] bytes while a node runs."""
 
     buffers: IntArray
@@ -52,27 +53,27 @@ class Sizes:
 
 
 @dataclass(frozen=True, eq=False)
-class Routing:
+class ExpertRouting:
     """Counts on the ranks of a job. Positions are those of `piper_sim.folding`.
 
     Microbatches with equal counts are one *case*; `counts.case` says which.
     """
 
-    counts: Counts
-    layers: tuple[MoeLayer, ...]
-    source: ModelSource
-    hardware: Hardware
-    ground: Ground
-    fabric: Fabric
+    counts: ExpertCounts
+    layers: tuple[ExpertLayer, ...]
+    source: ConfigModelWork
+    hardware: DeviceHardware
+    ground: DevicePlacement
+    fabric: LinkFabric
     recompute: frozenset[str] = frozenset()
 
     @cached_property
-    def divisions(self) -> tuple[Division, ...]:
+    def divisions(self) -> tuple[ExpertDivision, ...]:
         """Layers by how their experts are divided."""
         return divisions(self.layers, self.counts, self.ground)
 
     @cached_property
-    def division_of(self) -> dict[int, tuple[Division, int]]:
+    def division_of(self) -> dict[int, tuple[ExpertDivision, int]]:
         """Layer index -> its division and its index there."""
         return {int(i): (d, k) for d in self.divisions for k, i in enumerate(d.layers)}
 
@@ -80,7 +81,7 @@ class Routing:
     def _layer_of(self) -> dict[tuple[int, str], int]:
         return {(x.entry.stage, x.entry.chunk.name): i for i, x in enumerate(self.layers)}
 
-    def layer(self, node: Node) -> int:
+    def layer(self, node: GraphNode) -> int:
         """Index of the layer whose experts a node is, or exchanges tokens with; -1: none."""
         chunk, _, part = node.part.rpartition(".")
         here = isinstance(node.kind, Pass) and part in ("experts", "dispatch", "combine")
@@ -107,18 +108,18 @@ class Routing:
         table = np.concatenate([c.reshape(-1, c.shape[2]) for c in columns])
         return distinct(table.T)[1]
 
-    def work_factor(self, node: Node, case: IntArray, position: IntArray) -> FloatArray:
+    def work_factor(self, node: GraphNode, case: IntArray, position: IntArray) -> FloatArray:
         """[position, case] kernel seconds of an experts node over what the balanced node takes."""
         d, k = self.division_of[self.layer(node)]
         return np.asarray(self._work_factors(d, node)[d.load[k][case[None], position[:, None]]])
 
-    def inline_factor(self, node: Node, case: IntArray, position: IntArray) -> FloatArray:
+    def inline_factor(self, node: GraphNode, case: IntArray, position: IntArray) -> FloatArray:
         """[position, case] rows over the balanced ones: what etp's messages inside an experts node scale by."""
         d, k = self.division_of[self.layer(node)]
         usual = balanced_rows(d.first, self.source) * d.layout.etp
         return np.asarray(d.worked[k][case[None], position[:, None]] / usual)
 
-    def exchange_factor(self, node: Node, case: IntArray, position: IntArray) -> FloatArray:
+    def exchange_factor(self, node: GraphNode, case: IntArray, position: IntArray) -> FloatArray:
         """[position, case] seconds of an all-to-all over those of balanced counts; members of a group agree."""
         d, k = self.division_of[self.layer(node)]
         exchange = d.exchange[k][case[None], d.group_of[position][:, None]]
@@ -128,7 +129,7 @@ class Routing:
     def _known(self) -> dict[tuple[int, object], FloatArray]:
         return {}
 
-    def _work_factors(self, d: Division, node: Node) -> FloatArray:
+    def _work_factors(self, d: ExpertDivision, node: GraphNode) -> FloatArray:
         """[load] of nodes of this kind: they are alike in all layers of a division."""
         key = (int(d.layers[0]), node.kind)
         if key not in self._known:
@@ -138,7 +139,7 @@ class Routing:
             self._known[key] = seconds / usual if usual > 0 else np.ones(len(d.loads))
         return self._known[key]
 
-    def _exchange_factors(self, d: Division, there: bool) -> FloatArray:
+    def _exchange_factors(self, d: ExpertDivision, there: bool) -> FloatArray:
         """[exchange] of a division; there: towards the experts, as dispatches in forward and combines in backward."""
         key = (int(d.layers[0]), there)
         if key not in self._known:
@@ -150,12 +151,12 @@ class Routing:
             self._known[key] = np.where(usual > 0, seconds / np.where(usual > 0, usual, 1.0), 1.0)
         return self._known[key]
 
-    def template(self, node: Node) -> Template:
+    def template(self, node: GraphNode) -> ExpertTemplate:
         """An experts node as a function of its rows."""
         d, _ = self.division_of[self.layer(node)]
         return template(node, d.first, self.source, self.recompute)
 
-    def sizes(self, plan: Plan, position: int) -> Sizes:
+    def sizes(self, plan: Plan, position: int) -> ExpertSizes:
         """Bytes of a position's buffers and workspaces: those that hold rows of experts follow its rows."""
         nodes, b = plan.graph.nodes, plan.buffers
         mbs = np.arange(plan.graph.mbs)
@@ -173,9 +174,9 @@ class Routing:
             for slot, line in enumerate(lines[:-1]):
                 at = mine[b.slot[mine] == slot]
                 out[at] = _bytes(line, worked[b.mb[at]])
-        return Sizes(out, workspace)
+        return ExpertSizes(out, workspace)
 
-    def _lines(self, node: Node) -> tuple[Line, ...] | None:
+    def _lines(self, node: GraphNode) -> tuple[BufferLine, ...] | None:
         """Of each buffer and of the workspace; None where none holds rows of experts."""
         if node.message is None:
             found = self.template(node)
@@ -183,10 +184,10 @@ class Routing:
         if not towards(node):
             return None
         usual = balanced_rows(self.division_of[self.layer(node)][0].first, self.source)
-        return (*(Line(0, w.bytes, usual) for w in node.writes), Line(0, 0, 1))
+        return (*(BufferLine(0, w.bytes, usual) for w in node.writes), BufferLine(0, 0, 1))
 
 
-def towards(node: Node) -> bool:
+def towards(node: GraphNode) -> bool:
     """Whether an all-to-all carries tokens to experts: a dispatch in forward, in backward a combine's mirror."""
     return node.part.endswith(".dispatch") == (node.kind is not Pass.I)
 
@@ -197,5 +198,5 @@ def _by_node(node: IntArray, nodes: int) -> list[IntArray]:
     return np.split(order, np.searchsorted(node[order], np.arange(nodes + 1)))[1:-1]
 
 
-def _bytes(line: Line, rows: IntArray) -> IntArray:
+def _bytes(line: BufferLine, rows: IntArray) -> IntArray:
     return line.fixed - (-line.per * rows) // line.of

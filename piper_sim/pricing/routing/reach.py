@@ -18,7 +18,7 @@ from ir.core.order import FloatArray, IntArray
 
 
 @dataclass(frozen=True, eq=False)
-class Reach:
+class TokenReach:
     """Of each row of counts. copies: [row, rank] to its experts; rank, node: [row, …] tokens that get there at all."""
 
     copies: FloatArray
@@ -26,7 +26,7 @@ class Reach:
     node: FloatArray
 
 
-def reach(rows: IntArray, node: IntArray, top_k: int, limit: int = 0) -> Reach:
+def reach(rows: IntArray, node: IntArray, top_k: int, limit: int = 0) -> TokenReach:
     """Of rows of counts by expert, whose ranks lie on nodes `node` (numbers from 0). limit: nodes per token; 0: none.
 
     >>> r = reach(np.full((1, 8), 2), np.array([0, 0, 1, 1]), top_k=2)  # 8 tokens, two experts on each rank
@@ -47,7 +47,7 @@ def reach(rows: IntArray, node: IntArray, top_k: int, limit: int = 0) -> Reach:
     if limit:
         seen *= np.minimum(1.0, limit / np.maximum(seen.sum(axis=1, keepdims=True), 1e-300))
     seen = np.maximum(seen, np.stack([least[:, n].max(axis=1) for n in on], axis=1)) * tokens
-    return Reach(copies, _ranks(copies, by_node, seen, node, least * tokens), seen)
+    return TokenReach(copies, _ranks(copies, by_node, seen, node, least * tokens), seen)
 
 
 def _ranks(copies: FloatArray, by_node: FloatArray, seen: FloatArray, node: IntArray, least: FloatArray) -> FloatArray:

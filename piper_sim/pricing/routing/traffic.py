@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ir.core.order import FloatArray, IntArray
-from piper_sim.pricing.routing.reach import Reach
+from piper_sim.pricing.routing.reach import TokenReach
 
 _AT_ONCE = 2**18  # numbers: what a cache holds
 
 
 @dataclass(frozen=True, eq=False)
-class Loads:
+class LinkLoads:
     """Tokens over links, by [exchange, rank]. out: what it sends, into: what it receives. A combine swaps the two."""
 
     node_out: FloatArray
@@ -29,7 +29,7 @@ class Loads:
 
 
 @dataclass(frozen=True, eq=False)
-class Roads:
+class LinkRoads:
     """How copies travel between the ranks of a group, which lie on nodes `node`, numbered from 0.
 
     via: [source, rank] the rank where what goes from source to the rank's node lands: the one with the source's own
@@ -41,10 +41,10 @@ class Roads:
     entry: IntArray
 
     @classmethod
-    def of(cls, node: IntArray) -> Roads:
+    def of(cls, node: IntArray) -> LinkRoads:
         """The roads of a group.
 
-        >>> Roads.of(np.array([0, 0, 1, 1])).via.tolist()
+        >>> LinkRoads.of(np.array([0, 0, 1, 1])).via.tolist()
         [[0, 0, 2, 2], [1, 1, 3, 3], [0, 0, 2, 2], [1, 1, 3, 3]]
         """
         members = [np.flatnonzero(node == n) for n in range(int(node.max()) + 1)]
@@ -54,7 +54,7 @@ class Roads:
         return cls(node, entry[:, node], entry)
 
 
-def loads(exchanges: IntArray, reach: Reach, roads: Roads, deduplicate: bool) -> Loads:
+def loads(exchanges: IntArray, reach: TokenReach, roads: LinkRoads, deduplicate: bool) -> LinkLoads:
     """Of exchanges, given as the [exchange, source] rows of counts that meet in them.
 
     deduplicate: a token crosses the network once per node and a node once per rank, as in DeepEP. Else every copy goes
@@ -63,13 +63,13 @@ def loads(exchanges: IntArray, reach: Reach, roads: Roads, deduplicate: bool) ->
     step = max(1, _AT_ONCE // max(1, exchanges.shape[1] ** 2))
     pieces = [exchanges[a : a + step] for a in range(0, len(exchanges), step)]
     found = [(_deduplicated if deduplicate else _direct)(p, reach, roads) for p in pieces]
-    return Loads(*(np.concatenate(x) for x in zip(*found, strict=True)))
+    return LinkLoads(*(np.concatenate(x) for x in zip(*found, strict=True)))
 
 
 _Tiers = tuple[FloatArray, FloatArray, FloatArray, FloatArray]
 
 
-def _direct(exchanges: IntArray, reach: Reach, roads: Roads) -> _Tiers:
+def _direct(exchanges: IntArray, reach: TokenReach, roads: LinkRoads) -> _Tiers:
     copies, ranks = reach.copies[exchanges], np.arange(len(roads.node))
     near = roads.node[:, None] == roads.node
     inside = copies * (near & (ranks[:, None] != ranks))
@@ -77,7 +77,7 @@ def _direct(exchanges: IntArray, reach: Reach, roads: Roads) -> _Tiers:
     return inside.sum(axis=2), inside.sum(axis=1), across.sum(axis=2), across.sum(axis=1)
 
 
-def _deduplicated(exchanges: IntArray, reach: Reach, roads: Roads) -> _Tiers:
+def _deduplicated(exchanges: IntArray, reach: TokenReach, roads: LinkRoads) -> _Tiers:
     ranks = np.arange(len(roads.node))
     last = reach.rank[exchanges] * (roads.via != ranks)
     across = reach.node[exchanges] * (roads.node[:, None] != np.arange(roads.entry.shape[1]))

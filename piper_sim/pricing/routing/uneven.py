@@ -6,14 +6,14 @@ import numpy as np
 
 from ir.core.grid import quantised
 from ir.core.order import FloatArray, IntArray
-from ir.graph.graph import Node
+from ir.graph.graph import GraphNode
 from ir.plan.plan import OpKind, Plan
-from piper_sim.folding import Classes
-from piper_sim.pricing.costs import KERNELS, CostModel, OpCosts, Share, scaled_to_stage_times
-from piper_sim.pricing.routing.model import Routing
+from piper_sim.folding import RankClasses
+from piper_sim.pricing.costs import KERNELS, CostModel, CostShare, OpCosts, scaled_to_stage_times
+from piper_sim.pricing.routing.model import ExpertRouting
 
 
-def price_uneven(routing: Routing, plan: Plan, model: CostModel, classes: Classes) -> OpCosts:
+def price_uneven(routing: ExpertRouting, plan: Plan, model: CostModel, classes: RankClasses) -> OpCosts:
     """As `model.price(plan, classes)`, with the experts' real rows and the all-to-alls' real bytes.
 
     An op changes by its experts' kernels: their seconds times the factor of each class's first position, at its speed.
@@ -21,7 +21,7 @@ def price_uneven(routing: Routing, plan: Plan, model: CostModel, classes: Classe
     """
     count, n = classes.count, len(plan)
     balanced = model.seconds(plan, classes)  # ours to change: a copy would take longer than all the rest
-    duration, shares = balanced[0].reshape(count, n), balanced[1].reshape(count, n, len(Share))
+    duration, shares = balanced[0].reshape(count, n), balanced[1].reshape(count, n, len(CostShare))
     own = _node_shares(plan, model)
     for shape, ops in zip(plan.shapes, _ops_by_shape(plan), strict=True):
         for i, member in shape.covers if len(ops) else ():
@@ -41,7 +41,7 @@ def price_uneven(routing: Routing, plan: Plan, model: CostModel, classes: Classe
                 after = np.maximum(before + quantised(more), 0.0)
                 shares[:, ops, share] = after
                 duration[:, ops] += after - before
-    return OpCosts(duration.ravel(), shares.reshape(-1, len(Share)))
+    return OpCosts(duration.ravel(), shares.reshape(-1, len(CostShare)))
 
 
 def _ops_by_shape(plan: Plan) -> list[IntArray]:
@@ -52,14 +52,14 @@ def _ops_by_shape(plan: Plan) -> list[IntArray]:
 def _node_shares(plan: Plan, model: CostModel) -> FloatArray:
     """[node, Share] seconds with balanced routing, at full speed."""
     nodes = plan.graph.nodes
-    own = np.array([model.node_shares(n) for n in nodes]).reshape(-1, len(Share))
+    own = np.array([model.node_shares(n) for n in nodes]).reshape(-1, len(CostShare))
     times = model.job.costs.stage_times
     if times is not None:
         own, _ = scaled_to_stage_times(plan.graph, own, np.array([model.node_message(n) for n in nodes]), times)
     return quantised(own)
 
 
-def _factor(routing: Routing, node: Node, share: int, case: IntArray, position: IntArray) -> FloatArray:
+def _factor(routing: ExpertRouting, node: GraphNode, share: int, case: IntArray, position: IntArray) -> FloatArray:
     """[class, op] of one share of a node's seconds."""
     kind = routing.work_factor if share in KERNELS else routing.inline_factor
     return kind(node, case, position)

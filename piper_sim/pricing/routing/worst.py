@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from cost_models import StateBytes
+from cost_models import OptimizerMemory
 from ir.core.order import IntArray
 from ir.plan.plan import OpKind, Plan, cover_table
-from piper_sim.folding import Classes
+from piper_sim.folding import RankClasses
 from piper_sim.memory.timeline import memory
-from piper_sim.pricing.routing.model import Routing
+from piper_sim.pricing.routing.model import ExpertRouting
 
 
-def worst(plan: Plan, routing: Routing, classes: Classes) -> tuple[Plan, IntArray]:
+def worst(plan: Plan, routing: ExpertRouting, classes: RankClasses) -> tuple[Plan, IntArray]:
     """The plan with the buffer bytes of that replica of each program whose peak is highest; and [node, mb] workspaces.
 
     Every (node, microbatch) runs on one program, so one table holds all programs' own.
     """
-    none = (StateBytes(0, 0, 0),) * plan.programs
+    none = (OptimizerMemory(0, 0, 0),) * plan.programs
     nodes = _runs(plan)
     peak = np.full(plan.programs, -1, dtype=np.int64)
     sizes, workspace = plan.buffers.bytes.copy(), np.zeros_like(nodes)

@@ -16,7 +16,7 @@ from piper_sim.report.look import lanes_of, looks_of, span, stream_key
 
 
 @dataclass(frozen=True, eq=False)
-class ReportRun:
+class ReportTrace:
     """One trace of a report, with what is said about it.
 
     facts are shown as they are, in their order. waits, cost_source: one text per row of the trace, shown when the
@@ -54,10 +54,10 @@ class _Blob:
         return base64.b64encode(gzip.compress(b"".join(self.parts), 6, mtime=0)).decode("ascii")
 
 
-def run_object(run: ReportRun) -> dict[str, object]:
+def run_object(run: ReportTrace) -> dict[str, object]:
     """What the page needs of a run, as one JSON object.
 
-    >>> run = ReportRun("one", Trace.of({}, [(0, 0, "compute", "0F0", 0.0, 0.0, 1.0)]))
+    >>> run = ReportTrace("one", Trace.of({}, [(0, 0, "compute", "0F0", 0.0, 0.0, 1.0)]))
     >>> data = run_object(run)
     >>> data["name"], data["lanes"], data["zero"]
     ('one', [[0, 0, 1]], 0.0)

@@ -14,21 +14,21 @@ import numpy as np
 
 from ir.trace.trace import Trace
 from piper_sim.report.look import COMPUTE, LOOKS, legend_looks, looks_of, span
-from piper_sim.report.page.columns import ReportRun, run_object
+from piper_sim.report.page.columns import ReportTrace, run_object
 from piper_sim.report.timeline import text_timeline
 from piper_sim.report.units import percent, seconds, size
 
-__all__ = ["ReportRun", "Tables", "report_html"]
+__all__ = ["ReportTrace", "Tables", "report_html"]
 
 Tables = Mapping[str, Sequence[Mapping[str, object]]]
 _SCRIPTS = ("report_data.js", "report_scene.js", "report_paint.js", "report_page.js")
 _NUMBER = re.compile(r"[-+]?[\d ,.]+( ?(s|ms|µs|ns|%|[KMGT]iB|B|\(\d+\)))*|–|✓|✗")
 
 
-def report_html(runs: Sequence[ReportRun], title: str, tables: Tables | None = None) -> str:
+def report_html(runs: Sequence[ReportTrace], title: str, tables: Tables | None = None) -> str:
     """The page's text. `tables` maps a heading to rows; every row is a dict from column to cell.
 
-    >>> run = ReportRun("1f1b", Trace.of({}, [(0, 0, "compute", "0F0", 0.0, 0.0, 1.0)]), {"step": "1 s"})
+    >>> run = ReportTrace("1f1b", Trace.of({}, [(0, 0, "compute", "0F0", 0.0, 0.0, 1.0)]), {"step": "1 s"})
     >>> page = report_html([run], "A <b> step", {"Summary": [{"schedule": "1f1b", "step s": 1.0}]})
     >>> "<title>A &lt;b&gt; step</title>" in page, "<script src" in page
     (True, False)
@@ -98,7 +98,7 @@ def _cell(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _facts(runs: Sequence[ReportRun]) -> str:
+def _facts(runs: Sequence[ReportTrace]) -> str:
     cards = []
     for run in runs:
         items = "".join(f"<dt>{html.escape(str(k))}</dt><dd>{html.escape(_cell(v))}</dd>" for k, v in run.facts.items())
@@ -106,7 +106,7 @@ def _facts(runs: Sequence[ReportRun]) -> str:
     return f'<section class="facts">{"".join(cards)}</section>' if any(cards) else ""
 
 
-def _legend(runs: Sequence[ReportRun]) -> str:
+def _legend(runs: Sequence[ReportTrace]) -> str:
     used = {i for run in runs for i in np.unique(looks_of(run.trace)).tolist()}
     items = (f'<li><i class="look-{k.key}"></i>{k.word}</li>' for k in legend_looks(used))
     return f'<ul class="legend">{"".join(items)}</ul>'
@@ -133,5 +133,5 @@ def _rank_rows(trace: Trace) -> list[dict[str, object]]:
     return rows
 
 
-def _text(run: ReportRun) -> str:
+def _text(run: ReportTrace) -> str:
     return f"<h3>{html.escape(run.name)}</h3><pre>{html.escape(text_timeline(run.trace))}</pre>"

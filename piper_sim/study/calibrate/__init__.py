@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from piper_sim.study.calibrate.job import Asked, Calibrated, calibrate
+from piper_sim.study.calibrate.job import ProfileOptions, ProfileResult, calibrate
 
-__all__ = ["Asked", "Calibrated", "calibrate"]
+__all__ = ["ProfileOptions", "ProfileResult", "calibrate"]

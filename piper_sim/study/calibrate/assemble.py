@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from cost_models.profile.profile import Machine, Measured, OpEntry, Profile
-from cost_models.profile.shapes import OpShape, op_shapes
+from cost_models.profile.profile import MeasuredCost, OpEntry, Profile, ProfileMachine
+from cost_models.profile.shapes import KernelShape, op_shapes
 from ir.graph.classes import node_classes
 from piper_sim.study.calibrate.sizes import Size
 from piper_sim.study.validate.samples import measured
 
 
-class Timed(Protocol):
+class ProfileSamplesLike(Protocol):
     """`executor.measure.calibrate.Measurement`."""
 
     ops: tuple[dict[str, list[float]], ...]
@@ -25,23 +25,23 @@ class Timed(Protocol):
     threads: int
 
 
-def shapes_of(sizes: Sequence[Size]) -> dict[str, OpShape]:
+def shapes_of(sizes: Sequence[Size]) -> dict[str, KernelShape]:
     """By class: the family and sizes of every node that has them, over all sizes of a job."""
-    out: dict[str, OpShape] = {}
+    out: dict[str, KernelShape] = {}
     for _, plan in sizes:
         named = zip(node_classes(plan.graph), op_shapes(plan.graph), strict=True)
         out |= {name: shape for name, shape in named if shape is not None}
     return out
 
 
-def profile_of(timed: Timed, sizes: Sequence[Size], host_s: float | None, by: str) -> Profile:
+def profile_of(timed: ProfileSamplesLike, sizes: Sequence[Size], host_s: float | None, by: str) -> Profile:
     """What was measured here."""
     shapes = shapes_of(sizes)
     times = {name: measured(x) for one in timed.ops for name, x in one.items()}
     for pieces, recipes in zip(timed.pieces, timed.recipes, strict=True):
         times |= summed(pieces, recipes)
     ops = {name: OpEntry(time, shape=shapes.get(name), alone=True) for name, time in times.items()}
-    machine = Machine.here(timed.gpu, timed.gpus, timed.threads)
+    machine = ProfileMachine.here(timed.gpu, timed.gpus, timed.threads)
     links = {key: measured(x) for key, x in timed.links.items()}
     what = f"{len(ops)} op classes timed here by {by}, {len(sizes)} size{'s' if len(sizes) > 1 else ''} of the job"
     origins = [what, *([f"{len(links)} messages timed here"] if links else [])]
@@ -50,7 +50,7 @@ def profile_of(timed: Timed, sizes: Sequence[Size], host_s: float | None, by: st
 
 def summed(
     pieces: Mapping[int, Sequence[float]], recipes: Mapping[str, Sequence[tuple[int, int]]]
-) -> dict[str, Measured]:
+) -> dict[str, MeasuredCost]:
     """Ops as the sums of their kernels; an op of which a kernel is missing is left out, as is one without any.
 
     >>> summed({0: [1.0, 1.0], 1: [0.5]}, {"F/mlp 1": [(0, 2), (1, 1)], "W/mlp 1": [(2, 1)]})
@@ -62,7 +62,7 @@ def summed(
         if recipe and all(k in known for k, _ in recipe):
             parts = [(known[k], times) for k, times in recipe]
             seconds, spread = (sum(getattr(m, key) * n for m, n in parts) for key in ("median_s", "spread_s"))
-            out[name] = Measured(seconds, spread, min(m.count for m, _ in parts))
+            out[name] = MeasuredCost(seconds, spread, min(m.count for m, _ in parts))
     return out
 
 

@@ -6,30 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from cost_models import Hardware
+from cost_models import DeviceHardware
 from cost_models.profile.file import load_profile
-from cost_models.profile.profile import Profile, Source
+from cost_models.profile.profile import CostSource, Profile
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
-from ir.job.build import Prepared, blaming
+from ir.job.build import PreparedJob, blaming
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
-from piper_sim.pricing.sources import Sources, sources
-from piper_sim.study.calibrate.assemble import Timed, laid_over, profile_of
+from piper_sim.pricing.sources import CostSources, sources
+from piper_sim.study.calibrate.assemble import ProfileSamplesLike, laid_over, profile_of
 from piper_sim.study.calibrate.host import probe
 from piper_sim.study.calibrate.kineto import read_kineto
 from piper_sim.study.calibrate.nccl_tests import read_nccl_tests
 from piper_sim.study.calibrate.pairs import read_pairs
 from piper_sim.study.calibrate.sizes import Size, sizes_of, without_profile
-from piper_sim.study.validate.runs import Executor
+from piper_sim.study.validate.runs import PlanExecutor
 
 
-class Stopwatch(Protocol):
+class ProfileMeasurer(Protocol):
     """`executor.measure.calibrate`, which only `piper_sim.app.cli` may reach."""
 
     def measure(
         self, sizes: Sequence[Size], *, processes: int, backend: str, repeats: int, by: str, watchdog_s: float
-    ) -> Timed:
+    ) -> ProfileSamplesLike:
         """Time ops and messages."""
         ...
 
@@ -41,13 +41,13 @@ class Stopwatch(Protocol):
         """Refuse more processes than ranks or GPUs."""
         ...
 
-    def refuse_modules(self, prepared: Prepared) -> None:
+    def refuse_modules(self, prepared: PreparedJob) -> None:
         """Refuse what is not to be timed as modules."""
         ...
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProfileOptions:
     """Flags of `calibrate`. others: further sizes of the job, by name. kineto, nccl, pairs: files to read instead of
     measuring. onto: a profile that what is new is laid over.
     """
@@ -70,11 +70,11 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class ProfileResult:
     """A profile, and how much of the job's own plan it covers. by: "modules", "kernels", or "" where nothing ran."""
 
     profile: Profile
-    covers: Sources
+    covers: CostSources
     by: str
     processes: int
 
@@ -105,13 +105,19 @@ class Calibrated:
             },
             "cost_source": self.covers.word,
             "cost_shares": self.covers.shares,
-            "missing": [r.name for r in self.covers.rows if r.source is Source.MODELLED and r.seconds],  # dearest first
+            "missing": [
+                r.name for r in self.covers.rows if r.source is CostSource.MODELLED and r.seconds
+            ],  # dearest first
         }
 
 
 def calibrate(
-    job: Job, sets: Sequence[str], asked: Asked, stopwatch: Stopwatch | None, executor: Executor | None
-) -> Calibrated:
+    job: Job,
+    sets: Sequence[str],
+    asked: ProfileOptions,
+    stopwatch: ProfileMeasurer | None,
+    executor: PlanExecutor | None,
+) -> ProfileResult:
     """Measure, or read what others measured. The job's own plan is never run.
 
     Raises PiperError: what cannot be measured or read (exit 2), RankFailed (exit 4).
@@ -137,10 +143,10 @@ def calibrate(
         new = profile_of(timed, sizes, host_s, by)
     profile = new if base is None else laid_over(new, base, machine=not asked.imports)
     found = sources(prepared.plan(), CostModel(prepared, hardware, profile))
-    return Calibrated(profile, found, by, processes)
+    return ProfileResult(profile, found, by, processes)
 
 
-def _imported(asked: Asked, prepared: Prepared, hardware: Hardware) -> Profile:
+def _imported(asked: ProfileOptions, prepared: PreparedJob, hardware: DeviceHardware) -> Profile:
     """What the files say, the later laid over the earlier."""
     found = [read_kineto(asked.kineto, prepared, hardware)] if asked.kineto else []
     found += [read_nccl_tests(asked.nccl)] if asked.nccl else []
@@ -151,7 +157,7 @@ def _imported(asked: Asked, prepared: Prepared, hardware: Hardware) -> Profile:
     return out
 
 
-def _processes(asked: Asked, prepared: Prepared, stopwatch: Stopwatch) -> int:
+def _processes(asked: ProfileOptions, prepared: PreparedJob, stopwatch: ProfileMeasurer) -> int:
     """As asked; else one for each rank, as far as there is something for each to compute on."""
     most = asked.processes
     if most is None:
@@ -163,7 +169,7 @@ def _processes(asked: Asked, prepared: Prepared, stopwatch: Stopwatch) -> int:
     return most
 
 
-def _by(asked: Asked, sizes: Sequence[Size], stopwatch: Stopwatch) -> str:
+def _by(asked: ProfileOptions, sizes: Sequence[Size], stopwatch: ProfileMeasurer) -> str:
     """Modules where all sizes can be run as such; single kernels else."""
     if asked.by != "auto":
         return asked.by

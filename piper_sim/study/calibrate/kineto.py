@@ -8,28 +8,28 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from cost_models import Hardware
-from cost_models.profile.machine import Machine
-from cost_models.profile.profile import Measured, OpEntry, Profile
+from cost_models import DeviceHardware
+from cost_models.profile.machine import ProfileMachine
+from cost_models.profile.profile import MeasuredCost, OpEntry, Profile
 from cost_models.profile.shapes import op_shapes
 from ir.core.errors import ErrorKind, PiperError
 from ir.graph.classes import node_classes
 from ir.graph.graph import Graph
-from ir.job.build import Prepared
-from piper_sim.folding.ground import Positions
+from ir.job.build import PreparedJob
+from piper_sim.folding.ground import RankPositions
 from piper_sim.pricing.costs import KERNELS, CostModel
-from piper_sim.study.calibrate.trace_events import FLAG, Range, TraceFile, read_trace_file
+from piper_sim.study.calibrate.trace_events import FLAG, TraceFile, TraceRange, read_trace_file
 from piper_sim.study.calibrate.trace_links import link_times
-from piper_sim.study.calibrate.trace_names import FORMS, Named, Names
+from piper_sim.study.calibrate.trace_names import FORMS, TraceName, TraceNames
 from piper_sim.study.validate.samples import measured
 
 Pieces = dict[str, dict[str, list[float]]]  # by class, by piece: seconds; a class takes the sum of its pieces
 
 
-def read_kineto(paths: Sequence[str], prepared: Prepared, hardware: Hardware) -> Profile:
+def read_kineto(paths: Sequence[str], prepared: PreparedJob, hardware: DeviceHardware) -> Profile:
     """The profile that some traces of a job give. Raises PiperError: a broken trace, or one of another job."""
     graph = prepared.plan().graph
-    names = Names(graph)
+    names = TraceNames(graph)
     traces = [read_trace_file(path, names.read) for path in paths]
     weights = _weights(graph, prepared, hardware)
     classes, shapes = node_classes(graph), op_shapes(graph)
@@ -48,7 +48,7 @@ def read_kineto(paths: Sequence[str], prepared: Prepared, hardware: Hardware) ->
 
 
 def _samples(
-    t: TraceFile, names: Names, prepared: Prepared, weights: Sequence[float], classes: Sequence[str]
+    t: TraceFile, names: TraceNames, prepared: PreparedJob, weights: Sequence[float], classes: Sequence[str]
 ) -> dict[tuple[str, str], list[float]]:
     """Seconds by class and piece of every range of one trace."""
     read = {r.name: names.read(r.name) for r in t.ranges}
@@ -69,33 +69,33 @@ def _samples(
     return out
 
 
-def _inside(r: Range) -> list[Range]:
+def _inside(r: TraceRange) -> list[TraceRange]:
     return [x for inner in r.inner for x in (inner, *_inside(inner))]
 
 
-def _weights(graph: Graph, prepared: Prepared, hardware: Hardware) -> list[float]:
+def _weights(graph: Graph, prepared: PreparedJob, hardware: DeviceHardware) -> list[float]:
     """Modelled seconds of every node's kernels."""
     model = CostModel(prepared, hardware)
     return [0.0 if n.message is not None else sum(model.node_shares(n)[s] for s in KERNELS) for n in graph.nodes]
 
 
-def _program(t: TraceFile, names: Names, found: list[Named], prepared: Prepared) -> int:
+def _program(t: TraceFile, names: TraceNames, found: list[TraceName], prepared: PreparedJob) -> int:
     """Which program a trace is of: by its rank, else by the stages that it has ranges of."""
     if t.rank is not None and t.world == prepared.ranks:
-        return Positions(prepared.mesh).seat(t.rank).program
+        return RankPositions(prepared.mesh).seat(t.rank).program
     stages = names.stages(found)
     groups = {g for n in names.graph.nodes if not n.once and n.stage in stages for g in n.groups}
     return min(groups, default=0)
 
 
-def _sum(parts: Sequence[Measured]) -> Measured:
+def _sum(parts: Sequence[MeasuredCost]) -> MeasuredCost:
     median, spread = (sum(getattr(m, key) for m in parts) for key in ("median_s", "spread_s"))
-    return Measured(median, spread, min(m.count for m in parts))
+    return MeasuredCost(median, spread, min(m.count for m in parts))
 
 
-def _machine(traces: Sequence[TraceFile]) -> Machine:
+def _machine(traces: Sequence[TraceFile]) -> ProfileMachine:
     gpus = sorted({t.gpu for t in traces if t.gpu})
-    return Machine.elsewhere(", ".join(gpus), max(t.world for t in traces) if gpus else 0)
+    return ProfileMachine.elsewhere(", ".join(gpus), max(t.world for t in traces) if gpus else 0)
 
 
 def _origins(traces: Sequence[TraceFile], ops: int, links: int, unknown: int) -> tuple[str, ...]:

@@ -13,26 +13,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from cost_models.profile.machine import Machine
-from cost_models.profile.profile import Measured, Profile
+from cost_models.profile.machine import ProfileMachine
+from cost_models.profile.profile import MeasuredCost, Profile
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.files import Format, read_text
-from ir.core.work import CommKind, Message
+from ir.core.files import FileErrors, read_text
+from ir.core.work import Message, MessageKind
 from ir.graph.classes import link_class
 from piper_sim.study.validate.samples import measured
 
 TESTS = {
-    "all_reduce": CommKind.ALL_REDUCE,
-    "all_gather": CommKind.ALL_GATHER,
-    "reduce_scatter": CommKind.REDUCE_SCATTER,
-    "alltoall": CommKind.ALL_TO_ALL,
-    "sendrecv": CommKind.P2P,
+    "all_reduce": MessageKind.ALL_REDUCE,
+    "all_gather": MessageKind.ALL_GATHER,
+    "reduce_scatter": MessageKind.REDUCE_SCATTER,
+    "alltoall": MessageKind.ALL_TO_ALL,
+    "sendrecv": MessageKind.P2P,
 }
 OTHERS = ("broadcast", "reduce", "gather", "scatter", "hypercube")
 NEEDED = ("size", "time", "algbw", "busbw")
 DEFAULT_ITERATIONS = 20
 FLAG = "--from-nccl-tests"
-FORM = Format("what nccl-tests prints", ErrorKind.JOB, FLAG, 10**8, "what all_reduce_perf prints, whole", packed=True)
+FORM = FileErrors(
+    "what nccl-tests prints", ErrorKind.JOB, FLAG, 10**8, "what all_reduce_perf prints, whole", packed=True
+)
 _TAG = re.compile(r"^\s*(\[\d+,\d+\]\s*<std\w+>:|\d+:)\s?")  # mpirun --tag-output, srun --label
 _RANK = re.compile(
     r"#\s*Rank\s+(\d{1,9})\s+(?:Group\s+(\d{1,9})\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+\s+\[[^]]*]\s*(.*)"
@@ -43,7 +45,7 @@ _BAD = re.compile(r"#\s*Out of bounds values\s*:\s*(\d{1,18})")
 
 
 @dataclass
-class Section:
+class CollectiveTest:
     """One test. hosts: by rank of group 0. rows: (line, size, microseconds out of place and in place, where given)."""
 
     program: str = ""
@@ -52,7 +54,7 @@ class Section:
     gpu: str = ""
     columns: tuple[str, ...] = ()
     redop: str = ""
-    rows: list[Line] = field(default_factory=list)
+    rows: list[CollectiveTestLine] = field(default_factory=list)
 
     @property
     def begun(self) -> bool:
@@ -61,7 +63,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Line:
+class CollectiveTestLine:
     """One line of a table. halves: (time, algbw, busbw) as printed, out of place and in place."""
 
     number: int
@@ -70,10 +72,10 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Table:
+class CollectiveTestTimes:
     """One test's times. seconds: by size in bytes, one or two of them; iterations: behind each."""
 
-    kind: CommKind
+    kind: MessageKind
     ranks: int
     nodes: int
     gpu: str
@@ -83,7 +85,7 @@ class Table:
 
 def read_nccl_tests(paths: Sequence[str]) -> Profile:
     """The links of a profile from nccl-tests' output. Raises PiperError, with file and line."""
-    tables: list[Table] = []
+    tables: list[CollectiveTestTimes] = []
     for path in paths:
         with FORM.naming(path):
             tables += parse(read_text(path, FORM), path)
@@ -95,10 +97,10 @@ def read_nccl_tests(paths: Sequence[str]) -> Profile:
             samples[key] += seconds
             counts[key] += t.iterations * len(seconds)
     found = {key: measured(x) for key, x in samples.items()}
-    links = {key: Measured(m.median_s, m.spread_s, counts[key]) for key, m in found.items()}
+    links = {key: MeasuredCost(m.median_s, m.spread_s, counts[key]) for key, m in found.items()}
     gpus = {t.gpu for t in tables if t.gpu}
     most = max(tables, key=lambda t: t.ranks)
-    machine = Machine.elsewhere(", ".join(sorted(gpus)), most.ranks if gpus else 0)
+    machine = ProfileMachine.elsewhere(", ".join(sorted(gpus)), most.ranks if gpus else 0)
     origins = [
         f"nccl-tests: {t.kind} of {t.ranks} ranks on {_nodes(t.nodes)}, {t.gpu or 'GPU not named'}" for t in tables
     ]
@@ -109,7 +111,7 @@ def _nodes(count: int) -> str:
     return f"{count} node{'s' if count > 1 else ''}"
 
 
-def parse(text: str, file: str) -> list[Table]:
+def parse(text: str, file: str) -> list[CollectiveTestTimes]:
     """Every test in a text. Raises PiperError: nothing in it, or something that cannot be right."""
     sections = list(_sections(text, file))
     tables = [_table(s, file) for s in sections if s.rows]
@@ -119,14 +121,14 @@ def parse(text: str, file: str) -> list[Table]:
     return tables
 
 
-def _sections(text: str, file: str) -> Iterator[Section]:
-    now = Section()
+def _sections(text: str, file: str) -> Iterator[CollectiveTest]:
+    now = CollectiveTest()
     for number, raw in enumerate(text.splitlines(), 1):
         line = _TAG.sub("", raw).strip()
         starts = _STARTS.match(line)
         if now.begun and (starts or line.startswith("# nThread")):
             yield now
-            now = Section()
+            now = CollectiveTest()
         if starts:
             now.program = starts[1]
         elif line.startswith("#"):
@@ -137,7 +139,7 @@ def _sections(text: str, file: str) -> Iterator[Section]:
     yield now
 
 
-def _header(s: Section, line: str, number: int, file: str) -> None:
+def _header(s: CollectiveTest, line: str, number: int, file: str) -> None:
     if m := _RANK.match(line):
         rank, group = int(m[1]), int(m[2] or 0)
         if rank in s.hosts:
@@ -165,7 +167,7 @@ def _plain(word: str) -> str:
     return "time" if word == "cputime" else word
 
 
-def _line(s: Section, cells: list[str], number: int, file: str) -> Line:
+def _line(s: CollectiveTest, cells: list[str], number: int, file: str) -> CollectiveTestLine:
     columns = s.columns
     firsts = [i for i, c in enumerate(columns) if c == "time"]
     if len(cells) < len(columns):
@@ -177,10 +179,10 @@ def _line(s: Section, cells: list[str], number: int, file: str) -> Line:
     size = cells[columns.index("size")]
     if not (size.isdecimal() and len(size) < 19):
         raise _wrong(file, number, f"size {size!r}", allowed="bytes")
-    return Line(number, int(size), halves)
+    return CollectiveTestLine(number, int(size), halves)
 
 
-def _table(s: Section, file: str) -> Table:
+def _table(s: CollectiveTest, file: str) -> CollectiveTestTimes:
     ranks, nodes = _group(s, file)
     kind = _kind(s, file, ranks)
     seconds: dict[int, list[float]] = {}
@@ -190,11 +192,11 @@ def _table(s: Section, file: str) -> Table:
             seconds.setdefault(row.size, []).extend(times)
     if not seconds:
         raise _wrong(file, s.rows[0].number, "no message of more than 0 bytes")
-    nodes = min(nodes, 2) if kind is CommKind.P2P else nodes
-    return Table(kind, ranks, nodes, s.gpu, seconds, s.iterations)
+    nodes = min(nodes, 2) if kind is MessageKind.P2P else nodes
+    return CollectiveTestTimes(kind, ranks, nodes, s.gpu, seconds, s.iterations)
 
 
-def _group(s: Section, file: str) -> tuple[int, int]:
+def _group(s: CollectiveTest, file: str) -> tuple[int, int]:
     """(ranks, nodes) of the group that was tested."""
     number = s.rows[0].number
     if not s.hosts:
@@ -205,18 +207,18 @@ def _group(s: Section, file: str) -> tuple[int, int]:
     return len(s.hosts), len(set(s.hosts.values()))
 
 
-def factor(kind: CommKind, ranks: int) -> float:
+def factor(kind: MessageKind, ranks: int) -> float:
     """busbw over algbw, as nccl-tests defines it."""
     match kind:
-        case CommKind.ALL_REDUCE:
+        case MessageKind.ALL_REDUCE:
             return 2 * (ranks - 1) / ranks
-        case CommKind.P2P:
+        case MessageKind.P2P:
             return 1.0
         case _:
             return (ranks - 1) / ranks
 
 
-def _kind(s: Section, file: str, ranks: int) -> CommKind:
+def _kind(s: CollectiveTest, file: str, ranks: int) -> MessageKind:
     """By the test's name, printed or in the file's; else by its factor and whether it reduces."""
     number = s.rows[0].number
     for name in (s.program, Path(file).name):
@@ -231,7 +233,7 @@ def _kind(s: Section, file: str, ranks: int) -> CommKind:
         for k in TESTS.values()
         if ratios
         and abs(median(ratios) / factor(k, ranks) - 1) < 0.02
-        and reduces == (k in (CommKind.ALL_REDUCE, CommKind.REDUCE_SCATTER))
+        and reduces == (k in (MessageKind.ALL_REDUCE, MessageKind.REDUCE_SCATTER))
     ]
     if len(likely) != 1:
         message = "which test this is, the output does not say" if not likely else f"{' or '.join(likely)}"
@@ -240,7 +242,7 @@ def _kind(s: Section, file: str, ranks: int) -> CommKind:
     return likely[0]
 
 
-def _half(row: Line, half: tuple[str, str, str], factor_: float, file: str) -> float | None:
+def _half(row: CollectiveTestLine, half: tuple[str, str, str], factor_: float, file: str) -> float | None:
     """Seconds of one half of a row; None where it was not run."""
     if half[0].upper() == "N/A":
         return None

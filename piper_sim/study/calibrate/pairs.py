@@ -5,20 +5,20 @@ from __future__ import annotations
 import csv
 
 from cost_models.hardware.schema import COMM_KINDS
-from cost_models.profile.machine import Machine
-from cost_models.profile.pairs import BOUNDS, Pair, pair_key
+from cost_models.profile.machine import ProfileMachine
+from cost_models.profile.pairs import BOUNDS, KernelPair, pair_key
 from cost_models.profile.profile import Profile
 from ir.core.errors import ErrorKind, PiperError, nearest
-from ir.core.files import Format, read_text
+from ir.core.files import FileErrors, read_text
 
-FORM = Format("a pair table", ErrorKind.JOB, "--pairs", 10**7, "compute,message,held,moving,wire; a line per pair")
+FORM = FileErrors("a pair table", ErrorKind.JOB, "--pairs", 10**7, "compute,message,held,moving,wire; a line per pair")
 COLUMNS = ("compute", "message", "held", "moving", "wire")
 
 
 def read_pairs(path: str) -> Profile:
     """A profile that holds the pairs of a table, and nothing else. Raises PiperError, with file and line."""
     rows = csv.reader(read_text(path, FORM).splitlines())
-    pairs: dict[str, Pair] = {}
+    pairs: dict[str, KernelPair] = {}
     header = False
     for line, row in enumerate(rows, 1):
         cells = [c.strip() for c in row]
@@ -35,10 +35,10 @@ def read_pairs(path: str) -> Profile:
         pairs[key] = pair
     if not pairs:
         raise _wrong(path, 1, "no pair in it", ",".join(COLUMNS))
-    return Profile.of(Machine.elsewhere(), {}, pairs=pairs, origins=(f"{len(pairs)} pairs from a table",))
+    return Profile.of(ProfileMachine.elsewhere(), {}, pairs=pairs, origins=(f"{len(pairs)} pairs from a table",))
 
 
-def _row(path: str, line: int, cells: list[str]) -> tuple[str, Pair]:
+def _row(path: str, line: int, cells: list[str]) -> tuple[str, KernelPair]:
     if len(cells) != len(COLUMNS):
         raise _wrong(path, line, f"{len(cells)} columns", ",".join(COLUMNS))
     bound, kind, *numbers = cells
@@ -53,7 +53,7 @@ def _row(path: str, line: int, cells: list[str]) -> tuple[str, Pair]:
         ) from None
     if not all(0 <= x < 100 for x in (held, moving, wire)):
         raise _wrong(path, line, f"out of range: {', '.join(numbers)}", "0 or more: 0.2 is 1.2 times as long")
-    return pair_key(bound, kind), Pair(held, moving, wire)
+    return pair_key(bound, kind), KernelPair(held, moving, wire)
 
 
 def _wrong(path: str, line: int, message: str, allowed: str, fix: str | None = None) -> PiperError:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cost_models import Hardware
+from cost_models import DeviceHardware
 from ir.core.errors import PiperError
 from ir.job import Job, load_job
-from ir.job.build import Prepared
+from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
 from piper_sim.pricing.prepare import prepare_priced
 
-Size = tuple[Prepared, Plan]
+Size = tuple[PreparedJob, Plan]
 FLAGS = {"seq_len": "--seq-len", "sequences": "--microbatch-size", "tp": "--tp"}
 
 
@@ -22,7 +22,7 @@ def without_profile(job: Job) -> Job:
 
 
 def sizes_of(
-    job: Job, sets: Sequence[str], base: Prepared, hardware: Hardware, others: Mapping[str, Sequence[int]]
+    job: Job, sets: Sequence[str], base: PreparedJob, hardware: DeviceHardware, others: Mapping[str, Sequence[int]]
 ) -> list[Size]:
     """The job as it is, then once for each other size asked for. Raises PiperError, which names the flag."""
     mine = {"seq_len": job.model.seq_len, "sequences": job.schedule.microbatch_size, "tp": base.mesh.sizes["tp"]}
@@ -38,7 +38,7 @@ def sizes_of(
     return out
 
 
-def _sets(name: str, value: int, base: Prepared) -> list[str]:
+def _sets(name: str, value: int, base: PreparedJob) -> list[str]:
     """The overrides that change one size. Ranks are then all on one node: only what each computes is looked at."""
     match name:
         case "seq_len":

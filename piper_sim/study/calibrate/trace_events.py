@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ir.core.errors import ErrorKind, PiperError, printable
-from ir.core.files import Format, read_json
+from ir.core.files import FileErrors, read_json
 from ir.core.limits import RANKS
 
 FLAG = "--from-kineto"
 _FIX = "a trace that was written whole: prof.export_chrome_trace(...)"
-FORM = Format("a trace", ErrorKind.JOB, FLAG, 2 * 10**9, _FIX, packed=True, largest=1e20)
+FORM = FileErrors("a trace", ErrorKind.JOB, FLAG, 2 * 10**9, _FIX, packed=True, largest=1e20)
 RANGES = ("user_annotation",)
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -26,7 +26,7 @@ Json = Mapping[str, Any]
 
 
 @dataclass(eq=False)
-class Range:
+class TraceRange:
     """An annotated range. busy: (begin, end) of the kernels launched in it and in none inside it. inner: ranges in it.
 
     All in microseconds of the trace.
@@ -37,7 +37,7 @@ class Range:
     end: float
     thread: tuple[str, str]
     busy: list[tuple[float, float]] = field(default_factory=list)
-    inner: list[Range] = field(default_factory=list)
+    inner: list[TraceRange] = field(default_factory=list)
 
     def seconds(self, *, kernels: bool) -> float:
         """By its kernels, gaps and overlaps aside; without any in the trace, by the host, ranges inside left out."""
@@ -58,7 +58,7 @@ class TraceFile:
     world: int
     gpu: str
     kernels: bool
-    ranges: list[Range]
+    ranges: list[TraceRange]
     collectives: list[tuple[float, Json]]
 
 
@@ -95,9 +95,9 @@ def _trace_file(path: str, table: Any, wanted: Any) -> TraceFile:
 
 def _sorted_out(
     events: Sequence[object], path: str, wanted: Any
-) -> tuple[list[Range], dict[int, tuple[float, tuple[str, str]]], list[Json]]:
+) -> tuple[list[TraceRange], dict[int, tuple[float, tuple[str, str]]], list[Json]]:
     """(ranges that count, launches by correlation id, kernels)."""
-    ranges: list[Range] = []
+    ranges: list[TraceRange] = []
     launches: dict[int, tuple[float, tuple[str, str]]] = {}
     kernels: list[Json] = []
     for i, e in enumerate(events):
@@ -114,7 +114,7 @@ def _sorted_out(
         correlation = _args(e).get("correlation")
         if cat in RANGES:
             if wanted(str(e.get("name"))) and e["dur"] > 0:
-                ranges.append(Range(str(e["name"]), float(e["ts"]), float(e["ts"]) + float(e["dur"]), thread))
+                ranges.append(TraceRange(str(e["name"]), float(e["ts"]), float(e["ts"]) + float(e["dur"]), thread))
         elif cat in KERNELS:
             kernels.append(e)
         elif isinstance(correlation, int):
@@ -122,7 +122,9 @@ def _sorted_out(
     return ranges, launches, kernels
 
 
-def _attribute(ranges: list[Range], launches: Mapping[int, tuple[float, tuple[str, str]]], kernels: list[Json]) -> None:
+def _attribute(
+    ranges: list[TraceRange], launches: Mapping[int, tuple[float, tuple[str, str]]], kernels: list[Json]
+) -> None:
     """Give every range the kernels launched in it, and the ranges inside it; one pass over time."""
     moments: list[tuple[float, int, float, Any]] = []
     for r in ranges:  # one ends before the next begins; of two that begin together, the longer is the outer one
@@ -132,7 +134,7 @@ def _attribute(ranges: list[Range], launches: Mapping[int, tuple[float, tuple[st
         launch = launches.get(_args(k).get("correlation", -1))
         if launch is not None and not _is_nccl(k):
             moments.append((launch[0], 2, 0.0, (launch[1], k)))
-    open_: list[Range] = []
+    open_: list[TraceRange] = []
     for _, what, _, thing in sorted(moments, key=lambda m: m[:3]):
         if what == 0:
             open_.remove(thing)
@@ -146,7 +148,7 @@ def _attribute(ranges: list[Range], launches: Mapping[int, tuple[float, tuple[st
                 mine.busy.append((float(k["ts"]), float(k["ts"]) + float(k["dur"])))
 
 
-def _innermost(open_: list[Range], thread: tuple[str, str], *, elsewhere: bool) -> Range | None:
+def _innermost(open_: list[TraceRange], thread: tuple[str, str], *, elsewhere: bool) -> TraceRange | None:
     own = [r for r in open_ if r.thread == thread]
     if not own and elsewhere:
         own = [r for r in open_ if r.thread[0] == thread[0]]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.profile.profile import Measured
-from ir.core.work import CommKind, Message
+from cost_models.profile.profile import MeasuredCost
+from ir.core.work import Message, MessageKind
 from ir.graph.classes import link_class
 from piper_sim.study.calibrate.trace_events import US, Json, TraceFile
 
@@ -19,21 +19,21 @@ BYTES = {
     "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1,
 }  # fmt: skip
 KINDS = {
-    "allreduce": (CommKind.ALL_REDUCE, "In msg nelems"),
-    "reduce_scatter": (CommKind.REDUCE_SCATTER, "In msg nelems"),
-    "_reduce_scatter_base": (CommKind.REDUCE_SCATTER, "In msg nelems"),
-    "allgather": (CommKind.ALL_GATHER, "Out msg nelems"),
-    "_allgather_base": (CommKind.ALL_GATHER, "Out msg nelems"),
-    "all_to_all": (CommKind.ALL_TO_ALL, "In msg nelems"),
-    "all_to_allv": (CommKind.ALL_TO_ALL, "In msg nelems"),
-    "alltoall": (CommKind.ALL_TO_ALL, "In msg nelems"),
-    "send": (CommKind.P2P, "In msg nelems"),
-    "recv": (CommKind.P2P, "Out msg nelems"),
+    "allreduce": (MessageKind.ALL_REDUCE, "In msg nelems"),
+    "reduce_scatter": (MessageKind.REDUCE_SCATTER, "In msg nelems"),
+    "_reduce_scatter_base": (MessageKind.REDUCE_SCATTER, "In msg nelems"),
+    "allgather": (MessageKind.ALL_GATHER, "Out msg nelems"),
+    "_allgather_base": (MessageKind.ALL_GATHER, "Out msg nelems"),
+    "all_to_all": (MessageKind.ALL_TO_ALL, "In msg nelems"),
+    "all_to_allv": (MessageKind.ALL_TO_ALL, "In msg nelems"),
+    "alltoall": (MessageKind.ALL_TO_ALL, "In msg nelems"),
+    "send": (MessageKind.P2P, "In msg nelems"),
+    "recv": (MessageKind.P2P, "Out msg nelems"),
 }
 QUICK = 0.1  # a kernel that waited for its peers lasts longer than its message: the quickest tenth did not
 
 
-def link_times(traces: Sequence[TraceFile], per_node: int) -> tuple[dict[str, Measured], int]:
+def link_times(traces: Sequence[TraceFile], per_node: int) -> tuple[dict[str, MeasuredCost], int]:
     """(seconds by class of message, NCCL kernels of which the bytes are not known).
 
     A message that several ranks' traces have (by group and sequence number) takes as long as the last to come took.
@@ -55,10 +55,10 @@ def link_times(traces: Sequence[TraceFile], per_node: int) -> tuple[dict[str, Me
     return {key: _quick(x) for key, x in times.items()}, unknown
 
 
-def _quick(seconds: list[float]) -> Measured:
+def _quick(seconds: list[float]) -> MeasuredCost:
     """The quickest tenth, and how far the median is from it."""
     quick, middle = np.quantile(np.array(seconds), [QUICK, 0.5]).tolist()
-    return Measured(quick, middle - quick, len(seconds))
+    return MeasuredCost(quick, middle - quick, len(seconds))
 
 
 def link_key(args: Json, per_node: int) -> str | None:
@@ -74,7 +74,7 @@ def link_key(args: Json, per_node: int) -> str | None:
         return None
     ranks = args.get("Group size")
     members = _members(args, ranks)
-    if kind is CommKind.P2P:
+    if kind is MessageKind.P2P:
         members, ranks = _ends(args), 2
     if not isinstance(ranks, int) or ranks < 2:
         return None

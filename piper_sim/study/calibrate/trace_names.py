@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ir.core.ops import Pass
-from ir.graph.graph import Graph, Once
+from ir.graph.graph import Graph, PerStepOp
 
 # Microbatches in a name are read over: all have one class. torch.optim annotates its own step and zero_grad.
 _OP = re.compile(r"(?P<stage>\d+)?(?P<kind>[FBIWR])(?P<mb>\d+)?(?:/(?P<part>[\w.]+))?", re.ASCII)
@@ -17,7 +17,7 @@ FORMS = "2F0, 2B0, 2F0/l7.attn, F/l7.attn, l7.attn (forward), UPDATE"
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class TraceName:
     """What a name says. part: of a chunk, or a chunk; "" for all of a stage. piece: of an update, which is a sum."""
 
     passes: tuple[Pass, ...] = ()
@@ -26,7 +26,7 @@ class Named:
     piece: str = ""
 
 
-class Names:
+class TraceNames:
     """The names of one job's graph."""
 
     def __init__(self, graph: Graph) -> None:
@@ -34,32 +34,32 @@ class Names:
         self.parts = {n.part for n in graph.nodes if not n.once and n.message is None}
         self.chunks = {part.rpartition(".")[0] for part in self.parts} - {""}
 
-    def read(self, text: str) -> Named | None:
+    def read(self, text: str) -> TraceName | None:
         """What an annotation is about; None where it is no name of ours.
 
         >>> from ir.job.build import prepare
         >>> from ir.job.load import job_from
-        >>> names = Names(prepare(job_from({"model": {"config": "tiny-llama"}})).plan().graph)
+        >>> names = TraceNames(prepare(job_from({"model": {"config": "tiny-llama"}})).plan().graph)
         >>> names.read("0B3/l1.mlp").passes, names.read("l1.mlp").part, names.read("F"), names.read("ProfilerStep#2")
         ((<Pass.R: 'R'>, <Pass.I: 'I'>, <Pass.W: 'W'>), 'l1.mlp', None, None)
         """
         if text in self.parts or text in self.chunks:
-            return Named(_PASSES["F"], part=text)
+            return TraceName(_PASSES["F"], part=text)
         if m := _UPDATE.fullmatch(text):
-            return Named(piece=m["piece"])
+            return TraceName(piece=m["piece"])
         m = _OP.fullmatch(text)
         if m is None or (m["stage"] is None and m["part"] is None):
             return None
         part = m["part"] or ""
         if part and part not in self.parts and part not in self.chunks:
             return None
-        return Named(_PASSES[m["kind"]], None if m["stage"] is None else int(m["stage"]), part)
+        return TraceName(_PASSES[m["kind"]], None if m["stage"] is None else int(m["stage"]), part)
 
-    def nodes(self, named: Named, program: int) -> list[int]:
+    def nodes(self, named: TraceName, program: int) -> list[int]:
         """The nodes that a name covers; of an update, the one that this program has."""
         nodes = self.graph.nodes
         if named.piece:
-            return [i for i, n in enumerate(nodes) if n.kind is Once.UPDATE and program in n.groups]
+            return [i for i, n in enumerate(nodes) if n.kind is PerStepOp.UPDATE and program in n.groups]
         return [
             i
             for i, n in enumerate(nodes)
@@ -69,6 +69,6 @@ class Names:
             and named.part in ("", n.part, n.part.rpartition(".")[0])
         ]
 
-    def stages(self, names: Sequence[Named]) -> set[int]:
+    def stages(self, names: Sequence[TraceName]) -> set[int]:
         """The stages that some names are about."""
         return {self.graph.nodes[i].stage for named in names if not named.piece for i in self.nodes(named, 0)}

@@ -12,16 +12,16 @@ seconds of a step or `oom`; `peak_allocated_GiB` of the fullest rank; `class` an
 | `show` | all of it as JSON and as text; a prediction corrected, its raw numbers beside it |
 """
 
-from piper_sim.study.history.backtest import Backtest, Residual, backtest
-from piper_sim.study.history.correct import Correction, suggest
+from piper_sim.study.history.backtest import PredictionBacktest, PredictionResidual, backtest
+from piper_sim.study.history.correct import PredictionCorrection, suggest
 from piper_sim.study.history.show import applied, backtest_object, backtest_text, corrected_text
-from piper_sim.study.history.table import PastRun, read_runs
+from piper_sim.study.history.table import PastStep, read_runs
 
 __all__ = [
-    "Backtest",
-    "Correction",
-    "PastRun",
-    "Residual",
+    "PastStep",
+    "PredictionBacktest",
+    "PredictionCorrection",
+    "PredictionResidual",
     "applied",
     "backtest",
     "backtest_object",

@@ -9,22 +9,22 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.job import Job
 from ir.job.load import job_from
-from ir.job.schema import History
+from ir.job.schema import JobHistory
 from ir.job.table import table_of, value_of
 from ir.schedules.registry import canonical
-from piper_sim.study.history.table import CLASS, PastRun, read_runs
+from piper_sim.study.history.table import CLASS, PastStep, read_runs
 from piper_sim.study.predict import predict
 from piper_sim.study.simulate import job_digest
 
 
 @dataclass(frozen=True)
-class Residual:
+class PredictionResidual:
     """A past run and its prediction. time, memory: predicted / measured - 1, None where that was not measured.
 
     fits: as predicted, whatever came of the run. traits: column -> what the run's job says there.
     """
 
-    run: PastRun
+    run: PastStep
     predicted_s: float
     time: float | None
     memory: float | None
@@ -33,15 +33,15 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class Backtest:
+class PredictionBacktest:
     """All past runs of a job. columns: those that tell runs apart, the user's `class` first."""
 
     file: str
-    residuals: tuple[Residual, ...]
+    residuals: tuple[PredictionResidual, ...]
     columns: tuple[str, ...]
 
 
-def backtest(job: Job) -> Backtest | None:
+def backtest(job: Job) -> PredictionBacktest | None:
     """Predict every past run of `[history]`; None where a job has none. Raises PiperError: a row cannot be built."""
     if job.history.file is None:
         if job.history.apply:
@@ -50,21 +50,21 @@ def backtest(job: Job) -> Backtest | None:
         return None
     path = named_path(job.file, job.history.file)
     runs = read_runs(path)
-    plain = replace(job, history=History())
+    plain = replace(job, history=JobHistory())
     columns = tuple(dict.fromkeys(k for r in runs for k in r.settings))
     known: dict[str, tuple[float, int, bool]] = {}
     found = [_residual(plain, run, columns, known, path) for run in runs]
-    return Backtest(path, tuple(found), tuple(c for c in (CLASS, *columns) if _tells(found, c)))
+    return PredictionBacktest(path, tuple(found), tuple(c for c in (CLASS, *columns) if _tells(found, c)))
 
 
-def _tells(found: Sequence[Residual], column: str) -> bool:
+def _tells(found: Sequence[PredictionResidual], column: str) -> bool:
     """Whether a column's values make classes: more than one, and some value more than once."""
     return 1 < len({r.traits[column] for r in found}) < len(found)
 
 
 def _residual(
-    job: Job, run: PastRun, columns: Sequence[str], known: dict[str, tuple[float, int, bool]], file: str
-) -> Residual:
+    job: Job, run: PastStep, columns: Sequence[str], known: dict[str, tuple[float, int, bool]], file: str
+) -> PredictionResidual:
     past = _past(job, run, file)
     key = job_digest(past)
     if key not in known:
@@ -75,10 +75,10 @@ def _residual(
         known[key] = (p.iteration_s, int(p.planned.memory.peak.max()), p.fits)
     step, peak, fit = known[key]
     traits = {c: trait(past, c) for c in columns} | {CLASS: run.label}
-    return Residual(run, step, off(step, run.iteration_s), off(peak, run.peak), fit, traits)
+    return PredictionResidual(run, step, off(step, run.iteration_s), off(peak, run.peak), fit, traits)
 
 
-def _past(job: Job, run: PastRun, file: str) -> Job:
+def _past(job: Job, run: PastStep, file: str) -> Job:
     """The job with a row's settings."""
     try:
         return job_from(table_of(job), [f"{k}={v}" for k, v in run.settings.items()], job.file)
@@ -86,7 +86,7 @@ def _past(job: Job, run: PastRun, file: str) -> Job:
         raise _blamed(e, run, file) from None
 
 
-def _blamed(e: PiperError, run: PastRun, file: str) -> PiperError:
+def _blamed(e: PiperError, run: PastStep, file: str) -> PiperError:
     """The error of a row's job, laid at the row: its column where the row has one for that key."""
     key = (e.key or "").removeprefix("--set ")
     at = f"line {run.line}, column {key}" if key in run.settings else f"line {run.line}"

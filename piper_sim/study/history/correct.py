@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 
 from ir.job import Job
-from piper_sim.study.history.backtest import Residual, trait
+from piper_sim.study.history.backtest import PredictionResidual, trait
 from piper_sim.study.history.table import CLASS
 
 LEAST = 3  # rows; and of a class, those that its own factor is taken from
@@ -18,7 +18,7 @@ WORTH = 0.1  # of the mean error
 
 
 @dataclass(frozen=True)
-class Correction:
+class PredictionCorrection:
     """Predicted seconds are to be multiplied by their class's of `factors` where `by` names a column, else by `factor`.
 
     rows: it was taken from. before: median size of the errors as predicted. after: the same where each row is corrected
@@ -37,7 +37,7 @@ class Correction:
         return self.factors.get(trait(job, self.by), self.factor) if self.by else self.factor
 
 
-def suggest(residuals: Sequence[Residual], columns: Sequence[str]) -> Correction | None:
+def suggest(residuals: Sequence[PredictionResidual], columns: Sequence[str]) -> PredictionCorrection | None:
     """One factor for all, and on top of it factors for classes of the column that explains most; None of neither.
 
     Either counts only where rows, corrected by the others alone, come out nearer, by well more than their own scatter.
@@ -60,7 +60,7 @@ def suggest(residuals: Sequence[Residual], columns: Sequence[str]) -> Correction
         return None
     before, after = (median(abs(math.expm1(-x)) for x in some) for some in (need, best.rest))
     factor = math.exp(median(need)) if one else 1.0
-    return Correction(factor, len(timed), before, after, best.column, best.factors)
+    return PredictionCorrection(factor, len(timed), before, after, best.column, best.factors)
 
 
 @dataclass(frozen=True)

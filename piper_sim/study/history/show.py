@@ -7,15 +7,15 @@ from dataclasses import asdict
 from typing import Any
 
 from ir.job import Job
-from piper_sim.study.history.backtest import Backtest, Residual
-from piper_sim.study.history.correct import Correction, suggest
-from piper_sim.study.history.spread import Spread
+from piper_sim.study.history.backtest import PredictionBacktest, PredictionResidual
+from piper_sim.study.history.correct import PredictionCorrection, suggest
+from piper_sim.study.history.spread import PredictionErrors
 
 _SLOWER = ("iteration_s", "exposed_comm_s")
 _FASTER = ("tokens_per_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu")
 
 
-def backtest_object(past: Backtest) -> dict[str, Any]:
+def backtest_object(past: PredictionBacktest) -> dict[str, Any]:
     """Every run, every class, how `fits` did, and what is suggested (null: nothing)."""
     found = suggest(past.residuals, past.columns)
     return {
@@ -30,7 +30,7 @@ def backtest_object(past: Backtest) -> dict[str, Any]:
     }
 
 
-def _run(r: Residual) -> dict[str, Any]:
+def _run(r: PredictionResidual) -> dict[str, Any]:
     return {
         "line": r.run.line,
         "class": r.run.label,
@@ -44,19 +44,22 @@ def _run(r: Residual) -> dict[str, Any]:
     }
 
 
-def _spreads(past: Backtest) -> Iterator[tuple[str, str, str, Spread]]:
+def _spreads(past: PredictionBacktest) -> Iterator[tuple[str, str, str, PredictionErrors]]:
     """(time or memory, column, value, errors): of all, then by class, as the file has them."""
-    errors: dict[str, Callable[[Residual], float | None]] = {"time": lambda r: r.time, "memory": lambda r: r.memory}
+    errors: dict[str, Callable[[PredictionResidual], float | None]] = {
+        "time": lambda r: r.time,
+        "memory": lambda r: r.memory,
+    }
     for of, error in errors.items():
         for column in ("", *past.columns):
             values = dict.fromkeys(r.traits[column] if column else "" for r in past.residuals)
             for value in values:
                 mine = [error(r) for r in past.residuals if not column or r.traits[column] == value]
-                if (spread := Spread.of([e for e in mine if e is not None])) is not None:
+                if (spread := PredictionErrors.of([e for e in mine if e is not None])) is not None:
                     yield of, column, value, spread
 
 
-def confusion(residuals: Sequence[Residual]) -> dict[str, int]:
+def confusion(residuals: Sequence[PredictionResidual]) -> dict[str, int]:
     """Runs by what came of them and whether they are said to fit."""
     out = dict.fromkeys(("ran_fits", "ran_does_not_fit", "oom_fits", "oom_does_not_fit"), 0)
     for r in residuals:
@@ -65,7 +68,7 @@ def confusion(residuals: Sequence[Residual]) -> dict[str, int]:
     return out
 
 
-def backtest_text(past: Backtest) -> str:
+def backtest_text(past: PredictionBacktest) -> str:
     """Residuals by class, then what is suggested."""
     rows = [["of", "class", "n", "median", "p90", "worst", "sign"]]
     for of, column, value, x in _spreads(past):
@@ -84,7 +87,7 @@ def backtest_text(past: Backtest) -> str:
     return "\n".join([*out, suggestion_text(suggest(past.residuals, past.columns))])
 
 
-def suggestion_text(found: Correction | None) -> str:
+def suggestion_text(found: PredictionCorrection | None) -> str:
     """What is suggested, in a sentence or two."""
     if found is None:
         return "no correction is suggested: none makes runs that it was not taken from come out nearer"
@@ -95,7 +98,7 @@ def suggestion_text(found: Correction | None) -> str:
     return f"suggested: seconds by {found.by}: {each}, others x {found.factor:.3f} ({gain})"
 
 
-def applied(found: Mapping[str, Any], job: Job, past: Backtest | None) -> dict[str, Any]:
+def applied(found: Mapping[str, Any], job: Job, past: PredictionBacktest | None) -> dict[str, Any]:
     """The object of a prediction with `[history] apply`: seconds times the suggested factor, all that is made of them
     with it, the raw numbers kept beside. As it came where the job does not ask, or nothing is suggested.
     """

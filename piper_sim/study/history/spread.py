@@ -8,7 +8,7 @@ from statistics import median
 
 
 @dataclass(frozen=True)
-class Spread:
+class PredictionErrors:
     """Of some errors: how many, and median, 90th percentile and worst of their sizes; sign: the median error."""
 
     n: int
@@ -18,11 +18,11 @@ class Spread:
     sign: float
 
     @classmethod
-    def of(cls, errors: Sequence[float]) -> Spread | None:
+    def of(cls, errors: Sequence[float]) -> PredictionErrors | None:
         """None of none.
 
-        >>> Spread.of([-0.1, 0.2, 0.3])
-        Spread(n=3, median=0.2, p90=0.3, worst=0.3, sign=0.2)
+        >>> PredictionErrors.of([-0.1, 0.2, 0.3])
+        PredictionErrors(n=3, median=0.2, p90=0.3, worst=0.3, sign=0.2)
         """
         if not errors:
             return None

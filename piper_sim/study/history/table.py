@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError, nearest
-from ir.core.files import Format, read_text
+from ir.core.files import FileErrors, read_text
 from ir.job.schema import OPEN, SECTIONS
 from ir.job.table import keys_of
 
@@ -19,12 +19,12 @@ OOM = "oom"
 GIB = 2**30
 _OWN = (STEP, PEAK, CLASS, NOTE)
 _CODE = ("schedule.builder", "model.module")
-FORM = Format("past runs", ErrorKind.JOB, "history.file", 10**7, f"a table of {STEP} and, say, parallel.pp")
+FORM = FileErrors("past runs", ErrorKind.JOB, "history.file", 10**7, f"a table of {STEP} and, say, parallel.pp")
 _LIMITS = {STEP: 1e7, PEAK: 1e4}
 
 
 @dataclass(frozen=True)
-class PastRun:
+class PastStep:
     """One row. settings: `section.key` -> value, as `--set` takes it, of what differs from the job.
 
     line: in the file. iteration_s: measured seconds; None where the run ran out of memory. peak: bytes allocated on the
@@ -39,13 +39,13 @@ class PastRun:
     note: str = ""
 
 
-def read_runs(path: str | Path) -> list[PastRun]:
+def read_runs(path: str | Path) -> list[PastStep]:
     """All rows of a file; a bad one is refused, none is dropped. Raises PiperError (io, job)."""
     with FORM.naming(path):
         return parse_runs(read_text(path, FORM))
 
 
-def parse_runs(text: str) -> list[PastRun]:
+def parse_runs(text: str) -> list[PastStep]:
     """The rows of a table.
 
     >>> [run] = parse_runs("parallel.pp, iteration_s, note\\n4, 1.5, mine\\n")
@@ -103,7 +103,7 @@ def _near(name: str) -> str | None:
     return nearest(name, [*_OWN, *every])
 
 
-def _run(line: int, columns: Sequence[str], cells: Sequence[str]) -> PastRun:
+def _run(line: int, columns: Sequence[str], cells: Sequence[str]) -> PastStep:
     if len(cells) != len(columns):
         message = f"{len(cells)} cells under {len(columns)} columns"
         fix = "quote cells that hold a comma" if len(cells) > len(columns) else "one comma for each empty cell"
@@ -114,7 +114,7 @@ def _run(line: int, columns: Sequence[str], cells: Sequence[str]) -> PastRun:
     peak = _number(line, PEAK, row[PEAK]) * GIB if row.get(PEAK) else None
     if step is None and peak is not None:
         raise _wrong(line, PEAK, "a run that ran out of memory has no peak of its own", suggestion="leave it empty")
-    return PastRun(line, settings, step, peak, row.get(CLASS, ""), row.get(NOTE, ""))
+    return PastStep(line, settings, step, peak, row.get(CLASS, ""), row.get(NOTE, ""))
 
 
 def _number(line: int, column: str, text: str) -> float:

@@ -6,32 +6,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from ir.job import Job
-from ir.job.run_options import RunOptions
+from ir.job.run_options import JobRunOptions
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
-from piper_sim.study.validate.calibrating import Calibration, calibrate
+from piper_sim.study.validate.calibrating import ProfileCalibration, calibrate
 from piper_sim.study.validate.judging import predicted
-from piper_sim.study.validate.runs import Executor, Ran, Tools, ran
+from piper_sim.study.validate.runs import MeasuredSteps, PlanExecutor, PlanTools, ran
 from piper_sim.study.validate.verdict import verdict
 
-__all__ = ["Calibration", "Executor", "Ran", "Tools", "Validation", "validate"]
+__all__ = ["MeasuredSteps", "PlanExecutor", "PlanTools", "PlanValidation", "ProfileCalibration", "validate"]
 
 
 @dataclass(frozen=True, eq=False)
-class Validation:
+class PlanValidation:
     """A judged plan: as it was predicted, and as it ran. found: the object of `piper-sim validate`.
 
     peaks: predicted bytes of each rank; None where nothing is computed, or nobody knows before.
     """
 
     found: dict[str, Any]
-    calibration: Calibration
+    calibration: ProfileCalibration
     prediction: Prediction
-    run: Ran
+    run: MeasuredSteps
     peaks: tuple[int, ...] | None
 
 
-def validate(job: Job, tools: Tools, o: RunOptions, known: dict[str, Calibration] | None = None) -> Validation:
+def validate(
+    job: Job, tools: PlanTools, o: JobRunOptions, known: dict[str, ProfileCalibration] | None = None
+) -> PlanValidation:
     """Calibrate, predict, run, compare. o: as of a run; steps: counted ones, behind those to warm up.
 
     known: calibrations of the same model and options, by plan digest; it is used and added to.
@@ -46,4 +48,4 @@ def validate(job: Job, tools: Tools, o: RunOptions, known: dict[str, Calibration
     prediction = predicted(planned, calibration.profile, inline=calibration.inline)
     run = ran(tools.executor, planned.prepared, planned.plan, o, o.steps)
     found = verdict(prediction, run, calibration.profile, o, job.gate, inline=calibration.inline, peaks=peaks)
-    return Validation({**found, "calibrated_on": calibration.object()}, calibration, prediction, run, peaks)
+    return PlanValidation({**found, "calibrated_on": calibration.object()}, calibration, prediction, run, peaks)

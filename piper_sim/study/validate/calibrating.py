@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cost_models import Hardware
-from cost_models.profile.profile import Machine, OpEntry, Profile, plan_keys
+from cost_models import DeviceHardware
+from cost_models.profile.profile import OpEntry, Profile, ProfileMachine, plan_keys
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
-from ir.job.build import Prepared
+from ir.job.build import PreparedJob
 from ir.job.cache import PLANS
-from ir.job.run_options import RunOptions
+from ir.job.run_options import JobRunOptions
 from ir.plan.text import plan_digest
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import prepare_priced
-from piper_sim.study.planned import Planned
-from piper_sim.study.validate.runs import Executor, Ran, ran
+from piper_sim.study.planned import PlannedJob
+from piper_sim.study.validate.runs import MeasuredSteps, PlanExecutor, ran
 from piper_sim.study.validate.samples import host_seconds, link_samples, measured, node_samples
 
 OTHERS = ("1f1b", "gpipe", "zbv", "dualpipev")  # the latter two: what lies on a rank decides its update
@@ -24,11 +24,11 @@ LEAST_STEPS = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Calibration:
+class ProfileCalibration:
     """A profile and the run it comes from. inline: whether the host computed itself."""
 
     profile: Profile
-    run: Ran
+    run: MeasuredSteps
     inline: bool
 
     def object(self) -> dict[str, object]:
@@ -46,8 +46,8 @@ class Calibration:
 
 
 def calibrate(
-    executor: Executor, job: Job, judged: Planned, o: RunOptions, known: dict[str, Calibration]
-) -> Calibration:
+    executor: PlanExecutor, job: Job, judged: PlannedJob, o: JobRunOptions, known: dict[str, ProfileCalibration]
+) -> ProfileCalibration:
     """Run another plan of the job and measure; the judged one is not run. Raises PiperError, as a run does.
 
     known: what was measured before with these options, by the plan's digest. What is measured here is put there.
@@ -58,25 +58,25 @@ def calibrate(
     if (digest := plan_digest(plan)) not in known:
         r = ran(executor, prepared, plan, o, max(o.steps, LEAST_STEPS))
         inline = not o.real or bool(r.parts)
-        known[digest] = Calibration(profile_from(r, hardware, o, inline), r, inline)
+        known[digest] = ProfileCalibration(profile_from(r, hardware, o, inline), r, inline)
     return known[digest]
 
 
-def profile_from(r: Ran, hardware: Hardware, o: RunOptions, inline: bool) -> Profile:
+def profile_from(r: MeasuredSteps, hardware: DeviceHardware, o: JobRunOptions, inline: bool) -> Profile:
     """What a run says of its ops and messages."""
     model = CostModel(r.prepared, hardware)
     ops = {c: OpEntry(measured(x)) for c, x in node_samples(r, model, o.emulate).items()}
     links = {c: measured(x) for c, x in link_samples(r, model).items()}
-    return Profile.of(Machine.here(), ops, links, host_seconds(r) if inline else None)
+    return Profile.of(ProfileMachine.here(), ops, links, host_seconds(r) if inline else None)
 
 
-def elsewhere(job: Job, judged: Prepared, hardware: Hardware) -> Prepared:
+def elsewhere(job: Job, judged: PreparedJob, hardware: DeviceHardware) -> PreparedJob:
     """Another plan of the job, which has all kinds of ops and messages that the judged one has, if any has them.
 
     Raises PiperError (job): no other plan can be built.
     """
     wanted = plan_keys(judged.plan()).keys()
-    first: Prepared | None = None
+    first: PreparedJob | None = None
     failed: PiperError | None = None
     for other in _others(job, judged):
         try:
@@ -97,7 +97,7 @@ def elsewhere(job: Job, judged: Prepared, hardware: Hardware) -> Prepared:
     return first
 
 
-def _others(job: Job, judged: Prepared) -> Iterator[Job]:
+def _others(job: Job, judged: PreparedJob) -> Iterator[Job]:
     """Jobs with another schedule and another number of microbatches; last the same schedule with another number."""
     s = job.schedule
     mbs = next(m for m in (judged.mesh.sizes["pp"] + k for k in (1, 2)) if m != judged.mbs)

@@ -11,17 +11,17 @@ from ir.core.grid import quantised
 from ir.core.order import FloatArray
 from ir.plan.plan import OpKind
 from piper_sim.compiled import choose
-from piper_sim.engine import Scenario, steady
-from piper_sim.folding import Classes
+from piper_sim.engine import EngineScenario, steady
+from piper_sim.folding import RankClasses
 from piper_sim.pricing.costs import CostModel
-from piper_sim.study.planned import Planned
+from piper_sim.study.planned import PlannedJob
 from piper_sim.study.predict import scenario_of, simulated
 from piper_sim.study.prediction import Prediction
-from piper_sim.study.validate.runs import Ran
+from piper_sim.study.validate.runs import MeasuredSteps
 from piper_sim.study.validate.times import alone, dispatch
 
 
-def predicted(p: Planned, profile: Profile, *, inline: bool) -> Prediction:
+def predicted(p: PlannedJob, profile: Profile, *, inline: bool) -> Prediction:
     """The planned job at measured seconds. inline: the host computes itself, else it is what the job says.
 
     Nothing is slowed down beyond what was measured while the other ranks ran.
@@ -41,12 +41,12 @@ def without_communication(p: Prediction) -> float:
     return _period(scenario, np.where(compute, p.costs.duration, 0.0), p.prepared.policy.clip)
 
 
-def replayed(p: Prediction, r: Ran, *, inline: bool) -> tuple[float, float]:
+def replayed(p: Prediction, r: MeasuredSteps, *, inline: bool) -> tuple[float, float]:
     """(simulated, measured) seconds of a step, means over a run's steps: every op takes what it took in each.
 
     What an op waited for is not in what it took: so this tests order, waits and messages, and predicts nothing.
     """
-    each = replace(p.planned, classes=Classes.each(len(p.planned.classes.of)))
+    each = replace(p.planned, classes=RankClasses.each(len(p.planned.classes.of)))
     scenario = scenario_of(each, p.costs)
     took, host = alone(r.whole, r.times), dispatch(r.whole, r.times)
     found = []
@@ -57,6 +57,6 @@ def replayed(p: Prediction, r: Ran, *, inline: bool) -> tuple[float, float]:
     return float(np.mean(found)), float(np.mean(r.step_s[1:]))
 
 
-def _period(scenario: Scenario, duration: FloatArray, clip: bool) -> float:
+def _period(scenario: EngineScenario, duration: FloatArray, clip: bool) -> float:
     run, _ = steady(scenario, duration, clip, choose.play)
     return float(run.end[-1].max() - run.end[-2].max())

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from ir.core.order import FloatArray
-from ir.job.build import Prepared
-from ir.job.run_options import RunOptions
+from ir.job.build import PreparedJob
+from ir.job.run_options import JobRunOptions
 from ir.plan.plan import Plan
 from ir.trace.trace import Trace
-from piper_sim.engine import Scenario
-from piper_sim.folding import Classes, carry, unfold
-from piper_sim.folding.ground import Positions
-from piper_sim.study.validate.times import Times
+from piper_sim.engine import EngineScenario
+from piper_sim.folding import RankClasses, carry, unfold
+from piper_sim.folding.ground import RankPositions
+from piper_sim.study.validate.times import OpTimes
 
 WARM_UP = 3  # steps of a run that are not counted, at least 1: the second begins where the first has ended
 WARM_UP_EMULATED = 1
@@ -27,45 +27,45 @@ WARM_UP_EMULATED = 1
 Parts = Mapping[tuple[int, int], Sequence[float]]  # (step, op) → seconds of each node it covers
 
 
-class Executor(Protocol):
+class PlanExecutor(Protocol):
     """`executor.launch.run`, which only `piper_sim.app.cli` may reach."""
 
-    def run(self, prepared: Prepared, plan: Plan, options: RunOptions) -> tuple[dict[str, Any], Trace]:
+    def run(self, prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> tuple[dict[str, Any], Trace]:
         """Run a plan."""
         ...
 
-    def check(self, prepared: Prepared, plan: Plan, options: RunOptions) -> None:
+    def check(self, prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> None:
         """Refuse what cannot be run."""
         ...
 
 
 @dataclass(frozen=True)
-class Tools:
+class PlanTools:
     """What needs PyTorch. peak_bytes: the most bytes each rank of a run would need, found without running it; None
     where nobody knows before."""
 
-    executor: Executor
-    peak_bytes: Callable[[Prepared, Plan], tuple[int, ...] | None]
+    executor: PlanExecutor
+    peak_bytes: Callable[[PreparedJob, Plan], tuple[int, ...] | None]
 
 
-def warm_up(o: RunOptions) -> int:
+def warm_up(o: JobRunOptions) -> int:
     """Steps that are not counted."""
     return WARM_UP if o.real else WARM_UP_EMULATED
 
 
 @dataclass(frozen=True, eq=False)
-class Ran:
+class MeasuredSteps:
     """A run's counted steps. step_s: seconds of each. parts: empty where the host computes nothing itself.
 
     whole: the plan's, with a program for every rank, which times and parts are about. found: `piper-sim run`'s object.
     """
 
-    prepared: Prepared
+    prepared: PreparedJob
     plan: Plan
-    whole: Scenario
+    whole: EngineScenario
     found: Mapping[str, Any]
     trace: Trace
-    times: Times
+    times: OpTimes
     step_s: FloatArray
     parts: Parts
 
@@ -74,22 +74,22 @@ class Ran:
         return int(np.argmin(np.abs(self.step_s - np.median(self.step_s))))
 
 
-def ran(executor: Executor, prepared: Prepared, plan: Plan, o: RunOptions, steps: int) -> Ran:
+def ran(executor: PlanExecutor, prepared: PreparedJob, plan: Plan, o: JobRunOptions, steps: int) -> MeasuredSteps:
     """Run a plan, with so many counted steps."""
     before = warm_up(o)
     with tempfile.TemporaryDirectory(prefix="piper-parts-") as name:
         asked = replace(o, ranks=prepared.ranks, steps=before + steps, parts=Path(name))
         found, trace = executor.run(prepared, plan, asked)
-        at = Positions(prepared.mesh)
+        at = RankPositions(prepared.mesh)
         parts = _parts(Path(name), at, len(plan), before)
-    each = Classes.each(len(at))
-    whole = Scenario(unfold(plan, each, prepared.mesh), *carry(plan, each))
+    each = RankClasses.each(len(at))
+    whole = EngineScenario(unfold(plan, each, prepared.mesh), *carry(plan, each))
     ranks = (at.offset[:, None] + np.arange(at.programs) * at.stride).ravel()
-    times = Times.of(whole.plan, trace, ranks)
-    return Ran(prepared, plan, whole, found, trace, times.behind(before), times.step_s[before - 1 :], parts)
+    times = OpTimes.of(whole.plan, trace, ranks)
+    return MeasuredSteps(prepared, plan, whole, found, trace, times.behind(before), times.step_s[before - 1 :], parts)
 
 
-def _parts(folder: Path, at: Positions, ops: int, warm_up: int) -> Parts:
+def _parts(folder: Path, at: RankPositions, ops: int, warm_up: int) -> Parts:
     """From the ranks' files, whose ops are the plan's."""
     out = {}
     for file in folder.glob("parts-*.json"):

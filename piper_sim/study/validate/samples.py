@@ -7,29 +7,29 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from cost_models.profile.profile import Measured
+from cost_models.profile.profile import MeasuredCost
 from ir.core.order import FloatArray
-from ir.core.work import CommKind, Message
+from ir.core.work import Message, MessageKind
 from ir.graph.classes import link_class, node_classes
 from ir.plan.plan import OpKind, Plan
 from ir.trace.durations import emulated_nodes
-from piper_sim.folding.uses import Use, joined
+from piper_sim.folding.uses import CollectiveUse, joined
 from piper_sim.pricing.costs import FIRST, CostModel
-from piper_sim.study.validate.runs import Ran
+from piper_sim.study.validate.runs import MeasuredSteps
 from piper_sim.study.validate.times import alone, dispatch
 
 Samples = dict[str, list[float]]
 TRIM = 0.1
 
 
-def measured(values: Sequence[float]) -> Measured:
+def measured(values: Sequence[float]) -> MeasuredCost:
     """Median, the distance of the quartiles, and how many.
 
     >>> measured([1.0, 2.0, 3.0, 4.0, 90.0])
-    Measured(median_s=3.0, spread_s=2.0, count=5)
+    MeasuredCost(median_s=3.0, spread_s=2.0, count=5)
     """
     low, middle, high = np.quantile(np.array(values), [0.25, 0.5, 0.75]).tolist()
-    return Measured(middle, high - low, len(values))
+    return MeasuredCost(middle, high - low, len(values))
 
 
 def trimmed(values: FloatArray) -> float:
@@ -42,7 +42,7 @@ def trimmed(values: FloatArray) -> float:
     return float(np.sort(values)[cut : len(values) - cut].mean()) if len(values) else 0.0
 
 
-def node_samples(r: Ran, model: CostModel, emulate: float | None) -> Samples:
+def node_samples(r: MeasuredSteps, model: CostModel, emulate: float | None) -> Samples:
     """Seconds of single nodes, by class: an op's, divided as its nodes were timed.
 
     Where they were not, they are divided as the emulation does, or as the nodes are modelled.
@@ -74,7 +74,7 @@ def _compute(plan: Plan) -> Iterator[tuple[int, list[int]]]:
         yield i, covers[int(plan.shape[i])]
 
 
-def link_samples(r: Ran, model: CostModel) -> Samples:
+def link_samples(r: MeasuredSteps, model: CostModel) -> Samples:
     """Seconds of messages once all ends are there, by class; a collective counts once for every rank in it."""
     seconds = alone(r.whole, r.times)
     keys = link_keys(r.plan, model)
@@ -95,17 +95,17 @@ def _link_key(plan: Plan, model: CostModel, shape: int) -> str | None:
     match s.kind:
         case OpKind.SEND:
             assert s.slot is not None
-            return link_class(Message(CommKind.P2P, nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",)), 2)
+            return link_class(Message(MessageKind.P2P, nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",)), 2)
         case OpKind.COLLECTIVE:
             node = nodes[s.covers[0][0]] if s.covers else None
             message = s.message if node is None else node.message
             assert message is not None
-            use = Use.of(message, model.ground.positions.programs, () if node is None else joined(node))
+            use = CollectiveUse.of(message, model.ground.positions.programs, () if node is None else joined(node))
             return link_class(message, model.ground.spread(use, FIRST).ranks)
         case _:
             return None
 
 
-def host_seconds(r: Ran) -> float:
+def host_seconds(r: MeasuredSteps) -> float:
     """What the host needs for an op of its own: the trimmed mean over all ops."""
     return trimmed(dispatch(r.whole, r.times)[1:].ravel())

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from cost_models.profile.profile import Profile, lookup
-from ir.job.run_options import RunOptions
-from ir.job.schema import Gate
+from ir.job.run_options import JobRunOptions
+from ir.job.schema import JobGate
 from ir.plan.text import plan_digest
 from piper_sim.study.prediction import Prediction
 from piper_sim.study.validate.judging import replayed, without_communication
-from piper_sim.study.validate.runs import Ran
+from piper_sim.study.validate.runs import MeasuredSteps
 from piper_sim.study.validate.samples import Samples, link_samples, measured, node_samples
 
 Pair = dict[str, float]
@@ -34,7 +34,14 @@ def seconds(predicted: float, measured: float) -> Pair:
 
 
 def verdict(
-    p: Prediction, r: Ran, profile: Profile, o: RunOptions, gate: Gate, *, inline: bool, peaks: Sequence[int] | None
+    p: Prediction,
+    r: MeasuredSteps,
+    profile: Profile,
+    o: JobRunOptions,
+    gate: JobGate,
+    *,
+    inline: bool,
+    peaks: Sequence[int] | None,
 ) -> dict[str, Any]:
     """What `validate` prints, but for what the profile was measured on. peaks: bytes of each rank, where known."""
     step_s = float(np.median(r.step_s))
@@ -103,5 +110,5 @@ def _gate(off: float | None, limit: float) -> dict[str, Any]:
     return {"limit": limit, "error": off, "passed": None if off is None else off <= limit}
 
 
-def _replay(p: Prediction, r: Ran, inline: bool) -> Pair | None:
+def _replay(p: Prediction, r: MeasuredSteps, inline: bool) -> Pair | None:
     return seconds(*replayed(p, r, inline=inline)) if len(r.step_s) > 1 else None

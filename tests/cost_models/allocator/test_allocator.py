@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_models.allocator import UNLIMITED, Replay, Requests, replay
+from cost_models.allocator import UNLIMITED, MemoryPeaks, MemoryRequests, replay
 from cost_models.allocator.bands import segment_bytes
 from tests.cost_models.allocator.naive_allocator import KIB, MIB, Outcome, naive
 
 Trace = tuple[list[int], list[int], list[int]]
 
 
-def trace(text: str, state: tuple[float, ...] = ()) -> Requests:
+def trace(text: str, state: tuple[float, ...] = ()) -> MemoryRequests:
     """`a30 b9 -a c11`: name and MiB of an allocation, or a name to free; 512 bytes are 0.00048828125 MiB."""
     events, sizes, names = [], [], {}
     for word in text.split():
@@ -34,7 +34,7 @@ def trace(text: str, state: tuple[float, ...] = ()) -> Requests:
             events.append(len(sizes))
             sizes.append(int(float(word[1:]) * MIB))
     asked = [int(s * MIB) for s in state]
-    return Requests(asked, np.array(events, dtype=np.int64), np.array(sizes, dtype=np.int64))
+    return MemoryRequests(asked, np.array(events, dtype=np.int64), np.array(sizes, dtype=np.int64))
 
 
 # What is asked for; MiB allocated and reserved by the default allocator; MiB reserved with expandable segments.
@@ -71,18 +71,18 @@ def test_cases_worked_by_hand(case: str) -> None:
 
 @pytest.mark.parametrize("asked", [1, 512, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB - 1, 10 * MIB, 10 * MIB + 1])
 def test_one_request_takes_one_segment(asked: int) -> None:
-    one = Requests((), np.array([0]), np.array([asked]))
+    one = MemoryRequests((), np.array([0]), np.array([asked]))
     whole = -(-asked // 512) * 512  # as the allocator rounds before it looks at thresholds
     assert replay(one).reserved == segment_bytes(whole)
 
 
 def test_cached_segments_go_back_before_the_device_is_full() -> None:
     asked = trace("a30 -a b40 -b")
-    assert replay(asked) == Replay(40 * MIB, 70 * MIB, 0, None)
+    assert replay(asked) == MemoryPeaks(40 * MIB, 70 * MIB, 0, None)
     assert replay(asked, limit=70 * MIB).given_back == 0
-    assert replay(asked, limit=69 * MIB, steps=1) == Replay(40 * MIB, 40 * MIB, 1, None)
+    assert replay(asked, limit=69 * MIB, steps=1) == MemoryPeaks(40 * MIB, 40 * MIB, 1, None)
     assert replay(asked, limit=40 * MIB, steps=1).refused is None
-    assert replay(asked, limit=39 * MIB, steps=1) == Replay(30 * MIB, 30 * MIB, 1, 2)
+    assert replay(asked, limit=39 * MIB, steps=1) == MemoryPeaks(30 * MIB, 30 * MIB, 1, 2)
 
 
 def test_a_segment_with_a_block_in_use_stays() -> None:
@@ -95,17 +95,17 @@ def test_a_segment_with_a_block_in_use_stays() -> None:
 def test_pages_with_a_block_in_use_stay() -> None:
     """x lies in the second page of two: the first goes back, and c, which begins behind x, needs two more."""
     asked = trace("a15 b15 x8 -a -b c38")
-    assert replay(asked, limit=80 * MIB, expandable=True, steps=1) == Replay(46 * MIB, 80 * MIB, 0, None)
-    assert replay(asked, limit=79 * MIB, expandable=True, steps=1) == Replay(46 * MIB, 60 * MIB, 1, None)
+    assert replay(asked, limit=80 * MIB, expandable=True, steps=1) == MemoryPeaks(46 * MIB, 80 * MIB, 0, None)
+    assert replay(asked, limit=79 * MIB, expandable=True, steps=1) == MemoryPeaks(46 * MIB, 60 * MIB, 1, None)
     assert replay(asked, limit=60 * MIB, expandable=True, steps=1).refused is None
     assert replay(asked, limit=59 * MIB, expandable=True, steps=1).refused == 5
-    assert replay(asked, limit=58 * MIB, steps=1) == Replay(46 * MIB, 58 * MIB, 1, None)
+    assert replay(asked, limit=58 * MIB, steps=1) == MemoryPeaks(46 * MIB, 58 * MIB, 1, None)
     assert replay(asked, limit=57 * MIB, steps=1).refused == 5
 
 
 def test_state_stays_and_comes_first() -> None:
     asked = trace("a30 -a", state=(100, 0.5))
-    assert replay(asked) == Replay(int(130.5 * MIB), 132 * MIB, 0, None)
+    assert replay(asked) == MemoryPeaks(int(130.5 * MIB), 132 * MIB, 0, None)
     assert replay(asked, limit=131 * MIB).refused == 0
     assert replay(asked, limit=101 * MIB).refused == -1
 

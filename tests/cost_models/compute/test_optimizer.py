@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from cost_models import load_hardware, work_seconds
-from cost_models.compute.optimizer import Recipe, StateBytes, clip, grad_norm, shard, state_bytes, update, zero_grads
+from cost_models.compute.optimizer import (
+    OptimizerMemory,
+    OptimizerPrecision,
+    clip,
+    grad_norm,
+    shard,
+    state_bytes,
+    update,
+    zero_grads,
+)
 from ir.core.work import DType, KernelKind
 
 BF16, FP32, FP64 = DType.BF16, DType.FP32, DType.FP64
@@ -14,23 +23,23 @@ BF16, FP32, FP64 = DType.BF16, DType.FP32, DType.FP64
 @pytest.mark.parametrize(
     "recipe, each",
     [
-        (Recipe(), (2, 4, 12)),  # Megatron: 18 bytes per parameter
-        (Recipe(grads=BF16), (2, 2, 12)),  # 16, as Zero Bubble's runs
-        (Recipe(params=FP32), (4, 4, 8)),  # no master copy
-        (Recipe(params=FP64, grads=FP64, optimizer=FP64), (8, 8, 16)),
-        (Recipe(optimizer=BF16), (2, 4, 4)),  # all-bf16: moments only
-        (Recipe(name="sgd"), (2, 4, 4)),  # only a master copy
-        (Recipe(name="sgd", params=FP32), (4, 4, 0)),
+        (OptimizerPrecision(), (2, 4, 12)),  # Megatron: 18 bytes per parameter
+        (OptimizerPrecision(grads=BF16), (2, 2, 12)),  # 16, as Zero Bubble's runs
+        (OptimizerPrecision(params=FP32), (4, 4, 8)),  # no master copy
+        (OptimizerPrecision(params=FP64, grads=FP64, optimizer=FP64), (8, 8, 16)),
+        (OptimizerPrecision(optimizer=BF16), (2, 4, 4)),  # all-bf16: moments only
+        (OptimizerPrecision(name="sgd"), (2, 4, 4)),  # only a master copy
+        (OptimizerPrecision(name="sgd", params=FP32), (4, 4, 0)),
     ],
 )
-def test_bytes_per_parameter(recipe: Recipe, each: tuple[int, int, int]) -> None:
+def test_bytes_per_parameter(recipe: OptimizerPrecision, each: tuple[int, int, int]) -> None:
     state = state_bytes(1000, recipe)
-    assert state == StateBytes(*(1000 * b for b in each))
+    assert state == OptimizerMemory(*(1000 * b for b in each))
     assert state.total == 1000 * sum(each)
 
 
 def test_zero_stages_divide_with_ceiling() -> None:
-    recipe, n = Recipe(), 1001
+    recipe, n = OptimizerPrecision(), 1001
     assert state_bytes(n, recipe, optimizer_shards=8).optimizer == 126 * 12
     assert state_bytes(n, recipe, grads_shards=8, optimizer_shards=8).gradients == 126 * 4
     assert state_bytes(n, recipe, 8, 8, 8).parameters == 126 * 2
@@ -47,18 +56,18 @@ def test_impossible_shards_are_refused(numel: int, shards: int) -> None:
 @pytest.mark.parametrize(
     "recipe, moved",
     [
-        (Recipe(), 4 + 4 * 4 + 2 * 4 + 2),  # grad; m, v; master; weight
-        (Recipe(params=FP32), 4 + 4 * 4 + 2 * 4),  # grad; m, v; weight in place
-        (Recipe(name="sgd"), 4 + 2 * 4 + 2),
-        (Recipe(name="sgd", params=FP32), 4 + 2 * 4),
+        (OptimizerPrecision(), 4 + 4 * 4 + 2 * 4 + 2),  # grad; m, v; master; weight
+        (OptimizerPrecision(params=FP32), 4 + 4 * 4 + 2 * 4),  # grad; m, v; weight in place
+        (OptimizerPrecision(name="sgd"), 4 + 2 * 4 + 2),
+        (OptimizerPrecision(name="sgd", params=FP32), 4 + 2 * 4),
     ],
 )
-def test_an_update_moves_each_tensor_once(recipe: Recipe, moved: int) -> None:
+def test_an_update_moves_each_tensor_once(recipe: OptimizerPrecision, moved: int) -> None:
     assert update(10, recipe).bytes == 10 * moved
 
 
 def test_the_other_passes_over_gradients() -> None:
-    recipe = Recipe()
+    recipe = OptimizerPrecision()
     assert [k(10, recipe).bytes for k in (grad_norm, clip, zero_grads)] == [40, 80, 40]
     assert all(k(10, recipe).kind is KernelKind.MEMORY for k in (update, grad_norm, clip, zero_grads))
     with pytest.raises(ValueError, match="elements"):
@@ -67,5 +76,5 @@ def test_the_other_passes_over_gradients() -> None:
 
 def test_an_update_is_bound_by_memory() -> None:
     # 1e9 parameters on A100: 30 GB at 1.59 TB/s.
-    seconds = work_seconds((update(10**9, Recipe()),), load_hardware("a100-sxm-80gb"))
+    seconds = work_seconds((update(10**9, OptimizerPrecision()),), load_hardware("a100-sxm-80gb"))
     assert seconds == pytest.approx(30e9 / (2039e9 * 0.78), rel=0.01)

@@ -6,8 +6,8 @@ from statistics import median
 
 import pytest
 
-from cost_models import Fabric, kernel_seconds, load_hardware, message_seconds
-from ir.core.work import CommKind, DType, Kernel, KernelKind, Message
+from cost_models import LinkFabric, kernel_seconds, load_hardware, message_seconds
+from ir.core.work import DType, Kernel, KernelKind, Message, MessageKind
 
 OPS = Path(__file__).parents[3] / "experiments" / "published" / "data" / "b200_ops.csv"
 B200 = load_hardware("b200-sxm")
@@ -56,11 +56,11 @@ def test_selective_recompute_costs_what_korthikanti_measured():
 def test_rings_slow_down_over_many_nodes_and_trees_do_not():
     """The playbook's network: all-gathers at 185, 119, 69 and 55 GB/s on 2, 4, 8 and 16 nodes."""
     hw = load_hardware("h100-sxm", {"nic_efficiency": 0.46, "nic_congestion": 0.58})
-    fabric = Fabric.of(hw)
+    fabric = LinkFabric.of(hw)
     for nodes, gbps in ((2, 184.6), (4, 119.0), (8, 69.0), (16, 55.0)):
         ranks = 8 * nodes
-        seconds = message_seconds(Message(CommKind.ALL_GATHER, 2**32, ("dp",)), ranks, 8, fabric)
+        seconds = message_seconds(Message(MessageKind.ALL_GATHER, 2**32, ("dp",)), ranks, 8, fabric)
         assert 2**32 * (ranks - 1) / ranks / seconds / 1e9 == pytest.approx(gbps, rel=0.25)
-    reduce = Message(CommKind.ALL_REDUCE, 2**32, ("dp",))
-    flat = Fabric.of(load_hardware("h100-sxm", {"nic_efficiency": 0.46}))
+    reduce = Message(MessageKind.ALL_REDUCE, 2**32, ("dp",))
+    flat = LinkFabric.of(load_hardware("h100-sxm", {"nic_efficiency": 0.46}))
     assert message_seconds(reduce, 16, 8, fabric) == message_seconds(reduce, 16, 8, flat)

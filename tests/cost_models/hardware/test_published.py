@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cost_models import Fabric, kernel_seconds, load_hardware, message_seconds, work_seconds
+from cost_models import LinkFabric, kernel_seconds, load_hardware, message_seconds, work_seconds
 from cost_models.links.fabric import distinct
-from ir.core.work import CommKind, DType, Message
+from ir.core.work import DType, Message, MessageKind
 from tests.cost_models.compute import reference_kernels as ref
 
 TABLES: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "published_costs.json").read_text())
@@ -62,9 +62,9 @@ def test_a100_weight_gradients_within_five_percent(tokens: int, hidden: int, lay
 @pytest.mark.parametrize("row", rows("korthikanti_layer_ms"))
 def test_a100_layer_with_tensor_parallelism_within_ten_percent(row: dict[str, Any]) -> None:
     hw = load_hardware("a100-sxm-80gb")
-    tensor = Message(CommKind.ALL_REDUCE, 2 * 4 * 2048 * 6144, ("tp",))
+    tensor = Message(MessageKind.ALL_REDUCE, 2 * 4 * 2048 * 6144, ("tp",))
     # Two all-reduces per pass; with sequence parallelism a reduce-scatter and an all-gather each, of equal bytes.
-    messages = 2 * message_seconds(tensor, 8, 8, Fabric.of(hw))
+    messages = 2 * message_seconds(tensor, 8, 8, LinkFabric.of(hw))
     shape = (4, 2048, 6144, 64, 8, row["sp"])
     assert abs(error(1e3 * (work_seconds(ref.gpt_layer_forward(*shape), hw) + messages), row["forward"])) < 0.10
     assert abs(error(1e3 * (work_seconds(ref.gpt_layer_backward(*shape), hw) + messages), row["backward"])) < 0.10
@@ -72,8 +72,8 @@ def test_a100_layer_with_tensor_parallelism_within_ten_percent(row: dict[str, An
 
 @pytest.mark.parametrize("preset, kind, ranks, per_node, busbw", rows("busbw_GBps"))
 def test_bus_bandwidth_within_five_percent(preset: str, kind: str, ranks: int, per_node: int, busbw: float) -> None:
-    message = Message(CommKind(kind), 2**30, ("dp",))
-    seconds = message_seconds(message, ranks, per_node, Fabric.of(load_hardware(preset)))
+    message = Message(MessageKind(kind), 2**30, ("dp",))
+    seconds = message_seconds(message, ranks, per_node, LinkFabric.of(load_hardware(preset)))
     factor = (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
     assert abs(error(message.bytes * factor / seconds / 1e9, busbw)) < 0.05
 
@@ -82,7 +82,7 @@ def test_bus_bandwidth_within_five_percent(preset: str, kind: str, ranks: int, p
 def test_token_dispatch_within_ten_percent(ranks: int, operation: str, link: str, gbps: float) -> None:
     token_bytes = 7168 * (1 + 4 / 128 if operation == "dispatch" else 2)  # fp8 with scales, or bf16
     nodes = ranks // 8
-    message = Message(CommKind.ALL_TO_ALL, int(4096 * 8 * token_bytes), ("ep",), fanout=8, nodes_limit=4)
-    seconds = message_seconds(message, ranks, 8, Fabric.of(load_hardware("h800-sxm")))
+    message = Message(MessageKind.ALL_TO_ALL, int(4096 * 8 * token_bytes), ("ep",), fanout=8, nodes_limit=4)
+    seconds = message_seconds(message, ranks, 8, LinkFabric.of(load_hardware("h800-sxm")))
     counted = 4096 * token_bytes * (distinct(8, 8) if link == "nvlink" else distinct(8, nodes, 4))
     assert abs(error(counted / seconds / 1e9, gbps)) < 0.10

@@ -5,13 +5,13 @@ import json
 import msgspec
 import pytest
 
-from cost_models import Recipe, kernel_seconds, load_hardware, state_bytes
+from cost_models import OptimizerPrecision, kernel_seconds, load_hardware, state_bytes
 from cost_models.compute.host import HostCosts
 from cost_models.compute.optimizer import accumulate
-from cost_models.software import MOST, Software, frameworks, load_software, read
+from cost_models.software import MOST, FrameworkCosts, frameworks, load_software, read
 from ir.core.errors import PiperError
 from ir.core.work import DType, Kernel, KernelKind
-from ir.workload.setting import Loss, Style
+from ir.workload.setting import KernelStyle, TokenLossKind
 
 H100 = load_hardware("h100-sxm")
 GEMM = Kernel(KernelKind.GEMM, 2 * 4096**3, 6 * 4096**2, DType.BF16, (4096, 4096, 4096))
@@ -20,7 +20,7 @@ FLASH = Kernel(KernelKind.ATTENTION, 32 * 4096**2 * 256, 10**8, DType.BF16, (1, 
 
 
 def seconds(kernel, **constants):
-    return kernel_seconds(kernel, msgspec.structs.replace(H100, software=Software(**constants)))
+    return kernel_seconds(kernel, msgspec.structs.replace(H100, software=FrameworkCosts(**constants)))
 
 
 @pytest.mark.parametrize("name", frameworks())
@@ -68,7 +68,7 @@ def test_more_than_six_constants_are_refused(tmp_path):
 
 
 def test_no_framework_changes_nothing():
-    assert load_software(None) == Software() == H100.software
+    assert load_software(None) == FrameworkCosts() == H100.software
     assert kernel_seconds(GEMM, H100) == seconds(GEMM)
 
 
@@ -85,26 +85,26 @@ def test_attention_slows_attention():
 
 
 def test_the_host_takes_the_framework_s_launch():
-    hw = msgspec.structs.replace(H100, software=Software(launch_us=100, turn_us=700))
+    hw = msgspec.structs.replace(H100, software=FrameworkCosts(launch_us=100, turn_us=700))
     costs = HostCosts.of(hw)
     assert (round(1e6 * costs.launch), round(1e6 * costs.turn)) == (100, 700)
 
 
 def test_gradients_kept_twice_are_never_sharded():
-    one, two = Recipe(), Recipe(grad_copy=2)
+    one, two = OptimizerPrecision(), OptimizerPrecision(grad_copy=2)
     assert state_bytes(1000, two, 8, 8, 8).total - state_bytes(1000, one, 8, 8, 8).total == 2000
     assert state_bytes(1000, two, alone=True) == state_bytes(1000, one), "nobody to reduce them with"
 
 
 def test_accumulating_moves_every_weight_gradient():
     grouped = Kernel(KernelKind.GROUPED_GEMM, 0, 0, DType.BF16, (4, 8, 16, 32))
-    moved = [k.bytes for k in accumulate((GEMM, NORM, grouped), Recipe(grad_copy=2))]
+    moved = [k.bytes for k in accumulate((GEMM, NORM, grouped), OptimizerPrecision(grad_copy=2))]
     assert moved == [12 * 4096**2, 12 * 4 * 8 * 16]
-    assert accumulate((GEMM, NORM, grouped), Recipe()) == []
+    assert accumulate((GEMM, NORM, grouped), OptimizerPrecision()) == []
 
 
 def test_the_loss_is_listed_as_it_runs():
-    loss = msgspec.structs.replace(H100, software=Software(traffic=2.0))
+    loss = msgspec.structs.replace(H100, software=FrameworkCosts(traffic=2.0))
     kernel = Kernel(KernelKind.MEMORY, 0, 10**9, DType.BF16, label="loss.softmax")
     assert kernel_seconds(kernel, loss) == kernel_seconds(kernel, H100)
 
@@ -112,14 +112,14 @@ def test_the_loss_is_listed_as_it_runs():
 @pytest.mark.parametrize(
     ("constants", "style"),
     [
-        ({}, Style(Loss.PARALLEL)),
-        ({"eager": True}, Style(Loss.PLAIN, eager=True)),
-        ({"eager": True, "loss": "fused"}, Style(Loss.FUSED, eager=True)),
-        ({"keep_gathered": True}, Style(Loss.PARALLEL, keep_gathered=True)),
+        ({}, KernelStyle(TokenLossKind.PARALLEL)),
+        ({"eager": True}, KernelStyle(TokenLossKind.PLAIN, eager=True)),
+        ({"eager": True, "loss": "fused"}, KernelStyle(TokenLossKind.FUSED, eager=True)),
+        ({"keep_gathered": True}, KernelStyle(TokenLossKind.PARALLEL, keep_gathered=True)),
     ],
 )
 def test_a_framework_has_a_style(constants, style):
-    assert Software(**constants).style == style
+    assert FrameworkCosts(**constants).style == style
 
 
 def test_an_unknown_loss_is_refused(tmp_path):

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_models import Fabric, load_hardware, message_seconds, presets
+from cost_models import LinkFabric, load_hardware, message_seconds, presets
 from cost_models.links.fabric import distinct, ring_all_reduce, ring_gather, sharp_all_reduce, tree_all_reduce
 from cost_models.links.loads import link_bytes
 from cost_models.links.protocols import GLOO
-from ir.core.work import CommKind, Message
+from ir.core.work import Message, MessageKind
 
-REAL = Fabric.of(load_hardware("h100-sxm"))
+REAL = LinkFabric.of(load_hardware("h100-sxm"))
 # One protocol, no latencies, round rates: 100 bytes/s inside a node, 10 between nodes.
 IDEAL = replace(
     REAL, node=100.0, pair=100.0, nic=10.0, sharp=0.0, dispatch_node=100.0, dispatch_nic=10.0,
@@ -25,8 +25,8 @@ few = settings(max_examples=60, deadline=None)
 groups = st.tuples(st.integers(1, 64), st.sampled_from([1, 2, 4, 8]))
 
 
-def seconds(kind: str, nbytes: int, nodes: int, per_node: int, fabric: Fabric = IDEAL, **extra: int) -> float:
-    return message_seconds(Message(CommKind(kind), nbytes, ("x",), **extra), nodes * per_node, per_node, fabric)
+def seconds(kind: str, nbytes: int, nodes: int, per_node: int, fabric: LinkFabric = IDEAL, **extra: int) -> float:
+    return message_seconds(Message(MessageKind(kind), nbytes, ("x",), **extra), nodes * per_node, per_node, fabric)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
@@ -56,7 +56,7 @@ def test_p2p_is_bytes_over_the_link_between_them() -> None:
 
 
 def test_a_pair_may_have_less_than_all_links() -> None:
-    mi300x = Fabric.of(load_hardware("mi300x"))
+    mi300x = LinkFabric.of(load_hardware("mi300x"))
     assert mi300x.pair == pytest.approx(mi300x.node / 7)
 
 
@@ -70,8 +70,8 @@ def test_latency_counts_steps() -> None:
     assert tree_all_reduce(0, 1, 64, wide) == 12, "a tree is logarithmic"
 
 
-@pytest.mark.parametrize("kind", list(CommKind))
-def test_a_group_of_one_and_an_empty_message_cost_nothing(kind: CommKind) -> None:
+@pytest.mark.parametrize("kind", list(MessageKind))
+def test_a_group_of_one_and_an_empty_message_cost_nothing(kind: MessageKind) -> None:
     assert message_seconds(Message(kind, S, ("x",)), 1, 1, REAL) == 0.0
     assert message_seconds(Message(kind, 0, ("x",)), 16, 8, REAL) == 0.0
 
@@ -79,7 +79,7 @@ def test_a_group_of_one_and_an_empty_message_cost_nothing(kind: CommKind) -> Non
 @pytest.mark.parametrize("ranks, per_node", [(0, 1), (8, 0), (-1, 1)])
 def test_impossible_groups_are_refused(ranks: int, per_node: int) -> None:
     with pytest.raises(ValueError, match="from 1 up"):
-        message_seconds(Message(CommKind.ALL_REDUCE, S, ("x",)), ranks, per_node, REAL)
+        message_seconds(Message(MessageKind.ALL_REDUCE, S, ("x",)), ranks, per_node, REAL)
 
 
 @given(group=groups, nbytes=st.integers(0, 10**10))
@@ -92,9 +92,11 @@ def test_hierarchical_is_never_slower_than_a_flat_ring(group: tuple[int, int], n
     assert seconds("all_gather", nbytes, nodes, per_node, REAL) <= ring_gather(nbytes, per_node, nodes, REAL)
 
 
-@given(group=groups, nbytes=st.integers(0, 10**10), more=st.integers(0, 10**10), kind=st.sampled_from(list(CommKind)))
+@given(
+    group=groups, nbytes=st.integers(0, 10**10), more=st.integers(0, 10**10), kind=st.sampled_from(list(MessageKind))
+)
 @few
-def test_more_bytes_are_never_faster(group: tuple[int, int], nbytes: int, more: int, kind: CommKind) -> None:
+def test_more_bytes_are_never_faster(group: tuple[int, int], nbytes: int, more: int, kind: MessageKind) -> None:
     nodes, per_node = group
     assert seconds(kind, nbytes + more, nodes, per_node, REAL) >= seconds(kind, nbytes, nodes, per_node, REAL)
 
@@ -145,7 +147,7 @@ def test_limiting_nodes_saves_network_bytes() -> None:
 
 
 def test_an_uneven_all_to_all_takes_the_fullest_rank() -> None:
-    message = Message(CommKind.ALL_TO_ALL, S, ("ep",))
+    message = Message(MessageKind.ALL_TO_ALL, S, ("ep",))
     assert message_seconds(message, 8, 8, IDEAL, imbalance=1.5) == pytest.approx(
         1.5 * message_seconds(message, 8, 8, IDEAL)
     )
@@ -155,8 +157,8 @@ def test_an_uneven_all_to_all_takes_the_fullest_rank() -> None:
 @few
 def test_an_all_reduce_loads_links_as_a_reduce_scatter_and_a_gather_do(group: tuple[int, int], nbytes: int) -> None:
     nodes, per_node = group
-    load = {k: link_bytes(Message(k, nbytes, ("x",)), nodes * per_node, per_node) for k in CommKind}
-    both, halves = load[CommKind.ALL_REDUCE], (load[CommKind.REDUCE_SCATTER], load[CommKind.ALL_GATHER])
+    load = {k: link_bytes(Message(k, nbytes, ("x",)), nodes * per_node, per_node) for k in MessageKind}
+    both, halves = load[MessageKind.ALL_REDUCE], (load[MessageKind.REDUCE_SCATTER], load[MessageKind.ALL_GATHER])
     assert both.node == pytest.approx(sum(x.node for x in halves)) == pytest.approx(2 * nbytes * (1 - 1 / per_node))
     assert both.nic == pytest.approx(sum(x.nic for x in halves))
     assert both.nic == pytest.approx(2 * nbytes / per_node * (1 - 1 / nodes))
@@ -172,7 +174,7 @@ def test_distinct_places_are_bounded(copies: int, places: int, limit: int) -> No
 
 @pytest.mark.parametrize("preset", presets())
 def test_every_preset_prices_every_message(preset: str) -> None:
-    fabric = Fabric.of(load_hardware(preset), gpus_per_node=8)
+    fabric = LinkFabric.of(load_hardware(preset), gpus_per_node=8)
     assert fabric.gpus_per_node == 8
-    for kind in CommKind:
+    for kind in MessageKind:
         assert 0 < seconds(kind, 10**6, 2, 8, fabric) < 1

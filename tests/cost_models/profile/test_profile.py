@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cost_models.profile.file import digest_of, load_profile, parse_profile, profile_text
 from cost_models.profile.fit import fit
-from cost_models.profile.profile import Machine, Measured, OpEntry, Profile, Source, lookup, plan_keys
+from cost_models.profile.profile import CostSource, MeasuredCost, OpEntry, Profile, ProfileMachine, lookup, plan_keys
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
 from ir.graph.classes import node_class, node_classes
@@ -22,15 +22,15 @@ from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.plan.plan import Plan
 
-MACHINE = Machine("Xeon", 2, "", 0, {"python": "3.11.7", "torch": "2.13.0"}, "2026-01-01T00:00:00Z")
+MACHINE = ProfileMachine("Xeon", 2, "", 0, {"python": "3.11.7", "torch": "2.13.0"}, "2026-01-01T00:00:00Z")
 OPS = {
-    "F/attn 3f2a9c12": OpEntry(Measured(0.031, 0.002, 40)),
-    "W/attn 3f2a9c12": OpEntry(Measured(0.02, 0.001, 40)),
+    "F/attn 3f2a9c12": OpEntry(MeasuredCost(0.031, 0.002, 40)),
+    "W/attn 3f2a9c12": OpEntry(MeasuredCost(0.02, 0.001, 40)),
 }
 LINKS = {
-    "p2p 4096": Measured(2e-4, 1e-5, 9),
-    "p2p 262144": Measured(5e-4, 1e-5, 9),
-    "all_reduce 2 1048576": Measured(4e-3, 1e-4, 9),
+    "p2p 4096": MeasuredCost(2e-4, 1e-5, 9),
+    "p2p 262144": MeasuredCost(5e-4, 1e-5, 9),
+    "all_reduce 2 1048576": MeasuredCost(4e-3, 1e-4, 9),
 }
 PROFILE = Profile.of(MACHINE, OPS, LINKS, host_s=2e-5)
 
@@ -60,7 +60,7 @@ def test_text_does_not_depend_on_the_order_of_measuring() -> None:
 
 
 seconds = st.floats(1e-9, 1e3)
-measured = st.builds(Measured, seconds, st.floats(0, 1e3), st.integers(1, 10**6))
+measured = st.builds(MeasuredCost, seconds, st.floats(0, 1e3), st.integers(1, 10**6))
 
 
 @given(
@@ -68,7 +68,9 @@ measured = st.builds(Measured, seconds, st.floats(0, 1e3), st.integers(1, 10**6)
     st.dictionaries(st.integers(0, 10**12).map(lambda n: f"p2p {n}"), measured, max_size=6),
     st.none() | seconds,
 )
-def test_any_profile_is_read_back(ops: dict[str, OpEntry], links: dict[str, Measured], host_s: float | None) -> None:
+def test_any_profile_is_read_back(
+    ops: dict[str, OpEntry], links: dict[str, MeasuredCost], host_s: float | None
+) -> None:
     made = Profile.of(MACHINE, ops, links, host_s)
     assert parse_profile(profile_text(made)) == made
 
@@ -162,10 +164,10 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_message_of_another_size_is_read_off_the_curve() -> None:
     exact, between = lookup(PROFILE, "p2p 4096"), lookup(PROFILE, "p2p 65536")
-    assert exact is not None and exact.source is Source.MEASURED and exact.seconds == 2e-4
-    assert between is not None and between.source is Source.INTERPOLATED and 2e-4 < between.seconds < 5e-4
+    assert exact is not None and exact.source is CostSource.MEASURED and exact.seconds == 2e-4
+    assert between is not None and between.source is CostSource.INTERPOLATED and 2e-4 < between.seconds < 5e-4
     beyond = lookup(PROFILE, "p2p 1048576")
-    assert beyond is not None and beyond.source is Source.EXTRAPOLATED and beyond.seconds > 5e-4
+    assert beyond is not None and beyond.source is CostSource.EXTRAPOLATED and beyond.seconds > 5e-4
     assert between.spread_s / between.seconds == pytest.approx(0.035), "of the two sizes behind the curve"
     assert lookup(PROFILE, "all_reduce 2 64") is None, "one size makes no curve"
     assert lookup(PROFILE, "p2p") is None and lookup(PROFILE, "F/attn 00000000") is None
@@ -206,7 +208,7 @@ def test_a_file_changed_by_hand_is_read_where_it_says_so() -> None:
         parse_profile(json.dumps(table))
     table["digest"] = None
     edited = parse_profile(json.dumps(table))
-    assert not edited.sealed and edited.ops["W/attn 3f2a9c12"].time == Measured(0.019, 0.001, 40)
+    assert not edited.sealed and edited.ops["W/attn 3f2a9c12"].time == MeasuredCost(0.019, 0.001, 40)
     assert json.loads(profile_text(edited))["digest"] is None, "what was edited is not sealed again"
 
 
@@ -228,7 +230,7 @@ def test_a_profile_serves_every_plan_of_the_same_sizes(name: str, pp: int, mbs: 
     here, there = plan_of(), plan_of(name=name, pp=pp, mbs=mbs)
     assert classes(here) == classes(there)
     assert {k.split()[0] for k in classes(here)} >= {"F/attn", "I/mlp", "W/head", "F/norm", "F/embed"}
-    profile = Profile.of(MACHINE, {key: OpEntry(Measured(1.0, 0.1, 9)) for key in node_classes(here.graph)}, LINKS)
+    profile = Profile.of(MACHINE, {key: OpEntry(MeasuredCost(1.0, 0.1, 9)) for key in node_classes(here.graph)}, LINKS)
     missing = [key for key in plan_keys(there) if lookup(profile, key) is None]
     assert all(not key.startswith(("F", "I", "W", "p2p")) for key in missing)
 
@@ -269,7 +271,7 @@ def test_plan_keys_count_every_instance() -> None:
 
 
 def test_the_fingerprint_is_of_the_machine_not_of_the_day() -> None:
-    here = Machine.here()
+    here = ProfileMachine.here()
     assert here.cores >= 1 and here.cpu and here.versions["python"]
     assert replace(here, date="another").fingerprint == here.fingerprint
     assert replace(here, cores=here.cores + 1).fingerprint != here.fingerprint

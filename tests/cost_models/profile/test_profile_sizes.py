@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.profile.fit import fit
-from cost_models.profile.shapes import OpShape, Sized, between, op_shapes
+from cost_models.profile.shapes import CostBySize, KernelShape, between, op_shapes
 from ir.job.build import prepare
 from ir.job.load import job_from
 
@@ -21,11 +21,12 @@ seconds = st.floats(1e-9, 1e3)
 # -- other sizes ------------------------------------------------------------------------------------------------------
 
 
-def sized(seconds: Callable[..., float], *grid: tuple[int, int, int]) -> list[Sized]:
+def sized(seconds: Callable[..., float], *grid: tuple[int, int, int]) -> list[CostBySize]:
     """Times on a grid of (tokens, sequences, ranks)."""
     names = ("seq_len", "sequences", "tp")
     return [
-        Sized({**dict(zip(names, p, strict=True)), "sequence_parallel": int(p[2] > 1)}, seconds(*p), 0.0) for p in grid
+        CostBySize({**dict(zip(names, p, strict=True)), "sequence_parallel": int(p[2] > 1)}, seconds(*p), 0.0)
+        for p in grid
     ]
 
 
@@ -78,7 +79,7 @@ def test_norms_divided_over_ranks_are_not_read_off_norms_that_are_not() -> None:
     st.lists(st.tuples(st.integers(1, 10**6), seconds, st.floats(0, 1)), min_size=2, max_size=6), st.integers(1, 10**6)
 )
 def test_what_is_read_off_is_a_time(points: list[tuple[int, float, float]], size: int) -> None:
-    known = [Sized({"numel": n}, s, s * r) for n, s, r in {p[0]: p for p in points}.values()]
+    known = [CostBySize({"numel": n}, s, s * r) for n, s, r in {p[0]: p for p in points}.values()]
     found = between(known, {"numel": size})
     if found is not None:
         assert found.seconds >= 0 and found.spread_s >= 0
@@ -87,7 +88,7 @@ def test_what_is_read_off_is_a_time(points: list[tuple[int, float, float]], size
 
 
 def test_the_same_part_of_another_size_is_of_the_same_family() -> None:
-    def families(*sets: str) -> dict[str, OpShape]:
+    def families(*sets: str) -> dict[str, KernelShape]:
         table = {"model": {"config": "tiny-llama", "seq_len": 64}, "parallel": {"pp": 2}}
         g = prepare(job_from(table, sets)).plan().graph
         named = zip(g.nodes, op_shapes(g), strict=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.autograd.stage import Stage
-from executor.modules.base import Built, evaluate, wiring
+from executor.modules.base import BuiltChunks, evaluate, wiring
 from ir.core.ops import Pass
 
 torch.set_num_threads(1)
@@ -73,7 +73,7 @@ READS = {
 
 
 @pytest.fixture
-def built() -> Iterator[Built]:
+def built() -> Iterator[BuiltChunks]:
     torch.manual_seed(0)
     kinds = {
         "l0.in": Line,
@@ -86,10 +86,10 @@ def built() -> Iterator[Built]:
     }
     units: dict[str, nn.Module] = {name: kind() for name, kind in kinds.items()}
     params = {f"{u}.{n}": p for u, m in units.items() for n, p in m.named_parameters()}
-    yield Built(units, params, {}, READS)
+    yield BuiltChunks(units, params, {}, READS)
 
 
-def _plain(built: Built, x: Tensor) -> tuple[float, Tensor, dict[str, Tensor]]:
+def _plain(built: BuiltChunks, x: Tensor) -> tuple[float, Tensor, dict[str, Tensor]]:
     x = x.clone().requires_grad_()
     loss = evaluate(built, x, {})
     names = list(built.params)
@@ -107,7 +107,7 @@ AGAIN = [
 
 @pytest.mark.parametrize("again", AGAIN, ids=lambda a: f"{len(a)} again")
 @pytest.mark.parametrize("whole", [False, True])
-def test_any_wiring_equals_plain_autograd_bitwise(built: Built, again: tuple[str, ...], whole: bool) -> None:
+def test_any_wiring_equals_plain_autograd_bitwise(built: BuiltChunks, again: tuple[str, ...], whole: bool) -> None:
     stage = Stage(built.units, built.params, reads=built.reads, recompute=again)
     x = [torch.randn(3, D, dtype=torch.float64) for _ in range(2)]
     want = [_plain(built, one) for one in x]
@@ -125,7 +125,7 @@ def test_any_wiring_equals_plain_autograd_bitwise(built: Built, again: tuple[str
         assert torch.equal(stage.grads[name], grad + want[0][2][name]), name
 
 
-def test_units_run_one_by_one_hold_only_what_is_read_later(built: Built) -> None:
+def test_units_run_one_by_one_hold_only_what_is_read_later(built: BuiltChunks) -> None:
     stage = Stage(built.units, built.params, reads=built.reads)
     stage.feed(0, torch.randn(3, D, dtype=torch.float64))
     held = {}
@@ -136,7 +136,7 @@ def test_units_run_one_by_one_hold_only_what_is_read_later(built: Built) -> None
     assert held["l0.join"] == {"l0.join"} and held["head"] == {"side", "head"}
 
 
-def test_a_missing_reader_would_be_seen(built: Built) -> None:
+def test_a_missing_reader_would_be_seen(built: BuiltChunks) -> None:
     """The negative control: a gradient that is not passed on changes the sum."""
     reads = {**READS, "l0.join": ("l0.left", "l0.right", "l0.left")}
     x = torch.randn(3, D, dtype=torch.float64)

@@ -9,12 +9,12 @@ import torch
 
 from executor.autograd.stage import Stage
 from executor.launch.launch import launch
-from executor.modules.decoder import Decoder
+from executor.modules.decoder import DecoderModel
 from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
-from executor.runtime.batch import Data
+from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.reference import train
 from executor.runtime.worker import RankContext
-from executor.transport.base import Topology
+from executor.transport.base import TransportTopology
 from ir.core.ops import Pass
 from ir.workload.config.load import load_config
 
@@ -22,12 +22,12 @@ M, STEPS = 4, 2
 STAGES = [["embed", "l0"], ["l1", "head"]]
 
 
-def _model(dtype: str) -> Decoder:
-    return Decoder(load_config("tiny-llama", {"num_hidden_layers": 2}), dtype=getattr(torch, dtype))
+def _model(dtype: str) -> DecoderModel:
+    return DecoderModel(load_config("tiny-llama", {"num_hidden_layers": 2}), dtype=getattr(torch, dtype))
 
 
-def _data() -> Data:
-    return Data("synthetic", vocab=256, length=16, microbatches=M, size=2)
+def _data() -> MicrobatchLoader:
+    return MicrobatchLoader("synthetic", vocab=256, length=16, microbatches=M, size=2)
 
 
 def _digest(params: dict[str, Any]) -> dict[str, str]:
@@ -38,7 +38,7 @@ def _rank(ctx: RankContext, dtype: str) -> dict[str, Any]:
     model, data, me = _model(dtype), _data(), ctx.rank
     built = model.build(STAGES[me])
     stage = Stage(built.units, built.params)
-    t = ctx.gloo(Topology.of(2, [(0, 1), (1, 0)], {"world": (0, 1)}), timeout_s=20)
+    t = ctx.gloo(TransportTopology.of(2, [(0, 1), (1, 0)], {"world": (0, 1)}), timeout_s=20)
     wide = getattr(torch, dtype)
     opt = Optimizer(OptimizerConfig(), built.params, wide)
     out: dict[str, Any] = {"losses": [], "norms": []}

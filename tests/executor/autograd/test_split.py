@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from executor.autograd.split import SplitRun
+from executor.autograd.split import SplitPass
 from executor.modules.functions import grouped_linear, rms_norm
 
 D = 8
@@ -112,7 +112,7 @@ def test_halves_equal_the_whole_bitwise(case: str, whole: bool, dtype: torch.dty
     x, dy = (torch.randn(2, 3, D, dtype=torch.float32 if case == "cast" else dtype) for _ in range(2))
     y, dx, dws = _plain(module, x, dy)
     got: dict[str, Tensor] = {}
-    run = SplitRun(dict(module.named_parameters()), got.__setitem__)
+    run = SplitPass(dict(module.named_parameters()), got.__setitem__)
     (mine,) = run.forward(module, x)
     assert torch.equal(mine, y) and not mine.requires_grad
     if whole:
@@ -138,7 +138,7 @@ def test_torchs_private_split_gives_the_same(case: str) -> None:
     (dx,), groups = backward.stage_backward_input([y], [dy], [leaf], module.parameters())
     backward.stage_backward_weight(module.parameters(), groups)
     got: dict[str, Tensor] = {}
-    run = SplitRun(dict(module.named_parameters()), got.__setitem__)
+    run = SplitPass(dict(module.named_parameters()), got.__setitem__)
     run.forward(module, x)
     (mydx,) = run.input_grad(dy)
     run.weight_grad()
@@ -152,7 +152,7 @@ def test_an_embedding_has_no_input_gradient_and_all_its_work_in_w() -> None:
     module, ids, dy = nn.Embedding(5, D), torch.tensor([[1, 1, 4]]), torch.randn(1, 3, D)
     _, _, dws = _plain(module, ids, dy)
     got: dict[str, Tensor] = {}
-    run = SplitRun(dict(module.named_parameters()), got.__setitem__)
+    run = SplitPass(dict(module.named_parameters()), got.__setitem__)
     run.forward(module, ids)
     assert run.input_grad(dy) == (None,) and not got
     run.weight_grad()
@@ -165,7 +165,7 @@ def test_weights_below_an_integer_input_get_theirs_too() -> None:
     ids = torch.tensor([[1, 1, 4]])
     _, _, dws = _plain(module, ids, torch.ones(1, 3, 1))
     got: dict[str, Tensor] = {}
-    run = SplitRun(dict(module.named_parameters()), got.__setitem__)
+    run = SplitPass(dict(module.named_parameters()), got.__setitem__)
     run.forward(module, ids)
     run.input_grad(torch.ones(1, 3, 1))
     run.weight_grad()
@@ -184,7 +184,7 @@ def test_i_frees_what_only_it_needs_and_w_the_rest() -> None:
 
     module, x = Fn(forward, w=P(D, D)), torch.randn(2, 3, D)
     data = weakref.ref(x.untyped_storage())
-    run = SplitRun(dict(module.named_parameters()), lambda name, grad: None)
+    run = SplitPass(dict(module.named_parameters()), lambda name, grad: None)
     y = run.forward(module, x)
     del x, y
     gc.collect()
@@ -206,7 +206,7 @@ def test_a_module_with_two_inputs_and_outputs() -> None:
     ra, rb = a.clone().requires_grad_(), b.clone().requires_grad_()
     torch.autograd.backward(f(ra, rb), (da, db))
     got: dict[str, Tensor] = {}
-    run = SplitRun({"w": w}, got.__setitem__)
+    run = SplitPass({"w": w}, got.__setitem__)
     run.forward(f, a, b)
     xa, xb = run.input_grad(da, db)
     run.weight_grad()

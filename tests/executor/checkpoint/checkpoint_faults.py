@@ -13,10 +13,10 @@ from typing import Any
 
 from executor.checkpoint import folder as folder_module
 from executor.checkpoint import keeper as keeper_module
-from executor.checkpoint.keeper import Keeper
-from executor.device.progress import Progress, State
-from executor.runtime.batch import Batch, Data
-from executor.runtime.interpreter import Interpreter, StepResult
+from executor.checkpoint.keeper import RankCheckpoint
+from executor.device.progress import RankProgress, RankState
+from executor.runtime.batch import Microbatch, MicrobatchLoader
+from executor.runtime.interpreter import PlanInterpreter, StepResult
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
 from executor.transport.base import Transport
@@ -24,14 +24,14 @@ from executor.transport.base import Transport
 
 def saved_at_once(ctx: RankContext, **spec: Any) -> Any:
     """What a rank has loaded is saved before its first step."""
-    begin = Keeper.begin
+    begin = RankCheckpoint.begin
 
-    def and_save(self: Keeper, transport: Transport) -> None:
+    def and_save(self: RankCheckpoint, transport: Transport) -> None:
         begin(self, transport)
         if self.saving.resume is not None:
             self.after(self.saving.first, self.saving.first, transport)
 
-    Keeper.begin = and_save  # type: ignore[method-assign]
+    RankCheckpoint.begin = and_save  # type: ignore[method-assign]
     return train_rank(ctx, **spec)
 
 
@@ -41,7 +41,7 @@ FILES = ("write", "fsync", "rename", "unlink", "mkdir")  # of os: what a save do
 def killed_at_event(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
     """Rank `rank` is killed before its `number`-th event of a kind: "op", what its progress says; "file", what it asks
     of the disk, where files are written by thirds. Steps done go to a file, and how many events there were."""
-    counts, step, say = {"op": 0, "file": 0}, Interpreter.step, Progress._write
+    counts, step, say = {"op": 0, "file": 0}, PlanInterpreter.step, RankProgress._write
 
     def event(kind: str) -> None:
         counts[kind] += 1
@@ -54,11 +54,11 @@ def killed_at_event(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any
             args = args[0], args[1][: -(-len(args[1]) // 3)]
         return real(*args, **named)
 
-    def said(self: Progress, state: State) -> None:
+    def said(self: RankProgress, state: RankState) -> None:
         event("op")
         say(self, state)
 
-    def noted(self: Interpreter, number: int, batches: Any) -> StepResult:
+    def noted(self: PlanInterpreter, number: int, batches: Any) -> StepResult:
         result = step(self, number, batches)
         if ctx.rank == 0:
             with Path(fault["folder"], "steps").open("a") as out:
@@ -68,7 +68,7 @@ def killed_at_event(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any
     os_write = os.write
     for name in FILES:
         setattr(os, name, partial(asked, getattr(os, name)))
-    Interpreter.step, Progress._write = noted, said  # type: ignore[method-assign]
+    PlanInterpreter.step, RankProgress._write = noted, said  # type: ignore[method-assign]
     found = train_rank(ctx, **spec)
     Path(fault["folder"], f"events-{ctx.rank}").write_text(json.dumps(counts))
     return found
@@ -78,7 +78,7 @@ def killed_at_event(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any
 MOMENTS = {
     "before any file": (keeper_module, "write_tensors", "before"),
     "behind its file": (keeper_module, "write_tensors", "behind"),
-    "before the manifest": (Keeper, "_manifest", "before"),
+    "before the manifest": (RankCheckpoint, "_manifest", "before"),
     "before the rename": (keeper_module, "publish", "before"),
     "behind the rename": (keeper_module, "publish", "behind"),
     "while old ones go": (folder_module, "discard", "behind"),
@@ -143,20 +143,20 @@ def short_of_room(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
 
 
 def _loaded(act: Any, ctx: RankContext, spec: dict[str, Any]) -> Any:
-    load = Keeper._load
+    load = RankCheckpoint._load
 
-    def and_act(self: Keeper, *args: Any) -> None:
+    def and_act(self: RankCheckpoint, *args: Any) -> None:
         load(self, *args)
         act(self)
 
-    Keeper._load = and_act  # type: ignore[method-assign]
+    RankCheckpoint._load = and_act  # type: ignore[method-assign]
     return train_rank(ctx, **spec)
 
 
 def without_moments(ctx: RankContext, **spec: Any) -> Any:
     """Moments are not taken up."""
 
-    def forget(self: Keeper) -> None:
+    def forget(self: RankCheckpoint) -> None:
         for slots in self.sync.optimizer.state.values():
             for t in slots.values():
                 t.zero_()
@@ -167,7 +167,7 @@ def without_moments(ctx: RankContext, **spec: Any) -> Any:
 def counted_anew(ctx: RankContext, **spec: Any) -> Any:
     """The optimizer counts its steps from 0."""
 
-    def forget(self: Keeper) -> None:
+    def forget(self: RankCheckpoint) -> None:
         self.sync.optimizer.steps = 0
 
     return _loaded(forget, ctx, spec)
@@ -175,12 +175,12 @@ def counted_anew(ctx: RankContext, **spec: Any) -> Any:
 
 def same_data(ctx: RankContext, **spec: Any) -> Any:
     """Data is read from its beginning again."""
-    batch = Data.batch
+    batch = MicrobatchLoader.batch
 
-    def early(self: Data, step: int, replica: int, mb: int) -> Batch:
+    def early(self: MicrobatchLoader, step: int, replica: int, mb: int) -> Microbatch:
         return batch(self, step - spec["saving"]["first"], replica, mb)
 
-    Data.batch = early  # type: ignore[method-assign]
+    MicrobatchLoader.batch = early  # type: ignore[method-assign]
     return train_rank(ctx, **spec)
 
 
@@ -192,16 +192,16 @@ def drawn_anew(ctx: RankContext, **spec: Any) -> Any:
 
 def impatient(ctx: RankContext, **spec: Any) -> Any:
     """Rank 0 does not wait for what the others write."""
-    together, write = Keeper._together, Keeper._write
+    together, write = RankCheckpoint._together, RankCheckpoint._write
 
-    def wait(self: Keeper, transport: Transport, text: str) -> None:
+    def wait(self: RankCheckpoint, transport: Transport, text: str) -> None:
         if not text.startswith("save step"):
             together(self, transport, text)
 
-    def late(self: Keeper, done: int) -> None:
+    def late(self: RankCheckpoint, done: int) -> None:
         if ctx.rank:
             threading.Event().wait()  # until the run has failed
         write(self, done)
 
-    Keeper._together, Keeper._write = wait, late  # type: ignore[method-assign]
+    RankCheckpoint._together, RankCheckpoint._write = wait, late  # type: ignore[method-assign]
     return train_rank(ctx, **spec)

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.checkpoint.keeper import Keeper
+from executor.checkpoint.keeper import RankCheckpoint
 from executor.checkpoint.manifest import read_manifest
-from executor.checkpoint.pieces import Piece
+from executor.checkpoint.pieces import ShardPiece
 from executor.checkpoint.reader import digests
-from executor.checkpoint.saving import Saving
+from executor.checkpoint.saving import CheckpointOptions
 from executor.modules.base import TORCH
-from executor.optim.gradients import Gradients
+from executor.optim.gradients import ParamGradients
 from executor.optim.optimizer import OptimizerConfig
-from executor.optim.sync import Sync, SyncConfig
-from executor.parallel.shares import Share, shares
+from executor.optim.sync import BucketSync, BucketSyncConfig
+from executor.parallel.shares import ParamShard, shares
 from ir.graph.sync import buckets
-from ir.job.build import Prepared, precision_of
-from ir.plan.places import Places
+from ir.job.build import PreparedJob, precision_of
+from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from tests.executor.runs import Ran, judged, run
 
@@ -51,27 +51,29 @@ class Alone:
 class State:
     """What the ranks of a plan hold, and the keeper of each."""
 
-    prepared: Prepared
+    prepared: PreparedJob
     plan: Plan
-    held: list[dict[str, Share]]
-    syncs: list[Sync]
+    held: list[dict[str, ParamShard]]
+    syncs: list[BucketSync]
 
     @classmethod
     def of(cls, folder: Path, *sets: str) -> State:
         """All zero."""
         folder.mkdir(exist_ok=True)
         prepared, plan = judged(folder, *sets)
-        places, held, syncs = Places.of(plan), [], []
+        places, held, syncs = RankPlacement.of(plan), [], []
         for rank in range(prepared.ranks):
             held.append(shares(plan.graph, places.mesh.coordinates(rank)))
             syncs.append(_sync(prepared, plan, rank, held[-1]))
         return cls(prepared, plan, held, syncs)
 
-    def keepers(self, saving: Saving) -> list[Keeper]:
+    def keepers(self, saving: CheckpointOptions) -> list[RankCheckpoint]:
         """One for each rank."""
         pen: Any = Alone()
         both = zip(self.syncs, self.held, strict=True)
-        return [Keeper(saving, self.prepared, self.plan, r, sync, held, pen) for r, (sync, held) in enumerate(both)]
+        return [
+            RankCheckpoint(saving, self.prepared, self.plan, r, sync, held, pen) for r, (sync, held) in enumerate(both)
+        ]
 
     def fill(self, values: Values) -> None:
         """Give every rank its part of these, and its parameters what follows from the weights."""
@@ -93,7 +95,7 @@ class State:
     def save(self, folder: Path, step: int, **flags: Any) -> Path:
         """All ranks save."""
         transport: Any = Alone()
-        keepers = self.keepers(Saving(save=str(folder), **flags))
+        keepers = self.keepers(CheckpointOptions(save=str(folder), **flags))
         for keeper in keepers:
             keeper.begin(transport)
         for keeper in reversed(keepers):  # rank 0 last: it finds what the others have written
@@ -105,7 +107,7 @@ class State:
     def load(self, checkpoint: Path) -> None:
         """All ranks load."""
         transport: Any = Alone()
-        for keeper in self.keepers(Saving(resume=str(checkpoint))):
+        for keeper in self.keepers(CheckpointOptions(resume=str(checkpoint))):
             keeper.begin(transport)
 
     def check(self, values: Values) -> int:
@@ -121,18 +123,18 @@ class State:
         return count
 
 
-def _sync(prepared: Prepared, plan: Plan, rank: int, held: Mapping[str, Share]) -> Sync:
-    job, precision, places = prepared.job, precision_of(prepared.job), Places.of(plan)
+def _sync(prepared: PreparedJob, plan: Plan, rank: int, held: Mapping[str, ParamShard]) -> BucketSync:
+    job, precision, places = prepared.job, precision_of(prepared.job), RankPlacement.of(plan)
     found = buckets(plan.graph)
     here = {n for b in found if places.program(rank) in b.owners for n in b.params}
     params = {n: torch.zeros(s.local, dtype=TORCH[precision.params]) for n, s in held.items() if n in here}
     optimizer = OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm)
-    config = SyncConfig(optimizer, TORCH[precision.reduce], TORCH[precision.optimizer])
-    grads = Gradients(params, TORCH[precision.grads])
-    return Sync(rank, places, found, params, grads, list(held), config)
+    config = BucketSyncConfig(optimizer, TORCH[precision.reduce], TORCH[precision.optimizer])
+    grads = ParamGradients(params, TORCH[precision.grads])
+    return BucketSync(rank, places, found, params, grads, list(held), config)
 
 
-def part(whole: Tensor, share: Share, first: int, count: int) -> Tensor:
+def part(whole: Tensor, share: ParamShard, first: int, count: int) -> Tensor:
     """A piece, by plain indexing."""
     return share.take(whole).reshape(-1)[first : first + count]
 
@@ -144,7 +146,7 @@ def drawn(state: State, slots: tuple[str, ...], dtype: torch.dtype) -> Values:
     return {s: {n: torch.rand(shape, generator=draw, dtype=dtype) for n, shape in shapes.items()} for s in slots}
 
 
-def elements(pieces: list[Piece]) -> Tensor:
+def elements(pieces: list[ShardPiece]) -> Tensor:
     """How many of these pieces each element of the whole parameter is in, by plain indexing."""
     shape = pieces[0].share.shape
     count, index = torch.zeros(shape).reshape(-1), torch.arange(count_of(shape)).view(shape)
@@ -155,7 +157,7 @@ def elements(pieces: list[Piece]) -> Tensor:
 
 def count_of(shape: tuple[int, ...]) -> int:
     """Elements."""
-    return Piece.whole(shape).count
+    return ShardPiece.whole(shape).count
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -163,14 +165,14 @@ def count_of(shape: tuple[int, ...]) -> int:
 
 def saved(folder: Path, *sets: str, steps: int, every: int | None = None, **options: Any) -> Ran:
     """A run that saves."""
-    return run(*sets, steps=steps, saving=Saving(save=str(folder), every=every), **options)
+    return run(*sets, steps=steps, saving=CheckpointOptions(save=str(folder), every=every), **options)
 
 
 def resumed(
     folder: Path, *sets: str, steps: int, save: Path | None = None, every: int | None = None, **options: Any
 ) -> Ran:
     """A run that takes up what another has saved."""
-    saving = Saving(resume=str(folder), save=None if save is None else str(save), every=every)
+    saving = CheckpointOptions(resume=str(folder), save=None if save is None else str(save), every=every)
     return run(*sets, steps=steps, saving=saving, **options)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from executor.checkpoint.folder import complete, newest
 from executor.checkpoint.manifest import check_files, read_manifest, verify
-from executor.checkpoint.saving import Saving
+from executor.checkpoint.saving import CheckpointOptions
 from executor.launch import run as cli
 from executor.launch.verdict import RankFailed
 from tests.executor.checkpoint import checkpoint_faults
@@ -57,7 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         _inject(patch, checkpoint_faults.killed_at_event, asdict(Kill()) | {"folder": str(folder)})
-        found = run(*SETS, steps=STEPS, saving=Saving(str(folder / "saved"), EVERY, keep=STEPS)).object
+        found = run(*SETS, steps=STEPS, saving=CheckpointOptions(str(folder / "saved"), EVERY, keep=STEPS)).object
     events = [json.loads((folder / f"events-{rank}").read_text()) for rank in range(2)]
     return Whole(folder / "saved", found["losses"], events)
 
@@ -110,8 +110,8 @@ class _Through:
         return hashes(into / f"step-{STEPS:06d}")
 
 
-def _saving(into: Path, *, resume: bool) -> Saving:
-    return Saving(str(into), EVERY, resume=str(into) if resume else None)
+def _saving(into: Path, *, resume: bool) -> CheckpointOptions:
+    return CheckpointOptions(str(into), EVERY, resume=str(into) if resume else None)
 
 
 def _suffer(kills: int, folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int, whole: Whole) -> _Through:
@@ -140,7 +140,7 @@ def _killed(fault: object, at: dict[str, object], folder: Path, monkeypatch: pyt
         with pytest.raises(RankFailed) as info:
             saved(folder / "saved", *SETS, steps=6, every=EVERY)
     assert info.value.rank == at["rank"] and info.value.op and info.value.op.startswith("save step-0000")
-    end = run(*SETS, steps=6, saving=Saving(str(folder / "saved"), EVERY, resume=str(folder / "saved")))
+    end = run(*SETS, steps=6, saving=CheckpointOptions(str(folder / "saved"), EVERY, resume=str(folder / "saved")))
     first = int(end.object["first_step"])
     assert end.object["losses"] == whole.losses[first:6]
     assert hashes(folder / "saved" / "step-000006") == hashes(whole.folder / "step-000006")

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from executor.checkpoint import keeper as keeper_module
 from executor.checkpoint import tensors as tensors_module
 from executor.checkpoint.manifest import read_manifest
-from executor.checkpoint.pieces import Piece, written
-from executor.checkpoint.reader import Reader, digests
+from executor.checkpoint.pieces import ShardPiece, written
+from executor.checkpoint.reader import CheckpointReader, digests
 from executor.checkpoint.same import check_same, training_of
-from executor.checkpoint.tensors import MANIFEST, TensorFile, digest_of, write_tensors
-from executor.parallel.shares import Cut, Share
+from executor.checkpoint.tensors import MANIFEST, CheckpointTensors, digest_of, write_tensors
+from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.errors import PiperError
-from ir.plan.places import Places
+from ir.plan.places import RankPlacement
 from tests.executor.checkpoint.checkpoints import State, drawn, elements, part
 
 MOE = ("model.config=tiny-moe", "schedule.microbatches=4")
@@ -31,19 +31,19 @@ MOE = ("model.config=tiny-moe", "schedule.microbatches=4")
 
 
 @st.composite
-def pieces(draw: st.DrawFn, shape: tuple[int, ...], blocks: dict[int, tuple[int, ...]]) -> Piece:
+def pieces(draw: st.DrawFn, shape: tuple[int, ...], blocks: dict[int, tuple[int, ...]]) -> ShardPiece:
     cuts = []
     for dim, sizes in blocks.items():
         count = draw(st.sampled_from([1, 2, 4]))
         if count > 1:
-            cuts.append(Cut(dim, draw(st.integers(0, count - 1)), count, sizes))
-    share = Share(shape, tuple(draw(st.permutations(cuts))))
+            cuts.append(ShardCut(dim, draw(st.integers(0, count - 1)), count, sizes))
+    share = ParamShard(shape, tuple(draw(st.permutations(cuts))))
     first = draw(st.integers(0, prod(share.local)))
-    return Piece(share, first, draw(st.integers(0, prod(share.local) - first)))
+    return ShardPiece(share, first, draw(st.integers(0, prod(share.local) - first)))
 
 
 @st.composite
-def two(draw: st.DrawFn) -> tuple[Piece, Piece]:
+def two(draw: st.DrawFn) -> tuple[ShardPiece, ShardPiece]:
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3)))
     dims = draw(st.sets(st.sampled_from([d for d, n in enumerate(shape) if n % 4 == 0] or [0])))
     blocks = {d: draw(st.sampled_from([(n,), (n - 4, 4)] if n > 4 else [(n,)])) for d in dims for n in [shape[d]]}
@@ -52,7 +52,7 @@ def two(draw: st.DrawFn) -> tuple[Piece, Piece]:
 
 
 @given(two())
-def test_what_two_pieces_share_is_what_indexing_says(pair: tuple[Piece, Piece]) -> None:
+def test_what_two_pieces_share_is_what_indexing_says(pair: tuple[ShardPiece, ShardPiece]) -> None:
     a, b = pair
     whole = torch.arange(prod(a.share.shape)).view(a.share.shape)
     here, there = (part(whole, p.share, p.first, p.count) for p in (a, b))
@@ -94,12 +94,12 @@ def name_of(sets: tuple[str, ...]) -> str:
 @pytest.mark.parametrize("sets", [*PLANS, *((*MOE, *s) for s in EXPERTS)], ids=name_of)
 def test_every_element_is_written_by_one_rank(sets: tuple[str, ...], tmp_path: Path) -> None:
     state = State.of(tmp_path, *sets)
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[ShardPiece]] = {}
     for rank, sync in enumerate(state.syncs):
-        mine = written(state.plan.graph, Places.of(state.plan), rank)
+        mine = written(state.plan.graph, RankPlacement.of(state.plan), rank)
         for name, (first, slots) in sync.kept().items():
             if name in mine:
-                found.setdefault(name, []).append(Piece(state.held[rank][name], first, len(slots["weight"])))
+                found.setdefault(name, []).append(ShardPiece(state.held[rank][name], first, len(slots["weight"])))
     assert found.keys() == {p.name for e in state.prepared.base.entries for p in e.part.params}
     assert all(bool((elements(p) == 1).all()) for p in found.values())
 
@@ -112,7 +112,7 @@ def test_any_plan_finds_what_any_other_has_saved(family: list[tuple[str, ...]], 
     for i, state in enumerate(states):
         state.fill(values)
         checkpoint = state.save(tmp_path / f"plan-{i}", 7)
-        reader = Reader(checkpoint, read_manifest(checkpoint))
+        reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
         assert all(torch.equal(reader.whole(s, n), v) for s, named in values.items() for n, v in named.items())
         other = states[(i + 1) % len(states)]
         other.forget()
@@ -137,12 +137,12 @@ def test_a_piece_that_files_have_not_all_of_or_twice_is_refused_by_name(tmp_path
     manifest = read_manifest(checkpoint)
     name, both = next((n, stored) for n, stored in manifest.parameters.items() if len(stored) == 2)
     size = prod(manifest.training.shapes[name])
-    assert len(Reader(checkpoint, manifest).whole("weight", name).view(-1)) == size
+    assert len(CheckpointReader(checkpoint, manifest).whole("weight", name).view(-1)) == size
     for stored in ((both[0],), (both[1],), (*both, both[0])):
         found = sum(s.piece.count for s in stored)
         torn = replace(manifest, parameters={**manifest.parameters, name: stored})
         with pytest.raises(PiperError, match=f"{found} elements of weight/{name} where {size} are needed"):
-            Reader(checkpoint, torn).whole("weight", name)
+            CheckpointReader(checkpoint, torn).whole("weight", name)
 
 
 @pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("fp32", "bf16")])
@@ -163,7 +163,7 @@ def test_a_piece_that_is_missing_or_there_twice_is_seen(tmp_path: Path) -> None:
     checkpoint = state.save(tmp_path / "saved", 1)
     manifest = read_manifest(checkpoint)
     name, pieces = next((n, p) for n, p in manifest.parameters.items() if len(p) == 2)
-    reader, size = Reader(checkpoint, manifest), prod(manifest.training.shapes[name])
+    reader, size = CheckpointReader(checkpoint, manifest), prod(manifest.training.shapes[name])
     assert reader.whole("exp_avg", name).numel() == size
     for wrong in ((), pieces[:1], pieces[1:], (*pieces, pieces[0]), (pieces[0], pieces[0], pieces[0])):
         found = sum(p.piece.count for p in wrong)
@@ -206,13 +206,13 @@ def test_a_file_is_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tensors_module, "STRETCH", 100)
     wrote = write_tensors(tmp_path / "x.safetensors", tensors, lambda: ticks.append(1))
     assert wrote == digest_of(tmp_path / "x.safetensors") and wrote.bytes == (tmp_path / "x.safetensors").stat().st_size
-    found, ours = safetensors.torch.load_file(tmp_path / "x.safetensors"), TensorFile(tmp_path / "x.safetensors")
+    found, ours = safetensors.torch.load_file(tmp_path / "x.safetensors"), CheckpointTensors(tmp_path / "x.safetensors")
     assert found.keys() == tensors.keys() == set(ours.names) and len(ticks) == -(-wrote.bytes // 100)
     assert all(torch.equal(found[n], t) and torch.equal(ours.flat(n), t.reshape(-1)) for n, t in tensors.items())
     with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     safetensors.torch.save_file({"y": torch.arange(5.0)}, tmp_path / "y.safetensors")
-    assert torch.equal(TensorFile(tmp_path / "y.safetensors").flat("y"), torch.arange(5.0))
+    assert torch.equal(CheckpointTensors(tmp_path / "y.safetensors").flat("y"), torch.arange(5.0))
 
 
 def _tensor_file(header: str, size: int) -> bytes:
@@ -238,7 +238,7 @@ def _tensor_file(header: str, size: int) -> bytes:
 def test_what_is_no_tensor_file_is_refused_by_name(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(text)
     with pytest.raises(PiperError, match="cannot read tensors") as info:
-        TensorFile(tmp_path / "x").flat("x")
+        CheckpointTensors(tmp_path / "x").flat("x")
     assert info.value.file == str(tmp_path / "x") and info.value.kind.exit_code == 2
 
 

@@ -16,9 +16,9 @@ import pytest
 from executor.checkpoint import __main__ as lister
 from executor.checkpoint import lock as lock_module
 from executor.checkpoint.folder import complete, prune
-from executor.checkpoint.lock import Lock, said
-from executor.checkpoint.manifest import Manifest, read_manifest
-from executor.checkpoint.saving import Saving
+from executor.checkpoint.lock import CheckpointLock, said
+from executor.checkpoint.manifest import CheckpointManifest, read_manifest
+from executor.checkpoint.saving import CheckpointOptions
 from executor.checkpoint.settings import settled
 from executor.launch import run as cli
 from executor.launch.verdict import RankFailed
@@ -129,7 +129,7 @@ def test_steps_are_counted_from_the_first(original: Path, refused: Refused) -> N
 def test_another_training_is_refused_and_the_fix_fixes_it(
     sets: list[str], words: str, original: Path, tmp_path: Path
 ) -> None:
-    saving = Saving(resume=str(original))
+    saving = CheckpointOptions(resume=str(original))
     prepared, _ = judged(tmp_path, *sets)
     with pytest.raises(PiperError) as info:
         settled(saving, prepared, 9, real=True)
@@ -149,7 +149,7 @@ def test_what_is_not_the_training_may_be_another(original: Path, tmp_path: Path)
         "parallel.zero=3", "schedule.name=zbv", "precision.params=bf16", "model.attention=unfused",
     )  # fmt: skip
     prepared, _ = judged(tmp_path, *free)
-    assert settled(Saving(resume=str(original)), prepared, 9, real=True).first == STEPS
+    assert settled(CheckpointOptions(resume=str(original)), prepared, 9, real=True).first == STEPS
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def _forge(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> Path
     table = json.loads(file.read_text())
     change(table)
     with suppress(msgspec.ValidationError):  # what has the wrong type has no digest
-        table["sha256"] = msgspec.json.decode(json.dumps(table), type=Manifest).own_digest
+        table["sha256"] = msgspec.json.decode(json.dumps(table), type=CheckpointManifest).own_digest
     file.write_text(json.dumps(table))
     return file
 
@@ -290,7 +290,7 @@ def test_what_was_never_finished_is_passed_over(copy: Path) -> None:
 
 def test_two_runs_do_not_save_to_one_folder(tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "PATIENCE_S", 0.2)
-    lock = Lock(tmp_path / "folder")
+    lock = CheckpointLock(tmp_path / "folder")
     lock.say("one", "two")
     error = refused("--save", str(tmp_path / "folder"))
     assert error["kind"] == "io" and "another run saves to it (process " in error["message"]
@@ -303,7 +303,7 @@ def test_a_folder_of_something_else_needs_force(tmp_path: Path, refused: Refused
     (tmp_path / "home" / "thesis.tex").touch()
     error = refused("--save", str(tmp_path / "home"))
     assert "thesis.tex is in it" in error["message"] and "--force" in error["suggestion"]
-    run(steps=1, saving=Saving(str(tmp_path / "home"), force=True))
+    run(steps=1, saving=CheckpointOptions(str(tmp_path / "home"), force=True))
     assert {p.name for p in (tmp_path / "home").iterdir()} == {"thesis.tex", "lock", "step-000001"}
 
 
@@ -317,16 +317,16 @@ def test_checkpoints_of_another_run_go_only_by_force_and_not_too_early(
     with monkeypatch.context() as patch:
         _inject(patch, checkpoint_faults.killed_at, {"moment": "before the rename", "rank": 0, "visit": 1})
         with pytest.raises(RankFailed):
-            run(steps=3, saving=Saving(str(copy), 1, force=True))
+            run(steps=3, saving=CheckpointOptions(str(copy), 1, force=True))
     assert list(complete(copy)) == [2, 4]
-    run(steps=3, saving=Saving(str(copy), 3, force=True))
+    run(steps=3, saving=CheckpointOptions(str(copy), 3, force=True))
     assert list(complete(copy)) == [3]
 
 
 def test_the_last_few_are_kept(tmp_path: Path) -> None:
-    run(steps=5, saving=Saving(str(tmp_path), 1, keep=3))
+    run(steps=5, saving=CheckpointOptions(str(tmp_path), 1, keep=3))
     assert list(complete(tmp_path)) == [3, 4, 5]
-    run(steps=6, saving=Saving(str(tmp_path), resume=str(tmp_path)))
+    run(steps=6, saving=CheckpointOptions(str(tmp_path), resume=str(tmp_path)))
     assert list(complete(tmp_path)) == [5, 6]
     first, last = (read_manifest(tmp_path / f"step-00000{n}") for n in (5, 6))
     assert first.run == last.run and last.job["schedule"]["name"] == "1f1b" and last.job_digest == first.job_digest
@@ -349,7 +349,7 @@ def test_the_lock_says_who_has_it_down_to_the_disk(tmp_path: Path, monkeypatch: 
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", noted)
-    lock = Lock(tmp_path / "folder")
+    lock = CheckpointLock(tmp_path / "folder")
     lock.say("one", "two")
     assert synced == [str(tmp_path / "folder" / "lock"), str(tmp_path / "folder")]
     assert (said(tmp_path / "folder").run, said(tmp_path / "folder").name) == ("one", "two")

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from executor.device.device import Host
-from executor.device.progress import Progress, State, create
-from executor.runtime.interpreter import Interpreter
-from executor.runtime.program import Program
+from executor.device.device import HostDevice
+from executor.device.progress import RankProgress, RankState, create
+from executor.runtime.interpreter import PlanInterpreter
+from executor.runtime.program import RankPlan
 from executor.runtime.rank import blank, crossing, topology
-from executor.runtime.spec import Spec
+from executor.runtime.spec import PlanRun
 from executor.transport.local import LocalTransport, run_threads
-from executor.transport.streams import Queued, Stream
-from ir.job.run_options import RunOptions
+from executor.transport.streams import Stream, StreamOp
+from ir.job.run_options import JobRunOptions
 from ir.plan.plan import OpKind, Plan
 from tests.executor.runs import judged
 
@@ -101,7 +101,7 @@ class Witness:
                 self.clocks[me][lane] = max(self.clocks[me].get(lane, 0), tick)
 
 
-class _Watched(Interpreter):
+class _Watched(PlanInterpreter):
     """Keeps the marks of each op of the last step."""
 
     def _settle(self) -> None:
@@ -115,12 +115,12 @@ class _Watched(Interpreter):
 def _spans(plan: Plan, prepared: Any, device: Witness, folder: Path) -> dict[int, tuple[Point, Point]]:
     """Run two steps with virtual ranks; the marks of each op."""
     create(folder / "progress", plan.programs)
-    spec = Spec(RunOptions(2, 2, backend="local", emulate=0.0))
+    spec = PlanRun(JobRunOptions(2, 2, backend="local", emulate=0.0))
 
     def life(t: LocalTransport) -> dict[int, Any]:
-        program = Program.of(plan, t.rank)
-        kernels, empty = blank(prepared, plan, program, spec), crossing(prepared, Host())
-        run = _Watched(program, kernels, t, Progress(folder / "progress", t.rank), device, empty)
+        program = RankPlan.of(plan, t.rank)
+        kernels, empty = blank(prepared, plan, program, spec), crossing(prepared, HostDevice())
+        run = _Watched(program, kernels, t, RankProgress(folder / "progress", t.rank), device, empty)
         batches: Any = dict.fromkeys(range(prepared.mbs), _NoBatch())
         for step in range(2):
             run.step(step, batches)
@@ -169,17 +169,17 @@ def test_on_the_device_too_nothing_starts_before_what_the_plan_lets_it_wait_for(
     assert len(_broken(plan, _spans(plan, prepared, Witness(deaf=True), tmp_path))) > len(plan) / 4
 
 
-class _Noted(Progress):
+class _Noted(RankProgress):
     """Remembers how each op was shown since somebody last cleared `seen`."""
 
-    seen: list[tuple[str, State]]
+    seen: list[tuple[str, RankState]]
 
-    def _write(self, state: State) -> None:
+    def _write(self, state: RankState) -> None:
         super()._write(state)
         self.__dict__.setdefault("seen", []).append((self._text.decode(), state))
 
 
-class _Settling(Interpreter):
+class _Settling(PlanInterpreter):
     """Keeps how each op was shown while the host waited for the device at the end of the step."""
 
     def _settle(self) -> None:
@@ -190,11 +190,11 @@ class _Settling(Interpreter):
 def test_who_waits_for_a_message_on_the_device_is_shown_to_wait(tmp_path: Path) -> None:
     prepared, plan = judged(tmp_path)
     create(tmp_path / "progress", plan.programs)
-    spec, device = Spec(RunOptions(2, backend="local", emulate=0.0)), Witness()
+    spec, device = PlanRun(JobRunOptions(2, backend="local", emulate=0.0)), Witness()
 
-    def life(t: LocalTransport) -> list[tuple[str, State]]:
-        program, progress = Program.of(plan, t.rank), _Noted(tmp_path / "progress", t.rank)
-        kernels, empty = blank(prepared, plan, program, spec), crossing(prepared, Host())
+    def life(t: LocalTransport) -> list[tuple[str, RankState]]:
+        program, progress = RankPlan.of(plan, t.rank), _Noted(tmp_path / "progress", t.rank)
+        kernels, empty = blank(prepared, plan, program, spec), crossing(prepared, HostDevice())
         run = _Settling(program, kernels, t, progress, device, empty)
         run.step(0, dict.fromkeys(range(prepared.mbs), _NoBatch()))  # type: ignore[arg-type]
         run.close()
@@ -204,7 +204,7 @@ def test_who_waits_for_a_message_on_the_device_is_shown_to_wait(tmp_path: Path) 
         a, b = plan.bounds[rank : rank + 2].tolist()
         talks = {plan.text(i): plan.kind[i] != OpKind.COMPUTE for i in range(a, b)}
         assert {talks[text] for text, _ in seen} == {True, False}
-        assert all(state is (State.WAIT if talks[text] else State.RUN) for text, state in seen)
+        assert all(state is (RankState.WAIT if talks[text] else RankState.RUN) for text, state in seen)
 
 
 def test_an_op_that_the_device_queues_needs_no_thread() -> None:
@@ -224,7 +224,7 @@ def test_an_op_that_the_device_queues_needs_no_thread() -> None:
     compute = device.lane("compute")
     with compute():
         made = device.mark()
-        ops = [Queued(Posted, after=made), Queued(Posted)]
+        ops = [StreamOp(Posted, after=made), StreamOp(Posted)]
         for op in ops:
             stream.put(op)
         assert all(op.done() for op in ops) and stream._thread is None
@@ -237,7 +237,7 @@ def test_an_op_that_the_device_queues_needs_no_thread() -> None:
 
 
 def test_a_host_is_never_ahead() -> None:
-    host = Host()
+    host = HostDevice()
     with host.lane("compute")():
         mark = host.mark()
         host.follow(mark)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from executor.device.device import Cuda
-from executor.device.progress import Progress, create
+from executor.device.device import CudaDevice
+from executor.device.progress import RankProgress, create
 from executor.runtime.rank import device_of
 from executor.runtime.worker import RankContext
-from ir.job.run_options import RunOptions
+from ir.job.run_options import JobRunOptions
 
 
 class _Cuda:
@@ -72,7 +72,7 @@ def test_cuda_lanes_are_streams_and_marks_are_events(monkeypatch: pytest.MonkeyP
     for name in ("set_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: fake.log.append(("touched",)))
     asked = _asked(monkeypatch, fake)
-    device = Cuda(0)
+    device = CudaDevice(0)
     assert asked == fake.log[:1] == [("deterministic",)]  # before the device is touched
     compute, send = device.lane("compute"), device.lane("send>1")
     with compute():
@@ -116,8 +116,8 @@ def test_real_kernels_of_a_gpu_are_repeatable_kernels(
     for name in ("set_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     create(tmp_path / "progress", 1)
-    options = RunOptions(1, backend=backend, emulate=None if real else 0.0)
-    device_of(options, RankContext(0, 1, tmp_path, Progress(tmp_path / "progress", 0)))
+    options = JobRunOptions(1, backend=backend, emulate=None if real else 0.0)
+    device_of(options, RankContext(0, 1, tmp_path, RankProgress(tmp_path / "progress", 0)))
     assert asked == ([backend] if gpu else [])
 
 

@@ -16,13 +16,13 @@ import torch
 
 from executor.frontend import capture
 from executor.frontend.survey import without_values
-from executor.modules.decoder import Decoder
+from executor.modules.decoder import DecoderModel
 from ir.core.errors import PiperError
 from ir.core.ops import Pass
 from ir.core.work import DType, KernelKind
-from ir.graph.graph import Node
+from ir.graph.graph import GraphNode
 from ir.job import load_job
-from ir.job.build import Prepared, prepare
+from ir.job.build import PreparedJob, prepare
 from ir.plan.text import plan_digest
 from ir.verify import check_plan
 from ir.workload import load_config
@@ -49,11 +49,11 @@ NET = str(Path(small_net.__file__))
 def _described(preset: str, layers: int, length: int) -> str:
     config = load_config(preset, {"num_hidden_layers": layers})
     with without_values():
-        model = Decoder(config, dtype=torch.bfloat16)
+        model = DecoderModel(config, dtype=torch.bfloat16)
         return capture.text(capture.describe(model, preset, length, 1, DType.BF16))
 
 
-def _both(folder: Path, preset: str, layers: int, length: int, *sets: str) -> tuple[Prepared, Prepared]:
+def _both(folder: Path, preset: str, layers: int, length: int, *sets: str) -> tuple[PreparedJob, PreparedJob]:
     """A job of the config's graph, and the same of the reference module captured."""
     (folder / "model.json").write_text(_described(preset, layers, length))
     jobs = []
@@ -67,7 +67,7 @@ def _both(folder: Path, preset: str, layers: int, length: int, *sets: str) -> tu
     return jobs[0], jobs[1]
 
 
-def _flops(nodes: tuple[Node, ...], kind: Pass) -> int:
+def _flops(nodes: tuple[GraphNode, ...], kind: Pass) -> int:
     return sum(k.flops * k.count for n in nodes if n.kind is kind for k in n.work)
 
 
@@ -98,7 +98,7 @@ def test_what_is_kept_between_passes_is_the_config_graphs_within_a_percent(tmp_p
     assert kept[1] == pytest.approx(kept[0], rel=0.01)
 
 
-def _stays(node: Node, slot: str) -> bool:
+def _stays(node: GraphNode, slot: str) -> bool:
     """Whether a buffer lives until backward inside its chunk: an attention's output is read again by the MLP's norm."""
     return slot in ("act", "tmp", "stash") or (slot == "out" and node.part.endswith((".attn", ".norm")))
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.device.device import Host
+from executor.device.device import HostDevice
 from executor.frontend import capture
 from executor.launch import run as cli
 from executor.launch.refusals import refuse
@@ -19,12 +19,12 @@ from executor.modules import choose
 from executor.modules.user.model import UserModel
 from executor.optim.optimizer import OptimizerConfig
 from executor.runtime import rank
-from executor.runtime.batch import Data
-from executor.runtime.reference import Training, train
+from executor.runtime.batch import MicrobatchLoader
+from executor.runtime.reference import ReferenceSteps, train
 from ir.core.errors import PiperError
 from ir.job import load_job
-from ir.job.build import Prepared, prepare
-from ir.job.run_options import RunOptions
+from ir.job.build import PreparedJob, prepare
+from ir.job.run_options import JobRunOptions
 from tests.executor.frontend.models import small_net
 from tests.executor.runs import distance, merged
 
@@ -60,9 +60,9 @@ def _job(folder: Path, build: str = "build", *, dtype: str = "fp64", source: str
     return str(path)
 
 
-def _alone(build: object) -> Training:
+def _alone(build: object) -> ReferenceSteps:
     torch.set_num_threads(1)
-    data = Data("synthetic", vocab=small_net.VOCAB, length=8, microbatches=4)
+    data = MicrobatchLoader("synthetic", vocab=small_net.VOCAB, length=8, microbatches=4)
     return train(UserModel(build, dtype=torch.float64), data, 2, optimizer=OptimizerConfig(), moments=torch.float64)
 
 
@@ -71,7 +71,7 @@ def _error(build: str, *sets: str) -> float:
         folder = Path(name)
         job = _job(folder, build)
         prepared = prepare(load_job(job, sets))
-        options = RunOptions(prepared.ranks, steps=2, watchdog_s=20.0, dump=folder)
+        options = JobRunOptions(prepared.ranks, steps=2, watchdog_s=20.0, dump=folder)
         found, _ = cli.run(prepared, prepared.plan(), options)
         ends = [dict(np.load(folder / f"rank-{r}.npz")) for r in range(prepared.ranks)]
     one = _alone(getattr(small_net, build))
@@ -111,18 +111,18 @@ def test_a_rank_keeps_the_values_of_its_own_stages_only(tmp_path: Path, monkeypa
     monkeypatch.setattr(rank, "model_of", model_of)
     held = []
     for number in range(prepared.ranks):
-        local = rank.Local.of(prepared, prepared.plan(), number, Host())
+        local = rank.RankModel.of(prepared, prepared.plan(), number, HostDevice())
         alive = {n for n, p in built[-1].module.named_parameters() if p.numel()}
         assert alive == set(local.params) and all(p.numel() for p in local.params.values())
         held.append(len(alive))
     assert sum(held) == len(built[0].shapes)
 
 
-def _prepared(job: str, *sets: str) -> Prepared:
+def _prepared(job: str, *sets: str) -> PreparedJob:
     return prepare(load_job(job, sets))
 
 
-def _refused(prepared: Prepared) -> str:
+def _refused(prepared: PreparedJob) -> str:
     with pytest.raises(PiperError) as caught:
         refuse(prepared, "gloo")
     return str(caught.value)

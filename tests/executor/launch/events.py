@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from executor.device.progress import Record, State, read
+from executor.device.progress import RankRecord, RankState, read
 from executor.runtime.worker import RankContext
 
 LIMIT_S = 120.0  # by which all of this has happened, or the test is wrong
@@ -20,7 +20,7 @@ def until(happened: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def records(scratch: Path) -> list[Record]:
+def records(scratch: Path) -> list[RankRecord]:
     """The progress of all ranks whose folders lie in `scratch`, which was their TMPDIR."""
     files = [*scratch.glob("piper-run-*/progress"), *scratch.glob("piper-rank-*/progress")]
     return [r for file in files for r in read(file, max(1, file.stat().st_size // 512))]
@@ -43,4 +43,4 @@ def stepping(scratch: Path, ranks: int) -> None:
 
 def others_wait(ctx: RankContext) -> None:
     """Wait, on a rank, until every other rank of the launch waits."""
-    until(lambda: all(r.state is State.WAIT for r in read(ctx.dir / "progress", ctx.world) if r.rank != ctx.rank))
+    until(lambda: all(r.state is RankState.WAIT for r in read(ctx.dir / "progress", ctx.world) if r.rank != ctx.rank))

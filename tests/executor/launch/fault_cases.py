@@ -9,7 +9,7 @@ from itertools import combinations, product
 
 import numpy as np
 
-from ir.graph.graph import Once
+from ir.graph.graph import PerStepOp
 from ir.plan.plan import OpKind, Plan
 
 KINDS = ("kill", "raise", "stop")
@@ -73,8 +73,10 @@ def _fits(plan: Plan, i: int, op: str) -> bool:
         case "send" | "recv" | "collective":
             return shape.kind is OpKind[op.upper()]
         case "update":
-            return Once.UPDATE in kinds
+            return PerStepOp.UPDATE in kinds
         case "F":
             return shape.kind is OpKind.COMPUTE and {str(k) for k in kinds} == {"F"}
         case _:
-            return shape.kind is OpKind.COMPUTE and not kinds & {Once.UPDATE} and "F" not in {str(k) for k in kinds}
+            return (
+                shape.kind is OpKind.COMPUTE and not kinds & {PerStepOp.UPDATE} and "F" not in {str(k) for k in kinds}
+            )

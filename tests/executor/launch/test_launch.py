@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.device.progress import Record, State
+from executor.device.progress import RankRecord, RankState
 from executor.launch.launch import RankFailed, launch
 from executor.launch.verdict import stuck
 from executor.runtime.worker import RankContext
-from executor.transport.base import Topology
+from executor.transport.base import TransportTopology
 from tests.executor.launch.events import others_wait, until
 
 
 def _ring(ctx: RankContext, fault: str = "", at: int = 1) -> float:
     """Rank 0 sends to 1, …; each rank waits for its predecessor. `fault` happens on rank `at` in its second round."""
-    t = ctx.gloo(Topology.of(ctx.world, [(r, (r + 1) % ctx.world) for r in range(ctx.world)]))
+    t = ctx.gloo(TransportTopology.of(ctx.world, [(r, (r + 1) % ctx.world) for r in range(ctx.world)]))
     before, after, total = (ctx.rank - 1) % ctx.world, (ctx.rank + 1) % ctx.world, 0.0
     sent = []
     for i in range(3):
@@ -105,18 +105,18 @@ def test_the_culprit_is_named_and_everybody_ends(fault: str, reason: str, tmp_pa
 def test_a_slow_rank_is_no_dead_one() -> None:
     """Of two ranks that work, each new op puts the watchdog off; one that waits is never the culprit."""
 
-    def seen(rank: int, state: State, changed_s: float, beat_s: float = 100.0) -> Record:
-        return Record(rank, state, 3, "1F0", (), changed_s, beat_s)
+    def seen(rank: int, state: RankState, changed_s: float, beat_s: float = 100.0) -> RankRecord:
+        return RankRecord(rank, state, 3, "1F0", (), changed_s, beat_s)
 
-    def found(*records: Record) -> tuple[int, float] | None:
+    def found(*records: RankRecord) -> tuple[int, float] | None:
         return stuck(records, now_s=100.0, began_s=0.0, watchdog_s=10.0, startup_s=60.0)
 
-    assert found(seen(0, State.RUN, 90.5), seen(1, State.RUN, 95.0)) is None
-    assert found(seen(0, State.RUN, 90.5), seen(1, State.RUN, 89.5)) == (1, 10.5)
-    assert found(seen(0, State.WAIT, 50.0), seen(1, State.RUN, 95.0)) is None
-    assert found(seen(0, State.WAIT, 50.0), seen(1, State.RUN, 89.0)) == (1, 11.0)
-    assert found(seen(0, State.STARTING, 50.0), seen(1, State.DONE, 10.0)) is None
-    assert found(seen(0, State.WAIT, 50.0, beat_s=60.0), seen(1, State.RUN, 95.0)) == (0, 50.0), "it is frozen"
+    assert found(seen(0, RankState.RUN, 90.5), seen(1, RankState.RUN, 95.0)) is None
+    assert found(seen(0, RankState.RUN, 90.5), seen(1, RankState.RUN, 89.5)) == (1, 10.5)
+    assert found(seen(0, RankState.WAIT, 50.0), seen(1, RankState.RUN, 95.0)) is None
+    assert found(seen(0, RankState.WAIT, 50.0), seen(1, RankState.RUN, 89.0)) == (1, 11.0)
+    assert found(seen(0, RankState.STARTING, 50.0), seen(1, RankState.DONE, 10.0)) is None
+    assert found(seen(0, RankState.WAIT, 50.0, beat_s=60.0), seen(1, RankState.RUN, 95.0)) == (0, 50.0), "it is frozen"
 
 
 def _mute(ctx: RankContext) -> None:

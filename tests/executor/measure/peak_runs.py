@@ -10,8 +10,8 @@ from pathlib import Path
 
 from executor.launch import run as cli
 from ir.job import load_job
-from ir.job.build import Prepared, prepare
-from ir.job.run_options import RunOptions
+from ir.job.build import PreparedJob, prepare
+from ir.job.run_options import JobRunOptions
 from ir.plan.plan import Plan
 
 JOB = """
@@ -42,7 +42,7 @@ def job_file() -> str:
     return str(path)
 
 
-def planned(*sets: str) -> tuple[Prepared, Plan]:
+def planned(*sets: str) -> tuple[PreparedJob, Plan]:
     """The job with these overrides."""
     prepared = prepare(load_job(job_file(), sets))
     return prepared, prepared.plan()
@@ -52,5 +52,5 @@ def planned(*sets: str) -> tuple[Prepared, Plan]:
 def measured(*sets: str) -> tuple[int, ...]:
     """The peaks that a run's storage tracker saw, rank by rank."""
     prepared, plan = planned(*sets)
-    found, _ = cli.run(prepared, plan, RunOptions(prepared.ranks, watchdog_s=60.0))
+    found, _ = cli.run(prepared, plan, JobRunOptions(prepared.ranks, watchdog_s=60.0))
     return tuple(found["memory"]["peak_allocated_bytes"].values())

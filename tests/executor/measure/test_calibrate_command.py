@@ -16,11 +16,11 @@ from executor.measure import calibrate as stopwatch
 from executor.measure import watch as calibrate_watch
 from ir.core.errors import PiperError
 from ir.job import load_job
-from ir.job.build import Prepared
-from ir.job.run_options import RunOptions
+from ir.job.build import PreparedJob
+from ir.job.run_options import JobRunOptions
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
-from piper_sim.study.calibrate import Asked, calibrate
+from piper_sim.study.calibrate import ProfileOptions, calibrate
 from tests.executor.launch.test_run_command import command
 from tests.executor.runs import job_file, judged
 
@@ -83,16 +83,16 @@ def test_the_jobs_own_plan_is_never_run(tmp_path: Path) -> None:
         check = staticmethod(cli.check)
 
         @staticmethod
-        def run(prepared: Prepared, plan: Plan, options: RunOptions) -> Any:
+        def run(prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> Any:
             run.append(plan_digest(plan))
             assert options.emulate == 0.0, "and the other one without arithmetic"
             return cli.run(prepared, plan, options)
 
     _, plan = judged(tmp_path, *SMALL)
     job = load_job(str(tmp_path / "job.toml"), SMALL)
-    found = calibrate(job, SMALL, Asked(processes=2, repeats=1), stopwatch, Watched())
+    found = calibrate(job, SMALL, ProfileOptions(processes=2, repeats=1), stopwatch, Watched())
     assert len(run) == 1 and plan_digest(plan) not in run and found.profile.host_s
-    found = calibrate(job, SMALL, Asked(processes=1, repeats=1), stopwatch, Watched())
+    found = calibrate(job, SMALL, ProfileOptions(processes=1, repeats=1), stopwatch, Watched())
     assert len(run) == 1 and found.profile.host_s is None and not found.profile.links
     assert found.covers.word == "mixed", "one process has nobody to send to"
 
@@ -150,7 +150,7 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(stopwatch, "RANK", "tests.executor.faults:nobody_there")
     job = load_job(str(job_file(tmp_path)), SMALL)
     with pytest.raises(PiperError) as caught:
-        calibrate(job, SMALL, Asked(processes=1, repeats=1), stopwatch, cli)
+        calibrate(job, SMALL, ProfileOptions(processes=1, repeats=1), stopwatch, cli)
     assert str(caught.value.kind) == "rank_failed"
 
 
@@ -178,7 +178,7 @@ def test_work_on_a_gpu_stands_between_events_behind_a_flush_and_a_wait(monkeypat
     monkeypatch.setattr(cuda, "Event", Event)
     monkeypatch.setattr(cuda, "synchronize", lambda device: done.append("idle"))
     monkeypatch.setattr(cuda, "_sleep", lambda cycles: done.append("hold"))
-    watch = calibrate_watch.CudaWatch.__new__(calibrate_watch.CudaWatch)
+    watch = calibrate_watch.CudaDeviceTimer.__new__(calibrate_watch.CudaDeviceTimer)
     watch._flush, watch._hold_s, watch._device = Flush(), 0.001, torch.device("cpu")  # type: ignore[assignment]
     assert watch(lambda: done.append("work")) == 0.003
     assert done == ["idle", "flush", "hold", "event", "work", "event", "wait"]
@@ -193,5 +193,7 @@ def test_classes_are_those_of_the_framework_that_the_job_names(
             flags = sets(*SMALL, f"costs.software={software}")
             found = command(capfd, "calibrate", job, *one, *flags, "--by", by)
             assert all("@" in name for name in found["missing"]), "messages alone: one process has nobody to send to"
-    profile = calibrate(load_job(job, flags[1::2]), flags[1::2], Asked(processes=2, repeats=1), stopwatch, cli).profile
+    profile = calibrate(
+        load_job(job, flags[1::2]), flags[1::2], ProfileOptions(processes=2, repeats=1), stopwatch, cli
+    ).profile
     assert profile.host_s is not None, "the host's cost is not a framework's"

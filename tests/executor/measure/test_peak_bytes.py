@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from executor.autograd.split import SplitRun
+from executor.autograd.split import SplitPass
 from executor.measure import peak_bytes as module
 from executor.measure.fake_rank import FakeRank, values
 from executor.measure.peak_bytes import peak_bytes, peaks
-from executor.modules.attention.attention import Attention
-from executor.optim.flat import Flat
-from executor.runtime.interpreter import Interpreter
-from ir.plan.places import Places
+from executor.modules.attention.attention import AttentionPart
+from executor.optim.flat import FlatBucket
+from executor.runtime.interpreter import PlanInterpreter
+from ir.plan.places import RankPlacement
 from tests.executor.measure.peak_runs import measured, planned
 
 SMALL_DEEPSEEK = (
@@ -143,7 +143,7 @@ def test_equal_ranks_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
     found = FakeRank.peak
     monkeypatch.setattr(FakeRank, "peak", lambda self: ran.append(self.program.rank) or found(self))
-    assert len(peaks(prepared, plan, real=True)) == Places.of(plan).ranks == 4
+    assert len(peaks(prepared, plan, real=True)) == RankPlacement.of(plan).ranks == 4
     assert ran == [0, 1], "the first of the copies is the one that squares their gradients"
 
 
@@ -153,21 +153,21 @@ CONTROL = ["schedule.name=1f1b", "schedule.microbatches=5"]
 
 
 def test_what_the_plan_frees_and_nobody_lets_go_of_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Interpreter, "_free", lambda self, i, cover: None)
+    monkeypatch.setattr(PlanInterpreter, "_free", lambda self, i, cover: None)
     assert all(a > b for a, b in zip(peak_bytes(*planned(*CONTROL)) or (), measured(*CONTROL), strict=True))
 
 
 def test_512_bytes_more_are_seen_as_often_as_they_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers a rank; 2 microbatches in flight on rank 0, 1 on rank 1: beside what attention keeps of each."""
-    forward, extra = SplitRun.forward, WeakKeyDictionary[SplitRun, Tensor]()
+    forward, extra = SplitPass.forward, WeakKeyDictionary[SplitPass, Tensor]()
 
-    def more(self: SplitRun, module: nn.Module, *inputs: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    def more(self: SplitPass, module: nn.Module, *inputs: Tensor, **given: Any) -> tuple[Tensor, ...]:
         out = forward(self, module, *inputs, **given)
-        if isinstance(module, Attention):
+        if isinstance(module, AttentionPart):
             extra[self] = torch.zeros(512, dtype=torch.uint8)
         return out
 
-    monkeypatch.setattr(SplitRun, "forward", more)
+    monkeypatch.setattr(SplitPass, "forward", more)
     found = peak_bytes(*planned(*CONTROL)) or ()
     assert [a - b for a, b in zip(found, measured(*CONTROL), strict=True)] == [2 * 2 * 512, 2 * 512]
 
@@ -175,16 +175,16 @@ def test_512_bytes_more_are_seen_as_often_as_they_are_held(monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["ZeRO-2", "ZeRO-3, weights that weigh"])
 def test_what_a_microbatch_gathers_and_reduces_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flat tensor of more bytes, once it is there, is seen."""
-    resize, opened = Flat._resize, Flat.open
+    resize, opened = FlatBucket._resize, FlatBucket.open
 
-    def larger(self: Flat, numel: int) -> None:
+    def larger(self: FlatBucket, numel: int) -> None:
         resize(self, numel and numel + 1)
 
-    def longer(self: Flat, mb: int) -> None:
+    def longer(self: FlatBucket, mb: int) -> None:
         opened(self, mb)
         self.kept = torch.zeros(1, dtype=torch.float64)
 
-    monkeypatch.setattr(Flat, "_resize", larger)
-    monkeypatch.setattr(Flat, "open", longer)
+    monkeypatch.setattr(FlatBucket, "_resize", larger)
+    monkeypatch.setattr(FlatBucket, "open", longer)
     sets = CASES[name].split()
     assert all(a > b for a, b in zip(peak_bytes(*planned(*sets)) or (), measured(*sets), strict=True))

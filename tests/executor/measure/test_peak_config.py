@@ -10,12 +10,12 @@ from executor.measure.peak_bytes import peak_bytes
 from ir.core.ops import Pass
 from ir.graph.graph import Buffer
 from ir.job import load_job
-from ir.job.build import Prepared
-from ir.plan.places import Places
+from ir.job.build import PreparedJob
+from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from piper_sim.memory.timeline import memory
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
-from piper_sim.study.planned import Planned
+from piper_sim.study.planned import PlannedJob
 from tests.executor.measure.peak_runs import job_file, measured
 
 NEAR = 0.01
@@ -62,16 +62,16 @@ BEYOND = {
 }
 
 
-def planned(sets: str) -> tuple[Planned, Prepared, Plan]:
+def planned(sets: str) -> tuple[PlannedJob, PreparedJob, Plan]:
     job = load_job(job_file(), sets.split())
     hardware = hardware_of(job)
-    p = Planned.of(prepare_priced(job, hardware), hardware)
+    p = PlannedJob.of(prepare_priced(job, hardware), hardware)
     return p, p.prepared, p.plan
 
 
-def distances(p: Planned, found: tuple[int, ...]) -> list[float]:
+def distances(p: PlannedJob, found: tuple[int, ...]) -> list[float]:
     """By rank, signed: what `simulate` says beyond what was found."""
-    places = Places.of(p.plan)
+    places = RankPlacement.of(p.plan)
     return [float(p.memory.peak[places.program(r)]) / size - 1 for r, size in enumerate(found)]
 
 

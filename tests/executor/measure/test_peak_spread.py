@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from executor.measure.peak_bytes import peak_bytes, peaks
-from executor.parallel.expert_all_to_all import Trade
+from executor.parallel.expert_all_to_all import ExpertTransfer
 from tests.executor.measure.peak_runs import measured, planned
 from tests.executor.measure.test_peak_bytes import SMALL_DEEPSEEK
 
@@ -52,7 +52,7 @@ def test_what_routers_choose_nobody_knows_before() -> None:
 
 
 def test_rows_that_nobody_lets_go_of_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Trade] = []
-    monkeypatch.setattr(Trade, "end", lambda self: kept.append(self))
+    kept: list[ExpertTransfer] = []
+    monkeypatch.setattr(ExpertTransfer, "end", lambda self: kept.append(self))
     found = peak_bytes(*planned(*TWO.split())) or ()
     assert all(a > b for a, b in zip(found, measured(*TWO.split()), strict=True))

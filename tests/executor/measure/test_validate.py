@@ -10,14 +10,14 @@ import pytest
 
 from cost_models.profile.profile import plan_keys
 from executor.launch import run as cli
-from executor.runtime.interpreter import Interpreter
+from executor.runtime.interpreter import PlanInterpreter
 from ir.job import load_job
-from ir.job.build import Prepared
-from ir.job.run_options import RunOptions
+from ir.job.build import PreparedJob
+from ir.job.run_options import JobRunOptions
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
 from piper_sim.study import predict
-from piper_sim.study.validate import Tools, validate
+from piper_sim.study.validate import PlanTools, validate
 from piper_sim.study.validate.judging import predicted
 from tests.executor.measure.validations import TOOLS, TWO, F, classes, judged_again, scaled, validation, without_wait
 from tests.executor.runs import job_file
@@ -57,14 +57,14 @@ def test_the_judged_plan_is_run_last_and_only_then(tmp_path: Path) -> None:
         check = staticmethod(cli.check)
 
         @staticmethod
-        def run(prepared: Prepared, plan: Plan, options: RunOptions) -> Any:
+        def run(prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> Any:
             digests.append(plan_digest(plan))
             return cli.run(prepared, plan, options)
 
     sets = ("schedule.name=dualpipe",)
     job = load_job(str(job_file(tmp_path)), sets)
-    tools = Tools(Watched(), TOOLS.peak_bytes)
-    found = validate(job, tools, RunOptions(2, 1, emulate=0.0)).found
+    tools = PlanTools(Watched(), TOOLS.peak_bytes)
+    found = validate(job, tools, JobRunOptions(2, 1, emulate=0.0)).found
     assert digests == [found["calibrated_on"]["plan_digest"], found["plan_digest"]] and len(set(digests)) == 2
     assert found["replay"] is None and found["steps"] == 1
 
@@ -131,7 +131,7 @@ def test_of_replicas_too_everything_is_predicted() -> None:
 
 def test_bytes_that_are_held_too_long_miss_the_memory_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     v = validation(*REAL, emulate=None, steps=4, within=10.0)
-    monkeypatch.setattr(Interpreter, "_free", lambda self, i, cover: None)
+    monkeypatch.setattr(PlanInterpreter, "_free", lambda self, i, cover: None)
     peaks = TOOLS.peak_bytes(v.prediction.prepared, v.prediction.plan)
     found = judged_again(v, peaks=peaks)
     assert found["gates"]["memory"]["passed"] is False and not found["passed"]

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from executor.modules.base import Built
-from executor.modules.decoder import Decoder
+from executor.modules.base import BuiltChunks
+from executor.modules.decoder import DecoderModel
 from executor.optim.optimizer import OptimizerConfig
-from executor.runtime.batch import Data
+from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.reference import train
 from ir.workload.config.load import ModelConfig, config_from
 
@@ -64,10 +64,10 @@ def quiet() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Perturbed(Decoder):
+class Perturbed(DecoderModel):
     """A decoder whose norms and biases do not start at ones and zeros."""
 
-    def build(self, chunks: Sequence[str]) -> Built:
+    def build(self, chunks: Sequence[str]) -> BuiltChunks:
         """The values depend on the seed alone."""
         built = super().build(chunks)
         made = torch.Generator().manual_seed(1)
@@ -100,7 +100,7 @@ def gap(raw: Mapping[str, Any], config: ModelConfig | None = None) -> Gap:
     config = config or config_from(raw, "drawn")
     model = Perturbed(config, dtype=torch.float64)
     start = {n: p.detach().clone() for n, p in model.build(model.chunks).params.items()}
-    data = Data("synthetic", vocab=config.vocab, length=LENGTH, microbatches=2, size=2)
+    data = MicrobatchLoader("synthetic", vocab=config.vocab, length=LENGTH, microbatches=2, size=2)
     ours = train(model, data, STEPS, optimizer=OPTIMIZER, moments=torch.float64, split=True)
     with quiet():
         losses, norms, params = _trained(raw, start, data)
@@ -113,7 +113,7 @@ def _relative(found: Sequence[float], wanted: Sequence[float]) -> float:
 
 
 def _trained(
-    raw: Mapping[str, Any], start: Mapping[str, Tensor], data: Data
+    raw: Mapping[str, Any], start: Mapping[str, Tensor], data: MicrobatchLoader
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """torch's own AdamW and clipping. Parameters come back by the names they were given by."""
     default = torch.get_default_dtype()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ir.workload.chunks import chunks
-from ir.workload.config.load import ModelConfig, Moe
+from ir.workload.config.load import ExpertConfig, ModelConfig
 
 WIDE = 2  # bf16
 
@@ -37,7 +37,7 @@ class Beyond:
     out: Callable[[Case], int] = lambda c: 0
 
 
-def _moe(c: Case) -> Moe:
+def _moe(c: Case) -> ExpertConfig:
     assert c.config.moe is not None
     return c.config.moe
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from executor.autograd.stage import Stage
-from executor.modules.attention.rope import Angles, rotary, rotate
-from executor.modules.decoder import Decoder
+from executor.modules.attention.rope import TokenAngles, rotary, rotate
+from executor.modules.decoder import DecoderModel
 from executor.modules.functions import rms_norm
 from executor.modules.user.annotate import annotate, cut
 from executor.modules.user.model import UserModel, load_callable
-from executor.runtime.batch import Data
+from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.reference import train
 from ir.core.errors import PiperError
 from ir.core.ops import Pass
@@ -35,24 +35,26 @@ KINDS = {
 def test_names_and_shapes_are_the_model_graphs(kind: str) -> None:
     config = load_config("tiny-llama", {**SMALL, **KINDS[kind]})
     graph = {p.name: p.shape for c in chunks(config) for part in c.parts for p in part.params}
-    assert Decoder(config).shapes == graph and list(Decoder(config).shapes) == list(graph)
+    assert DecoderModel(config).shapes == graph and list(DecoderModel(config).shapes) == list(graph)
     parts = [f"{c.name}.{part.name}" for c in chunks(config) for part in c.parts]
-    assert list(Decoder(config, parts=True).build(Decoder(config).chunks).units) == parts
+    assert list(DecoderModel(config, parts=True).build(DecoderModel(config).chunks).units) == parts
 
 
 @pytest.mark.parametrize("preset", ["llama3-8b", "qwen3-8b", "mistral-7b", "qwen2-7b"])
 def test_presets_have_the_graphs_names_too(preset: str) -> None:
     config = load_config(preset, {"num_hidden_layers": 1})
-    assert Decoder(config).shapes == {p.name: p.shape for c in chunks(config) for part in c.parts for p in part.params}
+    assert DecoderModel(config).shapes == {
+        p.name: p.shape for c in chunks(config) for part in c.parts for p in part.params
+    }
 
 
 def test_a_parameter_is_the_same_whoever_builds_it() -> None:
-    model = Decoder(load_config("tiny-llama", SMALL), seed=3)
+    model = DecoderModel(load_config("tiny-llama", SMALL), seed=3)
     whole = model.build(model.chunks).params
     for stretch in (["embed"], ["l1", "head"], ["l0"], ["head"]):
         for name, p in model.build(stretch).params.items():
             assert torch.equal(p, whole[name])
-    other = Decoder(load_config("tiny-llama", SMALL), seed=4).build(["l0"]).params
+    other = DecoderModel(load_config("tiny-llama", SMALL), seed=4).build(["l0"]).params
     changed = [n for n, p in other.items() if not torch.equal(p, whole[n])]
     assert changed == [n for n in other if "norm" not in n]
     weights = [p for n, p in whole.items() if "norm" not in n]
@@ -61,15 +63,15 @@ def test_a_parameter_is_the_same_whoever_builds_it() -> None:
 
 def test_precisions_start_from_the_same_numbers() -> None:
     config = load_config("tiny-llama", SMALL)
-    wide = Decoder(config, dtype=torch.float64).build(["l0"]).params
+    wide = DecoderModel(config, dtype=torch.float64).build(["l0"]).params
     for dtype in (torch.float32, torch.bfloat16):
         assert all(
-            torch.equal(p, wide[n].to(dtype)) for n, p in Decoder(config, dtype=dtype).build(["l0"]).params.items()
+            torch.equal(p, wide[n].to(dtype)) for n, p in DecoderModel(config, dtype=dtype).build(["l0"]).params.items()
         )
 
 
 def test_rotary_turns_pairs_by_position() -> None:
-    cos, sin = rotary(5, Angles(8, 10000.0), torch.zeros((), dtype=torch.float64))
+    cos, sin = rotary(5, TokenAngles(8, 10000.0), torch.zeros((), dtype=torch.float64))
     q, k = torch.randn(2, 8, dtype=torch.float64)
 
     def score(i: int, j: int) -> float:
@@ -87,7 +89,7 @@ def test_rms_norm_is_torchs() -> None:
 
 
 def test_a_window_hides_what_lies_behind_it() -> None:
-    model = Decoder(
+    model = DecoderModel(
         load_config(
             "mistral-7b",
             {**SMALL, "sliding_window": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
@@ -105,10 +107,10 @@ def test_a_window_hides_what_lies_behind_it() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_cut_and_split_training_equals_plain_autograd_bitwise(kind: str, dtype: torch.dtype) -> None:
     config = load_config("tiny-llama", {**SMALL, **KINDS[kind]})
-    data = Data("synthetic", vocab=64, length=8, microbatches=3, size=2)
+    data = MicrobatchLoader("synthetic", vocab=64, length=8, microbatches=3, size=2)
     grads = torch.float32 if dtype == torch.bfloat16 else dtype
     runs = [
-        train(Decoder(config, dtype=dtype, parts=parts), data, 2, split=split, grads=grads, moments=grads)
+        train(DecoderModel(config, dtype=dtype, parts=parts), data, 2, split=split, grads=grads, moments=grads)
         for parts, split in ((False, False), (False, True), (True, True))
     ]
     for run in runs[1:]:
@@ -121,8 +123,10 @@ def test_cut_and_split_training_equals_plain_autograd_bitwise(kind: str, dtype: 
 
 def test_a_tie_sums_its_two_uses() -> None:
     config = load_config("tiny-llama", {**SMALL, "tie_word_embeddings": True})
-    data = Data("synthetic", vocab=64, length=8, microbatches=2)
-    a, b = (train(Decoder(config, dtype=torch.float64), data, 1, split=s, moments=torch.float64) for s in (False, True))
+    data = MicrobatchLoader("synthetic", vocab=64, length=8, microbatches=2)
+    a, b = (
+        train(DecoderModel(config, dtype=torch.float64), data, 1, split=s, moments=torch.float64) for s in (False, True)
+    )
     for n, g in a.grads.items():
         torch.testing.assert_close(b.grads[n], g, rtol=1e-12, atol=1e-14)
 
@@ -130,8 +134,8 @@ def test_a_tie_sums_its_two_uses() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_two_stages_and_late_w_equal_one_process(recompute: bool) -> None:
     """1F1B's order on two stages, by hand, with W last, over uneven stretches: as the interpreter will do it."""
-    model = Decoder(load_config("tiny-llama", SMALL), dtype=torch.float64, parts=True)
-    data = Data("synthetic", vocab=64, length=8, microbatches=3)
+    model = DecoderModel(load_config("tiny-llama", SMALL), dtype=torch.float64, parts=True)
+    data = MicrobatchLoader("synthetic", vocab=64, length=8, microbatches=3)
     want = train(model, data, 1, moments=torch.float64)
     built = [model.build(["embed", "l0"]), model.build(["l1", "head"])]
     drop = ["l0.attn", "l1.mlp"] if recompute else []
@@ -165,11 +169,11 @@ def test_two_stages_and_late_w_equal_one_process(recompute: bool) -> None:
 
 def test_models_without_a_reference_module_are_refused() -> None:
     with pytest.raises(PiperError, match="ALiBi"):
-        Decoder(load_config("mpt-1b", {"learned_pos_emb": False}))
+        DecoderModel(load_config("mpt-1b", {"learned_pos_emb": False}))
     with pytest.raises(PiperError, match=r"dropout \(attention\)(.|\n)*attention_dropout = 0"):
-        Decoder(load_config("tiny-llama", {"attention_dropout": 0.1}))
+        DecoderModel(load_config("tiny-llama", {"attention_dropout": 0.1}))
     with pytest.raises(PiperError, match="attn_pdrop = resid_pdrop = embd_pdrop = 0"):
-        Decoder(load_config("gpt2"))
+        DecoderModel(load_config("gpt2"))
 
 
 class Block(nn.Module):
@@ -222,7 +226,7 @@ def test_a_users_module_is_cut_at_its_annotations() -> None:
 
 
 def test_a_users_module_trains_the_same_cut_or_whole() -> None:
-    data = Data("synthetic", vocab=64, length=6, microbatches=2)
+    data = MicrobatchLoader("synthetic", vocab=64, length=6, microbatches=2)
     a, b = (train(UserModel(Net, seed=1), data, 2, split=split) for split in (False, True))
     assert a.losses == b.losses and all(torch.equal(b.params[n], p) for n, p in a.params.items())
     assert list(a.params)[:2] == ["embed.weight", "blocks.0.up.weight"]

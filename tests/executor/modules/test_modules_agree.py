@@ -15,17 +15,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from executor.frontend.aten import ATTENTION
-from executor.frontend.measure import UnitMeasure
+from executor.frontend.measure import PartMeasure
 from executor.frontend.survey import survey, without_values
 from executor.modules import layers
-from executor.modules.decoder import Decoder
+from executor.modules.decoder import DecoderModel
 from executor.modules.functions import F
 from ir.core.ops import Pass
 from ir.core.work import KernelKind, Work
 from ir.workload.chunks import chunks
 from ir.workload.config.load import ModelConfig, load_config, presets
-from ir.workload.part import Chunk, Layout, Part, PartWork
-from ir.workload.setting import BatchShape, Precision
+from ir.workload.part import Chunk, Part, PartLayout, PartWork
+from ir.workload.setting import MicrobatchShape, ModelPrecision
 from ir.workload.work import part_work
 from tests.executor.modules.kept_beyond_graph import BEYOND, Case, kind
 
@@ -36,7 +36,7 @@ def _flops(work: Work, *, attention: bool) -> int:
     return sum(k.flops * k.count for k in work if (k.kind is KernelKind.ATTENTION) == attention)
 
 
-def disagreements(case: Case, m: UnitMeasure, w: PartWork, part: Part) -> list[str]:
+def disagreements(case: Case, m: PartMeasure, w: PartWork, part: Part) -> list[str]:
     """What differs between a module and the graph, beyond what the table allows."""
     beyond = [b for b in BEYOND if b.applies(case)]
     kept = dict.fromkeys(("I", "W"), 0)
@@ -87,19 +87,19 @@ def compare(config: ModelConfig, size: int, length: int, attention: str = "flash
     """All disagreements of a config, on microbatches without values."""
     out = []
     with without_values():
-        model = Decoder(config, dtype=torch.bfloat16, parts=True, attention=attention)
+        model = DecoderModel(config, dtype=torch.bfloat16, parts=True, attention=attention)
         for chunk in _chunks(config):
             stream = {u: (((size, length, config.hidden), torch.bfloat16),) for u in _outside(model, chunk.name)}
             found = survey(model, size, length, chunks=[chunk.name], given=stream)
             for part in chunk.parts:
                 case = Case(config, f"{chunk.name}.{part.name}", size, length)
-                shape = BatchShape(size, length)
-                work = part_work(config, chunk, part, Layout(), shape, Precision(), attention)
+                shape = MicrobatchShape(size, length)
+                work = part_work(config, chunk, part, PartLayout(), shape, ModelPrecision(), attention)
                 out += disagreements(case, found[case.name], work, part)
     return out
 
 
-def _outside(model: Decoder, chunk: str) -> list[str]:
+def _outside(model: DecoderModel, chunk: str) -> list[str]:
     built = model.build([chunk])
     return [r for reads in built.reads.values() for r in reads if r and r not in built.units]
 
@@ -127,7 +127,7 @@ def test_presets_have_the_graphs_parameters(preset: str) -> None:
     whole = load_config(preset)
     config = load_config(preset, DRY.get(whole.model_type, {}))
     graph = {p.name: p.shape for c in chunks(config) for part in c.parts for p in part.params}
-    assert Decoder(config).shapes == graph and list(Decoder(config).shapes) == list(graph)
+    assert DecoderModel(config).shapes == graph and list(DecoderModel(config).shapes) == list(graph)
 
 
 def test_a_window_is_computed_whole_on_a_cpu_and_skipped_in_the_graph() -> None:
@@ -139,7 +139,7 @@ def test_a_window_is_computed_whole_on_a_cpu_and_skipped_in_the_graph() -> None:
 def test_torchs_own_counter_finds_the_same_flops() -> None:
     config = _config("qwen3-30b-a3b")
     with without_values():
-        model = Decoder(config, dtype=torch.bfloat16)
+        model = DecoderModel(config, dtype=torch.bfloat16)
         built = model.build(["l0"])
         x = torch.randn(1, 128, config.hidden, dtype=torch.bfloat16, requires_grad=True)
         custom = {op: _formula(op) for op in ATTENTION}
@@ -147,7 +147,7 @@ def test_torchs_own_counter_finds_the_same_flops() -> None:
             built.units["l0"](x).sum().backward()
     layer, total = chunks(config)[1], 0
     for part in layer.parts:
-        w = part_work(config, layer, part, Layout(), BatchShape(1, 128), Precision())
+        w = part_work(config, layer, part, PartLayout(), MicrobatchShape(1, 128), ModelPrecision())
         total += sum(k.flops * k.count for k in (*w.forward, *w.input_grad, *w.weight_grad))
     assert counter.get_total_flops() == total
 
@@ -166,15 +166,15 @@ def _formula(op: object) -> Callable[..., int]:
 # -- negative controls ------------------------------------------------------------------------------------------------
 
 
-def _one(preset: str = "llama3-8b") -> tuple[Case, UnitMeasure, PartWork, Part]:
+def _one(preset: str = "llama3-8b") -> tuple[Case, PartMeasure, PartWork, Part]:
     config = _config(preset)
     chunk = next(c for c in chunks(config) if c.name == "l0")
     part = next(p for p in chunk.parts if p.name == "mlp")
     with without_values():
-        model = Decoder(config, dtype=torch.bfloat16, parts=True)
+        model = DecoderModel(config, dtype=torch.bfloat16, parts=True)
         stream = {"embed.embed": (((1, 64, config.hidden), torch.bfloat16),)}
         found = survey(model, 1, 64, chunks=["l0"], given=stream)["l0.mlp"]
-    work = part_work(config, chunk, part, Layout(), BatchShape(1, 64), Precision())
+    work = part_work(config, chunk, part, PartLayout(), MicrobatchShape(1, 64), ModelPrecision())
     return Case(config, "l0.mlp", 1, 64), found, work, part
 
 
@@ -205,6 +205,6 @@ def test_a_module_that_keeps_more_would_be_seen(monkeypatch: pytest.MonkeyPatch)
 def test_a_missing_bias_or_a_wrong_shape_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config("qwen2-7b")
     graph = {p.name: p.shape for c in chunks(config) for part in c.parts for p in part.params}
-    assert Decoder(config).shapes == graph
-    assert Decoder(replace(config, qkv_bias=False)).shapes != graph
-    assert Decoder(replace(config, ffn=config.ffn + 1)).shapes != graph
+    assert DecoderModel(config).shapes == graph
+    assert DecoderModel(replace(config, qkv_bias=False)).shapes != graph
+    assert DecoderModel(replace(config, ffn=config.ffn + 1)).shapes != graph

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from executor.modules import functions as f
-from executor.modules.attention.attend import Sight, attend
-from executor.modules.attention.rope import Angles, rotary, rotate
-from executor.modules.base import Built, evaluate
-from executor.modules.decoder import Decoder
+from executor.modules.attention.attend import AttentionMask, attend
+from executor.modules.attention.rope import TokenAngles, rotary, rotate
+from executor.modules.base import BuiltChunks, evaluate
+from executor.modules.decoder import DecoderModel
 from executor.modules.layers import Params
-from executor.modules.moe.experts import Dispatch, LocalExperts, Router
-from executor.modules.mtp import NextLoss
-from executor.parallel.router_guide import Guide
-from executor.runtime.batch import Data
-from executor.runtime.reference import Training, train
+from executor.modules.moe.experts import ExpertDispatch, ExpertRouter, LocalExperts
+from executor.modules.mtp import NextTokenLoss
+from executor.parallel.router_guide import ExpertRouterGuide
+from executor.runtime.batch import MicrobatchLoader
+from executor.runtime.reference import ReferenceSteps, train
 from ir.workload.chunks import chunks
 from tests.executor.families import TINY, tiny
 
@@ -31,7 +31,7 @@ MOE = [n for n in TINY if tiny(n).moe is not None]
 def test_names_shapes_order_and_parts_are_the_model_graphs(family: str) -> None:
     config = tiny(family)
     graph = {p.name: p.shape for c in chunks(config) for part in c.parts for p in part.params}
-    model = Decoder(config, parts=True)
+    model = DecoderModel(config, parts=True)
     assert model.shapes == graph and list(model.shapes) == list(graph)
     assert list(model.build(model.chunks).units) == [f"{c.name}.{p.name}" for c in chunks(config) for p in c.parts]
     for c in chunks(config):
@@ -40,7 +40,7 @@ def test_names_shapes_order_and_parts_are_the_model_graphs(family: str) -> None:
             assert _names(built, f"{c.name}.{part.name}") == {p.name for p in part.params}, (c.name, part.name)
 
 
-def _names(built: Built, unit: str) -> set[str]:
+def _names(built: BuiltChunks, unit: str) -> set[str]:
     held = {id(p) for p in built.units[unit].parameters()}
     return {n for n, p in built.params.items() if id(p) in held}
 
@@ -48,7 +48,7 @@ def _names(built: Built, unit: str) -> set[str]:
 @pytest.mark.parametrize("family", TINY)
 def test_parts_read_what_the_graphs_parts_read(family: str) -> None:
     config = tiny(family)
-    model = Decoder(config, parts=True)
+    model = DecoderModel(config, parts=True)
     reads = model.build(model.chunks).reads
     before, last = "", {}
     for chunk in chunks(config):
@@ -59,9 +59,9 @@ def test_parts_read_what_the_graphs_parts_read(family: str) -> None:
         before = last[chunk.name] = f"{chunk.name}.{chunk.parts[-1].name}"
 
 
-def _trained(family: str, dtype: torch.dtype, *, parts: bool, split: bool, attention: str = "flash") -> Training:
-    data = Data("synthetic", vocab=64, length=8, microbatches=3, size=2)
-    model = Decoder(tiny(family), dtype=dtype, parts=parts, attention=attention)
+def _trained(family: str, dtype: torch.dtype, *, parts: bool, split: bool, attention: str = "flash") -> ReferenceSteps:
+    data = MicrobatchLoader("synthetic", vocab=64, length=8, microbatches=3, size=2)
+    model = DecoderModel(tiny(family), dtype=dtype, parts=parts, attention=attention)
     grads = torch.promote_types(dtype, torch.float32)
     return train(model, data, 2, split=split, grads=grads, moments=grads)
 
@@ -94,8 +94,8 @@ def test_bf16_is_cut_without_a_trace_too(family: str) -> None:
 def test_every_parameter_gets_a_gradient_that_is_the_losses_slope(family: str) -> None:
     """A step against the gradient lowers the loss by its square: no term is missing and none counts twice."""
     config = tiny(family)
-    model = Decoder(config, dtype=torch.float64)
-    data = Data("synthetic", vocab=64, length=8, size=4)
+    model = DecoderModel(config, dtype=torch.float64)
+    data = MicrobatchLoader("synthetic", vocab=64, length=8, size=4)
     run = train(model, data, 1, moments=torch.float64)
     assert all(bool(g.abs().sum() > 0) for g in run.grads.values())
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def test_every_parameter_gets_a_gradient_that_is_the_losses_slope(family: str) -
     assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(slope, rel=1e-5)
 
 
-def _loss_at(model: Decoder, data: Data, way: dict[str, Tensor], step: float) -> float:
+def _loss_at(model: DecoderModel, data: MicrobatchLoader, way: dict[str, Tensor], step: float) -> float:
     built, batch = model.build(model.chunks), data.batch(0, 0, 0)
     with torch.no_grad():
         for n, p in built.params.items():
@@ -159,7 +159,7 @@ def test_attention_is_softmax_of_products(fused: bool, heads: int, kv: int, v: i
     torch.manual_seed(0)
     shapes = ((2, heads, 7, 6), (2, kv, 7, 6), (2, kv, 7, v))
     given = [torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in shapes]
-    mine = attend(*given, fused=fused, sight=Sight(window))
+    mine = attend(*given, fused=fused, sight=AttentionMask(window))
     wide = [given[0], *(t.repeat_interleave(heads // kv, 1) for t in given[1:])]
     gap = torch.arange(7)[:, None] - torch.arange(7)[None]
     scores = (wide[0] @ wide[1].transpose(-1, -2)) / 6**0.5
@@ -171,9 +171,9 @@ def test_attention_is_softmax_of_products(fused: bool, heads: int, kv: int, v: i
         torch.testing.assert_close(a, b)
 
 
-def _router(family: str) -> Router:
+def _router(family: str) -> ExpertRouter:
     config = tiny(family)
-    return Router(config, Params(0, 0.5, torch.float64), "model.layers.1.")
+    return ExpertRouter(config, Params(0, 0.5, torch.float64), "model.layers.1.")
 
 
 @pytest.mark.parametrize("family", MOE)
@@ -182,7 +182,7 @@ def test_experts_are_a_weighted_sum_over_each_tokens_choice(family: str) -> None
     moe = config.moe
     assert moe is not None
     make = Params(0, 0.5, torch.float64)
-    router, experts = Router(config, make, "model.layers.1."), LocalExperts(config, make, "model.layers.1.")
+    router, experts = ExpertRouter(config, make, "model.layers.1."), LocalExperts(config, make, "model.layers.1.")
     x = torch.randn(2, 5, config.hidden, dtype=torch.float64)
     tokens, weights, indices = router(x)
     if moe.normalised:
@@ -199,8 +199,8 @@ def test_experts_are_a_weighted_sum_over_each_tokens_choice(family: str) -> None
 def test_experts_without_a_token_get_a_zero_gradient() -> None:
     config = tiny("mixtral")
     make = Params(0, 0.5, torch.float64)
-    guide = Guide(forced=lambda layer, number: torch.tensor([[1, 3]] * 6))
-    router = Router(config, make, "model.layers.1.", 1, guide)
+    guide = ExpertRouterGuide(forced=lambda layer, number: torch.tensor([[1, 3]] * 6))
+    router = ExpertRouter(config, make, "model.layers.1.", 1, guide)
     experts = LocalExperts(config, make, "model.layers.1.")
     experts(*router(torch.randn(1, 6, config.hidden, dtype=torch.float64))).sum().backward()
     used = [bool(g.abs().sum() > 0) for g in make.made["model.layers.1.mlp.experts.down_proj"].grad]
@@ -213,7 +213,7 @@ def test_dispatch_sorts_stably_and_counts() -> None:
     tokens = torch.arange(4.0).unsqueeze(-1)
     indices = torch.tensor([[2, 0], [0, 1], [2, 3], [0, 2]])
     weights = torch.arange(8.0).view(4, 2)
-    rows, row_weights, order, counts = Dispatch(config.moe)(tokens, weights, indices)
+    rows, row_weights, order, counts = ExpertDispatch(config.moe)(tokens, weights, indices)
     assert counts == [3, 1, 3, 1] and order.tolist() == [1, 2, 7 - 1, 3, 0, 4, 7, 5]
     assert rows.flatten().tolist() == [0, 1, 3, 1, 0, 2, 3, 2]
     assert row_weights.flatten().tolist() == [1, 2, 6, 3, 0, 4, 7, 5]
@@ -240,16 +240,16 @@ def test_the_correction_bias_chooses_but_does_not_weigh() -> None:
 def test_the_second_loss_looks_one_token_further() -> None:
     logits = torch.randn(1, 4, 8)
     labels = torch.tensor([[5, -100, 3, 2]])
-    got = NextLoss(torch.nn.Identity())(logits, labels, 0.5)
+    got = NextTokenLoss(torch.nn.Identity())(logits, labels, 0.5)
     want = F.cross_entropy(logits[0, 2:3], torch.tensor([2]), reduction="sum") * 0.5 * 0.3
     torch.testing.assert_close(got, want)  # position 0's target and position 1's input are masked, 3 has none
 
 
 def test_learned_positions_and_partial_rotary_act() -> None:
-    embed = Decoder(tiny("gpt2")).build(["embed"]).units["embed"]
+    embed = DecoderModel(tiny("gpt2")).build(["embed"]).units["embed"]
     a, b = embed(torch.tensor([[3, 3]]))[0]
     assert not torch.equal(a, b)
-    cos, sin = rotary(4, Angles(4, 1e4), torch.zeros(()))
+    cos, sin = rotary(4, TokenAngles(4, 1e4), torch.zeros(()))
     x = torch.randn(1, 4, 1, 8)
     turned = rotate(x, cos, sin)
     assert torch.equal(turned[..., 4:], x[..., 4:]) and not torch.equal(turned[..., :4], x[..., :4])

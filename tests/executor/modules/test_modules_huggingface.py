@@ -18,7 +18,7 @@ import torch
 
 from executor.modules.attention import attention
 from ir.workload.config.load import ModelConfig, config_from, presets
-from ir.workload.config.spec import Moe
+from ir.workload.config.spec import ExpertConfig
 from tests.executor.modules import hub
 from tests.executor.modules.hub import gap
 from tests.executor.modules.hub_campaign import CLOSE, Outcome, judge
@@ -90,7 +90,7 @@ def test_drawn_configs_are_equal_or_refused(seed: int) -> None:
 
 
 def _moe(c: ModelConfig, **changed: Any) -> ModelConfig:
-    assert isinstance(c.moe, Moe)
+    assert isinstance(c.moe, ExpertConfig)
     return replace(c, moe=replace(c.moe, **changed))
 
 

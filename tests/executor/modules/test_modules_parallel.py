@@ -11,31 +11,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from executor.autograd.split import SplitRun
-from executor.modules.attention.attend import Sight, attend
+from executor.autograd.split import SplitPass
+from executor.modules.attention.attend import AttentionMask, attend
 from executor.modules.attention.context import whole_context
 from executor.modules.functions import token_loss
 from executor.modules.parallel import columns, enter, leave, words, words_loss
-from executor.parallel.inline import Region, Wire, group_name, stretches
-from executor.transport.base import Topology
+from executor.parallel.inline import RankAxis, RankRegion, group_name, stretches
+from executor.transport.base import TransportTopology
 from executor.transport.local import LocalTransport, run_threads
 
 RANKS, BATCH, LENGTH, INTO, ROWS = 2, 2, 6, 5, 8
 Grads = dict[str, Tensor]
 
 
-def _wire(t: LocalTransport, axis: str, ranks: int) -> Wire:
-    return Wire(ranks, t.rank, axis, tuple(range(ranks)), t)
+def _wire(t: LocalTransport, axis: str, ranks: int) -> RankAxis:
+    return RankAxis(ranks, t.rank, axis, tuple(range(ranks)), t)
 
 
-def together(fn: Callable[[Region], Any], *, axis: str = "tp", ranks: int = RANKS, sequence: bool = False) -> list[Any]:
+def together(
+    fn: Callable[[RankRegion], Any], *, axis: str = "tp", ranks: int = RANKS, sequence: bool = False
+) -> list[Any]:
     """What each virtual rank returns."""
     members = tuple(range(ranks))
 
     def one(t: LocalTransport) -> Any:
-        return fn(Region(**{axis: _wire(t, axis, ranks)}, sequence=sequence))  # type: ignore[arg-type]
+        return fn(RankRegion(**{axis: _wire(t, axis, ranks)}, sequence=sequence))  # type: ignore[arg-type]
 
-    return run_threads(one, Topology.of(ranks, groups={group_name(axis, members): members}))
+    return run_threads(one, TransportTopology.of(ranks, groups={group_name(axis, members): members}))
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -46,11 +48,11 @@ def close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
-def _part(t: Tensor, dim: int, region: Region) -> Tensor:
+def _part(t: Tensor, dim: int, region: RankRegion) -> Tensor:
     return t.chunk(region.tp.size, dim)[region.tp.index].contiguous()
 
 
-def _mine(t: Tensor, region: Region) -> Tensor:
+def _mine(t: Tensor, region: RankRegion) -> Tensor:
     return _part(t, -2, region) if region.sequence else t
 
 
@@ -59,14 +61,14 @@ class _Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pass_, self.seen = "", list[tuple[str, str]]()
-        meet, counted = Wire._meet, self
+        meet, counted = RankAxis._meet, self
 
-        def note(self: Wire, kind: Any, *rest: Any) -> None:
+        def note(self: RankAxis, kind: Any, *rest: Any) -> None:
             if self.index == 0:
                 counted.seen.append((counted.pass_, str(kind)))
             meet(self, kind, *rest)
 
-        monkeypatch.setattr(Wire, "_meet", note)
+        monkeypatch.setattr(RankAxis, "_meet", note)
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["I and W", "B"])
@@ -84,12 +86,12 @@ def test_linears_cut_by_output_then_by_input_are_whole_ones(
     wanted = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
     counted = _Counted(monkeypatch)
 
-    def rank(region: Region) -> tuple[Tensor, Tensor, Grads]:
+    def rank(region: RankRegion) -> tuple[Tensor, Tensor, Grads]:
         turn = (lambda t: t.t().contiguous()) if flipped else (lambda t: t)
         held = {n: turn(_part(t, 0, region)).requires_grad_() for n, t in zip("ab", ups, strict=True)}
         held |= {"c": _part(bias, 0, region).requires_grad_(), "d": _part(down, 1, region).requires_grad_()}
         got: Grads = {}
-        run = SplitRun(held, got.__setitem__)
+        run = SplitPass(held, got.__setitem__)
 
         def module(x: Tensor) -> Tensor:
             a, b = columns(x, [held["a"], held["b"]], [held["c"], None], region, flipped=flipped)
@@ -108,7 +110,7 @@ def test_linears_cut_by_output_then_by_input_are_whole_ones(
 
     found = together(rank, sequence=sequence)
     for index, (out, dx, grads) in enumerate(found):
-        region = Region(Wire(RANKS, index), sequence=sequence)
+        region = RankRegion(RankAxis(RANKS, index), sequence=sequence)
         assert close(out, _mine(y.detach(), region)) and close(dx, _mine(wanted["x"], region))
         for name, dim in zip("abcd", (0, 0, 0, 1), strict=True):
             assert close(grads[name], _part(wanted[name], dim, region)), name
@@ -123,13 +125,13 @@ def test_linears_cut_by_output_then_by_input_are_whole_ones(
 def test_what_every_head_takes_as_it_is_gets_all_their_gradients(sequence: bool) -> None:
     x, dys = draw(BATCH, LENGTH, INTO), [draw(BATCH, LENGTH, INTO, seed=1 + k) for k in range(RANKS)]
 
-    def rank(region: Region) -> tuple[Tensor, Tensor]:
+    def rank(region: RankRegion) -> tuple[Tensor, Tensor]:
         mine = _mine(x, region).requires_grad_()
         y = enter(mine, region)
         return y.detach(), torch.autograd.grad(y, mine, dys[region.tp.index])[0]
 
     for index, (y, dx) in enumerate(together(rank, sequence=sequence)):
-        region = Region(Wire(RANKS, index), sequence=sequence)
+        region = RankRegion(RankAxis(RANKS, index), sequence=sequence)
         assert close(y, x) and close(dx, _mine(sum(dys, torch.zeros_like(x)), region))
 
 
@@ -146,7 +148,7 @@ def test_words_are_looked_up_where_they_are_and_lost_as_everywhere(sequence: boo
     loss = token_loss(logits, labels, 0.25, -100)
     (d_logits,) = torch.autograd.grad(loss, logits)
 
-    def rank(region: Region) -> tuple[Tensor, ...]:
+    def rank(region: RankRegion) -> tuple[Tensor, ...]:
         own = _part(table, 0, region).requires_grad_()
         x = words(ids, own, region, torch.float64)
         mine = _part(logits.detach(), 1, region).requires_grad_()
@@ -159,7 +161,7 @@ def test_words_are_looked_up_where_they_are_and_lost_as_everywhere(sequence: boo
         )
 
     for index, (looked, d_own, lost, d_mine) in enumerate(together(rank, sequence=sequence)):
-        region = Region(Wire(RANKS, index), sequence=sequence)
+        region = RankRegion(RankAxis(RANKS, index), sequence=sequence)
         assert close(looked, _mine(x.detach(), region)) and close(d_own, _part(d_table, 0, region))
         assert close(lost, loss.detach()) and close(d_mine, _part(d_logits, 1, region))
 
@@ -172,21 +174,21 @@ def test_queries_of_a_rank_see_the_keys_of_all(ranks: int, window: int, fused: b
     given = [draw(BATCH, length, h, d, seed=h + d) for h, d in ((heads, 4), (kv_heads, 4), (kv_heads, v_dim))]
     dy = draw(BATCH, length, heads, v_dim, seed=9)
 
-    def core(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+    def core(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask) -> Tensor:
         return attend(*(t.transpose(1, 2) for t in (q, k, v)), fused=fused, sight=sight).transpose(1, 2)
 
     leaves = [t.clone().requires_grad_() for t in given]
-    out = core(*leaves, Sight(window))
+    out = core(*leaves, AttentionMask(window))
     wanted = torch.autograd.grad(out, leaves, dy)
 
     def mine(t: Tensor, index: int) -> Tensor:
         return stretches(t.movedim(1, -1), ranks, index).movedim(-1, 1).contiguous()
 
-    def rank(region: Region) -> tuple[Tensor, ...]:
+    def rank(region: RankRegion) -> tuple[Tensor, ...]:
         cp = region.cp
         q, k, v = (mine(t, cp.index).requires_grad_() for t in given)
         with whole_context(k, v, cp) as (keys, values):
-            y = core(q, keys, values, Sight(window, ranks, cp.index))
+            y = core(q, keys, values, AttentionMask(window, ranks, cp.index))
         return y.detach(), *torch.autograd.grad(y, (q, k, v), mine(dy, cp.index))
 
     for index, (y, *grads) in enumerate(together(rank, axis="cp", ranks=ranks)):
@@ -197,7 +199,7 @@ def test_queries_of_a_rank_see_the_keys_of_all(ranks: int, window: int, fused: b
 def test_keys_and_values_of_others_are_not_kept_but_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = _Counted(monkeypatch)
 
-    def rank(region: Region) -> bool:
+    def rank(region: RankRegion) -> bool:
         q, k, v = (draw(1, 8, 2, 4, seed=s).requires_grad_() for s in range(3))
         counted.pass_ = "F"
         with whole_context(k, v, region.cp) as (keys, values):
@@ -210,9 +212,9 @@ def test_keys_and_values_of_others_are_not_kept_but_gathered_again(monkeypatch: 
         y.sum().backward()  # type: ignore[no-untyped-call]
         return kept
 
-    def core(q: Tensor, k: Tensor, v: Tensor, cp: Wire) -> Tensor:
+    def core(q: Tensor, k: Tensor, v: Tensor, cp: RankAxis) -> Tensor:
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
-        return attend(*heads_first, fused=True, sight=Sight(0, RANKS, cp.index))
+        return attend(*heads_first, fused=True, sight=AttentionMask(0, RANKS, cp.index))
 
     assert together(rank, axis="cp") == [False, False]
     assert counted.seen == [("F", "all_gather"), ("I", "all_gather"), ("I", "reduce_scatter")]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from executor.modules.base import evaluate
 from executor.modules.choose import model_of
-from executor.runtime.batch import Data
+from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.worker import RankContext
 
 
@@ -46,7 +46,7 @@ def train(ctx: RankContext, steps: int, folder: str) -> list[float]:
     optimizer = make(params.values(), lr=job.optimizer.lr)
     replicas, size = prepared.mesh.sizes["dp"], job.schedule.microbatch_size
     sizes = dict(length=job.model.seq_len, replicas=replicas, microbatches=prepared.mbs, size=size)
-    data = Data("synthetic", vocab=prepared.config.vocab, **sizes)
+    data = MicrobatchLoader("synthetic", vocab=prepared.config.vocab, **sizes)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()

@@ -10,33 +10,33 @@ import torch
 
 from executor.data.tokens import FileTokens
 from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
-from executor.runtime.batch import Data
+from executor.runtime.batch import MicrobatchLoader
 from ir.core.errors import PiperError
 
 
-def _all(data: Data, step: int) -> torch.Tensor:
+def _all(data: MicrobatchLoader, step: int) -> torch.Tensor:
     return torch.cat([data.batch(step, r, m).ids for r in range(data.replicas) for m in range(data.microbatches)])
 
 
 def test_every_microbatch_is_another_one_and_repeats_exactly() -> None:
-    data = Data("synthetic", vocab=50, length=8, replicas=2, microbatches=3, size=2)
+    data = MicrobatchLoader("synthetic", vocab=50, length=8, replicas=2, microbatches=3, size=2)
     rows = torch.cat([_all(data, step) for step in range(2)])
     assert len({tuple(r.tolist()) for r in rows}) == 24
-    again = Data("synthetic", vocab=50, length=8, replicas=2, microbatches=3, size=2)
+    again = MicrobatchLoader("synthetic", vocab=50, length=8, replicas=2, microbatches=3, size=2)
     assert torch.equal(_all(again, 1), rows[12:])
-    other = Data("synthetic", vocab=50, length=8, replicas=2, microbatches=3, size=2, seed=1)
+    other = MicrobatchLoader("synthetic", vocab=50, length=8, replicas=2, microbatches=3, size=2, seed=1)
     assert not torch.equal(_all(other, 1), rows[12:])
 
 
 @pytest.mark.parametrize(("replicas", "microbatches", "size"), [(1, 12, 1), (4, 3, 1), (2, 2, 3)])
 def test_the_global_batch_does_not_depend_on_how_it_is_divided(replicas: int, microbatches: int, size: int) -> None:
-    one = Data("synthetic", vocab=50, length=8, microbatches=1, size=12)
-    many = Data("synthetic", vocab=50, length=8, replicas=replicas, microbatches=microbatches, size=size)
+    one = MicrobatchLoader("synthetic", vocab=50, length=8, microbatches=1, size=12)
+    many = MicrobatchLoader("synthetic", vocab=50, length=8, replicas=replicas, microbatches=microbatches, size=size)
     assert torch.equal(_all(one, 3), _all(many, 3)) and one.batch(3, 0, 0).scale == many.batch(3, 0, 0).scale
 
 
 def test_labels_are_the_next_tokens() -> None:
-    batch = Data("synthetic", vocab=50, length=8).batch(0, 0, 0)
+    batch = MicrobatchLoader("synthetic", vocab=50, length=8).batch(0, 0, 0)
     assert torch.equal(batch.ids[:, 1:], batch.labels[:, :-1]) and batch.scale == 1 / 8
 
 
@@ -48,7 +48,7 @@ def test_a_file_is_read_once_per_epoch_and_padding_does_not_count(suffix: str, t
         np.save(path, tokens)
     else:
         path.write_bytes(tokens.astype("<u2" if suffix == ".bin" else np.uint8).tobytes())
-    data = Data(str(path), vocab=128, length=4, microbatches=6)
+    data = MicrobatchLoader(str(path), vocab=128, length=4, microbatches=6)
     assert data.valid_tokens(0) == 21 == data.valid_tokens(1)  # 5 windows of 4, one of 1
     labels = torch.cat([data.batch(0, 0, m).labels for m in range(6)]).flatten()
     assert sorted(labels[labels >= 0].tolist()) == list(range(33, 54))

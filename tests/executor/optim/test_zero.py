@@ -17,8 +17,8 @@ import pytest
 from executor.launch import run as cli
 from executor.launch.launch import launch
 from executor.launch.verdict import RankFailed
-from executor.parallel.collective import Meeting
-from executor.parallel.places import Places
+from executor.parallel.collective import Collective
+from executor.parallel.places import RankPlacement
 from executor.runtime.given import given_text
 from ir.graph.sync import buckets
 from ir.plan.plan import OpKind, Plan
@@ -63,7 +63,7 @@ def test_a_rank_holds_its_share_and_no_more(
     whole, _ = _held(*(s for s in sets if not s.startswith(("parallel.dp", "parallel.zero"))), "parallel.zero=0")
     prepared, plan = judged(tmp_path, *sets)
     promised = state(plan, CostModel(prepared, hardware_of(prepared.job)).recipe)
-    places, padding = Places.of(plan), 8 * sum(b.ranks for b in buckets(plan.graph))  # to equal shares
+    places, padding = RankPlacement.of(plan), 8 * sum(b.ranks for b in buckets(plan.graph))  # to equal shares
     for rank in range(prepared.ranks):
         program, mine = places.program(rank), held[str(rank)]
         for kind, share in zip(("parameters", "gradients", "optimizer"), shares, strict=True):
@@ -97,12 +97,12 @@ Traffic = Counter[tuple[str, int, int]]  # kind, bytes, ranks → how often
 
 
 def _expected(plan: Plan, rank: int) -> Traffic:
-    places, out = Places.of(plan), Traffic()
+    places, out = RankPlacement.of(plan), Traffic()
     program = places.program(rank)
     for i in range(int(plan.bounds[program]), int(plan.bounds[program + 1])):
         shape = plan.shapes[int(plan.shape[i])]
         if shape.kind is OpKind.COLLECTIVE:
-            meeting = Meeting.of(plan, places, rank, shape, int(plan.mb[i]))
+            meeting = Collective.of(plan, places, rank, shape, int(plan.mb[i]))
             message = shape.message or plan.graph.nodes[shape.covers[0][0]].message
             size = message.bytes if message and meeting.bucket else 0
             out[str(meeting.kind), size, len(meeting.members)] += 1

@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from executor.optim.gradients import Gradients
+from executor.optim.gradients import ParamGradients
 from executor.runtime import rank as rank_module
-from executor.runtime.batch import Batch, Data
-from executor.runtime.interpreter import Interpreter
-from executor.runtime.program import Program
+from executor.runtime.batch import Microbatch, MicrobatchLoader
+from executor.runtime.interpreter import PlanInterpreter
+from executor.runtime.program import RankPlan
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
-from executor.transport.base import Handle, Topology
+from executor.transport.base import TransportHandle, TransportTopology
 from executor.transport.gloo import GlooTransport
 from ir.core.ops import Pass
-from ir.graph.graph import Node
+from ir.graph.graph import GraphNode
 from ir.plan.plan import AT_START, Plan
 from tests.executor.faults import _Done
 
@@ -31,11 +31,11 @@ def counted(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
     def note(name: str, whole: Callable[..., Tensor]) -> None:
         real = getattr(GlooTransport, name)
 
-        def post(self: GlooTransport, group: str, *tensors: Tensor) -> Handle:
+        def post(self: GlooTransport, group: str, *tensors: Tensor) -> TransportHandle:
             size, members = whole(*tensors).nbytes, dict(self.topology.groups)[group]
             params = len(members) == self.topology.world and tensors[0].numel() < 100
             rows.append((name, 0 if params else size, len(members)))
-            handle: Handle = real(self, group, *tensors)
+            handle: TransportHandle = real(self, group, *tensors)
             return handle
 
         setattr(GlooTransport, name, post)
@@ -50,27 +50,29 @@ def counted(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
 
 def reduced_every_microbatch(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
     """All sums travel behind each microbatch too; nobody uses what comes of it."""
-    work = Interpreter._work
+    work = PlanInterpreter._work
 
-    def more(self: Interpreter, i: int) -> None:
+    def more(self: PlanInterpreter, i: int) -> None:
         work(self, i)
-        nodes: list[tuple[int, Node, int]] = self.program.covers(i)
+        nodes: list[tuple[int, GraphNode, int]] = self.program.covers(i)
         if any(node.kind is Pass.W for _, node, _ in nodes):
             for flat in self.sync.flat.values():  # type: ignore[attr-defined]
                 self.transport.all_reduce("more", flat.sums.clone()).wait()
 
-    def topology(plan: Plan) -> Topology:
+    def topology(plan: Plan) -> TransportTopology:
         found = make(plan)
-        return Topology.of(found.world, found.channels, {**dict(found.groups), "more": tuple(range(found.world))})
+        return TransportTopology.of(
+            found.world, found.channels, {**dict(found.groups), "more": tuple(range(found.world))}
+        )
 
     make, rank_module.topology = rank_module.topology, topology
-    Interpreter._work = more  # type: ignore[method-assign]
+    PlanInterpreter._work = more  # type: ignore[method-assign]
     return counted(ctx, fault, **spec)
 
 
 def _scaled(factor: float, ctx: RankContext, spec: dict[str, Any]) -> Any:
-    add = Gradients.add
-    Gradients.add = lambda self, name, grad, mb=0: add(self, name, factor * grad, mb)  # type: ignore[method-assign]
+    add = ParamGradients.add
+    ParamGradients.add = lambda self, name, grad, mb=0: add(self, name, factor * grad, mb)  # type: ignore[method-assign]
     return train_rank(ctx, **spec)
 
 
@@ -86,8 +88,8 @@ def averaged(ctx: RankContext, **spec: Any) -> Any:
 
 def same_data(ctx: RankContext, **spec: Any) -> Any:
     """Both replicas read the first one's microbatches."""
-    batch: Callable[[Data, int, int, int], Batch] = Data.batch
-    Data.batch = lambda self, step, replica, mb: batch(self, step, 0, mb)  # type: ignore[method-assign]
+    batch: Callable[[MicrobatchLoader, int, int, int], Microbatch] = MicrobatchLoader.batch
+    MicrobatchLoader.batch = lambda self, step, replica, mb: batch(self, step, 0, mb)  # type: ignore[method-assign]
     return train_rank(ctx, **spec)
 
 
@@ -105,15 +107,15 @@ def ungathered(ctx: RankContext, **spec: Any) -> Any:
 
 def freed_early(ctx: RankContext, **spec: Any) -> Any:
     """Rank 1 lets go of gathered weights before the op that reads them last, not behind it."""
-    of = Program.of.__func__  # type: ignore[attr-defined]
+    of = RankPlan.of.__func__  # type: ignore[attr-defined]
 
-    def early(cls: type[Program], plan: Plan, rank: int) -> Program:
-        program: Program = of(cls, plan, rank)
+    def early(cls: type[RankPlan], plan: Plan, rank: int) -> RankPlan:
+        program: RankPlan = of(cls, plan, rank)
         if rank == 1:
             (op, cover), meetings = next(x for x in program.closes.items() if x[0][1] != AT_START)
             del program.closes[op, cover]
             program.closes[op, AT_START] = meetings
         return program
 
-    Program.of = classmethod(early)  # type: ignore[method-assign,assignment]
+    RankPlan.of = classmethod(early)  # type: ignore[method-assign,assignment]
     return train_rank(ctx, **spec)

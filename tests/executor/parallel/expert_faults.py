@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from executor.autograd import stage as chunk
-from executor.optim.gradients import Gradients
-from executor.optim.sync import Start, Sync
-from executor.parallel.collective import Meeting
-from executor.parallel.expert_all_to_all import Exchange, Route, Trade
+from executor.optim.gradients import ParamGradients
+from executor.optim.sync import BucketSync, Start
+from executor.parallel.collective import Collective
+from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertRoute, ExpertTransfer
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
-from executor.transport.base import Handle, Transport
+from executor.transport.base import Transport, TransportHandle
 from executor.transport.gloo import GlooTransport
-from ir.core.work import CommKind
+from ir.core.work import MessageKind
 from tests.executor.faults import _Done
 
 
@@ -30,7 +30,7 @@ def told(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
 
     def note(
         self: GlooTransport, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
-    ) -> Handle:
+    ) -> TransportHandle:
         rows.append((group, tensor.nbytes, list(sizes), list(into_sizes)))
         return post(self, group, into, tensor, into_sizes, sizes)
 
@@ -43,35 +43,35 @@ def told(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
 def equal_splits(ctx: RankContext, **spec: Any) -> Any:
     """As many rows to each expert, whatever routers chose."""
 
-    def balanced(cls: type[Route], sent: Tensor, got: Tensor, ranks: int) -> Route:
+    def balanced(cls: type[ExpertRoute], sent: Tensor, got: Tensor, ranks: int) -> ExpertRoute:
         each = [[int(sent.sum()) // len(sent)] * (len(sent) // ranks)] * ranks
         return cls(each, each)
 
-    Route.read = classmethod(balanced)  # type: ignore[method-assign,assignment]
+    ExpertRoute.read = classmethod(balanced)  # type: ignore[method-assign,assignment]
     return train_rank(ctx, **spec)
 
 
 def divided_again(ctx: RankContext, **spec: Any) -> Any:
     """Expert gradients are divided by the ranks that their tokens came from."""
-    add = Gradients.add
+    add = ParamGradients.add
 
-    def less(self: Gradients, name: str, grad: Tensor, mb: int = 0) -> None:
+    def less(self: ParamGradients, name: str, grad: Tensor, mb: int = 0) -> None:
         add(self, name, grad / 2 if ".experts." in name else grad, mb)
 
-    Gradients.add = less  # type: ignore[method-assign]
+    ParamGradients.add = less  # type: ignore[method-assign]
     return train_rank(ctx, **spec)
 
 
 def ungathered(ctx: RankContext, **spec: Any) -> Any:
     """Experts that another rank has updated are not fetched."""
-    start = Sync.start
+    start = BucketSync.start
 
-    def less(self: Sync, meeting: Meeting, transport: Transport) -> Start:
-        if meeting.once and meeting.kind is CommKind.ALL_GATHER and "experts" in meeting.bucket:
+    def less(self: BucketSync, meeting: Collective, transport: Transport) -> Start:
+        if meeting.once and meeting.kind is MessageKind.ALL_GATHER and "experts" in meeting.bucket:
             return _Done, None
         return start(self, meeting, transport)
 
-    Sync.start = less  # type: ignore[method-assign]
+    BucketSync.start = less  # type: ignore[method-assign]
     return train_rank(ctx, **spec)
 
 
@@ -79,7 +79,9 @@ def swapped_sources(ctx: RankContext, **spec: Any) -> Any:
     """What comes back is another rank's."""
     travel = chunk.travel
 
-    def crossed(exchange: Exchange, route: Route, tensors: Sequence[Tensor], *, gradients: bool) -> Trade:
+    def crossed(
+        exchange: ExpertAllToAll, route: ExpertRoute, tensors: Sequence[Tensor], *, gradients: bool
+    ) -> ExpertTransfer:
         if exchange.back and not gradients:
             tensors = [torch.cat(t.chunk(2)[::-1]) for t in tensors]
         return travel(exchange, route, tensors, gradients=gradients)
@@ -90,11 +92,11 @@ def swapped_sources(ctx: RankContext, **spec: Any) -> Any:
 
 def alone_in_edp(ctx: RankContext, **spec: Any) -> Any:
     """Expert gradients are not reduced over the ranks that hold the same experts."""
-    start = Sync.start
+    start = BucketSync.start
 
-    def less(self: Sync, meeting: Meeting, transport: Transport) -> Start:
+    def less(self: BucketSync, meeting: Collective, transport: Transport) -> Start:
         found = start(self, meeting, transport)
-        return (_Done, None) if meeting.kind is CommKind.ALL_REDUCE and "experts" in meeting.bucket else found
+        return (_Done, None) if meeting.kind is MessageKind.ALL_REDUCE and "experts" in meeting.bucket else found
 
-    Sync.start = less  # type: ignore[method-assign]
+    BucketSync.start = less  # type: ignore[method-assign]
     return train_rank(ctx, **spec)

@@ -13,32 +13,34 @@ from torch import Tensor
 from executor.autograd.stage import Stage
 from executor.modules import parallel
 from executor.modules.attention import attend, context
-from executor.parallel.inline import Region, Wire
+from executor.parallel.inline import RankAxis, RankRegion
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
-from executor.transport.base import Handle
+from executor.transport.base import TransportHandle
 from ir.core.ops import Pass
-from ir.core.work import CommKind
+from ir.core.work import MessageKind
 from ir.graph import sync
-from ir.workload.part import Layout, Param
+from ir.workload.part import Param, PartLayout
 
 
 def noted(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
     """Every message inside a compute op goes to a file: whose pass of which unit and microbatch, kind, axis, bytes."""
     rows: list[tuple[str, str, int, str, str, int]] = []
     at: tuple[str, str, int] = ("", "", 0)
-    run, meet = Stage.run, Wire._meet
+    run, meet = Stage.run, RankAxis._meet
 
     def passing(self: Stage, pass_: Pass, mb: int, units: Any = None) -> None:
         nonlocal at
         at = (str(pass_), units[0], mb)
         run(self, pass_, mb, units)
 
-    def note(self: Wire, kind: CommKind, whole: Tensor, part: Tensor, post: Callable[[], Handle]) -> None:
+    def note(
+        self: RankAxis, kind: MessageKind, whole: Tensor, part: Tensor, post: Callable[[], TransportHandle]
+    ) -> None:
         rows.append((*at, str(kind), self.axis, whole.nbytes))
         meet(self, kind, whole, part, post)
 
-    Stage.run, Wire._meet = passing, note  # type: ignore[method-assign]
+    Stage.run, RankAxis._meet = passing, note  # type: ignore[method-assign]
     result = train_rank(ctx, **spec)
     (Path(fault["folder"]) / f"inline-{ctx.rank}.json").write_text(json.dumps(rows))
     return result
@@ -50,19 +52,19 @@ def unsummed(ctx: RankContext, **spec: Any) -> Any:
     return train_rank(ctx, **spec)
 
 
-def _kept(ctx: Any, y: Tensor, region: Region) -> Tensor:
+def _kept(ctx: Any, y: Tensor, region: RankRegion) -> Tensor:
     ctx.region = region
     return y.detach()
 
 
-def summed_over_all(param: Param, layout: Layout) -> tuple[str, ...]:
+def summed_over_all(param: Param, layout: PartLayout) -> tuple[str, ...]:
     """In place of `ir.graph.sync.summed_over`: what is not cut is summed over tp, though every rank has all of it."""
     if param.expert:
         return ("edp",)
     return ("cp", "dp") if "tp" in param.sharded or layout.tp == 1 else ("tp", "cp", "dp")
 
 
-def heads_forgotten(param: Param, layout: Layout) -> tuple[str, ...]:
+def heads_forgotten(param: Param, layout: PartLayout) -> tuple[str, ...]:
     """In its place: as if no rank had heads of its own."""
     return REAL(replace(param, by_heads=False), layout)
 

@@ -15,15 +15,15 @@ import pytest
 
 from executor.launch import run as cli
 from executor.launch.verdict import RankFailed
-from executor.modules.decoder import Decoder
-from executor.parallel.places import Places
+from executor.modules.decoder import DecoderModel
+from executor.parallel.places import RankPlacement
 from ir.core.errors import PiperError
-from ir.core.work import CommKind
-from ir.job.build import Prepared
-from ir.job.routing.forced import Forced
+from ir.core.work import MessageKind
+from ir.job.build import PreparedJob
+from ir.job.routing.forced import ForcedExperts
 from ir.plan.plan import Plan
 from ir.workload import load_config
-from ir.workload.source import ModelSource
+from ir.workload.source import ConfigModelWork
 from tests.executor.faults import at_op
 from tests.executor.launch.test_run_faults import _inject
 from tests.executor.parallel import expert_faults as faults
@@ -88,7 +88,7 @@ IDLE = "routing.kind=hot", "routing.strength=1e6", "routing.forced=true"
 def test_experts_and_ranks_without_a_token_train_too() -> None:
     sets = (*FOUR, "parallel.ep=4", "model.num_experts_per_tok=1", *IDLE, "model.seq_len=4")
     prepared, plan = judged(Path(tempfile.mkdtemp()), *sets)
-    counts = Forced.of(prepared, plan.graph).counts
+    counts = ForcedExperts.of(prepared, plan.graph).counts
     assert all((counts.tokens(layer).sum(0) > 0).sum() == 1 for layer in counts.layers)
     ran = run(*sets)
     assert error(ran, alone(*sets)) <= ROUNDING
@@ -130,7 +130,7 @@ def test_a_rank_holds_its_share_of_experts_and_of_the_rest(
 ) -> None:
     sets = (*FOUR, f"parallel.zero={zero}")
     ran = run(*sets, steps=1)
-    shapes = Decoder(load_config("tiny-moe", {"num_hidden_layers": 2})).shapes
+    shapes = DecoderModel(load_config("tiny-moe", {"num_hidden_layers": 2})).shapes
     sizes = [8 * sum(math.prod(s) for n, s in shapes.items() if (".experts." in n) is mine) for mine in (False, True)]
     held = ran.object["memory"]["persistent_bytes"]
     for rank in map(str, range(4)):
@@ -145,7 +145,7 @@ def test_a_rank_holds_its_share_of_experts_and_of_the_rest(
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def _told(monkeypatch: pytest.MonkeyPatch, *sets: str) -> tuple[Prepared, Plan, list[Any]]:
+def _told(monkeypatch: pytest.MonkeyPatch, *sets: str) -> tuple[PreparedJob, Plan, list[Any]]:
     """What each rank exchanged in one step."""
     with tempfile.TemporaryDirectory() as name:
         _inject(monkeypatch, faults.told, {"folder": name})
@@ -160,8 +160,8 @@ def _told(monkeypatch: pytest.MonkeyPatch, *sets: str) -> tuple[Prepared, Plan, 
 def test_a_step_exchanges_what_the_plan_and_the_routing_say(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = (*FOUR, f"routing.kind={kind}", "routing.forced=true", "schedule.recompute=full")
     prepared, plan, rows = _told(monkeypatch, *sets)
-    places, counts, source = Places.of(plan), Forced.of(prepared, plan.graph).counts, prepared.base.source
-    assert isinstance(source, ModelSource)
+    places, counts, source = RankPlacement.of(plan), ForcedExperts.of(prepared, plan.graph).counts, prepared.base.source
+    assert isinstance(source, ConfigModelWork)
     entry = next(e for e in plan.graph.entries if e.part.name == "experts")
     dispatch, _, _ = source.dispatch(entry)
     copies = 8 * 2
@@ -201,7 +201,7 @@ def test_the_host_reads_counts_before_it_dispatches_rows() -> None:
 def test_ops_of_a_given_time_exchange_rows_as_planned(kind: str) -> None:
     ran = run(*PIPED, f"routing.kind={kind}", emulate=0.002)
     assert ran.object["losses"] is None and len(ran.trace) == 2 * 2 * len(ran.plan)
-    assert {m.kind for n in ran.plan.graph.nodes if (m := n.message) and n.stream == "ep"} == {CommKind.ALL_TO_ALL}
+    assert {m.kind for n in ran.plan.graph.nodes if (m := n.message) and n.stream == "ep"} == {MessageKind.ALL_TO_ALL}
 
 
 # -- controls ---------------------------------------------------------------------------------------------------------

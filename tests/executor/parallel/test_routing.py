@@ -14,9 +14,9 @@ from executor.launch import run as cli
 from executor.modules.functions import balanced
 from ir.core.errors import PiperError
 from ir.job import load_job
-from ir.job.routing.forced import Forced, choices
+from ir.job.routing.forced import ForcedExperts, choices
 from ir.job.routing.skew import spread, zipf
-from ir.job.run_options import RunOptions
+from ir.job.run_options import JobRunOptions
 from piper_sim.study.predict import predict
 from tests.executor.parallel.expert_cases import ONE, ROUNDING
 from tests.executor.runs import Ran, alone, distance, error, job_file, judged, merged, run
@@ -58,7 +58,7 @@ def test_under_forced_routing_every_plan_is_one_process(sets: tuple[str, ...]) -
 def _recorded(*sets: str, folder: Path) -> Ran:
     """A run whose counts stand in folder/routing.csv."""
     prepared, plan = judged(folder, *sets)
-    found, trace = cli.run(prepared, plan, RunOptions(prepared.ranks, out=folder, watchdog_s=60.0))
+    found, trace = cli.run(prepared, plan, JobRunOptions(prepared.ranks, out=folder, watchdog_s=60.0))
     return Ran(sets, plan, found, trace, (), ())
 
 
@@ -85,7 +85,7 @@ def test_a_forced_run_has_the_counts_that_are_simulated(tmp_path: Path) -> None:
     sets = (*PIPED, *FORCED, "schedule.recompute=full")
     _recorded(*sets, folder=tmp_path)
     prepared, plan = judged(tmp_path, *sets)
-    counts = Forced.of(prepared, plan.graph).counts
+    counts = ForcedExperts.of(prepared, plan.graph).counts
     head, *lines = (tmp_path / "routing.csv").read_text().splitlines()
     assert head == "layer,microbatch,source,expert,tokens"
     found = np.zeros((4, 4, 2, 8), dtype=np.int64)

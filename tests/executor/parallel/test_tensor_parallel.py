@@ -15,13 +15,13 @@ import pytest
 from executor.launch import run as cli
 from executor.launch.verdict import RankFailed
 from executor.measure.peak_bytes import peak_bytes
-from executor.parallel.places import Places
+from executor.parallel.places import RankPlacement
 from ir.core.errors import PiperError
 from ir.graph import sync
 from ir.job.build import directives_json
 from ir.job.cache import PLANS
 from ir.plan.plan import OpKind, Plan
-from ir.workload.part import Layout, Param
+from ir.workload.part import Param, PartLayout
 from piper_sim.memory.timeline import state
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of
@@ -56,7 +56,7 @@ Messages = Counter[tuple[str, str, int, str, str, int]]  # pass, unit, microbatc
 
 
 def _planned(plan: Plan, rank: int) -> Messages:
-    out, program = Messages(), Places.of(plan).program(rank)
+    out, program = Messages(), RankPlacement.of(plan).program(rank)
     for i in range(int(plan.bounds[program]), int(plan.bounds[program + 1])):
         for n, member in plan.shapes[int(plan.shape[i])].covers if plan.kind[i] == OpKind.COMPUTE else ():
             node, mb = plan.graph.nodes[n], int((plan.mb, plan.mb2)[member][i])
@@ -246,7 +246,7 @@ def test_a_wrong_message_inside_an_op_is_seen(
 )
 def test_a_wrong_owner_of_a_gradient_is_seen(
     fault: Callable[..., Any],
-    rule: Callable[[Param, Layout], tuple[str, ...]],
+    rule: Callable[[Param, PartLayout], tuple[str, ...]],
     sets: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,7 +15,7 @@ from ir.plan.plan import OpKind, Plan
 from ir.trace.durations import emulated_seconds
 from ir.trace.text import write_trace
 from ir.trace.trace import Trace
-from piper_sim.engine import Scenario, play
+from piper_sim.engine import EngineScenario, play
 from piper_sim.pricing.hosts import inline
 from tests.executor.runs import Ran, job_file, judged, run
 
@@ -50,7 +50,7 @@ def quick(worst: float, *sets: str, **options: Any) -> tuple[Ran, float]:
 
 def predicted(plan: Plan, seconds: FloatArray) -> float:
     """The second step of an inline host, in seconds."""
-    ends = play(Scenario.of(plan, host=inline(plan)), seconds, 3).end.max(axis=1)
+    ends = play(EngineScenario.of(plan, host=inline(plan)), seconds, 3).end.max(axis=1)
     return float(ends[-1] - ends[-2])
 
 

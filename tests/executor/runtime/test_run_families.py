@@ -12,7 +12,7 @@ import pytest
 from executor.launch import run as cli
 from ir.job import load_job
 from ir.job.build import prepare
-from ir.job.run_options import RunOptions
+from ir.job.run_options import JobRunOptions
 from tests.executor.families import TINY
 from tests.executor.runs import alone, distance, job_file, merged
 
@@ -41,7 +41,7 @@ def error(*given: str, than: tuple[str, ...] | None = None) -> float:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepared = prepare(load_job(str(job_file(folder)), given))
-        options = RunOptions(prepared.ranks, steps=2, watchdog_s=20.0, dump=folder)
+        options = JobRunOptions(prepared.ranks, steps=2, watchdog_s=20.0, dump=folder)
         found, _ = cli.run(prepared, prepared.plan(), options)
         ends = [dict(np.load(folder / f"rank-{r}.npz")) for r in range(prepared.ranks)]
     got = merged(ends)

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from executor.device.device import Host
+from executor.device.device import HostDevice
 from executor.launch.launch import launch
 from executor.runtime.worker import RankContext
 from executor.transport import groups
-from executor.transport.base import Topology, Transport, TransportError
+from executor.transport.base import Transport, TransportError, TransportTopology
 from executor.transport.local import LocalTransport, run_threads
 from executor.transport.nccl import NcclTransport
 
-TOPOLOGY = Topology.of(2, [(0, 1), (1, 0)], {"both": (0, 1), "me": (0,)})
+TOPOLOGY = TransportTopology.of(2, [(0, 1), (1, 0)], {"both": (0, 1), "me": (0,)})
 
 
 def _everything(t: Transport) -> list[float]:
@@ -75,8 +75,8 @@ def _nccl_on_gloo(ctx: RankContext) -> list[float]:
 
     groups.dist.init_process_group = without_device  # type: ignore[attr-defined]
     NcclTransport.backend = "gloo"
-    ring = Topology.of(3, [(0, 1), (1, 2), (2, 0), (0, 2)], {"all": (0, 1, 2), "two": (1, 2)})
-    t = NcclTransport(ctx.store(), ctx.rank, ring, Host(), timeout_s=20)
+    ring = TransportTopology.of(3, [(0, 1), (1, 2), (2, 0), (0, 2)], {"all": (0, 1, 2), "two": (1, 2)})
+    t = NcclTransport(ctx.store(), ctx.rank, ring, HostDevice(), timeout_s=20)
     got, x = torch.empty(1), torch.tensor([float(ctx.rank)])
     handle = t.recv((ctx.rank - 1) % 3, got)
     sent = t.send((ctx.rank + 1) % 3, x)

@@ -14,12 +14,12 @@ import pytest
 from cost_models.hardware import load_hardware
 from cost_models.software import load_software
 from ir.core.errors import ErrorKind, PiperError, nearest, printable
-from ir.core.files import Format, named_path, read_json, read_text
+from ir.core.files import FileErrors, named_path, read_json, read_text
 from ir.core.limits import divisors
 from ir.job.build import prepare
 from ir.job.load import job_from
 
-FORM = Format("a file", ErrorKind.JOB, "--file", packed=True)
+FORM = FileErrors("a file", ErrorKind.JOB, "--file", packed=True)
 
 
 def refused(path: str | Path, read: Any = read_text) -> PiperError:

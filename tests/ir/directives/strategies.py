@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ir.job.build import Prepared, prepare
+from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
 from ir.plan.plan import OpKind, Plan
 from ir.verify import check_plan
@@ -75,7 +75,9 @@ def write(tmp_path: Path, value: object) -> str:
     return str(path)
 
 
-def prepared(path: str, model: str = "tiny-moe", pp: int = 2, dp: int = 2, ep: int = 2, **schedule: object) -> Prepared:
+def prepared(
+    path: str, model: str = "tiny-moe", pp: int = 2, dp: int = 2, ep: int = 2, **schedule: object
+) -> PreparedJob:
     table = {
         "model": {"config": model, "seq_len": 128},
         "parallel": {"pp": pp, "dp": dp, "ep": ep},

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ir.directives import OrderBy, Place, Replicate, Shard, Split
-from ir.directives.load import Strategy, load_strategy, parse_strategy
+from ir.directives import OrderDirective, PlaceDirective, ReplicateDirective, ShardDirective, SplitDirective
+from ir.directives.load import DirectiveFile, load_strategy, parse_strategy
 from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.plan.plan import OpKind, Plan
@@ -46,14 +46,21 @@ def test_shipped_files_load_as_they_are(tmp_path: Path, name: str, model: str, m
 def test_what_the_files_say_is_what_the_directives_are(tmp_path: Path) -> None:
     found = load_strategy(write(tmp_path, SHIPPED["pp2_dp2_ep2_zero3"]))
     assert (found.groups, found.replicas, found.stages, found.mbs, found.experts) == (2, 2, 2, None, 2)
-    assert [type(d) for d in found.directives] == [Place, Place, Replicate, Replicate, Shard, Shard]
-    assert [d.group for d in found.directives if isinstance(d, Place)] == [0, 1]
-    assert {(d.zero, d.reduce_stream) for d in found.directives if isinstance(d, Replicate)} == {(3, "dp")}
-    assert {(d.axis, d.stream) for d in found.directives if isinstance(d, Shard)} == {("ep", "dp")}
+    assert [type(d) for d in found.directives] == [
+        PlaceDirective,
+        PlaceDirective,
+        ReplicateDirective,
+        ReplicateDirective,
+        ShardDirective,
+        ShardDirective,
+    ]
+    assert [d.group for d in found.directives if isinstance(d, PlaceDirective)] == [0, 1]
+    assert {(d.zero, d.reduce_stream) for d in found.directives if isinstance(d, ReplicateDirective)} == {(3, "dp")}
+    assert {(d.axis, d.stream) for d in found.directives if isinstance(d, ShardDirective)} == {("ep", "dp")}
     buckets = load_strategy(write(tmp_path, SHIPPED["pp2_dp2_ep2_bucket100"])).directives
-    assert {(d.zero, d.bucket_MiB) for d in buckets if isinstance(d, Replicate)} == {(0, 100)}
+    assert {(d.zero, d.bucket_MiB) for d in buckets if isinstance(d, ReplicateDirective)} == {(0, 100)}
     zero2 = load_strategy(write(tmp_path, SHIPPED["pp2_dp2_ep2_zero2"])).directives
-    assert {d.zero for d in zero2 if isinstance(d, Replicate)} == {2}
+    assert {d.zero for d in zero2 if isinstance(d, ReplicateDirective)} == {2}
 
 
 def test_file_order_does_not_matter_pass_order_does(tmp_path: Path) -> None:
@@ -61,17 +68,26 @@ def test_file_order_does_not_matter_pass_order_does(tmp_path: Path) -> None:
     shuffled = [*reversed([v for v in value if v["op"] != "shard"]), *(v for v in value if v["op"] == "shard")]
     found = load_strategy(write(tmp_path, shuffled))
     kinds = [type(d) for d in found.directives]
-    assert kinds == [Split, Place, Place, Replicate, Replicate, Shard, Shard, OrderBy]
+    assert kinds == [
+        SplitDirective,
+        PlaceDirective,
+        PlaceDirective,
+        ReplicateDirective,
+        ReplicateDirective,
+        ShardDirective,
+        ShardDirective,
+        OrderDirective,
+    ]
 
 
 def test_streams_left_out_are_the_compute_stream_s(tmp_path: Path) -> None:
     bare = [place(0, A, None), {"op": "replicate", "filter": {}, "devices": A}]
     bare += [{"op": "shard", "filter": {"EP": "*"}, "device": A}]
     found = parse_strategy(bare).directives
-    assert isinstance(found[1], Replicate) and isinstance(found[2], Shard)
+    assert isinstance(found[1], ReplicateDirective) and isinstance(found[2], ShardDirective)
     assert (found[1].reduce_stream, found[1].gather_stream, found[2].stream) == ("default", "default", "default")
     ours = parse_strategy([place(0, A), {"op": "replicate", "filter": {}}, {"op": "shard", "filter": {}}]).directives
-    assert isinstance(ours[1], Replicate) and isinstance(ours[2], Shard)
+    assert isinstance(ours[1], ReplicateDirective) and isinstance(ours[2], ShardDirective)
     assert (ours[1].reduce_stream, ours[2].stream) == ("dp", "ep")
 
 
@@ -160,4 +176,4 @@ def test_a_strategy_parses_back_from_its_own_json(tmp_path: Path) -> None:
         for d in found.directives:
             made = d.json()
             again += made if isinstance(made, list) else [made]
-        assert isinstance(parse_strategy(again), Strategy) and parse_strategy(again).directives == found.directives
+        assert isinstance(parse_strategy(again), DirectiveFile) and parse_strategy(again).directives == found.directives

@@ -13,9 +13,9 @@ import ir.directives.strategy
 import ir.graph.graph
 from ir.core.errors import PiperError
 from ir.core.filters import parse_filter
-from ir.directives import Place, Split, apply
+from ir.directives import PlaceDirective, SplitDirective, apply
 from ir.graph.build import stage_graph
-from ir.graph.graph import Edge, Graph, Node, Span, check
+from ir.graph.graph import Graph, GraphEdge, GraphNode, MicrobatchSpan, check
 from tests.ir.plans import fewer, moe_graph
 
 GRAPH = moe_graph("dualpipe", 4, 6, recompute=("norm",), tied=True)
@@ -23,22 +23,22 @@ HARMLESS = ("the same", "another stage")  # a chunk may lie on several stages
 Change = Callable[[Graph, int], Graph]
 
 
-def at(change: Callable[[Node], Node]) -> Change:
+def at(change: Callable[[GraphNode], GraphNode]) -> Change:
     """The graph with one node changed."""
     return lambda g, k: g.with_nodes({k % len(g.nodes): change(g.nodes[k % len(g.nodes)])})
 
 
 CHANGES: dict[str, Change] = {
-    "placed again": at(lambda n: replace(n, spans=(*n.spans, Span(range(0, 1), 3)))),
+    "placed again": at(lambda n: replace(n, spans=(*n.spans, MicrobatchSpan(range(0, 1), 3)))),
     "moved": at(lambda n: replace(n, spans=tuple(replace(s, group=s.group + 1) for s in n.spans))),
-    "out of range": at(lambda n: replace(n, spans=(Span(range(0, 99), 0),))),
+    "out of range": at(lambda n: replace(n, spans=(MicrobatchSpan(range(0, 99), 0),))),
     "nowhere": at(lambda n: replace(n, spans=())),
     "no writes": at(lambda n: replace(n, writes=())),
     "another stage": at(lambda n: replace(n, stage=(n.stage + 1) % 4)),
     "the same": at(lambda n: replace(n)),
     "fewer microbatches": lambda g, k: replace(g, mbs=k % 7),
-    "a dangling edge": lambda g, k: replace(g, edges=(*g.edges, Edge(k % len(g.nodes), len(g.nodes) + k, 0))),
-    "an edge back": lambda g, k: replace(g, edges=(*g.edges, Edge(g.edges[k % len(g.edges)].dst, 0, 0))),
+    "a dangling edge": lambda g, k: replace(g, edges=(*g.edges, GraphEdge(k % len(g.nodes), len(g.nodes) + k, 0))),
+    "an edge back": lambda g, k: replace(g, edges=(*g.edges, GraphEdge(g.edges[k % len(g.edges)].dst, 0, 0))),
     "one node less": lambda g, k: replace(g, nodes=g.nodes[:-1]),
     "one node more": lambda g, k: replace(g, nodes=(*g.nodes, replace(g.nodes[k % len(g.nodes)], spans=()))),
 }
@@ -78,5 +78,5 @@ def test_a_look_that_skips_would_be_noticed(part: str, monkeypatch: pytest.Monke
 def test_every_directive_is_checked_against_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Graph, Graph | None]] = []
     monkeypatch.setattr(ir.directives.strategy, "check", lambda graph, since: seen.append((graph, since)))
-    apply(stage_graph(1), [Split(parse_filter({}), "MB", 2), Place(parse_filter({"PP": 0}), 0)])
+    apply(stage_graph(1), [SplitDirective(parse_filter({}), "MB", 2), PlaceDirective(parse_filter({"PP": 0}), 0)])
     assert [s for _, s in seen] == [None, seen[0][0]]  # nobody has checked what it starts from

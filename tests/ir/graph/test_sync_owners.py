@@ -6,8 +6,8 @@ from math import prod
 
 import pytest
 
-from ir.core.work import CommKind
-from ir.graph.graph import Graph, Once
+from ir.core.work import MessageKind
+from ir.graph.graph import Graph, PerStepOp
 from ir.graph.sync import Bucket, buckets, repeated
 from ir.job.build import prepare
 from ir.job.load import job_from
@@ -41,7 +41,7 @@ def test_with_sequence_parallelism_what_is_not_cut_is_summed_over_tp() -> None:
     g = graph(tp=2, cp=2, dp=2, planned=True)
     assert by_axes(g) == {("cp", "dp"): LINEARS, ("tp", "cp", "dp"): NORMS} and repeated(g) == frozenset()
     assert {b.axes: b.ranks for b in buckets(g)} == {("cp", "dp"): 4, ("tp", "cp", "dp"): 8}
-    messages = {n.part: n.message for n in g.nodes if n.kind is Once.ALL_REDUCE}
+    messages = {n.part: n.message for n in g.nodes if n.kind is PerStepOp.ALL_REDUCE}
     assert {m.axes for m in messages.values() if m} == {("cp", "dp"), ("tp", "cp", "dp")}
 
 
@@ -86,18 +86,18 @@ def test_what_does_not_divide_is_padded_where_it_travels_and_updated_share_by_sh
     g = graph(zero=zero, planned=True, dp=3, pp=2)
     found = buckets(g)
     assert any(b.numel % 3 for b in found)
-    for n in (n for n in g.nodes if n.kind in (Once.REDUCE, Once.ALL_REDUCE, Once.GATHER)):
+    for n in (n for n in g.nodes if n.kind in (PerStepOp.REDUCE, PerStepOp.ALL_REDUCE, PerStepOp.GATHER)):
         (numel,) = (b.numel for b in found if b.key == n.bucket)
-        element = 2 if n.kind is Once.GATHER else 4
+        element = 2 if n.kind is PerStepOp.GATHER else 4
         assert n.message and n.message.bytes == element * (numel + -numel % 3)
-    for n in (n for n in g.nodes if n.kind is Once.UPDATE):
+    for n in (n for n in g.nodes if n.kind is PerStepOp.UPDATE):
         mine = [b.numel for b in found if n.groups[0] in b.owners]
         assert n.numel == sum((x + -x % 3) // 3 if zero else x for x in mine)
 
 
 def _gathers(g: Graph) -> dict[str, tuple[str, ...]]:
-    nodes = [n for n in g.nodes if n.kind is Once.GATHER]
-    assert all(n.message and n.message.kind is CommKind.ALL_GATHER for n in nodes)
+    nodes = [n for n in g.nodes if n.kind is PerStepOp.GATHER]
+    assert all(n.message and n.message.kind is MessageKind.ALL_GATHER for n in nodes)
     return {f"{n.stage}/{n.part}": n.message.axes for n in nodes if n.message}
 
 

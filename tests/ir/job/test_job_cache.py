@@ -14,8 +14,8 @@ import ir.job.cache
 from ir.core.errors import PiperError
 from ir.core.order import Order
 from ir.graph.graph import illegal
-from ir.job.build import Prepared
-from ir.job.cache import PlanCache, Structure
+from ir.job.build import PreparedJob
+from ir.job.cache import PlanCache, PlanStructure
 from ir.job.load import job_from
 from ir.plan.plan import Plan
 from ir.plan.text import plan_text
@@ -96,7 +96,7 @@ def empty(monkeypatch: pytest.MonkeyPatch) -> PlanCache:
     return made
 
 
-def prepared(*edits: Edit) -> Prepared:
+def prepared(*edits: Edit) -> PreparedJob:
     table: dict[str, dict[str, Any]] = {k: dict(v) for k, v in PLAIN.items()}
     for edit in edits:
         for key, value in edit.items():
@@ -139,16 +139,18 @@ def test_what_is_served_is_what_would_be_built_and_nothing_is_built_twice(base: 
     assert not list(wrong(base, COSTS + OTHERS, empty))
 
 
-@pytest.mark.parametrize("field", [f.name for f in fields(Structure)])
+@pytest.mark.parametrize("field", [f.name for f in fields(PlanStructure)])
 def test_a_key_left_out_would_be_noticed(field: str, empty: PlanCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Prepared.structure.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(Prepared, "structure", property(lambda p: replace(whole(p), **{field: None})))
+    whole = PreparedJob.structure.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(PreparedJob, "structure", property(lambda p: replace(whole(p), **{field: None})))
     assert any("served" in w for base in reversed(JOBS) for w in wrong(base, OTHERS, empty))
 
 
 def test_a_key_too_many_would_be_noticed(empty: PlanCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Prepared.structure.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(Prepared, "structure", property(lambda p: replace(whole(p), schedule=str(p.job.cluster.speed))))
+    whole = PreparedJob.structure.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        PreparedJob, "structure", property(lambda p: replace(whole(p), schedule=str(p.job.cluster.speed)))
+    )
     assert any("built again" in w for w in wrong({}, COSTS, empty))
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from ir.core.filters import parse_filter
 from ir.core.mesh import Mesh
-from ir.directives import Place, Replicate, Shard, Split, apply
+from ir.directives import PlaceDirective, ReplicateDirective, ShardDirective, SplitDirective, apply
 from ir.graph.build import model_graph
-from ir.lower import P2P, Policy, lower
+from ir.lower import MessageQueue, PlanPolicy, lower
 from ir.plan.plan import AT_START, OpKind, Plan
 from ir.verify import check_plan
 from ir.workload.part import Chunk, Param, Part
@@ -49,7 +49,7 @@ def readers(plan: Plan) -> dict[int, list[tuple[int, int]]]:
     return out
 
 
-POLICIES = (Policy(), Policy(p2p=P2P.SINGLE), Policy(lookahead=2), Policy(whole_backward=True))
+POLICIES = (PlanPolicy(), PlanPolicy(p2p=MessageQueue.SINGLE), PlanPolicy(lookahead=2), PlanPolicy(whole_backward=True))
 
 
 @fewer
@@ -62,7 +62,7 @@ POLICIES = (Policy(), Policy(p2p=P2P.SINGLE), Policy(lookahead=2), Policy(whole_
     rng=st.randoms(use_true_random=False),
 )
 def test_a_buffer_outlives_its_readers_under_any_durations(
-    name: str, ranks: int, mbs: int, policy: Policy, recompute: tuple[str, ...], rng: object
+    name: str, ranks: int, mbs: int, policy: PlanPolicy, recompute: tuple[str, ...], rng: object
 ) -> None:
     ranks += ranks % 2 if name == "dualpipe" else 0
     plan = moe_plan(name, ranks, mbs, policy, recompute=recompute, layers=max(3, 2 * ranks))
@@ -135,8 +135,8 @@ def test_a_collective_whose_result_only_leaves_is_proven_by_the_send() -> None:
     ]
     mesh = Mesh.of(tp=1, cp=1, dp=2, pp=2, ep=2)
     f = parse_filter
-    divide = [Shard(f({"EP": "*"}), "ep"), Replicate(f({}), 1)]
-    places = [Split(f({}), "MB", 4), *(Place(f({"PP": s}), s) for s in range(2))]
+    divide = [ShardDirective(f({"EP": "*"}), "ep"), ReplicateDirective(f({}), 1)]
+    places = [SplitDirective(f({}), "MB", 4), *(PlaceDirective(f({"PP": s}), s) for s in range(2))]
     graph = apply(replace(model_graph(cut(chunks, 2), source), mesh=mesh), [*places, *divide])
     plan = lower(graph)
     check_plan(plan)

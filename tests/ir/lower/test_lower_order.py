@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ir.core.errors import PiperError
 from ir.core.order import Order
-from ir.directives import OrderBy, apply
-from ir.lower import P2P, Merge, Policy, lower
+from ir.directives import OrderDirective, apply
+from ir.lower import MessageQueue, PassMerge, PlanPolicy, lower
 from ir.lower.interleave import alternate
 from ir.plan.plan import OpKind, Plan
 from ir.schedules.registry import build
@@ -66,14 +66,17 @@ def test_a_group_of_dependent_members_is_refused() -> None:
     graph = moe_graph("1f1b", 1, 2, layers=2)
     cells = ["(0F0;0B0)OVERLAP_F_B", "0F1", "0B1"]
     with pytest.raises(PiperError, match="whose result it reads"):
-        lower(apply(graph, [OrderBy(table=((0, Order.of(cells)),))]))
+        lower(apply(graph, [OrderDirective(table=((0, Order.of(cells)),))]))
 
 
 # --- coalescing ------------------------------------------------------------------------------
 
 
 def test_b_is_cut_at_its_send_or_stays_whole_as_the_policy_says() -> None:
-    cut, whole = stage_plan("1f1b", 2, 2, None, Policy()), stage_plan("1f1b", 2, 2, None, Policy(whole_backward=True))
+    cut, whole = (
+        stage_plan("1f1b", 2, 2, None, PlanPolicy()),
+        stage_plan("1f1b", 2, 2, None, PlanPolicy(whole_backward=True)),
+    )
     assert texts(cut, 1) == ["1F0", "1I0", "1W0", "1F1", "1I1", "1W1"]
     assert texts(whole, 1) == ["1F0", "1B0", "1F1", "1B1"]
     assert texts(cut, 0) == texts(whole, 0)  # its B sends nothing
@@ -92,7 +95,7 @@ def test_an_op_holds_one_microbatch_s_compute_between_communications(
     name: str, ranks: int, mbs: int, zero: int, recompute: tuple[str, ...], whole: bool
 ) -> None:
     ranks += ranks % 2 if name == "dualpipe" else 0
-    policy = Policy(whole_backward=whole)
+    policy = PlanPolicy(whole_backward=whole)
     plan = moe_plan(name, ranks, mbs, policy, zero=zero, recompute=recompute, layers=max(3, 2 * ranks))
     check_plan(plan)
     nodes = plan.graph.nodes
@@ -124,7 +127,7 @@ def test_fused_pairs_are_one_op_and_publish_at_its_end() -> None:
 # --- one order of reductions -------------------------------------------------------------------
 
 
-def disagreeing(p2p: P2P = P2P.CHANNELS) -> Plan:
+def disagreeing(p2p: MessageQueue = MessageQueue.CHANNELS) -> Plan:
     """DualPipe on two ranks whose last weight gradients were swapped by hand on rank 0."""
     schedule = build("dualpipe", 2, 4)
     graph = moe_graph("dualpipe", 2, 4, layers=4)
@@ -132,7 +135,7 @@ def disagreeing(p2p: P2P = P2P.CHANNELS) -> Plan:
     assert cells[-3:] == ["1B3", "0I1", "0W1"]
     mine = Order.of([*cells[:-3], "0B1", "1I3", "1W3"])
     other = Order.of([*schedule.orders[1].cells()])
-    return lower(apply(graph, [OrderBy(table=((0, mine), (1, other)))]), Policy(p2p=p2p))
+    return lower(apply(graph, [OrderDirective(table=((0, mine), (1, other)))]), PlanPolicy(p2p=p2p))
 
 
 def reductions(plan: Plan, program: int) -> list[str]:
@@ -163,10 +166,10 @@ def _last_w(plan: Plan, reduction: int) -> int:
     return max(mine)
 
 
-@pytest.mark.parametrize("p2p", [P2P.CHANNELS, P2P.SINGLE])
-def test_owners_that_finish_in_different_orders_reduce_in_one(p2p: P2P) -> None:
+@pytest.mark.parametrize("p2p", [MessageQueue.CHANNELS, MessageQueue.SINGLE])
+def test_owners_that_finish_in_different_orders_reduce_in_one(p2p: MessageQueue) -> None:
     plan = disagreeing(p2p)
-    check_plan(plan, serial=p2p is P2P.SINGLE)
+    check_plan(plan, serial=p2p is MessageQueue.SINGLE)
     assert reductions(plan, 0) == reductions(plan, 1)
     with pytest.raises(PiperError, match=r"stream dp: program 0 runs .*RS/.* before .*RS/.*, program 1 behind it"):
         check_plan(locally_ordered(plan))
@@ -209,14 +212,14 @@ def test_step_ends_with_norm_update_gather() -> None:
 
 
 def test_without_clipping_there_is_no_norm() -> None:
-    plan = moe_plan("1f1b", 2, 3, replace(Policy(), clip=False), layers=2)
+    plan = moe_plan("1f1b", 2, 3, replace(PlanPolicy(), clip=False), layers=2)
     check_plan(plan)
     assert not [t for t in plan.texts if "NORM" in t]
 
 
 def test_an_unknown_merge_is_not_a_policy() -> None:
-    assert set(Merge) == {"alternate", "fused"}
-    assert Policy().header() == {
+    assert set(PassMerge) == {"alternate", "fused"}
+    assert PlanPolicy().header() == {
         "merge": "alternate",
         "backward": "cut",
         "p2p": "channels",

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.filters import parse_filter
 from ir.core.order import Order
-from ir.directives import OrderBy, Place, Split, apply
+from ir.directives import OrderDirective, PlaceDirective, SplitDirective, apply
 from ir.graph.build import stage_graph
-from ir.graph.graph import Edge, Graph
-from ir.lower import P2P, Merge, Policy, lower
+from ir.graph.graph import Graph, GraphEdge
+from ir.lower import MessageQueue, PassMerge, PlanPolicy, lower
 from ir.plan.plan import OpKind, Plan
 from ir.plan.text import parse_plan, plan_text
 from ir.schedules.registry import NAMES, build
@@ -27,8 +27,8 @@ from tests.ir.plans import FIXED, WHOLE, fewer, moe_plan, stage_plan
 from tests.ir.verify.edits import differences
 from tests.ir.verify.replay import replay, serial
 
-SINGLE = Policy(Merge.FUSED, whole_backward=True, p2p=P2P.SINGLE, clip=False)
-CUT = Policy(p2p=P2P.SINGLE)
+SINGLE = PlanPolicy(PassMerge.FUSED, whole_backward=True, p2p=MessageQueue.SINGLE, clip=False)
+CUT = PlanPolicy(p2p=MessageQueue.SINGLE)
 
 
 def first_consumers(plan: Plan) -> dict[int, int]:
@@ -134,7 +134,7 @@ def test_a_receive_is_dispatched_early_but_not_before_its_channel_needs_it(
     name: str, ranks: int, mbs: int, lookahead: int, whole: bool
 ) -> None:
     ranks += ranks % 2 if name == "dualpipe" else 0
-    policy = replace(WHOLE if whole else Policy(), lookahead=lookahead)
+    policy = replace(WHOLE if whole else PlanPolicy(), lookahead=lookahead)
     plan = stage_plan(name, ranks, mbs, None, policy)
     count, consumers = computes_before(plan), first_consumers(plan)
     channels: dict[tuple[int, str], list[int]] = {}
@@ -160,8 +160,8 @@ def test_one_queue_receives_as_late_as_what_stands_behind_allows(name: str, rank
                 assert count[i] == limit
 
 
-@pytest.mark.parametrize("policy", [WHOLE, Policy(), SINGLE, CUT])
-def test_a_send_stands_right_behind_its_producer(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", [WHOLE, PlanPolicy(), SINGLE, CUT])
+def test_a_send_stands_right_behind_its_producer(policy: PlanPolicy) -> None:
     for name in FIXED:
         plan = stage_plan(name, 4, 6, None, policy)
         found = instances(plan)
@@ -178,13 +178,13 @@ def test_a_send_stands_right_behind_its_producer(policy: Policy) -> None:
 def skipping() -> Graph:
     """Stage 0 feeds stages 1 and 2: one buffer goes to two programs, and two buffers come into stage 2."""
     graph = stage_graph(3)
-    return replace(graph, edges=(*graph.edges, Edge(0, 6, 0)))
+    return replace(graph, edges=(*graph.edges, GraphEdge(0, 6, 0)))
 
 
-@pytest.mark.parametrize("policy", [Policy(), CUT, WHOLE])
-def test_a_buffer_may_go_to_several_programs(policy: Policy) -> None:
-    places = [Place(parse_filter({"PP": s}), s) for s in range(3)]
-    graph = apply(skipping(), [Split(parse_filter({}), "MB", 3), *places])
+@pytest.mark.parametrize("policy", [PlanPolicy(), CUT, WHOLE])
+def test_a_buffer_may_go_to_several_programs(policy: PlanPolicy) -> None:
+    places = [PlaceDirective(parse_filter({"PP": s}), s) for s in range(3)]
+    graph = apply(skipping(), [SplitDirective(parse_filter({}), "MB", 3), *places])
     plan = lower(graph, policy)
     check_plan(plan)
     mine = [plan.text(i) for i in range(len(plan)) if plan.program[i] == 0]
@@ -205,9 +205,11 @@ def test_a_receive_out_of_its_consumer_s_order_is_hoisted() -> None:
     """torch's `defer_pp_recv` swaps these two and takes one's data for the other's."""
     schedule = build("1f1b", 2, 2)
     late = Order.of(["1F1", "1F0", "1B1", "1B0"])
-    places = [Place(parse_filter({"PP": s}), s) for s in range(2)]
+    places = [PlaceDirective(parse_filter({"PP": s}), s) for s in range(2)]
     early = Order.of(["0F0", "0F1", "0B1", "0B0"])
-    graph = apply(stage_graph(2), [Split(parse_filter({}), "MB", 2), *places, OrderBy(((0, early), (1, late)))])
+    graph = apply(
+        stage_graph(2), [SplitDirective(parse_filter({}), "MB", 2), *places, OrderDirective(((0, early), (1, late)))]
+    )
     plan = lower(graph)
     check_plan(plan)
     assert schedule.ranks == plan.programs
@@ -218,6 +220,6 @@ def test_a_receive_out_of_its_consumer_s_order_is_hoisted() -> None:
 @given(name=st.sampled_from(FIXED), ranks=st.integers(1, 5), mbs=st.integers(1, 8), cut=st.booleans())
 def test_walking_and_replaying_agree_on_what_can_finish(name: str, ranks: int, mbs: int, cut: bool) -> None:
     ranks += ranks % 2 if name == "dualpipe" else 0
-    for plan in (stage_plan(name, ranks, mbs, None, Policy() if cut else WHOLE), naive(name, ranks, mbs)):
+    for plan in (stage_plan(name, ranks, mbs, None, PlanPolicy() if cut else WHOLE), naive(name, ranks, mbs)):
         for queues in (plan.queues, serial(plan)):
             assert (not walk(plan, queues, plan.waits)) == (replay(plan, [1.0] * len(plan), queues=queues) is not None)

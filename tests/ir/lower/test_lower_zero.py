@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ir.core.work import CommKind
-from ir.graph.graph import Once
+from ir.core.work import MessageKind
+from ir.graph.graph import PerStepOp
 from ir.graph.sync import buckets
 from ir.graph.zero import gathered, per_microbatch
 from ir.job.build import prepare
 from ir.job.load import job_from
-from ir.lower import P2P, Policy
+from ir.lower import MessageQueue, PlanPolicy
 from ir.plan.plan import OpKind, Plan
 from ir.verify import check_plan
 from tests.ir.plans import FIXED, fewer, moe_plan
@@ -29,7 +29,7 @@ def gathers(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
     for k in np.flatnonzero(b.node < 0).tolist():
         i = int(b.slot[k])
         message = plan.shapes[int(plan.shape[i])].message
-        if message and message.kind is CommKind.ALL_GATHER:
+        if message and message.kind is MessageKind.ALL_GATHER:
             stage, _, rest = plan.text(i).partition("AG_")
             name = rest.partition("/")[2].partition("+")[0]
             out[int(plan.program[i])].append((f"{stage}/{name}", i, int(b.free[k])))
@@ -61,7 +61,7 @@ def test_gathered_weights_are_there_for_every_use_and_within_the_budget(
 ) -> None:
     ranks += ranks % 2 if name == "dualpipe" else 0
     options = dict(zero=3, prefetch=prefetch, recompute=recompute, bucket_MiB=bucket, layers=max(4, 2 * ranks))
-    plan = moe_plan(name, ranks, mbs, Policy(), **options)
+    plan = moe_plan(name, ranks, mbs, PlanPolicy(), **options)
     check_plan(plan)
     copies, mine = gathers(plan), users(plan)
     for p in range(plan.programs):
@@ -106,7 +106,7 @@ def test_gradients_are_reduced_once_per_microbatch_and_owner(
     name: str, ranks: int, mbs: int, zero: int, tied: bool, single: bool
 ) -> None:
     ranks += ranks % 2 if name == "dualpipe" else 0
-    policy = Policy(p2p=P2P.SINGLE if single else P2P.CHANNELS)
+    policy = PlanPolicy(p2p=MessageQueue.SINGLE if single else MessageQueue.CHANNELS)
     plan = moe_plan(name, ranks, mbs, policy, zero=zero, tied=tied, layers=max(4, 2 * ranks))
     check_plan(plan, serial=single)
     texts = Counter((int(plan.program[i]), plan.text(i)) for i in range(len(plan)))
@@ -149,7 +149,7 @@ def test_dualpipe_s_copies_meet_once_at_the_end_of_the_step(zero: int) -> None:
         meetings[plan.text(i)].append(int(plan.program[i]))
     sums = {text: programs for text, programs in meetings.items() if "AR/" in text}
     assert {tuple(sorted(p)) for p in sums.values()} == {(0, 3), (1, 2)}
-    node = next(n for n in plan.graph.nodes if n.kind is Once.ALL_REDUCE)
+    node = next(n for n in plan.graph.nodes if n.kind is PerStepOp.ALL_REDUCE)
     assert node.message is not None and node.message.axes == ()
     alone = [plan.text(i) for i in range(len(plan)) if "AG/" in plan.text(i)]
     assert bool(alone) == (zero == 2) and len(alone) == len(set(alone))  # each owner gathers its own shards

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ir.lower import P2P, Merge, Policy
+from ir.lower import MessageQueue, PassMerge, PlanPolicy
 from ir.plan.plan import OpKind, Plan
 from ir.plan.text import parse_plan, plan_text
 from ir.schedules.registry import NAMES
@@ -22,8 +22,15 @@ from tests.ir.plans import FIXED, WHOLE, schedule_of, stage_plan
 from tests.ir.verify.edits import differences
 from tests.ir.verify.replay import replay, serial
 
-SINGLE = Policy(Merge.FUSED, whole_backward=True, p2p=P2P.SINGLE, clip=False)
-POLICIES = (WHOLE, Policy(), SINGLE, Policy(p2p=P2P.SINGLE), Policy(lookahead=0), Policy(lookahead=3))
+SINGLE = PlanPolicy(PassMerge.FUSED, whole_backward=True, p2p=MessageQueue.SINGLE, clip=False)
+POLICIES = (
+    WHOLE,
+    PlanPolicy(),
+    SINGLE,
+    PlanPolicy(p2p=MessageQueue.SINGLE),
+    PlanPolicy(lookahead=0),
+    PlanPolicy(lookahead=3),
+)
 SECONDS = {"F": 4.0, "I": 5.0, "W": 3.0}
 P2P_SECONDS = 1.0
 
@@ -43,7 +50,7 @@ class Case:
     """One plan, of which all is asked that holds for every plan. buffered: how `ran` replays it."""
 
     shape: tuple[str, int, int]
-    policy: Policy
+    policy: PlanPolicy
     buffered: bool
 
     @cached_property
@@ -88,7 +95,7 @@ def every_pass_is_there_once_on_its_stage_s_rank(case: Case) -> None:
 
 
 def every_plan_passes_the_rules(case: Case) -> None:
-    check_plan(case.plan, serial=case.policy.p2p is P2P.SINGLE)
+    check_plan(case.plan, serial=case.policy.p2p is MessageQueue.SINGLE)
 
 
 def data_is_there_before_it_is_read(case: Case) -> None:
@@ -130,7 +137,7 @@ def frozen(plan: Plan, i: int, peer: int, way: str) -> tuple[int, int]:
 
 def one_queue_is_enough_channels_are_and_so_are_buffers(case: Case) -> None:
     plan, took = case.plan, seconds(case.plan)
-    if case.policy.p2p is P2P.SINGLE:
+    if case.policy.p2p is MessageQueue.SINGLE:
         assert replay(plan, took, queues=serial(plan)) is not None  # unbuffered, everything in one order
     assert replay(plan, took, not case.buffered) is not None  # the other way: see `ran`
 
@@ -227,4 +234,4 @@ def test_what_holds_for_every_plan(case: Case) -> None:
 
 @given(shapes())
 def test_the_text_of_receives_at_their_use_loses_nothing(shape: tuple[str, int, int]) -> None:
-    text_loses_nothing(Case(shape, Policy(p2p=P2P.USE), False))
+    text_loses_nothing(Case(shape, PlanPolicy(p2p=MessageQueue.USE), False))

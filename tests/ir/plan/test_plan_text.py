@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.lower import P2P, Policy
+from ir.lower import MessageQueue, PlanPolicy
 from ir.plan import read as plan_read
 from ir.plan.plan import Plan
 from ir.plan.text import parse_plan, plan_digest, plan_text, read_plan
@@ -23,7 +23,7 @@ from ir.verify import check_plan
 from tests.ir.plans import FIXED, WHOLE, fewer, moe_graph, moe_plan, stage_plan
 from tests.ir.verify.edits import differences, with_waits
 
-SINGLE = Policy(p2p=P2P.SINGLE)
+SINGLE = PlanPolicy(p2p=MessageQueue.SINGLE)
 Golden = Callable[[str, str], None]
 
 
@@ -67,7 +67,7 @@ def test_layer_level_text_loses_nothing(
 ) -> None:
     ranks += ranks % 2 if name == "dualpipe" else 0
     options = dict(zero=zero, recompute=recompute, tied=tied, bucket_MiB=buckets, layers=max(4, 2 * ranks))
-    plan = moe_plan(name, ranks, mbs, SINGLE if single else Policy(), **options)
+    plan = moe_plan(name, ranks, mbs, SINGLE if single else PlanPolicy(), **options)
     check_plan(plan, serial=single)
     text = plan_text(plan)
     back = parse_plan(text, moe_graph(name, ranks, mbs, **options))  # type: ignore[arg-type]

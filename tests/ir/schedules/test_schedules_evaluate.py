@@ -13,7 +13,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import Order
 from ir.schedules.evaluate import check_complete, evaluate
 from ir.schedules.registry import build
-from ir.schedules.schedule import OpTimes, Placement, Schedule
+from ir.schedules.schedule import OpTimes, Schedule, StagePlacement
 
 ORACLES = Path(__file__).parents[2] / "data" / "oracles"
 
@@ -31,7 +31,7 @@ def test_the_evaluator_agrees_on_orders_that_are_not_ours(name: str) -> None:
         orders = [Order.of(case["order"][str(r)]) for r in ranks]
         for text, expected in case["derived"].items():
             times = OpTimes(**{key: float(value) for key, value in (item.split("=") for item in text.split(","))})
-            found = evaluate(orders, [Placement(range(case["M"]), home)], times)
+            found = evaluate(orders, [StagePlacement(range(case["M"]), home)], times)
             assert (found.makespan, list(found.busy)) == (expected["makespan"], expected["busy"]), key
             assert found.peak_inflight == tuple(case["peak_inflight"][str(r)] for r in ranks), key
 
@@ -51,7 +51,7 @@ def test_time_is_monotone_in_every_duration() -> None:
 
 def test_w_memory_lets_i_release_its_share() -> None:
     order = [Order.of(["0F0", "0F1", "0I0", "0F2", "0I1", "0I2", "0W0", "0W1", "0W2"])]
-    found = evaluate(order, [Placement(range(3), (0,))], OpTimes(w_memory=0.25))
+    found = evaluate(order, [StagePlacement(range(3), (0,))], OpTimes(w_memory=0.25))
     assert (found.peak_inflight, found.peak_held) == ((3,), (2.25,))
 
 
@@ -102,7 +102,7 @@ def test_an_order_that_waits_for_itself_is_a_deadlock(text: str, other: str) -> 
 def test_a_deadlock_tells_where_every_rank_stands() -> None:
     orders = [Order.of(["0F0", "0B0", "0F1", "0B1"]), Order.of(["1F1", "1B1", "1F0", "1B0"])]
     with pytest.raises(PiperError) as caught:
-        evaluate(orders, [Placement(range(2), (0, 1))])
+        evaluate(orders, [StagePlacement(range(2), (0, 1))])
     assert caught.value.message.splitlines() == [
         "no rank can move:",
         "  rank 0 stands at 0B0 (op 1 of its order), waiting for 1B0",
@@ -112,7 +112,7 @@ def test_a_deadlock_tells_where_every_rank_stands() -> None:
 
 def test_a_pair_waits_for_both_inputs_and_hands_over_at_its_end() -> None:
     orders = [Order.of(["0F0", "0F1", "0B0", "0B1"]), Order.of(["1F0", "(1F1;1B0)OVERLAP_F_B", "1B1"])]
-    found = evaluate(orders, [Placement(range(2), (0, 1))], OpTimes(p2p=1), fb=5)
+    found = evaluate(orders, [StagePlacement(range(2), (0, 1))], OpTimes(p2p=1), fb=5)
     assert found.makespan == 3 + 5 + 2 + 1 + 2  # pair waits for 0F1, 0B1 for 1B1
     assert found.busy == (6, 1 + 5 + 2)
     assert found.peak_inflight == (2, 2)

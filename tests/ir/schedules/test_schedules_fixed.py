@@ -12,7 +12,7 @@ import pytest
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import Order
-from ir.schedules.evaluate import Evaluation, evaluate
+from ir.schedules.evaluate import ScheduleEvaluation, evaluate
 from ir.schedules.registry import build, legal_chunks
 from ir.schedules.schedule import OpTimes, Schedule
 
@@ -43,7 +43,7 @@ def texts(schedule: Schedule) -> list[list[str]]:
     return [order.cells() for order in schedule.orders]
 
 
-def cost(schedule: Schedule, times: OpTimes = OpTimes(), fb: float | None = None) -> Evaluation:
+def cost(schedule: Schedule, times: OpTimes = OpTimes(), fb: float | None = None) -> ScheduleEvaluation:
     return evaluate(schedule.orders, schedule.placements, times, fb)
 
 
@@ -53,7 +53,7 @@ def parsed(text: str) -> tuple[OpTimes, float | None]:
     return OpTimes(**values), fb
 
 
-def idle(found: Evaluation) -> list[float]:
+def idle(found: ScheduleEvaluation) -> list[float]:
     return [found.makespan - busy for busy in found.busy]
 
 

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ir.core.ops import Action, Token
+from ir.core.ops import OpToken, ScheduledOp
 from ir.core.order import Order
 from ir.schedules.schedule import OpTimes
 from ir.schedules.search.blocks import blocks, unroll
 from ir.schedules.search.greedy import greedy, rules
-from ir.schedules.search.improve import Effort, justify, lower_bound, shake
+from ir.schedules.search.improve import ScheduleSearchEffort, justify, lower_bound, shake
 from ir.schedules.search.searched import v_half, v_min, zb2p
-from ir.schedules.search.shop import Shop, settle
+from ir.schedules.search.shop import ScheduleProblem, settle
 
 ROOT = Path(__file__).parents[3]
 ORACLES = ROOT / "tests" / "data" / "oracles"
@@ -51,8 +51,8 @@ def replay(orders: tuple[Order, ...], chunks: int, times: OpTimes) -> Replay:
     """Step every rank as far as it can go; AssertionError where no rank can move."""
     ranks, stages = len(orders), len(orders) * chunks
     todo = [order.actions() for order in orders]
-    took = {Token.F: times.F, Token.I: times.I, Token.W: times.W}
-    done: dict[Action, float] = {}
+    took = {OpToken.F: times.F, OpToken.I: times.I, OpToken.W: times.W}
+    done: dict[ScheduledOp, float] = {}
     at, now, first = [0] * ranks, [0.0] * ranks, [0.0] * ranks
     while any(at[r] < len(todo[r]) for r in range(ranks)):
         before = list(at)
@@ -78,19 +78,19 @@ def replay(orders: tuple[Order, ...], chunks: int, times: OpTimes) -> Replay:
     )
 
 
-def inputs(op: Action, stages: int) -> list[Action]:
-    if op.token is Token.F:
-        return [Action(op.stage - 1, Token.F, op.mb)] if op.stage else []
-    if op.token is Token.W:
-        return [Action(op.stage, Token.I, op.mb)]
-    own = Action(op.stage, Token.F, op.mb)
-    return [own] if op.stage == stages - 1 else [own, Action(op.stage + 1, Token.I, op.mb)]
+def inputs(op: ScheduledOp, stages: int) -> list[ScheduledOp]:
+    if op.token is OpToken.F:
+        return [ScheduledOp(op.stage - 1, OpToken.F, op.mb)] if op.stage else []
+    if op.token is OpToken.W:
+        return [ScheduledOp(op.stage, OpToken.I, op.mb)]
+    own = ScheduledOp(op.stage, OpToken.F, op.mb)
+    return [own] if op.stage == stages - 1 else [own, ScheduledOp(op.stage + 1, OpToken.I, op.mb)]
 
 
-def peak(row: list[Action], w_memory: float) -> float:
+def peak(row: list[ScheduledOp], w_memory: float) -> float:
     held = most = 0.0
     for op in row:
-        held += {Token.F: 1.0, Token.I: w_memory - 1.0, Token.W: -w_memory}[op.token]
+        held += {OpToken.F: 1.0, OpToken.I: w_memory - 1.0, OpToken.W: -w_memory}[op.token]
         most = max(most, held)
     return most
 
@@ -102,7 +102,7 @@ def check(name: str, ranks: int, mbs: int, times: OpTimes) -> Replay:
     for rank, order in enumerate(orders):
         mine = [s for s in range(stages) if rank_of(s, ranks) == rank]
         rows = order.actions()
-        for stage, token in product(mine, (Token.F, Token.I, Token.W)):
+        for stage, token in product(mine, (OpToken.F, OpToken.I, OpToken.W)):
             assert [op.mb for op in rows if (op.stage, op.token) == (stage, token)] == list(range(mbs))
         assert len(rows) == 3 * mbs * len(mine)
         assert order.unit.tolist() == list(range(len(order)))
@@ -140,7 +140,7 @@ def test_zb2p_reaches_the_bubble_rates_its_paper_prints(row: dict[str, str]) -> 
 
 
 def test_zb2p_without_that_share_is_at_the_closed_bound() -> None:
-    shop = Shop(8, 24, 1, OpTimes(18.522, 18.086, 9.337, 0.601), 16.0)
+    shop = ScheduleProblem(8, 24, 1, OpTimes(18.522, 18.086, 9.337, 0.601), 16.0)
     found = check("zb2p", 8, 24, shop.times)
     assert found.makespan == pytest.approx(lower_bound(shop), rel=1e-12)
     assert found.worst_span_bubble == pytest.approx(0.1015, abs=1e-4)
@@ -182,7 +182,7 @@ def test_any_shape_and_times_give_a_legal_order_above_the_bounds(name: str, rank
     alone = stages * (t.F + t.I) + t.W + 2 * CHUNKS[name] * (ranks - 1) * t.p2p
     assert found.makespan >= max(work + (ranks - 1) * (t.F + t.p2p), alone) * (1 - 1e-9)
     share = t.w_memory if name == "zb2p" else 1.0
-    shop = Shop(ranks, mbs, CHUNKS[name], replace(t, w_memory=share), LIMIT[name](ranks))
+    shop = ScheduleProblem(ranks, mbs, CHUNKS[name], replace(t, w_memory=share), LIMIT[name](ranks))
     padding = 0.0 if t.F and t.I and t.W else 1e-3  # the shop's ops all take some time
     assert found.makespan >= lower_bound(shop) * (1 - 1e-9) - padding
 
@@ -237,16 +237,16 @@ def test_a_broken_limit_and_a_deadlock_would_be_noticed() -> None:
     times = OpTimes(1000, 1300, 700, 50)
     orders = v_min(4, 8, times)
     assert replay(orders, 2, times).peak == 4
-    rows = [a for a in orders[0].actions() if (a.stage, a.token) == (0, Token.F)]
+    rows = [a for a in orders[0].actions() if (a.stage, a.token) == (0, OpToken.F)]
     rows += [a for a in orders[0].actions() if a not in rows]
     greedy_first = (Order.of([str(a) for a in rows]), *orders[1:])
     assert replay(greedy_first, 2, times).peak > 4
-    stuck = [a for a in orders[0].actions() if a.token is Token.I] + rows[:8]
+    stuck = [a for a in orders[0].actions() if a.token is OpToken.I] + rows[:8]
     with pytest.raises(AssertionError, match="no rank can move"):
         replay((Order.of([str(a) for a in stuck]), *orders[1:]), 2, times)
 
 
-def starts(shop: Shop) -> list[list[int]]:
+def starts(shop: ScheduleProblem) -> list[list[int]]:
     found = [greedy(shop, rule) for rule in rules(shop)[::29]]
     return found + ([unroll(shop, b) for b in blocks(shop.ranks, shop.limit)[::3]] if shop.chunks == 2 else [])
 
@@ -254,11 +254,11 @@ def starts(shop: Shop) -> list[list[int]]:
 @pytest.mark.parametrize("shape", [(1, 2, 1, 2), (3, 5, 1, 6), (2, 4, 2, 4), (4, 6, 2, 4), (3, 2, 2, 4)])
 def test_improving_never_makes_it_longer_and_keeps_the_limit(shape: tuple[int, int, int, int]) -> None:
     p, m, v, limit = shape
-    shop = Shop(p, m, v, OpTimes(1.0, 1.3, 0.7, 0.05), limit)
+    shop = ScheduleProblem(p, m, v, OpTimes(1.0, 1.3, 0.7, 0.05), limit)
     seconds, random = shop.every(shop.seconds), Random(1)
     for order in starts(shop):
         ends, _ = settle(shop, order, seconds)
-        found = justify(shop, order, seconds, Effort(10**6))
+        found = justify(shop, order, seconds, ScheduleSearchEffort(10**6))
         assert lower_bound(shop) * (1 - 1e-12) <= found.objective <= shop.objective(ends) * (1 + 1e-12)
         for ops in (found.sequences, settle(shop, shake(shop, found, random), seconds)[1]):
             orders = tuple(Order.of([shop.text(op) for op in row]) for row in ops)
@@ -266,8 +266,8 @@ def test_improving_never_makes_it_longer_and_keeps_the_limit(shape: tuple[int, i
 
 
 def test_a_tail_makes_a_rank_end_early() -> None:
-    plain = Shop(2, 3, 1, OpTimes(), 4)
+    plain = ScheduleProblem(2, 3, 1, OpTimes(), 4)
     assert lower_bound(replace(plain, tail=(5.0, 0.0))) == lower_bound(plain) + 4
     order = greedy(plain, rules(plain)[0])
-    found = justify(replace(plain, tail=(5.0, 0.0)), order, plain.every(plain.seconds), Effort(10**6))
+    found = justify(replace(plain, tail=(5.0, 0.0)), order, plain.every(plain.seconds), ScheduleSearchEffort(10**6))
     assert found.objective == 14.0

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ir.graph.graph import Graph, Once
+from ir.graph.graph import Graph, PerStepOp
 from ir.graph.sync import Bucket, buckets
-from ir.plan.plan import AT_START, OpKind, Plan, Role
+from ir.plan.plan import AT_START, CollectiveRole, OpKind, Plan
 from tests.ir.verify.defects import Defect, Spoiled, names
 from tests.ir.verify.edits import csr, rearranged, with_buffers
 
@@ -36,17 +36,17 @@ def _waiting(plan: Plan, r: int, w: int, instead: int | None) -> Plan:
     return replace(plan, waits=csr(rows))
 
 
-def _once(plan: Plan, *kinds: Once) -> list[int]:
+def _once(plan: Plan, *kinds: PerStepOp) -> list[int]:
     of = [plan.graph.nodes[s.covers[0][0]].kind if s.covers else None for s in plan.shapes]
     return [i for i, s in enumerate(plan.shape.tolist()) if of[s] in kinds]
 
 
 def norm_before_reduction(plan: Plan, rng: Random) -> Spoiled:
     """The norm is taken before the last sum of its stream, or does not wait for those of another."""
-    sums = [i for i, s in enumerate(plan.shape.tolist()) if plan.shapes[s].role is Role.REDUCE]
-    sums += _once(plan, Once.REDUCE, Once.ALL_REDUCE)
+    sums = [i for i, s in enumerate(plan.shape.tolist()) if plan.shapes[s].role is CollectiveRole.REDUCE]
+    sums += _once(plan, PerStepOp.REDUCE, PerStepOp.ALL_REDUCE)
     pairs = []
-    for n in _once(plan, Once.NORM):
+    for n in _once(plan, PerStepOp.NORM):
         mine = [i for i in sums if plan.program[i] == plan.program[n]]
         waited = [i for i in mine if i in plan.waits.row(n).tolist()]
         pairs += [(n, i) for i in waited] or [(n, i) for i in mine[-1:] if plan.stream[i] == plan.stream[n]]
@@ -77,7 +77,7 @@ def doubled_transfer(plan: Plan, rng: Random) -> Spoiled:
 
 def gather_one_op_early(plan: Plan, rng: Random) -> Spoiled:
     """A gather is dispatched before the compute op that it stood behind, and follows the one before that."""
-    gathers = [i for i, s in enumerate(plan.shape.tolist()) if plan.shapes[s].role is Role.GATHER]
+    gathers = [i for i, s in enumerate(plan.shape.tolist()) if plan.shapes[s].role is CollectiveRole.GATHER]
     compute = plan.kind == OpKind.COMPUTE
     found = []
     for g in gathers:

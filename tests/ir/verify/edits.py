@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ir.core.order import IntArray
-from ir.plan.plan import Buffers, Csr, Plan
+from ir.plan.plan import Buffers, OpLists, Plan
 
 
 def rearranged(plan: Plan, rows: Sequence[int], program: Sequence[int] | None = None, **shapes: Any) -> Plan:
@@ -42,11 +42,11 @@ def rearranged(plan: Plan, rows: Sequence[int], program: Sequence[int] | None = 
     )
 
 
-def csr(rows: Sequence[Sequence[int]]) -> Csr:
+def csr(rows: Sequence[Sequence[int]]) -> OpLists:
     """From lists."""
     row = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
     item = np.array([x for r in rows for x in sorted(r)], dtype=np.int64)
-    return Csr.of(len(rows), row.astype(np.int64), item)
+    return OpLists.of(len(rows), row.astype(np.int64), item)
 
 
 def moved_buffers(b: Buffers, new: IntArray) -> Buffers:

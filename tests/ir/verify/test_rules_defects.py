@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.filters import parse_filter
-from ir.directives import Replicate
+from ir.directives import ReplicateDirective
 from ir.job.build import prepare
 from ir.job.load import job_from
-from ir.lower import P2P, Policy
+from ir.lower import MessageQueue, PlanPolicy
 from ir.plan.plan import Plan
 from ir.verify import check_plan
 from ir.verify import held as held
@@ -24,14 +24,14 @@ from tests.ir.verify.defects import LARGE
 from tests.ir.verify.defects_small import SMALL, found_buckets
 
 ALL = LARGE | SMALL
-SINGLE = Policy(p2p=P2P.SINGLE)
+SINGLE = PlanPolicy(p2p=MessageQueue.SINGLE)
 
 
 @lru_cache(maxsize=1)
 def plans() -> dict[str, Plan]:
     """A few of every sort: bare stages, and experts under each ZeRO level."""
     out = {f"{name} stages": stage_plan(name, 4, 6, None, WHOLE) for name in ("1f1b", "dualpipe", "zbv")}
-    out |= {f"{name} cut": stage_plan(name, 3, 5, None, Policy()) for name in ("gpipe", "zb1p", "dualpipev")}
+    out |= {f"{name} cut": stage_plan(name, 3, 5, None, PlanPolicy()) for name in ("gpipe", "zb1p", "dualpipev")}
     out["interleaved single"] = stage_plan("interleaved-1f1b", 3, 5, None, SINGLE)
     out["1f1b one program"] = stage_plan("1f1b", 1, 3, None, WHOLE)
     out["dualpipe zero 0"] = moe_plan("dualpipe", 4, 4, zero=0, layers=4)
@@ -39,7 +39,7 @@ def plans() -> dict[str, Plan]:
     out["1f1b zero 1, tied"] = moe_plan("1f1b", 3, 4, SINGLE, zero=1, layers=3, tied=True)
     out["dualpipe zero 2"] = moe_plan("dualpipe", 2, 4, zero=2, layers=2)
     out["dualpipev zero 3"] = moe_plan("dualpipev", 2, 3, zero=3, layers=4)
-    mixed = tuple(Replicate(parse_filter({"L": n}), n, 0.0005 if n == 2 else None, "zero") for n in range(4))
+    mixed = tuple(ReplicateDirective(parse_filter({"L": n}), n, 0.0005 if n == 2 else None, "zero") for n in range(4))
     out["1f1b mixed"] = moe_plan("1f1b", 2, 3, zero=1, layers=4, then=mixed)
     out["dualpipe mixed"] = moe_plan("dualpipe", 2, 4, zero=3, layers=4, then=mixed)
     for zero in range(4):

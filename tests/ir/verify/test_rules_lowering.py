@@ -13,23 +13,23 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.filters import parse_filter
 from ir.core.ops import Pass
 from ir.core.work import Message
-from ir.directives import Replicate
+from ir.directives import ReplicateDirective
 from ir.graph import sync
-from ir.graph.graph import Graph, Node, Once
+from ir.graph.graph import Graph, GraphNode, PerStepOp
 from ir.graph.sync import Bucket
 from ir.job.build import prepare
 from ir.job.load import job_from
-from ir.lower import P2P, Policy, lower
+from ir.lower import MessageQueue, PlanPolicy, lower
 from ir.lower import zero as lower_zero
 from ir.plan.plan import Plan
 from ir.verify import check_plan
 from tests.ir.plans import moe_graph
 
 LOWERING = importlib.import_module("ir.lower.lower")  # the package calls its function by the same name
-MIXED = tuple(Replicate(parse_filter({"L": n}), n, None, "zero") for n in range(4))
+MIXED = tuple(ReplicateDirective(parse_filter({"L": n}), n, None, "zero") for n in range(4))
 
 
-def made(name: str = "1f1b", zero: int = 0, policy: Policy = Policy(), **more: Any) -> Plan:
+def made(name: str = "1f1b", zero: int = 0, policy: PlanPolicy = PlanPolicy(), **more: Any) -> Plan:
     """A plan whose graph nothing has kept."""
     return lower(replace(moe_graph(name, 2, 4, zero=zero, layers=4, **more)), policy)
 
@@ -52,7 +52,7 @@ def test_parts_that_nothing_keeps_in_step() -> None:
     refused(lower(replace(graph, replicas={k: r for k, r in graph.replicas.items() if k})), "in step by nothing")
 
 
-def _edited(change: Callable[[Node], Node | None]) -> Callable[..., Graph]:
+def _edited(change: Callable[[GraphNode], GraphNode | None]) -> Callable[..., Graph]:
     """`with_sync` with its once-nodes changed; None: not there, nor what it joins."""
 
     def wrong(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
@@ -65,31 +65,37 @@ def _edited(change: Callable[[Node], Node | None]) -> Callable[..., Graph]:
     return wrong
 
 
-def _message(node: Node, **changed: Any) -> Node:
+def _message(node: GraphNode, **changed: Any) -> GraphNode:
     m = node.message
     assert m is not None
     return replace(node, message=Message(m.kind, changed.get("bytes", m.bytes), changed.get("axes", m.axes)))
 
 
-def only(*kinds: Once) -> Callable[[Callable[[Node], Node | None]], Callable[[Node], Node | None]]:
+def only(
+    *kinds: PerStepOp,
+) -> Callable[[Callable[[GraphNode], GraphNode | None]], Callable[[GraphNode], GraphNode | None]]:
     return lambda change: lambda n: change(n) if n.kind in kinds else n
 
 
-FAULTS: dict[str, tuple[Callable[[Node], Node | None], int, str]] = {
-    "no sum": (only(Once.ALL_REDUCE)(lambda n: None), 0, "nothing sums 0/"),
-    "no sum between copies": (only(Once.ALL_REDUCE)(lambda n: None), 3, "nothing sums 0/"),
-    "a sum over one copy": (only(Once.REDUCE)(lambda n: replace(n, spans=n.spans[:1])), 1, "is over groups"),
-    "a sum over the wrong axes": (only(Once.REDUCE)(lambda n: _message(n, axes=("tp",))), 1, "is no reduce_scatter"),
+FAULTS: dict[str, tuple[Callable[[GraphNode], GraphNode | None], int, str]] = {
+    "no sum": (only(PerStepOp.ALL_REDUCE)(lambda n: None), 0, "nothing sums 0/"),
+    "no sum between copies": (only(PerStepOp.ALL_REDUCE)(lambda n: None), 3, "nothing sums 0/"),
+    "a sum over one copy": (only(PerStepOp.REDUCE)(lambda n: replace(n, spans=n.spans[:1])), 1, "is over groups"),
+    "a sum over the wrong axes": (
+        only(PerStepOp.REDUCE)(lambda n: _message(n, axes=("tp",))),
+        1,
+        "is no reduce_scatter",
+    ),
     "a sum of half": (
-        only(Once.ALL_REDUCE)(lambda n: _message(n, bytes=8)),
+        only(PerStepOp.ALL_REDUCE)(lambda n: _message(n, bytes=8)),
         0,
         "is no all_reduce",
     ),
-    "a sum of another bucket": (only(Once.REDUCE)(lambda n: replace(n, bucket="7/dense")), 1, "both sum 7/dense"),
-    "no gather": (only(Once.GATHER)(lambda n: None), 1, "is gathered by groups"),
-    "no gather inside groups": (only(Once.GATHER)(lambda n: None), 2, "is gathered by groups"),
-    "no update": (only(Once.UPDATE)(lambda n: None), 1, "never updates"),
-    "half a norm": (only(Once.NORM)(lambda n: replace(n, spans=n.spans[:1])), 1, "NORM is not one sum"),
+    "a sum of another bucket": (only(PerStepOp.REDUCE)(lambda n: replace(n, bucket="7/dense")), 1, "both sum 7/dense"),
+    "no gather": (only(PerStepOp.GATHER)(lambda n: None), 1, "is gathered by groups"),
+    "no gather inside groups": (only(PerStepOp.GATHER)(lambda n: None), 2, "is gathered by groups"),
+    "no update": (only(PerStepOp.UPDATE)(lambda n: None), 1, "never updates"),
+    "half a norm": (only(PerStepOp.NORM)(lambda n: replace(n, spans=n.spans[:1])), 1, "NORM is not one sum"),
 }
 
 
@@ -104,15 +110,17 @@ def test_what_exists_once_per_step(fault: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("src", "dst", "match"),
     [
-        (Pass.W, Once.ALL_REDUCE, "AR/.* does not wait for .*B3"),
-        (Once.ALL_REDUCE, Once.NORM, "NORM does not wait for .*AR/"),
-        (Once.NORM, Once.UPDATE, "UPDATE/p. does not wait for 0NORM"),
-        (Once.REDUCE, Once.NORM, "NORM does not wait for .*RS/"),
-        (Once.UPDATE, Once.GATHER, "AG/.* does not wait for .*UPDATE"),
+        (Pass.W, PerStepOp.ALL_REDUCE, "AR/.* does not wait for .*B3"),
+        (PerStepOp.ALL_REDUCE, PerStepOp.NORM, "NORM does not wait for .*AR/"),
+        (PerStepOp.NORM, PerStepOp.UPDATE, "UPDATE/p. does not wait for 0NORM"),
+        (PerStepOp.REDUCE, PerStepOp.NORM, "NORM does not wait for .*RS/"),
+        (PerStepOp.UPDATE, PerStepOp.GATHER, "AG/.* does not wait for .*UPDATE"),
     ],
 )
-def test_what_waits_for_what(src: Pass | Once, dst: Once, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    zero = 1 if Once.REDUCE in (src, dst) or Once.GATHER in (src, dst) else 0
+def test_what_waits_for_what(
+    src: Pass | PerStepOp, dst: PerStepOp, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero = 1 if PerStepOp.REDUCE in (src, dst) or PerStepOp.GATHER in (src, dst) else 0
 
     def wrong(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
         full = sync.with_sync(graph, clip, found)
@@ -120,7 +128,7 @@ def test_what_waits_for_what(src: Pass | Once, dst: Once, match: str, monkeypatc
         return replace(full, edges=tuple(e for e in full.edges if (kinds[e.src], kinds[e.dst]) != (src, dst)))
 
     # Else communication also follows the compute op dispatched before it.
-    policy = Policy(p2p=P2P.USE)
+    policy = PlanPolicy(p2p=MessageQueue.USE)
     check_plan(made("1f1b", zero, policy, reduce_stream="zero"))
     monkeypatch.setattr(LOWERING, "with_sync", wrong)
     refused(made("1f1b", zero, policy, reduce_stream="zero"), match)

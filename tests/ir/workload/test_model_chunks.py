@@ -2,7 +2,7 @@ import pytest
 
 from ir.core.ops import Pass
 from ir.workload import count_params, load_config, local_numel, local_shape, model_chunks, presets
-from ir.workload.part import Layout
+from ir.workload.part import PartLayout
 
 
 def billions(name, **overrides):
@@ -123,7 +123,7 @@ def test_parameters_carry_hugging_faces_names_and_shapes():
 
 @pytest.mark.parametrize("name", ["gpt3-175b", "llama3-70b", "deepseek-v3", "mixtral-8x7b", "nemotron-15b"])
 def test_shards_of_a_parameter_add_up_to_it(name):
-    layout = Layout(tp=8, ep=4, etp=2, sequence_parallel=True)
+    layout = PartLayout(tp=8, ep=4, etp=2, sequence_parallel=True)
     sizes = {"tp": 8, "ep": 4, "etp": 2}
     for chunk in model_chunks(load_config(name)):
         for param in (p for part in chunk.parts for p in part.params):

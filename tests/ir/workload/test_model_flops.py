@@ -3,17 +3,17 @@
 import pytest
 
 from ir.core.ops import Pass
-from ir.core.work import CommKind, DType, KernelKind
+from ir.core.work import DType, KernelKind, MessageKind
 from ir.workload import load_config, model_chunks
-from ir.workload.part import Layout
+from ir.workload.part import PartLayout
 from ir.workload.parts.kernels import flops
-from ir.workload.work import BatchShape, Precision, dispatch_bytes, part_work
+from ir.workload.work import MicrobatchShape, ModelPrecision, dispatch_bytes, part_work
 
-BF16 = Precision()
-FP8 = Precision(DType.FP8, dispatch=DType.FP8)
+BF16 = ModelPrecision()
+FP8 = ModelPrecision(DType.FP8, dispatch=DType.FP8)
 
 
-def works(config, layout=Layout(), shape=BatchShape(), precision=BF16, attention="flash"):
+def works(config, layout=PartLayout(), shape=MicrobatchShape(), precision=BF16, attention="flash"):
     return {
         f"{c.name}.{p.name}": part_work(config, c, p, layout, shape, precision, attention)
         for c in model_chunks(config)
@@ -32,12 +32,16 @@ def llama(layers, h, heads, kv, d, f, vocab, b, s):
 
 
 def test_llama_forward_flops():
-    assert total_model_flops("llama3-8b", BatchShape(2, 8192)) == llama(32, 4096, 32, 8, 128, 14336, 128256, 2, 8192)
-    assert total_model_flops("llama3-70b", BatchShape(1, 4096)) == llama(80, 8192, 64, 8, 128, 28672, 128256, 1, 4096)
+    assert total_model_flops("llama3-8b", MicrobatchShape(2, 8192)) == llama(
+        32, 4096, 32, 8, 128, 14336, 128256, 2, 8192
+    )
+    assert total_model_flops("llama3-70b", MicrobatchShape(1, 4096)) == llama(
+        80, 8192, 64, 8, 128, 28672, 128256, 1, 4096
+    )
 
 
 def test_llama_is_two_flops_per_parameter_and_token_beside_attention():
-    shape = BatchShape(1, 2)
+    shape = MicrobatchShape(1, 2)
     got = total_model_flops("llama3-70b", shape) / shape.tokens
     used = 70.554e9 - 128256 * 8192
     assert got == pytest.approx(2 * used, rel=1e-4)
@@ -47,25 +51,25 @@ def test_gpt3_forward_flops():
     h, s, layers, vocab = 12288, 2048, 96, 51200
     # 24bsh²(1 + s/6h) of arXiv:2104.04473 counts attention whole; causal counts half: s/12h.
     want = s * (layers * (24 * h * h + 2 * s * h) + 2 * h * vocab)
-    assert total_model_flops("gpt3-175b", BatchShape(1, s)) == want
+    assert total_model_flops("gpt3-175b", MicrobatchShape(1, s)) == want
 
 
 def test_nemotron_has_one_up_projection():
     h, f, s = 6144, 24576, 4096
     want = s * (32 * 2 * (h * (48 + 16) * 128 + h * h + 2 * h * f + 48 * s * 128) + 2 * h * 256000)
-    assert total_model_flops("nemotron-15b", BatchShape(1, s)) == want
+    assert total_model_flops("nemotron-15b", MicrobatchShape(1, s)) == want
 
 
 def test_mixtral_counts_its_top_two_and_the_router():
     h, f, s = 4096, 14336, 4096
     want = s * (32 * 2 * (h * (32 + 16) * 128 + h * h + 2 * 3 * h * f + h * 8 + 32 * s * 128) + 2 * h * 32000)
-    assert total_model_flops("mixtral-8x7b", BatchShape(1, s)) == want
+    assert total_model_flops("mixtral-8x7b", MicrobatchShape(1, s)) == want
 
 
 def test_qwen3_head_dim_is_its_own():
     h, f, s = 4096, 1536, 4096
     want = s * (94 * 2 * (h * (64 + 8) * 128 + 64 * 128 * h + 8 * 3 * h * f + h * 128 + 64 * s * 128) + 2 * h * 151936)
-    assert total_model_flops("qwen3-235b-a22b", BatchShape(1, s)) == want
+    assert total_model_flops("qwen3-235b-a22b", MicrobatchShape(1, s)) == want
 
 
 def test_deepseek_v3_forward_flops_with_mla_and_mtp():
@@ -76,12 +80,12 @@ def test_deepseek_v3_forward_flops_with_mla_and_mtp():
     moe = 2 * (9 * 3 * h * 2048 + h * 256)
     mtp = 2 * 2 * h * h + attn + moe + 2 * h * vocab
     want = s * (61 * attn + 3 * dense + 58 * moe + 2 * h * vocab + mtp)
-    assert total_model_flops("deepseek-v3", BatchShape(1, s)) == want
+    assert total_model_flops("deepseek-v3", MicrobatchShape(1, s)) == want
 
 
 def test_a_sliding_window_leaves_fewer_pairs():
     full, window = (
-        works(load_config("mistral-7b", {"sliding_window": w}), shape=BatchShape(1, 8192))["l0.attn"].model_flops
+        works(load_config("mistral-7b", {"sliding_window": w}), shape=MicrobatchShape(1, 8192))["l0.attn"].model_flops
         for w in (None, 2048)
     )
     pairs = 2048 * 8192 - 2048 * 2048 // 2
@@ -90,14 +94,14 @@ def test_a_sliding_window_leaves_fewer_pairs():
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-moe", "gpt2", "deepseek-v3", "nemotron-15b"])
 def test_forward_kernels_do_the_models_flops(name):
-    for where, w in works(load_config(name), shape=BatchShape(1, 512)).items():
+    for where, w in works(load_config(name), shape=MicrobatchShape(1, 512)).items():
         assert flops(w.forward) == w.model_flops, where
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "deepseek-v3", "gpt3-175b"])
 def test_backward_is_twice_forward_but_for_flash_attention(name):
     c = load_config(name)
-    for where, w in works(c, shape=BatchShape(1, 2048)).items():
+    for where, w in works(c, shape=MicrobatchShape(1, 2048)).items():
         core = [k for k in w.forward if k.kind is KernelKind.ATTENTION]
         back = [k for k in w.input_grad if k.kind is KernelKind.ATTENTION]
         products = flops(w.forward) - flops(core)
@@ -118,7 +122,7 @@ def test_flash_backward_of_equal_heads_is_two_and_a_half_forwards():
 
 def test_unfused_attention_computes_the_whole_square():
     flash, unfused = (
-        works(load_config("gpt3-175b"), attention=a, shape=BatchShape(1, 2048)) for a in ("flash", "unfused")
+        works(load_config("gpt3-175b"), attention=a, shape=MicrobatchShape(1, 2048)) for a in ("flash", "unfused")
     )
     core = 2 * 96 * 2048 * 2048 * 128
     assert flops(unfused["l0.attn"].forward) - flops(flash["l0.attn"].forward) == core
@@ -128,32 +132,32 @@ def test_unfused_attention_computes_the_whole_square():
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("llama3-70b", Layout(tp=8, sequence_parallel=True)),
-        ("llama3-70b", Layout(tp=8)),
-        ("llama3-70b", Layout(tp=4, cp=4, sequence_parallel=True)),
-        ("llama3-8b", Layout(cp=8)),
-        ("gpt3-175b", Layout(tp=8)),
-        ("mixtral-8x7b", Layout(tp=2, ep=8, sequence_parallel=True)),
-        ("mixtral-8x7b", Layout(tp=4, ep=4, etp=2, sequence_parallel=True)),
-        ("qwen3-235b-a22b", Layout(tp=4, cp=2, ep=32, sequence_parallel=True)),
-        ("deepseek-v3", Layout(ep=64)),
-        ("deepseek-v3", Layout(tp=4, ep=8, sequence_parallel=True)),
+        ("llama3-70b", PartLayout(tp=8, sequence_parallel=True)),
+        ("llama3-70b", PartLayout(tp=8)),
+        ("llama3-70b", PartLayout(tp=4, cp=4, sequence_parallel=True)),
+        ("llama3-8b", PartLayout(cp=8)),
+        ("gpt3-175b", PartLayout(tp=8)),
+        ("mixtral-8x7b", PartLayout(tp=2, ep=8, sequence_parallel=True)),
+        ("mixtral-8x7b", PartLayout(tp=4, ep=4, etp=2, sequence_parallel=True)),
+        ("qwen3-235b-a22b", PartLayout(tp=4, cp=2, ep=32, sequence_parallel=True)),
+        ("deepseek-v3", PartLayout(ep=64)),
+        ("deepseek-v3", PartLayout(tp=4, ep=8, sequence_parallel=True)),
     ],
 )
 def test_devices_share_the_work_exactly(name, layout):
     """tp·cp devices together do the model's FLOPs, however the experts are dealt out."""
-    for where, w in works(load_config(name), layout, BatchShape(1, 4096)).items():
+    for where, w in works(load_config(name), layout, MicrobatchShape(1, 4096)).items():
         assert flops(w.forward) * layout.tp * layout.cp == w.model_flops, where
 
 
 def test_replicated_parts_cost_every_device_the_same():
     """Negative control of the test above: without sequence parallelism MLA's down-projections are not shared."""
-    w = works(load_config("deepseek-v3"), Layout(tp=4))["l0.attn"]
+    w = works(load_config("deepseek-v3"), PartLayout(tp=4))["l0.attn"]
     assert flops(w.forward) * 4 > w.model_flops
 
 
 def test_gemm_shapes_are_transposed_by_pass():
-    w = works(load_config("llama3-8b"), Layout(tp=2), BatchShape(1, 4096))["l0.mlp"]
+    w = works(load_config("llama3-8b"), PartLayout(tp=2), MicrobatchShape(1, 4096))["l0.mlp"]
     shapes = {(p, k.label): k.shape for p in ("forward", "input_grad", "weight_grad") for k in getattr(w, p) if k.shape}
     assert shapes["forward", "gate_up_proj"] == (4096, 14336, 4096)
     assert shapes["input_grad", "gate_up_proj"] == (4096, 4096, 14336)
@@ -162,12 +166,12 @@ def test_gemm_shapes_are_transposed_by_pass():
 
 
 def test_rows_per_expert_are_balanced_and_rounded_up():
-    w = works(load_config("deepseek-v3"), Layout(ep=64), BatchShape(1, 4096), FP8)["l10.experts"]
+    w = works(load_config("deepseek-v3"), PartLayout(ep=64), MicrobatchShape(1, 4096), FP8)["l10.experts"]
     up, down = (k for k in w.forward if k.kind is KernelKind.GROUPED_GEMM)
     assert up.shape == (4, 8192, 4096, 7168)
     assert down.shape == (4, 8192, 7168, 2048)
     assert up.dtype is DType.FP8
-    ragged = works(load_config("tiny-moe"), Layout(ep=1), BatchShape(1, 9))["l0.experts"]
+    ragged = works(load_config("tiny-moe"), PartLayout(ep=1), MicrobatchShape(1, 9))["l0.experts"]
     assert next(k.shape for k in ragged.forward if k.shape)[:2] == (8, 3)
 
 
@@ -179,11 +183,11 @@ def test_fp8_is_for_linears_alone():
 
 
 def test_dispatch_and_combine_carry_every_copy():
-    c, shape = load_config("deepseek-v3"), BatchShape(1, 4096)
-    x = dispatch_bytes(c, Layout(ep=64), shape, FP8)
+    c, shape = load_config("deepseek-v3"), MicrobatchShape(1, 4096)
+    x = dispatch_bytes(c, PartLayout(ep=64), shape, FP8)
     rows = 4096 * 8
     assert (x.dispatch.kind, x.dispatch.axes, x.dispatch.fanout, x.dispatch.nodes_limit) == (
-        CommKind.ALL_TO_ALL,
+        MessageKind.ALL_TO_ALL,
         ("ep",),
         8,
         4,
@@ -191,9 +195,9 @@ def test_dispatch_and_combine_carry_every_copy():
     assert x.dispatch.bytes == rows * 7168 * 33 // 32 == x.dispatched_bytes
     assert x.combine.bytes == rows * 7168 * 2
     assert x.combined_bytes == 4096 * 7168 * 2
-    halved = dispatch_bytes(c, Layout(tp=2, ep=64, sequence_parallel=True), shape, FP8)
+    halved = dispatch_bytes(c, PartLayout(tp=2, ep=64, sequence_parallel=True), shape, FP8)
     assert halved.dispatch.bytes * 2 == x.dispatch.bytes
-    assert dispatch_bytes(load_config("mixtral-8x7b"), Layout(ep=8), shape, BF16).dispatch.nodes_limit == 0
+    assert dispatch_bytes(load_config("mixtral-8x7b"), PartLayout(ep=8), shape, BF16).dispatch.nodes_limit == 0
 
 
 def messages(work, when):
@@ -203,7 +207,7 @@ def messages(work, when):
 def test_tensor_parallel_messages_are_megatrons():
     c, size = load_config("llama3-8b"), 4096 * 4096 * 2
     assert works(c)["l0.attn"].inline == ()
-    plain, sp = (works(c, Layout(tp=2, sequence_parallel=sp)) for sp in (False, True))
+    plain, sp = (works(c, PartLayout(tp=2, sequence_parallel=sp)) for sp in (False, True))
     for part in ("l0.attn", "l0.mlp"):
         assert messages(plain[part], Pass.F) == [("all_reduce", "tp", size)]
         assert messages(plain[part], Pass.I) == [("all_reduce", "tp", size)]
@@ -218,7 +222,7 @@ def test_tensor_parallel_messages_are_megatrons():
 
 def test_latents_enter_the_region_one_by_one_and_the_rotary_key_is_not_gathered_again():
     c = load_config("deepseek-v3")
-    sp, plain = (works(c, Layout(tp=4, sequence_parallel=sp))["l0.attn"] for sp in (True, False))
+    sp, plain = (works(c, PartLayout(tp=4, sequence_parallel=sp))["l0.attn"] for sp in (True, False))
     latents, rope, out = [4096 * rank * 2 for rank in (1536, 512)], 4096 * 64 * 2, 4096 * 7168 * 2
     gathers = [("all_gather", "tp", size) for size in (*latents, rope)]
     assert messages(sp, Pass.F) == [*gathers, ("reduce_scatter", "tp", out)]
@@ -229,14 +233,14 @@ def test_latents_enter_the_region_one_by_one_and_the_rotary_key_is_not_gathered_
 
 
 def test_context_parallel_messages_carry_keys_and_values():
-    w = works(load_config("llama3-8b"), Layout(cp=4))["l0.attn"]
+    w = works(load_config("llama3-8b"), PartLayout(cp=4))["l0.attn"]
     size = 4096 * 2 * 8 * 128 * 2
     assert messages(w, Pass.F) == [("all_gather", "cp", size)]
     assert messages(w, Pass.I) == [("all_gather", "cp", size), ("reduce_scatter", "cp", size)]
 
 
 def test_experts_cut_by_etp_gather_and_scatter_rows():
-    w = works(load_config("mixtral-8x7b"), Layout(tp=2, ep=4, etp=2, sequence_parallel=True))["l0.experts"]
+    w = works(load_config("mixtral-8x7b"), PartLayout(tp=2, ep=4, etp=2, sequence_parallel=True))["l0.experts"]
     size = 2048 * 2 * 2 * 4096 * 2
     for when in (Pass.F, Pass.I):
         assert messages(w, when) == [("all_gather", "etp", size), ("reduce_scatter", "etp", size)]

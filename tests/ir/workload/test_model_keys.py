@@ -10,10 +10,10 @@ import pytest
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.workload import config_from, load_config, model_chunks
-from ir.workload.config.key import Holds, Key, fits
+from ir.workload.config.key import ModelKey, ModelKeyType, fits
 from ir.workload.config.keys import TYPES
-from ir.workload.config.spec import ModelConfig, RopeScaling, Scaling
-from ir.workload.setting import BatchShape
+from ir.workload.config.spec import AttentionRopeScaling, AttentionRopeScalingKind, ModelConfig
+from ir.workload.setting import MicrobatchShape
 from ir.workload.work import chunk_flops
 from tests.ir.workload import hub_configs as hub
 
@@ -52,13 +52,15 @@ def test_a_job_changes_what_a_file_says_of_theta() -> None:
     file = {**LLAMA, "rope_parameters": {**YARN, "rope_theta": 5e5}}
     c = read(file, rope_theta=7e5)
     assert c.rope_theta == 7e5 and c.rope_scaling is not None and c.rope_scaling.factor == 4
-    assert read(file, rope_parameters={"factor": 2.0}).rope_scaling == RopeScaling(
-        Scaling.YARN, 2.0, 512, times=0.1 * math.log(2) + 1
+    assert read(file, rope_parameters={"factor": 2.0}).rope_scaling == AttentionRopeScaling(
+        AttentionRopeScalingKind.YARN, 2.0, 512, times=0.1 * math.log(2) + 1
     )
     linear = {"rope_type": "linear", "factor": 2.0}
     for table in ("rope_parameters", "rope_scaling"):
         c = read(file, **{table: linear})
-        assert (c.rope_scaling, c.rope_theta) == (RopeScaling(Scaling.LINEAR, 2.0), 5e5), "theta is not of a kind"
+        assert (c.rope_scaling, c.rope_theta) == (AttentionRopeScaling(AttentionRopeScalingKind.LINEAR, 2.0), 5e5), (
+            "theta is not of a kind"
+        )
         assert read(file, rope_theta=7e5, **{table: linear}).rope_theta == 7e5
         assert read(file, **{table: {**linear, "rope_theta": 9e5}}).rope_theta == 9e5
     e = refused(file, rope_theta=7e5, rope_parameters={**linear, "rope_theta": 9e5})
@@ -85,7 +87,10 @@ def load_raw(preset: str) -> dict[str, Any]:
 
 def test_llama_31_is_not_llama_3() -> None:
     c = read(hub.LLAMA31_8B)
-    assert c.rope_scaling == RopeScaling(Scaling.LLAMA3, 8.0, 8192, 1.0, 4.0) and c.rope_theta == 5e5
+    assert (
+        c.rope_scaling == AttentionRopeScaling(AttentionRopeScalingKind.LLAMA3, 8.0, 8192, 1.0, 4.0)
+        and c.rope_theta == 5e5
+    )
     assert load_config("llama3-8b").rope_scaling is None
 
 
@@ -93,7 +98,7 @@ def test_deepseek_v3s_own_file() -> None:
     """Its checkpoint is stored in fp8; YaRN scales its scores, by the square of 0.1 ln 40 + 1."""
     c, preset = read(hub.DEEPSEEK_V3), load_config("deepseek-v3")
     assert c.stored == "fp8" and preset.stored == ""
-    assert c.rope_scaling == RopeScaling(Scaling.YARN, 40.0, 4096, 1.0, 32.0, times=1.0)
+    assert c.rope_scaling == AttentionRopeScaling(AttentionRopeScalingKind.YARN, 40.0, 4096, 1.0, 32.0, times=1.0)
     assert c.score_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2)
     assert c.moe == preset.moe, "aux_loss_alpha of a file is a loss of the training code that came with it"
     e = refused({**hub.DEEPSEEK_V3, "quantization_config": {"quant_method": "gptq", "bits": 4}})
@@ -158,7 +163,7 @@ def test_windows_of_each_layer() -> None:
 
 
 def test_a_window_of_one_layer_is_in_the_costs_of_that_layer() -> None:
-    c, shape = read({**QWEN, "max_window_layers": 2}), BatchShape(1, 256)
+    c, shape = read({**QWEN, "max_window_layers": 2}), MicrobatchShape(1, 256)
     flops = [chunk_flops(c, chunk, shape) for chunk in model_chunks(c)[1:5]]
     one = [chunk_flops(w, model_chunks(w)[1], shape) for w in (read(QWEN), read({**QWEN, "max_window_layers": 0}))]
     assert flops == [one[0], one[0], one[1], one[1]] and one[0] > one[1]
@@ -239,8 +244,8 @@ OTHERS = (3, 2, 0, 0.25, True, False, "x", [1], ["x"], {"x": 1}, {"rope_type": "
 
 
 def _keys(model_type: str, modelled: bool) -> list[str]:
-    def read(key: Key) -> bool:
-        return bool(key.only) or key.holds is not Holds.ANYTHING
+    def read(key: ModelKey) -> bool:
+        return bool(key.only) or key.holds is not ModelKeyType.ANYTHING
 
     return [n for n, k in TYPES[model_type].items() if read(k) is modelled and n not in LOSSES]
 

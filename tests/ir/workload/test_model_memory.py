@@ -10,14 +10,14 @@ from ir.core.ops import Pass
 from ir.core.work import DType
 from ir.workload import load_config, local_numel, model_chunks
 from ir.workload.params import placeholder_grad_bytes
-from ir.workload.part import Layout
+from ir.workload.part import PartLayout
 from ir.workload.partition import partition
 from ir.workload.setting import check_setting
-from ir.workload.work import BatchShape, Precision, part_work, recompute_labels
+from ir.workload.work import MicrobatchShape, ModelPrecision, part_work, recompute_labels
 
 TABLE = Path(__file__).parents[2] / "data" / "korthikanti_activation.csv"
-BF16 = Precision()
-FP8 = Precision(DType.FP8, dispatch=DType.FP8)
+BF16 = ModelPrecision()
+FP8 = ModelPrecision(DType.FP8, dispatch=DType.FP8)
 NORM_STATS = 1e-3
 
 
@@ -38,7 +38,7 @@ def gpt(h, heads, **more):
 
 def layer_bytes(config, layout, b=1, s=2048, attention="unfused", recompute=(), precision=BF16):
     chunk = model_chunks(config)[1]
-    return alive(config, chunk, layout, BatchShape(b, s), precision, attention, recompute)
+    return alive(config, chunk, layout, MicrobatchShape(b, s), precision, attention, recompute)
 
 
 @pytest.mark.parametrize(("h", "a"), [(6144, 64), (12288, 96), (20480, 128), (25600, 160)])
@@ -46,9 +46,9 @@ def layer_bytes(config, layout, b=1, s=2048, attention="unfused", recompute=(), 
 def test_a_gpt_layer_keeps_what_korthikanti_counts(h, a, b):
     c, s, t = gpt(h, a), 2048, 8
     scores = 5 * a * s / h
-    tp, sp = Layout(tp=t), Layout(tp=t, sequence_parallel=True)
+    tp, sp = PartLayout(tp=t), PartLayout(tp=t, sequence_parallel=True)
     for layout, attention, recompute, per_sbh in [
-        (Layout(), "unfused", (), 34 + scores),
+        (PartLayout(), "unfused", (), 34 + scores),
         (tp, "unfused", (), 10 + 24 / t + scores / t),
         (sp, "unfused", (), (34 + scores) / t),
         (tp, "unfused", ("scores",), 10 + 24 / t),
@@ -64,7 +64,7 @@ def test_a_gpt_layer_keeps_what_korthikanti_counts(h, a, b):
 @pytest.mark.parametrize("row", list(csv.DictReader(TABLE.read_text().splitlines()[1:])), ids=lambda r: str(r["mode"]))
 def test_shares_are_those_of_korthikantis_figure(row):
     c = gpt(int(row["hidden"]), int(row["heads"]))
-    tp, sp = Layout(tp=8), Layout(tp=8, sequence_parallel=True)
+    tp, sp = PartLayout(tp=8), PartLayout(tp=8, sequence_parallel=True)
     got = {
         "none": layer_bytes(c, tp),
         "seq": layer_bytes(c, sp),
@@ -79,19 +79,19 @@ def test_shares_are_those_of_korthikantis_figure(row):
 def test_without_dropout_the_paper_is_missed():
     """Negative control: three masks and a second copy of the scores are 2sbh + 3as²b."""
     c, s, h, a = gpt(6144, 64, attn_pdrop=0.0, resid_pdrop=0.0), 2048, 6144, 64
-    assert layer_bytes(c, Layout()) == pytest.approx(s * h * (32 + 2 * a * s / h), rel=NORM_STATS)
-    assert layer_bytes(c, Layout()) < 0.8 * s * h * (34 + 5 * a * s / h)
+    assert layer_bytes(c, PartLayout()) == pytest.approx(s * h * (32 + 2 * a * s / h), rel=NORM_STATS)
+    assert layer_bytes(c, PartLayout()) < 0.8 * s * h * (34 + 5 * a * s / h)
 
 
 def test_a_llama_layer_by_hand():
     c, t = load_config("llama3-8b"), 4096
     h, f, q, kv = 4096, 14336, 4096, 2048
     want = t * (2 * (2 * h + 2 * h + q + kv + q + 2 * f + f) + 4 * 32 + 2 * 4)
-    assert layer_bytes(c, Layout(), s=t, attention="flash") == want
-    assert layer_bytes(c, Layout(), s=t, attention="flash", recompute=("norm",)) == want - t * 2 * 2 * h
-    assert layer_bytes(c, Layout(), s=t, attention="flash", recompute=("activation",)) == want - t * 2 * f
-    assert layer_bytes(c, Layout(), s=t, attention="flash", recompute=("up_projection", "scores")) == want
-    assert layer_bytes(c, Layout(cp=4), s=t, attention="flash") * 4 == want
+    assert layer_bytes(c, PartLayout(), s=t, attention="flash") == want
+    assert layer_bytes(c, PartLayout(), s=t, attention="flash", recompute=("norm",)) == want - t * 2 * 2 * h
+    assert layer_bytes(c, PartLayout(), s=t, attention="flash", recompute=("activation",)) == want - t * 2 * f
+    assert layer_bytes(c, PartLayout(), s=t, attention="flash", recompute=("up_projection", "scores")) == want
+    assert layer_bytes(c, PartLayout(cp=4), s=t, attention="flash") * 4 == want
 
 
 def test_grouped_heads_shrink_scores_of_queries_only():
@@ -101,7 +101,7 @@ def test_grouped_heads_shrink_scores_of_queries_only():
     assert saved["v"] == 4096 * 8 * 128 * 2
 
 
-def work(c, at, name, layout=Layout(), precision=BF16, attention="flash", shape=BatchShape()):
+def work(c, at, name, layout=PartLayout(), precision=BF16, attention="flash", shape=MicrobatchShape()):
     chunk = model_chunks(c)[at]
     part = next(p for p in chunk.parts if p.name == name)
     return part_work(c, chunk, part, layout, shape, precision, attention)
@@ -113,7 +113,7 @@ DEEPSEEK = ("norm", "up_projection", "activation")
 def test_a_deepseek_v3_layer_as_it_was_trained():
     """fp8 products and dispatch, E5M6 attention output, recomputed norms, up-projections and SwiGLU; 4096 tokens."""
     c = load_config("deepseek-v3")
-    layout, t = Layout(ep=64), 4096
+    layout, t = PartLayout(ep=64), 4096
     rows = t * 8
     fp8 = 33 / 32
     want = (
@@ -126,10 +126,10 @@ def test_a_deepseek_v3_layer_as_it_was_trained():
         + rows * (7168 + 2 * 2048) * fp8 + rows * 8  # experts' input, SwiGLU input, weights
     )  # fmt: skip
     chunk = model_chunks(c)[10]
-    got = alive(c, chunk, layout, BatchShape(), FP8, recompute=DEEPSEEK)
+    got = alive(c, chunk, layout, MicrobatchShape(), FP8, recompute=DEEPSEEK)
     assert got == want
     assert 0.6e9 < got < 0.9e9
-    assert alive(c, chunk, layout, BatchShape(), FP8) > 2 * got
+    assert alive(c, chunk, layout, MicrobatchShape(), FP8) > 2 * got
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_recompute_labels_drop_what_they_say(option, names):
     chunk = model_chunks(c)[10]
     dropped = set()
     for part in chunk.parts:
-        for s in part_work(c, chunk, part, Layout(ep=64), BatchShape(), FP8).saved:
+        for s in part_work(c, chunk, part, PartLayout(ep=64), MicrobatchShape(), FP8).saved:
             if s.recompute == option:
                 dropped.add(s.name)
                 assert s.rebuild, s.name
@@ -177,7 +177,7 @@ def test_fp8_halves_linear_inputs_and_nothing_else():
 
 def test_the_head_keeps_fp32_probabilities_and_stashes_their_gradient():
     c = load_config("llama3-8b")
-    w = work(c, -1, "head", Layout(tp=2))
+    w = work(c, -1, "head", PartLayout(tp=2))
     kept = [(s.name, s.bytes, s.until) for s in w.saved]
     assert kept == [("softmax", 4096 * 64128 * 4, Pass.I), ("labels", 4096 * 8, Pass.I)]
     assert (w.stash_bytes, w.forward_workspace) == (4096 * 64128 * 2, 4096 * 64128 * 2)
@@ -198,7 +198,7 @@ def test_the_head_keeps_fp32_probabilities_and_stashes_their_gradient():
 def test_measured_peaks_are_state_activations_and_logits(name, layers, tp, pp, dp, ep, measured):
     c = load_config(name, {"num_hidden_layers": layers})
     stage = partition(model_chunks(c), pp, "even")[-1]
-    layout, shape = Layout(tp=tp, ep=ep, sequence_parallel=True), BatchShape(1, 4096)
+    layout, shape = PartLayout(tp=tp, ep=ep, sequence_parallel=True), MicrobatchShape(1, 4096)
     held = {p.name: (local_numel(p, layout), p.expert) for x in stage for part in x.parts for p in part.params}
     replicas = {False: dp, True: tp * dp // ep}
     state = sum(n * (6 + 12 / replicas[expert]) for n, expert in held.values())
@@ -213,16 +213,16 @@ def test_placeholder_gradients_are_one_per_weight_shape():
     chunks = model_chunks(load_config("llama3-70b", {"num_hidden_layers": 6}))
     h, f = 8192, 28672
     layer = (h + 2 * 1024) * h + h * h + 3 * h * f
-    assert placeholder_grad_bytes(chunks[1:4], Layout()) == 2 * layer
-    assert placeholder_grad_bytes(chunks[1:4], Layout(tp=4)) == 2 * layer // 4
+    assert placeholder_grad_bytes(chunks[1:4], PartLayout()) == 2 * layer
+    assert placeholder_grad_bytes(chunks[1:4], PartLayout(tp=4)) == 2 * layer // 4
     v3 = model_chunks(load_config("deepseek-v3"))
     one = 3 * 7168 * 2048
     mla = 7168 * (1536 + 576) + 1536 * 24576 + 512 * 32768 + 16384 * 7168
-    assert placeholder_grad_bytes(v3[10:14], Layout(ep=64)) == 2 * (mla + 2 * one)
+    assert placeholder_grad_bytes(v3[10:14], PartLayout(ep=64)) == 2 * (mla + 2 * one)
 
 
 def test_the_embeddings_gradient_is_a_transient_of_its_own():
-    w = work(load_config("llama3-8b"), 0, "embed", Layout(tp=2))
+    w = work(load_config("llama3-8b"), 0, "embed", PartLayout(tp=2))
     assert w.weight_grad_workspace == 64128 * 4096 * 2
     assert w.stash_bytes == 4096 * 4096 * 2
 
@@ -231,7 +231,7 @@ def test_output_gradients_are_stashed_for_every_linear():
     c = load_config("llama3-8b")
     assert work(c, 1, "mlp").stash_bytes == 4096 * (2 * 14336 + 4096) * 2
     assert work(c, 1, "attn").stash_bytes == 4096 * (4096 + 2048 + 4096) * 2
-    assert work(c, 1, "mlp", Layout(tp=4)).stash_bytes == 4096 * (2 * 14336 // 4 + 4096) * 2
+    assert work(c, 1, "mlp", PartLayout(tp=4)).stash_bytes == 4096 * (2 * 14336 // 4 + 4096) * 2
 
 
 def test_shared_experts_and_router_share_one_normed_input():
@@ -250,17 +250,17 @@ def test_shared_experts_and_router_share_one_normed_input():
 @pytest.mark.parametrize(
     ("name", "layout", "shape", "key", "fix"),
     [
-        ("llama3-8b", Layout(tp=16), BatchShape(), "parallel.tp", "tp = 8"),
-        ("tiny-moe", Layout(ep=3), BatchShape(), "parallel.ep", "ep = 2"),
-        ("tiny-moe", Layout(tp=2), BatchShape(), "parallel.sequence_parallel", "true"),
-        ("tiny-llama", Layout(ep=2), BatchShape(), "parallel.ep", "ep = 1, etp = 1"),
-        ("gpt2", Layout(tp=2), BatchShape(1, 1024), "parallel.tp", "vocab_size = 50258"),
-        ("gpt2", Layout(), BatchShape(1, 2048), "model.seq_len", "seq_len = 1024"),
-        ("llama3-8b", Layout(cp=3), BatchShape(), "parallel.cp", "cp = 2"),
-        ("llama3-8b", Layout(cp=4), BatchShape(1, 12), "parallel.cp", "cp = 3"),  # eight stretches
-        ("llama3-8b", Layout(cp=2), BatchShape(1, 7), "parallel.cp", "cp = 1"),
-        ("llama3-8b", Layout(tp=4, sequence_parallel=True), BatchShape(1, 6), "parallel.tp", "tp = 3"),
-        ("llama3-8b", Layout(tp=2, sequence_parallel=True), BatchShape(2, 7), "parallel.tp", "tp = 1"),
+        ("llama3-8b", PartLayout(tp=16), MicrobatchShape(), "parallel.tp", "tp = 8"),
+        ("tiny-moe", PartLayout(ep=3), MicrobatchShape(), "parallel.ep", "ep = 2"),
+        ("tiny-moe", PartLayout(tp=2), MicrobatchShape(), "parallel.sequence_parallel", "true"),
+        ("tiny-llama", PartLayout(ep=2), MicrobatchShape(), "parallel.ep", "ep = 1, etp = 1"),
+        ("gpt2", PartLayout(tp=2), MicrobatchShape(1, 1024), "parallel.tp", "vocab_size = 50258"),
+        ("gpt2", PartLayout(), MicrobatchShape(1, 2048), "model.seq_len", "seq_len = 1024"),
+        ("llama3-8b", PartLayout(cp=3), MicrobatchShape(), "parallel.cp", "cp = 2"),
+        ("llama3-8b", PartLayout(cp=4), MicrobatchShape(1, 12), "parallel.cp", "cp = 3"),  # eight stretches
+        ("llama3-8b", PartLayout(cp=2), MicrobatchShape(1, 7), "parallel.cp", "cp = 1"),
+        ("llama3-8b", PartLayout(tp=4, sequence_parallel=True), MicrobatchShape(1, 6), "parallel.tp", "tp = 3"),
+        ("llama3-8b", PartLayout(tp=2, sequence_parallel=True), MicrobatchShape(2, 7), "parallel.tp", "tp = 1"),
     ],
 )
 def test_layouts_that_do_not_divide_are_refused(name, layout, shape, key, fix):
@@ -271,6 +271,6 @@ def test_layouts_that_do_not_divide_are_refused(name, layout, shape, key, fix):
 
 
 def test_layouts_in_use_pass():
-    check_setting(load_config("deepseek-v3"), Layout(ep=64), BatchShape())
-    check_setting(load_config("llama3-70b"), Layout(tp=8, cp=2, sequence_parallel=True), BatchShape(1, 8192))
-    check_setting(load_config("qwen3-30b-a3b"), Layout(tp=4, ep=8, sequence_parallel=True), BatchShape())
+    check_setting(load_config("deepseek-v3"), PartLayout(ep=64), MicrobatchShape())
+    check_setting(load_config("llama3-70b"), PartLayout(tp=8, cp=2, sequence_parallel=True), MicrobatchShape(1, 8192))
+    check_setting(load_config("qwen3-30b-a3b"), PartLayout(tp=4, ep=8, sequence_parallel=True), MicrobatchShape())

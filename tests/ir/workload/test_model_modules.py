@@ -6,28 +6,30 @@ from ir.core.ops import Pass
 from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.workload import load_config, model_chunks
-from ir.workload.part import Layout, PartWork
-from ir.workload.work import BatchShape, Precision, part_work
+from ir.workload.part import PartLayout, PartWork
+from ir.workload.work import MicrobatchShape, ModelPrecision, part_work
 
 
-def work(config: str, at: int, name: str, layout: Layout = Layout(), shape: BatchShape = BatchShape()) -> PartWork:
+def work(
+    config: str, at: int, name: str, layout: PartLayout = PartLayout(), shape: MicrobatchShape = MicrobatchShape()
+) -> PartWork:
     c = load_config(config)
     chunk = model_chunks(c)[at]
     part = next(p for p in chunk.parts if p.name == name)
-    return part_work(c, chunk, part, layout, shape, Precision())
+    return part_work(c, chunk, part, layout, shape, ModelPrecision())
 
 
 def test_norms_inside_attention_keep_statistics_too() -> None:
-    def kept(config: str, layout: Layout) -> dict[str, tuple[int, Pass]]:
+    def kept(config: str, layout: PartLayout) -> dict[str, tuple[int, Pass]]:
         return {s.name: (s.bytes, s.until) for s in work(config, 1, "attn", layout).saved}
 
     # qwen3-30b-a3b: 32 query and 4 key heads, cut by tp. Latents are normed before tp's region: sp alone cuts them.
-    assert kept("qwen3-30b-a3b", Layout())["qk_norm_stats"] == (4096 * (32 + 4) * 4, Pass.I)
-    assert kept("qwen3-30b-a3b", Layout(tp=4))["qk_norm_stats"] == (4096 * (8 + 1) * 4, Pass.I)
-    assert kept("deepseek-v3", Layout(tp=4))["latent_norm_stats"] == (4096 * 2 * 4, Pass.I)
-    assert kept("deepseek-v3", Layout(tp=4, sequence_parallel=True))["latent_norm_stats"] == (1024 * 2 * 4, Pass.I)
-    assert kept("deepseek-v2-lite", Layout())["latent_norm_stats"] == (4096 * 4, Pass.I)  # queries have no latent
-    assert not {"qk_norm_stats", "latent_norm_stats"} & kept("llama3-8b", Layout()).keys()
+    assert kept("qwen3-30b-a3b", PartLayout())["qk_norm_stats"] == (4096 * (32 + 4) * 4, Pass.I)
+    assert kept("qwen3-30b-a3b", PartLayout(tp=4))["qk_norm_stats"] == (4096 * (8 + 1) * 4, Pass.I)
+    assert kept("deepseek-v3", PartLayout(tp=4))["latent_norm_stats"] == (4096 * 2 * 4, Pass.I)
+    assert kept("deepseek-v3", PartLayout(tp=4, sequence_parallel=True))["latent_norm_stats"] == (1024 * 2 * 4, Pass.I)
+    assert kept("deepseek-v2-lite", PartLayout())["latent_norm_stats"] == (4096 * 4, Pass.I)  # queries have no latent
+    assert not {"qk_norm_stats", "latent_norm_stats"} & kept("llama3-8b", PartLayout()).keys()
 
 
 def test_an_mtp_module_norms_both_of_its_inputs() -> None:
@@ -44,15 +46,15 @@ def test_a_router_keeps_weights_only_where_it_divides_them_by_their_sum() -> Non
 
 
 def test_experts_give_rows_to_combine_and_sums_where_there_is_none() -> None:
-    layouts = (Layout(), Layout(ep=4), Layout(etp=2))
+    layouts = (PartLayout(), PartLayout(ep=4), PartLayout(etp=2))
     got = [work("mixtral-8x7b", 1, "experts", layout).out_bytes for layout in layouts]
     assert got == [4096 * 4096 * 2, 2 * 4096 * 4096 * 2, 2 * 4096 * 4096 * 2]
 
 
 def test_learned_positions_get_a_gradient_summed_over_sequences() -> None:
-    assert work("gpt2", 0, "embed", shape=BatchShape(4, 1024)).stash_bytes == (4 + 1) * 1024 * 768 * 2
-    layout = Layout(tp=2, cp=2, sequence_parallel=True)
-    assert work("gpt2", 0, "embed", layout, shape=BatchShape(4, 1024)).stash_bytes == (4 + 1) * 256 * 768 * 2
+    assert work("gpt2", 0, "embed", shape=MicrobatchShape(4, 1024)).stash_bytes == (4 + 1) * 1024 * 768 * 2
+    layout = PartLayout(tp=2, cp=2, sequence_parallel=True)
+    assert work("gpt2", 0, "embed", layout, shape=MicrobatchShape(4, 1024)).stash_bytes == (4 + 1) * 256 * 768 * 2
 
 
 @pytest.mark.parametrize(("ep", "rows", "token"), [(1, 1, 2), (4, 2, 2)])

@@ -8,21 +8,21 @@ from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.plan.text import plan_digest
 from ir.workload import load_config, model_chunks
-from ir.workload.part import Layout
-from ir.workload.setting import BatchShape, Loss, Precision, Style
+from ir.workload.part import PartLayout
+from ir.workload.setting import KernelStyle, MicrobatchShape, ModelPrecision, TokenLossKind
 from ir.workload.work import part_work
 from piper_sim.memory.timeline import memory, state
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
-from piper_sim.study.planned import Planned
+from piper_sim.study.planned import PlannedJob
 
 LLAMA = load_config("llama3-8b", {"num_hidden_layers": 1, "num_key_value_heads": 32})
 TOKENS, H, FFN, VOCAB = 4096, 4096, 14336, 128256
 
 
-def work(chunk, part, style, layout=Layout()):
+def work(chunk, part, style, layout=PartLayout()):
     chunk = model_chunks(LLAMA)[chunk]
     found = next(p for p in chunk.parts if p.name == part)
-    return part_work(LLAMA, chunk, found, layout, BatchShape(1, TOKENS), Precision(), "flash", style)
+    return part_work(LLAMA, chunk, found, layout, MicrobatchShape(1, TOKENS), ModelPrecision(), "flash", style)
 
 
 def kept(w):
@@ -31,11 +31,11 @@ def kept(w):
 
 @pytest.mark.parametrize(
     ("loss", "keeps", "beside", "after"),
-    [(Loss.PARALLEL, 4, 2, 2), (Loss.PLAIN, 4, 2 + 4, 2), (Loss.FUSED, 2, 0, 2)],
+    [(TokenLossKind.PARALLEL, 4, 2, 2), (TokenLossKind.PLAIN, 4, 2 + 4, 2), (TokenLossKind.FUSED, 2, 0, 2)],
 )
 def test_bytes_of_a_logit(loss, keeps, beside, after):
     logits = TOKENS * VOCAB
-    head = work(-1, "head", Style(loss))
+    head = work(-1, "head", KernelStyle(loss))
     assert kept(head) == keeps * logits + 8 * TOKENS, "and the labels"
     assert head.forward_workspace == beside * logits
     assert head.stash_bytes == after * logits, "their gradient"
@@ -43,31 +43,36 @@ def test_bytes_of_a_logit(loss, keeps, beside, after):
 
 def test_a_fused_loss_moves_least_and_a_plain_one_most():
     moved = {
-        x: sum(k.bytes for k in (*work(-1, "head", Style(x)).forward, *work(-1, "head", Style(x)).input_grad))
-        for x in Loss
+        x: sum(
+            k.bytes for k in (*work(-1, "head", KernelStyle(x)).forward, *work(-1, "head", KernelStyle(x)).input_grad)
+        )
+        for x in TokenLossKind
     }
-    assert moved[Loss.FUSED] < moved[Loss.PARALLEL] < moved[Loss.PLAIN]
+    assert moved[TokenLossKind.FUSED] < moved[TokenLossKind.PARALLEL] < moved[TokenLossKind.PLAIN]
 
 
 def test_eager_keeps_the_gate_s_activation_and_the_fused_product_beside_rope_s():
-    fused, eager = Style(), Style(eager=True)
+    fused, eager = KernelStyle(), KernelStyle(eager=True)
     assert kept(work(1, "mlp", eager)) - kept(work(1, "mlp", fused)) == 2 * TOKENS * FFN
     assert kept(work(1, "attn", eager)) - kept(work(1, "attn", fused)) == 2 * TOKENS * 2 * H
     gpt = load_config("gpt3-175b", {"n_layer": 1})
     chunk = model_chunks(gpt)[1]
     for part in chunk.parts:  # no gate, no rope
         one, two = (
-            part_work(gpt, chunk, part, Layout(), BatchShape(1, 2048), Precision(), "flash", x) for x in (fused, eager)
+            part_work(gpt, chunk, part, PartLayout(), MicrobatchShape(1, 2048), ModelPrecision(), "flash", x)
+            for x in (fused, eager)
         )
         assert one == two
 
 
 def test_what_was_gathered_is_kept_whole():
-    sp, tp = Layout(tp=8, sequence_parallel=True), Layout(tp=8)
+    sp, tp = PartLayout(tp=8, sequence_parallel=True), PartLayout(tp=8)
     for chunk, part in ((1, "attn"), (1, "mlp")):
-        more = kept(work(chunk, part, Style(keep_gathered=True), sp)) - kept(work(chunk, part, Style(), sp))
+        more = kept(work(chunk, part, KernelStyle(keep_gathered=True), sp)) - kept(work(chunk, part, KernelStyle(), sp))
         assert more == 2 * TOKENS * H * 7 // 8, part
-        assert kept(work(chunk, part, Style(keep_gathered=True), tp)) == kept(work(chunk, part, Style(), tp))
+        assert kept(work(chunk, part, KernelStyle(keep_gathered=True), tp)) == kept(
+            work(chunk, part, KernelStyle(), tp)
+        )
 
 
 TABLE = {
@@ -90,7 +95,7 @@ def test_memory_does():
     for name in ("megatron", "nanotron"):
         job = job_from({**TABLE, "costs": {"software": name}})
         hw = hardware_of(job)
-        planned = Planned.of(prepare_priced(job, hw), hw)
+        planned = PlannedJob.of(prepare_priced(job, hw), hw)
         peaks[name] = int(planned.memory.peak.max())
         without = memory(planned.plan, state(planned.plan, planned.model.recipe))
         assert int(without.peak.max()) == peaks[name]
@@ -103,8 +108,10 @@ def test_fp8_goes_in_and_out_of_what_it_keeps():
     chunk = next(c for c in model_chunks(config) if any(p.name == "experts" for p in c.parts))
     for part, label in (("attn", "context"), ("experts", "pre_activation"), ("shared", "pre_activation")):
         found = next(p for p in chunk.parts if p.name == part)
-        w = part_work(config, chunk, found, Layout(ep=64), BatchShape(), Precision(DType.FP8, dispatch=DType.FP8))
-        plain = part_work(config, chunk, found, Layout(ep=64), BatchShape(), Precision())
+        w = part_work(
+            config, chunk, found, PartLayout(ep=64), MicrobatchShape(), ModelPrecision(DType.FP8, dispatch=DType.FP8)
+        )
+        plain = part_work(config, chunk, found, PartLayout(ep=64), MicrobatchShape(), ModelPrecision())
         assert [k.label for k in w.forward if k.label.startswith(f"{label}.store")]
         assert [k.label for k in w.input_grad if k.label.startswith(f"{label}.load")]
         assert not [k for k in (*plain.forward, *plain.input_grad) if k.label.endswith(".fp8")]

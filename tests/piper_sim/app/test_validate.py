@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cost_models.profile.file import profile_text
-from cost_models.profile.profile import Machine, Measured, OpEntry, Profile, plan_keys
+from cost_models.profile.profile import MeasuredCost, OpEntry, Profile, ProfileMachine, plan_keys
 from ir.job import load_job
 from piper_sim.app import cli as command_line
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
@@ -26,7 +26,7 @@ def _profile(path: str, tmp_path: Path, seconds: float, part: str = "") -> str:
     """A profile in which everything, or all that starts so, takes so long."""
     job = load_job(path)
     keys = plan_keys(prepare_priced(job, hardware_of(job)).plan())
-    machine, took = Machine("x", 1, "", 0, {}, "2026-01-01T00:00:00Z"), Measured(seconds, 0.0, 1)
+    machine, took = ProfileMachine("x", 1, "", 0, {}, "2026-01-01T00:00:00Z"), MeasuredCost(seconds, 0.0, 1)
     wanted = [k for k in keys if k.startswith(part)]
     links = {k: took for k in wanted if k.rpartition(" ")[2].isdecimal() and "/" not in k and not k.startswith("UPD")}
     ops = {k: OpEntry(took) for k in wanted if k not in links}

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import FloatArray
-from ir.lower import P2P, Merge, Policy
-from ir.plan.plan import Csr, OpKind, Plan
-from piper_sim.engine import Host, Interference, Links, Run, Scenario, Wire
+from ir.lower import MessageQueue, PassMerge, PlanPolicy
+from ir.plan.plan import OpKind, OpLists, Plan
+from piper_sim.engine import EngineRun, EngineScenario, HostModel, KernelInterference, Links, MessageMode
 from tests.ir.plans import FIXED, WHOLE, moe_plan, stage_plan
 
 POLICIES = {
     "whole": WHOLE,
-    "cut": Policy(merge=Merge.ALTERNATE, clip=False),
-    "use": Policy(merge=Merge.FUSED, whole_backward=True, p2p=P2P.USE, clip=False),
-    "single": Policy(merge=Merge.ALTERNATE, p2p=P2P.SINGLE, clip=False),
+    "cut": PlanPolicy(merge=PassMerge.ALTERNATE, clip=False),
+    "use": PlanPolicy(merge=PassMerge.FUSED, whole_backward=True, p2p=MessageQueue.USE, clip=False),
+    "single": PlanPolicy(merge=PassMerge.ALTERNATE, p2p=MessageQueue.SINGLE, clip=False),
 }
 STAGES = st.tuples(st.sampled_from(FIXED), st.integers(1, 8), st.integers(1, 12), st.sampled_from(sorted(POLICIES)))
 LAYERS = st.tuples(
@@ -32,7 +32,7 @@ LAYERS = st.tuples(
     st.integers(0, 3),
     st.booleans(),
     st.booleans(),
-    st.sampled_from([P2P.CHANNELS, P2P.SINGLE]),
+    st.sampled_from([MessageQueue.CHANNELS, MessageQueue.SINGLE]),
 )
 SEEDS = st.integers(0, 2**32)
 SCALES = ("ties", "ulps", "seconds", "minutes", "mixed")
@@ -45,9 +45,9 @@ def stages(name: str, ranks: int, mbs: int, policy: str) -> Plan:
 
 
 @lru_cache(maxsize=4096)
-def layers(name: str, ranks: int, mbs: int, zero: int, tied: bool, clip: bool, p2p: P2P) -> Plan:
+def layers(name: str, ranks: int, mbs: int, zero: int, tied: bool, clip: bool, p2p: MessageQueue) -> Plan:
     """Layer-level mixture of experts: all-to-alls, ZeRO, clipping, collectives that span programs."""
-    return moe_plan(name, ranks, mbs, Policy(p2p=p2p, clip=clip), zero=zero, tied=tied)
+    return moe_plan(name, ranks, mbs, PlanPolicy(p2p=p2p, clip=clip), zero=zero, tied=tied)
 
 
 def plan_of(case: tuple[Any, ...]) -> Plan:
@@ -75,7 +75,7 @@ def durations(plan: Plan, seed: int, scale: str) -> FloatArray:
     return out
 
 
-def interference(plan: Plan, seed: int) -> Interference:
+def interference(plan: Plan, seed: int) -> KernelInterference:
     """Any tables and any classes: the members of a meeting may differ."""
     rng = np.random.default_rng(seed)
     computes, comms = (int(x) for x in rng.integers(1, 5, 2))
@@ -87,7 +87,7 @@ def interference(plan: Plan, seed: int) -> Interference:
         some = rng.choice([0.0, 0.5, 1.0]) if rng.random() < 0.3 else rng.random(shape)
         return np.where(rng.random(shape) < 0.3, 0.0, some)
 
-    return Interference(kind, table(computes, comms), table(computes, comms), table(comms, computes))
+    return KernelInterference(kind, table(computes, comms), table(computes, comms), table(comms, computes))
 
 
 def links(plan: Plan, seed: int) -> Links:
@@ -102,7 +102,7 @@ def links(plan: Plan, seed: int) -> Links:
     return Links(row, at, rng.integers(0, count, at[-1]), load, count)
 
 
-def inline(plan: Plan) -> Host:
+def inline(plan: Plan) -> HostModel:
     """A host that executes compute itself: each op is held by the compute op before, of this step or the last."""
     n, compute = len(plan), plan.kind == OpKind.COMPUTE
     row: list[int] = []
@@ -115,10 +115,10 @@ def inline(plan: Plan) -> Host:
                 row.append(i)
                 on.append(last)
             last = i if compute[i] else last
-    return Host(np.zeros(n), Csr.of(n, np.array(row, dtype=np.int64), np.array(on, dtype=np.int64)))
+    return HostModel(np.zeros(n), OpLists.of(n, np.array(row, dtype=np.int64), np.array(on, dtype=np.int64)))
 
 
-def ahead(plan: Plan, seed: int, scale: str) -> Host:
+def ahead(plan: Plan, seed: int, scale: str) -> HostModel:
     """A host with costs and a window of at most a step, and some ops whose results it reads before it goes on."""
     rng = np.random.default_rng(seed)
     n, compute = len(plan), plan.kind == OpKind.COMPUTE
@@ -137,29 +137,31 @@ def ahead(plan: Plan, seed: int, scale: str) -> Host:
                 j = int(rng.integers(a, b))
                 pairs.append((i, j if j < i else n + j))
     some = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    return Host(launch, Csr.of(n, some[:, 0], some[:, 1]))
+    return HostModel(launch, OpLists.of(n, some[:, 0], some[:, 1]))
 
 
 HOSTS = ("none", "inline", "ahead")
 
 
-def host(plan: Plan, kind: str, seed: int, scale: str) -> Host | None:
+def host(plan: Plan, kind: str, seed: int, scale: str) -> HostModel | None:
     """None, or either model of a host."""
     return None if kind == "none" else inline(plan) if kind == "inline" else ahead(plan, seed, scale)
 
 
-def scenarios(plan: Plan, seed: int, scale: str, wire: Wire, kind: str, linked: bool) -> tuple[Scenario, Scenario]:
+def scenarios(
+    plan: Plan, seed: int, scale: str, wire: MessageMode, kind: str, linked: bool
+) -> tuple[EngineScenario, EngineScenario]:
     """(one where nothing is shared, one with interference and perhaps links)."""
-    bare = Scenario.of(plan, wire, host(plan, kind, seed, scale) if wire is Wire.RENDEZVOUS else None)
+    bare = EngineScenario.of(plan, wire, host(plan, kind, seed, scale) if wire is MessageMode.RENDEZVOUS else None)
     slow, over = interference(plan, seed), links(plan, seed) if linked else None
-    return bare, replace(bare, wire=Wire.RENDEZVOUS, slow=slow, links=over, host=host(plan, kind, seed, scale))
+    return bare, replace(bare, wire=MessageMode.RENDEZVOUS, slow=slow, links=over, host=host(plan, kind, seed, scale))
 
 
-Outcome = Run | str
-Play = Callable[[Scenario, FloatArray, int], Run]
+Outcome = EngineRun | str
+Play = Callable[[EngineScenario, FloatArray, int], EngineRun]
 
 
-def outcome(play: Play, scenario: Scenario, duration: FloatArray, steps: int) -> Outcome:
+def outcome(play: Play, scenario: EngineScenario, duration: FloatArray, steps: int) -> Outcome:
     """A run, or the story of its deadlock."""
     try:
         return play(scenario, duration, steps)

@@ -10,27 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ir.plan.plan import Csr
-from piper_sim.compiled import Compiled, events, net
-from piper_sim.engine import Host, Scenario, Wire, contention, loop, share
+from ir.plan.plan import OpLists
+from piper_sim.compiled import CompiledEngine, events, net
+from piper_sim.engine import EngineScenario, HostModel, MessageMode, contention, loop, share
 from tests.piper_sim.compiled.scenario_cases import HOSTS, SCALES
 from tests.piper_sim.compiled.test_twin import agree
 
 NAMES = ("1f1b", "zbv", "dualpipe", "zb1p", "interleaved-1f1b", "dualpipev", "gpipe", "1f1b")
 CONTROLS = [
-    ((name, 4, 6, "cut"), seed, SCALES[seed % len(SCALES)], Wire.RENDEZVOUS, HOSTS[seed % 3], seed % 2 == 0, 2)
+    ((name, 4, 6, "cut"), seed, SCALES[seed % len(SCALES)], MessageMode.RENDEZVOUS, HOSTS[seed % 3], seed % 2 == 0, 2)
     for seed, name in enumerate(NAMES * 2)
 ]
 # Here the order in which rates are summed shows in the last bit of a time.
-CONTROLS.append((("zbv", 8, 12, "cut"), 4, "minutes", Wire.RENDEZVOUS, "none", True, 1))
+CONTROLS.append((("zbv", 8, 12, "cut"), 4, "minutes", MessageMode.RENDEZVOUS, "none", True, 1))
 Change = Callable[[Any], Any]
 
 
-def given_other(change: Callable[[Scenario], Scenario]) -> Change:
+def given_other(change: Callable[[EngineScenario], EngineScenario]) -> Change:
     """SimPy is given another scenario."""
 
     def planted(old: Callable[..., None]) -> Callable[..., None]:
-        def init(self: Any, scenario: Scenario, *rest: Any) -> None:
+        def init(self: Any, scenario: EngineScenario, *rest: Any) -> None:
             old(self, change(scenario), *rest)
 
         return init
@@ -38,40 +38,40 @@ def given_other(change: Callable[[Scenario], Scenario]) -> Change:
     return planted
 
 
-def built_from(change: Callable[[Scenario], Scenario]) -> Change:
+def built_from(change: Callable[[EngineScenario], EngineScenario]) -> Change:
     """The twin's structure is another scenario's."""
     return lambda old: lambda scenario: old(change(scenario))
 
 
-def no_carry(s: Scenario) -> Scenario:
+def no_carry(s: EngineScenario) -> EngineScenario:
     return replace(s, late=s.late[:0], before=s.before[:0])
 
 
-def fewer_waits(s: Scenario) -> Scenario:
+def fewer_waits(s: EngineScenario) -> EngineScenario:
     """Without the first wait of the last op that has some."""
     row, item = s.plan.waits.rows(), s.plan.waits.items
     keep = np.arange(len(item)) != np.flatnonzero(row == row[-1])[0]
-    return replace(s, plan=replace(s.plan, waits=Csr.of(len(s.plan), row[keep], item[keep])))
+    return replace(s, plan=replace(s.plan, waits=OpLists.of(len(s.plan), row[keep], item[keep])))
 
 
-def with_host(change: Callable[[Host], Host]) -> Callable[[Scenario], Scenario]:
+def with_host(change: Callable[[HostModel], HostModel]) -> Callable[[EngineScenario], EngineScenario]:
     return lambda s: replace(s, host=s.host and change(s.host))
 
 
-def free(host: Host) -> Host:
+def free(host: HostModel) -> HostModel:
     none = np.zeros(0, dtype=np.int64)
-    return Host(host.launch, Csr.of(len(host.launch), none, none))
+    return HostModel(host.launch, OpLists.of(len(host.launch), none, none))
 
 
-def quick(host: Host) -> Host:
-    return Host(host.launch * 0, host.hold)
+def quick(host: HostModel) -> HostModel:
+    return HostModel(host.launch * 0, host.hold)
 
 
-def off_by_one(host: Host) -> Host:
+def off_by_one(host: HostModel) -> HostModel:
     """What held a host for one op holds it for the next."""
     row = host.hold.rows() + 1
     keep = row < len(host.launch)
-    return Host(host.launch, Csr.of(len(host.launch), row[keep], host.hold.items[keep]))
+    return HostModel(host.launch, OpLists.of(len(host.launch), row[keep], host.hold.items[keep]))
 
 
 def no_moving(old: Callable[..., float]) -> Callable[..., float]:
@@ -107,7 +107,7 @@ def other_tables(**factors: float) -> Change:
     """The twin's tables are off by a factor each; launches are the last of `duration`."""
 
     def planted(old: Callable[..., None]) -> Callable[..., None]:
-        def run(n: net.Net, rates: Any, table: Any, duration: Any, *rest: Any) -> None:
+        def run(n: net.OpNet, rates: Any, table: Any, duration: Any, *rest: Any) -> None:
             launched = np.arange(len(duration)) >= n.ops
             old(
                 n,
@@ -123,16 +123,16 @@ def other_tables(**factors: float) -> Change:
 
 
 DEFECTS: dict[str, tuple[Any, str, Change]] = {
-    "SimPy forgets moving kernels": (contention.SharedWorld, "_pace_of", no_moving),
+    "SimPy forgets moving kernels": (contention.SharedEngine, "_pace_of", no_moving),
     "SimPy rounds to another grid": (contention, "GRID", lambda grid: grid / 2),
     "SimPy settles before it is due": (contention, "SETTLE", lambda late: late - 2),
-    "SimPy carries nothing over": (loop.World, "__init__", given_other(no_carry)),
-    "SimPy's host forgets its hold": (loop.World, "__init__", given_other(with_host(free))),
-    "SimPy's launches are not added": (loop.World, "__init__", given_other(with_host(quick))),
-    "SimPy's window is one op off": (loop.World, "__init__", given_other(with_host(off_by_one))),
+    "SimPy carries nothing over": (loop.EngineState, "__init__", given_other(no_carry)),
+    "SimPy's host forgets its hold": (loop.EngineState, "__init__", given_other(with_host(free))),
+    "SimPy's launches are not added": (loop.EngineState, "__init__", given_other(with_host(quick))),
+    "SimPy's window is one op off": (loop.EngineState, "__init__", given_other(with_host(off_by_one))),
     "SimPy forgets what frozen users take": (share, "_level", frozen_share_kept),
     "SimPy sums users in another order": (share, "_level", other_order),
-    "SimPy shares anew too little": (contention.SharedWorld, "_component", nothing_near),
+    "SimPy shares anew too little": (contention.SharedEngine, "_component", nothing_near),
     "the twin carries nothing over": (net, "build", built_from(no_carry)),
     "the twin misses one wait": (net, "build", built_from(fewer_waits)),
     "the twin's host forgets its hold": (net, "build", built_from(with_host(free))),
@@ -145,9 +145,9 @@ DEFECTS: dict[str, tuple[Any, str, Change]] = {
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_planted_defect_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Compiled, "_built", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(CompiledEngine, "_built", weakref.WeakKeyDictionary())
     assert all(agree(*c) for c in CONTROLS)
-    monkeypatch.setattr(Compiled, "_built", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(CompiledEngine, "_built", weakref.WeakKeyDictionary())
     where, what, change = DEFECTS[name]
     monkeypatch.setattr(where, what, change(getattr(where, what)))
     assert not all(agree(*c) for c in CONTROLS)

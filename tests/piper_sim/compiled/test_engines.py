@@ -17,7 +17,7 @@ from ir.core.order import FloatArray
 from ir.plan.plan import OpKind, Plan
 from piper_sim import compiled, engine
 from piper_sim.compiled import choose
-from piper_sim.engine import Run, Scenario
+from piper_sim.engine import EngineRun, EngineScenario
 from piper_sim.engine.steady import MAX_STEPS
 from piper_sim.pricing.hosts import ahead, inline
 from piper_sim.study.predict import scenario_of
@@ -25,7 +25,7 @@ from piper_sim.study.prediction import Prediction
 from tests.ir.plans import stage_plan
 from tests.piper_sim.pricing.prediction_cases import RICH, answered, asked, drawn, table
 
-Play = Callable[..., Run]
+Play = Callable[..., EngineRun]
 
 
 # --- which one ---
@@ -49,7 +49,7 @@ def test_a_scenario_goes_where_it_pays(monkeypatch: pytest.MonkeyPatch, large: b
     went: list[str] = []
 
     def seen(name: str, real: Play) -> Play:
-        def play(*args: Any) -> Run:
+        def play(*args: Any) -> EngineRun:
             went.append(name)
             return real(*args)
 
@@ -93,7 +93,7 @@ def test_times_beyond_the_grid_s_exact_sums_agree_as_well(monkeypatch: pytest.Mo
 def test_a_defect_of_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the tests above: the last update ends one tick of the grid late."""
 
-    def late(scenario: Scenario, duration: FloatArray, steps: int = 1) -> Run:
+    def late(scenario: EngineScenario, duration: FloatArray, steps: int = 1) -> EngineRun:
         ran = compiled.play(scenario, duration, steps)
         ran.end[-1, scenario.plan.bounds[1:] - 1] += 2.0**-40
         return ran
@@ -177,9 +177,9 @@ def test_a_plan_by_hand_that_hangs_is_told_by_rank_and_op(play: Play, kind: str)
     plan = reversed_on(stage_plan("1f1b", 2, 2), 1)
     hosts = {"none": None, "inline": inline(plan), "ahead": ahead(plan, HostCosts(0.0, 0.0))}
     with pytest.raises(PiperError) as caught:
-        play(Scenario.of(plan, host=hosts[kind]), np.ones(len(plan)), 2)
+        play(EngineScenario.of(plan, host=hosts[kind]), np.ones(len(plan)), 2)
     assert caught.value.kind is ErrorKind.DEADLOCK
     assert "rank 1 compute stands at 1F0, which waits for 1B1" in str(caught.value)
     assert "rank 0 compute stands at 0B0, which waits for 0RECV_B0" in str(caught.value)
     assert ("rank 0 host stands at " in str(caught.value)) is (kind != "none")
-    play(Scenario.of(stage_plan("1f1b", 2, 2), host=hosts[kind]), np.ones(len(plan)), 2)
+    play(EngineScenario.of(stage_plan("1f1b", 2, 2), host=hosts[kind]), np.ones(len(plan)), 2)

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ir.plan.plan import Csr, Plan
+from ir.plan.plan import OpLists, Plan
 from piper_sim import compiled, engine
-from piper_sim.compiled import Compiled, event_loop, longest_path, step_ends
-from piper_sim.engine import Host, Interference, Run, Scenario, Wire
+from piper_sim.compiled import CompiledEngine, event_loop, longest_path, step_ends
+from piper_sim.engine import EngineRun, EngineScenario, HostModel, KernelInterference, MessageMode
 from tests.ir.plans import stage_plan
 from tests.piper_sim.compiled import scenario_cases as cases
 from tests.piper_sim.compiled.scenario_cases import (
@@ -41,14 +41,14 @@ ANY = {
     "case": st.one_of(STAGES, LAYERS),
     "seed": SEEDS,
     "scale": st.sampled_from(SCALES),
-    "wire": st.sampled_from(Wire),
+    "wire": st.sampled_from(MessageMode),
     "kind": st.sampled_from(HOSTS),
     "linked": st.booleans(),
     "steps": st.integers(1, 3),
 }
 
 
-def agree(case: Any, seed: int, scale: str, wire: Wire, kind: str, linked: bool, steps: int) -> bool:
+def agree(case: Any, seed: int, scale: str, wire: MessageMode, kind: str, linked: bool, steps: int) -> bool:
     """Both engines on a plan where nothing is shared, and with interference."""
     plan = plan_of(case)
     duration = durations(plan, seed, scale)
@@ -66,9 +66,12 @@ def test_any_plan_runs_as_in_simpy(**drawn: Any) -> None:
 @given(case=STAGES, seed=SEEDS, kind=st.sampled_from(HOSTS), steps=st.integers(1, 3))
 def test_the_event_loop_without_slowdown_is_the_longest_path(case: Any, seed: int, kind: str, steps: int) -> None:
     plan = plan_of(case)
-    duration, (_, s) = durations(plan, seed, "seconds"), scenarios(plan, seed, "ties", Wire.RENDEZVOUS, kind, True)
+    duration, (_, s) = (
+        durations(plan, seed, "seconds"),
+        scenarios(plan, seed, "ties", MessageMode.RENDEZVOUS, kind, True),
+    )
     t = cases.interference(plan, seed)
-    none = Interference(t.kind, t.held * 0, t.moving * 0, t.wire * 0)
+    none = KernelInterference(t.kind, t.held * 0, t.moving * 0, t.wire * 0)
     assert s.links is not None
     nobody = replace(s.links, row=np.full(len(plan), -1))
     path = outcome(longest_path, replace(s, slow=None, links=None), duration, steps)
@@ -79,8 +82,10 @@ def test_the_event_loop_without_slowdown_is_the_longest_path(case: Any, seed: in
 
 
 @few
-@given(case=STAGES, seed=SEEDS, wire=st.sampled_from(Wire), kind=st.sampled_from(HOSTS), steps=st.integers(1, 3))
-def test_many_durations_at_once_are_as_many_runs(case: Any, seed: int, wire: Wire, kind: str, steps: int) -> None:
+@given(case=STAGES, seed=SEEDS, wire=st.sampled_from(MessageMode), kind=st.sampled_from(HOSTS), steps=st.integers(1, 3))
+def test_many_durations_at_once_are_as_many_runs(
+    case: Any, seed: int, wire: MessageMode, kind: str, steps: int
+) -> None:
     plan = plan_of(case)
     scenario, _ = scenarios(plan, seed, "seconds", wire, kind, False)
     vectors = np.stack([durations(plan, seed + k, SCALES[k]) for k in range(4)])
@@ -91,21 +96,23 @@ def test_many_durations_at_once_are_as_many_runs(case: Any, seed: int, wire: Wir
     found = longest_path(scenario, vectors, steps)
     assert found.end.shape == (4, steps, len(plan))
     for k, run in enumerate(one_by_one):
-        assert same(Run(found.start[k], found.end[k], None if found.post is None else found.post[k]), run)
+        assert same(EngineRun(found.start[k], found.end[k], None if found.post is None else found.post[k]), run)
     assert (step_ends(scenario, vectors, steps) == found.end.max(axis=2)).all()
 
 
 def test_a_structure_is_built_once_and_forgotten_with_its_plan() -> None:
     plan = replace(stage_plan("1f1b", 2, 3))
     host, ones = cases.inline(plan), np.ones(len(plan))
-    bare, hosted = Scenario.of(plan), Scenario.of(plan, host=host)
+    bare, hosted = EngineScenario.of(plan), EngineScenario.of(plan, host=host)
     carried = replace(bare, late=np.array([0]), before=np.array([len(plan) - 1]))
-    assert Compiled.of(bare) is Compiled.of(Scenario.of(plan))
-    assert len({Compiled.of(s) for s in (bare, hosted, carried, Scenario.of(plan, Wire.BUFFERED))}) == 4
-    slower = replace(hosted, host=Host(ones, host.hold))
-    assert Compiled.of(slower) is Compiled.of(hosted)
+    assert CompiledEngine.of(bare) is CompiledEngine.of(EngineScenario.of(plan))
+    assert (
+        len({CompiledEngine.of(s) for s in (bare, hosted, carried, EngineScenario.of(plan, MessageMode.BUFFERED))}) == 4
+    )
+    slower = replace(hosted, host=HostModel(ones, host.hold))
+    assert CompiledEngine.of(slower) is CompiledEngine.of(hosted)
     assert same(compiled.play(slower, ones), engine.play(slower, ones))
-    gone, held = weakref.ref(Compiled.of(bare)), weakref.ref(Compiled.of(hosted))
+    gone, held = weakref.ref(CompiledEngine.of(bare)), weakref.ref(CompiledEngine.of(hosted))
     del hosted, slower, host
     gc.collect()
     assert held() is None and gone() is not None
@@ -115,12 +122,14 @@ def test_a_structure_is_built_once_and_forgotten_with_its_plan() -> None:
 
 
 def with_waits(plan: Plan, row: int, on: int) -> Plan:
-    waits = Csr.of(len(plan), np.append(plan.waits.rows(), row), np.append(plan.waits.items, on))
+    waits = OpLists.of(len(plan), np.append(plan.waits.rows(), row), np.append(plan.waits.items, on))
     return replace(plan, waits=waits)
 
 
-@pytest.mark.parametrize(("wire", "kind"), [(w, h) for w in Wire for h in HOSTS if w is Wire.RENDEZVOUS or h == "none"])
-def test_a_deadlock_is_told_in_the_words_of_simpy(wire: Wire, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("wire", "kind"), [(w, h) for w in MessageMode for h in HOSTS if w is MessageMode.RENDEZVOUS or h == "none"]
+)
+def test_a_deadlock_is_told_in_the_words_of_simpy(wire: MessageMode, kind: str) -> None:
     """A wait that closes a cycle, for every op that could be waited for by the first compute op."""
     found = 0
     for name in ("1f1b", "zbv", "dualpipe"):
@@ -128,7 +137,7 @@ def test_a_deadlock_is_told_in_the_words_of_simpy(wire: Wire, kind: str) -> None
         for on in range(1, len(plan), 7):
             stuck, duration = with_waits(plan, 0, on), np.ones(len(plan))
             bare, shared = scenarios(stuck, on, "ties", wire, kind, True)
-            for scenario in (bare, shared) if wire is Wire.RENDEZVOUS else (bare,):
+            for scenario in (bare, shared) if wire is MessageMode.RENDEZVOUS else (bare,):
                 expected = outcome(engine.play, scenario, duration, 2)
                 found += isinstance(expected, str)
                 assert same(outcome(compiled.play, scenario, duration, 2), expected)

@@ -10,15 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from ir.core.order import FloatArray
-from ir.lower import P2P, Merge, Policy
+from ir.lower import MessageQueue, PassMerge, PlanPolicy
 from ir.plan.plan import OpKind, Plan
 from tests.ir.plans import FIXED, WHOLE, moe_plan, stage_plan
 
 # Each example builds and runs whole plans; a twentieth of what cheap properties draw.
 HEAVY = settings(deadline=None, max_examples=max(40, settings().max_examples // 20))
 
-CUT = Policy(merge=Merge.ALTERNATE, clip=False)
-USE = Policy(merge=Merge.FUSED, whole_backward=True, p2p=P2P.USE, clip=False)
+CUT = PlanPolicy(merge=PassMerge.ALTERNATE, clip=False)
+USE = PlanPolicy(merge=PassMerge.FUSED, whole_backward=True, p2p=MessageQueue.USE, clip=False)
 POLICIES = {"whole": WHOLE, "cut": CUT, "use": USE}
 
 
@@ -34,7 +34,7 @@ LAYERS = st.fixed_dictionaries(
         "zero": st.integers(0, 3),
         "tied": st.booleans(),
         "clip": st.booleans(),
-        "p2p": st.sampled_from([P2P.CHANNELS, P2P.SINGLE]),
+        "p2p": st.sampled_from([MessageQueue.CHANNELS, MessageQueue.SINGLE]),
     }
 )
 
@@ -45,9 +45,9 @@ def stages(name: str, ranks: int, mbs: int, policy: str) -> Plan:
 
 
 @lru_cache(maxsize=512)
-def layers(name: str, ranks: int, mbs: int, zero: int, tied: bool, clip: bool, p2p: P2P) -> Plan:
+def layers(name: str, ranks: int, mbs: int, zero: int, tied: bool, clip: bool, p2p: MessageQueue) -> Plan:
     """Layer-level mixture of experts: all-to-alls, ZeRO, clipping, DualPipe's and tied embeddings' meetings."""
-    return moe_plan(name, ranks, mbs, Policy(p2p=p2p, clip=clip), zero=zero, tied=tied)
+    return moe_plan(name, ranks, mbs, PlanPolicy(p2p=p2p, clip=clip), zero=zero, tied=tied)
 
 
 def durations(plan: Plan, seed: int, most: int = 9) -> FloatArray:

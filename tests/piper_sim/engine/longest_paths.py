@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from ir.core.ops import Action, Token
+from ir.core.ops import OpToken, ScheduledOp
 from ir.plan.plan import OpKind, Plan
 from ir.schedules.schedule import Schedule
 
-Cell = tuple[Action, ...]
+Cell = tuple[ScheduledOp, ...]
 
 
 class Stuck(Exception):
@@ -125,8 +125,8 @@ def paragraph(
     ]
 
 
-def _units(actions: Sequence[Action], unit: Sequence[int]) -> list[Cell]:
-    out: dict[int, list[Action]] = defaultdict(list)
+def _units(actions: Sequence[ScheduledOp], unit: Sequence[int]) -> list[Cell]:
+    out: dict[int, list[ScheduledOp]] = defaultdict(list)
     for a, u in zip(actions, unit, strict=True):
         out[u].append(a)
     return [tuple(v) for v in out.values()]
@@ -136,13 +136,13 @@ def _needs(unit: Cell, stages: int) -> list[tuple[str, int, int]]:
     """Results of other ops that an op reads: (pass, stage, microbatch)."""
     out = []
     for a in unit:
-        if a.token is Token.F and a.stage:
+        if a.token is OpToken.F and a.stage:
             out.append(("F", a.stage - 1, a.mb))
-        if a.token in (Token.I, Token.B):
+        if a.token in (OpToken.I, OpToken.B):
             out.append(("F", a.stage, a.mb))
             if a.stage < stages - 1:
                 out.append(("I", a.stage + 1, a.mb))
-        if a.token is Token.W:
+        if a.token is OpToken.W:
             out.append(("I", a.stage, a.mb))
     return out
 

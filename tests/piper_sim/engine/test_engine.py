@@ -16,30 +16,30 @@ from hypothesis import strategies as st
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import FloatArray
 from ir.graph.sync import buckets
-from ir.plan.plan import Csr, OpKind, Plan
+from ir.plan.plan import OpKind, OpLists, Plan
 from ir.schedules.registry import NAMES, build
 from ir.schedules.schedule import OpTimes
-from piper_sim.engine import Run, Wire, run
+from piper_sim.engine import EngineRun, MessageMode, run
 from piper_sim.engine.steps import carried
-from piper_sim.study.pipeline import Times, run_schedule
+from piper_sim.study.pipeline import PassTimes, run_schedule
 from tests.ir.plans import moe_plan, stage_plan
 from tests.piper_sim.engine.cases import CUT, HEAVY, LAYERS, STAGES, durations, layers, stages
 from tests.piper_sim.engine.longest_paths import Cell, paragraph, times
 
 
-def agrees(plan: Plan, duration: FloatArray, wire: Wire, steps: int) -> None:
+def agrees(plan: Plan, duration: FloatArray, wire: MessageMode, steps: int) -> None:
     over = defaultdict(list)
     for i, on in zip(*(x.tolist() for x in carried(plan)), strict=True):
         over[i].append(on)
-    start, end = times(plan, duration.tolist(), wire is Wire.BUFFERED, steps, over)
+    start, end = times(plan, duration.tolist(), wire is MessageMode.BUFFERED, steps, over)
     found = run(plan, duration, wire, steps)
     assert found.start.tolist() == start
     assert found.end.tolist() == end
 
 
 @HEAVY
-@given(case=STAGES, seed=st.integers(0, 2**32), wire=st.sampled_from(Wire), steps=st.integers(1, 3))
-def test_all_schedules_run_as_the_second_computation_says(case: Any, seed: int, wire: Wire, steps: int) -> None:
+@given(case=STAGES, seed=st.integers(0, 2**32), wire=st.sampled_from(MessageMode), steps=st.integers(1, 3))
+def test_all_schedules_run_as_the_second_computation_says(case: Any, seed: int, wire: MessageMode, steps: int) -> None:
     plan = stages(*case)
     agrees(plan, durations(plan, seed), wire, steps)
 
@@ -48,7 +48,7 @@ def test_all_schedules_run_as_the_second_computation_says(case: Any, seed: int, 
 @given(case=LAYERS, seed=st.integers(0, 2**32), steps=st.integers(1, 3))
 def test_collectives_across_programs_run_as_the_second_computation_says(case: Any, seed: int, steps: int) -> None:
     plan = layers(**case)
-    agrees(plan, durations(plan, seed), Wire.RENDEZVOUS, steps)
+    agrees(plan, durations(plan, seed), MessageMode.RENDEZVOUS, steps)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
@@ -103,11 +103,13 @@ TIMES = ("F=1,B=2", "F=1,B=2,p2p=0.25", "F=2,I=1,W=3,p2p=1,FB=7", "F=3,I=4,W=2,p
     ranks=st.integers(1, 8),
     mbs=st.integers(1, 16),
     text=st.sampled_from(TIMES),
-    wire=st.sampled_from(Wire),
+    wire=st.sampled_from(MessageMode),
 )
-def test_schedule_does_what_the_contract_says_in_words(name: str, ranks: int, mbs: int, text: str, wire: Wire) -> None:
+def test_schedule_does_what_the_contract_says_in_words(
+    name: str, ranks: int, mbs: int, text: str, wire: MessageMode
+) -> None:
     ranks += ranks % 2 if name == "dualpipe" else 0
-    t = Times.parse(text)
+    t = PassTimes.parse(text)
 
     def seconds(cell: Cell) -> float:
         if len(cell) > 1:
@@ -116,7 +118,7 @@ def test_schedule_does_what_the_contract_says_in_words(name: str, ranks: int, mb
 
     out = run_schedule(name, ranks, mbs, None, t, wire)
     plan, compute = out.plan, out.plan.kind == OpKind.COMPUTE
-    expected = paragraph(out.schedule, seconds, float(t.p2p), wire is Wire.RENDEZVOUS)
+    expected = paragraph(out.schedule, seconds, float(t.p2p), wire is MessageMode.RENDEZVOUS)
     for rank, rows in enumerate(expected):
         ops = np.flatnonzero(compute & (plan.program == rank)).tolist()
         start, end = (x[0] * out.scale for x in (out.run.start, out.run.end))
@@ -128,27 +130,27 @@ def test_schedule_does_what_the_contract_says_in_words(name: str, ranks: int, mb
 def test_time_is_monotone_scales_and_repeats(case: Any, seed: int, k: int) -> None:
     plan = stages(*case)
     duration, rng = durations(plan, seed), random.Random(seed)
-    base = run(plan, duration, Wire.BUFFERED)
-    again, scaled = run(plan, duration, Wire.BUFFERED), run(plan, duration * k, Wire.BUFFERED)
-    assert same(base, again) and same(Run(base.start * k, base.end * k), scaled)
+    base = run(plan, duration, MessageMode.BUFFERED)
+    again, scaled = run(plan, duration, MessageMode.BUFFERED), run(plan, duration * k, MessageMode.BUFFERED)
+    assert same(base, again) and same(EngineRun(base.start * k, base.end * k), scaled)
     longer = duration.copy()
     i = rng.randrange(len(plan))
     longer[[i, int(plan.partner[i])] if plan.partner[i] >= 0 else i] += rng.randint(1, 9)
-    late = run(plan, longer, Wire.BUFFERED)
+    late = run(plan, longer, MessageMode.BUFFERED)
     assert (late.end >= base.end).all() and (late.start >= base.start).all()
-    assert (run(plan, duration, Wire.RENDEZVOUS).end >= base.end).all()
+    assert (run(plan, duration, MessageMode.RENDEZVOUS).end >= base.end).all()
     load = np.bincount(plan.stream, weights=duration * (plan.kind == OpKind.COMPUTE))
     assert base.end.max() >= load.max()
 
 
-def same(a: Run, b: Run) -> bool:
+def same(a: EngineRun, b: EngineRun) -> bool:
     return a.start.tobytes() == b.start.tobytes() and a.end.tobytes() == b.end.tobytes()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_makespan_is_at_least_one_microbatch_through_all_stages(name: str) -> None:
     for ranks, mbs in ((2, 1), (4, 3), (6, 12)):
-        out = run_schedule(name, ranks, mbs, times=Times.parse("F=3,I=4,W=2,p2p=1,FB=9"))
+        out = run_schedule(name, ranks, mbs, times=PassTimes.parse("F=3,I=4,W=2,p2p=1,FB=9"))
         s = out.schedule
         rank = s.placements[0].rank_of_stage
         hops = sum(a != b for a, b in pairwise(rank))
@@ -161,13 +163,13 @@ def test_makespan_is_at_least_one_microbatch_through_all_stages(name: str) -> No
 def test_one_rank_takes_the_sum_of_its_ops() -> None:
     for name in NAMES:
         if name != "dualpipe":
-            out = run_schedule(name, 1, 5, times=Times.parse("F=3,I=4,W=2,p2p=1"))
+            out = run_schedule(name, 1, 5, times=PassTimes.parse("F=3,I=4,W=2,p2p=1"))
             assert out.run.end.max() == out.schedule.stages * 5 * 9
 
 
 def with_waits(plan: Plan, row: int, on: int) -> Plan:
     rows = np.append(plan.waits.rows(), row)
-    waits = Csr.of(len(plan), rows, np.append(plan.waits.items, on))
+    waits = OpLists.of(len(plan), rows, np.append(plan.waits.items, on))
     return replace(plan, waits=waits)
 
 
@@ -175,7 +177,7 @@ def test_a_deadlock_names_every_rank_and_op_and_what_it_waits_for() -> None:
     plan = stage_plan("1f1b", 2, 2)
     at = {(int(plan.program[i]), plan.text(i)): i for i in range(len(plan))}
     stuck = with_waits(plan, at[1, "1F0"], at[1, "1SEND_B0"])
-    for wire in Wire:
+    for wire in MessageMode:
         with pytest.raises(PiperError) as caught:
             run(stuck, np.ones(len(plan)), wire)
         assert caught.value.kind is ErrorKind.DEADLOCK
@@ -205,12 +207,12 @@ def test_a_buffered_receive_that_is_posted_late_or_out_of_order_ends_when_its_st
     duration = np.where(plan.kind == OpKind.COMPUTE, 1.0, 0.0)
     sends = [i for i in range(len(plan)) if plan.kind[i] == OpKind.SEND and plan.program[i] == 0]
     duration[sends[0]] = 10.0
-    agrees(plan, duration, Wire.BUFFERED, 2)
+    agrees(plan, duration, MessageMode.BUFFERED, 2)
 
 
 def test_a_searched_order_is_run_with_the_times_it_was_made_for() -> None:
     for name in ("zb2p", "v-half", "v-min"):
-        out = run_schedule(name, 4, 9, times=Times.parse("F=3,I=4,W=2,p2p=1"))
+        out = run_schedule(name, 4, 9, times=PassTimes.parse("F=3,I=4,W=2,p2p=1"))
         assert [o.cells() for o in out.schedule.orders] == [
             o.cells() for o in build(name, 4, 9, None, OpTimes(3, 4, 2, 1)).orders
         ]

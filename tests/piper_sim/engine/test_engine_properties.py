@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ir.core.order import FloatArray
-from ir.plan.plan import Csr, OpKind, Plan
+from ir.plan.plan import OpKind, OpLists, Plan
 from piper_sim import compiled, engine
-from piper_sim.engine import Host, Links, Run, Scenario, Wire
+from piper_sim.engine import EngineRun, EngineScenario, HostModel, Links, MessageMode
 from tests.piper_sim.compiled import scenario_cases as cases
 from tests.piper_sim.compiled.scenario_cases import (
     HOSTS,
@@ -42,10 +42,12 @@ ANY: dict[str, Any] = {
 }
 
 
-def drawn(case: Any, seed: int, scale: str, kind: str, linked: bool = True) -> tuple[FloatArray, Scenario, Scenario]:
+def drawn(
+    case: Any, seed: int, scale: str, kind: str, linked: bool = True
+) -> tuple[FloatArray, EngineScenario, EngineScenario]:
     """Durations, a scenario where nothing is shared, and one with interference and links."""
     plan = plan_of(case)
-    return durations(plan, seed, scale), *scenarios(plan, seed, scale, Wire.RENDEZVOUS, kind, linked)
+    return durations(plan, seed, scale), *scenarios(plan, seed, scale, MessageMode.RENDEZVOUS, kind, linked)
 
 
 def times(*found: Outcome) -> list[FloatArray]:
@@ -53,7 +55,7 @@ def times(*found: Outcome) -> list[FloatArray]:
     if any(isinstance(r, str) for r in found):
         assert len(set(found)) == 1
         return []
-    runs = [r for r in found if isinstance(r, Run)]
+    runs = [r for r in found if isinstance(r, EngineRun)]
     return [np.stack([r.start, r.end] + ([] if r.post is None else [r.post])) for r in runs]
 
 
@@ -65,7 +67,7 @@ def test_with_nothing_shared_no_time_falls_when_an_op_or_a_launch_takes_longer(
     duration, bare, _ = drawn(case, seed, scale, kind)
     rng = np.random.default_rng(seed)
     longer, later = (durations(bare.plan, seed + k, scale) * (rng.random(len(duration)) < 0.1) for k in (2, 3))
-    more = replace(bare, host=bare.host and Host(bare.host.launch + later, bare.host.hold))
+    more = replace(bare, host=bare.host and HostModel(bare.host.launch + later, bare.host.hold))
     found = times(outcome(play, bare, duration, steps), outcome(play, more, duration + longer, steps))
     assert all((a <= b).all() for a, b in pairwise(found))
 
@@ -76,7 +78,7 @@ def test_with_nothing_shared_all_times_scale_exactly_by_a_power_of_two(
     play: Any, case: Any, seed: int, scale: str, kind: str, steps: int, k: int
 ) -> None:
     duration, bare, _ = drawn(case, seed, scale, kind)
-    scaled = replace(bare, host=bare.host and Host(bare.host.launch * 2.0**k, bare.host.hold))
+    scaled = replace(bare, host=bare.host and HostModel(bare.host.launch * 2.0**k, bare.host.hold))
     found = times(outcome(play, bare, duration, steps), outcome(play, scaled, duration * 2.0**k, steps))
     assert all((a * 2.0**k).tobytes() == b.tobytes() for a, b in pairwise(found))
 
@@ -88,7 +90,7 @@ def test_with_interference_times_scale_up_to_the_grid(
 ) -> None:
     """Not exactly: each change of a rate rounds to the grid, which does not scale along. Rounding does not pile up."""
     duration, _, shared = drawn(case, seed, "seconds", kind, linked)
-    scaled = replace(shared, host=shared.host and Host(shared.host.launch * 2.0**k, shared.host.hold))
+    scaled = replace(shared, host=shared.host and HostModel(shared.host.launch * 2.0**k, shared.host.hold))
     found = times(outcome(play, shared, duration, steps), outcome(play, scaled, duration * 2.0**k, steps))
     assert all(np.abs(a * 2.0**k - b).max() <= 1e-8 for a, b in pairwise(found))
 
@@ -149,9 +151,9 @@ def test_a_host_that_costs_and_awaits_nothing_is_no_host(
     duration, *both = drawn(case, seed, scale, kind)
     none, n = np.zeros(0, dtype=np.int64), len(duration)
     for scenario in both:
-        free = outcome(play, replace(scenario, host=Host(np.zeros(n), Csr.of(n, none, none))), duration, steps)
-        assert isinstance(free, Run) and free.post is not None and not free.post.any()
-        assert same(Run(free.start, free.end), outcome(play, replace(scenario, host=None), duration, steps))
+        free = outcome(play, replace(scenario, host=HostModel(np.zeros(n), OpLists.of(n, none, none))), duration, steps)
+        assert isinstance(free, EngineRun) and free.post is not None and not free.post.any()
+        assert same(EngineRun(free.start, free.end), outcome(play, replace(scenario, host=None), duration, steps))
 
 
 @some

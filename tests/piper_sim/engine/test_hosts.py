@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from cost_models import load_hardware
 from cost_models.compute.host import HostCosts
-from ir.lower import Policy
+from ir.lower import PlanPolicy
 from ir.plan.plan import OpKind, Plan
-from piper_sim.engine import Host, Scenario, Wire, play, steady
+from piper_sim.engine import EngineScenario, HostModel, MessageMode, play, steady
 from piper_sim.pricing.hosts import ahead, inline, launches
 from tests.ir.plans import FIXED, fewer, moe_plan, stage_plan
 
@@ -21,7 +21,7 @@ FREE = HostCosts(0.0, 0.0, 1 << 40)
 TICK = 2.0**-20
 
 
-def held(plan: Plan, host: Host, i: int) -> list[str]:
+def held(plan: Plan, host: HostModel, i: int) -> list[str]:
     """What holds op i, an apostrophe for the step before."""
     n = len(plan)
     return [plan.text(j % n) + "'" * (j >= n) for j in host.hold.row(i).tolist()]
@@ -43,7 +43,7 @@ def test_an_inline_host_executes_compute_itself() -> None:
 
 
 def test_a_forward_dispatch_holds_the_host_until_its_counts_are_there() -> None:
-    plan = moe_plan("1f1b", 2, 2, Policy(clip=False), layers=3)
+    plan = moe_plan("1f1b", 2, 2, PlanPolicy(clip=False), layers=3)
     for host in (ahead(plan, FREE), inline(plan)):
         found = {plan.text(i): [h for h in held(plan, host, i) if "counts" in h] for i in range(len(plan))}
         forward = [t for t in found if t.endswith("dispatch") and "F" in t.split("/")[0]]
@@ -57,7 +57,7 @@ def test_a_forward_dispatch_holds_the_host_until_its_counts_are_there() -> None:
 def test_no_more_kernels_than_the_window_stand_behind_what_holds_the_host(
     name: str, ranks: int, mbs: int, window: int
 ) -> None:
-    plan = moe_plan(name, ranks, mbs, Policy(clip=False))
+    plan = moe_plan(name, ranks, mbs, PlanPolicy(clip=False))
     kernels = np.clip(launches(plan), 1, max(1, window // 2)).tolist()
     host = ahead(plan, replace(FREE, window=window))
     for a, b in zip(plan.bounds[:-1].tolist(), plan.bounds[1:].tolist(), strict=True):
@@ -86,14 +86,14 @@ def test_a_host_never_makes_a_step_quicker_and_a_free_one_changes_nothing(
     name: str, ranks: int, mbs: int, seed: int
 ) -> None:
     ranks += ranks % 2 if name == "dualpipe" else 0
-    plan = stage_plan(name, ranks, mbs, None, Policy(clip=False))
+    plan = stage_plan(name, ranks, mbs, None, PlanPolicy(clip=False))
     duration = np.random.default_rng(seed).integers(0, 9, len(plan)) * TICK
-    alone = play(Scenario.of(plan), duration, 2)
-    free = play(Scenario.of(plan, host=ahead(plan, FREE)), duration, 2)
+    alone = play(EngineScenario.of(plan), duration, 2)
+    free = play(EngineScenario.of(plan, host=ahead(plan, FREE)), duration, 2)
     capped = np.array_equal(free.end[0], alone.end[0])  # the window spans a step: only the second could be held
     assert capped and (free.end >= alone.end).all()
     for host in (inline(plan), ahead(plan, HostCosts(TICK, 3 * TICK, 8))):
-        ran = play(Scenario.of(plan, host=host), duration, 2)
+        ran = play(EngineScenario.of(plan, host=host), duration, 2)
         assert (ran.end >= alone.end).all()
         assert ran.post is not None and (ran.start >= ran.post).all()
 
@@ -102,7 +102,7 @@ def test_where_launches_cost_most_the_host_sets_the_pace() -> None:
     plan = stage_plan("1f1b", 1, 6)
     host = ahead(plan, HostCosts(5 * TICK, 5 * TICK))
     host = replace(host, launch=np.full(len(plan), 5 * TICK))
-    ran, _ = steady(Scenario.of(plan, host=host), np.full(len(plan), TICK), clipped=False)
+    ran, _ = steady(EngineScenario.of(plan, host=host), np.full(len(plan), TICK), clipped=False)
     assert np.ptp(ran.end[1] - ran.end[0]) == 0
     assert (ran.end[1] - ran.end[0])[0] == 5 * TICK * len(plan)
 
@@ -110,14 +110,14 @@ def test_where_launches_cost_most_the_host_sets_the_pace() -> None:
 def test_launches_hidden_behind_the_device_cost_nothing() -> None:
     plan = stage_plan("1f1b", 1, 6)
     host = replace(ahead(plan, FREE), launch=np.full(len(plan), TICK))
-    ran, _ = steady(Scenario.of(plan, host=host), np.full(len(plan), 5 * TICK), clipped=False)
+    ran, _ = steady(EngineScenario.of(plan, host=host), np.full(len(plan), 5 * TICK), clipped=False)
     assert (ran.end[1] - ran.end[0])[0] == 5 * TICK * len(plan)
 
 
 def test_there_is_no_host_for_buffered_messages() -> None:
     plan = stage_plan("1f1b", 2, 2)
     with pytest.raises(ValueError, match="no host to wait for"):
-        Scenario.of(plan, Wire.BUFFERED, host=inline(plan))
+        EngineScenario.of(plan, MessageMode.BUFFERED, host=inline(plan))
 
 
 def test_what_a_launch_costs_comes_from_the_hardware_file() -> None:

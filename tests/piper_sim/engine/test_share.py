@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models import load_hardware
-from cost_models.compute.interference import Slowdown
+from cost_models.compute.interference import KernelSlowdown
 from cost_models.hardware.schema import COMM_KINDS
 from ir.core.errors import PiperError
-from ir.lower import Policy
+from ir.lower import PlanPolicy
 from ir.plan.plan import OpKind, Plan
-from piper_sim.engine import Interference, Links, Scenario, play
+from piper_sim.engine import EngineScenario, KernelInterference, Links, play
 from piper_sim.engine.share import fill
 from piper_sim.pricing.interference import pairwise
 from tests.ir.plans import moe_plan, stage_plan
@@ -69,11 +69,11 @@ def two_sends(loads: float) -> tuple[Plan, Links]:
 def test_an_oversubscribed_link_slows_a_message_alone() -> None:
     plan, links = two_sends(2.0)
     duration = np.where(plan.kind == OpKind.COMPUTE, 1.0, 0.25)
-    slowed = play(Scenario.of(plan, links=links), duration)
-    twice = play(Scenario.of(plan), np.where(plan.kind == OpKind.COMPUTE, 1.0, 0.5))
+    slowed = play(EngineScenario.of(plan, links=links), duration)
+    twice = play(EngineScenario.of(plan), np.where(plan.kind == OpKind.COMPUTE, 1.0, 0.5))
     assert np.array_equal(slowed.end, twice.end), "0F1 ends before 0SEND_F0 does, so no two share the link"
-    free = play(Scenario.of(plan, links=two_sends(1.0)[1]), duration)
-    assert np.array_equal(free.end, play(Scenario.of(plan), duration).end)
+    free = play(EngineScenario.of(plan, links=two_sends(1.0)[1]), duration)
+    assert np.array_equal(free.end, play(EngineScenario.of(plan), duration).end)
 
 
 def test_a_kernel_beside_a_message_by_hand() -> None:
@@ -86,7 +86,7 @@ def test_a_kernel_beside_a_message_by_hand() -> None:
     duration = np.where(plan.kind == OpKind.COMPUTE, 1.0, 0.5)
     kind = np.zeros(len(plan), dtype=np.int64)
     one = np.ones((1, 1))
-    ran = play(Scenario.of(plan, slow=Interference(kind, 0.25 * one, 0.25 * one, 0.25 * one)), duration)
+    ran = play(EngineScenario.of(plan, slow=KernelInterference(kind, 0.25 * one, 0.25 * one, 0.25 * one)), duration)
     at = {plan.text(i): i for i in range(len(plan))}
     assert ran.start[0, at["0F1"]] == ran.start[0, at["0SEND_F0"]] == 1.0
     assert ran.end[0, at["0SEND_F0"]] == 1.625
@@ -96,13 +96,13 @@ def test_a_kernel_beside_a_message_by_hand() -> None:
 
 def test_slowdowns_are_what_the_hardware_file_says() -> None:
     hw = load_hardware("h100-sxm", {"comm_sms": {"all_to_all": 33.0}, "comm_hbm": {"all_to_all": 0.2}})
-    slow = Slowdown.of(hw)
+    slow = KernelSlowdown.of(hw)
     assert slow.held[0][0] == 33 / 99 and slow.moving[1][0] == pytest.approx(0.25)
     assert slow.held[1] == (0, 0, 0) and slow.moving[0] == (0, 0, 0)
 
 
 def test_ops_are_classed_by_what_bounds_them() -> None:
-    plan = moe_plan("1f1b", 2, 2, Policy())
+    plan = moe_plan("1f1b", 2, 2, PlanPolicy())
     table = pairwise(plan, load_hardware("h100-sxm"))
     compute = plan.kind == OpKind.COMPUTE
     assert table.kind[compute].max() < len(table.held) and table.kind[~compute].max() < len(COMM_KINDS)

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from cost_models import load_hardware, message_seconds
-from cost_models.links.fabric import Fabric
+from cost_models.links.fabric import LinkFabric
 from cost_models.links.loads import LinkBytes, link_bytes
-from ir.core.work import CommKind, Message
+from ir.core.work import Message, MessageKind
 from ir.job.load import job_from
 from ir.plan.plan import OpKind
-from piper_sim.engine import Links, Scenario, play
+from piper_sim.engine import EngineScenario, Links, play
 from piper_sim.folding import classes as fold
 from piper_sim.folding import unfold
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.pricing.sharing import NIC_IN, NIC_OUT, OWN, PORT_IN, PORT_OUT, leaves, links
 
-FABRIC = Fabric.of(load_hardware("h100-sxm"))
+FABRIC = LinkFabric.of(load_hardware("h100-sxm"))
 SMALL: dict[str, Any] = {
     "model": {"config": "tiny-moe", "seq_len": 64},
     "parallel": {"pp": 2, "dp": 8, "ep": 4},
@@ -74,8 +74,8 @@ def test_an_uplink_is_loaded_by_all_ranks_under_it() -> None:
     nic = loads(found, i)[NIC_OUT]
     assert loads(found, i)[up] == pytest.approx(nic * 400.0), "8 ranks on 8 NICs' worth of uplinks, divided by 400"
     assert np.ptp(leaves(model.ground, 2)[0]) == 0 and classes.count == 1
-    alone = play(Scenario.of(plan), costs.duration)
-    shared = play(Scenario.of(plan, links=found), costs.duration)
+    alone = play(EngineScenario.of(plan), costs.duration)
+    shared = play(EngineScenario.of(plan, links=found), costs.duration)
     assert shared.end.max() > alone.end.max()
 
 
@@ -85,13 +85,13 @@ def test_a_stage_on_two_leaves_is_told_apart() -> None:
     assert found.count == 2 * 2 * OWN + 2 * 4
 
 
-@pytest.mark.parametrize("kind", CommKind)
+@pytest.mark.parametrize("kind", MessageKind)
 @pytest.mark.parametrize(("ranks", "per_node"), [(8, 8), (16, 8), (4, 1), (2, 1), (2, 2)])
-def test_a_message_alone_never_takes_more_than_its_links(kind: CommKind, ranks: int, per_node: int) -> None:
+def test_a_message_alone_never_takes_more_than_its_links(kind: MessageKind, ranks: int, per_node: int) -> None:
     """The model's seconds are never less than the bytes over the links' rates: else a load would be over 1."""
     message = Message(kind, 64 << 20, ("dp",))
     seconds = message_seconds(message, ranks, per_node, FABRIC)
     moved = link_bytes(message, ranks, per_node)
     exact = LinkBytes(moved.node, moved.nic)
-    assert exact.node / FABRIC.node <= seconds * (1 + 1e-9) or kind is CommKind.ALL_REDUCE
+    assert exact.node / FABRIC.node <= seconds * (1 + 1e-9) or kind is MessageKind.ALL_REDUCE
     assert exact.nic / FABRIC.nic <= seconds * (1 + 1e-9)

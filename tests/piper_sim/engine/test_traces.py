@@ -10,7 +10,7 @@ import pytest
 from ir.job.load import job_from
 from ir.plan.plan import OpKind
 from ir.trace.text import read_trace, write_trace
-from piper_sim.study.pipeline import Times, run_schedule
+from piper_sim.study.pipeline import PassTimes, run_schedule
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
 
@@ -68,7 +68,7 @@ def test_a_trace_is_the_same_after_writing_and_reading(predicted: Prediction, tm
 
 
 def test_a_schedule_s_trace_is_in_the_unit_of_its_times() -> None:
-    out = run_schedule("1f1b", 2, 3, times=Times.parse("F=0.1,B=0.2"))
+    out = run_schedule("1f1b", 2, 3, times=PassTimes.parse("F=0.1,B=0.2"))
     trace = out.trace()
     compute = [s == "compute" for s in trace.stream]
     assert trace.end_s.max() == pytest.approx(0.1 * 4 * 3)

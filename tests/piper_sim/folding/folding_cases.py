@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from ir.core.errors import PiperError
 from ir.core.mesh import DENSE, EXPERT, Mesh
 from ir.core.order import FloatArray
-from ir.plan.plan import Csr, OpKind, Plan
-from piper_sim.engine import Host, Interference, Run, Scenario, play
-from piper_sim.folding import Classes, carry, unfold
+from ir.plan.plan import OpKind, OpLists, Plan
+from piper_sim.engine import EngineRun, EngineScenario, HostModel, KernelInterference, play
+from piper_sim.folding import RankClasses, carry, unfold
 from piper_sim.pricing.costs import CostModel, OpCosts
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from tests.piper_sim.pricing.test_costs import job
@@ -34,34 +34,36 @@ def made(config: str = LLAMA, schedule: str = "1f1b", cluster: dict[str, Any] | 
     return prepared.plan(), CostModel(prepared, hardware)
 
 
-def scenario(plan: Plan, model: CostModel, found: Classes, rich: bool = False) -> Scenario:
+def scenario(plan: Plan, model: CostModel, found: RankClasses, rich: bool = False) -> EngineScenario:
     """rich: with a host that is busy, and kernels and messages that slow each other."""
     whole = unfold(plan, found, model.mesh)
     if not rich:
-        return Scenario(whole, *carry(plan, found))
+        return EngineScenario(whole, *carry(plan, found))
     n = len(whole)
     none = np.zeros(0, dtype=np.int64)
-    host = Host(np.full(n, 2.0**-20), Csr.of(n, none, none))
+    host = HostModel(np.full(n, 2.0**-20), OpLists.of(n, none, none))
     kind = np.where(whole.kind == OpKind.COMPUTE, whole.shape % 2, 0)
     held, moving, wire = (np.array(x) for x in ([[0.25], [0.5]], [[0.125], [0.0]], [[0.25, 0.0]]))
-    return Scenario(whole, *carry(plan, found), host=host, slow=Interference(kind, held, moving, wire))
+    return EngineScenario(whole, *carry(plan, found), host=host, slow=KernelInterference(kind, held, moving, wire))
 
 
-def whole(plan: Plan, model: CostModel, found: Classes, steps: int = 2, rich: bool = False) -> tuple[Run, OpCosts]:
+def whole(
+    plan: Plan, model: CostModel, found: RankClasses, steps: int = 2, rich: bool = False
+) -> tuple[EngineRun, OpCosts]:
     costs = model.price(plan, found)
     return play(scenario(plan, model, found, rich), costs.duration, steps), costs
 
 
-def every(run: Run, found: Classes) -> FloatArray:
+def every(run: EngineRun, found: RankClasses) -> FloatArray:
     """[what, step, position, op] times of every replica, as a run of its class says."""
     both = np.stack([run.start, run.end] + ([] if run.post is None else [run.post]))
     return both.reshape(*both.shape[:2], found.count, -1)[:, :, found.of]
 
 
-def assert_folds(plan: Plan, model: CostModel, found: Classes | None = None, rich: bool = False) -> Classes:
+def assert_folds(plan: Plan, model: CostModel, found: RankClasses | None = None, rich: bool = False) -> RankClasses:
     """Each replica's times are, to the bit, those it has where nothing is folded."""
     found = model.classes(plan) if found is None else found
-    each = Classes.each(len(found.of))
+    each = RankClasses.each(len(found.of))
     folded, unfolded = (every(whole(plan, model, c, rich=rich)[0], c) for c in (found, each))
     assert (folded == unfolded).all()
     return found

@@ -12,9 +12,9 @@ from hypothesis import given
 from ir.core.mesh import Mesh
 from ir.plan.plan import OpKind, Plan
 from piper_sim.engine import play, steady
-from piper_sim.folding import Classes, Ground, classes, replica, unfold
+from piper_sim.folding import DevicePlacement, RankClasses, classes, replica, unfold
 from piper_sim.folding.classes import attributes, coloured, refined
-from piper_sim.folding.ground import Positions
+from piper_sim.folding.ground import RankPositions
 from piper_sim.folding.uses import meeting_axes
 from piper_sim.study.breakdown import KEYS, breakdown
 from tests.piper_sim.engine.cases import HEAVY
@@ -86,7 +86,7 @@ def test_breakdowns_of_replicas_average_to_pipeline_ranks_and_sum_to_the_step(ca
     plan, model = drawn(case)
     found = model.classes(plan)
     rows = []
-    for c in (found, Classes.each(len(found.of))):
+    for c in (found, RankClasses.each(len(found.of))):
         world, costs = scenario(plan, model, c, case["rich"]), model.price(plan, c)
         ran = play(world, costs.duration, 3).last(2)
         by_rank, by_program = breakdown(world, ran, costs, c), breakdown(world, ran, costs)
@@ -135,17 +135,17 @@ def test_as_many_classes_as_reasoning_by_hand_finds(
 def test_how_many_of_a_class_a_group_holds_is_all_the_same() -> None:
     mesh = Mesh.of(tp=1, cp=1, dp=8, pp=1, ep=4)
     colour = np.array([1, 1, 0, 0, 1, 0, 0, 0])
-    assert Classes.by(refined(colour, Positions(mesh), [("ep",)])).size.tolist() == [3, 5]
-    three = refined(np.array([1, 1, 0, 0, 0, 0, 0, 0]), Positions(mesh), [("ep",)])
-    assert Classes.by(three).of.tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
+    assert RankClasses.by(refined(colour, RankPositions(mesh), [("ep",)])).size.tolist() == [3, 5]
+    three = refined(np.array([1, 1, 0, 0, 0, 0, 0, 0]), RankPositions(mesh), [("ep",)])
+    assert RankClasses.by(three).of.tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
 
 
 def test_what_is_told_apart_tells_others_apart() -> None:
     """A cube with one corner off: its neighbours differ at once, those behind them only then."""
-    at = Positions(Mesh.of(tp=2, cp=2, dp=2, pp=1))
+    at = RankPositions(Mesh.of(tp=2, cp=2, dp=2, pp=1))
     corner = np.array([1, 0, 0, 0, 0, 0, 0, 0])
-    assert Classes.by(refined(corner, at, [("tp",), ("cp",), ("dp",)])).count == 8
-    assert Classes.by(refined(corner, at, [("tp",), ("cp", "dp")])).size.tolist() == [1, 1, 3, 3]
+    assert RankClasses.by(refined(corner, at, [("tp",), ("cp",), ("dp",)])).count == 8
+    assert RankClasses.by(refined(corner, at, [("tp",), ("cp", "dp")])).size.tolist() == [1, 1, 3, 3]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
@@ -218,8 +218,8 @@ def test_a_cluster_of_thousands_of_ranks_is_sorted_at_once() -> None:
     """16,384 ranks: what is asked once per job."""
     mesh = Mesh.of(tp=4, cp=1, dp=256, pp=16, ep=64)
     plan, _ = made(MOE, pp=4, dp=4, ep=2)
-    assert classes(plan, Ground(mesh, 8)).count == 1
-    slow = classes(plan, Ground(mesh, 8, {"777": 0.8}))
+    assert classes(plan, DevicePlacement(mesh, 8)).count == 1
+    slow = classes(plan, DevicePlacement(mesh, 8, {"777": 0.8}))
     # It; of its experts' group those that it reduces dense gradients with, and the others; of other groups the owners
     # of its experts, whom else it reduces with, and the rest.
     assert sorted(slow.size.tolist()) == sorted([1, 15, 48, 15, 15 * 16 - 15, 15 * 48])
@@ -230,7 +230,7 @@ def test_a_cluster_of_thousands_of_ranks_is_sorted_at_once() -> None:
 
 def test_classes_by_own_attributes_alone_are_caught() -> None:
     plan, model = made(MOE, cluster={"speed": {"1": 0.5}}, dp=8, ep=2, pp=2, zero=1)
-    rough = Classes.by(coloured(attributes(plan, model.ground)))
+    rough = RankClasses.by(coloured(attributes(plan, model.ground)))
     assert rough.count == 2
     with pytest.raises(AssertionError):
         assert_folds(plan, model, rough)
@@ -243,6 +243,6 @@ def test_meetings_that_forget_other_classes_are_caught() -> None:
     world = scenario(plan, model, found)
     apart = np.concatenate([np.where(plan.collective >= 0, plan.collective + 1000 * k, -1) for k in range(found.count)])
     alone = play(replace(world, plan=replace(world.plan, collective=apart)), costs.duration, 2)
-    each = Classes.each(4)
+    each = RankClasses.each(4)
     truth = every(whole(plan, model, each)[0], each)
     assert (every(right, found) == truth).all() and (every(alone, found) != truth).any()

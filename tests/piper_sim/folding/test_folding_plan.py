@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from cost_models import Fabric, message_seconds
+from cost_models import LinkFabric, message_seconds
 from ir.core.grid import quantise
-from ir.core.work import CommKind, Message
+from ir.core.work import Message, MessageKind
 from ir.plan.plan import OpKind, Plan
 from piper_sim.compiled import play as twin
-from piper_sim.engine import Scenario, play
-from piper_sim.folding import Classes, carry, unfold
+from piper_sim.engine import EngineScenario, play
+from piper_sim.folding import RankClasses, carry, unfold
 from piper_sim.folding.uses import joined, meeting_axes
-from piper_sim.pricing.costs import KERNELS, CostModel, Share
+from piper_sim.pricing.costs import KERNELS, CostModel, CostShare
 from piper_sim.pricing.prepare import hardware_of
 from tests.piper_sim.engine.cases import HEAVY
 from tests.piper_sim.folding.folding_cases import CASES, LLAMA, MOE, ORDERS, assert_folds, drawn, made, mates, scenario
@@ -38,7 +38,7 @@ def test_unfolded_ops_meet_the_ranks_of_their_own_groups(
     """Every rank its own program: the members of each op's meeting, counted from coordinates."""
     plan, model = made(config, schedule, pp=2, order=order, **parallel)
     mesh, at, n = model.mesh, model.ground.positions, len(plan)
-    full = unfold(plan, Classes.each(len(at)), mesh)
+    full = unfold(plan, RankClasses.each(len(at)), mesh)
     assert full.programs == mesh.ranks
 
     def rank(op: int) -> int:
@@ -74,13 +74,13 @@ def test_unfolded_ops_meet_the_ranks_of_their_own_groups(
 
 def test_waits_stay_inside_a_replica_and_the_step_before_is_its_own() -> None:
     plan, model = made(MOE, "zbv", pp=2, dp=4, ep=2, zero=1)
-    found = Classes.each(4)
+    found = RankClasses.each(4)
     full, n = unfold(plan, found, model.mesh), len(plan)
     assert (full.waits.rows() // n == full.waits.items // n).all()
     for k in range(4):
         assert full.waits.row(k * n + 5).tolist() == [k * n + w for w in plan.waits.row(5).tolist()]
     late, before = carry(plan, found)
-    base = Scenario.of(plan)
+    base = EngineScenario.of(plan)
     assert late.reshape(4, -1)[2].tolist() == (base.late + 2 * n).tolist()
     assert (before.reshape(4, -1) - base.before == np.arange(4)[:, None] * n).all()
     assert len(full.streams) == 4 * len(plan.streams) and [len(q) for q in full.queues[: len(plan.streams)]] == [
@@ -107,7 +107,7 @@ def test_every_rank_is_priced_as_it_would_be_alone(case: dict[str, Any]) -> None
     plan, model = drawn(case)
     found, at, n = model.classes(plan), model.ground.positions, len(plan)
     costs = model.price(plan, found)
-    base = model.price(plan, Classes.by(np.zeros(len(at), dtype=np.int64)))
+    base = model.price(plan, RankClasses.by(np.zeros(len(at), dtype=np.int64)))
     speeds = {int(r): float(f) for r, f in model.job.cluster.speed.items()}
     rng = random.Random(case["seed"])
     for k, i in {(rng.randrange(found.count), rng.randrange(n)) for _ in range(60)}:
@@ -117,7 +117,7 @@ def test_every_rank_is_priced_as_it_would_be_alone(case: dict[str, Any]) -> None
             assert s.slot is not None
             size, there = plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes, rank + (s.peer - p) * at.stride
             near = rank // model.per_node == there // model.per_node
-            wanted = message_seconds(Message(CommKind.P2P, size, ("pp",)), 2, 1 + near, model.fabric)
+            wanted = message_seconds(Message(MessageKind.P2P, size, ("pp",)), 2, 1 + near, model.fabric)
             assert costs.duration[op] == quantise(wanted)
         elif s.kind is OpKind.COLLECTIVE:
             node = plan.graph.nodes[s.covers[0][0]] if s.covers else None
@@ -135,7 +135,7 @@ def test_every_rank_is_priced_as_it_would_be_alone(case: dict[str, Any]) -> None
             full = sum(kernels(model, plan, c) for c, _ in s.covers)
             assert costs.shares[op, KERNELS].sum() == pytest.approx(full / own, abs=1e-11)
             assert costs.duration[op] == costs.shares[op].sum()
-            waits = costs.shares[op, [Share.TP, Share.CP]].sum()
+            waits = costs.shares[op, [CostShare.TP, CostShare.CP]].sum()
             assert waits >= full / slowest - full / own - 1e-11
     assert len(base.duration) == n
 
@@ -163,7 +163,7 @@ def test_a_straggler_s_neighbours_wait_inside_ops_for_its_kernels_only(given: An
     kernel = shares[:, :, KERNELS].sum(axis=2)
     assert kernel[slow][mine] == pytest.approx(2 * kernel[free][mine], abs=1e-11)
     assert (kernel[mate] == kernel[free]).all()
-    assert (shares[slow, :, [Share.TP, Share.CP]] == shares[free, :, [Share.TP, Share.CP]]).all()
+    assert (shares[slow, :, [CostShare.TP, CostShare.CP]] == shares[free, :, [CostShare.TP, CostShare.CP]]).all()
     assert (duration[slow][inside] == duration[mate][inside]).all() and (shares[mate] >= shares[free]).all()
     assert (duration[mate][mine & ~inside] == duration[free][mine & ~inside]).all()
     assert (shares.sum(axis=2)[:, mine] == duration[:, mine]).all()
@@ -174,7 +174,7 @@ def test_nodes_that_do_not_divide_are_priced_by_their_scarcest() -> None:
     plan, model = made(LLAMA, cluster={"gpus_per_node": 5}, pp=2, dp=8, zero=1)
     found = assert_folds(plan, model)
     assert found.count == 1, "all are in one group, and none shares a node with the other end of its channel"
-    fabric = Fabric.of(model.hardware, 5)
+    fabric = LinkFabric.of(model.hardware, 5)
     costs = model.price(plan, found)
     seen = set()
     for i in np.flatnonzero(plan.kind == OpKind.COLLECTIVE).tolist():
@@ -187,11 +187,11 @@ def test_nodes_that_do_not_divide_are_priced_by_their_scarcest() -> None:
     assert seen == {0, 1}
 
 
-@pytest.mark.parametrize("kind", list(CommKind)[:4])
+@pytest.mark.parametrize("kind", list(MessageKind)[:4])
 @pytest.mark.parametrize("nbytes", [1000, 10**6, 10**9])
-def test_an_uneven_group_is_no_faster_than_an_even_one(kind: CommKind, nbytes: int) -> None:
-    fabric = Fabric.of(hardware_of(job()), 8)
-    for fanout in (1, 4) if kind is CommKind.ALL_TO_ALL else (1,):
+def test_an_uneven_group_is_no_faster_than_an_even_one(kind: MessageKind, nbytes: int) -> None:
+    fabric = LinkFabric.of(hardware_of(job()), 8)
+    for fanout in (1, 4) if kind is MessageKind.ALL_TO_ALL else (1,):
         message = Message(kind, nbytes, ("x",), fanout)
         even = message_seconds(message, 8, 4, fabric)
         assert even == message_seconds(message, 8, 4, fabric, nodes=2)

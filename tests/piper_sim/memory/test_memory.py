@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models import Recipe, StateBytes
+from cost_models import OptimizerMemory, OptimizerPrecision
 from ir.core.work import DType
-from ir.job.build import Prepared
+from ir.job.build import PreparedJob
 from ir.job.load import job_from
-from ir.lower import Policy
+from ir.lower import PlanPolicy
 from ir.plan.plan import CATEGORIES, OpKind, Plan
 from ir.schedules.registry import NAMES
 from ir.workload.part import Param
@@ -79,7 +79,7 @@ def walk(plan: Plan) -> list[Walk]:
 
 
 def agrees(plan: Plan) -> None:
-    persistent = tuple(StateBytes(10**k, 2 * 10**k, 3 * 10**k) for k in range(plan.programs))
+    persistent = tuple(OptimizerMemory(10**k, 2 * 10**k, 3 * 10**k) for k in range(plan.programs))
     found, walks = memory(plan, persistent), walk(plan)
     for p, w in enumerate(walks):
         mine = plan.program == p
@@ -117,11 +117,11 @@ def agrees(plan: Plan) -> None:
 def test_memory_is_the_walk_over_every_op_and_cover(
     name: str, ranks: int, mbs: int, prefetch: int, zero: int, **how: Any
 ) -> None:
-    agrees(moe_plan(name, ranks, mbs, Policy(clip=False), zero=zero, prefetch=prefetch if zero == 3 else 1, **how))
+    agrees(moe_plan(name, ranks, mbs, PlanPolicy(clip=False), zero=zero, prefetch=prefetch if zero == 3 else 1, **how))
 
 
 @lru_cache(maxsize=64)
-def prepared(model: str, schedule: str, zero: int = 1, recompute: Any = "none", **more: Any) -> Prepared:
+def prepared(model: str, schedule: str, zero: int = 1, recompute: Any = "none", **more: Any) -> PreparedJob:
     """A small real model. more: keys of [parallel]; tied: one table for embedding and head."""
     tied = more.pop("tied", False)
     parallel = {"pp": 2, "dp": 4, "zero": zero, "layers": "even", **more}
@@ -150,22 +150,22 @@ def test_1f1b_holds_as_many_microbatches_as_ranks_behind_it() -> None:
     for ranks in range(1, 9):
         for mbs in (1, 3, 8, 13):
             plan = stage_plan("1f1b", ranks, mbs)
-            found = memory(plan, (StateBytes(0, 0, 0),) * ranks)
+            found = memory(plan, (OptimizerMemory(0, 0, 0),) * ranks)
             assert found.peak.tolist() == [min(mbs, ranks - r) for r in range(ranks)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_activations_are_gone_at_the_steps_end(name: str) -> None:
     plan = stage_plan(name, 4, 9)
-    found = memory(plan, (StateBytes(0, 0, 0),) * 4)
+    found = memory(plan, (OptimizerMemory(0, 0, 0),) * 4)
     assert (found.level[np.append(plan.bounds[1:-1], len(plan)) - 1] == 0).all()
     assert (found.level >= 0).all()
 
 
-RECIPE = Recipe("adamw", DType.BF16, DType.FP32, DType.FP32)
+RECIPE = OptimizerPrecision("adamw", DType.BF16, DType.FP32, DType.FP32)
 
 
-def by_hand(made: Prepared, zero: int) -> list[tuple[int, int, int]]:
+def by_hand(made: PreparedJob, zero: int) -> list[tuple[int, int, int]]:
     """(parameters, gradients, optimizer) by program: every parameter once on each group that runs a part naming it."""
     graph, mesh = made.graph(), made.mesh
     home: dict[str, set[int]] = defaultdict(set)
@@ -199,7 +199,7 @@ def test_state_is_every_parameter_once_per_owner_divided_by_zero(schedule: str, 
             assert [(s.parameters, s.gradients, s.optimizer) for s in found] == by_hand(made, zero)
 
 
-def total(made: Prepared) -> int:
+def total(made: PreparedJob) -> int:
     return sum(s.parameters for s in state(made.plan(), RECIPE))
 
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from cost_models import Recipe, load_hardware
-from cost_models.allocator import Requests, replay
+from cost_models import OptimizerPrecision, load_hardware
+from cost_models.allocator import MemoryRequests, replay
 from ir.core.work import DType
 from ir.job.load import job_from
 from ir.plan.plan import Plan
@@ -18,7 +18,7 @@ from piper_sim.memory.timeline import Memory, memory, requests, reserved, state
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from tests.cost_models.allocator.naive_allocator import naive
 
-RECIPE = Recipe("adamw", DType.BF16, DType.FP32, DType.FP32)
+RECIPE = OptimizerPrecision("adamw", DType.BF16, DType.FP32, DType.FP32)
 H100, CPU = load_hardware("h100-sxm"), load_hardware("cpu")
 MIB = 2**20
 
@@ -112,7 +112,7 @@ def test_what_is_cached_goes_back_before_a_job_is_refused() -> None:
 def test_expandable_segments_give_pages_back_before_they_refuse() -> None:
     """30 MiB, freed, then 20 of 1 MiB from the other pool: 60 MiB if nothing limits them, and 40 will do."""
     events = [0, ~0, *range(1, 21), *(~i for i in range(1, 21))]
-    asked = Requests((0, 0, 0), np.array(events), np.array([30 * MIB] + [MIB] * 20))
+    asked = MemoryRequests((0, 0, 0), np.array(events), np.array([30 * MIB] + [MIB] * 20))
     assert replay(asked, expandable=True).reserved == 60 * MIB
     for limit in (32, 40, 48, 60):
         fits = timeline._cached(asked, np.arange(len(events)), 30 * MIB, H100, limit * MIB).expandable_fits

@@ -1,21 +1,21 @@
-"""What the routing tests share: small jobs, and a `Routing` of any kind on them."""
+"""What the routing tests share: small jobs, and a `ExpertRouting` of any kind on them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from cost_models import Fabric, Hardware, load_hardware
+from cost_models import DeviceHardware, LinkFabric, load_hardware
 from ir.job import Job
-from ir.job.build import Prepared, prepare
+from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
-from ir.job.routing import Counts, moe_layers
+from ir.job.routing import ExpertCounts, moe_layers
 from ir.job.routing.described import made_up
 from ir.plan.plan import Plan
-from ir.workload.source import ModelSource
-from piper_sim.folding import Ground
-from piper_sim.pricing.routing import Routing
+from ir.workload.source import ConfigModelWork
+from piper_sim.folding import DevicePlacement
+from piper_sim.pricing.routing import ExpertRouting
 
-HW: Hardware = load_hardware("h800-sxm")
+HW: DeviceHardware = load_hardware("h800-sxm")
 
 
 def job(config: str = "tiny-moe", file: str = "job", **sections: Any) -> Job:
@@ -31,23 +31,23 @@ def job(config: str = "tiny-moe", file: str = "job", **sections: Any) -> Job:
     return job_from(table, file=file)
 
 
-def made(wanted: Job) -> tuple[Prepared, Plan]:
+def made(wanted: Job) -> tuple[PreparedJob, Plan]:
     """A job's plan, whatever its routing."""
     prepared = prepare(wanted, HW.gpus_per_node)
     return prepared, prepared.plan()
 
 
 def routing(
-    prepared: Prepared, plan: Plan, counts: Counts | None = None, kind: str = "balanced", **keys: Any
-) -> Routing:
+    prepared: PreparedJob, plan: Plan, counts: ExpertCounts | None = None, kind: str = "balanced", **keys: Any
+) -> ExpertRouting:
     """A routing by given counts, or of a made-up kind (balanced too, which `routing_of` leaves to the cost model)."""
     source = prepared.base.source
-    assert isinstance(source, ModelSource)
+    assert isinstance(source, ConfigModelWork)
     layers = moe_layers(plan.graph, source)
     per_node = prepared.job.cluster.gpus_per_node or HW.gpus_per_node
-    ground = Ground(prepared.mesh, per_node)
+    ground = DevicePlacement(prepared.mesh, per_node)
     if counts is None:
         assert prepared.config.moe is not None
         sources = len(ground.positions)
         counts = made_up(kind, keys.get("strength", 1.0), keys.get("seed", 0), prepared.config.moe, layers, sources)
-    return Routing(counts, layers, source, HW, ground, Fabric.of(HW, per_node), plan.graph.recompute)
+    return ExpertRouting(counts, layers, source, HW, ground, LinkFabric.of(HW, per_node), plan.graph.recompute)

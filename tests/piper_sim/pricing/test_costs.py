@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cost_models import Fabric, message_seconds
+from cost_models import LinkFabric, message_seconds
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.grid import quantise
-from ir.core.work import CommKind, Message
-from ir.graph.graph import Once
+from ir.core.work import Message, MessageKind
+from ir.graph.graph import PerStepOp
 from ir.job import Job
 from ir.job.load import job_from
 from ir.plan.plan import OpKind, Plan
-from piper_sim.pricing.costs import CostModel, OpCosts, Share
+from piper_sim.pricing.costs import CostModel, CostShare, OpCosts
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.predict import predict
 
@@ -131,7 +131,10 @@ def test_shares_sum_to_the_duration_of_every_compute_op() -> None:
     plan, costs, _ = priced(job("dualpipe", "tiny-llama", parallel={"tp": 2, "dp": 2}, schedule={"recompute": "full"}))
     compute = plan.kind == OpKind.COMPUTE
     assert (costs.shares[compute].sum(axis=1) == costs.duration[compute]).all()
-    assert (costs.shares[compute].sum(axis=0)[[Share.COMPUTE, Share.RECOMPUTE, Share.TP, Share.OPTIMIZER]] > 0).all()
+    assert (
+        costs.shares[compute].sum(axis=0)[[CostShare.COMPUTE, CostShare.RECOMPUTE, CostShare.TP, CostShare.OPTIMIZER]]
+        > 0
+    ).all()
     assert not costs.shares[~compute].any()
 
 
@@ -139,7 +142,7 @@ def test_a_transfer_inside_a_node_is_faster_than_one_between_nodes() -> None:
     """8 GPUs a node, 4 replicas: programs 0 and 1 share nodes, 1 and 2 do not."""
     wanted = job(config="tiny-llama", parallel={"pp": 4, "dp": 4})
     plan, costs, model = priced(wanted)
-    fabric = Fabric.of(hardware_of(wanted), 8)
+    fabric = LinkFabric.of(hardware_of(wanted), 8)
     seen: dict[tuple[int, int], set[float]] = defaultdict(set)
     for i in np.flatnonzero(plan.partner >= 0).tolist():
         a, b = int(plan.program[i]), int(plan.program[plan.partner[i]])
@@ -147,11 +150,11 @@ def test_a_transfer_inside_a_node_is_faster_than_one_between_nodes() -> None:
         assert shape.slot is not None
         size = plan.graph.nodes[shape.slot[0]].writes[shape.slot[1]].bytes
         near = 2 if {a, b} in ({0, 1}, {2, 3}) else 1
-        expected = quantise(message_seconds(Message(CommKind.P2P, size, ("pp",)), 2, near, fabric))
+        expected = quantise(message_seconds(Message(MessageKind.P2P, size, ("pp",)), 2, near, fabric))
         assert costs.duration[i] == expected
         seen[a, b].add(expected)
     assert max(seen[0, 1]) < min(seen[1, 2]) and set(seen) == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)}
-    assert model.message(Message(CommKind.P2P, 1, ())) == 0.0, "one rank talks to nobody"
+    assert model.message(Message(MessageKind.P2P, 1, ())) == 0.0, "one rank talks to nobody"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
@@ -159,11 +162,11 @@ def test_a_reduction_joins_the_replicas_of_all_owners(schedule: str) -> None:
     """DualPipe's pairs reduce over both programs: twice the ranks, on twice the nodes."""
     wanted = job(schedule, "tiny-llama", parallel={"pp": 4, "dp": 4})
     plan, costs, _ = priced(wanted)
-    fabric = Fabric.of(hardware_of(wanted), 8)
+    fabric = LinkFabric.of(hardware_of(wanted), 8)
     checked = 0
     for i in np.flatnonzero(plan.kind == OpKind.COLLECTIVE).tolist():
         node = plan.graph.nodes[plan.shapes[plan.shape[i]].covers[0][0]]
-        if node.kind not in (Once.REDUCE, Once.GATHER):
+        if node.kind not in (PerStepOp.REDUCE, PerStepOp.GATHER):
             continue
         programs = node.groups
         assert len(programs) == (2 if schedule == "dualpipe" else 1)

@@ -16,15 +16,15 @@ from cost_models.hardware import load_hardware
 from ir.core.ops import Pass
 from ir.core.order import IntArray
 from ir.core.work import DType
-from ir.job.routing import Counts
+from ir.job.routing import ExpertCounts
 from ir.plan.plan import OpKind
 from ir.workload import load_config
-from ir.workload.part import Layout
-from ir.workload.setting import Attention, BatchShape, Precision, Setting
+from ir.workload.part import PartLayout
+from ir.workload.setting import AttentionKind, MicrobatchShape, ModelPrecision, PartSetting
 from ir.workload.work import BUILDERS
-from piper_sim.folding import Classes, classes
+from piper_sim.folding import RankClasses, classes
 from piper_sim.pricing.costs import CostModel
-from piper_sim.pricing.routing import Routing, price_uneven
+from piper_sim.pricing.routing import ExpertRouting, price_uneven
 from piper_sim.pricing.routing.grouped import work_seconds as uneven_seconds
 from tests.piper_sim.pricing.routed import HW, job, made, routing
 
@@ -67,27 +67,27 @@ def test_equal_counts_cost_what_the_balanced_job_costs(sections: dict[str, Any])
     assert (sizes.buffers == plan.buffers.bytes).all()
     assert (sizes.workspace == np.array([[n.workspace] for n in plan.graph.nodes])).all()
     assert len(set(r.colours().tolist())) == 1
-    model, found = CostModel(prepared, HW), Classes.each(len(everywhere))
+    model, found = CostModel(prepared, HW), RankClasses.each(len(everywhere))
     costs = model.price(plan, found)
     again = price_uneven(r, plan, model, found)
     assert abs(again.duration - costs.duration).max() <= 2.0**-39
 
 
-def kernels(config: str, precision: Precision, rows: int, groups: int, etp: int) -> Any:
+def kernels(config: str, precision: ModelPrecision, rows: int, groups: int, etp: int) -> Any:
     """A balanced experts part with `rows` rows on each of `groups` experts."""
     model = load_config(config)
     assert model.moe is not None
     model = replace(model, moe=replace(model.moe, experts=groups, top_k=1))
-    shape = BatchShape(1, rows * groups // etp)
-    return BUILDERS["experts"](Setting(model, Layout(etp=etp), shape, precision, Attention.FLASH))
+    shape = MicrobatchShape(1, rows * groups // etp)
+    return BUILDERS["experts"](PartSetting(model, PartLayout(etp=etp), shape, precision, AttentionKind.FLASH))
 
 
 @pytest.mark.parametrize("gpu", ["h800-sxm", "a100-sxm-80gb", "b200-sxm", "cpu"])
 @pytest.mark.parametrize("config", ["deepseek-v3", "mixtral-8x7b", "tiny-moe"])
 def test_equal_groups_take_what_the_cost_model_says(gpu: str, config: str) -> None:
     hw = load_hardware(gpu)
-    fp8 = [Precision(DType.FP8, dispatch=DType.FP8)] if "fp8" in hw.peak_TFLOPs else []
-    for precision in (Precision.of(DType.FP32), *fp8):
+    fp8 = [ModelPrecision(DType.FP8, dispatch=DType.FP8)] if "fp8" in hw.peak_TFLOPs else []
+    for precision in (ModelPrecision.of(DType.FP32), *fp8):
         once, twice = (kernels(config, precision, n, 1, 1) for n in (128, 256))
         for rows, groups in ((1, 1), (37, 3), (128, 4), (300, 8), (4097, 2)):
             whole = kernels(config, precision, rows, groups, 1)
@@ -98,7 +98,7 @@ def test_equal_groups_take_what_the_cost_model_says(gpu: str, config: str) -> No
 
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=8), st.integers(0, 5))
 def test_experts_without_tokens_cost_nothing_and_order_does_not_matter(rows: list[int], more: int) -> None:
-    precision = Precision(DType.FP8, dispatch=DType.FP8)
+    precision = ModelPrecision(DType.FP8, dispatch=DType.FP8)
     once, twice = (kernels("deepseek-v3", precision, n, 1, 1) for n in (128, 256))
     for name in ("forward", "input_grad", "weight_grad"):
 
@@ -115,7 +115,7 @@ def test_experts_without_tokens_cost_nothing_and_order_does_not_matter(rows: lis
 
 def test_uneven_groups_of_one_kernel_by_hand() -> None:
     """Three experts with 100, 0 and 300 rows in 16 x 16 tiles: each for itself, the weights of two."""
-    hw, fp32 = load_hardware("cpu"), Precision.of(DType.FP32)
+    hw, fp32 = load_hardware("cpu"), ModelPrecision.of(DType.FP32)
     once, twice = (kernels("tiny-moe", fp32, n, 1, 1) for n in (128, 256))
     rate = hw.peak_flops(DType.FP32) * hw.gemm.efficiency["fp32"]
     ramp, (up, up2) = hw.gemm.ramp_bytes / 4, (w.forward[1] for w in (once, twice))
@@ -142,13 +142,13 @@ def test_uneven_groups_of_one_kernel_by_hand() -> None:
     assert uneven_seconds((w,), (w2,), 128, rows, hw)[0] == pytest.approx(wanted)
 
 
-def uneven(prepared: Any, plan: Any, change: Callable[[IntArray], IntArray]) -> Routing:
+def uneven(prepared: Any, plan: Any, change: Callable[[IntArray], IntArray]) -> ExpertRouting:
     """Balanced counts, layer 1's microbatch 2 changed: [source, expert] -> [source, expert]."""
     even = routing(prepared, plan).counts
     same = np.stack([np.stack([even.tokens(x)] * plan.graph.mbs) for x in even.layers])
     same[1, 2] = change(same[1, 2])
     at = np.arange(same[..., 0].size).reshape(same.shape[:3])
-    return routing(prepared, plan, Counts(even.layers, same.reshape(-1, same.shape[3]), at))
+    return routing(prepared, plan, ExpertCounts(even.layers, same.reshape(-1, same.shape[3]), at))
 
 
 def swapped(tokens: IntArray) -> IntArray:
@@ -231,7 +231,7 @@ def test_a_slow_rank_is_slow_with_its_real_rows() -> None:
     speed = {"0": 0.5}
     prepared, plan = made(job(cluster={"speed": speed}))
     r = uneven(prepared, plan, swapped)
-    model, found = CostModel(prepared, HW), Classes.each(8)
+    model, found = CostModel(prepared, HW), RankClasses.each(8)
     costs = model.price(plan, found)
     new = price_uneven(r, plan, model, found)
     fast_job, fast_plan = made(job())

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.job.routing import Counts, check_routing
+from ir.job.routing import ExpertCounts, check_routing
 from ir.job.routing.recorded import FORM
 from ir.job.routing.skew import hot, ranking, spread, zipf
-from ir.job.schema import Routing as RoutingKeys
+from ir.job.schema import JobRouting as RoutingKeys
 from piper_sim.pricing.routing import routing_of
 from tests.piper_sim.pricing.routed import HW, job, made, routing
 
@@ -76,7 +76,7 @@ def test_balanced_is_left_to_the_cost_model() -> None:
     assert routing_of(prepared, plan.graph, HW) is None
 
 
-def read(path: Path | str, **sections: Any) -> Counts:
+def read(path: Path | str, **sections: Any) -> ExpertCounts:
     prepared, plan = made(job(file=str(DATA / "job.toml"), routing={"kind": "file", "file": str(path)}, **sections))
     found = routing_of(prepared, plan.graph, HW)
     assert found is not None

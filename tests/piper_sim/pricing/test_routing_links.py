@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.links.fabric import Fabric, all_to_all_seconds, distinct, loaded_all_to_all_seconds
+from cost_models.links.fabric import LinkFabric, all_to_all_seconds, distinct, loaded_all_to_all_seconds
 from ir.core.order import FloatArray, IntArray
-from ir.core.work import CommKind, Message
+from ir.core.work import Message, MessageKind
 from piper_sim.pricing.routing.exchange import fullest
 from piper_sim.pricing.routing.reach import reach
-from piper_sim.pricing.routing.traffic import Loads, Roads, loads
+from piper_sim.pricing.routing.traffic import LinkLoads, LinkRoads, loads
 from tests.piper_sim.pricing.routed import HW, job, made, routing
 
 EACH = np.arange
@@ -23,7 +23,7 @@ def a2a(ranks: int, per_node: int, top_k: int, limit: int, dedup: bool) -> tuple
     experts, tokens = 4 * ranks, 4 * ranks * 8
     node = EACH(ranks) // per_node
     seen = reach(np.full((1, experts), tokens * top_k // experts), node, top_k, limit)
-    return loads(np.zeros((1, ranks), dtype=np.int64), seen, Roads.of(node), dedup).worst
+    return loads(np.zeros((1, ranks), dtype=np.int64), seen, LinkRoads.of(node), dedup).worst
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (8, 8), (16, 8), (64, 8), (64, 4), (32, 1)])
@@ -32,10 +32,10 @@ def a2a(ranks: int, per_node: int, top_k: int, limit: int, dedup: bool) -> tuple
 def test_equal_counts_load_links_as_the_balanced_formula_does(
     ranks: int, per_node: int, top_k: int, limit: int, dedup: bool
 ) -> None:
-    fabric = Fabric.of(HW, per_node, dedup)
+    fabric = LinkFabric.of(HW, per_node, dedup)
     port, nic = a2a(ranks, per_node, top_k, limit, dedup and top_k > 1)
     copies, nodes = 4 * ranks * 8 * top_k, ranks // per_node
-    message = Message(CommKind.ALL_TO_ALL, copies * 1000, ("ep",), top_k, limit)
+    message = Message(MessageKind.ALL_TO_ALL, copies * 1000, ("ep",), top_k, limit)
     found = loaded_all_to_all_seconds(port[0] * 1000, nic[0] * 1000, ranks, nodes, fabric, top_k > 1)
     assert found == pytest.approx(all_to_all_seconds(message, ranks, per_node, nodes, fabric), rel=1e-9)
 
@@ -43,12 +43,12 @@ def test_equal_counts_load_links_as_the_balanced_formula_does(
 ONE = np.array([[5, 1, 0, 2], [0, 0, 8, 0], [3, 3, 1, 1], [0, 4, 4, 0]])  # [source, expert], one expert per rank
 
 
-def direct(rows: IntArray) -> Loads:
+def direct(rows: IntArray) -> LinkLoads:
     node = np.array([0, 0, 1, 1])
-    return loads(EACH(4)[None], reach(rows, node, 1), Roads.of(node), deduplicate=False)
+    return loads(EACH(4)[None], reach(rows, node, 1), LinkRoads.of(node), deduplicate=False)
 
 
-def check_one_by_hand(found: Loads) -> None:
+def check_one_by_hand(found: LinkLoads) -> None:
     """Sources and experts on ranks 0 to 3, two on each of two nodes, every copy on its own way."""
     assert found.node_out.tolist() == [[1, 0, 1, 4]]  # 0 to 1, none, 2 to 3, 3 to 2
     assert found.node_into.tolist() == [[0, 1, 4, 1]]
@@ -71,7 +71,7 @@ def test_an_equal_split_of_uneven_counts_is_caught() -> None:
 def test_bytes_of_each_link_by_hand_where_a_token_crosses_once_per_node() -> None:
     node, ten = np.array([0, 0, 1, 1]), 10
     rows = np.array([[ten, ten, 0, 0]] * 4)  # top-2: every token goes to both ranks of node 0
-    found = loads(EACH(4)[None], reach(rows, node, 2), Roads.of(node), deduplicate=True)
+    found = loads(EACH(4)[None], reach(rows, node, 2), LinkRoads.of(node), deduplicate=True)
     assert found.nic_out.tolist() == [[0, 0, ten, ten]] and found.nic_into.tolist() == [[ten, ten, 0, 0]]
     # Rank 0 sends its own to rank 1, and what landed from rank 2; ranks 2 and 3 send nothing inside their node.
     assert found.node_out.tolist() == [[2 * ten, 2 * ten, 0, 0]] == found.node_into.tolist()
@@ -117,7 +117,7 @@ def test_what_is_sent_is_received_and_no_more_arrives_than_copies(
     assert (seen.rank <= seen.copies + small).all() and (seen.node <= np.minimum(by_node, 8) + small).all()
     assert (seen.rank <= seen.node[:, node] + small).all()
     assert (np.stack([seen.rank[:, node == n].sum(axis=1) for n in range(nodes)], axis=1) >= seen.node - small).all()
-    found = loads(EACH(ranks)[None], seen, Roads.of(node), dedup)
+    found = loads(EACH(ranks)[None], seen, LinkRoads.of(node), dedup)
     assert found.node_out.sum() == pytest.approx(found.node_into.sum())
     assert found.nic_out.sum() == pytest.approx(found.nic_into.sum())
     if not dedup:
@@ -147,7 +147,7 @@ def test_exchanges_do_not_see_the_order_of_experts_inside_a_rank(group: tuple[in
     node, rows = EACH(ranks) // per_node, drawn(seed, ranks, local, top_k)
     order = np.random.default_rng(seed).permuted(EACH(ranks * local).reshape(ranks, local), axis=1).ravel()
     first, second = (
-        loads(EACH(ranks)[None], reach(x, node, top_k), Roads.of(node), True) for x in (rows, rows[:, order])
+        loads(EACH(ranks)[None], reach(x, node, top_k), LinkRoads.of(node), True) for x in (rows, rows[:, order])
     )
     for name in ("node_out", "node_into", "nic_out", "nic_into"):
         assert (getattr(first, name) == getattr(second, name)).all()

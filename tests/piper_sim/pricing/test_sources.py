@@ -6,25 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from cost_models import Fabric, message_seconds
-from cost_models.profile.profile import Machine, Measured, OpEntry, Profile, Source, lookup
+from cost_models import LinkFabric, message_seconds
+from cost_models.profile.profile import CostSource, MeasuredCost, OpEntry, Profile, ProfileMachine, lookup
 from cost_models.profile.shapes import op_shapes
-from ir.core.work import CommKind, Message
+from ir.core.work import Message, MessageKind
 from ir.graph.classes import link_class, node_classes
-from ir.job.build import Prepared
+from ir.job.build import PreparedJob
 from ir.job.load import job_from
 from ir.plan.plan import OpKind
-from piper_sim.folding import Spread
+from piper_sim.folding import RankSpread
 from piper_sim.pricing.costs import CostModel
-from piper_sim.pricing.measured import Measurements
+from piper_sim.pricing.measured import MeasuredCosts
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.pricing.sources import sources
 
-MACHINE = Machine("x", 1, "", 0, {}, "")
+MACHINE = ProfileMachine("x", 1, "", 0, {}, "")
 SIZES = (2**10, 2**16, 2**20, 2**24)
 
 
-def prepared_of(*sets: str) -> Prepared:
+def prepared_of(*sets: str) -> PreparedJob:
     table = {
         "model": {"config": "tiny-llama", "seq_len": 64},
         "parallel": {"pp": 2, "dp": 2},
@@ -34,17 +34,19 @@ def prepared_of(*sets: str) -> Prepared:
     return prepare_priced(job, hardware_of(job))
 
 
-def model_of(prepared: Prepared, profile: Profile) -> CostModel:
+def model_of(prepared: PreparedJob, profile: Profile) -> CostModel:
     return CostModel(prepared, hardware_of(prepared.job), profile)
 
 
-def everything(prepared: Prepared, seconds: float, *, alone: bool = False) -> Profile:
+def everything(prepared: PreparedJob, seconds: float, *, alone: bool = False) -> Profile:
     """Every op and message of a plan."""
     plan = prepared.plan()
     shapes = zip(node_classes(plan.graph), op_shapes(plan.graph), strict=True)
-    ops = {c: OpEntry(Measured(seconds, 0.1 * seconds, 9), shape=s, alone=alone) for c, s in shapes if s is not None}
-    plain = sources(plan, model_of(prepared, Profile(MACHINE, {"none 1": OpEntry(Measured(1.0, 0.0, 1))})))
-    links = {r.name: Measured(seconds, 0.0, 9) for r in plain.rows if "/" not in r.name and "@" in r.name}
+    ops = {
+        c: OpEntry(MeasuredCost(seconds, 0.1 * seconds, 9), shape=s, alone=alone) for c, s in shapes if s is not None
+    }
+    plain = sources(plan, model_of(prepared, Profile(MACHINE, {"none 1": OpEntry(MeasuredCost(1.0, 0.0, 1))})))
+    links = {r.name: MeasuredCost(seconds, 0.0, 9) for r in plain.rows if "/" not in r.name and "@" in r.name}
     return Profile.of(MACHINE, ops, links)
 
 
@@ -89,44 +91,46 @@ def test_messages_inside_an_op_come_on_top_where_it_was_measured_alone() -> None
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def links(kind: CommKind, ranks: int, nodes: int, factor: float) -> dict[str, Measured]:
+def links(kind: MessageKind, ranks: int, nodes: int, factor: float) -> dict[str, MeasuredCost]:
     """A group that is slower than modelled by a factor."""
-    fabric = Fabric.of(hardware_of(prepared_of().job))
+    fabric = LinkFabric.of(hardware_of(prepared_of().job))
 
     def took(size: int) -> float:
         return factor * message_seconds(Message(kind, size, ("dp",)), ranks, ranks // nodes, fabric)
 
-    return {link_class(Message(kind, n, ()), ranks, nodes): Measured(took(n), 0.0, 9) for n in SIZES}
+    return {link_class(Message(kind, n, ()), ranks, nodes): MeasuredCost(took(n), 0.0, 9) for n in SIZES}
 
 
 def test_a_group_on_other_nodes_is_another_one() -> None:
-    message = Message(CommKind.ALL_REDUCE, 2**20, ("dp",))
-    profile = Profile.of(MACHINE, {}, {"all_reduce 8@1 1048576": Measured(1.0, 0.0, 9)})
-    m = Measurements({}, profile)
-    assert m.message(message, Spread(8, 8, 1), lambda s: 5.0).seconds == 1.0
-    assert m.message(message, Spread(8, 4, 2), lambda s: 5.0).source is Source.MODELLED
-    anywhere = Profile.of(MACHINE, {}, {"all_reduce 8 1048576": Measured(2.0, 0.0, 9)})
+    message = Message(MessageKind.ALL_REDUCE, 2**20, ("dp",))
+    profile = Profile.of(MACHINE, {}, {"all_reduce 8@1 1048576": MeasuredCost(1.0, 0.0, 9)})
+    m = MeasuredCosts({}, profile)
+    assert m.message(message, RankSpread(8, 8, 1), lambda s: 5.0).seconds == 1.0
+    assert m.message(message, RankSpread(8, 4, 2), lambda s: 5.0).source is CostSource.MODELLED
+    anywhere = Profile.of(MACHINE, {}, {"all_reduce 8 1048576": MeasuredCost(2.0, 0.0, 9)})
     for nodes in (1, 2):
-        assert Measurements({}, anywhere).message(message, Spread(8, 8 // nodes, nodes), lambda s: 5.0).seconds == 2.0
+        assert (
+            MeasuredCosts({}, anywhere).message(message, RankSpread(8, 8 // nodes, nodes), lambda s: 5.0).seconds == 2.0
+        )
 
 
 def test_a_larger_group_is_corrected_by_what_the_model_was_off_at_the_nearest() -> None:
-    fabric = Fabric.of(hardware_of(prepared_of().job))
-    message = Message(CommKind.ALL_REDUCE, 2**20, ("dp",))
+    fabric = LinkFabric.of(hardware_of(prepared_of().job))
+    message = Message(MessageKind.ALL_REDUCE, 2**20, ("dp",))
 
-    def price(s: Spread) -> float:
+    def price(s: RankSpread) -> float:
         return message_seconds(message, s.ranks, s.per_node, fabric, nodes=s.nodes)
 
-    measured = {**links(CommKind.ALL_REDUCE, 16, 2, 1.5), **links(CommKind.ALL_REDUCE, 8, 1, 3.0)}
-    m = Measurements({}, Profile.of(MACHINE, {}, measured))
-    large = Spread(64, 8, 8)
+    measured = {**links(MessageKind.ALL_REDUCE, 16, 2, 1.5), **links(MessageKind.ALL_REDUCE, 8, 1, 3.0)}
+    m = MeasuredCosts({}, Profile.of(MACHINE, {}, measured))
+    large = RankSpread(64, 8, 8)
     found = m.message(message, large, price)
-    assert found.source is Source.EXTRAPOLATED and found.seconds == pytest.approx(1.5 * price(large), rel=0.1)
+    assert found.source is CostSource.EXTRAPOLATED and found.seconds == pytest.approx(1.5 * price(large), rel=0.1)
     assert found.spread_s == pytest.approx(found.seconds - price(large)), "as uncertain as the correction is large"
-    inside = m.message(message, Spread(4, 4, 1), price)
-    assert inside.seconds == pytest.approx(3.0 * price(Spread(4, 4, 1)), rel=0.1), "one node's goes by one node's"
-    other = m.message(Message(CommKind.ALL_GATHER, 2**20, ("dp",)), large, lambda s: 7.0)
-    assert other.source is Source.MODELLED and other.seconds == 7.0
+    inside = m.message(message, RankSpread(4, 4, 1), price)
+    assert inside.seconds == pytest.approx(3.0 * price(RankSpread(4, 4, 1)), rel=0.1), "one node's goes by one node's"
+    other = m.message(Message(MessageKind.ALL_GATHER, 2**20, ("dp",)), large, lambda s: 7.0)
+    assert other.source is CostSource.MODELLED and other.seconds == 7.0
 
 
 def test_a_measured_update_serves_other_lengths_of_sequence() -> None:
@@ -136,5 +140,5 @@ def test_a_measured_update_serves_other_lengths_of_sequence() -> None:
     named = zip(g.nodes, node_classes(g), op_shapes(g), strict=True)
     found = {n.text(): lookup(profile, c, s) for n, c, s in named if s is not None}
     updates = [f for text, f in found.items() if "UPDATE" in text]
-    assert updates and all(f is not None and f.source is Source.MEASURED for f in updates)
+    assert updates and all(f is not None and f.source is CostSource.MEASURED for f in updates)
     assert all(f is None for text, f in found.items() if "UPDATE" not in text), "one size makes no line"

@@ -16,7 +16,7 @@ import pytest
 from ir.trace.trace import MemorySamples, Trace
 from piper_sim.report.look import lanes_of
 from piper_sim.report.page.columns import run_object
-from piper_sim.report.page.html import ReportRun, report_html
+from piper_sim.report.page.html import ReportTrace, report_html
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{script}}'\"&"
 
@@ -47,7 +47,7 @@ class Page(HTMLParser):
 def page_of(name: str) -> str:
     rows = [(0, 0, "compute", name, 0.0, 0.0, 1.0), (0, 0, name, "x", 0.0, 0.5, 1.0)]
     trace = Trace.of({"engine": name}, rows, MemorySamples.of([(0, 0.0, 5)]))
-    run = ReportRun(name, trace, {name: name}, waits=[name, ""], cost_source=[name] * 2, critical=[1])
+    run = ReportTrace(name, trace, {name: name}, waits=[name, ""], cost_source=[name] * 2, critical=[1])
     return report_html([run, run], name, {name: [{name: name, "b": None}]})
 
 
@@ -113,7 +113,7 @@ def test_the_page_holds_the_very_times(make_trace, scale: float) -> None:
     if scale != 1.0:
         times = (trace.post_s * scale, trace.start_s * scale, trace.end_s * scale)
         trace = Trace(trace.header, trace.step, trace.rank, trace.stream, trace.op, *times, trace.memory)
-    run = run_object(ReportRun("x", trace))
+    run = run_object(ReportTrace("x", trace))
     assert run["timing"] == ("gaps" if scale == 1.0 else "times")
     columns = columns_of(run)
     rows = np.concatenate([lane.rows for lane in lanes_of(trace)])
@@ -125,13 +125,13 @@ def test_the_page_holds_the_very_times(make_trace, scale: float) -> None:
 
 
 def test_the_same_runs_give_the_same_page(make_trace) -> None:
-    assert report_html([ReportRun("a", make_trace(comm=True))], "t") == report_html(
-        [ReportRun("a", make_trace(comm=True))], "t"
+    assert report_html([ReportTrace("a", make_trace(comm=True))], "t") == report_html(
+        [ReportTrace("a", make_trace(comm=True))], "t"
     )
 
 
 def test_a_reader_without_scripts_gets_text(make_trace) -> None:
-    page = report_html([ReportRun("1f1b", make_trace())], "t", {"Rows": [{"a": 1.5, "fits": False}]})
+    page = report_html([ReportTrace("1f1b", make_trace())], "t", {"Rows": [{"a": 1.5, "fits": False}]})
     assert "0F0 0F1 0F2" in re.sub(r"(?s).*<noscript>(.*)</noscript>.*", r"\1", page)
     assert '<td class="number">1.5</td><td class="number no">✗</td>' in page
     assert "computing %" in page
@@ -139,10 +139,10 @@ def test_a_reader_without_scripts_gets_text(make_trace) -> None:
 
 def test_a_report_may_be_empty() -> None:
     assert "nothing here" in report_html([], "nothing here")
-    assert report_html([ReportRun("x", Trace.of({}, []))], "no rows")
+    assert report_html([ReportTrace("x", Trace.of({}, []))], "no rows")
 
 
 def test_200_000_spans_stay_small(make_trace) -> None:
     trace = make_trace(ranks=16, mbs=128, f=0.01, b=0.0203, p2p=0.001, comm=True, parts=4)
-    page = report_html([ReportRun("x", trace)], "t")
+    page = report_html([ReportTrace("x", trace)], "t")
     assert len(page) < 60_000 + 8 * len(trace)

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ir.job.load import job_from
-from ir.plan.plan import Csr, OpKind, Plan
-from piper_sim.engine import Host, Interference, Run, Scenario, Wire, play, run, steady
-from piper_sim.pricing.costs import OpCosts, Share
+from ir.plan.plan import OpKind, OpLists, Plan
+from piper_sim.engine import EngineRun, EngineScenario, HostModel, KernelInterference, MessageMode, play, run, steady
+from piper_sim.pricing.costs import CostShare, OpCosts
 from piper_sim.study.breakdown import KEYS, breakdown
 from piper_sim.study.predict import predict, scenario_of
 from piper_sim.study.prediction import Prediction
@@ -31,7 +31,7 @@ SPENT = {
 }
 
 
-def by_hand(scenario: Scenario, ran: Run, costs: OpCosts) -> list[dict[str, float]]:
+def by_hand(scenario: EngineScenario, ran: EngineRun, costs: OpCosts) -> list[dict[str, float]]:
     """The breakdown from its definition: walk each compute stream, look at each gap, and at what was on the wire."""
     plan, n = scenario.plan, len(scenario.plan)
     over = defaultdict(list)
@@ -72,7 +72,7 @@ def by_hand(scenario: Scenario, ran: Run, costs: OpCosts) -> list[dict[str, floa
                     moving = sum(max(0.0, min(ready, b) - max(time, a)) for a, b in wires[stream])
                     row[axis(plan, stream)] += moving
                     row["dependency"] += ready - time - moving
-            for share in Share:
+            for share in CostShare:
                 row[SPENT[share.name]] += costs.shares[i][share]
             row["slowdown"] += end - start - costs.duration[i]
             time = end
@@ -85,7 +85,7 @@ def axis(plan: Plan, stream: int) -> str:
     return "exposed_pp" if name[:4] in ("send", "recv", "p2p") else f"exposed_{name}"
 
 
-def agrees(scenario: Scenario, ran: Run, costs: OpCosts) -> None:
+def agrees(scenario: EngineScenario, ran: EngineRun, costs: OpCosts) -> None:
     found, expected = breakdown(scenario, ran, costs), by_hand(scenario, ran, costs)
     for row, want in zip(found.seconds, expected, strict=True):
         rest = found.iteration_s - sum(want.values())  # of a rank that has not settled
@@ -99,9 +99,9 @@ def agrees(scenario: Scenario, ran: Run, costs: OpCosts) -> None:
 def costs_of(plan: Plan, seed: int) -> OpCosts:
     """Random whole durations, each compute op's in one random share."""
     duration, rng = durations(plan, seed, 30), random.Random(seed)
-    shares = np.zeros((len(plan), len(Share)))
+    shares = np.zeros((len(plan), len(CostShare)))
     for i in np.flatnonzero(plan.kind == OpKind.COMPUTE).tolist():
-        shares[i, rng.randrange(len(Share))] = duration[i]
+        shares[i, rng.randrange(len(CostShare))] = duration[i]
     return OpCosts(duration, shares)
 
 
@@ -109,7 +109,7 @@ def costs_of(plan: Plan, seed: int) -> OpCosts:
 @given(case=LAYERS, seed=st.integers(0, 2**32))
 def test_every_second_of_a_step_is_where_an_interval_count_puts_it(case: Any, seed: int) -> None:
     plan = layers(**case)
-    world, costs = Scenario.of(plan), costs_of(plan, seed)
+    world, costs = EngineScenario.of(plan), costs_of(plan, seed)
     ran, _ = steady(world, costs.duration, case["clip"])
     agrees(world, ran, costs)
     cold = play(world, costs.duration)
@@ -124,10 +124,10 @@ def test_what_hosts_and_neighbours_cost_has_its_place(case: Any, seed: int, busy
     plan = layers(**case)
     costs, rng, n = costs_of(plan, seed), random.Random(seed), len(plan)
     some = np.arange(0, n, 7)  # held by the same op of the step before
-    host = Host(np.array([rng.choice([0.0, 0.0, 1.0, 4.0]) for _ in range(n)]), Csr.of(n, some, n + some))
+    host = HostModel(np.array([rng.choice([0.0, 0.0, 1.0, 4.0]) for _ in range(n)]), OpLists.of(n, some, n + some))
     half = np.array([[0.5]])
-    slow = Interference(np.zeros(n, dtype=np.int64), half, half, half)
-    world = Scenario.of(plan, host=host if busy else None, slow=slow if slowed else None)
+    slow = KernelInterference(np.zeros(n, dtype=np.int64), half, half, half)
+    world = EngineScenario.of(plan, host=host if busy else None, slow=slow if slowed else None)
     ran = play(world, costs.duration, 3).last(2)
     agrees(world, ran, costs)
     rows = breakdown(world, ran, costs).seconds
@@ -139,9 +139,9 @@ def test_what_hosts_and_neighbours_cost_has_its_place(case: Any, seed: int, busy
 def test_the_reported_step_is_the_one_that_repeats(case: Any, seed: int) -> None:
     """Further steps only shift the reported one, by its own length."""
     plan = layers(**case)
-    world, costs = Scenario.of(plan), costs_of(plan, seed)
+    world, costs = EngineScenario.of(plan), costs_of(plan, seed)
     ran, steps = steady(world, costs.duration, case["clip"])
-    longer = run(plan, costs.duration, Wire.RENDEZVOUS, steps + 3)
+    longer = run(plan, costs.duration, MessageMode.RENDEZVOUS, steps + 3)
     compute = plan.kind == OpKind.COMPUTE
     step = ran.end[-1] - ran.end[-2]
     last = [np.flatnonzero(compute & (plan.program == p))[-1] for p in range(plan.programs)]
@@ -149,7 +149,7 @@ def test_the_reported_step_is_the_one_that_repeats(case: Any, seed: int) -> None
     for k in (1, 2, 3):
         assert (longer.end[steps - 1 + k] - longer.end[steps - 2 + k] == step[last[0]])[last].all()
     assert breakdown(world, ran, costs).iteration_s == step[last[0]]
-    again = breakdown(world, Run(longer.start[-2:], longer.end[-2:]), costs)
+    again = breakdown(world, EngineRun(longer.start[-2:], longer.end[-2:]), costs)
     assert again == breakdown(world, ran, costs)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ir.schedules.registry import NAMES
-from piper_sim.study.pipeline import Times, report, run_schedule
+from piper_sim.study.pipeline import PassTimes, report, run_schedule
 
 DATA = Path(__file__).parents[2] / "data"
 ORACLES = DATA / "oracles"
@@ -24,7 +24,7 @@ def table5() -> list[dict[str, str]]:
 @pytest.mark.parametrize("row", table5(), ids=lambda r: f"{r['case']}-{r['schedule']}")
 def test_bubble_rates_of_the_zero_bubble_paper_to_all_printed_digits(row: dict[str, str]) -> None:
     name = {"1F1B": "1f1b", "ZB-H1": "zb1p", "ZB-1p": "zb1p"}[row["schedule"]]
-    times = Times.parse(f"F={row['TF_ms']},I={row['TB_ms']},W={row['TW_ms']},p2p={row['Tcomm_ms']}")
+    times = PassTimes.parse(f"F={row['TF_ms']},I={row['TB_ms']},W={row['TW_ms']},p2p={row['Tcomm_ms']}")
     found = report(run_schedule(name, int(row["pp"]), int(row["microbatches"]), 1, times))
     assert round(float(str(found["span_bubble_fraction"])), 4) == float(row["bubble_rate"])
 
@@ -34,7 +34,7 @@ def test_bubble_rates_of_the_zero_bubble_paper_to_all_printed_digits(row: dict[s
     ("ranks", "mbs", "nanoseconds"), [(8, 64, 328545928), (16, 256, 1286365576), (64, 1024, 5255099080)]
 )
 def test_astra_sim_to_the_nanosecond(ranks: int, mbs: int, nanoseconds: int) -> None:
-    found = report(run_schedule("1f1b", ranks, mbs, times=Times.parse("F=0.001,B=0.002,p2p=0.000931822")))
+    found = report(run_schedule("1f1b", ranks, mbs, times=PassTimes.parse("F=0.001,B=0.002,p2p=0.000931822")))
     assert found["makespan"] == nanoseconds / 1e9
 
 
@@ -46,7 +46,7 @@ def test_every_oracle_of_a_family(family: str) -> None:
         exact = "torch" in case["source"] or "deepseek" in case["source"]
         peak = list(case["peak_inflight"].values())
         for text, expected in case["derived"].items():
-            found: Any = report(run_schedule(family, case["P"], case["M"], case["V"], Times.parse(text)))
+            found: Any = report(run_schedule(family, case["P"], case["M"], case["V"], PassTimes.parse(text)))
             where = f"{key} {text}"
             if exact:
                 assert found["order"] == case["order"], where

@@ -9,7 +9,7 @@ import pytest
 
 from ir.job.load import job_from
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
-from piper_sim.study.planned import Planned
+from piper_sim.study.planned import PlannedJob
 from tests.piper_sim.pricing.prediction_cases import (
     SCHEDULES,
     answer,
@@ -259,7 +259,7 @@ def test_a_straggler_in_every_schedule_costs_at_most_its_own_factor(name: str) -
 def test_memory_is_known_before_anything_runs_and_no_cost_changes_it() -> None:
     wanted = job_from(table(routing={"kind": "zipf"}), file="test")
     hardware = hardware_of(wanted)
-    early = Planned.of(prepare_priced(wanted, hardware), hardware)
+    early = PlannedJob.of(prepare_priced(wanted, hardware), hardware)
     p, _ = asked(table(routing={"kind": "zipf"}, costs={"interference": "maxmin", "host_model": "inline"}))
     assert (early.memory.peak == p.planned.memory.peak).all() and early.reserved == p.planned.reserved
     assert int(np.sum(early.memory.dynamic)) > 0

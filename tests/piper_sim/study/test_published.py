@@ -14,7 +14,7 @@ from experiments.published.sets_llama import nanotron_layers
 from ir.job.load import job_from
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.report.units import GIB
-from piper_sim.study.planned import Planned, fits
+from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.predict import predict
 
 FEW = {  # every so many rows, most time and most memory error of their median
@@ -39,7 +39,7 @@ def found(name, control=None):
 def planned(row, **costs):
     job = job_from({**row.job, "costs": {**row.job["costs"], **costs}})
     hardware = hardware_of(job)
-    return Planned.of(prepare_priced(job, hardware), hardware)
+    return PlannedJob.of(prepare_priced(job, hardware), hardware)
 
 
 def rows_of(name):

@@ -13,13 +13,13 @@ from cost_models.profile.profile import plan_keys
 from ir.job import load_job
 from ir.plan.plan import OpKind
 from ir.plan.text import plan_digest
-from piper_sim.engine import Scenario, play
+from piper_sim.engine import EngineScenario, play
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.hosts import inline
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.validate.calibrating import elsewhere
 from piper_sim.study.validate.samples import link_keys
-from piper_sim.study.validate.times import Times, alone, dispatch
+from piper_sim.study.validate.times import OpTimes, alone, dispatch
 from tests.piper_sim.engine.cases import HEAVY, LAYERS, durations, layers
 
 JOB = """
@@ -40,10 +40,10 @@ def test_what_ops_took_by_themselves_is_read_off_a_run(case: dict[str, object], 
     plan = layers(**case)  # type: ignore[arg-type]
     given_s = durations(plan, seed)
     host_s = 0.25
-    scenario = Scenario.of(plan, host=inline(plan, host_s))
+    scenario = EngineScenario.of(plan, host=inline(plan, host_s))
     run = play(scenario, given_s, 3)
     assert run.post is not None
-    times = Times(run.post, run.start, run.end)
+    times = OpTimes(run.post, run.start, run.end)
     took = alone(scenario, times)[1:]
     for kind in (OpKind.COMPUTE, OpKind.SEND, OpKind.COLLECTIVE):
         mine = plan.kind == kind

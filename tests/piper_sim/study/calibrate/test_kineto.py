@@ -13,8 +13,8 @@ import pytest
 from cost_models.profile.profile import Profile
 from ir.core.errors import PiperError
 from ir.graph.classes import node_classes
-from ir.graph.graph import Once
-from ir.job.build import Prepared
+from ir.graph.graph import PerStepOp
+from ir.job.build import PreparedJob
 from ir.job.load import job_from
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.calibrate.kineto import read_kineto
@@ -23,7 +23,7 @@ from tests.piper_sim.study.calibrate.kineto_trace import AUTOGRAD, Trace, nccl
 US = 1e-6
 
 
-def prepared_of(*sets: str) -> Prepared:
+def prepared_of(*sets: str) -> PreparedJob:
     table = {
         "model": {"config": "tiny-llama", "num_hidden_layers": 4, "seq_len": 128},
         "parallel": {"pp": 2},
@@ -33,11 +33,11 @@ def prepared_of(*sets: str) -> Prepared:
     return prepare_priced(job, hardware_of(job))
 
 
-def read(prepared: Prepared, *paths: str) -> Profile:
+def read(prepared: PreparedJob, *paths: str) -> Profile:
     return read_kineto(paths, prepared, hardware_of(prepared.job))
 
 
-def seconds(profile: Profile, prepared: Prepared) -> dict[str, float]:
+def seconds(profile: Profile, prepared: PreparedJob) -> dict[str, float]:
     """Of every node of the job that the profile knows, by its text."""
     g = prepared.plan().graph
     named = zip(g.nodes, node_classes(g), strict=True)
@@ -92,7 +92,7 @@ def test_an_update_is_the_optimizers_own_ranges_on_the_trace_of_its_rank(tmp_pat
         files.append(t.write(tmp_path / f"{rank}.json"))
     prepared = prepared_of("model.vocab_size=512", "parallel.layers=[1, 3]")
     profile = read(prepared, *files)
-    updates = [n for n in prepared.plan().graph.nodes if n.kind is Once.UPDATE]
+    updates = [n for n in prepared.plan().graph.nodes if n.kind is PerStepOp.UPDATE]
     assert len({n.numel for n in updates}) == 2
     took = seconds(profile, prepared)
     assert took["0UPDATE/p0"] == pytest.approx(520 * US) and took["1UPDATE/p1"] == pytest.approx(820 * US)

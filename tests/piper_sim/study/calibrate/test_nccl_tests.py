@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cost_models.profile.profile import Source, lookup
+from cost_models.profile.profile import CostSource, lookup
 from ir.core.errors import PiperError
-from ir.core.work import CommKind
+from ir.core.work import MessageKind
 from piper_sim.study.calibrate.nccl_tests import TESTS, factor, parse, read_nccl_tests
 from tests.piper_sim.study.calibrate.nccl_text import FACTORS, HEADER, row, table
 
@@ -34,7 +34,7 @@ def test_known_constants_are_found_again(test: str, tmp_path: Path) -> None:
             beta, rel=0.02
         )
     between = lookup(profile, f"{name} 3000000")
-    assert between is not None and between.source is Source.INTERPOLATED
+    assert between is not None and between.source is CostSource.INTERPOLATED
     assert between.seconds == pytest.approx(fastest(3000000), rel=0.05)
     exact = profile.links[f"{name} {2**20}"]
     assert exact.count == 40 and exact.median_s == pytest.approx(fastest(2**20), rel=0.01)
@@ -68,17 +68,17 @@ def test_what_others_print_in_between_is_read_over(tmp_path: Path) -> None:
 def test_older_layouts_and_halves_that_were_not_run(name: str) -> None:
     (one,) = parse((DATA / name).read_text(), name)
     assert one.ranks == 2 and len(one.seconds) == 4 and all(len(x) in (1, 2) for x in one.seconds.values())
-    assert one.kind is (CommKind.ALL_REDUCE if "reduce" in name else CommKind.ALL_TO_ALL)
+    assert one.kind is (MessageKind.ALL_REDUCE if "reduce" in name else MessageKind.ALL_TO_ALL)
     assert {len(x) for x in one.seconds.values()} == ({2} if "reduce" in name else {1})
 
 
 def test_a_test_that_prints_no_name_is_known_by_its_file_or_its_factor() -> None:
     unnamed = table("all_gather", fastest, named=False)
-    assert parse(unnamed, "logs/all_gather.txt")[0].kind is CommKind.ALL_GATHER
+    assert parse(unnamed, "logs/all_gather.txt")[0].kind is MessageKind.ALL_GATHER
     with pytest.raises(PiperError, match="all_gather or all_to_all"):
         parse(unnamed, "logs/1.txt")
-    assert parse(table("all_reduce", fastest, named=False), "1.txt")[0].kind is CommKind.ALL_REDUCE
-    assert parse(table("reduce_scatter", fastest, named=False), "1.txt")[0].kind is CommKind.REDUCE_SCATTER
+    assert parse(table("all_reduce", fastest, named=False), "1.txt")[0].kind is MessageKind.ALL_REDUCE
+    assert parse(table("reduce_scatter", fastest, named=False), "1.txt")[0].kind is MessageKind.REDUCE_SCATTER
 
 
 def swap(a: int, b: int) -> Callable[[str], str]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cost_models import load_hardware
-from cost_models.compute.interference import Slowdown
-from cost_models.profile.pairs import Pair, pair_keys
+from cost_models.compute.interference import KernelSlowdown
+from cost_models.profile.pairs import KernelPair, pair_keys
 from ir.core.errors import PiperError
 from piper_sim.app.cli import main
 from piper_sim.study.calibrate.pairs import read_pairs
@@ -23,21 +23,21 @@ memory , collective, 0, 0.4, 0.2
 """
 
 
-def read(tmp_path: Path, text: str) -> dict[str, Pair]:
+def read(tmp_path: Path, text: str) -> dict[str, KernelPair]:
     (tmp_path / "pairs.csv").write_text(text)
     return dict(read_pairs(str(tmp_path / "pairs.csv")).pairs)
 
 
 def test_a_table_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, TABLE) == {
-        "arithmetic all_to_all": Pair(0.25, 0.05, 0.10),
-        "memory collective": Pair(0.0, 0.4, 0.2),
+        "arithmetic all_to_all": KernelPair(0.25, 0.05, 0.10),
+        "memory collective": KernelPair(0.0, 0.4, 0.2),
     }
 
 
 def test_pairs_that_were_measured_go_before_the_gpus_own(tmp_path: Path) -> None:
     hw = load_hardware("h800-sxm")
-    plain, changed = Slowdown.of(hw), Slowdown.of(hw, read(tmp_path, TABLE))
+    plain, changed = KernelSlowdown.of(hw), KernelSlowdown.of(hw, read(tmp_path, TABLE))
     assert changed.held[0][0] == 0.25 != plain.held[0][0] and changed.wire[0][0] == 0.10
     assert changed.moving[1][1] == 0.4 and changed.wire[1][1] == 0.2
     assert changed.held[0][1:] == plain.held[0][1:] and changed.moving[1][0] == plain.moving[1][0]
