@@ -48,14 +48,14 @@ class RankServerLines:
         self.end, self._rest = end, b""
 
     def send(self, **message: Any) -> None:
-        """One object. Raises ServerGone: nobody is at the other end."""
+        """One object. Raises RankServerGone: nobody is at the other end."""
         try:
             self.end.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
             raise RankServerGone("the fork server has died") from error
 
     def receive(self) -> list[dict[str, Any]]:
-        """Those that have come, waiting for some. Raises ServerGone: nobody is at the other end."""
+        """Those that have come, waiting for some. Raises RankServerGone: nobody is at the other end."""
         try:
             data = self.end.recv(1 << 16)
         except OSError:
@@ -99,7 +99,7 @@ class RankForkServer(RankServerLines):
         code = (
             f"import sys; sys.path[:0] = [] if {_ROOT!r} in sys.path else [{_ROOT!r}]; "
             f"sys.path += [p for p in {search_path()!r} if p not in sys.path]; "
-            f"from executor.launch.forkserver import Server; Server({theirs.fileno()}).serve()"
+            f"from executor.launch.forkserver import RankServer; RankServer({theirs.fileno()}).serve()"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-c", code],
@@ -113,7 +113,7 @@ class RankForkServer(RankServerLines):
         atexit.register(self.close)
 
     def events(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What has happened, waiting at most so long for the first. Raises ServerGone."""
+        """What has happened, waiting at most so long for the first. Raises RankServerGone."""
         ready, _, _ = select.select([self.end], [], [], timeout_s)
         return self.receive() if ready else []
 

@@ -148,13 +148,13 @@ def test_without_numba_the_twin_is_slow_and_right() -> None:
     code = """
 import sys
 sys.modules["numba"] = None
-from piper_sim.engine import Wire
+from piper_sim.engine import MessageMode
 from cost_models.jit import numba
 from tests.piper_sim.compiled.test_twin import agree
 assert numba is None
-assert agree(("dualpipe", 4, 8, "cut"), 1, "seconds", Wire.BUFFERED, "none", True, 2)
-assert agree(("zbv", 3, 5, "whole"), 2, "ties", Wire.RENDEZVOUS, "inline", False, 2)
-assert agree(("1f1b", 3, 5, "cut"), 3, "minutes", Wire.RENDEZVOUS, "ahead", True, 2)
+assert agree(("dualpipe", 4, 8, "cut"), 1, "seconds", MessageMode.BUFFERED, "none", True, 2)
+assert agree(("zbv", 3, 5, "whole"), 2, "ties", MessageMode.RENDEZVOUS, "inline", False, 2)
+assert agree(("1f1b", 3, 5, "cut"), 3, "minutes", MessageMode.RENDEZVOUS, "ahead", True, 2)
 """
     root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
