@@ -120,8 +120,8 @@ def test_ops_are_classed_by_what_bounds_them() -> None:
     [
         ("comm_sms", {"all2all": 3}, "unknown kind of communication 'all2all'"),
         ("comm_sms", {"p2p": 132}, "leave none to compute"),
-        ("comm_hbm", {"p2p": 1.0}, "< 1"),
-        ("oversubscription", 0.5, ">= 1"),
+        ("comm_hbm", {"p2p": 1.0}, "below 1"),
+        ("oversubscription", 0.5, "from 1 up"),
     ],
 )
 def test_bad_slowdowns_are_refused(key: str, value: object, says: str) -> None:
