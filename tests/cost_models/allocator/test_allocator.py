@@ -150,7 +150,7 @@ LIMITS = st.one_of(st.just(UNLIMITED), st.integers(0, 400 * MIB))
 
 def outcome(module: Any, drawn: Trace, steps: int, limit: int, expandable: bool) -> Outcome:
     state, events, sizes = drawn
-    asked = module.Requests(state, np.array(events, dtype=np.int64), np.array(sizes, dtype=np.int64))
+    asked = module.MemoryRequests(state, np.array(events, dtype=np.int64), np.array(sizes, dtype=np.int64))
     found = module.replay(asked, limit=limit, expandable=expandable, steps=steps)
     return found.allocated, found.reserved, found.given_back, found.refused
 
