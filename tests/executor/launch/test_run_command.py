@@ -82,7 +82,7 @@ def test_a_run_is_replayed_from_its_own_files(capfd: pytest.CaptureFixture[str],
     other = ["--set", "schedule.microbatches=5"]
     for flags, key, words in (
         (["--replay", trace, "--emulate", "0.01"], "--replay", "either a given time or that of a trace"),
-        (["--replay", str(tmp_path / "none.tsv")], None, "cannot read the trace"),
+        (["--replay", str(tmp_path / "none.tsv")], "TRACE", "cannot read a trace"),
         (["--replay", job], "line 1", "not a header"),
         (["--replay", trace, *other], "--replay", "a trace of another plan: the trace lacks op"),
     ):
