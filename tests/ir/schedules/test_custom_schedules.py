@@ -67,6 +67,7 @@ def test_a_csv_with_a_mistake(tmp_path: Path, text: str | bytes, code: int, says
     assert found.value.file == str(tmp_path / "schedule.csv") and found.value.key in (
         "schedule.csv",
         "schedule.microbatches",
+        "line 1",
     )
 
 
