@@ -16,9 +16,9 @@ from ir.trace import text as trace_text
 from ir.trace.text import parse_trace, read_trace, write_trace
 from ir.trace.trace import MemorySamples, Trace
 
+WORDS = st.characters(exclude_categories=("Cs",), exclude_characters="\0")  # as the loader takes them
 NAMES = st.text(WORDS, min_size=1, max_size=12).filter(str.isprintable)
 TIMES = st.floats(allow_nan=False, allow_infinity=False)
-WORDS = st.characters(exclude_categories=("Cs",), exclude_characters="\0")  # as the loader takes them
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | TIMES | st.text(WORDS, max_size=5),
     lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(WORDS, max_size=4), x, max_size=3),
