@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from executor.launch import run as cli
 from executor.measure.peak_bytes import peak_bytes
@@ -90,8 +89,7 @@ def judged(
         file = Path(folder) / "job.toml"
         file.write_text(JOB.format(layers=2 * ranks, ranks=ranks, dp=dp, zero=zero, schedule=schedule, mbs=2 * ranks))
         options = JobRunOptions(ranks * dp, steps, watchdog_s=60.0, emulate=op_s)
-        launcher: Any = cli
-        found = validate(load_job(str(file)), PlanTools(launcher, peak_bytes), options, known).found
+        found = validate(load_job(str(file)), PlanTools(cli, peak_bytes), options, known).found
     iteration, bare = found["iteration"], found["without_communication"]
     replay = found["replay"]["error"] if found["replay"] else float("nan")
     seconds = iteration["measured_s"], iteration["predicted_s"], bare["predicted_s"]

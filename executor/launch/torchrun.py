@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = _parser().parse_args(list(argv))
         place = TorchrunRank.here()
-        options = _options(args, place)
+        options = JobRunOptions.of(args, place.world)
         options.check()
         judged = _judged(args, options) if place.rank == 0 else None
         wanted = CheckpointOptions(args.save, args.every, args.keep, args.force, args.resume)
@@ -122,19 +122,6 @@ def main(argv: Sequence[str]) -> int:
             return ErrorKind.RANK_FAILED.exit_code
         (folder / given_name(0)).write_text(text, encoding="utf-8")
         return _live(store, lookout, place, folder, PlanRun(options, wanted))
-
-
-def _options(args: argparse.Namespace, place: TorchrunRank) -> JobRunOptions:
-    return JobRunOptions(
-        ranks=place.world,
-        steps=args.steps,
-        backend=args.backend,
-        watchdog_s=args.watchdog,
-        emulate=args.emulate,
-        emulate_comm=args.emulate_comm,
-        out=None if args.out is None else Path(args.out),
-        sets=tuple(args.sets),
-    )
 
 
 def _judged(args: argparse.Namespace, options: JobRunOptions) -> tuple[PreparedJob, Plan]:

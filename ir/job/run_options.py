@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,22 @@ class JobRunOptions:
     dump: Path | None = None
     parts: Path | None = None
     sets: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, flags: Namespace, ranks: int) -> JobRunOptions:
+        """As a command line says them; what a command has no flag for stays as it is by default."""
+        replay = getattr(flags, "replay", None)
+        return cls(
+            ranks=ranks,
+            steps=flags.steps,
+            backend=flags.backend,
+            watchdog_s=flags.watchdog,
+            emulate=flags.emulate,
+            emulate_comm=flags.emulate_comm,
+            replay=None if replay is None else Path(replay),
+            out=None if flags.out is None else Path(flags.out),
+            sets=tuple(flags.sets),
+        )
 
     @property
     def real(self) -> bool:

@@ -25,17 +25,7 @@ def main(args: argparse.Namespace) -> int:
     p = predict(job)
     out = None if args.out is None else Path(args.out)
     refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work
-    options = JobRunOptions(
-        ranks=args.ranks,
-        steps=args.steps,
-        backend=args.backend,
-        watchdog_s=args.watchdog,
-        emulate=args.emulate,
-        emulate_comm=args.emulate_comm,
-        replay=None if args.replay is None else Path(args.replay),
-        out=out,
-        sets=tuple(args.sets),
-    )
+    options = JobRunOptions.of(args, args.ranks)
     saving = CheckpointOptions(args.save, args.every, args.keep, args.force, args.resume)
     with progress(f"running {args.steps} step(s) on {args.ranks} processes"):
         found, trace = run(p.prepared, p.plan, options, saving)

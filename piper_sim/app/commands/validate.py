@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,22 +26,12 @@ MISSED = 5
 
 def main(args: argparse.Namespace) -> int:
     """Print the comparison; 5 where a gate is missed."""
-    from executor.launch import run as launcher
+    from executor.launch import run as executor
     from executor.measure.peak_bytes import peak_bytes
 
-    executor: Any = launcher
     job = load_job(args.job, args.sets)
     refuse_existing(args.out, FILES, args.force)
-    options = JobRunOptions(
-        ranks=args.ranks,
-        steps=args.steps,
-        backend=args.backend,
-        watchdog_s=args.watchdog,
-        emulate=args.emulate,
-        emulate_comm=args.emulate_comm,
-        out=None if args.out is None else Path(args.out),
-        sets=tuple(args.sets),
-    )
+    options = JobRunOptions.of(args, args.ranks)
     with progress(f"calibrating and running on {args.ranks} processes"):
         v = validate(job, PlanTools(executor, peak_bytes), options)
     if not args.json:  # whatever becomes of the files
