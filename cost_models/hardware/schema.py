@@ -139,7 +139,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return self.hbm_GBps * 1e9
 
     def peak_flops(self, dtype: DType) -> float:
-        """Dense peak of a dtype, FLOP/s; refuses a dtype the device does not have.
+        """Dense peak of a dtype, FLOP/s. Raises PiperError (hardware): the device does not have it.
 
         >>> from cost_models.hardware import load_hardware
         >>> load_hardware("h100-sxm").peak_flops(DType.BF16)

@@ -71,6 +71,8 @@ def frameworks() -> tuple[str, ...]:
 def load_software(name: str | None) -> FrameworkCosts:
     """The constants of a framework, by name or from a path to a .json file; those of fused kernels where none is named.
 
+    Raises PiperError (hardware, io): no such framework or file, or constants out of range.
+
     >>> load_software("megatrom")
     Traceback (most recent call last):
     ...

@@ -72,7 +72,10 @@ class RankWatchdog:
         self._last_words = threading.Lock()
 
     def meet(self, digest: str) -> list[int]:
-        """All ranks are there, and have the same plan, by its digest. Returns their process ids."""
+        """All ranks are there, and have the same plan, by its digest. Returns their process ids.
+
+        Raises PiperError (illegal_plan): ranks were given different plans.
+        """
         me = json.dumps([os.getpid(), host(), digest])
         self.store.set_timeout(timedelta(seconds=STARTUP_S))
         self.store.set(f"here/{self.rank}", me)

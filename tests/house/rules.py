@@ -99,7 +99,7 @@ def raises_documented(source: Source) -> list[str]:
     out = []
     for module, path in source.modules.items():
         for function in public_functions(source.trees[module]):
-            if _raises(function) and "Raises" not in (ast.get_docstring(function) or ""):
+            if _raises(function) and not re.search(r"\bRaises?\b", ast.get_docstring(function) or ""):
                 out.append(f"{path}:{function.lineno} {function.name} raises PiperError and does not say when")
     return out
 

@@ -60,6 +60,8 @@ def load_config(name_or_path: str, overrides: Mapping[str, object] | None = None
 def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, object] | None = None) -> ModelConfig:
     """The same from a config already in memory. `source` names it in errors.
 
+    Raises PiperError (model): an unknown key or model type; a missing or impossible value.
+
     >>> tiny = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 8, "n_layer": 1, "n_head": 2}
     >>> config_from(tiny, "tiny").ffn
     32

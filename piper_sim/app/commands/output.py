@@ -70,7 +70,10 @@ def trace_files(trace: Trace, title: str) -> dict[str, bytes | str]:
 
 
 def refuse_existing(out: str | None, names: Iterable[str], force: bool) -> None:
-    """Before the work, not after it: refuse a folder that holds one of the files already."""
+    """Before the work, not after it: refuse a folder that holds one of the files already.
+
+    Raises PiperError (usage, io): files that would be overwritten, a folder that is none.
+    """
     if out is None:
         return
     if not out.strip():
@@ -83,7 +86,10 @@ def refuse_existing(out: str | None, names: Iterable[str], force: bool) -> None:
 
 
 def write(out: str | None, files: Mapping[str, bytes | str], force: bool) -> list[Path]:
-    """Write files under --out, if it was given."""
+    """Write files under --out, if it was given.
+
+    Raises PiperError (usage, io): what is there already, or cannot be written.
+    """
     if out is None:
         return []
     try:

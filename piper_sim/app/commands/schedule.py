@@ -35,7 +35,10 @@ _FLAGS = {
 
 
 def main(args: argparse.Namespace) -> int:
-    """Build, check, simulate, print."""
+    """Build, check, simulate, print.
+
+    Raises PiperError (usage): flags out of range, or that do not go together.
+    """
     times = read_times(args.times)
     refuse_existing(args.out, FILES, args.force)
     try:
@@ -58,7 +61,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def read_times(text: str | None) -> PassTimes:
-    """--times, within the range of floats. An exponent of many digits is refused before it is multiplied out."""
+    """--times, within the range of floats. An exponent of many digits is refused before it is multiplied out.
+
+    Raises PiperError (usage): no times, or times that do not add up.
+    """
     wild = re.search(r"[eE][+-]?\d{3,}", text or "")
     try:
         if wild is None:

@@ -48,6 +48,8 @@ def read_runs(path: str | Path) -> list[PastStep]:
 def parse_runs(text: str) -> list[PastStep]:
     """The rows of a table.
 
+    Raises PiperError (job): a row that is no run, with its line and column.
+
     >>> [run] = parse_runs("parallel.pp, iteration_s, note\\n4, 1.5, mine\\n")
     >>> run.line, run.settings, run.iteration_s, run.note
     (2, {'parallel.pp': '4'}, 1.5, 'mine')
