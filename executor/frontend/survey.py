@@ -9,6 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from executor.frontend.measure import PartMeasure, Sizes, measure
+from executor.modules.attention.attend import forget_masks
+from executor.modules.attention.rope import forget_tables
 from executor.modules.base import BuiltChunks, Model, wiring
 from ir.core.errors import ErrorKind, PiperError
 
@@ -47,6 +49,8 @@ def survey(
     for unit, module in built.units.items():
         inputs = tuple(s for r in reads[unit] for s in shapes[r])
         weights = {names[id(p)]: p for p in module.parameters()}
+        forget_tables()
+        forget_masks()
         with _blaming(unit):
             found[unit] = measure(module, inputs, batch(built, unit, size, length), weights)
         shapes[unit] = found[unit].shapes

@@ -73,7 +73,7 @@ class _File(Struct):
     """The file."""
 
     format: Annotated[str, words(FORMAT, said="format")]
-    version: Annotated[int, Meta(ge=VERSION, le=VERSION)]
+    version: int
     model: str
     microbatch_size: Size
     seq_len: Size
@@ -144,6 +144,9 @@ class CapturedModelFile:
 def read_captured(path: Path) -> CapturedModelFile:
     """Read and check. Raises PiperError (io, model) naming the file and the key."""
     file, raw = str(path), read_json(path, FORM)
+    version = raw.get("version", VERSION) if isinstance(raw, dict) else VERSION
+    if version != VERSION or isinstance(version, bool):
+        raise FORM.wrong(f"version {cut(version)}", file, "version", str(VERSION), "capture it again")
     f = typed(raw, _File, FORM, file)
     parts = {name: _part(p, f"parts.{name}", file) for name, p in f.parts.items()}
     _check_chunks(f, file)

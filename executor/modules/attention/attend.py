@@ -173,6 +173,12 @@ def _mask(length: int, sight: AttentionMask, device: str, mode: FakeTensorMode |
     return (gap < 0) | (gap >= sight.window) if sight.window else gap < 0
 
 
+def forget_masks() -> None:
+    """Whoever asks next makes them anew."""
+    _mask.cache_clear()
+    _bias.cache_clear()
+
+
 def _added(q: Tensor, sight: AttentionMask) -> Tensor:
     """The same as torch's fused kernels take it, which would keep what they made of another format."""
     return _bias(q.shape[2], sight, q.dtype, str(q.device), maybe_get_fake_mode(q))

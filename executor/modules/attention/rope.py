@@ -51,6 +51,11 @@ def _rotary(
     return table(turns.cos()), table(turns.sin())
 
 
+def forget_tables() -> None:
+    """Whoever asks next makes them anew: a layer that is measured by itself makes its own."""
+    _rotary.cache_clear()
+
+
 def rates(angles: TokenAngles, dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """By how much each angle grows from one token to the next, in radians.
 
@@ -65,9 +70,8 @@ def rates(angles: TokenAngles, dtype: torch.dtype, device: str = "cpu") -> Tenso
         return own
     if s.kind is AttentionRopeScalingKind.LINEAR:
         return own / s.factor
-    if (
-        s.kind is AttentionRopeScalingKind.LLAMA3
-    ):  # the share of the angle that stays is linear in its turns over `original`
+    if s.kind is AttentionRopeScalingKind.LLAMA3:
+        # The share of the angle that stays is linear in its turns over `original`.
         stays = ((s.original * own / (2 * math.pi) - s.slow) / (s.fast - s.slow)).clamp(0.0, 1.0)
     else:
         stays = 1.0 - _ramp(angles, s, torch.arange(dim // 2, dtype=dtype, device=device))

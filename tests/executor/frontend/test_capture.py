@@ -183,7 +183,7 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 BAD = {
     "an older version": (_set("version", 0), "version", "capture it again"),
-    "another file": (_set("format", "llama"), "", "piper-sim/model"),
+    "another file": (_set("format", "llama"), "format", "piper-sim/model"),
     "an unknown key": (_set("sequence", 4), "sequence", "seq_len"),
     "a missing key": (_set("hidden", None), "hidden", "missing"),
     "FLOPs off by two": (
@@ -192,13 +192,13 @@ BAD = {
         "twice their product",
     ),
     "a negative size": (_set("parts/l/stash_bytes", -1), "parts.l.stash_bytes", "out of range"),
-    "a fraction": (_set("parts/l/stash_bytes", 1.5), "parts.l.stash_bytes", "whole number"),
-    "a flag": (_set("parts/l/stash_bytes", True), "parts.l.stash_bytes", "whole number"),
+    "a fraction": (_set("parts/l/stash_bytes", 1.5), "parts.l.stash_bytes", "integer"),
+    "a flag": (_set("parts/l/stash_bytes", True), "parts.l.stash_bytes", "integer"),
     "an unknown kind": (_set("parts/l/passes/F/kernels/0/kind", "gem"), "parts.l.passes.F.kernels[0].kind", "gemm"),
     "an unknown format": (_set("dtype", "bf-16"), "dtype", "bf16"),
     "no such part": (_set("chunks/1/part", "m"), "chunks[1].part", "unknown"),
-    "a wrong shape": (_set("chunks/1/parameters/0/1", [2, -3]), "chunks[1].parameters[0]", "shape"),
-    "two shapes": (_set("chunks/2/parameters/0/0", "w0"), "chunks", "two shapes"),
+    "a wrong shape": (_set("chunks/1/parameters/0/1", [2, -3]), "chunks[1].parameters", "out of range"),
+    "two shapes": (_set("chunks/2/parameters/0/0", "w0"), "chunks[2].parameters", "two shapes"),
     "layers out of order": (_set("chunks/2/name", "l5"), "chunks", "l0, l1"),
     "a missing pass": (_set("parts/l/passes/W", None), "parts.l.passes.W", "missing"),
 }

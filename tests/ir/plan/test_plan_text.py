@@ -243,7 +243,7 @@ def test_limits_are_checked_before_anything_is_expanded(monkeypatch: pytest.Monk
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     plan, _ = small()
-    with pytest.raises(PiperError, match="cannot read the plan") as caught:
+    with pytest.raises(PiperError, match="cannot read a plan") as caught:
         read_plan(tmp_path / "none", plan.graph)
     assert caught.value.kind is ErrorKind.IO
     (tmp_path / "bytes").write_bytes(b"piper-plan 1\n\xff\n")

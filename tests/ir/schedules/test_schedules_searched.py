@@ -207,7 +207,7 @@ def test_without_weight_gradients_nothing_is_kept_for_them() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_question_has_the_same_answer_in_every_process(name: str) -> None:
     code = (
-        "from ir.schedules.schedule import OpTimes\nfrom ir.schedules import searched\n"
+        "from ir.schedules.schedule import OpTimes\nfrom ir.schedules.search import searched\n"
         f"for o in searched.{name.replace('-', '_')}(3, 5, OpTimes(1.0, 1.3, 0.7, 0.05)): print(*o.cells())"
     )
     texts = [

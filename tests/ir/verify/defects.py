@@ -36,6 +36,9 @@ def names(plan: Plan, *rows: int) -> set[str]:
 def dropped_op(plan: Plan, rng: Random) -> Spoiled:
     i = rng.randrange(len(plan))
     other = [int(plan.partner[i])] if plan.partner[i] >= 0 else []
+    # Whoever waited for it has lost, with that wait, what stands before it on its stream; and so has who follows there.
+    other += plan.waits.rows()[plan.waits.items == i].tolist()
+    other += (i + 1 + np.flatnonzero(plan.stream[i + 1 :] == plan.stream[i])[:1]).tolist()
     return rearranged(plan, [k for k in range(len(plan)) if k != i]), names(plan, i, *other)
 
 
