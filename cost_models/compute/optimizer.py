@@ -128,8 +128,10 @@ def accumulate(work: Work, recipe: OptimizerPrecision) -> list[Kernel]:
 
     >>> from ir.core.work import DType
     >>> gemm = Kernel(KernelKind.GEMM, 2 * 8**3, 0, DType.BF16, (8, 8, 8))
-    >>> accumulate((gemm,), OptimizerPrecision(grad_copy=2))[0].bytes == 12 * 8 * 8, accumulate((gemm,),
-    OptimizerPrecision()) (True, [])
+    >>> accumulate((gemm,), OptimizerPrecision(grad_copy=2))[0].bytes == 12 * 8 * 8
+    True
+    >>> accumulate((gemm,), OptimizerPrecision())
+    []
     """
     if not recipe.grad_copy:
         return []

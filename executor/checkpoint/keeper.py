@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import torch
-from torch import Tensor
 
 from executor.checkpoint.folder import part_of, prune, publish, step_name, sweep
 from executor.checkpoint.lock import CheckpointLock, said
@@ -30,7 +28,7 @@ from executor.checkpoint.manifest import (
     verify,
 )
 from executor.checkpoint.pieces import Held, ShardPiece, in_files, written
-from executor.checkpoint.reader import RANDOM, CheckpointReader
+from executor.checkpoint.reader import CheckpointReader
 from executor.checkpoint.same import WEIGHT, plain_table, training_of
 from executor.checkpoint.saving import KEPT, CheckpointOptions
 from executor.checkpoint.tensors import MANIFEST, write_tensors
@@ -124,8 +122,6 @@ class RankCheckpoint:
         folder.mkdir(exist_ok=True)
         for number, held in enumerate(in_files(self._mine().items(), FILE_BYTES)):
             tensors = {f"{s}/{n}": flat.view(p.shape) for n, (p, slots) in held.items() for s, flat in slots.items()}
-            if number == 0:
-                tensors |= {f"{RANDOM}{device}": state for device, state in _random_states().items()}
             file = file_of(self.rank, number)
             found = write_tensors(folder / file, tensors, self.progress.go_on)
             parts.append(RankManifest(file, found, {name: piece for name, (piece, _) in held.items()}))
@@ -189,24 +185,7 @@ class RankCheckpoint:
                 if slot != WEIGHT or flat.dtype != params[name][1].dtype:  # else it is the parameter itself
                     reader.read(slot, name, ShardPiece(self.shares[name], first, len(flat)), flat)
         self.sync.optimizer.steps = manifest.step
-        if manifest.plan_digest == plan_digest(self.plan):
-            _set_random_states(reader.states(file_of(self.rank)))
 
 
 def _note(folder: Path, rank: int) -> Path:
     return folder / f"{file_of(rank)}.json"
-
-
-def _random_states() -> dict[str, Tensor]:
-    """Whatever this run draws comes from its seeds; a module of the user's own may draw from torch."""
-    return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if _on_gpu() else {})
-
-
-def _set_random_states(states: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and _on_gpu():
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-def _on_gpu() -> bool:
-    return bool(torch.cuda.is_initialized())  # and is not by being asked

@@ -71,10 +71,12 @@ class ShardPiece:
         """What two pieces of one parameter have in common: (from where in this one, in the other, how many).
 
         >>> from executor.parallel.shares import ShardCut
-        >>> a, b = ShardPiece(ParamShard((2, 3)), 0, 4), ShardPiece(ParamShard((2, 3), (ShardCut(1, 0, 1, (3,)),)),
-        2, 4)
-        >>> list(a.shared(b)), list(ShardPiece(ParamShard((4, 1)), 0, 2).shared(ShardPiece(ParamShard((4, 1)), 2, 2)))
-        ([(2, 0, 1), (3, 1, 1)], [])
+        >>> flat = ShardPiece(ParamShard((2, 3)), 0, 4)
+        >>> column = ShardPiece(ParamShard((2, 3), (ShardCut(1, 0, 1, (3,)),)), 2, 4)
+        >>> list(flat.shared(column))
+        [(2, 0, 1), (3, 1, 1)]
+        >>> list(ShardPiece(ParamShard((4, 1)), 0, 2).shared(ShardPiece(ParamShard((4, 1)), 2, 2)))
+        []
         """
         if self.share == other.share:
             low, high = max(self.first, other.first), min(self.first + self.count, other.first + other.count)
@@ -129,8 +131,9 @@ def in_files(held: Iterable[tuple[str, tuple[ShardPiece, Mapping[str, Tensor]]]]
 
     >>> import torch
     >>> two = {"weight": torch.arange(6.0), "exp_avg": torch.zeros(6)}
-    >>> [{n: (p.first, p.count) for n, (p, _) in f.items()} for f in in_files([("a", (ShardPiece.whole((2, 3)),
-    two))], 32)] [{'a': (0, 4)}, {'a': (4, 2)}]
+    >>> files = in_files([("a", (ShardPiece.whole((2, 3)), two))], 32)
+    >>> [{n: (p.first, p.count) for n, (p, _) in f.items()} for f in files]
+    [{'a': (0, 4)}, {'a': (4, 2)}]
     """
     out: Held = {}
     size = 0

@@ -14,8 +14,6 @@ from executor.checkpoint.pieces import ShardPiece
 from executor.checkpoint.tensors import MANIFEST, CheckpointTensors, damaged
 from executor.modules.base import TORCH
 
-RANDOM = "random/"  # states of random number generators, one file for each rank
-
 
 class CheckpointReader:
     """The files of a checkpoint, each opened when something in it is needed."""
@@ -40,11 +38,6 @@ class CheckpointReader:
             raise damaged(self.folder / MANIFEST, message)
         if out is not into:
             into.copy_(out)
-
-    def states(self, file: str) -> dict[str, Tensor]:
-        """The random number generators of the rank that wrote a file, by device."""
-        names = [n for n in self._file(file).names if n.startswith(RANDOM)]
-        return {n.removeprefix(RANDOM): self._file(file).flat(n).clone() for n in names}
 
     def whole(self, slot: str, name: str) -> Tensor:
         """A whole parameter, or a moment of it. Raises PiperError (io), as `read` does."""

@@ -23,7 +23,9 @@ class CheckpointOptions:
     def due(self, done: int, steps: int) -> bool:
         """Whether to save behind so many steps of so many.
 
-        >>> [CheckpointOptions("d", every=4).due(done, 6) for done in (3, 4, 5, 6)],
-        CheckpointOptions(every=4).due(4, 6) ([False, True, False, True], False)
+        >>> [CheckpointOptions("d", every=4).due(done, 6) for done in (3, 4, 5, 6)]
+        [False, True, False, True]
+        >>> CheckpointOptions(every=4).due(4, 6)
+        False
         """
         return self.save is not None and (done == steps or (self.every is not None and done % self.every == 0))

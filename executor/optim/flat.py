@@ -111,7 +111,7 @@ class FlatBucket:
 
     def _resize(self, numel: int) -> None:
         self.whole.untyped_storage().resize_(numel * self.whole.element_size())
-        self.whole.detach()  # an op, so that who follows storages sees it
+        self.whole[:0]  # an op, so that who follows storages sees it; a longer view of a fake one takes room again
 
     # -- what this rank has -------------------------------------------------------------------------------------------
 

@@ -40,12 +40,11 @@ class PlanRun:
     def of(cls, fields: Mapping[str, Any]) -> PlanRun:
         """From what `told` has made.
 
-                >>> from pathlib import Path
-        from threading import Lock
-                >>> spec = PlanRun(JobRunOptions(2, dump=Path("/d"), sets=("model.seed=1",)), CheckpointOptions("/s",
-                every=2))
-                >>> PlanRun.of(spec.told()) == spec
-                True
+        >>> from pathlib import Path
+        >>> options = JobRunOptions(2, dump=Path("/d"), sets=("model.seed=1",))
+        >>> spec = PlanRun(options, CheckpointOptions("/s", every=2))
+        >>> PlanRun.of(spec.told()) == spec
+        True
         """
         with _ONE_BY_ONE:
             return msgspec.convert(dict(fields), cls, dec_hook=lambda kind, value: kind(value))

@@ -38,9 +38,9 @@ class Mesh:
 
     >>> mesh = Mesh.of(tp=2, cp=1, dp=4, pp=2, ep=4, etp=1)
     >>> mesh.axes["ep"]
-    (Atom(size=2, stride=1), Atom(size=2, stride=2))
+    (MeshAxis(size=2, stride=1), MeshAxis(size=2, stride=2))
     >>> mesh.shape(("dp",), per_node=8), mesh.ranks
-    (GroupShape(ranks=4, per_node=4), 16)
+    (RankGroup(ranks=4, per_node=4), 16)
     """
 
     sizes: Mapping[str, int]

@@ -54,7 +54,7 @@ def parse_action(text: str) -> ScheduledOp:
     Raises PiperError (directive): the text is no op.
 
     >>> parse_action("2F0")
-    ScheduledOp(stage=2, token=<Token.F: 0>, mb=0)
+    ScheduledOp(stage=2, token=<OpToken.F: 0>, mb=0)
     """
     if not (m := _ACTION.fullmatch(text)):
         raise PiperError(

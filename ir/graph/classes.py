@@ -42,8 +42,10 @@ def link_class(message: Message, ranks: int, nodes: int = 0) -> str:
 
     nodes: on how many the ranks are; 0: wherever the job has them.
 
-    >>> link_class(Message(MessageKind.P2P, 262144, ("pp",)), 2), link_class(Message(MessageKind.ALL_REDUCE, 64,
-    ("dp",)), 4) ('p2p 262144', 'all_reduce 4 64')
+    >>> link_class(Message(MessageKind.P2P, 262144, ("pp",)), 2)
+    'p2p 262144'
+    >>> link_class(Message(MessageKind.ALL_REDUCE, 64, ("dp",)), 4)
+    'all_reduce 4 64'
     >>> link_class(Message(MessageKind.ALL_REDUCE, 64, ("dp",)), 16, 2)
     'all_reduce 16@2 64'
     """

@@ -62,8 +62,10 @@ def summed_over(param: Param, layout: PartLayout) -> tuple[str, ...]:
     Over tp that is a parameter that is not cut, where each rank has its own tokens (sequence parallelism) or its own
     heads; elsewhere all tp ranks have its whole gradient already, the same on each, which must not be summed.
 
-    >>> summed_over(Param("norm", (8,)), PartLayout(tp=2, sequence_parallel=True)), summed_over(Param("w", (8,)),
-    PartLayout(2)) (('tp', 'cp', 'dp'), ('cp', 'dp'))
+    >>> summed_over(Param("norm", (8,)), PartLayout(tp=2, sequence_parallel=True))
+    ('tp', 'cp', 'dp')
+    >>> summed_over(Param("w", (8,)), PartLayout(2))
+    ('cp', 'dp')
     """
     if param.expert:
         return ("edp",)

@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ir.core.alloc import AllocList
-
 from cost_models.hardware import load_hardware
 from cost_models.profile.file import load_profile, profile_text
 from cost_models.profile.machine import ProfileMachine
@@ -115,7 +113,7 @@ def _prepared() -> PreparedJob:
 
 def _profile() -> Profile:
     links = {f"p2p {n}": MeasuredCost(1e-6 * n, 1e-8, 5) for n in (64, 4096, 65536)}
-    ops = {"F/attn 3f2a": OpEntry(MeasuredCost(0.01, 0.001, 3), AllocList.parse("+4 +8n >F0"))}
+    ops = {"F/attn 3f2a": OpEntry(MeasuredCost(0.01, 0.001, 3), alone=True)}
     return Profile.of(ProfileMachine("a cpu", 2, "", 0, {"torch": "2.13"}, "2026-01-01T00:00:00Z"), ops, links, 1e-5)
 
 

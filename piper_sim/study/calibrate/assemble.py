@@ -54,7 +54,7 @@ def summed(
     """Ops as the sums of their kernels; an op of which a kernel is missing is left out, as is one without any.
 
     >>> summed({0: [1.0, 1.0], 1: [0.5]}, {"F/mlp 1": [(0, 2), (1, 1)], "W/mlp 1": [(2, 1)]})
-    {'F/mlp 1': Measured(median_s=2.5, spread_s=0.0, count=1)}
+    {'F/mlp 1': MeasuredCost(median_s=2.5, spread_s=0.0, count=1)}
     """
     known = {k: measured(x) for k, x in pieces.items()}
     out = {}

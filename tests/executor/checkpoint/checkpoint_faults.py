@@ -184,12 +184,6 @@ def same_data(ctx: RankContext, **spec: Any) -> Any:
     return train_rank(ctx, **spec)
 
 
-def drawn_anew(ctx: RankContext, **spec: Any) -> Any:
-    """Random number generators are not taken up."""
-    keeper_module._set_random_states = lambda states: None
-    return train_rank(ctx, **spec)
-
-
 def impatient(ctx: RankContext, **spec: Any) -> Any:
     """Rank 0 does not wait for what the others write."""
     together, write = RankCheckpoint._together, RankCheckpoint._write

@@ -13,37 +13,10 @@ import pytest
 
 from executor.checkpoint import __main__ as lister
 from executor.checkpoint.manifest import read_manifest
-from executor.frontend import capture
-from executor.launch import run as cli
 from piper_sim.app.cli import main
-from tests.executor.checkpoint import checkpoint_faults
 from tests.executor.launch.test_run_command import command
 from tests.executor.launch.test_torchrun import _agent, _free_port, _objects
 from tests.executor.runs import JOB, job_file
-
-NOISE = """
-import torch
-from torch import nn
-from executor.modules.user.annotate import annotate
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
-        self.layer, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.layer.weight = nn.Parameter(torch.randn(16, 16).t())  # not contiguous
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        x = x + 0.1 * torch.randn_like(x)
-        with annotate("PP"):
-            x = self.layer(x)
-        with annotate("PP"):
-            x = self.last(x)
-        return self.head(x)
-"""
-MODULE = JOB.replace('config = "tiny-llama"\nnum_hidden_layers = 4', 'graph = "net.json"\nmodule = "net.py:Net"')
 
 
 def _run(capfd: pytest.CaptureFixture[str], job: str, *flags: str) -> dict[str, Any]:
@@ -73,21 +46,6 @@ def test_people_are_told_where_it_was_saved_and_where_it_goes_on(
     assert main(["run", job, "-n", "2", "--steps", "2", "--resume", folder]) == 0
     out = capfd.readouterr().out
     assert "step 1: loss" in out and "step 0" not in out
-
-
-def test_a_module_that_draws_at_random_goes_on_drawing(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "net.py").write_text(NOISE)
-    net = [f"{tmp_path / 'net.py'}:Net", "--out", str(tmp_path / "net.json"), "--seq-len", "8", "--dtype", "fp64"]
-    assert capture.main(net) == 0
-    capfd.readouterr()
-    job, folder = str(job_file(tmp_path, text=MODULE)), tmp_path / "saved"
-    whole = _run(capfd, job, "--steps", "4", "--save", str(folder), "--every", "2")
-    resume = "--steps", "4", "--resume", str(folder / "step-000002")
-    assert _run(capfd, job, *resume)["losses"] == whole["losses"][2:]
-    monkeypatch.setattr(cli, "RANK", checkpoint_faults.drawn_anew)
-    assert _run(capfd, job, *resume)["losses"] != whole["losses"][2:]
 
 
 def _torchrun(ranks: int, job: str, *flags: str) -> tuple[int, dict[str, Any], str]:

@@ -61,7 +61,7 @@ def test_a_profile_that_cannot_be_used_is_refused(cli: Any, job: Any, tmp_path: 
     path = job()
     error = cli("simulate", path, "--set", "costs.profile=nothing.json")
     assert error.code == 2 and error.error["kind"] == "io" and "calibrate" in error.error["suggestion"]
-    (tmp_path / "bad.json").write_text(json.dumps({"profile_version": 1, "machin": {}}))
+    (tmp_path / "bad.json").write_text(json.dumps({"profile_version": 2, "machin": {}}))
     error = cli("plan", path, "--set", "costs.profile=bad.json")
     assert error.code == 2 and error.error["key"] == "machin" and error.error["suggestion"] == "machine"
     file = _profile(path, tmp_path, 0.5)
