@@ -48,6 +48,7 @@ class CheckpointTraining:
     tokens: Count  # in the data's file, 0 for synthetic ones
     seed: int  # of the data
     model: dict[str, Any]  # what shapes do not say
+    data: str = ""  # a digest of the data's file; before windows had the order they have now, none
 
     @property
     def digest(self) -> str:

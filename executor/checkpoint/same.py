@@ -11,6 +11,7 @@ import torch
 
 from executor.checkpoint.manifest import CheckpointManifest, CheckpointTraining
 from executor.checkpoint.tensors import MANIFEST
+from executor.data.files import digest_of_tokens
 from executor.data.tokens import FileTokens, source_name, source_of
 from executor.modules.base import TORCH
 from executor.optim.optimizer import OptimizerConfig, slots_of
@@ -38,6 +39,7 @@ def training_of(prepared: PreparedJob) -> CheckpointTraining:
         length=job.model.seq_len,
         tokens=len(source.tokens) if isinstance(source, FileTokens) else 0,
         seed=job.data.seed,
+        data=digest_of_tokens(source.tokens) if isinstance(source, FileTokens) else "",
         model={k: v for k, v in _plain(prepared.config).items() if k not in UNUSED},
     )
 
@@ -66,6 +68,9 @@ def _differences(manifest: CheckpointManifest, prepared: PreparedJob) -> Iterato
         here, there = (f"{t.tokens} tokens" if t.tokens else "synthetic" for t in (now, was))
         source = manifest.job.get("data", {}).get("source")
         yield f"{here} here, {there} there", "data.source", there, source and f"--set data.source={source}"
+    elif now.data != was.data:
+        message = "other tokens here than there, or they are read in another order"
+        yield message, "data.source", "the file it was saved by, of this version", None
     if (a := now.seed) != (b := was.seed):
         yield f"data drawn by seed {a} here, {b} there", "data.seed", str(b), f"--set data.seed={b}"
     if now.optimizer != (there := was.optimizer):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from ir.core.errors import ErrorKind, PiperError
-from ir.core.files import FileErrors, check_regular, named_path
+from executor.data.files import check_vocabulary, map_tokens, refuse_outside
+from executor.data.order import TokenOrder
+from ir.core.files import named_path
 from ir.job import Job
 
 PADDING = -1
-FORM = FileErrors("tokens", ErrorKind.JOB, "data.source", 2**50, "synthetic, or a path that starts at the job's folder")
 
 
 class TokenSource(Protocol):
@@ -21,6 +20,10 @@ class TokenSource(Protocol):
 
     def sequence(self, step: int, index: int, length: int) -> np.ndarray:
         """length + 1 tokens (int64) of sequence `index` of a step's global batch; PADDING where there is none."""
+        ...
+
+    def missing(self, step: int, length: int) -> int:
+        """Labels of a step's global batch that are PADDING."""
         ...
 
 
@@ -42,62 +45,60 @@ class SyntheticTokens:
         noise = rng.random(length + 1) < 0.1
         return np.where(noise, rng.integers(self.vocab, size=length + 1), tokens).astype(np.int64)
 
+    def missing(self, step: int, length: int) -> int:
+        """None."""
+        return 0
+
 
 class FileTokens:
-    """A file of tokens (`.npy`, or `.bin` of uint16), or of text (one token per UTF-8 byte), read in shuffled windows.
+    """A file of tokens (`executor.data.files`), read in windows that do not overlap within an epoch; each epoch has
+    its own order. Windows run over the ends of documents. sequences: of a step's global batch.
 
-    The last window of an epoch may be short; what is missing counts for nothing.
+    The last window may be short; what is missing counts for nothing.
     """
 
-    def __init__(self, path: str, vocab: int, seed: int = 0) -> None:
-        self.path, self.vocab, self.seed = path, vocab, seed
-        file = Path(path)
-        check_regular(file, FORM)
-        try:
-            if file.suffix == ".npy":
-                self.tokens = np.load(file, mmap_mode="r", allow_pickle=False)
-            else:
-                self.tokens = np.memmap(file, dtype="<u2" if file.suffix == ".bin" else np.uint8, mode="r")
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            fix = "synthetic, or a path that starts at the job's folder"
-            raise PiperError(
-                ErrorKind.IO, f"cannot read tokens: {why}", file=path, key="data.source", suggestion=fix
-            ) from error
-        if self.tokens.ndim != 1 or len(self.tokens) < 2 or self.tokens.dtype.kind not in "ui":
-            raise PiperError(ErrorKind.JOB, "not a row of tokens", file=path, key="data.source", allowed="≥ 2 integers")
-        highest = int(self.tokens.max())
-        if highest >= vocab:
-            raise PiperError(
-                ErrorKind.JOB,
-                f"token {highest} is outside the vocabulary of {vocab}",
-                file=path,
-                key="data.source",
-                suggestion=f"model.vocab_size={highest + 1}",
-            )
-        self._steps: dict[int, int] = {}
+    def __init__(self, path: str, vocab: int, seed: int = 0, sequences: int = 1) -> None:
+        self.path, self.vocab, self.seed, self.sequences = path, vocab, seed, sequences
+        self.tokens = map_tokens(path, vocab)
 
     def sequence(self, step: int, index: int, length: int) -> np.ndarray:
-        """Windows do not overlap within an epoch; each epoch has its own order."""
-        windows = max(1, -(-(len(self.tokens) - 1) // length))
-        epoch, place = divmod(index + step * self.stride, windows)
-        order = np.random.default_rng([self.seed, epoch]).permutation(windows)
-        start = int(order[place]) * length
+        """The window that comes next in the epoch's order. Raises PiperError: a token outside the vocabulary."""
+        windows = self._windows(length)
+        epoch, place = divmod(step * self.sequences + index, windows)
+        start = TokenOrder.of(windows, self.seed, epoch).window(place) * length
         part = np.asarray(self.tokens[start : start + length + 1], dtype=np.int64)
+        refuse_outside(part, self.path, self.vocab)
         return np.concatenate([part, np.full(length + 1 - len(part), PADDING, dtype=np.int64)])
 
-    stride = 1_000_003  # sequences a step moves on; Data sets it to the global batch
+    def missing(self, step: int, length: int) -> int:
+        """Only the file's last window is short: count the epochs that read it in this step."""
+        windows, first = self._windows(length), step * self.sequences
+        short = windows * length - (len(self.tokens) - 1)
+        end = first + self.sequences
+        epochs = range(first // windows, (end - 1) // windows + 1) if short else ()
+        at = (e * windows + TokenOrder.of(windows, self.seed, e).place(windows - 1) for e in epochs)
+        return short * sum(first <= k < end for k in at)
+
+    def _windows(self, length: int) -> int:
+        return max(1, -(-(len(self.tokens) - 1) // length))
 
 
-def source_of(name: str, vocab: int, seed: int) -> TokenSource:
-    """`[data] source`: "synthetic", or a path. Raises PiperError: a file that is not there, or not of this vocabulary.
+def source_of(name: str, vocab: int, seed: int, sequences: int = 1) -> TokenSource:
+    """`[data] source`: "synthetic", or a path. Raises PiperError: a file that is not there, or holds no tokens.
 
     >>> source_of("synthetic", 100, 0)
     SyntheticTokens(vocab=100, seed=0)
     """
-    return SyntheticTokens(vocab, seed) if name == "synthetic" else FileTokens(name, vocab, seed)
+    return SyntheticTokens(vocab, seed) if name == "synthetic" else FileTokens(name, vocab, seed, sequences)
 
 
 def source_name(job: Job) -> str:
     """`[data] source`; a path starts at the job's folder."""
     return job.data.source if job.data.source == "synthetic" else named_path(job.file, job.data.source)
+
+
+def check_source(job: Job, vocab: int) -> None:
+    """Raise PiperError for data that no run could read, before any rank starts."""
+    source = source_of(source_name(job), vocab, job.data.seed)
+    if isinstance(source, FileTokens):
+        check_vocabulary(source.tokens, source.path, vocab)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from executor.data.tokens import source_name, source_of
+from executor.data.tokens import check_source
 from executor.modules.supported import refuse_model
 from executor.parallel.places import check_divided
 from ir.core.errors import ErrorKind, PiperError
@@ -46,12 +46,12 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
         raise _not_yet(ErrorKind.JOB, "a stage without layers", "parallel.layers", "at least 1 layer per inner stage")
     if job.model.module is not None or job.model.graph is not None:
         refuse_module(prepared)
-        source_of(source_name(job), prepared.config.vocab, job.data.seed)
+        check_source(job, prepared.config.vocab)
         return
     refuse_model(prepared.config)
     _refuse_stored(prepared)
     _refuse_balance(prepared)
-    source_of(source_name(job), prepared.config.vocab, job.data.seed)
+    check_source(job, prepared.config.vocab)
 
 
 def _refuse_stored(prepared: PreparedJob) -> None:

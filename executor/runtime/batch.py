@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.data.tokens import FileTokens, SyntheticTokens, source_of
+from executor.data.tokens import source_of
 from executor.modules.base import TokenLoss
 
 
@@ -69,10 +69,7 @@ class MicrobatchLoader:
         seed: int = 0,
     ) -> None:
         self.length, self.replicas, self.microbatches, self.size = length, replicas, microbatches, size
-        self.source = source_of(source, vocab, seed)
-        if isinstance(self.source, FileTokens):
-            self.source.stride = self.sequences
-        self._valid: tuple[int, int] = (-1, 0)
+        self.source = source_of(source, vocab, seed, self.sequences)
 
     @property
     def sequences(self) -> int:
@@ -91,9 +88,4 @@ class MicrobatchLoader:
 
     def valid_tokens(self, step: int) -> int:
         """Labels of the whole global batch that count; every rank finds the same without asking another."""
-        if isinstance(self.source, SyntheticTokens):
-            return self.sequences * self.length
-        if self._valid[0] != step:
-            rows = (self.source.sequence(step, i, self.length) for i in range(self.sequences))
-            self._valid = (step, sum(int((r[1:] >= 0).sum()) for r in rows))
-        return self._valid[1]
+        return self.sequences * self.length - self.source.missing(step, self.length)

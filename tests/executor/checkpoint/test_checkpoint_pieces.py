@@ -252,3 +252,18 @@ def test_a_manifest_says_what_was_trained_and_comes_back_as_it_was(config: str, 
     assert manifest.model_digest == manifest.training.digest and manifest.ranks == 4
     assert manifest.tokens == 3 * 8 * 8 and manifest.job["parallel"]["dp"] == 2
     check_same(manifest, state.prepared, checkpoint)
+
+
+def test_as_many_other_tokens_are_other_data(tmp_path: Path) -> None:
+    texts = {}
+    for folder in ("a", "b"):
+        texts[folder] = tmp_path / folder / "text.txt"
+        texts[folder].parent.mkdir()
+        texts[folder].write_text("to be or not to be")
+    one, two = (State.of(tmp_path / folder, "data.source=text.txt") for folder in texts)
+    checkpoint = one.save(tmp_path / "saved", 1)
+    manifest = read_manifest(checkpoint)
+    check_same(manifest, two.prepared, checkpoint)
+    texts["b"].write_text("to be or nor to be")
+    with pytest.raises(PiperError, match="other tokens here than there"):
+        check_same(manifest, two.prepared, checkpoint)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
-from executor.data.tokens import FileTokens
 from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
 from executor.runtime.batch import MicrobatchLoader
-from ir.core.errors import PiperError
 
 
 def _all(data: MicrobatchLoader, step: int) -> torch.Tensor:
@@ -38,30 +33,6 @@ def test_the_global_batch_does_not_depend_on_how_it_is_divided(replicas: int, mi
 def test_labels_are_the_next_tokens() -> None:
     batch = MicrobatchLoader("synthetic", vocab=50, length=8).batch(0, 0, 0)
     assert torch.equal(batch.ids[:, 1:], batch.labels[:, :-1]) and batch.scale == 1 / 8
-
-
-@pytest.mark.parametrize("suffix", [".txt", ".bin", ".npy"])
-def test_a_file_is_read_once_per_epoch_and_padding_does_not_count(suffix: str, tmp_path: Path) -> None:
-    tokens = np.arange(32, 32 + 22)
-    path = tmp_path / f"data{suffix}"
-    if suffix == ".npy":
-        np.save(path, tokens)
-    else:
-        path.write_bytes(tokens.astype("<u2" if suffix == ".bin" else np.uint8).tobytes())
-    data = MicrobatchLoader(str(path), vocab=128, length=4, microbatches=6)
-    assert data.valid_tokens(0) == 21 == data.valid_tokens(1)  # 5 windows of 4, one of 1
-    labels = torch.cat([data.batch(0, 0, m).labels for m in range(6)]).flatten()
-    assert sorted(labels[labels >= 0].tolist()) == list(range(33, 54))
-    assert not torch.equal(_all(data, 0), _all(data, 1))
-
-
-def test_a_file_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("hello")
-    with pytest.raises(PiperError, match="token 111 is outside the vocabulary of 100"):
-        FileTokens(str(path), 100)
-    with pytest.raises(PiperError, match="cannot read"):
-        FileTokens(str(tmp_path / "nothing"), 100)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

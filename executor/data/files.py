@@ -1,0 +1,125 @@
+"""Files of tokens, mapped: text, `.npy`, flat uint16 and uint32, Megatron's `.bin` with its `.idx`."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import FileErrors, check_regular
+
+FIX = "synthetic, or a path that starts at the job's folder"
+FORM = FileErrors("tokens", ErrorKind.JOB, "data.source", 2**50, FIX)
+FLAT = {".uint16": "<u2", ".uint32": "<u4"}
+KINDS = "text, .npy, .bin beside its .idx, or flat numbers: .uint16, .uint32, .bin"
+_MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
+_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's codes of integer formats
+_BLOCKS, _BLOCK = 64, 2**16  # looked at before a run, evenly spread; what a rank reads is looked at as it reads it
+
+
+def map_tokens(path: str, vocab: int, form: FileErrors = FORM) -> np.ndarray:
+    """A file's tokens in their order, mapped: a page is read when somebody reads a token on it.
+
+    A `.bin` without an `.idx` holds uint16 where the vocabulary goes in it, else uint32. Raises PiperError.
+    """
+    file = Path(path)
+    check_regular(file, form)
+    try:
+        tokens = _mapped(file, vocab, form)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise PiperError(
+            ErrorKind.IO, f"cannot read tokens: {why}", file=path, key=form.key, allowed=KINDS, suggestion=form.fix
+        ) from error
+    if tokens.ndim != 1 or len(tokens) < 2 or tokens.dtype.kind not in "ui":
+        found = f"{tokens.ndim} dimensions, {tokens.size} elements of {tokens.dtype}"
+        raise form.wrong(f"not a row of tokens: {found}", path, None, "≥ 2 integers in one dimension")
+    return tokens
+
+
+def _mapped(file: Path, vocab: int, form: FileErrors) -> np.ndarray:
+    index = file.with_suffix(".idx")
+    if file.suffix == ".npy":
+        return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
+    if file.suffix == ".idx":
+        raise form.wrong("an index, not its tokens", str(file), None, KINDS, str(file.with_suffix(".bin")))
+    if file.suffix == ".bin" and index.exists():
+        return np.memmap(file, dtype=_indexed(file, index, form), mode="r")
+    kind = FLAT.get(file.suffix) or (("<u2" if vocab <= 2**16 else "<u4") if file.suffix == ".bin" else "u1")
+    if size := file.stat().st_size % (each := np.dtype(kind).itemsize):
+        message = f"{size} bytes are left over behind numbers of {each} bytes"
+        raise form.wrong(message, str(file), None, KINDS)
+    return np.memmap(file, dtype=kind, mode="r")
+
+
+def _indexed(file: Path, index: Path, form: FileErrors) -> str:
+    """The format of a `.bin`, as its `.idx` says it: header, lengths (int32), places in bytes (int64), documents."""
+    check_regular(index, form)
+    with index.open("rb") as f:
+        head = f.read(_HEADER.size)
+        if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+            raise form.wrong("no index of Megatron's", str(index), None, f"a file that begins {_MAGIC!r}")
+        _, version, code, count, documents = _HEADER.unpack(head)
+        if version != 1 or code not in _CODES:
+            message = f"version {version}, number format {code}"
+            raise form.wrong(message, str(index), None, f"version 1, an integer format: {sorted(_CODES)}")
+        size, least = index.stat().st_size, _HEADER.size + 12 * count + 8 * documents
+        if not count or size not in (least, least + count):  # with modes, one byte each
+            message = f"{size} bytes, {least} are needed for {count} sequences and {documents} documents"
+            raise form.wrong(message, str(index), None, "an index that is whole")
+        f.seek(_HEADER.size + 4 * (count - 1))
+        last = int.from_bytes(f.read(4), "little", signed=True)
+        f.seek(_HEADER.size + 12 * count - 8)
+        end = int.from_bytes(f.read(8), "little", signed=True) + last * np.dtype(_CODES[code]).itemsize
+    if end != (held := file.stat().st_size):
+        message = f"the index ends at byte {end} of a file of {held}"
+        raise form.wrong(message, str(file), None, f"the tokens that {index.name} was written with")
+    return _CODES[code]
+
+
+def check_vocabulary(tokens: np.ndarray, path: str, vocab: int, form: FileErrors = FORM) -> None:
+    """Look at tokens all over a file, at all of a small one. Raises PiperError (job): one is outside the vocabulary."""
+    if tokens.dtype.kind == "u" and vocab > np.iinfo(tokens.dtype).max:
+        return
+    halves = Path(path).suffix == ".bin" and tokens.dtype == np.uint16 and len(tokens) % 2 == 0
+    for part in _sample(tokens, _BLOCK):
+        refuse_outside(part, path, vocab, form)
+        halves = halves and not part[1::2].any()
+    if halves and not Path(path).with_suffix(".idx").exists():
+        message, fix = "every other number is 0: these are uint32, read as uint16", "name it .uint32"
+        raise form.wrong(message, path, None, KINDS, fix)
+
+
+def refuse_outside(part: np.ndarray, path: str, vocab: int, form: FileErrors = FORM) -> None:
+    """Raise PiperError (job) for the first token that no embedding has a row for."""
+    for token in (int(part.max()), int(part.min())):
+        if not 0 <= token < vocab:
+            fix = f"model.vocab_size={token + 1}" if token > 0 else None
+            message = f"token {token} is outside the vocabulary of {vocab}"
+            raise form.wrong(message, path, None, f"0 to {vocab - 1}", fix)
+
+
+def digest_of_tokens(tokens: np.ndarray) -> str:
+    """SHA-256 of how many there are and of some all over: the same for the same tokens in another format.
+
+    >>> digest_of_tokens(np.arange(9, dtype="<u2")) == digest_of_tokens(np.arange(9, dtype="<i8"))
+    True
+    """
+    found = hashlib.sha256(str(len(tokens)).encode())
+    for part in _sample(tokens, 256):
+        found.update(part.astype("<i8").tobytes())
+    return found.hexdigest()
+
+
+def _sample(tokens: np.ndarray, block: int) -> Iterator[np.ndarray]:
+    """Blocks at even distances, the first and the last tokens among them; everything where that is no more."""
+    if len(tokens) <= _BLOCKS * block:
+        yield tokens
+        return
+    for start in np.linspace(0, len(tokens) - block, _BLOCKS).astype(np.int64) // 2 * 2:
+        yield tokens[start : start + block]
+    yield tokens[-1:]
