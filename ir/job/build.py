@@ -21,7 +21,7 @@ from ir.job.agree import agree, check_replicated, with_split
 from ir.job.cache import PLANS, PlanStructure
 from ir.job.model import read_model
 from ir.job.schema import Job
-from ir.lower import PlanPolicy, lower
+from ir.lower import PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
 from ir.schedules.registry import build, default_chunks
@@ -160,7 +160,10 @@ def _prepare(
         strategy, name = made.directives, "directives"
     else:
         strategy, name = (*placing(made), *dividing(job, config), ordering(made)), made.name
-    policy = PlanPolicy(clip=job.optimizer.clip_norm > 0)
+    merge = PassMerge(job.schedule.merge)
+    # DeepSeek's own order delays them; in Megatron's it is a choice.
+    late = job.schedule.delay_wgrad or (merge is PassMerge.TEMPLATE and name.startswith("dualpipe"))
+    policy = PlanPolicy(merge, clip=job.optimizer.clip_norm > 0, delay_wgrad=late)
     return PreparedJob(job, config, mesh, name, mesh.ranks, mbs, made.stages, base, tuple(strategy), policy, style)
 
 

@@ -72,7 +72,11 @@ class JobParallel:
 
 @dataclass(frozen=True)
 class JobSchedule:
-    """In which order. One of name, directives, builder, csv; microbatches per replica, both directions together."""
+    """In which order. One of name, directives, builder, csv; microbatches per replica, both directions together.
+
+    merge: how a forward and a backward that overlap become one order. delay_wgrad: the backward's weight gradients
+    behind its communication.
+    """
 
     name: Text | None = None
     directives: Text | None = None
@@ -82,6 +86,8 @@ class JobSchedule:
     microbatch_size: Size = 1
     stages_per_rank: Size | None = None
     recompute: Recompute | tuple[Recomputed, ...] = "none"
+    merge: Annotated[str, words("alternate", "template", "profile", said="merge")] = "alternate"
+    delay_wgrad: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import sha256
 
 
 class PassMerge(StrEnum):
-    """How the members of an interleave group become one order."""
+    """How the members of an interleave group become one order.
+
+    alternate: turns at each communication. fused: one op. template: DeepSeek's and Megatron's cycle, layer by layer.
+    profile: a list schedule on given seconds, or what is quicker by them.
+    """
 
     ALTERNATE = "alternate"
     FUSED = "fused"
+    TEMPLATE = "template"
+    PROFILE = "profile"
 
 
 class MessageQueue(StrEnum):
@@ -31,7 +38,8 @@ class PlanPolicy:
     """What a plan's structure depends on beside graph and orders.
 
     whole_backward: B stays one op, sends go behind it. lookahead: compute ops by which a receive is dispatched early
-    on its channel. clip: gradients are clipped, hence their norm is summed over all programs.
+    on its channel. clip: gradients are clipped, hence their norm is summed over all programs. delay_wgrad: in groups,
+    weight gradients behind the communication that their I feeds. seconds: of nodes by their text, for `profile`.
     """
 
     merge: PassMerge = PassMerge.ALTERNATE
@@ -39,11 +47,16 @@ class PlanPolicy:
     p2p: MessageQueue = MessageQueue.CHANNELS
     lookahead: int = 1
     clip: bool = True
+    delay_wgrad: bool = False
+    seconds: tuple[tuple[str, float], ...] = ()
 
     def header(self) -> dict[str, str]:
         """As in the plan's text."""
+        late = {"delay_wgrad": "on"} if self.delay_wgrad else {}
+        on = f" {sha256(repr(self.seconds).encode()).hexdigest()[:16]}" if self.merge is PassMerge.PROFILE else ""
         return {
-            "merge": str(self.merge),
+            "merge": f"{self.merge}{on}",
+            **late,
             "backward": "whole" if self.whole_backward else "cut",
             "p2p": str(self.p2p),
             "lookahead": str(self.lookahead),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ir.core.ops import OpToken, Pass
 from ir.graph.graph import COMPUTE, Graph, GraphEdge, illegal
-from ir.lower.interleave import Item, alternate
+from ir.lower.merge import Item, merged
 from ir.lower.policy import MessageQueue, PassMerge, PlanPolicy
 from ir.lower.sequence import PassSequences
 from ir.plan.names import MessageNames, OpLabels, fused_text, node_shape
@@ -60,7 +60,7 @@ class PlanTemplates:
                 raise illegal(f"{names} cannot be one fused op: two members of compute alone", "merge = alternate")
             items = [(n, m) for m, seq in enumerate(seqs) for n in seq]
         else:
-            items = alternate(seqs, lambda n: nodes[n].stream != COMPUTE, lambda n: nodes[n].kind is Pass.W)
+            items = merged(self.graph, self.policy, [OpToken(t) for _, t in key.members], seqs)
         return self._rows(key, items)
 
     def _rows(self, key: PlanTemplateKey, items: list[Item]) -> list[TemplateRow]:
@@ -100,6 +100,8 @@ class PlanTemplates:
         last, node = run[-1], new[0]
         a, b = self.graph.nodes[last[0]], self.graph.nodes[node]
         if last[1] != new[1] or a.stage != b.stage or (a.kind is Pass.F) != (b.kind is Pass.F) or node in self._waiting:
+            return False
+        if b.kind is Pass.W and a.kind is Pass.I and a.part != b.part:  # a W that was put off is an op of its own
             return False
         weights = self.weights.get(node)  # none: it may run with any; else only with its own
         return weights is None or (

@@ -33,10 +33,10 @@ def one_f_one_b(ranks: int, mbs: int) -> tuple[Order, ...]:
     return tuple(emit(_1f1b(min(ranks - 1 - r, mbs), mbs), [ScheduleSlot(r, range(mbs))]) for r in range(ranks))
 
 
-def _1f1b(fill: int, total: int, f: str = "F0", b: str = "B0") -> tuple[Phase, ...]:
+def _1f1b(fill: int, total: int, f: str = "F0", b: str = "B0", steady: str = "") -> tuple[Phase, ...]:
     return (
         (fill, f),  # fill
-        (total - fill, f"{f} {b}"),  # steady
+        (total - fill, steady or f"{f} {b}"),
         (fill, b),  # drain
     )
 
@@ -68,6 +68,28 @@ def interleaved(ranks: int, mbs: int, chunks: int) -> tuple[Order, ...]:
     def rank(r: int) -> Order:
         fill = min((chunks - 1) * int(rounds[0]) + 2 * (ranks - 1 - r), total)
         return emit(_1f1b(fill, total, "F", "B"), _looped(r, ranks, mbs, chunks), turns)
+
+    return tuple(map(rank, range(ranks)))
+
+
+def overlapped(ranks: int, mbs: int, chunks: int = 1) -> tuple[Order, ...]:
+    """1F1B or interleaved 1F1B with one more microbatch of fill, so that every steady F can be run inside of a B.
+
+    Megatron-LM's overlap_moe_expert_parallel_comm (core v0.14): it fills with 2 (P - r - 1) + (V - 1) P + 1 forwards
+    for V > 1 and with one for P = 1; V = 1 is its formula's. A pair hands both results over at its end, hence twice
+    1F1B's fill at V = 1: a rank that runs pairs answers each second pair of the rank behind it.
+
+    >>> for order in overlapped(ranks=2, mbs=4):
+    ...     print(*order.cells())
+    0F0 0F1 0F2 (0F3;0B0)OVERLAP_F_B 0B1 0B2 0B3
+    1F0 (1F1;1B0)OVERLAP_F_B (1F2;1B1)OVERLAP_F_B (1F3;1B2)OVERLAP_F_B 1B3
+    """
+    rounds, total = _rounds(ranks, mbs), mbs * chunks
+    turns = _turns(rounds, chunks)
+
+    def rank(r: int) -> Order:
+        fill = min((chunks - 1) * int(rounds[0]) + 2 * (ranks - 1 - r) + 1, total)
+        return emit(_1f1b(fill, total, "F", "B", "(F;B)"), _looped(r, ranks, mbs, chunks), turns)
 
     return tuple(map(rank, range(ranks)))
 

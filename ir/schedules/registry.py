@@ -68,6 +68,8 @@ _FAMILIES = {
     "gpipe": _Family(lambda p, m, v, t: fixed.gpipe(p, m)),
     "1f1b": _Family(lambda p, m, v, t: fixed.one_f_one_b(p, m)),
     "interleaved-1f1b": _Family(lambda p, m, v, t: fixed.interleaved(p, m, v), _looped, 2, None, 2),
+    "1f1b-overlap": _Family(lambda p, m, v, t: fixed.overlapped(p, m)),
+    "interleaved-1f1b-overlap": _Family(lambda p, m, v, t: fixed.overlapped(p, m, v), _looped, 2, None, 2),
     "looped-bfs": _Family(lambda p, m, v, t: fixed.looped_bfs(p, m, v), _looped, 2, None, 2),
     "zb1p": _Family(lambda p, m, v, t: fixed.zb1p(p, m, v), _looped, 1, None, 1),
     "zb2p": _Family(_zb2p, searched=True),
@@ -83,6 +85,8 @@ _ALIASES = {
     "interleaved": "interleaved-1f1b",
     "vpp": "interleaved-1f1b",
     "virtualpipeline": "interleaved-1f1b",
+    "combined1f1b": "1f1b-overlap",
+    "interleavedoverlap": "interleaved-1f1b-overlap",
     "bfs": "looped-bfs",
     "breadthfirst": "looped-bfs",
     "zbh1": "zb1p",
@@ -199,7 +203,7 @@ def check_shape(name: str, ranks: int, microbatches: int, chunks: int) -> None:
 
 
 # One schedule each, that changes its name with the number of chunks.
-_TWINS = {"1f1b": "interleaved-1f1b", "gpipe": "looped-bfs"}
+_TWINS = {"1f1b": "interleaved-1f1b", "1f1b-overlap": "interleaved-1f1b-overlap", "gpipe": "looped-bfs"}
 _TWINS |= {many: one for one, many in _TWINS.items()}
 
 

@@ -82,7 +82,9 @@ def _demo(sub: argparse.ArgumentParser) -> None:
 
 def _schedule(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "name", help="gpipe 1f1b interleaved-1f1b looped-bfs zb1p zb2p zbv v-half v-min dualpipe dualpipev"
+        "name",
+        help="gpipe 1f1b interleaved-1f1b 1f1b-overlap interleaved-1f1b-overlap looped-bfs zb1p zb2p zbv v-half v-min "
+        "dualpipe dualpipev",
     )
     sub.add_argument("--ranks", type=int, required=True, metavar="P", help="pipeline ranks")
     sub.add_argument(

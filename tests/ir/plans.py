@@ -23,7 +23,8 @@ from ir.schedules.schedule import Schedule
 from ir.schedules.strategy import ordering, placing
 from ir.workload.part import Chunk, KeptBuffer, Param, Part, PartLayout, PartWork, PlacedPart, SavedBuffer
 
-FIXED = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb1p", "zbv", "dualpipe", "dualpipev")
+OVERLAPPED = ("1f1b-overlap", "interleaved-1f1b-overlap")
+FIXED = (*OVERLAPPED, "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb1p", "zbv", "dualpipe", "dualpipev")
 # Layer-level plans take longer to make: a quarter of the examples.
 fewer = settings(max_examples=max(20, settings.default.max_examples // 4))  # type: ignore[union-attr]
 WHOLE = PlanPolicy(merge=PassMerge.FUSED, whole_backward=True, clip=False)

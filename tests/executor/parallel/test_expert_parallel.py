@@ -82,6 +82,24 @@ def test_every_kind_of_mixture_trains_as_one_process_does(name: str) -> None:
     assert far(*MORE[name], steps=FEW) <= ROUNDING
 
 
+MERGED = [
+    (*PIPED, "schedule.name=1f1b-overlap", "schedule.merge=template"),
+    (*PIPED, "schedule.name=interleaved-1f1b-overlap", "schedule.merge=profile", "schedule.microbatches=3"),
+    (*PIPED, "schedule.name=interleaved-1f1b-overlap", "schedule.merge=template", "schedule.delay_wgrad=true"),
+    (*DUAL, "schedule.merge=template", "schedule.recompute=full"),
+    (*ONE, "schedule.name=1f1b-overlap", "schedule.microbatches=3", "schedule.delay_wgrad=true", "parallel.zero=3"),
+]
+
+
+@pytest.mark.parametrize("sets", MERGED, ids=lambda s: " ".join(x.partition("=")[2] for x in s if "schedule" in x))
+def test_a_forward_inside_a_backward_trains_as_one_process_does(sets: tuple[str, ...]) -> None:
+    ran = run(*sets)
+    assert (
+        any("OVERLAP" not in t and t.endswith("dispatch") for t in ran.trace.op)
+        and error(ran, alone(*sets)) <= ROUNDING
+    )
+
+
 IDLE = "routing.kind=hot", "routing.strength=1e6", "routing.forced=true"
 
 

@@ -19,6 +19,8 @@ BITWISE: list[tuple[str, ...]] = [
     ("schedule.name=zbv",),
     ("schedule.name=interleaved-1f1b",),
     ("schedule.name=dualpipev",),
+    ("schedule.name=1f1b-overlap",),
+    ("schedule.name=interleaved-1f1b-overlap", "schedule.microbatches=5"),
     ("schedule.name=1f1b", "parallel.pp=1"),
     ("schedule.name=1f1b", "parallel.pp=3", *UNEVEN, "parallel.layers=[2,1,2]"),
     ("schedule.name=zb1p", "schedule.microbatches=1"),

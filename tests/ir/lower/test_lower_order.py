@@ -15,7 +15,7 @@ from ir.core.errors import PiperError
 from ir.core.order import Order
 from ir.directives import OrderDirective, apply
 from ir.lower import MessageQueue, PassMerge, PlanPolicy, lower
-from ir.lower.interleave import alternate
+from ir.lower.merge import alternate
 from ir.plan.plan import OpKind, Plan
 from ir.schedules.registry import build
 from ir.verify import check_plan
@@ -218,7 +218,7 @@ def test_without_clipping_there_is_no_norm() -> None:
 
 
 def test_an_unknown_merge_is_not_a_policy() -> None:
-    assert set(PassMerge) == {"alternate", "fused"}
+    assert set(PassMerge) == {"alternate", "fused", "template", "profile"}
     assert PlanPolicy().header() == {
         "merge": "alternate",
         "backward": "cut",

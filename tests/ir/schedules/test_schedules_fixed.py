@@ -18,6 +18,7 @@ from ir.schedules.schedule import OpTimes, Schedule
 
 ORACLES = Path(__file__).parents[2] / "data" / "oracles"
 FIXED = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb1p", "zbv", "dualpipe", "dualpipev")
+OVERLAPPED = ("1f1b-overlap", "interleaved-1f1b-overlap")
 SKEWED = OpTimes(F=10, I=13, W=7)
 
 
@@ -126,7 +127,7 @@ def assert_each_once_and_in_turn(schedule: Schedule) -> None:
     assert set(seen.values()) <= {"FB", "FIW"}
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", FIXED + OVERLAPPED)
 def test_any_number_of_microbatches_is_complete_and_free_of_deadlock(name: str) -> None:
     for p, m, v in shapes(name, range(1, 9), range(1, 33)):
         schedule = build(name, p, m, v)
@@ -136,13 +137,13 @@ def test_any_number_of_microbatches_is_complete_and_free_of_deadlock(name: str) 
         assert found.busy == (3 * m * v,) * p
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", FIXED + OVERLAPPED)
 def test_each_pass_comes_once_in_turn_on_its_rank(name: str) -> None:
     for p, m, v in shapes(name, range(1, 7), range(1, 12)):
         assert_each_once_and_in_turn(build(name, p, m, v))
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", FIXED + OVERLAPPED)
 def test_units_count_without_gaps(name: str) -> None:
     for p, m, v in shapes(name, range(1, 6), range(1, 12)):
         for order in build(name, p, m, v).orders:
@@ -205,6 +206,37 @@ def test_interleaving_idles_as_1f1b_per_chunk(p: int, v: int) -> None:
         looped = cost(build("looped-bfs", p, m, v), SKEWED)
         assert idle(looped) == [(p - 1) * (F + B)] * p
         assert looped.peak_inflight == (m * v,) * p
+
+
+@pytest.mark.parametrize(("p", "v"), list(product((1, 2, 3, 4, 8), (1, 2, 3))))
+def test_overlapped_1f1b_idles_as_1f1b_and_holds_megatron_s_fill_and_one_pair_more(p: int, v: int) -> None:
+    name = OVERLAPPED[v > 1]
+    for m in (1, p - 1 or 1, p, 2 * p, 2 * p + 1, 4 * p + 1):
+        schedule = build(name, p, m, v)
+        found = cost(schedule, SKEWED)
+        assert m < p or idle(found) == [(p - 1) * (F + B)] * p
+        group = m if m < p else -(-m // (m // p))
+        fills = [min((p - r - 1) * 2 + (v - 1) * group + 1, m * v) for r in range(p)]
+        for order, fill in zip(schedule.orders, fills, strict=True):
+            cells = order.cells()
+            assert [("F" in c, "B" in c) for c in cells[: fill + 1]] == [(True, False)] * fill + [(fill < m * v, True)]
+            assert all(("OVERLAP" in c) == (fill <= k < m * v) for k, c in enumerate(cells))
+        assert found.peak_inflight == tuple(min(fill + 1, m * v) for fill in fills)
+
+
+def test_with_less_fill_the_pairs_would_wait_for_themselves_or_each_other() -> None:
+    pair = "(1F0;1B0)OVERLAP_F_B"
+    with pytest.raises(PiperError) as e:
+        evaluate([Order.of(["0F0", "0B0"]), Order.of([pair])], build("1f1b", 2, 1).placements)
+    assert e.value.kind is ErrorKind.DEADLOCK and pair in e.value.message
+    p, m = 4, 16
+    half = [["F"] * (p - r) for r in range(p)]  # 1F1B's fill and one more: legal, and idle half the time
+    rows = []
+    for r, fill in enumerate(map(len, half)):
+        pairs = [f"({r}F{k};{r}B{k - fill})OVERLAP_F_B" for k in range(fill, m)]
+        rows.append([f"{r}F{k}" for k in range(fill)] + pairs + [f"{r}B{k}" for k in range(m - fill, m)])
+    slow = evaluate([Order.of(row) for row in rows], build("1f1b", p, m).placements, SKEWED)
+    assert slow.makespan > 1.3 * cost(build("1f1b-overlap", p, m), SKEWED).makespan
 
 
 @pytest.mark.parametrize("times", [OpTimes(), SKEWED, OpTimes(F=10, I=11, W=9)])

@@ -64,4 +64,4 @@ def test_common_aliases_are_accepted() -> None:
     }
     assert {alias: canonical(alias) for alias in known} == known
     assert [canonical(name) for name in NAMES] == list(NAMES)
-    assert [default_chunks(name) for name in NAMES] == [1, 1, 2, 2, 1, 1, 2, 2, 2, 1, 2]
+    assert [default_chunks(name) for name in NAMES] == [1, 1, 2, 1, 2, 2, 1, 1, 2, 2, 2, 1, 2]

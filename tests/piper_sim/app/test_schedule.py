@@ -27,6 +27,8 @@ CHUNKS = {
     "gpipe": ({1}, 1),
     "1f1b": ({1}, 1),
     "interleaved-1f1b": ({2, 3, 4}, 2),
+    "1f1b-overlap": ({1}, 1),
+    "interleaved-1f1b-overlap": ({2, 3, 4}, 2),
     "looped-bfs": ({2, 3, 4}, 2),
     "zb1p": ({1, 2, 3, 4}, 1),
     "zb2p": ({1}, 1),

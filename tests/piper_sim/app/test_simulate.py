@@ -86,6 +86,7 @@ MODELS = {
     "gpt2": 1,
 }
 SCHEDULES = words("gpipe 1f1b interleaved-1f1b looped-bfs zb1p zb2p zbv v-half v-min dualpipe dualpipev")
+SCHEDULES += words("1f1b-overlap interleaved-1f1b-overlap")
 GPUS = words("a100-sxm-40gb h100-sxm b200-sxm mi300x gb200-nvl72")
 RECOMPUTE = ["none", "selective", "full", ["norm"], ["mlp", "attention"], ["norm", "up_projection", "activation"]]
 

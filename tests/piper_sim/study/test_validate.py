@@ -13,6 +13,7 @@ from cost_models.profile.profile import plan_keys
 from ir.job import load_job
 from ir.plan.plan import OpKind
 from ir.plan.text import plan_digest
+from ir.schedules.registry import NAMES
 from piper_sim.engine import EngineScenario, play
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.hosts import inline
@@ -58,7 +59,7 @@ def test_what_ops_took_by_themselves_is_read_off_a_run(case: dict[str, object], 
 
 @pytest.mark.parametrize(
     "name",
-    "gpipe 1f1b interleaved-1f1b looped-bfs zb1p zb2p zbv v-half v-min dualpipe dualpipev".split(),  # noqa: SIM905
+    NAMES,
 )
 @pytest.mark.parametrize("more", [(), ("schedule.microbatches=3",), ("schedule.recompute=full", "parallel.zero=1")])
 def test_another_plan_with_all_that_the_judged_one_has(name: str, more: tuple[str, ...], tmp_path: Path) -> None:

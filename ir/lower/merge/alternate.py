@@ -1,4 +1,4 @@
-"""Interleave groups: several microbatches' sequences as one static order, by a named policy."""
+"""Members take turns: compute changes member at each communication."""
 
 from __future__ import annotations
 
@@ -42,3 +42,22 @@ def alternate(
                 break
         turn = (turn + 1) % len(members)
     return out
+
+
+def delayed(chain: Sequence[int], is_comm: Callable[[int], bool], is_weight: Callable[[int], bool]) -> list[int]:
+    """Every W behind the next communication of its chain, so that the wire is busy before what nobody waits for.
+
+    >>> delayed([0, 1, 2, 3, 4], is_comm={2}.__contains__, is_weight={1, 4}.__contains__)
+    [0, 2, 1, 3, 4]
+    """
+    out: list[int] = []
+    late: list[int] = []
+    for node in chain:
+        if is_weight(node):
+            late.append(node)
+            continue
+        if late and out and is_comm(out[-1]) and not is_comm(node):
+            out += late
+            late.clear()
+        out.append(node)
+    return out + late
