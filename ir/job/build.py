@@ -24,10 +24,11 @@ from ir.job.schema import Job
 from ir.lower import PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
-from ir.schedules.registry import build, default_chunks
+from ir.schedules.registry import build, default_chunks, legal_chunks
 from ir.schedules.schedule import OpTimes, Schedule
 from ir.schedules.strategy import ordering, placing
 from ir.workload.config.spec import ModelConfig
+from ir.workload.layout import laid_out, layout_of, parse_layout
 from ir.workload.part import Chunk, PartLayout
 from ir.workload.partition import partition
 from ir.workload.setting import FUSED_STYLE, KernelStyle, MicrobatchShape, ModelPrecision
@@ -56,6 +57,12 @@ class PreparedJob:
         """Decoder layers of each stage, as `[parallel] layers` would list them."""
         held = {(e.stage, e.chunk.name) for e in self.base.entries if "L" in e.chunk.tags}
         return tuple(sum(s == stage for s, _ in held) for stage in range(self.stages))
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """What stands on each stage, in the letters of `[schedule] layout`."""
+        held = {(e.stage, e.chunk.name): e.chunk for e in self.base.entries}
+        return layout_of([[c for (s, _), c in held.items() if s == stage] for stage in range(self.stages)])
 
     def graph(self) -> Graph:
         """The graph after all directives."""
@@ -153,7 +160,10 @@ def _prepare(
     weigh = chunk_cost or (lambda _, c: float(model.flops(c, shape, precision)))
     # One direction's placement: in DualPipe each direction is a pipeline of its own, as fast as its dearest stage.
     ranks = made.placements[0].rank_of_stage if isinstance(made, Schedule) else None
-    stages = partition(chunks, made.stages, p.layers, lambda c: weigh(source, c), ranks, most_layers)
+    if job.schedule.layout is not None:
+        stages = laid_out(chunks, _layout(job, made.stages))
+    else:
+        stages = partition(chunks, made.stages, p.layers, lambda c: weigh(source, c), ranks, most_layers)
     base = replace(model_graph(stages, source, recompute_options(job)), mesh=mesh, prefetch=p.prefetch)
     check_bytes(b.bytes for n in base.nodes for b in n.writes)
     if isinstance(made, DirectiveFile):
@@ -246,9 +256,22 @@ def _schedule(job: Job, times: OpTimes) -> Schedule | DirectiveFile:
     if s.builder is not None:
         check_passes(pp, mbs)
         return _shaped(job, from_builder(named_path(job.file, s.builder), pp, mbs), "builder")
-    name = s.name or DEFAULT_SCHEDULE
-    check_passes(pp * (s.stages_per_rank or default_chunks(name)), mbs)
-    return build(name, pp, mbs, s.stages_per_rank, times)
+    name, chunks = s.name or DEFAULT_SCHEDULE, s.stages_per_rank
+    if s.layout is not None and chunks is None:  # a layout says how many stages there are
+        many, over = divmod(len(parse_layout(s.layout)), pp)
+        chunks = many if not over and legal_chunks(name, many) else None
+    check_passes(pp * (chunks or default_chunks(name)), mbs)
+    return build(name, pp, mbs, chunks, times)
+
+
+def _layout(job: Job, stages: int) -> tuple[str, ...]:
+    found = parse_layout(job.schedule.layout or "")
+    if len(found) != stages:
+        pp, s = job.parallel.pp, job.schedule
+        what = f"{s.name or 'the schedule'} on {pp} ranks has {stages}"
+        fix = f"stages_per_rank = {len(found) // pp}" if len(found) % pp == 0 else f"{stages - 1} signs |"
+        raise _job("schedule.layout", f"the layout has {len(found)} stages, {what}", fix)
+    return found
 
 
 def _shaped(job: Job, made: Schedule, key: str) -> Schedule:

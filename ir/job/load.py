@@ -91,6 +91,9 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
         allowed = "a preset or a path to config.json"
         raise PiperError(ErrorKind.JOB, "no model", key="model.config", allowed=allowed, suggestion='"llama3-8b"')
     _check_schedule(job.schedule)
+    if job.schedule.layout is not None and job.parallel.layers != "balanced":
+        message = "layout and parallel.layers both say where layers stand"
+        raise PiperError(ErrorKind.JOB, message, key="schedule.layout", suggestion="leave parallel.layers out")
     return job
 
 

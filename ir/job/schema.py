@@ -75,7 +75,7 @@ class JobSchedule:
     """In which order. One of name, directives, builder, csv; microbatches per replica, both directions together.
 
     merge: how a forward and a backward that overlap become one order. delay_wgrad: the backward's weight gradients
-    behind its communication.
+    behind its communication. layout: Megatron's string, which part stands on which stage, instead of parallel.layers.
     """
 
     name: Text | None = None
@@ -88,6 +88,7 @@ class JobSchedule:
     recompute: Recompute | tuple[Recomputed, ...] = "none"
     merge: Annotated[str, words("alternate", "template", "profile", said="merge")] = "alternate"
     delay_wgrad: bool = False
+    layout: Text | None = None
 
 
 @dataclass(frozen=True)
