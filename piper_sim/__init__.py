@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from ir.job.load import load_job
     from ir.job.schema import Job
     from piper_sim.study.compare import Comparison, compare
+    from piper_sim.study.explain import StepExplanation, explain
     from piper_sim.study.predict import predict
     from piper_sim.study.prediction import Prediction
 
-__all__ = ["Comparison", "ErrorKind", "Job", "PiperError", "Prediction", "compare", "load_job", "predict"]
+__all__ = [
+    "Comparison", "ErrorKind", "Job", "PiperError", "Prediction", "StepExplanation",
+    "compare", "explain", "load_job", "predict",
+]  # fmt: skip
 
 _HOME = {
     "Comparison": "piper_sim.study.compare",
@@ -28,7 +32,9 @@ _HOME = {
     "Job": "ir.job.schema",
     "PiperError": "ir.core.errors",
     "Prediction": "piper_sim.study.prediction",
+    "StepExplanation": "piper_sim.study.explain",
     "compare": "piper_sim.study.compare",
+    "explain": "piper_sim.study.explain",
     "load_job": "ir.job.load",
     "predict": "piper_sim.study.predict",
 }

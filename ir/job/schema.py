@@ -20,6 +20,8 @@ NumberFormat = Annotated[str, words("fp64", "fp32", "bf16", "fp16", "fp8", said=
 Recomputed = Annotated[str, words(*PARTS, said="part to recompute")]
 Recompute = Annotated[str, words(*PARTS, "none", "selective", "full", said="recompute")]
 
+Free = Annotated[str, words("all_to_all", "collective", "p2p", "host", said="cost to leave out")]
+
 
 @dataclass(frozen=True)
 class ModelSection:
@@ -104,13 +106,14 @@ class JobRouting:
 
 @dataclass(frozen=True)
 class JobCosts:
-    """Where seconds come from."""
+    """Where seconds come from. free: what is taken to cost none, for what-ifs."""
 
     profile: Text | None = None
     interference: Annotated[str, words("none", "pairwise", "maxmin", said="interference")] = "pairwise"
     host_model: Annotated[str, words("ahead", "inline", said="host model")] = "ahead"
     software: Text | None = None
     stage_times: Mapping[str, object] | None = None
+    free: tuple[Free, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, nearest
-from piper_sim.app.commands.calibrate_flags import calibrate_flags, imports
-from piper_sim.app.commands.ending import unwinding
+from piper_sim.app.calibrate_flags import calibrate_flags, imports
+from piper_sim.app.ending import unwinding
 from piper_sim.app.last_resort import abandon_stdout, open_streams, unexpected
 
 COMMANDS = {
@@ -21,6 +21,7 @@ COMMANDS = {
     "schedule": "one pipeline schedule by itself, on given op times",
     "simulate": "predict one job: time, memory, where the time goes",
     "compare": "predict several jobs, or several schedules of one job on equal devices and global batch",
+    "explain": "why a job's step takes as long as it does: causes, critical path, what-ifs; two jobs: their difference",
     "plan": "print a job's directives and its plan, program by program",
     "run": "execute a job's plan on torch.distributed (needs PyTorch)",
     "validate": "calibrate on another plan of the job, predict this one, run it, compare (needs PyTorch)",
@@ -127,6 +128,11 @@ def _compare(sub: argparse.ArgumentParser) -> None:
     _out(sub)
 
 
+def _explain(sub: argparse.ArgumentParser) -> None:
+    _job(sub)
+    sub.add_argument("job2", metavar="JOB2", nargs="?", help="another job, to be held against the first")
+
+
 def _run(sub: argparse.ArgumentParser, steps: int = 1, what: str = "training steps") -> None:
     _job(sub)
     sub.add_argument(
@@ -171,6 +177,7 @@ _FLAGS = {
     "schedule": _schedule,
     "simulate": _simulate,
     "compare": _compare,
+    "explain": _explain,
     "plan": _simulate,
     "run": _run_or_replay,
     "validate": _validate,
@@ -248,6 +255,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
             from piper_sim.app.commands.simulate import main as command
         case "compare":
             from piper_sim.app.commands.compare import main as command
+        case "explain":
+            from piper_sim.app.commands.explain import main as command
         case "plan":
             from piper_sim.app.commands.plan import main as command
         case "run":

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from cost_models import DeviceHardware, LinkFabric, OptimizerPrecision, kernel_seconds, message_seconds
+from cost_models.compute.interference import comm_class
 from cost_models.compute.optimizer import accumulate, clip, grad_norm, update, zero_grads
-from cost_models.profile.profile import Profile, ProfileCost
+from cost_models.hardware.schema import COMM_KINDS
+from cost_models.profile.profile import CostSource, Profile, ProfileCost
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.grid import quantise, quantised
 from ir.core.ops import Pass
@@ -70,7 +72,7 @@ class CostModel:
 
     def __init__(self, prepared: PreparedJob, hardware: DeviceHardware, profile: Profile | None = None) -> None:
         job = prepared.job
-        self.job, self.mesh, self.hardware = job, prepared.mesh, hardware
+        self.job, self.mesh, self.hardware, self.free = job, prepared.mesh, hardware, frozenset(job.costs.free)
         self.per_node = job.cluster.gpus_per_node or hardware.gpus_per_node
         self.fabric = LinkFabric.of(hardware, self.per_node)
         self.ground = DevicePlacement(self.mesh, self.per_node, job.cluster.speed)
@@ -183,7 +185,7 @@ class CostModel:
     def _transfer(self, plan: Plan, s: OpShape, program: int, first: IntArray) -> FloatArray:
         """[class] seconds of a transfer: they depend on where its two ends are."""
         times = self.job.costs.stage_times
-        if times is not None and "p2p" in times:
+        if times is not None and "p2p" in times and "p2p" not in self.free:
             return np.full(len(first), quantise(_numbers("p2p", times["p2p"], 1)[0]))
         assert s.slot is not None
         message = Message(MessageKind.P2P, plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
@@ -231,6 +233,8 @@ class CostModel:
 
     def priced(self, message: Message, spread: RankSpread) -> ProfileCost:
         """A message in a group that lies so."""
+        if self.free and COMM_KINDS[comm_class(message.kind)] in self.free:
+            return ProfileCost(0.0, 0.0, CostSource.MODELLED)
         if (message, spread) not in self._messages:
             self._messages[message, spread] = self.measured.message(
                 message, spread, lambda s: message_seconds(message, s.ranks, s.per_node, self.fabric, nodes=s.nodes)

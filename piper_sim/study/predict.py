@@ -65,9 +65,11 @@ def scenario_of(p: PlannedJob, costs: OpCosts) -> EngineScenario:
     """The unfolded plan with the host and the interference that the job asks for."""
     job = p.prepared.job
     plan = unfold(p.plan, p.classes, p.prepared.mesh)
+    free = "host" in job.costs.free
+    host = None
     if job.costs.host_model == "inline":
-        host = inline(plan, p.model.measured.host_s)
-    else:
+        host = inline(plan, 0.0 if free else p.model.measured.host_s)
+    elif not free:
         host = ahead(plan, HostCosts.of(p.hardware))
     slow = None if job.costs.interference == "none" else pairwise(plan, p.hardware, p.model.measured.pairs)
     shared = job.costs.interference == "maxmin"

@@ -1,0 +1,83 @@
+"""`piper-sim explain JOB [JOB2]`: why a step takes as long as it does, and what would change that."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+
+from ir.job import load_job
+from ir.job.build import blaming
+from piper_sim.app.commands.output import print_json, progress, show
+from piper_sim.report.units import duration, percent
+from piper_sim.study.explain import StepExplanation, explain
+from piper_sim.study.explain.path import words
+from piper_sim.study.explain.what_if import settings
+
+MOST = 12  # rows of a table for people
+
+
+def main(args: argparse.Namespace) -> int:
+    """Explain, print; 3 where a job does not fit."""
+    jobs = [load_job(path, args.sets) for path in (args.job, args.job2) if path is not None]
+    with blaming(jobs[0]):
+        found = explain(jobs[0], jobs[1] if len(jobs) > 1 else None, progress)
+    if args.json:
+        print_json(found.to_dict())
+    else:
+        print_explanation(found)
+    return 0 if found.fits else 3
+
+
+def print_explanation(found: StepExplanation) -> None:
+    """The path in words, causes, idle by rank, what-ifs, and of two jobs the difference."""
+    print(f"one step takes {duration(found.iteration_s)}; its critical path:")
+    path = [(int(x["rank"]), str(x["op"]), str(x["cause"]), x["end_s"] - x["start_s"]) for x in found.critical_path]
+    said = words(path)
+    for line in said if len(said) <= 2 * MOST else [*said[:MOST], f"({len(said) - 2 * MOST} more)", *said[-MOST:]]:
+        print(f"  {line}")
+    idle = sum(c["seconds"] for c in found.causes)
+    blamed = [
+        (c["cause"], str(c["rank"]), c["op"], duration(c["seconds"]), percent(c["seconds"] / idle))
+        for c in found.causes[:MOST]
+    ]
+    table = partial(_table, left=("cause", "most at", "what if", "changes"))
+    table(
+        f"why ranks idle: {duration(idle)} over all pipeline ranks", ("cause", "rank", "most at", "idle", "%"), blamed
+    )
+    spent = [(k, duration(v), percent(v / found.iteration_s)) for k, v in found.spent.items()]
+    table("where a step goes, a rank's mean", ("cause", "seconds", "%"), spent)
+    what = [
+        (
+            w.name,
+            " ".join(settings(w.changes)),
+            duration(w.iteration_s),
+            _signed(w.gain_s),
+            "" if w.fits else "does not fit",
+        )
+        for w in found.what_ifs
+    ]
+    table("what if (each simulated)", ("what if", "changes", "step", "gain", ""), what)
+    if found.difference is not None:
+        rows = [(k, _signed(v)) for k, v in found.difference.items()]
+        total = sum(found.difference.values())
+        table(f"the second job's step takes {_signed(total)}", ("cause", "seconds"), rows)
+    if found.reason is not None:
+        print(f"does not fit: {found.reason}")
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> None:
+    from rich.table import Table
+
+    if not rows:
+        return
+    out = Table(title=title, title_justify="left")
+    for head in heads:
+        out.add_column(head, justify="left" if head in left else "right")
+    for row in rows:
+        out.add_row(*row)
+    show(out)
+
+
+def _signed(seconds: float) -> str:
+    return duration(seconds) if seconds < 0 else f"+{duration(seconds)}"

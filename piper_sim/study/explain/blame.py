@@ -1,0 +1,226 @@
+"""Whose fault a wait is: every idle tick of every rank traced back to a cause, a rank and an op."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from ir.core.order import BoolArray, IntArray
+from ir.plan.plan import OpKind
+from piper_sim.study.explain.chain import OpChain
+from piper_sim.study.explain.excess import REMOVED, OpExcess
+
+CAUSES = (*REMOVED, "host", "split", "warmup", "drain", "dependency", "memory", "collective")
+TOO_LONG = (*REMOVED, "split")
+
+
+@dataclass(frozen=True, eq=False)
+class OpWaits:
+    """What is asked about waits: a chain, what its ops take too long, and what phase its programs are in.
+
+    longest: [op] ticks of the longest that it meets; own: [op] its own. filled: [program] the last op that still waits
+    for the pipeline to fill; drained: the first that does so because it empties.
+    """
+
+    chain: OpChain
+    excess: OpExcess
+    own: IntArray
+    longest: IntArray
+    filled: IntArray
+    drained: IntArray
+
+
+@dataclass(eq=False)
+class StepIdle:
+    """Idle ticks by cause and blamed op, of one program."""
+
+    found: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.found.values())
+
+    def share(self, among: dict[tuple[str, int], int], total: int) -> None:
+        """Add `total` ticks over some causes in proportion to their weights, whole ticks, the greatest weight last."""
+        weight, left = sum(among.values()), total
+        order = sorted(among.items(), key=lambda x: x[1])
+        for key, part in order[:-1]:
+            given = part * total // weight
+            self.found[key] += given
+            left -= given
+        self.found[order[-1][0]] += left
+
+
+class RankWaits:
+    """The waits of one program: who is to blame for each.
+
+    An op takes too long by what `OpExcess` says, and by what its rank has more to do than this one (`split`). A wait is
+    traced back from its end, also past its begin, until this rank's own computing is met: up to there everything that
+    took too long explains it, each tick once. What is left is given to what went on meanwhile: messages, hosts, and
+    computing that the pipeline's fill, its drain, or the order of its ops makes a rank wait for.
+    """
+
+    def __init__(self, asked: OpWaits, program: int) -> None:
+        self.asked, self.chain, self.program = asked, asked.chain, program
+        self.idle = StepIdle()
+        e, c = asked.excess, asked.chain
+        of = np.maximum(e.load[c.program], 1)
+        more = np.maximum(1.0 - e.load[program] / of, 0.0)
+        self.over = {**e.over, "split": np.floor(e.even * more).astype(np.int64)}
+        self.left: dict[int, list[tuple[str, int]]] = {}
+
+    @cached_property
+    def _skip(self) -> list[int]:
+        """[node] itself where it took too long or is this rank's own computing, else the next such node behind it."""
+        c = self.chain
+        nodes = len(c.hi)
+        stops = self.own_compute.copy()
+        total = np.add.reduce([self.over[x] for x in TOO_LONG])
+        stops[: len(c.start)] |= np.tile(total[c.main] > 0, len(c.start) // c.ops)
+        at = np.where(stops, np.arange(nodes), np.where(c.before >= 0, c.before, nodes))
+        at = np.append(at, nodes)
+        while True:
+            further = at[at]
+            if np.array_equal(further, at):
+                return [int(x) for x in at]
+            at = further
+
+    @cached_property
+    def own_compute(self) -> BoolArray:
+        """[node] whether this rank computes."""
+        c = self.chain
+        own = (c.program == self.program) & (c.kind == OpKind.COMPUTE)
+        return np.append(np.tile(own, len(c.start) // c.ops), np.zeros(len(c.hi) - len(c.start), dtype=np.bool_))
+
+    def explain(self, lo: int, hi: int, node: int, phase: str) -> None:
+        """A wait from lo to hi, which ended when `node` did."""
+        among = self.meanwhile(lo, hi, node, phase)
+        left = hi - lo
+        for key, given in self._too_long(node, left):
+            self.idle.found[key] += given
+            left -= given
+        if left:
+            self.idle.share(among, left)
+
+    def meanwhile(self, lo: int, hi: int, node: int, phase: str) -> dict[tuple[str, int], int]:
+        """What went on from lo to hi on the way to `node`, back to back."""
+        c, e, out, now = self.chain, self.asked.excess, defaultdict[tuple[str, int], int](int), hi
+        while now > lo and node >= 0:
+            until = max(lo, min(now, int(c.hi[node])))
+            if until < now:  # not kept: an earlier step than those
+                break
+            begin = max(lo, int(c.lo[node]))
+            if begin < now:
+                cause, op = self._doing(node, phase)
+                again = round((now - begin) * float(e.recomputed[op])) if cause == phase else 0
+                out[cause, op] += now - begin - again
+                if again:
+                    out["memory", op] += again
+            now, node = min(now, begin), self._before[node]
+        if now > lo:
+            out[phase, int(c.queue[self.program][-1])] += now - lo
+        return out
+
+    @cached_property
+    def _before(self) -> list[int]:
+        return [int(x) for x in self.chain.before]
+
+    def _doing(self, node: int, phase: str) -> tuple[str, int]:
+        c = self.chain
+        if node >= len(c.start):
+            return "host", node % c.ops
+        op = int(c.main[node % c.ops])
+        kind = c.kind[op]
+        if kind == OpKind.COLLECTIVE:
+            return "collective", op
+        return ("link" if kind in (OpKind.SEND, OpKind.RECV) else phase), op
+
+    def _too_long(self, node: int, wanted: int) -> Iterator[tuple[tuple[str, int], int]]:
+        """((cause, op), ticks) of what took too long on the way to `node`, not more than wanted, each tick once."""
+        c, node = self.chain, self._stop(node)
+        while wanted > 0 and node < len(c.hi) and not self.own_compute[node]:
+            op = int(c.main[node % c.ops])
+            left = self.left[op]
+            while wanted > 0 and left:
+                cause, ticks = left.pop()
+                given = min(wanted, ticks)
+                if given < ticks:
+                    left.append((cause, ticks - given))
+                wanted -= given
+                yield (cause, op), given
+            node = self._stop(self._before[node])
+
+    def _stop(self, node: int) -> int:
+        """The next node from this one on that is this rank's computing or still has ticks to explain."""
+        c, skip, passed = self.chain, self._skip, list[int]()
+        node = skip[node] if node >= 0 else len(c.hi)
+        while node < len(c.hi) and not self.own_compute[node]:
+            op = int(c.main[node % c.ops])
+            if op not in self.left:
+                self.left[op] = [(x, int(self.over[x][op])) for x in reversed(TOO_LONG) if self.over[x][op]]
+            if self.left[op]:
+                break
+            passed.append(node)
+            node = skip[self._before[node]] if self._before[node] >= 0 else len(c.hi)
+        for x in passed:
+            skip[x] = node
+        return node
+
+
+def idle_ticks(asked: OpWaits, program: int) -> StepIdle:
+    """All waits of one program in the last step, between its compute ops and inside them."""
+    c, e, rank = asked.chain, asked.excess, RankWaits(asked, program)
+    before = int(c.opened[program])
+    for op in c.queue[program].tolist():
+        node = c.now + op
+        phase = "warmup" if op <= asked.filled[program] else "drain" if op >= asked.drained[program] else "dependency"
+        start, met, end = int(c.start[node]), int(c.lo[node]), int(c.hi[node])
+        if start > before:
+            rank.explain(before, start, int(c.bind[node]), phase)
+        if met > start:
+            rank.explain(start, met, int(c.before[node]), phase)
+        inside = {**{(x, int(c.main[op])): int(e.inner[x][op]) for x in REMOVED}, ("collective", op): int(e.rest[op])}
+        for key, given in inside.items():
+            if given:
+                rank.idle.found[key] += given
+        if more := int(asked.longest[op] - asked.own[op]):
+            main = int(c.main[op])
+            among = {(x, main): int(e.over[x][main]) for x in REMOVED} | {("collective", main): 0}
+            rank.idle.share(among if any(among.values()) else {("collective", main): 1}, more)
+        before = end
+    if late := c.period - (before - int(c.opened[program])):
+        rank.idle.found["host" if len(c.hi) > len(c.start) else "dependency", int(c.queue[program][-1])] += late
+    return rank.idle
+
+
+def phases(chain: OpChain, forward: BoolArray, backward: BoolArray) -> tuple[IntArray, IntArray]:
+    """(filled, drained) by program: its first op with a backward, and what comes behind its last with a forward.
+
+    forward, backward: [op] whether it does such work.
+    """
+    filled, drained = [], []
+    for queue in chain.queue:
+        back, ahead = queue[backward[queue]], queue[forward[queue]]
+        filled.append(int(back[0]) if len(back) else int(queue[-1]))
+        drained.append(int(ahead[-1]) + 1 if len(ahead) else int(queue[-1]) + 1)
+    return np.array(filled), np.array(drained)
+
+
+def busy_ticks(asked: OpWaits, program: int) -> dict[str, int]:
+    """What a program's computing takes, by cause where it takes too long, else `compute`; beside others' messages
+    (`collective`), by which it is slowed."""
+    c, e = asked.chain, asked.excess
+    ops = c.queue[program]
+    own = asked.own[ops] - e.rest[ops] - np.add.reduce([e.inner[x][ops] for x in REMOVED])
+    out, left = {}, own
+    for x in REMOVED:
+        part = np.clip(e.over[x][ops] - e.inner[x][ops], 0, left)
+        out[x], left = int(part.sum()), left - part
+    again = np.minimum(np.rint(asked.own[ops] * e.recomputed[ops]).astype(np.int64), left)
+    slowed = (c.hi - c.lo[: len(c.hi)])[c.now + ops] - asked.longest[ops]
+    return {**out, "memory": int(again.sum()), "collective": int(slowed.sum()), "compute": int((left - again).sum())}

@@ -1,0 +1,191 @@
+"""Why a step takes as long as it does: causes of idle time, the critical path, what-ifs; and why two jobs differ."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from ir.core.grid import GRID
+from ir.core.ops import Pass
+from ir.job import Job
+from ir.job.build import blaming
+from piper_sim.folding.ground import RankPositions
+from piper_sim.study.explain.blame import CAUSES, OpWaits, busy_ticks, idle_ticks, phases
+from piper_sim.study.explain.chain import chain_of, ticks
+from piper_sim.study.explain.excess import covering, excess_of
+from piper_sim.study.explain.path import critical_path
+from piper_sim.study.explain.what_if import JobChange, Progress, what_ifs
+from piper_sim.study.predict import predict, scenario_of
+from piper_sim.study.prediction import Prediction
+from piper_sim.study.simulate import Object
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class StepExplanation:
+    """Where a step's idle time comes from. Seconds are multiples of 2**-40, so that sums are exact.
+
+    idle: pipeline rank -> cause -> seconds, means over its replicas; a row sums to the rank's idle time. causes: the
+    same seconds over all pipeline ranks, by cause and the rank that caused them; rank counts over all GPUs, op is the
+    one that caused most. critical_path: from 0 to iteration_s without a gap. spent: cause -> what a rank spends of the
+    step in the mean, idle or busy (`compute`); sums to iteration_s. difference: the same of two jobs, b less a.
+    """
+
+    iteration_s: float
+    causes: tuple[Object, ...]
+    idle: Mapping[str, Mapping[str, float]]
+    critical_path: tuple[Object, ...]
+    what_ifs: tuple[JobChange, ...]
+    spent: Mapping[str, float]
+    difference: Mapping[str, float] | None = None
+    fits: bool = True
+    reason: str | None = None
+
+    def to_dict(self) -> Object:
+        """The object that `piper-sim explain --json` prints."""
+        out: Object = {
+            "schema_version": 1,
+            "iteration_s": self.iteration_s,
+            "causes": list(self.causes),
+            "idle": {r: dict(row) for r, row in self.idle.items()},
+            "critical_path": list(self.critical_path),
+            "what_ifs": [vars(w) for w in self.what_ifs],
+            "spent": dict(self.spent),
+            "fits": self.fits,
+        }
+        return (
+            out
+            | ({} if self.difference is None else {"difference": dict(self.difference)})
+            | ({} if self.reason is None else {"reason": self.reason})
+        )
+
+
+def explain(a: Job, b: Job | None = None, progress: Progress = nullcontext) -> StepExplanation:
+    """Why a job's step takes as long as it does, with what-ifs that are simulated. b: another, to be held against a.
+
+    Raises PiperError: as `predict` does.
+
+    >>> from piper_sim import explain, load_job
+    >>> job = load_job({"model": {"config": "tiny-llama", "seq_len": 64}, "parallel": {"pp": 2}})
+    >>> found = explain(job)
+    >>> found.critical_path[-1]["end_s"] == found.iteration_s, found.what_ifs[0].gain_s > 0
+    (True, True)
+    """
+    first = _predicted(a, progress)
+    found = explained(first, what_ifs(a, first, progress))
+    if b is None:
+        return found
+    other = explained(_predicted(b, progress))
+    keys = dict.fromkeys([*found.spent, *other.spent])
+    rest = {k: other.spent.get(k, 0.0) - found.spent.get(k, 0.0) for k in keys}
+    by_size = sorted(rest.items(), key=lambda x: -abs(x[1]))
+    return StepExplanation(**{**vars(found), "difference": {k: v for k, v in by_size if v}})
+
+
+def _predicted(job: Job, progress: Progress) -> Prediction:
+    with progress(f"simulating {job.file}"), blaming(job):
+        return predict(job)
+
+
+def explained(p: Prediction, others: tuple[JobChange, ...] = ()) -> StepExplanation:
+    """The explanation of a job that was simulated; others: its what-ifs."""
+    names = _RankNames(p)
+    asked = waits_of(p)
+    idle = [idle_ticks(asked, k).found for k in range(len(asked.chain.queue))]
+    busy = [busy_ticks(asked, k) for k in range(len(idle))]
+    size, whole = p.planned.classes.size.tolist(), int(p.planned.classes.size.sum())
+    rows: list[dict[str, int]] = [defaultdict(int) for _ in range(names.programs)]
+    blamed: dict[tuple[str, int], int] = defaultdict(int)
+    most: dict[tuple[str, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    spent: dict[str, int] = defaultdict(int)
+    for k, found in enumerate(idle):
+        weight = size[k // names.programs]
+        for (cause, op), n in found.items():
+            key = cause, int(asked.chain.program[op])
+            rows[k % names.programs][cause] += n * weight
+            blamed[key] += n * weight
+            most[key][op] += n * weight
+        for cause, n in [*busy[k].items(), *((c, n) for (c, _), n in found.items())]:
+            spent[cause] += n * weight
+    tables = [apportioned(row, whole) for row in rows]
+    causes = apportioned(blamed, whole, sum(sum(t.values()) for t in tables))
+    worst = {key: max(ops, key=ops.__getitem__) for key, ops in most.items()}
+    listed = [
+        {"cause": key[0], "rank": names.rank(key[1]), "op": names.op(worst[key]), "seconds": n / GRID}
+        for key, n in sorted(causes.items(), key=lambda x: -x[1])
+        if n
+    ]
+    spent_ticks = apportioned(spent, whole * names.programs, asked.chain.period)
+    by_size = sorted(spent_ticks.items(), key=lambda x: -x[1])
+    mem = p.to_dict()
+    return StepExplanation(
+        asked.chain.period / GRID,
+        tuple(listed),
+        {str(r): {c: t[c] / GRID for c in CAUSES if t.get(c)} for r, t in enumerate(tables)},
+        tuple(names.path(asked)),
+        others,
+        {c: n / GRID for c, n in by_size if n},
+        fits=p.fits,
+        reason=mem.get("reason"),
+    )
+
+
+def waits_of(p: Prediction) -> OpWaits:
+    """What `blame` needs of a job that was simulated."""
+    scenario = scenario_of(p.planned, p.costs)
+    chain = chain_of(scenario, p.run, p.costs.duration)
+    own = ticks(p.costs.duration)
+    copies = p.planned.classes.count
+    forward, backward = (np.tile(covering(p.plan, kinds), copies) for kinds in ({Pass.F}, {Pass.I, Pass.W, Pass.R}))
+    filled, drained = phases(chain, forward, backward)
+    return OpWaits(chain, excess_of(p.planned, p.costs), own, own[chain.main], filled, drained)
+
+
+def apportioned(parts: Mapping[K, int], divisor: int, total: int | None = None) -> dict[K, int]:
+    """parts / divisor as whole numbers that sum to `total`, by default to the rounded sum: largest remainder.
+
+    >>> apportioned({"a": 1, "b": 1, "c": 4}, 3)
+    {'a': 1, 'b': 0, 'c': 1}
+    """
+    if total is None:
+        total = (2 * sum(parts.values()) + divisor) // (2 * divisor)
+    out = {k: n // divisor for k, n in parts.items()}
+    left = total - sum(out.values())
+    for k in sorted(parts, key=lambda k: -(parts[k] % divisor))[:left]:
+        out[k] += 1
+    return out
+
+
+class _RankNames:
+    """Programs and ops of the unfolded plan as users know them."""
+
+    def __init__(self, p: Prediction) -> None:
+        self.plan, self.first = p.plan, p.planned.classes.first.tolist()
+        self.at, self.programs = RankPositions(p.prepared.mesh), p.plan.programs
+
+    def rank(self, program: int) -> int:
+        """The global rank that stands for a program of the unfolded plan."""
+        k, q = divmod(program, self.programs)
+        return int(self.at.offset[self.first[k]]) + q * self.at.stride
+
+    def op(self, op: int) -> str:
+        return self.plan.text(op % len(self.plan))
+
+    def path(self, asked: OpWaits) -> list[Object]:
+        """The critical path in names and seconds."""
+        return [
+            {
+                "op": self.op(x.op),
+                "rank": self.rank(int(asked.chain.program[x.op])),
+                "start_s": x.begin / GRID,
+                "end_s": x.end / GRID,
+                "cause": x.cause,
+            }
+            for x in critical_path(asked)
+        ]

@@ -1,0 +1,132 @@
+"""What-ifs: other jobs that differ in a few keys, simulated; never estimated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ir.core.errors import PiperError
+from ir.core.ops import Pass
+from ir.job import Job
+from ir.job.load import job_from
+from ir.job.table import table_of
+from piper_sim.pricing.costs import given_times
+from piper_sim.study.predict import predict
+from piper_sim.study.prediction import Prediction
+
+Changes = dict[str, Any]  # section.key -> value as TOML has it; None: the key is left out
+Progress = Callable[[str], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class JobChange:
+    """A job with `changes`, simulated: seconds of its step, what that is less than the job's own, whether it fits."""
+
+    name: str
+    changes: Changes
+    iteration_s: float
+    gain_s: float
+    fits: bool
+
+
+def changed(job: Job, changes: Mapping[str, Any]) -> Job:
+    """A job with some keys set anew.
+
+    >>> from piper_sim import load_job
+    >>> job = load_job({"model": {"config": "tiny-llama"}, "cluster": {"speed": {"1": 0.5}}})
+    >>> changed(job, {"parallel.pp": 2, "cluster.speed": {}}).cluster.speed
+    {}
+    """
+    table = table_of(job)
+    for path, value in changes.items():
+        section, key = path.split(".", 1)
+        if value is None:
+            table[section].pop(key, None)
+        else:
+            table[section][key] = value
+    return job_from(table, file=job.file)
+
+
+def settings(changes: Mapping[str, Any]) -> list[str]:
+    """Changes as `--set` takes them.
+
+    >>> settings({"parallel.pp": 2, "costs.stage_times": {"F": 0.5}, "costs.free": ["p2p"]})
+    ['parallel.pp=2', 'costs.stage_times={F = 0.5}', 'costs.free=["p2p"]']
+    """
+    return [f"{key}={_toml(value)}" for key, value in changes.items() if value is not None]
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value)
+
+
+def what_ifs(job: Job, p: Prediction, progress: Progress = nullcontext) -> tuple[JobChange, ...]:
+    """Each change that applies to a job, simulated; the largest gain first. What cannot be built is left out.
+
+    p: the job as it is, simulated. Its own job is resolved: other keys than the user's would be fixed.
+    """
+    out = []
+    for name, changes in asked(job, p):
+        with progress(f"simulating: {name}"), suppress(PiperError):
+            found = predict(changed(job, changes))
+            out.append(JobChange(name, changes, found.iteration_s, p.iteration_s - found.iteration_s, found.fits))
+    return tuple(sorted(out, key=lambda w: -w.gain_s))
+
+
+def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
+    """(name, changes) of what applies to a job."""
+    ranks = p.prepared.ranks
+    if any(s < 1 for s in job.cluster.speed.values()):
+        yield "no straggler", {"cluster.speed": {}}
+    if job.routing.kind != "balanced":
+        file = {"routing.file": None} if job.routing.file is not None else {}
+        yield "balanced experts", {"routing.kind": "balanced", **file}
+    if ranks > 1:
+        yield "links x 2", _links(p)
+    for name, what in _free(p):
+        yield name, {"costs.free": [*job.costs.free, what]}
+    if p.prepared.stages > 1 and job.schedule.directives is None:
+        if job.parallel.layers != "balanced":
+            yield "balanced layers", {"parallel.layers": "balanced"}
+        yield "perfect split", {"costs.stage_times": _even(job, p)}
+    yield "one more microbatch", {"schedule.microbatches": p.prepared.mbs + 1}
+    for recompute in ("none", "selective", "full"):
+        if recompute != job.schedule.recompute:
+            yield f"recompute {recompute}", {"schedule.recompute": recompute}
+
+
+def _free(p: Prediction) -> Iterator[tuple[str, str]]:
+    sizes = p.prepared.mesh.sizes
+    if p.prepared.config.moe is not None and sizes.get("ep", 1) > 1:
+        yield "all-to-all free", "all_to_all"
+    if sizes["pp"] > 1:
+        yield "transfers free", "p2p"
+    if p.prepared.ranks > sizes["pp"]:
+        yield "other collectives free", "collective"
+    yield "host free", "host"
+
+
+def _links(p: Prediction) -> Changes:
+    hw = p.planned.hardware
+    found = {"nvlink_GBps": hw.nvlink_GBps, "nvlink_pair_GBps": hw.nvlink_pair_GBps, "nic_Gbps": hw.nic_Gbps}
+    return {f"cluster.{k}": 2 * v for k, v in found.items() if v is not None}
+
+
+def _even(job: Job, p: Prediction) -> Changes:
+    """`costs.stage_times` that give every stage the mean of what stages take."""
+    graph, model = p.plan.graph, p.planned.model
+    given = dict(job.costs.stage_times or {})
+    means = {k: float(np.mean(v)) for k, v in given_times(given, graph.stages).items()}
+    kept = {"p2p": given["p2p"]} if "p2p" in given else {}
+    for key, passes in (("F", (Pass.F,)), ("I", (Pass.I, Pass.R)), ("W", (Pass.W,))):
+        nodes = [n for n in graph.nodes if n.kind in passes]
+        total = sum(sum(model.node_shares(n)) + model.node_message(n) for n in nodes)
+        means.setdefault(key, total / graph.stages)
+    return {**kept, **means}

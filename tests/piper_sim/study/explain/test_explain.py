@@ -1,0 +1,113 @@
+"""Explanations add up to the bit, name what was planted, and promise what simulating gives."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from ir.core.errors import PiperError
+from ir.job import load_job
+from ir.job.load import job_from
+from piper_sim.study.explain import StepExplanation, explain, explained
+from piper_sim.study.explain.what_if import changed, settings
+from piper_sim.study.predict import predict
+from piper_sim.study.prediction import Prediction
+from tests.piper_sim.pricing.prediction_cases import RICH, SCHEDULES, asked, drawn
+
+CAUSES = set(
+    ["straggler", "expert_skew", "link", "host", "split", "warmup", "drain", "dependency", "memory", "collective"]
+)
+BUSY = ("compute", "recompute", "slowdown", "optimizer")
+
+
+def check(p: Prediction, found: StepExplanation) -> None:
+    """What every explanation obeys."""
+    assert found.iteration_s == p.iteration_s
+    for rank, row in enumerate(p.times.seconds):
+        told = found.idle[str(rank)]
+        assert set(told) <= CAUSES and min(told.values(), default=0.0) >= 0
+        idle = sum(v for k, v in row.items() if k not in BUSY)
+        assert abs(sum(told.values()) - idle) <= (0.0 if p.planned.classes.count == 1 else 1e-12)
+    each = [c["seconds"] for c in found.causes]
+    assert each == sorted(each, reverse=True) and {c["cause"] for c in found.causes} <= CAUSES
+    assert sum(each) == sum(sum(row.values()) for row in found.idle.values())
+    assert sum(found.spent.values()) == found.iteration_s and min(found.spent.values()) >= 0
+    path = found.critical_path
+    assert path[0]["start_s"] == 0 and path[-1]["end_s"] == found.iteration_s
+    assert all(a["end_s"] == b["start_s"] and a["start_s"] < a["end_s"] for a, b in pairwise(path))
+    texts = {(int(r) % p.plan.programs, t) for r, t in zip(p.plan.program, p.plan.texts, strict=True)}
+    seat = {r: k for k, ranks in enumerate(_table(p)) for r in ranks}
+    assert all((seat[x["rank"]], x["op"]) in texts for x in [*path, *found.causes])
+
+
+def _table(p: Prediction) -> list[list[int]]:
+    mesh = p.prepared.mesh
+    return [[r for r in range(mesh.ranks) if mesh.coordinates(r)["pp"] == k] for k in range(p.plan.programs)]
+
+
+@pytest.mark.parametrize(("ranks", "mbs"), [(1, 1), (2, 1), (4, 2), (4, 9)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_sums_and_paths_of_every_schedule(name: str, ranks: int, mbs: int) -> None:
+    if name == "dualpipe" and ranks == 1:
+        ranks = 2
+    job = {
+        "model": {"config": "tiny-llama", "seq_len": 128, "num_hidden_layers": 8},
+        "cluster": {"gpu": "h800-sxm", "nodes": 1, "gpus_per_node": ranks},
+        "parallel": {"pp": ranks},
+        "schedule": {"name": name, "microbatches": mbs},
+    }
+    p, _ = asked(job)
+    check(p, explained(p))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sums_and_paths_of_drawn_jobs(seed: int) -> None:
+    try:
+        p, _ = asked(drawn(seed))
+    except PiperError as e:
+        pytest.skip(str(e))
+    check(p, explained(p))
+
+
+def test_sums_and_paths_where_replicas_differ() -> None:
+    p, _ = asked(RICH)
+    check(p, explained(p))
+
+
+def _job(**sections: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "model": {"config": "tiny-llama", "seq_len": 512, "num_hidden_layers": 8},
+        "cluster": {"gpu": "h100-sxm"},
+        "parallel": {"pp": 4},
+        "schedule": {"name": "1f1b", "microbatches": 8},
+    }
+    for section, keys in sections.items():
+        out[section] = {**out.get(section, {}), **keys}
+    return out
+
+
+def test_a_what_if_is_what_simulate_says_with_those_changes() -> None:
+    table = _job(cluster={"speed": {"2": 0.5}}, parallel={"layers": [3, 2, 2, 1]})
+    job = job_from(table)
+    found = explain(job)
+    assert found.what_ifs == tuple(sorted(found.what_ifs, key=lambda w: -w.gain_s))
+    assert {"no straggler", "links x 2", "host free", "balanced layers", "perfect split"} < {
+        w.name for w in found.what_ifs
+    }
+    for w in found.what_ifs:
+        again = load_job(table, set=settings(w.changes))
+        assert again == changed(job, w.changes)
+        assert predict(again).iteration_s == w.iteration_s and w.gain_s == found.iteration_s - w.iteration_s
+    assert predict(changed(job, {})).iteration_s == found.iteration_s
+
+
+def test_a_difference_sums_to_the_difference() -> None:
+    a, b = job_from(_job()), job_from(_job(cluster={"speed": {"2": 0.5}}))
+    found = explain(a, b)
+    assert found.difference is not None
+    more = predict(b).iteration_s - predict(a).iteration_s
+    assert sum(found.difference.values()) == more and found.to_dict()["difference"] == found.difference
+    assert max(found.difference, key=lambda c: found.difference[c]) == "straggler"
+    assert explain(a, a).difference == {}
