@@ -11,7 +11,7 @@ import math
 from functools import lru_cache
 
 from cost_models.hardware import DeviceHardware
-from ir.core.work import CAST, LOSS, WEIGHT_GRAD, Kernel, KernelKind, Work
+from ir.core.work import CAST, LOSS, SORTS, WEIGHT_GRAD, Kernel, KernelKind, Work
 
 _SPLITS = (1, 2, 4, 8)
 _Q_TILE = 128
@@ -46,6 +46,8 @@ def traffic(kernel: Kernel, hw: DeviceHardware) -> float:
     """Bytes that count at an elementwise kernel's rate, over those that the kernel is listed with."""
     spread = kernel.kind is KernelKind.MEMORY and not kernel.label.startswith(LOSS)
     factor = hw.software.traffic if spread else 1.0
+    if hw.dispatcher is not None and kernel.label in SORTS:
+        factor *= hw.dispatcher.permute
     return factor / hw.cast_efficiency if kernel.label.endswith(CAST) else factor
 
 

@@ -37,7 +37,8 @@ def presets() -> tuple[str, ...]:
 
 def hardware_keys() -> tuple[str, ...]:
     """Top-level keys of a hardware file: what a job's [cluster] may override inline."""
-    return tuple(f.name for f in structs.fields(DeviceHardware) if f.name not in ("name", "sources", "software"))
+    other = ("name", "sources", "software", "dispatcher")
+    return tuple(f.name for f in structs.fields(DeviceHardware) if f.name not in other)
 
 
 def load_hardware(name_or_path: str | Path, overrides: Mapping[str, object] | None = None) -> DeviceHardware:

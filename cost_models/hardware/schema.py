@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from cost_models.software import FrameworkCosts
+from cost_models.software.dispatcher import ExpertDispatcher
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import HIDDEN, words
 from ir.core.work import DType
@@ -87,7 +88,8 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     collective_launch_us: base time of a call. collectives: which library's protocols ("nccl" or "gloo").
     comm_sms: kind of communication ("all_to_all", "collective", "p2p") -> SMs its kernel holds from its start to its
     end. comm_hbm: kind -> share of HBM bandwidth it takes while it moves. Kinds left out take nothing.
-    software: the framework that runs on it, from `[costs] software`; no key of a hardware file.
+    software: the framework that runs on it, from `[costs] software`; dispatcher: what carries tokens to experts, from
+    `[costs] dispatcher`, None: sorted once, deduplicated, on comm_sms; no keys of a hardware file.
     leaf_nodes: nodes under one leaf switch; null: all. oversubscription: a leaf's NICs together over its uplinks.
     """
 
@@ -127,6 +129,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     oversubscription: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     sources: dict[str, str] = {}
     software: Annotated[FrameworkCosts, HIDDEN] = FrameworkCosts()
+    dispatcher: Annotated[ExpertDispatcher | None, HIDDEN] = None
 
     @property
     def hbm_bytes(self) -> int:

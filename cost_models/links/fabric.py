@@ -40,7 +40,7 @@ class LinkFabric:
     congestion: float = 0.0
 
     @classmethod
-    def of(cls, hw: DeviceHardware, gpus_per_node: int | None = None, deduplicate: bool = True) -> LinkFabric:
+    def of(cls, hw: DeviceHardware, gpus_per_node: int | None = None) -> LinkFabric:
         """The fabric that a hardware file describes; `gpus_per_node` as a job may override it.
 
         >>> from cost_models.hardware import load_hardware
@@ -61,7 +61,7 @@ class LinkFabric:
             launch=hw.collective_launch_us * 1e-6,
             protocols=protocols(hw.collectives),
             gpus_per_node=gpus_per_node or hw.gpus_per_node,
-            deduplicate=deduplicate,
+            deduplicate=hw.dispatcher is None or hw.dispatcher.deduplicate,
             congestion=hw.nic_congestion,
         )
 

@@ -11,7 +11,9 @@ from msgspec import structs
 
 from cost_models import DeviceHardware, LinkFabric, load_hardware, message_seconds, work_seconds
 from cost_models.hardware import presets
+from cost_models.hardware.schema import check_consistent
 from cost_models.software import frameworks, load_software
+from cost_models.software.dispatcher import dispatchers
 from ir.core.errors import PiperError
 from ir.core.files import named_path
 from ir.core.mesh import Mesh, RankGroup
@@ -30,12 +32,17 @@ from piper_sim.pricing.measured import profile_of
 
 
 def hardware_of(job: Job) -> DeviceHardware:
-    """The hardware file of `[cluster]` with its inline overrides, and the framework of `[costs] software` on it."""
+    """The hardware file of `[cluster]` with its inline overrides; `[costs] software` and `dispatcher` on it."""
     gpu = job.cluster.gpu
     software = job.costs.software and named_path(job.file, job.costs.software, frameworks())
     try:
         hardware = load_hardware(named_path(job.file, gpu, presets()), job.cluster.overrides)
-        return structs.replace(hardware, software=load_software(software))
+        hardware = structs.replace(hardware, software=load_software(software))
+        if (name := job.costs.dispatcher) is not None:
+            found = dispatchers()[name]
+            sms = hardware.comm_sms | {"all_to_all": float(found.sms)}
+            hardware = check_consistent(structs.replace(hardware, dispatcher=found, comm_sms=sms), "costs.dispatcher: ")
+        return hardware
     except PiperError as e:
         raise e.at(file=job.file) from None
 

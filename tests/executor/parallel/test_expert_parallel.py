@@ -84,8 +84,7 @@ def test_every_kind_of_mixture_trains_as_one_process_does(name: str) -> None:
 
 LAID = (*PIPED, *_family("deepseek_v3"), "schedule.name=interleaved-1f1b-overlap", "schedule.merge=template")
 MERGED = [
-    (*LAID, "schedule.layout=Et|t||tmL"),
-    (*LAID, "schedule.layout=E||tt|tmL", "schedule.microbatches=3"),
+    (*LAID, "schedule.layout=E|t|t|tmL", "schedule.microbatches=3"),
     (*PIPED, "schedule.name=1f1b-overlap", "schedule.merge=template"),
     (*PIPED, "schedule.name=interleaved-1f1b-overlap", "schedule.merge=profile", "schedule.microbatches=3"),
     (*PIPED, "schedule.name=interleaved-1f1b-overlap", "schedule.merge=template", "schedule.delay_wgrad=true"),

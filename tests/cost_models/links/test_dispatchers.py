@@ -1,0 +1,58 @@
+"""Dispatchers: SMs, copies and sorting do what their table says, and a job that names none is as it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from cost_models import LinkFabric, kernel_seconds, message_seconds
+from cost_models.compute.interference import KernelSlowdown
+from cost_models.software.dispatcher import dispatchers
+from ir.core.errors import PiperError
+from ir.core.work import SORTS, DType, Kernel, KernelKind, Message, MessageKind
+from ir.job import load_job
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+
+JOB = {
+    "model": {"config": "deepseek-v3", "num_hidden_layers": 4},
+    "cluster": {"gpu": "h100-sxm"},
+    "parallel": {"dp": 64, "ep": 64},
+    "schedule": {"microbatches": 1},
+}
+
+
+def hardware(name: str | None):  # type: ignore[no-untyped-def]
+    return hardware_of(load_job(JOB, [f"costs.dispatcher={name}"] if name else []))
+
+
+@pytest.mark.parametrize("name", dispatchers())
+def test_every_value_has_its_source_and_does_what_it_says(name: str) -> None:
+    d, hw, plain = dispatchers()[name], hardware(name), hardware(None)
+    assert d.sources.keys() == {"sms", "deduplicate", "permute"}
+    assert KernelSlowdown.of(hw).held[0][0] == pytest.approx(d.sms / (hw.sms - d.sms))
+    sort, other = (Kernel(KernelKind.MEMORY, 0, 10**10, DType.BF16, (), label) for label in ("permute", "residual"))
+    launch = hw.kernel_launch_us * 1e-6
+    assert kernel_seconds(sort, hw) - launch == pytest.approx(
+        d.permute * (kernel_seconds(sort, plain) - launch), rel=1e-3
+    )
+    assert kernel_seconds(other, hw) == kernel_seconds(other, plain)
+
+
+def test_without_deduplication_every_copy_crosses_the_network() -> None:
+    """Top-8 on 8 nodes: 8 of 8 copies leave 7/8 of the time; deduplicated, one for each of 8(1 - (7/8)^8) nodes."""
+    message = Message(MessageKind.ALL_TO_ALL, 8 * 2**30, ("ep",), 8)
+    seconds = {n: message_seconds(message, 64, 8, LinkFabric.of(hardware(n))) for n in (None, *dispatchers())}
+    assert seconds["nccl"] / seconds["deepep"] == pytest.approx(1 / (1 - (7 / 8) ** 8), rel=0.01)
+    assert seconds[None] == seconds["deepep"] == seconds["hybridep"]
+
+
+def test_the_sorts_are_kernels_of_the_model_and_no_dispatcher_changes_its_plan() -> None:
+    nodes = prepare_priced(load_job(JOB), hardware(None)).graph().nodes
+    labels = {k.label for n in nodes for k in n.work}
+    assert set(SORTS) <= labels
+    digests = {prepare_priced(load_job(JOB, [f"costs.dispatcher={n}"]), hardware(n)).structure for n in dispatchers()}
+    assert len(digests) == 1
+
+
+def test_more_sms_than_a_device_has_are_refused() -> None:
+    with pytest.raises(PiperError, match="leave none to compute"):
+        hardware_of(load_job(JOB | {"cluster": {"gpu": "cpu"}}, ["costs.dispatcher=deepep"]))
