@@ -17,6 +17,7 @@ import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heappop, heappush
 from itertools import pairwise
 
@@ -215,7 +216,7 @@ def parts_of(case: Case) -> dict[str, Callable[[], object]]:
     }
     for name, scenario in cases.items():
         compiled.play(scenario, duration)  # compile
-        timed[f"twin: {name}"] = lambda scenario=scenario: compiled.play(scenario, duration)  # type: ignore[misc]
+        timed[f"twin: {name}"] = partial(compiled.play, scenario, duration)
     timed["memory"] = lambda: memory(case.plan, persistent)
     timed["breakdown"] = lambda: breakdown(bare, two, case.costs)
     return timed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_models.allocator.rules import BLOCK, LARGE_GRAIN, MIDDLE, MIDDLE_SEGMENT, SMALL, SMALL_SEGMENT
+from cost_models.allocator.rules import LARGE_GRAIN, MIDDLE, MIDDLE_SEGMENT, SMALL, SMALL_SEGMENT
 from cost_models.hardware import DeviceHardware
 from cost_models.hardware.schema import MIB
 
@@ -21,15 +21,6 @@ class MemoryBand:
     low: int
     middle: int
     high: int
-
-
-def block_bytes(nbytes: int) -> int:
-    """What one tensor counts as in `memory_allocated`: whole blocks of 512 bytes.
-
-    >>> block_bytes(1), block_bytes(512), block_bytes(0)
-    (512, 512, 0)
-    """
-    return -(-nbytes // BLOCK) * BLOCK
 
 
 def segment_bytes(nbytes: int) -> int:

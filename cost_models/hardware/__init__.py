@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
 from cost_models.hardware.schema import DeviceHardware, check_consistent
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import FileErrors, cut, named_path, read_json, typed
 
-__all__ = ["DeviceHardware", "hardware_keys", "load_hardware", "presets"]
+__all__ = ["DeviceHardware", "load_hardware", "presets"]
 
 FORM = FileErrors(
     "a hardware file", ErrorKind.HARDWARE, "cluster.gpu", 10**6, "a preset's name, or a path to a .json file"
@@ -33,12 +31,6 @@ def presets() -> tuple[str, ...]:
     True
     """
     return tuple(sorted(p.stem for p in _HERE.glob("*.json")))
-
-
-def hardware_keys() -> tuple[str, ...]:
-    """Top-level keys of a hardware file: what a job's [cluster] may override inline."""
-    other = ("name", "sources", "software", "dispatcher")
-    return tuple(f.name for f in structs.fields(DeviceHardware) if f.name not in other)
 
 
 def load_hardware(name_or_path: str | Path, overrides: Mapping[str, object] | None = None) -> DeviceHardware:

@@ -89,11 +89,11 @@ class _File(Struct, kw_only=True):
 def load_profile(path: str | Path, key: str = "costs.profile") -> Profile:
     """Read a profile file. key: what named it. Raises PiperError (io, job): nothing doubtful is let through."""
     form = FORM.named_by(key)
-    return _profile(parse_json(read_text(path, form), form, str(path)), str(path))
+    return parse_profile(read_text(path, form), form, str(path))
 
 
-def parse_profile(text: str) -> Profile:
-    """The profile that a text holds; the inverse of `profile_text`.
+def parse_profile(text: str, form: FileErrors = FORM, file: str | None = None) -> Profile:
+    """The profile that a text holds; the inverse of `profile_text`. Raises PiperError (job).
 
     >>> parse_profile('{"profile_version": 2, "machin": {}}')
     Traceback (most recent call last):
@@ -102,10 +102,7 @@ def parse_profile(text: str) -> Profile:
     allowed: a table of profile_version, digest, machine, origins, host_s, fit_error, ops, links, curves, pairs
     fix: machine
     """
-    return _profile(parse_json(text, FORM), None)
-
-
-def _profile(table: Any, file: str | None) -> Profile:
+    table = parse_json(text, form, file)
     version = table.get("profile_version", VERSION) if isinstance(table, dict) else VERSION
     if version != VERSION or isinstance(version, bool):
         raise FORM.wrong(f"version {cut(version)}", file, "profile_version", str(VERSION), _TAKE)

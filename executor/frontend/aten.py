@@ -30,9 +30,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, is_causal: boo
     return _attention_flops(q, k, v, q.shape[-1] + v.shape[-1], is_causal)
 
 
-def _flash_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dropout: float, is_causal: bool, **_: Any
-) -> int:
+def _flash_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+    is_causal = rest[3]  # behind out, logsumexp and dropout
     return _attention_flops(q, k, v, 3 * q.shape[-1] + 2 * v.shape[-1], is_causal)
 
 

@@ -210,20 +210,13 @@ class RankModel:
                 exchanges=built.exchanges,
                 routes=routes,
             )
-        sync = BucketSync(
-            rank,
-            places,
-            buckets(plan.graph),
-            params,
-            grads,
-            list(model.shapes),
-            BucketSyncConfig(
-                OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm),
-                TORCH[precision.reduce],
-                TORCH[precision.optimizer],
-                elsewhere=repeated(plan.graph) if region.tp.index else frozenset(),
-            ),
+        config = BucketSyncConfig(
+            OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm),
+            TORCH[precision.reduce],
+            TORCH[precision.optimizer],
+            elsewhere=repeated(plan.graph) if region.tp.index else frozenset(),
         )
+        sync = BucketSync(rank, places, buckets(plan.graph), params, grads, list(model.shapes), config)
         return cls(stages, dict(built.extras), params, grads, sync, held, guide)
 
     def kernels(self) -> RealKernels:

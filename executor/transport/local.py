@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.device.device import Device, HostDevice, StreamEvent
 from executor.transport.base import Channel, TransportError, TransportTopology
-
-T = TypeVar("T")
 
 
 class LocalTransportHandle:
@@ -182,34 +179,3 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
     for t in tensors[1:]:
         total += t
     return total
-
-
-def run_threads(
-    fn: Callable[[LocalTransport], T], topology: TransportTopology, device: Device | None = None
-) -> list[T]:
-    """Run a function on every virtual rank, each in a thread; the first failure is raised when all have ended.
-
-    >>> def double(t):
-    ...     x = torch.ones(1); t.all_reduce("world", x).wait(); return x.item()
-    >>> run_threads(double, TransportTopology.of(2))
-    [2.0, 2.0]
-    """
-    hub = LocalTransportHub(topology, device)
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
-
-    def main(rank: int) -> None:
-        try:
-            results[rank] = fn(LocalTransport(hub, rank))
-        except BaseException as error:
-            errors.append(error)
-            hub.fail(rank)
-
-    threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(topology.world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next((e for e in errors if not isinstance(e, TransportError)), errors[0])
-    return [results[r] for r in range(topology.world)]

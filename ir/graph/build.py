@@ -16,7 +16,6 @@ WHOLE = {
     "mlp": frozenset({"mlp", "router", "shared", "experts", "add"}),
     "full": frozenset({"attn", "mlp", "router", "shared", "experts", "add", "block"}),
 }
-FINE = ("norm", "up_projection", "activation", "scores")
 
 
 def stage_graph(stages: int) -> Graph:

@@ -16,15 +16,6 @@ from ir.workload.config.spec import NOT_KERNELS
 from ir.workload.source import ConfigModelWork
 
 
-def node_class(graph: Graph, node: GraphNode) -> str:
-    """Pass, part without its layer, and a digest of what decides the cost: `F/attn 3f2a9c12`, `UPDATE 91bd0277`.
-
-    All passes of a part have one digest: what one of them leaves, another finds. For many nodes, take
-    `node_classes`.
-    """
-    return node_classes(graph)[graph.nodes.index(node)]
-
-
 def node_classes(graph: Graph) -> tuple[str, ...]:
     """The class of every node of a graph."""
     parts: dict[tuple[int, str], list[object]] = defaultdict(list)

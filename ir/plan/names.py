@@ -135,5 +135,13 @@ def gather_shape(b: Bucket, reads: Pass, again: int, element: int) -> OpShape:
     """A gather of weights for a pass of a microbatch: `2AG_F3/l7.dense`; the next for the same: `2AG_F3/l7.dense+1`."""
     message = Message(MessageKind.ALL_GATHER, b.shard * b.ranks * element, b.axes)
     text = f"{b.stage}{CollectiveRole.GATHER}_{reads}*/{b.name}" + (f"+{again}" if again else "")
-    about = dict(bucket=b.key, role=CollectiveRole.GATHER, reads=reads, again=again)
-    return OpShape(OpKind.COLLECTIVE, b.replica.gather_stream, text, message=message, **about)  # type: ignore[arg-type]
+    return OpShape(
+        OpKind.COLLECTIVE,
+        b.replica.gather_stream,
+        text,
+        message=message,
+        bucket=b.key,
+        role=CollectiveRole.GATHER,
+        reads=reads,
+        again=again,
+    )

@@ -64,21 +64,6 @@ def local_shape(param: Param, layout: PartLayout) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def placeholder_grad_bytes(chunks: Iterable[Chunk], layout: PartLayout, element_bytes: int = 2) -> int:
-    """What Transformer Engine leaves on a device for good where it adds weight gradients straight to the main ones:
-    one placeholder for autograd per shape of weight (of a decoder layer's linears, of one expert).
-
-    SimuMax's B200 rows (TE 2.11) are short by about this without it: 1.6 GiB for a stage of Llama-70B.
-    """
-    roles: dict[str, int] = {}
-    for param in (p for c in chunks if c.tags for part in c.parts for p in part.params):
-        if len(param.shape) > 1 and "gate.weight" not in param.name and "embed" not in param.name:
-            role = ".".join(word for word in param.name.split(".") if not word.isdigit())
-            local = local_shape(param, layout)
-            roles[role] = prod(local[1:] if param.expert else local)
-    return element_bytes * sum(roles.values())
-
-
 def whole(name: str, *shape: int) -> Param:
     """A parameter that every device of the tensor-parallel group holds."""
     return Param(name, shape)

@@ -12,11 +12,8 @@ from tests.house.source import Source
 
 ROOT = Path(__file__).parents[2]
 RED = {  # rule -> what breaks it today; one that holds again is taken out here
-    "production_lines": "42,130 lines",
-    "tests_lines": "27,342 lines",
-    "function_sizes": "4 functions",
-    "type_ignores": "19",
-    "used_by_tests_alone": "7 names",
+    "production_lines": "41,811 lines",
+    "tests_lines": "28,844 lines",
 }
 BODY = "    x = 1\n"
 PROJECT = '[project]\ndependencies = ["numpy>=1"]\n[project.optional-dependencies]\ndev = ["ruff", "hypothesis"]\n'

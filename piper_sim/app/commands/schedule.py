@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import cast
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.limits import check_passes
@@ -94,7 +95,7 @@ def _print(out: ScheduleOutcome, found: dict[str, object]) -> None:
     s = out.schedule
     print(f"{s.name}: {s.ranks} ranks, {s.microbatches} microbatches, {s.chunks} stage(s) per rank\n")
     print(text_timeline(out.trace(), width()))
-    peak: dict[str, float] = found["peak_inflight"]  # type: ignore[assignment]
+    peak = cast("dict[str, float]", found["peak_inflight"])
     worst = max(peak, key=lambda r: peak[r])
     print(f"\nmakespan            {found['makespan']:g}")
     print(f"bubble              {found['bubble_fraction']:.1%} of all ranks' time")

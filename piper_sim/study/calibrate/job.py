@@ -135,8 +135,14 @@ def calibrate(
         processes = _processes(asked, prepared, stopwatch)
         sizes = sizes_of(job, sets, prepared, hardware, asked.others)
         by = _by(asked, sizes, stopwatch)
-        options = {"processes": processes, "backend": asked.backend, "repeats": asked.repeats}
-        timed = stopwatch.measure(sizes, by=by, watchdog_s=asked.watchdog_s, **options)  # type: ignore[arg-type]
+        timed = stopwatch.measure(
+            sizes,
+            by=by,
+            watchdog_s=asked.watchdog_s,
+            processes=processes,
+            backend=asked.backend,
+            repeats=asked.repeats,
+        )
         host_s = None
         if processes == prepared.ranks and asked.backend == "gloo":
             host_s = probe(executor, job, asked.watchdog_s)

@@ -6,7 +6,6 @@ import pytest
 
 from cost_models import load_hardware
 from cost_models.allocator.bands import (
-    block_bytes,
     context_bytes,
     replayed_band,
     reserved_bytes,
@@ -15,11 +14,6 @@ from cost_models.allocator.bands import (
 
 H100, B200 = load_hardware("h100-sxm"), load_hardware("b200-sxm")
 MIB, GIB = 2**20, 2**30
-
-
-@pytest.mark.parametrize("asked, block", [(0, 0), (1, 512), (512, 512), (513, 1024)])
-def test_blocks_are_multiples_of_512(asked: int, block: int) -> None:
-    assert block_bytes(asked) == block
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.program import RankPlan
 from executor.runtime.rank import blank, crossing, topology
 from executor.runtime.spec import PlanRun
-from executor.transport.local import LocalTransport, run_threads
+from executor.transport.local import LocalTransport
 from executor.transport.streams import Stream, StreamOp
 from ir.job.run_options import JobRunOptions
 from ir.plan.plan import OpKind, Plan
 from tests.executor.runs import judged
+from tests.executor.threads import run_threads
 
 Clock = dict[int, int]
 

@@ -18,7 +18,8 @@ from executor.modules.functions import token_loss
 from executor.modules.parallel import columns, enter, leave, words, words_loss
 from executor.parallel.inline import RankAxis, RankRegion, group_name, stretches
 from executor.transport.base import TransportTopology
-from executor.transport.local import LocalTransport, run_threads
+from executor.transport.local import LocalTransport
+from tests.executor.threads import run_threads
 
 RANKS, BATCH, LENGTH, INTO, ROWS = 2, 2, 6, 5, 8
 Grads = dict[str, Tensor]

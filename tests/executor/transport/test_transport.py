@@ -13,8 +13,9 @@ from executor.launch.launch import launch
 from executor.runtime.worker import RankContext
 from executor.transport import groups
 from executor.transport.base import Transport, TransportError, TransportTopology
-from executor.transport.local import LocalTransport, run_threads
+from executor.transport.local import LocalTransport
 from executor.transport.nccl import NcclTransport
+from tests.executor.threads import run_threads
 
 TOPOLOGY = TransportTopology.of(2, [(0, 1), (1, 0)], {"both": (0, 1), "me": (0,)})
 

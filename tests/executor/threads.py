@@ -1,0 +1,45 @@
+"""Virtual ranks of this process, one thread each: for what is said about transports and devices alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from executor.device.device import Device
+from executor.transport.base import TransportError, TransportTopology
+from executor.transport.local import LocalTransport, LocalTransportHub
+
+T = TypeVar("T")
+
+
+def run_threads(
+    fn: Callable[[LocalTransport], T], topology: TransportTopology, device: Device | None = None
+) -> list[T]:
+    """Run a function on every virtual rank, each in a thread; the first failure is raised when all have ended.
+
+    >>> import torch
+    >>> def double(t):
+    ...     x = torch.ones(1); t.all_reduce("world", x).wait(); return x.item()
+    >>> run_threads(double, TransportTopology.of(2))
+    [2.0, 2.0]
+    """
+    hub = LocalTransportHub(topology, device)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def main(rank: int) -> None:
+        try:
+            results[rank] = fn(LocalTransport(hub, rank))
+        except BaseException as error:
+            errors.append(error)
+            hub.fail(rank)
+
+    threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(topology.world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, TransportError)), errors[0])
+    return [results[r] for r in range(topology.world)]
