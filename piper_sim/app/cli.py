@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, nearest
 from piper_sim.app.calibrate_flags import calibrate_flags, imports
@@ -32,9 +32,6 @@ TORCH = ("run", "validate", "calibrate")
 
 class _Parser(argparse.ArgumentParser):
     """Refuses with our errors, so that `--json` can print them."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise self.refusal(message)
@@ -66,10 +63,12 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> _Parser:
     """All commands and flags."""
-    top = _Parser(prog="piper-sim", description="Predict any pipeline schedule of a real training, then run that plan.")
+    does = "Predict any pipeline schedule of a real training, then run that plan."
+    top = _Parser(prog="piper-sim", description=does, allow_abbrev=False)
     subs = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for name, help_text in COMMANDS.items():
-        sub = subs.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".")
+        does = help_text[0].upper() + help_text[1:] + "."
+        sub = subs.add_parser(name, help=help_text, description=does, allow_abbrev=False)
         sub.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
         _FLAGS[name](sub)
     return top

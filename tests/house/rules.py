@@ -68,6 +68,18 @@ def type_ignores(source: Source) -> list[str]:
     return _over("production", count, MOST_TYPE_IGNORES, "type ignores")
 
 
+def any_parameters(source: Source) -> list[str]:
+    """What commands and studies are given has a type."""
+    out = []
+    for path in (p for p in source.production if p.startswith(("piper_sim/app/", "piper_sim/study/"))):
+        for function in (n for n in source.nodes[module_of(path)] if isinstance(n, Function)):
+            a = function.args
+            given = [*a.posonlyargs, *a.args, *a.kwonlyargs, *(x for x in (a.vararg, a.kwarg) if x)]
+            untyped = [g.arg for g in given if isinstance(g.annotation, ast.Name) and g.annotation.id == "Any"]
+            out += [f"{path}:{function.lineno} {function.name}: {name} is Any" for name in untyped]
+    return out
+
+
 def dependencies(source: Source) -> list[str]:
     """What the project file asks for is imported: by production, or by tests if it is asked for their sake."""
     project = tomllib.loads(source.project)["project"]
@@ -112,6 +124,7 @@ RULES: tuple[Rule, ...] = (
     floors,
     function_sizes,
     type_ignores,
+    any_parameters,
     dependencies,
     used_by_tests_alone,
     raises_documented,

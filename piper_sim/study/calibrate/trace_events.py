@@ -6,7 +6,7 @@ has none (autograd's own), to the range begun last on any thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,13 +62,13 @@ class TraceFile:
     collectives: list[tuple[float, Json]]
 
 
-def read_trace_file(path: str, wanted: Any) -> TraceFile:
+def read_trace_file(path: str, wanted: Callable[[str], object]) -> TraceFile:
     """Read a trace; `wanted(name)` tells which ranges count. Raises PiperError, with file and line or event."""
     with FORM.naming(path):
         return _trace_file(path, read_json(path, FORM), wanted)
 
 
-def _trace_file(path: str, table: Any, wanted: Any) -> TraceFile:
+def _trace_file(path: str, table: object, wanted: Callable[[str], object]) -> TraceFile:
     events = table.get("traceEvents") if isinstance(table, dict) else table
     if not isinstance(events, list):
         fix = "the trace.json that torch.profiler exports"
@@ -81,11 +81,11 @@ def _trace_file(path: str, table: Any, wanted: Any) -> TraceFile:
     who = who if isinstance(who, dict) else {}
     devices = top.get("deviceProperties")
     named = [d.get("name", "") for d in devices if isinstance(d, dict)] if isinstance(devices, list) else []
-    rank = who.get("rank")
+    rank, world = who.get("rank"), who.get("world_size")
     return TraceFile(
         path,
         rank if isinstance(rank, int) else None,
-        world if isinstance(world := who.get("world_size"), int) and 0 < world <= RANKS else 1,
+        world if isinstance(world, int) and 0 < world <= RANKS else 1,
         printable(str(next(iter(named), ""))[:100]),
         bool(kernels),
         ranges,
@@ -94,7 +94,7 @@ def _trace_file(path: str, table: Any, wanted: Any) -> TraceFile:
 
 
 def _sorted_out(
-    events: Sequence[object], path: str, wanted: Any
+    events: Sequence[object], path: str, wanted: Callable[[str], object]
 ) -> tuple[list[TraceRange], dict[int, tuple[float, tuple[str, str]]], list[Json]]:
     """(ranges that count, launches by correlation id, kernels)."""
     ranges: list[TraceRange] = []
