@@ -19,6 +19,8 @@ from executor.device import clock
 _Event: Any = torch.cuda.Event  # whose stubs are not typed
 _Stream: Any = torch.cuda.Stream
 
+ZERO_S = 10.0  # CUDA tells what lies between two events as 32-bit milliseconds: an hour apart, to 250 µs; so, to 1 µs
+
 Lane = Callable[[], AbstractContextManager[Any]]  # call it to make it the thread's active lane
 
 
@@ -129,10 +131,11 @@ class CudaDevice:
         self.torch = torch.device("cuda", index)
         torch.cuda.set_device(index)
         torch.cuda.synchronize()
-        self._zero = _Event(enable_timing=True)
-        self._zero.record()
-        self._zero.synchronize()
-        self._zero_s = clock.now()
+        event = _Event(enable_timing=True)
+        event.record()
+        event.synchronize()
+        self._zero, self._zero_s = _CudaMark(event), clock.now()
+        self._zero.known_s = self._zero_s
 
     def bind(self) -> None:
         """All are this thread's alone.
@@ -153,7 +156,10 @@ class CudaDevice:
         """An event on the current stream."""
         event = _Event(enable_timing=True)
         event.record()
-        return _CudaMark(event, self._zero, self._zero_s)
+        mark, now = _CudaMark(event, self._zero), clock.now()
+        if now - self._zero_s > ZERO_S:
+            self._zero, self._zero_s = mark, now
+        return mark
 
     def follow(self, mark: StreamEvent) -> None:
         """The current stream waits for the event."""
@@ -162,12 +168,13 @@ class CudaDevice:
 
 
 class _CudaMark:
-    """An event, and when the device's clock stood at zero."""
+    """An event, and one before it from which the device's clock counts."""
 
-    __slots__ = ("event", "zero", "zero_s")
+    __slots__ = ("event", "known_s", "zero")
 
-    def __init__(self, event: Any, zero: Any, zero_s: float) -> None:
-        self.event, self.zero, self.zero_s = event, zero, zero_s
+    def __init__(self, event: Any, zero: _CudaMark | None = None) -> None:
+        self.event, self.zero = event, zero
+        self.known_s: float | None = None
 
     def done(self) -> bool:
         """Ask the device."""
@@ -179,4 +186,9 @@ class _CudaMark:
 
     def seconds(self) -> float:
         """By the device's own clock."""
-        return self.zero_s + float(self.zero.elapsed_time(self.event)) / 1e3
+        if self.known_s is None:
+            assert self.zero is not None
+            self.zero.wait()  # it stands on another lane, perhaps, and was recorded before
+            self.known_s = self.zero.seconds() + float(self.zero.event.elapsed_time(self.event)) / 1e3
+            self.zero = None
+        return self.known_s

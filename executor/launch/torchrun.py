@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -94,8 +94,13 @@ class TorchrunRank:
         return cls(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)))
 
 
-def main(argv: Sequence[str]) -> int:
-    """One rank's life; returns its exit code."""
+def printed(found: Mapping[str, Any]) -> None:
+    """The object of a run, as the only thing on stdout."""
+    print(json.dumps(found, allow_nan=False), flush=True)
+
+
+def main(argv: Sequence[str], tell: Callable[[Mapping[str, Any]], None] = printed) -> int:
+    """One rank's life; returns its exit code. tell: is given the run's object, on rank 0."""
     try:
         args = _parser().parse_args(list(argv))
         place = TorchrunRank.here()
@@ -121,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"error: rank {place.rank} was told nothing to run: {error}", file=sys.stderr, flush=True)
             return ErrorKind.RANK_FAILED.exit_code
         (folder / given_name(0)).write_text(text, encoding="utf-8")
-        return _live(store, lookout, place, folder, PlanRun(options, wanted))
+        return _live(store, lookout, place, folder, PlanRun(options, wanted), tell)
 
 
 def _judged(args: argparse.Namespace, options: JobRunOptions) -> tuple[PreparedJob, Plan]:
@@ -146,7 +151,14 @@ def _lookout(store: Any, place: TorchrunRank, folder: Path, options: JobRunOptio
     return RankWatchdog(mine, place.rank, place.world, folder / "progress", options.watchdog_s, report)
 
 
-def _live(store: Any, lookout: RankWatchdog, place: TorchrunRank, folder: Path, spec: PlanRun) -> int:
+def _live(
+    store: Any,
+    lookout: RankWatchdog,
+    place: TorchrunRank,
+    folder: Path,
+    spec: PlanRun,
+    tell: Callable[[Mapping[str, Any]], None],
+) -> int:
     """From the text that says what to run to the end."""
     context = RankContext(
         place.rank,
@@ -177,7 +189,7 @@ def _live(store: Any, lookout: RankWatchdog, place: TorchrunRank, folder: Path, 
             found["trace"] = str(out / "trace.tsv")
             write_whole(out / "trace.tsv", write_trace(trace))
             write_whole(out / "run.json", json.dumps(found, indent=1) + "\n")
-        print(json.dumps(found, allow_nan=False), flush=True)
+        tell(found)
     lookout.part()
     return 0
 

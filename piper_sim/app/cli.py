@@ -23,6 +23,7 @@ COMMANDS = {
     "compare": "predict several jobs, or several schedules of one job on equal devices and global batch",
     "explain": "why a job's step takes as long as it does: causes, critical path, what-ifs; two jobs: their difference",
     "plan": "print a job's directives and its plan, program by program",
+    "doctor": "is this machine, or this allocation under torchrun, fit to run plans?",
     "run": "execute a job's plan on torch.distributed (needs PyTorch)",
     "validate": "calibrate on another plan of the job, predict this one, run it, compare (needs PyTorch)",
     "calibrate": "measure a job's ops and links (needs PyTorch), or import them from traces; write a profile",
@@ -178,6 +179,7 @@ _FLAGS = {
     "compare": _compare,
     "explain": _explain,
     "plan": _simulate,
+    "doctor": lambda sub: None,
     "run": _run_or_replay,
     "validate": _validate,
     "calibrate": _calibrate,
@@ -256,6 +258,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
             from piper_sim.app.commands.compare import main as command
         case "explain":
             from piper_sim.app.commands.explain import main as command
+        case "doctor":
+            from piper_sim.app.commands.doctor import main as command
         case "plan":
             from piper_sim.app.commands.plan import main as command
         case "run":

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,6 +86,44 @@ def test_cuda_lanes_are_streams_and_marks_are_events(monkeypatch: pytest.MonkeyP
     assert follows == [("stream 2", "follows", "stream 1"), ("stream 1", "follows", "stream 2")]
     assert sent.seconds() - made.seconds() == pytest.approx(1.0)
     assert not made.done() and device.ahead
+
+
+def test_an_hour_later_a_device_still_tells_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, other: Any) -> float:
+            return float(np.float32(1e3 * (other.at - self.at)))  # as CUDA has it
+
+    monkeypatch.setattr("executor.device.device._Event", Event)
+    monkeypatch.setattr("executor.device.device.clock.now", lambda: now[0])
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+
+    def worst() -> float:
+        """How far off the time between two marks is, over an hour of marks, read fifty at a time."""
+        now[0] = 100.0
+        device, read, true = CudaDevice(0), list[float](), list[float]()
+        for _ in range(144):
+            marks = []
+            for _ in range(50):
+                now[0] += 0.5001234567
+                true.append(now[0])
+                marks.append(device.mark())
+            read += [mark.seconds() for mark in marks]
+        return float(np.abs(np.diff(read) - np.diff(true)).max())
+
+    assert worst() < 2e-6
+    monkeypatch.setattr("executor.device.device.ZERO_S", 1e9)
+    assert worst() > 100e-6
 
 
 def _asked(monkeypatch: pytest.MonkeyPatch, fake: _Cuda) -> list[tuple[str, ...]]:

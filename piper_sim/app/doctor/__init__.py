@@ -1,0 +1,1 @@
+"""`piper-sim doctor`: the first hour on a machine as one command."""

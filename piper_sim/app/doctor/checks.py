@@ -1,0 +1,96 @@
+"""What is asked of a machine, in order, up to the first thing that is wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ir.core.errors import PiperError
+from piper_sim.app.doctor import machine
+
+NOT_ON_CPU = (
+    "nccl: connections, collectives by size, progress beside compute",
+    "CUDA streams and events, the caching allocator's reuse, reserved memory",
+    "equality with one process on a GPU; kernels' times",
+)
+
+
+class DeviceCheckColour(StrEnum):
+    """How a check ended."""
+
+    GREEN = "green"
+    RED = "red"
+
+
+@dataclass(frozen=True)
+class DeviceCheck:
+    """One question and its answer.
+
+    name: of the question.
+    colour: red ends the list.
+    seconds: it took.
+    found: figures, by name.
+    error: what is wrong, what is allowed and what to do, where it is red.
+    """
+
+    name: str
+    colour: DeviceCheckColour
+    seconds: float
+    found: Mapping[str, object]
+    error: PiperError | None = None
+
+    def object(self) -> dict[str, object]:
+        """As JSON has it."""
+        out: dict[str, object] = {"name": self.name, "colour": str(self.colour), "seconds": round(self.seconds, 3)}
+        out["found"] = dict(self.found)
+        if self.error is not None:
+            keys = ("file", "key", "message", "allowed", "suggestion")
+            out["error"] = {"kind": str(self.error.kind)} | {k: getattr(self.error, k) for k in keys}
+        return out
+
+
+Question = Callable[[], Mapping[str, object]]
+
+
+def questions() -> Iterable[tuple[str, Question]]:
+    """For this machine by itself. Torch is loaded once it is known to be there."""
+    yield "versions", machine.versions
+    yield "files", machine.files
+    yield "clock", machine.clock
+    yield "devices", machine.devices
+    import torch
+
+    from piper_sim.app.doctor import runs
+
+    yield "equal to one rank", runs.equality
+    yield "processes on gloo", lambda: runs.processes("gloo")
+    if torch.cuda.device_count() > 1:
+        yield "processes on nccl", lambda: runs.processes("nccl")
+    yield "peak memory", runs.memory
+    yield "saved and resumed under another plan", runs.restart
+    yield "a killed rank is named", runs.failure
+
+
+def examine(asked: Iterable[tuple[str, Question]], show: Callable[[DeviceCheck], None]) -> list[DeviceCheck]:
+    """Ask one after the other; each is shown when it is answered. The first red one is the last.
+
+    >>> def broken():
+    ...     raise PiperError(ErrorKind.IO, "no room")
+    >>> [str(c.colour) for c in examine([("a", dict), ("b", broken), ("c", dict)], lambda check: None)]
+    ['green', 'red']
+    """
+    out = []
+    for name, ask in asked:
+        began = time.monotonic()
+        try:
+            found, error = ask(), None
+        except PiperError as e:
+            found, error = {}, e
+        colour = DeviceCheckColour.GREEN if error is None else DeviceCheckColour.RED
+        out.append(DeviceCheck(name, colour, time.monotonic() - began, found, error))
+        show(out[-1])
+        if error is not None:
+            break
+    return out

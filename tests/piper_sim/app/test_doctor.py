@@ -1,0 +1,163 @@
+"""`piper-sim doctor`: green here, and red for each thing that can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ir.core.errors import PiperError
+from piper_sim.app.cli import main
+from piper_sim.app.commands import doctor
+from piper_sim.app.doctor import allocation, checks, machine, runs
+
+FP64 = {"fp64": 1e-12}
+
+
+def _refused(ask: Callable[[], object]) -> PiperError:
+    with pytest.raises(PiperError) as caught:
+        ask()
+    return caught.value
+
+
+def test_the_machine_by_itself_is_green() -> None:
+    assert {"python", "torch"} <= machine.versions().keys()
+    assert machine.files()["free_bytes"] and machine.clock()["resolution_s"]
+
+
+def _no_package(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize(
+    ("ask", "where", "value", "says"),
+    [
+        (machine.versions, "piper_sim.app.doctor.machine.version", _no_package, "is not installed"),
+        (machine.files, "shutil.disk_usage", lambda folder: SimpleNamespace(free=2**20), "1 MiB free"),
+        (machine.clock, "piper_sim.app.doctor.machine.LATE_S", -1.0, "overloaded"),
+    ],
+)
+def test_what_is_wrong_with_a_machine_is_said(
+    ask: Callable[[], object], where: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, value)
+    error = _refused(ask)
+    assert says in error.message and error.suggestion
+
+
+def test_one_hardware_queue_is_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert machine.devices()["gpus"] == []  # nothing to queue on
+    gpu = SimpleNamespace(name="H100", total_memory=80 * 2**30, multi_processor_count=132)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda k: gpu)
+    assert _refused(machine.devices).key == "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert machine.devices()["gpus"] == [{"name": "H100", "memory_bytes": 80 * 2**30, "sms": 132}]
+
+
+@pytest.fixture
+def curve(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], float]:
+    """Runs that train nothing: the same numbers, off by what is asked for (ranks, backend)."""
+    wrong = dict[tuple[int, str], float]()
+
+    def made(prepared: Any, backend: str, steps: int = 3, saving: Any = None) -> list[float]:
+        off = wrong.get((prepared.ranks, backend), 0.0) + (0.5 if prepared.job.model.seed else 0.0)
+        first = 1 if saving is not None and saving.resume else 0
+        return [x * (1 + off) for x in (*range(1 + first, steps + 1), *range(11 + first, steps + 11))]
+
+    monkeypatch.setattr(runs, "curve", made)
+    return wrong
+
+
+def test_comparisons_see_what_differs(curve: dict[tuple[int, str], float], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs.equality() and runs.processes("gloo") and runs.restart()
+    curve[4, "local"] = 1e-11
+    assert "dualpipe" in _refused(runs.equality).message and "resumed" in _refused(runs.restart).message
+    curve[4, "local"], curve[2, "gloo"] = float("nan"), 1e-11
+    assert (
+        "nan" in _refused(runs.equality).message and "two threads" in _refused(lambda: runs.processes("gloo")).message
+    )
+    curve.clear()
+    monkeypatch.setattr(runs, "prepared_of", lambda plan, compute, seed=0, real=runs.prepared_of: real(plan, compute))
+    assert "sees nothing" in _refused(runs.equality).message
+
+
+def test_memory_is_what_was_predicted_and_another_figure_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs.memory()["peak_bytes"]
+    real = runs.peak_bytes
+    monkeypatch.setattr(runs, "peak_bytes", lambda *of: tuple(b + 1 for b in real(*of) or ()))
+    assert "as predicted" in (_refused(runs.memory).allowed or "")
+
+
+def test_the_killed_rank_is_named_and_another_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs.failure()["rank"] == 1
+
+    def other(ranks: Path, killed_at: list[float]) -> None:
+        while not ranks.exists():
+            time.sleep(0.05)
+        killed_at.append(time.monotonic())
+        os.kill(json.loads(ranks.read_text())["ranks"]["0"]["pid"], signal.SIGKILL)
+
+    monkeypatch.setattr(runs, "_kill", other)
+    assert "rank 0 blamed" in _refused(runs.failure).message
+
+
+def test_saved_here_and_resumed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "TOLERANCE", FP64)
+    assert isinstance(runs.restart()["off"], float) and runs.equality()
+
+
+def test_the_first_red_check_ends_the_list(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*checks.questions()][:3]
+    monkeypatch.setattr(doctor, "questions", lambda: asked)
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] and len(found["checks"]) == 3 and found["not_checked"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    assert main(["doctor", "--json"]) == 4
+    found = json.loads(capsys.readouterr().out)
+    assert not found["passed"] and [c["colour"] for c in found["checks"]] == ["green", "red"]
+    assert found["checks"][1]["error"]["suggestion"]
+    assert main(["doctor"]) == 4 and "not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 6, 16])
+def test_an_allocation_of_any_size_has_a_job(world: int) -> None:
+    import tomllib
+
+    from ir.job.build import prepare
+    from ir.job.load import job_from
+
+    prepared = prepare(job_from(tomllib.loads(allocation.job_text(world, world))))
+    assert prepared.ranks == world
+
+
+def test_ranks_of_torchrun_are_asked_together() -> None:
+    code = "import sys; from piper_sim.app.cli import main; sys.exit(main(['doctor', '--json']))"
+    agent = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+        sys.executable,
+        "-c",
+    ]
+    done = subprocess.run([*agent, code], capture_output=True, text=True, timeout=300, check=False)
+    (line,) = [x for x in done.stdout.splitlines() if x.startswith("{")]
+    found = json.loads(line)
+    assert done.returncode == 0 and found["passed"], done.stderr[-2000:]
+    assert found["checks"][-1]["found"]["ranks"] == 2
