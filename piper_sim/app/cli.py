@@ -259,7 +259,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         case "explain":
             from piper_sim.app.commands.explain import main as command
         case "doctor":
-            from piper_sim.app.commands.doctor import main as command
+            from piper_sim.app.doctor.command import main as command
         case "plan":
             from piper_sim.app.commands.plan import main as command
         case "run":

@@ -19,8 +19,8 @@ import pytest
 
 from ir.core.errors import PiperError
 from piper_sim.app.cli import main
-from piper_sim.app.commands import doctor
 from piper_sim.app.doctor import allocation, checks, machine, runs
+from piper_sim.app.doctor import command as doctor
 
 FP64 = {"fp64": 1e-12}
 
