@@ -11,7 +11,7 @@ from ir.graph.graph import ModelWork
 from ir.job.schema import Job
 from ir.workload import load_config, model_chunks
 from ir.workload.captured import CapturedModel, CapturedModelWork, load_captured
-from ir.workload.config.load import presets
+from ir.workload.config.load import config_from, presets
 from ir.workload.config.spec import ModelConfig
 from ir.workload.part import Chunk, PartLayout
 from ir.workload.setting import KernelStyle, MicrobatchShape, ModelPrecision, check_setting
@@ -55,7 +55,8 @@ def read_model(job: Job) -> JobModel:
     m = job.model
     if m.graph is None:
         check_layers(m.overrides)
-        config = load_config(named_path(job.file, m.config, presets()), m.overrides)
+        path = named_path(job.file, m.config, presets()) if m.config else ""
+        config = load_config(path, m.overrides) if path else config_from({}, job.file, m.overrides)
         check_layers({"num_hidden_layers": config.layers})
         return JobModel(config, model_chunks(config), m.attention)
     if extra := [*(["config"] if m.config else []), *m.overrides]:

@@ -24,7 +24,10 @@ Free = Annotated[str, words("all_to_all", "collective", "p2p", "host", said="cos
 
 @dataclass(frozen=True)
 class ModelSection:
-    """What is trained. Any key of the Hugging Face config may be set inline; those land in `overrides`."""
+    """What is trained. Any key of the Hugging Face config may be set inline; those land in `overrides`.
+
+    Without config and graph, `model_type` and the keys set inline are the config.
+    """
 
     config: Text = ""
     seq_len: Size = 4096
@@ -36,8 +39,8 @@ class ModelSection:
 
     @property
     def name(self) -> str:
-        """What titles call it: the config, or the file that a module was captured in."""
-        return self.config or (self.graph or "")
+        """What titles call it: the config, the file that a module was captured in, or the type of a config inline."""
+        return self.config or self.graph or str(self.overrides.get("model_type", ""))
 
 
 @dataclass(frozen=True)

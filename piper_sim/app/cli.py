@@ -24,6 +24,7 @@ COMMANDS = {
     "explain": "why a job's step takes as long as it does: causes, critical path, what-ifs; two jobs: their difference",
     "plan": "print a job's directives and its plan, program by program",
     "doctor": "is this machine, or this allocation under torchrun, fit to run plans?",
+    "import": "a framework's launch (Megatron-LM, torchtitan, DeepSpeed …) as a job file",
     "run": "execute a job's plan on torch.distributed (needs PyTorch)",
     "validate": "calibrate on another plan of the job, predict this one, run it, compare (needs PyTorch)",
     "calibrate": "measure a job's ops and links (needs PyTorch), or import them from traces; write a profile",
@@ -172,6 +173,13 @@ def _calibrate(sub: argparse.ArgumentParser) -> None:
     calibrate_flags(sub)
 
 
+def _import(sub: argparse.ArgumentParser) -> None:
+    formats = "a launch script, a list of arguments, a log, a YAML, JSON or TOML config"
+    sub.add_argument("file", metavar="FILE", help=formats)
+    names = "megatron megatron-bridge nemo torchtitan deepspeed automodel accelerate primus gpt-neox llm-foundry"
+    sub.add_argument("--from", default=None, metavar="NAME", dest="framework", help=f"whose, if not shown: {names}")
+
+
 _FLAGS = {
     "demo": _demo,
     "schedule": _schedule,
@@ -180,6 +188,7 @@ _FLAGS = {
     "explain": _explain,
     "plan": _simulate,
     "doctor": lambda sub: None,
+    "import": _import,
     "run": _run_or_replay,
     "validate": _validate,
     "calibrate": _calibrate,
@@ -262,6 +271,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
             from piper_sim.app.doctor.command import main as command
         case "plan":
             from piper_sim.app.commands.plan import main as command
+        case "import":
+            from piper_sim.app.commands.importing import main as command
         case "run":
             from piper_sim.app.commands.run import main as command
         case "validate":

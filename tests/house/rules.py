@@ -17,6 +17,7 @@ MOST_FILES = 12
 MOST_FLOORS = {"executor": 8, "ir": 6, "piper_sim": 7}
 MOST_FUNCTION_LINES, MOST_PARAMETERS = 60, 8
 MOST_TYPE_IGNORES = 15
+IMPORTED_AS = {"pyyaml": "yaml"}
 TOOLS = {"pytest-xdist", "ruff", "mypy", "import-linter", "pandas-stubs"}  # started, never imported
 INERT = {"dataclass", "cache", "lru_cache", "contextmanager", "jit", "overload", "final", "total_ordering"}
 _IMPORTS = re.compile(r"^[\w.]+:\w+$|\bimport \w")  # functions given by name, code for another process
@@ -89,6 +90,7 @@ def dependencies(source: Source) -> list[str]:
     asked = [(d, ours) for d in [*project.get("dependencies", []), *extras.get("exec", [])]]
     asked += [(d, tests | TOOLS) for d in extras.get("dev", [])]
     names = [(re.split(r"[\s<>=!~;\[]", requirement)[0], imported) for requirement, imported in asked]
+    names = [(IMPORTED_AS.get(n, n), found) for n, found in names]
     return [f"{n} is asked for and never imported" for n, found in names if not {n, n.replace("-", "_")} & found]
 
 

@@ -1,0 +1,32 @@
+"""A job in the making, out of what a launch states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Facts = dict[str, Any]
+
+
+@dataclass
+class JobDraft:
+    """A job in the making. doubts: fact -> why the job says something else than the file. filled: key -> (value, why):
+    what nobody stated. framework: whose rules.
+    """
+
+    framework: str
+    job: dict[str, dict[str, Any]] = field(default_factory=dict)
+    doubts: dict[str, str] = field(default_factory=dict)
+    filled: dict[str, tuple[object, str]] = field(default_factory=dict)
+
+    def put(self, section: str, **values: object) -> None:
+        """Keys of a section; None says nothing."""
+        found = {k: v for k, v in values.items() if v is not None}
+        if found:
+            self.job.setdefault(section, {}).update(found)
+
+    def fill(self, key: str, value: object, why: str) -> None:
+        """A key that nobody stated."""
+        self.filled[key] = (value, why)
+        section, _, name = key.partition(".")
+        self.put(section, **{name: value})

@@ -1,0 +1,218 @@
+"""`piper-sim import`: a launch file as a job, with what was understood, assumed and not understood."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cost_models.hardware import presets as gpus
+from ir.core.errors import PiperError
+from ir.core.files import read_json
+from ir.job.schema import OPEN
+from ir.job.table import keys_of
+from ir.workload.config.keys import TYPES
+from piper_sim.frameworks.draft import Facts
+from piper_sim.frameworks.read import JobArgument, JobFile, beside, read_launch
+from piper_sim.frameworks.table import FORM, JobTableRow, framework_named, row_of
+from piper_sim.frameworks.table import facts as tables
+from piper_sim.frameworks.to_job import draft, refusal
+from piper_sim.frameworks.values import FILE, INERT, PRESUMED, is_set, presumed, read_value
+
+UNDERSTOOD, ASSUMED, UNKNOWN = "understood", "assumed", "unknown"
+PRIMUS = ("primus/configs/models/megatron", "primus/configs/models/torchtitan", "configs/models/megatron", "")
+MOST_FILES = 12
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """What became of one argument. key: the job's, "" where it has none. list: understood, assumed or unknown.
+
+    fact, said: what it states.
+    """
+
+    argument: JobArgument
+    list: str
+    key: str = ""
+    note: str = ""
+    fact: str = ""
+    said: object = None
+
+    def to_dict(self) -> dict[str, object]:
+        """As the command prints it."""
+        note = "; ".join(x for x in (f"in {self.argument.file}" if self.argument.file else "", self.note) if x)
+        return {"argument": self.argument.name, "value": self.argument.value, "key": self.key, "note": note}
+
+
+@dataclass(frozen=True)
+class ImportedJob:
+    """A launch as a job: section -> key -> value, and an entry for each argument, those that nobody stated too."""
+
+    framework: str
+    job: Mapping[str, Mapping[str, Any]]
+    entries: tuple[JobEntry, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """The command's object."""
+        lists = {n: [e.to_dict() for e in self.entries if e.list == n] for n in (UNDERSTOOD, ASSUMED, UNKNOWN)}
+        return {"framework": self.framework, "job": self.job, **lists}
+
+    def to_toml(self) -> str:
+        """The job file, with what was assumed or not understood as comments above it."""
+        return f"# from a launch of {self.framework}\n{''.join(self._comments())}\n{toml(self.job)}"
+
+    def _comments(self) -> Iterator[str]:
+        for name in (ASSUMED, UNKNOWN):
+            for d in (e.to_dict() for e in self.entries if e.list == name):
+                equals = " " if d["argument"] else " = "
+                text = f"# {name}: {d['argument'] or d['key']}{equals}{json.dumps(d['value'])}: {d['note']}"
+                yield re.sub(r"[\x00-\x1f\x7f]", " ", text)[:400] + "\n"
+
+
+def import_launch(path: str, framework: str | None = None) -> ImportedJob:
+    """Read a launch. framework: whose, where the file does not show it.
+
+    Raises PiperError (io): it cannot be read; (job): not in a format that is known; (usage): no such framework.
+    """
+    file = _overlaid(read_launch(path, framework_named(framework) if framework else None))
+    entries = [_entry(file.framework, a) for a in file.arguments]
+    stated: Facts = {e.fact: e.said for e in entries if e.fact and e.said is not None}
+    d = draft(file.framework, stated | _config(file, stated), _hints(file))
+    entries = [replace(e, list=ASSUMED, note=d.doubts[e.fact]) if e.fact in d.doubts else e for e in entries]
+    job, entries = _kept(d.job, entries)
+    entries += [JobEntry(JobArgument("", v), ASSUMED, k, why) for k, (v, why) in d.filled.items()]
+    if (wrong := refusal(job)) is not None:
+        note = f"the job does not load: {wrong.message}"
+        entries.append(JobEntry(JobArgument("", None), UNKNOWN, wrong.key or "", note))
+    return ImportedJob(file.framework.removesuffix("-torchtitan"), job, tuple(entries))
+
+
+def _overlaid(file: JobFile) -> JobFile:
+    """The file with those that it names, each below the one that names it: what is stated later wins."""
+    if file.framework == "primus" and any(
+        a.value == "torchtitan" for a in file.arguments if a.name.endswith(".framework")
+    ):
+        file = replace(file, framework="primus-torchtitan")
+    below, above = list[JobArgument](), list[JobArgument]()  # DeepSpeed's JSON says what the engine does
+    queue, seen = [file], {Path(file.path).name}
+    while queue and len(seen) <= MOST_FILES:
+        here = queue.pop(0)
+        for name in _named_files(file.framework, here):
+            found = None if name in seen else beside(replace(here, inside=file.inside), name, PRIMUS)
+            seen.add(name)
+            if found is not None:
+                named = [replace(a, file=name) for a in found.arguments]
+                below, above = (below, [*above, *named]) if name.endswith(".json") else ([*named, *below], above)
+                queue.append(replace(found, framework=file.framework))
+    return replace(file, arguments=(*below, *file.arguments, *above))
+
+
+def _named_files(framework: str, file: JobFile) -> Iterator[str]:
+    for a in file.arguments:
+        row = row_of(framework, a.name)
+        if (row is not None and row.how == FILE) or a.name in ("extends", "bases"):
+            for name in a.value if isinstance(a.value, list) else [a.value]:
+                if isinstance(name, str) and 0 < len(name) < 300 and re.search(r"\.(json|toml|ya?ml)$", name):
+                    yield name
+
+
+def _entry(framework: str, a: JobArgument) -> JobEntry:
+    """One argument looked up in the table."""
+    row = row_of(a.place or framework, a.name.removeprefix("ENV_VARS."))
+    if row is None:
+        return JobEntry(a, UNKNOWN, note=f"no argument of {framework} that is known")
+    key = tables()["keys"].get(row.fact, "")
+    if a.doubt and row.how != INERT:
+        return JobEntry(a, UNKNOWN, key, a.doubt)
+    if not is_set(a.value) and row.how != FILE:
+        return JobEntry(a, UNDERSTOOD, key, "not set")
+    if row.how == INERT:
+        return JobEntry(a, UNDERSTOOD, key, row.note)
+    if row.how.startswith(PRESUMED):
+        same = presumed(row.how, a.value)
+        return JobEntry(
+            a, UNDERSTOOD if same else ASSUMED, key, row.note if same else f"predicted otherwise: {row.note}"
+        )
+    return _read(a, row, key)
+
+
+def _read(a: JobArgument, row: JobTableRow, key: str) -> JobEntry:
+    if row.how == FILE:
+        return JobEntry(a, UNDERSTOOD, "", row.note)
+    try:
+        said = read_value(row.how, a.value)
+    except (ValueError, OverflowError) as e:
+        if a.value == "auto":
+            return JobEntry(a, ASSUMED, key, "left to the program that reads it: as if it were not there")
+        return JobEntry(a, UNKNOWN, key, f"this is not {e}")
+    return JobEntry(a, UNDERSTOOD, key, row.note, row.fact, said)
+
+
+def _kept(
+    job: Mapping[str, dict[str, Any]], entries: Iterable[JobEntry]
+) -> tuple[dict[str, dict[str, Any]], list[JobEntry]]:
+    """The job without keys that this release does not have, which makes the arguments that state them unknown."""
+    known = {n: keys_of(n) for n in job}
+    out = {n: {k: v for k, v in s.items() if n in OPEN or k in known[n]} for n, s in job.items()}
+    lost = {f"{n}.{k}" for n, s in job.items() for k in s if k not in out[n]}
+    note = "no key of a job says this yet"
+    return out, [replace(e, list=UNKNOWN, note=note) if e.key in lost else e for e in entries]
+
+
+def _hints(file: JobFile) -> dict[str, str]:
+    """Words that name what no argument states: the tokenizer, and the GPU in the file's path."""
+    tokenizer = " ".join(str(a.value) for a in file.arguments if "tokenizer" in a.name)
+    path = "/".join(Path(file.path).parts[-4:]).lower()
+    gpu = next(
+        (g for g in sorted(gpus(), key=len, reverse=True) if g.split("-")[0] in re.split(r"[^a-z0-9]+", path)), ""
+    )
+    return {"tokenizer": tokenizer, "gpu": gpu}
+
+
+def _config(file: JobFile, stated: Facts) -> Facts:
+    """A Hugging Face config that the launch names by path, or that lies beside a file that states no model."""
+    name = str(stated.get("hub") or "config.json")
+    if (
+        "layers" in stated
+        or not name.endswith(".json")
+        or file.framework not in ("deepspeed", "accelerate", "automodel")
+    ):
+        return {}
+    path = Path(file.path).parent / name
+    try:
+        raw = read_json(path, FORM)
+    except PiperError:
+        return {}
+    table = TYPES.get(str(raw.get("model_type"))) if isinstance(raw, dict) else None
+    if table is None or any(v is None and k in table and table[k].default is not None for k, v in raw.items()):
+        return {"config": {"config": str(path)}} if isinstance(raw, dict) else {}
+    kept = {k: v for k, v in raw.items() if k in table and v is not None and not (table[k].why and not table[k].only)}
+    return {"config": kept}
+
+
+def toml(job: Mapping[str, Mapping[str, Any]]) -> str:
+    """A job's sections as TOML.
+
+    >>> print(toml({"schedule": {"name": "1f1b", "recompute": ["norm"]}}), end="")
+    [schedule]
+    name = "1f1b"
+    recompute = ["norm"]
+    """
+    return "".join(
+        f"[{n}]\n" + "".join(f"{_key(k)} = {_value(v)}\n" for k, v in s.items()) for n, s in job.items() if s
+    )
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(str(k))} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return json.dumps(value).replace("\x7f", "\\u007f")

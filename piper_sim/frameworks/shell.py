@@ -1,0 +1,260 @@
+"""A shell script to the words of the command that it starts. Words are expanded, nothing is run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ir.core.files import FileErrors
+
+MOST_WORDS = 20_000
+UNSET = "\u2e2e"  # stands where a variable's value is not in the file
+_NAME = r"[A-Za-z_]\w*"
+_ASSIGN = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
+_REFERENCE = re.compile(
+    rf"\$(?:\{{(?P<braced>{_NAME})(?:\[[@*]\])?(?::?(?P<op>[-=?+])(?P<default>[^{{}}]*))?\}}|(?P<plain>{_NAME})|(?P<one>[0-9@*#?$!]))"
+)
+_ARRAY = re.compile(rf"((?:export|local|declare(?: -a)?|readonly)\s+)?({_NAME}\+?=\(.*\))\s*(?:#.*)?", re.DOTALL)
+_INNER = r"\$\((?:[^()]|\([^()]*\))*\)|\$\{[^{}]*\}|`[^`]*`|\"(?:\\.|[^\"\\])*\"|'[^']*'|\\."
+_WORD = re.compile(rf"(?:{_INNER}|[^\s\"'`\\])+", re.DOTALL)
+_PIECE = re.compile(rf"{_INNER}|(?:[^\s\"'`\\$]|\$(?!\())+", re.DOTALL)
+_ENDS = {";", "&&", "||", "|", "&", "(", ")"}
+_HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+_SUM = re.compile(r"\$\(\(\s*([^()`]*?)\s*\)\)")
+_BRANCHES = {"if": 1, "for": 1, "while": 1, "case": 1, "until": 1, "fi": -1, "done": -1, "esac": -1}
+_SKIP = {"then", "else", "do", "{", "}", "elif", "exec", "time", "nohup", "sudo", "env"}
+
+
+@dataclass
+class ShellJob:
+    """A script, read. command: words of its launch; batch: of its #SBATCH lines; exports: variables as they ended;
+    files: what it writes by itself (`cat <<EOF > ds.json`); branching: variables set under an `if`.
+    """
+
+    command: list[str] = field(default_factory=list)
+    batch: list[str] = field(default_factory=list)
+    exports: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    branching: set[str] = field(default_factory=set)
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
+    """The launch of a script, or of a bare list of arguments.
+
+    >>> from ir.core.errors import ErrorKind
+    >>> form = FileErrors("a launch", ErrorKind.JOB, "FILE")
+    >>> read_shell('A=(--tp 2)\\ntorchrun x.py \\\\\\n "${A[@]}" --lr=${LR:-3}', form, "x.sh").command
+    ['torchrun', 'x.py', '--tp', '2', '--lr=3']
+
+    Raises PiperError (job): a quote that is not closed, more words than a launch has.
+    """
+    job, depth, commands = ShellJob(), 0, list[list[str]]()
+    for line in _statements(text, job):
+        if line.startswith("#SBATCH"):
+            job.batch += _split(line[7:], form, file)
+            continue
+        words = _split(line, form, file)
+        while words:
+            end = next((i for i, w in enumerate(words) if w in _ENDS), len(words))
+            here, words = words[:end], words[end + 1 :]
+            depth += sum(_BRANCHES.get(w, 0) for w in here[:1])
+            if command := _command(job, here, depth > 0, (form, file)):
+                commands.append(command)
+        if sum(map(len, commands)) + sum(map(len, job.variables.values())) / 4 > MOST_WORDS:
+            raise form.wrong("this is not a launch: too long", file, None, f"up to {MOST_WORDS:,} words")
+    found = [_unwrapped(words, form, file) for words in commands]
+    job.command = max(found, key=_looks, default=[])
+    return job
+
+
+def _command(job: ShellJob, words: list[str], branch: bool, source: tuple[FileErrors, str]) -> list[str]:
+    """One command's words, expanded; assignments before it are kept in mind."""
+    while words and (words[0] in _SKIP or words[0] in _BRANCHES):
+        words = words[1:]
+    exported = bool(words) and words[0] in ("export", "declare", "local", "readonly")
+    words = words[1:] if exported else words
+    while words and (m := _ASSIGN.fullmatch(words[0])):
+        array = _split(m[3][1:-1], *source) if m[3].startswith("(") and m[3].endswith(")") else None
+        _assign(job, m, array, (exported or len(words) > 1, branch))
+        words = words[1:]
+    return [w for word in words for w in _expanded(job, word)]
+
+
+def _statements(text: str, job: ShellJob) -> Iterator[str]:
+    """Lines with continuations joined and arrays on one line; bodies of heredocs are put aside."""
+    lines = iter(text.replace("\r\n", "\n").split("\n"))
+    whole = ""
+    for line in lines:
+        bare = line.strip()
+        if bare.startswith("#") and not bare.startswith("#SBATCH"):
+            continue
+        if line.rstrip().endswith("\\"):
+            whole += line.rstrip()[:-1] + " "
+            continue
+        whole += line
+        if (m := re.match(rf"\s*(?:export\s+|local\s+)?{_NAME}\+?=\(", whole)) and not _closed(whole[m.end() :]):
+            whole = re.sub(r"(^|\s)#.*$", "", whole) + " "
+            continue
+        if (whole.count('"') - whole.count('\\"')) % 2 and len(whole) < 10**5:
+            whole += "\n"
+            continue
+        if m := _HEREDOC.search(whole):
+            body = []
+            for inner in lines:
+                if inner.strip() == m[2]:
+                    break
+                body.append(inner)
+            if target := re.search(r">\s*(\S+)", whole):
+                job.files[_text(job, target[1].strip("'\""))] = _text(job, "\n".join(body))
+            whole = ""
+        yield whole.strip()
+        whole = ""
+    if whole.strip():
+        yield whole.strip()
+
+
+def _closed(text: str) -> bool:
+    return text.count(")") > text.count("(")
+
+
+def _split(line: str, form: FileErrors, file: str) -> list[str]:
+    """Words with their quotes, so that expansion knows what not to split; `;` and `&&` are words of their own."""
+    if m := _ARRAY.fullmatch(line):
+        return ["export", m[2]] if m[1] else [m[2]]
+    words, at = list[str](), 0
+    for m in _WORD.finditer(line):
+        if line[at : m.start()].strip():
+            break
+        at = m.end()
+        if m[0].startswith("#"):
+            return words
+        words += [m[0][:-1], ";"] if m[0].endswith(";") and len(m[0]) > 1 else [m[0]]
+    if line[at:].strip():
+        raise form.wrong("a quote is not closed", file, None, "a shell script", "close the quote")
+    return words
+
+
+def _assign(job: ShellJob, m: re.Match[str], array: Sequence[str] | None, where: tuple[bool, bool]) -> None:
+    """One NAME=value. array: its words, where it is one. where: exported; under an `if`."""
+    words = [w for word in ([m[3]] if array is None else array) for w in _expanded(job, word)]
+    value = " ".join(words if array is None else map(shlex.quote, words))
+    old = job.variables.get(m[1], "")
+    job.variables[m[1]] = f"{old} {value}" if m[2] and old else value
+    if where[1]:
+        job.branching.add(m[1])
+    if where[0] or m[1] in job.exports:
+        job.exports[m[1]] = job.variables[m[1]]
+
+
+def _text(job: ShellJob, text: str, depth: int = 0) -> str:
+    """A text with its variables put in; what the file does not say becomes UNSET."""
+
+    def put(m: re.Match[str]) -> str:
+        name = m["braced"] or m["plain"]
+        if m["one"] or name is None:
+            return "" if m["one"] in ("@", "*") else UNSET
+        value, default = job.variables.get(name), m["default"]
+        if m["op"] == "+":
+            return (default or "") if value else ""
+        if value in (None, "", UNSET) and default is not None and m["op"] != "?":
+            return _text(job, default, depth + 1) if depth < 9 else UNSET
+        return UNSET if value is None else value
+
+    text = re.sub(r"\$\((?!\()[^()]*\)|`[^`]*`", UNSET, text)
+    text = _REFERENCE.sub(put, text)[: 10**6]
+    return _SUM.sub(lambda m: _number(job, m[1]), text)
+
+
+def _number(job: ShellJob, text: str) -> str:
+    """A sum of whole numbers, as `$((…))` has it: products and sums alone.
+
+    >>> _number(ShellJob(), "2*8*3/4+1")
+    '13'
+    """
+    text = re.sub(_NAME, lambda m: job.variables.get(m[0], UNSET), text).replace(" ", "")
+    if not re.fullmatch(r"\d{1,9}([-+*/%]\d{1,9}){0,9}", text):
+        return UNSET
+    total, sign = 0, 1
+    for plus, product in re.findall(r"([-+]?)([^-+]+)", text):
+        first, *rest = re.split(r"([*/%])", product)
+        value, sign = int(first), -1 if plus == "-" else 1
+        for op, word in zip(rest[::2], rest[1::2], strict=True):
+            if op != "*" and not int(word):
+                return UNSET
+            value = value * int(word) if op == "*" else value // int(word) if op == "/" else value % int(word)
+        total += sign * value
+    return str(total)
+
+
+def _expanded(job: ShellJob, word: str) -> list[str]:
+    """One word as written to the words it stands for: only what is not quoted is split, and whole arrays.
+
+    >>> job = ShellJob(variables={"A": "1 2"})
+    >>> _expanded(job, '--x="$A"'), _expanded(job, "$A"), _expanded(job, "'$A'"), _expanded(job, '"${A[@]}"')
+    (['--x=1 2'], ['1', '2'], ['$A'], ['1', '2'])
+    """
+    out, empty = [""], True
+    for m in _PIECE.finditer(word):
+        piece, first = m[0], m[0][0]
+        array = re.fullmatch(r'"?\$\{\w+\[@\]\}"?', piece)
+        if first == '"' and not array:
+            out[-1] += _text(job, re.sub(r'\\(["\\`])', r"\1", piece[1:-1]))
+        elif first == "'" or first == "\\":
+            out[-1] += piece[1:-1] if first == "'" else piece[1:].replace("\n", "")
+        elif array or "$" in piece or first == "`":
+            more = _words(_text(job, piece.strip('"')))
+            out[-1:] = [out[-1] + more[0], *more[1:]] if more else [out[-1]]
+            empty = empty and not more
+            continue
+        else:
+            out[-1] += piece
+        empty = False
+    return [] if empty else out
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text.split()
+
+
+def _unwrapped(words: list[str], form: FileErrors, file: str) -> list[str]:
+    """`bash -c "…"` and words that hold a whole command, split."""
+    out: list[str] = []
+    for i, word in enumerate(words):
+        inside = " " in word and (re.search(r"(^|\s)--?\w", word) or (i and words[i - 1] in ("-c", "-lc")))
+        out += _words(word) if inside else [word]
+    return out
+
+
+def _looks(words: Sequence[str]) -> tuple[bool, int]:
+    """How much a command looks like the launch: its options count."""
+    return words[:1] not in (["echo"], ["cat"], ["printf"]), sum(w.startswith("--") for w in words)
+
+
+def options(words: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """(option, value) of command line words: true for a flag, a list for several; what is no option under "".
+
+    >>> list(options(["x", "--tp=2", "--split", "9", "-1", "--bf16"]))
+    [('', 'x'), ('--tp', '2'), ('--split', ['9', '-1']), ('--bf16', True)]
+    """
+    name, values = "", list[str]()
+    for word in (*words, "--"):
+        if re.match(r"--?[A-Za-z]|--$", word):
+            if name:
+                yield name, values[0] if len(values) == 1 else values or True
+            name, eq, value = word.partition("=")
+            values = [value] if eq else []
+        elif name:
+            values.append(word)
+        else:
+            yield "", word
+
+
+def environment(job: ShellJob) -> Mapping[str, str]:
+    """Exported variables whose names are in capitals, those that only carry arguments left out."""
+    return {k: v for k, v in job.exports.items() if k.isupper() and "--" not in v}

@@ -1,0 +1,267 @@
+"""What a launch states, as a job: the framework's own rules fill in what follows from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from math import ceil, gcd
+from typing import Any
+
+from ir.core.errors import PiperError
+from ir.job.schema import PARTS
+from ir.schedules.registry import default_chunks, legal_chunks
+from piper_sim.frameworks.draft import Facts, JobDraft
+from piper_sim.frameworks.table import facts as tables
+from piper_sim.frameworks.to_model import model_of
+
+MODULES = {
+    "core_attn": "scores",
+    "mlp": "mlp",
+    "moe": "mlp",
+    "shared_experts": "mlp",
+    "layernorm": "norm",
+    "mla_up_proj": "up_projection",
+    "moe_act": "activation",
+}
+EVEN = {"megatron", "megatron-bridge", "nemo", "primus"}  # split layers evenly, and refuse where that leaves a rest
+
+
+def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
+    """The job of a launch. hints: words of the file that name what it does not state: "tokenizer", "gpu".
+
+    >>> draft("megatron", {"tp": 2, "layers": 4, "hidden": 64, "heads": 4, "seq_len": 8}, {}).job["parallel"]["tp"]
+    2
+    """
+    d = JobDraft(framework)
+    known = dict(tables()["defaults"].get(framework, {}))
+    for fact, value in known.items():
+        if fact not in stated and (key := tables()["keys"].get(fact)):
+            d.filled[key] = (value, f"{framework}'s default")
+    f: Facts = {**known, **{k: v for k, v in stated.items() if v is not None}}
+    pp = f.get("pp", 1)
+    d.put("model", **model_of(d, f, stated, hints))
+    stages = _schedule(d, f, pp)
+    _parallel(d, f, stages)
+    _cluster(d, f, hints)
+    _batch(d, f)
+    _recompute(d, f, stages)
+    _formats(d, f)
+    d.filled = {k: v for k, v in d.filled.items() if d.job.get(k.split(".")[0], {}).get(k.split(".")[1]) == v[0]}
+    return d
+
+
+def layout_stages(layout: str) -> list[str]:
+    """Megatron's layout string as one text a stage, repetitions written out.
+
+    >>> layout_stages("Et*3|(tt|)*2,m|L")
+    ['Ettt', 'tt', 'tt', 'm', 'L']
+
+    Raises ValueError: it is none.
+    """
+    text = layout.replace(",", "").replace(" ", "")
+    for _ in range(9):
+        if (m := re.search(r"\(([^()]*)\)\*(\d{1,4})|([A-Za-z|])\*(\d{1,4})|\(([^()]*)\)", text)) is None:
+            break
+        while m is not None and len(text) < 10**5:
+            text = text[: m.start()] + (m[1] or m[3] or m[5] or "") * int(m[2] or m[4] or 1) + text[m.end() :]
+            m = re.search(r"\(([^()]*)\)\*(\d{1,4})|([A-Za-z|])\*(\d{1,4})", text)
+    if not re.fullmatch(r"[EtmL|]+", text):
+        raise ValueError("stages of E, t, m and L between |")
+    return text.removesuffix("|").split("|")
+
+
+def _schedule(d: JobDraft, f: Facts, pp: int) -> int:
+    """The schedule's name and stages per rank; how many stages there are."""
+    if pp == 1:
+        return 1
+    chunks, layers = f.get("vp") or 1, d.job["model"].get("num_hidden_layers") or d.job["model"].get("n_layer")
+    if per := f.get("chunk_layers"):
+        if layers and layers % (pp * per) == 0:
+            chunks = layers // (pp * per)
+        elif layers:
+            chunks = max(1, round(layers / (pp * per)))
+            d.doubts["chunk_layers"] = f"{layers} layers are no multiple of {per} on {pp} ranks"
+    if layout := f.get("layout"):
+        try:
+            count = len(layout_stages(layout))
+            chunks = count // pp if count % pp == 0 else chunks
+            d.put("schedule", layout=layout)
+        except ValueError as e:
+            d.doubts["layout"] = f"this is not {e}"
+    if csv := f.get("csv"):
+        d.put("schedule", csv=csv)
+        return pp * chunks
+    name = f.get("schedule") or ("interleaved-1f1b" if chunks > 1 else "1f1b")
+    if chunks == 1 and "vp" not in f:  # torch's multi-stage schedules have two stages a rank unless told otherwise
+        looped = name == "zb1p" and d.framework != "megatron" and not f.get("chunk_layers")
+        chunks = 2 if looped else default_chunks(name)
+    if not legal_chunks(name, chunks):
+        d.doubts["schedule"] = f"{name} does not take {chunks} stages per rank"
+        name = "interleaved-1f1b" if chunks > 1 else "1f1b"
+    d.put("schedule", name=name, stages_per_rank=chunks if chunks != 1 else None)
+    return pp * chunks
+
+
+def _parallel(d: JobDraft, f: Facts, stages: int) -> None:
+    tp, pp = f.get("tp", 1), f.get("pp", 1)
+    experts = bool(f.get("experts")) or "config" in d.job["model"]
+    etp = f.get("etp") or (tp if d.framework in EVEN and f.get("experts") else None)
+    for fact in ("ep", "etp"):
+        if f.get(fact, 1) > 1 and not experts:
+            d.doubts[fact] = "the model has no experts"
+    d.put("parallel", **{k: f.get(k) for k in ("tp", "cp", "pp", "order") if f.get(k) not in (None, 1)})
+    d.put("parallel", ep=f.get("ep") if experts else None, etp=etp if experts and etp != 1 else None)
+    d.put("parallel", zero=_zero(d, f), sequence_parallel=bool(f.get("sequence_parallel")) if tp > 1 else None)
+    if elements := f.get("bucket_elements"):
+        d.put("parallel", bucket_MiB=elements * (2 if f.get("reduce") == "bf16" else 4) / 2**20)
+    if pp > 1 and not f.get("layout") and d.framework in EVEN:
+        d.put("parallel", layers=_layers(d, f, stages))
+
+
+def _zero(d: JobDraft, f: Facts) -> int | None:
+    if f.get("fsdp"):
+        return int(f.get("sharding", 3))
+    if f.get("distributed_optimizer"):
+        return max(1, f.get("zero", 0))
+    if (how := f.get("reshard")) and f.get("zero", 3) == 3:
+        if f.get("dp_shard") == 1 and f.get("cp", 1) == 1:
+            return 0
+        if f.get("dp_replicate", 1) > 1:
+            d.doubts["dp_replicate"] = "shards are spread over all replicas"
+        return 3 if how == "always" or (how == "default" and f.get("pp", 1) == 1) else 2
+    kind = f.get("distributed_type")
+    found = f.get("zero", kind if isinstance(kind, int) else None)
+    return None if found is None else int(found)
+
+
+def _layers(d: JobDraft, f: Facts, stages: int) -> object:
+    """Decoder layers of each stage as Megatron counts them."""
+    layers, pp = d.job["model"].get("num_hidden_layers") or d.job["model"].get("n_layer") or 0, f["pp"]
+    first, last, chunks = f.get("first_layers"), f.get("last_layers"), stages // f["pp"]
+    if first or last:
+        rest, ranks = layers - (first or 0) - (last or 0), pp - bool(first) - bool(last)
+        if ranks > 0 and rest % ranks == 0 and rest >= 0:
+            each = [first or rest // ranks, *[rest // ranks] * (pp - 2), last or rest // ranks]
+            if all(n % chunks == 0 for n in each):
+                return [n // chunks for _ in range(chunks) for n in each]
+        d.doubts["first_layers"] = d.doubts["last_layers"] = f"{rest} layers do not divide among {ranks} ranks"
+        return None
+    counted = layers + bool(f.get("count_embedding")) + bool(f.get("count_loss"))
+    if counted % stages == 0 and counted in (layers, layers + 2):
+        return "even"
+    d.fill("parallel.layers", "balanced", f"{layers} layers do not divide by {stages} stages")
+    return "balanced"
+
+
+def _cluster(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> None:
+    p = d.job.get("parallel", {})
+    inner = p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)
+    gpu = hints.get("gpu")
+    d.fill(
+        "cluster.gpu", gpu or "h100-sxm", "named by the file's path" if gpu else "the file names no GPU: put yours here"
+    )
+    nodes, per, gpus = f.get("nodes"), f.get("per_node"), f.get("gpus")
+    if gpus and not (nodes and per and nodes * per == gpus):
+        nodes = nodes if nodes and gpus % nodes == 0 else max(1, gpus // (per or 8))
+        per = gpus // nodes if gpus % nodes == 0 else None
+    if nodes and per:
+        if nodes * per % inner == 0:
+            d.put("cluster", nodes=nodes, gpus_per_node=per)
+            return
+        why = f"tp·cp·pp = {inner} does not divide the file's {nodes * per} GPUs"
+        d.doubts |= {k: why for k in ("nodes", "per_node", "gpus") if k in f}
+    dp = next(_replicas(f, p, inner, per or 8))
+    total = inner * dp
+    per = per if per and total % per == 0 else 8 if total % 8 == 0 else total
+    d.fill("cluster.nodes", total // per, f"the fewest GPUs that hold tp, cp, pp, ep and the batch: {total}")
+    d.fill("cluster.gpus_per_node", per, "as many as a node usually has")
+
+
+def _replicas(f: Facts, p: Mapping[str, Any], inner: int, per: int) -> Iterator[int]:
+    """Numbers of replicas that may be: those that hold the experts, divide the batch and fill nodes come first."""
+    world, experts = inner // p.get("pp", 1), p.get("ep", 1) * p.get("etp", 1)
+    least = experts // gcd(world, experts)
+    batch, accumulated = f.get("global_batch"), f.get("accumulation", 0) * f.get("microbatch_size", 0)
+    if f.get("dp_shard", 0) > 0:
+        yield f["dp_shard"] * f.get("dp_replicate", 1)
+    if batch and accumulated and batch % accumulated == 0:
+        yield batch // accumulated
+    counts = [least * n for n in range(1, 257)]
+    if batch:
+        counts = [n for n in counts if batch % (n * f.get("microbatch_size", 1)) == 0] or counts
+    yield from (n for n in counts if inner * n % per == 0 or inner * n < per)
+    yield least
+
+
+def _batch(d: JobDraft, f: Facts) -> None:
+    """Sequences of a microbatch, microbatches of a replica."""
+    p, c = d.job.get("parallel", {}), d.job["cluster"]
+    dp = max(1, c["nodes"] * c["gpus_per_node"] // (p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)))
+    seq = f.get("seq_len") or 4096
+    local = max(1, f["tokens_per_pass"] // seq) if f.get("tokens_per_pass") else f.get("local_batch")
+    size, count = f.get("microbatch_size"), f.get("microbatches") or f.get("accumulation")
+    total = f.get("global_batch") or (f["tokens_per_step"] // seq if f.get("tokens_per_step", -1) > 0 else None)
+    total = total if total and total > 0 else None
+    if local is not None:  # torch's runtime cuts what a replica reads at once
+        size = f.get("pp_microbatch_size", 1) if f.get("pp", 1) > 1 else local
+        size = max(1, local // count) if count and f.get("pp", 1) > 1 else size
+        count = (total // (size * dp) if total and total % (size * dp) == 0 else None) or max(1, local // size)
+        if total and total != size * count * dp:
+            d.doubts["global_batch"] = f"{total} sequences do not divide by {size} on {dp} replicas"
+    elif size is None and total and count:
+        size = max(1, total // (count * dp))
+    elif total and not count:
+        if total % ((size or 1) * dp):
+            d.doubts["global_batch"] = f"{total} sequences do not divide by {size or 1} on {dp} replicas: rounded"
+        count = max(1, ceil(total / ((size or 1) * dp)))
+    if count is None:
+        d.fill("schedule.microbatches", 2 * p["pp"] if p.get("pp", 1) > 1 else 1, "the file states no batch")
+    d.put("schedule", microbatch_size=size, microbatches=count)
+
+
+def _recompute(d: JobDraft, f: Facts, stages: int) -> None:
+    kind, parts = f.get("recompute"), None
+    if kind in (None, "none"):
+        return
+    if kind == "selective" and (modules := f.get("recompute_modules")):
+        parts = sorted({MODULES[m] for m in modules if m in MODULES}, key=PARTS.index)
+        if odd := [m for m in modules if m not in MODULES]:
+            d.doubts["recompute_modules"] = f"{', '.join(odd)} is kept, not recomputed"
+        kind = "selective" if parts in ([], ["scores"]) else parts
+    some, layers = f.get("recompute_layers"), d.job["model"].get("num_hidden_layers") or d.job["model"].get("n_layer")
+    if kind == "full" and some and f.get("recompute_method") == "block" and layers and some * stages < layers:
+        d.doubts["recompute_layers"] = f"every layer is recomputed, not {some} of each stage"
+    elif kind == "full" and (some or 1) > 1 and f.get("recompute_method") == "uniform":
+        d.doubts["recompute_layers"] = f"each layer is recomputed from its input, not {some} at once"
+    if isinstance(kind, str) and kind not in ("selective", "full"):
+        d.doubts["recompute"] = f"recompute = {kind!r} is not built: none is presumed"
+        return
+    if kind == "selective" and d.framework.endswith("torchtitan"):
+        d.doubts["recompute"] = "torchtitan's choice of operations is larger: attention scores are presumed"
+    d.put("schedule", recompute=kind)
+
+
+def _formats(d: JobDraft, f: Facts) -> None:
+    """Number formats, the optimizer, the constants of the framework."""
+    compute = f.get("fp8") or f.get("compute")
+    d.put("precision", compute=compute, params=f.get("params"), grads=f.get("grads"), reduce=f.get("reduce"))
+    d.put("precision", optimizer=f.get("optimizer_dtype"))
+    d.put("optimizer", name=f.get("optimizer"), lr=f.get("lr"), clip_norm=f.get("clip"))
+    d.put("model", attention=f.get("attention"))
+    d.put("schedule", delay_wgrad=f.get("delay_wgrad") or None)
+    if f.get("dispatcher_type", "flex") == "flex" and f.get("dispatcher") != "nccl":
+        d.put("costs", dispatcher=f.get("dispatcher"))
+    if software := tables()["software"].get(d.framework):
+        d.fill("costs.software", software, "the framework whose kernels and buffers are priced")
+
+
+def refusal(job: Mapping[str, Mapping[str, Any]]) -> PiperError | None:
+    """Why a job as imported would not load, if it would not."""
+    from ir.job.load import job_from
+    from ir.job.model import read_model
+
+    try:
+        read_model(job_from(job))
+    except PiperError as e:
+        return e
+    return None

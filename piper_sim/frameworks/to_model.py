@@ -1,0 +1,209 @@
+"""A launch's model: the Hugging Face type whose layers it has, and that type's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ir.workload.config.keys import TYPES
+from piper_sim.frameworks.draft import Facts, JobDraft
+from piper_sim.frameworks.table import facts as tables
+
+NO_MODEL = "llama3-8b"
+# fact -> key of the config. Those that a type does not have are left out.
+KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "rope_share": "partial_rotary_factor",
+    "init_std": "initializer_range",
+    "attention_dropout": "attention_dropout",
+    "hidden_dropout": "resid_pdrop",
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "nope_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "v_dim": "v_head_dim",
+    "mtp": "num_nextn_predict_layers",
+    "top_k": "num_experts_per_tok",
+    "groups": "n_group",
+    "top_groups": "topk_group",
+    "routed_scale": "routed_scaling_factor",
+}
+GPT2 = {
+    "layers": "n_layer",
+    "hidden": "n_embd",
+    "heads": "n_head",
+    "positions": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "attention_dropout": "attn_pdrop",
+    "hidden_dropout": "resid_pdrop",
+    "init_std": "initializer_range",
+}
+EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "deepseek_v2": "n_routed_experts"}
+EXPERTS["deepseek_v3"] = EXPERTS["deepseek_v2"]
+
+
+def named(family: str | None, name: str | None) -> Mapping[str, Any] | None:
+    """The preset and keys of a model on the Hub, or of a flavor of torchtitan's.
+
+    >>> named("llama3", "70B")["preset"], named(None, "meta-llama/Llama-3.1-8B-Instruct")["preset"]
+    ('llama3-70b', 'llama3-8b')
+    """
+    hub: Mapping[str, Mapping[str, Any]] = tables()["hub"]
+    if name is None:
+        return None
+    if family is not None and f"{family}/{name}" in hub:
+        return hub[f"{family}/{name}"]
+    starts = [k for k in hub if name == k or (name.startswith(k) and name[len(k)] in "-_." and family is None)]
+    return hub[max(starts, key=len)] if starts else None
+
+
+def model_of(d: JobDraft, f: Facts, stated: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
+    """The job's `[model]`: sizes inline where the file states them, a preset where it names a model."""
+    out: dict[str, Any] = {"seq_len": f["seq_len"]} if f.get("seq_len") else {}
+    if "seq_len" not in out:
+        d.filled["model.seq_len"] = (4096, "the file states no length: the job's default")
+    name = f.get("flavor") or f.get("hub")
+    if "config" in f:  # a config.json beside the file
+        return out | dict(f["config"])
+    if (found := named(f.get("family") if f.get("flavor") else None, name)) is not None:
+        own = {KEYS[k]: stated[k] for k in ("layers", "hidden", "heads", "mtp") if stated.get(k) is not None}
+        return out | {"config": found["preset"], **{k: v for k, v in found.items() if k != "preset"}, **own}
+    if not all(f.get(k) for k in ("layers", "hidden", "heads")):
+        why = f"{name} is no model that is known by name" if name else "the file states no sizes of a model"
+        for fact in ("flavor", "hub", "family"):
+            if fact in stated:
+                d.doubts[fact] = why
+        d.filled["model.config"] = (NO_MODEL, f"{why}: put yours here")
+        return out | {"config": NO_MODEL}
+    return out | _sized(d, f, hints)
+
+
+def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
+    kind = _type(d, f)
+    table = TYPES[kind]
+    names = GPT2 if kind == "gpt2" else KEYS
+    values = dict(f)
+    if not f.get("grouped", True):
+        values.pop("kv_heads", None)
+    if kind == "nemotron" and "norm_eps" in values:
+        names = {**names, "norm_eps": "norm_eps"}
+    values["positions"] = values.get("positions") or f.get("seq_len") or 4096
+    values.setdefault("kv_heads", f["heads"])
+    out = {"model_type": kind} | {k: values[n] for n, k in names.items() if values.get(n) is not None and k in table}
+    ffn = _ffn(d, f)
+    dense = "n_inner" if kind == "gpt2" else "intermediate_size"
+    out[dense] = f.get("moe_ffn") or ffn if kind == "mixtral" else ffn
+    out["vocab_size"] = _vocabulary(d, f, hints)
+    out["tie_word_embeddings"] = not f.get("untied", False)
+    if "attention_bias" in table and kind != "qwen2" and f.get("bias"):
+        out |= {"attention_bias": True} | ({"mlp_bias": True} if not table["mlp_bias"].only else {})
+    return out | (_experts(d, kind, f, ffn) if kind in EXPERTS else {})
+
+
+def _type(d: JobDraft, f: Facts) -> str:
+    """The closest type; what it has otherwise is said."""
+    gated, rope = f.get("activation") == "swiglu", f.get("position") == "rope"
+    if f.get("mla"):
+        return "deepseek_v3" if f.get("scoring") == "sigmoid" or f.get("mtp") else "deepseek_v2"
+    if f.get("mtp"):
+        d.doubts["mtp"] = "prediction modules are built for DeepSeek's type alone: there is none"
+    if f.get("experts"):
+        if f.get("shared_ffn"):
+            d.doubts["shared_ffn"] = "shared experts are built beside latent attention alone: there are none"
+        if not gated:
+            d.doubts["activation"] = "experts are SwiGLU ones"
+        dense = isinstance(f.get("moe_freq"), list) and 0 in f["moe_freq"]
+        every = not dense and (f.get("moe_freq") in (None, 1) or isinstance(f["moe_freq"], list))
+        return "mixtral" if every and not f.get("qk_norm") else "qwen3_moe"
+    if gated:
+        if not rope:
+            d.doubts["position"] = "positions are rotary ones"
+        if f.get("norm") != "rms":
+            d.doubts["norm"] = "norms are RMS norms"
+        return "qwen3" if f.get("qk_norm") else "qwen2" if f.get("qkv_bias") and not f.get("bias") else "llama"
+    grouped = f.get("grouped") and f.get("kv_heads", f["heads"]) != f["heads"]
+    odd = (
+        grouped or f["hidden"] % f["heads"] or f.get("head_dim", f["hidden"] // f["heads"]) != f["hidden"] // f["heads"]
+    )
+    if rope or odd or f.get("activation") == "relu2":
+        if f.get("activation") != "relu2":
+            d.doubts["activation"] = "priced as squared ReLU, whose matrices are the same"
+        if not rope:
+            d.doubts["position"] = "positions are rotary ones"
+        return "nemotron"
+    if f.get("norm") != "layer":
+        d.doubts["norm"] = "norms are layer norms"
+    if not f.get("bias", True):
+        d.doubts["bias"] = "GPT-2's linears have biases"
+    return "gpt2"
+
+
+def _ffn(d: JobDraft, f: Facts) -> int:
+    if own := f.get("neox_ffn"):
+        multiple = f.get("mlp_multiple", 1)
+        return -(-(own // 3 if f.get("activation") == "swiglu" else own) // multiple) * multiple
+    if own := f.get("ffn"):
+        return int(own)
+    if ratio := f.get("expansion"):
+        return int(ratio) * int(f["hidden"])
+    gated = f.get("activation") == "swiglu"
+    found = 4 * f["hidden"] * 2 // 3 // 64 * 64 if gated else 4 * f["hidden"]
+    d.filled["model.n_inner" if not gated else "model.intermediate_size"] = (found, f"{d.framework}'s default")
+    return int(found)
+
+
+def _vocabulary(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> int:
+    """Entries, padded as the framework pads them."""
+    if padded := f.get("vocab_padded"):
+        return int(padded)
+    found = f.get("vocab")
+    if not found:
+        known = tables()["vocabularies"]
+        word = next((w for w in sorted(known, key=len, reverse=True) if w in hints.get("tokenizer", "")), None)
+        found = int(known[word]) if word else 50257
+        why = f"the vocabulary of {word}" if word else "the file states no vocabulary: GPT-2's"
+    else:
+        why = ""
+    padding = (
+        (f.get("vocab_multiple") or 128) * f.get("tp", 1) if f.get("should_pad_vocab", "vocab_multiple" in f) else 1
+    )
+    padded = -(-found // padding) * padding
+    if why:
+        d.filled["model.vocab_size"] = (padded, why)
+    return int(padded)
+
+
+def _experts(d: JobDraft, kind: str, f: Facts, ffn: int) -> dict[str, Any]:
+    layers, freq = f["layers"], f.get("moe_freq")
+    count = f.get("experts") or 1
+    out: dict[str, Any] = {EXPERTS[kind]: count, "num_experts_per_tok": min(f.get("top_k", 2), count)}
+    if kind == "mixtral":
+        return out
+    out["moe_intermediate_size"] = f.get("moe_ffn") or ffn
+    sparse = (
+        [i % freq == 0 for i in range(layers)] if isinstance(freq, int) else [bool(x) for x in freq or [1] * layers]
+    )
+    sparse = [*sparse, *[True] * layers][:layers] if f.get("experts") else [False] * layers
+    if kind == "qwen3_moe":
+        dense = [i for i, x in enumerate(sparse) if not x]
+        return out | ({"mlp_only_layers": dense} if dense else {})
+    first = sparse.index(True) if True in sparse else layers
+    if not all(sparse[first:]):
+        d.doubts["moe_freq"] = "dense layers are the first ones"
+    out["first_k_dense_replace"] = first
+    shared = f.get("shared_ffn") or 0
+    if shared % out["moe_intermediate_size"]:
+        d.doubts["shared_ffn"] = "shared experts are as wide as a whole number of experts"
+    out["n_shared_experts"] = round(shared / out["moe_intermediate_size"])
+    if not out["n_shared_experts"]:
+        out.pop("n_shared_experts")
+    if not f.get("groups"):
+        out |= {"n_group": 1, "topk_group": 1}
+    return out

@@ -1,0 +1,175 @@
+"""Values of arguments to facts and back: the words of the table's column `how`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+
+_OFF = ("false", "0", "no", "off", "none", "null", "", "disabled")
+_NULL = (None, "null", "None", "~")
+_TIMES = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
+INERT, PRESUMED, FILE = "inert", "as", "file"
+
+
+def is_set(value: object) -> bool:
+    """Whether an argument says anything: null says nothing."""
+    return value not in _NULL
+
+
+def read_value(how: str, value: object) -> object:
+    """The fact that a value states, None where it states none.
+
+    >>> read_value("int", "1_024"), read_value("is bf16", True), read_value("words adam=adamw", "adam")
+    (1024, 'bf16', 'adamw')
+    >>> read_value("pattern", "([0]*3+[1]*2)"), read_value("gres", "gpu:h100:8")
+    ([0, 0, 0, 1, 1], 8)
+
+    Raises ValueError: it is no such value; the text says what would be.
+    """
+    kind, _, rest = how.partition(" ")
+    if kind in ("int", "num") and value in ("none", ""):
+        return None
+    match kind:
+        case "int":
+            number = _number(value)
+            if number != int(number):
+                raise ValueError("a whole number")
+            return int(number)
+        case "num":
+            return _number(value)
+        case "flag":
+            return _on(value)
+        case "not":
+            return not _on(value)
+        case "is":
+            return _constant(rest) if _on(value) else None
+        case "else":
+            return None if _on(value) else _constant(rest)
+        case "flagword":
+            return rest if str(value).lower() == "true" else "none" if not _on(value) else str(value).lower()
+        case "words":
+            return _word(rest, value)
+        case "text":
+            return str(value)
+        case "layout":
+            return _layout(value)
+        case "list":
+            return _list(value)
+        case "pattern":
+            return _pattern(value)
+        case "gres":
+            return int(_number(str(value).rpartition(":")[2]))
+        case "ones":
+            return int(_number(value)) if value not in (1, "1") else None
+        case "fp8list":
+            return "fp8" if any(re.search("float8|fp8|mx", w) for w in _list(value)) else None
+    raise AssertionError(how)
+
+
+def write_value(how: str, fact: object) -> object:
+    """The value that states a fact, None where this argument cannot: what `read_value` reads as the fact.
+
+    >>> write_value("words adam=adamw", "adamw"), write_value("is bf16", "fp16"), write_value("not", True)
+    ('adam', None, False)
+    """
+    kind, _, rest = how.partition(" ")
+    match kind:
+        case "flag":
+            return bool(fact)
+        case "not":
+            return not fact
+        case "is":
+            return True if fact == _constant(rest) else None
+        case "flagword":
+            return True if fact == rest else None
+        case "words":
+            return next((w for w, f in _map(rest).items() if f == fact), None)
+        case "int" | "num" | "text" | "list" | "ones" | "layout":
+            return fact
+        case "pattern" if isinstance(fact, list):
+            dense = fact.index(1) if 1 in fact else len(fact)
+            plain = fact == [0] * dense + [1] * (len(fact) - dense)
+            return f"([0]*{dense}+[1]*{len(fact) - dense})" if plain and dense else fact
+        case "pattern":
+            return fact
+    return None
+
+
+def presumed(how: str, value: object) -> bool:
+    """Whether a value of a row `as …` is what predictions presume anyway.
+
+    >>> presumed("as true", True), presumed("as none", "local"), presumed("as 1", "1")
+    (True, False, True)
+    """
+    words = how.split()[1:]
+    said = str(value).lower() if isinstance(value, bool) else str(value)
+    return said in words or (said.lower() in words) or (not _on(value) and any(w in _OFF for w in words))
+
+
+@cache
+def _map(words: str) -> Mapping[str, object]:
+    return {w: _constant(f) for w, _, f in (pair.partition("=") for pair in words.split())}
+
+
+def _constant(text: str) -> object:
+    return int(text) if text.isdigit() else text or None
+
+
+def _word(words: str, value: object) -> object:
+    known = _map(words)
+    said = str(value).lower() if isinstance(value, bool) else str(value)
+    for word in (said, said.lower()):
+        if word in known:
+            return known[word]
+    raise ValueError("one of " + ", ".join(known))
+
+
+def _on(value: object) -> bool:
+    return bool(value) and str(value).lower() not in _OFF
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("a number")
+    try:
+        found = float(value)
+    except ValueError:
+        raise ValueError("a number") from None
+    if not abs(found) < 1e15:
+        raise ValueError("a number below 1e15")
+    return found
+
+
+def _list(value: object) -> list[str]:
+    if isinstance(value, list | tuple):
+        return [str(v) for v in value]
+    return re.findall(r"[\w.+-]+", str(value))
+
+
+def _layout(value: object) -> str:
+    """Megatron's layout string; nested lists of its words as one.
+
+    >>> _layout([["embedding", "decoder"], ["decoder", "loss"]])
+    'Et|tL'
+    """
+    if isinstance(value, list):
+        words = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+        if not all(isinstance(s, list) and all(w in words for w in s) for s in value):
+            raise ValueError("a list of stages, each a list of " + ", ".join(words))
+        return "|".join("".join(words[w] for w in stage) for stage in value)
+    return str(value)
+
+
+def _pattern(value: object) -> object:
+    """Which layers hold experts: every n-th, or a list of 0 and 1, perhaps as Python writes it."""
+    if isinstance(value, list):
+        value = "[" + ",".join(map(str, value)) + "]"
+    text = re.sub(r"[\s'\"()]", "", str(value))
+    if text.isdigit() and len(text) < 5:
+        return int(text)
+    parts = text.split("+")
+    if len(parts) > 1000 or not all(_TIMES.fullmatch(p) for p in parts):
+        raise ValueError("a number, or a list like [0]*3+[1]*58")
+    pairs = (m for p in parts if (m := _TIMES.fullmatch(p)))
+    return [int(c) for m in pairs for c in m[1].split(",") * int(m[2] or 1)][:10_000]

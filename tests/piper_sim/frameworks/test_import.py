@@ -1,0 +1,224 @@
+"""`piper-sim import`: each argument in one list, facts as the frameworks mean them, refusals that say what to mend."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ir.core.errors import PiperError
+from ir.job.build import prepare
+from ir.job.load import job_from
+from piper_sim.app.cli import main
+from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN, ImportedJob, import_launch
+from piper_sim.frameworks.read import read_launch
+from piper_sim.frameworks.table import CHAINS, facts, rows
+
+SCRIPT = """#!/bin/bash
+#SBATCH --nodes=4
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS=8
+TP=2
+MODEL_ARGS=(
+    --num-layers 16   # of the decoder
+    --hidden-size 512 --num-attention-heads 8
+    --group-query-attention --num-query-groups 4
+    --seq-length $((1024*2)) --max-position-embeddings 2048
+    --swiglu --normalization RMSNorm --position-embedding-type rope
+    --untie-embeddings-and-output-weights --disable-bias-linear --vocab-size 32000
+)
+LOG="--log-interval 1"
+torchrun --nproc_per_node ${GPUS} --nnodes=${NODES:-4} pretrain_gpt.py \\
+    "${MODEL_ARGS[@]}" $LOG --tensor-model-parallel-size $TP --pipeline-model-parallel-size=4 \\
+    --num-layers-per-virtual-pipeline-stage 2 --sequence-parallel --bf16 --use-distributed-optimizer \\
+    --micro-batch-size 1 --global-batch-size 64 --frobnicate 3 --data-path $(ls /data) --attention-dropout 0
+"""
+JOB = {"tp": 2, "pp": 4, "zero": 1, "sequence_parallel": True, "layers": "even"}
+
+
+def imported(tmp_path: Path, text: str, name: str = "run.sh", framework: str | None = None) -> ImportedJob:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    return import_launch(str(tmp_path / name), framework)
+
+
+def listed(found: ImportedJob, name: str) -> list[str]:
+    return [e.argument.name for e in found.entries if e.list == name and e.argument.name]
+
+
+def test_a_script_with_arrays_sums_and_defaults_is_one_job(tmp_path: Path) -> None:
+    found = imported(tmp_path, SCRIPT)
+    assert found.framework == "megatron" and found.job["parallel"] == JOB
+    assert found.job["schedule"] == {
+        "name": "interleaved-1f1b",
+        "stages_per_rank": 2,
+        "microbatch_size": 1,
+        "microbatches": 16,
+    }
+    assert found.job["cluster"] == {"gpu": "h100-sxm", "nodes": 4, "gpus_per_node": 8}
+    model = found.job["model"]
+    assert (model["model_type"], model["num_key_value_heads"], model["intermediate_size"]) == ("llama", 4, 1344)
+    assert (model["seq_len"], model["vocab_size"], model["attention_dropout"]) == (2048, 32000, 0)
+    assert listed(found, UNKNOWN) == ["--frobnicate"]
+    assert "--data-path" in listed(found, UNDERSTOOD)  # nobody ran `ls`
+    prepared = prepare(job_from(found.job))
+    assert (prepared.mbs, prepared.mesh.sizes["dp"], prepared.layers) == (16, 4, (2,) * 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "framework", "section", "expected"),
+    [
+        ("model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, vocab_size: 256, seq_length: 64}\n"
+         "ddp: {use_megatron_fsdp: true, data_parallel_sharding_strategy: optim_grads}\n"
+         "train: {micro_batch_size: 2, global_batch_size: 32}\nmixed_precision: bf16_mixed\n",
+         "c.yaml", "megatron-bridge", "parallel", {"zero": 2}),
+        ("trainer: {devices: 8, num_nodes: 2, precision: bf16}\nmodel:\n  num_layers: 4\n  hidden_size: 64\n"
+         "  ffn_hidden_size: '${multiply:4, ${.hidden_size}}'\n  num_attention_heads: 4\n  micro_batch_size: 1\n"
+         "  global_batch_size: 64\n  optim: {name: distributed_fused_adam, lr: 1e-4}\n",
+         "n.yaml", "nemo", "parallel", {"zero": 1}),
+        ('[model]\nname = "llama3"\nflavor = "70B"\n[parallelism]\ntensor_parallel_degree = 8\n'
+         'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n[training]\nlocal_batch_size = 8\n',
+         "t.toml", "torchtitan", "schedule",
+         {"name": "zbv", "stages_per_rank": 2, "microbatch_size": 1, "microbatches": 8, "recompute": "selective"}),
+        ('{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,'
+         '"bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}', "ds.json", "deepspeed", "parallel", {"zero": 3}),
+        ("recipe: x\nmodel: {config: {pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}}\n"
+         "distributed: {strategy: fsdp2, ep_size: 8, pp_size: 2, pipeline: {pp_schedule: 1f1b, pp_microbatch_size: 2}}\n"
+         "step_scheduler: {global_batch_size: 64, local_batch_size: 8}\n",
+         "a.yml", "automodel", "parallel", {"pp": 2, "ep": 8, "zero": 3}),
+        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 16\nnum_machines: 2\n"
+         "mixed_precision: bf16\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false}\n",
+         "acc.yaml", "accelerate", "parallel", {"zero": 2}),
+        ("modules: {pre_trainer: {framework: megatron, model: llama.yaml, overrides: {\n"
+         "  tensor_model_parallel_size: '${PRIMUS_TP:2}', global_batch_size: 16, num_layers: 4}}}\n",
+         "p.yaml", "primus", "parallel", {"tp": 2, "zero": 1, "sequence_parallel": False}),
+        ("using world size: 16, data-parallel-size: 4\n" + "".join(
+            f"  {k} {'.' * 20} {v}\n" for k, v in (("num_layers", 4), ("hidden_size", 64), ("num_attention_heads", 4),
+            ("seq_length", 64), ("micro_batch_size", 1), ("global_batch_size", 32), ("tensor_model_parallel_size", 2),
+            ("pipeline_model_parallel_size", 2), ("fp16", True), ("zero_stage", 1))),
+         "out.log", "megatron", "parallel", {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": False, "layers": "even"}),
+        ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --use-megatron-fsdp --bf16", "args.txt", "megatron",
+         "parallel", {"zero": 3}),
+    ],
+    ids=lambda v: v if isinstance(v, str) and "." in v and len(v) < 12 else "",
+)  # fmt: skip
+def test_every_format_says_whose_it_is_and_what_it_states(
+    tmp_path: Path, text: str, name: str, framework: str, section: str, expected: dict[str, Any]
+) -> None:
+    (tmp_path / "llama.yaml").write_text("extends: [base.yaml]\nhidden_size: 64\nnum_layers: 9\n")
+    (tmp_path / "base.yaml").write_text("num_attention_heads: 4\nseq_length: 128\nhidden_size: 32\n")
+    found = imported(tmp_path, text, name)
+    assert found.framework == framework and found.job[section] == expected
+    assert not listed(found, UNKNOWN)
+    if framework == "primus":  # nearest file first
+        assert [found.job["model"][k] for k in ("num_hidden_layers", "hidden_size", "seq_len")] == [4, 64, 128]
+    prepare(job_from(found.job))
+
+
+WORDS = st.text(st.characters(codec="ascii", exclude_characters="\0\r\n\\"), min_size=1, max_size=8)
+NAMES = st.sampled_from([n for r in rows("megatron") for n in r.names if "*" not in n]) | st.from_regex(
+    "[a-z_]{1,9}", fullmatch=True
+)
+VALUES = (
+    st.none() | st.integers(-3, 10**6).map(str) | WORDS | st.sampled_from(["true", "null", "[1,2]", "${X}", "1e-5"])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(NAMES, VALUES), min_size=1, max_size=12))
+def test_every_argument_of_a_script_with_junk_is_in_exactly_one_list(arguments: list[tuple[str, str | None]]) -> None:
+    import tempfile
+
+    words = [f"--{n.replace('_', '-')}" + ("" if v is None else f"={shlex.quote(v)}") for n, v in arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        found = imported(Path(folder), "torchrun train.py " + " \\\n ".join(words) + "\n")
+    lists = found.to_dict()
+    given_ = Counter(f"--{n.replace('_', '-')}" for n, _ in arguments)
+    got = Counter(e["argument"] for n in (UNDERSTOOD, ASSUMED, UNKNOWN) for e in lists[n] if e["argument"])  # type: ignore[attr-defined]
+    assert got == given_
+    assert all(e.note or e.key for e in found.entries), "an entry that says neither key nor why"
+    json.dumps(lists)
+
+
+def test_what_a_script_does_is_not_done(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    text = f"X=$(touch {marker})\ntouch {marker}\npython t.py --num-layers $(touch {marker}) --hidden-size `touch {marker}`\n"
+    found = imported(tmp_path, text)
+    assert not marker.exists() and listed(found, UNKNOWN) == ["--num-layers", "--hidden-size"]
+    with pytest.raises(PiperError, match="not YAML"):
+        imported(tmp_path, f"model: !!python/object/apply:os.system ['touch {marker}']\n", "x.yaml")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "a: [1, 2\n", "not YAML"),
+        ("a.yaml", "&a [" + "*a," * 200 + "1]", "aliases|not YAML"),
+        ("a.yaml", "hello: 1\n", "which framework"),
+        ("a.json", "[1]", "no table of arguments"),
+        ("a.sh", "echo hello\n", "no command with arguments"),
+        ("a.sh", "torchrun x.py --a 'b\n", "a quote is not closed"),
+    ],
+)
+def test_files_that_are_no_launch_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(PiperError, match=message):
+        imported(tmp_path, text, name)
+
+
+def test_doubts_are_said_where_the_job_differs_from_the_file(tmp_path: Path) -> None:
+    text = "python t.py --num-layers 5 --hidden-size 64 --num-attention-heads 4 --pipeline-model-parallel-size 2 {}"
+    args = "--world-size 3 --mtp-num-layers 1 --recompute-granularity full --recompute-method block --recompute-num-layers 1"
+    found = imported(
+        tmp_path, text.format(args + " --global-batch-size 7 --micro-batch-size 2 --no-rope-fusion --lr auto")
+    )
+    assert {"--world-size", "--mtp-num-layers", "--recompute-num-layers", "--no-rope-fusion", "--lr"} <= set(
+        listed(found, ASSUMED)
+    )
+    assert found.job["parallel"]["layers"] == "balanced"
+    assert not {"--world-size", "--mtp-num-layers"} & set(
+        listed(imported(tmp_path, text.format("--world-size 4")), ASSUMED)
+    )
+
+
+def test_the_command_prints_a_job_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    assert main(["import", str(tmp_path / "run.sh")]) == 0
+    text = capsys.readouterr().out
+    assert '# unknown: --frobnicate "3"' in text and "# assumed: cluster.gpu" in text
+    (tmp_path / "job.toml").write_text(text)
+    assert main(["import", str(tmp_path / "run.sh"), "--json", "--from", "megatron-lm"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    import tomllib
+
+    assert found["schema_version"] == 1 and tomllib.loads(text) == found["job"]
+    assert main(["import", str(tmp_path / "run.sh"), "--from", "megatrn"]) == 2
+    assert "fix: megatron" in capsys.readouterr().err
+
+
+def test_the_table_is_whole() -> None:
+    """Each fact has a key of the job, each row a source and a way to be read; no framework names an argument twice."""
+    keys = facts()["keys"]
+    for framework in {f for chain in CHAINS.values() for f in chain} | {"launcher", "environment"}:
+        seen: dict[str, str] = {}
+        for row in rows(framework):
+            assert row.source and (row.note or row.fact) and (not row.fact or row.fact in keys), row
+            for name in row.names:
+                assert seen.setdefault(name, row.fact) == row.fact or row.how.split()[0] in ("is", "else"), (name, row)
+
+
+LAUNCHES = Path(__file__).parents[4] / "shared" / "data" / "launches"
+
+
+@pytest.mark.skipif(not LAUNCHES.is_dir(), reason="public launches, not kept here")
+def test_public_launches(tmp_path: Path) -> None:
+    from tests.piper_sim.frameworks.launches import coverage
+
+    measured = coverage(LAUNCHES, tmp_path)
+    assert not measured.unlisted
+    assert measured.right / measured.stated >= 0.95, measured.wrong[:20]
