@@ -244,7 +244,7 @@ def options(words: Sequence[str]) -> Iterator[tuple[str, object]]:
     """
     name, values = "", list[str]()
     for word in (*words, "--"):
-        if re.match(r"--?[A-Za-z]|--$", word):
+        if re.match(r"--.|-[A-Za-z]|--$", word):
             if name:
                 yield name, values[0] if len(values) == 1 else values or True
             name, eq, value = word.partition("=")

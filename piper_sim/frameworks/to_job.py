@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from math import ceil, gcd
 from typing import Any
 
 from ir.core.errors import PiperError
+from ir.job.load import job_from
+from ir.job.model import read_model
 from ir.job.schema import PARTS
 from ir.schedules.registry import default_chunks, legal_chunks
+from ir.workload.layout import parse_layout
 from piper_sim.frameworks.draft import Facts, JobDraft
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_model import model_of
@@ -50,29 +52,11 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
     return d
 
 
-def layout_stages(layout: str) -> list[str]:
-    """Megatron's layout string as one text a stage, repetitions written out.
-
-    >>> layout_stages("Et*3|(tt|)*2,m|L")
-    ['Ettt', 'tt', 'tt', 'm', 'L']
-
-    Raises ValueError: it is none.
-    """
-    text = layout.replace(",", "").replace(" ", "")
-    for _ in range(9):
-        if (m := re.search(r"\(([^()]*)\)\*(\d{1,4})|([A-Za-z|])\*(\d{1,4})|\(([^()]*)\)", text)) is None:
-            break
-        while m is not None and len(text) < 10**5:
-            text = text[: m.start()] + (m[1] or m[3] or m[5] or "") * int(m[2] or m[4] or 1) + text[m.end() :]
-            m = re.search(r"\(([^()]*)\)\*(\d{1,4})|([A-Za-z|])\*(\d{1,4})", text)
-    if not re.fullmatch(r"[EtmL|]+", text):
-        raise ValueError("stages of E, t, m and L between |")
-    return text.removesuffix("|").split("|")
-
-
 def _schedule(d: JobDraft, f: Facts, pp: int) -> int:
     """The schedule's name and stages per rank; how many stages there are."""
     if pp == 1:
+        if f.get("overlap_ep"):
+            d.doubts["overlap_ep"] = "all-to-all beside another microbatch takes a pipeline here"
         return 1
     chunks, layers = f.get("vp") or 1, d.job["model"].get("num_hidden_layers") or d.job["model"].get("n_layer")
     if per := f.get("chunk_layers"):
@@ -83,17 +67,19 @@ def _schedule(d: JobDraft, f: Facts, pp: int) -> int:
             d.doubts["chunk_layers"] = f"{layers} layers are no multiple of {per} on {pp} ranks"
     if layout := f.get("layout"):
         try:
-            count = len(layout_stages(layout))
+            count = len(parse_layout(layout))
             chunks = count // pp if count % pp == 0 else chunks
             d.put("schedule", layout=layout)
-        except ValueError as e:
-            d.doubts["layout"] = f"this is not {e}"
+        except PiperError as e:
+            d.doubts["layout"] = e.message
     if csv := f.get("csv"):
         d.put("schedule", csv=csv)
         return pp * chunks
     name = f.get("schedule") or ("interleaved-1f1b" if chunks > 1 else "1f1b")
+    if f.get("overlap_ep"):
+        name = f"{name}-overlap"
     if chunks == 1 and "vp" not in f:  # torch's multi-stage schedules have two stages a rank unless told otherwise
-        looped = name == "zb1p" and d.framework != "megatron" and not f.get("chunk_layers")
+        looped = name == "zb1p" and "dp_shard" in f and not f.get("chunk_layers")
         chunks = 2 if looped else default_chunks(name)
     if not legal_chunks(name, chunks):
         d.doubts["schedule"] = f"{name} does not take {chunks} stages per rank"
@@ -122,7 +108,7 @@ def _zero(d: JobDraft, f: Facts) -> int | None:
     if f.get("fsdp"):
         return int(f.get("sharding", 3))
     if f.get("distributed_optimizer"):
-        return max(1, f.get("zero", 0))
+        return max(1, int(f.get("zero", 0)))
     if (how := f.get("reshard")) and f.get("zero", 3) == 3:
         if f.get("dp_shard") == 1 and f.get("cp", 1) == 1:
             return 0
@@ -243,7 +229,7 @@ def _recompute(d: JobDraft, f: Facts, stages: int) -> None:
 
 def _formats(d: JobDraft, f: Facts) -> None:
     """Number formats, the optimizer, the constants of the framework."""
-    compute = f.get("fp8") or f.get("compute")
+    compute = "fp8" if f.get("fp8") == "fp8" else f.get("compute")
     d.put("precision", compute=compute, params=f.get("params"), grads=f.get("grads"), reduce=f.get("reduce"))
     d.put("precision", optimizer=f.get("optimizer_dtype"))
     d.put("optimizer", name=f.get("optimizer"), lr=f.get("lr"), clip_norm=f.get("clip"))
@@ -257,9 +243,6 @@ def _formats(d: JobDraft, f: Facts) -> None:
 
 def refusal(job: Mapping[str, Mapping[str, Any]]) -> PiperError | None:
     """Why a job as imported would not load, if it would not."""
-    from ir.job.load import job_from
-    from ir.job.model import read_model
-
     try:
         read_model(job_from(job))
     except PiperError as e:

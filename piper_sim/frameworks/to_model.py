@@ -102,8 +102,11 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     out[dense] = f.get("moe_ffn") or ffn if kind == "mixtral" else ffn
     out["vocab_size"] = _vocabulary(d, f, hints)
     out["tie_word_embeddings"] = not f.get("untied", False)
-    if "attention_bias" in table and kind != "qwen2" and f.get("bias"):
-        out |= {"attention_bias": True} | ({"mlp_bias": True} if not table["mlp_bias"].only else {})
+    if f.get("bias") and kind != "gpt2":
+        said = [k for k in ("attention_bias", "mlp_bias") if k in table and not table[k].only]
+        if "attention_bias" not in said:
+            d.doubts["bias"] = f"{kind}'s linears have no biases"
+        out |= dict.fromkeys(said, True)
     return out | (_experts(d, kind, f, ffn) if kind in EXPERTS else {})
 
 
@@ -147,7 +150,7 @@ def _type(d: JobDraft, f: Facts) -> str:
 
 def _ffn(d: JobDraft, f: Facts) -> int:
     if own := f.get("neox_ffn"):
-        multiple = f.get("mlp_multiple", 1)
+        own, multiple = int(own), int(f.get("mlp_multiple", 1))
         return -(-(own // 3 if f.get("activation") == "swiglu" else own) // multiple) * multiple
     if own := f.get("ffn"):
         return int(own)

@@ -27,6 +27,7 @@ from ir.trace.text import read_trace, write_trace
 from ir.trace.trace import MemorySamples, Trace
 from ir.workload.captured import load_captured
 from ir.workload.config.load import load_config
+from piper_sim.frameworks.importing import import_launch
 from piper_sim.study.calibrate.nccl_tests import read_nccl_tests
 from piper_sim.study.calibrate.pairs import read_pairs
 from piper_sim.study.calibrate.trace_events import read_trace_file
@@ -55,6 +56,24 @@ recompute = ["norm"]
 [precision]
 compute = "bf16"
 """
+_TITAN = (
+    '[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\npipeline_parallel_degree = 2\n[training]\nseq_len = 64\n'
+)
+_NEMO = """trainer: {devices: 8}
+model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, kv_channels: '${.hidden_size}'}
+"""
+_SCRIPT = """A=(--num-layers 4 --hidden-size 64)
+torchrun --nproc_per_node ${N:-8} x.py ${A[@]} --num-attention-heads=$((2*2)) \\
+  --tensor-model-parallel-size 2 --pipeline-model-parallel-layout 'Et|tttL' --moe-layer-freq '[0]*2+[1]*2'
+"""
+_LOGGED = ("num_layers", "hidden_size", "lr", "seed", "tp", "fp16")
+LAUNCHES = {
+    "sh": _SCRIPT,
+    "toml": _TITAN,
+    "yaml": _NEMO,
+    "json": '{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}',
+    "log": "using world size: 8\n" + "".join(f"  {k} ........ 4\n" for k in _LOGGED),
+}
 
 
 @dataclass(frozen=True)
@@ -103,6 +122,7 @@ def _made() -> Mapping[str, tuple[str, Callable[[Path], object]]]:
         "routing.csv": (counts_text(rows), counts),
         "schedule.csv": ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", from_csv),
         "trace.tsv": (TRACE, read_trace),
+        **{f"launch.{end}": (text, lambda p: import_launch(str(p))) for end, text in LAUNCHES.items()},
         "plan.txt": (plan_text(plan), lambda p: read_plan(p, plan.graph)),
     }
 

@@ -15,4 +15,4 @@ def test_mutated_files_are_read_or_refused_with_file_key_and_what_is_allowed(for
     (tmp_path / form.name).write_bytes(form.seed)
     assert judged(form, tmp_path / form.name) == "read", "the seed is no valid file"
     ends, bad = fuzz(form, 100, tmp_path)
-    assert not bad and ends["refused"] > 30
+    assert not bad and ends["refused"] > (10 if form.name == "launch.sh" else 30)  # almost any words are a script's

@@ -16,8 +16,8 @@ from ir.core.errors import PiperError
 from ir.job.build import resolve
 from ir.job.load import job_from
 from ir.job.model import read_model
+from ir.workload.layout import parse_layout
 from piper_sim.frameworks.importing import ImportedJob, import_launch, toml
-from piper_sim.frameworks.to_job import layout_stages
 
 ENDS = {"cli": ".sh", "yaml": ".yaml", "json": ".json", "toml": ".toml", "log": ".log"}
 OUTSIDE = {"olmo-core"}  # resolved from Python, of no file that people have
@@ -103,8 +103,8 @@ def facts_of(found: ImportedJob) -> dict[str, object]:
     job = resolve(job_from(found.job), 8)
     m, p, s = read_model(job).config, job.parallel, job.schedule
     layers: object = p.layers
-    for layout in (e.argument.value for e in found.entries if e.key == "schedule.layout" and e.argument.value):
-        layers = [t.count("t") for t in layout_stages(str(layout))]
+    if s.layout is not None:
+        layers = [t.count("t") for t in parse_layout(s.layout)]
     moe, dp = m.moe, p.dp or 1
     return {
         **{"layers": m.layers, "hidden": m.hidden, "ffn": m.ffn, "heads": m.heads, "kv_heads": m.kv_heads},
@@ -130,7 +130,7 @@ def coverage(folder: Path, tmp: Path) -> JobCoverage:
     for n, (launch, files) in enumerate(files_of(folder).items()):
         if launch.split("/")[0] in OUTSIDE:
             continue
-        (path, form, _), rows = next(iter(files.items()))
+        (_, form, _), rows = next(iter(files.items()))
         try:
             found = import_launch(str(written(files, tmp / str(n))))
         except PiperError as e:
@@ -140,8 +140,9 @@ def coverage(folder: Path, tmp: Path) -> JobCoverage:
             a.removeprefix("@sbatch.").removeprefix("@env.") for a, _ in rows if a not in ("@launcher", "@program")
         ]
         own = [e.argument.name for e in found.entries if not e.argument.file and e.argument.name]
-        names = [a.replace("\\.", ".").removeprefix("@") for a in names]
-        if sorted(names) != sorted(own) and form != "cli":
+        names = [a.replace("\\.", ".").removeprefix("@") if form != "cli" else a for a in names]
+        twice = form == "log"  # the number of ranks is printed in two ways
+        if (set(names) != set(own)) if twice else sorted(names) != sorted(own):
             out.unlisted.append(f"{launch}: {set(names) ^ set(own)}")
         for e in found.entries:
             out.lists[e.list] += bool(e.argument.name)
