@@ -29,7 +29,7 @@ FILES = ("compare.json", "report.html", *TRACE_FILES)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Predict each, print them sorted; 0 even where some do not fit."""
+    """Predict each, print them sorted; 0 even where some are infeasible, 3 where all that was built does not fit."""
     names = _names(args.schedules)
     jobs = [load_job(path, args.sets) for path in args.job]
     refuse_existing(args.out, FILES, args.force)
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
         for p in past:
             print(backtest_text(p), end="\n\n")
         print_rows(found, title)
-    return 0
+    return 3 if any(p is not None for p in found.predictions) and found.best is None else 0
 
 
 def _names(schedules: str | None) -> tuple[str, ...] | None:

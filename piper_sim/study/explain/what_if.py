@@ -16,6 +16,8 @@ from ir.job import Job
 from ir.job.load import job_from
 from ir.job.table import table_of
 from piper_sim.pricing.costs import given_times
+from piper_sim.pricing.prepare import hardware_of
+from piper_sim.study.explain.excess import usual_links
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
 
@@ -90,6 +92,10 @@ def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
         yield "balanced experts", {"routing.kind": "balanced", **file}
     if ranks > 1:
         yield "links x 2", _links(p)
+    if (usual := usual_links(job)) != job:
+        hw, own = hardware_of(usual), usual.cluster.overrides
+        changes = {k: getattr(hw, k) for k in job.cluster.overrides if k not in own}
+        yield "links as usual", {f"cluster.{k}": v for k, v in changes.items()}
     for name, what in _free(p):
         yield name, {"costs.free": [*job.costs.free, what]}
     if p.prepared.stages > 1 and job.schedule.directives is None:

@@ -59,6 +59,10 @@ def test_what_does_not_fit_stands_behind_what_is_slower(cli: Any, job: Any) -> N
     tight = rows(cli, path, "--schedules", "gpipe,1f1b", "--set", room)
     assert [(r["schedule"], r["fits"]) for r in tight] == [("1f1b", True), ("gpipe", False)]
     assert "GiB" in tight[1]["reason"] and tight[1]["iteration_s"] == found["gpipe"]["iteration_s"]
+    none = cli("compare", path, "--schedules", "gpipe,1f1b", "--set", "cluster.hbm_GiB=2.5")
+    assert (
+        none.code == 3 and not any(r["fits"] for r in none.json["rows"]) and all(r["memory"] for r in none.json["rows"])
+    )
 
 
 def test_where_only_the_schedules_do_not_suit_compare_still_exits_0(cli: Any, job: Any) -> None:

@@ -10,11 +10,12 @@ import pytest
 from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.load import job_from
-from piper_sim.study.explain import StepExplanation, explain, explained
+from piper_sim.study.explain import StepExplanation, chain, explain, explained
 from piper_sim.study.explain.what_if import changed, settings
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
 from tests.piper_sim.pricing.prediction_cases import RICH, SCHEDULES, asked, drawn
+from tests.piper_sim.study.explain.planted import campaign, drawn_case
 
 CAUSES = set(
     ["straggler", "expert_skew", "link", "host", "split", "warmup", "drain", "dependency", "memory", "collective"]
@@ -111,3 +112,50 @@ def test_a_difference_sums_to_the_difference() -> None:
     assert sum(found.difference.values()) == more and found.to_dict()["difference"] == found.difference
     assert max(found.difference, key=lambda c: found.difference[c]) == "straggler"
     assert explain(a, a).difference == {}
+
+
+def test_planted_causes_are_named_first() -> None:
+    right, counted = campaign(60)
+    assert counted == 60 and right >= 0.95 * counted
+
+
+def test_a_walk_that_overlooks_what_ops_wait_for_names_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: only the op ahead in its stream counts, so waits lead nowhere."""
+    latest = chain._latest
+    monkeypatch.setattr(
+        chain, "_latest", lambda rows, items, end: latest(rows[: end.shape[1]], items[: end.shape[1]], end)
+    )
+    right, counted = campaign(15)
+    assert right < 0.7 * counted
+    p, _ = asked(_job())
+    with pytest.raises(AssertionError, match="an op on the path lasts as long as it does"):
+        check_ops(p, explained(p))
+
+
+WHAT = {"straggler": "no straggler", "expert_skew": "balanced experts", "link": "links as usual"}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 5, 6, 9])
+def test_removing_a_planted_cause_gains_what_was_promised(seed: int) -> None:
+    case = drawn_case(seed)
+    found = explain(job_from(case.table))
+    promised = {w.name: w for w in found.what_ifs}
+    for cause, table in case.without.items():
+        if cause in WHAT:
+            assert promised[WHAT[cause]].iteration_s == predict(job_from(table)).iteration_s
+            assert promised[WHAT[cause]].gain_s == found.iteration_s - predict(job_from(table)).iteration_s
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
+def test_ops_on_the_path_last_as_long_as_they_do(name: str) -> None:
+    for free in ([], ["host"]):
+        p, _ = asked(_job(schedule={"name": name}, costs={"interference": "none", "free": free}))
+        check_ops(p, explained(p))
+
+
+def check_ops(p: Prediction, found: StepExplanation) -> None:
+    """Behind the first, which may have begun in the step before: an op by itself takes its duration, not more."""
+    took = {(r, t): d for r, t, d in zip(p.plan.program.tolist(), p.plan.texts, p.costs.duration.tolist(), strict=True)}
+    for x in found.critical_path[1:]:
+        same = x["cause"] == "host" or x["end_s"] - x["start_s"] == took[x["rank"], x["op"]]
+        assert same, "an op on the path lasts as long as it does"
