@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from piper_sim.study.explain import StepExplanation, explain
     from piper_sim.study.predict import predict
     from piper_sim.study.prediction import Prediction
+    from piper_sim.study.search.search import search
 
 __all__ = [
     "Comparison", "ErrorKind", "Job", "PiperError", "Prediction", "StepExplanation",
-    "compare", "explain", "load_job", "predict",
+    "compare", "explain", "load_job", "predict", "search",
 ]  # fmt: skip
 
 _HOME = {
@@ -37,6 +38,7 @@ _HOME = {
     "explain": "piper_sim.study.explain",
     "load_job": "ir.job.load",
     "predict": "piper_sim.study.predict",
+    "search": "piper_sim.study.search.search",
 }
 
 

@@ -20,7 +20,7 @@ from ir.graph.graph import Graph, ModelWork
 from ir.job.agree import agree, check_replicated, with_split
 from ir.job.cache import PLANS, PlanStructure
 from ir.job.model import read_model
-from ir.job.schema import Job
+from ir.job.schema import Job, JobSchedule
 from ir.lower import PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
@@ -178,7 +178,7 @@ def _prepare(
 
 
 def resolve(job: Job, gpus_per_node: int | None = None) -> Job:
-    """Fill in what the job leaves open: GPUs per node, nodes, dp."""
+    """Fill in what the job leaves open: GPUs per node, nodes, dp; microbatches where the global batch is given."""
     p, c = job.parallel, job.cluster
     per_node = c.gpus_per_node or gpus_per_node or 8
     inner = p.tp * p.cp * p.pp
@@ -203,7 +203,20 @@ def resolve(job: Job, gpus_per_node: int | None = None) -> Job:
         for rank in c.speed:
             if int(rank) >= inner * dp:
                 raise _job("cluster.speed", f"rank {rank} of {inner * dp} ranks", f"ranks 0..{inner * dp - 1}")
-    return replace(job, parallel=replace(p, dp=dp), cluster=cluster)
+        schedule = _batched(job.schedule, dp)
+    return replace(job, parallel=replace(p, dp=dp), cluster=cluster, schedule=schedule)
+
+
+def _batched(s: JobSchedule, dp: int) -> JobSchedule:
+    """With microbatches instead of a global batch."""
+    if s.global_batch is None:
+        return s
+    each = dp * s.microbatch_size
+    if s.global_batch % each:
+        message = f"dp · microbatch_size = {each} does not divide {s.global_batch} sequences"
+        fix = f"global_batch = {max(1, round(s.global_batch / each)) * each}"
+        raise _job("schedule.global_batch", message, fix)
+    return replace(s, microbatches=s.global_batch // each, global_batch=None)
 
 
 def precision_of(job: Job) -> ModelPrecision:

@@ -12,7 +12,7 @@ from typing import Any
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import FileErrors, check_plain, read_toml, typed
 from ir.job.schema import OPEN, SECTIONS, Job, JobSchedule
-from ir.schedules.registry import canonical
+from ir.job.searched import scheduled, tried
 
 _FIX = 'a job file in TOML: [model] config = "llama3-8b"'
 FORM = FileErrors("a job", ErrorKind.JOB, "JOB", 10**6, _FIX, finite=False, smallest=1e-30)
@@ -94,7 +94,7 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
     if job.schedule.layout is not None and job.parallel.layers != "balanced":
         message = "layout and parallel.layers both say where layers stand"
         raise PiperError(ErrorKind.JOB, message, key="schedule.layout", suggestion="leave parallel.layers out")
-    return job
+    return replace(job, search=tried(job.search, FORM))
 
 
 def _with_overrides(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,11 +114,11 @@ def _check_schedule(s: JobSchedule) -> None:
             allowed="one of " + ", ".join(_ALTERNATIVES),
             suggestion=f"keep {given[-1]}",
         )
+    if s.global_batch is not None and s.microbatches is not None:
+        fix = "keep global_batch: microbatches follow from it"
+        raise PiperError(ErrorKind.JOB, "global_batch and microbatches are both given", key="schedule", suggestion=fix)
     if s.name is not None:
-        try:
-            canonical(s.name)
-        except PiperError as e:
-            raise PiperError(ErrorKind.JOB, e.message, key=e.key, allowed=e.allowed, suggestion=e.suggestion) from None
+        scheduled(s.name, "schedule.name")
 
 
 def _check_speed(rank: str, speed: object) -> None:

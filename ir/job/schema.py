@@ -45,12 +45,16 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class JobCluster:
-    """Where it runs. Keys of the hardware file may be set inline; those land in `overrides`."""
+    """Where it runs. Keys of the hardware file may be set inline; those land in `overrides`.
+
+    price: of one GPU for an hour, in any currency.
+    """
 
     gpu: Text = "h100-sxm"
     nodes: Size | None = None
     gpus_per_node: Size | None = None
     memory_margin_GiB: NonNegative = 2.0
+    price: Positive | None = None
     speed: Mapping[str, float] = field(default_factory=dict)
     overrides: Mapping[str, object] = field(default_factory=dict)
 
@@ -80,6 +84,7 @@ class JobSchedule:
 
     merge: how a forward and a backward that overlap become one order. delay_wgrad: the backward's weight gradients
     behind its communication. layout: Megatron's string, which part stands on which stage, instead of parallel.layers.
+    global_batch: sequences of a step, instead of microbatches: dp · microbatches · microbatch_size.
     """
 
     name: Text | None = None
@@ -87,6 +92,7 @@ class JobSchedule:
     builder: Text | None = None
     csv: Text | None = None
     microbatches: Size | None = None
+    global_batch: Size | None = None
     microbatch_size: Size = 1
     stages_per_rank: Size | None = None
     recompute: Recompute | tuple[Recomputed, ...] = "none"
@@ -168,6 +174,19 @@ class JobPrecision:
 
 
 @dataclass(frozen=True)
+class JobSearch:
+    """What `search` varies. Any key of `[parallel]` and `[schedule]`, and `attention`, as a list of values to try;
+    those land in `overrides`. pin: keys that keep the job's value.
+    """
+
+    pin: tuple[Text, ...] = ()
+    objective: Annotated[str, words("iteration", "tokens_per_gpu", "cost", said="objective")] = "iteration"
+    memory_limit_GiB: Positive | None = None
+    seed: Natural = 0
+    overrides: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Job:
     """A whole job. `file` is where relative paths start and what errors name."""
 
@@ -182,6 +201,7 @@ class Job:
     history: JobHistory = field(default_factory=JobHistory)
     optimizer: JobOptimizer = field(default_factory=JobOptimizer)
     precision: JobPrecision = field(default_factory=JobPrecision)
+    search: JobSearch = field(default_factory=JobSearch)
     file: Annotated[str, HIDDEN] = "job"
 
 
@@ -197,5 +217,6 @@ SECTIONS: Mapping[str, type] = {
     "history": JobHistory,
     "optimizer": JobOptimizer,
     "precision": JobPrecision,
+    "search": JobSearch,
 }
-OPEN = ("model", "cluster")  # sections whose other keys belong to the model config and the hardware file
+OPEN = ("model", "cluster", "search")  # other keys belong to the model config, the hardware file, other sections

@@ -22,6 +22,7 @@ COMMANDS = {
     "simulate": "predict one job: time, memory, where the time goes",
     "compare": "predict several jobs, or several schedules of one job on equal devices and global batch",
     "explain": "why a job's step takes as long as it does: causes, critical path, what-ifs; two jobs: their difference",
+    "search": "find the best strategy for a job's model, GPUs and global batch",
     "plan": "print a job's directives and its plan, program by program",
     "doctor": "is this machine, or this allocation under torchrun, fit to run plans?",
     "import": "a framework's launch (Megatron-LM, torchtitan, DeepSpeed …) as a job file",
@@ -134,6 +135,15 @@ def _explain(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("job2", metavar="JOB2", nargs="?", help="another job, to be held against the first")
 
 
+def _search(sub: argparse.ArgumentParser) -> None:
+    _job(sub)
+    of = "no new configuration is begun after so long (default: %(default)g)"
+    sub.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help=of)
+    sub.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: %(default)s)")
+    sub.add_argument("--out", default=None, metavar="DIR", help="also write best.toml and search.json there")
+    sub.add_argument("--force", action="store_true", help="overwrite files in DIR")
+
+
 def _run(sub: argparse.ArgumentParser, steps: int = 1, what: str = "training steps") -> None:
     _job(sub)
     sub.add_argument(
@@ -186,6 +196,7 @@ _FLAGS = {
     "simulate": _simulate,
     "compare": _compare,
     "explain": _explain,
+    "search": _search,
     "plan": _simulate,
     "doctor": lambda sub: None,
     "import": _import,
@@ -269,6 +280,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
             from piper_sim.app.commands.explain import main as command
         case "doctor":
             from piper_sim.app.doctor.command import main as command
+        case "search":
+            from piper_sim.app.commands.search import main as command
         case "plan":
             from piper_sim.app.commands.plan import main as command
         case "import":

@@ -9,9 +9,11 @@ import numpy as np
 
 from cost_models import DeviceHardware
 from cost_models.allocator.bands import context_bytes
+from ir.core.mesh import Mesh
 from ir.core.order import IntArray
 from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
+from ir.workload.config.spec import ModelConfig
 from piper_sim.folding import RankClasses
 from piper_sim.memory.timeline import Memory, ReservedMemory, memory, reserved, state
 from piper_sim.pricing.costs import CostModel
@@ -73,7 +75,7 @@ class PlannedJob:
     @property
     def context_bytes(self) -> int:
         """Bytes outside the allocator."""
-        return context_bytes(self.hardware, communicators(self))
+        return context_bytes(self.hardware, communicators(self.prepared.mesh, self.prepared.config))
 
 
 def fits(p: PlannedJob) -> bool:
@@ -83,9 +85,8 @@ def fits(p: PlannedJob) -> bool:
     return all(r.refused is None for r in p.reserved)
 
 
-def communicators(p: PlannedJob) -> int:
+def communicators(mesh: Mesh, config: ModelConfig) -> int:
     """Process groups of more than one rank that a rank is a member of."""
-    sizes = p.prepared.mesh.sizes
-    moe = p.prepared.config.moe is not None
-    wanted = ["tp", "cp", "pp", *(("ep", "edp") if moe else ())]
+    sizes = mesh.sizes
+    wanted = ["tp", "cp", "pp", *(("ep", "edp") if config.moe is not None else ())]
     return sum(sizes[a] > 1 for a in wanted) + (sizes["cp"] * sizes["dp"] > 1)

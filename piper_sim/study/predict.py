@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cost_models import DeviceHardware
 from cost_models.compute.host import HostCosts
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
@@ -37,19 +38,27 @@ def predict(job: Job) -> Prediction:
     >>> p.fits, list(p.breakdown.index), list(p.memory.columns[:3])
     (True, [0, 1], ['parameters', 'gradients', 'optimizer'])
     """
-    hardware = hardware_of(job)
+    return simulated(planned(job, hardware_of(job)))
+
+
+def planned(job: Job, hardware: DeviceHardware) -> PlannedJob:
+    """The plan of a job, with the layers that fit. Raises PiperError as `predict`, but for what only a check shows."""
     first = PlannedJob.of(prepare_priced(job, hardware), hardware)
     even = -(-sum(first.prepared.layers) // first.prepared.stages)
     if job.parallel.layers != "balanced" or max(first.prepared.layers) <= even or fits(first):
-        return simulated(first)
+        return first
     second = PlannedJob.of(prepare_priced(job, hardware, even), hardware)
-    return simulated(second if fits(second) else first)
+    return second if fits(second) else first
 
 
 def simulated(p: PlannedJob) -> Prediction:
     """Check, price and run a plan."""
-    job = p.prepared.job
-    PLANS.check(p.plan, inline=job.costs.host_model == "inline")
+    PLANS.check(p.plan, inline=p.prepared.job.costs.host_model == "inline")
+    return timed(p)
+
+
+def timed(p: PlannedJob) -> Prediction:
+    """Price and run a plan that is not checked. Raises PiperError (deadlock) where the engine cannot go on."""
     _refuse_large(p)
     if p.routing is None:
         costs = p.model.price(p.plan, p.classes)

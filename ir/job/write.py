@@ -1,0 +1,53 @@
+"""A job as TOML that loads as the same job: what differs from the defaults, section by section."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+from ir.job.schema import OPEN, SECTIONS, Job
+
+
+def job_toml(job: Job) -> str:
+    """A job file's text.
+
+    >>> from ir.job.load import load_job
+    >>> print(job_toml(load_job({"model": {"config": "tiny-llama"}, "parallel": {"pp": 2}})), end="")
+    [model]
+    config = "tiny-llama"
+    <BLANKLINE>
+    [parallel]
+    pp = 2
+    """
+    out = []
+    for name in SECTIONS:
+        section = getattr(job, name)
+        table = {f.name: getattr(section, f.name) for f in fields(section) if f.name != "overrides"}
+        table = {f.name: table[f.name] for f in fields(section) if f.name in table and table[f.name] != _default(f)}
+        table |= section.overrides if name in OPEN else {}
+        if table:
+            out.append(f"[{name}]\n" + "".join(f"{_key(k)} = {_value(v)}\n" for k, v in table.items()))
+    return "\n".join(out)
+
+
+def _default(f: Field[Any]) -> object:
+    return f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else None
+
+
+def _key(key: str) -> str:
+    plain = key.replace("_", "").replace("-", "")
+    return key if plain.isalnum() and plain.isascii() else json.dumps(key)
+
+
+def _value(value: object) -> str:
+    match value:
+        case Mapping():
+            return "{ " + ", ".join(f"{_key(str(k))} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
+        case list() | tuple():
+            return f"[{', '.join(map(_value, value))}]"
+        case str():  # TOML takes JSON's escapes, but for one character
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case _:
+            return json.dumps(value)

@@ -1,0 +1,64 @@
+"""`piper-sim search JOB`: the best strategy for a job's model and GPUs, and what was excluded and why."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.job import load_job
+from ir.job.build import blaming
+from piper_sim.app.commands.output import dumps, print_json, refuse_existing, show, write
+from piper_sim.report.table import compare_table
+from piper_sim.study.search import JobSearchResult, search
+from piper_sim.study.search.winner import winner_toml
+
+FILES = ("search.json", "best.toml")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Search, print, write; 3 where nothing fits."""
+    if args.workers < 1 or not args.budget >= 0:
+        key, allowed = ("--workers", "1 or more") if args.workers < 1 else ("--budget", "seconds, 0 or more")
+        raise PiperError(ErrorKind.USAGE, "out of range", key=key, allowed=allowed)
+    job = load_job(args.job, args.sets)
+    refuse_existing(args.out, FILES, args.force)
+    with blaming(job):
+        found = search(job, args.budget, args.workers, _progress)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    if args.out is not None:
+        best = {} if found.best is None else {"best.toml": winner_toml(found, args.out)}
+        write(args.out, {"search.json": dumps(found.to_dict()), **best}, args.force)
+    if args.json:
+        print_json(found.to_dict())
+    else:
+        _print(found, args.out)
+    return 0 if found.best is not None else 3
+
+
+def _progress(line: str) -> None:
+    """On a terminal, one line that is written over."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _print(found: JobSearchResult, out: str | None) -> None:
+    counts = Counter(str(r.kind) for r in found.all_rejected)
+    closed = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "none rejected"
+    if found.best is not None:
+        rows = [{**p, "schedule": _said(p["changes"])} for p in found.pareto]
+        show(compare_table(rows, f"{found.job.model.name}: step time against memory of the fullest rank"))
+    else:
+        print(found.to_dict()["reason"])
+        if found.nearest is not None:
+            print(f"the nearest miss: {_said(found.nearest['changes'])}")
+    state = "proven best" if found.proven else "the budget ran out before the best was proven"
+    print(f"{found.space} configurations, {found.evaluated} simulated; {closed}; {state}; {found.seconds:.1f} s")
+    if out is not None:
+        print(f"written to {out}/: {', '.join(FILES if found.best is not None else FILES[:1])}")
+
+
+def _said(changes: dict[str, object]) -> str:
+    return " ".join(f"{k.split('.', 1)[1]}={v}" for k, v in changes.items()) or "the job itself"

@@ -1,0 +1,235 @@
+"""What one chunk of each kind costs and keeps on one rank under one division of the model: what bounds are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cost_models import DeviceHardware
+from ir.core.grid import quantise
+from ir.core.mesh import Mesh
+from ir.core.ops import OpToken, Pass
+from ir.core.order import FloatArray
+from ir.core.work import Message, MessageKind
+from ir.graph.build import model_graph
+from ir.graph.graph import COMPUTE, COUNTS, Graph, GraphNode, PerStepOp
+from ir.graph.sync import summed_over
+from ir.job import Job
+from ir.job.build import PreparedJob, dividing, precision_of, recompute_options
+from ir.job.model import JobModel
+from ir.lower import PlanPolicy
+from ir.lower.sequence import PassSequences
+from ir.schedules.registry import build
+from ir.schedules.strategy import ordering, placing
+from ir.workload.part import Chunk
+from ir.workload.setting import MicrobatchShape
+from piper_sim.folding import RankSpread
+from piper_sim.folding.uses import CollectiveUse
+from piper_sim.pricing.costs import KERNELS, CostModel
+from piper_sim.pricing.prepare import weigh
+
+NEVER = -1e18
+ROUTED = ("experts", "dispatch", "combine", COUNTS)  # what uneven routing changes
+
+Kind = tuple[object, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkCosts:
+    """Of every chunk of a model, the least that it can take and keep on one rank.
+
+    times: [kind, token, 2, 2] (stream free, input there) -> (stream free, output there), in seconds, as max and plus.
+    busy: [kind, token] seconds of its kernels. saved: [kind, 2] bytes from F to I, from F to W. numel: [kind, pool]
+    elements on one rank before ZeRO. ranks: [pool] ranks of one program that hold the same.
+    """
+
+    kinds: tuple[int, ...]
+    weights: tuple[float, ...]
+    times: FloatArray
+    busy: FloatArray
+    saved: FloatArray
+    numel: FloatArray
+    ranks: tuple[int, ...]
+    tied: bool
+    p2p_s: float
+    model: CostModel
+
+    @classmethod
+    def of(cls, job: Job, model: JobModel, mesh: Mesh, hardware: DeviceHardware) -> ChunkCosts:
+        """job: resolved, its sizes checked against the model. Its schedule and ZeRO level do not matter."""
+        chunks = model.chunks
+        names = [_kind(c) for c in chunks]
+        first = {k: i for i, k in reversed(list(enumerate(names)))}
+        order = sorted(first.values())
+        shown = {chunks[i].name: chunks[first[names[i]]].name for i in range(len(chunks))}
+        kept = [replace(c, reads=c.reads and shown[c.reads]) for c in (chunks[i] for i in order)]
+        prepared = _small(job, model, mesh, kept, hardware)
+        graph, costs = prepared.graph(), CostModel(prepared, hardware)
+        ends = len(chunks) - 1 - max((i for i, c in enumerate(chunks) if "L" in c.tags), default=0)
+        side = {c.name for c in kept if "L" not in c.tags and c.reads and ends > 1}  # they read the last layer, too
+        uneven = job.routing.kind != "balanced"
+        found = _Timed(graph, costs, 0.0 if job.costs.stage_times is not None else _fastest(costs), uneven)
+        numel, ranks, tied = _params(graph, mesh)
+        source = prepared.base.source
+        assert source is not None
+        weight = weigh(job, hardware)
+        return cls(
+            kinds=tuple(order.index(first[k]) for k in names),
+            weights=tuple(weight(source, c) for c in chunks),
+            times=np.array([[found.steps(s, t, c.name in side) for t in OpToken] for s, c in enumerate(kept)]),
+            busy=np.array([[found.busy(s, t) for t in OpToken] for s in range(len(kept))]),
+            saved=_saved(graph, len(kept), uneven),
+            numel=numel,
+            ranks=ranks,
+            tied=tied,
+            p2p_s=found.p2p(),
+            model=costs,
+        )
+
+    def update_s(self, numel: int) -> float:
+        """Seconds of an update of so many elements."""
+        return sum(self.model.node_shares(GraphNode(0, PerStepOp.UPDATE, "", numel=numel))) * (1 - 1e-9)
+
+
+def _kind(c: Chunk) -> Kind:
+    """What two chunks have in common that cost the same: all but names."""
+    parts = tuple(
+        (p.name, p.inputs, p.keeps, tuple((q.shape, q.sharded, q.expert, q.by_heads) for q in p.params))
+        for p in c.parts
+    )
+    return ("L" in c.tags, "EP" in c.tags, c.reads is None or c.reads, parts)
+
+
+def _small(job: Job, model: JobModel, mesh: Mesh, kept: Sequence[Chunk], hardware: DeviceHardware) -> PreparedJob:
+    """One chunk of each kind, each a stage, all on one rank."""
+    shape = MicrobatchShape(job.schedule.microbatch_size, job.model.seq_len)
+    style = hardware.software.style
+    source = model.source(shape, precision_of(job), style)
+    base = model_graph([(c,) for c in kept], source, recompute_options(job))
+    base = replace(base, mesh=mesh, prefetch=job.parallel.prefetch)
+    n = len(kept)
+    made = build("looped-bfs" if n > 1 else "gpipe", 1, 1, n)
+    strategy = (*placing(made), *dividing(job, model.config), ordering(made))
+    return PreparedJob(job, model.config, mesh, made.name, mesh.ranks, 1, n, base, strategy, PlanPolicy(), style)
+
+
+def _fastest(costs: CostModel) -> float:
+    """What seconds of kernels are multiplied with: ranks may be faster than the hardware file says."""
+    fastest = max(1.0, float(costs.ground.speed.max()))
+    return 1.0 if fastest == 1.0 else (1 - 1e-9) / fastest
+
+
+class _Timed:
+    """Node sequences of passes run on one compute stream with nothing in the way."""
+
+    def __init__(self, graph: Graph, costs: CostModel, kernels: float, uneven: bool) -> None:
+        self.graph, self.costs, self.kernels, self.uneven = graph, costs, kernels, uneven
+        self.sequences = PassSequences(graph)
+        self.into: list[list[int]] = [[] for _ in graph.nodes]
+        self.out: list[list[int]] = [[] for _ in graph.nodes]
+        for e in graph.edges:
+            self.into[e.dst].append(e.src)
+            self.out[e.src].append(e.dst)
+        self.seconds = [self._seconds(n) for n in graph.nodes]
+
+    def _seconds(self, n: GraphNode) -> float:
+        routed = n.part.rsplit(".", 1)[-1] in ROUTED
+        if n.once or self.kernels == 0.0 or (self.uneven and routed):
+            return 0.0
+        if n.message is not None:
+            return quantise(self.costs.node_message(n)) if self._alike(n.message) else 0.0
+        shares = self.costs.node_shares(n)
+        every = all(self._alike(m) for m in n.inline)
+        kernels = sum(quantise(shares[s]) for s in KERNELS)
+        rest = sum(quantise(x) for s, x in enumerate(shares) if s not in KERNELS) if every else 0.0
+        return kernels * self.kernels + rest
+
+    def _alike(self, message: Message) -> bool:
+        """Whether all ranks' groups lie on nodes as the first's do."""
+        fewest, nodes = self.costs.ground.lie(CollectiveUse.of(message, self.costs.ground.positions.programs))
+        return bool((fewest == fewest.flat[0]).all() and (nodes == nodes.flat[0]).all())
+
+    def busy(self, stage: int, token: OpToken) -> float:
+        """Seconds of a pass's kernels."""
+        nodes = self.graph.nodes
+        return sum(self.seconds[i] for i in self.sequences.of(stage, token) if nodes[i].stream == COMPUTE)
+
+    def steps(self, stage: int, token: OpToken, side: bool) -> list[list[float]]:
+        """What a pass adds to (stream free, input there); a side chunk's input is not the chunk before it."""
+        a, c = self._run(stage, token, 0.0, NEVER)
+        b, d = (NEVER, NEVER) if side or token is OpToken.W else self._run(stage, token, NEVER, 0.0)
+        return [[a, b], [c, d]]
+
+    def _run(self, stage: int, token: OpToken, free: float, there: float) -> tuple[float, float]:
+        nodes, done, out = self.graph.nodes, dict[int, float](), dict[int, float]()
+        for i in self.sequences.of(stage, token):
+            n = nodes[i]
+            start = max((self._ready(j, n, done, there) for j in self.into[i]), default=NEVER)
+            if n.stream == COMPUTE:
+                start = free = max(free, start)
+            done[i] = max(NEVER, start + self.seconds[i])
+            if n.stream == COMPUTE:
+                free = done[i]
+            for reader in (nodes[j] for j in self.out[i]):
+                if reader.stage != stage and reader.kind is n.kind:
+                    out[reader.stage] = max(out.get(reader.stage, NEVER), done[i])
+        return free, min(out.values(), default=NEVER)
+
+    def _ready(self, j: int, reader: GraphNode, done: dict[int, float], there: float) -> float:
+        if j in done:
+            return done[j]
+        m = self.graph.nodes[j]
+        return there if m.stage != reader.stage and m.kind is reader.kind else NEVER
+
+    def p2p(self) -> float:
+        """The least that a transfer between two stages takes."""
+        if self.kernels == 0.0 or "p2p" in (self.costs.job.costs.stage_times or {}):
+            return 0.0
+        nodes = self.graph.nodes
+        sizes = [
+            nodes[e.src].writes[e.slot].bytes
+            for e in self.graph.edges
+            if nodes[e.src].stage != nodes[e.dst].stage and nodes[e.src].kind is nodes[e.dst].kind is Pass.F
+        ]
+        if not sizes:
+            return 0.0
+        message = Message(MessageKind.P2P, min(sizes), ("pp",))
+        return min(quantise(self.costs.priced(message, RankSpread(2, k, 3 - k)).seconds) for k in (1, 2))
+
+
+def _saved(graph: Graph, stages: int, uneven: bool) -> FloatArray:
+    """[stage, 2] bytes that F writes and backward reads: last in I (or R), last in W; on the reader's stage."""
+    readers: dict[tuple[int, int], list[GraphNode]] = {}
+    for e in graph.edges:
+        if graph.nodes[e.src].kind is Pass.F and graph.nodes[e.dst].kind in (Pass.I, Pass.W, Pass.R):
+            readers.setdefault((e.src, e.slot), []).append(graph.nodes[e.dst])
+    out = np.zeros((stages, 2))
+    for (src, slot), reads in readers.items():
+        n = graph.nodes[src]
+        if uneven and n.part.rsplit(".", 1)[-1] in ROUTED:
+            continue
+        stage = n.stage if any(r.stage == n.stage for r in reads) else reads[0].stage
+        out[stage, int(any(r.kind is Pass.W and r.stage == stage for r in reads))] += n.writes[slot].bytes
+    return out
+
+
+def _params(graph: Graph, mesh: Mesh) -> tuple[FloatArray, tuple[int, ...], bool]:
+    """([stage, pool] elements on one rank, [pool] ranks of a program that hold the same, whether any are tied)."""
+    pools: dict[tuple[bool, tuple[str, ...]], int] = {}
+    rows: list[tuple[int, int, int]] = []
+    seen: set[str] = set()
+    tied = False
+    assert graph.source is not None
+    for e in graph.entries:
+        for p in e.part.params:
+            tied |= p.name in seen
+            if p.name not in seen:
+                pool = pools.setdefault((p.expert, summed_over(p, e.layout)), len(pools))
+                rows.append((e.stage, pool, graph.source.local_numel(p, e.layout)))
+            seen.add(p.name)
+    out = np.zeros((graph.stages, max(1, len(pools))))
+    for stage, pool, n in rows:
+        out[stage, pool] += n
+    return out, tuple(mesh.size(axes) for _, axes in pools) or (1,), tied

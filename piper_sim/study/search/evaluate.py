@@ -1,0 +1,102 @@
+"""One configuration simulated, event by event: its step, its memory, or why it has none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ir.core.errors import PiperError
+from ir.job import Job
+from ir.job.build import blaming
+from piper_sim.pricing.prepare import hardware_of
+from piper_sim.report.units import GIB
+from piper_sim.study.planned import PlannedJob, fits
+from piper_sim.study.predict import planned, predict, timed
+from piper_sim.study.search.space import Changes
+from piper_sim.study.simulate import Object, memory_object, reason
+
+
+class JobRefusal(StrEnum):
+    """Why a configuration is not among those that were timed."""
+
+    ILLEGAL = "illegal"
+    MEMORY = "memory"
+    BOUNDED = "bounded"
+
+
+@dataclass(frozen=True)
+class RejectedJob:
+    """A configuration that does not count, and why."""
+
+    changes: Changes
+    kind: JobRefusal
+    reason: str
+
+    def to_dict(self) -> Object:
+        """As the JSON has it."""
+        return {"changes": dict(self.changes), "kind": str(self.kind), "reason": self.reason}
+
+
+@dataclass(order=True, frozen=True)
+class BoundedJob:
+    """A configuration that waits: by its bound, among equals as drawn, then in the space's order.
+
+    seconds, device_bytes: what it takes at least.
+    """
+
+    seconds: float
+    drawn: float
+    number: int
+    device_bytes: float = field(compare=False)
+    changes: Changes = field(compare=False)
+    job: Job = field(compare=False)
+
+
+@dataclass(frozen=True)
+class EvaluatedJob:
+    """A configuration simulated. iteration_s: None where it does not fit or cannot be planned; reason says why.
+
+    device_bytes: of its fullest rank; None where it cannot be planned.
+    """
+
+    iteration_s: float | None
+    device_bytes: int | None
+    kind: JobRefusal | None = None
+    reason: str = ""
+
+
+def evaluate(job: Job, limit_GiB: float | None) -> EvaluatedJob:
+    """Plan a configuration, walk its memory, and time it where it fits. limit_GiB: of device bytes on any rank."""
+    try:
+        with blaming(job):
+            p = planned(job, hardware_of(job))
+            peak = device_bytes(p)
+            if not fits(p):
+                return EvaluatedJob(None, peak, JobRefusal.MEMORY, reason(p, memory_object(p)))
+            if limit_GiB is not None and peak > limit_GiB * GIB:
+                return EvaluatedJob(None, peak, JobRefusal.MEMORY, over(peak, limit_GiB))
+            return EvaluatedJob(timed(p).iteration_s, peak)
+    except PiperError as e:
+        return EvaluatedJob(None, None, JobRefusal.ILLEGAL, refused(e))
+
+
+def device_bytes(p: PlannedJob) -> int:
+    """Reserved bytes and context of the fullest rank."""
+    return max(r.band.middle for r in p.reserved) + p.context_bytes
+
+
+def over(peak: float, limit_GiB: float) -> str:
+    """What exceeds `search.memory_limit_GiB`."""
+    return f"a rank needs {peak / GIB:.1f} GiB, search.memory_limit_GiB is {limit_GiB:g}"
+
+
+def refused(e: PiperError) -> str:
+    """An error as a reason: key, message, fix."""
+    where = f"{e.key}: " if e.key else ""
+    return f"{where}{e.message}" + (f" ({e.suggestion})" if e.suggestion else "")
+
+
+def full(changes: Changes, job: Job) -> Object:
+    """`simulate`'s object of a configuration, and what it changes."""
+    with blaming(job):
+        return predict(job).to_dict() | {"changes": dict(changes)}

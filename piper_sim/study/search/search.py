@@ -1,0 +1,255 @@
+"""Best-first search: the least bounds go first, what cannot be on the front of time and memory is never planned."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.job import Job
+from piper_sim.pricing.prepare import hardware_of
+from piper_sim.report.units import GIB
+from piper_sim.study.search.bound import JobBounds
+from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, JobRefusal, RejectedJob, over, refused
+from piper_sim.study.search.space import Changes, JobSpace
+from piper_sim.study.search.workers import JobWorkers
+from piper_sim.study.simulate import Object
+
+BUDGET_S = 60.0
+MOST_REJECTED = 1000
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class JobSearchResult:
+    """What was found. best, pareto: `simulate`'s objects with `changes`; nearest: where nothing fits, what lacks least.
+
+    all_rejected: each with its reason; the JSON object has the first 1,000 and the counts. space: configurations;
+    evaluated: those simulated. proven: none that is left could be the best; pareto_proven: nor on the front.
+    seconds: of all; first_s, proven_s: when the first that fits was known, and the best proven; None if never.
+    """
+
+    job: Job
+    best: Object | None
+    nearest: Object | None
+    pareto: list[Object]
+    all_rejected: list[RejectedJob]
+    evaluated: int
+    space: int
+    proven: bool
+    pareto_proven: bool
+    seconds: float
+    first_s: float | None
+    proven_s: float | None
+
+    def to_dict(self) -> Object:
+        """The object of `piper-sim search`."""
+        keys = ("best", "pareto", "evaluated", "space", "proven", "pareto_proven", "seconds", "first_s", "proven_s")
+        out: Object = {"schema_version": 1} | {k: getattr(self, k) for k in keys}
+        out["rejected"] = [r.to_dict() for r in self.all_rejected[:MOST_REJECTED]]
+        counts = Counter(r.kind for r in self.all_rejected)
+        out["rejected_counts"] = {str(k): counts[k] for k in JobRefusal}
+        out["objective"] = self.objective
+        if self.best is None:
+            said = "nothing can be planned" if self.nearest is None else f"nothing fits: {self.nearest['reason']}"
+            out |= {"fits": False, "nearest": self.nearest, "reason": said}
+        return out
+
+
+    @property
+    def objective(self) -> Object:
+        """What was asked for, and the best's: GPUs and global batch are the job's, so one order serves all."""
+        name, best = self.job.search.objective, self.best
+        price = self.job.cluster.price
+        value = None
+        if best is not None:
+            per_gpu = best["tokens_per_s_per_gpu"]
+            dear = 1e6 * (price or 0.0) / 3600 / per_gpu  # of a million tokens
+            value = {"iteration": best["iteration_s"], "tokens_per_gpu": per_gpu, "cost": dear}[name]
+        return {"name": name, "value": value}
+
+
+def search(
+    job: Job, budget_s: float = BUDGET_S, workers: int = 1, progress: Progress = lambda _: None
+) -> JobSearchResult:
+    """The fastest configuration of a job's model on its GPUs at its global batch, and what memory buys.
+
+    budget_s: no new configuration is begun after so many seconds. workers: processes. progress: told how far it is.
+
+    Raises PiperError (job): a job that cannot be searched, `[search]` with a value that no key takes.
+
+    >>> from piper_sim import load_job, search
+    >>> job = load_job({"model": {"config": "tiny-llama", "seq_len": 64}, "parallel": {"dp": 2},
+    ...                 "search": {"tp": [1, 2], "pp": [1, 2], "name": ["1f1b"], "zero": [1]}})
+    >>> found = search(job)
+    >>> found.proven, found.space
+    (True, 3)
+    """
+    if job.search.objective == "cost" and job.cluster.price is None:
+        fix = "price = 2.5, of one GPU for an hour"
+        raise PiperError(ErrorKind.JOB, "no price", file=job.file, key="cluster.price", suggestion=fix)
+    with JobWorkers(workers, job.search.memory_limit_GiB) as pool:
+        return _Search(job, time.monotonic() + budget_s, progress).run(pool)
+
+
+class _Search:
+    """One search's state. front: (seconds, bytes, number) of what fits and nothing beats in both, fastest first.
+
+    misses: (bytes, number) of what does not fit, as far as is known. left: what the budget did not allow.
+    """
+
+    def __init__(self, job: Job, until: float, progress: Progress) -> None:
+        self.began, self.until, self.progress, self.job = time.monotonic(), until, progress, job
+        hardware = hardware_of(job)
+        self.space, self.bounds = JobSpace.of(job, hardware), JobBounds(hardware)
+        self.limit_bytes = (job.search.memory_limit_GiB or float("inf")) * GIB
+        self.draws = random.Random(job.search.seed)
+        self.known: dict[int, BoundedJob] = {}
+        self.front: list[tuple[float, float, int]] = []
+        self.misses: list[tuple[float, int]] = []
+        self.rejected: list[tuple[int, RejectedJob]] = []
+        self.size, self.evaluated = 0, set[int]()
+        self.first_s: float | None = None
+        self.proven_s: float | None = None
+
+    def run(self, workers: JobWorkers) -> JobSearchResult:
+        """The job itself, then the rest by their bounds."""
+        configurations = enumerate(self.space)
+        self._simulate(self._bounded(islice(configurations, 1)), workers)
+        self.progress("bounding the space")
+        left = self._simulate(self._bounded(configurations), workers)
+        proven = not any(self._best >= e.seconds for e in left)
+        if proven and self.proven_s is None:
+            self.proven_s = self._seconds
+        shown = workers.full([self.known[number] for *_, number in self.front])
+        return JobSearchResult(
+            job=self.job,
+            best=shown[0] if shown else None,
+            nearest=None if shown else self._nearest(workers),
+            pareto=shown,
+            all_rejected=[r for _, r in sorted(self.rejected, key=lambda x: x[0])],
+            evaluated=len(self.evaluated),
+            space=self.size,
+            proven=proven,
+            pareto_proven=not left,
+            seconds=self._seconds,
+            first_s=self.first_s,
+            proven_s=self.proven_s if proven else None,
+        )
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def _best(self) -> float:
+        return self.front[0][0] if self.front else math.inf
+
+    def _bounded(self, configurations: Iterable[tuple[int, Changes]]) -> list[BoundedJob]:
+        """Those that are legal and may fit, the least bound first."""
+        out = []
+        for number, changes in configurations:
+            self.size += 1
+            try:
+                job = self.space.job_of(changes)
+                bound = self.bounds.of(job)
+            except PiperError as e:
+                self._reject(number, changes, JobRefusal.ILLEGAL, refused(e))
+                continue
+            one = BoundedJob(bound.seconds, self.draws.random(), number, bound.device_bytes, changes, job)
+            self.known[number] = one
+            excess = bound.excess
+            if excess is None and bound.device_bytes > self.limit_bytes:
+                excess = over(bound.device_bytes, self.limit_bytes / GIB)
+            if excess is None:
+                out.append(one)
+            else:
+                self.misses.append((bound.device_bytes, number))
+                self._reject(number, changes, JobRefusal.MEMORY, excess)
+        return sorted(out)
+
+    def _simulate(self, queue: list[BoundedJob], workers: JobWorkers) -> list[BoundedJob]:
+        """Simulate what nothing beats; what there was no time for is handed back."""
+        following = {one.number: after.seconds for one, after in pairwise(queue)}
+
+        def asked() -> Iterator[BoundedJob]:
+            for one in queue:
+                if time.monotonic() >= self.until:
+                    return
+                if self._wanted(one):
+                    yield one
+
+        for one, found in workers.each(asked(), self._wanted):
+            if found is not None:
+                self._commit(one, found)
+            if self.proven_s is None and self.size > 1 and following.get(one.number, math.inf) > self._best:
+                self.proven_s = self._seconds
+        left = []
+        for one in queue:
+            if one.number in self.evaluated:
+                continue
+            if self._wanted(one):
+                left.append(one)
+            else:
+                self._reject(one.number, one.changes, JobRefusal.BOUNDED, self._beaten(one))
+        return left
+
+    def _commit(self, one: BoundedJob, found: EvaluatedJob) -> None:
+        self.evaluated.add(one.number)
+        if found.kind is not None:
+            if found.device_bytes is not None:
+                self.misses.append((found.device_bytes, one.number))
+            return self._reject(one.number, one.changes, found.kind, found.reason)
+        assert found.iteration_s is not None and found.device_bytes is not None
+        if self.first_s is None:
+            self.first_s = self._seconds
+        self.front = front([*self.front, (found.iteration_s, found.device_bytes, one.number)])
+        how = "best so far" if self.proven_s is None else "proven best"
+        self.progress(f"{len(self.evaluated)} simulated; {how} {self._best:.4g} s; bounds from {one.seconds:.4g} s")
+
+    def _wanted(self, one: BoundedJob) -> bool:
+        """Whether nothing known is both faster than its bound and no larger."""
+        return not any(t < one.seconds and m <= one.device_bytes for t, m, _ in self.front)
+
+    def _beaten(self, one: BoundedJob) -> str:
+        t, m, number = next(x for x in self.front if x[0] < one.seconds and x[1] <= one.device_bytes)
+        least = f"{one.seconds:.6g} s and {one.device_bytes / GIB:.1f} GiB at least"
+        return f"{least}; {said(self.known[number].changes)} takes {t:.6g} s and {m / GIB:.1f} GiB"
+
+    def _reject(self, number: int, changes: Changes, kind: JobRefusal, why: str) -> None:
+        self.rejected.append((number, RejectedJob(changes, kind, why)))
+
+    def _nearest(self, workers: JobWorkers) -> Object | None:
+        """What lacks least, where nothing fits."""
+        for _, number in sorted(self.misses)[:8]:
+            with suppress(PiperError):
+                found = workers.full([self.known[number]])[0]
+                peak = max(found["memory"]["device_peak_bytes"].values())
+                if found["fits"]:
+                    found |= {"fits": False, "reason": over(peak, self.limit_bytes / GIB)}
+                return found
+        return None
+
+
+def front(points: Iterable[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+    """The (seconds, bytes, number) that none beats in one and equals in the other; of equals the first.
+
+    >>> front([(2.0, 5, 0), (1.0, 9, 1), (2.0, 5, 2), (3.0, 6, 3)])
+    [(1.0, 9, 1), (2.0, 5, 0)]
+    """
+    out: list[tuple[float, float, int]] = []
+    for t, m, number in sorted(points):
+        if not out or m < out[-1][1]:
+            out.append((t, m, number))
+    return out
+
+
+def said(changes: Changes) -> str:
+    """Changes in a line."""
+    return ", ".join(f"{k} = {v}" for k, v in changes.items()) or "the job itself"

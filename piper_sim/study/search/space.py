@@ -1,0 +1,156 @@
+"""The configurations that a job's `[search]` spans, and each as a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import cast
+
+from cost_models import DeviceHardware
+from ir.core.errors import ErrorKind, PiperError
+from ir.job import Job
+from ir.job.build import DEFAULT_SCHEDULE, blaming, resolve
+from ir.job.model import read_model
+from ir.job.searched import KEYS
+from ir.schedules.registry import NAMES, canonical, default_chunks, legal_chunks, order_depends_on_times
+from ir.workload.config.spec import ModelConfig
+
+Changes = Mapping[str, object]
+LONG = 8192  # tokens of a sequence that one rank of cp holds, by default
+MOST_EP = 64
+WITHOUT_GAIN = ("gpipe", "looped-bfs")  # 1f1b takes no longer and keeps less
+CHEAP = ("norm", "up_projection", "activation")  # to recompute: no matrix product but latent attention's
+
+
+@dataclass(frozen=True)
+class JobSpace:
+    """Every combination of the values tried. own: the job with its sizes resolved; gpus, sequences: what all keep."""
+
+    job: Job
+    own: Job
+    gpus: int
+    sequences: int
+    values: Mapping[str, tuple[object, ...]]
+    schedules: tuple[tuple[str, int], ...] | None
+
+    @classmethod
+    def of(cls, job: Job, hardware: DeviceHardware) -> JobSpace:
+        """Of a job. Raises PiperError (job): what cannot be searched, or is no job itself."""
+        s = job.schedule
+        if given := next((k for k in ("directives", "builder", "csv") if getattr(s, k) is not None), None):
+            fix = f"schedule.name instead of schedule.{given}"
+            message = f"search cannot divide anew what {given} places"
+            raise PiperError(ErrorKind.JOB, message, file=job.file, key=f"schedule.{given}", suggestion=fix)
+        own = resolve(job, hardware.gpus_per_node)
+        p, s = own.parallel, own.schedule
+        gpus = p.tp * p.cp * p.pp * (p.dp or 1)
+        name = canonical(s.name or DEFAULT_SCHEDULE)
+        mbs = s.microbatches or 2 * p.pp
+        s = replace(s, name=name, stages_per_rank=s.stages_per_rank or default_chunks(name), microbatches=mbs)
+        own = replace(own, schedule=s, cluster=job.cluster)
+        with blaming(job):
+            config = read_model(job).config
+        free = {k for k in KEYS if k not in job.search.pin} - {"dp"}
+        default = {k: v for k, v in _defaults(own, config, gpus, hardware.gpus_per_node).items() if k in free}
+        listed = {k: cast(tuple[object, ...], v) for k, v in job.search.overrides.items()}
+        plan_free = not {"name", "stages_per_rank"} & {*listed, *job.search.pin}
+        schedules = _schedules((name, s.stages_per_rank or 1)) if plan_free else None
+        return cls(job, own, gpus, (p.dp or 1) * mbs * s.microbatch_size, default | listed, schedules)
+
+    def __iter__(self) -> Iterator[Changes]:
+        """Each configuration as the keys that differ from the job's; the job itself first, none twice."""
+        seen: set[str] = set()
+        yield {}
+        seen.add(repr({}))
+        keys = list(self.values)
+        pairs: Sequence[tuple[str, int] | None] = self.schedules or (None,)
+        for choice in product(*self.values.values()):
+            for pair in pairs:
+                found = self._changes(dict(zip(keys, choice, strict=True)), pair)
+                if found is not None and (text := repr(found)) not in seen:
+                    seen.add(text)
+                    yield found
+
+    def _changes(self, chosen: dict[str, object], pair: tuple[str, int] | None) -> Changes | None:
+        """What differs; None where another configuration is the same job."""
+        if pair is not None:
+            chosen |= {"name": pair[0], "stages_per_rank": pair[1]}
+        elif "name" in chosen and "stages_per_rank" not in chosen:
+            name = str(chosen["name"])
+            now = self.own.schedule.stages_per_rank or 1
+            chosen["stages_per_rank"] = now if legal_chunks(name, now) else default_chunks(name)
+        p, s = self.own.parallel, self.own.schedule
+        size = {k: int(cast(int, chosen.get(k, getattr(p, k)))) for k in ("tp", "cp", "pp")}
+        inner = size["tp"] * size["cp"] * size["pp"]
+        if "dp" not in chosen and self.gpus % inner == 0:
+            chosen["dp"] = self.gpus // inner
+        if pair is not None and size["pp"] == 1 and pair != self._alone():
+            return None  # without a pipeline a schedule decides nothing
+        dp, each = (int(cast(int, chosen.get(k, v))) for k, v in (("dp", p.dp), ("microbatch_size", s.microbatch_size)))
+        given = {(f, k): getattr(getattr(self.own, f), k) for k, f in KEYS.items()}
+        if self.job.schedule.stages_per_rank is None:
+            given["schedule", "stages_per_rank"] = default_chunks(str(chosen.get("name", s.name)))
+        if self.job.schedule.global_batch is None and self.sequences % (dp * each) == 0:
+            chosen["microbatches"] = self.sequences // dp // each
+            given["schedule", "microbatches"] = self.job.schedule.microbatches or 2 * size["pp"]
+        named = ((KEYS.get(k, "schedule"), k, v) for k, v in chosen.items())
+        return {f"{section}.{k}": v for section, k, v in named if given[section, k] != v}
+
+    def _alone(self) -> tuple[str, int]:
+        """The one schedule that stands for all where pp is 1."""
+        s = self.own.schedule
+        return (s.name or "", s.stages_per_rank or 1) if self.own.parallel.pp == 1 else (DEFAULT_SCHEDULE, 1)
+
+    def job_of(self, changes: Changes) -> Job:
+        """A configuration as a job. Raises PiperError (job): it cannot have the job's GPUs or global batch."""
+        job = changed(self.job, changes)
+        p, s = job.parallel, job.schedule
+        inner, dp = p.tp * p.cp * p.pp, p.dp or self.gpus // (p.tp * p.cp * p.pp)
+        if inner * dp != self.gpus:
+            why = f"tp·cp·pp = {inner} does not divide" if self.gpus % inner else f"tp·cp·pp·dp = {inner * dp} is not"
+            raise PiperError(ErrorKind.JOB, f"{why} the {self.gpus} GPUs", key="parallel.dp")
+        if self.sequences % (dp * s.microbatch_size):
+            each = dp * s.microbatch_size
+            near = max(1, round(self.sequences / each)) * each
+            message = f"dp · microbatch_size = {each} does not divide the global batch of {self.sequences} sequences"
+            raise PiperError(ErrorKind.JOB, message, key="schedule.global_batch", suggestion=f"global_batch = {near}")
+        return job
+
+
+def changed(job: Job, changes: Changes) -> Job:
+    """A job with some keys changed; keys as `section.key`."""
+    for section in ("parallel", "schedule", "model"):
+        mine = {k.split(".", 1)[1]: v for k, v in changes.items() if k.startswith(f"{section}.")}
+        if mine:
+            job = replace(job, **{section: replace(getattr(job, section), **mine)})
+    return job
+
+
+def _schedules(own: tuple[str, int]) -> tuple[tuple[str, int], ...]:
+    fixed = [n for n in NAMES if not order_depends_on_times(n) and n not in WITHOUT_GAIN]
+    several = {n: (2, 4) for n in fixed if legal_chunks(n, 4) and default_chunks(n) == 2}
+    return tuple(dict.fromkeys([own, *((n, v) for n in fixed for v in several.get(n, (default_chunks(n),)))]))
+
+
+def _defaults(job: Job, config: ModelConfig, gpus: int, per_node: int) -> dict[str, tuple[object, ...]]:
+    """What is tried where `[search]` says nothing: powers of two, the job's own value first."""
+    p, s, m = job.parallel, job.schedule, job.model
+    experts = config.moe.experts if config.moe is not None else 1
+    most_ep = min(MOST_EP, experts, gpus)
+    recompute = [s.recompute, "none", CHEAP, "full", *(["selective"] if m.attention == "unfused" else [])]
+    found: dict[str, Sequence[object]] = {
+        "tp": [p.tp, *_powers(gpus, per_node)],
+        "cp": [p.cp, *_powers(gpus, max(1, m.seq_len // LONG))],
+        "pp": [p.pp, *_powers(gpus, min(config.layers, gpus))],
+        "ep": [p.ep, *(n for n in _powers(gpus, most_ep) if experts % n == 0 and n * 8 >= most_ep)],
+        "zero": [p.zero, 1, 3],
+        "layers": [p.layers, "balanced"],
+        "microbatch_size": [s.microbatch_size, 1, 2, 4],
+        "recompute": recompute,
+    }
+    return {k: tuple(dict.fromkeys(v)) for k, v in found.items()}
+
+
+def _powers(gpus: int, most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most and gpus % 2**i == 0]
