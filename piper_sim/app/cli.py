@@ -281,7 +281,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         case "doctor":
             from piper_sim.app.doctor.command import main as command
         case "search":
-            from piper_sim.app.commands.search import main as command
+            from piper_sim.app.search import main as command
         case "plan":
             from piper_sim.app.commands.plan import main as command
         case "import":

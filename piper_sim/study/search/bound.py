@@ -9,13 +9,15 @@ import numpy as np
 
 from cost_models import DeviceHardware, state_bytes
 from cost_models.allocator.bands import context_bytes
+from ir.core.errors import ErrorKind, PiperError
 from ir.core.mesh import Mesh
 from ir.core.ops import OpToken
 from ir.core.order import FloatArray
 from ir.job import Job
 from ir.job.build import DEFAULT_SCHEDULE, blaming, precision_of, recompute_options, resolve
 from ir.job.model import JobModel, read_model
-from ir.schedules.registry import canonical, check_shape, default_chunks, order_depends_on_times
+from ir.schedules.registry import canonical, check_shape, default_chunks, legal_chunks, order_depends_on_times
+from ir.workload.layout import laid_out, parse_layout
 from ir.workload.part import Chunk, PartLayout
 from ir.workload.partition import partition
 from ir.workload.setting import MicrobatchShape
@@ -63,7 +65,8 @@ class JobBounds:
         p, s = job.parallel, job.schedule
         model, mesh = self._checked(job)
         name = canonical(s.name or DEFAULT_SCHEDULE)
-        chunks = s.stages_per_rank or default_chunks(name)
+        asked = 0 if s.layout is None else len(parse_layout(s.layout)) // p.pp
+        chunks = s.stages_per_rank or (asked if legal_chunks(name, asked) else default_chunks(name))
         mbs = s.microbatches or 2 * p.pp
         check_shape(name, p.pp, mbs, chunks)
         searched = order_depends_on_times(name)
@@ -107,9 +110,15 @@ class JobBounds:
         most: int | None,
     ) -> _Stages:
         ranks, layers = tuple(cells.home[:, 0].tolist()), job.parallel.layers
-        whole = (key, ranks, layers, most)
+        whole = (key, ranks, layers, job.schedule.layout, most)
         if whole not in self._stages:
-            stages = partition(model.chunks, len(ranks), layers, costs.weights, ranks, most)
+            if job.schedule.layout is not None:
+                stages = laid_out(model.chunks, parse_layout(job.schedule.layout))
+                if len(stages) != len(ranks):
+                    message = f"the layout has {len(stages)} stages, the schedule {len(ranks)}"
+                    raise PiperError(ErrorKind.JOB, message, key="schedule.layout")
+            else:
+                stages = partition(model.chunks, len(ranks), layers, costs.weights, ranks, most)
             self._stages[whole] = _stages(stages, model.chunks, costs)
         return self._stages[whole]
 

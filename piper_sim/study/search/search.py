@@ -86,10 +86,10 @@ def search(
 
     >>> from piper_sim import load_job, search
     >>> job = load_job({"model": {"config": "tiny-llama", "seq_len": 64}, "parallel": {"dp": 2},
-    ...                 "search": {"tp": [1, 2], "pp": [1, 2], "name": ["1f1b"], "zero": [1]}})
+    ...                 "search": {"tp": [1, 2], "pp": [1, 2], "name": ["1f1b"], "pin": ["recompute"]}})
     >>> found = search(job)
-    >>> found.proven, found.space
-    (True, 3)
+    >>> found.proven, found.best["fits"]
+    (True, True)
     """
     if job.search.objective == "cost" and job.cluster.price is None:
         fix = "price = 2.5, of one GPU for an hour"

@@ -54,7 +54,9 @@ class JobSpace:
         free = {k for k in KEYS if k not in job.search.pin} - {"dp"}
         default = {k: v for k, v in _defaults(own, config, gpus, hardware.gpus_per_node).items() if k in free}
         listed = {k: cast(tuple[object, ...], v) for k, v in job.search.overrides.items()}
-        plan_free = not {"name", "stages_per_rank"} & {*listed, *job.search.pin}
+        if s.layout is not None:  # it says how many stages there are
+            default = {k: v for k, v in default.items() if k not in ("pp", "layers")}
+        plan_free = s.layout is None and not {"name", "stages_per_rank"} & {*listed, *job.search.pin}
         schedules = _schedules((name, s.stages_per_rank or 1)) if plan_free else None
         return cls(job, own, gpus, (p.dp or 1) * mbs * s.microbatch_size, default | listed, schedules)
 

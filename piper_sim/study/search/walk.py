@@ -126,8 +126,9 @@ def walk(
                         x = done[0, s - 1, m] + (p2p if home[s - 1, m] != r else 0.0)
                     elif (t == 1 or t == 3) and s < stages - 1:
                         x = done[1, s + 1, m] + (p2p if home[s + 1, m] != r else 0.0)
-                    end = max(end, max(free + times[s, t, 0, 0], x + times[s, t, 0, 1]))
-                    there = max(free + times[s, t, 1, 0], x + times[s, t, 1, 1])
+                    u = 1 if t == 3 and last > first else t  # a pair may put its weight gradients anywhere
+                    end = max(end, max(free + times[s, u, 0, 0], x + times[s, u, 0, 1]))
+                    there = max(free + times[s, u, 1, 0], x + times[s, u, 1, 1])
                     if t == 0:
                         done[0, s, m] = there
                     elif t != 2:

@@ -102,6 +102,7 @@ def test_without_numba_the_same_bytes(cli: Any, rich: str, monkeypatch: pytest.M
     from piper_sim.compiled import choose
 
     monkeypatch.setattr(choose, "TWIN_LOAD_S", 1e-9)
+    monkeypatch.setattr(choose, "TWIN_LOADED_S", 1e-9)
     with_it = cli("simulate", rich)
     monkeypatch.setitem(sys.modules, "numba", None)
     assert not choose.twin_pays(10**9, shared=True)

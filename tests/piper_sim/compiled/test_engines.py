@@ -31,11 +31,15 @@ Play = Callable[..., EngineRun]
 # --- which one ---
 
 
-def test_small_plans_stay_with_simpy_and_large_ones_pay_for_the_twin() -> None:
+@pytest.mark.parametrize("loaded", [False, True])
+def test_small_plans_stay_with_simpy_and_large_ones_pay_for_the_twin(
+    monkeypatch: pytest.MonkeyPatch, loaded: bool
+) -> None:
+    monkeypatch.setattr(choose, "_loaded", lambda: loaded)
     for shared, cost in ((False, choose.SIMPY_S), (True, choose.SIMPY_SHARED_S)):
-        turn = choose.TWIN_LOAD_S / cost
+        turn = (choose.TWIN_LOADED_S if loaded else choose.TWIN_LOAD_S) / cost
         assert not choose.twin_pays(int(turn * 0.99), shared) and choose.twin_pays(int(turn * 1.01), shared)
-    assert choose.twin_pays(100_000, shared=True) and not choose.twin_pays(100_000, shared=False)
+    assert choose.twin_pays(100_000, shared=True) and choose.twin_pays(100_000, shared=False) is loaded
 
 
 def test_without_numba_nothing_pays_for_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +61,8 @@ def test_a_scenario_goes_where_it_pays(monkeypatch: pytest.MonkeyPatch, large: b
 
     monkeypatch.setattr(engine, "play", seen("simpy", engine.play))
     monkeypatch.setattr(compiled, "play", seen("twin", compiled.play))
-    monkeypatch.setattr(choose, "TWIN_LOAD_S", 1e-9 if large else 1e9)
+    for name in ("TWIN_LOAD_S", "TWIN_LOADED_S"):
+        monkeypatch.setattr(choose, name, 1e-9 if large else 1e9)
     asked(table())
     assert set(went) == {"twin" if large else "simpy"}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from ir.core.errors import PiperError
 from ir.job import Job, load_job
 from piper_sim.pricing.prepare import hardware_of
-from piper_sim.report.units import GIB
 from piper_sim.study.predict import predict
 from piper_sim.study.search import JobSearchResult, search
 from piper_sim.study.search.bound import JobBound, JobBounds
@@ -36,7 +34,8 @@ def drawn(seed: int) -> Job:
         "recompute": r.choice([["none"], ["none", "full"], ["none", ["norm", "activation"]]]),
     }
     model = {"config": "tiny-moe" if moe else "tiny-llama", "seq_len": r.choice([256, 1024])}
-    cluster = {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 4, "memory_margin_GiB": 0, "hbm_GiB": r.choice([1.3, 2.1, 80.0])}
+    cluster = {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 4, "memory_margin_GiB": 0}
+    cluster["hbm_GiB"] = r.choice([1.3, 2.1, 80.0])
     more = {"optimizer": {"clip_norm": r.choice([0.0, 1.0])}, "costs": {"interference": r.choice(["none", "pairwise"])}}
     return load_job({"model": model, "cluster": cluster, "schedule": {"global_batch": 16}, "search": lists, **more})
 

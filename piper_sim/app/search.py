@@ -18,7 +18,7 @@ FILES = ("search.json", "best.toml")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Search, print, write; 3 where nothing fits."""
+    """Search, print, write; 3 where nothing fits. Raises PiperError (usage): no workers, a budget below nothing."""
     if args.workers < 1 or not args.budget >= 0:
         key, allowed = ("--workers", "1 or more") if args.workers < 1 else ("--budget", "seconds, 0 or more")
         raise PiperError(ErrorKind.USAGE, "out of range", key=key, allowed=allowed)
