@@ -14,6 +14,7 @@ MOST = 2**31 - 1
 PARTS = ("norm", "up_projection", "activation", "scores", "mlp", "attention")
 Size = Annotated[int, Meta(ge=1, le=MOST)]
 Natural = Annotated[int, Meta(ge=0, le=MOST)]
+Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 NumberFormat = Annotated[str, words("fp64", "fp32", "bf16", "fp16", "fp8", said="number format")]
 Recomputed = Annotated[str, words(*PARTS, said="part to recompute")]

@@ -162,7 +162,8 @@ def job_digest(job: Job) -> str:
         usual = s.stages_per_rank == default_chunks(name)
         s = replace(s, name=name, stages_per_rank=None if usual else s.stages_per_rank)
     table = asdict(replace(job, schedule=s, file=""))
-    table["schedule"].pop("global_batch")  # a resolved job has microbatches
+    if s.global_batch is None:  # a resolved job has microbatches
+        table["schedule"].pop("global_batch")
     table["cluster"].pop("price")
     table.pop("search")
     return hashlib.sha256(json.dumps(table, sort_keys=True, default=list).encode()).hexdigest()
