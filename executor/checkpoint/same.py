@@ -14,7 +14,7 @@ from executor.checkpoint.tensors import MANIFEST
 from executor.data.files import digest_of_tokens
 from executor.data.tokens import FileTokens, source_name, source_of
 from executor.modules.base import TORCH
-from executor.optim.optimizer import OptimizerConfig, slots_of
+from executor.optim.optimizer import slots_of
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import DType
 from ir.job import Job
@@ -34,7 +34,7 @@ def training_of(prepared: PreparedJob) -> CheckpointTraining:
         shapes={p.name: p.shape for e in prepared.base.entries for p in e.part.params},
         format=_widest(precision.params, precision.optimizer),
         optimizer=job.optimizer.name,
-        slots=(WEIGHT, *slots_of(OptimizerConfig(job.optimizer.name))),
+        slots=(WEIGHT, *slots_of(job.optimizer)),
         sequences=prepared.mesh.sizes["dp"] * prepared.mbs * job.schedule.microbatch_size,
         length=job.model.seq_len,
         tokens=len(source.tokens) if isinstance(source, FileTokens) else 0,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from executor.data.tokens import check_source
 from executor.modules.supported import refuse_model
 from executor.parallel.places import check_divided
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.work import DType
 from ir.job.build import PreparedJob, blaming, precision_of, recompute_options
 
@@ -39,6 +41,7 @@ def _refuse_job(prepared: PreparedJob, real: bool) -> None:
 def _refuse_arithmetic(prepared: PreparedJob) -> None:
     job = prepared.job
     check_divided(prepared.plan().graph)
+    _refuse_patterns(prepared)
     if fine := sorted(recompute_options(job) - set(RECOMPUTED)):
         allowed = ", ".join(f'"{p}"' for p in RECOMPUTED)
         raise _not_yet(ErrorKind.JOB, f"recompute of {', '.join(fine)} alone", "schedule.recompute", allowed)
@@ -52,6 +55,17 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
     _refuse_stored(prepared)
     _refuse_balance(prepared)
     check_source(job, prepared.config.vocab)
+
+
+def _refuse_patterns(prepared: PreparedJob) -> None:
+    """A pattern that spares nothing is a typo."""
+    names = {p.name for e in prepared.base.entries for p in e.part.params}
+    for pattern in prepared.job.optimizer.no_decay:
+        if not any(fnmatchcase(n, pattern) for n in names):
+            message, last = f"no parameter is called {pattern!r}", sorted({n.rpartition(".")[2] for n in names})
+            allowed = f"patterns of names like {min(names)}"
+            fix = nearest(pattern, [f"*{x}" for x in last])
+            raise PiperError(ErrorKind.JOB, message, key="optimizer.no_decay", allowed=allowed, suggestion=fix)
 
 
 def _refuse_stored(prepared: PreparedJob) -> None:

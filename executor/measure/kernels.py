@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from executor.measure.ops import Note, Samples
 from executor.measure.watch import WARM_UP, DeviceTimer
 from executor.modules.base import TORCH
-from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
+from executor.optim.optimizer import Optimizer, clip_scale, norm_of, square_sums
 from ir.core.ops import Pass
 from ir.core.work import DType, Kernel, KernelKind
 from ir.graph.classes import node_classes
@@ -162,16 +162,15 @@ def _attention(k: Kernel, made: Callable[..., torch.Tensor]) -> Run:
 def _update(prepared: PreparedJob, numel: int, device: torch.device) -> Run:
     """One optimizer step on so many elements, gradients cleared and their norm taken, as a rank does it."""
     job, precision = prepared.job, precision_of(prepared.job)
-    config = OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm)
     weights = torch.zeros(numel, dtype=TORCH[precision.params], device=device)
     grads = {"w": torch.zeros(numel, dtype=TORCH[precision.grads], device=device)}
-    optimizer = Optimizer(config, {"w": weights}, TORCH[precision.optimizer])
+    optimizer = Optimizer(job.optimizer, {"w": weights}, TORCH[precision.optimizer])
 
     def run() -> None:
         grads["w"].zero_()
         scale = 1.0
-        if config.clip_norm:
-            scale = clip_scale(norm_of(square_sums(grads, ["w"])), config.clip_norm)
+        if job.optimizer.clip_norm:
+            scale = clip_scale(norm_of(square_sums(grads, ["w"])), job.optimizer.clip_norm)
         optimizer.step(grads, scale)
 
     return run

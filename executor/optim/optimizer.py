@@ -4,73 +4,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from executor.optim.schedule import learning_rate
 from ir.core.flat import update_blocks
+from ir.job.schema import JobOptimizer
 
-NAMES = ("adamw", "sgd")
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerConfig:
-    """The job's `[optimizer]`. clip_norm 0 turns clipping off.
-
-    >>> OptimizerConfig("adam")
-    Traceback (most recent call last):
-    ...
-    ir.core.errors.PiperError: optimizer.name: unknown optimizer 'adam'
-    allowed: adamw, sgd
-    fix: adamw
-    """
-
-    name: str = "adamw"
-    lr: float = 1e-3
-    clip_norm: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise PiperError(
-                ErrorKind.JOB,
-                f"unknown optimizer {self.name!r}",
-                key="optimizer.name",
-                allowed=NAMES,
-                suggestion=nearest(self.name, NAMES),
-            )
+Runs = tuple[tuple[slice, float], ...]  # stretches of a flat tensor, each with its weight decay
+USUAL_DECAY = {"adamw": 0.01, "sgd": 0.0}  # torch's
 
 
-def slots_of(config: OptimizerConfig) -> tuple[str, ...]:
+def slots_of(config: JobOptimizer) -> tuple[str, ...]:
     """The moments kept of every element.
 
-    >>> slots_of(OptimizerConfig("sgd", momentum=0.9)), slots_of(OptimizerConfig("sgd"))
-    (('momentum',), ())
+    >>> slots_of(JobOptimizer("sgd")), slots_of(JobOptimizer())
+    ((), ('exp_avg', 'exp_avg_sq'))
     """
-    if config.name == "sgd":
-        return ("momentum",) if config.momentum else ()
-    return "exp_avg", "exp_avg_sq"
+    return () if config.name == "sgd" else ("exp_avg", "exp_avg_sq")
+
+
+def decay_of(config: JobOptimizer, name: str) -> float:
+    """A parameter's weight decay.
+
+    >>> decay_of(JobOptimizer(), "l0.weight"), decay_of(JobOptimizer(no_decay=("*norm*",)), "l0.norm.weight")
+    (0.01, 0.0)
+    """
+    usual = USUAL_DECAY[config.name] if config.weight_decay is None else config.weight_decay
+    return 0.0 if any(fnmatchcase(name, p) for p in config.no_decay) else usual
 
 
 class Optimizer:
     """The state of the parameters (or shards of them) that a rank updates; element by element, so any cut will do.
 
-    dtype: of moments and master weights; a parameter that already has it gets no master copy.
+    dtype: of moments and master weights; a parameter that already has it gets no master copy. runs: of what is no
+    parameter, but a shard of several: its stretches of one weight decay. ends: the step behind which the run ends.
 
     >>> w = torch.ones(2)
-    >>> opt = Optimizer(OptimizerConfig("sgd", lr=0.5), {"w": w}); opt.step({"w": torch.ones(2)}); w.tolist()
+    >>> opt = Optimizer(JobOptimizer("sgd", lr=0.5), {"w": w}); opt.step({"w": torch.ones(2)}); w.tolist()
     [0.5, 0.5]
     """
 
     def __init__(
-        self, config: OptimizerConfig, params: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+        self,
+        config: JobOptimizer,
+        params: Mapping[str, Tensor],
+        dtype: torch.dtype = torch.float32,
+        runs: Mapping[str, Runs] | None = None,
     ) -> None:
         self.config, self.params = config, {n: p.detach() for n, p in params.items()}
+        whole = {n: ((slice(None), decay_of(config, n)),) for n in params}
+        self.runs: dict[str, Runs] = {**whole, **(runs or {})}
+        self.lr, self.ends = config.lr, 0
         wide = {n: torch.promote_types(p.dtype, dtype) for n, p in self.params.items()}
         self.masters = {n: p.to(wide[n]) for n, p in self.params.items() if p.dtype != wide[n]}
         self.steps = 0
@@ -92,6 +79,7 @@ class Optimizer:
 
     def begin(self) -> None:
         """A new step begins."""
+        self.lr = learning_rate(self.config, self.steps, self.ends)
         self.steps += 1
 
     @torch.no_grad()
@@ -99,28 +87,27 @@ class Optimizer:
         """Update some parameters within the step begun."""
         for name in self.params if names is None else names:
             weight = self.masters.get(name, self.params[name])
-            for param, wide, grad, *state in _blocks(
-                [self.params[name], weight, grads[name], *self.state[name].values()]
-            ):
-                grad = grad.to(wide.dtype)
-                grad = grad * scale if self.config.clip_norm else grad  # by 1.0 too, so memory knows no data
-                (self._adamw if self.config.name == "adamw" else self._sgd)(wide, grad, *state)
-                if name in self.masters:
-                    param.copy_(wide)
+            tensors = [self.params[name], weight, grads[name], *self.state[name].values()]
+            for cut, decay in self.runs[name]:
+                part = tensors if cut == slice(None) else [t.view(-1)[cut] for t in tensors]
+                for param, wide, grad, *state in _blocks(part):
+                    grad = grad.to(wide.dtype)
+                    grad = grad * scale if self.config.clip_norm else grad  # by 1.0 too, so memory knows no data
+                    (self._adamw if self.config.name == "adamw" else self._sgd)(decay, wide, grad, *state)
+                    if name in self.masters:
+                        param.copy_(wide)
 
-    def _sgd(self, weight: Tensor, grad: Tensor, *momentum: Tensor) -> None:
-        for sums in momentum:
-            grad = sums.mul_(self.config.momentum).add_(grad)
-        weight.add_(grad, alpha=-self.config.lr)
+    def _sgd(self, decay: float, weight: Tensor, grad: Tensor) -> None:
+        weight.add_(grad.add(weight, alpha=decay) if decay else grad, alpha=-self.lr)
 
-    def _adamw(self, weight: Tensor, grad: Tensor, avg: Tensor, sq: Tensor) -> None:
+    def _adamw(self, decay: float, weight: Tensor, grad: Tensor, avg: Tensor, sq: Tensor) -> None:
         # torch.optim.AdamW's single-tensor arithmetic, op for op: a test holds the two bitwise equal.
-        c, (beta1, beta2) = self.config, self.config.betas
-        weight.mul_(1 - c.lr * c.weight_decay)
+        beta1, beta2 = self.config.betas
+        weight.mul_(1 - self.lr * decay)
         avg.lerp_(grad, 1 - beta1)
         sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        step_size = c.lr / (1 - beta1**self.steps)
-        denom = (sq.sqrt() / math.sqrt(1 - beta2**self.steps)).add_(c.eps)
+        step_size = self.lr / (1 - beta1**self.steps)
+        denom = (sq.sqrt() / math.sqrt(1 - beta2**self.steps)).add_(self.config.eps)
         weight.addcdiv_(avg, denom, value=-step_size)
 
 

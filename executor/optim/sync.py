@@ -10,12 +10,13 @@ from torch import Tensor, dtype
 
 from executor.optim.flat import FlatBucket
 from executor.optim.gradients import ParamGradients
-from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
+from executor.optim.optimizer import Optimizer, Runs, clip_scale, decay_of, norm_of, square_sums
 from executor.parallel.collective import Collective
 from executor.transport.base import Transport, TransportHandle
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import MessageKind
 from ir.graph.sync import Bucket
+from ir.job.schema import JobOptimizer
 from ir.plan.places import RankPlacement, several, sharers
 
 Start = tuple[
@@ -27,7 +28,7 @@ Start = tuple[
 class BucketSyncConfig:
     """How gradients become an update."""
 
-    optimizer: OptimizerConfig
+    optimizer: JobOptimizer
     reduce: dtype
     """of gradients while they are reduced"""
     moments: dtype
@@ -63,7 +64,9 @@ class BucketSync:
             index = members.index(rank)
             self.flat[b.key] = FlatBucket(b, members, index, params, grads, reduce=config.reduce, first=first)
         shares = {f"flat:{k}": f.weights for k, f in self.flat.items()}
-        self.optimizer = Optimizer(config.optimizer, {**{n: params[n] for n in self.alone}, **shares}, config.moments)
+        mine = {**{n: params[n] for n in self.alone}, **shares}
+        runs = {f"flat:{k}": _runs(f, config.optimizer) for k, f in self.flat.items()}
+        self.optimizer = Optimizer(config.optimizer, mine, config.moments, runs)
         self.norm: float | None = None
         self._sums: Tensor | None = None
 
@@ -182,3 +185,16 @@ class BucketSync:
     def _partial_norm(self) -> Tensor:
         self._sums = self.squares()
         return self._sums
+
+
+def _runs(flat: FlatBucket, config: JobOptimizer) -> Runs:
+    """The stretches of a rank's share that decay alike; what lies between two parameters goes with the first."""
+    begins: list[tuple[int, float]] = []
+    for name, place in flat.places.items():
+        low = max(place.start, flat.own.start)
+        if low < min(place.stop, flat.own.stop):
+            decay = decay_of(config, name)
+            if not begins or decay != begins[-1][1]:
+                begins.append((low - flat.own.start if begins else 0, decay))
+    ends = [first for first, _ in begins[1:]]
+    return tuple((slice(a or None, b), decay) for (a, decay), b in zip(begins, [*ends, None], strict=False))

@@ -20,7 +20,6 @@ from executor.modules.base import TORCH
 from executor.modules.choose import model_of, recomputed
 from executor.modules.user.model import UserModel
 from executor.optim.gradients import ParamGradients
-from executor.optim.optimizer import OptimizerConfig
 from executor.optim.sync import BucketSync, BucketSyncConfig
 from executor.parallel.collective import groups
 from executor.parallel.expert_all_to_all import ExpertRoute
@@ -60,6 +59,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     if local is not None:
         keeper = RankCheckpoint(s.saving, prepared, plan, ctx.rank, local.sync, local.shares, ctx.progress)
         keeper.begin(transport)
+        local.sync.optimizer.ends = o.steps
     device.mark().wait()
     transport.barrier()
     results, told = [], []
@@ -211,7 +211,7 @@ class RankModel:
                 routes=routes,
             )
         config = BucketSyncConfig(
-            OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm),
+            job.optimizer,
             TORCH[precision.reduce],
             TORCH[precision.optimizer],
             elsewhere=repeated(plan.graph) if region.tp.index else frozenset(),

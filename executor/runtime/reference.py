@@ -10,8 +10,9 @@ from torch import Tensor
 from executor.autograd.stage import Stage
 from executor.modules.base import Model, evaluate
 from executor.optim.gradients import ParamGradients
-from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
+from executor.optim.optimizer import Optimizer, clip_scale, norm_of, square_sums
 from executor.runtime.batch import MicrobatchLoader
+from ir.job.schema import JobOptimizer
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ def train(
     data: MicrobatchLoader,
     steps: int,
     *,
-    optimizer: OptimizerConfig | None = None,
+    optimizer: JobOptimizer | None = None,
     grads: torch.dtype | None = None,
     moments: torch.dtype = torch.float32,
     split: bool = False,
@@ -46,13 +47,13 @@ def train(
     >>> len(run.losses), 5 < run.losses[0] < 6
     (2, True)
     """
-    config = optimizer or OptimizerConfig()
+    config = optimizer or JobOptimizer()
     built = model.build(model.chunks)
     sums = ParamGradients(built.params, grads)
     stage = Stage(built.units, built.params, grads=sums, reads=built.reads)
     opt = Optimizer(config, built.params, moments)
     out = ReferenceSteps(grads=sums.sums, params=dict(built.params))
-    order = list(model.shapes)
+    opt.ends, order = steps, list(model.shapes)
     for step in range(steps):
         sums.zero()
         loss = 0.0

@@ -13,6 +13,8 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import FileErrors, check_plain, read_toml, typed
 from ir.job.schema import OPEN, SECTIONS, Job, JobSchedule
 from ir.job.searched import scheduled, tried
+from ir.job.schema import OPEN, SECTIONS, Job, JobOptimizer, JobSchedule
+from ir.schedules.registry import canonical
 
 _FIX = 'a job file in TOML: [model] config = "llama3-8b"'
 FORM = FileErrors("a job", ErrorKind.JOB, "JOB", 10**6, _FIX, finite=False, smallest=1e-30)
@@ -95,6 +97,8 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
         message = "layout and parallel.layers both say where layers stand"
         raise PiperError(ErrorKind.JOB, message, key="schedule.layout", suggestion="leave parallel.layers out")
     return replace(job, search=tried(job.search, FORM))
+    _check_optimizer(job.optimizer)
+    return job
 
 
 def _with_overrides(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,6 +123,18 @@ def _check_schedule(s: JobSchedule) -> None:
         raise PiperError(ErrorKind.JOB, "global_batch and microbatches are both given", key="schedule", suggestion=fix)
     if s.name is not None:
         scheduled(s.name, "schedule.name")
+
+
+def _check_optimizer(o: JobOptimizer) -> None:
+    if o.schedule != "constant" and o.decay_steps is None:
+        message, fix = f"{o.schedule} over how many steps?", "decay_steps = 1000"
+        raise PiperError(ErrorKind.JOB, message, key="optimizer.decay_steps", allowed="1 or more", suggestion=fix)
+    if o.schedule == "constant" and (idle := "decay_steps" if o.decay_steps else "min_lr" if o.min_lr else None):
+        message, known = "says how lr falls, and it is constant", "cosine, linear, wsd"
+        raise PiperError(ErrorKind.JOB, message, key=f"optimizer.{idle}", allowed=f"schedule = {known}")
+    if o.min_lr > o.lr:
+        message = f"min_lr {o.min_lr:g} is above lr {o.lr:g}"
+        raise PiperError(ErrorKind.JOB, message, key="optimizer.min_lr", allowed=f"0 to {o.lr:g}")
 
 
 def _check_speed(rank: str, speed: object) -> None:

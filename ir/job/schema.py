@@ -16,6 +16,7 @@ Size = Annotated[int, Meta(ge=1, le=MOST)]
 Natural = Annotated[int, Meta(ge=0, le=MOST)]
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
 NumberFormat = Annotated[str, words("fp64", "fp32", "bf16", "fp16", "fp8", said="number format")]
 Recomputed = Annotated[str, words(*PARTS, said="part to recompute")]
 Recompute = Annotated[str, words(*PARTS, "none", "selective", "full", said="recompute")]
@@ -153,11 +154,21 @@ class JobHistory:
 
 @dataclass(frozen=True)
 class JobOptimizer:
-    """The update. clip_norm 0 turns clipping off."""
+    """The update. clip_norm 0 turns clipping off. weight_decay: by default 0.01 of adamw, 0 of sgd; no_decay: patterns
+    of the names it spares. decay_steps: of every schedule but "constant"; of "wsd" the run's last ones.
+    """
 
     name: Annotated[str, words("adamw", "sgd", said="optimizer")] = "adamw"
     lr: NonNegative = 1e-3
     clip_norm: NonNegative = 1.0
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative | None = None
+    no_decay: tuple[Text, ...] = ()
+    schedule: Annotated[str, words("constant", "cosine", "linear", "wsd", said="schedule")] = "constant"
+    warmup_steps: Natural = 0
+    decay_steps: Size | None = None
+    min_lr: NonNegative = 0.0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from executor.checkpoint.saving import CheckpointOptions
 from executor.launch import run as cli
 from executor.modules.base import TORCH
 from executor.modules.decoder import DecoderModel
-from executor.optim.optimizer import OptimizerConfig
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.reference import train
@@ -25,6 +24,7 @@ from ir.job import Job, load_job
 from ir.job.build import PreparedJob, precision_of
 from ir.job.routing.forced import ForcedExperts
 from ir.job.run_options import JobRunOptions
+from ir.job.schema import JobOptimizer
 from ir.plan.plan import Plan
 from ir.trace.trace import Trace
 from ir.verify import check_plan
@@ -139,7 +139,7 @@ class _Numbers:
     mbs: int
     size: int
     formats: tuple[torch.dtype, ...]  # params, compute, grads, optimizer
-    optimizer: OptimizerConfig
+    optimizer: JobOptimizer
     forced: _Choice | None
 
 
@@ -152,7 +152,7 @@ def _numbers(job: Job, mbs: int, forced: _Choice | None) -> _Numbers:
         mbs,
         job.schedule.microbatch_size,
         tuple(TORCH[d] for d in (p.params, p.compute, p.grads, p.optimizer)),
-        OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm),
+        job.optimizer,
         forced,
     )
 

@@ -10,12 +10,13 @@ import torch
 from executor.autograd.stage import Stage
 from executor.launch.launch import launch
 from executor.modules.decoder import DecoderModel
-from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
+from executor.optim.optimizer import Optimizer, clip_scale, norm_of, square_sums
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.reference import train
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportTopology
 from ir.core.ops import Pass
+from ir.job.schema import JobOptimizer
 from ir.workload.config.load import load_config
 
 M, STEPS = 4, 2
@@ -40,7 +41,7 @@ def _rank(ctx: RankContext, dtype: str) -> dict[str, Any]:
     stage = Stage(built.units, built.params)
     t = ctx.gloo(TransportTopology.of(2, [(0, 1), (1, 0)], {"world": (0, 1)}), timeout_s=20)
     wide = getattr(torch, dtype)
-    opt = Optimizer(OptimizerConfig(), built.params, wide)
+    opt = Optimizer(JobOptimizer(), built.params, wide)
     out: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(STEPS):
         stage.grads.zero()

@@ -19,7 +19,6 @@ from executor.checkpoint.reader import digests
 from executor.checkpoint.saving import CheckpointOptions
 from executor.modules.base import TORCH
 from executor.optim.gradients import ParamGradients
-from executor.optim.optimizer import OptimizerConfig
 from executor.optim.sync import BucketSync, BucketSyncConfig
 from executor.parallel.shares import ParamShard, shares
 from ir.graph.sync import buckets
@@ -128,7 +127,7 @@ def _sync(prepared: PreparedJob, plan: Plan, rank: int, held: Mapping[str, Param
     found = buckets(plan.graph)
     here = {n for b in found if places.program(rank) in b.owners for n in b.params}
     params = {n: torch.zeros(s.local, dtype=TORCH[precision.params]) for n, s in held.items() if n in here}
-    optimizer = OptimizerConfig(job.optimizer.name, job.optimizer.lr, job.optimizer.clip_norm)
+    optimizer = job.optimizer
     config = BucketSyncConfig(optimizer, TORCH[precision.reduce], TORCH[precision.optimizer])
     grads = ParamGradients(params, TORCH[precision.grads])
     return BucketSync(rank, places, found, params, grads, list(held), config)
@@ -225,6 +224,8 @@ class Case:
     def sets(self) -> tuple[str, ...]:
         """As overrides of the tests' job."""
         pp, dp = self.mesh
+        falls = ("schedule=cosine", "warmup_steps=2", "decay_steps=4", "weight_decay=0.5", 'no_decay=["*norm*"]')
+        more = tuple(f"optimizer.{k}" for k in falls if self.optimizer == "adamw")
         tied = ("model.tie_word_embeddings=true",) if self.tied else ()
         return (
             f"parallel.pp={pp}",
@@ -237,6 +238,7 @@ class Case:
             f"optimizer.clip_norm={self.clip}",
             *FORMATS[self.format],
             *tied,
+            *more,
         )
 
 

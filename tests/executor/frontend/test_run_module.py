@@ -17,7 +17,6 @@ from executor.launch import run as cli
 from executor.launch.refusals import refuse
 from executor.modules import choose
 from executor.modules.user.model import UserModel
-from executor.optim.optimizer import OptimizerConfig
 from executor.runtime import rank
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.reference import ReferenceSteps, train
@@ -25,6 +24,7 @@ from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.build import PreparedJob, prepare
 from ir.job.run_options import JobRunOptions
+from ir.job.schema import JobOptimizer
 from tests.executor.frontend.models import small_net
 from tests.executor.runs import distance, merged
 
@@ -63,7 +63,7 @@ def _job(folder: Path, build: str = "build", *, dtype: str = "fp64", source: str
 def _alone(build: object) -> ReferenceSteps:
     torch.set_num_threads(1)
     data = MicrobatchLoader("synthetic", vocab=small_net.VOCAB, length=8, microbatches=4)
-    return train(UserModel(build, dtype=torch.float64), data, 2, optimizer=OptimizerConfig(), moments=torch.float64)
+    return train(UserModel(build, dtype=torch.float64), data, 2, optimizer=JobOptimizer(), moments=torch.float64)
 
 
 def _error(build: str, *sets: str) -> float:

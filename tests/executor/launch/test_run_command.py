@@ -109,6 +109,7 @@ def test_people_get_a_timeline_and_a_line_per_step(capfd: pytest.CaptureFixture[
         (["precision.compute=fp16"], [], "job", "fp16"),
         (['model.quantization_config={quant_method="fp8"}'], [], "model", "stored in fp8"),
         (["precision.gather=bf16"], [], "job", "gather"),
+        (["optimizer.no_decay=['*.wieght']"], [], "job", "no parameter is called '*.wieght'"),
         (["data.source=nothing.txt"], [], "io", "cannot read tokens"),
         (["model.module=my.py:build"], [], "job", "needs the graph captured from it"),
         (["schedule.name=dualpipe"], ["--backend", "nccl"], "usage", "nccl needs a CUDA GPU for each of 2 ranks"),

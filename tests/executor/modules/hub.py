@@ -20,16 +20,16 @@ from torch.overrides import TorchFunctionMode
 
 from executor.modules.base import BuiltChunks
 from executor.modules.decoder import DecoderModel
-from executor.optim.optimizer import OptimizerConfig
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.reference import train
+from ir.job.schema import JobOptimizer
 from ir.workload.config.load import ModelConfig, config_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 LENGTH, STEPS = 12, 3
-OPTIMIZER = OptimizerConfig()
+OPTIMIZER = JobOptimizer()
 NEXT_WEIGHT = 0.3
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
-from executor.optim.optimizer import Optimizer, OptimizerConfig, clip_scale, norm_of, square_sums
+from executor.optim.optimizer import Optimizer, clip_scale, norm_of, square_sums
 from executor.runtime.batch import MicrobatchLoader
+from ir.job.schema import JobOptimizer
 
 
 def _all(data: MicrobatchLoader, step: int) -> torch.Tensor:
@@ -41,11 +45,11 @@ def test_updates_are_torchs_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     mine = {n: torch.randn(7, 3, dtype=dtype) for n in "ab"}
     theirs = [p.clone().requires_grad_() for p in mine.values()]
-    config = OptimizerConfig(name, lr=0.1, momentum=0.9)
+    config = JobOptimizer(name, lr=0.1)
     oracle = (
         torch.optim.AdamW(theirs, lr=0.1, foreach=False)
         if name == "adamw"
-        else torch.optim.SGD(theirs, lr=0.1, momentum=0.9, foreach=False)
+        else torch.optim.SGD(theirs, lr=0.1, foreach=False)
     )
     opt = Optimizer(config, mine, dtype)
     for _ in range(3):
@@ -56,13 +60,63 @@ def test_updates_are_torchs_bit_for_bit(name: str, dtype: torch.dtype) -> None:
         assert all(torch.equal(a, b) for a, b in zip(mine.values(), theirs, strict=True))
 
 
+FALLS: dict[str, dict[str, Any]] = {
+    "constant": {}, "linear": {"decay_steps": 5, "min_lr": 0.02}, "cosine": {"decay_steps": 5, "min_lr": 0.02},
+    "wsd": {"decay_steps": 4, "min_lr": 0.01},
+}  # fmt: skip
+STEPS, WARM = 12, 3
+
+
+def _torchs(optimizer: torch.optim.Optimizer, o: JobOptimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """The same schedule of torch's own parts."""
+    to = torch.optim.lr_scheduler
+    warm = to.LinearLR(optimizer, 1 / WARM, total_iters=WARM - 1)
+    flat, fall = to.ConstantLR(optimizer, 1.0), to.LinearLR(optimizer, 1.0, o.min_lr / o.lr, o.decay_steps or 1)
+    match o.schedule:
+        case "constant":
+            return to.SequentialLR(optimizer, [warm, flat], [WARM])
+        case "linear":
+            return to.SequentialLR(optimizer, [warm, fall], [WARM])
+        case "wsd":
+            return to.SequentialLR(optimizer, [warm, flat, fall], [WARM, STEPS - (o.decay_steps or 0)])
+    closed = lambda k: o.min_lr / o.lr + (1 - o.min_lr / o.lr) * (1 + math.cos(math.pi * min(k, 5) / 5)) / 2  # noqa: E731
+    return to.SequentialLR(optimizer, [warm, to.LambdaLR(optimizer, closed)], [WARM])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("schedule", FALLS)
+def test_schedules_and_groups_are_torchs(name: str, schedule: str) -> None:
+    torch.manual_seed(0)
+    mine = {n: torch.randn(7, 3, dtype=torch.float64) for n in ("a.weight", "a.bias", "norm.weight")}
+    theirs = [p.clone().requires_grad_() for p in mine.values()]
+    config = JobOptimizer(
+        name, 0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, no_decay=("*.bias", "norm*"), schedule=schedule,
+        warmup_steps=WARM, **FALLS[schedule],
+    )  # fmt: skip
+    groups = [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}]
+    more = {"betas": (0.8, 0.9), "eps": 1e-6} if name == "adamw" else {}
+    oracle = (torch.optim.AdamW if name == "adamw" else torch.optim.SGD)(groups, lr=0.1, foreach=False, **more)
+    scheduler, opt = _torchs(oracle, config), Optimizer(config, mine, torch.float64)
+    opt.ends = STEPS
+    for _ in range(STEPS):
+        for p in theirs:
+            p.grad = torch.randn_like(p)
+        opt.step({n: p.grad.clone() for n, p in zip(mine, theirs, strict=True) if p.grad is not None})
+        assert opt.lr == pytest.approx(oracle.param_groups[0]["lr"], rel=1e-12)
+        for group in oracle.param_groups:
+            group["lr"] = opt.lr  # torch's own is a chain of products: the last bit
+        oracle.step()
+        scheduler.step()
+        assert all(torch.equal(a, b) for a, b in zip(mine.values(), theirs, strict=True))
+
+
 def test_bf16_parameters_keep_masters_that_small_updates_reach() -> None:
     w = torch.ones(1, dtype=torch.bfloat16)
-    opt = Optimizer(OptimizerConfig("sgd", lr=1e-3), {"w": w})
+    opt = Optimizer(JobOptimizer("sgd", lr=1e-3), {"w": w})
     for _ in range(8):
         opt.step({"w": torch.ones(1)})
     assert opt.masters["w"].item() == pytest.approx(0.992) and w.item() == opt.masters["w"].bfloat16().item() < 1
-    assert not Optimizer(OptimizerConfig(), {"w": w}, torch.bfloat16).masters
+    assert not Optimizer(JobOptimizer(), {"w": w}, torch.bfloat16).masters
 
 
 def test_the_norm_is_the_same_however_parameters_are_spread() -> None:

@@ -223,3 +223,16 @@ def test_weights_freed_early_end_the_run_at_their_reader(monkeypatch: pytest.Mon
     with pytest.raises(RankFailed, match="which was not gathered or freed already") as info:
         run(*TWO, "parallel.zero=3")
     assert info.value.rank in (0, 1) and info.value.op
+
+
+FALLS = "optimizer.weight_decay=30.0", "optimizer.schedule=wsd", "optimizer.decay_steps=2"
+DECAYS = ('optimizer.no_decay=["*norm*"]', *FALLS)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_shards_decay_by_the_names_in_them(zero: int) -> None:
+    one = alone(*DECAYS, steps=3)
+    ran = run(f"parallel.zero={zero}", "parallel.dp=2", "schedule.microbatches=2", *DECAYS, steps=3)
+    assert error(ran, one) < ROUNDING
+    plain = alone(*FALLS, steps=3)
+    assert distance(plain.params, one.params) > VISIBLE  # it is felt

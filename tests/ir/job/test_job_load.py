@@ -149,6 +149,12 @@ def test_a_schedule_named_by_set_replaces_the_file_s() -> None:
         ("data", "seed", 1.5),
         ("optimizer", "lr", float("nan")),
         ("optimizer", "lr", -1.0),
+        ("optimizer", "betas", [0.9, 1.0]),
+        ("optimizer", "betas", [0.9]),
+        ("optimizer", "eps", 0),
+        ("optimizer", "no_decay", "*.bias"),
+        ("optimizer", "min_lr", 0.5),
+        ("optimizer", "decay_steps", 5),
         ("gate", "memory", True),
         ("cluster", "memory_margin_GiB", 10**400),
         ("cluster", "hbm_GiB", 1e300),
@@ -161,6 +167,18 @@ def test_values_beyond_reason_are_refused_by_key(section: str, key: str, value: 
     table = {**TINY, section: {**TINY.get(section, {}), key: value}}
     assert refused(table).key == f"{section}.{key}"
     assert refused(table).kind is ErrorKind.JOB
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"schedule": "cosine"}, "decay_steps"),
+        ({"schedule": "wsd", "decay_steps": 4, "min_lr": 0.5}, "min_lr"),
+        ({"schedule": "cosinus", "decay_steps": 4}, "schedule"),
+    ],
+)
+def test_schedules_of_the_learning_rate_that_say_too_little(given: dict[str, Any], key: str) -> None:
+    assert refused({**TINY, "optimizer": given}).key == f"optimizer.{key}"
 
 
 def test_every_error_names_the_file() -> None:
