@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from executor.data.files import check_vocabulary, map_tokens, refuse_outside
+from executor.data.files import FORM, check_vocabulary, map_tokens, refuse_outside
 from executor.data.order import TokenOrder
 from ir.core.files import named_path
 from ir.job import Job
@@ -92,13 +92,16 @@ def source_of(name: str, vocab: int, seed: int, sequences: int = 1) -> TokenSour
     return SyntheticTokens(vocab, seed) if name == "synthetic" else FileTokens(name, vocab, seed, sequences)
 
 
-def source_name(job: Job) -> str:
-    """`[data] source`; a path starts at the job's folder."""
-    return job.data.source if job.data.source == "synthetic" else named_path(job.file, job.data.source)
+def source_name(job: Job, name: str | None = None) -> str:
+    """`[data] source`, or another name in the job; a path starts at the job's folder."""
+    name = job.data.source if name is None else name
+    return name if name == "synthetic" else named_path(job.file, name)
 
 
-def check_source(job: Job, vocab: int) -> None:
+def check_sources(job: Job, vocab: int) -> None:
     """Raise PiperError for data that no run could read, before any rank starts."""
-    source = source_of(source_name(job), vocab, job.data.seed)
-    if isinstance(source, FileTokens):
-        check_vocabulary(source.tokens, source.path, vocab)
+    for name, key in ((job.data.source, "data.source"), (job.run.eval_source, "run.eval_source")):
+        if name is None or name == "synthetic":
+            continue
+        path, form = source_name(job, name), FORM.named_by(key)
+        check_vocabulary(map_tokens(path, vocab, form), path, vocab, form)

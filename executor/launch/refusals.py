@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from executor.data.tokens import check_source
+from executor.data.tokens import check_sources
 from executor.modules.supported import refuse_model
 from executor.parallel.places import check_divided
 from ir.core.errors import ErrorKind, PiperError, nearest
@@ -42,6 +42,8 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
     job = prepared.job
     check_divided(prepared.plan().graph)
     _refuse_patterns(prepared)
+    if job.run.compile:
+        raise _not_yet(ErrorKind.JOB, "a stage compiled by Inductor", "run.compile", "false")
     if fine := sorted(recompute_options(job) - set(RECOMPUTED)):
         allowed = ", ".join(f'"{p}"' for p in RECOMPUTED)
         raise _not_yet(ErrorKind.JOB, f"recompute of {', '.join(fine)} alone", "schedule.recompute", allowed)
@@ -49,12 +51,12 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
         raise _not_yet(ErrorKind.JOB, "a stage without layers", "parallel.layers", "at least 1 layer per inner stage")
     if job.model.module is not None or job.model.graph is not None:
         refuse_module(prepared)
-        check_source(job, prepared.config.vocab)
+        check_sources(job, prepared.config.vocab)
         return
     refuse_model(prepared.config)
     _refuse_stored(prepared)
     _refuse_balance(prepared)
-    check_source(job, prepared.config.vocab)
+    check_sources(job, prepared.config.vocab)
 
 
 def _refuse_patterns(prepared: PreparedJob) -> None:

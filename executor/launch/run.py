@@ -13,19 +13,23 @@ computed: messages between stages have their real size, buckets at most 1 MiB or
 
 from __future__ import annotations
 
+import json
 import math
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from executor.checkpoint.saving import CheckpointOptions
 from executor.checkpoint.settings import settled, verified
-from executor.launch.launch import launch
+from executor.launch.launch import folder_for, launch
 from executor.launch.refusals import refuse
 from executor.parallel.stragglers import slowest
 from executor.runtime.given import given_text
 from executor.runtime.spec import PlanRun, taken
+from executor.runtime.step_log import loss_of, norm_of_ranks, told_steps
 from executor.runtime.target import Target
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import load_job
@@ -38,35 +42,50 @@ from ir.plan.text import plan_digest
 from ir.trace.text import read_trace
 from ir.trace.trace import Trace
 
-ROUTING = "routing.csv"
+ROUTING, LOG = "routing.csv", "log.jsonl"
 RANK: Target = "executor.runtime.rank:train_rank"
 
 
 def run(
-    prepared: PreparedJob, plan: Plan, options: JobRunOptions, saving: CheckpointOptions = CheckpointOptions()
+    prepared: PreparedJob,
+    plan: Plan,
+    options: JobRunOptions,
+    saving: CheckpointOptions = CheckpointOptions(),
+    tell: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[dict[str, Any], Trace]:
     """Run the judged plan up to step `options.steps`. Returns the object of `piper-sim run` and the trace.
 
-    saving: what is asked of checkpoints.
+    saving: what is asked of checkpoints. tell: called once for each step that is logged, from another thread; out's
+    log.jsonl gets the same (`executor.runtime.step_log`).
 
     Raises PiperError: a wrong number of ranks or something not there yet (exit 2), RankFailed (exit 4).
     """
     options.check()
     check(prepared, plan, options)
     found = settled(saving, prepared, options.steps, real=options.real)
-    spec = PlanRun(options, verified(found), note=options.out is not None)
-    results = launch(
-        RANK,
-        options.ranks,
-        spec.told(),
-        given=[given_text(prepared, plan)],
-        out=options.out,
-        watchdog_s=options.watchdog_s,
-        together=options.backend == "local",
-    )
+    told: list[Callable[[dict[str, Any]], None]] = [tell] if tell is not None else []
+    if options.out is not None and options.real:
+        folder_for(options.out)
+        (options.out / LOG).write_text("", encoding="utf-8")
+        told.append(partial(_append, options.out / LOG))
+    with told_steps(prepared, options.steps, told) if told else nullcontext() as log:
+        results = launch(
+            RANK,
+            options.ranks,
+            PlanRun(options, verified(found), note=options.out is not None, log=log).told(),
+            given=[given_text(prepared, plan)],
+            out=options.out,
+            watchdog_s=options.watchdog_s,
+            together=options.backend == "local",
+        )
     if options.out is not None and any(r["routing"] for r in results):
         (options.out / ROUTING).write_text(_routing(results, RankPlacement.of(plan)))
     return gathered(prepared, plan, results)
+
+
+def _append(file: Path, line: dict[str, Any]) -> None:
+    with file.open("a", encoding="utf-8") as f:
+        f.write(json.dumps(line) + "\n")
 
 
 def _routing(results: list[dict[str, Any]], places: RankPlacement) -> str:
@@ -125,8 +144,13 @@ def gathered(prepared: PreparedJob, plan: Plan, results: list[dict[str, Any]]) -
     late = slowest(plan, trace)
     return {
         "schema_version": 1,
-        "losses": [_loss(results, step) for step in range(steps)] if real else None,
-        "grad_norms": [_norm(results, step) for step in range(steps)] if real else None,
+        "losses": [loss_of([r["losses"][k] for r in results]) for k in range(steps)] if real else None,
+        "grad_norms": [
+            norm_of_ranks(results[0]["grad_norms"][k], [r["squares"][k] for r in results]) for k in range(steps)
+        ]
+        if real
+        else None,
+        "evals": _evals(results, steps),
         "aux_losses": [_balance(results, step) for step in range(steps)] if any(map(any, _told(results))) else None,
         "first_step": results[0]["first_step"],
         "iteration_s": median(_durations(results, steps)),
@@ -139,12 +163,11 @@ def gathered(prepared: PreparedJob, plan: Plan, results: list[dict[str, Any]]) -
     }, trace
 
 
-def _loss(results: list[dict[str, Any]], step: int) -> float:
-    """Summed in the order of the global batch, whatever ranks its microbatches ended on."""
-    total = 0.0
-    for _, loss in sorted((mb, loss) for r in results for mb, loss in r["losses"][step]):
-        total += loss
-    return total
+def _evals(results: list[dict[str, Any]], steps: int) -> list[dict[str, float]]:
+    """The losses of what was evaluated, with the steps behind which it was."""
+    tests = [[r["tests"][k] for r in results] for k in range(steps)]
+    first = results[0]["first_step"]
+    return [{"step": first + k, "loss": loss_of(test)} for k, test in enumerate(tests) if any(test)]
 
 
 def _told(results: list[dict[str, Any]]) -> list[Any]:
@@ -157,14 +180,6 @@ def _balance(results: list[dict[str, Any]], step: int) -> float:
     for _, _, loss in sorted((mb, layer, loss) for told in _told(results) for layer, mb, loss in told[step]):
         total += loss
     return total
-
-
-def _norm(results: list[dict[str, Any]], step: int) -> float:
-    """As the plan took it; without clipping the plan takes none, and the ranks' shares are put together here."""
-    if (norm := results[0]["grad_norms"][step]) is not None:
-        return float(norm)
-    shares = [r["squares"][step] for r in results]
-    return math.sqrt(sum(sum(one) for one in zip(*shares, strict=True)))
 
 
 def _durations(results: list[dict[str, Any]], steps: int) -> list[float]:

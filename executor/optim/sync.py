@@ -68,6 +68,7 @@ class BucketSync:
         runs = {f"flat:{k}": _runs(f, config.optimizer) for k, f in self.flat.items()}
         self.optimizer = Optimizer(config.optimizer, mine, config.moments, runs)
         self.norm: float | None = None
+        self.frozen = False  # the step is one of evaluation, and updates nothing
         self._sums: Tensor | None = None
 
     def begin(self) -> None:
@@ -122,6 +123,8 @@ class BucketSync:
 
     def update(self) -> None:
         """Clip, and update this rank's part; what it did not update comes by the gathers."""
+        if self.frozen:
+            return
         if self.config.clip_norm:  # a job of one rank has no collective for it
             self.norm = norm_of(self.squares() if self._sums is None else self._sums)
         grads: dict[str, Tensor] = {n: self.grads[n] for n in self.alone}

@@ -31,6 +31,7 @@ from executor.runtime.interpreter import PlanInterpreter, StepResult, boundary
 from executor.runtime.kernels import BlankBucketSync, BlankStage, RealKernels, TimedKernels
 from executor.runtime.program import RankPlan
 from executor.runtime.spec import PlanRun
+from executor.runtime.step_log import note_step
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportTopology
 from ir.graph.expert_rows import spread_over
@@ -39,6 +40,8 @@ from ir.job.build import PreparedJob, precision_of
 from ir.job.run_options import JobRunOptions
 from ir.plan.places import RankPlacement, several, sharers
 from ir.plan.plan import OpKind, Plan
+
+Batches = Callable[[int], dict[int, PendingMicrobatch]]
 
 
 def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
@@ -63,9 +66,17 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     device.mark().wait()
     transport.barrier()
     results, told = [], []
+    tests: list[list[tuple[int, float]]] = []
+    job, test = prepared.job, _tests(prepared, program, device) if local is not None else None
     for step in range(s.saving.first, o.steps):
         results.append(run.step(step, batches(step)))
         told.append(local.guide.take() if local is not None else ([], []))
+        losses = _of_the_batch(prepared, program, results[-1])
+        tests.append([])
+        if local is not None and test is not None and (step + 1) % (job.run.eval_every or 1) == 0:
+            tests[-1] = _of_the_batch(prepared, program, _evaluated(run, local, test))
+        if s.log is not None and o.real and ((step + 1) % job.run.log_every == 0 or step + 1 == o.steps):
+            note_step(s.log / f"steps-{ctx.rank}", step, run, results[-1], losses, tests[-1])
         if step == s.saving.first and local is not None and o.dump is not None:
             _dump(o.dump / f"first-{ctx.rank}.npz", local)
         if keeper is not None:
@@ -100,7 +111,24 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
             (layer, number - program.number_of(0), rows) for layer, number, rows in (told[0][0] if told else ())
         ],
         "balance": [losses for _, losses in told],
+        "tests": tests,
     }
+
+
+def _evaluated(run: PlanInterpreter, local: RankModel, batches: Batches) -> StepResult:
+    """The losses of one more step in which nothing is updated: the plan is what it is, so backward runs, too."""
+    local.sync.frozen, rows, parts = True, len(run.rows), len(run.parts)
+    result = run.step(0, batches(0))
+    local.guide.take()
+    local.sync.frozen = False
+    del run.rows[rows:], run.parts[parts:]
+    return result
+
+
+def _tests(prepared: PreparedJob, program: RankPlan, device: Device) -> Batches | None:
+    """What is evaluated."""
+    source = prepared.job.run.eval_source
+    return None if source is None else _batches(prepared, program, device, source)
 
 
 def _of_the_batch(prepared: PreparedJob, program: RankPlan, result: StepResult) -> list[tuple[int, float]]:
@@ -228,11 +256,11 @@ class RankModel:
         return [*self.params.values(), *self.grads.sums.values(), *self.sync.tensors()]
 
 
-def _batches(prepared: PreparedJob, program: RankPlan, device: Device) -> Callable[[int], dict[int, PendingMicrobatch]]:
+def _batches(prepared: PreparedJob, program: RankPlan, device: Device, source: str | None = None) -> Batches:
     """Step → the microbatches that this rank reads; what of them is on its device, is so while it is used."""
     job, needed = prepared.job, program.batches()
     data = MicrobatchLoader(
-        source_name(job),
+        source_name(job, source),
         vocab=prepared.config.vocab,
         length=job.model.seq_len,
         replicas=prepared.mesh.sizes["dp"],
@@ -247,7 +275,7 @@ def _batches(prepared: PreparedJob, program: RankPlan, device: Device) -> Callab
     return lambda step: {mb: one(step, mb) for mb in needed}
 
 
-def _blank_batches(program: RankPlan) -> Callable[[int], dict[int, PendingMicrobatch]]:
+def _blank_batches(program: RankPlan) -> Batches:
     """Nobody reads them."""
     nothing = PendingMicrobatch(Microbatch(torch.zeros(0), torch.zeros(0), 1.0), HostDevice.torch)
     one = dict.fromkeys(program.batches(), nothing)

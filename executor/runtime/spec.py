@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -30,11 +31,13 @@ class PlanRun:
 
     options: of which `steps` counts those done before, by the runs that this one continues: `saving.first`.
     note: which experts tokens went to in the first step.
+    log: a folder that each rank notes its steps in.
     """
 
     options: JobRunOptions
     saving: CheckpointOptions = field(default_factory=CheckpointOptions)
     note: bool = False
+    log: Path | None = None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> PlanRun:

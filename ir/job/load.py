@@ -98,6 +98,13 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
         raise PiperError(ErrorKind.JOB, message, key="schedule.layout", suggestion="leave parallel.layers out")
     return replace(job, search=tried(job.search, FORM))
     _check_optimizer(job.optimizer)
+    if (job.run.eval_every is None) != (job.run.eval_source is None):
+        key, other = ("eval_source", "eval_every") if job.run.eval_source is None else ("eval_every", "eval_source")
+        usual = '"held_out.txt"' if key == "eval_source" else "100"
+        message = f"{other} is given, and no {key}"
+        raise PiperError(
+            ErrorKind.JOB, message, key=f"run.{key}", allowed="both or none", suggestion=f"{key} = {usual}"
+        )
     return job
 
 

@@ -172,6 +172,19 @@ class JobOptimizer:
 
 
 @dataclass(frozen=True)
+class JobRun:
+    """What `run` does beside training. log_every, eval_every: steps from one line, or evaluation, to the next.
+
+    eval_source: as `[data] source`, of which one global batch is evaluated. compile: refused, not built.
+    """
+
+    compile: bool = False
+    log_every: Size = 1
+    eval_every: Size | None = None
+    eval_source: Text | None = None
+
+
+@dataclass(frozen=True)
 class JobPrecision:
     """Number formats by name; those left out follow `compute`."""
 
@@ -212,6 +225,7 @@ class Job:
     gate: JobGate = field(default_factory=JobGate)
     history: JobHistory = field(default_factory=JobHistory)
     optimizer: JobOptimizer = field(default_factory=JobOptimizer)
+    run: JobRun = field(default_factory=JobRun)
     precision: JobPrecision = field(default_factory=JobPrecision)
     search: JobSearch = field(default_factory=JobSearch)
     file: Annotated[str, HIDDEN] = "job"
@@ -228,6 +242,7 @@ SECTIONS: Mapping[str, type] = {
     "gate": JobGate,
     "history": JobHistory,
     "optimizer": JobOptimizer,
+    "run": JobRun,
     "precision": JobPrecision,
     "search": JobSearch,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from piper_sim.app.commands.output import dumps, print_json, progress, refuse_ex
 from piper_sim.report.timeline import text_timeline
 from piper_sim.study.predict import predict
 
-FILES = ("ranks.json", "routing.csv", "run.json", "plan.txt", "timeline.png", "trace.json.gz", "trace.tsv")
+FILES = ("ranks.json", "routing.csv", "log.jsonl", "run.json", "plan.txt", "timeline.png", "trace.json.gz", "trace.tsv")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -28,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
     options = JobRunOptions.of(args, args.ranks)
     saving = CheckpointOptions(args.save, args.every, args.keep, args.force, args.resume)
     with progress(f"running {args.steps} step(s) on {args.ranks} processes"):
-        found, trace = run(p.prepared, p.plan, options, saving)
+        found, trace = run(p.prepared, p.plan, options, saving, _tell)
     if not args.json:  # whatever becomes of the files
         print(text_timeline(trace, width()))
         _show(found)
@@ -40,6 +41,13 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found)
     return 0
+
+
+def _tell(line: dict[str, Any]) -> None:
+    """A line per step, on stderr, while it goes on."""
+    test = f", held out {line['eval_loss']:.6f}" if "eval_loss" in line else ""
+    text = f"step {line['step']}: loss {line['loss']:.6f}{test}, gradient norm {line['grad_norm']:.4f}, "
+    print(f"{text}lr {line['lr']:.2e}, {line['step_s']:.4f} s, {line['tokens_per_s']:,.0f} tokens/s", file=sys.stderr)
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ def test_files_are_written_and_never_overwritten(capfd: pytest.CaptureFixture[st
     found = command(capfd, "run", job, "-n", "2", "--out", str(out))
     assert found["trace"] == str(out / "trace.tsv")
     assert {p.name for p in out.iterdir()} == {
-        "ranks.json", "run.json", "plan.txt", "trace.tsv", "trace.json.gz", "timeline.png"
+        "ranks.json", "run.json", "log.jsonl", "plan.txt", "trace.tsv", "trace.json.gz", "timeline.png"
     }  # fmt: skip
     before = (out / "ranks.json").read_text()
     error = command(capfd, "run", job, "-n", "2", "--out", str(out), code=2)["error"]
@@ -110,6 +110,8 @@ def test_people_get_a_timeline_and_a_line_per_step(capfd: pytest.CaptureFixture[
         (['model.quantization_config={quant_method="fp8"}'], [], "model", "stored in fp8"),
         (["precision.gather=bf16"], [], "job", "gather"),
         (["optimizer.no_decay=['*.wieght']"], [], "job", "no parameter is called '*.wieght'"),
+        (["run.compile=true"], [], "job", "a stage compiled by Inductor"),
+        (["run.eval_source=nothing.txt", "run.eval_every=1"], [], "io", "cannot read tokens"),
         (["data.source=nothing.txt"], [], "io", "cannot read tokens"),
         (["model.module=my.py:build"], [], "job", "needs the graph captured from it"),
         (["schedule.name=dualpipe"], ["--backend", "nccl"], "usage", "nccl needs a CUDA GPU for each of 2 ranks"),

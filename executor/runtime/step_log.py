@@ -1,0 +1,126 @@
+"""What a run says while it goes on: each rank leaves a line per step, and who started them puts the lines together."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from executor.optim.schedule import learning_rate
+from executor.runtime.interpreter import PlanInterpreter, StepResult
+from ir.job.build import PreparedJob
+
+EVERY_S = 0.2
+Losses = Sequence[Sequence[float]]  # (microbatch of the global batch, its share of the loss)
+Json = dict[str, Any]
+
+
+def loss_of(losses: Sequence[Losses]) -> float:
+    """All ranks' shares, summed in the order of the global batch, whatever ranks its microbatches ended on.
+
+    >>> loss_of([[(1, 0.5)], [(0, 0.25)], []])
+    0.75
+    """
+    total = 0.0
+    for _, loss in sorted((mb, loss) for of_rank in losses for mb, loss in of_rank):
+        total += loss
+    return total
+
+
+def norm_of_ranks(norm: float | None, squares: Sequence[Sequence[float]]) -> float:
+    """As the plan took it; without clipping the plan takes none, and the ranks' shares are put together here."""
+    return float(norm) if norm is not None else math.sqrt(sum(sum(one) for one in zip(*squares, strict=True)))
+
+
+def note_step(file: Path, step: int, run: PlanInterpreter, result: StepResult, losses: Losses, test: Losses) -> None:
+    """A rank's line: what it has of a step. test: its losses of an evaluation."""
+    spans = [(row[4], row[5]) for row in run.rows if row[0] == step]
+    note = {
+        "step": step,
+        "losses": losses,
+        "test": test,
+        "norm": result.grad_norm,
+        "squares": result.squares,
+        "start": min(a for a, _ in spans),
+        "end": max(b for _, b in spans),
+    }
+    with file.open("a", encoding="utf-8") as f:
+        f.write(json.dumps(note) + "\n")
+
+
+@dataclass
+class StepLog:
+    """Reads the ranks' lines; a step is told once all of them have told it.
+
+    tell: each gets step, loss, grad_norm, lr, tokens (read until then), step_s, tokens_per_s; eval_loss after a test.
+    """
+
+    prepared: PreparedJob
+    steps: int
+    folder: Path
+    tell: Sequence[Callable[[Json], None]]
+    read: dict[int, int] = field(default_factory=dict)  # rank → bytes
+    notes: dict[int, list[Json]] = field(default_factory=dict)  # step → what ranks have said of it
+    _end_s: float = 0.0
+
+    def poll(self) -> None:
+        """Read on."""
+        for rank in range(self.prepared.ranks):
+            file = self.folder / f"steps-{rank}"
+            if not file.exists():
+                continue
+            with file.open("rb") as f:
+                f.seek(self.read.get(rank, 0))
+                lines = f.read()
+            whole = lines[: lines.rfind(b"\n") + 1]
+            self.read[rank] = self.read.get(rank, 0) + len(whole)
+            for line in whole.splitlines():
+                note = json.loads(line)
+                self.notes.setdefault(note["step"], []).append(note)
+        for step in sorted(s for s, notes in self.notes.items() if len(notes) == self.prepared.ranks):
+            found = self._told(step, self.notes.pop(step))
+            for tell in self.tell:
+                tell(found)
+
+    def _told(self, step: int, notes: Sequence[Mapping[str, Any]]) -> Json:
+        job, mesh = self.prepared.job, self.prepared.mesh
+        each = mesh.sizes["dp"] * self.prepared.mbs * job.schedule.microbatch_size * job.model.seq_len
+        end = max(n["end"] for n in notes)
+        seconds = end - max(self._end_s, min(n["start"] for n in notes))
+        self._end_s = end
+        found = {
+            "step": step,
+            "loss": loss_of([n["losses"] for n in notes]),
+            "grad_norm": norm_of_ranks(notes[0]["norm"], [n["squares"] for n in notes]),
+            "lr": learning_rate(job.optimizer, step, self.steps),
+            "tokens": (step + 1) * each,
+            "step_s": seconds,
+            "tokens_per_s": each / seconds,
+        }
+        return found | ({"eval_loss": loss_of([n["test"] for n in notes])} if any(n["test"] for n in notes) else {})
+
+
+@contextmanager
+def told_steps(prepared: PreparedJob, steps: int, tell: Sequence[Callable[[Json], None]]) -> Iterator[Path]:
+    """A folder for ranks of this machine to note steps in, read on by a thread until the end."""
+    with tempfile.TemporaryDirectory(prefix="piper-steps-") as name:
+        log, over = StepLog(prepared, steps, Path(name), tell), threading.Event()
+
+        def follow() -> None:
+            while not over.wait(EVERY_S):
+                log.poll()
+
+        thread = threading.Thread(target=follow, name="steps", daemon=True)
+        thread.start()
+        try:
+            yield log.folder
+        finally:
+            over.set()
+            thread.join()
+            log.poll()
