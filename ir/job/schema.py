@@ -162,7 +162,7 @@ class JobOptimizer:
     lr: NonNegative = 1e-3
     clip_norm: NonNegative = 1.0
     betas: tuple[Share, Share] = (0.9, 0.999)
-    eps: Positive = 1e-8
+    eps: Annotated[float, Meta(gt=0)] = 1e-8
     weight_decay: NonNegative | None = None
     no_decay: tuple[Text, ...] = ()
     schedule: Annotated[str, words("constant", "cosine", "linear", "wsd", said="schedule")] = "constant"
