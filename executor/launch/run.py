@@ -26,10 +26,10 @@ from executor.checkpoint.saving import CheckpointOptions
 from executor.checkpoint.settings import settled, verified
 from executor.launch.launch import folder_for, launch
 from executor.launch.refusals import refuse
+from executor.launch.step_log import loss_of, norm_of_ranks, told_steps
 from executor.parallel.stragglers import slowest
 from executor.runtime.given import given_text
 from executor.runtime.spec import PlanRun, taken
-from executor.runtime.step_log import loss_of, norm_of_ranks, told_steps
 from executor.runtime.target import Target
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import load_job
@@ -56,7 +56,7 @@ def run(
     """Run the judged plan up to step `options.steps`. Returns the object of `piper-sim run` and the trace.
 
     saving: what is asked of checkpoints. tell: called once for each step that is logged, from another thread; out's
-    log.jsonl gets the same (`executor.runtime.step_log`).
+    log.jsonl gets the same (`executor.launch.step_log`).
 
     Raises PiperError: a wrong number of ranks or something not there yet (exit 2), RankFailed (exit 4).
     """

@@ -39,11 +39,12 @@ Row = tuple[int, str, str, float, float, float]  # step, stream, op, post_s, sta
 class StepResult:
     """What one step leaves on one rank.
 
-    losses: by microbatch, where the last stage is here. grad_norm: where the plan takes it. squares: else, of this
-    rank's share by parameter; their sum over ranks is the squared norm.
+    losses: by microbatch, where the last stage is here; tests: of an evaluation behind it. grad_norm: where the plan
+    takes it. squares: else, of this rank's share by parameter; their sum over ranks is the squared norm.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
+    tests: dict[int, float] = field(default_factory=dict)
     grad_norm: float | None = None
     squares: list[float] = field(default_factory=list)
 
@@ -128,7 +129,7 @@ class PlanInterpreter:
         self._values.clear()
         norm = self.sync.norm
         losses = {mb: float(x) for mb, x in self._losses.items()}
-        return StepResult(losses, norm, [] if norm is not None else self.sync.squares().tolist())
+        return StepResult(losses, grad_norm=norm, squares=[] if norm is not None else self.sync.squares().tolist())
 
     # -- communication ------------------------------------------------------------------------------------------------
 

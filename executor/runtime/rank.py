@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 
 from executor.autograd.stage import Stage
 from executor.checkpoint.keeper import RankCheckpoint
-from executor.data.tokens import source_name
 from executor.device.device import CudaDevice, Device, HostDevice
 from executor.device.memory import PeakMemory
 from executor.modules.base import TORCH
@@ -26,12 +25,11 @@ from executor.parallel.expert_all_to_all import ExpertRoute
 from executor.parallel.inline import RankRegion, inline_groups
 from executor.parallel.router_guide import ExpertRouterGuide, guide_of, planned_routes
 from executor.parallel.shares import ParamShard, shares
-from executor.runtime.batch import Microbatch, MicrobatchLoader, PendingMicrobatch
 from executor.runtime.interpreter import PlanInterpreter, StepResult, boundary
 from executor.runtime.kernels import BlankBucketSync, BlankStage, RealKernels, TimedKernels
 from executor.runtime.program import RankPlan
+from executor.runtime.rank_batches import Batches, blank_batches, rank_batches, rank_tests
 from executor.runtime.spec import PlanRun
-from executor.runtime.step_log import note_step
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportTopology
 from ir.graph.expert_rows import spread_over
@@ -41,7 +39,7 @@ from ir.job.run_options import JobRunOptions
 from ir.plan.places import RankPlacement, several, sharers
 from ir.plan.plan import OpKind, Plan
 
-Batches = Callable[[int], dict[int, PendingMicrobatch]]
+Losses = list[tuple[int, float]]  # (microbatch of the global batch, its share of the loss)
 
 
 def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
@@ -57,7 +55,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     kernels = local.kernels() if local is not None else blank(prepared, plan, program, s)
     empty = crossing(prepared, device, region)
     run = PlanInterpreter(program, kernels, transport, ctx.progress, device, empty, o.emulate_comm)
-    batches = _batches(prepared, program, device) if o.real else _blank_batches(program)
+    batches = rank_batches(prepared, program, device) if o.real else blank_batches(program)
     keeper = None
     if local is not None:
         keeper = RankCheckpoint(s.saving, prepared, plan, ctx.rank, local.sync, local.shares, ctx.progress)
@@ -66,19 +64,12 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     device.mark().wait()
     transport.barrier()
     results, told = [], []
-    tests: list[list[tuple[int, float]]] = []
-    job, test = prepared.job, _tests(prepared, program, device) if local is not None else None
+    test = rank_tests(prepared, program, device) if local is not None else None
     for step in range(s.saving.first, o.steps):
         results.append(run.step(step, batches(step)))
         told.append(local.guide.take() if local is not None else ([], []))
-        losses = _of_the_batch(prepared, program, results[-1])
-        tests.append([])
-        if local is not None and test is not None and (step + 1) % (job.run.eval_every or 1) == 0:
-            tests[-1] = _of_the_batch(prepared, program, _evaluated(run, local, test))
-        if s.log is not None and o.real and ((step + 1) % job.run.log_every == 0 or step + 1 == o.steps):
-            note_step(s.log / f"steps-{ctx.rank}", step, run, results[-1], losses, tests[-1])
-        if step == s.saving.first and local is not None and o.dump is not None:
-            _dump(o.dump / f"first-{ctx.rank}.npz", local)
+        if local is not None:
+            _beside(s, prepared, run, local, test, step, results[-1])
         if keeper is not None:
             keeper.after(step + 1, o.steps, transport)
     rows = list(run.rows)
@@ -99,7 +90,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     run.close()
     transport.close()
     return {
-        "losses": [_of_the_batch(prepared, program, r) for r in results] if o.real else None,
+        "losses": [_of_the_batch(prepared, program, r.losses) for r in results] if o.real else None,
         "grad_norms": [r.grad_norm for r in results] if o.real else None,
         "squares": [r.squares for r in results],
         "peak_bytes": peak,
@@ -107,36 +98,59 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
         "rows": rows,
         "first_step": s.saving.first,
         "saved": None if keeper is None else keeper.saved,
-        "routing": [
-            (layer, number - program.number_of(0), rows) for layer, number, rows in (told[0][0] if told else ())
-        ],
+        "routing": [(layer, k - program.number_of(0), n) for layer, k, n in (told[0][0] if told else ())],
         "balance": [losses for _, losses in told],
-        "tests": tests,
+        "tests": [_of_the_batch(prepared, program, r.tests) for r in results],
     }
 
 
-def _evaluated(run: PlanInterpreter, local: RankModel, batches: Batches) -> StepResult:
-    """The losses of one more step in which nothing is updated: the plan is what it is, so backward runs, too."""
-    local.sync.frozen, rows, parts = True, len(run.rows), len(run.parts)
-    result = run.step(0, batches(0))
-    local.guide.take()
-    local.sync.frozen = False
-    del run.rows[rows:], run.parts[parts:]
-    return result
+def _beside(
+    s: PlanRun,
+    prepared: PreparedJob,
+    run: PlanInterpreter,
+    local: RankModel,
+    test: Batches | None,
+    step: int,
+    result: StepResult,
+) -> None:
+    """What is done behind a step: evaluate, and note it, where it is time to."""
+    job, program, done = prepared.job, run.program, step + 1
+    if test is not None and done % (job.run.eval_every or 1) == 0:
+        # One more step in which nothing is updated: the plan is what it is, so backward runs, too.
+        local.sync.frozen, rows, parts = True, len(run.rows), len(run.parts)
+        result.tests.update(run.step(0, test(0)).losses)
+        local.guide.take()
+        local.sync.frozen = False
+        del run.rows[rows:], run.parts[parts:]
+    if s.log is not None and (done % job.run.log_every == 0 or done == s.options.steps):
+        found = [_of_the_batch(prepared, program, losses) for losses in (result.losses, result.tests)]
+        _note_step(s.log / f"steps-{program.rank}", step, run, result, *found)
+    if step == s.saving.first and s.options.dump is not None:
+        _dump(s.options.dump / f"first-{program.rank}.npz", local)
 
 
-def _tests(prepared: PreparedJob, program: RankPlan, device: Device) -> Batches | None:
-    """What is evaluated."""
-    source = prepared.job.run.eval_source
-    return None if source is None else _batches(prepared, program, device, source)
+def _note_step(file: Path, step: int, run: PlanInterpreter, result: StepResult, losses: Losses, test: Losses) -> None:
+    """A rank's line, for `executor.launch.step_log`: what it has of a step. test: its losses of an evaluation."""
+    spans = [(row[4], row[5]) for row in run.rows if row[0] == step]
+    note = {
+        "step": step,
+        "losses": losses,
+        "test": test,
+        "norm": result.grad_norm,
+        "squares": result.squares,
+        "start": min(a for a, _ in spans),
+        "end": max(b for _, b in spans),
+    }
+    with file.open("a", encoding="utf-8") as f:
+        f.write(json.dumps(note) + "\n")
 
 
-def _of_the_batch(prepared: PreparedJob, program: RankPlan, result: StepResult) -> list[tuple[int, float]]:
+def _of_the_batch(prepared: PreparedJob, program: RankPlan, losses: Mapping[int, float]) -> Losses:
     """The losses here, with where their microbatches stand in the global batch; of tensor-parallel ranks one tells."""
     if program.places.mesh.coordinates(program.rank)["tp"]:
         return []
     first = program.places.replica(program.rank) * prepared.mbs
-    return [(first + mb, loss) for mb, loss in sorted(result.losses.items())]
+    return [(first + mb, loss) for mb, loss in sorted(losses.items())]
 
 
 def device_of(options: JobRunOptions, ctx: RankContext) -> Device:
@@ -254,32 +268,6 @@ class RankModel:
     def tensors(self) -> list[torch.Tensor]:
         """All that persists from step to step."""
         return [*self.params.values(), *self.grads.sums.values(), *self.sync.tensors()]
-
-
-def _batches(prepared: PreparedJob, program: RankPlan, device: Device, source: str | None = None) -> Batches:
-    """Step → the microbatches that this rank reads; what of them is on its device, is so while it is used."""
-    job, needed = prepared.job, program.batches()
-    data = MicrobatchLoader(
-        source_name(job, source),
-        vocab=prepared.config.vocab,
-        length=job.model.seq_len,
-        replicas=prepared.mesh.sizes["dp"],
-        microbatches=prepared.mbs,
-        size=job.schedule.microbatch_size,
-        seed=job.data.seed,
-    )
-
-    def one(step: int, mb: int) -> PendingMicrobatch:
-        return PendingMicrobatch(data.batch(step, program.places.replica(program.rank), mb), device.torch)
-
-    return lambda step: {mb: one(step, mb) for mb in needed}
-
-
-def _blank_batches(program: RankPlan) -> Batches:
-    """Nobody reads them."""
-    nothing = PendingMicrobatch(Microbatch(torch.zeros(0), torch.zeros(0), 1.0), HostDevice.torch)
-    one = dict.fromkeys(program.batches(), nothing)
-    return lambda step: one
 
 
 def _dump(file: Path, local: RankModel) -> None:

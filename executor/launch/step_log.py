@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from executor.optim.schedule import learning_rate
-from executor.runtime.interpreter import PlanInterpreter, StepResult
 from ir.job.build import PreparedJob
 
 EVERY_S = 0.2
@@ -36,22 +35,6 @@ def loss_of(losses: Sequence[Losses]) -> float:
 def norm_of_ranks(norm: float | None, squares: Sequence[Sequence[float]]) -> float:
     """As the plan took it; without clipping the plan takes none, and the ranks' shares are put together here."""
     return float(norm) if norm is not None else math.sqrt(sum(sum(one) for one in zip(*squares, strict=True)))
-
-
-def note_step(file: Path, step: int, run: PlanInterpreter, result: StepResult, losses: Losses, test: Losses) -> None:
-    """A rank's line: what it has of a step. test: its losses of an evaluation."""
-    spans = [(row[4], row[5]) for row in run.rows if row[0] == step]
-    note = {
-        "step": step,
-        "losses": losses,
-        "test": test,
-        "norm": result.grad_norm,
-        "squares": result.squares,
-        "start": min(a for a, _ in spans),
-        "end": max(b for _, b in spans),
-    }
-    with file.open("a", encoding="utf-8") as f:
-        f.write(json.dumps(note) + "\n")
 
 
 @dataclass
