@@ -11,10 +11,8 @@ from typing import Any
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import FileErrors, check_plain, read_toml, typed
-from ir.job.schema import OPEN, SECTIONS, Job, JobSchedule
-from ir.job.searched import scheduled, tried
 from ir.job.schema import OPEN, SECTIONS, Job, JobOptimizer, JobSchedule
-from ir.schedules.registry import canonical
+from ir.job.searched import scheduled, tried
 
 _FIX = 'a job file in TOML: [model] config = "llama3-8b"'
 FORM = FileErrors("a job", ErrorKind.JOB, "JOB", 10**6, _FIX, finite=False, smallest=1e-30)
@@ -96,7 +94,6 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
     if job.schedule.layout is not None and job.parallel.layers != "balanced":
         message = "layout and parallel.layers both say where layers stand"
         raise PiperError(ErrorKind.JOB, message, key="schedule.layout", suggestion="leave parallel.layers out")
-    return replace(job, search=tried(job.search, FORM))
     _check_optimizer(job.optimizer)
     if (job.run.eval_every is None) != (job.run.eval_source is None):
         key, other = ("eval_source", "eval_every") if job.run.eval_source is None else ("eval_every", "eval_source")
@@ -105,7 +102,7 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
         raise PiperError(
             ErrorKind.JOB, message, key=f"run.{key}", allowed="both or none", suggestion=f"{key} = {usual}"
         )
-    return job
+    return replace(job, search=tried(job.search, FORM))
 
 
 def _with_overrides(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
