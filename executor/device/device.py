@@ -121,6 +121,11 @@ def repeatable() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a kernel each
 
 
+# Read where the device is first touched. Streams with a hardware queue each wait for what the plan says, and for no
+# other stream that stands before them; code is loaded at the start and not in the first step, where a receive spins.
+LAUNCHES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+
+
 class CudaDevice:
     """One GPU; several ranks of one process may share it. Lanes are streams, marks are events."""
 
@@ -128,6 +133,8 @@ class CudaDevice:
 
     def __init__(self, index: int) -> None:
         repeatable()
+        for name, value in LAUNCHES.items():
+            os.environ.setdefault(name, value)
         self.torch = torch.device("cuda", index)
         torch.cuda.set_device(index)
         torch.cuda.synchronize()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from fnmatch import fnmatchcase
 
 from executor.data.tokens import check_sources
+from executor.device.device import LAUNCHES
 from executor.modules.supported import refuse_model
 from executor.parallel.places import check_divided
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.work import DType
 from ir.job.build import PreparedJob, blaming, precision_of, recompute_options
+from ir.verify.queues import DeviceQueues, check_device
 
 AXES = ("etp",)
 RECOMPUTED = ("none", "selective", "full", "scores", "attention", "mlp")
@@ -21,7 +24,9 @@ def refuse(prepared: PreparedJob, backend: str = "gloo", *, real: bool = True, h
 
     real: with arithmetic, hence with a model. here: how many of the ranks are on this machine, if not all.
     """
-    _refuse_backend(backend, here or prepared.ranks, real)
+    if backend == "nccl":
+        _refuse_nccl(here or prepared.ranks, real)
+        check_device(prepared.plan(), DeviceQueues(_connections()))
     with blaming(prepared.job):
         _refuse_job(prepared, real)
 
@@ -115,19 +120,27 @@ def refuse_module(prepared: PreparedJob) -> None:
     model_of(prepared)
 
 
-def _refuse_backend(backend: str, ranks: int, real: bool) -> None:
-    if backend == "nccl":
-        if not real:
-            message = "nccl moves what a GPU computes, and ops of a given time compute nothing"
-            raise PiperError(ErrorKind.USAGE, message, key="--backend", allowed="gloo, local", suggestion="gloo")
-        import torch
+def _refuse_nccl(ranks: int, real: bool) -> None:
+    if not real:
+        message = "nccl moves what a GPU computes, and ops of a given time compute nothing"
+        raise PiperError(ErrorKind.USAGE, message, key="--backend", allowed="gloo, local", suggestion="gloo")
+    import torch
 
-        gpus = torch.cuda.device_count()
-        if gpus < ranks:
-            has = f"this machine has {gpus}" if gpus else "torch sees none here"
-            message = f"nccl needs a CUDA GPU for each of {ranks} ranks, and {has}"
-            fix = "--backend local, where all ranks share one" if gpus else "--backend gloo"
-            raise PiperError(ErrorKind.USAGE, message, key="--backend", allowed="gloo, local", suggestion=fix)
+    gpus = torch.cuda.device_count()
+    if gpus < ranks:
+        has = f"this machine has {gpus}" if gpus else "torch sees none here"
+        message = f"nccl needs a CUDA GPU for each of {ranks} ranks, and {has}"
+        fix = "--backend local, where all ranks share one" if gpus else "--backend gloo"
+        raise PiperError(ErrorKind.USAGE, message, key="--backend", allowed="gloo, local", suggestion=fix)
+
+
+def _connections() -> int:
+    """Hardware queues that a rank's GPU will have. Raises PiperError (usage): no such number."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    text = os.environ.get(name, LAUNCHES[name])
+    if not (text.isdecimal() and 1 <= int(text) <= 32):
+        raise PiperError(ErrorKind.USAGE, f"{text!r} queues", key=name, allowed="1 to 32", suggestion="32")
+    return int(text)
 
 
 def _refuse_formats(prepared: PreparedJob) -> None:

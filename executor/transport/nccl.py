@@ -6,6 +6,7 @@ a device that only writes down who follows whom (tests/executor/device/test_devi
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -14,6 +15,19 @@ from torch import Tensor
 from executor.device.device import Device
 from executor.transport.base import TransportTopology
 from executor.transport.groups import GroupTransport, GroupTransportHandle
+
+
+def blocks_each(communicators: int, sms: int) -> int:
+    """Thread blocks that a communicator may hold: all of a rank's together leave SMs to kernels that compute.
+
+    >>> blocks_each(4, 132), blocks_each(8, 132), blocks_each(200, 132), blocks_each(0, 132)
+    (28, 14, 1, 32)
+    """
+    return max(1, min(32, sms * 7 // 8 // max(1, communicators)))
+
+
+def _sms(device: Device) -> int:
+    return int(torch.cuda.get_device_properties(device.torch).multi_processor_count) if device.ahead else 132
 
 
 class NcclTransportHandle(GroupTransportHandle):
@@ -39,6 +53,10 @@ class NcclTransport(GroupTransport[NcclTransportHandle]):
         self, store: Any, rank: int, topology: TransportTopology, device: Device, timeout_s: float = 300.0
     ) -> None:
         self.device = device
+        # All algorithms are connected with the communicator; else the first large message would connect its own.
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+        mine = sum(rank in pair for pair in topology.channels) + sum(rank in members for _, members in topology.groups)
+        os.environ.setdefault("NCCL_MAX_CTAS", str(blocks_each(mine, _sms(device))))
         super().__init__(store, rank, topology, timeout_s, device_id=device.torch)
         self._connect()
 
@@ -49,6 +67,8 @@ class NcclTransport(GroupTransport[NcclTransportHandle]):
             (self.send(dst, one) if src == self.rank else self.recv(src, one)).wait()
         for name in sorted(self._groups):
             self.all_reduce(name, torch.zeros(1, device=self.device.torch)).wait()
+            rows, ones = torch.zeros(len(self._members[name]), device=self.device.torch), [1] * len(self._members[name])
+            self.all_to_all(name, torch.zeros_like(rows), rows, ones, ones).wait()  # between every two, by themselves
         self.device.mark().wait()
 
     def barrier(self) -> None:

@@ -61,7 +61,6 @@ class JobSearchResult:
             out |= {"fits": False, "nearest": self.nearest, "reason": said}
         return out
 
-
     @property
     def objective(self) -> Object:
         """What was asked for, and the best's: GPUs and global batch are the job's, so one order serves all."""

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from ir.core.errors import PiperError
+from executor.launch.refusals import refuse
+from ir.core.errors import ErrorKind, PiperError
+from ir.job import load_job
+from ir.job.build import prepare
 from ir.workload import load_config
 from piper_sim.app.cli import main
 from tests.executor.runs import JOB, job_file, run
@@ -212,3 +215,19 @@ def test_a_refusal_comes_before_any_process(tmp_path: Path) -> None:
     with pytest.raises(PiperError):
         run('schedule.recompute=["norm"]', out=out)
     assert not out.exists()
+
+
+def test_nccl_runs_a_plan_only_on_hardware_queues_that_let_it_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    jobs = {n: prepare(load_job(job_file(tmp_path), [f"schedule.name={n}"])) for n in ("1f1b", "dualpipe")}
+    for queues, refused in (("8", None), ("1", ErrorKind.DEADLOCK), ("many", ErrorKind.USAGE), ("33", ErrorKind.USAGE)):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+        found = []
+        for job in jobs.values():
+            try:
+                refuse(job, "nccl")
+            except PiperError as error:
+                found.append(error.kind)
+        assert found == ([] if refused is None else [refused] * (1 if refused is ErrorKind.DEADLOCK else 2))
