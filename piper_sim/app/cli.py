@@ -131,8 +131,10 @@ def _compare(sub: argparse.ArgumentParser) -> None:
 
 
 def _explain(sub: argparse.ArgumentParser) -> None:
-    _job(sub)
+    _job(sub, nargs="?")
     sub.add_argument("job2", metavar="JOB2", nargs="?", help="another job, to be held against the first")
+    of_run = "trace.tsv of a run, or of each rank: explain what was measured; with JOB, hold it against the prediction"
+    sub.add_argument("--trace", nargs="+", metavar="FILE", help=of_run)
 
 
 def _search(sub: argparse.ArgumentParser) -> None:

@@ -6,11 +6,14 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 
+from ir.core.errors import ErrorKind, PiperError
 from ir.job import load_job
-from ir.job.build import blaming
 from piper_sim.app.commands.output import print_json, progress, show
 from piper_sim.report.units import duration, percent
 from piper_sim.study.explain import StepExplanation, explain
+from piper_sim.study.explain.explanation import against
+from piper_sim.study.explain.kineto import read_traces
+from piper_sim.study.explain.measured import explain_traces
 from piper_sim.study.explain.path import words
 from piper_sim.study.explain.what_if import settings
 
@@ -18,10 +21,21 @@ MOST = 12  # rows of a table for people
 
 
 def main(args: argparse.Namespace) -> int:
-    """Explain, print; 3 where a job does not fit."""
+    """Explain, print; 3 where a job does not fit.
+
+    Raises PiperError (usage): neither a job nor a trace, or a trace and two jobs; any kind: as `explain` does.
+    """
     jobs = [load_job(path, args.sets) for path in (args.job, args.job2) if path is not None]
-    with blaming(jobs[0]):
-        found = explain(jobs[0], jobs[1] if len(jobs) > 1 else None, progress)
+    if len(jobs) not in ((0, 1) if args.trace else (1, 2)):
+        fix = "piper-sim explain job.toml, or piper-sim explain --trace trace.tsv"
+        what = "a trace is held against one job" if jobs else "neither a job nor a trace"
+        raise PiperError(ErrorKind.USAGE, what, key="JOB", allowed="JOB, JOB JOB2, JOB --trace FILE…", suggestion=fix)
+    found = explain(jobs[0], jobs[1] if len(jobs) > 1 else None, progress) if jobs else None
+    if args.trace:
+        with progress("reading traces"):
+            seen = explain_traces(read_traces(args.trace))
+        found = seen if found is None else against(found, seen)
+    assert found is not None
     if args.json:
         print_json(found.to_dict())
     else:
@@ -46,7 +60,7 @@ def print_explanation(found: StepExplanation) -> None:
         f"why ranks idle: {duration(idle)} over all pipeline ranks", ("cause", "rank", "most at", "idle", "%"), blamed
     )
     spent = [(k, duration(v), percent(v / found.iteration_s)) for k, v in found.spent.items()]
-    table("where a step goes, a rank's mean", ("cause", "seconds", "%"), spent)
+    table("a rank's mean step", ("cause", "seconds", "%"), spent)
     what = [
         (
             w.name,
@@ -61,7 +75,7 @@ def print_explanation(found: StepExplanation) -> None:
     if found.difference is not None:
         rows = [(k, _signed(v)) for k, v in found.difference.items()]
         total = sum(found.difference.values())
-        table(f"the second job's step takes {_signed(total)}", ("cause", "seconds"), rows)
+        table(f"{found.second} takes {_signed(total)}", ("cause", "seconds"), rows)
     if found.reason is not None:
         print(f"does not fit: {found.reason}")
 

@@ -74,9 +74,9 @@ def _trace_file(path: str, table: object, wanted: Callable[[str], object]) -> Tr
         fix = "the trace.json that torch.profiler exports"
         raise PiperError(ErrorKind.JOB, "no traceEvents in it", file=f"{path}:1", key=FLAG, suggestion=fix)
     top: Json = table if isinstance(table, dict) else {}
-    ranges, launches, kernels = _sorted_out(events, path, wanted)
-    _attribute(ranges, launches, kernels)
-    collectives = [(float(k["dur"]), _args(k)) for k in kernels if _is_nccl(k)]
+    ranges, launches, kernels = sorted_out(events, path, wanted)
+    attribute(ranges, launches, kernels)
+    collectives = [(float(k["dur"]), args_of(k)) for k in kernels if is_nccl(k)]
     who = top.get("distributedInfo")
     who = who if isinstance(who, dict) else {}
     devices = top.get("deviceProperties")
@@ -93,10 +93,10 @@ def _trace_file(path: str, table: object, wanted: Callable[[str], object]) -> Tr
     )
 
 
-def _sorted_out(
+def sorted_out(
     events: Sequence[object], path: str, wanted: Callable[[str], object]
 ) -> tuple[list[TraceRange], dict[int, tuple[float, tuple[str, str]]], list[Json]]:
-    """(ranges that count, launches by correlation id, kernels)."""
+    """(ranges that count, launches by correlation id, kernels). Raises PiperError (job): an event without its times."""
     ranges: list[TraceRange] = []
     launches: dict[int, tuple[float, tuple[str, str]]] = {}
     kernels: list[Json] = []
@@ -111,7 +111,7 @@ def _sorted_out(
         if e["dur"] < 0:
             raise _broken(path, i, f"({e.get('name')!r:.60}) lasts {e['dur']} us")
         thread = (str(e.get("pid")), str(e.get("tid")))
-        correlation = _args(e).get("correlation")
+        correlation = args_of(e).get("correlation")
         if cat in RANGES:
             if wanted(str(e.get("name"))) and e["dur"] > 0:
                 ranges.append(TraceRange(str(e["name"]), float(e["ts"]), float(e["ts"]) + float(e["dur"]), thread))
@@ -122,7 +122,7 @@ def _sorted_out(
     return ranges, launches, kernels
 
 
-def _attribute(
+def attribute(
     ranges: list[TraceRange], launches: Mapping[int, tuple[float, tuple[str, str]]], kernels: list[Json]
 ) -> None:
     """Give every range the kernels launched in it, and the ranges inside it; one pass over time."""
@@ -131,8 +131,8 @@ def _attribute(
         moments.append((r.end, 0, 0.0, r))
         moments.append((r.begin, 1, -r.end, r))
     for k in kernels:
-        launch = launches.get(_args(k).get("correlation", -1))
-        if launch is not None and not _is_nccl(k):
+        launch = launches.get(args_of(k).get("correlation", -1))
+        if launch is not None and not is_nccl(k):
             moments.append((launch[0], 2, 0.0, (launch[1], k)))
     open_: list[TraceRange] = []
     for _, what, _, thing in sorted(moments, key=lambda m: m[:3]):
@@ -168,11 +168,13 @@ def _union(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def _is_nccl(k: Json) -> bool:
+def is_nccl(k: Json) -> bool:
+    """Whether a kernel is NCCL's or RCCL's."""
     return k.get("cat") == "kernel" and str(k.get("name", "")).lower().startswith(NCCL)
 
 
-def _args(e: Json) -> Json:
+def args_of(e: Json) -> Json:
+    """An event's args; none where they are no table."""
     found = e.get("args")
     return found if isinstance(found, dict) else {}
 

@@ -23,7 +23,8 @@ class OpWaits:
     """What is asked about waits: a chain, what its ops take too long, and what phase its programs are in.
 
     longest: [op] ticks of the longest that it meets; own: [op] its own. filled: [program] the last op that still waits
-    for the pipeline to fill; drained: the first that does so because it empties.
+    for the pipeline to fill; drained: the first that does so because it empties. closing: the node that ends the step
+    for all, -1 where steps repeat and each program's own last op does.
     """
 
     chain: OpChain
@@ -32,6 +33,7 @@ class OpWaits:
     longest: IntArray
     filled: IntArray
     drained: IntArray
+    closing: int = -1
 
 
 @dataclass(eq=False)
@@ -193,7 +195,10 @@ def idle_ticks(asked: OpWaits, program: int) -> StepIdle:
             among = {(x, main): int(e.over[x][main]) for x in REMOVED} | {("collective", main): 0}
             rank.idle.share(among if any(among.values()) else {("collective", main): 1}, more)
         before = end
-    if late := c.period - (before - int(c.opened[program])):
+    late = c.period - (before - int(c.opened[program]))
+    if late and asked.closing >= 0:
+        rank.explain(before, before + late, asked.closing, "drain")
+    elif late:
         rank.idle.found["host" if len(c.hi) > len(c.start) else "dependency", int(c.queue[program][-1])] += late
     return rank.idle
 
@@ -206,7 +211,7 @@ def phases(chain: OpChain, forward: BoolArray, backward: BoolArray) -> tuple[Int
     filled, drained = [], []
     for queue in chain.queue:
         back, ahead = queue[backward[queue]], queue[forward[queue]]
-        filled.append(int(back[0]) if len(back) else int(queue[-1]))
+        filled.append(int(back[0]) if len(back) else int(queue[0]) - 1)
         drained.append(int(ahead[-1]) + 1 if len(ahead) else int(queue[-1]) + 1)
     return np.array(filled), np.array(drained)
 

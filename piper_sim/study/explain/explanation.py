@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
 from typing import TypeVar
 
 import numpy as np
@@ -44,6 +45,7 @@ class StepExplanation:
     what_ifs: tuple[JobChange, ...]
     spent: Mapping[str, float]
     difference: Mapping[str, float] | None = None
+    second: str = "the second job's step"
     fits: bool = True
     reason: str | None = None
 
@@ -81,11 +83,20 @@ def explain(a: Job, b: Job | None = None, progress: Progress = nullcontext) -> S
     found = explained(first, what_ifs(a, first, progress))
     if b is None:
         return found
-    other = explained(_predicted(b, progress))
-    keys = dict.fromkeys([*found.spent, *other.spent])
-    rest = {k: other.spent.get(k, 0.0) - found.spent.get(k, 0.0) for k in keys}
-    by_size = sorted(rest.items(), key=lambda x: -abs(x[1]))
-    return StepExplanation(**{**vars(found), "difference": {k: v for k, v in by_size if v}})
+    return replace(found, difference=difference(found, explained(_predicted(b, progress))))
+
+
+def against(predicted: StepExplanation, measured: StepExplanation) -> StepExplanation:
+    """What was measured, by how much each cause is more than predicted, and the what-ifs of the prediction."""
+    second, more = "the step as measured, held against the prediction,", difference(predicted, measured)
+    return replace(measured, what_ifs=predicted.what_ifs, difference=more, second=second)
+
+
+def difference(a: StepExplanation, b: StepExplanation) -> dict[str, float]:
+    """Cause -> seconds that b spends more than a; they sum to the difference of the two steps."""
+    keys = dict.fromkeys([*a.spent, *b.spent])
+    rest = {k: b.spent.get(k, 0.0) - a.spent.get(k, 0.0) for k in keys}
+    return {k: v for k, v in sorted(rest.items(), key=lambda x: -abs(x[1])) if v}
 
 
 def _predicted(job: Job, progress: Progress) -> Prediction:
@@ -95,45 +106,14 @@ def _predicted(job: Job, progress: Progress) -> Prediction:
 
 def explained(p: Prediction, others: tuple[JobChange, ...] = ()) -> StepExplanation:
     """The explanation of a job that was simulated; others: its what-ifs."""
-    names = _RankNames(p)
-    asked = waits_of(p)
-    idle = [idle_ticks(asked, k).found for k in range(len(asked.chain.queue))]
-    busy = [busy_ticks(asked, k) for k in range(len(idle))]
-    size, whole = p.planned.classes.size.tolist(), int(p.planned.classes.size.sum())
-    rows: list[dict[str, int]] = [defaultdict(int) for _ in range(names.programs)]
-    blamed: dict[tuple[str, int], int] = defaultdict(int)
-    most: dict[tuple[str, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    spent: dict[str, int] = defaultdict(int)
-    for k, found in enumerate(idle):
-        weight = size[k // names.programs]
-        for (cause, op), n in found.items():
-            key = cause, int(asked.chain.program[op])
-            rows[k % names.programs][cause] += n * weight
-            blamed[key] += n * weight
-            most[key][op] += n * weight
-        for cause, n in [*busy[k].items(), *((c, n) for (c, _), n in found.items())]:
-            spent[cause] += n * weight
-    tables = [apportioned(row, whole) for row in rows]
-    causes = apportioned(blamed, whole, sum(sum(t.values()) for t in tables))
-    worst = {key: max(ops, key=ops.__getitem__) for key, ops in most.items()}
-    listed = [
-        {"cause": key[0], "rank": names.rank(key[1]), "op": names.op(worst[key]), "seconds": n / GRID}
-        for key, n in sorted(causes.items(), key=lambda x: -x[1])
-        if n
+    classes, at, programs = p.planned.classes, RankPositions(p.prepared.mesh), p.plan.programs
+    seats = [
+        RankSeat(q, size, int(at.offset[first]) + q * at.stride)
+        for first, size in zip(classes.first.tolist(), classes.size.tolist(), strict=True)
+        for q in range(programs)
     ]
-    spent_ticks = apportioned(spent, whole * names.programs, asked.chain.period)
-    by_size = sorted(spent_ticks.items(), key=lambda x: -x[1])
-    mem = p.to_dict()
-    return StepExplanation(
-        asked.chain.period / GRID,
-        tuple(listed),
-        {str(r): {c: t[c] / GRID for c in CAUSES if t.get(c)} for r, t in enumerate(tables)},
-        tuple(names.path(asked)),
-        others,
-        {c: n / GRID for c, n in by_size if n},
-        fits=p.fits,
-        reason=mem.get("reason"),
-    )
+    found = told(waits_of(p), seats, lambda op: p.plan.text(op % len(p.plan)))
+    return replace(found, what_ifs=others, fits=p.fits, reason=p.to_dict().get("reason"))
 
 
 def waits_of(p: Prediction) -> OpWaits:
@@ -162,30 +142,50 @@ def apportioned(parts: Mapping[K, int], divisor: int, total: int | None = None) 
     return out
 
 
-class _RankNames:
-    """Programs and ops of the unfolded plan as users know them."""
+@dataclass(frozen=True)
+class RankSeat:
+    """Whose ops a chain's program are: a pipeline rank's, in how many replicas, and the rank that stands for them."""
 
-    def __init__(self, p: Prediction) -> None:
-        self.plan, self.first = p.plan, p.planned.classes.first.tolist()
-        self.at, self.programs = RankPositions(p.prepared.mesh), p.plan.programs
+    row: int
+    replicas: int
+    rank: int
 
-    def rank(self, program: int) -> int:
-        """The global rank that stands for a program of the unfolded plan."""
-        k, q = divmod(program, self.programs)
-        return int(self.at.offset[self.first[k]]) + q * self.at.stride
 
-    def op(self, op: int) -> str:
-        return self.plan.text(op % len(self.plan))
-
-    def path(self, asked: OpWaits) -> list[Object]:
-        """The critical path in names and seconds."""
-        return [
-            {
-                "op": self.op(x.op),
-                "rank": self.rank(int(asked.chain.program[x.op])),
-                "start_s": x.begin / GRID,
-                "end_s": x.end / GRID,
-                "cause": x.cause,
-            }
-            for x in critical_path(asked)
-        ]
+def told(asked: OpWaits, seats: Sequence[RankSeat], text: Callable[[int], str]) -> StepExplanation:
+    """What a chain says of its last step. seats: of its programs; text: of an op."""
+    chain = asked.chain
+    rows: list[dict[str, int]] = [defaultdict(int) for _ in range(max(s.row for s in seats) + 1)]
+    most: dict[tuple[str, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    spent: dict[str, int] = defaultdict(int)
+    count = [sum(s.replicas for s in seats if s.row == r) for r in range(len(rows))]
+    whole = lcm(*count)
+    for k, seat in enumerate(seats):
+        weight = seat.replicas * whole // count[seat.row]
+        found = idle_ticks(asked, k).found
+        for (cause, op), n in found.items():
+            rows[seat.row][cause] += n * weight
+            most[cause, int(chain.program[op])][op] += n * weight
+        for cause, n in [*busy_ticks(asked, k).items(), *((c, n) for (c, _), n in found.items())]:
+            spent[cause] += n * weight
+    tables = [apportioned(row, whole) for row in rows]
+    total = sum(sum(t.values()) for t in tables)
+    causes = apportioned({key: sum(ops.values()) for key, ops in most.items()}, whole, total)
+    worst = {key: text(max(ops, key=ops.__getitem__)) for key, ops in most.items()}
+    listed = [
+        {"cause": key[0], "rank": seats[key[1]].rank, "op": worst[key], "seconds": n / GRID}
+        for key, n in sorted(causes.items(), key=lambda x: -x[1])
+        if n
+    ]
+    by_size = sorted(apportioned(spent, whole * len(rows), chain.period).items(), key=lambda x: -x[1])
+    path = [(x, seats[int(chain.program[x.op])].rank) for x in critical_path(asked)]
+    return StepExplanation(
+        chain.period / GRID,
+        tuple(listed),
+        {str(r): {c: t[c] / GRID for c in CAUSES if t.get(c)} for r, t in enumerate(tables)},
+        tuple(
+            {"op": text(x.op), "rank": r, "start_s": x.begin / GRID, "end_s": x.end / GRID, "cause": x.cause}
+            for x, r in path
+        ),
+        (),
+        {c: n / GRID for c, n in by_size if n},
+    )

@@ -31,10 +31,12 @@ def critical_path(asked: OpWaits) -> tuple[PathOp, ...]:
 
 def _backwards(asked: OpWaits) -> Iterator[PathOp]:
     c, before = asked.chain, asked.chain.before
-    closing = np.array([q[-1] for q in c.queue]) + c.now
+    closing = np.array([q[-1] for q in c.queue]) + c.now if asked.closing < 0 else np.array([asked.closing])
     ends = c.hi[closing]
     node = int(closing[np.argmax(ends)])
-    if len(c.hi) > len(c.start) and int((ends - c.opened).max()) < c.period:  # a host's dispatches set the pace
+    if (
+        asked.closing < 0 and len(c.hi) > len(c.start) and int((ends - c.opened).max()) < c.period
+    ):  # a host's dispatches set the pace
         node += len(c.start)
     now, zero = int(c.hi[node]), int(c.hi[node]) - c.period
     while now > zero:

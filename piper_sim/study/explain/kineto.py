@@ -1,0 +1,113 @@
+"""Traces to explain, ours or torch.profiler's (Kineto), one file for each rank: kernels as rows of ops."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import FileErrors, read_json
+from ir.trace.text import read_trace
+from ir.trace.trace import Row, Trace
+from piper_sim.study.calibrate.trace_events import US, Json, args_of, attribute, is_nccl, sorted_out
+from piper_sim.study.explain.measured import UNNAMED
+
+HEAD = b'{"piper_trace"'
+_FIX = "the trace.tsv that `run --out DIR` leaves in DIR, or what torch.profiler exports, one file for each rank"
+FORM = FileErrors("a trace", ErrorKind.JOB, "--trace", 2 * 10**9, _FIX, packed=True, largest=1e20)
+CLOSE_US = 20.0  # kernels of one range that follow each other so closely are one op
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+_OP = re.compile(r"\(?\d+[FBIWR]\d+[^\s]*|\d*UPDATE\S*|Optimizer\.\S+")
+Span = tuple[float, float, str]  # microseconds, and the name of what went on
+
+
+def read_traces(paths: Sequence[str]) -> list[Trace]:
+    """The traces in some files. Raises PiperError (io, job): one that is broken, or a rank twice."""
+    out, kineto = [], []
+    for path in paths:
+        if _ours(path):
+            out.append(read_trace(path))
+        else:
+            with FORM.naming(path):
+                kineto.append((path, read_json(path, FORM)))
+    return out + _traces(kineto)
+
+
+def _ours(path: str) -> bool:
+    try:
+        with Path(path).open("rb") as f:
+            return f.read(len(HEAD)) == HEAD
+    except OSError as e:
+        raise PiperError(
+            ErrorKind.IO, f"cannot be read: {e.strerror}", file=path, key="--trace", suggestion=_FIX
+        ) from None
+
+
+def _traces(tables: Sequence[tuple[str, object]]) -> list[Trace]:
+    """On one clock, from the first thing that happened anywhere."""
+    read = [_rows(path, table, number) for number, (path, table) in enumerate(tables)]
+    zero = min((row[4] for rows in read for row in rows), default=0.0)
+    return [
+        Trace.of(
+            {"writer": "kineto"},
+            [(s, r, lane, op, US * (a - zero), US * (b - zero), US * (c - zero)) for s, r, lane, op, a, b, c in rows],
+        )
+        for rows in read
+    ]
+
+
+def _rows(path: str, table: object, number: int) -> list[Row]:
+    """Rows in microseconds: a rank's named ranges by their kernels, other kernels, and NCCL's, step by step."""
+    top: Json = table if isinstance(table, dict) else {}
+    events = top.get("traceEvents", table)
+    if not isinstance(events, list):
+        raise PiperError(ErrorKind.JOB, "no traceEvents in it", file=path, key="--trace", suggestion=_FIX)
+    who, base = top.get("distributedInfo"), top.get("baseTimeNanoseconds")
+    rank = who.get("rank") if isinstance(who, dict) else None
+    rank = rank if isinstance(rank, int) else number
+    ahead = base / 1000 if isinstance(base, int | float) else 0.0
+    ranges, launches, kernels = sorted_out(events, path, lambda n: bool(_OP.fullmatch(n) or _STEP.fullmatch(n)))
+    steps = [(r.begin, r.end, int(m[1])) for r in ranges if (m := _STEP.fullmatch(r.name))]
+    named = [r for r in ranges if not _STEP.fullmatch(r.name)]
+    attribute(named, launches, kernels)
+    name = {span: r.name for r in named for span in r.busy}
+    compute: dict[int, list[Span]] = defaultdict(list)
+    rows, count = list[Row](), defaultdict[tuple[int, str], int](int)
+    for k in sorted(kernels, key=lambda k: float(k["ts"])):
+        begin, end, args = float(k["ts"]), float(k["ts"]) + float(k["dur"]), args_of(k)
+        call = args.get("correlation")
+        launched = launches[call][0] if isinstance(call, int) and call in launches else begin
+        step = next((s for a, b, s in steps if a <= launched < b), -1)
+        if step < 0 and steps:  # before the first step, or behind the last
+            continue
+        if is_nccl(k):
+            op = f"{args.get('Collective name', 'nccl')} {args.get('Process Group Name', '')}".strip()
+            count[step, op] += 1
+            rows.append(
+                (max(step, 0), rank, "nccl", f"{op} #{count[step, op]}", begin + ahead, begin + ahead, end + ahead)
+            )
+        else:
+            compute[max(step, 0)].append((begin + ahead, end + ahead, name.get((begin, end), UNNAMED)))
+    for step, spans in compute.items():
+        seen: dict[str, int] = defaultdict(int)
+        for begin, end, op in _joined(spans):
+            seen[op] += 1
+            rows.append((step, rank, "compute", op if seen[op] == 1 else f"{op} #{seen[op]}", begin, begin, end))
+    return rows
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Kernels of one name that follow each other closely as one; what runs beside them is inside them.
+
+    >>> _joined([(0.0, 5.0, "0F0"), (6.0, 9.0, "0F0"), (7.0, 8.0, "0F1"), (50.0, 60.0, "0F1")])
+    [(0.0, 9.0, '0F0'), (50.0, 60.0, '0F1')]
+    """
+    out = list[Span]()
+    for begin, end, op in spans:
+        if out and (end <= out[-1][1] or (op == out[-1][2] and begin - out[-1][1] <= CLOSE_US)):
+            out[-1] = out[-1][0], max(out[-1][1], end), out[-1][2]
+        else:
+            out.append((max(begin, out[-1][1]) if out else begin, end, op))
+    return out

@@ -1,0 +1,209 @@
+"""A measured trace explained: what every op waited for, as far as rows of ops and their times can tell."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.order import IntArray
+from ir.plan.plan import OpKind
+from ir.trace.trace import Trace
+from piper_sim.study.explain.blame import OpWaits, phases
+from piper_sim.study.explain.chain import OpChain, ticks
+from piper_sim.study.explain.excess import REMOVED, OpExcess
+from piper_sim.study.explain.explanation import RankSeat, StepExplanation, told
+
+UNNAMED = "kernels"  # of these nobody knows whether ranks do the same
+SLOW = 0.05  # slower than the median of those that run the same ops: a straggler; below it is noise
+_TRANSFER = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)(.*)")
+_FORWARD, _BACKWARD = re.compile(r"(^|[(;])\d+F\d"), re.compile(r"(^|[(;])\d+[BIWR]\d")
+Key = tuple[int, str, str]  # rank, stream, op
+
+
+def explain_traces(traces: Sequence[Trace]) -> StepExplanation:
+    """Why the step of median length took so long, in the traces of one run, each of some of its ranks.
+
+    A rank's idle time is what its compute stream does not fill between the last end of the step before, anywhere, and
+    that of the step. A slow rank is told from a bad split where others run the same ops.
+
+    Raises PiperError (io): a rank in two traces, or one that computes nothing.
+
+    >>> rows = [(0, 0, "compute", "0F0", 0.0, 0.0, 1.0), (0, 0, "send>1", "0SEND_F0", 1.0, 1.0, 1.5)]
+    >>> rows += [(0, 1, "recv<0", "1RECV_F0", 0.0, 0.0, 1.5), (0, 1, "compute", "1F0", 1.5, 1.5, 2.5)]
+    >>> found = explain_traces([Trace.of({}, rows)])
+    >>> found.iteration_s, found.idle["1"], [x["op"] for x in found.critical_path]
+    (2.5, {'link': 0.5, 'warmup': 1.0}, ['0F0', '1RECV_F0', '1F0'])
+    """
+    step = _Step(traces)
+    return told(step.waits(), step.seats, lambda op: step.keys[op % len(step.keys)][2])
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of one step, by key."""
+
+    start: dict[Key, int]
+    end: dict[Key, int]
+
+
+class _Step:
+    """One step of a run, and the one before it where both have the same ops."""
+
+    def __init__(self, traces: Sequence[Trace]) -> None:
+        by_step = _by_step(traces)
+        self.begin, self.until, kept = _median(by_step)
+        last = kept[-1]
+        self.keys = sorted(last.start, key=lambda k: (k[0], last.start[k], last.end[k]))
+        if len(kept) > 1 and kept[0].start.keys() != last.start.keys():
+            kept = kept[-1:]
+        self.start = np.array([[rows.start[k] for k in self.keys] for rows in kept])
+        self.end = np.array([[rows.end[k] for k in self.keys] for rows in kept])
+        self.ranks = sorted({k[0] for k in self.keys})
+        at = {r: i for i, r in enumerate(self.ranks)}
+        self.program = np.array([at[k[0]] for k in self.keys])
+        self.kind = np.array([_kind(k) for k in self.keys])
+        self.rows = self._alike()
+        self.seats = [RankSeat(row, 1, r) for r, row in zip(self.ranks, self.rows, strict=True)]
+
+    def _alike(self) -> list[int]:
+        """[program] the pipeline rank it is of: ranks that run the same ops are replicas of one."""
+        ops: dict[int, set[str]] = defaultdict(set)
+        for rank, stream, op in self.keys:
+            if stream == "compute":
+                ops[rank].add(f"rank {rank}" if op.startswith(UNNAMED) else op)
+        known = list(dict.fromkeys(frozenset(ops[r]) for r in self.ranks))
+        return [known.index(frozenset(ops[r])) for r in self.ranks]
+
+    def waits(self) -> OpWaits:
+        """The chain of the step, and what its ops take too long. Raises PiperError (io): a rank without compute."""
+        n, compute = len(self.keys), self.kind == OpKind.COMPUTE
+        start, end = self.start.copy(), self.end
+        within = np.minimum(self.begin, end[-1])  # what began before the step counts from its begin
+        start[-1] = np.where(compute, np.maximum(start[-1], within), start[-1])
+        partner = self._partners()
+        lead = np.concatenate([self._lead(start[s], end[s], partner) + s * n for s in range(len(start))])
+        bind = np.concatenate([self._ended(start, end, s) for s in range(len(start))])
+        nodes = len(lead)
+        flat_start, flat_end = start.ravel(), end.ravel()
+        lo = np.minimum(flat_start[lead], flat_end)
+        late = np.where(bind >= 0, flat_end[bind], flat_start)
+        hosted = flat_start > late  # what went on between them is the host's
+        inside = compute & (end[-1] > self.begin)
+        queue = tuple(np.flatnonzero(inside & (self.program == p)) for p in range(len(self.ranks)))
+        if idle := [r for r, q in zip(self.ranks, queue, strict=True) if not len(q)]:
+            raise _bad(f"rank {idle[0]} computes nothing in the step", "a trace with rows of the stream `compute`")
+        main = np.where(self.kind == OpKind.RECV, np.where(partner >= 0, partner, np.arange(n)), np.arange(n))
+        chain = OpChain(
+            n, flat_start, np.append(lo, np.minimum(late, flat_start)), np.append(flat_end, flat_start), lead, main,
+            np.append(np.where(hosted, nodes + np.arange(nodes), bind), bind), self.program, self.kind, queue,
+            np.full(len(self.ranks), self.begin), self.until - self.begin,
+        )  # fmt: skip
+        own = np.where(compute, np.maximum(flat_end[-n:] - flat_start[-n:], 0), 0)
+        forward, backward = (np.array([bool(p.search(k[2])) for k in self.keys]) for p in (_FORWARD, _BACKWARD))
+        closing = nodes - n + int(np.argmax(end[-1]))
+        return OpWaits(chain, self._excess(own), own, own, *phases(chain, forward, backward), closing)
+
+    def _partners(self) -> IntArray:
+        """[op] the other end of a transfer, -1 for others: by stage, microbatch and place among the replicas."""
+        place: dict[int, int] = {}
+        count: dict[int, int] = defaultdict(int)
+        for r, row in zip(self.ranks, self.rows, strict=True):
+            place[r] = count[row]
+            count[row] += 1
+        ends: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        for i, (rank, _, op) in enumerate(self.keys):
+            if m := _TRANSFER.fullmatch(op):
+                stage = int(m[1]) + (0 if m[2] == "SEND" else -1 if m[3] == "F" else 1)
+                ends[stage, m[3], m[4], m[5], place[rank]].append(i)
+        out = np.full(len(self.keys), -1)
+        for pair in ends.values():
+            if len(pair) == 2:
+                out[pair] = pair[::-1]
+        return out
+
+    def _lead(self, start: IntArray, end: IntArray, partner: IntArray) -> IntArray:
+        """[op] the member of its meeting that came last: of a collective, of those that came before it ended."""
+        out = np.where((partner >= 0) & (start[partner] > start), partner, np.arange(len(start)))
+        groups: dict[str, list[int]] = defaultdict(list)
+        for i in np.flatnonzero(self.kind == OpKind.COLLECTIVE).tolist():
+            groups[self.keys[i][2]].append(i)
+        for members in groups.values():
+            group = np.array(members)
+            for i in members:
+                there = group[start[group] <= end[i]]
+                out[i] = there[np.argmax(start[there])] if start[there].max() > start[i] else i
+        return out
+
+    def _ended(self, start: IntArray, end: IntArray, step: int) -> IntArray:
+        """[node] what ended last on its rank before it started, in its own step or the one before."""
+        n, out = len(self.keys), np.full(len(self.keys), -1)
+        for p in range(len(self.ranks)):
+            mine = np.flatnonzero(self.program == p)
+            nodes = np.concatenate([mine + s * n for s in range(step + 1)])
+            ends = end.ravel()[nodes]
+            order = np.lexsort((-nodes, ends))
+            at = np.searchsorted(ends[order], start[step][mine], side="right") - 1
+            found = nodes[order][np.maximum(at, 0)]
+            own = found == mine + step * n  # an op of no length does not wait for itself
+            found = np.where(own, nodes[order][np.maximum(at - 1, 0)], found)
+            out[mine] = np.where((at < 0) | (own & (at < 1)), -1, found)
+        return out
+
+    def _excess(self, own: IntArray) -> OpExcess:
+        """Ranks slower than the median of those that run the same ops; what is left is how much a rank has to do."""
+        n = len(self.keys)
+        load = np.bincount(self.program, weights=own, minlength=len(self.ranks))
+        rows = np.array(self.rows)
+        usual = np.array([np.sort(load[rows == row])[(self.rows.count(row) - 1) // 2] for row in self.rows])
+        slow = np.where(load > (1 + SLOW) * usual, 1 - usual / np.maximum(load, 1), 0.0)
+        over = {c: np.zeros(n, dtype=np.int64) for c in REMOVED}
+        over["straggler"] = np.floor(own * slow[self.program]).astype(np.int64)
+        zero = {c: np.zeros(n, dtype=np.int64) for c in REMOVED}
+        even = own - over["straggler"]
+        return OpExcess(over, zero, np.zeros(n, dtype=np.int64), usual.astype(np.int64), even, np.zeros(n))
+
+
+def _by_step(traces: Sequence[Trace]) -> dict[int, _Rows]:
+    """The rows of every step. Raises PiperError (io): a rank in two traces."""
+    out: dict[int, _Rows] = {}
+    seen: dict[int, int] = {}
+    for k, t in enumerate(traces):
+        for r in {int(x) for x in t.rank}:
+            if seen.setdefault(r, k) != k:
+                raise _bad(f"rank {r} is in two traces", "each rank once: one file of all ranks, or one per rank")
+        times = ticks(t.start_s).tolist(), ticks(t.end_s).tolist()
+        for s, rank, stream, op, start, end in zip(
+            t.step.tolist(), t.rank.tolist(), t.stream, t.op, *times, strict=True
+        ):
+            rows = out.setdefault(s, _Rows({}, {}))
+            rows.start[rank, stream, op], rows.end[rank, stream, op] = start, max(start, end)
+    if not out:
+        raise _bad("no rows in it", "the trace.tsv that `run --out DIR` leaves in DIR")
+    return out
+
+
+def _bad(message: str, fix: str) -> PiperError:
+    return PiperError(ErrorKind.IO, message, key="--trace", suggestion=fix)
+
+
+def _median(by_step: dict[int, _Rows]) -> tuple[int, int, list[_Rows]]:
+    """(begin, end, rows of the step before and of it) of the step of median length; the first counts if it is alone."""
+    steps = sorted(by_step)
+    ends = [max(by_step[s].end.values()) for s in steps]
+    begins = [min(by_step[s].start.values()) for s in steps]
+    begins[1:] = [max(b, e) for b, e in zip(begins[1:], ends, strict=False)]
+    order = sorted(range(1 if len(steps) > 1 else 0, len(steps)), key=lambda k: ends[k] - begins[k])
+    k = order[(len(order) - 1) // 2]
+    return begins[k], ends[k], [by_step[s] for s in steps[max(0, k - 1) : k + 1]]
+
+
+def _kind(key: Key) -> OpKind:
+    if key[1] == "compute":
+        return OpKind.COMPUTE
+    m = _TRANSFER.fullmatch(key[2])
+    return OpKind.COLLECTIVE if m is None else OpKind.SEND if m[2] == "SEND" else OpKind.RECV

@@ -1,0 +1,147 @@
+"""Traces explained: what a run's rows say is what its simulation says; Kineto's kernels become rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ir.core.errors import PiperError
+from ir.trace.text import write_trace
+from ir.trace.trace import Trace
+from piper_sim.app.cli import main
+from piper_sim.study.explain import StepExplanation, explained
+from piper_sim.study.explain.kineto import read_traces
+from piper_sim.study.explain.measured import explain_traces
+from piper_sim.study.prediction import Prediction
+from tests.piper_sim.pricing.prediction_cases import asked
+
+
+def job(**sections: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "model": {"config": "tiny-llama", "seq_len": 512, "num_hidden_layers": 8},
+        "cluster": {"gpu": "h800-sxm", "nodes": 1, "gpus_per_node": 8},
+        "parallel": {"pp": 4, "dp": 2, "layers": [2, 2, 2, 2]},
+        "schedule": {"name": "1f1b", "microbatches": 8},
+        "costs": {"interference": "none", "free": ["host"]},
+    }
+    for section, keys in sections.items():
+        out[section] = {**out.get(section, {}), **keys}
+    return out
+
+
+def trace_of_all(p: Prediction, steps: Sequence[int] = (0, 1)) -> Trace:
+    """What a run on all ranks would leave: the rows of every replica's own class."""
+    n, rows = len(p.plan), []
+    names = [p.plan.streams[s][1] for s in p.plan.stream.tolist()]
+    for position, k in enumerate(p.planned.classes.of.tolist()):
+        for s in steps:
+            start, end = (x[s, k * n : (k + 1) * n].tolist() for x in (p.run.start, p.run.end))
+            for i in range(n):
+                rank = int(p.plan.program[i]) * p.prepared.mesh.program_stride + position
+                rows.append((s, rank, names[i], p.plan.text(i), start[i], start[i], end[i]))
+    return Trace.of({"writer": "executor"}, rows)
+
+
+def sums(found: StepExplanation) -> None:
+    assert sum(sum(row.values()) for row in found.idle.values()) == sum(c["seconds"] for c in found.causes)
+    assert sum(found.spent.values()) == found.iteration_s and min(found.spent.values()) >= 0
+    path = found.critical_path
+    assert path[0]["start_s"] == 0 and path[-1]["end_s"] == found.iteration_s
+    assert all(a["end_s"] == b["start_s"] for a, b in pairwise(path))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved-1f1b", "zbv", "dualpipe"])
+def test_a_trace_says_what_the_simulation_of_it_says(name: str) -> None:
+    layers = [1] * 8 if name in ("interleaved-1f1b", "zbv") else [2] * 4
+    p, _ = asked(job(schedule={"name": name}, parallel={"layers": layers}))
+    known, found = explained(p), explain_traces([trace_of_all(p)])
+    sums(found)
+    assert found.iteration_s == pytest.approx(known.iteration_s, rel=0.01)
+    for cause in ("compute", "warmup", "drain", "link", "split"):
+        assert found.spent.get(cause, 0.0) == pytest.approx(known.spent.get(cause, 0.0), abs=0.04 * known.iteration_s)
+
+
+@pytest.mark.parametrize("slow", [0, 3, 6])
+def test_a_slow_rank_is_named_in_a_trace(slow: int) -> None:
+    p, _ = asked(job(cluster={"speed": {str(slow): 0.5}}))
+    found = explain_traces([trace_of_all(p)])
+    sums(found)
+    assert (found.causes[0]["cause"], found.causes[0]["rank"]) == ("straggler", slow)
+    calm, _ = asked(job())
+    assert all(c["cause"] != "straggler" for c in explain_traces([trace_of_all(calm)]).causes)
+
+
+def test_a_bad_split_and_a_slow_link_are_named_in_a_trace() -> None:
+    p, _ = asked(job(parallel={"layers": [1, 1, 5, 1]}))
+    first = explain_traces([trace_of_all(p)]).causes[0]
+    assert (first["cause"], first["rank"] // 2) == ("split", 2)
+    p, _ = asked(job(cluster={"gpus_per_node": 2, "nodes": 4, "nic_Gbps": 1}))
+    assert explain_traces([trace_of_all(p)]).causes[0]["cause"] == "link"
+
+
+def test_a_file_a_file_for_each_rank_and_the_job_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    p, _ = asked(job())
+    whole = trace_of_all(p)
+    paths = [tmp_path / f"{r}.tsv" for r in range(8)]
+    for r, path in enumerate(paths):
+        rows = np.flatnonzero(whole.rank == r).tolist()
+        columns = [(0, r, whole.stream[i], whole.op[i]) for i in rows if whole.step[i] == 1]
+        times = [(whole.post_s[i], whole.start_s[i], whole.end_s[i]) for i in rows if whole.step[i] == 1]
+        path.write_text(write_trace(Trace.of({}, [(*a, *b) for a, b in zip(columns, times, strict=True)])))
+    (tmp_path / "all.tsv").write_text(write_trace(whole))
+    lines = [f"{s}.{k} = {json.dumps(v)}\n" for s, t in job().items() for k, v in t.items()]
+    (tmp_path / "job.toml").write_text("".join(lines))
+    assert main(["explain", "--json", "--trace", *map(str, paths)]) == 0
+    assert set(json.loads(capsys.readouterr().out)["idle"]) == {"0", "1", "2", "3"}
+    assert main(["explain", str(tmp_path / "job.toml"), "--json", "--trace", str(tmp_path / "all.tsv")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(found["difference"].values()) == pytest.approx(found["iteration_s"] - p.iteration_s, abs=1e-15)
+    assert found["what_ifs"]
+    with pytest.raises(PiperError, match="in two traces"):
+        explain_traces([whole, whole])
+    assert main(["explain", "--json"]) == 2
+    assert main(["explain", "a", "b", "--trace", "c", "--json"]) == 2
+
+
+def kernel(name: str, ts: float, dur: float, launch: int, **args: object) -> list[dict[str, Any]]:
+    call = {"ph": "X", "cat": "cuda_runtime", "name": "launch", "ts": float(launch), "dur": 1.0, "pid": 1, "tid": 1}
+    return [
+        {**call, "args": {"correlation": launch}},
+        {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"correlation": launch, **args}},
+    ]
+
+
+def note(name: str, ts: float, dur: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": "user_annotation", "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": 1}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_kineto_traces_one_file_for_each_rank(named: bool, tmp_path: Path) -> None:
+    """Rank 1 computes 300 us where rank 0 does 100; both then meet for 50 in an all-reduce that rank 0 waits in."""
+    paths = []
+    for rank, took in enumerate((100.0, 300.0)):
+        meet = {"Collective name": "allreduce", "Process Group Name": "0"}
+        events = [note("ProfilerStep#5", 0, 500), *kernel("gemm", 20, took, 10)]
+        events += [*kernel("ncclDevKernel_AllReduce", 20 + took, 350 - took, 30, **meet), *kernel("adam", 370, 40, 40)]
+        events += [note("0F0", 5, 10), note("UPDATE", 38, 5)] if named else []
+        paths.append(str(tmp_path / f"{rank}.json"))
+        Path(paths[-1]).write_text(json.dumps({"traceEvents": events, "distributedInfo": {"rank": rank}}))
+    traces, unnamed = read_traces(paths), ["kernels", "kernels #2"]
+    assert sorted(traces[0].op) == [
+        *(["0F0", "UPDATE"] if named else []),
+        "allreduce 0 #1",
+        *([] if named else unnamed),
+    ]
+    found = explain_traces(traces)
+    sums(found)
+    assert found.iteration_s == pytest.approx(390e-6)
+    first = found.causes[0]
+    assert (first["cause"], first["rank"]) == ("straggler" if named else "split", 1)
+    assert first["seconds"] == pytest.approx(100e-6 if named else 200e-6, rel=0.3)
+    assert [(x["rank"], x["cause"]) for x in found.critical_path][-2:] == [(0, "collective"), (0, "compute")]
