@@ -28,7 +28,7 @@ def job_toml(job: Job) -> str:
         table = {f.name: table[f.name] for f in fields(section) if f.name in table and table[f.name] != _default(f)}
         table |= section.overrides if name in OPEN else {}
         if table:
-            out.append(f"[{name}]\n" + "".join(f"{_key(k)} = {_value(v)}\n" for k, v in table.items()))
+            out.append(f"[{name}]\n" + "".join(f"{_key(k)} = {toml_value(v)}\n" for k, v in table.items()))
     return "\n".join(out)
 
 
@@ -41,12 +41,19 @@ def _key(key: str) -> str:
     return key if plain.isalnum() and plain.isascii() else json.dumps(key)
 
 
-def _value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """A value as a job file or `--set` has it.
+
+    >>> toml_value({"F": 0.5, "p2p": None}), toml_value(("a", True))
+    ('{ F = 0.5 }', '["a", true]')
+    """
     match value:
         case Mapping():
-            return "{ " + ", ".join(f"{_key(str(k))} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
+            return (
+                "{ " + ", ".join(f"{_key(str(k))} = {toml_value(v)}" for k, v in value.items() if v is not None) + " }"
+            )
         case list() | tuple():
-            return f"[{', '.join(map(_value, value))}]"
+            return f"[{', '.join(map(toml_value, value))}]"
         case str():  # TOML takes JSON's escapes, but for one character
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case _:

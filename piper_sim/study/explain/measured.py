@@ -37,7 +37,7 @@ def explain_traces(traces: Sequence[Trace]) -> StepExplanation:
     >>> rows += [(0, 1, "recv<0", "1RECV_F0", 0.0, 0.0, 1.5), (0, 1, "compute", "1F0", 1.5, 1.5, 2.5)]
     >>> found = explain_traces([Trace.of({}, rows)])
     >>> found.iteration_s, found.idle["1"], [x["op"] for x in found.critical_path]
-    (2.5, {'link': 0.5, 'warmup': 1.0}, ['0F0', '1RECV_F0', '1F0'])
+    (2.5, {'link': 0.5, 'dependency': 1.0}, ['0F0', '0SEND_F0', '1F0'])
     """
     step = _Step(traces)
     return told(step.waits(), step.seats, lambda op: step.keys[op % len(step.keys)][2])

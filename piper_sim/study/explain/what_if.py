@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ir.core.ops import Pass
 from ir.job import Job
 from ir.job.load import job_from
 from ir.job.table import table_of
+from ir.job.write import toml_value
 from piper_sim.pricing.costs import given_times
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.explain.excess import usual_links
@@ -58,15 +58,9 @@ def settings(changes: Mapping[str, Any]) -> list[str]:
     """Changes as `--set` takes them.
 
     >>> settings({"parallel.pp": 2, "costs.stage_times": {"F": 0.5}, "costs.free": ["p2p"]})
-    ['parallel.pp=2', 'costs.stage_times={F = 0.5}', 'costs.free=["p2p"]']
+    ['parallel.pp=2', 'costs.stage_times={ F = 0.5 }', 'costs.free=["p2p"]']
     """
-    return [f"{key}={_toml(value)}" for key, value in changes.items() if value is not None]
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
-    return json.dumps(value)
+    return [f"{key}={toml_value(value)}" for key, value in changes.items() if value is not None]
 
 
 def what_ifs(job: Job, p: Prediction, progress: Progress = nullcontext) -> tuple[JobChange, ...]:
@@ -102,7 +96,8 @@ def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
         if job.parallel.layers != "balanced":
             yield "balanced layers", {"parallel.layers": "balanced"}
         yield "perfect split", {"costs.stage_times": _even(job, p)}
-    yield "one more microbatch", {"schedule.microbatches": p.prepared.mbs + 1}
+    batch = {"schedule.global_batch": None} if job.schedule.global_batch is not None else {}
+    yield "one more microbatch", {"schedule.microbatches": p.prepared.mbs + 1, **batch}
     for recompute in ("none", "selective", "full"):
         if recompute != job.schedule.recompute:
             yield f"recompute {recompute}", {"schedule.recompute": recompute}
