@@ -32,12 +32,13 @@ from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.program import RankPlan
 from executor.runtime.rank import RankModel, crossing, topology
 from executor.runtime.worker import RankContext
-from experiments.torch_runtime import TorchPipeline, order_csv
+from experiments.torch_runtime import TorchPipeline
 from ir.core.ops import Pass
 from ir.job import load_job
 from ir.job.build import PreparedJob, prepare
 from ir.plan.plan import OpKind
 from ir.verify import check_plan
+from piper_sim.formats.torch_csv import order_csv
 
 JOB = """
 [model]

@@ -14,16 +14,8 @@ from executor.modules.base import BuiltChunks, TokenLoss, evaluate
 from executor.modules.choose import model_of
 from executor.modules.functions import token_loss
 from executor.runtime.batch import Microbatch
-from ir.directives.order import OrderDirective
 from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
-
-
-def order_csv(prepared: PreparedJob) -> str:
-    """The order of every rank as PyTorch's compute-only CSV: a row per rank, which its `_load_csv` reads."""
-    tables = [d.table for d in prepared.strategy if isinstance(d, OrderDirective)]
-    rows = {group: order for table in tables for group, order in table}
-    return "".join(",".join(rows[rank].cells()) + "\n" for rank in sorted(rows))
 
 
 class StageModule(nn.Module):

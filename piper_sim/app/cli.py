@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": "print a job's directives and its plan, program by program",
     "doctor": "is this machine, or this allocation under torchrun, fit to run plans?",
     "import": "a framework's launch (Megatron-LM, torchtitan, DeepSpeed …) as a job file",
+    "export": "a job as a framework's launch, or its plan and trace in other tools' formats",
     "run": "execute a job's plan on torch.distributed (needs PyTorch)",
     "validate": "calibrate on another plan of the job, predict this one, run it, compare (needs PyTorch)",
     "calibrate": "measure a job's ops and links (needs PyTorch), or import them from traces; write a profile",
@@ -192,6 +193,14 @@ def _import(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--from", default=None, metavar="NAME", dest="framework", help=f"whose, if not shown: {names}")
 
 
+def _export(sub: argparse.ArgumentParser) -> None:
+    _job(sub)
+    names = "torch-csv piper-json chakra perfetto slurm dataframe megatron megatron-bridge torchtitan deepspeed"
+    sub.add_argument("--to", required=True, metavar="NAME", help=f"{names} automodel accelerate primus")
+    sub.add_argument("--out", required=True, metavar="DIR", help="where the files go")
+    sub.add_argument("--force", action="store_true", help="overwrite files in DIR")
+
+
 _FLAGS = {
     "demo": _demo,
     "schedule": _schedule,
@@ -202,6 +211,7 @@ _FLAGS = {
     "plan": _simulate,
     "doctor": lambda sub: None,
     "import": _import,
+    "export": _export,
     "run": _run_or_replay,
     "validate": _validate,
     "calibrate": _calibrate,
@@ -287,7 +297,9 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         case "plan":
             from piper_sim.app.commands.plan import main as command
         case "import":
-            from piper_sim.app.commands.importing import main as command
+            from piper_sim.app.commands.launches import import_main as command
+        case "export":
+            from piper_sim.app.commands.launches import export_main as command
         case "run":
             from piper_sim.app.commands.run import main as command
         case "validate":

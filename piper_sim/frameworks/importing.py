@@ -77,7 +77,7 @@ def import_launch(path: str, framework: str | None = None) -> ImportedJob:
 
     Raises PiperError (io): it cannot be read; (job): not in a format that is known; (usage): no such framework.
     """
-    file = _overlaid(read_launch(path, framework_named(framework) if framework else None))
+    file = _overlaid(read_launch(path, framework_named(framework) if framework else None), framework is not None)
     entries = [_entry(file.framework, a) for a in file.arguments]
     stated: Facts = {e.fact: e.said for e in entries if e.fact and e.said is not None}
     d = draft(file.framework, stated | _config(file, stated), _hints(file))
@@ -90,7 +90,7 @@ def import_launch(path: str, framework: str | None = None) -> ImportedJob:
     return ImportedJob(file.framework.removesuffix("-torchtitan"), job, tuple(entries))
 
 
-def _overlaid(file: JobFile) -> JobFile:
+def _overlaid(file: JobFile, named_by_user: bool) -> JobFile:
     """The file with those that it names, each below the one that names it: what is stated later wins."""
     if file.framework == "primus" and any(
         a.value == "torchtitan" for a in file.arguments if a.name.endswith(".framework")
@@ -104,6 +104,8 @@ def _overlaid(file: JobFile) -> JobFile:
             found = None if name in seen else beside(replace(here, inside=file.inside), name, PRIMUS)
             seen.add(name)
             if found is not None:
+                if file.framework == "megatron" and not named_by_user:
+                    file = replace(file, framework=found.framework)
                 named = [replace(a, file=name) for a in found.arguments]
                 below, above = (below, [*above, *named]) if name.endswith(".json") else ([*named, *below], above)
                 queue.append(replace(found, framework=file.framework))
@@ -112,16 +114,22 @@ def _overlaid(file: JobFile) -> JobFile:
 
 def _named_files(framework: str, file: JobFile) -> Iterator[str]:
     for a in file.arguments:
-        row = row_of(framework, a.name)
+        row = _row(framework, a)
         if (row is not None and row.how == FILE) or a.name in ("extends", "bases"):
             for name in a.value if isinstance(a.value, list) else [a.value]:
                 if isinstance(name, str) and 0 < len(name) < 300 and re.search(r"\.(json|toml|ya?ml)$", name):
                     yield name
 
 
+def _row(framework: str, a: JobArgument) -> JobTableRow | None:
+    """An argument's row; files of arguments are named alike by all programs."""
+    found = row_of(a.place or framework, a.name.removeprefix("ENV_VARS."))
+    return found or next((r for r in [row_of("launcher", a.name)] if r is not None and r.how == FILE), None)
+
+
 def _entry(framework: str, a: JobArgument) -> JobEntry:
     """One argument looked up in the table."""
-    row = row_of(a.place or framework, a.name.removeprefix("ENV_VARS."))
+    row = _row(framework, a)
     if row is None:
         return JobEntry(a, UNKNOWN, note=f"no argument of {framework} that is known")
     key = tables()["keys"].get(row.fact, "")

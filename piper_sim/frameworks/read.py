@@ -272,8 +272,8 @@ def beside(launch: JobFile, name: str, folders: Iterable[str] = ("",)) -> JobFil
         for inner in folders:
             try:
                 path = folder / inner / name
-                if path.is_file():
-                    return read_launch(str(path), launch.framework)
+                if path.is_file():  # a script that names one may be anybody's
+                    return read_launch(str(path), None if launch.framework == "megatron" else launch.framework)
             except (OSError, ValueError, PiperError):
                 continue
     return None

@@ -14,7 +14,7 @@ from ir.schedules.registry import default_chunks, legal_chunks
 from ir.workload.layout import parse_layout
 from piper_sim.frameworks.draft import Facts, JobDraft
 from piper_sim.frameworks.table import facts as tables
-from piper_sim.frameworks.to_model import model_of
+from piper_sim.frameworks.to_model import EXPERTS, model_of
 
 MODULES = {
     "core_attn": "scores",
@@ -90,7 +90,7 @@ def _schedule(d: JobDraft, f: Facts, pp: int) -> int:
 
 def _parallel(d: JobDraft, f: Facts, stages: int) -> None:
     tp, pp = f.get("tp", 1), f.get("pp", 1)
-    experts = bool(f.get("experts")) or "config" in d.job["model"]
+    experts = bool(f.get("experts")) or bool({"config", *EXPERTS.values()} & set(d.job["model"]))
     etp = f.get("etp") or (tp if d.framework in EVEN and f.get("experts") else None)
     for fact in ("ep", "etp"):
         if f.get(fact, 1) > 1 and not experts:
@@ -109,6 +109,8 @@ def _zero(d: JobDraft, f: Facts) -> int | None:
         return int(f.get("sharding", 3))
     if f.get("distributed_optimizer"):
         return max(1, int(f.get("zero", 0)))
+    if f.get("distributed_optimizer") is False and d.framework in EVEN:
+        return 0
     if (how := f.get("reshard")) and f.get("zero", 3) == 3:
         if f.get("dp_shard") == 1 and f.get("cp", 1) == 1:
             return 0

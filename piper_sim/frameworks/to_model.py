@@ -196,7 +196,7 @@ def _experts(d: JobDraft, kind: str, f: Facts, ffn: int) -> dict[str, Any]:
     sparse = [*sparse, *[True] * layers][:layers] if f.get("experts") else [False] * layers
     if kind == "qwen3_moe":
         dense = [i for i, x in enumerate(sparse) if not x]
-        return out | ({"mlp_only_layers": dense} if dense else {})
+        return out | {"norm_topk_prob": True} | ({"mlp_only_layers": dense} if dense else {})
     first = sparse.index(True) if True in sparse else layers
     if not all(sparse[first:]):
         d.doubts["moe_freq"] = "dense layers are the first ones"

@@ -144,3 +144,32 @@ def _pattern(value: object) -> object:
         raise ValueError("a number, or a list like [0]*3+[1]*58")
     pairs = (m for p in parts if (m := _TIMES.fullmatch(p)))
     return [int(c) for m in pairs for c in m[1].split(",") * int(m[2] or 1)][:10_000]
+
+
+def write_value(how: str, fact: object) -> object:
+    """The value that states a fact, None where this argument cannot: what `read_value` reads as the fact.
+
+    >>> write_value("words adam=adamw", "adamw"), write_value("is bf16", "fp16"), write_value("not", True)
+    ('adam', None, False)
+    """
+    kind, _, rest = how.partition(" ")
+    match kind:
+        case "flag":
+            return bool(fact)
+        case "not":
+            return not fact
+        case "is":
+            return True if fact == _constant(rest) else None
+        case "flagword":
+            return True if fact == rest else None
+        case "words":
+            return next((w for w, f in _map(rest).items() if f == fact), None)
+        case "int" | "num" | "text" | "list" | "ones" | "layout":
+            return fact
+        case "pattern" if isinstance(fact, list):
+            dense = fact.index(1) if 1 in fact else len(fact)
+            plain = fact == [0] * dense + [1] * (len(fact) - dense)
+            return f"([0]*{dense}+[1]*{len(fact) - dense})" if plain and dense else fact
+        case "pattern":
+            return fact
+    return None

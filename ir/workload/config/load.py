@@ -52,9 +52,20 @@ def load_config(name_or_path: str, overrides: Mapping[str, object] | None = None
     """
     path = _find(name_or_path)
     label = name_or_path if path.parent == _PRESETS else str(path)
-    raw = typed(read_json(path, FORM), dict[str, object], FORM, str(path))
     with FORM.naming(label):
-        return config_from(raw, label, overrides or {})
+        return config_from(raw_config(name_or_path), label, overrides or {})
+
+
+def raw_config(name_or_path: str) -> dict[str, object]:
+    """The keys of a preset or of a config.json, as they stand there.
+
+    >>> raw_config("tiny-llama")["model_type"]
+    'llama'
+
+    Raises PiperError (model): unknown preset; (io): unreadable file.
+    """
+    path = _find(name_or_path)
+    return typed(read_json(path, FORM), dict[str, object], FORM, str(path))
 
 
 def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, object] | None = None) -> ModelConfig:

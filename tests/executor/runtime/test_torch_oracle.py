@@ -13,10 +13,10 @@ import pytest
 
 from executor.launch.launch import launch
 from executor.runtime.given import given_text
-from experiments.torch_runtime import order_csv
 from ir.core.order import Order
 from ir.schedules.custom import from_csv
 from ir.schedules.registry import build
+from piper_sim.formats.torch_csv import order_csv
 from tests.executor import torch_ranks
 from tests.executor.runs import Arrays, distance, judged, merged, run
 

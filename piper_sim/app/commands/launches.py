@@ -1,0 +1,80 @@
+"""`piper-sim import FILE`, `piper-sim export JOB --to NAME`: launches of frameworks in, files for other tools out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from ir.core.errors import ErrorKind, PiperError, nearest, printable
+from ir.job import load_job
+from ir.job.build import blaming, directives_json
+from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, write
+from piper_sim.formats.chakra import chakra_files
+from piper_sim.formats.slurm import sbatch
+from piper_sim.formats.tables import parquet_files
+from piper_sim.formats.torch_csv import order_csv
+from piper_sim.frameworks.exporting import FRAMEWORKS, export_launch
+from piper_sim.frameworks.importing import import_launch
+from piper_sim.report.perfetto import perfetto_gz
+from piper_sim.study.predict import predict
+from piper_sim.study.prediction import Prediction
+
+FORMATS = ("torch-csv", "piper-json", "chakra", "perfetto", "slurm", "dataframe")
+
+
+def import_main(args: argparse.Namespace) -> int:
+    """Print the job: TOML with what was assumed as comments, or the object that holds an entry for each argument."""
+    found = import_launch(args.file, args.framework)
+    if args.json:
+        print_json({"schema_version": 1, **found.to_dict()})
+    else:
+        print(printable(found.to_toml()), end="")
+    return 0
+
+
+def export_main(args: argparse.Namespace) -> int:
+    """Write the files, say which, and which keys of the job they do not say.
+
+    Raises PiperError (usage): no such format; (job): it cannot say what the job asks for.
+    """
+    allowed = (*FORMATS, *FRAMEWORKS)
+    name = "megatron" if args.to == "megatron-lm" else args.to
+    if name not in allowed:
+        fix = nearest(name, allowed)
+        raise PiperError(ErrorKind.USAGE, f"no format {args.to!r}", key="--to", allowed=allowed, suggestion=fix)
+    job = load_job(args.job, args.sets)
+    with progress(f"exporting {args.job}"), blaming(job):
+        p, left_out = predict(job), dict[str, object]()
+        if name in FRAMEWORKS:
+            made = export_launch(p.prepared, name)
+            files: Mapping[str, bytes | str] = made.files
+            left_out = dict(made.left_out)
+        else:
+            files = _files(p, name, args.job)
+        refuse_existing(args.out, files, args.force)
+        written = write(args.out, files, args.force)
+    if args.json:
+        paths = [str(path) for path in written]
+        print_json({"schema_version": 1, "to": name, "files": paths, "left_out": left_out})
+        return 0
+    print("\n".join(f"written: {path}" for path in written))
+    for key, value in left_out.items():
+        print(f"left out: {key}: {name} has no word for it (read back: {value!r})")
+    return 0
+
+
+def _files(p: Prediction, name: str, job: str) -> Mapping[str, bytes | str]:
+    match name:
+        case "torch-csv":
+            return {"schedule.csv": order_csv(p.prepared)}
+        case "piper-json":
+            return {"strategy.json": dumps(directives_json(p.prepared.strategy))}
+        case "chakra":
+            return chakra_files(p.plan, p.last_step)
+        case "perfetto":
+            return {"trace.json.gz": perfetto_gz(p.last_step)}
+        case "slurm":
+            return {"job.sbatch": sbatch(p.prepared, job)}
+        case "dataframe":
+            return parquet_files({"trace": p.trace, "memory": p.memory, "breakdown": p.breakdown})
+    raise AssertionError(name)

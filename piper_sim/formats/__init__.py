@@ -1,0 +1,1 @@
+"""Plans, traces and tables in other tools' formats."""

@@ -1,0 +1,29 @@
+"""DataFrames as parquet files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ir.core.errors import ErrorKind, PiperError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+def parquet_files(tables: Mapping[str, DataFrame]) -> dict[str, bytes | str]:
+    """NAME.parquet of each table.
+
+    Raises PiperError (missing_dependency): pyarrow is not installed.
+    """
+    if find_spec("pyarrow") is None:
+        message = "parquet files need pyarrow"
+        raise PiperError(ErrorKind.MISSING_DEPENDENCY, message, key="pyarrow", suggestion="pip install pyarrow")
+    out: dict[str, bytes | str] = {}
+    for name, table in tables.items():
+        buffer = io.BytesIO()
+        table.to_parquet(buffer, engine="pyarrow")
+        out[f"{name}.parquet"] = buffer.getvalue()
+    return out

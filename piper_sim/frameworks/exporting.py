@@ -1,0 +1,210 @@
+"""`piper-sim export --to FRAMEWORK`: a job as the files that start it; what they cannot say is refused or listed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import named_path
+from ir.job.build import PreparedJob, prepare
+from ir.job.load import job_from
+from ir.job.schema import Job
+from ir.job.table import table_of
+from ir.workload.config.load import presets, raw_config
+from ir.workload.config.spec import ModelConfig
+from piper_sim.frameworks.draft import Facts
+from piper_sim.frameworks.from_job import MEGATRON, facts_of
+from piper_sim.frameworks.importing import import_launch, toml
+from piper_sim.frameworks.table import CHAINS, rows
+from piper_sim.frameworks.table import facts as tables
+from piper_sim.frameworks.values import write_value
+
+FRAMEWORKS = ("megatron", "megatron-bridge", "torchtitan", "deepspeed", "automodel", "accelerate", "primus")
+LAUNCH = "launch.sh"
+# Of a model: neither time nor bytes.
+_MODEL = {"source", "max_positions", "init_std", "norm_eps", "rope_theta", "rope_scaling", "rope_share"}
+_MODEL |= {"rope_pairs", "score_scale", "score_by_layer", "embed_dropout", "model_type", "positions", "stored", "act"}
+_FILES = {
+    "megatron-bridge": ("config.yaml", "torchrun {} train.py --config-file config.yaml"),
+    "torchtitan": ("train.toml", "torchrun {} -m torchtitan.train --job.config_file train.toml"),
+    "automodel": ("config.yaml", "torchrun {} pretrain.py --config config.yaml"),
+    "primus": ("exp.yaml", "torchrun {} primus/cli/main.py train pretrain --config exp.yaml"),
+    "deepspeed": ("ds_config.json", "deepspeed {} train.py --deepspeed_config ds_config.json"),
+    "accelerate": ("accelerate.yaml", "accelerate launch --config_file accelerate.yaml train.py"),
+}
+
+
+@dataclass(frozen=True)
+class ExportedJob:
+    """The files of a launch, and the job's keys that they do not say: key -> what they say instead."""
+
+    files: Mapping[str, str]
+    left_out: Mapping[str, object]
+
+
+def export_launch(prepared: PreparedJob, framework: str) -> ExportedJob:
+    """A job as a framework's launch, read back to see what it says.
+
+    Raises PiperError (job): the framework has no word for something that decides the plan.
+    """
+    found_facts = facts_of(prepared, framework)
+    if framework == "torchtitan" and "flavor" not in found_facts:
+        raise _cannot(framework, "model.config", prepared.job.model.name, "none of its flavors has these sizes")
+    arguments = dict(_arguments(framework, found_facts))
+    files = _files(prepared, framework, arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        found = import_launch(str(Path(folder) / LAUNCH), framework)
+    try:
+        back = prepare(job_from(found.job))
+    except PiperError as e:
+        raise _cannot(framework, e.key or "model", None, e.message) from None
+    wrong = dict(_different(prepared, back))
+    if wrong:
+        key, (mine, theirs) = next(iter(wrong.items()))
+        raise _cannot(framework, key, mine, f"it would be read as {theirs!r}")
+    return ExportedJob(files, dict(_left_out(prepared, found.job)))
+
+
+def _cannot(framework: str, key: str, value: object, why: str) -> PiperError:
+    said = f" = {value!r}" if value is not None else ""
+    return PiperError(
+        ErrorKind.JOB,
+        f"{framework} cannot say {key}{said}: {why}",
+        key=key,
+        allowed=f"what a launch of {framework} says",
+        suggestion="another --to, or --set this key",
+    )
+
+
+def _arguments(framework: str, f: Facts) -> Iterator[tuple[str, object]]:
+    """(argument, value) of each fact, in the order of the table; each fact by the first row that can say it."""
+    said: set[str] = {k for k, v in f.items() if v is None}
+    for own in CHAINS[framework][: 9 if framework in MEGATRON else 1]:
+        for row in rows(own):
+            if row.fact in f and row.fact not in said and (value := write_value(row.how, f[row.fact])) is not None:
+                said.add(row.fact)
+                yield row.names[0], value
+
+
+def _files(prepared: PreparedJob, framework: str, arguments: Mapping[str, object]) -> dict[str, str]:
+    c = prepared.job.cluster
+    where = f"--nnodes {c.nodes} --nproc_per_node {c.gpus_per_node}"
+    if framework == "megatron":
+        words = [f"--{k.replace('_', '-')}{_word(v)}" for k, v in arguments.items() if v is not False]
+        return {LAUNCH: _script([f"torchrun {where} pretrain_gpt.py", *words])}
+    name, line = _FILES[framework]
+    own = dict(arguments)
+    files: dict[str, str] = {}
+    if framework in ("deepspeed", "accelerate"):
+        where = f"--num_nodes {c.nodes} --num_gpus {c.gpus_per_node}"
+        line += f" --max_seq_len {prepared.job.model.seq_len}"
+        line += " --gradient_checkpointing" if own.pop("gradient_checkpointing", None) else ""
+        own.pop("max_seq_len", None)
+        line += " --gradient_checkpointing" if own.pop("fsdp_config.fsdp_activation_checkpointing", None) else ""
+        if framework == "accelerate":
+            line += f" --per_device_train_batch_size {prepared.job.schedule.microbatch_size}"
+            line += f" --gradient_accumulation_steps {prepared.mbs}"
+    if framework in ("deepspeed", "accelerate") or own.get("model.pretrained_model_name_or_path") == "config.json":
+        files["config.json"] = json.dumps(hugging_face(prepared.job), indent=1) + "\n"
+    tree = _tree(framework, own)
+    if framework == "torchtitan":
+        files[name] = toml(tree)
+    else:
+        import yaml
+
+        files[name] = (
+            json.dumps(tree, indent=1) + "\n" if name.endswith(".json") else yaml.safe_dump(tree, sort_keys=False)
+        )
+    return {LAUNCH: _script([line.format(where)]), **files}
+
+
+def _word(value: object) -> str:
+    if value is True:
+        return ""
+    words = value if isinstance(value, list) else [value]
+    return "".join(" " + shlex.quote(str(w)) for w in words)
+
+
+def _script(lines: list[str]) -> str:
+    return "#!/bin/bash\n" + " \\\n    ".join(lines) + "\n"
+
+
+def _tree(framework: str, arguments: Mapping[str, object]) -> dict[str, Any]:
+    """Dotted arguments as sections; those of Megatron's configs where they belong."""
+    sections: Mapping[str, str] = tables()["sections"].get(framework, {})
+    tree: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name.startswith("megatron_lm_config"):  # of another kind of launch
+            continue
+        prefix = sections.get(name, sections.get("", ""))
+        *path, last = [x for x in f"{prefix}.{name}".split(".") if x]
+        at = tree
+        for part in path:
+            at = at.setdefault(part, {})
+        at[last] = value
+    if framework == "primus":
+        tree["modules"]["pre_trainer"] = {
+            "framework": "megatron",
+            "config": "pre_trainer.yaml",
+            **tree["modules"]["pre_trainer"],
+        }
+    if framework == "accelerate":
+        tree = {"compute_environment": "LOCAL_MACHINE", **tree}
+    return tree
+
+
+def hugging_face(job: Job) -> dict[str, object]:
+    """The model as a config.json: the preset's or file's keys with those set inline.
+
+    Raises PiperError (job): a captured model has none.
+    """
+    if job.model.graph is not None:
+        message = "a captured model has no config.json"
+        raise PiperError(ErrorKind.JOB, message, file=job.file, key="model.graph", allowed="model.config")
+    name = job.model.config
+    return (raw_config(named_path(job.file, name, presets())) if name else {}) | dict(job.model.overrides)
+
+
+def _different(mine: PreparedJob, theirs: PreparedJob) -> Iterator[tuple[str, tuple[object, object]]]:
+    """Keys that decide the plan, and are read back as something else."""
+
+    def plan(p: PreparedJob) -> dict[str, object]:
+        j, s = p.job, p.job.schedule
+        sizes = {f"parallel.{k}": p.mesh.sizes[k] for k in ("tp", "cp", "pp", "dp", "ep", "etp")}
+        tp = j.parallel.tp > 1
+        return {
+            **{f"model.{f.name}": getattr(p.config, f.name) for f in fields(ModelConfig) if f.name not in _MODEL},
+            "model.moe": p.config.moe and replace(p.config.moe, scale=1.0, normalised=True, scoring="", balance=0.0),
+            **sizes,
+            "parallel.zero": j.parallel.zero if p.mesh.sizes["dp"] * p.mesh.sizes["cp"] > 1 else 0,
+            "parallel.order": j.parallel.order,
+            "parallel.sequence_parallel": j.parallel.sequence_parallel and tp,
+            "schedule.name": p.schedule if p.mesh.sizes["pp"] > 1 else "",
+            "schedule.stages_per_rank": p.stages // p.mesh.sizes["pp"],
+            "parallel.layers": p.layout,
+            "schedule.microbatches": p.mbs,
+            "schedule.microbatch_size": s.microbatch_size,
+            "schedule.recompute": s.recompute,
+            "model.seq_len": j.model.seq_len,
+            "precision.compute": j.precision.compute,
+        }
+
+    a, b = plan(mine), plan(theirs)
+    yield from ((k, (v, b[k])) for k, v in a.items() if v != b[k])
+
+
+def _left_out(mine: PreparedJob, theirs: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
+    """Keys of the job that the launch does not say, beside those that decide the plan."""
+    own, back = table_of(mine.job), table_of(job_from(theirs))
+    for section in ("cluster", "routing", "costs", "data", "optimizer", "precision", "gate", "history"):
+        for key, value in own[section].items():
+            if back[section].get(key) != value:
+                yield f"{section}.{key}", back[section].get(key)

@@ -1,0 +1,156 @@
+"""A job as facts that frameworks state: `to_job` backwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ir.job.build import PreparedJob
+from ir.job.schema import Job
+from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
+from ir.workload.layout import format_layout
+from piper_sim.frameworks.draft import Facts
+from piper_sim.frameworks.table import facts as tables
+from piper_sim.frameworks.to_job import MODULES
+from piper_sim.frameworks.to_model import named
+
+MEGATRON = ("megatron", "megatron-bridge", "primus")
+
+
+def facts_of(prepared: PreparedJob, framework: str) -> Facts:
+    """What a framework would have to state; the nodes and GPUs are the resolved job's."""
+    job, mesh = prepared.job, prepared.mesh.sizes
+    dp, size, mbs = mesh["dp"], job.schedule.microbatch_size, prepared.mbs
+    f: Facts = {k: mesh[k] for k in ("tp", "cp", "pp", "ep") if mesh[k] > 1}
+    f |= {
+        "seq_len": job.model.seq_len,
+        "lr": job.optimizer.lr,
+        "clip": job.optimizer.clip_norm,
+        "optimizer": job.optimizer.name,
+    }
+    f |= _formats(job)
+    if framework in MEGATRON:
+        f |= _sizes(prepared.config) | _megatron(prepared, dp, size, mbs)
+        return f | ({"vocab": f.pop("vocab_padded")} if framework == "megatron-bridge" else {})
+    if framework in ("torchtitan", "automodel"):
+        return f | _torch(prepared, framework, dp, size, mbs) | _name(job, framework)
+    f |= {"microbatch_size": size, "global_batch": size * mbs * dp, "accumulation": mbs, "zero": job.parallel.zero}
+    f |= {"recompute": job.schedule.recompute} if job.schedule.recompute == "full" else {}
+    return f | {
+        "gpus": prepared.ranks,
+        "nodes": job.cluster.nodes,
+        "distributed_type": "deepspeed" if job.parallel.zero else 0,
+    }
+
+
+def _formats(job: Job) -> Facts:
+    p = job.precision
+    f: Facts = {"compute": "bf16", "fp8": "fp8"} if p.compute == "fp8" else {"compute": p.compute}
+    named_ = {"params": p.params, "grads": p.grads, "reduce": p.reduce, "optimizer_dtype": p.optimizer}
+    return f | {k: v for k, v in named_.items() if v is not None}
+
+
+def _sizes(m: ModelConfig) -> Facts:
+    f: Facts = {"layers": m.layers, "hidden": m.hidden, "heads": m.heads, "vocab_padded": m.vocab}
+    f |= {"ffn": m.ffn, "positions": m.max_positions, "untied": not m.tied, "norm_eps": m.norm_eps}
+    f |= {"position": "rope" if m.rope else "learned", "init_std": m.init_std, "bias": m.mlp_bias or m.out_bias}
+    f |= {"activation": str(m.activation), "norm": "rms" if m.norm is NormLayerKind.RMS else "layer"}
+    f |= {"attention_dropout": m.attn_dropout, "hidden_dropout": m.hidden_dropout}
+    if m.activation is LayerActivation.RELU2:
+        f |= {"bias": m.out_bias, "rope_share": m.rope_share}
+    if m.rope:
+        f["rope_theta"] = m.rope_theta
+    if m.mla is not None:
+        f |= {"mla": True, "q_rank": m.mla.q_rank or None, "kv_rank": m.mla.kv_rank, "nope_dim": m.mla.nope_dim}
+        f |= {"rope_dim": m.mla.rope_dim, "v_dim": m.mla.v_dim}
+    else:
+        f |= {"grouped": True, "kv_heads": m.kv_heads} if m.kv_heads != m.heads else {}
+        f |= {"head_dim": m.head_dim, "qk_norm": m.qk_norm or None, "qkv_bias": (m.qkv_bias and not m.out_bias) or None}
+    if m.mtp:
+        f["mtp"] = m.mtp
+    if (moe := m.moe) is not None:
+        f |= {"experts": moe.experts, "top_k": moe.top_k, "moe_ffn": moe.ffn, "shared_ffn": moe.shared_ffn or None}
+        f |= {"moe_freq": [int(i not in moe.dense_layers) for i in range(m.layers)]} if moe.dense_layers else {}
+        f |= {"groups": moe.groups, "top_groups": moe.top_groups} if moe.groups else {}
+        f |= {"scoring": moe.scoring, "routed_scale": moe.scale}
+    return f
+
+
+def _megatron(prepared: PreparedJob, dp: int, size: int, mbs: int) -> Facts:
+    job, pp = prepared.job, prepared.mesh.sizes["pp"]
+    p, s, chunks = job.parallel, job.schedule, prepared.stages // pp
+    f: Facts = {"microbatch_size": size, "global_batch": size * mbs * dp}
+    f |= {"sequence_parallel": p.sequence_parallel} if p.tp > 1 else {}
+    f |= {"etp": p.etp} if prepared.config.moe is not None else {}
+    f |= {"order": p.order} if p.order != "tp cp ep dp pp" else {}
+    f |= {"distributed_optimizer": p.zero == 1} if p.zero < 2 else {"fsdp": True, "sharding": p.zero}
+    if p.bucket_MiB is not None:
+        f["bucket_elements"] = round(p.bucket_MiB * 2**20 / (2 if job.precision.reduce == "bf16" else 4))
+    if pp > 1:
+        f |= {"vp": chunks} if chunks > 1 else {}
+        f |= {"overlap_ep": True} if prepared.schedule.endswith("-overlap") else {}
+        f |= {"delay_wgrad": True} if s.delay_wgrad else {}
+        f |= _stages(prepared, chunks)
+    if s.recompute != "none":
+        f |= {"recompute": s.recompute if isinstance(s.recompute, str) else "selective"}
+        words = {part: word for word, part in reversed(MODULES.items())}
+        f |= (
+            {"recompute_modules": [words[x] for x in s.recompute if x in words]}
+            if not isinstance(s.recompute, str)
+            else {}
+        )
+        f |= {"recompute_method": "uniform", "recompute_layers": 1} if s.recompute == "full" else {}
+    if job.costs.dispatcher not in (None, "nccl"):
+        f |= {"dispatcher_type": "flex", "dispatcher": job.costs.dispatcher}
+    return f
+
+
+def _stages(prepared: PreparedJob, chunks: int) -> Facts:
+    """Which layers stand where: nothing where they divide evenly, else the layout string."""
+    layers, text = prepared.layers, format_layout(prepared.layout)
+    if prepared.job.schedule.layout is not None:
+        return {"layout": prepared.job.schedule.layout}
+    usual = not prepared.config.mtp and prepared.layout[0][:1] == "E" and prepared.layout[-1][-1:] == "L"
+    if usual and len(set(layers)) == 1:
+        return {}
+    if usual and prepared.job.parallel.layers == "even":
+        return {"count_embedding": True, "count_loss": True}
+    ranks = [n * chunks for n in layers[: len(layers) // chunks]]
+    same = layers == tuple(ranks[i % len(ranks)] // chunks for i in range(len(layers)))
+    if usual and same and len(ranks) > 2 and len(set(ranks[1:-1])) == 1:
+        return {"first_layers": ranks[0] if ranks[0] != ranks[1] else None, "last_layers": ranks[-1]}
+    return {"layout": text}
+
+
+def _torch(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: int) -> Facts:
+    """torchtitan's and Automodel's: a replica reads all its microbatches at once."""
+    job, pp = prepared.job, prepared.mesh.sizes["pp"]
+    p, s = job.parallel, job.schedule
+    zero = "always" if p.zero == 3 else "never"
+    f: Facts = {"local_batch": size * mbs if pp > 1 else size, "global_batch": size * mbs * dp}
+    f |= {"recompute": s.recompute if isinstance(s.recompute, str) else "selective"}
+    if pp > 1:
+        f |= {"pp_microbatch_size": size, "schedule": prepared.schedule}
+        whole = prepared.config.layers % prepared.stages == 0
+        f |= {"chunk_layers": prepared.config.layers // prepared.stages} if whole else {}
+    f |= {"sequence_parallel": p.sequence_parallel} if p.tp > 1 else {}
+    if framework == "torchtitan":
+        shard = {"dp_shard": dp, "dp_replicate": 1} if p.zero else {"dp_shard": 1, "dp_replicate": dp}
+        f |= {"etp": p.etp, "reshard": zero, **shard} if p.etp > 1 else {"reshard": zero, **shard}
+    else:
+        f |= {"dp": dp, "zero": {0: 0, 3: 3}.get(p.zero), **({"reshard": zero} if p.zero else {})}
+    return f
+
+
+def _name(job: Job, framework: str) -> dict[str, Any]:
+    """The model by name, where the framework has it: torchtitan's flavor, the Hub's repository."""
+    own = dict(job.model.overrides)
+    for name, found in tables()["hub"].items():
+        family, _, flavor = name.partition("/")
+        keys = {k: v for k, v in found.items() if k != "preset"}
+        if found["preset"] == job.model.config and keys == own and named(family, flavor) is found:
+            titan = framework == "torchtitan"
+            if titan and family.islower() and "-" not in family:
+                return {"family": family, "flavor": flavor}
+            if not titan and not keys and ("-" in family or family[0].isupper()):
+                return {"hub": name}
+    return {} if framework == "torchtitan" else {"hub": "config.json"}
