@@ -205,6 +205,6 @@ def _left_out(mine: PreparedJob, theirs: Mapping[str, Mapping[str, Any]]) -> Ite
     """Keys of the job that the launch does not say, beside those that decide the plan."""
     own, back = table_of(mine.job), table_of(job_from(theirs))
     for section in ("cluster", "routing", "costs", "data", "optimizer", "precision", "gate", "history"):
-        for key, value in own[section].items():
-            if back[section].get(key) != value:
+        for key in (*own[section], *(k for k in back[section] if k not in own[section])):
+            if back[section].get(key) != own[section].get(key):
                 yield f"{section}.{key}", back[section].get(key)

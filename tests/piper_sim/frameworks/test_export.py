@@ -1,0 +1,125 @@
+"""`piper-sim export --to FRAMEWORK`: what is written reads back as the job; what it cannot say is refused or listed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ir.core.errors import PiperError
+from ir.job.build import PreparedJob, prepare
+from ir.job.load import job_from
+from piper_sim.frameworks.exporting import FRAMEWORKS, LAUNCH, ExportedJob, export_launch
+from piper_sim.frameworks.importing import ImportedJob, import_launch
+
+TITAN = {"config": "llama3-8b", "seq_len": 2048}
+CLUSTER = {"gpu": "h800-sxm", "nodes": 2, "gpus_per_node": 8}
+
+
+def prepared(**sections: dict[str, Any]) -> PreparedJob:
+    return prepare(job_from({"model": {"config": "tiny-llama", "seq_len": 64}, "cluster": CLUSTER} | sections))
+
+
+def read_back(made: ExportedJob) -> ImportedJob:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in made.files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        return import_launch(str(Path(folder) / LAUNCH))
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[str, PreparedJob]:
+    """A framework, and a job that it can say."""
+    framework = draw(st.sampled_from(FRAMEWORKS))
+    megatron = framework in ("megatron", "megatron-bridge", "primus")
+    hf = framework in ("deepspeed", "accelerate")
+    moe = draw(st.booleans()) and framework not in ("torchtitan", *(("deepspeed", "accelerate") if hf else ()))
+    tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)] if not hf else [(1, 1)]))
+    cp = 1 if hf else draw(st.sampled_from([1, 2]))
+    sp = tp > 1 and not hf and (moe or framework == "torchtitan" or draw(st.booleans()))
+    zero = draw(st.sampled_from([0, 1, 2, 3] if megatron or hf else [0, 3] if framework == "automodel" else [2, 3]))
+    ep = draw(st.sampled_from([1, 2])) if moe else 1
+    chunks = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    model: dict[str, Any] = {"config": "tiny-moe" if moe else "tiny-llama", "num_hidden_layers": 8, "seq_len": 64}
+    schedule: dict[str, Any] = {
+        "microbatches": draw(st.integers(pp, 9)),
+        "microbatch_size": draw(st.sampled_from([1, 2])),
+    }
+    if chunks > 1:
+        schedule["name"] = "interleaved-1f1b"
+    elif pp > 1 and not megatron:
+        schedule["name"] = draw(st.sampled_from(["1f1b", "gpipe", "zbv"]))
+    if draw(st.booleans()):
+        schedule["recompute"] = "full"
+    elif megatron:
+        schedule["recompute"] = draw(st.sampled_from(["none", "selective", ["norm", "mlp"], ["norm"]]))
+    parallel = {"tp": tp, "pp": pp, "cp": cp, "zero": zero, "sequence_parallel": sp, "ep": ep}
+    if megatron and pp == 2:
+        parallel["layers"] = draw(st.sampled_from(["even", [3, 5] * chunks if chunks == 1 else [1, 3, 2, 2]]))
+    precision = {"compute": draw(st.sampled_from(["bf16", "fp8"] if megatron else ["bf16"]))}
+    titan = TITAN if framework == "torchtitan" else model
+    optimizer = {"lr": draw(st.sampled_from([1e-3, 3e-4])), "clip_norm": draw(st.sampled_from([0.0, 1.0]))}
+    return framework, prepared(
+        model=titan, parallel=parallel, schedule=schedule, precision=precision, optimizer=optimizer
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(jobs())
+def test_import_and_export_are_a_fixed_point(drawn: tuple[str, PreparedJob]) -> None:
+    framework, job = drawn
+    once = read_back(export_launch(job, framework))
+    assert once.framework == framework and not [e for e in once.entries if e.list != "understood" and e.argument.name]
+    back = prepare(job_from(once.job))
+    assert (back.mesh.sizes, back.mbs, back.layout) == (job.mesh.sizes, job.mbs, job.layout)
+    assert (back.job.schedule.recompute, back.job.optimizer.lr) == (
+        job.job.schedule.recompute,
+        job.job.optimizer.lr if framework != "accelerate" else 1e-3,
+    )
+    assert read_back(export_launch(back, framework)).job == once.job
+
+
+@pytest.mark.parametrize(
+    ("framework", "sections", "key"),
+    [
+        ("megatron", {"parallel": {"pp": 2}, "schedule": {"name": "dualpipe"}}, "schedule.name"),
+        ("megatron", {"parallel": {"pp": 2}, "schedule": {"name": "zb1p"}}, "schedule.name"),
+        ("megatron-bridge", {"schedule": {"recompute": ["attention"]}}, "schedule.recompute"),
+        ("torchtitan", {"model": {"config": "tiny-llama", "num_hidden_layers": 3}}, "model.config"),
+        ("torchtitan", {"model": TITAN, "parallel": {"zero": 1}}, "parallel.zero"),
+        ("deepspeed", {"parallel": {"pp": 2}}, "parallel.pp"),
+        ("accelerate", {"parallel": {"ep": 2}, "model": {"config": "tiny-moe"}}, "parallel.ep"),
+        ("automodel", {"parallel": {"pp": 2, "zero": 3, "layers": [3, 5]}}, "parallel.layers"),
+        ("primus", {"precision": {"compute": "fp64"}}, "precision.compute"),
+    ],
+)
+def test_what_a_framework_cannot_say_is_refused_by_its_key(framework: str, sections: dict[str, Any], key: str) -> None:
+    with pytest.raises(PiperError, match=f"{framework} cannot say {key}") as e:
+        export_launch(prepared(**sections), framework)
+    assert e.value.key == key
+
+
+def test_what_does_not_decide_the_plan_is_listed() -> None:
+    made = export_launch(prepared(costs={"interference": "none"}, optimizer={"lr": 0.5}), "accelerate")
+    assert set(made.left_out) == {"cluster.gpu", "costs.interference", "optimizer.lr"}
+    assert made.left_out["cluster.gpu"] == "h100-sxm"
+    assert not export_launch(prepared(cluster=CLUSTER | {"gpu": "h100-sxm"}), "megatron").left_out.keys() - {
+        "costs.software"
+    }
+
+
+def test_a_layout_string_comes_back_as_it_went() -> None:
+    layout = "Ett|(tt|)*2ttL"
+    made = export_launch(
+        prepared(
+            model={"config": "tiny-llama", "num_hidden_layers": 8},
+            parallel={"pp": 4},
+            schedule={"layout": layout, "microbatches": 4},
+        ),
+        "megatron",
+    )
+    assert read_back(made).job["schedule"]["layout"] == layout
