@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ir.core.ops import OpToken, Pass
 from ir.graph.graph import COMPUTE, Graph, GraphEdge, illegal
 from ir.lower.merge import Item, merged
 from ir.lower.policy import MessageQueue, PassMerge, PlanPolicy
 from ir.lower.sequence import PassSequences
-from ir.plan.names import MessageNames, OpLabels, fused_text, node_shape
+from ir.plan.names import MessageNames, OpLabels, fused_text, node_shape, numbered
 from ir.plan.plan import OpKind, OpShape
 
 Members = tuple[tuple[int, int], ...]  # (stage, token)
@@ -137,6 +137,12 @@ class PlanTemplates:
         return [out[k] for k in sorted(out)]
 
     def _shape(self, shape: OpShape) -> int:
+        base, k = shape.text, 1  # the same nodes in another order go by the same label: a number tells them apart
+        while (at := self._shape_at.get((shape.stream, shape.text, shape.peer))) is not None:
+            if shape.kind is not OpKind.COMPUTE or self.shapes[at].covers == shape.covers:
+                break
+            k += 1
+            shape = replace(shape, text=numbered(base, k))
         at = self._shape_at.setdefault((shape.stream, shape.text, shape.peer), len(self.shapes))
         if at == len(self.shapes):
             self.shapes.append(shape)

@@ -39,6 +39,15 @@ def fused_text(texts: Sequence[str]) -> str:
     return f"({';'.join(texts)})OVERLAP_F_B"
 
 
+def numbered(text: str, k: int) -> str:
+    """The k-th op whose label is `text`: it covers the same ends, but other nodes or in another order.
+
+    >>> numbered("2B*/l7.shared", 2), numbered("2W*", 3)
+    ('2B*/l7.shared~2', '2W*/~3')
+    """
+    return f"{text}{'' if '/' in text else '/'}~{k}"
+
+
 class OpLabels:
     """Texts of compute ops: `2F*` where an op covers all of a stage's pass, else its first and last part.
 

@@ -16,6 +16,7 @@ from ir.plan.plan import CollectiveRole, OpKind, OpShape
 
 _TRANSFER = re.compile(r"(send>|recv<|p2p[<>])(0|[1-9]\d{0,5})", re.ASCII)
 _AGAIN = re.compile(r"(\S+)\+([1-9]\d{0,8})", re.ASCII)  # the text of a gather of what was gathered before
+_NUMBER = re.compile(r"/?~([2-9]|[1-9]\d{1,3})$", re.ASCII)  # what tells ops of one label apart
 _SLOT = re.compile(r"(\d{1,9}[FIWR])(0|[1-9]\d{0,8})(/\S+)?\.([^\s./:]+)", re.ASCII)
 
 
@@ -62,7 +63,8 @@ class OpVocabulary:
         runs = [run for run in runs if run]
         stages = [{self.graph.nodes[n].stage for n in run} for run in runs]
         made = [self.labels.of(run) for run in runs]
-        if any(len(s) > 1 for s in stages) or text != (made[0] if len(made) == 1 else fused_text(made)):
+        plain = _NUMBER.sub("", text)
+        if any(len(s) > 1 for s in stages) or plain != (made[0] if len(made) == 1 else fused_text(made)):
             return f"shape {text} does not cover {' '.join(words)}"
         self._of[COMPUTE, text] = OpShape(OpKind.COMPUTE, COMPUTE, text, tuple(covers))
         return None

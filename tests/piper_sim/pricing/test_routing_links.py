@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,7 +34,7 @@ def a2a(ranks: int, per_node: int, top_k: int, limit: int, dedup: bool) -> tuple
 def test_equal_counts_load_links_as_the_balanced_formula_does(
     ranks: int, per_node: int, top_k: int, limit: int, dedup: bool
 ) -> None:
-    fabric = LinkFabric.of(HW, per_node, dedup)
+    fabric = replace(LinkFabric.of(HW, per_node), deduplicate=dedup)
     port, nic = a2a(ranks, per_node, top_k, limit, dedup and top_k > 1)
     copies, nodes = 4 * ranks * 8 * top_k, ranks // per_node
     message = Message(MessageKind.ALL_TO_ALL, copies * 1000, ("ep",), top_k, limit)

@@ -1,0 +1,1 @@
+"""Scheduling compute and communication jointly: published figures beside ours, one command each."""

@@ -1,0 +1,122 @@
+"""DeepSeek's published kernel trace of one overlapped forward and backward, played through the template's plan.
+
+    python -m experiments.joint trace
+
+Four MoE layers of DeepSeek-V3 on H800 (EP 64, sequence 4,096; github.com/deepseek-ai/profile-data, train.json). The
+plan is `1f1b-overlap` of one rank and two microbatches; of it, the pair is timed. A node's seconds are the kernel sums
+of its phase and layer in the trace, measured while overlapped: interference is off. Nothing is fitted. Stream 23 holds
+shared experts' weight gradients: as one, they follow on the compute stream; as two, they run beside it for nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ir.core.ops import OpToken
+from ir.graph.graph import COMPUTE
+from ir.job.build import prepare
+from ir.job.load import job_from
+from ir.lower import PassMerge, PlanPolicy, lower
+from ir.lower.merge import CYCLE, cycle
+from ir.plan.plan import Plan
+from ir.verify import check_plan
+from piper_sim.engine import run
+
+LAYERS = 4
+PUBLISHED_MS = 129.012 / LAYERS  # last end of the chunk, a layer's share
+BUSY_MS = {"7 and 23": 124.258 / LAYERS, "27": 114.521 / LAYERS}  # union of the kernels' times
+# What this trace gives when its all-to-alls are scaled: the dearer stream, or all kernels one by one.
+WANTED_MS = {"x 0": 32.4, "x 1": PUBLISHED_MS, "x 1.5": 43.0, "x 2": 57.3, "serial": 61.0}
+_PHASE = {("F", "attn"): "attn(F)", ("F", "experts"): "mlp(F)", ("I", "experts"): "mlp(B)", ("I", "attn"): "attn(B)"}
+_PHASE |= {("W", "experts"): "mlp(W)", ("W", "attn"): "attn(W)", ("W", "shared"): "mlp(W) 23"}
+_PHASE |= {(k, p): f"{p}({'F' if k == 'F' else 'B'})" for k in "FI" for p in ("dispatch", "combine")}
+_JOB = {
+    "model": {"config": "deepseek-v3", "num_hidden_layers": LAYERS, "first_k_dense_replace": 0, "seq_len": 4096},
+    "cluster": {"gpu": "h800-sxm", "gpus_per_node": 8},
+    "parallel": {"dp": 64, "ep": 64},
+    "schedule": {"name": "1f1b-overlap", "microbatches": 2},
+    "precision": {"compute": "fp8"},
+}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The pair as played: a layer's share of its span, and of what each stream was busy, in milliseconds."""
+
+    span: float
+    compute: float
+    wire: float
+
+
+def phases() -> dict[tuple[str, int], float]:
+    """(phase, layer in the chunk) -> milliseconds of its kernels."""
+    with (Path(__file__).parent / "data" / "deepseek_phases.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return {
+        (r["phase"] + (" 23" if "(23)" in r["stream"] else ""), int(r["layer_in_chunk"])): int(r["kernel_time_us"]) / 1e3
+        for r in rows
+    }
+
+
+def pair_plan(policy: PlanPolicy) -> Plan:
+    """The plan whose second unit is the pair, checked for deadlock."""
+    prepared = prepare(job_from(_JOB | {"model": _JOB["model"] | {"num_nextn_predict_layers": 0}}))
+    plan = lower(prepared.graph(), replace(policy, clip=False))
+    check_plan(plan)
+    return plan
+
+
+def seconds(plan: Plan, scale: float, two: bool) -> Callable[[int], float]:
+    """Milliseconds of each node, from the trace."""
+    table = phases()
+
+    def of(node: int) -> float:
+        n = plan.graph.nodes[node]
+        chunk, _, part = n.part.rpartition(".")
+        phase = _PHASE.get((str(n.kind), part))
+        if phase is None or not chunk.startswith("l"):
+            return 0.0
+        layer = int(chunk[1:])
+        took = table[phase, layer if n.kind == "F" else LAYERS - 1 - layer]
+        return took * (scale if n.stream != COMPUTE else 0.0 if two and phase.endswith("23") else 1.0)
+
+    return of
+
+
+def play(policy: PlanPolicy, scale: float = 1.0, two: bool = False) -> Chunk:
+    """Simulate the plan and cut the pair out of it."""
+    plan = pair_plan(policy)
+    of = seconds(plan, scale, two)
+    shape = np.array([sum(of(n) for n, _ in s.covers) for s in plan.shapes])
+    found = run(plan, shape[plan.shape])
+    mine = plan.unit == 1
+    start, end = found.start[0][mine], found.end[0][mine]
+    compute = np.array([s.stream == COMPUTE for s in plan.shapes])[plan.shape][mine]
+    took = shape[plan.shape][mine]
+    span = float(end.max() - start[took > 0].min())
+    return Chunk(span / LAYERS, float(took[compute].sum()) / LAYERS, float(took[~compute].sum()) / LAYERS)
+
+
+def rotated(by: int) -> str:
+    """DeepSeek's cycle with the forward's turns rotated."""
+    f = [t for t in CYCLE.split() if t.startswith("F")]
+    turns = iter(f[by:] + f[:by])
+    return " ".join(next(turns) if t.startswith("F") else t for t in CYCLE.split())
+
+
+def rows() -> list[tuple[str, float, float]]:
+    """(what, published or wanted, ours), a layer's share in milliseconds, then shares of the span."""
+    template = PlanPolicy(PassMerge.TEMPLATE, delay_wgrad=True)
+    one, two = play(template), play(template, two=True)
+    free = play(template, 0.0)
+    out = [("chunk, streams 7 and 23 as one", PUBLISHED_MS, one.span), ("chunk, as two", PUBLISHED_MS, two.span)]
+    out += [("all-to-all x 0", WANTED_MS["x 0"], free.span)]
+    out += [(f"all-to-all {k}", WANTED_MS[k], play(template, float(k[2:])).span) for k in ("x 1.5", "x 2")]
+    out += [("serial: one stream", WANTED_MS["serial"], one.compute + one.wire)]
+    idle = [("7 and 23", one.compute), ("27", one.wire)]
+    return out + [(f"idle of {k}, %", 100 * (1 - BUSY_MS[k] / PUBLISHED_MS), 100 * (1 - v / one.span)) for k, v in idle]
