@@ -17,12 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ir.core.ops import OpToken
 from ir.graph.graph import COMPUTE
 from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.lower import PassMerge, PlanPolicy, lower
-from ir.lower.merge import CYCLE, cycle
+from ir.lower.merge import CYCLE
 from ir.plan.plan import Plan
 from ir.verify import check_plan
 from piper_sim.engine import run
