@@ -1,4 +1,4 @@
-"""The fair comparison: DeepSeek-V3 on 2,048 H800 as it is, and cut to 64 uniform layers; every schedule with its overlap.
+"""DeepSeek-V3 on 2,048 H800 as it is, and as 64 uniform layers: every schedule with the overlap it can have.
 
     python -m experiments.joint fair [--microbatches 120] [--wire 1,0.001]
 
@@ -19,6 +19,7 @@ from piper_sim.app.commands.demo import JOB
 from piper_sim.study.predict import predict
 
 UNIFORM = {"num_hidden_layers": 64, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "vocab_size": 256}
+LAYOUT = "Et*3|(tt|)*29,m|L"  # Megatron-Bridge's recipe of DeepSeek-V3 on 16 x 2 stages
 # schedule, merge, weight gradients delayed
 ARMS = (
     ("1f1b", "alternate", False),
@@ -29,6 +30,7 @@ ARMS = (
     ("1f1b-overlap", "template", True),
     ("interleaved-1f1b-overlap", "template", False),
     ("interleaved-1f1b-overlap", "template", True),
+    ("interleaved-1f1b-overlap layout", "template", True),
     ("dualpipe", "alternate", False),
     ("dualpipe", "template", True),
     ("dualpipev", "template", True),
@@ -41,6 +43,8 @@ def job(
     """One arm as a job."""
     table = tomllib.loads(JOB)
     chunks = 2 if name.startswith("interleaved") or name in ("zbv", "dualpipev") else 1
+    name, _, layout = name.partition(" ")
+    table["schedule"] |= {"layout": LAYOUT} if layout else {}
     table["schedule"] |= {"name": name, "merge": merge, "delay_wgrad": delay, "microbatches": microbatches}
     table["schedule"]["stages_per_rank"] = chunks
     if uniform:
@@ -55,6 +59,8 @@ def rows(microbatches: int = 120, wire: float = 1.0) -> Iterator[tuple[str, dict
     """(model and arm, figures): seconds of a step, what is exposed of all-to-alls, the fullest rank's GiB."""
     for uniform in (True, False):
         for name, merge, delay in ARMS:
+            if uniform and name.endswith("layout"):
+                continue
             label = f"{'uniform' if uniform else 'real'} {name} {merge}{' delayed' if delay else ''}"
             table = job(name, merge, delay, uniform=uniform, microbatches=microbatches, wire=wire)
             try:

@@ -56,10 +56,8 @@ def phases() -> dict[tuple[str, int], float]:
     """(phase, layer in the chunk) -> milliseconds of its kernels."""
     with (Path(__file__).parent / "data" / "deepseek_phases.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    return {
-        (r["phase"] + (" 23" if "(23)" in r["stream"] else ""), int(r["layer_in_chunk"])): int(r["kernel_time_us"]) / 1e3
-        for r in rows
-    }
+    names = [r["phase"] + (" 23" if "(23)" in r["stream"] else "") for r in rows]
+    return {(n, int(r["layer_in_chunk"])): int(r["kernel_time_us"]) / 1e3 for n, r in zip(names, rows, strict=True)}
 
 
 def pair_plan(policy: PlanPolicy) -> Plan:
