@@ -14,6 +14,7 @@ import csv
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +35,9 @@ WANTED_MS = {"x 0": 32.4, "x 1": PUBLISHED_MS, "x 1.5": 43.0, "x 2": 57.3, "seri
 _PHASE = {("F", "attn"): "attn(F)", ("F", "experts"): "mlp(F)", ("I", "experts"): "mlp(B)", ("I", "attn"): "attn(B)"}
 _PHASE |= {("W", "experts"): "mlp(W)", ("W", "attn"): "attn(W)", ("W", "shared"): "mlp(W) 23"}
 _PHASE |= {(k, p): f"{p}({'F' if k == 'F' else 'B'})" for k in "FI" for p in ("dispatch", "combine")}
-_JOB = {
-    "model": {"config": "deepseek-v3", "num_hidden_layers": LAYERS, "first_k_dense_replace": 0, "seq_len": 4096},
+_UNIFORM = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+_JOB: dict[str, Any] = {
+    "model": {"config": "deepseek-v3", "num_hidden_layers": LAYERS, "seq_len": 4096, **_UNIFORM},
     "cluster": {"gpu": "h800-sxm", "gpus_per_node": 8},
     "parallel": {"dp": 64, "ep": 64},
     "schedule": {"name": "1f1b-overlap", "microbatches": 2},
@@ -62,8 +64,7 @@ def phases() -> dict[tuple[str, int], float]:
 
 def pair_plan(policy: PlanPolicy) -> Plan:
     """The plan whose second unit is the pair, checked for deadlock."""
-    prepared = prepare(job_from(_JOB | {"model": _JOB["model"] | {"num_nextn_predict_layers": 0}}))
-    plan = lower(prepared.graph(), replace(policy, clip=False))
+    plan = lower(prepare(job_from(_JOB)).graph(), replace(policy, clip=False))
     check_plan(plan)
     return plan
 
