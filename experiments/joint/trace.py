@@ -22,7 +22,6 @@ from ir.graph.graph import COMPUTE
 from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.lower import PassMerge, PlanPolicy, lower
-from ir.lower.merge import CYCLE
 from ir.plan.plan import Plan
 from ir.verify import check_plan
 from piper_sim.engine import run
@@ -98,13 +97,6 @@ def play(policy: PlanPolicy, scale: float = 1.0, two: bool = False) -> Chunk:
     took = shape[plan.shape][mine]
     span = float(end.max() - start[took > 0].min())
     return Chunk(span / LAYERS, float(took[compute].sum()) / LAYERS, float(took[~compute].sum()) / LAYERS)
-
-
-def rotated(by: int) -> str:
-    """DeepSeek's cycle with the forward's turns rotated."""
-    f = [t for t in CYCLE.split() if t.startswith("F")]
-    turns = iter(f[by:] + f[:by])
-    return " ".join(next(turns) if t.startswith("F") else t for t in CYCLE.split())
 
 
 def rows() -> list[tuple[str, float, float]]:
