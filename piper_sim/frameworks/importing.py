@@ -122,8 +122,10 @@ def _named_files(framework: str, file: JobFile) -> Iterator[str]:
 
 
 def _row(framework: str, a: JobArgument) -> JobTableRow | None:
-    """An argument's row; files of arguments are named alike by all programs."""
+    """An argument's row; files of arguments are named alike by all programs, accelerate's keys are its launcher's."""
     found = row_of(a.place or framework, a.name.removeprefix("ENV_VARS."))
+    if found is None and a.place == "launcher":
+        found = row_of(framework, a.name)
     return found or next((r for r in [row_of("launcher", a.name)] if r is not None and r.how == FILE), None)
 
 

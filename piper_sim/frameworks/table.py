@@ -96,6 +96,8 @@ def _names(framework: str) -> tuple[Mapping[str, JobTableRow], tuple[tuple[str, 
                 globs.append((name, row))
             else:
                 exact.setdefault(name, row)
+                if framework == "accelerate":  # whose flags are its keys without their section
+                    exact.setdefault(name.rpartition(".")[2], row)
     return exact, tuple(globs)
 
 

@@ -29,7 +29,7 @@ def text_timeline(trace: Trace, width: int | None = None, streams: Sequence[str]
     0 |0F0 0F1 ... ... 0B0 0B0
     1 |... 1F0 1B0 1B0
 
-    All others are drawn to scale, `width` columns wide; a column shows what filled most of it:
+    All others are drawn to scale, `width` columns wide; a column shows what filled it or what neighbours left out:
 
     >>> rows = [(0, 0, "compute", f"0F{i}", i * 0.1, i * 0.1, i * 0.1 + 0.075) for i in range(9)]
     >>> print(text_timeline(Trace.of({}, rows), width=47))
@@ -124,11 +124,27 @@ def _band(trace: Trace, lane: StreamLane, looks: IntArray, edges: FloatArray) ->
     """A lane's glyphs, and its busy percentage."""
     covered = coverage(trace.start_s[lane.rows], trace.end_s[lane.rows], looks[lane.rows], edges)
     slices = np.diff(edges)
-    idle = slices - covered.sum(0)
-    # A hair of tolerance: where half a column is busy, rounding must not decide.
-    winner = np.where(idle > covered.max(0) + 1e-9 * slices, -1, covered.argmax(0))
-    glyphs = "".join(_IDLE if i < 0 else LOOKS[i].glyph for i in winner.tolist())
+    glyphs = "".join(_IDLE if i < 0 else LOOKS[i].glyph for i in _shared(covered / slices))
     return glyphs, 100 * float(np.minimum(covered.sum(0), slices).sum() / slices.sum())
+
+
+def _shared(covered: FloatArray) -> list[int]:
+    """Which look each column shows, -1 for idle: the one that is owed most of those in it. What a column leaves out
+    is owed to the next ones, so that looks have as many columns as they have time, idle time too.
+
+    >>> _shared(np.full((2, 10), 0.35)).count(-1), _shared(np.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]))
+    (3, [0, 1, -1])
+    """
+    shares = np.vstack([covered, np.maximum(0.0, 1.0 - covered.sum(0))])
+    owed, out, last = np.zeros(len(shares)), [], len(shares) - 1
+    for column in shares.T:
+        owed += column
+        # A hair of tolerance: where half a column is busy, rounding must not decide.
+        here = np.where(column > 1e-6, owed - 1e-9 * (np.arange(last + 1) == last), -np.inf)
+        best = int(here.argmax())
+        owed[best] -= 1.0
+        out.append(-1 if best == last else best)
+    return out
 
 
 def _axis(begin: float, end: float, columns: int, gutter: int, unit: object = "s") -> str:

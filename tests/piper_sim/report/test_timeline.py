@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ir.trace.trace import Trace
 from piper_sim.report.timeline import text_timeline
 
@@ -67,3 +69,24 @@ def test_degenerate_traces_have_a_text() -> None:
     assert text_timeline(Trace.of({}, [])) == "(no ops)"
     assert text_timeline(Trace.of({}, [(0, 0, "ep", "x", 0, 0, 1)])) == "(no ops)"
     assert "rank 0" in text_timeline(Trace.of({}, [(0, 0, "compute", "0F0", 1, 1, 1)]))
+
+
+@pytest.mark.parametrize("parts", [("F", "B"), ("F", "B", "F", "B"), ("F",)])
+@pytest.mark.parametrize("busy", [0.1, 0.45, 0.66, 0.9])
+def test_the_share_of_dots_is_the_share_of_idle_time(parts: tuple[str, ...], busy: float) -> None:
+    """Ops much shorter than a column: a rank that is 66 % busy by two kinds of op, a third each, is no row of dots."""
+    each = busy / len(parts) * 1e-3
+    rows = [
+        (0, 0, "compute", f"0{k}{n}", t, t, t + each)
+        for n in range(3000)
+        for i, k in enumerate(parts)
+        for t in [n * 1e-3 + i * each]
+    ]
+    rows.append((0, 0, "compute", "0F9999", 3.0 - 1e-9, 3.0 - 1e-9, 3.0))
+    line = text_timeline(Trace.of({}, rows), 120).splitlines()[1]
+    percent, glyphs = line.split("|")
+    assert (
+        abs(glyphs.count(".") / len(glyphs) - (1 - busy)) < 2 / len(glyphs)
+        and abs(int(percent.split()[-1]) - 100 * busy) <= 1
+    )
+    assert all(abs(glyphs.count(k) / len(glyphs) - busy / len(set(parts))) < 2 / len(glyphs) for k in set(parts))
