@@ -20,6 +20,7 @@ def main() -> None:
     runs.add_argument("--pp", type=int, default=4)
     runs.add_argument("--layer", type=float, default=0.02)
     runs.add_argument("--exchange", type=float, default=0.01)
+    runs.add_argument("--backend", choices=("gloo", "local"), default="gloo")
     args = parser.parse_args()
     if args.what == "fair":
         for label, found in fair.rows(args.microbatches, args.wire):
@@ -28,7 +29,7 @@ def main() -> None:
         return
     ours_run = args.what == "executed"
     plain = {"trace": trace.rows, "pairs": pairs.rows}
-    rows = executed.rows(args.pp, args.layer, args.exchange) if ours_run else plain[args.what]()
+    rows = executed.rows(args.pp, args.layer, args.exchange, args.backend) if ours_run else plain[args.what]()
     print(f"{'':44} {'measured' if ours_run else 'published':>10} {'ours':>9} {'off':>7}")
     for label, theirs, ours in rows:
         print(f"{label:44} {theirs:10.3f} {ours:9.3f} {ours / theirs - 1:+7.1%}", flush=True)
