@@ -10,9 +10,9 @@ from ir.lower.merge.alternate import Item
 
 # A layer's parts of F and B. DeepSeek's profiled chunk (github.com/deepseek-ai/profile-data, train) has attention(F)
 # beside combine(B), mlp(B) and mlp(W) beside dispatch(F), mlp(F) beside dispatch(B), attention(B) beside combine(F),
-# attention(W) beside the next layer's combine(B). Megatron core's fine-grained 1F1B has the same cycle (0.16,
-# TransformerLayerSchedulePlan.run); its weight gradients come with their I but for delay_wgrad_compute. B.w: weight
-# gradients whose I are done.
+# attention(W) beside the next layer's combine(B). Megatron core's fine-grained 1F1B has the same cycle (main of 2026,
+# TransformerLayerSchedulePlan.run); its weight gradients come with their I but for delay_wgrad_compute.
+# B.w: weight gradients whose I are done.
 CYCLE = "B.post B.combine B.w F.attn F.dispatch B.mlp B.dispatch B.w F.mlp F.combine B.attn"
 _MIXTURE = {"router": "attn", "experts": "mlp", "shared": "mlp", "combine": "combine", "dispatch": "dispatch"}
 _MIXTURE |= {COUNTS: "dispatch", "attn": "attn", "embed": "attn", "proj": "attn"}
