@@ -198,6 +198,7 @@ def _export(sub: argparse.ArgumentParser) -> None:
     names = "torch-csv piper-json chakra perfetto slurm dataframe megatron megatron-bridge torchtitan deepspeed"
     sub.add_argument("--to", required=True, metavar="NAME", help=f"{names} automodel accelerate primus")
     sub.add_argument("--out", required=True, metavar="DIR", help="where the files go")
+    sub.add_argument("--against", metavar="FILE", help="a launch as imported: also print the arguments that change")
     sub.add_argument("--force", action="store_true", help="overwrite files in DIR")
 
 

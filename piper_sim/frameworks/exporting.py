@@ -20,7 +20,7 @@ from ir.workload.config.load import presets, raw_config
 from ir.workload.config.spec import ModelConfig
 from piper_sim.frameworks.draft import Facts
 from piper_sim.frameworks.from_job import MEGATRON, facts_of
-from piper_sim.frameworks.importing import import_launch, toml
+from piper_sim.frameworks.importing import UNKNOWN, ImportedJob, import_launch, toml
 from piper_sim.frameworks.table import CHAINS, rows
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.values import write_value
@@ -42,10 +42,29 @@ _FILES = {
 
 @dataclass(frozen=True)
 class ExportedJob:
-    """The files of a launch, and the job's keys that they do not say: key -> what they say instead."""
+    """The files of a launch, read again, and the job's keys that they do not say: key -> what they say instead."""
 
     files: Mapping[str, str]
     left_out: Mapping[str, object]
+    read: ImportedJob
+
+    def changed(self, before: ImportedJob) -> list[dict[str, object]]:
+        """The arguments that state something else than those of a launch imported before, by what they bear on.
+
+        Of another framework, or where one of them says nothing, an argument is named as the other launch names it.
+        """
+        old, new = ({e.fact: e for e in x.entries if e.fact and e.list != UNKNOWN} for x in (before, self.read))
+        out: list[dict[str, object]] = []
+        for fact in dict.fromkeys((*new, *old)):
+            was, now = old.get(fact), new.get(fact)
+            section, _, key = (was or now or next(iter(new.values()))).key.partition(".")
+            same = before.job.get(section, {}).get(key) == self.read.job.get(section, {}).get(key)
+            if (was and was.said) == (now and now.said) or (same and not (was and now)):
+                continue
+            name = (now or was or next(iter(new.values()))).argument.name
+            row = {"was": was.argument.value if was else None, "now": now.argument.value if now else None}
+            out.append({"argument": name, **row, "key": f"{section}.{key}"})
+        return out
 
 
 def export_launch(prepared: PreparedJob, framework: str) -> ExportedJob:
@@ -70,7 +89,7 @@ def export_launch(prepared: PreparedJob, framework: str) -> ExportedJob:
     if wrong:
         key, (mine, theirs) = next(iter(wrong.items()))
         raise _cannot(framework, key, mine, f"it would be read as {theirs!r}")
-    return ExportedJob(files, dict(_left_out(prepared, found.job)))
+    return ExportedJob(files, dict(_left_out(prepared, found.job)), found)
 
 
 def _cannot(framework: str, key: str, value: object, why: str) -> PiperError:

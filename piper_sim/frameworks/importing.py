@@ -80,6 +80,8 @@ def import_launch(path: str, framework: str | None = None) -> ImportedJob:
     file = _overlaid(read_launch(path, framework_named(framework) if framework else None), framework is not None)
     entries = [_entry(file.framework, a) for a in file.arguments]
     stated: Facts = {e.fact: e.said for e in entries if e.fact and e.said is not None}
+    if "per_node" in stated and not any(e.key == "cluster.nodes" for e in entries):
+        stated["nodes"] = 1  # torchrun's default
     d = draft(file.framework, stated | _config(file, stated), _hints(file))
     entries = [replace(e, list=ASSUMED, note=d.doubts[e.fact]) if e.fact in d.doubts else e for e in entries]
     job, entries = _kept(d.job, entries)
@@ -135,7 +137,7 @@ def _entry(framework: str, a: JobArgument) -> JobEntry:
     if row is None:
         return JobEntry(a, UNKNOWN, note=f"no argument of {framework} that is known")
     key = tables()["keys"].get(row.fact, "")
-    if a.doubt and row.how != INERT:
+    if a.doubt and row.how not in (INERT, FILE):
         return JobEntry(a, UNKNOWN, key, a.doubt)
     if not is_set(a.value) and row.how != FILE:
         return JobEntry(a, UNDERSTOOD, key, "not set")

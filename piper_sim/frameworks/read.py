@@ -19,7 +19,7 @@ LOGGED = re.compile(r"^\s*(?:\d+:\s*)?(?:\[[^\]]*\]:?\s*)?([A-Za-z_]\w*) \.{2,} 
 _WORLD = re.compile(r"using world size: (\d+)")
 _OMEGA = re.compile(r"\$\{([^${}]*)\}")
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-_PLACES = ("launcher", "environment")
+_SHOWN = "$?"  # a value that the file does not say
 
 
 @dataclass(frozen=True)
@@ -225,14 +225,19 @@ def _script(path: str, framework: str | None, text: str) -> JobFile:
     first = next((i for i, w in enumerate(words) if w.startswith("--")), len(words))
     cut = programs[-1] if programs else first if first == 0 or not _launches(words[:first]) else len(words)
     launcher, program = words[:cut], words[cut + bool(programs) :]
-    found = [*_options(job.batch, "launcher", job.branching), *_options(launcher, "launcher", job.branching)]
-    found += [JobArgument(k, v, "environment") for k, v in environment(job).items()]
-    own = list(_options(program, "", job.branching))
+    found = [*_options(job.batch, "launcher"), *_options(launcher, "launcher")]
+    found += [JobArgument(k, v.replace(UNSET, _SHOWN), "environment") for k, v in environment(job).items()]
+    own = list(_options(program, ""))
     if not own and not any(a.place == "launcher" for a in found):
         raise FORM.wrong("no command with arguments in it", path, None, "a script that starts a training program")
     if sum(len(_words(a.value)) for a in (*found, *own)) > MOST_ARGUMENTS:
         raise FORM.wrong("this is not a launch: too many words", path, None, f"up to {MOST_ARGUMENTS:,}")
-    return JobFile(path, framework or _of_script(launcher, own), (*found, *own), job.files)
+    return JobFile(
+        path,
+        framework or _of_script(launcher, own),
+        (*found, *own),
+        {k.replace(UNSET, _SHOWN): v for k, v in job.files.items()},
+    )
 
 
 def _launches(words: Iterable[str]) -> bool:
@@ -243,13 +248,13 @@ def _words(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 
-def _options(words: list[str], place: str, branching: Iterable[str]) -> Iterator[JobArgument]:
+def _options(words: list[str], place: str) -> Iterator[JobArgument]:
     for name, value in options(words):
         if name or not place:
             unset = any(UNSET in str(v) for v in _words(value)) or UNSET in name
             doubt = "a variable or command whose value the file does not say" if unset else ""
-            shown: object = " ".join(str(v).replace(UNSET, "$?") for v in _words(value)) if unset else value
-            yield JobArgument((name or str(value)).replace(UNSET, "$?"), shown if name else "", place, "", doubt)
+            shown: object = " ".join(str(v).replace(UNSET, _SHOWN) for v in _words(value)) if unset else value
+            yield JobArgument((name or str(value)).replace(UNSET, _SHOWN), shown if name else "", place, "", doubt)
 
 
 def _of_script(launcher: Iterable[str], own: Iterable[JobArgument]) -> str:

@@ -22,22 +22,27 @@ _WORD = re.compile(rf"(?:{_INNER}|[^\s\"'`\\])+", re.DOTALL)
 _PIECE = re.compile(rf"{_INNER}|(?:[^\s\"'`\\$]|\$(?!\())+", re.DOTALL)
 _ENDS = {";", "&&", "||", "|", "&", "(", ")"}
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+_REDIRECTION = re.compile(r"\d?&?[<>]")
 _SUM = re.compile(r"\$\(\(\s*([^()`]*?)\s*\)\)")
-_BRANCHES = {"if": 1, "for": 1, "while": 1, "case": 1, "until": 1, "fi": -1, "done": -1, "esac": -1}
-_SKIP = {"then", "else", "do", "{", "}", "elif", "exec", "time", "nohup", "sudo", "env"}
+_SLURM: dict[str, tuple[str, ...]] = {
+    "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "-N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+}
+_SLURM |= {"--gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), "--ntasks": ("SLURM_NTASKS",)}
+_SKIP = {"if", "for", "while", "case", "until", "fi", "done", "esac", "then", "else", "elif", "do", "{", "}"}
+_SKIP |= {"exec", "time", "nohup", "sudo", "env"}
 
 
 @dataclass
 class ShellJob:
     """A script, read. command: words of its launch; batch: of its #SBATCH lines; exports: variables as they ended;
-    files: what it writes by itself (`cat <<EOF > ds.json`); branching: variables set under an `if`.
+    files: what it writes by itself (`cat <<EOF > ds.json`).
     """
 
     command: list[str] = field(default_factory=list)
     batch: list[str] = field(default_factory=list)
     exports: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
-    branching: set[str] = field(default_factory=set)
     variables: dict[str, str] = field(default_factory=dict)
 
 
@@ -51,17 +56,18 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
 
     Raises PiperError (job): a quote that is not closed, more words than a launch has.
     """
-    job, depth, commands = ShellJob(), 0, list[list[str]]()
+    job, commands = ShellJob(), list[list[str]]()
     for line in _statements(text, job):
         if line.startswith("#SBATCH"):
             job.batch += _split(line[7:], form, file)
+            for name, value in options(job.batch):
+                job.variables.update(dict.fromkeys(_SLURM.get(name, ()), str(value)))
             continue
         words = _split(line, form, file)
         while words:
             end = next((i for i, w in enumerate(words) if w in _ENDS), len(words))
             here, words = words[:end], words[end + 1 :]
-            depth += sum(_BRANCHES.get(w, 0) for w in here[:1])
-            if command := _command(job, here, depth > 0, (form, file)):
+            if command := _command(job, here, (form, file)):
                 commands.append(command)
         if sum(map(len, commands)) + sum(map(len, job.variables.values())) / 4 > MOST_WORDS:
             raise form.wrong("this is not a launch: too long", file, None, f"up to {MOST_WORDS:,} words")
@@ -70,17 +76,20 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
     return job
 
 
-def _command(job: ShellJob, words: list[str], branch: bool, source: tuple[FileErrors, str]) -> list[str]:
+def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str]) -> list[str]:
     """One command's words, expanded; assignments before it are kept in mind."""
-    while words and (words[0] in _SKIP or words[0] in _BRANCHES):
+    while words and words[0] in _SKIP:
         words = words[1:]
     exported = bool(words) and words[0] in ("export", "declare", "local", "readonly")
     words = words[1:] if exported else words
     while words and (m := _ASSIGN.fullmatch(words[0])):
         array = _split(m[3][1:-1], *source) if m[3].startswith("(") and m[3].endswith(")") else None
-        _assign(job, m, array, (exported or len(words) > 1, branch))
+        _assign(job, m, array, exported or len(words) > 1)
         words = words[1:]
-    return [w for word in words for w in _expanded(job, word)]
+    # Neither `2>&1` nor `> log` is an argument.
+    away = {i for i, w in enumerate(words) if _REDIRECTION.match(w)}
+    away |= {i + 1 for i in away if words[i].endswith((">", "<"))}
+    return [w for i, word in enumerate(words) if i not in away for w in _expanded(job, word)]
 
 
 def _statements(text: str, job: ShellJob) -> Iterator[str]:
@@ -137,15 +146,13 @@ def _split(line: str, form: FileErrors, file: str) -> list[str]:
     return words
 
 
-def _assign(job: ShellJob, m: re.Match[str], array: Sequence[str] | None, where: tuple[bool, bool]) -> None:
-    """One NAME=value. array: its words, where it is one. where: exported; under an `if`."""
+def _assign(job: ShellJob, m: re.Match[str], array: Sequence[str] | None, exported: bool) -> None:
+    """One NAME=value. array: its words, where it is one."""
     words = [w for word in ([m[3]] if array is None else array) for w in _expanded(job, word)]
     value = " ".join(words if array is None else map(shlex.quote, words))
     old = job.variables.get(m[1], "")
     job.variables[m[1]] = f"{old} {value}" if m[2] and old else value
-    if where[1]:
-        job.branching.add(m[1])
-    if where[0] or m[1] in job.exports:
+    if exported or m[1] in job.exports:
         job.exports[m[1]] = job.variables[m[1]]
 
 

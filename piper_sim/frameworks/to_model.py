@@ -145,6 +145,8 @@ def _type(d: JobDraft, f: Facts) -> str:
         d.doubts["norm"] = "norms are layer norms"
     if not f.get("bias", True):
         d.doubts["bias"] = "GPT-2's linears have biases"
+    if f.get("position") != "learned" or f.get("no_positions"):
+        d.doubts["position"] = d.doubts["no_positions"] = "positions are learned ones"
     return "gpt2"
 
 

@@ -43,21 +43,27 @@ def export_main(args: argparse.Namespace) -> int:
         fix = nearest(name, allowed)
         raise PiperError(ErrorKind.USAGE, f"no format {args.to!r}", key="--to", allowed=allowed, suggestion=fix)
     job = load_job(args.job, args.sets)
+    if args.against is not None and name not in FRAMEWORKS:
+        message = "compares launches of frameworks"
+        raise PiperError(ErrorKind.USAGE, message, key="--against", allowed=FRAMEWORKS, suggestion="leave it out")
+    before = import_launch(args.against) if args.against is not None else None
     with progress(f"exporting {args.job}"), blaming(job):
-        p, left_out = predict(job), dict[str, object]()
+        p, left_out, changed = predict(job), dict[str, object](), list[dict[str, object]]()
         if name in FRAMEWORKS:
             made = export_launch(p.prepared, name)
             files: Mapping[str, bytes | str] = made.files
-            left_out = dict(made.left_out)
+            left_out, changed = dict(made.left_out), made.changed(before) if before else []
         else:
             files = _files(p, name, args.job)
         refuse_existing(args.out, files, args.force)
         written = write(args.out, files, args.force)
     if args.json:
         paths = [str(path) for path in written]
-        print_json({"schema_version": 1, "to": name, "files": paths, "left_out": left_out})
+        print_json({"schema_version": 1, "to": name, "files": paths, "left_out": left_out, "changed": changed})
         return 0
     print("\n".join(f"written: {path}" for path in written))
+    for row in changed:
+        print("changed: {argument}: {was} -> {now}".format(**row))
     for key, value in left_out.items():
         print(f"left out: {key}: {name} has no word for it (read back: {value!r})")
     return 0

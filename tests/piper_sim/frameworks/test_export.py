@@ -123,3 +123,19 @@ def test_a_layout_string_comes_back_as_it_went() -> None:
         "megatron",
     )
     assert read_back(made).job["schedule"]["layout"] == layout
+
+
+def test_what_changes_against_the_launch_that_was_imported() -> None:
+    job = {"parallel": {"tp": 2}, "schedule": {"microbatches": 4}}
+    before = read_back(export_launch(prepared(**job), "megatron"))
+    same = export_launch(prepare(job_from(before.job)), "megatron")
+    assert same.changed(before) == []
+    job["parallel"] |= {"tp": 4, "zero": 3}
+    job["schedule"]["recompute"] = "full"
+    changed = {r["argument"]: (r["was"], r["now"]) for r in export_launch(prepared(**job), "megatron").changed(before)}
+    assert changed.pop("--tensor-model-parallel-size") == ("2", "4") and changed.pop("--global-batch-size") == (
+        "32",
+        "16",
+    )
+    assert set(changed) >= {"--recompute-granularity", "--use-megatron-fsdp", "--use-distributed-optimizer"}
+    assert not {"--num-layers", "--hidden-size", "--lr", "--bf16"} & set(changed)

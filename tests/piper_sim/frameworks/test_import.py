@@ -175,6 +175,37 @@ def test_files_that_are_no_launch_are_refused(tmp_path: Path, name: str, text: s
         imported(tmp_path, text, name)
 
 
+_WRAPPED = """#!/bin/bash
+#SBATCH --nodes=6   # of the allocation
+#SBATCH --gres=gpu:4
+python prepare.py --split train --out $OUT
+N=$SLURM_NNODES
+ARGS=" \\
+    --num-layers 8 --hidden-size 64 --num-attention-heads 4 \\
+    --seq-length 64 --rampup-batch-size 2 2 1_000 --global-batch-size 48 \\
+    "
+config="./ds.$SLURM_JOB_ID.json"
+cat <<EOT > $config
+{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": ${ZERO:-1}}, "bf16": {"enabled": true}}
+EOT
+export LAUNCHER="python -u -m torch.distributed.run --nproc_per_node 4 --nnodes $N \\
+    --rdzv_endpoint $HOST:6000 "
+export CMD=" `pwd`/pretrain_gpt.py $ARGS --pipeline-model-parallel-size 3 --deepspeed --deepspeed_config $config "
+echo $CMD
+clear; srun --wait=60 bash -c "$LAUNCHER --node_rank \\$SLURM_PROCID $CMD" 2>&1 | tee -a log.txt
+"""
+
+
+def test_a_batch_script_that_wraps_its_command_and_writes_its_json(tmp_path: Path) -> None:
+    found = imported(tmp_path, _WRAPPED, "run.slurm")
+    assert found.framework == "deepspeed" and not listed(found, UNKNOWN)
+    assert listed(found, ASSUMED) == ["--rampup-batch-size"]
+    assert found.job["parallel"] == {"pp": 3, "zero": 1} and found.job["precision"] == {"compute": "bf16"}
+    assert [found.job["cluster"][k] for k in ("nodes", "gpus_per_node")] == [6, 4]
+    assert [found.job["schedule"][k] for k in ("microbatch_size", "microbatches")] == [2, 3]
+    assert "bf16.enabled" in [e.argument.name for e in found.entries if "ds." in e.argument.file]
+
+
 def test_doubts_are_said_where_the_job_differs_from_the_file(tmp_path: Path) -> None:
     text = "python t.py --num-layers 5 --hidden-size 64 --num-attention-heads 4 --pipeline-model-parallel-size 2 {}"
     args = "--world-size 3 --mtp-num-layers 1 --recompute-granularity full --recompute-method block"
