@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.device import clock
 
@@ -62,6 +63,10 @@ class Device(Protocol):
         """The active lane goes on behind the mark."""
         ...
 
+    def unseen(self) -> AbstractContextManager[Any]:
+        """What one rank does there for several is not seen by those who follow this thread's ops."""
+        ...
+
 
 class HostDeviceEvent:
     """A mark on a host that does everything itself."""
@@ -109,6 +114,10 @@ class HostDevice:
 
     def follow(self, mark: StreamEvent) -> None:
         """It has passed already."""
+
+    def unseen(self) -> AbstractContextManager[Any]:
+        """See `Device`."""
+        return _disable_current_modes()
 
 
 def repeatable() -> None:
@@ -172,6 +181,10 @@ class CudaDevice:
         """The current stream waits for the event."""
         assert isinstance(mark, _CudaMark)
         torch.cuda.current_stream(self.torch).wait_event(mark.event)
+
+    def unseen(self) -> AbstractContextManager[Any]:
+        """See `Device`."""
+        return _disable_current_modes()
 
 
 class _CudaMark:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from executor.device.watching import OpWatch
 
-class MemoryTracker(TorchDispatchMode):
+
+class MemoryTracker(OpWatch):
     """While active in a thread, follows the storages its ops make. held: tensors that are there already.
 
     `born` and `died` are called with a storage's key, unique among the living, and its bytes, in the true order; a
@@ -23,12 +24,8 @@ class MemoryTracker(TorchDispatchMode):
     that has been resized has died and was born again, when the next op looks at it.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler at the first op, a second for every rank
-
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._gone: deque[int] = deque()
         for tensor in held:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor.autograd.split import SplitPass
+from executor.device.watching import OpWatch
 from executor.frontend.aten import kernel_of
 from ir.core.work import Kernel, Work
 
@@ -73,21 +73,17 @@ class _Fact:
     role: _Role
 
 
-class _Tracker(TorchDispatchMode):
+class _Tracker(OpWatch):
     """Every storage that appears, by serial number, whether it depends on anything, and the kernels that ran."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.facts: list[_Fact] = []
         self.serial: dict[int, int] = {}
         self.work: list[Kernel] = []
         self.now = self.peak = 0
         for tensor in given:
             self._see(tensor, _Role.GIVEN)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

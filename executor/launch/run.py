@@ -78,6 +78,8 @@ def run(
             watchdog_s=options.watchdog_s,
             together=options.backend == "local",
         )
+    if races := results[0]["races"]:
+        raise _raced(races)
     if options.out is not None and any(r["routing"] for r in results):
         (options.out / ROUTING).write_text(_routing(results, RankPlacement.of(plan)))
     return gathered(prepared, plan, results)
@@ -86,6 +88,12 @@ def run(
 def _append(file: Path, line: dict[str, Any]) -> None:
     with file.open("a", encoding="utf-8") as f:
         f.write(json.dumps(line) + "\n")
+
+
+def _raced(races: list[str]) -> PiperError:
+    """What touched what, unordered."""
+    message = f"{len(races)} races on a device with queues of its own:\n" + "\n".join(f"  {r}" for r in races[:12])
+    return PiperError(ErrorKind.ILLEGAL_PLAN, message, key="--racecheck", suggestion="do not run this plan on a GPU")
 
 
 def _routing(results: list[dict[str, Any]], places: RankPlacement) -> str:
@@ -159,6 +167,7 @@ def gathered(prepared: PreparedJob, plan: Plan, results: list[dict[str, Any]]) -
         "slowest": None if late is None else {"rank": late.rank, "waited_s": late.waited_s},
         "plan_digest": plan_digest(plan),
         "saved": results[0]["saved"],
+        "races": results[0]["races"],
         "trace": None,
     }, trace
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.device.device import HostDevice
 from executor.device.memory import PeakMemory
 from executor.device.progress import RankProgress, create
+from executor.device.watching import OpWatch
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import planned_routes
 from executor.runtime.batch import Microbatch, PendingMicrobatch
@@ -83,12 +83,8 @@ def _zeros(into: Tensor) -> TransportDone:
     return TransportDone()
 
 
-class DeviceWithoutValues(TorchDispatchMode):
+class DeviceWithoutValues(OpWatch):
     """Above fake tensors: whatever number the host reads of one is 0."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -104,7 +100,7 @@ def values(real: bool) -> Iterator[None]:
     if real:
         yield
     else:
-        with FakeTensorMode(), DeviceWithoutValues():  # type: ignore[no-untyped-call]
+        with FakeTensorMode(), DeviceWithoutValues():
             yield
 
 

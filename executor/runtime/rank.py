@@ -15,6 +15,7 @@ from executor.autograd.stage import Stage
 from executor.checkpoint.keeper import RankCheckpoint
 from executor.device.device import CudaDevice, Device, HostDevice
 from executor.device.memory import PeakMemory
+from executor.device.race import RaceDevice
 from executor.modules.base import TORCH
 from executor.modules.choose import model_of, recomputed
 from executor.modules.user.model import UserModel
@@ -25,6 +26,7 @@ from executor.parallel.expert_all_to_all import ExpertRoute
 from executor.parallel.inline import RankRegion, inline_groups
 from executor.parallel.router_guide import ExpertRouterGuide, guide_of, planned_routes
 from executor.parallel.shares import ParamShard, shares
+from executor.runtime.batch import PendingMicrobatch
 from executor.runtime.interpreter import PlanInterpreter, StepResult, boundary
 from executor.runtime.kernels import BlankBucketSync, BlankStage, RealKernels, TimedKernels
 from executor.runtime.program import RankPlan
@@ -79,11 +81,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     if local is not None:
         if o.dump is not None:
             _dump(o.dump / f"rank-{ctx.rank}.npz", local)
-        # One more step, not timed and not reported, as following every storage makes it slower.
-        more = batches(o.steps)
-        with PeakMemory(local.tensors()) as memory:
-            run.step(o.steps, more)
-        peak = memory.peak
+        peak = _peak(run, local, o.steps, batches(o.steps))
     if keeper is not None:
         keeper.close()
     ctx.progress.wait(text="end")
@@ -100,8 +98,16 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
         "saved": None if keeper is None else keeper.saved,
         "routing": [(layer, k - program.number_of(0), n) for layer, k, n in (told[0][0] if told else ())],
         "balance": [losses for _, losses in told],
+        "races": [str(r) for r in device.races] if isinstance(device, RaceDevice) else None,
         "tests": [_of_the_batch(prepared, program, r.tests) for r in results],
     }
+
+
+def _peak(run: PlanInterpreter, local: RankModel, step: int, batches: Mapping[int, PendingMicrobatch]) -> int:
+    """Bytes in one more step, not timed and not reported, as following every storage makes it slower."""
+    with PeakMemory(local.tensors()) as memory:
+        run.step(step, batches)
+    return int(memory.peak)
 
 
 def _beside(
@@ -155,6 +161,8 @@ def _of_the_batch(prepared: PreparedJob, program: RankPlan, losses: Mapping[int,
 
 def device_of(options: JobRunOptions, ctx: RankContext) -> Device:
     """Where this rank computes. What computes nothing needs no GPU."""
+    if options.racecheck:
+        return ctx.hub.race_device()
     if options.backend == "nccl":
         return CudaDevice(ctx.local_rank)
     return CudaDevice(0) if options.backend == "local" and options.real and torch.cuda.is_available() else HostDevice()

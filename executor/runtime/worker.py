@@ -18,6 +18,7 @@ import torch
 
 from executor.device.device import Device
 from executor.device.progress import RankProgress, RankState
+from executor.device.race import RaceDevice
 from executor.runtime.given import given_name, read_given
 from executor.runtime.target import find, write_whole
 from executor.transport.base import Transport, TransportError, TransportTopology
@@ -36,6 +37,7 @@ class LocalRanks:
     """Where the ranks that are threads of one process meet, once the first of them has said what they need."""
 
     made: LocalTransportHub | None = None
+    race: RaceDevice | None = None
     failed: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -47,6 +49,12 @@ class LocalRanks:
                 if self.failed is not None:
                     self.made.fail(self.failed)
             return self.made
+
+    def race_device(self) -> RaceDevice:
+        """The one device that sees what all of them touch."""
+        with self.lock:
+            self.race = self.race or RaceDevice()
+            return self.race
 
     def fail(self, rank: int) -> None:
         """Wake the others up."""

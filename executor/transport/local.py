@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.device.device import Device, HostDevice, StreamEvent
 from executor.transport.base import Channel, TransportError, TransportTopology
@@ -92,7 +91,7 @@ class LocalTransportHub:
         """Copy behind all ends; unseen by whoever follows this thread's tensors, as they are not this rank's alone."""
         for end in ends:
             self.device.follow(end.ready)
-        with _disable_current_modes(), torch.no_grad():
+        with self.device.unseen(), torch.no_grad():
             copy()
         copied = self.device.mark()
         for end in ends:

@@ -25,6 +25,7 @@ class JobRunOptions:
     dump: a folder for each rank's gradients and parameters, of the first step and of the last.
     parts: a folder for what each node of a compute op took, where the host computes: `parts-<rank>.json`, rows
     (step, op, seconds of each of its nodes).
+    racecheck: on a CPU that keeps a GPU's promises about streams and freed memory, and no more.
     sets: the `--set` overrides that the job was loaded with, for what an error suggests.
     """
 
@@ -39,6 +40,7 @@ class JobRunOptions:
     dump: Path | None = None
     parts: Path | None = None
     sets: tuple[str, ...] = ()
+    racecheck: bool = False
 
     @classmethod
     def of(cls, flags: Namespace, ranks: int) -> JobRunOptions:
@@ -47,7 +49,8 @@ class JobRunOptions:
         return cls(
             ranks=ranks,
             steps=flags.steps,
-            backend=flags.backend,
+            backend="local" if getattr(flags, "racecheck", False) else flags.backend,
+            racecheck=getattr(flags, "racecheck", False),
             watchdog_s=flags.watchdog,
             emulate=flags.emulate,
             emulate_comm=flags.emulate_comm,
@@ -78,6 +81,9 @@ class JobRunOptions:
             if not good:
                 fix = f"{flag} {usual[flag]}"
                 raise PiperError(ErrorKind.USAGE, f"{value} {unit}", key=flag, allowed=allowed, suggestion=fix)
+        if self.racecheck and not self.real:
+            message = "ops of a given time touch nothing that could race"
+            raise PiperError(ErrorKind.USAGE, message, key="--racecheck", suggestion="leave out --emulate and --replay")
         if self.replay is not None and self.emulate is not None:
             message = "ops take either a given time or that of a trace"
             raise PiperError(ErrorKind.USAGE, message, key="--replay", suggestion="leave out --emulate")

@@ -171,6 +171,8 @@ def _run_or_replay(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--replay", metavar="TRACE", help="each op takes what it took in this trace.tsv, instead of arithmetic"
     )
+    races = "on virtual ranks of a CPU that orders no more than a GPU's streams and allocator do"
+    sub.add_argument("--racecheck", action="store_true", help=races)
     sub.add_argument("--save", metavar="DIR", help="write checkpoints there, which any plan of this job may resume")
     sub.add_argument("--every", type=int, metavar="K", help="steps between two checkpoints (default: at the end only)")
     sub.add_argument("--keep", type=int, metavar="N", help="the last N checkpoints are kept (default: 2)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -162,11 +163,12 @@ def _per_key(dx: Tensor, heads: int) -> Tensor:
 
 def _hidden(q: Tensor, sight: AttentionMask) -> Tensor:
     """True where a query (row) may not see a key."""
-    return _mask(q.shape[2], sight, str(q.device), maybe_get_fake_mode(q))
+    return _mask(q.shape[2], sight, str(q.device), maybe_get_fake_mode(q), get_ident())
 
 
-@lru_cache(maxsize=4)
-def _mask(length: int, sight: AttentionMask, device: str, mode: FakeTensorMode | None) -> Tensor:
+# Each thread has its own: what one rank makes on its lane, another may not read without a mark.
+@lru_cache(maxsize=64)
+def _mask(length: int, sight: AttentionMask, device: str, mode: FakeTensorMode | None, thread: int) -> Tensor:
     at = torch.arange(length * sight.ranks, device=device)
     keys = torch.cat([stretches(at, sight.ranks, rank) for rank in range(sight.ranks)])
     gap = stretches(at, sight.ranks, sight.index)[:, None] - keys[None, :]
@@ -181,10 +183,12 @@ def forget_masks() -> None:
 
 def _added(q: Tensor, sight: AttentionMask) -> Tensor:
     """The same as torch's fused kernels take it, which would keep what they made of another format."""
-    return _bias(q.shape[2], sight, q.dtype, str(q.device), maybe_get_fake_mode(q))
+    return _bias(q.shape[2], sight, q.dtype, str(q.device), maybe_get_fake_mode(q), get_ident())
 
 
-@lru_cache(maxsize=4)
-def _bias(length: int, sight: AttentionMask, dtype: torch.dtype, device: str, mode: FakeTensorMode | None) -> Tensor:
-    hidden = _mask.__wrapped__(length, sight, device, mode)
+@lru_cache(maxsize=64)
+def _bias(
+    length: int, sight: AttentionMask, dtype: torch.dtype, device: str, mode: FakeTensorMode | None, thread: int
+) -> Tensor:
+    hidden = _mask.__wrapped__(length, sight, device, mode, thread)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))

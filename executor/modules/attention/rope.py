@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -33,12 +34,13 @@ def rotary(length: int, angles: TokenAngles, x: Tensor) -> tuple[Tensor, Tensor]
     length: of this rank's part of a sequence. The tables are made once, for each fake mode by themselves: its tensors
     are of no use to another.
     """
-    return _rotary(length, angles, x.dtype, str(x.device), maybe_get_fake_mode(x))
+    return _rotary(length, angles, x.dtype, str(x.device), maybe_get_fake_mode(x), get_ident())
 
 
-@lru_cache(maxsize=8)
+# Each thread has its own: what one rank makes on its lane, another may not read without a mark.
+@lru_cache(maxsize=64)
 def _rotary(
-    length: int, angles: TokenAngles, dtype: torch.dtype, device: str, mode: FakeTensorMode | None
+    length: int, angles: TokenAngles, dtype: torch.dtype, device: str, mode: FakeTensorMode | None, thread: int
 ) -> tuple[Tensor, Tensor]:
     fp = wide(dtype)
     at = stretches(torch.arange(length * angles.ranks, dtype=fp, device=device), angles.ranks, angles.index)

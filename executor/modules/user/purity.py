@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from executor.device.watching import OpWatch
 from ir.core.errors import ErrorKind, PiperError
 
 Call = tuple[object, ...]
@@ -77,11 +77,11 @@ def without_values(convert: Callable[[], None]) -> None:
         raise PiperError(ErrorKind.MODEL, message, key="model.module", suggestion=fix) from error
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OpWatch):
     """Every op of a forward, and where the tensors it reads come from."""
 
     def __init__(self, name: str, held: Mapping[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.name = name
         self.held = {id(t.untyped_storage()): n for n, t in held.items()}
         self.views: list[Any] = []  # held, so that no other storage gets their numbers
