@@ -62,8 +62,8 @@ def sbatch(prepared: PreparedJob, job: str) -> str:
 
     Checkpoints lie in $RUNS; the steps, how often one is saved and the transport are variables that may be exported.
     """
-    c, mesh = prepared.job.cluster, prepared.mesh.sizes
+    nodes, mesh = prepared.job.cluster.nodes or 1, prepared.mesh.sizes
     name = re.sub(r"[^\w.-]+", "-", Path(job).stem, flags=re.ASCII) or "job"
     axes = " ".join(f"{k}={v}" for k, v in mesh.items() if v > 1)
     title = re.sub(r"[^\w .=-]+", " ", f"{prepared.job.model.name} {prepared.schedule} {axes}", flags=re.ASCII)
-    return _SCRIPT.format(name=name, nodes=c.nodes, gpus=c.gpus_per_node, job=shlex.quote(job), title=title)
+    return _SCRIPT.format(name=name, nodes=nodes, gpus=-(-prepared.ranks // nodes), job=shlex.quote(job), title=title)

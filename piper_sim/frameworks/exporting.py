@@ -19,7 +19,7 @@ from ir.job.table import table_of
 from ir.workload.config.load import presets, raw_config
 from ir.workload.config.spec import ModelConfig
 from piper_sim.frameworks.draft import Facts
-from piper_sim.frameworks.from_job import MEGATRON, facts_of
+from piper_sim.frameworks.from_job import MEGATRON, facts_of, nodes_of
 from piper_sim.frameworks.importing import UNKNOWN, ImportedJob, import_launch, toml
 from piper_sim.frameworks.table import CHAINS, rows
 from piper_sim.frameworks.table import facts as tables
@@ -114,8 +114,8 @@ def _arguments(framework: str, f: Facts) -> Iterator[tuple[str, object]]:
 
 
 def _files(prepared: PreparedJob, framework: str, arguments: Mapping[str, object]) -> dict[str, str]:
-    c = prepared.job.cluster
-    where = f"--nnodes {c.nodes} --nproc_per_node {c.gpus_per_node}"
+    nodes, per = nodes_of(prepared)
+    where = f"--nnodes {nodes} --nproc_per_node {per}"
     if framework == "megatron":
         words = [f"--{k.replace('_', '-')}{_word(v)}" for k, v in arguments.items() if v is not False]
         return {LAUNCH: _script([f"torchrun {where} pretrain_gpt.py", *words])}
@@ -123,7 +123,7 @@ def _files(prepared: PreparedJob, framework: str, arguments: Mapping[str, object
     own = dict(arguments)
     files: dict[str, str] = {}
     if framework in ("deepspeed", "accelerate"):
-        where = f"--num_nodes {c.nodes} --num_gpus {c.gpus_per_node}"
+        where = f"--num_nodes {nodes} --num_gpus {per}"
         line += f" --max_seq_len {prepared.job.model.seq_len}"
         line += " --gradient_checkpointing" if own.pop("gradient_checkpointing", None) else ""
         own.pop("max_seq_len", None)

@@ -42,6 +42,12 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     }
 
 
+def nodes_of(prepared: PreparedJob) -> tuple[int, int]:
+    """Nodes, and GPUs that are used of each: fewer than it has, where the job has fewer ranks than one node."""
+    nodes = prepared.job.cluster.nodes or 1
+    return (nodes, prepared.ranks // nodes) if prepared.ranks % nodes == 0 else (prepared.ranks, 1)
+
+
 def _formats(job: Job) -> Facts:
     p = job.precision
     f: Facts = {"compute": "bf16", "fp8": "fp8"} if p.compute == "fp8" else {"compute": p.compute}

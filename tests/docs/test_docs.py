@@ -7,6 +7,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,18 @@ from piper_sim.study.predict import predict
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "toml", "sh", "json", "csv", ""}
-QUICK = {"schedule", "simulate", "plan"}  # of what a page shows, what is run; every other line is parsed
+QUICK = {
+    "schedule",
+    "simulate",
+    "plan",
+    "import",
+    "export",
+}  # of what a page shows, what is run; every other line is parsed
 OTHERS = {"pip", "make", "torchrun", "python", "git", "srun", "sbatch", "export", "cd", "mpirun", "for", "done"}
 JOB = '[model]\nconfig = "tiny-moe"\nseq_len = 64\n[parallel]\npp = 2\ndp = 2\nep = 2\n[schedule]\nmicrobatches = 4\n'
+SCRIPT = """torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py --num-layers 4 --hidden-size 64 --seq-length 64 \\
+  --num-attention-heads 8 --tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 16 --bf16
+"""
 
 
 def blocks(page: Path) -> Iterator[tuple[int, str, str]]:
@@ -45,6 +55,11 @@ def commands(text: str) -> Iterator[list[str]]:
             yield words[1:]
         else:
             assert not words or words[0] in OTHERS, f"what is {words[0]}?"
+
+
+def unredirected(words: list[str]) -> list[str]:
+    """A command without its `> file`."""
+    return words[:-2] if words[-2:-1] == [">"] else words
 
 
 def test_there_are_pages_and_every_block_has_a_language_that_is_run() -> None:
@@ -83,7 +98,7 @@ def test_json_is_json_and_lists_are_directives_behind_a_job_s_own(text: str, tmp
 
 @pytest.mark.parametrize("text", blocks_of("sh"))
 def test_commands_take_the_flags_they_are_shown_with(text: str) -> None:
-    for words in commands(text):
+    for words in map(unredirected, commands(text)):
         _, unknown = parser().parse_known_args(words)
         assert not unknown, f"piper-sim {' '.join(words)}: {unknown}"
 
@@ -94,7 +109,14 @@ def test_commands_that_are_quick_run(text: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     for name in ("job.toml", "tiny.toml"):
         (tmp_path / name).write_text(JOB, encoding="utf-8")
-    for words in commands(text):
+    (tmp_path / "pretrain_gpt.sh").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "ConfigContainer.yaml").write_text("model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4}\n")
+    for whole in commands(text):
+        words = unredirected(whole)
+        if words != whole:
+            with open(whole[-1], "w", encoding="utf-8") as f, redirect_stdout(f):
+                assert main(words) == 0, words
+            continue
         missing = "history.file" in " ".join(words) or "costs.profile" in " ".join(words)
         if words[0] in QUICK and not missing:
             given = [w.replace("{17=", "{3=") for w in words]  # the tiny job has four ranks

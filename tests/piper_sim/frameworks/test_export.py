@@ -112,6 +112,15 @@ def test_what_does_not_decide_the_plan_is_listed() -> None:
     }
 
 
+@pytest.mark.parametrize("framework", ["megatron", "accelerate", "deepspeed"])
+def test_a_job_that_does_not_fill_its_node_starts_as_many_processes_as_it_has_ranks(framework: str) -> None:
+    made = export_launch(prepared(cluster={"gpu": "h100-sxm"}, parallel={"dp": 3}), framework)
+    assert {k: read_back(made).job["cluster"][k] for k in ("nodes", "gpus_per_node")} == {
+        "nodes": 1,
+        "gpus_per_node": 3,
+    }
+
+
 def test_a_layout_string_comes_back_as_it_went() -> None:
     layout = "Ett|(tt|)*2ttL"
     made = export_launch(
