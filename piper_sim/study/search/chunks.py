@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from piper_sim.folding import RankSpread
 from piper_sim.folding.uses import CollectiveUse
 from piper_sim.pricing.costs import KERNELS, CostModel
 from piper_sim.pricing.prepare import weigh
+from piper_sim.study.search.walk import compose
 
 NEVER = -1e18
 ROUTED = ("experts", "dispatch", "combine", COUNTS)  # what uneven routing changes
@@ -41,8 +42,8 @@ class ChunkCosts:
     """Of every chunk of a model, the least that it can take and keep on one rank.
 
     times: [kind, token, 2, 2] (stream free, input there) -> (stream free, output there), in seconds, as max and plus.
-    busy: [kind, token] seconds of its kernels. saved: [kind, 2] bytes from F to I, from F to W. numel: [kind, pool]
-    elements on one rank before ZeRO. ranks: [pool] ranks of one program that hold the same.
+    busy: [kind, token] seconds of its kernels. saved: [kind, 3] bytes from F to I, F to W, I to W. numel: [kind, pool]
+    elements on one rank before ZeRO. pools: [pool] axes over which ranks hold the same. small: a job of one chunk each.
     """
 
     kinds: tuple[int, ...]
@@ -51,10 +52,13 @@ class ChunkCosts:
     busy: FloatArray
     saved: FloatArray
     numel: FloatArray
-    ranks: tuple[int, ...]
     tied: bool
+    pools: tuple[tuple[str, ...], ...]
     p2p_s: float
+    small: PreparedJob
     model: CostModel
+    _steps: dict[tuple[int, ...], list[FloatArray]] = field(default_factory=dict)
+    _updates: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, job: Job, model: JobModel, mesh: Mesh, hardware: DeviceHardware) -> ChunkCosts:
@@ -71,7 +75,7 @@ class ChunkCosts:
         side = {c.name for c in kept if "L" not in c.tags and c.reads and ends > 1}  # they read the last layer, too
         uneven = job.routing.kind != "balanced"
         found = _Timed(graph, costs, 0.0 if job.costs.stage_times is not None else _fastest(costs), uneven)
-        numel, ranks, tied = _params(graph, mesh)
+        numel, pools, tied = _params(graph)
         source = prepared.base.source
         assert source is not None
         weight = weigh(job, hardware)
@@ -82,15 +86,27 @@ class ChunkCosts:
             busy=np.array([[found.busy(s, t) for t in OpToken] for s in range(len(kept))]),
             saved=_saved(graph, len(kept), uneven),
             numel=numel,
-            ranks=ranks,
             tied=tied,
+            pools=pools,
             p2p_s=found.p2p(),
+            small=prepared,
             model=costs,
         )
 
     def update_s(self, numel: int) -> float:
         """Seconds of an update of so many elements."""
-        return sum(self.model.node_shares(GraphNode(0, PerStepOp.UPDATE, "", numel=numel))) * (1 - 1e-9)
+        if numel not in self._updates:
+            seconds = sum(self.model.node_shares(GraphNode(0, PerStepOp.UPDATE, "", numel=numel)))
+            self._updates[numel] = seconds * _fastest(self.model) * (1 - 1e-9)
+        return self._updates[numel]
+
+    def steps(self, kinds: tuple[int, ...]) -> list[FloatArray]:
+        """[token, 2, 2] of a stage of such chunks."""
+        if kinds not in self._steps:
+            back = (OpToken.I, OpToken.B)
+            rows = {t: kinds[::-1] if t in back else kinds for t in OpToken}
+            self._steps[kinds] = [compose([self.times[k, t] for k in rows[t]]) for t in OpToken]
+        return self._steps[kinds]
 
 
 def _kind(c: Chunk) -> Kind:
@@ -121,6 +137,12 @@ def _fastest(costs: CostModel) -> float:
     return 1.0 if fastest == 1.0 else (1 - 1e-9) / fastest
 
 
+def alike(costs: CostModel, message: Message) -> bool:
+    """Whether all ranks' groups lie on nodes as the first's do: a message then takes the same everywhere."""
+    fewest, nodes = costs.ground.lie(CollectiveUse.of(message, costs.ground.positions.programs))
+    return bool((fewest == fewest.flat[0]).all() and (nodes == nodes.flat[0]).all())
+
+
 class _Timed:
     """Node sequences of passes run on one compute stream with nothing in the way."""
 
@@ -139,17 +161,12 @@ class _Timed:
         if n.once or self.kernels == 0.0 or (self.uneven and routed):
             return 0.0
         if n.message is not None:
-            return quantise(self.costs.node_message(n)) if self._alike(n.message) else 0.0
+            return quantise(self.costs.node_message(n)) if alike(self.costs, n.message) else 0.0
         shares = self.costs.node_shares(n)
-        every = all(self._alike(m) for m in n.inline)
+        every = all(alike(self.costs, m) for m in n.inline)
         kernels = sum(quantise(shares[s]) for s in KERNELS)
         rest = sum(quantise(x) for s, x in enumerate(shares) if s not in KERNELS) if every else 0.0
         return kernels * self.kernels + rest
-
-    def _alike(self, message: Message) -> bool:
-        """Whether all ranks' groups lie on nodes as the first's do."""
-        fewest, nodes = self.costs.ground.lie(CollectiveUse.of(message, self.costs.ground.positions.programs))
-        return bool((fewest == fewest.flat[0]).all() and (nodes == nodes.flat[0]).all())
 
     def busy(self, stage: int, token: OpToken) -> float:
         """Seconds of a pass's kernels."""
@@ -200,23 +217,25 @@ class _Timed:
 
 
 def _saved(graph: Graph, stages: int, uneven: bool) -> FloatArray:
-    """[stage, 2] bytes that F writes and backward reads: last in I (or R), last in W; on the reader's stage."""
+    """[stage, 3] bytes alive from F to I (or R), from F to W, from I to W; on the stage that reads them."""
     readers: dict[tuple[int, int], list[GraphNode]] = {}
     for e in graph.edges:
-        if graph.nodes[e.src].kind is Pass.F and graph.nodes[e.dst].kind in (Pass.I, Pass.W, Pass.R):
-            readers.setdefault((e.src, e.slot), []).append(graph.nodes[e.dst])
-    out = np.zeros((stages, 2))
-    for (src, slot), reads in readers.items():
-        n = graph.nodes[src]
-        if uneven and n.part.rsplit(".", 1)[-1] in ROUTED:
+        src, dst = graph.nodes[e.src], graph.nodes[e.dst]
+        if dst.kind is Pass.W or (src.kind is Pass.F and dst.kind in (Pass.I, Pass.R)):
+            readers.setdefault((e.src, e.slot), []).append(dst)
+    out = np.zeros((stages, 3))
+    for (src_index, slot), reads in readers.items():
+        n = graph.nodes[src_index]
+        if n.once or (uneven and n.part.rsplit(".", 1)[-1] in ROUTED):
             continue
         stage = n.stage if any(r.stage == n.stage for r in reads) else reads[0].stage
-        out[stage, int(any(r.kind is Pass.W and r.stage == stage for r in reads))] += n.writes[slot].bytes
+        late = any(r.kind is Pass.W and r.stage == stage for r in reads)
+        out[stage, 1 if n.kind is Pass.F and late else 0 if n.kind is Pass.F else 2] += n.writes[slot].bytes
     return out
 
 
-def _params(graph: Graph, mesh: Mesh) -> tuple[FloatArray, tuple[int, ...], bool]:
-    """([stage, pool] elements on one rank, [pool] ranks of a program that hold the same, whether any are tied)."""
+def _params(graph: Graph) -> tuple[FloatArray, tuple[tuple[str, ...], ...], bool]:
+    """([stage, pool] elements on one rank, [pool] axes over which ranks hold the same, whether any are tied)."""
     pools: dict[tuple[bool, tuple[str, ...]], int] = {}
     rows: list[tuple[int, int, int]] = []
     seen: set[str] = set()
@@ -232,4 +251,4 @@ def _params(graph: Graph, mesh: Mesh) -> tuple[FloatArray, tuple[int, ...], bool
     out = np.zeros((graph.stages, max(1, len(pools))))
     for stage, pool, n in rows:
         out[stage, pool] += n
-    return out, tuple(mesh.size(axes) for _, axes in pools) or (1,), tied
+    return out, tuple(axes for _, axes in pools) or ((),), tied

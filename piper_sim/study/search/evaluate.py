@@ -41,7 +41,7 @@ class RejectedJob:
 class BoundedJob:
     """A configuration that waits: by its bound, among equals as drawn, then in the space's order.
 
-    seconds, device_bytes: what it takes at least.
+    seconds, device_bytes: what it takes at least. walked: as the walk of its schedule says, not only the mean of ranks.
     """
 
     seconds: float
@@ -50,6 +50,7 @@ class BoundedJob:
     device_bytes: float = field(compare=False)
     changes: Changes = field(compare=False)
     job: Job = field(compare=False)
+    walked: bool = field(compare=False, default=False)
 
 
 @dataclass(frozen=True)

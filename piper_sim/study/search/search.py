@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import islice
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.report.units import GIB
-from piper_sim.study.search.bound import JobBounds
+from piper_sim.study.search.bound import JobBound, JobBounds
 from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, JobRefusal, RejectedJob, over, refused
 from piper_sim.study.search.space import Changes, JobSpace
 from piper_sim.study.search.workers import JobWorkers
@@ -57,8 +58,9 @@ class JobSearchResult:
         out["rejected_counts"] = {str(k): counts[k] for k in JobRefusal}
         out["objective"] = self.objective
         if self.best is None:
-            said = "nothing can be planned" if self.nearest is None else f"nothing fits: {self.nearest['reason']}"
-            out |= {"fits": False, "nearest": self.nearest, "reason": said}
+            said = "nothing fits" if self.proven else "the budget ran out before anything was found that fits"
+            near = "" if self.nearest is None else f"; what lacks least: {self.nearest['reason']}"
+            out |= {"fits": False, "nearest": self.nearest, "reason": said + near}
         return out
 
     @property
@@ -100,7 +102,8 @@ def search(
 class _Search:
     """One search's state. front: (seconds, bytes, number) of what fits and nothing beats in both, fastest first.
 
-    misses: (bytes, number) of what does not fit, as far as is known. left: what the budget did not allow.
+    misses: (bytes, number) of what does not fit, as far as is known. flying: what is being simulated, in order.
+    unseen: configurations that not even a bound was worked out for, in time.
     """
 
     def __init__(self, job: Job, until: float, progress: Progress) -> None:
@@ -113,17 +116,21 @@ class _Search:
         self.front: list[tuple[float, float, int]] = []
         self.misses: list[tuple[float, int]] = []
         self.rejected: list[tuple[int, RejectedJob]] = []
-        self.size, self.evaluated = 0, set[int]()
+        self.queue: list[BoundedJob] = []
+        self.flying: deque[BoundedJob] = deque()
+        self.size, self.unseen, self.evaluated = 0, 0, set[int]()
         self.first_s: float | None = None
         self.proven_s: float | None = None
 
     def run(self, workers: JobWorkers) -> JobSearchResult:
         """The job itself, then the rest by their bounds."""
         configurations = enumerate(self.space)
-        self._simulate(self._bounded(islice(configurations, 1)), workers)
+        self._bounded(islice(configurations, 1))
+        self._simulate(workers)
         self.progress("bounding the space")
-        left = self._simulate(self._bounded(configurations), workers)
-        proven = not any(self._best >= e.seconds for e in left)
+        self._bounded(configurations)
+        left = self._simulate(workers)
+        proven = not self.unseen and not any(self._best >= e.seconds for e in left)
         if proven and self.proven_s is None:
             self.proven_s = self._seconds
         shown = workers.full([self.known[number] for *_, number in self.front])
@@ -136,7 +143,7 @@ class _Search:
             evaluated=len(self.evaluated),
             space=self.size,
             proven=proven,
-            pareto_proven=not left,
+            pareto_proven=not left and not self.unseen,
             seconds=self._seconds,
             first_s=self.first_s,
             proven_s=self.proven_s if proven else None,
@@ -150,54 +157,64 @@ class _Search:
     def _best(self) -> float:
         return self.front[0][0] if self.front else math.inf
 
-    def _bounded(self, configurations: Iterable[tuple[int, Changes]]) -> list[BoundedJob]:
-        """Those that are legal and may fit, the least bound first."""
-        out = []
+    def _bounded(self, configurations: Iterable[tuple[int, Changes]]) -> None:
+        """Queue those that are legal and may fit, by a quick bound."""
         for number, changes in configurations:
             self.size += 1
+            if number and time.monotonic() >= self.until:
+                self.unseen += 1
+                continue
             try:
                 job = self.space.job_of(changes)
-                bound = self.bounds.of(job)
+                self._queue(BoundedJob(0.0, self.draws.random(), number, 0.0, changes, job), self.bounds.first(job))
             except PiperError as e:
                 self._reject(number, changes, JobRefusal.ILLEGAL, refused(e))
-                continue
-            one = BoundedJob(bound.seconds, self.draws.random(), number, bound.device_bytes, changes, job)
-            self.known[number] = one
-            excess = bound.excess
-            if excess is None and bound.device_bytes > self.limit_bytes:
-                excess = over(bound.device_bytes, self.limit_bytes / GIB)
-            if excess is None:
-                out.append(one)
+
+    def _queue(self, one: BoundedJob, bound: JobBound, walked: bool = False) -> None:
+        """Queue a configuration by its bound, or reject it."""
+        one = replace(one, seconds=bound.seconds, device_bytes=bound.device_bytes, walked=walked)
+        self.known[one.number] = one
+        excess = bound.excess
+        if excess is None and bound.device_bytes > self.limit_bytes:
+            excess = over(bound.device_bytes, self.limit_bytes / GIB)
+        if excess is None:
+            heappush(self.queue, one)
+        else:
+            self.misses.append((bound.device_bytes, one.number))
+            self._reject(one.number, one.changes, JobRefusal.MEMORY, excess)
+
+    def _simulate(self, workers: JobWorkers) -> list[BoundedJob]:
+        """Simulate what nothing beats, the least bound first; what there was no time for is handed back."""
+        for one, found in workers.each(self._asked(), self._wanted):
+            self.flying.popleft()
+            if found is None:
+                self._beaten(one)
             else:
-                self.misses.append((bound.device_bytes, number))
-                self._reject(number, changes, JobRefusal.MEMORY, excess)
-        return sorted(out)
-
-    def _simulate(self, queue: list[BoundedJob], workers: JobWorkers) -> list[BoundedJob]:
-        """Simulate what nothing beats; what there was no time for is handed back."""
-        following = {one.number: after.seconds for one, after in pairwise(queue)}
-
-        def asked() -> Iterator[BoundedJob]:
-            for one in queue:
-                if time.monotonic() >= self.until:
-                    return
-                if self._wanted(one):
-                    yield one
-
-        for one, found in workers.each(asked(), self._wanted):
-            if found is not None:
                 self._commit(one, found)
-            if self.proven_s is None and self.size > 1 and following.get(one.number, math.inf) > self._best:
+            after = self.flying[0] if self.flying else self.queue[0] if self.queue else None
+            if self.proven_s is None and self.size > 1 and after is not None and after.seconds > self._best:
                 self.proven_s = self._seconds
-        left = []
-        for one in queue:
-            if one.number in self.evaluated:
-                continue
-            if self._wanted(one):
-                left.append(one)
-            else:
-                self._reject(one.number, one.changes, JobRefusal.BOUNDED, self._beaten(one))
+        left = [one for one in self.queue if self._wanted(one)]
+        for one in self.queue:
+            if not self._wanted(one):
+                self._beaten(one)
+        self.queue.clear()
         return left
+
+    def _asked(self) -> Iterator[BoundedJob]:
+        """The queue in order; a quick bound is sharpened when it is a configuration's turn, and queues again."""
+        while self.queue and time.monotonic() < self.until:
+            one = heappop(self.queue)
+            if not self._wanted(one):
+                self._beaten(one)
+            elif one.walked:
+                self.flying.append(one)
+                yield one
+            else:
+                try:
+                    self._queue(one, self.bounds.of(one.job), walked=True)
+                except PiperError as e:
+                    self._reject(one.number, one.changes, JobRefusal.ILLEGAL, refused(e))
 
     def _commit(self, one: BoundedJob, found: EvaluatedJob) -> None:
         self.evaluated.add(one.number)
@@ -216,10 +233,11 @@ class _Search:
         """Whether nothing known is both faster than its bound and no larger."""
         return not any(t < one.seconds and m <= one.device_bytes for t, m, _ in self.front)
 
-    def _beaten(self, one: BoundedJob) -> str:
+    def _beaten(self, one: BoundedJob) -> None:
         t, m, number = next(x for x in self.front if x[0] < one.seconds and x[1] <= one.device_bytes)
         least = f"{one.seconds:.6g} s and {one.device_bytes / GIB:.1f} GiB at least"
-        return f"{least}; {said(self.known[number].changes)} takes {t:.6g} s and {m / GIB:.1f} GiB"
+        why = f"{least}; {said(self.known[number].changes)} takes {t:.6g} s and {m / GIB:.1f} GiB"
+        self._reject(one.number, one.changes, JobRefusal.BOUNDED, why)
 
     def _reject(self, number: int, changes: Changes, kind: JobRefusal, why: str) -> None:
         self.rejected.append((number, RejectedJob(changes, kind, why)))

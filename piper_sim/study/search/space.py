@@ -25,7 +25,10 @@ CHEAP = ("norm", "up_projection", "activation")  # to recompute: no matrix produ
 
 @dataclass(frozen=True)
 class JobSpace:
-    """Every combination of the values tried. own: the job with its sizes resolved; gpus, sequences: what all keep."""
+    """Every combination of the values tried. own: the job with its sizes resolved; gpus, sequences: what all keep.
+
+    schedules: name and stages per rank, where neither is listed or pinned. usual: keys whose values are the default's.
+    """
 
     job: Job
     own: Job
@@ -33,6 +36,7 @@ class JobSpace:
     sequences: int
     values: Mapping[str, tuple[object, ...]]
     schedules: tuple[tuple[str, int], ...] | None
+    usual: frozenset[str]
 
     @classmethod
     def of(cls, job: Job, hardware: DeviceHardware) -> JobSpace:
@@ -58,7 +62,8 @@ class JobSpace:
             default = {k: v for k, v in default.items() if k not in ("pp", "layers")}
         plan_free = s.layout is None and not {"name", "stages_per_rank"} & {*listed, *job.search.pin}
         schedules = _schedules((name, s.stages_per_rank or 1)) if plan_free else None
-        return cls(job, own, gpus, (p.dp or 1) * mbs * s.microbatch_size, default | listed, schedules)
+        sequences, usual = (p.dp or 1) * mbs * s.microbatch_size, frozenset(default) - set(listed)
+        return cls(job, own, gpus, sequences, default | listed, schedules, usual)
 
     def __iter__(self) -> Iterator[Changes]:
         """Each configuration as the keys that differ from the job's; the job itself first, none twice."""
@@ -89,6 +94,8 @@ class JobSpace:
             chosen["dp"] = self.gpus // inner
         if pair is not None and size["pp"] == 1 and pair != self._alone():
             return None  # without a pipeline a schedule decides nothing
+        if "zero" in self.usual and chosen["zero"] == 3 != p.zero and size["pp"] > 1:
+            return None  # weights gathered for every microbatch: tried where asked for
         dp, each = (int(cast(int, chosen.get(k, v))) for k, v in (("dp", p.dp), ("microbatch_size", s.microbatch_size)))
         given = {(f, k): getattr(getattr(self.own, f), k) for k, f in KEYS.items()}
         if self.job.schedule.stages_per_rank is None:

@@ -20,7 +20,7 @@ _F, _I, _W, _B = (int(t) for t in OpToken)
 class ScheduleCells:
     """All ranks' orders in one table: rows of `at[r]:at[r + 1]` are rank r's, a fused pair two rows of one unit.
 
-    home: [stage, microbatch] rank.
+    home: [stage, microbatch] rank. rank: of each row. passes: [rank, stage] microbatches. fused: it holds pairs.
     """
 
     at: IntArray
@@ -29,6 +29,9 @@ class ScheduleCells:
     mb: IntArray
     unit: IntArray
     home: IntArray
+    rank: IntArray
+    passes: IntArray
+    fused: bool
 
     @property
     def both_ways(self) -> bool:
@@ -43,21 +46,25 @@ def schedule_cells(name: str, ranks: int, mbs: int, chunks: int) -> ScheduleCell
     home = np.empty((made.stages, mbs), dtype=np.int64)
     for p in made.placements:
         home[:, p.mbs.start : p.mbs.stop] = np.array(p.rank_of_stage)[:, None]
-    orders = [_pairs_forward_first(o) for o in made.orders]
+    orders = [_pairs_backward_first(o) for o in made.orders]
     at = np.cumsum([0, *(len(o) for o in orders)])
     token, stage, mb, unit = (np.concatenate([getattr(o, c) for o in orders]) for c in ("token", "stage", "mb", "unit"))
-    return ScheduleCells(at, token, stage, mb, unit, home)
+    rank = np.repeat(np.arange(ranks), np.diff(at))
+    passes = np.stack([(home == r).sum(axis=1) for r in range(ranks)])
+    fused = any(len(o) > int(o.unit.max(initial=-1)) + 1 for o in orders)
+    return ScheduleCells(at, token, stage, mb, unit, home, rank, passes, fused)
 
 
-def _pairs_forward_first(o: Order) -> Order:
-    """A fused pair allocates before it frees."""
-    by = np.lexsort((o.token, o.unit))
+def _pairs_backward_first(o: Order) -> Order:
+    """In a fused pair, layer by layer, the backward may free before the forward allocates."""
+    by = np.lexsort((-o.token, o.unit))
     return Order(o.stage[by], o.token[by], o.mb[by], o.unit[by])
 
 
 def least_peaks(cells: ScheduleCells, saved: FloatArray) -> FloatArray:
-    """[rank] the most bytes of activations alive at once. saved: [stage, 2] from F to I, from F to W."""
-    change = np.stack([saved.sum(axis=1), -saved[:, 0], -saved[:, 1], -saved.sum(axis=1)])
+    """[rank] the most bytes of activations alive at once. saved: [stage, 3] from F to I, from F to W, from I to W."""
+    early, late, stash = saved.T
+    change = np.stack([early + late, stash - early, -late - stash, -early - late])
     total = np.cumsum(change[cells.token, cells.stage])
     before = np.concatenate([[0.0], total])[cells.at[:-1]]
     peaks = [float(total[a:b].max(initial=0.0)) for a, b in zip(cells.at[:-1], cells.at[1:], strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.predict import predict
 from piper_sim.study.search import JobSearchResult, search
 from piper_sim.study.search.bound import JobBound, JobBounds
+from piper_sim.study.search.evaluate import JobRefusal
 from piper_sim.study.search.search import front
-from piper_sim.study.search.space import JobSpace
+from piper_sim.study.search.space import JobSpace, changed
 
 Point = tuple[float, float, int]
 
@@ -24,12 +26,13 @@ def drawn(seed: int) -> Job:
     """A tiny job and lists of values, the model, cluster, memory and lists drawn."""
     r = random.Random(seed)
     moe = seed % 2
+    names = ["1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipe", "dualpipev", "v-half", "1f1b-overlap"]
     lists: dict[str, Any] = {
         "tp": [1, 2],
         "pp": r.sample([1, 2, 4], 2),
         "ep": [1, 2, 4] if moe else [1],
         "zero": r.sample([0, 1, 2, 3], 2),
-        "name": r.sample(["1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipe", "dualpipev", "v-half"], 3),
+        "name": r.sample(names, 3),
         "microbatch_size": r.choice([[1], [1, 2]]),
         "recompute": r.choice([["none"], ["none", "full"], ["none", ["norm", "activation"]]]),
     }
@@ -52,13 +55,18 @@ def enumerated(job: Job) -> Iterator[tuple[int, Job, JobBound, Any]]:
             continue
 
 
+def told(found: JobSearchResult) -> list[tuple[float, float]]:
+    return [(p["iteration_s"], max(p["memory"]["device_peak_bytes"].values())) for p in found.pareto]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_found_is_what_enumeration_finds(seed: int) -> None:
     job = drawn(seed)
+    hardware = hardware_of(job)
     points: list[Point] = []
-    for number, _, bound, p in enumerated(job):
-        peak = max(p.to_dict()["memory"]["device_peak_bytes"].values())
-        assert bound.seconds <= p.iteration_s and bound.device_bytes <= peak
+    for number, one, bound, p in enumerated(job):
+        first, peak = JobBounds(hardware).first(one), max(p.to_dict()["memory"]["device_peak_bytes"].values())
+        assert first.seconds <= bound.seconds <= p.iteration_s and first.device_bytes <= bound.device_bytes <= peak
         assert bound.excess is None or not p.fits
         if p.fits:
             points.append((p.iteration_s, peak, number))
@@ -68,5 +76,64 @@ def test_what_is_found_is_what_enumeration_finds(seed: int) -> None:
     assert found.evaluated + len(found.all_rejected) >= found.space
 
 
-def told(found: JobSearchResult) -> list[tuple[float, float]]:
-    return [(p["iteration_s"], max(p["memory"]["device_peak_bytes"].values())) for p in found.pareto]
+def small(hbm_GiB: float = 80.0, **search_keys: Any) -> Job:
+    """A dozen configurations of a tiny model on four GPUs."""
+    lists = {"tp": [1, 2], "pp": [1, 2, 4], "name": ["1f1b", "gpipe"], "zero": [1], "microbatch_size": [1]}
+    pins = {"pin": ["recompute", "layers", "cp", "ep"]}
+    cluster = {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 4, "memory_margin_GiB": 0, "hbm_GiB": hbm_GiB}
+    model = {"config": "tiny-llama", "seq_len": 1024}
+    table = {"model": model, "cluster": cluster, "schedule": {"global_batch": 16}, "search": lists | pins | search_keys}
+    return load_job(table)
+
+
+def test_a_bound_made_too_tight_loses_the_winner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: what the test above would see if a bound were wrong."""
+    base, honest = small(), JobBounds.of
+    job = replace(base, parallel=replace(base.parallel, pp=4))
+    best = search(job)
+    assert best.best is not None and "parallel.pp" in best.best["changes"]
+    wanted = best.best["iteration_s"]
+
+    def tight(self: JobBounds, one: Job) -> JobBound:
+        bound = honest(self, one)
+        more = replace(bound, seconds=9 * bound.seconds, device_bytes=2 * bound.device_bytes)
+        return more if one.parallel.pp < 4 else bound
+
+    monkeypatch.setattr(JobBounds, "of", tight)
+    lost = search(job)
+    assert lost.best is not None and lost.proven and lost.best["iteration_s"] > wanted
+
+
+def test_neither_workers_nor_the_seed_change_what_is_found() -> None:
+    one = search(small())
+    two, other = search(small(), workers=2), search(small(seed=7))
+    for found in (two, other):
+        assert found.proven and found.pareto == one.pareto and found.best == one.best
+    assert [r.to_dict() for r in two.all_rejected] == [r.to_dict() for r in one.all_rejected]
+    assert two.evaluated == one.evaluated
+
+
+def test_a_budget_of_nothing_still_knows_the_space() -> None:
+    found = search(small(), budget_s=0.0)
+    assert not found.proven and found.evaluated == 0 and found.best is None and found.space > 8
+    assert "budget" in found.to_dict()["reason"]
+
+
+def test_every_reason_is_true() -> None:
+    lists = {"tp": [1, 2, 8], "dp": [1, 2, 4], "name": ["1f1b", "dualpipe"], "layers": ["balanced", [4, 4]]}
+    job = small(1.3, **lists, pin=["recompute", "cp", "ep"])
+    found = search(job, budget_s=600.0)
+    assert found.proven and found.pareto_proven
+    for r in found.all_rejected:
+        one = changed(job, r.changes)
+        if r.kind is JobRefusal.ILLEGAL:
+            with pytest.raises(PiperError) as refusal:
+                predict(one)
+            assert refusal.value.kind.exit_code in (2, 3) and r.reason
+        elif r.kind is JobRefusal.MEMORY:
+            assert not predict(one).fits and ("rank" in r.reason) and "GiB" in r.reason
+        else:
+            p = predict(one).to_dict()
+            peak = max(p["memory"]["device_peak_bytes"].values())
+            assert any(t < p["iteration_s"] and m <= peak for t, m in told(found)) and "at least" in r.reason
+    assert {r.kind for r in found.all_rejected} >= {JobRefusal.ILLEGAL, JobRefusal.MEMORY}
