@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ir.core.errors import ErrorKind, PiperError
     from ir.job.load import load_job
     from ir.job.schema import Job
+    from piper_sim.app.captured import capture
     from piper_sim.study.compare import Comparison, compare
     from piper_sim.study.explain import StepExplanation, explain
     from piper_sim.study.predict import predict
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Comparison", "ErrorKind", "Job", "PiperError", "Prediction", "StepExplanation",
-    "compare", "explain", "load_job", "predict", "search",
+    "capture", "compare", "explain", "load_job", "predict", "search",
 ]  # fmt: skip
 
 _HOME = {
@@ -34,6 +35,7 @@ _HOME = {
     "PiperError": "ir.core.errors",
     "Prediction": "piper_sim.study.prediction",
     "StepExplanation": "piper_sim.study.explain",
+    "capture": "piper_sim.app.captured",
     "compare": "piper_sim.study.compare",
     "explain": "piper_sim.study.explain",
     "load_job": "ir.job.load",

@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from executor.frontend.aten import FORMATS
 from executor.frontend.measure import PartMeasure, PassMeasure
@@ -33,17 +35,39 @@ from ir.workload.captured_file import FORMAT, VERSION, read_captured
 Json = dict[str, object]
 
 
-def capture(reference: str, *, seq_len: int, microbatch_size: int = 1, dtype: DType = DType.BF16) -> Json:
-    """The module that `path/file.py:build` makes, as the object of a model.json."""
-    build = load_callable(reference)
+def capture(
+    reference: str | nn.Module,
+    *,
+    seq_len: int,
+    microbatch_size: int = 1,
+    dtype: DType = DType.BF16,
+    tags: Mapping[str, str] | None = None,
+) -> Json:
+    """The module that `path/file.py:build` makes, as the object of a model.json. tags: {"PP": "model.layers.*"}, where
+    its layers are by module path; without them its code says so (`annotate`).
+    """
+    if isinstance(reference, str):
+        name, build = reference, load_callable(reference)
+    else:
+        name, build = type(reference).__name__, partial(_without_values, reference)
     with without_values():
         before = torch.get_default_dtype()
         torch.set_default_dtype(TORCH[dtype])  # a module's own `.to` is refused where there are no values
         try:
-            model = UserModel(build, dtype=None)
-            return describe(model, reference, seq_len, microbatch_size, dtype)
+            model = UserModel(build, dtype=None, tags=tags, batch=(microbatch_size, seq_len))
+            return describe(model, name, seq_len, microbatch_size, dtype)
         finally:
             torch.set_default_dtype(before)
+
+
+def _without_values(module: nn.Module) -> nn.Module:
+    """A copy of a module that is there already, in the format that tensors are made in now; inside the fake mode."""
+
+    def blank(t: Tensor) -> Tensor:
+        made = torch.empty(t.shape, dtype=torch.get_default_dtype() if t.is_floating_point() else t.dtype)
+        return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+
+    return deepcopy(module, {id(t): blank(t) for t in (*module.parameters(), *module.buffers())})
 
 
 def describe(model: Model, name: str, seq_len: int, microbatch_size: int, dtype: DType) -> Json:
@@ -171,13 +195,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seq-len", required=True, type=int)
     parser.add_argument("--microbatch-size", type=int, default=1)
     parser.add_argument("--dtype", default="bf16", choices=[str(d) for d in FORMATS.values()])
+    parser.add_argument("--pp", metavar="PATTERN", help='module paths of the layers, "model.layers.*"')
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     args = parser.parse_args(argv)
     try:
         if args.out.exists() and not args.force:
             raise PiperError(ErrorKind.IO, "the file exists", file=str(args.out), key="--out", suggestion="--force")
         found = capture(
-            args.module, seq_len=args.seq_len, microbatch_size=args.microbatch_size, dtype=DType(args.dtype)
+            args.module,
+            seq_len=args.seq_len,
+            microbatch_size=args.microbatch_size,
+            dtype=DType(args.dtype),
+            tags={"PP": args.pp} if args.pp else None,
         )
         args.out.write_text(text(found) + "\n", encoding="utf-8")
         read = read_captured(args.out)

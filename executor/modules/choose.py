@@ -58,7 +58,14 @@ def _users(prepared: PreparedJob, reference: str) -> UserModel:
     path, _, name = reference.rpartition(":")
     build = load_callable(f"{named_path(job.file, path)}:{name}" if path else reference)
     parts = {e.chunk.name: e.part.name for e in entries}
-    model = UserModel(build, seed=job.model.seed, dtype=TORCH[precision_of(job).params], parts=parts)
+    model = UserModel(
+        build,
+        seed=job.model.seed,
+        dtype=TORCH[precision_of(job).params],
+        parts=parts,
+        tags=job.model.tags,
+        batch=(job.schedule.microbatch_size, job.model.seq_len),
+    )
     model.refuse_training()
     graph = {p.name: p.shape for e in entries for p in e.part.params}
     if model.chunks != tuple(parts) or model.shapes != graph:

@@ -87,7 +87,8 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
         _check_speed(str(rank), factor)
     found.setdefault("model", {"overrides": {}})
     job = replace(typed(found, Job, FORM), file=file)
-    if not job.model.config and job.model.graph is None and "model_type" not in job.model.overrides:
+    given = job.model.config or job.model.graph or job.model.module
+    if not given and "model_type" not in job.model.overrides:
         allowed = "a preset or a path to config.json, or model_type and the keys of one"
         raise PiperError(ErrorKind.JOB, "no model", key="model.config", allowed=allowed, suggestion='"llama3-8b"')
     _check_schedule(job.schedule)

@@ -53,6 +53,9 @@ class JobModel:
 def read_model(job: Job) -> JobModel:
     """Read `[model] config` or `[model] graph`. Raises PiperError."""
     m = job.model
+    if m.graph is None and not m.config and m.module is not None:
+        message, fix = f"{m.module} is planned by a graph captured from it", "piper_sim.capture(..., out='model.json')"
+        raise PiperError(ErrorKind.JOB, message, key="model.graph", allowed="a model.json", suggestion=fix)
     if m.graph is None:
         check_layers(m.overrides)
         path = named_path(job.file, m.config, presets()) if m.config else ""

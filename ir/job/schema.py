@@ -36,6 +36,7 @@ class ModelSection:
     attention: Annotated[str, words("flash", "unfused", said="attention")] = "flash"
     graph: Text | None = None
     module: Text | None = None
+    tags: Mapping[str, Text] = field(default_factory=dict)
     seed: Natural = 0
     overrides: Mapping[str, object] = field(default_factory=dict)
 

@@ -7,8 +7,8 @@ import sys
 from collections import Counter
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.job import load_job
 from ir.job.build import blaming
+from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import dumps, print_json, refuse_existing, show, write
 from piper_sim.report.table import compare_table
 from piper_sim.study.search import JobSearchResult, search

@@ -19,6 +19,7 @@ from torch import fx, nn
 from ir.core.errors import ErrorKind, PiperError
 
 SEAM = "PP"
+At = dict[fx.Node, tuple[tuple[str, int], ...]]  # the scopes that a node stands in
 
 
 class _Scopes:
@@ -64,7 +65,7 @@ class _Tracer(fx.Tracer):
     def __init__(self, scopes: _Scopes) -> None:
         super().__init__()
         self.scopes = scopes
-        self.at: dict[fx.Node, tuple[tuple[str, int], ...]] = {}
+        self.at: At = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return bool(self.scopes.open) or super().is_leaf_module(m, module_qualified_name)
@@ -91,8 +92,13 @@ def cut(module: nn.Module) -> ChunkedModel:
     {'l0': ['layers.0.weight', 'layers.0.bias'], 'l1': ['layers.1.weight', 'layers.1.bias']}
     """
     graph, at, scopes = _trace(module)
-    names = _chunk_of(graph, at)
-    free = _free(module, graph)
+    return cut_at(module, module, graph, at, scopes)
+
+
+def cut_at(module: nn.Module, root: nn.Module, graph: fx.Graph, at: At, scopes: int) -> ChunkedModel:
+    """Cut a module's graph. root: has what the graph names; at: the scopes of each node; scopes: how many there are."""
+    names = chunk_of(graph, at)
+    free = made_again(module, graph)
     order = list(dict.fromkeys(names[n] for n in graph.nodes if n in names and n not in free))
     _refuse_empty(module, order, scopes)
     rank = {name: i for i, name in enumerate(order)}
@@ -111,7 +117,7 @@ def cut(module: nn.Module) -> ChunkedModel:
             wants.add(name)
             if all(_asks_size(u) for n in sub.nodes if n.op == "placeholder" and n.target == "ids" for u in n.users):
                 sizes.add(name)
-        chunks[name] = fx.GraphModule(module, sub, class_name=f"Chunk_{name}")
+        chunks[name] = fx.GraphModule(root, sub, class_name=f"Chunk_{name}")
     return ChunkedModel(chunks, frozenset(wants), frozenset(sizes))
 
 
@@ -133,7 +139,7 @@ def _refuse_empty(module: nn.Module, order: list[str], scopes: int) -> None:
             )
 
 
-def _trace(module: nn.Module) -> tuple[fx.Graph, dict[fx.Node, tuple[tuple[str, int], ...]], int]:
+def _trace(module: nn.Module) -> tuple[fx.Graph, At, int]:
     """The graph, the scopes of each node, and how many seams there are."""
     scopes = _Scopes()
     tracer = _Tracer(scopes)
@@ -160,7 +166,8 @@ def _trace(module: nn.Module) -> tuple[fx.Graph, dict[fx.Node, tuple[tuple[str, 
     return graph, tracer.at, scopes.seen[SEAM]
 
 
-def _chunk_of(graph: fx.Graph, at: dict[fx.Node, tuple[tuple[str, int], ...]]) -> dict[fx.Node, str]:
+def chunk_of(graph: fx.Graph, at: At) -> dict[fx.Node, str]:
+    """The chunk that each node belongs to: its own, or that of the node before it."""
     work = [n for n in graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     seam = [next((i for tag, i in at[n] if tag == SEAM), None) for n in work]
     last = max((k for k, s in enumerate(seam) if s is not None), default=-1)
@@ -172,7 +179,7 @@ def _chunk_of(graph: fx.Graph, at: dict[fx.Node, tuple[tuple[str, int], ...]]) -
     return names
 
 
-def _free(module: nn.Module, graph: fx.Graph) -> set[fx.Node]:
+def made_again(module: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     """What needs neither weights nor activations: made again wherever it is read."""
     params = {n for n, _ in module.named_parameters(remove_duplicate=False)}
     free: set[fx.Node] = set()

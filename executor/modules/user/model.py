@@ -7,18 +7,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor, fx, nn
 
 from executor.modules.base import BuiltChunks, TokenLoss
 from executor.modules.user.annotate import cut
+from executor.modules.user.exported import export_cut
 from executor.modules.user.purity import host_seeded, refuse_impure, without_values
 from ir.core.errors import ErrorKind, PiperError, nearest
 
+_ONE_BY_ONE = Lock()  # ranks that are threads share torch's generator, and what tracing sets in torch
+
 
 class UserModel:
-    """An annotated module with its own initialisation, made under one seed, so every rank makes the same.
+    """A module with its own initialisation, made under one seed, so every rank makes the same. It is annotated, or
+    tags say by module path where its layers are; then it is exported for microbatches of `batch`, sequences and tokens.
 
     >>> from executor.modules.user.annotate import annotate
     >>> class Net(nn.Module):
@@ -40,9 +45,11 @@ class UserModel:
         seed: int = 0,
         dtype: torch.dtype | None = torch.float32,
         parts: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+        batch: tuple[int, int] = (1, 1),
     ) -> None:
         assert callable(build)
-        with torch.random.fork_rng(devices=[]):
+        with _ONE_BY_ONE, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             with host_seeded(seed):
                 module = build()
@@ -50,7 +57,9 @@ class UserModel:
             raise PiperError(ErrorKind.MODEL, f"build() returned {type(module).__name__}", allowed="a torch.nn.Module")
         self.module = module if dtype is None else module.to(dtype)
         self._names = {id(p): n for n, p in self.module.named_parameters()}
-        self._cut = cut(self.module)
+        self._tagged = bool(tags)
+        with _ONE_BY_ONE, host_seeded(seed):
+            self._cut = export_cut(self.module, tags, *batch) if tags else cut(self.module)
         self._units = {c: f"{c}.{parts[c]}" if parts else c for c in self._cut.chunks}
         used = {id(p) for chunk in self._cut.chunks.values() for p in chunk.parameters()}
         if idle := [n for i, n in self._names.items() if i not in used]:
@@ -118,7 +127,7 @@ class UserModel:
 
         Raises PiperError (model): a chunk's result depends on more than parameters and inputs.
         """
-        again = cut(self.module)
+        again = self._cut if self._tagged else cut(self.module)  # what was exported is code without a host
         for name, chunk in self._cut.chunks.items():
             if _code(chunk) != _code(again.chunks.get(name)):
                 raise _cannot(f"{name} is traced differently each time", "code without the clock or the host", "fix it")

@@ -10,7 +10,7 @@ from typing import Any
 
 from cost_models.profile.file import profile_text
 from ir.core.errors import ErrorKind, PiperError
-from ir.job import load_job
+from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import print_json, progress, refuse_existing, show, write
 from piper_sim.report.units import percent
 from piper_sim.report.units import seconds as written

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.job import load_job
 from ir.schedules.registry import canonical
+from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import (
     TRACE_FILES,
     dumps,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.job import load_job
+from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import print_json, progress, show
 from piper_sim.report.units import duration, percent
 from piper_sim.study.explain import StepExplanation, explain

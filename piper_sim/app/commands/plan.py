@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from itertools import pairwise
 
-from ir.job import load_job
 from ir.job.build import blaming, directives_json
 from ir.plan.text import plan_digest, plan_text
+from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, write
 from piper_sim.study.predict import predict
 

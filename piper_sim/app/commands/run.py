@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ir.job import load_job
 from ir.job.run_options import JobRunOptions
 from ir.plan.text import plan_text
+from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, trace_files, width, write
 from piper_sim.report.timeline import text_timeline
 from piper_sim.study.predict import predict

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ir.job import load_job
 from ir.job.build import blaming
 from ir.plan.text import plan_text
+from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import (
     TRACE_FILES,
     dumps,

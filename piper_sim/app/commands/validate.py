@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from cost_models.profile.file import profile_text
-from ir.job import load_job
 from ir.job.run_options import JobRunOptions
 from ir.plan.text import plan_text
 from ir.trace.text import write_trace
 from ir.trace.trace import Trace
+from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, show, width, write
 from piper_sim.report.page.html import ReportTrace, report_html
 from piper_sim.report.timeline import text_timeline

@@ -1,0 +1,163 @@
+"""An unmodified module cut by the paths of its modules: torch.export takes its graph, `tags` say where layers are.
+
+Shapes are those of one microbatch. What needs Python's decisions on values is refused by torch.export, and told with
+the user's line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import operator
+import traceback
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again
+from ir.core.errors import ErrorKind, PiperError, nearest
+
+ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_guards_fn")
+OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+ALLOWED = "a forward (ids) → logits whose shapes and branches depend on sizes alone"
+
+
+def export_cut(module: nn.Module, tags: Mapping[str, str], size: int, length: int) -> ChunkedModel:
+    """Cut at the modules that tags["PP"] matches, the n-th of them is chunk l<n>; forward takes `size` sequences of
+    `length` tokens. Of what it returns, the first floating tensor of sequences, tokens and features is the logits.
+
+    Raises PiperError (model): torch cannot export it, a pattern matches nothing, a tag is not known.
+
+    >>> class Net(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed, self.layers = nn.Embedding(4, 2), nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    ...     def forward(self, ids):
+    ...         x = self.embed(ids)
+    ...         for layer in self.layers:
+    ...             x = layer(x)
+    ...         return {"logits": x}
+    >>> list(export_cut(Net(), {"PP": "layers.*"}, 1, 3).chunks)
+    ['embed', 'l0', 'l1']
+    """
+    _check_tags(module, tags)
+    root = _exported(module, size, length)
+    graph = _tidied(root, (size, length), type(module).__name__)
+    at, seen = _layers(graph, tags[SEAM])
+    if not seen:
+        raise _never_called(module, tags[SEAM])
+    _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
+    return cut_at(module, root, graph, at, len(seen))
+
+
+def _check_tags(module: nn.Module, tags: Mapping[str, str]) -> None:
+    paths = [n for n, _ in module.named_modules() if n]
+    for tag, pattern in tags.items():
+        if tag != SEAM:
+            message, fix = f"{tag}: a module of your own is cut into stages, and not inside of them", "leave it out"
+            raise PiperError(ErrorKind.MODEL, message, key=f"model.tags.{tag}", allowed=SEAM, suggestion=fix)
+        if not any(fnmatchcase(p, pattern) for p in paths):
+            message, near = f"no module is called {pattern!r}", nearest(pattern, _patterns(paths))
+            allowed = f"a pattern of module paths, as {', '.join(_patterns(paths)[:3])}"
+            raise PiperError(ErrorKind.MODEL, message, key=f"model.tags.{tag}", allowed=allowed, suggestion=near)
+    if SEAM not in tags:
+        raise PiperError(ErrorKind.MODEL, "no tag says where layers are", key="model.tags", allowed=SEAM)
+
+
+def _patterns(paths: list[str]) -> list[str]:
+    """Lists of modules, as patterns."""
+    return list(dict.fromkeys(f"{p.rpartition('.')[0]}.*" for p in paths if p.rpartition(".")[2].isdigit()))
+
+
+def _exported(module: nn.Module, size: int, length: int) -> fx.GraphModule:
+    """The whole forward as one graph, with the module's own parameters. No caches: they are for generating text."""
+    ids = torch.zeros(size, length, dtype=torch.int64)
+    given = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
+    try:
+        program = torch.export.export(module, (ids,), given, strict=False)
+    except Exception as error:  # of torch.export, of dynamo, of the user's code: of any kind
+        raise _not_exported(module, error) from error
+    return program.module()
+
+
+def _tidied(root: fx.GraphModule, batch: tuple[int, int], name: str) -> fx.Graph:
+    """The graph with the ids as its only input, the logits as its only output, and no assertions."""
+    graph = root.graph
+    result = next(n for n in graph.nodes if n.op == "output")
+    found = [n for n in tree_leaves(result.args) if isinstance(n, fx.Node) and _is_logits(n.meta.get("val"), batch)]
+    if not found:
+        message = f"{name} returns no tensor of sequences, tokens and features"
+        raise PiperError(ErrorKind.MODEL, message, key="model.module", allowed=ALLOWED)
+    result.args = (found[0],)
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "call_module") and any(a in str(node.target) for a in ASSERTIONS):
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    for node in [n for n in graph.nodes if n.op == "placeholder"][1:]:
+        if not node.users:
+            graph.erase_node(node)
+    return graph
+
+
+def _refuse_writes(graph: fx.Graph, chunks: Mapping[fx.Node, str], again: Collection[fx.Node]) -> None:
+    """Refuse writes in place to what is not one chunk's own: pieces of the graph are run apart, and some repeatedly."""
+    base: dict[fx.Node, fx.Node] = {}
+    written = []
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
+        first = node.all_input_nodes[:1]
+        base[node] = base[first[0]] if first and (aliases or node.target is operator.getitem) else node
+        if schema is not None and schema.is_mutable:
+            given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+            to = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            written += [(node, base[t]) for t in to if isinstance(t, fx.Node)]
+    for node, root in written:
+        if root.op in ("get_attr", "placeholder"):
+            raise _written(f"writes {root.target} in forward")
+        readers = {chunks.get(u) for n, r in base.items() if r is root for u in n.users}
+        if node in again or (readers if root in again else {chunks[root]}) != {chunks[node]}:
+            raise _written(f"writes in place what another layer makes or reads ({node.target})")
+
+
+def _written(what: str) -> PiperError:
+    message, fix = f"forward {what}, which no plan could repeat exactly", "make a new tensor instead"
+    return PiperError(ErrorKind.MODEL, message, key="model.module", allowed=ALLOWED, suggestion=fix)
+
+
+def _is_logits(value: object, batch: tuple[int, int]) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[:2] == batch
+
+
+def _layers(graph: fx.Graph, pattern: str) -> tuple[At, dict[str, int]]:
+    """Of each node the layer it belongs to: the outermost module on its path that the pattern matches."""
+    seen: dict[str, int] = {}
+    at: At = {}
+    for node in graph.nodes:
+        stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+        path = next((str(p) for p, _ in stack.values() if fnmatchcase(str(p), pattern)), None)
+        at[node] = () if path is None else ((SEAM, seen.setdefault(path, len(seen))),)
+    return at, seen
+
+
+def _never_called(module: nn.Module, pattern: str) -> PiperError:
+    message = f"{pattern!r} matches modules of {type(module).__name__} that forward never calls"
+    return PiperError(ErrorKind.MODEL, message, key=f"model.tags.{SEAM}", allowed="modules that forward calls")
+
+
+def _not_exported(module: nn.Module, error: Exception) -> PiperError:
+    """What torch says, and the last line on the way there that is the user's."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*OWN, "<"))]
+    where = ""
+    if frames:
+        last = frames[-1]
+        where = f" at {last.filename}:{last.lineno}: {linecache.getline(last.filename, last.lineno or 0).strip()}"
+    said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    message = f"{type(module).__name__} cannot be exported{where} ({type(error).__name__}: {said.strip()[:200]})"
+    fix = "branch on sizes, not on values; experts by a loop over those chosen do so, too"
+    return PiperError(ErrorKind.MODEL, message, key="model.module", allowed=ALLOWED, suggestion=fix)

@@ -1,0 +1,61 @@
+"""Classes of transformers as they are, from tiny configs: what `[model] module` names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+VOCAB = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "_experts_implementation": "batched_mm"}  # the one that takes float64
+GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB, "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 16, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def _made(name: str, config: str, given: dict[str, Any]) -> nn.Module:
+    import transformers
+
+    found = dict(given)
+    experts = found.pop("_experts_implementation", None)
+    made = getattr(transformers, config)(**found)
+    if experts:
+        made._experts_implementation = experts
+    module: nn.Module = getattr(transformers, name)(made)
+    return module
+
+
+def llama() -> nn.Module:
+    """Untied."""
+    return _made("LlamaForCausalLM", "LlamaConfig", SIZES)
+
+
+def qwen3() -> nn.Module:
+    """Norms of queries and keys."""
+    return _made("Qwen3ForCausalLM", "Qwen3Config", SIZES)
+
+
+def gpt2() -> nn.Module:
+    """Learned positions, biases, tied."""
+    return _made("GPT2LMHeadModel", "GPT2Config", GPT2)
+
+
+def gemma3() -> nn.Module:
+    """Tied, two norms more, sliding windows on some layers."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return _made(
+        "Gemma3ForCausalLM", "Gemma3TextConfig", {**SIZES, "pad_token_id": 0, "sliding_window": 4, "layer_types": kinds}
+    )
+
+
+def mixtral() -> nn.Module:
+    """Experts, undivided."""
+    return _made("MixtralForCausalLM", "MixtralConfig", {**SIZES, **EXPERTS, "num_local_experts": 4})
+
+
+LAYERS = {name: "model.layers.*" for name in ("llama", "qwen3", "gemma3", "mixtral")} | {"gpt2": "transformer.h.*"}

@@ -1,0 +1,111 @@
+"""docs/YOUR_MODEL.md as its reader follows it; and what cannot be exported is refused with the user's line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from executor.modules.user.exported import export_cut
+from executor.modules.user.model import UserModel
+from ir.core.errors import PiperError
+from piper_sim.app.cli import main
+from tests.docs.test_docs import ROOT, blocks, commands
+
+
+def test_the_page_leads_from_a_file_to_a_prediction_and_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found: dict[str, str] = {}
+    for _, language, text in blocks(ROOT / "docs" / "YOUR_MODEL.md"):
+        found.setdefault(language, text)
+    assert sum(len(found[k].splitlines()) for k in ("python", "toml", "sh")) <= 12
+    (tmp_path / "model.py").write_text(found["python"])
+    (tmp_path / "job.toml").write_text(found["toml"])
+    monkeypatch.chdir(tmp_path)
+    printed: list[dict[str, Any]] = []
+    for words in commands(found["sh"]):
+        assert main([*words, "--json"]) == 0
+        printed.append(json.loads(capfd.readouterr().out))
+    predicted, ran = printed
+    assert predicted["plan_digest"] == ran["plan_digest"] and predicted["fits"]
+    assert len(ran["losses"]) == 3 and 5 < ran["losses"][0] < 6
+
+
+class Net(nn.Module):
+    """Two layers, and a twist."""
+
+    def __init__(self, twist: str = "") -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(9, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.twist, self.idle = twist, nn.ModuleList([nn.Identity()])
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Any:
+        """As the twist says."""
+        x = first = self.embed(ids)
+        if self.twist == "places":
+            x += 1
+        for layer in self.layers:
+            x = layer(x)
+            if self.twist == "values" and x.sum() > 0:
+                x = -x
+            if self.twist == "shapes":
+                x = x[ids > 3].sum() + x
+            if self.twist == "buffers":
+                self.seen += 1
+            if self.twist == "seams":
+                first.mul_(2)
+            if self.twist == "draws":
+                x = x + torch.rand_like(x)
+            if self.twist == "two":
+                x = x + first
+        return x.sum() if self.twist == "scalar" else ((x, None), {"more": ids})
+
+
+TWISTS = {
+    "values": 'if self.twist == "values" and x.sum() > 0',
+    "buffers": "writes seen in forward",
+    "seams": "writes in place what another layer makes or reads",
+    "two": "2 values cross the seam between l0 and l1",
+    "scalar": "returns no tensor of sequences, tokens and features",
+    "draws": "draws random numbers",
+}
+
+
+@pytest.mark.parametrize("twist", TWISTS)
+def test_what_no_plan_could_repeat_is_refused_with_the_line(twist: str) -> None:
+    with pytest.raises(PiperError) as info:
+        UserModel(lambda: Net(twist), tags={"PP": "layers.*"}, batch=(2, 3)).refuse_impure(2, 3)
+    assert TWISTS[twist] in info.value.message
+    assert twist != "values" or str(Path(__file__)) in info.value.message
+
+
+@pytest.mark.parametrize(
+    ("tags", "said", "fix"),
+    [
+        ({"PP": "layer.*"}, "no module is called 'layer.*'", "layers.*"),
+        ({"PP": "idle.*"}, "that forward never calls", None),
+        ({"PP": "layers.*", "EP": "layers.*"}, "EP: a module of your own is cut into stages", "leave it out"),
+        ({"DP": "layers.*"}, "DP: a module", "leave it out"),
+    ],
+)
+def test_tags_that_say_nothing_are_refused(tags: dict[str, str], said: str, fix: str | None) -> None:
+    with pytest.raises(PiperError, match=r"model\.tags") as info:
+        export_cut(Net(), tags, 2, 3)
+    assert said in info.value.message and info.value.suggestion == fix
+
+
+@pytest.mark.parametrize("twist", ["", "places"])
+def test_chunks_are_the_module_bit_for_bit(twist: str) -> None:
+    net = Net(twist)
+    cut = export_cut(net, {"PP": "layers.*"}, 2, 3)
+    x = ids = torch.arange(6).view(2, 3)
+    for chunk in cut.chunks.values():
+        x = chunk(x)
+    assert torch.equal(x, net(ids)[0][0]) and not cut.wants_ids
+    assert {id(p) for c in cut.chunks.values() for p in c.parameters()} == {id(p) for p in net.parameters()}
