@@ -25,6 +25,8 @@ from piper_sim.frameworks.values import FILE, INERT, PRESUMED, is_set, presumed,
 UNDERSTOOD, ASSUMED, UNKNOWN = "understood", "assumed", "unknown"
 PRIMUS = ("primus/configs/models/megatron", "primus/configs/models/torchtitan", "configs/models/megatron", "")
 MOST_FILES = 12
+COUNTED = {"layers", "pp", "vp", "tp", "cp", "ep", "etp", "experts", "microbatches", "nodes", "per_node"}
+MOST = 2**20  # of what is counted out one by one
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ def _row(framework: str, a: JobArgument) -> JobTableRow | None:
 def _entry(framework: str, a: JobArgument) -> JobEntry:
     """One argument looked up in the table."""
     row = _row(framework, a)
+    if row is None and a.value is None:
+        return JobEntry(a, UNDERSTOOD, note="not set")
     if row is None:
         return JobEntry(a, UNKNOWN, note=f"no argument of {framework} that is known")
     key = tables()["keys"].get(row.fact, "")
@@ -160,6 +164,8 @@ def _read(a: JobArgument, row: JobTableRow, key: str) -> JobEntry:
         if a.value == "auto":
             return JobEntry(a, ASSUMED, key, "left to the program that reads it: as if it were not there")
         return JobEntry(a, UNKNOWN, key, f"this is not {e}")
+    if row.fact in COUNTED and isinstance(said, int) and not 0 <= said <= MOST:
+        return JobEntry(a, UNKNOWN, key, f"this is not a number from 0 to {MOST:,}")
     return JobEntry(a, UNDERSTOOD, key, row.note, row.fact, said)
 
 

@@ -16,7 +16,7 @@ from piper_sim.frameworks.table import FORM
 
 MOST_ARGUMENTS = 10_000
 LOGGED = re.compile(r"^\s*(?:\d+:\s*)?(?:\[[^\]]*\]:?\s*)?([A-Za-z_]\w*) \.{2,} ?(.*)$", re.MULTILINE)
-_WORLD = re.compile(r"using world size: (\d+)")
+_WORLD = re.compile(r"using world size: (\d{1,9})\b")
 _OMEGA = re.compile(r"\$\{([^${}]*)\}")
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _SHOWN = "$?"  # a value that the file does not say

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, same_name
+from ir.core.limits import divisors
 from ir.workload.config.key import ModelKey, Table, fits
 
 
@@ -72,7 +73,7 @@ class ModelValues:
         """Refuse unless the value of `name` divides `whole`."""
         by = self.size(name)
         if whole % by:
-            near = max(d for d in range(1, by + 1) if whole % d == 0)
+            near = max(d for d in divisors(whole) if d <= by)
             self.refuse(name, f"{by} does not divide {what} = {whole}", allowed=f"divisors of {whole}", fix=str(near))
 
 
