@@ -85,7 +85,8 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], left
 
     if not rows:
         return
-    out = Table(title=title, title_justify="left")
+    print(f"\n{title}")
+    out = Table()
     for head in heads:
         out.add_column(head, justify="left" if head in left else "right")
     for row in rows:

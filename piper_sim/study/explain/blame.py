@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from piper_sim.study.explain.chain import OpChain
 from piper_sim.study.explain.excess import REMOVED, OpExcess
 
 CAUSES = (*REMOVED, "host", "split", "warmup", "drain", "dependency", "memory", "collective")
-TOO_LONG = (*REMOVED, "split")
+COMPUTE, COLLECTIVE = int(OpKind.COMPUTE), int(OpKind.COLLECTIVE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,34 +69,8 @@ class RankWaits:
     def __init__(self, asked: OpWaits, program: int) -> None:
         self.asked, self.chain, self.program = asked, asked.chain, program
         self.idle = StepIdle()
-        e, c = asked.excess, asked.chain
-        of = np.maximum(e.load[c.program], 1)
-        more = np.maximum(1.0 - e.load[program] / of, 0.0)
-        self.over = {**e.over, "split": np.floor(e.even * more).astype(np.int64)}
-        self.left: dict[int, list[tuple[str, int]]] = {}
-
-    @cached_property
-    def _skip(self) -> list[int]:
-        """[node] itself where it took too long or is this rank's own computing, else the next such node behind it."""
-        c = self.chain
-        nodes = len(c.hi)
-        stops = self.own_compute.copy()
-        total = np.add.reduce([self.over[x] for x in TOO_LONG])
-        stops[: len(c.start)] |= np.tile(total[c.main] > 0, len(c.start) // c.ops)
-        at = np.where(stops, np.arange(nodes), np.where(c.before >= 0, c.before, nodes))
-        at = np.append(at, nodes)
-        while True:
-            further = at[at]
-            if np.array_equal(further, at):
-                return [int(x) for x in at]
-            at = further
-
-    @cached_property
-    def own_compute(self) -> BoolArray:
-        """[node] whether this rank computes."""
-        c = self.chain
-        own = (c.program == self.program) & (c.kind == OpKind.COMPUTE)
-        return np.append(np.tile(own, len(c.start) // c.ops), np.zeros(len(c.hi) - len(c.start), dtype=np.bool_))
+        self.left: dict[int, list[tuple[str, int]]] = {}  # op -> what is still to be explained by it, last first
+        self.skip: dict[int, int] = {}  # node that explains nothing -> the next that may
 
     def explain(self, lo: int, hi: int, node: int, phase: str) -> None:
         """A wait from lo to hi, which ended when `node` did."""
@@ -123,14 +96,10 @@ class RankWaits:
                 out[cause, op] += now - begin - again
                 if again:
                     out["memory", op] += again
-            now, node = min(now, begin), self._before[node]
+            now, node = min(now, begin), int(c.before[node])
         if now > lo:
             out[phase, int(c.queue[self.program][-1])] += now - lo
         return out
-
-    @cached_property
-    def _before(self) -> list[int]:
-        return [int(x) for x in self.chain.before]
 
     def _doing(self, node: int, phase: str) -> tuple[str, int]:
         c = self.chain
@@ -138,14 +107,12 @@ class RankWaits:
             return "host", node % c.ops
         op = int(c.main[node % c.ops])
         kind = c.kind[op]
-        if kind == OpKind.COLLECTIVE:
-            return "collective", op
-        return ("link" if kind in (OpKind.SEND, OpKind.RECV) else phase), op
+        return (phase if kind == COMPUTE else "collective" if kind == COLLECTIVE else "link"), op
 
     def _too_long(self, node: int, wanted: int) -> Iterator[tuple[tuple[str, int], int]]:
         """((cause, op), ticks) of what took too long on the way to `node`, not more than wanted, each tick once."""
         c, node = self.chain, self._stop(node)
-        while wanted > 0 and node < len(c.hi) and not self.own_compute[node]:
+        while wanted > 0 and node >= 0:
             op = int(c.main[node % c.ops])
             left = self.left[op]
             while wanted > 0 and left:
@@ -155,23 +122,35 @@ class RankWaits:
                     left.append((cause, ticks - given))
                 wanted -= given
                 yield (cause, op), given
-            node = self._stop(self._before[node])
+            node = self._stop(node)
 
     def _stop(self, node: int) -> int:
-        """The next node from this one on that is this rank's computing or still has ticks to explain."""
-        c, skip, passed = self.chain, self._skip, list[int]()
-        node = skip[node] if node >= 0 else len(c.hi)
-        while node < len(c.hi) and not self.own_compute[node]:
-            op = int(c.main[node % c.ops])
-            if op not in self.left:
-                self.left[op] = [(x, int(self.over[x][op])) for x in reversed(TOO_LONG) if self.over[x][op]]
-            if self.left[op]:
-                break
+        """The next node from this one on that still has ticks to explain; -1 where this rank computes before that."""
+        c, passed = self.chain, list[int]()
+        while node >= 0:
+            if (further := self.skip.get(node)) is not None:
+                node = further
+                continue
+            op = node % c.ops
+            if node < len(c.start):
+                if c.kind[op] == COMPUTE and c.program[op] == self.program:
+                    node = -1
+                    break
+                if self._left(int(c.main[op])):
+                    break
             passed.append(node)
-            node = skip[self._before[node]] if self._before[node] >= 0 else len(c.hi)
-        for x in passed:
-            skip[x] = node
+            node = int(c.before[node])
+        self.skip.update(dict.fromkeys(passed, node))
         return node
+
+    def _left(self, op: int) -> list[tuple[str, int]]:
+        if op not in self.left:
+            e, p = self.asked.excess, self.chain.program[op]
+            mine, its = int(e.load[self.program]), int(e.load[p])
+            more = int(e.even[op]) * (its - mine) // its if its > mine else 0
+            found = [("split", more), *((x, int(e.over[x][op])) for x in reversed(REMOVED))]
+            self.left[op] = [f for f in found if f[1]]
+        return self.left[op]
 
 
 def idle_ticks(asked: OpWaits, program: int) -> StepIdle:

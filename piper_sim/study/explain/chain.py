@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class OpChain:
         """The first node of the last step."""
         return len(self.start) - self.ops
 
-    @property
+    @cached_property
     def before(self) -> IntArray:
         """[node] what must end before it begins: what its last member waited for; -1 where nothing is kept."""
         out = self.bind.copy()

@@ -96,8 +96,9 @@ def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
         if job.parallel.layers != "balanced":
             yield "balanced layers", {"parallel.layers": "balanced"}
         yield "perfect split", {"costs.stage_times": _even(job, p)}
-    batch = {"schedule.global_batch": None} if job.schedule.global_batch is not None else {}
-    yield "one more microbatch", {"schedule.microbatches": p.prepared.mbs + 1, **batch}
+    batch = job.schedule.global_batch
+    more = p.prepared.mbs + 1 if batch is None else batch + batch // p.prepared.mbs
+    yield "one more microbatch", {f"schedule.{'microbatches' if batch is None else 'global_batch'}": more}
     for recompute in ("none", "selective", "full"):
         if recompute != job.schedule.recompute:
             yield f"recompute {recompute}", {"schedule.recompute": recompute}
