@@ -31,6 +31,7 @@ from piper_sim.frameworks.importing import import_launch
 from piper_sim.study.calibrate.nccl_tests import read_nccl_tests
 from piper_sim.study.calibrate.pairs import read_pairs
 from piper_sim.study.calibrate.trace_events import read_trace_file
+from piper_sim.study.explain.kineto import read_traces
 from piper_sim.study.history.table import read_runs
 from tests.ir.directives.strategies import SHIPPED
 from tests.piper_sim.study.calibrate.nccl_text import table
@@ -115,7 +116,7 @@ def _made() -> Mapping[str, tuple[str, Callable[[Path], object]]]:
             (ROOT / "ir/workload/config/presets/deepseek-v3.json").read_text(),
             lambda p: load_config(str(p)),
         ),
-        "kineto.json": (json.dumps(KINETO), lambda p: read_trace_file(str(p), lambda name: True)),
+        "kineto.json": (json.dumps(KINETO), lambda p: (read_trace_file(str(p), bool), read_traces([str(p)]))),
         "all_reduce.txt": (table("all_reduce", lambda n: 1e-5 + n / 1e11), lambda p: read_nccl_tests([str(p)])),
         "pairs.csv": ("compute,message,held,moving,wire\nmemory,p2p,0.1,0.2,0\n", lambda p: read_pairs(str(p))),
         "history.csv": ("parallel.pp,iteration_s,peak_allocated_GiB,note\n4,1.5,20,mine\n8,oom,,\n", read_runs),

@@ -10,7 +10,7 @@ import pytest
 from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.load import job_from
-from piper_sim.study.explain import StepExplanation, chain, explain, explained
+from piper_sim.study.explain import StepExplanation, blame, chain, explain, explained, explanation
 from piper_sim.study.explain.what_if import changed, settings
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
@@ -112,6 +112,20 @@ def test_a_difference_sums_to_the_difference() -> None:
     assert sum(found.difference.values()) == more and found.to_dict()["difference"] == found.difference
     assert max(found.difference, key=lambda c: found.difference[c]) == "straggler"
     assert explain(a, a).difference == {}
+
+
+@pytest.mark.parametrize("what", ["a wait", "a stretch of the path"])
+def test_what_is_left_out_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, _ = asked(_job())
+    check(p, explained(p))
+    if what == "a wait":
+        whole = blame.RankWaits.explain
+        monkeypatch.setattr(blame.RankWaits, "explain", lambda *a: None if a[-1] == "drain" else whole(*a))
+    else:
+        path = explanation.critical_path
+        monkeypatch.setattr(explanation, "critical_path", lambda a: (*path(a)[:3], *path(a)[4:]))
+    with pytest.raises(AssertionError):
+        check(p, explained(p))
 
 
 def test_planted_causes_are_named_first() -> None:
