@@ -208,7 +208,7 @@ def test_without_torch_run_says_how_to_install_it(cli: Any, job: Any, monkeypatc
     [
         ([], "piper-sim", "demo"),
         (["simulat", "x"], "piper-sim", "simulate"),
-        (["search", "x"], "piper-sim", ""),
+        (["train", "x"], "piper-sim", ""),
         (["simulate"], "piper-sim simulate", "--help"),
         (["simulate", "a", "b"], "b", "--help"),
         (["simulate", "a", "--forse"], "--forse", "--force"),
