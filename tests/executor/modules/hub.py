@@ -124,7 +124,7 @@ def _trained(
             theirs.load(start)
             params = theirs.params()
             o = OPTIMIZER
-            adamw = torch.optim.AdamW(params.values(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+            adamw = torch.optim.AdamW(params.values(), lr=o.lr, betas=o.betas, eps=o.eps)  # decays as ours by default
             losses, norms = list[float](), list[float]()
             for step in range(STEPS):
                 batches = [data.batch(step, 0, mb) for mb in range(data.microbatches)]
