@@ -121,7 +121,7 @@ class JobCosts:
 
     profile: Text | None = None
     interference: Annotated[str, words("none", "pairwise", "maxmin", said="interference")] = "pairwise"
-    host_model: Annotated[str, words("ahead", "inline", said="host model")] = "ahead"
+    host_model: Annotated[str, words("ahead", "inline", "one-queue", said="host model")] = "ahead"
     software: Text | None = None
     dispatcher: Annotated[str, words("nccl", "deepep", "hybridep", said="dispatcher")] | None = None
     stage_times: Mapping[str, object] | None = None

@@ -1,4 +1,4 @@
-"""The two host models: `inline` executes compute itself, `ahead` launches it and runs ahead. docs/ENGINE.md, 7."""
+"""Host models: `inline` executes compute itself, `ahead` launches it and runs ahead. docs/ENGINE.md, 7."""
 
 from __future__ import annotations
 
@@ -52,6 +52,24 @@ def ahead(plan: Plan, costs: HostCosts) -> HostModel:
         holds.append(turns)
     rows, on = (np.concatenate(x) for x in zip(*holds, strict=True))
     return HostModel(launch, OpLists.of(len(plan), rows, on))
+
+
+def one_queue(plan: Plan, host: HostModel) -> HostModel:
+    """The same host on a device with one queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS = 1).
+
+    Streams then start in launch order: an op that waits for another stream holds up all that was launched behind it. So
+    each op is held until the op before it can start: what that waits for has ended, and what is ahead on its stream.
+    """
+    n, hold = len(plan), host.hold
+    last = np.full(n, -1, dtype=np.int64)
+    for queue in plan.queues:
+        last[queue[1:]] = queue[:-1]
+    rows = np.concatenate([plan.waits.rows(), np.flatnonzero(last >= 0)]) + 1
+    on = np.concatenate([plan.waits.items, last[last >= 0]])
+    mine = rows < n
+    mine[mine] = plan.program[rows[mine]] == plan.program[rows[mine] - 1]
+    both = (np.concatenate(x) for x in ((hold.rows(), rows[mine]), (hold.items, on[mine])))
+    return HostModel(host.launch, OpLists.of(n, *both))
 
 
 def launches(plan: Plan) -> IntArray:

@@ -11,7 +11,7 @@ from piper_sim.compiled import choose
 from piper_sim.engine import EngineScenario, steady
 from piper_sim.folding import carry, unfold
 from piper_sim.pricing.costs import OpCosts
-from piper_sim.pricing.hosts import ahead, inline
+from piper_sim.pricing.hosts import ahead, inline, one_queue
 from piper_sim.pricing.interference import pairwise
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.pricing.routing import price_uneven
@@ -80,6 +80,7 @@ def scenario_of(p: PlannedJob, costs: OpCosts) -> EngineScenario:
         host = inline(plan, 0.0 if free else p.model.measured.host_s)
     elif not free:
         host = ahead(plan, HostCosts.of(p.hardware))
+        host = one_queue(plan, host) if job.costs.host_model == "one-queue" else host
     slow = None if job.costs.interference == "none" else pairwise(plan, p.hardware, p.model.measured.pairs)
     shared = job.costs.interference == "maxmin"
     found = links(p.plan, p.classes, p.model, costs.duration) if shared else None

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from experiments.joint import trace
+from ir.core.errors import ErrorKind, PiperError
 from ir.directives import ReplicateDirective
 from ir.job.load import job_from
 from ir.lower import PassMerge, PlanPolicy, merge
+from ir.plan.plan import OpLists
 from ir.verify import check_plan
+from piper_sim.engine import EngineScenario, HostModel, play
+from piper_sim.pricing.hosts import one_queue
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.planned import PlannedJob
 from piper_sim.study.predict import predict, timed
@@ -64,3 +69,20 @@ def test_data_and_expert_parallel_traffic_on_one_stream_loses_the_overlap() -> N
     check_plan(shared.plan())
     assert {s.stream for s in shared.plan().shapes if "RS" in s.text} == {"ep"}
     assert timed(PlannedJob.of(shared, hardware)).iteration_s > 1.03 * apart.iteration_s
+
+
+@pytest.mark.parametrize("policy", [TEMPLATE, PlanPolicy()], ids=["template", "alternate"])
+def test_on_one_queue_ops_start_in_launch_order_and_the_step_is_no_quicker(policy: PlanPolicy) -> None:
+    plan = trace.pair_plan(policy)
+    of = trace.seconds(plan, 2.0, two=False)
+    took = np.array([sum(of(n) for n, _ in s.covers) for s in plan.shapes])[plan.shape]
+    free = HostModel(np.zeros(len(plan)), OpLists.of(len(plan), *np.zeros((2, 0), dtype=np.int64)))
+    plain, queued = (play(EngineScenario.of(plan, host=h), took, 1) for h in (free, one_queue(plan, free)))
+    assert (np.diff(queued.start[0]) >= 0).all() and not (np.diff(plain.start[0]) >= 0).all()
+    assert queued.end.max() >= plain.end.max()
+
+
+def test_two_way_transfers_on_one_queue_are_refused_as_the_deadlock_they_are() -> None:
+    with pytest.raises(PiperError, match="rank 0 host stands at") as e:
+        predict(job_from(JOB | {"costs": {"host_model": "one-queue"}}))
+    assert e.value.kind is ErrorKind.DEADLOCK
