@@ -88,6 +88,7 @@ class CostModel:
         self.measured = MeasuredCosts.of(prepared, profile) or MODELLED
         self._kernels: dict[Kernel, float] = {}
         self._messages: dict[tuple[Message, RankSpread], ProfileCost] = {}
+        self._collectives: dict[tuple[Message, tuple[int, ...], RankSlot], float] = {}
 
     def classes(self, plan: Plan, more: IntArray | None = None) -> RankClasses:
         """Which replicas are equal. more: [attribute, position] what else tells them apart."""
@@ -144,7 +145,11 @@ class CostModel:
     def _table(self, plan: Plan, seat: RankSlot) -> _Table:
         """Seconds of every shape for ranks whose groups lie as this one's, at full speed."""
         nodes = plan.graph.nodes
-        node = np.array([self.node_shares(n, seat) for n in nodes]).reshape(-1, len(CostShare))
+        # Layers repeat: nodes of the same work are priced once, unless they were measured by name.
+        named = bool(self.measured.nodes)
+        same = [id(n) if named else (n.kind, n.work, n.inline, n.numel, n.message is None) for n in nodes]
+        known = {k: self.node_shares(n, seat) for k, n in dict(zip(same, nodes, strict=True)).items()}
+        node = np.array([known[k] for k in same]).reshape(-1, len(CostShare))
         message = np.array([self.node_message(n, seat) for n in nodes])
         times = self.job.costs.stage_times
         if times is not None:
@@ -228,8 +233,11 @@ class CostModel:
 
     def message(self, message: Message, programs: tuple[int, ...] = (), seat: RankSlot = FIRST) -> float:
         """Seconds of a collective in a rank's own group, joined over programs."""
-        use = CollectiveUse.of(message, self.ground.positions.programs, programs)
-        return self.priced(message, self.ground.spread(use, seat)).seconds
+        key = message, programs, seat
+        if key not in self._collectives:
+            use = CollectiveUse.of(message, self.ground.positions.programs, programs)
+            self._collectives[key] = self.priced(message, self.ground.spread(use, seat)).seconds
+        return self._collectives[key]
 
     def priced(self, message: Message, spread: RankSpread) -> ProfileCost:
         """A message in a group that lies so."""
