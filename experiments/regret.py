@@ -36,9 +36,9 @@ Pairs = list[tuple[float, float]]  # measured, predicted
 
 def vtrain(line: Line) -> Row:
     """Megatron-DeepSpeed on A100; 800 Gb/s a node are 100 Gb/s a GPU."""
-    nics = {"nic_Gbps": 100} if line["inter_node_Gbps_per_node"] else {}
+    nics: dict[str, object] = {"nic_Gbps": 100} if line["inter_node_Gbps_per_node"] else {}
     nodes = -(-int(line["gpus"]) // 8)
-    whole = {"nodes": nodes} if int(line["gpus"]) == 8 * nodes else {}
+    whole: dict[str, object] = {"nodes": nodes} if int(line["gpus"]) == 8 * nodes else {}
     padded = {**line, "vocab": line["vocab_padded"]}
     return megatron(padded, cluster=nics | whole, schedule={"recompute": line["recompute"]})
 

@@ -17,6 +17,7 @@ from ir.job.searched import scheduled, tried
 _FIX = 'a job file in TOML: [model] config = "llama3-8b"'
 FORM = FileErrors("a job", ErrorKind.JOB, "JOB", 10**6, _FIX, finite=False, smallest=1e-30)
 _ALTERNATIVES = ("name", "directives", "builder", "csv")  # of [schedule]
+_BATCHES = {"microbatches": "global_batch", "global_batch": "microbatches"}
 _SPEED = (1e-3, 1e3)
 
 
@@ -46,6 +47,8 @@ def job_from(table: Mapping[str, Any], sets: Iterable[str] = (), file: str = "jo
         keys = _set(merged, item)
         if keys[0] == "schedule" and keys[1] in _ALTERNATIVES:
             named.add(keys[1])
+        elif keys[0] == "schedule" and keys[1] in _BATCHES:  # one instead of the file's other
+            merged["schedule"].pop(_BATCHES[keys[1]], None)
     if named:  # --set schedule.csv=… is meant instead of the file's schedule.name
         for key in set(_ALTERNATIVES) - named:
             merged["schedule"].pop(key, None)

@@ -79,3 +79,11 @@ def test_the_price_of_a_million_tokens(cli: Any, tiny: str) -> None:
     found = cli("search", tiny, "--set=search.objective=cost", "--set=cluster.price=2").json
     per_gpu = found["best"]["tokens_per_s_per_gpu"]
     assert found["objective"]["value"] == pytest.approx(2 / 3600 / per_gpu * 1e6)
+
+
+def test_a_global_batch_is_microbatches_said_otherwise(cli: Any, tiny: str) -> None:
+    given = cli("simulate", tiny).json
+    counted = cli("simulate", tiny, "--set=schedule.microbatches=4").json
+    assert given == counted and given["job_digest"] == counted["job_digest"]
+    both = cli("simulate", tiny, "--set=schedule.microbatches=4", "--set=schedule.global_batch=6")
+    assert both.code == 2 and both.error["suggestion"] == "global_batch = 8"
