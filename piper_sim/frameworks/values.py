@@ -70,12 +70,12 @@ def read_value(how: str, value: object) -> object:
 def presumed(how: str, value: object) -> bool:
     """Whether a value of a row `as …` is what predictions presume anyway.
 
-    >>> presumed("as true", True), presumed("as none", "local"), presumed("as 1", "1")
-    (True, False, True)
+    >>> presumed("as true", True), presumed("as none", "local"), presumed("as 1", "1"), presumed("as ", [])
+    (True, False, True, True)
     """
     words = how.split()[1:]
     said = str(value).lower() if isinstance(value, bool) else str(value)
-    return said in words or (said.lower() in words) or (not _on(value) and any(w in _OFF for w in words))
+    return said in words or (said.lower() in words) or (not _on(value) and (not words or any(w in _OFF for w in words)))
 
 
 @cache

@@ -15,9 +15,10 @@ from piper_sim.formats.tables import parquet_files
 from piper_sim.formats.torch_csv import order_csv
 from piper_sim.frameworks.exporting import FRAMEWORKS, export_launch
 from piper_sim.frameworks.importing import import_launch
+from piper_sim.pricing.prepare import hardware_of
 from piper_sim.report.perfetto import perfetto_gz
-from piper_sim.study.predict import predict
-from piper_sim.study.prediction import Prediction
+from piper_sim.study.planned import PlannedJob
+from piper_sim.study.predict import planned, simulated
 
 FORMATS = ("torch-csv", "piper-json", "chakra", "perfetto", "slurm", "dataframe")
 
@@ -48,7 +49,7 @@ def export_main(args: argparse.Namespace) -> int:
         raise PiperError(ErrorKind.USAGE, message, key="--against", allowed=FRAMEWORKS, suggestion="leave it out")
     before = import_launch(args.against) if args.against is not None else None
     with progress(f"exporting {args.job}"), blaming(job):
-        p, left_out, changed = predict(job), dict[str, object](), list[dict[str, object]]()
+        p, left_out, changed = planned(job, hardware_of(job)), dict[str, object](), list[dict[str, object]]()
         if name in FRAMEWORKS:
             made = export_launch(p.prepared, name)
             files: Mapping[str, bytes | str] = made.files
@@ -65,22 +66,23 @@ def export_main(args: argparse.Namespace) -> int:
     for row in changed:
         print("changed: {argument}: {was} -> {now}".format(**row))
     for key, value in left_out.items():
-        print(f"left out: {key}: {name} has no word for it (read back: {value!r})")
+        print(f"left out: {key}: {name} has no word for it; it is read back as {value!r}")
     return 0
 
 
-def _files(p: Prediction, name: str, job: str) -> Mapping[str, bytes | str]:
+def _files(p: PlannedJob, name: str, job: str) -> Mapping[str, bytes | str]:
     match name:
         case "torch-csv":
             return {"schedule.csv": order_csv(p.prepared)}
         case "piper-json":
             return {"strategy.json": dumps(directives_json(p.prepared.strategy))}
-        case "chakra":
-            return chakra_files(p.plan, p.last_step)
-        case "perfetto":
-            return {"trace.json.gz": perfetto_gz(p.last_step)}
         case "slurm":
             return {"job.sbatch": sbatch(p.prepared, job)}
-        case "dataframe":
-            return parquet_files({"trace": p.trace, "memory": p.memory, "breakdown": p.breakdown})
-    raise AssertionError(name)
+    found = simulated(p)
+    match name:
+        case "chakra":
+            return chakra_files(found.plan, found.last_step)
+        case "perfetto":
+            return {"trace.json.gz": perfetto_gz(found.last_step)}
+        case _:
+            return parquet_files({"trace": found.trace, "memory": found.memory, "breakdown": found.breakdown})
