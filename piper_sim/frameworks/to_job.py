@@ -152,6 +152,9 @@ def _cluster(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> None:
     if gpus and not (nodes and per and nodes * per == gpus):
         nodes = nodes if nodes and gpus % nodes == 0 else max(1, gpus // (per or 8))
         per = gpus // nodes if gpus % nodes == 0 else None
+    if nodes and not per and nodes * 8 % inner == 0:
+        per = 8
+        d.fill("cluster.gpus_per_node", per, "as many as a node usually has")
     if nodes and per:
         if nodes * per % inner == 0:
             d.put("cluster", nodes=nodes, gpus_per_node=per)

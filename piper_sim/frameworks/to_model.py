@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ir.workload.config.keys import TYPES
+from ir.workload.config.load import raw_config
 from piper_sim.frameworks.draft import Facts, JobDraft
 from piper_sim.frameworks.table import facts as tables
 
@@ -73,13 +74,14 @@ def model_of(d: JobDraft, f: Facts, stated: Facts, hints: Mapping[str, str]) -> 
     if "config" in f:  # a config.json beside the file
         return out | dict(f["config"])
     if (found := named(f.get("family") if f.get("flavor") else None, name)) is not None:
-        own = {KEYS[k]: stated[k] for k in ("layers", "hidden", "heads", "mtp") if stated.get(k) is not None}
+        kind = TYPES[str(raw_config(found["preset"])["model_type"])]
+        own = {KEYS[k]: v for k, v in stated.items() if k in KEYS and v is not None and KEYS[k] in kind}
+        own |= {"vocab_size": stated["vocab"]} if stated.get("vocab") else {}
         return out | {"config": found["preset"], **{k: v for k, v in found.items() if k != "preset"}, **own}
     if not all(f.get(k) for k in ("layers", "hidden", "heads")):
-        why = f"{name} is no model that is known by name" if name else "the file states no sizes of a model"
-        for fact in ("flavor", "hub", "family"):
-            if fact in stated:
-                d.doubts[fact] = why
+        why = f"{name} is no model that is known by name" if name else "the file does not state layers, width and heads"
+        sizes = {f for f in stated if tables()["keys"].get(f, "").startswith("model.")} - {"seq_len", "attention"}
+        d.doubts |= dict.fromkeys(sizes, f"not in the job: {why}")
         d.filled["model.config"] = (NO_MODEL, f"{why}: put yours here")
         return out | {"config": NO_MODEL}
     return out | _sized(d, f, hints)
@@ -122,6 +124,8 @@ def _type(d: JobDraft, f: Facts) -> str:
             d.doubts["shared_ffn"] = "shared experts are built beside latent attention alone: there are none"
         if not gated:
             d.doubts["activation"] = "experts are SwiGLU ones"
+        if not rope:
+            d.doubts["position"] = "positions are rotary ones"
         dense = isinstance(f.get("moe_freq"), list) and 0 in f["moe_freq"]
         every = not dense and (f.get("moe_freq") in (None, 1) or isinstance(f["moe_freq"], list))
         return "mixtral" if every and not f.get("qk_norm") else "qwen3_moe"

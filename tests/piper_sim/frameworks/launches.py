@@ -17,21 +17,26 @@ from ir.job.build import resolve
 from ir.job.load import job_from
 from ir.job.model import read_model
 from ir.workload.layout import parse_layout
-from piper_sim.frameworks.importing import ImportedJob, import_launch, toml
+from piper_sim.frameworks.importing import UNDERSTOOD, ImportedJob, import_launch, toml
 
 ENDS = {"cli": ".sh", "yaml": ".yaml", "json": ".json", "toml": ".toml", "log": ".log"}
+SAME = {"layers", "hidden", "heads", "ffn", "kv_heads", "seq_len", "experts", "top_k", "moe_ffn", "mtp"}
+SAME |= {"tp", "pp", "cp", "ep", "etp", "gpus"}
 OUTSIDE = {"olmo-core"}  # resolved from Python, of no file that people have
 Row = tuple[str, str]
 
 
 @dataclass
 class JobCoverage:
-    """stated, right: facts of expected.csv, and those that the job has. unlisted: arguments in no list or in two."""
+    """stated, right: facts of expected.csv, and those that the job has. unlisted: arguments in no list or in two.
+    untrue: arguments that are called understood, and stand otherwise in the job.
+    """
 
     stated: int = 0
     right: int = 0
     wrong: list[str] = field(default_factory=list)
     unlisted: list[str] = field(default_factory=list)
+    untrue: list[str] = field(default_factory=list)
     lists: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
@@ -147,6 +152,9 @@ def coverage(folder: Path, tmp: Path) -> JobCoverage:
         for e in found.entries:
             out.lists[e.list] += bool(e.argument.name)
         got = facts_of(found)
+        last = {e.fact: e for e in found.entries if e.fact and e.list == UNDERSTOOD}
+        said = {k: (e.said, got[k]) for k, e in last.items() if k in SAME and e.said != got[k]}
+        out.untrue += [f"{launch} {k}: {a} is understood, {b} stands in the job" for k, (a, b) in said.items()]
         for column, value in expected.get(launch, {}).items():
             name = column.removeprefix("default_")
             if name in got and value:
