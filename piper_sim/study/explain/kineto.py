@@ -83,7 +83,7 @@ def _rows(path: str, table: object, number: int) -> list[Row]:
         if step < 0 and steps:  # before the first step, or behind the last
             continue
         if is_nccl(k):
-            op = f"{args.get('Collective name', 'nccl')} {args.get('Process Group Name', '')}".strip()
+            op = _met(args, rank)
             count[step, op] += 1
             rows.append(
                 (max(step, 0), rank, "nccl", f"{op} #{count[step, op]}", begin + ahead, begin + ahead, end + ahead)
@@ -96,6 +96,19 @@ def _rows(path: str, table: object, number: int) -> list[Row]:
             seen[op] += 1
             rows.append((step, rank, "compute", op if seen[op] == 1 else f"{op} #{seen[op]}", begin, begin, end))
     return rows
+
+
+def _met(args: Json, rank: int) -> str:
+    """What an NCCL kernel is called: alike at both ends of a transfer, and on all members of a process group.
+
+    >>> _met({"Collective name": "recv", "Src Rank": 0, "Dst Rank": 1, "Process Group Name": "7"}, 1)
+    'p2p 0>1 7'
+    """
+    ends, name = (args.get("Src Rank"), args.get("Dst Rank")), str(args.get("Collective name", "nccl"))
+    if name in ("send", "recv") and any(isinstance(x, int) and x != rank for x in ends):
+        a, b = (x if isinstance(x, int) else rank for x in ends)
+        name = f"p2p {a}>{b}"
+    return f"{name} {args.get('Process Group Name', '')}".strip()
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

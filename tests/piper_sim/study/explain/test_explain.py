@@ -10,11 +10,12 @@ import pytest
 from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.load import job_from
+from ir.schedules.registry import NAMES
 from piper_sim.study.explain import StepExplanation, blame, chain, explain, explained, explanation
 from piper_sim.study.explain.what_if import changed, settings
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
-from tests.piper_sim.pricing.prediction_cases import RICH, SCHEDULES, asked, drawn
+from tests.piper_sim.pricing.prediction_cases import RICH, asked, drawn
 from tests.piper_sim.study.explain.planted import campaign, drawn_case
 
 CAUSES = set(
@@ -49,7 +50,7 @@ def _table(p: Prediction) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("ranks", "mbs"), [(1, 1), (2, 1), (4, 2), (4, 9)])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_sums_and_paths_of_every_schedule(name: str, ranks: int, mbs: int) -> None:
     if name == "dualpipe" and ranks == 1:
         ranks = 2
