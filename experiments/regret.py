@@ -1,6 +1,6 @@
 """What choosing by prediction costs against measured sweeps: regret of the winner, and how the whole order agrees.
 
-    python -m experiments.regret [--vtrain FILE.csv] [--groups] [--json]
+    python -m experiments.regret [--vtrain FILE.csv] [--only a,b] [--groups] [--json]
 
 A group is one model on as many GPUs at one global batch (where batches differ from run to run: at one sequence length,
 by seconds a sequence). Its regret is the measured time of the configuration that is predicted to be the fastest, over
@@ -115,6 +115,7 @@ def main() -> None:
     """Predict all tables and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vtrain", type=Path, action="append", default=[], metavar="FILE.csv")
+    parser.add_argument("--only", default="", metavar="a,b", help="of the tables")
     parser.add_argument("--groups", action="store_true", help="each group by itself, too")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -126,7 +127,8 @@ def main() -> None:
         *(Sweep(path.stem, path, vtrain, same) for path in args.vtrain),
     ]
     out: dict[str, dict[str, float]] = {}
-    for sweep in sweeps:
+    only = args.only.split(",") if args.only else [s.name for s in sweeps]
+    for sweep in (s for s in sweeps if s.name in only):
         groups = sweep.groups()
         for key, pairs in sorted(groups.items()) if args.groups else ():
             print(f"{sweep.name} {' '.join(key)}: {len(pairs)} runs, {regret(pairs):.1%}, tau {tau(pairs):.2f}")

@@ -54,7 +54,8 @@ def _print(found: JobSearchResult, out: str | None) -> None:
         print(found.to_dict()["reason"])
         if found.nearest is not None:
             print(f"the nearest miss: {_said(found.nearest['changes'])}")
-    state = "proven best" if found.proven else "the budget ran out before the best was proven"
+    sure = "the best is proven" if found.best is not None else "that nothing fits is proven"
+    state = sure if found.proven else "the budget ran out before anything was proven"
     print(f"{found.space} configurations, {found.evaluated} simulated; {closed}; {state}; {found.seconds:.1f} s")
     if out is not None:
         print(f"written to {out}/: {', '.join(FILES if found.best is not None else FILES[:1])}")

@@ -17,8 +17,9 @@ from piper_sim.study.pipeline import run_schedule
 
 
 def main() -> None:
-    """Run the twin's kernels and the allocator's on a small plan."""
+    """Run the twin's kernels, the allocator's and the search's on a small plan."""
     from cost_models.allocator import MemoryRequests, replay
+    from piper_sim.study.search.walk import least_makespan, schedule_cells
 
     before = time.perf_counter()
     plan = run_schedule("1f1b", 2, 2).plan
@@ -30,6 +31,7 @@ def main() -> None:
         compiled.play(scenario, ones)
     for expandable in (False, True):
         replay(MemoryRequests((512,), np.array([0, ~0]), np.array([512])), expandable=expandable)
+    least_makespan(schedule_cells("1f1b", 2, 2, 1), np.zeros((2, 4, 2, 2)), np.zeros((2, 4)), np.zeros(2), 0.0)
     print(f"compiled in {time.perf_counter() - before:.1f} s", file=sys.stderr)
 
 

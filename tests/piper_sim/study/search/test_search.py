@@ -137,3 +137,29 @@ def test_every_reason_is_true() -> None:
             peak = max(p["memory"]["device_peak_bytes"].values())
             assert any(t < p["iteration_s"] and m <= peak for t, m in told(found)) and "at least" in r.reason
     assert {r.kind for r in found.all_rejected} >= {JobRefusal.ILLEGAL, JobRefusal.MEMORY}
+
+
+OPTIONS = """
+costs.dispatcher=deepep | costs.software=megatron | routing.kind=zipf | routing.kind=hot | cluster.speed={3=0.5}
+cluster.speed={3=1.7,1=1.2} | costs.host_model=inline | costs.interference=maxmin | parallel.order=ep tp cp dp pp
+parallel.order=pp tp cp ep dp | precision.compute=fp8 | optimizer.clip_norm=0 | schedule.merge=template
+schedule.merge=profile | schedule.delay_wgrad=true | cluster.gpus_per_node=3 | model.tie_word_embeddings=true
+costs.free=['all_to_all'] | parallel.bucket_MiB=1 | model.attention=unfused | parallel.cp=2
+schedule.microbatch_size=2 | costs.stage_times={F=0.01,B=0.02} | schedule.recompute=["norm","activation"]
+"""
+
+
+@pytest.mark.parametrize("option", [o.strip() for line in OPTIONS.split("\n") for o in line.split("|") if o.strip()])
+def test_bounds_hold_whatever_a_job_asks_for(option: str) -> None:
+    r = random.Random(option)
+    model = {"config": "tiny-moe", "seq_len": 1024, "num_hidden_layers": 8}
+    names = ["1f1b", "zb1p", "zbv", "dualpipe", "dualpipev", "1f1b-overlap", "interleaved-1f1b"]
+    for _ in range(2):
+        parallel = {"pp": r.choice([2, 4]), "tp": r.choice([1, 2]), "dp": r.choice([2, 4]), "ep": 2}
+        parallel["zero"] = r.randrange(4)
+        table = {"model": model, "parallel": parallel, "schedule": {"name": r.choice(names), "microbatches": 8}}
+        job = load_job(table, [option])
+        bounds, p = JobBounds(hardware_of(job)), predict(job)
+        first, bound, peak = bounds.first(job), bounds.of(job), p.to_dict()["memory"]["device_peak_bytes"]
+        assert first.seconds <= bound.seconds <= p.iteration_s
+        assert first.device_bytes <= bound.device_bytes <= max(peak.values())
