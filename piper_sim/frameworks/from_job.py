@@ -10,7 +10,6 @@ from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
 from ir.workload.layout import format_layout
 from piper_sim.frameworks.draft import Facts
 from piper_sim.frameworks.table import facts as tables
-from piper_sim.frameworks.to_job import MODULES
 from piper_sim.frameworks.to_model import named
 
 MEGATRON = ("megatron", "megatron-bridge", "primus")
@@ -98,7 +97,7 @@ def _megatron(prepared: PreparedJob, dp: int, size: int, mbs: int) -> Facts:
         f |= _stages(prepared, chunks)
     if s.recompute != "none":
         f |= {"recompute": s.recompute if isinstance(s.recompute, str) else "selective"}
-        words = {part: word for word, part in reversed(MODULES.items())}
+        words = {part: word for word, part in reversed(tables()["modules"].items())}
         f |= (
             {"recompute_modules": [words[x] for x in s.recompute if x in words]}
             if not isinstance(s.recompute, str)

@@ -14,17 +14,8 @@ from ir.schedules.registry import default_chunks, legal_chunks
 from ir.workload.layout import parse_layout
 from piper_sim.frameworks.draft import Facts, JobDraft
 from piper_sim.frameworks.table import facts as tables
-from piper_sim.frameworks.to_model import EXPERTS, model_of
+from piper_sim.frameworks.to_model import model_of
 
-MODULES = {
-    "core_attn": "scores",
-    "mlp": "mlp",
-    "moe": "mlp",
-    "shared_experts": "mlp",
-    "layernorm": "norm",
-    "mla_up_proj": "up_projection",
-    "moe_act": "activation",
-}
 EVEN = {"megatron", "megatron-bridge", "nemo", "primus"}  # split layers evenly, and refuse where that leaves a rest
 
 
@@ -90,7 +81,7 @@ def _schedule(d: JobDraft, f: Facts, pp: int) -> int:
 
 def _parallel(d: JobDraft, f: Facts, stages: int) -> None:
     tp, pp = f.get("tp", 1), f.get("pp", 1)
-    experts = bool(f.get("experts")) or bool({"config", *EXPERTS.values()} & set(d.job["model"]))
+    experts = bool(f.get("experts")) or bool({"config", *tables()["config_experts"].values()} & set(d.job["model"]))
     etp = f.get("etp") or (tp if d.framework in EVEN and f.get("experts") else None)
     for fact in ("ep", "etp"):
         if f.get(fact, 1) > 1 and not experts:
@@ -215,8 +206,9 @@ def _recompute(d: JobDraft, f: Facts, stages: int) -> None:
     if kind in (None, "none"):
         return
     if kind == "selective" and (modules := f.get("recompute_modules")):
-        parts = sorted({MODULES[m] for m in modules if m in MODULES}, key=PARTS.index)
-        if odd := [m for m in modules if m not in MODULES]:
+        known = tables()["modules"]
+        parts = sorted({known[m] for m in modules if m in known}, key=PARTS.index)
+        if odd := [m for m in modules if m not in known]:
             d.doubts["recompute_modules"] = f"{', '.join(odd)} is kept, not recomputed"
         kind = "selective" if parts in ([], ["scores"]) else parts
     some, layers = f.get("recompute_layers"), d.job["model"].get("num_hidden_layers") or d.job["model"].get("n_layer")

@@ -11,43 +11,6 @@ from piper_sim.frameworks.draft import Facts, JobDraft
 from piper_sim.frameworks.table import facts as tables
 
 NO_MODEL = "llama3-8b"
-# fact -> key of the config. Those that a type does not have are left out.
-KEYS = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "positions": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-    "rope_share": "partial_rotary_factor",
-    "init_std": "initializer_range",
-    "attention_dropout": "attention_dropout",
-    "hidden_dropout": "resid_pdrop",
-    "q_rank": "q_lora_rank",
-    "kv_rank": "kv_lora_rank",
-    "nope_dim": "qk_nope_head_dim",
-    "rope_dim": "qk_rope_head_dim",
-    "v_dim": "v_head_dim",
-    "mtp": "num_nextn_predict_layers",
-    "top_k": "num_experts_per_tok",
-    "groups": "n_group",
-    "top_groups": "topk_group",
-    "routed_scale": "routed_scaling_factor",
-}
-GPT2 = {
-    "layers": "n_layer",
-    "hidden": "n_embd",
-    "heads": "n_head",
-    "positions": "n_positions",
-    "norm_eps": "layer_norm_epsilon",
-    "attention_dropout": "attn_pdrop",
-    "hidden_dropout": "resid_pdrop",
-    "init_std": "initializer_range",
-}
-EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "deepseek_v2": "n_routed_experts"}
-EXPERTS["deepseek_v3"] = EXPERTS["deepseek_v2"]
 
 
 def named(family: str | None, name: str | None) -> Mapping[str, Any] | None:
@@ -75,7 +38,8 @@ def model_of(d: JobDraft, f: Facts, stated: Facts, hints: Mapping[str, str]) -> 
         return out | dict(f["config"])
     if (found := named(f.get("family") if f.get("flavor") else None, name)) is not None:
         kind = TYPES[str(raw_config(found["preset"])["model_type"])]
-        own = {KEYS[k]: v for k, v in stated.items() if k in KEYS and v is not None and KEYS[k] in kind}
+        keys = tables()["config"]
+        own = {keys[k]: v for k, v in stated.items() if k in keys and v is not None and keys[k] in kind}
         own |= {"vocab_size": stated["vocab"]} if stated.get("vocab") else {}
         return out | {"config": found["preset"], **{k: v for k, v in found.items() if k != "preset"}, **own}
     if not all(f.get(k) for k in ("layers", "hidden", "heads")):
@@ -90,7 +54,7 @@ def model_of(d: JobDraft, f: Facts, stated: Facts, hints: Mapping[str, str]) -> 
 def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     kind = _type(d, f)
     table = TYPES[kind]
-    names = GPT2 if kind == "gpt2" else KEYS
+    names = tables()["config_gpt2" if kind == "gpt2" else "config"]
     values = dict(f)
     if not f.get("grouped", True):
         values.pop("kv_heads", None)
@@ -109,7 +73,7 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
         if "attention_bias" not in said:
             d.doubts["bias"] = f"{kind}'s linears have no biases"
         out |= dict.fromkeys(said, True)
-    return out | (_experts(d, kind, f, ffn) if kind in EXPERTS else {})
+    return out | (_experts(d, kind, f, ffn) if kind in tables()["config_experts"] else {})
 
 
 def _type(d: JobDraft, f: Facts) -> str:
@@ -192,7 +156,10 @@ def _vocabulary(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> int:
 def _experts(d: JobDraft, kind: str, f: Facts, ffn: int) -> dict[str, Any]:
     layers, freq = f["layers"], f.get("moe_freq")
     count = f.get("experts") or 1
-    out: dict[str, Any] = {EXPERTS[kind]: count, "num_experts_per_tok": min(f.get("top_k", 2), count)}
+    out: dict[str, Any] = {
+        tables()["config_experts"][kind]: count,
+        "num_experts_per_tok": min(f.get("top_k", 2), count),
+    }
     if kind == "mixtral":
         return out
     out["moe_intermediate_size"] = f.get("moe_ffn") or ffn
