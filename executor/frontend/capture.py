@@ -91,7 +91,7 @@ def describe(model: Model, name: str, seq_len: int, microbatch_size: int, dtype:
         "seq_len": seq_len,
         "dtype": str(dtype),
         "hidden": hidden,
-        "vocab": _vocabulary(built.units[model.chunks[0]], hidden),
+        "vocab": _vocabulary(model, built.units[model.chunks[0]], hidden),
         "chunks": chunks,
         "parts": parts,
     }
@@ -120,9 +120,11 @@ def _width(name: str, found: dict[str, PartMeasure], batch: tuple[int, int], dty
     return first[0][0][-1]
 
 
-def _vocabulary(first: nn.Module, hidden: int) -> int:
+def _vocabulary(model: Model, first: nn.Module, hidden: int) -> int:
     """Rows of the first chunk's embedding, or of what looks like one; 1 where nothing does."""
-    tables = [m.num_embeddings for m in first.modules() if isinstance(m, nn.Embedding)]
+    whole = model.module if isinstance(model, UserModel) else first  # what is exported has no modules
+    held = {id(p) for p in first.parameters()}
+    tables = [m.num_embeddings for m in whole.modules() if isinstance(m, nn.Embedding) and id(m.weight) in held]
     tables += [p.shape[0] for p in first.parameters() if p.dim() == 2 and p.shape[1] == hidden]
     return tables[0] if tables else 1
 

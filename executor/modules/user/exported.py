@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again
+from executor.modules.user.packing import pack_seams
 from ir.core.errors import ErrorKind, PiperError, nearest
 
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_guards_fn")
@@ -52,6 +53,7 @@ def export_cut(module: nn.Module, tags: Mapping[str, str], size: int, length: in
     if not seen:
         raise _never_called(module, tags[SEAM])
     _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
+    pack_seams(module, graph, at, (size, length))
     return cut_at(module, root, graph, at, len(seen))
 
 
@@ -107,6 +109,7 @@ def _tidied(root: fx.GraphModule, batch: tuple[int, int], name: str) -> fx.Graph
 def _refuse_writes(graph: fx.Graph, chunks: Mapping[fx.Node, str], again: Collection[fx.Node]) -> None:
     """Refuse writes in place to what is not one chunk's own: pieces of the graph are run apart, and some repeatedly."""
     base: dict[fx.Node, fx.Node] = {}
+    order = {node: k for k, node in enumerate(graph.nodes)}
     written = []
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -120,8 +123,14 @@ def _refuse_writes(graph: fx.Graph, chunks: Mapping[fx.Node, str], again: Collec
     for node, root in written:
         if root.op in ("get_attr", "placeholder"):
             raise _written(f"writes {root.target} in forward")
-        readers = {chunks.get(u) for n, r in base.items() if r is root for u in n.users}
-        if node in again or (readers if root in again else {chunks[root]}) != {chunks[node]}:
+        same = [n for n, r in base.items() if r is root]
+        if node in again:  # whoever reads its result makes all of it again; nobody else may read behind it
+            fine = all(order[u] <= order[node] for n in same if order[n] < order[node] for u in n.users)
+        elif root in again:
+            fine = {chunks.get(u) for n in same for u in n.users} == {chunks[node]}
+        else:
+            fine = chunks[root] == chunks[node]
+        if not fine:
             raise _written(f"writes in place what another layer makes or reads ({node.target})")
 
 

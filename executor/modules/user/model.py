@@ -18,7 +18,7 @@ from executor.modules.user.exported import export_cut
 from executor.modules.user.purity import host_seeded, refuse_impure, without_values
 from ir.core.errors import ErrorKind, PiperError, nearest
 
-_ONE_BY_ONE = Lock()  # ranks that are threads share torch's generator, and what tracing sets in torch
+_ONE_BY_ONE = Lock()  # ranks that are threads share the generators of torch and the host, and what tracing sets
 
 
 class UserModel:
@@ -131,7 +131,8 @@ class UserModel:
         for name, chunk in self._cut.chunks.items():
             if _code(chunk) != _code(again.chunks.get(name)):
                 raise _cannot(f"{name} is traced differently each time", "code without the clock or the host", "fix it")
-        without_values(lambda: self._try(size, length))
+        with _ONE_BY_ONE:
+            without_values(lambda: self._try(size, length))
 
     def _try(self, size: int, length: int) -> None:
         ids = torch.zeros(size, length, dtype=torch.int64)

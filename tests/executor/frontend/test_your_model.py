@@ -71,7 +71,6 @@ TWISTS = {
     "values": 'if self.twist == "values" and x.sum() > 0',
     "buffers": "writes seen in forward",
     "seams": "writes in place what another layer makes or reads",
-    "two": "2 values cross the seam between l0 and l1",
     "scalar": "returns no tensor of sequences, tokens and features",
     "draws": "draws random numbers",
 }
@@ -100,7 +99,7 @@ def test_tags_that_say_nothing_are_refused(tags: dict[str, str], said: str, fix:
     assert said in info.value.message and info.value.suggestion == fix
 
 
-@pytest.mark.parametrize("twist", ["", "places"])
+@pytest.mark.parametrize("twist", ["", "places", "two"])
 def test_chunks_are_the_module_bit_for_bit(twist: str) -> None:
     net = Net(twist)
     cut = export_cut(net, {"PP": "layers.*"}, 2, 3)

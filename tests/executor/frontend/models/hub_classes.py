@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 VOCAB = 64
 SIZES: dict[str, Any] = {
@@ -58,4 +58,19 @@ def mixtral() -> nn.Module:
     return _made("MixtralForCausalLM", "MixtralConfig", {**SIZES, **EXPERTS, "num_local_experts": 4})
 
 
-LAYERS = {name: "model.layers.*" for name in ("llama", "qwen3", "gemma3", "mixtral")} | {"gpt2": "transformer.h.*"}
+class Both(nn.Module):
+    """T5 with one text for encoder and decoder: two streams and two tables of positions cross its seams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+        ends = {"vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+        self.t5 = _made("T5ForConditionalGeneration", "T5Config", {**sizes, **ends})
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:
+        """Both read the same tokens."""
+        return self.t5(input_ids=input_ids, decoder_input_ids=input_ids, use_cache=use_cache)
+
+
+LAYERS = {name: "model.layers.*" for name in ("llama", "qwen3", "gemma3", "mixtral")}
+LAYERS |= {"gpt2": "transformer.h.*", "Both": "t5.*coder.block.*"}
