@@ -19,16 +19,18 @@ class HostCosts:
     launch: eager dispatch of one kernel (hardware key host_launch_us, or the framework's). comm: a call, with the
     events around it, as COMM_LAUNCHES launches. window: the CUDA launch queue holds about a thousand kernels; then a
     launch blocks. turn: of a framework that waits for the device at each transfer between stages, what it then needs
-    before the next pass; 0: it runs ahead. Multiples of 2**-40. All estimates.
+    before the next pass; 0: it runs ahead. graphs: what CUDA graphs cover, as in `[costs] cuda_graphs`.
+    Multiples of 2**-40. All estimates.
     """
 
     launch: float
     comm: float
     window: int = WINDOW
     turn: float = 0.0
+    graphs: str = "none"
 
     @classmethod
-    def of(cls, hw: DeviceHardware) -> HostCosts:
+    def of(cls, hw: DeviceHardware, graphs: str = "none") -> HostCosts:
         """From a hardware file.
 
         >>> from cost_models.hardware import load_hardware
@@ -37,4 +39,6 @@ class HostCosts:
         """
         software = hw.software
         launch = quantise((hw.host_launch_us if software.launch_us is None else software.launch_us) * 1e-6)
-        return cls(launch, COMM_LAUNCHES * launch, turn=quantise(software.turn_us * 1e-6))
+        if graphs == "step":
+            return cls(0.0, 0.0, graphs=graphs)
+        return cls(launch, COMM_LAUNCHES * launch, turn=quantise(software.turn_us * 1e-6), graphs=graphs)

@@ -2,17 +2,21 @@
 
 A kernel's arithmetic and its HBM traffic run side by side, but not perfectly: the larger counts whole, of the smaller
 the share that the hardware file says stays unhidden. Then comes a fixed floor per launch. All terms only grow with
-work, so more FLOPs or bytes are never faster.
+work, so more FLOPs or bytes are never faster. A kernel measured by itself runs at boost clocks until the power limit
+holds, which takes milliseconds; in training (`DeviceHardware.in_training`) it always holds.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import TypeVar
 
 from cost_models.hardware import DeviceHardware
-from ir.core.work import CAST, LOSS, SORTS, WEIGHT_GRAD, Kernel, KernelKind, Work
+from ir.core.order import FloatArray
+from ir.core.work import CAST, LOSS, SORTS, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
 
+Seconds = TypeVar("Seconds", float, FloatArray)
 _SPLITS = (1, 2, 4, 8)
 _Q_TILE = 128
 
@@ -29,17 +33,32 @@ def kernel_seconds(kernel: Kernel, hw: DeviceHardware, sms: int | None = None) -
     >>> from ir.core.work import DType
     >>> n = 8192
     >>> gemm = Kernel(KernelKind.GEMM, 2 * n**3, 3 * 2 * n * n, DType.BF16, (n, n, n))
-    >>> round(gemm.flops / kernel_seconds(gemm, load_hardware("h100-sxm")) / 1e12)  # TFLOP/s
-    680
+    >>> hw = load_hardware("h100-sxm")
+    >>> [round(gemm.flops / kernel_seconds(gemm, h) / 1e12) for h in (hw, hw.in_training())]  # TFLOP/s
+    [775, 659]
     """
     if kernel.count == 0:
         return 0.0
     arithmetic = arithmetic_seconds(kernel, hw, sms)
     memory = memory_seconds(traffic(kernel, hw) * kernel.bytes, hw)
     once = max(arithmetic, memory)
-    if arithmetic > 0.0:
+    if kernel.kind is KernelKind.ATTENTION:
         once += hw.gemm.unhidden_memory[kernel.dtype.value] * min(arithmetic, memory)
+    elif arithmetic > 0.0:
+        once = settled(once, min(arithmetic, memory), kernel.dtype, hw)
     return kernel.count * (once + hw.kernel_launch_us * 1e-6)
+
+
+def settled(larger: Seconds, smaller: Seconds, dtype: DType, hw: DeviceHardware) -> Seconds:
+    """Seconds of a product of which arithmetic and memory take these by themselves.
+
+    Of the smaller a share stays unhidden; in a burst the power limit then adds the more the longer it lasts.
+    """
+    burst = None if hw.training else hw.gemm.burst
+    if burst is None:
+        return larger + hw.gemm.unhidden_memory[dtype.value] * smaller
+    once = larger + burst.unhidden_memory.get(dtype.value, hw.gemm.unhidden_memory[dtype.value]) * smaller
+    return once * (1.0 + burst.throttle.get(dtype.value, 0.0) * once / (once + burst.throttle_us * 1e-6))
 
 
 def traffic(kernel: Kernel, hw: DeviceHardware) -> float:
@@ -93,6 +112,8 @@ def main_share(kernel: Kernel, hw: DeviceHardware) -> float:
         main *= hw.gemm.grouped_efficiency
     if kernel.label.endswith(WEIGHT_GRAD):
         main *= hw.gemm.weight_grad.get(kernel.dtype.value, 1.0)
+    if hw.training:
+        main *= hw.gemm.sustained.get(kernel.dtype.value, 1.0)
     return main
 
 
@@ -126,7 +147,7 @@ def _attention_share(kernel: Kernel, hw: DeviceHardware, sms: int) -> float:
     if len(kernel.shape) != 6 or min(kernel.shape) < 1:
         raise ValueError(f"attention {kernel.label!r} needs (batch, heads, q, kv, qk_dim, v_dim), not {kernel.shape}")
     batch, heads, q, kv, qk_dim, v_dim = kernel.shape
-    head = min((qk_dim + v_dim) / 2, 192.0) / 128
+    head = min((qk_dim + v_dim) / 2, a.head_limit) / 128
     share = a.backward_efficiency if is_backward(kernel) else a.forward_efficiency
     share *= written * math.pow(head, a.head_exponent)
     share *= kv / (kv + a.ramp_tokens)

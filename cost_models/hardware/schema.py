@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+from msgspec import structs
 
 from cost_models.software import FrameworkCosts
 from cost_models.software.dispatcher import ExpertDispatcher
@@ -33,11 +34,27 @@ GIB = 1024**3
 MIB = 1024**2
 
 
+class BurstKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is different where a matrix multiplication is measured by itself, again and again, and not in training.
+
+    unhidden_memory: as of GemmKernel, with nothing else in the caches and no gradients to add to. throttle: dtype ->
+    what a launch takes longer once the power limit holds, as a share; throttle_us: microseconds of work at which half
+    of that has come.
+    """
+
+    unhidden_memory: dict[Dtype, Fraction]
+    throttle: dict[Dtype, NonNegative]
+    throttle_us: NonNegative
+
+
 class GemmKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a matrix multiplication approaches the peak.
 
-    efficiency: dtype -> share of peak in the main loop of a huge GEMM at sustained clocks.
-    unhidden_memory: dtype -> share of the HBM time that the main loop does not hide (epilogues, cold starts).
+    efficiency: dtype -> share of peak in the main loop of a huge GEMM in a short burst, at boost clocks.
+    sustained: dtype -> share of that rate that is left in training, where the power limit always holds; 1 where not
+    named. It has evidence of its own. burst: what else a burst is like; null: as training.
+    unhidden_memory: dtype -> share of the HBM time that the main loop does not hide (epilogues, cold starts), in
+    training.
     ramp_bytes: prologue and epilogue of a tile, as bytes of extra K (so K in elements is ramp_bytes / dtype bytes).
     tiles: [rows, columns, relative efficiency] of the output tiles that the library chooses from.
     grouped_efficiency: a grouped GEMM's rate relative to a plain one of equal tiles. weight_grad: dtype -> rate of a
@@ -48,6 +65,8 @@ class GemmKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     unhidden_memory: dict[Dtype, Fraction]
     ramp_bytes: NonNegative
     tiles: Tiles
+    sustained: dict[Dtype, Share] = {}
+    burst: BurstKernel | None = None
     grouped_efficiency: Share = 1.0
     weight_grad: dict[Dtype, Share] = {}
 
@@ -57,7 +76,7 @@ class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     forward_efficiency, backward_efficiency: share of peak at head dim 128 and a long sequence.
     ramp_tokens: KV length at which half of that is reached. head_exponent: efficiency ~ (head dim / 128) ** this, with
-    the mean of the query-key and the value dim, at most 192. portable: rate of a kernel written for any GPU
+    the mean of the query-key and the value dim, at most head_limit. portable: rate of a kernel written for any GPU
     (FlashAttention 2) over that of one written for this one; 1 where that is the best there is.
     """
 
@@ -65,6 +84,7 @@ class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     backward_efficiency: Share
     ramp_tokens: NonNegative
     head_exponent: NonNegative
+    head_limit: Positive = 192
     portable: Share = 1.0
 
 
@@ -80,6 +100,8 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     context_MiB: CUDA context and modules. communicator_MiB: buffers of one communicator.
     reserved_over_allocated: low, middle, high of the allocator's reserved / allocated.
     gpus_per_node: GPUs in one scale-up (NVLink) domain. nvlink_GBps: one direction, one GPU, line rate.
+    nvlink_few: rings of n GPUs of a node get 1 / (1 + nvlink_few / (n - 1)) of what endless ones get. nvlink_ramp_KiB:
+    bytes that a collective of large chunks loses inside a node until it is under way.
     nvlink_pair_GBps: between two given GPUs; null: nvlink_GBps. nvlink_sharp_efficiency: 0 where no switch reduces.
     nic_Gbps: one direction, per GPU. *_latency_us: one low-latency hop. *_efficiency: busbw of a long ring / line rate.
     nic_congestion: all-gathers and reduce-scatters over n > 2 nodes get (2/n) to this power of what they get over two;
@@ -89,7 +111,8 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     comm_sms: kind of communication ("all_to_all", "collective", "p2p") -> SMs its kernel holds from its start to its
     end. comm_hbm: kind -> share of HBM bandwidth it takes while it moves. Kinds left out take nothing.
     software: the framework that runs on it, from `[costs] software`; dispatcher: what carries tokens to experts, from
-    `[costs] dispatcher`, None: sorted once, deduplicated, on comm_sms; no keys of a hardware file.
+    `[costs] dispatcher`, None: sorted once, deduplicated, on comm_sms; training: whether it is at the clocks of a long
+    run, not of a short burst, as for every job; no keys of a hardware file.
     leaf_nodes: nodes under one leaf switch; null: all. oversubscription: a leaf's NICs together over its uplinks.
     """
 
@@ -113,6 +136,8 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     nvlink_pair_GBps: Positive | None = None
     nvlink_latency_us: NonNegative
     nvlink_efficiency: Share
+    nvlink_few: NonNegative = 0.0
+    nvlink_ramp_KiB: NonNegative = 0.0
     nvlink_sharp_efficiency: Fraction = 0.0
     nic_Gbps: Positive
     nic_latency_us: NonNegative
@@ -130,6 +155,16 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     sources: dict[str, str] = {}
     software: Annotated[FrameworkCosts, HIDDEN] = FrameworkCosts()
     dispatcher: Annotated[ExpertDispatcher | None, HIDDEN] = None
+    training: Annotated[bool, HIDDEN] = False
+
+    def in_training(self) -> DeviceHardware:
+        """The same device under the sustained load of a training run.
+
+        >>> from cost_models.hardware import load_hardware
+        >>> load_hardware("h100-sxm").in_training().training
+        True
+        """
+        return structs.replace(self, training=True)
 
     @property
     def hbm_bytes(self) -> int:

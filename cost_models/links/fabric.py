@@ -21,7 +21,7 @@ class LinkFabric:
 
     node, nic: busbw of a ring inside a node, of one NIC. pair: between two given GPUs of a node.
     sharp: rate of in-switch reduction (0: none). dispatch_node, dispatch_nic: of token dispatch kernels.
-    congestion: see the hardware key nic_congestion.
+    congestion, few, ramp: see the hardware keys nic_congestion, nvlink_few and nvlink_ramp_KiB (here bytes).
     deduplicate: whether a token crosses the network once per node (DeepEP) or once per copy (plain all-to-all).
     """
 
@@ -38,6 +38,8 @@ class LinkFabric:
     gpus_per_node: int
     deduplicate: bool = True
     congestion: float = 0.0
+    few: float = 0.0
+    ramp: float = 0.0
 
     @classmethod
     def of(cls, hw: DeviceHardware, gpus_per_node: int | None = None) -> LinkFabric:
@@ -63,6 +65,8 @@ class LinkFabric:
             gpus_per_node=gpus_per_node or hw.gpus_per_node,
             deduplicate=hw.dispatcher is None or hw.dispatcher.deduplicate,
             congestion=hw.nic_congestion,
+            few=hw.nvlink_few,
+            ramp=hw.nvlink_ramp_KiB * 1024,
         )
 
     def rings_across(self, nodes: int) -> LinkFabric:
@@ -171,7 +175,7 @@ def tree_all_reduce(nbytes: int, per_node: int, nodes: int, fabric: LinkFabric, 
         rate = _bus(p, per_node, nodes, fabric)
         hops = 2 * (chain * p.intra_hop * fabric.node_latency)
         hops += 2 * math.ceil(math.log2(nodes)) * p.tree_inter * fabric.nic_latency if nodes > 1 else 0.0
-        return p.base * fabric.launch + hops + up_down / rate
+        return p.base * fabric.launch + hops + _moved(up_down, p, nodes, fabric) / rate
 
     return min(seconds(p) for p in fabric.protocols)
 
@@ -180,7 +184,7 @@ def sharp_all_reduce(nbytes: int, per_node: int, fabric: LinkFabric) -> float:
     """In-switch reduction (NVLS): a GPU sends S for the switch to sum, then S/n of finished sums; inf if absent."""
     if fabric.sharp <= 0 or per_node < 3:
         return math.inf
-    return fabric.launch + NVLS_LATENCY_US * 1e-6 + nbytes * (1 + 1 / per_node) / fabric.sharp
+    return fabric.launch + NVLS_LATENCY_US * 1e-6 + (nbytes * (1 + 1 / per_node) + fabric.ramp) / fabric.sharp
 
 
 def all_to_all_seconds(
@@ -200,27 +204,33 @@ def all_to_all_seconds(
     else:
         over_nic = tokens * message.fanout * (ranks - per_node) / ranks
         over_node = tokens * message.fanout * (mean - 1) / ranks
-    dispatch = message.fanout > 1
-    node_rate = fabric.dispatch_node if dispatch else fabric.node
-    nic_rate = fabric.dispatch_nic if dispatch else fabric.nic
-    hops = (mean - 1) * fabric.node_latency + (nodes - 1) * fabric.nic_latency
-    return fabric.launch + hops + max(over_node / node_rate, over_nic / nic_rate)
+    return loaded_all_to_all_seconds(over_node, over_nic, ranks, nodes, fabric, message.fanout > 1, mean)
 
 
 def loaded_all_to_all_seconds(
-    over_node: float, over_nic: float, ranks: int, nodes: int, fabric: LinkFabric, dispatch: bool = True
+    over_node: float,
+    over_nic: float,
+    ranks: int,
+    nodes: int,
+    fabric: LinkFabric,
+    dispatch: bool = True,
+    mean: int = 0,
 ) -> float:
     """An all-to-all as slow as its most loaded rank; `all_to_all_seconds` where all are equal.
 
     over_node, over_nic: bytes over the fullest NVLink port and over the fullest NIC, in its busier direction.
-    ranks, nodes: of the group. dispatch: of tokens, to or from their experts, at the rates of dispatch kernels.
+    ranks, nodes: of the group; mean: of its members on a node. dispatch: of tokens, to or from their experts, at the
+    rates of dispatch kernels.
     """
     if ranks == 1:
         return 0.0
-    hops = (-(-ranks // nodes) - 1) * fabric.node_latency + (nodes - 1) * fabric.nic_latency
-    node_rate = fabric.dispatch_node if dispatch else fabric.node
-    nic_rate = fabric.dispatch_nic if dispatch else fabric.nic
-    return fabric.launch + hops + max(over_node / node_rate, over_nic / nic_rate)
+    mean = mean or -(-ranks // nodes)
+    hops = (mean - 1) * fabric.node_latency + (nodes - 1) * fabric.nic_latency
+    if dispatch:
+        port = over_node / fabric.dispatch_node
+        return fabric.launch + hops + max(port, over_nic / fabric.dispatch_nic)
+    ports = (_moved(over_node, p, nodes, fabric) / _bus(p, mean, 1, fabric) for p in fabric.protocols)
+    return fabric.launch + hops + max(min(ports), over_nic / fabric.nic)
 
 
 def distinct(copies: float, places: int, limit: int = 0) -> float:
@@ -247,18 +257,24 @@ def _doubling_gather(nbytes: int, nodes: int, fabric: LinkFabric) -> float:
 def _ring(wire: float, steps: int, inter: int, per_node: int, nodes: int, fabric: LinkFabric) -> float:
     inter = min(inter, steps)
     return min(
-        _call(p, fabric, wire / _bus(p, per_node, nodes, fabric), intra=steps - inter, inter=inter)
+        _call(p, fabric, _moved(wire, p, nodes, fabric) / _bus(p, per_node, nodes, fabric), steps - inter, inter)
         for p in fabric.protocols
     )
+
+
+def _moved(wire: float, p: CollectiveProtocol, nodes: int, fabric: LinkFabric) -> float:
+    """Bytes that a rank's port carries, with those lost until a protocol of large chunks is under way in a node."""
+    return wire + (fabric.ramp * p.ramp if nodes == 1 else 0.0)
 
 
 def _bus(p: CollectiveProtocol, per_node: int, nodes: int, fabric: LinkFabric) -> float:
     """Bytes/s through each rank of a ring: inside a node NVLink's; across nodes also that of the node's NICs together.
 
-    `per_node` rings run side by side, each crossing at another member's NIC, so a node's NICs add up.
+    `per_node` rings run side by side, each crossing at another member's NIC, so a node's NICs add up. Few GPUs of a
+    node reach less than many.
     """
     if nodes == 1:
-        return fabric.node * p.intra_bandwidth
+        return fabric.node * p.intra_bandwidth / (1.0 + fabric.few / max(per_node - 1, 1))
     nics = per_node * fabric.nic
     return (min(fabric.node, nics) if per_node > 1 else nics) * p.inter_bandwidth
 

@@ -16,6 +16,7 @@ class CollectiveProtocol:
 
     base: of collective_launch_us. intra_hop, inter_hop: of the link's latency. tree_inter: the same for a tree's hop.
     intra_bandwidth, inter_bandwidth: share of the link's busbw, inside a node and as soon as nodes are crossed.
+    ramp: of the hardware file's nvlink_ramp_KiB.
     """
 
     name: str
@@ -25,13 +26,14 @@ class CollectiveProtocol:
     tree_inter: float
     intra_bandwidth: float
     inter_bandwidth: float
+    ramp: float = 0.0
 
 
 # LL: 141 GB/s of 370 on one Hopper node, 45 of 370 on two. LL128: 0.92. The ring's constants, but for tree_inter.
 NCCL = (
     CollectiveProtocol("LL", 1.0, 1.0, 1.0, 1.85, 0.38, 0.12),
     CollectiveProtocol("LL128", 2.1, 3.2, 1.5, 3.1, 0.92, 0.92),
-    CollectiveProtocol("Simple", 1.27, 5.7, 5.2, 5.2, 1.0, 1.0),
+    CollectiveProtocol("Simple", 1.27, 5.7, 5.2, 5.2, 1.0, 1.0, 1.0),
 )
 GLOO = (CollectiveProtocol("tcp", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0),)
 

@@ -20,7 +20,7 @@ from ir.workload.setting import KernelStyle, TokenLossKind
 
 __all__ = ["MOST", "FrameworkCosts", "frameworks", "load_software"]
 
-MOST = 6
+MOST = 8
 FORM = FileErrors("a software file", ErrorKind.JOB, "costs.software", 10**6, "a framework's name, or a path")
 _HERE = Path(__file__).parent
 Factor = Annotated[float, msgspec.Meta(ge=0.2, le=5)]
@@ -35,9 +35,9 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     their seconds over those of such kernels. launch_us: what the host needs per kernel; null: the hardware file's.
     turn_us: where it waits for the device at each transfer between pipeline stages: what it then needs before the next
     pass; 0: it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are made in before kernels of
-    their own add them to the sums, and that a second copy has where they are reduced between replicas. loss, eager,
-    keep_gathered: see `ir.workload.setting.Style`; eager means a plain loss, too. sources: constant -> where it is
-    from.
+    their own add them to the sums, and that a second copy has where they are reduced between replicas. tp_overlap: what
+    a job's `[costs] tp_overlap` is where it says nothing. loss, eager, keep_gathered: see `ir.workload.setting.Style`;
+    eager means a plain loss, too. sources: constant -> where it is from.
     """
 
     name: str = ""
@@ -47,6 +47,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     launch_us: NonNegative | None = None
     turn_us: NonNegative = 0.0
     grad_copy_bytes: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
+    tp_overlap: bool = False
     loss: Literal["parallel", "plain", "fused"] | None = None
     eager: bool = False
     keep_gathered: bool = False

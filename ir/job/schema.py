@@ -117,7 +117,10 @@ class JobRouting:
 
 @dataclass(frozen=True)
 class JobCosts:
-    """Where seconds come from. free: what is taken to cost none, for what-ifs."""
+    """Where seconds come from. free: what is taken to cost none, for what-ifs. tp_overlap: messages of tensor
+    parallelism run in pieces under the products beside them (Megatron's user buffers); left out: what the software
+    does. cuda_graphs: passes: each op is launched as one; step: the host launches nothing.
+    """
 
     profile: Text | None = None
     interference: Annotated[str, words("none", "pairwise", "maxmin", said="interference")] = "pairwise"
@@ -126,6 +129,8 @@ class JobCosts:
     dispatcher: Annotated[str, words("nccl", "deepep", "hybridep", said="dispatcher")] | None = None
     stage_times: Mapping[str, object] | None = None
     free: tuple[Free, ...] = ()
+    tp_overlap: bool | None = None
+    cuda_graphs: Annotated[str, words("none", "passes", "step", said="what CUDA graphs cover")] = "none"
 
 
 @dataclass(frozen=True)

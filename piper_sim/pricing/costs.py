@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -19,7 +19,7 @@ from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.grid import quantise, quantised
 from ir.core.ops import Pass
 from ir.core.order import FloatArray, IntArray
-from ir.core.work import Kernel, Message, MessageKind
+from ir.core.work import Kernel, KernelKind, Message, MessageKind
 from ir.graph.graph import Graph, GraphNode, PerStepOp
 from ir.job.build import PreparedJob
 from ir.plan.plan import OpKind, OpShape, Plan
@@ -85,6 +85,8 @@ class CostModel:
             p.optimizer,
             hardware.software.grad_copy_bytes,
         )
+        said = job.costs.tp_overlap
+        self.tp_overlap = hardware.software.tp_overlap if said is None else said
         self.measured = MeasuredCosts.of(prepared, profile) or MODELLED
         self._kernels: dict[Kernel, float] = {}
         self._messages: dict[tuple[Message, RankSpread], ProfileCost] = {}
@@ -209,12 +211,28 @@ class CostModel:
             for message in n.inline:
                 axis = CostShare.CP if "cp" in message.axes else CostShare.TP
                 out[axis] += self.message(message, (), seat)
+            if out[CostShare.TP] and self.tp_overlap:
+                own = CostShare.RECOMPUTE if n.kind is Pass.R else CostShare.COMPUTE
+                out[own], out[CostShare.TP] = self._under_products(n, out[own], out[CostShare.TP])
         if (found := self.measured.node(n)) is None:
             return out
         over = KERNELS if found.alone else list(CostShare)  # alone: what messages inside it take comes on top
         for s, seconds in zip(over, scaled([out[s] for s in over], found.seconds), strict=True):
             out[s] = seconds
         return out
+
+    def _under_products(self, n: GraphNode, alone: float, messages: float) -> tuple[float, float]:
+        """(kernels, exposed messages) of a node whose messages run in pieces, each under the product of another piece.
+
+        There are as many pieces as ranks. A product is cut along its rows, so it is slower; one piece's message stays
+        exposed, and what all products do not last for.
+        """
+        pieces = self.mesh.sizes["tp"]
+        products = [k for k in n.work if k.kind is KernelKind.GEMM and len(k.shape) == 3]
+        whole = sum(map(self._kernel, products))
+        cut = sum(self._kernel(_piece(k, pieces)) for k in products)
+        exposed = messages / pieces + (1 - 1 / pieces) * max(0.0, messages - cut)
+        return (alone - whole + cut, exposed) if cut + exposed < whole + messages else (alone, messages)
 
     def node_message(self, n: GraphNode, seat: RankSlot = FIRST) -> float:
         """Seconds of the message that one instance of a node is; 0 for compute."""
@@ -248,6 +266,15 @@ class CostModel:
                 message, spread, lambda s: message_seconds(message, s.ranks, s.per_node, self.fabric, nodes=s.nodes)
             )
         return self._messages[message, spread]
+
+
+def _piece(k: Kernel, pieces: int) -> Kernel:
+    """A product as equal pieces of its rows, one launch each."""
+    m, rest, wide = k.shape[0], k.shape[1:], -(-k.shape[0] // pieces)
+    share = wide / m
+    return replace(
+        k, flops=int(k.flops * share), bytes=int(k.bytes * share), shape=(wide, *rest), count=k.count * pieces
+    )
 
 
 def scaled_to_stage_times(

@@ -43,6 +43,8 @@ def ahead(plan: Plan, costs: HostCosts) -> HostModel:
     counts, without which it cannot size a forward dispatch. With `costs.turn`, also at each pass of a pipeline.
     """
     kernels = launches(plan)
+    if costs.graphs != "none":
+        kernels = np.minimum(kernels, 1)
     launch = np.where(plan.kind == OpKind.COMPUTE, kernels * costs.launch, costs.comm)
     # Of an op with more kernels than half the window, the first run while the last are launched.
     holds = [_window(plan, np.clip(kernels, 1, max(1, costs.window // 2)), costs.window), host_reads(plan)]

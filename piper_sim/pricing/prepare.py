@@ -37,7 +37,7 @@ def hardware_of(job: Job) -> DeviceHardware:
     software = job.costs.software and named_path(job.file, job.costs.software, frameworks())
     try:
         hardware = load_hardware(named_path(job.file, gpu, presets()), job.cluster.overrides)
-        hardware = structs.replace(hardware, software=load_software(software))
+        hardware = structs.replace(hardware.in_training(), software=load_software(software))
         if (name := job.costs.dispatcher) is not None:
             found = dispatchers()[name]
             sms = hardware.comm_sms | {"all_to_all": float(found.sms)}

@@ -79,7 +79,7 @@ def scenario_of(p: PlannedJob, costs: OpCosts) -> EngineScenario:
     if job.costs.host_model == "inline":
         host = inline(plan, 0.0 if free else p.model.measured.host_s)
     elif not free:
-        host = ahead(plan, HostCosts.of(p.hardware))
+        host = ahead(plan, HostCosts.of(p.hardware, job.costs.cuda_graphs))
         host = one_queue(plan, host) if job.costs.host_model == "one-queue" else host
     slow = None if job.costs.interference == "none" else pairwise(plan, p.hardware, p.model.measured.pairs)
     shared = job.costs.interference == "maxmin"

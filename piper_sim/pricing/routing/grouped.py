@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cost_models import DeviceHardware, kernel_seconds
-from cost_models.compute.roofline import main_share, traffic
+from cost_models.compute.roofline import main_share, settled, traffic
 from ir.core.order import FloatArray, IntArray
 from ir.core.work import Kernel, KernelKind, Work
 
@@ -66,8 +66,7 @@ def _seconds(probe: KernelProbe, groups: IntArray, hw: DeviceHardware) -> FloatA
     if kernel.kind is not KernelKind.MEMORY:
         assert kernel.kind is KernelKind.GROUPED_GEMM, f"{kernel.label}: {kernel.kind} over rows of experts"
         arithmetic = _arithmetic(probe, groups, hw)
-        once = np.maximum(arithmetic, memory)
-        once = once + hw.gemm.unhidden_memory[kernel.dtype.value] * np.minimum(arithmetic, memory)
+        once = settled(np.maximum(arithmetic, memory), np.minimum(arithmetic, memory), kernel.dtype, hw)
     return np.asarray(kernel.count * (once + hw.kernel_launch_us * 1e-6))
 
 

@@ -16,20 +16,20 @@ from ir.core.grid import quantise
 from ir.core.work import DType, Kernel, KernelKind
 from tests.cost_models.compute.reference_kernels import flash, gemm, grouped, moves
 
-H100, A100, CPU = load_hardware("h100-sxm"), load_hardware("a100-sxm-80gb"), load_hardware("cpu")
+H100, A100, CPU = (load_hardware(x).in_training() for x in ("h100-sxm", "a100-sxm-80gb", "cpu"))
 few = settings(max_examples=60, deadline=None)
 sizes = st.integers(1, 20_000)
 
 
 def tflops(kernel: Kernel, preset: str = "h100-sxm") -> float:
-    return kernel.flops / kernel_seconds(kernel, load_hardware(preset)) / 1e12
+    return kernel.flops / kernel_seconds(kernel, load_hardware(preset).in_training()) / 1e12
 
 
 @pytest.mark.parametrize(
     "preset, dtype, low, high",
     [
         ("h100-sxm", DType.BF16, 600, 720),
-        ("h100-sxm", DType.FP8, 1200, 1420),
+        ("h100-sxm", DType.FP8, 1180, 1420),
         ("a100-sxm-80gb", DType.BF16, 245, 271),
         ("b200-sxm", DType.BF16, 1000, 1200),  # as in training, not the best of a sweep: see the preset's sources
         ("mi300x", DType.BF16, 600, 700),
@@ -43,7 +43,8 @@ def test_a_large_gemm_runs_at_the_sustained_rate(preset: str, dtype: DType, low:
 def test_a_huge_gemm_nears_the_asymptote(dtype: DType) -> None:
     n = 2**17
     reached = tflops(gemm(n, n, n, dtype)) / H100.peak_TFLOPs[dtype.value]
-    assert 0.97 * H100.gemm.efficiency[dtype.value] < reached <= H100.gemm.efficiency[dtype.value]
+    share = H100.gemm.efficiency[dtype.value] * H100.gemm.sustained.get(dtype.value, 1.0)
+    assert 0.97 * share < reached <= share
 
 
 @pytest.mark.parametrize("kernel", [gemm(8, 8, 8, DType.BF16), moves(64), flash(1, 1, 16, 64, 64)])

@@ -40,8 +40,8 @@ def test_every_value_of_a_preset_names_its_source(name: str) -> None:
     hw = load_hardware(name)
     assert hw.name == name
     optional = {"nvlink_pair_GBps", "nvlink_sharp_efficiency", "comm_sms", "comm_hbm", "leaf_nodes", "oversubscription"}
-    optional |= {"nic_congestion", "cast_efficiency"}
-    keys = {f.name for f in structs.fields(DeviceHardware)} - {"name", "sources", "software", "dispatcher"}
+    optional |= {"nic_congestion", "cast_efficiency", "nvlink_few", "nvlink_ramp_KiB"}
+    keys = {f.name for f in structs.fields(DeviceHardware)} - {"name", "sources", "software", "dispatcher", "training"}
     assert keys - optional <= set(hw.sources), "a value without a source"
     assert set(hw.sources) <= keys, "a source without a value"
 

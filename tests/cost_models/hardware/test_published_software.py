@@ -48,7 +48,7 @@ def test_a_doubtful_file_is_refused(tmp_path, raw, key):
     assert e.value.key == key
 
 
-def test_more_than_six_constants_are_refused(tmp_path):
+def test_more_than_eight_constants_are_refused(tmp_path):
     constants = {
         "traffic": 1.1,
         "portable_attention": True,
@@ -57,10 +57,12 @@ def test_more_than_six_constants_are_refused(tmp_path):
         "turn_us": 9,
         "eager": True,
         "grad_copy_bytes": 2,
+        "loss": "plain",
+        "tp_overlap": True,
     }
     file = tmp_path / "x.json"
     file.write_text(json.dumps({"name": "x", **constants, "sources": dict.fromkeys(constants, "?")}))
-    with pytest.raises(PiperError, match="7 constants"):
+    with pytest.raises(PiperError, match="9 constants"):
         read(file)
     smaller = dict(list(constants.items())[:MOST])
     file.write_text(json.dumps({"name": "x", **smaller, "sources": dict.fromkeys(smaller, "?")}))

@@ -18,7 +18,7 @@ REAL = LinkFabric.of(load_hardware("h100-sxm"))
 # One protocol, no latencies, round rates: 100 bytes/s inside a node, 10 between nodes.
 IDEAL = replace(
     REAL, node=100.0, pair=100.0, nic=10.0, sharp=0.0, dispatch_node=100.0, dispatch_nic=10.0,
-    node_latency=0.0, nic_latency=0.0, launch=0.0, protocols=GLOO,
+    node_latency=0.0, nic_latency=0.0, launch=0.0, protocols=GLOO, few=0.0, ramp=0.0,
 )  # fmt: skip
 S = 10**6
 few = settings(max_examples=60, deadline=None)

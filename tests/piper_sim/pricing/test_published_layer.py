@@ -53,6 +53,6 @@ def test_without_its_fp8_costs_a_layer_is_too_quick(monkeypatch):
     from cost_models.hardware import load_hardware
 
     cluster = {"cast_efficiency": 1.0, "gemm": {"weight_grad": {"fp8": 1.0}}}
-    hw = load_hardware("h800-sxm", cluster)
+    hw = load_hardware("h800-sxm", cluster).in_training()
     monkeypatch.setattr("tests.piper_sim.pricing.test_published_layer.hardware_of", lambda _: hw)
     assert sum(layer_ms().values()) < 0.92 * sum(MEASURED["deepseek_phases_ms"]["rows"].values())

@@ -1,0 +1,97 @@
+"""`python -m experiments.kernels DIR`: measured kernels and collectives of a folder of tables against the model.
+
+Tables: gemm_*.csv (gpu, dtype, m, n, k, us), attention_*.csv, nccl*.csv with the columns of the small ones in
+`experiments/published/data/kernels`, which are read where no folder is given. Kernels there were measured by
+themselves: short bursts at boost clocks, so the hardware files are taken as they are,
+not `in_training()`. A product in fp8 is measured with the quantising of x in front of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from cost_models import DeviceHardware, LinkFabric, kernel_seconds, load_hardware, message_seconds
+from experiments.published.rows import DATA, Line, lines
+from ir.core.work import CAST, DType, Kernel, KernelKind, Message, MessageKind
+from piper_sim.study.history.spread import PredictionErrors
+
+GPUS = {"a100": "a100-sxm-80gb", "h100": "h100-sxm", "h200": "h200-sxm", "b200": "b200-sxm"}
+
+
+def gemm(line: Line, hw: DeviceHardware) -> float:
+    """Seconds of a product, in fp8 with the cast of x."""
+    m, n, k = (int(line[c]) for c in "mnk")
+    dtype = DType.BF16 if line["dtype"] == "bf16" else DType.FP8
+    product = Kernel(KernelKind.GEMM, 2 * m * n * k, dtype.bytes * (m + n) * k + 2 * m * n, dtype, (m, n, k))
+    cast = Kernel(KernelKind.MEMORY, 0, 3 * m * k, DType.BF16, (), f"x{CAST}")
+    return kernel_seconds(product, hw) + (kernel_seconds(cast, hw) if dtype is DType.FP8 else 0.0)
+
+
+def attention(line: Line, hw: DeviceHardware) -> float:
+    """Seconds of a causal forward pass without a window."""
+    batch, heads, few, s, d = (int(line[c]) for c in ("batch", "heads", "kv_heads", "seq_len", "head_dim"))
+    moved = 2 * batch * s * d * 2 * (heads + few)
+    shape = (batch, heads, s, s, d, d)
+    return kernel_seconds(Kernel(KernelKind.ATTENTION, 2 * batch * heads * s * s * d, moved, DType.BF16, shape), hw)
+
+
+def collective(line: Line, hw: DeviceHardware) -> float:
+    """Seconds of a collective inside a node."""
+    message, ranks = Message(MessageKind(line["collective"]), int(line["bytes"]), ("dp",)), int(line["gpus"])
+    return message_seconds(message, ranks, ranks, LinkFabric.of(hw))
+
+
+def seconds(line: Line, key: str) -> float:
+    """What was measured; of attention the quicker kernel."""
+    found = [line[c] for c in ("us", "us_trtllm", "us_vllm") if line.get(c)]
+    return 1e-6 * min(map(float, found)) if key == "attention" else 1e-6 * float(line["us"])
+
+
+KINDS: Mapping[str, tuple[Callable[[Line, DeviceHardware], float], str]] = {
+    "gemm": (gemm, "dtype"),
+    "attention": (attention, "head_dim"),
+    "nccl": (collective, "collective"),
+}
+
+
+def errors(folder: Path, swap: Mapping[str, str] | None = None) -> dict[tuple[str, str, str], list[float]]:
+    """(kind, GPU, dtype and the like) -> errors. swap: another GPU's file instead, as a control."""
+    out: dict[tuple[str, str, str], list[float]] = {}
+    for kind, (priced, column) in KINDS.items():
+        for line in (
+            x for file in sorted(folder.glob(f"{kind}_*.csv")) + sorted(folder.glob(f"{kind}.csv")) for x in lines(file)
+        ):
+            if line.get("window", "0") == "0":
+                gpu = line["gpu"]
+                hw = load_hardware(GPUS[(swap or {}).get(gpu, gpu)])
+                out.setdefault((kind, gpu, line[column]), []).append(priced(line, hw) / seconds(line, kind) - 1)
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Score a folder."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.kernels", description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=DATA / "kernels")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    args = parser.parse_args(argv)
+    rows = []
+    for (kind, gpu, of), found in errors(args.folder).items():
+        x = PredictionErrors.of(found)
+        assert x is not None
+        rows.append(
+            {"kind": kind, "gpu": gpu, "of": of, "n": x.n, "median": x.median, "p90": x.p90, "sign": median(found)}
+        )
+    for r in rows if not args.json else ():
+        print("{kind:10} {gpu:5} {of:14} {n:5} median {median:.3f} p90 {p90:.3f} sign {sign:+.3f}".format(**r))
+    if args.json:
+        print(json.dumps({"schema_version": 1, "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
