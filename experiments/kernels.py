@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", nargs="?", type=Path, default=DATA / "kernels")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     args = parser.parse_args(argv)
-    rows = []
+    rows: list[dict[str, str | int | float]] = []
     for (kind, gpu, of), found in errors(args.folder).items():
         x = PredictionErrors.of(found)
         assert x is not None
@@ -87,7 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             {"kind": kind, "gpu": gpu, "of": of, "n": x.n, "median": x.median, "p90": x.p90, "sign": median(found)}
         )
     for r in rows if not args.json else ():
-        print("{kind:10} {gpu:5} {of:14} {n:5} median {median:.3f} p90 {p90:.3f} sign {sign:+.3f}".format(**r))
+        print(
+            "{kind!s:10} {gpu!s:5} {of!s:14} {n!s:>5} median".format(**r),
+            *(f"{float(r[k]):+.3f}" for k in ("median", "p90", "sign")),
+        )
     if args.json:
         print(json.dumps({"schema_version": 1, "rows": rows}))
     return 0

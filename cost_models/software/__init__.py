@@ -35,9 +35,10 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     their seconds over those of such kernels. launch_us: what the host needs per kernel; null: the hardware file's.
     turn_us: where it waits for the device at each transfer between pipeline stages: what it then needs before the next
     pass; 0: it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are made in before kernels of
-    their own add them to the sums, and that a second copy has where they are reduced between replicas. tp_overlap: what
-    a job's `[costs] tp_overlap` is where it says nothing. loss, eager, keep_gathered: see `ir.workload.setting.Style`;
-    eager means a plain loss, too. sources: constant -> where it is from.
+    their own add them to the sums, and that a second copy has where they are reduced between replicas. library_MiB:
+    what matrix and attention libraries keep allocated as workspaces. tp_overlap: what a job's `[costs] tp_overlap` is
+    where it says nothing. loss, eager, keep_gathered: see `ir.workload.setting.Style`; eager means a plain loss, too.
+    sources: constant -> where it is from.
     """
 
     name: str = ""
@@ -48,6 +49,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     turn_us: NonNegative = 0.0
     grad_copy_bytes: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
     tp_overlap: bool = False
+    library_MiB: NonNegative = 0.0
     loss: Literal["parallel", "plain", "fused"] | None = None
     eager: bool = False
     keep_gathered: bool = False
@@ -64,7 +66,7 @@ def frameworks() -> tuple[str, ...]:
     """Names that `[costs] software` may hold.
 
     >>> frameworks()
-    ('llm-foundry', 'megatron', 'nanotron', 'nemo')
+    ('llm-foundry', 'megatron', 'megatron-core', 'megatron-deepspeed', 'nanotron', 'nemo')
     """
     return tuple(sorted(p.stem for p in _HERE.glob("*.json")))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from experiments.published.controls import CONTROLS
 from experiments.published.page import PAGE, PICTURE, page
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     found = _found(chosen(args.sets), args.data, CONTROLS[args.control] if args.control else None)
     if args.json:
-        print(json.dumps(as_json(found)))
+        print(msgspec.json.encode(as_json(found)).decode())
     else:
         print(summary(found))
         if args.rows:

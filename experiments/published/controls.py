@@ -27,7 +27,14 @@ def constant(job: Table) -> Table:
     0.55 is the middle of what tuned runs on A100 and H100 report.
     """
     share = {d: 0.55 for d in ("fp64", "fp32", "bf16", "fp16", "fp8")}
-    gemm = {"efficiency": share, "unhidden_memory": dict.fromkeys(share, 0.0), "ramp_bytes": 0, "tiles": _ONE_TILE}
+    gemm = {
+        "efficiency": share,
+        "unhidden_memory": dict.fromkeys(share, 0.0),
+        "ramp_bytes": 0,
+        "tiles": _ONE_TILE,
+        "sustained": dict.fromkeys(share, 1.0),
+        "burst": None,
+    }
     attention = {"forward_efficiency": 0.55, "backward_efficiency": 0.55, "ramp_tokens": 0, "head_exponent": 0}
     free = {"memory_efficiency": 1.0, "memory_ramp_KiB": 0, "kernel_launch_us": 0}
     more = {"gemm": {**gemm, "grouped_efficiency": 1.0}, "attention": {**attention, "portable": 1.0}, **free}

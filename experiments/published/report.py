@@ -103,6 +103,7 @@ def as_json(found: Found) -> dict[str, object]:
             "failure": r.failure,
             "why": r.row.why,
             "split": dict(r.split or {}),
+            "traits": r.traits,
         }
         for s, some in found.items()
         for r in some

@@ -16,6 +16,8 @@ from piper_sim.study.history.spread import PredictionErrors
 from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
+from piper_sim.study.simulate import traits
+from piper_sim.study.sure import PredictionTraits
 
 __all__ = ["Change", "PredictionErrors", "Score", "Table", "memories", "scored", "scores", "times"]
 
@@ -28,7 +30,7 @@ class Score:
     """A row and its errors, predicted / measured - 1. failure: why there is no prediction.
 
     memory: by pipeline rank, or of the fullest. fits: whether the run that ran is said to fit. split: key of the
-    breakdown -> share of the step, mean over pipeline ranks.
+    breakdown -> share of the step, mean over pipeline ranks. traits: what the run is like.
     """
 
     row: Row
@@ -38,6 +40,7 @@ class Score:
     fits: bool | None = None
     predicted_s: float | None = None
     split: Mapping[str, float] | None = None
+    traits: PredictionTraits | None = None
 
 
 def scores(rows: Iterable[Row], change: Change | None = None) -> Iterator[Score]:
@@ -63,7 +66,7 @@ def scored(row: Row, table: Table) -> Score:
     except PiperError as e:
         return Score(row, failure=str(e).splitlines()[0])
     time = None if row.seconds is None else p.iteration_s / row.seconds - 1
-    return Score(row, time, _memory(row, p), "", fits(p.planned), p.iteration_s, _split(p))
+    return Score(row, time, _memory(row, p), "", fits(p.planned), p.iteration_s, _split(p), traits(p.planned, p.times))
 
 
 def _memory(row: Row, p: Prediction) -> dict[int, float]:

@@ -38,6 +38,7 @@ class Memory:
     dynamic: IntArray
     level: IntArray
     high: IntArray
+    library: int = 0
 
     def breakdown(self, program: int) -> dict[str, int]:
         """What the peak consists of, context left out."""
@@ -65,10 +66,13 @@ def state(plan: Plan, recipe: OptimizerPrecision) -> tuple[OptimizerMemory, ...]
     return tuple(out)
 
 
-def memory(plan: Plan, persistent: tuple[OptimizerMemory, ...], workspace: IntArray | None = None) -> Memory:
+def memory(
+    plan: Plan, persistent: tuple[OptimizerMemory, ...], workspace: IntArray | None = None, library: int = 0
+) -> Memory:
     """Walk every program's dispatch order, cover by cover: allocate, note the level, free.
 
-    workspace: [node, microbatch] bytes while a node runs, where they differ from the graph's.
+    workspace: [node, microbatch] bytes while a node runs, where they differ from the graph's. library: bytes that
+    libraries keep for their own workspaces, always there.
     """
     key, size, column, _ = _events(plan, workspace)
     op = key // _stride(plan)
@@ -86,7 +90,8 @@ def memory(plan: Plan, persistent: tuple[OptimizerMemory, ...], workspace: IntAr
             at[p] = op[k - 1]
             dynamic[p] = [size[a:k][column[a:k] == c].sum() for c in range(len(_COLUMNS))]
     after, high = _per_op(plan, op, total, key % _stride(plan) >= 3)
-    return Memory(persistent, peak, at, dynamic, after, high)
+    dynamic[:, WORKSPACE] += library
+    return Memory(persistent, peak + library, at, dynamic, after + library, high + library, library)
 
 
 def _stride(plan: Plan) -> int:
@@ -162,7 +167,7 @@ class ReservedMemory:
 
 
 def requests(
-    plan: Plan, persistent: tuple[OptimizerMemory, ...], workspace: IntArray | None = None
+    plan: Plan, persistent: tuple[OptimizerMemory, ...], workspace: IntArray | None = None, library: int = 0
 ) -> list[tuple[MemoryRequests, IntArray]]:
     """Each program's requests of one step, and the op of each. State is one flat buffer per kind, as in Megatron."""
     key, size, _, request = _events(plan, workspace)
@@ -170,7 +175,8 @@ def requests(
     sizes = np.zeros(int(request.max(initial=-1)) + 1, dtype=np.int64)
     sizes[request[request >= 0]] = size[request >= 0]
     cuts = np.searchsorted(op, plan.bounds).tolist()
-    state = [(s.parameters, s.gradients, s.optimizer) for s in persistent]
+    more = (library,) if library else ()
+    state = [(s.parameters, s.gradients, s.optimizer, *more) for s in persistent]
     return [(MemoryRequests(s, request[a:b], sizes), op[a:b]) for s, (a, b) in zip(state, pairwise(cuts), strict=True)]
 
 
@@ -180,7 +186,7 @@ def reserved(
     """Replay every program's requests. limit: bytes that the driver has for the allocator: less context and margin."""
     if hardware.reserved_over_allocated[1] == 1:
         return tuple(_uncached(int(b), int(at), hardware, limit) for b, at in zip(found.peak, found.at, strict=True))
-    asked = requests(plan, found.state, workspace)
+    asked = requests(plan, found.state, workspace, found.library)
     with ThreadPoolExecutor() as threads:  # compiled replays hold no lock
         return tuple(threads.map(lambda x, peak: _cached(x[0], x[1], int(peak), hardware, limit), asked, found.peak))
 

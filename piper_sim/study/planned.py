@@ -9,6 +9,7 @@ import numpy as np
 
 from cost_models import DeviceHardware
 from cost_models.allocator.bands import context_bytes
+from cost_models.hardware.schema import MIB
 from ir.core.mesh import Mesh
 from ir.core.order import IntArray
 from ir.job.build import PreparedJob
@@ -53,7 +54,8 @@ class PlannedJob:
         classes = model.classes(plan, np.concatenate(more) if more else None)
         persistent = state(plan, model.recipe)
         sized, workspace = (plan, None) if routing is None else worst(plan, routing, classes)
-        found = memory(sized, persistent, workspace)
+        library = int(hardware.software.library_MiB * MIB)
+        found = memory(sized, persistent, workspace, library)
         return cls(prepared, hardware, plan, model, routing, classes, sized, workspace, found)
 
     @cached_property

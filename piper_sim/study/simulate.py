@@ -16,7 +16,9 @@ from piper_sim.pricing.costs import OpCosts
 from piper_sim.report.units import GIB
 from piper_sim.study.breakdown import StepBreakdown
 from piper_sim.study.planned import PlannedJob, fits
+from piper_sim.study.sure import WAITS, PredictionTraits, fits_probability, interval
 
+GENERIC = "generic"  # no framework named: fused kernels, launched ahead
 Object = dict[str, Any]  # as JSON has it
 
 
@@ -25,13 +27,14 @@ def simulate_object(p: PlannedJob, costs: OpCosts, times: StepBreakdown, steps: 
     job, mesh = p.prepared.job, p.prepared.mesh
     tokens = (job.parallel.dp or 1) * p.prepared.mbs * job.schedule.microbatch_size * job.model.seq_len
     flops = _model_flops(p.prepared) / times.iteration_s / mesh.ranks
-    mem = memory_object(p)
+    like = traits(p, times)
+    mem = memory_object(p, like)
     fit = fits(p)
     rate = tokens / times.iteration_s
     out: Object = {
         "schema_version": 1,
         "iteration_s": times.iteration_s,
-        "iteration_s_interval": None,
+        "iteration_s_interval": interval(times.iteration_s, like),
         "tokens_per_s": rate,
         "tokens_per_s_per_gpu": rate / mesh.ranks,
         "model_tflops_per_gpu": flops / 1e12,
@@ -46,7 +49,7 @@ def simulate_object(p: PlannedJob, costs: OpCosts, times: StepBreakdown, steps: 
         "folded": {"replicas_simulated": p.classes.count, "replicas": len(p.classes.of)},
         "host_model": job.costs.host_model,
         "interference_level": job.costs.interference,
-        "software": job.costs.software,
+        "software": job.costs.software or GENERIC,
         "cost_source": p.sources.word,
         "cost_shares": p.sources.shares,
         "warnings": warnings(p.prepared),
@@ -84,13 +87,24 @@ def _model_flops(p: PreparedJob) -> float:
     return 3.0 * forward * p.mbs * (p.job.parallel.dp or 1)
 
 
-def memory_object(p: PlannedJob) -> Object:
+def traits(p: PlannedJob, times: StepBreakdown) -> PredictionTraits:
+    """What the run is like."""
+    job = p.prepared.job
+    host = sum(row["host"] for row in times.seconds) / len(times.seconds) / times.iteration_s
+    given = job.costs.stage_times is not None
+    moe = p.prepared.config.moe is not None
+    return PredictionTraits(p.hardware.name, job.costs.software or "", moe, given, host > WAITS)
+
+
+def memory_object(p: PlannedJob, like: PredictionTraits) -> Object:
     """Peaks, capacity and breakdown by pipeline rank."""
     hw, m = p.hardware, p.memory
     context, bands = p.context_bytes, [r.band for r in p.reserved]
     ranks = range(p.plan.programs)
     parts = {str(r): {**m.breakdown(r), "context": context} for r in ranks}
     device = {str(r): bands[r].middle + context for r in ranks}
+    room = int(hw.hbm_GiB * GIB)
+    chances = [fits_probability(int(m.peak[r]), device[str(r)], room, like) for r in ranks]
     return {
         "peak_allocated_bytes": {str(r): int(m.peak[r]) for r in ranks},
         "peak_reserved_bytes": {str(r): bands[r].middle for r in ranks},
@@ -100,7 +114,7 @@ def memory_object(p: PlannedJob) -> Object:
         "margin_bytes": int(p.prepared.job.cluster.memory_margin_GiB * GIB),
         "breakdown_bytes": parts,
         "cache_bytes": {r: device[r] - sum(parts[r].values()) for r in parts},
-        "fits_probability": None,
+        "fits_probability": min(chances),
         "peak_op": {str(r): p.plan.text(int(m.at[r])) for r in ranks},
     }
 

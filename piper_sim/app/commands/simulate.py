@@ -98,7 +98,7 @@ def essentials(p: Prediction) -> str:
     axes = " ".join(f"{a}={mesh[a]}" for a in ("tp", "cp", "pp", "dp", "ep") if mesh[a] > 1)
     batch = f"{p.prepared.mbs} microbatches of {job.schedule.microbatch_size} x {job.model.seq_len} tokens"
     layers = f"layers per stage {list(p.prepared.layers)}"
-    software = f"software {job.costs.software}" if job.costs.software else "no software file"
+    software = f"software {p.to_dict()['software']}"
     layout = f"{axes} zero={job.parallel.zero}".strip()
     return f"{job.model.name}: {size}; {layout}; {batch}; {job.precision.compute}; {layers}; {software}"
 
@@ -121,6 +121,9 @@ def _print(p: Prediction, found: Object, out: str | None) -> None:
     print(
         f"all times are {times} ({how}); reserved bytes are modelled" if times else f"{p.planned.sources.text} ({how})"
     )
+    low, high = found["iteration_s_interval"]
+    chance = found["memory"]["fits_probability"]
+    print(f"80 % interval by published runs like it: {low:.4g} to {high:.4g} s; chance of room in memory {chance:.1%}")
     if not found["fits"]:
         print(f"does not fit: {found['reason']}")
     if out is not None:

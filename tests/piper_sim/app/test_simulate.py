@@ -57,7 +57,9 @@ def check(found: dict[str, Any], code: int, gpus: int, tokens: int) -> None:
         assert memory["device_peak_bytes"][r] == memory["peak_reserved_bytes"][r] + parts["context"]
         assert min(parts["parameters"], parts["gradients"], parts["activations"]) > 0
         assert memory["cache_bytes"][r] + sum(parts.values()) == memory["device_peak_bytes"][r]
-    assert memory["fits_probability"] is None and found["iteration_s_interval"] is None
+    assert 0 < memory["fits_probability"] < 1
+    low, high = found["iteration_s_interval"]
+    assert 0.5 < low / found["iteration_s"] < high / found["iteration_s"] < 3
     fits = max(memory["device_peak_bytes"].values()) <= memory["capacity_bytes"] - memory["margin_bytes"]
     assert found["fits"] is fits and code == (0 if fits else 3)
     assert ("reason" in found) is not fits

@@ -21,7 +21,7 @@ def simumax(line: Line) -> Row:
             "cluster": {"gpu": "b200-sxm"},
             "parallel": {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "zero": 1, "layers": "even"},
             "schedule": {"name": "1f1b", "microbatches": mbs, "microbatch_size": int(line["micro_batch"])},
-            "costs": {"software": "megatron"},
+            "costs": {"software": "megatron-core"},
         },
         float(line["iter_time_ms"]) * 1e-3,
         dict(enumerate(peaks)),
@@ -162,7 +162,7 @@ def modelzoo(line: Line) -> Row:
                 "microbatch_size": mb,
                 "recompute": ["norm", "activation"],
             },
-            "costs": {"software": "megatron"},
+            "costs": {"software": "megatron-core"},
         },
         float(line["iter_time_s"]),
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from experiments.published import sets_gpt, sets_llama, sets_megatron
 from experiments.published.rows import DataSet
+from experiments.published.sets import gpt, llama, megatron
 
-SETS: tuple[DataSet, ...] = (*sets_gpt.SETS, *sets_llama.SETS, *sets_megatron.SETS)
+SETS: tuple[DataSet, ...] = (*gpt.SETS, *llama.SETS, *megatron.SETS)
 
 
 def chosen(names: str) -> tuple[DataSet, ...]:

@@ -1,0 +1,60 @@
+"""What the scores say of how sure a prediction is: the table of residuals, and whether its intervals hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from experiments.published.report import Found
+from experiments.published.rows import fitted
+from experiments.published.score import Score
+from piper_sim.study.sure import PredictionResidual, quantile, weighted
+
+
+def residual(table: str, s: Score) -> PredictionResidual | None:
+    """A row's; None where nothing was predicted."""
+    if s.traits is None:
+        return None
+    memory = max(s.memory.values(), key=abs) if s.memory else None
+    ratios = [None if e is None else 1 / (1 + e) for e in (s.time, memory)]
+    return PredictionResidual(table, s.traits, *ratios)
+
+
+def residual_file(found: Found) -> str:
+    """All rows as text, one a line."""
+    rows = [r for s, scores in found.items() for r in (residual(s.name, x) for x in scores) if r is not None]
+    lines = [msgspec.json.encode(_rounded(r)).decode() for r in rows]
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
+def _rounded(r: PredictionResidual) -> PredictionResidual:
+    time, memory = (None if x is None else round(x, 4) for x in (r.time, r.memory))
+    return PredictionResidual(r.table, r.traits, time, memory)
+
+
+def coverage(found: Found) -> list[str]:
+    """Lines of a table: shares of rows that 80 % intervals hold."""
+    rows = []
+    for s, scores in found.items():
+        mine = fitted(x.row for x in scores)
+        each = ((x.row.name in mine, residual(s.name, x)) for x in scores)
+        rows += [(s.name, fit, r) for fit, r in each if r is not None]
+    known = [r for _, fit, r in rows if fit]
+    out = ["| of | rows | rows held out, by the others | rows of a table, by the other tables |", "|---|--:|--:|--:|"]
+    for of in ("time", "memory"):
+        asked = [(t, fit, r) for t, fit, r in rows if getattr(r, of) is not None]
+        half = [held(r, known, of) for _, fit, r in asked if not fit]
+        left = [held(r, [o for _, _, o in rows if o.table != t], of) for t, _, r in asked]
+        out.append(f"| {of} | {len(asked)} | {_share(half)} | {_share(left)} |")
+    return out
+
+
+def held(r: PredictionResidual, known: Sequence[PredictionResidual], of: str) -> bool:
+    """Whether the 80 % interval by `known` holds a row."""
+    found = weighted(r.traits, known, of)
+    return bool(quantile(found, 0.1) <= getattr(r, of) <= quantile(found, 0.9))
+
+
+def _share(found: Sequence[bool]) -> str:
+    return f"{sum(found)} of {len(found)} ({sum(found) / len(found):.0%})" if found else ""

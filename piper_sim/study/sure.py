@@ -1,0 +1,92 @@
+"""How sure a prediction is: how far published runs like it were from their predictions.
+
+`residuals.json` beside this file holds measured / predicted of every published row (`python -m experiments.published
+--write` renews it). A row counts the more the more it is like the job, by GPU, framework, mixture of experts, op times
+given or modelled, and whether the host is waited for; a table of many rows counts as the root of their number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from ir.core.errors import ErrorKind
+from ir.core.files import FileErrors, read_json, typed
+
+FILE = Path(__file__).with_name("residuals.json")
+FORM = FileErrors("a table of residuals", ErrorKind.IO, "residuals", 10**7, "written by experiments.published")
+UNLIKE = 0.5  # what a row counts for each thing in which it differs
+TWICE = ("software", "given")  # these differ as two things do
+WAITS = 0.1  # share of a step for the host, from which on it is waited for
+
+
+class PredictionTraits(msgspec.Struct, frozen=True):
+    """What a run is like. software: "" for none. given: op times of the source, not modelled ones."""
+
+    gpu: str
+    software: str
+    moe: bool
+    given: bool
+    waits: bool
+
+    def likeness(self, other: PredictionTraits) -> float:
+        """1 where all is the same, a half for each thing that differs."""
+        things = ((f, getattr(self, f) != getattr(other, f)) for f in self.__struct_fields__)
+        return float(UNLIKE ** sum((2 if f in TWICE else 1) * differs for f, differs in things))
+
+
+class PredictionResidual(msgspec.Struct, frozen=True):
+    """One published row: its table, what it is like, and measured / predicted of a step's time and of peak memory."""
+
+    table: str
+    traits: PredictionTraits
+    time: float | None
+    memory: float | None
+
+
+@cache
+def residuals() -> tuple[PredictionResidual, ...]:
+    """Those of every published row."""
+    return typed(read_json(FILE, FORM), tuple[PredictionResidual, ...], FORM, str(FILE))
+
+
+def weighted(
+    traits: PredictionTraits, rows: Iterable[PredictionResidual], of: str = "time"
+) -> list[tuple[float, float]]:
+    """(measured / predicted, weight), by the first; weights sum to 1."""
+    known = [(r, float(getattr(r, of))) for r in rows if getattr(r, of) is not None]
+    many = Counter(r.table for r, _ in known)
+    found = sorted((x, traits.likeness(r.traits) / many[r.table] ** 0.5) for r, x in known)
+    total = sum(w for _, w in found)
+    return [(x, w / total) for x, w in found]
+
+
+def quantile(found: Sequence[tuple[float, float]], share: float) -> float:
+    """The least value up to which at least `share` of the weight lies.
+
+    >>> quantile([(0.9, 0.05), (1.0, 0.9), (1.2, 0.05)], 0.9)
+    1.0
+    """
+    reached = 0.0
+    for value, weight in found:
+        reached += weight
+        if reached >= share - 1e-12:
+            return value
+    return found[-1][0]
+
+
+def interval(seconds: float, traits: PredictionTraits) -> list[float]:
+    """[p10, p90] of a step's seconds."""
+    found = weighted(traits, residuals())
+    return [seconds * quantile(found, share) for share in (0.1, 0.9)]
+
+
+def fits_probability(allocated: int, device: int, capacity: int, traits: PredictionTraits) -> float:
+    """Chance that a rank finds room: what is allocated is as far off as of runs like it, the rest is as modelled."""
+    found = weighted(traits, residuals(), "memory")
+    share = sum(w for ratio, w in found if device + allocated * (ratio - 1) <= capacity)
+    return (share * len(found) + 0.5) / (len(found) + 1)  # never certain
