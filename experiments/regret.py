@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 
 from experiments.published.rows import DATA, Line, Row, lines
-from experiments.published.sets_gpt import megatron
-from experiments.published.sets_llama import llm_foundry, ultrascale
+from experiments.published.sets.gpt import megatron
+from experiments.published.sets.llama import llm_foundry, ultrascale
 from ir.core.errors import PiperError
 from ir.job.load import job_from
 from piper_sim.study.predict import predict

@@ -87,23 +87,26 @@ def _model_flops(p: PreparedJob) -> float:
     return 3.0 * forward * p.mbs * (p.job.parallel.dp or 1)
 
 
-def traits(p: PlannedJob, times: StepBreakdown) -> PredictionTraits:
-    """What the run is like."""
+def traits(p: PlannedJob, times: StepBreakdown | None = None) -> PredictionTraits:
+    """What the run is like. times: left out, the host is taken not to be waited for."""
     job = p.prepared.job
-    host = sum(row["host"] for row in times.seconds) / len(times.seconds) / times.iteration_s
+    host = 0.0
+    if times is not None:
+        host = sum(row["host"] for row in times.seconds) / len(times.seconds) / times.iteration_s
     given = job.costs.stage_times is not None
     moe = p.prepared.config.moe is not None
     return PredictionTraits(p.hardware.name, job.costs.software or "", moe, given, host > WAITS)
 
 
-def memory_object(p: PlannedJob, like: PredictionTraits) -> Object:
-    """Peaks, capacity and breakdown by pipeline rank."""
+def memory_object(p: PlannedJob, like: PredictionTraits | None = None) -> Object:
+    """Peaks, capacity and breakdown by pipeline rank. like: what the run is like, for the chance of room."""
     hw, m = p.hardware, p.memory
     context, bands = p.context_bytes, [r.band for r in p.reserved]
     ranks = range(p.plan.programs)
     parts = {str(r): {**m.breakdown(r), "context": context} for r in ranks}
     device = {str(r): bands[r].middle + context for r in ranks}
     room = int(hw.hbm_GiB * GIB)
+    like = like or traits(p)
     chances = [fits_probability(int(m.peak[r]), device[str(r)], room, like) for r in ranks]
     return {
         "peak_allocated_bytes": {str(r): int(m.peak[r]) for r in ranks},
