@@ -16,6 +16,8 @@ from experiments.published.report import as_json, rows_text, summary
 from experiments.published.rows import DATA, DataSet
 from experiments.published.score import Change, Score, scores
 from experiments.published.sets import SETS, chosen
+from experiments.published.sure import residual_file
+from piper_sim.study.sure import FILE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         controls = {name: _found(SETS, args.data, change) for name, change in CONTROLS.items()}
         PAGE.write_text(page(found, controls))
         PICTURE.write_bytes(scatter(found))
+        FILE.write_text(residual_file(found))
         return 0
     found = _found(chosen(args.sets), args.data, CONTROLS[args.control] if args.control else None)
     if args.json:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from experiments.published.report import Found, confusion, summary, without
 from experiments.published.score import PredictionErrors, times
+from experiments.published.sure import coverage
 
 PAGE = Path(__file__).parents[2] / "docs" / "PUBLISHED.md"
 PICTURE = PAGE.with_name("published.png")
@@ -15,7 +16,7 @@ _INTRO = """# How far off the predictions are
 
 Written by `python -m experiments.published --write`; no figure of the tables is typed in. Every row of
 `experiments/published/data` becomes a job and is predicted with **one frozen hardware file per GPU and one software
-file per framework** (at most six constants, each with its source in the file). An error is predicted / measured − 1;
+file per framework** (at most eight constants, each with its source in the file). An error is predicted / measured − 1;
 the table shows the median, 90th percentile and worst of its size, and the median with its sign. A step's time is what
 is scored, never MFU; memory is the peak of allocated bytes, per pipeline rank where the source gives it.
 
@@ -31,6 +32,12 @@ _FITS = """## Said to fit
 
 A run that ran must be said to fit (capacity less a margin of 2 GiB, reserved bytes by a replay of the allocator). What
 ended the failed runs is not known: out of memory, out of time, or a crash; the table is no score.
+"""
+
+_SURE = """## How sure
+
+`iteration_s_interval` is the middle 80 % of measured / predicted of rows like the job (docs/COSTS.md). How many rows
+lie in theirs: half of the tables by the other half, and each table by all the others, as a table nobody has seen.
 """
 
 _CONTROLS = """## Controls
@@ -53,6 +60,9 @@ def page(found: Found, controls: Mapping[str, Found]) -> str:
             "",
             _FITS,
             confusion(found),
+            "",
+            _SURE,
+            *coverage(found),
             "",
             "## What is missing",
             "",

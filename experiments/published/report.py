@@ -22,15 +22,20 @@ def halves(found: Sequence[Score]) -> dict[str, list[Score]]:
 
 
 def summary(found: Found) -> str:
-    """One line per data set, quantity and half, then what has no number."""
+    """One line per data set, quantity and half; the data set whose median is worst leads."""
     out = [_HEAD.rstrip("\n")]
-    for s, rows in found.items():
+    for s, rows in sorted(found.items(), key=lambda x: -_worst(x[1])):
         for of, errors in (("time", times), ("memory", memories)):
             for half, some in halves(rows).items():
                 spread = PredictionErrors.of(errors(some))
                 if spread is not None:
                     out.append(_line(s, of, half, spread))
     return "\n".join(out)
+
+
+def _worst(rows: Sequence[Score]) -> float:
+    """The larger of the medians of time and memory."""
+    return max((x.median for of in (times, memories) if (x := PredictionErrors.of(of(rows)))), default=0.0)
 
 
 def _line(s: DataSet, of: str, half: str, x: PredictionErrors) -> str:
