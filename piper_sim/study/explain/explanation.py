@@ -13,9 +13,10 @@ import numpy as np
 
 from ir.core.grid import GRID
 from ir.core.ops import Pass
+from ir.core.order import IntArray
 from ir.job import Job
 from ir.job.build import blaming
-from piper_sim.folding.ground import RankPositions
+from piper_sim.folding.ground import DevicePlacement, RankPositions
 from piper_sim.study.explain.blame import CAUSES, OpWaits, busy_ticks, idle_ticks, phases
 from piper_sim.study.explain.chain import chain_of, ticks
 from piper_sim.study.explain.excess import covering, excess_of
@@ -107,13 +108,23 @@ def _predicted(job: Job, progress: Progress) -> Prediction:
 def explained(p: Prediction, others: tuple[JobChange, ...] = ()) -> StepExplanation:
     """The explanation of a job that was simulated; others: its what-ifs."""
     classes, at, programs = p.planned.classes, RankPositions(p.prepared.mesh), p.plan.programs
+    slow = _slowest(p.planned.model.ground)
     seats = [
-        RankSeat(q, size, int(at.offset[first]) + q * at.stride)
+        RankSeat(q, size, int(at.offset[first]) + q * at.stride, int(at.offset[slow[q, first]]) + q * at.stride)
         for first, size in zip(classes.first.tolist(), classes.size.tolist(), strict=True)
         for q in range(programs)
     ]
     found = told(waits_of(p), seats, lambda op: p.plan.text(op % len(p.plan)))
     return replace(found, what_ifs=others, fits=p.fits, reason=p.to_dict().get("reason"))
+
+
+def _slowest(ground: DevicePlacement) -> IntArray:
+    """[program, position] the slowest of the ranks that a rank meets inside its ops: who else makes it slow."""
+    members = ground.positions.members(("tp", "cp"))
+    out = np.empty(ground.speed.shape, dtype=np.int64)
+    least = ground.speed[:, members].argmin(axis=2)
+    out[:, members] = members[np.arange(len(members)), least][:, :, None]
+    return out
 
 
 def waits_of(p: Prediction) -> OpWaits:
@@ -144,11 +155,19 @@ def apportioned(parts: Mapping[K, int], divisor: int, total: int | None = None) 
 
 @dataclass(frozen=True)
 class RankSeat:
-    """Whose ops a chain's program are: a pipeline rank's, in how many replicas, and the rank that stands for them."""
+    """Whose ops a chain's program are: a pipeline rank's, in how many replicas, and the rank that stands for them.
+
+    slow: the slowest of those it meets inside its ops, by default itself.
+    """
 
     row: int
     replicas: int
     rank: int
+    slow: int = -1
+
+    def blamed(self, cause: str) -> int:
+        """Who is named for a cause of these ops."""
+        return self.slow if cause == "straggler" and self.slow >= 0 else self.rank
 
 
 def told(asked: OpWaits, seats: Sequence[RankSeat], text: Callable[[int], str]) -> StepExplanation:
@@ -164,7 +183,7 @@ def told(asked: OpWaits, seats: Sequence[RankSeat], text: Callable[[int], str]) 
         found = idle_ticks(asked, k).found
         for (cause, op), n in found.items():
             rows[seat.row][cause] += n * weight
-            most[cause, int(chain.program[op])][op] += n * weight
+            most[cause, seats[int(chain.program[op])].blamed(cause)][op] += n * weight
         for cause, n in [*busy_ticks(asked, k).items(), *((c, n) for (c, _), n in found.items())]:
             spent[cause] += n * weight
     tables = [apportioned(row, whole) for row in rows]
@@ -172,12 +191,12 @@ def told(asked: OpWaits, seats: Sequence[RankSeat], text: Callable[[int], str]) 
     causes = apportioned({key: sum(ops.values()) for key, ops in most.items()}, whole, total)
     worst = {key: text(max(ops, key=ops.__getitem__)) for key, ops in most.items()}
     listed = [
-        {"cause": key[0], "rank": seats[key[1]].rank, "op": worst[key], "seconds": n / GRID}
+        {"cause": key[0], "rank": key[1], "op": worst[key], "seconds": n / GRID}
         for key, n in sorted(causes.items(), key=lambda x: -x[1])
         if n
     ]
     by_size = sorted(apportioned(spent, whole * len(rows), chain.period).items(), key=lambda x: -x[1])
-    path = [(x, seats[int(chain.program[x.op])].rank) for x in critical_path(asked)]
+    path = [(x, seats[int(chain.program[x.op])].blamed(x.cause)) for x in critical_path(asked)]
     return StepExplanation(
         chain.period / GRID,
         tuple(listed),

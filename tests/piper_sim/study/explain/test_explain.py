@@ -150,6 +150,19 @@ def test_a_walk_that_overlooks_what_ops_wait_for_names_others(monkeypatch: pytes
 WHAT = {"straggler": "no straggler", "expert_skew": "balanced experts", "link": "links as usual"}
 
 
+@pytest.mark.parametrize("slow", [8, 9, 15])
+def test_of_ranks_that_meet_inside_an_op_the_slow_one_is_named(slow: int) -> None:
+    job = {
+        "model": {"config": "llama3-8b", "seq_len": 4096},
+        "cluster": {"gpu": "h100-sxm", "nodes": 2, "gpus_per_node": 8, "speed": {str(slow): 0.8}},
+        "parallel": {"tp": 2, "pp": 4},
+        "schedule": {"name": "1f1b", "microbatches": 8},
+    }
+    found = explained(predict(load_job(job)))
+    assert (found.causes[0]["cause"], found.causes[0]["rank"]) == ("straggler", slow)
+    assert {x["rank"] for x in found.critical_path if x["cause"] == "straggler"} == {slow}
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2, 5, 6, 9])
 def test_removing_a_planted_cause_gains_what_was_promised(seed: int) -> None:
     case = drawn_case(seed)
