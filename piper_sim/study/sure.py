@@ -89,4 +89,4 @@ def fits_probability(allocated: int, device: int, capacity: int, traits: Predict
     """Chance that a rank finds room: what is allocated is as far off as of runs like it, the rest is as modelled."""
     found = weighted(traits, residuals(), "memory")
     share = sum(w for ratio, w in found if device + allocated * (ratio - 1) <= capacity)
-    return (share * len(found) + 0.5) / (len(found) + 1)  # never certain
+    return round((share * len(found) + 0.5) / (len(found) + 1), 6)  # never certain
