@@ -20,7 +20,9 @@ def parquet_files(tables: Mapping[str, DataFrame]) -> dict[str, bytes | str]:
     """
     if find_spec("pyarrow") is None:
         message = "parquet files need pyarrow"
-        raise PiperError(ErrorKind.MISSING_DEPENDENCY, message, key="pyarrow", suggestion="pip install pyarrow")
+        raise PiperError(
+            ErrorKind.MISSING_DEPENDENCY, message, key="pyarrow", suggestion="pip install 'piper-sim[parquet]'"
+        )
     out: dict[str, bytes | str] = {}
     for name, table in tables.items():
         buffer = io.BytesIO()
