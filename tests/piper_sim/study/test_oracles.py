@@ -38,7 +38,15 @@ def test_astra_sim_to_the_nanosecond(ranks: int, mbs: int, nanoseconds: int) -> 
     assert found["makespan"] == nanoseconds / 1e9
 
 
-@pytest.mark.parametrize("family", NAMES)
+# Nobody has published tables of these: tests/ir/schedules/test_schedules_fixed.py holds them to closed forms.
+WITHOUT = {"1f1b-overlap", "interleaved-1f1b-overlap"}
+
+
+def test_every_other_family_has_oracles() -> None:
+    assert {p.stem for p in ORACLES.glob("*.json")} >= set(NAMES) - WITHOUT and set(NAMES) >= WITHOUT
+
+
+@pytest.mark.parametrize("family", sorted(set(NAMES) - WITHOUT))
 def test_every_oracle_of_a_family(family: str) -> None:
     cases: dict[str, Any] = json.loads((ORACLES / f"{family}.json").read_text())
     assert cases
