@@ -251,11 +251,12 @@ def test_the_table_is_whole() -> None:
 LAUNCHES = Path(__file__).parents[4] / "shared" / "data" / "launches"
 
 
-@pytest.mark.skipif(not LAUNCHES.is_dir(), reason="public launches, not kept here")
-def test_public_launches(tmp_path: Path) -> None:
-    from tests.piper_sim.frameworks.launches import coverage
+if LAUNCHES.is_dir():  # public launches are not kept here: a machine that has them holds us to them
 
-    measured = coverage(LAUNCHES, tmp_path)
-    assert not measured.unlisted and not measured.untrue
-    assert measured.lists[UNKNOWN] < 0.01 * sum(measured.lists.values())
-    assert measured.right / measured.stated >= 0.95, measured.wrong[:20]
+    def test_public_launches(tmp_path: Path) -> None:
+        from tests.piper_sim.frameworks.launches import coverage
+
+        measured = coverage(LAUNCHES, tmp_path)
+        assert not measured.unlisted and not measured.untrue
+        assert measured.lists[UNKNOWN] < 0.01 * sum(measured.lists.values())
+        assert measured.right / measured.stated >= 0.95, measured.wrong[:20]
