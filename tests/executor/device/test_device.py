@@ -5,19 +5,17 @@ No GPU is needed: a mark carries a vector clock, so that "behind" can be asked o
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from executor.device.device import HostDevice
 from executor.device.progress import RankProgress, RankState, create
+from executor.device.race import DeviceRaceMark, RaceDevice
 from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.program import RankPlan
 from executor.runtime.rank import blank, crossing, topology
@@ -29,77 +27,17 @@ from ir.plan.plan import OpKind, Plan
 from tests.executor.runs import judged
 from tests.executor.threads import run_threads
 
-Clock = dict[int, int]
+Spans = dict[int, tuple[DeviceRaceMark, DeviceRaceMark]]
 
 
-class Point:
-    """A mark: its lane, and what had happened before it on all lanes. It is done once somebody has waited for it."""
-
-    def __init__(self, lane: int, clock: Clock) -> None:
-        self.lane, self.clock, self.at_s, self.waited = lane, clock, time.monotonic(), False
-
-    def done(self) -> bool:
-        return self.waited
-
-    def wait(self) -> None:
-        self.waited = True
-
-    def seconds(self) -> float:
-        return self.at_s
-
-    def behind(self, other: Point) -> bool:
-        return self.clock.get(other.lane, 0) >= other.clock[other.lane]
-
-
-class Witness:
-    """A device that only writes down. deaf: it forgets what it is told to follow, as a control."""
-
-    torch = torch.device("cpu")
-    ahead = True
-
-    def __init__(self, *, deaf: bool = False) -> None:
-        self.deaf = deaf
-        self.clocks: list[Clock] = []
-        self.lock = threading.Lock()
-        self.mine = threading.local()
+class Witness(RaceDevice):
+    """A device that only writes down who follows whom."""
 
     def bind(self) -> None:
-        pass
+        """Ops are not watched."""
 
-    def lane(self, name: str) -> Callable[[], AbstractContextManager[None]]:
-        with self.lock:
-            self.clocks.append({})
-            me = len(self.clocks) - 1
-
-        @contextmanager
-        def active() -> Iterator[None]:
-            before = getattr(self.mine, "lane", None)
-            self.mine.lane = me
-            yield
-            self.mine.lane = before
-
-        return active
-
-    def _current(self) -> int:
-        if getattr(self.mine, "lane", None) is None:
-            self.mine.lane = None
-            self.lane("a thread's own")
-            self.mine.lane = len(self.clocks) - 1
-        return int(self.mine.lane)
-
-    def mark(self) -> Point:
-        me = self._current()
-        with self.lock:
-            self.clocks[me][me] = self.clocks[me].get(me, 0) + 1
-            return Point(me, dict(self.clocks[me]))
-
-    def follow(self, mark: Any) -> None:
-        if self.deaf:
-            return
-        me = self._current()
-        with self.lock:
-            for lane, tick in mark.clock.items():
-                self.clocks[me][lane] = max(self.clocks[me].get(lane, 0), tick)
+    def unseen(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 class _Watched(PlanInterpreter):
@@ -113,7 +51,7 @@ class _Watched(PlanInterpreter):
         super()._settle()
 
 
-def _spans(plan: Plan, prepared: Any, device: Witness, folder: Path) -> dict[int, tuple[Point, Point]]:
+def _spans(plan: Plan, prepared: Any, device: Witness, folder: Path) -> Spans:
     """Run two steps with virtual ranks; the marks of each op."""
     create(folder / "progress", plan.programs)
     spec = PlanRun(JobRunOptions(2, 2, backend="local", emulate=0.0))
@@ -128,7 +66,7 @@ def _spans(plan: Plan, prepared: Any, device: Witness, folder: Path) -> dict[int
         run.close()
         return run.marks
 
-    out: dict[int, tuple[Point, Point]] = {}
+    out: Spans = {}
     for marks in run_threads(life, topology(plan), device):
         out |= marks
     return out
@@ -141,7 +79,7 @@ class _NoBatch:
         return ()
 
 
-def _broken(plan: Plan, spans: dict[int, tuple[Point, Point]]) -> list[tuple[str, str]]:
+def _broken(plan: Plan, spans: Spans) -> list[tuple[str, str]]:
     """Every two ops of which one must be over before the other starts on the device, and is not."""
     must = [(int(w), int(i)) for i, w in zip(plan.waits.rows(), plan.waits.items, strict=True)]
     for a, b in zip(plan.bounds.tolist(), plan.bounds.tolist()[1:], strict=False):
@@ -230,7 +168,7 @@ def test_an_op_that_the_device_queues_needs_no_thread() -> None:
             stream.put(op)
         assert all(op.done() for op in ops) and stream._thread is None
         ends = [op.end for op in ops]
-        assert isinstance(ends[0], Point) and isinstance(ends[1], Point)
+        assert isinstance(ends[0], DeviceRaceMark) and isinstance(ends[1], DeviceRaceMark)
         assert ends[0].behind(made) and ends[1].behind(ends[0]) and not device.mark().behind(ends[1])
         device.follow(ends[1])
         assert device.mark().behind(ends[1])
