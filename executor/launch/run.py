@@ -66,7 +66,7 @@ def run(
     told: list[Callable[[dict[str, Any]], None]] = [tell] if tell is not None else []
     if options.out is not None and options.real:
         folder_for(options.out)
-        (options.out / LOG).write_text("", encoding="utf-8")
+        (options.out / LOG).unlink(missing_ok=True)  # of a run before; the first step makes it
         told.append(partial(_append, options.out / LOG))
     with told_steps(prepared, options.steps, told) if told else nullcontext() as log:
         results = launch(
