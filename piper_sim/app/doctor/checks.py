@@ -76,6 +76,7 @@ def questions() -> Iterable[tuple[str, Question]]:
 def examine(asked: Iterable[tuple[str, Question]], show: Callable[[DeviceCheck], None]) -> list[DeviceCheck]:
     """Ask one after the other; each is shown when it is answered. The first red one is the last.
 
+    >>> from ir.core.errors import ErrorKind
     >>> def broken():
     ...     raise PiperError(ErrorKind.IO, "no room")
     >>> [str(c.colour) for c in examine([("a", dict), ("b", broken), ("c", dict)], lambda check: None)]
