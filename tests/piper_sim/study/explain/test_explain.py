@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.load import job_from
 from ir.schedules.registry import NAMES
@@ -66,10 +65,7 @@ def test_sums_and_paths_of_every_schedule(name: str, ranks: int, mbs: int) -> No
 
 @pytest.mark.parametrize("seed", range(12))
 def test_sums_and_paths_of_drawn_jobs(seed: int) -> None:
-    try:
-        p, _ = asked(drawn(seed))
-    except PiperError as e:
-        pytest.skip(str(e))
+    p, _ = asked(drawn(seed))  # a seed whose job is refused is none for here, and fails
     check(p, explained(p))
 
 
