@@ -21,15 +21,28 @@ def job_toml(job: Job) -> str:
     [parallel]
     pp = 2
     """
-    out = []
+    tables = {}
     for name in SECTIONS:
         section = getattr(job, name)
         table = {f.name: getattr(section, f.name) for f in fields(section) if f.name != "overrides"}
         table = {f.name: table[f.name] for f in fields(section) if f.name in table and table[f.name] != _default(f)}
-        table |= section.overrides if name in OPEN else {}
-        if table:
-            out.append(f"[{name}]\n" + "".join(f"{_key(k)} = {toml_value(v)}\n" for k, v in table.items()))
-    return "\n".join(out)
+        tables[name] = table | (section.overrides if name in OPEN else {})
+    return toml_sections(tables)
+
+
+def toml_sections(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Sections as TOML; empty ones are left out.
+
+    >>> print(toml_sections({"schedule": {"name": "1f1b", "recompute": ["norm"]}, "data": {}}), end="")
+    [schedule]
+    name = "1f1b"
+    recompute = ["norm"]
+    """
+    return "\n".join(
+        f"[{name}]\n" + "".join(f"{_key(k)} = {toml_value(v)}\n" for k, v in table.items())
+        for name, table in tables.items()
+        if table
+    )
 
 
 def _default(f: Field[Any]) -> object:

@@ -16,11 +16,12 @@ from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
 from ir.job.schema import Job
 from ir.job.table import table_of
+from ir.job.write import toml_sections
 from ir.workload.config.load import presets, raw_config
 from ir.workload.config.spec import ModelConfig
 from piper_sim.frameworks.draft import Facts
 from piper_sim.frameworks.from_job import MEGATRON, facts_of, nodes_of
-from piper_sim.frameworks.importing import UNKNOWN, ImportedJob, import_launch, toml
+from piper_sim.frameworks.importing import UNKNOWN, ImportedJob, import_launch
 from piper_sim.frameworks.table import CHAINS, rows
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.values import write_value
@@ -135,7 +136,7 @@ def _files(prepared: PreparedJob, framework: str, arguments: Mapping[str, object
         files["config.json"] = json.dumps(hugging_face(prepared.job), indent=1) + "\n"
     tree = _tree(framework, own)
     if framework == "torchtitan":
-        files[name] = toml(tree)
+        files[name] = toml_sections(tree)
     else:
         import yaml
 

@@ -14,6 +14,7 @@ from ir.core.errors import PiperError
 from ir.core.files import read_json
 from ir.job.schema import OPEN
 from ir.job.table import keys_of
+from ir.job.write import toml_sections
 from ir.workload.config.keys import TYPES
 from piper_sim.frameworks.draft import Facts
 from piper_sim.frameworks.read import JobArgument, JobFile, beside, read_launch
@@ -64,7 +65,7 @@ class ImportedJob:
 
     def to_toml(self) -> str:
         """The job file, with what was assumed or not understood as comments above it."""
-        return f"# from a launch of {self.framework}\n{''.join(self._comments())}\n{toml(self.job)}"
+        return f"# from a launch of {self.framework}\n{''.join(self._comments())}\n{toml_sections(self.job)}"
 
     def _comments(self) -> Iterator[str]:
         for name in (ASSUMED, UNKNOWN):
@@ -209,28 +210,3 @@ def _config(file: JobFile, stated: Facts) -> Facts:
         return {"config": {"config": str(path)}} if isinstance(raw, dict) else {}
     kept = {k: v for k, v in raw.items() if k in table and v is not None and not (table[k].why and not table[k].only)}
     return {"config": kept}
-
-
-def toml(job: Mapping[str, Mapping[str, Any]]) -> str:
-    """A job's sections as TOML.
-
-    >>> print(toml({"schedule": {"name": "1f1b", "recompute": ["norm"]}}), end="")
-    [schedule]
-    name = "1f1b"
-    recompute = ["norm"]
-    """
-    return "".join(
-        f"[{n}]\n" + "".join(f"{_key(k)} = {_value(v)}\n" for k, v in s.items()) for n, s in job.items() if s
-    )
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
-
-
-def _value(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(str(k))} = {_value(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    return json.dumps(value).replace("\x7f", "\\u007f")

@@ -16,8 +16,9 @@ from ir.core.errors import PiperError
 from ir.job.build import resolve
 from ir.job.load import job_from
 from ir.job.model import read_model
+from ir.job.write import toml_sections
 from ir.workload.layout import parse_layout
-from piper_sim.frameworks.importing import UNDERSTOOD, ImportedJob, import_launch, toml
+from piper_sim.frameworks.importing import UNDERSTOOD, ImportedJob, import_launch
 
 ENDS = {"cli": ".sh", "yaml": ".yaml", "json": ".json", "toml": ".toml", "log": ".log"}
 SAME = {"layers", "hidden", "heads", "ffn", "kv_heads", "seq_len", "experts", "top_k", "moe_ffn", "mtp"}
@@ -75,7 +76,7 @@ def text_of(form: str, rows: list[Row]) -> str:
             inner, at = inner.setdefault(at, {}), p
         inner[at] = json.loads(v)
     if form == "toml":
-        return toml({"": {k: v for k, v in tree.items() if not isinstance(v, dict)}} | _tables(tree)).replace(
+        return toml_sections({"": {k: v for k, v in tree.items() if not isinstance(v, dict)}} | _tables(tree)).replace(
             "[]\n", "", 1
         )
     return json.dumps(tree) if form == "json" else yaml.safe_dump(tree, sort_keys=False)
