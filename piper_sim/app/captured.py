@@ -26,7 +26,8 @@ CAPTURED = (DType.FP64, DType.FP32, DType.BF16, DType.FP16)
 def load_job(path: str, sets: Sequence[str] = ()) -> Job:
     """A job; where it names a module and neither a config nor a graph, with the graph captured from the module.
 
-    Raises PiperError: as `ir.job.load.load_job` does; (model): torch cannot export it; (missing_dependency): no torch.
+    Raises PiperError: as `ir.job.load.load_job` does; (model): torch cannot export it; (missing_dependency): no torch;
+    (io): the folder for graphs belongs to somebody else.
     """
     job = read_job(path, sets)
     if job.model.module is None or job.model.graph is not None or job.model.config:
@@ -37,6 +38,9 @@ def load_job(path: str, sets: Sequence[str] = ()) -> Job:
     text = _captured(reference, job.model.seq_len, size, dtype, job.model.tags)
     folder = Path(tempfile.gettempdir()) / f"piper-sim-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid():  # the folder for temporary files is everybody's
+        fix = "remove it, or set TMPDIR"
+        raise PiperError(ErrorKind.IO, "another user's folder", file=str(folder), key="TMPDIR", suggestion=fix)
     graph = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"  # named by what is in it, so never another
     if not graph.exists():
         part = graph.with_suffix(f".{os.getpid()}")

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping
 
 from ir.core.errors import ErrorKind, PiperError, nearest, printable
-from ir.job import load_job
 from ir.job.build import blaming, directives_json
+from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, write
 from piper_sim.formats.chakra import chakra_files
 from piper_sim.formats.slurm import sbatch
