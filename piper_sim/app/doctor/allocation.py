@@ -17,7 +17,7 @@ from piper_sim.app.doctor import machine
 from piper_sim.app.doctor.checks import Question
 from piper_sim.app.doctor.runs import TOLERANCE, apart, curve, wrong
 
-STEPS, MICROBATCHES = 2, 4
+STEPS = 2
 # Every kind of message there is: point to point, all-to-alls, gathers, reductions, the norm.
 JOB = """[model]
 config = "tiny-moe"
@@ -29,16 +29,17 @@ gpus_per_node = {node}
 pp = {pp}
 dp = {dp}
 ep = {ep}
-zero = {zero}
+zero = 3
 [schedule]
 name = "{schedule}"
-microbatches = {microbatches}
+microbatches = 4
 [precision]
 compute = "fp64"
 params = "fp64"
 grads = "fp64"
 optimizer = "fp64"
 """
+ALONE = ("parallel.pp=1", "parallel.dp=1", "parallel.ep=1", "parallel.zero=0", "schedule.name=1f1b")
 
 
 def asked() -> list[tuple[str, Question]]:
@@ -55,8 +56,7 @@ def job_text(world: int, node: int) -> str:
     pp = 1 if world % 2 else 2
     dp = world // pp
     ep = next(n for n in (4, 2, 1) if dp % n == 0)
-    name = "zb1p" if pp > 1 else "1f1b"
-    return JOB.format(node=node, pp=pp, dp=dp, ep=ep, zero=3, schedule=name, microbatches=MICROBATCHES)
+    return JOB.format(node=node, pp=pp, dp=dp, ep=ep, schedule="zb1p" if pp > 1 else "1f1b")
 
 
 def run() -> Mapping[str, object]:
@@ -72,9 +72,9 @@ def run() -> Mapping[str, object]:
         if rank or code:
             raise SystemExit(code)
         (found,) = told
-        alone = [f"parallel.{axis}=1" for axis in ("pp", "dp", "ep")] + ["parallel.zero=0", "schedule.name=1f1b"]
-        alone += ["cluster.gpus_per_node=1", f"schedule.microbatches={MICROBATCHES * world // (1 if world % 2 else 2)}"]
-        one = curve(prepare(load_job(str(file), alone)), "local", STEPS)
+        whole = prepare(load_job(str(file)))
+        batch = f"schedule.microbatches={whole.mbs * whole.mesh.sizes['dp']}"
+        one = curve(prepare(load_job(str(file), [*ALONE, "cluster.gpus_per_node=1", batch])), "local", STEPS)
     off = apart(one, [*found["losses"], *found["grad_norms"]])
     if not off <= TOLERANCE["fp64"]:
         raise wrong(f"{world} ranks on {backend} are {off:.1e} from one process", f"at most {TOLERANCE['fp64']}")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 import pytest
 
 from ir.core.errors import PiperError
+from ir.job.build import prepare
+from ir.job.load import job_from
 from piper_sim.app.cli import main
 from piper_sim.app.doctor import allocation, checks, machine, runs
 from piper_sim.app.doctor import command as doctor
@@ -135,11 +138,6 @@ def test_the_first_red_check_ends_the_list(monkeypatch: pytest.MonkeyPatch, caps
 
 @pytest.mark.parametrize("world", [1, 2, 3, 6, 16])
 def test_an_allocation_of_any_size_has_a_job(world: int) -> None:
-    import tomllib
-
-    from ir.job.build import prepare
-    from ir.job.load import job_from
-
     prepared = prepare(job_from(tomllib.loads(allocation.job_text(world, world))))
     assert prepared.ranks == world
 
