@@ -113,7 +113,7 @@ class JobSpace:
 
     def job_of(self, changes: Changes) -> Job:
         """A configuration as a job. Raises PiperError (job): it cannot have the job's GPUs or global batch."""
-        job = changed(self.job, changes)
+        job = replaced(self.job, changes)
         p, s = job.parallel, job.schedule
         inner, dp = p.tp * p.cp * p.pp, p.dp or self.gpus // (p.tp * p.cp * p.pp)
         if inner * dp != self.gpus:
@@ -127,7 +127,7 @@ class JobSpace:
         return job
 
 
-def changed(job: Job, changes: Changes) -> Job:
+def replaced(job: Job, changes: Changes) -> Job:
     """A job with some keys changed; keys as `section.key`."""
     for section in ("parallel", "schedule", "model"):
         mine = {k.split(".", 1)[1]: v for k, v in changes.items() if k.startswith(f"{section}.")}

@@ -9,7 +9,7 @@ from pathlib import Path
 from ir.core.files import named_path
 from ir.job.write import job_toml
 from piper_sim.study.search.search import JobSearchResult
-from piper_sim.study.search.space import changed
+from piper_sim.study.search.space import replaced
 
 _FILES = ("model.config", "model.graph", "cluster.gpu", "costs.profile", "costs.software", "routing.file")
 
@@ -18,7 +18,7 @@ def winner_toml(found: JobSearchResult, folder: str) -> str:
     """The text of a job file in a folder that simulates to `found.best`. `[search]` is left out: it has been done."""
     assert found.best is not None
     job = found.job
-    job = replace(changed(job, found.best["changes"]), search=type(job.search)())
+    job = replace(replaced(job, found.best["changes"]), search=type(job.search)())
     for key in _FILES:
         section, name = key.split(".")
         value = getattr(getattr(job, section), name)

@@ -17,7 +17,7 @@ from piper_sim.study.search import JobSearchResult, search
 from piper_sim.study.search.bound import JobBound, JobBounds
 from piper_sim.study.search.evaluate import JobRefusal
 from piper_sim.study.search.search import front
-from piper_sim.study.search.space import JobSpace, changed
+from piper_sim.study.search.space import JobSpace, replaced
 
 Point = tuple[float, float, int]
 
@@ -125,7 +125,7 @@ def test_every_reason_is_true() -> None:
     found = search(job, budget_s=600.0)
     assert found.proven and found.pareto_proven
     for r in found.all_rejected:
-        one = changed(job, r.changes)
+        one = replaced(job, r.changes)
         if r.kind is JobRefusal.ILLEGAL:
             with pytest.raises(PiperError) as refusal:
                 predict(one)
