@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from executor.modules.attention.attention import AttentionPart, LatentAttentionPart
 from executor.modules.base import NUMBER, BuiltChunks, TokenLoss, evaluate
-from executor.modules.layers import EmbedPart, FeedForwardLayer, HeadPart, MlpPart, NormLayer, Params, spelling
+from executor.modules.layers import EmbedPart, FeedForwardLayer, HeadPart, MlpPart, NormLayer, Params
 from executor.modules.moe.experts import ExpertAdd, ExpertRouter, LocalExperts, SharedExperts, moe_of
 from executor.modules.moe.spread import ExpertParallelAdd, ExpertParallelExperts, ExpertParallelRouter
 from executor.modules.mtp import NextTokenEmbed, NextTokenLoss, NextTokenProjection
@@ -131,14 +131,14 @@ class DecoderModel:
         if name == "embed":
             return {"embed": EmbedPart(c, make, compute)}, {"embed": ("",)}, {}
         if name == "head":
-            norm = NormLayer(c, make, spelling(c).norm, c.hidden)
+            norm = NormLayer(c, make, c.names.norm, c.hidden)
             head = TokenLoss(HeadPart(c, make), make.region)
             return {"norm": norm, "head": head}, {"norm": ("",), "head": ("norm",)}, {"head": LOSS}
         if name.startswith("l"):
             inner, wired = self._layer(make, int(name[1:]), "", name in self.spread)
             return inner, wired, self._routers(inner)
         layer = c.layers + int(name.removeprefix("mtp"))
-        prefix = f"{spelling(c).layers}.{layer}."
+        prefix = f"{c.names.layers}.{layer}."
         parts: dict[str, nn.Module] = {
             "embed": NextTokenEmbed(c, make, compute),
             "proj": NextTokenProjection(c, make, prefix),
@@ -157,7 +157,7 @@ class DecoderModel:
 
     def _layer(self, make: Params, layer: int, reads: str, spread: bool) -> tuple[dict[str, nn.Module], Reads]:
         """A decoder layer that reads part `reads`. spread: its experts are on several ranks."""
-        c, prefix = self.config, f"{spelling(self.config).layers}.{layer}."
+        c, prefix = self.config, f"{self.config.names.layers}.{layer}."
         attention = LatentAttentionPart if c.mla else AttentionPart
         parts: dict[str, nn.Module] = {"attn": attention(c.at(layer), make, prefix, self.attention)}
         if not c.is_moe(layer):

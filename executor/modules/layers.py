@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -48,37 +47,6 @@ class Params:
                 value = self.shares[name].take(value) if name in self.shares else value
             self.made[name] = nn.Parameter(value)
         return self.made[name]
-
-
-@dataclass(frozen=True)
-class ParamNames:
-    """A family's names of modules; the first three are whole, the others stand below a layer's prefix."""
-
-    layers: str = "model.layers"  # before the layer's number
-    embed: str = "model.embed_tokens"
-    norm: str = "model.norm"  # the last one, before the head
-    attn_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
-    qkv: str = ""  # the fused projection; "": three of them, q_proj, k_proj, v_proj
-    out: str = "self_attn.o_proj"
-    mlp: str = "mlp"  # before up and down
-    up: str = "up_proj"
-    down: str = "down_proj"
-
-
-_GPT2 = ParamNames(
-    "transformer.h", "transformer.wte", "transformer.ln_f", "ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp", "c_fc",
-    "c_proj",
-)  # fmt: skip
-_MPT = ParamNames(
-    "transformer.blocks", "transformer.wte", "transformer.norm_f", "norm_1", "norm_2", "attn.Wqkv", "attn.out_proj",
-    "ffn",
-)  # fmt: skip
-
-
-def spelling(c: ModelConfig) -> ParamNames:
-    """How the config's family spells its parameters."""
-    return {"gpt2": _GPT2, "mpt": _MPT}.get(c.model_type, ParamNames())
 
 
 class LinearLayer(nn.Module):
@@ -152,7 +120,7 @@ class EmbedPart(nn.Module):
     def __init__(self, c: ModelConfig, make: Params, compute: torch.dtype) -> None:
         super().__init__()
         self.compute, self.region = compute, make.region
-        self.weight = make(f"{spelling(c).embed}.weight", c.vocab, c.hidden)
+        self.weight = make(f"{c.names.embed}.weight", c.vocab, c.hidden)
         self.positions = make("transformer.wpe.weight", c.positions, c.hidden) if c.positions else None
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -182,9 +150,9 @@ class FeedForwardLayer(nn.Module):
 
     def __init__(self, c: ModelConfig, make: Params, prefix: str, width: int) -> None:
         super().__init__()
-        names, flipped = spelling(c), c.model_type == "gpt2"
+        names = c.names
         self.act, self.region = activation(c), make.region
-        linear = partial(LinearLayer, make, bias=c.mlp_bias, flipped=flipped)
+        linear = partial(LinearLayer, make, bias=c.mlp_bias, flipped=names.flipped)
         self.ups = [linear(prefix + n, width, c.hidden) for n in (["gate_proj"] if c.activation.ups == 2 else [])]
         self.ups.append(linear(prefix + names.up, width, c.hidden))
         self.linears = nn.ModuleList(self.ups)
@@ -202,7 +170,7 @@ class MlpPart(nn.Module):
 
     def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
         super().__init__()
-        names = spelling(c)
+        names = c.names
         self.norm = NormLayer(c, make, prefix + names.mlp_norm, c.hidden)
         self.inner = FeedForwardLayer(c, make, f"{prefix}{names.mlp}.", c.ffn)
 
@@ -218,7 +186,7 @@ class HeadPart(nn.Module):
     def __init__(self, c: ModelConfig, make: Params) -> None:
         super().__init__()
         self.region = make.region
-        self.linear = LinearLayer(make, spelling(c).embed if c.tied else "lm_head", c.vocab, c.hidden)
+        self.linear = LinearLayer(make, c.names.embed if c.tied else "lm_head", c.vocab, c.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """One linear layer."""

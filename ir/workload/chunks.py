@@ -31,13 +31,12 @@ def chunks(config: ModelConfig) -> tuple[Chunk, ...]:
         moe += config.is_moe(layer)
     last = out[-1].name
     out += [_mtp(config, k, moe + k, last) for k in range(config.mtp)]
-    out.append(Chunk("head", _head(config, _final_norm(config)), reads=last if config.mtp else None))
+    out.append(
+        Chunk(
+            "head", _head(config, p.norm(config, config.names.norm, config.hidden)), reads=last if config.mtp else None
+        )
+    )
     return tuple(out)
-
-
-def _prefix(config: ModelConfig, layer: int) -> str:
-    root = {"gpt2": "transformer.h", "mpt": "transformer.blocks"}.get(config.model_type, "model.layers")
-    return f"{root}.{layer}."
 
 
 def _embed(config: ModelConfig) -> Chunk:
@@ -49,11 +48,11 @@ def _embed(config: ModelConfig) -> Chunk:
 
 def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     """A decoder layer whose input is the output of part `reads` ("": of the chunk before)."""
-    prefix = _prefix(config, layer)
+    prefix = f"{config.names.layers}.{layer}."
     keeps = (KeptBuffer(reads, Pass.I),) if reads else _STREAM
     attn = Part("attn", (reads,), keeps, p.attention(config, prefix))
     norm = p.post_norm(config, prefix)
-    inner = {"mpt": "ffn."}.get(config.model_type, "mlp.")
+    inner = f"{config.names.mlp}."
     if not config.is_moe(layer):
         params = norm + p.mlp(config, prefix + inner, config.ffn)
         return (attn, Part("mlp", ("attn",), _AFTER_ATTENTION, params))
@@ -70,11 +69,6 @@ def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     return (attn, Part("router", ("attn",), _AFTER_ATTENTION, (*norm, gate)), routed, *shared, add)
 
 
-def _final_norm(config: ModelConfig) -> tuple[Param, ...]:
-    name = {"gpt2": "transformer.ln_f", "mpt": "transformer.norm_f"}.get(config.model_type, "model.norm")
-    return p.norm(config, name, config.hidden)
-
-
 def _head(config: ModelConfig, norm: tuple[Param, ...], reads: str = "") -> tuple[Part, ...]:
     """Final norm, then logits and loss. The head's weight gradient reads the norm's output: nobody rebuilds that."""
     first = Part("norm", (reads,), (KeptBuffer(reads, Pass.I),), norm)
@@ -86,7 +80,7 @@ def _mtp(config: ModelConfig, k: int, moe: int, last: str) -> Chunk:
     token's embedding, each normed, projected together from 2h to h; one decoder layer; the shared head.
     """
     c, layer = config, config.layers + k
-    prefix = _prefix(c, layer)
+    prefix = f"{c.names.layers}.{layer}."
     joined = (
         *p.norm(c, f"{prefix}enorm", c.hidden),
         *p.norm(c, f"{prefix}hnorm", c.hidden),

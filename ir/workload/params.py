@@ -82,7 +82,7 @@ def linear(
 
     GPT-2's Conv1D holds its weight transposed, [in, out].
     """
-    flipped = config.model_type == "gpt2"
+    flipped = config.names.flipped
     shape = (into, out) if flipped else (out, into)
     weight = cut(f"{name}.weight", int(column == flipped), *shape, blocks=blocks)
     if not bias:
@@ -100,22 +100,20 @@ def norm(config: ModelConfig, name: str, size: int) -> Params:
 
 def attention(config: ModelConfig, prefix: str) -> Params:
     """Input norm and attention of the decoder layer whose names begin with `prefix`."""
-    c = config
+    c, names, at = config, config.names, f"{prefix}self_attn."
     if c.mla:
         return _mla(config, prefix)
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    if c.model_type in ("gpt2", "mpt"):
-        names = {"gpt2": ("ln_1", "attn.c_attn", "attn.c_proj"), "mpt": ("norm_1", "attn.Wqkv", "attn.out_proj")}
-        first, qkv, out = (prefix + n for n in names[c.model_type])
-        fused = linear(c, qkv, q + 2 * kv, c.hidden, column=True, bias=c.qkv_bias, blocks=(q, kv, kv))
-        return (*norm(c, first, c.hidden), *fused, *linear(c, out, c.hidden, q, column=False, bias=c.out_bias))
-    at = f"{prefix}self_attn."
-    params = norm(c, f"{prefix}input_layernorm", c.hidden)
-    for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-        params += linear(c, at + name, rows, c.hidden, column=True, bias=c.qkv_bias)
+    params = norm(c, prefix + names.attn_norm, c.hidden)
+    if names.qkv:
+        sizes = (q, kv, kv)
+        params += linear(c, prefix + names.qkv, sum(sizes), c.hidden, column=True, bias=c.qkv_bias, blocks=sizes)
+    else:
+        for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+            params += linear(c, at + name, rows, c.hidden, column=True, bias=c.qkv_bias)
     if c.qk_norm:
         params += tuple(Param(f"{at}{n}_norm.weight", (c.head_dim,), by_heads=True) for n in "qk")
-    return params + linear(c, f"{at}o_proj", c.hidden, q, column=False, bias=c.out_bias)
+    return params + linear(c, prefix + names.out, c.hidden, q, column=False, bias=c.out_bias)
 
 
 def _mla(config: ModelConfig, prefix: str) -> Params:
@@ -141,19 +139,16 @@ def _mla(config: ModelConfig, prefix: str) -> Params:
 
 def post_norm(config: ModelConfig, prefix: str) -> Params:
     """The norm between attention and MLP."""
-    name = {"gpt2": "ln_2", "mpt": "norm_2"}.get(config.model_type, "post_attention_layernorm")
-    return norm(config, prefix + name, config.hidden)
+    return norm(config, prefix + config.names.mlp_norm, config.hidden)
 
 
 def mlp(config: ModelConfig, prefix: str, width: int) -> Params:
     """An MLP of the given width under `prefix` (`model.layers.0.mlp.`)."""
-    c = config
-    up, down = {"gpt2": ("c_fc", "c_proj")}.get(c.model_type, ("up_proj", "down_proj"))
-    names = ("gate_proj", up) if c.activation.ups == 2 else (up,)
+    c, names = config, config.names
     params: Params = ()
-    for name in names:
+    for name in ("gate_proj", names.up) if c.activation.ups == 2 else (names.up,):
         params += linear(c, prefix + name, width, c.hidden, column=True, bias=c.mlp_bias)
-    return params + linear(c, prefix + down, c.hidden, width, column=False, bias=c.mlp_bias)
+    return params + linear(c, prefix + names.down, c.hidden, width, column=False, bias=c.mlp_bias)
 
 
 def experts(config: ModelConfig, prefix: str) -> Params:
@@ -168,8 +163,7 @@ def experts(config: ModelConfig, prefix: str) -> Params:
 
 def word_embedding(config: ModelConfig) -> Param:
     """The input embedding; where `tied`, also the head's weight."""
-    name = "transformer.wte.weight" if config.model_type in ("gpt2", "mpt") else "model.embed_tokens.weight"
-    return cut(name, 0, config.vocab, config.hidden)
+    return cut(f"{config.names.embed}.weight", 0, config.vocab, config.hidden)
 
 
 def head(config: ModelConfig) -> Params:

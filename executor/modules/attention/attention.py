@@ -11,7 +11,7 @@ from executor.modules.attention.attend import AttentionMask, attend
 from executor.modules.attention.context import whole_context
 from executor.modules.attention.rope import TokenAngles, rotary, rotate
 from executor.modules.functions import rms_norm
-from executor.modules.layers import LinearLayer, NormLayer, Params, each, spelling
+from executor.modules.layers import LinearLayer, NormLayer, Params, each
 from executor.modules.parallel import enter
 from executor.parallel.inline import RankAxis
 from ir.workload.config.load import ModelConfig
@@ -33,9 +33,9 @@ class AttentionPart(nn.Module):
 
     def __init__(self, c: ModelConfig, make: Params, prefix: str, kind: str) -> None:
         super().__init__()
-        self.c, self.kind, names = c, kind, spelling(c)
+        self.c, self.kind, names = c, kind, c.names
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        linear = partial(LinearLayer, make, flipped=c.model_type == "gpt2")
+        linear = partial(LinearLayer, make, flipped=names.flipped)
         self.region = make.region
         self.sizes = [size // self.region.tp.size for size in (q, kv, kv)]
         self.norm = NormLayer(c, make, prefix + names.attn_norm, c.hidden)

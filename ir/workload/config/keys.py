@@ -1,212 +1,95 @@
-"""The keys of a Hugging Face config.json, per model type: what they may hold, and transformers' own defaults."""
+"""The keys of a Hugging Face config.json, per model type, as `keys.toml` has them; what each may hold."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
-from ir.workload.config.inert import ALONE, INERT, INERT_GPT2, INERT_MPT
-from ir.workload.config.key import ModelKey, ModelKeyType, Table, inert, only
-
-
-def _must(*names: str) -> dict[str, ModelKey]:
-    return {n: ModelKey(ModelKeyType.SIZE, required=True) for n in names}
-
-
-def _sizes(**defaults: int | None) -> dict[str, ModelKey]:
-    return {n: ModelKey(ModelKeyType.SIZE_OR_NULL if d is None else ModelKeyType.SIZE, d) for n, d in defaults.items()}
+from ir.core.errors import ErrorKind
+from ir.core.files import FileErrors, read_toml, typed
 
 
-def _nullable(**defaults: int) -> dict[str, ModelKey]:
-    return {n: ModelKey(ModelKeyType.SIZE_OR_NULL, d) for n, d in defaults.items()}
+class ModelKeyType(StrEnum):
+    """What a key may hold; the text stands in error messages."""
+
+    SIZE = "a positive integer"
+    COUNT = "an integer, 0 or more"
+    SIZE_OR_NULL = "a positive integer or null"
+    RATIO = "a number above 0"
+    WEIGHT = "a number, 0 or more"
+    CHANCE = "a number from 0 to below 1"
+    FLAG = "true or false"
+    TEXT = "a string"
+    TEXTS_OR_NULL = "a list of strings or null"
+    COUNTS_OR_NULL = "a list of integers, 0 or more, or null"
+    TABLE_OR_NULL = "an object or null"
+    ANYTHING = "anything"
 
 
-def _flags(**defaults: bool) -> dict[str, ModelKey]:
-    return {n: ModelKey(ModelKeyType.FLAG, d) for n, d in defaults.items()}
+@dataclass(frozen=True, slots=True)
+class ModelKey:
+    """One key: what it may hold and what it means to leave it out. `default` is transformers'.
+
+    only: the values that are built, () for all; why: the others are not, or, of a key that is never read, no value
+    changes anything.
+    """
+
+    holds: ModelKeyType
+    default: object = None
+    required: bool = False
+    only: tuple[object, ...] = ()
+    why: str = ""
 
 
-def _dropouts(**defaults: float) -> dict[str, ModelKey]:
-    return {n: ModelKey(ModelKeyType.CHANCE, d) for n, d in defaults.items()}
+@dataclass(frozen=True)
+class ParamNames:
+    """A family's names of modules; the first three are whole, the others stand below a layer's prefix."""
+
+    layers: str  # before the layer's number
+    embed: str
+    norm: str  # the last one, before the head
+    attn_norm: str
+    mlp_norm: str
+    qkv: str  # the fused projection; "": three of them, q_proj, k_proj, v_proj
+    out: str
+    mlp: str  # before up and down
+    up: str
+    down: str
+    flipped: bool  # weights are stored (into, out), as GPT-2's Conv1D does
 
 
-# Keys that other families have too, and that this one's class of transformers ignores: one value says what it does.
-_NO_BIASES = only("transformers' class has no such biases", attention_bias=False, mlp_bias=False)
-_NO_MLP_BIAS = only("transformers' class has no such biases", mlp_bias=False)
-_NO_WINDOW = only("transformers' class has no window", sliding_window=None, use_sliding_window=False)
+Table = Mapping[str, ModelKey]
+_FILE = Path(__file__).with_name("keys.toml")
+_FORM = FileErrors("the table of config keys", ErrorKind.MODEL, "model.config")
+_RAW = read_toml(_FILE, _FORM)
+INERT: Mapping[str, str] = {name: why for why, names in _RAW["inert"].items() for name in names.split()}
 
-_COMMON = {
-    "model_type": ModelKey(ModelKeyType.TEXT, required=True),
-    "initializer_range": ModelKey(ModelKeyType.RATIO, 0.02),
-    "quantization_config": ModelKey(ModelKeyType.TABLE_OR_NULL),
-    **_dropouts(resid_pdrop=0.0, embd_pdrop=0.0),
-    **inert(INERT),
-    **ALONE,
-}
-_ROPE = {
-    "rope_theta": ModelKey(ModelKeyType.RATIO, 10000.0),
-    "rope_parameters": ModelKey(ModelKeyType.TABLE_OR_NULL),
-    "rope_scaling": ModelKey(ModelKeyType.TABLE_OR_NULL),
-    "partial_rotary_factor": ModelKey(ModelKeyType.RATIO, 1.0),
-    "layer_types": ModelKey(ModelKeyType.TEXTS_OR_NULL),
-}
-_DECODER = {
-    **_COMMON,
-    **_ROPE,
-    **_must("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    **_sizes(num_key_value_heads=None, head_dim=None, max_position_embeddings=2048),
-    **_flags(tie_word_embeddings=False, attention_bias=False, mlp_bias=False),
-    **_dropouts(attention_dropout=0.0),
-    "hidden_act": ModelKey(ModelKeyType.TEXT, "silu"),
-    "rms_norm_eps": ModelKey(ModelKeyType.RATIO, 1e-6),
-}
-_LLAMA = {**_DECODER, **_NO_WINDOW}
-_MISTRAL = {
-    **_DECODER,
-    **_NO_BIASES,
-    **_sizes(max_position_embeddings=131072),
-    **_nullable(num_key_value_heads=8, sliding_window=4096),
-}
-# Added to the loss by transformers' classes where `output_router_logits` is set; by us, per sequence, where a job says.
-_BALANCE = {
-    "router_aux_loss_coef": ModelKey(ModelKeyType.WEIGHT, 0.0),
-    "output_router_logits": ModelKey(ModelKeyType.FLAG, False),
-}
-_EXPERTS = {**_must("moe_intermediate_size"), **_sizes(num_experts_per_tok=8)}
-_DEEPSEEK = {
-    **_LLAMA,
-    **_EXPERTS,
-    **_must("n_routed_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    **_must("num_experts_per_tok"),
-    **_sizes(n_group=None, topk_group=None, moe_layer_freq=1),
-    **_nullable(q_lora_rank=1536, n_shared_experts=2),
-    **inert(
-        {"head_dim": "transformers puts qk_rope_head_dim there", "num_key_value_heads": "MLA has one for every head"}
-    ),
-    "first_k_dense_replace": ModelKey(ModelKeyType.COUNT, 0),
-    "num_nextn_predict_layers": ModelKey(ModelKeyType.COUNT, 0),
-    "routed_scaling_factor": ModelKey(ModelKeyType.RATIO, 1.0),
-    "aux_loss_alpha": ModelKey(
-        ModelKeyType.WEIGHT, 0.0
-    ),  # as `router_aux_loss_coef`; transformers' classes never add it
-    "seq_aux": ModelKey(ModelKeyType.FLAG, True),
-    **only("its loss is not built", output_router_logits=False),
-    **only("its class takes a softmax", scoring_func="softmax"),
-    **only("transformers' class weighs experts by their softmax as it is", norm_topk_prob=False),
-    "topk_method": ModelKey(
-        ModelKeyType.TEXT, "greedy", only=("greedy", "group_limited_greedy"), why="its class has no other"
-    ),
-}
-_DEEPSEEK3 = {
-    **_DEEPSEEK,
-    **_NO_MLP_BIAS,
-    **_sizes(max_position_embeddings=4096, num_experts_per_tok=8),
-    **_nullable(n_shared_experts=1, n_group=8, topk_group=4),
-    **_flags(norm_topk_prob=True, rope_interleave=True),
-    "first_k_dense_replace": ModelKey(ModelKeyType.COUNT, 3),
-    "routed_scaling_factor": ModelKey(ModelKeyType.RATIO, 2.5),
-    **only("its class takes sigmoids", scoring_func="sigmoid"),
-    **only("its class has no other", topk_method="noaux_tc"),
-}
-_GPT2 = {
-    **_COMMON,
-    **_must("vocab_size", "n_embd", "n_layer", "n_head"),
-    **_sizes(n_positions=1024, n_inner=None),
-    **_flags(tie_word_embeddings=True, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
-    **_dropouts(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1),
-    "activation_function": ModelKey(ModelKeyType.TEXT, "gelu_new"),
-    "layer_norm_epsilon": ModelKey(ModelKeyType.RATIO, 1e-5),
-    **inert(INERT_GPT2),
-}
-_MPT = {
-    **{k: v for k, v in _COMMON.items() if k != "embd_pdrop"},
-    **_must("vocab_size", "d_model", "n_heads", "n_layers"),
-    **_sizes(max_seq_len=2048, expansion_ratio=4),
-    **_flags(tie_word_embeddings=True, learned_pos_emb=True, no_bias=True),
-    **_dropouts(emb_pdrop=0.0),
-    "attn_config": ModelKey(ModelKeyType.TABLE_OR_NULL),
-    "layer_norm_epsilon": ModelKey(ModelKeyType.RATIO, 1e-5),
-    **inert(INERT_MPT),
-    **only("scaled logits are not built", logit_scale=None),
-    **only("scaled gradients of embeddings are not built", embedding_fraction=1.0),
-    "norm_type": ModelKey(ModelKeyType.TEXT, "low_precision_layernorm", only=("low_precision_layernorm", "layernorm")),
-}
-_NEMOTRON = {
-    **{k: v for k, v in _LLAMA.items() if k != "rms_norm_eps"},
-    **_sizes(max_position_embeddings=4096),
-    "initializer_range": ModelKey(ModelKeyType.RATIO, 0.0134),
-    "hidden_act": ModelKey(ModelKeyType.TEXT, "relu2"),
-    "norm_eps": ModelKey(ModelKeyType.RATIO, 1e-5),
-    "partial_rotary_factor": ModelKey(ModelKeyType.RATIO, 0.5),
-}
-_MIXTRAL = {
-    **_MISTRAL,
-    **_sizes(num_local_experts=8, num_experts_per_tok=2, sliding_window=None),
-    "rms_norm_eps": ModelKey(ModelKeyType.RATIO, 1e-5),
-    "rope_theta": ModelKey(ModelKeyType.RATIO, 1000000.0),
-    **_BALANCE,
-    **only("noise that no plan could repeat", router_jitter_noise=0),
-}
-_QWEN = {
-    **_DECODER,
-    **_NO_MLP_BIAS,
-    **_flags(use_sliding_window=False),
-    **_sizes(max_position_embeddings=32768),
-    **_nullable(num_key_value_heads=32, sliding_window=4096),
-    "max_window_layers": ModelKey(ModelKeyType.COUNT, 28),
-}
-_QWEN3_MOE = {
-    **_QWEN,
-    **_EXPERTS,
-    **_must("num_experts"),
-    **_sizes(decoder_sparse_step=1),
-    **_nullable(num_key_value_heads=4),
-    **_flags(norm_topk_prob=False),
-    **_BALANCE,
-    **inert({"max_window_layers": "transformers' class has one window for all layers"}),
-    "mlp_only_layers": ModelKey(ModelKeyType.COUNTS_OR_NULL),
-}
 
-TYPES: Mapping[str, Table] = {
-    "llama": _LLAMA,
-    "gpt2": _GPT2,
-    "mpt": _MPT,
-    "nemotron": _NEMOTRON,
-    "mistral": _MISTRAL,
-    "mixtral": _MIXTRAL,
-    "qwen2": {k: v for k, v in _QWEN.items() if k != "attention_bias"},
-    "qwen3": {**_QWEN, **_sizes(head_dim=128)},
-    "qwen3_moe": _QWEN3_MOE,
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK3,
-}
+def _key(row: Mapping[str, Any]) -> ModelKey:
+    only = tuple(None if v == "null" else v for v in row.get("only", ()))
+    holds = ModelKeyType[row.get("holds", "anything").upper()]
+    return ModelKey(
+        holds, row.get("default", only[0] if only else None), row.get("required", False), only, row.get("why", "")
+    )
 
-# Other spellings of a key: Hugging Face's own attribute maps, and one dropout spelling for every type.
-_DROP = {"attn_pdrop": "attention_dropout"}
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    "gpt2": {
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-        "intermediate_size": "n_inner",
-        "attention_dropout": "attn_pdrop",
-    },
-    "mpt": {
-        "hidden_size": "d_model",
-        "num_hidden_layers": "n_layers",
-        "num_attention_heads": "n_heads",
-        "max_position_embeddings": "max_seq_len",
-        "embd_pdrop": "emb_pdrop",
-    },
-    "mixtral": {"num_experts": "num_local_experts", **_DROP},
-    "qwen3_moe": {"num_local_experts": "num_experts", **_DROP},
-    "deepseek_v2": {"num_experts": "n_routed_experts", **_DROP},
-    "deepseek_v3": {
-        "num_experts": "n_routed_experts",
-        "num_local_experts": "n_routed_experts",
-        "num_mtp_layers": "num_nextn_predict_layers",
-        **_DROP,
-    },
-}
+
+def _table(raw: Mapping[str, Any]) -> Table:
+    """A table on top of those that it is like."""
+    out: dict[str, ModelKey] = {}
+    for base in raw.get("like", ()):
+        out |= _table(_RAW["shared"].get(base) or _RAW["types"][base])
+    own = {name: _key(row) for name, row in raw.items() if name not in ("like", "without")}
+    return {name: key for name, key in (out | own).items() if name not in raw.get("without", ())}
+
+
+_INERT = {name: ModelKey(ModelKeyType.ANYTHING, why=why) for name, why in INERT.items()}
+TYPES: Mapping[str, Table] = {name: {**_INERT, **_table(raw)} for name, raw in _RAW["types"].items()}
+INSIDE: Mapping[str, Table] = {name: {**_INERT, **_table(raw)} for name, raw in _RAW["inside"].items()}
+FIELDS: Mapping[str, Mapping[str, str]] = _RAW["fields"]
+_NAMES = typed(_RAW["names"], dict[str, ParamNames], _FORM, str(_FILE))
 
 
 def aliases(model_type: str) -> Mapping[str, str]:
@@ -215,4 +98,53 @@ def aliases(model_type: str) -> Mapping[str, str]:
     >>> aliases("gpt2")["num_hidden_layers"], aliases("llama")["attn_pdrop"]
     ('n_layer', 'attention_dropout')
     """
-    return ALIASES.get(model_type, _DROP)
+    found: Mapping[str, str] = _RAW["aliases"].get(model_type, _RAW["aliases"]["any"])
+    return found
+
+
+def names_of(model_type: str) -> ParamNames:
+    """How a model type spells its parameters.
+
+    >>> names_of("mpt").mlp, names_of("qwen3").mlp
+    ('ffn', 'mlp')
+    """
+    return _NAMES.get(model_type, _NAMES["any"])
+
+
+def fits(holds: ModelKeyType, value: object) -> bool:
+    """Whether a value is what a key may hold. `true` is no integer here.
+
+    >>> fits(ModelKeyType.SIZE, 4), fits(ModelKeyType.SIZE, True), fits(ModelKeyType.SIZE, 4.0)
+    (True, False, False)
+    """
+    if value is None:
+        return holds is ModelKeyType.ANYTHING or holds.endswith("null")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    whole = number and isinstance(value, int)
+    match holds:
+        case ModelKeyType.SIZE | ModelKeyType.SIZE_OR_NULL:
+            return whole and _above(value, 1)
+        case ModelKeyType.COUNT:
+            return whole and _above(value, 0)
+        case ModelKeyType.RATIO:
+            return number and _above(value, 0.0) and value != 0
+        case ModelKeyType.WEIGHT:
+            return number and _above(value, 0.0)
+        case ModelKeyType.CHANCE:
+            return number and _above(value, 0.0) and not _above(value, 1.0)
+        case ModelKeyType.FLAG:
+            return isinstance(value, bool)
+        case ModelKeyType.TEXT:
+            return isinstance(value, str)
+        case ModelKeyType.COUNTS_OR_NULL | ModelKeyType.TEXTS_OR_NULL:
+            item = ModelKeyType.COUNT if holds is ModelKeyType.COUNTS_OR_NULL else ModelKeyType.TEXT
+            return isinstance(value, (list, tuple)) and all(fits(item, v) for v in value)
+        case ModelKeyType.TABLE_OR_NULL:
+            return isinstance(value, Mapping)
+        case ModelKeyType.ANYTHING:
+            return True
+
+
+def _above(value: object, least: float) -> bool:
+    # NaN and infinity fail: the first compares false, the second is not below the largest size we accept.
+    return isinstance(value, (int, float)) and least <= value < 1e15

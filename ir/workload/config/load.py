@@ -10,8 +10,7 @@ from pathlib import Path
 from ir.core.errors import ErrorKind, PiperError, nearest, same_name
 from ir.core.files import FileErrors, read_json, typed
 from ir.workload.config.families import FAMILIES
-from ir.workload.config.inert import INERT as ALL_INERT
-from ir.workload.config.keys import TYPES, aliases
+from ir.workload.config.keys import INERT, TYPES, aliases
 from ir.workload.config.rope import OF_ANY_KIND
 from ir.workload.config.spec import ExpertConfig, LatentAttention, LayerActivation, ModelConfig, NormLayerKind
 from ir.workload.config.values import ModelValues
@@ -103,7 +102,7 @@ def _refuse_unknown(given: Mapping[str, object], model_type: str, source: str, p
     """A key that transformers' class may read is not passed over: it may make another model of it."""
     if not (odd := [k for k in given if k not in TYPES[model_type]]):
         return
-    known = [k for k in (*TYPES[model_type], *aliases(model_type)) if k not in ALL_INERT]
+    known = [k for k in (*TYPES[model_type], *aliases(model_type)) if k not in INERT]
     others = f", and {len(odd) - 1} more: {', '.join(odd[1:6])}" if len(odd) > 1 else ""
     near = nearest(odd[0], known)
     fix = near or (None if prefix else "leave it out of the file if it says nothing of the model")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from ir.core.errors import nearest
-from ir.workload.config.key import ModelKeyType, fits
+from ir.workload.config.keys import ModelKeyType, fits
 from ir.workload.config.spec import AttentionRopeScaling, AttentionRopeScalingKind
 from ir.workload.config.values import ModelValues
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from ir.workload.config.keys import ParamNames, names_of
+
 # Of a config: what the duration of a kernel does not depend on, or what the kernels of a layer show by themselves.
 NOT_KERNELS = frozenset(
     "layers source windows rope_scaling rope_pairs score_scale score_by_layer stored".split()  # noqa: SIM905
@@ -162,6 +164,11 @@ class ModelConfig:
     def is_moe(self, layer: int) -> bool:
         """Whether decoder layer `layer` has experts. MTP modules count on from `layers`, as their weights do."""
         return self.moe is not None and layer not in self.moe.dense_layers
+
+    @property
+    def names(self) -> ParamNames:
+        """How its family spells its parameters."""
+        return names_of(self.model_type)
 
     @property
     def qk_dim(self) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, same_name
 from ir.core.limits import divisors
-from ir.workload.config.key import ModelKey, Table, fits
+from ir.workload.config.keys import FIELDS, ModelKey, ModelKeyType, Table, fits
+
+_NUMBERS = (ModelKeyType.RATIO, ModelKeyType.WEIGHT, ModelKeyType.CHANCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,14 @@ class ModelValues:
     def get(self, name: str) -> object:
         """The value, or Hugging Face's default."""
         return self.given[name] if name in self.given else self.table[name].default
+
+    def fields(self, family: str) -> dict[str, Any]:
+        """The fields of `ModelConfig` that are values as they stand; those of keys that a type lacks stay out."""
+        return {name: self._plain(key) for name, key in FIELDS[family].items() if key in {**self.table, **self.given}}
+
+    def _plain(self, name: str) -> Any:
+        value, key = self.get(name), self.table.get(name)
+        return float(value) if key is not None and key.holds in _NUMBERS else value  # type: ignore[arg-type]
 
     def size(self, name: str) -> int:
         """An integer."""

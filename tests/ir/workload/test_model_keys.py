@@ -10,8 +10,7 @@ import pytest
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.workload import config_from, load_config, model_chunks
-from ir.workload.config.key import ModelKey, ModelKeyType, fits
-from ir.workload.config.keys import TYPES
+from ir.workload.config.keys import TYPES, ModelKey, ModelKeyType, fits
 from ir.workload.config.spec import AttentionRopeScaling, AttentionRopeScalingKind, ModelConfig
 from ir.workload.setting import MicrobatchShape
 from ir.workload.work import chunk_flops
