@@ -22,25 +22,29 @@ from pathlib import Path
 from statistics import median
 
 from experiments.published.rows import DATA, Line, Row, lines
-from experiments.published.sets.gpt import megatron
-from experiments.published.sets.llama import llm_foundry, ultrascale
+from experiments.published.sets import NAMED
 from ir.core.errors import PiperError
 from ir.job.load import job_from
 from piper_sim.study.predict import predict
 
 LEAST = 3  # runs of a group
 SHUFFLES = 200
+GROUPS = {
+    "ultrascale": (("model", "gpus", "global_batch"), False),
+    "llm_foundry": (("model", "gpu", "gpus", "seq_len"), True),
+}
 Group = tuple[str, ...]
 Pairs = list[tuple[float, float]]  # measured, predicted
 
 
 def vtrain(line: Line) -> Row:
     """Megatron-DeepSpeed on A100; 800 Gb/s a node are 100 Gb/s a GPU."""
-    nics: dict[str, object] = {"nic_Gbps": 100} if line["inter_node_Gbps_per_node"] else {}
+    row = NAMED["megatron_sc21"].row({**line, "vocab": line["vocab_padded"]})
+    assert row.job is not None
     nodes = -(-int(line["gpus"]) // 8)
-    whole: dict[str, object] = {"nodes": nodes} if int(line["gpus"]) == 8 * nodes else {}
-    padded = {**line, "vocab": line["vocab_padded"]}
-    return megatron(padded, cluster=nics | whole, schedule={"recompute": line["recompute"]})
+    row.job["cluster"] |= {"nic_Gbps": 100} if line["inter_node_Gbps_per_node"] else {}
+    row.job["cluster"] |= {"nodes": nodes} if int(line["gpus"]) == 8 * nodes else {}
+    return row
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Sweep:
             if row.job is None or row.seconds is None or row.failed or line.get("quality", "A") not in "AB":
                 continue
             try:
-                seconds = predict(job_from({k: dict(v) for k, v in row.job.items()}, file=row.name)).iteration_s
+                seconds = predict(job_from(row.job, file=row.name)).iteration_s
             except PiperError:
                 continue  # no prediction: not a choice
             each = float(line["global_batch"]) if self.per_sequence else 1.0
@@ -122,8 +126,7 @@ def main() -> None:
     same = ("model", "gpus", "seq_len", "global_batch")
     sweeps = [
         Sweep("vtrain_multi", DATA / "vtrain_multi.csv", vtrain, same),
-        Sweep("ultrascale", DATA / "ultrascale.csv", ultrascale, ("model", "gpus", "global_batch")),
-        Sweep("llm_foundry", DATA / "llm_foundry.csv", llm_foundry, ("model", "gpu", "gpus", "seq_len"), True),
+        *(Sweep(n, DATA / f"{n}.csv", NAMED[n].row, *group) for n, group in GROUPS.items()),
         *(Sweep(path.stem, path, vtrain, same) for path in args.vtrain),
     ]
     out: dict[str, dict[str, float]] = {}

@@ -2,7 +2,7 @@
 
     python -m experiments.published [--sets a,b] [--control NAME] [--rows] [--json] [--write]
 
-`data/` holds compact tables of the published figures, a source beside each. `sets_*` turn a line into the job that was
-run, and say what had to be assumed; no constant here is fitted, and none belongs to a single row. A line that no job
-can express is listed with the reason; a line whose prediction fails is listed as a failure.
+`data/` holds compact tables of the published figures, a source beside each. `sets` turns a line into the job that was
+run, and data/sets.toml says what had to be assumed; no constant here is fitted, and none belongs to a single row. A
+line that no job can express is listed with the reason; a line whose prediction fails is listed as a failure.
 """

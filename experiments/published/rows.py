@@ -6,12 +6,13 @@ import csv
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 DATA = Path(__file__).parent / "data"
 FULLEST = -1
 GIB, MIB = 2**30, 2**20
 
-Job = Mapping[str, Mapping[str, object]]
+Table = dict[str, dict[str, Any]]  # a job as TOML would give it
 Line = Mapping[str, str]
 
 
@@ -19,12 +20,12 @@ Line = Mapping[str, str]
 class Row:
     """One published run. seconds: of a step. memory: bytes allocated at the peak, by pipeline rank or of the FULLEST.
 
-    job: as TOML would give it; None where it cannot be expressed, and `why` says why. failed: it crashed, or ran out of
+    job: None where it cannot be expressed, and `why` says why. failed: it crashed, or ran out of
     memory or time: only whether it is said to fit is asked.
     """
 
     name: str
-    job: Job | None = None
+    job: Table | None = None
     seconds: float | None = None
     memory: Mapping[int, float] = field(default_factory=dict)
     why: str = ""
@@ -71,10 +72,3 @@ def ints(line: Line, *columns: str) -> tuple[int, ...]:
     (8, 2)
     """
     return tuple(int(line[c]) for c in columns)
-
-
-def gpt(line: Line, **more: object) -> dict[str, object]:
-    """`[model]` of a GPT as Megatron trains it: learned positions, GELU, dropout 0.1, its vocabulary where given."""
-    layers, hidden, heads, seq_len = ints(line, "layers", "hidden", "heads", "seq_len")
-    sizes = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "seq_len": seq_len, "n_positions": seq_len}
-    return {"config": "gpt3-175b", **sizes, **more}

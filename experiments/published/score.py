@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
-from experiments.published.rows import FULLEST, Row
+from experiments.published.rows import FULLEST, Row, Table
 from ir.core.errors import PiperError
 from ir.job import Job
 from ir.job.load import job_from
@@ -21,7 +20,6 @@ from piper_sim.study.sure import PredictionTraits
 
 __all__ = ["Change", "PredictionErrors", "Score", "Table", "memories", "scored", "scores", "times"]
 
-Table = dict[str, dict[str, Any]]
 Change = Callable[[Table], Table]
 
 
@@ -49,7 +47,7 @@ def scores(rows: Iterable[Row], change: Change | None = None) -> Iterator[Score]
         if row.failed and change is not None:
             continue
         if row.job is not None:
-            table: Table = deepcopy({k: dict(v) for k, v in row.job.items()})
+            table = deepcopy(row.job)
             yield scored(row, table if change is None else change(table))
         else:
             yield Score(row, failure="")

@@ -9,8 +9,7 @@ import pytest
 from experiments.published.controls import CONTROLS
 from experiments.published.picture import scatter
 from experiments.published.score import memories, scores, times
-from experiments.published.sets import SETS
-from experiments.published.sets.llama import nanotron_layers
+from experiments.published.sets import SETS, nanotron_layers
 from ir.job.load import job_from
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.report.units import GIB

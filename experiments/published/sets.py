@@ -1,0 +1,265 @@
+"""Lines of published tables as jobs: data/sets.toml says what each table is, here stands what its lines compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any
+
+from experiments.published.rows import DATA, FULLEST, GIB, MIB, DataSet, Line, Row, Table, ints
+from ir.core.errors import ErrorKind
+from ir.core.files import FileErrors, read_toml
+
+FORM = FileErrors("the list of published tables", ErrorKind.IO, "sets.toml")
+Facts = dict[str, Any]  # of a row: seconds, memory, failed; or why no job says the same
+
+
+@cache
+def _facts() -> Mapping[str, Any]:
+    return read_toml(DATA / "sets.toml", FORM)
+
+
+def _fill(job: Table, line: Line, columns: Mapping[str, str]) -> None:
+    """Put what a line's columns say at their keys; an empty cell says nothing."""
+    for column, keys in columns.items():
+        if value := line.get(column):
+            for section, key in (k.split(".") for k in keys.split()):
+                job.setdefault(section, {})[key] = int(value) if value.isdecimal() else value
+
+
+def _told(name: str) -> dict[str, Any]:
+    """What is said of a table, with what it takes over from another."""
+    mine = _facts()["sets"][name]
+    base: Mapping[str, Any] = _told(mine["like"]) if "like" in mine else {"row": name, "job": {}}
+    below, above = base["job"], mine.get("job", {})
+    job = {section: {**below.get(section, {}), **above.get(section, {})} for section in {**below, **above}}
+    return {**base, **mine, "row": name if name in _ROWS else base["row"], "job": job}
+
+
+def _row(told: Mapping[str, Any], line: Line) -> Row:
+    """One line: the table's job, what its columns say, what is computed of them."""
+    job, name, gpu = deepcopy(told["job"]), line.get("case_id") or line["row_id"], line.get("gpu", "")
+    if why := told.get("why"):
+        return Row(name, why=why)
+    for columns in (_facts()["columns"], _facts()["gpt"] if told.get("gpt") else {}, told.get("columns", {})):
+        _fill(job, line, columns)
+    if gpu in _facts()["gpus"]:
+        job.setdefault("cluster", {})["gpu"] = _facts()["gpus"][gpu]
+    if v := line.get("vpp"):
+        job["schedule"]["name"] = "interleaved-1f1b" if int(v) > 1 else "1f1b"
+    seconds = line.get("iter_time_s") or line.get("step_s_median")
+    facts: Facts = {"seconds": float(seconds)} if seconds else {}
+    if told["row"] in _ROWS:
+        facts |= _ROWS[told["row"]](line, job)
+    return Row(name, why=facts["why"]) if "why" in facts else Row(name, job, **facts)
+
+
+def zero_bubble(line: Line, job: Table) -> Facts:
+    """Op times of Table 6 as stage times; samples per second of Table 4."""
+    pp, v, mbs, mb = ints(line, "pp", "vpp", "microbatches", "micro_batch")
+    names = {"1F1B": ("1f1b", 1), "1F1B-I": ("interleaved-1f1b", 3), "ZB-1p": ("zb1p", 1), "ZB-2p": ("zb2p", 1)}
+    name, chunks = names[line["pp_schedule"]]
+    job["schedule"] |= {"name": name, "stages_per_rank": chunks}
+    between = pp * chunks - 2
+    job["parallel"]["layers"] = [0, *[1] * between, 0] if v == 3 else [2, *[3] * between, 2]
+    f, i, w, p2p = (float(line[k]) * 1e-3 for k in ("TF_ms", "TB_ms", "TW_ms", "Tcomm_ms"))
+    job["costs"]["stage_times"] = {"F": f / chunks, "I": i / chunks, "W": w / chunks, "p2p": p2p}
+    # Post-validation (section 4 of the paper): no rank waits for the norm of all gradients.
+    job["optimizer"] = {"clip_norm": 0.0} if line["pp_schedule"].startswith("ZB") else {}
+    seconds = mb * mbs / pp / float(line["samples_per_gpu_per_s"])
+    return {"seconds": seconds, "memory": {FULLEST: float(line["peak_memory_gb"]) * 1e9}}
+
+
+def megatron(line: Line, job: Table) -> Facts:
+    """A run of Megatron-LM's early years: attention not fused, whole layers recomputed, gradients in fp32."""
+    batch, dp = ints(line, "global_batch", "dp")
+    job["schedule"]["microbatches"] = batch // dp // job["schedule"]["microbatch_size"]
+    return {}
+
+
+def korthikanti(line: Line, job: Table) -> Facts:
+    """Table 5: full recompute, or sequence parallelism with selective recompute."""
+    job["parallel"]["sequence_parallel"] = line["sequence_parallel"] == "1"
+    job["schedule"]["recompute"] = "full" if line["recompute"] == "full" else "selective"
+    return megatron(line, job)
+
+
+def sc21_table2(line: Line, job: Table) -> Facts:
+    """PTD-P rows; seconds by the paper's FLOP formula (recompute counted)."""
+    layers, h, s, vocab, batch, gpus = ints(line, "layers", "hidden", "seq_len", "vocab", "global_batch", "gpus")
+    flops = 96 * batch * s * layers * h * h * (1 + s / (6 * h) + vocab / (16 * layers * h))
+    seconds = flops / gpus / float(line["tflops_per_gpu_incl_recompute"]) / 1e12
+    return megatron(line, job) | {"seconds": seconds}
+
+
+def vocabulary(line: Line, job: Table) -> Facts:
+    """1F1B and V-Half with the whole head on one stage."""
+    if line["method"] != "Baseline":
+        return {"why": f"{line['method']}: the head is sharded over the pipeline, which no job says"}
+    pp, layers = ints(line, "pp", "layers")
+    name, chunks = {"1F1B": ("1f1b", 1), "V-Half": ("v-half", 2)}[line["pp_schedule"]]
+    job["schedule"] |= {"name": name, "stages_per_rank": chunks}
+    job["parallel"]["layers"] = [layers // pp // chunks] * pp * chunks
+    return {"memory": {FULLEST: float(line["peak_memory_gb"]) * GIB}}
+
+
+def simumax(line: Line, job: Table) -> Facts:
+    """Megatron on eight B200; the first of four DeepSeek-V2 layers is dense."""
+    job["model"]["config"] = {"llama3-70b": "llama3-70b", "deepseekv2": "deepseek-v2"}[line["model"]]
+    peaks = (float(x) * MIB for x in line["peak_MiB_by_pp_rank"].split())
+    return {"seconds": float(line["iter_time_ms"]) * 1e-3, "memory": dict(enumerate(peaks))}
+
+
+_NANOTRON = {"llama-1.34B": (16, 2048, 8192, True), "llama-8.86B": (32, 4096, 14336, False)}
+_WORDS = 131072
+
+
+def nanotron_layers(layers: int, hidden: int, ffn: int, pp: int) -> list[int]:
+    """Decoder layers of each stage, as Nanotron cuts them: a stage ends behind the block that passes its share.
+
+    Blocks cost their multiply-adds per token, the head among them, the embedding nothing. Where the head passes the
+    last but one share, the loss is alone on the stage behind; here the head stands with it.
+
+    >>> nanotron_layers(16, 2048, 8192, 4)
+    [6, 5, 5, 0]
+    """
+    costs = [4 * hidden * hidden + 3 * hidden * ffn] * layers + [_WORDS * hidden]
+    out, stage = [0] * pp, 0
+    for i, total in enumerate(accumulate(costs)):
+        out[stage] += i < layers
+        if total > sum(costs) * (stage + 1) / pp and stage < pp - 1:
+            stage += 1
+    return out
+
+
+def ultrascale(line: Line, job: Table) -> Facts:
+    """Nanotron on H100; peak memory as the first rank logs it."""
+    gpus, dp, pp, mb, mbs = ints(line, "gpus", "dp", "pp", "micro_batch", "grad_accum")
+    layers, hidden, ffn, tied = _NANOTRON[line["model"]]
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn, "tie_word_embeddings": tied}
+    job["model"] |= sizes
+    job["cluster"]["nodes"] = -(-gpus // 8)
+    job["parallel"]["layers"] = nanotron_layers(layers, hidden, ffn, pp)
+    if "tokens_per_s" not in line:
+        return {"failed": True}
+    seconds = dp * mb * mbs * 4096 / float(line["tokens_per_s"])
+    return {"seconds": seconds, "memory": {0: float(line["peak_memory_gb"]) * GIB}}
+
+
+def llm_foundry(line: Line, job: Table) -> Facts:
+    """MPT under FSDP, fp32 weights gathered in bf16."""
+    batch, seq_len = ints(line, "global_batch", "seq_len")
+    return {"seconds": batch * seq_len / float(line["tokens_per_s"])}
+
+
+def dgxc(line: Line, job: Table) -> Facts:
+    """NeMo on DGX H100: distributed optimizer, gradient buckets overlapped."""
+    job["model"] = {"config": line["model"].replace("llama3.1", "llama3"), "seq_len": 8192}  # some lines say 8190
+    job["cluster"]["nodes"] = int(line["gpus"]) // 8
+    return {}
+
+
+def modelzoo(line: Line, job: Table) -> Facts:
+    """Qwen3-235B on 256 H100."""
+    job["schedule"]["recompute"] = ["norm", "activation"]
+    return {}
+
+
+def torchtitan(line: Line, job: Table) -> Facts:
+    """FSDP2 and tensor parallelism."""
+    if line["recompute"] != "none":
+        return {"why": "recompute of single operators or of every second layer"}
+    tp, gpus, mb, seq_len = ints(line, "tp", "gpus", "local_batch", "seq_len")
+    job["model"]["config"] = {"Llama-3.1-8B": "llama3-8b", "Llama-2-13B": "llama2-13b"}[line["model"]]
+    job["cluster"]["nodes"] = gpus // 8
+    return {"seconds": mb * seq_len / tp / float(line["tokens_per_s_per_gpu"])}
+
+
+def mlperf(line: Line, job: Table) -> Facts:
+    """NeMo with fp8 products; embedding and loss count as a layer each where the log says so."""
+    if line["precision"] != "fp8":
+        return {"why": "fp8 or fp4: the log does not say"}
+    if big := line["model"] != "gpt3-175b":
+        sizes = {"num_hidden_layers": int(line["layers"]), "vocab_size": 32768, "seq_len": 8192}
+        job["model"] = {"config": "llama3-405b", **sizes}
+    else:
+        job["model"] |= {"config": "gpt3-175b", "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+        _fill(job, line, _facts()["gpt"])
+    job["parallel"]["layers"] = [1, *[2] * (int(line["pp"]) * int(line["vpp"]) - 2), 1] if big else "even"
+    job["schedule"]["name"] = "interleaved-1f1b"
+    job["costs"]["tp_overlap"] = line["tp_comm_overlap"] == "1"
+    return {}
+
+
+def vtrain(line: Line, job: Table) -> Facts:
+    """Megatron-DeepSpeed on A100."""
+    if line["inter_node_Gbps_per_node"]:
+        job["cluster"]["nic_Gbps"] = int(line["inter_node_Gbps_per_node"]) / 8
+    return megatron(line, job)
+
+
+_PLAIN = {  # columns of the goldens that a GPT of this kind has; where another stands, no job says the same
+    "family": "gpt", "position": "learned_absolute", "qk_layernorm": "0", "activation": "gelu", "experts": "",
+    "fsdp": "",
+    "fp8_format": "", "optimizer_instances": "1", "optimizer": "adam", "cp": "1", "mla_q_rank": "", "mtp_layers": "0",
+    "cuda_graph": "", "pipeline_layout": "", "first_stage_layers": "", "recompute_granularity": "",
+}  # fmt: skip
+
+
+def golden(line: Line, job: Table) -> Facts:
+    """A GPT of Megatron-LM's tests: the peak of the last rank, and the time of the large ones."""
+    odd = [c for c, v in _PLAIN.items() if line[c] != v]
+    if odd or line["gpus"] != "8":
+        return {"why": "; ".join(odd[:1]) or "GPUs not stated or many"}
+    tp, pp, mb, batch = ints(line, "tp", "pp", "micro_batch", "global_batch")
+    dp = 8 // tp // pp
+    unfused = line["attention_backend"] == "unfused" or line["transformer_impl"] == "local"
+    job["model"] |= {"attention": "unfused" if unfused else "flash", "tie_word_embeddings": line["untied"] == "0"}
+    job["model"] |= {"attn_pdrop": float(line["attention_dropout"]), "resid_pdrop": float(line["hidden_dropout"])}
+    job["parallel"] |= {"dp": dp, "sequence_parallel": line["sequence_parallel"] == "1"}
+    job["parallel"] |= {"bucket_MiB": 160} if line["overlap_grad_reduce"] == "1" else {}
+    job["schedule"]["microbatches"] = batch // dp // mb
+    job["schedule"] |= {} if line["vpp"] else {"name": "1f1b", "stages_per_rank": 1}
+    large = int(line["hidden"]) >= 4096
+    return {"memory": {pp - 1: float(line["mem_peak_early_bytes"])}} | ({} if large else {"seconds": None})
+
+
+_ROWS: Mapping[str, Callable[[Line, Table], Facts]] = {
+    "zero_bubble": zero_bubble,
+    "korthikanti": korthikanti,
+    "megatron_sc21": megatron,
+    "megatron_sc21_table2": sc21_table2,
+    "vocabulary": vocabulary,
+    "simumax": simumax,
+    "ultrascale": ultrascale,
+    "llm_foundry": llm_foundry,
+    "dgxc": dgxc,
+    "modelzoo": modelzoo,
+    "torchtitan": torchtitan,
+    "mlperf_llm": mlperf,
+    "vtrain_multi_node": vtrain,
+    "megatron_goldens": golden,
+}
+
+
+def _sets() -> dict[str, DataSet]:
+    told = {name: _told(name) for name in _facts()["sets"]}
+    return {
+        name: DataSet(name, t["title"], partial(_row, t), t.get("assumed", ""), _facts()["sets"][name].get("bars", ""))
+        for name, t in told.items()
+    }
+
+
+NAMED: Mapping[str, DataSet] = _sets()
+SETS: tuple[DataSet, ...] = tuple(NAMED.values())
+
+
+def chosen(names: str) -> tuple[DataSet, ...]:
+    """Those named, separated by commas; all where none is.
+
+    >>> [s.name for s in chosen("dgxc")]
+    ['dgxc']
+    """
+    return tuple(NAMED[n] for n in names.split(",")) if names else SETS
