@@ -1,4 +1,4 @@
-"""`python -m executor.checkpoint DIR`: check a checkpoint, and print what is in it, each value's hash among it."""
+"""`python -m executor.checkpoint DIR`: check a checkpoint, print what is in it, and write it as the Hub has weights."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from executor.checkpoint.folder import newest
+from executor.checkpoint.hub import write_hub
 from executor.checkpoint.manifest import check_files, read_manifest, verify
 from executor.checkpoint.reader import digests
+from executor.modules.base import TORCH
 from ir.core.errors import PiperError
+from ir.core.work import DType
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0, or 2 for a checkpoint that is not whole."""
     p = argparse.ArgumentParser(prog="python -m executor.checkpoint", description="Check a checkpoint and list it.")
     p.add_argument("folder", metavar="DIR", help="a folder that --save has written (its newest), or one checkpoint")
+    p.add_argument("--hub", metavar="OUT", help="write its weights to a new folder, as transformers saves them")
+    p.add_argument("--dtype", choices=[*TORCH], help="the format of those weights (default: that of updates)")
     args = p.parse_args(list(argv))
     try:
         folder = newest(Path(args.folder))
@@ -25,12 +30,15 @@ def main(argv: Sequence[str]) -> int:
         check_files(folder, manifest)
         verify(folder, manifest, manifest.files)
         values = digests(folder, manifest)
+        form = DType(args.dtype) if args.dtype else manifest.training.format
+        wrote = write_hub(folder, manifest, Path(args.hub), form) if args.hub else []
     except PiperError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.kind.exit_code
     out = {"folder": str(folder), "step": manifest.step, "tokens": manifest.tokens, "ranks": manifest.ranks}
     out |= {"model_digest": manifest.model_digest, "plan_digest": manifest.plan_digest}
-    print(json.dumps({**out, "format": manifest.training.format, "sha256": values}, indent=1))
+    out |= {"format": manifest.training.format, "sha256": values} | ({"hub": wrote} if wrote else {})
+    print(json.dumps(out, indent=1))
     return 0
 
 

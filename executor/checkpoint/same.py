@@ -14,6 +14,8 @@ from executor.checkpoint.tensors import MANIFEST
 from executor.data.files import digest_of_tokens
 from executor.data.tokens import FileTokens, source_name, source_of
 from executor.modules.base import TORCH
+from executor.modules.choose import weights_of
+from executor.modules.hub_weights import biases
 from executor.optim.optimizer import slots_of
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import DType
@@ -40,8 +42,16 @@ def training_of(prepared: PreparedJob) -> CheckpointTraining:
         tokens=len(source.tokens) if isinstance(source, FileTokens) else 0,
         seed=job.data.seed,
         data=digest_of_tokens(source.tokens) if isinstance(source, FileTokens) else "",
-        model={k: v for k, v in _plain(prepared.config).items() if k not in UNUSED},
+        model={k: v for k, v in _plain(prepared.config).items() if k not in UNUSED} | _corrections(prepared),
     )
+
+
+def _corrections(prepared: PreparedJob) -> dict[str, str]:
+    """What routers were given beside weights, which no file of ours has: a digest, so that it is given again."""
+    shapes = {p.name: p.shape for e in prepared.base.entries for p in e.part.params}
+    moe, given = prepared.config.moe, weights_of(prepared.job)
+    names = biases(shapes, moe.scoring if moe and given else None)
+    return {"routers' corrections": given.digest(names)} if names and given else {}
 
 
 def check_same(manifest: CheckpointManifest, prepared: PreparedJob, folder: Path) -> None:

@@ -54,6 +54,10 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
         raise _not_yet(ErrorKind.JOB, f"recompute of {', '.join(fine)} alone", "schedule.recompute", allowed)
     if any(e.chunk.name.startswith("skip") for e in prepared.base.entries):
         raise _not_yet(ErrorKind.JOB, "a stage without layers", "parallel.layers", "at least 1 layer per inner stage")
+    if job.model.weights is not None:
+        from executor.modules.choose import check_weights  # with torch, which a launcher needs for nothing else
+
+        check_weights(prepared)
     if job.model.module is not None or job.model.graph is not None:
         refuse_module(prepared)
         check_sources(job, prepared.config.vocab)

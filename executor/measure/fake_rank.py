@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,10 @@ class FakeRank:
     """A rank of a run: its stages, parameters and optimizer, as the run builds them. Only within one `values`."""
 
     def __init__(self, prepared: PreparedJob, plan: Plan, rank: int) -> None:
-        self.prepared, self.plan, self.device, self.transport = (
-            prepared,
-            plan,
-            HostDevice(),
-            TransportWithoutPeers(rank),
-        )
+        job = prepared.job
+        prepared = replace(prepared, job=replace(job, model=replace(job.model, weights=None)))  # bytes, not values
+        self.prepared, self.plan = prepared, plan
+        self.device, self.transport = HostDevice(), TransportWithoutPeers(rank)
         self.program, self.region = RankPlan.of(plan, rank), RankRegion.of(plan, rank, self.transport)
         routes = planned_routes(prepared, plan.graph, self.program.places, rank) if spread_over(plan.graph) else None
         self.local = RankModel.of(prepared, plan, rank, self.device, self.region, routes=routes)

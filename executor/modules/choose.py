@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from executor.modules.base import TORCH, Model
 from executor.modules.decoder import DecoderModel
+from executor.modules.hub_weights import HubWeights, biases
 from executor.modules.user.model import UserModel, load_callable
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide
@@ -13,6 +15,7 @@ from executor.parallel.shares import ParamShard
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.graph.classes import recomputed as again
+from ir.job import Job
 from ir.job.build import PreparedJob, precision_of, recompute_options
 
 
@@ -44,7 +47,26 @@ def model_of(
         region=region or RankRegion(),
         spread=spread or {},
         guide=guide or ExpertRouterGuide(),
+        weights=weights_of(job),
     )
+
+
+def weights_of(job: Job) -> HubWeights | None:
+    """The checkpoint that `[model] weights` names, if any. Its path starts at the job's folder."""
+    return None if job.model.weights is None else HubWeights(Path(named_path(job.file, job.model.weights)))
+
+
+def check_weights(prepared: PreparedJob) -> None:
+    """Raise PiperError (io) where `[model] weights` are not those of the job's model."""
+    job, moe = prepared.job, prepared.config.moe
+    if (found := weights_of(job)) is None:
+        return
+    if job.model.module is not None:
+        message, allowed = "a module of your own makes its first values itself", "nothing beside model.module"
+        fix = "from_pretrained, in what [model] module names"
+        raise PiperError(ErrorKind.JOB, message, key="model.weights", allowed=allowed, suggestion=fix)
+    shapes = {p.name: p.shape for e in prepared.base.entries for p in e.part.params}
+    found.check(shapes, biases(shapes, moe.scoring if moe else None))
 
 
 def recomputed(prepared: PreparedJob) -> frozenset[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from executor.modules.attention.attention import AttentionPart, LatentAttentionPart
 from executor.modules.base import NUMBER, BuiltChunks, TokenLoss, evaluate
+from executor.modules.hub_weights import HubWeights
 from executor.modules.layers import EmbedPart, FeedForwardLayer, HeadPart, MlpPart, NormLayer, Params
 from executor.modules.moe.experts import ExpertAdd, ExpertRouter, LocalExperts, SharedExperts, moe_of
 from executor.modules.moe.spread import ExpertParallelAdd, ExpertParallelExperts, ExpertParallelRouter
@@ -65,6 +66,7 @@ class DecoderModel:
     region: RankRegion = field(default_factory=RankRegion)  # the ranks that it shares the work of a part with
     spread: Mapping[str, int] = field(default_factory=dict)  # chunk → over how many ranks its experts are, if over any
     guide: ExpertRouterGuide = field(default_factory=ExpertRouterGuide)  # of its routers
+    weights: HubWeights | None = None  # first values, instead of drawn ones
 
     def __post_init__(self) -> None:
         refuse_model(self.config)
@@ -86,7 +88,8 @@ class DecoderModel:
         return self._build(chunks, self.dtype)
 
     def _build(self, chunks: Sequence[str], dtype: torch.dtype | None) -> BuiltChunks:
-        make = Params(self.seed, self.config.init_std, dtype, self.shares, None if dtype is None else self.region)
+        region = None if dtype is None else self.region
+        make = Params(self.seed, self.config.init_std, dtype, self.shares, region, self.weights)
         units: dict[str, nn.Module] = {}
         extras: Extras = {}
         reads: Reads = {}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from executor.modules.base import initial
 from executor.modules.functions import layer_norm, relu2, rms_norm, swiglu
+from executor.modules.hub_weights import HubWeights
 from executor.modules.parallel import columns, leave, words
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard
@@ -22,7 +23,7 @@ class Params:
 
     dtype None: only names and shapes are wanted, nothing is allocated. shares: what is held of those that are cut. All
     are asked for with their global shapes, and drawn whole, so that every layout starts from the same numbers.
-    region: the ranks that hold the other shares, whom modules meet.
+    region: the ranks that hold the other shares, whom modules meet. weights: first values, instead of drawn ones.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class Params:
         dtype: torch.dtype | None,
         shares: Mapping[str, ParamShard] | None = None,
         region: RankRegion | None = None,
+        weights: HubWeights | None = None,
     ) -> None:
         self.seed, self.std, self.dtype, self.shares = seed, std, dtype, shares or {}
-        self.region = region or RankRegion()
+        self.region, self.weights = region or RankRegion(), weights
         self.made: dict[str, nn.Parameter] = {}
 
     def __call__(self, name: str, *shape: int, start: float | None = None) -> nn.Parameter:
@@ -42,11 +44,21 @@ class Params:
         if name not in self.made:
             if self.dtype is None:
                 value = torch.empty(shape, device="meta")
+            elif self.weights is not None:
+                value = self.weights.read(name, self.shares.get(name, ParamShard(shape)), self.dtype)
             else:
                 value = initial(name, shape, self.seed, self.std, self.dtype, start)
                 value = self.shares[name].take(value) if name in self.shares else value
             self.made[name] = nn.Parameter(value)
         return self.made[name]
+
+    def buffer(self, name: str, size: int) -> Tensor | None:
+        """What stands in a checkpoint and is not trained: zeros without one, None where names alone are wanted."""
+        if self.dtype is None:
+            return None
+        if self.weights is None:
+            return torch.zeros(size)
+        return self.weights.read(name, ParamShard((size,)), torch.float32)
 
 
 class LinearLayer(nn.Module):

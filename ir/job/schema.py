@@ -28,7 +28,8 @@ Free = Annotated[str, words("all_to_all", "collective", "p2p", "host", said="cos
 class ModelSection:
     """What is trained. Any key of the Hugging Face config may be set inline; those land in `overrides`.
 
-    Without config and graph, `model_type` and the keys set inline are the config.
+    Without config and graph, `model_type` and the keys set inline are the config. weights: a folder of safetensors
+    files with a run's first values, as the Hub has them; without it they are drawn from the seed.
     """
 
     config: Text = ""
@@ -37,6 +38,7 @@ class ModelSection:
     graph: Text | None = None
     module: Text | None = None
     tags: Mapping[str, Text] = field(default_factory=dict)
+    weights: Text | None = None
     seed: Natural = 0
     overrides: Mapping[str, object] = field(default_factory=dict)
 

@@ -182,5 +182,6 @@ def job_digest(job: Job) -> str:
     if s.global_batch is None:  # a resolved job has microbatches
         table["schedule"].pop("global_batch")
     table["cluster"].pop("price")
+    table["model"].pop("weights")  # values, of which no prediction depends
     table.pop("search")
     return hashlib.sha256(json.dumps(table, sort_keys=True, default=list).encode()).hexdigest()

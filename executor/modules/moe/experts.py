@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from executor.modules.functions import balanced, grouped_linear, permute, swiglu, unpermute, wide
+from executor.modules.hub_weights import BIAS
 from executor.modules.layers import FeedForwardLayer, NormLayer, Params
 from executor.parallel.router_guide import ExpertRouterGuide
 from ir.workload.config.load import ExpertConfig, ModelConfig
@@ -32,7 +33,7 @@ class ExpertRouter(nn.Module):
     """Part `router`: norm, scores, top-k. It passes on the normed tokens.
 
     bias: DeepSeek-V3's correction, added where experts are chosen and not where they are weighed; never trained by
-    gradients, zero here. guide: what it is told, and told of.
+    gradients, a checkpoint's or zero. guide: what it is told, and told of.
     """
 
     bias: Tensor | None
@@ -45,8 +46,9 @@ class ExpertRouter(nn.Module):
         self.norm = NormLayer(c, make, f"{prefix}post_attention_layernorm", c.hidden)
         self.weight = make(f"{prefix}mlp.gate.weight", self.moe.experts, c.hidden)
         self.by_two = c.model_type == "deepseek_v3"  # a group of experts counts by its best two
-        corrected = self.moe.scoring == "sigmoid" and make.dtype is not None
-        self.register_buffer("bias", torch.zeros(self.moe.experts) if corrected else None, persistent=False)
+        corrected = self.moe.scoring == "sigmoid"
+        bias = make.buffer(f"{prefix}mlp.gate.{BIAS}", self.moe.experts) if corrected else None
+        self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor, number: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """x (batch, length, h) → tokens (tokens, h), weights (tokens, top_k), indices (tokens, top_k).

@@ -1,0 +1,108 @@
+"""A checkpoint as the Hub has it: safetensors under the names that transformers saves, an index, and config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor.checkpoint.manifest import CheckpointManifest
+from executor.checkpoint.reader import CheckpointReader
+from executor.checkpoint.tensors import write_tensors
+from executor.modules.base import TORCH
+from executor.modules.hub_weights import INDEX, WHOLE, HubWeights, StoredParam, biases
+from executor.parallel.shares import ParamShard
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.work import DType
+from ir.job.table import keys_of
+from ir.workload.config.load import raw_config
+
+MOST = 2**30  # bytes of a file, one parameter at least
+
+
+def write_hub(folder: Path, manifest: CheckpointManifest, out: Path, dtype: DType, most: int = MOST) -> list[str]:
+    """Write a checkpoint's weights to a new folder, one file at a time in memory; the names of what was written.
+
+    A captured module's go out under its own names. Raises PiperError (io): `out` holds something, or cannot be written;
+    a value is missing. (usage): routers' corrections that are not where training took them from.
+    """
+    files = _files(manifest, TORCH[dtype].itemsize, most)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if found := next(out.iterdir(), None):
+            message = f"{out} is not empty: {found.name} lies there"
+            raise PiperError(ErrorKind.IO, message, file=str(out), key="--hub", allowed="a new folder")
+        count = len(files)
+        names = [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)] if count > 1 else [WHOLE]
+        index: dict[str, str] = {}
+        for name, params in zip(names, files, strict=True):
+            tensors = dict(_tensors(folder, manifest, params, TORCH[dtype]))
+            index |= dict.fromkeys(tensors, name)
+            write_tensors(out / name, tensors)
+        if count > 1:
+            size = sum(prod(s) for s in manifest.training.shapes.values()) * TORCH[dtype].itemsize
+            _write(out / INDEX, {"metadata": {"total_size": size}, "weight_map": index})
+            names.append(INDEX)
+        if config := _config(manifest, dtype):
+            _write(out / "config.json", config)
+            names.append("config.json")
+    except OSError as error:
+        raise PiperError(ErrorKind.IO, f"cannot write: {error.strerror}", file=str(out), key="--hub") from error
+    return names
+
+
+def _files(manifest: CheckpointManifest, size: int, most: int) -> list[list[str]]:
+    """Parameters by file, in order."""
+    out: list[list[str]] = [[]]
+    room = most
+    for name, shape in manifest.training.shapes.items():
+        if (need := prod(shape) * size) > room and out[-1]:
+            out.append([])
+            room = most
+        out[-1].append(name)
+        room -= need
+    return out
+
+
+def _tensors(
+    folder: Path, manifest: CheckpointManifest, names: list[str], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    reader, shapes, model = CheckpointReader(folder, manifest), manifest.training.shapes, manifest.training.model
+    for name in names:
+        value = reader.whole("weight", name).to(dtype)
+        at = StoredParam.of(name, shapes[name], str(model.get("model_type")))
+        for e, parts in enumerate(at.names):
+            yield from zip(parts, (value[e] if at.stacked else value).chunk(len(parts)), strict=True)
+    for name, shape in biases({n: shapes[n] for n in names}, (model.get("moe") or {}).get("scoring")).items():
+        yield name, _bias(manifest, name, shape)
+
+
+def _bias(manifest: CheckpointManifest, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A router's correction: no gradient trained it, so it is where training took it from, or zero."""
+    if (path := manifest.job.get("model", {}).get("weights")) is None:
+        return torch.zeros(shape)
+    if not Path(path).exists():
+        message = f"{name} was read from {path}, which is not here"
+        raise PiperError(ErrorKind.USAGE, message, key="model.weights", allowed=f"{path}, seen from this folder")
+    return HubWeights(Path(path)).read(name, ParamShard(shape), torch.float32)
+
+
+def _config(manifest: CheckpointManifest, dtype: DType) -> Mapping[str, Any]:
+    """The Hugging Face config that the job had; nothing for a captured module, or a file that is not here."""
+    model = manifest.job.get("model", {})
+    inline = {k: v for k, v in model.items() if k not in keys_of("model")}
+    try:
+        raw = raw_config(model["config"]) if model.get("config") else {}
+    except PiperError:
+        return {}
+    found = {k: v for k, v in (raw | inline).items() if k != "quantization_config"}
+    return found and found | {"dtype": str(TORCH[dtype]).removeprefix("torch.")}
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,178 @@
+"""First values from a checkpoint of the Hub: safetensors under the names that transformers saves, share by share."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from executor.parallel.shares import ParamShard
+from ir.core.errors import ErrorKind, nearest
+from ir.core.files import FileErrors, check_regular, read_json, typed
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+BIAS = "e_score_correction_bias"  # beside a router's weight; no gradient trains it
+FORM = FileErrors("weights", ErrorKind.IO, "model.weights", fix="a folder of safetensors files")
+_MAPPED = replace(FORM, most=2**50)  # bytes of what is not read whole
+NUMBERS = ("F64", "F32", "BF16", "F16")
+_EXPERTS = re.compile(r"(.+\.)mlp\.experts\.(gate_up|down)_proj")
+_SPELT = {  # an expert's place in a layer, and its products
+    "": ("mlp.experts", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}),
+    "mixtral": ("block_sparse_moe.experts", {"gate_up": ("w1", "w3"), "down": ("w2",)}),
+}
+# What files have beside a model's parameters: tables made of sizes, and second copies of what is tied.
+_TABLES = ("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias")
+_TIED = ("lm_head.weight", "*.layers.*.embed_tokens.weight", "*.shared_head.head.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParam:
+    """How files store a parameter: one tensor, or, of stacked experts, for each the tensors whose rows make it up."""
+
+    names: tuple[tuple[str, ...], ...]
+    stacked: bool = False
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], model_type: str) -> StoredParam:
+        """As transformers saves it.
+
+        >>> StoredParam.of("model.layers.0.mlp.experts.down_proj", (2, 8, 4), "mixtral").names[1]
+        ('model.layers.0.block_sparse_moe.experts.1.w2.weight',)
+        >>> StoredParam.of("model.norm.weight", (8,), "mixtral").names
+        (('model.norm.weight',),)
+        """
+        if found := _EXPERTS.fullmatch(name):
+            place, products = _SPELT.get(model_type, _SPELT[""])
+            stem = f"{found[1]}{place}"
+            each = products[found[2]]
+            return cls(tuple(tuple(f"{stem}.{e}.{p}.weight" for p in each) for e in range(shape[0])), stacked=True)
+        if model_type == "mixtral":
+            name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+        return cls(((name,),))
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Of each of its tensors."""
+        return (whole[1] // len(self.names[0]), *whole[2:]) if self.stacked else whole
+
+
+def _spellings(name: str, shape: tuple[int, ...]) -> list[StoredParam]:
+    """All that are known: as transformers has it in memory, as each family saves it, GPT-2's without its prefix."""
+    short = name.removeprefix("transformer.")
+    return [StoredParam(((name,),)), *(StoredParam.of(name, shape, t) for t in _SPELT), StoredParam(((short,),))]
+
+
+@dataclass(frozen=True)
+class HubWeights:
+    """The tensors of a folder of safetensors files, or of one such file.
+
+    Files are mapped, and of each tensor only what a rank holds is copied. Raises PiperError (io): a file that is
+    not there, that the index names outside of the folder, or that is no safetensors file.
+    """
+
+    path: Path
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, tuple[Path, Any]]:
+        """Each tensor's file, and that file opened (untyped)."""
+        out: dict[str, tuple[Path, Any]] = {}
+        for file in self._files():
+            check_regular(file, _MAPPED)
+            try:
+                opened: Any = safe_open(file, "pt")  # untyped
+            except (SafetensorError, OSError) as error:
+                raise FORM.wrong(f"cannot read tensors: {error}", str(file), None, FORM.fix) from None
+            names: list[str] = list(opened.keys())
+            for name in names:
+                if name in out:
+                    message = f"{name} is in {out[name][0].name}, too"
+                    raise FORM.wrong(message, str(file), None, f"each tensor once, or {INDEX}")
+                out[name] = file, opened
+        return out
+
+    def _files(self) -> list[Path]:
+        if not self.path.is_dir():
+            return [self.path]
+        if (self.path / INDEX).exists():
+            said = str(self.path / INDEX)
+            index = typed(read_json(said, FORM), dict[str, Any], FORM, said)
+            names = sorted(set(typed(index.get("weight_map"), dict[str, str], FORM, said, "weight_map").values()))
+            if odd := next((n for n in names if Path(n).name != n), None):
+                raise FORM.wrong(f"{odd!r} is not in this folder", said, "weight_map", "names of files")
+            return [self.path / n for n in names]
+        found = [self.path / WHOLE] if (self.path / WHOLE).exists() else sorted(self.path.glob("*.safetensors"))
+        if not found:
+            raise FORM.wrong("a folder without safetensors files", str(self.path), None, f"{WHOLE}, or {INDEX}")
+        return found
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], biases: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise PiperError for a parameter that is missing or has another shape or format, and for one that is left."""
+        read = set[str]()
+        for name, shape in {**shapes, **biases}.items():
+            at = self._find(name, shape)
+            for tensor in (n for names in at.names for n in names):
+                self._check(tensor, at.shape(shape))
+                read.add(tensor)
+        left = [n for n in self._tensors if n not in read and not any(fnmatchcase(n, u) for u in _TABLES + _TIED)]
+        if left:
+            more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+            message = f"the job's model has no parameter for {left[0]}{more}"
+            raise FORM.wrong(message, str(self._tensors[left[0]][0]), None, "the weights of the job's model.config")
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        file, opened = self._tensors[name]
+        found = opened.get_slice(name)
+        if (has := tuple(found.get_shape())) != shape:
+            message = f"{name} is {' x '.join(map(str, has))}, the job's model has {' x '.join(map(str, shape))}"
+            raise FORM.wrong(message, str(file), None, "the weights of the job's model.config")
+        if (form := found.get_dtype()) not in NUMBERS:
+            message = f"{name} is stored in {form}, whose scales are not applied here"
+            raise FORM.wrong(message, str(file), None, ", ".join(NUMBERS), "weights that are not quantised")
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> StoredParam:
+        for at in _spellings(name, shape):
+            if all(n in self._tensors for names in at.names for n in names):
+                return at
+        allowed, near = "all parameters of the job's model", nearest(name, self._tensors)
+        raise FORM.wrong(f"no tensor for {name}", str(self.path), None, allowed, near)
+
+    def read(self, name: str, share: ParamShard, dtype: torch.dtype) -> Tensor:
+        """A rank's share of a parameter: a tensor of its own, rounded to `dtype`."""
+        at, out = self._find(name, share.shape), torch.empty(share.local, dtype=dtype)
+        if not at.stacked:
+            return out.copy_(share.take(self._tensor(at.names[0][0])))
+        by_expert = next((c for c in share.cuts if c.dim == 0), None)
+        held = range(share.shape[0]) if by_expert is None else by_expert.rows().tolist()
+        rest = ParamShard(share.shape[1:], tuple(replace(c, dim=c.dim - 1) for c in share.cuts if c.dim))
+        for k, e in enumerate(held):
+            out[k] = rest.take(torch.cat([self._tensor(n) for n in at.names[e]]))
+        return out
+
+    def _tensor(self, name: str) -> Tensor:
+        found: Tensor = self._tensors[name][1].get_tensor(name)
+        return found
+
+    def digest(self, names: Iterable[str]) -> str:
+        """SHA-256 of some tensors' values in float64."""
+        out = hashlib.sha256()
+        for name in names:
+            out.update(self._tensor(name).double().numpy().tobytes())
+        return out.hexdigest()
+
+
+def biases(shapes: Mapping[str, tuple[int, ...]], scoring: str | None) -> dict[str, tuple[int, ...]]:
+    """The corrections beside routers that score by sigmoid, and their shapes: no parameters, yet part of a checkpoint.
+
+    >>> biases({"model.layers.3.mlp.gate.weight": (8, 64)}, "sigmoid")
+    {'model.layers.3.mlp.gate.e_score_correction_bias': (8,)}
+    """
+    gates = {n: s for n, s in shapes.items() if n.endswith(".mlp.gate.weight")} if scoring == "sigmoid" else {}
+    return {f"{n.removesuffix('weight')}{BIAS}": s[:1] for n, s in gates.items()}
