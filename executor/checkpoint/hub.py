@@ -15,7 +15,7 @@ from executor.checkpoint.manifest import CheckpointManifest
 from executor.checkpoint.reader import CheckpointReader
 from executor.checkpoint.tensors import write_tensors
 from executor.modules.base import TORCH
-from executor.modules.hub_weights import INDEX, WHOLE, HubWeights, StoredParam, biases
+from executor.modules.hub_weights import INDEX, WHOLE, HubCheckpoint, StoredParam, biases
 from executor.parallel.shares import ParamShard
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import DType
@@ -89,7 +89,7 @@ def _bias(manifest: CheckpointManifest, name: str, shape: tuple[int, ...]) -> Te
     if not Path(path).exists():
         message = f"{name} was read from {path}, which is not here"
         raise PiperError(ErrorKind.USAGE, message, key="model.weights", allowed=f"{path}, seen from this folder")
-    return HubWeights(Path(path)).read(name, ParamShard(shape), torch.float32)
+    return HubCheckpoint(Path(path)).read(name, ParamShard(shape), torch.float32)
 
 
 def _config(manifest: CheckpointManifest, dtype: DType) -> Mapping[str, Any]:

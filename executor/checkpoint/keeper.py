@@ -30,7 +30,6 @@ from executor.checkpoint.manifest import (
 from executor.checkpoint.pieces import Held, ShardPiece, in_files, written
 from executor.checkpoint.reader import CheckpointReader
 from executor.checkpoint.same import WEIGHT, plain_table, training_of
-from executor.checkpoint.saving import KEPT, CheckpointOptions
 from executor.checkpoint.tensors import MANIFEST, write_tensors
 from executor.device.progress import RankProgress
 from executor.optim.sync import BucketSync
@@ -38,6 +37,7 @@ from executor.parallel.shares import ParamShard
 from executor.transport.base import Transport
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import PreparedJob
+from ir.job.run_options import KEPT, CheckpointOptions
 from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest

@@ -9,9 +9,9 @@ from executor.checkpoint.folder import check_room, newest
 from executor.checkpoint.lock import check_free
 from executor.checkpoint.manifest import check_files, read_manifest, verify
 from executor.checkpoint.same import check_same
-from executor.checkpoint.saving import KEPT, CheckpointOptions
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import PreparedJob
+from ir.job.run_options import KEPT, CheckpointOptions
 
 
 def settled(wanted: CheckpointOptions, prepared: PreparedJob, steps: int, *, real: bool) -> CheckpointOptions:

@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from executor.checkpoint.saving import CheckpointOptions
 from executor.checkpoint.settings import settled, verified
 from executor.launch.launch import folder_for, launch
 from executor.launch.refusals import refuse
@@ -35,7 +34,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.job import load_job
 from ir.job.build import PreparedJob, prepare
 from ir.job.routing.recorded import counts_text
-from ir.job.run_options import JobRunOptions
+from ir.job.run_options import CheckpointOptions, JobRunOptions
 from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest

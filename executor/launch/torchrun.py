@@ -23,7 +23,6 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from executor.checkpoint.saving import CheckpointOptions
 from executor.checkpoint.settings import settled
 from executor.device.progress import RankProgress, create
 from executor.launch.refusals import refuse
@@ -37,7 +36,7 @@ from executor.runtime.worker import RankContext
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import load_job
 from ir.job.build import PreparedJob, prepare
-from ir.job.run_options import JobRunOptions
+from ir.job.run_options import CheckpointOptions, JobRunOptions
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
 from ir.trace.text import write_trace

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from executor.modules.base import TORCH, Model
 from executor.modules.decoder import DecoderModel
-from executor.modules.hub_weights import HubWeights, biases
+from executor.modules.hub_weights import HubCheckpoint, biases
 from executor.modules.user.model import UserModel, load_callable
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide
@@ -51,9 +51,9 @@ def model_of(
     )
 
 
-def weights_of(job: Job) -> HubWeights | None:
+def weights_of(job: Job) -> HubCheckpoint | None:
     """The checkpoint that `[model] weights` names, if any. Its path starts at the job's folder."""
-    return None if job.model.weights is None else HubWeights(Path(named_path(job.file, job.model.weights)))
+    return None if job.model.weights is None else HubCheckpoint(Path(named_path(job.file, job.model.weights)))
 
 
 def check_weights(prepared: PreparedJob) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from executor.modules.attention.attention import AttentionPart, LatentAttentionPart
 from executor.modules.base import NUMBER, BuiltChunks, TokenLoss, evaluate
-from executor.modules.hub_weights import HubWeights
+from executor.modules.hub_weights import HubCheckpoint
 from executor.modules.layers import EmbedPart, FeedForwardLayer, HeadPart, MlpPart, NormLayer, Params
 from executor.modules.moe.experts import ExpertAdd, ExpertRouter, LocalExperts, SharedExperts, moe_of
 from executor.modules.moe.spread import ExpertParallelAdd, ExpertParallelExperts, ExpertParallelRouter
@@ -66,7 +66,7 @@ class DecoderModel:
     region: RankRegion = field(default_factory=RankRegion)  # the ranks that it shares the work of a part with
     spread: Mapping[str, int] = field(default_factory=dict)  # chunk → over how many ranks its experts are, if over any
     guide: ExpertRouterGuide = field(default_factory=ExpertRouterGuide)  # of its routers
-    weights: HubWeights | None = None  # first values, instead of drawn ones
+    weights: HubCheckpoint | None = None  # first values, instead of drawn ones
 
     def __post_init__(self) -> None:
         refuse_model(self.config)

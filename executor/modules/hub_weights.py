@@ -71,7 +71,7 @@ def _spellings(name: str, shape: tuple[int, ...]) -> list[StoredParam]:
 
 
 @dataclass(frozen=True)
-class HubWeights:
+class HubCheckpoint:
     """The tensors of a folder of safetensors files, or of one such file.
 
     Files are mapped, and of each tensor only what a rank holds is copied. Raises PiperError (io): a file that is

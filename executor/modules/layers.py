@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from executor.modules.base import initial
 from executor.modules.functions import layer_norm, relu2, rms_norm, swiglu
-from executor.modules.hub_weights import HubWeights
+from executor.modules.hub_weights import HubCheckpoint
 from executor.modules.parallel import columns, leave, words
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard
@@ -33,7 +33,7 @@ class Params:
         dtype: torch.dtype | None,
         shares: Mapping[str, ParamShard] | None = None,
         region: RankRegion | None = None,
-        weights: HubWeights | None = None,
+        weights: HubCheckpoint | None = None,
     ) -> None:
         self.seed, self.std, self.dtype, self.shares = seed, std, dtype, shares or {}
         self.region, self.weights = region or RankRegion(), weights

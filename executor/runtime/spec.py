@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from executor.checkpoint.saving import CheckpointOptions
 from executor.parallel.places import RankPlacement
 from ir.core.order import FloatArray
-from ir.job.run_options import JobRunOptions
+from ir.job.run_options import CheckpointOptions, JobRunOptions
 from ir.plan.plan import Plan
 from ir.trace.durations import emulated_seconds, replayed_seconds
 from ir.trace.text import read_trace

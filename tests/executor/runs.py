@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor.checkpoint.saving import CheckpointOptions
 from executor.launch import run as cli
 from executor.modules.base import TORCH
 from executor.modules.decoder import DecoderModel
@@ -23,7 +22,7 @@ from executor.runtime.reference import train
 from ir.job import Job, load_job
 from ir.job.build import PreparedJob, precision_of
 from ir.job.routing.forced import ForcedExperts
-from ir.job.run_options import JobRunOptions
+from ir.job.run_options import CheckpointOptions, JobRunOptions
 from ir.job.schema import JobOptimizer
 from ir.plan.plan import Plan
 from ir.trace.trace import Trace

@@ -19,8 +19,8 @@ FILES = ("ranks.json", "routing.csv", "log.jsonl", "run.json", "plan.txt", "time
 
 def main(args: argparse.Namespace) -> int:
     """Build the plan, launch it, print losses and where the time went."""
-    from executor.checkpoint.saving import CheckpointOptions
     from executor.launch.run import run
+    from ir.job.run_options import CheckpointOptions
 
     job = load_job(args.job, args.sets)
     p = predict(job)

@@ -11,14 +11,13 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from executor.checkpoint.saving import CheckpointOptions
 from executor.launch.run import run
 from executor.launch.verdict import RankFailed
 from executor.measure.peak_bytes import peak_bytes
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
-from ir.job.run_options import JobRunOptions
+from ir.job.run_options import CheckpointOptions, JobRunOptions
 
 STEPS = 3
 JOB: dict[str, dict[str, object]] = {

@@ -16,13 +16,13 @@ from executor.checkpoint.keeper import RankCheckpoint
 from executor.checkpoint.manifest import read_manifest
 from executor.checkpoint.pieces import ShardPiece
 from executor.checkpoint.reader import digests
-from executor.checkpoint.saving import CheckpointOptions
 from executor.modules.base import TORCH
 from executor.optim.gradients import ParamGradients
 from executor.optim.sync import BucketSync, BucketSyncConfig
 from executor.parallel.shares import ParamShard, shares
 from ir.graph.sync import buckets
 from ir.job.build import PreparedJob, precision_of
+from ir.job.run_options import CheckpointOptions
 from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from tests.executor.runs import Ran, judged, run

@@ -11,9 +11,9 @@ import pytest
 
 from executor.checkpoint.folder import complete, newest
 from executor.checkpoint.manifest import check_files, read_manifest, verify
-from executor.checkpoint.saving import CheckpointOptions
 from executor.launch import run as cli
 from executor.launch.verdict import RankFailed
+from ir.job.run_options import CheckpointOptions
 from tests.executor.checkpoint import checkpoint_faults
 from tests.executor.checkpoint.checkpoints import hashes, saved
 from tests.executor.launch.test_run_failure import gone, pids

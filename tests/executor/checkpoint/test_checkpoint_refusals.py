@@ -18,11 +18,11 @@ from executor.checkpoint import lock as lock_module
 from executor.checkpoint.folder import complete, prune
 from executor.checkpoint.lock import CheckpointLock, said
 from executor.checkpoint.manifest import CheckpointManifest, read_manifest
-from executor.checkpoint.saving import CheckpointOptions
 from executor.checkpoint.settings import settled
 from executor.launch import run as cli
 from executor.launch.verdict import RankFailed
 from ir.core.errors import PiperError
+from ir.job.run_options import CheckpointOptions
 from tests.executor.checkpoint import checkpoint_faults
 from tests.executor.checkpoint.checkpoints import hashes, resumed, saved
 from tests.executor.launch.test_run_command import command

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor.checkpoint import __main__ as lister
-from executor.checkpoint.saving import CheckpointOptions
 from executor.launch.refusals import refuse
 from executor.modules.base import evaluate
 from executor.modules.decoder import DecoderModel
-from executor.modules.hub_weights import INDEX, HubWeights, biases
+from executor.modules.hub_weights import INDEX, HubCheckpoint, biases
 from executor.runtime.batch import MicrobatchLoader
 from ir.core.errors import PiperError
+from ir.job.run_options import CheckpointOptions
 from ir.workload.config.load import config_from
 from tests.executor.modules.hub import Doubled, Theirs, quiet
 from tests.executor.modules.test_modules_huggingface import of_preset, small
@@ -67,7 +67,7 @@ def loss(theirs: Theirs, step: int = 0) -> float:
 
 
 def ours(raw: dict[str, Any], folder: Path) -> float:
-    model = DecoderModel(config_from(raw, "x"), dtype=torch.float64, weights=HubWeights(folder))
+    model = DecoderModel(config_from(raw, "x"), dtype=torch.float64, weights=HubCheckpoint(folder))
     built, batches = model.build(model.chunks), [DATA.batch(0, 0, mb) for mb in range(DATA.microbatches)]
     return float(sum(evaluate(built, b.ids, {"head": (b.labels, b.scale)}).detach() for b in batches))
 
@@ -79,7 +79,7 @@ def test_what_transformers_saved_has_its_loss(family: str, tmp_path: Path) -> No
     assert abs(found - wanted) <= 1e-12 * wanted
     config = config_from(raw, "x")
     shapes = DecoderModel(config).shapes
-    HubWeights(tmp_path).check(shapes, biases(shapes, config.moe.scoring if config.moe else None))
+    HubCheckpoint(tmp_path).check(shapes, biases(shapes, config.moe.scoring if config.moe else None))
 
 
 def test_a_correction_that_is_not_read_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
