@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.core
 DEV    := $(VENV)/.dev
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint bench mutate clean
 
 demo: $(STAMP)
 	$(BIN)/piper-sim demo
@@ -32,6 +32,10 @@ lint: $(DEV)
 bench: $(STAMP)
 	$(BIN)/python -m experiments.engine_speed
 	$(BIN)/python -m experiments.command_speed
+
+# N mutants of each folder, drawn by SEED, after those that have names: hours for many. Below 90 % of them killed: exit 1.
+mutate: $(DEV)
+	$(BIN)/python -m tests.mutate --n $(or $(N),30) --seed $(or $(SEED),0)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
