@@ -191,14 +191,20 @@ def _balance(results: list[dict[str, Any]], step: int) -> float:
 
 
 def _durations(results: list[dict[str, Any]], steps: int) -> list[float]:
-    """Seconds of each step, from its first op anywhere (or the end of the step before, if later) to its last."""
+    """Seconds of each step, from the last op of the step before to its own: what is done between two counts.
+
+    The first, and one before which was saved or evaluated, counts from its first op.
+    """
+    first = results[0]["first_step"]
+    apart = {first, *(step + 1 for r in results for step in r["paused"])}
     spans = [[math.inf, 0.0] for _ in range(steps)]
     for r in results:
         for step, _, _, _, start, end in r["rows"]:
-            span = spans[step - r["first_step"]]
+            span = spans[step - first]
             span[0], span[1] = min(span[0], start), max(span[1], end)
+    starts = [start if first + k in apart else spans[k - 1][1] for k, (start, _) in enumerate(spans)]
     before = [0.0, *(end for _, end in spans[:-1])]
-    return [end - max(b, start) for b, (start, end) in zip(before, spans, strict=True)]
+    return [end - max(b, start) for b, start, (_, end) in zip(before, starts, spans, strict=True)]
 
 
 def _trace(results: list[dict[str, Any]], schedule: str) -> Trace:

@@ -99,8 +99,15 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
         "routing": [(layer, k - program.number_of(0), n) for layer, k, n in (told[0][0] if told else ())],
         "balance": [losses for _, losses in told],
         "races": [str(r) for r in device.races] if isinstance(device, RaceDevice) else None,
+        "paused": _paused(s, results),
         "tests": [_of_the_batch(prepared, program, r.tests) for r in results],
     }
+
+
+def _paused(s: PlanRun, results: list[StepResult]) -> list[int]:
+    """Steps behind which this rank saved or evaluated."""
+    first, steps = s.saving.first, s.options.steps
+    return [k for k, r in enumerate(results, first) if r.tests or s.saving.due(k + 1, steps)]
 
 
 def _peak(run: PlanInterpreter, local: RankModel, step: int, batches: Mapping[int, PendingMicrobatch]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from executor.launch.refusals import refuse
+from executor.launch.run import _durations
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import load_job
 from ir.job.build import prepare
@@ -231,3 +232,12 @@ def test_nccl_runs_a_plan_only_on_hardware_queues_that_let_it_finish(
             except PiperError as error:
                 found.append(error.kind)
         assert found == ([] if refused is None else [refused] * (1 if refused is ErrorKind.DEADLOCK else 2))
+
+
+def test_a_step_counts_from_the_end_of_the_one_before_unless_something_else_was_done_there() -> None:
+    """Steps of 2 s with 1 s between them; behind the second a checkpoint of 10 s."""
+    ends = (2.0, 5.0, 17.0, 20.0)
+    rows = [(k + 3, 0, "0F0", 0.0, end - 2.0, end) for k, end in enumerate(ends)]
+    rank = {"first_step": 3, "rows": rows, "paused": [4]}
+    assert _durations([rank], 4) == [2.0, 3.0, 2.0, 3.0]
+    assert _durations([{**rank, "paused": []}], 4) == [2.0, 3.0, 12.0, 3.0]
