@@ -31,7 +31,7 @@ class KernelSlowdown:
         """From the SMs and the share of HBM that a hardware file says a kernel takes. pairs: measured, go before.
 
         A kernel bound by arithmetic loses the SMs held; one bound by memory keeps its speed on fewer SMs, and loses
-        the bandwidth taken. What compute does to messages is not modelled yet: without a measured pair, no slowdown.
+        the bandwidth taken. A message is slowed by what the file says of its kind.
 
         >>> from cost_models.hardware import load_hardware
         >>> round(KernelSlowdown.of(load_hardware("h800-sxm")).held[0][0], 4)  # 20 of 132 SMs
@@ -42,8 +42,9 @@ class KernelSlowdown:
         modelled = {}
         for kind in COMM_KINDS:
             sms, hbm = hw.comm_sms.get(kind, 0.0), hw.comm_hbm.get(kind, 0.0)
-            modelled[pair_key("arithmetic", kind)] = KernelPair(held=sms / (hw.sms - sms))
-            modelled[pair_key("memory", kind)] = KernelPair(moving=hbm / (1 - hbm))
+            wire = hw.comm_slowed.get(kind, 0.0)
+            modelled[pair_key("arithmetic", kind)] = KernelPair(held=sms / (hw.sms - sms), wire=wire)
+            modelled[pair_key("memory", kind)] = KernelPair(moving=hbm / (1 - hbm), wire=wire)
         found = {**modelled, **(pairs or {})}
         rows = [[found[pair_key(bound, kind)] for kind in COMM_KINDS] for bound in BOUNDS]
 

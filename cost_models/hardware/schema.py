@@ -109,7 +109,10 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     dispatch_*_efficiency: the same of token dispatch kernels (DeepEP-like).
     collective_launch_us: base time of a call. collectives: which library's protocols ("nccl" or "gloo").
     comm_sms: kind of communication ("all_to_all", "collective", "p2p") -> SMs its kernel holds from its start to its
-    end. comm_hbm: kind -> share of HBM bandwidth it takes while it moves. Kinds left out take nothing.
+    end. comm_hbm: kind -> share of HBM bandwidth it takes while it moves. comm_slowed: kind -> what it takes longer
+    while something computes beside it, as a share. Kinds left out take nothing and are not slowed.
+    all_to_all_spread: standard deviation over ranks of what one takes, in training, over its seconds: all wait for the
+    slowest.
     software: the framework that runs on it, from `[costs] software`; dispatcher: what carries tokens to experts, from
     `[costs] dispatcher`, None: sorted once, deduplicated, on comm_sms; training: whether it is at the clocks of a long
     run, not of a short burst, as for every job; no keys of a hardware file.
@@ -150,6 +153,8 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     pcie_GBps: Positive
     comm_sms: dict[CommKind, NonNegative] = {}
     comm_hbm: dict[CommKind, Annotated[float, msgspec.Meta(ge=0, lt=1)]] = {}
+    comm_slowed: dict[CommKind, NonNegative] = {}
+    all_to_all_spread: Fraction = 0.0
     leaf_nodes: Count | None = None
     oversubscription: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     sources: dict[str, str] = {}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
+from statistics import NormalDist
 
 from cost_models.hardware import DeviceHardware
 from cost_models.links.protocols import NVLS_LATENCY_US, TREE_BANDWIDTH, CollectiveProtocol, protocols
@@ -22,6 +24,7 @@ class LinkFabric:
     node, nic: busbw of a ring inside a node, of one NIC. pair: between two given GPUs of a node.
     sharp: rate of in-switch reduction (0: none). dispatch_node, dispatch_nic: of token dispatch kernels.
     congestion, few, ramp: see the hardware keys nic_congestion, nvlink_few and nvlink_ramp_KiB (here bytes).
+    spread: all_to_all_spread, in training; else 0.
     deduplicate: whether a token crosses the network once per node (DeepEP) or once per copy (plain all-to-all).
     """
 
@@ -40,6 +43,7 @@ class LinkFabric:
     congestion: float = 0.0
     few: float = 0.0
     ramp: float = 0.0
+    spread: float = 0.0
 
     @classmethod
     def of(cls, hw: DeviceHardware, gpus_per_node: int | None = None) -> LinkFabric:
@@ -67,6 +71,7 @@ class LinkFabric:
             congestion=hw.nic_congestion,
             few=hw.nvlink_few,
             ramp=hw.nvlink_ramp_KiB * 1024,
+            spread=hw.all_to_all_spread if hw.training else 0.0,
         )
 
     def rings_across(self, nodes: int) -> LinkFabric:
@@ -225,12 +230,23 @@ def loaded_all_to_all_seconds(
     if ranks == 1:
         return 0.0
     mean = mean or -(-ranks // nodes)
-    hops = (mean - 1) * fabric.node_latency + (nodes - 1) * fabric.nic_latency
+    fixed = fabric.launch + (mean - 1) * fabric.node_latency + (nodes - 1) * fabric.nic_latency
+    last = 1.0 + fabric.spread * latest(ranks)
     if dispatch:
         port = over_node / fabric.dispatch_node
-        return fabric.launch + hops + max(port, over_nic / fabric.dispatch_nic)
+        return fixed + last * max(port, over_nic / fabric.dispatch_nic)
     ports = (_moved(over_node, p, nodes, fabric) / _bus(p, mean, 1, fabric) for p in fabric.protocols)
-    return fabric.launch + hops + max(min(ports), over_nic / fabric.nic)
+    return fixed + last * max(min(ports), over_nic / fabric.nic)
+
+
+@cache
+def latest(ranks: int) -> float:
+    """By how many standard deviations the last of so many ranks is late, of normal ones (Blom's approximation).
+
+    >>> round(latest(64), 2)
+    2.38
+    """
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
 
 
 def distinct(copies: float, places: int, limit: int = 0) -> float:

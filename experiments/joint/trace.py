@@ -5,7 +5,8 @@
 Four MoE layers of DeepSeek-V3 on H800 (EP 64, sequence 4,096; github.com/deepseek-ai/profile-data, train.json). The
 plan is `1f1b-overlap` of one rank and two microbatches; of it, the pair is timed. A node's seconds are the kernel sums
 of its phase and layer in the trace, measured while overlapped: interference is off. Nothing is fitted. Stream 23 holds
-shared experts' weight gradients: as one, they follow on the compute stream; as two, they run beside it for nothing.
+shared experts' weight gradients: as one, they follow on the compute stream; as two, they run beside it for nothing. All
+modelled: no seconds from the trace, but how much all-to-alls are slowed and wait for peers is fitted to it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ir.lower import PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.verify import check_plan
 from piper_sim.engine import run
+from piper_sim.study.predict import predict
 
 LAYERS = 4
 PUBLISHED_MS = 129.012 / LAYERS  # last end of the chunk, a layer's share
@@ -99,12 +101,23 @@ def play(policy: PlanPolicy, scale: float = 1.0, two: bool = False) -> Chunk:
     return Chunk(span / LAYERS, float(took[compute].sum()) / LAYERS, float(took[~compute].sum()) / LAYERS)
 
 
+def modelled(**cluster: object) -> float:
+    """Milliseconds of a layer of the pair, all modelled: what eight more pairs take. cluster: other keys of it."""
+    recompute = ["norm", "up_projection", "activation"]
+    schedule = {"name": "1f1b-overlap", "merge": "template", "delay_wgrad": True, "recompute": recompute}
+    table = _JOB | {"model": _JOB["model"] | {"vocab_size": 256}, "cluster": _JOB["cluster"] | cluster}
+    table |= {"precision": {"compute": "fp8", "dispatch": "fp8", "combine": "bf16"}}
+    few, many = (predict(job_from(table | {"schedule": schedule | {"microbatches": m}})).iteration_s for m in (4, 12))
+    return 1e3 * (many - few) / 8 / LAYERS
+
+
 def rows() -> list[tuple[str, float, float]]:
     """(what, published or wanted, ours), a layer's share in milliseconds, then shares of the span."""
     template = PlanPolicy(PassMerge.TEMPLATE, delay_wgrad=True)
     one, two = play(template), play(template, two=True)
     free = play(template, 0.0)
     out = [("chunk, streams 7 and 23 as one", PUBLISHED_MS, one.span), ("chunk, as two", PUBLISHED_MS, two.span)]
+    out += [("chunk, all modelled", PUBLISHED_MS, modelled())]
     out += [("all-to-all x 0", WANTED_MS["x 0"], free.span)]
     out += [(f"all-to-all {k}", WANTED_MS[k], play(template, float(k[2:])).span) for k in ("x 1.5", "x 2")]
     out += [("serial: one stream", WANTED_MS["serial"], one.compute + one.wire)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,6 +152,13 @@ def test_an_uneven_all_to_all_takes_the_fullest_rank() -> None:
     assert message_seconds(message, 8, 8, IDEAL, imbalance=1.5) == pytest.approx(
         1.5 * message_seconds(message, 8, 8, IDEAL)
     )
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_in_an_all_to_all_everybody_waits_for_the_slowest(ranks: int) -> None:
+    slowest = np.random.default_rng(0).normal(1.0, 0.1, (20_000, ranks)).max(axis=1).mean()
+    plain, spread = (seconds("all_to_all", S, 1, ranks, replace(IDEAL, spread=s)) for s in (0.0, 0.1))
+    assert spread / plain == pytest.approx(slowest, rel=0.005)
 
 
 @given(group=groups, nbytes=st.integers(1, 10**9))

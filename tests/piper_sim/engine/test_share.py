@@ -99,6 +99,7 @@ def test_slowdowns_are_what_the_hardware_file_says() -> None:
     slow = KernelSlowdown.of(hw)
     assert slow.held[0][0] == 33 / 99 and slow.moving[1][0] == pytest.approx(0.25)
     assert slow.held[1] == (0, 0, 0) and slow.moving[0] == (0, 0, 0)
+    assert slow.wire == ((0.43, 0, 0), (0.43, 0, 0)), "all-to-alls beside compute, whatever bounds it"
 
 
 def test_ops_are_classed_by_what_bounds_them() -> None:

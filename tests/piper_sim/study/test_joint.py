@@ -33,6 +33,11 @@ def test_the_template_plays_deepseek_s_trace_within_two_percent() -> None:
     assert abs(wanted - ours) < 3
 
 
+def test_a_layer_that_is_modelled_takes_what_deepseek_s_does_and_less_where_messages_are_not_slowed() -> None:
+    assert trace.modelled() == pytest.approx(trace.PUBLISHED_MS, rel=0.03)
+    assert trace.modelled(comm_slowed={"all_to_all": 0.0}, all_to_all_spread=0.0) < 0.97 * trace.PUBLISHED_MS
+
+
 def rotated(by: int) -> str:
     """DeepSeek's cycle with the forward's turns rotated."""
     f = [t for t in merge.CYCLE.split() if t.startswith("F")]
