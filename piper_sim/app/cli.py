@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, nearest
 from piper_sim.app.ending import unwinding
@@ -19,7 +19,7 @@ from piper_sim.app.last_resort import abandon_stdout, open_streams, unexpected
 
 _TABLE = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 COMMANDS: Mapping[str, str] = _TABLE["commands"]
-_TYPES = {"int": int, "float": float}
+_TYPES: Mapping[str, Any] = {"int": int, "float": float}
 TORCH = ("run", "validate", "calibrate")
 
 

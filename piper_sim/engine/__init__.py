@@ -3,7 +3,6 @@
 from piper_sim.engine.loop import run
 from piper_sim.engine.play import play
 from piper_sim.engine.scenario import EngineRun, EngineScenario, HostModel, KernelInterference, Links, MessageMode
-from piper_sim.engine.steady import steady
 
 __all__ = [
     "EngineRun",
@@ -14,5 +13,4 @@ __all__ = [
     "MessageMode",
     "play",
     "run",
-    "steady",
 ]

@@ -23,7 +23,7 @@ from ir.core.work import Kernel, KernelKind, Message, MessageKind
 from ir.graph.graph import Graph, GraphNode, PerStepOp
 from ir.job.build import PreparedJob
 from ir.plan.plan import OpKind, OpShape, Plan
-from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread, classes
+from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread
 from piper_sim.folding.uses import CollectiveUse, joined, meeting_axes, uses
 from piper_sim.pricing.measured import MODELLED, MeasuredCosts, scaled
 
@@ -91,10 +91,6 @@ class CostModel:
         self._kernels: dict[Kernel, float] = {}
         self._messages: dict[tuple[Message, RankSpread], ProfileCost] = {}
         self._collectives: dict[tuple[Message, tuple[int, ...], RankSlot], float] = {}
-
-    def classes(self, plan: Plan, more: IntArray | None = None) -> RankClasses:
-        """Which replicas are equal. more: [attribute, position] what else tells them apart."""
-        return classes(plan, self.ground, more)
 
     def price(self, plan: Plan, classes: RankClasses | None = None) -> OpCosts:
         """Seconds of every op of the plan unfolded to `classes`: what each class's first rank of each program takes.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from cost_models import DeviceHardware
 from cost_models.allocator.bands import context_bytes
 from cost_models.hardware.schema import MIB
@@ -20,7 +18,7 @@ from piper_sim.memory.timeline import Memory, ReservedMemory, memory, reserved, 
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.routing import ExpertRouting, routing_of
 from piper_sim.pricing.routing.worst import worst
-from piper_sim.pricing.sharing import leaves
+from piper_sim.pricing.scenario import classes_of
 from piper_sim.pricing.sources import CostSources, sources
 from piper_sim.report.units import GIB
 
@@ -48,14 +46,10 @@ class PlannedJob:
         """Build the plan, find which replicas are equal, and walk memory."""
         plan, model = prepared.plan(), CostModel(prepared, hardware)
         routing = routing_of(prepared, plan.graph, hardware)
-        more = [] if routing is None else [routing.colours()[None]]
-        if prepared.job.costs.interference == "maxmin":
-            more.append(leaves(model.ground, hardware.leaf_nodes))
-        classes = model.classes(plan, np.concatenate(more) if more else None)
-        persistent = state(plan, model.recipe)
-        sized, workspace = (plan, None) if routing is None else worst(plan, routing, classes)
+        classes = classes_of(model, plan, routing)
+        sized, workspace = worst(plan, routing, classes)
         library = int(hardware.software.library_MiB * MIB)
-        found = memory(sized, persistent, workspace, library)
+        found = memory(sized, state(plan, model.recipe), workspace, library)
         return cls(prepared, hardware, plan, model, routing, classes, sized, workspace, found)
 
     @cached_property

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from cost_models import DeviceHardware
-from cost_models.compute.host import HostCosts
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
 from ir.job.cache import PLANS
-from piper_sim.compiled import choose
-from piper_sim.engine import EngineScenario, steady
-from piper_sim.folding import carry, unfold
-from piper_sim.pricing.costs import OpCosts
-from piper_sim.pricing.hosts import ahead, inline, one_queue
-from piper_sim.pricing.interference import pairwise
+from piper_sim.compiled.choose import steady
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
-from piper_sim.pricing.routing import price_uneven
-from piper_sim.pricing.sharing import links
+from piper_sim.pricing.routing import price
+from piper_sim.pricing.scenario import scenario_of
 from piper_sim.study.breakdown import breakdown
 from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.prediction import Prediction
@@ -60,31 +54,10 @@ def simulated(p: PlannedJob) -> Prediction:
 def timed(p: PlannedJob) -> Prediction:
     """Price and run a plan that is not checked. Raises PiperError (deadlock) where the engine cannot go on."""
     _refuse_large(p)
-    if p.routing is None:
-        costs = p.model.price(p.plan, p.classes)
-    else:
-        costs = price_uneven(p.routing, p.plan, p.model, p.classes)
-    scenario = scenario_of(p, costs)
-    ran, steps = steady(scenario, costs.duration, p.prepared.policy.clip, choose.play)
-    split = breakdown(scenario, ran, costs, p.classes)
-    return Prediction(p, costs, ran, split, steps)
-
-
-def scenario_of(p: PlannedJob, costs: OpCosts) -> EngineScenario:
-    """The unfolded plan with the host and the interference that the job asks for."""
-    job = p.prepared.job
-    plan = unfold(p.plan, p.classes, p.prepared.mesh)
-    free = "host" in job.costs.free
-    host = None
-    if job.costs.host_model == "inline":
-        host = inline(plan, 0.0 if free else p.model.measured.host_s)
-    elif not free:
-        host = ahead(plan, HostCosts.of(p.hardware, job.costs.cuda_graphs))
-        host = one_queue(plan, host) if job.costs.host_model == "one-queue" else host
-    slow = None if job.costs.interference == "none" else pairwise(plan, p.hardware, p.model.measured.pairs)
-    shared = job.costs.interference == "maxmin"
-    found = links(p.plan, p.classes, p.model, costs.duration) if shared else None
-    return EngineScenario(plan, *carry(p.plan, p.classes), host=host, slow=slow, links=found)
+    costs = price(p.routing, p.plan, p.model, p.classes)
+    scenario = scenario_of(p.model, p.plan, p.classes, costs.duration)
+    ran, steps = steady(scenario, costs.duration, p.prepared.policy.clip)
+    return Prediction(p, costs, ran, breakdown(scenario, ran, costs, p.classes), steps)
 
 
 def _refuse_large(p: PlannedJob) -> None:

@@ -1,4 +1,4 @@
-"""A plan's op costs under uneven routing, for each class of replicas."""
+"""A plan's op costs for each class of replicas, under the job's routing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from piper_sim.pricing.costs import KERNELS, CostModel, CostShare, OpCosts, scal
 from piper_sim.pricing.routing.model import ExpertRouting
 
 
-def price_uneven(routing: ExpertRouting, plan: Plan, model: CostModel, classes: RankClasses) -> OpCosts:
-    """As `model.price(plan, classes)`, with the experts' real rows and the all-to-alls' real bytes.
+def price(routing: ExpertRouting | None, plan: Plan, model: CostModel, classes: RankClasses) -> OpCosts:
+    """As `model.price(plan, classes)`; under uneven routing with the experts' real rows, the all-to-alls' real bytes.
 
     An op changes by its experts' kernels: their seconds times the factor of each class's first position, at its speed.
     Seconds stay multiples of 2**-40.
     """
+    if routing is None:
+        return model.price(plan, classes)
     count, n = classes.count, len(plan)
     balanced = model.seconds(plan, classes)  # ours to change: a copy would take longer than all the rest
     duration, shares = balanced[0].reshape(count, n), balanced[1].reshape(count, n, len(CostShare))

@@ -14,11 +14,13 @@ from piper_sim.memory.timeline import memory
 from piper_sim.pricing.routing.model import ExpertRouting
 
 
-def worst(plan: Plan, routing: ExpertRouting, classes: RankClasses) -> tuple[Plan, IntArray]:
+def worst(plan: Plan, routing: ExpertRouting | None, classes: RankClasses) -> tuple[Plan, IntArray | None]:
     """The plan with the buffer bytes of that replica of each program whose peak is highest; and [node, mb] workspaces.
 
     Every (node, microbatch) runs on one program, so one table holds all programs' own.
     """
+    if routing is None:
+        return plan, None
     none = (OptimizerMemory(0, 0, 0),) * plan.programs
     nodes = _runs(plan)
     peak = np.full(plan.programs, -1, dtype=np.int64)

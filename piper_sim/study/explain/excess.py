@@ -13,7 +13,7 @@ from ir.job import Job
 from ir.plan.plan import OpKind, Plan
 from piper_sim.pricing.costs import KERNELS, CostModel, CostShare, OpCosts
 from piper_sim.pricing.prepare import hardware_of
-from piper_sim.pricing.routing import price_uneven
+from piper_sim.pricing.routing import price
 from piper_sim.study.explain.chain import ticks
 from piper_sim.study.planned import PlannedJob
 
@@ -45,8 +45,7 @@ def excess_of(p: PlannedJob, costs: OpCosts) -> OpExcess:
     worlds = [costs]
     calm = _model(p, replace(job, cluster=replace(job.cluster, speed={})), p.hardware)
     if (p.model.ground.speed != 1).any():
-        known = calm.price(plan, p.classes) if p.routing is None else price_uneven(p.routing, plan, calm, p.classes)
-        worlds.append(known)
+        worlds.append(price(p.routing, plan, calm, p.classes))
     else:
         worlds.append(costs)
     worlds.append(worlds[-1] if p.routing is None else calm.price(plan, p.classes))

@@ -17,12 +17,13 @@ from ir.core.order import IntArray
 from ir.job import Job
 from ir.job.build import blaming
 from piper_sim.folding.ground import DevicePlacement, RankPositions
+from piper_sim.pricing.scenario import scenario_of
 from piper_sim.study.explain.blame import CAUSES, OpWaits, busy_ticks, idle_ticks, phases
 from piper_sim.study.explain.chain import chain_of, ticks
 from piper_sim.study.explain.excess import covering, excess_of
 from piper_sim.study.explain.path import critical_path
 from piper_sim.study.explain.what_if import JobChange, Progress, what_ifs
-from piper_sim.study.predict import predict, scenario_of
+from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
 from piper_sim.study.simulate import Object
 
@@ -129,7 +130,7 @@ def _slowest(ground: DevicePlacement) -> IntArray:
 
 def waits_of(p: Prediction) -> OpWaits:
     """What `blame` needs of a job that was simulated."""
-    scenario = scenario_of(p.planned, p.costs)
+    scenario = scenario_of(p.planned.model, p.plan, p.planned.classes, p.costs.duration)
     chain = chain_of(scenario, p.run, p.costs.duration)
     own = ticks(p.costs.duration)
     copies = p.planned.classes.count

@@ -10,12 +10,13 @@ from cost_models.profile.profile import Profile
 from ir.core.grid import quantised
 from ir.core.order import FloatArray
 from ir.plan.plan import OpKind
-from piper_sim.compiled import choose
-from piper_sim.engine import EngineScenario, steady
+from piper_sim.compiled.choose import steady
+from piper_sim.engine import EngineScenario
 from piper_sim.folding import RankClasses
 from piper_sim.pricing.costs import CostModel
+from piper_sim.pricing.scenario import scenario_of
 from piper_sim.study.planned import PlannedJob
-from piper_sim.study.predict import scenario_of, simulated
+from piper_sim.study.predict import simulated
 from piper_sim.study.prediction import Prediction
 from piper_sim.study.validate.runs import MeasuredSteps
 from piper_sim.study.validate.times import alone, dispatch
@@ -34,7 +35,7 @@ def predicted(p: PlannedJob, profile: Profile, *, inline: bool) -> Prediction:
 
 def without_communication(p: Prediction) -> float:
     """Seconds of a step in which messages take no time and the host neither: what knows only compute would say."""
-    scenario = scenario_of(p.planned, p.costs)
+    scenario = scenario_of(p.planned.model, p.plan, p.planned.classes, p.costs.duration)
     if scenario.host is not None:
         scenario = replace(scenario, host=replace(scenario.host, launch=np.zeros_like(scenario.host.launch)))
     compute = scenario.plan.kind == OpKind.COMPUTE
@@ -46,8 +47,8 @@ def replayed(p: Prediction, r: MeasuredSteps, *, inline: bool) -> tuple[float, f
 
     What an op waited for is not in what it took: so this tests order, waits and messages, and predicts nothing.
     """
-    each = replace(p.planned, classes=RankClasses.each(len(p.planned.classes.of)))
-    scenario = scenario_of(each, p.costs)
+    each = RankClasses.each(len(p.planned.classes.of))
+    scenario = scenario_of(p.planned.model, p.plan, each, p.costs.duration)
     took, host = alone(r.whole, r.times), dispatch(r.whole, r.times)
     found = []
     for step in range(1, len(took)):
@@ -58,5 +59,5 @@ def replayed(p: Prediction, r: MeasuredSteps, *, inline: bool) -> tuple[float, f
 
 
 def _period(scenario: EngineScenario, duration: FloatArray, clip: bool) -> float:
-    run, _ = steady(scenario, duration, clip, choose.play)
+    run, _ = steady(scenario, duration, clip)
     return float(run.end[-1].max() - run.end[-2].max())

@@ -86,7 +86,7 @@ def test_an_edge_too_few_in_the_simulated_plan_misses_the_gate(
 ) -> None:
     v = validation(*TWO, "schedule.name=1f1b")
     scenario_of = predict.scenario_of
-    monkeypatch.setattr(predict, "scenario_of", lambda p, costs: without_wait(scenario_of(p, costs), op, on))
+    monkeypatch.setattr(predict, "scenario_of", lambda *given: without_wait(scenario_of(*given), op, on))
     found = judged_again(v, prediction=predicted(v.prediction.planned, v.calibration.profile, inline=True))
     assert not found["passed"] and -0.3 < found["iteration"]["error"] < -0.06
 
@@ -95,9 +95,7 @@ def test_a_reduction_that_nobody_waits_for_misses_the_gate(monkeypatch: pytest.M
     v = validation(*TWO, *COPIES, "parallel.zero=2", comm=4 * F)
     assert abs(v.found["iteration"]["error"]) <= 0.05
     scenario_of = predict.scenario_of
-    monkeypatch.setattr(
-        predict, "scenario_of", lambda p, costs: without_wait(scenario_of(p, costs), "0B1", "0RS0/dense")
-    )
+    monkeypatch.setattr(predict, "scenario_of", lambda *given: without_wait(scenario_of(*given), "0B1", "0RS0/dense"))
     found = judged_again(v, prediction=predicted(v.prediction.planned, v.calibration.profile, inline=True))
     assert not found["passed"] and -0.3 < found["iteration"]["error"] < -0.06
 

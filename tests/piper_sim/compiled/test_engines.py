@@ -18,9 +18,8 @@ from ir.plan.plan import OpKind, Plan
 from piper_sim import compiled, engine
 from piper_sim.compiled import choose
 from piper_sim.engine import EngineRun, EngineScenario
-from piper_sim.engine.steady import MAX_STEPS
 from piper_sim.pricing.hosts import ahead, inline
-from piper_sim.study.predict import scenario_of
+from piper_sim.pricing.scenario import scenario_of
 from piper_sim.study.prediction import Prediction
 from tests.ir.plans import stage_plan
 from tests.piper_sim.pricing.prediction_cases import RICH, answered, asked, drawn, table
@@ -111,7 +110,7 @@ def test_a_defect_of_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def periods(p: Prediction, steps: int) -> FloatArray:
     """[step] seconds between the last computes of two steps, of the slowest rank, as a long run has them."""
-    scenario = scenario_of(p.planned, p.costs)
+    scenario = scenario_of(p.planned.model, p.plan, p.planned.classes, p.costs.duration)
     ran = choose.play(scenario, p.costs.duration, steps)
     compute = np.flatnonzero(scenario.plan.kind == OpKind.COMPUTE)
     program = scenario.plan.program[compute]
@@ -130,7 +129,7 @@ def test_what_is_told_is_what_a_long_run_settles_to(host: str, clip: float, zero
         found = answered({**wanted, **{k: {**wanted.get(k, {}), **v} for k, v in fixed.items()}})
         if found is not None and len(found[0].plan) * found[0].planned.classes.count < 4000:
             late = periods(found[0], 30)[-8:]
-            assert (late == found[1]["iteration_s"]).all() or found[0].steps >= MAX_STEPS
+            assert (late == found[1]["iteration_s"]).all() or found[0].steps >= choose.MAX_STEPS
             seen += 1
     assert seen
 
@@ -138,7 +137,7 @@ def test_what_is_told_is_what_a_long_run_settles_to(host: str, clip: float, zero
 def test_the_first_step_is_not_yet_the_one_that_repeats() -> None:
     """Else the test above could not fail: a host that runs ahead starts a step while the one before still computes."""
     p, found = asked(table(schedule={"name": "zb1p"}, parallel={"pp": 4, "dp": 1, "ep": 1}))
-    scenario = scenario_of(p.planned, p.costs)
+    scenario = scenario_of(p.planned.model, p.plan, p.planned.classes, p.costs.duration)
     ran = choose.play(scenario, p.costs.duration, 3)
     assert ran.end[0].max() > found["iteration_s"] * 1.01
 
@@ -155,8 +154,8 @@ def test_a_host_that_slowly_falls_behind_is_told_within_a_step_s_drift() -> None
     """A device a little quicker than its host uses up its lead over many steps, more than are simulated."""
     p, found = asked(DRIFT)
     late = periods(p, 120)
-    assert p.steps == MAX_STEPS and np.ptp(late[-20:]) == 0
-    assert late[-1] * (1 - 1 / MAX_STEPS) < found["iteration_s"] <= late[-1]
+    assert p.steps == choose.MAX_STEPS and np.ptp(late[-20:]) == 0
+    assert late[-1] * (1 - 1 / choose.MAX_STEPS) < found["iteration_s"] <= late[-1]
 
 
 def test_a_host_that_slowly_falls_behind_is_told_exactly() -> None:

@@ -13,7 +13,8 @@ from cost_models import load_hardware
 from cost_models.compute.host import HostCosts
 from ir.lower import PlanPolicy
 from ir.plan.plan import OpKind, Plan
-from piper_sim.engine import EngineScenario, HostModel, MessageMode, play, steady
+from piper_sim.compiled.choose import steady
+from piper_sim.engine import EngineScenario, HostModel, MessageMode, play
 from piper_sim.pricing.hosts import ahead, inline, launches
 from tests.ir.plans import FIXED, fewer, moe_plan, stage_plan
 

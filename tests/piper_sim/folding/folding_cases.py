@@ -15,7 +15,7 @@ from ir.core.mesh import DENSE, EXPERT, Mesh
 from ir.core.order import FloatArray
 from ir.plan.plan import OpKind, OpLists, Plan
 from piper_sim.engine import EngineRun, EngineScenario, HostModel, KernelInterference, play
-from piper_sim.folding import RankClasses, carry, unfold
+from piper_sim.folding import RankClasses, carry, classes, unfold
 from piper_sim.pricing.costs import CostModel, OpCosts
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from tests.piper_sim.pricing.test_costs import job
@@ -62,7 +62,7 @@ def every(run: EngineRun, found: RankClasses) -> FloatArray:
 
 def assert_folds(plan: Plan, model: CostModel, found: RankClasses | None = None, rich: bool = False) -> RankClasses:
     """Each replica's times are, to the bit, those it has where nothing is folded."""
-    found = model.classes(plan) if found is None else found
+    found = classes(plan, model.ground) if found is None else found
     each = RankClasses.each(len(found.of))
     folded, unfolded = (every(whole(plan, model, c, rich=rich)[0], c) for c in (found, each))
     assert (folded == unfolded).all()

@@ -11,7 +11,8 @@ from hypothesis import given
 
 from ir.core.mesh import Mesh
 from ir.plan.plan import OpKind, Plan
-from piper_sim.engine import play, steady
+from piper_sim.compiled.choose import steady
+from piper_sim.engine import play
 from piper_sim.folding import DevicePlacement, RankClasses, classes, replica, unfold
 from piper_sim.folding.classes import attributes, coloured, refined
 from piper_sim.folding.ground import RankPositions
@@ -67,7 +68,7 @@ def test_a_folded_run_is_the_run_of_every_replica(case: dict[str, Any]) -> None:
 def test_no_two_classes_could_be_one(case: dict[str, Any]) -> None:
     """Merging any two classes leaves members that differ in themselves, or in the classes they meet."""
     plan, model = drawn(case)
-    found, at = model.classes(plan), model.ground.positions
+    found, at = classes(plan, model.ground), model.ground.positions
     own = coloured(attributes(plan, model.ground))
     sets = {a for s in plan.shapes if (a := meeting_axes(plan, s)) is not None}
     for a in range(found.count):
@@ -84,7 +85,7 @@ def test_no_two_classes_could_be_one(case: dict[str, Any]) -> None:
 @given(case=CASES)
 def test_breakdowns_of_replicas_average_to_pipeline_ranks_and_sum_to_the_step(case: dict[str, Any]) -> None:
     plan, model = drawn(case)
-    found = model.classes(plan)
+    found = classes(plan, model.ground)
     rows = []
     for c in (found, RankClasses.each(len(found.of))):
         world, costs = scenario(plan, model, c, case["rich"]), model.price(plan, c)
@@ -156,7 +157,8 @@ def test_a_straggler_unfolds_and_slows(schedule: str, rich: bool) -> None:
         _, plain = made(config, schedule, pp=2, zero=1, **parallel)
         found = assert_folds(plan, model, rich=rich)
         assert 1 < found.count < len(found.of)
-        slow, fast = (every(whole(plan, m, m.classes(plan), 3, rich)[0], m.classes(plan)) for m in (model, plain))
+        each = ((m, classes(plan, m.ground)) for m in (model, plain))
+        slow, fast = (every(whole(plan, m, c, 3, rich)[0], c) for m, c in each)
         assert (slow[1, 2] - slow[1, 1]).max() > (fast[1, 2] - fast[1, 1]).max()
 
 
@@ -166,7 +168,8 @@ def delayed(config: str, speed: dict[str, float], **parallel: Any) -> tuple[set[
     _, plain = made(config, **parallel)
     nodes = plan.graph.nodes
     per_mb = np.array([bool(s.slot) or not nodes[s.covers[0][0]].once for s in plan.shapes])[plan.shape]
-    ends = [every(whole(plan, m, c, 1)[0], c)[1, 0][:, per_mb] for m in (model, plain) for c in [m.classes(plan)]]
+    each = [(m, classes(plan, m.ground)) for m in (model, plain)]
+    ends = [every(whole(plan, m, c, 1)[0], c)[1, 0][:, per_mb] for m, c in each]
     return set(np.flatnonzero((ends[0] != ends[1]).any(axis=1)).tolist()), plan
 
 
@@ -175,7 +178,7 @@ def test_a_straggler_delays_its_own_pipeline_until_the_reduction() -> None:
     assert late == {1}
     assert delayed(LLAMA, {"5": 0.5, "2": 0.9}, dp=4, pp=4, zero=1)[0] == {1, 2}
     model = made(cluster={"speed": {"5": 0.5}}, dp=4, pp=4, zero=1)[1]
-    found = model.classes(plan)
+    found = classes(plan, model.ground)
     ran, _ = whole(plan, model, found, 1)
     for i in np.flatnonzero(plan.kind == OpKind.COLLECTIVE).tolist():  # then all meet
         both = [replica(ran, k, found.count).end[0, i] for k in range(found.count)]
@@ -196,7 +199,7 @@ def test_quick_ranks_alone_do_not_make_the_step_shorter() -> None:
         steps = []
         for cluster in ({"speed": speed}, {}):
             plan, model = made(LLAMA, cluster=cluster, pp=2, zero=1, **parallel)
-            found = model.classes(plan)
+            found = classes(plan, model.ground)
             world, costs = scenario(plan, model, found), model.price(plan, found)
             steps.append(breakdown(world, steady(world, costs.duration, True)[0], costs, found).iteration_s)
         assert steps[0] == steps[1]
@@ -208,7 +211,7 @@ def test_a_tensor_group_goes_on_together_where_only_some_ops_hold_its_messages()
     took = []
     for speed in speeds:
         plan, model = made(MOE, cluster={"speed": speed}, tp=2, dp=1, pp=2, zero=0)
-        found = model.classes(plan)
+        found = classes(plan, model.ground)
         assert found.count == (2 if speed else 1)
         took.append(whole(plan, model, found, 2)[0].end[-1].max())
     assert took[3] > max(took[1:3]) > took[0]
@@ -238,7 +241,7 @@ def test_classes_by_own_attributes_alone_are_caught() -> None:
 
 def test_meetings_that_forget_other_classes_are_caught() -> None:
     plan, model = made(MOE, cluster={"speed": {"1": 0.5}}, dp=4, ep=4, pp=2, zero=1)
-    found = model.classes(plan)
+    found = classes(plan, model.ground)
     right, costs = whole(plan, model, found)
     world = scenario(plan, model, found)
     apart = np.concatenate([np.where(plan.collective >= 0, plan.collective + 1000 * k, -1) for k in range(found.count)])

@@ -17,7 +17,7 @@ from ir.core.work import Message, MessageKind
 from ir.plan.plan import OpKind, Plan
 from piper_sim.compiled import play as twin
 from piper_sim.engine import EngineScenario, play
-from piper_sim.folding import RankClasses, carry, unfold
+from piper_sim.folding import RankClasses, carry, classes, unfold
 from piper_sim.folding.uses import joined, meeting_axes
 from piper_sim.pricing.costs import KERNELS, CostModel, CostShare
 from piper_sim.pricing.prepare import hardware_of
@@ -91,7 +91,7 @@ def test_waits_stay_inside_a_replica_and_the_step_before_is_its_own() -> None:
 def test_both_engines_run_an_unfolded_plan_alike() -> None:
     for rich in (False, True):
         plan, model = made(MOE, "dualpipe", {"speed": {"5": 0.5}}, dp=4, ep=2, tp=2)
-        found = model.classes(plan)
+        found = classes(plan, model.ground)
         world, costs = scenario(plan, model, found, rich), model.price(plan, found)
         one, other = (engine(world, costs.duration, 2) for engine in (play, twin))
         assert found.count > 1 and (one.start == other.start).all() and (one.end == other.end).all()
@@ -105,7 +105,7 @@ def test_both_engines_run_an_unfolded_plan_alike() -> None:
 def test_every_rank_is_priced_as_it_would_be_alone(case: dict[str, Any]) -> None:
     """By rank, from coordinates and nodes: kernels at its speed, messages in its own group, waiting inside ops."""
     plan, model = drawn(case)
-    found, at, n = model.classes(plan), model.ground.positions, len(plan)
+    found, at, n = classes(plan, model.ground), model.ground.positions, len(plan)
     costs = model.price(plan, found)
     base = model.price(plan, RankClasses.by(np.zeros(len(at), dtype=np.int64)))
     speeds = {int(r): float(f) for r, f in model.job.cluster.speed.items()}
@@ -151,7 +151,7 @@ def test_a_straggler_s_neighbours_wait_inside_ops_for_its_kernels_only(given: An
     plan, model = made(cluster={"speed": {"2": 0.5}}, tp=2, dp=2)
     if given:
         model.job = replace(model.job, costs=replace(model.job.costs, stage_times=given))
-    found = model.classes(plan)
+    found = classes(plan, model.ground)
     assert found.count == 4
     costs, n = model.price(plan, found), len(plan)
     shares, duration = costs.shares.reshape(4, n, -1), costs.duration.reshape(4, n)

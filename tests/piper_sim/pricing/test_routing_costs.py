@@ -24,7 +24,7 @@ from ir.workload.setting import AttentionKind, MicrobatchShape, ModelPrecision, 
 from ir.workload.work import BUILDERS
 from piper_sim.folding import RankClasses, classes
 from piper_sim.pricing.costs import CostModel
-from piper_sim.pricing.routing import ExpertRouting, price_uneven
+from piper_sim.pricing.routing import ExpertRouting, price
 from piper_sim.pricing.routing.grouped import work_seconds as uneven_seconds
 from tests.piper_sim.pricing.routed import HW, job, made, routing
 
@@ -69,7 +69,7 @@ def test_equal_counts_cost_what_the_balanced_job_costs(sections: dict[str, Any])
     assert len(set(r.colours().tolist())) == 1
     model, found = CostModel(prepared, HW), RankClasses.each(len(everywhere))
     costs = model.price(plan, found)
-    again = price_uneven(r, plan, model, found)
+    again = price(r, plan, model, found)
     assert abs(again.duration - costs.duration).max() <= 2.0**-39
 
 
@@ -169,7 +169,7 @@ def test_only_the_changed_layer_microbatch_and_positions_change() -> None:
     model = CostModel(prepared, HW)
     found = classes(plan, model.ground, r.colours()[None])
     costs = model.price(plan, found)
-    new = price_uneven(r, plan, model, found)
+    new = price(r, plan, model, found)
     change = (new.duration - costs.duration).reshape(found.count, -1)
     compute = plan.kind == OpKind.COMPUTE
     assert (new.shares.sum(axis=1)[np.tile(compute, found.count)] == new.duration[np.tile(compute, found.count)]).all()
@@ -233,11 +233,11 @@ def test_a_slow_rank_is_slow_with_its_real_rows() -> None:
     r = uneven(prepared, plan, swapped)
     model, found = CostModel(prepared, HW), RankClasses.each(8)
     costs = model.price(plan, found)
-    new = price_uneven(r, plan, model, found)
+    new = price(r, plan, model, found)
     fast_job, fast_plan = made(job())
     fast = CostModel(fast_job, HW)
     base = fast.price(fast_plan, found)
-    quick = price_uneven(r, fast_plan, fast, found)
+    quick = price(r, fast_plan, fast, found)
     for slow, alone in ((costs, base), (new, quick)):
         there, here = (x.duration.reshape(8, -1)[0] for x in (slow, alone))
         mine = (plan.kind == OpKind.COMPUTE) & (plan.program == 0)
@@ -264,6 +264,6 @@ def test_the_same_job_gives_the_same_costs_twice() -> None:
     def once() -> str:
         r = routing(prepared, plan, kind="zipf", strength=0.7, seed=3)
         found = classes(plan, model.ground, r.colours()[None])
-        return price_uneven(r, plan, model, found).digest
+        return price(r, plan, model, found).digest
 
     assert once() == once()

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from ir.job.load import job_from
 from ir.plan.plan import OpKind, OpLists, Plan
-from piper_sim.engine import EngineRun, EngineScenario, HostModel, KernelInterference, MessageMode, play, run, steady
+from piper_sim.compiled.choose import steady
+from piper_sim.engine import EngineRun, EngineScenario, HostModel, KernelInterference, MessageMode, play, run
 from piper_sim.pricing.costs import CostShare, OpCosts
+from piper_sim.pricing.scenario import scenario_of
 from piper_sim.study.breakdown import KEYS, breakdown
-from piper_sim.study.predict import predict, scenario_of
+from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
 from tests.piper_sim.engine.cases import HEAVY, LAYERS, durations, layers
 
@@ -173,7 +175,7 @@ def predicted(config: str, schedule: str, zero: int, clip: float = 1.0, **parall
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_breakdowns_of_jobs_sum_to_the_step_and_hide_nothing(schedule: str, zero: int, clip: float) -> None:
     p = predicted("tiny-moe", schedule, zero, clip, ep=2)
-    agrees(scenario_of(p.planned, p.costs), p.run, p.costs)
+    agrees(scenario_of(p.planned.model, p.plan, p.planned.classes, p.costs.duration), p.run, p.costs)
     found: Any = p.to_dict()
     rows = found["time_breakdown"].values()
     assert all(sum(row.values()) == pytest.approx(p.iteration_s, abs=1e-9) for row in rows)
@@ -181,7 +183,8 @@ def test_breakdowns_of_jobs_sum_to_the_step_and_hide_nothing(schedule: str, zero
     exposed = sum(v for r in rows for k, v in r.items() if k.startswith("exposed"))
     assert found["exposed_comm_s"] == pytest.approx(exposed / 4)
     assert found["ops"] == p.steps * len(p.plan)
-    longer = play(scenario_of(p.planned, p.costs), p.costs.duration, p.steps + 4)
+    scenario = scenario_of(p.planned.model, p.plan, p.planned.classes, p.costs.duration)
+    longer = play(scenario, p.costs.duration, p.steps + 4)
     compute = np.flatnonzero(p.plan.kind == OpKind.COMPUTE)
     assert (longer.end[-1] - longer.end[-2])[compute] == pytest.approx(p.iteration_s, abs=1e-12)
 
@@ -193,7 +196,7 @@ def test_what_is_gathered_after_the_update_is_waited_for_by_the_next_step() -> N
     gathers = [i for i in range(len(plan)) if "AG/" in plan.text(i) and plan.program[i] == 0]
     slow = OpCosts(p.costs.duration.copy(), p.costs.shares)
     slow.duration[gathers] += 1.0
-    world = scenario_of(p.planned, p.costs)
+    world = scenario_of(p.planned.model, p.plan, p.planned.classes, p.costs.duration)
     ran, _ = steady(world, slow.duration, True)
     longer = breakdown(world, ran, slow)
     assert longer.iteration_s == pytest.approx(p.iteration_s + len(gathers), rel=1e-3)
@@ -206,6 +209,6 @@ def test_tensor_and_context_parallel_time_is_named_by_its_axis() -> None:
     p = predicted("tiny-llama", "1f1b", 1, tp=2, cp=2, dp=1)
     rows = p.times.seconds
     assert all(r["exposed_tp"] > 0 and r["exposed_cp"] > 0 and r["recompute"] > 0 and r["optimizer"] > 0 for r in rows)
-    agrees(scenario_of(p.planned, p.costs), p.run, p.costs)
+    agrees(scenario_of(p.planned.model, p.plan, p.planned.classes, p.costs.duration), p.run, p.costs)
     q = predicted("tiny-llama", "1f1b", 1)
     assert all(r["exposed_tp"] == r["exposed_cp"] == r["exposed_ep"] == 0 for r in q.times.seconds)
