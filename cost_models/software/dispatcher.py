@@ -32,5 +32,9 @@ def dispatchers() -> dict[str, ExpertDispatcher]:
     >>> {name: d.sms for name, d in dispatchers().items()}
     {'nccl': 16, 'deepep': 20, 'hybridep': 16}
     """
-    path = Path(__file__).with_name("dispatchers.toml")
-    return {name: typed(table, ExpertDispatcher, FORM, str(path)) for name, table in read_toml(path, FORM).items()}
+    return read_dispatchers(Path(__file__).with_name("dispatchers.toml"))
+
+
+def read_dispatchers(path: Path) -> dict[str, ExpertDispatcher]:
+    """A table of them. Raises PiperError (io, job): it cannot be read, or one is not described as the others are."""
+    return typed(read_toml(path, FORM), dict[str, ExpertDispatcher], FORM, str(path))

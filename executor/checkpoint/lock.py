@@ -13,8 +13,10 @@ from pathlib import Path
 import msgspec
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import FileErrors, read_bytes
 
 LOCK = "lock"
+FORM = FileErrors("a checkpoint's lock", ErrorKind.IO, "--save", 10**6)
 PATIENCE_S = 3.0  # for a run that was killed a moment ago to be gone
 
 
@@ -56,15 +58,16 @@ def check_free(folder: Path) -> None:
 def said(folder: Path) -> CheckpointHolder:
     """What the lock's holder has said. Raises PiperError (io): this machine sees another folder."""
     try:
-        return msgspec.json.decode((folder / LOCK).read_bytes(), type=CheckpointHolder)
-    except (OSError, ValueError) as error:
-        message, fix = "rank 0's lock is not seen by this rank", "a folder on a file system that all machines share"
-        raise PiperError(ErrorKind.IO, message, file=str(folder), key="--save", suggestion=fix) from error
+        return msgspec.json.decode(read_bytes(folder / LOCK, FORM), type=CheckpointHolder)
+    except (PiperError, ValueError, RecursionError) as error:
+        message, may = "rank 0's lock is not seen by this rank", "a folder on a file system that all machines share"
+        raise PiperError(ErrorKind.IO, message, file=str(folder / LOCK), key=FORM.key, allowed=may) from error
 
 
 def refused(folder: Path, message: str, fix: str) -> PiperError:
     """Nothing can be saved to a folder."""
-    return PiperError(ErrorKind.IO, f"cannot save here: {message}", file=str(folder), key="--save", suggestion=fix)
+    message, may = f"cannot save here: {message}", "a folder that this run alone saves to"
+    return PiperError(ErrorKind.IO, message, file=str(folder), key=FORM.key, allowed=may, suggestion=fix)
 
 
 def sync_folder(path: Path) -> None:
@@ -99,7 +102,7 @@ def _locked(folder: Path, how: int) -> int:
 
 
 def _holder(words: bytes) -> str:
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         holder = msgspec.json.decode(words, type=CheckpointHolder)
         return f" (process {holder.pid} on {holder.host})"
     return ""

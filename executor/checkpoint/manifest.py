@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,10 @@ from typing import Annotated, Any
 import msgspec
 
 from executor.checkpoint.pieces import ShardPiece
-from executor.checkpoint.tensors import MANIFEST, CheckpointFile, damaged, digest_of
+from executor.checkpoint.tensors import FORM, MANIFEST, WRITTEN, CheckpointFile, damaged, digest_of
 from executor.modules.base import TORCH
+from ir.core.errors import PiperError
+from ir.core.files import check_regular, read_bytes
 from ir.core.work import DType
 
 VERSION = 1
@@ -115,9 +116,9 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     """The manifest of a checkpoint's folder. Raises PiperError (io): it cannot be read, or is not what was written."""
     file = folder / MANIFEST
     try:
-        raw = file.read_bytes()
-    except OSError as error:
-        raise damaged(file, f"cannot read it: {error.strerror}") from error
+        raw = read_bytes(file, replace(FORM, most=2**31))
+    except PiperError as error:
+        raise damaged(file, error.message, error.allowed or WRITTEN) from error
     try:
         version = msgspec.json.decode(raw, type=dict[str, Any])["schema_version"]
         if version != VERSION:
@@ -126,7 +127,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         if found.sha256 != found.own_digest:
             raise damaged(file, "somebody has changed it: its own SHA-256 is another")
     except (ValueError, KeyError, RecursionError) as error:
-        raise damaged(file, f"not a manifest, or not all of one: {error}") from error
+        said, _, at = str(error).partition(" - at ")
+        raise damaged(file, f"not a manifest, or not all of one: {said}", at=at.strip("`$.")) from error
     if flaw := _flaw(found):
         raise damaged(file, flaw)
     return found
@@ -161,9 +163,10 @@ def check_files(folder: Path, manifest: CheckpointManifest) -> None:
     """Raise PiperError (io) where a file is missing or has another size; what is in them, `verify` says."""
     for name, written in manifest.files.items():
         try:
-            size = os.stat(folder / name).st_size
-        except OSError as error:
-            raise damaged(folder / name, f"the checkpoint lacks it: {error.strerror}") from error
+            check_regular(folder / name, FORM)
+        except PiperError as error:
+            raise damaged(folder / name, f"the checkpoint lacks it: {error.message}") from error
+        size = (folder / name).stat().st_size
         if size != written.bytes:
             raise damaged(folder / name, f"{size} bytes, {written.bytes} were written")
 

@@ -14,9 +14,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import FileErrors
 
 MANIFEST = "manifest.json"
 SAID = {"format": "pt"}  # one entry: the library lays out several in any order, and equal values have equal files
+WRITTEN = "a checkpoint as --save wrote it"
+FORM = FileErrors("a file of a checkpoint", ErrorKind.IO, "--resume", 2**50)
 STRETCH = 2**24  # bytes between two signs of life
 
 
@@ -64,12 +67,12 @@ def digest_of(path: Path, tick: Callable[[], None] = lambda: None) -> Checkpoint
     return CheckpointFile(size, found.hexdigest())
 
 
-def damaged(file: Path, message: str, allowed: str | None = None) -> PiperError:
+def damaged(file: Path, message: str, allowed: str = WRITTEN, at: str = "") -> PiperError:
     """A file of a checkpoint that cannot be read; the fix is the newest of the others beside it, if there is one."""
     others = [p for p in file.parent.parent.glob("step-*") if (p / MANIFEST).exists() and p != file.parent]
     newest = max(others, key=lambda p: (len(p.name), p.name), default=None)
     fix = "a copy of it that is whole" if newest is None else f"--resume {newest}"
-    return PiperError(ErrorKind.IO, message, file=str(file), key="--resume", allowed=allowed, suggestion=fix)
+    return PiperError(ErrorKind.IO, message, file=str(file), key=at or FORM.key, allowed=allowed, suggestion=fix)
 
 
 class CheckpointTensors:

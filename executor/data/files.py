@@ -6,6 +6,7 @@ import hashlib
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def map_tokens(path: str, vocab: int, form: FileErrors = FORM) -> np.ndarray:
 def _mapped(file: Path, vocab: int, form: FileErrors) -> np.ndarray:
     index = file.with_suffix(".idx")
     if file.suffix == ".npy":
-        return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
+        return _npy(file)
     if file.suffix == ".idx":
         raise form.wrong("an index, not its tokens", str(file), None, KINDS, str(file.with_suffix(".bin")))
     if file.suffix == ".bin" and index.exists():
@@ -54,6 +55,14 @@ def _mapped(file: Path, vocab: int, form: FileErrors) -> np.ndarray:
         message = f"{size} bytes are left over behind numbers of {each} bytes"
         raise form.wrong(message, str(file), None, KINDS)
     return np.memmap(file, dtype=kind, mode="r")
+
+
+def _npy(file: Path) -> np.ndarray:
+    """NumPy's own file, mapped. Raises ValueError: it is none; its reader raises anything that Python's parser does."""
+    try:
+        return np.lib.format.open_memmap(file, mode="r")
+    except (TypeError, SyntaxError, TokenError, EOFError, OverflowError, MemoryError, RecursionError) as error:
+        raise ValueError(f"no array of NumPy's: {error}") from error
 
 
 def _indexed(file: Path, index: Path, form: FileErrors) -> str:

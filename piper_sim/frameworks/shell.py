@@ -36,7 +36,7 @@ _SKIP |= {"exec", "time", "nohup", "sudo", "env"}
 @dataclass
 class ShellJob:
     """A script, read. command: words of its launch; batch: of its #SBATCH lines; exports: variables as they ended;
-    files: what it writes by itself (`cat <<EOF > ds.json`).
+    files: what it writes by itself (`cat <<EOF > ds.json`). letters: of all variables' values.
     """
 
     command: list[str] = field(default_factory=list)
@@ -44,6 +44,7 @@ class ShellJob:
     exports: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
+    letters: int = 0
 
 
 def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
@@ -56,7 +57,7 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
 
     Raises PiperError (job): a quote that is not closed, more words than a launch has.
     """
-    job, commands = ShellJob(), list[list[str]]()
+    job, commands, count = ShellJob(), list[list[str]](), 0
     for line in _statements(text, job):
         if line.startswith("#SBATCH"):
             job.batch += _split(line[7:], form, file)
@@ -69,7 +70,8 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
             here, words = words[:end], words[end + 1 :]
             if command := _command(job, here, (form, file)):
                 commands.append(command)
-        if sum(map(len, commands)) + sum(map(len, job.variables.values())) / 4 > MOST_WORDS:
+                count += len(command)
+        if count + job.letters / 4 > MOST_WORDS:
             raise form.wrong("this is not a launch: too long", file, None, f"up to {MOST_WORDS:,} words")
     found = [_unwrapped(words, form, file) for words in commands]
     job.command = max(found, key=_looks, default=[])
@@ -98,7 +100,7 @@ def _statements(text: str, job: ShellJob) -> Iterator[str]:
     whole = ""
     for line in lines:
         bare = line.strip()
-        if bare.startswith("#") and not bare.startswith("#SBATCH"):
+        if (bare.startswith("#") and not bare.startswith("#SBATCH")) or not (bare or whole):
             continue
         if line.rstrip().endswith("\\"):
             whole += line.rstrip()[:-1] + " "
@@ -152,6 +154,7 @@ def _assign(job: ShellJob, m: re.Match[str], array: Sequence[str] | None, export
     value = " ".join(words if array is None else map(shlex.quote, words))
     old = job.variables.get(m[1], "")
     job.variables[m[1]] = f"{old} {value}" if m[2] and old else value
+    job.letters += len(job.variables[m[1]]) - len(old)
     if exported or m[1] in job.exports:
         job.exports[m[1]] = job.variables[m[1]]
 

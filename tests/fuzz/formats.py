@@ -1,187 +1,291 @@
-"""Every format: a valid file of it, and what reads it."""
+"""Every format: a valid file of it, and what reads it. Files that lie in `seeds/` are valid as they are."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-from collections.abc import Callable, Mapping
+import shlex
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import numpy as np
 
 from cost_models.hardware import load_hardware
 from cost_models.profile.file import load_profile, profile_text
 from cost_models.profile.machine import ProfileMachine
 from cost_models.profile.profile import MeasuredCost, OpEntry, Profile
 from cost_models.software import load_software
+from cost_models.software.dispatcher import read_dispatchers
+from executor.checkpoint import lock, reader
+from executor.checkpoint.manifest import CheckpointManifest, check_files, read_manifest, verify
+from executor.checkpoint.tensors import FORM as FILES
+from executor.checkpoint.tensors import MANIFEST, digest_of
+from executor.data.files import check_vocabulary
+from executor.data.tokens import FileTokens
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import check_regular
 from ir.directives.load import load_strategy
 from ir.job import load_job
-from ir.job.build import PreparedJob, prepare
+from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.job.routing.counts import ExpertLayer
 from ir.job.routing.recorded import counts_text, read_counts
 from ir.plan.read import read_plan
 from ir.plan.text import plan_text
 from ir.schedules.custom import from_csv
-from ir.trace.text import read_trace, write_trace
-from ir.trace.trace import MemorySamples, Trace
+from ir.trace.text import read_trace
 from ir.workload.captured import load_captured
 from ir.workload.config.load import load_config
+from piper_sim.app.cli import main
 from piper_sim.frameworks.importing import import_launch
 from piper_sim.study.calibrate.nccl_tests import read_nccl_tests
 from piper_sim.study.calibrate.pairs import read_pairs
 from piper_sim.study.calibrate.trace_events import read_trace_file
+from piper_sim.study.explain.kineto import FORM as TRACES
 from piper_sim.study.explain.kineto import read_traces
+from piper_sim.study.explain.measured import explain_traces
 from piper_sim.study.history.table import read_runs
+from tests.executor.checkpoint.checkpoints import State
 from tests.ir.directives.strategies import SHIPPED
 from tests.piper_sim.study.calibrate.nccl_text import table
 
 ROOT = Path(__file__).parents[2]
-JOB = """[model]
-config = "tiny-moe"
-seq_len = 128
-[cluster]
-gpu = "h800-sxm"
-nic_Gbps = 100
-speed = { 0 = 0.8 }
-[parallel]
-pp = 2
-dp = 2
-ep = 2
-layers = [2, 2]
-bucket_MiB = 25.0
-[schedule]
-name = "1f1b"
-microbatches = 4
-recompute = ["norm"]
-[precision]
-compute = "bf16"
-"""
-_TITAN = (
-    '[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\npipeline_parallel_degree = 2\n[training]\nseq_len = 64\n'
-)
-_NEMO = """trainer: {devices: 8}
-model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, kv_channels: '${.hidden_size}'}
-"""
-_SCRIPT = """A=(--num-layers 4 --hidden-size 64)
-torchrun --nproc_per_node ${N:-8} x.py ${A[@]} --num-attention-heads=$((2*2)) \\
-  --tensor-model-parallel-size 2 --pipeline-model-parallel-layout 'Et|tttL' --moe-layer-freq '[0]*2+[1]*2'
-"""
-_LOGGED = ("num_layers", "hidden_size", "lr", "seed", "tp", "fp16")
-LAUNCHES = {
-    "sh": _SCRIPT,
-    "toml": _TITAN,
-    "yaml": _NEMO,
-    "json": '{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}',
-    "log": "using world size: 8\n" + "".join(f"  {k} ........ 4\n" for k in _LOGGED),
-}
+SEEDS = Path(__file__).with_name("seeds")
+JOB = str(SEEDS / "job.toml")
+ALL = ("file", "key", "allowed")
+Read = Callable[[Path], object]
 
 
 @dataclass(frozen=True)
 class Format:
-    """name: of the file. seed: a valid one. read: what answers with a value, or a PiperError."""
+    """name: of the file. seed: a valid one. read: answers with a value, or a PiperError. share: of all cases, to
+    others'. said: what an error must name.
+    """
 
     name: str
     seed: bytes
-    read: Callable[[Path], object]
+    read: Read
+    share: float = 1.0
+    said: tuple[str, ...] = ALL
+
+    @property
+    def file(self) -> str:
+        """The file's own name: behind the colon of a command's."""
+        return self.name.rpartition(":")[2]
 
 
 @cache
 def formats() -> tuple[Format, ...]:
-    """All of them; the valid files are made here."""
-    return tuple(Format(name, seed.encode(), read) for name, (seed, read) in _made().items())
+    """All of them; valid files that are not in `seeds/` are made here."""
+    return (*_of_jobs(), *_of_costs(), *_of_runs(), *_launches(), *_checkpoints(), *_tokens(), *_commands())
 
 
-def _made() -> Mapping[str, tuple[str, Callable[[Path], object]]]:
-    prepared = _prepared()
-    plan = prepared.plan()
-    tiny = load_config("tiny-moe")
-    assert tiny.moe is not None
-    moe, layers = tiny.moe, [ExpertLayer(i, prepared.base.entries[0], 8) for i in (0, 1)]
-    rows = [(n, 0, 0, [8 * moe.top_k // moe.experts] * moe.experts) for n in (0, 1)]
+def _seed(name: str, read: Read, **more: Any) -> Format:
+    return Format(name, (SEEDS / name).read_bytes(), read, **more)
+
+
+def _of_jobs() -> Iterator[Format]:
+    prepared = prepare(job_from({"model": {"config": "tiny-moe", "seq_len": 64}, "parallel": {"pp": 2}}))
+    plan, moe = prepared.plan(), load_config("tiny-moe").moe
+    assert moe is not None
+    layers = [ExpertLayer(i, prepared.base.entries[0], 8) for i in range(4)]
+    rows = [(n, 0, 0, [8 * moe.top_k // moe.experts] * moe.experts) for n in range(4)]
 
     def counts(path: Path) -> object:
         job = job_from({"model": {"config": "x"}, "routing": {"kind": "file", "file": str(path)}})
         return read_counts(job, moe, layers, 1, 1)
 
-    return {
-        "job.toml": (JOB, load_job),
-        "hardware.json": ((ROOT / "cost_models/hardware/h100-sxm.json").read_text(), load_hardware),
-        "based.json": ('{"base": "h100-sxm", "name": "x", "hbm_GiB": 40, "gemm": {"ramp_bytes": 1}}', load_hardware),
-        "software.json": ((ROOT / "cost_models/software/megatron.json").read_text(), lambda p: load_software(str(p))),
-        "profile.json": (profile_text(_profile()), load_profile),
-        "strategy.json": (json.dumps(SHIPPED["pp2_dp2_ep2_custom_order"]), load_strategy),
-        "model.json": (json.dumps(CAPTURED), load_captured),
-        "config.json": (
-            (ROOT / "ir/workload/config/presets/deepseek-v3.json").read_text(),
-            lambda p: load_config(str(p)),
-        ),
-        "kineto.json": (json.dumps(KINETO), lambda p: (read_trace_file(str(p), bool), read_traces([str(p)]))),
-        "all_reduce.txt": (table("all_reduce", lambda n: 1e-5 + n / 1e11), lambda p: read_nccl_tests([str(p)])),
-        "pairs.csv": ("compute,message,held,moving,wire\nmemory,p2p,0.1,0.2,0\n", lambda p: read_pairs(str(p))),
-        "history.csv": ("parallel.pp,iteration_s,peak_allocated_GiB,note\n4,1.5,20,mine\n8,oom,,\n", read_runs),
-        "routing.csv": (counts_text(rows), counts),
-        "schedule.csv": ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", from_csv),
-        "trace.tsv": (TRACE, read_trace),
-        **{f"launch.{end}": (text, lambda p: import_launch(str(p))) for end, text in LAUNCHES.items()},
-        "plan.txt": (plan_text(plan), lambda p: read_plan(p, plan.graph)),
-    }
+    yield _seed("job.toml", load_job, share=2)
+    yield _seed("search.toml", load_job, share=2)
+    yield _seed("set.txt", lambda p: load_job(JOB, _words(p).split("\n")[:-1]), said=ALL[1:])
+    yield _seed("config.json", lambda p: load_config(str(p)), share=2)
+    yield _seed("model.json", load_captured)
+    yield _seed("schedule.csv", from_csv)
+    yield Format("strategy.json", json.dumps(SHIPPED["pp2_dp2_ep2_custom_order"]).encode(), load_strategy)
+    yield Format("routing.csv", counts_text(rows).encode(), counts)
+    yield Format("plan.txt", plan_text(plan).encode(), lambda p: read_plan(p, plan.graph))
 
 
-def _prepared() -> PreparedJob:
-    return prepare(job_from({"model": {"config": "tiny-moe", "seq_len": 64}, "parallel": {"pp": 2}}))
-
-
-def _profile() -> Profile:
+def _of_costs() -> Iterator[Format]:
+    costs = ROOT / "cost_models"
     links = {f"p2p {n}": MeasuredCost(1e-6 * n, 1e-8, 5) for n in (64, 4096, 65536)}
     ops = {"F/attn 3f2a": OpEntry(MeasuredCost(0.01, 0.001, 3), alone=True)}
-    return Profile.of(ProfileMachine("a cpu", 2, "", 0, {"torch": "2.13"}, "2026-01-01T00:00:00Z"), ops, links, 1e-5)
+    machine = ProfileMachine("a cpu", 2, "", 0, {"torch": "2.13"}, "2026-01-01T00:00:00Z")
+    profile = profile_text(Profile.of(machine, ops, links, 1e-5)).encode()
+    yield Format("hardware.json", (costs / "hardware/h100-sxm.json").read_bytes(), load_hardware)
+    yield _seed("based.json", load_hardware)
+    yield Format("software.json", (costs / "software/megatron.json").read_bytes(), lambda p: load_software(str(p)))
+    yield Format("dispatchers.toml", (costs / "software/dispatchers.toml").read_bytes(), read_dispatchers)
+    yield Format("profile.json", profile, load_profile)
 
 
-_PASS: dict[str, Any] = {
-    "workspace_bytes": 64,
-    "kernels": [
-        {"op": "mm", "kind": "gemm", "flops": 128, "bytes": 96, "dtype": "fp32", "shape": [4, 4, 4], "count": 1},
-        {"op": "add", "kind": "memory", "flops": 0, "bytes": 96, "dtype": "fp32", "shape": [], "count": 2},
-    ],
+def _of_runs() -> Iterator[Format]:
+    nccl = table("all_reduce", lambda n: 1e-5 + n / 1e11, sizes=[2**k for k in range(10, 16)]).encode()
+    yield _seed("kineto.json", lambda p: (read_trace_file(str(p), bool), _explained(p)))
+    yield _seed("trace.tsv", lambda p: (read_trace(p), _explained(p)))
+    yield Format("all_reduce.txt", nccl, lambda p: read_nccl_tests([str(p)]))
+    yield _seed("pairs.csv", lambda p: read_pairs(str(p)))
+    yield _seed("history.csv", read_runs)
+
+
+def _explained(path: Path) -> object:
+    with TRACES.naming(path):
+        return explain_traces(read_traces([str(path)]))
+
+
+def _launches() -> Iterator[Format]:
+    names = ("megatron.sh", "deepspeed.sh", "megatron.log", "args.txt", "deepspeed.json", "torchtitan.toml")
+    yields = ("models", "nemo", "megatron-bridge", "accelerate", "primus", "llm-foundry", "gpt-neox", "automodel")
+    for name in (*names, *(f"{n}.yaml" for n in yields)):
+        yield _seed(name, lambda p: import_launch(str(p)).to_toml(), share=0.15)
+
+
+def _checkpoints() -> Iterator[Format]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = State.of(Path(name) / "run").save(Path(name) / "saved", 2)
+        files = {p.name: p.read_bytes() for p in folder.iterdir()}
+    tensors = next(n for n in files if n != MANIFEST)
+
+    def read(path: Path) -> object:
+        """What resuming from a folder reads: as it is, then with a digest for whoever wrote what is in it."""
+        for other, data in files.items():
+            if other != path.name:
+                (path.parent / other).write_bytes(data)
+        try:
+            return _read_checkpoint(path.parent)
+        except PiperError:
+            _seal(path.parent)
+            return _read_checkpoint(path.parent)
+
+    yield Format(MANIFEST, files[MANIFEST], read, share=0.1)
+    yield Format(tensors, files[tensors], read, share=0.1)
+    yield _seed("lock.json", lambda p: (p.replace(p.with_name("lock")), lock.said(p.parent)))
+
+
+def _read_checkpoint(folder: Path) -> object:
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    verify(folder, manifest, manifest.files)
+    return reader.digests(folder, manifest)
+
+
+def _seal(folder: Path) -> None:
+    """Put the digests of what lies there into the manifest, where it is one."""
+    import msgspec
+
+    with contextlib.suppress(ValueError, TypeError, KeyError, OSError, RecursionError, PiperError):
+        check_regular(folder / MANIFEST, FILES)
+        tree = json.loads((folder / MANIFEST).read_bytes())
+        for name in tree["files"]:
+            check_regular(folder / name, FILES)
+            found = digest_of(folder / name)
+            tree["files"][name] = {"bytes": found.bytes, "sha256": found.sha256}
+        found = msgspec.json.decode(json.dumps(tree), type=CheckpointManifest)
+        (folder / MANIFEST).write_bytes(found.text())
+
+
+def _tokens() -> Iterator[Format]:
+    tokens, whole = np.arange(40, dtype="<u2"), io.BytesIO()
+    np.save(whole, tokens)
+    index = b"MMIDIDX\0\0" + np.array([1], "<u8").tobytes() + bytes([8]) + np.array([2, 3], "<u8").tobytes()
+    index += np.array([16, 24], "<i4").tobytes() + np.array([0, 32], "<i8").tobytes()
+    index += np.array([0, 1, 2], "<i8").tobytes()
+
+    def read(path: Path, beside: bytes = b"", end: str = "") -> object:
+        if end:
+            path.with_suffix(end).write_bytes(beside)
+        path = path.with_suffix(".bin") if path.suffix == ".idx" else path
+        found = FileTokens(str(path), 512)
+        check_vocabulary(found.tokens, str(path), 512)
+        return found.sequence(0, 0, 16)
+
+    yield Format("tokens.npy", whole.getvalue(), read)
+    yield Format("tokens.uint16", tokens.tobytes(), read, share=0.5)
+    yield Format("words.txt", b"to be or not to be, that is the question\n" * 2, read, share=0.5)
+    yield Format("tokens.idx", index, lambda p: read(p, tokens.tobytes(), ".bin"))
+    yield Format("tokens.bin", tokens.tobytes(), lambda p: read(p, index, ".idx"), share=0.5)
+
+
+COMMANDS = {
+    "simulate:job.toml": "simulate {}",
+    "plan:strategy.json": "plan {job} --set schedule.directives={} --set schedule.microbatches=2",
+    "simulate:hardware.json": "simulate {job} --set cluster.gpu={}",
+    "simulate:software.json": "simulate {job} --set costs.software={}",
+    "simulate:profile.json": "simulate {job} --set costs.profile={}",
+    "simulate:config.json": "simulate {job} --set model.config={} --set parallel.layers=balanced",
+    "simulate:model.json": "simulate {seeds}/graph.toml --set model.graph={}",
+    "simulate:routing.csv": "simulate {job} --set routing.kind=file --set routing.file={} --set parallel.dp=1 "
+    "--set parallel.ep=1 --set schedule.microbatches=1 --set model.seq_len=8",
+    "simulate:history.csv": "simulate {job} --set history.file={} --set parallel.layers=balanced",
+    "plan:schedule.csv": "plan {job} --set schedule.csv={} --set schedule.microbatches=2",
+    "compare:job.toml": "compare {} --schedules gpipe,zbv",
+    "search:search.toml": "search {} --budget 0.01",
+    "explain:job.toml": "explain {}",
+    "explain:trace.tsv": "explain {job} --trace {}",
+    "explain:kineto.json": "explain --trace {}",
+    "calibrate:all_reduce.txt": "calibrate {job} --from-nccl-tests {}",
+    "calibrate:kineto.json": "calibrate {job} --from-kineto {}",
+    "calibrate:pairs.csv": "calibrate {job} --pairs {}",
+    "calibrate:profile.json": "calibrate {job} --pairs {seeds}/pairs.csv --onto {}",
+    "import:megatron.sh": "import {}",
+    "import:primus.yaml": "import {}",
 }
-_PART: dict[str, Any] = {
-    "output_bytes": 64,
-    "reads_input_again": "W",
-    "saved_bytes": {"until_I": 1, "until_W": 2, "constants": 3},
-    "stash_bytes": 4,
-    "passes": {"F": _PASS, "I": _PASS, "W": _PASS},
-}
-CAPTURED: dict[str, Any] = {
-    "format": "piper-sim/model",
-    "version": 1,
-    "model": "m",
-    "microbatch_size": 1,
-    "seq_len": 4,
-    "dtype": "fp32",
-    "hidden": 4,
-    "vocab": 8,
-    "chunks": [
-        {"name": "embed", "part": "embed", "parameters": [["e.weight", [8, 4]]]},
-        {"name": "l0", "part": "block", "parameters": [["l.weight", [4, 4]]]},
-    ],
-    "parts": {"embed": _PART, "block": _PART},
-}
-_SAME = {"correlation": 7}
-KINETO: dict[str, Any] = {
-    "distributedInfo": {"rank": 0, "world_size": 2},
-    "deviceProperties": [{"name": "NVIDIA H100"}],
-    "traceEvents": [
-        {"ph": "X", "cat": "user_annotation", "name": "0F0/l0.attn", "pid": 1, "tid": 1, "ts": 1.0, "dur": 9.0},
-        {"ph": "X", "cat": "cuda_runtime", "name": "l", "pid": 1, "tid": 1, "ts": 2, "dur": 1, "args": _SAME},
-        {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 3, "dur": 4, "args": _SAME},
-        {"ph": "X", "cat": "kernel", "name": "ncclKernel", "pid": 0, "tid": 9, "ts": 3, "dur": 4, "args": {}},
-    ],
-}  # fmt: skip
-TRACE = write_trace(
-    Trace.of(
-        {"engine": "simpy"},
-        [(0, 0, "compute", "0F0", 0.0, 0.0, 1.0), (0, 1, "compute", "1F0", 1.0, 1.0, 2.5)],
-        MemorySamples.of([(0, 0.0, 10), (1, 0.5, 20)]),
-    )
-)
+
+
+def _commands() -> Iterator[Format]:
+    """Each file by way of a command that reads it; flags themselves; all in this process."""
+    known = {f.name: f for f in (*_of_jobs(), *_of_costs(), *_of_runs(), *_launches())}
+    for name, words in COMMANDS.items():
+        own = known[name.partition(":")[2]]
+        yield Format(name, own.seed, lambda p, words=words: _commanded(words, p), share=0.02)
+    yield _seed("flags.txt", _flagged, share=0.05, said=ALL[1:])
+
+
+def _commanded(words: str, path: Path) -> object:
+    names = {"job": JOB, "seeds": SEEDS}
+    return answer([w.format(path, **names) for w in words.split()])
+
+
+def _words(path: Path) -> str:
+    """As Python has what stands on a command line."""
+    return path.read_bytes().decode("utf-8", "surrogateescape")
+
+
+def _flagged(path: Path) -> object:
+    """One line of the file as a command; which, by its content."""
+    text = _words(path)
+    lines = text.splitlines() or [""]
+    try:
+        words = shlex.split(lines[zlib.crc32(path.read_bytes()) % len(lines)])
+    except ValueError:
+        words = text.split()
+    return answer([str(SEEDS / w) if (SEEDS / w[:99]).is_file() else w for w in words[:200] if "\0" not in w])
+
+
+def answer(args: list[str]) -> object:
+    """What a command prints, held against the contract; its error as the PiperError that it was."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([*args, "--json"])
+    assert "Traceback" not in err.getvalue(), err.getvalue()
+    if code == 2 and not args:
+        return None
+    found = json.loads(out.getvalue(), parse_constant=_no_constant)
+    assert found["schema_version"] == 1 and out.getvalue().count("\n") == 1
+    if "error" not in found:
+        assert code in (0, 3, 5), code
+        return found
+    e = found["error"]
+    assert set(e) == {"kind", "file", "key", "message", "allowed", "suggestion"} and e["key"] != "piper-sim", e
+    assert code == ErrorKind(e["kind"]).exit_code
+    raise PiperError(ErrorKind(e.pop("kind")), e.pop("message"), **e)
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise AssertionError(f"{word} is not JSON")

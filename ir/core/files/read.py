@@ -76,7 +76,7 @@ def read_bytes(path: str | Path, form: FileErrors) -> bytes:
             packed = form.packed and f.read(2) == _GZIP
             f.seek(0)
             size = os.fstat(f.fileno()).st_size
-            raw = _unpacked(f, form, size, str(path)) if packed else f.read(form.most + 1)
+            raw = _unpacked(f, form, size, str(path)) if packed else _whole(f, form.most)
     except (OSError, ValueError, EOFError, zlib.error) as e:  # ValueError: a NUL in the path
         why = getattr(e, "strerror", None) or e
         allowed = "a whole .gz file" if packed else "a file that can be read"
@@ -98,11 +98,14 @@ def read_text(path: str | Path, form: FileErrors) -> str:
     return text
 
 
-def check_regular(path: str | Path, form: FileErrors) -> None:
-    """Refuse what is no regular file, or too large, for readers that map a file themselves. Raises PiperError."""
+def check_regular(path: str | Path, form: FileErrors, first: int = 0) -> bytes:
+    """The first bytes of a file, for readers that open it themselves.
+
+    Raises PiperError (io): it is no regular file, or cannot be read; (the format's kind): too large.
+    """
     try:
-        with _opened(path, form):
-            pass
+        with _opened(path, form) as f:
+            return f.read(first)
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or e
         raise _unreadable(form, f"cannot read {form.what}: {why}", path, "a file that can be read") from None
@@ -136,12 +139,18 @@ def _opened(path: str | Path, form: FileErrors) -> BinaryIO:
 
 def _unpacked(f: BinaryIO, form: FileErrors, size: int, path: str) -> bytes:
     most = min(form.most, max(_SMALL, _RATIO * size))
-    out = bytearray()
     with gzip.GzipFile(fileobj=f) as packed:
-        while chunk := packed.read(_CHUNK):
-            out += chunk
-            if len(out) > most:
-                raise _too_large(form, path, most, f"it unpacks to more than {most // MB} MB from {size} bytes")
+        out = _whole(packed, most)
+    if len(out) > most:
+        raise _too_large(form, path, most, f"it unpacks to more than {most // MB} MB from {size} bytes")
+    return out
+
+
+def _whole(f: BinaryIO | gzip.GzipFile, most: int) -> bytes:
+    """All of it, or a little more than `most`: one read of so many bytes would take the memory for them at once."""
+    out = bytearray()
+    while len(out) <= most and (chunk := f.read(_CHUNK)):
+        out += chunk
     return bytes(out)
 
 

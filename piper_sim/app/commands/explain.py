@@ -12,7 +12,7 @@ from piper_sim.app.commands.output import print_json, progress, show
 from piper_sim.report.units import duration, percent
 from piper_sim.study.explain import StepExplanation, explain
 from piper_sim.study.explain.explanation import against
-from piper_sim.study.explain.kineto import read_traces
+from piper_sim.study.explain.kineto import FORM, read_traces
 from piper_sim.study.explain.measured import explain_traces
 from piper_sim.study.explain.path import words
 from piper_sim.study.explain.what_if import settings
@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
         raise PiperError(ErrorKind.USAGE, what, key="JOB", allowed="JOB, JOB JOB2, JOB --trace FILE…", suggestion=fix)
     found = explain(jobs[0], jobs[1] if len(jobs) > 1 else None, progress) if jobs else None
     if args.trace:
-        with progress("reading traces"):
+        with progress("reading traces"), FORM.naming(" ".join(args.trace)):
             seen = explain_traces(read_traces(args.trace))
         found = seen if found is None else against(found, seen)
     assert found is not None

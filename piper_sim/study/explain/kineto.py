@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.files import FileErrors, read_json
+from ir.core.files import FileErrors, check_regular, read_json
 from ir.trace.text import read_trace
 from ir.trace.trace import Row, Trace
 from piper_sim.study.calibrate.trace_events import US, Json, args_of, attribute, is_nccl, sorted_out
@@ -36,13 +35,7 @@ def read_traces(paths: Sequence[str]) -> list[Trace]:
 
 
 def _ours(path: str) -> bool:
-    try:
-        with Path(path).open("rb") as f:
-            return f.read(len(HEAD)) == HEAD
-    except OSError as e:
-        raise PiperError(
-            ErrorKind.IO, f"cannot be read: {e.strerror}", file=path, key="--trace", suggestion=_FIX
-        ) from None
+    return check_regular(path, FORM, len(HEAD)) == HEAD
 
 
 def _traces(tables: Sequence[tuple[str, object]]) -> list[Trace]:

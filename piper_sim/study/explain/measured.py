@@ -188,7 +188,8 @@ def _by_step(traces: Sequence[Trace]) -> dict[int, _Rows]:
 
 
 def _bad(message: str, fix: str) -> PiperError:
-    return PiperError(ErrorKind.IO, message, key="--trace", suggestion=fix)
+    may = "steps in which each rank computes, each rank in one file"
+    return PiperError(ErrorKind.IO, message, key="--trace", allowed=may, suggestion=fix)
 
 
 def _median(by_step: dict[int, _Rows]) -> tuple[int, int, list[_Rows]]:
