@@ -6,8 +6,10 @@ the device's allocator.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -29,7 +31,7 @@ class Memory:
     """Bytes over one step. peak: per program, all that is allocated; at: the op that makes the peak.
 
     dynamic: [program, column] at the peak, columns activations, buffers, workspace. level: [op] bytes after each op,
-    high: [op] the most while it runs; both without `state`.
+    high: [op] the most while it runs; both without `state`. asked: (op, signed bytes, request) of every event.
     """
 
     state: tuple[OptimizerMemory, ...]
@@ -38,6 +40,7 @@ class Memory:
     dynamic: IntArray
     level: IntArray
     high: IntArray
+    asked: tuple[IntArray, IntArray, IntArray]
     library: int = 0
 
     def breakdown(self, program: int) -> dict[str, int]:
@@ -74,7 +77,7 @@ def memory(
     workspace: [node, microbatch] bytes while a node runs, where they differ from the graph's. library: bytes that
     libraries keep for their own workspaces, always there.
     """
-    key, size, column, _ = _events(plan, workspace)
+    key, size, column, request = _events(plan, workspace)
     op = key // _stride(plan)
     total = np.cumsum(size)
     cuts = np.searchsorted(op, plan.bounds)
@@ -91,7 +94,8 @@ def memory(
             dynamic[p] = [size[a:k][column[a:k] == c].sum() for c in range(len(_COLUMNS))]
     after, high = _per_op(plan, op, total, key % _stride(plan) >= 3)
     dynamic[:, WORKSPACE] += library
-    return Memory(persistent, peak + library, at, dynamic, after + library, high + library, library)
+    levels = (after + library, high + library)
+    return Memory(persistent, peak + library, at, dynamic, *levels, (op, size, request), library)
 
 
 def _stride(plan: Plan) -> int:
@@ -148,65 +152,87 @@ def _per_op(plan: Plan, op: IntArray, total: IntArray, running: BoolArray) -> tu
     return after, high
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class ReservedMemory:
     """What one program's allocator takes from the driver, and whether it gets it.
 
-    band: peak reserved bytes, see `replayed_band`. allocated: peak of `torch.cuda.memory_allocated`, whole blocks.
-    given_back: how often cached segments went back to the driver for room under the limit; each time stalls the device.
-    refused: op whose request the default allocator cannot serve under the limit, -1 where that is the persistent
-    state, None: all are served. expandable_fits: whether expandable segments serve them all.
+    reserved: peak bytes. allocated: peak of `torch.cuda.memory_allocated`, whole blocks. given_back: how often cached
+    segments went back to the driver for room under the limit; each time stalls the device. refused: op whose request
+    the default allocator cannot serve under the limit, -1 where that is the persistent state, None: all are served.
     Where a request is refused, bytes are those of a device without limit: what the plan would need.
+    asked: None where nothing is cached. wanted: what it would reserve without limit. peak: bytes asked for.
     """
 
-    band: MemoryBand
+    reserved: int
     allocated: int
     given_back: int
     refused: int | None
-    expandable_fits: bool
+    asked: MemoryRequests | None
+    wanted: int
+    peak: int
+    limit: int
+    hardware: DeviceHardware
+
+    @cached_property
+    def band(self) -> MemoryBand:
+        """Peak reserved bytes, see `replayed_band`."""
+        return replayed_band(self.reserved, self._expandable, self.peak, self.hardware)
+
+    @cached_property
+    def expandable_fits(self) -> bool:
+        """Whether expandable segments serve all requests."""
+        if self.asked is None or self._expandable <= self.limit:
+            return self._expandable <= self.limit
+        tight = self.wanted > self.limit
+        return tight and replay(self.asked, limit=self.limit, expandable=True).refused is None
+
+    @cached_property
+    def _expandable(self) -> int:
+        """Peak with expandable segments, replayed when it is asked for."""
+        return self.reserved if self.asked is None else replay(self.asked, expandable=True).reserved
 
 
-def requests(
-    plan: Plan, persistent: tuple[OptimizerMemory, ...], workspace: IntArray | None = None, library: int = 0
-) -> list[tuple[MemoryRequests, IntArray]]:
+def bands(found: Sequence[ReservedMemory]) -> list[MemoryBand]:
+    """The bands of several programs; compiled replays hold no lock."""
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda r: r.band, found))
+
+
+def requests(plan: Plan, found: Memory) -> list[tuple[MemoryRequests, IntArray]]:
     """Each program's requests of one step, and the op of each. State is one flat buffer per kind, as in Megatron."""
-    key, size, _, request = _events(plan, workspace)
-    op = key // _stride(plan)
+    op, size, request = found.asked
     sizes = np.zeros(int(request.max(initial=-1)) + 1, dtype=np.int64)
     sizes[request[request >= 0]] = size[request >= 0]
     cuts = np.searchsorted(op, plan.bounds).tolist()
-    more = (library,) if library else ()
-    state = [(s.parameters, s.gradients, s.optimizer, *more) for s in persistent]
+    more = (found.library,) if found.library else ()
+    state = [(s.parameters, s.gradients, s.optimizer, *more) for s in found.state]
     return [(MemoryRequests(s, request[a:b], sizes), op[a:b]) for s, (a, b) in zip(state, pairwise(cuts), strict=True)]
 
 
 def reserved(
-    plan: Plan, found: Memory, hardware: DeviceHardware, limit: int = UNLIMITED, workspace: IntArray | None = None
+    plan: Plan, found: Memory, hardware: DeviceHardware, limit: int = UNLIMITED
 ) -> tuple[ReservedMemory, ...]:
     """Replay every program's requests. limit: bytes that the driver has for the allocator: less context and margin."""
     if hardware.reserved_over_allocated[1] == 1:
         return tuple(_uncached(int(b), int(at), hardware, limit) for b, at in zip(found.peak, found.at, strict=True))
-    asked = requests(plan, found.state, workspace, found.library)
-    with ThreadPoolExecutor() as threads:  # compiled replays hold no lock
+    asked = requests(plan, found)
+    with ThreadPoolExecutor() as threads:
         return tuple(threads.map(lambda x, peak: _cached(x[0], x[1], int(peak), hardware, limit), asked, found.peak))
 
 
 def _uncached(peak: int, at: int, hardware: DeviceHardware, limit: int) -> ReservedMemory:
-    band = replayed_band(peak, peak, peak, hardware)
-    fits = band.middle <= limit
-    return ReservedMemory(band, peak, 0, None if fits else at, fits)
+    whole = replayed_band(peak, peak, peak, hardware).middle
+    return ReservedMemory(whole, peak, 0, None if whole <= limit else at, None, whole, peak, limit, hardware)
 
 
 def _cached(asked: MemoryRequests, op: IntArray, peak: int, hardware: DeviceHardware, limit: int) -> ReservedMemory:
-    default, expandable = replay(asked), replay(asked, expandable=True)
-    tight, fits = default, expandable.reserved <= limit
+    default = tight = replay(asked)
     if default.reserved > limit:
         tight = replay(asked, limit=limit)
-        fits = fits or replay(asked, limit=limit, expandable=True).refused is None
     refused = _op(tight, op)
     used = tight if refused is None else default
-    band = replayed_band(used.reserved, expandable.reserved, peak, hardware)
-    return ReservedMemory(band, used.allocated, used.given_back, refused, fits)
+    counts = (used.reserved, used.allocated, used.given_back, refused)
+    return ReservedMemory(*counts, asked, default.reserved, peak, limit, hardware)
 
 
 def _op(found: MemoryPeaks, op: IntArray) -> int | None:

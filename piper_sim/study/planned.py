@@ -60,7 +60,7 @@ class PlannedJob:
     @cached_property
     def reserved(self) -> tuple[ReservedMemory, ...]:
         """What each rank's allocator takes of what capacity, margin and context leave it."""
-        return reserved(self.sized, self.memory, self.hardware, self.room_bytes, self.workspace)
+        return reserved(self.sized, self.memory, self.hardware, self.room_bytes)
 
     @property
     def room_bytes(self) -> int:

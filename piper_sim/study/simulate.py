@@ -12,6 +12,7 @@ from ir.job import Job
 from ir.job.build import PreparedJob
 from ir.plan.text import plan_digest
 from ir.schedules.registry import canonical, default_chunks
+from piper_sim.memory.timeline import bands
 from piper_sim.pricing.costs import OpCosts
 from piper_sim.report.units import GIB
 from piper_sim.study.breakdown import StepBreakdown
@@ -101,17 +102,17 @@ def traits(p: PlannedJob, times: StepBreakdown | None = None) -> PredictionTrait
 def memory_object(p: PlannedJob, like: PredictionTraits | None = None) -> Object:
     """Peaks, capacity and breakdown by pipeline rank. like: what the run is like, for the chance of room."""
     hw, m = p.hardware, p.memory
-    context, bands = p.context_bytes, [r.band for r in p.reserved]
+    context, found = p.context_bytes, bands(p.reserved)
     ranks = range(p.plan.programs)
     parts = {str(r): {**m.breakdown(r), "context": context} for r in ranks}
-    device = {str(r): bands[r].middle + context for r in ranks}
+    device = {str(r): found[r].middle + context for r in ranks}
     room = int(hw.hbm_GiB * GIB)
     like = like or traits(p)
     chances = [fits_probability(int(m.peak[r]), device[str(r)], room, like) for r in ranks]
     return {
         "peak_allocated_bytes": {str(r): int(m.peak[r]) for r in ranks},
-        "peak_reserved_bytes": {str(r): bands[r].middle for r in ranks},
-        "reserved_band_bytes": {str(r): [bands[r].low, bands[r].high] for r in ranks},
+        "peak_reserved_bytes": {str(r): found[r].middle for r in ranks},
+        "reserved_band_bytes": {str(r): [found[r].low, found[r].high] for r in ranks},
         "device_peak_bytes": device,
         "capacity_bytes": int(hw.hbm_GiB * GIB),
         "margin_bytes": int(p.prepared.job.cluster.memory_margin_GiB * GIB),

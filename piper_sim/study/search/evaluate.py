@@ -83,7 +83,7 @@ def evaluate(job: Job, limit_GiB: float | None) -> EvaluatedJob:
 
 def device_bytes(p: PlannedJob) -> int:
     """Reserved bytes and context of the fullest rank."""
-    return max(r.band.middle for r in p.reserved) + p.context_bytes
+    return max(r.reserved for r in p.reserved) + p.context_bytes
 
 
 def over(peak: float, limit_GiB: float) -> str:
