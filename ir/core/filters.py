@@ -78,6 +78,9 @@ class DirectiveFilter:
         match = dict(self.matches).get(dim) if dim is not None else None
         if match is None:
             return (range(mbs),) if mbs else ()
+        if len(match.ranges) == 1 and not match.negated:
+            (r,) = match.ranges
+            return (range(r.start, min(r.stop, mbs)),) if r.start < min(r.stop, mbs) else ()
         return runs(m for m in range(mbs) if match.accepts(m))
 
     def json(self) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ir.core.errors import ErrorKind, PiperError
@@ -33,20 +34,13 @@ class PlaceDirective:
         return {"op": "place", "filter": self.filter.json(), "group": self.group}
 
     def __call__(self, graph: Graph) -> Graph:
-        mbs = self.filter.microbatches(graph.dim, graph.mbs)
-        placed: dict[
-            int, tuple[MicrobatchSpan, ...]
-        ] = {}  # nodes placed together share their spans, and what becomes of them
-        changed = {}
-        for i in select(graph, self.filter, str(self)):
-            node = graph.nodes[i]
-            if id(node.spans) not in placed:
-                placed[id(node.spans)] = self._spans(node, mbs)
-            changed[i] = replace(node, spans=placed[id(node.spans)])
-        return graph.with_nodes(changed)
+        return placed(graph, [self])
 
-    def _spans(self, node: GraphNode, mbs: tuple[range, ...]) -> tuple[MicrobatchSpan, ...]:
-        for span in node.spans:
+    def spans(
+        self, node: GraphNode, now: tuple[MicrobatchSpan, ...], mbs: tuple[range, ...]
+    ) -> tuple[MicrobatchSpan, ...]:
+        """A node's spans, from those it has now."""
+        for span in now:
             taken = next((m for r in mbs for m in r if span.mbs is not None and m in span.mbs), None)
             if taken is not None:
                 raise PiperError(
@@ -54,5 +48,29 @@ class PlaceDirective:
                     f"{self}: {node.text(taken)} is already on group {span.group}",
                     suggestion="drop one of the two place directives, or give them disjoint microbatches",
                 )
-        spans = (*node.spans, *(MicrobatchSpan(r, self.group) for r in mbs))
+        spans = (*now, *(MicrobatchSpan(r, self.group) for r in mbs))
         return tuple(sorted(spans, key=lambda s: (s.mbs.start if s.mbs else 0, s.group)))
+
+    def whole(self, graph: Graph) -> bool:
+        """Whether it takes stages as a whole, so that no part can come to stand apart from its stage."""
+        return self.filter.passes is None and {*self.filter.tags} <= {"PP", graph.dim}
+
+
+def placed(graph: Graph, directives: Sequence[PlaceDirective]) -> Graph:
+    """The graph after some places, one after the other, each node made once."""
+    nodes, spans = graph.nodes, [n.spans for n in graph.nodes]
+    stages: dict[tuple[range, ...], list[int]] = {}
+    for i, n in enumerate(nodes):
+        if not n.once and "PP" in n.tags:
+            stages.setdefault((range(n.tags["PP"], n.tags["PP"] + 1),), []).append(i)
+    for d in directives:
+        mbs = d.filter.microbatches(graph.dim, graph.mbs)
+        match = dict(d.filter.matches).get("PP")
+        known = stages.get(match.ranges) if match is not None and not match.negated and d.whole(graph) else None
+        shared: dict[int, tuple[MicrobatchSpan, ...]] = {}  # of nodes placed together, and what becomes of them
+        for i in known if known and mbs else select(graph, d.filter, str(d)):
+            now = spans[i]
+            if id(now) not in shared:
+                shared[id(now)] = d.spans(nodes[i], now, mbs)
+            spans[i] = shared[id(now)]
+    return replace(graph, nodes=tuple(n if n.spans is s else n.at(s) for n, s in zip(nodes, spans, strict=True)))

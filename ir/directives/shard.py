@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.filters import DirectiveFilter
@@ -94,16 +95,11 @@ def refill(graph: Graph, source: ModelWork) -> Graph:
 
 def graph_inputs(graph: Graph) -> dict[tuple[int, str], list[tuple[int, str]]]:
     """The (stage, part) keys that each entry reads, in the order of its inputs."""
-    last: dict[str, PlacedPart] = {}
-    order: list[str] = []
-    for e in graph.entries:
-        if e.chunk.name not in last:
-            order.append(e.chunk.name)
-        last[e.chunk.name] = e
+    last = {e.chunk.name: e for e in graph.entries}
+    before = {b: a for a, b in pairwise(last)}
     out = {}
     for e in graph.entries:
-        position = order.index(e.chunk.name)
-        outer = e.chunk.reads or (order[position - 1] if position else None)
+        outer = e.chunk.reads or before.get(e.chunk.name)
         keys: list[tuple[int, str]] = []
         for name in e.part.inputs:
             if name:

@@ -189,22 +189,22 @@ def fill(node: GraphNode, e: PlacedPart, w: PartWork, grads: Sequence[int], opti
         case Pass.F:
             kept = () if whole else tuple(s for s in w.saved if s not in fine)
             writes = _outputs(w.out_bytes, kept)
-            return replace(node, work=w.forward, inline=inline, writes=writes, workspace=w.forward_workspace)
+            return node.doing(w.forward, inline, writes, w.forward_workspace)
         case Pass.R if whole:
             again = tuple(x.message for x in w.inline if x.when is Pass.F)
             writes = _outputs(w.out_bytes, w.saved)
-            return replace(node, work=w.forward, inline=again, writes=writes, workspace=w.forward_workspace)
+            return node.doing(w.forward, again, writes, w.forward_workspace)
         case Pass.R:
-            return replace(node, work=tuple(k for s in fine for k in s.rebuild), writes=_outputs(0, fine))
+            return node.doing(tuple(k for s in fine for k in s.rebuild), node.inline, _outputs(0, fine), node.workspace)
         case Pass.I:
             names = ("grad",) if len(grads) == 1 else tuple(f"grad{n}" for n in range(len(grads)))
             own = grads if w.handed is None else [w.handed]
             buffers = tuple(Buffer(n, b) for n, b in zip(names, own, strict=True))
             writes = (*buffers, Buffer("stash", w.stash_bytes))
-            return replace(node, work=w.input_grad, inline=inline, writes=writes, workspace=w.input_grad_workspace)
+            return node.doing(w.input_grad, inline, writes, w.input_grad_workspace)
         case Pass.W:
             writes = (Buffer("dw", 0),)  # the gradient itself persists; this only says that it is complete
-            return replace(node, work=w.weight_grad, inline=inline, writes=writes, workspace=w.weight_grad_workspace)
+            return node.doing(w.weight_grad, inline, writes, w.weight_grad_workspace)
         case _:
             raise AssertionError(node)
 
@@ -236,6 +236,9 @@ def prune_recompute(graph: Graph) -> Graph:
 
 def subgraph(graph: Graph, keep: set[int]) -> Graph:
     """The graph without the other nodes and their edges."""
+    if len(keep) == len(graph.nodes):
+        return graph
     new = {old: n for n, old in enumerate(sorted(keep))}
-    edges = tuple(replace(e, src=new[e.src], dst=new[e.dst]) for e in graph.edges if e.src in new and e.dst in new)
+    kept = (e for e in graph.edges if e.src in new and e.dst in new)
+    edges = tuple(GraphEdge(new[e.src], new[e.dst], e.slot, e.join) for e in kept)
     return replace(graph, nodes=tuple(graph.nodes[i] for i in sorted(keep)), edges=edges)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.mesh import Mesh
@@ -83,13 +83,21 @@ def repeated(graph: Graph) -> frozenset[str]:
     )
 
 
-@lru_cache(maxsize=16)  # a graph is equal only to itself; the plans of a comparison, and room for what they came from
+_FOUND: WeakKeyDictionary[Graph, tuple[Bucket, ...]] = WeakKeyDictionary()
+
+
 def buckets(graph: Graph) -> tuple[Bucket, ...]:
     """The buckets of all parameters, in order of their first entry; found once per graph.
 
     Parts that `replicate` did not name still have owners, but nothing keeps their copies in step. Raises PiperError
     (directive): two parts share a parameter, and `replicate` gives them different levels.
     """
+    if graph not in _FOUND:
+        _FOUND[graph] = _buckets(graph)
+    return _FOUND[graph]
+
+
+def _buckets(graph: Graph) -> tuple[Bucket, ...]:
     if graph.source is None or graph.mesh is None:
         return ()
     named: dict[str, list[int]] = defaultdict(list)
@@ -220,7 +228,10 @@ def with_sync(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
     new.reduce()
     new.update(clip)
     new.gather()
-    return replace(graph, nodes=tuple(new.nodes), edges=tuple(dict.fromkeys(new.edges)))
+    full = replace(graph, nodes=tuple(new.nodes), edges=tuple(dict.fromkeys(new.edges)))
+    if found is _FOUND.get(graph):  # nodes of once per step own nothing
+        _FOUND[full] = found
+    return full
 
 
 class _Once:

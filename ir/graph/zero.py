@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import lru_cache
 
 from ir.core.ops import Pass
 from ir.graph.graph import COMPUTE, Graph
@@ -17,9 +18,19 @@ def per_microbatch(found: tuple[Bucket, ...]) -> list[Bucket]:
 
 def part_nodes(graph: Graph, b: Bucket, passes: frozenset[Pass] = frozenset(Pass)) -> list[int]:
     """The compute nodes of the parts that hold a bucket's parameters."""
-    parts = {(graph.entries[k].stage, graph.entries[k].name) for k in b.members}
-    nodes = enumerate(graph.nodes)
-    return [i for i, n in nodes if n.kind in passes and n.stream == COMPUTE and (n.stage, n.part) in parts]
+    parts = [(graph.entries[k].stage, graph.entries[k].name) for k in b.members]
+    nodes = sorted(i for part in parts for i in compute_nodes(graph).get(part, ()))
+    return [i for i in nodes if graph.nodes[i].kind in passes]
+
+
+@lru_cache(maxsize=2)  # a graph is equal only to itself
+def compute_nodes(graph: Graph) -> Mapping[tuple[int, str], list[int]]:
+    """The compute nodes of each (stage, part)."""
+    out: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for i, n in enumerate(graph.nodes):
+        if n.stream == COMPUTE:
+            out[n.stage, n.part].append(i)
+    return out
 
 
 def gathered(graph: Graph, found: tuple[Bucket, ...]) -> dict[int, list[Bucket]]:

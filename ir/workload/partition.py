@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from ir.core.errors import ErrorKind, PiperError
@@ -49,7 +50,9 @@ def partition(
         case "balanced":
             if decoders < stages:
                 raise _too_few(stages, decoders)
-            counts = _balance(chunks, stages, _raw_costs(chunks, costs), ranks, most)
+            at = tuple(i for i, c in enumerate(chunks) if _is_layer(c))
+            given = None if ranks is None else tuple(ranks)
+            counts = list(_balance(at, stages, tuple(_raw_costs(chunks, costs)), given, most))
         case str():
             message = f"unknown layers {layers!r}"
             raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed=_FORMS, suggestion="balanced")
@@ -62,10 +65,10 @@ def _is_layer(chunk: Chunk) -> bool:
     return "L" in chunk.tags
 
 
+@lru_cache(maxsize=1024)  # a search asks for the same cuts under many schedules
 def _balance(
-    chunks: Sequence[Chunk], stages: int, raw: Sequence[float], ranks: Sequence[int] | None, most: int | None
+    at: tuple[int, ...], stages: int, raw: tuple[float, ...], ranks: tuple[int, ...] | None, most: int | None
 ) -> list[int]:
-    at = [i for i, c in enumerate(chunks) if _is_layer(c)]
     counts = _balanced(_stage_costs(raw, at), stages)
     if ranks is None:
         return counts

@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> int:
     job = load_job(args.job, args.sets)
     refuse_existing(args.out, FILES, args.force)
     with blaming(job):
-        found = search(job, args.budget, args.workers, _progress)
+        found = search(job, args.budget, args.workers, _progress, args.journal)
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if args.out is not None:
@@ -39,9 +39,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _progress(line: str) -> None:
-    """On a terminal, one line that is written over."""
+    """On a terminal, one line that is written over; a line that ends stays, and is written anywhere."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    elif line.endswith("\n"):
+        print(line, end="", file=sys.stderr, flush=True)
 
 
 def _print(found: JobSearchResult, out: str | None) -> None:

@@ -209,9 +209,7 @@ def requests(plan: Plan, found: Memory) -> list[tuple[MemoryRequests, IntArray]]
     return [(MemoryRequests(s, request[a:b], sizes), op[a:b]) for s, (a, b) in zip(state, pairwise(cuts), strict=True)]
 
 
-def reserved(
-    plan: Plan, found: Memory, hardware: DeviceHardware, limit: int = UNLIMITED
-) -> tuple[ReservedMemory, ...]:
+def reserved(plan: Plan, found: Memory, hardware: DeviceHardware, limit: int = UNLIMITED) -> tuple[ReservedMemory, ...]:
     """Replay every program's requests. limit: bytes that the driver has for the allocator: less context and margin."""
     if hardware.reserved_over_allocated[1] == 1:
         return tuple(_uncached(int(b), int(at), hardware, limit) for b, at in zip(found.peak, found.at, strict=True))

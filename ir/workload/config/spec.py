@@ -153,6 +153,10 @@ class ModelConfig:
     score_by_layer: bool = False
     stored: str = ""
 
+    def __hash__(self) -> int:
+        """Of what tells models apart: a config is part of the key of many tables."""
+        return hash((self.source, self.layers, self.hidden, self.vocab, self.window, self.score_scale))
+
     def at(self, layer: int) -> ModelConfig:
         """The same with what is true of one decoder layer: its window, the scale of its scores."""
         if not self.windows and not self.score_by_layer:

@@ -104,7 +104,7 @@ class JobBounds:
             copies = 2 if x.both_ways else 1
             state, _ = _state((count @ costs.numel)[None, :] / p.pp * copies, x, copies * (1 + costs.tied))
             device = float(state[0]) + self._context(x)
-            room = self._room(x.job)
+            room = self.room(x.job)
             said = f"the mean of all ranks is {device / GIB:.1f} GiB or more of parameters, gradients and optimizer"
             excess = f"{said}, and there are {room / GIB:.1f}" if device > room else None
             return JobBound(seconds * (1 - 1e-9), device * (1 - 1e-9), excess)
@@ -154,7 +154,8 @@ class JobBounds:
     def _context(self, x: _SizedJob) -> int:
         return context_bytes(self.hardware, communicators(x.mesh, x.model.config))
 
-    def _room(self, job: Job) -> int:
+    def room(self, job: Job) -> int:
+        """Bytes of a device that a job may fill."""
         return self.hardware.hbm_bytes - int(job.cluster.memory_margin_GiB * GIB)
 
     def _layout(self, x: _SizedJob, cells: ScheduleCells, most: int | None) -> _Stages:
@@ -183,7 +184,7 @@ class JobBounds:
             ends = np.maximum(ends, least_makespan(cells, stages.times, stages.busy, update, costs.p2p_s))
         if job.parallel.zero >= 2:
             ends = np.maximum(ends, cells.passes @ self._synced(x, stages, cells.fused))
-        room = self._room(job)
+        room = self.room(job)
         excess = _excess(worst, state, saved, self._context(x), room) if device[worst] > room else None
         return JobBound(float(ends.max()) * (1 - 1e-9), float(device[worst]), excess)
 

@@ -13,6 +13,7 @@ from ir.core.mesh import Mesh
 from ir.core.ops import OpToken, Pass
 from ir.core.order import FloatArray
 from ir.core.work import Message, MessageKind
+from ir.directives import apply
 from ir.graph.build import model_graph
 from ir.graph.graph import COMPUTE, COUNTS, Graph, GraphNode, PerStepOp
 from ir.graph.sync import summed_over
@@ -70,7 +71,7 @@ class ChunkCosts:
         shown = {chunks[i].name: chunks[first[names[i]]].name for i in range(len(chunks))}
         kept = [replace(c, reads=c.reads and shown[c.reads]) for c in (chunks[i] for i in order)]
         prepared = _small(job, model, mesh, kept, hardware)
-        graph, costs = prepared.graph(), CostModel(prepared, hardware)
+        graph, costs = apply(prepared.base, prepared.strategy), CostModel(prepared, hardware)
         ends = len(chunks) - 1 - max((i for i, c in enumerate(chunks) if "L" in c.tags), default=0)
         side = {c.name for c in kept if "L" not in c.tags and c.reads and ends > 1}  # they read the last layer, too
         uneven = job.routing.kind != "balanced"
@@ -78,10 +79,11 @@ class ChunkCosts:
         numel, pools, tied = _params(graph)
         source = prepared.base.source
         assert source is not None
-        weight = weigh(job, hardware)
+        weight, kinds = weigh(job, hardware), tuple(order.index(first[k]) for k in names)
+        weights = [weight(source, chunks[i]) for i in order]
         return cls(
-            kinds=tuple(order.index(first[k]) for k in names),
-            weights=tuple(weight(source, c) for c in chunks),
+            kinds=kinds,
+            weights=tuple(weights[k] for k in kinds),
             times=np.array([[found.steps(s, t, c.name in side) for t in OpToken] for s, c in enumerate(kept)]),
             busy=np.array([[found.busy(s, t) for t in OpToken] for s in range(len(kept))]),
             saved=_saved(graph, len(kept), uneven),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from cost_models import DeviceHardware
 from ir.core.errors import PiperError
 from ir.job import Job
 from ir.job.build import blaming
-from piper_sim.pricing.prepare import hardware_of
 from piper_sim.report.units import GIB
 from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.predict import planned, predict, timed
@@ -55,30 +56,47 @@ class BoundedJob:
 
 @dataclass(frozen=True)
 class EvaluatedJob:
-    """A configuration simulated. iteration_s: None where it does not fit or cannot be planned; reason says why.
+    """A configuration simulated. kind, reason: why it does not count, if it does not.
 
-    device_bytes: of its fullest rank; None where it cannot be planned.
+    iteration_s: None where it cannot be planned, or plainly does not fit. least_bytes: of its fullest rank, before any
+    allocator: None where it cannot be planned. device_bytes: None also where no allocator was asked.
     """
 
     iteration_s: float | None
+    least_bytes: int | None
     device_bytes: int | None
     kind: JobRefusal | None = None
     reason: str = ""
 
 
-def evaluate(job: Job, limit_GiB: float | None) -> EvaluatedJob:
-    """Plan a configuration, walk its memory, and time it where it fits. limit_GiB: of device bytes on any rank."""
+Front = Sequence[tuple[float, float, int]]  # (seconds, bytes, number) of what fits and nothing beats in both
+
+
+def beaten(seconds: float, nbytes: float, front: Front) -> tuple[float, float, int] | None:
+    """What is faster and no larger; None: nothing is."""
+    return next((x for x in front if x[0] < seconds and x[1] <= nbytes), None)
+
+
+def evaluate(job: Job, hardware: DeviceHardware, limit_GiB: float | None, front: Front = ()) -> EvaluatedJob:
+    """Plan a configuration, walk its memory, time it, and ask its allocators, the dearest, where that can matter yet.
+
+    limit_GiB: of device bytes on any rank. front: what is known to fit; what it beats is not asked for its allocators.
+    """
     try:
         with blaming(job):
-            p = planned(job, hardware_of(job))
+            p = planned(job, hardware)
+            least = int(p.memory.peak.max()) + p.context_bytes
+            seconds = timed(p).iteration_s if least - p.context_bytes <= p.room_bytes else None
+            if seconds is not None and beaten(seconds, least, front):
+                return EvaluatedJob(seconds, least, None)
             peak = device_bytes(p)
             if not fits(p):
-                return EvaluatedJob(None, peak, JobRefusal.MEMORY, reason(p, memory_object(p)))
+                return EvaluatedJob(seconds, least, peak, JobRefusal.MEMORY, reason(p, memory_object(p)))
             if limit_GiB is not None and peak > limit_GiB * GIB:
-                return EvaluatedJob(None, peak, JobRefusal.MEMORY, over(peak, limit_GiB))
-            return EvaluatedJob(timed(p).iteration_s, peak)
+                return EvaluatedJob(seconds, least, peak, JobRefusal.MEMORY, over(peak, limit_GiB))
+            return EvaluatedJob(seconds, least, peak)
     except PiperError as e:
-        return EvaluatedJob(None, None, JobRefusal.ILLEGAL, refused(e))
+        return EvaluatedJob(None, None, None, JobRefusal.ILLEGAL, refused(e))
 
 
 def device_bytes(p: PlannedJob) -> int:

@@ -10,19 +10,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import islice
 
+from cost_models import DeviceHardware
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.report.units import GIB
 from piper_sim.study.search.bound import JobBound, JobBounds
-from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, JobRefusal, RejectedJob, over, refused
+from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, JobRefusal, RejectedJob, beaten, over, refused
+from piper_sim.study.search.journal import SearchJournal
 from piper_sim.study.search.space import Changes, JobSpace
 from piper_sim.study.search.workers import JobWorkers
 from piper_sim.study.simulate import Object
 
 BUDGET_S = 60.0
+DRAWN, TRIES = 32, 3  # for a first answer: configurations bounded, and simulated at most
+ROOMY, SLOWER = 0.8, 1.5  # it leaves so much of a device free, and its bound is at most so much longer than the least
 MOST_REJECTED = 1000
 Progress = Callable[[str], None]
 
@@ -77,13 +80,15 @@ class JobSearchResult:
 
 
 def search(
-    job: Job, budget_s: float = BUDGET_S, workers: int = 1, progress: Progress = lambda _: None
+    job: Job, budget_s: float = BUDGET_S, workers: int = 1, progress: Progress = lambda _: None, journal: str = ""
 ) -> JobSearchResult:
     """The fastest configuration of a job's model on its GPUs at its global batch, and what memory buys.
 
-    budget_s: no new configuration is begun after so many seconds. workers: processes. progress: told how far it is.
+    budget_s: no new configuration is begun after so many seconds. workers: processes. progress: told how far it is; a
+    line that ends is to be kept. journal: a file that simulations are kept in, and taken from where it has them.
 
-    Raises PiperError (job): a job that cannot be searched, `[search]` with a value that no key takes.
+    Raises PiperError (job): a job that cannot be searched, `[search]` with a value that no key takes; (usage, io): a
+    journal of another space, or that cannot be written.
 
     >>> from piper_sim import load_job, search
     >>> job = load_job({"model": {"config": "tiny-llama", "seq_len": 64}, "parallel": {"dp": 2},
@@ -95,23 +100,26 @@ def search(
     if job.search.objective == "cost" and job.cluster.price is None:
         fix = "price = 2.5, of one GPU for an hour"
         raise PiperError(ErrorKind.JOB, "no price", file=job.file, key="cluster.price", suggestion=fix)
-    with JobWorkers(workers, job.search.memory_limit_GiB) as pool:
-        return _Search(job, time.monotonic() + budget_s, progress).run(pool)
+    began, hardware = time.monotonic(), hardware_of(job)
+    found = _Search(job, hardware, began, budget_s, progress)
+    kept = SearchJournal(journal, found.space, hardware)
+    with JobWorkers(workers, hardware, job.search.memory_limit_GiB, kept) as pool:
+        return found.run(pool)
 
 
 class _Search:
     """One search's state. front: (seconds, bytes, number) of what fits and nothing beats in both, fastest first.
 
     misses: (bytes, number) of what does not fit, as far as is known. flying: what is being simulated, in order.
-    unseen: configurations that not even a bound was worked out for, in time.
+    unseen: configurations that not even a bound was worked out for, in time. complete: bounds of all are known.
     """
 
-    def __init__(self, job: Job, until: float, progress: Progress) -> None:
-        self.began, self.until, self.progress, self.job = time.monotonic(), until, progress, job
-        hardware = hardware_of(job)
+    def __init__(self, job: Job, hardware: DeviceHardware, began: float, budget_s: float, progress: Progress) -> None:
+        self.began, self.until, self.progress, self.job = began, began + budget_s, progress, job
         self.space, self.bounds = JobSpace.of(job, hardware), JobBounds(hardware)
         self.limit_bytes = (job.search.memory_limit_GiB or float("inf")) * GIB
         self.draws = random.Random(job.search.seed)
+        self.complete = False
         self.known: dict[int, BoundedJob] = {}
         self.front: list[tuple[float, float, int]] = []
         self.misses: list[tuple[float, int]] = []
@@ -123,13 +131,27 @@ class _Search:
         self.proven_s: float | None = None
 
     def run(self, workers: JobWorkers) -> JobSearchResult:
-        """The job itself, then the rest by their bounds."""
-        configurations = enumerate(self.space)
-        self._bounded(islice(configurations, 1))
-        self._simulate(workers)
+        """The job itself; where it does not fit, one that will; then the rest by their bounds."""
+        configurations = list(enumerate(self.space))
+        self._bounded(configurations[:1])
+        self._simulate(workers, self._asked())
+        rest = configurations[1:]
+        if not self.front:
+            drawn = random.Random(self.job.search.seed).sample(rest, min(DRAWN, len(rest)))
+            self._bounded(drawn)
+            for one in self._likely():
+                if self.front or time.monotonic() >= self.until:
+                    heappush(self.queue, one)
+                else:
+                    self.flying.append(one)
+                    self._simulate(workers, iter([one]))
+            seen = {number for number, _ in drawn}
+            rest = [x for x in rest if x[0] not in seen]
         self.progress("bounding the space")
-        self._bounded(configurations)
-        left = self._simulate(workers)
+        self._bounded(rest)
+        self.complete = True
+        self._simulate(workers, self._asked())
+        left = self._left()
         proven = not self.unseen and not any(self._best >= e.seconds for e in left)
         if proven and self.proven_s is None:
             self.proven_s = self._seconds
@@ -183,23 +205,40 @@ class _Search:
             self.misses.append((bound.device_bytes, one.number))
             self._reject(one.number, one.changes, JobRefusal.MEMORY, excess)
 
-    def _simulate(self, workers: JobWorkers) -> list[BoundedJob]:
-        """Simulate what nothing beats, the least bound first; what there was no time for is handed back."""
-        for one, found in workers.each(self._asked(), self._wanted):
+    def _simulate(self, workers: JobWorkers, asked: Iterator[BoundedJob]) -> None:
+        """Simulate what is asked for and nothing beats."""
+        for one, found in workers.each(asked, self._wanted, lambda: self.front):
             self.flying.popleft()
             if found is None:
                 self._beaten(one)
             else:
                 self._commit(one, found)
             after = self.flying[0] if self.flying else self.queue[0] if self.queue else None
-            if self.proven_s is None and self.size > 1 and after is not None and after.seconds > self._best:
+            if self.proven_s is None and self.complete and after is not None and after.seconds > self._best:
                 self.proven_s = self._seconds
-        left = [one for one in self.queue if self._wanted(one)]
+
+    def _left(self) -> list[BoundedJob]:
+        """What there was no time for."""
         for one in self.queue:
             if not self._wanted(one):
                 self._beaten(one)
-        self.queue.clear()
-        return left
+        return [one for one in self.queue if self._wanted(one)]
+
+    def _likely(self) -> list[BoundedJob]:
+        """Of what is queued, a few that are quick to simulate and leave room for what their bounds leave out."""
+        quick, self.queue = self.queue, []
+        for one in quick:
+            self._sharpen(one)
+        roomy = [x for x in self.queue if x.device_bytes <= ROOMY * min(self.bounds.room(x.job), self.limit_bytes)]
+        most = SLOWER * min((x.seconds for x in roomy), default=0.0)
+        found = sorted((x for x in roomy if x.seconds <= most), key=lambda x: (self._layers(x.job), x))[:TRIES]
+        self.queue = sorted(x for x in self.queue if x not in found)
+        return found
+
+    def _layers(self, job: Job) -> int:
+        """Grows as microbatches of a replica times layers: a plan's ops, and what simulating it takes."""
+        p, s = job.parallel, job.schedule
+        return p.tp * p.cp * p.pp * self.space.sequences // s.microbatch_size
 
     def _asked(self) -> Iterator[BoundedJob]:
         """The queue in order; a quick bound is sharpened when it is a configuration's turn, and queues again."""
@@ -211,13 +250,20 @@ class _Search:
                 self.flying.append(one)
                 yield one
             else:
-                try:
-                    self._queue(one, self.bounds.of(one.job), walked=True)
-                except PiperError as e:
-                    self._reject(one.number, one.changes, JobRefusal.ILLEGAL, refused(e))
+                self._sharpen(one)
+
+    def _sharpen(self, one: BoundedJob) -> None:
+        """Queue a configuration again, by a walk of its schedule."""
+        try:
+            self._queue(one, self.bounds.of(one.job), walked=True)
+        except PiperError as e:
+            self._reject(one.number, one.changes, JobRefusal.ILLEGAL, refused(e))
 
     def _commit(self, one: BoundedJob, found: EvaluatedJob) -> None:
         self.evaluated.add(one.number)
+        seconds, least = found.iteration_s, found.least_bytes
+        if seconds is not None and least is not None and beaten(seconds, least, self.front):
+            return self._beaten(one, seconds, least)
         if found.kind is not None:
             if found.device_bytes is not None:
                 self.misses.append((found.device_bytes, one.number))
@@ -225,17 +271,23 @@ class _Search:
         assert found.iteration_s is not None and found.device_bytes is not None
         if self.first_s is None:
             self.first_s = self._seconds
+            took = f"{found.iteration_s:.4g} s and {found.device_bytes / GIB:.1f} GiB"
+            self.progress(f"the first that fits, after {self.first_s:.1f} s: {took}, {said(one.changes)}\n")
         self.front = front([*self.front, (found.iteration_s, found.device_bytes, one.number)])
         how = "best so far" if self.proven_s is None else "proven best"
         self.progress(f"{len(self.evaluated)} simulated; {how} {self._best:.4g} s; bounds from {one.seconds:.4g} s")
 
     def _wanted(self, one: BoundedJob) -> bool:
         """Whether nothing known is both faster than its bound and no larger."""
-        return not any(t < one.seconds and m <= one.device_bytes for t, m, _ in self.front)
+        return beaten(one.seconds, one.device_bytes, self.front) is None
 
-    def _beaten(self, one: BoundedJob) -> None:
-        t, m, number = next(x for x in self.front if x[0] < one.seconds and x[1] <= one.device_bytes)
-        least = f"{one.seconds:.6g} s and {one.device_bytes / GIB:.1f} GiB at least"
+    def _beaten(self, one: BoundedJob, simulated_s: float | None = None, nbytes: float = 0.0) -> None:
+        """Reject by its bounds; or as simulated, its allocators not asked."""
+        seconds, nbytes = (one.seconds, one.device_bytes) if simulated_s is None else (simulated_s, nbytes)
+        winner = beaten(seconds, nbytes, self.front)
+        assert winner is not None
+        t, m, number = winner
+        least = f"{seconds:.6g} s and {nbytes / GIB:.1f} GiB at least"
         why = f"{least}; {said(self.known[number].changes)} takes {t:.6g} s and {m / GIB:.1f} GiB"
         self._reject(one.number, one.changes, JobRefusal.BOUNDED, why)
 

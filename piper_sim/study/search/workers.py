@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from types import TracebackType
 
-from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, evaluate, full
+from cost_models import DeviceHardware
+from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, Front, evaluate, full
+from piper_sim.study.search.journal import SearchJournal
 from piper_sim.study.simulate import Object
 
 
@@ -20,8 +22,8 @@ def loaded() -> None:
 class JobWorkers:
     """Evaluates jobs, ahead of being asked where there are several processes. limit_GiB: of device bytes on a rank."""
 
-    def __init__(self, count: int, limit_GiB: float | None) -> None:
-        self.count, self.limit_GiB = count, limit_GiB
+    def __init__(self, count: int, hardware: DeviceHardware, limit_GiB: float | None, journal: SearchJournal) -> None:
+        self.count, self.hardware, self.limit_GiB, self.journal = count, hardware, limit_GiB, journal
         self.pool = ProcessPoolExecutor(count, get_context("spawn"), loaded) if count > 1 else None
 
     def __enter__(self) -> JobWorkers:
@@ -34,25 +36,47 @@ class JobWorkers:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
     def each(
-        self, asked: Iterator[BoundedJob], wanted: Callable[[BoundedJob], bool]
+        self, asked: Iterator[BoundedJob], wanted: Callable[[BoundedJob], bool], front: Callable[[], Front]
     ) -> Iterator[tuple[BoundedJob, EvaluatedJob | None]]:
         """Evaluate in order. wanted: asked when a result is due, whether it is still to be had; None if it is not."""
-        if self.pool is None:
-            for one in asked:
-                yield one, evaluate(one.job, self.limit_GiB) if wanted(one) else None
-            return
-        waiting: deque[tuple[BoundedJob, Future[EvaluatedJob]]] = deque()
+        waiting: deque[tuple[BoundedJob, Callable[[], EvaluatedJob], Future[EvaluatedJob] | None]] = deque()
         while True:
-            while len(waiting) <= self.count and (new := next(asked, None)) is not None:
-                waiting.append((new, self.pool.submit(evaluate, new.job, self.limit_GiB)))
+            while len(waiting) <= (self.count if self.pool else 0) and (new := next(asked, None)) is not None:
+                waiting.append((new, *self._begun(new, front)))
             if not waiting:
                 return
-            one, future = waiting.popleft()
+            one, result, future = waiting.popleft()
             if wanted(one):
-                yield one, future.result()
+                found = self.journal.of(one) or result()
+                self.journal.add(one, found)
+                yield one, found
             else:
-                future.cancel()
+                if future is not None:
+                    future.cancel()
                 yield one, None
+
+    def _begun(
+        self, one: BoundedJob, front: Callable[[], Front]
+    ) -> tuple[Callable[[], EvaluatedJob], Future[EvaluatedJob] | None]:
+        """How its result is had; and what works on it meanwhile."""
+
+        def here() -> EvaluatedJob:
+            return evaluate(one.job, self.hardware, self.limit_GiB, front())
+
+        def there() -> EvaluatedJob:
+            try:
+                return future.result()
+            except BrokenExecutor:  # a process died, out of memory as a rule: this one does its work
+                self.pool = None
+                return here()
+
+        if self.pool is None or self.journal.of(one) is not None:
+            return here, None
+        try:
+            future = self.pool.submit(evaluate, one.job, self.hardware, self.limit_GiB, tuple(front()))
+        except BrokenExecutor:
+            return here, None
+        return there, future
 
     def full(self, asked: list[BoundedJob]) -> list[Object]:
         """`simulate`'s objects, and what each changes."""

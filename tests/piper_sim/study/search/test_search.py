@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.predict import predict
 from piper_sim.study.search import JobSearchResult, search
 from piper_sim.study.search.bound import JobBound, JobBounds
-from piper_sim.study.search.evaluate import JobRefusal
+from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, JobRefusal
+from piper_sim.study.search.journal import SearchJournal
 from piper_sim.study.search.search import front
 from piper_sim.study.search.space import JobSpace, replaced
 
@@ -111,6 +113,38 @@ def test_neither_workers_nor_the_seed_change_what_is_found() -> None:
         assert found.proven and found.pareto == one.pareto and found.best == one.best
     assert [r.to_dict() for r in two.all_rejected] == [r.to_dict() for r in one.all_rejected]
     assert two.evaluated == one.evaluated
+
+
+def test_a_search_cut_off_anywhere_goes_on_from_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed again and again, the last line torn as often as not: the same answer, and nothing simulated twice."""
+    path, whole, r, ends = tmp_path / "kept.jsonl", search(small()), random.Random(0), 0
+    monkeypatch.setattr(SearchJournal, "add", _dying(SearchJournal.add, r))
+    while True:
+        before = path.read_bytes().count(b"\n") if path.exists() else 0
+        try:
+            found = search(small(), workers=1 + (ends > 2), journal=str(path))
+            break
+        except KeyboardInterrupt:
+            ends += 1
+            text = path.read_bytes()
+            assert text.count(b"\n") > before
+            if r.random() < 0.5:
+                path.write_bytes(text + b'{"changes": "{')
+    assert ends >= 2 and (found.best, found.pareto, found.evaluated) == (whole.best, whole.pareto, whole.evaluated)
+    assert [x.to_dict() for x in found.all_rejected] == [x.to_dict() for x in whole.all_rejected]
+    assert path.read_bytes().count(b"\n") == 1 + found.evaluated
+    with pytest.raises(PiperError, match="another job, space or hardware"):
+        search(small(hbm_GiB=40.0), journal=str(path))
+
+
+def _dying(add: Callable[..., None], r: random.Random) -> Callable[..., None]:
+    def dies(self: SearchJournal, one: BoundedJob, found: EvaluatedJob) -> None:
+        new = self.of(one) is None
+        add(self, one, found)
+        if new and r.random() < 0.7:
+            raise KeyboardInterrupt
+
+    return dies
 
 
 def test_a_budget_of_nothing_still_knows_the_space() -> None:
