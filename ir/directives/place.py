@@ -39,7 +39,7 @@ class PlaceDirective:
     def spans(
         self, node: GraphNode, now: tuple[MicrobatchSpan, ...], mbs: tuple[range, ...]
     ) -> tuple[MicrobatchSpan, ...]:
-        """A node's spans, from those it has now."""
+        """A node's spans, from those it has now. Raises PiperError (directive): a microbatch is somewhere already."""
         for span in now:
             taken = next((m for r in mbs for m in r if span.mbs is not None and m in span.mbs), None)
             if taken is not None:

@@ -15,7 +15,7 @@ from piper_sim.study.search.space import JobSpace
 from piper_sim.study.simulate import job_digest
 
 
-class SearchJournal:
+class JobJournal:
     """Simulations by what they change, one line each behind a line that says of which space; "": kept nowhere.
 
     A line is written whole and at once. What a kill leaves of the last one is dropped.

@@ -18,7 +18,7 @@ from piper_sim.pricing.prepare import hardware_of
 from piper_sim.report.units import GIB
 from piper_sim.study.search.bound import JobBound, JobBounds
 from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, JobRefusal, RejectedJob, beaten, over, refused
-from piper_sim.study.search.journal import SearchJournal
+from piper_sim.study.search.journal import JobJournal
 from piper_sim.study.search.space import Changes, JobSpace
 from piper_sim.study.search.workers import JobWorkers
 from piper_sim.study.simulate import Object
@@ -102,7 +102,7 @@ def search(
         raise PiperError(ErrorKind.JOB, "no price", file=job.file, key="cluster.price", suggestion=fix)
     began, hardware = time.monotonic(), hardware_of(job)
     found = _Search(job, hardware, began, budget_s, progress)
-    kept = SearchJournal(journal, found.space, hardware)
+    kept = JobJournal(journal, found.space, hardware)
     with JobWorkers(workers, hardware, job.search.memory_limit_GiB, kept) as pool:
         return found.run(pool)
 

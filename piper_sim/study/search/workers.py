@@ -10,7 +10,7 @@ from types import TracebackType
 
 from cost_models import DeviceHardware
 from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, Front, evaluate, full
-from piper_sim.study.search.journal import SearchJournal
+from piper_sim.study.search.journal import JobJournal
 from piper_sim.study.simulate import Object
 
 
@@ -22,7 +22,7 @@ def loaded() -> None:
 class JobWorkers:
     """Evaluates jobs, ahead of being asked where there are several processes. limit_GiB: of device bytes on a rank."""
 
-    def __init__(self, count: int, hardware: DeviceHardware, limit_GiB: float | None, journal: SearchJournal) -> None:
+    def __init__(self, count: int, hardware: DeviceHardware, limit_GiB: float | None, journal: JobJournal) -> None:
         self.count, self.hardware, self.limit_GiB, self.journal = count, hardware, limit_GiB, journal
         self.pool = ProcessPoolExecutor(count, get_context("spawn"), loaded) if count > 1 else None
 

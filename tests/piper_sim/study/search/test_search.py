@@ -17,7 +17,7 @@ from piper_sim.study.predict import predict
 from piper_sim.study.search import JobSearchResult, search
 from piper_sim.study.search.bound import JobBound, JobBounds
 from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, JobRefusal
-from piper_sim.study.search.journal import SearchJournal
+from piper_sim.study.search.journal import JobJournal
 from piper_sim.study.search.search import front
 from piper_sim.study.search.space import JobSpace, replaced
 
@@ -118,7 +118,7 @@ def test_neither_workers_nor_the_seed_change_what_is_found() -> None:
 def test_a_search_cut_off_anywhere_goes_on_from_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed again and again, the last line torn as often as not: the same answer, and nothing simulated twice."""
     path, whole, r, ends = tmp_path / "kept.jsonl", search(small()), random.Random(0), 0
-    monkeypatch.setattr(SearchJournal, "add", _dying(SearchJournal.add, r))
+    monkeypatch.setattr(JobJournal, "add", _dying(JobJournal.add, r))
     while True:
         before = path.read_bytes().count(b"\n") if path.exists() else 0
         try:
@@ -138,7 +138,7 @@ def test_a_search_cut_off_anywhere_goes_on_from_its_journal(tmp_path: Path, monk
 
 
 def _dying(add: Callable[..., None], r: random.Random) -> Callable[..., None]:
-    def dies(self: SearchJournal, one: BoundedJob, found: EvaluatedJob) -> None:
+    def dies(self: JobJournal, one: BoundedJob, found: EvaluatedJob) -> None:
         new = self.of(one) is None
         add(self, one, found)
         if new and r.random() < 0.7:
