@@ -4,8 +4,6 @@ PIPER_EXAMPLES=2000 draws that many instead of the few that a quick run takes. -
 Where CI is set, a test that is skipped fails, unless only a machine with a GPU, or one without, could run it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Generator

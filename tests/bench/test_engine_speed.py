@@ -1,7 +1,5 @@
 """What parts of a prediction cost, as ratios to a bare heapq loop on the same machine at the same time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What writing a trace, reading it and emitting a schedule cost, as ratios to plain loops on the same machine."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

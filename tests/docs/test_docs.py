@@ -1,7 +1,5 @@
 """Every code block of README and docs runs: Python as it stands, TOML as jobs, shell lines through the command line."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

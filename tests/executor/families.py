@@ -1,7 +1,5 @@
 """Every model family at sizes a test can train: overrides of a preset, tokens divisible by experts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ir.workload.config.load import ModelConfig, load_config

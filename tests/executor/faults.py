@@ -1,7 +1,5 @@
 """Ranks that do one thing wrong, each the target of a launch in place of `executor.runtime.rank.train_rank`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

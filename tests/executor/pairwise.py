@@ -1,7 +1,5 @@
 """Few cases in which every two values of two factors meet, drawn from many."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Helpers of the run tests: tiny jobs, the same training in one process, and how two of them are compared."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Mapping, Sequence

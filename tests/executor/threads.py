@@ -1,7 +1,5 @@
 """Virtual ranks of this process, one thread each: for what is said about transports and devices alone."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Ranks that train by torch's pipelining runtime, several plans one after the other in one set of processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

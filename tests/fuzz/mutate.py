@@ -1,7 +1,5 @@
 """Files that are nearly right: one or a few mistakes in a valid one, where its structure allows them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

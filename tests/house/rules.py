@@ -1,7 +1,5 @@
 """The house's rules: each gives what breaks it, one line a finding. The limits stand here and nowhere else."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Public classes are named in the words of docs/GLOSSARY.md."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

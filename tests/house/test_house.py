@@ -1,7 +1,5 @@
 """The house's rules hold; and each of them finds what it is there to find."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans for tests: bare stages of any schedule, and a small invented mixture-of-experts model with the same orders."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The library: what a script or a notebook gets, the same as the commands print, and nothing heavy before its time."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Free blocks are not kept: they are the gaps between what is in use, as far as memory is mapped there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

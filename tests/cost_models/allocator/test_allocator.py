@@ -1,7 +1,5 @@
 """The allocator's replay against hand-worked cases and against a naive allocator, and that neither is blind."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Rounding rules, and the band around reserved memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from cost_models import load_hardware

@@ -1,7 +1,5 @@
 """Kernel lists written by hand from papers and profiles, to hold the cost model against. Used by tests only."""
 
-from __future__ import annotations
-
 from ir.core.work import DType, Kernel, KernelKind, Work
 
 T, H, HEADS, QK, V = 4096, 7168, 128, 192, 128  # DeepSeek-V3: tokens of the profile, hidden, heads, head dims

@@ -1,7 +1,5 @@
 """Kernels to seconds: limits, monotonicity, and what quantising is for."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """State sizes are exact; the update's traffic is counted tensor by tensor."""
 
-from __future__ import annotations
-
 import pytest
 
 from cost_models import load_hardware, work_seconds

@@ -1,7 +1,5 @@
 """Hardware files: what ships is complete and sourced; what is doubtful is refused with the key and the nearest fix."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Modelled against published times. The tolerance of each table is what the first version honestly reaches."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Dispatchers: SMs, copies and sorting do what their table says, and a job that names none is as it was."""
 
-from __future__ import annotations
-
 import pytest
 
 from cost_models import LinkFabric, kernel_seconds, message_seconds

@@ -1,7 +1,5 @@
 """Messages to seconds against closed forms, with latencies set to zero where they would hide them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

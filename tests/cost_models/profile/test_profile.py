@@ -1,7 +1,5 @@
 """Profile files: what is written is read back, what is doubtful is refused with its key, and classes fit any plan."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

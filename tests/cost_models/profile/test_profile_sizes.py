@@ -1,7 +1,5 @@
 """What a profile says of sizes that were not measured: ops on power laws, messages on curves with knees."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

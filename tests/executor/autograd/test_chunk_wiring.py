@@ -1,7 +1,5 @@
 """Stages whose units are no chain: values with two readers, several outputs, losses on the way, each made again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

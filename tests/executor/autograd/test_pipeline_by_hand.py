@@ -1,7 +1,5 @@
 """All pieces together, without a plan: two gloo ranks train two stages with late W, and equal one process bitwise."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """I then W equals the whole backward, bit for bit, for many shapes of module; nothing is held afterwards."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ranks to which something happens around a checkpoint; each the target of a launch in place of `train_rank`."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

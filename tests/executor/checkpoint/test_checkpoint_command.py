@@ -1,7 +1,5 @@
 """`--save` and `--resume` as users give them: to `piper-sim run` and under torchrun; file tokens, a user's module."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Pieces of parameters: each element is written once, and found under any other cut; files as others read them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is no checkpoint of this training, or not a whole one, or a folder that is taken: refused, with what to do."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Files of tokens: one order under every plan and format, nothing read that is not asked for, bad files by name."""
 
-from __future__ import annotations
-
 import struct
 from collections import Counter
 from math import factorial

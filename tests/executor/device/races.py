@@ -1,8 +1,6 @@
 """Runs on a device that orders no more than a GPU does. `python -m tests.executor.device.races N` leaves out one
 ordering of a run, N times, and counts how often that is seen."""
 
-from __future__ import annotations
-
 import random
 import sys
 import tempfile

@@ -3,8 +3,6 @@
 No GPU is needed: a mark carries a vector clock, so that "behind" can be asked of any two points of any two lanes.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

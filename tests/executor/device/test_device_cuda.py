@@ -1,7 +1,5 @@
 """What CUDA is asked for, written down on a machine that has none: streams, events, kernels that repeat themselves."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Plans touch nothing that streams or the caching allocator could give to another meanwhile; and what does is seen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

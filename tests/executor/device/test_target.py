@@ -1,7 +1,5 @@
 """Virtual ranks are threads: when they ask for one function at once, each gets it, not a module half loaded."""
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`capture` and `model.json`: the same plan and FLOPs as the config's graph, read strictly, simulated without torch."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess

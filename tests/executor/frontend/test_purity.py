@@ -1,7 +1,5 @@
 """What would make a user's module train differently under each plan is refused before a rank starts."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

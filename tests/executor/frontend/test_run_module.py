@@ -1,7 +1,5 @@
 """A user's annotated module, captured and then trained through pipelines, equals itself in one process."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/YOUR_MODEL.md as its reader follows it; and what cannot be exported is refused with the user's line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests wait for instead of a time: that ranks are at work, as their own progress records say."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A seeded campaign of faults: every two of kind, op, schedule and rank meet at least once."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Ranks import no file that happens to lie in the user's folder, and are given what to run, once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Ranks that succeed, raise, die and hang: the report names the right one, and nothing is left running."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`piper-sim run` from outside: its object, its files, and what it refuses before any process starts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How a run ends that is told to, or has no room: exit codes, nothing left running, nothing left lying about."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

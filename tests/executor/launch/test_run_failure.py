@@ -1,7 +1,5 @@
 """Ranks that raise, die, stop or linger in the middle of a run: who, at which op, who waits; and nobody is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

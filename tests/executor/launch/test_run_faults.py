@@ -1,7 +1,5 @@
 """A campaign of seeded faults on real runs: the right rank and op, in time, and nobody left; slow is no fault."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`torchrun -m executor JOB`: the same numbers as `piper-sim run`, over several agents too; failures are reported."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Helpers of the tests of peak bytes: a job's plan, and its run's measured peaks."""
 
-from __future__ import annotations
-
 import atexit
 import shutil
 import tempfile

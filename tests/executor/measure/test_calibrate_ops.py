@@ -1,7 +1,5 @@
 """Timing one rank's ops: every class it computes, nothing else, whatever the schedule, ZeRO level and recomputation."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

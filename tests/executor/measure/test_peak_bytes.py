@@ -1,7 +1,5 @@
 """Ranks that run by themselves need what real runs are measured to need, to the byte."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary

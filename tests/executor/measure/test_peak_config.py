@@ -1,7 +1,5 @@
 """Peaks from the config alone, no rank being run: within 1 % of the executor's, and where they are not, why."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

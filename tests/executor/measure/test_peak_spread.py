@@ -1,7 +1,5 @@
 """Experts over ranks, their routing forced: the peak of each rank to the byte, whoever gets which rows."""
 
-from __future__ import annotations
-
 import pytest
 
 from executor.measure.peak_bytes import peak_bytes, peaks

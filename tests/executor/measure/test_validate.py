@@ -1,7 +1,5 @@
 """Is a run predicted from another run? Emulated ops within the gate, and controls that must miss it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

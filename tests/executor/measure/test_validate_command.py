@@ -1,7 +1,5 @@
 """`piper-sim validate` from outside: its object, its files, its exit codes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Helpers of the validate tests: small emulated validations, and what is done to them afterwards."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Drawn configs against transformers: `python -m tests.executor.modules.hub_campaign 200 [FIRST]`, equal or refused."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Configs drawn at random as a config.json would have them, and whether each is to be refused."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

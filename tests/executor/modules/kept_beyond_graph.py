@@ -1,7 +1,5 @@
 """Where torch's modules and the model graph differ in what they keep: by how much, and why. Nothing else may differ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Reference modules: Hugging Face's names, values that depend on name and seed alone, cuts that change nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ True widths, few layers, no values. What must agree is compared exactly; where t
 says by how much and why, and the difference itself is compared exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Reference modules of every family: graph names, cuts that change nothing, routing and functions against oracles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -4,8 +4,6 @@ Presets made small, files of the Hub made small, drawn configs; `hub_campaign` d
 losses and norms, 1e-12 of parameters.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

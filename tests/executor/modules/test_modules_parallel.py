@@ -1,7 +1,5 @@
 """Functions that several ranks compute together, on virtual ranks: what one rank computes, and no message more."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that train the same model under torch's FSDP2: every unit sharded, gradients reduced by every microbatch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@
 starts.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Jobs that cross pipelines with data parallelism, ZeRO and schedules: a set that covers all pairs, and all of them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, fields
 from itertools import product

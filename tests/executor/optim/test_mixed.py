@@ -1,7 +1,5 @@
 """Levels, buckets and streams that `replicate` mixes train as one process does, or are refused before a rank starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Replicas and ZeRO 0 to 3, with and without pipelines: the numbers of one process on the same global batch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

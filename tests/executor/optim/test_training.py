@@ -1,7 +1,5 @@
 """Data and optimizers: the same tokens under every split of a global batch, torch's own arithmetic in the updates."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

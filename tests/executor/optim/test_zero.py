@@ -1,7 +1,5 @@
 """What ZeRO promises: bytes on each rank, messages of each step, FSDP2's numbers; and what must go red when broken."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

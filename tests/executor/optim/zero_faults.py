@@ -1,7 +1,5 @@
 """Ranks that count what they send, or do one thing wrong with replicas and shards; each the target of a launch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs that divide their parts over tensor- and context-parallel ranks, crossed with pipelines, replicas and ZeRO."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass

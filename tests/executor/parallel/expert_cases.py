@@ -7,8 +7,6 @@ As a script, all of them, each for 20 steps under both optimizers, one after the
 FILE gets a line for each case as soon as it has run; those that are in there already are not run again.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import time

@@ -1,7 +1,5 @@
 """Ranks that tell what they exchange, or do one thing wrong with spread experts; each the target of a launch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks that note what they send inside compute ops, or do one thing wrong there; each the target of a launch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

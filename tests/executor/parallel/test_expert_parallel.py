@@ -1,7 +1,5 @@
 """Experts spread over ranks: the numbers of one process, the bytes and messages promised, and what must go red."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

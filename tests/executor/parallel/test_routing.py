@@ -1,7 +1,5 @@
 """Routing forced, recorded, evened out: every plan agrees with one process; what a run wrote can be simulated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

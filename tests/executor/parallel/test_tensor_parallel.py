@@ -1,7 +1,5 @@
 """Tensor and context parallel ranks, alone and under pipelines, replicas and ZeRO: the numbers of one process."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

@@ -1,7 +1,5 @@
 """Training runs of many steps: what they vary, which of them meet every pair, and schedules nobody has named."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """Controls that must go red: what a wrong executor would do, and that the comparison or the check sees it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ops of a given time: how long they take, what is still real about the run, and that the simulator predicts it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every plan trains as one process does: bitwise where one copy of everything exists, else to rounding."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Experts, latent attention, MTP and older families train through any plan as in one process."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run says of its steps while it goes on, and what it evaluates in between without touching the training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

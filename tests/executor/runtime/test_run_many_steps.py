@@ -3,8 +3,6 @@
 PIPER_TWENTY=300 draws that many of the slow cases, PIPER_TWENTY=all takes the whole cross product (about an hour).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Selective recompute, executed: unfused attention whose scores backward makes again."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.executor.runs import alone, error, run

@@ -1,7 +1,5 @@
 """A run's trace: the plan's own ops, each once, in the simulator's format."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

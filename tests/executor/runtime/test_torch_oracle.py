@@ -1,7 +1,5 @@
 """Our plans on torch's own pipelining runtime: our order as CSV, the same gradients and losses to the bit."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass

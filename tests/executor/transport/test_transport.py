@@ -1,7 +1,5 @@
 """The carriers move the same tensors: gloo between two processes, and virtual ranks in threads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The one door: what is no file, too large, no text or no JSON is refused at once, and said so."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import resource

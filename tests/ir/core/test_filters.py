@@ -1,7 +1,5 @@
 """The filter language: what each form accepts, and what is refused with a hint."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

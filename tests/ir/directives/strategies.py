@@ -1,7 +1,5 @@
 """Strategy files as UW's Piper ships them, written anew from their grammar; and jobs that take them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Directives say what they cannot do: which directive, which op, what is allowed, the nearest fix."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

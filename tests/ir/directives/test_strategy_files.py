@@ -1,7 +1,5 @@
 """UW Piper's strategy files load as they are, and mean what they mean there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a strategy file is refused for: exit code, file, and what the message says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`check` after a directive looks at what it touched, and refuses what a look at everything would refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Who holds a shard, over which mesh axes, and whose gradient is whole already: tensor and context parallel jobs."""
 
-from __future__ import annotations
-
 from math import prod
 
 import pytest

@@ -1,7 +1,5 @@
 """From a job to its plan: what it leaves open, what must go together, how errors name the job."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

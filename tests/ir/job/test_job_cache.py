@@ -1,7 +1,5 @@
 """A plan from the cache is the plan that would be built: what decides a plan is in its key, and nothing else is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs as values: defaults, --set, what is refused at the door."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Buffers: freed as soon as their readers are proven done, never sooner, whatever the ops' durations."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 

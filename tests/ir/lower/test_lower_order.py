@@ -1,7 +1,5 @@
 """How units become ops: interleaving, coalescing, recompute, and one order of reductions for all owners."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Transfers: channels in one order at both ends, one queue in the joint order, and what a naive queue would do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """ZeRO: what is gathered is there when it is used and gone when others need the room; gradients are reduced once."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 

@@ -1,7 +1,5 @@
 """A forward and a backward merged: legal under every policy, each turn where DeepSeek's trace has it, none for free."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

@@ -1,7 +1,5 @@
 """What holds for every schedule and shape: schedules.md, section 5, on lowered plans."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass

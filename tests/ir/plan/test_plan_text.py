@@ -1,7 +1,5 @@
 """The plan as text: golden files, exact round trips, and a parser that says where and what is wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

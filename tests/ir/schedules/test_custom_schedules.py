@@ -1,7 +1,5 @@
 """Schedules of the user's own: PyTorch's CSV and Python builders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The evaluator of orders: right on orders that are not ours, and able to see a broken one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

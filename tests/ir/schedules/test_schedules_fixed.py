@@ -1,7 +1,5 @@
 """The fixed schedules: exactly the recorded orders, legal for every shape, equal to the closed forms."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise, product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Schedules by name: aliases, defaults, and refusals that say what would do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The fixed schedules against the PyTorch that is installed."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib import import_module
 from itertools import product

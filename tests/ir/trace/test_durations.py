@@ -1,7 +1,5 @@
 """Given times of ops: sums over layers, whatever the ops cover; and traces turned back into seconds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

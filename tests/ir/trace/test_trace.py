@@ -1,7 +1,5 @@
 """Traces sort their rows, and leave equal ones alone."""
 
-from __future__ import annotations
-
 from ir.trace.trace import MemorySamples, Trace
 
 

@@ -1,7 +1,5 @@
 """The trace file gives back what it was given, and refuses everything else by line and column."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

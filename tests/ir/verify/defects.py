@@ -1,7 +1,5 @@
 """Ways to spoil a plan, each with the names of which a refusal must say one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The smallest ways to spoil a plan: one op, one cover, one name off; with the names of which a refusal says one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from random import Random

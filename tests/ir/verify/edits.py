@@ -1,7 +1,5 @@
 """Editing plans by their columns: other rows, other waits, other buffers. What an edit breaks is left broken."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

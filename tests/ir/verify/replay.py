@@ -1,7 +1,5 @@
 """When the ops of a plan run, said a second time and plainly: go round the streams, move whatever can move."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Every way to spoil a plan is refused, and the refusal says which op it is."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from random import Random
 from unittest.mock import patch

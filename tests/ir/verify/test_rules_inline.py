@@ -1,7 +1,5 @@
 """A host that executes compute itself: which plans it can finish, and one that only free streams can."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

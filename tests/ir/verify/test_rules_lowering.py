@@ -1,7 +1,5 @@
 """What the lowering gets wrong is refused: rules find out by themselves who holds what, and what must wait for what."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which plans finish on a GPU, whatever hardware queues its streams fall on; and that each hang is found and told."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """config.json as some models' pages on the Hub have it, keys in their order."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 LLAMA31_8B: Mapping[str, object] = {

@@ -1,7 +1,5 @@
 """Megatron's layout strings: read and printed both ways, on their stages, refused by position with what would do."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Every key of a config is modelled, inert for a reason, or refused: rotary embeddings, windows, routing, formats."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

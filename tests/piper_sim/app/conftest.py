@@ -1,7 +1,5 @@
 """The command line as its users see it: exit code, one JSON object on stdout, errors by kind."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

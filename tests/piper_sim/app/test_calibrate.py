@@ -1,7 +1,5 @@
 """`piper-sim calibrate` where nothing is measured: imports, one laid over another, and a machine without PyTorch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`piper-sim compare` and `piper-sim plan` as the contract has them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Host models, interference, routing, stragglers and memory limits, as a user of the command line sees them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import product

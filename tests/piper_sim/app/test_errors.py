@@ -1,7 +1,5 @@
 """Bad input: the exit code, the kind, the key, and the nearest fix. One line of the table per mistake."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

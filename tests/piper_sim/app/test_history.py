@@ -1,7 +1,5 @@
 """`[history]` on the command line: residuals before the prediction, a correction only where it is asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

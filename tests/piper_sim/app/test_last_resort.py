@@ -1,7 +1,5 @@
 """What nobody foresaw ends as an error of the contract; what a file holds reaches the terminal as text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What is written where: nothing without --out, nothing over what is there, nothing half; stdout belongs to JSON."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

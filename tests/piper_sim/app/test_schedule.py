@@ -1,7 +1,5 @@
 """`piper-sim schedule` as the contract has it: names, shapes, times, keys, limits."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

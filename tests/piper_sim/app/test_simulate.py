@@ -1,7 +1,5 @@
 """`piper-sim simulate` as the contract has it: keys, sums, what fits, --set, the same bytes out."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

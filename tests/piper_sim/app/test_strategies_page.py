@@ -1,7 +1,5 @@
 """docs/STRATEGIES.md: its example is a strategy, and does what the page says."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`piper-sim validate` and `[costs] profile` where no process is started."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

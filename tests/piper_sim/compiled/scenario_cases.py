@@ -1,7 +1,5 @@
 """Random plans and all that a scenario holds, drawn as small values that print in one line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache

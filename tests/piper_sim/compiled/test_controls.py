@@ -1,7 +1,5 @@
 """A defect planted in either engine is seen by the comparison of both."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace

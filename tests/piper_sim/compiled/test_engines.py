@@ -1,7 +1,5 @@
 """The engine that the commands choose: which, that both answer in the same bits, and that a step really repeats."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The twin computes what SimPy computes, to the last bit; and a defect in either of them would be seen."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the tests here draw: plans of any schedule, and whole durations for them."""
 
-from __future__ import annotations
-
 import random
 from functools import lru_cache
 

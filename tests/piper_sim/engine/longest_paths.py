@@ -4,8 +4,6 @@
 alone, without graph, plan or streams. Both are longest paths, found by going on wherever something can go on.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The engine against a second computation, and what must hold for any plan and any durations."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What must hold of any run, of either engine: monotone, scaled with its durations, no shorter than its parts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from itertools import pairwise

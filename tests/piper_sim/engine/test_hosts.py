@@ -1,7 +1,5 @@
 """Host models: what holds a host, checked by hand and by brute force, and what that does to a step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Max-min sharing against what defines it, and pairwise slowdowns worked out by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Which links messages load: ports and NICs each way, uplinks of leaf switches; and what sharing them costs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run as a trace: each op one row, times from the step's first start, memory beside them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

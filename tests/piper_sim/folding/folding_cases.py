@@ -1,7 +1,5 @@
 """What the tests of folding draw: jobs with stragglers and odd nodes, their runs, and groups read off coordinates."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import lru_cache

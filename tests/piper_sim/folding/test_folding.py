@@ -1,7 +1,5 @@
 """Folding: replicas that are simulated once behave as each would, and what is uneven is unfolded, no more."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

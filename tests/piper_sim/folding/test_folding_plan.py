@@ -1,7 +1,5 @@
 """An unfolded plan: who meets whom, what each rank costs."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace

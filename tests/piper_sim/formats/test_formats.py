@@ -1,7 +1,5 @@
 """`piper-sim export --to FORMAT`: what other tools read, read back here by other means than wrote it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

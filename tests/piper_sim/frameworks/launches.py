@@ -1,7 +1,5 @@
 """Public launches, kept beside the repository as rows, as files again; what an importer finds in them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shlex

@@ -1,7 +1,5 @@
 """`piper-sim export --to FRAMEWORK`: what is written reads back as the job; what it cannot say is refused or listed."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

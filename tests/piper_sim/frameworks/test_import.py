@@ -1,7 +1,5 @@
 """`piper-sim import`: each argument in one list, facts as the frameworks mean them, refusals that say what to mend."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections import Counter

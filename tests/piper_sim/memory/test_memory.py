@@ -1,7 +1,5 @@
 """Memory against a walk over every op and cover, and against what can be said in closed form."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache

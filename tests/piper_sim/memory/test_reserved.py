@@ -1,7 +1,5 @@
 """Reserved memory: what a plan asks for, its replay against the naive allocator, and the limit of the device."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

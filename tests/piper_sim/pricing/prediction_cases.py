@@ -1,7 +1,5 @@
 """What the tests of whole predictions share: jobs that draw from every option, and the sentences all of them obey."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the routing tests share: small jobs, and a `ExpertRouting` of any kind on them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cost_models import DeviceHardware, LinkFabric, load_hardware

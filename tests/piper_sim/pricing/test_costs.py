@@ -1,7 +1,5 @@
 """Seconds of ops: stage times are hit exactly, stragglers slow, and messages know where their ends are."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

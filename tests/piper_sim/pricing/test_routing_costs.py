@@ -1,7 +1,5 @@
 """What uneven counts cost: today's costs where counts are equal, hand-computed bytes where they are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Made-up counts keep their promises for any size; recorded ones are taken as they are, or refused by name and line."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

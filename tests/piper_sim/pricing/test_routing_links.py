@@ -1,7 +1,5 @@
 """Bytes of an all-to-all's links: the balanced formula where counts are equal, by hand where they are not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Where a step's seconds come from: op by op, message by message, and what is put in for groups not measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

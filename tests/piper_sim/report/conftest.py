@@ -1,7 +1,5 @@
 """Realistic traces: 1F1B and DualPipe-like lanes with sends, expert all-to-alls and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

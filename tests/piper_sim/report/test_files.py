@@ -1,7 +1,5 @@
 """Outputs: whole or not at all, below their folder, never over another file unasked."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page to mail: self-contained, inert whatever the names are, and exact."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """Lanes and classes: every row stands in one lane and has one look."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

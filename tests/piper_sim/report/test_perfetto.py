@@ -1,7 +1,5 @@
 """Perfetto's file: every row a slice, nothing overlaps by rounding, same bytes for the same trace."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Pictures: the same bytes for the same trace, at any size."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables: fastest first, what does not fit last, nothing read as markup."""
 
-from __future__ import annotations
-
 import io
 import math
 

@@ -1,7 +1,5 @@
 """The text timeline: exact cells for exact times, to scale otherwise."""
 
-from __future__ import annotations
-
 import pytest
 
 from ir.trace.trace import Trace

@@ -1,7 +1,5 @@
 """Joint scheduling against what is published: DeepSeek's trace, and what must lose."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Where time went, counted again interval by interval; and whether the reported step is the one that repeats."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from functools import lru_cache

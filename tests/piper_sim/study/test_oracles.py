@@ -1,7 +1,5 @@
 """`schedule` against numbers that others computed: exact where they are exact."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a prediction must obey: closed forms, what slows, what changes nothing, what is counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The parts of validate that need no run: what ops took, read off a trace; which plan to calibrate on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

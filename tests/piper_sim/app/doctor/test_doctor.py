@@ -1,7 +1,5 @@
 """`piper-sim doctor`: green here, and red for each thing that can be wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`piper-sim search`: its object, its exit codes, the winner as a job file."""
 
-from __future__ import annotations
-
 import json
 from importlib.resources import files
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`piper-sim explain` as the contract has it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 KEYS = {"schema_version", "iteration_s", "causes", "idle", "critical_path", "what_ifs", "spent", "fits"}

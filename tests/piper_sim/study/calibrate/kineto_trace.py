@@ -1,7 +1,5 @@
 """Writes traces as torch.profiler exports them, of a made-up training on a made-up GPU: every time in it is known."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

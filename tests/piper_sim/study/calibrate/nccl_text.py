@@ -1,7 +1,5 @@
 """Writes what nccl-tests would print on a machine of known constants: its columns, its rounding, its headers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 FACTORS = {

@@ -1,7 +1,5 @@
 """Traces of a user's training: times put in come out by op class; other names, broken files and waits do not."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """nccl-tests' output: constants put in come out again; what cannot be right is refused with file and line."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measured pair tables: read from CSV, kept in a profile, and slower steps where they say so."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

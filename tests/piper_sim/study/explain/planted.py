@@ -3,8 +3,6 @@
 `python -m tests.piper_sim.study.explain.planted N` runs N of them and says how many were named first.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Mapping

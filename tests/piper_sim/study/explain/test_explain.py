@@ -1,7 +1,5 @@
 """Explanations add up to the bit, name what was planted, and promise what simulating gives."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Traces explained: what a run's rows say is what its simulation says; Kineto's kernels become rows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Search against enumeration: the same winner, the same front, bounds that hold, reasons that are true."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
