@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ _HERE = Path(__file__).parent
 Raw = dict[str, Any]
 
 
+@cache
 def presets() -> tuple[str, ...]:
     """Names of the hardware files that ship with us.
 
@@ -45,8 +47,18 @@ def load_hardware(name_or_path: str | Path, overrides: Mapping[str, object] | No
     allowed: a path to a .json file, a100-sxm-40gb, ...
     fix: h100-sxm
     """
-    raw, file = _read(str(name_or_path), ())
-    over = dict(overrides or {})
+    if not overrides and name_or_path in presets():
+        return _preset(str(name_or_path))
+    return _load(str(name_or_path), dict(overrides or {}))
+
+
+@cache
+def _preset(name: str) -> DeviceHardware:
+    return _load(name, {})
+
+
+def _load(name_or_path: str, over: Raw) -> DeviceHardware:
+    raw, file = _read(name_or_path, ())
     merged = _merge(raw, over)
     try:
         return check_consistent(typed(merged, DeviceHardware, FORM, file))
