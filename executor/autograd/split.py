@@ -148,6 +148,8 @@ class _Seams(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
         names, derived = self.run.names, self.derived
         weights: dict[int, Tensor] = {}
         is_derived, others, acts = False, 0, []
@@ -161,7 +163,7 @@ class _Seams(TorchFunctionMode):
                 others += 1
                 if x.requires_grad:
                     acts.append(x)
-        if not weights or not torch.is_grad_enabled():
+        if not weights:
             return func(*args, **kwargs)
         if not others:
             out = func(*args, **kwargs)

@@ -35,25 +35,27 @@ class MemoryTracker(OpWatch):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.see(leaf)
         return out
 
     def see(self, tensor: Tensor) -> int:
         """Follow a tensor's storage from now on, if it is a new one. Returns its key; 0 for an empty one."""
-        self.settle()
+        if self._gone:
+            self.settle()
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known and self._known[key][1] != size:
+        key, size = int(storage._cdata), storage.nbytes()
+        if (known := self._known.get(key)) is not None:
+            if known[1] == size:
+                return key
             self.died(key, self._known.pop(key)[1])
         if not size or tensor.is_meta:
             return 0
-        if key not in self._known:
-            gone = self._gone
-            self._known[key] = weakref.ref(storage, lambda _: gone.append(key)), size
-            self.born(key, size)
-        return int(key)
+        gone = self._gone
+        self._known[key] = weakref.ref(storage, lambda _: gone.append(key)), size
+        self.born(key, size)
+        return key
 
     def settle(self) -> None:
         """Tell the deaths there were."""

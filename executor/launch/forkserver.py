@@ -134,7 +134,8 @@ class RankServer:
     """The server itself. Requests: {start: folder of a launch} and {kill: [keys]}; events: started and exit, by key."""
 
     def __init__(self, fd: int) -> None:
-        import numpy.ma  # noqa: F401
+        import numpy.ma
+        import numpy.random  # noqa: F401
         import torch.fx.experimental.symbolic_shapes  # noqa: F401  else imported by every first backward (0.6 s)
 
         import executor.runtime.rank  # noqa: F401  and everything a rank needs

@@ -22,7 +22,8 @@ SMALL_DEEPSEEK = (
     "model.config=deepseek-v3 model.hidden_size=64 model.first_k_dense_replace=1 model.num_nextn_predict_layers=1 "
     "model.num_attention_heads=4 model.num_key_value_heads=4 model.vocab_size=256 model.n_routed_experts=8 "
     "model.num_experts_per_tok=2 model.moe_intermediate_size=32 model.intermediate_size=64 model.n_group=2 "
-    "model.topk_group=1 model.q_lora_rank=32 model.kv_lora_rank=32"
+    "model.topk_group=1 model.q_lora_rank=32 model.kv_lora_rank=32 model.qk_nope_head_dim=16 model.qk_rope_head_dim=8 "
+    "model.v_head_dim=16"
 )
 
 # Every schedule, P = 1…4, odd M and M < P, each choice of the job beside another one.
