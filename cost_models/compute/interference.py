@@ -37,7 +37,7 @@ class KernelSlowdown:
         >>> round(KernelSlowdown.of(load_hardware("h800-sxm")).held[0][0], 4)  # 20 of 132 SMs
         0.1786
         >>> KernelSlowdown.of(load_hardware("h800-sxm"), {"memory p2p": KernelPair(0.1, 0.2, 0.3)}).wire[1]
-        (0.0, 0.0, 0.3)
+        (0.43, 0.0, 0.3)
         """
         modelled = {}
         for kind in COMM_KINDS:

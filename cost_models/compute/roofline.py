@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from cost_models.hardware import DeviceHardware
+from cost_models.software.dispatcher import recipes
 from ir.core.order import FloatArray
 from ir.core.work import CAST, LOSS, SORTS, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
 
@@ -37,10 +38,11 @@ def kernel_seconds(kernel: Kernel, hw: DeviceHardware, sms: int | None = None) -
     >>> [round(gemm.flops / kernel_seconds(gemm, h) / 1e12) for h in (hw, hw.in_training())]  # TFLOP/s
     [775, 659]
     """
-    if kernel.count == 0:
+    moved = traffic(kernel, hw) * kernel.bytes
+    if kernel.count == 0 or kernel.bytes > moved == 0:
         return 0.0
     arithmetic = arithmetic_seconds(kernel, hw, sms)
-    memory = memory_seconds(traffic(kernel, hw) * kernel.bytes, hw)
+    memory = memory_seconds(moved, hw)
     once = max(arithmetic, memory)
     if kernel.kind is KernelKind.ATTENTION:
         once += hw.gemm.unhidden_memory[kernel.dtype.value] * min(arithmetic, memory)
@@ -67,7 +69,10 @@ def traffic(kernel: Kernel, hw: DeviceHardware) -> float:
     factor = hw.software.traffic if spread else 1.0
     if hw.dispatcher is not None and kernel.label in SORTS:
         factor *= hw.dispatcher.permute
-    return factor / hw.cast_efficiency if kernel.label.endswith(CAST) else factor
+    if kernel.label.endswith(CAST):
+        said = (x for name, x in recipes()[hw.fp8_recipe].items() if kernel.label.removesuffix(CAST).endswith(name))
+        factor *= next(said, 1.0) / hw.cast_efficiency
+    return factor
 
 
 def memory_seconds(nbytes: float, hw: DeviceHardware) -> float:
@@ -110,7 +115,7 @@ def main_share(kernel: Kernel, hw: DeviceHardware) -> float:
     main = hw.gemm.efficiency[kernel.dtype.value]
     if kernel.kind is KernelKind.GROUPED_GEMM:
         main *= hw.gemm.grouped_efficiency
-    if kernel.label.endswith(WEIGHT_GRAD):
+    if kernel.label.endswith(WEIGHT_GRAD) and hw.fp8_recipe == "blocks":
         main *= hw.gemm.weight_grad.get(kernel.dtype.value, 1.0)
     if hw.training:
         main *= hw.gemm.sustained.get(kernel.dtype.value, 1.0)

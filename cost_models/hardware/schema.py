@@ -96,7 +96,8 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     hbm_GBps: datasheet HBM bandwidth, 10^9 byte/s. sms: streaming multiprocessors (compute units).
     kernel_launch_us: device-side floor of one kernel with its gap. host_launch_us: what a launch costs the host.
     memory_efficiency, memory_ramp_KiB: share of HBM bandwidth a long elementwise kernel reaches; bytes lost to ramping.
-    cast_efficiency: rate of kernels that scale and turn tensors for fp8, over that of elementwise ones.
+    cast_efficiency: rate of kernels that scale and turn tensors for fp8, over that of elementwise ones. fp8_recipe: how
+    they are cast where the framework does not say ("blocks", "tensor", "mxfp8": cost_models/software/casts.toml).
     context_MiB: CUDA context and modules. communicator_MiB: buffers of one communicator.
     reserved_over_allocated: low, middle, high of the allocator's reserved / allocated.
     gpus_per_node: GPUs in one scale-up (NVLink) domain. nvlink_GBps: one direction, one GPU, line rate.
@@ -130,6 +131,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     attention: AttentionKernel
     memory_efficiency: Share
     cast_efficiency: Share = 1.0
+    fp8_recipe: Annotated[str, words("blocks", "tensor", "mxfp8", said="fp8 recipe")] = "blocks"
     memory_ramp_KiB: NonNegative
     context_MiB: NonNegative
     communicator_MiB: NonNegative

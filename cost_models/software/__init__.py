@@ -25,6 +25,7 @@ FORM = FileErrors("a software file", ErrorKind.JOB, "costs.software", 10**6, "a 
 _HERE = Path(__file__).parent
 Factor = Annotated[float, msgspec.Meta(ge=0.2, le=5)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Fp8Recipe = Literal["blocks", "tensor", "mxfp8"]
 
 
 class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -37,8 +38,8 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     pass; 0: it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are made in before kernels of
     their own add them to the sums, and that a second copy has where they are reduced between replicas. library_MiB:
     what matrix and attention libraries keep allocated as workspaces. tp_overlap: what a job's `[costs] tp_overlap` is
-    where it says nothing. loss, eager, keep_gathered: see `ir.workload.setting.Style`; eager means a plain loss, too.
-    sources: constant -> where it is from.
+    where it says nothing. fp8_recipe: goes before the hardware file's. loss, eager, keep_gathered: see
+    `ir.workload.setting.Style`; eager means a plain loss, too. sources: constant -> where it is from.
     """
 
     name: str = ""
@@ -50,6 +51,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     grad_copy_bytes: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
     tp_overlap: bool = False
     library_MiB: NonNegative = 0.0
+    fp8_recipe: Fp8Recipe | None = None
     loss: Literal["parallel", "plain", "fused"] | None = None
     eager: bool = False
     keep_gathered: bool = False

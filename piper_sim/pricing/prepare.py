@@ -38,6 +38,8 @@ def hardware_of(job: Job) -> DeviceHardware:
     try:
         hardware = load_hardware(named_path(job.file, gpu, presets()), job.cluster.overrides)
         hardware = structs.replace(hardware.in_training(), software=load_software(software))
+        if hardware.software.fp8_recipe and "fp8_recipe" not in job.cluster.overrides:
+            hardware = structs.replace(hardware, fp8_recipe=hardware.software.fp8_recipe)
         if (name := job.costs.dispatcher) is not None:
             found = dispatchers()[name]
             sms = hardware.comm_sms | {"all_to_all": float(found.sms)}

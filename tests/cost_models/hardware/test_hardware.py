@@ -39,7 +39,7 @@ def test_every_value_of_a_preset_names_its_source(name: str) -> None:
     assert hw.name == name
     optional = {"nvlink_pair_GBps", "nvlink_sharp_efficiency", "comm_sms", "comm_hbm", "leaf_nodes", "oversubscription"}
     optional |= {"nic_congestion", "cast_efficiency", "nvlink_few", "nvlink_ramp_KiB"}
-    optional |= {"comm_slowed", "all_to_all_spread"}
+    optional |= {"comm_slowed", "all_to_all_spread", "fp8_recipe"}
     keys = {f.name for f in structs.fields(DeviceHardware)} - {"name", "sources", "software", "dispatcher", "training"}
     assert keys - optional <= set(hw.sources), "a value without a source"
     assert set(hw.sources) <= keys, "a source without a value"

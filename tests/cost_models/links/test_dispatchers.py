@@ -4,9 +4,9 @@ import pytest
 
 from cost_models import LinkFabric, kernel_seconds, message_seconds
 from cost_models.compute.interference import KernelSlowdown
-from cost_models.software.dispatcher import dispatchers
+from cost_models.software.dispatcher import dispatchers, recipes
 from ir.core.errors import PiperError
-from ir.core.work import SORTS, DType, Kernel, KernelKind, Message, MessageKind
+from ir.core.work import CAST, SORTS, DType, Kernel, KernelKind, Message, MessageKind
 from ir.job import load_job
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 
@@ -29,8 +29,8 @@ def test_every_value_has_its_source_and_does_what_it_says(name: str) -> None:
     assert KernelSlowdown.of(hw).held[0][0] == pytest.approx(d.sms / (hw.sms - d.sms))
     sort, other = (Kernel(KernelKind.MEMORY, 0, 10**10, DType.BF16, (), label) for label in ("permute", "residual"))
     launch = hw.kernel_launch_us * 1e-6
-    assert kernel_seconds(sort, hw) - launch == pytest.approx(
-        d.permute * (kernel_seconds(sort, plain) - launch), rel=1e-3
+    assert kernel_seconds(sort, hw) == pytest.approx(
+        d.permute and launch + d.permute * (kernel_seconds(sort, plain) - launch), rel=1e-3
     )
     assert kernel_seconds(other, hw) == kernel_seconds(other, plain)
 
@@ -54,3 +54,14 @@ def test_the_sorts_are_kernels_of_the_model_and_no_dispatcher_changes_its_plan()
 def test_more_sms_than_a_device_has_are_refused() -> None:
     with pytest.raises(PiperError, match="leave none to compute"):
         hardware_of(load_job(JOB | {"cluster": {"gpu": "cpu"}}, ["costs.dispatcher=deepep"]))
+
+
+def test_every_cast_of_a_recipe_is_a_kernel_and_moves_what_it_reads_once_and_writes_twice() -> None:
+    job = load_job({**JOB, "precision": {"compute": "fp8"}})
+    work = [k for n in prepare_priced(job, hardware(None)).graph().nodes for k in n.work]
+    labels = {k.label.removesuffix(CAST) for k in work if k.label.endswith(CAST)}
+    assert len(labels) > 9
+    for name, casts in recipes().items():
+        assert not [c for c in casts if not any(x.endswith(c) for x in labels)], name
+        each = [casts.get(k, x) for k, x in (("cast", 4 / 3), ("cast_grad", 4 / 6))]
+        assert each == pytest.approx([4 / 3, 4 / 6], rel=1e-3), "read at two bytes, written twice at one"

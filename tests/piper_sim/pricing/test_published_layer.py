@@ -48,11 +48,13 @@ def test_every_phase_and_their_sum():
     assert sum(modelled.values()) == pytest.approx(sum(measured.values()), rel=0.08)
 
 
-def test_without_its_fp8_costs_a_layer_is_too_quick(monkeypatch):
-    """Negative control: products and casts as quick as those of plain formats miss the sum."""
+@pytest.mark.parametrize(
+    "cluster", [{"cast_efficiency": 1.0, "gemm": {"weight_grad": {"fp8": 1.0}}}, {"fp8_recipe": "tensor"}]
+)
+def test_without_its_fp8_costs_a_layer_is_too_quick(cluster, monkeypatch):
+    """Negative control: products and casts as quick as those of plain formats, or another recipe's, miss the sum."""
     from cost_models.hardware import load_hardware
 
-    cluster = {"cast_efficiency": 1.0, "gemm": {"weight_grad": {"fp8": 1.0}}}
     hw = load_hardware("h800-sxm", cluster).in_training()
     monkeypatch.setattr("tests.piper_sim.pricing.test_published_layer.hardware_of", lambda _: hw)
     assert sum(layer_ms().values()) < 0.92 * sum(MEASURED["deepseek_phases_ms"]["rows"].values())
