@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, nearest
-from piper_sim.app.ending import unwinding
-from piper_sim.app.last_resort import abandon_stdout, open_streams, unexpected
+from piper_sim.app.ending import abandon_stdout, open_streams, unexpected, unwinding
 
 _TABLE = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 COMMANDS: Mapping[str, str] = _TABLE["commands"]

@@ -1,12 +1,51 @@
-"""What a command does when it is told to end."""
+"""How a command ends when it cannot as it should: told to, by a mistake of ours, with streams that nobody reads."""
 
 from __future__ import annotations
 
+import io
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
+
+from ir.core.errors import ErrorKind, PiperError
+
+
+def unexpected(e: Exception, args: Sequence[str]) -> PiperError:
+    """A mistake of ours, as an error that can be reported. args: the command's. PIPER_DEBUG=1 shows the traceback."""
+    if os.environ.get("PIPER_DEBUG") == "1":
+        traceback.print_exception(e)
+    frames = traceback.extract_tb(e.__traceback__)
+    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    said = str(e).partition("\n")[0][:200]
+    return PiperError(
+        ErrorKind.JOB,
+        f"piper-sim made a mistake: {type(e).__name__}: {said}{at}",
+        file=next((a for a in args if a.endswith(".toml")), None),
+        key="piper-sim",
+        allowed="an answer, or an error that says what to mend",
+        suggestion="report this line with the job to piper-sim's issues; PIPER_DEBUG=1 shows the traceback",
+    )
+
+
+def open_streams() -> None:
+    """Streams to write on: closed ones lead nowhere, and letters that a terminal lacks become question marks."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (stays open)
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def abandon_stdout() -> None:
+    """Nobody reads on, or nothing more fits: what is left to write leads nowhere."""
+    with suppress(OSError, ValueError):  # what is left in the buffer would fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -11,11 +11,20 @@ from simpy.events import NORMAL, Event, EventPriority
 from ir.core.grid import GRID
 from ir.core.order import FloatArray
 from ir.plan.plan import OpKind
-from piper_sim.engine.loop import EngineState, OpEnd
-from piper_sim.engine.scenario import EngineScenario, KernelInterference, Links
+from piper_sim.engine.loop import EngineState, OpEnd, finish
+from piper_sim.engine.scenario import EngineRun, EngineScenario, KernelInterference, Links
 from piper_sim.engine.share import fill
 
 SETTLE = EventPriority(NORMAL + 1)  # behind everything else that happens at one time
+
+
+def play(scenario: EngineScenario, duration: FloatArray, steps: int = 1) -> EngineRun:
+    """Simulate `steps` repetitions of a scenario. duration: seconds of each op alone on an idle device.
+
+    A transfer's duration is its send's, a collective's its longest member's; multiples of 2**-40 where rates change.
+    Streams run on from one step into the next. Raises PiperError (deadlock) naming where every rank stands.
+    """
+    return finish((SharedEngine if scenario.shared else EngineState)(scenario, duration, steps))
 
 
 class SharedOp:

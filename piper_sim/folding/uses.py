@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ir.core.work import Message
+from ir.core.work import Message, MessageKind
 from ir.graph.graph import GraphNode
 from ir.plan.plan import OpKind, OpShape, Plan
 
@@ -17,6 +17,11 @@ class CollectiveUse:
     programs: tuple[int, ...] = ()
 
     @classmethod
+    def of_op(cls, plan: Plan, s: OpShape, programs: int) -> CollectiveUse:
+        """Of a collective in a plan's job of so many programs."""
+        return cls.of(message_of(plan, s), programs, joined(plan.graph.nodes[s.covers[0][0]]) if s.covers else ())
+
+    @classmethod
     def of(cls, message: Message, programs: int, joined: tuple[int, ...] = ()) -> CollectiveUse:
         """Of a message in a job of so many programs.
 
@@ -26,6 +31,16 @@ class CollectiveUse:
         """
         everywhere = tuple(range(programs)) if "pp" in message.axes else joined
         return cls(inner(message.axes), everywhere)
+
+
+def message_of(plan: Plan, s: OpShape) -> Message:
+    """What a communication op carries: a transfer its buffer, a collective its node's message or its own."""
+    nodes = plan.graph.nodes
+    if s.slot is not None:
+        return Message(MessageKind.P2P, nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
+    message = nodes[s.covers[0][0]].message if s.covers else s.message
+    assert message is not None
+    return message
 
 
 def inner(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -54,8 +69,6 @@ def uses(plan: Plan, programs: int) -> list[CollectiveUse]:
 def meeting_axes(plan: Plan, s: OpShape) -> tuple[str, ...] | None:
     """The axes over which an op meets its equals in other replicas: its message's, or its inline ones'; None: none."""
     if s.kind is OpKind.COLLECTIVE:
-        message = s.message or plan.graph.nodes[s.covers[0][0]].message
-        assert message is not None
-        return inner(message.axes)
+        return inner(message_of(plan, s).axes)
     found = {a for n, _ in s.covers for m in plan.graph.nodes[n].inline for a in m.axes}
     return inner(tuple(found)) if found else None

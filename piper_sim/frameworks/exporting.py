@@ -22,7 +22,7 @@ from ir.workload.config.spec import ModelConfig
 from piper_sim.frameworks.draft import Facts
 from piper_sim.frameworks.from_job import MEGATRON, facts_of, nodes_of
 from piper_sim.frameworks.importing import UNKNOWN, ImportedJob, import_launch
-from piper_sim.frameworks.table import CHAINS, rows
+from piper_sim.frameworks.table import chains, rows
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.values import write_value
 
@@ -31,14 +31,6 @@ LAUNCH = "launch.sh"
 # Of a model: neither time nor bytes.
 _MODEL = {"source", "max_positions", "init_std", "norm_eps", "rope_theta", "rope_scaling", "rope_share"}
 _MODEL |= {"rope_pairs", "score_scale", "score_by_layer", "embed_dropout", "model_type", "positions", "stored", "act"}
-_FILES = {
-    "megatron-bridge": ("config.yaml", "torchrun {} train.py --config-file config.yaml"),
-    "torchtitan": ("train.toml", "torchrun {} -m torchtitan.train --job.config_file train.toml"),
-    "automodel": ("config.yaml", "torchrun {} pretrain.py --config config.yaml"),
-    "primus": ("exp.yaml", "torchrun {} primus/cli/main.py train pretrain --config exp.yaml"),
-    "deepspeed": ("ds_config.json", "deepspeed {} train.py --deepspeed_config ds_config.json"),
-    "accelerate": ("accelerate.yaml", "accelerate launch --config_file accelerate.yaml train.py"),
-}
 
 
 @dataclass(frozen=True)
@@ -107,7 +99,7 @@ def _cannot(framework: str, key: str, value: object, why: str) -> PiperError:
 def _arguments(framework: str, f: Facts) -> Iterator[tuple[str, object]]:
     """(argument, value) of each fact, in the order of the table; each fact by the first row that can say it."""
     said: set[str] = {k for k, v in f.items() if v is None}
-    for own in CHAINS[framework][: 9 if framework in MEGATRON else 1]:
+    for own in chains()[framework][: 9 if framework in MEGATRON else 1]:
         for row in rows(own):
             if row.fact in f and row.fact not in said and (value := write_value(row.how, f[row.fact])) is not None:
                 said.add(row.fact)
@@ -120,7 +112,7 @@ def _files(prepared: PreparedJob, framework: str, arguments: Mapping[str, object
     if framework == "megatron":
         words = [f"--{k.replace('_', '-')}{_word(v)}" for k, v in arguments.items() if v is not False]
         return {LAUNCH: _script([f"torchrun {where} pretrain_gpt.py", *words])}
-    name, line = _FILES[framework]
+    name, line = tables()["files"][framework].values()
     own = dict(arguments)
     files: dict[str, str] = {}
     if framework in ("deepspeed", "accelerate"):

@@ -12,7 +12,7 @@ from typing import Any
 from ir.core.errors import PiperError
 from ir.core.files import FileErrors, check_plain, parse_json, parse_toml, read_text
 from piper_sim.frameworks.shell import UNSET, environment, options, read_shell
-from piper_sim.frameworks.table import FORM
+from piper_sim.frameworks.table import FORM, facts
 
 MOST_ARGUMENTS = 10_000
 LOGGED = re.compile(r"^[^\S\n]*(?:\d+:[^\S\n]*)?(?:\[[^\]\n]*\]:?[^\S\n]*)?([A-Za-z_]\w*) \.{2,} ?(.*)$", re.MULTILINE)
@@ -136,33 +136,17 @@ def _tree(path: str, framework: str | None, value: dict[str, Any]) -> JobFile:
 
 
 def _framework(value: Mapping[str, Any], path: str) -> str:
-    """Whose file it is, by the sections that only one of them has."""
-
-    def has(*names: str) -> bool:
-        return all(n in value for n in names)
-
-    if isinstance(value.get("modules"), Mapping) or has("bases") or (has("extends") and not has("trainer")):
-        return "primus"
-    if has("MODEL_ARGS"):
-        return "megatron"
-    if has("trainer", "model"):
-        return "nemo"
-    if has("compute_environment") or has("distributed_type") or has("parallelism_config"):
-        return "accelerate"
-    if has("parallelism") or has("model_spec") or has("activation_checkpoint") or path.endswith(".toml"):
-        return "torchtitan"
-    if has("step_scheduler") or has("distributed", "model") or has("recipe"):
-        return "automodel"
-    if has("global_train_batch_size") or has("device_train_microbatch_size"):
-        return "llm-foundry"
-    if "pipe_parallel_size" in {k.replace("-", "_") for k in value}:
-        return "gpt-neox"
-    if isinstance(value.get("model"), Mapping) and (has("train") or has("ddp") or has("optimizer")):
-        return "megatron-bridge"
-    if has("zero_optimization") or has("train_batch_size") or has("train_micro_batch_size_per_gpu"):
-        return "deepspeed"
-    if any(k.replace("-", "_").lstrip("_") in ("num_layers", "tensor_model_parallel_size") for k in value):
-        return "megatron"
+    """Whose file it is, by facts.toml's table of sections that only one of them has."""
+    spelled = {k.replace("-", "_").lstrip("_") for k in value}
+    for row in facts()["shown"]:
+        if (
+            all(name in value for name in row.get("has", ()))
+            and row.get("lacks") not in value
+            and ("table" not in row or isinstance(value.get(row["table"]), Mapping))
+            and ("spelled" not in row or not spelled.isdisjoint(row["spelled"]))
+            and path.endswith(row.get("ends", ""))
+        ):
+            return str(row["framework"])
     raise FORM.wrong(
         f"which framework's file is this? its sections are {', '.join(list(value)[:6])}",
         path,

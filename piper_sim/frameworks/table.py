@@ -16,27 +16,6 @@ from ir.core.files import FileErrors, read_text, read_toml
 
 FORM = FileErrors("a launch", ErrorKind.JOB, "FILE", 4 * 10**6, "a launch script or config of a framework")
 _HERE = Path(__file__).parent
-# Each framework's own names first, then those that it takes over.
-CHAINS: Mapping[str, tuple[str, ...]] = {
-    "megatron": ("megatron",),
-    "megatron-bridge": ("megatron-bridge", "megatron"),
-    "nemo": ("nemo", "megatron"),
-    "torchtitan": ("torchtitan",),
-    "deepspeed": ("deepspeed", "megatron"),
-    "automodel": ("automodel",),
-    "accelerate": ("accelerate", "deepspeed"),
-    "primus": ("primus", "megatron"),
-    "primus-torchtitan": ("primus", "torchtitan"),
-    "gpt-neox": ("gpt-neox", "deepspeed", "megatron"),
-    "llm-foundry": ("llm-foundry",),
-}
-_ALIASES = {
-    "megatron-lm": "megatron",
-    "bridge": "megatron-bridge",
-    "nemo-automodel": "automodel",
-    "titan": "torchtitan",
-}
-_ALIASES |= {"hf-accelerate": "accelerate", "megatron-deepspeed": "deepspeed", "neox": "gpt-neox"}
 _WRAPPED = re.compile(r"^(modules\.pre_trainer\.overrides\.|MODEL_ARGS\.|--?)+")
 _TAILS = {"megatron", "megatron-bridge", "nemo", "gpt-neox", "deepspeed", "primus"}  # whose sections say nothing more
 
@@ -63,10 +42,9 @@ def framework_named(word: str) -> str:
 
     Raises PiperError (usage): no framework that is known.
     """
-    name = _ALIASES.get(word.lower(), word.lower())
-    if name in CHAINS and name != "primus-torchtitan":
-        return name
-    known = [c for c in CHAINS if c != "primus-torchtitan"]
+    name, known = facts()["aliases"].get(word.lower(), word.lower()), [c for c in chains() if c != "primus-torchtitan"]
+    if name in known:
+        return str(name)
     raise PiperError(
         ErrorKind.USAGE, f"no framework {word!r}", key="--from", allowed=known, suggestion=nearest(word, known)
     )
@@ -84,6 +62,11 @@ def rows(framework: str) -> tuple[JobTableRow, ...]:
 def facts() -> Mapping[str, Any]:
     """facts.toml: the job's key of each fact, what frameworks presume, models and vocabularies by name."""
     return read_toml(_HERE / "facts.toml", FORM)
+
+
+def chains() -> Mapping[str, tuple[str, ...]]:
+    """Framework -> whose names it knows: its own first, then those that it takes over."""
+    return {name: (name, *others) for name, others in facts()["chains"].items()}
 
 
 @cache
@@ -110,7 +93,7 @@ def row_of(framework: str, argument: str) -> JobTableRow | None:
     name = _WRAPPED.sub("", argument)
     if argument.startswith("-"):
         name = name.replace("-", "_")
-    chain = CHAINS.get(framework, (framework,))
+    chain = chains().get(framework, (framework,))
     parts = name.replace("-", "_").split(".") if framework in _TAILS else [name]
     tails = [".".join(parts[i:]) for i in range(len(parts))]
     for own in chain:

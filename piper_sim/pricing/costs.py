@@ -19,12 +19,12 @@ from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.grid import quantise, quantised
 from ir.core.ops import Pass
 from ir.core.order import FloatArray, IntArray
-from ir.core.work import Kernel, KernelKind, Message, MessageKind
+from ir.core.work import Kernel, KernelKind, Message
 from ir.graph.graph import Graph, GraphNode, PerStepOp
 from ir.job.build import PreparedJob
 from ir.plan.plan import OpKind, OpShape, Plan
 from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread
-from piper_sim.folding.uses import CollectiveUse, joined, meeting_axes, uses
+from piper_sim.folding.uses import CollectiveUse, joined, meeting_axes, message_of, uses
 from piper_sim.pricing.measured import MODELLED, MeasuredCosts, scaled
 
 FIRST = RankSlot(0, 0)
@@ -190,9 +190,7 @@ class CostModel:
         times = self.job.costs.stage_times
         if times is not None and "p2p" in times and "p2p" not in self.free:
             return np.full(len(first), quantise(_numbers("p2p", times["p2p"], 1)[0]))
-        assert s.slot is not None
-        message = Message(MessageKind.P2P, plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
-        far, near = (quantise(self.priced(message, RankSpread(2, k, 3 - k)).seconds) for k in (1, 2))
+        far, near = (quantise(self.priced(message_of(plan, s), RankSpread(2, k, 3 - k)).seconds) for k in (1, 2))
         return np.where(self.ground.near(program, s.peer)[first], near, far)
 
     def node_shares(self, n: GraphNode, seat: RankSlot = FIRST) -> list[float]:

@@ -11,10 +11,11 @@ from cost_models.compute.interference import GRAIN, KernelSlowdown, Rows, comm_c
 from cost_models.compute.roofline import arithmetic_seconds, memory_seconds
 from cost_models.profile.pairs import KernelPair
 from ir.core.order import FloatArray, IntArray
-from ir.core.work import Kernel, MessageKind, Work
+from ir.core.work import Kernel, Work
 from ir.graph.graph import GraphNode, PerStepOp
 from ir.plan.plan import OpKind, OpShape, Plan
 from piper_sim.engine import KernelInterference
+from piper_sim.folding.uses import message_of
 
 
 def pairwise(plan: Plan, hw: DeviceHardware, pairs: Mapping[str, KernelPair] | None = None) -> KernelInterference:
@@ -47,11 +48,7 @@ def _class(plan: Plan, s: OpShape, bound: list[tuple[float, float]]) -> int:
     if s.kind is OpKind.COMPUTE:
         arithmetic, total = (sum(bound[n][k] for n, _ in s.covers) for k in (0, 1))
         return round(GRAIN * arithmetic / total) if total else 0
-    if s.kind in (OpKind.SEND, OpKind.RECV):
-        return comm_class(MessageKind.P2P)
-    message = s.message or plan.graph.nodes[s.covers[0][0]].message
-    assert message is not None
-    return comm_class(message.kind)
+    return comm_class(message_of(plan, s).kind)
 
 
 def _bound(n: GraphNode, hw: DeviceHardware, known: dict[Work, tuple[float, float]]) -> tuple[float, float]:

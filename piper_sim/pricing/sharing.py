@@ -8,11 +8,11 @@ import numpy as np
 
 from cost_models.links.loads import LinkBytes, link_bytes
 from ir.core.order import FloatArray, IntArray
-from ir.core.work import Message, MessageKind
+from ir.core.work import MessageKind
 from ir.plan.plan import OpKind, OpShape, Plan
 from piper_sim.engine import Links
 from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread
-from piper_sim.folding.uses import CollectiveUse, joined
+from piper_sim.folding.uses import CollectiveUse, message_of
 from piper_sim.pricing.costs import CostModel
 
 PORT_OUT, PORT_IN, NIC_OUT, NIC_IN, OWN = range(5)
@@ -92,18 +92,13 @@ class _Finder:
         return tuple((r, x) for r, x in out if x > 0)
 
     def _transfer(self, s: OpShape, seat: RankSlot) -> tuple[LinkBytes, bool, _Way]:
-        assert s.slot is not None
-        message = Message(MessageKind.P2P, self.plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
         near = bool(self.model.ground.near(seat.program, s.peer)[seat.position])
         away = self.leaf[seat.program, seat.position] != self.leaf[s.peer, seat.position]
         send = s.kind is OpKind.SEND
-        return link_bytes(message, 2, 2 if near else 1), True, _Way(send, not send, float(away))
+        return link_bytes(message_of(self.plan, s), 2, 2 if near else 1), True, _Way(send, not send, float(away))
 
     def _collective(self, s: OpShape, seat: RankSlot) -> tuple[LinkBytes, bool, _Way]:
-        node = self.plan.graph.nodes[s.covers[0][0]] if s.covers else None
-        message = s.message if node is None else node.message
-        assert message is not None
-        use = CollectiveUse.of(message, self.plan.programs, () if node is None else joined(node))
+        message, use = message_of(self.plan, s), CollectiveUse.of_op(self.plan, s, self.plan.programs)
         spread = self.model.ground.spread(use, seat)
         moved = link_bytes(message, spread.ranks, spread.per_node, self.model.fabric.deduplicate)
         return moved, False, _Way(True, True, self._away(use, seat, spread, message.kind))

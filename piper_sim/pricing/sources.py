@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from cost_models.profile.profile import CostSource, ProfileCost
-from ir.core.work import Message, MessageKind
+from ir.core.work import Message
 from ir.graph.classes import link_class, node_classes
 from ir.graph.graph import GraphNode
 from ir.plan.plan import OpKind, OpShape, Plan
 from piper_sim.folding import RankSlot, RankSpread
-from piper_sim.folding.uses import CollectiveUse, joined
+from piper_sim.folding.uses import CollectiveUse, message_of
 from piper_sim.pricing.costs import FIRST, KERNELS, CostModel
 
 
@@ -102,15 +102,11 @@ def _pieces(
         case OpKind.COMPUTE:
             return [piece for n, _ in s.covers for piece in _node(plan.graph.nodes[n], names[n], model, seat)]
         case OpKind.SEND:
-            assert s.slot is not None
-            message = Message(MessageKind.P2P, plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
             nodes = 1 if model.ground.near(program, s.peer)[seat.position] else 2
-            return [_message(message, RankSpread(2, 3 - nodes, nodes), model)]
+            return [_message(message_of(plan, s), RankSpread(2, 3 - nodes, nodes), model)]
         case OpKind.COLLECTIVE:
-            node = plan.graph.nodes[s.covers[0][0]] if s.covers else None
-            message = s.message if node is None else node.message  # type: ignore[assignment]
-            use = CollectiveUse.of(message, model.ground.positions.programs, () if node is None else joined(node))
-            return [_message(message, model.ground.spread(use, seat), model)]
+            use = CollectiveUse.of_op(plan, s, model.ground.positions.programs)
+            return [_message(message_of(plan, s), model.ground.spread(use, seat), model)]
         case OpKind.RECV:
             return []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from cost_models import DeviceHardware
@@ -12,16 +12,20 @@ from cost_models.profile.profile import CostSource, Profile
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
 from ir.job.build import PreparedJob, blaming
+from ir.job.run_options import JobRunOptions
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.pricing.sources import CostSources, sources
 from piper_sim.study.calibrate.assemble import ProfileSamplesLike, laid_over, profile_of
-from piper_sim.study.calibrate.host import probe
 from piper_sim.study.calibrate.kineto import read_kineto
 from piper_sim.study.calibrate.nccl_tests import read_nccl_tests
 from piper_sim.study.calibrate.pairs import read_pairs
 from piper_sim.study.calibrate.sizes import Size, sizes_of, without_profile
-from piper_sim.study.validate.runs import PlanExecutor
+from piper_sim.study.validate.calibrating import elsewhere
+from piper_sim.study.validate.runs import PlanExecutor, ran
+from piper_sim.study.validate.samples import host_seconds
+
+HOST_STEPS = 5
 
 
 class ProfileMeasurer(Protocol):
@@ -145,7 +149,7 @@ def calibrate(
         )
         host_s = None
         if processes == prepared.ranks and asked.backend == "gloo":
-            host_s = probe(executor, job, asked.watchdog_s)
+            host_s = _host_seconds(executor, job, asked.watchdog_s)
         new = profile_of(timed, sizes, host_s, by)
     profile = new if base is None else laid_over(new, base, machine=not asked.imports)
     found = sources(prepared.plan(), CostModel(prepared, hardware, profile))
@@ -185,3 +189,20 @@ def _by(asked: ProfileOptions, sizes: Sequence[Size], stopwatch: ProfileMeasurer
     except PiperError:
         return "kernels"
     return "modules"
+
+
+def _host_seconds(executor: PlanExecutor, job: Job, watchdog_s: float) -> float | None:
+    """Run another plan of the job, never the job's own, without arithmetic. None: the executor has no such run.
+
+    Without the framework that a prediction may be of: the executor is none.
+    """
+    job = replace(job, costs=replace(job.costs, software=None))
+    hardware = hardware_of(job)
+    try:
+        other = elsewhere(job, prepare_priced(job, hardware), hardware)
+        plan = other.plan()
+        options = JobRunOptions(other.ranks, emulate=0.0, watchdog_s=watchdog_s)
+        executor.check(other, plan, options)
+    except PiperError:
+        return None
+    return host_seconds(ran(executor, other, plan, options, HOST_STEPS))

@@ -9,11 +9,10 @@ import numpy as np
 
 from cost_models.profile.profile import MeasuredCost
 from ir.core.order import FloatArray
-from ir.core.work import Message, MessageKind
 from ir.graph.classes import link_class, node_classes
-from ir.plan.plan import OpKind, Plan
+from ir.plan.plan import OpKind, OpShape, Plan
 from ir.trace.durations import emulated_nodes
-from piper_sim.folding.uses import CollectiveUse, joined
+from piper_sim.folding.uses import CollectiveUse, message_of
 from piper_sim.pricing.costs import FIRST, CostModel
 from piper_sim.study.validate.runs import MeasuredSteps
 from piper_sim.study.validate.times import alone, dispatch
@@ -87,23 +86,16 @@ def link_samples(r: MeasuredSteps, model: CostModel) -> Samples:
 
 def link_keys(plan: Plan, model: CostModel) -> list[str | None]:
     """[shape] the class of what it sends or takes part in; None: it does neither."""
-    return [_link_key(plan, model, i) for i in range(len(plan.shapes))]
+    return [_link_key(plan, model, s) for s in plan.shapes]
 
 
-def _link_key(plan: Plan, model: CostModel, shape: int) -> str | None:
-    s, nodes = plan.shapes[shape], plan.graph.nodes
-    match s.kind:
-        case OpKind.SEND:
-            assert s.slot is not None
-            return link_class(Message(MessageKind.P2P, nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",)), 2)
-        case OpKind.COLLECTIVE:
-            node = nodes[s.covers[0][0]] if s.covers else None
-            message = s.message if node is None else node.message
-            assert message is not None
-            use = CollectiveUse.of(message, model.ground.positions.programs, () if node is None else joined(node))
-            return link_class(message, model.ground.spread(use, FIRST).ranks)
-        case _:
-            return None
+def _link_key(plan: Plan, model: CostModel, s: OpShape) -> str | None:
+    if s.kind is OpKind.SEND:
+        return link_class(message_of(plan, s), 2)
+    if s.kind is not OpKind.COLLECTIVE:
+        return None
+    use = CollectiveUse.of_op(plan, s, model.ground.positions.programs)
+    return link_class(message_of(plan, s), model.ground.spread(use, FIRST).ranks)
 
 
 def host_seconds(r: MeasuredSteps) -> float:

@@ -15,7 +15,7 @@ from ir.job.build import prepare
 from ir.job.load import job_from
 from piper_sim.app.cli import main
 from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN, ImportedJob, import_launch
-from piper_sim.frameworks.table import CHAINS, facts, rows
+from piper_sim.frameworks.table import chains, facts, rows
 
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=4
@@ -238,7 +238,7 @@ def test_the_command_prints_a_job_that_loads(tmp_path: Path, capsys: pytest.Capt
 def test_the_table_is_whole() -> None:
     """Each fact has a key of the job, each row a source and a way to be read; no framework names an argument twice."""
     keys = facts()["keys"]
-    for framework in {f for chain in CHAINS.values() for f in chain} | {"launcher", "environment"}:
+    for framework in {f for chain in chains().values() for f in chain} | {"launcher", "environment"}:
         seen: dict[str, str] = {}
         for row in rows(framework):
             assert row.source and (row.note or row.fact) and (not row.fact or row.fact in keys), row
