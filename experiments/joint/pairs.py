@@ -9,10 +9,10 @@ Megatron-LM pull request 6429 (DeepSeek-V3 cut to 14 layers, 64 H100) and Megatr
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
+from experiments.published.rows import lines
 from ir.job.load import job_from
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
@@ -27,8 +27,7 @@ PAIRS = (("ab01", "ab02"), ("ab08", "ab09"), ("ab08", "ab10"))  # ab03's device 
 
 def table() -> dict[str, dict[str, str]]:
     """Rows by case."""
-    with (Path(__file__).parent / "data" / "moe_overlap_ab.csv").open(encoding="utf-8") as file:
-        return {row["case_id"]: row for row in csv.DictReader(file)}
+    return {row["case_id"]: row for row in lines(Path(__file__).parent / "data" / "moe_overlap_ab.csv")}
 
 
 def job_of(row: dict[str, str], **costs: object) -> dict[str, Any]:

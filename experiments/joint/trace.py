@@ -11,7 +11,6 @@ modelled: no seconds from the trace, but how much all-to-alls are slowed and wai
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.published.rows import lines
 from ir.graph.graph import COMPUTE
 from ir.job.build import prepare
 from ir.job.load import job_from
@@ -57,8 +57,7 @@ class Chunk:
 
 def phases() -> dict[tuple[str, int], float]:
     """(phase, layer in the chunk) -> milliseconds of its kernels."""
-    with (Path(__file__).parent / "data" / "deepseek_phases.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = lines(Path(__file__).parent / "data" / "deepseek_phases.csv")
     names = [r["phase"] + (" 23" if "(23)" in r["stream"] else "") for r in rows]
     return {(n, int(r["layer_in_chunk"])): int(r["kernel_time_us"]) / 1e3 for n, r in zip(names, rows, strict=True)}
 

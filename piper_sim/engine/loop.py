@@ -77,7 +77,7 @@ class EngineState:
         self.members = np.bincount(meeting, minlength=self.count).tolist()
         self.duration = _durations(plan, np.asarray(duration, dtype=np.float64), meeting).tolist()
         self.sends = (plan.kind == OpKind.SEND).tolist()
-        self.start, self.end, self.post = ([self._blank() for _ in range(steps)] for _ in range(3))
+        self.start, self.end, self.post = ([array("d", [-1.0]) * self.count for _ in range(steps)] for _ in range(3))
         self.past = OpEnd(self.env)
         self.past.callbacks = None  # type: ignore[assignment]  # as SimPy marks what has happened
         self.ends: list[list[OpEnd | None]] = []
@@ -88,9 +88,6 @@ class EngineState:
         for queue in plan.queues:
             channel = scenario.wire is MessageMode.BUFFERED and plan.partner[queue[0]] >= 0
             self.env.process(self._channel(queue) if channel else self._stream(queue))
-
-    def _blank(self) -> array[float]:
-        return array("d", [-1.0]) * self.count
 
     def _step(self, step: int) -> tuple[list[OpEnd | None], list[int]]:
         """Of one step: the end of each op or meeting, None until somebody needs it; how many members are to come."""

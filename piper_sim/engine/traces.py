@@ -12,24 +12,21 @@ from piper_sim.engine import EngineRun
 
 
 def trace_of(
-    plan: Plan, run: EngineRun, header: Mapping[str, object], step: int = -1, memory: MemorySamples | None = None
+    plan: Plan, run: EngineRun, header: Mapping[str, object], memory: MemorySamples | None = None
 ) -> Trace:
-    """One step of a run as a trace (the last one by default), times counted from that step's first start.
+    """The last step of a run as a trace, times counted from that step's first start.
 
     post_s is when the op's stream reached it, which in simulated time is when it started.
     """
-    start, end = run.start[step], run.end[step]
+    start, end = run.start[-1], run.end[-1]
     zero = 0.0 if len(run.start) == 1 else float(start.min())
     names = [name for _, name in plan.streams]
-    stream = plan.stream
-    texts = plan.texts
-    index = step % len(run.start)
     return Trace(
         header={"writer": "simulator", "clock_offset_s": 0.0, "clock_uncertainty_s": 0.0, **header},
-        step=np.full(len(plan), index, dtype=np.int64),
+        step=np.full(len(plan), len(run.start) - 1, dtype=np.int64),
         rank=plan.program,
-        stream=[names[i] for i in stream.tolist()],
-        op=texts,
+        stream=[names[i] for i in plan.stream.tolist()],
+        op=plan.texts,
         post_s=start - zero,
         start_s=start - zero,
         end_s=end - zero,

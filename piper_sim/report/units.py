@@ -73,13 +73,13 @@ def size(value: float | None) -> str:
     return f"{value:.0f} B"
 
 
-def percent(share: float | None, digits: int = 1) -> str:
+def percent(share: float | None) -> str:
     """A share of one in percent; the sign stands in the column's title.
 
     >>> percent(0.1234), percent(None)
     ('12.3', '–')
     """
-    return MISSING if share is None or not math.isfinite(share) else f"{100 * share:.{digits}f}"
+    return MISSING if share is None or not math.isfinite(share) else f"{100 * share:.1f}"
 
 
 def short(value: float) -> str:

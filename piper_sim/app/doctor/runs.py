@@ -64,16 +64,16 @@ def apart(a: Iterable[float], b: Iterable[float]) -> float:
     return max(abs(x - y) / max(abs(x), abs(y), 1e-300) for x, y in zip(a, b, strict=True))
 
 
-def equality(backend: str = "local") -> Mapping[str, object]:
+def equality() -> Mapping[str, object]:
     """Every plan trains what one rank trains; other weights are told apart. Raises PiperError: one does not."""
     found: dict[str, object] = {}
     for compute, tolerance in TOLERANCE.items():
         alone = curve(prepared_of("one rank", compute), "local")
         for plan in list(PLANS)[1:]:
-            off = apart(alone, curve(prepared_of(plan, compute), backend))
+            off = apart(alone, curve(prepared_of(plan, compute), "local"))
             found[f"{compute}, {plan}"] = off
             if not off <= tolerance:
-                raise wrong(f"{plan} in {compute} on {backend}: {off:.1e} from one rank", f"at most {tolerance}")
+                raise wrong(f"{plan} in {compute} on local: {off:.1e} from one rank", f"at most {tolerance}")
         off = apart(alone, curve(prepared_of("one rank", compute, seed=1), "local"))
         if off <= tolerance:
             raise wrong(f"two seeds train the same in {compute}: the comparison sees nothing", f"over {tolerance}")

@@ -66,7 +66,7 @@ def verdict(
         "emulate_s": o.emulate,
         "iteration": iteration,
         "without_communication": {"predicted_s": bare, "error": error(bare, step_s)},
-        "replay": _replay(p, r, inline),
+        "replay": seconds(*replayed(p, r, inline=inline)) if len(r.step_s) > 1 else None,
         "ops": ops,
         "links": compared(link_samples(r, p.planned.model), profile),
         "memory": memory,
@@ -108,7 +108,3 @@ def _memory(predicted: Sequence[int], found: Mapping[str, int]) -> dict[str, dic
 
 def _gate(off: float | None, limit: float) -> dict[str, Any]:
     return {"limit": limit, "error": off, "passed": None if off is None else off <= limit}
-
-
-def _replay(p: Prediction, r: MeasuredSteps, inline: bool) -> Pair | None:
-    return seconds(*replayed(p, r, inline=inline)) if len(r.step_s) > 1 else None
