@@ -25,6 +25,11 @@ class JobDraft:
         if found:
             self.job.setdefault(section, {}).update(found)
 
+    def expect(self, holds: object, fact: str, why: str) -> None:
+        """A doubt about a fact, unless it stands as the job has it."""
+        if not holds:
+            self.doubts[fact] = why
+
     def fill(self, key: str, value: object, why: str) -> None:
         """A key that nobody stated."""
         self.filled[key] = (value, why)

@@ -46,8 +46,7 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
 def _schedule(d: JobDraft, f: Facts, pp: int) -> int:
     """The schedule's name and stages per rank; how many stages there are."""
     if pp == 1:
-        if f.get("overlap_ep"):
-            d.doubts["overlap_ep"] = "all-to-all beside another microbatch takes a pipeline here"
+        d.expect(not f.get("overlap_ep"), "overlap_ep", "all-to-all beside another microbatch takes a pipeline here")
         return 1
     chunks, layers = f.get("vp") or 1, d.job["model"].get("num_hidden_layers") or d.job["model"].get("n_layer")
     if per := f.get("chunk_layers"):

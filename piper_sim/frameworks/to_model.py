@@ -81,38 +81,29 @@ def _type(d: JobDraft, f: Facts) -> str:
     gated, rope = f.get("activation") == "swiglu", f.get("position") == "rope"
     if f.get("mla"):
         return "deepseek_v3" if f.get("scoring") == "sigmoid" or f.get("mtp") else "deepseek_v2"
-    if f.get("mtp"):
-        d.doubts["mtp"] = "prediction modules are built for DeepSeek's type alone: there is none"
+    d.expect(not f.get("mtp"), "mtp", "prediction modules are built for DeepSeek's type alone: there is none")
     if f.get("experts"):
-        if f.get("shared_ffn"):
-            d.doubts["shared_ffn"] = "shared experts are built beside latent attention alone: there are none"
-        if not gated:
-            d.doubts["activation"] = "experts are SwiGLU ones"
-        if not rope:
-            d.doubts["position"] = "positions are rotary ones"
+        alone = "shared experts are built beside latent attention alone: there are none"
+        d.expect(not f.get("shared_ffn"), "shared_ffn", alone)
+        d.expect(gated, "activation", "experts are SwiGLU ones")
+        d.expect(rope, "position", "positions are rotary ones")
         dense = isinstance(f.get("moe_freq"), list) and 0 in f["moe_freq"]
         every = not dense and (f.get("moe_freq") in (None, 1) or isinstance(f["moe_freq"], list))
         return "mixtral" if every and not f.get("qk_norm") else "qwen3_moe"
     if gated:
-        if not rope:
-            d.doubts["position"] = "positions are rotary ones"
-        if f.get("norm") != "rms":
-            d.doubts["norm"] = "norms are RMS norms"
+        d.expect(rope, "position", "positions are rotary ones")
+        d.expect(f.get("norm") == "rms", "norm", "norms are RMS norms")
         return "qwen3" if f.get("qk_norm") else "qwen2" if f.get("qkv_bias") and not f.get("bias") else "llama"
     grouped = f.get("grouped") and f.get("kv_heads", f["heads"]) != f["heads"]
     odd = (
         grouped or f["hidden"] % f["heads"] or f.get("head_dim", f["hidden"] // f["heads"]) != f["hidden"] // f["heads"]
     )
     if rope or odd or f.get("activation") == "relu2":
-        if f.get("activation") != "relu2":
-            d.doubts["activation"] = "priced as squared ReLU, whose matrices are the same"
-        if not rope:
-            d.doubts["position"] = "positions are rotary ones"
+        d.expect(f.get("activation") == "relu2", "activation", "priced as squared ReLU, whose matrices are the same")
+        d.expect(rope, "position", "positions are rotary ones")
         return "nemotron"
-    if f.get("norm") != "layer":
-        d.doubts["norm"] = "norms are layer norms"
-    if not f.get("bias", True):
-        d.doubts["bias"] = "GPT-2's linears have biases"
+    d.expect(f.get("norm") == "layer", "norm", "norms are layer norms")
+    d.expect(f.get("bias", True), "bias", "GPT-2's linears have biases")
     if f.get("position") != "learned" or f.get("no_positions"):
         d.doubts["position"] = d.doubts["no_positions"] = "positions are learned ones"
     return "gpt2"
@@ -171,8 +162,7 @@ def _experts(d: JobDraft, kind: str, f: Facts, ffn: int) -> dict[str, Any]:
         dense = [i for i, x in enumerate(sparse) if not x]
         return out | {"norm_topk_prob": True} | ({"mlp_only_layers": dense} if dense else {})
     first = sparse.index(True) if True in sparse else layers
-    if not all(sparse[first:]):
-        d.doubts["moe_freq"] = "dense layers are the first ones"
+    d.expect(all(sparse[first:]), "moe_freq", "dense layers are the first ones")
     out["first_k_dense_replace"] = first
     shared = f.get("shared_ffn") or 0
     if shared % out["moe_intermediate_size"]:

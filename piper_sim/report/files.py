@@ -27,7 +27,7 @@ def write_outputs(out_dir: str | Path, files: Mapping[str, bytes | str], force: 
     if not force:
         for path in targets.values():
             if os.path.lexists(path):
-                _exists(path)
+                raise _exists(path)
     for name, path in targets.items():
         content = files[name]
         _write_whole(path, content.encode("utf-8") if isinstance(content, str) else content, force)
@@ -39,37 +39,26 @@ def _target(root: Path, name: str) -> Path:
     pure = PurePosixPath(name)
     plain = bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts and "\0" not in name
     if not plain or "\\" in name or name.endswith("/"):
-        raise PiperError(
-            ErrorKind.IO,
-            f"not a file name below the output folder: {name!r}",
-            file=str(root),
-            allowed="relative names without '..'",
-            suggestion="e.g. report.html",
-        )
+        message, allowed = f"not a file name below the output folder: {name!r}", "relative names without '..'"
+        raise _refused(root, message, "e.g. report.html", allowed)
     path = root
     for part in ("", *pure.parts):
         path = path / part
         if path.is_symlink():
-            raise PiperError(
-                ErrorKind.IO,
-                "is a symbolic link",
-                file=str(path),
-                allowed="real files and folders",
-                suggestion="remove the link, or name its target with --out",
-            )
+            fix = "remove the link, or name its target with --out"
+            raise _refused(path, "is a symbolic link", fix, "real files and folders")
         if path.exists() and path.is_dir() != (path != root / pure):
             kind = "a folder" if path.is_dir() else "no folder"
-            raise PiperError(ErrorKind.IO, f"is {kind}", file=str(path), suggestion="choose another --out")
+            raise _refused(path, f"is {kind}", "choose another --out")
     return path
 
 
-def _exists(path: Path) -> None:
-    raise PiperError(
-        ErrorKind.IO,
-        "exists already",
-        file=str(path),
-        suggestion="--force replaces it; or choose another --out",
-    )
+def _refused(path: Path, message: str, fix: str, allowed: str | None = None) -> PiperError:
+    return PiperError(ErrorKind.IO, message, file=str(path), allowed=allowed, suggestion=fix)
+
+
+def _exists(path: Path) -> PiperError:
+    return _refused(path, "exists already", "--force replaces it; or choose another --out")
 
 
 def _write_whole(path: Path, data: bytes, force: bool) -> None:
@@ -90,7 +79,7 @@ def _write_whole(path: Path, data: bytes, force: bool) -> None:
         temporary = None
         _sync_folder(path.parent)
     except FileExistsError:
-        _exists(path)
+        raise _exists(path) from None
     except OSError as e:
         raise _failure(path, e, len(data)) from e
     finally:
@@ -123,4 +112,4 @@ def _failure(path: Path, e: OSError, size: int) -> PiperError:
     fix = "check that the folder can be written, or choose another --out"
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = f"free {max(1, size // 2**20)} MB or choose another --out; no half-written file was left"
-    return PiperError(ErrorKind.IO, f"cannot be written: {e.strerror or e}", file=str(path), suggestion=fix)
+    return _refused(path, f"cannot be written: {e.strerror or e}", fix)
