@@ -2,10 +2,12 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from cost_models import kernel_seconds, load_hardware, presets, work_seconds
 from cost_models.compute.roofline import is_backward
@@ -53,6 +55,35 @@ def test_a_tiny_kernel_lasts_as_long_as_its_launch(kernel: Kernel) -> None:
 
 def test_a_long_copy_nears_the_memory_rate() -> None:
     assert 1e11 / kernel_seconds(moves(1e11), H100) == pytest.approx(0.82 * 3352e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("preset", presets())
+@pytest.mark.parametrize("training", [False, True])
+def test_kernels_take_the_rates_that_the_hardware_file_names(preset: str, training: bool) -> None:
+    hw = load_hardware(preset)
+    hw = hw.in_training() if training else hw
+    g, flops, launch = hw.gemm, 10**13, hw.kernel_launch_us * 1e-6
+    for dtype in (DType(d) for d in hw.peak_TFLOPs if d != "tf32"):
+        rate = hw.peak_TFLOPs[dtype] * 1e12 * g.efficiency[dtype]
+        busy = flops / rate
+        if training:
+            busy /= g.sustained.get(dtype, 1)
+        elif g.burst:
+            busy *= 1 + g.burst.throttle.get(dtype, 0) * busy / (busy + g.burst.throttle_us / 1e6)
+        assert kernel_seconds(Kernel(KernelKind.GEMM, flops, 0, dtype), hw) == pytest.approx(busy + launch)
+    hbm = hw.hbm_GBps * 1e9 * hw.memory_efficiency
+    assert kernel_seconds(moves(10**6), hw) == pytest.approx((10**6 + hw.memory_ramp_KiB * 1024) / hbm + launch)
+    cast = kernel_seconds(replace(moves(10**6), label="x.fp8"), hw) - launch
+    assert cast == pytest.approx((10**6 / hw.cast_efficiency + hw.memory_ramp_KiB * 1024) / hbm)
+
+
+@pytest.mark.parametrize("k, waves", [(8192, 1), (100_000, 3)])
+def test_whole_waves_of_one_tile_take_their_products_and_a_ramp_each(k: int, waves: int) -> None:
+    hw = structs.replace(H100, gemm=structs.replace(H100.gemm, tiles=((128, 256, 0.8),)))
+    rate = hw.peak_flops(DType.BF16) / hw.sms * hw.gemm.efficiency["bf16"] * hw.gemm.sustained["bf16"] * 0.8
+    kernel = replace(gemm(waves * 12 * 128, 11 * 256, k, DType.BF16), bytes=0)
+    wanted = waves * 2 * 128 * 256 * (k + hw.gemm.ramp_bytes / 2) / rate + hw.kernel_launch_us * 1e-6
+    assert kernel_seconds(kernel, hw) == pytest.approx(wanted)
 
 
 def test_launches_add_up() -> None:

@@ -59,14 +59,53 @@ def test_a_pair_may_have_less_than_all_links() -> None:
     assert mi300x.pair == pytest.approx(mi300x.node / 7)
 
 
+@pytest.mark.parametrize(
+    "kind, nodes, per_node, intra, inter, calls",
+    [
+        ("p2p", 1, 2, 1, 0, 1),
+        ("p2p", 2, 1, 0, 1, 1),
+        ("all_gather", 1, 8, 7, 0, 1),
+        ("all_gather", 2, 1, 0, 1, 1),
+        ("all_gather", 5, 1, 0, 3, 1),  # doubling, where a ring has 4 steps
+        ("reduce_scatter", 4, 8, 7, 2, 2),  # doubled across, then a ring inside: 7 and 2, not the flat ring's 28 and 3
+        ("all_reduce", 1, 8, 14, 0, 1),
+        ("all_reduce", 64, 1, 0, 12, 1),  # a tree is logarithmic
+        ("all_reduce", 4, 8, 14, 4, 1),  # up and down a chain in each node and a tree of nodes
+        ("all_to_all", 1, 8, 7, 0, 1),  # one for each partner
+        ("all_to_all", 3, 1, 0, 2, 1),
+        ("all_to_all", 2, 8, 7, 1, 1),
+    ],
+)
+def test_an_endless_rate_leaves_the_launch_and_the_hops_of_the_best_algorithm(
+    kind: str, nodes: int, per_node: int, intra: int, inter: int, calls: int
+) -> None:
+    rates = dict.fromkeys(("node", "pair", "nic", "dispatch_node", "dispatch_nic"), 1e30)
+    slow = replace(IDEAL, **rates, node_latency=1.0, nic_latency=100.0, launch=0.01)
+    assert seconds(kind, S, nodes, per_node, slow) == pytest.approx(0.01 * calls + intra + 100 * inter)
+    if kind == "all_to_all":
+        assert seconds(kind, S, nodes, per_node, slow, fanout=4) == pytest.approx(0.01 + intra + 100 * inter)
+
+
 def test_latency_counts_steps() -> None:
-    slow = replace(IDEAL, node_latency=1.0, launch=0.5)
-    assert ring_all_reduce(0, 8, 1, slow) == 0.5 + 14
-    assert ring_gather(0, 8, 1, slow) == 0.5 + 7
-    assert tree_all_reduce(0, 8, 1, slow) == 0.5 + 14
-    wide = replace(IDEAL, nic_latency=1.0)
-    assert ring_all_reduce(0, 1, 64, wide) == 126
-    assert tree_all_reduce(0, 1, 64, wide) == 12, "a tree is logarithmic"
+    slow = replace(IDEAL, node_latency=1.0, nic_latency=100.0, launch=0.5)
+    assert [f(0, 8, 1, slow) for f in (ring_all_reduce, ring_gather, tree_all_reduce)] == [14.5, 7.5, 14.5]
+    # 2 nodes of 4: a flat ring crosses twice on each way, a chain of 3 goes up and down in each node.
+    assert [f(0, 4, 2, slow) for f in (ring_all_reduce, ring_gather, tree_all_reduce)] == [410.5, 106.5, 206.5]
+    assert ring_all_reduce(0, 1, 64, slow) == 12600.5
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_few_gpus_of_a_node_get_less_and_large_chunks_lose_their_ramp(n: int) -> None:
+    whole = replace(IDEAL, few=0.5, ramp=300.0, protocols=(replace(GLOO[0], ramp=1.0),))
+    rate = 100 / (1 + 0.5 / (n - 1))
+    assert seconds("all_gather", S, 1, n, whole) == pytest.approx(((n - 1) / n * S + 300) / rate)
+    assert seconds("all_to_all", S, 1, n, whole) == pytest.approx(((n - 1) / n * S + 300) / rate)
+    assert seconds("all_gather", S, n, 1, whole) == pytest.approx((n - 1) / n * S / 10), "not across nodes"
+    switch = replace(whole, sharp=1000.0, launch=2.0, protocols=(replace(GLOO[0], ramp=1.0, base=1e6),))
+    if n > 2:
+        assert seconds("all_reduce", S, 1, n, switch) == pytest.approx(2 + 25e-6 + ((1 + 1 / n) * S + 300) / 1000)
+    worse = replace(IDEAL, congestion=0.5)  # of rings over more than two nodes
+    assert seconds("all_gather", S, n, 1, worse) == pytest.approx((n - 1) / n * S / (10 * (2 / n) ** 0.5))
 
 
 @pytest.mark.parametrize("kind", list(MessageKind))
