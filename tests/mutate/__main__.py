@@ -1,11 +1,12 @@
 """`python -m tests.mutate --n 30 --seed 1`: mutants of the named folders, whom the tests kill; exits 1 below 90 %.
 
-`--named` runs only those that have names: mistakes that once went unseen, and must never again.
+One folder is called `named`: mistakes that once went unseen, and must never again.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import re
 import shutil
@@ -13,7 +14,6 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -43,20 +43,25 @@ def named(entry: dict[str, str]) -> Mutant:
 
 def members(globs: list[str]) -> list[Mutant]:
     """All mutants of the files; a pattern with `!` in front takes files away."""
-    found = {p for g in globs if g[0] != "!" for p in ROOT.glob(g)} - {p for g in globs for p in ROOT.glob(g[1:])}
+    without = {p for g in globs if g[0] == "!" for p in ROOT.glob(g[1:])}
+    found = {p for g in globs if g[0] != "!" for p in ROOT.glob(g)} - without
     return [m for p in sorted(found) for m in mutants(p.relative_to(ROOT).as_posix(), p.read_bytes())]
 
 
-def judged(chosen: list[Mutant], jobs: int) -> dict[Mutant, str]:
-    """What killed each, "" for a survivor; told as it comes. Those whom their room lets live meet tests of others."""
+def judged(chosen: list[Mutant], jobs: int) -> tuple[dict[Mutant, str], list[str]]:
+    """(what killed each, "" for a survivor; test files that are red without a mutant), told as it comes.
+
+    Those whom the tests of their room let live meet tests of others.
+    """
     graph = ImportGraph.read(ROOT)
     sets = {path: graph.tests(path) for path in {m.path for m in chosen}}
-    trees, seconds, ends = SimpleQueue[Path](), Counter[str](), dict.fromkeys(chosen, "")
+    trees, seconds, ends = SimpleQueue[Path](), dict[str, float](), dict.fromkeys(chosen, "")
 
     def one(mutant: Mutant, wider: int) -> None:
         tree, began = trees.get(), time.monotonic()
         try:
-            ends[mutant] = said = killed(tree, mutant, sets[mutant.path][wider], seconds)
+            green = {f: seconds[f] for f in sets[mutant.path][wider] if seconds[f] < math.inf}
+            ends[mutant] = said = killed(tree, mutant, green)
         finally:
             trees.put(tree)
         spent = f"{'wider' if wider else 'room'}, {time.monotonic() - began:.0f} s"
@@ -67,12 +72,13 @@ def judged(chosen: list[Mutant], jobs: int) -> dict[Mutant, str]:
         for wider in (0, 1):
             left = [m for m in chosen if not ends[m]]
             seconds |= baseline(clean, sorted({f for m in left for f in sets[m.path][wider]} - seconds.keys()))
-            print(f"green without mutants: {len(seconds)} files, {seconds.total():.0f} s", flush=True)
+            red = [f for f, s in seconds.items() if s == math.inf]
+            print(f"{len(seconds)} files of tests run without mutants, {len(red)} of them red: {red}", flush=True)
             for i in range(0 if wider else jobs):  # with the kernels that the clean tree has compiled
                 shutil.copytree(clean, Path(folder, str(i)))
                 trees.put(Path(folder, str(i)))
             list(pool.map(partial(one, wider=wider), left))
-    return ends
+    return ends, red
 
 
 def main() -> int:
@@ -80,21 +86,20 @@ def main() -> int:
     flags = argparse.ArgumentParser(prog="tests.mutate", description=__doc__)
     flags.add_argument("--n", type=int, default=30, help="mutants of each folder")
     flags.add_argument("--seed", default="0")
-    flags.add_argument("--folders", default="", help="some of them, by comma")
+    flags.add_argument("--folders", default="", help="some of them, by comma; `named` is one")
     flags.add_argument("--only", default="", help="of those drawn, the ones that this pattern finds")
-    flags.add_argument("--named", action="store_true")
     flags.add_argument("--jobs", type=int, default=2)
     said, data = flags.parse_args(), known()
     same = {(e["path"], e["line"], e["change"]): e["reason"] for e in data["equivalent"]}
-    drawn = {"named": [named(e) for e in data["named"]]}
-    for name, globs in {} if said.named else data["folders"].items():
-        if not said.folders or name in said.folders.split(","):
-            every = members(globs)
-            drawn[name] = random.Random(f"{said.seed} {name}").sample(every, min(said.n, len(every)))
+    drawn = {}
+    for name in said.folders.split(",") if said.folders else ["named", *data["folders"]]:
+        every = [named(e) for e in data["named"]] if name == "named" else members(data["folders"][name])
+        n = len(every) if name == "named" else min(said.n, len(every))
+        drawn[name] = random.Random(f"{said.seed} {name}").sample(every, n)
     drawn = {k: [m for m in v if re.search(said.only, f"{m.path}: {m.line} | {m.change}")] for k, v in drawn.items()}
     alike = {m: same[key] for m in chain(*drawn.values()) if (key := (m.path, m.line, m.change)) in same}
-    ends = judged([m for m in chain(*drawn.values()) if m not in alike], said.jobs)
-    good = True
+    ends, red = judged([m for m in chain(*drawn.values()) if m not in alike], said.jobs)
+    good = not red
     for name, some in drawn.items():
         differ = [m for m in some if m not in alike]
         dead = sum(bool(ends[m]) for m in differ)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from pathlib import Path
 
 from tests.mutate.__main__ import known, members, named
@@ -15,7 +14,7 @@ def test_a_mistake_dies_where_a_test_sees_it_and_lives_where_none_does(tmp_path:
     source = b"def f(x):\n    return max(x, 0) < 3\n"
     (tmp_path / "a.py").write_bytes(source)
     (tmp_path / "test_a.py").write_text("from a import f\ndef test_f():\n    assert f(2) and not f(3)\n")
-    ends = {m.change: killed(tmp_path, m, ["test_a.py"], Counter()) for m in mutants("a.py", source)}
+    ends = {m.change: killed(tmp_path, m, {"test_a.py": 1.0}) for m in mutants("a.py", source)}
     assert {change for change, said in ends.items() if not said} == {"0 → 1"}
     assert sum("test_a.py::test_f" in said for said in ends.values()) == len(ends) - 1 == 3
     assert (tmp_path / "a.py").read_bytes() == source
