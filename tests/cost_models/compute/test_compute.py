@@ -11,6 +11,7 @@ from msgspec import structs
 
 from cost_models import kernel_seconds, load_hardware, presets, work_seconds
 from cost_models.compute.roofline import is_backward
+from cost_models.software.dispatcher import dispatchers
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.grid import quantise
 from ir.core.work import DType, Kernel, KernelKind
@@ -73,8 +74,10 @@ def test_kernels_take_the_rates_that_the_hardware_file_names(preset: str, traini
         assert kernel_seconds(Kernel(KernelKind.GEMM, flops, 0, dtype), hw) == pytest.approx(busy + launch)
     hbm = hw.hbm_GBps * 1e9 * hw.memory_efficiency
     assert kernel_seconds(moves(10**6), hw) == pytest.approx((10**6 + hw.memory_ramp_KiB * 1024) / hbm + launch)
-    cast = kernel_seconds(replace(moves(10**6), label="x.fp8"), hw) - launch
-    assert cast == pytest.approx((10**6 / hw.cast_efficiency + hw.memory_ramp_KiB * 1024) / hbm)
+    sorting = structs.replace(hw, dispatcher=structs.replace(dispatchers()["nccl"], permute=3.0))
+    for label, of, factor in (("x.fp8", hw, 1 / hw.cast_efficiency), ("permute", sorting, 3), ("norm", sorting, 1)):
+        found = kernel_seconds(replace(moves(10**6), label=label), of) - launch
+        assert found == pytest.approx((factor * 10**6 + hw.memory_ramp_KiB * 1024) / hbm)
 
 
 @pytest.mark.parametrize("k, waves", [(8192, 1), (100_000, 3)])
