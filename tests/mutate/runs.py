@@ -87,6 +87,8 @@ def _pytest(tree: Path, arguments: Sequence[str], said: Path) -> None:
     sys.path[:] = [str(tree), *(p for p in sys.path if p and Path(p) not in (ROOT, tree))]
     for name in [m for m in sys.modules if m.split(".")[0] == "tests"]:
         del sys.modules[name]
+    for name in (module_of(a) for a in arguments if a.endswith(".py") and not a.startswith("test")):
+        import_module(name)  # as users do: pytest would put `ir.directives.shard` where the function of that name is
     draw = dict(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], **draw)
     sys.exit(int(import_module("pytest").main(["-q", "--tb=line", "-m", "not slow", *_QUIET, *arguments])))
