@@ -44,8 +44,8 @@ class MessageCurve:
     spread: of the measurements behind it, between quartiles and relative: the median of all sizes.
 
     >>> curve = MessageCurve((MessageCurvePiece(1, 10, 1.0, 0.0), MessageCurvePiece(100, 1000, 0.0, 0.02)), 0.0)
-    >>> curve.seconds(5), curve.seconds(55), curve.seconds(500), curve.inside(2000)
-    (1.0, 1.5, 10.0, False)
+    >>> curve.seconds(5), curve.seconds(55), curve.seconds(500), [curve.inside(n) for n in (0, 1, 1000, 1001)]
+    (1.0, 1.5, 10.0, [False, True, True, False])
     """
 
     pieces: tuple[MessageCurvePiece, ...]

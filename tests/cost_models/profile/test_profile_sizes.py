@@ -58,6 +58,9 @@ def test_beyond_the_measured_sizes_it_says_so_and_the_spread_grows() -> None:
     near, far = between(known, at(16384)), between(known, at(65536))
     assert near is not None and far is not None and not near.inside and not far.inside
     assert near.spread_s / near.seconds < far.spread_s / far.seconds
+    for wanted, inside in (((8192,), True), ((512, 2), False), ((3000, 8), False), ((3000, 4), True)):
+        found = between(known, at(*wanted))
+        assert found is not None and found.inside == inside
 
 
 def test_where_no_line_of_measurements_leads_nothing_is_said() -> None:
