@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ir.plan.plan import OpLists, Plan
 from piper_sim import compiled, engine
 from piper_sim.compiled import CompiledEngine, event_loop, longest_path, step_ends
+from piper_sim.compiled.heap import pop, put
 from piper_sim.engine import EngineRun, EngineScenario, HostModel, KernelInterference, MessageMode
 from tests.ir.plans import stage_plan
 from tests.piper_sim.compiled import scenario_cases as cases
@@ -156,3 +157,16 @@ assert agree(("1f1b", 3, 5, "cut"), 3, "minutes", MessageMode.RENDEZVOUS, "ahead
 """
     root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=80))
+def test_the_heap_gives_out_the_least_whatever_has_moved(moves: list[tuple[int, int]]) -> None:
+    heap, where, key, there = np.full(10, -1), np.full(10, -1), np.zeros(10), dict[int, int]()
+    for item, at in moves:
+        if at % 3 == 0 and there:
+            out = pop(heap, where, key, len(there))
+            assert there.pop(out) == min([key[out], *there.values()])
+        key[item] = there[item] = at
+        assert put(heap, where, key, len(there) - (where[item] < 0), item) == len(there)
+        assert set(np.flatnonzero(where >= 0)) == there.keys() and all(heap[where[i]] == i for i in there)
+    assert [key[pop(heap, where, key, n)] for n in range(len(there), 0, -1)] == sorted(there.values())
