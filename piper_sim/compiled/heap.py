@@ -20,7 +20,6 @@ def put(heap: IntArray, where: IntArray, key: FloatArray, size: int, x: int) -> 
     """
     if where[x] < 0:
         where[x] = size
-        heap[size] = x
         size += 1
     at = _up(heap, where, key, where[x], x)
     _down(heap, where, key, size, at, x)
