@@ -84,6 +84,7 @@ def _pytest(tree: Path, arguments: Sequence[str], said: Path) -> None:
     os.dup2(out, 1), os.dup2(out, 2)
     os.chdir(tree)
     os.environ |= {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": str(tree / ".cache")}
+    sys.dont_write_bytecode = False  # what is not a mutant is compiled once
     sys.path[:] = [str(tree), *(p for p in sys.path if p and Path(p) not in (ROOT, tree))]
     for name in [m for m in sys.modules if m.split(".")[0] == "tests"]:
         del sys.modules[name]
