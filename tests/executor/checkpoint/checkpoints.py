@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ir.job.build import PreparedJob, precision_of
 from ir.job.run_options import CheckpointOptions
 from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
+from tests.executor.pairwise import cover
 from tests.executor.runs import Ran, judged, run
 
 Values = dict[str, dict[str, Tensor]]  # slot → parameter → all of it
@@ -250,10 +251,4 @@ def covering(seed: int = 5) -> list[Case]:
     """
     cases = [c for row in product(*FACTORS.values()) if (c := Case(*row)).legal]
     random.Random(seed).shuffle(cases)
-    pairs = {c: set(combinations([(f.name, getattr(c, f.name)) for f in fields(c)], 2)) for c in cases}
-    missing: set[Any] = set().union(*pairs.values())
-    out: list[Case] = []
-    while missing:
-        out.append(max(cases, key=lambda c: len(missing & pairs[c])))
-        missing -= pairs[out[-1]]
-    return out
+    return cover(cases, [f.name for f in fields(Case)])
