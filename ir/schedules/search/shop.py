@@ -155,24 +155,26 @@ def settle(
         rank, took, grow = home[op], seconds[op], grows[op]
         ready = 0.0
         for other, lag in links[op]:
-            if done[other] + lag > ready:
-                ready = done[other] + lag
+            if (arrives := done[other] + lag) > ready:
+                ready = arrives
         start_of, end_of, held_after = starts[rank], ends[rank], held[rank]
-        at = best = len(start_of)
-        begin = max(ready, end_of[at])
-        while at and end_of[at] > ready:
+        last = at = best = len(start_of)
+        end = end_of[at]
+        begin = end if end > ready else ready
+        while at and end > ready:
             at -= 1
             if grow > 0 and held_after[at] + grow > limit:
                 break
-            earliest = max(ready, end_of[at])
+            end = end_of[at]
+            earliest = end if end > ready else ready
             if earliest + took <= start_of[at]:
                 best, begin = at, earliest
         start_of.insert(best, begin)
         end_of.insert(best + 1, begin + took)
         sequences[rank].insert(best, op)
         held_after.insert(best + 1, held_after[best] + grow)
-        if grow:
-            for later in range(best + 2, len(held_after)):
+        if grow and best < last:
+            for later in range(best + 2, last + 2):
                 held_after[later] += grow
         done[op] = begin + took
     return done, sequences
