@@ -10,7 +10,7 @@ from ir.core.errors import ErrorKind, PiperError
 PASSES = 1_000_000  # F, I, W of every stage and microbatch; about a minute and 2 GB to simulate
 NODES = 4_000_000  # of a model's graph, times microbatches; as much
 LAYERS = 1_000
-RANKS = 65_536
+RANKS = 262_144  # replicas are alike and folded; a hundred thousand GPUs take what a thousand take
 BYTES = 2**53  # of one buffer; sums then stay within 64 bits
 
 

@@ -77,12 +77,9 @@ def memory(
     workspace: [node, microbatch] bytes while a node runs, where they differ from the graph's. library: bytes that
     libraries keep for their own workspaces, always there.
     """
-    key, size, column, request = _events(plan, workspace)
-    op = key // _stride(plan)
-    total = np.cumsum(size)
-    cuts = np.searchsorted(op, plan.bounds)
-    before = np.where(cuts > 0, total[cuts - 1], 0) if len(total) else cuts
-    total -= np.repeat(before[:-1], np.diff(cuts))
+    found = MemoryEvents.of(plan)
+    size = found.signed(found.sizes(plan, workspace))
+    total, cuts = found.levels(size), found.cuts
     peak = np.array([s.total for s in persistent], dtype=np.int64)
     at = np.zeros(plan.programs, dtype=np.int64)
     dynamic = np.zeros((plan.programs, len(_COLUMNS)), dtype=np.int64)
@@ -90,50 +87,84 @@ def memory(
         if a < b:
             k = a + int(np.argmax(total[a:b])) + 1
             peak[p] += total[k - 1]
-            at[p] = op[k - 1]
-            dynamic[p] = [size[a:k][column[a:k] == c].sum() for c in range(len(_COLUMNS))]
-    after, high = _per_op(plan, op, total, key % _stride(plan) >= 3)
+            at[p] = found.op[k - 1]
+            dynamic[p] = [size[a:k][found.column[a:k] == c].sum() for c in range(len(_COLUMNS))]
+    after, high = _per_op(plan, found.op, total, found.running)
     dynamic[:, WORKSPACE] += library
     levels = (after + library, high + library)
-    return Memory(persistent, peak + library, at, dynamic, *levels, (op, size, request), library)
+    return Memory(persistent, peak + library, at, dynamic, *levels, (found.op, size, found.request), library)
 
 
-def _stride(plan: Plan) -> int:
-    return 3 * (2 + max((len(s.covers) for s in plan.shapes), default=0))
-
-
-def _events(plan: Plan, workspace: IntArray | None = None) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """(sort key, signed bytes, column, request), in host order; a request a >= 0 makes an allocation, ~a frees it.
+@dataclass(frozen=True, eq=False)
+class MemoryEvents:
+    """Allocations and frees of a plan in host order: what does not depend on bytes.
 
     Within each cover of each op: allocations, end of the workspace, frees. What is freed at an op's start (cover
-    AT_START) stands before its first cover. Allocations are numbered as the plan's buffers, then the workspaces.
+    AT_START) stands before its first cover. request: a >= 0 makes an allocation, ~a frees it; they are numbered as the
+    plan's buffers, then the workspaces. running: behind an op's first frees. node, mb: of each workspace. cuts: of
+    programs.
     """
-    b, stride, made = plan.buffers, _stride(plan), len(plan.buffers)
-    freed = np.flatnonzero(b.free >= 0)
-    place = 3 * (b.free_cover[freed] - AT_START)
-    keys = [b.alloc * stride + 3 * (b.alloc_cover - AT_START), b.free[freed] * stride + place + 2]
-    sizes = [b.bytes, -b.bytes[freed]]
-    columns = [b.category, b.category[freed]]
-    requests = [np.arange(made), ~freed]
-    nodes = plan.graph.nodes
-    by = np.argsort(plan.shape, kind="stable")
-    cuts = np.cumsum(np.bincount(plan.shape, minlength=len(plan.shapes)))[:-1]
-    for s, rows in zip(plan.shapes, np.split(by, cuts), strict=True):
-        if s.kind is OpKind.COMPUTE:
-            work = [(c, n, member) for c, (n, member) in enumerate(s.covers) if nodes[n].workspace]
-            for c, n, member in work:
-                mb = (plan.mb2 if member else plan.mb)[rows]
-                size = np.full(len(rows), nodes[n].workspace) if workspace is None else workspace[n, mb]
-                at = rows * stride + 3 * (c - AT_START)
-                number = np.arange(made, made + len(rows))
-                made += len(rows)
-                keys += [at, at + 1]
-                sizes += [size, -size]
-                columns += [np.full(len(rows), WORKSPACE)] * 2
-                requests += [number, ~number]
-    key = np.concatenate(keys)
-    order = np.argsort(key, kind="stable")
-    return key[order], np.concatenate(sizes)[order], np.concatenate(columns)[order], np.concatenate(requests)[order]
+
+    op: IntArray
+    running: BoolArray
+    column: IntArray
+    request: IntArray
+    node: IntArray
+    mb: IntArray
+    cuts: IntArray
+
+    @classmethod
+    def of(cls, plan: Plan) -> MemoryEvents:
+        """Of a plan."""
+        b, nodes, stride = (
+            plan.buffers,
+            plan.graph.nodes,
+            3 * (2 + max((len(s.covers) for s in plan.shapes), default=0)),
+        )
+        freed = np.flatnonzero(b.free >= 0)
+        place = 3 * (b.free_cover[freed] - AT_START)
+        keys = [b.alloc * stride + 3 * (b.alloc_cover - AT_START), b.free[freed] * stride + place + 2]
+        columns, requests = [b.category, b.category[freed]], [np.arange(len(b)), ~freed]
+        by = np.argsort(plan.shape, kind="stable")
+        ends = np.cumsum(np.bincount(plan.shape, minlength=len(plan.shapes)))[:-1]
+        held: list[tuple[IntArray, IntArray, IntArray]] = []  # node, microbatch, key
+        for s, rows in zip(plan.shapes, np.split(by, ends), strict=True):
+            if s.kind is OpKind.COMPUTE:
+                for c, (n, member) in enumerate(s.covers):
+                    if nodes[n].workspace:
+                        mb = (plan.mb2 if member else plan.mb)[rows]
+                        held.append((np.full(len(rows), n), mb, rows * stride + 3 * (c - AT_START)))
+        none = (np.zeros(0, dtype=np.int64),) * 3
+        node, mb, at = (np.concatenate(x) for x in zip(none, *held, strict=True))
+        number = len(b) + np.arange(len(node))
+        keys, requests = [*keys, at, at + 1], [*requests, number, ~number]
+        key = np.concatenate(keys)
+        order = np.argsort(key, kind="stable")
+        column = np.concatenate([*columns, np.full(2 * len(node), WORKSPACE)])[order]
+        op, within = np.divmod(key[order], stride)
+        return cls(op, within >= 3, column, np.concatenate(requests)[order], node, mb, np.searchsorted(op, plan.bounds))
+
+    def sizes(self, plan: Plan, workspace: IntArray | None = None, buffers: IntArray | None = None) -> IntArray:
+        """[allocation] bytes, where given those of workspaces [node, microbatch] and of buffers, else the plan's."""
+        usual = np.array([n.workspace for n in plan.graph.nodes], dtype=np.int64)
+        more = usual[self.node] if workspace is None else workspace[self.node, self.mb]
+        return np.concatenate([plan.buffers.bytes if buffers is None else buffers, more])
+
+    def signed(self, sizes: IntArray) -> IntArray:
+        """[event] bytes more or less in use."""
+        made = self.request >= 0
+        return np.where(made, 1, -1) * sizes[np.where(made, self.request, ~self.request)]
+
+    def levels(self, size: IntArray) -> IntArray:
+        """[event] bytes in use on its program, behind it."""
+        total = np.cumsum(size)
+        before = np.where(self.cuts > 0, total[self.cuts - 1], 0) if len(total) else self.cuts
+        return np.asarray(total - np.repeat(before[:-1], np.diff(self.cuts)))
+
+    def peaks(self, sizes: IntArray) -> IntArray:
+        """[program] the most bytes in use."""
+        total = self.levels(self.signed(sizes))
+        return np.array([total[a:b].max(initial=0) for a, b in pairwise(self.cuts.tolist())], dtype=np.int64)
 
 
 def _per_op(plan: Plan, op: IntArray, total: IntArray, running: BoolArray) -> tuple[IntArray, IntArray]:

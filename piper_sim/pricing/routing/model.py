@@ -3,6 +3,7 @@ position."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -95,6 +96,18 @@ class ExpertRouting:
             out[d.layers] = d.received
         return out
 
+    @cached_property
+    def worked(self) -> IntArray:
+        """[layer, case, position] rows that its experts work on."""
+        out = np.empty_like(self.received)
+        for d in self.divisions:
+            out[d.layers] = d.worked
+        return out
+
+    @cached_property
+    def _templates(self) -> dict[tuple[object, ...], tuple[BufferLine, ...]]:
+        return {}
+
     def colours(self) -> IntArray:
         """[position] numbers, equal where own rows and exchanges are equal in every layer and microbatch.
 
@@ -156,31 +169,40 @@ class ExpertRouting:
         d, _ = self.division_of[self.layer(node)]
         return template(node, d.first, self.source, self.recompute)
 
-    def sizes(self, plan: Plan, position: int) -> ExpertSizes:
+    def sizes(self, plan: Plan) -> Callable[[int], ExpertSizes]:
         """Bytes of a position's buffers and workspaces: those that hold rows of experts follow its rows."""
-        nodes, b = plan.graph.nodes, plan.buffers
-        mbs = np.arange(plan.graph.mbs)
+        nodes, b, mbs = plan.graph.nodes, plan.buffers, np.arange(plan.graph.mbs)
         case = np.broadcast_to(self.counts.case(mbs), mbs.shape)
-        workspace = np.repeat(np.array([n.workspace for n in nodes], dtype=np.int64)[:, None], len(case), axis=1)
-        out, rows = b.bytes.copy(), _by_node(b.node, len(nodes))
+        workspace = np.repeat(np.array([n.workspace for n in nodes], dtype=np.int64), len(case))
+        rows, held = _by_node(b.node, len(nodes)), list[tuple[IntArray, ...]]()
         for i, n in enumerate(nodes):
             lines = self._lines(n) if self.layer(n) >= 0 else None
             if lines is None:
                 continue
-            d, k = self.division_of[self.layer(n)]
-            worked = (d.worked if n.message is None else d.received)[k, :, position][case]
-            workspace[i] = _bytes(lines[-1], worked)
-            mine = rows[i]
-            for slot, line in enumerate(lines[:-1]):
-                at = mine[b.slot[mine] == slot]
-                out[at] = _bytes(line, worked[b.mb[at]])
-        return ExpertSizes(out, workspace)
+            layer = self.layer(n) + (0 if n.message is None else len(self.layers))
+            mine = [rows[i][b.slot[rows[i]] == slot] for slot in range(len(lines) - 1)]
+            places = [*((at, b.mb[at]) for at in mine), (len(b) + i * len(mbs) + mbs, mbs)]
+            for (at, mb), x in zip(places, lines, strict=True):
+                same = (np.full(len(at), v) for v in (x.fixed, x.per, x.of))
+                held.append((at, layer * self.counts.cases + case[mb], *same))
+        usual, got = np.concatenate([b.bytes, workspace]), np.concatenate([self.worked, self.received])
+        at, source, fixed, per, of = (np.concatenate(x) for x in zip(*held, strict=True))
+
+        def own(position: int) -> ExpertSizes:
+            out = usual.copy()
+            out[at] = fixed - (-per * got[:, :, position].reshape(-1)[source]) // of
+            return ExpertSizes(out[: len(b)], out[len(b) :].reshape(len(nodes), -1))
+
+        return own
 
     def _lines(self, node: GraphNode) -> tuple[BufferLine, ...] | None:
         """Of each buffer and of the workspace; None where none holds rows of experts."""
         if node.message is None:
-            found = self.template(node)
-            return (*found.writes, found.workspace)
+            alike = (int(self.division_of[self.layer(node)][0].layers[0]), node.kind, *(w.bytes for w in node.writes))
+            if alike not in self._templates:
+                found = self.template(node)
+                self._templates[alike] = (*found.writes, found.workspace)
+            return self._templates[alike]
         if not towards(node):
             return None
         usual = balanced_rows(self.division_of[self.layer(node)][0].first, self.source)
@@ -196,7 +218,3 @@ def _by_node(node: IntArray, nodes: int) -> list[IntArray]:
     """[node] its buffers."""
     order = np.argsort(node, kind="stable")
     return np.split(order, np.searchsorted(node[order], np.arange(nodes + 1)))[1:-1]
-
-
-def _bytes(line: BufferLine, rows: IntArray) -> IntArray:
-    return line.fixed - (-line.per * rows) // line.of

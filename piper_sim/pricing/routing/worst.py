@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from cost_models import OptimizerMemory
 from ir.core.order import IntArray
 from ir.plan.plan import OpKind, Plan, cover_table
 from piper_sim.folding import RankClasses
-from piper_sim.memory.timeline import memory
+from piper_sim.memory.timeline import MemoryEvents
 from piper_sim.pricing.routing.model import ExpertRouting
 
 
@@ -21,14 +20,14 @@ def worst(plan: Plan, routing: ExpertRouting | None, classes: RankClasses) -> tu
     """
     if routing is None:
         return plan, None
-    none = (OptimizerMemory(0, 0, 0),) * plan.programs
+    events, of = MemoryEvents.of(plan), routing.sizes(plan)
     nodes = _runs(plan)
     peak = np.full(plan.programs, -1, dtype=np.int64)
     sizes, workspace = plan.buffers.bytes.copy(), np.zeros_like(nodes)
     of_buffer = plan.program[plan.buffers.alloc]
     for position in classes.first.tolist():
-        own = routing.sizes(plan, position)
-        found = memory(replace(plan, buffers=replace(plan.buffers, bytes=own.buffers)), none, own.workspace).peak
+        own = of(position)
+        found = events.peaks(events.sizes(plan, own.workspace, own.buffers))
         higher = found > peak
         peak = np.maximum(peak, found)
         sizes = np.where(higher[of_buffer], own.buffers, sizes)

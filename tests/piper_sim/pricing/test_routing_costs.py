@@ -61,7 +61,7 @@ def test_equal_counts_cost_what_the_balanced_job_costs(sections: dict[str, Any])
             assert n.message is not None or r.inline_factor(n, case, everywhere) == pytest.approx(1, rel=1e-12)
     assert {(k, "experts") for k in (Pass.F, Pass.I, Pass.W)} <= seen
     assert prepared.job.parallel.ep == 1 or {(Pass.F, "dispatch"), (Pass.I, "combine")} <= seen
-    sizes = r.sizes(plan, len(everywhere) - 1)
+    sizes = r.sizes(plan)(len(everywhere) - 1)
     assert (sizes.buffers == plan.buffers.bytes).all()
     assert (sizes.workspace == np.array([[n.workspace] for n in plan.graph.nodes])).all()
     assert len(set(r.colours().tolist())) == 1
@@ -192,7 +192,7 @@ def test_bytes_follow_the_rows(name: str) -> None:
     r = uneven(prepared, plan, swapped)
     b, nodes = plan.buffers, plan.graph.nodes
     for position, rows in ((0, 1536), (1, 1024), (3, 512), (5, 1024)):
-        sizes = r.sizes(plan, position)
+        sizes = r.sizes(plan)(position)
         for i in np.flatnonzero(sizes.buffers != b.bytes).tolist():
             n = nodes[b.node[i]]
             assert b.mb[i] == 2 and n.part in ("l1.experts", "l1.dispatch", "l1.combine")
@@ -219,7 +219,7 @@ def test_a_device_without_rows_computes_nothing() -> None:
     experts = [n for n in plan.graph.nodes if n.part == "l1.experts"]
     for n in experts:
         assert r.work_factor(n, np.array([2, 1]), np.array([0, 2])).tolist() == [[0, 1], [1, 1]]
-    sizes = r.sizes(plan, 0)
+    sizes = r.sizes(plan)(0)
     b = plan.buffers
     act = [i for i in range(len(b)) if b.mb[i] == 2 and plan.graph.nodes[b.node[i]].part == "l1.experts"]
     assert act and (sizes.buffers[act] == 0).all()
