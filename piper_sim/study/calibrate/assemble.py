@@ -60,10 +60,14 @@ def summed(
     out = {}
     for name, recipe in recipes.items():
         if recipe and all(k in known for k, _ in recipe):
-            parts = [(known[k], times) for k, times in recipe]
-            seconds, spread = (sum(getattr(m, key) * n for m, n in parts) for key in ("median_s", "spread_s"))
-            out[name] = MeasuredCost(seconds, spread, min(m.count for m, _ in parts))
+            out[name] = total([(known[k], times) for k, times in recipe])
     return out
+
+
+def total(parts: Sequence[tuple[MeasuredCost, int]]) -> MeasuredCost:
+    """The sum of some costs, each so many times; it is as well known as the least known of them."""
+    seconds, spread = (sum(getattr(m, key) * n for m, n in parts) for key in ("median_s", "spread_s"))
+    return MeasuredCost(seconds, spread, min(m.count for m, _ in parts))
 
 
 def laid_over(new: Profile, base: Profile, *, machine: bool) -> Profile:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from cost_models import DeviceHardware
 from cost_models.profile.machine import ProfileMachine
-from cost_models.profile.profile import MeasuredCost, OpEntry, Profile
+from cost_models.profile.profile import OpEntry, Profile
 from cost_models.profile.shapes import op_shapes
 from ir.core.errors import ErrorKind, PiperError
 from ir.graph.classes import node_classes
@@ -18,6 +18,7 @@ from ir.graph.graph import Graph
 from ir.job.build import PreparedJob
 from piper_sim.folding.ground import RankPositions
 from piper_sim.pricing.costs import KERNELS, CostModel
+from piper_sim.study.calibrate.assemble import total
 from piper_sim.study.calibrate.trace_events import FLAG, TraceFile, TraceRange, read_trace_file
 from piper_sim.study.calibrate.trace_links import link_times
 from piper_sim.study.calibrate.trace_names import FORMS, TraceName, TraceNames
@@ -37,7 +38,7 @@ def read_kineto(paths: Sequence[str], prepared: PreparedJob, hardware: DeviceHar
     for t in traces:
         for (name, piece), seconds in _samples(t, names, prepared, weights, classes).items():
             pieces[name][piece] += seconds
-    times = {name: _sum([measured(x) for x in by.values()]) for name, by in pieces.items()}
+    times = {name: total([(measured(x), 1) for x in by.values()]) for name, by in pieces.items()}
     known = dict(zip(classes, shapes, strict=True))
     ops = {name: OpEntry(time, shape=known[name], alone=True) for name, time in times.items()}
     per_node = prepared.job.cluster.gpus_per_node or hardware.gpus_per_node
@@ -86,11 +87,6 @@ def _program(t: TraceFile, names: TraceNames, found: list[TraceName], prepared: 
     stages = names.stages(found)
     groups = {g for n in names.graph.nodes if not n.once and n.stage in stages for g in n.groups}
     return min(groups, default=0)
-
-
-def _sum(parts: Sequence[MeasuredCost]) -> MeasuredCost:
-    median, spread = (sum(getattr(m, key) for m in parts) for key in ("median_s", "spread_s"))
-    return MeasuredCost(median, spread, min(m.count for m in parts))
 
 
 def _machine(traces: Sequence[TraceFile]) -> ProfileMachine:

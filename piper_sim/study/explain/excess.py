@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cost_models import DeviceHardware
-from ir.core.ops import Pass
 from ir.core.order import BoolArray, FloatArray, IntArray
+from ir.graph.graph import GraphNode
 from ir.job import Job
 from ir.plan.plan import OpKind, Plan
 from piper_sim.pricing.costs import KERNELS, CostModel, CostShare, OpCosts
@@ -84,7 +85,7 @@ def _differences(plan: Plan, copies: int, worlds: list[OpCosts]) -> OpExcess:
     for k, c in enumerate(REMOVED):
         inner[c] = np.clip(inside[k] - inside[k + 1], 0, rest)
         rest = rest - inner[c]
-    last, passes = worlds[-1], np.tile(_passes(plan), copies)
+    last, passes = worlds[-1], np.tile((plan.kind == OpKind.COMPUTE) & ~covering(plan, lambda n: n.once), copies)
     even = ticks(last.shares[:, KERNELS].sum(axis=1)) * passes
     program = (plan.program + plan.programs * np.arange(copies)[:, None]).ravel()
     load = np.zeros(plan.programs * copies, dtype=np.int64)
@@ -94,15 +95,8 @@ def _differences(plan: Plan, copies: int, worlds: list[OpCosts]) -> OpExcess:
     return OpExcess(over, inner, rest, load, even, recomputed)
 
 
-def _passes(plan: Plan) -> BoolArray:
-    """[op] whether it computes for a microbatch, not once per step."""
+def covering(plan: Plan, wanted: Callable[[GraphNode], bool]) -> BoolArray:
+    """[op] whether it computes such a node."""
     nodes = plan.graph.nodes
-    of = [s.kind is OpKind.COMPUTE and not any(nodes[n].once for n, _ in s.covers) for s in plan.shapes]
-    return np.array(of)[plan.shape]
-
-
-def covering(plan: Plan, kinds: set[Pass]) -> BoolArray:
-    """[op] whether a compute op does any of these."""
-    nodes = plan.graph.nodes
-    of = [s.kind is OpKind.COMPUTE and any(nodes[n].kind in kinds for n, _ in s.covers) for s in plan.shapes]
+    of = [s.kind is OpKind.COMPUTE and any(wanted(nodes[n]) for n, _ in s.covers) for s in plan.shapes]
     return np.array(of)[plan.shape]

@@ -28,6 +28,7 @@ from piper_sim.study.prediction import Prediction
 from piper_sim.study.simulate import Object
 
 K = TypeVar("K", bound=Hashable)
+BACKWARD = (Pass.I, Pass.W, Pass.R)
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,8 @@ def waits_of(p: Prediction) -> OpWaits:
     chain = chain_of(scenario, p.run, p.costs.duration)
     own = ticks(p.costs.duration)
     copies = p.planned.classes.count
-    forward, backward = (np.tile(covering(p.plan, kinds), copies) for kinds in ({Pass.F}, {Pass.I, Pass.W, Pass.R}))
-    filled, drained = phases(chain, forward, backward)
+    forward, backward = covering(p.plan, lambda n: n.kind is Pass.F), covering(p.plan, lambda n: n.kind in BACKWARD)
+    filled, drained = phases(chain, np.tile(forward, copies), np.tile(backward, copies))
     return OpWaits(chain, excess_of(p.planned, p.costs), own, own[chain.main], filled, drained)
 
 
