@@ -15,7 +15,7 @@ from typing import TypeVar
 from cost_models.hardware import DeviceHardware
 from cost_models.software.dispatcher import recipes
 from ir.core.order import FloatArray
-from ir.core.work import CAST, LOSS, SORTS, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
+from ir.core.work import CAST, DROPOUT, LOSS, SORTS, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
 
 Seconds = TypeVar("Seconds", float, FloatArray)
 _SPLITS = (1, 2, 4, 8)
@@ -155,6 +155,8 @@ def _attention_share(kernel: Kernel, hw: DeviceHardware, sms: int) -> float:
     head = min((qk_dim + v_dim) / 2, a.head_limit) / 128
     share = a.backward_efficiency if is_backward(kernel) else a.forward_efficiency
     share *= written * math.pow(head, a.head_exponent)
+    if kernel.label.endswith(DROPOUT):
+        share *= a.dropout[is_backward(kernel)]
     share *= kv / (kv + a.ramp_tokens)
     # A part-filled tile costs a whole one, and fewer tiles than SMs leave SMs idle. Causal tiles differ in length, so a
     # last wave is not rounded up.

@@ -68,7 +68,7 @@ def frameworks() -> tuple[str, ...]:
     """Names that `[costs] software` may hold.
 
     >>> frameworks()
-    ('llm-foundry', 'megatron', 'megatron-core', 'megatron-deepspeed', 'nanotron', 'nemo')
+    ('llm-foundry', 'megatron', 'megatron-core', 'megatron-deepspeed', 'nanotron', 'nemo', 'torchtitan')
     """
     return tuple(sorted(p.stem for p in _HERE.glob("*.json")))
 

@@ -226,6 +226,29 @@ def golden(line: Line, job: Table) -> Facts:
     return {"memory": {pp - 1: float(line["mem_peak_early_bytes"])}} | ({} if large else {"seconds": None})
 
 
+_CARDS: Mapping[str, Mapping[str, Any]] = {  # what the cards' words are in a job
+    "dispatcher": {"DeepEP": "deepep", "HybridEP": "hybridep"},
+    "precision": {"bf16": "bf16", "mxfp8": "fp8"},
+    "cuda_graphs": {"none": "none", "full iteration": "step"},
+}
+
+
+def cards(line: Line, job: Table) -> Facts:
+    """A mixture of experts: layers per stage, experts' messages overlapped or not, an NVLink domain as a node."""
+    if line["needs"] or not line["dispatcher"]:
+        return {"why": line["needs"] or "the recipe's settings are not stated"}
+    words = {column: found[line[column]] for column, found in _CARDS.items()}
+    node, counts = int(line["nvlink_domain_gpus"]), (x.split("*") for x in line["layers_per_stage"].split())
+    job["cluster"] = {"gpu": job["cluster"]["gpu"], "gpus_per_node": node, "nodes": -(-int(line["gpus"]) // node)}
+    job["parallel"]["layers"] = [int(a) for a, times in counts for _ in range(int(times))] or "even"
+    job["costs"] = {**job.get("costs", {}), **{k: words[k] for k in ("dispatcher", "cuda_graphs")}}
+    job["precision"] = {"compute": words["precision"], **job.get("precision", {})}
+    if line["ep_overlap"] == "1":
+        job["schedule"] |= {"name": f"{job['schedule']['name']}-overlap", "merge": "template"}
+        job["schedule"]["delay_wgrad"] = line["delay_wgrad"] == "1"
+    return {}
+
+
 _ROWS: Mapping[str, Callable[[Line, Table], Facts]] = {
     "zero_bubble": zero_bubble,
     "korthikanti": korthikanti,
@@ -241,6 +264,7 @@ _ROWS: Mapping[str, Callable[[Line, Table], Facts]] = {
     "mlperf_llm": mlperf,
     "vtrain_multi_node": vtrain,
     "megatron_goldens": golden,
+    "automodel": cards,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ir.core.ops import Pass
-from ir.core.work import DType, Kernel, KernelKind, Work
+from ir.core.work import DROPOUT, DType, Kernel, KernelKind, Work
 from ir.workload.part import SavedBuffer
 from ir.workload.parts.kernels import memory
 from ir.workload.setting import AttentionKind, PartSetting
@@ -103,7 +103,8 @@ class AttentionCore:
         sums = 2 * 4 * b * q * self.q_features if passes == 2 else 0
         moved = passes * tensors * s.wide + sums + 4 * b * q * self.heads
         shape = (b, self.heads, q, kv, self.qk, self.v)
-        return Kernel(KernelKind.ATTENTION, flops, moved, s.precision.activations, shape, label)
+        drawn = DROPOUT if s.config.attn_dropout else ""
+        return Kernel(KernelKind.ATTENTION, flops, moved, s.precision.activations, shape, label + drawn)
 
     def _product(self, s: PartSetting, label: str, m: int, n: int, k: int) -> Kernel:
         groups = s.shape.microbatch_size * self.heads

@@ -15,6 +15,8 @@ from cost_models.software.dispatcher import dispatchers
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.grid import quantise
 from ir.core.work import DType, Kernel, KernelKind
+from ir.job.build import prepare
+from ir.job.load import job_from
 from tests.cost_models.compute.reference_kernels import flash, gemm, grouped, moves
 
 H100, A100, CPU = (load_hardware(x).in_training() for x in ("h100-sxm", "a100-sxm-80gb", "cpu"))
@@ -130,6 +132,17 @@ def test_attention_forward_and_backward_are_told_apart() -> None:
 def test_backward_attention_takes_longer_than_its_flops_alone() -> None:
     forward, backward = (flash(1, 32, 4096, 128, 128, b) for b in (False, True))
     assert kernel_seconds(backward, H100) / kernel_seconds(forward, H100) > backward.flops / forward.flops
+
+
+@pytest.mark.parametrize("backward, left", [(False, 0.8), (True, 0.65)])
+def test_dropout_inside_attention_leaves_the_share_of_its_rate_that_is_published(backward: bool, left: float) -> None:
+    def seconds(dropout: float) -> float:
+        model = {"config": "llama3-8b", "num_hidden_layers": 1, "seq_len": 32768, "attn_pdrop": dropout}
+        nodes = prepare(job_from({"model": model})).graph().nodes
+        found = {k for n in nodes for k in n.work if k.kind is KernelKind.ATTENTION and is_backward(k) is backward}
+        return sum(kernel_seconds(k, H100) for k in found)
+
+    assert seconds(0.0) / seconds(0.1) == pytest.approx(left, rel=0.02)
 
 
 def test_few_heads_leave_sms_idle() -> None:
