@@ -37,13 +37,16 @@ PLANS = {
 }
 
 
-def raced(folder: Path, *sets: str, device: RaceDevice | None = None, steps: int = 2) -> list[DeviceRace]:
-    """Train, all ranks in threads of this process; what nothing orders. Raises what a rank raises."""
+def raced(folder: Path, *sets: str, device: RaceDevice | None = None) -> list[DeviceRace]:
+    """Train two steps (memory is followed in the second), all ranks in threads of this process; what nothing orders.
+
+    Raises what a rank raises.
+    """
     prepared, plan = judged(folder, *sets)
     create(folder / "progress", prepared.ranks)
     (folder / given_name(0)).write_text(given_text(prepared, plan), encoding="utf-8")
     hub, errors = LocalRanks(race=device or RaceDevice()), list[BaseException]()
-    told = PlanRun(JobRunOptions(prepared.ranks, steps, backend="local", racecheck=True)).told()
+    told = PlanRun(JobRunOptions(prepared.ranks, 1, backend="local", racecheck=True)).told()
 
     def life(rank: int) -> None:
         pen = RankProgress(folder / "progress", rank)

@@ -110,7 +110,7 @@ ALL = [pytest.param(p, marks=pytest.mark.slow if p in SAME_KIND else ()) for p i
 @pytest.mark.parametrize("preset", ALL)
 def test_presets_agree_at_their_true_widths(preset: str) -> None:
     config = _config(preset)
-    length = config.moe.experts if config.moe else 64  # experts get equal shares
+    length = max(8, config.moe.experts // 4) if config.moe else 64  # experts get equal shares
     assert compare(config, 2, length) == []
 
 
