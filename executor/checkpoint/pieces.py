@@ -60,7 +60,7 @@ class ShardPiece:
         >>> ShardPiece(ParamShard((2, 6), (ShardCut(1, 1, 2, (4, 2)),)), 1, 4).runs()
         (array([3, 5, 8]), array([1, 1, 2]))
         """
-        starts, lengths = _stretches(self.share)
+        starts, lengths = self.share.stretches()
         ends = np.cumsum(lengths)
         low = np.clip(self.first - (ends - lengths), 0, lengths)  # what of each stretch lies before the piece
         high = np.clip(self.first + self.count - (ends - lengths), 0, lengths)
@@ -148,20 +148,3 @@ def in_files(held: Iterable[tuple[str, tuple[ShardPiece, Mapping[str, Tensor]]]]
             out[name] = ShardPiece(piece.share, piece.first + at, count), part
             size += count * each
     yield out
-
-
-def _stretches(share: ParamShard) -> tuple[np.ndarray, np.ndarray]:
-    """A share's elements, in its own order, as stretches of the whole parameter."""
-    if not share.cuts:
-        return np.array([0]), np.array([prod(share.shape)])
-    last = max(c.dim for c in share.cuts)
-    rows = [np.arange(n) for n in share.shape[: last + 1]]
-    for c in share.cuts:
-        rows[c.dim] = c.rows().cpu().numpy()
-    breaks = np.flatnonzero(np.diff(rows[last]) != 1) + 1
-    firsts, counts = zip(*((part[0], len(part)) for part in np.split(rows[last], breaks)), strict=True)
-    starts = np.zeros(1, dtype=np.int64)
-    for dim, found in enumerate([*rows[:last], np.array(firsts)]):
-        starts = (starts[:, None] + found[None] * prod(share.shape[dim + 1 :])).reshape(-1)
-    lengths = np.array(counts) * prod(share.shape[last + 1 :])
-    return starts, np.tile(lengths, len(starts) // len(lengths))

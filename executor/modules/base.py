@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from executor.modules.functions import token_loss
 from executor.modules.parallel import words_loss
 from executor.parallel.expert_all_to_all import ExpertAllToAll
 from executor.parallel.inline import RankRegion
+from executor.parallel.shares import ParamShard
 from ir.core.work import DType
 
+_HALF, _LOW = np.uint64(32), np.uint64(2**32 - 1)
+_DRAWN = 2**18  # elements at a time: their float64 copies stay in a cache
 NUMBER = ("number",)  # all that a router reads of a batch: the microbatch's number in the global one
 TORCH = {
     DType.FP64: torch.float64,
@@ -92,20 +98,44 @@ class Model(Protocol):
 
 
 def initial(
-    name: str, shape: Sequence[int], seed: int, std: float, dtype: torch.dtype, start: float | None = None
+    name: str, share: ParamShard, seed: int, std: float, dtype: torch.dtype, start: float | None = None
 ) -> Tensor:
-    """A parameter's first value: a function of its global name and the seed, whoever builds it, in whatever order.
+    """What a rank holds of a parameter's first values: functions of its global name, the seed, and an element's place.
 
-    Drawn in float64, then rounded, so that all precisions start from the same numbers. start: the same everywhere.
+    Whoever builds it, in whatever order, draws no more than the share: a word of a counter-based generator for each
+    element, made normal (Box and Muller) in float64, then rounded, so that all precisions start from the same numbers.
+    start: the same everywhere.
 
-    >>> initial("model.norm.weight", [2], 0, 0.02, torch.float32, 1.0).tolist()
+    >>> initial("model.norm.weight", ParamShard((2,)), 0, 0.02, torch.float32, 1.0).tolist()
     [1.0, 1.0]
     """
     if start is not None:
-        return torch.full(tuple(shape), start, dtype=dtype)
+        return torch.full(share.local, start, dtype=dtype)
+    out, at = torch.empty(share.local, dtype=dtype), 0
+    if is_fake(out):
+        return out
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return torch.empty(*shape, dtype=torch.float64).normal_(0.0, std, generator=generator).to(dtype)
+    for words in _words(int.from_bytes(digest[:16], "big"), *share.stretches()):
+        ahead, behind = (torch.from_numpy(w.astype(np.float64)) for w in (words >> _HALF, words & _LOW))
+        normal = ((ahead + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_().mul_((behind * (2.0**-32 * math.tau)).cos_())
+        out.view(-1)[at : at + len(words)] = normal.mul_(std)
+        at += len(words)
+    return out
+
+
+def _words(key: int, starts: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:
+    """64 bits for every element of these stretches of a parameter, about `_DRAWN` of them at a time."""
+    held: list[np.ndarray] = []
+    for first, end in zip(starts.tolist(), (starts + counts).tolist(), strict=True):
+        for low in range(first, end, _DRAWN):
+            block, skipped = divmod(low, 4)  # it makes four words for each number it counts
+            made = np.random.Philox(key=key, counter=block).random_raw(skipped + min(_DRAWN, end - low))
+            held.append(made[skipped:])
+            if sum(map(len, held)) >= _DRAWN:
+                yield np.concatenate(held)
+                held = []
+    if held:
+        yield np.concatenate(held)
 
 
 class TokenLoss(nn.Module):

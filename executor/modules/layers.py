@@ -22,7 +22,7 @@ class Params:
     """Makes each parameter once per stage, by its global name; a second request for a name is a tie.
 
     dtype None: only names and shapes are wanted, nothing is allocated. shares: what is held of those that are cut. All
-    are asked for with their global shapes, and drawn whole, so that every layout starts from the same numbers.
+    are asked for with their global shapes; every layout starts from the same numbers.
     region: the ranks that hold the other shares, whom modules meet. weights: first values, instead of drawn ones.
     """
 
@@ -42,13 +42,13 @@ class Params:
     def __call__(self, name: str, *shape: int, start: float | None = None) -> nn.Parameter:
         """The parameter of this name. start: its first value everywhere, else drawn."""
         if name not in self.made:
+            share = self.shares.get(name, ParamShard(shape))
             if self.dtype is None:
                 value = torch.empty(shape, device="meta")
             elif self.weights is not None:
-                value = self.weights.read(name, self.shares.get(name, ParamShard(shape)), self.dtype)
+                value = self.weights.read(name, share, self.dtype)
             else:
-                value = initial(name, shape, self.seed, self.std, self.dtype, start)
-                value = self.shares[name].take(value) if name in self.shares else value
+                value = initial(name, share, self.seed, self.std, self.dtype, start)
             self.made[name] = nn.Parameter(value)
         return self.made[name]
 

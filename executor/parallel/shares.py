@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,6 +64,26 @@ class ParamShard:
         for c in self.cuts:
             out[c.dim] = len(c)
         return tuple(out)
+
+    def stretches(self) -> tuple[np.ndarray, np.ndarray]:
+        """Its elements, in its own order, as stretches of the whole parameter laid flat: starts, lengths.
+
+        >>> ParamShard((2, 6), (ShardCut(1, 1, 2, (6,)),)).stretches()
+        (array([3, 9]), array([3, 3]))
+        """
+        if not self.cuts:
+            return np.array([0]), np.array([prod(self.shape)])
+        last = max(c.dim for c in self.cuts)
+        rows = [np.arange(n) for n in self.shape[: last + 1]]
+        for c in self.cuts:
+            rows[c.dim] = c.rows().cpu().numpy()
+        breaks = np.flatnonzero(np.diff(rows[last]) != 1) + 1
+        firsts, counts = zip(*((part[0], len(part)) for part in np.split(rows[last], breaks)), strict=True)
+        starts = np.zeros(1, dtype=np.int64)
+        for dim, found in enumerate([*rows[:last], np.array(firsts)]):
+            starts = (starts[:, None] + found[None] * prod(self.shape[dim + 1 :])).reshape(-1)
+        lengths = np.array(counts) * prod(self.shape[last + 1 :])
+        return starts, np.tile(lengths, len(starts) // len(lengths))
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part, a tensor of its own where it is not all."""

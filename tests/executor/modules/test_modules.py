@@ -4,14 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import nn
 
 from executor.autograd.stage import Stage
+from executor.modules import base
 from executor.modules.attention.rope import TokenAngles, rotary, rotate
+from executor.modules.base import initial
 from executor.modules.decoder import DecoderModel
 from executor.modules.functions import rms_norm
 from executor.modules.user.annotate import annotate, cut
 from executor.modules.user.model import UserModel, load_callable
+from executor.parallel.shares import ParamShard, ShardCut
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.reference import train
 from ir.core.errors import PiperError
@@ -57,6 +62,34 @@ def test_a_parameter_is_the_same_whoever_builds_it() -> None:
     assert changed == [n for n in other if "norm" not in n]
     weights = [p for n, p in whole.items() if "norm" not in n]
     assert len({float(p.detach().flatten()[0]) for p in weights}) == len(weights)
+
+
+@given(st.data())
+def test_a_share_is_drawn_as_it_is_cut_from_the_whole(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    cuts = []
+    for dim in sorted(data.draw(st.sets(st.integers(0, len(shape) - 1)))):
+        first = data.draw(st.integers(0, shape[dim]))
+        count = data.draw(st.integers(1, 3))
+        cuts.append(ShardCut(dim, data.draw(st.integers(0, count - 1)), count, (first, shape[dim] - first)))
+    share = ParamShard(shape, tuple(cuts))
+    whole = initial("w", ParamShard(shape), 3, 1.0, torch.float64)
+    assume(0 not in share.local)
+    assert torch.equal(initial("w", share, 3, 1.0, torch.float64), share.take(whole))
+
+
+def test_first_values_are_normal_and_of_their_name_and_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the normal distribution's own function: Kolmogorov's distance of a million values is below 2 / 1,000."""
+    share = ParamShard((1000, 1000))
+    found = initial("w", share, 0, 0.5, torch.float64).view(-1)
+    monkeypatch.setattr(base, "_DRAWN", 999)
+    assert torch.equal(initial("w", share, 0, 0.5, torch.float64).view(-1), found)
+    wanted = 0.5 * (1 + torch.erf(found.sort().values / 0.5 / 2**0.5))
+    assert (wanted - torch.linspace(0, 1, len(found), dtype=torch.float64)).abs().max() < 2e-3
+    for other in (initial("v", share, 0, 0.5, torch.float64), initial("w", share, 1, 0.5, torch.float64)):
+        both = torch.stack((found, other.view(-1)))
+        assert torch.corrcoef(both)[0, 1].abs() < 5e-3
+    assert torch.corrcoef(torch.stack((found[1:], found[:-1])))[0, 1].abs() < 5e-3
 
 
 def test_precisions_start_from_the_same_numbers() -> None:
