@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,15 @@ from ir.job.run_options import JobRunOptions
 from ir.plan.text import plan_text
 from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, trace_files, width, write
+from piper_sim.report.metrics import FILE as METRICS
+from piper_sim.report.metrics import write_metrics
 from piper_sim.report.timeline import text_timeline
 from piper_sim.study.predict import predict
 
-FILES = ("ranks.json", "routing.csv", "log.jsonl", "run.json", "plan.txt", "timeline.png", "trace.json.gz", "trace.tsv")
+FILES = (
+    "ranks.json", "routing.csv", "log.jsonl", METRICS, "run.json", "plan.txt", "timeline.png", "trace.json.gz",
+    "trace.tsv",
+)  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -28,8 +35,9 @@ def main(args: argparse.Namespace) -> int:
     refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work
     options = JobRunOptions.of(args, args.ranks)
     saving = CheckpointOptions(args.save, args.every, args.keep, args.force, args.resume)
+    said = partial(_tell, out, p.to_dict() if out is not None else {})
     with progress(f"running {args.steps} step(s) on {args.ranks} processes"):
-        found, trace = run(p.prepared, p.plan, options, saving, _tell)
+        found, trace = run(p.prepared, p.plan, options, saving, said)
     if not args.json:  # whatever becomes of the files
         print(text_timeline(trace, width()))
         _show(found)
@@ -43,8 +51,12 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(line: dict[str, Any]) -> None:
-    """A line per step, on stderr, while it goes on."""
+def _tell(out: Path | None, predicted: Mapping[str, Any], line: dict[str, Any]) -> None:
+    """A line per step, on stderr, while it goes on; with --out, the same for Prometheus, beside what was predicted."""
+    if out is not None:
+        drift = line["step_s"] / predicted["iteration_s"]
+        beside = {"predicted_s": predicted["iteration_s"], "drift": drift, "mfu": predicted["mfu"] / drift}
+        write_metrics(out, line | beside, predicted["plan_digest"])
     test = f", held out {line['eval_loss']:.6f}" if "eval_loss" in line else ""
     text = f"step {line['step']}: loss {line['loss']:.6f}{test}, gradient norm {line['grad_norm']:.4f}, "
     print(f"{text}lr {line['lr']:.2e}, {line['step_s']:.4f} s, {line['tokens_per_s']:,.0f} tokens/s", file=sys.stderr)

@@ -1,6 +1,7 @@
 """`piper-sim run` from outside: its object, its files, and what it refuses before any process starts."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,8 +65,15 @@ def test_files_are_written_and_never_overwritten(capfd: pytest.CaptureFixture[st
     found = command(capfd, "run", job, "-n", "2", "--out", str(out))
     assert found["trace"] == str(out / "trace.tsv")
     assert {p.name for p in out.iterdir()} == {
-        "ranks.json", "run.json", "log.jsonl", "plan.txt", "trace.tsv", "trace.json.gz", "timeline.png"
+        "ranks.json", "run.json", "log.jsonl", "metrics.prom", "plan.txt", "trace.tsv", "trace.json.gz", "timeline.png"
     }  # fmt: skip
+    metrics = dict(re.findall(r'^piper_sim_(\w+)\{plan="\w{64}"\} (\S+)$', (out / "metrics.prom").read_text(), re.M))
+    assert float(metrics["loss"]) == found["losses"][-1] and float(metrics["step"]) == len(found["losses"]) - 1
+    predicted = command(capfd, "simulate", job)
+    assert float(metrics["predicted_step_seconds"]) == predicted["iteration_s"]
+    measured = float(metrics["step_seconds"])
+    assert float(metrics["measured_to_predicted"]) == measured / predicted["iteration_s"]
+    assert float(metrics["mfu"]) == pytest.approx(predicted["mfu"] * predicted["iteration_s"] / measured)
     before = (out / "ranks.json").read_text()
     error = command(capfd, "run", job, "-n", "2", "--out", str(out), code=2)["error"]
     assert error["kind"] == "io" and "--force" in error["suggestion"] and (out / "ranks.json").read_text() == before
