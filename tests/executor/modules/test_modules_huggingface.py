@@ -123,6 +123,7 @@ def test_norms_inside_latent_attention_with_the_configs_epsilon_are_seen(monkeyp
 
 
 def test_the_oracle_is_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left alone, transformers rounds angles, norms and softmaxes to float32."""
+    """Left alone, transformers rounds angles, norms and softmaxes to float32; first steps enlarge that."""
     monkeypatch.setattr(hub, "Doubled", nullcontext)
-    assert CLOSE < gap(CASES["tiny-llama"]).largest < FAR
+    found = gap(CASES["tiny-llama"])
+    assert found.losses < FAR and found.largest > CLOSE
