@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from executor.data.tokens import check_sources
 from executor.device.device import LAUNCHES
 from executor.modules.supported import refuse_model
-from executor.parallel.places import check_divided
+from executor.parallel.inline import check_divided
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.work import DType
 from ir.job.build import PreparedJob, blaming, precision_of, recompute_options

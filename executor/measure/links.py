@@ -14,11 +14,11 @@ from executor.device.device import CudaDevice, Device
 from executor.measure.ops import Note
 from executor.measure.watch import WARM_UP
 from executor.modules.base import TORCH
-from executor.parallel.places import RankPlacement
 from executor.transport.base import Transport, TransportHandle, TransportTopology
 from ir.core.work import DType, Message, MessageKind
 from ir.graph.classes import link_class
 from ir.job.build import PreparedJob, precision_of
+from ir.plan.places import RankPlacement
 from ir.plan.plan import OpKind, Plan
 
 LEAST, MOST, STEP = 2**10, 2**22, 4  # bytes of the sizes beside the plan's own, and how they grow

@@ -14,13 +14,13 @@ from executor.device.device import Device
 from executor.measure.watch import WARM_UP, DeviceTimer
 from executor.modules.base import TORCH
 from executor.optim.flat import FlatBucket
-from executor.parallel.places import RankPlacement
 from executor.runtime.batch import Microbatch
 from executor.runtime.rank import RankModel
 from ir.core.ops import Pass
 from ir.graph.classes import node_classes
 from ir.graph.graph import PerStepOp
 from ir.job.build import PreparedJob, precision_of
+from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 
 Samples = dict[str, list[float]]

@@ -11,9 +11,9 @@ from executor.measure.kernels import KernelSample, piece_samples
 from executor.measure.links import MessageSample, link_rows, topology
 from executor.measure.ops import Note, op_samples
 from executor.measure.watch import watch_of
-from executor.parallel.places import RankPlacement
 from executor.runtime.worker import RankContext
 from ir.core.work import DType, MessageKind
+from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 
 

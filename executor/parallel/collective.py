@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from executor.parallel.places import RankPlacement
 from ir.core.work import MessageKind
+from ir.plan.places import RankPlacement
 from ir.plan.plan import OpKind, OpShape, Plan
 
 ONCE = -1  # instead of a microbatch

@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.device import clock
 from executor.device.progress import RankProgress
-from executor.parallel.places import RankPlacement, check_divided
 from executor.transport.base import Transport, TransportHandle
+from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import MessageKind
+from ir.graph.graph import Graph
+from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from ir.workload.part import PartLayout
 
@@ -153,6 +155,20 @@ class RankRegion:
                 RankAxis(size, members.index(rank), axis, members, transport, progress) if size > 1 else RankAxis()
             )
         return cls(wires[0], wires[1], layout.sequence_parallel)
+
+
+def check_divided(graph: Graph) -> None:
+    """Raise PiperError where parts are divided over tp or cp otherwise than all alike, over all of the mesh."""
+    sizes = (1, 1) if graph.mesh is None else tuple(graph.mesh.sizes[a] for a in ("tp", "cp"))
+    found = {(e.layout.tp, e.layout.cp, e.layout.sequence_parallel) for e in graph.entries}
+    if len(found) > 1 or any(layout[:2] != sizes for layout in found):
+        divided = ", ".join(f"{tp}·{cp}" for tp, cp, _ in sorted(found))
+        raise PiperError(
+            ErrorKind.DIRECTIVE,
+            f"parts divided over {divided} ranks of tp·cp = {sizes[0]}·{sizes[1]} are simulated, but not executed",
+            allowed="all parts divided alike",
+            suggestion="shard with the filter {}, which matches everything",
+        )
 
 
 def stretches(t: Tensor, size: int, index: int) -> Tensor:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from executor.parallel.collective import Collective
-from executor.parallel.places import RankPlacement
+from ir.plan.places import RankPlacement
 from ir.plan.plan import OpKind, Plan
 from ir.trace.trace import Trace
 

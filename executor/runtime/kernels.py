@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from executor.autograd.stage import Stage
 from executor.device import clock
-from executor.optim.sync import Start
+from executor.optim.sync import BucketSync, Start
 from executor.parallel.collective import Collective
 from executor.parallel.expert_all_to_all import ExpertRoute, ExpertTransfer, even, exchanges, travel
 from executor.transport.base import Transport
@@ -22,129 +22,16 @@ from ir.graph.sync import Bucket
 SMALL = 2**18  # elements of a bucket that an emulated collective moves at most
 
 
-class StageKernels(Protocol):
-    """What the interpreter asks of a stage; `executor.autograd.stage.Stage` does it with arithmetic."""
-
-    @property
-    def units(self) -> Mapping[str, object]:
-        """Its units, in order."""
-        ...
-
-    @property
-    def in_flight(self) -> int:
-        """Microbatches of which something is still held."""
-        ...
-
-    def feed(self, mb: int, *acts: Tensor) -> None:
-        """The input of the next forward."""
-        ...
-
-    def feed_extra(self, mb: int, unit: str, *extras: object) -> None:
-        """A unit's further arguments."""
-        ...
-
-    def feed_grad(self, mb: int, *grads: Tensor | None) -> None:
-        """The gradient of the output, for the next backward."""
-        ...
-
-    def run(self, pass_: Pass, mb: int, units: Sequence[str] | None = None) -> None:
-        """One pass over some units."""
-        ...
-
-    def exchange(self, pass_: Pass, mb: int, name: str) -> ExpertTransfer:
-        """What travels between units on different ranks; counts that size it must have come."""
-        ...
-
-    def take_output(self, mb: int) -> tuple[Tensor, ...]:
-        """What the last forward left."""
-        ...
-
-    def take_input_grad(self, mb: int) -> tuple[Tensor | None, ...]:
-        """The gradient of the input."""
-        ...
-
-
-class StepKernels(Protocol):
-    """What the interpreter asks of what keeps copies and shares in step; `executor.optim.sync.Sync` does it."""
-
-    norm: float | None
-
-    def begin(self) -> None:
-        """A new step."""
-        ...
-
-    def start(self, meeting: Collective, transport: Transport) -> Start:
-        """How to post a collective, and what to do at its end."""
-        ...
-
-    def open(self, bucket: str, mb: int) -> None:
-        """A microbatch's gradients begin."""
-        ...
-
-    def reads(self, buckets: Sequence[str], op: str) -> None:
-        """An op is about to read weights that were gathered for it."""
-        ...
-
-    def close(self, meeting: Collective) -> None:
-        """What it gathered, or reduced from, is not needed any more."""
-        ...
-
-    def update(self) -> None:
-        """Update the parameters."""
-        ...
-
-    def squares(self) -> Tensor:
-        """Σ g² of this rank's share, by parameter."""
-        ...
-
-
-class Kernels(Protocol):
-    """All compute of one rank. stages: by stage. extras: what a unit reads of the batch."""
-
-    @property
-    def stages(self) -> Mapping[int, StageKernels]:
-        """The stages that live here."""
-        ...
-
-    @property
-    def extras(self) -> Mapping[str, tuple[str, ...]]:
-        """By unit, out of "ids", "labels", "scale"."""
-        ...
-
-    @property
-    def sync(self) -> StepKernels:
-        """What exists once per step."""
-        ...
-
-    def hold(self, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
-        """Behind a compute op's work, which began at since_s: return when its time is over."""
-        ...
-
-
 @dataclass(frozen=True)
 class RealKernels:
-    """Arithmetic, which takes as long as it takes."""
+    """Arithmetic, which takes as long as it takes. extras: by unit, what it reads of "ids", "labels", "scale"."""
 
-    stages: Mapping[int, StageKernels]
+    stages: Mapping[int, Stage]
     extras: Mapping[str, tuple[str, ...]]
-    sync: StepKernels
+    sync: BucketSync
 
     def hold(self, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
-        """It is over when it is done."""
-
-
-@dataclass(frozen=True)
-class TimedKernels:
-    """No arithmetic: ops take the seconds given, [step, op]; after the last step given come the first ones again."""
-
-    stages: Mapping[int, StageKernels]
-    sync: StepKernels
-    seconds: FloatArray
-    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # nobody reads a batch
-
-    def hold(self, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
-        """Sleep, which leaves the processor to other ranks: each op runs as on a device of its own."""
-        clock.sleep_until(since_s + float(self.seconds[step % len(self.seconds), op]), tick)
+        """Behind a compute op's work, which began at since_s: its time is over, as it is done."""
 
 
 class BlankStage:
@@ -253,3 +140,20 @@ class BlankBucketSync:
     def squares(self) -> Tensor:
         """No gradients."""
         return torch.zeros(0)
+
+
+@dataclass(frozen=True)
+class TimedKernels:
+    """No arithmetic: ops take the seconds given, [step, op]; after the last step given come the first ones again."""
+
+    stages: Mapping[int, BlankStage]
+    sync: BlankBucketSync
+    seconds: FloatArray
+    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # nobody reads a batch
+
+    def hold(self, step: int, op: int, since_s: float, tick: Callable[[], None]) -> None:
+        """Sleep, which leaves the processor to other ranks: each op runs as on a device of its own."""
+        clock.sleep_until(since_s + float(self.seconds[step % len(self.seconds), op]), tick)
+
+
+Kernels = RealKernels | TimedKernels  # all compute of one rank

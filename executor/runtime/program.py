@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from executor.parallel.collective import Collective
-from executor.parallel.places import RankPlacement
 from ir.core.ops import Pass
 from ir.graph.graph import GraphNode
 from ir.graph.sync import buckets
 from ir.graph.zero import gathered
 from ir.plan.host import host_reads
+from ir.plan.places import RankPlacement
 from ir.plan.plan import AT_START, OpKind, OpShape, Plan
 
 Value = tuple[int, int, int]  # (node, slot, microbatch)

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from executor.parallel.places import RankPlacement
 from ir.core.order import FloatArray
 from ir.job.run_options import CheckpointOptions, JobRunOptions
+from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from ir.trace.durations import emulated_seconds, replayed_seconds
 from ir.trace.text import read_trace

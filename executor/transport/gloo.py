@@ -5,34 +5,19 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from executor.transport.base import TransportTopology
-from executor.transport.groups import GroupTransport, GroupTransportHandle
+from executor.transport.groups import GroupTransport
 
 
-class GlooTransportHandle(GroupTransportHandle):
-    """A `Work` of gloo: to wait for it blocks, without holding the GIL."""
-
-    __slots__ = ()
-
-    def done(self) -> bool:
-        """Poll a collective. Of a send or receive gloo says nothing before `wait`; a wait with a timeout is no way out,
-        as the pair is closed for good when it expires."""
-        return self.work is None or bool(self.work.is_completed())
-
-
-class GlooTransport(GroupTransport[GlooTransportHandle]):
+class GlooTransport(GroupTransport):
     """Between processes, over TCP."""
 
     backend = "gloo"
 
     def __init__(self, store: Any, rank: int, topology: TransportTopology, timeout_s: float = 300.0) -> None:
         super().__init__(store, rank, topology, timeout_s)
-
-    def _handle(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> GlooTransportHandle:
-        return GlooTransportHandle(work, keep, peers)
 
 
 def file_store(path: str, world: int, timeout_s: float = 60.0) -> Any:

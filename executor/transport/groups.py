@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from executor.transport.base import TransportError, TransportHandle, TransportTopology
-
-H = TypeVar("H", bound=TransportHandle)
+from executor.transport.base import TransportError, TransportTopology
 
 
 class GroupTransportHandle:
-    """A `Work` and the tensors it reads or writes; whether it is done, each library says in its own way."""
+    """A `Work` and the tensors it reads or writes."""
 
     __slots__ = ("keep", "peers", "work")
 
     def __init__(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> None:
         self.work, self.keep, self.peers = work, keep, peers
+
+    def done(self) -> bool:
+        """Poll a collective. Of a send or receive gloo says nothing before `wait`; a wait with a timeout is no way out,
+        as the pair is closed for good when it expires."""
+        return self.work is None or bool(self.work.is_completed())
 
     def wait(self) -> None:
         """Wait as the library does; errors of the other end come out as TransportError."""
@@ -33,7 +36,7 @@ class GroupTransportHandle:
         self.work, self.keep = None, ()
 
 
-class GroupTransport(Generic[H]):
+class GroupTransport:
     """Process groups made at the start, in one order on all ranks.
 
     store: any c10d store all ranks share. timeout_s: how long the backend waits for a silent peer; failures are found
@@ -41,6 +44,7 @@ class GroupTransport(Generic[H]):
     """
 
     backend = ""
+    handle: ClassVar[type[GroupTransportHandle]] = GroupTransportHandle
 
     def __init__(self, store: Any, rank: int, topology: TransportTopology, timeout_s: float, **options: Any) -> None:
         self.rank = rank
@@ -69,53 +73,34 @@ class GroupTransport(Generic[H]):
             else:
                 self._groups[key] = group
 
-    def _handle(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> H:
-        """What is returned for something posted; work None: nothing had to be."""
-        raise NotImplementedError
-
-    def send(self, dst: int, tensor: Tensor) -> H:
+    def send(self, dst: int, tensor: Tensor) -> GroupTransportHandle:
         """Post a message; the handle holds the buffer until the peer has taken it."""
         tensor = tensor.contiguous()
         return self._post(lambda: dist.isend(tensor, dst, group=self._channels[self.rank, dst]), (tensor,), (dst,))
 
-    def recv(self, src: int, into: Tensor) -> H:
+    def recv(self, src: int, into: Tensor) -> GroupTransportHandle:
         """Post a receive; it completes in the background."""
         return self._post(lambda: dist.irecv(into, src, group=self._channels[src, self.rank]), (into,), (src,))
 
-    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> H:
+    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> GroupTransportHandle:
         """Sum in place, or the largest."""
-        if (g := self._groups.get(group)) is None:
-            return self._alone(group)
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        return self._join(group, lambda: dist.all_reduce(tensor, op, group=g, async_op=True), tensor)
+        return self._join(group, dist.all_reduce, tensor, tensor, op)
 
-    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> H:
+    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> GroupTransportHandle:
         """Sum; keep this member's part."""
-        if (g := self._groups.get(group)) is None:
-            into.copy_(tensor)
-            return self._alone(group)
-        return self._join(group, lambda: dist.reduce_scatter_tensor(into, tensor, group=g, async_op=True), into, tensor)
+        return self._join(group, dist.reduce_scatter_tensor, into, tensor, into, tensor)
 
-    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> H:
+    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> GroupTransportHandle:
         """Concatenate the members' parts."""
-        if (g := self._groups.get(group)) is None:
-            into.copy_(tensor)
-            return self._alone(group)
-        return self._join(
-            group, lambda: dist.all_gather_into_tensor(into, tensor, group=g, async_op=True), into, tensor
-        )
+        return self._join(group, dist.all_gather_into_tensor, into, tensor, into, tensor)
 
     def all_to_all(
         self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
-    ) -> H:
+    ) -> GroupTransportHandle:
         """Exchange rows, unevenly if need be."""
-        if (g := self._groups.get(group)) is None:
-            into.copy_(tensor)
-            return self._alone(group)
         rows = list(into_sizes), list(sizes)
-        return self._join(
-            group, lambda: dist.all_to_all_single(into, tensor, *rows, group=g, async_op=True), into, tensor
-        )
+        return self._join(group, dist.all_to_all_single, into, tensor, into, tensor, *rows)
 
     def barrier(self) -> None:
         """On the world's own group, which carries nothing else."""
@@ -128,20 +113,23 @@ class GroupTransport(Generic[H]):
             dist.destroy_process_group(group)
         dist.destroy_process_group()
 
-    def _peers(self, group: str) -> tuple[int, ...]:
-        return tuple(r for r in self._members[group] if r != self.rank)
-
-    def _alone(self, group: str) -> H:
-        if self.rank not in self._members[group]:
+    def _join(
+        self, group: str, collective: Callable[..., Any], into: Tensor, tensor: Tensor, *given: Any
+    ) -> GroupTransportHandle:
+        """A collective over a group; a member alone in it keeps what it gives."""
+        members = self._members[group]
+        if (g := self._groups.get(group)) is not None:
+            others = tuple(r for r in members if r != self.rank)
+            return self._post(lambda: collective(*given, group=g, async_op=True), (into, tensor), others)
+        if self.rank not in members:
             raise KeyError(f"rank {self.rank} is not in group {group!r}")
-        return self._handle(None, (), ())
+        if into is not tensor:
+            into.copy_(tensor)
+        return self.handle(None, (), ())
 
-    def _join(self, group: str, call: Callable[[], Any], *keep: Tensor) -> H:
-        return self._post(call, keep, self._peers(group))
-
-    def _post(self, call: Callable[[], Any], keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> H:
+    def _post(self, call: Callable[[], Any], keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> GroupTransportHandle:
         try:
-            return self._handle(call(), keep, peers)
+            return self.handle(call(), keep, peers)
         except RuntimeError as error:
             raise lost(peers, error) from error
 

@@ -10,7 +10,6 @@ import os
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from executor.device.device import Device
 from executor.transport.base import TransportTopology
@@ -43,11 +42,12 @@ class NcclTransportHandle(GroupTransportHandle):
         return True
 
 
-class NcclTransport(GroupTransport[NcclTransportHandle]):
+class NcclTransport(GroupTransport):
     """Between GPUs. All communicators are made at the start: a lazy one would block the host at its first use until the
     peer uses it too, in an order that no plan promises."""
 
     backend = "nccl"
+    handle = NcclTransportHandle
 
     def __init__(
         self, store: Any, rank: int, topology: TransportTopology, device: Device, timeout_s: float = 300.0
@@ -75,6 +75,3 @@ class NcclTransport(GroupTransport[NcclTransportHandle]):
         """The host waits too."""
         super().barrier()
         self.device.mark().wait()
-
-    def _handle(self, work: Any, keep: tuple[Tensor, ...], peers: tuple[int, ...]) -> NcclTransportHandle:
-        return NcclTransportHandle(work, keep, peers)

@@ -16,9 +16,9 @@ from executor.launch import run as cli
 from executor.launch.launch import launch
 from executor.launch.verdict import RankFailed
 from executor.parallel.collective import Collective
-from executor.parallel.places import RankPlacement
 from executor.runtime.given import given_text
 from ir.graph.sync import buckets
+from ir.plan.places import RankPlacement
 from ir.plan.plan import OpKind, Plan
 from piper_sim.memory.timeline import state
 from piper_sim.pricing.costs import CostModel

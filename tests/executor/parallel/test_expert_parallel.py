@@ -14,11 +14,11 @@ import pytest
 from executor.launch import run as cli
 from executor.launch.verdict import RankFailed
 from executor.modules.decoder import DecoderModel
-from executor.parallel.places import RankPlacement
 from ir.core.errors import PiperError
 from ir.core.work import MessageKind
 from ir.job.build import PreparedJob
 from ir.job.routing.forced import ForcedExperts
+from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from ir.workload import load_config
 from ir.workload.source import ConfigModelWork

@@ -13,11 +13,11 @@ import pytest
 from executor.launch import run as cli
 from executor.launch.verdict import RankFailed
 from executor.measure.peak_bytes import peak_bytes
-from executor.parallel.places import RankPlacement
 from ir.core.errors import PiperError
 from ir.graph import sync
 from ir.job.build import directives_json
 from ir.job.cache import PLANS
+from ir.plan.places import RankPlacement
 from ir.plan.plan import OpKind, Plan
 from ir.verify import held
 from ir.workload.part import Param, PartLayout
