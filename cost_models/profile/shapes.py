@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from ir.graph.classes import recomputed
 from ir.graph.graph import Graph, GraphNode, PerStepOp
 from ir.workload.config.spec import NOT_KERNELS
-from ir.workload.source import ConfigModelWork
+from ir.workload.work import ConfigModelWork
 
 Sizes = Mapping[str, int]
 DIVIDED = "sequence_parallel"  # whether tp divides norms too: 0 or 1, nothing to read between

@@ -211,12 +211,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             tags={"PP": args.pp} if args.pp else None,
         )
         args.out.write_text(text(found) + "\n", encoding="utf-8")
-        read = read_captured(args.out)
+        read, _ = read_captured(args.out)
     except PiperError as error:
         print(error, file=sys.stderr)
         return 2
     names = {n for c in read.chunks for n, _ in c.parameters}
-    products = sum(k.kind is not KernelKind.MEMORY for p in read.parts.values() for k in p.forward.kernels)
+    products = sum(k.kind is not KernelKind.MEMORY for p in read.parts.values() for k in p.passes.F.kernels)
     print(f"{args.out}: {len(read.chunks)} chunks, {len(names)} parameters, {products} kinds of products in forward")
     return 0
 

@@ -22,7 +22,7 @@ from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.parallel.shares import ParamShard
 from ir.graph import expert_rows
-from ir.workload.config.load import ModelConfig
+from ir.workload.config.spec import ModelConfig
 
 Reads = dict[str, tuple[str, ...]]
 Extras = dict[str, tuple[str, ...]]

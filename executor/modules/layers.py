@@ -15,7 +15,7 @@ from executor.modules.hub_weights import HubCheckpoint
 from executor.modules.parallel import columns, leave, words
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard
-from ir.workload.config.load import LayerActivation, ModelConfig, NormLayerKind
+from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
 
 
 class Params:

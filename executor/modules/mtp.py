@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from executor.modules.base import TokenLoss
 from executor.modules.layers import EmbedPart, LinearLayer, NormLayer, Params
 from executor.parallel.inline import RankRegion
-from ir.workload.config.load import ModelConfig
+from ir.workload.config.spec import ModelConfig
 
 WEIGHT = 0.3  # λ of the paper's first 10 T tokens
 

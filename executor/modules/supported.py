@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.workload.config.load import ModelConfig
+from ir.workload.config.spec import ModelConfig
 
 
 def refuse_model(c: ModelConfig) -> None:

@@ -11,8 +11,8 @@ from ir.core.ops import Pass
 from ir.core.work import Message
 from ir.directives.select import select
 from ir.graph.build import fill
-from ir.graph.graph import COUNTS, Buffer, Graph, GraphEdge, GraphNode, MemoryKind, ModelWork
-from ir.workload.part import PartLayout, PlacedPart
+from ir.graph.graph import COUNTS, Buffer, Graph, GraphEdge, GraphNode, MemoryKind
+from ir.workload.part import ModelWork, PartLayout, PlacedPart
 
 AXES = ("tp", "cp", "ep")
 
@@ -143,18 +143,17 @@ def _all_to_all(graph: Graph, source: ModelWork, hit: set[tuple[int, str]], stre
 
 def _exchange(source: ModelWork, experts: PlacedPart, src: GraphNode, inward: bool, stream: str) -> GraphNode:
     """The all-to-all behind `src`. Backward runs it the other way round: what was combined is dispatched again."""
-    dispatch, combine, received = source.dispatch(experts)
+    m = source.messages(experts)
     forward = src.kind in (Pass.F, Pass.R)
     name = "dispatch" if inward == forward else "combine"
-    message = dispatch if inward else combine
-    out = received if inward else source.combined(experts)
+    message, out = (m.dispatch, m.dispatched_bytes) if inward else (m.combine, m.combined_bytes)
     writes = (Buffer("out" if forward else "grad", out, MemoryKind.BUFFERS),)
     return _behind(src, experts, name, stream, message, writes)
 
 
 def _counts(source: ModelWork, experts: PlacedPart, src: GraphNode, stream: str) -> GraphNode:
     """The exchange of counts behind `src`."""
-    message = source.counts(experts)
+    message = source.messages(experts).counts
     return _behind(src, experts, COUNTS, stream, message, (Buffer("out", message.bytes, MemoryKind.BUFFERS),))
 
 

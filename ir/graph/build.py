@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ir.core.ops import Pass
-from ir.graph.graph import Buffer, Graph, GraphEdge, GraphNode, ModelWork
-from ir.workload.part import Chunk, KeptBuffer, PartWork, PlacedPart, SavedBuffer
+from ir.graph.graph import Buffer, Graph, GraphEdge, GraphNode
+from ir.workload.part import Chunk, KeptBuffer, ModelWork, PartWork, PlacedPart, SavedBuffer
 
 # What each whole-part recompute option runs again; the finer ones name tensors (`SavedBuffer.recompute`) instead.
 WHOLE = {

@@ -13,7 +13,7 @@ from ir.graph.build import WHOLE
 from ir.graph.graph import Graph, GraphNode
 from ir.workload.captured import CapturedModelWork
 from ir.workload.config.spec import NOT_KERNELS
-from ir.workload.source import ConfigModelWork
+from ir.workload.work import ConfigModelWork
 
 
 def node_classes(graph: Graph) -> tuple[str, ...]:

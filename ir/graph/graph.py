@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.mesh import Mesh
 from ir.core.ops import Pass
 from ir.core.order import Order
 from ir.core.work import Message, Work
-from ir.workload.part import Param, PartLayout, PartWork, PlacedPart
+from ir.workload.part import ModelWork, PlacedPart
 
 COMPUTE = "compute"
 COUNTS = "counts"  # the part, behind its layer's name, of an exchange that the host reads
@@ -121,34 +120,6 @@ class GraphEdge:
     dst: int
     slot: int
     join: bool = False
-
-
-class ModelWork(Protocol):
-    """Where a model graph's numbers come from. `shard` asks again after it has changed a layout."""
-
-    def work(self, entry: PlacedPart) -> PartWork:
-        """Kernels, messages and bytes of a part under its layout."""
-        ...
-
-    def dispatch(self, entry: PlacedPart) -> tuple[Message, Message, int]:
-        """Dispatch message, combine message, and bytes of the rows this device's experts receive."""
-        ...
-
-    def counts(self, entry: PlacedPart) -> Message:
-        """What tells each rank how many rows the dispatch brings it."""
-        ...
-
-    def combined(self, entry: PlacedPart) -> int:
-        """Bytes of the combined tokens that come back to this device."""
-        ...
-
-    def local_numel(self, param: Param, layout: PartLayout) -> int:
-        """Elements of a parameter that one device holds, before ZeRO."""
-        ...
-
-    def sync_bytes(self) -> tuple[int, int]:
-        """Bytes of one element in gradient reductions and in parameter gathers."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

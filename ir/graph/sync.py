@@ -18,6 +18,7 @@ from ir.core.mesh import Mesh
 from ir.core.ops import Pass
 from ir.core.work import Message, MessageKind
 from ir.graph.graph import BucketPolicy, Buffer, Graph, GraphEdge, GraphNode, MicrobatchSpan, PerStepOp
+from ir.workload.params import local_numel
 from ir.workload.part import Param, PartLayout
 
 ALL_AXES = ("tp", "cp", "dp", "pp")
@@ -116,7 +117,7 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
             chunk = e.chunk.name if replica is not None and replica.zero == 3 else ""
             axes = summed_over(p, e.layout)
             pool = _Pool(e.stage, chunk, p.expert, axes, len(holders) > 1, tuple(owners), replica)
-            pools.setdefault(pool, []).append((k, graph.source.local_numel(p, e.layout), p.name))
+            pools.setdefault(pool, []).append((k, local_numel(p, e.layout), p.name))
     cuts = {pool: _cut(graph, pool, params) for pool, params in pools.items()}
     out: list[Bucket] = []
     for pool, label in _labels(cuts).items():

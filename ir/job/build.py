@@ -16,8 +16,8 @@ from ir.core.work import DType
 from ir.directives import Directive, ReplicateDirective, ShardDirective, apply
 from ir.directives.load import DirectiveFile, load_strategy
 from ir.graph.build import model_graph
-from ir.graph.graph import Graph, ModelWork
-from ir.job.agree import agree, check_replicated, with_split
+from ir.graph.graph import Graph
+from ir.job.agree import agree, check_replicated, refused, with_split
 from ir.job.cache import PLANS, PlanStructure
 from ir.job.model import read_model
 from ir.job.schema import Job, JobSchedule
@@ -29,7 +29,7 @@ from ir.schedules.schedule import OpTimes, Schedule
 from ir.schedules.strategy import ordering, placing
 from ir.workload.config.spec import ModelConfig
 from ir.workload.layout import laid_out, layout_of, parse_layout
-from ir.workload.part import Chunk, PartLayout
+from ir.workload.part import Chunk, ModelWork, PartLayout
 from ir.workload.partition import partition
 from ir.workload.setting import FUSED_STYLE, KernelStyle, MicrobatchShape, ModelPrecision
 
@@ -131,50 +131,40 @@ def prepare(
     Raises PiperError: sizes that do not fit the cluster, the model or each other, each with the nearest that do.
     """
     with blaming(job):
-        return _prepare(resolve(job, gpus_per_node), times, chunk_cost, most_layers, style, given)
-
-
-def _prepare(
-    job: Job,
-    times: OpTimes | None,
-    chunk_cost: Callable[[ModelWork, Chunk], float] | None,
-    most_layers: int | None,
-    style: KernelStyle,
-    given: DirectiveFile | None,
-) -> PreparedJob:
-    model = read_model(job)
-    config, chunks = model.config, model.chunks
-    if not job.parallel.reshard:
-        raise _job("parallel.reshard", "false is not built yet", "leave it out")
-    shape = MicrobatchShape(job.schedule.microbatch_size, job.model.seq_len)
-    precision = precision_of(job)
-    made = given or _schedule(job, times or OpTimes())
-    if isinstance(made, DirectiveFile):
-        job, made = agree(job, made), with_split(made, job.schedule.microbatches)
-    p = job.parallel
-    model.check(PartLayout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel), shape, precision, recompute_options(job))
-    mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
-    source = model.source(shape, precision, style)
-    mbs = (made.mbs or 1) if isinstance(made, DirectiveFile) else made.microbatches
-    check_nodes(3 * sum(len(c.parts) for c in chunks), mbs)
-    weigh = chunk_cost or (lambda _, c: float(model.flops(c, shape, precision)))
-    # One direction's placement: in DualPipe each direction is a pipeline of its own, as fast as its dearest stage.
-    ranks = made.placements[0].rank_of_stage if isinstance(made, Schedule) else None
-    if job.schedule.layout is not None:
-        stages = laid_out(chunks, _layout(job, made.stages))
-    else:
-        stages = partition(chunks, made.stages, p.layers, lambda c: weigh(source, c), ranks, most_layers)
-    base = replace(model_graph(stages, source, recompute_options(job)), mesh=mesh, prefetch=p.prefetch)
-    check_bytes(b.bytes for n in base.nodes for b in n.writes)
-    if isinstance(made, DirectiveFile):
-        strategy, name = made.directives, "directives"
-    else:
-        strategy, name = (*placing(made), *dividing(job, config), ordering(made)), made.name
-    merge = PassMerge(job.schedule.merge)
-    # DeepSeek's own order delays them; in Megatron's it is a choice.
-    late = job.schedule.delay_wgrad or (merge is PassMerge.TEMPLATE and name.startswith("dualpipe"))
-    policy = PlanPolicy(merge, clip=job.optimizer.clip_norm > 0, delay_wgrad=late)
-    return PreparedJob(job, config, mesh, name, mesh.ranks, mbs, made.stages, base, tuple(strategy), policy, style)
+        job = resolve(job, gpus_per_node)
+        model = read_model(job)
+        config, chunks = model.config, model.chunks
+        if not job.parallel.reshard:
+            raise refused("parallel.reshard", "false is not built yet", "leave it out")
+        shape = MicrobatchShape(job.schedule.microbatch_size, job.model.seq_len)
+        precision = precision_of(job)
+        made = given or _schedule(job, times or OpTimes())
+        if isinstance(made, DirectiveFile):
+            job, made = agree(job, made), with_split(made, job.schedule.microbatches)
+        p = job.parallel
+        model.check(PartLayout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel), shape, precision, recompute_options(job))
+        mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
+        source = model.source(shape, precision, style)
+        mbs = (made.mbs or 1) if isinstance(made, DirectiveFile) else made.microbatches
+        check_nodes(3 * sum(len(c.parts) for c in chunks), mbs)
+        weigh = chunk_cost or (lambda _, c: float(model.flops(c, shape, precision)))
+        # One direction's placement: in DualPipe each direction is a pipeline of its own, as fast as its dearest stage.
+        ranks = made.placements[0].rank_of_stage if isinstance(made, Schedule) else None
+        if job.schedule.layout is not None:
+            stages = laid_out(chunks, _layout(job, made.stages))
+        else:
+            stages = partition(chunks, made.stages, p.layers, lambda c: weigh(source, c), ranks, most_layers)
+        base = replace(model_graph(stages, source, recompute_options(job)), mesh=mesh, prefetch=p.prefetch)
+        check_bytes(b.bytes for n in base.nodes for b in n.writes)
+        if isinstance(made, DirectiveFile):
+            strategy, name = made.directives, "directives"
+        else:
+            strategy, name = (*placing(made), *dividing(job, config), ordering(made)), made.name
+        merge = PassMerge(job.schedule.merge)
+        # DeepSeek's own order delays them; in Megatron's it is a choice.
+        late = job.schedule.delay_wgrad or (merge is PassMerge.TEMPLATE and name.startswith("dualpipe"))
+        policy = PlanPolicy(merge, clip=job.optimizer.clip_norm > 0, delay_wgrad=late)
+        return PreparedJob(job, config, mesh, name, mesh.ranks, mbs, made.stages, base, tuple(strategy), policy, style)
 
 
 def resolve(job: Job, gpus_per_node: int | None = None) -> Job:
@@ -192,17 +182,17 @@ def resolve(job: Job, gpus_per_node: int | None = None) -> Job:
             check_ranks(total, "cluster.nodes")
             if p.dp is None and total % inner:
                 fix = f"cluster.nodes = {ceil(inner / gcd(inner, per_node))}, or a tp·cp·pp that divides {total}"
-                raise _job("parallel.pp", f"tp·cp·pp = {inner} does not divide the {total} GPUs", fix)
+                raise refused("parallel.pp", f"tp·cp·pp = {inner} does not divide the {total} GPUs", fix)
             dp = p.dp or total // inner
             if inner * dp != total:
                 fix = (
                     f"dp = {total // inner}" if total % inner == 0 else f"cluster.nodes = {ceil(inner * dp / per_node)}"
                 )
-                raise _job("parallel.dp", f"tp·cp·pp·dp = {inner * dp}, but the cluster has {total} GPUs", fix)
+                raise refused("parallel.dp", f"tp·cp·pp·dp = {inner * dp}, but the cluster has {total} GPUs", fix)
         cluster = replace(c, nodes=nodes, gpus_per_node=per_node)
         for rank in c.speed:
             if int(rank) >= inner * dp:
-                raise _job("cluster.speed", f"rank {rank} of {inner * dp} ranks", f"ranks 0..{inner * dp - 1}")
+                raise refused("cluster.speed", f"rank {rank} of {inner * dp} ranks", f"ranks 0..{inner * dp - 1}")
         schedule = _batched(job.schedule, dp)
     return replace(job, parallel=replace(p, dp=dp), cluster=cluster, schedule=schedule)
 
@@ -215,7 +205,7 @@ def _batched(s: JobSchedule, dp: int) -> JobSchedule:
     if s.global_batch % each:
         message = f"dp · microbatch_size = {each} does not divide {s.global_batch} sequences"
         fix = f"global_batch = {max(1, round(s.global_batch / each)) * each}"
-        raise _job("schedule.global_batch", message, fix)
+        raise refused("schedule.global_batch", message, fix)
     return replace(s, microbatches=s.global_batch // each, global_batch=None)
 
 
@@ -283,23 +273,21 @@ def _layout(job: Job, stages: int) -> tuple[str, ...]:
         pp, s = job.parallel.pp, job.schedule
         what = f"{s.name or 'the schedule'} on {pp} ranks has {stages}"
         fix = f"stages_per_rank = {len(found) // pp}" if len(found) % pp == 0 else f"{stages - 1} signs |"
-        raise _job("schedule.layout", f"the layout has {len(found)} stages, {what}", fix)
+        raise refused("schedule.layout", f"the layout has {len(found)} stages, {what}", fix)
     return found
 
 
 def _shaped(job: Job, made: Schedule, key: str) -> Schedule:
     s = job.schedule
     if made.ranks != job.parallel.pp:
-        raise _job(f"schedule.{key}", f"it has {made.ranks} ranks, pp is {job.parallel.pp}", f"pp = {made.ranks}")
+        raise refused(f"schedule.{key}", f"it has {made.ranks} ranks, pp is {job.parallel.pp}", f"pp = {made.ranks}")
     if s.microbatches not in (None, made.microbatches):
-        raise _job("schedule.microbatches", f"the {key} has {made.microbatches}", f"microbatches = {made.microbatches}")
+        raise refused(
+            "schedule.microbatches", f"the {key} has {made.microbatches}", f"microbatches = {made.microbatches}"
+        )
     if s.stages_per_rank not in (None, made.chunks):
-        raise _job("schedule.stages_per_rank", f"the {key} has {made.chunks}", f"stages_per_rank = {made.chunks}")
+        raise refused("schedule.stages_per_rank", f"the {key} has {made.chunks}", f"stages_per_rank = {made.chunks}")
     return made
-
-
-def _job(key: str, message: str, fix: str | None) -> PiperError:
-    return PiperError(ErrorKind.JOB, message, key=key, suggestion=fix)
 
 
 def directives_json(strategy: Sequence[Directive]) -> list[dict[str, object]]:

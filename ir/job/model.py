@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.core.limits import check_layers
-from ir.graph.graph import ModelWork
 from ir.job.schema import Job
 from ir.workload import load_config, model_chunks
 from ir.workload.captured import CapturedModel, CapturedModelWork, load_captured
 from ir.workload.config.load import config_from, presets
 from ir.workload.config.spec import ModelConfig
-from ir.workload.part import Chunk, PartLayout
-from ir.workload.setting import KernelStyle, MicrobatchShape, ModelPrecision, check_setting
-from ir.workload.source import ConfigModelWork
-from ir.workload.work import chunk_flops
+from ir.workload.part import Chunk, ModelWork, PartLayout, chunk_flops
+from ir.workload.setting import FUSED_STYLE, KernelStyle, MicrobatchShape, ModelPrecision, check_setting
+from ir.workload.work import ConfigModelWork
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,7 @@ class JobModel:
 
     def flops(self, chunk: Chunk, shape: MicrobatchShape, precision: ModelPrecision) -> int:
         """Of a chunk's F, I and W."""
-        if self.captured is None:
-            return chunk_flops(self.config, chunk, shape, precision)
-        return CapturedModelWork(self.captured, shape, precision).chunk_flops(chunk)
+        return chunk_flops(replace(self, attention="flash").source(shape, precision, FUSED_STYLE), chunk)
 
 
 def read_model(job: Job) -> JobModel:
@@ -60,7 +56,6 @@ def read_model(job: Job) -> JobModel:
         check_layers(m.overrides)
         path = named_path(job.file, m.config, presets()) if m.config else ""
         config = load_config(path, m.overrides) if path else config_from({}, job.file, m.overrides)
-        check_layers({"num_hidden_layers": config.layers})
         return JobModel(config, model_chunks(config), m.attention)
     if extra := [*(["config"] if m.config else []), *m.overrides]:
         raise PiperError(

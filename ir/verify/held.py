@@ -11,6 +11,7 @@ from ir.core.errors import PiperError
 from ir.core.ops import Pass
 from ir.graph.graph import COMPUTE, BucketPolicy, Graph, illegal
 from ir.graph.sync import Bucket, buckets
+from ir.workload.params import local_numel
 from ir.workload.part import Param, PlacedPart
 
 Nodes = Mapping[tuple[int, str], list[int]]  # (stage, part) → its compute nodes
@@ -102,7 +103,7 @@ def _holders(graph: Graph, nodes: Nodes) -> dict[str, _Holders]:
                 f"{name} is at ZeRO levels {[r.zero for r in said]}, {entry.name} names it first", "one level"
             )
         owners = tuple(sorted(set[int]().union(*(groups[k] for k in entries))))
-        numel = graph.source.local_numel(param, entry.layout)
+        numel = local_numel(param, entry.layout)
         out[name] = _Holders(tuple(entries), owners, _parts(param, entry), numel, said[0] if said else None)
     return out
 

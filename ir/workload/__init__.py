@@ -3,12 +3,11 @@
 from ir.workload.chunks import chunks as model_chunks
 from ir.workload.config.load import config_from, load_config, presets
 from ir.workload.config.spec import ModelConfig
-from ir.workload.params import count_params, local_numel, local_shape
+from ir.workload.params import local_numel, local_shape
 
 __all__ = [
     "ModelConfig",
     "config_from",
-    "count_params",
     "load_config",
     "local_numel",
     "local_shape",

@@ -12,14 +12,21 @@ from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
-from ir.core.work import Kernel, KernelKind, Message
+from ir.core.work import Kernel, KernelKind
 from ir.workload.captured_file import CapturedModelFile, read_captured
 from ir.workload.config.spec import ModelConfig
-from ir.workload.params import local_numel
-from ir.workload.part import Chunk, KeptBuffer, Param, Part, PartLayout, PartWork, PlacedPart, SavedBuffer
+from ir.workload.part import (
+    Chunk,
+    ExpertMessages,
+    KeptBuffer,
+    Param,
+    Part,
+    PartLayout,
+    PartWork,
+    PlacedPart,
+    SavedBuffer,
+)
 from ir.workload.setting import MicrobatchShape, ModelPrecision
-
-__all__ = ["CapturedModel", "CapturedModelWork", "load_captured"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +35,13 @@ class CapturedModel:
 
     file: str
     found: CapturedModelFile
+    digest: str
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CapturedModel) and other.found.digest == self.found.digest
+        return isinstance(other, CapturedModel) and other.digest == self.digest
 
     def __hash__(self) -> int:
-        return hash(self.found.digest)
+        return hash(self.digest)
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -76,8 +84,8 @@ class CapturedModel:
         for key, given, wanted in (
             ("model.seq_len", shape.seq_len, f.seq_len),
             ("schedule.microbatch_size", shape.microbatch_size, f.microbatch_size),
-            ("precision.compute", str(precision.compute), f.dtype),
-            ("precision.params", str(precision.params), f.dtype),
+            ("precision.compute", precision.compute, f.dtype),
+            ("precision.params", precision.params, f.dtype),
         ):
             if given != wanted:
                 raise self._refuse(key, f"{given}, but the module was captured with {wanted}", wanted)
@@ -120,53 +128,33 @@ class CapturedModelWork:
             return PartWork((), (), (), f.boundary_bytes)
         p = f.parts[part]
         saved = (
-            SavedBuffer("saved_until_W", p.until_w, Pass.W),
-            SavedBuffer("saved_until_I", p.until_i, Pass.I),
-            SavedBuffer("constants", p.constants, Pass.I),
+            SavedBuffer("saved_until_W", p.saved_bytes.until_W, Pass.W),
+            SavedBuffer("saved_until_I", p.saved_bytes.until_I, Pass.I),
+            SavedBuffer("constants", p.saved_bytes.constants, Pass.I),
         )
         return PartWork(
-            forward=p.forward.kernels,
-            input_grad=p.input_grad.kernels,
-            weight_grad=p.weight_grad.kernels,
-            out_bytes=p.out_bytes,
+            forward=p.passes.F.work,
+            input_grad=p.passes.I.work,
+            weight_grad=p.passes.W.work,
+            out_bytes=p.output_bytes,
             saved=tuple(s for s in saved if s.bytes),
-            stash_bytes=p.stash,
-            forward_workspace=p.forward.workspace,
-            input_grad_workspace=p.input_grad.workspace,
-            weight_grad_workspace=p.weight_grad.workspace,
-            model_flops=sum(k.flops * k.count for k in p.forward.kernels),
+            stash_bytes=p.stash_bytes,
+            forward_workspace=p.passes.F.workspace_bytes,
+            input_grad_workspace=p.passes.I.workspace_bytes,
+            weight_grad_workspace=p.passes.W.workspace_bytes,
+            model_flops=sum(k.flops * k.count for k in p.passes.F.kernels),
         )
 
-    def chunk_flops(self, chunk: Chunk) -> int:
-        """FLOPs of a chunk's F, I and W."""
-        works = [self.part_work(p.name) for p in chunk.parts]
-        return sum(k.flops * k.count for w in works for k in (*w.forward, *w.input_grad, *w.weight_grad))
-
-    def dispatch(self, entry: PlacedPart) -> tuple[Message, Message, int]:
+    def messages(self, experts: PlacedPart) -> ExpertMessages:
         """No part of a captured module is sharded over experts."""
-        raise self._no_experts()
-
-    def counts(self, entry: PlacedPart) -> Message:
-        """As `dispatch`."""
-        raise self._no_experts()
-
-    def combined(self, entry: PlacedPart) -> int:
-        """As `dispatch`."""
-        raise self._no_experts()
-
-    def local_numel(self, param: Param, layout: PartLayout) -> int:
-        """Elements on one device, before ZeRO."""
-        return local_numel(param, layout)
+        message = "a captured module's experts are not spread over ranks"
+        raise PiperError(ErrorKind.JOB, message, file=self.model.file, key="parallel.ep", allowed="1")
 
     def sync_bytes(self) -> tuple[int, int]:
         """Bytes per element of reductions and gathers."""
         return self.precision.reduce.bytes, self.precision.gather.bytes
 
-    def _no_experts(self) -> PiperError:
-        message = "a captured module's experts are not spread over ranks"
-        return PiperError(ErrorKind.JOB, message, file=self.model.file, key="parallel.ep", allowed="1")
-
 
 def load_captured(path: str | Path) -> CapturedModel:
     """Read a model.json. Raises PiperError (io, model) naming file and key."""
-    return CapturedModel(str(path), read_captured(Path(path)))
+    return CapturedModel(str(path), *read_captured(Path(path)))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +22,7 @@ Length = Annotated[int, Meta(ge=0, le=10**15)]
 Shape = tuple[Length, ...]
 
 
-class _Kernel(Struct):
+class CapturedKernel(Struct, frozen=True):
     """`kernels[…]`."""
 
     op: str
@@ -36,22 +34,27 @@ class _Kernel(Struct):
     count: Size
 
 
-class _Pass(Struct):
-    """`passes.F` and the like."""
+class CapturedPass(Struct, frozen=True):
+    """`passes.F` and the like: kernels, and bytes alive only while they run."""
 
     workspace_bytes: Bytes
-    kernels: tuple[_Kernel, ...]
+    kernels: tuple[CapturedKernel, ...]
+
+    @property
+    def work(self) -> Work:
+        """The kernels as those of a config."""
+        return tuple(Kernel(k.kind, k.flops, k.bytes, k.dtype, k.shape, k.op, k.count) for k in self.kernels)
 
 
-class _Passes(Struct):
+class CapturedPasses(Struct, frozen=True):
     """`passes`."""
 
-    F: _Pass
-    I: _Pass
-    W: _Pass
+    F: CapturedPass
+    I: CapturedPass
+    W: CapturedPass
 
 
-class _Saved(Struct):
+class CapturedBytes(Struct, frozen=True):
     """`saved_bytes`."""
 
     until_I: Bytes
@@ -59,56 +62,17 @@ class _Saved(Struct):
     constants: Bytes
 
 
-class _Part(Struct):
-    """`parts.…`."""
+class CapturedPart(Struct, frozen=True):
+    """What equal chunks do and keep. reads_input_again: the pass that reads the input last, "" if forward only."""
 
     output_bytes: Bytes
     reads_input_again: Annotated[str, words("", "I", "W", said="pass")]
-    saved_bytes: _Saved
+    saved_bytes: CapturedBytes
     stash_bytes: Bytes
-    passes: _Passes
+    passes: CapturedPasses
 
 
-class _File(Struct):
-    """The file."""
-
-    format: Annotated[str, words(FORMAT, said="format")]
-    version: int
-    model: str
-    microbatch_size: Size
-    seq_len: Size
-    dtype: DType
-    hidden: Size
-    vocab: Size
-    chunks: tuple[CapturedChunk, ...]
-    parts: dict[str, _Part]
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedPass:
-    """Kernels of one pass, and bytes alive only while it runs."""
-
-    kernels: Work
-    workspace: int
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedPart:
-    """What equal chunks do and keep. reads_input_again: the pass that reads the input last, "" if forward only."""
-
-    out_bytes: int
-    reads_input_again: str
-    until_i: int
-    until_w: int
-    constants: int
-    stash: int
-    forward: CapturedPass
-    input_grad: CapturedPass
-    weight_grad: CapturedPass
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedChunk:
+class CapturedChunk(Struct, frozen=True):
     """One chunk: embed, l0, l1, …, head. part: the key of its numbers. parameters: (global name, shape)."""
 
     name: str
@@ -121,41 +85,42 @@ class CapturedChunk:
         return self.name[:1] == "l" and self.name[1:].isdigit()
 
 
-@dataclass(frozen=True, slots=True)
-class CapturedModelFile:
-    """The whole file. hidden: features per token at every seam; boundary_bytes: of the tensor that crosses it."""
+class CapturedModelFile(Struct, frozen=True):
+    """The whole file. hidden: features per token at every seam."""
 
+    format: Annotated[str, words(FORMAT, said="format")]
+    version: int
     model: str
-    microbatch_size: int
-    seq_len: int
-    dtype: str
-    hidden: int
-    vocab: int
+    microbatch_size: Size
+    seq_len: Size
+    dtype: DType
+    hidden: Size
+    vocab: Size
     chunks: tuple[CapturedChunk, ...]
-    parts: Mapping[str, CapturedPart]
-    digest: str
+    parts: dict[str, CapturedPart]
 
     @property
     def boundary_bytes(self) -> int:
         """Bytes of what one chunk hands to the next."""
-        return self.microbatch_size * self.seq_len * self.hidden * DType(self.dtype).bytes
+        return self.microbatch_size * self.seq_len * self.hidden * self.dtype.bytes
 
 
-def read_captured(path: Path) -> CapturedModelFile:
-    """Read and check. Raises PiperError (io, model) naming the file and the key."""
+def read_captured(path: Path) -> tuple[CapturedModelFile, str]:
+    """The file, checked, and its digest. Raises PiperError (io, model) naming the file and the key."""
     file, raw = str(path), read_json(path, FORM)
     version = raw.get("version", VERSION) if isinstance(raw, dict) else VERSION
     if version != VERSION or isinstance(version, bool):
         raise FORM.wrong(f"version {cut(version)}", file, "version", str(VERSION), "capture it again")
-    f = typed(raw, _File, FORM, file)
-    parts = {name: _part(p, f"parts.{name}", file) for name, p in f.parts.items()}
+    f = typed(raw, CapturedModelFile, FORM, file)
+    for name, part in f.parts.items():
+        for pass_ in ("F", "I", "W"):
+            for i, k in enumerate(getattr(part.passes, pass_).kernels):
+                _check_kernel(k, f"parts.{name}.passes.{pass_}.kernels[{i}]", file)
     _check_chunks(f, file)
-    digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
-    dtype = str(f.dtype)
-    return CapturedModelFile(f.model, f.microbatch_size, f.seq_len, dtype, f.hidden, f.vocab, f.chunks, parts, digest)
+    return f, hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
 
 
-def _check_chunks(f: _File, file: str) -> None:
+def _check_chunks(f: CapturedModelFile, file: str) -> None:
     names = [c.name for c in f.chunks]
     layers = [n for n, c in zip(names, f.chunks, strict=True) if c.is_layer]
     wanted = [f"l{i}" for i in range(len(layers))]
@@ -173,20 +138,7 @@ def _check_chunks(f: _File, file: str) -> None:
                 raise FORM.wrong(message, file, f"chunks[{i}].parameters", "one", FORM.fix)
 
 
-def _part(p: _Part, at: str, file: str) -> CapturedPart:
-    saved, passes = p.saved_bytes, p.passes
-    made = (
-        CapturedPass(
-            tuple(_kernel(k, f"{at}.passes.{name}.kernels[{i}]", file) for i, k in enumerate(found.kernels)),
-            found.workspace_bytes,
-        )
-        for name, found in (("F", passes.F), ("I", passes.I), ("W", passes.W))
-    )
-    sizes = (saved.until_I, saved.until_W, saved.constants, p.stash_bytes)
-    return CapturedPart(p.output_bytes, p.reads_input_again, *sizes, *made)
-
-
-def _kernel(k: _Kernel, at: str, file: str) -> Kernel:
+def _check_kernel(k: CapturedKernel, at: str, file: str) -> None:
     rank = {KernelKind.GEMM: 3, KernelKind.GROUPED_GEMM: 4}.get(k.kind)
     if rank and (len(k.shape) != rank or k.flops != 2 * prod(k.shape)):
         message = f"{k.flops} FLOPs of {list(k.shape)}"
@@ -194,4 +146,3 @@ def _kernel(k: _Kernel, at: str, file: str) -> Kernel:
     if k.kind is KernelKind.ATTENTION and len(k.shape) != 6:
         allowed = "batch, heads, queries, keys, key width, value width"
         raise FORM.wrong(f"{list(k.shape)}", file, f"{at}.shape", allowed, FORM.fix)
-    return Kernel(k.kind, k.flops, k.bytes, k.dtype, k.shape, k.op, k.count)

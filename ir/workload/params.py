@@ -2,45 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import prod
-from typing import NamedTuple
 
 from ir.workload.config.spec import ModelConfig, NormLayerKind
-from ir.workload.part import Chunk, Param, PartLayout
+from ir.workload.part import Param, PartLayout
 
 Params = tuple[Param, ...]
-
-
-class ParamCount(NamedTuple):
-    """Parameters of a model. total: all that are trained, ties once; active: those of the main model that one token
-    uses (all but the experts it is not sent to); mtp: the part of total that belongs to MTP modules alone.
-    """
-
-    total: int
-    active: int
-    mtp: int
-
-
-def count_params(config: ModelConfig, chunks: Iterable[Chunk]) -> ParamCount:
-    """Count from the graph itself, so that what is counted is what is placed.
-
-    >>> from ir.workload import load_config, model_chunks
-    >>> config = load_config("mixtral-8x7b")
-    >>> [f"{n / 1e9:.1f}" for n in count_params(config, model_chunks(config))]
-    ['46.7', '12.9', '0.0']
-    """
-    main: dict[str, Param] = {}
-    mtp: dict[str, Param] = {}
-    for chunk in chunks:
-        for part in chunk.parts:
-            (mtp if chunk.name.startswith("mtp") else main).update({p.name: p for p in part.params})
-    extra = sum(p.numel for p in mtp.values() if p.name not in main)
-    total = sum(p.numel for p in main.values())
-    idle = 0
-    if moe := config.moe:
-        idle = sum(p.numel * (moe.experts - moe.top_k) // moe.experts for p in main.values() if p.expert)
-    return ParamCount(total + extra, total - idle, extra)
 
 
 def local_numel(param: Param, layout: PartLayout) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from ir.core.ops import Pass
 from ir.core.work import Message, Work
@@ -116,6 +117,23 @@ class PartWork:
         return self.out_bytes if self.out_grad_bytes is None else self.out_grad_bytes
 
 
+class ExpertMessages(NamedTuple):
+    """One layer's two all-to-alls in forward, and the bytes each leaves on a device.
+
+    dispatch: tokens to their experts, every copy counted; combine: results back. Backward swaps them: combine's
+    gradient travels as a dispatch (in its format), dispatch's gradient as a combine (arXiv:2412.19437, section 3.3.2).
+    dispatched_bytes: rows a device's experts receive, balanced. combined_bytes: what combine leaves, one row per token:
+    copies are summed on the way (DeepEP). counts: how many rows each rank sends to each expert, 64-bit numbers, which
+    travel before the rows do.
+    """
+
+    counts: Message
+    dispatch: Message
+    combine: Message
+    dispatched_bytes: int
+    combined_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A node-to-be of the model graph: attention, router, experts, mlp, norm, head, …
@@ -158,3 +176,33 @@ class PlacedPart:
     def name(self) -> str:
         """`l7.attn`."""
         return f"{self.chunk.name}.{self.part.name}"
+
+
+class ModelWork(Protocol):
+    """Where a model graph's numbers come from, a config or a captured file; asked again after a layout has changed."""
+
+    def work(self, entry: PlacedPart) -> PartWork:
+        """Kernels, messages and bytes of a part under its layout."""
+        ...
+
+    def messages(self, experts: PlacedPart) -> ExpertMessages:
+        """What passes between a router and its experts."""
+        ...
+
+    def sync_bytes(self) -> tuple[int, int]:
+        """Bytes of one element in gradient reductions and in parameter gathers."""
+        ...
+
+
+def chunk_flops(source: ModelWork, chunk: Chunk) -> int:
+    """FLOPs of a chunk's F, I and W on one undivided device: the weight `balanced` partitions by.
+
+    >>> from ir.workload import load_config, model_chunks
+    >>> from ir.workload.setting import MicrobatchShape, ModelPrecision
+    >>> from ir.workload.work import ConfigModelWork
+    >>> source = ConfigModelWork(load_config("llama3-8b"), MicrobatchShape(), ModelPrecision())
+    >>> [round(chunk_flops(source, c) / 1e12, 2) for c in model_chunks(source.config)[:2]]
+    [0.0, 5.84]
+    """
+    works = [source.work(PlacedPart(0, chunk, part)) for part in chunk.parts]
+    return sum(k.flops * k.count for w in works for k in (*w.forward, *w.input_grad, *w.weight_grad))

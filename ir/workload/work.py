@@ -1,17 +1,17 @@
-"""What each part costs and keeps on one device: the way in to the builders, one per kind of part."""
+"""What each part of a config's model costs and keeps on one device: the way in to the builders, one per kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.workload.config.spec import ModelConfig
-from ir.workload.part import Chunk, Part, PartLayout, PartWork
+from ir.workload.part import Chunk, ExpertMessages, Part, PartLayout, PartWork, PlacedPart
 from ir.workload.parts import ends, moe
 from ir.workload.parts.attention import attention as attention_work
 from ir.workload.parts.mlp import mlp, shared
-from ir.workload.parts.moe import ExpertMessages
 from ir.workload.setting import (
     FUSED_STYLE,
     AttentionKind,
@@ -20,22 +20,7 @@ from ir.workload.setting import (
     ModelPrecision,
     PartSetting,
     attention_of,
-    check_setting,
 )
-
-__all__ = [
-    "AttentionKind",
-    "ExpertMessages",
-    "MicrobatchShape",
-    "ModelPrecision",
-    "PartSetting",
-    "attention_of",
-    "check_setting",
-    "chunk_flops",
-    "dispatch_bytes",
-    "part_work",
-    "recompute_labels",
-]
 
 # A part's name says what it is, in every chunk.
 BUILDERS: Mapping[str, Callable[[PartSetting], PartWork]] = {
@@ -102,33 +87,25 @@ def dispatch_bytes(
     return moe.exchange(PartSetting(config, layout, shape, precision))
 
 
-def chunk_flops(
-    config: ModelConfig, chunk: Chunk, shape: MicrobatchShape, precision: ModelPrecision | None = None
-) -> int:
-    """FLOPs of a chunk's F, I and W on one undivided device: the weight `balanced` partitions by.
+@dataclass(frozen=True)
+class ConfigModelWork:
+    """Kernels, messages and bytes of a config's parts, for one microbatch shape and precision."""
 
-    >>> from ir.workload import load_config, model_chunks
-    >>> config = load_config("llama3-8b")
-    >>> [round(chunk_flops(config, c, MicrobatchShape()) / 1e12, 2) for c in model_chunks(config)[:2]]
-    [0.0, 5.84]
-    """
-    total = 0
-    for part in chunk.parts:
-        work = part_work(config, chunk, part, PartLayout(), shape, precision or ModelPrecision())
-        total += sum(k.flops * k.count for k in (*work.forward, *work.input_grad, *work.weight_grad))
-    return total
+    config: ModelConfig
+    shape: MicrobatchShape
+    precision: ModelPrecision
+    attention: str = "flash"
+    style: KernelStyle = FUSED_STYLE
 
+    def work(self, entry: PlacedPart) -> PartWork:
+        """A part under its layout."""
+        where, how = (self.config, entry.chunk, entry.part, entry.layout), (self.attention, self.style)
+        return part_work(*where, self.shape, self.precision, *how)
 
-def recompute_labels(config: ModelConfig, chunk: Chunk, attention: str = AttentionKind.FLASH) -> frozenset[str]:
-    """The recompute options that drop anything in a chunk.
+    def messages(self, experts: PlacedPart) -> ExpertMessages:
+        """What passes between a router and its experts."""
+        return dispatch_bytes(self.config, experts.layout, self.shape, self.precision)
 
-    >>> from ir.workload import load_config, model_chunks
-    >>> config = load_config("llama3-8b")
-    >>> sorted(recompute_labels(config, model_chunks(config)[1], "unfused"))
-    ['activation', 'norm', 'scores']
-    """
-    works = (
-        part_work(config, chunk, p, PartLayout(), MicrobatchShape(1, 1), ModelPrecision(), attention)
-        for p in chunk.parts
-    )
-    return frozenset(s.recompute for w in works for s in w.saved) - {""}
+    def sync_bytes(self) -> tuple[int, int]:
+        """Bytes per element of reductions and gathers."""
+        return self.precision.reduce.bytes, self.precision.gather.bytes

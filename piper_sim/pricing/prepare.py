@@ -18,15 +18,15 @@ from ir.core.errors import PiperError
 from ir.core.files import named_path
 from ir.core.mesh import Mesh, RankGroup
 from ir.core.ops import Pass
-from ir.graph.graph import Graph, ModelWork
+from ir.graph.graph import Graph
 from ir.job import Job
 from ir.job.build import PreparedJob, prepare, resolve
-from ir.job.routing.keys import check_routing
+from ir.job.routing.described import check_routing
 from ir.lower import PassMerge
 from ir.plan.plan import OpKind
 from ir.schedules.registry import default_chunks, order_depends_on_times
 from ir.schedules.schedule import OpTimes
-from ir.workload.part import Chunk, PartLayout, PlacedPart
+from ir.workload.part import Chunk, ModelWork, PartLayout, PlacedPart
 from piper_sim.pricing.costs import CostModel, CostShare, given_times
 from piper_sim.pricing.measured import profile_of
 
@@ -92,10 +92,10 @@ def weigh(job: Job, hardware: DeviceHardware) -> Callable[[ModelWork, Chunk], fl
         kernels = sum(work_seconds(k, hardware) for k in (w.forward, w.input_grad, w.weight_grad))
         if entry.part.name != "experts":
             return kernels, 0.0
-        dispatch, combine, _ = source.dispatch(entry)
+        m = source.messages(entry)
         shape = experts()
-        messages = (source.counts(entry), dispatch, combine, dispatch, combine)
-        return kernels, sum(message_seconds(m, shape.ranks, shape.per_node, fabric) for m in messages)
+        messages = (m.counts, m.dispatch, m.combine, m.dispatch, m.combine)
+        return kernels, sum(message_seconds(x, shape.ranks, shape.per_node, fabric) for x in messages)
 
     def seconds(source: ModelWork, chunk: Chunk) -> float:
         total = 0.0

@@ -19,7 +19,7 @@ from ir.plan.plan import Plan
 from ir.schedules.registry import build
 from ir.schedules.schedule import Schedule
 from ir.schedules.strategy import ordering, placing
-from ir.workload.part import Chunk, KeptBuffer, Param, Part, PartLayout, PartWork, PlacedPart, SavedBuffer
+from ir.workload.part import Chunk, ExpertMessages, KeptBuffer, Param, Part, PartWork, PlacedPart, SavedBuffer
 
 OVERLAPPED = ("1f1b-overlap", "interleaved-1f1b-overlap")
 FIXED = (*OVERLAPPED, "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb1p", "zbv", "dualpipe", "dualpipev")
@@ -52,17 +52,10 @@ class InventedSource:
             input_grad_workspace=7,
         )
 
-    def dispatch(self, entry: PlacedPart) -> tuple[Message, Message, int]:
-        return Message(MessageKind.ALL_TO_ALL, 640, ("ep",), 2), Message(MessageKind.ALL_TO_ALL, 320, ("ep",), 2), 641
-
-    def counts(self, entry: PlacedPart) -> Message:
-        return Message(MessageKind.ALL_TO_ALL, 32, ("ep",))
-
-    def combined(self, entry: PlacedPart) -> int:
-        return 642
-
-    def local_numel(self, param: Param, layout: PartLayout) -> int:
-        return param.numel // (layout.ep if param.expert else 1)
+    def messages(self, experts: PlacedPart) -> ExpertMessages:
+        counts = Message(MessageKind.ALL_TO_ALL, 32, ("ep",))
+        dispatch, combine = (Message(MessageKind.ALL_TO_ALL, n, ("ep",), 2) for n in (640, 320))
+        return ExpertMessages(counts, dispatch, combine, 641, 642)
 
     def sync_bytes(self) -> tuple[int, int]:
         return 4, 2
@@ -80,7 +73,7 @@ def moe_chunks(layers: int, tied: bool = False, dense: Sequence[int] = ()) -> li
             out.append(Chunk(f"l{n}", (attn, mlp), {"L": n}))
             continue
         router = Part("router", ("attn",), (KeptBuffer("attn"),), (Param(f"l{n}.router", (5, 4)),))
-        experts = Part("experts", ("router",), (), (Param(f"l{n}.experts", (4, 10 + n, 4), ("ep",), True),))
+        experts = Part("experts", ("router",), (), (Param(f"l{n}.experts", (4, 10 + n, 4), ("ep",), True, (0,)),))
         add = Part("add", ("attn", "experts"), (KeptBuffer("experts", Pass.I),))
         out.append(Chunk(f"l{n}", (attn, router, experts, add), {"L": n, "MOE": moe}))
         moe += 1

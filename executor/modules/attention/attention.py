@@ -14,7 +14,7 @@ from executor.modules.functions import rms_norm
 from executor.modules.layers import LinearLayer, NormLayer, Params, each
 from executor.modules.parallel import enter
 from executor.parallel.inline import RankAxis
-from ir.workload.config.load import ModelConfig
+from ir.workload.config.spec import ModelConfig
 
 LATENT_EPS = 1e-6  # of the norms inside latent attention, in DeepSeek's code and transformers', whatever rms_norm_eps
 

@@ -20,7 +20,7 @@ from executor.modules.functions import balanced, grouped_linear, permute, swiglu
 from executor.modules.hub_weights import BIAS
 from executor.modules.layers import FeedForwardLayer, NormLayer, Params
 from executor.parallel.router_guide import ExpertRouterGuide
-from ir.workload.config.load import ExpertConfig, ModelConfig
+from ir.workload.config.spec import ExpertConfig, ModelConfig
 
 
 def moe_of(c: ModelConfig) -> ExpertConfig:

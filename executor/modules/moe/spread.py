@@ -18,7 +18,7 @@ from executor.modules.layers import Params
 from executor.modules.moe.experts import ExpertAdd, ExpertCombine, ExpertDispatch, ExpertRouter, Experts, moe_of
 from executor.parallel.expert_all_to_all import Table
 from executor.parallel.router_guide import ExpertRouterGuide
-from ir.workload.config.load import ModelConfig
+from ir.workload.config.spec import ModelConfig
 
 
 class ExpertParallelRouter(nn.Module):

@@ -15,7 +15,7 @@ from ir.core.order import IntArray
 from ir.graph.graph import Graph
 from ir.workload.part import PlacedPart
 from ir.workload.setting import PartSetting
-from ir.workload.source import ConfigModelWork
+from ir.workload.work import ConfigModelWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +63,18 @@ def moe_layers(graph: Graph, source: ConfigModelWork) -> tuple[ExpertLayer, ...]
             tokens = PartSetting(config, e.layout, source.shape, source.precision).stream
             out.append(ExpertLayer(number, e, tokens))
     return tuple(sorted(out, key=lambda x: x.number))
+
+
+def distinct(rows: IntArray) -> tuple[IntArray, IntArray]:
+    """(the different rows in the order of their first, [row] which one it is).
+
+    >>> values, which = distinct(np.array([[2, 1], [0, 5], [2, 1]]))
+    >>> values.tolist(), which.tolist()
+    ([[2, 1], [0, 5]], [0, 1, 0])
+    """
+    rows = np.ascontiguousarray(rows)
+    seen: dict[bytes, int] = {}
+    which = np.array([seen.setdefault(r.tobytes(), len(seen)) for r in rows], dtype=np.int64)
+    first = np.empty(len(seen), dtype=np.int64)
+    first[which[::-1]] = np.arange(len(rows))[::-1]
+    return rows[first], which

@@ -14,7 +14,7 @@ from ir.graph.graph import Graph
 from ir.job.build import PreparedJob
 from ir.job.routing.counts import ExpertCounts, ExpertLayer, moe_layers
 from ir.job.routing.described import counts_of
-from ir.workload.source import ConfigModelWork
+from ir.workload.work import ConfigModelWork
 
 
 @dataclass(frozen=True, eq=False)

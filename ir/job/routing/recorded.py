@@ -18,8 +18,7 @@ from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import FileErrors, named_path, read_text
 from ir.core.order import IntArray
 from ir.job import Job
-from ir.job.routing.counts import ExpertCounts, ExpertLayer
-from ir.job.routing.distinct import distinct
+from ir.job.routing.counts import ExpertCounts, ExpertLayer, distinct
 from ir.workload.config.spec import ExpertConfig
 
 COLUMNS = ("layer", "microbatch", "source", "expert", "tokens")

@@ -9,24 +9,13 @@ from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError, nearest, same_name
 from ir.core.files import FileErrors, read_json, typed
+from ir.core.limits import LAYERS
 from ir.workload.config.families import FAMILIES
 from ir.workload.config.keys import INERT, TYPES, aliases
 from ir.workload.config.rope import OF_ANY_KIND
-from ir.workload.config.spec import ExpertConfig, LatentAttention, LayerActivation, ModelConfig, NormLayerKind
+from ir.workload.config.spec import ModelConfig
 from ir.workload.config.values import ModelValues
 
-__all__ = [
-    "ExpertConfig",
-    "LatentAttention",
-    "LayerActivation",
-    "ModelConfig",
-    "NormLayerKind",
-    "config_from",
-    "load_config",
-    "presets",
-]
-
-MAX_LAYERS = 1_000
 FORM = FileErrors("a model config", ErrorKind.MODEL, "model.config", 10**7, "a Hugging Face config.json")
 _PRESETS = Path(__file__).parent / "presets"
 
@@ -89,9 +78,9 @@ def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, 
     _refuse_unknown(inline, model_type, source, "model.")
     for name in ("num_hidden_layers", "n_layer", "n_layers"):
         deep = inline.get(name, file.get(name))
-        if isinstance(deep, int) and deep > MAX_LAYERS:  # before anything counts them out one by one
+        if isinstance(deep, int) and deep > LAYERS:  # before anything counts them out one by one
             message, key = f"{deep} layers", f"model.{name}" if name in inline else name
-            raise PiperError(ErrorKind.MODEL, message, file=source, key=key, allowed=f"at most {MAX_LAYERS}")
+            raise PiperError(ErrorKind.MODEL, message, file=source, key=key, allowed=f"at most {LAYERS}")
     given = {**file, **{k: _merged(file.get(k), v) for k, v in inline.items()}}
     dotted = (f"{k}.{inner}" for k, table in inline.items() if isinstance(table, Mapping) for inner in table)
     values = ModelValues(source, TYPES[model_type], given, frozenset((*inline, *dotted)))

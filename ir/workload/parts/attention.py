@@ -9,10 +9,9 @@ from ir.core.work import Work
 from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.attention_core import AttentionCore, model_flops
-from ir.workload.parts.kernels import LinearKernel
+from ir.workload.parts.kernels import LinearKernel, beyond
 from ir.workload.parts.region import context, enter, leave
 from ir.workload.parts.residual import gathered_input, mask, normed, residual, residual_backward, residual_grads, stats
-from ir.workload.parts.workspace import beyond
 from ir.workload.setting import AttentionKind, PartSetting
 
 

@@ -127,3 +127,12 @@ def flops(work: Iterable[Kernel]) -> int:
     12
     """
     return sum(k.flops * k.count for k in work)
+
+
+def beyond(most: int, *written: int) -> int:
+    """What gradients and temporaries need at their most, less what is left in the end: that takes their place.
+
+    >>> beyond(10, 3, 4), beyond(10, 20)
+    (3, 0)
+    """
+    return max(0, most - sum(written))

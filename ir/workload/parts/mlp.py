@@ -7,10 +7,9 @@ from ir.core.work import Kernel, Work
 from ir.workload.config.spec import LayerActivation
 from ir.workload.part import PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
-from ir.workload.parts.kernels import LinearKernel
+from ir.workload.parts.kernels import LinearKernel, beyond
 from ir.workload.parts.region import enter, leave
 from ir.workload.parts.residual import gathered_input, mask, normed, residual, residual_backward, residual_grads, stats
-from ir.workload.parts.workspace import beyond
 from ir.workload.setting import PartSetting
 
 

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ir.core.ops import Pass
 from ir.core.work import CAST, Message, MessageKind, Work
 from ir.workload.config.spec import ExpertConfig
-from ir.workload.part import PartLayout, PartWork, SavedBuffer
+from ir.workload.part import ExpertMessages, PartLayout, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
-from ir.workload.parts.kernels import LinearKernel
+from ir.workload.parts.kernels import LinearKernel, beyond
 from ir.workload.parts.mlp import activation, activation_backward, compacted, inner_grads, inner_saved
 from ir.workload.parts.region import expert_tensor
 from ir.workload.parts.residual import mask, normed, residual_backward, stats
-from ir.workload.parts.workspace import beyond
 from ir.workload.setting import PartSetting, with_scales
-
-
-class ExpertMessages(NamedTuple):
-    """One layer's two all-to-alls in forward, and the bytes each leaves on a device.
-
-    dispatch: tokens to their experts, every copy counted; combine: results back. Backward swaps them: combine's
-    gradient travels as a dispatch (in its format), dispatch's gradient as a combine (arXiv:2412.19437, section 3.3.2).
-    dispatched_bytes: rows a device's experts receive, balanced. combined_bytes: what combine leaves, one row per token:
-    copies are summed on the way (DeepEP). counts: how many rows each rank sends to each expert, 64-bit numbers, which
-    travel before the rows do.
-    """
-
-    counts: Message
-    dispatch: Message
-    combine: Message
-    dispatched_bytes: int
-    combined_bytes: int
 
 
 def exchange(s: PartSetting) -> ExpertMessages:

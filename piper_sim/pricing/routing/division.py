@@ -8,8 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from ir.core.order import IntArray
-from ir.job.routing.counts import ExpertCounts, ExpertLayer
-from ir.job.routing.distinct import distinct
+from ir.job.routing.counts import ExpertCounts, ExpertLayer, distinct
 from ir.workload.part import PartLayout
 from piper_sim.folding.ground import DevicePlacement
 

@@ -15,12 +15,10 @@ from ir.core.ops import Pass
 from ir.core.order import FloatArray, IntArray
 from ir.graph.graph import Graph, GraphNode
 from ir.job.build import PreparedJob
-from ir.job.routing.counts import ExpertCounts, ExpertLayer, moe_layers
-from ir.job.routing.described import counts_of
-from ir.job.routing.distinct import distinct
-from ir.job.routing.keys import check_routing
+from ir.job.routing.counts import ExpertCounts, ExpertLayer, distinct, moe_layers
+from ir.job.routing.described import check_routing, counts_of
 from ir.plan.plan import Plan
-from ir.workload.source import ConfigModelWork
+from ir.workload.work import ConfigModelWork
 from piper_sim.folding.ground import DevicePlacement
 from piper_sim.pricing.routing.division import ExpertDivision, divisions
 from piper_sim.pricing.routing.exchange import balanced_seconds, exchange_seconds
@@ -156,8 +154,8 @@ class ExpertRouting:
         """[exchange] of a division; there: towards the experts, as dispatches in forward and combines in backward."""
         key = (int(d.layers[0]), there)
         if key not in self._known:
-            dispatch, combine, _ = self.source.dispatch(d.first.entry)
-            message = dispatch if there else combine
+            m = self.source.messages(d.first.entry)
+            message = m.dispatch if there else m.combine
             copy = message.bytes / balanced_rows(d.first, self.source)
             seconds = exchange_seconds(d, self.counts, message, copy, self.fabric)
             usual = balanced_seconds(d, message, self.ground, self.fabric)

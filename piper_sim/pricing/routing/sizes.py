@@ -12,7 +12,7 @@ from ir.job.routing.counts import ExpertLayer
 from ir.workload.part import PartLayout
 from ir.workload.parts.moe import spread
 from ir.workload.setting import MicrobatchShape
-from ir.workload.source import ConfigModelWork
+from ir.workload.work import ConfigModelWork
 
 ROWS = 128  # a whole number of fp8's blocks, so that bytes of scales are exact
 

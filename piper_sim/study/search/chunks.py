@@ -24,6 +24,7 @@ from ir.lower import PlanPolicy
 from ir.lower.sequence import PassSequences
 from ir.schedules.registry import build
 from ir.schedules.strategy import ordering, placing
+from ir.workload.params import local_numel
 from ir.workload.part import Chunk
 from ir.workload.setting import MicrobatchShape
 from piper_sim.folding import RankSpread
@@ -248,7 +249,7 @@ def _params(graph: Graph) -> tuple[FloatArray, tuple[tuple[str, ...], ...], bool
             tied |= p.name in seen
             if p.name not in seen:
                 pool = pools.setdefault((p.expert, summed_over(p, e.layout)), len(pools))
-                rows.append((e.stage, pool, graph.source.local_numel(p, e.layout)))
+                rows.append((e.stage, pool, local_numel(p, e.layout)))
             seen.add(p.name)
     out = np.zeros((graph.stages, max(1, len(pools))))
     for stage, pool, n in rows:

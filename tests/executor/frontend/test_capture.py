@@ -158,11 +158,12 @@ def test_products_of_a_users_module_are_counted_by_hand(tmp_path: Path) -> None:
     capture.main([f"{NET}:build", "--out", str(out), "--seq-len", "16"])
     parts, w, t = load_captured(out).found.parts, small_net.WIDTH, 16
     forward = 2 * t * (w * w + 2 * w * 2 * w)
-    for p in (parts["block"].forward, parts["block"].input_grad, parts["block"].weight_grad):
+    block = parts["block"].passes
+    for p in (block.F, block.I, block.W):
         assert sum(k.flops * k.count for k in p.kernels) == forward
-    (mm,) = [k for k in parts["head"].forward.kernels if k.kind is KernelKind.GEMM]
+    (mm,) = [k for k in parts["head"].passes.F.kernels if k.kind is KernelKind.GEMM]
     assert mm.shape == (t, small_net.VOCAB, w)
-    assert parts["block"].out_bytes == 2 * t * w and parts["embed"].stash == 2 * t * w
+    assert parts["block"].output_bytes == 2 * t * w and parts["embed"].stash_bytes == 2 * t * w
 
 
 def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:

@@ -21,7 +21,7 @@ from ir.job.routing.forced import ForcedExperts
 from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from ir.workload import load_config
-from ir.workload.source import ConfigModelWork
+from ir.workload.work import ConfigModelWork
 from tests.executor.faults import at_op
 from tests.executor.launch.test_run_faults import _inject
 from tests.executor.parallel import expert_faults as faults
@@ -177,7 +177,7 @@ def test_a_step_exchanges_what_the_plan_and_the_routing_say(kind: str, monkeypat
     places, counts, source = RankPlacement.of(plan), ForcedExperts.of(prepared, plan.graph).counts, prepared.base.source
     assert isinstance(source, ConfigModelWork)
     entry = next(e for e in plan.graph.entries if e.part.name == "experts")
-    dispatch, _, _ = source.dispatch(entry)
+    dispatch = source.messages(entry).dispatch
     copies = 8 * 2
     for rank, found in enumerate(rows):
         group = places.group(rank, ("ep",), (0,))

@@ -126,7 +126,7 @@ def test_what_only_a_collective_reads_dies_with_the_first_op_that_waits_for_it()
 def test_a_collective_whose_result_only_leaves_is_proven_by_the_send() -> None:
     """Experts at the end of a stage: no compute here waits for the combine, but the answer to its send does."""
     source = InventedSource()
-    experts = Part("experts", ("",), (), (Param("l0.experts", (4, 8, 4), ("ep",), True),))
+    experts = Part("experts", ("",), (), (Param("l0.experts", (4, 8, 4), ("ep",), True, (0,)),))
     chunks = [
         Chunk("l0", (experts,), {"L": 0, "MOE": 0}),
         Chunk("head", (Part("head", ("",), (), (Param("head.weight", (9, 4)),)),)),

@@ -7,7 +7,8 @@ from ir.core.work import DType, KernelKind, MessageKind
 from ir.workload import load_config, model_chunks
 from ir.workload.part import PartLayout
 from ir.workload.parts.kernels import flops
-from ir.workload.work import MicrobatchShape, ModelPrecision, dispatch_bytes, part_work
+from ir.workload.setting import MicrobatchShape, ModelPrecision
+from ir.workload.work import dispatch_bytes, part_work
 
 BF16 = ModelPrecision()
 FP8 = ModelPrecision(DType.FP8, dispatch=DType.FP8)

@@ -10,8 +10,9 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.workload import config_from, load_config, model_chunks
 from ir.workload.config.keys import TYPES, ModelKey, ModelKeyType, fits
 from ir.workload.config.spec import AttentionRopeScaling, AttentionRopeScalingKind, ModelConfig
-from ir.workload.setting import MicrobatchShape
-from ir.workload.work import chunk_flops
+from ir.workload.part import chunk_flops
+from ir.workload.setting import MicrobatchShape, ModelPrecision
+from ir.workload.work import ConfigModelWork
 from tests.ir.workload import hub_configs as hub
 
 LLAMA: Mapping[str, object] = {
@@ -161,8 +162,12 @@ def test_windows_of_each_layer() -> None:
 
 def test_a_window_of_one_layer_is_in_the_costs_of_that_layer() -> None:
     c, shape = read({**QWEN, "max_window_layers": 2}), MicrobatchShape(1, 256)
-    flops = [chunk_flops(c, chunk, shape) for chunk in model_chunks(c)[1:5]]
-    one = [chunk_flops(w, model_chunks(w)[1], shape) for w in (read(QWEN), read({**QWEN, "max_window_layers": 0}))]
+
+    def flops_of(config: ModelConfig) -> list[int]:
+        source = ConfigModelWork(config, shape, ModelPrecision())
+        return [chunk_flops(source, chunk) for chunk in model_chunks(config)[1:5]]
+
+    flops, one = flops_of(c), [flops_of(w)[0] for w in (read(QWEN), read({**QWEN, "max_window_layers": 0}))]
     assert flops == [one[0], one[0], one[1], one[1]] and one[0] > one[1]
 
 

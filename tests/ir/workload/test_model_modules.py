@@ -7,7 +7,8 @@ from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.workload import load_config, model_chunks
 from ir.workload.part import PartLayout, PartWork
-from ir.workload.work import MicrobatchShape, ModelPrecision, part_work
+from ir.workload.setting import MicrobatchShape, ModelPrecision
+from ir.workload.work import part_work
 
 
 def work(

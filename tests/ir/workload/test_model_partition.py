@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.workload import load_config, model_chunks
+from ir.workload.part import chunk_flops
 from ir.workload.partition import partition
-from ir.workload.work import MicrobatchShape, chunk_flops
+from ir.workload.setting import MicrobatchShape, ModelPrecision
+from ir.workload.work import ConfigModelWork
 
 
 def llama(layers):
@@ -68,8 +70,9 @@ def test_unknown_words_are_refused():
 
 
 def test_ends_go_to_the_outer_stages_in_order():
-    v3 = model_chunks(load_config("deepseek-v3"))
-    stages = partition(v3, 16, "balanced", lambda c: chunk_flops(load_config("deepseek-v3"), c, MicrobatchShape()))
+    source = ConfigModelWork(load_config("deepseek-v3"), MicrobatchShape(), ModelPrecision())
+    v3 = model_chunks(source.config)
+    stages = partition(v3, 16, "balanced", lambda c: chunk_flops(source, c))
     assert stages[0][0].name == "embed"
     assert [c.name for c in stages[-1]][-2:] == ["mtp0", "head"]
     assert [c.name for s in stages for c in s] == [c.name for c in v3]
@@ -79,7 +82,8 @@ def test_ends_go_to_the_outer_stages_in_order():
 def test_balanced_gives_the_head_fewer_layers():
     config = load_config("llama3-8b")
     chunks = model_chunks(config)
-    costs = [chunk_flops(config, c, MicrobatchShape()) for c in chunks]
+    source = ConfigModelWork(config, MicrobatchShape(), ModelPrecision())
+    costs = [chunk_flops(source, c) for c in chunks]
     got = counts(partition(chunks, 4, "balanced", costs))
     assert got[-1] < got[0]
     assert sum(got) == 32

@@ -17,6 +17,7 @@ from ir.job.load import job_from
 from ir.lower import PlanPolicy
 from ir.plan.plan import CATEGORIES, OpKind, Plan
 from ir.schedules.registry import NAMES
+from ir.workload.params import local_numel
 from ir.workload.part import Param
 from piper_sim.engine import run
 from piper_sim.memory.timeline import memory, samples, state
@@ -173,7 +174,7 @@ def by_hand(made: PreparedJob, zero: int) -> list[tuple[int, int, int]]:
         for p in e.part.params:
             home[p.name] |= where
             assert graph.source is not None
-            first.setdefault(p.name, (p, graph.source.local_numel(p, e.layout)))
+            first.setdefault(p.name, (p, local_numel(p, e.layout)))
     out = [[0, 0, 0] for _ in range(graph.programs)]
     for name, (p, numel) in first.items():
         ranks = mesh.size(("edp",) if p.expert else ("cp", "dp")) * (len(home[name]) if zero == 1 else 1)

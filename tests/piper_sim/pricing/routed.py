@@ -9,7 +9,7 @@ from ir.job.load import job_from
 from ir.job.routing import ExpertCounts, moe_layers
 from ir.job.routing.described import made_up
 from ir.plan.plan import Plan
-from ir.workload.source import ConfigModelWork
+from ir.workload.work import ConfigModelWork
 from piper_sim.folding import DevicePlacement
 from piper_sim.pricing.routing import ExpertRouting
 

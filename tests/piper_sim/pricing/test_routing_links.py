@@ -158,7 +158,7 @@ def test_more_skew_never_makes_the_fullest_rank_lighter() -> None:
     before = None
     for strength in (1, 1.5, 2, 3, 5, 8, 20):
         r = routing(prepared, plan, kind="hot", strength=strength)
-        d, (dispatch, _, _) = r.divisions[0], r.source.dispatch(r.layers[0].entry)
+        d, dispatch = r.divisions[0], r.source.messages(r.layers[0].entry).dispatch
         port, nic = fullest(d, r.counts, dispatch)
         now = np.array([r.received.max(), port.max(), nic.max()])
         assert before is None or (now >= before * (1 - 1e-3)).all()
