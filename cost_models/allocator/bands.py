@@ -9,9 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_models.allocator.rules import LARGE_GRAIN, MIDDLE, MIDDLE_SEGMENT, SMALL, SMALL_SEGMENT
 from cost_models.hardware import DeviceHardware
 from cost_models.hardware.schema import MIB
+
+BLOCK = 512
+"""Every request is a multiple of this."""
+
+SMALL, SMALL_SEGMENT = 2**20, 2 * 2**20
+"""Largest request of the small pool; its segments, and its pages with expandable segments."""
+
+MIDDLE, MIDDLE_SEGMENT = 10 * 2**20, 20 * 2**20
+"""Large requests below the first share segments of the second, which is also the large pool's page."""
+
+LARGE_GRAIN = 2 * 2**20
+"""Other segments are a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)

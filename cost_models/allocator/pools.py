@@ -6,6 +6,7 @@ it; block 0 (small pool) or 1 (large pool) always is its first.
 
 from __future__ import annotations
 
+from cost_models.allocator.bands import BLOCK, LARGE_GRAIN, MIDDLE, MIDDLE_SEGMENT, SMALL, SMALL_SEGMENT
 from cost_models.allocator.blocks import (
     ALLOCATED,
     COUNTS,
@@ -27,7 +28,6 @@ from cost_models.allocator.blocks import (
     split,
     withdraw,
 )
-from cost_models.allocator.rules import BLOCK, LARGE_GRAIN, MIDDLE, MIDDLE_SEGMENT, SMALL, SMALL_SEGMENT
 from cost_models.jit import jit
 from ir.core.order import IntArray
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from executor.data.tokens import check_sources
 from executor.device.device import LAUNCHES
-from executor.modules.supported import refuse_model
+from executor.modules.decoder import refuse_model
 from executor.parallel.inline import check_divided
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.work import DType

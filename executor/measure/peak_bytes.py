@@ -7,11 +7,150 @@ tensors are fake. Either way a rank costs about as much as two of its steps.
 
 from __future__ import annotations
 
-from executor.measure.fake_rank import FakeRank, values
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from executor.device.device import HostDevice
+from executor.device.memory import PeakMemory
+from executor.device.progress import RankProgress, create
+from executor.device.watching import OpWatch
+from executor.parallel.inline import RankRegion
+from executor.parallel.router_guide import planned_routes
+from executor.runtime.batch import Microbatch, PendingMicrobatch
+from executor.runtime.interpreter import PlanInterpreter
+from executor.runtime.program import RankPlan
+from executor.runtime.rank import RankModel, crossing
 from ir.graph.expert_rows import spread_over
 from ir.job.build import PreparedJob
 from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
+
+
+class TransportDone:
+    """A handle of what is over as soon as it is posted."""
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class TransportWithoutPeers:
+    """A transport that moves nothing; what would arrive is zeros."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def send(self, dst: int, tensor: Tensor) -> TransportDone:
+        """Nobody takes it."""
+        return TransportDone()
+
+    def recv(self, src: int, into: Tensor) -> TransportDone:
+        """Zeros."""
+        return _zeros(into)
+
+    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> TransportDone:
+        """As if the others had nothing to add."""
+        return TransportDone()
+
+    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> TransportDone:
+        """Zeros."""
+        return _zeros(into)
+
+    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> TransportDone:
+        """Zeros."""
+        return _zeros(into)
+
+    def all_to_all(
+        self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> TransportDone:
+        """Zeros."""
+        return _zeros(into)
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def close(self) -> None:
+        """Nothing to take down."""
+
+
+def _zeros(into: Tensor) -> TransportDone:
+    with torch.no_grad():
+        into.zero_()
+    return TransportDone()
+
+
+class DeviceWithoutValues(OpWatch):
+    """Above fake tensors: whatever number the host reads of one is 0."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0.0 if args[0].is_floating_point() else 0
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def values(real: bool) -> Iterator[None]:
+    """Whether tensors made here have values, or are fake: they take no memory, and nothing is computed."""
+    if real:
+        yield
+    else:
+        with FakeTensorMode(), DeviceWithoutValues():
+            yield
+
+
+class FakeRank:
+    """A rank of a run: its stages, parameters and optimizer, as the run builds them. Only within one `values`."""
+
+    def __init__(self, prepared: PreparedJob, plan: Plan, rank: int) -> None:
+        job = prepared.job
+        prepared = replace(prepared, job=replace(job, model=replace(job.model, weights=None)))  # bytes, not values
+        self.prepared, self.plan = prepared, plan
+        self.device, self.transport = HostDevice(), TransportWithoutPeers(rank)
+        self.program, self.region = RankPlan.of(plan, rank), RankRegion.of(plan, rank, self.transport)
+        routes = planned_routes(prepared, plan.graph, self.program.places, rank) if spread_over(plan.graph) else None
+        self.local = RankModel.of(prepared, plan, rank, self.device, self.region, routes=routes)
+
+    def peak(self) -> int:
+        """The most bytes at one time in the second step, as in a run: the first makes what modules keep."""
+        batches = self._batches()
+        with tempfile.TemporaryDirectory(prefix="piper-progress-") as name:
+            file, rank = Path(name) / "progress", self.program.rank
+            create(file, rank + 1)
+            progress, empty = RankProgress(file, rank), crossing(self.prepared, self.device, self.region)
+            run = PlanInterpreter(self.program, self.local.kernels(), self.transport, progress, self.device, empty)
+            run.step(0, batches)
+            with PeakMemory(self.local.tensors()) as memory:
+                run.step(1, batches)
+            run.close()
+            progress.close()
+        return int(memory.peak)
+
+    def alike(self) -> object:
+        """All in which ranks may differ that need as many bytes: equal ranks have equal peaks."""
+        sync = self.local.sync
+        flat = [(f.counts, *((n, len(x)) for n, (_, x) in f.pieces(f.reduced).items())) for f in sync.flat.values()]
+        routed = self.program.rank if self.prepared.config.moe is not None else None
+        return self.program.number, sync.elsewhere, tuple(flat), tuple(t.nbytes for t in self.local.tensors()), routed
+
+    def _batches(self) -> dict[int, PendingMicrobatch]:
+        job = self.prepared.job
+        ids, labels = (torch.zeros(job.schedule.microbatch_size, job.model.seq_len, dtype=torch.int64) for _ in "il")
+        numbers = {mb: self.program.number_of(mb) for mb in self.program.batches()}
+        return {mb: PendingMicrobatch(Microbatch(ids, labels, 1.0, n), self.device.torch) for mb, n in numbers.items()}
+
 
 QUICK_FLOPS = 2**28  # of one node: some 10 ms on a core, about what its kernels take as fake ones
 

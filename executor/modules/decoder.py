@@ -16,11 +16,11 @@ from executor.modules.layers import EmbedPart, FeedForwardLayer, HeadPart, MlpPa
 from executor.modules.moe.experts import ExpertAdd, ExpertRouter, LocalExperts, SharedExperts, moe_of
 from executor.modules.moe.spread import ExpertParallelAdd, ExpertParallelExperts, ExpertParallelRouter
 from executor.modules.mtp import NextTokenEmbed, NextTokenLoss, NextTokenProjection
-from executor.modules.supported import refuse_model
 from executor.parallel.expert_all_to_all import ExpertAllToAll, exchanges
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.parallel.shares import ParamShard
+from ir.core.errors import ErrorKind, PiperError
 from ir.graph import expert_rows
 from ir.workload.config.spec import ModelConfig
 
@@ -181,3 +181,25 @@ class DecoderModel:
         wired: Reads = {"attn": (reads,), "router": ("attn",), **dict.fromkeys(("experts", *shared), ("router",))}
         wired["add"] = ("experts", *shared, "attn")
         return parts, {p: expert_rows.reads(p, r) for p, r in wired.items()} if spread else wired
+
+
+def refuse_model(c: ModelConfig) -> None:
+    """Raise PiperError for a model without a reference module."""
+    if not c.rope and not c.positions:
+        raise PiperError(
+            ErrorKind.MODEL,
+            "no reference module without rotary or learned positions: attention biases (ALiBi) are not built",
+            file=c.source,
+            key="attn_config.alibi",
+            allowed="false, with learned_pos_emb = true",
+        )
+    dropouts = {"attention": c.attn_dropout, "hidden": c.hidden_dropout, "embedding": c.embed_dropout}
+    if on := [name for name, p in dropouts.items() if p]:
+        keys = {"gpt2": "attn_pdrop = resid_pdrop = embd_pdrop", "mpt": "emb_pdrop = resid_pdrop"}
+        raise PiperError(
+            ErrorKind.MODEL,
+            f"dropout ({', '.join(on)}) cannot be compared between plans, so `run` has none",
+            file=c.source,
+            key="model.config",
+            suggestion=f"model.{keys.get(c.model_type, 'attention_dropout')} = 0",
+        )

@@ -26,11 +26,10 @@ from executor.parallel.expert_all_to_all import ExpertRoute
 from executor.parallel.inline import RankRegion, inline_groups
 from executor.parallel.router_guide import ExpertRouterGuide, guide_of, planned_routes
 from executor.parallel.shares import ParamShard, shares
-from executor.runtime.batch import PendingMicrobatch
+from executor.runtime.batch import Batches, PendingMicrobatch, blank_batches, rank_batches, rank_tests
 from executor.runtime.interpreter import PlanInterpreter, StepResult, boundary
 from executor.runtime.kernels import BlankBucketSync, BlankStage, RealKernels, TimedKernels
 from executor.runtime.program import RankPlan
-from executor.runtime.rank_batches import Batches, blank_batches, rank_batches, rank_tests
 from executor.runtime.spec import PlanRun
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportTopology

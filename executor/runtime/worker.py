@@ -22,7 +22,7 @@ from executor.device.race import RaceDevice
 from executor.runtime.given import given_name, read_given
 from executor.runtime.target import find, write_whole
 from executor.transport.base import Transport, TransportError, TransportTopology
-from executor.transport.gloo import GlooTransport, file_store
+from executor.transport.groups import GlooTransport, file_store
 from executor.transport.local import LocalTransport, LocalTransportHub
 from executor.transport.nccl import NcclTransport
 from ir.core.errors import PiperError

@@ -1,4 +1,7 @@
-"""torch.distributed: one process group per channel and per named group, so that no stream waits behind another."""
+"""torch.distributed: one process group per channel and per named group, so that no stream waits behind another.
+
+Gloo's, on CPU, make progress by themselves, in threads that do not need the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from executor.transport.base import TransportError, TransportTopology
 
@@ -46,7 +50,9 @@ class GroupTransport:
     backend = ""
     handle: ClassVar[type[GroupTransportHandle]] = GroupTransportHandle
 
-    def __init__(self, store: Any, rank: int, topology: TransportTopology, timeout_s: float, **options: Any) -> None:
+    def __init__(
+        self, store: Any, rank: int, topology: TransportTopology, timeout_s: float = 300.0, **options: Any
+    ) -> None:
         self.rank = rank
         self.topology = topology
         timeout = timedelta(seconds=timeout_s)
@@ -138,3 +144,16 @@ def lost(peers: Sequence[int], error: BaseException) -> TransportError:
     """What the other end's going looks like from here."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     return TransportError(f"connection to rank {', '.join(map(str, peers))}: {reason}", peers)
+
+
+class GlooTransport(GroupTransport):
+    """Between processes, over TCP."""
+
+    backend = "gloo"
+
+
+def file_store(path: str, world: int, timeout_s: float = 60.0) -> Any:
+    """A store in a file, for ranks on one machine."""
+    store = FileStore(path, world)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store

@@ -1,10 +1,8 @@
 """The five directives: place, replicate, shard, split, order. Each a frozen value that maps Graph to Graph."""
 
-from ir.directives.order import OrderDirective
-from ir.directives.place import PlaceDirective
+from ir.directives.place import OrderDirective, PlaceDirective, SplitDirective
 from ir.directives.replicate import ReplicateDirective
 from ir.directives.shard import ShardDirective
-from ir.directives.split import SplitDirective
 from ir.directives.strategy import Directive, apply
 
 __all__ = [

@@ -9,11 +9,9 @@ from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.filters import DirectiveFilter, parse_filter
 from ir.core.limits import PASSES
 from ir.core.order import Order
-from ir.directives.order import OrderDirective
-from ir.directives.place import PlaceDirective
+from ir.directives.place import OrderDirective, PlaceDirective, SplitDirective
 from ir.directives.replicate import ReplicateDirective
 from ir.directives.shard import AXES, ShardDirective
-from ir.directives.split import SplitDirective
 from ir.directives.strategy import Directive
 
 KEYS: Mapping[str, frozenset[str]] = {

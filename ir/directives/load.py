@@ -23,8 +23,7 @@ from ir.directives.fields import (
     read_stream,
     read_sync,
 )
-from ir.directives.place import PlaceDirective
-from ir.directives.split import SplitDirective
+from ir.directives.place import PlaceDirective, SplitDirective
 from ir.directives.strategy import Directive
 
 FORM = FileErrors("a strategy", ErrorKind.DIRECTIVE, "schedule.directives", fix='[{"op": "place", …}, …]')

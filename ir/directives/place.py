@@ -1,4 +1,4 @@
-"""`place`: put the nodes that a filter selects on a group of devices."""
+"""`split`, `place`, `order`: a dimension of microbatches, the devices of each node, what each program does when."""
 
 from __future__ import annotations
 
@@ -7,8 +7,46 @@ from dataclasses import dataclass, replace
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.filters import DirectiveFilter
+from ir.core.ops import Pass
+from ir.core.order import Order
+from ir.directives.rows import orders_from_rows
 from ir.directives.select import select
 from ir.graph.graph import Graph, GraphNode, MicrobatchSpan
+
+
+@dataclass(frozen=True)
+class SplitDirective:
+    """Give every node a copy per microbatch, as an index set: the graph does not grow.
+
+    rewrite:
+        0F -> 1F   -->   0F{0..2} -> 1F{0..2}      split({}, dim="MB", mbs=3)
+    """
+
+    filter: DirectiveFilter
+    dim: str
+    mbs: int
+
+    def __str__(self) -> str:
+        return f"split({self.filter}, {self.dim}={self.mbs})"
+
+    def json(self) -> dict[str, object]:
+        """The directive as in a strategy file."""
+        return {"op": "split", "filter": self.filter.json(), "dim_name": self.dim, "num_microbatches": self.mbs}
+
+    def __call__(self, graph: Graph) -> Graph:
+        if self.mbs < 1:
+            raise self._refused(f"{self.mbs} microbatches", "num_microbatches = 1 or more")
+        if graph.dim is not None:
+            raise self._refused(f"the graph is already split by {graph.dim}", "one split over the whole model")
+        if any(n.spans for n in graph.nodes):
+            raise self._refused("nodes are already placed", "write split before place")
+        hits = len(select(graph, self.filter, str(self)))
+        if hits < sum(isinstance(n.kind, Pass) for n in graph.nodes):
+            raise self._refused("the filter leaves part of the model out", "split({}, …): the whole model")
+        return replace(graph, mbs=self.mbs, dim=self.dim)
+
+    def _refused(self, why: str, fix: str) -> PiperError:
+        return PiperError(ErrorKind.DIRECTIVE, f"{self}: {why}", suggestion=fix)
 
 
 @dataclass(frozen=True)
@@ -74,3 +112,41 @@ def placed(graph: Graph, directives: Sequence[PlaceDirective]) -> Graph:
                 shared[id(now)] = d.spans(nodes[i], now, mbs)
             spans[i] = shared[id(now)]
     return replace(graph, nodes=tuple(n if n.spans is s else n.at(s) for n, s in zip(nodes, spans, strict=True)))
+
+
+@dataclass(frozen=True)
+class OrderDirective:
+    """Attach an order to programs. It adds no edge: order is a value beside the graph.
+
+    table: complete orders by group (a schedule). rows: Piper's rows, each a sequence of filter groups; what they leave
+    open is completed by dataflow. A filter group of two or more is an interleave group.
+    """
+
+    table: tuple[tuple[int, Order], ...] = ()
+    rows: tuple[tuple[tuple[DirectiveFilter, ...], ...], ...] = ()
+
+    def __str__(self) -> str:
+        if self.table:
+            return f"order(groups {', '.join(str(g) for g, _ in self.table)})"
+        return f"order({' -> '.join('{' + '; '.join(map(str, g)) + '}' for g in self.rows[0][:3])} …)"
+
+    def json(self) -> list[dict[str, object]]:
+        """The directive as in a strategy file: one object per group or row."""
+        tables: list[dict[str, object]] = [{"op": "order", "group": g, "cells": o.cells()} for g, o in self.table]
+        rows: list[dict[str, object]] = [
+            {"op": "order", "filters": [[f.json() for f in group] for group in row]} for row in self.rows
+        ]
+        return [*tables, *rows]
+
+    def __call__(self, graph: Graph) -> Graph:
+        for group, _ in self.table:
+            if not 0 <= group < graph.programs:
+                raise PiperError(
+                    ErrorKind.DIRECTIVE,
+                    f"{self}: nothing is placed on group {group}",
+                    allowed=f"0..{graph.programs - 1}",
+                )
+        orders = {**graph.orders, **dict(self.table)}
+        if self.rows:
+            orders.update(orders_from_rows(graph, self.rows, str(self)))
+        return replace(graph, orders=orders)

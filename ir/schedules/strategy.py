@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from ir.core.filters import parse_filter
-from ir.directives.order import OrderDirective
-from ir.directives.place import PlaceDirective
-from ir.directives.split import SplitDirective
+from ir.directives.place import OrderDirective, PlaceDirective, SplitDirective
 from ir.directives.strategy import Directive
 from ir.schedules.schedule import Schedule
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.directives.order import OrderDirective
-from ir.directives.place import PlaceDirective
+from ir.directives.place import OrderDirective, PlaceDirective
 from ir.job.build import PreparedJob
 
 

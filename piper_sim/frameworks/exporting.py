@@ -15,8 +15,7 @@ from ir.core.files import named_path
 from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
 from ir.job.schema import Job
-from ir.job.table import table_of
-from ir.job.write import toml_sections
+from ir.job.table import table_of, toml_sections
 from ir.workload.config.load import presets, raw_config
 from ir.workload.config.spec import ModelConfig
 from piper_sim.frameworks.draft import Facts

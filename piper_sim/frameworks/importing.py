@@ -13,8 +13,7 @@ from cost_models.hardware import presets as gpus
 from ir.core.errors import PiperError
 from ir.core.files import read_json
 from ir.job.schema import OPEN
-from ir.job.table import keys_of
-from ir.job.write import toml_sections
+from ir.job.table import keys_of, toml_sections
 from ir.workload.config.keys import TYPES
 from piper_sim.frameworks.draft import Facts
 from piper_sim.frameworks.read import JobArgument, JobFile, beside, read_launch

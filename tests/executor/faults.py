@@ -18,7 +18,7 @@ from executor.runtime.program import RankPlan
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportHandle
-from executor.transport.gloo import GlooTransport
+from executor.transport.groups import GlooTransport
 from ir.core.ops import Pass
 from ir.plan.plan import AT_START, Plan
 from tests.executor.launch.events import others_wait

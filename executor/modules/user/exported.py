@@ -10,17 +10,18 @@ import inspect
 import linecache
 import operator
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again
-from executor.modules.user.packing import pack_seams
 from ir.core.errors import ErrorKind, PiperError, nearest
 
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_guards_fn")
@@ -170,3 +171,70 @@ def _not_exported(module: nn.Module, error: Exception) -> PiperError:
     message = f"{type(module).__name__} cannot be exported{where} ({type(error).__name__}: {said.strip()[:200]})"
     fix = "branch on sizes, not on values; experts by a loop over those chosen do so, too"
     return PiperError(ErrorKind.MODEL, message, key="model.module", allowed=ALLOWED, suggestion=fix)
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def pack(values: Sequence[Tensor], batch: tuple[int, int], width: int) -> Tensor:
+    """(sequences, tokens, width) that holds the values.
+
+    >>> a, b = torch.ones(1, 2, 3), torch.zeros(5)
+    >>> [t.tolist() for t in unpack(pack([a, b], (1, 2), 6), ((1, 2, 3), (5,)))] == [a.tolist(), b.tolist()]
+    True
+    """
+    flat = torch.cat([v.reshape(-1) for v in values])
+    return F.pad(flat, (0, prod(batch) * width - len(flat))).view(*batch, width)
+
+
+def unpack(packed: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
+    """The values that `pack` was given."""
+    sizes = [prod(s) for s in shapes]
+    parts = packed.reshape(-1).split([*sizes, packed.numel() - sum(sizes)])
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=False))
+
+
+def pack_seams(module: nn.Module, graph: fx.Graph, at: At, batch: tuple[int, int]) -> None:
+    """Where several tensors cross a seam, or tensors of other shapes than elsewhere, let them cross as one.
+
+    Raises PiperError (model): one of them is not of floating point, or not of the format of the others.
+    """
+    chunks, again = chunk_of(graph, at), made_again(module, graph)
+    order = list(dict.fromkeys(chunks[n] for n in graph.nodes if n in chunks and n not in again))
+    rank = {name: i for i, name in enumerate(order)}
+    work = {n: rank[chunks[n]] for n in graph.nodes if n in chunks and n not in again}
+    seams = [_alive(work, i) for i in range(len(order) - 1)]
+    totals = [sum(n.meta["val"].numel() for n in alive) for alive in seams]
+    width = max((-(-total // prod(batch)) for total in totals), default=0)
+    kinds = {n.meta["val"].dtype for alive in seams for n in alive}
+    if all(len(alive) == 1 and alive[0].meta["val"].shape == (*batch, width) for alive in seams):
+        return
+    if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
+        named = {n.name: str(n.meta["val"].dtype) for alive in seams for n in alive}
+        message = f"what crosses seams is of several formats, or of integers: {named}"
+        allowed = "floating point, of one format"
+        raise PiperError(ErrorKind.MODEL, message, key="model.module", allowed=allowed, suggestion="move the seam")
+    for i in range(len(seams)):
+        _one(graph, at, work, i, batch, width)
+
+
+def _alive(work: Mapping[fx.Node, int], i: int) -> list[fx.Node]:
+    """What chunks up to i make, and later ones read."""
+    return [n for n, k in work.items() if k <= i and any(u.op == "output" or work.get(u, -1) > i for u in n.users)]
+
+
+def _one(graph: fx.Graph, at: At, work: dict[fx.Node, int], i: int, batch: tuple[int, int], width: int) -> None:
+    alive = _alive(work, i)
+    here, there = (next(n for n, k in work.items() if k == j) for j in (i, i + 1))
+    with graph.inserting_before(there):
+        packed = graph.call_function(pack, (alive, batch, width))
+        found = graph.call_function(unpack, (packed, tuple(tuple(n.meta["val"].shape) for n in alive)))
+        parts = [graph.call_function(operator.getitem, (found, k)) for k in range(len(alive))]
+    at[packed], work[packed] = at[here], i
+    for node in (found, *parts):
+        at[node], work[node] = at[there], i + 1
+    for value, part in zip(alive, parts, strict=True):
+        part.meta["val"] = value.meta["val"]
+        for user in list(value.users):
+            if user is not packed and (user.op == "output" or work.get(user, -1) > i):
+                user.replace_input_with(value, part)

@@ -1,4 +1,4 @@
-"""Opening a data file: regular files only, of bounded size packed and unpacked, UTF-8 text without NUL."""
+"""Where a data file is, and opening it: regular files of bounded size packed and unpacked, UTF-8 text without NUL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gzip
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,3 +165,20 @@ def _too_large(form: FileErrors, path: str, most: int | None = None, why: str | 
 
 def _line(raw: bytes, at: int) -> str:
     return f"line {1 + raw[:at].count(10)}"
+
+
+def named_path(file: str, name: str, presets: Collection[str] = ()) -> str:
+    """The path that `name` stands for in a job read from `file`; a preset's name, or a word like one, as it is.
+
+    It starts at the folder of the job's file. Without presets every name is a path.
+
+    >>> named_path("jobs/a.toml", "counts.csv"), named_path("jobs/a.toml", "/data/counts.csv")
+    ('jobs/counts.csv', '/data/counts.csv')
+    >>> named_path("jobs/a.toml", "h800-sxm", ["h800-sxm"]), named_path("jobs/a.toml", "../my.json", ["h800-sxm"])
+    ('h800-sxm', 'jobs/../my.json')
+    """
+    path = Path(file).parent / name
+    if not presets:
+        return str(path)
+    is_path = name.endswith(".json") or "/" in name or name == "." or (name not in presets and path.is_dir())
+    return str(path) if is_path and name not in presets else name

@@ -13,8 +13,7 @@ from ir.core.errors import PiperError
 from ir.core.ops import Pass
 from ir.job import Job
 from ir.job.load import job_from
-from ir.job.table import table_of
-from ir.job.write import toml_value
+from ir.job.table import table_of, toml_value
 from piper_sim.pricing.costs import given_times
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.explain.excess import usual_links

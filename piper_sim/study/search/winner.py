@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ir.core.files import named_path
-from ir.job.write import job_toml
+from ir.job.table import job_toml
 from piper_sim.study.search.search import JobSearchResult
 from piper_sim.study.search.space import replaced
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from executor.autograd.split import SplitPass
 from executor.measure import peak_bytes as module
-from executor.measure.fake_rank import FakeRank, values
-from executor.measure.peak_bytes import peak_bytes, peaks
+from executor.measure.peak_bytes import FakeRank, peak_bytes, peaks, values
 from executor.modules.attention.attention import AttentionPart
 from executor.optim.flat import FlatBucket
 from executor.runtime.interpreter import PlanInterpreter

@@ -15,7 +15,7 @@ from executor.runtime.program import RankPlan
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportHandle, TransportTopology
-from executor.transport.gloo import GlooTransport
+from executor.transport.groups import GlooTransport
 from ir.core.ops import Pass
 from ir.graph.graph import GraphNode
 from ir.plan.plan import AT_START, Plan

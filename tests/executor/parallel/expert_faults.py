@@ -16,7 +16,7 @@ from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertRoute, Exp
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
 from executor.transport.base import Transport, TransportHandle
-from executor.transport.gloo import GlooTransport
+from executor.transport.groups import GlooTransport
 from ir.core.work import MessageKind
 from tests.executor.faults import _Done
 

@@ -12,8 +12,8 @@ from executor.launch import run as cli
 from executor.modules.functions import balanced
 from ir.core.errors import PiperError
 from ir.job import load_job
+from ir.job.routing.described import spread, zipf
 from ir.job.routing.forced import ForcedExperts, choices
-from ir.job.routing.skew import spread, zipf
 from ir.job.run_options import JobRunOptions
 from piper_sim.study.predict import predict
 from tests.executor.parallel.expert_cases import ONE, ROUNDING

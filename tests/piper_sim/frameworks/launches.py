@@ -14,7 +14,7 @@ from ir.core.errors import PiperError
 from ir.job.build import resolve
 from ir.job.load import job_from
 from ir.job.model import read_model
-from ir.job.write import toml_sections
+from ir.job.table import toml_sections
 from ir.workload.layout import parse_layout
 from piper_sim.frameworks.importing import UNDERSTOOD, ImportedJob, import_launch
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.routing import ExpertCounts, check_routing
+from ir.job.routing.described import hot, ranking, spread, zipf
 from ir.job.routing.recorded import FORM
-from ir.job.routing.skew import hot, ranking, spread, zipf
 from ir.job.schema import JobRouting as RoutingKeys
 from piper_sim.pricing.routing import routing_of
 from tests.piper_sim.pricing.routed import HW, job, made, routing

@@ -26,7 +26,7 @@ def tiny(tmp_path: Path) -> str:
 
 def write(path: Path, table: dict[str, Any]) -> str:
     from ir.job.load import job_from
-    from ir.job.write import job_toml
+    from ir.job.table import job_toml
 
     path.write_text(job_toml(job_from(table)), encoding="utf-8")
     return str(path)
