@@ -91,6 +91,11 @@ def _rebuild(
     return PiperError(kind, message, file=file, key=key, allowed=allowed, suggestion=suggestion)
 
 
+def job_error(key: str | None, message: str, fix: str | None = None, allowed: str | None = None) -> PiperError:
+    """What a key of the job cannot be."""
+    return PiperError(ErrorKind.JOB, message, key=key, allowed=allowed, suggestion=fix)
+
+
 def printable(text: str) -> str:
     r"""A text as a terminal may show it: what could move the cursor, hide or reverse letters is spelled out.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import isqrt
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, job_error
 
 PASSES = 1_000_000  # F, I, W of every stage and microbatch; about a minute and 2 GB to simulate
 NODES = 4_000_000  # of a model's graph, times microbatches; as much
@@ -54,13 +54,9 @@ def check_nodes(nodes: int, microbatches: int) -> None:
     Raises PiperError (job): nodes x microbatches are too many.
     """
     if nodes * microbatches > NODES:
-        raise PiperError(
-            ErrorKind.JOB,
-            f"{nodes} ops per microbatch x {microbatches} microbatches are too many to simulate",
-            key="schedule.microbatches",
-            allowed=f"a product <= {NODES}",
-            suggestion=f"{max(1, NODES // nodes)} microbatches",
-        )
+        message = f"{nodes} ops per microbatch x {microbatches} microbatches are too many to simulate"
+        few = f"{max(1, NODES // nodes)} microbatches"
+        raise job_error("schedule.microbatches", message, few, f"a product <= {NODES}")
 
 
 def check_layers(overrides: Mapping[str, object]) -> None:
@@ -83,13 +79,8 @@ def check_bytes(buffers: Iterable[int]) -> None:
     Raises PiperError (job): a buffer's bytes are beyond the limit.
     """
     if (most := max(buffers, default=0)) > BYTES:
-        raise PiperError(
-            ErrorKind.JOB,
-            f"one activation has {most:.3g} bytes",
-            key="model.seq_len",
-            allowed=f"{BYTES:.3g} bytes",
-            suggestion="a smaller seq_len, microbatch_size or model",
-        )
+        message, fix = f"one activation has {most:.3g} bytes", "a smaller seq_len, microbatch_size or model"
+        raise job_error("model.seq_len", message, fix, f"{BYTES:.3g} bytes")
 
 
 def check_ranks(ranks: int, key: str) -> None:
@@ -98,10 +89,4 @@ def check_ranks(ranks: int, key: str) -> None:
     Raises PiperError (job): more ranks than the limit.
     """
     if ranks > RANKS:
-        raise PiperError(
-            ErrorKind.JOB,
-            f"{ranks} GPUs",
-            key=key,
-            allowed=f"at most {RANKS}",
-            suggestion="fewer nodes: replicas are alike",
-        )
+        raise job_error(key, f"{ranks} GPUs", "fewer nodes: replicas are alike", f"at most {RANKS}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, job_error
 from ir.core.limits import divisors
 
 DENSE = ("tp", "cp", "dp")
@@ -53,7 +53,7 @@ class Mesh:
         Raises PiperError (job) where experts do not divide the devices or the two views have no common refinement.
         """
         if sorted(order) != sorted(ORDER):
-            raise _job("parallel.order", f"{' '.join(order)!r} does not name each axis once", " ".join(ORDER))
+            raise job_error("parallel.order", f"{' '.join(order)!r} does not name each axis once", " ".join(ORDER))
         devices = tp * cp * dp
         sizes = dict(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp, edp=devices // (ep * etp))
         if devices % (ep * etp):
@@ -61,7 +61,7 @@ class Mesh:
         dense = _strides([a for a in order if a != "ep"], sizes)
         expert = _strides([_TWIN.get(a, a) for a in order if a != "cp"], sizes)
         if dense["pp"] != expert["pp"]:
-            raise _job("parallel.order", "pp stands between the axes that experts share", "'pp' first or last")
+            raise job_error("parallel.order", "pp stands between the axes that experts share", "'pp' first or last")
         cuts = _cuts(sizes, order)
         if cuts is None:
             why = "the dense and the expert view of the devices have no common refinement"
@@ -134,19 +134,10 @@ def _cuts(sizes: Mapping[str, int], order: Sequence[str]) -> list[int] | None:
     return None if any(b % a for a, b in pairwise(cuts)) else cuts
 
 
-def _job(key: str, message: str, fix: str | None) -> PiperError:
-    return PiperError(ErrorKind.JOB, message, key=key, suggestion=fix)
-
-
 def _no_ep(sizes: Mapping[str, int], order: Sequence[str], why: str) -> PiperError:
     devices, etp, ep = sizes["tp"] * sizes["cp"] * sizes["dp"], sizes["etp"], sizes["ep"]
     fits = [e for e in divisors(devices) if devices % (e * etp) == 0]
     legal = [e for e in fits if _cuts({**sizes, "ep": e, "edp": devices // (e * etp)}, order)]
     best = min(legal, key=lambda e: abs(e - ep), default=None)
-    return PiperError(
-        ErrorKind.JOB,
-        f"ep = {ep}: {why}",
-        key="parallel.ep",
-        allowed=f"ep in {legal[:16]}" + (" …" if len(legal) > 16 else ""),
-        suggestion=f"ep = {best}" if best else None,
-    )
+    allowed = f"ep in {legal[:16]}" + (" …" if len(legal) > 16 else "")
+    return job_error("parallel.ep", f"ep = {ep}: {why}", f"ep = {best}" if best else None, allowed)

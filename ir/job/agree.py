@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, job_error
 from ir.core.filters import parse_filter
 from ir.directives import ShardDirective, SplitDirective
 from ir.directives.load import DirectiveFile
@@ -17,27 +17,27 @@ def agree(job: Job, made: DirectiveFile) -> Job:
     """The job, where its sizes are the strategy's; ep is the strategy's where the job leaves it out."""
     p, mbs = job.parallel, job.schedule.microbatches
     if made.groups != p.pp:
-        raise refused(
+        raise job_error(
             "parallel.pp", f"the strategy is for {made.groups} pipeline ranks, not {p.pp}", f"pp = {made.groups}"
         )
     if made.replicas is not None and made.replicas != (p.dp or 1):
-        raise refused(
+        raise job_error(
             "parallel.dp", f"the strategy has {made.replicas} replicas, dp is {p.dp}", f"dp = {made.replicas}"
         )
     if made.mbs is not None and mbs not in (None, made.mbs):
-        raise refused("schedule.microbatches", f"the strategy splits into {made.mbs}", f"microbatches = {made.mbs}")
+        raise job_error("schedule.microbatches", f"the strategy splits into {made.mbs}", f"microbatches = {made.mbs}")
     per_rank = made.stages // p.pp
     if job.schedule.stages_per_rank not in (None, per_rank):
-        raise refused("schedule.stages_per_rank", f"the strategy has {per_rank}", f"stages_per_rank = {per_rank}")
+        raise job_error("schedule.stages_per_rank", f"the strategy has {per_rank}", f"stages_per_rank = {per_rank}")
     if made.experts is not None and p.ep == 1:
         p = replace(p, ep=made.experts)
     if made.experts is not None and p.ep * p.etp != made.experts:
         message = f"the strategy shards experts over {made.experts} devices, etp·ep is {p.ep * p.etp}"
-        raise refused("parallel.ep", message, f"ep = {made.experts}")
+        raise job_error("parallel.ep", message, f"ep = {made.experts}")
     axes = {d.axis for d in made.directives if isinstance(d, ShardDirective)}
     for axis, size in (("tp", p.tp), ("cp", p.cp), ("ep", p.ep * p.etp)):
         if size > 1 and axis not in axes:
-            raise refused(
+            raise job_error(
                 f"parallel.{axis}", f"{axis} = {size}, but the strategy shards nothing over it", f"{axis} = 1"
             )
     return replace(job, parallel=p)
@@ -62,8 +62,3 @@ def with_split(made: DirectiveFile, mbs: int | None) -> DirectiveFile:
     if made.mbs is not None or mbs is None:
         return made
     return replace(made, directives=(SplitDirective(parse_filter({}), "MB", mbs), *made.directives), mbs=mbs)
-
-
-def refused(key: str, message: str, fix: str) -> PiperError:
-    """The error of a key of the job."""
-    return PiperError(ErrorKind.JOB, message, key=key, suggestion=fix)

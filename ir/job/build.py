@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil, gcd
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, job_error
 from ir.core.files import named_path
 from ir.core.filters import parse_filter
 from ir.core.limits import check_bytes, check_nodes, check_passes, check_ranks
@@ -17,7 +17,7 @@ from ir.directives import Directive, ReplicateDirective, ShardDirective, apply
 from ir.directives.load import DirectiveFile, load_strategy
 from ir.graph.build import model_graph
 from ir.graph.graph import Graph
-from ir.job.agree import agree, check_replicated, refused, with_split
+from ir.job.agree import agree, check_replicated, with_split
 from ir.job.cache import PLANS, PlanStructure
 from ir.job.model import read_model
 from ir.job.schema import Job, JobSchedule
@@ -135,7 +135,7 @@ def prepare(
         model = read_model(job)
         config, chunks = model.config, model.chunks
         if not job.parallel.reshard:
-            raise refused("parallel.reshard", "false is not built yet", "leave it out")
+            raise job_error("parallel.reshard", "false is not built yet", "leave it out")
         shape = MicrobatchShape(job.schedule.microbatch_size, job.model.seq_len)
         precision = precision_of(job)
         made = given or _schedule(job, times or OpTimes())
@@ -182,17 +182,17 @@ def resolve(job: Job, gpus_per_node: int | None = None) -> Job:
             check_ranks(total, "cluster.nodes")
             if p.dp is None and total % inner:
                 fix = f"cluster.nodes = {ceil(inner / gcd(inner, per_node))}, or a tp·cp·pp that divides {total}"
-                raise refused("parallel.pp", f"tp·cp·pp = {inner} does not divide the {total} GPUs", fix)
+                raise job_error("parallel.pp", f"tp·cp·pp = {inner} does not divide the {total} GPUs", fix)
             dp = p.dp or total // inner
             if inner * dp != total:
                 fix = (
                     f"dp = {total // inner}" if total % inner == 0 else f"cluster.nodes = {ceil(inner * dp / per_node)}"
                 )
-                raise refused("parallel.dp", f"tp·cp·pp·dp = {inner * dp}, but the cluster has {total} GPUs", fix)
+                raise job_error("parallel.dp", f"tp·cp·pp·dp = {inner * dp}, but the cluster has {total} GPUs", fix)
         cluster = replace(c, nodes=nodes, gpus_per_node=per_node)
         for rank in c.speed:
             if int(rank) >= inner * dp:
-                raise refused("cluster.speed", f"rank {rank} of {inner * dp} ranks", f"ranks 0..{inner * dp - 1}")
+                raise job_error("cluster.speed", f"rank {rank} of {inner * dp} ranks", f"ranks 0..{inner * dp - 1}")
         schedule = _batched(job.schedule, dp)
     return replace(job, parallel=replace(p, dp=dp), cluster=cluster, schedule=schedule)
 
@@ -205,7 +205,7 @@ def _batched(s: JobSchedule, dp: int) -> JobSchedule:
     if s.global_batch % each:
         message = f"dp · microbatch_size = {each} does not divide {s.global_batch} sequences"
         fix = f"global_batch = {max(1, round(s.global_batch / each)) * each}"
-        raise refused("schedule.global_batch", message, fix)
+        raise job_error("schedule.global_batch", message, fix)
     return replace(s, microbatches=s.global_batch // each, global_batch=None)
 
 
@@ -273,20 +273,20 @@ def _layout(job: Job, stages: int) -> tuple[str, ...]:
         pp, s = job.parallel.pp, job.schedule
         what = f"{s.name or 'the schedule'} on {pp} ranks has {stages}"
         fix = f"stages_per_rank = {len(found) // pp}" if len(found) % pp == 0 else f"{stages - 1} signs |"
-        raise refused("schedule.layout", f"the layout has {len(found)} stages, {what}", fix)
+        raise job_error("schedule.layout", f"the layout has {len(found)} stages, {what}", fix)
     return found
 
 
 def _shaped(job: Job, made: Schedule, key: str) -> Schedule:
     s = job.schedule
     if made.ranks != job.parallel.pp:
-        raise refused(f"schedule.{key}", f"it has {made.ranks} ranks, pp is {job.parallel.pp}", f"pp = {made.ranks}")
+        raise job_error(f"schedule.{key}", f"it has {made.ranks} ranks, pp is {job.parallel.pp}", f"pp = {made.ranks}")
     if s.microbatches not in (None, made.microbatches):
-        raise refused(
+        raise job_error(
             "schedule.microbatches", f"the {key} has {made.microbatches}", f"microbatches = {made.microbatches}"
         )
     if s.stages_per_rank not in (None, made.chunks):
-        raise refused("schedule.stages_per_rank", f"the {key} has {made.chunks}", f"stages_per_rank = {made.chunks}")
+        raise job_error("schedule.stages_per_rank", f"the {key} has {made.chunks}", f"stages_per_rank = {made.chunks}")
     return made
 
 

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, job_error
 from ir.core.files import FileErrors, check_plain, read_toml, typed
 from ir.job.schema import OPEN, SECTIONS, Job, JobOptimizer, JobSchedule
 from ir.job.searched import scheduled, tried
@@ -93,19 +93,17 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
     given = job.model.config or job.model.graph or job.model.module
     if not given and "model_type" not in job.model.overrides:
         allowed = "a preset or a path to config.json, or model_type and the keys of one"
-        raise PiperError(ErrorKind.JOB, "no model", key="model.config", allowed=allowed, suggestion='"llama3-8b"')
+        raise job_error("model.config", "no model", '"llama3-8b"', allowed)
     _check_schedule(job.schedule)
     if job.schedule.layout is not None and job.parallel.layers != "balanced":
         message = "layout and parallel.layers both say where layers stand"
-        raise PiperError(ErrorKind.JOB, message, key="schedule.layout", suggestion="leave parallel.layers out")
+        raise job_error("schedule.layout", message, "leave parallel.layers out")
     _check_optimizer(job.optimizer)
     if (job.run.eval_every is None) != (job.run.eval_source is None):
         key, other = ("eval_source", "eval_every") if job.run.eval_source is None else ("eval_every", "eval_source")
         usual = '"held_out.txt"' if key == "eval_source" else "100"
         message = f"{other} is given, and no {key}"
-        raise PiperError(
-            ErrorKind.JOB, message, key=f"run.{key}", allowed="both or none", suggestion=f"{key} = {usual}"
-        )
+        raise job_error(f"run.{key}", message, f"{key} = {usual}", "both or none")
     return replace(job, search=tried(job.search, FORM))
 
 
@@ -119,16 +117,11 @@ def _with_overrides(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
 def _check_schedule(s: JobSchedule) -> None:
     given = [k for k in _ALTERNATIVES if getattr(s, k) is not None]
     if len(given) > 1:
-        raise PiperError(
-            ErrorKind.JOB,
-            f"{' and '.join(given)} are both given",
-            key="schedule",
-            allowed="one of " + ", ".join(_ALTERNATIVES),
-            suggestion=f"keep {given[-1]}",
-        )
+        message, allowed = f"{' and '.join(given)} are both given", "one of " + ", ".join(_ALTERNATIVES)
+        raise job_error("schedule", message, f"keep {given[-1]}", allowed)
     if s.global_batch is not None and s.microbatches is not None:
         fix = "keep global_batch: microbatches follow from it"
-        raise PiperError(ErrorKind.JOB, "global_batch and microbatches are both given", key="schedule", suggestion=fix)
+        raise job_error("schedule", "global_batch and microbatches are both given", fix)
     if s.name is not None:
         scheduled(s.name, "schedule.name")
 
@@ -136,23 +129,18 @@ def _check_schedule(s: JobSchedule) -> None:
 def _check_optimizer(o: JobOptimizer) -> None:
     if o.schedule != "constant" and o.decay_steps is None:
         message, fix = f"{o.schedule} over how many steps?", "decay_steps = 1000"
-        raise PiperError(ErrorKind.JOB, message, key="optimizer.decay_steps", allowed="1 or more", suggestion=fix)
+        raise job_error("optimizer.decay_steps", message, fix, "1 or more")
     if o.schedule == "constant" and (idle := "decay_steps" if o.decay_steps else "min_lr" if o.min_lr else None):
         message, known = "says how lr falls, and it is constant", "cosine, linear, wsd"
-        raise PiperError(ErrorKind.JOB, message, key=f"optimizer.{idle}", allowed=f"schedule = {known}")
+        raise job_error(f"optimizer.{idle}", message, allowed=f"schedule = {known}")
     if o.min_lr > o.lr:
         message = f"min_lr {o.min_lr:g} is above lr {o.lr:g}"
-        raise PiperError(ErrorKind.JOB, message, key="optimizer.min_lr", allowed=f"0 to {o.lr:g}")
+        raise job_error("optimizer.min_lr", message, allowed=f"0 to {o.lr:g}")
 
 
 def _check_speed(rank: str, speed: object) -> None:
     low, high = _SPEED
     fine = isinstance(speed, int | float) and not isinstance(speed, bool) and low <= speed <= high
     if not (rank.isascii() and rank.isdigit() and rank == str(int(rank[:9]))) or not fine:
-        raise PiperError(
-            ErrorKind.JOB,
-            f"speed of rank {rank!r} is {speed!r}",
-            key="cluster.speed",
-            allowed=f"{{ rank = factor }}, a factor from {low:g} to {high:g}",
-            suggestion="speed = { 17 = 0.8 }",
-        )
+        allowed = f"{{ rank = factor }}, a factor from {low:g} to {high:g}"
+        raise job_error("cluster.speed", f"speed of rank {rank!r} is {speed!r}", "speed = { 17 = 0.8 }", allowed)

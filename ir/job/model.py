@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import job_error
 from ir.core.files import named_path
 from ir.core.limits import check_layers
 from ir.job.schema import Job
@@ -51,20 +51,15 @@ def read_model(job: Job) -> JobModel:
     m = job.model
     if m.graph is None and not m.config and m.module is not None:
         message, fix = f"{m.module} is planned by a graph captured from it", "piper_sim.capture(..., out='model.json')"
-        raise PiperError(ErrorKind.JOB, message, key="model.graph", allowed="a model.json", suggestion=fix)
+        raise job_error("model.graph", message, fix, "a model.json")
     if m.graph is None:
         check_layers(m.overrides)
         path = named_path(job.file, m.config, presets()) if m.config else ""
         config = load_config(path, m.overrides) if path else config_from({}, job.file, m.overrides)
         return JobModel(config, model_chunks(config), m.attention)
     if extra := [*(["config"] if m.config else []), *m.overrides]:
-        raise PiperError(
-            ErrorKind.JOB,
-            f"{extra[0]} and graph are both given",
-            key=f"model.{extra[0]}",
-            allowed="a config and its keys, or a captured graph",
-            suggestion=f"leave out {extra[0]}",
-        )
+        message, allowed = f"{extra[0]} and graph are both given", "a config and its keys, or a captured graph"
+        raise job_error(f"model.{extra[0]}", message, f"leave out {extra[0]}", allowed)
     captured = load_captured(named_path(job.file, m.graph))
     check_layers({"num_hidden_layers": captured.config.layers})
     return JobModel(captured.config, captured.chunks, m.attention, captured)

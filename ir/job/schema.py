@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
 from msgspec import Meta
 
@@ -239,19 +239,5 @@ class Job:
     file: Annotated[str, HIDDEN] = "job"
 
 
-SECTIONS: Mapping[str, type] = {
-    "model": ModelSection,
-    "cluster": JobCluster,
-    "parallel": JobParallel,
-    "schedule": JobSchedule,
-    "routing": JobRouting,
-    "costs": JobCosts,
-    "data": JobData,
-    "gate": JobGate,
-    "history": JobHistory,
-    "optimizer": JobOptimizer,
-    "run": JobRun,
-    "precision": JobPrecision,
-    "search": JobSearch,
-}
+SECTIONS: Mapping[str, type] = {name: cls for name, cls in get_type_hints(Job).items() if name != "file"}
 OPEN = ("model", "cluster", "search")  # other keys belong to the model config, the hardware file, other sections

@@ -10,13 +10,14 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, job_error
 from ir.core.files import FileErrors, read_text
 from ir.core.limits import check_passes
 from ir.core.order import Order
 from ir.schedules.evaluate import check_complete
 from ir.schedules.schedule import Schedule, StagePlacement
 
+_BUILDER = "schedule.builder"
 FORM = FileErrors("a schedule", ErrorKind.JOB, "schedule.csv", fix="PyTorch's CSV: one row of ops per rank")
 
 
@@ -44,7 +45,8 @@ def from_builder(reference: str, ranks: int, microbatches: int) -> Schedule:
     file, _, name = reference.rpartition(":")
     path = Path(file)
     if not name or not path.is_file():
-        raise _refused("builder", f"{reference!r} names no function of a file", "file.py:function").at(file=str(path))
+        message = f"{reference!r} names no function of a file"
+        raise job_error(_BUILDER, message, allowed="file.py:function").at(file=str(path))
     try:
         made = _run(path, name, ranks, microbatches)
     except PiperError as e:
@@ -52,21 +54,21 @@ def from_builder(reference: str, ranks: int, microbatches: int) -> Schedule:
     except (Exception, SystemExit) as e:
         frame = traceback.extract_tb(e.__traceback__)[-1]
         message = f"{name}({ranks}, {microbatches}) raised {type(e).__name__}: {e} ({frame.filename}:{frame.lineno})"
-        raise _refused("builder", message, None).at(file=str(path)) from e
+        raise job_error(_BUILDER, message).at(file=str(path)) from e
     return made
 
 
 def _run(path: Path, name: str, ranks: int, microbatches: int) -> Schedule:
     spec = importlib.util.spec_from_file_location("piper_sim_user_schedule", path)
     if spec is None or spec.loader is None:
-        raise _refused("builder", f"{path.name} is no Python file", "file.py:function")
+        raise job_error(_BUILDER, f"{path.name} is no Python file", allowed="file.py:function")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     with _quietly():
         spec.loader.exec_module(module)
         function = getattr(module, name, None)
         if not callable(function):
-            raise _refused("builder", f"{path.name} has no function {name!r}", None)
+            raise job_error(_BUILDER, f"{path.name} has no function {name!r}")
         made = function(ranks, microbatches)
     if isinstance(made, Schedule):
         check_passes(made.stages, made.microbatches)
@@ -75,7 +77,7 @@ def _run(path: Path, name: str, ranks: int, microbatches: int) -> Schedule:
     rows = [made[r] for r in sorted(made)] if isinstance(made, Mapping) else made
     if not isinstance(rows, list | tuple) or not all(_is_row(r) for r in rows):
         allowed = "a Schedule, or a list of op texts per rank"
-        raise _refused("builder", f"{name} returned {type(made).__name__}, not that", allowed)
+        raise job_error(_BUILDER, f"{name} returned {type(made).__name__}, not that", allowed=allowed)
     return from_rows(rows, f"builder:{name}")
 
 
@@ -116,11 +118,8 @@ def from_rows(rows: Sequence[Sequence[str]], name: str) -> Schedule:
     for rank, order in enumerate(orders):
         for s, m in zip(order.stage.tolist(), order.mb.tolist(), strict=True):
             if home[m].setdefault(s, rank) != rank:
-                raise PiperError(
-                    ErrorKind.JOB,
-                    f"stage {s} of microbatch {m} is on ranks {home[m][s]} and {rank}",
-                    suggestion="all passes of a stage and microbatch in one row",
-                )
+                message = f"stage {s} of microbatch {m} is on ranks {home[m][s]} and {rank}"
+                raise job_error(None, message, "all passes of a stage and microbatch in one row")
     placements: list[StagePlacement] = []
     for m in range(mbs):
         where = tuple(home[m].get(s, -1) for s in range(stages))
@@ -133,7 +132,3 @@ def from_rows(rows: Sequence[Sequence[str]], name: str) -> Schedule:
             placements.append(StagePlacement(range(m, m + 1), where))
     check_complete(orders, placements)
     return Schedule(name, len(rows), mbs, stages // len(rows), tuple(placements), orders)
-
-
-def _refused(key: str, message: str, allowed: str | None) -> PiperError:
-    return PiperError(ErrorKind.JOB, message, key=f"schedule.{key}", allowed=allowed)

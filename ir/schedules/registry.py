@@ -35,23 +35,17 @@ def _both_ways(ranks: int, mbs: int, chunks: int) -> tuple[StagePlacement, ...]:
     return (StagePlacement(range(half), forth), StagePlacement(range(half, mbs), forth[::-1]))
 
 
-# Imported where they are used: a search is not needed to emit a table.
-def _zb2p(ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
-    from ir.schedules.search.searched import zb2p
+def _searched(name: str) -> Builder:
+    """By a search, imported where it is used: it is not needed to emit a table. A large one takes half a minute."""
 
-    return zb2p(ranks, mbs, times)
+    @lru_cache(maxsize=32)
+    def orders(ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
+        from ir.schedules.search import searched
 
+        made: Orders = getattr(searched, name)(ranks, mbs, times)
+        return made
 
-def _v_half(ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
-    from ir.schedules.search.searched import v_half
-
-    return v_half(ranks, mbs, times)
-
-
-def _v_min(ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
-    from ir.schedules.search.searched import v_min
-
-    return v_min(ranks, mbs, times)
+    return orders
 
 
 @dataclass(frozen=True)
@@ -72,10 +66,10 @@ _FAMILIES = {
     "interleaved-1f1b-overlap": _Family(lambda p, m, v, t: fixed.overlapped(p, m, v), _looped, 2, None, 2),
     "looped-bfs": _Family(lambda p, m, v, t: fixed.looped_bfs(p, m, v), _looped, 2, None, 2),
     "zb1p": _Family(lambda p, m, v, t: fixed.zb1p(p, m, v), _looped, 1, None, 1),
-    "zb2p": _Family(_zb2p, searched=True),
+    "zb2p": _Family(_searched("zb2p"), searched=True),
     "zbv": _Family(lambda p, m, v, t: fixed.zbv(p, m), _v, 2, 2, 2),
-    "v-half": _Family(_v_half, _v, 2, 2, 2, searched=True),
-    "v-min": _Family(_v_min, _v, 2, 2, 2, searched=True),
+    "v-half": _Family(_searched("v_half"), _v, 2, 2, 2, searched=True),
+    "v-min": _Family(_searched("v_min"), _v, 2, 2, 2, searched=True),
     "dualpipe": _Family(lambda p, m, v, t: fixed.dualpipe(p, m), _both_ways),
     "dualpipev": _Family(lambda p, m, v, t: fixed.dualpipev(p, m), _v, 2, 2, 2),
 }
@@ -162,19 +156,9 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None, t
         microbatches=microbatches,
         chunks=chunks,
         placements=family.places(ranks, microbatches, chunks),
-        orders=(_searched if family.searched else _orders)(name, ranks, microbatches, chunks, times),
+        orders=family.builder(ranks, microbatches, chunks, times),
         order_depends_on_times=family.searched,
     )
-
-
-def _orders(name: str, ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
-    return _FAMILIES[name].builder(ranks, mbs, chunks, times)
-
-
-@lru_cache(maxsize=32)
-def _searched(name: str, ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
-    """Searched once: a large table takes half a minute."""
-    return _orders(name, ranks, mbs, chunks, times)
 
 
 def check_shape(name: str, ranks: int, microbatches: int, chunks: int) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, job_error
 from ir.workload.part import Chunk, Part
 
 Stages = tuple[tuple[Chunk, ...], ...]
@@ -106,13 +106,8 @@ def laid_out(chunks: Sequence[Chunk], layout: Sequence[str]) -> Stages:
         want = f"{_WORDS[have[at]]} ({have[at]})" if at < len(have) else "nothing more"
         given = flat[at] if at < len(flat) else "nothing"
         message = f"part {at + 1}, on stage {min(stage, len(layout) - 1)}, is {given}, where the model has {want}"
-        raise PiperError(
-            ErrorKind.JOB,
-            f"{message}; {counts or 'in another order'}",
-            key=_KEY,
-            allowed=f"{format_layout([have])} with | between",
-            suggestion=format_layout([*_even(have, len(layout))]),
-        )
+        fix, allowed = format_layout([*_even(have, len(layout))]), f"{format_layout([have])} with | between"
+        raise job_error(_KEY, f"{message}; {counts or 'in another order'}", fix, allowed)
     found = iter(chunks)
     stages = [tuple(next(found) for _ in stage) for stage in layout]
     return tuple(s or (Chunk(f"skip{n}", (Part("skip"),)),) for n, s in enumerate(stages))
@@ -133,4 +128,4 @@ def _letter(chunk: Chunk) -> str:
 
 def _no(text: str, at: int, message: str, fix: str | None) -> PiperError:
     where = f"{text!r}, position {at + 1}: {message}"
-    return PiperError(ErrorKind.JOB, where, key=_KEY, allowed=_ALLOWED, suggestion=fix)
+    return job_error(_KEY, where, fix, _ALLOWED)

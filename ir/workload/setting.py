@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.limits import divisors
 from ir.core.work import DType
 from ir.workload.config.spec import ModelConfig
@@ -217,9 +217,7 @@ def _refuse_stretches(cp: int, length: int) -> PiperError:
     """The causal mask's work is even where each device has two stretches of a sequence: the i-th, the i-th to last."""
     near = max((d for d in divisors(length) if d < cp and length % (2 * d) == 0), default=1)
     message = f"cp = {cp} needs {2 * cp} equal stretches of each sequence, and seq_len = {length}"
-    return PiperError(
-        ErrorKind.JOB, message, key="parallel.cp", allowed=f"a seq_len divisible by {2 * cp}", suggestion=f"cp = {near}"
-    )
+    return job_error("parallel.cp", message, f"cp = {near}", f"a seq_len divisible by {2 * cp}")
 
 
 def _refuse(axis: str, by: int, what: str, size: int) -> PiperError:
@@ -228,4 +226,4 @@ def _refuse(axis: str, by: int, what: str, size: int) -> PiperError:
     if "vocabulary" in what:
         fix += f", or pad it: vocab_size = {-(-size // by) * by}"
     message = f"{axis} = {by} does not divide {what} = {size}"
-    return PiperError(ErrorKind.JOB, message, key=f"parallel.{axis}", allowed=f"divisors of {size}", suggestion=fix)
+    return job_error(f"parallel.{axis}", message, fix, f"divisors of {size}")
