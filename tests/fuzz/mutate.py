@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ir.job.write import toml_value
+from ir.job.table import toml_value
 
 EVIL: list[Any] = [
     None, True, False, "", "x", [], {}, 0, -1, 1, 2, 3, 7, 1.5, 10**9 + 7, 10**21, 10**400, 1e77, -1e300, 1e-300,

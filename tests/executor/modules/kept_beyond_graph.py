@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ir.workload.chunks import chunks
-from ir.workload.config.load import ExpertConfig, ModelConfig
+from ir.workload.config.spec import ExpertConfig, ModelConfig
 
 WIDE = 2  # bf16
 
