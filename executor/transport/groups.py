@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -91,22 +92,22 @@ class GroupTransport:
     def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> GroupTransportHandle:
         """Sum in place, or the largest."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        return self._join(group, dist.all_reduce, tensor, tensor, op)
+        return self._join(group, partial(dist.all_reduce, tensor, op), tensor, tensor)
 
     def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> GroupTransportHandle:
         """Sum; keep this member's part."""
-        return self._join(group, dist.reduce_scatter_tensor, into, tensor, into, tensor)
+        return self._join(group, partial(dist.reduce_scatter_tensor, into, tensor), into, tensor)
 
     def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> GroupTransportHandle:
         """Concatenate the members' parts."""
-        return self._join(group, dist.all_gather_into_tensor, into, tensor, into, tensor)
+        return self._join(group, partial(dist.all_gather_into_tensor, into, tensor), into, tensor)
 
     def all_to_all(
         self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
     ) -> GroupTransportHandle:
         """Exchange rows, unevenly if need be."""
         rows = list(into_sizes), list(sizes)
-        return self._join(group, dist.all_to_all_single, into, tensor, into, tensor, *rows)
+        return self._join(group, partial(dist.all_to_all_single, into, tensor, *rows), into, tensor)
 
     def barrier(self) -> None:
         """On the world's own group, which carries nothing else."""
@@ -119,14 +120,12 @@ class GroupTransport:
             dist.destroy_process_group(group)
         dist.destroy_process_group()
 
-    def _join(
-        self, group: str, collective: Callable[..., Any], into: Tensor, tensor: Tensor, *given: Any
-    ) -> GroupTransportHandle:
+    def _join(self, group: str, collective: Callable[..., Any], into: Tensor, tensor: Tensor) -> GroupTransportHandle:
         """A collective over a group; a member alone in it keeps what it gives."""
         members = self._members[group]
         if (g := self._groups.get(group)) is not None:
             others = tuple(r for r in members if r != self.rank)
-            return self._post(lambda: collective(*given, group=g, async_op=True), (into, tensor), others)
+            return self._post(lambda: collective(group=g, async_op=True), (into, tensor), others)
         if self.rank not in members:
             raise KeyError(f"rank {self.rank} is not in group {group!r}")
         if into is not tensor:
