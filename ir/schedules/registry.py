@@ -40,10 +40,9 @@ def _searched(name: str) -> Builder:
 
     @lru_cache(maxsize=32)
     def orders(ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
-        from ir.schedules.search import searched
+        from ir.schedules.search.searched import ORDERS
 
-        made: Orders = getattr(searched, name)(ranks, mbs, times)
-        return made
+        return ORDERS[name](ranks, mbs, times)
 
     return orders
 
@@ -68,8 +67,8 @@ _FAMILIES = {
     "zb1p": _Family(lambda p, m, v, t: fixed.zb1p(p, m, v), _looped, 1, None, 1),
     "zb2p": _Family(_searched("zb2p"), searched=True),
     "zbv": _Family(lambda p, m, v, t: fixed.zbv(p, m), _v, 2, 2, 2),
-    "v-half": _Family(_searched("v_half"), _v, 2, 2, 2, searched=True),
-    "v-min": _Family(_searched("v_min"), _v, 2, 2, 2, searched=True),
+    "v-half": _Family(_searched("v-half"), _v, 2, 2, 2, searched=True),
+    "v-min": _Family(_searched("v-min"), _v, 2, 2, 2, searched=True),
     "dualpipe": _Family(lambda p, m, v, t: fixed.dualpipe(p, m), _both_ways),
     "dualpipev": _Family(lambda p, m, v, t: fixed.dualpipev(p, m), _v, 2, 2, 2),
 }

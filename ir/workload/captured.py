@@ -146,7 +146,7 @@ class CapturedModelWork:
         )
 
     def messages(self, experts: PlacedPart) -> ExpertMessages:
-        """No part of a captured module is sharded over experts."""
+        """Raises PiperError (job): no part of a captured module is sharded over experts."""
         message = "a captured module's experts are not spread over ranks"
         raise PiperError(ErrorKind.JOB, message, file=self.model.file, key="parallel.ep", allowed="1")
 

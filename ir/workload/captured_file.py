@@ -22,7 +22,7 @@ Length = Annotated[int, Meta(ge=0, le=10**15)]
 Shape = tuple[Length, ...]
 
 
-class CapturedKernel(Struct, frozen=True):
+class _Kernel(Struct, frozen=True):
     """`kernels[…]`."""
 
     op: str
@@ -38,7 +38,7 @@ class CapturedPass(Struct, frozen=True):
     """`passes.F` and the like: kernels, and bytes alive only while they run."""
 
     workspace_bytes: Bytes
-    kernels: tuple[CapturedKernel, ...]
+    kernels: tuple[_Kernel, ...]
 
     @property
     def work(self) -> Work:
@@ -46,7 +46,7 @@ class CapturedPass(Struct, frozen=True):
         return tuple(Kernel(k.kind, k.flops, k.bytes, k.dtype, k.shape, k.op, k.count) for k in self.kernels)
 
 
-class CapturedPasses(Struct, frozen=True):
+class _Passes(Struct, frozen=True):
     """`passes`."""
 
     F: CapturedPass
@@ -54,7 +54,7 @@ class CapturedPasses(Struct, frozen=True):
     W: CapturedPass
 
 
-class CapturedBytes(Struct, frozen=True):
+class _Saved(Struct, frozen=True):
     """`saved_bytes`."""
 
     until_I: Bytes
@@ -67,9 +67,9 @@ class CapturedPart(Struct, frozen=True):
 
     output_bytes: Bytes
     reads_input_again: Annotated[str, words("", "I", "W", said="pass")]
-    saved_bytes: CapturedBytes
+    saved_bytes: _Saved
     stash_bytes: Bytes
-    passes: CapturedPasses
+    passes: _Passes
 
 
 class CapturedChunk(Struct, frozen=True):
@@ -138,7 +138,7 @@ def _check_chunks(f: CapturedModelFile, file: str) -> None:
                 raise FORM.wrong(message, file, f"chunks[{i}].parameters", "one", FORM.fix)
 
 
-def _check_kernel(k: CapturedKernel, at: str, file: str) -> None:
+def _check_kernel(k: _Kernel, at: str, file: str) -> None:
     rank = {KernelKind.GEMM: 3, KernelKind.GROUPED_GEMM: 4}.get(k.kind)
     if rank and (len(k.shape) != rank or k.flops != 2 * prod(k.shape)):
         message = f"{k.flops} FLOPs of {list(k.shape)}"

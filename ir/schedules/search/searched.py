@@ -83,3 +83,6 @@ def _order(shop: ScheduleProblem, ops: list[int]) -> Order:
         ops = [op for pair in pairs for op in pair]
     table = np.array([shop.row(op) for op in ops], dtype=np.int64).reshape(-1, 3)
     return Order(table[:, 0], table[:, 1], table[:, 2], np.arange(len(ops), dtype=np.int64))
+
+
+ORDERS = {"zb2p": zb2p, "v-half": v_half, "v-min": v_min}
