@@ -150,8 +150,6 @@ class _Builder:
             self.edges.append(GraphEdge(src, wg, 1))
 
     def _keep(self, k: int, keep: KeptBuffer, i: int, wg: int | None) -> None:
-        if keep.recompute and keep.recompute in self.recompute:
-            return
         e = self.entries[k]
         named = zip(self.inputs[k], e.part.inputs, strict=False)
         for j in [j for j, name in named if name == keep.of]:

@@ -68,14 +68,10 @@ class SavedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class KeptBuffer:
-    """Backward's claim on an input of the part: the output of part `of` stays alive until pass `until`.
-
-    recompute: the recompute option under which this claim is dropped, "" if none.
-    """
+    """Backward's claim on an input of the part: the output of part `of` stays alive until pass `until`."""
 
     of: str
-    until: Pass = Pass.W
-    recompute: str = ""
+    until: Pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import ir.directives.strategy
 import ir.graph.graph
 from ir.core.errors import PiperError
 from ir.core.filters import parse_filter
+from ir.core.ops import Pass
 from ir.directives import PlaceDirective, SplitDirective, apply
 from ir.graph.build import stage_graph
 from ir.graph.graph import Graph, GraphEdge, GraphNode, MicrobatchSpan, check
@@ -53,6 +54,15 @@ def verdict(graph: Graph, since: Graph | None) -> str:
 def differs(change: Change, k: int) -> bool:
     changed = change(GRAPH, k)
     return verdict(changed, GRAPH) != verdict(changed, None)
+
+
+def test_outputs_live_until_the_pass_that_reads_them_last() -> None:
+    node = {(n.kind, n.part): i for i, n in enumerate(GRAPH.nodes)}
+    kept = [(e, keep) for e in GRAPH.entries for keep in e.part.keeps if keep.of]
+    assert {keep.until for _, keep in kept} == {Pass.I, Pass.W}
+    for e, keep in kept:
+        edge = GraphEdge(node[Pass.F, f"{e.chunk.name}.{keep.of}"], node[keep.until, e.name], 0)
+        assert edge in GRAPH.edges
 
 
 @fewer

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.mesh import Mesh
 from ir.job.build import directives_json, prepare, resolve
 from ir.job.load import job_from
 from ir.job.schema import Job
@@ -39,6 +40,17 @@ def test_dp_is_what_is_left_and_nodes_are_as_many_as_needed(
 ) -> None:
     found = resolve(job(parallel=parallel, cluster=cluster), 8)
     assert (found.parallel.dp, found.cluster.nodes) == (dp, nodes)
+
+
+@pytest.mark.parametrize(
+    ("order", "sizes"),
+    [
+        ("tp cp ep dp pp", {"tp": 2, "cp": 1, "dp": 2, "pp": 2, "ep": 2, "etp": 2}),
+        ("pp ep dp tp cp", {"tp": 1, "cp": 2, "dp": 4, "pp": 2, "ep": 4, "etp": 1}),
+    ],
+)
+def test_the_mesh_is_what_parallel_says(order: str, sizes: dict[str, int]) -> None:
+    assert prepare(job(parallel={**sizes, "order": order})).mesh == Mesh.of(**sizes, order=order.split())
 
 
 @pytest.mark.parametrize(

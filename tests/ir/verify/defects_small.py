@@ -73,9 +73,22 @@ def doubled_transfer(plan: Plan, rng: Random) -> Spoiled:
     return replace(twice, partner=partner), names(plan, send, recv)
 
 
+def _gathers(plan: Plan) -> list[int]:
+    return [i for i, s in enumerate(plan.shape.tolist()) if plan.shapes[s].role is CollectiveRole.GATHER]
+
+
+def lost_first_gather(plan: Plan, rng: Random) -> Spoiled:
+    """Nobody brings a bucket's weights before they are read the first time."""
+    first = {(plan.program[i], plan.shapes[int(plan.shape[i])].bucket): i for i in reversed(_gathers(plan))}
+    if not first:
+        return None
+    (_, bucket), lost = rng.choice(sorted(first.items(), key=lambda x: x[1]))
+    return rearranged(plan, [i for i in range(len(plan)) if i != lost]), {f"nothing gathers {bucket} before "}
+
+
 def gather_one_op_early(plan: Plan, rng: Random) -> Spoiled:
     """A gather is dispatched before the compute op that it stood behind, and follows the one before that."""
-    gathers = [i for i, s in enumerate(plan.shape.tolist()) if plan.shapes[s].role is CollectiveRole.GATHER]
+    gathers = _gathers(plan)
     compute = plan.kind == OpKind.COMPUTE
     found = []
     for g in gathers:
@@ -167,6 +180,7 @@ SMALL: dict[str, Defect] = {
         wait_one_op_short,
         norm_before_reduction,
         doubled_transfer,
+        lost_first_gather,
         gather_one_op_early,
         torn_free_off_by_one,
         shared_bucket_key,

@@ -42,6 +42,7 @@ def test_even_refuses_the_rest_and_names_what_is_legal():
     assert "balanced" in refused(llama(61), 16, "even").suggestion
     assert refused(llama(61), 64, "even").suggestion == "61 stages or fewer"
     assert "4 stages" in refused(llama(32), 5, "even").suggestion
+    assert "16 stages" in refused(llama(30), 17, "even").suggestion, "which divides the layers and both ends"
 
 
 @pytest.mark.parametrize("layers", ["even", "balanced"])
