@@ -71,7 +71,7 @@ class KeptBuffer:
     """Backward's claim on an input of the part: the output of part `of` stays alive until pass `until`."""
 
     of: str
-    until: Pass
+    until: Pass = Pass.W
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,13 +56,14 @@ def differs(change: Change, k: int) -> bool:
     return verdict(changed, GRAPH) != verdict(changed, None)
 
 
-def test_outputs_live_until_the_pass_that_reads_them_last() -> None:
+def test_what_a_weight_gradient_reads_lives_until_then() -> None:
     node = {(n.kind, n.part): i for i, n in enumerate(GRAPH.nodes)}
-    kept = [(e, keep) for e in GRAPH.entries for keep in e.part.keeps if keep.of]
-    assert {keep.until for _, keep in kept} == {Pass.I, Pass.W}
-    for e, keep in kept:
-        edge = GraphEdge(node[Pass.F, f"{e.chunk.name}.{keep.of}"], node[keep.until, e.name], 0)
-        assert edge in GRAPH.edges
+    kept = [(e, k.of) for e in GRAPH.entries for k in e.part.keeps if k.of and k.until is Pass.W]
+    assert kept, "a router reads what attention made"
+    for e, of in kept:
+        src = node[Pass.F, f"{e.chunk.name}.{of}"]
+        assert GraphEdge(src, node[Pass.W, e.name], 0) in GRAPH.edges
+        assert GraphEdge(src, node[Pass.I, e.name], 0) not in GRAPH.edges
 
 
 @fewer

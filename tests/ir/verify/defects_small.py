@@ -86,6 +86,23 @@ def lost_first_gather(plan: Plan, rng: Random) -> Spoiled:
     return rearranged(plan, [i for i in range(len(plan)) if i != lost]), {f"nothing gathers {bucket} before "}
 
 
+def idle_reduction(plan: Plan, rng: Random) -> Spoiled:
+    """A bucket is reduced once more: of a microbatch whose gradient is not made there, or by a program without it."""
+    of = {i: plan.shapes[s] for i, s in enumerate(plan.shape.tolist()) if plan.shapes[s].role is CollectiveRole.REDUCE}
+    made = {(int(plan.program[i]), s.bucket, int(plan.mb[i])) for i, s in of.items()}
+    holds = {(p, bucket): p for p, bucket, _ in made}
+    places = [(i, p, mb) for i in of for p in range(plan.programs) for mb in range(plan.graph.mbs)]
+    idle = [(i, p, mb) for i, p, mb in places if (p, of[i].bucket, mb) not in made and plan.mb[i] <= mb]
+    if not idle:
+        return None
+    i, p, mb = rng.choice(idle)
+    rows, program = [*range(len(plan)), i], [*plan.program.tolist(), p]
+    more = rearranged(plan, rows, program)
+    at = int(more.bounds[p + 1]) - 1
+    more.mb[at] = mb
+    return more, {f"does not {'make' if (p, of[i].bucket) in holds else 'hold'}"}
+
+
 def gather_one_op_early(plan: Plan, rng: Random) -> Spoiled:
     """A gather is dispatched before the compute op that it stood behind, and follows the one before that."""
     gathers = _gathers(plan)
@@ -181,6 +198,7 @@ SMALL: dict[str, Defect] = {
         norm_before_reduction,
         doubled_transfer,
         lost_first_gather,
+        idle_reduction,
         gather_one_op_early,
         torn_free_off_by_one,
         shared_bucket_key,
