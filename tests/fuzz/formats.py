@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 
 from cost_models.hardware import load_hardware
 from cost_models.profile.file import load_profile, profile_text
@@ -28,6 +29,8 @@ from executor.checkpoint.tensors import FORM as FILES
 from executor.checkpoint.tensors import MANIFEST, digest_of
 from executor.data.files import check_vocabulary
 from executor.data.tokens import FileTokens
+from executor.modules.hub_weights import INDEX, WHOLE, HubCheckpoint
+from executor.parallel.shares import ParamShard
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import check_regular
 from ir.directives.load import load_strategy
@@ -83,7 +86,16 @@ class Format:
 @cache
 def formats() -> tuple[Format, ...]:
     """All of them; valid files that are not in `seeds/` are made here."""
-    return (*_of_jobs(), *_of_costs(), *_of_runs(), *_launches(), *_checkpoints(), *_tokens(), *_commands())
+    return (
+        *_of_jobs(),
+        *_of_costs(),
+        *_of_runs(),
+        *_launches(),
+        *_checkpoints(),
+        *_weights(),
+        *_tokens(),
+        *_commands(),
+    )
 
 
 def _seed(name: str, read: Read, **more: Any) -> Format:
@@ -166,6 +178,7 @@ def _checkpoints() -> Iterator[Format]:
     yield Format(MANIFEST, files[MANIFEST], read, share=0.1)
     yield Format(tensors, files[tensors], read, share=0.1)
     yield _seed("lock.json", lambda p: (p.replace(p.with_name("lock")), lock.said(p.parent)))
+    yield from _weights()
 
 
 def _read_checkpoint(folder: Path) -> object:
@@ -188,6 +201,24 @@ def _seal(folder: Path) -> None:
             tree["files"][name] = {"bytes": found.bytes, "sha256": found.sha256}
         found = msgspec.json.decode(json.dumps(tree), type=CheckpointManifest)
         (folder / MANIFEST).write_bytes(found.text())
+
+
+def _weights() -> Iterator[Format]:
+    from safetensors.torch import save
+
+    shapes: dict[str, tuple[int, ...]] = {"a": (2, 3), "b.weight": (4,)}
+    files = {WHOLE: save({n: torch.ones(s) for n, s in shapes.items()})}
+    files[INDEX] = json.dumps({"metadata": {"total_size": 40}, "weight_map": dict.fromkeys(shapes, WHOLE)}).encode()
+
+    def read(path: Path) -> object:
+        for other in files.keys() - {path.name}:
+            (path.parent / other).write_bytes(files[other])
+        found = HubCheckpoint(path.parent)
+        found.check(shapes, {})
+        return [found.read(n, ParamShard(s), torch.float32) for n, s in shapes.items()]
+
+    for name, data in files.items():
+        yield Format(name, data, read, share=0.3)
 
 
 def _tokens() -> Iterator[Format]:
