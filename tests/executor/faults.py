@@ -21,7 +21,7 @@ from executor.transport.base import TransportHandle
 from executor.transport.groups import GlooTransport
 from ir.core.ops import Pass
 from ir.plan.plan import AT_START, Plan
-from tests.executor.launch.events import others_wait
+from tests.executor.launch.events import others_wait, until
 
 
 class _Done:
@@ -141,16 +141,21 @@ def killed(ctx: RankContext, **spec: Any) -> Any:
 
 def stopped(ctx: RankContext, **spec: Any) -> Any:
     """Rank 0 stops there, as under a debugger."""
-    return _at_last_w(lambda: os.kill(os.getpid(), signal.SIGSTOP), 0, 2, ctx, spec)
+
+    def act() -> None:
+        others_wait(ctx)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    return _at_last_w(act, 0, 2, ctx, spec)
 
 
-def lingering(ctx: RankContext, **spec: Any) -> Any:
-    """Rank 0 still works when rank 1 is long done."""
+def lingering(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
+    """Rank 0 still works until there is a file `mark`."""
 
     def close(self: PlanInterpreter) -> None:
-        for i in range(5 if ctx.rank == 0 else 0):
-            ctx.progress.op(i, "more")
-            time.sleep(0.5)
+        if ctx.rank == 0:
+            ctx.progress.op(0, "more")
+            until(Path(fault["mark"]).exists)
 
     PlanInterpreter.close = close  # type: ignore[method-assign]
     return train_rank(ctx, **spec)
@@ -167,7 +172,7 @@ def _do(kind: str) -> None:
 
 
 def at_op(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
-    """Something happens on rank `rank` when it comes to op `index` for the second time; `mark` gets the moment."""
+    """Something happens on rank `rank` when it comes to op `index` for the second time, and all others wait."""
     if ctx.rank != fault["rank"]:
         return train_rank(ctx, **spec)
     op, last, visits = ctx.progress.op, -1, 0
@@ -180,7 +185,6 @@ def at_op(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
         if visits == 2:
             visits += 1
             others_wait(ctx)
-            Path(fault["mark"]).write_text(repr(time.monotonic()))
             _do(fault["kind"])
 
     ctx.progress.op = note  # type: ignore[method-assign]

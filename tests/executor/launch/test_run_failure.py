@@ -8,13 +8,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from executor.device.progress import RankRecord, RankState
+from executor.launch import launch
 from executor.launch import run as cli
 from executor.launch.launch import RankFailed
+from executor.launch.verdict import stuck
 from tests.executor import faults
 from tests.executor.launch.events import stepping
 from tests.executor.runs import job_file, run
@@ -56,9 +60,22 @@ def test_the_culprit_its_op_and_who_waits_are_named(
     assert len(pids(tmp_path)) == 2 and all(map(gone, pids(tmp_path)))
 
 
-def test_a_rank_that_is_done_early_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "RANK", faults.lingering)
-    run(steps=1, watchdog_s=1.2)
+def test_a_rank_that_is_done_early_has_not_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rank 0 works on until the watchdog has looked at rank 1, as it believes at its end for an hour."""
+
+    def launched(fn: object, ranks: int, args: dict[str, Any], **options: Any) -> list[Any]:
+        return launch.launch(faults.lingering, ranks, {**args, "fault": {"mark": str(tmp_path / "mark")}}, **options)
+
+    def looked(live: list[RankRecord], *times: float) -> tuple[int, float] | None:
+        ended = [r for r in live if r.op == "end" and r.state in (RankState.WAIT, RankState.DONE)]
+        if [r.rank for r in ended] == [1]:
+            (tmp_path / "mark").touch()
+        return stuck([replace(r, changed_s=r.changed_s - 3600) if r in ended else r for r in live], *times)
+
+    monkeypatch.setattr(cli, "launch", launched)
+    monkeypatch.setattr(launch, "stuck", looked)
+    run(steps=1)
+    assert (tmp_path / "mark").exists()
 
 
 def when_stepping(scratch: Path, act: Callable[[], object]) -> threading.Thread:

@@ -84,7 +84,7 @@ def test_ranks_are_those_of_the_mesh(order: str, monkeypatch: pytest.MonkeyPatch
         assert ops == {ran.plan.text(i) for i in np.flatnonzero(ran.plan.program == program).tolist()}
     assert len(ran.trace) == 2 * len(ran.plan) * 2  # replicas, steps
     index = next(i for i in range(len(ran.plan)) if ran.plan.text(i).startswith("1F1"))
-    _inject(monkeypatch, faults.at_op, {"rank": 3, "index": index, "kind": "raise", "mark": "/dev/null"})
+    _inject(monkeypatch, faults.at_op, {"rank": 3, "index": index, "kind": "raise"})
     with pytest.raises(RankFailed, match="bad luck") as info:
         run(*sets)
     assert (info.value.rank, info.value.op) == (3, ran.plan.text(index)) and 3 not in info.value.waiting

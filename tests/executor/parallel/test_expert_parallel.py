@@ -253,7 +253,7 @@ def test_tensor_parallel_experts_are_refused() -> None:
 def test_who_fails_at_an_exchange_is_named_and_who_waits_there(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, plan = judged(Path(tempfile.mkdtemp()), *ONE)
     index = next(i for i, text in enumerate(plan.texts) if text == f"0F1/l1.{part}")
-    _inject(monkeypatch, at_op, {"rank": 1, "index": index, "kind": "raise", "mark": "/dev/null"})
+    _inject(monkeypatch, at_op, {"rank": 1, "index": index, "kind": "raise"})
     with pytest.raises(RankFailed, match="bad luck") as info:
         run(*ONE)
     assert (info.value.rank, info.value.op) == (1, plan.text(index)) and set(info.value.waiting) == {0}

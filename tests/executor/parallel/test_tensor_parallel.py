@@ -201,7 +201,7 @@ def test_parts_divided_one_by_one_are_refused(tmp_path: Path) -> None:
 def test_a_rank_lost_inside_an_op_is_named(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _, plan = judged(tmp_path, *TP)
     index = next(i for i in range(len(plan)) if plan.text(i).startswith("0F1"))
-    _inject(monkeypatch, faults.at_op, {"rank": 1, "index": index, "kind": kind, "mark": "/dev/null"})
+    _inject(monkeypatch, faults.at_op, {"rank": 1, "index": index, "kind": kind})
     with pytest.raises(RankFailed) as info:
         run(*TP, steps=3, watchdog_s=2.0)
     assert (info.value.rank, info.value.op, info.value.waiting) == (1, plan.text(index), {0: plan.text(index)})
