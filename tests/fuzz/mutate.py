@@ -162,7 +162,7 @@ def _in_tree(value: list[Any], rng: random.Random) -> None:
         case 4 if at is not value:  # another's value
             at[key] = at[rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))]
         case 5 if isinstance(at[key], int | float) and not isinstance(at[key], bool):
-            at[key] = rng.choice((at[key] * 1000, -at[key], at[key] / 7, at[key] + 1, str(at[key]), [at[key]], 10**9))
+            at[key] = rng.choice((at[key] * 1000, -at[key], at[key] // 7, at[key] + 1, str(at[key]), [at[key]], 10**9))
         case 6 if isinstance(at[key], str):
             at[key] = _typo(at[key], rng)
         case 7 if isinstance(at, list):
