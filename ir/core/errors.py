@@ -110,27 +110,33 @@ def printable(text: str) -> str:
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that a mistyped one can only mean, or None: a wrong fix is worse than none.
 
-    Digits and units are never mended: they are what tells one thing from another.
+    Digits, units and the few letters beside digits (h100, bf16) are never mended: they tell one thing from another. Of
+    two words that are as near, neither is meant.
 
     >>> nearest("dualpip", ["1f1b", "dualpipe", "zbv"]), nearest("h100", ["h100-sxm", "h800-sxm"])
     ('dualpipe', 'h100-sxm')
     >>> nearest("fp4", ["fp8", "fp64"]), nearest("nic_GBps", ["nic_Gbps"]), nearest("memory_GB", ["memory_ramp_KiB"])
     (None, None, None)
+    >>> nearest("b100-sxm", ["h100-sxm"]), nearest("f16", ["fp16", "bf16"]), nearest("bf61", ["fp16", "bf16"])
+    (None, None, 'bf16')
     """
     if len(word) > _LONGEST or not word:
         return None
-    low, digits, unit = word.lower(), _digits(word), unit_of(word)
-    few = min(3, max(1, len(word) // 4))
-    longer, best = [], (few + 1, "")
+    low, digits, unit, codes = word.lower(), _digits(word), unit_of(word), _codes(word)
+    few = min(2, max(1, len(word) // 4))
+    longer, best = list[str](), list[tuple[int, str]]()
     for k in known:
         if _digits(k) != digits or (unit and unit_of(k) and unit_of(k) != unit):
             continue
         other = k.lower()
         if len(word) > 2 and other.startswith(low) and _SEPARATORS.match(other, len(low)):
             longer.append(k)
-        if abs(len(low) - len(other)) <= few:
-            best = min(best, (_edits(low, other), k), key=lambda found: found[0])
-    return best[1] or (longer[0] if len(longer) == 1 else None)
+        if abs(len(low) - len(other)) <= few and _codes(k) == codes and (edits := _edits(low, other)) <= few:
+            best.append((edits, k))
+    best.sort()
+    if best and (len(best) == 1 or best[0][0] < best[1][0]):
+        return best[0][1]
+    return longer[0] if len(longer) == 1 and not best else None
 
 
 def same_name(word: str, known: Iterable[str]) -> str | None:
@@ -184,6 +190,14 @@ def unit_of(key: str) -> tuple[str, float] | None:
 
 def _stem(key: str) -> str:
     return key.rpartition("_")[0].lower()
+
+
+def _codes(word: str) -> list[str]:
+    """The letters, sorted, of what has one to three of them beside digits."""
+    parts = (
+        [c for c in part if c.isalpha()] for part in _SEPARATORS.split(word.lower()) if any(map(str.isdigit, part))
+    )
+    return sorted("".join(sorted(part)) for part in parts if 0 < len(part) < 4)
 
 
 def _digits(word: str) -> list[str]:

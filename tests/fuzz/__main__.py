@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 
 from tests.fuzz.formats import Format, formats
@@ -42,7 +41,7 @@ def main(args: list[str]) -> int:
                 stop = min(round(each * f.share), at.next + max(10, round(BLOCK * f.share)))
                 _add(at, guarded(f, range(at.next, stop), folder, given.seed))
                 if given.state is not None:
-                    table = {n: asdict(o) for n, o in found.items()}
+                    table = {n: vars(o) for n, o in found.items()}
                     given.state.write_text(json.dumps({"seed": given.seed, "formats": table}), encoding="utf-8")
     return _tell(found, time.monotonic() - began)
 

@@ -181,5 +181,5 @@ def test_schedules_of_the_learning_rate_that_say_too_little(given: dict[str, Any
 
 def test_every_error_names_the_file() -> None:
     with pytest.raises(PiperError) as found:
-        job_from({"model": {"config": "x"}, "parallel": {"tpp": 1}}, file="there.toml")
-    assert (found.value.file, found.value.suggestion) == ("there.toml", "parallel.tp")
+        job_from({"model": {"config": "x"}, "parallel": {"ordr": 1}}, file="there.toml")
+    assert (found.value.file, found.value.suggestion) == ("there.toml", "parallel.order")
