@@ -27,6 +27,7 @@ PRIMUS = ("primus/configs/models/megatron", "primus/configs/models/torchtitan", 
 MOST_FILES = 12
 COUNTED = {"layers", "pp", "vp", "tp", "cp", "ep", "etp", "experts", "microbatches", "nodes", "per_node"}
 MOST = 2**20  # of what is counted out one by one
+DIVIDES = {"tp", "cp", "pp", "etp", "microbatch_size", "pp_microbatch_size", "nodes", "per_node"}  # another number
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,8 @@ def _read(a: JobArgument, row: JobTableRow, key: str) -> JobEntry:
         return JobEntry(a, UNKNOWN, key, f"this is not {e}")
     if row.fact in COUNTED and isinstance(said, int) and not 0 <= said <= MOST:
         return JobEntry(a, UNKNOWN, key, f"this is not a number from 0 to {MOST:,}")
+    if row.fact in DIVIDES and said == 0:
+        return JobEntry(a, UNKNOWN, key, "this is not a number from 1")
     return JobEntry(a, UNDERSTOOD, key, row.note, row.fact, said)
 
 

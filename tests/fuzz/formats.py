@@ -32,7 +32,7 @@ from executor.data.tokens import FileTokens
 from executor.modules.hub_weights import INDEX, WHOLE, HubCheckpoint
 from executor.parallel.shares import ParamShard
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.files import check_regular
+from ir.core.files import check_regular, read_bytes
 from ir.directives.load import load_strategy
 from ir.job import load_job
 from ir.job.build import prepare
@@ -177,8 +177,14 @@ def _checkpoints() -> Iterator[Format]:
 
     yield Format(MANIFEST, files[MANIFEST], read, share=0.1)
     yield Format(tensors, files[tensors], read, share=0.1)
-    yield _seed("lock.json", lambda p: (p.replace(p.with_name("lock")), lock.said(p.parent)))
+    yield _seed("lock.json", _locked)
     yield from _weights()
+
+
+def _locked(path: Path) -> object:
+    (path.parent / "lock").unlink(missing_ok=True)
+    (path.parent / "lock").symlink_to(path)
+    return lock.said(path.parent)
 
 
 def _read_checkpoint(folder: Path) -> object:
@@ -285,7 +291,7 @@ def _commanded(words: str, path: Path) -> object:
 
 def _words(path: Path) -> str:
     """As Python has what stands on a command line."""
-    return path.read_bytes().decode("utf-8", "surrogateescape")
+    return read_bytes(path, FILES).decode("utf-8", "surrogateescape")
 
 
 def _flagged(path: Path) -> object:
@@ -293,7 +299,7 @@ def _flagged(path: Path) -> object:
     text = _words(path)
     lines = text.splitlines() or [""]
     try:
-        words = shlex.split(lines[zlib.crc32(path.read_bytes()) % len(lines)])
+        words = shlex.split(lines[zlib.crc32(text.encode(errors="surrogateescape")) % len(lines)])
     except ValueError:
         words = text.split()
     return answer([str(SEEDS / w) if (SEEDS / w[:99]).is_file() else w for w in words[:200] if "\0" not in w])

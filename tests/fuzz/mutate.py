@@ -60,7 +60,7 @@ PLACES: Mapping[str, Callable[[Path], object]] = {
     "a link to nothing": lambda p: p.symlink_to("nothing"),
     "a file of this process": lambda p: p.symlink_to("/proc/self/mem"),
     "a bomb": lambda p: p.write_bytes(BOMB),
-    "a large file": lambda p: (p.touch(), os.truncate(p, 2**42)),
+    "a large file": lambda p: (p.touch(), os.truncate(p, 2**28)),
 }
 READ: Mapping[str, Callable[[str], Any]] = {"json": json.loads, "toml": tomllib.loads}
 NUMBERS = (0, 1, 2, 7, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1)

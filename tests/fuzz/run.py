@@ -59,7 +59,7 @@ def judged(form: Format, path: Path) -> str:
         form.read(path)
     except PiperError as e:
         lacking = [k for k in form.said if not getattr(e, k)]
-        elsewhere = "file" in form.said and e.file and str(path.parent) not in e.file
+        elsewhere = "file" in form.said and e.file and str(path.parent) not in e.file and not os.path.exists(e.file)
         return f"no {', '.join(lacking) or 'such file'}: {str(e)[:300]!r}" if lacking or elsewhere else "refused"
     except MemoryError:
         return "more than a GiB"

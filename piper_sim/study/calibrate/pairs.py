@@ -17,7 +17,11 @@ COLUMNS = ("compute", "message", "held", "moving", "wire")
 
 def read_pairs(path: str) -> Profile:
     """A profile that holds the pairs of a table, and nothing else. Raises PiperError, with file and line."""
-    rows = csv.reader(read_text(path, FORM).splitlines())
+    reader = csv.reader(read_text(path, FORM).splitlines())
+    try:
+        rows = list(reader)
+    except csv.Error as e:
+        raise _wrong(path, reader.line_num, f"not CSV: {e}", ",".join(COLUMNS)) from None
     pairs: dict[str, KernelPair] = {}
     header = False
     for line, row in enumerate(rows, 1):

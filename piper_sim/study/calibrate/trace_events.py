@@ -114,7 +114,7 @@ def sorted_out(
         correlation = args_of(e).get("correlation")
         if cat in RANGES:
             if wanted(str(e.get("name"))) and e["dur"] > 0:
-                ranges.append(TraceRange(str(e["name"]), float(e["ts"]), float(e["ts"]) + float(e["dur"]), thread))
+                ranges.append(TraceRange(str(e.get("name")), float(e["ts"]), float(e["ts"]) + float(e["dur"]), thread))
         elif cat in KERNELS:
             kernels.append(e)
         elif isinstance(correlation, int):
