@@ -61,7 +61,16 @@ def _npy(file: Path) -> np.ndarray:
     """NumPy's own file, mapped. Raises ValueError: it is none; its reader raises anything that Python's parser does."""
     try:
         return np.lib.format.open_memmap(file, mode="r")
-    except (TypeError, LookupError, SyntaxError, TokenError, EOFError, OverflowError, MemoryError, RecursionError) as error:
+    except (
+        TypeError,
+        LookupError,
+        SyntaxError,
+        TokenError,
+        EOFError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+    ) as error:
         raise ValueError(f"no array of NumPy's: {error}") from error
 
 
