@@ -1,4 +1,7 @@
-"""`predict` reads as one pipeline: few files, no stage entered twice, and nothing calls back up to those above it."""
+"""`predict` reads as one pipeline: few doors, no stage entered twice, and nothing calls back up to those above it.
+
+Doors are the files that the pipeline's own calls directly; how many lie behind them is not counted here.
+"""
 
 from __future__ import annotations
 
