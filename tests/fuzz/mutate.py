@@ -8,6 +8,7 @@ import re
 import struct
 import tomllib
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def mutated(seed: bytes, name: str, rng: random.Random) -> bytes | str:
         how = rng.random()
         for _ in range(times):
             data = (_in_binary if end in BINARY else _in_lines if how < 0.7 else _in_bytes)(data, rng)
-    return gzip.compress(data, 1)[: rng.choice((None, None, 40))] if rng.random() < 0.02 else data
+    return gzip.compress(data, 1, mtime=0)[: rng.choice((None, None, 40))] if rng.random() < 0.02 else data
 
 
 BINARY = ("npy", "idx", "bin", "uint16", "safetensors")
@@ -156,19 +157,21 @@ def _in_tree(value: list[Any], rng: random.Random) -> None:
             at[_other_key(key, rng)] = at.pop(key)
         case 3:
             deep: Any = 0
-            for _ in range(rng.choice((20, 70, 500))):
+            for _ in range(rng.choice((20, 70, 120))):
                 deep = {"x": deep} if rng.random() < 0.3 else [deep]
             at[key] = deep
         case 4 if at is not value:  # another's value
-            at[key] = at[rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))]
+            at[key] = json.loads(
+                json.dumps(at[rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))])
+            )
         case 5 if isinstance(at[key], int | float) and not isinstance(at[key], bool):
             at[key] = rng.choice((at[key] * 1000, -at[key], at[key] // 7, at[key] + 1, str(at[key]), [at[key]], 10**9))
         case 6 if isinstance(at[key], str):
             at[key] = _typo(at[key], rng)
         case 7 if isinstance(at, list):
-            at.insert(key, rng.choice(EVIL))
+            at.insert(key, deepcopy(rng.choice(EVIL)))
         case _:
-            at[key] = rng.choice(EVIL)
+            at[key] = deepcopy(rng.choice(EVIL))
 
 
 def _other_key(key: str, rng: random.Random) -> str:

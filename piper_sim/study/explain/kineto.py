@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import FileErrors, check_regular, read_json
+from ir.core.limits import RANKS
 from ir.trace.text import read_trace
 from ir.trace.trace import Row, Trace
 from piper_sim.study.calibrate.trace_events import US, Json, args_of, attribute, is_nccl, sorted_out
@@ -17,7 +18,7 @@ HEAD = b'{"piper_trace"'
 _FIX = "the trace.tsv that `run --out DIR` leaves in DIR, or what torch.profiler exports, one file for each rank"
 FORM = FileErrors("a trace", ErrorKind.JOB, "--trace", 2 * 10**9, _FIX, packed=True, largest=1e20)
 CLOSE_US = 20.0  # kernels of one range that follow each other so closely are one op
-_STEP = re.compile(r"ProfilerStep#(\d+)")
+_STEP = re.compile(r"ProfilerStep#(\d{1,15})")
 _OP = re.compile(r"\(?\d+[FBIWR]\d+[^\s]*|\d*UPDATE\S*|Optimizer\.\S+")
 Span = tuple[float, float, str]  # microseconds, and the name of what went on
 
@@ -59,7 +60,7 @@ def _rows(path: str, table: object, number: int) -> list[Row]:
         raise PiperError(ErrorKind.JOB, "no traceEvents in it", file=path, key="--trace", suggestion=_FIX)
     who, base = top.get("distributedInfo"), top.get("baseTimeNanoseconds")
     rank = who.get("rank") if isinstance(who, dict) else None
-    rank = rank if isinstance(rank, int) else number
+    rank = rank if isinstance(rank, int) and 0 <= rank < RANKS else number
     ahead = base / 1000 if isinstance(base, int | float) else 0.0
     ranges, launches, kernels = sorted_out(events, path, lambda n: bool(_OP.fullmatch(n) or _STEP.fullmatch(n)))
     steps = [(r.begin, r.end, int(m[1])) for r in ranges if (m := _STEP.fullmatch(r.name))]
