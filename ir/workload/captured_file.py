@@ -130,7 +130,7 @@ def _check_chunks(f: CapturedModelFile, file: str) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     for i, chunk in enumerate(f.chunks):
         if chunk.part not in f.parts:
-            allowed = ", ".join(f.parts)
+            allowed = ", ".join(f.parts) or "one of parts, of which there are none"
             raise FORM.wrong(f"unknown part {cut(chunk.part)}", file, f"chunks[{i}].part", allowed, FORM.fix)
         for name, shape in chunk.parameters:
             if shapes.setdefault(name, shape) != shape:

@@ -38,7 +38,8 @@ class _Parser(argparse.ArgumentParser):
             said = re.search(r"'(.*?)'", m[2])
             near = nearest(said[1], words) if said and words else None
             fix = f"{flag} {near}" if near else f"{self.prog} --help"
-            return PiperError(ErrorKind.USAGE, m[2], key=flag, allowed=words, suggestion=fix)
+            may = words or (re.sub(r" \(default.*", "", action.help) if action and action.help else flags)
+            return PiperError(ErrorKind.USAGE, m[2], key=flag, allowed=may, suggestion=fix)
         near = None
         if m := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
             first = m[1].split()[0] if m[1].split() else ""
@@ -50,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
                 allowed=flags,
                 suggestion=near or f"{self.prog} --help",
             )
-        return PiperError(ErrorKind.USAGE, message, key=self.prog, suggestion=f"{self.prog} --help")
+        return PiperError(ErrorKind.USAGE, message, key=self.prog, allowed=flags, suggestion=f"{self.prog} --help")
 
 
 def parser() -> _Parser:

@@ -27,7 +27,7 @@ PRIMUS = ("primus/configs/models/megatron", "primus/configs/models/torchtitan", 
 MOST_FILES = 12
 COUNTED = {"layers", "pp", "vp", "tp", "cp", "ep", "etp", "experts", "microbatches", "nodes", "per_node"}
 MOST = 2**20  # of what is counted out one by one
-DIVIDES = {"tp", "cp", "pp", "etp", "microbatch_size", "pp_microbatch_size", "nodes", "per_node"}  # another number
+DIVIDES = {"tp", "cp", "pp", "ep", "etp", "microbatch_size", "pp_microbatch_size", "nodes", "per_node"}  # others
 
 
 @dataclass(frozen=True)

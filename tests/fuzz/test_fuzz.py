@@ -19,7 +19,7 @@ from tests.fuzz.mutate import PLACES
 from tests.fuzz.run import fuzz, guarded, judged, placed
 
 FOUND = tomllib.loads(Path(__file__).with_name("found.toml").read_text("utf-8"))["case"]
-ANY = ("megatron.sh", "deepspeed.sh", "args.txt", "words.txt")  # almost any words are such a file's
+ANY = ("megatron.sh", "deepspeed.sh", "args.txt", "megatron.log", "words.txt")  # almost any words are such a file's
 
 
 @pytest.mark.parametrize("form", formats(), ids=lambda f: f.name)
