@@ -83,7 +83,7 @@ def _number(key: str, value: str) -> Fraction:
     return number
 
 
-def _usage(message: str, fix: str | None, allowed: str | None = None) -> PiperError:
+def _usage(message: str, fix: str | None, allowed: str = "numbers from 0 up, as in F=1,B=2,p2p=0.5") -> PiperError:
     return PiperError(ErrorKind.USAGE, message, key="--times", allowed=allowed, suggestion=fix)
 
 

@@ -131,7 +131,8 @@ def attribute(
         moments.append((r.end, 0, 0.0, r))
         moments.append((r.begin, 1, -r.end, r))
     for k in kernels:
-        launch = launches.get(args_of(k).get("correlation", -1))
+        call = args_of(k).get("correlation")
+        launch = launches.get(call) if isinstance(call, int) else None
         if launch is not None and not is_nccl(k):
             moments.append((launch[0], 2, 0.0, (launch[1], k)))
     open_: list[TraceRange] = []
