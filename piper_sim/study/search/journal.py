@@ -29,22 +29,23 @@ class JobJournal:
             return
         said = [space.values, space.schedules, space.job.search.memory_limit_GiB, msgspec.to_builtins(hardware)]
         digest = hashlib.sha256(json.dumps([job_digest(space.own), said], default=str).encode()).hexdigest()
+        head = json.dumps({"schema_version": 1, "space": digest}) + "\n"
         try:
             with Path(path).open("a+", encoding="utf-8") as file:
                 file.seek(0)
-                whole = [line for line in file.read().splitlines(keepends=True) if line.endswith("\n")]
+                text = file.read()
+                whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+                self._read(whole or [text], head)  # what is no journal is left as it is
                 file.truncate(sum(len(line.encode()) for line in whole))
                 if not whole:
-                    file.write(json.dumps({"schema_version": 1, "space": digest}) + "\n")
+                    file.write(head)
         except (OSError, UnicodeDecodeError) as e:
             raise PiperError(ErrorKind.IO, str(e), file=path, key="--journal") from None
-        self._read(whole, digest)
 
-    def _read(self, lines: list[str], digest: str) -> None:
+    def _read(self, lines: list[str], head: str) -> None:
         try:
-            rows = [json.loads(line) for line in lines]
-            same = not rows or rows[0]["space"] == digest
-            for row in rows[1:]:
+            same = head.startswith(lines[0])  # or as much of it as there is
+            for row in map(json.loads, lines[1:]):
                 kind = row["found"]["kind"]
                 found = row["found"] | {"kind": None if kind is None else JobRefusal(kind)}
                 self.known[row["changes"]] = EvaluatedJob(**found)

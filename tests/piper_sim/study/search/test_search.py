@@ -135,6 +135,15 @@ def test_a_search_cut_off_anywhere_goes_on_from_its_journal(tmp_path: Path, monk
         search(small(hbm_GiB=40.0), journal=str(path))
 
 
+@pytest.mark.parametrize("text", ["notes without an end", "one\ntwo", '{"schema_version": 1, "space": "ab"}\n{"chan'])
+def test_a_file_that_is_no_journal_of_this_space_is_left_as_it_is(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(PiperError, match="another job, space or hardware"):
+        search(small(), journal=str(path))
+    assert path.read_text() == text
+
+
 def _dying(add: Callable[..., None], r: random.Random) -> Callable[..., None]:
     def dies(self: JobJournal, one: BoundedJob, found: EvaluatedJob) -> None:
         new = self.of(one) is None
