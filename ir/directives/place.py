@@ -84,6 +84,7 @@ class PlaceDirective:
                 raise PiperError(
                     ErrorKind.DIRECTIVE,
                     f"{self}: {node.text(taken)} is already on group {span.group}",
+                    allowed="one group for each pass of a microbatch",
                     suggestion="drop one of the two place directives, or give them disjoint microbatches",
                 )
         spans = (*now, *(MicrobatchSpan(r, self.group) for r in mbs))

@@ -279,14 +279,16 @@ def _layout(job: Job, stages: int) -> tuple[str, ...]:
 
 def _shaped(job: Job, made: Schedule, key: str) -> Schedule:
     s = job.schedule
-    if made.ranks != job.parallel.pp:
-        raise job_error(f"schedule.{key}", f"it has {made.ranks} ranks, pp is {job.parallel.pp}", f"pp = {made.ranks}")
-    if s.microbatches not in (None, made.microbatches):
-        raise job_error(
-            "schedule.microbatches", f"the {key} has {made.microbatches}", f"microbatches = {made.microbatches}"
-        )
+    ranks, mbs = made.ranks, made.microbatches
+    if ranks != job.parallel.pp:
+        message = f"it has {ranks} ranks, pp is {job.parallel.pp}"
+        raise job_error(f"schedule.{key}", message, f"pp = {ranks}", "as many ranks as pp")
+    if s.microbatches not in (None, mbs):
+        message, allowed = f"the {key} has {mbs}", f"{mbs}, or left out"
+        raise job_error("schedule.microbatches", message, f"microbatches = {mbs}", allowed)
     if s.stages_per_rank not in (None, made.chunks):
-        raise job_error("schedule.stages_per_rank", f"the {key} has {made.chunks}", f"stages_per_rank = {made.chunks}")
+        message, allowed = f"the {key} has {made.chunks}", f"{made.chunks}, or left out"
+        raise job_error("schedule.stages_per_rank", message, f"stages_per_rank = {made.chunks}", allowed)
     return made
 
 

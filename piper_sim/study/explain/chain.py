@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ir.core.errors import job_error
 from ir.core.grid import GRID
 from ir.core.order import FloatArray, IntArray
 from ir.plan.plan import OpKind, Plan
@@ -53,12 +54,16 @@ class OpChain:
 
 
 def ticks(seconds: FloatArray) -> IntArray:
-    """Seconds as whole ticks.
+    """Seconds as whole ticks. Raises PiperError (job): more than 64 bits of them.
 
     >>> ticks(np.array([2.0**-40, 1.0])).tolist()
     [1, 1099511627776]
     """
-    return np.rint(np.asarray(seconds) * GRID).astype(np.int64)
+    found = np.rint(np.asarray(seconds) * GRID)
+    if not (np.abs(found) < 2.0**63).all():
+        allowed = f"steps that end within {2**63 / GRID / 86_400:.0f} days"
+        raise job_error("costs", "ops too long to be explained to the tick", allowed=allowed)
+    return found.astype(np.int64)
 
 
 def chain_of(scenario: EngineScenario, run: EngineRun, duration: FloatArray) -> OpChain:
