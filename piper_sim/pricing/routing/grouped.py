@@ -56,6 +56,8 @@ def work_seconds(once: Work, twice: Work, rows: int, groups: IntArray, hw: Devic
 def _seconds(probe: KernelProbe, groups: IntArray, hw: DeviceHardware) -> FloatArray:
     """[device] seconds of one kernel. groups, here and below: [expert, device] rows."""
     kernel = probe.once
+    if traffic(kernel, hw) == 0:  # no kernel of its own, as `kernel_seconds` has it
+        return np.zeros(groups.shape[1])
     if kernel == probe.twice and kernel.kind is not KernelKind.MEMORY:
         return np.full(groups.shape[1], kernel_seconds(kernel, hw))
     each, row = probe.line

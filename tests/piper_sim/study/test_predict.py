@@ -259,5 +259,7 @@ def test_memory_is_known_before_anything_runs_and_no_cost_changes_it() -> None:
     hardware = hardware_of(wanted)
     early = PlannedJob.of(prepare_priced(wanted, hardware), hardware)
     p, _ = asked(table(routing={"kind": "zipf"}, costs={"interference": "maxmin", "host_model": "inline"}))
-    assert (early.memory.peak == p.planned.memory.peak).all() and early.reserved == p.planned.reserved
+    assert (early.memory.peak == p.planned.memory.peak).all()
+    figures = [[(r.reserved, r.allocated) for r in of.reserved] for of in (early, p.planned)]
+    assert figures[0] == figures[1]
     assert int(np.sum(early.memory.dynamic)) > 0
