@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ir.core.errors import PiperError
+from tests.fuzz.corrupt import PLACES, corrupted
 from tests.fuzz.formats import Format
-from tests.fuzz.mutate import PLACES, mutated
 
 SECONDS = 5.0  # of processor time; of any time ten times as much, for what waits
 GIB = 2**30
@@ -70,7 +70,7 @@ def judged(form: Format, path: Path) -> str:
 
 def case(form: Format, seed: int, number: int) -> bytes | str:
     """What the case of this number is."""
-    return mutated(form.seed, form.file, random.Random(f"{seed} {form.name} {number}"))
+    return corrupted(form.seed, form.file, random.Random(f"{seed} {form.name} {number}"))
 
 
 def fuzz(form: Format, numbers: range, folder: Path, seed: int = 0) -> Outcome:

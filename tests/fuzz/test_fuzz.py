@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ir.core.errors import ErrorKind, PiperError
+from tests.fuzz.corrupt import PLACES
 from tests.fuzz.formats import Format, formats
-from tests.fuzz.mutate import PLACES
 from tests.fuzz.run import fuzz, guarded, judged, placed
 
 FOUND = tomllib.loads(Path(__file__).with_name("found.toml").read_text("utf-8"))["case"]

@@ -67,7 +67,7 @@ READ: Mapping[str, Callable[[str], Any]] = {"json": json.loads, "toml": tomllib.
 NUMBERS = (0, 1, 2, 7, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
 
 
-def mutated(seed: bytes, name: str, rng: random.Random) -> bytes | str:
+def corrupted(seed: bytes, name: str, rng: random.Random) -> bytes | str:
     """A valid file with mistakes; or a name in PLACES, of what lies there in its place."""
     if rng.random() < 0.005:
         return rng.choice(list(PLACES))
