@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from cost_models.hardware import DeviceHardware
-from cost_models.software.dispatcher import recipes
+from cost_models.software.casts import fp8_casts
 from ir.core.order import FloatArray
 from ir.core.work import CAST, DROPOUT, LOSS, SORTS, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
 
@@ -70,7 +70,7 @@ def traffic(kernel: Kernel, hw: DeviceHardware) -> float:
     if hw.dispatcher is not None and kernel.label in SORTS:
         factor *= hw.dispatcher.permute
     if kernel.label.endswith(CAST):
-        said = (x for name, x in recipes()[hw.fp8_recipe].items() if kernel.label.removesuffix(CAST).endswith(name))
+        said = (x for name, x in fp8_casts()[hw.fp8_recipe].items() if kernel.label.removesuffix(CAST).endswith(name))
         factor *= next(said, 1.0) / hw.cast_efficiency
     return factor
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import structs
 
 from cost_models.software import FrameworkCosts
+from cost_models.software.casts import Fp8Recipe
 from cost_models.software.dispatcher import ExpertDispatcher
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import HIDDEN, words
@@ -134,7 +135,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     attention: AttentionKernel
     memory_efficiency: Share
     cast_efficiency: Share = 1.0
-    fp8_recipe: Annotated[str, words("blocks", "tensor", "mxfp8", said="fp8 recipe")] = "blocks"
+    fp8_recipe: Fp8Recipe = "blocks"
     memory_ramp_KiB: NonNegative
     context_MiB: NonNegative
     communicator_MiB: NonNegative

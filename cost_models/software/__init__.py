@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from cost_models.software.casts import Fp8Recipe
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import FileErrors, read_json, typed
 from ir.workload.setting import KernelStyle, TokenLossKind
@@ -25,7 +26,6 @@ FORM = FileErrors("a software file", ErrorKind.JOB, "costs.software", 10**6, "a 
 _HERE = Path(__file__).parent
 Factor = Annotated[float, msgspec.Meta(ge=0.2, le=5)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-Fp8Recipe = Literal["blocks", "tensor", "mxfp8"]
 
 
 class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What carries tokens to experts: SMs held, copies on the network, sorting of rows; what fp8 recipes cast."""
+"""What carries tokens to experts: SMs held, copies on the network, sorting of rows. Data in dispatchers.toml."""
 
 from __future__ import annotations
 
@@ -38,14 +38,3 @@ def dispatchers() -> dict[str, ExpertDispatcher]:
 def read_dispatchers(path: Path) -> dict[str, ExpertDispatcher]:
     """A table of them. Raises PiperError (io, job): it cannot be read, or one is not described as the others are."""
     return typed(read_toml(path, FORM), dict[str, ExpertDispatcher], FORM, str(path))
-
-
-@cache
-def recipes() -> dict[str, dict[str, float]]:
-    """Recipe of fp8 -> end of a cast's label -> bytes it moves over those of DeepSeek's.
-
-    >>> {name: casts.get("transpose", 1.0) for name, casts in recipes().items()}
-    {'blocks': 1.0, 'tensor': 0.0, 'mxfp8': 0.0}
-    """
-    path = Path(__file__).with_name("casts.toml")
-    return typed(read_toml(path, FORM), dict[str, dict[str, float]], FORM, str(path))

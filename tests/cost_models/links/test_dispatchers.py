@@ -4,7 +4,8 @@ import pytest
 
 from cost_models import LinkFabric, kernel_seconds, message_seconds
 from cost_models.compute.interference import KernelSlowdown
-from cost_models.software.dispatcher import dispatchers, recipes
+from cost_models.software.casts import fp8_casts
+from cost_models.software.dispatcher import dispatchers
 from ir.core.errors import PiperError
 from ir.core.work import CAST, SORTS, DType, Kernel, KernelKind, Message, MessageKind
 from ir.job import load_job
@@ -61,7 +62,7 @@ def test_every_cast_of_a_recipe_is_a_kernel_and_moves_what_it_reads_once_and_wri
     work = [k for n in prepare_priced(job, hardware(None)).graph().nodes for k in n.work]
     labels = {k.label.removesuffix(CAST) for k in work if k.label.endswith(CAST)}
     assert len(labels) > 9
-    for name, casts in recipes().items():
+    for name, casts in fp8_casts().items():
         assert not [c for c in casts if not any(x.endswith(c) for x in labels)], name
         each = [casts.get(k, x) for k, x in (("cast", 4 / 3), ("cast_grad", 4 / 6))]
         assert each == pytest.approx([4 / 3, 4 / 6], rel=1e-3), "read at two bytes, written twice at one"
