@@ -75,7 +75,8 @@ def _tensors(
     reader, shapes, model = CheckpointReader(folder, manifest), manifest.training.shapes, manifest.training.model
     for name in names:
         value = reader.whole("weight", name).to(dtype)
-        at = StoredParam.of(name, shapes[name], str(model.get("model_type")))
+        own = manifest.job.get("model", {}).get("module") is not None
+        at = StoredParam(((name,),)) if own else StoredParam.of(name, shapes[name], str(model.get("model_type")))
         for e, parts in enumerate(at.names):
             yield from zip(parts, (value[e] if at.stacked else value).chunk(len(parts)), strict=True)
     for name, shape in biases({n: shapes[n] for n in names}, (model.get("moe") or {}).get("scoring")).items():

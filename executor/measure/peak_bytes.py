@@ -33,6 +33,8 @@ from ir.job.build import PreparedJob
 from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 
+QUICK_FLOPS = 2**28  # of one node: some 10 ms on a core, about what its kernels take as fake ones
+
 
 class TransportDone:
     """A handle of what is over as soon as it is posted."""
@@ -150,9 +152,6 @@ class FakeRank:
         ids, labels = (torch.zeros(job.schedule.microbatch_size, job.model.seq_len, dtype=torch.int64) for _ in "il")
         numbers = {mb: self.program.number_of(mb) for mb in self.program.batches()}
         return {mb: PendingMicrobatch(Microbatch(ids, labels, 1.0, n), self.device.torch) for mb, n in numbers.items()}
-
-
-QUICK_FLOPS = 2**28  # of one node: some 10 ms on a core, about what its kernels take as fake ones
 
 
 def peak_bytes(prepared: PreparedJob, plan: Plan) -> tuple[int, ...] | None:

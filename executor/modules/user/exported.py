@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again
 from ir.core.errors import ErrorKind, PiperError, nearest
 
+Shapes = tuple[tuple[int, ...], ...]
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_guards_fn")
 OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 ALLOWED = "a forward (ids) → logits whose shapes and branches depend on sizes alone"
@@ -171,9 +172,6 @@ def _not_exported(module: nn.Module, error: Exception) -> PiperError:
     message = f"{type(module).__name__} cannot be exported{where} ({type(error).__name__}: {said.strip()[:200]})"
     fix = "branch on sizes, not on values; experts by a loop over those chosen do so, too"
     return PiperError(ErrorKind.MODEL, message, key="model.module", allowed=ALLOWED, suggestion=fix)
-
-
-Shapes = tuple[tuple[int, ...], ...]
 
 
 def pack(values: Sequence[Tensor], batch: tuple[int, int], width: int) -> Tensor:

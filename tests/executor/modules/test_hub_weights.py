@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor.checkpoint import __main__ as lister
+from executor.checkpoint.folder import newest
+from executor.checkpoint.hub import write_hub
+from executor.checkpoint.manifest import read_manifest
 from executor.launch.refusals import refuse
 from executor.modules.base import evaluate
 from executor.modules.decoder import DecoderModel
-from executor.modules.hub_weights import INDEX, HubCheckpoint, biases
+from executor.modules.hub_weights import INDEX, WHOLE, HubCheckpoint, biases
 from executor.runtime.batch import MicrobatchLoader
 from ir.core.errors import PiperError
 from ir.job.run_options import CheckpointOptions
@@ -113,6 +117,11 @@ def test_a_run_starts_there_and_transformers_reads_what_it_saves(
 
         read = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
     theirs.inner.load_state_dict(read.state_dict())
+    folder = newest(keep / "0")
+    manifest = read_manifest(folder)
+    captured = replace(manifest, job=manifest.job | {"model": {"module": "model.py:build"}})
+    write_hub(folder, captured, tmp_path / "own", manifest.training.format)
+    assert {*manifest.training.shapes} <= {*load_file(tmp_path / "own" / WHOLE)}  # as stacked
     assert abs(loss(theirs) - back) <= 1e-12 * back < back < runs[0].object["losses"][0]
 
 
