@@ -29,6 +29,7 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.house.rules
+	$(BIN)/python .ci/lock.py check
 
 bench: $(STAMP)
 	$(BIN)/python -m experiments.engine_speed
