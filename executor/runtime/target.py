@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+from ir.core.files import run_file
 
 _LOADING = threading.Lock()
 Target = Callable[..., object] | str  # a module-level function, or its `module:name`
@@ -38,11 +39,7 @@ def _find(target: dict[str, str]) -> Callable[..., object]:
     if target["module"] in sys.modules or "file" not in target:
         module = importlib.import_module(target["module"])
     else:
-        spec = importlib.util.spec_from_file_location(target["module"], target["file"])
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[target["module"]] = module
-        spec.loader.exec_module(module)
+        module = run_file(target["module"], target["file"])
     found: Callable[..., object] = getattr(module, target["name"])
     return found
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError, job_error
-from ir.core.files import FileErrors, read_text
+from ir.core.files import FileErrors, read_text, run_file
 from ir.core.limits import check_passes
 from ir.core.order import Order
 from ir.schedules.evaluate import check_complete
@@ -59,13 +58,10 @@ def from_builder(reference: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def _run(path: Path, name: str, ranks: int, microbatches: int) -> Schedule:
-    spec = importlib.util.spec_from_file_location("piper_sim_user_schedule", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise job_error(_BUILDER, f"{path.name} is no Python file", allowed="file.py:function")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
     with _quietly():
-        spec.loader.exec_module(module)
+        module = run_file("piper_sim_user_schedule", path)
         function = getattr(module, name, None)
         if not callable(function):
             raise job_error(_BUILDER, f"{path.name} has no function {name!r}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +15,7 @@ from executor.modules.user.annotate import cut
 from executor.modules.user.exported import export_cut
 from executor.modules.user.purity import host_seeded, refuse_impure, without_values
 from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.files import run_file
 
 _ONE_BY_ONE = Lock()  # ranks that are threads share the generators of torch and the host, and what tracing sets
 
@@ -180,12 +179,7 @@ def load_callable(reference: str) -> object:
         raise PiperError(ErrorKind.MODEL, f"not a callable: {reference!r}", key="model.module", allowed="file.py:name")
     if not file.is_file():
         raise PiperError(ErrorKind.IO, "no such file", file=path)
-    label = f"piper_user_{file.stem}"
-    spec = importlib.util.spec_from_file_location(label, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[label] = module
-    spec.loader.exec_module(module)
+    module = run_file(f"piper_user_{file.stem}", file)
     if not callable(found := getattr(module, name, None)):
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise PiperError(

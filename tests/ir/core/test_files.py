@@ -3,6 +3,7 @@
 import gzip
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from cost_models.hardware import load_hardware
 from cost_models.software import load_software
 from ir.core.errors import ErrorKind, PiperError, nearest, printable
-from ir.core.files import FileErrors, named_path, read_json, read_text
+from ir.core.files import FileErrors, named_path, read_json, read_text, run_file
 from ir.core.limits import divisors
 from ir.job.build import prepare
 from ir.job.load import job_from
@@ -116,3 +117,17 @@ def test_paths_start_at_the_jobs_folder_and_escapes_are_spelled_out() -> None:
     assert named_path("a/job.toml", "x.csv") == "a/x.csv" and named_path("a/job.toml", "h100", ["h100"]) == "h100"
     assert printable("a\x1b[31m\u202eb") == "a\\x1b[31m\\u202eb"
     assert "\x1b" not in str(PiperError(ErrorKind.JOB, "no \x1b[2J", file="\x1b]0;x\x07"))
+
+
+@pytest.mark.parametrize("bytecode", [True, False])
+def test_a_users_file_is_run_as_it_stands_and_nothing_is_left_beside_it(
+    bytecode: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two versions of one second and one size, as an editor that saves twice leaves them."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", not bytecode)
+    file, found = tmp_path / "mine.py", []
+    for value in (1, 2):
+        file.write_text(f"value = {value}\n")
+        os.utime(file, (1e9, 1e9))
+        found.append(run_file("piper_user_mine", file).value)
+    assert found == [1, 2] and [p.name for p in tmp_path.iterdir()] == ["mine.py"]
