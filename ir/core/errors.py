@@ -107,11 +107,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, known: Iterable[str], coded: bool = True) -> str | None:
     """The known word that a mistyped one can only mean, or None: a wrong fix is worse than none.
 
-    Digits, units and the few letters beside digits (h100, bf16) are never mended: they tell one thing from another. Of
-    two words that are as near, neither is meant.
+    Digits, units and, where names are codes, the few letters beside digits (h100, bf16) are never mended: they tell one
+    thing from another. Of two words that are as near, neither is meant.
 
     >>> nearest("dualpip", ["1f1b", "dualpipe", "zbv"]), nearest("h100", ["h100-sxm", "h800-sxm"])
     ('dualpipe', 'h100-sxm')
@@ -119,6 +119,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     (None, None, None)
     >>> nearest("b100-sxm", ["h100-sxm"]), nearest("f16", ["fp16", "bf16"]), nearest("bf61", ["fp16", "bf16"])
     (None, None, 'bf16')
+    >>> nearest("1f1", ["1f1b", "dualpipe"]), nearest("1f1", ["1f1b", "dualpipe"], coded=False)
+    (None, '1f1b')
     """
     if len(word) > _LONGEST or not word:
         return None
@@ -131,7 +133,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
         other = k.lower()
         if len(word) > 2 and other.startswith(low) and _SEPARATORS.match(other, len(low)):
             longer.append(k)
-        if abs(len(low) - len(other)) <= few and _codes(k) == codes and (edits := _edits(low, other)) <= few:
+        meant = abs(len(low) - len(other)) <= few and (not coded or _codes(k) == codes)
+        if meant and (edits := _edits(low, other)) <= few:
             best.append((edits, k))
     best.sort()
     if best and (len(best) == 1 or best[0][0] < best[1][0]):

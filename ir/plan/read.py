@@ -250,7 +250,7 @@ class _Reader:
         if on >= 0:
             return on
         why = "which is not in its program" if on == -2 else "which stands there on several streams"
-        near = nearest(name, [k for k, v in p.rows.items() if v >= 0 and abs(v - row) < 2000])
+        near = nearest(name, [k for k, v in p.rows.items() if v >= 0 and abs(v - row) < 2000], coded=False)
         raise self.raw.wrong(row, f"{self._text(row)} {does} {name:.60}, {why}", near)
 
     def _no(self, what: str, allowed: str = "", fix: str | None = None) -> NoReturn:

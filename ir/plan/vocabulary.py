@@ -115,7 +115,7 @@ class OpVocabulary:
         if m := _TRANSFER.fullmatch(cell):
             same += self.names.texts(OpKind.SEND if m[1][-1] == ">" else OpKind.RECV)
         elsewhere = [f"{c} {t}" for c, t in self._of if t == text]
-        return elsewhere[0] if elsewhere else nearest(text, same or [t for _, t in self._of])
+        return elsewhere[0] if elsewhere else nearest(text, same or [t for _, t in self._of], coded=False)
 
 
 def cover_text(node: GraphNode, member: int) -> str:

@@ -101,7 +101,7 @@ def canonical(name: str) -> str:
     word = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("schedule")
     if found := _ALIASES.get(word):
         return found
-    close = nearest(word, _ALIASES)
+    close = nearest(word, _ALIASES, coded=False)
     raise PiperError(
         ErrorKind.USAGE,
         f"unknown schedule {name!r}",

@@ -29,13 +29,17 @@ def calls_of(work: Callable[[], object], root: Path = ROOT) -> list[Call]:
     """Every call from one file of the house into another; reading a value's property or its length is none."""
     out: list[Call] = []
 
+    def ours(frame: FrameType) -> bool:
+        name = frame.f_code.co_filename
+        return name.startswith(f"{root}/") and not name.startswith(f"{root}/.")  # an environment may lie beside us
+
     def file(frame: FrameType | None) -> str:
-        while frame is not None and not frame.f_code.co_filename.startswith(f"{root}/"):
+        while frame is not None and not ours(frame):
             frame = frame.f_back
         return frame.f_code.co_filename.removeprefix(f"{root}/") if frame else ""
 
     def seen(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(f"{root}/") and not _is_value(frame):
+        if event == "call" and ours(frame) and not _is_value(frame):
             out.append((file(frame.f_back), file(frame)))
 
     sys.setprofile(seen)

@@ -59,8 +59,8 @@ def test_the_mesh_is_what_parallel_says(order: str, sizes: dict[str, int]) -> No
         ({"pp": 3}, {"nodes": 1}, "parallel.pp", "cluster.nodes = 3"),
         ({"pp": 2, "dp": 3}, {"nodes": 1}, "parallel.dp", "dp = 4"),
         ({"pp": 3, "dp": 3}, {"nodes": 1}, "parallel.dp", "cluster.nodes = 2"),
-        ({"pp": 2, "dp": 40_000}, {}, "parallel.dp", "replicas"),
-        ({"pp": 2}, {"nodes": 10_000}, "cluster.nodes", "fewer nodes"),
+        ({"pp": 2, "dp": 400_000}, {}, "parallel.dp", "replicas"),
+        ({"pp": 2}, {"nodes": 100_000}, "cluster.nodes", "fewer nodes"),
         ({"pp": 2}, {"speed": {"2": 0.5}}, "cluster.speed", "ranks 0..1"),
     ],
 )

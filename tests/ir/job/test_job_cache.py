@@ -218,13 +218,13 @@ def test_a_plan_larger_than_the_cache_pushes_nothing_out(monkeypatch: pytest.Mon
 
 def test_a_table_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[OpTimes] = []
-    search = searched.zb2p
+    search = searched.ORDERS["zb2p"]
 
     def spy(ranks: int, mbs: int, times: OpTimes) -> tuple[Order, ...]:
         asked.append(times)
         return search(ranks, mbs, times)
 
-    monkeypatch.setattr(searched, "zb2p", spy)
+    monkeypatch.setitem(searched.ORDERS, "zb2p", spy)
     one, two = OpTimes(1.0, 1.25, 0.75, 0.0625), OpTimes(1.0, 1.25, 0.75, 0.125)
     first = build("zb2p", 3, 5, None, one)
     assert build("ZB-H2", 3, 5, 1, one).orders is first.orders
