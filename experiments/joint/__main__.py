@@ -1,10 +1,10 @@
-"""python -m experiments.joint trace | pairs | fair | executed: published or measured figures beside ours."""
+"""python -m experiments.joint trace | pairs | paper | fair | executed: published or measured figures beside ours."""
 
 from __future__ import annotations
 
 import argparse
 
-from experiments.joint import executed, fair, pairs, trace
+from experiments.joint import executed, fair, pairs, paper, trace
 
 
 def main() -> None:
@@ -13,6 +13,7 @@ def main() -> None:
     sub = parser.add_subparsers(dest="what", required=True)
     sub.add_parser("trace", help=trace.__doc__)
     sub.add_parser("pairs", help=pairs.__doc__)
+    sub.add_parser("paper", help=paper.__doc__)
     many = sub.add_parser("fair", help=fair.__doc__)
     many.add_argument("--microbatches", type=int, default=120)
     many.add_argument("--wire", type=float, default=1.0)
@@ -28,11 +29,12 @@ def main() -> None:
             print(f"{label:48}", *figures, sep="  ", flush=True)
         return
     ours_run = args.what == "executed"
-    plain = {"trace": trace.rows, "pairs": pairs.rows}
+    plain = {"trace": trace.rows, "pairs": pairs.rows, "paper": paper.rows}
     rows = executed.rows(args.pp, args.layer, args.exchange, args.backend) if ours_run else plain[args.what]()
-    print(f"{'':44} {'measured' if ours_run else 'published':>10} {'ours':>9} {'off':>7}")
+    print(f"{'':52} {'measured' if ours_run else 'published':>10} {'ours':>9} {'off':>7}")
     for label, theirs, ours in rows:
-        print(f"{label:44} {theirs:10.3f} {ours:9.3f} {ours / theirs - 1:+7.1%}", flush=True)
+        off = f"{ours / theirs - 1:+7.1%}" if theirs == theirs else ""  # nothing was published
+        print(f"{label:52} {theirs:10.3f} {ours:9.3f} {off}".replace(" nan", "   -"), flush=True)
 
 
 if __name__ == "__main__":

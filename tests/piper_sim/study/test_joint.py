@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.joint import trace
+from experiments.joint import paper, trace
 from ir.core.errors import ErrorKind, PiperError
 from ir.directives import ReplicateDirective
 from ir.job.load import job_from
@@ -89,3 +89,18 @@ def test_two_way_transfers_on_one_queue_are_refused_as_the_deadlock_they_are() -
     with pytest.raises(PiperError, match="rank 0 host stands at") as e:
         predict(job_from(JOB | {"costs": {"host_model": "one-queue"}}))
     assert e.value.kind is ErrorKind.DEADLOCK
+
+
+def test_piper_s_schedules_stand_in_its_order_where_experts_are_padded_as_there() -> None:
+    plain, chunked, v = (
+        paper.timed(paper.plan_of(paper.job("1B", 8, name)), padded=True).iteration_s
+        for name in ("1f1b", "interleaved-1f1b", "dualpipev")
+    )
+    assert v < chunked < plain and plain / v == pytest.approx(1.13, abs=0.02)
+    bare = [paper.timed(paper.plan_of(paper.job("1B", 8, name))).iteration_s for name in ("1f1b", "dualpipev")]
+    assert bare[0] / bare[1] < 1.05  # without what the padding adds there is too little to hide exchanges under
+
+
+def test_reductions_slow_all_to_alls_beside_them_and_on_one_stream_do_not() -> None:
+    (apart, quick), (together, slow) = paper.slowed("dp"), paper.slowed("ep")
+    assert apart == pytest.approx(1.46, abs=0.15) and together == 1.0 and slow > quick
