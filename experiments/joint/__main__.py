@@ -1,10 +1,10 @@
-"""python -m experiments.joint trace | pairs | paper | fair | executed: published or measured figures beside ours."""
+"""python -m experiments.joint trace | pairs | paper | fair | breakeven | executed: published figures beside ours."""
 
 from __future__ import annotations
 
 import argparse
 
-from experiments.joint import executed, fair, pairs, paper, trace
+from experiments.joint import breakeven, executed, fair, pairs, paper, trace
 
 
 def main() -> None:
@@ -17,6 +17,9 @@ def main() -> None:
     many = sub.add_parser("fair", help=fair.__doc__)
     many.add_argument("--microbatches", type=int, default=120)
     many.add_argument("--wire", type=float, default=1.0)
+    even = sub.add_parser("breakeven", help=breakeven.__doc__)
+    even.add_argument("--out", required=True)
+    even.add_argument("--force", action="store_true")
     runs = sub.add_parser("executed", help=executed.__doc__)
     runs.add_argument("--pp", type=int, default=4)
     runs.add_argument("--layer", type=float, default=0.02)
@@ -27,6 +30,9 @@ def main() -> None:
         for label, found in fair.rows(args.microbatches, args.wire):
             figures = (f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
             print(f"{label:48}", *figures, sep="  ", flush=True)
+        return
+    if args.what == "breakeven":
+        breakeven.write(args.out, args.force)
         return
     ours_run = args.what == "executed"
     plain = {"trace": trace.rows, "pairs": pairs.rows, "paper": paper.rows}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.joint import paper, trace
+from experiments.joint import breakeven, paper, trace
 from ir.core.errors import ErrorKind, PiperError
 from ir.directives import ReplicateDirective
 from ir.job.load import job_from
@@ -104,3 +104,14 @@ def test_piper_s_schedules_stand_in_its_order_where_experts_are_padded_as_there(
 def test_reductions_slow_all_to_alls_beside_them_and_on_one_stream_do_not() -> None:
     (apart, quick), (together, slow) = paper.slowed("dp"), paper.slowed("ep")
     assert apart == pytest.approx(1.46, abs=0.15) and together == 1.0 and slow > quick
+
+
+def test_who_leads_depends_on_what_messages_cost_and_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breakeven, "ARMS", {s: breakeven.ARMS[s] for s in ("1f1b", "zbv", "interleaved-1f1b-overlap")})
+    monkeypatch.setattr(breakeven, "WIRES", (0.01, 1.0))
+    found = breakeven.lines_of(breakeven.Case("small", ranks=4, microbatches=2))
+    assert [s for _, s in found.leaders()] == ["zbv", "interleaved-1f1b-overlap"]
+    least = min(p.peak_GiB for p in found.points)
+    assert found.leaders(least) == [(0.0, "1f1b")] and not found.leaders(least - 1)
+    assert len(breakeven.table([found]).splitlines()) == 7 and breakeven.picture([found])[1:4] == b"PNG"
+    assert len(list(breakeven.told(found))) == 5
