@@ -24,6 +24,7 @@ from ir.job.schema import Job, JobSchedule
 from ir.lower import PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
+from ir.schedules.flushes import flushed
 from ir.schedules.registry import build, default_chunks, legal_chunks
 from ir.schedules.schedule import OpTimes, Schedule
 from ir.schedules.strategy import ordering, placing
@@ -251,6 +252,10 @@ def dividing(job: Job, config: ModelConfig) -> list[Directive]:
 
 def _schedule(job: Job, times: OpTimes) -> Schedule | DirectiveFile:
     s, pp = job.schedule, job.parallel.pp
+    if s.flushes > 1 and (given := next((k for k in ("directives", "csv", "builder") if getattr(s, k)), None)):
+        raise job_error(
+            "schedule.flushes", f"the {given} says itself what runs when", "flushes = 1", "a schedule's name"
+        )
     if s.directives is not None:
         return load_strategy(named_path(job.file, s.directives))
     if s.csv is not None:
@@ -264,7 +269,7 @@ def _schedule(job: Job, times: OpTimes) -> Schedule | DirectiveFile:
         many, over = divmod(len(parse_layout(s.layout)), pp)
         chunks = many if not over and legal_chunks(name, many) else None
     check_passes(pp * (chunks or default_chunks(name)), mbs)
-    return build(name, pp, mbs, chunks, times)
+    return flushed(lambda m: build(name, pp, m, chunks, times), mbs, s.flushes)
 
 
 def _layout(job: Job, stages: int) -> tuple[str, ...]:

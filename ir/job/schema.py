@@ -89,7 +89,8 @@ class JobSchedule:
 
     merge: how a forward and a backward that overlap become one order. delay_wgrad: the backward's weight gradients
     behind its communication. layout: Megatron's string, which part stands on which stage, instead of parallel.layers.
-    global_batch: sequences of a step, instead of microbatches: dp · microbatches · microbatch_size.
+    global_batch: sequences of a step, instead of microbatches: dp · microbatches · microbatch_size. flushes: how often
+    the pipeline runs empty in a step; each time, a named schedule takes microbatches / flushes.
     """
 
     name: Text | None = None
@@ -99,6 +100,7 @@ class JobSchedule:
     microbatches: Size | None = None
     global_batch: Size | None = None
     microbatch_size: Size = 1
+    flushes: Size = 1
     stages_per_rank: Size | None = None
     recompute: Recompute | tuple[Recomputed, ...] = "none"
     merge: Annotated[str, words("alternate", "template", "profile", said="merge")] = "alternate"

@@ -18,13 +18,15 @@ def placing(schedule: Schedule) -> list[Directive]:
     'place({"PP": 0, "MB": "0..1"}, group=0)'
     """
     out: list[Directive] = [SplitDirective(parse_filter({}), DIM, schedule.microbatches)]
-    for placement in schedule.placements:
-        if not placement.mbs:  # a single microbatch leaves DualPipe's second direction empty
-            continue
-        for stage, rank in enumerate(placement.rank_of_stage):
+    where: dict[tuple[int, ...], list[str]] = {}
+    for p in schedule.placements:
+        if p.mbs:  # a single microbatch leaves DualPipe's second direction empty
+            where.setdefault(p.rank_of_stage, []).append(f"{p.mbs.start}..{p.mbs.stop - 1}")
+    for ranks, mbs in where.items():
+        for stage, rank in enumerate(ranks):
             tags: dict[str, object] = {"PP": stage}
             if len(schedule.placements) > 1:
-                tags[DIM] = f"{placement.mbs.start}..{placement.mbs.stop - 1}"
+                tags[DIM] = ",".join(mbs)
             out.append(PlaceDirective(parse_filter(tags), rank))
     return out
 

@@ -11,9 +11,7 @@ from ir.trace.trace import MemorySamples, Trace
 from piper_sim.engine import EngineRun
 
 
-def trace_of(
-    plan: Plan, run: EngineRun, header: Mapping[str, object], memory: MemorySamples | None = None
-) -> Trace:
+def trace_of(plan: Plan, run: EngineRun, header: Mapping[str, object], memory: MemorySamples | None = None) -> Trace:
     """The last step of a run as a trace, times counted from that step's first start.
 
     post_s is when the op's stream reached it, which in simulated time is when it started.
