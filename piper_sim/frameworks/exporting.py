@@ -203,6 +203,7 @@ def _different(mine: PreparedJob, theirs: PreparedJob) -> Iterator[tuple[str, tu
             "parallel.layers": p.layout,
             "schedule.microbatches": p.mbs,
             "schedule.microbatch_size": s.microbatch_size,
+            "schedule.flushes": s.flushes,
             "schedule.recompute": s.recompute,
             "model.seq_len": j.model.seq_len,
             "precision.compute": j.precision.compute,
@@ -215,6 +216,9 @@ def _different(mine: PreparedJob, theirs: PreparedJob) -> Iterator[tuple[str, tu
 def _left_out(mine: PreparedJob, theirs: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
     """Keys of the job that the launch does not say, beside those that decide the plan."""
     own, back = table_of(mine.job), table_of(job_from(theirs))
+    for key in ("merge", "delay_wgrad"):
+        if own["schedule"].get(key) != back["schedule"].get(key):
+            yield f"schedule.{key}", back["schedule"].get(key)
     for section in ("cluster", "routing", "costs", "data", "optimizer", "precision", "gate", "history"):
         for key in (*own[section], *(k for k in back[section] if k not in own[section])):
             if back[section].get(key) != own[section].get(key):

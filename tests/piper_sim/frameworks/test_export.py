@@ -86,6 +86,7 @@ def test_import_and_export_are_a_fixed_point(drawn: tuple[str, PreparedJob]) -> 
     [
         ("megatron", {"parallel": {"pp": 2}, "schedule": {"name": "dualpipe"}}, "schedule.name"),
         ("megatron", {"parallel": {"pp": 2}, "schedule": {"name": "zb1p"}}, "schedule.name"),
+        ("megatron", {"parallel": {"pp": 2}, "schedule": {"microbatches": 8, "flushes": 2}}, "schedule.flushes"),
         ("megatron-bridge", {"schedule": {"recompute": ["attention"]}}, "schedule.recompute"),
         ("torchtitan", {"model": {"config": "tiny-llama", "num_hidden_layers": 3}}, "model.config"),
         ("torchtitan", {"model": TITAN, "parallel": {"zero": 1}}, "parallel.zero"),
