@@ -148,7 +148,7 @@ class DelayedTransport:
 
     def wait(self) -> None:
         """Block until both are over."""
+        self.handle.wait()  # though it may be known to be over: only who waits makes it let go of its tensors
         if self.ready_s is None:
-            self.handle.wait()
             self.ready_s = clock.now() + self.seconds
         clock.sleep_until(self.ready_s)

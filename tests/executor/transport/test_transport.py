@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 from executor.device.device import HostDevice
 from executor.launch.launch import launch
+from executor.parallel.inline import holders
 from executor.runtime.worker import RankContext
 from executor.transport import groups
-from executor.transport.base import Transport, TransportError, TransportTopology
+from executor.transport.base import DelayedTransport, Transport, TransportError, TransportTopology
 from executor.transport.local import LocalTransport
 from executor.transport.nccl import NcclTransport
 from tests.executor.threads import run_threads
@@ -137,3 +138,25 @@ def _lonely(ctx: RankContext) -> str:
 
 def test_gloos_own_errors_name_the_peer() -> None:
     assert launch(_lonely, 2)[0] == "(1,)"
+
+
+class _Polled:
+    """Over whenever it is asked; lets go of its tensors when somebody waits for it, as gloo's collectives do."""
+
+    def __init__(self, keep: torch.Tensor) -> None:
+        self.keep: tuple[torch.Tensor, ...] = (keep,)
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        self.keep = ()
+
+
+def test_a_delayed_message_that_was_seen_to_be_over_lets_go_of_its_tensors_all_the_same() -> None:
+    x = torch.zeros(3)
+    before = holders(x)
+    late = DelayedTransport(_Polled(x.detach()), 0.0)
+    assert late.done() and holders(x) > before
+    late.wait()
+    assert holders(x) == before
