@@ -2,6 +2,7 @@
 
     python -m experiments.dualpipe_vs_1f1b --out dualpipe-vs-1f1b [--microbatches 120] [--force]
 
+Beside it, the fair comparison of `experiments.joint`: uniform layers, every schedule with the overlap it can have.
 Writes bars.png (a bar per schedule: the step, split by what the mean rank spends it on) and rows.json with the command
 and the commit. Nothing is random. All seconds are modelled from the hardware file; no GPU is used.
 """
@@ -16,14 +17,19 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from experiments.joint import fair
 from ir.core.errors import PiperError
 from ir.job.load import job_from
 from piper_sim.app.commands.demo import JOB
 from piper_sim.report.files import write_outputs
 from piper_sim.report.units import GIB
 from piper_sim.study.compare import SIX, compare
+from piper_sim.study.predict import predict
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Categories from the bottom up: work, then waiting for messages, then waiting for other ranks.
 PARTS = {
@@ -40,6 +46,8 @@ PARTS = {
     "dependency": ("waiting for other ranks", "#e6e9ee"),
 }
 
+UNIFORM = ("1f1b", "interleaved-1f1b", "zbv", "1f1b-overlap", "interleaved-1f1b-overlap", "dualpipe", "dualpipev")
+
 Row = dict[str, Any]
 
 
@@ -49,14 +57,36 @@ def mean(row: Row) -> dict[str, float]:
     return {k: sum(r[k] for r in ranks) / len(ranks) for k in PARTS}
 
 
-def bars(rows: list[Row]) -> bytes:
-    """The figure."""
+def uniform(microbatches: int) -> list[Row]:
+    """The fair comparison's rows, quickest first."""
+    found: list[Row] = []
+    for name in UNIFORM:
+        overlap = name.startswith("dualpipe") or name.endswith("overlap")
+        merge = "template" if overlap else "alternate"
+        job = fair.job(name, merge, overlap, uniform=True, microbatches=microbatches)
+        found.append(predict(job_from(job)).to_dict() | {"schedule": name})
+    return sorted(found, key=lambda row: float(row["iteration_s"]))
+
+
+def bars(panels: dict[str, list[Row]]) -> bytes:
+    """The figure: a panel per title."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 5.5), layout="constrained")
+    figure = Figure(figsize=(15, 6), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, rows) in zip(every, panels.items(), strict=True):
+        _panel(axes, title, rows)
+    every[0].set_ylabel("seconds of one step, mean over ranks")
+    named = dict(zip(*reversed(every[0].get_legend_handles_labels()), strict=True))
+    figure.legend(named.values(), named, loc="outside right center", frameon=False, fontsize=9, reverse=True)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110, metadata={"Software": None})
+    return out.getvalue()
+
+
+def _panel(axes: Axes, title: str, rows: list[Row]) -> None:
     bottom = [0.0] * len(rows)
     split = [mean(r) for r in rows]
     for key, (word, colour) in PARTS.items():
@@ -68,15 +98,10 @@ def bars(rows: list[Row]) -> bytes:
         peak = max(row["memory"]["device_peak_bytes"].values()) / GIB
         text = f"{row['iteration_s']:.2f} s\n{row['bubble_fraction']:.1%} bubble\n{peak:.0f} GiB"
         axes.text(x, bottom[x], text + ("" if row["fits"] else "\ndoes not fit"), ha="center", va="bottom", fontsize=9)
-    axes.set_xticks(range(len(rows)), [r["schedule"] for r in rows])
-    axes.set_ylabel("seconds of one step, mean over ranks")
-    axes.set_ylim(0, max(bottom) * 1.22)
+    axes.set_xticks(range(len(rows)), [r["schedule"].replace("-1f1b", "\n1f1b").replace("b-o", "b\no") for r in rows])
+    axes.set_ylim(0, max(axes.get_ylim()[1], max(bottom) * 1.22))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9, reverse=True)
-    axes.set_title("DeepSeek-V3, 2,048 H800, 16-way pipeline: where a step goes (modelled)", loc="left", fontsize=11)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=150)
-    return out.getvalue()
+    axes.set_title(title, loc="left", fontsize=11)
 
 
 def commit() -> str:
@@ -99,8 +124,15 @@ def main(argv: list[str] | None = None) -> int:
     for row in rows:
         spent = ", ".join(f"{PARTS[k][0]} {v:.2f}" for k, v in mean(row).items() if v >= 0.005)
         print(f"{row['schedule']:18} {row['iteration_s']:6.2f} s: {spent}")
-    told = {"command": " ".join(sys.argv), "commit": commit(), "seed": None, "rows": rows}
-    files: dict[str, bytes | str] = {"bars.png": bars(rows), "rows.json": json.dumps(told, indent=1) + "\n"}
+    same = uniform(args.microbatches)
+    for row in same:
+        print(f"uniform {row['schedule']:26} {row['iteration_s']:6.2f} s")
+    told = {"command": " ".join(sys.argv), "commit": commit(), "seed": None, "rows": rows, "uniform": same}
+    panels = {
+        "DeepSeek-V3, 2,048 H800, PP16: where a step goes (modelled)": rows,
+        "64 uniform layers, every schedule with the overlap it can have": same,
+    }
+    files: dict[str, bytes | str] = {"bars.png": bars(panels), "rows.json": json.dumps(told, indent=1) + "\n"}
     try:
         write_outputs(args.out, files, args.force)
     except PiperError as e:
