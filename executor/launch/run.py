@@ -146,7 +146,8 @@ def gathered(prepared: PreparedJob, plan: Plan, results: list[dict[str, Any]]) -
     trace, steps = _trace(results, prepared.schedule), len(results[0]["squares"])
     real = results[0]["losses"] is not None
     peaks, held = (
-        {str(rank): r[key] for rank, r in enumerate(results)} if real else None for key in ("peak_bytes", "state_bytes")
+        None if results[0][key] is None else {str(rank): r[key] for rank, r in enumerate(results)}
+        for key in ("peak_bytes", "state_bytes")
     )
     late = slowest(plan, trace)
     return {

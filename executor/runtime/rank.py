@@ -80,7 +80,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     if local is not None:
         if o.dump is not None:
             _dump(o.dump / f"rank-{ctx.rank}.npz", local)
-        peak = _peak(run, local, o.steps, batches(o.steps))
+        peak = _peak(run, local, o.steps, batches(o.steps)) if o.memory else None
     if keeper is not None:
         keeper.close()
     ctx.progress.wait(text="end")

@@ -27,6 +27,7 @@ class JobRunOptions:
     dump: a folder for each rank's gradients and parameters, of the first step and of the last.
     parts: a folder for what each node of a compute op took, where the host computes: `parts-<rank>.json`, rows
     (step, op, seconds of each of its nodes).
+    memory: one more step at the end, in which every storage is followed; without it, peak bytes are null.
     racecheck: on a CPU that keeps a GPU's promises about streams and freed memory, and no more.
     sets: the `--set` overrides that the job was loaded with, for what an error suggests.
     """
@@ -42,6 +43,7 @@ class JobRunOptions:
     dump: Path | None = None
     parts: Path | None = None
     sets: tuple[str, ...] = ()
+    memory: bool = True
     racecheck: bool = False
 
     @classmethod

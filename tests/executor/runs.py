@@ -207,6 +207,6 @@ def error(ran: Ran, one: Alone) -> float:
 
 def far(*sets: str, steps: int, **options: Any) -> float:
     """How far a run is from one process: gradients of the first step and the last, parameters, losses, norms."""
-    ran = run(*sets, steps=steps, watchdog_s=60.0, **options)
+    ran = run(*sets, steps=steps, watchdog_s=60.0, **{"memory": False, **options})
     both = error(ran, alone(*sets, steps=steps)), distance(merged(ran.first), alone(*sets, steps=1).grads)
     return float(np.max(both))  # NaN stays NaN, and fails
