@@ -90,7 +90,8 @@ class JobSchedule:
     merge: how a forward and a backward that overlap become one order. delay_wgrad: the backward's weight gradients
     behind its communication. layout: Megatron's string, which part stands on which stage, instead of parallel.layers.
     global_batch: sequences of a step, instead of microbatches: dp · microbatches · microbatch_size. flushes: how often
-    the pipeline runs empty in a step; each time, a named schedule takes microbatches / flushes.
+    the pipeline runs empty in a step; each time, a named schedule takes microbatches / flushes. p2p: blocking: stages
+    compute nothing beside a transfer, as in Megatron's 1F1B without interleaving.
     """
 
     name: Text | None = None
@@ -105,6 +106,7 @@ class JobSchedule:
     recompute: Recompute | tuple[Recomputed, ...] = "none"
     merge: Annotated[str, words("alternate", "template", "profile", said="merge")] = "alternate"
     delay_wgrad: bool = False
+    p2p: Annotated[str, words("overlapped", "blocking", said="p2p")] = "overlapped"
     layout: Text | None = None
 
 

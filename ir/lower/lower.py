@@ -51,6 +51,8 @@ def lower(graph: Graph, policy: PlanPolicy | None = None, header: Mapping[str, s
         joint_order(draft, edges)
     if policy.p2p is not MessageQueue.USE:
         _after_dispatched(draft)
+    if policy.blocking:
+        _behind_sends(draft)
     node_buffers(draft, edges)
     return _finish(draft, {**policy.header(), **(header or {})})
 
@@ -98,6 +100,19 @@ def _after_dispatched(draft: PlanBuilder) -> None:
     on = order[last[comm]]
     mine = rows.program[on] == rows.program[order[comm]]
     draft.wait(order[comm[mine]], on[mine])
+
+
+def _behind_sends(draft: PlanBuilder) -> None:
+    """A compute op waits for the send dispatched last before it, hence for what was sent to each peer before."""
+    kinds, rows = draft.kinds(), draft.rows
+    order = np.lexsort((rows.sub, rows.key, rows.program))
+    compute = kinds[order] == OpKind.COMPUTE
+    after = np.where(compute, np.arange(len(order)), len(order))
+    after = np.minimum.accumulate(after[::-1])[::-1]
+    sends = np.flatnonzero((kinds[order] == OpKind.SEND) & (after < len(order)))
+    on, row = order[sends], order[after[sends]]
+    mine = rows.program[on] == rows.program[row]
+    draft.wait(row[mine], on[mine])
 
 
 def _finish(draft: PlanBuilder, header: Mapping[str, str]) -> Plan:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.executor.runs import Ran, alone, distance, error, merged, run
+from tests.executor.runs import Ran, alone, distance, error, far, merged, run
 from tests.executor.runtime.pipeline_cases import (
     CLIP,
     STEPS,
@@ -119,3 +119,15 @@ def test_a_directives_file_of_ones_own_trains_as_one_process(tmp_path: Path) -> 
     sets = (*shape(2, 5, [1, 1, 2, 1]), *training("adamw", clip=True))
     ran = check((*sets, f"schedule.directives={tmp_path / 'mine.json'}"), exact=False)
     assert sum(map(len, ran.params)) == 2 * len(merged(ran.params))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "schedule.p2p=blocking schedule.microbatches=5",
+        "schedule.name=gpipe schedule.flushes=2 schedule.microbatches=4",
+        "schedule.name=dualpipe schedule.flushes=2 schedule.microbatches=8",
+    ],
+)
+def test_blocking_transfers_and_flushes_train_as_one_process(more: str) -> None:
+    assert far(*more.split(), steps=2) <= 1e-10
