@@ -119,7 +119,8 @@ def _add(
 ) -> int:
     for a in unit:
         if a in of:
-            raise PiperError(ErrorKind.DIRECTIVE, f"{who}: {a} is ordered twice", suggestion="name it once")
+            why = f"{who}: {a} is ordered twice"
+            raise PiperError(ErrorKind.DIRECTIVE, why, allowed="once", suggestion="name it once")
         of[a] = len(units)
     units.append(unit)
     return len(units) - 1

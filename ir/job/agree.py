@@ -17,30 +17,30 @@ def agree(job: Job, made: DirectiveFile) -> Job:
     """The job, where its sizes are the strategy's; ep is the strategy's where the job leaves it out."""
     p, mbs = job.parallel, job.schedule.microbatches
     if made.groups != p.pp:
-        raise job_error(
+        raise _other(
             "parallel.pp", f"the strategy is for {made.groups} pipeline ranks, not {p.pp}", f"pp = {made.groups}"
         )
     if made.replicas is not None and made.replicas != (p.dp or 1):
-        raise job_error(
-            "parallel.dp", f"the strategy has {made.replicas} replicas, dp is {p.dp}", f"dp = {made.replicas}"
-        )
+        raise _other("parallel.dp", f"the strategy has {made.replicas} replicas, dp is {p.dp}", f"dp = {made.replicas}")
     if made.mbs is not None and mbs not in (None, made.mbs):
-        raise job_error("schedule.microbatches", f"the strategy splits into {made.mbs}", f"microbatches = {made.mbs}")
+        raise _other("schedule.microbatches", f"the strategy splits into {made.mbs}", f"microbatches = {made.mbs}")
     per_rank = made.stages // p.pp
     if job.schedule.stages_per_rank not in (None, per_rank):
-        raise job_error("schedule.stages_per_rank", f"the strategy has {per_rank}", f"stages_per_rank = {per_rank}")
+        raise _other("schedule.stages_per_rank", f"the strategy has {per_rank}", f"stages_per_rank = {per_rank}")
     if made.experts is not None and p.ep == 1:
         p = replace(p, ep=made.experts)
     if made.experts is not None and p.ep * p.etp != made.experts:
         message = f"the strategy shards experts over {made.experts} devices, etp·ep is {p.ep * p.etp}"
-        raise job_error("parallel.ep", message, f"ep = {made.experts}")
+        raise _other("parallel.ep", message, f"ep = {made.experts}")
     axes = {d.axis for d in made.directives if isinstance(d, ShardDirective)}
     for axis, size in (("tp", p.tp), ("cp", p.cp), ("ep", p.ep * p.etp)):
         if size > 1 and axis not in axes:
-            raise job_error(
-                f"parallel.{axis}", f"{axis} = {size}, but the strategy shards nothing over it", f"{axis} = 1"
-            )
+            raise _other(f"parallel.{axis}", f"{axis} = {size}, but the strategy shards nothing over it", f"{axis} = 1")
     return replace(job, parallel=p)
+
+
+def _other(key: str, message: str, fix: str) -> PiperError:
+    return job_error(key, message, fix, "what the strategy says")
 
 
 def check_replicated(graph: Graph) -> None:
@@ -53,6 +53,7 @@ def check_replicated(graph: Graph) -> None:
             raise PiperError(
                 ErrorKind.DIRECTIVE,
                 f"parameters of stage {b.stage} ({b.name}) are on {b.ranks} ranks, and no replicate names them",
+                allowed="a replicate for every part that has copies",
                 suggestion='add {"op": "replicate", "filter": {}}',
             )
 

@@ -164,8 +164,9 @@ def prepare(
         merge = PassMerge(job.schedule.merge)
         # DeepSeek's own order delays them; in Megatron's it is a choice.
         late = job.schedule.delay_wgrad or (merge is PassMerge.TEMPLATE and name.startswith("dualpipe"))
-        wait = {"blocking": True, "lookahead": 0} if job.schedule.p2p == "blocking" else {}
-        policy = PlanPolicy(merge, clip=job.optimizer.clip_norm > 0, delay_wgrad=late, **wait)
+        policy = PlanPolicy(merge, clip=job.optimizer.clip_norm > 0, delay_wgrad=late)
+        if job.schedule.p2p == "blocking":
+            policy = replace(policy, blocking=True, lookahead=0)
         return PreparedJob(job, config, mesh, name, mesh.ranks, mbs, made.stages, base, tuple(strategy), policy, style)
 
 

@@ -19,6 +19,7 @@ LOGGED = re.compile(r"^[^\S\n]*(?:\d+:[^\S\n]*)?(?:\[[^\]\n]*\]:?[^\S\n]*)?([A-Z
 _WORLD = re.compile(r"using world size: (\d{1,9})\b")
 _OMEGA = re.compile(r"\$\{([^${}]*)\}")
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+MOST_EVENTS = 100_000  # of a YAML file; the launches of all frameworks together have fewer
 _SHOWN = "$?"  # a value that the file does not say
 
 
@@ -76,13 +77,16 @@ def parse_yaml(text: str, form: FileErrors, file: str) -> Any:
     import yaml  # a tenth of a second that no other command needs
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same values; the other one takes seconds for a MB
-    depth, anchors = 0, 0
+    depth, anchors, events = 0, 0, 0
     try:
         for event in yaml.parse(text, Loader=loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             anchors += isinstance(event, yaml.AliasEvent)
+            events += 1
             if depth > 64 or anchors > 100:
                 raise form.wrong("nested too deep, or too many aliases", file, None, "tables and lists 64 deep")
+            if events > MOST_EVENTS:
+                raise form.wrong("too many keys and values", file, None, f"{MOST_EVENTS:,} of them")
         value = loader(text).get_single_data()
     except yaml.YAMLError as e:
         at = getattr(e, "problem_mark", None)
