@@ -107,12 +107,13 @@ def blaming(job: Job) -> Iterator[None]:
         yield
     except PiperError as e:
         kind = ErrorKind.JOB if e.kind is ErrorKind.USAGE else e.kind
-        file, key = e.file or job.file, e.key
-        if kind is ErrorKind.DIRECTIVE and job.schedule.directives is not None:
+        file, key, allowed = e.file or job.file, e.key, e.allowed
+        if kind in (ErrorKind.DIRECTIVE, ErrorKind.ILLEGAL_PLAN) and job.schedule.directives is not None:
             file, key = e.file or named_path(job.file, job.schedule.directives), key or "schedule.directives"
+            allowed = allowed or "directives that place and order every pass of every microbatch once"
         elif kind is ErrorKind.MODEL and (key or "").startswith("model."):
             file = job.file  # set inline, or by --set
-        raise PiperError(kind, e.message, file=file, key=key, allowed=e.allowed, suggestion=e.suggestion) from None
+        raise PiperError(kind, e.message, file=file, key=key, allowed=allowed, suggestion=e.suggestion) from None
 
 
 def prepare(
