@@ -115,3 +115,16 @@ def test_who_leads_depends_on_what_messages_cost_and_on_memory(monkeypatch: pyte
     assert found.leaders(least) == [(0.0, "1f1b")] and not found.leaders(least - 1)
     assert len(breakeven.table([found]).splitlines()) == 7 and breakeven.picture([found])[1:4] == b"PNG"
     assert len(list(breakeven.told(found))) == 5
+
+
+def test_without_interference_overlap_gains_more_than_it_does_and_balanced_routing_flatters_everybody() -> None:
+    schedule = {"name": "dualpipe", "merge": "template", "microbatches": 12}
+    job = JOB | {"parallel": {"pp": 2, "dp": 16, "ep": 16, "zero": 1}, "schedule": schedule}
+    plain = job | {"schedule": schedule | {"name": "1f1b", "merge": "alternate"}}
+
+    def steps(**sections: dict[str, object]) -> list[float]:
+        return [predict(job_from(table | sections)).iteration_s for table in (job, plain)]
+
+    found, optimistic, uneven = steps(), steps(costs={"interference": "none"}), steps(routing={"kind": "zipf"})
+    assert 0.1 < 1 - found[0] / found[1] < 1 - optimistic[0] / optimistic[1]
+    assert optimistic[0] < found[0] < 0.8 * uneven[0] and found[1] < 0.8 * uneven[1]
