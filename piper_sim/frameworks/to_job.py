@@ -186,6 +186,9 @@ def _batch(d: JobDraft, f: Facts) -> None:
     if local is not None:  # torch's runtime cuts what a replica reads at once
         size = f.get("pp_microbatch_size", 1) if f.get("pp", 1) > 1 else local
         size = max(1, local // count) if count and f.get("pp", 1) > 1 else size
+        if size < 1:
+            d.doubts["local_batch"] = f"{size} sequences at once are none: taken as 1"
+            size = 1
         count = (total // (size * dp) if total and total % (size * dp) == 0 else None) or max(1, local // size)
         if total and total != size * count * dp:
             d.doubts["global_batch"] = f"{total} sequences do not divide by {size} on {dp} replicas"

@@ -113,8 +113,9 @@ def sorted_out(
         thread = (str(e.get("pid")), str(e.get("tid")))
         correlation = args_of(e).get("correlation")
         if cat in RANGES:
-            if wanted(str(e.get("name"))) and e["dur"] > 0:
-                ranges.append(TraceRange(str(e.get("name")), float(e["ts"]), float(e["ts"]) + float(e["dur"]), thread))
+            begin, end = float(e["ts"]), float(e["ts"]) + float(e["dur"])
+            if wanted(str(e.get("name"))) and begin < end:  # by more than a float of that size can tell
+                ranges.append(TraceRange(str(e.get("name")), begin, end, thread))
         elif cat in KERNELS:
             kernels.append(e)
         elif isinstance(correlation, int):
