@@ -1,5 +1,7 @@
 """The folder that a run saves to: `step-000020` is complete, `step-000020.tmp-…` is not, `lock` says who writes.
 
+A file `stop` in it asks the run to save behind the step it is in, and to end.
+
 A checkpoint is written under its second name, each file down to the disk, the manifest last, and then renamed. So
 whatever has the first name and a manifest is complete, whenever anybody was killed, and nothing points to the newest.
 """
@@ -17,6 +19,7 @@ from executor.checkpoint.manifest import read_manifest
 from executor.checkpoint.tensors import MANIFEST
 from ir.core.errors import ErrorKind, PiperError
 
+STOP = "stop"
 _STEP = re.compile(r"step-(\d{6,})")
 _PART = re.compile(r"step-\d{6,}\.tmp-.+")
 Tick = Callable[[], None]
@@ -61,7 +64,7 @@ def newest(folder: Path) -> Path:
 def _what_is_there(folder: Path) -> str:
     if not folder.is_dir():
         return "it is a file" if folder.exists() else "there is no such folder"
-    names = sorted(p.name for p in folder.iterdir() if p.name != LOCK)
+    names = sorted(p.name for p in folder.iterdir() if p.name not in (LOCK, STOP))
     if parts := [n for n in names if _PART.fullmatch(n) or _STEP.fullmatch(n)]:
         return f"{parts[-1]} was never finished"
     return f"there are {', '.join(names[:3])}{' …' if len(names) > 3 else ''}" if names else "it is empty"
@@ -77,7 +80,7 @@ def check_room(folder: Path, resumed: Path | None, *, force: bool) -> None:
     if force or not folder.exists():
         return
     names = sorted(p.name for p in folder.iterdir())
-    if foreign := [n for n in names if n != LOCK and not _STEP.fullmatch(n) and not _PART.fullmatch(n)]:
+    if foreign := [n for n in names if n not in (LOCK, STOP) and not _STEP.fullmatch(n) and not _PART.fullmatch(n)]:
         message = f"{foreign[0]} is in it, which no run has saved"
         raise refused(folder, message, "a folder of its own; or --force to save beside what is there")
     if not (found := complete(folder)):

@@ -12,10 +12,11 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from executor.checkpoint.folder import part_of, prune, publish, step_name, sweep
+from executor.checkpoint.folder import STOP, part_of, prune, publish, step_name, sweep
 from executor.checkpoint.lock import CheckpointLock, said
 from executor.checkpoint.manifest import (
     VERSION,
@@ -64,14 +65,17 @@ class RankCheckpoint:
         self.saved: str | None = None
         self._folder = Path(saving.save or "")
         self._lock: CheckpointLock | None = None
+        self._board: Any = None
         self._run, self._name = "", ""  # of all runs that continue one another; of this one
 
-    def begin(self, transport: Transport) -> None:
+    def begin(self, transport: Transport, board: Any = None) -> None:
         """Take the folder, and take up the checkpoint. All ranks go on together.
 
+        board: a c10d store that all ranks see; without it, nobody can ask them to stop.
         Raises PiperError (io): another run has the folder, or a file of the checkpoint is damaged.
         """
         s = self.saving
+        self._board = board if s.save is not None else None
         if s.save is not None and self.rank == 0:
             self.progress.op(-1, "begin")
             self._lock = CheckpointLock(self._folder)
@@ -86,10 +90,28 @@ class RankCheckpoint:
             holder = said(self._folder)
             self._run, self._name = holder.run, holder.name
 
-    def after(self, done: int, steps: int, transport: Transport) -> None:
-        """Behind a step: save if it is time to. Raises PiperError (io): it cannot be written."""
-        if not self.saving.due(done, steps):
-            return
+    def before(self, step: int) -> None:
+        """Ahead of a step, which is the last one if somebody has left word: rank 0 looks, and tells."""
+        if self._board is not None and self.rank == 0 and (self._folder / STOP).exists():
+            self._board.set(STOP, str(step))
+
+    def after(self, done: int, steps: int, transport: Transport) -> bool:
+        """Behind a step: save if it is time to. Whether this was the last one.
+
+        What rank 0 tells ahead of a step all ranks see behind it: nobody ends a step that rank 0 has not begun, as
+        every rank's backward needs all stages. It tells once: word of a later step is of the next.
+
+        Raises PiperError (io): it cannot be written.
+        """
+        board = self._board
+        asked = board is not None and board.check([STOP]) and int(board.get(STOP)) == done - 1
+        if self.saving.due(done, done if asked else steps):
+            self._save(done, transport)
+        if asked and self.rank == 0:
+            (self._folder / STOP).unlink(missing_ok=True)
+        return asked or done == steps
+
+    def _save(self, done: int, transport: Transport) -> None:
         name = step_name(done)
         self.progress.op(-1, f"save {name}")
         try:

@@ -165,7 +165,7 @@ def _live(
         folder,
         RankProgress(folder / "progress", 0),
         local_rank=place.local_rank,
-        open_store=lambda: PrefixStore("groups", store),
+        open_store=lambda name: PrefixStore(name, store),
     )
     out = spec.options.out if place.rank == 0 else None
     try:

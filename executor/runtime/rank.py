@@ -60,19 +60,21 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     keeper = None
     if local is not None:
         keeper = RankCheckpoint(s.saving, prepared, plan, ctx.rank, local.sync, local.shares, ctx.progress)
-        keeper.begin(transport)
+        keeper.begin(transport, ctx.store("asked"))
         local.sync.optimizer.ends = o.steps
     device.mark().wait()
     transport.barrier()
     results, told = [], []
     test = rank_tests(prepared, program, device) if local is not None else None
     for step in range(s.saving.first, o.steps):
+        if keeper is not None:
+            keeper.before(step)
         results.append(run.step(step, batches(step)))
         told.append(local.guide.take() if local is not None else ([], []))
-        if local is not None:
+        if local is not None and keeper is not None:
             _beside(s, prepared, run, local, test, step, results[-1])
-        if keeper is not None:
-            keeper.after(step + 1, o.steps, transport)
+            if keeper.after(step + 1, o.steps, transport):
+                break
     rows = list(run.rows)
     if o.parts is not None and o.real and not device.ahead:
         (o.parts / f"parts-{ctx.rank}.json").write_text(json.dumps(run.parts))

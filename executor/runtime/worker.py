@@ -69,7 +69,7 @@ class RankContext:
     """What a rank's function gets: who it is, where to write progress, how to reach the others.
 
     dir: a folder of this launch, gone afterwards. local_rank: among the ranks of this machine. open_store: a c10d store
-    of this launch.
+    of this launch, by name.
     """
 
     rank: int
@@ -77,16 +77,16 @@ class RankContext:
     dir: Path
     progress: RankProgress
     local_rank: int = 0
-    open_store: Callable[[], Any] | None = None
+    open_store: Callable[[str], Any] | None = None
     hub: LocalRanks = field(default_factory=LocalRanks)
 
     def given(self, number: int = 0) -> tuple[PreparedJob, Plan]:
         """The resolved job and the plan that this launch was given, of several the number-th."""
         return read_given(self.dir / given_name(number))
 
-    def store(self) -> Any:
+    def store(self, name: str = "groups") -> Any:
         """A c10d store of this launch."""
-        return self.open_store() if self.open_store is not None else file_store(str(self.dir / "store"), self.world)
+        return self.open_store(name) if self.open_store is not None else file_store(str(self.dir / name), self.world)
 
     def connect(self, backend: str, topology: TransportTopology, device: Device) -> Transport:
         """Connect to the other ranks."""

@@ -55,7 +55,7 @@ def export_main(args: argparse.Namespace) -> int:
             files: Mapping[str, bytes | str] = made.files
             left_out, changed = dict(made.left_out), made.changed(before) if before else []
         else:
-            files = _files(p, name, args.job)
+            files = _files(p, name, args)
         refuse_existing(args.out, files, args.force)
         written = write(args.out, files, args.force)
     if args.json:
@@ -70,14 +70,14 @@ def export_main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _files(p: PlannedJob, name: str, job: str) -> Mapping[str, bytes | str]:
+def _files(p: PlannedJob, name: str, args: argparse.Namespace) -> Mapping[str, bytes | str]:
     match name:
         case "torch-csv":
             return {"schedule.csv": order_csv(p.prepared)}
         case "piper-json":
             return {"strategy.json": dumps(directives_json(p.prepared.strategy))}
         case "slurm":
-            return {"job.sbatch": sbatch(p.prepared, job)}
+            return {"job.sbatch": sbatch(p.prepared, args.job, args.sets)}
     found = simulated(p)
     match name:
         case "chakra":

@@ -24,8 +24,8 @@ def saved_at_once(ctx: RankContext, **spec: Any) -> Any:
     """What a rank has loaded is saved before its first step."""
     begin = RankCheckpoint.begin
 
-    def and_save(self: RankCheckpoint, transport: Transport) -> None:
-        begin(self, transport)
+    def and_save(self: RankCheckpoint, transport: Transport, board: Any = None) -> None:
+        begin(self, transport, board)
         if self.saving.resume is not None:
             self.after(self.saving.first, self.saving.first, transport)
 

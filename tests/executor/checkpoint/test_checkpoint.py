@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from executor.checkpoint.manifest import read_manifest
 from executor.launch import run as cli
+from ir.job.run_options import CheckpointOptions
 from tests.executor.checkpoint import checkpoint_faults
 from tests.executor.checkpoint.checkpoints import Case, covering, hashes, resumed, saved
 from tests.executor.runs import Ran, distance, merged, run
@@ -55,6 +57,17 @@ def test_so_it_is_where_tensors_and_experts_are_cut(plan: str, trained: Trained,
     end = resumed(folder / "step-000003", *PLANS[plan], *TRAINING, steps=6, save=tmp_path)
     same(whole, end, 3)
     assert read_manifest(tmp_path / "step-000006").files == read_manifest(folder / "step-000006").files
+
+
+@pytest.mark.parametrize("backend", ["gloo", "local"])
+def test_a_run_that_is_asked_to_saves_and_ends(backend: str, tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    saving = CheckpointOptions(str(tmp_path), every=3)
+    first = run(steps=9, saving=saving, backend=backend)
+    assert len(first.object["losses"]) == 1 and first.object["saved"] == str(tmp_path / "step-000001")
+    assert {p.name for p in tmp_path.iterdir()} == {"lock", "step-000001"}
+    end = run(steps=3, saving=replace(saving, resume=str(tmp_path)), backend=backend)
+    assert [*first.object["losses"], *end.object["losses"]] == run(steps=3, backend=backend).object["losses"]
 
 
 def test_saving_changes_nothing(tmp_path: Path) -> None:

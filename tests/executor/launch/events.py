@@ -10,12 +10,12 @@ from executor.runtime.worker import RankContext
 LIMIT_S = 120.0  # by which all of this has happened, or the test is wrong
 
 
-def until(happened: Callable[[], bool]) -> None:
+def until(happened: Callable[[], bool], every_s: float = 0.005, limit_s: float = LIMIT_S) -> None:
     """Wait for something; fail if it does not come."""
-    limit = time.monotonic() + LIMIT_S
+    limit = time.monotonic() + limit_s
     while not happened():
         assert time.monotonic() < limit, "it has not happened"
-        time.sleep(0.005)
+        time.sleep(every_s)
 
 
 def records(scratch: Path) -> list[RankRecord]:

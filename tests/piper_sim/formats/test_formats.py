@@ -178,7 +178,8 @@ def test_the_batch_script_says_nodes_rendezvous_signal_and_resume(
 ) -> None:
     job = tmp_path / "it's.toml"
     job.write_text(JOB.format("1f1b"))
-    assert main(["export", str(job), "--to", "slurm", "--out", str(tmp_path)]) == 0
+    sets = "schedule.name='zb1p'"
+    assert main(["export", str(job), "--to", "slurm", "--out", str(tmp_path), "--set", sets]) == 0
     script = tmp_path / "job.sbatch"
     text = script.read_text()
     for line in ("--nodes=2", "--gpus-per-node=2", "--signal=B:USR1@300", "--requeue", "--ntasks-per-node=1"):
@@ -192,13 +193,21 @@ def test_the_batch_script_says_nodes_rendezvous_signal_and_resume(
     for name, body in {"srun": 'echo "$@"', "scontrol": "echo node1; echo node2"}.items():
         (tmp_path / name).write_text(f"#!{bash}\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    for folder in (tmp_path / "none", tmp_path):
+    manifest = tmp_path / "done" / "step-000100" / "manifest.json"
+    part = tmp_path / "begun" / "step-000100.tmp-1" / "manifest.json"
+    for file in (manifest, part):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    for folder, tasks in ((tmp_path / "begun", "node"), (tmp_path / "done", "gpu")):
+        (folder / "stop").touch()
         env = {
+            "TASKS": tasks,
             "PATH": f"{tmp_path}:/usr/bin:/bin",
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "n[1-2]",
             "RUNS": str(folder),
         }
         said = subprocess.run([bash, str(script)], env=env, capture_output=True, text=True, check=True).stdout
-        assert "--rdzv-endpoint node1:20007" in said and f"-m executor {job} --steps 1000" in said
-        assert ("--resume" in said) == (folder == tmp_path)
+        assert (f"-m executor {job} --set {sets} --steps 1000" in said) == (tasks == "node")
+        assert ("--rdzv-endpoint node1:20007" in said) == (tasks == "node") != ("--ntasks=4" in said)
+        assert ("--resume" in said) == (tasks == "gpu") and not (folder / "stop").exists()
