@@ -26,7 +26,23 @@ QUICK = {
     "import",
     "export",
 }  # of what a page shows, what is run; every other line is parsed
-OTHERS = {"pip", "make", "torchrun", "python", "git", "srun", "sbatch", "export", "cd", "mpirun", "for", "done", "touch", "kubectl", "ray"}
+OTHERS = {
+    "pip",
+    "make",
+    "torchrun",
+    "python",
+    "git",
+    "srun",
+    "sbatch",
+    "export",
+    "cd",
+    "mpirun",
+    "for",
+    "done",
+    "touch",
+    "kubectl",
+    "ray",
+}
 JOB = '[model]\nconfig = "tiny-moe"\nseq_len = 64\n[parallel]\npp = 2\ndp = 2\nep = 2\n[schedule]\nmicrobatches = 4\n'
 SCRIPT = """torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py --num-layers 4 --hidden-size 64 --seq-length 64 \\
   --num-attention-heads 8 --tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 16 --bf16
