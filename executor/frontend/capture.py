@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,12 @@ from executor.frontend.measure import PartMeasure, PassMeasure
 from executor.frontend.survey import survey, without_values
 from executor.modules.base import TORCH, Model
 from executor.modules.user.model import UserModel, load_callable
+from executor.parallel.inline import MessageAxis, RankRegion
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import DType, Kernel, KernelKind
 from ir.workload.captured_file import FORMAT, VERSION, read_captured
 
-Json = dict[str, object]
+Json = dict[str, Any]
 
 
 def capture(
@@ -42,9 +44,12 @@ def capture(
     microbatch_size: int = 1,
     dtype: DType = DType.BF16,
     tags: Mapping[str, str] | None = None,
+    tp: int = 1,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> Json:
     """The module that `path/file.py:build` makes, as the object of a model.json. tags: {"PP": "model.layers.*"}, where
-    its layers are by module path; without them its code says so (`annotate`).
+    its layers are by module path; without them its code says so (`annotate`). tp: the ranks that share its linears, as
+    `tp_plan` or its own plan has it.
     """
     if isinstance(reference, str):
         name, build = reference, load_callable(reference)
@@ -53,11 +58,19 @@ def capture(
     with without_values():
         before = torch.get_default_dtype()
         torch.set_default_dtype(TORCH[dtype])  # a module's own `.to` is refused where there are no values
+        given = partial(UserModel, dtype=None, tags=tags, batch=(microbatch_size, seq_len), plan=tp_plan)
         try:
-            model = UserModel(build, dtype=None, tags=tags, batch=(microbatch_size, seq_len))
-            return describe(model, name, seq_len, microbatch_size, dtype)
+            if tp == 1:
+                return describe(given(build), name, seq_len, microbatch_size, dtype)
+            axis = MessageAxis(tp, "tp")
+            model = given(build, region=RankRegion(axis))
+            found = describe(model, name, seq_len, microbatch_size, dtype, axis)
+            whole = survey(given(build), microbatch_size, seq_len)
         finally:
             torch.set_default_dtype(before)
+    for chunk in found["chunks"]:
+        found["parts"][chunk["part"]]["model_flops"] = sum(k.flops * k.count for k in whole[chunk["name"]].forward.work)
+    return {**found, "tp": tp, "cut": model.dims, "partly": model.partly}
 
 
 def _without_values(module: nn.Module) -> nn.Module:
@@ -70,9 +83,14 @@ def _without_values(module: nn.Module) -> nn.Module:
     return deepcopy(module, {id(t): blank(t) for t in (*module.parameters(), *module.buffers())})
 
 
-def describe(model: Model, name: str, seq_len: int, microbatch_size: int, dtype: DType) -> Json:
-    """A model in chunks, measured; inside `without_values`. Raises PiperError for what the file cannot say."""
-    found = survey(model, microbatch_size, seq_len)
+def describe(
+    model: Model, name: str, seq_len: int, microbatch_size: int, dtype: DType, axis: MessageAxis | None = None
+) -> Json:
+    """A model in chunks, measured; inside `without_values`. Raises PiperError for what the file cannot say.
+
+    axis: notes what tensor-parallel ranks exchange.
+    """
+    found = survey(model, microbatch_size, seq_len, axis=axis)
     built = model.build(model.chunks)
     hidden = _width(name, found, (microbatch_size, seq_len), TORCH[dtype])
     after = {a: found[b].keeps[:1] for a, b in zip(model.chunks, model.chunks[1:], strict=False)}
@@ -81,7 +99,7 @@ def describe(model: Model, name: str, seq_len: int, microbatch_size: int, dtype:
     for chunk in model.chunks:
         numbers = _part(found[chunk], after.get(chunk, ("",))[0])
         held = {id(p) for p in built.units[chunk].parameters()}
-        params = [[n, list(p.shape)] for n, p in built.params.items() if id(p) in held]
+        params = [[n, list(model.shapes[n])] for n, p in built.params.items() if id(p) in held]
         chunks.append({"name": chunk, "part": _name(chunk, numbers, parts), "parameters": params})
     return {
         "format": FORMAT,
@@ -166,7 +184,8 @@ def _pass(p: PassMeasure) -> Json:
         }
         for k, n in counted.items()
     ]
-    return {"workspace_bytes": p.workspace, "kernels": rows}
+    messages = [{"kind": str(m.kind), "bytes": m.bytes} for m in p.messages]
+    return {"workspace_bytes": p.workspace, "kernels": rows, **({"messages": messages} if messages else {})}
 
 
 def text(value: object, indent: str = "") -> str:
@@ -198,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--microbatch-size", type=int, default=1)
     parser.add_argument("--dtype", default="bf16", choices=[str(d) for d in FORMATS.values()])
     parser.add_argument("--pp", metavar="PATTERN", help='module paths of the layers, "model.layers.*"')
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share its linears, as its own tp_plan has it")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     args = parser.parse_args(argv)
     try:
@@ -209,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             microbatch_size=args.microbatch_size,
             dtype=DType(args.dtype),
             tags={"PP": args.pp} if args.pp else None,
+            tp=args.tp,
         )
         args.out.write_text(text(found) + "\n", encoding="utf-8")
         read, _ = read_captured(args.out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -19,17 +19,26 @@ from torch.utils._pytree import tree_leaves
 from executor.autograd.split import SplitPass
 from executor.device.watching import OpWatch
 from executor.frontend.aten import kernel_of
-from ir.core.work import Kernel, Work
+from ir.core.work import Kernel, Message, Work
 
 Sizes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
+Take = Callable[[], tuple[Message, ...]]
+
+
+def _none() -> tuple[Message, ...]:
+    return ()
+
+
 @dataclass(frozen=True)
 class PassMeasure:
-    """One pass. workspace: bytes alive only while it runs, beside what was there, what it returns and leaves behind."""
+    """One pass. workspace: bytes alive only while it runs, beside what was there, what it returns and leaves behind.
+    messages: what it exchanges with ranks that share its work, in their order."""
 
     work: Work
     workspace: int
+    messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,8 +155,12 @@ def measure(
     inputs: Sizes,
     extras: Sequence[object],
     weights: Mapping[str, Tensor],
+    messages: Take = _none,
 ) -> PartMeasure:
-    """Run F, I and W of one unit on inputs of these shapes, inside the fake mode that its weights were made in."""
+    """Run F, I and W of one unit on inputs of these shapes, inside the fake mode that its weights were made in.
+
+    messages: asked for those noted since it was last asked.
+    """
     given = [*weights.values(), *module.buffers(), *(e for e in extras if isinstance(e, Tensor))]
     with _Tracker(given) as t:
         run = SplitPass(weights, lambda name, grad: None)
@@ -158,17 +171,18 @@ def measure(
         t.take()
         outs = list(run.forward(module, *acts, extras=extras))
         work, peak = t.take()
-        forward = PassMeasure(work, peak - t.now)
+        forward = PassMeasure(work, peak - t.now, messages())
         mine, sizes = t.of(outs), tuple((tuple(o.shape), o.dtype) for o in outs)
         acts.clear()
         outs.clear()
         saved = t.alive()
         input_grad, held, fresh = _input_grad(t, run, sizes)
+        input_grad = replace(input_grad, messages=messages())
         t.take()
         start = t.now
         run.weight_grad()
         work, peak = t.take()
-        weight_grad = PassMeasure(work, peak - start)
+        weight_grad = PassMeasure(work, peak - start, messages())
         del run
         assert not t.made(t.alive()), "a storage outlives its microbatch"
     own = t.made(saved) - {*ins, *mine}

@@ -12,6 +12,7 @@ from executor.frontend.measure import PartMeasure, Sizes, measure
 from executor.modules.attention.attend import forget_masks
 from executor.modules.attention.rope import forget_tables
 from executor.modules.base import BuiltChunks, Model, wiring
+from executor.parallel.inline import MessageAxis
 from ir.core.errors import ErrorKind, PiperError
 
 
@@ -29,10 +30,12 @@ def survey(
     *,
     chunks: Sequence[str] | None = None,
     given: Mapping[str, Sizes] | None = None,
+    axis: MessageAxis | None = None,
 ) -> dict[str, PartMeasure]:
     """Measure the units of some chunks (default: all) on microbatches of `size` sequences of `length` tokens.
 
-    given: what units outside of these chunks give. Call it inside `without_values`, so that weights are fake too.
+    given: what units outside of these chunks give. axis: notes their messages. Call it inside `without_values`, so
+    that weights are fake too.
 
     >>> from executor.modules.decoder import DecoderModel
     >>> from ir.workload.config.load import load_config
@@ -45,14 +48,14 @@ def survey(
     names = {id(p): n for n, p in built.params.items()}
     shapes: dict[str, Sizes] = {"": (((size, length), torch.int64),), **(given or {})}
     reads = {**wiring(built.units, built.reads), **built.reads}
-    found = {}
+    found, take = {}, () if axis is None else (axis.take,)
     for unit, module in built.units.items():
         inputs = tuple(s for r in reads[unit] for s in shapes[r])
         weights = {names[id(p)]: p for p in module.parameters()}
         forget_tables()
         forget_masks()
         with _blaming(unit):
-            found[unit] = measure(module, inputs, batch(built, unit, size, length), weights)
+            found[unit] = measure(module, inputs, batch(built, unit, size, length), weights, *take)
         shapes[unit] = found[unit].shapes
     return found
 

@@ -34,7 +34,7 @@ def model_of(
     job, precision = prepared.job, precision_of(prepared.job)
     dtype, compute = TORCH[precision.params], TORCH[precision.compute]
     if job.model.module is not None:
-        return _users(prepared, job.model.module)
+        return _users(prepared, job.model.module, region)
     selective = "scores" in recompute_options(job)  # which flash attention does anyway
     return DecoderModel(
         prepared.config,
@@ -74,10 +74,14 @@ def recomputed(prepared: PreparedJob) -> frozenset[str]:
     return frozenset(name for _, name in again(prepared.base))
 
 
-def _users(prepared: PreparedJob, reference: str) -> UserModel:
+def _users(prepared: PreparedJob, reference: str, region: RankRegion | None) -> UserModel:
     """The user's module, which must be the one that was captured. Its path starts at the job's folder."""
     job, entries = prepared.job, prepared.base.entries
     path, _, name = reference.rpartition(":")
+    divided = region or RankRegion.of(prepared.plan(), 0)
+    if divided.sequence:
+        message, fix = "all tp ranks have all tokens of a module of your own", "leave sequence_parallel out"
+        raise PiperError(ErrorKind.DIRECTIVE, message, key="sequence_parallel", allowed="false", suggestion=fix)
     build = load_callable(f"{named_path(job.file, path)}:{name}" if path else reference)
     parts = {e.chunk.name: e.part.name for e in entries}
     model = UserModel(
@@ -87,12 +91,15 @@ def _users(prepared: PreparedJob, reference: str) -> UserModel:
         parts=parts,
         tags=job.model.tags,
         batch=(job.schedule.microbatch_size, job.model.seq_len),
+        region=divided,
+        plan=job.model.tp_plan,
     )
     model.refuse_training()
     graph = {p.name: p.shape for e in entries for p in e.part.params}
     if model.chunks != tuple(parts) or model.shapes != graph:
         raise _another(job.model.graph or "", reference, model, tuple(parts), graph)
-    model.refuse_impure(job.schedule.microbatch_size, job.model.seq_len)
+    if region is None or region.tp.size == 1:  # a rank among others would wait for them
+        model.refuse_impure(job.schedule.microbatch_size, job.model.seq_len)
     last = prepared.stages - 1
     if far := [e.chunk.name for e in entries if e.chunk.name in model.reads_tokens and e.stage not in (0, last)]:
         raise PiperError(

@@ -72,6 +72,43 @@ def leave(y: Tensor, region: RankRegion) -> Tensor:
     return y if region.tp.size == 1 else apply(_Leave, y, region)
 
 
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: RankRegion) -> Tensor:
+        ctx.region = region
+        return _stretch(x, region)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return gather_tokens(ctx.region.tp, dy), None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: RankRegion) -> Tensor:
+        ctx.region = region
+        return gather_tokens(region.tp, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _stretch(dy, ctx.region), None
+
+
+def _stretch(x: Tensor, region: RankRegion) -> Tensor:
+    """This rank's of equal stretches of dim -2, as a tensor of its own."""
+    return x.chunk(region.tp.size, -2)[region.tp.index].clone(memory_format=torch.contiguous_format)
+
+
+def own(x: Tensor, region: RankRegion) -> Tensor:
+    """(…, size · n, features) that all ranks have → this rank's (…, n, features), which it alone goes on with."""
+    return x if region.tp.size == 1 else apply(_Own, x, region)
+
+
+def whole(x: Tensor, region: RankRegion) -> Tensor:
+    """The way back: (…, n, features) of every rank → (…, size · n, features), with which all do the same."""
+    return x if region.tp.size == 1 else apply(_Whole, x, region)
+
+
 # Column-parallel linears: the input's gradient and the weights' are found by two nodes, joined by a third, so that
 # the pass that wants one of them runs no more than that.
 

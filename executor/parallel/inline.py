@@ -17,7 +17,7 @@ from executor.device import clock
 from executor.device.progress import RankProgress
 from executor.transport.base import Transport, TransportHandle
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.work import MessageKind
+from ir.core.work import Message, MessageKind
 from ir.graph.graph import Graph
 from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
@@ -65,7 +65,7 @@ class RankAxis:
         """Everyone's x: (…) → (size, …)."""
         x = x.contiguous()
         into = x.new_empty(self.size, *x.shape)
-        if (t := self._transport) is None:
+        if self._alone(MessageKind.ALL_GATHER, into) or (t := self._transport) is None:
             return into.copy_(x)
         self._meet(MessageKind.ALL_GATHER, into, x, lambda: t.all_gather(self.group, into.view(-1), x.view(-1)))
         return into
@@ -74,20 +74,24 @@ class RankAxis:
         """Reduce-scatter: everyone's x added up, of which the index-th row stays here: (size, …) → (…)."""
         x = x.contiguous()
         into = x.new_empty(x.shape[1:])
-        if (t := self._transport) is None:
+        if self._alone(MessageKind.REDUCE_SCATTER, x) or (t := self._transport) is None:
             return into.copy_(x[self.index])
         flat = x.view(-1)
         self._meet(MessageKind.REDUCE_SCATTER, x, into, lambda: t.reduce_scatter(self.group, into.view(-1), flat))
         return into
 
     def _reduce(self, x: Tensor, *, largest: bool) -> Tensor:
-        if (t := self._transport) is not None:
+        if not self._alone(MessageKind.ALL_REDUCE, x) and (t := self._transport) is not None:
             flat = x.view(-1)
             if largest:
                 self._meet(MessageKind.ALL_REDUCE, x, flat, lambda: t.all_reduce(self.group, flat, largest=True))
             else:
                 self._meet(MessageKind.ALL_REDUCE, x, flat, lambda: t.all_reduce(self.group, flat))
         return x
+
+    def _alone(self, kind: MessageKind, whole: Tensor) -> bool:
+        """Whether there is nobody to meet."""
+        return self._transport is None
 
     def _meet(self, kind: MessageKind, whole: Tensor, part: Tensor, post: Callable[[], TransportHandle]) -> None:
         """Post, and wait for the end. kind, whole: what moves, as the plan's message has it."""
@@ -101,6 +105,23 @@ class RankAxis:
         if self._progress is not None:
             self._progress.go_on()
         let_go(held)
+
+
+class MessageAxis(RankAxis):
+    """An axis of a rank that is alone: nothing moves, and what would is noted."""
+
+    def __init__(self, size: int, axis: str) -> None:
+        super().__init__(size, 0, axis)
+        self.noted: list[Message] = []
+
+    def take(self) -> tuple[Message, ...]:
+        """What was noted since the last call."""
+        found, self.noted = tuple(self.noted), []
+        return found
+
+    def _alone(self, kind: MessageKind, whole: Tensor) -> bool:
+        self.noted.append(Message(kind, whole.nbytes, (self.axis,)))
+        return True
 
 
 def holders(x: Tensor) -> int:

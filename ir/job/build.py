@@ -244,7 +244,8 @@ def dividing(job: Job, config: ModelConfig) -> list[Directive]:
     p, out = job.parallel, list[Directive]()
     everything = parse_filter({})
     if p.tp > 1:
-        out.append(ShardDirective(everything, "tp", sequence_parallel=p.sequence_parallel))
+        sequence = p.sequence_parallel and job.model.graph is None  # a captured module's tokens are on all tp ranks
+        out.append(ShardDirective(everything, "tp", sequence_parallel=sequence))
     if p.cp > 1:
         out.append(ShardDirective(everything, "cp"))
     if config.moe is not None and p.ep * p.etp > 1:

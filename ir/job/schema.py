@@ -29,7 +29,8 @@ class ModelSection:
     """What is trained. Any key of the Hugging Face config may be set inline; those land in `overrides`.
 
     Without config and graph, `model_type` and the keys set inline are the config. weights: a folder of safetensors
-    files with a run's first values, as the Hub has them; without it they are drawn from the seed.
+    files with a run's first values, as the Hub has them; without it they are drawn from the seed. tp_plan: how tp
+    divides the linears of a module of one's own, by path, where it has no plan itself.
     """
 
     config: Text = ""
@@ -38,6 +39,7 @@ class ModelSection:
     graph: Text | None = None
     module: Text | None = None
     tags: Mapping[str, Text] = field(default_factory=dict)
+    tp_plan: Mapping[str, Text] = field(default_factory=dict)
     weights: Text | None = None
     seed: Natural = 0
     overrides: Mapping[str, object] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """A captured module (`model.json`) as a model graph: chunks of one part each, their kernels and bytes. Without torch.
 
 `executor.frontend.capture` writes the file; here it is read, checked and offered as a job's `Source`. Its numbers
-are of one microbatch shape, one number format and one undivided device, so tp, cp, ep and etp are 1.
+are of one microbatch shape, one number format and one device, of so many that tensor parallelism divides it over.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
-from ir.core.work import Kernel, KernelKind
+from ir.core.work import Kernel, KernelKind, Message
 from ir.workload.captured_file import CapturedModelFile, read_captured
 from ir.workload.config.spec import ModelConfig
+from ir.workload.params import local_numel
 from ir.workload.part import (
     Chunk,
     ExpertMessages,
     KeptBuffer,
     Param,
     Part,
+    PartCollective,
     PartLayout,
     PartWork,
     PlacedPart,
@@ -50,10 +52,15 @@ class CapturedModel:
         for k, c in enumerate(self.found.chunks):
             keep = self.found.parts[c.part].reads_input_again
             keeps = (KeptBuffer("", Pass(keep)),) if keep and k else ()
-            params = tuple(Param(name, shape) for name, shape in c.parameters)
+            params = tuple(self._param(name, shape) for name, shape in c.parameters)
             tags = {"L": int(c.name[1:])} if c.is_layer else {}
             out.append(Chunk(c.name, (Part(c.part, ("",) if k else (), keeps, params),), tags))
         return tuple(out)
+
+    def _param(self, name: str, shape: tuple[int, ...]) -> Param:
+        if name in self.found.cut:
+            return Param(name, shape, ("tp",), dims=(self.found.cut[name],))
+        return Param(name, shape, by_heads=name in self.found.partly)
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -78,10 +85,11 @@ class CapturedModel:
     ) -> None:
         """Refuse a job of another shape, format or division than was captured, naming its key."""
         f = self.found
-        for axis in ("tp", "cp", "ep", "etp"):
+        for axis in ("cp", "ep", "etp"):
             if (size := getattr(layout, axis)) > 1:
                 raise self._refuse(f"parallel.{axis}", f"{axis} = {size}: a captured module is not cut inside", 1)
         for key, given, wanted in (
+            ("parallel.tp", layout.tp, f.tp),
             ("model.seq_len", shape.seq_len, f.seq_len),
             ("schedule.microbatch_size", shape.microbatch_size, f.microbatch_size),
             ("precision.compute", precision.compute, f.dtype),
@@ -114,7 +122,10 @@ class CapturedModelWork:
 
     def work(self, entry: PlacedPart) -> PartWork:
         """A chunk's one part, and in W the addition of its gradients to their sums."""
-        found, elements = self.part_work(entry.part.name), sum(p.numel for p in entry.part.params)
+        found = self.part_work(entry.part.name)
+        if entry.layout.tp == 1:
+            found = replace(found, inline=())
+        elements = sum(local_numel(p, entry.layout) for p in entry.part.params)
         if not elements:
             return found
         moved = elements * (self.precision.params.bytes + 2 * self.precision.grads.bytes)
@@ -132,6 +143,7 @@ class CapturedModelWork:
             SavedBuffer("saved_until_I", p.saved_bytes.until_I, Pass.I),
             SavedBuffer("constants", p.saved_bytes.constants, Pass.I),
         )
+        passes = zip((Pass.F, Pass.I, Pass.W), (p.passes.F, p.passes.I, p.passes.W), strict=True)
         return PartWork(
             forward=p.passes.F.work,
             input_grad=p.passes.I.work,
@@ -142,7 +154,10 @@ class CapturedModelWork:
             forward_workspace=p.passes.F.workspace_bytes,
             input_grad_workspace=p.passes.I.workspace_bytes,
             weight_grad_workspace=p.passes.W.workspace_bytes,
-            model_flops=sum(k.flops * k.count for k in p.passes.F.kernels),
+            inline=tuple(
+                PartCollective(when, Message(m.kind, m.bytes, ("tp",))) for when, x in passes for m in x.messages
+            ),
+            model_flops=sum(k.flops * k.count for k in p.passes.F.kernels) if p.model_flops is None else p.model_flops,
         )
 
     def messages(self, experts: PlacedPart) -> ExpertMessages:

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from ir.core.errors import ErrorKind
 from ir.core.files import FileErrors, cut, read_json, typed, words
-from ir.core.work import DType, Kernel, KernelKind, Work
+from ir.core.work import DType, Kernel, KernelKind, MessageKind, Work
 
 FORMAT, VERSION = "piper-sim/model", 1
 FORM = FileErrors("a captured model", ErrorKind.MODEL, "model.graph", fix="capture it again")
@@ -34,11 +34,19 @@ class _Kernel(Struct, frozen=True):
     count: Size
 
 
+class _Message(Struct, frozen=True):
+    """`messages[…]`: what ranks of a tensor-parallel group exchange inside a pass."""
+
+    kind: MessageKind
+    bytes: Bytes
+
+
 class CapturedPass(Struct, frozen=True):
-    """`passes.F` and the like: kernels, and bytes alive only while they run."""
+    """`passes.F` and the like: kernels, bytes alive only while they run, messages in their order."""
 
     workspace_bytes: Bytes
     kernels: tuple[_Kernel, ...]
+    messages: tuple[_Message, ...] = ()
 
     @property
     def work(self) -> Work:
@@ -63,13 +71,16 @@ class _Saved(Struct, frozen=True):
 
 
 class CapturedPart(Struct, frozen=True):
-    """What equal chunks do and keep. reads_input_again: the pass that reads the input last, "" if forward only."""
+    """What equal chunks do and keep. reads_input_again: the pass that reads the input last, "" if forward only.
+    model_flops: forward's, of all tensor-parallel ranks, each thing counted once; None: those of its kernels.
+    """
 
     output_bytes: Bytes
     reads_input_again: Annotated[str, words("", "I", "W", said="pass")]
     saved_bytes: _Saved
     stash_bytes: Bytes
     passes: _Passes
+    model_flops: Bytes | None = None
 
 
 class CapturedChunk(Struct, frozen=True):
@@ -86,7 +97,9 @@ class CapturedChunk(Struct, frozen=True):
 
 
 class CapturedModelFile(Struct, frozen=True):
-    """The whole file. hidden: features per token at every seam."""
+    """The whole file. hidden: features per token at every seam. tp: the ranks that it was divided over; cut: along
+    which dim, by name of the parameter; partly: parameters of whose gradient each of these ranks has a part.
+    """
 
     format: Annotated[str, words(FORMAT, said="format")]
     version: int
@@ -98,6 +111,9 @@ class CapturedModelFile(Struct, frozen=True):
     vocab: Size
     chunks: tuple[CapturedChunk, ...]
     parts: dict[str, CapturedPart]
+    tp: Size = 1
+    cut: dict[str, Length] = {}
+    partly: tuple[str, ...] = ()
 
     @property
     def boundary_bytes(self) -> int:

@@ -35,7 +35,8 @@ def load_job(path: str, sets: Sequence[str] = ()) -> Job:
     file, _, name = job.model.module.rpartition(":")
     reference = f"{named_path(job.file, file)}:{name}" if file else job.model.module
     size, dtype = job.schedule.microbatch_size, precision_of(job).params
-    text = _captured(reference, job.model.seq_len, size, dtype, job.model.tags)
+    shape, divided = (job.model.seq_len, size, dtype), (job.parallel.tp, job.model.tp_plan)
+    text = _captured(reference, shape, job.model.tags, divided)
     folder = Path(tempfile.gettempdir()) / f"piper-sim-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():  # the folder for temporary files is everybody's
@@ -55,29 +56,40 @@ def capture(
     *,
     tags: Mapping[str, str] | None = None,
     dtype: str = "bf16",
+    tp: int = 1,
+    tp_plan: Mapping[str, str] | None = None,
     out: str | Path | None = None,
 ) -> str:
     """The text of a model.json: what a module computes and keeps, for `[model] graph`. out: a file that gets it, too.
 
     model: the module, or "my_model.py:build". example: token ids (sequences, tokens) of one microbatch. tags: as
-    {"PP": "model.layers.*"}, by module path, where its code has no `annotate`. dtype: what it is trained in.
+    {"PP": "model.layers.*"}, by module path, where its code has no `annotate`. dtype: what it is trained in. tp: the
+    ranks that share its linears, as tp_plan says, or without one the module's own.
 
     Raises PiperError (model): torch cannot export it; (missing_dependency): there is no torch.
     """
     if DType(dtype) not in CAPTURED:
         raise PiperError(ErrorKind.MODEL, f"captured in {dtype}", key="dtype", allowed=", ".join(CAPTURED))
     size, length = example.shape
-    text = _captured(model, int(length), int(size), DType(dtype), tags or {})
+    text = _captured(model, (int(length), int(size), DType(dtype)), tags or {}, (tp, tp_plan or {}))
     if out is not None:
         Path(out).write_text(text, encoding="utf-8")
     return text
 
 
-def _captured(reference: str | nn.Module, length: int, size: int, dtype: DType, tags: Mapping[str, str]) -> str:
+def _captured(
+    reference: str | nn.Module,
+    shape: tuple[int, int, DType],
+    tags: Mapping[str, str],
+    divided: tuple[int, Mapping[str, str]],
+) -> str:
+    """shape: tokens, sequences, format. divided: over how many ranks, and as which plan says."""
     try:
         from executor.frontend.capture import capture as taken
         from executor.frontend.capture import text
     except ModuleNotFoundError as error:
         message, fix = f"{reference} is captured by torch, which is not installed", "pip install 'piper-sim[exec]'"
         raise PiperError(ErrorKind.MISSING_DEPENDENCY, message, key="model.module", suggestion=fix) from error
-    return text(taken(reference, seq_len=length, microbatch_size=size, dtype=dtype, tags=tags)) + "\n"
+    (length, size, dtype), (tp, plan) = shape, divided
+    found = taken(reference, seq_len=length, microbatch_size=size, dtype=dtype, tags=tags, tp=tp, tp_plan=plan)
+    return text(found) + "\n"

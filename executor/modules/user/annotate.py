@@ -59,6 +59,7 @@ class ChunkedModel:
     chunks: dict[str, nn.Module]  # name → module `(x, *ids)`
     wants_ids: frozenset[str]  # the later chunks that read the input too
     shape_only: frozenset[str] = frozenset()  # those among them that read its sizes and no token
+    partly: frozenset[int] = frozenset()  # parameters, by id, of whose gradient each tensor-parallel rank has a part
 
 
 class _Tracer(fx.Tracer):

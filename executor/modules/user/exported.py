@@ -11,6 +11,7 @@ import linecache
 import operator
 import traceback
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -22,6 +23,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again
+from executor.modules.user.divided import regions
+from executor.parallel.inline import RankRegion
 from ir.core.errors import ErrorKind, PiperError, nearest
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -30,9 +33,17 @@ OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 ALLOWED = "a forward (ids) → logits whose shapes and branches depend on sizes alone"
 
 
-def export_cut(module: nn.Module, tags: Mapping[str, str], size: int, length: int) -> ChunkedModel:
+def export_cut(
+    module: nn.Module,
+    tags: Mapping[str, str],
+    size: int,
+    length: int,
+    region: RankRegion | None = None,
+    cut: Collection[int] = (),
+) -> ChunkedModel:
     """Cut at the modules that tags["PP"] matches, the n-th of them is chunk l<n>; forward takes `size` sequences of
     `length` tokens. Of what it returns, the first floating tensor of sequences, tokens and features is the logits.
+    region: the ranks among which parameters are divided; cut: these parameters, by id.
 
     Raises PiperError (model): torch cannot export it, a pattern matches nothing, a tag is not known.
 
@@ -55,8 +66,9 @@ def export_cut(module: nn.Module, tags: Mapping[str, str], size: int, length: in
     if not seen:
         raise _never_called(module, tags[SEAM])
     _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
+    partly = regions(root, at, made_again(module, graph), cut, region) if region is not None else frozenset()
     pack_seams(module, graph, at, (size, length))
-    return cut_at(module, root, graph, at, len(seen))
+    return replace(cut_at(module, root, graph, at, len(seen)), partly=partly)
 
 
 def _check_tags(module: nn.Module, tags: Mapping[str, str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from threading import Lock
 
@@ -12,8 +11,10 @@ from torch import Tensor, fx, nn
 
 from executor.modules.base import BuiltChunks, TokenLoss
 from executor.modules.user.annotate import cut
+from executor.modules.user.divided import divide
 from executor.modules.user.exported import export_cut
 from executor.modules.user.purity import host_seeded, refuse_impure, without_values
+from executor.parallel.inline import RankRegion
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import run_file
 
@@ -23,6 +24,7 @@ _ONE_BY_ONE = Lock()  # ranks that are threads share the generators of torch and
 class UserModel:
     """A module with its own initialisation, made under one seed, so every rank makes the same. It is annotated, or
     tags say by module path where its layers are; then it is exported for microbatches of `batch`, sequences and tokens.
+    region: the ranks that its linears are divided over, as `plan` says or, without one, the module itself.
 
     >>> from executor.modules.user.annotate import annotate
     >>> class Net(nn.Module):
@@ -46,6 +48,8 @@ class UserModel:
         parts: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
         batch: tuple[int, int] = (1, 1),
+        region: RankRegion | None = None,
+        plan: Mapping[str, str] | None = None,
     ) -> None:
         assert callable(build)
         with _ONE_BY_ONE, torch.random.fork_rng(devices=[]):
@@ -55,10 +59,18 @@ class UserModel:
         if not isinstance(module, nn.Module):
             raise PiperError(ErrorKind.MODEL, f"build() returned {type(module).__name__}", allowed="a torch.nn.Module")
         self.module = module if dtype is None else module.to(dtype)
-        self._names = {id(p): n for n, p in self.module.named_parameters()}
+        self.shapes = {n: tuple(p.shape) for n, p in self.module.named_parameters()}
         self._tagged = bool(tags)
+        divided = region if region is not None and region.tp.size > 1 else None
+        if divided is not None and not tags:
+            message, fix = "annotated code is not divided over tp", 'tags = { PP = "model.layers.*" }'
+            raise PiperError(ErrorKind.JOB, message, key="parallel.tp", allowed="1 without tags", suggestion=fix)
+        self.dims = {} if divided is None else divide(self.module, plan or {}, divided)
+        self._names = {id(p): n for n, p in self.module.named_parameters()}
+        held = {k for k, n in self._names.items() if n in self.dims}
         with _ONE_BY_ONE, host_seeded(seed):
-            self._cut = export_cut(self.module, tags, *batch) if tags else cut(self.module)
+            self._cut = export_cut(self.module, tags, *batch, divided, held) if tags else cut(self.module)
+        self.partly = tuple(n for k, n in self._names.items() if k in self._cut.partly)
         self._units = {c: f"{c}.{parts[c]}" if parts else c for c in self._cut.chunks}
         used = {id(p) for chunk in self._cut.chunks.values() for p in chunk.parameters()}
         if idle := [n for i, n in self._names.items() if i not in used]:
@@ -69,11 +81,6 @@ class UserModel:
     def chunks(self) -> tuple[str, ...]:
         """In the order of the forward."""
         return tuple(self._cut.chunks)
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """In the module's own order."""
-        return {n: tuple(p.shape) for n, p in self.module.named_parameters()}
 
     @property
     def reads_tokens(self) -> frozenset[str]:
@@ -104,7 +111,6 @@ class UserModel:
 
         All are drawn, as each depends on those before it; behind that, a rank needs no more than its own stages.
         """
-        assert self.shapes
         kept = [self._cut.chunks[c] for c in chunks]
         mine = {id(t) for chunk in kept for t in (*chunk.parameters(), *chunk.buffers())}
         for t in (*self.module.parameters(), *self.module.buffers()):

@@ -42,23 +42,24 @@ PLANS = [
 
 
 @lru_cache
-def _graph(name: str) -> str:
+def _graph(name: str, tp: int = 1) -> str:
     """Captured once."""
     folder = Path(tempfile.mkdtemp(prefix="piper-graph-"))
     reference = f"{hub_classes.__file__}:{name}"
     with quiet():
         tags = {"PP": hub_classes.LAYERS[name]}
-        found = capture(reference, seq_len=LENGTH, microbatch_size=SIZE, dtype=DType.FP64, tags=tags)
+        found = capture(reference, seq_len=LENGTH, microbatch_size=SIZE, dtype=DType.FP64, tags=tags, tp=tp)
     (folder / "model.json").write_text(text(found))
     return str(folder / "model.json")
 
 
 def _run(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
     """All ranks as threads of this process, where the classes are loaded already."""
+    tp = next((int(s.partition("=")[2]) for s in sets if s.startswith("parallel.tp=")), 1)
     table = {
         "model": {
             "module": f"{hub_classes.__file__}:{name}",
-            "graph": _graph(name),
+            "graph": _graph(name, tp),
             "tags": {"PP": hub_classes.LAYERS[name]},
             "seq_len": LENGTH,
         },

@@ -1,0 +1,146 @@
+"""transformers' own classes divided over tensor-parallel ranks train as by plain torch; what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from executor.frontend.capture import capture, text
+from executor.modules.user.model import UserModel
+from executor.parallel.inline import MessageAxis, RankRegion
+from executor.runtime import rank
+from ir.core.errors import PiperError
+from ir.core.work import DType, MessageKind
+from ir.job import load_job
+from ir.job.build import prepare
+from piper_sim.study.predict import predict
+from tests.executor.frontend import test_hub_classes as hub
+
+PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+MODELS = ("llama", "qwen3", "mixtral")
+SHAPES = [(1, 1, 0, "1f1b"), (2, 1, 0, "dualpipe"), (2, 2, 3, "1f1b"), (2, 1, 0, "zbv"), (1, 2, 2, "1f1b"),
+          (2, 2, 1, "gpipe"), (2, 1, 0, "dualpipev"), (3, 1, 0, "zb1p"), (2, 1, 0, "interleaved-1f1b")]  # fmt: skip
+
+
+def _sets(shape: tuple[int, int, int, str], recompute: str = "none") -> list[str]:
+    pp, dp, zero, schedule = shape
+    layers = "[0,1,1,1]" if schedule in ("zbv", "dualpipev", "interleaved-1f1b") else "balanced"
+    return [
+        f"parallel.pp={pp}", f"parallel.dp={dp}", f"parallel.zero={zero}", f"parallel.layers={layers}",
+        f"schedule.name={schedule}", f"schedule.microbatches={hub.MBS // dp}", f"schedule.recompute={recompute}",
+    ]  # fmt: skip
+
+
+def _drawn(count: int) -> list[tuple[str, tuple[int, int, int, str], str]]:
+    rng, shapes = random.Random(5), SHAPES * (count // len(SHAPES) + 1)
+    return [(MODELS[k % len(MODELS)], shapes[k], rng.choice(["none", "full"])) for k in range(count)]
+
+
+def test_a_divided_class_trains_as_by_plain_torch() -> None:
+    assert 0.0 < hub._far("qwen3", "parallel.tp=2", *_sets((1, 1, 0, "1f1b"), "full")) <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "shape", "recompute"), _drawn(27), ids=str)
+def test_divided_classes_train_as_by_plain_torch(name: str, shape: tuple[int, int, int, str], recompute: str) -> None:
+    assert 0.0 < hub._far(name, "parallel.tp=2", *_sets(shape, recompute)) <= 1e-10
+
+
+@pytest.mark.slow
+def test_gradients_of_head_norms_that_nobody_sums_would_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoilt = tmp_path / "model.json"
+    spoilt.write_text(json.dumps({**json.loads(Path(hub._graph("qwen3", 2)).read_text()), "partly": []}))
+    monkeypatch.setattr(hub, "_graph", lambda name, tp: str(spoilt))
+    with pytest.raises(AssertionError, match=r"copies of param/.*\.q_norm\.weight differ"):
+        hub._far("qwen3", "parallel.tp=2", *_sets(SHAPES[0]))
+
+
+@pytest.mark.slow
+def test_whole_parameters_counted_by_every_rank_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "repeated", lambda graph: frozenset())
+    assert hub._far("llama", "parallel.tp=2", *_sets(SHAPES[0])) > 1e-4
+
+
+class Net(nn.Module):
+    """Two layers of an MLP, with biases."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(Mlp(width) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Mlp(nn.Module):
+    """x + down(scale · relu(up(x)))."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(4, width), nn.Linear(width, 4), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the same shape."""
+        found: Tensor = self.down(self.scale * torch.relu(self.up(x)))
+        return x + found
+
+
+def _model(plan: dict[str, str], tp: int = 2, width: int = 8) -> UserModel:
+    region = RankRegion(MessageAxis(tp, "tp"))
+    return UserModel(lambda: Net(width), tags={"PP": "layers.*"}, batch=(1, 2), region=region, plan=plan)
+
+
+def test_what_a_plan_leaves_open_is_read_off_the_graph() -> None:
+    model = _model(PLAN)
+    assert model.dims["layers.0.up.bias"] == 0 and "layers.0.down.bias" not in model.dims
+    assert model.partly == ("layers.0.scale", "layers.1.scale") and model.shapes["layers.1.up.weight"] == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "width", "said"),
+    [
+        ({"layers.*.up": "rowwise", "layers.*.down": "rowwise"}, 8, "cannot be exported"),
+        ({"layers.*.up": "colwise"}, 8, "cannot be exported"),
+        ({"layers.*.up": "colwise", "layers.*.down": "colwise_gather_output"}, 8, "cannot be exported"),
+        (PLAN, 7, "tp = 2 does not divide size 0 of layers.0.up.weight = 7"),
+        ({"layers.*.above": "colwise"}, 8, "no module is called 'layers.*.above'"),
+        ({"layers.*.up": "columns"}, 8, "no such style, 'columns'"),
+        ({"layers.*": "colwise"}, 8, "layers.0 is a Mlp, which colwise does not divide"),
+        ({"embed": "embedding_rowwise", "layers.1.up": "colwise_gather_output"}, 8, ""),
+        ({}, 8, "nothing says how Net is divided over tp"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], width: int, said: str) -> None:
+    if not said:
+        assert _model(plan, width=width).dims == {"embed.weight": 0, "layers.1.up.weight": 0, "layers.1.up.bias": 0}
+        return
+    with pytest.raises(PiperError) as info:
+        _model(plan, width=width)
+    assert said in info.value.message and info.value.kind.exit_code == 2
+
+
+def test_its_messages_are_predicted(tmp_path: Path) -> None:
+    file = tmp_path / "model.json"
+    given = dict(seq_len=2, dtype=DType.FP32, tags={"PP": "layers.*"}, tp=2, tp_plan=PLAN)
+    file.write_text(text(capture(Net(), **given)))  # type: ignore[arg-type]
+    assert json.loads(file.read_text())["parts"]["block"]["model_flops"] == 2 * 2 * 2 * 4 * 8
+    job = {"model": {"graph": str(file), "seq_len": 2}, "precision": {"compute": "fp32"}, "parallel": {"tp": 2}}
+    graph = prepare(load_job(job)).graph()
+    messages = {n.text().rstrip("2"): [(m.kind, m.bytes) for m in n.inline] for n in graph.nodes if n.inline}
+    size = 1 * 2 * 4 * 4
+    assert messages == {f"0{k}/l{i}.block": [(MessageKind.ALL_REDUCE, size)] for i in range(2) for k in "FI"}
+    assert predict(load_job(job)).breakdown["exposed_tp"].sum() > 0
+    with pytest.raises(PiperError, match="4, but the module was captured with 2"):
+        prepare(load_job(job, ["parallel.tp=4"]))
