@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -84,7 +85,10 @@ def _read(name: str, seen: tuple[str, ...]) -> tuple[Raw, str]:
     if not isinstance(base, str):
         raise FORM.wrong(f"{cut(base)} is no text", str(path), "base", "a preset's name, or a path from this file on")
     try:
-        under, _ = _read(named_path(str(path), base, presets()), (*seen, str(path)))
+        lower = named_path(str(path), base, presets())
+        if not os.path.exists(_path(lower)):  # the file that names it is the one to mend
+            raise FORM.wrong(f"no such file: {lower}", None, "base", "a preset's name, or a path from this file on")
+        under, _ = _read(lower, (*seen, str(path)))
     except PiperError as e:
         raise e if e.file else FORM.wrong(e.message, str(path), "base", e.allowed, e.suggestion) from None
     return _merge(under, raw), str(path)
