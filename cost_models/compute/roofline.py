@@ -48,7 +48,7 @@ def kernel_seconds(kernel: Kernel, hw: DeviceHardware, sms: int | None = None) -
         once += hw.gemm.unhidden_memory[kernel.dtype.value] * min(arithmetic, memory)
     elif arithmetic > 0.0:
         once = settled(once, min(arithmetic, memory), kernel.dtype, hw)
-    return kernel.count * (once + hw.kernel_launch_us * 1e-6)
+    return kernel.count * max(once + hw.kernel_launch_us * 1e-6, hw.software.dispatch_us * 1e-6)
 
 
 def settled(larger: Seconds, smaller: Seconds, dtype: DType, hw: DeviceHardware) -> Seconds:

@@ -31,15 +31,17 @@ NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Constants of a framework; by default those of the modelled kernels, fused and launched ahead. All fitted.
 
-    traffic: bytes that memory-bound kernels (of passes and of the update, but not the loss's) move, over those of fused
-    ones. portable_attention: attention kernels are written for any GPU (FlashAttention 2), not for this one. attention:
-    their seconds over those of such kernels. launch_us: what the host needs per kernel; null: the hardware file's.
-    turn_us: where it waits for the device at each transfer between pipeline stages: what it then needs before the next
-    pass; 0: it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are made in before kernels of
-    their own add them to the sums, and that a second copy has where they are reduced between replicas. library_MiB:
-    what matrix and attention libraries keep allocated as workspaces. tp_overlap: what a job's `[costs] tp_overlap` is
-    where it says nothing. fp8_recipe: goes before the hardware file's. loss, eager, keep_gathered: see
-    `ir.workload.setting.Style`; eager means a plain loss, too. sources: constant -> where it is from.
+    traffic: bytes that memory-bound kernels (of passes and of the update, but not the loss's) move, over those of
+    fused ones. portable_attention: attention kernels are written for any GPU (FlashAttention 2), not for this one.
+    attention: their seconds over those of such kernels. launch_us: what the host needs per kernel; null: the
+    hardware file's. dispatch_us: from one kernel or message inside an op to the next at least, where none is
+    dispatched ahead. turn_us: where it waits for the device at each transfer between pipeline stages: what it then
+    needs before the next pass; 0: it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are
+    made in before kernels of their own add them to the sums, and that a second copy has where they are reduced
+    between replicas. library_MiB: what matrix and attention libraries keep allocated as workspaces. tp_overlap:
+    what a job's `[costs] tp_overlap` is where it says nothing. fp8_recipe: goes before the hardware file's. loss,
+    eager, keep_gathered, loss_vectors: see `ir.workload.setting.Style`; eager means a plain loss, too. sources:
+    constant -> where it is from.
     """
 
     name: str = ""
@@ -47,11 +49,13 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     portable_attention: bool = False
     attention: Factor = 1.0
     launch_us: NonNegative | None = None
+    dispatch_us: NonNegative = 0.0
     turn_us: NonNegative = 0.0
     grad_copy_bytes: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
     tp_overlap: bool = False
     library_MiB: NonNegative = 0.0
     fp8_recipe: Fp8Recipe | None = None
+    loss_vectors: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
     loss: Literal["parallel", "plain", "fused"] | None = None
     eager: bool = False
     keep_gathered: bool = False
@@ -61,7 +65,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def style(self) -> KernelStyle:
         """What the framework keeps, for the model graph."""
         loss = self.loss or (TokenLossKind.PLAIN if self.eager else TokenLossKind.PARALLEL)
-        return KernelStyle(TokenLossKind(loss), self.eager, self.keep_gathered)
+        return KernelStyle(TokenLossKind(loss), self.eager, self.keep_gathered, self.loss_vectors)
 
 
 def frameworks() -> tuple[str, ...]:

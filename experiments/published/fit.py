@@ -19,9 +19,10 @@ from experiments.published.score import Table, scores, times
 from experiments.published.sets import SETS
 
 STEPS = (0.7, 0.85, 0.93, 1.07, 1.18, 1.4)
-NUMBERS = ("attention", "traffic", "launch_us", "turn_us")
+NUMBERS = ("attention", "traffic", "launch_us", "dispatch_us", "turn_us")
 USED = {  # tables a framework is fitted to
     "megatron": ("zero_bubble", "megatron_sc21"),
+    "megatron-deepspeed": ("vtrain_single_node", "vtrain_multi_node"),
     "llm-foundry": ("llm_foundry",),
     "nanotron": ("ultrascale",),
 }

@@ -11,7 +11,7 @@ PASSES = 1_000_000  # F, I, W of every stage and microbatch; about a minute and 
 NODES = 4_000_000  # of a model's graph, times microbatches; as much
 LAYERS = 1_000
 RANKS = 262_144  # replicas are alike and folded; a hundred thousand GPUs take what a thousand take
-BYTES = 2**53  # of one buffer; sums then stay within 64 bits
+BYTES = 2**53  # of one buffer, and parameters of a model; sums then stay within 64 bits
 
 
 def divisors(n: int) -> list[int]:
@@ -81,6 +81,18 @@ def check_bytes(buffers: Iterable[int]) -> None:
     if (most := max(buffers, default=0)) > BYTES:
         message, fix = f"one activation has {most:.3g} bytes", "a smaller seq_len, microbatch_size or model"
         raise job_error("model.seq_len", message, fix, f"{BYTES:.3g} bytes")
+
+
+def check_parameters(counts: Iterable[int]) -> None:
+    """Refuse a model whose parameters' bytes would not fit 64 bits.
+
+    Raises PiperError (model): more parameters than the limit.
+    """
+    if (total := sum(counts)) > BYTES:
+        message = f"the model has {total:.3g} parameters"
+        raise PiperError(
+            ErrorKind.MODEL, message, key="model", allowed=f"at most {BYTES:.3g}", suggestion="a smaller model"
+        )
 
 
 def check_ranks(ranks: int, key: str) -> None:

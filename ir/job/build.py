@@ -10,7 +10,7 @@ from math import ceil, gcd
 from ir.core.errors import ErrorKind, PiperError, job_error
 from ir.core.files import named_path
 from ir.core.filters import parse_filter
-from ir.core.limits import check_bytes, check_nodes, check_passes, check_ranks
+from ir.core.limits import check_bytes, check_nodes, check_parameters, check_passes, check_ranks
 from ir.core.mesh import Mesh
 from ir.core.work import DType
 from ir.directives import Directive, ReplicateDirective, ShardDirective, apply
@@ -158,6 +158,7 @@ def prepare(
             stages = partition(chunks, made.stages, p.layers, lambda c: weigh(source, c), ranks, most_layers)
         base = replace(model_graph(stages, source, recompute_options(job)), mesh=mesh, prefetch=p.prefetch)
         check_bytes(b.bytes for n in base.nodes for b in n.writes)
+        check_parameters(q.numel for e in base.entries for q in e.part.params)
         if isinstance(made, DirectiveFile):
             strategy, name = made.directives, "directives"
         else:

@@ -85,12 +85,13 @@ class KernelStyle:
     """How a framework writes what a model's equations leave open; by default as Megatron with fused kernels.
 
     eager: rope and activation are separate operations, each of whose results stays for backward. keep_gathered: what
-    sequence parallelism gathers stays for backward.
+    sequence parallelism gathers stays for backward. loss_vectors: kernels around the loss with a number per token.
     """
 
     loss: TokenLossKind = TokenLossKind.PARALLEL
     eager: bool = False
     keep_gathered: bool = False
+    loss_vectors: int = 0
 
 
 FUSED_STYLE = KernelStyle()

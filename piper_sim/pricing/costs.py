@@ -204,7 +204,7 @@ class CostModel:
                 out[CostShare.COMPUTE] += sum(self._kernel(k) for k in accumulate(n.work, self.recipe))
             for message in n.inline:
                 axis = CostShare.CP if "cp" in message.axes else CostShare.TP
-                out[axis] += self.message(message, (), seat)
+                out[axis] += max(self.message(message, (), seat), self.hardware.software.dispatch_us * 1e-6)
             if out[CostShare.TP] and self.tp_overlap:
                 own = CostShare.RECOMPUTE if n.kind is Pass.R else CostShare.COMPUTE
                 out[own], out[CostShare.TP] = self._under_products(n, out[own], out[CostShare.TP])

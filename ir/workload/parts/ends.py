@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ir.core.ops import Pass
 from ir.core.work import LOSS, Kernel, Message, MessageKind, Work
@@ -76,7 +76,7 @@ def head(s: PartSetting) -> PartWork:
     gathered = s.tokens * h * s.wide if s.sp else 0
     turned = s.style.loss is TokenLossKind.PARALLEL and exact == s.wide
     return PartWork(
-        forward=(out.forward(s), *loss.forward),
+        forward=(out.forward(s), *loss.forward, *_vectors(s, s.tokens * exact)),
         input_grad=(*loss.backward, out.input_grad(s)),
         weight_grad=k.weight_grad(s, out),
         out_bytes=s.tokens * exact,
@@ -136,6 +136,12 @@ def _cross_entropy(s: PartSetting, logits: int) -> _CrossEntropy:
 def _loss(s: PartSetting, label: str, moved: int) -> Kernel:
     """A kernel as the framework has it: no other traffic is to be put on top."""
     return k.memory(s, f"{LOSS}{label}", moved)
+
+
+def _vectors(s: PartSetting, nbytes: int) -> Work:
+    """Masks, gathers, sums and means around the loss, each reading and writing a number per token."""
+    one = _loss(s, "vectors", 2 * nbytes)
+    return (replace(one, count=s.style.loss_vectors),) if s.style.loss_vectors else ()
 
 
 def join(s: PartSetting) -> PartWork:
