@@ -16,6 +16,7 @@ _ASSIGN = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(
     rf"\$(?:\{{(?P<braced>{_NAME})(?:\[[@*]\])?(?::?(?P<op>[-=?+])(?P<default>[^{{}}]*))?\}}|(?P<plain>{_NAME})|(?P<one>[0-9@*#?$!]))"
 )
+_OPENS = re.compile(rf"\s*(?:export\s+|local\s+)?{_NAME}\+?=\(")
 _ARRAY = re.compile(rf"((?:export|local|declare(?: -a)?|readonly)\s+)?({_NAME}\+?=\(.*\))\s*(?:#.*)?", re.DOTALL)
 _INNER = r"\$\((?:[^()]|\([^()]*\))*\)|\$\{[^{}]*\}|`[^`]*`|\"(?:\\.|[^\"\\])*\"|'[^']*'|\\."
 _WORD = re.compile(rf"(?:{_INNER}|[^\s\"'`\\])+", re.DOTALL)
@@ -65,17 +66,22 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
                 job.variables.update(dict.fromkeys(_SLURM.get(name, ()), str(value)))
             continue
         words = _split(line, form, file)
+        _check_length(len(words), form, file)
         while words:
             end = next((i for i, w in enumerate(words) if w in _ENDS), len(words))
             here, words = words[:end], words[end + 1 :]
             if command := _command(job, here, (form, file)):
                 commands.append(command)
                 count += len(command)
-        if count + job.letters / 4 > MOST_WORDS:
-            raise form.wrong("this is not a launch: too long", file, None, f"up to {MOST_WORDS:,} words")
+        _check_length(count + job.letters / 4, form, file)
     found = [_unwrapped(words, form, file) for words in commands]
     job.command = max(found, key=_looks, default=[])
     return job
+
+
+def _check_length(words: float, form: FileErrors, file: str) -> None:
+    if words > MOST_WORDS:
+        raise form.wrong("this is not a launch: too long", file, None, f"up to {MOST_WORDS:,} words")
 
 
 def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str]) -> list[str]:
@@ -97,18 +103,23 @@ def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str]) ->
 def _statements(text: str, job: ShellJob) -> Iterator[str]:
     """Lines with continuations joined and arrays on one line; bodies of heredocs are put aside."""
     lines = iter(text.replace("\r\n", "\n").split("\n"))
-    whole = ""
+    whole, deep = "", 0  # deep: parentheses that `whole` leaves open
     for line in lines:
         bare = line.strip()
-        if (bare.startswith("#") and not bare.startswith("#SBATCH")) or not (bare or whole):
+        if (bare.startswith("#") and not bare.startswith("#SBATCH")) or not (bare or (whole and not deep)):
             continue
         if line.rstrip().endswith("\\"):
-            whole += line.rstrip()[:-1] + " "
+            line = line.rstrip()[:-1] + " "
+            whole += line
+            deep += _deeper(line)
+            continue
+        if deep + _deeper(line) > 0 and _OPENS.match(whole or line):
+            line = re.sub(r"(^|\s)#.*$", "", line) + " "
+            whole += line
+            deep += _deeper(line)
             continue
         whole += line
-        if (m := re.match(rf"\s*(?:export\s+|local\s+)?{_NAME}\+?=\(", whole)) and not _closed(whole[m.end() :]):
-            whole = re.sub(r"(^|\s)#.*$", "", whole) + " "
-            continue
+        deep = 0
         if (whole.count('"') - whole.count('\\"')) % 2 and len(whole) < 10**5:
             whole += "\n"
             continue
@@ -127,8 +138,8 @@ def _statements(text: str, job: ShellJob) -> Iterator[str]:
         yield whole.strip()
 
 
-def _closed(text: str) -> bool:
-    return text.count(")") > text.count("(")
+def _deeper(text: str) -> int:
+    return text.count("(") - text.count(")")
 
 
 def _split(line: str, form: FileErrors, file: str) -> list[str]:
