@@ -30,7 +30,8 @@ from executor.runtime.batch import Microbatch, MicrobatchLoader, PendingMicrobat
 from executor.runtime.given import given_text
 from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.program import RankPlan
-from executor.runtime.rank import RankModel, crossing, topology
+from executor.runtime.rank import crossing, topology
+from executor.runtime.rank_model import RankModel
 from executor.runtime.worker import RankContext
 from experiments.torch_runtime import TorchPipeline
 from ir.core.ops import Pass

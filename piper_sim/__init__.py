@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ir.job.load import load_job
     from ir.job.schema import Job
     from piper_sim.app.captured import capture
+    from piper_sim.app.runtime import runtime
     from piper_sim.study.compare import Comparison, compare
     from piper_sim.study.explain import StepExplanation, explain
     from piper_sim.study.predict import predict
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Comparison", "ErrorKind", "Job", "PiperError", "Prediction", "StepExplanation",
-    "capture", "compare", "explain", "load_job", "predict", "search",
+    "capture", "compare", "explain", "load_job", "predict", "runtime", "search",
 ]  # fmt: skip
 
 _HOME = {
@@ -40,6 +41,7 @@ _HOME = {
     "explain": "piper_sim.study.explain",
     "load_job": "ir.job.load",
     "predict": "piper_sim.study.predict",
+    "runtime": "piper_sim.app.runtime",
     "search": "piper_sim.study.search.search",
 }
 

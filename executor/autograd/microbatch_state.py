@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from executor.autograd.compiled import CompiledPass
 from executor.autograd.split import SplitPass
 from executor.parallel.expert_all_to_all import ExpertRoute
 
@@ -22,7 +23,7 @@ class PartState:
     where that is made again. sizes: how many tensors each of them gave; outs: how many it gives itself.
     """
 
-    run: SplitPass
+    run: SplitPass | CompiledPass
     sizes: tuple[int, ...] = ()
     outs: int = 1
     inputs: tuple[Values | None, ...] = ()

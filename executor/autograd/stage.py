@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from executor.autograd.compiled import CompiledPart, CompiledPass
 from executor.autograd.microbatch_state import Grads, MicrobatchState, PartState, Ports, Values
 from executor.autograd.split import SplitPass
 from executor.modules.base import total, wiring
@@ -31,7 +32,8 @@ class Stage:
     whose forward keeps only its inputs, and not even those that units of the same chunk make again; pass R makes the
     rest (I and W do it themselves where it did not run). ports: unit → its outputs by who reads them, where not all
     readers read all. exchanges: by name, what reaches its reader from another rank's unit; `exchange` begins each.
-    routes: (chunk, microbatch) → the rows they carry, where these are known and not read off the device.
+    routes: (chunk, microbatch) → the rows they carry, where these are known and not read off the device. compiled: the
+    units whose passes are compiled code.
 
     >>> layer = nn.Linear(1, 1, bias=False); _ = nn.init.constant_(layer.weight, 3.0)
     >>> stage = Stage({"l0": layer}, {"w": layer.weight})
@@ -52,8 +54,9 @@ class Stage:
         ports: Mapping[str, Ports] | None = None,
         exchanges: Mapping[str, ExpertAllToAll] | None = None,
         routes: Callable[[str, int], ExpertRoute] | None = None,
+        compiled: Mapping[str, CompiledPart] | None = None,
     ) -> None:
-        self.units, self._routes = dict(units), routes
+        self.units, self._routes, self.compiled = dict(units), routes, compiled or {}
         self.params = dict(params)
         self.grads = grads if isinstance(grads, ParamGradients) else ParamGradients(self.params, grads)
         self.recompute = frozenset(recompute)
@@ -63,7 +66,7 @@ class Stage:
         self._of |= {n: self._of[x.reads] for n, x in self.exchanges.items()}
         self.reads = wiring(self.units, reads or {}, self._of)
         names = {id(p): n for n, p in self.params.items()}
-        self._weights = {u: {names[id(p)]: p for p in m.parameters()} for u, m in self.units.items()}
+        self.weights = {u: {names[id(p)]: p for p in m.parameters()} for u, m in self.units.items()}
         self._flows: dict[int, MicrobatchState] = {}
         found = [*((r, u) for u, reads in self.reads.items() for r in reads)]
         found += [(x.reads, u) for n, x in self.exchanges.items() for u in (self._behind(n) or ("",))]
@@ -197,20 +200,36 @@ class Stage:
     def _forward(self, mb: int, name: str) -> None:
         flow, module, reads = self._flow(mb), self.units[name], self.reads[name]
         inputs = [flow.acts[r] for r in reads]
-        unit = PartState(SplitPass(self._weights[name], lambda n, g: self.grads.add(n, g, mb)), tuple(map(len, inputs)))
+        unit = PartState(self._begin(name, mb), tuple(map(len, inputs)))
         acts, extras = tuple(x for values in inputs for x in values), flow.extras.pop(name, ())
         if name in self.recompute:
             unit.inputs = tuple(None if self._made_again(r, name) else flow.acts[r] for r in reads)
             unit.extras, unit.waits_for_r = extras, True
-            with torch.no_grad():
-                out = module(*acts, *extras)
-            outs = (out,) if isinstance(out, Tensor) else tuple(out)
+            outs = self._without_traces(name, acts, extras)
         else:
             outs = unit.run.forward(module, *acts, extras=extras)
         for r in reads:
             flow.take(r)
         flow.give(outs, self.ported(name, len(outs)), self._readers)
         unit.outs, flow.units[name] = len(outs), unit
+
+    def _begin(self, name: str, mb: int) -> SplitPass | CompiledPass:
+        """A unit's passage, for one microbatch."""
+
+        def sink(param: str, grad: Tensor) -> None:
+            self.grads.add(param, grad, mb)
+
+        part = self.compiled.get(name)
+        return SplitPass(self.weights[name], sink) if part is None else part.begin(sink)
+
+    def _without_traces(self, name: str, acts: Values, extras: tuple[object, ...]) -> Values:
+        """A forward of which nothing but its outputs stays."""
+        module = self.units[name]
+        if (part := self.compiled.get(name)) is not None:
+            return part.begin(self.grads.add).forward(module, *acts, extras=extras)
+        with torch.no_grad():
+            out = module(*acts, *extras)
+        return (out,) if isinstance(out, Tensor) else tuple(out)
 
     def _recompute(self, mb: int, name: str) -> None:
         flow = self._flow(mb)
@@ -229,11 +248,11 @@ class Stage:
     def _input_grad(self, mb: int, name: str) -> None:
         unit = self._take(mb, name)
         self._pass_on(mb, name, unit, unit.run.input_grad(*self._arrived(mb, name, unit)))
-        if not self._weights[name]:
+        if not self.weights[name]:
             self._drop(mb, name)  # it has no W
 
     def _weight_grad(self, mb: int, name: str) -> None:
-        if self._weights[name]:
+        if self.weights[name]:
             self._take(mb, name).run.weight_grad()
             self._drop(mb, name)
 

@@ -20,6 +20,7 @@ class RankState(IntEnum):
     WAIT = 2
     DONE = 3
     FAILED = 4
+    OUTSIDE = 5  # of every step, in a loop of the user's own
 
 
 _SIZE = 512
@@ -64,6 +65,11 @@ class RankProgress:
         if beat_every_s:
             threading.Thread(target=self._beat, args=(beat_every_s,), name="heartbeat", daemon=True).start()
 
+    def begin(self, text: str) -> None:
+        """Something before the first op begins, which may take as long as a start."""
+        self._text = text.encode()[:160]
+        self._write(RankState.STARTING)
+
     def op(self, index: int, text: str) -> None:
         """Op `index` begins."""
         self._index, self._text, self._peers = index, text.encode()[:160], b""
@@ -79,6 +85,11 @@ class RankProgress:
     def go_on(self) -> None:
         """The wait is over."""
         self._write(RankState.RUN)
+
+    def outside(self) -> None:
+        """What happens now is none of ours, and may take as long as it likes."""
+        self._text = b"between steps"
+        self._write(RankState.OUTSIDE)
 
     def end(self, state: RankState = RankState.DONE) -> None:
         """No more ops."""

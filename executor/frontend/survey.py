@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from executor.frontend.measure import PartMeasure, Sizes, measure
 from executor.modules.attention.attend import forget_masks
 from executor.modules.attention.rope import forget_tables
-from executor.modules.base import BuiltChunks, Model, wiring
+from executor.modules.base import BuiltChunks, Model, example_extra, wiring
 from executor.parallel.inline import MessageAxis
 from ir.core.errors import ErrorKind, PiperError
 
@@ -79,4 +79,4 @@ def _blaming(unit: str) -> Iterator[None]:
 def batch(built: BuiltChunks, unit: str, size: int, length: int) -> list[object]:
     """What a unit takes of a microbatch, without values."""
     ids = torch.zeros(size, length, dtype=torch.int64)
-    return [1.0 if want == "scale" else ids for want in built.extras.get(unit, ())]
+    return [example_extra(want, ids) for want in built.extras.get(unit, ())]

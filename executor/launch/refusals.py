@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sysconfig
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from executor.data.tokens import check_sources
 from executor.device.device import LAUNCHES
@@ -48,7 +51,7 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
     check_divided(prepared.plan().graph)
     _refuse_patterns(prepared)
     if job.run.compile:
-        raise _not_yet(ErrorKind.JOB, "a stage compiled by Inductor", "run.compile", "false")
+        _refuse_compiled(prepared)
     if fine := sorted(recompute_options(job) - set(RECOMPUTED)):
         allowed = ", ".join(f'"{p}"' for p in RECOMPUTED)
         raise _not_yet(ErrorKind.JOB, f"recompute of {', '.join(fine)} alone", "schedule.recompute", allowed)
@@ -66,6 +69,30 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
     _refuse_stored(prepared)
     _refuse_balance(prepared)
     check_sources(job, prepared.config.vocab)
+
+
+def _refuse_compiled(prepared: PreparedJob) -> None:
+    """Ranks that meet inside of an op do so from Python."""
+    for axis in ("tp", "cp"):
+        if (size := prepared.mesh.sizes[axis]) > 1:
+            raise _not_yet(ErrorKind.JOB, f"{axis} = {size} inside of compiled code", f"parallel.{axis}", "1")
+    _check_compiler()
+
+
+def _check_compiler() -> None:
+    """Raise PiperError (missing_dependency): Inductor finds no C++ compiler here, or no headers of Python."""
+    compiler = os.environ.get("CXX", "g++")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    missing = [compiler] if shutil.which(compiler) is None else [] if header.is_file() else [str(header)]
+    if missing:
+        message = f"torch's compiler needs {missing[0]}, which is not here"
+        raise PiperError(
+            ErrorKind.MISSING_DEPENDENCY,
+            message,
+            key="run.compile",
+            allowed="a C++ compiler (g++, or the one that CXX names) and Python's headers",
+            suggestion="apt-get install g++ python3-dev, or run.compile = false",
+        )
 
 
 def _refuse_patterns(prepared: PreparedJob) -> None:

@@ -106,6 +106,9 @@ def check(prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> None:
     if options.ranks != prepared.ranks:
         raise _wrong_ranks(prepared, options)
     refuse(prepared, options.backend, real=options.real)
+    if options.racecheck and prepared.job.run.compile:
+        message = "compiled code touches memory unseen"
+        raise PiperError(ErrorKind.USAGE, message, key="--racecheck", suggestion="--set run.compile=false")
     if options.replay is not None:
         _check_replay(options.replay, plan)
 
@@ -168,8 +171,16 @@ def gathered(prepared: PreparedJob, plan: Plan, results: list[dict[str, Any]]) -
         "plan_digest": plan_digest(plan),
         "saved": results[0]["saved"],
         "races": results[0]["races"],
+        "compiled": _compiled(results) if prepared.job.run.compile and real else None,
         "trace": None,
     }, trace
+
+
+def _compiled(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """By rank, how many units were compiled, to how many graphs; and how long the slowest rank took."""
+    units, graphs, seconds = zip(*(r["compiled"] for r in results), strict=True)
+    counts = {"units": units, "graphs": graphs}
+    return {k: {str(r): n for r, n in enumerate(of)} for k, of in counts.items()} | {"seconds": max(seconds)}
 
 
 def _evals(results: list[dict[str, Any]], steps: int) -> list[dict[str, float]]:

@@ -117,14 +117,10 @@ def main(argv: Sequence[str], tell: Callable[[Mapping[str, Any]], None] = printe
     with tempfile.TemporaryDirectory(prefix="piper-rank-") as name:
         folder = Path(name)
         try:
-            patience = timedelta(seconds=STARTUP_S)
-            store, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=patience))
-            lookout = _lookout(store, place, folder, options)
-            text = lookout.tell(None if judged is None else given_text(*judged))
+            store, lookout = joined(place, folder, options, judged)
         except (RuntimeError, ValueError) as error:  # of the store: rank 0 has refused the job, or is gone
             print(f"error: rank {place.rank} was told nothing to run: {error}", file=sys.stderr, flush=True)
             return ErrorKind.RANK_FAILED.exit_code
-        (folder / given_name(0)).write_text(text, encoding="utf-8")
         return _live(store, lookout, place, folder, PlanRun(options, wanted), tell)
 
 
@@ -144,10 +140,30 @@ def _judged(args: argparse.Namespace, options: JobRunOptions) -> tuple[PreparedJ
     return prepared, plan
 
 
-def _lookout(store: Any, place: TorchrunRank, folder: Path, options: JobRunOptions) -> RankWatchdog:
+def joined(
+    place: TorchrunRank, folder: Path, options: JobRunOptions, judged: tuple[PreparedJob, Plan] | None
+) -> tuple[Any, RankWatchdog]:
+    """Meet the others at torchrun's store; what rank 0 has judged is written to the folder."""
+    patience = timedelta(seconds=STARTUP_S)
+    store, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=patience))
     create(folder / "progress", 1)
     mine = PrefixStore("piper", store)
-    return RankWatchdog(mine, place.rank, place.world, folder / "progress", options.watchdog_s, report)
+    lookout = RankWatchdog(mine, place.rank, place.world, folder / "progress", options.watchdog_s, report)
+    text = lookout.tell(None if judged is None else given_text(*judged))
+    (folder / given_name(0)).write_text(text, encoding="utf-8")
+    return store, lookout
+
+
+def rank_context(store: Any, place: TorchrunRank, folder: Path) -> RankContext:
+    """What this rank's function gets."""
+    return RankContext(
+        place.rank,
+        place.world,
+        folder,
+        RankProgress(folder / "progress", 0),
+        local_rank=place.local_rank,
+        open_store=lambda name: PrefixStore(name, store),
+    )
 
 
 def _live(
@@ -159,14 +175,7 @@ def _live(
     tell: Callable[[Mapping[str, Any]], None],
 ) -> int:
     """From the text that says what to run to the end."""
-    context = RankContext(
-        place.rank,
-        place.world,
-        folder,
-        RankProgress(folder / "progress", 0),
-        local_rank=place.local_rank,
-        open_store=lambda name: PrefixStore(name, store),
-    )
+    context = rank_context(store, place, folder)
     out = spec.options.out if place.rank == 0 else None
     try:
         prepared, plan = context.given()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -57,7 +58,8 @@ def stuck(
     """The rank that has hung, if any, and since how many seconds: not the ones that wait for it."""
     watched = [r for r in live if r.state is not RankState.DONE]
     idle = {r.rank: now_s - max(r.changed_s, began_s) for r in watched}
-    late = [r for r in watched if idle[r.rank] >= (startup_s if r.state is RankState.STARTING else watchdog_s)]
+    limits = {RankState.STARTING: startup_s, RankState.OUTSIDE: math.inf}
+    late = [r for r in watched if idle[r.rank] >= limits.get(r.state, watchdog_s)]
     frozen = [r for r in late if now_s - max(r.beat_s, began_s) > min(watchdog_s, 5.0)]
     working = [r for r in late if r.state is not RankState.WAIT]
     if found := frozen or working:

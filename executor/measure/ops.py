@@ -15,7 +15,7 @@ from executor.measure.watch import WARM_UP, DeviceTimer
 from executor.modules.base import TORCH
 from executor.optim.flat import FlatBucket
 from executor.runtime.batch import Microbatch
-from executor.runtime.rank import RankModel
+from executor.runtime.rank_model import RankModel
 from ir.core.ops import Pass
 from ir.graph.classes import node_classes
 from ir.graph.graph import PerStepOp

@@ -27,7 +27,8 @@ from executor.parallel.router_guide import planned_routes
 from executor.runtime.batch import Microbatch, PendingMicrobatch
 from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.program import RankPlan
-from executor.runtime.rank import RankModel, crossing
+from executor.runtime.rank import crossing
+from executor.runtime.rank_model import RankModel
 from ir.graph.expert_rows import spread_over
 from ir.job.build import PreparedJob
 from ir.plan.places import RankPlacement

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +23,9 @@ from ir.core.work import DType
 
 _HALF, _LOW = np.uint64(32), np.uint64(2**32 - 1)
 _DRAWN = 2**18  # elements at a time: their float64 copies stay in a cache
+TRACING = Lock()  # ranks that are threads share the generators of torch and the host, and what tracing sets
 NUMBER = ("number",)  # all that a router reads of a batch: the microbatch's number in the global one
+DRAWS = "draws"  # what dropout depends on: step, microbatch's number, whether to drop
 TORCH = {
     DType.FP64: torch.float64,
     DType.FP32: torch.float32,
@@ -57,6 +60,13 @@ def wiring(
         out[name] = tuple(r if r in names or r in more else "" for r in given)
         before = name
     return out
+
+
+def example_extra(want: str, ids: Tensor) -> object:
+    """What a unit may be given of a microbatch, for its shape."""
+    if want == "scale":
+        return 1.0
+    return torch.zeros(3, dtype=torch.int64, device=ids.device) if want == DRAWS else ids
 
 
 def evaluate(built: BuiltChunks, x: Tensor, extras: Mapping[str, tuple[object, ...]]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor.data.tokens import source_name, source_of
 from executor.device.device import Device, HostDevice
-from executor.modules.base import TokenLoss
+from executor.modules.base import DRAWS, NUMBER, TokenLoss
 from executor.runtime.program import RankPlan
 from ir.job.build import PreparedJob
 
@@ -20,13 +20,19 @@ from ir.job.build import PreparedJob
 class Microbatch:
     """One microbatch: (sequences, length) of token ids and of labels; scale: 1 / the step's valid tokens.
 
-    number: in the global batch.
+    number: in the global batch. step: counted over resumes.
     """
 
     ids: Tensor
     labels: Tensor
     scale: float
     number: int = 0
+    step: int = 0
+
+    @property
+    def draws(self) -> Tensor:
+        """What dropout depends on, where one trains."""
+        return torch.tensor([self.step, self.number, 1])
 
     def extras(self, wants: tuple[str, ...]) -> tuple[object, ...]:
         """What a unit asks for beside activations, by name."""
@@ -49,6 +55,17 @@ class PendingMicrobatch:
         """What a unit asks for beside activations, by name."""
         found = self.batch.extras(wants)
         return tuple(x.to(self.device, copy=True) if isinstance(x, Tensor) else x for x in found)
+
+
+def unit_extras(
+    wants: tuple[str, ...], known: tuple[int, int, bool], batch: PendingMicrobatch | None, device: torch.device
+) -> tuple[object, ...]:
+    """What a unit reads of a microbatch. known: step, microbatch's number, whether to drop. batch: if one is here."""
+    if wants == NUMBER:
+        return known[1:2]
+    rest = tuple(w for w in wants if w != DRAWS)
+    found = iter(batch.extras(rest) if batch is not None and rest else ())
+    return tuple(torch.tensor(known, device=device) if w == DRAWS else next(found) for w in wants)
 
 
 class MicrobatchLoader:
@@ -88,7 +105,7 @@ class MicrobatchLoader:
         labels = np.where(rows[:, 1:] < 0, TokenLoss.IGNORE, rows[:, 1:])
         ids = np.maximum(rows[:, :-1], 0)
         scale = 1.0 / max(1, self.valid_tokens(step))
-        return Microbatch(torch.from_numpy(ids), torch.from_numpy(labels), scale, number)
+        return Microbatch(torch.from_numpy(ids), torch.from_numpy(labels), scale, number, step)
 
     def valid_tokens(self, step: int) -> int:
         """Labels of the whole global batch that count; every rank finds the same without asking another."""

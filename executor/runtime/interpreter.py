@@ -19,9 +19,8 @@ from torch import Tensor
 from executor.device import clock
 from executor.device.device import Device
 from executor.device.progress import RankProgress
-from executor.modules.base import NUMBER
 from executor.parallel.expert_all_to_all import ExpertTransfer
-from executor.runtime.batch import PendingMicrobatch
+from executor.runtime.batch import PendingMicrobatch, unit_extras
 from executor.runtime.kernels import Kernels
 from executor.runtime.program import RankPlan, Value
 from executor.transport.base import DelayedTransport, JoinedTransport, LandingTransport, Transport, TransportHandle
@@ -254,10 +253,9 @@ class PlanInterpreter:
             self._losses[mb] = out if self.device.ahead else out.item()
 
     def _extras(self, mb: int, wants: tuple[str, ...]) -> tuple[object, ...]:
-        """What a unit reads of the batch; its number is known where no batch is, between the ends of the model."""
-        if wants == NUMBER:
-            return (self.program.number_of(mb),)
-        return self._batches[mb].extras(wants)
+        """What a unit reads of the batch; numbers are known where no batch is, between the ends of the model."""
+        known = (self._step, self.program.number_of(mb), not self.sync.frozen)
+        return unit_extras(wants, known, self._batches.get(mb), self.device.torch)
 
     def _input_grad(self, i: int, index: int, node: GraphNode, mb: int) -> None:
         stage, units = self.stages[node.stage], self._units[node.stage]

@@ -94,6 +94,7 @@ class BlankBucketSync:
     """
 
     norm: float | None = None
+    frozen = False
 
     def __init__(
         self, found: Sequence[tuple[Bucket, int]], params: int, reduce: torch.dtype, gather: torch.dtype

@@ -18,6 +18,16 @@ WHOLE = {
 }
 
 
+def runs_again(part: str, options: Iterable[str]) -> bool:
+    """Whether a recompute option names this part of a layer; captured layers that differ are block, block2, …
+
+    >>> runs_again("block2", ["full"]), runs_again("mlp", ["attention"]), runs_again("embed", ["full"])
+    (True, False, False)
+    """
+    name = "block" if part.rstrip("0123456789") == "block" else part
+    return any(name in WHOLE.get(o, ()) for o in options)
+
+
 def stage_graph(stages: int) -> Graph:
     """A chain of stages with unit work: what a pipeline schedule alone is about.
 
@@ -67,7 +77,7 @@ class _Builder:
         self.edges: list[GraphEdge] = []
         self.index = {e.name: i for i, e in enumerate(entries)}
         self.works = [source.work(e) for e in entries]
-        self.whole = [any(e.part.name in WHOLE.get(o, ()) and _layer(e) for o in recompute) for e in entries]
+        self.whole = [runs_again(e.part.name, recompute) and _layer(e) for e in entries]
         self.inputs = self._resolve_inputs()
         self.f: list[int] = []
         self.r: dict[int, int] = {}

@@ -189,7 +189,7 @@ class JobOptimizer:
 class JobRun:
     """What `run` does beside training. log_every, eval_every: steps from one line, or evaluation, to the next.
 
-    eval_source: as `[data] source`, of which one global batch is evaluated. compile: refused, not built.
+    eval_source: as `[data] source`, of which one global batch is evaluated. compile: layers by Inductor.
     """
 
     compile: bool = False

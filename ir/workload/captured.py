@@ -99,8 +99,6 @@ class CapturedModel:
                 raise self._refuse(key, f"{given}, but the module was captured with {wanted}", wanted)
         if fine := sorted(recompute - {"full"}):
             raise self._refuse("schedule.recompute", f"{', '.join(fine)}: a captured layer has no such parts", '"full"')
-        if recompute and len({c.part for c in f.chunks if c.is_layer}) > 1:
-            raise self._refuse("schedule.recompute", "the captured layers differ from each other", '"none"')
 
     def _refuse(self, key: str, message: str, allowed: object) -> PiperError:
         fix = f"{key.split('.')[1]} = {allowed}, or capture again"

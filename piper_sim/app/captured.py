@@ -24,12 +24,16 @@ CAPTURED = (DType.FP64, DType.FP32, DType.BF16, DType.FP16)
 
 
 def load_job(path: str, sets: Sequence[str] = ()) -> Job:
-    """A job; where it names a module and neither a config nor a graph, with the graph captured from the module.
+    """A job, as `with_graph` has it. Raises PiperError: as `ir.job.load.load_job` does, and as that."""
+    return with_graph(read_job(path, sets))
 
-    Raises PiperError: as `ir.job.load.load_job` does; (model): torch cannot export it; (missing_dependency): no torch;
-    (io): the folder for graphs belongs to somebody else.
+
+def with_graph(job: Job) -> Job:
+    """A job that names a module and neither a config nor a graph, with the graph captured from the module.
+
+    Raises PiperError (model): torch cannot export it; (missing_dependency): no torch; (io): the folder for graphs
+    belongs to somebody else.
     """
-    job = read_job(path, sets)
     if job.model.module is None or job.model.graph is not None or job.model.config:
         return job
     file, _, name = job.model.module.rpartition(":")

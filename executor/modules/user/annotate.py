@@ -60,6 +60,7 @@ class ChunkedModel:
     wants_ids: frozenset[str]  # the later chunks that read the input too
     shape_only: frozenset[str] = frozenset()  # those among them that read its sizes and no token
     partly: frozenset[int] = frozenset()  # parameters, by id, of whose gradient each tensor-parallel rank has a part
+    wants_draws: frozenset[str] = frozenset()  # those that drop out
 
 
 class _Tracer(fx.Tracer):
@@ -103,23 +104,26 @@ def cut_at(module: nn.Module, root: nn.Module, graph: fx.Graph, at: At, scopes: 
     order = list(dict.fromkeys(names[n] for n in graph.nodes if n in names and n not in free))
     _refuse_empty(module, order, scopes)
     rank = {name: i for i, name in enumerate(order)}
-    placeholder = next(n for n in graph.nodes if n.op == "placeholder")
+    placeholder, *further = (n for n in graph.nodes if n.op == "placeholder")
     result = next(n for n in graph.nodes if n.op == "output").args[0]
     crossing = [_crossing(graph, names, rank, free, i) for i in range(len(order) - 1)]
     chunks: dict[str, nn.Module] = {}
     wants: set[str] = set()
     sizes: set[str] = set()
+    draws: set[str] = set()
     for i, name in enumerate(order):
         nodes = [n for n in graph.nodes if names.get(n) == name and n not in free]
         value = crossing[i - 1] if i else placeholder
         out = crossing[i] if i < len(crossing) else result
-        sub, reads_ids = _subgraph(nodes, value, placeholder, out)
-        if reads_ids and i:
+        sub, read = _subgraph(nodes, value, {placeholder: "ids", **{n: str(n.target) for n in further}}, out)
+        if "draws" in read:
+            draws.add(name)
+        if "ids" in read and i:
             wants.add(name)
             if all(_asks_size(u) for n in sub.nodes if n.op == "placeholder" and n.target == "ids" for u in n.users):
                 sizes.add(name)
         chunks[name] = fx.GraphModule(root, sub, class_name=f"Chunk_{name}")
-    return ChunkedModel(chunks, frozenset(wants), frozenset(sizes))
+    return ChunkedModel(chunks, frozenset(wants), frozenset(sizes), frozenset(draws))
 
 
 def _asks_size(node: fx.Node) -> bool:
@@ -214,31 +218,30 @@ def _crossing(graph: fx.Graph, names: dict[fx.Node, str], rank: dict[str, int], 
     return found
 
 
-def _subgraph(nodes: list[fx.Node], value: fx.Node, placeholder: fx.Node, out: Any) -> tuple[fx.Graph, bool]:
+def _subgraph(nodes: list[fx.Node], value: fx.Node, outer: dict[fx.Node, str], out: Any) -> tuple[fx.Graph, set[str]]:
+    """The nodes as a graph of their own, and which of the module's inputs it reads beside `value`, by name."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {value: graph.placeholder("x")}
-    ids: list[fx.Node] = []
+    read: set[str] = set()
 
     def get(node: fx.Node) -> fx.Node:
         if node not in env:
-            if node is placeholder:
-                env[node] = graph.placeholder("ids")
-                ids.append(node)
-            else:
-                env[node] = graph.node_copy(node, get)
+            env[node] = graph.node_copy(node, get)
         return env[node]
 
-    # Placeholders must come first: look for the ids among all that will be copied.
+    # Placeholders must come first: look for them among all that will be copied.
     seen, stack = set(env), list(nodes)
     while stack:
         for i in stack.pop().all_input_nodes:
             if i not in seen:
                 seen.add(i)
                 stack.append(i)
-    if placeholder in seen and placeholder not in env:
-        get(placeholder)
+    for node, name in outer.items():
+        if node in seen and node not in env:
+            env[node] = graph.placeholder(name)
+            read.add(name)
     for n in nodes:
         get(n)
     graph.output(get(out))
     graph.lint()
-    return graph, bool(ids)
+    return graph, read

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again
 from executor.modules.user.divided import regions
+from executor.modules.user.dropout import reseed
 from executor.parallel.inline import RankRegion
 from ir.core.errors import ErrorKind, PiperError, nearest
 
@@ -40,10 +41,11 @@ def export_cut(
     length: int,
     region: RankRegion | None = None,
     cut: Collection[int] = (),
+    seed: int = 0,
 ) -> ChunkedModel:
     """Cut at the modules that tags["PP"] matches, the n-th of them is chunk l<n>; forward takes `size` sequences of
     `length` tokens. Of what it returns, the first floating tensor of sequences, tokens and features is the logits.
-    region: the ranks among which parameters are divided; cut: these parameters, by id.
+    region: the ranks among which parameters are divided; cut: these parameters, by id. seed: of dropout.
 
     Raises PiperError (model): torch cannot export it, a pattern matches nothing, a tag is not known.
 
@@ -62,6 +64,9 @@ def export_cut(
     _check_tags(module, tags)
     root = _exported(module, size, length)
     graph = _tidied(root, (size, length), type(module).__name__)
+    if reseed(graph, seed, size) and region is not None:
+        message, fix = "dropout of a divided module would fall otherwise on each rank", "set its p to 0"
+        raise PiperError(ErrorKind.JOB, message, key="parallel.tp", allowed="1 with dropout", suggestion=fix)
     at, seen = _layers(graph, tags[SEAM])
     if not seen:
         raise _never_called(module, tags[SEAM])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Lock
 
 import torch
 from torch import Tensor, fx, nn
 
-from executor.modules.base import BuiltChunks, TokenLoss
+from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.user.annotate import cut
 from executor.modules.user.divided import divide
 from executor.modules.user.exported import export_cut
@@ -17,8 +16,6 @@ from executor.modules.user.purity import host_seeded, refuse_impure, without_val
 from executor.parallel.inline import RankRegion
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import run_file
-
-_ONE_BY_ONE = Lock()  # ranks that are threads share the generators of torch and the host, and what tracing sets
 
 
 class UserModel:
@@ -52,7 +49,7 @@ class UserModel:
         plan: Mapping[str, str] | None = None,
     ) -> None:
         assert callable(build)
-        with _ONE_BY_ONE, torch.random.fork_rng(devices=[]):
+        with TRACING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             with host_seeded(seed):
                 module = build()
@@ -68,8 +65,8 @@ class UserModel:
         self.dims = {} if divided is None else divide(self.module, plan or {}, divided)
         self._names = {id(p): n for n, p in self.module.named_parameters()}
         held = {k for k, n in self._names.items() if n in self.dims}
-        with _ONE_BY_ONE, host_seeded(seed):
-            self._cut = export_cut(self.module, tags, *batch, divided, held) if tags else cut(self.module)
+        with TRACING, host_seeded(seed):
+            self._cut = export_cut(self.module, tags, *batch, divided, held, seed) if tags else cut(self.module)
         self.partly = tuple(n for k, n in self._names.items() if k in self._cut.partly)
         self._units = {c: f"{c}.{parts[c]}" if parts else c for c in self._cut.chunks}
         used = {id(p) for chunk in self._cut.chunks.values() for p in chunk.parameters()}
@@ -97,6 +94,7 @@ class UserModel:
             unit, key, at = self._cut.chunks[name], self._units[name], self.chunks.index(name)
             params.update((self._names[id(p)], p) for p in unit.parameters())
             wants: tuple[str, ...] = ("ids",) if name in self.reads_tokens else ()
+            wants += ("draws",) if name in self._cut.wants_draws else ()
             if name in self._cut.shape_only:
                 unit = TokenShapeChunk(unit)
             if name == self.chunks[-1]:
@@ -120,8 +118,8 @@ class UserModel:
     def refuse_training(self) -> None:
         """Raise PiperError for modules that would not train the same under every plan."""
         for name, module in self.module.named_modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
-                raise _cannot(f"{name} drops out", "numbers drawn in one order", "p = 0")
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not self._tagged:
+                raise _cannot(f"{name} drops out", "dropout of a model cut by path", 'tags = { PP = "…" }')
             if getattr(module, "track_running_stats", False):
                 raise _cannot(f"{name} keeps running statistics", "sums over microbatches alone", "LayerNorm")
         if frozen := [n for n, p in self.module.named_parameters() if not p.requires_grad]:
@@ -136,14 +134,16 @@ class UserModel:
         for name, chunk in self._cut.chunks.items():
             if _code(chunk) != _code(again.chunks.get(name)):
                 raise _cannot(f"{name} is traced differently each time", "code without the clock or the host", "fix it")
-        with _ONE_BY_ONE:
+        with TRACING:
             without_values(lambda: self._try(size, length))
 
     def _try(self, size: int, length: int) -> None:
         ids = torch.zeros(size, length, dtype=torch.int64)
         x: tuple[Tensor, ...] = (ids,)
         for name, chunk in self._cut.chunks.items():
-            x = refuse_impure(name, chunk, (*x, ids) if name in self._cut.wants_ids else x)
+            more: tuple[Tensor, ...] = (ids,) if name in self._cut.wants_ids else ()
+            more += (torch.zeros(3, dtype=torch.int64),) if name in self._cut.wants_draws else ()
+            x = refuse_impure(name, chunk, (*x, *more))
 
 
 class TokenShapeChunk(nn.Module):
@@ -153,9 +153,9 @@ class TokenShapeChunk(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         """x (sequences, tokens, …)."""
-        found: Tensor = self.inner(x, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device))
+        found: Tensor = self.inner(x, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device), *more)
         return found
 
 

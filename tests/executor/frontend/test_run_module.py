@@ -15,7 +15,7 @@ from executor.launch import run as cli
 from executor.launch.refusals import refuse
 from executor.modules import choose
 from executor.modules.user.model import UserModel
-from executor.runtime import rank
+from executor.runtime import rank_model
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.reference import ReferenceSteps, train
 from ir.core.errors import PiperError
@@ -106,10 +106,10 @@ def test_a_rank_keeps_the_values_of_its_own_stages_only(tmp_path: Path, monkeypa
         built.append(cast(UserModel, choose.model_of(*given)))
         return built[-1]
 
-    monkeypatch.setattr(rank, "model_of", model_of)
+    monkeypatch.setattr(rank_model, "model_of", model_of)
     held = []
     for number in range(prepared.ranks):
-        local = rank.RankModel.of(prepared, prepared.plan(), number, HostDevice())
+        local = rank_model.RankModel.of(prepared, prepared.plan(), number, HostDevice())
         alive = {n for n, p in built[-1].module.named_parameters() if p.numel()}
         assert alive == set(local.params) and all(p.numel() for p in local.params.values())
         held.append(len(alive))

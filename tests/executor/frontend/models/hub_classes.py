@@ -45,6 +45,11 @@ def gpt2() -> nn.Module:
     return _made("GPT2LMHeadModel", "GPT2Config", GPT2)
 
 
+def gpt2_drops() -> nn.Module:
+    """It drops out of embeddings, attention and both residuals."""
+    return _made("GPT2LMHeadModel", "GPT2Config", {**GPT2, "resid_pdrop": 0.25, "embd_pdrop": 0.1, "attn_pdrop": 0.4})
+
+
 def gemma3() -> nn.Module:
     """Tied, two norms more, sliding windows on some layers."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -73,4 +78,4 @@ class Both(nn.Module):
 
 
 LAYERS = {name: "model.layers.*" for name in ("llama", "qwen3", "gemma3", "mixtral")}
-LAYERS |= {"gpt2": "transformer.h.*", "Both": "t5.*coder.block.*"}
+LAYERS |= {"gpt2": "transformer.h.*", "gpt2_drops": "transformer.h.*", "Both": "t5.*coder.block.*"}

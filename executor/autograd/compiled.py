@@ -1,0 +1,191 @@
+"""A unit whose passes are compiled by Inductor, in place of `SplitPass`: F, I and W are one compiled graph each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from executor.autograd.inductor import OPTIONS, Kernel, PassGraphs, passes
+from executor.autograd.split import Sink
+from executor.modules.attention.attend import forget_masks
+from executor.modules.attention.rope import forget_tables
+from executor.modules.base import TRACING
+from ir.core.errors import ErrorKind, PiperError
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CompiledPart:
+    """One unit, compiled. names: global, of its weights. extras: which of those of a microbatch are a scale, by place.
+
+    A loss is computed for a scale of 1, and multiplied: torch would take the number for a constant.
+    """
+
+    plan: PassGraphs
+    code: Mapping[str, Kernel]
+    weights: Mapping[str, Tensor]
+    buffers: tuple[Tensor, ...]
+    scales: tuple[bool, ...]
+
+    def begin(self, sink: Sink) -> CompiledPass:
+        """A microbatch's passage."""
+        return CompiledPass(self, sink)
+
+
+@dataclass(slots=True)
+class CompiledPass:
+    """As `SplitPass`: forward once, then `input_grad` and `weight_grad`, or `whole`."""
+
+    part: CompiledPart
+    sink: Sink
+    held: dict[str, Tensor] = field(default_factory=dict)  # what later passes read, by the graphs' names
+    scale: float = 1.0
+    early: dict[str, Tensor] = field(default_factory=dict)  # weight gradients that came with I, until W hands them in
+
+    def forward(self, module: Callable[..., Any], *inputs: Tensor, extras: Sequence[object] = ()) -> tuple[Tensor, ...]:
+        """F. The module is not called: its code is."""
+        part, plan = self.part, self.part.plan
+        given = [*inputs, *(e for e in extras if isinstance(e, Tensor)), *part.buffers]
+        for extra, scales in zip(extras, part.scales, strict=True):
+            if scales:
+                assert isinstance(extra, float)
+                self.scale = extra
+        first = len(part.weights)
+        self.held = {f"in{first + k}": x.contiguous() for k, x in enumerate(given)}
+        found = self._run("F")
+        later = {n for p in "IW" for n in plan.reads[p]}
+        self.held = {n: x for n, x in self.held.items() if n in later}
+        self.held |= zip(plan.keeps["F"], found[(n := len(plan.outs)) :], strict=True)
+        return tuple(x * self.scale for x in found[:n]) if any(part.scales) else tuple(found[:n])
+
+    def input_grad(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """I: gradients of the inputs."""
+        part, plan = self.part, self.part.plan
+        for k, out in enumerate(plan.outs):
+            if (grad := grads[k] if k < len(grads) else None) is None:  # a loss has none: it is multiplied
+                value = self.scale if any(part.scales) else 0.0
+                grad = torch.full(out.shape, value, dtype=out.dtype, device=out.device)
+            self.held[f"grad{k}"] = grad.contiguous()
+        found = self._run("I")
+        got = dict(zip(plan.dx, found, strict=False))
+        later = set(plan.reads["W"])
+        self.held = {n: x for n, x in self.held.items() if n in later}
+        self.held |= zip(plan.keeps["I"], found[len(plan.dx) :], strict=True)
+        self.early = {n: got[k] for k, n in enumerate(part.weights) if k in got}
+        return tuple(got.get(len(part.weights) + k) for k in range(plan.acts))
+
+    def weight_grad(self) -> None:
+        """W."""
+        names = list(self.part.weights)
+        found = {names[k]: grad for k, grad in zip(self.part.plan.dw, self._run("W"), strict=True)}
+        for name, grad in (self.early | found).items():
+            self.sink(name, grad)
+        self.held, self.early = {}, {}
+
+    def whole(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """B: I, then W, by the same code."""
+        found = self.input_grad(*grads)
+        self.weight_grad()
+        return found
+
+    def _run(self, pass_: str) -> Sequence[Tensor]:
+        if (code := self.part.code.get(pass_)) is None:
+            return ()
+        weights = {f"in{k}": w.detach() for k, w in enumerate(self.part.weights.values())}
+        with torch.no_grad():
+            return code(*(weights[n] if n in weights else self.held[n] for n in self.part.plan.reads[pass_]))
+
+
+class PartCompiler:
+    """Compiles units of one rank; equal graphs once. note: is told before each, which may take a minute."""
+
+    def __init__(self, note: Note) -> None:
+        self.note = note
+        self.made: dict[str, Mapping[str, Kernel]] = {}
+
+    @property
+    def graphs(self) -> int:
+        """Compiled so far."""
+        return sum(len(code) for code in self.made.values())
+
+    def part(
+        self,
+        name: str,
+        unit: nn.Module,
+        weights: Mapping[str, Tensor],
+        acts: Sequence[Tensor],
+        extras: Sequence[object],
+    ) -> CompiledPart:
+        """A unit, for inputs of these shapes. Raises PiperError (model): torch cannot compile it."""
+        self.note(f"compile {name}")
+        with TRACING:
+            try:
+                plan = _traced(unit, weights, acts, extras)
+                if (key := plan.key) not in self.made:
+                    self.made[key] = {p: self._compiled(f"{name} {p}", g) for p, g in plan.graphs.items() if _ends(g)}
+            except Exception as error:  # of dynamo, of Inductor, of the C++ compiler, of the user's code: of any kind
+                said = next((line for line in str(error).splitlines() if line.strip()), "")
+                message = f"{name} cannot be compiled ({type(error).__name__}: {said.strip()[:300]})"
+                fix = "run.compile = false"
+                raise PiperError(ErrorKind.MODEL, message, key="run.compile", suggestion=fix) from error
+        scales = tuple(not isinstance(e, Tensor) for e in extras)
+        part = CompiledPart(plan, self.made[key], weights, tuple(unit.buffers()), scales)
+        trial = part.begin(lambda name, grad: None)  # what its code does when it is first called
+        trial.whole(*(torch.zeros_like(out) for out in trial.forward(unit, *acts, extras=extras)))
+        return part
+
+    def _compiled(self, what: str, graph: torch.fx.GraphModule) -> Kernel:
+        from torch._inductor import standalone_compile
+
+        self.note(f"compile {what}")
+        given = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+        code: Kernel = standalone_compile(graph, given, dynamic_shapes="from_graph", options=OPTIONS)
+        return code
+
+
+def _ends(graph: torch.fx.GraphModule) -> bool:
+    """Whether it gives anything."""
+    return bool(next(n for n in graph.graph.nodes if n.op == "output").args[0])
+
+
+def _forget() -> None:
+    """Tables that were traced are no tensors: neither the next trace nor a run must find them."""
+    forget_tables()
+    forget_masks()
+
+
+def _traced(
+    unit: nn.Module, weights: Mapping[str, Tensor], acts: Sequence[Tensor], extras: Sequence[object]
+) -> PassGraphs:
+    """The unit as a function of weights, inputs, extras and buffers."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    ids = {id(w): k for k, w in enumerate(weights.values())}
+    places = {n: ids[id(p)] for n, p in unit.named_parameters(remove_duplicate=False)}
+    held = {id(b): k for k, b in enumerate(unit.buffers())}
+    buffers = {n: held[id(b)] for n, b in unit.named_buffers(remove_duplicate=False)}
+    free = [e for e in extras if isinstance(e, Tensor)]
+
+    def function(*values: Tensor) -> tuple[Tensor, ...]:
+        inputs, last = values[len(weights) : len(weights) + len(acts)], values[len(values) - len(held) :]
+        _forget()
+        rest = iter(values[len(weights) + len(acts) :])
+        more = [next(rest) if isinstance(e, Tensor) else 1.0 for e in extras]
+        named = {n: values[k] for n, k in places.items()} | {n: last[k] for n, k in buffers.items()}
+        out = torch.func.functional_call(unit, named, (*inputs, *more))
+        return (out,) if isinstance(out, Tensor) else tuple(out)
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    with torch.enable_grad():
+        inputs = [a.detach().requires_grad_(a.is_floating_point()) for a in acts]
+        fakes = [mode.from_tensor(g) for g in (*weights.values(), *inputs, *free, *unit.buffers())]
+        try:
+            return passes(function, fakes, len(weights), len(acts))
+        finally:
+            _forget()

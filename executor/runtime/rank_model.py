@@ -1,0 +1,112 @@
+"""What lives on one rank of a run: its stages, its parameters, its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from executor.autograd.compiled_parts import CompiledParts, compile_parts
+from executor.autograd.stage import Stage
+from executor.device.device import Device
+from executor.modules.base import TORCH
+from executor.modules.choose import model_of, recomputed
+from executor.modules.user.model import UserModel
+from executor.optim.gradients import ParamGradients
+from executor.optim.sync import BucketSync, BucketSyncConfig
+from executor.parallel.expert_all_to_all import ExpertRoute
+from executor.parallel.inline import RankRegion
+from executor.parallel.router_guide import ExpertRouterGuide, guide_of
+from executor.parallel.shares import ParamShard, shares
+from executor.runtime.kernels import RealKernels
+from ir.graph.expert_rows import spread_over
+from ir.graph.sync import buckets, repeated
+from ir.job.build import PreparedJob, precision_of
+from ir.plan.places import RankPlacement
+from ir.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """What lives on one rank: stages, every parameter once (two uses are one tensor, one gradient), optimizer."""
+
+    stages: dict[int, Stage]
+    extras: dict[str, tuple[str, ...]]
+    params: dict[str, torch.Tensor]
+    grads: ParamGradients
+    sync: BucketSync
+    shares: dict[str, ParamShard]
+    guide: ExpertRouterGuide
+    compiled: CompiledParts
+
+    @classmethod
+    def of(
+        cls,
+        prepared: PreparedJob,
+        plan: Plan,
+        rank: int,
+        device: Device,
+        region: RankRegion | None = None,
+        *,
+        note: bool = False,
+        routes: Callable[[str, int], ExpertRoute] | None = None,
+        compiling: Callable[[str], None] | None = None,
+    ) -> RankModel:
+        """Build this rank's part of the model, with the values every rank would give it.
+
+        region: whom it meets inside compute ops; nobody without it. note: its routers' choices. routes: see `Stage`.
+        compiling: is told before each graph that is compiled, where the job says so; without it none is.
+        """
+        job, precision = prepared.job, precision_of(prepared.job)
+        entries, places = prepared.base.entries, RankPlacement.of(plan)
+        held, region = shares(plan.graph, places.mesh.coordinates(rank)), region or RankRegion.of(plan, rank)
+        guide = guide_of(prepared, plan.graph, places, rank, device.torch, note=note)
+        model = model_of(prepared, held, region, spread_over(plan.graph), guide)
+        mine = sorted({n.stage for n in plan.graph.nodes if not n.once and places.program(rank) in n.groups})
+        chunks = list(dict.fromkeys(e.chunk.name for e in entries if e.stage in mine))
+        built = model.build(chunks)
+        if isinstance(model, UserModel):
+            model.keep(chunks)
+        for unit in built.units.values():
+            if any(t.device != device.torch for t in (*unit.parameters(), *unit.buffers())):
+                unit.to(device.torch)  # moves the parameters themselves, so that ties stay ties
+        for p in built.params.values():
+            p.data = p.data.contiguous()  # as buckets have them
+        device.bind()
+        units = [e.name for e in entries if e.stage in mine]
+        compiled = CompiledParts({})
+        if job.run.compile and compiling is not None:
+            compiled = compile_parts(prepared, built, units, device.torch, compiling)
+        params: dict[str, torch.Tensor] = dict(built.params)
+        grads = ParamGradients(params, TORCH[precision.grads])
+        again = recomputed(prepared)
+        stages = {}
+        for s in mine:
+            stages[s] = Stage(
+                {e.name: built.units[e.name] for e in entries if e.stage == s},
+                params,
+                grads=grads,
+                recompute=again,
+                reads=built.reads,
+                ports=built.ports,
+                exchanges=built.exchanges,
+                routes=routes,
+                compiled=compiled.parts,
+            )
+        config = BucketSyncConfig(
+            job.optimizer,
+            TORCH[precision.reduce],
+            TORCH[precision.optimizer],
+            elsewhere=repeated(plan.graph) if region.tp.index else frozenset(),
+        )
+        sync = BucketSync(rank, places, buckets(plan.graph), params, grads, list(model.shapes), config)
+        return cls(stages, dict(built.extras), params, grads, sync, held, guide, compiled)
+
+    def kernels(self) -> RealKernels:
+        """As the interpreter takes it."""
+        return RealKernels(self.stages, self.extras, self.sync)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that persists from step to step."""
+        return [*self.params.values(), *self.grads.sums.values(), *self.sync.tensors()]

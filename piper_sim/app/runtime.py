@@ -1,0 +1,64 @@
+"""A job in the user's own loop: judged as the command line does, run by torchrun's ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.job import Job, load_job
+from ir.job.build import PreparedJob
+from ir.job.run_options import CheckpointOptions, JobRunOptions
+from ir.plan.plan import Plan
+from ir.verify import check_plan
+from piper_sim.app.captured import with_graph
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
+
+if TYPE_CHECKING:
+    from executor.launch.plan_runtime import PlanRuntime
+
+
+def runtime(
+    job: Job | str | Mapping[str, object],
+    set: Sequence[str] = (),
+    *,
+    steps: int | None = None,
+    save: str | None = None,
+    resume: str | None = None,
+    backend: str = "gloo",
+    watchdog_s: float = 15.0,
+) -> PlanRuntime:
+    """This process as one rank of a job's plan; every process that torchrun has started calls it.
+
+    steps: that the loop will end behind, which the learning rate's "wsd" asks for. save: a folder for checkpoints;
+    resume: one to go on from. watchdog_s: a rank that makes no progress within a step for so long has failed.
+
+    Raises PiperError: as `run` refuses; (usage): not under torchrun; (missing_dependency): there is no torch.
+    """
+    try:
+        from executor.launch.plan_runtime import ENDLESS, PlanRuntime
+        from executor.launch.refusals import refuse
+    except ModuleNotFoundError as error:
+        fix = "pip install 'piper-sim[exec]'"
+        raise PiperError(ErrorKind.MISSING_DEPENDENCY, f"no {error.name}", key="runtime", suggestion=fix) from error
+
+    def judge(ranks: int) -> tuple[PreparedJob, Plan]:
+        found = with_graph(job if isinstance(job, Job) else load_job(job, set))
+        prepared = prepare_priced(found, hardware_of(found))
+        if prepared.ranks != ranks:
+            message = f"{ranks} processes for a job of {prepared.ranks} ranks"
+            fix = f"--nproc-per-node {prepared.ranks}"
+            raise PiperError(ErrorKind.USAGE, message, key="WORLD_SIZE", allowed=str(prepared.ranks), suggestion=fix)
+        if steps is None and found.optimizer.schedule == "wsd":
+            message, fix = "wsd falls at the end of a loop whose end is not known", "runtime(job, steps=1000)"
+            raise PiperError(ErrorKind.USAGE, message, key="steps", suggestion=fix)
+        plan = prepared.plan()
+        check_plan(plan)
+        refuse(prepared, backend, here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+        return prepared, plan
+
+    def options(ranks: int) -> JobRunOptions:
+        return JobRunOptions(ranks, steps or ENDLESS, backend, watchdog_s, memory=False)
+
+    return PlanRuntime(judge, options, CheckpointOptions(save, resume=resume))

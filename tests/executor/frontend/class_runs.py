@@ -1,0 +1,160 @@
+"""A class of transformers, captured once and trained under a plan; ranks are threads of this process."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from executor.device.progress import RankProgress, create
+from executor.frontend.capture import capture, text
+from executor.launch.run import gathered
+from executor.runtime.batch import MicrobatchLoader
+from executor.runtime.given import given_name, given_text
+from executor.runtime.rank import train_rank
+from executor.runtime.spec import PlanRun
+from executor.runtime.worker import LocalRanks, RankContext
+from ir.core.work import DType
+from ir.job import load_job
+from ir.job.build import prepare
+from ir.job.run_options import JobRunOptions
+from ir.verify import check_plan
+from tests.executor.frontend.models import hub_classes
+from tests.executor.modules.hub import Doubled, quiet
+from tests.executor.runs import Arrays, distance, merged
+
+LENGTH, SIZE, MBS, STEPS = 8, 1, 4, 3
+ClassPlan = tuple[int, int, int, str]  # pp, dp, zero, schedule
+PLANS = [
+    *((pp, 1, 0, s) for pp, s in ((2, "1f1b"), (3, "zb1p"), (2, "dualpipe"), (2, "gpipe"))),
+    *((pp, 2, zero, "1f1b") for pp, zero in ((1, 3), (2, 2), (1, 1), (2, 3), (1, 2))),
+    *((2, 1, 0, s) for s in ("zbv", "interleaved-1f1b", "dualpipev")),
+]
+
+
+@lru_cache
+def _graph(name: str, tp: int = 1) -> str:
+    """Captured once."""
+    folder = Path(tempfile.mkdtemp(prefix="piper-graph-"))
+    reference = f"{hub_classes.__file__}:{name}"
+    with quiet():
+        tags = {"PP": hub_classes.LAYERS[name]}
+        found = capture(reference, seq_len=LENGTH, microbatch_size=SIZE, dtype=DType.FP64, tags=tags, tp=tp)
+    (folder / "model.json").write_text(text(found))
+    return str(folder / "model.json")
+
+
+def run_class(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
+    """The run's object, gradients of its last step and parameters behind it."""
+    tp = next((int(s.partition("=")[2]) for s in sets if s.startswith("parallel.tp=")), 1)
+    table = {
+        "model": {
+            "module": f"{hub_classes.__file__}:{name}",
+            "graph": _graph(name, tp),
+            "tags": {"PP": hub_classes.LAYERS[name]},
+            "seq_len": LENGTH,
+        },
+        "cluster": {"gpu": "h100-sxm"},
+        "precision": {"compute": "fp64"},
+        "optimizer": {"lr": 0.01, "weight_decay": 0.1},
+    }
+    prepared = prepare(load_job(table, sets))
+    plan = prepared.plan()
+    check_plan(plan)
+    with tempfile.TemporaryDirectory() as folder:
+        at, hub, results = Path(folder), LocalRanks(), {}
+        errors: list[BaseException] = []
+        (at / given_name(0)).write_text(given_text(prepared, plan))
+        create(at / "progress", prepared.ranks)
+        spec = PlanRun(JobRunOptions(prepared.ranks, steps=STEPS, backend="local", dump=at)).told()
+
+        def life(rank: int) -> None:
+            try:
+                context = RankContext(rank, prepared.ranks, at, RankProgress(at / "progress", rank), hub=hub)
+                results[rank] = json.loads(json.dumps(train_rank(context, **spec)))
+            except BaseException as error:
+                errors.append(error)
+                hub.fail(rank)
+
+        threads = [threading.Thread(target=life, args=(r,), daemon=True) for r in range(prepared.ranks)]
+        for each in (threading.Thread.start, threading.Thread.join):
+            for thread in threads:
+                each(thread)
+        if errors:
+            raise errors[0]
+        found, _ = gathered(prepared, plan, [results[r] for r in range(prepared.ranks)])
+        ends = [dict(np.load(at / f"rank-{r}.npz")) for r in range(prepared.ranks)]
+    both = merged(ends)
+    grads, params = ({n.partition("/")[2]: x for n, x in both.items() if n.startswith(k)} for k in ("grad", "param"))
+    return found, grads, params
+
+
+
+@lru_cache
+def _alone(name: str, spoilt: bool = False) -> tuple[list[float], list[float], Arrays, Arrays]:
+    """Plain torch: the class's own forward and loss, torch's clipping and AdamW; none of ours but the data."""
+    torch.set_num_threads(1)
+    data = MicrobatchLoader("synthetic", vocab=hub_classes.VOCAB, length=LENGTH, microbatches=MBS, size=SIZE)
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = getattr(hub_classes, name)().to(torch.float64)
+    if spoilt:
+        _untie(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+    losses, norms = [], []
+    grads: dict[str, np.ndarray] = {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for mb in range(MBS):
+            batch = data.batch(step, 0, mb)
+            logits = model(input_ids=batch.ids, use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") * batch.scale
+            if hasattr(model, "loss_function"):
+                labels = {"num_items_in_batch": 1 / batch.scale, "shift_labels": batch.labels}
+                with Doubled():
+                    theirs = model.loss_function(logits, None, hub_classes.VOCAB, **labels)
+                assert theirs.item() == pytest.approx(loss.item(), rel=1e-12)
+            loss.backward()
+            total += loss.item()
+        grads = {n: p.grad.numpy().copy() for n, p in model.named_parameters()}
+        losses.append(total)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+    return losses, norms, grads, {n: p.detach().numpy() for n, p in model.named_parameters()}
+
+
+def _untie(model: Any) -> None:
+    """A copy of the tied weight: the same forward at first, and not the same training."""
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+def far(name: str, *sets: str, spoilt: bool = False) -> float:
+    """How far a run is from plain torch; NaN where a number is. spoilt: from a class whose tied weight is two."""
+    found, grads, params = run_class(name, *sets)
+    losses, norms, their_grads, their_params = _alone(name, spoilt)
+    if spoilt:
+        their_grads, their_params = ({k: x[k] for k in grads} for x in (their_grads, their_params))
+    numbers, wanted = np.array([*found["losses"], *found["grad_norms"]]), np.array([*losses, *norms])
+    return float(
+        np.max([distance(grads, their_grads), distance(params, their_params), np.abs(numbers / wanted - 1).max()])
+    )
+
+
+def sets_of(plan: ClassPlan, recompute: str) -> list[str]:
+    """The job's overrides."""
+    pp, dp, zero, schedule = plan
+    layers = {"zbv": "[0,1,1,1]", "dualpipev": "[0,1,1,1]", "interleaved-1f1b": "[0,1,1,1]"}.get(schedule, "balanced")
+    return [
+        f"parallel.pp={pp}", f"parallel.dp={dp}", f"parallel.zero={zero}", f"parallel.layers={layers}",
+        f"schedule.name={schedule}", f"schedule.microbatches={MBS // dp}", f"schedule.recompute={recompute}",
+    ]  # fmt: skip

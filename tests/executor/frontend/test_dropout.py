@@ -1,0 +1,161 @@
+"""Dropout: the same under every plan, as by plain torch with masks made in numpy, and as random as it should be."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from executor.modules.user.dropout import drop, stays
+from executor.modules.user.exported import export_cut
+from executor.runtime.batch import MicrobatchLoader
+from executor.runtime.program import RankPlan
+from ir.core.errors import PiperError
+from tests.executor.frontend.class_runs import LENGTH, MBS, PLANS, SIZE, STEPS, ClassPlan, run_class, sets_of
+from tests.executor.frontend.models import hub_classes
+from tests.executor.modules.hub import quiet
+from tests.executor.runs import distance
+
+NAME = "gpt2_drops"
+_MASK = 2**64 - 1
+
+
+def _word(z: int) -> int:
+    """SplitMix64's output function, as its paper has it."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
+
+
+def _mask(step: int, sequence: int, key: int, p: float, each: int) -> np.ndarray:
+    golden = 0x9E3779B97F4A7C15
+    seed = _word((_word((key + step * golden) & _MASK) + (sequence + 1) * golden) & _MASK)
+    words = [_word((seed + n * golden) & _MASK) for n in range(1, each + 1)]
+    return np.array([w % 2**53 >= int(p * 2**53) for w in words])
+
+
+def test_masks_are_those_of_the_paper_s_generator() -> None:
+    draws = torch.tensor([7, 3, 1])
+    for size in (1, 2):
+        got = stays(draws, -(2**63) + 5, 0.3, size, 40).numpy()
+        want = [_mask(7, 3 * size + k, 2**63 + 5, 0.3, 40) for k in range(size)]
+        assert np.array_equal(got, np.array(want))
+    assert stays(torch.tensor([7, 3, 0]), 5, 0.9, 1, 99).all()  # one evaluates
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_masks_are_random(p: float) -> None:
+    count = 100_000
+    ways = {"step": ([1, 0, 1], 9), "microbatch": ([0, 1, 1], 9), "place": ([0, 0, 1], 10), "first": ([0, 0, 1], 9)}
+    masks = {k: stays(torch.tensor(d), key, p, 2, count).double() for k, (d, key) in ways.items()}
+    first, spread = masks.pop("first"), 5 / (2 * count) ** 0.5  # five standard errors
+    rows = {"sequence": (first[0], first[1]), "token": (first[:, 1:], first[:, :-1])}
+    for x, y in [*((first, other) for other in masks.values()), *rows.values()]:
+        assert abs(x.mean() - (1 - p)) <= spread * (p * (1 - p)) ** 0.5 * 2
+        assert abs(np.corrcoef(x.flatten(), y.flatten())[0, 1]) <= spread * 2
+    x = torch.ones(2, count)
+    assert abs(drop(x, torch.tensor([0, 0, 1]), 9, p, 2).mean() - 1) <= 2 * spread * (p / (1 - p)) ** 0.5
+    assert not drop(x, torch.tensor([0, 0, 1]), 9, 1.0, 2).any()
+
+
+class _Masked(TorchFunctionMode):
+    """Dropout of torch's own functions by numpy's masks. path: of the module that calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.paths: list[str] = []
+        self.seen: Counter[str] = Counter()
+        self.step = self.sequence = 0
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda m, x, name=name: self.paths.append(name))
+            module.register_forward_hook(self._left)
+
+    def _left(self, *_: object) -> None:
+        self.paths.pop()
+
+    def _drop(self, x: Tensor, p: float) -> Tensor:
+        self.seen[self.paths[-1]] += 1
+        text = f"0:{self.paths[-1]}:{self.seen[self.paths[-1]]}"
+        key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        mask = _mask(self.step, self.sequence, key, p, x.numel()).reshape(x.shape)
+        return x * torch.from_numpy(mask / (1 - p))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.dropout:
+            return self._drop(args[0], kwargs["p"])
+        if func is F.scaled_dot_product_attention:
+            q, k, v = args
+            hidden = ~torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+            scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).masked_fill(hidden, float("-inf"))
+            return self._drop(scores.softmax(-1), kwargs["dropout_p"]) @ v
+        return func(*args, **(kwargs or {}))
+
+
+def _alone() -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses and parameters of plain torch."""
+    data = MicrobatchLoader("synthetic", vocab=hub_classes.VOCAB, length=LENGTH, microbatches=MBS, size=SIZE)
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = hub_classes.gpt2_drops().to(torch.float64)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        masked = _Masked(model)
+        for mb in range(MBS):
+            batch = data.batch(step, 0, mb)
+            masked.step, masked.sequence = step, mb
+            masked.seen.clear()
+            with masked:
+                logits = model(input_ids=batch.ids, use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") * batch.scale
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return losses, {n: p.detach().numpy() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("plan", "recompute"), [((2, 1, 0, "dualpipe"), "full"), ((2, 2, 3, "1f1b"), "none"), (PLANS[1], "none")], ids=str
+)
+def test_dropout_is_the_same_under_every_plan_and_by_plain_torch(plan: ClassPlan, recompute: str) -> None:
+    found, _, params = run_class(NAME, *sets_of(plan, recompute))
+    losses, wanted = _alone()
+    assert np.abs(np.array(found["losses"]) / losses - 1).max() <= 1e-12 and distance(params, wanted) <= 1e-10
+    plain, _, _ = run_class("gpt2", *sets_of(plan, recompute))
+    assert abs(plain["losses"][0] / losses[0] - 1) > 1e-3
+
+
+def test_masks_by_a_rank_s_own_microbatches_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankPlan, "number_of", lambda self, mb: mb)
+    found, _, _ = run_class(NAME, *sets_of((1, 2, 1, "1f1b"), "none"))
+    assert np.abs(np.array(found["losses"]) / _alone()[0] - 1).max() > 1e-6
+
+
+class Sideways(nn.Module):
+    """It drops out of tokens, sequences inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(9, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        x = F.dropout(self.embed(ids).transpose(0, 1), 0.1).transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_what_is_not_dropped_by_sequence_is_refused() -> None:
+    with pytest.raises(PiperError, match="sequences are not outermost"):
+        export_cut(Sideways(), {"PP": "layers.*"}, 2, 3)

@@ -1,0 +1,98 @@
+"""`piper_sim.runtime`: a user's own loop on torchrun's ranks trains as `run` does, saves, goes on, and fails as one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.test_docs import blocks
+from tests.executor.runs import JOB, job_file, run
+
+ROOT = Path(__file__).parents[3]
+LOOP = """
+import json, os, sys
+import numpy as np
+import piper_sim
+from executor.data.tokens import source_of
+
+job, first, steps, *sets = sys.argv[1:]
+resume = "saved" if int(first) else None
+with piper_sim.runtime(job, sets, save="saved", resume=resume) as runtime:
+    source = source_of("synthetic", 256, 0, runtime.sequences)
+    said = []
+    for step in range(runtime.steps, int(steps)):
+        batch = np.stack([source.sequence(step, k, 8) for k in range(runtime.sequences)])
+        said.append([runtime.evaluate(batch), runtime.step(batch), runtime.grad_norm])
+        assert steps != "9" or int(os.environ["RANK"]) == 0, "a mistake of the loop's own"
+    saved = runtime.save()
+if int(os.environ["RANK"]) == 1:
+    print(json.dumps({"said": said, "steps": runtime.steps, "saved": saved}))
+"""
+
+
+def _loop(folder: Path, code: str, *args: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    (folder / "loop.py").write_text(code)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*launcher, "loop.py", *args], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def test_a_loop_of_one_s_own_trains_to_the_bit_as_run_does(tmp_path: Path) -> None:
+    sets = ["schedule.name=dualpipe"]
+    want = run(*sets, steps=3, memory=False).object
+    found = _said(_loop(tmp_path, LOOP, str(job_file(tmp_path, text=JOB)), "0", "2", *sets))
+    evals, losses, norms = zip(*found["said"], strict=True)
+    assert list(losses) == want["losses"][:2] and list(norms) == want["grad_norms"][:2]
+    assert evals == losses  # nothing was updated, and the batch is the same
+    assert found["steps"] == 2 and Path(found["saved"]).name == "step-000002"
+    other = ["parallel.pp=1", "parallel.dp=2", "schedule.microbatches=2", "parallel.zero=3", "optimizer.clip_norm=0"]
+    found = _said(_loop(tmp_path, LOOP, str(tmp_path / "job.toml"), "2", "3", *other))
+    ((_, loss, norm),) = found["said"]
+    assert loss == pytest.approx(want["losses"][2], rel=1e-12)
+    assert norm == pytest.approx(want["grad_norms"][2], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_mistake_in_one_rank_s_loop_ends_all(tmp_path: Path) -> None:
+    done = _loop(tmp_path, LOOP, str(job_file(tmp_path, text=JOB)), "0", "9")
+    assert done.returncode != 0 and "a mistake of the loop's own" in done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    error = json.loads(line)["error"]
+    assert (error["kind"], error["rank"]) == ("rank_failed", 1) and "a mistake" in error["message"]
+
+
+@pytest.mark.slow
+def test_a_batch_of_another_shape_and_a_loop_without_torchrun_are_refused(tmp_path: Path) -> None:
+    job = str(job_file(tmp_path, text=JOB))
+    code = LOOP.replace("np.stack([", "np.zeros((3, 3), int) if True else np.stack([")
+    done = _loop(tmp_path, code, job, "0", "1")
+    assert done.returncode != 0 and "token ids [4, 9], or ids and labels [4, 8] each" in done.stderr
+    env = {k: x for k, x in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(ROOT)}
+    alone = [sys.executable, "loop.py", job, "0", "1"]
+    ended = subprocess.run(alone, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert ended.returncode != 0 and "torchrun" in ended.stderr
+
+
+@pytest.mark.slow
+def test_the_page_s_loop_runs(tmp_path: Path) -> None:
+    found: dict[str, list[str]] = {}
+    for _, language, text in blocks(ROOT / "docs" / "YOUR_MODEL.md"):
+        found.setdefault(language, []).append(text)
+    (tmp_path / "model.py").write_text(found["python"][0])
+    (tmp_path / "job.toml").write_text(found["toml"][0])
+    done = _loop(tmp_path, next(text for text in found[""] if "piper_sim.runtime" in text))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step-000003") == 2 and done.stdout.startswith("3 5.")
