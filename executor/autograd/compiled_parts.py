@@ -29,14 +29,16 @@ class CompiledParts:
 
 
 def compile_parts(
-    prepared: PreparedJob, built: BuiltChunks, units: Iterable[str], device: torch.device, note: Note
+    prepared: PreparedJob, built: BuiltChunks, units: Iterable[str], device: torch.device, note: Note | None
 ) -> CompiledParts:
-    """Compile those units of a rank that can be; before its parameters become views of flat buckets."""
+    """Compile those units of a rank that can be; before its parameters become views of flat buckets. note: told before
+    each graph.
+    """
     job, began = prepared.job, clock.now()
     batch = job.schedule.microbatch_size, job.model.seq_len
     ids = torch.zeros(batch, dtype=torch.int64, device=device)
     act = torch.zeros(*batch, prepared.config.hidden, dtype=TORCH[precision_of(job).compute], device=device)
-    names, made = {id(p): n for n, p in built.params.items()}, PartCompiler(note)
+    names, made = {id(p): n for n, p in built.params.items()}, PartCompiler(note or _unsaid)
     parts, first = {}, prepared.base.entries[0].name
     for name in units:
         if name.rpartition(".")[2] in EAGER:
@@ -47,3 +49,7 @@ def compile_parts(
         extras = [example_extra(w, ids) for w in built.extras.get(name, ())]
         parts[name] = made.part(name, unit, weights, acts, extras)
     return CompiledParts(parts, made.graphs, clock.now() - began)
+
+
+def _unsaid(text: str) -> None:
+    """Nobody asks."""

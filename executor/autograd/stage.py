@@ -32,8 +32,8 @@ class Stage:
     whose forward keeps only its inputs, and not even those that units of the same chunk make again; pass R makes the
     rest (I and W do it themselves where it did not run). ports: unit → its outputs by who reads them, where not all
     readers read all. exchanges: by name, what reaches its reader from another rank's unit; `exchange` begins each.
-    routes: (chunk, microbatch) → the rows they carry, where these are known and not read off the device. compiled: the
-    units whose passes are compiled code.
+    routes: (chunk, microbatch) → the rows they carry, where these are known and not read off the device. compiled: units
+    whose passes are compiled code, set by who has compiled them.
 
     >>> layer = nn.Linear(1, 1, bias=False); _ = nn.init.constant_(layer.weight, 3.0)
     >>> stage = Stage({"l0": layer}, {"w": layer.weight})
@@ -54,9 +54,9 @@ class Stage:
         ports: Mapping[str, Ports] | None = None,
         exchanges: Mapping[str, ExpertAllToAll] | None = None,
         routes: Callable[[str, int], ExpertRoute] | None = None,
-        compiled: Mapping[str, CompiledPart] | None = None,
     ) -> None:
-        self.units, self._routes, self.compiled = dict(units), routes, compiled or {}
+        self.units, self._routes = dict(units), routes
+        self.compiled: Mapping[str, CompiledPart] = {}
         self.params = dict(params)
         self.grads = grads if isinstance(grads, ParamGradients) else ParamGradients(self.params, grads)
         self.recompute = frozenset(recompute)

@@ -74,10 +74,8 @@ class RankModel:
         for p in built.params.values():
             p.data = p.data.contiguous()  # as buckets have them
         device.bind()
-        units = [e.name for e in entries if e.stage in mine]
-        compiled = CompiledParts({})
-        if job.run.compile and compiling is not None:
-            compiled = compile_parts(prepared, built, units, device.torch, compiling)
+        units = [e.name for e in entries if e.stage in mine and job.run.compile and compiling is not None]
+        compiled = compile_parts(prepared, built, units, device.torch, compiling)
         params: dict[str, torch.Tensor] = dict(built.params)
         grads = ParamGradients(params, TORCH[precision.grads])
         again = recomputed(prepared)
@@ -92,8 +90,8 @@ class RankModel:
                 ports=built.ports,
                 exchanges=built.exchanges,
                 routes=routes,
-                compiled=compiled.parts,
             )
+            stages[s].compiled = compiled.parts
         config = BucketSyncConfig(
             job.optimizer,
             TORCH[precision.reduce],
