@@ -32,8 +32,8 @@ class Stage:
     whose forward keeps only its inputs, and not even those that units of the same chunk make again; pass R makes the
     rest (I and W do it themselves where it did not run). ports: unit → its outputs by who reads them, where not all
     readers read all. exchanges: by name, what reaches its reader from another rank's unit; `exchange` begins each.
-    routes: (chunk, microbatch) → the rows they carry, where these are known and not read off the device. compiled: units
-    whose passes are compiled code, set by who has compiled them.
+    routes: (chunk, microbatch) → the rows they carry, where these are known and not read off the device. compiled:
+    units whose passes are compiled code, set by who has compiled them.
 
     >>> layer = nn.Linear(1, 1, bias=False); _ = nn.init.constant_(layer.weight, 3.0)
     >>> stage = Stage({"l0": layer}, {"w": layer.weight})

@@ -123,7 +123,7 @@ def cut_at(module: nn.Module, root: nn.Module, graph: fx.Graph, at: At, scopes: 
             if all(_asks_size(u) for n in sub.nodes if n.op == "placeholder" and n.target == "ids" for u in n.users):
                 sizes.add(name)
         chunks[name] = fx.GraphModule(root, sub, class_name=f"Chunk_{name}")
-    return ChunkedModel(chunks, frozenset(wants), frozenset(sizes), frozenset(draws))
+    return ChunkedModel(chunks, frozenset(wants), frozenset(sizes), wants_draws=frozenset(draws))
 
 
 def _asks_size(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from ir.core.work import DType, MessageKind
 from ir.job import load_job
 from ir.job.build import prepare
 from piper_sim.study.predict import predict
-from tests.executor.frontend import test_hub_classes as hub
+from tests.executor.frontend import class_runs as hub
 
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 MODELS = ("llama", "qwen3", "mixtral")
@@ -42,13 +42,13 @@ def _drawn(count: int) -> list[tuple[str, tuple[int, int, int, str], str]]:
 
 
 def test_a_divided_class_trains_as_by_plain_torch() -> None:
-    assert 0.0 < hub._far("qwen3", "parallel.tp=2", *_sets((1, 1, 0, "1f1b"), "full")) <= 1e-10
+    assert 0.0 < hub.far("qwen3", "parallel.tp=2", *_sets((1, 1, 0, "1f1b"), "full")) <= 1e-10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape", "recompute"), _drawn(27), ids=str)
 def test_divided_classes_train_as_by_plain_torch(name: str, shape: tuple[int, int, int, str], recompute: str) -> None:
-    assert 0.0 < hub._far(name, "parallel.tp=2", *_sets(shape, recompute)) <= 1e-10
+    assert 0.0 < hub.far(name, "parallel.tp=2", *_sets(shape, recompute)) <= 1e-10
 
 
 @pytest.mark.slow
@@ -59,13 +59,13 @@ def test_gradients_of_head_norms_that_nobody_sums_would_be_seen(
     spoilt.write_text(json.dumps({**json.loads(Path(hub._graph("qwen3", 2)).read_text()), "partly": []}))
     monkeypatch.setattr(hub, "_graph", lambda name, tp: str(spoilt))
     with pytest.raises(AssertionError, match=r"copies of param/.*\.q_norm\.weight differ"):
-        hub._far("qwen3", "parallel.tp=2", *_sets(SHAPES[0]))
+        hub.far("qwen3", "parallel.tp=2", *_sets(SHAPES[0]))
 
 
 @pytest.mark.slow
 def test_whole_parameters_counted_by_every_rank_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "repeated", lambda graph: frozenset())
-    assert hub._far("llama", "parallel.tp=2", *_sets(SHAPES[0])) > 1e-4
+    assert hub.far("llama", "parallel.tp=2", *_sets(SHAPES[0])) > 1e-4
 
 
 class Net(nn.Module):

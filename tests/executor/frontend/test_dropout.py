@@ -132,7 +132,7 @@ def test_dropout_is_the_same_under_every_plan_and_by_plain_torch(plan: ClassPlan
     losses, wanted = _alone()
     assert np.abs(np.array(found["losses"]) / losses - 1).max() <= 1e-12 and distance(params, wanted) <= 1e-10
     plain, _, _ = run_class("gpt2", *sets_of(plan, recompute))
-    assert abs(plain["losses"][0] / losses[0] - 1) > 1e-3
+    assert abs(plain["losses"][0] / losses[0] - 1) > 1e-4
 
 
 def test_masks_by_a_rank_s_own_microbatches_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
