@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from executor.checkpoint.folder import check_room, newest
+from executor.checkpoint.folder import check_room, complete, newest
 from executor.checkpoint.lock import check_free
 from executor.checkpoint.manifest import check_files, read_manifest, verify
 from executor.checkpoint.same import check_same
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import PreparedJob
 from ir.job.run_options import KEPT, CheckpointOptions
+
+
+PRESENT = "if-present"  # what `--resume` may say instead of a folder
 
 
 def settled(wanted: CheckpointOptions, prepared: PreparedJob, steps: int, *, real: bool) -> CheckpointOptions:
@@ -21,6 +24,8 @@ def settled(wanted: CheckpointOptions, prepared: PreparedJob, steps: int, *, rea
     one of something else, a folder that is taken.
     """
     _check_flags(wanted, real)
+    if wanted.resume == PRESENT:  # for restarts by whoever does not look: of what is saved to, if anything is there
+        wanted = replace(wanted, resume=wanted.save if complete(Path(wanted.save or "")) else None)
     found = wanted
     if wanted.resume is not None:
         folder = newest(Path(wanted.resume)).resolve()
@@ -50,6 +55,9 @@ def _check_flags(s: CheckpointOptions, real: bool) -> None:
             unit = "steps between two checkpoints" if flag == "--every" else "checkpoints"
             fix = f"{flag} {usual}"
             raise PiperError(ErrorKind.USAGE, f"{value} {unit}", key=flag, allowed="1 or more", suggestion=fix)
+    if s.resume == PRESENT and s.save is None:
+        message, fix = "of what is saved to, if anything is there", "--save DIR --resume if-present"
+        raise PiperError(ErrorKind.USAGE, message, key="--resume", suggestion=fix)
     if not real and (s.save or s.resume):
         flag = "--save" if s.save else "--resume"
         message = "ops of a given time compute nothing, so there is nothing to save or to resume"

@@ -66,7 +66,7 @@ def _parser() -> _Parser:
     p.add_argument("--save", metavar="DIR", help="write checkpoints there: all ranks must see one file system")
     p.add_argument("--every", type=int, metavar="K", help="steps between two checkpoints (default: at the end only)")
     p.add_argument("--keep", type=int, metavar="N", help="the last N checkpoints are kept (default: 2)")
-    p.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from DIR itself")
+    p.add_argument("--resume", metavar="DIR", help="go on from a checkpoint; if-present: in --save, if one is there")
     p.add_argument("--force", action="store_true", help="save to a DIR that holds something else; it goes")
     p.add_argument("--digest", help="the plan_digest that piper-sim printed: run no other plan")
     p.add_argument("--out", metavar="DIR", help="also write ranks.json, run.json and trace.tsv there (rank 0)")

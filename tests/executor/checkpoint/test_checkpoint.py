@@ -48,6 +48,14 @@ def test_a_run_taken_up_again_is_the_run_that_went_on(case: Case, tmp_path: Path
     assert half.files != a.files and half.tokens == 2 * 4 * 8
 
 
+def test_one_line_starts_and_goes_on(tmp_path: Path) -> None:
+    line = CheckpointOptions(save=str(tmp_path), resume="if-present")
+    whole = run(steps=2)
+    parts = [run(steps=steps, saving=line) for steps in (1, 2)]
+    assert [p.object["first_step"] for p in parts] == [0, 1]
+    same(whole, parts[1], 1)
+
+
 @pytest.mark.parametrize(
     "plan",
     ["ep2 dp2 zero1 pp2", *(pytest.param(p, marks=pytest.mark.slow) for p in ("tp2 dp2 zero3", "ep2 dp4 zero2"))],
