@@ -13,7 +13,6 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import PreparedJob
 from ir.job.run_options import KEPT, CheckpointOptions
 
-
 PRESENT = "if-present"  # what `--resume` may say instead of a folder
 
 
