@@ -22,6 +22,7 @@ test: $(DEV) lint
 
 # Clusters are started aside: they fill the machine. Where SLURM was installed, it is an error that it cannot be started.
 test-all: $(DEV) lint
+	command -v chromium >/dev/null || apt-get install -y -q chromium  # tests/piper_sim/report/test_browser.py
 	PIPER_EXAMPLES=4000 $(PYTEST) $(ASIDE) --ignore=tests/clusters
 	$(PYTEST) tests/bench
 	.ci/schedulers

@@ -24,6 +24,7 @@ from ir.trace.trace import MemorySamples
 
 WORKSPACE = len(CATEGORIES)
 _COLUMNS = (*CATEGORIES, "workspace")
+_STATE = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,13 +276,48 @@ def samples(plan: Plan, found: Memory, start: FloatArray, end: FloatArray) -> Me
 
     What communication allocates counts with the compute op dispatched behind it: the highest sample is the peak.
     """
-    rows = np.flatnonzero(plan.kind == OpKind.COMPUTE)
+    rows, owner = _owners(plan)
     program = plan.program[rows]
-    owner = np.minimum(np.searchsorted(rows, np.arange(len(plan))), len(rows) - 1)
-    owner -= program[owner] != plan.program
     high = np.zeros(len(rows), dtype=np.int64)
     np.maximum.at(high, owner, found.high)
     fixed = np.array([s.total for s in found.state], dtype=np.int64)[program]
     time = np.stack([start[rows], end[rows]], axis=1).ravel()
     value = np.stack([high + fixed, found.level[rows] + fixed], axis=1).ravel()
     return MemorySamples(np.repeat(program, 2), time, value)
+
+
+def _owners(plan: Plan) -> tuple[IntArray, IntArray]:
+    """Compute ops, and [op] which of them it counts with: itself, or the one dispatched behind it."""
+    rows = np.flatnonzero(plan.kind == OpKind.COMPUTE)
+    program = plan.program[rows]
+    owner = np.minimum(np.searchsorted(rows, np.arange(len(plan))), len(rows) - 1)
+    return rows, owner - (program[owner] != plan.program)
+
+
+def samples_by_kind(plan: Plan, found: Memory) -> dict[str, IntArray]:
+    """What each of `samples` consists of: kind -> [sample] bytes."""
+    rows, owner = _owners(plan)
+    b, n, events = plan.buffers, len(plan), MemoryEvents.of(plan)
+    op, size, _ = found.asked
+    parts = np.where(events.column == np.arange(len(_COLUMNS))[:, None], size, 0)
+    each = np.stack([events.levels(x) for x in parts])
+    last = np.searchsorted(op, np.arange(n), side="right") - 1
+    valid = last >= 0
+    valid[valid] = plan.program[op[last[valid]]] == plan.program[valid]
+    after = np.where(valid, each[:, last], 0)
+    before = np.roll(after, 1, axis=1)
+    before[:, plan.bounds[:-1]] = 0
+    early = np.flatnonzero((b.free >= 0) & (b.free_cover == AT_START))
+    np.subtract.at(before, (b.category[early], b.free[early]), b.bytes[early])
+    # The most while an op runs is what it finds, or what one of its events leaves.
+    asks = np.concatenate([np.arange(n), op[events.running]])
+    levels = np.concatenate([before, each[:, events.running]], axis=1)
+    order = np.lexsort((levels.sum(axis=0), owner[asks]))
+    top = order[np.flatnonzero(np.diff(owner[asks][order], append=-1))]
+    high = np.zeros((len(_COLUMNS), len(rows)), dtype=np.int64)
+    high[:, owner[asks[top]]] = levels[:, top]
+    both = np.stack([high, after[:, rows]], axis=2).reshape(len(_COLUMNS), -1)
+    both[WORKSPACE] += found.library
+    by = np.repeat(plan.program[rows], 2)
+    fixed = {name: np.array([getattr(s, name) for s in found.state], dtype=np.int64)[by] for name in _STATE}
+    return fixed | dict(zip(_COLUMNS, both, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
@@ -13,30 +14,34 @@ import numpy as np
 from ir.core.order import FloatArray, IntArray
 from ir.trace.trace import Trace
 from piper_sim.report.look import look_of, stream_key
+from piper_sim.report.marks import TraceMarks
 
 _BATCH = 8192
+_STAGE = re.compile(r"(?:^|[(;])(\d+)(?:[A-Z]+_)?[FBIWR](\d+)")
 
 
-def perfetto_gz(traces: Trace | Mapping[str, Trace]) -> bytes:
+def perfetto_gz(traces: Trace | Mapping[str, Trace], marks: TraceMarks | None = None) -> bytes:
     """The gzipped file of one trace, or of several named ones, rank by rank below each other.
+
+    marks: of the one; then messages have their bytes, and transfers are joined by flows.
 
     >>> data = perfetto_gz(Trace.of({}, [(0, 2, "compute", "2F0", 0.0, 0.5, 0.75)]))
     >>> [e["name"] for e in json.loads(gzip.decompress(data))["traceEvents"] if e["ph"] == "X"]
     ['2F0']
     """
     out = io.BytesIO()
-    write_perfetto(traces, out)
+    write_perfetto(traces, out, marks)
     return out.getvalue()
 
 
-def write_perfetto(traces: Trace | Mapping[str, Trace], out: BinaryIO) -> None:
+def write_perfetto(traces: Trace | Mapping[str, Trace], out: BinaryIO, marks: TraceMarks | None = None) -> None:
     """Stream the file of `perfetto_gz` into an open binary file."""
     named = {"": traces} if isinstance(traces, Trace) else traces
     # mtime and name would make equal traces differ.
     with gzip.GzipFile(filename="", mode="wb", fileobj=out, compresslevel=6, mtime=0) as f:
         f.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         comma = b""
-        for text in _batches(_events(named)):
+        for text in _batches(_events(named, marks)):
             f.write(comma + text.encode("ascii"))
             comma = b",\n"
         f.write(b"\n]}\n")
@@ -53,7 +58,7 @@ def _batches(events: Iterator[str]) -> Iterator[str]:
         yield ",\n".join(batch)
 
 
-def _events(named: Mapping[str, Trace]) -> Iterator[str]:
+def _events(named: Mapping[str, Trace], marks: TraceMarks | None) -> Iterator[str]:
     for at, (name, trace) in enumerate(named.items()):
         # Rank 1 of all traces stands below rank 0 of all traces: predicted above measured.
         pids = {rank: rank * len(named) + at + 1 for rank in _ranks(trace)}
@@ -68,7 +73,9 @@ def _events(named: Mapping[str, Trace]) -> Iterator[str]:
             tid = tids[rank, stream]
             yield _meta("thread_name", pids[rank], tid, name=stream)
             yield _meta("thread_sort_index", pids[rank], tid, sort_index=tid)
-        yield from _spans(trace, pids, tids)
+        yield from _spans(trace, pids, tids, marks)
+        if marks is not None:
+            yield from _flows(trace, pids, tids, marks)
         yield from _counters(trace, pids)
 
 
@@ -81,19 +88,53 @@ def _meta(kind: str, pid: int, tid: int, **args: object) -> str:
     return json.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}, separators=(",", ":"))
 
 
-def _spans(trace: Trace, pids: Mapping[int, int], tids: Mapping[tuple[int, str], int]) -> Iterator[str]:
+def _flows(
+    trace: Trace, pids: Mapping[int, int], tids: Mapping[tuple[int, str], int], marks: TraceMarks
+) -> Iterator[str]:
+    """An arrow from each send to its receive."""
+    zero = _zero(trace)
+    start, end = _ns(trace.start_s, zero), _ns(trace.end_s, zero)
+    for i, to in enumerate(marks.partner.tolist()):
+        if to < 0 or not trace.stream[i].startswith("send"):
+            continue
+        for phase, row, at in (("s", i, start[i]), ("f", to, end[to])):
+            rank = int(trace.rank[row])
+            place = f'"pid":{pids[rank]},"tid":{tids[rank, trace.stream[row]]},"ts":{_us(int(at))}'
+            more = ',"bp":"e"' if phase == "f" else ""
+            yield f'{{"ph":"{phase}","cat":"transfer","name":"transfer","id":{i},{place}{more}}}'
+
+
+def _about(op: str) -> str:
+    """What an op's text says of its stage and microbatch, as members of a JSON object.
+
+    >>> _about("2SEND_F7"), _about("(0F7;7B3)OVERLAP_F_B"), _about("update")
+    (',"stage":"2","microbatch":"7"', ',"stage":"0;7","microbatch":"7;3"', '')
+    """
+    found = _STAGE.findall(op.partition("/")[0])
+    if not found:
+        return ""
+    stages, microbatches = (";".join(x) for x in zip(*found, strict=True))
+    return f',"stage":"{stages}","microbatch":"{microbatches}"'
+
+
+def _spans(
+    trace: Trace, pids: Mapping[int, int], tids: Mapping[tuple[int, str], int], marks: TraceMarks | None
+) -> Iterator[str]:
     zero = _zero(trace)
     # Ends are rounded, then subtracted: two ops that touch must not overlap by a rounding.
     start, end = _ns(trace.start_s, zero), _ns(trace.end_s, zero)
     waited = _ns(trace.start_s, 0.0) - _ns(trace.post_s, 0.0)
     heads: dict[tuple[str, str], str] = {}
-    columns = (c.tolist() for c in (trace.rank, start, end - start, waited, trace.step))
-    for stream, op, rank, ts, dur, wait, step in zip(trace.stream, trace.op, *columns, strict=True):
+    carried = np.zeros(len(trace)) if marks is None else marks.bytes
+    columns = (c.tolist() for c in (trace.rank, start, end - start, waited, trace.step, carried.astype(np.int64)))
+    for stream, op, rank, ts, dur, wait, step, size in zip(trace.stream, trace.op, *columns, strict=True):
         if (head := heads.get((stream, op))) is None:
             name, category = json.dumps(op), look_of(stream, op).word
             head = heads[stream, op] = f'{{"ph":"X","name":{name},"cat":"{category}","pid":'
-        args = f'{{"step":{step},"posted_before_us":{_us(wait)}}}' if wait else f'{{"step":{step}}}'
-        yield f'{head}{pids[rank]},"tid":{tids[rank, stream]},"ts":{_us(ts)},"dur":{_us(dur)},"args":{args}}}'
+        posted = f',"posted_before_us":{_us(wait)}' if wait else ""
+        carries = f',"bytes":{size}' if size else ""
+        args = f'"args":{{"step":{step}{posted}{carries}{_about(op)}}}'
+        yield f'{head}{pids[rank]},"tid":{tids[rank, stream]},"ts":{_us(ts)},"dur":{_us(dur)},{args}}}'
 
 
 def _counters(trace: Trace, pids: Mapping[int, int]) -> Iterator[str]:

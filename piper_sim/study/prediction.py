@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ir.core.order import IntArray
 from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
 from ir.trace.trace import Trace
@@ -105,11 +106,24 @@ class Prediction:
         return DataFrame({**columns, "post_s": t.post_s, "start_s": t.start_s, "end_s": t.end_s})
 
     @cached_property
+    def shown(self) -> int:
+        """The class of replicas that `last_step` is of."""
+        kernels = self.costs.shares[:, KERNELS].reshape(self.planned.classes.count, -1).sum(axis=1)
+        return int(np.argmax(kernels))
+
+    @cached_property
+    def trace_order(self) -> IntArray:
+        """[row of `last_step`] its op of the plan."""
+        start = replica(self.run, self.shown, self.planned.classes.count).start[-1]
+        names = [name for _, name in self.plan.streams]
+        code = {name: i for i, name in enumerate(sorted(set(names)))}
+        streams = np.array([code[name] for name in names])[self.plan.stream]
+        return np.lexsort((streams, start, self.plan.program)).astype(np.int64)
+
+    @cached_property
     def last_step(self) -> Trace:
         """The last simulated step of one replica, the one that computes longest, with memory samples."""
-        classes = self.planned.classes
-        kernels = self.costs.shares[:, KERNELS].reshape(classes.count, -1).sum(axis=1)
-        k = int(np.argmax(kernels))
+        classes, k = self.planned.classes, self.shown
         run = replica(self.run, k, classes.count)
         start, end = run.start[-1], run.end[-1]
         zero = float(start.min())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.schedules.registry import canonical
@@ -18,14 +19,17 @@ from piper_sim.app.commands.output import (
     warn,
     write,
 )
-from piper_sim.app.commands.simulate import essentials, report_run
-from piper_sim.report.page.html import report_html
+from piper_sim.app.commands.simulate import essentials, fit_answer, report_run
+from piper_sim.report.marks import idle_rows
+from piper_sim.report.page.html import Answer, report_html
 from piper_sim.report.table import compare_cells, compare_table, memory_cells
+from piper_sim.report.units import duration
 from piper_sim.study.compare import Comparison, compare, label
 from piper_sim.study.history import backtest_object, backtest_text, corrected_text
 from piper_sim.study.simulate import Object
 
 FILES = ("compare.json", "report.html", *TRACE_FILES)
+EXPLAINED = 2
 
 
 def main(args: argparse.Namespace) -> int:
@@ -93,6 +97,20 @@ def print_rows(found: Comparison, title: str) -> None:
     print("FLOPs, parameters and buffer sizes are exact sums over the plan.")
 
 
+def _answers(found: Comparison, name: str) -> list[Answer]:
+    """What wins, why, does it fit."""
+    row, (says, _, cause) = found.rows[0], found.why.partition(" because of ")
+    if not row["fits"]:
+        return [("What wins?", "Nothing fits", found.why, "bad")]
+    step = f"{duration(row['iteration_s'])} a step, {row['mfu']:.1%} of the model FLOPs"
+    why, _, price = cause.partition("; its price is ")
+    by = says.partition(": it ")[2] or "the only one predicted"
+    out = [("What wins?", name, step, "good"), ("By how much?", by, "of those below the timeline", "")]
+    if why:
+        out.append(("Why?", why.removesuffix(" (means over ranks)"), f"its price is {price}", ""))
+    return [*out, fit_answer(row)]
+
+
 def files(found: Comparison, title: str) -> dict[str, bytes | str]:
     """What --out holds: one report with every row that could be predicted, the winner's picture and trace."""
     table = dumps(table_object(found))
@@ -101,9 +119,17 @@ def files(found: Comparison, title: str) -> dict[str, bytes | str]:
         return {"compare.json": table}
     (row, best), name = shown[0], label(shown[0][0])
     cells = compare_cells([{**r, "schedule": label(r)} for r in found.rows])
-    tables = {"Schedules": cells, f"Memory of {name}": memory_cells(row["memory"])}
+    # What is behind waits takes as long as predicting did: told of the two that people look at.
+    runs = [report_run(p, r, label(r), i < EXPLAINED) for i, (r, p) in enumerate(shown)]
+    marks = runs[0].marks
+    assert marks is not None
+    tables: dict[str, Sequence[Mapping[str, object]]] = {
+        "Schedules": cells,
+        f"Why ranks are idle in {name}": idle_rows(marks.gaps),
+        f"Memory of {name}": memory_cells(row["memory"]),
+    }
     return {
         "compare.json": table,
-        "report.html": report_html([report_run(p, r, label(r)) for r, p in shown], f"{title}: {found.why}", tables),
-        **trace_files(best.last_step, f"{title}, {name} (modelled)"),
+        "report.html": report_html(runs, title, tables, _answers(found, name)),
+        **trace_files(best.last_step, f"{title}, {name} (modelled)", marks),
     }

@@ -17,6 +17,7 @@ from piper_sim.frameworks.exporting import FRAMEWORKS, export_launch
 from piper_sim.frameworks.importing import import_launch
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.report.perfetto import perfetto_gz
+from piper_sim.study.explain.marks import marks_of
 from piper_sim.study.planned import PlannedJob
 from piper_sim.study.predict import planned, simulated
 
@@ -83,6 +84,6 @@ def _files(p: PlannedJob, name: str, args: argparse.Namespace) -> Mapping[str, b
         case "chakra":
             return chakra_files(found.plan, found.last_step)
         case "perfetto":
-            return {"trace.json.gz": perfetto_gz(found.last_step)}
+            return {"trace.json.gz": perfetto_gz(found.last_step, marks_of(found, why=False))}
         case _:
             return parquet_files({"trace": found.trace, "memory": found.memory, "breakdown": found.breakdown})

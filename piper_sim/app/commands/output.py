@@ -15,6 +15,7 @@ from ir.core.errors import ErrorKind, PiperError, printable
 from ir.trace.text import write_trace
 from ir.trace.trace import Trace
 from piper_sim.report.files import write_outputs
+from piper_sim.report.marks import TraceMarks
 
 PATIENCE_S = 1.0
 TRACE_FILES = ("timeline.png", "trace.json.gz", "trace.tsv")
@@ -59,14 +60,14 @@ def show(renderable: object) -> None:
     console.print(Segments([Segment(printable(text), style, codes) for text, style, codes in drawn]), end="")
 
 
-def trace_files(trace: Trace, title: str) -> dict[str, bytes | str]:
+def trace_files(trace: Trace, title: str, marks: TraceMarks | None = None) -> dict[str, bytes | str]:
     """timeline.png, trace.json.gz (Perfetto) and trace.tsv (ours)."""
     from piper_sim.report.perfetto import perfetto_gz
     from piper_sim.report.picture import timeline_png
 
     png = io.BytesIO()
     timeline_png(trace, png, title)
-    return {"timeline.png": png.getvalue(), "trace.json.gz": perfetto_gz(trace), "trace.tsv": write_trace(trace)}
+    return {"timeline.png": png.getvalue(), "trace.json.gz": perfetto_gz(trace, marks), "trace.tsv": write_trace(trace)}
 
 
 def refuse_existing(out: str | None, names: Iterable[str], force: bool) -> None:

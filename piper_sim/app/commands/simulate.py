@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
+from ir.job import Job
 from ir.job.build import blaming
 from ir.plan.text import plan_text
 from piper_sim.app.captured import load_job
@@ -19,10 +21,13 @@ from piper_sim.app.commands.output import (
     width,
     write,
 )
-from piper_sim.report.page.html import ReportTrace, report_html
+from piper_sim.report.marks import idle_rows
+from piper_sim.report.page.html import Answer, ReportTrace, Tables, report_html
 from piper_sim.report.table import compare_cells, compare_table, memory_cells, memory_table
 from piper_sim.report.timeline import text_timeline
-from piper_sim.report.units import short
+from piper_sim.report.units import duration, gib, short
+from piper_sim.study.explain.marks import marks_of
+from piper_sim.study.explain.what_if import JobChange, what_ifs
 from piper_sim.study.history import applied, backtest, backtest_object, backtest_text, corrected_text
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
@@ -45,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
         found["history"] = backtest_object(past)
     if args.out is not None:
         with progress("writing the report"):
-            write(args.out, files(p, found), args.force)
+            write(args.out, files(p, found, job), args.force)
     if args.json:
         print_json(found)
     else:
@@ -55,24 +60,63 @@ def main(args: argparse.Namespace) -> int:
     return 0 if found["fits"] else 3
 
 
-def files(p: Prediction, found: Object) -> dict[str, bytes | str]:
+def files(p: Prediction, found: Object, job: Job) -> dict[str, bytes | str]:
     """What --out holds."""
     name, title = p.prepared.schedule, f"{p.title} (modelled)"
-    page = report_html(
-        [report_run(p, found, name)],
-        title,
-        {"Prediction": compare_cells([{**found, "schedule": name}]), "Memory by rank": memory_cells(found["memory"])},
-    )
+    run = report_run(p, found, name)
+    assert run.marks is not None
+    others = what_ifs(job, p, progress)
+    tables: Tables = {
+        "What if": [_change_row(w) for w in others],
+        "Why ranks are idle": idle_rows(run.marks.gaps),
+        "Prediction": compare_cells([{**found, "schedule": name}]),
+        "Memory by rank": memory_cells(found["memory"]),
+    }
+    asked = [*answers(found), ("What would help most", *best_change(others), "")]
+    page = report_html([run], title, tables, asked)
     return {
         "simulate.json": dumps(found),
         "plan.txt": plan_text(p.plan),
         "report.html": page,
-        **trace_files(p.last_step, title),
+        **trace_files(p.last_step, title, run.marks),
     }
 
 
-def report_run(p: Prediction, found: Object, name: str) -> ReportTrace:
-    """A prediction as one run of a report."""
+def _change_row(w: JobChange) -> dict[str, object]:
+    return {"change": w.name, "step": duration(w.iteration_s), "gain": duration(w.gain_s), "fits": w.fits}
+
+
+def answers(found: Object) -> list[Answer]:
+    """What a report says first of a prediction: how long, how well, does it fit."""
+    low, high = found["iteration_s_interval"]
+    idle = f"{found['bubble_fraction']:.1%} of it ranks wait for each other"
+    interval = f"80 % interval {duration(low, digits=3)} to {duration(high, digits=3)}"
+    step = ("A step takes", duration(found["iteration_s"]), interval, "")
+    rate = ("Model FLOPs used", f"{found['mfu']:.1%}", idle, "")
+    return [step, rate, fit_answer(found)]
+
+
+def fit_answer(found: Object) -> Answer:
+    """Does it fit, and on which rank it is tightest."""
+    memory = found["memory"]
+    rank = max(memory["device_peak_bytes"], key=lambda r: memory["device_peak_bytes"][r])
+    peak = memory["device_peak_bytes"][rank]
+    spare = memory["capacity_bytes"] - memory["margin_bytes"] - peak
+    if not found["fits"]:
+        return ("Does it fit?", "No", str(found["reason"]), "bad")
+    return ("Does it fit?", f"Yes, {gib(spare)} GiB to spare", f"rank {rank} is fullest: {gib(peak)} GiB", "good")
+
+
+def best_change(others: Sequence[JobChange]) -> tuple[str, str]:
+    """The what-if that gains most, and by how much."""
+    found = next((w for w in others if w.fits and w.gain_s > 0), None)
+    if found is None:
+        return "Nothing that was tried", "see the table below"
+    return found.name, f"{duration(found.gain_s)} less; others stand below the timeline"
+
+
+def report_run(p: Prediction, found: Object, name: str, why: bool = True) -> ReportTrace:
+    """A prediction as one run of a report. why: with what is behind its waits."""
     facts = {
         "step": f"{p.iteration_s:.4g} s",
         "mfu": f"{found['mfu']:.1%}",
@@ -88,7 +132,7 @@ def report_run(p: Prediction, found: Object, name: str) -> ReportTrace:
     if p.planned.sources.word != "modelled":
         at = p.planned.sources.by_op(p.plan)
         costs = [at[key] for key in zip(trace.rank.tolist(), trace.op, strict=True)]
-    return ReportTrace(name, trace, facts, cost_source=costs, capacity_bytes=capacity)
+    return ReportTrace(name, trace, facts, costs, capacity, marks_of(p, why))
 
 
 def essentials(p: Prediction) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,24 +14,25 @@ import numpy as np
 from ir.core.order import FloatArray, IntArray
 from ir.trace.trace import Trace
 from piper_sim.report.look import lanes_of, looks_of, span, stream_key
+from piper_sim.report.marks import TraceMarks, TraceStretch, stretch_columns
+
+_MB = re.compile(r"(?<=[FBIWR])\d+")
 
 
 @dataclass(frozen=True, eq=False)
 class ReportTrace:
     """One trace of a report, with what is said about it.
 
-    facts are shown as they are, in their order. waits, cost_source: one text per row of the trace, shown when the
-    pointer is on it (what the op waited for; where its duration comes from). critical: rows of the critical path.
-    capacity_bytes draws a line into the memory curves.
+    facts are shown as they are, in their order. cost_source: one text per row of the trace, shown when the pointer is
+    on it (where its duration comes from). capacity_bytes draws a line into the memory curves.
     """
 
     name: str
     trace: Trace
     facts: dict[str, object] = field(default_factory=dict)
-    waits: Sequence[str] | None = None
     cost_source: Sequence[str] | None = None
-    critical: Sequence[int] | None = None
     capacity_bytes: float | None = None
+    marks: TraceMarks | None = None
 
 
 class _Blob:
@@ -65,19 +67,18 @@ def run_object(run: ReportTrace) -> dict[str, object]:
     trace, lanes = run.trace, lanes_of(run.trace)
     streams = sorted(set(trace.stream), key=stream_key)
     rows = np.concatenate([x.rows for x in lanes]) if lanes else np.zeros(0, np.int64)
-    texts = {"op": trace.op, "waits": run.waits, "cost": run.cost_source}
+    patterns, first, second = _stamped(trace.op)
+    texts = {"op": patterns, "cost": run.cost_source}
     coded = {k: _coded(v, rows) for k, v in texts.items() if v is not None}
     blob = _Blob()
     timing = _add_times(blob, trace, rows)
     memory_lanes = _add_memory(blob, trace)
-    for name, (codes, _) in coded.items():
-        blob.add(name, np.diff(codes, prepend=0), "i4")  # mostly ones, which gzip folds to nothing
-    blob.add("step", np.diff(trace.step[rows], prepend=0), "i4")
+    causes = _add_marks(blob, run.marks, rows)
+    steps = {"mb": first[rows], "mb2": second[rows], "step": trace.step[rows]} | {k: v for k, (v, _) in coded.items()}
+    for name, values in steps.items():
+        blob.add(name, np.diff(values, prepend=0), "i4")  # small steps, which gzip folds to little
+    _add_kinds(blob, run.marks)
     blob.add("look", looks_of(trace)[rows], "u1")
-    if run.critical is not None:
-        flags = np.zeros(len(trace), np.int64)
-        flags[np.asarray(run.critical, np.int64)] = 1
-        blob.add("critical", flags[rows], "u1")
     for name, (_, known) in coded.items():
         blob.add_texts(name + "_texts", known)
     begin, end = span(trace)
@@ -90,6 +91,9 @@ def run_object(run: ReportTrace) -> dict[str, object]:
         "lanes": [[x.rank, streams.index(x.stream), len(x.rows)] for x in lanes],
         "memory_lanes": memory_lanes,
         "capacity": run.capacity_bytes,
+        "slow": {str(k): v for k, v in run.marks.slow.items()} if run.marks else {},
+        "kinds": list(run.marks.kinds) if run.marks and trace.memory is not None else [],
+        "causes": causes,
         "timing": timing,
         "columns": blob.columns,
         "blob": blob.text(),
@@ -118,6 +122,53 @@ def _add_memory(blob: _Blob, trace: Trace) -> list[tuple[int, int]]:
     blob.add("memory_time", memory.time_s, "f8")
     blob.add("memory_bytes", memory.bytes, "f8")
     return list(zip(ranks.tolist(), counts.tolist(), strict=True))
+
+
+def _stamped(texts: Sequence[str]) -> tuple[list[str], IntArray, IntArray]:
+    """Ops as what those of all microbatches have in common (`2F*`), and up to two microbatches, else -1.
+
+    >>> [x if isinstance(x, list) else x.tolist() for x in _stamped(["2F7", "(0F7;7B3)OVERLAP_F_B", "update"])]
+    [['2F*', '(0F*;7B*)OVERLAP_F_B', 'update'], [7, 7, -1], [-1, 3, -1]]
+    """
+    patterns, first, second = [], [], []
+    for text in texts:
+        head, slash, rest = text.partition("/")
+        found = [] if "*" in head else _MB.findall(head)
+        if len(found) > 2 or any((x != "0" and x[0] == "0") or len(x) > 9 for x in found):
+            found = []
+        patterns.append(_MB.sub("*", head) + slash + rest if found else text)
+        first.append(int(found[0]) if found else -1)
+        second.append(int(found[1]) if len(found) > 1 else -1)
+    return patterns, np.array(first, np.int64), np.array(second, np.int64)
+
+
+def _add_marks(blob: _Blob, marks: TraceMarks | None, rows: IntArray) -> list[str]:
+    """Why it was so; names of causes. Rows are told as the page counts them, as distances."""
+    if marks is None:
+        return []
+    causes = sorted({s.cause for s in (*marks.gaps, *marks.path)})
+    place = np.zeros(len(rows), np.int64)
+    place[rows] = np.arange(len(rows))
+    both: dict[str, Sequence[TraceStretch]] = {"gap": marks.gaps, "path": marks.path}
+    tables = {name: stretch_columns(s) for name, s in both.items()}
+    for name, table in tables.items():
+        blob.add(f"{name}_begin", table["begin"], "f8")
+        blob.add(f"{name}_end", table["end"], "f8")
+    blob.add("bytes", marks.bytes[rows], "f8")
+    for name, table in tables.items():
+        at = table["row"]
+        blob.add(f"{name}_rank", table["rank"], "i4")
+        blob.add(f"{name}_row", np.where(at >= 0, place[at], -1), "i4")
+        blob.add(f"{name}_cause", np.array([causes.index(s.cause) for s in both[name]], np.int64), "i4")
+    for name, values in (("partner", marks.partner), ("after", marks.after)):
+        mine = values[rows]
+        blob.add(name, np.where(mine >= 0, place[mine] - np.arange(len(rows)), mine - 2**30), "i4")
+    return causes
+
+
+def _add_kinds(blob: _Blob, marks: TraceMarks | None) -> None:
+    for i, values in enumerate(marks.kinds.values() if marks else ()):
+        blob.add(f"kind{i}", values, "f4")
 
 
 def _coded(texts: Sequence[str], rows: IntArray) -> tuple[IntArray, list[str]]:

@@ -18,15 +18,18 @@ from piper_sim.report.page.columns import ReportTrace, run_object
 from piper_sim.report.timeline import text_timeline
 from piper_sim.report.units import percent, seconds, size
 
-__all__ = ["ReportTrace", "Tables", "report_html"]
+__all__ = ["Answer", "ReportTrace", "Tables", "report_html"]
 
+Answer = tuple[str, str, str, str]  # a question, its answer, a note; good, bad or nothing
 Tables = Mapping[str, Sequence[Mapping[str, object]]]
-_SCRIPTS = ("report_data.js", "report_scene.js", "report_paint.js", "report_page.js")
+_SCRIPTS = tuple(f"report_{x}.js" for x in ("data", "scene", "crowd", "marks", "paint", "words", "page", "hands"))
 _NUMBER = re.compile(r"[-+]?[\d ,.]+( ?(s|ms|µs|ns|%|[KMGT]iB|B|\(\d+\)))*|–|✓|✗")
 
 
-def report_html(runs: Sequence[ReportTrace], title: str, tables: Tables | None = None) -> str:
-    """The page's text. `tables` maps a heading to rows; every row is a dict from column to cell.
+def report_html(
+    runs: Sequence[ReportTrace], title: str, tables: Tables | None = None, answers: Sequence[Answer] = ()
+) -> str:
+    """The page's text, answers first. `tables` maps a heading to rows; every row is a dict from column to cell.
 
     >>> run = ReportTrace("1f1b", Trace.of({}, [(0, 0, "compute", "0F0", 0.0, 0.0, 1.0)]), {"step": "1 s"})
     >>> page = report_html([run], "A <b> step", {"Summary": [{"schedule": "1f1b", "step s": 1.0}]})
@@ -40,6 +43,7 @@ def report_html(runs: Sequence[ReportTrace], title: str, tables: Tables | None =
     parts = {
         "csp": _policy(script, style),
         "title": html.escape(title),
+        "answers": _answers(answers),
         "style": style,
         "script": script,
         "tables": "".join(_section(name, rows) for name, rows in (tables or {}).items()),
@@ -104,6 +108,15 @@ def _facts(runs: Sequence[ReportTrace]) -> str:
         items = "".join(f"<dt>{html.escape(str(k))}</dt><dd>{html.escape(_cell(v))}</dd>" for k, v in run.facts.items())
         cards.append(f"<article><h3>{html.escape(run.name)}</h3><dl>{items}</dl></article>" if items else "")
     return f'<section class="facts">{"".join(cards)}</section>' if any(cards) else ""
+
+
+def _answers(answers: Sequence[Answer]) -> str:
+    cards = "".join(
+        f'<div class="answer {tone}"><span>{html.escape(asked)}</span><b>{html.escape(said)}</b>'
+        f"<small>{html.escape(note)}</small></div>"
+        for asked, said, note, tone in answers
+    )
+    return f'<div class="answers">{cards}</div>' if cards else ""
 
 
 def _legend(runs: Sequence[ReportTrace]) -> str:

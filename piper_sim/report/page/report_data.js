@@ -1,6 +1,6 @@
 // From base64 to typed arrays; columns.py is the other half.
 
-const TYPES = { f8: [Float64Array, 8], i4: [Int32Array, 4], u1: [Uint8Array, 1] };
+const TYPES = { f8: [Float64Array, 8], i4: [Int32Array, 4], f4: [Float32Array, 4], u1: [Uint8Array, 1] };
 
 async function gunzip(text) {
   const raw = atob(text);
@@ -42,7 +42,8 @@ async function unpack(meta) {
       c.end[i] = t;
     }
   }
-  for (const name of ["op", "waits", "cost", "step"]) if (c[name]) addUp(c[name]);
+  for (const name of ["op", "mb", "mb2", "cost", "step"]) if (c[name]) addUp(c[name]);
+  for (const name of ["partner", "after"]) if (c[name]) rowsAgain(c[name]);
   let at = 0;
   const lanes = meta.lanes.map(([rank, stream, n]) => {
     const lane = { rank, stream: meta.streams[stream], lo: at, hi: at + n };
@@ -60,13 +61,55 @@ async function unpack(meta) {
     at += n;
   }
   const ranks = [...new Set([...lanes.map((l) => l.rank), ...memory.keys()])].sort((a, b) => a - b);
-  const marks = c.op_texts.map(microbatches);
-  return { ...meta, ...c, lanes, memory, ranks, marks, steps: stepStarts(c) };
+  const critical = new Uint8Array(c.op.length);
+  for (const i of c.path_row || []) if (i >= 0) critical[i] = 1;
+  return { ...meta, ...c, lanes, memory, ranks, critical, levels: stacked(c, meta.kinds.length), gaps: gapsByRank(c), steps: stepStarts(c) };
 }
 
-// The microbatches an op works for: 2F7, 2SEND_F7 → [7]; (0F7;7B3)OVERLAP_F_B → [7, 3]; update → [].
-function microbatches(text) {
-  return [...text.split("/")[0].matchAll(/(?:^|\(|;)\d+(?:[A-Z]+_)?[FBIWR](\d+)/g)].map((m) => Number(m[1]));
+// Rows that others name: told by how far off they are; far below zero where there is none (-1) or it is the host (-2).
+function rowsAgain(codes) {
+  for (let i = 0; i < codes.length; i++) codes[i] += codes[i] < -(2 ** 29) ? 2 ** 30 : i;
+}
+
+// Kinds of memory on top of each other: [sample][kind] bytes of it and of all below it.
+function stacked(c, kinds) {
+  if (!kinds) return c.memory_bytes;
+  const n = c.memory_bytes.length;
+  const out = new Float32Array(n * kinds);
+  for (let k = 0; k < kinds; k++) {
+    const values = c[`kind${k}`];
+    for (let i = 0; i < n; i++) out[i * kinds + k] = values[i] + (k ? out[i * kinds + k - 1] : 0);
+  }
+  return out;
+}
+
+// The text of a row: its pattern, with its microbatches put in.
+function textOf(run, i) {
+  const text = run.op_texts[run.op[i]];
+  if (run.mb[i] < 0) return text;
+  const once = text.replace("*", run.mb[i]);
+  return run.mb2[i] < 0 ? once : once.replace("*", run.mb2[i]);
+}
+
+// Gaps stand rank by rank, in time: rank -> [first, behind the last].
+function gapsByRank(c) {
+  const found = new Map();
+  for (let i = 0; i < (c.gap_rank || []).length; i++) {
+    const mine = found.get(c.gap_rank[i]);
+    if (mine) mine[1] = i + 1;
+    else found.set(c.gap_rank[i], [i, i + 1]);
+  }
+  return found;
+}
+
+function laneOf(run, row) {
+  let [lo, hi] = [0, run.lanes.length - 1];
+  while (lo < hi) {
+    const mid = (lo + hi + 1) >> 1;
+    if (run.lanes[mid].lo <= row) lo = mid;
+    else hi = mid - 1;
+  }
+  return run.lanes[lo];
 }
 
 function stepStarts(c) {
@@ -106,7 +149,7 @@ function traceText(run) {
   const lines = [JSON.stringify(head), "step\trank\tstream\top\tpost_s\tstart_s\tend_s"];
   for (const [lane, i] of rows) {
     const times = [run.start[i] - run.wait[i], run.start[i], run.end[i]];
-    lines.push([run.step[i], lane.rank, lane.stream, run.op_texts[run.op[i]], ...times].join("\t"));
+    lines.push([run.step[i], lane.rank, lane.stream, textOf(run, i), ...times].join("\t"));
   }
   if (counted !== null) {
     lines.push("rank\ttime_s\tbytes");

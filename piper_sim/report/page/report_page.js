@@ -2,10 +2,11 @@
 
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
-const wish = { comm: true, memory: true, paired: false, critical: false, stretch: 1, compute: data.compute };
-const view = { t0: 0, t1: 1, hover: null, picked: null, cursor: null };
+const wish = { comm: true, memory: true, paired: false, path: true, gaps: true, flows: false, stretch: 1, compute: data.compute };
+const view = { t0: 0, t1: 1, hover: null, picked: null, cursor: null, box: null, boxing: false, query: "", faint: null, followed: null };
 const strip = document.createElement("canvas");
 const stripContext = strip.getContext("2d", { willReadFrequently: true }); // written by the processor: keep it there
+const sheet = ((canvas) => [canvas, canvas.getContext("2d", { willReadFrequently: true })])(document.createElement("canvas"));
 const contexts = {};
 let colours, scene, curves, drawn = false;
 
@@ -22,12 +23,13 @@ function size(name, width, height) {
   return dpr;
 }
 
-const gutterCss = () => (window.innerWidth < 700 ? 84 : 124);
+const gutterCss = () => (window.innerWidth < 700 ? 64 : 108);
 const widthCss = () => Math.max(50, $("lanes").clientWidth - gutterCss());
 
 function layout() {
-  const room = Math.max(300, window.innerHeight * 0.72);
+  const room = Math.max(300, Math.min(window.innerHeight * 0.72, window.innerHeight - 300));
   scene = buildScene(view.runs, wish, room);
+  scene.trackOf = new Map(scene.tracks.filter((k) => k.lane).map((k) => [k.lane, k]));
   const height = Math.min(scene.height, room);
   $("lanes").style.height = `${height}px`;
   const width = $("lanes").clientWidth;
@@ -56,35 +58,18 @@ function redraw() {
   });
 }
 
-// Following a microbatch, or the critical path, takes the colour from all other rows.
-function followed() {
-  const { picked } = view;
-  if (picked && picked.row >= 0) {
-    const { run } = picked.track;
-    const wanted = new Set(run.marks[run.op[picked.row]]);
-    const step = run.step[picked.row];
-    const has = data.runs.map(() => null);
-    return (r, i) => {
-      if (!wanted.size) return r !== run || i !== picked.row;
-      const known = (has[r.index] ||= r.marks.map((m) => m.some((x) => wanted.has(x))));
-      return !known[r.op[i]] || r.step[i] !== step;
-    };
-  }
-  return wish.critical ? (r, i) => r.critical && !r.critical[i] : () => false;
-}
-
 function paint() {
   const ctx = contexts.canvas;
   const dpr = window.devicePixelRatio || 1;
   const [W, H] = [ctx.canvas.width, ctx.canvas.height];
   const gutter = Math.round(gutterCss() * dpr);
   const scale = (W - gutter) / (view.t1 - view.t0);
-  const p = { ctx, W, H, dpr, gutter, scale, t0: view.t0, t1: view.t1, colours, strip, stripContext };
-  p.isFaint = followed();
-  p.memoryTop = scene.memoryTop;
+  const p = { ctx, W, H, dpr, gutter, scale, t0: view.t0, t1: view.t1, colours, strip, stripContext, sheet };
+  const top = $("lanes").scrollTop;
+  Object.assign(p, { isFaint: view.faint, followed: view.followed, memoryTop: scene.memoryTop, top, tracks: scene.tracks });
+  p.trackOf = scene.trackOf;
   ctx.fillStyle = colours.card;
   ctx.fillRect(0, 0, W, H);
-  const top = $("lanes").scrollTop;
   const marks = ticks(view.t0, view.t1, widthCss() / 110);
   ctx.fillStyle = colours.line;
   for (const [t] of marks) ctx.fillRect(Math.round(gutter + (t - view.t0) * scale), 0, 1, H);
@@ -93,9 +78,20 @@ function paint() {
     if (y > H || y + h < 0) continue;
     if (track.kind === "memory") paintMemory(p, track, y, h);
     else if (track.kind !== "head") paintLane(p, track, y, h);
-    paintGutter(p, track, y, h);
+    if (track.kind === "compute" && wish.gaps) paintGaps(p, track, y, h);
     for (const spot of [view.hover, view.picked])
       if (spot && spot.track.lane === track.lane && spot.track.run === track.run && spot.row >= 0) outline(p, spot, y, h);
+  }
+  for (const run of view.runs) {
+    if (wish.flows) paintFlows(p, run);
+    if (wish.path && !view.followed) paintPath(p, run);
+  }
+  if (view.picked && view.picked.row >= 0) paintReasons(p, view.picked);
+  if (view.box) paintSelection(p, view.box);
+  ctx.fillStyle = colours.card;
+  for (const track of scene.tracks) {
+    const [y, h] = [Math.round((track.y - top) * dpr), Math.round(track.h * dpr)];
+    if (y <= H && y + h >= 0) paintGutter(p, track, y, h);
   }
   ctx.fillStyle = colours.ink;
   for (const run of view.runs.slice(0, 1))
@@ -116,61 +112,6 @@ function outline(p, spot, y, h) {
   p.ctx.lineWidth = 2 * p.dpr;
   const left = Math.max(p.gutter, a);
   if (b > p.gutter) p.ctx.strokeRect(left, y + p.dpr, Math.max(2, b - left), h - 2 * p.dpr);
-}
-
-// --- words about an op ---
-
-function facts({ track, row, bytes, time }) {
-  const { run } = track;
-  const where = `${track.rank}${view.runs.length > 1 ? ` of ${run.name}` : ""}`;
-  if (row < 0) return [["rank", where], ["time", seconds(time + run.zero)], ["allocated", bytes === null ? "–" : bytesText(bytes)]];
-  const found = [
-    ["class", data.looks[run.look[row]].word],
-    ["rank", where],
-    ["stream", track.lane.stream],
-    ["start", seconds(run.start[row], 9)],
-    ["end", seconds(run.end[row], 9)],
-    ["duration", seconds(run.end[row] - run.start[row])],
-  ];
-  if (run.wait[row] > 0) found.push(["posted", `${seconds(run.wait[row])} before`]);
-  if (run.steps.length > 1) found.push(["step", String(run.step[row])]);
-  if (run.waits && run.waits_texts[run.waits[row]]) found.push(["waits for", run.waits_texts[run.waits[row]]]);
-  if (run.cost && run.cost_texts[run.cost[row]]) found.push(["cost", run.cost_texts[run.cost[row]]]);
-  if (run.critical && run.critical[row]) found.push(["critical", "on the critical path"]);
-  return found;
-}
-
-const nameOf = ({ track, row }) => (row < 0 ? "memory" : track.run.op_texts[track.run.op[row]]);
-
-function showTip(spot, x, y) {
-  const tip = $("tip");
-  tip.hidden = !spot;
-  if (!spot) return;
-  const name = document.createElement("b");
-  if (spot.row >= 0) {
-    const chip = document.createElement("i");
-    chip.style.background = colours.css[spot.track.run.look[spot.row]];
-    name.append(chip);
-  }
-  name.append(nameOf(spot)); // append(text) makes a text node: an op's name is never markup
-  const list = document.createElement("dl");
-  for (const [key, value] of facts(spot)) {
-    const [dt, dd] = [document.createElement("dt"), document.createElement("dd")];
-    dt.textContent = key;
-    dd.textContent = value;
-    list.append(dt, dd);
-  }
-  tip.replaceChildren(name, list);
-  tip.style.left = tip.style.top = "0"; // at an edge it would be measured squeezed
-  const box = tip.getBoundingClientRect();
-  tip.style.left = `${Math.max(4, x + 16 + box.width > window.innerWidth ? x - box.width - 16 : x + 16)}px`;
-  tip.style.top = `${Math.max(4, Math.min(y + 16, window.innerHeight - box.height - 8))}px`;
-}
-
-function pick(spot) {
-  view.picked = spot;
-  $("said").textContent = spot ? [nameOf(spot), ...facts(spot).map(([k, v]) => `${k} ${v}`)].join(" · ") : "";
-  redraw();
 }
 
 // --- moving ---
@@ -212,7 +153,18 @@ function place(event) {
 
 function spotAt(event) {
   const { x, t, y } = place(event);
-  return x < 0 ? null : whatIsAt(scene, t, y, (3 * (view.t1 - view.t0)) / widthCss());
+  if (x < 0) return null;
+  const spot = whatIsAt(scene, t, y, (3 * (view.t1 - view.t0)) / widthCss());
+  if (spot && spot.inside) return spot;
+  return (wish.gaps && gapAt(t, y)) || spot;
+}
+
+function gapAt(t, y) {
+  const track = scene.tracks.find((k) => y >= k.y && y < k.y + k.h + 1);
+  if (!track || track.kind !== "compute" || !track.run.gaps.size) return null;
+  const [first, last] = track.run.gaps.get(track.rank) || [0, 0];
+  const gap = above(track.run.gap_end, first, last, t);
+  return gap < last && track.run.gap_begin[gap] <= t ? { track, row: -1, gap } : null;
 }
 
 // The op before or behind the picked one in its lane, or the one nearest in the lane above or below.
@@ -251,143 +203,3 @@ function reveal(spot) {
   pick(spot);
 }
 
-function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const length = view.t1 - view.t0;
-  const keys = {
-    w: () => zoom(1 / 1.5), "+": () => zoom(1 / 1.5), "=": () => zoom(1 / 1.5),
-    s: () => zoom(1.5), "-": () => zoom(1.5),
-    a: () => pan(-length / 6), ArrowLeft: () => pan(-length / 6),
-    d: () => pan(length / 6), ArrowRight: () => pan(length / 6),
-    f: fit, 0: fit, Home: fit,
-    n: () => step(1), p: () => step(-1), ArrowDown: () => lane(1), ArrowUp: () => lane(-1),
-    "[": () => stretch(1 / 1.25), "]": () => stretch(1.25),
-    Escape: () => { pick(null); showTip(null); },
-  };
-  const act = keys[event.key.length === 1 ? event.key.toLowerCase() : event.key];
-  if (act) {
-    event.preventDefault();
-    act();
-  }
-}
-
-function listenToLanes() {
-  const lanes = $("lanes");
-  let grip = null;
-  lanes.addEventListener("keydown", onKey);
-  lanes.addEventListener("scroll", redraw);
-  lanes.addEventListener("pointerdown", (e) => {
-    if (e.button === 0 && place(e).x <= widthCss()) grip = { x: e.clientX, y: e.clientY, top: lanes.scrollTop, t0: view.t0, far: false };
-  });
-  window.addEventListener("pointerup", (e) => {
-    if (grip && !grip.far) pick(spotAt(e));
-    grip = null;
-  });
-  window.addEventListener("pointercancel", () => (grip = null));
-  lanes.addEventListener("pointerleave", () => {
-    [view.hover, view.cursor] = [null, null];
-    showTip(null);
-    redraw();
-  });
-  window.addEventListener("pointermove", (e) => {
-    if (!grip) return;
-    grip.far ||= Math.hypot(e.clientX - grip.x, e.clientY - grip.y) > 4;
-    if (!grip.far) return;
-    pan(grip.t0 - ((e.clientX - grip.x) / widthCss()) * (view.t1 - view.t0) - view.t0);
-    if (e.pointerType === "mouse") lanes.scrollTop = grip.top - (e.clientY - grip.y);
-  });
-  lanes.addEventListener("pointermove", (e) => {
-    view.hover = grip && grip.far ? null : spotAt(e);
-    const { x, t } = place(e);
-    view.cursor = x >= 0 && x <= widthCss() ? t : null;
-    showTip(view.hover, e.clientX, e.clientY);
-    redraw();
-  });
-  lanes.addEventListener("dblclick", (e) => zoom(0.4, place(e).t));
-  lanes.addEventListener("wheel", (e) => {
-    const sideways = e.shiftKey ? e.deltaY || e.deltaX : Math.abs(e.deltaX) > Math.abs(e.deltaY) ? e.deltaX : 0;
-    if (!(e.ctrlKey || e.metaKey || sideways)) return; // plain wheels scroll lanes and page
-    e.preventDefault();
-    if (sideways && !e.ctrlKey) pan((sideways / widthCss()) * (view.t1 - view.t0));
-    else zoom(Math.exp(Math.max(-60, Math.min(60, e.deltaY)) * 0.008), place(e).t);
-  }, { passive: false });
-}
-
-function listenToOverview() {
-  const go = (e) => {
-    const share = (e.clientX - $("overview").getBoundingClientRect().left - gutterCss()) / widthCss();
-    pan(share * scene.length - (view.t0 + view.t1) / 2);
-  };
-  $("overview").addEventListener("pointerdown", (e) => {
-    $("overview").setPointerCapture(e.pointerId);
-    go(e);
-  });
-  $("overview").addEventListener("pointermove", (e) => e.buttons && go(e));
-}
-
-function save() {
-  const run = view.runs[0];
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([traceText(run)], { type: "text/tab-separated-values" }));
-  link.download = `${run.name.replace(/[^\w.-]+/g, "-")}.trace.tsv`;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-}
-
-function listenToControls(runs) {
-  const onCheck = (id, key) => {
-    $(id).checked = wish[key];
-    $(id).addEventListener("change", () => {
-      wish[key] = $(id).checked;
-      layout();
-    });
-  };
-  for (const [id, key] of [["show-comm", "comm"], ["show-memory", "memory"], ["show-critical", "critical"], ["paired", "paired"]])
-    onCheck(id, key);
-  $("memory-label").hidden = !runs.some((r) => r.memory.size);
-  $("critical-label").hidden = !runs.some((r) => r.critical);
-  for (const [id, act] of [["zoom-in", () => zoom(1 / 1.5)], ["zoom-out", () => zoom(1.5)], ["fit", fit], ["save", save],
-    ["taller", () => stretch(1.25)], ["shorter", () => stretch(1 / 1.25)]])
-    $(id).addEventListener("click", act);
-  $("choice").hidden = runs.length < 2;
-  const choose = () => {
-    const [a, b] = [$("run-a"), $("run-b")].map((s) => runs[s.value]);
-    view.runs = b && b !== a ? [a, b] : [a];
-    pick(null);
-    layout();
-    fit();
-  };
-  for (const id of ["run-a", "run-b"]) {
-    if (id === "run-b") $(id).append(new Option("none", "none"));
-    runs.forEach((r, i) => $(id).append(new Option(r.name, i)));
-    $(id).addEventListener("change", choose);
-  }
-  $("run-a").value = 0;
-  $("run-b").value = runs.length > 1 ? 1 : "none";
-  choose();
-}
-
-async function main() {
-  if (!data.runs.length) return;
-  if (!window.DecompressionStream) throw new Error("this browser cannot unpack the timeline (it is from before 2023)");
-  const runs = await Promise.all(data.runs.map(unpack));
-  runs.forEach((r, i) => (r.index = i));
-  colours = readColours(data.looks);
-  view.runs = [runs[0]];
-  $("timeline").hidden = false;
-  listenToControls(runs);
-  listenToLanes();
-  listenToOverview();
-  new ResizeObserver(layout).observe(document.querySelector(".frame"));
-  window.addEventListener("resize", layout);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    colours = readColours(data.looks);
-    redraw();
-  });
-  document.documentElement.dataset.ready = "yes";
-}
-
-main().catch((e) => {
-  $("trouble").hidden = false;
-  $("trouble").textContent = `The timeline could not be drawn: ${e.message}`;
-});

@@ -19,11 +19,15 @@ function readColours(looks) {
   const fused = place("FB");
   const halves = ["F", "B"].map((key) => all.map((c, i) => (i % looks.length === fused ? all[i - fused + place(key)] : c)));
   const dark = (c) => 0.299 * c[0] + 0.587 * c[1] + 0.114 * c[2] < 150;
-  const names = ["card", "ink", "soft", "line", "ground", "memory", "accent"];
+  const names = ["card", "ink", "soft", "line", "ground", "memory", "accent", "path", "no"];
+  const word = (hex) => new Uint32Array(new Uint8Array([...rgb(hex), 255]).buffer)[0]; // a pixel, in this machine's order
+  const plain = { memory: of("memory"), card: of("card"), no: of("no"), ...KINDS };
   return {
+    words: Object.fromEntries(Object.entries(plain).map(([k, hex]) => [k, word(hex)])),
     ...Object.fromEntries(names.map((n) => [n, of(n)])),
     groundRgb: ground,
     css: all.map(css),
+    cssHalves: halves.map((half) => half.map(css)),
     halves, // the palette of the upper and of the lower half of a lane
     text: all.map((c, i) => (i >= looks.length ? null : dark(c) ? "#fff" : "#14202e")),
     looks: looks.length,
@@ -39,53 +43,8 @@ function paintLane(p, track, y, h) {
   ctx.fillRect(gutter, y, W - gutter, h);
   const from = firstVisible(run, lane, p.t0 + run.zero);
   const to = above(run.start, from, lane.hi, p.t1 + run.zero);
-  if (to - from > (W - gutter) / 5) averageLane(p, run, from, to, y, h);
+  if (to - from > (W - gutter) / 5) averageLane(p, run, lane, from, to, y, h);
   else boxLane(p, track, from, to, y, h);
-}
-
-function averageLane(p, run, from, to, y, h) {
-  const { colours, gutter } = p;
-  const width = p.W - gutter;
-  // A fused pair shows its forward above, its backward below: then two rows of pixels, else one.
-  const halves = run.look.subarray(from, to).includes(colours.fused) ? 2 : 1;
-  if (p.strip.width !== width) [p.strip.width, p.strip.height] = [width, 2];
-  for (let half = 0; half < halves; half++) {
-    const image = p.stripContext.createImageData(width, 1);
-    averageRow(p, run, from, to, colours.halves[half], image.data);
-    p.stripContext.putImageData(image, 0, half);
-  }
-  p.ctx.imageSmoothingEnabled = false;
-  p.ctx.drawImage(p.strip, 0, 0, width, halves, gutter, y, width, h);
-}
-
-function averageRow(p, run, from, to, palette, pixels) {
-  const { colours, scale, isFaint } = p;
-  const { start, end, look } = run;
-  const width = pixels.length / 4;
-  const sums = new Float32Array(pixels.length); // red, green, blue, covered share
-  const origin = p.t0 + run.zero;
-  for (let i = from; i < to; i++) {
-    const a = Math.max(0, (start[i] - origin) * scale);
-    const b = Math.min(width, (end[i] - origin) * scale);
-    const c = palette[look[i] + (isFaint(run, i) ? colours.looks : 0)];
-    for (let x = a | 0; x < b; x++) {
-      const share = Math.min(b, x + 1) - Math.max(a, x);
-      sums[4 * x] += share * c[0];
-      sums[4 * x + 1] += share * c[1];
-      sums[4 * x + 2] += share * c[2];
-      sums[4 * x + 3] += share;
-    }
-  }
-  const [r, g, b] = colours.groundRgb;
-  for (let at = 0; at < pixels.length; at += 4) {
-    const cover = sums[at + 3];
-    const over = cover > 1 ? 1 / cover : 1; // rows of one lane do not overlap, but a foreign file's may
-    const free = cover < 1 ? 1 - cover : 0;
-    pixels[at] = sums[at] * over + r * free;
-    pixels[at + 1] = sums[at + 1] * over + g * free;
-    pixels[at + 2] = sums[at + 2] * over + b * free;
-    pixels[at + 3] = 255;
-  }
 }
 
 function boxLane(p, track, from, to, y, h) {
@@ -113,15 +72,15 @@ function boxLane(p, track, from, to, y, h) {
 function box(p, run, i, x, y, w, h, letters) {
   const { ctx, colours } = p;
   const look = run.look[i];
-  const shade = look + (p.isFaint(run, i) ? colours.looks : 0);
+  const shade = look + (p.isFaint && p.isFaint(run, i) ? colours.looks : 0);
   const halves = look === colours.fused ? 2 : 1;
   for (let half = 0; half < halves; half++) {
-    ctx.fillStyle = css(colours.halves[half][shade]);
+    ctx.fillStyle = colours.cssHalves[half][shade];
     ctx.fillRect(x, y + (half * h) / halves, w, h / halves);
   }
   if (letters < 1 || !colours.text[shade]) return;
   ctx.fillStyle = colours.text[shade];
-  const members = run.op_texts[run.op[i]].replace(/^\((.*)\)OVERLAP_F_B$/, "$1").split(";");
+  const members = shortText(run, i).split(";");
   const split = members.length === 2 && h >= 24 * p.dpr; // room for a line in either half
   for (const [half, member] of split ? members.entries() : [[0, members.join(";")]]) {
     const text = fitting(member, letters);
@@ -129,63 +88,13 @@ function box(p, run, i, x, y, w, h, letters) {
   }
 }
 
+const shortText = (run, i) => textOf(run, i).replace(/^\((.*)\)OVERLAP_F_B$/, "$1");
+
 // The most of an op's text that fits so many letters.
 function fitting(op, letters) {
   const pass = op.split("/")[0];
   const numbers = [...pass.matchAll(/[A-Z](\d+)/g)].map((m) => m[1]).join(";");
   return [op, pass, numbers].find((t) => t.length && t.length <= letters) || null;
-}
-
-function paintMemory(p, track, y, h) {
-  const { ctx, gutter, scale, dpr } = p;
-  const { run, samples } = track;
-  const origin = p.t0 + run.zero;
-  const bottom = y + h;
-  const height = (bytes) => (bytes / p.memoryTop) * (h - dpr);
-  const from = Math.max(samples.lo, above(run.memory_time, samples.lo, samples.hi, origin) - 1);
-  const path = new Path2D();
-  const before = from < samples.hi && run.memory_time[from] <= origin;
-  let last = before ? run.memory_bytes[from] : 0;
-  let column = -1;
-  let high = 0;
-  path.moveTo(gutter, bottom - height(last));
-  // Samples that share a pixel leave their highest, so no peak is lost.
-  const put = (x, v) => {
-    path.lineTo(x, bottom - height(last));
-    path.lineTo(x, bottom - height(v));
-    last = v;
-  };
-  for (let i = from; i < samples.hi; i++) {
-    const x = Math.max(gutter, gutter + (run.memory_time[i] - origin) * scale);
-    if (x > p.W) break;
-    const v = run.memory_bytes[i];
-    if ((x | 0) === column && v <= high) {
-      last = v;
-      continue;
-    }
-    [column, high] = [x | 0, v];
-    put(x, v);
-  }
-  const stop = Math.min(p.W, gutter + Math.max(0, (run.length - p.t0) * scale));
-  path.lineTo(stop, bottom - height(last));
-  ctx.strokeStyle = p.colours.memory;
-  ctx.lineWidth = dpr;
-  ctx.globalAlpha = 0.9;
-  ctx.stroke(path);
-  path.lineTo(stop, bottom);
-  path.lineTo(gutter, bottom);
-  ctx.globalAlpha = 0.2;
-  ctx.fillStyle = p.colours.memory;
-  ctx.fill(path);
-  ctx.globalAlpha = 1;
-  if (run.capacity && run.capacity <= p.memoryTop) {
-    ctx.setLineDash([4 * dpr, 4 * dpr]);
-    ctx.beginPath();
-    ctx.moveTo(gutter, bottom - height(run.capacity));
-    ctx.lineTo(p.W, bottom - height(run.capacity));
-    ctx.stroke();
-    ctx.setLineDash([]);
-  }
 }
 
 function paintGutter(p, track, y, h) {
@@ -204,11 +113,14 @@ function paintGutter(p, track, y, h) {
   if (track.kind === "compute") {
     ctx.fillStyle = colours.ink;
     ctx.font = `600 ${Math.max(8.5 * dpr, Math.min(12.5 * dpr, h * 0.8))}px ${SANS}`;
-    ctx.fillText(`${track.tag ? track.tag + "  " : ""}rank ${track.rank}`, x, y + h / 2);
+    const speed = track.run.slow[track.rank];
+    if (speed) ctx.fillStyle = colours.no;
+    const name = `${track.tag ? track.tag + "  " : ""}rank ${track.rank}`;
+    ctx.fillText(speed ? `▼ ${name} ×${speed}` : name, x, y + h / 2);
   } else if (small >= 8 * dpr) {
     ctx.fillStyle = colours.soft;
     ctx.font = `${small}px ${SANS}`;
-    ctx.fillText(track.kind === "memory" ? `peak ${bytesText(track.samples.peak)}` : track.lane.stream, x, y + h / 2);
+    ctx.fillText(track.kind === "memory" ? bytesText(track.samples.peak) : track.lane.stream, x, y + h / 2);
   }
 }
 

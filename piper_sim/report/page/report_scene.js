@@ -2,7 +2,7 @@
 
 const HEAD = 28;
 const GAP = 0.3;
-const HEIGHTS = { compute: 1, comm: 0.34, memory: 0.75 };
+const HEIGHTS = { compute: 1, comm: 0.34, memory: 0.95 };
 
 function rankTracks(run, tag, rank, wish) {
   const tracks = run.lanes
@@ -93,7 +93,7 @@ function whatIsAt(scene, t, y, near) {
   const at = t + run.zero;
   if (track.kind === "memory") {
     const i = above(run.memory_time, track.samples.lo, track.samples.hi, at) - 1;
-    return { track, row: -1, bytes: i < track.samples.lo ? null : run.memory_bytes[i], time: t };
+    return { track, row: -1, bytes: i < track.samples.lo ? null : run.memory_bytes[i], sample: i, time: t, inside: true };
   }
   let best = -1;
   let distance = near;
@@ -102,5 +102,5 @@ function whatIsAt(scene, t, y, near) {
     const d = Math.max(run.start[i] - at, at - run.end[i], 0);
     if (d < distance || (d === 0 && distance === 0)) [best, distance] = [i, d];
   }
-  return best < 0 ? null : { track, row: best };
+  return best < 0 ? null : { track, row: best, inside: distance === 0 };
 }

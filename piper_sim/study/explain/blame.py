@@ -37,9 +37,10 @@ class OpWaits:
 
 @dataclass(eq=False)
 class StepIdle:
-    """Idle ticks by cause and blamed op, of one program."""
+    """Idle ticks by cause and blamed op, of one program. gaps: (from, to, greatest cause, its op) of every wait."""
 
     found: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
+    gaps: list[tuple[int, int, str, int]] = field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -74,13 +75,16 @@ class RankWaits:
 
     def explain(self, lo: int, hi: int, node: int, phase: str) -> None:
         """A wait from lo to hi, which ended when `node` did."""
-        among = self.meanwhile(lo, hi, node, phase)
+        among, mine = self.meanwhile(lo, hi, node, phase), StepIdle()
         left = hi - lo
         for key, given in self._too_long(node, left):
-            self.idle.found[key] += given
+            mine.found[key] += given
             left -= given
         if left:
-            self.idle.share(among, left)
+            mine.share(among, left)
+        for key, given in mine.found.items():
+            self.idle.found[key] += given
+        self.idle.gaps.append((lo, hi, *max(mine.found, key=mine.found.__getitem__)))
 
     def meanwhile(self, lo: int, hi: int, node: int, phase: str) -> dict[tuple[str, int], int]:
         """What went on from lo to hi on the way to `node`, back to back."""

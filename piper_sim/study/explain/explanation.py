@@ -110,7 +110,7 @@ def _predicted(job: Job, progress: Progress) -> Prediction:
 def explained(p: Prediction, others: tuple[JobChange, ...] = ()) -> StepExplanation:
     """The explanation of a job that was simulated; others: its what-ifs."""
     classes, at, programs = p.planned.classes, RankPositions(p.prepared.mesh), p.plan.programs
-    slow = _slowest(p.planned.model.ground)
+    slow = slowest(p.planned.model.ground)
     seats = [
         RankSeat(q, size, int(at.offset[first]) + q * at.stride, int(at.offset[slow[q, first]]) + q * at.stride)
         for first, size in zip(classes.first.tolist(), classes.size.tolist(), strict=True)
@@ -120,7 +120,7 @@ def explained(p: Prediction, others: tuple[JobChange, ...] = ()) -> StepExplanat
     return replace(found, what_ifs=others, fits=p.fits, reason=p.to_dict().get("reason"))
 
 
-def _slowest(ground: DevicePlacement) -> IntArray:
+def slowest(ground: DevicePlacement) -> IntArray:
     """[program, position] the slowest of the ranks that a rank meets inside its ops: who else makes it slow."""
     members = ground.positions.members(("tp", "cp"))
     out = np.empty(ground.speed.shape, dtype=np.int64)

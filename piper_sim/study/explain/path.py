@@ -29,8 +29,9 @@ def critical_path(asked: OpWaits) -> tuple[PathOp, ...]:
     return tuple(reversed(list(_backwards(asked))))
 
 
-def _backwards(asked: OpWaits) -> Iterator[PathOp]:
-    c, before = asked.chain, asked.chain.before
+def last_node(asked: OpWaits) -> int:
+    """What the path ends with: the op that ends last, or its dispatch where hosts set the pace."""
+    c = asked.chain
     closing = np.array([q[-1] for q in c.queue]) + c.now if asked.closing < 0 else np.array([asked.closing])
     ends = c.hi[closing]
     node = int(closing[np.argmax(ends)])
@@ -38,6 +39,12 @@ def _backwards(asked: OpWaits) -> Iterator[PathOp]:
         asked.closing < 0 and len(c.hi) > len(c.start) and int((ends - c.opened).max()) < c.period
     ):  # a host's dispatches set the pace
         node += len(c.start)
+    return node
+
+
+def _backwards(asked: OpWaits) -> Iterator[PathOp]:
+    c, before = asked.chain, asked.chain.before
+    node = last_node(asked)
     now, zero = int(c.hi[node]), int(c.hi[node]) - c.period
     while now > zero:
         following = int(before[node])

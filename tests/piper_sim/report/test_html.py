@@ -13,6 +13,7 @@ import pytest
 
 from ir.trace.trace import MemorySamples, Trace
 from piper_sim.report.look import lanes_of
+from piper_sim.report.marks import HOST, TraceMarks, TraceStretch
 from piper_sim.report.page.columns import run_object
 from piper_sim.report.page.html import ReportTrace, report_html
 
@@ -45,8 +46,11 @@ class Page(HTMLParser):
 def page_of(name: str) -> str:
     rows = [(0, 0, "compute", name, 0.0, 0.0, 1.0), (0, 0, name, "x", 0.0, 0.5, 1.0)]
     trace = Trace.of({"engine": name}, rows, MemorySamples.of([(0, 0.0, 5)]))
-    run = ReportTrace(name, trace, {name: name}, waits=[name, ""], cost_source=[name] * 2, critical=[1])
-    return report_html([run, run], name, {name: [{name: name, "b": None}]})
+    stretch = [TraceStretch(0, 0.0, 1.0, name, 0)]
+    ones = np.full(2, -1)
+    marks = TraceMarks(ones, ones, np.zeros(2), stretch, stretch, {name: np.array([5])}, {0: 0.5})
+    run = ReportTrace(name, trace, {name: name}, cost_source=[name] * 2, marks=marks)
+    return report_html([run, run], name, {name: [{name: name, "b": None}]}, [(name, name, name, "good")])
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -117,8 +121,12 @@ def test_the_page_holds_the_very_times(make_trace, scale: float) -> None:
     rows = np.concatenate([lane.rows for lane in lanes_of(trace)])
     assert (columns["start"] == trace.start_s[rows]).all()
     assert (columns["end"] == trace.end_s[rows]).all()
-    texts = [columns["op_texts"][i] for i in np.cumsum(columns["op"]).tolist()]
+    pattern, mb, mb2 = (np.cumsum(columns[k]).tolist() for k in ("op", "mb", "mb2"))
+    texts = [columns["op_texts"][i] for i in pattern]
+    for again in (mb, mb2):
+        texts = [t.replace("*", str(m), 1) if m >= 0 else t for t, m in zip(texts, again, strict=True)]
     assert texts == [trace.op[i] for i in rows.tolist()]
+    assert len(columns["op_texts"]) < 50
     assert sum(n for _, _, n in run["lanes"]) == len(trace)
 
 
@@ -143,4 +151,24 @@ def test_a_report_may_be_empty() -> None:
 def test_200_000_spans_stay_small(make_trace) -> None:
     trace = make_trace(ranks=16, mbs=128, f=0.01, b=0.0203, p2p=0.001, comm=True, parts=4)
     page = report_html([ReportTrace("x", trace)], "t")
-    assert len(page) < 60_000 + 8 * len(trace)
+    assert len(page) < 80_000 + len(trace)
+
+
+def test_marks_come_back_as_the_rows_they_name(make_trace) -> None:
+    trace = make_trace(ranks=2, mbs=3, comm=True, p2p=0.5)
+    n = len(trace)
+    partner = np.roll(np.arange(n), 3)
+    after = np.where(np.arange(n) % 3, np.arange(n)[::-1], -1)
+    after[4] = HOST
+    gaps = [TraceStretch(1, 0.25, 0.5, "warmup", 7), TraceStretch(1, 0.5, 0.75, "link")]
+    run = run_object(ReportTrace("x", trace, marks=TraceMarks(partner, after, np.arange(n) * 1.0, gaps)))
+    columns = columns_of(run)
+    rows = np.concatenate([lane.rows for lane in lanes_of(trace)])
+    for name, wanted in (("partner", partner), ("after", after)):
+        codes = columns[name].astype(np.int64)
+        far = codes < -(2**29)
+        found = np.where(far, codes + 2**30, codes + np.arange(n))
+        assert [rows[i] if i >= 0 else i for i in found] == wanted[rows].tolist()
+    assert rows[columns["gap_row"][0]] == 7 and columns["gap_row"][1] == -1
+    assert [run["causes"][i] for i in columns["gap_cause"]] == ["warmup", "link"]
+    assert columns["bytes"].tolist() == rows.tolist()
