@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from executor.checkpoint.folder import STOP, part_of, prune, publish, step_name, sweep
+from executor.checkpoint.folder import STOP, Tick, part_of, prune, publish, step_name, sweep
 from executor.checkpoint.lock import CheckpointLock, said
 from executor.checkpoint.manifest import (
     VERSION,
@@ -43,6 +45,7 @@ from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
 
+LOOK_S = 0.02  # between two looks for what other ranks have written
 FILE_BYTES = 2**27  # of a file's values at most: a file is put together in host memory
 
 
@@ -67,6 +70,7 @@ class RankCheckpoint:
         self._lock: CheckpointLock | None = None
         self._board: Any = None
         self._run, self._name = "", ""  # of all runs that continue one another; of this one
+        self._behind: _CheckpointBehind | None = None
 
     def begin(self, transport: Transport, board: Any = None) -> None:
         """Take the folder, and take up the checkpoint. All ranks go on together.
@@ -104,6 +108,8 @@ class RankCheckpoint:
         Raises PiperError (io): it cannot be written.
         """
         board = self._board
+        if self._behind is not None and self._behind.error is not None:
+            raise self._failed(self._behind.done, self._behind.error)
         asked = board is not None and board.check([STOP]) and int(board.get(STOP)) == done - 1
         if self.saving.due(done, done if asked else steps):
             self._save(done, transport)
@@ -112,23 +118,48 @@ class RankCheckpoint:
         return asked or done == steps
 
     def _save(self, done: int, transport: Transport) -> None:
-        name = step_name(done)
+        name, tick = step_name(done), self.progress.go_on
+        self.settle(transport)
         self.progress.op(-1, f"save {name}")
+        if self.prepared.job.run.save_behind:
+            self._behind = _CheckpointBehind(self, done, _copied(self._mine()))
+            return
         try:
-            self._write(done)
+            self._write(done, self._mine(), tick)
             self._together(transport, f"save {name}")
             if self.rank == 0:
                 self.progress.op(-1, f"save {name}")
-                self._finish(done)
+                self._finish(done, tick)
         except OSError as error:
-            message = f"cannot save {name}: {error.strerror or error}"
-            fix = f"make room; {self.saved or self.saving.resume or 'no checkpoint'} is complete"
-            file = str(error.filename or self.saving.save)
-            raise PiperError(ErrorKind.IO, message, file=file, suggestion=fix) from error
+            raise self._failed(done, error) from error
         self.saved = str(self._folder / name)
 
-    def close(self) -> None:
-        """Let go of the folder."""
+    def settle(self, transport: Transport) -> None:
+        """What is written behind the steps is complete. All ranks together. Raises PiperError (io): it cannot be."""
+        if (behind := self._behind) is None:
+            return
+        name, told = step_name(behind.done), -1
+        while behind.is_alive():
+            if behind.waits:
+                self.progress.wait(text=f"save {name}")
+            elif behind.ticks != told:
+                self.progress.op(-1, f"save {name}")
+            told = behind.ticks
+            behind.join(LOOK_S)
+        if behind.error is not None:
+            raise self._failed(behind.done, behind.error)
+        self._together(transport, f"save {name}")
+        self.saved, self._behind = str(self._folder / name), None
+
+    def _failed(self, done: int, error: Exception) -> PiperError:
+        message = f"cannot save {step_name(done)}: {getattr(error, 'strerror', None) or error}"
+        fix = f"make room; {self.saved or self.saving.resume or 'no checkpoint'} is complete"
+        file = str(getattr(error, "filename", None) or self.saving.save)
+        return PiperError(ErrorKind.IO, message, file=file, suggestion=fix)
+
+    def close(self, transport: Transport) -> None:
+        """Let go of the folder, all ranks together, behind what is still being written."""
+        self.settle(transport)
         if self._lock is not None:
             self._lock.free()
 
@@ -138,26 +169,30 @@ class RankCheckpoint:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def _write(self, done: int) -> None:
+    def _write(self, done: int, mine: Held, tick: Tick) -> None:
         """This rank's pieces, and what they are."""
         folder, parts = part_of(self._folder, done, self._name), []
         folder.mkdir(exist_ok=True)
-        for number, held in enumerate(in_files(self._mine().items(), FILE_BYTES)):
+        for number, held in enumerate(in_files(mine.items(), FILE_BYTES)):
             tensors = {f"{s}/{n}": flat.view(p.shape) for n, (p, slots) in held.items() for s, flat in slots.items()}
             file = file_of(self.rank, number)
-            found = write_tensors(folder / file, tensors, self.progress.go_on)
+            found = write_tensors(folder / file, tensors, tick)
             parts.append(RankManifest(file, found, {name: piece for name, (piece, _) in held.items()}))
-        _note(folder, self.rank).write_bytes(msgspec.json.encode(parts))
+        note = _note(folder, self.rank)
+        note.with_suffix(".part").write_bytes(msgspec.json.encode(parts))
+        note.with_suffix(".part").rename(note)
 
     def _mine(self) -> Held:
         mine = written(self.plan.graph, self.places, self.rank)
         kept = {n: x for n, x in self.sync.kept().items() if n in mine}
         return {n: (ShardPiece(self.shares[n], first, len(slots[WEIGHT])), slots) for n, (first, slots) in kept.items()}
 
-    def _finish(self, done: int) -> None:
+    def _notes(self, done: int) -> list[Path]:
+        return [_note(part_of(self._folder, done, self._name), r) for r in range(self.places.ranks)]
+
+    def _finish(self, done: int, tick: Tick) -> None:
         """Rank 0: add the manifest to what all ranks have written, and give it its name."""
-        folder, tick = part_of(self._folder, done, self._name), self.progress.go_on
-        notes = [_note(folder, r) for r in range(self.places.ranks)]
+        folder, notes = part_of(self._folder, done, self._name), self._notes(done)
         parts = [part for note in notes for part in msgspec.json.decode(note.read_bytes(), type=list[RankManifest])]
         with (folder / MANIFEST).open("xb") as file:
             file.write(self._manifest(done, parts).text())
@@ -211,3 +246,39 @@ class RankCheckpoint:
 
 def _note(folder: Path, rank: int) -> Path:
     return folder / f"{file_of(rank)}.json"
+
+
+def _copied(held: Held) -> Held:
+    """As it stands now, on the host: steps go on."""
+    return {n: (p, {s: flat.detach().to("cpu", copy=True) for s, flat in of.items()}) for n, (p, of) in held.items()}
+
+
+class _CheckpointBehind(threading.Thread):
+    """A save while steps go on: the same files in the same order, from copies. ticks: how far it is. waits: for other
+    ranks' files, which rank 0 sees appear. error: why it has ended early.
+    """
+
+    def __init__(self, keeper: RankCheckpoint, done: int, mine: Held) -> None:
+        super().__init__(name="save", daemon=True)
+        self.keeper, self.done, self.mine = keeper, done, mine
+        self.ticks, self.waits = 0, False
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        """The thread."""
+        keeper = self.keeper
+        try:
+            keeper._write(self.done, self.mine, self._tick)
+            self.mine = {}
+            if keeper.rank == 0:
+                self.waits = True
+                while not all(note.exists() for note in keeper._notes(self.done)):
+                    time.sleep(LOOK_S)
+                self.waits = False
+                keeper._finish(self.done, self._tick)
+        except Exception as error:  # told by `settle`, or behind the next step
+            self.error = error
+
+    def _tick(self) -> None:
+        self.ticks += 1

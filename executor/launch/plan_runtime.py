@@ -115,6 +115,7 @@ class PlanRuntime:
             message, fix = "no folder to save to", 'piper_sim.runtime(job, save="checkpoints")'
             raise PiperError(ErrorKind.USAGE, message, key="save", suggestion=fix)
         keeper.after(self.steps, self.steps, self._rank.transport)
+        keeper.settle(self._rank.transport)
         self._context.progress.outside()
         return str(keeper.saved)
 

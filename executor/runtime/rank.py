@@ -95,7 +95,7 @@ class RankRun:
     def close(self) -> None:
         """Let go of folder, streams and connections, together with the others."""
         if self.keeper is not None:
-            self.keeper.close()
+            self.keeper.close(self.transport)
         self.progress.wait(text="end")
         self.run.close()
         self.transport.close()

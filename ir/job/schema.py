@@ -189,13 +189,15 @@ class JobOptimizer:
 class JobRun:
     """What `run` does beside training. log_every, eval_every: steps from one line, or evaluation, to the next.
 
-    eval_source: as `[data] source`, of which one global batch is evaluated. compile: layers by Inductor.
+    eval_source: as `[data] source`, of which one global batch is evaluated. compile: layers by Inductor. save_behind:
+    checkpoints are written while steps go on.
     """
 
     compile: bool = False
     log_every: Size = 1
     eval_every: Size | None = None
     eval_source: Text | None = None
+    save_behind: bool = False
 
 
 @dataclass(frozen=True)

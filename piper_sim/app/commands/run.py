@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work
     options = JobRunOptions.of(args, args.ranks)
     saving = CheckpointOptions(args.save, args.every, args.keep, args.force, args.resume)
-    said = partial(_tell, out, p.to_dict() if out is not None else {})
+    said = partial(_tell, out, p.to_dict())
     with progress(f"running {args.steps} step(s) on {args.ranks} processes"):
         found, trace = run(p.prepared, p.plan, options, saving, said)
     if not args.json:  # whatever becomes of the files
@@ -52,14 +52,16 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _tell(out: Path | None, predicted: Mapping[str, Any], line: dict[str, Any]) -> None:
-    """A line per step, on stderr, while it goes on; with --out, the same for Prometheus, beside what was predicted."""
+    """A line per step, on stderr, while it goes on, beside what was predicted; with --out, the same for Prometheus."""
+    drift = line["step_s"] / predicted["iteration_s"]
+    mfu = (predicted["mfu"] or 0.0) / drift
     if out is not None:
-        drift = line["step_s"] / predicted["iteration_s"]
-        beside = {"predicted_s": predicted["iteration_s"], "drift": drift, "mfu": predicted["mfu"] / drift}
+        beside = {"predicted_s": predicted["iteration_s"], "drift": drift, "mfu": mfu}
         write_metrics(out, line | beside, predicted["plan_digest"])
     test = f", held out {line['eval_loss']:.6f}" if "eval_loss" in line else ""
     text = f"step {line['step']}: loss {line['loss']:.6f}{test}, gradient norm {line['grad_norm']:.4f}, "
-    print(f"{text}lr {line['lr']:.2e}, {line['step_s']:.4f} s, {line['tokens_per_s']:,.0f} tokens/s", file=sys.stderr)
+    text += f"lr {line['lr']:.2e}, {line['step_s']:.4f} s, {line['tokens_per_s']:,.0f} tokens/s, "
+    print(f"{text}MFU {mfu:.2%}, {drift:,.2f} × predicted", file=sys.stderr)
 
 
 def _show(found: dict[str, Any]) -> None:

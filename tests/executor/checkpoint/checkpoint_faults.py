@@ -190,10 +190,10 @@ def impatient(ctx: RankContext, **spec: Any) -> Any:
         if not text.startswith("save step"):
             together(self, transport, text)
 
-    def late(self: RankCheckpoint, done: int) -> None:
+    def late(self: RankCheckpoint, *given: Any) -> None:
         if ctx.rank:
             threading.Event().wait()  # until the run has failed
-        write(self, done)
+        write(self, *given)
 
     RankCheckpoint._together, RankCheckpoint._write = wait, late  # type: ignore[method-assign]
     return train_rank(ctx, **spec)

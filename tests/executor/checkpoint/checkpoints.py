@@ -100,7 +100,7 @@ class State:
             keeper.begin(transport)
         for keeper in reversed(keepers):  # rank 0 last: it finds what the others have written
             keeper.after(step, step, transport)
-        keepers[0].close()
+        keepers[0].close(transport)
         assert keepers[0].saved is not None
         return Path(keepers[0].saved)
 

@@ -48,6 +48,16 @@ def test_a_run_taken_up_again_is_the_run_that_went_on(case: Case, tmp_path: Path
     assert half.files != a.files and half.tokens == 2 * 4 * 8
 
 
+def test_what_is_written_while_steps_go_on_is_what_they_began_from(tmp_path: Path) -> None:
+    sets = "parallel.pp=1", "parallel.dp=2", "parallel.zero=3", "schedule.microbatches=2"
+    now = saved(tmp_path / "now", *sets, steps=5, every=2)
+    behind = saved(tmp_path / "behind", *sets, "run.save_behind=true", steps=5, every=2)
+    same(now, behind, 0)
+    assert behind.object["saved"] == str(tmp_path / "behind" / "step-000005")
+    for step in ("step-000004", "step-000005"):
+        assert hashes(tmp_path / "behind" / step) == hashes(tmp_path / "now" / step)
+
+
 def test_one_line_starts_and_goes_on(tmp_path: Path) -> None:
     line = CheckpointOptions(save=str(tmp_path), resume="if-present")
     whole = run(steps=2)

@@ -84,6 +84,7 @@ class _Through:
     folder: Path
     monkeypatch: pytest.MonkeyPatch
     events: list[dict[str, int]]
+    behind: bool = False  # saves are written while steps go on
     kills: int = 0
     saving: int = 0
     ends: int = 0
@@ -98,14 +99,16 @@ class _Through:
             kill = Kill.drawn(draw, self.events) if self.kills < most else Kill()
             _inject(self.monkeypatch, checkpoint_faults.killed_at_event, asdict(kill) | {"folder": str(notes)})
             try:
-                run(*SETS, steps=STEPS, out=out, saving=_saving(into, resume=before > 0))
+                sets = *SETS, f"run.save_behind={str(self.behind).lower()}"
+                run(*sets, steps=STEPS, out=out, saving=_saving(into, resume=before > 0))
             except RankFailed as error:
                 assert kill.number and ("SIGKILL" in error.reason or "lost" in error.reason), error
                 self.kills += 1
                 self.saving += (error.op or "").startswith("save")
             assert all(map(gone, pids(out)))
             kept = _newest(into)
-            assert before <= kept >= max([0, *_notes(notes, "steps")]) - EVERY
+            lost = 2 * EVERY if self.behind else EVERY
+            assert before <= kept >= max([0, *_notes(notes, "steps")]) - lost
         self.ends += 1
         return hashes(into / f"step-{STEPS:06d}")
 
@@ -114,8 +117,10 @@ def _saving(into: Path, *, resume: bool) -> CheckpointOptions:
     return CheckpointOptions(str(into), EVERY, resume=str(into) if resume else None)
 
 
-def _suffer(kills: int, folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int, whole: Whole) -> _Through:
-    want, through = hashes(whole.folder / f"step-{STEPS:06d}"), _Through(folder, monkeypatch, whole.events)
+def _suffer(
+    kills: int, folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int, whole: Whole, *, behind: bool = False
+) -> _Through:
+    want, through = hashes(whole.folder / f"step-{STEPS:06d}"), _Through(folder, monkeypatch, whole.events, behind)
     draw = random.Random(seed)
     while through.kills < kills:
         assert through.train(kills, draw) == want
@@ -125,6 +130,13 @@ def _suffer(kills: int, folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 def test_random_kills_lose_one_interval_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Whole) -> None:
     through = _suffer(5, tmp_path, monkeypatch, 1, whole)
     assert through.ends >= 1 and through.saving >= 1
+
+
+@pytest.mark.slow
+def test_random_kills_lose_two_where_saves_are_written_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Whole
+) -> None:
+    assert _suffer(12, tmp_path, monkeypatch, 3, whole, behind=True).ends >= 1
 
 
 @pytest.mark.slow
