@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from experiments.published.score import Change, Table
 
-_SWAP = {"a100-sxm-80gb": "h100-sxm", "h100-sxm": "a100-sxm-80gb", "b200-sxm": "h100-sxm"}
+_SWAP = {"h100-sxm": "a100-sxm-80gb"}  # all others as H100
 _ONE_TILE = [[1, 1, 1.0]]
 
 
@@ -17,8 +17,8 @@ def plain(job: Table) -> Table:
 
 
 def swapped(job: Table) -> Table:
-    """A100 as H100 and H100 as A100 (B200 as H100); the cluster's own network stays."""
-    return {**job, "cluster": {**job["cluster"], "gpu": _SWAP[job["cluster"]["gpu"]]}}
+    """H100 as A100, all others as H100; the cluster's own network stays."""
+    return {**job, "cluster": {**job["cluster"], "gpu": _SWAP.get(job["cluster"]["gpu"], "h100-sxm")}}
 
 
 def constant(job: Table) -> Table:
