@@ -89,7 +89,7 @@ def _change_row(w: JobChange) -> dict[str, object]:
 def answers(found: Object) -> list[Answer]:
     """What a report says first of a prediction: how long, how well, does it fit."""
     low, high = found["iteration_s_interval"]
-    idle = f"{found['bubble_fraction']:.1%} of it ranks wait for each other"
+    idle = f"{found['bubble_fraction']:.1%} of the step ranks wait for each other"
     interval = f"80 % interval {duration(low, digits=3)} to {duration(high, digits=3)}"
     step = ("A step takes", duration(found["iteration_s"]), interval, "")
     rate = ("Model FLOPs used", f"{found['mfu']:.1%}", idle, "")

@@ -116,7 +116,7 @@ function paintGutter(p, track, y, h) {
     const speed = track.run.slow[track.rank];
     if (speed) ctx.fillStyle = colours.no;
     const name = `${track.tag ? track.tag + "  " : ""}rank ${track.rank}`;
-    ctx.fillText(speed ? `▼ ${name} ×${speed}` : name, x, y + h / 2);
+    ctx.fillText(speed ? `▼ ${name}${gutter < 90 * dpr ? "" : ` ×${speed}`}` : name, x, y + h / 2);
   } else if (small >= 8 * dpr) {
     ctx.fillStyle = colours.soft;
     ctx.font = `${small}px ${SANS}`;

@@ -1,0 +1,128 @@
+"""`piper-sim sweep JOB --try key=[…]`: every combination of some keys, simulated; one row each, kept as it goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.job.build import blaming
+from piper_sim.app.captured import load_job
+from piper_sim.app.commands.output import print_json, progress, show, write
+from piper_sim.formats.tables import parquet_files
+from piper_sim.report.table import compare_table
+from piper_sim.study.explain.what_if import settings
+from piper_sim.study.predict import predict
+from piper_sim.study.simulate import Object, job_digest
+
+MOST = 100_000
+KEPT = "rows.jsonl"
+
+
+def main(args: argparse.Namespace) -> int:
+    """Simulate what is not in --out yet, write the table, print it, the fastest first; 3 where nothing fits."""
+    grid = _grid(args.tries)
+    known = _known(args.out)
+    base = job_digest(load_job(args.job, args.sets))
+    rows = list[Object]()
+    for changes in grid:
+        key = json.dumps([base, changes], sort_keys=True)
+        if key not in known:
+            with progress(f"simulating {', '.join(settings(changes))}"):
+                known[key] = _row(args, changes)
+            _keep(args.out, key, known[key])
+        rows.append({**changes, **known[key]})
+    if args.out is not None:
+        write(args.out, _table(rows), force=True)
+    rows.sort(key=lambda r: (not r["fits"], r["iteration_s"] is None, r["iteration_s"] or 0.0))
+    if args.json:
+        print_json({"schema_version": 1, "rows": rows})
+    else:
+        names = [", ".join(f"{k.partition('.')[2]}={r[k]}" for k in grid[0]) for r in rows]
+        show(compare_table([{**r, "schedule": n} for r, n in zip(rows, names, strict=True)], args.job))
+    return 0 if any(r["fits"] for r in rows) else 3
+
+
+def _row(args: argparse.Namespace, changes: Mapping[str, Any]) -> Object:
+    """What `simulate` says, or why it cannot. A job that is wrong under any change ends the sweep at its first row."""
+    job = None
+    try:
+        job = load_job(args.job, [*args.sets, *settings(changes)])
+        with blaming(job):
+            return predict(job).to_dict()
+    except PiperError as e:
+        if e.kind in (ErrorKind.USAGE, ErrorKind.IO) or (job is None and e.key not in changes):
+            raise
+        return {"schema_version": 1, "iteration_s": None, "fits": False, "reason": e.message}
+
+
+def _grid(tries: Sequence[str]) -> list[dict[str, Any]]:
+    """Every combination of the keys' values, the last key fastest.
+
+    >>> _grid(["parallel.tp=[1, 2]", "schedule.name=['1f1b']"])
+    [{'parallel.tp': 1, 'schedule.name': '1f1b'}, {'parallel.tp': 2, 'schedule.name': '1f1b'}]
+    """
+    values: dict[str, list[Any]] = {}
+    for text in tries:
+        key, equals, listed = text.partition("=")
+        with suppress(tomllib.TOMLDecodeError, RecursionError):
+            values[key.strip()] = tomllib.loads(f"v = {listed}")["v"]
+        found = values.get(key.strip())
+        if not equals or "." not in key or not isinstance(found, list) or not found:
+            allowed, fix = "section.key=[value, value]", "--try 'parallel.tp=[1, 2, 4]'"
+            message = f"no list of values: {text!r}"
+            raise PiperError(ErrorKind.USAGE, message, key="--try", allowed=allowed, suggestion=fix)
+    count = 1
+    for found in values.values():
+        count *= len(found)
+    if count > MOST:
+        raise PiperError(ErrorKind.USAGE, f"{count:,} combinations", key="--try", allowed=f"up to {MOST:,}")
+    return [dict(zip(values, point, strict=True)) for point in product(*values.values())]
+
+
+def _known(out: str | None) -> dict[str, Object]:
+    """Rows that an earlier sweep left; what a kill left of its last line is not one."""
+    if out is None or not (path := Path(out) / KEPT).exists():
+        return {}
+    try:
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        return {row["key"]: row["found"] for row in found}
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        message, fix = f"no rows of a sweep: {e}", "remove it, or choose another --out"
+        raise PiperError(ErrorKind.IO, message, file=str(path), key="--out", suggestion=fix) from None
+
+
+def _keep(out: str | None, key: str, found: Object) -> None:
+    if out is None:
+        return
+    path = Path(out) / KEPT
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = path.read_bytes() if path.exists() else b""
+        if whole and not whole.endswith(b"\n"):  # a kill left half a line
+            path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"key": key, "found": found}) + "\n")
+    except OSError as e:
+        raise PiperError(ErrorKind.IO, f"cannot be written: {e.strerror}", file=str(path), key="--out") from None
+
+
+def _table(rows: Sequence[Object]) -> Mapping[str, bytes | str]:
+    """rows.parquet, or rows.csv without pyarrow: a column a key; what a key holds more than one value of is JSON."""
+    from pandas import DataFrame
+
+    found = DataFrame([dict(_cells(row)) for row in rows])
+    return parquet_files({"rows": found}) if find_spec("pyarrow") else {"rows.csv": found.to_csv(index=False)}
+
+
+def _cells(row: Object) -> Iterator[tuple[str, object]]:
+    for key, value in row.items():
+        yield key, json.dumps(value) if isinstance(value, dict | list) else value

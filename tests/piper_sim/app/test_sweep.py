@@ -1,0 +1,65 @@
+"""`piper-sim sweep`: rows are what `simulate` says, and none is simulated twice."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from piper_sim.app.commands import sweep
+
+JOB = """[model]
+config = "tiny-llama"
+seq_len = 64
+[cluster]
+nodes = 1
+gpus_per_node = 4
+"""
+GRID = ("--try", "parallel.pp=[1, 2, 3]", "--try", "schedule.name=['1f1b', 'gpipe']")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    (tmp_path / "job.toml").write_text(JOB)
+    return str(tmp_path / "job.toml")
+
+
+def test_a_sweep_is_simulate_row_by_row_and_goes_on_where_it_was_cut_off(
+    cli: Any, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    first = cli("sweep", job, *GRID, "--out", str(out)).json["rows"]
+    assert len(first) == 6 and [r["fits"] for r in first] == [True] * 4 + [False] * 2
+    alone = cli("simulate", job, "--set", "parallel.pp=2", "--set", "schedule.name=gpipe").json
+    mine = next(r for r in first if (r["parallel.pp"], r["schedule.name"]) == (2, "gpipe"))
+    assert {k: mine[k] for k in ("iteration_s", "plan_digest", "memory")} == {
+        k: alone[k] for k in ("iteration_s", "plan_digest", "memory")
+    }
+    assert all("3" in r["reason"] for r in first[4:])
+    kept = (out / sweep.KEPT).read_text()
+    table = pd.read_parquet(out / "rows.parquet")
+    assert sorted(table["iteration_s"].dropna()) == [r["iteration_s"] for r in first[:4]]
+    # A kill in the middle of a line: that row and those behind it are simulated again, no others.
+    lines = kept.splitlines(keepends=True)
+    (out / sweep.KEPT).write_text("".join(lines[:3]) + lines[3][:40])
+    asked = []
+    predict = sweep.predict
+    monkeypatch.setattr(sweep, "predict", lambda j: asked.append(j.parallel.pp) or predict(j))
+    assert cli("sweep", job, *GRID, "--out", str(out)).json["rows"] == first
+    assert asked.count(1) == 0 and asked.count(2) == 1
+    assert (out / sweep.KEPT).read_text() == kept
+    # Another job in the same file is not taken for it.
+    Path(job).write_text(JOB.replace("64", "128"))
+    assert cli("sweep", job, *GRID, "--out", str(out)).json["rows"][0]["job_digest"] != first[0]["job_digest"]
+
+
+@pytest.mark.parametrize("given", ["parallel.tp", "parallel.tp=4", "parallel.tp=[]", "tp=[1]", "parallel.tp=[1"])
+def test_values_that_are_no_list_are_refused(cli: Any, job: str, given: str) -> None:
+    done = cli("sweep", job, "--try", given)
+    assert done.code == 2 and done.error["key"] == "--try"
+
+
+def test_a_wrong_job_is_no_row(cli: Any, job: str) -> None:
+    done = cli("sweep", job, "--try", "parallel.tpp=[1]")
+    assert done.code == 2 and done.error["key"] == "parallel.tpp"
+    assert cli("sweep", job, "--set", "parallel.cp=x", "--try", "parallel.pp=[1]").code == 2
