@@ -158,9 +158,9 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         case "plan":
             from piper_sim.app.commands.plan import main as command
         case "sweep":
-            from piper_sim.app.commands.sweep import main as command
+            from piper_sim.app.sweep import main as command
         case "cluster":
-            from piper_sim.app.commands.cluster import main as command
+            from piper_sim.app.cluster import main as command
         case "import":
             from piper_sim.app.commands.launches import import_main as command
         case "export":

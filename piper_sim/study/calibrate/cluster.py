@@ -33,7 +33,7 @@ class LinkFindings:
     assumed: list[dict[str, Any]] = field(default_factory=list)
     unknown: list[dict[str, Any]] = field(default_factory=list)
 
-    def sets(self, key: str, value: Any, note: str) -> None:
+    def sets(self, key: str, value: float, note: str) -> None:
         """A key of the hardware file, as it was read."""
         self.keys[key] = value
         self.read.append({"what": key, "value": value, "note": note})

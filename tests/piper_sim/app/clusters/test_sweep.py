@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from piper_sim.app.commands import sweep
+from piper_sim.app import sweep
 
 JOB = """[model]
 config = "tiny-llama"

@@ -51,14 +51,16 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _row(args: argparse.Namespace, changes: Mapping[str, Any]) -> Object:
-    """What `simulate` says, or why it cannot. A job that is wrong under any change ends the sweep at its first row."""
-    job = None
+    """What `simulate` says, or why it cannot.
+
+    Raises PiperError: a key or a value that no job may have, which is the sweep's mistake and not a row of it.
+    """
+    job = load_job(args.job, [*args.sets, *settings(changes)])
     try:
-        job = load_job(args.job, [*args.sets, *settings(changes)])
         with blaming(job):
             return predict(job).to_dict()
     except PiperError as e:
-        if e.kind in (ErrorKind.USAGE, ErrorKind.IO) or (job is None and e.key not in changes):
+        if e.kind in (ErrorKind.USAGE, ErrorKind.IO):
             raise
         return {"schema_version": 1, "iteration_s": None, "fits": False, "reason": e.message}
 
