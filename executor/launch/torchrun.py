@@ -27,7 +27,8 @@ from executor.checkpoint.settings import settled
 from executor.device.progress import RankProgress, create
 from executor.launch.refusals import refuse
 from executor.launch.run import gathered
-from executor.launch.watchdog import STARTUP_S, RankWatchdog, clocks
+from executor.launch.store import clocks
+from executor.launch.watchdog import STARTUP_S, RankWatchdog
 from executor.runtime.given import given_name, given_text
 from executor.runtime.rank import train_rank
 from executor.runtime.spec import PlanRun

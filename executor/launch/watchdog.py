@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 import signal
+import struct
 import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from executor.device import clock
 from executor.device.progress import RankRecord, RankState, read
+from executor.launch.store import put, take
 from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
 from executor.runtime.worker import failure
 from ir.core.errors import ErrorKind, PiperError
@@ -25,13 +26,12 @@ EVERY_S = 0.2
 GRACE_S = 1.0  # for others to come to wait, or to run into a failure too, so that the report is complete
 GONE_S = 3.0  # without a sign of life
 STARTUP_S = 120.0
-PIECE = 4 * 2**20  # bytes
 FAILED = ErrorKind.RANK_FAILED.exit_code
 
 
 def host() -> str:
-    """Names this machine since it was started."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+    """Names this machine since it was started, and the processes that see one another: containers share a machine."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text('utf-8').strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 @dataclass
@@ -62,13 +62,14 @@ class RankWatchdog:
         self.watchdog_s, self.report = watchdog_s, report
         self.hosts: list[str] = []
         self.pids: list[int] = []
+        self.files: list[Path] = []  # everybody's progress, of which those on this machine can be read
         self._mine = store.clone()
         self._sights = [_Sight() for _ in range(world)]
-        self._began_s = clock.now()
+        self._began_s = self._looked_s = clock.now()
         self._ended_s: float | None = None  # when somebody told this process to end
         self._failure_s: float | None = None
         self._over = threading.Event()
-        self._count = 0
+        self._count, self._buried = 0, -1
         self._last_words = threading.Lock()
 
     def meet(self, digest: str) -> list[int]:
@@ -76,12 +77,13 @@ class RankWatchdog:
 
         Raises PiperError (illegal_plan): ranks were given different plans.
         """
-        me = json.dumps([os.getpid(), host(), digest])
+        me = json.dumps([os.getpid(), host(), digest, str(self.progress)])
         self.store.set_timeout(timedelta(seconds=STARTUP_S))
         self.store.set(f"here/{self.rank}", me)
         found = [json.loads(self.store.get(f"here/{r}")) for r in range(self.world)]
-        self.pids, self.hosts = [pid for pid, _, _ in found], [name for _, name, _ in found]
-        if any(theirs != digest for _, _, theirs in found):
+        self.pids, self.hosts = [pid for pid, *_ in found], [name for _, name, *_ in found]
+        self.files = [Path(file) for *_, file in found]
+        if any(theirs != digest for _, _, theirs, _ in found):
             message = "the ranks have built different plans, or have found different checkpoints"
             raise PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion="the same job and files everywhere")
         return self.pids
@@ -92,7 +94,9 @@ class RankWatchdog:
         signal.signal(signal.SIGTERM, lambda *_: self._told_to_end())
         self._publish()
         self.store.wait([f"at/{r}" for r in range(self.world)])
+        self._looked_s = clock.now()
         threading.Thread(target=self._watch, name="lookout", daemon=True).start()
+        threading.Thread(target=self._guard, name="guard", daemon=True).start()
 
     def tell(self, text: str | None) -> str:
         """What rank 0 has to say to all; everybody else says None."""
@@ -128,6 +132,8 @@ class RankWatchdog:
                 if not self._over.is_set() and not any(t.name == "lookout" for t in threading.enumerate()):
                     self._look()  # it fell before anybody watched
                 clock.sleep_until(clock.now() + EVERY_S)
+            if self._mine.check(["reported"]):
+                self._end(int(self._mine.get("reported")))
         except RuntimeError:
             self._orphaned()
         self._leave()
@@ -140,27 +146,48 @@ class RankWatchdog:
     def _watch(self) -> None:
         try:
             while not self._over.wait(EVERY_S):
+                self._looked_s = clock.now()
                 self._publish()
                 self._look()
         except RuntimeError:
             if not self._over.is_set():
                 self._orphaned()
 
-    def _orphaned(self) -> NoReturn:
+    def _guard(self) -> None:
+        """A store that is stopped answers nobody: its client blocks for good."""
+        while not self._over.wait(1.0):
+            if clock.now() - self._looked_s > self.watchdog_s + GONE_S:
+                self._orphaned("no sign of life of it, nor of the store")
+
+    def _orphaned(self, reason: str = "it has vanished") -> NoReturn:
         """The store is gone, and with it whoever held it: rank 0, or its launcher. Rank 1 speaks, as none can ask."""
         with self._last_words:
-            seen = self._sights[0].record
+            seen = self._here(0) or self._sights[0].record
             if self.rank == 1 and seen is not None:
                 (me,) = read(self.progress, 1)
                 waiting = {1: me.op} if me.op else {}
-                self.report(RankFailed("it has vanished", rank=0, op=seen.op or None, waiting=waiting))
+                self.report(RankFailed(reason, rank=0, op=seen.op or None, waiting=waiting))
+            self._bury(0)
             self._leave()
 
     def _publish(self) -> None:
         (r,) = read(self.progress, 1)
         self._count += 1
-        say = [self._count, int(r.state), r.index, r.op, list(r.peers), clock.now() - r.changed_s]
-        self._mine.set(f"at/{self.rank}", json.dumps(say))
+        self._mine.set(f"at/{self.rank}", self._said(r))
+        if self._ended_s is not None or self._failure_s is not None:  # who is gone can say no more where it was
+            for rank in range(self.world):
+                if rank != self.rank and (near := self._here(rank)) is not None:
+                    self._mine.set(f"near/{rank}", self._said(near))
+
+    def _said(self, r: RankRecord) -> str:
+        return json.dumps([self._count, int(r.state), r.index, r.op, list(r.peers), clock.now() - r.changed_s])
+
+    def _here(self, rank: int) -> RankRecord | None:
+        """What another rank of this machine has written down last, alive or not."""
+        if self.hosts and self.hosts[rank] == self.hosts[self.rank]:
+            with suppress(OSError, struct.error):
+                return replace(read(self.files[rank], 1)[0], rank=rank)
+        return None
 
     def _look(self) -> None:
         """Read what there is to read, and act on it. Does not return if the run has failed."""
@@ -186,9 +213,7 @@ class RankWatchdog:
         for rank, text in zip(ranks, texts, strict=False):
             sight = self._sights[rank]
             if text != sight.text:
-                _, state, index, op, peers, idle_s = json.loads(text)
-                record = RankRecord(rank, RankState(state), index, op, tuple(peers), now - idle_s, now)
-                self._sights[rank] = _Sight(text, record, now)
+                self._sights[rank] = _Sight(text, _record(rank, text, now), now)
             elif sight.record is not None:
                 sight.record = replace(sight.record, beat_s=sight.beat_s)
 
@@ -204,8 +229,17 @@ class RankWatchdog:
             if self._mine.check([f"failure/{r}"]):
                 said[r] = json.loads(self._mine.get(f"failure/{r}"))
         empty = RankRecord(0, RankState.STARTING, -1, "", (), 0.0, 0.0)
-        records = [s.record or replace(empty, rank=r) for r, s in enumerate(self._sights)]
+        records = [self._last(r, now) or replace(empty, rank=r) for r in range(self.world)]
         return RankFindings(records, said, {}, now)
+
+    def _last(self, rank: int, now: float) -> RankRecord | None:
+        """Where a rank was last: by itself, or by those beside it."""
+        seen, near = self._sights[rank].record, self._here(rank)
+        if near is None and self._mine.check([f"near/{rank}"]):
+            near = _record(rank, self._mine.get(f"near/{rank}"), now)
+        if near is None or seen is None:
+            return near or seen
+        return replace(near, beat_s=seen.beat_s)
 
     def _judge(self, now: float) -> RankFailed:
         """After a failure, or an order to end: by what ranks said, else the one that shows no life."""
@@ -232,10 +266,22 @@ class RankWatchdog:
         self._end(error.rank)
 
     def _end(self, culprit: int) -> NoReturn:
-        if culprit != self.rank and self.hosts[culprit] == self.hosts[self.rank]:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(self.pids[culprit], signal.SIGKILL)  # it may be stopped, and would outlive us
+        self._bury(culprit)
+        self._mine.set(f"seen/{self.rank}", "")
+        if self.rank == 0:  # with which the store may go, and whoever has not looked yet would speak again
+            for ranks, patience in (({*range(self.world)} - {culprit}, GONE_S), ({culprit}, 5 * EVERY_S)):
+                limit = clock.now() + (0.0 if self._buried in ranks else patience)
+                while not self._mine.check([f"seen/{r}" for r in ranks]) and clock.now() < limit:
+                    clock.sleep_until(clock.now() + 0.02)
         self._leave()
+
+    def _bury(self, culprit: int) -> None:
+        """It may be stopped, and would outlive us; what is dead does not clean up behind itself."""
+        if culprit != self.rank and self.hosts and self.hosts[culprit] == self.hosts[self.rank]:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pids[culprit], signal.SIGKILL)
+            self._buried = culprit
+            shutil.rmtree(self.files[culprit].parent, ignore_errors=True)
 
     def _leave(self) -> NoReturn:
         """Without any farewell, which might hang; only this rank's own folder goes with it."""
@@ -243,46 +289,6 @@ class RankWatchdog:
         os._exit(FAILED)
 
 
-def put(store: Any, key: str, text: str) -> None:
-    """Leave a text of any length; a value of torch's store has at most 8 MiB. Its length comes last, for `take`."""
-    data = zlib.compress(text.encode(), 1)
-    pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
-    for number, piece in enumerate(pieces):
-        store.set(f"{key}/{number}", piece)
-    store.set(key, str(len(pieces)))
-
-
-def take(store: Any, key: str) -> str:
-    """Wait for what `put` has left, or is about to."""
-    count = int(store.get(key))
-    return zlib.decompress(b"".join(store.get(f"{key}/{number}") for number in range(count))).decode()
-
-
-def clocks(store: Any, rank: int, hosts: Sequence[str], rounds: int = 8) -> tuple[float, float]:
-    """(seconds by which this rank's clock is ahead of rank 0's, uncertainty): half the quickest question and answer."""
-    far = [r for r, name in enumerate(hosts) if name != hosts[0]]
-    best = (0.0, 0.0)
-    for r in far:
-        if rank == 0:
-            _answer(store, r, rounds)
-        elif rank == r:
-            best = _ask(store, r, rounds)
-    return best
-
-
-def _answer(store: Any, rank: int, rounds: int) -> None:
-    for k in range(rounds):
-        store.wait([f"ask/{rank}/{k}"])
-        store.set(f"answer/{rank}/{k}", repr(clock.now()))
-
-
-def _ask(store: Any, rank: int, rounds: int) -> tuple[float, float]:
-    found = []
-    for k in range(rounds):
-        before = clock.now()
-        store.set(f"ask/{rank}/{k}", "")
-        theirs = float(store.get(f"answer/{rank}/{k}"))
-        after = clock.now()
-        found.append(((after - before) / 2, (before + after) / 2 - theirs))
-    uncertain, ahead = min(found)
-    return ahead, uncertain
+def _record(rank: int, text: bytes, now: float) -> RankRecord:
+    _, state, index, op, peers, idle_s = json.loads(text)
+    return RankRecord(rank, RankState(state), index, op, tuple(peers), now - idle_s, now)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from torch.distributed import TCPStore
 
-from executor.launch.watchdog import PIECE, clocks, host, put, take
+from executor.launch.store import PIECE, clocks, put, take
+from executor.launch.watchdog import host
 from tests.executor.launch.test_run_failure import gone, pids, when_stepping
 from tests.executor.runs import job_file, run
 
@@ -28,7 +29,9 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _agent(nodes: int, per_node: int, port: int, *args: str, **more: str) -> subprocess.Popen[str]:
+def _agent(
+    nodes: int, per_node: int, port: int, *args: str, module: str = "executor", **more: str
+) -> subprocess.Popen[str]:
     launcher = [
         sys.executable,
         "-m",
@@ -40,7 +43,7 @@ def _agent(nodes: int, per_node: int, port: int, *args: str, **more: str) -> sub
     ]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", str(port)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more}
-    command = [*launcher, *meeting, "-m", "executor", *args]
+    command = [*launcher, *meeting, "-m", module, *args]
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -1,0 +1,117 @@
+"""`python -m tests.clusters.faulty JOB …`: `-m executor`, but one rank does one thing wrong, as FAULT says.
+
+It does so when it comes to the op that FAULT names for the second time; the moment goes to a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from executor.checkpoint.keeper import RankCheckpoint
+from executor.launch import torchrun
+from executor.runtime.interpreter import PlanInterpreter
+from executor.runtime.rank import train_rank
+from executor.runtime.worker import RankContext
+from executor.transport.groups import GroupTransport
+
+FAULT = json.loads(os.environ["FAULT"])
+
+
+def note(op: str) -> None:
+    """Now, and at which op."""
+    Path(FAULT["mark"]).write_text(json.dumps([time.monotonic(), op]))
+
+
+def cut() -> None:
+    """Every connection of this process but those to the store ends, and no message says so."""
+    listening = {int(os.environ["MASTER_PORT"])}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as s:
+                    if not {s.getsockname()[1], s.getpeername()[1]} & listening:
+                        s.shutdown(socket.SHUT_RDWR)
+
+
+def _stay() -> None:
+    """For good, in a call that never returns."""
+    while True:
+        time.sleep(1000)
+
+
+def _hang() -> None:
+    """The next thing that this rank gives to its transport is never taken."""
+
+    def never(self: GroupTransport, *args: Any) -> Any:
+        _stay()
+
+    GroupTransport._post = never  # type: ignore[method-assign]
+
+
+def _full() -> None:
+    def write(self: RankCheckpoint, done: int) -> None:
+        note(f"save step-{done:06d}")
+        raise OSError(errno.ENOSPC, "No space left on device", "rank.safetensors")
+
+    RankCheckpoint._write = write  # type: ignore[method-assign]
+
+
+def _slow() -> None:
+    compute: Callable[..., None] = PlanInterpreter._compute
+
+    def longer(self: PlanInterpreter, *args: Any) -> None:
+        time.sleep(0.05)
+        compute(self, *args)
+
+    PlanInterpreter._compute = longer  # type: ignore[method-assign]
+
+
+def faulty(ctx: RankContext, **spec: Any) -> Any:
+    """Train, until it happens."""
+    if ctx.rank != FAULT["rank"]:
+        return train_rank(ctx, **spec)
+    kind, op, last, visits = FAULT["kind"], ctx.progress.op, -1, 0
+
+    def at(index: int, text: str) -> None:
+        nonlocal last, visits
+        op(index, text)
+        visits += index == FAULT["index"] != last
+        last = index
+        if visits != 2:
+            return
+        visits += 1
+        note(text)
+        match kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "raise":
+                raise ValueError("bad luck")
+            case "hang":
+                _hang()
+            case "cut":
+                cut()
+            case "full":
+                _full()
+            case "slow":
+                _slow()
+
+    ctx.progress.op = at  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)
+
+
+if __name__ == "__main__":
+    torchrun.train_rank = faulty
+    sys.exit(torchrun.main(sys.argv[1:]))
