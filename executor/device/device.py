@@ -135,6 +135,11 @@ def repeatable() -> None:
 LAUNCHES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 
 
+def gpu_of(local_rank: int) -> int:
+    """A rank's GPU among those that its process sees: where each was given one (`--gpus-per-task=1`), that."""
+    return local_rank if torch.cuda.device_count() != 1 else 0
+
+
 class CudaDevice:
     """One GPU; several ranks of one process may share it. Lanes are streams, marks are events."""
 

@@ -27,11 +27,16 @@ _SIZE = 512
 _HEAD = struct.Struct("=Qdqi160s160s")  # writes so far, time of last progress, op index, state, op text, peers
 _BEAT = struct.Struct("=d")
 _BEAT_AT = _SIZE - _BEAT.size
+_POST = struct.Struct("=128s")  # the op that is being given to the transport
+_POST_AT = _BEAT_AT - _POST.size
 
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """One rank's record. changed_s, beat_s: on this machine's monotonic clock; beat_s is the heartbeat thread's."""
+    """One rank's record. changed_s, beat_s: on this machine's monotonic clock; beat_s is the heartbeat thread's.
+
+    posting: the op, if any, that some thread is giving to the transport: a rank may wait for what it never gave.
+    """
 
     rank: int
     state: RankState
@@ -40,6 +45,7 @@ class RankRecord:
     peers: tuple[int, ...]
     changed_s: float
     beat_s: float
+    posting: str = ""
 
 
 class RankProgress:
@@ -61,6 +67,7 @@ class RankProgress:
             self._map = mmap.mmap(file.fileno(), 0)
         self._at = rank * _SIZE
         self._n, self._index, self._text, self._peers = 0, -1, b"", b""
+        self._posting: dict[int, bytes] = {}  # by op: streams' threads do so, too
         self._stop = threading.Event()
         if beat_every_s:
             threading.Thread(target=self._beat, args=(beat_every_s,), name="heartbeat", daemon=True).start()
@@ -90,6 +97,19 @@ class RankProgress:
         """What happens now is none of ours, and may take as long as it likes."""
         self._text = b"between steps"
         self._write(RankState.OUTSIDE)
+
+    def posting(self, index: int, text: str) -> None:
+        """Op `index` is given to the transport, which ought to take it at once."""
+        self._posting[index] = text.encode()[: _POST.size]
+        self._post()
+
+    def posted(self, index: int) -> None:
+        """It has taken it."""
+        self._posting.pop(index, None)
+        self._post()
+
+    def _post(self) -> None:
+        _POST.pack_into(self._map, self._at + _POST_AT, next(iter(list(self._posting.values())), b""))
 
     def end(self, state: RankState = RankState.DONE) -> None:
         """No more ops."""
@@ -133,5 +153,6 @@ def read(path: Path, world: int) -> list[RankRecord]:
         who = tuple(int(p) for p in peers.rstrip(b"\0").split(b",") if p)
         op = text.rstrip(b"\0").decode(errors="replace")
         (beat,) = _BEAT.unpack_from(raw, _BEAT_AT)
-        out.append(RankRecord(rank, RankState(state), index, op, who, changed, beat))
+        posting = _POST.unpack_from(raw, _POST_AT)[0].rstrip(b"\0").decode(errors="replace")
+        out.append(RankRecord(rank, RankState(state), index, op, who, changed, beat, posting))
     return out

@@ -28,7 +28,7 @@ def refuse(prepared: PreparedJob, backend: str = "gloo", *, real: bool = True, h
     real: with arithmetic, hence with a model. here: how many of the ranks are on this machine, if not all.
     """
     if backend == "nccl":
-        _refuse_nccl(here or prepared.ranks, real)
+        _refuse_nccl(here or prepared.ranks, real, bound=bool(here and os.environ.get("CUDA_VISIBLE_DEVICES")))
         check_device(prepared.plan(), DeviceQueues(_connections()))
     with blaming(prepared.job):
         _refuse_job(prepared, real)
@@ -151,14 +151,15 @@ def refuse_module(prepared: PreparedJob) -> None:
     model_of(prepared)
 
 
-def _refuse_nccl(ranks: int, real: bool) -> None:
+def _refuse_nccl(ranks: int, real: bool, bound: bool) -> None:
+    """bound: a launcher may have given each rank a GPU of its own, which is all that it sees."""
     if not real:
         message = "nccl moves what a GPU computes, and ops of a given time compute nothing"
         raise PiperError(ErrorKind.USAGE, message, key="--backend", allowed="gloo, local", suggestion="gloo")
     import torch
 
     gpus = torch.cuda.device_count()
-    if gpus < ranks:
+    if gpus < ranks and not (bound and gpus == 1):
         has = f"this machine has {gpus}" if gpus else "torch sees none here"
         message = f"nccl needs a CUDA GPU for each of {ranks} ranks, and {has}"
         fix = "--backend local, where all ranks share one" if gpus else "--backend gloo"

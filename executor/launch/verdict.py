@@ -66,8 +66,9 @@ def stuck(
         first = min(found, key=lambda r: r.changed_s)
         return first.rank, idle[first.rank]
     if late and len(late) == len(watched):
-        # All wait. Nobody computes: the one that has waited longest is as near to the cause as can be told.
-        first = min(late, key=lambda r: r.changed_s)
+        # All wait. One may wait for what it has not given to its transport; else the one that has waited longest is as
+        # near to the cause as can be told.
+        first = min(late, key=lambda r: (not r.posting, r.changed_s))
         return first.rank, idle[first.rank]
     return None
 
@@ -101,5 +102,5 @@ def failed(f: RankFindings, rank: int, reason: str, details: str = "") -> RankFa
         blocked = r.state is RankState.WAIT and f.now_s - r.beat_s < BEAT_S
         if r.rank != rank and r.op and ((r.rank in f.said and f.said[r.rank]["witness"]) or blocked):
             waiting[r.rank] = r.op
-    details = details or f.logs.get(rank, "")
-    return RankFailed(reason, rank=rank, op=f.records[rank].op or None, waiting=waiting, details=details)
+    details, mine = details or f.logs.get(rank, ""), f.records[rank]
+    return RankFailed(reason, rank=rank, op=mine.posting or mine.op or None, waiting=waiting, details=details)

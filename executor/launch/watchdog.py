@@ -180,7 +180,8 @@ class RankWatchdog:
                     self._mine.set(f"near/{rank}", self._said(near))
 
     def _said(self, r: RankRecord) -> str:
-        return json.dumps([self._count, int(r.state), r.index, r.op, list(r.peers), clock.now() - r.changed_s])
+        idle_s = clock.now() - r.changed_s
+        return json.dumps([self._count, int(r.state), r.index, r.op, list(r.peers), idle_s, r.posting])
 
     def _here(self, rank: int) -> RankRecord | None:
         """What another rank of this machine has written down last, alive or not."""
@@ -290,5 +291,5 @@ class RankWatchdog:
 
 
 def _record(rank: int, text: bytes, now: float) -> RankRecord:
-    _, state, index, op, peers, idle_s = json.loads(text)
-    return RankRecord(rank, RankState(state), index, op, tuple(peers), now - idle_s, now)
+    _, state, index, op, peers, idle_s, posting = json.loads(text)
+    return RankRecord(rank, RankState(state), index, op, tuple(peers), now - idle_s, now, posting)

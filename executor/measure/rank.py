@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from executor.device.device import CudaDevice, Device, HostDevice
+from executor.device.device import CudaDevice, Device, HostDevice, gpu_of
 from executor.measure.kernels import KernelSample, piece_samples
 from executor.measure.links import MessageSample, link_rows, topology
 from executor.measure.ops import Note, op_samples
@@ -21,7 +21,7 @@ def measure_rank(
     ctx: RankContext, sizes: list[dict[str, Any]], wants: list[dict[str, Any]], by: str, backend: str, repeats: int
 ) -> dict[str, Any]:
     """The target of `launch`. sizes: the job in each of its sizes, its classes or its kernels. by: which of the two."""
-    device: Device = CudaDevice(ctx.local_rank) if backend == "nccl" else HostDevice()
+    device: Device = CudaDevice(gpu_of(ctx.local_rank)) if backend == "nccl" else HostDevice()
     device.bind()
     asked = [_want(w) for w in wants]
     transport = ctx.connect(backend, topology(asked, ctx.world), device)

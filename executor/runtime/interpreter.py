@@ -175,7 +175,8 @@ class PlanInterpreter:
         """Put op i on its stream. before: what must be over first, beside what the plan waits for; land: what its
         stream does at its end."""
         waits = [self._under[w].queued for w in self.program.plan.waits.row(i).tolist() if w in self._under]
-        late = (lambda: DelayedTransport(post(), delay_s)) if delay_s else post
+        given = partial(self._given, i, row.op, post)
+        late = (lambda: DelayedTransport(given(), delay_s)) if delay_s else given
         ends = late if land is None else (lambda: LandingTransport(late(), land))
         row.queued = StreamOp(ends, [*before, *(q for q in waits if q is not None)], self.device.mark())
         self._under[i] = row
@@ -183,6 +184,13 @@ class PlanInterpreter:
             self._streams[row.stream] = Stream(row.stream, self.device)
         self._streams[row.stream].put(row.queued)
         self._latest[row.stream] = row.queued
+
+    def _given(self, i: int, text: str, post: Callable[[], TransportHandle]) -> TransportHandle:
+        self.progress.posting(i, text)
+        try:
+            return post()
+        finally:
+            self.progress.posted(i)
 
     def _wait(self, op: int, now: int | None) -> None:
         """Go on behind a communication op; compute runs in order anyway. now: the op that waits."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from executor.checkpoint.keeper import RankCheckpoint
-from executor.device.device import CudaDevice, Device, HostDevice
+from executor.device.device import CudaDevice, Device, HostDevice, gpu_of
 from executor.device.memory import PeakMemory
 from executor.device.progress import RankProgress
 from executor.device.race import RaceDevice
@@ -199,7 +199,7 @@ def device_of(options: JobRunOptions, ctx: RankContext) -> Device:
     if options.racecheck:
         return ctx.hub.race_device()
     if options.backend == "nccl":
-        return CudaDevice(ctx.local_rank)
+        return CudaDevice(gpu_of(ctx.local_rank))
     return CudaDevice(0) if options.backend == "local" and options.real and torch.cuda.is_available() else HostDevice()
 
 

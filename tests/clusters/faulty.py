@@ -23,9 +23,8 @@ from executor.launch import torchrun
 from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
-from executor.transport.groups import GroupTransport
 
-FAULT = json.loads(os.environ["FAULT"])
+FAULT = json.loads(os.environ.get("FAULT", "{}"))
 
 
 def note(op: str) -> None:
@@ -44,19 +43,19 @@ def cut() -> None:
                         s.shutdown(socket.SHUT_RDWR)
 
 
-def _stay() -> None:
-    """For good, in a call that never returns."""
-    while True:
-        time.sleep(1000)
-
-
 def _hang() -> None:
-    """The next thing that this rank gives to its transport is never taken."""
+    """What this op gives to its transport is never taken, on whatever thread."""
+    queue: Callable[..., None] = PlanInterpreter._queue
 
-    def never(self: GroupTransport, *args: Any) -> Any:
-        _stay()
+    def never(self: PlanInterpreter, i: int, row: Any, post: Any, *args: Any) -> None:
+        def stay() -> Any:
+            note(row.op)
+            while True:
+                time.sleep(1000)
 
-    GroupTransport._post = never  # type: ignore[method-assign]
+        queue(self, i, row, stay if i == FAULT["index"] else post, *args)
+
+    PlanInterpreter._queue = never  # type: ignore[method-assign]
 
 
 def _full() -> None:

@@ -4,11 +4,13 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from executor.device.device import gpu_of
 from executor.launch.refusals import refuse
 from executor.launch.run import _durations
 from ir.core.errors import ErrorKind, PiperError
@@ -239,6 +241,18 @@ def test_nccl_runs_a_plan_only_on_hardware_queues_that_let_it_finish(
             except PiperError as error:
                 found.append(error.kind)
         assert found == ([] if refused is None else [refused] * (1 if refused is ErrorKind.DEADLOCK else 2))
+
+
+def test_a_launcher_may_give_each_rank_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    job = prepare(load_job(job_file(tmp_path)))
+    for seen, here, refused in (("5", 2, False), ("", 2, True), ("5", 0, True)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+        with pytest.raises(PiperError, match="nccl needs a CUDA GPU") if refused else nullcontext():
+            refuse(job, "nccl", here=here)
+    assert gpu_of(3) == 0
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert gpu_of(3) == 3
 
 
 def test_a_step_counts_from_the_end_of_the_one_before_unless_something_else_was_done_there() -> None:
