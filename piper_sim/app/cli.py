@@ -159,6 +159,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
             from piper_sim.app.commands.plan import main as command
         case "sweep":
             from piper_sim.app.sweep import main as command
+        case "history":
+            from piper_sim.app.logs import main as command
         case "cluster":
             from piper_sim.app.cluster import main as command
         case "import":
