@@ -13,7 +13,10 @@ FILE = "past_runs.csv"
 
 
 def main(args: argparse.Namespace) -> int:
-    """One row a log: median seconds of its steps, its peak; `--set` says what of the job differed, for all of them."""
+    """One row a log: median seconds of its steps, its peak; `--set` says what of the job differed, for all of them.
+
+    Raises PiperError (usage): a `--set` that no cell can hold; as `read_log` does.
+    """
     refuse_existing(args.out, (FILE,), args.force)
     keys = [text.partition("=") for text in args.sets]
     if any(not equals or "," in value for _, equals, value in keys):
