@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from executor.frontend.aten import FORMATS
 from executor.frontend.measure import PartMeasure, PassMeasure
 from executor.frontend.survey import survey, without_values
-from executor.modules.base import TORCH, Model
+from executor.modules.base import TORCH, BuiltChunks, Model, TokenLoss
+from executor.modules.user.divided import ModelShard
 from executor.modules.user.model import UserModel, load_callable
-from executor.parallel.inline import MessageAxis, RankRegion
-from ir.core.errors import ErrorKind, PiperError
+from executor.parallel.inline import MessageAxis, RankAxis, RankRegion
+from ir.core.errors import ErrorKind, PiperError, job_error
 from ir.core.work import DType, Kernel, KernelKind
 from ir.workload.captured_file import FORMAT, VERSION, read_captured
 
@@ -45,11 +46,12 @@ def capture(
     dtype: DType = DType.BF16,
     tags: Mapping[str, str] | None = None,
     tp: int = 1,
+    ep: int = 1,
     tp_plan: Mapping[str, str] | None = None,
 ) -> Json:
     """The module that `path/file.py:build` makes, as the object of a model.json. tags: {"PP": "model.layers.*"}, where
     its layers are by module path; without them its code says so (`annotate`). tp: the ranks that share its linears, as
-    `tp_plan` or its own plan has it.
+    `tp_plan` or its own plan has it; ep: that share the experts of each layer (`tags["EP"]`).
     """
     if isinstance(reference, str):
         name, build = reference, load_callable(reference)
@@ -58,19 +60,24 @@ def capture(
     with without_values():
         before = torch.get_default_dtype()
         torch.set_default_dtype(TORCH[dtype])  # a module's own `.to` is refused where there are no values
-        given = partial(UserModel, dtype=None, tags=tags, batch=(microbatch_size, seq_len), plan=tp_plan)
+        given = partial(UserModel, build, dtype=None, tags=tags, batch=(microbatch_size, seq_len))
+        axis, whole = MessageAxis(tp, "tp"), dict[str, PartMeasure]()
         try:
-            if tp == 1:
-                return describe(given(build), name, seq_len, microbatch_size, dtype)
-            axis = MessageAxis(tp, "tp")
-            model = given(build, region=RankRegion(axis))
+            model = given(shard=ModelShard(RankRegion(axis if tp > 1 else RankAxis()), tp_plan or {}, ep))
             found = describe(model, name, seq_len, microbatch_size, dtype, axis)
-            whole = survey(given(build), microbatch_size, seq_len)
+            if tp > 1:
+                whole = survey(given(), microbatch_size, seq_len)
         finally:
             torch.set_default_dtype(before)
-    for chunk in found["chunks"]:
-        found["parts"][chunk["part"]]["model_flops"] = sum(k.flops * k.count for k in whole[chunk["name"]].forward.work)
-    return {**found, "tp": tp, "cut": model.dims, "partly": model.partly}
+    if ep > 1 and not model.routed:
+        raise job_error("parallel.ep", "no module is tagged as experts", 'tags = { EP = "model.layers.*.mlp.experts" }')
+    for unit, measured in whole.items():
+        flops, (chunk, _, part) = sum(k.flops * k.count for k in measured.forward.work), unit.partition(".")
+        entry = next(c for c in found["chunks"] if c["name"] == chunk)
+        piece = next((p for p in entry.get("pieces", ()) if p["name"] == part), entry)
+        found["parts"][piece["part"]]["model_flops"] = flops
+    divided = {"tp": tp, "cut": model.dims, "partly": model.partly} if tp > 1 else {}
+    return {**found, **divided, **({"ep": ep} if ep > 1 else {})}
 
 
 def _without_values(module: nn.Module) -> nn.Module:
@@ -92,15 +99,25 @@ def describe(
     """
     found = survey(model, microbatch_size, seq_len, axis=axis)
     built = model.build(model.chunks)
-    hidden = _width(name, found, (microbatch_size, seq_len), TORCH[dtype])
-    after = {a: found[b].keeps[:1] for a, b in zip(model.chunks, model.chunks[1:], strict=False)}
+    units = {c: [u for u in built.units if u.partition(".")[0] == c] for c in model.chunks}
+    hidden = _width(name, [(u[-1], found[u[-1]]) for u in units.values()], (microbatch_size, seq_len), TORCH[dtype])
+    after = {a: found[units[b][0]].keeps[:1] for a, b in zip(model.chunks, model.chunks[1:], strict=False)}
     parts: dict[str, Json] = {}
-    chunks = []
-    for chunk in model.chunks:
-        numbers = _part(found[chunk], after.get(chunk, ("",))[0])
-        held = {id(p) for p in built.units[chunk].parameters()}
-        params = [[n, list(model.shapes[n])] for n, p in built.params.items() if id(p) in held]
-        chunks.append({"name": chunk, "part": _name(chunk, numbers, parts), "parameters": params})
+    chunks: list[Json] = []
+    for chunk, mine in units.items():
+        pieces: list[Json] = []
+        for unit in mine:
+            last, alone = unit == mine[-1], len(mine) == 1
+            numbers = _part(found[unit], after.get(chunk, ("",))[0] if last else "", inside=not alone)
+            held = {id(p) for p in built.units[unit].parameters()}
+            params = [[n, list(model.shapes[n])] for n, p in built.params.items() if id(p) in held]
+            stem = "block" if chunk[1:].isdigit() else chunk
+            named = _name(stem if alone else unit.rpartition(".")[2], numbers, parts)
+            pieces.append({"name": unit.rpartition(".")[2], "part": named, "parameters": params})
+        if len(mine) == 1:
+            chunks.append({**pieces[0], "name": chunk})
+        else:
+            chunks.append({"name": chunk, "pieces": pieces, "experts": _experts(built, found, chunk)})
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -109,25 +126,40 @@ def describe(
         "seq_len": seq_len,
         "dtype": str(dtype),
         "hidden": hidden,
-        "vocab": _vocabulary(model, built.units[model.chunks[0]], hidden),
+        "vocab": _vocabulary(model, built.units[units[model.chunks[0]][0]], hidden),
         "chunks": chunks,
         "parts": parts,
     }
 
 
-def _name(chunk: str, numbers: Json, parts: dict[str, Json]) -> str:
+def _experts(built: BuiltChunks, found: Mapping[str, PartMeasure], chunk: str) -> Json:
+    """What passes between a layer's router and its experts."""
+    router, experts = f"{chunk}.router", f"{chunk}.experts"
+    outs, ports = found[router].outs, {p.rpartition(".")[2]: at for p, at in built.ports[router].items()}
+    (counts,) = ports["counts"]
+    add: Any = built.units[f"{chunk}.add"]
+    add = add.inner if isinstance(add, TokenLoss) else add
+    return {
+        "count": found[router].shapes[counts][0][0],
+        "top_k": add.combine.top_k,
+        "sent_bytes": sum(outs[k] for k in ports["rows"]),
+        "back_bytes": sum(found[experts].outs),
+        "past_bytes": sum(outs[k] for k in ports["tokens"]),
+    }
+
+
+def _name(stem: str, numbers: Json, parts: dict[str, Json]) -> str:
     """Equal layers share a part: block, block2, …; embed and head have their own."""
-    stem = "block" if chunk[1:].isdigit() else chunk
     for k in range(1, len(parts) + 2):
         name = stem if k == 1 else f"{stem}{k}"
         if parts.setdefault(name, numbers) == numbers:
             return name
-    raise AssertionError(chunk)
+    raise AssertionError(stem)
 
 
-def _width(name: str, found: dict[str, PartMeasure], batch: tuple[int, int], dtype: torch.dtype) -> int:
+def _width(name: str, found: Sequence[tuple[str, PartMeasure]], batch: tuple[int, int], dtype: torch.dtype) -> int:
     """Features per token of the tensor at every seam; it must be one and the same."""
-    seams = {u: m.shapes for u, m in list(found.items())[:-1]}
+    seams = {u: m.shapes for u, m in found[:-1]}
     first = next(iter(seams.values()), (((*batch, 1), dtype),))
     for unit, shapes in seams.items():
         ((shape, kind),) = shapes if len(shapes) == 1 else (((), None),)
@@ -147,13 +179,20 @@ def _vocabulary(model: Model, first: nn.Module, hidden: int) -> int:
     return tables[0] if tables else 1
 
 
-def _part(m: PartMeasure, read_next: str) -> Json:
-    """One chunk's numbers. Its output is counted as saved only where the next chunk does not keep it as long."""
+def _part(m: PartMeasure, read_next: str, *, inside: bool) -> Json:
+    """One part's numbers. Its output is counted as saved only where the next chunk does not keep it as long.
+
+    inside: it is one of a layer's several, whose inputs that backward reads again are counted as its own.
+    """
     own = dict.fromkeys("IW", 0)
+    if inside:
+        for size, until in zip(m.ins, m.keeps, strict=True):
+            if until:
+                own[until] += size
     for size, until in zip(m.outs, m.keeps_outs, strict=True):
         if until > read_next:
             own[until] += size
-    floating = m.keeps[0] if m.keeps else ""
+    floating = m.keeps[0] if m.keeps and not inside else ""
     return {
         "output_bytes": sum(m.outs),
         "reads_input_again": floating,
@@ -218,6 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bf16", choices=[str(d) for d in FORMATS.values()])
     parser.add_argument("--pp", metavar="PATTERN", help='module paths of the layers, "model.layers.*"')
     parser.add_argument("--tp", type=int, default=1, help="ranks that share its linears, as its own tp_plan has it")
+    parser.add_argument("--experts", metavar="PATTERN", help='module paths of experts, "model.layers.*.mlp.experts"')
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts of a layer")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     args = parser.parse_args(argv)
     try:
@@ -228,8 +269,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             seq_len=args.seq_len,
             microbatch_size=args.microbatch_size,
             dtype=DType(args.dtype),
-            tags={"PP": args.pp} if args.pp else None,
+            tags={t: p for t, p in (("PP", args.pp), ("EP", args.experts)) if p} or None,
             tp=args.tp,
+            ep=args.ep,
         )
         args.out.write_text(text(found) + "\n", encoding="utf-8")
         read, _ = read_captured(args.out)

@@ -48,7 +48,7 @@ class PartMeasure:
     outs: of each output, whose shapes and formats are `shapes`. until_i, until_w: each storage that forward saves and
     I, or W, reads last; not inputs, outputs, constants. keeps, keeps_outs: until when an input, or the unit's own
     output, is read again: "I", "W" or "". stash: each storage made in I, or output gradient, that W reads.
-    constants: bytes saved that depend on nothing.
+    constants: bytes saved that depend on nothing. ins: bytes of each input.
     """
 
     forward: PassMeasure
@@ -62,6 +62,7 @@ class PartMeasure:
     keeps_outs: tuple[str, ...]
     stash: tuple[int, ...]
     constants: int
+    ins: tuple[int, ...] = ()
 
     @property
     def saved(self) -> int:
@@ -202,6 +203,7 @@ def measure(
         until(mine),
         t.bytes(fresh),
         sum(t.bytes(saved - t.made(saved))),
+        t.bytes(ins),
     )
 
 

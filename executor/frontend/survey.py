@@ -12,6 +12,7 @@ from executor.frontend.measure import PartMeasure, Sizes, measure
 from executor.modules.attention.attend import forget_masks
 from executor.modules.attention.rope import forget_tables
 from executor.modules.base import BuiltChunks, Model, example_extra, wiring
+from executor.modules.user.routed import balanced
 from executor.parallel.inline import MessageAxis
 from ir.core.errors import ErrorKind, PiperError
 
@@ -51,12 +52,20 @@ def survey(
     found, take = {}, () if axis is None else (axis.take,)
     for unit, module in built.units.items():
         inputs = tuple(s for r in reads[unit] for s in shapes[r])
+        extras = batch(built, unit, size, length)
+        for wire in (built.exchanges[r] for r in reads[unit] if r in built.exchanges):
+            if wire.counts and not wire.back:  # as many rows from each rank for each expert
+                (((experts,), _),) = shapes[wire.counts]
+                rows = balanced(inputs[0][0][0], experts)
+                extras = [[rows[k :: wire.ranks] for k in range(wire.ranks)]]
         weights = {names[id(p)]: p for p in module.parameters()}
         forget_tables()
         forget_masks()
         with _blaming(unit):
-            found[unit] = measure(module, inputs, batch(built, unit, size, length), weights, *take)
+            found[unit] = measure(module, inputs, extras, weights, *take)
         shapes[unit] = found[unit].shapes
+        shapes |= {p: tuple(shapes[unit][k] for k in at) for p, at in built.ports.get(unit, {}).items()}
+        shapes |= {n: shapes[x.reads] for n, x in built.exchanges.items() if x.reads in shapes}
     return found
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from executor.modules.base import TORCH, Model
 from executor.modules.decoder import DecoderModel
 from executor.modules.hub_weights import HubCheckpoint, biases
+from executor.modules.user.divided import ModelShard
 from executor.modules.user.model import UserModel, load_callable
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide
@@ -34,7 +35,7 @@ def model_of(
     job, precision = prepared.job, precision_of(prepared.job)
     dtype, compute = TORCH[precision.params], TORCH[precision.compute]
     if job.model.module is not None:
-        return _users(prepared, job.model.module, region)
+        return _users(prepared, job.model.module, region, held or {})
     selective = "scores" in recompute_options(job)  # which flash attention does anyway
     return DecoderModel(
         prepared.config,
@@ -74,7 +75,9 @@ def recomputed(prepared: PreparedJob) -> frozenset[str]:
     return frozenset(name for _, name in again(prepared.base))
 
 
-def _users(prepared: PreparedJob, reference: str, region: RankRegion | None) -> UserModel:
+def _users(
+    prepared: PreparedJob, reference: str, region: RankRegion | None, held: Mapping[str, ParamShard]
+) -> UserModel:
     """The user's module, which must be the one that was captured. Its path starts at the job's folder."""
     job, entries = prepared.job, prepared.base.entries
     path, _, name = reference.rpartition(":")
@@ -84,6 +87,7 @@ def _users(prepared: PreparedJob, reference: str, region: RankRegion | None) -> 
         raise PiperError(ErrorKind.DIRECTIVE, message, key="sequence_parallel", allowed="false", suggestion=fix)
     build = load_callable(f"{named_path(job.file, path)}:{name}" if path else reference)
     parts = {e.chunk.name: e.part.name for e in entries}
+    cuts = [c for e in entries for p in e.part.params if p.expert and p.name in held for c in held[p.name].cuts]
     model = UserModel(
         build,
         seed=job.model.seed,
@@ -91,8 +95,7 @@ def _users(prepared: PreparedJob, reference: str, region: RankRegion | None) -> 
         parts=parts,
         tags=job.model.tags,
         batch=(job.schedule.microbatch_size, job.model.seq_len),
-        region=divided,
-        plan=job.model.tp_plan,
+        shard=ModelShard(divided, job.model.tp_plan, *next(((c.count, c.index) for c in cuts), (1, 0))),
     )
     model.refuse_training()
     graph = {p.name: p.shape for e in entries for p in e.part.params}

@@ -13,7 +13,7 @@ from executor.modules.attention.attention import AttentionPart, LatentAttentionP
 from executor.modules.base import NUMBER, BuiltChunks, TokenLoss, evaluate
 from executor.modules.hub_weights import HubCheckpoint
 from executor.modules.layers import EmbedPart, FeedForwardLayer, HeadPart, MlpPart, NormLayer, Params
-from executor.modules.moe.experts import ExpertAdd, ExpertRouter, LocalExperts, SharedExperts, moe_of
+from executor.modules.moe.experts import ExpertAdd, ExpertRouter, Experts, LocalExperts, SharedExperts, moe_of
 from executor.modules.moe.spread import ExpertParallelAdd, ExpertParallelExperts, ExpertParallelRouter
 from executor.modules.mtp import NextTokenEmbed, NextTokenLoss, NextTokenProjection
 from executor.parallel.expert_all_to_all import ExpertAllToAll, exchanges
@@ -168,7 +168,7 @@ class DecoderModel:
         shared = ("shared",) if c.moe and c.moe.shared_ffn else ()
         if spread:
             parts["router"] = ExpertParallelRouter(c, make, prefix, layer, self.guide)
-            parts["experts"] = ExpertParallelExperts(c, make, prefix)
+            parts["experts"] = ExpertParallelExperts(Experts(c, make, prefix))
             parts |= {
                 s: FeedForwardLayer(c, make, f"{prefix}mlp.shared_experts.", moe_of(c).shared_ffn) for s in shared
             }

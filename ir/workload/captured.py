@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
-from ir.core.work import Kernel, KernelKind, Message
-from ir.workload.captured_file import CapturedModelFile, read_captured
-from ir.workload.config.spec import ModelConfig
+from ir.core.work import Kernel, KernelKind, Message, MessageKind
+from ir.workload.captured_file import CapturedLayerPart, CapturedModelFile, read_captured
+from ir.workload.config.spec import ExpertConfig, ModelConfig
 from ir.workload.params import local_numel
 from ir.workload.part import (
     Chunk,
@@ -48,16 +48,27 @@ class CapturedModel:
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """The chunks, in order; the decoder layers among them are those annotated "PP"."""
-        out = []
+        out, moe = list[Chunk](), 0
         for k, c in enumerate(self.found.chunks):
-            keep = self.found.parts[c.part].reads_input_again
-            keeps = (KeptBuffer("", Pass(keep)),) if keep and k else ()
-            params = tuple(self._param(name, shape) for name, shape in c.parameters)
             tags = {"L": int(c.name[1:])} if c.is_layer else {}
-            out.append(Chunk(c.name, (Part(c.part, ("",) if k else (), keeps, params),), tags))
+            if c.experts is not None:
+                tags |= {"MOE": moe}
+                moe += 1
+            out.append(Chunk(c.name, tuple(self._part(p, first=not k) for p in c.every), tags))
         return tuple(out)
 
-    def _param(self, name: str, shape: tuple[int, ...]) -> Param:
+    def _part(self, piece: CapturedLayerPart, *, first: bool) -> Part:
+        """first: it has no other's output to read."""
+        outer = () if first else ("",)
+        inputs = {"experts": ("router",), "add": ("experts", "router")}.get(piece.name, outer)
+        keep = self.found.parts[piece.part].reads_input_again
+        keeps = (KeptBuffer("", Pass(keep)),) if keep and inputs == ("",) else ()
+        params = tuple(self._param(name, shape, piece.name == "experts") for name, shape in piece.parameters)
+        return Part(piece.name, inputs, keeps, params)
+
+    def _param(self, name: str, shape: tuple[int, ...], expert: bool) -> Param:
+        if expert:
+            return Param(name, shape, ("ep",), expert=True, dims=(0,))
         if name in self.found.cut:
             return Param(name, shape, ("tp",), dims=(self.found.cut[name],))
         return Param(name, shape, by_heads=name in self.found.partly)
@@ -67,6 +78,9 @@ class CapturedModel:
         """What is known of it in a config's words: layers, width, vocabulary; not its heads and the like."""
         f = self.found
         layers = sum(c.is_layer for c in f.chunks)
+        routed = {int(c.name[1:]): c.experts for c in f.chunks if c.is_layer and c.experts is not None}
+        dense, some = frozenset(range(layers)) - routed.keys(), next(iter(routed.values()), None)
+        moe = None if some is None else ExpertConfig(some.count, some.top_k, f.hidden, dense_layers=dense)
         return ModelConfig(
             source=self.file,
             model_type="captured",
@@ -78,6 +92,7 @@ class CapturedModel:
             ffn=f.hidden,
             vocab=f.vocab,
             max_positions=f.seq_len,
+            moe=moe,
         )
 
     def check(
@@ -85,11 +100,12 @@ class CapturedModel:
     ) -> None:
         """Refuse a job of another shape, format or division than was captured, naming its key."""
         f = self.found
-        for axis in ("cp", "ep", "etp"):
+        for axis in ("cp", "etp"):
             if (size := getattr(layout, axis)) > 1:
                 raise self._refuse(f"parallel.{axis}", f"{axis} = {size}: a captured module is not cut inside", 1)
         for key, given, wanted in (
             ("parallel.tp", layout.tp, f.tp),
+            ("parallel.ep", layout.ep, f.ep),
             ("model.seq_len", shape.seq_len, f.seq_len),
             ("schedule.microbatch_size", shape.microbatch_size, f.microbatch_size),
             ("precision.compute", precision.compute, f.dtype),
@@ -120,7 +136,13 @@ class CapturedModelWork:
 
     def work(self, entry: PlacedPart) -> PartWork:
         """A chunk's one part, and in W the addition of its gradients to their sums."""
-        found = self.part_work(entry.part.name)
+        chunk = next((c for c in self.model.found.chunks if c.name == entry.chunk.name), None)
+        piece = next((p for p in chunk.every if p.name == entry.part.name), None) if chunk is not None else None
+        found = self.part_work(entry.part.name if piece is None else piece.part)
+        if chunk is not None and (x := chunk.experts) is not None:
+            # What the rest of the layer gives back of what it read, and the experts of their rows.
+            past = {"router": x.past_bytes}.get(entry.part.name)
+            found = replace(found, out_grad_bytes=past, handed=x.sent_bytes if entry.part.name == "experts" else None)
         if entry.layout.tp == 1:
             found = replace(found, inline=())
         elements = sum(local_numel(p, entry.layout) for p in entry.part.params)
@@ -159,9 +181,17 @@ class CapturedModelWork:
         )
 
     def messages(self, experts: PlacedPart) -> ExpertMessages:
-        """Raises PiperError (job): no part of a captured module is sharded over experts."""
-        message = "a captured module's experts are not spread over ranks"
-        raise PiperError(ErrorKind.JOB, message, file=self.model.file, key="parallel.ep", allowed="1")
+        """What the executor's exchanges carry: rows there with their weights, and back."""
+        x = next(c.experts for c in self.model.found.chunks if c.name == experts.chunk.name)
+        assert x is not None, f"{experts.name} are none"
+        kind, axes = MessageKind.ALL_TO_ALL, ("ep",)
+        return ExpertMessages(
+            Message(kind, 8 * x.count, axes),
+            Message(kind, x.sent_bytes, axes, x.top_k),
+            Message(kind, x.back_bytes, axes, x.top_k),
+            x.sent_bytes,
+            x.back_bytes,
+        )
 
     def sync_bytes(self) -> tuple[int, int]:
         """Bytes per element of reductions and gathers."""

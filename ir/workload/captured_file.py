@@ -16,6 +16,7 @@ from ir.core.work import DType, Kernel, KernelKind, MessageKind, Work
 
 FORMAT, VERSION = "piper-sim/model", 1
 FORM = FileErrors("a captured model", ErrorKind.MODEL, "model.graph", fix="capture it again")
+PIECES = ["router", "experts", "add"]
 Bytes = Annotated[int, Meta(ge=0, le=10**18)]
 Size = Annotated[int, Meta(ge=1, le=10**15)]
 Length = Annotated[int, Meta(ge=0, le=10**15)]
@@ -83,12 +84,39 @@ class CapturedPart(Struct, frozen=True):
     model_flops: Bytes | None = None
 
 
-class CapturedChunk(Struct, frozen=True):
-    """One chunk: embed, l0, l1, …, head. part: the key of its numbers. parameters: (global name, shape)."""
+class CapturedExperts(Struct, frozen=True):
+    """A layer's experts: how many, of how many ranks'; bytes of the rows that a rank sends with their weights, that
+    come back, and of what the layer hands past them."""
+
+    count: Size
+    top_k: Size
+    sent_bytes: Bytes
+    back_bytes: Bytes
+    past_bytes: Bytes
+
+
+class CapturedLayerPart(Struct, frozen=True):
+    """One part of a chunk. part: the key of its numbers. parameters: (global name, shape)."""
 
     name: str
     part: str
     parameters: tuple[tuple[str, Shape], ...]
+
+
+class CapturedChunk(Struct, frozen=True):
+    """One chunk: embed, l0, l1, …, head. part: the key of its numbers. parameters: (global name, shape). A layer with
+    experts has none of its own, but the pieces router, experts and add."""
+
+    name: str
+    part: str = ""
+    parameters: tuple[tuple[str, Shape], ...] = ()
+    pieces: tuple[CapturedLayerPart, ...] = ()
+    experts: CapturedExperts | None = None
+
+    @property
+    def every(self) -> tuple[CapturedLayerPart, ...]:
+        """Its parts, one of them where it has no pieces."""
+        return self.pieces or (CapturedLayerPart(self.part, self.part, self.parameters),)
 
     @property
     def is_layer(self) -> bool:
@@ -97,8 +125,9 @@ class CapturedChunk(Struct, frozen=True):
 
 
 class CapturedModelFile(Struct, frozen=True):
-    """The whole file. hidden: features per token at every seam. tp: the ranks that it was divided over; cut: along
-    which dim, by name of the parameter; partly: parameters of whose gradient each of these ranks has a part.
+    """The whole file. hidden: features per token at every seam. tp: the ranks that it was divided over, ep: that
+    its experts were; cut: along which dim by tp, by name of the parameter; partly: parameters of whose gradient each of
+    these ranks has a part.
     """
 
     format: Annotated[str, words(FORMAT, said="format")]
@@ -112,6 +141,7 @@ class CapturedModelFile(Struct, frozen=True):
     chunks: tuple[CapturedChunk, ...]
     parts: dict[str, CapturedPart]
     tp: Size = 1
+    ep: Size = 1
     cut: dict[str, Length] = {}
     partly: tuple[str, ...] = ()
 
@@ -145,10 +175,14 @@ def _check_chunks(f: CapturedModelFile, file: str) -> None:
         raise FORM.wrong(f"chunks {', '.join(names)}"[:200], file, "chunks", allowed, FORM.fix)
     shapes: dict[str, tuple[int, ...]] = {}
     for i, chunk in enumerate(f.chunks):
-        if chunk.part not in f.parts:
+        if unknown := [p.part for p in chunk.every if p.part not in f.parts]:
             allowed = ", ".join(f.parts) or "one of parts, of which there are none"
-            raise FORM.wrong(f"unknown part {cut(chunk.part)}", file, f"chunks[{i}].part", allowed, FORM.fix)
-        for name, shape in chunk.parameters:
+            raise FORM.wrong(f"unknown part {cut(unknown[0])}", file, f"chunks[{i}].part", allowed, FORM.fix)
+        if (chunk.experts is not None) != bool(chunk.pieces) or [p.name for p in chunk.pieces] not in ([], PIECES):
+            message = f"pieces {', '.join(p.name for p in chunk.pieces) or '(none)'}"[:200]
+            allowed = f"{', '.join(PIECES)}, with experts beside them; or neither"
+            raise FORM.wrong(message, file, f"chunks[{i}].pieces", allowed, FORM.fix)
+        for name, shape in (x for p in chunk.every for x in p.parameters):
             if shapes.setdefault(name, shape) != shape:
                 message = f"{cut(name)} has two shapes, {shapes[name]} and {shape}"
                 raise FORM.wrong(message, file, f"chunks[{i}].parameters", "one", FORM.fix)

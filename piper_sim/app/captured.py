@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ def with_graph(job: Job) -> Job:
     file, _, name = job.model.module.rpartition(":")
     reference = f"{named_path(job.file, file)}:{name}" if file else job.model.module
     size, dtype = job.schedule.microbatch_size, precision_of(job).params
-    shape, divided = (job.model.seq_len, size, dtype), (job.parallel.tp, job.model.tp_plan)
+    shape, divided = (job.model.seq_len, size, dtype), (job.parallel.tp, job.parallel.ep, job.model.tp_plan)
     text = _captured(reference, shape, job.model.tags, divided)
     folder = Path(tempfile.gettempdir()) / f"piper-sim-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -61,6 +62,7 @@ def capture(
     tags: Mapping[str, str] | None = None,
     dtype: str = "bf16",
     tp: int = 1,
+    ep: int = 1,
     tp_plan: Mapping[str, str] | None = None,
     out: str | Path | None = None,
 ) -> str:
@@ -68,14 +70,15 @@ def capture(
 
     model: the module, or "my_model.py:build". example: token ids (sequences, tokens) of one microbatch. tags: as
     {"PP": "model.layers.*"}, by module path, where its code has no `annotate`. dtype: what it is trained in. tp: the
-    ranks that share its linears, as tp_plan says, or without one the module's own.
+    ranks that share its linears, as tp_plan says, or without one the module's own. ep: those that share each layer's
+    experts (tags["EP"]).
 
     Raises PiperError (model): torch cannot export it; (missing_dependency): there is no torch.
     """
     if DType(dtype) not in CAPTURED:
         raise PiperError(ErrorKind.MODEL, f"captured in {dtype}", key="dtype", allowed=", ".join(CAPTURED))
     size, length = example.shape
-    text = _captured(model, (int(length), int(size), DType(dtype)), tags or {}, (tp, tp_plan or {}))
+    text = _captured(model, (int(length), int(size), DType(dtype)), tags or {}, (tp, ep, tp_plan or {}))
     if out is not None:
         Path(out).write_text(text, encoding="utf-8")
     return text
@@ -85,15 +88,16 @@ def _captured(
     reference: str | nn.Module,
     shape: tuple[int, int, DType],
     tags: Mapping[str, str],
-    divided: tuple[int, Mapping[str, str]],
+    divided: tuple[int, int, Mapping[str, str]],
 ) -> str:
-    """shape: tokens, sequences, format. divided: over how many ranks, and as which plan says."""
+    """shape: tokens, sequences, format. divided: tp, ep, and the plan of tp."""
     try:
         from executor.frontend.capture import capture as taken
         from executor.frontend.capture import text
     except ModuleNotFoundError as error:
         message, fix = f"{reference} is captured by torch, which is not installed", "pip install 'piper-sim[exec]'"
         raise PiperError(ErrorKind.MISSING_DEPENDENCY, message, key="model.module", suggestion=fix) from error
-    (length, size, dtype), (tp, plan) = shape, divided
-    found = taken(reference, seq_len=length, microbatch_size=size, dtype=dtype, tags=tags, tp=tp, tp_plan=plan)
+    (length, size, dtype), (tp, ep, plan) = shape, divided
+    take = partial(taken, reference, seq_len=length, microbatch_size=size, dtype=dtype)
+    found = take(tags=tags, tp=tp, ep=ep, tp_plan=plan)
     return text(found) + "\n"

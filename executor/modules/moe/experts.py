@@ -89,9 +89,9 @@ class ExpertRouter(nn.Module):
 class ExpertDispatch(nn.Module):
     """Tokens to rows, sorted by expert, and how many rows each expert has."""
 
-    def __init__(self, moe: ExpertConfig) -> None:
+    def __init__(self, top_k: int, experts: int) -> None:
         super().__init__()
-        self.moe = moe
+        self.top_k, self.experts = top_k, experts
 
     def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int]]:
         """Rows (rows, h), their weights (rows, 1), order (rows), counts. Stable: an expert sees tokens in order."""
@@ -101,20 +101,19 @@ class ExpertDispatch(nn.Module):
     def rows(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Without the counts."""
         order = torch.argsort(indices.flatten(), stable=True).int()
-        rows = permute(tokens, order, self.moe.top_k)
+        rows = permute(tokens, order, self.top_k)
         return rows, weights.flatten().index_select(0, order).unsqueeze(-1), order
 
     def counts(self, indices: Tensor) -> Tensor:
         """(experts,) rows of each, left on the device."""
-        ends = torch.arange(self.moe.experts, device=indices.device)
+        ends = torch.arange(self.experts, device=indices.device)
         ends = torch.searchsorted(indices.flatten().sort().values, ends, right=True)
         return torch.diff(ends, prepend=ends.new_zeros(1))
 
     def _counts(self, indices: Tensor) -> list[int]:
-        experts = self.moe.experts
         if is_fake(indices):  # no values to count: balanced, as the model graph has it
-            return [len(p) for p in torch.arange(indices.numel(), device="meta").tensor_split(experts)]
-        return torch.bincount(indices.flatten(), minlength=experts).tolist()
+            return [len(p) for p in torch.arange(indices.numel(), device="meta").tensor_split(self.experts)]
+        return torch.bincount(indices.flatten(), minlength=self.experts).tolist()
 
 
 class Experts(nn.Module):
@@ -135,13 +134,13 @@ class Experts(nn.Module):
 class ExpertCombine(nn.Module):
     """Rows back to tokens: the sum of each token's copies."""
 
-    def __init__(self, moe: ExpertConfig) -> None:
+    def __init__(self, top_k: int) -> None:
         super().__init__()
-        self.moe = moe
+        self.top_k = top_k
 
     def forward(self, rows: Tensor, order: Tensor) -> Tensor:
         """(rows, h) → (tokens, h)."""
-        return unpermute(rows, order, self.moe.top_k)
+        return unpermute(rows, order, self.top_k)
 
 
 class LocalExperts(nn.Module):
@@ -149,7 +148,8 @@ class LocalExperts(nn.Module):
 
     def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
         super().__init__()
-        self.dispatch, self.combine = ExpertDispatch(moe_of(c)), ExpertCombine(moe_of(c))
+        moe = moe_of(c)
+        self.dispatch, self.combine = ExpertDispatch(moe.top_k, moe.experts), ExpertCombine(moe.top_k)
         self.experts = Experts(c, make, prefix)
 
     def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from executor.modules.functions import permute, unpermute
 from executor.modules.layers import Params
-from executor.modules.moe.experts import ExpertAdd, ExpertCombine, ExpertDispatch, ExpertRouter, Experts, moe_of
+from executor.modules.moe.experts import ExpertAdd, ExpertCombine, ExpertDispatch, ExpertRouter, moe_of
 from executor.parallel.expert_all_to_all import Table
 from executor.parallel.router_guide import ExpertRouterGuide
 from ir.workload.config.spec import ModelConfig
@@ -27,7 +27,7 @@ class ExpertParallelRouter(nn.Module):
     def __init__(self, c: ModelConfig, make: Params, prefix: str, layer: int, guide: ExpertRouterGuide) -> None:
         super().__init__()
         moe = moe_of(c)
-        self.router, self.dispatch = ExpertRouter(c, make, prefix, layer, guide), ExpertDispatch(moe)
+        self.router, self.dispatch = ExpertRouter(c, make, prefix, layer, guide), ExpertDispatch(moe.top_k, moe.experts)
         self.shared = bool(moe.shared_ffn)
 
     def forward(self, x: Tensor, number: int = 0) -> tuple[Tensor, ...]:
@@ -41,9 +41,9 @@ class ExpertParallelRouter(nn.Module):
 class ExpertParallelExperts(nn.Module):
     """Part `experts`: this rank's experts, on rows from all ranks."""
 
-    def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
+    def __init__(self, experts: nn.Module) -> None:
         super().__init__()
-        self.experts = Experts(c, make, prefix)
+        self.experts = experts
 
     def forward(self, rows: Tensor, weights: Tensor, got: Table) -> Tensor:
         """Rows (rows, h) and weights (rows, 1) of each source, sorted by expert; got: [source, expert] rows."""
@@ -71,7 +71,7 @@ class ExpertParallelAdd(nn.Module):
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.combine, self.add = ExpertCombine(moe_of(c)), ExpertAdd()
+        self.combine, self.add = ExpertCombine(moe_of(c).top_k), ExpertAdd()
 
     def forward(self, rows: Tensor, order: Tensor, *rest: Tensor) -> Tensor:
         """The residual stream comes last."""

@@ -9,6 +9,7 @@ ranks. Of a parameter that does so (a norm of each head) every rank has a part o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,18 @@ _gathers = torch.library.custom_op(
 )
 _gathers.register_fake(lambda x, size: x.new_empty(*x.shape[:-1], x.shape[-1] * size))
 ENDS = {torch.ops.piper_sim.leave.default: leave, torch.ops.piper_sim.whole.default: None}
+
+
+@dataclass(frozen=True)
+class ModelShard:
+    """What a rank has of a model. region: the ranks that share its linears, as `plan` says or, without one, the module
+    itself; ep: over how many ranks its experts are, of which this is the `index`-th.
+    """
+
+    region: RankRegion = field(default_factory=RankRegion)
+    plan: Mapping[str, str] = field(default_factory=dict)
+    ep: int = 1
+    index: int = 0
 
 
 def divide(module: nn.Module, table: Mapping[str, str], region: RankRegion) -> dict[str, int]:
@@ -89,7 +102,9 @@ def _styles(module: nn.Module, table: Mapping[str, str]) -> dict[str, str]:
                 allowed=ALLOWED,
                 suggestion=nearest(style, STYLES),
             )
-    paths = [n for n, _ in (*module.named_modules(), *module.named_parameters(remove_duplicate=False)) if n]
+    paths = [n for n, _ in module.named_modules() if n]
+    if table:
+        paths += [n for n, _ in module.named_parameters(remove_duplicate=False)]
     found: dict[str, str] = {}
     for pattern, style in (table or own).items():
         words = pattern.split(".")
@@ -108,7 +123,7 @@ def _alike(words: list[str], pattern: list[str]) -> bool:
 def _cut(module: nn.Module, path: str, style: str, region: RankRegion) -> dict[int, int]:
     """Which dims of which parameters (by id) are cut; the module's forward ends in what its style asks for."""
     if path in dict(module.named_parameters(remove_duplicate=False)):
-        return {id(module.get_parameter(path)): int(style == "rowwise")} if "experts" not in path else {}
+        return {id(module.get_parameter(path)): int(style == "rowwise")}
     part, size = module.get_submodule(path), region.tp.size
     plain = type(part).forward is nn.Linear.forward
     match style, part:

@@ -28,6 +28,7 @@ from executor.modules.user.dropout import reseed
 from executor.parallel.inline import RankRegion
 from ir.core.errors import ErrorKind, PiperError, nearest
 
+EXPERTS = "EP"
 Shapes = tuple[tuple[int, ...], ...]
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_guards_fn")
 OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -79,9 +80,11 @@ def export_cut(
 def _check_tags(module: nn.Module, tags: Mapping[str, str]) -> None:
     paths = [n for n, _ in module.named_modules() if n]
     for tag, pattern in tags.items():
-        if tag != SEAM:
-            message, fix = f"{tag}: a module of your own is cut into stages, and not inside of them", "leave it out"
-            raise PiperError(ErrorKind.MODEL, message, key=f"model.tags.{tag}", allowed=SEAM, suggestion=fix)
+        if tag not in (SEAM, EXPERTS):
+            message, allowed = f"{tag} says nothing of a module of your own", f"{SEAM}, {EXPERTS}"
+            raise PiperError(
+                ErrorKind.MODEL, message, key=f"model.tags.{tag}", allowed=allowed, suggestion="leave it out"
+            )
         if not any(fnmatchcase(p, pattern) for p in paths):
             message, near = f"no module is called {pattern!r}", nearest(pattern, _patterns(paths))
             allowed = f"a pattern of module paths, as {', '.join(_patterns(paths)[:3])}"

@@ -10,18 +10,29 @@ from torch import Tensor, fx, nn
 
 from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.user.annotate import cut
-from executor.modules.user.divided import divide
+from executor.modules.user.divided import ModelShard, divide
 from executor.modules.user.exported import export_cut
 from executor.modules.user.purity import host_seeded, refuse_impure, without_values
-from executor.parallel.inline import RankRegion
+from executor.modules.user.routed import (
+    SENT,
+    ExpertChunk,
+    UserExpertAdd,
+    UserExpertRouter,
+    UserExperts,
+    UserExpertsOfOneRank,
+    cut_at_experts,
+    mark_experts,
+)
+from executor.parallel.expert_all_to_all import ExpertAllToAll, exchanges
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import run_file
+from ir.graph import expert_rows
 
 
 class UserModel:
     """A module with its own initialisation, made under one seed, so every rank makes the same. It is annotated, or
     tags say by module path where its layers are; then it is exported for microbatches of `batch`, sequences and tokens.
-    region: the ranks that its linears are divided over, as `plan` says or, without one, the module itself.
+    shard: what this rank has of it.
 
     >>> from executor.modules.user.annotate import annotate
     >>> class Net(nn.Module):
@@ -45,8 +56,7 @@ class UserModel:
         parts: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
         batch: tuple[int, int] = (1, 1),
-        region: RankRegion | None = None,
-        plan: Mapping[str, str] | None = None,
+        shard: ModelShard | None = None,
     ) -> None:
         assert callable(build)
         with TRACING, torch.random.fork_rng(devices=[]):
@@ -58,21 +68,36 @@ class UserModel:
         self.module = module if dtype is None else module.to(dtype)
         self.shapes = {n: tuple(p.shape) for n, p in self.module.named_parameters()}
         self._tagged = bool(tags)
-        divided = region if region is not None and region.tp.size > 1 else None
+        shard = shard or ModelShard()
+        divided = shard.region if shard.region.tp.size > 1 else None
         if divided is not None and not tags:
             message, fix = "annotated code is not divided over tp", 'tags = { PP = "model.layers.*" }'
             raise PiperError(ErrorKind.JOB, message, key="parallel.tp", allowed="1 without tags", suggestion=fix)
-        self.dims = {} if divided is None else divide(self.module, plan or {}, divided)
+        experts = mark_experts(self.module, (tags or {}).get("EP", ""), shard.ep, shard.index)
+        self.dims = {} if divided is None else divide(self.module, shard.plan, divided)
         self._names = {id(p): n for n, p in self.module.named_parameters()}
         held = {k for k, n in self._names.items() if n in self.dims}
         with TRACING, host_seeded(seed):
             self._cut = export_cut(self.module, tags, *batch, divided, held, seed) if tags else cut(self.module)
+        if self._cut.wants_draws and (divided is not None or experts):
+            raise _cannot(
+                "dropout", "dropout of 0 where tp or experts divide a layer", "attention_dropout = 0, and the like"
+            )
         self.partly = tuple(n for k, n in self._names.items() if k in self._cut.partly)
-        self._units = {c: f"{c}.{parts[c]}" if parts else c for c in self._cut.chunks}
-        used = {id(p) for chunk in self._cut.chunks.values() for p in chunk.parameters()}
+        self._ep, self._region = shard.ep, shard.region
+        found = {c: cut_at_experts(c, chunk) for c, chunk in self._cut.chunks.items()}
+        self.routed = {c: x for c, x in found.items() if x is not None}
+        self._experts = {c: experts[x.number] for c, x in self.routed.items()}
+        last = {c: "add" if c in self.routed else (parts or {}).get(c, "") for c in self._cut.chunks}
+        self._units = {c: f"{c}.{part}" if part else c for c, part in last.items()}
+        used = {id(p) for c in self._cut.chunks for m in self._modules(c) for p in m.parameters()}
         if idle := [n for i, n in self._names.items() if i not in used]:
             message = f"{idle[0]} and {len(idle) - 1} more parameters are" if len(idle) > 1 else f"{idle[0]} is"
             raise PiperError(ErrorKind.MODEL, f"{message} read by no chunk", suggestion="leave out what is not used")
+
+    def _modules(self, chunk: str) -> tuple[nn.Module, ...]:
+        """What a chunk computes with."""
+        return (self._cut.chunks[chunk], *([self._experts[chunk]] if chunk in self.routed else []))
 
     @property
     def chunks(self) -> tuple[str, ...]:
@@ -90,9 +115,25 @@ class UserModel:
         extras: dict[str, tuple[str, ...]] = {}
         reads: dict[str, tuple[str, ...]] = {}
         params: dict[str, nn.Parameter] = {}
+        ports: dict[str, Mapping[str, tuple[int, ...]]] = {}
+        between: dict[str, ExpertAllToAll] = {}
         for name in chunks:
             unit, key, at = self._cut.chunks[name], self._units[name], self.chunks.index(name)
-            params.update((self._names[id(p)], p) for p in unit.parameters())
+            params.update((self._names[id(p)], p) for m in self._modules(name) for p in m.parameters())
+            before = self._units[self.chunks[at - 1]] if at else ""
+            if (routed := self.routed.get(name)) is not None:
+                made, wired = self._layer(name, routed)
+                *inner, (_, unit) = made.items()
+                units |= dict(inner)
+                reads |= {**wired, f"{name}.router": (before,)}
+                ports[f"{name}.router"] = {
+                    **expert_rows.ports(name, shared=False),
+                    f"{name}.router.tokens": tuple(range(SENT, SENT + routed.carried)),
+                }
+                if self._ep > 1:
+                    between |= exchanges(name, self._ep)
+            else:
+                reads[key] = (before,)
             wants: tuple[str, ...] = ("ids",) if name in self.reads_tokens else ()
             wants += ("draws",) if name in self._cut.wants_draws else ()
             if name in self._cut.shape_only:
@@ -100,16 +141,31 @@ class UserModel:
             if name == self.chunks[-1]:
                 unit, wants = TokenLoss(unit), (*wants, "labels", "scale")
             units[key], extras[key] = unit, wants
-            reads[key] = (self._units[self.chunks[at - 1]] if at else "",)
         given = {u: wants for u, wants in extras.items() if wants}
-        return BuiltChunks(units, {n: params[n] for n in self.shapes if n in params}, given, reads)
+        kept = {n: params[n] for n in self.shapes if n in params}
+        return BuiltChunks(units, kept, given, reads, ports, between)
+
+    def _layer(self, name: str, cut: ExpertChunk) -> tuple[dict[str, nn.Module], dict[str, tuple[str, ...]]]:
+        """A layer with experts: its units, and what each behind the first reads."""
+        experts, spread = next(self._experts[name].parameters()).shape[0] * self._ep, self._ep > 1
+        units: dict[str, nn.Module] = {
+            "router": UserExpertRouter(cut.router, cut.top_k, experts, self._region),
+            "experts": UserExpertsOfOneRank(UserExperts(self._experts[name])),
+            "add": UserExpertAdd(cut.add, cut.top_k, self._region),
+        }
+        wired = {
+            "experts": ("dispatch",) if spread else ("router.rows", "router.counts"),
+            "add": ("combine" if spread else "experts", "router.order", "router.tokens"),
+        }
+        named = {f"{name}.{u}": tuple(f"{name}.{r}" for r in reads) for u, reads in wired.items()}
+        return {f"{name}.{u}": module for u, module in units.items()}, named
 
     def keep(self, chunks: Sequence[str]) -> None:
         """Let go of every value that none of these chunks reads.
 
         All are drawn, as each depends on those before it; behind that, a rank needs no more than its own stages.
         """
-        kept = [self._cut.chunks[c] for c in chunks]
+        kept = [m for c in chunks for m in self._modules(c)]
         mine = {id(t) for chunk in kept for t in (*chunk.parameters(), *chunk.buffers())}
         for t in (*self.module.parameters(), *self.module.buffers()):
             if id(t) not in mine:

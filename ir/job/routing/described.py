@@ -35,6 +35,8 @@ def check_routing(job: Job, config: ModelConfig) -> None:
         near = least if r.strength < least else MOST_STRENGTH
         allowed = f"{least:g} to {MOST_STRENGTH:g}"
         raise _bad(job, "strength", f"{r.strength:g} is no strength of {r.kind!r}", allowed, f"strength = {near:g}")
+    if config.model_type == "captured" and (r.forced or r.kind != "balanced"):
+        raise _bad(job, "kind", "a captured module's routers choose by themselves", "balanced", "leave it out")
     if r.forced and config.moe is None:
         raise _bad(job, "forced", f"nothing to force: {config.source} has no experts", "false", "leave it out")
     if r.kind != "balanced" and config.moe is None:

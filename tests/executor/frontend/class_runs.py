@@ -42,25 +42,26 @@ PLANS = [
 
 
 @lru_cache
-def _graph(name: str, tp: int = 1) -> str:
-    """Captured once."""
+def _graph(name: str, tp: int = 1, ep: int = 0) -> str:
+    """Captured once. ep 0: with experts untagged."""
     folder = Path(tempfile.mkdtemp(prefix="piper-graph-"))
     reference = f"{hub_classes.__file__}:{name}"
     with quiet():
-        tags = {"PP": hub_classes.LAYERS[name]}
-        found = capture(reference, seq_len=LENGTH, microbatch_size=SIZE, dtype=DType.FP64, tags=tags, tp=tp)
+        tags = hub_classes.EP if ep else {"PP": hub_classes.LAYERS[name]}
+        found = capture(reference, seq_len=LENGTH, microbatch_size=SIZE, dtype=DType.FP64, tags=tags, tp=tp, ep=ep or 1)
     (folder / "model.json").write_text(text(found))
     return str(folder / "model.json")
 
 
 def run_class(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
     """The run's object, gradients of its last step and parameters behind it."""
-    tp = next((int(s.partition("=")[2]) for s in sets if s.startswith("parallel.tp=")), 1)
+    given = dict(s.split("=", 1) for s in sets)
+    tp, ep = int(given.get("parallel.tp", 1)), int(given.get("parallel.ep", 0))
     table = {
         "model": {
             "module": f"{hub_classes.__file__}:{name}",
-            "graph": _graph(name, tp),
-            "tags": {"PP": hub_classes.LAYERS[name]},
+            "graph": _graph(name, tp, ep),
+            "tags": hub_classes.EP if ep else {"PP": hub_classes.LAYERS[name]},
             "seq_len": LENGTH,
         },
         "cluster": {"gpu": "h100-sxm"},
@@ -96,7 +97,6 @@ def run_class(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
     both = merged(ends)
     grads, params = ({n.partition("/")[2]: x for n, x in both.items() if n.startswith(k)} for k in ("grad", "param"))
     return found, grads, params
-
 
 
 @lru_cache

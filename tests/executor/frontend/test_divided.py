@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.frontend.capture import capture, text
+from executor.modules.user.divided import ModelShard
 from executor.modules.user.model import UserModel
 from executor.parallel.inline import MessageAxis, RankRegion
 from executor.runtime import rank
@@ -57,7 +58,7 @@ def test_gradients_of_head_norms_that_nobody_sums_would_be_seen(
 ) -> None:
     spoilt = tmp_path / "model.json"
     spoilt.write_text(json.dumps({**json.loads(Path(hub._graph("qwen3", 2)).read_text()), "partly": []}))
-    monkeypatch.setattr(hub, "_graph", lambda name, tp: str(spoilt))
+    monkeypatch.setattr(hub, "_graph", lambda name, tp, ep: str(spoilt))
     with pytest.raises(AssertionError, match=r"copies of param/.*\.q_norm\.weight differ"):
         hub.far("qwen3", "parallel.tp=2", *_sets(SHAPES[0]))
 
@@ -98,8 +99,8 @@ class Mlp(nn.Module):
 
 
 def _model(plan: dict[str, str], tp: int = 2, width: int = 8) -> UserModel:
-    region = RankRegion(MessageAxis(tp, "tp"))
-    return UserModel(lambda: Net(width), tags={"PP": "layers.*"}, batch=(1, 2), region=region, plan=plan)
+    shard = ModelShard(RankRegion(MessageAxis(tp, "tp")), plan)
+    return UserModel(lambda: Net(width), tags={"PP": "layers.*"}, batch=(1, 2), shard=shard)
 
 
 def test_what_a_plan_leaves_open_is_read_off_the_graph() -> None:

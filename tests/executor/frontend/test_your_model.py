@@ -87,8 +87,8 @@ def test_what_no_plan_could_repeat_is_refused_with_the_line(twist: str) -> None:
     [
         ({"PP": "layer.*"}, "no module is called 'layer.*'", "layers.*"),
         ({"PP": "idle.*"}, "that forward never calls", None),
-        ({"PP": "layers.*", "EP": "layers.*"}, "EP: a module of your own is cut into stages", "leave it out"),
-        ({"DP": "layers.*"}, "DP: a module", "leave it out"),
+        ({"PP": "layers.*", "EP": "layer.*"}, "no module is called 'layer.*'", "layers.*"),
+        ({"DP": "layers.*"}, "DP says nothing of a module", "leave it out"),
     ],
 )
 def test_tags_that_say_nothing_are_refused(tags: dict[str, str], said: str, fix: str | None) -> None:

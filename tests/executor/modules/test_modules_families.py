@@ -211,7 +211,7 @@ def test_dispatch_sorts_stably_and_counts() -> None:
     tokens = torch.arange(4.0).unsqueeze(-1)
     indices = torch.tensor([[2, 0], [0, 1], [2, 3], [0, 2]])
     weights = torch.arange(8.0).view(4, 2)
-    rows, row_weights, order, counts = ExpertDispatch(config.moe)(tokens, weights, indices)
+    rows, row_weights, order, counts = ExpertDispatch(config.moe.top_k, config.moe.experts)(tokens, weights, indices)
     assert counts == [3, 1, 3, 1] and order.tolist() == [1, 2, 7 - 1, 3, 0, 4, 7, 5]
     assert rows.flatten().tolist() == [0, 1, 3, 1, 0, 2, 3, 2]
     assert row_weights.flatten().tolist() == [1, 2, 6, 3, 0, 4, 7, 5]

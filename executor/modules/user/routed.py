@@ -1,0 +1,260 @@
+"""Experts of a user's module as parts of their own: what stands before them sends rows, what stands behind sums them.
+
+A module is experts where its forward takes (tokens, each token's experts, their weights), all its parameters begin
+with the expert, and it says what experts make of rows: by a method `grouped(rows, counts)`, the rows being sorted by
+expert and counts saying how many each has; or as transformers' classes do, by the names of its stacked weights.
+Around it stand the reference modules' dispatch and combine (`executor.modules.moe`). Tensor-parallel ranks, which all
+have all tokens, send a stretch of them each.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import is_fake
+
+from executor.modules.functions import grouped_linear
+from executor.modules.moe.experts import ExpertCombine, ExpertDispatch
+from executor.modules.moe.spread import ExpertParallelExperts
+from executor.modules.parallel import own, whole
+from executor.parallel.expert_all_to_all import Table
+from executor.parallel.inline import RankRegion
+from executor.parallel.shares import ParamShard, ShardCut
+from ir.core.errors import ErrorKind, PiperError, job_error
+
+SENT = 4  # outputs of a router that are about rows: the rows, their weights, their order, how many
+FIX = "def grouped(self, rows, counts): return torch.cat([… for r, w in zip(rows.split(counts), self.weight)])"
+
+_experts = torch.library.custom_op(
+    "piper_sim::experts",
+    lambda x, index, weights, number: x.clone(),
+    mutates_args=(),
+    schema="(Tensor x, Tensor index, Tensor weights, int number) -> Tensor",
+)
+_experts.register_fake(lambda x, index, weights, number: torch.empty_like(x))
+MARK = torch.ops.piper_sim.experts.default
+
+
+def mark_experts(module: nn.Module, pattern: str, ranks: int, index: int) -> list[nn.Module]:
+    """The modules that are called so, each with the experts that one of several ranks holds; forward marks their place.
+
+    Raises PiperError (model, job): a module is no experts; there are not as many for each rank.
+    """
+    found = [(path, part) for path, part in module.named_modules() if path and fnmatchcase(path, pattern)]
+    for number, (path, part) in enumerate(found):
+        count = _check(path, part)
+        if count % ranks:
+            near = max(d for d in range(1, ranks + 1) if count % d == 0)
+            message = f"ep = {ranks} does not divide the {count} experts of {path}"
+            raise job_error("parallel.ep", message, f"ep = {near}", f"divisors of {count}")
+        for sub in part.modules():
+            for name, p in list(sub.named_parameters(recurse=False)):
+                share = ParamShard(tuple(p.shape), (ShardCut(0, index, ranks, (count,)),))
+                sub.register_parameter(name, nn.Parameter(share.take(p.detach()), p.requires_grad))
+        vars(part)["forward"] = _Mark(number)
+    return [part for _, part in found]
+
+
+@dataclass(frozen=True)
+class _Mark:
+    number: int
+
+    def __call__(self, *given: Tensor, **named: Tensor) -> Tensor:
+        found: Tensor = _experts(*given, *named.values(), self.number)
+        return found
+
+
+def _check(path: str, part: nn.Module) -> int:
+    sizes = {p.shape[0] if p.dim() else 0 for p in part.parameters()}
+    stacked = hasattr(part, "down_proj") and hasattr(part, "is_transposed")
+    if len(sizes) != 1 or not (stacked or hasattr(part, "grouped")):
+        message = f"{path} is a {type(part).__name__}, which does not say what single experts do"
+        allowed = "a module whose parameters all begin with the expert, with a method grouped(rows, counts)"
+        raise PiperError(ErrorKind.MODEL, message, key="model.tags.EP", allowed=allowed, suggestion=FIX)
+    return sizes.pop()
+
+
+def grouped(part: Any, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """What a module's experts make of rows sorted by expert."""
+    if hasattr(part, "grouped"):
+        found: Tensor = part.grouped(rows, list(counts))
+        return found
+    first = "gate_up_proj" if part.has_gate else "up_proj"
+    up = _linear(part, first, rows, counts)
+    return _linear(part, "down_proj", part._apply_gate(up) if part.has_gate else part.act_fn(up), counts)
+
+
+def _linear(part: Any, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    weight = getattr(part, name)
+    y = grouped_linear(rows, weight.transpose(-1, -2) if part.is_transposed else weight, counts)
+    if not part.has_bias:
+        return y
+    each = zip(getattr(part, f"{name}_bias").unbind(0), counts, strict=True)
+    return y + torch.cat([b.expand(n, -1) for b, n in each])
+
+
+class UserExperts(nn.Module):
+    """A rank's experts on rows sorted by expert, weighed behind."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+        """(rows, h) → (rows, h)."""
+        return (grouped(self.inner, rows, counts) * weights).to(rows.dtype)
+
+
+class UserExpertRouter(nn.Module):
+    """Part `router`: all of a layer that its experts' input is made of; and what the rest of the layer reads of it."""
+
+    def __init__(self, inner: nn.Module, top_k: int, experts: int, region: RankRegion) -> None:
+        super().__init__()
+        self.inner, self.region, self.dispatch = inner, region, ExpertDispatch(top_k, experts)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x (batch, length, h) → rows (rows, h), weights (rows, 1), order (rows), counts (experts), what is carried."""
+        tokens, indices, weights, *carried = self.inner(x)
+        if (tp := self.region.tp).size > 1:
+            tokens, weights = own(tokens, self.region), own(weights, self.region)
+            indices = indices.chunk(tp.size)[tp.index]
+        rows, row_weights, order = self.dispatch.rows(tokens, weights, indices)
+        return rows, row_weights, order, self.dispatch.counts(indices), *carried
+
+
+class UserExpertsOfOneRank(ExpertParallelExperts):
+    """Part `experts` where no rows travel: their numbers come from the router."""
+
+    def forward(self, rows: Tensor, weights: Tensor, got: Table | Tensor) -> Tensor:
+        """got: rows of each expert."""
+        if isinstance(got, Tensor):
+            got = [balanced(len(rows), len(got)) if is_fake(got) else got.tolist()]
+        return super().forward(rows, weights, got)
+
+
+class UserExpertAdd(nn.Module):
+    """Part `add`: the rest of the layer, which reads the sums of each token's rows."""
+
+    def __init__(self, inner: nn.Module, top_k: int, region: RankRegion) -> None:
+        super().__init__()
+        self.inner, self.region, self.combine = inner, region, ExpertCombine(top_k)
+
+    def forward(self, rows: Tensor, order: Tensor, *carried: Tensor) -> Tensor:
+        """What was carried comes last."""
+        found: Tensor = self.inner(whole(self.combine(rows, order), self.region), *carried)
+        return found
+
+
+def balanced(rows: int, experts: int) -> list[int]:
+    """As even as can be.
+
+    >>> balanced(5, 2)
+    [3, 2]
+    """
+    return [rows // experts + (k < rows % experts) for k in range(experts)]
+
+
+@dataclass(frozen=True)
+class ExpertChunk:
+    """A layer cut at its experts. carried: how many values it hands past them."""
+
+    router: fx.GraphModule
+    add: fx.GraphModule
+    number: int  # which of the model's experts
+    top_k: int
+    tokens: int
+    carried: int
+
+
+def cut_at_experts(name: str, chunk: nn.Module) -> ExpertChunk | None:
+    """A chunk as the three parts that it is, where experts were marked in it.
+
+    Raises PiperError (model): there are two, or it reads token ids, or it gives its experts no rows of tokens.
+    """
+    nodes = list(chunk.graph.nodes) if isinstance(chunk, fx.GraphModule) else []
+    marks, inputs = [n for n in nodes if n.target is MARK], [n for n in nodes if n.op == "placeholder"]
+    if not marks:
+        return None
+    values = [n.meta["val"] for n in marks[0].args[:3]]
+    if len(marks) > 1 or len(inputs) > 1 or any(v.dim() != 2 for v in values):
+        message = (
+            f"{name} has {len(marks)} modules of experts, the first of which reads {[list(v.shape) for v in values]}"
+        )
+        allowed = "one a layer, on (tokens, features), (tokens, top_k), (tokens, top_k)"
+        raise PiperError(ErrorKind.MODEL, message, key="model.tags.EP", allowed=allowed, suggestion="flatten tokens")
+    free = _free(nodes, dict(chunk.named_parameters(remove_duplicate=False)))
+    before = _before(nodes, marks[0])
+    behind = [n for n in nodes if n not in before and n is not marks[0] and n not in free and n.op != "get_attr"]
+    read = {i for n in behind for i in n.all_input_nodes}
+    if late := [n for n in behind if _written(n) in before]:
+        message = f"{name} writes in place, behind its experts, what stands before them ({late[0].target})"
+        raise PiperError(ErrorKind.MODEL, message, key="model.module", suggestion="make a new tensor instead")
+    carried = [n for n in nodes if n in read and n in (before | {*inputs}) and n not in free and n.op != "get_attr"]
+    router = _graph(nodes, inputs, [n for n in nodes if n in before], (*marks[0].args[:3], *carried))
+    add = _graph(nodes, [marks[0], *carried], behind[:-1], behind[-1].args[0])
+    made = [fx.GraphModule(chunk, g, class_name=f"{n}_{name}") for n, g in (("Router", router), ("Add", add))]
+    return ExpertChunk(made[0], made[1], marks[0].args[3], values[1].shape[1], len(values[0]), len(carried))
+
+
+def _before(nodes: Sequence[fx.Node], mark: fx.Node) -> set[fx.Node]:
+    """What a node is made of: with the writes in place, whose results need have no reader, and parts of tuples."""
+    out = _ancestors(mark.all_input_nodes)
+    ahead = nodes[: nodes.index(mark)]
+    while more := [n for n in ahead if n not in out and (_written(n) in out or _picked(n) in out)]:
+        out |= _ancestors(more)
+    return out
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """What a node writes in place."""
+    schema = getattr(node.target, "_schema", None)
+    return node.all_input_nodes[0] if schema is not None and schema.is_mutable else None
+
+
+def _picked(node: fx.Node) -> fx.Node | None:
+    """The tuple that a node is an element of."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else None
+
+
+def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """These nodes and all that they are made of."""
+    out, stack = set[fx.Node](), list(nodes)
+    while stack:
+        if (n := stack.pop()) not in out:
+            out.add(n)
+            stack += n.all_input_nodes
+    return out
+
+
+def _free(nodes: Sequence[fx.Node], params: Mapping[str, Tensor]) -> set[fx.Node]:
+    """What is made of constants alone."""
+    out: set[fx.Node] = set()
+    for n in nodes:
+        own = n.op in ("placeholder", "output") or (n.op == "get_attr" and str(n.target) in params)
+        if not own and all(i in out for i in n.all_input_nodes):
+            out.add(n)
+    return out
+
+
+def _graph(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], body: Sequence[fx.Node], out: Any) -> fx.Graph:
+    """A graph of some nodes, and of the parameters and constants that they read."""
+    graph = fx.Graph()
+    env = {n: graph.placeholder(f"x{k}") for k, n in enumerate(inputs)}
+
+    def get(node: fx.Node) -> fx.Node:
+        if node not in env:
+            env[node] = graph.node_copy(node, get)
+        return env[node]
+
+    for n in body:
+        if n.op != "placeholder":
+            get(n)
+    graph.output(fx.map_arg(out, get))
+    graph.lint()
+    return graph

@@ -1,0 +1,177 @@
+"""Experts of transformers' own classes spread over ranks train as by plain torch; what is no experts is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from executor.frontend.capture import capture, text
+from executor.modules.user import routed
+from executor.modules.user.divided import ModelShard
+from executor.modules.user.model import UserModel
+from ir.core.errors import PiperError
+from ir.core.work import DType
+from ir.job import load_job
+from ir.job.build import prepare
+from piper_sim.study.predict import predict
+from tests.executor.frontend import class_runs as hub
+from tests.executor.frontend.models.hub_classes import EXPERTS_OF
+
+# tp, pp, dp, ep, zero, schedule
+PLANS = [
+    (1, 2, 2, 2, 1, "dualpipe"), (1, 1, 2, 2, 3, "1f1b"), (2, 1, 1, 2, 0, "1f1b"), (1, 2, 2, 2, 3, "zbv"),
+    (2, 2, 1, 2, 0, "dualpipe"), (1, 2, 4, 2, 2, "1f1b"), (2, 1, 2, 4, 1, "gpipe"), (1, 1, 4, 4, 2, "1f1b"),
+    (1, 2, 2, 2, 0, "dualpipev"), (2, 2, 2, 2, 3, "1f1b"), (1, 3, 2, 2, 1, "zb1p"), (1, 2, 2, 1, 1, "interleaved-1f1b"),
+]  # fmt: skip
+ALIKE = ("mixtral", "qwen3_moe")  # whose layers do not differ, so that they are recomputed
+
+
+def _sets(plan: tuple[int, int, int, int, int, str], recompute: str) -> list[str]:
+    tp, pp, dp, ep, zero, schedule = plan
+    layers = "[0,1,1,1]" if schedule in ("zbv", "dualpipev", "interleaved-1f1b") else "balanced"
+    return [
+        f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.dp={dp}", f"parallel.ep={ep}", f"parallel.zero={zero}",
+        f"parallel.layers={layers}", f"schedule.name={schedule}", f"schedule.microbatches={hub.MBS // dp}",
+        f"schedule.recompute={recompute}",
+    ]  # fmt: skip
+
+
+def _drawn(count: int) -> list[tuple[str, tuple[int, int, int, int, int, str], str]]:
+    rng, out = random.Random(2), []
+    for k in range(count):
+        name = EXPERTS_OF[k % len(EXPERTS_OF)]
+        again = rng.choice(["none", "full"]) if name in ALIKE else "none"
+        out.append((name, PLANS[(k + k // len(PLANS)) % len(PLANS)], again))
+    return out
+
+
+def test_a_class_with_experts_over_ranks_trains_as_by_plain_torch() -> None:
+    assert 0.0 < hub.far("qwen3_moe", *_sets((1, 1, 2, 2, 1, "1f1b"), "full")) <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "plan", "recompute"), _drawn(48), ids=str)
+def test_classes_with_experts_over_ranks_train_as_by_plain_torch(name: str, plan: Any, recompute: str) -> None:
+    assert 0.0 < hub.far(name, *_sets(plan, recompute)) <= 1e-10
+
+
+@pytest.mark.slow
+def test_a_dropped_gradient_of_the_router_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = routed.UserExperts.forward
+    monkeypatch.setattr(routed.UserExperts, "forward", lambda self, x, w, counts: kept(self, x, w.detach(), counts))
+    assert hub.far("mixtral", *_sets((1, 1, 2, 2, 1, "1f1b"), "none")) > 1e-4
+
+
+class Experts(nn.Module):
+    """One product each."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, 4, 4))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """By all of them, most of it for nothing."""
+        every = torch.einsum("th,eoh->teo", x, self.weight)
+        chosen = every.gather(1, index.unsqueeze(-1).expand(*index.shape, x.shape[-1]))
+        return (chosen * weights.unsqueeze(-1)).sum(1)
+
+    def grouped(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """What piper-sim asks."""
+        return torch.cat([r @ w.t() for r, w in zip(rows.split(counts), self.weight, strict=True)])
+
+
+class Layer(nn.Module):
+    """x + experts(x) + x read behind them."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 4, bias=False), experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the same shape. The mask is written in place, and its result not read."""
+        tokens = x.flatten(0, 1)
+        scores = self.gate(tokens).softmax(-1)
+        mask = torch.zeros_like(scores)
+        mask.scatter_(1, scores.topk(3).indices, 1)
+        weights, index = (scores * mask).topk(2)
+        made: Tensor = self.experts(tokens, index, weights / weights.sum(-1, keepdim=True))
+        return x + made.view_as(x) + tokens.view_as(x)
+
+
+class Net(nn.Module):
+    """Two of these."""
+
+    def __init__(self, experts: type[nn.Module] = Experts, count: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        made = (experts(count) if experts is Experts else experts(4, 4) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(e) for e in made)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+TAGS = {"PP": "layers.*", "EP": "layers.*.experts"}
+
+
+def test_parts_around_experts_are_the_module() -> None:
+    torch.manual_seed(0)
+    plain = Net().double()
+    model = UserModel(Net, tags=TAGS, dtype=torch.float64, batch=(2, 3))
+    model.module.load_state_dict(plain.state_dict())
+    built, ids = model.build(model.chunks), torch.arange(6).view(2, 3)
+    x = built.units["embed"](ids)
+    for k in range(2):
+        rows, weights, order, counts, *carried = built.units[f"l{k}.router"](x)
+        y = built.units[f"l{k}.experts"](rows, weights, counts)
+        rest = (torch.zeros(2, 3, dtype=torch.int64), 1.0) if k else ()
+        x = built.units[f"l{k}.add"](y, order, *carried, *rest)
+    wanted = nn.functional.cross_entropy(plain(ids).flatten(0, 1), torch.zeros(6, dtype=torch.int64), reduction="sum")
+    assert x.item() == pytest.approx(wanted.item(), rel=1e-12)
+    assert built.reads["l1.router"] == ("l0.add",) and len(built.params) == len(dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("net", "ep", "said"),
+    [
+        (lambda: Net(nn.Linear), 1, "layers.0.experts is a Linear, which does not say what single experts do"),
+        (lambda: Net(count=6), 4, "ep = 4 does not divide the 6 experts of layers.0.experts"),
+    ],
+)
+def test_what_is_no_experts_is_refused(net: Any, ep: int, said: str) -> None:
+    with pytest.raises(PiperError) as info:
+        UserModel(net, tags=TAGS, batch=(2, 3), shard=ModelShard(ep=ep))
+    assert said in info.value.message and info.value.kind.exit_code == 2
+
+
+def test_exchanges_stand_in_the_plan_and_are_predicted(tmp_path: Path) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(text(capture(Net(), seq_len=8, dtype=DType.FP32, tags=TAGS, ep=2)))
+    found = json.loads(file.read_text())
+    assert [p["name"] for p in found["chunks"][1]["pieces"]] == ["router", "experts", "add"]
+    job = {
+        "model": {"graph": str(file), "seq_len": 8},
+        "precision": {"compute": "fp32"},
+        "parallel": {"dp": 2, "ep": 2},
+    }
+    graph = prepare(load_job(job)).graph()
+    sent = {n.text(): n.message.bytes for n in graph.nodes if n.message is not None and "l0" in n.part}
+    there, back = 8 * 2 * (4 + 1) * 4, 8 * 2 * 4 * 4
+    wanted = {"0F/l0.counts": 8 * 4, "0F/l0.dispatch": there, "0F/l0.combine": back}
+    assert sent == wanted | {"0I/l0.dispatch": back, "0I/l0.combine": there}
+    weights = {p.name: (p.expert, p.sharded) for e in graph.entries for p in e.part.params}
+    assert weights["layers.1.experts.weight"] == (True, ("ep",)) and weights["layers.1.gate.weight"] == (False, ())
+    assert predict(load_job(job)).breakdown["exposed_ep"].sum() > 0
+    for changed, said in (("parallel.ep=1", "1, but the module was captured with 2"), ("routing.kind=zipf", "routers")):
+        with pytest.raises(PiperError, match=said):
+            predict(load_job(job, [changed]))
