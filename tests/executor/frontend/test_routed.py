@@ -45,9 +45,9 @@ def _sets(plan: tuple[int, int, int, int, int, str], recompute: str) -> list[str
 def _drawn(count: int) -> list[tuple[str, tuple[int, int, int, int, int, str], str]]:
     rng, out = random.Random(2), []
     for k in range(count):
-        name = EXPERTS_OF[k % len(EXPERTS_OF)]
-        again = rng.choice(["none", "full"]) if name in ALIKE else "none"
-        out.append((name, PLANS[(k + k // len(PLANS)) % len(PLANS)], again))
+        plan = PLANS[(k + k // len(PLANS)) % len(PLANS)]
+        name = rng.choice(ALIKE) if plan[0] > 1 else EXPERTS_OF[k % len(EXPERTS_OF)]  # gpt-oss has no plan for tp
+        out.append((name, plan, rng.choice(["none", "full"]) if name in ALIKE else "none"))
     return out
 
 
@@ -56,7 +56,7 @@ def test_a_class_with_experts_over_ranks_trains_as_by_plain_torch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "plan", "recompute"), _drawn(48), ids=str)
+@pytest.mark.parametrize(("name", "plan", "recompute"), _drawn(24), ids=str)
 def test_classes_with_experts_over_ranks_train_as_by_plain_torch(name: str, plan: Any, recompute: str) -> None:
     assert 0.0 < hub.far(name, *_sets(plan, recompute)) <= 1e-10
 

@@ -69,17 +69,6 @@ def qwen3_moe() -> nn.Module:
     return _made("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**sizes, "_experts_implementation": "eager"})
 
 
-def deepseek_v3() -> nn.Module:
-    """Latent attention, a dense layer, shared experts beside the others, sigmoid scores."""
-    experts: dict[str, Any] = {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 8,
-        "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "_experts_implementation": "eager",
-    }  # fmt: skip
-    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
-    sizes = {k: v for k, v in SIZES.items() if k != "head_dim"} | {"num_key_value_heads": 4}
-    return _made("DeepseekV3ForCausalLM", "DeepseekV3Config", {**sizes, **latent, **experts})
-
-
 def gpt_oss() -> nn.Module:
     """Attention sinks, sliding windows, experts with biases and weights the other way round."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "_experts_implementation": "eager"}
@@ -101,7 +90,7 @@ class Both(nn.Module):
 
 
 LAYERS = {name: "model.layers.*" for name in ("llama", "qwen3", "gemma3", "mixtral")}
-EXPERTS_OF = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+EXPERTS_OF = ("mixtral", "qwen3_moe", "gpt_oss")
 LAYERS |= dict.fromkeys(EXPERTS_OF, "model.layers.*")
 EP = {"PP": "model.layers.*", "EP": "model.layers.*.mlp.experts"}
 LAYERS |= {"gpt2": "transformer.h.*", "gpt2_drops": "transformer.h.*", "Both": "t5.*coder.block.*"}
