@@ -59,7 +59,7 @@ def _hang() -> None:
 
 
 def _full() -> None:
-    def write(self: RankCheckpoint, done: int) -> None:
+    def write(self: RankCheckpoint, done: int, *_: Any) -> None:
         note(f"save step-{done:06d}")
         raise OSError(errno.ENOSPC, "No space left on device", "rank.safetensors")
 

@@ -14,7 +14,7 @@ from executor.frontend.capture import capture, text
 from executor.modules.user.divided import ModelShard
 from executor.modules.user.model import UserModel
 from executor.parallel.inline import MessageAxis, RankRegion
-from executor.runtime import rank
+from executor.runtime import rank_model
 from ir.core.errors import PiperError
 from ir.core.work import DType, MessageKind
 from ir.job import load_job
@@ -65,7 +65,7 @@ def test_gradients_of_head_norms_that_nobody_sums_would_be_seen(
 
 @pytest.mark.slow
 def test_whole_parameters_counted_by_every_rank_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "repeated", lambda graph: frozenset())
+    monkeypatch.setattr(rank_model, "repeated", lambda graph: frozenset())
     assert hub.far("llama", "parallel.tp=2", *_sets(SHAPES[0])) > 1e-4
 
 

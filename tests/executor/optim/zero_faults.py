@@ -1,7 +1,7 @@
 """Ranks that count what they send, or do one thing wrong with replicas and shards; each the target of a launch."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,8 @@ def reduced_every_microbatch(ctx: RankContext, fault: dict[str, Any], **spec: An
             for flat in self.sync.flat.values():  # type: ignore[attr-defined]
                 self.transport.all_reduce("more", flat.sums.clone()).wait()
 
-    def topology(plan: Plan) -> TransportTopology:
-        found = make(plan)
-        return TransportTopology.of(
-            found.world, found.channels, {**dict(found.groups), "more": tuple(range(found.world))}
-        )
+    def topology(plan: Plan, groups: Mapping[str, tuple[int, ...]]) -> TransportTopology:
+        return make(plan, {**groups, "more": tuple(range(ctx.world))})
 
     make, rank_module.topology = rank_module.topology, topology
     PlanInterpreter._work = more  # type: ignore[method-assign]
