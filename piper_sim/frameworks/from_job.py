@@ -104,6 +104,8 @@ def _megatron(prepared: PreparedJob, dp: int, size: int, mbs: int) -> Facts:
             else {}
         )
         f |= {"recompute_method": "uniform", "recompute_layers": 1} if s.recompute == "full" else {}
+    f |= {"tp_overlap": job.costs.tp_overlap} if job.costs.tp_overlap is not None else {}
+    f |= {"cuda_graphs": job.costs.cuda_graphs} if job.costs.cuda_graphs != "none" else {}
     if job.costs.dispatcher not in (None, "nccl"):
         f |= {"dispatcher_type": "flex", "dispatcher": job.costs.dispatcher}
     return f

@@ -236,6 +236,19 @@ def _formats(d: JobDraft, f: Facts) -> None:
     d.put("schedule", delay_wgrad=f.get("delay_wgrad") or None)
     if f.get("dispatcher_type", "flex") == "flex" and f.get("dispatcher") != "nccl":
         d.put("costs", dispatcher=f.get("dispatcher"))
+    _costs(d, f)
+
+
+def _costs(d: JobDraft, f: Facts) -> None:
+    """What runs how: softmaxes, messages under products, CUDA graphs; the constants of the framework."""
+    fused = f.get("attention") != "unfused"
+    d.expect(fused or not f.get("softmax_fp32"), "softmax_fp32", "unfused softmaxes are in the compute format")
+    d.put("costs", tp_overlap=f.get("tp_overlap") if f.get("tp", 1) > 1 else None)
+    graphs, scope = f.get("cuda_graphs"), [x for x in f.get("graph_scope") or () if x != "full_iteration"]
+    if graphs not in (None, "none"):
+        d.expect(not scope, "graph_scope", f"graphs cover whole passes, not {', '.join(map(str, scope))} alone")
+        whole = "full_iteration" in (f.get("graph_scope") or ())
+        d.put("costs", cuda_graphs="step" if whole else graphs)
     if software := tables()["software"].get(d.framework):
         d.fill("costs.software", software, "the framework whose kernels and buffers are priced")
 
