@@ -31,7 +31,7 @@ def stepping(scratch: Path, ranks: int) -> None:
     def happened() -> bool:
         found = records(scratch)
         for k, record in enumerate(found):
-            if record.index < last.get(k, -1):
+            if 0 <= record.index < last.get(k, -1):
                 again.add(k)
             last[k] = record.index
         return len(found) == ranks and len(again) == ranks
