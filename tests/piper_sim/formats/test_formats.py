@@ -161,7 +161,7 @@ def test_the_command_writes_each_format(
         assert export(name) == 0
         found = json.loads(capsys.readouterr().out)
         assert [Path(f).name for f in found["files"]] == files
-    assert found["left_out"] == {"costs.software": "megatron"}
+    assert found["left_out"] == {"costs.software": "megatron-core"}
     assert export("torch-csv") == 2 and "exists already" in capsys.readouterr().out
     assert export("torch-csv", "--force") == 0
     capsys.readouterr()
