@@ -3,8 +3,8 @@
     python -m experiments.joint pairs
 
 Megatron-LM pull request 6429 (DeepSeek-V3 cut to 14 layers, 64 H100) and Megatron-Bridge pull request 3862
-(Qwen3-30B-A3B, 16 H100): data/moe_overlap_ab.csv. All jobs run on the same hardware file, `software = "megatron"` and
-`dispatcher = "nccl"`; nothing is set per row but what the row says.
+(Qwen3-30B-A3B, 16 H100): data/moe_overlap_ab.csv. All jobs run on the same hardware file with the software of imports
+of Megatron (`megatron-core`) and `dispatcher = "nccl"`; nothing is set per row but what the row says.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def job_of(row: dict[str, str], **costs: object) -> dict[str, Any]:
         "cluster": {"gpu": "h100-sxm", "gpus_per_node": 8},
         "parallel": parallel | {"zero": 1},
         "schedule": schedule,
-        "costs": {"software": "megatron", "dispatcher": "nccl"} | costs,
+        "costs": {"software": "megatron-core", "dispatcher": "nccl"} | costs,
     }
 
 
