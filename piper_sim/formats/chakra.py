@@ -1,6 +1,8 @@
 """A plan with its times as Chakra execution traces (MLCommons, schema et_def.proto): one protobuf file per rank.
 
-A file is a GlobalMetadata and then Nodes, each behind its length. Attributes are those that ASTRA-sim's feeder reads.
+A file is a GlobalMetadata and then Nodes, each behind its length. Attributes are those that the feeders of MLCommons
+and ASTRA-sim read, of the types that they read: ends and tags of a transfer as int32, all else as int64. They follow
+data_deps alone, so what holds an op's stream is there too. Group 0 is theirs for all ranks, so ours begin at 1.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _COLLECTIVE = {
     MessageKind.ALL_TO_ALL: 6,
     MessageKind.REDUCE_SCATTER: 7,
 }
-_INT64, _BOOL, _STRING = 9, 27, 29  # of AttributeProto's values
+_INT32, _INT64, _BOOL, _STRING = 7, 9, 27, 29  # of AttributeProto's values
+_NARROW = ("comm_src", "comm_dst", "comm_tag")
 
 
 def chakra_files(plan: Plan, trace: Trace) -> dict[str, bytes | str]:
@@ -82,8 +85,9 @@ def _nodes(
         head = _varint(1, row - first + 1) + _text(2, text) + _varint(3, _NODE[shape.kind])
         ahead = [before[stream] + 1] if stream in before else []
         before[stream] = row - first
-        waits = [int(w) - first + 1 for w in plan.waits.row(row) if first <= w < last]
-        out = head + _packed(4, ahead) + _packed(5, waits) + _varint(6, start) + _varint(7, end - start)
+        waits = {int(w) - first + 1 for w in plan.waits.row(row) if first <= w < last}
+        deps = sorted(waits.union(ahead))
+        out = head + _packed(4, ahead) + _packed(5, deps) + _varint(6, start) + _varint(7, end - start)
         attributes: dict[str, object] = {"is_cpu_op": False, "stream": plan.streams[stream][1]}
         size = shape.message.bytes if shape.message is not None else 0
         if shape.kind in (OpKind.SEND, OpKind.RECV):
@@ -95,7 +99,7 @@ def _nodes(
             meeting, groups = collectives
             joined = meeting.get(int(plan.collective[row]), (program,))
             ranks = places.group(rank, shape.message.axes, joined)
-            name = groups.setdefault(ranks, str(len(groups)))
+            name = groups.setdefault(ranks, str(len(groups) + 1))
             attributes |= {"comm_type": _COLLECTIVE[shape.message.kind], "comm_size": size, "pg_name": name}
         yield out + b"".join(_message(10, _attribute(k, v)) for k, v in attributes.items())
 
@@ -104,7 +108,7 @@ def _attribute(name: str, value: object) -> bytes:
     if isinstance(value, bool):
         return _text(1, name) + _varint(_BOOL, int(value), True)
     if isinstance(value, int):
-        return _text(1, name) + _varint(_INT64, value, True)
+        return _text(1, name) + _varint(_INT32 if name in _NARROW else _INT64, value, True)
     return _text(1, name) + _text(_STRING, str(value))
 
 

@@ -1,14 +1,23 @@
 """`piper-sim export --to FORMAT`: what other tools read, read back here by other means than wrote it."""
 
+import io
 import json
 import shutil
 import subprocess
-from collections import Counter
-from collections.abc import Iterator
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
+from google.protobuf.descriptor_pb2 import EnumValueDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Field
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from ir.core.errors import PiperError
 from ir.job.load import job_from
@@ -20,7 +29,6 @@ from piper_sim.formats.torch_csv import order_csv
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
 
-Fields = list[tuple[int, int | bytes]]
 JOB = """[model]
 config = "tiny-moe"
 seq_len = 64
@@ -38,98 +46,158 @@ microbatches = 4
 
 
 def predicted(schedule: str) -> Prediction:
-    import tomllib
-
     return predict(job_from(tomllib.loads(JOB.format(schedule))))
 
 
-def number(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value, at, shift = value | (byte & 127) << shift, at + 1, shift + 7
-        if byte < 128:
-            return value, at
+def schema() -> dict[str, Any]:
+    """MLCommons' messages as protobuf's own classes: a message that has other fields does not come out whole."""
+    table = tomllib.loads((Path(__file__).parent / "et_def.toml").read_text())
+    file = FileDescriptorProto(name="et_def.proto", package="ChakraProtoMsg", syntax="proto3")
+    for name, fields in table.items():
+        if name == "NodeType":
+            file.enum_type.add(name=name).value.extend(
+                EnumValueDescriptorProto(name=k, number=v) for k, v in fields.items()
+            )
+            continue
+        message = file.message_type.add(name=name)
+        for field, (number, kind) in fields.items():
+            made = message.field.add(name=field, number=number, label=3 if kind[0] == "*" else 1)
+            if kind[0] == "=":
+                made.oneof_index = 0
+            word = kind.lstrip("*=")
+            if word in table:
+                made.type, made.type_name = 14 if word == "NodeType" else 11, f".ChakraProtoMsg.{word}"
+            else:
+                made.type = Field.Type.Value(f"TYPE_{word.upper()}")
+        if any(kind[0] == "=" for _, kind in fields.values()):
+            message.oneof_decl.add(name="value")
+    pool = DescriptorPool()
+    pool.Add(file)
+    return {k: GetMessageClass(pool.FindMessageTypeByName(f"ChakraProtoMsg.{k}")) for k in ("GlobalMetadata", "Node")}
 
 
-def fields(data: bytes) -> Fields:
-    """A protobuf message by its wire format alone."""
-    out, at = Fields(), 0
-    while at < len(data):
-        tag, at = number(data, at)
-        value, at = number(data, at)
-        if tag & 7 == 2:
-            out.append((tag >> 3, data[at : at + value]))
-            at += value
-        else:
-            assert tag & 7 == 0, "no other kind of value is written"
-            out.append((tag >> 3, value))
-    return out
+def read(data: bytes | str) -> Iterator[Any]:
+    """The messages of a file, framed as MLCommons' protolib frames them."""
+    assert isinstance(data, bytes)
+    kinds, file = schema(), io.BytesIO(data)
+    kind = kinds["GlobalMetadata"]
+    while (message := parse_length_prefixed(kind, file)) is not None:
+        for part in (message, *message.attr):
+            assert not len(UnknownFieldSet(part)), "a field that et_def.proto has not"
+        yield message
+        kind = kinds["Node"]
 
 
-def messages(data: bytes) -> Iterator[bytes]:
-    at = 0
-    while at < len(data):
-        size, at = number(data, at)
-        yield data[at : at + size]
-        at += size
+def said(node: Any, name: str, value: str) -> Any:
+    """An attribute as the feeder reads it: by one of the values, whatever was written; that of another is empty."""
+    return next((getattr(a, value) for a in node.attr if a.name == name), None)
 
 
-def attributes(node: Fields) -> dict[str, int | bytes]:
-    found = (fields(v) for k, v in node if k == 10 and isinstance(v, bytes))
-    return {bytes(f[0][1]).decode(): f[1][1] for f in found}  # type: ignore[arg-type]
+class Fed:
+    """A rank as ASTRA-sim's feeder and workload run it: ops whose data_deps are done, by id, one compute at a time."""
+
+    def __init__(self, rank: int, nodes: list[Any]) -> None:
+        self.rank, self.left, self.done = rank, {n.id: n for n in nodes}, set[int]()
+        self.computed = list[str]()
+
+    def free(self) -> list[Any]:
+        return [n for _, n in sorted(self.left.items()) if self.done.issuperset(n.data_deps)]
+
+    def finish(self, node: Any) -> None:
+        self.done.add(node.id)
+        del self.left[node.id]
+
+
+def fed(files: Mapping[str, bytes | str]) -> list[Fed]:
+    """Run all ranks to the end of what they can do. A send ends at once, a receive with its send, a collective when all
+    of its group stand at it: as often as they did before.
+    """
+    groups = json.loads(files["comm_group.json"])
+    ranks = [Fed(r, list(read(files[f"rank.{r}.et"]))[1:]) for r in range(len(files) - 1)]
+    sent, moved = Counter[tuple[int, ...]](), True
+    while moved:
+        moved, at = False, defaultdict[tuple[str, int], list[tuple[Fed, Any]]](list)
+        for rank in ranks:
+            free = rank.free()
+            for n in [n for n in free if n.type == 4][:1]:
+                rank.computed.append(n.name)
+                rank.finish(n)
+                moved = True
+            for n in (n for n in free if n.type in (5, 6)):
+                key = tuple(said(n, f"comm_{k}", "int32_val") for k in ("src", "dst", "tag"))
+                assert key[n.type == 6] == rank.rank, "issued by the rank at its end"
+                if n.type == 5 or sent[key]:
+                    sent[key] += 1 if n.type == 5 else -1
+                    rank.finish(n)
+                    moved = True
+            for n in (n for n in free if n.type == 7):
+                at[said(n, "pg_name", "string_val"), said(n, "comm_type", "int64_val")].append((rank, n))
+        for (group, _), members in at.items():
+            assert int(group) > 0, "0 is all ranks, whatever the file says"
+            first = {r.rank: (r, n) for r, n in reversed(members)}
+            if set(first) == set(groups[group]):
+                moved = True
+                for r, n in first.values():
+                    r.finish(n)
+    return ranks
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv", "dualpipe"])
-def test_chakra_has_the_plan_s_nodes_and_bytes_on_every_rank(schedule: str) -> None:
+def test_chakra_is_read_by_protobuf_and_runs_by_astra_sims_rules_in_the_plans_order(schedule: str) -> None:
+    """MLCommons' package is on no index, so its schema is: numbers and types as they publish them, read by protobuf."""
     p = predicted(schedule)
-    files, plan = chakra_files(p.plan, p.last_step), p.plan
-    groups = json.loads(files.pop("comm_group.json"))
-    assert len(files) == 4
-    ends: Counter[tuple[object, ...]] = Counter()
+    files, plan = dict(chakra_files(p.plan, p.last_step)), p.plan
+    assert len(files) == 5
+    kinds = {OpKind.COMPUTE: 4, OpKind.SEND: 5, OpKind.RECV: 6, OpKind.COLLECTIVE: 7}
+    moved = Counter[int]()
     for rank in range(4):
-        data = files[f"rank.{rank}.et"]
-        assert isinstance(data, bytes)
-        head, *nodes = (fields(m) for m in messages(data))
+        head, *nodes = read(files[f"rank.{rank}.et"])
         rows = range(*map(int, plan.bounds[rank // 2 : rank // 2 + 2]))
-        assert dict(head)[1] and len(nodes) == len(rows)
-        kinds = {OpKind.COMPUTE: 4, OpKind.SEND: 5, OpKind.RECV: 6, OpKind.COLLECTIVE: 7}
-        assert [dict(n)[3] for n in nodes] == [kinds[OpKind(int(plan.kind[i]))] for i in rows]
-        assert [dict(n)[2] for n in nodes] == [plan.text(i).encode() for i in rows]
+        assert head.version and len(nodes) == len(rows)
+        assert [n.type for n in nodes] == [kinds[OpKind(int(plan.kind[i]))] for i in rows]
+        assert [n.name for n in nodes] == [plan.text(i) for i in rows]
+        moved.update(n.type for n in nodes)
         wanted = sum(m.bytes for i in rows if (m := plan.shapes[int(plan.shape[i])].message))
-        assert sum(int(attributes(n).get("comm_size", 0)) for n in nodes) == wanted > 0
-        ids = {dict(n)[1] for n in nodes}
-        for n in nodes:
-            for _, packed in (f for f in n if f[0] in (4, 5)):
-                at = 0
-                while at < len(packed):  # type: ignore[arg-type]
-                    before, at = number(packed, at)  # type: ignore[arg-type]
-                    assert before in ids and before < dict(n)[1]  # type: ignore[operator]
-            a = attributes(n)
-            if "comm_tag" in a:
-                key = tuple(a[k] for k in ("comm_src", "comm_dst", "comm_tag", "comm_size"))
-                ends[key] += 1 if dict(n)[3] == 5 else -1
-                assert rank in (a["comm_src"], a["comm_dst"])
-            elif "pg_name" in a:
-                assert rank in groups[bytes(a["pg_name"]).decode()]  # type: ignore[arg-type]
-    assert ends and not any(ends.values()), "a send without its receive"
+        assert sum(said(n, "comm_size", "int64_val") or 0 for n in nodes) == wanted > 0
+    assert moved[5] == moved[6] > 0
+    for rank in fed(files):
+        assert not rank.left, f"rank {rank.rank} waits at {[n.name for n in rank.free()]}"
+        program = [plan.text(i) for i in range(*map(int, plan.bounds[rank.rank // 2 : rank.rank // 2 + 2]))]
+        assert rank.computed == [t for t in program if t in set(rank.computed)]
+
+
+def test_the_reader_sees_a_lost_send_and_an_order_that_only_ctrl_deps_say() -> None:
+    """The controls of the test above: what is left out shows."""
+    p = predicted("1f1b")
+    files = dict(chakra_files(p.plan, p.last_step))
+    head, *nodes = read(files["rank.0.et"])
+
+    def rewritten(kept: list[Any]) -> list[Fed]:
+        out = io.BytesIO()
+        for message in (head, *kept):
+            serialize_length_prefixed(message, out)
+        return fed(files | {"rank.0.et": out.getvalue()})
+
+    whole = rewritten(nodes)[0].computed
+    for n in nodes:
+        n.data_deps[:] = [d for d in n.data_deps if d not in n.ctrl_deps]
+    loose = rewritten(nodes)[0]
+    assert not loose.left and loose.computed != whole
+    send = next(n for n in nodes if n.type == 5)
+    for n in nodes:
+        n.data_deps[:] = [d for d in n.data_deps if d != send.id]
+    assert any(r.left for r in rewritten([n for n in nodes if n is not send]))
 
 
 def test_durations_are_the_predictions() -> None:
     p = predicted("1f1b")
-    data = chakra_files(p.plan, p.last_step)["rank.0.et"]
-    assert isinstance(data, bytes)
-    nodes = [dict(fields(m)) for m in messages(data)][1:]
-    took = {
-        op: end - start
-        for r, op, start, end in zip(
-            *(getattr(p.last_step, k) for k in ("rank", "op", "start_s", "end_s")), strict=True
-        )
-        if r == 0
-    }
+    nodes = list(read(chakra_files(p.plan, p.last_step)["rank.0.et"]))[1:]
+    t = p.last_step
+    rows = zip(t.rank, t.op, t.start_s, t.end_s, strict=True)
+    took = {op: end - start for r, op, start, end in rows if r == 0}
     assert len(nodes) == len(took)
     for n in nodes:
-        assert abs(int(n.get(7, 0)) - 1e6 * took[bytes(n[2]).decode()]) <= 1  # type: ignore[arg-type]
+        assert abs(n.duration_micros - 1e6 * took[n.name]) <= 1
 
 
 def test_torch_csv_is_our_order_again_and_two_copies_are_refused(tmp_path: Path) -> None:
