@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 from executor.device import clock
@@ -24,6 +27,34 @@ def take(store: Any, key: str) -> str:
     """Wait for what `put` has left, or is about to."""
     count = int(store.get(key))
     return zlib.decompress(b"".join(store.get(f"{key}/{number}") for number in range(count))).decode()
+
+
+def meeting(store: Any, rank: int, world: int, patience_s: float) -> str:
+    """A name that these processes alone have, drawn anew whenever they are: all of them are there.
+
+    torchrun keeps its store where nodes come and go, and with it what ranks before these left there under the same
+    keys. So each rank leaves a random word, and rank 0 says a name to whoever it has heard, with the word, until all
+    have found theirs beside the same name. Raises TimeoutError: somebody is not there.
+    """
+    word, counted, limit = uuid.uuid4().hex, "", clock.now() + patience_s
+    heard: list[bytes] = []
+    store.set(f"word/{rank}", word)
+    while clock.now() < limit:
+        if rank == 0 and (words := store.multi_get([f"word/{r}" for r in range(world)])) != heard:
+            heard, name = words, uuid.uuid4().hex
+            store.multi_set([f"name/{r}" for r in range(world)], [f"{w.decode()} {name}" for w in words])
+        theirs, _, name = store.get(f"name/{rank}").decode().partition(" ")
+        if theirs == word and name != counted:
+            counted = name
+            if store.add(f"count/{name}", 1) == world:
+                store.set(f"all/{name}", "")
+        if counted:
+            with suppress(RuntimeError):  # somebody's word was an old one: rank 0 will hear the new one
+                store.wait([f"all/{counted}"], timedelta(seconds=0.5))
+                return counted
+        else:
+            clock.sleep_until(clock.now() + 0.05)
+    raise TimeoutError(f"not all of {world} ranks are there")
 
 
 def clocks(store: Any, rank: int, hosts: Sequence[str], rounds: int = 8) -> tuple[float, float]:

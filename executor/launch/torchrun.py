@@ -27,7 +27,7 @@ from executor.checkpoint.settings import settled
 from executor.device.progress import RankProgress, create
 from executor.launch.refusals import refuse
 from executor.launch.run import gathered
-from executor.launch.store import clocks
+from executor.launch.store import clocks, meeting
 from executor.launch.watchdog import STARTUP_S, RankWatchdog
 from executor.runtime.given import given_name, given_text
 from executor.runtime.rank import train_rank
@@ -119,7 +119,7 @@ def main(argv: Sequence[str], tell: Callable[[Mapping[str, Any]], None] = printe
         folder = Path(name)
         try:
             store, lookout = joined(place, folder, options, judged)
-        except (RuntimeError, ValueError) as error:  # of the store: rank 0 has refused the job, or is gone
+        except (RuntimeError, TimeoutError, ValueError) as error:  # of the store: rank 0 has refused the job, or is gone
             print(f"error: rank {place.rank} was told nothing to run: {error}", file=sys.stderr, flush=True)
             return ErrorKind.RANK_FAILED.exit_code
         return _live(store, lookout, place, folder, PlanRun(options, wanted), tell)
@@ -146,7 +146,8 @@ def joined(
 ) -> tuple[Any, RankWatchdog]:
     """Meet the others at torchrun's store; what rank 0 has judged is written to the folder."""
     patience = timedelta(seconds=STARTUP_S)
-    store, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=patience))
+    kept, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=patience))
+    store = PrefixStore(meeting(kept, place.rank, place.world, STARTUP_S), kept)
     create(folder / "progress", 1)
     mine = PrefixStore("piper", store)
     lookout = RankWatchdog(mine, place.rank, place.world, folder / "progress", options.watchdog_s, report)

@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ import numpy as np
 import pytest
 from torch.distributed import TCPStore
 
-from executor.launch.store import PIECE, clocks, put, take
+from executor.launch.store import PIECE, clocks, meeting, put, take
 from executor.launch.watchdog import host
+from tests.executor.launch.events import until
 from tests.executor.launch.test_run_failure import gone, pids, when_stepping
 from tests.executor.runs import job_file, run
 
@@ -112,6 +115,22 @@ def test_what_cannot_run_is_refused_before_anybody_meets(tmp_path: Path) -> None
     assert (code, error["key"]) == (2, "WORLD_SIZE") and "--nproc-per-node 2" in error["suggestion"]
     code, error = _alone(job, "--digest", "no", **{**somewhere, "WORLD_SIZE": "2"})
     assert (code, error["kind"], error["key"]) == (3, "illegal_plan", "--digest")
+
+
+def test_ranks_that_begin_again_do_not_read_what_those_before_left() -> None:
+    store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+    def name(rank: int, world: int) -> str:
+        return meeting(store.clone(), rank, world, 60.0)
+
+    with ThreadPoolExecutor(3) as ranks:
+        (before,) = set(ranks.map(partial(name, world=3), range(3)))
+        said = store.get("name/0")
+        first = ranks.submit(name, 0, 2)
+        until(lambda: store.get("name/0") != said)  # rank 0 has heard the word that an earlier rank 1 left
+        assert ranks.submit(name, 1, 2).result() == first.result() != before
+        with pytest.raises(TimeoutError, match="not all of 4 ranks"):
+            meeting(store, 0, 4, 0.0)
 
 
 def test_results_of_any_length_go_through_the_store() -> None:
