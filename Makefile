@@ -26,6 +26,7 @@ test-all: $(DEV) lint
 	PIPER_EXAMPLES=4000 $(PYTEST) $(ASIDE) --ignore=tests/clusters
 	$(PYTEST) tests/bench
 	.ci/schedulers
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints-cpu.txt -e '.[ray]'  # tests/clusters/test_ray.py
 	PIPER_CLUSTERS=$$(command -v slurmctld) $(PYTEST) tests/clusters
 
 lint: $(DEV)

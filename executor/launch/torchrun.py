@@ -46,13 +46,16 @@ from ir.verify import check_plan
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class _Parser(argparse.ArgumentParser):
+class RankParser(argparse.ArgumentParser):
+    """Flags that are wrong are a PiperError (usage)."""
+
     def error(self, message: str) -> NoReturn:
         raise PiperError(ErrorKind.USAGE, message, key="python -m executor", suggestion="python -m executor --help")
 
 
-def _parser() -> _Parser:
-    p = _Parser(prog="torchrun … -m executor", description="Run a job's plan as one rank.", allow_abbrev=False)
+def flags() -> RankParser:
+    """Of `-m executor`."""
+    p = RankParser(prog="torchrun … -m executor", description="Run a job's plan as one rank.", allow_abbrev=False)
     p.add_argument("job", metavar="JOB", help="a job file (TOML)")
     p.add_argument(
         "--set", action="append", default=[], metavar="section.key=value", dest="sets", help="override a key"
@@ -102,7 +105,7 @@ def printed(found: Mapping[str, Any]) -> None:
 def main(argv: Sequence[str], tell: Callable[[Mapping[str, Any]], None] = printed) -> int:
     """One rank's life; returns its exit code. tell: is given the run's object, on rank 0."""
     try:
-        args = _parser().parse_args(list(argv))
+        args = flags().parse_args(list(argv))
         place = TorchrunRank.here()
         options = JobRunOptions.of(args, place.world)
         options.check()
@@ -119,7 +122,7 @@ def main(argv: Sequence[str], tell: Callable[[Mapping[str, Any]], None] = printe
         folder = Path(name)
         try:
             store, lookout = joined(place, folder, options, judged)
-        except (RuntimeError, TimeoutError, ValueError) as error:  # of the store: rank 0 has refused the job, or is gone
+        except (RuntimeError, TimeoutError, ValueError) as error:  # rank 0 has refused the job, or is gone
             print(f"error: rank {place.rank} was told nothing to run: {error}", file=sys.stderr, flush=True)
             return ErrorKind.RANK_FAILED.exit_code
         return _live(store, lookout, place, folder, PlanRun(options, wanted), tell)

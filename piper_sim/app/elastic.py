@@ -1,7 +1,7 @@
 """`torchrun --nnodes MIN:MAX … -m piper_sim.app.elastic JOB`: `-m executor` on however many processes there are.
 
-Where that are not as many as the job has ranks, the simulator chooses another plan of the same global batch. It
-saves, and goes on from what was saved. Rank 0 chooses; the others are told job and plan as ever.
+Where there are not as many as the job has ranks, the simulator chooses another plan of the same global batch. With
+--save it goes on from what was saved. Rank 0 chooses; the others are told job and plan as ever.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import pairwise
 
-from executor.checkpoint.folder import complete
 from executor.launch.torchrun import main as rank_main
 from executor.launch.torchrun import report
 from ir.core.errors import ErrorKind, PiperError
@@ -28,13 +27,12 @@ PINNED = ("recompute", "attention", "microbatch_size", "layers", "etp")  # what 
 def main(argv: Sequence[str]) -> int:
     """One rank's life; returns its exit code."""
     args, env = list(argv), os.environ
-    given = {flag: [args[k + 1] for k, a in enumerate(args[:-1]) if a == flag] for flag in ("--set", "--save")}
-    for folder in given["--save"]:
-        args += ["--resume", folder] if complete(Path(folder)) else []
+    sets = [word for flag, word in pairwise(args) if flag == "--set"]
+    args += ["--resume", "if-present"] if "--save" in args and "--resume" not in args else []
     if env.get("RANK") == "0" and args:
         try:
             world, here = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]))
-            args += [word for s in chosen(args[0], given["--set"], world, here) for word in ("--set", s)]
+            args += [word for s in chosen(args[0], sets, world, here) for word in ("--set", s)]
         except PiperError as error:
             report(error)
             return error.kind.exit_code
