@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -90,7 +91,7 @@ def _lives(ranks: int, address: str, args: Sequence[str]) -> list[tuple[int, str
     except ImportError:
         raise _refusal("Ray is not installed", "pip install 'piper-sim[ray]'") from None
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError) as error:
         raise _refusal(f"no Ray cluster at {address}: {error}", "ray start --head; or --address") from None
     gpus = int("nccl" in args)

@@ -47,9 +47,10 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RankParser(argparse.ArgumentParser):
-    """Flags that are wrong are a PiperError (usage)."""
+    """Flags of ranks."""
 
     def error(self, message: str) -> NoReturn:
+        """Raises PiperError (usage)."""
         raise PiperError(ErrorKind.USAGE, message, key="python -m executor", suggestion="python -m executor --help")
 
 
