@@ -159,6 +159,8 @@ def _tree(framework: str, arguments: Mapping[str, object]) -> dict[str, Any]:
         *path, last = [x for x in f"{prefix}.{name}".split(".") if x]
         at = tree
         for part in path:
+            if isinstance(word := at.get(part), str):  # bf16_mixed, and keys of its own beside it
+                at[part] = {word.partition("_")[0]: True}
             at = at.setdefault(part, {})
         at[last] = value
     if framework == "primus":

@@ -51,6 +51,7 @@ def _formats(job: Job) -> Facts:
     p = job.precision
     f: Facts = {"compute": "bf16", "fp8": "fp8"} if p.compute == "fp8" else {"compute": p.compute}
     named_ = {"params": p.params, "grads": p.grads, "reduce": p.reduce, "optimizer_dtype": p.optimizer}
+    named_ |= {"gather": p.gather}
     return f | {k: v for k, v in named_.items() if v is not None}
 
 

@@ -15,7 +15,7 @@ from ir.core.files import read_json
 from ir.job.schema import OPEN
 from ir.job.table import keys_of, toml_sections
 from ir.workload.config.keys import TYPES
-from piper_sim.frameworks.draft import Facts
+from piper_sim.frameworks.draft import Facts, JobDraft
 from piper_sim.frameworks.read import JobArgument, JobFile, beside, read_launch
 from piper_sim.frameworks.table import FORM, JobTableRow, framework_named, row_of
 from piper_sim.frameworks.table import facts as tables
@@ -34,7 +34,7 @@ DIVIDES = {"tp", "cp", "pp", "ep", "etp", "microbatch_size", "pp_microbatch_size
 class JobEntry:
     """What became of one argument. key: the job's, "" where it has none. list: understood, assumed or unknown.
 
-    fact, said: what it states.
+    fact, said: what it states. only: where alone it matters.
     """
 
     argument: JobArgument
@@ -43,6 +43,7 @@ class JobEntry:
     note: str = ""
     fact: str = ""
     said: object = None
+    only: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """As the command prints it."""
@@ -86,13 +87,26 @@ def import_launch(path: str, framework: str | None = None) -> ImportedJob:
     if "per_node" in stated and not any(e.key == "cluster.nodes" for e in entries):
         stated["nodes"] = 1  # torchrun's default
     d = draft(file.framework, stated | _config(file, stated), _hints(file))
-    entries = [replace(e, list=ASSUMED, note=d.doubts[e.fact]) if e.fact in d.doubts else e for e in entries]
+    entries = [_settled(e, d, stated) for e in entries]
     job, entries = _kept(d.job, entries)
     entries += [JobEntry(JobArgument("", v), ASSUMED, k, why) for k, (v, why) in d.filled.items()]
     if (wrong := refusal(job)) is not None:
         note = f"the job does not load: {wrong.message}"
         entries.append(JobEntry(JobArgument("", None), UNKNOWN, wrong.key or "", note))
     return ImportedJob(file.framework.removesuffix("-torchtitan"), job, tuple(entries))
+
+
+def _settled(e: JobEntry, d: JobDraft, stated: Facts) -> JobEntry:
+    """An entry beside all others: what the job says otherwise is assumed, what bears on nothing of it is understood."""
+    if e.fact in d.doubts and e.said == stated.get(e.fact):
+        return replace(e, list=ASSUMED, note=d.doubts[e.fact])
+    p = d.job.get("parallel", {})
+    there = {k: p.get(k, 1) > 1 for k in ("tp", "cp", "pp")}
+    there |= {"fp8": d.job.get("precision", {}).get("compute") == "fp8", "zero3": p.get("zero", 3) == 3}
+    lacks = [k for k in e.only if not there[k]]
+    if e.list == ASSUMED and lacks:
+        return replace(e, list=UNDERSTOOD, note=f"nothing in a step depends on it: there is no {lacks[0]}")
+    return e
 
 
 def _overlaid(file: JobFile, named_by_user: bool) -> JobFile:
@@ -150,9 +164,9 @@ def _entry(framework: str, a: JobArgument) -> JobEntry:
         return JobEntry(a, UNDERSTOOD, key, row.note)
     if row.how.startswith(PRESUMED):
         same = presumed(row.how, a.value)
-        return JobEntry(
-            a, UNDERSTOOD if same else ASSUMED, key, row.note if same else f"predicted otherwise: {row.note}"
-        )
+        only = tuple(w[1:] for w in row.how.split() if w[0] == "@")
+        note = row.note if same else f"predicted otherwise: {row.note}"
+        return JobEntry(a, UNDERSTOOD if same else ASSUMED, key, note, only=only)
     return _read(a, row, key)
 
 
@@ -162,6 +176,8 @@ def _read(a: JobArgument, row: JobTableRow, key: str) -> JobEntry:
     try:
         said = read_value(row.how, a.value)
     except (ValueError, OverflowError) as e:
+        if a.value == "auto" and row.fact == "lr":
+            return JobEntry(a, UNDERSTOOD, key, "left to the program that reads it: a step costs the same")
         if a.value == "auto":
             return JobEntry(a, ASSUMED, key, "left to the program that reads it: as if it were not there")
         return JobEntry(a, UNKNOWN, key, f"this is not {e}")

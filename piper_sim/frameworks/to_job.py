@@ -43,15 +43,28 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
     return d
 
 
+def _decoders(d: JobDraft) -> int | None:
+    """Decoder layers: as the job says them, or the config that it names; None where that is no model."""
+    m = d.job["model"]
+    if found := m.get("num_hidden_layers") or m.get("n_layer"):
+        return int(found)
+    try:
+        return read_model(job_from({"model": m})).config.layers
+    except PiperError:
+        return None
+
+
 def _schedule(d: JobDraft, f: Facts, pp: int) -> int:
     """The schedule's name and stages per rank; how many stages there are."""
     if pp == 1:
         d.expect(not f.get("overlap_ep"), "overlap_ep", "all-to-all beside another microbatch takes a pipeline here")
         return 1
-    chunks, layers = f.get("vp") or 1, d.job["model"].get("num_hidden_layers") or d.job["model"].get("n_layer")
+    chunks, layers = f.get("vp") or 1, _decoders(d)
     if per := f.get("chunk_layers"):
         if layers and layers % (pp * per) == 0:
             chunks = layers // (pp * per)
+        elif layers and (way := f.get("round_stages")):
+            chunks = max(1, (ceil if way == "up" else int)(ceil(layers / per) / pp))
         elif layers:
             chunks = max(1, round(layers / (pp * per)))
             d.doubts["chunk_layers"] = f"{layers} layers are no multiple of {per} on {pp} ranks"
@@ -114,7 +127,7 @@ def _zero(d: JobDraft, f: Facts) -> int | None:
 
 def _layers(d: JobDraft, f: Facts, stages: int) -> object:
     """Decoder layers of each stage as Megatron counts them."""
-    layers, pp = d.job["model"].get("num_hidden_layers") or d.job["model"].get("n_layer") or 0, f["pp"]
+    layers, pp = _decoders(d) or 0, f["pp"]
     first, last, chunks = f.get("first_layers"), f.get("last_layers"), stages // f["pp"]
     if first or last:
         rest, ranks = layers - (first or 0) - (last or 0), pp - bool(first) - bool(last)
@@ -213,7 +226,7 @@ def _recompute(d: JobDraft, f: Facts, stages: int) -> None:
         if odd := [m for m in modules if m not in known]:
             d.doubts["recompute_modules"] = f"{', '.join(odd)} is kept, not recomputed"
         kind = "selective" if parts in ([], ["scores"]) else parts
-    some, layers = f.get("recompute_layers"), d.job["model"].get("num_hidden_layers") or d.job["model"].get("n_layer")
+    some, layers = f.get("recompute_layers"), _decoders(d)
     if kind == "full" and some and f.get("recompute_method") == "block" and layers and some * stages < layers:
         d.doubts["recompute_layers"] = f"every layer is recomputed, not {some} of each stage"
     elif kind == "full" and (some or 1) > 1 and f.get("recompute_method") == "uniform":
@@ -230,7 +243,14 @@ def _formats(d: JobDraft, f: Facts) -> None:
     """Number formats, the optimizer, the constants of the framework."""
     compute = "fp8" if f.get("fp8") == "fp8" else f.get("compute")
     d.put("precision", compute=compute, params=f.get("params"), grads=f.get("grads"), reduce=f.get("reduce"))
-    d.put("precision", optimizer=f.get("optimizer_dtype"))
+    d.put(
+        "precision",
+        optimizer=(moments := f.get("optimizer_dtype")),
+        gather=f.get("gather") if compute == "fp8" else None,
+    )
+    d.expect(f.get("second_moment", "fp32") == (moments or "fp32"), "second_moment", "both moments have one format")
+    wide = {"output"} <= set(f.get("wide", ["output"])) <= {"output", "router.gate"}
+    d.expect(compute != "fp8" or wide, "wide", "the head and routers' gates alone are not in fp8")
     d.put("optimizer", name=f.get("optimizer"), lr=f.get("lr"), clip_norm=f.get("clip"))
     d.put("model", attention=f.get("attention"))
     d.put("schedule", delay_wgrad=f.get("delay_wgrad") or None)

@@ -68,12 +68,12 @@ def read_value(how: str, value: object) -> object:
 
 
 def presumed(how: str, value: object) -> bool:
-    """Whether a value of a row `as …` is what predictions presume anyway.
+    """Whether a value of a row `as …` is what predictions presume anyway. `@pp` and its like: where it matters at all.
 
-    >>> presumed("as true", True), presumed("as none", "local"), presumed("as 1", "1"), presumed("as ", [])
+    >>> presumed("as true", True), presumed("as none", "local"), presumed("as 1", "1"), presumed("as @pp", [])
     (True, False, True, True)
     """
-    words = how.split()[1:]
+    words = [w for w in how.split()[1:] if w[0] != "@"]
     said = str(value).lower() if isinstance(value, bool) else str(value)
     return said in words or (said.lower() in words) or (not _on(value) and (not words or any(w in _OFF for w in words)))
 

@@ -2,8 +2,11 @@
 
 import csv
 import json
+import re
 import shlex
-from collections import defaultdict
+import sys
+import tempfile
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,13 @@ from ir.job.model import read_model
 from ir.job.table import toml_sections
 from ir.workload.layout import parse_layout
 from piper_sim.frameworks.importing import UNDERSTOOD, ImportedJob, import_launch
+from piper_sim.frameworks.table import chains
 
 ENDS = {"cli": ".sh", "yaml": ".yaml", "json": ".json", "toml": ".toml", "log": ".log"}
 SAME = {"layers", "hidden", "heads", "ffn", "kv_heads", "seq_len", "experts", "top_k", "moe_ffn", "mtp"}
 SAME |= {"tp", "pp", "cp", "ep", "etp", "gpus"}
+KNOWN_AS = {"megatron-lm": "megatron"}
+ALSO = {"nemo": ["megatron-bridge"], "llm-foundry": ["accelerate", "megatron"]}  # no list of their own
 OUTSIDE = {"olmo-core"}  # resolved from Python, of no file that people have
 Row = tuple[str, str]
 
@@ -28,7 +34,8 @@ Row = tuple[str, str]
 @dataclass
 class JobCoverage:
     """stated, right: facts of expected.csv, and those that the job has. unlisted: arguments in no list or in two.
-    untrue: arguments that are called understood, and stand otherwise in the job.
+    untrue: arguments that are called understood, and stand otherwise in the job. matter: arguments of
+    arguments_known.csv, which holds those that bear on time or memory, by list. rest: those not understood, by count.
     """
 
     stated: int = 0
@@ -37,6 +44,8 @@ class JobCoverage:
     unlisted: list[str] = field(default_factory=list)
     untrue: list[str] = field(default_factory=list)
     lists: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    matter: Counter[str] = field(default_factory=Counter)
+    rest: Counter[str] = field(default_factory=Counter)
 
 
 def files_of(folder: Path) -> dict[str, dict[tuple[str, str, str], list[Row]]]:
@@ -102,6 +111,21 @@ def written(files: dict[tuple[str, str, str], list[Row]], folder: Path) -> Path:
     return first
 
 
+def known_of(folder: Path) -> dict[str, set[str]]:
+    """framework -> last words of the arguments that matter to it, older names too."""
+    out: dict[str, set[str]] = defaultdict(set)
+    with (folder / "arguments_known.csv").open(encoding="utf-8") as f:
+        for r in csv.DictReader(f):
+            words = [r["argument"], *re.sub(r"\(.*?\)", "", r["older_aliases"]).split(";")]
+            out[KNOWN_AS.get(r["framework"], r["framework"])] |= {last_of(w) for w in words if w.strip()}
+    return {k: set().union(*(out[c] for c in [*v, *ALSO.get(k, ())])) for k, v in chains().items()}
+
+
+def last_of(argument: str) -> str:
+    """An argument without its section, as all frameworks spell it."""
+    return argument.strip().lstrip("-").split()[0].replace("-", "_").split(".")[-1]
+
+
 def facts_of(found: ImportedJob) -> dict[str, object]:
     """expected.csv's columns, read off the job as it loads."""
     job = resolve(job_from(found.job), 8)
@@ -131,6 +155,7 @@ def coverage(folder: Path, tmp: Path) -> JobCoverage:
     out = JobCoverage()
     with (folder / "expected.csv").open(encoding="utf-8") as f:
         expected = {r["launch_id"]: r for r in csv.DictReader(f)}
+    known = known_of(folder)
     for n, (launch, files) in enumerate(files_of(folder).items()):
         if launch.split("/")[0] in OUTSIDE:
             continue
@@ -150,6 +175,9 @@ def coverage(folder: Path, tmp: Path) -> JobCoverage:
             out.unlisted.append(f"{launch}: {set(names) ^ set(own)}")
         for e in found.entries:
             out.lists[e.list] += bool(e.argument.name)
+            if e.argument.name and last_of(e.argument.name) in known[found.framework]:
+                out.matter[e.list] += 1
+                out.rest[f"{e.list} {found.framework} {e.argument.name}: {e.note}"] += e.list != UNDERSTOOD
         got = facts_of(found)
         last = {e.fact: e for e in found.entries if e.fact and e.list == UNDERSTOOD}
         said = {k: (e.said, got[k]) for k, e in last.items() if k in SAME and e.said != got[k]}
@@ -162,3 +190,12 @@ def coverage(folder: Path, tmp: Path) -> JobCoverage:
                 if not right:
                     out.wrong.append(f"{launch} {column}: {value}, not {got[name]}")
     return out
+
+
+if __name__ == "__main__":  # python -m tests.piper_sim.frameworks.launches FOLDER: the score, and what is missed
+    with tempfile.TemporaryDirectory() as folder:
+        c = coverage(Path(sys.argv[1]), Path(folder))
+    share = c.matter[UNDERSTOOD] / c.matter.total()
+    print(f"{dict(c.lists)}; of {c.matter.total()} that matter {share:.2%} understood; facts {c.right}/{c.stated}")
+    for text, count in c.rest.most_common(40):
+        print(count, text)

@@ -13,6 +13,7 @@ from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
 from piper_sim.frameworks.exporting import FRAMEWORKS, LAUNCH, ExportedJob, export_launch
 from piper_sim.frameworks.importing import ImportedJob, import_launch
+from tests.piper_sim.frameworks.launches import files_of, written
 
 TITAN = {"config": "llama3-8b", "seq_len": 2048}
 CLUSTER = {"gpu": "h800-sxm", "nodes": 2, "gpus_per_node": 8}
@@ -59,6 +60,8 @@ def jobs(draw: st.DrawFn) -> tuple[str, PreparedJob]:
     if megatron and pp == 2:
         parallel["layers"] = draw(st.sampled_from(["even", [3, 5] * chunks if chunks == 1 else [1, 3, 2, 2]]))
     precision = {"compute": draw(st.sampled_from(["bf16", "fp8"] if megatron else ["bf16"]))}
+    if megatron and draw(st.booleans()):
+        precision |= {"params": "bf16", "reduce": "bf16"} | ({"gather": "fp8"} if precision["compute"] == "fp8" else {})
     titan = TITAN if framework == "torchtitan" else model
     optimizer = {"lr": draw(st.sampled_from([1e-3, 3e-4])), "clip_norm": draw(st.sampled_from([0.0, 1.0]))}
     return framework, prepared(
@@ -74,6 +77,7 @@ def test_import_and_export_are_a_fixed_point(drawn: tuple[str, PreparedJob]) -> 
     assert once.framework == framework and not [e for e in once.entries if e.list != "understood" and e.argument.name]
     back = prepare(job_from(once.job))
     assert (back.mesh.sizes, back.mbs, back.layout) == (job.mesh.sizes, job.mbs, job.layout)
+    assert back.job.precision.gather == job.job.precision.gather
     assert (back.job.schedule.recompute, back.job.optimizer.lr) == (
         job.job.schedule.recompute,
         job.job.optimizer.lr if framework != "accelerate" else 1e-3,
@@ -147,3 +151,26 @@ def test_what_changes_against_the_launch_that_was_imported() -> None:
     )
     assert set(changed) >= {"--recompute-granularity", "--use-megatron-fsdp", "--use-distributed-optimizer"}
     assert not {"--num-layers", "--hidden-size", "--lr", "--bf16"} & set(changed)
+
+
+LAUNCHES = Path(__file__).parents[4] / "shared" / "data" / "launches"
+
+
+if LAUNCHES.is_dir():
+
+    @pytest.mark.slow
+    def test_public_launches_come_back_as_the_launches_they_went_out_as(tmp_path: Path) -> None:
+        kept = 0
+        for n, (launch, files) in enumerate(files_of(LAUNCHES).items()):
+            if launch.startswith("olmo-core"):
+                continue
+            found = import_launch(str(written(files, tmp_path / str(n))))
+            if found.framework not in FRAMEWORKS:
+                continue
+            try:
+                once = read_back(export_launch(prepare(job_from(found.job)), found.framework))
+            except PiperError:  # the job, or what of it the framework cannot say
+                continue
+            assert read_back(export_launch(prepare(job_from(once.job)), found.framework)).job == once.job
+            kept += 1
+        assert kept >= 150

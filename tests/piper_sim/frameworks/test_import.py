@@ -193,13 +193,53 @@ def test_doubts_are_said_where_the_job_differs_from_the_file(tmp_path: Path) -> 
     found = imported(
         tmp_path, text.format(args + " --global-batch-size 7 --micro-batch-size 2 --no-rope-fusion --lr auto")
     )
-    assert {"--world-size", "--mtp-num-layers", "--recompute-num-layers", "--no-rope-fusion", "--lr"} <= set(
+    assert {"--world-size", "--mtp-num-layers", "--recompute-num-layers", "--no-rope-fusion"} <= set(
         listed(found, ASSUMED)
     )
+    assert "--lr" in listed(found, UNDERSTOOD)
     assert found.job["parallel"]["layers"] == "balanced"
     assert not {"--world-size", "--mtp-num-layers"} & set(
         listed(imported(tmp_path, text.format("--world-size 4")), ASSUMED)
     )
+
+
+TITAN = '[model]\nname = "llama3"\nflavor = "8B"\nconverters = [{}]\n[quantize.linear.float8]\nfilter_fqns = [{}]\n'
+AUTO = """model: {{config: {{pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}}}}
+distributed: {{strategy: fsdp2, pp_size: {}, pipeline: {{pp_schedule: interleaved1f1b, layers_per_stage: {},
+  round_virtual_stages_to_pp_multiple: {}}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "argument", "there", "elsewhere"),
+    [
+        (
+            "a.txt",
+            "--num-layers 4 --overlap-p2p-comm false --pipeline-model-parallel-size {}",
+            "--overlap-p2p-comm",
+            1,
+            2,
+        ),
+        ("a.txt", "--num-layers 4 --fp8-recipe mxfp8 --bf16 {}", "--fp8-recipe", "", "--fp8-format hybrid"),
+        ("t.toml", TITAN.replace("{}", '"float8"', 1), "quantize.linear.float8.filter_fqns", '"output"', '"wq"'),
+        ("t.toml", TITAN.replace("{}", "", 1), "quantize.linear.float8.filter_fqns", '"wq"', None),
+    ],
+)
+def test_what_bears_on_nothing_of_the_job_is_understood_and_assumed_elsewhere(
+    tmp_path: Path, name: str, text: str, argument: str, there: object, elsewhere: object
+) -> None:
+    assert argument in listed(imported(tmp_path, text.replace("{}", str(there)), name), UNDERSTOOD)
+    if elsewhere is not None:
+        assert argument in listed(imported(tmp_path, text.replace("{}", str(elsewhere)), name), ASSUMED)
+
+
+def test_a_launch_says_how_its_stages_are_rounded_and_what_is_gathered_in_fp8(tmp_path: Path) -> None:
+    for way, stages in (("up", 4), ("down", 3)):  # 48 layers by 7 are 7 stages, on 2 ranks 8 or 6
+        found = imported(tmp_path, AUTO.format(2, 7, way), "a.yaml", "automodel")
+        assert found.job["schedule"]["stages_per_rank"] == stages and not found.to_dict()["unknown"]
+    text = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --bf16 --fp8-param-gather {}"
+    assert "gather" not in imported(tmp_path, text.format("")).job["precision"]
+    assert imported(tmp_path, text.format("--fp8-format e4m3")).job["precision"]["gather"] == "fp8"
 
 
 def test_the_command_prints_a_job_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,3 +280,4 @@ if LAUNCHES.is_dir():  # public launches are not kept here: a machine that has t
         assert not measured.unlisted and not measured.untrue
         assert measured.lists[UNKNOWN] < 0.01 * sum(measured.lists.values())
         assert measured.right / measured.stated >= 0.95, measured.wrong[:20]
+        assert measured.matter[UNDERSTOOD] >= 0.95 * measured.matter.total() > 6000, measured.rest.most_common(20)
