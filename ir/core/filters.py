@@ -6,8 +6,6 @@
 {"EP": "-"}             does not carry tag EP       {}                       everything
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Tensors as one line of elements: how a bucket's parameters lie in it, and in what stretches it is updated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 ALIGN_BYTES = 64  # the same kernel takes other paths, to other last bits, where a weight starts elsewhere

@@ -1,7 +1,5 @@
 """Seconds on one grid: multiples of 2^-40 s (0.9 ps), whose sums are exact in any order."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

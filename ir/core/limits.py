@@ -1,7 +1,5 @@
 """How large a schedule or job may be; checked before anything is expanded, so that a typo eats no memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from math import isqrt
 

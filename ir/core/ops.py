@@ -1,7 +1,5 @@
 """The vocabulary of ops and their text: `2F0` is stage 2's forward of microbatch 0, spelled as PyTorch spells it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Waits: what every op needs from other streams, each said once. One running maximum per pair of streams."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ir.core.order import BoolArray, IntArray

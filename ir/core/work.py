@@ -1,7 +1,5 @@
 """What a node costs, in the hardware's own terms: kernels with FLOPs and bytes, or a message over mesh axes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

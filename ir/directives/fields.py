@@ -1,7 +1,5 @@
 """The fields of one directive in a strategy file: which keys it may have, what they may hold, UW Piper's defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Strategy files: a JSON list of directives, ours or UW Piper's as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`split`, `place`, `order`: a dimension of microbatches, the devices of each node, what each program does when."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """`replicate`: keep the copies of parameters in step, with ZeRO 0 to 3."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from ir.core.errors import ErrorKind, PiperError

@@ -1,7 +1,5 @@
 """Piper's `order` rows of filters, completed by dataflow into one full order per program."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush

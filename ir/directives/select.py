@@ -1,7 +1,5 @@
 """Which nodes a directive's filter means, and a clear refusal where it means none."""
 
-from __future__ import annotations
-
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.filters import DirectiveFilter
 from ir.core.ops import Pass

@@ -1,7 +1,5 @@
 """`shard`: divide parts over a mesh axis: experts over ep, dense parts over tp or cp."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """A strategy: directives in order, applied as a fold and checked after each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from itertools import groupby

@@ -1,7 +1,5 @@
 """The first graph, before any directive: a model's parts as F, I, W (and R) nodes; or bare stages for `schedule`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Names under which measurements are kept: nodes and messages that cost the same have one, whatever the schedule."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 The plan's exchanges stand between units: they take a unit's outputs, and what arrives is read under their own names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ir.graph.graph import COUNTS, Graph

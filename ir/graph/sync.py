@@ -5,8 +5,6 @@ parallelism, norms between tensor-parallel regions, tied embeddings and DualPipe
 graph.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

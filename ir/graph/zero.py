@@ -1,7 +1,5 @@
 """Which buckets ZeRO-2 and ZeRO-3 keep sharded through the step, and which nodes read or write them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Where a strategy file and its job meet: what they must agree on, what one fills in for the other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ir.core.errors import ErrorKind, PiperError, job_error

@@ -1,7 +1,5 @@
 """From a job to its graph, strategy and plan. The same for the simulator and for the executor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Plans by what decides them: one structure under many costs is built once in a process, and checked once."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reading a job: TOML, `--set`, types, ranges, the nearest key for a typo."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable, Mapping
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Which model a job names, a config or a captured file: its chunks, where their numbers come from, what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from ir.core.errors import job_error

@@ -1,7 +1,5 @@
 """The sections and keys of a job file, with their defaults. Field names are the keys; units stand in names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, get_type_hints

@@ -1,7 +1,5 @@
 """The lists of `[search]`: which keys may vary, every value checked as the key's own section would."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, replace
 

@@ -1,7 +1,5 @@
 """A job as the table it could have been read from, single keys of it, and as TOML that loads as the same job."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields

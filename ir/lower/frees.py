@@ -1,7 +1,5 @@
 """Buffers of a plan: when each is written, and the compute op whose waits prove that every reader is done."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ir.core.order import BoolArray, IntArray

@@ -3,8 +3,6 @@
 One queue per program cannot close a cycle then: what is first in the joint order is first wherever it stands.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ir.core.order import IntArray

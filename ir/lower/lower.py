@@ -1,7 +1,5 @@
 """`lower`: join graph and orders, once, into a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

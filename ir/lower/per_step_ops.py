@@ -1,7 +1,5 @@
 """Rows that exist once per step: each behind its last contribution, collectives in one order for all programs."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ir.core.order import IntArray

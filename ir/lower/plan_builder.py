@@ -1,7 +1,5 @@
 """A plan in the making: rows with sort keys, and which row holds which (node, microbatch)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

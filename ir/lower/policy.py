@@ -1,7 +1,5 @@
 """The options of lowering: how interleave groups merge, what coalesces, how transfers queue."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256

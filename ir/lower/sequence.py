@@ -1,7 +1,5 @@
 """Which nodes one action of a schedule stands for, in the order one program would run them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 from ir.core.ops import OpToken, Pass

@@ -1,7 +1,5 @@
 """Templates: the rows that one unit of an order becomes, built once and stamped for every microbatch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

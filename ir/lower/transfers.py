@@ -1,7 +1,5 @@
 """Messages between programs: channels in one order at both ends, receives dispatched where they are needed."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ir.core.order import IntArray

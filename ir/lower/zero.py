@@ -1,7 +1,5 @@
 """ZeRO-2 and ZeRO-3 needs: how many gathers and reductions there are depends on the final order: they are born here."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the host of a program waits for by itself: to read numbers the device has made, and to execute compute."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ir.core.order import IntArray

@@ -1,7 +1,5 @@
 """What ops are called: compute by what it covers, transfers by the boundary they cross. * stands for a microbatch."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Reading a plan's text: strictly, by line number, with nothing expanded before its size is known."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The buffers of a plan read from text: where each begins follows from the graph, where it ends the text says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

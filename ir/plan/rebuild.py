@@ -1,7 +1,5 @@
 """From what a plan's text says to the plan: what the text leaves out follows from the graph."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

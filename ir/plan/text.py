@@ -20,8 +20,6 @@ the microbatch, & for that of the second member of a fused pair. A buffer is cal
 that nobody reads outside that op dies there, unsaid. `p2p>1` is a send to program 1 in the one queue of all transfers.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

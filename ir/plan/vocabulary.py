@@ -1,7 +1,5 @@
 """The ops that a graph can have, by stream and text: what a line of a plan's text may say."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Your own schedules: PyTorch's CSV, or a Python builder; both are orders from which the placement is read."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import sys

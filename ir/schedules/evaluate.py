@@ -9,8 +9,6 @@ pair starts when both inputs are there and hands over both results at its end.
 (12.0, (2, 1))
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ shapes and DualPipe make the table for the least number they accept and drop the
 1F0 1B0 1F1 1B1 1F2 1B2
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ir.core.ops import OpToken

@@ -1,7 +1,5 @@
 """Several fillings and drainings of the pipeline in one step: less in flight, and a bubble each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

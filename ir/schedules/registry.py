@@ -4,8 +4,6 @@
 ['1F0', '1B0', '1F1', '1B1', '1F2', '1B2']
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A schedule as a value: where stages live and what each rank does, in order."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ir.core.order import Order

@@ -1,7 +1,5 @@
 """A schedule as directives: split, a place per stage and microbatch range, an order table. No schedule is special."""
 
-from __future__ import annotations
-
 from ir.core.filters import parse_filter
 from ir.directives.place import OrderDirective, PlaceDirective, SplitDirective
 from ir.directives.strategy import Directive

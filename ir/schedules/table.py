@@ -18,8 +18,6 @@ legal order is legal, because ops depend on ops of their own microbatch only.
 ['7F5', '7B5']
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Seconds of ops that come from no cost model: a given time per layer, or a trace. Both engines read these."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

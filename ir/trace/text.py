@@ -11,8 +11,6 @@ Both engines write it and no reader can tell which did, but by the header::
 A file comes from anywhere, so its limits are checked before anything is expanded.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

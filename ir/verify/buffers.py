@@ -1,7 +1,5 @@
 """Every buffer is written where its node runs, and freed once, on a compute op whose waits prove every reader done."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ir.core.errors import PiperError

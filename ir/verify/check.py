@@ -1,7 +1,5 @@
 """`check_plan`: every op once, orders equal at both ends, nothing read before it is there, no deadlock."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ir.plan.plan import Plan

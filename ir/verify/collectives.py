@@ -1,7 +1,5 @@
 """What meets across programs meets in one order: both ends of a channel, all members of a collective."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import numpy as np

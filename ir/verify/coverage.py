@@ -1,7 +1,5 @@
 """Every node of every microbatch runs exactly once, on the program it is placed on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Can the plan always move on? An op starts when its queue and waits allow, and ends when all its partners started."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Who holds each parameter, read off the graph's entries anew; what every bucket must say of them."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

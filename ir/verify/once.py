@@ -1,7 +1,5 @@
 """What exists once per step: every gradient summed once over exactly those who hold it, before norm, update, gather."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 

@@ -7,8 +7,6 @@ wait for the device. The host launches as soon as it may, which is the worst tha
 collective that run the same program are taken to be where their program is.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Who reads what: every data edge of the graph in every microbatch, as ops of the plan."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

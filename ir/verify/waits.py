@@ -1,7 +1,5 @@
 """What a plan's waits prove: every result is there before it is read; communication follows what it may overwrite."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ir.core.order import BoolArray, IntArray

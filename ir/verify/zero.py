@@ -1,7 +1,5 @@
 """What ZeRO-2 and ZeRO-3 promise, checked on the final order: each microbatch's reductions, gathers and their room."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`piper-sim`: flags to commands, errors to exit codes. Heavy imports wait until a command needs them."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import json

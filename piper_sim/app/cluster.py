@@ -1,7 +1,5 @@
 """`piper-sim cluster`: a hardware file from what a node says of itself, and a profile from nccl-tests."""
 
-from __future__ import annotations
-
 import argparse
 
 from cost_models.profile.file import profile_text

@@ -1,7 +1,5 @@
 """How a command ends when it cannot as it should: told to, by a mistake of ours, with streams that nobody reads."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

@@ -1,7 +1,5 @@
 """`piper-sim history LOG…`: what past runs left of their times, as a table for `[history]`."""
 
-from __future__ import annotations
-
 import argparse
 
 from ir.core.errors import ErrorKind, PiperError

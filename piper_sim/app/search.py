@@ -1,7 +1,5 @@
 """`piper-sim search JOB`: the best strategy for a job's model and GPUs, and what was excluded and why."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """`piper-sim sweep JOB --try key=[…]`: every combination of some keys, simulated; one row each, kept as it goes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tomllib

@@ -1,8 +1,6 @@
 """Compile every kernel once, so that nobody waits for it later: `python -m piper_sim.app.warm`, after an
 installation."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A scenario run to the step that repeats, by the faster of two engines that agree to the last bit."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Where ops in flight share devices and links: an event loop with its own heap. docs/ENGINE.md is its arithmetic."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from cost_models.jit import jit

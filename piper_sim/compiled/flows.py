@@ -3,8 +3,6 @@
 A meeting under way that loads links is a flow. It is kept in the slot of the stream that its least op occupies.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

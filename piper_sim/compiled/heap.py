@@ -1,7 +1,5 @@
 """A binary heap of numbered items by a key that may change, in arrays. `where[x]` is x's place in it, -1 outside."""
 
-from __future__ import annotations
-
 from cost_models.jit import jit
 from ir.core.order import FloatArray, IntArray
 

@@ -1,7 +1,5 @@
 """A scenario as a net of integers: streams, what is waited for, and who meets whom."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An order in which a net's times can be computed in one pass, whatever the durations."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Where nothing is shared, a plan's times are longest paths: one pass over its ops for each duration vector."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from cost_models.jit import jit

@@ -1,7 +1,5 @@
 """The twin's door: what `piper_sim.engine.play` returns, from the faster kernel that is still exact."""
 
-from __future__ import annotations
-
 from ir.core.order import FloatArray
 from piper_sim.compiled.events import event_loop
 from piper_sim.compiled.path import longest_path

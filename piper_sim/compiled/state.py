@@ -1,7 +1,5 @@
 """What the event loop works on: its tables, and the state of streams, meetings and programs."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

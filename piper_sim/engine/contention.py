@@ -3,8 +3,6 @@
 docs/ENGINE.md is the arithmetic, so that a second engine can agree to the last bit.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from simpy.events import NORMAL, Event, EventPriority
 

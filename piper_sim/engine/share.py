@@ -1,7 +1,5 @@
 """Max-min sharing of links: progressive filling. docs/ENGINE.md, 8."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 Loads = Mapping[int, float]

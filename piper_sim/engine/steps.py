@@ -1,7 +1,5 @@
 """What one step leaves to the next: which op of a step waits for which op of the step before."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Where every stream and host stands when none can move."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run of the simulator as a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

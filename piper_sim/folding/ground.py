@@ -1,7 +1,5 @@
 """Where replicas stand: positions, their groups, how groups lie on nodes, how fast ranks are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

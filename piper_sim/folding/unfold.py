@@ -1,7 +1,5 @@
 """A plan unfolded: one copy of all programs for each class of replicas, and the meetings between them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -5,8 +5,6 @@ and ASTRA-sim read, of the types that they read: ends and tags of a transfer as 
 data_deps alone, so what holds an op's stream is there too. Group 0 is theirs for all ranks, so ours begin at 1.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 

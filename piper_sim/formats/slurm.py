@@ -1,7 +1,5 @@
 """A job as a batch script for SLURM: told before the limit it saves, goes back to the queue, and is taken up again."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

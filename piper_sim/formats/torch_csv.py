@@ -1,7 +1,5 @@
 """A schedule as torch.distributed.pipelining's CSV: a row of op texts per rank, compute only."""
 
-from __future__ import annotations
-
 from ir.core.errors import ErrorKind, PiperError
 from ir.directives.place import OrderDirective, PlaceDirective
 from ir.job.build import PreparedJob

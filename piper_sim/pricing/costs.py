@@ -1,7 +1,5 @@
 """Seconds of every op of a job's plan, and what they are made of: from the hardware file, or from a profile."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Host models: `inline` executes compute itself, `ahead` launches it and runs ahead. docs/ENGINE.md, 7."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Slowdown tables of a plan: ops by what bounds them, from the hardware's slowdowns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

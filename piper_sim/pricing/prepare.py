@@ -1,7 +1,5 @@
 """A job made ready for its plan with what only costs can say: balanced layers, op times of searched schedules."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace

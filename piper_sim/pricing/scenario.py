@@ -1,7 +1,5 @@
 """What engines run of a priced plan: unfolded to the replicas that differ, with its host, interference and links."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from cost_models.compute.host import HostCosts

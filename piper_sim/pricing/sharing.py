@@ -1,7 +1,5 @@
 """The links of a plan: every rank's NVLink port and NIC, each way, and the uplinks of leaf switches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

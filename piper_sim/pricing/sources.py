@@ -1,7 +1,5 @@
 """How much of a plan's time is measured, read between or beyond measurements, or modelled; class by class."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

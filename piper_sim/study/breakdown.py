@@ -1,7 +1,5 @@
 """Where each rank's time went: a breakdown that sums exactly to its step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Predict one job: plan, classes of replicas, costs, scenario, engine, metrics."""
 
-from __future__ import annotations
-
 from cost_models import DeviceHardware
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job

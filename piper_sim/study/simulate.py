@@ -1,7 +1,5 @@
 """The object of `piper-sim simulate`: a prediction in the contract's keys."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Python files that a user names, the only ones that are run: as they stand now, and nothing is left beside them."""
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader

@@ -1,7 +1,5 @@
 """JSON and TOML, strictly: no key twice, no NaN, no number or nesting beyond reason; errors name key or line."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

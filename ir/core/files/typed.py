@@ -1,7 +1,5 @@
 """Plain values to typed ones: a class's annotations say what a file may hold, and errors are read off them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar

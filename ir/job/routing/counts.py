@@ -5,8 +5,6 @@ different tokens: tp ranks too, since experts want sequence parallelism. With th
 `tp_rank + tp * (cp_rank + cp * dp_rank)`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`[routing]` of a job: which keys go together, and the counts they describe, made up from a seed or read."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from functools import cache

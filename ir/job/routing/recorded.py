@@ -5,8 +5,6 @@ microbatches, without `source` for all sources; counts left out are 0. Layers ar
 with experts is there, and for every microbatch and source its counts sum to the source's tokens times top-k.
 """
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Iterable, Sequence

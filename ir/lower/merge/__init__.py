@@ -1,7 +1,5 @@
 """Interleave groups as one static order, by a named policy: alternate, template, profile. Every policy is a shuffle."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ir.core.ops import OpToken, Pass

@@ -1,7 +1,5 @@
 """Members take turns: compute changes member at each communication."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 Item = tuple[int, int]  # (node, member)

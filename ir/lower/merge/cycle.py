@@ -1,7 +1,5 @@
 """A forward and a backward interleaved layer by layer in a fixed cycle of turns: DeepSeek's order, and Megatron's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ir.core.ops import Pass

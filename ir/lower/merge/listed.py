@@ -1,7 +1,5 @@
 """List scheduling of a forward and a backward on given seconds: what can start first goes first."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

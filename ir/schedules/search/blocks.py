@@ -4,8 +4,6 @@ The idea, and the blocks of V-Half and V-Min among those found here, are from "P
 Memory" (arXiv:2405.15362).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from itertools import product
 

@@ -3,8 +3,6 @@
 Both keep the limit and cannot deadlock.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

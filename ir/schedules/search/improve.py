@@ -5,8 +5,6 @@ and mostly less (forward-backward improvement, known from project scheduling: To
 the same way in both directions: backwards, W takes it and F gives it back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain

@@ -8,8 +8,6 @@ ZB-2p is from "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), V-Half and 
 with Controllable Memory" (arXiv:2405.15362).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

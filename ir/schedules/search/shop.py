@@ -5,8 +5,6 @@ Stages zigzag over the ranks (0 … P-1, then back P-1 … 0), so one chunk is a
 Within a kind, microbatches stay in order: sends and receives of one kind never overtake each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """`piper-sim calibrate JOB`: measure a job's ops and messages here, or import what was measured elsewhere."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`piper-sim compare JOB [JOB…]`: several jobs, or several schedules of one."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 

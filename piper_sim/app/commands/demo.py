@@ -1,7 +1,5 @@
 """`piper-sim demo`: DeepSeek-V3 on 2,048 H800, DualPipe against 1F1B and the others. No arguments needed."""
 
-from __future__ import annotations
-
 import argparse
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`piper-sim explain JOB [JOB2]`: why a step takes as long as it does, and what would change that."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """`piper-sim import FILE`, `piper-sim export JOB --to NAME`: launches of frameworks in, files for other tools out."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """What every command shares: JSON on stdout, tables for people, progress on stderr, files under --out."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

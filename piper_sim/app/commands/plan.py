@@ -1,7 +1,5 @@
 """`piper-sim plan JOB`: the directives and the plan, program by program."""
 
-from __future__ import annotations
-
 import argparse
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """`piper-sim run JOB -n N`: execute the plan that simulate judges."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`piper-sim schedule NAME`: one pipeline schedule by itself."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from typing import cast

@@ -1,7 +1,5 @@
 """`piper-sim simulate JOB`: predict one job."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """`piper-sim validate JOB -n N`: calibrate on another plan of the job, predict this one, run it, compare."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is asked of a machine, in order, up to the first thing that is wrong."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

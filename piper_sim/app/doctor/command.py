@@ -1,7 +1,5 @@
 """`piper-sim doctor`: is this machine, or this allocation under torchrun, fit to run plans?"""
 
-from __future__ import annotations
-
 import argparse
 import os
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """What is there before anything runs: versions, devices, room for files, a clock."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """Small runs of real plans, compared with each other, with predictions, and with what must not happen."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Layers whose experts are divided alike: their groups, the rows that each position receives, its exchanges."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """Seconds of every different all-to-all of a division, each as slow as its most loaded rank."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from cost_models import LinkFabric, message_seconds

@@ -8,8 +8,6 @@ longest one. Bytes of weights, and of their gradients, count once for each exper
 is no kernel.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -8,8 +8,6 @@ experts differ. A lower bound mends that where one expert gets nearly all tokens
 the mean, as a share of how much it could. A limit of nodes per token scales a token's nodes down to it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

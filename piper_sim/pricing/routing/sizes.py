@@ -1,7 +1,5 @@
 """An experts part as a function of its rows: kernels for seconds, and bytes of each buffer as lines in rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from ir.core.ops import Pass

@@ -1,7 +1,5 @@
 """A plan's op costs for each class of replicas, under the job's routing."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ir.core.grid import quantised

@@ -1,7 +1,5 @@
 """Bytes of each program's worst replica under uneven routing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Samples to a profile: medians and spreads, single kernels summed up to ops, one profile laid over another."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol

@@ -1,7 +1,5 @@
 """A hardware file from what a node says of itself: `nvidia-smi topo -m`, `ibstat`. Nothing is run."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """One calibration: what a job needs measured, measured here or imported, put into one profile, and what it covers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 A range that covers several nodes (`2F0`) is divided over them as they are modelled, ranges inside it left out.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

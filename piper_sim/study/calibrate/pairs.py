@@ -1,7 +1,5 @@
 """A measured pair table: how much a kernel and a message side by side slow each other, as CSV."""
 
-from __future__ import annotations
-
 import csv
 
 from cost_models.hardware.schema import COMM_KINDS

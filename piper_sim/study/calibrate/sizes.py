@@ -1,7 +1,5 @@
 """A job in other sizes, one size changed at a time, so that a profile can be read between them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

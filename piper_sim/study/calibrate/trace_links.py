@@ -1,7 +1,5 @@
 """NCCL's kernels in a trace as messages: kind, ranks, nodes and bytes from what PyTorch writes beside each."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Which nodes of a job an annotated range of a training stands for: `2F0`, `2B0/l7.attn`, `l7.attn`, `UPDATE`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

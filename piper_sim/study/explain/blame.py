@@ -1,7 +1,5 @@
 """Whose fault a wait is: every idle tick of every rank traced back to a cause, a rank and an op."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Why every op of a run started when it did: the one event behind each start, step after step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

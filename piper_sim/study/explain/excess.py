@@ -1,7 +1,5 @@
 """What ops take too long, and why: the same plan priced again without slow ranks, uneven routing, slow links."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Why a step takes as long as it does: causes of idle time, the critical path, what-ifs; and why two jobs differ."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Traces to explain, ours or torch.profiler's (Kineto), one file for each rank: kernels as rows of ops."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Sequence

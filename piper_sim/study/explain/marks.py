@@ -1,7 +1,5 @@
 """A prediction's last step with what explains it, row by row: what the report draws."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ir.core.grid import GRID

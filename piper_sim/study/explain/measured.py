@@ -1,7 +1,5 @@
 """A measured trace explained: what every op waited for, as far as rows of ops and their times can tell."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Sequence

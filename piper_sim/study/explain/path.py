@@ -1,7 +1,5 @@
 """The critical path: what went on, back to back, from the begin of the step that repeats to its end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

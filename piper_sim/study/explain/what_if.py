@@ -1,7 +1,5 @@
 """What-ifs: other jobs that differ in a few keys, simulated; never estimated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass

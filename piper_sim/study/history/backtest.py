@@ -1,7 +1,5 @@
 """Past runs predicted as any job is, and how far off each prediction is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

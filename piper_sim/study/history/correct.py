@@ -1,7 +1,5 @@
 """A factor on predicted seconds, suggested only where it makes the runs that it was not taken from come out nearer."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a training run left of its steps' times: logs of Megatron-LM and NeMo, TensorBoard's event files."""
 
-from __future__ import annotations
-
 import math
 import re
 import struct

@@ -1,7 +1,5 @@
 """A backtest as JSON and as text, and a prediction with its suggested correction where the job asks for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any

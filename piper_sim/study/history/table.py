@@ -1,7 +1,5 @@
 """The table of past runs: strict rows, each error with file, line, column and the nearest fix."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Mapping, Sequence

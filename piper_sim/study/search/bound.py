@@ -1,7 +1,5 @@
 """What no simulation of a job can undercut: seconds of a step, bytes of a rank. Nothing is planned for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """One configuration simulated, event by event: its step, its memory, or why it has none."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum

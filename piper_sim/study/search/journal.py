@@ -1,7 +1,5 @@
 """What a search has simulated, kept in a file as it goes: a search that was cut off goes on from there."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict

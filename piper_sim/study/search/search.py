@@ -1,7 +1,5 @@
 """Best-first search: the least bounds go first, what cannot be on the front of time and memory is never planned."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

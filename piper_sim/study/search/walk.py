@@ -1,7 +1,5 @@
 """A schedule's orders walked with the least times and bytes of its stages: compiled, a millisecond each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The best configuration as a job file."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

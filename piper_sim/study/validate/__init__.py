@@ -1,7 +1,5 @@
 """Is the simulator right? Calibrate on one plan of a job, predict another, run that, compare."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Measuring a profile on a plan of the job that is not the judged one: another schedule, another microbatch count."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

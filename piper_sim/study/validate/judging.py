@@ -1,7 +1,5 @@
 """A plan predicted from a profile, as `simulate` predicts it; and the same without communication, and replayed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One run of a plan for `validate`: what the executor is asked for, and what is kept of its answer."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence

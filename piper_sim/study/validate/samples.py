@@ -1,7 +1,5 @@
 """What a run says about classes of nodes, messages and the host: samples in seconds, by the names a profile uses."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 

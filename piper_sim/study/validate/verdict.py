@@ -1,7 +1,5 @@
 """Predicted beside measured: errors by iteration, class of ops and rank's peak bytes, and what the gates say."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
