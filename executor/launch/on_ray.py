@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from executor.launch.torchrun import RankParser, report
+from executor.launch.torchrun import RankParser, flags, report
 from ir.core.errors import ErrorKind, PiperError
 
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     """Start the ranks and wait for them; returns the exit code of `-m executor`."""
     try:
         own, args = parser().parse_known_args(list(argv))
-        ends = _lives(own.ranks, own.address, args)
+        ends = _lives(own.ranks, own.address, args, gpus=int(flags().parse_args(args).backend == "nccl"))
     except PiperError as error:
         report(error)
         return error.kind.exit_code
@@ -84,8 +84,8 @@ def main(argv: Sequence[str]) -> int:
     return codes[0] if codes else 0
 
 
-def _lives(ranks: int, address: str, args: Sequence[str]) -> list[tuple[int, str]]:
-    """How each rank ended, in their order. Raises PiperError (usage): no Ray, no cluster, or too small a one."""
+def _lives(ranks: int, address: str, args: Sequence[str], gpus: int) -> list[tuple[int, str]]:
+    """How each rank ended, in their order. gpus: of each. Raises PiperError (usage): no Ray, or too small a cluster."""
     try:
         import ray
     except ImportError:
@@ -94,7 +94,6 @@ def _lives(ranks: int, address: str, args: Sequence[str]) -> list[tuple[int, str
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError) as error:
         raise _refusal(f"no Ray cluster at {address}: {error}", "ray start --head; or --address") from None
-    gpus = int("nccl" in args)
     kind = "GPU" if gpus else "CPU"
     if (there := int(ray.cluster_resources().get(kind, 0))) < ranks:
         raise _refusal(f"{ranks} ranks on a cluster of {there} {kind}s", f"a cluster with at least {ranks}")

@@ -29,9 +29,14 @@ def test_ranks_of_a_node_are_neighbours() -> None:
         ("0", "2"), ("1", "2"), ("0", "3"), ("1", "3"), ("2", "3")]  # fmt: skip
 
 
-def test_flags_are_refused_as_of_executor(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["job.toml"]) == 2
-    assert "--ranks" in json.loads(capsys.readouterr().out)["error"]["message"]
+@pytest.mark.parametrize(
+    ("args", "said"), [(["job.toml"], "--ranks"), (["job.toml", "--ranks", "2", "--fast"], "--fast")]
+)
+def test_flags_are_refused_before_anything_starts(
+    args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 2
+    assert said in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 @pytest.fixture(scope="module")
