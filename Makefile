@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.core
 DEV    := $(VENV)/.dev
 
-.PHONY: demo test test-all lint bench mutate clean
+.PHONY: demo test test-all lint docs bench mutate clean
 
 demo: $(STAMP)
 	$(BIN)/piper-sim demo
@@ -36,6 +36,10 @@ lint: $(DEV)
 	$(BIN)/python -m tests.house.rules
 	$(BIN)/python .ci/lock.py check
 
+# The site, in site/: docs/, and a reference from the code. Strict: a link that leads nowhere stops it.
+docs: $(DEV)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 bench: $(STAMP)
 	$(BIN)/python -m experiments.engine_speed
 	$(BIN)/python -m experiments.command_speed
@@ -59,4 +63,4 @@ $(DEV): $(STAMP) constraints-cpu.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) piper-sim-demo dist build
+	rm -rf $(VENV) piper-sim-demo dist build site

@@ -132,7 +132,14 @@ def compare_table(rows: Sequence[Mapping[str, Any]], title: str | None = None) -
     table = Table(title=title, box=box.SIMPLE_HEAD, header_style="bold", padding=_GAP)
     table.caption, table.caption_justify = reasons or None, "left"
     for name in _HEADS:
-        table.add_column(_HEADS[name], justify=_JUSTIFY.get(name, "right"), no_wrap=True, vertical="bottom")
+        whole = name != "schedule"  # `search` says there what it changed: that is wrapped, and numbers never cut
+        table.add_column(
+            _HEADS[name],
+            justify=_JUSTIFY.get(name, "right"),
+            no_wrap=whole,
+            overflow="ellipsis" if whole else "fold",
+            vertical="bottom",
+        )
     for i, row in enumerate(cells):
         bad = row["fits"] == "✗" or row["step s"] == MISSING
         best = "bold green" if i == 0 else ""

@@ -39,6 +39,11 @@ def test_rows_stand_by_step_time_and_infeasible_ones_last() -> None:
     assert [c["step s"] for c in cells] == ["12.900", "16.210", "9.000", "–"]
 
 
+def test_what_a_search_changed_is_wrapped_and_no_number_is_cut() -> None:
+    text = shown(compare_table([ROWS[3] | {"schedule": " ".join(f"key{i}=value" for i in range(9))}]))
+    assert "key8=value" in text and "12.90" in text and "70.2 (7)" in text and "…" not in text
+
+
 def test_the_comparison_fits_80_columns_and_keeps_brackets() -> None:
     text = shown(compare_table(ROWS))
     assert "interleaved-1f1b" in text
