@@ -38,11 +38,10 @@ Pairs = list[tuple[float, float]]  # measured, predicted
 
 
 def vtrain(line: Line) -> Row:
-    """Megatron-DeepSpeed on A100; 800 Gb/s a node are 100 Gb/s a GPU."""
-    row = NAMED["megatron_sc21"].row({**line, "vocab": line["vocab_padded"]})
+    """Megatron-DeepSpeed on A100, on one node or on several."""
+    row = NAMED["vtrain_multi_node" if line["inter_node_Gbps_per_node"] else "vtrain_single_node"].row(line)
     assert row.job is not None
     nodes = -(-int(line["gpus"]) // 8)
-    row.job["cluster"] |= {"nic_Gbps": 100} if line["inter_node_Gbps_per_node"] else {}
     row.job["cluster"] |= {"nodes": nodes} if int(line["gpus"]) == 8 * nodes else {}
     return row
 
