@@ -2,10 +2,10 @@
 
     python -m experiments.regret [--vtrain FILE.csv] [--only a,b] [--groups] [--json]
 
-A group is one model on as many GPUs at one global batch (where batches differ from run to run: at one sequence length,
-by seconds a sequence). Its regret is the measured time of the configuration that is predicted to be the fastest, over
-the measured fastest, less one; Kendall's tau is that of all its pairs. The control shuffles predictions inside groups.
-Tables: experiments/published/data (a source beside each run); `--vtrain` adds another of vTrain's, as they print it.
+A group is one model on as many GPUs at one global batch. Its regret is the measured time of the configuration that is
+predicted to be the fastest, over the measured fastest, less one; Kendall's tau is that of all its pairs. The control
+shuffles predictions inside groups. Tables: experiments/published/data (a source beside each run); `--vtrain` adds
+another of vTrain's, as they print it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,6 @@ from piper_sim.study.predict import predict
 
 LEAST = 3  # runs of a group
 SHUFFLES = 200
-GROUPS = {
-    "ultrascale": (("model", "gpus", "global_batch"), False),
-    "llm_foundry": (("model", "gpu", "gpus", "seq_len"), True),
-}
 Group = tuple[str, ...]
 Pairs = list[tuple[float, float]]  # measured, predicted
 
@@ -48,13 +44,12 @@ def vtrain(line: Line) -> Row:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A table of runs. group: columns that a group shares; per_sequence: batches differ inside of one."""
+    """A table of runs. group: columns that a group shares."""
 
     name: str
     path: Path
     row: Callable[[Line], Row]
     group: tuple[str, ...]
-    per_sequence: bool = False
 
     def groups(self) -> dict[Group, Pairs]:
         """Measured and predicted seconds of its groups."""
@@ -69,8 +64,7 @@ class Sweep:
                 seconds = predict(job_from(row.job, file=row.name)).iteration_s
             except PiperError:
                 continue  # no prediction: not a choice
-            each = float(line["global_batch"]) if self.per_sequence else 1.0
-            out[tuple(line[c] for c in self.group)].append((row.seconds / each, seconds / each))
+            out[tuple(line[c] for c in self.group)].append((row.seconds, seconds))
         return {g: pairs for g, pairs in out.items() if len(pairs) >= LEAST}
 
 
@@ -125,7 +119,7 @@ def main() -> None:
     same = ("model", "gpus", "seq_len", "global_batch")
     sweeps = [
         Sweep("vtrain_multi", DATA / "vtrain_multi.csv", vtrain, same),
-        *(Sweep(n, DATA / f"{n}.csv", NAMED[n].row, *group) for n, group in GROUPS.items()),
+        Sweep("ultrascale", DATA / "ultrascale.csv", NAMED["ultrascale"].row, ("model", "gpus", "global_batch")),
         *(Sweep(path.stem, path, vtrain, same) for path in args.vtrain),
     ]
     out: dict[str, dict[str, float]] = {}
