@@ -193,7 +193,7 @@ def least(parts: dict[str, Callable[[], object]], rounds: int) -> dict[str, floa
 def parts_of(case: Case) -> dict[str, Callable[[], object]]:
     """What is timed, in the order of the table."""
     duration, loop, cases = case.costs.duration, loop_of(case.plan, case.costs.duration), shared(case.plan)
-    bare, sixteen = cases["longest path"], np.tile(duration, (16, 1))
+    bare = cases["longest path"]
     two: EngineRun = compiled.play(bare, duration, 2)
     fresh: list[Plan] = []  # the plan made in this round: what is computed on first use is paid for there
     persistent = state(case.plan, case.recipe)
@@ -212,7 +212,6 @@ def parts_of(case: Case) -> dict[str, Callable[[], object]]:
         "SimPy, memory, trace": simulate,
         "SimPy, interference": lambda: engine.play(cases["interference"], duration),
         "twin: structure, once": lambda: compiled.CompiledEngine(bare),
-        "twin: longest path, 16": lambda: compiled.step_ends(bare, sixteen),
     }
     for name, scenario in cases.items():
         compiled.play(scenario, duration)  # compile
@@ -225,7 +224,6 @@ def parts_of(case: Case) -> dict[str, Callable[[], object]]:
 def measure(case: Case, rounds: int) -> dict[str, float]:
     """Print a table; returns ratios to the heapq loop."""
     best = least(parts_of(case), rounds)
-    best["twin: longest path, 16"] /= 16
     best["build, check, simulate"] = sum(best[n] for n in ("order and lower", "check_plan", "SimPy, buffered"))
     print(f"\n{case.title}: {len(case.plan):,} ops")
     for name, seconds in best.items():

@@ -18,7 +18,7 @@ from statistics import median
 from cost_models import DeviceHardware, LinkFabric, kernel_seconds, load_hardware, message_seconds
 from experiments.published.rows import DATA, Line, lines
 from ir.core.work import CAST, DType, Kernel, KernelKind, Message, MessageKind
-from piper_sim.study.history.spread import PredictionErrors
+from piper_sim.study.history.show import PredictionErrors
 
 GPUS = {"a100": "a100-sxm-80gb", "h100": "h100-sxm", "h200": "h200-sxm", "b200": "b200-sxm"}
 

@@ -11,7 +11,7 @@ from ir.core.errors import PiperError
 from ir.job import Job
 from ir.job.load import job_from
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
-from piper_sim.study.history.spread import PredictionErrors
+from piper_sim.study.history.show import PredictionErrors
 from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction

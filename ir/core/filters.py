@@ -60,13 +60,6 @@ class DirectiveFilter:
     def __str__(self) -> str:
         return self.text
 
-    def accepts(self, tags: Mapping[str, int], kind: Pass | None, dims: Iterable[str] = ()) -> bool:
-        """Whether a node with these tags and this pass matches, leaving microbatch dims to `microbatches`."""
-        if self.passes is not None and kind not in self.passes:
-            return False
-        skip = set(dims)
-        return all(m.accepts(tags.get(t)) for t, m in self.matches if t not in skip)
-
     def microbatches(self, dim: str | None, mbs: int) -> tuple[range, ...]:
         """The microbatches that pass, as sorted disjoint ranges.
 

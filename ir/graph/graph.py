@@ -7,7 +7,7 @@ A node is compute (F, I, W, R) or communication inside one pass, once per microb
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ir.core.errors import ErrorKind, PiperError
@@ -107,10 +107,6 @@ class GraphNode:
         head = (self.stage, self.kind, self.part, self.stream, self.work, self.message, self.inline, self.writes)
         return GraphNode(*head, self.workspace, self.numel, self.tags, spans, self.bucket)
 
-    def slot(self, name: str) -> int:
-        """Index of one of its buffers."""
-        return next(i for i, b in enumerate(self.writes) if b.slot == name)
-
 
 @dataclass(frozen=True, slots=True)
 class GraphEdge:
@@ -157,21 +153,6 @@ class Graph:
     def programs(self) -> int:
         """Number of groups that something is placed on."""
         return 1 + max((s.group for n in self.nodes for s in n.spans), default=-1)
-
-    def owners(self, param: str) -> tuple[int, ...]:
-        """The groups that hold a copy of a parameter: every group that runs a part naming it.
-
-        DualPipe's two copies of a stage and tied embeddings follow from this one rule.
-        """
-        parts = {(e.stage, e.name) for e in self.entries if any(p.name == param for p in e.part.params)}
-        return tuple(sorted({s.group for n in self.nodes if (n.stage, n.part) in parts for s in n.spans}))
-
-    def with_nodes(self, changed: Mapping[int, GraphNode]) -> Graph:
-        """The same graph with some nodes replaced, in one pass."""
-        nodes = list(self.nodes)
-        for i, node in changed.items():
-            nodes[i] = node
-        return replace(self, nodes=tuple(nodes))
 
 
 def illegal(message: str, fix: str | None = None) -> PiperError:

@@ -22,8 +22,7 @@ from ir.job.schema import Job, JobSchedule
 from ir.lower import PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
-from ir.schedules.flushes import flushed
-from ir.schedules.registry import build, default_chunks, legal_chunks
+from ir.schedules.registry import build, default_chunks, flushed, legal_chunks
 from ir.schedules.schedule import OpTimes, Schedule
 from ir.schedules.strategy import ordering, placing
 from ir.workload.config.spec import ModelConfig

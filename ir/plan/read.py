@@ -11,8 +11,7 @@ from ir.core.files import FileErrors, read_text
 from ir.graph.graph import Graph
 from ir.graph.sync import buckets, with_sync
 from ir.plan.plan import CollectiveRole, OpShape, Plan
-from ir.plan.read_buffers import read_buffers
-from ir.plan.rebuild import PlanTextColumns, PlanTextRows, columns_plan
+from ir.plan.rebuild import PlanTextColumns, PlanTextRows, columns_plan, read_buffers
 from ir.plan.vocabulary import OpVocabulary, stream_cell
 
 VERSION = 1

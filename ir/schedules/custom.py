@@ -11,8 +11,7 @@ from ir.core.errors import ErrorKind, PiperError, job_error
 from ir.core.files import FileErrors, read_text, run_file
 from ir.core.limits import check_passes
 from ir.core.order import Order
-from ir.schedules.evaluate import check_complete
-from ir.schedules.schedule import Schedule, StagePlacement
+from ir.schedules.schedule import Schedule, StagePlacement, check_complete
 
 _BUILDER = "schedule.builder"
 FORM = FileErrors("a schedule", ErrorKind.JOB, "schedule.csv", fix="PyTorch's CSV: one row of ops per rank")

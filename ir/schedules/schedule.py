@@ -1,8 +1,13 @@
-"""A schedule as a value: where stages live and what each rank does, in order."""
+"""A schedule as a value: where stages live and what each rank does, in order; whether that is all of it, once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ir.core.order import Order
+import numpy as np
+
+from ir.core.errors import ErrorKind, PiperError
+from ir.core.ops import OpToken
+from ir.core.order import IntArray, Order
 
 
 @dataclass(frozen=True)
@@ -49,3 +54,37 @@ class Schedule:
     def stages(self) -> int:
         """How many stages the model is cut into."""
         return self.ranks * self.chunks
+
+
+def check_complete(orders: Sequence[Order], placements: Sequence[StagePlacement]) -> None:
+    """Refuse orders that do not do every pass of every stage and microbatch exactly once, on the stage's rank."""
+    home = homes(placements)
+    seen = np.zeros((len(OpToken), *home.shape), dtype=np.int64)
+    for rank, order in enumerate(orders):
+        known = (order.stage < home.shape[0]) & (order.mb < home.shape[1])
+        stray = ~known
+        stray[known] = home[order.stage[known], order.mb[known]] != rank
+        if stray.any():
+            raise _illegal(f"{order.actions()[int(stray.argmax())]} is not rank {rank}'s to do")
+        np.add.at(seen, (order.token, order.stage, order.mb), 1)
+    for name, count in (
+        ("F", seen[OpToken.F]),
+        ("I or B", seen[OpToken.I] + seen[OpToken.B]),
+        ("W or B", seen[OpToken.W] + seen[OpToken.B]),
+    ):
+        if (count != 1).any():
+            stage, mb = np.argwhere(count != 1)[0].tolist()
+            raise _illegal(f"stage {stage} does {name} of microbatch {mb} {count[stage, mb]} times, not once")
+
+
+def homes(placements: Sequence[StagePlacement]) -> IntArray:
+    """home[stage, mb] -> rank."""
+    stages, mbs = len(placements[0].rank_of_stage), max(p.mbs.stop for p in placements)
+    home = np.full((stages, mbs), -1, dtype=np.int64)
+    for p in placements:
+        home[:, p.mbs.start : p.mbs.stop] = np.array(p.rank_of_stage)[:, None]
+    return home
+
+
+def _illegal(message: str) -> PiperError:
+    return PiperError(ErrorKind.ILLEGAL_PLAN, message)

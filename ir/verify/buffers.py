@@ -6,8 +6,7 @@ from ir.core.errors import PiperError
 from ir.core.order import IntArray
 from ir.graph.graph import illegal
 from ir.plan.plan import OpKind, Plan
-from ir.verify.coverage import OpInstances
-from ir.verify.reads import BufferReads
+from ir.verify.coverage import BufferReads, OpInstances
 from ir.verify.waits import OpWaits
 
 Readers = tuple[IntArray, IntArray, IntArray]  # op, cover, buffer

@@ -5,11 +5,10 @@ import numpy as np
 from ir.plan.plan import Plan
 from ir.verify.buffers import check_buffers
 from ir.verify.collectives import check_channels, check_collectives
-from ir.verify.coverage import instances
+from ir.verify.coverage import instances, reads
 from ir.verify.deadlock import OpDispatch, check_progress
 from ir.verify.held import held
 from ir.verify.once import once_needs, tail
-from ir.verify.reads import reads
 from ir.verify.waits import OpWaits, check_waits
 from ir.verify.zero import check_room, zero_needs
 

@@ -5,8 +5,7 @@ import numpy as np
 from ir.core.order import BoolArray, IntArray
 from ir.graph.graph import illegal
 from ir.plan.plan import OpKind, Plan
-from ir.verify.coverage import OpInstances
-from ir.verify.reads import BufferReads, carried
+from ir.verify.coverage import BufferReads, OpInstances, carried
 
 Pairs = tuple[IntArray, IntArray]  # (writer, reader) ops of one program
 

@@ -10,7 +10,7 @@ from piper_sim.compiled.flows import LINKS, SLOTS, LinkFlows, LinkTable
 from piper_sim.compiled.heap import pop, put
 from piper_sim.compiled.net import OpNet, missing
 from piper_sim.compiled.order import StreamHeads, advance, heads, sleep, stuck, wake
-from piper_sim.compiled.path import longest
+from piper_sim.compiled.path import longest, longest_path
 from piper_sim.compiled.state import (
     DIRTY,
     HEAP,
@@ -287,3 +287,8 @@ def _slowdown(rates: OpRates, pr: RankEngineState, p: int, kind: int, compute: b
 def _quantised(x: float) -> float:
     """`quantised`, as a kernel of one number."""
     return float(np.rint(x * GRID) / GRID)
+
+
+def play(scenario: EngineScenario, duration: FloatArray, steps: int = 1) -> EngineRun:
+    """Longest path where nothing is shared, else the event loop."""
+    return (event_loop if scenario.shared else longest_path)(scenario, duration, steps)

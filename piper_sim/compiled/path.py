@@ -1,4 +1,4 @@
-"""Where nothing is shared, a plan's times are longest paths: one pass over its ops for each duration vector."""
+"""Where nothing is shared, a plan's times are longest paths: one pass over its ops."""
 
 import numpy as np
 
@@ -13,41 +13,16 @@ from piper_sim.engine.scenario import EngineRun, EngineScenario
 def longest_path(scenario: EngineScenario, duration: FloatArray, steps: int = 1) -> EngineRun:
     """Run `steps` repetitions of a scenario as if nothing were shared.
 
-    duration: [op], or [vector, op] for many runs of one structure. The run's arrays have shape (steps, ops), or
-    (vectors, steps, ops).
+    duration: seconds of each op.
     """
-    net, path, durations = _given(scenario, duration, steps)
-    both, n = len(net.stream), net.ops
-    value = np.empty((len(durations), steps, 2 * both + len(path.left)))
-    for d, v in zip(durations, value, strict=True):
-        one(net, path, d, v)
-    if np.ndim(duration) == 1:
-        value = value[0]
-    post = value[..., n:both] if scenario.host else None
-    return EngineRun(value[..., both : both + n], value[..., :n], post)
-
-
-def step_ends(scenario: EngineScenario, durations: FloatArray, steps: int = 1) -> FloatArray:
-    """[vector, step] when the last op of each step ends: what a search asks, without every op's times."""
-    net, path, durations = _given(scenario, durations, steps)
-    out = np.empty((len(durations), steps))
-    value = np.empty((steps, 2 * len(net.stream) + len(path.left)))
-    for k, d in enumerate(durations):
-        one(net, path, d, value)
-        out[k] = value[:, : net.ops].max(axis=1)
-    return out
-
-
-def _given(scenario: EngineScenario, duration: FloatArray, steps: int) -> tuple[OpNet, OpOrder, FloatArray]:
-    """Net, path and [vector, op or dispatch] seconds."""
     c = CompiledEngine.of(scenario)
     if c.path is None:
         raise stuck(scenario, c.net, steps)
-    durations = np.atleast_2d(np.asarray(duration, dtype=np.float64))
-    if scenario.host is not None:
-        launch = np.broadcast_to(scenario.host.launch, durations.shape)
-        durations = np.concatenate([durations, launch], axis=1)
-    return c.net, c.path, np.ascontiguousarray(durations)
+    launch = scenario.host.launch if scenario.host else np.zeros(0)
+    both, n = len(c.net.stream), c.net.ops
+    value = np.empty((steps, 2 * both + len(c.path.left)))
+    one(c.net, c.path, np.append(np.asarray(duration, dtype=np.float64), launch), value)
+    return EngineRun(value[:, both : both + n], value[:, :n], value[:, n:both] if scenario.host else None)
 
 
 @jit

@@ -18,7 +18,7 @@ from simpy.events import NORMAL, Event
 
 from ir.core.order import FloatArray, IntArray
 from ir.plan.plan import OpKind, OpLists, Plan
-from piper_sim.engine.scenario import EngineRun, EngineScenario, HostModel, MessageMode
+from piper_sim.engine.scenario import EngineRun, EngineScenario, MessageMode
 from piper_sim.engine.stuck import deadlock
 
 
@@ -63,7 +63,7 @@ class EngineState:
         waits = plan.waits.rows(), meeting[plan.waits.items]
         late, before = (scenario.late, scenario.before) if steps > 1 else (meeting[:0], meeting[:0])
         host, self.hosted = scenario.host, scenario.host is not None
-        hold = _hold(host, self.count) if host else (meeting[:0], meeting[:0])
+        hold = (host.hold.rows(), host.hold.items) if host else (meeting[:0], meeting[:0])
         over = np.unique(np.concatenate([before, hold[1][hold[1] >= self.count] - self.count]))
         self.before = meeting[over].tolist()
         # What is carried over stands behind the step's own ops.
@@ -176,10 +176,6 @@ class EngineState:
                 else:
                     ends[i] = past
                 ends[partner[i]] = past
-
-
-def _hold(host: HostModel, count: int) -> tuple[IntArray, IntArray]:
-    return host.hold.rows(), host.hold.items
 
 
 def _lists(count: int, pairs: list[tuple[IntArray, IntArray]]) -> list[list[int] | tuple[()]]:

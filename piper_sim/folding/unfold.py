@@ -8,7 +8,7 @@ from ir.core.mesh import Mesh
 from ir.core.order import IntArray
 from ir.plan.plan import OpLists, Plan
 from piper_sim.engine import EngineRun
-from piper_sim.engine.steps import carried
+from piper_sim.engine.scenario import carried
 from piper_sim.folding.classes import RankClasses
 from piper_sim.folding.ground import RankPositions
 from piper_sim.folding.uses import meeting_axes

@@ -17,7 +17,7 @@ from piper_sim.folding import RankClasses
 from piper_sim.memory.timeline import Memory, ReservedMemory, memory, reserved, state
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.routing import ExpertRouting, routing_of
-from piper_sim.pricing.routing.worst import worst
+from piper_sim.pricing.routing.uneven import worst
 from piper_sim.pricing.scenario import classes_of
 from piper_sim.pricing.sources import CostSources, sources
 from piper_sim.report.units import GIB

@@ -1,8 +1,7 @@
 """One door for every data file: opened, bounded, parsed and typed here, with errors that name file, key and fix."""
 
-from ir.core.files.code import run_file
 from ir.core.files.parse import check_plain, parse_json, parse_toml, read_json, read_toml
-from ir.core.files.read import FileErrors, check_regular, cut, named_path, read_bytes, read_text
+from ir.core.files.read import FileErrors, check_regular, cut, named_path, read_bytes, read_text, run_file
 from ir.core.files.typed import HIDDEN, Text, typed, words
 
 __all__ = [

@@ -92,12 +92,12 @@ def parse_toml(text: str, form: FileErrors, file: str | None = None) -> dict[str
     return table
 
 
-def check_plain(value: object, form: FileErrors, file: str | None = None, at: str = "") -> None:
+def check_plain(value: object, form: FileErrors, file: str | None = None) -> None:
     """Refuse values that JSON does not have, keys given twice, and numbers, texts and nesting beyond reason.
 
     Raises PiperError, of the format's kind.
     """
-    stack: list[tuple[str, object, int]] = [(at, value, 0)]
+    stack: list[tuple[str, object, int]] = [("", value, 0)]
     while stack:
         key, x, depth = stack.pop()
         if depth > DEPTH:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import gzip
 import os
 import stat
+import sys
 import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import BinaryIO
 
 from ir.core.errors import ErrorKind, PiperError
@@ -182,3 +186,20 @@ def named_path(file: str, name: str, presets: Collection[str] = ()) -> str:
         return str(path)
     is_path = name.endswith(".json") or "/" in name or name == "." or (name not in presets and path.is_dir())
     return str(path) if is_path and name not in presets else name
+
+
+class _AsItStands(SourceFileLoader):
+    """Without bytecode, which knows a file by its second and its size: two versions may have both in common."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def run_file(label: str, path: str | Path) -> ModuleType:
+    """Run a file as the module `label`, and what that module then is."""
+    spec = spec_from_loader(label, _AsItStands(label, str(path)))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[label] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

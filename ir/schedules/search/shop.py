@@ -81,11 +81,6 @@ class ScheduleProblem:
         """How many ops there are; they are numbered from 0."""
         return self.ranks * 3 * self.chunks * self.mbs
 
-    @property
-    def work(self) -> float:
-        """What each rank has to do, in seconds."""
-        return self.mbs * sum(self.seconds)
-
     def op(self, rank: int, kind: int, mb: int) -> int:
         """The number of an op."""
         return (rank * 3 * self.chunks + kind) * self.mbs + mb

@@ -21,9 +21,9 @@ from ir.plan.plan import Plan
 from ir.workload.work import ConfigModelWork
 from piper_sim.folding.ground import DevicePlacement
 from piper_sim.pricing.routing.division import ExpertDivision, divisions
-from piper_sim.pricing.routing.exchange import balanced_seconds, exchange_seconds
 from piper_sim.pricing.routing.grouped import work_seconds
 from piper_sim.pricing.routing.sizes import BufferLine, ExpertTemplate, balanced_rows, template
+from piper_sim.pricing.routing.traffic import balanced_seconds, exchange_seconds
 
 
 def routing_of(prepared: PreparedJob, graph: Graph, hardware: DeviceHardware) -> ExpertRouting | None:

@@ -40,11 +40,6 @@ class StepIdle:
     found: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
     gaps: list[tuple[int, int, str, int]] = field(default_factory=list)
 
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return sum(self.found.values())
-
     def share(self, among: dict[tuple[str, int], int], total: int) -> None:
         """Add `total` ticks over some causes in proportion to their weights, whole ticks, the greatest weight last."""
         weight, left = sum(among.values()), total

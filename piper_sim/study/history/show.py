@@ -1,13 +1,40 @@
 """A backtest as JSON and as text, and a prediction with its suggested correction where the job asks for it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from ir.job import Job
 from piper_sim.study.history.backtest import PredictionBacktest, PredictionResidual
 from piper_sim.study.history.correct import PredictionCorrection, suggest
-from piper_sim.study.history.spread import PredictionErrors
+
+
+@dataclass(frozen=True)
+class PredictionErrors:
+    """Of some errors: how many, and median, 90th percentile and worst of their sizes; sign: the median error."""
+
+    n: int
+    median: float
+    p90: float
+    worst: float
+    sign: float
+
+    @classmethod
+    def of(cls, errors: Sequence[float]) -> PredictionErrors | None:
+        """None of none.
+
+        >>> PredictionErrors.of([-0.1, 0.2, 0.3])
+        PredictionErrors(n=3, median=0.2, p90=0.3, worst=0.3, sign=0.2)
+        """
+        if not errors:
+            return None
+        sizes = sorted(abs(e) for e in errors)
+        p90 = sizes[-(-9 * len(sizes) // 10) - 1]
+        return cls(len(errors), median(sizes), p90, sizes[-1], median(errors))
+
 
 _SLOWER = ("iteration_s", "exposed_comm_s")
 _FASTER = ("tokens_per_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu")

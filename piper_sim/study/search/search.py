@@ -16,9 +16,8 @@ from piper_sim.pricing.prepare import hardware_of
 from piper_sim.report.units import GIB
 from piper_sim.study.search.bound import JobBound, JobBounds
 from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, JobRefusal, RejectedJob, beaten, over, refused
-from piper_sim.study.search.journal import JobJournal
 from piper_sim.study.search.space import Changes, JobSpace
-from piper_sim.study.search.workers import JobWorkers
+from piper_sim.study.search.workers import JobJournal, JobWorkers
 from piper_sim.study.simulate import Object
 
 BUDGET_S = 60.0

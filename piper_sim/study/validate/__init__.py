@@ -8,9 +8,8 @@ from ir.job.run_options import JobRunOptions
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
 from piper_sim.study.validate.calibrating import ProfileCalibration, calibrate
-from piper_sim.study.validate.judging import predicted
 from piper_sim.study.validate.runs import MeasuredSteps, PlanExecutor, PlanTools, ran
-from piper_sim.study.validate.verdict import verdict
+from piper_sim.study.validate.verdict import predicted, verdict
 
 __all__ = ["MeasuredSteps", "PlanExecutor", "PlanTools", "PlanValidation", "ProfileCalibration", "validate"]
 

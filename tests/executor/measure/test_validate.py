@@ -16,7 +16,7 @@ from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
 from piper_sim.study import predict
 from piper_sim.study.validate import PlanTools, validate
-from piper_sim.study.validate.judging import predicted
+from piper_sim.study.validate.verdict import predicted
 from tests.executor.measure.validations import TOOLS, TWO, F, classes, judged_again, scaled, validation, without_wait
 from tests.executor.runs import job_file
 

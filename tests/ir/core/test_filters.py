@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.filters import PASSES, parse_filter, parse_match, runs
 from ir.core.ops import Pass
+from ir.directives.select import select
+from tests.ir.plans import moe_graph
 
 ITEMS = st.lists(
     st.one_of(st.integers(0, 20), st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted).map(tuple)),
@@ -49,19 +51,18 @@ def test_a_list_says_the_same_as_a_set() -> None:
 
 
 def test_star_means_the_tag_and_dash_means_its_absence() -> None:
-    has, lacks = parse_filter({"EP": "*"}), parse_filter({"EP": "-"})
-    for tags in ({"PP": 0}, {"PP": 0, "EP": 3}):
-        assert has.accepts(tags, Pass.F) != lacks.accepts(tags, Pass.F)
-        assert has.accepts(tags, Pass.F) == ("EP" in tags)
+    has, lacks = parse_match("EP", "*"), parse_match("EP", "-")
+    for index in (None, 3):
+        assert has.accepts(index) != lacks.accepts(index)
+        assert has.accepts(index) == (index is not None)
 
 
 def test_tags_are_a_conjunction_and_pass_is_one_of_them() -> None:
-    f = parse_filter({"PP": "0..1", "L": 3, "PASS": "B"})
-    assert f.accepts({"PP": 1, "L": 3}, Pass.I) and f.accepts({"PP": 1, "L": 3}, Pass.W)
-    assert not f.accepts({"PP": 1, "L": 3}, Pass.F)
-    assert not f.accepts({"PP": 2, "L": 3}, Pass.I)
-    assert not f.accepts({"PP": 1}, Pass.I)
-    assert f.accepts({"PP": 1}, Pass.I, dims=("L",))
+    f = parse_filter({"PP": "0..1", "L": 1, "PASS": "B"})
+    graph = moe_graph("1f1b", 4, 4)
+    hits = [graph.nodes[i] for i in select(graph, f, "filter")]
+    backward = [n for n in graph.nodes if n.kind in (Pass.I, Pass.W) and n.stage < 2]
+    assert hits == [n for n in backward if n.tags.get("L") == 1] and 0 < len(hits) < len(backward)
     assert f.tags == ("PP", "L")
 
 

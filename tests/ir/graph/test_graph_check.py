@@ -24,7 +24,9 @@ Change = Callable[[Graph, int], Graph]
 
 def at(change: Callable[[GraphNode], GraphNode]) -> Change:
     """The graph with one node changed."""
-    return lambda g, k: g.with_nodes({k % len(g.nodes): change(g.nodes[k % len(g.nodes)])})
+    return lambda g, k: replace(
+        g, nodes=tuple(change(n) if i == k % len(g.nodes) else n for i, n in enumerate(g.nodes))
+    )
 
 
 CHANGES: dict[str, Change] = {

@@ -18,9 +18,8 @@ from ir.plan.plan import OpKind, Plan
 from ir.plan.text import parse_plan, plan_text
 from ir.schedules.registry import NAMES, build
 from ir.verify import check_plan
-from ir.verify.coverage import instances
+from ir.verify.coverage import instances, reads
 from ir.verify.deadlock import walk
-from ir.verify.reads import reads
 from tests.ir.plans import FIXED, WHOLE, fewer, moe_plan, stage_plan
 from tests.ir.verify.edits import differences
 from tests.ir.verify.replay import replay, serial

@@ -5,9 +5,8 @@ import pytest
 from ir.core.errors import PiperError
 from ir.job.build import prepare
 from ir.job.load import job_from
-from ir.schedules.evaluate import check_complete
-from ir.schedules.flushes import flushed
-from ir.schedules.registry import NAMES, build, default_chunks
+from ir.schedules.registry import NAMES, build, default_chunks, flushed
+from ir.schedules.schedule import check_complete
 from ir.verify import check_plan
 from piper_sim.study.predict import predict
 

@@ -9,9 +9,9 @@ import pytest
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import Order
-from ir.schedules.evaluate import check_complete, evaluate
 from ir.schedules.registry import build
-from ir.schedules.schedule import OpTimes, Schedule, StagePlacement
+from ir.schedules.schedule import OpTimes, Schedule, StagePlacement, check_complete
+from tests.ir.schedules.evaluate import evaluate
 
 ORACLES = Path(__file__).parents[2] / "data" / "oracles"
 

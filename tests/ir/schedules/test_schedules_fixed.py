@@ -10,9 +10,9 @@ import pytest
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import Order
-from ir.schedules.evaluate import ScheduleEvaluation, evaluate
 from ir.schedules.registry import build, legal_chunks
 from ir.schedules.schedule import OpTimes, Schedule
+from tests.ir.schedules.evaluate import ScheduleEvaluation, evaluate
 
 ORACLES = Path(__file__).parents[2] / "data" / "oracles"
 FIXED = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb1p", "zbv", "dualpipe", "dualpipev")

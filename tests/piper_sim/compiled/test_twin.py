@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from ir.plan.plan import OpLists, Plan
 from piper_sim import compiled, engine
-from piper_sim.compiled import CompiledEngine, event_loop, longest_path, step_ends
+from piper_sim.compiled import CompiledEngine, event_loop, longest_path
 from piper_sim.compiled.heap import pop, put
-from piper_sim.engine import EngineRun, EngineScenario, HostModel, KernelInterference, MessageMode
+from piper_sim.engine import EngineScenario, HostModel, KernelInterference, MessageMode
 from tests.ir.plans import stage_plan
 from tests.piper_sim.compiled import scenario_cases as cases
 from tests.piper_sim.compiled.scenario_cases import (
@@ -78,25 +78,6 @@ def test_the_event_loop_without_slowdown_is_the_longest_path(case: Any, seed: in
         for links in (None, nobody):
             assert same(outcome(event_loop, replace(s, slow=slow, links=links), duration, steps), path)
     assert same(outcome(compiled.play, replace(s, slow=none, links=None), duration, steps), path)
-
-
-@few
-@given(case=STAGES, seed=SEEDS, wire=st.sampled_from(MessageMode), kind=st.sampled_from(HOSTS), steps=st.integers(1, 3))
-def test_many_durations_at_once_are_as_many_runs(
-    case: Any, seed: int, wire: MessageMode, kind: str, steps: int
-) -> None:
-    plan = plan_of(case)
-    scenario, _ = scenarios(plan, seed, "seconds", wire, kind, False)
-    vectors = np.stack([durations(plan, seed + k, SCALES[k]) for k in range(4)])
-    one_by_one = [outcome(compiled.play, scenario, d, steps) for d in vectors]
-    if isinstance(one_by_one[0], str):
-        assert outcome(longest_path, scenario, vectors, steps) == one_by_one[0]
-        return
-    found = longest_path(scenario, vectors, steps)
-    assert found.end.shape == (4, steps, len(plan))
-    for k, run in enumerate(one_by_one):
-        assert same(EngineRun(found.start[k], found.end[k], None if found.post is None else found.post[k]), run)
-    assert (step_ends(scenario, vectors, steps) == found.end.max(axis=2)).all()
 
 
 def test_a_structure_is_built_once_and_forgotten_with_its_plan() -> None:

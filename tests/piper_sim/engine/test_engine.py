@@ -18,7 +18,7 @@ from ir.plan.plan import OpKind, OpLists, Plan
 from ir.schedules.registry import NAMES, build
 from ir.schedules.schedule import OpTimes
 from piper_sim.engine import EngineRun, MessageMode, run
-from piper_sim.engine.steps import carried
+from piper_sim.engine.scenario import carried
 from piper_sim.study.pipeline import PassTimes, run_schedule
 from tests.ir.plans import moe_plan, stage_plan
 from tests.piper_sim.engine.cases import CUT, HEAVY, LAYERS, STAGES, durations, layers, stages

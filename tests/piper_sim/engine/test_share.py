@@ -12,8 +12,8 @@ from ir.core.errors import PiperError
 from ir.lower import PlanPolicy
 from ir.plan.plan import OpKind, Plan
 from piper_sim.engine import EngineScenario, KernelInterference, Links, play
-from piper_sim.engine.share import fill
-from piper_sim.pricing.interference import pairwise
+from piper_sim.engine.contention import fill
+from piper_sim.pricing.scenario import pairwise
 from tests.ir.plans import moe_plan, stage_plan
 
 PACES = st.sampled_from([0.25, 0.5, 2 / 3, 0.9, 1.0])

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from cost_models.links.fabric import LinkFabric, all_to_all_seconds, distinct, loaded_all_to_all_seconds
 from ir.core.order import FloatArray, IntArray
 from ir.core.work import Message, MessageKind
-from piper_sim.pricing.routing.exchange import fullest
-from piper_sim.pricing.routing.reach import reach
-from piper_sim.pricing.routing.traffic import LinkLoads, LinkRoads, loads
+from piper_sim.pricing.routing.traffic import LinkLoads, LinkRoads, fullest, loads, reach
 from tests.piper_sim.pricing.routed import HW, job, made, routing
 
 EACH = np.arange

@@ -15,9 +15,9 @@ from piper_sim.study.predict import predict
 from piper_sim.study.search import JobSearchResult, search
 from piper_sim.study.search.bound import JobBound, JobBounds
 from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, JobRefusal
-from piper_sim.study.search.journal import JobJournal
 from piper_sim.study.search.search import front
 from piper_sim.study.search.space import JobSpace, replaced
+from piper_sim.study.search.workers import JobJournal
 
 Point = tuple[float, float, int]
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.ops import OpToken
 from ir.core.order import IntArray, Order
-from ir.schedules.schedule import OpTimes, StagePlacement
+from ir.schedules.schedule import OpTimes, StagePlacement, check_complete, homes
 
 _F, _I, _W = range(3)
 
@@ -55,7 +54,7 @@ def evaluate(
     fb: duration of a fused pair, by default F + B.
     """
     check_complete(orders, placements)
-    home = _homes(placements)
+    home = homes(placements)
     programs = _compile(orders, home, times, times.F + times.I + times.W if fb is None else fb)
     starts, ends = _run(programs, 3 * home.size)
     if any(len(e) < len(p.units) for e, p in zip(ends, programs, strict=True)):
@@ -70,40 +69,6 @@ def evaluate(
         peak_inflight=tuple(int(_peak(o, 1.0)) for o in orders),
         peak_held=tuple(_peak(o, times.w_memory) for o in orders),
     )
-
-
-def check_complete(orders: Sequence[Order], placements: Sequence[StagePlacement]) -> None:
-    """Refuse orders that do not do every pass of every stage and microbatch exactly once, on the stage's rank."""
-    home = _homes(placements)
-    seen = np.zeros((len(OpToken), *home.shape), dtype=np.int64)
-    for rank, order in enumerate(orders):
-        known = (order.stage < home.shape[0]) & (order.mb < home.shape[1])
-        stray = ~known
-        stray[known] = home[order.stage[known], order.mb[known]] != rank
-        if stray.any():
-            raise _illegal(f"{order.actions()[int(stray.argmax())]} is not rank {rank}'s to do")
-        np.add.at(seen, (order.token, order.stage, order.mb), 1)
-    for name, count in (
-        ("F", seen[OpToken.F]),
-        ("I or B", seen[OpToken.I] + seen[OpToken.B]),
-        ("W or B", seen[OpToken.W] + seen[OpToken.B]),
-    ):
-        if (count != 1).any():
-            stage, mb = np.argwhere(count != 1)[0].tolist()
-            raise _illegal(f"stage {stage} does {name} of microbatch {mb} {count[stage, mb]} times, not once")
-
-
-def _homes(placements: Sequence[StagePlacement]) -> IntArray:
-    """home[stage, mb] -> rank."""
-    stages, mbs = len(placements[0].rank_of_stage), max(p.mbs.stop for p in placements)
-    home = np.full((stages, mbs), -1, dtype=np.int64)
-    for p in placements:
-        home[:, p.mbs.start : p.mbs.stop] = np.array(p.rank_of_stage)[:, None]
-    return home
-
-
-def _illegal(message: str) -> PiperError:
-    return PiperError(ErrorKind.ILLEGAL_PLAN, message)
 
 
 @dataclass(frozen=True)
