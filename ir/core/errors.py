@@ -96,6 +96,11 @@ def job_error(key: str | None, message: str, fix: str | None = None, allowed: st
     return PiperError(ErrorKind.JOB, message, key=key, allowed=allowed, suggestion=fix)
 
 
+def directive_error(message: str, allowed: Iterable[str] | str | None = None, fix: str | None = None) -> PiperError:
+    """What a directive, a filter or a strategy file cannot say."""
+    return PiperError(ErrorKind.DIRECTIVE, message, allowed=allowed, suggestion=fix)
+
+
 def printable(text: str) -> str:
     r"""A text as a terminal may show it: what could move the cursor, hide or reverse letters is spelled out.
 

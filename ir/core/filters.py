@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import directive_error, nearest
 from ir.core.ops import Pass
 
 # Piper's spelling of passes beside ours. B is both halves of a backward.
@@ -106,14 +106,14 @@ def parse_filter(value: object) -> DirectiveFilter:
     '{"PP": 0, "PASS": "BI"}'
     """
     if not isinstance(value, Mapping):
-        raise _bad(f"a filter is an object of tags, not {value!r}", '{"PP": 0, "MB": "0..3", "PASS": "F"}')
+        raise directive_error(f"a filter is an object of tags, not {value!r}", '{"PP": 0, "MB": "0..3", "PASS": "F"}')
     matches: list[tuple[str, DirectiveTagMatch]] = []
     passes = None
     for tag, want in value.items():
         if tag == "PASS":
             if not isinstance(want, str) or want not in PASSES:
                 fix = nearest(str(want), PASSES)
-                raise _bad(f"PASS: {want!r} is no pass", ", ".join(PASSES), fix)
+                raise directive_error(f"PASS: {want!r} is no pass", ", ".join(PASSES), fix)
             passes = PASSES[want]
         else:
             matches.append((str(tag), parse_match(str(tag), want)))
@@ -129,15 +129,15 @@ def parse_match(tag: str, want: object) -> DirectiveTagMatch:
     """
     allowed = 'an index, "*", "0..3", "0,2,5..7", [0, 2], "!3" or "-"'
     if isinstance(want, bool) or want is None:
-        raise _bad(f"{tag}: {want!r} selects nothing", allowed)
+        raise directive_error(f"{tag}: {want!r} selects nothing", allowed)
     if isinstance(want, int):
         if want < 0:
-            raise _bad(f"{tag}: indices are not negative, got {want}", allowed)
+            raise directive_error(f"{tag}: indices are not negative, got {want}", allowed)
         return DirectiveTagMatch((range(want, want + 1),))
     if isinstance(want, list):
         return DirectiveTagMatch(tuple(r for w in want for r in parse_match(tag, w).ranges))
     if not isinstance(want, str):
-        raise _bad(f"{tag}: {want!r} is no index", allowed)
+        raise directive_error(f"{tag}: {want!r} is no index", allowed)
     if want == "*":
         return DirectiveTagMatch(any=True)
     if want == "-":
@@ -146,13 +146,9 @@ def parse_match(tag: str, want: object) -> DirectiveTagMatch:
     ranges = []
     for item in body.split(","):
         if not (m := _ITEM.fullmatch(item.strip())):
-            raise _bad(f"{tag}: {want!r} is no index, range or set", allowed)
+            raise directive_error(f"{tag}: {want!r} is no index, range or set", allowed)
         first, last = int(m[1]), int(m[2] or m[1])
         if last < first:
-            raise _bad(f"{tag}: the range {item!r} is empty", allowed, f"{last}..{first}")
+            raise directive_error(f"{tag}: the range {item!r} is empty", allowed, f"{last}..{first}")
         ranges.append(range(first, last + 1))
     return DirectiveTagMatch(tuple(ranges), negated=body != want)
-
-
-def _bad(message: str, allowed: str, fix: str | None = None) -> PiperError:
-    return PiperError(ErrorKind.DIRECTIVE, message, allowed=allowed, suggestion=fix)

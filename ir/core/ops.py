@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import directive_error
 
 
 class Pass(StrEnum):
@@ -55,9 +55,7 @@ def parse_action(text: str) -> ScheduledOp:
     ScheduledOp(stage=2, token=<OpToken.F: 0>, mb=0)
     """
     if not (m := _ACTION.fullmatch(text)):
-        raise PiperError(
-            ErrorKind.DIRECTIVE, f"not an op: {text!r}", allowed="<stage><F|B|I|W><microbatch>", suggestion="e.g. 2F0"
-        )
+        raise directive_error(f"not an op: {text!r}", "<stage><F|B|I|W><microbatch>", "e.g. 2F0")
     return ScheduledOp(int(m[1]), OpToken[m[2]], int(m[3]))
 
 

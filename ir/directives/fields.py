@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import PiperError, nearest
+from ir.core.errors import directive_error as bad
 from ir.core.filters import DirectiveFilter, parse_filter
 from ir.core.limits import PASSES
 from ir.core.order import Order
@@ -157,11 +158,6 @@ def _cells(i: int, d: Fields) -> tuple[int, Order]:
         return group, Order.of(cells)
     except PiperError as e:
         raise bad(f"directive {i} (order): {e.message}", e.allowed, e.suggestion) from None
-
-
-def bad(message: str, allowed: str | None = None, fix: str | None = None) -> PiperError:
-    """A refusal of a strategy file."""
-    return PiperError(ErrorKind.DIRECTIVE, message, allowed=allowed, suggestion=fix)
 
 
 def _short(value: object) -> str:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ir.core.errors import ErrorKind
+from ir.core.errors import directive_error as bad
 from ir.core.files import FileErrors, read_json
 from ir.core.filters import DirectiveFilter, parse_filter
 from ir.core.limits import PASSES
 from ir.directives.fields import (
     Fields,
-    bad,
     check_keys,
     names_devices,
     read_devices,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, directive_error
 from ir.core.filters import DirectiveFilter
 from ir.core.ops import Pass
 from ir.core.order import Order
@@ -44,7 +44,7 @@ class SplitDirective:
         return replace(graph, mbs=self.mbs, dim=self.dim)
 
     def _refused(self, why: str, fix: str) -> PiperError:
-        return PiperError(ErrorKind.DIRECTIVE, f"{self}: {why}", suggestion=fix)
+        return directive_error(f"{self}: {why}", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,10 @@ class PlaceDirective:
         for span in now:
             taken = next((m for r in mbs for m in r if span.mbs is not None and m in span.mbs), None)
             if taken is not None:
-                raise PiperError(
-                    ErrorKind.DIRECTIVE,
+                raise directive_error(
                     f"{self}: {node.text(taken)} is already on group {span.group}",
-                    allowed="one group for each pass of a microbatch",
-                    suggestion="drop one of the two place directives, or give them disjoint microbatches",
+                    "one group for each pass of a microbatch",
+                    "drop one of the two place directives, or give them disjoint microbatches",
                 )
         spans = (*now, *(MicrobatchSpan(r, self.group) for r in mbs))
         return tuple(sorted(spans, key=lambda s: (s.mbs.start if s.mbs else 0, s.group)))
@@ -140,11 +139,7 @@ class OrderDirective:
     def __call__(self, graph: Graph) -> Graph:
         for group, _ in self.table:
             if not 0 <= group < graph.programs:
-                raise PiperError(
-                    ErrorKind.DIRECTIVE,
-                    f"{self}: nothing is placed on group {group}",
-                    allowed=f"0..{graph.programs - 1}",
-                )
+                raise directive_error(f"{self}: nothing is placed on group {group}", f"0..{graph.programs - 1}")
         orders = {**graph.orders, **dict(self.table)}
         if self.rows:
             orders.update(orders_from_rows(graph, self.rows, str(self)))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import directive_error
 from ir.core.filters import DirectiveFilter
 from ir.directives.select import select
 from ir.graph.graph import BucketPolicy, Graph
@@ -41,9 +41,9 @@ class ReplicateDirective:
 
     def __call__(self, graph: Graph) -> Graph:
         if self.zero not in (0, 1, 2, 3):
-            raise PiperError(ErrorKind.DIRECTIVE, f"{self}: zero is a level", allowed="0, 1, 2, 3")
+            raise directive_error(f"{self}: zero is a level", "0, 1, 2, 3")
         if self.bucket_MiB is not None and not self.bucket_MiB > 0:
-            raise PiperError(ErrorKind.DIRECTIVE, f"{self}: bucket_MiB = {self.bucket_MiB}", allowed="more than 0")
+            raise directive_error(f"{self}: bucket_MiB = {self.bucket_MiB}", "more than 0")
         hit = {(graph.nodes[i].stage, graph.nodes[i].part) for i in select(graph, self.filter, str(self))}
         self._whole(graph)
         size = None if self.bucket_MiB is None else int(self.bucket_MiB * 2**20)
@@ -51,16 +51,15 @@ class ReplicateDirective:
         mine = {k: policy for k, e in enumerate(graph.entries) if (e.stage, e.name) in hit}
         if graph.entries and not any(graph.entries[k].part.params for k in mine):
             message = f"{self}: what the filter selects has no parameters"
-            raise PiperError(ErrorKind.DIRECTIVE, message, allowed="parts with parameters")
+            raise directive_error(message, "parts with parameters")
         return replace(graph, replicas={**graph.replicas, **mine})
 
     def _whole(self, graph: Graph) -> None:
         """Refuse some of the microbatches: a parameter's copies are kept in step for all that it is used for."""
         if self.filter.microbatches(graph.dim, graph.mbs) == (range(graph.mbs),):
             return
-        raise PiperError(
-            ErrorKind.DIRECTIVE,
+        raise directive_error(
             f"{self}: the filter selects some of {graph.mbs} microbatches, but a parameter is updated for all of them",
-            allowed=f"filters without {graph.dim}",
-            suggestion=f"leave {graph.dim} out",
+            f"filters without {graph.dim}",
+            f"leave {graph.dim} out",
         )

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import directive_error
 from ir.core.filters import DirectiveFilter
 from ir.core.ops import OpToken, Pass, ScheduledOp, cell_text
 from ir.core.order import Order
@@ -36,10 +36,8 @@ def orders_from_rows(graph: Graph, rows: Sequence[Row], who: str = "order") -> d
     split = {(a.stage, a.mb) for a in named if a.token in (OpToken.I, OpToken.W)}
     if both := next((a for a in named if a.token is OpToken.B and (a.stage, a.mb) in split), None):
         half = str(ScheduledOp(both.stage, OpToken.I, both.mb)), str(ScheduledOp(both.stage, OpToken.W, both.mb))
-        raise PiperError(
-            ErrorKind.DIRECTIVE,
-            f"{who}: {both} is ordered whole and in halves",
-            suggestion=f"either {both}, or {half[0]} and {half[1]}",
+        raise directive_error(
+            f"{who}: {both} is ordered whole and in halves", fix=f"either {both}, or {half[0]} and {half[1]}"
         )
     home = homes(graph)
     if lost := next((a for a in named if (a.stage, a.mb) not in home), None):
@@ -51,10 +49,9 @@ def orders_from_rows(graph: Graph, rows: Sequence[Row], who: str = "order") -> d
     for chain in chains:
         programs = {home[a.stage, a.mb] for g in chain for acts in g for a in acts}
         if len(programs) > 1:
-            raise PiperError(
-                ErrorKind.DIRECTIVE,
+            raise directive_error(
                 f"{who}: a row names actions of programs {sorted(programs)}",
-                suggestion="one row per program; data edges order programs among each other",
+                fix="one row per program; data edges order programs among each other",
             )
         before: list[int] = []
         for group in chain:
@@ -86,10 +83,9 @@ def homes(graph: Graph) -> dict[tuple[int, int], int]:
 def _members(graph: Graph, group: Sequence[DirectiveFilter], who: str) -> list[list[ScheduledOp]]:
     members = [_actions(graph, f, who) for f in group]
     if len(members) > 1 and any(len(m) != 1 for m in members):
-        raise PiperError(
-            ErrorKind.DIRECTIVE,
+        raise directive_error(
             f"{who}: an interleave group needs filters of one action each: {'; '.join(map(str, group))}",
-            suggestion="name PP, MB and PASS in each",
+            fix="name PP, MB and PASS in each",
         )
     return members
 
@@ -101,10 +97,9 @@ def _actions(graph: Graph, f: DirectiveFilter, who: str) -> list[ScheduledOp]:
     passes = f.passes or tuple(Pass)
     for i, n in enumerate(graph.nodes):
         if n.stream == COMPUTE and n.stage in stages and n.kind in passes and i not in hits:
-            raise PiperError(
-                ErrorKind.DIRECTIVE,
+            raise directive_error(
                 f"{who}: {f} names a part of stage {n.stage} ({n.text()} is outside)",
-                suggestion='order whole stages: {"PP": …, "MB": …, "PASS": …}; cut stages finer with `parallel.layers`',
+                fix='order whole stages: {"PP": …, "MB": …, "PASS": …}; cut stages finer with `parallel.layers`',
             )
     text = None if whole else str(dict(f.json())["PASS"])
     tokens = (OpToken.F, OpToken.B) if text is None else _TOKENS[text]
@@ -118,7 +113,7 @@ def _add(
     for a in unit:
         if a in of:
             why = f"{who}: {a} is ordered twice"
-            raise PiperError(ErrorKind.DIRECTIVE, why, allowed="once", suggestion="name it once")
+            raise directive_error(why, "once", "name it once")
         of[a] = len(units)
     units.append(unit)
     return len(units) - 1

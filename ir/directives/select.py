@@ -1,6 +1,6 @@
 """Which nodes a directive's filter means, and a clear refusal where it means none."""
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import PiperError, directive_error, nearest
 from ir.core.filters import DirectiveFilter
 from ir.core.ops import Pass
 from ir.graph.graph import Graph
@@ -20,17 +20,14 @@ def select(graph: Graph, wanted: DirectiveFilter, who: str) -> list[int]:
             raise _unknown(graph, tag, who)
         hits = [i for i in hits if fits[values[i]]]
     if not hits or not wanted.microbatches(graph.dim, graph.mbs):
-        raise PiperError(ErrorKind.DIRECTIVE, f"{who}: the filter selects nothing", allowed=_have(graph, wanted))
+        raise directive_error(f"{who}: the filter selects nothing", _have(graph, wanted))
     return hits
 
 
 def _unknown(graph: Graph, tag: str, who: str) -> PiperError:
     known = {t for n in graph.nodes for t in n.tags} | ({graph.dim} if graph.dim else set())
-    return PiperError(
-        ErrorKind.DIRECTIVE,
-        f"{who}: no node carries the tag {tag!r}",
-        allowed=", ".join([*sorted(known), "PASS"]),
-        suggestion=nearest(tag, known),
+    return directive_error(
+        f"{who}: no node carries the tag {tag!r}", ", ".join([*sorted(known), "PASS"]), nearest(tag, known)
     )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import directive_error, nearest
 from ir.core.filters import DirectiveFilter
 from ir.core.ops import Pass
 from ir.core.work import Message
@@ -46,14 +46,9 @@ class ShardDirective:
 
     def __call__(self, graph: Graph) -> Graph:
         if self.axis not in AXES:
-            raise PiperError(
-                ErrorKind.DIRECTIVE,
-                f"{self}: no such axis",
-                allowed=", ".join(AXES),
-                suggestion=nearest(self.axis, AXES),
-            )
+            raise directive_error(f"{self}: no such axis", ", ".join(AXES), nearest(self.axis, AXES))
         if graph.mesh is None or graph.source is None:
-            raise PiperError(ErrorKind.DIRECTIVE, f"{self}: a bare pipeline has nothing to shard")
+            raise directive_error(f"{self}: a bare pipeline has nothing to shard")
         hit = {(graph.nodes[i].stage, graph.nodes[i].part) for i in select(graph, self.filter, str(self))}
         sizes = graph.mesh.sizes
         entries = list(graph.entries)

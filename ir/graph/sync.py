@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import directive_error
 from ir.core.mesh import Mesh
 from ir.core.ops import Pass
 from ir.core.work import Message, MessageKind
@@ -128,11 +128,10 @@ def _replica(graph: Graph, name: str, holders: list[int]) -> BucketPolicy | None
     said = [(k, graph.replicas[k]) for k in holders if k in graph.replicas]
     if len({r.zero for _, r in said}) > 1:
         levels = ", ".join(f"zero = {r.zero} for {graph.entries[k].name}" for k, r in said)
-        raise PiperError(
-            ErrorKind.DIRECTIVE,
+        raise directive_error(
             f"{name} is one parameter in several parts, and replicate says {levels}",
-            allowed="one level for a parameter",
-            suggestion="name all of its parts in the last replicate that names one",
+            "one level for a parameter",
+            "name all of its parts in the last replicate that names one",
         )
     return said[0][1] if said else None
 

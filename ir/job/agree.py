@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ir.core.errors import ErrorKind, PiperError, job_error
+from ir.core.errors import PiperError, directive_error, job_error
 from ir.core.filters import parse_filter
 from ir.directives import ShardDirective, SplitDirective
 from ir.directives.load import DirectiveFile
@@ -48,11 +48,10 @@ def check_replicated(graph: Graph) -> None:
     """
     for b in buckets(graph):
         if b.ranks > 1 and not b.replicated:
-            raise PiperError(
-                ErrorKind.DIRECTIVE,
+            raise directive_error(
                 f"parameters of stage {b.stage} ({b.name}) are on {b.ranks} ranks, and no replicate names them",
-                allowed="a replicate for every part that has copies",
-                suggestion='add {"op": "replicate", "filter": {}}',
+                "a replicate for every part that has copies",
+                'add {"op": "replicate", "filter": {}}',
             )
 
 

@@ -13,7 +13,7 @@ from cost_models.compute.interference import comm_class
 from cost_models.compute.optimizer import accumulate, clip, grad_norm, update, zero_grads
 from cost_models.hardware.schema import COMM_KINDS
 from cost_models.profile.profile import CostSource, Profile, ProfileCost
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.grid import quantise, quantised
 from ir.core.ops import Pass
 from ir.core.order import FloatArray, IntArray
@@ -322,9 +322,7 @@ def given_times(times: Mapping[str, object], stages: int) -> dict[str, list[floa
         i = out.get("I") or [b - w for b, w in zip(whole, out.get("W", [b / 2 for b in whole]), strict=True)]
         w = out.get("W") or [b - x for b, x in zip(whole, i, strict=True)]
         if min(i + w) < 0 or any(abs(x + y - b) > 1e-9 * b for x, y, b in zip(i, w, whole, strict=True)):
-            raise PiperError(
-                ErrorKind.JOB, "B is not I + W", key="costs.stage_times", suggestion="drop B, or let I + W = B"
-            )
+            raise job_error("costs.stage_times", "B is not I + W", "drop B, or let I + W = B")
         out |= {"I": i, "W": w}
     return out
 

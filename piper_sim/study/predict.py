@@ -1,7 +1,7 @@
 """Predict one job: plan, classes of replicas, costs, scenario, engine, metrics."""
 
 from cost_models import DeviceHardware
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import job_error
 from ir.job import Job
 from ir.job.cache import PLANS
 from piper_sim.compiled.choose import steady
@@ -61,10 +61,9 @@ def timed(p: PlannedJob) -> Prediction:
 def _refuse_large(p: PlannedJob) -> None:
     ops = len(p.plan) * p.classes.count
     if ops > MOST_OPS:
-        raise PiperError(
-            ErrorKind.JOB,
+        raise job_error(
+            "schedule.microbatches",
             f"{p.classes.count} of {len(p.classes.of)} replicas differ, which makes {ops:,} ops",
-            key="schedule.microbatches",
-            allowed=f"{MOST_OPS:,} ops",
-            suggestion=f"schedule.microbatches = {max(1, p.prepared.mbs * MOST_OPS // ops)}",
+            f"schedule.microbatches = {max(1, p.prepared.mbs * MOST_OPS // ops)}",
+            f"{MOST_OPS:,} ops",
         )
