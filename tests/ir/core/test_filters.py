@@ -58,12 +58,12 @@ def test_star_means_the_tag_and_dash_means_its_absence() -> None:
 
 
 def test_tags_are_a_conjunction_and_pass_is_one_of_them() -> None:
-    f = parse_filter({"PP": "0..1", "L": 1, "PASS": "B"})
+    f = parse_filter({"PP": "0..1", "MOE": "*", "PASS": "B"})
     graph = moe_graph("1f1b", 4, 4)
     hits = [graph.nodes[i] for i in select(graph, f, "filter")]
     backward = [n for n in graph.nodes if n.kind in (Pass.I, Pass.W) and n.stage < 2]
-    assert hits == [n for n in backward if n.tags.get("L") == 1] and 0 < len(hits) < len(backward)
-    assert f.tags == ("PP", "L")
+    assert hits == [n for n in backward if "MOE" in n.tags] and 0 < len(hits) < len(backward)
+    assert f.tags == ("PP", "MOE")
 
 
 def test_every_pass_has_a_spelling() -> None:
