@@ -10,7 +10,7 @@ import pytest
 
 from ir.plan.plan import OpLists
 from piper_sim.compiled import CompiledEngine, events, net
-from piper_sim.engine import EngineScenario, HostModel, MessageMode, contention, loop, share
+from piper_sim.engine import EngineScenario, HostModel, MessageMode, contention, loop
 from tests.piper_sim.compiled.scenario_cases import HOSTS, SCALES
 from tests.piper_sim.compiled.test_twin import agree
 
@@ -128,8 +128,8 @@ DEFECTS: dict[str, tuple[Any, str, Change]] = {
     "SimPy's host forgets its hold": (loop.EngineState, "__init__", given_other(with_host(free))),
     "SimPy's launches are not added": (loop.EngineState, "__init__", given_other(with_host(quick))),
     "SimPy's window is one op off": (loop.EngineState, "__init__", given_other(with_host(off_by_one))),
-    "SimPy forgets what frozen users take": (share, "_level", frozen_share_kept),
-    "SimPy sums users in another order": (share, "_level", other_order),
+    "SimPy forgets what frozen users take": (contention, "_level", frozen_share_kept),
+    "SimPy sums users in another order": (contention, "_level", other_order),
     "SimPy shares anew too little": (contention.SharedEngine, "_component", nothing_near),
     "the twin carries nothing over": (net, "build", built_from(no_carry)),
     "the twin misses one wait": (net, "build", built_from(fewer_waits)),
