@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 from ir.graph.classes import recomputed
 from ir.graph.graph import Graph, GraphNode, PerStepOp
-from ir.workload.config.spec import NOT_KERNELS
+from ir.workload.config.spec import LLAMA_FORM, NOT_KERNELS
 from ir.workload.work import ConfigModelWork
 
 Sizes = Mapping[str, int]
@@ -52,7 +52,9 @@ def op_shapes(graph: Graph) -> tuple[KernelShape | None, ...]:
     source = graph.source
     if not isinstance(source, ConfigModelWork):
         return (None,) * len(graph.nodes)
-    config = [(f.name, getattr(source.config, f.name)) for f in fields(source.config) if f.name not in NOT_KERNELS]
+    c = source.config
+    named = (f.name for f in fields(c) if f.name not in NOT_KERNELS and not (f.name == "form" and c.form == LLAMA_FORM))
+    config = [(name, getattr(c, name)) for name in named]
     model = repr((config, source.precision, source.attention))
     again = recomputed(graph)
     layouts = {(e.stage, e.name): e.layout for e in graph.entries}

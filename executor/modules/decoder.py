@@ -22,6 +22,8 @@ from executor.parallel.router_guide import ExpertRouterGuide
 from executor.parallel.shares import ParamShard
 from ir.core.errors import ErrorKind, PiperError
 from ir.graph import expert_rows
+from ir.workload.config.families import FAMILIES
+from ir.workload.config.keys import FORMS
 from ir.workload.config.spec import ModelConfig
 
 Reads = dict[str, tuple[str, ...]]
@@ -185,6 +187,15 @@ class DecoderModel:
 
 def refuse_model(c: ModelConfig) -> None:
     """Raise PiperError for a model without a reference module."""
+    if c.model_type in FORMS:
+        raise PiperError(
+            ErrorKind.MODEL,
+            f"{c.model_type} is predicted, but has no reference module to run",
+            file=c.source,
+            key="model_type",
+            allowed=sorted(FAMILIES),
+            suggestion="model.module, with the class itself",
+        )
     if not c.rope and not c.positions:
         raise PiperError(
             ErrorKind.MODEL,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from ir.core.ops import Pass
 from ir.workload import params as p
-from ir.workload.config.spec import ModelConfig
+from ir.workload.config.spec import LayerNormPlace, ModelConfig
 from ir.workload.part import Chunk, KeptBuffer, Param, Part
 
 # Parts that read a residual stream need it again in I: a norm's gradient reads the norm's input, and the norm's output
 # is rebuilt from it. No weight gradient does: every linear keeps its own input.
-_STREAM = (KeptBuffer("", Pass.I),)
-_AFTER_ATTENTION = (KeptBuffer("attn", Pass.I),)
 
 
 def chunks(config: ModelConfig) -> tuple[Chunk, ...]:
@@ -43,30 +41,38 @@ def _embed(config: ModelConfig) -> Chunk:
     params: tuple[Param, ...] = (p.word_embedding(config),)
     if config.positions:
         params += (p.whole("transformer.wpe.weight", config.positions, config.hidden),)
+    if config.form.embed_norm:
+        params += p.norm(config, "transformer.embedding_norm", config.hidden)
     return Chunk("embed", (Part("embed", (), (), params),))
 
 
 def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     """A decoder layer whose input is the output of part `reads` ("": of the chunk before)."""
     prefix = f"{config.names.layers}.{layer}."
-    keeps = (KeptBuffer(reads, Pass.I),) if reads else _STREAM
+    # Where no norm stands before them, linears read the stream, and so does their weight gradient.
+    until = Pass.W if config.form.norms is LayerNormPlace.BEHIND else Pass.I
+    keeps, after = (KeptBuffer(reads, until),), (KeptBuffer("attn", until),)
     attn = Part("attn", (reads,), keeps, p.attention(config, prefix))
     norm = p.post_norm(config, prefix)
     inner = f"{config.names.mlp}."
     if not config.is_moe(layer):
         params = norm + p.mlp(config, prefix + inner, config.ffn)
-        return (attn, Part("mlp", ("attn",), _AFTER_ATTENTION, params))
+        # Beside attention an MLP reads what attention reads: what attention adds is not needed again.
+        return (attn, Part("mlp", ("attn",), () if config.form.parallel else after, params))
     moe = config.moe
     assert moe is not None
-    gate = p.whole(f"{prefix}{inner}gate.weight", moe.experts, config.hidden)
     # The experts read the router's output through the dispatch that a `shard` directive puts between the two.
     routed = Part("experts", ("router",), (), p.experts(config, prefix + inner))
     shared: tuple[Part, ...] = ()
     if moe.shared_ffn:
-        shared = (Part("shared", ("router",), (), p.mlp(config, f"{prefix}{inner}shared_experts.", moe.shared_ffn)),)
+        own = p.mlp(config, f"{prefix}{inner}shared_experts.", moe.shared_ffn)
+        own += (
+            (p.whole(f"{prefix}{inner}shared_expert_gate.weight", 1, config.hidden),) if config.form.shared_gate else ()
+        )
+        shared = (Part("shared", ("router",), (), own),)
     add = Part("add", ("experts", *(s.name for s in shared), "attn"))
     # Shared experts stand behind the routed ones: their forward runs beside combine, their backward beside its mirror.
-    return (attn, Part("router", ("attn",), _AFTER_ATTENTION, (*norm, gate)), routed, *shared, add)
+    return (attn, Part("router", ("attn",), after, (*norm, *p.router(config, prefix + inner))), routed, *shared, add)
 
 
 def _head(config: ModelConfig, norm: tuple[Param, ...], reads: str = "") -> tuple[Part, ...]:

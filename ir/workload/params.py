@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ir.workload.config.spec import ModelConfig, NormLayerKind
+from ir.workload.config.spec import AttentionNormKind, LayerNormPlace, ModelConfig, NormLayerKind
 from ir.workload.part import Param, PartLayout
 
 Params = tuple[Param, ...]
@@ -58,7 +58,9 @@ def linear(
 
 
 def norm(config: ModelConfig, name: str, size: int) -> Params:
-    """A norm's weight and, for a LayerNorm with bias, its bias."""
+    """A norm's weight and, for a LayerNorm with bias, its bias; nothing where norms have no weights."""
+    if not config.form.norm_weights:
+        return ()
     weight = whole(f"{name}.weight", size)
     return (
         (weight, whole(f"{name}.bias", size)) if config.norm is NormLayerKind.LAYER and config.norm_bias else (weight,)
@@ -71,7 +73,7 @@ def attention(config: ModelConfig, prefix: str) -> Params:
     if c.mla:
         return _mla(config, prefix)
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    params = norm(c, prefix + names.attn_norm, c.hidden)
+    params = _branch(c, prefix, names.attn_norm, "attn_out_norm")
     if names.qkv:
         sizes = (q, kv, kv)
         params += linear(c, prefix + names.qkv, sum(sizes), c.hidden, column=True, bias=c.qkv_bias, blocks=sizes)
@@ -79,8 +81,31 @@ def attention(config: ModelConfig, prefix: str) -> Params:
         for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
             params += linear(c, at + name, rows, c.hidden, column=True, bias=c.qkv_bias)
     if c.qk_norm:
-        params += tuple(Param(f"{at}{n}_norm.weight", (c.head_dim,), by_heads=True) for n in "qk")
+        params += tuple(x for n, rows in (("q", q), ("k", kv)) for x in _qk_norm(c, f"{at}{n}_norm", rows))
+    if c.form.sinks:
+        params += (cut(f"{at}sinks", 0, c.heads),)
     return params + linear(c, prefix + names.out, c.hidden, q, column=False, bias=c.out_bias)
+
+
+def _qk_norm(config: ModelConfig, name: str, rows: int) -> Params:
+    """The norm of queries or keys, whose features are `rows` over all heads."""
+    size, form = config.head_dim, config.form
+    match form.qk_over:
+        case AttentionNormKind.BARE:
+            return ()
+        case AttentionNormKind.HEAD:
+            weight = Param(f"{name}.weight", (size,), by_heads=True)
+            return (weight, Param(f"{name}.bias", (size,), by_heads=True)) if form.qk_bias else (weight,)
+        case AttentionNormKind.HEADS:
+            return (cut(f"{name}.weight", 0, rows // size, size),)
+        case AttentionNormKind.WIDTH:
+            return (cut(f"{name}.weight", 0, rows),)
+
+
+def _branch(config: ModelConfig, prefix: str, before: str, behind: str) -> Params:
+    """The norms of a layer's branch, by where they stand."""
+    names = {LayerNormPlace.BEFORE: (before,), LayerNormPlace.BEHIND: (behind,), LayerNormPlace.BOTH: (before, behind)}
+    return tuple(x for name in names[config.form.norms] for x in norm(config, prefix + name, config.hidden))
 
 
 def _mla(config: ModelConfig, prefix: str) -> Params:
@@ -105,8 +130,8 @@ def _mla(config: ModelConfig, prefix: str) -> Params:
 
 
 def post_norm(config: ModelConfig, prefix: str) -> Params:
-    """The norm between attention and MLP."""
-    return norm(config, prefix + config.names.mlp_norm, config.hidden)
+    """The norms of a layer's MLP; none where it reads attention's."""
+    return () if config.form.parallel == 1 else _branch(config, prefix, config.names.mlp_norm, "mlp_out_norm")
 
 
 def mlp(config: ModelConfig, prefix: str, width: int) -> Params:
@@ -115,6 +140,8 @@ def mlp(config: ModelConfig, prefix: str, width: int) -> Params:
     params: Params = ()
     for name in ("gate_proj", names.up) if c.activation.ups == 2 else (names.up,):
         params += linear(c, prefix + name, width, c.hidden, column=True, bias=c.mlp_bias)
+    if c.form.act_params:
+        params += (whole(f"{prefix}act_fn.alpha", c.form.act_params),)
     return params + linear(c, prefix + names.down, c.hidden, width, column=False, bias=c.mlp_bias)
 
 
@@ -122,10 +149,22 @@ def experts(config: ModelConfig, prefix: str) -> Params:
     """All experts of a layer: one parameter per matrix, experts first, as transformers 5 stores them."""
     moe, hidden = config.moe, config.hidden
     assert moe is not None
-    shape, both = (moe.experts, 2 * moe.ffn, hidden), (moe.ffn, moe.ffn)
-    up = Param(f"{prefix}experts.gate_up_proj", shape, ("ep", "etp"), True, (0, 1), both)
+    ups = config.activation.ups
+    name, rows, both = ("gate_up_proj" if ups == 2 else "up_proj"), ups * moe.ffn, (moe.ffn,) * ups if ups == 2 else ()
+    up = Param(f"{prefix}experts.{name}", (moe.experts, rows, hidden), ("ep", "etp"), True, (0, 1), both)
     down = Param(f"{prefix}experts.down_proj", (moe.experts, hidden, moe.ffn), ("ep", "etp"), True, (0, 2))
-    return (up, down)
+    if not config.form.expert_bias:
+        return (up, down)
+    up_bias = Param(f"{prefix}experts.{name}_bias", (moe.experts, rows), ("ep", "etp"), True, (0, 1), both)
+    return (up, up_bias, down, Param(f"{prefix}experts.down_proj_bias", (moe.experts, hidden), ("ep",), True, (0,)))
+
+
+def router(config: ModelConfig, prefix: str) -> Params:
+    """A router's weight, and where it has one its number per expert, under `prefix` (`model.layers.0.mlp.`)."""
+    moe = config.moe
+    assert moe is not None
+    gate = whole(f"{prefix}gate.weight", moe.experts, config.hidden)
+    return (gate, whole(f"{prefix}gate.bias", moe.experts)) if config.form.router_bias else (gate,)
 
 
 def word_embedding(config: ModelConfig) -> Param:
@@ -134,5 +173,6 @@ def word_embedding(config: ModelConfig) -> Param:
 
 
 def head(config: ModelConfig) -> Params:
-    """The head's weight."""
-    return (word_embedding(config) if config.tied else cut("lm_head.weight", 0, config.vocab, config.hidden),)
+    """The head's weight, and its bias where it has one."""
+    weight = word_embedding(config) if config.tied else cut("lm_head.weight", 0, config.vocab, config.hidden)
+    return (weight, cut("lm_head.bias", 0, config.vocab)) if config.form.head_bias else (weight,)

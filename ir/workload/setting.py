@@ -204,9 +204,9 @@ def _check_kinds(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape
         # Without it every tp rank holds the same tokens and would send each of them; Megatron refuses it too.
         message = "experts with tp > 1 need sequence parallelism"
         raise PiperError(ErrorKind.JOB, message, key="parallel.sequence_parallel", allowed="true", suggestion="true")
-    if config.positions and shape.seq_len > config.positions:
-        message = f"{shape.seq_len} tokens, but {config.source} has learned positions for {config.positions}"
-        fix = f"seq_len = {config.positions}, or more positions ({_positions_key(config)})"
+    if config.positions and shape.seq_len > config.max_positions:
+        message = f"{shape.seq_len} tokens, but {config.source} has learned positions for {config.max_positions}"
+        fix = f"seq_len = {config.max_positions}, or more positions ({_positions_key(config)})"
         raise PiperError(ErrorKind.MODEL, message, key="model.seq_len", suggestion=fix)
 
 

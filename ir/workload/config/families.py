@@ -14,27 +14,31 @@ from ir.workload.config.spec import ExpertConfig, LatentAttention, LayerActivati
 from ir.workload.config.values import ModelValues
 from ir.workload.config.windows import check_uniform, layer_windows
 
-_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
-FP8 = "fp8"
+GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
+STORED = ("fp8", "mxfp4")
 
 
 def _config(v: ModelValues, fields: str, **worked_out: Any) -> ModelConfig:
     """The fields that keys say as they stand, and those that are worked out."""
     model_type = str(v.get("model_type"))
-    return ModelConfig(source=v.source, model_type=model_type, stored=_stored(v), **{**v.fields(fields), **worked_out})
+    return ModelConfig(
+        source=v.source, model_type=model_type, stored=stored_format(v), **{**v.fields(fields), **worked_out}
+    )
 
 
-def _stored(v: ModelValues) -> str:
-    """ "fp8" as in DeepSeek-V3's config.json, whose weights are stored so; "" for none."""
+def stored_format(v: ModelValues) -> str:
+    """ "fp8" as in DeepSeek-V3's config.json, whose weights are stored so, "mxfp4" as in gpt-oss's; "" for none."""
     table = v.get("quantization_config")
     if not table:
         return ""
     assert isinstance(table, Mapping)
     method = table.get("quant_method")
-    if method != FP8:
+    if method not in STORED:
         message = f"a checkpoint quantised by {method!r} is not one to train from"
-        v.refuse("quantization_config.quant_method", message, allowed=f"{FP8}, or quantization_config = null")
-    return FP8
+        v.refuse(
+            "quantization_config.quant_method", message, allowed=f"{', '.join(STORED)}, or quantization_config = null"
+        )
+    return str(method)
 
 
 def _decoder(v: ModelValues) -> ModelConfig:
@@ -92,11 +96,11 @@ def _experts(v: ModelValues, **fields: Any) -> ExpertConfig:
 
 
 def _mixtral(v: ModelValues) -> ModelConfig:
-    moe = _experts(v, experts=v.size("num_local_experts"), ffn=v.size("intermediate_size"), balance=_balance(v))
+    moe = _experts(v, experts=v.size("num_local_experts"), ffn=v.size("intermediate_size"), balance=balance_of(v))
     return _mistral(v, moe=moe)
 
 
-def _balance(v: ModelValues) -> float:
+def balance_of(v: ModelValues) -> float:
     """The coefficient that a job gives to the loss of each sequence. A file's is that of another loss, which
     transformers' classes add where `output_router_logits` is set: over all layers and the whole batch.
     """
@@ -119,7 +123,7 @@ def _qwen3_moe(v: ModelValues) -> ModelConfig:
         # Hugging Face: a layer is sparse unless listed, where (layer + 1) % step == 0.
         dense_layers=frozenset(i for i in layers if i in only or (i + 1) % step),
         normalised=v.flag("norm_topk_prob"),
-        balance=_balance(v),
+        balance=balance_of(v),
     )
     window = v.size_or("sliding_window", 0) if v.flag("use_sliding_window") else 0
     return _uniform(v, replace(_decoder(v), qk_norm=True, window=window, moe=moe))
@@ -171,11 +175,12 @@ def _deepseek_experts(v: ModelValues) -> ExpertConfig:
     if moe.balance and not v.flag("seq_aux"):
         # Over the tokens of a microbatch: another loss for every plan.
         v.refuse("seq_aux", "the auxiliary loss is one of sequences", allowed="true", fix="true")
-    _check_groups(v, moe, method)
+    check_groups(v, moe, method)
     return moe
 
 
-def _check_groups(v: ModelValues, moe: ExpertConfig, method: str) -> None:
+def check_groups(v: ModelValues, moe: ExpertConfig, method: str) -> None:
+    """Refuse groups of experts that a token's experts do not lie in."""
     if not moe.groups:
         return
     v.divides("n_group", moe.experts, "n_routed_experts")
@@ -209,7 +214,7 @@ def _gpt2(v: ModelValues) -> ModelConfig:
     """GPT-2, and GPT-3 in its words."""
     hidden = v.size("n_embd")
     v.divides("n_head", hidden, "n_embd")
-    act, each = v.one_of("activation_function", _GELU), hidden // v.size("n_head")
+    act, each = v.one_of("activation_function", GELU), hidden // v.size("n_head")
     scale = 1.0 if v.flag("scale_attn_weights") else each**0.5
     return _gpt(v, "gpt2", True, head_dim=each, ffn=v.size_or("n_inner", 4 * hidden), act=act, score_scale=scale)
 

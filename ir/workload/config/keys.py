@@ -25,7 +25,11 @@ class ModelKeyType(StrEnum):
     TEXT = "a string"
     TEXTS_OR_NULL = "a list of strings or null"
     COUNTS_OR_NULL = "a list of integers, 0 or more, or null"
+    RATIO_OR_NULL = "a number above 0 or null"
+    SIZES = "a positive integer, or a list of them"
+    SIZE_OR_TEXT = "a positive integer or a string"
     TABLE_OR_NULL = "an object or null"
+    LIST = "a list"
     ANYTHING = "anything"
 
 
@@ -65,7 +69,11 @@ Table = Mapping[str, ModelKey]
 _FILE = Path(__file__).with_name("keys.toml")
 _FORM = FileErrors("the table of config keys", ErrorKind.MODEL, "model.config")
 _RAW = read_toml(_FILE, _FORM)
-INERT: Mapping[str, str] = {name: why for why, names in _RAW["inert"].items() for name in names.split()}
+_FORMS = read_toml(_FILE.with_name("forms.toml"), _FORM)
+INERT, UNBUILT, OUTER = (
+    {name: why for why, names in _RAW[table].items() for name in names.split()}
+    for table in ("inert", "unbuilt", "outer")
+)
 
 
 def _key(row: Mapping[str, Any]) -> ModelKey:
@@ -76,17 +84,31 @@ def _key(row: Mapping[str, Any]) -> ModelKey:
     )
 
 
+def _row(name: str) -> dict[str, Any]:
+    """A family's row on top of the one that it is like; what it says of experts is one table with that one's."""
+    own = _FORMS[name]
+    out = _row(own["like"]) if "like" in own else {}
+    moe = {**out.get("moe", {}), **own.get("moe", {})}
+    return {**out, **own, "base": own.get("base", False), **({"moe": moe} if moe else {})}
+
+
+_ROWS = {name: _row(name) for name in _FORMS if name != "keys"}
+FORMS: Mapping[str, Mapping[str, Any]] = {name: row for name, row in _ROWS.items() if not row["base"]}
+_SHARED = _RAW["shared"] | _RAW["types"] | {name: _FORMS[name]["keys"] for name in FORMS} | _FORMS["keys"]
+
+
 def _table(raw: Mapping[str, Any]) -> Table:
     """A table on top of those that it is like."""
     out: dict[str, ModelKey] = {}
     for base in raw.get("like", ()):
-        out |= _table(_RAW["shared"].get(base) or _RAW["types"][base])
+        out |= _table(_SHARED[base])
     own = {name: _key(row) for name, row in raw.items() if name not in ("like", "without")}
     return {name: key for name, key in (out | own).items() if name not in raw.get("without", ())}
 
 
+_TYPES = _RAW["types"] | {name: row["keys"] for name, row in FORMS.items()}
 _INERT = {name: ModelKey(ModelKeyType.ANYTHING, why=why) for name, why in INERT.items()}
-TYPES: Mapping[str, Table] = {name: {**_INERT, **_table(raw)} for name, raw in _RAW["types"].items()}
+TYPES: Mapping[str, Table] = {name: {**_INERT, **_table(raw)} for name, raw in _TYPES.items()}
 INSIDE: Mapping[str, Table] = {name: {**_INERT, **_table(raw)} for name, raw in _RAW["inside"].items()}
 FIELDS: Mapping[str, Mapping[str, str]] = _RAW["fields"]
 _NAMES = typed(_RAW["names"], dict[str, ParamNames], _FORM, str(_FILE))
@@ -99,7 +121,8 @@ def aliases(model_type: str) -> Mapping[str, str]:
     ('n_layer', 'attention_dropout')
     """
     found: Mapping[str, str] = _RAW["aliases"].get(model_type, _RAW["aliases"]["any"])
-    return found
+    form: Mapping[str, Mapping[str, str]] = FORMS.get(model_type, {})
+    return form.get("aliases", found)
 
 
 def names_of(model_type: str) -> ParamNames:
@@ -126,7 +149,12 @@ def fits(holds: ModelKeyType, value: object) -> bool:
             return whole and _above(value, 1)
         case ModelKeyType.COUNT:
             return whole and _above(value, 0)
-        case ModelKeyType.RATIO:
+        case ModelKeyType.SIZES:
+            each = value if isinstance(value, (list, tuple)) and value else [value]
+            return all(fits(ModelKeyType.SIZE, v) for v in each)
+        case ModelKeyType.SIZE_OR_TEXT:
+            return isinstance(value, str) or (whole and _above(value, 1))
+        case ModelKeyType.RATIO | ModelKeyType.RATIO_OR_NULL:
             return number and _above(value, 0.0) and value != 0
         case ModelKeyType.WEIGHT:
             return number and _above(value, 0.0)
@@ -141,6 +169,8 @@ def fits(holds: ModelKeyType, value: object) -> bool:
             return isinstance(value, (list, tuple)) and all(fits(item, v) for v in value)
         case ModelKeyType.TABLE_OR_NULL:
             return isinstance(value, Mapping)
+        case ModelKeyType.LIST:
+            return isinstance(value, (list, tuple))
         case ModelKeyType.ANYTHING:
             return True
 

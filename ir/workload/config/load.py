@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +11,8 @@ from ir.core.errors import ErrorKind, PiperError, nearest, same_name
 from ir.core.files import FileErrors, read_json, typed
 from ir.core.limits import LAYERS
 from ir.workload.config.families import FAMILIES
-from ir.workload.config.keys import INERT, TYPES, aliases
+from ir.workload.config.forms import read_form
+from ir.workload.config.keys import INERT, OUTER, TYPES, UNBUILT, aliases
 from ir.workload.config.rope import OF_ANY_KIND
 from ir.workload.config.spec import ModelConfig
 from ir.workload.config.values import ModelValues
@@ -66,17 +67,20 @@ def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, 
     32
     """
     over = dict(overrides or {})
+    if isinstance(text := raw.get("text_config"), Mapping):
+        raw = _language_model(raw, text, source)
     model_type = over.get("model_type", raw.get("model_type"))
     key = "model.model_type" if "model_type" in over else "model_type"
     if not isinstance(model_type, str) or model_type not in TYPES:
         said = "missing" if model_type is None else f"unknown model type {model_type!r}"
+        said = f"{model_type!r} is not built: it has {UNBUILT[model_type]}" if model_type in UNBUILT else said
         near = same_name(str(model_type), TYPES)  # the closest other one would be another architecture
         raise PiperError(ErrorKind.MODEL, said, file=source, key=key, allowed=sorted(TYPES), suggestion=near)
     file = _respelled(raw, model_type, source, "")
     inline = _respelled(over, model_type, source, "model.")
     _refuse_unknown(file, model_type, source, "")
     _refuse_unknown(inline, model_type, source, "model.")
-    for name in ("num_hidden_layers", "n_layer", "n_layers"):
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         deep = inline.get(name, file.get(name))
         if isinstance(deep, int) and deep > LAYERS:  # before anything counts them out one by one
             message, key = f"{deep} layers", f"model.{name}" if name in inline else name
@@ -84,7 +88,17 @@ def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, 
     given = {**file, **{k: _merged(file.get(k), v) for k, v in inline.items()}}
     dotted = (f"{k}.{inner}" for k, table in inline.items() if isinstance(table, Mapping) for inner in table)
     values = ModelValues(source, TYPES[model_type], given, frozenset((*inline, *dotted)))
-    return FAMILIES[model_type](values)
+    return FAMILIES.get(model_type, read_form)(values)
+
+
+def _language_model(raw: Mapping[str, object], text: Mapping[str, object], source: str) -> Mapping[str, object]:
+    """The `text_config` of a model with other towers; what stands beside it and is the whole model's goes with it."""
+    whole = {k: v for k, v in raw.items() if k in ("tie_word_embeddings", "quantization_config") and k not in text}
+    known = {"text_config", "model_type", "initializer_range", *whole, *text, *INERT, *OUTER}
+    if odd := [k for k in raw if k not in known]:
+        message = f"{odd[0]!r} beside text_config is not understood"
+        raise PiperError(ErrorKind.MODEL, message, file=source, key=odd[0], allowed=sorted(OUTER))
+    return {**text, **whole}
 
 
 def _refuse_unknown(given: Mapping[str, object], model_type: str, source: str, prefix: str) -> None:
@@ -97,6 +111,18 @@ def _refuse_unknown(given: Mapping[str, object], model_type: str, source: str, p
     fix = near or (None if prefix else "leave it out of the file if it says nothing of the model")
     message = f"model type {model_type} has no key {odd[0]!r} that is understood{others}"
     raise PiperError(ErrorKind.MODEL, message, file=source, key=prefix + odd[0], allowed=sorted(known), suggestion=fix)
+
+
+def _flat(raw: Mapping[str, object], own: Collection[str]) -> dict[str, object]:
+    """With tables whose keys the type knows one by one (`attn_config.clip_qkv`) written out."""
+    tables = {k.partition(".")[0] for k in own if "." in k}
+    out: dict[str, object] = {}
+    for k, v in raw.items():
+        if k not in tables:
+            out[k] = v
+        elif isinstance(v, Mapping):
+            out |= {f"{k}.{inner}": x for inner, x in v.items() if inner not in INERT}
+    return out
 
 
 def _merged(file: object, inline: object) -> object:
@@ -142,7 +168,7 @@ def _respelled(raw: Mapping[str, object], model_type: str, source: str, prefix: 
     own = TYPES[model_type]
     out: dict[str, object] = {}
     said: dict[str, str] = {}
-    for k, v in raw.items():
+    for k, v in _flat(raw, own).items():
         name = k if k in own else other.get(k, k)
         if name in out and out[name] != v:
             message = f"{k!r} and {said[name]!r} are one key with two values"

@@ -21,16 +21,75 @@ class NormLayerKind(StrEnum):
 
 
 class LayerActivation(StrEnum):
-    """The MLP's nonlinearity. SwiGLU has two up-projections, gate and up; the others have one."""
+    """The MLP's nonlinearity. Gated ones have two up-projections, gate and up; the others have one."""
 
     SWIGLU = "swiglu"
+    GEGLU = "geglu"
     GELU = "gelu"
     RELU2 = "relu2"
+    XIELU = "xielu"
 
     @property
     def ups(self) -> int:
         """Number of up-projections."""
-        return 2 if self is LayerActivation.SWIGLU else 1
+        return 2 if self in (LayerActivation.SWIGLU, LayerActivation.GEGLU) else 1
+
+
+class LayerNormPlace(StrEnum):
+    """Where the norms of a layer's two branches stand: before a branch's linears, behind them, or both."""
+
+    BEFORE = "before"
+    BEHIND = "behind"
+    BOTH = "both"
+
+
+class AttentionNormKind(StrEnum):
+    """What a norm of queries and keys is over: a head's features with one weight for all heads (HEAD), with weights of
+    each head's own (HEADS), with none (BARE); or the features of all heads at once (WIDTH).
+    """
+
+    HEAD = "head"
+    HEADS = "heads"
+    BARE = "bare"
+    WIDTH = "width"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """What decoders have beside llama's, GPT-2's and DeepSeek's layers; the defaults are theirs.
+
+    parallel: attention and MLP read the same stream, through one norm or two; 0: one after the other. norm_weights:
+    norms have any. qk_over, qk_bias: of the norm of queries and keys. sinks: a number per head in softmax's sum.
+    chunked: windows are stretches that do not see each other. no_rope: layers without rotary embedding. score_cap,
+    logit_cap: scores and logits are squeezed by a tanh, 0 for not. shared_gate: a token weighs the shared experts'
+    output. act_params: numbers that an activation learns. multipliers: numbers, by their key, that change results and
+    no kernel but where embeddings and logits are multiplied ("embedding", "logits").
+    """
+
+    norms: LayerNormPlace = LayerNormPlace.BEFORE
+    parallel: int = 0
+    norm_weights: bool = True
+    qk_over: AttentionNormKind = AttentionNormKind.HEAD
+    qk_bias: bool = False
+    sinks: bool = False
+    chunked: bool = False
+    no_rope: frozenset[int] = frozenset()
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    head_bias: bool = False
+    embed_norm: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_gate: bool = False
+    act_params: int = 0
+    multipliers: tuple[tuple[str, float], ...] = ()
+
+    def multiplied(self, what: str) -> bool:
+        """Whether "embedding" or "logits" are multiplied by a number."""
+        return any(name == what for name, _ in self.multipliers)
+
+
+LLAMA_FORM = LayerForm()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +140,8 @@ class AttentionRopeScalingKind(StrEnum):
     LINEAR = "linear"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    LONGROPE = "longrope"
+    DYNAMIC = "dynamic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +172,7 @@ class ModelConfig:
     and key. mtp: multi-token-prediction modules. rope_share: of a head's features that are turned; rope_pairs: an angle
     turns two neighbours, not one feature of either half. score_scale: of attention scores, beside 1/sqrt(qk_dim);
     score_by_layer: divided by 1 + the layer's number too. act: Hugging Face's name of an activation that has several.
-    stored: the format that its checkpoint is quantised to, "" for none.
+    stored: the format that its checkpoint is quantised to, "" for none. form: what else its layers have.
     """
 
     source: str
@@ -152,18 +213,29 @@ class ModelConfig:
     score_scale: float = 1.0
     score_by_layer: bool = False
     stored: str = ""
+    form: LayerForm = LLAMA_FORM
 
     def __hash__(self) -> int:
         """Of what tells models apart: a config is part of the key of many tables."""
         return hash((self.source, self.layers, self.hidden, self.vocab, self.window, self.score_scale))
 
     def at(self, layer: int) -> ModelConfig:
-        """The same with what is true of one decoder layer: its window, the scale of its scores."""
-        if not self.windows and not self.score_by_layer:
+        """The same with what is true of one decoder layer: its window, its scores' scale, its rotary embedding."""
+        if not self.windows and not self.score_by_layer and not self.form.no_rope:
             return self
         window = self.windows[layer] if self.windows else self.window
         scale = self.score_scale / (layer + 1) if self.score_by_layer else self.score_scale
-        return replace(self, window=window, windows=(), score_scale=scale, score_by_layer=False)
+        form = replace(self.form, no_rope=frozenset()) if self.form.no_rope else self.form
+        rope = self.rope and layer not in self.form.no_rope
+        own = {
+            "window": window,
+            "windows": (),
+            "score_scale": scale,
+            "score_by_layer": False,
+            "form": form,
+            "rope": rope,
+        }
+        return replace(self, **own)  # type: ignore[arg-type]
 
     def is_moe(self, layer: int) -> bool:
         """Whether decoder layer `layer` has experts. MTP modules count on from `layers`, as their weights do."""

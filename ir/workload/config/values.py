@@ -11,7 +11,7 @@ from ir.core.errors import ErrorKind, PiperError, same_name
 from ir.core.limits import divisors
 from ir.workload.config.keys import FIELDS, ModelKey, ModelKeyType, Table, fits
 
-_NUMBERS = (ModelKeyType.RATIO, ModelKeyType.WEIGHT, ModelKeyType.CHANCE)
+_NUMBERS = (ModelKeyType.RATIO, ModelKeyType.RATIO_OR_NULL, ModelKeyType.WEIGHT, ModelKeyType.CHANCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,12 @@ class ModelValues:
 
     def fields(self, family: str) -> dict[str, Any]:
         """The fields of `ModelConfig` that are values as they stand; those of keys that a type lacks stay out."""
-        return {name: self._plain(key) for name, key in FIELDS[family].items() if key in {**self.table, **self.given}}
+        return {name: self.plain(key) for name, key in FIELDS[family].items() if key in {**self.table, **self.given}}
 
-    def _plain(self, name: str) -> Any:
+    def plain(self, name: str) -> Any:
+        """A value as it stands, numbers as floats where they need not be whole."""
         value, key = self.get(name), self.table.get(name)
-        return float(value) if key is not None and key.holds in _NUMBERS else value  # type: ignore[arg-type]
+        return float(value) if key is not None and key.holds in _NUMBERS and value is not None else value  # type: ignore[arg-type]
 
     def size(self, name: str) -> int:
         """An integer."""

@@ -35,14 +35,22 @@ def check_uniform(v: ModelValues, window: int) -> None:
 
 
 def _types(v: ModelValues) -> list[str] | None:
+    return layer_kinds(v, v.size("num_hidden_layers"), (FULL, SLIDING))
+
+
+def layer_kinds(v: ModelValues, layers: int, known: tuple[str, ...]) -> list[str] | None:
+    """`layer_types`, where it is given.
+
+    Raises PiperError (model): kinds that are not among those `known`, or not as many as there are layers.
+    """
     given = v.get("layer_types")
     if given is None:
         return None
     assert isinstance(given, (list, tuple))
-    types, layers = [_OLD.get(str(t), str(t)) for t in given], v.size("num_hidden_layers")
+    types = [_OLD.get(str(t), str(t)) for t in given]
     if len(types) != layers:
         v.refuse("layer_types", f"{len(types)} kinds for {layers} layers", allowed=f"{layers} of them")
-    if odd := [t for t in types if t not in (FULL, SLIDING)]:
-        near = nearest(odd[0], (FULL, SLIDING))
-        v.refuse("layer_types", f"{odd[0]!r} is not built", allowed=f"{FULL}, {SLIDING}", fix=near)
+    if odd := [t for t in types if t not in known]:
+        near = nearest(odd[0], known)
+        v.refuse("layer_types", f"{odd[0]!r} is not built", allowed=", ".join(known), fix=near)
     return types

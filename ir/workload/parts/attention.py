@@ -6,12 +6,25 @@ from dataclasses import dataclass
 
 from ir.core.ops import Pass
 from ir.core.work import Work
+from ir.workload.config.spec import AttentionNormKind, NormLayerKind
 from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.attention_core import AttentionCore, model_flops
 from ir.workload.parts.kernels import LinearKernel, beyond
-from ir.workload.parts.region import context, enter, leave
-from ir.workload.parts.residual import gathered_input, mask, normed, residual, residual_backward, residual_grads, stats
+from ir.workload.parts.region import all_reduce, context, enter, leave
+from ir.workload.parts.residual import (
+    before_backward,
+    behind_backward,
+    branch_saved,
+    mask,
+    norm_before,
+    norm_behind,
+    normed,
+    residual,
+    residual_backward,
+    residual_grads,
+    stats,
+)
 from ir.workload.setting import AttentionKind, PartSetting
 
 
@@ -20,7 +33,8 @@ class _Projection:
     """How queries, keys and values come out of the normed input. backward: their gradients to the input norm's.
 
     enters: features per token of what crosses into the tensor-parallel region, tensor by tensor, for linears to read;
-    passes: of what no linear reads. widest: features of the largest transient.
+    passes: of what no linear reads. widest: features of the largest transient. sums: fp32 numbers per token that norms
+    over all heads sum over the region.
     """
 
     forward: Work
@@ -31,11 +45,13 @@ class _Projection:
     widest: int
     model_flops: int
     passes: int = 0
+    sums: int = 0
 
     def inline(self, s: PartSetting) -> tuple[PartCollective, ...]:
         """Each tensor crosses by itself, as in Megatron."""
         crosses = [m for features in self.enters for m in enter(s, features)]
-        return (*crosses, *(enter(s, self.passes, linear=False) if self.passes else ()))
+        sums = tuple(all_reduce(when, 4 * self.sums * s.tokens) for when in (Pass.F, Pass.I) if self.sums)
+        return (*crosses, *(enter(s, self.passes, linear=False) if self.passes else ()), *sums)
 
 
 def attention(s: PartSetting) -> PartWork:
@@ -47,30 +63,28 @@ def attention(s: PartSetting) -> PartWork:
     stash, later = k.stash(s, out, *p.linears), size * core.out_features + n * s.wide
     return PartWork(
         forward=(
-            k.norm_forward(s, "input_norm", n),
-            *k.cast(s, "normed", n),
+            *norm_before(s, "input_norm"),
             *p.forward,
             *core.forward(s),
             *k.cast(s, "context", s.tokens * core.out_features),
             *_stored(s, "context.store", core),
             out.forward(s),
+            *norm_behind(s, "input_norm"),
             residual(s),
         ),
         input_grad=(
             *residual_backward(s),
+            *behind_backward(s, "input_norm"),
             *_stored(s, "context.load", core),
             *k.input_grad(s, out),
             *core.backward(s),
             *p.backward,
-            k.norm_backward(s, "input_norm_backward", n),
-            k.add(s, "residual_backward", n),
+            *before_backward(s, "input_norm"),
         ),
         weight_grad=k.weight_grad(s, out, *p.linears),
         out_bytes=n * s.wide,
         saved=(
-            normed(s, "normed", n),
-            *gathered_input(s, sum(p.enters)),
-            stats(s),
+            *branch_saved(s, sum(p.enters)),
             *p.saved,
             *_context_saved(s, core),
             *core.saved(s),
@@ -99,10 +113,12 @@ def _heads(s: PartSetting, core: AttentionCore) -> _Projection:
     if c.qk_norm:
         ready = (k.norm_forward(s, "qk_norm", s.tokens * roped), *rope)
         back = (*rope, k.norm_backward(s, "qk_norm_backward", s.tokens * roped))
-        # The norm's input, and a number per head; its output, which attention reads, can be made again.
+        # The norm's input, and a number or two per norm; its output, which attention reads, can be made again.
+        norms = 2 if c.form.qk_over is AttentionNormKind.WIDTH else core.heads + core.kv_heads
+        layer = c.norm is NormLayerKind.LAYER
         kept = (
             SavedBuffer("qk_before_norm", s.tokens * roped * s.wide, Pass.I),
-            SavedBuffer("qk_norm_stats", 4 * s.tokens * (core.heads + core.kv_heads), Pass.I),
+            SavedBuffer("qk_norm_stats", (8 if layer else 4) * s.tokens * norms, Pass.I),
         )
         label, again = "norm", ready
     elif c.rope and s.style.eager:  # values are a view of the fused product, which therefore stays beside rope's output
@@ -119,6 +135,7 @@ def _heads(s: PartSetting, core: AttentionCore) -> _Projection:
         enters=(h,),
         widest=features,
         model_flops=2 * s.shape.tokens * h * (c.heads + 2 * c.kv_heads) * c.head_dim,
+        sums=2 if c.qk_norm and c.form.qk_over is AttentionNormKind.WIDTH and s.layout.tp > 1 else 0,
     )
 
 

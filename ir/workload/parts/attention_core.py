@@ -58,6 +58,7 @@ class AttentionCore:
             self._product(s, "d_value", kv, self.v, q),
             *dropout,
             memory(s, "softmax_backward", 3 * n * s.wide),
+            *self._capped(s, 3),
             self._product(s, "d_query", q, self.qk, kv),
             self._product(s, "d_key", kv, self.qk, q),
         )
@@ -67,7 +68,12 @@ class AttentionCore:
         n = self._score_elements(s)
         dropout = (memory(s, "dropout", n * (2 * s.wide + 1)),) if s.config.attn_dropout else ()
         product = self._product(s, "scores", self.queries(s), s.shape.seq_len, self.qk)
-        return (product, memory(s, "softmax", 2 * n * s.wide), *dropout)
+        return (product, *self._capped(s, 2), memory(s, "softmax", 2 * n * s.wide), *dropout)
+
+    def _capped(self, s: PartSetting, tensors: int) -> Work:
+        """The squeeze of scores by a tanh, and back."""
+        moved = tensors * self._score_elements(s) * s.wide
+        return (memory(s, "score_cap", moved),) if s.config.form.score_cap else ()
 
     def saved(self, s: PartSetting) -> tuple[SavedBuffer, ...]:
         """What backward needs beside q, k, v and the output."""
@@ -116,9 +122,11 @@ class AttentionCore:
 def causal_pairs_doubled(s: PartSetting) -> int:
     """Twice the (query, key) pairs of one sequence under the causal mask, counted as half the square.
 
-    A sliding window of w keys leaves w·s − w²/2 of them.
+    A sliding window of w keys leaves w·s − w²/2 of them; stretches of w that do not see each other, w²/2 each.
     """
     n, w = s.shape.seq_len, s.config.window
+    if s.config.form.chunked and 0 < w < n:
+        return n // w * w * w + (n % w) ** 2
     return n * n if not 0 < w < n else 2 * w * n - w * w
 
 

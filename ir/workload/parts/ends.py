@@ -27,14 +27,28 @@ def embed(s: PartSetting) -> PartWork:
     n, table = s.stream * h, c.vocab // s.layout.tp * h
     grads = s.precision.grads.bytes
     dense = table * s.precision.params.bytes
-    masked = bool(c.embed_dropout)
+    masked, scaled, again = bool(c.embed_dropout), c.form.multiplied("embedding"), c.form.embed_norm
+    scale = (k.copies(s, "embedding_scale", n),) if scaled else ()
     positions = n // s.shape.microbatch_size if c.positions else 0
     return PartWork(
-        forward=(k.copies(s, "lookup", s.tokens * h), *((k.add(s, "positions", n),) if c.positions else ())),
+        forward=(
+            k.copies(s, "lookup", s.tokens * h),
+            *((k.add(s, "positions", n),) if c.positions else ()),
+            *scale,
+            *((k.norm_forward(s, "embedding_norm", n),) if again else ()),
+        ),
         input_grad=(),
-        weight_grad=(k.memory(s, "scatter_grads", 2 * s.tokens * h * s.wide + 2 * dense + 2 * table * grads),),
+        weight_grad=(
+            *((k.norm_backward(s, "embedding_norm_backward", n),) if again else ()),
+            *scale,
+            k.memory(s, "scatter_grads", 2 * s.tokens * h * s.wide + 2 * dense + 2 * table * grads),
+        ),
         out_bytes=n * s.wide,
-        saved=(SavedBuffer("ids", ID_BYTES * s.tokens), *((SavedBuffer("embedding_mask", n),) if masked else ())),
+        saved=(
+            SavedBuffer("ids", ID_BYTES * s.tokens),
+            *((SavedBuffer("embedding_mask", n),) if masked else ()),
+            *((SavedBuffer("embedding", n * s.wide), stats(s)) if again else ()),
+        ),
         stash_bytes=(n + positions) * s.wide,
         inline=_sum_words(s, s.tokens * h * s.wide),
         forward_workspace=s.tokens * h * s.wide if s.layout.tp > 1 else 0,
@@ -75,15 +89,19 @@ def head(s: PartSetting) -> PartWork:
     sums = tuple(all_reduce(Pass.F, s.tokens * exact) for _ in range(3)) if s.layout.tp > 1 else ()
     gathered = s.tokens * h * s.wide if s.sp else 0
     turned = s.style.loss is TokenLossKind.PARALLEL and exact == s.wide
+    cap, size = bool(c.form.logit_cap), s.tokens * out.out * s.wide
+    moved = [_loss(s, "logits", n * size) for n in ((2, 3) if cap else (2, 2))] if _squeezed(s) else []
+    kept = SavedBuffer("capped", size if cap and s.style.loss is not TokenLossKind.FUSED else 0, Pass.I)
     return PartWork(
-        forward=(out.forward(s), *loss.forward, *_vectors(s, s.tokens * exact)),
-        input_grad=(*loss.backward, out.input_grad(s)),
+        forward=(out.forward(s), *moved[:1], *loss.forward, *_vectors(s, s.tokens * exact)),
+        input_grad=(*loss.backward, *moved[1:], out.input_grad(s)),
         weight_grad=k.weight_grad(s, out),
         out_bytes=s.tokens * exact,
         # In the logits' own format the softmax becomes their gradient where it lies, and stays until W.
         saved=(
             SavedBuffer("softmax", loss.kept, Pass.W if turned else Pass.I),
             SavedBuffer("labels", ID_BYTES * s.tokens, Pass.I),
+            *((kept,) if kept.bytes else ()),
         ),
         stash_bytes=0 if turned else k.stash(s, out),
         inline=(*enter(s, h), *sums),
@@ -92,6 +110,11 @@ def head(s: PartSetting) -> PartWork:
         weight_grad_workspace=gathered,
         model_flops=2 * s.shape.tokens * h * c.vocab,
     )
+
+
+def _squeezed(s: PartSetting) -> bool:
+    """Whether a kernel stands between logits and loss: a tanh, or a number that multiplies them."""
+    return bool(s.config.form.logit_cap) or s.config.form.multiplied("logits")
 
 
 @dataclass(frozen=True, slots=True)

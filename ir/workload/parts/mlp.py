@@ -4,35 +4,48 @@ from __future__ import annotations
 
 from ir.core.ops import Pass
 from ir.core.work import Kernel, Work
-from ir.workload.config.spec import LayerActivation
 from ir.workload.part import PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel, beyond
 from ir.workload.parts.region import enter, leave
-from ir.workload.parts.residual import gathered_input, mask, normed, residual, residual_backward, residual_grads, stats
+from ir.workload.parts.residual import (
+    before_backward,
+    behind_backward,
+    branch_saved,
+    mask,
+    norm_before,
+    norm_behind,
+    normed,
+    residual,
+    residual_backward,
+    residual_grads,
+)
 from ir.workload.setting import PartSetting
 
 
 def mlp(s: PartSetting) -> PartWork:
-    """A decoder layer's second half where there are no experts."""
+    """A decoder layer's second half where there are no experts.
+
+    Where it reads the stream beside attention, through one norm, that norm and its output are attention's; with tensor
+    parallelism it gathers and reduces by itself.
+    """
     c, h = s.config, s.config.hidden
     n, width = s.stream * h, c.ffn // s.layout.tp
     up, down = _linears(s, width)
-    back = (*residual_backward(s), *_backward(s, up, down, width))
+    own = c.form.parallel != 1
+    back = (*residual_backward(s), *behind_backward(s, "post_norm"), *_backward(s, up, down, width))
     return PartWork(
         forward=(
-            k.norm_forward(s, "post_norm", n),
-            *k.cast(s, "normed", n),
+            *norm_before(s, "post_norm", own=own),
             *_forward(s, up, down, width),
+            *norm_behind(s, "post_norm"),
             residual(s),
         ),
-        input_grad=(*back, k.norm_backward(s, "post_norm_backward", n), k.add(s, "residual_backward", n)),
+        input_grad=(*back, *before_backward(s, "post_norm", own=own)),
         weight_grad=k.weight_grad(s, down, up),
         out_bytes=n * s.wide,
         saved=(
-            normed(s, "normed", n),
-            *gathered_input(s, h),
-            stats(s),
+            *branch_saved(s, h if own else 0, own=own),
             *inner_saved(s, s.tokens, width, compact=False),
             *mask(s),
         ),
@@ -56,19 +69,36 @@ def shared(s: PartSetting) -> PartWork:
     came = s.tokens * h * s.wide if s.sp else s.cached(s.tokens * h) if s.fp8 else 0
     # Where tokens are dispatched in fp8, the router has already quantised them.
     quantise = () if s.precision.dispatch.bytes == 1 else k.cast(s, "normed", s.stream * h)
+    gates = (LinearKernel("shared_gate", s.stream, 1, h, dtype=s.precision.activations),) if c.form.shared_gate else ()
+    weigh = tuple(k.copies(s, "shared_gate.weigh", s.stream * h) for _ in gates)
     return PartWork(
-        forward=(*quantise, *_forward(s, up, down, width), *compacted(s, "store", s.tokens, width)),
-        input_grad=(*compacted(s, "load", s.tokens, width), *_backward(s, up, down, width)),
-        weight_grad=k.weight_grad(s, down, up),
+        forward=(
+            *quantise,
+            *_forward(s, up, down, width),
+            *compacted(s, "store", s.tokens, width),
+            *k.forward(s, *gates),
+            *weigh,
+        ),
+        input_grad=(
+            *weigh,
+            *k.input_grad(s, *gates),
+            *compacted(s, "load", s.tokens, width),
+            *_backward(s, up, down, width),
+        ),
+        weight_grad=k.weight_grad(s, down, up, *gates),
         out_bytes=s.stream * h * s.wide,
-        saved=(normed(s, "normed", s.stream * h), *inner_saved(s, s.tokens, width, compact=True)),
-        stash_bytes=k.stash(s, down, up),
+        saved=(
+            normed(s, "normed", s.stream * h),
+            *inner_saved(s, s.tokens, width, compact=True),
+            *(SavedBuffer("before_gate", n, Pass.I) for _ in gates),
+        ),
+        stash_bytes=k.stash(s, down, up, *gates),
         inline=(*enter(s, h), *leave(s, h)),
         forward_workspace=max((s.tokens - s.stream) * h * s.wide, _before_cast(s, width)),
         input_grad_workspace=beyond(
             came + max(inner_grads(s, s.tokens, width), s.tokens * h * s.wide), n, k.stash(s, down, up)
         ),
-        model_flops=2 * s.shape.tokens * h * moe.shared_ffn * (c.activation.ups + 1),
+        model_flops=2 * s.shape.tokens * h * (moe.shared_ffn * (c.activation.ups + 1) + len(gates)),
     )
 
 
@@ -118,7 +148,7 @@ def activation_backward(s: PartSetting, rows: int, width: int) -> Kernel:
 
 def _linears(s: PartSetting, width: int) -> tuple[LinearKernel, LinearKernel]:
     h, ups = s.config.hidden, s.config.activation.ups
-    name = "gate_up_proj" if s.config.activation is LayerActivation.SWIGLU else "up_proj"
+    name = "gate_up_proj" if ups == 2 else "up_proj"
     return LinearKernel(name, s.tokens, ups * width, h), LinearKernel("down_proj", s.tokens, h, width)
 
 

@@ -11,4 +11,4 @@ def _read(name: str) -> Mapping[str, object]:
 
 
 LLAMA31_8B, DEEPSEEK_V3, QWEN3_30B = map(_read, ("llama31_8b", "deepseek_v3", "qwen3_30b"))
-MPT_7B, GPT_OSS_120B = map(_read, ("mpt_7b", "gpt_oss_120b"))
+MPT_7B = _read("mpt_7b")

@@ -1,0 +1,295 @@
+"""How a row of `forms.toml` and a config's keys become a `ModelConfig`: one reader for all families that have a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from ir.workload.config.families import GELU, balance_of, check_groups, stored_format
+from ir.workload.config.keys import FORMS
+from ir.workload.config.rope import OF_ANY_KIND, TABLES, read_rope
+from ir.workload.config.spec import (
+    AttentionNormKind,
+    AttentionRopeScaling,
+    AttentionRopeScalingKind,
+    ExpertConfig,
+    LayerActivation,
+    LayerForm,
+    LayerNormPlace,
+    ModelConfig,
+    NormLayerKind,
+)
+from ir.workload.config.values import ModelValues
+from ir.workload.config.windows import FULL, SLIDING, layer_kinds
+
+Row = Mapping[str, Any]
+_KINDS = {"norm": NormLayerKind, "norms": LayerNormPlace, "qk_over": AttentionNormKind}
+_MODEL, _FORM, _MOE = ({f.name for f in fields(c)} for c in (ModelConfig, LayerForm, ExpertConfig))
+CHUNKED = "chunked_attention"
+# Kinds of rotary scaling whose angles depend on the sequence: no prediction depends on the angles.
+_ANGLES = {
+    AttentionRopeScalingKind.LONGROPE: "short_factor long_factor short_mscale long_mscale",
+    AttentionRopeScalingKind.DYNAMIC: "alpha beta_fast beta_slow mscale mscale_all_dim",
+}
+_OF_ANGLES = "type rope_type factor original_max_position_embeddings attention_factor"
+
+
+def read_form(v: ModelValues) -> ModelConfig:
+    """The model of a config whose type has a row.
+
+    Raises PiperError (model): an impossible value, or one that is not built.
+    """
+    row: Row = _worked(v, FORMS[str(v.get("model_type"))])
+    said = {k: found for k, x in row.items() if (found := _value(v, x)) is not None}
+    if "biases" in said:
+        said |= dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), said["biases"])
+    said |= (
+        _sizes(v, row, said) | _activation(v, row, said) | {k: kind(said[k]) for k, kind in _KINDS.items() if k in said}
+    )
+    windows = _windows(v, row, said)
+    one = len(set(windows)) == 1
+    said |= {"window": windows[0] if one else 0, "windows": () if one else windows}
+    said["no_rope"] = _without_rope(v, row, said, windows)
+    said["parallel"] = said.get("parallel_norms", 1) if said.get("parallel") else 0
+    said["multipliers"] = _multipliers(v, row, said)
+    form = LayerForm(**{k: x for k, x in said.items() if k in _FORM})
+    own = {k: x for k, x in said.items() if k in _MODEL and k != "moe"}
+    moe = _experts(v, row["moe"], said["layers"]) if "moe" in row else None
+    base = ModelConfig(source=v.source, model_type=str(v.get("model_type")), stored=stored_format(v), moe=moe, **own)
+    if form.parallel and (moe is not None or form.norms is not LayerNormPlace.BEFORE):
+        v.refuse("model_type", "layers in parallel with experts or norms behind them are not built")
+    return _rotated(v, row, replace(base, form=form))
+
+
+def _value(v: ModelValues, said: object) -> Any:
+    """What a row's value stands for; None where the type has no such key."""
+    if not (isinstance(said, str) and said.startswith("@")):
+        return said
+    found = v.plain(said[1:]) if said[1:] in v.table else None
+    if isinstance(found, list) and found and all(x == found[0] for x in found):
+        return found[0]
+    if isinstance(found, list):
+        v.refuse(said[1:], "layers that differ are not built", allowed="one number")
+    return found
+
+
+def _worked(v: ModelValues, row: Row) -> Row:
+    """Where several keys say one thing together: whose keys and values heads share, and Falcon's two generations."""
+    kind = v.get("model_type")
+    if kind == "gpt_bigcode":
+        return {**row, "kv_heads": 1 if v.flag("multi_query") else row["kv_heads"]}
+    if kind != "falcon":
+        return row
+    new, norms = v.flag("new_decoder_architecture"), v.size_or("num_ln_in_parallel_attn", 0)
+    shared = 1 if v.flag("multi_query") and not new else row["kv_heads"] if new else row["heads"]
+    both = (norms or 2) if new else 1
+    more = {"kv_heads": shared, "parallel": new or v.flag("parallel_attn"), "parallel_norms": both}
+    return {**row, **more, "rope": not v.flag("alibi")}
+
+
+def _sizes(v: ModelValues, row: Row, said: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden = said["heads"], said["hidden"]
+    key = str(row["heads"])[1:]
+    if not said.get("head_dim"):
+        v.divides(key, hidden, str(row["hidden"])[1:])
+    kv = said.get("kv_heads") or heads
+    if heads % kv:
+        v.divides(str(row["kv_heads"]).removeprefix("@"), heads, key)
+    if "word_embed_proj_dim" in v.table and v.size_or("word_embed_proj_dim", hidden) != hidden:
+        v.refuse("word_embed_proj_dim", "embeddings of another width are not built", allowed=f"{hidden} or null")
+    out = {"kv_heads": kv, "head_dim": said.get("head_dim") or hidden // heads, "ffn": said.get("ffn") or 4 * hidden}
+    return out | ({"positions": said["positions"] + said.get("position_offset", 0)} if "positions" in said else {})
+
+
+def _activation(v: ModelValues, row: Row, said: Mapping[str, Any]) -> dict[str, Any]:
+    act, gated = row.get("acts", {}).get(said["act"], said["act"]), said["gated"]
+    gates = {"silu": LayerActivation.SWIGLU, "swish": LayerActivation.SWIGLU, "swiglu": LayerActivation.SWIGLU}
+    plain = {"relu2": LayerActivation.RELU2, "xielu": LayerActivation.XIELU}
+    known = gates if gated else plain
+    if act in known:
+        return {"activation": known[act], "act": ""}
+    allowed = (*known, *(n for n in GELU if not gated or n != "relu"))
+    if act not in allowed:
+        v.one_of(str(row["act"]).removeprefix("@"), allowed)
+    return {"activation": LayerActivation.GEGLU if gated else LayerActivation.GELU, "act": act}
+
+
+def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ...]:
+    """The window of every layer, 0 for none."""
+    n, size, mode = said["layers"], said.get("window") or 0, row.get("windows")
+    other = CHUNKED if said.get("chunked") else SLIDING
+    match mode if size else None:
+        case "every":
+            pattern = said["every"]
+            every = len(pattern) if isinstance(pattern, str) else pattern
+            slides = [bool((i + 1) % every) for i in range(n)]
+        case "first":
+            slides = [i >= v.size("max_window_layers") for i in range(n)]
+        case "local":
+            slides = [kind == "local" for kind in _pairs(v, n)]
+        case "rotary":
+            slides = [i not in _listed(v, n) for i in range(n)]
+        case _:
+            slides = [bool(size)] * n
+    given = layer_kinds(v, n, (FULL, other)) if "layer_types" in v.table else None
+    if given is not None:
+        read = mode not in (None, "all", "local")
+        if not read and (odd := [k for k, s in zip(given, slides, strict=True) if (k != FULL) is not s]):
+            v.refuse("layer_types", f"{odd[0]}, but transformers' {v.get('model_type')} does not read it")
+        if other in given and not size:
+            v.refuse("layer_types", f"{other}, but no window", allowed=f"a {str(row.get('window', '@none'))[1:]}")
+        slides = [k != FULL for k in given]
+    return tuple(size if s else 0 for s in slides)
+
+
+def _pairs(v: ModelValues, layers: int) -> list[str]:
+    """GPT-Neo's `attention_types`, [[["global", "local"], 12]], written out."""
+    given = v.get("attention_types")
+    try:
+        kinds = [str(kind) for group, times in given for _ in range(times) for kind in group]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        kinds = []
+    if len(kinds) != layers or set(kinds) - {"global", "local"}:
+        v.refuse(
+            "attention_types", f"{given!r} is no kind for each layer", allowed='[[["global", "local"], layers / 2]]'
+        )
+    return kinds
+
+
+def _listed(v: ModelValues, layers: int) -> frozenset[int]:
+    """Layers without rotary embedding, by `no_rope_layers` (1 for layers with one) or every n-th."""
+    given, step = v.get("no_rope_layers"), v.size("no_rope_layer_interval")
+    if not given:
+        return frozenset(i for i in range(layers) if (i + 1) % step == 0)
+    assert isinstance(given, (list, tuple))
+    if len(given) != layers or set(given) - {0, 1}:
+        v.refuse("no_rope_layers", f"{len(given)} numbers for {layers} layers", allowed=f"{layers} of 0 and 1")
+    return frozenset(i for i, rope in enumerate(given) if not rope)
+
+
+def _without_rope(v: ModelValues, row: Row, said: Mapping[str, Any], windows: tuple[int, ...]) -> frozenset[int]:
+    full = frozenset(i for i, w in enumerate(windows) if not w)
+    match row.get("nope"):
+        case "listed":
+            return _listed(v, said["layers"])
+        case "full":
+            return full
+        case "windowed":  # the class knows whether its config has windows, not whether a layer of it has
+            return full if v.get("sliding_window") else frozenset()
+        case _:
+            return frozenset()
+
+
+def _multipliers(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    found = {k: said["hidden"] ** 0.5 if x == "root" else _value(v, x) for k, x in row.get("multipliers", {}).items()}
+    return tuple((k, float(x)) for k, x in found.items() if x is not None and x != 1)
+
+
+def _experts(v: ModelValues, row: Row, layers: int) -> ExpertConfig:
+    said = {k: found for k, x in row.items() if (found := _value(v, x)) is not None}
+    if said["top_k"] > said["experts"]:
+        message = f"{said['top_k']} experts per token, but there are {said['experts']}"
+        v.refuse(str(row["top_k"])[1:], message, allowed=f"1 to {said['experts']}", fix=str(said["experts"]))
+    groups = said.pop("groups", 1)
+    top = said.pop("top_groups", groups) if groups > 1 else 0
+    shared = said.get("shared_ffn", said.get("shared", 0) * said["ffn"])
+    own = {k: x for k, x in said.items() if k in _MOE}
+    moe = ExpertConfig(**{**own, "shared_ffn": shared, "groups": groups if top else 0, "top_groups": top})
+    if "n_group" in v.table:
+        check_groups(v, moe, "noaux_tc")
+    return replace(moe, dense_layers=_dense(v, str(said["sparse"]), layers), balance=balance_of(v))
+
+
+def _dense(v: ModelValues, rule: str, layers: int) -> frozenset[int]:
+    """Layers without experts."""
+    match rule:
+        case "first":
+            return frozenset(range(min(layers, v.size("first_k_dense_replace"))))
+        case "step":  # a layer is sparse unless listed, where (layer + 1) % step == 0
+            only, step = v.get("mlp_only_layers") or (), v.size("decoder_sparse_step")
+            assert isinstance(only, (list, tuple))
+            return frozenset(i for i in range(layers) if i in only or (i + 1) % step)
+        case "listed":
+            given, step = v.get("moe_layers"), v.size("interleave_moe_layer_step")
+            assert given is None or isinstance(given, (list, tuple))
+            sparse = range(step - 1, layers, step) if given is None else given
+            return frozenset(range(layers)) - frozenset(sparse)
+        case "between":
+            first, last = v.size("moe_layer_start_index"), v.size("moe_layer_end_index")
+            step = v.size("moe_layer_interval")
+            return frozenset(i for i in range(layers) if (i + 1) % step or not first <= i <= last)
+        case _:
+            return frozenset()
+
+
+def _rotated(v: ModelValues, row: Row, base: ModelConfig) -> ModelConfig:
+    """With the rotary embedding, where there is one."""
+    if not base.rope or base.positions or base.form.embed_norm:
+        return replace(base, rope=False)
+    turned = _value(v, row.get("rotary"))
+    if "rope_theta" not in v.table:  # GPT-J's: so many features, at angles of 10,000
+        return replace(base, rope_share=(turned or base.head_dim) / base.head_dim)
+    v, more = _one_table(v, base)
+    if turned and not any(OF_ANY_KIND[1] in t for t in (v.given, v.get(TABLES[0]) or {}, v.get(TABLES[1]) or {})):  # type: ignore[operator]
+        v = replace(v, given={**v.given, OF_ANY_KIND[1]: turned / base.head_dim})
+    v, angles = _by_length(v)
+    share = v.table[OF_ANY_KIND[1]].default if OF_ANY_KIND[1] in v.table else 1.0
+    rope = read_rope(v, base.head_dim, partial=bool(row.get("partial")) or share != 1.0)
+    found = {**dict(base.form.multipliers), **more}
+    kept = tuple((k, x) for k, x in found.items() if (k, x) != ("local_theta", rope.theta))
+    form = replace(base.form, multipliers=kept)
+    scaling = angles or rope.scaling
+    return replace(base, rope_theta=rope.theta, rope_share=rope.share, rope_scaling=scaling, form=form)
+
+
+def _one_table(v: ModelValues, base: ModelConfig) -> tuple[ModelValues, Mapping[str, float]]:
+    """The table of layers that see all, where those with windows have their own; and what that one says otherwise."""
+    before, more = dict(base.form.multipliers), dict[str, float]()
+    given, default = dict(v.given), v.get(TABLES[0])
+    if "attn_config.rope_theta" in v.table:  # DBRX's; transformers' class turns by 10,000 whatever it says
+        given = {**{k: x for k, x in given.items() if k not in TABLES}, "rope_theta": v.get("attn_config.rope_theta")}
+    elif not any(given.get(name) for name in TABLES) and default:
+        given[TABLES[0]] = default
+    for name in TABLES:
+        table = given.get(name)
+        if isinstance(table, Mapping) and isinstance(table.get(FULL), Mapping):
+            local = table.get(SLIDING) or {}
+            if odd := sorted({*table} - {FULL, SLIDING}):
+                v.refuse(f"{name}.{odd[0]}", "beside tables by kind of layer", allowed=f"{FULL}, {SLIDING}")
+            if local.get("rope_type", "default") != "default" or set(local) - {"rope_type", "rope_theta"}:
+                v.refuse(f"{name}.{SLIDING}", "scaled angles in windows are not built", allowed="rope_theta")
+            more["local_theta"] = float(local.get("rope_theta", before.get("local_theta", v.number("rope_theta"))))
+            table = table[FULL]
+        if isinstance(table, Mapping):
+            beta = {k: table[k] for k in ("llama_4_scaling_beta",) if table.get(k) is not None}
+            more |= {k: float(x) for k, x in beta.items()}
+            left = {**beta, "max_position_embeddings": 0}
+            given[name] = {k: x for k, x in table.items() if k not in left}
+    table = {
+        **v.table,
+        "max_position_embeddings": replace(v.table["vocab_size"], default=base.max_positions, required=False),
+    }
+    return replace(v, given=given, table=table), more
+
+
+def _by_length(v: ModelValues) -> tuple[ModelValues, AttentionRopeScaling | None]:
+    """A scaling whose angles depend on the sequence, taken out of its table."""
+    for name in TABLES:
+        table = v.given.get(name)
+        if not isinstance(table, Mapping):
+            continue
+        kind = table.get("rope_type", table.get("type"))
+        kind = AttentionRopeScalingKind.LONGROPE if kind == "su" else kind
+        if kind not in _ANGLES:
+            continue
+        known = (*_ANGLES[AttentionRopeScalingKind(kind)].split(), *_OF_ANGLES.split(), *OF_ANY_KIND)
+        if odd := [k for k in table if k not in known]:
+            v.refuse(
+                f"{name}.{odd[0]}", f"rotary embeddings of type {kind!r} have no such key", allowed=", ".join(known)
+            )
+        factor = table.get("factor")
+        plain = {k: x for k, x in table.items() if k in OF_ANY_KIND}
+        scaling = AttentionRopeScaling(AttentionRopeScalingKind(kind), float(factor) if factor else 1.0)
+        return replace(v, given={**v.given, name: plain}), scaling
+    return v, None

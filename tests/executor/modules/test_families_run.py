@@ -1,0 +1,22 @@
+"""What is predicted alone is refused by `run`, by the name of its type."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from executor.modules.decoder import DecoderModel
+from ir.core.errors import PiperError
+from ir.workload import config_from
+from ir.workload.config.keys import FORMS
+
+FAMILIES = json.loads((Path(__file__).parents[2] / "data" / "families.json").read_text())
+
+
+@pytest.mark.parametrize("model_type", FORMS)
+def test_a_family_without_modules_is_refused_by_name(model_type):
+    config = config_from(FAMILIES[model_type]["config"], "config.json")
+    with pytest.raises(PiperError) as e:
+        DecoderModel(config)
+    assert (e.value.key, e.value.kind.exit_code) == ("model_type", 2)
+    assert model_type in e.value.message and "llama" in str(e.value.allowed)
