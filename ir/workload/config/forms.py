@@ -146,8 +146,9 @@ def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ..
 def _pairs(v: ModelValues, layers: int) -> list[str]:
     """GPT-Neo's `attention_types`, [[["global", "local"], 12]], written out."""
     given = v.get("attention_types")
+    assert isinstance(given, (list, tuple))
     try:
-        kinds = [str(kind) for group, times in given for _ in range(times) for kind in group]  # type: ignore[attr-defined]
+        kinds = [str(kind) for group, times in given for _ in range(times) for kind in group]
     except (TypeError, ValueError):
         kinds = []
     if len(kinds) != layers or set(kinds) - {"global", "local"}:
@@ -231,7 +232,8 @@ def _rotated(v: ModelValues, row: Row, base: ModelConfig) -> ModelConfig:
     if "rope_theta" not in v.table:  # GPT-J's: so many features, at angles of 10,000
         return replace(base, rope_share=(turned or base.head_dim) / base.head_dim)
     v, more = _one_table(v, base)
-    if turned and not any(OF_ANY_KIND[1] in t for t in (v.given, v.get(TABLES[0]) or {}, v.get(TABLES[1]) or {})):  # type: ignore[operator]
+    said = (v.given, *(t for t in map(v.get, TABLES) if isinstance(t, Mapping)))
+    if turned and not any(OF_ANY_KIND[1] in t for t in said):
         v = replace(v, given={**v.given, OF_ANY_KIND[1]: turned / base.head_dim})
     v, angles = _by_length(v)
     share = v.table[OF_ANY_KIND[1]].default if OF_ANY_KIND[1] in v.table else 1.0

@@ -227,15 +227,8 @@ class ModelConfig:
         scale = self.score_scale / (layer + 1) if self.score_by_layer else self.score_scale
         form = replace(self.form, no_rope=frozenset()) if self.form.no_rope else self.form
         rope = self.rope and layer not in self.form.no_rope
-        own = {
-            "window": window,
-            "windows": (),
-            "score_scale": scale,
-            "score_by_layer": False,
-            "form": form,
-            "rope": rope,
-        }
-        return replace(self, **own)  # type: ignore[arg-type]
+        own = replace(self, window=window, windows=(), score_scale=scale, score_by_layer=False)
+        return replace(own, form=form, rope=rope)
 
     def is_moe(self, layer: int) -> bool:
         """Whether decoder layer `layer` has experts. MTP modules count on from `layers`, as their weights do."""
