@@ -84,7 +84,6 @@ class Times:
 
     @property
     def ratios(self) -> list[float]:
-        """Ours over theirs, pair by pair."""
         return [a / b for a, b in zip(self.ours, self.theirs, strict=True)]
 
 

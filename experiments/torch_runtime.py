@@ -29,7 +29,6 @@ class StageModule(nn.Module):
         self._built = replace(built, units=units)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Token ids or activations to activations or logits."""
         return evaluate(self._built, x, {})
 
 
@@ -66,7 +65,6 @@ class TorchPipeline:
         return [loss.item() for loss in losses]
 
     def grads(self) -> Mapping[str, Tensor]:
-        """By global name."""
         return {n: p.grad for n, p in self.params.items() if p.grad is not None}
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -63,7 +63,6 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Signed, relative."""
         return self.predicted_s / self.measured_s - 1
 
     @property
@@ -72,7 +71,6 @@ class Row:
         return self.bare_s / self.measured_s - 1
 
     def text(self) -> str:
-        """One line of the table."""
         return (
             f"{self.ranks:5} {self.dp:2} {self.zero:4} {self.op_s * 1e3:5.0f} {self.schedule:18}"
             f"{self.measured_s * 1e3:12.1f}{self.predicted_s * 1e3:13.1f}{self.error:+9.2%}{self.bare_error:+9.2%}"

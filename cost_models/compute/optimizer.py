@@ -55,7 +55,6 @@ class OptimizerMemory:
 
     @property
     def total(self) -> int:
-        """All three together."""
         return self.parameters + self.gradients + self.optimizer
 
 

@@ -179,12 +179,10 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @property
     def hbm_bytes(self) -> int:
-        """Total device memory, bytes."""
         return int(self.hbm_GiB * GIB)
 
     @property
     def hbm_bytes_per_s(self) -> float:
-        """Datasheet HBM bandwidth, bytes/s."""
         return self.hbm_GBps * 1e9
 
     def peak_flops(self, dtype: DType) -> float:

@@ -33,7 +33,6 @@ class MessageCurvePiece:
     beta_s_per_byte: Seconds
 
     def seconds(self, size: float) -> float:
-        """Of a message of so many bytes."""
         return self.alpha_s + self.beta_s_per_byte * size
 
 
@@ -86,7 +85,6 @@ class MessageCurve:
 
     @property
     def latency_s(self) -> float:
-        """Of an empty message."""
         return self.pieces[0].alpha_s
 
     @property

@@ -33,13 +33,12 @@ class CompiledPart:
     scales: tuple[bool, ...]
 
     def begin(self, sink: Sink) -> CompiledPass:
-        """A microbatch's passage."""
         return CompiledPass(self, sink)
 
 
 @dataclass(slots=True)
 class CompiledPass:
-    """As `SplitPass`: forward once, then `input_grad` and `weight_grad`, or `whole`."""
+    """As `SplitPass`: forward once, then `input_grad`, then `weight_grad`."""
 
     part: CompiledPart
     sink: Sink
@@ -64,7 +63,6 @@ class CompiledPass:
         return tuple(x * self.scale for x in found[:n]) if any(part.scales) else tuple(found[:n])
 
     def input_grad(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """I: gradients of the inputs."""
         part, plan = self.part, self.part.plan
         for k, out in enumerate(plan.outs):
             if (grad := grads[k] if k < len(grads) else None) is None:  # a loss has none: it is multiplied
@@ -80,18 +78,11 @@ class CompiledPass:
         return tuple(got.get(len(part.weights) + k) for k in range(plan.acts))
 
     def weight_grad(self) -> None:
-        """W."""
         names = list(self.part.weights)
         found = {names[k]: grad for k, grad in zip(self.part.plan.dw, self._run("W"), strict=True)}
         for name, grad in (self.early | found).items():
             self.sink(name, grad)
         self.held, self.early = {}, {}
-
-    def whole(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """B: I, then W, by the same code."""
-        found = self.input_grad(*grads)
-        self.weight_grad()
-        return found
 
     def _run(self, pass_: str) -> Sequence[Tensor]:
         if (code := self.part.code.get(pass_)) is None:
@@ -110,7 +101,6 @@ class PartCompiler:
 
     @property
     def graphs(self) -> int:
-        """Compiled so far."""
         return sum(len(code) for code in self.made.values())
 
     def part(
@@ -136,7 +126,8 @@ class PartCompiler:
         scales = tuple(not isinstance(e, Tensor) for e in extras)
         part = CompiledPart(plan, self.made[key], weights, tuple(unit.buffers()), scales)
         trial = part.begin(lambda name, grad: None)  # what its code does when it is first called
-        trial.whole(*(torch.zeros_like(out) for out in trial.forward(unit, *acts, extras=extras)))
+        trial.input_grad(*(torch.zeros_like(out) for out in trial.forward(unit, *acts, extras=extras)))
+        trial.weight_grad()
         return part
 
     def _compiled(self, what: str, graph: torch.fx.GraphModule) -> Kernel:

@@ -92,7 +92,6 @@ class _Cut:
         self.saved = dict(zip((p.name for p in _placeholders(backward)), self.results[outs:], strict=False))
 
     def graphs(self) -> PassGraphs:
-        """All three."""
         self._make_again()
         back = self.backward.graph
         ends = _results(self.backward)

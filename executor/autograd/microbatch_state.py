@@ -50,7 +50,6 @@ class MicrobatchState:
     routes: dict[str, ExpertRoute] = field(default_factory=dict)
 
     def idle(self) -> bool:
-        """Whether nothing is held."""
         return not (self.units or self.acts or any(g is not None for grads in self.grads.values() for g in grads))
 
     def give(self, outs: Values, ports: Ports, readers: Mapping[str, int], *, again: bool = False) -> None:

@@ -39,7 +39,7 @@ class DeferredPass:
 
 
 class SplitPass:
-    """One microbatch's passage through one module: forward once, then `input_grad` and `weight_grad`, or `whole`.
+    """One microbatch's passage through one module: forward once, then `input_grad`, then `weight_grad`.
 
     weights: global name → parameter. sink: receives (name, gradient), once per weight and microbatch.
 
@@ -56,7 +56,6 @@ class SplitPass:
         self.weights = {n: w for n, w in weights.items() if w.requires_grad}
         self.names = {id(w): n for n, w in self.weights.items()}
         self.sink = sink
-        self.deferred = True
         self.jobs: list[DeferredPass] = []
         self.uses: dict[str, int] = {}
         self.anchor = torch.zeros((), requires_grad=True)
@@ -77,26 +76,6 @@ class SplitPass:
 
     def input_grad(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """I: gradients of the inputs (None where there is none); weight gradients stay behind as jobs."""
-        return self._outer(grads, deferred=True)
-
-    def weight_grad(self) -> None:
-        """W: finish the jobs in the order the whole backward would have run them; afterwards nothing is held."""
-        jobs, self.jobs = self.jobs[::-1], []
-        while jobs:
-            job = jobs.pop()
-            dws = torch.autograd.grad(job.edges, job.weights, job.grads, retain_graph=job.derived, allow_unused=True)
-            self._collect(job.weights, dws)
-            del job, dws
-        self._flush()
-
-    def whole(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """B: both halves at once; each weight gradient is finished, and its tensors freed, as soon as it is reached."""
-        dxs = self._outer(grads, deferred=False)
-        self._flush()
-        return dxs
-
-    def _outer(self, grads: Sequence[Tensor | None], *, deferred: bool) -> tuple[Tensor | None, ...]:
-        self.deferred = deferred
         grads = grads or (None,) * len(self._roots)
         given = any(g is not None for g in grads)  # else the roots are losses
         pairs = [
@@ -116,6 +95,18 @@ class SplitPass:
         found = iter(got)
         return tuple(None if e is None else next(found) for e in inputs)
 
+    def weight_grad(self) -> None:
+        """W: finish the jobs in the order the whole backward would have run them; afterwards nothing is held."""
+        jobs, self.jobs = self.jobs[::-1], []
+        while jobs:
+            job = jobs.pop()
+            dws = torch.autograd.grad(job.edges, job.weights, job.grads, retain_graph=job.derived, allow_unused=True)
+            self._collect(job.weights, dws)
+            del job, dws
+        for name, grad in self._partial.items():
+            self.sink(name, grad)
+        self._partial.clear()
+
     def _collect(self, weights: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
         for weight, grad in zip(weights, grads, strict=True):
             name = self.names[id(weight)]
@@ -129,11 +120,6 @@ class SplitPass:
                 self._partial[name] = grad
             else:
                 self.sink(name, grad)
-
-    def _flush(self) -> None:
-        for name, grad in self._partial.items():
-            self.sink(name, grad)
-        self._partial.clear()
 
 
 class _Seams(TorchFunctionMode):
@@ -250,17 +236,9 @@ class _Seam(torch.autograd.Function):
             run._collect(job.weights, (None,) * len(job.weights))
             return none + dxs
         edges, grads = tuple(e for e, _ in live), tuple(g for _, g in live)
-        if run.deferred:
-            if job.leaves:
-                dxs = torch.autograd.grad(edges, job.leaves, grads, retain_graph=True, allow_unused=True)
-            run.jobs.append(DeferredPass(edges, (), job.weights, job.derived, grads))
-        else:
-            n = len(job.leaves)
-            got = torch.autograd.grad(
-                edges, (*job.leaves, *job.weights), grads, retain_graph=job.derived, allow_unused=True
-            )
-            dxs = got[:n]
-            run._collect(job.weights, got[n:])
+        if job.leaves:
+            dxs = torch.autograd.grad(edges, job.leaves, grads, retain_graph=True, allow_unused=True)
+        run.jobs.append(DeferredPass(edges, (), job.weights, job.derived, grads))
         by_id = dict(zip(dict.fromkeys(ctx.acts), dxs, strict=True))
         # An activation passed twice to one function gets its gradient once: its leaf was one.
         return none + tuple(by_id.pop(a, None) for a in ctx.acts)

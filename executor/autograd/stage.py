@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.autograd.compiled import CompiledPart, CompiledPass
-from executor.autograd.microbatch_state import Grads, MicrobatchState, PartState, Ports, Values
+from executor.autograd.microbatch_state import MicrobatchState, PartState, Ports, Values
 from executor.autograd.split import SplitPass
 from executor.modules.base import total, wiring
 from executor.optim.gradients import ParamGradients
@@ -37,9 +37,10 @@ class Stage:
 
     >>> layer = nn.Linear(1, 1, bias=False); _ = nn.init.constant_(layer.weight, 3.0)
     >>> stage = Stage({"l0": layer}, {"w": layer.weight})
-    >>> stage.forward(0, torch.tensor([[2.0]]))[0].item()
+    >>> stage.feed(0, torch.tensor([[2.0]])); stage.run(Pass.F, 0); stage.take_output(0)[0].item()
     6.0
-    >>> dx, = stage.backward(0, torch.ones(1, 1)); dx.item(), stage.grads["w"].item(), stage.in_flight
+    >>> stage.feed_grad(0, torch.ones(1, 1)); stage.run(Pass.I, 0); stage.run(Pass.W, 0)
+    >>> stage.take_input_grad(0)[0].item(), stage.grads["w"].item(), stage.in_flight
     (3.0, 2.0, 0)
     """
 
@@ -76,7 +77,6 @@ class Stage:
 
     @property
     def in_flight(self) -> int:
-        """Microbatches of which something is still held."""
         return len(self._flows)
 
     def ported(self, unit: str, outs: int) -> Ports:
@@ -149,13 +149,6 @@ class Stage:
         counts, (chunk, _, _) = flow.counts.pop(wire.counts), wire.counts.rpartition(".")
         return ExpertRoute.read(*counts, wire.ranks) if self._routes is None else self._routes(chunk, mb)
 
-    def whole(self, mb: int, units: Sequence[str] | None = None) -> None:
-        """B: I and W of each unit at once, the units given (default: all) in backward order."""
-        for name in list(self.units)[::-1] if units is None else units:
-            unit = self._take(mb, name)
-            self._pass_on(mb, name, unit, unit.run.whole(*self._arrived(mb, name, unit)))
-            self._drop(mb, name)
-
     def take_output(self, mb: int) -> Values:
         """What the units that nobody reads have left, to be sent or read; several losses are added up."""
         flow = self._flow(mb)
@@ -170,30 +163,6 @@ class Stage:
         grads = self._flow(mb).grads.pop("", [None])
         self._tidy(mb)
         return tuple(grads)
-
-    # -- whole stages, in one call -----------------------------------------------------------------------------------
-
-    def forward(self, mb: int, *acts: Tensor) -> Values:
-        """F of the whole stage: input in, output out."""
-        self.feed(mb, *acts)
-        self.run(Pass.F, mb)
-        return self.take_output(mb)
-
-    def backward(self, mb: int, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """B of the whole stage: output gradient in, input gradient out."""
-        self._feed_if(mb, grads)
-        self.whole(mb)
-        return self.take_input_grad(mb)
-
-    def backward_input(self, mb: int, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """I of the whole stage."""
-        self._feed_if(mb, grads)
-        self.run(Pass.I, mb)
-        return self.take_input_grad(mb)
-
-    def backward_weight(self, mb: int) -> None:
-        """W of the whole stage."""
-        self.run(Pass.W, mb)
 
     # -- units -------------------------------------------------------------------------------------------------------
 
@@ -214,8 +183,6 @@ class Stage:
         unit.outs, flow.units[name] = len(outs), unit
 
     def _begin(self, name: str, mb: int) -> SplitPass | CompiledPass:
-        """A unit's passage, for one microbatch."""
-
         def sink(param: str, grad: Tensor) -> None:
             self.grads.add(param, grad, mb)
 
@@ -246,8 +213,9 @@ class Stage:
         flow.give(outs, self.ported(name, len(outs)), self._again, again=True)
 
     def _input_grad(self, mb: int, name: str) -> None:
-        unit = self._take(mb, name)
-        self._pass_on(mb, name, unit, unit.run.input_grad(*self._arrived(mb, name, unit)))
+        unit, flow = self._take(mb, name), self._flow(mb)
+        ports = self.ported(name, unit.outs)
+        flow.pass_on(self.reads[name], unit.sizes, unit.run.input_grad(*flow.arrived(ports, unit.outs)))
         if not self.weights[name]:
             self._drop(mb, name)  # it has no W
 
@@ -256,13 +224,6 @@ class Stage:
             self._take(mb, name).run.weight_grad()
             self._drop(mb, name)
 
-    def _arrived(self, mb: int, name: str, unit: PartState) -> Grads:
-        """The gradients of a unit's outputs; none for a loss."""
-        return self._flow(mb).arrived(self.ported(name, unit.outs), unit.outs)
-
-    def _pass_on(self, mb: int, name: str, unit: PartState, grads: Sequence[Tensor | None]) -> None:
-        self._flow(mb).pass_on(self.reads[name], unit.sizes, grads)
-
     def _take(self, mb: int, name: str) -> PartState:
         unit = self._flow(mb).units[name]
         if unit.waits_for_r:
@@ -270,7 +231,6 @@ class Stage:
         return unit
 
     def _behind(self, exchange: str) -> tuple[str, ...]:
-        """The units that read an exchange."""
         return tuple(u for u, reads in self.reads.items() if exchange in reads)
 
     def _made_again(self, read: str, reader: str) -> bool:
@@ -278,10 +238,6 @@ class Stage:
         maker = self._of.get(read, read)
         both = maker in self.recompute and reader in self.recompute
         return both and maker.split(".")[0] == reader.split(".")[0]
-
-    def _feed_if(self, mb: int, grads: Sequence[Tensor | None]) -> None:
-        if grads:
-            self.feed_grad(mb, *grads)
 
     def _drop(self, mb: int, name: str) -> None:
         del self._flow(mb).units[name]

@@ -170,7 +170,6 @@ class RankCheckpoint:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def _write(self, done: int, mine: Held, tick: Tick) -> None:
-        """This rank's pieces, and what they are."""
         folder, parts = part_of(self._folder, done, self._name), []
         folder.mkdir(exist_ok=True)
         for number, held in enumerate(in_files(mine.items(), FILE_BYTES)):
@@ -266,7 +265,6 @@ class _CheckpointBehind(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """The thread."""
         keeper = self.keeper
         try:
             keeper._write(self.done, self.mine, self._tick)

@@ -46,7 +46,6 @@ class CheckpointLock:
         sync_folder(self.folder)
 
     def free(self) -> None:
-        """Let go."""
         os.close(self._fd)
 
 

@@ -34,7 +34,6 @@ class ShardPiece:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> ShardPiece:
-        """A whole parameter."""
         return cls(ParamShard(shape), 0, prod(shape))
 
     @property

@@ -88,7 +88,6 @@ class CheckpointTensors:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its tensors."""
         return tuple(self._file.keys())
 
     def flat(self, name: str) -> Tensor:

@@ -27,7 +27,6 @@ class TokenOrder:
 
     @classmethod
     def of(cls, count: int, seed: int, epoch: int) -> TokenOrder:
-        """An epoch's own order."""
         return _drawn(count, seed, epoch)
 
     def window(self, place: int) -> int:

@@ -20,11 +20,9 @@ class TokenSource(Protocol):
 
     def sequence(self, step: int, index: int, length: int) -> np.ndarray:
         """length + 1 tokens (int64) of sequence `index` of a step's global batch; PADDING where there is none."""
-        ...
 
     def missing(self, step: int, length: int) -> int:
         """Labels of a step's global batch that are PADDING."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,12 @@ class SyntheticTokens:
     seed: int = 0
 
     def sequence(self, step: int, index: int, length: int) -> np.ndarray:
-        """Tokens made from (seed, step, index) alone."""
         rng = np.random.default_rng([self.seed, step, index])
         tokens = (rng.integers(self.vocab) + rng.integers(1, 4) * np.arange(length + 1)) % self.vocab
         noise = rng.random(length + 1) < 0.1
         return np.where(noise, rng.integers(self.vocab, size=length + 1), tokens).astype(np.int64)
 
     def missing(self, step: int, length: int) -> int:
-        """None."""
         return 0
 
 

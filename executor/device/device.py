@@ -30,15 +30,12 @@ class StreamEvent(Protocol):
 
     def done(self) -> bool:
         """Whether the lane has come there; never blocks."""
-        ...
 
     def wait(self) -> None:
         """Block the host until it has."""
-        ...
 
     def seconds(self) -> float:
         """When it did, on the host's clock. Only of a mark that is done."""
-        ...
 
 
 class Device(Protocol):
@@ -49,23 +46,18 @@ class Device(Protocol):
 
     def bind(self) -> None:
         """Make it this thread's default: for new tensors, and for launches."""
-        ...
 
     def lane(self, name: str) -> Lane:
         """A new queue."""
-        ...
 
     def mark(self) -> StreamEvent:
         """This point of the active lane."""
-        ...
 
     def follow(self, mark: StreamEvent) -> None:
         """The active lane goes on behind the mark."""
-        ...
 
     def unseen(self) -> AbstractContextManager[Any]:
         """What one rank does there for several is not seen by those who follow this thread's ops."""
-        ...
 
 
 class HostDeviceEvent:
@@ -77,14 +69,12 @@ class HostDeviceEvent:
         self.at_s = clock.now()
 
     def done(self) -> bool:
-        """Always."""
         return True
 
     def wait(self) -> None:
         """Nothing to wait for."""
 
     def seconds(self) -> float:
-        """When it was made."""
         return self.at_s
 
 
@@ -105,18 +95,15 @@ class HostDevice:
         """It is everybody's default."""
 
     def lane(self, name: str) -> Lane:
-        """No queue."""
         return nullcontext
 
     def mark(self) -> StreamEvent:
-        """Now."""
         return HostDeviceEvent()
 
     def follow(self, mark: StreamEvent) -> None:
         """It has passed already."""
 
     def unseen(self) -> AbstractContextManager[Any]:
-        """See `Device`."""
         return _disable_current_modes()
 
 
@@ -169,12 +156,10 @@ class CudaDevice:
         torch.set_default_device(self.torch)
 
     def lane(self, name: str) -> Lane:
-        """A stream of its own."""
         stream = _Stream(self.torch)
         return lambda: torch.cuda.stream(stream)
 
     def mark(self) -> StreamEvent:
-        """An event on the current stream."""
         event = _Event(enable_timing=True)
         event.record()
         mark, now = _CudaMark(event, self._zero), clock.now()
@@ -183,12 +168,10 @@ class CudaDevice:
         return mark
 
     def follow(self, mark: StreamEvent) -> None:
-        """The current stream waits for the event."""
         assert isinstance(mark, _CudaMark)
         torch.cuda.current_stream(self.torch).wait_event(mark.event)
 
     def unseen(self) -> AbstractContextManager[Any]:
-        """See `Device`."""
         return _disable_current_modes()
 
 
@@ -202,15 +185,12 @@ class _CudaMark:
         self.known_s: float | None = None
 
     def done(self) -> bool:
-        """Ask the device."""
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """Block without holding the interpreter."""
         self.event.synchronize()
 
     def seconds(self) -> float:
-        """By the device's own clock."""
         if self.known_s is None:
             assert self.zero is not None
             self.zero.wait()  # it stands on another lane, perhaps, and was recorded before

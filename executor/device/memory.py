@@ -91,15 +91,12 @@ class PeakMemory(MemoryTracker):
 
     @property
     def now(self) -> int:
-        """Bytes at this moment."""
         self.settle()
         return self._now
 
     def born(self, key: int, size: int) -> None:
-        """Count it."""
         self._now += size
         self.peak = max(self.peak, self._now)
 
     def died(self, key: int, size: int) -> None:
-        """Count it no longer."""
         self._now -= size

@@ -78,7 +78,6 @@ class RankProgress:
         self._write(RankState.STARTING)
 
     def op(self, index: int, text: str) -> None:
-        """Op `index` begins."""
         self._index, self._text, self._peers = index, text.encode()[:160], b""
         self._write(RankState.RUN)
 
@@ -90,7 +89,6 @@ class RankProgress:
         self._write(RankState.WAIT)
 
     def go_on(self) -> None:
-        """The wait is over."""
         self._write(RankState.RUN)
 
     def outside(self) -> None:
@@ -104,7 +102,6 @@ class RankProgress:
         self._post()
 
     def posted(self, index: int) -> None:
-        """It has taken it."""
         self._posting.pop(index, None)
         self._post()
 
@@ -112,11 +109,9 @@ class RankProgress:
         _POST.pack_into(self._map, self._at + _POST_AT, next(iter(list(self._posting.values())), b""))
 
     def end(self, state: RankState = RankState.DONE) -> None:
-        """No more ops."""
         self._write(state)
 
     def close(self) -> None:
-        """Stop the heartbeat and let go of the file."""
         self._stop.set()
         self._map.close()
 

@@ -78,7 +78,6 @@ class DeviceRaceMark:
         self.at_s, self.waited = time.monotonic(), False
 
     def done(self) -> bool:
-        """Whether the host knows."""
         return self.waited
 
     def wait(self) -> None:
@@ -87,7 +86,6 @@ class DeviceRaceMark:
         self.device.known(self.clock)
 
     def seconds(self) -> float:
-        """When it was made."""
         return self.at_s
 
     def behind(self, other: DeviceRaceMark) -> bool:
@@ -139,13 +137,11 @@ class RaceDevice:
         return active
 
     def mark(self) -> DeviceRaceMark:
-        """This point of the active lane."""
         with self.lock:
             me, clock = self._tick()
             return DeviceRaceMark(self, me, dict(clock))
 
     def follow(self, mark: Any) -> None:
-        """The active lane goes on behind the mark."""
         if not self.deaf:
             with self.lock:
                 _join(self.clocks[self._current()], mark.clock)
@@ -201,7 +197,6 @@ class RaceDevice:
             self.races.append(race)
 
     def _block(self, tensor: Tensor, lane: int) -> _Block | None:
-        """The storage behind a tensor, if it has one."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         block = self._blocks.get(key)

@@ -83,7 +83,6 @@ class RankForkServer(RankServerLines):
 
     @classmethod
     def get(cls) -> RankForkServer:
-        """The server of this process, alive."""
         with cls.lock:
             if cls._one is None or cls._one.owner != os.getpid() or cls._one.process.poll() is not None:
                 if cls._one is not None:

@@ -44,15 +44,12 @@ class _Run:
                 self.seen_s[rank] = time.monotonic()
 
     def living(self) -> set[int]:
-        """The ranks whose process has not ended."""
         return {r for ranks in self.alive.values() for r in ranks}
 
     def records(self) -> list[RankRecord]:
-        """All ranks' progress."""
         return read(self.folder / "progress", self.world)
 
     def findings(self) -> RankFindings:
-        """All that is known now."""
         said = {r: json.loads(p.read_text("utf-8")) for r in range(self.world) if (p := self._failure(r)).exists()}
         codes = {r: c for r, c in sorted(self.codes.items(), key=lambda x: self.seen_s[x[0]])}
         return RankFindings(self.records(), said, codes, time.monotonic(), {r: self.log(r) for r in range(self.world)})
@@ -61,7 +58,6 @@ class _Run:
         return self.folder / f"failure-{rank}"
 
     def log(self, rank: int) -> str:
-        """The end of what a rank printed."""
         path = self.folder / f"log-{rank}"
         return path.read_text(encoding="utf-8", errors="replace")[-2000:] if path.exists() else ""
 

@@ -127,7 +127,6 @@ class PlanRuntime:
         self._scratch.cleanup()
 
     def _batches(self, batch: Batch, step: int) -> dict[int, PendingMicrobatch]:
-        """The microbatches that this rank reads."""
         ids, labels = self._tokens(batch)
         program, size = self._rank.program, self.prepared.job.schedule.microbatch_size
         scale, out = 1.0 / max(1, int((labels != TokenLoss.IGNORE).sum())), {}
@@ -151,7 +150,6 @@ class PlanRuntime:
         return ids.long(), labels.long()
 
     def _loss(self, losses: dict[int, float]) -> float:
-        """All ranks' shares, summed in the order of the global batch, as `run` does."""
         mine = of_the_batch(self.prepared, self._rank.program, losses)
         row = torch.zeros(self.prepared.mesh.sizes["dp"] * self.prepared.mbs, dtype=torch.float64)
         for number, loss in mine:
@@ -165,7 +163,6 @@ class PlanRuntime:
         return norm_of_ranks(None, self._gathered(torch.tensor(result.squares, dtype=torch.float64)).tolist())
 
     def _gathered(self, row: Tensor) -> Tensor:
-        """Every rank's row, on the host."""
         row = row.to(self._rank.device.torch)
         into = row.new_empty(self._context.world * row.numel())
         self._context.progress.wait(text="loss")

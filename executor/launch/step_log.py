@@ -53,7 +53,6 @@ class StepLog:
     _end_s: float = 0.0
 
     def poll(self) -> None:
-        """Read on."""
         for rank in range(self.prepared.ranks):
             file = self.folder / f"steps-{rank}"
             if not file.exists():

@@ -37,7 +37,6 @@ class KernelSample:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> KernelSample:
-        """From JSON."""
         k = fields["kernel"]
         if k is not None:
             kind, dtype, shape = KernelKind(k["kind"]), DType(k["dtype"]), tuple(k["shape"])

@@ -37,7 +37,6 @@ class MessageSample:
 
     @property
     def group(self) -> str:
-        """Its name among the transport's groups."""
         return f"calibrate:{','.join(map(str, self.members))}"
 
 

@@ -84,7 +84,6 @@ class _Bench:
         self.update = next((c for (_, kind, _), c in names.items() if kind == PerStepOp.UPDATE), None)
 
     def microbatch(self) -> list[tuple[str, float]]:
-        """(class, seconds) of every node, once."""
         sync, out = self.local.sync, []
         zeroing = self.watch(sync.begin)
         for flat in sync.flat.values():

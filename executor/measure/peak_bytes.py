@@ -41,7 +41,6 @@ class TransportDone:
     """A handle of what is over as soon as it is posted."""
 
     def done(self) -> bool:
-        """Always."""
         return True
 
     def wait(self) -> None:
@@ -55,29 +54,23 @@ class TransportWithoutPeers:
         self.rank = rank
 
     def send(self, dst: int, tensor: Tensor) -> TransportDone:
-        """Nobody takes it."""
         return TransportDone()
 
     def recv(self, src: int, into: Tensor) -> TransportDone:
-        """Zeros."""
         return _zeros(into)
 
     def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> TransportDone:
-        """As if the others had nothing to add."""
         return TransportDone()
 
     def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> TransportDone:
-        """Zeros."""
         return _zeros(into)
 
     def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> TransportDone:
-        """Zeros."""
         return _zeros(into)
 
     def all_to_all(
         self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
     ) -> TransportDone:
-        """Zeros."""
         return _zeros(into)
 
     def barrier(self) -> None:

@@ -22,7 +22,6 @@ class DeviceTimer(Protocol):
 
     def __call__(self, work: Callable[[], object]) -> float:
         """Seconds that the work takes where it is done."""
-        ...
 
 
 class HostDeviceTimer:
@@ -33,7 +32,6 @@ class HostDeviceTimer:
     """
 
     def __call__(self, work: Callable[[], object]) -> float:
-        """By its own clock."""
         began_s = clock.now()
         work()
         return clock.now() - began_s

@@ -95,16 +95,13 @@ class Model(Protocol):
     @property
     def chunks(self) -> tuple[str, ...]:
         """All chunk names, in order."""
-        ...
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global parameter names in canonical order, and shapes."""
-        ...
 
     def build(self, chunks: Sequence[str]) -> BuiltChunks:
         """Build some chunks."""
-        ...
 
 
 def initial(

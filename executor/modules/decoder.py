@@ -39,7 +39,6 @@ class WholeChunk(nn.Module):
         self.parts, self.reads, self.extras = nn.ModuleDict(parts), reads, extras
 
     def forward(self, x: Tensor, *rest: object) -> Tensor:
-        """The parts' extras follow each other."""
         given: dict[str, tuple[object, ...]] = {}
         for name, count in self.extras.items():
             given[name], rest = rest[:count], rest[count:]
@@ -86,7 +85,6 @@ class DecoderModel:
         return {n: tuple(p.shape) for n, p in built.params.items()}
 
     def build(self, chunks: Sequence[str]) -> BuiltChunks:
-        """Build some chunks with their first values."""
         return self._build(chunks, self.dtype)
 
     def _build(self, chunks: Sequence[str], dtype: torch.dtype | None) -> BuiltChunks:
@@ -157,7 +155,6 @@ class DecoderModel:
         return parts, wired, {"embed": ("labels",), **self._routers(inner), "head": LOSS}
 
     def _routers(self, parts: Mapping[str, nn.Module]) -> Extras:
-        """What a layer's router takes of the batch."""
         return {"router": NUMBER} if self.guide.active and "router" in parts else {}
 
     def _layer(self, make: Params, layer: int, reads: str, spread: bool) -> tuple[dict[str, nn.Module], Reads]:

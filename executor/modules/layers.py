@@ -85,7 +85,6 @@ class LinearLayer(nn.Module):
         self.bias = make(f"{name}.bias", rows, start=0.0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x Wᵀ + b."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.region is None:
             return self._product(x, bias)
@@ -120,7 +119,6 @@ class NormLayer(nn.Module):
         self.bias = make(f"{name}.bias", size, start=0.0) if self.layer and c.norm_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Statistics in at least float32."""
         if self.layer:
             return layer_norm(x, self.weight, self.bias, self.eps, self.plus)
         return rms_norm(x, self.weight, self.eps)
@@ -171,7 +169,6 @@ class FeedForwardLayer(nn.Module):
         self.down = linear(prefix + names.down, c.hidden, width, leaves=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As any MLP, of tokens in any order."""
         up = each(x, self.ups, self.region)
         found: Tensor = self.down(swiglu(*up) if len(up) == 2 else self.act(up[0]))
         return found
@@ -187,7 +184,6 @@ class MlpPart(nn.Module):
         self.inner = FeedForwardLayer(c, make, f"{prefix}{names.mlp}.", c.ffn)
 
     def forward(self, x: Tensor) -> Tensor:
-        """A decoder layer's second half."""
         added: Tensor = self.inner(self.norm(x))
         return x + added
 
@@ -201,6 +197,5 @@ class HeadPart(nn.Module):
         self.linear = LinearLayer(make, c.names.embed if c.tied else "lm_head", c.vocab, c.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One linear layer."""
         (found,) = each(x, [self.linear], self.region)
         return found

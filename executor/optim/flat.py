@@ -66,7 +66,6 @@ class FlatBucket:
         self.reduced = self.travels if zero > 1 else self.travels[self.own]
 
     def begin(self) -> None:
-        """A new step."""
         self.sums.zero_()
 
     def filled(self) -> Tensor:
@@ -86,7 +85,6 @@ class FlatBucket:
         self.sums.add_(self.passing[mb][self.own])
 
     def close(self, mb: int) -> None:
-        """Let go of them."""
         del self.passing[mb]
         for n in self.places:
             del self.grads.passing[n, mb]
@@ -106,7 +104,6 @@ class FlatBucket:
         self._resize(self.whole.numel())
 
     def drop(self) -> None:
-        """Let go of them."""
         self._resize(0)
 
     def _resize(self, numel: int) -> None:
@@ -125,5 +122,4 @@ class FlatBucket:
         return out
 
     def tensors(self) -> list[Tensor]:
-        """All that persists."""
         return [self.weights, self.whole, self.sums, self.travels]

@@ -24,10 +24,8 @@ class ParamGradients:
         return self.sums[name]
 
     def add(self, name: str, grad: Tensor, mb: int = 0) -> None:
-        """Add microbatch mb's gradient."""
         (self.sums[name] if name in self.sums else self.passing[name, mb]).add_(grad.detach())
 
     def zero(self) -> None:
-        """Start a new step."""
         for g in self.sums.values():
             g.zero_()

@@ -78,7 +78,6 @@ class Optimizer:
         self.update(grads, scale, names)
 
     def begin(self) -> None:
-        """A new step begins."""
         self.lr = learning_rate(self.config, self.steps, self.ends)
         self.steps += 1
 

@@ -72,7 +72,6 @@ class BucketSync:
         self._sums: Tensor | None = None
 
     def begin(self) -> None:
-        """A new step."""
         self.grads.zero()
         for f in self.flat.values():
             f.begin()
@@ -103,7 +102,6 @@ class BucketSync:
                 raise AssertionError(f"{meeting} has no bucket")
 
     def open(self, bucket: str, mb: int) -> None:
-        """A microbatch's gradients begin."""
         self.flat[bucket].open(mb)
 
     def reads(self, buckets: Sequence[str], op: str) -> None:
@@ -114,7 +112,6 @@ class BucketSync:
                 raise PiperError(ErrorKind.ILLEGAL_PLAN, message)
 
     def close(self, meeting: Collective) -> None:
-        """What it gathered, or reduced from, is not needed any more."""
         flat = self.flat[meeting.bucket]
         if meeting.kind is MessageKind.ALL_GATHER:
             flat.drop()

@@ -24,7 +24,6 @@ class Collective:
 
     @property
     def once(self) -> bool:
-        """Whether it exists once per step."""
         return self.mb == ONCE
 
     @classmethod

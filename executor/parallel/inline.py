@@ -50,7 +50,6 @@ class RankAxis:
 
     @property
     def group(self) -> str:
-        """What the transport knows it by."""
         return group_name(self.axis, self.members)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -90,7 +89,6 @@ class RankAxis:
         return x
 
     def _alone(self, kind: MessageKind, whole: Tensor) -> bool:
-        """Whether there is nobody to meet."""
         return self._transport is None
 
     def _meet(self, kind: MessageKind, whole: Tensor, part: Tensor, post: Callable[[], TransportHandle]) -> None:
@@ -115,7 +113,6 @@ class MessageAxis(RankAxis):
         self.noted: list[Message] = []
 
     def take(self) -> tuple[Message, ...]:
-        """What was noted since the last call."""
         found, self.noted = tuple(self.noted), []
         return found
 

@@ -59,7 +59,6 @@ class ParamShard:
 
     @property
     def local(self) -> tuple[int, ...]:
-        """The shape of what is held."""
         out = list(self.shape)
         for c in self.cuts:
             out[c.dim] = len(c)

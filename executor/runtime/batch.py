@@ -35,7 +35,6 @@ class Microbatch:
         return torch.tensor([self.step, self.number, 1])
 
     def extras(self, wants: tuple[str, ...]) -> tuple[object, ...]:
-        """What a unit asks for beside activations, by name."""
         return tuple(getattr(self, w) for w in wants)
 
 
@@ -48,11 +47,9 @@ class PendingMicrobatch:
 
     @property
     def ids(self) -> Tensor:
-        """Token ids."""
         return self.batch.ids.to(self.device, copy=True)
 
     def extras(self, wants: tuple[str, ...]) -> tuple[object, ...]:
-        """What a unit asks for beside activations, by name."""
         found = self.batch.extras(wants)
         return tuple(x.to(self.device, copy=True) if isinstance(x, Tensor) else x for x in found)
 
@@ -94,11 +91,9 @@ class MicrobatchLoader:
 
     @property
     def sequences(self) -> int:
-        """Of the global batch."""
         return self.replicas * self.microbatches * self.size
 
     def batch(self, step: int, replica: int, mb: int) -> Microbatch:
-        """One microbatch."""
         number = replica * self.microbatches + mb
         first = number * self.size
         rows = np.stack([self.source.sequence(step, first + i, self.length) for i in range(self.size)])

@@ -107,7 +107,6 @@ class PlanInterpreter:
             return self._results()
 
     def close(self) -> None:
-        """After the last step."""
         for stream in self._streams.values():
             stream.close()
 

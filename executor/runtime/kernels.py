@@ -79,11 +79,9 @@ class BlankStage:
         return travel(wire, route, [self._grad.new_zeros(sum(map(sum, leaving)), hidden)], gradients=pass_ is Pass.I)
 
     def take_output(self, mb: int) -> tuple[Tensor, ...]:
-        """Always the same tensor, which nobody writes."""
         return (self._out,)
 
     def take_input_grad(self, mb: int) -> tuple[Tensor | None, ...]:
-        """Always the same tensor, which nobody writes."""
         return (self._grad,)
 
 
@@ -111,7 +109,6 @@ class BlankBucketSync:
         """Nothing to clear."""
 
     def start(self, meeting: Collective, transport: Transport) -> Start:
-        """As `Sync` does, with zeros."""
         group = meeting.group
         if not meeting.bucket:
             return lambda: transport.all_reduce(group, self._sums), None
@@ -139,7 +136,6 @@ class BlankBucketSync:
         """No parameters."""
 
     def squares(self) -> Tensor:
-        """No gradients."""
         return torch.zeros(0)
 
 

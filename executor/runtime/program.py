@@ -49,7 +49,6 @@ class RankPlan:
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> RankPlan:
-        """Read one rank's part."""
         places = RankPlacement.of(plan)
         number = places.program(rank)
         out = cls(plan, places, rank, int(plan.bounds[number]), int(plan.bounds[number + 1]))
@@ -101,7 +100,6 @@ class RankPlan:
             # else inside a stage: dies with what holds it
 
     def shape(self, i: int) -> OpShape:
-        """What kind of op row i is."""
         return self.plan.shapes[int(self.plan.shape[i])]
 
     def covers(self, i: int) -> list[tuple[int, GraphNode, int]]:
@@ -110,13 +108,11 @@ class RankPlan:
         return [(n, self.plan.graph.nodes[n], mbs[member]) for n, member in self.shape(i).covers]
 
     def value(self, i: int) -> Value:
-        """What a send or receive carries."""
         slot = self.shape(i).slot
         assert slot is not None
         return (*slot, int(self.plan.mb[i]))
 
     def peer(self, i: int) -> int:
-        """The other rank of a send or receive."""
         return self.places.peer(self.rank, int(self.plan.program[int(self.plan.partner[i])]))
 
     def others(self, i: int) -> list[int]:
@@ -126,7 +122,6 @@ class RankPlan:
         return [r for r in self.meetings[i].members if r != self.rank]
 
     def number_of(self, mb: int) -> int:
-        """A microbatch's number in the global batch."""
         return self.places.replica(self.rank) * self.plan.graph.mbs + mb
 
     def batches(self) -> list[int]:

@@ -102,9 +102,7 @@ class RankModel:
         return cls(stages, dict(built.extras), params, grads, sync, held, guide, compiled)
 
     def kernels(self) -> RealKernels:
-        """As the interpreter takes it."""
         return RealKernels(self.stages, self.extras, self.sync)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that persists from step to step."""
         return [*self.params.values(), *self.grads.sums.values(), *self.sync.tensors()]

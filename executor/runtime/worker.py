@@ -42,7 +42,6 @@ class LocalRanks:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def get(self, topology: TransportTopology, device: Device) -> LocalTransportHub:
-        """The one hub."""
         with self.lock:
             if self.made is None:
                 self.made = LocalTransportHub(topology, device)
@@ -51,13 +50,11 @@ class LocalRanks:
             return self.made
 
     def race_device(self) -> RaceDevice:
-        """The one device that sees what all of them touch."""
         with self.lock:
             self.race = self.race or RaceDevice()
             return self.race
 
     def fail(self, rank: int) -> None:
-        """Wake the others up."""
         with self.lock:
             self.failed = rank if self.failed is None else self.failed
             if self.made is not None:
@@ -85,11 +82,9 @@ class RankContext:
         return read_given(self.dir / given_name(number))
 
     def store(self, name: str = "groups") -> Any:
-        """A c10d store of this launch."""
         return self.open_store(name) if self.open_store is not None else file_store(str(self.dir / name), self.world)
 
     def connect(self, backend: str, topology: TransportTopology, device: Device) -> Transport:
-        """Connect to the other ranks."""
         match backend:
             case "local":
                 return LocalTransport(self.hub.get(topology, device), self.rank)
@@ -99,7 +94,6 @@ class RankContext:
                 return self.gloo(topology)
 
     def gloo(self, topology: TransportTopology, timeout_s: float = PATIENCE_S) -> GlooTransport:
-        """Connect by gloo."""
         return GlooTransport(self.store(), self.rank, topology, timeout_s)
 
 

@@ -29,11 +29,9 @@ class TransportHandle(Protocol):
 
     def done(self) -> bool:
         """Whether `wait` would return at once; never blocks."""
-        ...
 
     def wait(self) -> None:
         """Block until it has ended; raises TransportError."""
-        ...
 
 
 class Transport(Protocol):
@@ -47,37 +45,29 @@ class Transport(Protocol):
 
     def send(self, dst: int, tensor: Tensor) -> TransportHandle:
         """Post a message on channel (rank, dst)."""
-        ...
 
     def recv(self, src: int, into: Tensor) -> TransportHandle:
         """Post a receive on channel (src, rank), in advance of its use."""
-        ...
 
     def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> TransportHandle:
         """Sum over the group's members, or the largest of their values, element by element."""
-        ...
 
     def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> TransportHandle:
         """Sum over the members; each keeps its own equal part of the flat tensor."""
-        ...
 
     def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> TransportHandle:
         """Everyone's part, one after the other."""
-        ...
 
     def all_to_all(
         self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
     ) -> TransportHandle:
         """Rows `sizes[i]` of the tensor go to member i."""
-        ...
 
     def barrier(self) -> None:
         """Wait until every rank is here (control traffic, on its own group)."""
-        ...
 
     def close(self) -> None:
         """Normal end: every handle has been waited for."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +97,9 @@ class LandingTransport:
         self.handle, self._then = handle, [then]
 
     def done(self) -> bool:
-        """Whether `wait` would not block."""
         return self.handle.done()
 
     def wait(self) -> None:
-        """Block until it has ended, and do it."""
         self.handle.wait()
         while self._then:
             self._then.pop()()
@@ -124,11 +112,9 @@ class JoinedTransport:
         self.handles = tuple(handles)
 
     def done(self) -> bool:
-        """Whether all are."""
         return all(h.done() for h in self.handles)
 
     def wait(self) -> None:
-        """One after the other."""
         for h in self.handles:
             h.wait()
 
@@ -141,13 +127,11 @@ class DelayedTransport:
         self.ready_s: float | None = None
 
     def done(self) -> bool:
-        """Whether the transfer and the delay are over."""
         if self.ready_s is None and self.handle.done():
             self.ready_s = clock.now() + self.seconds
         return self.ready_s is not None and clock.now() >= self.ready_s
 
     def wait(self) -> None:
-        """Block until both are over."""
         self.handle.wait()  # though it may be known to be over: only who waits makes it let go of its tensors
         if self.ready_s is None:
             self.ready_s = clock.now() + self.seconds

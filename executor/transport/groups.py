@@ -81,31 +81,25 @@ class GroupTransport:
                 self._groups[key] = group
 
     def send(self, dst: int, tensor: Tensor) -> GroupTransportHandle:
-        """Post a message; the handle holds the buffer until the peer has taken it."""
         tensor = tensor.contiguous()
         return self._post(lambda: dist.isend(tensor, dst, group=self._channels[self.rank, dst]), (tensor,), (dst,))
 
     def recv(self, src: int, into: Tensor) -> GroupTransportHandle:
-        """Post a receive; it completes in the background."""
         return self._post(lambda: dist.irecv(into, src, group=self._channels[src, self.rank]), (into,), (src,))
 
     def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> GroupTransportHandle:
-        """Sum in place, or the largest."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         return self._join(group, partial(dist.all_reduce, tensor, op), tensor, tensor)
 
     def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> GroupTransportHandle:
-        """Sum; keep this member's part."""
         return self._join(group, partial(dist.reduce_scatter_tensor, into, tensor), into, tensor)
 
     def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> GroupTransportHandle:
-        """Concatenate the members' parts."""
         return self._join(group, partial(dist.all_gather_into_tensor, into, tensor), into, tensor)
 
     def all_to_all(
         self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
     ) -> GroupTransportHandle:
-        """Exchange rows, unevenly if need be."""
         rows = list(into_sizes), list(sizes)
         return self._join(group, partial(dist.all_to_all_single, into, tensor, *rows), into, tensor)
 

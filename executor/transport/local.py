@@ -27,7 +27,6 @@ class LocalTransportHandle:
         self.copied: StreamEvent | None = None
 
     def done(self) -> bool:
-        """Whether all ends have come."""
         return self.copied is not None
 
     def wait(self) -> None:
@@ -82,7 +81,6 @@ class LocalTransportHub:
         return handle
 
     def fail(self, rank: int) -> None:
-        """Wake everybody up: this rank is gone."""
         with self.changed:
             self.failed = rank if self.failed is None else self.failed
             self.changed.notify_all()
@@ -107,16 +105,12 @@ class LocalTransport:
         self._turns: dict[str, int] = defaultdict(int)
 
     def send(self, dst: int, tensor: Tensor) -> LocalTransportHandle:
-        """Post a message."""
         return self.hub.post((self.rank, dst), tensor, send=True)
 
     def recv(self, src: int, into: Tensor) -> LocalTransportHandle:
-        """Post a receive."""
         return self.hub.post((src, self.rank), into, send=False)
 
     def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> LocalTransportHandle:
-        """Sum in place, or the largest."""
-
         def act(all_: list[Sequence[Tensor]]) -> None:
             total = torch.stack([t[0] for t in all_]).amax(0) if largest else _sum([t[0] for t in all_])
             for t in all_:
@@ -125,8 +119,6 @@ class LocalTransport:
         return self._join(group, [tensor], act)
 
     def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> LocalTransportHandle:
-        """Sum; keep this member's part."""
-
         def act(all_: list[Sequence[Tensor]]) -> None:
             for part, t in zip(_sum([t[1] for t in all_]).chunk(len(all_)), all_, strict=True):
                 t[0].copy_(part)
@@ -134,8 +126,6 @@ class LocalTransport:
         return self._join(group, [into, tensor], act)
 
     def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> LocalTransportHandle:
-        """Concatenate the members' parts."""
-
         def act(all_: list[Sequence[Tensor]]) -> None:
             whole = torch.cat([t[1] for t in all_])
             for t in all_:
@@ -146,7 +136,6 @@ class LocalTransport:
     def all_to_all(
         self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
     ) -> LocalTransportHandle:
-        """Exchange rows."""
         pieces = torch.split(tensor, list(sizes))
         places = torch.split(into, list(into_sizes))
 
@@ -159,11 +148,9 @@ class LocalTransport:
         return self._join(group, [*places, *pieces], act)
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         self._join("world", [], lambda _: None).wait()
 
     def close(self) -> None:
-        """Nothing to take down, but all end together."""
         self.barrier()
 
     def _join(

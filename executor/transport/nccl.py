@@ -72,6 +72,5 @@ class NcclTransport(GroupTransport):
         self.device.mark().wait()
 
     def barrier(self) -> None:
-        """The host waits too."""
         super().barrier()
         self.device.mark().wait()

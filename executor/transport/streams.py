@@ -33,7 +33,6 @@ class StreamOp:
 
     @property
     def posted(self) -> bool:
-        """Whether it has been given to the transport."""
         return self._handle is not None
 
     def span(self) -> tuple[float, float]:
@@ -97,7 +96,6 @@ class PendingTraceRow:
 
     @property
     def last(self) -> StreamEvent:
-        """Its end."""
         end = self.end if self.queued is None else self.queued.end
         assert end is not None
         return end

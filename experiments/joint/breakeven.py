@@ -51,7 +51,6 @@ class Case:
     recompute: tuple[str, ...] = ("norm", "up_projection", "activation")
 
     def job(self, schedule: str, wire: float) -> dict[str, Any]:
-        """One point as a job."""
         merge, stages = ARMS[schedule]
         return {
             "model": {"config": "deepseek-v3", "seq_len": 4096} | UNIFORM | {"num_hidden_layers": 4 * self.ranks},
@@ -101,7 +100,6 @@ class Lines:
     points: tuple[Point, ...] = field(repr=False)
 
     def seconds(self, schedule: str) -> list[float]:
-        """Along `WIRES`."""
         return [p.seconds for p in self.points if p.schedule == schedule]
 
     def leaders(self, most_GiB: float = math.inf) -> list[tuple[float, str]]:

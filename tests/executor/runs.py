@@ -16,7 +16,6 @@ from executor.modules.base import TORCH
 from executor.modules.decoder import DecoderModel
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.runtime.batch import MicrobatchLoader
-from executor.runtime.reference import train
 from ir.job import Job, load_job
 from ir.job.build import PreparedJob, precision_of
 from ir.job.routing.forced import ForcedExperts
@@ -27,6 +26,7 @@ from ir.trace.trace import Trace
 from ir.verify import check_plan
 from ir.workload import load_config
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from tests.executor.reference import train
 
 JOB = """
 [model]

@@ -51,7 +51,6 @@ class AttentionPart(nn.Module):
         self.out = linear(prefix + names.out, c.hidden, q, bias=c.out_bias, leaves=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Grouped-query attention, causal."""
         c, made = self.c, each(self.norm(x), self.qkv, self.region)
         batch, length, _ = made[0].shape
         parts = made[0].split(self.sizes, -1) if len(made) == 1 else made

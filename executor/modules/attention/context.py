@@ -52,7 +52,6 @@ class _Again:
         return found
 
     def forget(self) -> None:
-        """Let go of what was gathered."""
         self.whole = self.whole.new_empty(0)
 
 

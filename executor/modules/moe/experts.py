@@ -99,7 +99,6 @@ class ExpertDispatch(nn.Module):
         return rows, row_weights, order, self._counts(indices)
 
     def rows(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Without the counts."""
         order = torch.argsort(indices.flatten(), stable=True).int()
         rows = permute(tokens, order, self.top_k)
         return rows, weights.flatten().index_select(0, order).unsqueeze(-1), order
@@ -126,7 +125,6 @@ class Experts(nn.Module):
         self.down = make(f"{prefix}mlp.experts.down_proj", moe.experts, c.hidden, moe.ffn)
 
     def forward(self, rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-        """Rows (rows, h) → (rows, h)."""
         gate, up = grouped_linear(rows, self.up, counts).chunk(2, -1)
         return grouped_linear(swiglu(gate, up, weights), self.down, counts)
 
@@ -139,7 +137,6 @@ class ExpertCombine(nn.Module):
         self.top_k = top_k
 
     def forward(self, rows: Tensor, order: Tensor) -> Tensor:
-        """(rows, h) → (tokens, h)."""
         return unpermute(rows, order, self.top_k)
 
 
@@ -153,7 +150,6 @@ class LocalExperts(nn.Module):
         self.experts = Experts(c, make, prefix)
 
     def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        """(tokens, h) → (tokens, h)."""
         rows, row_weights, order, counts = self.dispatch(tokens, weights, indices)
         found: Tensor = self.combine(self.experts(rows, row_weights, counts), order)
         return found
@@ -167,7 +163,6 @@ class SharedExperts(nn.Module):
         self.inner = FeedForwardLayer(c, make, f"{prefix}mlp.shared_experts.", moe_of(c).shared_ffn)
 
     def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        """(tokens, h) → (tokens, h)."""
         found: Tensor = self.inner(tokens)
         return found
 

@@ -74,6 +74,5 @@ class ExpertParallelAdd(nn.Module):
         self.combine, self.add = ExpertCombine(moe_of(c).top_k), ExpertAdd()
 
     def forward(self, rows: Tensor, order: Tensor, *rest: Tensor) -> Tensor:
-        """The residual stream comes last."""
         found: Tensor = self.add(self.combine(rows, order), *rest)
         return found

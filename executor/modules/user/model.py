@@ -96,12 +96,10 @@ class UserModel:
             raise PiperError(ErrorKind.MODEL, f"{message} read by no chunk", suggestion="leave out what is not used")
 
     def _modules(self, chunk: str) -> tuple[nn.Module, ...]:
-        """What a chunk computes with."""
         return (self._cut.chunks[chunk], *([self._experts[chunk]] if chunk in self.routed else []))
 
     @property
     def chunks(self) -> tuple[str, ...]:
-        """In the order of the forward."""
         return tuple(self._cut.chunks)
 
     @property

@@ -91,7 +91,6 @@ class _Watch(OpWatch):
         self.past: dict[int, Any] = {}  # those of the call before
 
     def begin(self, inputs: tuple[Tensor, ...]) -> None:
-        """Another call."""
         self.calls, self.past = [], self.values
         self.values = {id(s): s for s in (t.untyped_storage() for t in inputs)}
         self.past = {k: s for k, s in self.past.items() if k not in self.values}

@@ -107,7 +107,6 @@ class UserExperts(nn.Module):
         self.inner = inner
 
     def forward(self, rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-        """(rows, h) → (rows, h)."""
         return (grouped(self.inner, rows, counts) * weights).to(rows.dtype)
 
 
@@ -132,7 +131,6 @@ class UserExpertsOfOneRank(ExpertParallelExperts):
     """Part `experts` where no rows travel: their numbers come from the router."""
 
     def forward(self, rows: Tensor, weights: Tensor, got: Table | Tensor) -> Tensor:
-        """got: rows of each expert."""
         if isinstance(got, Tensor):
             got = [balanced(len(rows), len(got)) if is_fake(got) else got.tolist()]
         return super().forward(rows, weights, got)

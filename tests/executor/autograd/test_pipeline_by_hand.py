@@ -10,12 +10,12 @@ from executor.launch.launch import launch
 from executor.modules.decoder import DecoderModel
 from executor.optim.optimizer import Optimizer, clip_scale, norm_of, square_sums
 from executor.runtime.batch import MicrobatchLoader
-from executor.runtime.reference import train
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportTopology
 from ir.core.ops import Pass
 from ir.job.schema import JobOptimizer
 from ir.workload.config.load import load_config
+from tests.executor.reference import forward, input_grad, train
 
 M, STEPS = 4, 2
 STAGES = [["embed", "l0"], ["l1", "head"]]
@@ -61,13 +61,13 @@ def _rank(ctx: RankContext, dtype: str) -> dict[str, Any]:
             if op[0] == "F":
                 for unit, wants in built.extras.items():
                     stage.feed_extra(mb, unit, *batch.extras(wants))
-                (y,) = stage.forward(mb, batch.ids if me == 0 else boxes[mb])
+                (y,) = forward(stage, mb, batch.ids if me == 0 else boxes[mb])
                 if me == 0:
                     sent.append(t.send(1, y))
                 else:
                     loss += y.item()
             else:
-                (dx,) = stage.backward_input(mb, *([] if me else [boxes[mb]]))
+                (dx,) = input_grad(stage, mb, *([] if me else [boxes[mb]]))
                 if me == 1:
                     sent.append(t.send(0, dx))
         stage_order = range(M)

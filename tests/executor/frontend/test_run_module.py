@@ -17,13 +17,13 @@ from executor.modules import choose
 from executor.modules.user.model import UserModel
 from executor.runtime import rank_model
 from executor.runtime.batch import MicrobatchLoader
-from executor.runtime.reference import ReferenceSteps, train
 from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.build import PreparedJob, prepare
 from ir.job.run_options import JobRunOptions
 from ir.job.schema import JobOptimizer
 from tests.executor.frontend.models import small_net
+from tests.executor.reference import ReferenceSteps, train
 from tests.executor.runs import distance, merged
 
 NORM = "        self.norm = nn.LayerNorm(WIDTH)\n"

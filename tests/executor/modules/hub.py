@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from executor.modules.base import BuiltChunks
 from executor.modules.decoder import DecoderModel
 from executor.runtime.batch import MicrobatchLoader
-from executor.runtime.reference import train
 from ir.job.schema import JobOptimizer
 from ir.workload.config.load import ModelConfig, config_from
+from tests.executor.reference import train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

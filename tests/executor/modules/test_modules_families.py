@@ -17,9 +17,9 @@ from executor.modules.moe.experts import ExpertDispatch, ExpertRouter, LocalExpe
 from executor.modules.mtp import NextTokenLoss
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.runtime.batch import MicrobatchLoader
-from executor.runtime.reference import ReferenceSteps, train
 from ir.workload.chunks import chunks
 from tests.executor.families import TINY, tiny
+from tests.executor.reference import ReferenceSteps, train
 
 torch.set_num_threads(1)
 MOE = [n for n in TINY if tiny(n).moe is not None]

@@ -70,11 +70,10 @@ class _Counted:
         monkeypatch.setattr(RankAxis, "_meet", note)
 
 
-@pytest.mark.parametrize("split", [True, False], ids=["I and W", "B"])
 @pytest.mark.parametrize("flipped", [True, False], ids=["flipped", "straight"])
 @pytest.mark.parametrize("sequence", [True, False], ids=["own tokens", "all tokens"])
 def test_linears_cut_by_output_then_by_input_are_whole_ones(
-    sequence: bool, flipped: bool, split: bool, monkeypatch: pytest.MonkeyPatch
+    sequence: bool, flipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, dy = draw(BATCH, LENGTH, INTO), draw(BATCH, LENGTH, INTO, seed=1)
     ups = [draw(ROWS, INTO, seed=2), draw(ROWS, INTO, seed=3)]
@@ -98,12 +97,11 @@ def test_linears_cut_by_output_then_by_input_are_whole_ones(
 
         counted.pass_ = "F"
         (out,) = run.forward(module, _mine(x, region))
-        counted.pass_ = "I" if split else "B"
-        (dx,) = run.input_grad(_mine(dy, region)) if split else run.whole(_mine(dy, region))
+        counted.pass_ = "I"
+        (dx,) = run.input_grad(_mine(dy, region))
+        assert not got
         counted.pass_ = "W"
-        if split:
-            assert not got
-            run.weight_grad()
+        run.weight_grad()
         assert dx is not None
         return out, dx, {n: turn(g) if n in "ab" else g for n, g in got.items()}
 
@@ -114,9 +112,9 @@ def test_linears_cut_by_output_then_by_input_are_whole_ones(
         for name, dim in zip("abcd", (0, 0, 0, 1), strict=True):
             assert close(grads[name], _part(wanted[name], dim, region)), name
     gather, scatter, total = ("all_gather", "reduce_scatter", "all_reduce")
-    own = {"F": [gather, scatter], "I": [gather, scatter], "W": [gather], "B": [gather] * 2 + [scatter]}
-    every = {"F": [total], "I": [total], "W": [], "B": [total]}
-    for pass_ in "FIW" if split else "FB":
+    own = {"F": [gather, scatter], "I": [gather, scatter], "W": [gather]}
+    every = {"F": [total], "I": [total], "W": []}
+    for pass_ in "FIW":
         assert sorted(k for p, k in counted.seen if p == pass_) == (own if sequence else every)[pass_]
 
 

@@ -12,7 +12,23 @@ from executor.modules.base import Model, evaluate
 from executor.optim.gradients import ParamGradients
 from executor.optim.optimizer import Optimizer, clip_scale, norm_of, square_sums
 from executor.runtime.batch import MicrobatchLoader
+from ir.core.ops import Pass
 from ir.job.schema import JobOptimizer
+
+
+def forward(stage: Stage, mb: int, *acts: Tensor) -> tuple[Tensor, ...]:
+    """F of a whole stage: input in, output out."""
+    stage.feed(mb, *acts)
+    stage.run(Pass.F, mb)
+    return stage.take_output(mb)
+
+
+def input_grad(stage: Stage, mb: int, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """I of a whole stage: output gradient (of a loss none) in, input gradient out."""
+    if grads:
+        stage.feed_grad(mb, *grads)
+    stage.run(Pass.I, mb)
+    return stage.take_input_grad(mb)
 
 
 @dataclass(frozen=True)
@@ -39,13 +55,6 @@ def train(
 
     split: by our own I and W; else by torch's plain backward over the whole model at once, which shares none of our
     code for cutting and splitting.
-
-    >>> from executor.modules.decoder import DecoderModel
-    >>> from ir.workload.config.load import load_config
-    >>> model = DecoderModel(load_config("tiny-llama", {"num_hidden_layers": 1}))
-    >>> run = train(model, MicrobatchLoader("synthetic", vocab=256, length=8, microbatches=2), steps=2)
-    >>> len(run.losses), 5 < run.losses[0] < 6
-    (2, True)
     """
     config = optimizer or JobOptimizer()
     built = model.build(model.chunks)
@@ -64,9 +73,9 @@ def train(
                 if split:
                     for name, more in extras.items():
                         stage.feed_extra(mb, name, *more)
-                    loss += stage.forward(mb, batch.ids)[0].item()
-                    stage.backward_input(mb)
-                    stage.backward_weight(mb)
+                    loss += forward(stage, mb, batch.ids)[0].item()
+                    input_grad(stage, mb)
+                    stage.run(Pass.W, mb)
                 else:
                     end = evaluate(built, batch.ids, extras)
                     end.backward()
