@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from cost_models.hardware import DeviceHardware
-from cost_models.software.casts import fp8_casts
+from cost_models.software.dispatcher import fp8_casts
 from ir.core.order import FloatArray
 from ir.core.work import CAST, DROPOUT, LOSS, SORTS, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
 

@@ -12,8 +12,7 @@ import msgspec
 from msgspec import structs
 
 from cost_models.software import FrameworkCosts
-from cost_models.software.casts import Fp8Recipe
-from cost_models.software.dispatcher import ExpertDispatcher
+from cost_models.software.dispatcher import ExpertDispatcher, Fp8Recipe
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import HIDDEN, words
 from ir.core.work import DType

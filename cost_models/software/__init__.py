@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cost_models.software.casts import Fp8Recipe
+from cost_models.software.dispatcher import Fp8Recipe
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import FileErrors, read_json, typed
 from ir.workload.setting import KernelStyle, TokenLossKind

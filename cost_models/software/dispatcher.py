@@ -1,4 +1,4 @@
-"""What carries tokens to experts: SMs held, copies on the network, sorting of rows. Data in dispatchers.toml."""
+"""What carries tokens to experts (dispatchers.toml), and what the casts of fp8 move (casts.toml)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,22 @@ from typing import Annotated
 import msgspec
 
 from ir.core.errors import ErrorKind
-from ir.core.files import FileErrors, read_toml, typed
+from ir.core.files import FileErrors, read_toml, typed, words
 
 FORM = FileErrors("a table of dispatchers", ErrorKind.JOB, "costs.dispatcher", 10**5, "cost_models/software")
+CASTS = FileErrors("a table of casts", ErrorKind.JOB, "cluster.fp8_recipe", 10**5, "cost_models/software")
+Fp8Recipe = Annotated[str, words("blocks", "tensor", "mxfp8", said="fp8 recipe")]
+
+
+@cache
+def fp8_casts() -> dict[str, dict[str, float]]:
+    """Recipe -> end of a cast's label -> bytes it moves over those of DeepSeek's.
+
+    >>> {name: casts.get("transpose", 1.0) for name, casts in fp8_casts().items()}
+    {'blocks': 1.0, 'tensor': 0.0, 'mxfp8': 0.0}
+    """
+    path = Path(__file__).with_name("casts.toml")
+    return typed(read_toml(path, CASTS), dict[str, dict[str, float]], CASTS, str(path))
 
 
 class ExpertDispatcher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -17,7 +17,7 @@ from executor.autograd.compiled import CompiledPart, CompiledPass
 from executor.autograd.microbatch_state import MicrobatchState, PartState, Ports, Values
 from executor.autograd.split import SplitPass
 from executor.modules.base import total, wiring
-from executor.optim.gradients import ParamGradients
+from executor.optim.optimizer import ParamGradients
 from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertRoute, ExpertTransfer, even, travel
 from ir.core.ops import Pass
 

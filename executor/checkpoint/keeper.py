@@ -18,8 +18,7 @@ from typing import Any
 
 import msgspec
 
-from executor.checkpoint.folder import STOP, Tick, part_of, prune, publish, step_name, sweep
-from executor.checkpoint.lock import CheckpointLock, said
+from executor.checkpoint.folder import STOP, CheckpointLock, Tick, part_of, prune, publish, said, step_name, sweep
 from executor.checkpoint.manifest import (
     VERSION,
     CheckpointManifest,
@@ -32,7 +31,7 @@ from executor.checkpoint.manifest import (
 )
 from executor.checkpoint.pieces import Held, ShardPiece, in_files, written
 from executor.checkpoint.reader import CheckpointReader
-from executor.checkpoint.same import WEIGHT, plain_table, training_of
+from executor.checkpoint.settings import WEIGHT, plain_table, training_of
 from executor.checkpoint.tensors import MANIFEST, write_tensors
 from executor.device.progress import RankProgress
 from executor.optim.sync import BucketSync

@@ -1,6 +1,7 @@
 """Allocated bytes of a rank, storage by storage: exact to the byte on CPU, where the resident set is off by 10×.
 
-What one kernel takes for itself and gives back before it returns is not seen; nor what another thread makes.
+What one kernel takes for itself and gives back before it returns is not seen; nor what another thread makes. `OpWatch`
+is what those who follow storages, kernels or lanes are made of.
 """
 
 from __future__ import annotations
@@ -11,9 +12,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from executor.device.watching import OpWatch
+
+class OpWatch(TorchDispatchMode):
+    """A dispatch mode. Else torch would import its compiler at the first op, a second for every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class MemoryTracker(OpWatch):

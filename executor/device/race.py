@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from executor.device.device import Lane
-from executor.device.watching import OpWatch
+from executor.device.memory import OpWatch
 
 Clock = dict[int, int]  # lane → how many of its ops had happened
 MOST = 100  # races that are kept

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from executor.autograd.split import SplitPass
-from executor.device.watching import OpWatch
+from executor.device.memory import OpWatch
 from executor.frontend.aten import kernel_of
 from ir.core.work import Kernel, Message, Work
 

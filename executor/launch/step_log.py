@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from executor.optim.schedule import learning_rate
+from executor.optim.optimizer import learning_rate
 from ir.job.build import PreparedJob
 
 EVERY_S = 0.2

@@ -12,19 +12,25 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from executor.device.device import CudaDevice, Device, HostDevice, gpu_of
 from executor.launch.launch import launch
 from executor.launch.refusals import refuse
-from executor.measure.kernels import recipes
-from executor.measure.links import link_samples, wanted
-from executor.measure.ops import names_of
+from executor.measure.kernels import KernelSample, piece_samples, recipes
+from executor.measure.links import MessageSample, link_rows, link_samples, topology, wanted
+from executor.measure.ops import Note, names_of, op_samples, watch_of
 from executor.runtime.given import given_text
 from executor.runtime.target import Target
+from executor.runtime.worker import RankContext
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.work import DType, MessageKind
 from ir.job.build import PreparedJob
+from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 
 AXES = ("tp", "cp", "ep", "etp")
-RANK: Target = "executor.measure.rank:measure_rank"
+RANK: Target = "executor.measure.calibrate:measure_rank"
 Size = tuple[PreparedJob, Plan]  # a job and its plan
 
 
@@ -119,3 +125,58 @@ def refuse_modules(prepared: PreparedJob) -> None:
             message = f"{axis} = {size}: modules are timed one rank at a time, and these would exchange messages"
             raise PiperError(ErrorKind.JOB, message, key=f"parallel.{axis}", allowed="1", suggestion="--by kernels")
     refuse(prepared)
+
+
+def measure_rank(
+    ctx: RankContext, sizes: list[dict[str, Any]], wants: list[dict[str, Any]], by: str, backend: str, repeats: int
+) -> dict[str, Any]:
+    """The target of `launch`. sizes: the job in each of its sizes, its classes or its kernels. by: which of the two."""
+    device: Device = CudaDevice(gpu_of(ctx.local_rank)) if backend == "nccl" else HostDevice()
+    device.bind()
+    asked = [_want(w) for w in wants]
+    transport = ctx.connect(backend, topology(asked, ctx.world), device)
+    transport.barrier()  # all compute at once, as in a step
+    done = 0
+
+    def note(text: str) -> None:
+        nonlocal done
+        done += 1
+        ctx.progress.op(done, text)
+
+    ops = [_ops(ctx, number, size, device, by, repeats, note) for number, size in enumerate(sizes)]
+    ctx.progress.wait(text="the other ranks")
+    transport.barrier()
+    rows = link_rows(asked, transport, device, repeats, note)
+    ctx.progress.wait(text="end")
+    transport.close()
+    gpu = torch.cuda.get_device_name(device.torch) if isinstance(device, CudaDevice) else ""
+    return {"ops": ops, "links": rows, "gpu": gpu, "threads": torch.get_num_threads()}
+
+
+def _ops(
+    ctx: RankContext, number: int, size: dict[str, Any], device: Device, by: str, repeats: int, note: Note
+) -> dict[str, list[float]]:
+    prepared, plan = ctx.given(number)
+    watch = watch_of(device)
+    if by == "kernels":
+        mine = list(enumerate(map(KernelSample.of, size["pieces"])))[ctx.rank :: ctx.world]
+        return piece_samples(prepared, mine, device.torch, watch, repeats, note)
+    names = {(int(stage), kind, part): name for stage, kind, part, name in size["names"]}
+    out: dict[str, list[float]] = {}
+    for rank in _mine(ctx, plan):
+        for name, samples in op_samples(prepared, plan, names, rank, device, watch, repeats, note).items():
+            out[name] = [*out.get(name, []), *samples]
+    return out
+
+
+def _mine(ctx: RankContext, plan: Plan) -> list[int]:
+    """The ranks of the job that this process stands for: one of each program that is its to time."""
+    places = RankPlacement.of(plan)
+    if places.ranks == ctx.world:
+        return [ctx.rank]
+    return [ranks[0] for ranks in places.table][ctx.rank :: ctx.world]
+
+
+def _want(fields: dict[str, Any]) -> MessageSample:
+    members, sizes = tuple(fields["members"]), tuple(fields["sizes"])
+    return MessageSample(MessageKind(fields["kind"]), members, sizes, DType(fields["dtype"]))

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from executor.measure.ops import Note, Samples
-from executor.measure.watch import WARM_UP, DeviceTimer
+from executor.measure.ops import WARM_UP, DeviceTimer, Note, Samples
 from executor.modules.base import TORCH
 from executor.optim.optimizer import Optimizer, clip_scale, norm_of, square_sums
 from ir.core.ops import Pass

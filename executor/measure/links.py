@@ -11,8 +11,7 @@ import torch
 
 from executor.device import clock
 from executor.device.device import CudaDevice, Device
-from executor.measure.ops import Note
-from executor.measure.watch import WARM_UP
+from executor.measure.ops import WARM_UP, Note
 from executor.modules.base import TORCH
 from executor.transport.base import Transport, TransportHandle, TransportTopology
 from ir.core.work import DType, Message, MessageKind

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from executor.device.device import HostDevice
-from executor.device.memory import PeakMemory
+from executor.device.memory import OpWatch, PeakMemory
 from executor.device.progress import RankProgress, create
-from executor.device.watching import OpWatch
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import planned_routes
 from executor.runtime.batch import Microbatch, PendingMicrobatch

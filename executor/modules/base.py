@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from executor.modules.functions import token_loss
-from executor.modules.parallel import words_loss
 from executor.parallel.expert_all_to_all import ExpertAllToAll
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard
@@ -166,6 +165,4 @@ class TokenLoss(nn.Module):
         *extras, labels, scale = rest
         assert isinstance(labels, Tensor) and isinstance(scale, float)
         logits, labels = self.inner(x, *extras).flatten(0, 1), self.region.inner(labels).flatten()
-        if self.region.tp.size == 1:
-            return token_loss(logits, labels, scale, self.IGNORE)
-        return words_loss(logits, labels, scale, self.IGNORE, self.region)
+        return token_loss(logits, labels, scale, self.IGNORE, self.region.tp)

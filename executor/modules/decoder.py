@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from executor.modules.attention.attention import AttentionPart, LatentAttentionPart
 from executor.modules.base import NUMBER, BuiltChunks, TokenLoss, evaluate
 from executor.modules.hub_weights import HubCheckpoint
-from executor.modules.layers import EmbedPart, FeedForwardLayer, HeadPart, MlpPart, NormLayer, Params
+from executor.modules.layers import EmbedPart, FeedForwardLayer, HeadPart, LinearLayer, MlpPart, NormLayer, Params
 from executor.modules.moe.experts import ExpertAdd, ExpertRouter, Experts, LocalExperts, SharedExperts, moe_of
 from executor.modules.moe.spread import ExpertParallelAdd, ExpertParallelExperts, ExpertParallelRouter
-from executor.modules.mtp import NextTokenEmbed, NextTokenLoss, NextTokenProjection
 from executor.parallel.expert_all_to_all import ExpertAllToAll, exchanges
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide
@@ -25,6 +25,52 @@ from ir.graph import expert_rows
 from ir.workload.config.families import FAMILIES
 from ir.workload.config.keys import FORMS
 from ir.workload.config.spec import ModelConfig
+
+WEIGHT = 0.3  # λ of the paper's first 10 T tokens
+
+
+class NextTokenEmbed(nn.Module):
+    """Part `embed` of an MTP module: embeddings of the labels, which are the next tokens."""
+
+    def __init__(self, c: ModelConfig, make: Params, compute: torch.dtype) -> None:
+        super().__init__()
+        self.inner = EmbedPart(c, make, compute)
+
+    def forward(self, labels: Tensor) -> Tensor:
+        """A masked label reads token 0, whose prediction is masked too."""
+        found: Tensor = self.inner(labels.clamp_min(0))
+        return found
+
+
+class NextTokenProjection(nn.Module):
+    """Part `proj`: the hidden state and the next token's embedding, each normed, projected together from 2h to h."""
+
+    def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
+        super().__init__()
+        self.embed_norm = NormLayer(c, make, f"{prefix}enorm", c.hidden)
+        self.hidden_norm = NormLayer(c, make, f"{prefix}hnorm", c.hidden)
+        self.proj = LinearLayer(make, f"{prefix}eh_proj", c.hidden, 2 * c.hidden)
+
+    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
+        """DeepSeek's order: the embedding first."""
+        found: Tensor = self.proj(torch.cat((self.embed_norm(embedded), self.hidden_norm(x)), -1))
+        return found
+
+
+class NextTokenLoss(nn.Module):
+    """The head's loss on the tokens after the next: labels moved by one, times `WEIGHT`."""
+
+    def __init__(self, head: nn.Module, region: RankRegion | None = None) -> None:
+        super().__init__()
+        self.loss = TokenLoss(head, region)
+
+    def forward(self, x: Tensor, labels: Tensor, scale: float) -> Tensor:
+        """The last position has nothing to predict, nor has one whose next token is masked."""
+        further = F.pad(labels[:, 1:], (0, 1), value=TokenLoss.IGNORE)
+        further = further.masked_fill(labels < 0, TokenLoss.IGNORE)
+        found: Tensor = self.loss(x, further, scale * WEIGHT)
+        return found
+
 
 Reads = dict[str, tuple[str, ...]]
 Extras = dict[str, tuple[str, ...]]

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from executor.parallel.inline import RankAxis
+
 STRETCHES = 4  # in which a norm works through its rows
 LEAST_ROWS = 16
 
@@ -153,33 +155,50 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.cat([F.linear(r, w) for r, w in zip(rows, each, strict=True)])
 
 
+def words_here(ids: Tensor, size: int, wire: RankAxis) -> tuple[Tensor, Tensor]:
+    """Where a word stands in this rank's stretch of `size` words, 0 for one elsewhere; and whether it is elsewhere."""
+    at = ids - wire.index * size
+    elsewhere = (at < 0) | (at >= size)
+    return at.masked_fill(elsewhere, 0), elsewhere
+
+
 class _TokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, scale: float, ignore: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, scale: float, ignore: int, wire: RankAxis) -> Tensor:
         x = logits.to(wide(logits.dtype), copy=True)
-        x.sub_(x.amax(-1, keepdim=True))
-        at = labels.clamp_min(0).unsqueeze(-1)
-        chosen = x.gather(-1, at)
-        sums = x.exp_().sum(-1, keepdim=True)
+        x.sub_(wire.largest(x.amax(-1, keepdim=True)))
+        at, elsewhere = _labels_here(labels, x, wire)
+        chosen = wire.sum(_zeroed(x.gather(-1, at), elsewhere))
+        sums = wire.sum(x.exp_().sum(-1, keepdim=True))
         ctx.save_for_backward(x.div_(sums), labels)
-        ctx.scale, ctx.ignore, ctx.dtype = scale, ignore, logits.dtype
+        ctx.scale, ctx.ignore, ctx.dtype, ctx.wire = scale, ignore, logits.dtype, wire
         return (sums.log() - chosen).squeeze(-1).masked_fill(labels == ignore, 0.0).sum() * scale
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, labels = ctx.saved_tensors  # the probabilities become the gradient in place: nobody reads them again
-        at = labels.clamp_min(0).unsqueeze(-1)
-        x.scatter_add_(-1, at, torch.full_like(at, -1, dtype=x.dtype))
+        at, elsewhere = _labels_here(labels, x, ctx.wire)
+        x.scatter_add_(-1, at, _zeroed(torch.full_like(at, -1, dtype=x.dtype), elsewhere))
         x.mul_(((labels != ctx.ignore) * (dy * ctx.scale)).unsqueeze(-1).to(x.dtype))
-        return x.to(ctx.dtype), None, None, None
+        return x.to(ctx.dtype), None, None, None, None
 
 
-def token_loss(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> Tensor:
+def _labels_here(labels: Tensor, logits: Tensor, wire: RankAxis) -> tuple[Tensor, Tensor | None]:
+    at = labels.clamp_min(0).unsqueeze(-1)
+    return (at, None) if wire.size == 1 else words_here(at, logits.shape[-1], wire)
+
+
+def _zeroed(x: Tensor, where: Tensor | None) -> Tensor:
+    return x if where is None else x.masked_fill_(where, 0.0)
+
+
+def token_loss(logits: Tensor, labels: Tensor, scale: float, ignore: int, wire: RankAxis = RankAxis()) -> Tensor:
     """Σ cross entropy of (tokens, vocabulary), where labels are not `ignore`, times scale; in at least float32.
 
-    Keeps the probabilities alone, as Megatron does.
+    wire: to the ranks that have the logits of other words; three small all-reduces make the loss the same on all. Keeps
+    the probabilities alone, as Megatron does.
     """
-    return apply(_TokenLoss, logits, labels, scale, ignore)
+    return apply(_TokenLoss, logits, labels, scale, ignore, wire)
 
 
 class _Balanced(torch.autograd.Function):

@@ -7,7 +7,8 @@ plan has it (`ir.workload.parts.region`): what was gathered is not kept, but gat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from executor.modules.functions import apply, wide
+from executor.modules.functions import apply, words_here
 from executor.parallel.inline import RankAxis, RankRegion
+
+Moved = Callable[[Tensor], Tensor]
 
 
 def gather_tokens(wire: RankAxis, x: Tensor) -> Tensor:
@@ -39,74 +42,53 @@ def _returned(dx: Tensor, region: RankRegion) -> Tensor:
     return scatter_tokens(region.tp, dx) if region.sequence else region.tp.sum(dx)
 
 
-class _Enter(torch.autograd.Function):
+class _Across(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: RankRegion) -> Tensor:
-        ctx.region = region
-        return _entered(x, region).detach()
+    def forward(ctx: Any, x: Tensor, there: Moved, back: Moved) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        own = dy if ctx.region.sequence else dy.clone(memory_format=torch.contiguous_format)
-        return _returned(own, ctx.region), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(dy), None, None
 
 
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, region: RankRegion) -> Tensor:
-        ctx.region = region
-        return scatter_tokens(region.tp, y) if region.sequence else region.tp.sum(y.detach())
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _entered(dy, ctx.region), None
+def across(x: Tensor, there: Moved, back: Moved) -> Tensor:
+    """What a map between ranks makes of x, whose gradient comes back by another."""
+    return apply(_Across, x, there, back)
 
 
 def enter(x: Tensor, region: RankRegion) -> Tensor:
     """What no linear reads first: this rank's tokens → all tokens."""
-    return x if region.tp.size == 1 else apply(_Enter, x, region)
+
+    def back(dy: Tensor) -> Tensor:
+        return _returned(dy if region.sequence else dy.clone(memory_format=torch.contiguous_format), region)
+
+    return x if region.tp.size == 1 else across(x, lambda x: _entered(x, region).detach(), back)
 
 
 def leave(y: Tensor, region: RankRegion) -> Tensor:
     """A partial sum of all tokens, which nobody else reads → the sum, of this rank's tokens."""
-    return y if region.tp.size == 1 else apply(_Leave, y, region)
+    return y if region.tp.size == 1 else across(y, lambda y: _left(y, region), lambda dy: _entered(dy, region))
 
 
-class _Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: RankRegion) -> Tensor:
-        ctx.region = region
-        return _stretch(x, region)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return gather_tokens(ctx.region.tp, dy), None
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: RankRegion) -> Tensor:
-        ctx.region = region
-        return gather_tokens(region.tp, x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _stretch(dy, ctx.region), None
-
-
-def _stretch(x: Tensor, region: RankRegion) -> Tensor:
-    """This rank's of equal stretches of dim -2, as a tensor of its own."""
-    return x.chunk(region.tp.size, -2)[region.tp.index].clone(memory_format=torch.contiguous_format)
+def _left(y: Tensor, region: RankRegion) -> Tensor:
+    return scatter_tokens(region.tp, y) if region.sequence else region.tp.sum(y.detach())
 
 
 def own(x: Tensor, region: RankRegion) -> Tensor:
     """(…, size · n, features) that all ranks have → this rank's (…, n, features), which it alone goes on with."""
-    return x if region.tp.size == 1 else apply(_Own, x, region)
+    return x if region.tp.size == 1 else across(x, partial(_stretch, region.tp), partial(gather_tokens, region.tp))
 
 
 def whole(x: Tensor, region: RankRegion) -> Tensor:
     """The way back: (…, n, features) of every rank → (…, size · n, features), with which all do the same."""
-    return x if region.tp.size == 1 else apply(_Whole, x, region)
+    return x if region.tp.size == 1 else across(x, partial(gather_tokens, region.tp), partial(_stretch, region.tp))
+
+
+def _stretch(wire: RankAxis, x: Tensor) -> Tensor:
+    """This rank's of equal stretches of dim -2, as a tensor of its own."""
+    return x.chunk(wire.size, -2)[wire.index].clone(memory_format=torch.contiguous_format)
 
 
 # Column-parallel linears: the input's gradient and the weights' are found by two nodes, joined by a third, so that
@@ -204,41 +186,6 @@ def words(ids: Tensor, weight: Tensor, region: RankRegion, dtype: torch.dtype) -
     if has_torch_function((ids, weight)):
         found: Tensor = handle_torch_function(words, (ids, weight), ids, weight, region, dtype)
         return found
-    at, elsewhere = _here(ids, len(weight), region)
+    at, elsewhere = words_here(ids, len(weight), region.tp)
     made = F.embedding(at, weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
     return leave(made.to(dtype), region)
-
-
-def _here(ids: Tensor, size: int, region: RankRegion) -> tuple[Tensor, Tensor]:
-    """Where a word stands in this rank's stretch of `size` words, 0 for one elsewhere; and whether it is elsewhere."""
-    at = ids - region.tp.index * size
-    elsewhere = (at < 0) | (at >= size)
-    return at.masked_fill(elsewhere, 0), elsewhere
-
-
-class _WordsLoss(torch.autograd.Function):
-    """As `functions.token_loss`, of logits for this rank's words: three small all-reduces, as Megatron has them."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, scale: float, ignore: int, region: RankRegion) -> Tensor:
-        x = logits.to(wide(logits.dtype), copy=True)
-        x.sub_(region.tp.largest(x.amax(-1, keepdim=True)))
-        at, elsewhere = _here(labels.clamp_min(0).unsqueeze(-1), x.shape[-1], region)
-        chosen = region.tp.sum(x.gather(-1, at).masked_fill_(elsewhere, 0.0))
-        sums = region.tp.sum(x.exp_().sum(-1, keepdim=True))
-        ctx.save_for_backward(x.div_(sums), labels)
-        ctx.scale, ctx.ignore, ctx.dtype, ctx.region = scale, ignore, logits.dtype, region
-        return (sums.log() - chosen).squeeze(-1).masked_fill(labels == ignore, 0.0).sum() * scale
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, labels = ctx.saved_tensors  # the probabilities become the gradient in place, as in `functions`
-        at, elsewhere = _here(labels.clamp_min(0).unsqueeze(-1), x.shape[-1], ctx.region)
-        x.scatter_add_(-1, at, torch.full_like(at, -1, dtype=x.dtype).masked_fill_(elsewhere, 0.0))
-        x.mul_(((labels != ctx.ignore) * (dy * ctx.scale)).unsqueeze(-1).to(x.dtype))
-        return x.to(ctx.dtype), None, None, None, None
-
-
-def words_loss(logits: Tensor, labels: Tensor, scale: float, ignore: int, region: RankRegion) -> Tensor:
-    """Σ cross entropy · scale over (tokens, this rank's words), the same on every rank of the region."""
-    return apply(_WordsLoss, logits, labels, scale, ignore, region)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from executor.optim.gradients import ParamGradients
+from executor.optim.optimizer import ParamGradients
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.flat import places_in
 from ir.graph.sync import Bucket

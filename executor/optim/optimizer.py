@@ -1,4 +1,4 @@
-"""SGD and AdamW on flat sets of named tensors, and the global gradient norm, summed in canonical parameter order."""
+"""SGD and AdamW on flat sets of named tensors, learning rates, sums of gradients, and their global norm."""
 
 from __future__ import annotations
 
@@ -9,9 +9,52 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from executor.optim.schedule import learning_rate
 from ir.core.flat import update_blocks
 from ir.job.schema import JobOptimizer
+
+
+class ParamGradients:
+    """Sums of weight gradients by global name, in the dtype they are accumulated in; each `add` is one microbatch.
+
+    >>> grads = ParamGradients({"w": torch.zeros(2)}); grads.add("w", torch.ones(2)); grads.add("w", torch.ones(2))
+    >>> grads["w"].tolist()
+    [2.0, 2.0]
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
+        self.sums = {n: torch.zeros_like(p, dtype=dtype or p.dtype, requires_grad=False) for n, p in params.items()}
+        self.passing: dict[tuple[str, int], Tensor] = {}  # of a microbatch, to be reduced before it is summed
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.sums[name]
+
+    def add(self, name: str, grad: Tensor, mb: int = 0) -> None:
+        (self.sums[name] if name in self.sums else self.passing[name, mb]).add_(grad.detach())
+
+    def zero(self) -> None:
+        for g in self.sums.values():
+            g.zero_()
+
+
+def learning_rate(o: JobOptimizer, step: int, steps: int = 0) -> float:
+    """Of step `step` (from 0) of a run that ends behind `steps`, which only "wsd" asks for.
+
+    It rises to lr over `warmup_steps`, which the last of them has, and falls to min_lr over `decay_steps`: right behind
+    the warm-up, or (wsd) over the run's last ones. Each is torch's scheduler of that name, in closed form.
+
+    >>> o = JobOptimizer(lr=1.0, schedule="linear", warmup_steps=2, decay_steps=4, min_lr=0.2)
+    >>> [round(learning_rate(o, k), 2) for k in range(8)]
+    [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    """
+    if step < o.warmup_steps:
+        return o.lr * (step + 1) / o.warmup_steps
+    if o.schedule == "constant" or not o.decay_steps:
+        return o.lr
+    begins = max(o.warmup_steps, steps - o.decay_steps) if o.schedule == "wsd" else o.warmup_steps
+    share = min(max((step - begins) / o.decay_steps, 0.0), 1.0)
+    left = (1 + math.cos(math.pi * share)) / 2 if o.schedule == "cosine" else 1 - share
+    return o.min_lr + (o.lr - o.min_lr) * left
+
 
 Runs = tuple[tuple[slice, float], ...]  # stretches of a flat tensor, each with its weight decay
 USUAL_DECAY = {"adamw": 0.01, "sgd": 0.0}  # torch's

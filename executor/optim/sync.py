@@ -9,8 +9,7 @@ from functools import partial
 from torch import Tensor, dtype
 
 from executor.optim.flat import FlatBucket
-from executor.optim.gradients import ParamGradients
-from executor.optim.optimizer import Optimizer, Runs, clip_scale, decay_of, norm_of, square_sums
+from executor.optim.optimizer import Optimizer, ParamGradients, Runs, clip_scale, decay_of, norm_of, square_sums
 from executor.parallel.collective import Collective
 from executor.transport.base import Transport, TransportHandle
 from ir.core.errors import ErrorKind, PiperError

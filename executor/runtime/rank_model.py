@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from executor.autograd.compiled_parts import CompiledParts, compile_parts
+from executor.autograd.compiled import CompiledParts, compile_parts
 from executor.autograd.stage import Stage
 from executor.device.device import Device
 from executor.modules.base import TORCH
 from executor.modules.choose import model_of, recomputed
 from executor.modules.user.model import UserModel
-from executor.optim.gradients import ParamGradients
+from executor.optim.optimizer import ParamGradients
 from executor.optim.sync import BucketSync, BucketSyncConfig
 from executor.parallel.expert_all_to_all import ExpertRoute
 from executor.parallel.inline import RankRegion

@@ -22,9 +22,8 @@ from executor.device.race import RaceDevice
 from executor.runtime.given import given_name, read_given
 from executor.runtime.target import find, write_whole
 from executor.transport.base import Transport, TransportError, TransportTopology
-from executor.transport.groups import GlooTransport, file_store
+from executor.transport.groups import GlooTransport, NcclTransport, file_store
 from executor.transport.local import LocalTransport, LocalTransportHub
-from executor.transport.nccl import NcclTransport
 from ir.core.errors import PiperError
 from ir.job.build import PreparedJob
 from ir.plan.plan import Plan

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from executor.autograd.stage import Stage
-from executor.optim.gradients import ParamGradients
+from executor.optim.optimizer import ParamGradients
 from executor.runtime.batch import Microbatch, MicrobatchLoader
 from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.kernels import TimedKernels

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from executor.autograd.stage import Stage
 from executor.modules.base import Model, evaluate
-from executor.optim.gradients import ParamGradients
-from executor.optim.optimizer import Optimizer, clip_scale, norm_of, square_sums
+from executor.optim.optimizer import Optimizer, ParamGradients, clip_scale, norm_of, square_sums
 from executor.runtime.batch import MicrobatchLoader
 from ir.core.ops import Pass
 from ir.job.schema import JobOptimizer

@@ -23,7 +23,8 @@ from cost_models.profile.machine import ProfileMachine
 from cost_models.profile.profile import MeasuredCost, OpEntry, Profile
 from cost_models.software import load_software
 from cost_models.software.dispatcher import read_dispatchers
-from executor.checkpoint import lock, reader
+from executor.checkpoint import reader
+from executor.checkpoint.folder import said
 from executor.checkpoint.manifest import CheckpointManifest, check_files, read_manifest, verify
 from executor.checkpoint.tensors import FORM as FILES
 from executor.checkpoint.tensors import MANIFEST, digest_of
@@ -184,7 +185,7 @@ def _checkpoints() -> Iterator[Format]:
 def _locked(path: Path) -> object:
     (path.parent / "lock").unlink(missing_ok=True)
     (path.parent / "lock").symlink_to(path)
-    return lock.said(path.parent)
+    return said(path.parent)
 
 
 def _read_checkpoint(folder: Path) -> object:

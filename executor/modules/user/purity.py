@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 from torch.utils._pytree import tree_leaves
 
-from executor.device.watching import OpWatch
+from executor.device.memory import OpWatch
 from ir.core.errors import ErrorKind, PiperError
 
 Call = tuple[object, ...]

@@ -4,8 +4,7 @@ import pytest
 
 from cost_models import LinkFabric, kernel_seconds, message_seconds
 from cost_models.compute.interference import KernelSlowdown
-from cost_models.software.casts import fp8_casts
-from cost_models.software.dispatcher import dispatchers
+from cost_models.software.dispatcher import dispatchers, fp8_casts
 from ir.core.errors import PiperError
 from ir.core.work import CAST, SORTS, DType, Kernel, KernelKind, Message, MessageKind
 from ir.job import load_job

@@ -17,7 +17,7 @@ from executor.checkpoint.manifest import read_manifest
 from executor.checkpoint.pieces import ShardPiece
 from executor.checkpoint.reader import digests
 from executor.modules.base import TORCH
-from executor.optim.gradients import ParamGradients
+from executor.optim.optimizer import ParamGradients
 from executor.optim.sync import BucketSync, BucketSyncConfig
 from executor.parallel.shares import ParamShard, shares
 from ir.graph.sync import buckets

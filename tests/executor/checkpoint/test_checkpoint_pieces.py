@@ -15,7 +15,7 @@ from executor.checkpoint import tensors as tensors_module
 from executor.checkpoint.manifest import read_manifest
 from executor.checkpoint.pieces import ShardPiece, written
 from executor.checkpoint.reader import CheckpointReader, digests
-from executor.checkpoint.same import check_same, training_of
+from executor.checkpoint.settings import check_same, training_of
 from executor.checkpoint.tensors import MANIFEST, CheckpointTensors, digest_of, write_tensors
 from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.errors import PiperError

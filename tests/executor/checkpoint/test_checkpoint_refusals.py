@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from executor.checkpoint import __main__ as lister
-from executor.checkpoint import lock as lock_module
-from executor.checkpoint.folder import complete, prune
-from executor.checkpoint.lock import CheckpointLock, said
+from executor.checkpoint import folder as lock_module
+from executor.checkpoint.folder import CheckpointLock, complete, prune, said
 from executor.checkpoint.manifest import CheckpointManifest, read_manifest
 from executor.checkpoint.settings import settled
 from executor.launch import run as cli

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.data.files import check_vocabulary
-from executor.data.order import TokenOrder
-from executor.data.tokens import FileTokens
+from executor.data.tokens import FileTokens, TokenOrder
 from executor.runtime.batch import MicrobatchLoader
 from ir.core.errors import PiperError
 

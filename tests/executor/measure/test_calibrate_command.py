@@ -13,7 +13,7 @@ import torch
 from cost_models.profile.file import load_profile
 from executor.launch import run as cli
 from executor.measure import calibrate as stopwatch
-from executor.measure import watch as calibrate_watch
+from executor.measure import ops as calibrate_watch
 from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.build import PreparedJob

@@ -10,8 +10,7 @@ import torch
 from executor.device.device import HostDevice
 from executor.measure.kernels import KernelSample, piece_samples, recipes, runner
 from executor.measure.links import MessageSample, ladder, link_samples, wanted
-from executor.measure.ops import names_of, op_samples
-from executor.measure.watch import HostDeviceTimer
+from executor.measure.ops import HostDeviceTimer, names_of, op_samples
 from ir.core.work import DType, Kernel, KernelKind, MessageKind
 from ir.graph.classes import node_classes
 from ir.graph.graph import PerStepOp

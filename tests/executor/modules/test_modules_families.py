@@ -11,10 +11,9 @@ from executor.modules import functions as f
 from executor.modules.attention.attend import AttentionMask, attend
 from executor.modules.attention.rope import TokenAngles, rotary, rotate
 from executor.modules.base import BuiltChunks, evaluate
-from executor.modules.decoder import DecoderModel
+from executor.modules.decoder import DecoderModel, NextTokenLoss
 from executor.modules.layers import Params
 from executor.modules.moe.experts import ExpertDispatch, ExpertRouter, LocalExperts
-from executor.modules.mtp import NextTokenLoss
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.runtime.batch import MicrobatchLoader
 from ir.workload.chunks import chunks

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from executor.autograd.split import SplitPass
 from executor.modules.attention.attend import AttentionMask, attend
-from executor.modules.attention.context import whole_context
+from executor.modules.attention.attention import whole_context
 from executor.modules.functions import token_loss
-from executor.modules.parallel import columns, enter, leave, words, words_loss
+from executor.modules.parallel import columns, enter, leave, words
 from executor.parallel.inline import RankAxis, RankRegion, group_name, stretches
 from executor.transport.base import TransportTopology
 from executor.transport.local import LocalTransport
@@ -149,7 +149,7 @@ def test_words_are_looked_up_where_they_are_and_lost_as_everywhere(sequence: boo
         own = _part(table, 0, region).requires_grad_()
         x = words(ids, own, region, torch.float64)
         mine = _part(logits.detach(), 1, region).requires_grad_()
-        loss = words_loss(mine, labels, 0.25, -100, region)
+        loss = token_loss(mine, labels, 0.25, -100, region.tp)
         return (
             x.detach(),
             *torch.autograd.grad(x, own, _mine(dy, region)),

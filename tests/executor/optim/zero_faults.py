@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from executor.optim.gradients import ParamGradients
+from executor.optim.optimizer import ParamGradients
 from executor.runtime import rank as rank_module
 from executor.runtime.batch import Microbatch, MicrobatchLoader
 from executor.runtime.interpreter import PlanInterpreter

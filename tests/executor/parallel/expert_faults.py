@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from executor.autograd import stage as chunk
-from executor.optim.gradients import ParamGradients
+from executor.optim.optimizer import ParamGradients
 from executor.optim.sync import BucketSync, Start
 from executor.parallel.collective import Collective
 from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertRoute, ExpertTransfer

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from executor.autograd.stage import Stage
 from executor.modules import parallel
-from executor.modules.attention import attend, context
-from executor.parallel.inline import RankAxis, RankRegion
+from executor.modules.attention import attend, attention
+from executor.parallel.inline import RankAxis
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportHandle
@@ -46,13 +46,8 @@ def noted(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
 
 def unsummed(ctx: RankContext, **spec: Any) -> Any:
     """What row-parallel linears make is not summed over ranks."""
-    parallel._Leave.forward = staticmethod(_kept)  # type: ignore[method-assign]
+    parallel._left = lambda y, region: y.detach()
     return train_rank(ctx, **spec)
-
-
-def _kept(ctx: Any, y: Tensor, region: RankRegion) -> Tensor:
-    ctx.region = region
-    return y.detach()
 
 
 def summed_over_all(param: Param, layout: PartLayout) -> tuple[str, ...]:
@@ -94,9 +89,5 @@ def in_a_row(ctx: RankContext, **spec: Any) -> Any:
 
 def own_keys(ctx: RankContext, **spec: Any) -> Any:
     """Gradients of keys and values that other ranks' queries gave stay there."""
-    context._Gather.backward = staticmethod(_own)  # type: ignore[method-assign]
+    attention.scatter_tokens = lambda cp, whole: whole.chunk(cp.size, -2)[cp.index].contiguous()  # type: ignore[attr-defined]
     return train_rank(ctx, **spec)
-
-
-def _own(ctx: Any, whole: Tensor) -> tuple[Tensor, None]:
-    return whole.chunk(ctx.cp.size, -2)[ctx.cp.index].contiguous(), None

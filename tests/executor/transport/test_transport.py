@@ -12,8 +12,8 @@ from executor.parallel.inline import holders
 from executor.runtime.worker import RankContext
 from executor.transport import groups
 from executor.transport.base import DelayedTransport, Transport, TransportError, TransportTopology
+from executor.transport.groups import NcclTransport
 from executor.transport.local import LocalTransport
-from executor.transport.nccl import NcclTransport
 from tests.executor.threads import run_threads
 
 TOPOLOGY = TransportTopology.of(2, [(0, 1), (1, 0)], {"both": (0, 1), "me": (0,)})
