@@ -1,16 +1,8 @@
 """Work to seconds and bytes: hardware files, compute, links, optimizer, memory. No SimPy, no torch.
 
-Every number from here is **modelled**: none was measured on the machine of the job. What it is modelled from:
-
-| module | from what to what | grounded in |
-|---|---|---|
-| `hardware` | a preset or file to a checked `DeviceHardware` | datasheets; each value names its source |
-| `compute` | a kernel to seconds: roofline, tiles, waves | DeepSeek-V3's profile (H800), Zero Bubble's Table 6 (A100) |
-| `protocols`, `links` | a message to seconds: alpha-beta, two tiers | NCCL's tuner, nccl-tests, DeepEP's README |
-| `optimizer` | a precision recipe to bytes per parameter and the update's traffic | exact sizes; one fused pass |
-| `memory` | allocated bytes to reserved and device bytes | rounding rules of the CUDA allocator; a band |
-
-One file per GPU, fitted once; nothing is tuned per model, cluster or row. The fits are checked in tests/cost_models.
+Every number from here is **modelled**, but for profiles: none was measured on the machine of the job. One file per GPU,
+fitted once, each value with its source; nothing is tuned per model, cluster or row. The fits are checked in
+tests/cost_models; docs/COSTS.md says what they are grounded in.
 """
 
 from cost_models.compute.optimizer import OptimizerMemory, OptimizerPrecision, state_bytes

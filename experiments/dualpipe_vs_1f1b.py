@@ -10,7 +10,6 @@ and the commit. Nothing is random. All seconds are modelled from the hardware fi
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.joint import fair
+from experiments.published.picture import canvas, png
 from ir.core.errors import PiperError
 from ir.job.load import job_from
 from piper_sim.app.commands.demo import JOB
@@ -70,20 +70,14 @@ def uniform(microbatches: int) -> list[Row]:
 
 def bars(panels: dict[str, list[Row]]) -> bytes:
     """The figure: a panel per title."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas(15, 6, "constrained")
     every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, rows) in zip(every, panels.items(), strict=True):
         _panel(axes, title, rows)
     every[0].set_ylabel("seconds of one step, mean over ranks")
     named = dict(zip(*reversed(every[0].get_legend_handles_labels()), strict=True))
     figure.legend(named.values(), named, loc="outside right center", frameon=False, fontsize=9, reverse=True)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=110, metadata={"Software": None})
-    return out.getvalue()
+    return png(figure, dpi=110)
 
 
 def _panel(axes: Axes, title: str, rows: list[Row]) -> None:

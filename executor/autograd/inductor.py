@@ -8,12 +8,14 @@ loops read the same values; W reads no weight, as it may run where those are not
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from executor.modules.user.annotate import ancestors
 
 Kernel = Callable[..., Sequence[Tensor]]
 VIEWS = (
@@ -96,17 +98,17 @@ class _Cut:
         back = self.backward.graph
         ends = _results(self.backward)
         has = [k for k, e in enumerate(ends) if isinstance(e, fx.Node)]
-        early = _ancestors(e for k, e in enumerate(ends) if k in has and k >= self.weights)
+        early = ancestors(e for k, e in enumerate(ends) if k in has and k >= self.weights)
         dx, dw = [k for k in has if k >= self.weights], [k for k in has if k < self.weights]
         for k in list(dw):
-            rest = _ancestors([ends[k]]) - early
+            rest = ancestors([ends[k]]) - early
             if early and not any(_is_product(n) for n in rest):
                 early |= rest
                 dx.append(k)
                 dw.remove(k)
-        late = {n for n in _ancestors(ends[k] for k in dw) if n.op != "placeholder"} - early
+        late = {n for n in ancestors(ends[k] for k in dw) if n.op != "placeholder"} - early
         while more := {n for n in late if any(self._of_weight(i) for i in n.all_input_nodes)}:
-            early |= _ancestors(more)
+            early |= ancestors(more)
             late -= early
         late |= self._views(late)
         w_in = [n for n in back.nodes if n not in late and any(u in late for u in n.users)]
@@ -214,16 +216,6 @@ def _is_constant(node: fx.Node) -> bool:
 def _is_product(node: fx.Node) -> bool:
     name = _base(node)
     return name not in VIEWS and any(p in name for p in PRODUCTS)
-
-
-def _ancestors(ends: Iterable[fx.Node]) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    stack = list(ends)
-    while stack:
-        if (node := stack.pop()) not in seen:
-            seen.add(node)
-            stack += node.all_input_nodes
-    return seen
 
 
 def _extract(module: fx.GraphModule, given: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> fx.GraphModule:

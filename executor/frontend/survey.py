@@ -12,9 +12,9 @@ from executor.frontend.measure import PartMeasure, Sizes, measure
 from executor.modules.attention.attend import forget_masks
 from executor.modules.attention.rope import forget_tables
 from executor.modules.base import BuiltChunks, Model, example_extra, wiring
+from executor.modules.user.annotate import model_error
 from executor.modules.user.routed import balanced
 from executor.parallel.inline import MessageAxis
-from ir.core.errors import ErrorKind, PiperError
 
 
 @contextmanager
@@ -75,14 +75,11 @@ def _blaming(unit: str) -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise PiperError(
-            ErrorKind.MODEL,
-            f"{unit}: shapes depend on values ({error}), and here are none",
-            suggestion="make shapes depend on sizes alone, as with balanced experts",
-        ) from error
+        message = f"{unit}: shapes depend on values ({error}), and here are none"
+        raise model_error(message, "make shapes depend on sizes alone, as with balanced experts") from error
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
         message = f"{unit} failed without values: {type(error).__name__}: {error}"
-        raise PiperError(ErrorKind.MODEL, message, suggestion="run the module on a small batch first") from error
+        raise model_error(message, "run the module on a small batch first") from error
 
 
 def batch(built: BuiltChunks, unit: str, size: int, length: int) -> list[object]:

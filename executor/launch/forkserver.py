@@ -2,13 +2,7 @@
 
 What all ranks of a run are given, it reads once, and they inherit. Requests and events are JSON lines over one socket.
 When the socket closes, every child is killed and the server ends; when the server dies, the kernel kills the children
-(PR_SET_PDEATHSIG). So no process outlives the one that asked for it.
-
-Why not torch's own: `torch.distributed.elastic.multiprocessing` (2.13, tried by spawn and by forkserver) imports torch
-and the main module again in every rank of every run: two ranks stood after 19 to 27 s on two busy cores, where these
-are forked in milliseconds. It reported a killed rank 8 to 10 s later, and knows neither at which op it was nor who
-waited for it; when its launcher was killed, ranks that hold back SIGINT went on under forkserver for as long as we
-looked (40 minutes).
+(PR_SET_PDEATHSIG). So no process outlives the one that asked for it. Why it is not torch's own, says ARCHITECTURE.md.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from pathlib import Path
 from executor.data.tokens import check_sources
 from executor.device.device import LAUNCHES
 from executor.modules.decoder import refuse_model
+from executor.modules.user.annotate import model_error
 from executor.parallel.inline import check_divided
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.work import DType
 from ir.job.build import PreparedJob, blaming, precision_of, recompute_options
 from ir.verify.queues import DeviceQueues, check_device
 
-AXES = ("etp",)
 RECOMPUTED = ("none", "selective", "full", "scores", "attention", "mlp")
 COMPUTE = (DType.FP64, DType.FP32, DType.BF16)
 
@@ -35,12 +35,11 @@ def refuse(prepared: PreparedJob, backend: str = "gloo", *, real: bool = True, h
 
 
 def _refuse_job(prepared: PreparedJob, real: bool) -> None:
-    for axis in AXES:
-        if (size := prepared.mesh.sizes[axis]) > 1:
-            raise _not_yet(ErrorKind.JOB, f"{axis} = {size}", f"parallel.{axis}", "1")
+    if (size := prepared.mesh.sizes["etp"]) > 1:
+        raise _not_yet(f"etp = {size}", "parallel.etp", "1")
     if prepared.config.mtp and prepared.layers[-1] == 0:
         message = "an MTP module on a stage without the last layer"
-        raise _not_yet(ErrorKind.JOB, message, "parallel.layers", "at least 1 layer on the last stage")
+        raise _not_yet(message, "parallel.layers", "at least 1 layer on the last stage")
     if real:
         _refuse_arithmetic(prepared)
     _refuse_formats(prepared)
@@ -51,12 +50,15 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
     check_divided(prepared.plan().graph)
     _refuse_patterns(prepared)
     if job.run.compile:
-        _refuse_compiled(prepared)
+        for axis in ("tp", "cp"):  # ranks that meet inside of an op do so from Python
+            if (size := prepared.mesh.sizes[axis]) > 1:
+                raise _not_yet(f"{axis} = {size} inside of compiled code", f"parallel.{axis}", "1")
+        _check_compiler()
     if fine := sorted(recompute_options(job) - set(RECOMPUTED)):
         allowed = ", ".join(f'"{p}"' for p in RECOMPUTED)
-        raise _not_yet(ErrorKind.JOB, f"recompute of {', '.join(fine)} alone", "schedule.recompute", allowed)
+        raise _not_yet(f"recompute of {', '.join(fine)} alone", "schedule.recompute", allowed)
     if any(e.chunk.name.startswith("skip") for e in prepared.base.entries):
-        raise _not_yet(ErrorKind.JOB, "a stage without layers", "parallel.layers", "at least 1 layer per inner stage")
+        raise _not_yet("a stage without layers", "parallel.layers", "at least 1 layer per inner stage")
     if job.model.weights is not None:
         from executor.modules.choose import check_weights  # with torch, which a launcher needs for nothing else
 
@@ -71,14 +73,6 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
     check_sources(job, prepared.config.vocab)
 
 
-def _refuse_compiled(prepared: PreparedJob) -> None:
-    """Ranks that meet inside of an op do so from Python."""
-    for axis in ("tp", "cp"):
-        if (size := prepared.mesh.sizes[axis]) > 1:
-            raise _not_yet(ErrorKind.JOB, f"{axis} = {size} inside of compiled code", f"parallel.{axis}", "1")
-    _check_compiler()
-
-
 def _check_compiler() -> None:
     """Raise PiperError (missing_dependency): Inductor finds no C++ compiler here, or no headers of Python."""
     compiler = os.environ.get("CXX", "g++")
@@ -86,13 +80,9 @@ def _check_compiler() -> None:
     missing = [compiler] if shutil.which(compiler) is None else [] if header.is_file() else [str(header)]
     if missing:
         message = f"torch's compiler needs {missing[0]}, which is not here"
-        raise PiperError(
-            ErrorKind.MISSING_DEPENDENCY,
-            message,
-            key="run.compile",
-            allowed="a C++ compiler (g++, or the one that CXX names) and Python's headers",
-            suggestion="apt-get install g++ python3-dev, or run.compile = false",
-        )
+        allowed = "a C++ compiler (g++, or the one that CXX names) and Python's headers"
+        fix, kind = "apt-get install g++ python3-dev, or run.compile = false", ErrorKind.MISSING_DEPENDENCY
+        raise PiperError(kind, message, key="run.compile", allowed=allowed, suggestion=fix)
 
 
 def _refuse_patterns(prepared: PreparedJob) -> None:
@@ -101,22 +91,17 @@ def _refuse_patterns(prepared: PreparedJob) -> None:
     for pattern in prepared.job.optimizer.no_decay:
         if not any(fnmatchcase(n, pattern) for n in names):
             message, last = f"no parameter is called {pattern!r}", sorted({n.rpartition(".")[2] for n in names})
-            allowed = f"patterns of names like {min(names)}"
             fix = nearest(pattern, [f"*{x}" for x in last])
-            raise PiperError(ErrorKind.JOB, message, key="optimizer.no_decay", allowed=allowed, suggestion=fix)
+            raise job_error("optimizer.no_decay", message, fix, f"patterns of names like {min(names)}")
 
 
 def _refuse_stored(prepared: PreparedJob) -> None:
     """A quantised checkpoint's config does not say what it is trained in: the job has to."""
     if (stored := prepared.config.stored) and prepared.job.precision.params is None:
-        raise PiperError(
-            ErrorKind.MODEL,
-            f"its checkpoint is stored in {stored}, which `run` does not train; say what its parameters are trained in",
-            file=prepared.config.source,
-            key="quantization_config",
-            allowed=f"precision.params = {', '.join(COMPUTE)} in the job",
-            suggestion='precision.params = "bf16"',
-        )
+        said = f"its checkpoint is stored in {stored}, which `run` does not train"
+        message, fix = f"{said}; say what its parameters are trained in", 'precision.params = "bf16"'
+        allowed = f"precision.params = {', '.join(COMPUTE)} in the job"
+        raise model_error(message, fix, allowed, "quantization_config").at(file=prepared.config.source)
 
 
 def _refuse_balance(prepared: PreparedJob) -> None:
@@ -124,8 +109,7 @@ def _refuse_balance(prepared: PreparedJob) -> None:
     moe, sizes = prepared.config.moe, prepared.mesh.sizes
     if moe is not None and moe.balance and sizes["tp"] * sizes["cp"] > 1:
         key = "aux_loss_alpha" if prepared.config.model_type.startswith("deepseek") else "router_aux_loss_coef"
-        message = "an auxiliary loss of sequences that several ranks share"
-        raise _not_yet(ErrorKind.JOB, message, f"model.{key}", "0")
+        raise _not_yet("an auxiliary loss of sequences that several ranks share", f"model.{key}", "0")
 
 
 def refuse_module(prepared: PreparedJob) -> None:
@@ -137,15 +121,14 @@ def refuse_module(prepared: PreparedJob) -> None:
     if m.graph is None:
         command = f"python -m executor.frontend.capture {m.module} --out model.json --seq-len {m.seq_len}"
         message = f"{m.module} needs the graph captured from it, which its plan is made of"
-        raise PiperError(ErrorKind.JOB, message, key="model.graph", allowed="a model.json", suggestion=command)
+        raise job_error("model.graph", message, command, "a model.json")
     if m.module is None:
-        message = f"{m.graph} says what a module does, not how"
-        fix = 'module = "my_model.py:build"'
-        raise PiperError(ErrorKind.JOB, message, key="model.module", allowed="the captured module", suggestion=fix)
+        message, fix = f"{m.graph} says what a module does, not how", 'module = "my_model.py:build"'
+        raise job_error("model.module", message, fix, "the captured module")
     if precision.params is not precision.compute:
         message = f"a module of your own computes in its parameters' format, {precision.params}"
         fix = f"precision.compute = {precision.params}"
-        raise PiperError(ErrorKind.JOB, message, key="precision.compute", allowed=str(precision.params), suggestion=fix)
+        raise job_error("precision.compute", message, fix, str(precision.params))
     from executor.modules.choose import model_of
 
     model_of(prepared)
@@ -177,16 +160,15 @@ def _connections() -> int:
 
 def _refuse_formats(prepared: PreparedJob) -> None:
     p, given = precision_of(prepared.job), prepared.job.precision
-    if p.compute not in COMPUTE:
-        raise _not_yet(ErrorKind.JOB, f"computing in {p.compute}", "precision.compute", ", ".join(COMPUTE))
-    for key in ("params", "grads", "optimizer", "reduce"):
-        if getattr(p, key) not in COMPUTE:
-            raise _not_yet(ErrorKind.JOB, f"{key} in {getattr(p, key)}", f"precision.{key}", ", ".join(COMPUTE))
+    for key in ("compute", "params", "grads", "optimizer", "reduce"):
+        if (found := getattr(p, key)) not in COMPUTE:
+            said = "computing" if key == "compute" else key
+            raise _not_yet(f"{said} in {found}", f"precision.{key}", ", ".join(COMPUTE))
     if given.gather not in (None, p.params):
         message = f"gathering parameters in another format ({given.gather}) than they have ({p.params})"
-        raise _not_yet(ErrorKind.JOB, message, "precision.gather", p.params)
+        raise _not_yet(message, "precision.gather", p.params)
 
 
-def _not_yet(kind: ErrorKind, what: str, key: str, allowed: str) -> PiperError:
+def _not_yet(what: str, key: str, allowed: str) -> PiperError:
     message = f"{what} is planned and simulated, but not executed yet"
-    return PiperError(kind, message, key=key, allowed=allowed, suggestion=f"{key} {allowed.split(',')[0]}")
+    return job_error(key, message, f"{key} {allowed.split(',')[0]}", allowed)

@@ -8,6 +8,7 @@ from pathlib import Path
 from executor.modules.base import TORCH, Model
 from executor.modules.decoder import DecoderModel
 from executor.modules.hub_weights import HubCheckpoint, biases
+from executor.modules.user.annotate import model_error
 from executor.modules.user.divided import ModelShard
 from executor.modules.user.model import UserModel, load_callable
 from executor.parallel.inline import RankRegion
@@ -105,13 +106,9 @@ def _users(
         model.refuse_impure(job.schedule.microbatch_size, job.model.seq_len)
     last = prepared.stages - 1
     if far := [e.chunk.name for e in entries if e.chunk.name in model.reads_tokens and e.stage not in (0, last)]:
-        raise PiperError(
-            ErrorKind.MODEL,
-            f"chunk {far[0]} reads the token ids, which only the first and the last stage are given",
-            key="model.module",
-            allowed="chunks behind the first that read the ids' shape alone",
-            suggestion="carry what is needed in the tensor that crosses the seams",
-        )
+        message = f"chunk {far[0]} reads the token ids, which only the first and the last stage are given"
+        fix = "carry what is needed in the tensor that crosses the seams"
+        raise model_error(message, fix, "chunks behind the first that read the ids' shape alone", "model.module")
     return model
 
 
@@ -123,4 +120,4 @@ def _another(
     theirs: dict[str, object] = {c: "a chunk" for c in chunks} | dict(graph)
     name = next((n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n)), "their order")
     message = f"{reference} has {name}: {mine.get(name)}, but {file} has {theirs.get(name)}"
-    return PiperError(ErrorKind.MODEL, message, key="model.graph", suggestion="capture the module again")
+    return model_error(message, "capture the module again", key="model.graph")

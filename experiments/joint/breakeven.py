@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 from experiments.joint.fair import UNIFORM
+from experiments.published.picture import canvas, png
 from ir.job.load import job_from
 from piper_sim.report.files import write_outputs
 from piper_sim.report.units import GIB
@@ -163,12 +164,8 @@ def table(found: list[Lines]) -> str:
 
 def picture(found: list[Lines]) -> bytes:
     """A PNG: a panel per case, seconds over 1F1B's along the price of messages; dashed: who leads changes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     colours = ("#7b8491", "#3d7fc4", "#2e933c", "#e08e1b", "#c9699f", "#d1495b", "#6f5bc0")
-    figure = Figure(figsize=(13, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas(13, 6.5, "constrained")
     panels = figure.subplots(2, -(-len(found) // 2), sharex=True, sharey=True, squeeze=False).ravel()
     for axes, x in zip(panels, found, strict=False):
         base = x.seconds("1f1b")
@@ -185,9 +182,7 @@ def picture(found: list[Lines]) -> bytes:
     figure.supylabel("step over 1F1B's", fontsize=10)
     named = panels[0].get_legend_handles_labels()
     figure.legend(*named, loc="outside upper center", ncols=7, frameon=False, fontsize=9)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=120, metadata={"Software": None})
-    return out.getvalue()
+    return png(figure, dpi=120)
 
 
 def write(out: str, force: bool) -> None:

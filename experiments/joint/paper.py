@@ -23,14 +23,12 @@ from ir.core.order import FloatArray
 from ir.directives import ReplicateDirective
 from ir.job.load import job_from
 from ir.plan.plan import OpKind
-from piper_sim.compiled.choose import steady
 from piper_sim.pricing.costs import OpCosts
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.pricing.routing import price
 from piper_sim.pricing.scenario import scenario_of
-from piper_sim.study.breakdown import breakdown
 from piper_sim.study.planned import PlannedJob, fits
-from piper_sim.study.predict import planned
+from piper_sim.study.predict import planned, played
 from piper_sim.study.prediction import Prediction
 
 ALIKE = {"config": "qwen3-30b-a3b", "seq_len": 512, "head_dim": 64, "num_key_value_heads": 8}
@@ -77,9 +75,7 @@ def timed(p: PlannedJob, *, padded: bool = False, alone: bool = False) -> Predic
     if padded:
         costs = OpCosts(costs.duration + padded_seconds(p), costs.shares)
     scenario = scenario_of(p.model, p.plan, p.classes, costs.duration)
-    scenario = replace(scenario, slow=None) if alone else scenario
-    ran, steps = steady(scenario, costs.duration, p.prepared.policy.clip)
-    return Prediction(p, costs, ran, breakdown(scenario, ran, costs, p.classes), steps)
+    return played(p, costs, replace(scenario, slow=None) if alone else scenario)
 
 
 def plan_of(table: dict[str, Any]) -> PlannedJob:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from experiments.published.report import Found
 from experiments.published.rows import GIB
@@ -12,6 +12,7 @@ from experiments.published.score import Score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _MARKS = "osD^v<>PXph*d8H"
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8f5db7", "#e08e1b", "#0f8b8d", "#7a4b2a", "#5b6b80", "#c2b016")
@@ -19,12 +20,8 @@ _INK, _BAND = "#1f2933", "#dfe5ec"
 
 
 def scatter(found: Found) -> bytes:
-    """A PNG; the same scores, the same bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.5, 5.6), dpi=100, facecolor="white")
-    FigureCanvasAgg(figure)
+    """A PNG."""
+    figure = canvas(10.5, 5.6)
     left, right = figure.subplots(1, 2)
     drawn = [s for s, rows in found.items() if any(_seconds(rows)) or any(_bytes(rows))]
     for i, s in enumerate(drawn):
@@ -37,8 +34,23 @@ def scatter(found: Found) -> bytes:
     handles, names = left.get_legend_handles_labels()
     figure.legend(handles, names, loc="lower center", ncols=7, frameon=False, fontsize=8, handletextpad=0.2)
     figure.subplots_adjust(0.065, 0.2, 0.985, 0.95, 0.16)
+    return png(figure, dpi=100)
+
+
+def canvas(width: float, height: float, layout: Literal["constrained"] | None = None) -> Figure:
+    """An empty picture, without a display; inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout=layout)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def png(figure: Figure, dpi: int) -> bytes:
+    """The same picture, the same bytes."""
     out = io.BytesIO()
-    figure.savefig(out, format="png", metadata={"Software": None})
+    figure.savefig(out, format="png", dpi=dpi, metadata={"Software": None})
     return out.getvalue()
 
 

@@ -5,6 +5,8 @@ from ir.core.errors import job_error
 from ir.job import Job
 from ir.job.cache import PLANS
 from piper_sim.compiled.choose import steady
+from piper_sim.engine.scenario import EngineScenario
+from piper_sim.pricing.costs import OpCosts
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.pricing.routing import price
 from piper_sim.pricing.scenario import scenario_of
@@ -53,7 +55,11 @@ def timed(p: PlannedJob) -> Prediction:
     """Price and run a plan that is not checked. Raises PiperError (deadlock) where the engine cannot go on."""
     _refuse_large(p)
     costs = price(p.routing, p.plan, p.model, p.classes)
-    scenario = scenario_of(p.model, p.plan, p.classes, costs.duration)
+    return played(p, costs, scenario_of(p.model, p.plan, p.classes, costs.duration))
+
+
+def played(p: PlannedJob, costs: OpCosts, scenario: EngineScenario) -> Prediction:
+    """A plan run at these costs. Raises PiperError (deadlock) where the engine cannot go on."""
     ran, steps = steady(scenario, costs.duration, p.prepared.policy.clip)
     return Prediction(p, costs, ran, breakdown(scenario, ran, costs, p.classes), steps)
 

@@ -9,7 +9,7 @@ the last is `head`, the names of `ir.workload`. One tensor may cross each seam. 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,11 @@ from ir.core.errors import ErrorKind, PiperError
 
 SEAM = "PP"
 At = dict[fx.Node, tuple[tuple[str, int], ...]]  # the scopes that a node stands in
+
+
+def model_error(message: str, fix: str | None = None, allowed: str | None = None, key: str | None = None) -> PiperError:
+    """What a user's module cannot be."""
+    return PiperError(ErrorKind.MODEL, message, key=key, allowed=allowed, suggestion=fix)
 
 
 class _Scopes:
@@ -136,12 +141,9 @@ def _asks_size(node: fx.Node) -> bool:
 def _refuse_empty(module: nn.Module, order: list[str], scopes: int) -> None:
     for i in range(scopes):
         if f"l{i}" not in order:
-            raise PiperError(
-                ErrorKind.MODEL,
-                f"annotated scope {i} of {type(module).__name__} computes nothing from weights or activations",
-                allowed="at least one layer in every scope",
-                suggestion='call the layer inside: with annotate("PP"): x = layer(x)',
-            )
+            message = f"annotated scope {i} of {type(module).__name__} computes nothing from weights or activations"
+            fix = 'call the layer inside: with annotate("PP"): x = layer(x)'
+            raise model_error(message, fix, "at least one layer in every scope")
 
 
 def _trace(module: nn.Module) -> tuple[fx.Graph, At, int]:
@@ -152,22 +154,16 @@ def _trace(module: nn.Module) -> tuple[fx.Graph, At, int]:
     try:
         graph = tracer.trace(module)
     except (TypeError, RuntimeError, fx.proxy.TraceError) as error:
-        raise PiperError(
-            ErrorKind.MODEL,
-            f"the forward of {type(module).__name__} cannot be traced outside its annotated scopes: {error}",
-            suggestion='move value-dependent Python into a module called inside `with annotate("PP")`',
-        ) from error
+        message = f"the forward of {type(module).__name__} cannot be traced outside its annotated scopes: {error}"
+        fix = 'move value-dependent Python into a module called inside `with annotate("PP")`'
+        raise model_error(message, fix) from error
     finally:
         _tracing.pop()
     if not scopes.seen[SEAM]:
-        raise PiperError(
-            ErrorKind.MODEL,
-            f"{type(module).__name__} has no annotated scope",
-            allowed="at least one",
-            suggestion='with annotate("PP"): x = layer(x)',
-        )
+        message, fix = f"{type(module).__name__} has no annotated scope", 'with annotate("PP"): x = layer(x)'
+        raise model_error(message, fix, "at least one")
     if sum(n.op == "placeholder" for n in graph.nodes) != 1:
-        raise PiperError(ErrorKind.MODEL, f"the forward of {type(module).__name__} must take one tensor, the token ids")
+        raise model_error(f"the forward of {type(module).__name__} must take one tensor, the token ids")
     return graph, tracer.at, scopes.seen[SEAM]
 
 
@@ -208,40 +204,43 @@ def _crossing(graph: fx.Graph, names: dict[fx.Node, str], rank: dict[str, int], 
             alive.append(n)
     if len(alive) != 1:
         name = {v: k for k, v in rank.items()}
-        raise PiperError(
-            ErrorKind.MODEL,
-            f"{len(alive)} values cross the seam between {name[i]} and {name[i + 1]}: {', '.join(map(str, alive))}",
-            allowed="one tensor",
-            suggestion="combine them into one tensor, or move the seam",
-        )
+        at = f"the seam between {name[i]} and {name[i + 1]}"
+        message = f"{len(alive)} values cross {at}: {', '.join(map(str, alive))}"
+        raise model_error(message, "combine them into one tensor, or move the seam", "one tensor")
     found: fx.Node = alive[0]
     return found
 
 
 def _subgraph(nodes: list[fx.Node], value: fx.Node, outer: dict[fx.Node, str], out: Any) -> tuple[fx.Graph, set[str]]:
     """The nodes as a graph of their own, and which of the module's inputs it reads beside `value`, by name."""
+    seen = ancestors((i for n in nodes for i in n.all_input_nodes), {value})
+    read = {node: name for node, name in outer.items() if node in seen}
+    return copied({value: "x", **read}, nodes, out), set(read.values())
+
+
+def ancestors(ends: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """These nodes and all that they are made of, as far as it is not known."""
+    seen: set[fx.Node] = set()
+    stack = list(ends)
+    while stack:
+        if (node := stack.pop()) not in seen and node not in known:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return seen
+
+
+def copied(inputs: Mapping[fx.Node, str], nodes: Iterable[fx.Node], out: Any) -> fx.Graph:
+    """Nodes as a graph of their own, with what they read beside its inputs, which are given their names there."""
     graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {value: graph.placeholder("x")}
-    read: set[str] = set()
+    env = {node: graph.placeholder(name) for node, name in inputs.items()}
 
     def get(node: fx.Node) -> fx.Node:
         if node not in env:
             env[node] = graph.node_copy(node, get)
         return env[node]
 
-    # Placeholders must come first: look for them among all that will be copied.
-    seen, stack = set(env), list(nodes)
-    while stack:
-        for i in stack.pop().all_input_nodes:
-            if i not in seen:
-                seen.add(i)
-                stack.append(i)
-    for node, name in outer.items():
-        if node in seen and node not in env:
-            env[node] = graph.placeholder(name)
-            read.add(name)
-    for n in nodes:
-        get(n)
-    graph.output(get(out))
+    for node in nodes:
+        get(node)
+    graph.output(fx.map_arg(out, get))
     graph.lint()
-    return graph, read
+    return graph

@@ -21,7 +21,7 @@ from executor.modules.parallel import enter, leave, whole
 from executor.modules.user.annotate import At, chunk_of
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 
 STYLES = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output")
 READ_OFF = "replicated_with_grad_allreduce"
@@ -92,16 +92,10 @@ def _styles(module: nn.Module, table: Mapping[str, str]) -> dict[str, str]:
     if not (table or own):
         message = f"nothing says how {type(module).__name__} is divided over tp: it has no tp_plan of its own"
         fix = 'tp_plan = {"layers.*.up" = "colwise", "layers.*.down" = "rowwise"}'
-        raise PiperError(ErrorKind.JOB, message, key="model.tp_plan", allowed=ALLOWED, suggestion=fix)
+        raise job_error("model.tp_plan", message, fix, ALLOWED)
     for pattern, style in table.items():
         if style not in (*STYLES, READ_OFF):
-            raise PiperError(
-                ErrorKind.JOB,
-                f"{pattern}: no such style, {style!r}",
-                key="model.tp_plan",
-                allowed=ALLOWED,
-                suggestion=nearest(style, STYLES),
-            )
+            raise job_error("model.tp_plan", f"{pattern}: no such style, {style!r}", nearest(style, STYLES), ALLOWED)
     paths = [n for n, _ in module.named_modules() if n]
     if table:
         paths += [n for n, _ in module.named_parameters(remove_duplicate=False)]
@@ -111,7 +105,7 @@ def _styles(module: nn.Module, table: Mapping[str, str]) -> dict[str, str]:
         hit = [p for p in paths if _alike(p.split("."), words)]
         if table and not hit:
             message, near = f"no module is called {pattern!r}", nearest(pattern, paths)
-            raise PiperError(ErrorKind.JOB, message, key="model.tp_plan", allowed=ALLOWED, suggestion=near)
+            raise job_error("model.tp_plan", message, near, ALLOWED)
         found |= dict.fromkeys(hit, style)
     return {p: s for p, s in found.items() if s in STYLES}
 
@@ -174,9 +168,7 @@ def _check_heads(module: nn.Module, path: str, size: int) -> None:
 def _refuse(size: int, what: str, number: int) -> PiperError:
     near = max(d for d in range(1, size + 1) if number % d == 0)
     message = f"tp = {size} does not divide {what} = {number}"
-    return PiperError(
-        ErrorKind.JOB, message, key="parallel.tp", allowed=f"divisors of {number}", suggestion=f"tp = {near}"
-    )
+    return job_error("parallel.tp", message, f"tp = {near}", f"divisors of {number}")
 
 
 def regions(

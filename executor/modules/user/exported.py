@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again
+from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again, model_error
 from executor.modules.user.divided import regions
 from executor.modules.user.dropout import reseed
 from executor.parallel.inline import RankRegion
@@ -82,15 +82,13 @@ def _check_tags(module: nn.Module, tags: Mapping[str, str]) -> None:
     for tag, pattern in tags.items():
         if tag not in (SEAM, EXPERTS):
             message, allowed = f"{tag} says nothing of a module of your own", f"{SEAM}, {EXPERTS}"
-            raise PiperError(
-                ErrorKind.MODEL, message, key=f"model.tags.{tag}", allowed=allowed, suggestion="leave it out"
-            )
+            raise model_error(message, "leave it out", allowed, f"model.tags.{tag}")
         if not any(fnmatchcase(p, pattern) for p in paths):
             message, near = f"no module is called {pattern!r}", nearest(pattern, _patterns(paths))
             allowed = f"a pattern of module paths, as {', '.join(_patterns(paths)[:3])}"
-            raise PiperError(ErrorKind.MODEL, message, key=f"model.tags.{tag}", allowed=allowed, suggestion=near)
+            raise model_error(message, near, allowed, f"model.tags.{tag}")
     if SEAM not in tags:
-        raise PiperError(ErrorKind.MODEL, "no tag says where layers are", key="model.tags", allowed=SEAM)
+        raise model_error("no tag says where layers are", None, SEAM, "model.tags")
 
 
 def _patterns(paths: list[str]) -> list[str]:
@@ -115,8 +113,7 @@ def _tidied(root: fx.GraphModule, batch: tuple[int, int], name: str) -> fx.Graph
     result = next(n for n in graph.nodes if n.op == "output")
     found = [n for n in tree_leaves(result.args) if isinstance(n, fx.Node) and _is_logits(n.meta.get("val"), batch)]
     if not found:
-        message = f"{name} returns no tensor of sequences, tokens and features"
-        raise PiperError(ErrorKind.MODEL, message, key="model.module", allowed=ALLOWED)
+        raise model_error(f"{name} returns no tensor of sequences, tokens and features", None, ALLOWED, "model.module")
     result.args = (found[0],)
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "call_module") and any(a in str(node.target) for a in ASSERTIONS):
@@ -157,8 +154,8 @@ def _refuse_writes(graph: fx.Graph, chunks: Mapping[fx.Node, str], again: Collec
 
 
 def _written(what: str) -> PiperError:
-    message, fix = f"forward {what}, which no plan could repeat exactly", "make a new tensor instead"
-    return PiperError(ErrorKind.MODEL, message, key="model.module", allowed=ALLOWED, suggestion=fix)
+    message = f"forward {what}, which no plan could repeat exactly"
+    return model_error(message, "make a new tensor instead", ALLOWED, "model.module")
 
 
 def _is_logits(value: object, batch: tuple[int, int]) -> bool:
@@ -178,7 +175,7 @@ def _layers(graph: fx.Graph, pattern: str) -> tuple[At, dict[str, int]]:
 
 def _never_called(module: nn.Module, pattern: str) -> PiperError:
     message = f"{pattern!r} matches modules of {type(module).__name__} that forward never calls"
-    return PiperError(ErrorKind.MODEL, message, key=f"model.tags.{SEAM}", allowed="modules that forward calls")
+    return model_error(message, None, "modules that forward calls", f"model.tags.{SEAM}")
 
 
 def _not_exported(module: nn.Module, error: Exception) -> PiperError:
@@ -191,7 +188,7 @@ def _not_exported(module: nn.Module, error: Exception) -> PiperError:
     said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     message = f"{type(module).__name__} cannot be exported{where} ({type(error).__name__}: {said.strip()[:200]})"
     fix = "branch on sizes, not on values; experts by a loop over those chosen do so, too"
-    return PiperError(ErrorKind.MODEL, message, key="model.module", allowed=ALLOWED, suggestion=fix)
+    return model_error(message, fix, ALLOWED, "model.module")
 
 
 def pack(values: Sequence[Tensor], batch: tuple[int, int], width: int) -> Tensor:
@@ -230,8 +227,7 @@ def pack_seams(module: nn.Module, graph: fx.Graph, at: At, batch: tuple[int, int
     if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
         named = {n.name: str(n.meta["val"].dtype) for alive in seams for n in alive}
         message = f"what crosses seams is of several formats, or of integers: {named}"
-        allowed = "floating point, of one format"
-        raise PiperError(ErrorKind.MODEL, message, key="model.module", allowed=allowed, suggestion="move the seam")
+        raise model_error(message, "move the seam", "floating point, of one format", "model.module")
     for i in range(len(seams)):
         _one(graph, at, work, i, batch, width)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from executor.modules.base import TRACING, BuiltChunks, TokenLoss
-from executor.modules.user.annotate import cut
+from executor.modules.user.annotate import cut, model_error
 from executor.modules.user.divided import ModelShard, divide
 from executor.modules.user.exported import export_cut
 from executor.modules.user.purity import host_seeded, refuse_impure, without_values
@@ -80,9 +80,8 @@ class UserModel:
         with TRACING, host_seeded(seed):
             self._cut = export_cut(self.module, tags, *batch, divided, held, seed) if tags else cut(self.module)
         if self._cut.wants_draws and (divided is not None or experts):
-            raise _cannot(
-                "dropout", "dropout of 0 where tp or experts divide a layer", "attention_dropout = 0, and the like"
-            )
+            allowed = "dropout of 0 where tp or experts divide a layer"
+            raise _cannot("dropout", allowed, "attention_dropout = 0, and the like")
         self.partly = tuple(n for k, n in self._names.items() if k in self._cut.partly)
         self._ep, self._region = shard.ep, shard.region
         found = {c: cut_at_experts(c, chunk) for c, chunk in self._cut.chunks.items()}
@@ -220,7 +219,7 @@ def _code(chunk: nn.Module | None) -> str:
 
 def _cannot(what: str, allowed: str, fix: str) -> PiperError:
     message = f"{what}, which no plan could repeat exactly"
-    return PiperError(ErrorKind.MODEL, message, key="model.module", allowed=allowed, suggestion=fix)
+    return model_error(message, fix, allowed, "model.module")
 
 
 def load_callable(reference: str) -> object:
@@ -242,7 +241,6 @@ def load_callable(reference: str) -> object:
     module = run_file(f"piper_user_{file.stem}", file)
     if not callable(found := getattr(module, name, None)):
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise PiperError(
-            ErrorKind.MODEL, f"no callable {name!r}", file=path, allowed=known, suggestion=nearest(name, known)
-        )
+        fix = nearest(name, known)
+        raise PiperError(ErrorKind.MODEL, f"no callable {name!r}", file=path, allowed=known, suggestion=fix)
     return found

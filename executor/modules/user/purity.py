@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorE
 from torch.utils._pytree import tree_leaves
 
 from executor.device.memory import OpWatch
-from ir.core.errors import ErrorKind, PiperError
+from executor.modules.user.annotate import model_error
+from ir.core.errors import PiperError
 
 Call = tuple[object, ...]
 
@@ -73,8 +74,7 @@ def without_values(convert: Callable[[], None]) -> None:
             convert()
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, UnsupportedFakeTensorException) as error:
         message = f"forward failed without values: {type(error).__name__}: {error}"
-        fix = "run the module on a small batch first"
-        raise PiperError(ErrorKind.MODEL, message, key="model.module", suggestion=fix) from error
+        raise model_error(message, "run the module on a small batch first", key="model.module") from error
 
 
 class _Watch(OpWatch):
@@ -151,10 +151,6 @@ def _numpy_state() -> tuple[object, ...]:
 
 
 def _impure(name: str, what: str, source: str) -> PiperError:
-    return PiperError(
-        ErrorKind.MODEL,
-        f"{name} {what}: {source} would give every plan another result",
-        key="model.module",
-        allowed="forwards that depend on parameters and inputs alone",
-        suggestion="leave it out of forward; constants made of sizes alone may be kept",
-    )
+    message = f"{name} {what}: {source} would give every plan another result"
+    fix = "leave it out of forward; constants made of sizes alone may be kept"
+    return model_error(message, fix, "forwards that depend on parameters and inputs alone", "model.module")

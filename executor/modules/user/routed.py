@@ -23,10 +23,11 @@ from executor.modules.functions import grouped_linear
 from executor.modules.moe.experts import ExpertCombine, ExpertDispatch
 from executor.modules.moe.spread import ExpertParallelExperts
 from executor.modules.parallel import own, whole
+from executor.modules.user.annotate import ancestors, copied, model_error
 from executor.parallel.expert_all_to_all import Table
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
-from ir.core.errors import ErrorKind, PiperError, job_error
+from ir.core.errors import job_error
 
 SENT = 4  # outputs of a router that are about rows: the rows, their weights, their order, how many
 FIX = "def grouped(self, rows, counts): return torch.cat([… for r, w in zip(rows.split(counts), self.weight)])"
@@ -76,7 +77,7 @@ def _check(path: str, part: nn.Module) -> int:
     if len(sizes) != 1 or not (stacked or hasattr(part, "grouped")):
         message = f"{path} is a {type(part).__name__}, which does not say what single experts do"
         allowed = "a module whose parameters all begin with the expert, with a method grouped(rows, counts)"
-        raise PiperError(ErrorKind.MODEL, message, key="model.tags.EP", allowed=allowed, suggestion=FIX)
+        raise model_error(message, FIX, allowed, "model.tags.EP")
     return sizes.pop()
 
 
@@ -181,31 +182,30 @@ def cut_at_experts(name: str, chunk: nn.Module) -> ExpertChunk | None:
         return None
     values = [n.meta["val"] for n in marks[0].args[:3]]
     if len(marks) > 1 or len(inputs) > 1 or any(v.dim() != 2 for v in values):
-        message = (
-            f"{name} has {len(marks)} modules of experts, the first of which reads {[list(v.shape) for v in values]}"
-        )
+        shapes = [list(v.shape) for v in values]
+        message = f"{name} has {len(marks)} modules of experts, the first of which reads {shapes}"
         allowed = "one a layer, on (tokens, features), (tokens, top_k), (tokens, top_k)"
-        raise PiperError(ErrorKind.MODEL, message, key="model.tags.EP", allowed=allowed, suggestion="flatten tokens")
+        raise model_error(message, "flatten tokens", allowed, "model.tags.EP")
     free = _free(nodes, dict(chunk.named_parameters(remove_duplicate=False)))
     before = _before(nodes, marks[0])
     behind = [n for n in nodes if n not in before and n is not marks[0] and n not in free and n.op != "get_attr"]
     read = {i for n in behind for i in n.all_input_nodes}
     if late := [n for n in behind if _written(n) in before]:
         message = f"{name} writes in place, behind its experts, what stands before them ({late[0].target})"
-        raise PiperError(ErrorKind.MODEL, message, key="model.module", suggestion="make a new tensor instead")
+        raise model_error(message, "make a new tensor instead", key="model.module")
     carried = [n for n in nodes if n in read and n in (before | {*inputs}) and n not in free and n.op != "get_attr"]
-    router = _graph(nodes, inputs, [n for n in nodes if n in before], (*marks[0].args[:3], *carried))
-    add = _graph(nodes, [marks[0], *carried], behind[:-1], behind[-1].args[0])
+    router = _graph(inputs, [n for n in nodes if n in before], (*marks[0].args[:3], *carried))
+    add = _graph([marks[0], *carried], behind[:-1], behind[-1].args[0])
     made = [fx.GraphModule(chunk, g, class_name=f"{n}_{name}") for n, g in (("Router", router), ("Add", add))]
     return ExpertChunk(made[0], made[1], marks[0].args[3], values[1].shape[1], len(values[0]), len(carried))
 
 
 def _before(nodes: Sequence[fx.Node], mark: fx.Node) -> set[fx.Node]:
     """What a node is made of: with the writes in place, whose results need have no reader, and parts of tuples."""
-    out = _ancestors(mark.all_input_nodes)
+    out = ancestors(mark.all_input_nodes)
     ahead = nodes[: nodes.index(mark)]
     while more := [n for n in ahead if n not in out and (_written(n) in out or _picked(n) in out)]:
-        out |= _ancestors(more)
+        out |= ancestors(more)
     return out
 
 
@@ -220,16 +220,6 @@ def _picked(node: fx.Node) -> fx.Node | None:
     return node.all_input_nodes[0] if node.target is operator.getitem else None
 
 
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """These nodes and all that they are made of."""
-    out, stack = set[fx.Node](), list(nodes)
-    while stack:
-        if (n := stack.pop()) not in out:
-            out.add(n)
-            stack += n.all_input_nodes
-    return out
-
-
 def _free(nodes: Sequence[fx.Node], params: Mapping[str, Tensor]) -> set[fx.Node]:
     """What is made of constants alone."""
     out: set[fx.Node] = set()
@@ -240,19 +230,6 @@ def _free(nodes: Sequence[fx.Node], params: Mapping[str, Tensor]) -> set[fx.Node
     return out
 
 
-def _graph(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], body: Sequence[fx.Node], out: Any) -> fx.Graph:
+def _graph(inputs: Sequence[fx.Node], body: Sequence[fx.Node], out: Any) -> fx.Graph:
     """A graph of some nodes, and of the parameters and constants that they read."""
-    graph = fx.Graph()
-    env = {n: graph.placeholder(f"x{k}") for k, n in enumerate(inputs)}
-
-    def get(node: fx.Node) -> fx.Node:
-        if node not in env:
-            env[node] = graph.node_copy(node, get)
-        return env[node]
-
-    for n in body:
-        if n.op != "placeholder":
-            get(n)
-    graph.output(fx.map_arg(out, get))
-    graph.lint()
-    return graph
+    return copied({n: f"x{k}" for k, n in enumerate(inputs)}, (n for n in body if n.op != "placeholder"), out)
