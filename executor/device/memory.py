@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,15 @@ class OpWatch(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.called(func, args, kwargs or {})
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What is done in place of a call, and gives its result."""
+        raise NotImplementedError
+
 
 class MemoryTracker(OpWatch):
     """While active in a thread, follows the storages its ops make. held: tensors that are there already.
@@ -42,10 +51,8 @@ class MemoryTracker(OpWatch):
         for tensor in held:
             self.see(tensor)
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.see(leaf)

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -255,11 +255,9 @@ class OpRaceWatch(OpWatch):
         super().__init__()
         self.device = device
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        read, written, aliased = _operands(func, args, kwargs or {})
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        read, written, aliased = _operands(func, args, kwargs)
         fresh = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if aliased and not written:
             self.device.seen(read)

@@ -64,11 +64,6 @@ class PartMeasure:
     constants: int
     ins: tuple[int, ...] = ()
 
-    @property
-    def saved(self) -> int:
-        """Bytes that forward leaves for backward, without inputs, outputs and constants."""
-        return sum(self.until_i) + sum(self.until_w)
-
 
 class _Role(StrEnum):
     GIVEN = "given"  # parameters, buffers, token ids: there before and after
@@ -95,10 +90,7 @@ class _Tracker(OpWatch):
         for tensor in given:
             self._see(tensor, _Role.GIVEN)
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         known = {self._find(t) for t in read}
         depends = any(k is None or self.facts[k].role is not _Role.CONSTANT for k in known)

@@ -112,24 +112,13 @@ class Optimizer:
         return {"weight": self.masters.get(name, self.params[name]), **self.state[name]}
 
     @torch.no_grad()
-    def step(self, grads: Mapping[str, Tensor], scale: float = 1.0, names: Sequence[str] | None = None) -> None:
-        """Update the parameters (those named, by default all) with grads · scale. One call is one step for all moments.
-
-        To update in several calls, call `begin` once and `update` for each part.
-        """
-        self.begin()
-        self.update(grads, scale, names)
-
-    def begin(self) -> None:
+    def step(self, grads: Mapping[str, Tensor], scale: float = 1.0) -> None:
+        """Update all parameters with grads · scale."""
         self.lr = learning_rate(self.config, self.steps, self.ends)
         self.steps += 1
-
-    @torch.no_grad()
-    def update(self, grads: Mapping[str, Tensor], scale: float = 1.0, names: Sequence[str] | None = None) -> None:
-        """Update some parameters within the step begun."""
-        for name in self.params if names is None else names:
-            weight = self.masters.get(name, self.params[name])
-            tensors = [self.params[name], weight, grads[name], *self.state[name].values()]
+        for name, own in self.params.items():
+            weight = self.masters.get(name, own)
+            tensors = [own, weight, grads[name], *self.state[name].values()]
             for cut, decay in self.runs[name]:
                 part = tensors if cut == slice(None) else [t.view(-1)[cut] for t in tensors]
                 for param, wide, grad, *state in _blocks(part):

@@ -82,10 +82,7 @@ class RankAxis:
     def _reduce(self, x: Tensor, *, largest: bool) -> Tensor:
         if not self._alone(MessageKind.ALL_REDUCE, x) and (t := self._transport) is not None:
             flat = x.view(-1)
-            if largest:
-                self._meet(MessageKind.ALL_REDUCE, x, flat, lambda: t.all_reduce(self.group, flat, largest=True))
-            else:
-                self._meet(MessageKind.ALL_REDUCE, x, flat, lambda: t.all_reduce(self.group, flat))
+            self._meet(MessageKind.ALL_REDUCE, x, flat, lambda: t.all_reduce(self.group, flat, largest=largest))
         return x
 
     def _alone(self, kind: MessageKind, whole: Tensor) -> bool:

@@ -23,7 +23,6 @@ class SlowestRank:
 
     rank: int
     waited_s: float  # seconds of a step that each other rank waited for it, on average
-    by_rank: tuple[float, ...]  # the same of every rank
 
 
 def slowest(plan: Plan, trace: Trace) -> SlowestRank | None:
@@ -43,9 +42,7 @@ def slowest(plan: Plan, trace: Trace) -> SlowestRank | None:
     worst = max(range(len(waited)), key=lambda r: waited[r])
     if waited[worst] <= 0:
         return None
-    others = (places.ranks - 1) * len(steps)
-    by_rank = tuple(w / others for w in waited)
-    return SlowestRank(worst, by_rank[worst], by_rank)
+    return SlowestRank(worst, waited[worst] / ((places.ranks - 1) * len(steps)))
 
 
 class _Step:

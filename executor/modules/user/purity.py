@@ -95,10 +95,7 @@ class _Watch(OpWatch):
         self.values = {id(s): s for s in (t.untyped_storage() for t in inputs)}
         self.past = {k: s for k, s in self.past.items() if k not in self.values}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
+    def called(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         self._refuse_random(func, args, given)
         read = [t for t in tree_leaves((args, given)) if isinstance(t, Tensor)]
         stores = [id(t.untyped_storage()) for t in read]
