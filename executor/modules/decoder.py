@@ -14,8 +14,17 @@ from executor.modules.attention.attention import AttentionPart, LatentAttentionP
 from executor.modules.base import NUMBER, BuiltChunks, TokenLoss, evaluate
 from executor.modules.hub_weights import HubCheckpoint
 from executor.modules.layers import EmbedPart, FeedForwardLayer, HeadPart, LinearLayer, MlpPart, NormLayer, Params
-from executor.modules.moe.experts import ExpertAdd, ExpertRouter, Experts, LocalExperts, SharedExperts, moe_of
-from executor.modules.moe.spread import ExpertParallelAdd, ExpertParallelExperts, ExpertParallelRouter
+from executor.modules.moe import (
+    ExpertAdd,
+    ExpertParallelAdd,
+    ExpertParallelExperts,
+    ExpertParallelRouter,
+    ExpertRouter,
+    Experts,
+    LocalExperts,
+    SharedExperts,
+    moe_of,
+)
 from executor.parallel.expert_all_to_all import ExpertAllToAll, exchanges
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide

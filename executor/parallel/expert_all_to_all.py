@@ -32,7 +32,7 @@ class ExpertAllToAll:
 
 
 def exchanges(chunk: str, ranks: int) -> dict[str, ExpertAllToAll]:
-    """Those of a chunk's layer, by the names the plan has for them, among units of `executor.modules.moe.spread`."""
+    """Those of a chunk's layer, by the names the plan has for them, among units of `executor.modules.moe`."""
     counts = f"{chunk}.{COUNTS}"
     return {
         f"{chunk}.{name}": ExpertAllToAll(

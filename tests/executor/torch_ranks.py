@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.worker import RankContext
-from experiments.torch_runtime import TorchPipeline
+from experiments.step_time import TorchPipeline
 
 
 def train(ctx: RankContext, steps: int, folders: list[str]) -> list[list[list[float]]]:

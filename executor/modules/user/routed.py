@@ -20,8 +20,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from executor.modules.functions import grouped_linear
-from executor.modules.moe.experts import ExpertCombine, ExpertDispatch
-from executor.modules.moe.spread import ExpertParallelExperts
+from executor.modules.moe import ExpertCombine, ExpertDispatch, ExpertParallelExperts
 from executor.modules.parallel import own, whole
 from executor.modules.user.annotate import ancestors, copied, model_error
 from executor.parallel.expert_all_to_all import Table

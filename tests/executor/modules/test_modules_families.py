@@ -13,7 +13,7 @@ from executor.modules.attention.rope import TokenAngles, rotary, rotate
 from executor.modules.base import BuiltChunks, evaluate
 from executor.modules.decoder import DecoderModel, NextTokenLoss
 from executor.modules.layers import Params
-from executor.modules.moe.experts import ExpertDispatch, ExpertRouter, LocalExperts
+from executor.modules.moe import ExpertDispatch, ExpertRouter, LocalExperts
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.runtime.batch import MicrobatchLoader
 from ir.workload.chunks import chunks

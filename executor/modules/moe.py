@@ -4,9 +4,14 @@
     experts: dispatch (tokens → rows sorted by expert) · products on the rows · combine (rows → sums by token)
     shared: tokens → an MLP of them          add: x + experts' + shared
 
-Where experts are spread over ranks (`executor.modules.moe.spread`), all-to-alls stand behind `dispatch` and before
-`combine`: `ExpertDispatch`, `Experts` and `ExpertCombine` are modules of their own, and `LocalExperts` is the three
-of them on one rank.
+`LocalExperts` is `ExpertDispatch`, `Experts` and `ExpertCombine` on one rank. Where experts are spread over ranks,
+exchanges of rows (`executor.parallel.expert_all_to_all`) stand behind dispatch and before combine, and it is
+
+    router: x → tokens (for shared experts), rows sorted by expert with their weights, their order, counts by expert
+    experts: rows from all ranks, sorted by source → regrouped by expert · products · as they came
+    add: x + the sums of each token's rows + shared
+
+Who reads what is in `ir.graph.expert_rows`.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from torch._subclasses.fake_tensor import is_fake
 from executor.modules.functions import balanced, grouped_linear, permute, swiglu, unpermute, wide
 from executor.modules.hub_weights import BIAS
 from executor.modules.layers import FeedForwardLayer, NormLayer, Params
+from executor.parallel.expert_all_to_all import Table
 from executor.parallel.router_guide import ExpertRouterGuide
 from ir.workload.config.spec import ExpertConfig, ModelConfig
 
@@ -176,3 +182,60 @@ class ExpertAdd(nn.Module):
         for more in shared:
             routed = routed + more
         return x + routed.view_as(x)
+
+
+class ExpertParallelRouter(nn.Module):
+    """Part `router`: what is to leave the rank, ready to leave."""
+
+    def __init__(self, c: ModelConfig, make: Params, prefix: str, layer: int, guide: ExpertRouterGuide) -> None:
+        super().__init__()
+        moe = moe_of(c)
+        self.router, self.dispatch = ExpertRouter(c, make, prefix, layer, guide), ExpertDispatch(moe.top_k, moe.experts)
+        self.shared = bool(moe.shared_ffn)
+
+    def forward(self, x: Tensor, number: int = 0) -> tuple[Tensor, ...]:
+        """x (batch, length, h) → rows (rows, h), weights (rows, 1), order (rows), counts (experts), and with shared
+        experts tokens (tokens, h)."""
+        tokens, weights, indices = self.router(x, number)
+        rows, row_weights, order = self.dispatch.rows(tokens, weights, indices)
+        return rows, row_weights, order, self.dispatch.counts(indices), *((tokens,) if self.shared else ())
+
+
+class ExpertParallelExperts(nn.Module):
+    """Part `experts`: this rank's experts, on rows from all ranks."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, rows: Tensor, weights: Tensor, got: Table) -> Tensor:
+        """Rows (rows, h) and weights (rows, 1) of each source, sorted by expert; got: [source, expert] rows."""
+        order = by_expert(got).to(rows.device)
+        counts = [sum(column) for column in zip(*got, strict=True)]
+        return unpermute(self.experts(permute(rows, order, 1), permute(weights, order, 1), counts), order, 1)
+
+
+def by_expert(got: Table) -> Tensor:
+    """Where each row comes from once rows sorted by source are sorted by expert.
+
+    >>> by_expert([[1, 2], [2, 0]]).tolist()
+    [0, 3, 4, 1, 2]
+    """
+    sizes = torch.tensor(got, dtype=torch.int64)
+    ends = sizes.flatten().cumsum(0).view_as(sizes)
+    total, lengths = sum(map(sum, got)), sizes.t().flatten()
+    starts = (ends - sizes).t().flatten()
+    first = lengths.cumsum(0) - lengths
+    return (torch.arange(total) + (starts - first).repeat_interleave(lengths, output_size=total)).int()
+
+
+class ExpertParallelAdd(nn.Module):
+    """Part `add`: the sums of each token's rows, then the shared experts' output, onto the residual stream."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.combine, self.add = ExpertCombine(moe_of(c).top_k), ExpertAdd()
+
+    def forward(self, rows: Tensor, order: Tensor, *rest: Tensor) -> Tensor:
+        found: Tensor = self.add(self.combine(rows, order), *rest)
+        return found

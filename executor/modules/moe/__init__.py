@@ -1,1 +1,0 @@
-"""Mixture of experts of the reference decoder: on one rank, or spread over ranks."""
