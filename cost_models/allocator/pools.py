@@ -6,7 +6,7 @@ it; block 0 (small pool) or 1 (large pool) always is its first.
 
 from __future__ import annotations
 
-from cost_models.allocator.bands import BLOCK, MIDDLE_SEGMENT, SMALL, SMALL_SEGMENT, segment_bytes
+from cost_models.allocator.bands import BLOCK, LARGE_GRAIN, MIDDLE, MIDDLE_SEGMENT, SMALL, SMALL_SEGMENT
 from cost_models.allocator.blocks import (
     ALLOCATED,
     COUNTS,
@@ -32,7 +32,6 @@ from cost_models.jit import jit
 from ir.core.order import IntArray
 
 ENDLESS = 2**60
-_rounded = jit(segment_bytes)
 
 
 @jit
@@ -64,7 +63,12 @@ def _hold(h: MemoryBlocks, change: int) -> None:
 @jit
 def _segment(h: MemoryBlocks, size: int, limit: int) -> int:
     """A new segment from the driver; -1: it would pass the limit. Later segments lie higher."""
-    size = _rounded(size)
+    if size <= SMALL:
+        size = SMALL_SEGMENT
+    elif size < MIDDLE:
+        size = MIDDLE_SEGMENT
+    else:
+        size = -(-size // LARGE_GRAIN) * LARGE_GRAIN
     if h.tally[RESERVED] + size > limit:
         return -1
     _hold(h, size)
