@@ -10,7 +10,7 @@ have all tokens, send a stretch of them each.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import is_fake
 from executor.modules.functions import grouped_linear
 from executor.modules.moe import ExpertCombine, ExpertDispatch, ExpertParallelExperts
 from executor.modules.parallel import own, whole
-from executor.modules.user.annotate import ancestors, copied, model_error
+from executor.modules.user.annotate import ancestors, copied, made_again, model_error
 from executor.parallel.expert_all_to_all import Table
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
@@ -185,7 +185,7 @@ def cut_at_experts(name: str, chunk: nn.Module) -> ExpertChunk | None:
         message = f"{name} has {len(marks)} modules of experts, the first of which reads {shapes}"
         allowed = "one a layer, on (tokens, features), (tokens, top_k), (tokens, top_k)"
         raise model_error(message, "flatten tokens", allowed, "model.tags.EP")
-    free = _free(nodes, dict(chunk.named_parameters(remove_duplicate=False)))
+    free = made_again(chunk, marks[0].graph, inputs=False)
     before = _before(nodes, marks[0])
     behind = [n for n in nodes if n not in before and n is not marks[0] and n not in free and n.op != "get_attr"]
     read = {i for n in behind for i in n.all_input_nodes}
@@ -217,16 +217,6 @@ def _written(node: fx.Node) -> fx.Node | None:
 def _picked(node: fx.Node) -> fx.Node | None:
     """The tuple that a node is an element of."""
     return node.all_input_nodes[0] if node.target is operator.getitem else None
-
-
-def _free(nodes: Sequence[fx.Node], params: Mapping[str, Tensor]) -> set[fx.Node]:
-    """What is made of constants alone."""
-    out: set[fx.Node] = set()
-    for n in nodes:
-        own = n.op in ("placeholder", "output") or (n.op == "get_attr" and str(n.target) in params)
-        if not own and all(i in out for i in n.all_input_nodes):
-            out.add(n)
-    return out
 
 
 def _graph(inputs: Sequence[fx.Node], body: Sequence[fx.Node], out: Any) -> fx.Graph:
