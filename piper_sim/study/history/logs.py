@@ -1,10 +1,13 @@
-"""What a training run left of its steps' times: logs of Megatron-LM and NeMo, TensorBoard's event files."""
+"""What a training run left of its steps' times: logs of Megatron-LM, NeMo and torchtitan, TensorBoard's event files."""
 
 import math
 import re
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +20,9 @@ _NUMBER = r"(\d{1,15}(?:\.\d{0,15})?(?:[eE][-+]?\d{1,2})?)"
 _MEGATRON = rf"iteration\s+(\d{{1,9}})\s*/.{{0,200}}elapsed time per iteration \(ms\): {_NUMBER}"
 _NEMO = rf"global_step[:=]\s*(\d{{1,9}}).{{0,400}}train_step_timing in s[:=]\s*{_NUMBER}"
 _LINES = (("megatron", re.compile(_MEGATRON), 1e-3), ("nemo", re.compile(_NEMO), 1.0))
+# torchtitan's logger writes when; its metrics line tells no seconds of a step, so they lie between two lines.
+_TITAN = re.compile(r"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) .{0,200}step:\s{0,9}(\d{1,9})\s.{0,200}tps:")
+_TITAN_PEAK = re.compile(rf"step:.{{0,200}}memory:\s{{0,9}}{_NUMBER}GiB")
 _PEAK = re.compile(rf"memory \(MB\).{{0,200}}max allocated: {_NUMBER}")
 _TAGS = {"iteration-time": 1.0, "time_metrics/end_to_end(s)": 1.0, "train_step_timing in s": 1.0}
 _PEAK_TAGS = {"mem-max-allocated-bytes": 2.0**-30, "memory/max_active(GiB)": 1.0}
@@ -61,10 +67,22 @@ def _text(text: str) -> LoggedSteps:
     ((7, 1.25),)
     """
     told = {name: {int(m[1]): float(m[2]) * unit for m in form.finditer(text)} for name, form, unit in _LINES}
+    told["torchtitan"] = _between(text)
     name = max(told, key=lambda n: len(told[n]))
     peaks = [float(m[1]) / 1024 for m in _PEAK.finditer(text)]  # MB there are MiB
+    peaks += [float(m[1]) for m in _TITAN_PEAK.finditer(text) if name == "torchtitan"]
     steps = {k: s for k, s in told[name].items() if math.isfinite(s) and s > 0}
     return LoggedSteps(name, tuple(sorted(steps.items())), max(peaks, default=None))
+
+
+def _between(text: str) -> dict[int, float]:
+    """Mean seconds of the steps since the line before, by step: what else they waited for, a checkpoint, is in them."""
+    at: dict[int, datetime] = {}
+    for m in _TITAN.finditer(text):
+        with suppress(ValueError):  # no such day
+            at.setdefault(int(m[2]), datetime.strptime(m[1], "%Y-%m-%d %H:%M:%S,%f"))
+    pairs = pairwise(sorted(at.items()))
+    return {b: (end - start).total_seconds() / (b - a) for (a, start), (b, end) in pairs}
 
 
 def _events(raw: bytes) -> LoggedSteps:

@@ -15,11 +15,24 @@ NEMO = (
     "Training epoch 0, iteration {0}/99 | lr: 0.0003 | global_batch_size: 8 | global_step: {0} | "
     "reduced_train_loss: 11.03 | train_step_timing in s: {1}\n"
 )
+TITAN = (
+    "[rank0]:[titan] 2025-11-02 10:{1:02d}:{2:06.3f} - root - INFO - \x1b[31mstep: {0:2d}  \x1b[32mloss:  8.0313  "
+    "\x1b[38;2;54;234;195mmemory: 40.00GiB(50.0%)  \x1b[34mtps: 5,678  \x1b[36mtflops: 300.1  mfu: 30.3%\x1b[39m\n"
+)
 SECONDS = [60.0, 20.0, 1.25, 1.2, 1.5]
 
 
 def lines(form: str, scale: float) -> str:
     return "".join(form.format(i + 1, s * scale) for i, s in enumerate(SECONDS))
+
+
+def titan() -> bytes:
+    """A line every second step, at times of day."""
+    text, now = "", 0.0
+    for i, s in enumerate([0.0, *SECONDS]):
+        now += 2 * s
+        text += TITAN.format(1 + 2 * i, int(now // 60), now % 60).replace(".", ",", 1)
+    return text.encode()
 
 
 def record(payload: bytes) -> bytes:
@@ -43,6 +56,7 @@ def events() -> bytes:
     [
         ("a.log", "megatron", (lines(MEGATRON, 1e3) + PEAK.format(30000.0) + PEAK.format(40960.0)).encode()),
         ("b.log", "nemo", lines(NEMO, 1.0).encode()),
+        ("c.log", "torchtitan", titan()),
         ("events.out.tfevents.1715.node.1.0", "tensorboard", events()),
     ],
 )
@@ -53,7 +67,9 @@ def test_a_log_becomes_a_row_that_the_backtest_reads(
     where = ["--set", "schedule.name=gpipe", "--out", str(tmp_path)]
     [run] = cli("history", str(tmp_path / name), *where).json["runs"]
     assert run["framework"] == framework and run["steps"] == 3
-    assert run["iteration_s"] == pytest.approx(1.25) and run["peak_allocated_GiB"] == (40 if name == "a.log" else None)
+    assert run["iteration_s"] == pytest.approx(1.25) and run["peak_allocated_GiB"] == (
+        40 if name in ("a.log", "c.log") else None
+    )
     job = '[model]\nconfig = "tiny-llama"\nseq_len = 64\n[history]\nfile = "past_runs.csv"\n'
     (tmp_path / "job.toml").write_text(job)
     past = cli("simulate", str(tmp_path / "job.toml")).json["history"]
