@@ -17,17 +17,17 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 ASIDE  := -n auto --dist loadscope --no-loadscope-reorder --ignore=tests/bench
 
 test: $(DEV) lint
-	PIPER_EXAMPLES=400 $(PYTEST) -m "not slow" $(ASIDE)
+	PIPER_EXAMPLES=160 $(PYTEST) -m "not slow" $(ASIDE)
 	$(PYTEST) -m "not slow" tests/bench
 
-# Clusters are started aside: they fill the machine. Where SLURM was installed, it is an error that it cannot be started.
+# Clusters are started aside: they fill the machine. What slow tests start is installed here; that it is not there is an error.
 test-all: $(DEV) lint
 	command -v chromium >/dev/null || apt-get install -y -q chromium  # tests/piper_sim/report/test_browser.py
 	PIPER_EXAMPLES=4000 $(PYTEST) $(ASIDE) --ignore=tests/clusters
 	$(PYTEST) tests/bench
 	.ci/schedulers
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints-cpu.txt -e '.[ray]'  # tests/clusters/test_ray.py
-	PIPER_CLUSTERS=$$(command -v slurmctld) $(PYTEST) tests/clusters
+	$(PYTEST) tests/clusters
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -23,6 +23,7 @@ from executor.launch import torchrun
 from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
+from tests.executor.faults import at_second_visit
 
 FAULT = json.loads(os.environ.get("FAULT", "{}"))
 
@@ -80,18 +81,10 @@ def faulty(ctx: RankContext, **spec: Any) -> Any:
     """Train, until it happens."""
     if ctx.rank != FAULT["rank"]:
         return train_rank(ctx, **spec)
-    kind, op, last, visits = FAULT["kind"], ctx.progress.op, -1, 0
 
-    def at(index: int, text: str) -> None:
-        nonlocal last, visits
-        op(index, text)
-        visits += index == FAULT["index"] != last
-        last = index
-        if visits != 2:
-            return
-        visits += 1
+    def act(text: str) -> None:
         note(text)
-        match kind:
+        match FAULT["kind"]:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
@@ -107,7 +100,7 @@ def faulty(ctx: RankContext, **spec: Any) -> Any:
             case "slow":
                 _slow()
 
-    ctx.progress.op = at  # type: ignore[method-assign]
+    at_second_visit(ctx, FAULT["index"], act)
     return train_rank(ctx, **spec)
 
 

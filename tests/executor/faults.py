@@ -171,23 +171,32 @@ def _do(kind: str) -> None:
             raise ValueError("bad luck")
 
 
+def at_second_visit(ctx: RankContext, index: int, act: Callable[[str], None]) -> None:
+    """Do it, given the op's text, when this rank comes to op `index` for the second time."""
+    op, last, visits = ctx.progress.op, -1, 0
+
+    def note(at: int, text: str) -> None:
+        nonlocal last, visits
+        op(at, text)
+        visits += at == index != last
+        last = at
+        if visits == 2:
+            visits += 1
+            act(text)
+
+    ctx.progress.op = note  # type: ignore[method-assign]
+
+
 def at_op(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
     """Something happens on rank `rank` when it comes to op `index` for the second time, and all others wait."""
     if ctx.rank != fault["rank"]:
         return train_rank(ctx, **spec)
-    op, last, visits = ctx.progress.op, -1, 0
 
-    def note(index: int, text: str) -> None:
-        nonlocal last, visits
-        op(index, text)
-        visits += index == fault["index"] != last
-        last = index
-        if visits == 2:
-            visits += 1
-            others_wait(ctx)
-            _do(fault["kind"])
+    def act(_: str) -> None:
+        others_wait(ctx)
+        _do(fault["kind"])
 
-    ctx.progress.op = note  # type: ignore[method-assign]
+    at_second_visit(ctx, fault["index"], act)
     return train_rank(ctx, **spec)
 
 

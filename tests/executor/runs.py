@@ -67,14 +67,14 @@ class Ran:
 
 
 def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
-    """Judge and run the job with these overrides, in this process's fork server."""
+    """Judge and run the job with these overrides, in this process's fork server; no peak bytes unless `memory`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepared, plan = judged(folder, *sets)
         real = not options.keys() & {"emulate", "replay"}
         saving = options.pop("saving", CheckpointOptions())
-        options = {"watchdog_s": 20.0, "ranks": prepared.ranks, "dump": folder if real else None, **options}
-        found, trace = cli.run(prepared, plan, JobRunOptions(steps=steps, sets=sets, **options), saving)
+        usual = {"watchdog_s": 20.0, "ranks": prepared.ranks, "dump": folder if real else None, "memory": False}
+        found, trace = cli.run(prepared, plan, JobRunOptions(steps=steps, sets=sets, **usual | options), saving)
         ranks = range(prepared.ranks if real else 0)
         begin, end = ([np.load(folder / f"{name}-{r}.npz") for r in ranks] for name in ("first", "rank"))
         grads, params = (tuple(_part(e, kind) for e in end) for kind in ("grad/", "param/"))
@@ -207,6 +207,6 @@ def error(ran: Ran, one: Alone) -> float:
 
 def far(*sets: str, steps: int, **options: Any) -> float:
     """How far a run is from one process: gradients of the first step and the last, parameters, losses, norms."""
-    ran = run(*sets, steps=steps, watchdog_s=60.0, **{"memory": False, **options})
+    ran = run(*sets, steps=steps, watchdog_s=60.0, **options)
     both = error(ran, alone(*sets, steps=steps)), distance(merged(ran.first), alone(*sets, steps=1).grads)
     return float(np.max(both))  # NaN stays NaN, and fails

@@ -52,7 +52,7 @@ def _said(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 def test_a_loop_of_one_s_own_trains_to_the_bit_as_run_does(tmp_path: Path) -> None:
     sets = ["schedule.name=dualpipe"]
-    want = run(*sets, steps=3, memory=False).object
+    want = run(*sets, steps=3).object
     found = _said(_loop(tmp_path, LOOP, str(job_file(tmp_path, text=JOB)), "0", "2", *sets))
     evals, losses, norms = zip(*found["said"], strict=True)
     assert list(losses) == want["losses"][:2] and list(norms) == want["grad_norms"][:2]

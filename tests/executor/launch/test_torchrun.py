@@ -55,7 +55,7 @@ def _objects(text: str) -> list[dict[str, Any]]:
 
 
 def test_two_agents_train_as_one_process_would_and_only_rank_0_speaks(tmp_path: Path) -> None:
-    want, port, out = run(), _free_port(), tmp_path / "out"
+    want, port, out = run(memory=True), _free_port(), tmp_path / "out"
     args = str(job_file(tmp_path)), "--steps", "2", "--out", str(out), "--digest", want.object["plan_digest"]
     agents = [_agent(2, 1, port, *args) for _ in range(2)]
     said = [agent.communicate(timeout=120) for agent in agents]

@@ -1,6 +1,7 @@
 """Peaks from the config alone, no rank being run: within 1 % of the executor's, and where they are not, why."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 
@@ -40,6 +41,8 @@ CASES = {
     "gpt2": f"{GPT2} {BF16}",
     "experts": f"model.config=tiny-moe schedule.name=dualpipev model.seq_len=512 {BF16}",
 }
+# Schedules and widths that others here have, too.
+SLOW = "many microbatches", "dualpipev", "dualpipe, recompute", "wider, one rank, ZeRO-3", "ZeRO-2"
 # Beyond 1 %, each for one reason: (job, how far, lower or higher).
 BEYOND = {
     "the head's probabilities die before the hidden states' gradient is made; in the graph, behind the pass": (
@@ -73,12 +76,17 @@ def distances(p: PlannedJob, found: tuple[int, ...]) -> list[float]:
     return [float(p.memory.peak[places.program(r)]) / size - 1 for r, size in enumerate(found)]
 
 
+@lru_cache
+def found_alone(sets: str) -> tuple[int, ...]:
+    """The executor's."""
+    return peak_bytes(*planned(sets)[1:]) or ()
+
+
 def worst(sets: str) -> float:
-    p, prepared, plan = planned(sets)
-    return max(distances(p, peak_bytes(prepared, plan) or ()), key=abs)
+    return max(distances(planned(sets)[0], found_alone(sets)), key=abs)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
 def test_the_config_alone_is_within_a_hundredth(name: str) -> None:
     assert abs(worst(CASES[name])) <= NEAR
 
@@ -96,7 +104,7 @@ def test_of_a_run_too() -> None:
 
 @pytest.mark.parametrize("slot", ["act", "tmp"])
 def test_a_tensor_more_or_less_would_be_seen(slot: str) -> None:
-    p, prepared, plan = planned(CASES["wider"])
+    p, _, plan = planned(CASES["wider"])
     nodes = {}
     for i, n in enumerate(plan.graph.nodes):
         if n.kind is Pass.F and n.part.endswith(".mlp"):
@@ -107,5 +115,4 @@ def test_a_tensor_more_or_less_would_be_seen(slot: str) -> None:
         for k, b in enumerate(n.writes):
             size[(plan.buffers.node == i) & (plan.buffers.slot == k)] = b.bytes
     less = memory(replace(plan, buffers=replace(plan.buffers, bytes=size)), p.memory.state)
-    found = peak_bytes(prepared, plan) or ()
-    assert max(map(abs, distances(replace(p, memory=less), found))) > NEAR
+    assert max(map(abs, distances(replace(p, memory=less), found_alone(CASES["wider"])))) > NEAR

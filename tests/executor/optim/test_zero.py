@@ -36,7 +36,7 @@ TWO = "parallel.pp=1", "parallel.dp=2"
 
 @lru_cache
 def _held(*sets: str) -> tuple[Any, Any]:
-    memory = run(*sets, steps=1).object["memory"]
+    memory = run(*sets, steps=1, memory=True).object["memory"]
     return memory["persistent_bytes"], memory["peak_allocated_bytes"]
 
 
@@ -113,9 +113,8 @@ def _traffic(
     """One step's collectives, rank by rank; the norm's bytes count as 0."""
     with tempfile.TemporaryDirectory() as name:
         _inject(monkeypatch, fault, {"folder": name})
-        ran = run(*sets, steps=1)
-        steps = 2  # the one in which memory is followed, too
-        out = []
+        steps, out = 2, []
+        ran = run(*sets, steps=steps)
         for rank in range(ran.object["ranks"]):
             rows = Counter(tuple(r) for r in json.loads((Path(name) / f"traffic-{rank}.json").read_text()))
             assert all(count % steps == 0 for count in rows.values())
@@ -141,7 +140,7 @@ def test_reducing_every_microbatch_is_seen_though_the_numbers_are_right(
     sets = (*TWO, f"parallel.zero={zero}")
     ran, found = _traffic(monkeypatch, *sets, fault=zero_faults.reduced_every_microbatch)
     assert found[0] != _expected(ran.plan, 0) and sum(found[0].values()) >= sum(_expected(ran.plan, 0).values()) + 4
-    assert error(ran, alone(*sets, steps=1)) <= ROUNDING
+    assert error(ran, alone(*sets)) <= ROUNDING
 
 
 # -- FSDP2 ------------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_copies_equal_one_process_up_to_the_order_of_sums(sets: tuple[str, ...])
 
 @pytest.mark.parametrize("sets", [("schedule.name=zbv", "schedule.microbatches=5"), DUAL, TIED], ids=_name)
 def test_ranks_that_are_threads_train_as_processes_do_to_the_bit(sets: tuple[str, ...]) -> None:
-    apart, together = run(*sets), run(*sets, backend="local")
+    apart, together = (run(*sets, backend=b, memory=True) for b in ("gloo", "local"))
     assert _same(apart, together)
     assert {k: apart.object[k] for k in SAME} == {k: together.object[k] for k in SAME}
     peaks = [[*ran.object["memory"]["peak_allocated_bytes"].values()] for ran in (apart, together)]

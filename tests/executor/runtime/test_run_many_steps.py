@@ -27,7 +27,7 @@ from tests.executor.runtime.pipeline_cases import (
 ROUNDING = 1e-10
 FIRST = covering()[:24]
 LONG = {case.schedule: case for case in reversed(FIRST)}.values()  # the first of each schedule
-FEW = 4
+FEW = 2
 MANY = os.environ.get("PIPER_TWENTY", "60")
 ZIGZAG = (1, 0, 2, 2, 0, 1)
 EIGHT = [
@@ -84,7 +84,7 @@ def test_twenty_steps_on_eight_ranks(case: Case) -> None:
     "case", [Case("dualpipe", 4, 3, tied=True, clip=True), Case("zbv", 3, 2, tied=True, optimizer="sgd")], ids=str
 )
 def test_the_same_plan_twice_is_the_same_to_the_bit(case: Case) -> None:
-    first, second = run(*case.sets, steps=STEPS), run(*case.sets, steps=STEPS)
+    first, second = run(*case.sets, steps=4), run(*case.sets, steps=4)
     for a, b in zip((*first.grads, *first.params), (*second.grads, *second.params), strict=True):
         assert a.keys() == b.keys() and all(np.array_equal(a[n], b[n], equal_nan=True) for n in a)
     for key in ("losses", "grad_norms", "plan_digest"):

@@ -82,7 +82,7 @@ def test_the_step_time_lies_within_the_trace(ran: Ran) -> None:
 
 def test_memory_is_measured_rank_by_rank() -> None:
     def peak(*sets: str) -> list[int]:
-        ran = run(*sets, "model.seq_len=64", "schedule.microbatches=6", steps=1)
+        ran = run(*sets, "model.seq_len=64", "schedule.microbatches=6", steps=1, memory=True)
         found = ran.object["memory"]["peak_allocated_bytes"]
         assert list(found) == ["0", "1"]
         return [*found.values()]

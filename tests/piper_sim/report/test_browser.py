@@ -29,9 +29,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    if not Path(CHROMIUM).exists():
-        pytest.skip("Debian's chromium is not installed")
+    from playwright import sync_api  # a module of its own time: `make test` needs no browser
+
+    assert Path(CHROMIUM).exists(), "`make test-all` installs Debian's chromium"
     with sync_api.sync_playwright() as p:
         found = p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield found

@@ -59,7 +59,7 @@ def told(found: JobSearchResult) -> list[tuple[float, float]]:
     return [(p["iteration_s"], max(p["memory"]["device_peak_bytes"].values())) for p in found.pareto]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_what_is_found_is_what_enumeration_finds(seed: int) -> None:
     job = drawn(seed)
     hardware = hardware_of(job)
