@@ -201,11 +201,10 @@ def vtrain(line: Line, job: Table) -> Facts:
 
 
 _PLAIN = {  # columns of the goldens that a GPT of this kind has; where another stands, no job says the same
-    "family": "gpt", "position": "learned_absolute", "qk_layernorm": "0", "activation": "gelu", "experts": "",
-    "fsdp": "",
-    "fp8_format": "", "optimizer_instances": "1", "optimizer": "adam", "cp": "1", "mla_q_rank": "", "mtp_layers": "0",
-    "cuda_graph": "", "pipeline_layout": "", "first_stage_layers": "", "recompute_granularity": "",
+    "family": "gpt", "experts": "", "fsdp": "", "fp8_format": "", "optimizer_instances": "1", "optimizer": "adam",
+    "mla_q_rank": "", "mtp_layers": "0", "cuda_graph": "", "pipeline_layout": "", "first_stage_layers": "",
 }  # fmt: skip
+_ACTS = {"gelu": ("gelu", False), "squared_relu": ("relu2", False), "swiglu": ("silu", True)}
 
 
 def golden(line: Line, job: Table) -> Facts:
@@ -213,14 +212,19 @@ def golden(line: Line, job: Table) -> Facts:
     odd = [c for c, v in _PLAIN.items() if line[c] != v]
     if odd or line["gpus"] != "8":
         return {"why": "; ".join(odd[:1]) or "GPUs not stated or many"}
-    tp, pp, mb, batch = ints(line, "tp", "pp", "micro_batch", "global_batch")
-    dp = 8 // tp // pp
+    tp, pp, cp, mb, batch = ints(line, "tp", "pp", "cp", "micro_batch", "global_batch")
+    dp = 8 // tp // pp // cp
     unfused = line["attention_backend"] == "unfused" or line["transformer_impl"] == "local"
+    act, gated = _ACTS[line["activation"]]
+    job["model"] |= {"hidden_act": act, "gated_linear_unit": gated, "qk_layernorm": line["qk_layernorm"] == "1"}
+    norm, bias = line["normalization"].removesuffix("-1p"), line["linear_bias"] == "1"
+    job["model"] |= {"normalization": norm, "add_bias_linear": bias}
     job["model"] |= {"attention": "unfused" if unfused else "flash", "tie_word_embeddings": line["untied"] == "0"}
-    job["model"] |= {"attn_pdrop": float(line["attention_dropout"]), "resid_pdrop": float(line["hidden_dropout"])}
+    job["model"] |= {k: float(line[k]) for k in ("attention_dropout", "hidden_dropout")}
     job["parallel"] |= {"dp": dp, "sequence_parallel": line["sequence_parallel"] == "1"}
     job["parallel"] |= {"bucket_MiB": 160} if line["overlap_grad_reduce"] == "1" else {}
     job["schedule"]["microbatches"] = batch // dp // mb
+    job["schedule"] |= {"recompute": line["recompute_granularity"]} if line["recompute_granularity"] else {}
     job["schedule"] |= {} if line["vpp"] else {"name": "1f1b", "stages_per_rank": 1}
     large = int(line["hidden"]) >= 4096
     return {"memory": {pp - 1: float(line["mem_peak_early_bytes"])}} | ({} if large else {"seconds": None})

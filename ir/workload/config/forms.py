@@ -77,6 +77,8 @@ def _value(v: ModelValues, said: object) -> Any:
 def _worked(v: ModelValues, row: Row) -> Row:
     """Where several keys say one thing together: whose keys and values heads share, and Falcon's two generations."""
     kind = v.get("model_type")
+    if kind == "megatron":
+        return _megatron(v, row)
     if kind == "gpt_bigcode":
         return {**row, "kv_heads": 1 if v.flag("multi_query") else row["kv_heads"]}
     if kind != "falcon":
@@ -86,6 +88,25 @@ def _worked(v: ModelValues, row: Row) -> Row:
     both = (norms or 2) if new else 1
     more = {"kv_heads": shared, "parallel": new or v.flag("parallel_attn"), "parallel_norms": both}
     return {**row, **more, "rope": not v.flag("alibi")}
+
+
+def _megatron(v: ModelValues, row: Row) -> Row:
+    """Arguments of Megatron-LM that say several things at once."""
+    layer = v.one_of("normalization", ("LayerNorm", "RMSNorm")) == "LayerNorm"
+    place = v.one_of("position_embedding_type", ("learned_absolute", "rope", "none"))
+    bias, experts = v.flag("add_bias_linear"), v.get("num_experts") is not None
+    more: Row = {
+        "norm": NormLayerKind.LAYER if layer else NormLayerKind.RMS,
+        "norm_bias": layer,
+        "qk_bias": layer and v.flag("qk_layernorm"),
+        "rope": place == "rope",
+        "qkv_bias": bias or v.flag("add_qkv_bias"),
+        **dict.fromkeys(("out_bias", "mlp_bias", *(("expert_bias",) if experts else ())), bias),
+    }
+    positions = {"positions": row["max_positions"]} if place == "learned_absolute" else {}
+    ffn = v.get("moe_intermediate_size") or v.get("intermediate_size") or 4 * v.size("hidden_size")
+    moe = {"moe": {**row["moe"], "ffn": ffn}} if experts else {}
+    return {**{k: x for k, x in row.items() if k != "moe"}, **more, **positions, **moe}
 
 
 def _sizes(v: ModelValues, row: Row, said: Mapping[str, Any]) -> dict[str, Any]:

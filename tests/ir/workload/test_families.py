@@ -6,6 +6,7 @@ feature, which change no count, are ones), and the parameters of transformers' c
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,50 @@ def test_published_models_have_the_parameters_that_transformers_counts(model_typ
 
 
 def test_every_type_with_a_row_is_in_the_table():
-    assert set(FAMILIES) == set(TYPES)
+    assert {*FAMILIES, "megatron"} == set(TYPES)  # transformers has no class of Megatron's GPT
+
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 96}
+DROPS = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 8, "n_positions": 32, "activation_function": "gelu", **DROPS}
+GATED = {"gated_linear_unit": True, "hidden_act": "silu", "normalization": "RMSNorm", "add_bias_linear": False}
+LLAMA = {**GATED, "position_embedding_type": "rope", "attention_dropout": 0.0, "hidden_dropout": 0.0}
+LLAMA |= {"tie_word_embeddings": False, "ffn_hidden_size": 96, "num_query_groups": 2, "norm_epsilon": 1e-6}
+QWEN = {"num_experts": 4, "mlp_only_layers": [0]}
+GROUPED = {"intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("megatron", "other"),
+    [
+        ({}, {"model_type": "gpt2", "vocab_size": 96, **GPT2}),
+        (LLAMA, {"model_type": "llama", **SIZES, **GROUPED}),
+        (LLAMA | {"add_qkv_bias": True}, {"model_type": "qwen2", **SIZES, **GROUPED}),
+        (
+            LLAMA | QWEN | {"qk_layernorm": True, "kv_channels": 16, "moe_ffn_hidden_size": 24},
+            {"model_type": "qwen3_moe", **SIZES, **GROUPED, **QWEN, "head_dim": 16, "norm_topk_prob": True}
+            | {"num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        ),
+    ],
+    ids=["gpt2", "llama", "qwen2", "qwen3_moe"],
+)
+def test_megatrons_arguments_say_what_families_are(megatron, other):
+    sizes = {"hidden_size": 64, "num_layers": 4, "num_attention_heads": 8, "vocab_size": 96}
+    found = config_from({"model_type": "megatron", **sizes, "max_position_embeddings": 32, **megatron}, "x")
+    other = config_from(other, "x")
+    assert replace(found, model_type=other.model_type) == other
+
+
+def test_megatrons_arguments_that_no_family_has():
+    grouped = {"num_query_groups": 2, "position_embedding_type": "rope", "hidden_act": "relu2", "qk_layernorm": True}
+    found = config_from({"model_type": "megatron", **SIZES, **grouped}, "x")
+    h, kv, ffn = 64, 2 * 8, 256
+    layer = 2 * h * (h + kv) + 2 * h * ffn + (h + 2 * kv + h) + (ffn + h) + 2 * 2 * h + 2 * 2 * 8
+    assert parameters(found) == 4 * layer + 2 * h + 96 * h
+    experts = config_from({"model_type": "megatron", **SIZES, **grouped, "num_experts": 4}, "x")
+    assert parameters(experts) - parameters(found) == 4 * (3 * (2 * h * ffn + ffn + h) + 4 * h)
+    with pytest.raises(PiperError, match="normalization"):
+        config_from({"model_type": "megatron", **SIZES, "normalization": "BatchNorm"}, "x")
 
 
 @pytest.mark.parametrize("model_type", EACH)
