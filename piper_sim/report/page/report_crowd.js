@@ -13,9 +13,13 @@ function averageLane(p, run, lane, from, to, y, h) {
     const pictures = (lane.pictures ||= new Map());
     if (lane.followed !== p.followed) pictures.clear();
     lane.followed = p.followed;
-    if (!pictures.has(at)) pictures.set(at, picture(p, run, lane, WIDTHS[at]));
-    const { canvas, halves } = pictures.get(at);
-    const k = WIDTHS[at] / run.length;
+    // A frame makes as many as it has time for, and shows others blurred: the next one has them.
+    const late = pictures.size && !pictures.has(at) && performance.now() > p.until;
+    if (late) p.unfinished = true;
+    else if (!pictures.has(at)) pictures.set(at, picture(p, run, lane, WIDTHS[at]));
+    const shown = late ? Math.min(...pictures.keys()) : at;
+    const { canvas, halves } = pictures.get(shown);
+    const k = WIDTHS[shown] / run.length;
     const [a, b] = [p.t0 * k, p.t1 * k];
     p.ctx.drawImage(canvas, a, 0, b - a, halves, gutter, y, width, h);
     return;

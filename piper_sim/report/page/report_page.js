@@ -49,6 +49,8 @@ function clampView() {
   view.t1 = view.t0 + length;
 }
 
+const FRAME_MS = 16;
+
 function redraw() {
   if (drawn) return;
   drawn = true;
@@ -64,7 +66,8 @@ function paint() {
   const [W, H] = [ctx.canvas.width, ctx.canvas.height];
   const gutter = Math.round(gutterCss() * dpr);
   const scale = (W - gutter) / (view.t1 - view.t0);
-  const p = { ctx, W, H, dpr, gutter, scale, t0: view.t0, t1: view.t1, colours, strip, stripContext, sheet };
+  const until = performance.now() + FRAME_MS / 2;
+  const p = { ctx, W, H, dpr, gutter, scale, t0: view.t0, t1: view.t1, colours, strip, stripContext, sheet, until };
   const top = $("lanes").scrollTop;
   Object.assign(p, { isFaint: view.faint, followed: view.followed, memoryTop: scene.memoryTop, top, tracks: scene.tracks });
   p.trackOf = scene.trackOf;
@@ -102,6 +105,7 @@ function paint() {
   }
   paintAxis(contexts.axis, p, marks, view.cursor);
   paintOverview(contexts.overview, p, curves, scene.length);
+  if (p.unfinished) redraw();
 }
 
 function outline(p, spot, y, h) {

@@ -80,21 +80,30 @@ function box(p, run, i, x, y, w, h, letters) {
   }
   if (letters < 1 || !colours.text[shade]) return;
   ctx.fillStyle = colours.text[shade];
-  const members = shortText(run, i).split(";");
-  const split = members.length === 2 && h >= 24 * p.dpr; // room for a line in either half
-  for (const [half, member] of split ? members.entries() : [[0, members.join(";")]]) {
-    const text = fitting(member, letters);
-    if (text) ctx.fillText(text, x + w / 2, y + (split ? (half + 0.5) / 2 : 0.5) * h + p.dpr * 0.5);
+  const split = h >= 24 * p.dpr; // room for a line in either half
+  const lines = linesOf(run, i, split);
+  for (let k = 0; k < lines.length; k++) {
+    const text = lines[k].find((t) => t.length && t.length <= letters);
+    if (text) ctx.fillText(text, x + w / 2, y + ((k + 0.5) / lines.length) * h + p.dpr * 0.5);
   }
+}
+
+// Of each line of a box, its texts, longest first. Kept: they are the same in every frame.
+function linesOf(run, i, split) {
+  const kept = (split ? (run.split_lines ||= new Map()) : (run.whole_lines ||= new Map()));
+  if (!kept.has(i)) {
+    const members = shortText(run, i).split(";");
+    kept.set(i, (split && members.length === 2 ? members : [members.join(";")]).map(spellings));
+  }
+  return kept.get(i);
 }
 
 const shortText = (run, i) => textOf(run, i).replace(/^\((.*)\)OVERLAP_F_B$/, "$1");
 
-// The most of an op's text that fits so many letters.
-function fitting(op, letters) {
+// An op's text, its pass, its numbers alone.
+function spellings(op) {
   const pass = op.split("/")[0];
-  const numbers = [...pass.matchAll(/[A-Z](\d+)/g)].map((m) => m[1]).join(";");
-  return [op, pass, numbers].find((t) => t.length && t.length <= letters) || null;
+  return [op, pass, [...pass.matchAll(/[A-Z](\d+)/g)].map((m) => m[1]).join(";")];
 }
 
 function paintGutter(p, track, y, h) {
