@@ -7,6 +7,7 @@ is what those who follow storages, kernels or lanes are made of.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class OpWatch(TorchDispatchMode):
+class OpWatch(TorchDispatchMode, ABC):
     """A dispatch mode. Else torch would import its compiler at the first op, a second for every rank."""
 
     def __init__(self) -> None:
@@ -31,9 +32,9 @@ class OpWatch(TorchDispatchMode):
     ) -> Any:
         return self.called(func, args, kwargs or {})
 
+    @abstractmethod
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is done in place of a call, and gives its result."""
-        raise NotImplementedError
 
 
 class MemoryTracker(OpWatch):
@@ -81,13 +82,13 @@ class MemoryTracker(OpWatch):
             key = self._gone.popleft()
             self.died(key, self._known.pop(key)[1])
 
+    @abstractmethod
     def born(self, key: int, size: int) -> None:
         """A storage of `size` bytes has appeared."""
-        raise NotImplementedError
 
+    @abstractmethod
     def died(self, key: int, size: int) -> None:
         """It is gone; its key may be given to another."""
-        raise NotImplementedError
 
 
 class PeakMemory(MemoryTracker):
