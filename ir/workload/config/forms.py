@@ -40,7 +40,7 @@ def read_form(v: ModelValues) -> ModelConfig:
 
     Raises PiperError (model): an impossible value, or one that is not built.
     """
-    row: Row = _worked(v, FORMS[str(v.get("model_type"))])
+    row: Row = _worked(v)
     said = {k: found for k, x in row.items() if (found := _value(v, x)) is not None}
     if "biases" in said:
         said |= dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), said["biases"])
@@ -74,22 +74,6 @@ def _value(v: ModelValues, said: object) -> Any:
     return found
 
 
-def _worked(v: ModelValues, row: Row) -> Row:
-    """Where several keys say one thing together: whose keys and values heads share, and Falcon's two generations."""
-    kind = v.get("model_type")
-    if kind == "megatron":
-        return _megatron(v, row)
-    if kind == "gpt_bigcode":
-        return {**row, "kv_heads": 1 if v.flag("multi_query") else row["kv_heads"]}
-    if kind != "falcon":
-        return row
-    new, norms = v.flag("new_decoder_architecture"), v.size_or("num_ln_in_parallel_attn", 0)
-    shared = 1 if v.flag("multi_query") and not new else row["kv_heads"] if new else row["heads"]
-    both = (norms or 2) if new else 1
-    more = {"kv_heads": shared, "parallel": new or v.flag("parallel_attn"), "parallel_norms": both}
-    return {**row, **more, "rope": not v.flag("alibi")}
-
-
 def _megatron(v: ModelValues, row: Row) -> Row:
     """Arguments of Megatron-LM that say several things at once."""
     layer = v.one_of("normalization", ("LayerNorm", "RMSNorm")) == "LayerNorm"
@@ -107,6 +91,30 @@ def _megatron(v: ModelValues, row: Row) -> Row:
     ffn = v.get("moe_intermediate_size") or v.get("intermediate_size") or 4 * v.size("hidden_size")
     moe = {"moe": {**row["moe"], "ffn": ffn}} if experts else {}
     return {**{k: x for k, x in row.items() if k != "moe"}, **more, **positions, **moe}
+
+
+def _shared_keys(v: ModelValues, row: Row) -> Row:
+    """GPT-BigCode: all heads share keys and values, or none do."""
+    return {**row, "kv_heads": 1 if v.flag("multi_query") else row["kv_heads"]}
+
+
+def _falcon(v: ModelValues, row: Row) -> Row:
+    """Two generations: whose keys and values heads share, and how many norms stand before parallel halves."""
+    new, norms = v.flag("new_decoder_architecture"), v.size_or("num_ln_in_parallel_attn", 0)
+    shared = 1 if v.flag("multi_query") and not new else row["kv_heads"] if new else row["heads"]
+    both = (norms or 2) if new else 1
+    more = {"kv_heads": shared, "parallel": new or v.flag("parallel_attn"), "parallel_norms": both}
+    return {**row, **more, "rope": not v.flag("alibi")}
+
+
+# Where several keys say one thing together.
+_WORKED = {"megatron": _megatron, "gpt_bigcode": _shared_keys, "falcon": _falcon}
+
+
+def _worked(v: ModelValues) -> Row:
+    """A type's row, with what is worked out of several keys."""
+    kind = str(v.get("model_type"))
+    return _WORKED[kind](v, FORMS[kind]) if kind in _WORKED else FORMS[kind]
 
 
 def _sizes(v: ModelValues, row: Row, said: Mapping[str, Any]) -> dict[str, Any]:
