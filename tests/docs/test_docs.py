@@ -115,7 +115,8 @@ def test_commands_take_the_flags_they_are_shown_with(text: str) -> None:
         assert not unknown, f"piper-sim {' '.join(words)}: {unknown}"
 
 
-@pytest.mark.parametrize("text", blocks_of("sh"))
+# Recipes are run whole, by test_site.py.
+@pytest.mark.parametrize("text", [b for b in blocks_of("sh") if not str(b.id).startswith("RECIPES.md")])
 def test_commands_that_are_quick_run(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder with a job of that name; what reads a file that only the reader has is parsed above."""
     monkeypatch.chdir(tmp_path)
@@ -130,7 +131,6 @@ def test_commands_that_are_quick_run(text: str, tmp_path: Path, monkeypatch: pyt
                 assert main(words) == 0, words
             continue
         missing = "history.file" in " ".join(words) or "costs.profile" in " ".join(words)
-        missing |= words[1:2] == ["best/best.toml"]  # of a search, which is not quick: test_site.py runs these
         if words[0] in QUICK and not missing:
             given = [w.replace("{17=", "{3=") for w in words]  # the tiny job has four ranks
             assert main([*given, "--json"]) == 0, words
