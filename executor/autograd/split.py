@@ -4,6 +4,7 @@ Every torch function that reads a weight beside another tensor becomes a *seam*:
 with a small graph of its own inside. Running the outer graph gives the input gradients, frees all other saved
 tensors, and leaves one `DeferredPass` per seam: what the function saved, and its output gradient. `W` runs those
 jobs. The same kernels run in the same order as in a whole backward, so the sums are the same to the last bit.
+A linear, which most seams are, has its products written out and no graph inside: that halves what splitting costs the host.
 Weights of any shape and use count: Linear, Embedding, norms, a weight used twice, a weight cast or transposed before
 use. (torch's private `stage_backward_input/weight` is the oracle in the tests; it frees nothing between I and W.)
 
@@ -20,11 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 Sink = Callable[[str, Tensor], None]
+SEQUENCES = (tuple, list)
 
 
 @dataclass(slots=True)
@@ -36,6 +39,23 @@ class DeferredPass:
     weights: tuple[Tensor, ...]
     derived: bool
     grads: tuple[Tensor | None, ...] = ()
+
+    def run(self) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(self.edges, self.weights, self.grads, retain_graph=self.derived, allow_unused=True)
+
+
+@dataclass(slots=True)
+class DeferredLinear:
+    """The same of a linear: its input's rows, the rows of its output's gradient, and its weight (and bias)."""
+
+    rows: Tensor
+    grads: Tensor
+    weights: tuple[Tensor, ...]
+
+    def run(self) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            dw = self.grads.t().mm(self.rows)
+            return (dw,) if len(self.weights) == 1 else (dw, self.grads.sum(0))
 
 
 class SplitPass:
@@ -56,7 +76,7 @@ class SplitPass:
         self.weights = {n: w for n, w in weights.items() if w.requires_grad}
         self.names = {id(w): n for n, w in self.weights.items()}
         self.sink = sink
-        self.jobs: list[DeferredPass] = []
+        self.jobs: list[DeferredPass | DeferredLinear] = []
         self.uses: dict[str, int] = {}
         self.anchor = torch.zeros((), requires_grad=True)
         self._partial: dict[str, Tensor] = {}
@@ -100,12 +120,18 @@ class SplitPass:
         jobs, self.jobs = self.jobs[::-1], []
         while jobs:
             job = jobs.pop()
-            dws = torch.autograd.grad(job.edges, job.weights, job.grads, retain_graph=job.derived, allow_unused=True)
+            dws = job.run()
             self._collect(job.weights, dws)
             del job, dws
         for name, grad in self._partial.items():
             self.sink(name, grad)
         self._partial.clear()
+
+    def reads(self, weights: Iterable[Tensor]) -> None:
+        """One use more of each."""
+        for w in weights:
+            name = self.names[id(w)]
+            self.uses[name] = self.uses.get(name, 0) + 1
 
     def _collect(self, weights: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
         for weight, grad in zip(weights, grads, strict=True):
@@ -134,9 +160,17 @@ class _Seams(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        names, derived = self.run.names, self.derived
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        names, derived = self.run.names, self.derived
+        for x in args:
+            if id(x) in names or id(x) in derived or isinstance(x, SEQUENCES):
+                break
+        else:
+            if not kwargs:
+                return func(*args)
+        if func is F.linear and not kwargs and _LinearSeam.serves(names, *args):
+            return _apply(_LinearSeam, self.run, self.run.anchor, *args)
         weights: dict[int, Tensor] = {}
         is_derived, others, acts = False, 0, []
         for x in _tensors(args, kwargs):
@@ -218,9 +252,7 @@ class _Seam(torch.autograd.Function):
         ctx.mark_non_differentiable(*dead)
         ctx.run, ctx.acts = run, [id(a) for a in acts]
         ctx.job = DeferredPass(edges, tuple(leaves.values()), call.weights, call.derived)
-        for w in call.weights:
-            name = run.names[id(w)]
-            run.uses[name] = run.uses.get(name, 0) + 1
+        run.reads(call.weights)
         return results[0] if isinstance(out, Tensor) else results
 
     @staticmethod
@@ -242,6 +274,39 @@ class _Seam(torch.autograd.Function):
         by_id = dict(zip(dict.fromkeys(ctx.acts), dxs, strict=True))
         # An activation passed twice to one function gets its gradient once: its leaf was one.
         return none + tuple(by_id.pop(a, None) for a in ctx.acts)
+
+
+class _LinearSeam(torch.autograd.Function):
+    """`F.linear` of a whole weight, the usual function of weights: torch's own products, and no graph inside."""
+
+    @staticmethod
+    def serves(names: Mapping[int, str], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+        """Where torch's backward takes the products that are written here: not their transposes, nor casts."""
+        whole = all(id(w) in names for w in (weight, bias) if w is not None)
+        plain = x.dim() > 1 and min(weight.shape) > 1 and x.is_contiguous() and weight.is_contiguous()
+        cast = x.dtype != weight.dtype or x.is_complex() or torch.is_autocast_enabled(x.device.type)
+        return whole and plain and not cast
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: SplitPass, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        ctx.save_for_backward(x.detach())
+        ctx.run, ctx.weights = run, (weight,) if bias is None else (weight, bias)
+        ctx.set_materialize_grads(False)
+        run.reads(ctx.weights)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            ctx.run._collect(ctx.weights, (None,) * len(ctx.weights))
+            return (None,) * 5
+        (x,), weight = ctx.saved_tensors, ctx.weights[0]
+        rows, dys = x.view(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        ctx.run.jobs.append(DeferredLinear(rows, dys, ctx.weights))
+        dx = dys.mm(weight).view(x.shape) if ctx.needs_input_grad[2] else None
+        return None, None, dx, None, None
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:

