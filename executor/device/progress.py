@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from io import FileIO
 from pathlib import Path
 
 
@@ -23,12 +25,16 @@ class RankState(IntEnum):
     OUTSIDE = 5  # of every step, in a loop of the user's own
 
 
-_SIZE = 512
-_HEAD = struct.Struct("=Qdqi160s160s")  # writes so far, time of last progress, op index, state, op text, peers
+# A rank's part of the file: how many records it has written, the last two of them, heartbeat, post. A writer may be put
+# to sleep between two bytes, so it never touches the record that its number names.
+_COUNT = struct.Struct("=q")
+_HEAD = struct.Struct("=dqi160s160s")  # time of last progress, op index, state, op text, peers
 _BEAT = struct.Struct("=d")
-_BEAT_AT = _SIZE - _BEAT.size
 _POST = struct.Struct("=128s")  # the op that is being given to the transport
+_HEADS_AT = _COUNT.size
+_BEAT_AT = 1024 - _BEAT.size
 _POST_AT = _BEAT_AT - _POST.size
+_SIZE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,7 @@ class RankProgress:
         self._post()
 
     def _post(self) -> None:
-        _POST.pack_into(self._map, self._at + _POST_AT, next(iter(list(self._posting.values())), b""))
+        self._store(_POST_AT, _POST.pack(next(iter(list(self._posting.values())), b"")))
 
     def end(self, state: RankState = RankState.DONE) -> None:
         self._write(state)
@@ -117,12 +123,19 @@ class RankProgress:
 
     def _write(self, state: RankState) -> None:
         self._n += 1
-        _HEAD.pack_into(self._map, self._at, self._n, time.monotonic(), self._index, state, self._text, self._peers)
+        head = _HEAD.pack(time.monotonic(), self._index, state, self._text, self._peers)
+        self._store(_head_at(self._n), head)
+        self._store(0, _COUNT.pack(self._n))
+
+    def _store(self, at: int, data: bytes) -> None:
+        """In one copy: `pack_into` clears first what it writes."""
+        at += self._at
+        self._map[at : at + len(data)] = data
 
     def _beat(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
             try:
-                _BEAT.pack_into(self._map, self._at + _BEAT_AT, time.monotonic())
+                self._store(_BEAT_AT, _BEAT.pack(time.monotonic()))
             except ValueError:  # closed meanwhile
                 return
 
@@ -133,21 +146,30 @@ def create(path: Path, world: int) -> None:
 
 
 def read(path: Path, world: int) -> list[RankRecord]:
-    """All records as they stand; a record caught while it is written is read again."""
-    out = []
-    for rank in range(world):
-        raw = b""
-        for _ in range(100):
-            with path.open("rb") as file:
-                file.seek(rank * _SIZE)
-                again = file.read(_SIZE)
-            if again[:_BEAT_AT] == raw[:_BEAT_AT]:
-                break
-            raw = again
-        _, changed, index, state, text, peers = _HEAD.unpack_from(raw)
-        who = tuple(int(p) for p in peers.rstrip(b"\0").split(b",") if p)
-        op = text.rstrip(b"\0").decode(errors="replace")
-        (beat,) = _BEAT.unpack_from(raw, _BEAT_AT)
-        posting = _POST.unpack_from(raw, _POST_AT)[0].rstrip(b"\0").decode(errors="replace")
-        out.append(RankRecord(rank, RankState(state), index, op, who, changed, beat, posting))
-    return out
+    """Each rank's last whole record; one that was replaced twice meanwhile is read again."""
+    with path.open("rb", buffering=0) as file:
+        return [_record(rank, _part(file, rank)) for rank in range(world)]
+
+
+def _part(file: FileIO, rank: int) -> bytes:
+    """A rank's part of the file, in which the record that its count names is whole."""
+    while True:
+        part, again = (os.pread(file.fileno(), size, rank * _SIZE) for size in (_SIZE, _COUNT.size))
+        if part[: _COUNT.size] == again:
+            return part
+
+
+def _record(rank: int, part: bytes) -> RankRecord:
+    (n,) = _COUNT.unpack_from(part)
+    changed, index, state, text, peers = _HEAD.unpack_from(part, _head_at(n))
+    who = tuple(int(p) for p in peers.rstrip(b"\0").split(b",") if p)
+    (beat,), (post,) = _BEAT.unpack_from(part, _BEAT_AT), _POST.unpack_from(part, _POST_AT)
+    return RankRecord(rank, RankState(state), index, _said(text), who, changed, beat, _said(post))
+
+
+def _head_at(n: int) -> int:
+    return _HEADS_AT + n % 2 * _HEAD.size
+
+
+def _said(text: bytes) -> str:
+    return text.rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,58 @@
+"""Whoever looks at a rank's record sees a whole one, wherever its writer has been put to sleep."""
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.device import progress
+from executor.device.progress import RankProgress, RankState, create, read
+
+Seen = set[tuple[RankState, str, tuple[int, ...]]]
+
+
+class _ByteByByte:
+    """A map into which every byte is stored by itself, and looked at after it."""
+
+    def __init__(self, real: mmap.mmap, path: Path) -> None:
+        self.real, self.path, self.seen = real, path, Seen()
+
+    def __setitem__(self, at: slice, data: bytes) -> None:
+        for k, byte in enumerate(data):
+            self.real[at.start + k] = byte
+            (r,) = read(self.path, 1)
+            self.seen.add((r.state, r.op, r.peers))
+
+
+def _seen(path: Path) -> Seen:
+    """What others may see of a rank while it goes from one op to the next and waits there."""
+    create(path, 1)
+    pen = RankProgress(path, 0)
+    pen.op(1, "1F0")
+    pen._map = slow = _ByteByByte(pen._map, path)  # type: ignore[assignment]
+    pen.op(2, "1B0/long")
+    pen.wait([0, 3])
+    return slow.seen
+
+
+WHOLE = {(RankState.RUN, "1F0", ()), (RankState.RUN, "1B0/long", ()), (RankState.WAIT, "1B0/long", (0, 3))}
+
+
+def test_a_record_is_never_seen_half_written(tmp_path: Path) -> None:
+    assert _seen(tmp_path / "progress") == WHOLE
+
+
+def test_one_that_is_written_in_its_place_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_head_at", lambda n: progress._HEADS_AT)
+    assert _seen(tmp_path / "progress") > WHOLE - {(RankState.RUN, "1F0", ())}
+
+
+def test_a_beat_leaves_the_record_as_it_is(tmp_path: Path) -> None:
+    create(tmp_path / "progress", 2)
+    pen: Any = RankProgress(tmp_path / "progress", 1)
+    pen.op(7, "1F7")
+    pen.posting(8, "1S8")
+    nobody, me = read(tmp_path / "progress", 2)
+    assert (nobody.state, nobody.op, nobody.changed_s) == (RankState.STARTING, "", 0.0)
+    assert (me.index, me.op, me.posting) == (7, "1F7", "1S8")
