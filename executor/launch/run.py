@@ -164,7 +164,7 @@ def gathered(prepared: PreparedJob, plan: Plan, results: list[dict[str, Any]]) -
         "evals": _evals(results, steps),
         "aux_losses": [_balance(results, step) for step in range(steps)] if any(map(any, _told(results))) else None,
         "first_step": results[0]["first_step"],
-        "iteration_s": median(_durations(results, steps)),
+        "iteration_s": median(_durations(results)),
         "memory": {"peak_allocated_bytes": peaks, "persistent_bytes": held},
         "ranks": prepared.ranks,
         "slowest": None if late is None else {"rank": late.rank, "waited_s": late.waited_s},
@@ -202,21 +202,21 @@ def _balance(results: list[dict[str, Any]], step: int) -> float:
     return total
 
 
-def _durations(results: list[dict[str, Any]], steps: int) -> list[float]:
-    """Seconds of each step, from the last op of the step before to its own: what is done between two counts.
+def _durations(results: list[dict[str, Any]]) -> list[float]:
+    """Seconds of each step that is traced, from the last op of the step before to its own: what is done between two
+    counts.
 
     The first, and one before which was saved or evaluated, counts from its first op.
     """
-    first = results[0]["first_step"]
-    apart = {first, *(step + 1 for r in results for step in r["paused"])}
-    spans = [[math.inf, 0.0] for _ in range(steps)]
+    apart = {step + 1 for r in results for step in r["paused"]}
+    spans: dict[int, tuple[float, float]] = {}
     for r in results:
         for step, _, _, _, start, end in r["rows"]:
-            span = spans[step - first]
-            span[0], span[1] = min(span[0], start), max(span[1], end)
-    starts = [start if first + k in apart else spans[k - 1][1] for k, (start, _) in enumerate(spans)]
-    before = [0.0, *(end for _, end in spans[:-1])]
-    return [end - max(b, start) for b, start, (_, end) in zip(before, starts, spans, strict=True)]
+            first, last = spans.get(step, (math.inf, 0.0))
+            spans[step] = min(first, start), max(last, end)
+    before = {step + 1: end for step, (_, end) in spans.items()}
+    begins = {step: max(before.get(step, start), start if step in apart else 0.0) for step, (start, _) in spans.items()}
+    return [end - begins[step] for step, (_, end) in spans.items()]
 
 
 def _trace(results: list[dict[str, Any]], schedule: str) -> Trace:

@@ -38,6 +38,7 @@ from ir.plan.places import RankPlacement, several, sharers
 from ir.plan.plan import OpKind, Plan
 
 Losses = list[tuple[int, float]]  # (microbatch of the global batch, its share of the loss)
+TRACED = 4_000_000  # rows of all ranks that a run keeps: a gigabyte where they are gathered
 
 
 @dataclass
@@ -108,11 +109,16 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     prepared, program, run, local = r.prepared, r.program, r.run, r.local
     batches = rank_batches(prepared, program, r.device) if o.real else blank_batches(program)
     results, told = [], []
+    newest = traced_steps(program.plan, prepared.ranks)
     test = rank_tests(prepared, program, r.device) if local is not None else None
     for step in range(s.saving.first, o.steps):
         if r.keeper is not None:
             r.keeper.before(step)
         results.append(run.step(step, batches(step)))
+        if len(results) > newest:
+            del run.rows[: program.last - program.first]
+        if o.parts is None:
+            run.parts.clear()
         told.append(local.guide.take() if local is not None else ([], []))
         if local is not None and r.keeper is not None:
             _beside(r, local, test, step, results[-1])
@@ -145,6 +151,12 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     }
 
 
+def traced_steps(plan: Plan, ranks: int) -> int:
+    """How many steps a trace has at most, the newest ones: the same on every rank."""
+    programs = len(plan.bounds) - 1
+    return max(1, TRACED * programs // (len(plan) * ranks))
+
+
 def _paused(s: PlanRun, results: list[StepResult]) -> list[int]:
     """Steps behind which this rank saved or evaluated."""
     first, steps = s.saving.first, s.options.steps
@@ -172,7 +184,7 @@ def _beside(r: RankRun, local: RankModel, test: Batches | None, step: int, resul
 
 def _note_step(file: Path, step: int, run: PlanInterpreter, result: StepResult, losses: Losses, test: Losses) -> None:
     """A rank's line, for `executor.launch.step_log`: what it has of a step. test: its losses of an evaluation."""
-    spans = [(row[4], row[5]) for row in run.rows if row[0] == step]
+    spans = [(row[4], row[5]) for row in run.rows[run.program.first - run.program.last :]]
     note = {
         "step": step,
         "losses": losses,

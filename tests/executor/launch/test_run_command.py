@@ -260,5 +260,5 @@ def test_a_step_counts_from_the_end_of_the_one_before_unless_something_else_was_
     ends = (2.0, 5.0, 17.0, 20.0)
     rows = [(k + 3, 0, "0F0", 0.0, end - 2.0, end) for k, end in enumerate(ends)]
     rank = {"first_step": 3, "rows": rows, "paused": [4]}
-    assert _durations([rank], 4) == [2.0, 3.0, 2.0, 3.0]
-    assert _durations([{**rank, "paused": []}], 4) == [2.0, 3.0, 12.0, 3.0]
+    assert _durations([rank]) == [2.0, 3.0, 2.0, 3.0]
+    assert _durations([{**rank, "paused": []}]) == [2.0, 3.0, 12.0, 3.0]
