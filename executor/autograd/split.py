@@ -45,7 +45,7 @@ class DeferredPass:
 
 
 @dataclass(slots=True)
-class DeferredLinear:
+class DeferredLinearPass:
     """The same of a linear: its input's rows, the rows of its output's gradient, and its weight (and bias)."""
 
     rows: Tensor
@@ -76,7 +76,7 @@ class SplitPass:
         self.weights = {n: w for n, w in weights.items() if w.requires_grad}
         self.names = {id(w): n for n, w in self.weights.items()}
         self.sink = sink
-        self.jobs: list[DeferredPass | DeferredLinear] = []
+        self.jobs: list[DeferredPass | DeferredLinearPass] = []
         self.uses: dict[str, int] = {}
         self.anchor = torch.zeros((), requires_grad=True)
         self._partial: dict[str, Tensor] = {}
@@ -304,7 +304,7 @@ class _LinearSeam(torch.autograd.Function):
             return (None,) * 5
         (x,), weight = ctx.saved_tensors, ctx.weights[0]
         rows, dys = x.view(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        ctx.run.jobs.append(DeferredLinear(rows, dys, ctx.weights))
+        ctx.run.jobs.append(DeferredLinearPass(rows, dys, ctx.weights))
         dx = dys.mm(weight).view(x.shape) if ctx.needs_input_grad[2] else None
         return None, None, dx, None, None
 
