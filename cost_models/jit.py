@@ -3,8 +3,6 @@
 Importing this imports numba (0.4 s), so modules with kernels are imported only when a kernel is to run.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -6,8 +6,6 @@ DeepSeek-V3 on 2,048 and on 16,384 H800, the whole command: start, reading, six 
 and measured, JSON. Runs take turns; wall time, the least of some rounds; the largest resident set of the command.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

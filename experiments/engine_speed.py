@@ -6,8 +6,6 @@ the least of some rounds. Two plans: 1F1B on bare stages, 64 x 1,024, and the de
 DualPipe, 16 x 256. Durations are the plan's own; tables, links and host are invented, with everything slowed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -6,8 +6,6 @@ themselves: short bursts at boost clocks, so the hardware files are taken as the
 not `in_training()`. A product in fp8 is measured with the quantising of x in front of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

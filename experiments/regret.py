@@ -8,8 +8,6 @@ shuffles predictions inside groups. Tables: experiments/published/data (a source
 another of vTrain's, as they print it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

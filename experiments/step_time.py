@@ -7,8 +7,6 @@ model of its own, in turn (ours first in every other pair), with a barrier befor
 rank's start to the last rank's end. Every pass of a stage takes 30 ms or more; the bar is a median ratio of 1.05.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ kinds of messages; none is on the plan that is judged. Rows whose ops are shorte
 counted. It says how busy the machine was.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

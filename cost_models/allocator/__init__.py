@@ -19,8 +19,6 @@ communication share the compute stream's pool. Later segments get higher address
 Not modelled: `max_split_size_mb`, `roundup_power2_divisions`, `garbage_collection_threshold`, CUDA graphs' pools.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast

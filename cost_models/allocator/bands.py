@@ -5,8 +5,6 @@ replays them and `replayed_band` puts a band around the result; where only their
 Outside the allocator live the context and the communicators' buffers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cost_models.hardware import DeviceHardware

@@ -4,8 +4,6 @@ A block is a number; its columns stand in `MemoryBlocks`. Blocks of one segment 
 blocks of a pool stand sorted by size, then address.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from cost_models.jit import jit

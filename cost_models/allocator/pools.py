@@ -4,8 +4,6 @@ With expandable segments each pool is one segment that starts at address 0 as on
 it; block 0 (small pool) or 1 (large pool) always is its first.
 """
 
-from __future__ import annotations
-
 from cost_models.allocator.bands import BLOCK, LARGE_GRAIN, MIDDLE, MIDDLE_SEGMENT, SMALL, SMALL_SEGMENT
 from cost_models.allocator.blocks import (
     ALLOCATED,

@@ -1,7 +1,5 @@
 """What training keeps per parameter, and what one update moves through HBM. Sizes are exact, times modelled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

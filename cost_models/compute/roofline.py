@@ -6,8 +6,6 @@ work, so more FLOPs or bytes are never faster. A kernel measured by itself runs 
 holds, which takes milliseconds; in training (`DeviceHardware.in_training`) it always holds.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import TypeVar

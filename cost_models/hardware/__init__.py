@@ -4,8 +4,6 @@
 200.0
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

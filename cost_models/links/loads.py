@@ -1,7 +1,5 @@
 """How much of its GPU's links a message takes while it runs at full speed, for max-min sharing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cost_models.links.fabric import LinkFabric, distinct

@@ -5,8 +5,6 @@ algorithm; here they also predict, which is a model, not a measurement. Hops are
 low-latency hop (0.6 us over NVLink, 2.7 us over the network), bases of its `collective_launch_us` (6.6 us).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

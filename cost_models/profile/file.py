@@ -3,8 +3,6 @@
 A digest inside is checked when a file is read. Whoever changes one by hand sets it to null, and results say so.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

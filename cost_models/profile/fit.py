@@ -2,8 +2,6 @@
 its protocol. Relative errors count, so that small messages weigh as much as large ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

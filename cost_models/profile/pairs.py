@@ -1,7 +1,5 @@
 """Measured slowdowns of a kernel and a message side by side, which go before those that a hardware file implies."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cost_models.hardware.schema import COMM_KINDS, NonNegative

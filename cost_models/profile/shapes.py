@@ -5,8 +5,6 @@ length, sequences of a microbatch, tensor-parallel ranks; of an update, its elem
 lies on the power law through both, size by size.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping, Sequence

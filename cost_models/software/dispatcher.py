@@ -1,7 +1,5 @@
 """What carries tokens to experts (dispatchers.toml), and what the casts of fp8 move (casts.toml)."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Annotated

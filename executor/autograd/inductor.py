@@ -5,8 +5,6 @@ that the input gradients need, W the rest. Sums of which no product is a part (o
 loops read the same values; W reads no weight, as it may run where those are not gathered.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a stage holds of one microbatch, at the edges of the work done so far and inside its units."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

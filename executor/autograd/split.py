@@ -14,8 +14,6 @@ differ. A weight that reaches a function no mode sees (a user's `autograd.Functi
 already, and hands it in with W; a Python function that calls `handle_torch_function` is seen, as one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

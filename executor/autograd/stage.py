@@ -5,8 +5,6 @@ to those it reads, so an op of the plan may cover any of them whose inputs are t
 backward. Nothing depends on where the cuts are: an output has two readers at most, so its gradient is one sum.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

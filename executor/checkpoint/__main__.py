@@ -1,7 +1,5 @@
 """`python -m executor.checkpoint DIR`: check a checkpoint, print what is in it, and write it as the Hub has weights."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

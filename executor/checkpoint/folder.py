@@ -6,8 +6,6 @@ A checkpoint is written under its second name, each file down to the disk, the m
 whatever has the first name and a manifest is complete, whenever anybody was killed, and nothing points to the newest.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """A checkpoint as the Hub has it: safetensors under the names that transformers saves, an index, and config.json."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from math import prod

@@ -4,8 +4,6 @@ Every rank writes its own files; rank 0 then reads what each has written (names,
 the manifest and gives the whole its name. Nobody holds more than its own pieces at any time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What a checkpoint is: the step, what it was trained on, and where every piece of every parameter lies."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Values of a checkpoint by name: any piece of any parameter, put together from wherever its elements lie."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

@@ -2,8 +2,6 @@
 whether a job goes on with the training that a checkpoint is of, else the first difference and the nearest fix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensor files: laid out and read by the safetensors library; hashed and forced to the disk on their way there."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Files of tokens, mapped: text, `.npy`, flat uint16 and uint32, Megatron's `.bin` with its `.idx`."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Time: one clock, and how to wait for a moment of it without missing it by a scheduler's tick."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ What one kernel takes for itself and gives back before it returns is not seen; n
 is what those who follow storages, kernels or lanes are made of.
 """
 
-from __future__ import annotations
-
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque

@@ -1,7 +1,5 @@
 """What each rank is doing right now, in shared memory, so that somebody else can tell when it no longer can."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct

@@ -1,7 +1,5 @@
 """One aten call as the kernel it is: FLOPs by torch's formulas, bytes read and written, the shape of its product."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

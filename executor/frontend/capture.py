@@ -10,8 +10,6 @@ kernel of their own. Hence steps predicted from the captured reference Llama-3-8
 than from its config, from Mixtral (2,048 tokens) 41 to 43 %, and from tiny models, which are all launches, four times.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

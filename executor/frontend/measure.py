@@ -4,8 +4,6 @@ Storages are followed one by one, so nothing is counted twice and views cost not
 input nor from a parameter (masks, rotary tables) is a constant and counted apart.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Every unit of a model measured, one behind the other, on microbatches of one shape; nothing is computed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Run one function on N ranks of this machine and watch them; when one fails, end all and report it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -5,8 +5,6 @@ every node must see the same folders and Python. With nccl each rank holds a GPU
 run's, or the first failure's; a node that is lost is named by those that are left.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

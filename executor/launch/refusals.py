@@ -1,7 +1,5 @@
 """What `piper-sim run` does not execute yet, refused before any process starts. What is not in here, runs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig

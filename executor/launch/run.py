@@ -11,8 +11,6 @@ computed: messages between stages have their real size, buckets at most 1 MiB or
 `grad_norms` and peak memory are null.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a run says while it goes on: each rank leaves a line per step, and who started them puts the lines together."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

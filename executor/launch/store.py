@@ -1,7 +1,5 @@
 """What ranks leave each other in torch's store: texts of any length, and questions about the time."""
 
-from __future__ import annotations
-
 import uuid
 import zlib
 from collections.abc import Sequence

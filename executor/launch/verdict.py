@@ -1,7 +1,5 @@
 """From what ranks left behind to who failed first, at which op, and who waits for it. The same for any launcher."""
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Ranks without a common parent watch each other through a store: who is at which op, who has failed, who says so."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ a step; then messages are timed on idle ranks. On a GPU ops stand between events
 Nothing here has run on a GPU where the project's tests run.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

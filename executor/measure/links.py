@@ -1,7 +1,5 @@
 """Messages and collectives over the groups that a plan has, in several sizes, timed on idle ranks."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 again, then the update. Nothing is sent, and no plan is run: a stage is given a made-up input and output gradient.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol

@@ -5,8 +5,6 @@ byte. Where a step is quick it is computed; where its arithmetic would take long
 tensors are fake. Either way a rank costs about as much as two of its steps.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What every runnable model offers: its chunks, its parameters' global names, the units of any stretch of chunks."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Which model a job runs: the reference decoder of its config, or the user's module its graph was captured from."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

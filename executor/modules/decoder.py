@@ -1,7 +1,5 @@
 """The reference decoder of a config, dense or with experts: the model graph's parts as modules, chunk by chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -6,8 +6,6 @@ weight gradient is a by-product of its input gradient, as in `ir.workload`.
 Everything is deterministic: no atomics, and sums over a token's copies in the order of its experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dense parts of the reference decoder, but for attention: embedding, MLP, norms, head, with Hugging Face's names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 

@@ -14,8 +14,6 @@ exchanges of rows (`executor.parallel.expert_all_to_all`) stand behind dispatch 
 Who reads what is in `ir.graph.expert_rows`.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -5,8 +5,6 @@ row-parallel linears make leaves as a sum over ranks, of which sequence parallel
 plan has it (`ir.workload.parts.region`): what was gathered is not kept, but gathered again for the weight gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

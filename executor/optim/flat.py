@@ -5,8 +5,6 @@ gather fills it, and again from where the plan frees it: what autograd keeps of 
 so that backward reads what the next gather brings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """SGD and AdamW on flat sets of named tensors, learning rates, sums of gradients, and their global norm."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """What keeps copies and shares in step: reductions over owners, the global norm, the update, gathers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

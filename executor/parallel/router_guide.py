@@ -1,7 +1,5 @@
 """What a rank's routers are told and note: forced choices, counts of rows, the loss that evens them out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which elements of a parameter a rank holds where tensor or expert parallelism cuts it; ZeRO cuts what is left."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod

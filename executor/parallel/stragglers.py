@@ -1,7 +1,5 @@
 """For whom the others wait: blocked time of a trace, followed from rank to rank until somebody is at work."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

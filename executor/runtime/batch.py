@@ -1,7 +1,5 @@
 """What is trained on, and what of it one rank reads: any plan sees the same (step, sequence of the global batch)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

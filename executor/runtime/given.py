@@ -4,8 +4,6 @@ Nobody lowers anything again: the plan is read from its text, which must have th
 ranks of a machine, which are forked behind it. So what runs is the plan that was checked, wherever that came from.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path

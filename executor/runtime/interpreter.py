@@ -6,8 +6,6 @@ device's compute lane. What a free names is let go there; nothing is freed by po
 autograd's and go when the pass that reads them last has run, which the plan's frees foresee.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

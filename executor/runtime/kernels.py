@@ -1,7 +1,5 @@
 """How the work of compute ops is done: with arithmetic, or without it in a time that is given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

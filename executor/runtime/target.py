@@ -1,7 +1,5 @@
 """Which function a rank runs, told from one process to another; and files that appear whole. Without torch."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

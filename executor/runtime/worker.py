@@ -1,7 +1,5 @@
 """Inside one process: find the function to run, run it as one rank or as several, leave a record of how each ended."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

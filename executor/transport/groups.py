@@ -5,8 +5,6 @@ posted on the stream's lane and never waited for by the host. What a CPU can pro
 that only writes down who follows whom (tests/executor/device/test_device.py).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta

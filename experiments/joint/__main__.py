@@ -1,7 +1,5 @@
 """python -m experiments.joint trace | pairs | paper | fair | breakeven | executed: published figures beside ours."""
 
-from __future__ import annotations
-
 import argparse
 
 from experiments.joint import breakeven, executed, fair, pairs, paper, trace

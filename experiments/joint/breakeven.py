@@ -9,8 +9,6 @@ schedules and DualPipe by `template`, weight gradients delayed. Writes breakeven
 and prints, per case, who leads where, and who is quickest within 80 and 141 GiB. All modelled.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math

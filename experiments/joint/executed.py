@@ -7,8 +7,6 @@ each; --exchange: by which every all-to-all and transfer ends later. The exchang
 that computes itself waits for it. Measured: the quickest step but the first; predicted: the same plan and seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

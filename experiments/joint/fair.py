@@ -7,8 +7,6 @@ seconds of all-to-alls over the modelled ones (as links of that much less; 0.001
 Overlap schedules and DualPipe merge by `template`; DualPipe by `alternate`, too. What does not fit stays in the table.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterator
 from typing import Any

@@ -7,8 +7,6 @@ Megatron-LM pull request 6429 (DeepSeek-V3 cut to 14 layers, 64 H100) and Megatr
 of Megatron (`megatron-core`) and `dispatcher = "nccl"`; nothing is set per row but what the row says.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

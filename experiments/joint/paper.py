@@ -8,8 +8,6 @@ every routed row for each expert it holds: `padded` multiplies the experts' seco
 kernel of groups takes. Nothing is fitted to these figures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -11,8 +11,6 @@ by the trace's usual gap. All modelled: no seconds from the trace, but how much 
 peers is fitted to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

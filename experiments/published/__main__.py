@@ -1,7 +1,5 @@
 """`python -m experiments.published`: score every published row, print the table; --write renews docs/PUBLISHED.md."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Changes to every job that must cost accuracy: no software file, another GPU's file, one efficiency for all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from experiments.published.score import Change, Table

@@ -4,8 +4,6 @@ Coordinate descent over the numbers of its software file on the mean error, each
 it found; whoever runs it writes the file, with where each number comes from.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

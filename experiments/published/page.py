@@ -1,7 +1,5 @@
 """docs/PUBLISHED.md, written from the scores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template

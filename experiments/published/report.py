@@ -1,7 +1,5 @@
 """The error table as text and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from experiments.published.rows import DataSet, Row, fitted

@@ -1,7 +1,5 @@
 """What a published line becomes: a job and what was measured of it, or the reason why no job says the same."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

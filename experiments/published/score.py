@@ -1,7 +1,5 @@
 """Rows to errors: each predicted once, its failure kept where it has one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Lines of published tables as jobs: data/sets.toml says what each table is, here stands what its lines compute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cache, partial

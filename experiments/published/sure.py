@@ -1,7 +1,5 @@
 """What the scores say of how sure a prediction is: the table of residuals, and whether its intervals hold."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

@@ -3,8 +3,6 @@
 It does so when it comes to the op that FAULT names for the second time; the moment goes to a file.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

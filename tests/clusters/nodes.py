@@ -1,7 +1,5 @@
 """Machines of a cluster on one: each with processes, a network, a name and an /etc/hosts of its own, by namespaces."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

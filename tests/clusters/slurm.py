@@ -4,8 +4,6 @@ Its waits are short: a node is lost after seconds (by default 5 minutes), and wh
 until its credentials have expired (by default 2 minutes).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """torchrun with fewer nodes than before: another plan for what is left, chosen by the simulator; the same training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

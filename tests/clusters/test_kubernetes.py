@@ -1,7 +1,5 @@
 """docs/kubernetes.yaml is what Kubernetes takes, and its command what torchrun and `-m executor` take."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

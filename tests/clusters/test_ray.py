@@ -1,7 +1,5 @@
 """Ranks on a Ray cluster of two nodes: one machine's numbers; who is lost is named; too small a one is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

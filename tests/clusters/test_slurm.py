@@ -1,7 +1,5 @@
 """The batch script under SLURM itself: accepted, run on two nodes, taken up behind a lost node and behind its limit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

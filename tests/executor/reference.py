@@ -1,7 +1,5 @@
 """One process that trains the whole model, microbatch after microbatch: what every plan's run must equal."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

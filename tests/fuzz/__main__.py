@@ -3,8 +3,6 @@
 With a state it goes on where it was stopped; the same seed and number are the same case.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

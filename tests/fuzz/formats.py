@@ -1,7 +1,5 @@
 """Every format: a valid file of it, and what reads it. Files that lie in `seeds/` are valid as they are."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

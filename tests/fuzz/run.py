@@ -4,8 +4,6 @@ A worker of its own process runs them, under a limit of memory and an alarm; whe
 another worker goes on behind it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Refusals that do no harm: of slips drawn over all keys, a fix is what was meant, or there is none."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@
 `python -m tests.fuzz N` runs as many as one likes.
 """
 
-from __future__ import annotations
-
 import time
 import tomllib
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Doors are the files that the pipeline's own calls directly; how many lie behind them is not counted here.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import tomllib

@@ -3,8 +3,6 @@
 One folder is called `named`: mistakes that once went unseen, and must never again.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

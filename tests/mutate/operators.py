@@ -1,7 +1,5 @@
 """Small mistakes in a Python file: a mutant puts one expression or statement in the place of another."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from copy import copy

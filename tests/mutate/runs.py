@@ -4,8 +4,6 @@ Tests are chosen by the import graph, not by measured coverage: ranks are other 
 that coverage does not see them; the graph takes a second, and a test too many costs nothing but time.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

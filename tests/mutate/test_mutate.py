@@ -1,7 +1,5 @@
 """The tool sees what lives and what dies, and what it knows beforehand is still there."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

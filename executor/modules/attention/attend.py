@@ -1,7 +1,5 @@
 """Attention of the reference modules, fused or with its scores stored."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from threading import get_ident

@@ -3,8 +3,6 @@
 Under context parallelism every rank has some queries of each sequence, and sees all keys and values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """The rotary embedding of the reference modules, with its angles stretched as `ir.workload.config.rope` reads them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

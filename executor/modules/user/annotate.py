@@ -6,8 +6,6 @@ the last is `head`, the names of `ir.workload`. One tensor may cross each seam. 
 (positions, rotary tables) is made again in every chunk that reads it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager

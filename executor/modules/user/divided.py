@@ -6,8 +6,6 @@ gathered it since. What all ranks have, and a rank reads into what is apart, ent
 ranks. Of a parameter that does so (a norm of each head) every rank has a part of the gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial

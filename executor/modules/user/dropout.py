@@ -6,8 +6,6 @@ seeds SplitMix64 (Steele, Lea, Flood 2014), whose n-th word decides on the n-th 
 Attention that drops is computed in plain products, with its probabilities stored.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Shapes are those of one microbatch. What needs Python's decisions on values is r
 the user's line.
 """
 
-from __future__ import annotations
-
 import inspect
 import linecache
 import operator

@@ -1,7 +1,5 @@
 """A user's own model: `[model] module = "my_model.py:build"`, cut at its annotations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

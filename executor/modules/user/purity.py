@@ -4,8 +4,6 @@ A plan runs a chunk once per microbatch, on some rank, in some order; under reco
 may depend on parameters and inputs alone. Forward is run twice without values and watched, op by op.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

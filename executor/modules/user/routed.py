@@ -7,8 +7,6 @@ Around it stand the reference modules' dispatch and combine (`executor.modules.m
 have all tokens, send a stretch of them each.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass

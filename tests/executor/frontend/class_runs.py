@@ -1,7 +1,5 @@
 """A class of transformers, captured once and trained under a plan; ranks are threads of this process."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import threading

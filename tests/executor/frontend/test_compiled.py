@@ -1,7 +1,5 @@
 """`run.compile`: the passes of a unit as compiled code give what its own Python gives, under any plan."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """transformers' own classes divided over tensor-parallel ranks train as by plain torch; what cannot be is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dropout: the same under every plan, as by plain torch with masks made in numpy, and as random as it should be."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """transformers' own classes, unmodified, under plans: losses, norms, gradients, parameters as by plain torch."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts of transformers' own classes spread over ranks train as by plain torch; what is no experts is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A GPT-2 of transformers on a real text, which CPython ships: one loss curve, whatever plan, whoever is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pydoc_data.topics

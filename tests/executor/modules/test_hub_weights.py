@@ -1,7 +1,5 @@
 """Weights that transformers saved are what a run starts from, under any plan; what it saves, transformers reads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Classes of transformers as they are, from tiny configs: what `[model] module` names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

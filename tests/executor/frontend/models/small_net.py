@@ -1,7 +1,5 @@
 """A user's model, annotated: an embedding, positions made from the ids' shape, three blocks, a norm and a head."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
