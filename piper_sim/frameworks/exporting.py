@@ -29,7 +29,7 @@ FRAMEWORKS = ("megatron", "megatron-bridge", "torchtitan", "deepspeed", "automod
 LAUNCH = "launch.sh"
 # Of a model: neither time nor bytes.
 _MODEL = {"source", "max_positions", "init_std", "norm_eps", "rope_theta", "rope_scaling", "rope_share"}
-_MODEL |= {"rope_pairs", "score_scale", "score_by_layer", "embed_dropout", "model_type", "positions", "stored", "act"}
+_MODEL |= {"rope_pairs", "score_scale", "score_by_layer", "embed_dropout", "model_type", "stored", "act"}
 
 
 @dataclass(frozen=True)
@@ -177,13 +177,18 @@ def _tree(framework: str, arguments: Mapping[str, object]) -> dict[str, Any]:
 def hugging_face(job: Job) -> dict[str, object]:
     """The model as a config.json: the preset's or file's keys with those set inline.
 
-    Raises PiperError (job): a captured model has none.
+    Raises PiperError (job): a captured model has none, and no class of transformers has Megatron's type.
     """
     if job.model.graph is not None:
         message = "a captured model has no config.json"
         raise PiperError(ErrorKind.JOB, message, file=job.file, key="model.graph", allowed="model.config")
     name = job.model.config
-    return (raw_config(named_path(job.file, name, presets())) if name else {}) | dict(job.model.overrides)
+    found = (raw_config(named_path(job.file, name, presets())) if name else {}) | dict(job.model.overrides)
+    if found.get("model_type") == "megatron":
+        message = "no class of transformers is called megatron, and no other has just its layers"
+        fix = "--to megatron, megatron-bridge or primus"
+        raise PiperError(ErrorKind.JOB, message, file=job.file, key="model.model_type", suggestion=fix)
+    return found
 
 
 def _different(mine: PreparedJob, theirs: PreparedJob) -> Iterator[tuple[str, tuple[object, object]]]:

@@ -13,6 +13,7 @@ from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_model import named
 
 MEGATRON = ("megatron", "megatron-bridge", "primus")
+_UNGATED = {LayerActivation.SWIGLU: "silu", LayerActivation.GEGLU: "gelu"}  # a gated activation's own
 
 
 def facts_of(prepared: PreparedJob, framework: str) -> Facts:
@@ -29,7 +30,14 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     f |= _formats(job)
     if framework in MEGATRON:
         f |= _sizes(prepared.config) | _megatron(prepared, dp, size, mbs)
-        return f | ({"vocab": f.pop("vocab_padded")} if framework == "megatron-bridge" else {})
+        act = prepared.config.activation
+        if framework == "megatron-bridge":
+            return f | {
+                "vocab": f.pop("vocab_padded"),
+                "gated": act.ups == 2,
+                "activation": _UNGATED.get(act, str(act)),
+            }
+        return f | {"activation": None if framework == "megatron" and act is LayerActivation.GELU else str(act)}
     if framework in ("torchtitan", "automodel"):
         return f | _torch(prepared, framework, dp, size, mbs) | _name(job, framework)
     f |= {"microbatch_size": size, "global_batch": size * mbs * dp, "accumulation": mbs, "zero": job.parallel.zero}
@@ -58,13 +66,12 @@ def _formats(job: Job) -> Facts:
 def _sizes(m: ModelConfig) -> Facts:
     f: Facts = {"layers": m.layers, "hidden": m.hidden, "heads": m.heads, "vocab_padded": m.vocab}
     f |= {"ffn": m.ffn, "positions": m.max_positions, "untied": not m.tied, "norm_eps": m.norm_eps}
-    f |= {"position": "rope" if m.rope else "learned", "init_std": m.init_std, "bias": m.mlp_bias or m.out_bias}
-    f |= {"activation": str(m.activation), "norm": "rms" if m.norm is NormLayerKind.RMS else "layer"}
+    place = "rope" if m.rope else "learned" if m.positions else "none"
+    f |= {"position": place, "init_std": m.init_std, "bias": m.mlp_bias or m.out_bias}
+    f |= {"norm": "rms" if m.norm is NormLayerKind.RMS else "layer"}
     f |= {"attention_dropout": m.attn_dropout, "hidden_dropout": m.hidden_dropout}
-    if m.activation is LayerActivation.RELU2:
-        f |= {"bias": m.out_bias, "rope_share": m.rope_share}
     if m.rope:
-        f["rope_theta"] = m.rope_theta
+        f |= {"rope_theta": m.rope_theta, "rope_share": m.rope_share if m.rope_share != 1.0 else None}
     if m.mla is not None:
         f |= {"mla": True, "q_rank": m.mla.q_rank or None, "kv_rank": m.mla.kv_rank, "nope_dim": m.mla.nope_dim}
         f |= {"rope_dim": m.mla.rope_dim, "v_dim": m.mla.v_dim}

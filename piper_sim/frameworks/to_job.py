@@ -18,6 +18,8 @@ from piper_sim.frameworks.to_model import model_of
 
 EVEN = {"megatron", "megatron-bridge", "nemo", "primus"}  # split layers evenly, and refuse where that leaves a rest
 
+EXPERTS = {"config", "num_experts", "num_local_experts", "n_routed_experts"}  # keys of a model that may have some
+
 
 def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
     """The job of a launch. hints: words of the file that name what it does not state: "tokenizer", "gpu".
@@ -93,7 +95,7 @@ def _schedule(d: JobDraft, f: Facts, pp: int) -> int:
 
 def _parallel(d: JobDraft, f: Facts, stages: int) -> None:
     tp, pp = f.get("tp", 1), f.get("pp", 1)
-    experts = bool(f.get("experts")) or bool({"config", *tables()["config_experts"].values()} & set(d.job["model"]))
+    experts = bool(f.get("experts")) or bool(EXPERTS & set(d.job["model"]))
     etp = f.get("etp") or (tp if d.framework in EVEN and f.get("experts") else None)
     for fact in ("ep", "etp"):
         if f.get(fact, 1) > 1 and not experts:

@@ -1,16 +1,20 @@
-"""A launch's model: the Hugging Face type whose layers it has, and that type's keys."""
+"""A launch's model: by Megatron's arguments, or as the Hugging Face type that has just the same layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ir.workload.config.keys import TYPES
-from ir.workload.config.load import raw_config
+from ir.core.errors import PiperError
+from ir.workload.config.keys import FIELDS, TYPES, aliases
+from ir.workload.config.load import config_from, raw_config
 from piper_sim.frameworks.draft import Facts, JobDraft
 from piper_sim.frameworks.table import facts as tables
 
 NO_MODEL = "llama3-8b"
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "nemotron", "gpt2")  # of the Hub, that `run` has too
+GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "gelu", "liglu": "gelu"}
 
 
 def named(family: str | None, name: str | None) -> Mapping[str, Any] | None:
@@ -52,72 +56,89 @@ def model_of(d: JobDraft, f: Facts, stated: Facts, hints: Mapping[str, str]) -> 
 
 
 def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
-    kind = _type(d, f)
-    table = TYPES[kind]
-    names = tables()["config_gpt2" if kind == "gpt2" else "config"]
-    values = dict(f)
-    if not f.get("grouped", True):
-        values.pop("kv_heads", None)
-    if kind == "nemotron" and "norm_eps" in values:
-        names = {**names, "norm_eps": "norm_eps"}
+    """Of DeepSeek's type where attention is latent, else of Megatron's, or the Hub's that has just the same layers."""
+    latent = "deepseek_v3" if f.get("scoring") == "sigmoid" or f.get("mtp") else "deepseek_v2"
+    kind = latent if f.get("mla") else "megatron"
+    values = dict(f) if f.get("grouped", True) else {**f, "kv_heads": f["heads"]}
     values["positions"] = values.get("positions") or f.get("seq_len") or 4096
     values.setdefault("kv_heads", f["heads"])
-    out = {"model_type": kind} | {k: values[n] for n, k in names.items() if values.get(n) is not None and k in table}
-    ffn = _ffn(d, f)
-    dense = "n_inner" if kind == "gpt2" else "intermediate_size"
-    out[dense] = f.get("moe_ffn") or ffn if kind == "mixtral" else ffn
-    out["vocab_size"] = _vocabulary(d, f, hints)
-    out["tie_word_embeddings"] = not f.get("untied", False)
-    if f.get("bias") and kind != "gpt2":
-        said = [k for k in ("attention_bias", "mlp_bias") if k in table and not table[k].only]
-        if "attention_bias" not in said:
-            d.doubts["bias"] = f"{kind}'s linears have no biases"
-        out |= dict.fromkeys(said, True)
-    return out | (_experts(d, kind, f, ffn) if kind in tables()["config_experts"] else {})
-
-
-def _type(d: JobDraft, f: Facts) -> str:
-    """The closest type; what it has otherwise is said."""
-    gated, rope = f.get("activation") == "swiglu", f.get("position") == "rope"
+    for fact in () if f.get("experts") else ("top_k", "groups", "top_groups", "routed_scale"):
+        values.pop(fact, None)
+    names = {n: aliases(kind).get(k, k) for n, k in tables()["config"].items()}
+    out = {"model_type": kind} | {
+        k: values[n] for n, k in names.items() if values.get(n) is not None and k in TYPES[kind]
+    }
+    act, gated = _activation(d, f)
+    out["intermediate_size"] = ffn = _ffn(d, f, gated)
+    out |= {"vocab_size": _vocabulary(d, f, hints), "tie_word_embeddings": not f.get("untied", False)}
     if f.get("mla"):
-        return "deepseek_v3" if f.get("scoring") == "sigmoid" or f.get("mtp") else "deepseek_v2"
+        d.expect(not f.get("bias"), "bias", f"{kind}'s linears have no biases")
+        return out | _latent_experts(d, f, ffn)
     d.expect(not f.get("mtp"), "mtp", "prediction modules are built for DeepSeek's type alone: there is none")
-    if f.get("experts"):
-        alone = "shared experts are built beside latent attention alone: there are none"
-        d.expect(not f.get("shared_ffn"), "shared_ffn", alone)
-        d.expect(gated, "activation", "experts are SwiGLU ones")
-        d.expect(rope, "position", "positions are rotary ones")
-        dense = isinstance(f.get("moe_freq"), list) and 0 in f["moe_freq"]
-        every = not dense and (f.get("moe_freq") in (None, 1) or isinstance(f["moe_freq"], list))
-        return "mixtral" if every and not f.get("qk_norm") else "qwen3_moe"
-    if gated:
-        d.expect(rope, "position", "positions are rotary ones")
-        d.expect(f.get("norm") == "rms", "norm", "norms are RMS norms")
-        return "qwen3" if f.get("qk_norm") else "qwen2" if f.get("qkv_bias") and not f.get("bias") else "llama"
-    grouped = f.get("grouped") and f.get("kv_heads", f["heads"]) != f["heads"]
-    odd = (
-        grouped or f["hidden"] % f["heads"] or f.get("head_dim", f["hidden"] // f["heads"]) != f["hidden"] // f["heads"]
-    )
-    if rope or odd or f.get("activation") == "relu2":
-        d.expect(f.get("activation") == "relu2", "activation", "priced as squared ReLU, whose matrices are the same")
-        d.expect(rope, "position", "positions are rotary ones")
-        return "nemotron"
-    d.expect(f.get("norm") == "layer", "norm", "norms are layer norms")
-    d.expect(f.get("bias", True), "bias", "GPT-2's linears have biases")
-    if f.get("position") != "learned" or f.get("no_positions"):
-        d.doubts["position"] = d.doubts["no_positions"] = "positions are learned ones"
-    return "gpt2"
+    return _family(out | {"hidden_act": act, "gated_linear_unit": gated} | _layers(d, f, ffn))
 
 
-def _ffn(d: JobDraft, f: Facts) -> int:
+def _activation(d: JobDraft, f: Facts) -> tuple[str, bool]:
+    """Megatron's `hidden_act`, and whether it has a gate."""
+    said = f.get("activation") or "gelu"
+    gated = f.get("gated", said in ("silu", *GATED))
+    act = GATED.get(said, said)
+    d.expect(said not in ("reglu", "liglu"), "activation", f"priced as GEGLU, whose matrices are {said}'s")
+    d.expect(gated or act != "silu", "activation", "ungated, priced as GELU")
+    d.expect(not gated or act != "relu2", "gated", "squared ReLU has no gate here")
+    return ("gelu" if act == "silu" and not gated else act), gated and act != "relu2"
+
+
+def _layers(d: JobDraft, f: Facts, ffn: int) -> dict[str, Any]:
+    """What a layer has, in Megatron's words: flags where they are on."""
+    place = f.get("position") or "learned"
+    d.expect(place not in ("alibi", "relative"), "position", "biases of attention scores are not built: there are none")
+    place = "none" if f.get("no_positions") and place == "learned" else place
+    word = {"learned": "learned_absolute", "rope": "rope"}.get(place, "none")
+    flags = {"add_bias_linear": "bias", "add_qkv_bias": "qkv_bias", "qk_layernorm": "qk_norm"}
+    out: dict[str, Any] = {"position_embedding_type": word} | {k: bool(f[n]) for k, n in flags.items() if n in f}
+    out["normalization"] = "RMSNorm" if f.get("norm") == "rms" else "LayerNorm"
+    if not (count := f.get("experts")):
+        return out
+    out |= {"num_experts": count, "num_experts_per_tok": min(f.get("top_k", 2), count)}
+    more = {"moe_intermediate_size": f.get("moe_ffn") or ffn, "scoring_func": f.get("scoring")}
+    more["shared_expert_intermediate_size"] = f.get("shared_ffn")
+    more["mlp_only_layers"] = [i for i, sparse in enumerate(_sparse(f)) if not sparse]
+    return out | {k: v for k, v in more.items() if v}
+
+
+def _family(said: dict[str, Any]) -> dict[str, Any]:
+    """A model of Megatron's type as the first type of the Hub that has just the same layers, or as it is."""
+    try:
+        mine = config_from(said, "")
+    except PiperError:  # told where the job is loaded
+        return said
+    values = {k: getattr(mine, n) for table in ("gpt2", "decoder") for n, k in FIELDS[table].items()}
+    values |= {"num_key_value_heads": mine.kv_heads, "head_dim": mine.head_dim, "hidden_act": said["hidden_act"]}
+    values |= {"n_inner": mine.ffn, "activation_function": mine.act, "norm_eps": mine.norm_eps}
+    values |= {"rope_theta": mine.rope_theta, "partial_rotary_factor": mine.rope_share}
+    values |= {"num_local_experts": said.get("num_experts"), "norm_topk_prob": True}
+    for kind in FAMILIES:
+        table, own = TYPES[kind], {aliases(kind).get(k, k) for k in said} | {"resid_pdrop"}
+        keys = {k: v for k, v in (said | values | {"model_type": kind}).items() if k in table and not table[k].why}
+        keys = {k: v for k, v in keys.items() if v is not None and (k in own or v != table[k].default)}
+        try:
+            theirs = config_from(keys, "")
+        except PiperError:
+            continue
+        if replace(theirs, model_type=mine.model_type) == mine:
+            return keys
+    return said
+
+
+def _ffn(d: JobDraft, f: Facts, gated: bool) -> int:
     if own := f.get("neox_ffn"):
         own, multiple = int(own), int(f.get("mlp_multiple", 1))
-        return -(-(own // 3 if f.get("activation") == "swiglu" else own) // multiple) * multiple
+        return -(-(own // 3 if gated else own) // multiple) * multiple
     if own := f.get("ffn"):
         return int(own)
     if ratio := f.get("expansion"):
         return int(ratio) * int(f["hidden"])
-    gated = f.get("activation") == "swiglu"
     found = 4 * f["hidden"] * 2 // 3 // 64 * 64 if gated else 4 * f["hidden"]
     d.filled["model.n_inner" if not gated else "model.intermediate_size"] = (found, f"{d.framework}'s default")
     return int(found)
@@ -144,32 +165,23 @@ def _vocabulary(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> int:
     return int(padded)
 
 
-def _experts(d: JobDraft, kind: str, f: Facts, ffn: int) -> dict[str, Any]:
+def _sparse(f: Facts) -> list[bool]:
+    """Which layers have experts."""
     layers, freq = f["layers"], f.get("moe_freq")
-    count = f.get("experts") or 1
-    out: dict[str, Any] = {
-        tables()["config_experts"][kind]: count,
-        "num_experts_per_tok": min(f.get("top_k", 2), count),
-    }
-    if kind == "mixtral":
-        return out
-    out["moe_intermediate_size"] = f.get("moe_ffn") or ffn
-    sparse = (
-        [i % freq == 0 for i in range(layers)] if isinstance(freq, int) else [bool(x) for x in freq or [1] * layers]
-    )
-    sparse = [*sparse, *[True] * layers][:layers] if f.get("experts") else [False] * layers
-    if kind == "qwen3_moe":
-        dense = [i for i, x in enumerate(sparse) if not x]
-        return out | {"norm_topk_prob": True} | ({"mlp_only_layers": dense} if dense else {})
+    if isinstance(freq, int):
+        return [i % freq == 0 for i in range(layers)]
+    return [*map(bool, freq or ()), *[True] * layers][:layers]
+
+
+def _latent_experts(d: JobDraft, f: Facts, ffn: int) -> dict[str, Any]:
+    """Experts in the words of DeepSeek's types, which have some."""
+    layers, count, width = f["layers"], f.get("experts") or 1, f.get("moe_ffn") or ffn
+    sparse = _sparse(f) if f.get("experts") else [False] * layers
     first = sparse.index(True) if True in sparse else layers
     d.expect(all(sparse[first:]), "moe_freq", "dense layers are the first ones")
-    out["first_k_dense_replace"] = first
     shared = f.get("shared_ffn") or 0
-    if shared % out["moe_intermediate_size"]:
-        d.doubts["shared_ffn"] = "shared experts are as wide as a whole number of experts"
-    out["n_shared_experts"] = round(shared / out["moe_intermediate_size"])
-    if not out["n_shared_experts"]:
-        out.pop("n_shared_experts")
-    if not f.get("groups"):
-        out |= {"n_group": 1, "topk_group": 1}
-    return out
+    d.expect(shared % width == 0, "shared_ffn", "shared experts are as wide as a whole number of experts")
+    out: dict[str, Any] = {"n_routed_experts": count, "num_experts_per_tok": min(f.get("top_k", 2), count)}
+    out |= {"moe_intermediate_size": width, "first_k_dense_replace": first}
+    out |= {"n_shared_experts": n} if (n := round(shared / width)) else {}
+    return out | ({} if f.get("groups") else {"n_group": 1, "topk_group": 1})

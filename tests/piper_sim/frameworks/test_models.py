@@ -1,0 +1,122 @@
+"""Imported models: parameters and FLOPs in closed form of the script's own numbers; out again as the same arguments."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ir.core.errors import PiperError
+from ir.job.build import prepare
+from ir.job.load import job_from
+from ir.workload import model_chunks
+from ir.workload.part import PartLayout
+from ir.workload.setting import MicrobatchShape, ModelPrecision
+from ir.workload.work import part_work
+from piper_sim.frameworks.exporting import export_launch
+from piper_sim.frameworks.importing import ImportedJob
+from tests.ir.workload.test_families import parameters
+from tests.piper_sim.frameworks.test_export import read_back
+from tests.piper_sim.frameworks.test_import import ASSUMED, UNKNOWN, imported, listed
+
+ACTS = {"": 1, "--swiglu": 2, "--squared-relu": 1, "--quick-geglu": 2}
+LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope"
+Numbers = dict[str, Any]
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> Numbers:
+    """A Megatron-LM GPT's numbers; what is left out of the script is Megatron's default."""
+    n: Numbers = {"layers": draw(st.integers(1, 4)), "heads": draw(st.sampled_from([4, 8])), "s": 64, "vocab": 256}
+    n |= {"h": n["heads"] * draw(st.sampled_from([8, 16])), "ffn": draw(st.sampled_from([96, 128]))}
+    n |= {"d": draw(st.sampled_from([8, 16])), "kv": draw(st.sampled_from([2, 4, n["heads"]]))}
+    n |= {k: draw(st.booleans()) for k in ("bias", "qkv", "qk", "rms", "untied")}
+    n |= {"act": draw(st.sampled_from([*ACTS])), "place": draw(st.sampled_from(["learned_absolute", "rope", "none"]))}
+    n |= {"experts": draw(st.sampled_from([0, 4])), "shared": draw(st.sampled_from([0, 32])), "dense": 0}
+    if n["experts"]:
+        n |= {"dense": draw(st.integers(0, n["layers"] - 1)), "efn": draw(st.sampled_from([32, 48])), "top": 2}
+    return n
+
+
+def script(n: Numbers) -> str:
+    """The launch."""
+    words = f"--num-layers {n['layers']} --hidden-size {n['h']} --num-attention-heads {n['heads']}"
+    words += f" --ffn-hidden-size {n['ffn']} --kv-channels {n['d']} --seq-length {n['s']} --vocab-size {n['vocab']}"
+    words += f" --max-position-embeddings {n['s']} --position-embedding-type {n['place']} {n['act']} --bf16"
+    words += f" --group-query-attention --num-query-groups {n['kv']}" if n["kv"] != n["heads"] else ""
+    flags = {"qkv": "--add-qkv-bias", "qk": "--qk-layernorm", "untied": "--untie-embeddings-and-output-weights"}
+    words += "".join(f" {flag}" for k, flag in flags.items() if n[k])
+    words += ("" if n["bias"] else " --disable-bias-linear") + (" --normalization RMSNorm" if n["rms"] else "")
+    if n["experts"]:
+        words += f" --num-experts {n['experts']} --moe-router-topk {n['top']} --moe-ffn-hidden-size {n['efn']}"
+        words += f" --moe-shared-expert-intermediate-size {n['shared']}" if n["shared"] else ""
+        pattern = f"[0]*{n['dense']}+[1]*{n['layers'] - n['dense']}"
+        words += f" --moe-layer-freq {shlex.quote(pattern)}" if n["dense"] else ""
+    return f"torchrun --nproc_per_node 1 pretrain_gpt.py {words}\n"
+
+
+def closed(n: Numbers) -> tuple[int, int]:
+    """Parameters, and FLOPs of one sequence's forward: causal attention counted half."""
+    h, q, kv, ups, norm = n["h"], n["heads"] * n["d"], n["kv"] * n["d"], ACTS[n["act"]], 1 if n["rms"] else 2
+    products = h * (q + 2 * kv) + q * h
+    attn = products + n["bias"] * h + (n["bias"] or n["qkv"]) * (q + 2 * kv) + n["qk"] * 2 * norm * n["d"]
+    mlp = [(ups + 1) * h * f + n["bias"] * (ups * f + h) for f in (n["ffn"], n.get("efn", 0), n["shared"])]
+    sparse = n["layers"] - n["dense"] if n["experts"] else 0
+    moe = n["experts"] * (mlp[1] + h) + (mlp[2] if n["shared"] else 0)
+    ends = n["vocab"] * h * (1 + n["untied"]) + (n["s"] * h if n["place"] == "learned_absolute" else 0) + norm * h
+    total = n["layers"] * (attn + 2 * norm * h) + (n["layers"] - sparse) * mlp[0] + sparse * moe + ends
+    used = (n["layers"] - sparse) * n["ffn"] + sparse * (n.get("top", 0) * n.get("efn", 0) + n["shared"])
+    linear = n["layers"] * (products + q * n["s"]) + (ups + 1) * h * used + sparse * h * n["experts"]
+    return total, 2 * n["s"] * (linear + n["vocab"] * h)
+
+
+def counted(found: ImportedJob) -> tuple[int, int]:
+    """The same of the job."""
+    config = prepare(job_from(found.job)).config
+    shape = MicrobatchShape(1, 64)
+    parts = ((c, p) for c in model_chunks(config) for p in c.parts)
+    works = (part_work(config, c, p, PartLayout(), shape, ModelPrecision(), "flash") for c, p in parts)
+    return parameters(config), sum(w.model_flops for w in works)
+
+
+@settings(max_examples=30, deadline=None)
+@given(scripts(), st.sampled_from(["megatron", "megatron-bridge", "primus"]))
+def test_a_script_has_its_own_parameters_and_flops(tmp_path_factory: Any, n: Numbers, framework: str) -> None:
+    found = imported(tmp_path_factory.mktemp("x"), script(n))
+    assert not listed(found, ASSUMED) and not listed(found, UNKNOWN)
+    assert counted(found) == closed(n)
+    assert counted(found) != closed(n | {"ffn": n["ffn"] + 8, "vocab": n["vocab"] + 8})
+    once = read_back(export_launch(prepared := prepare(job_from(found.job)), framework))
+    again = prepare(job_from(once.job))
+    assert replace(again.config, source="") == replace(prepared.config, source="")
+    assert read_back(export_launch(again, framework)).job == once.job
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (f"{LLAMA} --disable-bias-linear", "llama"),
+        (LLAMA, "llama"),
+        (f"{LLAMA} --disable-bias-linear --add-qkv-bias", "qwen2"),
+        (f"{LLAMA} --disable-bias-linear --qk-layernorm", "qwen3"),
+        (f"{LLAMA} --qk-layernorm", "megatron"),
+        ("", "gpt2"),
+        ("--group-query-attention --num-query-groups 2", "megatron"),
+        ("--position-embedding-type rope", "megatron"),
+        ("--swiglu --position-embedding-type rope --disable-bias-linear", "megatron"),
+        ("--squared-relu --position-embedding-type rope --disable-bias-linear", "nemotron"),
+    ],
+)
+def test_a_family_of_the_hub_is_named_where_it_says_just_the_same(tmp_path: Path, words: str, kind: str) -> None:
+    sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 256"
+    found = imported(tmp_path, f"torchrun pretrain_gpt.py {sizes} {words}\n")
+    assert found.job["model"]["model_type"] == kind and not listed(found, ASSUMED)
+    prepared = prepare(job_from(found.job))
+    if kind == "megatron":
+        with pytest.raises(PiperError, match="no class of transformers"):
+            export_launch(prepared, "accelerate")
+    else:
+        assert f'"{kind}"' in export_launch(prepared, "accelerate").files["config.json"]
