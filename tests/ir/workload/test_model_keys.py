@@ -236,6 +236,9 @@ BASES: Mapping[str, str] = {
     "deepseek_v3": "deepseek-v3",
 }
 FAMILIES = json.loads((Path(__file__).parents[2] / "data" / "families.json").read_text())
+MEGATRON = {"model_type": "megatron", "vocab_size": 96, "num_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
+MEGATRON |= {"num_experts": 8, "position_embedding_type": "rope", "add_bias_linear": False}
+FAMILIES["megatron"] = {"config": MEGATRON}  # on no Hub
 
 
 def base_of(model_type: str) -> dict[str, Any]:
