@@ -25,14 +25,14 @@ class RankState(IntEnum):
 
 # A rank's part of the file: how many records it has written, the last two of them, heartbeat, post. A writer may be put
 # to sleep between two bytes, so it never touches the record that its number names.
+RECORD_BYTES = 1024
 _COUNT = struct.Struct("=q")
 _HEAD = struct.Struct("=dqi160s160s")  # time of last progress, op index, state, op text, peers
 _BEAT = struct.Struct("=d")
 _POST = struct.Struct("=128s")  # the op that is being given to the transport
 _HEADS_AT = _COUNT.size
-_BEAT_AT = 1024 - _BEAT.size
+_BEAT_AT = RECORD_BYTES - _BEAT.size
 _POST_AT = _BEAT_AT - _POST.size
-_SIZE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class RankProgress:
     def __init__(self, path: Path, rank: int, *, beat_every_s: float = 0.0) -> None:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
-        self._at = rank * _SIZE
+        self._at = rank * RECORD_BYTES
         self._n, self._index, self._text, self._peers = 0, -1, b"", b""
         self._posting: dict[int, bytes] = {}  # by op: streams' threads do so, too
         self._stop = threading.Event()
@@ -140,7 +140,7 @@ class RankProgress:
 
 def create(path: Path, world: int) -> None:
     """An empty file of records, before the ranks start."""
-    path.write_bytes(bytes(_SIZE * world))
+    path.write_bytes(bytes(RECORD_BYTES * world))
 
 
 def read(path: Path, world: int) -> list[RankRecord]:
@@ -152,7 +152,7 @@ def read(path: Path, world: int) -> list[RankRecord]:
 def _part(file: FileIO, rank: int) -> bytes:
     """A rank's part of the file, in which the record that its count names is whole."""
     while True:
-        part, again = (os.pread(file.fileno(), size, rank * _SIZE) for size in (_SIZE, _COUNT.size))
+        part, again = (os.pread(file.fileno(), size, rank * RECORD_BYTES) for size in (RECORD_BYTES, _COUNT.size))
         if part[: _COUNT.size] == again:
             return part
 
