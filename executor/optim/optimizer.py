@@ -176,10 +176,12 @@ def norm_of(sums: Tensor) -> float:
     return math.sqrt(total)
 
 
-def clip_scale(norm: float, clip_norm: float) -> float:
-    """What gradients are multiplied by: torch's clip coefficient.
+def clip_scale(norm: float, clip_norm: float, kept: torch.dtype = torch.float64) -> float:
+    """What gradients are multiplied by: torch's clip coefficient. kept: the format that it is rounded to.
 
     >>> clip_scale(0.5, 1.0), round(clip_scale(4.0, 1.0), 4), clip_scale(4.0, 0.0)
     (1.0, 0.25, 1.0)
+    >>> clip_scale(3.0, 1.0, torch.float32) == clip_scale(3.0 * (1 + 1e-15), 1.0, torch.float32)
+    True
     """
-    return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
+    return torch.tensor(min(1.0, clip_norm / (norm + 1e-6)), dtype=kept).item() if clip_norm else 1.0

@@ -34,12 +34,12 @@ class OpWaits:
     closing: int = -1
 
     @cached_property
-    def walked(self) -> "ChainLists":
-        return ChainLists.of(self.chain)
+    def walked(self) -> "OpChainLists":
+        return OpChainLists.of(self.chain)
 
 
 @dataclass(frozen=True, eq=False)
-class ChainLists:
+class OpChainLists:
     """Columns of a chain that are walked node by node, which a list is three times as quick for.
 
     before, lo, hi: [node]. main, kind: [op]; computes: the program that an op computes for, -1 for a message.
@@ -53,7 +53,7 @@ class ChainLists:
     computes: list[int]
 
     @classmethod
-    def of(cls, c: OpChain) -> "ChainLists":
+    def of(cls, c: OpChain) -> "OpChainLists":
         computes = np.where(c.kind == COMPUTE, c.program, -1)
         columns = (c.before, c.lo, c.hi, c.main, c.kind, computes)
         return cls(*(x.tolist() for x in columns))
