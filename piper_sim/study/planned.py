@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
-from cost_models import DeviceHardware
+from cost_models import DeviceHardware, OptimizerMemory
 from cost_models.allocator.bands import context_bytes
 from cost_models.hardware.schema import MIB
 from ir.core.mesh import Mesh
@@ -49,7 +50,8 @@ class PlannedJob:
         classes = classes_of(model, plan, routing)
         sized, workspace = worst(plan, routing, classes)
         library = int(hardware.software.library_MiB * MIB)
-        found = memory(sized, state(plan, model.recipe), workspace, library)
+        held = state(plan, model.recipe)
+        found = _walked(sized, held, library) if workspace is None else memory(sized, held, workspace, library)
         return cls(prepared, hardware, plan, model, routing, classes, sized, workspace, found)
 
     @cached_property
@@ -60,7 +62,7 @@ class PlannedJob:
     @cached_property
     def reserved(self) -> tuple[ReservedMemory, ...]:
         """What each rank's allocator takes of what capacity, margin and context leave it."""
-        return reserved(self.sized, self.memory, self.hardware, self.room_bytes)
+        return _replayed(self.sized, self.memory, self.hardware, self.room_bytes)
 
     @property
     def room_bytes(self) -> int:
@@ -72,6 +74,27 @@ class PlannedJob:
     def context_bytes(self) -> int:
         """Bytes outside the allocator."""
         return context_bytes(self.hardware, communicators(self.prepared.mesh, self.prepared.config))
+
+
+# What was found last of a plan, and of its memory: jobs that differ in costs alone ask for the same.
+_Held = tuple[OptimizerMemory, ...]
+_Replays = tuple[ReservedMemory, ...]
+_WALKED: WeakKeyDictionary[Plan, tuple[tuple[_Held, int], Memory]] = WeakKeyDictionary()
+_REPLAYED: WeakKeyDictionary[Memory, tuple[tuple[DeviceHardware, int], _Replays]] = WeakKeyDictionary()
+
+
+def _walked(plan: Plan, held: _Held, library: int) -> Memory:
+    kept = _WALKED.get(plan)
+    if kept is None or kept[0] != (held, library):
+        kept = _WALKED[plan] = (held, library), memory(plan, held, None, library)
+    return kept[1]
+
+
+def _replayed(plan: Plan, found: Memory, hardware: DeviceHardware, room: int) -> _Replays:
+    kept = _REPLAYED.get(found)
+    if kept is None or kept[0] != (hardware, room):
+        kept = _REPLAYED[found] = (hardware, room), reserved(plan, found, hardware, room)
+    return kept[1]
 
 
 def fits(p: PlannedJob) -> bool:

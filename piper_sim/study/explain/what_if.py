@@ -15,7 +15,7 @@ from ir.job.table import table_of, toml_value
 from piper_sim.pricing.costs import given_times
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.explain.excess import usual_links
-from piper_sim.study.predict import predict
+from piper_sim.study.predict import planned, timed
 from piper_sim.study.prediction import Prediction
 
 Changes = dict[str, Any]  # section.key -> value as TOML has it; None: the key is left out
@@ -68,7 +68,8 @@ def what_ifs(job: Job, p: Prediction, progress: Progress = nullcontext) -> tuple
     out = []
     for name, changes in asked(job, p):
         with progress(f"simulating: {name}"), suppress(PiperError):
-            found = predict(changed(job, changes))
+            other = changed(job, changes)
+            found = timed(planned(other, hardware_of(other)))  # not checked: nobody will run it
             out.append(JobChange(name, changes, found.iteration_s, p.iteration_s - found.iteration_s, found.fits))
     return tuple(sorted(out, key=lambda w: -w.gain_s))
 
