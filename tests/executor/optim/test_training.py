@@ -1,14 +1,19 @@
 """Data and optimizers: the same tokens under every split of a global batch, torch's own arithmetic in the updates."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from executor.device.device import HostDevice
 from executor.optim.optimizer import Optimizer, clip_scale, norm_of, square_sums
 from executor.runtime.batch import MicrobatchLoader
+from executor.runtime.rank_model import RankModel
 from ir.job.schema import JobOptimizer
+from tests.executor.runs import judged
 
 
 def _all(data: MicrobatchLoader, step: int) -> torch.Tensor:
@@ -129,3 +134,24 @@ def test_the_norm_is_the_same_however_parameters_are_spread() -> None:
         p.grad = g.clone()
     assert float(torch.nn.utils.clip_grad_norm_(leaves, 1.0)) == pytest.approx(whole, rel=1e-6)
     assert torch.allclose(leaves[0].grad, grads["a"] * clip_scale(whole, 1.0), rtol=1e-5)
+
+
+def _clipped(folder: Path, noise: float, **formats: str) -> dict[str, Tensor]:
+    """Weights behind an update whose norm is off by `noise`."""
+    sets = [f"precision.{key}={dtype}" for key, dtype in formats.items()]
+    prepared, plan = judged(folder, "parallel.pp=1", "optimizer.clip_norm=0.1", *sets)
+    local, draw = RankModel.of(prepared, plan, 0, HostDevice()), torch.Generator().manual_seed(0)
+    local.sync.begin()
+    for total in local.grads.sums.values():
+        total.normal_(generator=draw)
+    local.sync._sums = local.sync.squares() * (1 + noise)
+    local.sync.update()
+    return {n: slots["weight"] for n, (_, slots) in local.sync.kept().items()}
+
+
+def test_where_sums_are_wider_than_weights_the_last_bit_of_a_norm_is_no_update_s(tmp_path: Path) -> None:
+    """Plans add up copies in different orders; with one format for all, the clip factor is torch's to the bit."""
+    wide = dict.fromkeys(("grads", "reduce", "optimizer"), "fp64")
+    for formats, same in (({**wide, "compute": "fp32"}, True), ({"compute": "fp64"}, False)):
+        one, other = (_clipped(tmp_path, noise, **formats) for noise in (0.0, 1e-15))
+        assert all(torch.equal(w, other[n]) for n, w in one.items()) is same
