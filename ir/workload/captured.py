@@ -4,8 +4,6 @@
 are of one microbatch shape, one number format and one device, of so many that tensor parallelism divides it over.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path

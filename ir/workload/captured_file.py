@@ -1,7 +1,5 @@
 """The file `model.json`: its version, its fields, and the strict reading of it. Bytes, FLOPs, shapes; no code."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from math import prod

@@ -1,7 +1,5 @@
 """A model as chunks of parts, in order: embedding, decoder layers, MTP modules, head. Sizes are `work`'s."""
 
-from __future__ import annotations
-
 from ir.core.ops import Pass
 from ir.workload import params as p
 from ir.workload.config.spec import LayerNormPlace, ModelConfig

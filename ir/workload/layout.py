@@ -4,8 +4,6 @@ E embedding, t a decoder layer, m a multi-token prediction module, L the head wi
 `(…)*n` repeat, commas and blanks say nothing. Stage v·P + p is rank p's v-th.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import groupby, pairwise

@@ -1,7 +1,5 @@
 """The parameters of every part, under their global Hugging Face names, and how parallelism cuts them."""
 
-from __future__ import annotations
-
 from math import prod
 
 from ir.workload.config.spec import AttentionNormKind, LayerNormPlace, ModelConfig, NormLayerKind

@@ -1,7 +1,5 @@
 """The types of a model graph: chunks of parts, and what one part costs and keeps on one device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 

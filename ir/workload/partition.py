@@ -1,7 +1,5 @@
 """Which chunks stand on which stage: decoder layers by count, embedding first, head and MTP last."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """What each part of a config's model costs and keeps on one device: the way in to the builders, one per kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache

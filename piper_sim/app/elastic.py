@@ -4,8 +4,6 @@ Where there are not as many as the job has ranks, the simulator chooses another 
 --save it goes on from what was saved. Rank 0 chooses; the others are told job and plan as ever.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

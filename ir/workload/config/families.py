@@ -1,7 +1,5 @@
 """How each model type's keys become a `ModelConfig`: one function per family, on top of the fields in `keys.toml`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """How a row of `forms.toml` and a config's keys become a `ModelConfig`: one reader for all families that have a row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any

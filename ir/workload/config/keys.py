@@ -1,7 +1,5 @@
 """The keys of a Hugging Face config.json, per model type, as `keys.toml` has them; what each may hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum

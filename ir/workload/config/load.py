@@ -1,7 +1,5 @@
 """From a Hugging Face config (a preset, or a path to config.json) to a `ModelConfig`, strictly."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """The rotary embedding of a config, in any spelling that transformers knows, as it computes it; or a refusal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

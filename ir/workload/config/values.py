@@ -1,7 +1,5 @@
 """Typed access to the keys of one config, with errors that name the file, the key and what is allowed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

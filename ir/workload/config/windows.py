@@ -1,7 +1,5 @@
 """Which layers of a config slide a window over their keys, as transformers' class of its model type has it."""
 
-from __future__ import annotations
-
 from ir.core.errors import nearest
 from ir.workload.config.values import ModelValues
 

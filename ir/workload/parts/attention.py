@@ -1,7 +1,5 @@
 """The part "attn": input norm, projections, attention, output projection, residual; ordinary heads or MLA."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ir.core.ops import Pass

@@ -1,7 +1,5 @@
 """The ends of the model: embedding, final norm, head with its loss, and how an MTP module joins its two inputs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from ir.core.ops import Pass

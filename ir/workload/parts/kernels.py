@@ -1,7 +1,5 @@
 """The kernels that parts are made of: matrix products by pass, attention, and memory-bound ones by bytes moved."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

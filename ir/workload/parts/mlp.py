@@ -1,7 +1,5 @@
 """Parts "mlp" (norm, MLP, residual) and "shared" (the shared experts: an MLP on the router's normed output)."""
 
-from __future__ import annotations
-
 from ir.core.ops import Pass
 from ir.core.work import Kernel, Work
 from ir.workload.part import PartWork, SavedBuffer

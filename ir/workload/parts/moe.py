@@ -1,7 +1,5 @@
 """Parts "router", "experts" and "add" of a mixture of experts, and the messages between them."""
 
-from __future__ import annotations
-
 from ir.core.ops import Pass
 from ir.core.work import CAST, Message, MessageKind, Work
 from ir.workload.config.spec import ExpertConfig

@@ -1,7 +1,5 @@
 """Communication inside parts: at the edges of a tensor-parallel region, and around context-parallel attention."""
 
-from __future__ import annotations
-
 from ir.core.ops import Pass
 from ir.core.work import Message, MessageKind
 from ir.workload.part import PartCollective

@@ -1,7 +1,5 @@
 """The residual stream: norms on it, what they leave behind, residual additions and dropout."""
 
-from __future__ import annotations
-
 from ir.core.ops import Pass
 from ir.core.work import Kernel, Work
 from ir.workload.config.spec import LayerNormPlace, NormLayerKind

@@ -1,7 +1,5 @@
 """The ranks of an allocation, asked together: they meet, connect, and train what one process trains."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Mapping
