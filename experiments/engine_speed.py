@@ -29,7 +29,7 @@ from ir.job.load import job_from
 from ir.lower import PassMerge, PlanPolicy, lower
 from ir.plan.plan import OpKind, OpLists, Plan
 from ir.schedules.registry import build
-from ir.schedules.strategy import ordering, placing
+from ir.schedules.schedule import ordering, placing
 from ir.verify import check_plan
 from piper_sim import compiled, engine
 from piper_sim.app.commands.demo import JOB
@@ -46,7 +46,7 @@ LAUNCH_S = round(5e-6 * 2**40) / 2**40
 COMPILE = """
 import time
 from experiments.engine_speed import shared, stage_case
-from piper_sim import compiled as twin
+from piper_sim import compiled
 case = stage_case(2, 2)
 for name, scenario in shared(case.plan).items():
     before = time.process_time()

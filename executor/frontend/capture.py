@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.frontend.aten import FORMATS
-from executor.frontend.measure import PartMeasure, PassMeasure
-from executor.frontend.survey import survey, without_values
+from executor.frontend.measure import PartMeasure, PassMeasure, survey, without_values
 from executor.modules.base import TORCH, BuiltChunks, Model, TokenLoss
 from executor.modules.user.divided import ModelShard
 from executor.modules.user.model import UserModel, load_callable

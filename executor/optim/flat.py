@@ -12,7 +12,6 @@ from torch import Tensor
 
 from executor.optim.optimizer import ParamGradients
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.flat import places_in
 from ir.graph.sync import Bucket
 
 
@@ -121,3 +120,22 @@ class FlatBucket:
 
     def tensors(self) -> list[Tensor]:
         return [self.weights, self.whole, self.sums, self.travels]
+
+
+ALIGN_BYTES = 64  # the same kernel takes other paths, to other last bits, where a weight starts elsewhere
+
+
+def places_in(numels: Mapping[str, int], narrowest: int) -> tuple[dict[str, slice], int]:
+    """Where each parameter lies, each on a multiple of 64 bytes, and where the last one ends; all in elements.
+
+    narrowest: bytes of an element in the narrowest format that such a tensor is kept in.
+
+    >>> places_in({"a": 3, "b": 8}, 8)
+    ({'a': slice(0, 3, None), 'b': slice(8, 16, None)}, 16)
+    """
+    step, out, end = ALIGN_BYTES // narrowest, {}, 0
+    for name, numel in numels.items():
+        start = -(-end // step) * step
+        end = start + numel
+        out[name] = slice(start, end)
+    return out, end

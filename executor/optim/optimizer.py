@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from ir.core.flat import update_blocks
 from ir.job.schema import JobOptimizer
 
 
@@ -185,3 +184,16 @@ def clip_scale(norm: float, clip_norm: float, kept: torch.dtype = torch.float64)
     True
     """
     return torch.tensor(min(1.0, clip_norm / (norm + 1e-6)), dtype=kept).item() if clip_norm else 1.0
+
+
+LEAST_BLOCK, BLOCKS = 4096, 16
+
+
+def update_blocks(numel: int) -> list[int]:
+    """Sizes of the stretches in which a tensor is updated: a fused kernel needs no room of its own, these need little.
+
+    >>> update_blocks(5000), len(update_blocks(10**6))
+    ([4096, 904], 16)
+    """
+    size = max(LEAST_BLOCK, -(-numel // BLOCKS))
+    return [min(size, numel - i) for i in range(0, numel, size)] or [0]

@@ -23,8 +23,7 @@ from ir.lower import PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
 from ir.schedules.registry import build, default_chunks, flushed, legal_chunks
-from ir.schedules.schedule import OpTimes, Schedule
-from ir.schedules.strategy import ordering, placing
+from ir.schedules.schedule import OpTimes, Schedule, ordering, placing
 from ir.workload.config.spec import ModelConfig
 from ir.workload.layout import laid_out, layout_of, parse_layout
 from ir.workload.part import Chunk, ModelWork, PartLayout

@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ir.core.errors import ErrorKind, PiperError, job_error
+from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import FileErrors, check_plain, read_toml, typed
-from ir.job.schema import OPEN, SECTIONS, Job, JobOptimizer, JobSchedule
-from ir.job.searched import scheduled, tried
+from ir.job.schema import OPEN, SECTIONS, Job, JobOptimizer, JobParallel, JobSchedule, JobSearch, ModelSection
+from ir.schedules.registry import canonical
 
 _FIX = 'a job file in TOML: [model] config = "llama3-8b"'
 FORM = FileErrors("a job", ErrorKind.JOB, "JOB", 10**6, _FIX, finite=False, smallest=1e-30)
@@ -142,3 +142,51 @@ def _check_speed(rank: str, speed: object) -> None:
     if not (rank.isascii() and rank.isdigit() and rank == str(int(rank[:9]))) or not fine:
         allowed = f"{{ rank = factor }}, a factor from {low:g} to {high:g}"
         raise job_error("cluster.speed", f"speed of rank {rank!r} is {speed!r}", "speed = { 17 = 0.8 }", allowed)
+
+
+_FIXED = ("directives", "builder", "csv", "microbatches", "global_batch")
+KEYS: Mapping[str, str] = {
+    **{f.name: "parallel" for f in fields(JobParallel)},
+    **{f.name: "schedule" for f in fields(JobSchedule) if f.name not in _FIXED},
+    "attention": "model",
+}
+_SECTIONS: Mapping[str, type] = {"parallel": JobParallel, "schedule": JobSchedule, "model": ModelSection}
+
+
+def tried(search: JobSearch, form: FileErrors) -> JobSearch:
+    """With every listed value as its section holds it.
+
+    Raises PiperError (job): a key that cannot vary, a list without a value, a value that the key does not take, or a
+    key both listed and pinned.
+    """
+    found = {key: _values(key, values, form) for key, values in search.overrides.items()}
+    for key in search.pin:
+        _check_key(key, f"pinned is {key!r}, which nothing varies", form)
+        if key in found:
+            raise form.wrong(f"{key} is listed and pinned", None, "search.pin", "one of the two", f"leave out {key}")
+    return replace(search, overrides=found)
+
+
+def _values(key: str, values: object, form: FileErrors) -> tuple[object, ...]:
+    _check_key(key, f"unknown key {key!r}", form)
+    if not isinstance(values, list | tuple) or not values:
+        raise form.wrong(f"{values!r} is no list of values to try", None, f"search.{key}", "a list", f"{key} = [1, 2]")
+    cls = _SECTIONS[KEYS[key]]
+    out = [getattr(typed({key: v}, cls, form, None, "search"), key) for v in values]
+    if key == "name":
+        out = [scheduled(str(name), "search.name") for name in out]
+    return tuple(v for i, v in enumerate(out) if v not in out[:i])
+
+
+def _check_key(key: str, said: str, form: FileErrors) -> None:
+    if key not in KEYS:
+        near = nearest(key, KEYS)
+        raise form.wrong(said, None, f"search.{key}", ", ".join(KEYS), f"search.{near}" if near else None)
+
+
+def scheduled(name: str, key: str) -> str:
+    """A schedule's name as it is known here. Raises PiperError (job): there is none of that name."""
+    try:
+        return canonical(name)
+    except PiperError as e:
+        raise PiperError(ErrorKind.JOB, e.message, key=key, allowed=e.allowed, suggestion=e.suggestion) from None

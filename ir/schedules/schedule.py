@@ -6,8 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import parse_filter
 from ir.core.ops import OpToken
 from ir.core.order import IntArray, Order
+from ir.directives import Directive
+from ir.directives.place import OrderDirective, PlaceDirective, SplitDirective
 
 
 @dataclass(frozen=True)
@@ -88,3 +91,32 @@ def homes(placements: Sequence[StagePlacement]) -> IntArray:
 
 def _illegal(message: str) -> PiperError:
     return PiperError(ErrorKind.ILLEGAL_PLAN, message)
+
+
+DIM = "MB"
+
+
+def placing(schedule: Schedule) -> list[Directive]:
+    """The split and the places.
+
+    >>> from ir.schedules.registry import build
+    >>> [str(d) for d in placing(build("dualpipe", 2, 4))][1]
+    'place({"PP": 0, "MB": "0..1"}, group=0)'
+    """
+    out: list[Directive] = [SplitDirective(parse_filter({}), DIM, schedule.microbatches)]
+    where: dict[tuple[int, ...], list[str]] = {}
+    for p in schedule.placements:
+        if p.mbs:  # a single microbatch leaves DualPipe's second direction empty
+            where.setdefault(p.rank_of_stage, []).append(f"{p.mbs.start}..{p.mbs.stop - 1}")
+    for ranks, mbs in where.items():
+        for stage, rank in enumerate(ranks):
+            tags: dict[str, object] = {"PP": stage}
+            if len(schedule.placements) > 1:
+                tags[DIM] = ",".join(mbs)
+            out.append(PlaceDirective(parse_filter(tags), rank))
+    return out
+
+
+def ordering(schedule: Schedule) -> Directive:
+    """The order table of every rank."""
+    return OrderDirective(table=tuple(enumerate(schedule.orders)))

@@ -16,8 +16,7 @@ from ir.graph.build import stage_graph
 from ir.lower import MessageQueue, PassMerge, PlanPolicy, lower
 from ir.plan.plan import OpKind, Plan
 from ir.schedules.registry import build
-from ir.schedules.schedule import OpTimes, Schedule
-from ir.schedules.strategy import ordering, placing
+from ir.schedules.schedule import OpTimes, Schedule, ordering, placing
 from ir.trace.trace import Trace
 from ir.verify import check_plan
 from piper_sim.engine import EngineRun, MessageMode, run

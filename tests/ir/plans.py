@@ -17,8 +17,7 @@ from ir.graph.graph import Graph
 from ir.lower import PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.schedules.registry import build
-from ir.schedules.schedule import Schedule
-from ir.schedules.strategy import ordering, placing
+from ir.schedules.schedule import Schedule, ordering, placing
 from ir.workload.part import Chunk, ExpertMessages, KeptBuffer, Param, Part, PartWork, PlacedPart, SavedBuffer
 
 OVERLAPPED = ("1f1b-overlap", "interleaved-1f1b-overlap")

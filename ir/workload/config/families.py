@@ -9,8 +9,7 @@ from ir.core.errors import nearest
 from ir.workload.config.keys import INERT, INSIDE, fits
 from ir.workload.config.rope import read_rope
 from ir.workload.config.spec import ExpertConfig, LatentAttention, LayerActivation, ModelConfig, NormLayerKind
-from ir.workload.config.values import ModelValues
-from ir.workload.config.windows import check_uniform, layer_windows
+from ir.workload.config.values import ModelValues, check_uniform, layer_windows
 
 GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 STORED = ("fp8", "mxfp4")

@@ -18,8 +18,7 @@ from ir.workload.config.spec import (
     ModelConfig,
     NormLayerKind,
 )
-from ir.workload.config.values import ModelValues
-from ir.workload.config.windows import FULL, SLIDING, layer_kinds
+from ir.workload.config.values import FULL, SLIDING, ModelValues, layer_kinds
 
 Row = Mapping[str, Any]
 _KINDS = {"norm": NormLayerKind, "norms": LayerNormPlace, "qk_over": AttentionNormKind}

@@ -14,11 +14,17 @@ from ir.job.run_options import JobRunOptions
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.pricing.sources import CostSources, sources
-from piper_sim.study.calibrate.assemble import ProfileSamplesLike, laid_over, profile_of
+from piper_sim.study.calibrate.assemble import (
+    ProfileSamplesLike,
+    Size,
+    laid_over,
+    profile_of,
+    sizes_of,
+    without_profile,
+)
 from piper_sim.study.calibrate.kineto import read_kineto
 from piper_sim.study.calibrate.nccl_tests import read_nccl_tests
 from piper_sim.study.calibrate.pairs import read_pairs
-from piper_sim.study.calibrate.sizes import Size, sizes_of, without_profile
 from piper_sim.study.validate.calibrating import elsewhere
 from piper_sim.study.validate.runs import PlanExecutor, ran
 from piper_sim.study.validate.samples import host_seconds

@@ -23,7 +23,7 @@ from ir.job.model import JobModel
 from ir.lower import PlanPolicy
 from ir.lower.sequence import PassSequences
 from ir.schedules.registry import build
-from ir.schedules.strategy import ordering, placing
+from ir.schedules.schedule import ordering, placing
 from ir.workload.params import local_numel
 from ir.workload.part import Chunk
 from ir.workload.setting import MicrobatchShape

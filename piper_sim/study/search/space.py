@@ -11,8 +11,8 @@ from cost_models import DeviceHardware
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
 from ir.job.build import DEFAULT_SCHEDULE, blaming, resolve
+from ir.job.load import KEYS
 from ir.job.model import read_model
-from ir.job.searched import KEYS
 from ir.schedules.registry import NAMES, canonical, default_chunks, legal_chunks, order_depends_on_times
 from ir.workload.config.spec import ModelConfig
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from executor.frontend import capture
-from executor.frontend.survey import without_values
+from executor.frontend.measure import without_values
 from executor.modules.decoder import DecoderModel
 from ir.core.errors import PiperError
 from ir.core.ops import Pass

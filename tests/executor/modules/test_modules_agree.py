@@ -13,8 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from executor.frontend.aten import ATTENTION
-from executor.frontend.measure import PartMeasure
-from executor.frontend.survey import survey, without_values
+from executor.frontend.measure import PartMeasure, survey, without_values
 from executor.modules import layers
 from executor.modules.decoder import DecoderModel
 from executor.modules.functions import F

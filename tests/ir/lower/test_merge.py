@@ -8,8 +8,7 @@ import pytest
 from ir.core.errors import PiperError
 from ir.core.ops import OpToken, Pass
 from ir.lower import PassMerge, PlanPolicy
-from ir.lower.merge import CYCLE, cycled, listed
-from ir.lower.merge.listed import _Clock
+from ir.lower.merge import CYCLE, _Clock, cycled, listed
 from ir.lower.sequence import PassSequences
 from ir.verify import check_plan
 from tests.ir.plans import moe_graph, moe_plan

@@ -16,7 +16,7 @@ from piper_sim.folding import classes as fold
 from piper_sim.folding import unfold
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
-from piper_sim.pricing.sharing import NIC_IN, NIC_OUT, OWN, PORT_IN, PORT_OUT, leaves, links
+from piper_sim.pricing.scenario import NIC_IN, NIC_OUT, OWN, PORT_IN, PORT_OUT, leaves, links
 
 FABRIC = LinkFabric.of(load_hardware("h100-sxm"))
 SMALL: dict[str, Any] = {
