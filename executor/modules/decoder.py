@@ -29,8 +29,7 @@ from executor.parallel.router_guide import ExpertRouterGuide
 from executor.parallel.shares import ParamShard
 from ir.core.errors import ErrorKind, PiperError
 from ir.graph import expert_rows
-from ir.workload.config.families import FAMILIES
-from ir.workload.config.keys import FORMS
+from ir.workload.config.keys import FORMS, ROWS
 from ir.workload.config.spec import ModelConfig
 
 WEIGHT = 0.3  # λ of the paper's first 10 T tokens
@@ -243,7 +242,7 @@ def refuse_model(c: ModelConfig) -> None:
             f"{c.model_type} is predicted, but has no reference module to run",
             file=c.source,
             key="model_type",
-            allowed=sorted(FAMILIES),
+            allowed=sorted(ROWS.keys() - FORMS),
             suggestion="model.module, with the class itself",
         )
     if not c.rope and not c.positions:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ir.core.errors import PiperError
-from ir.workload.config.keys import FIELDS, TYPES, aliases
+from ir.workload.config.keys import ROWS, TYPES, aliases
 from ir.workload.config.load import config_from, raw_config
 from piper_sim.frameworks.draft import Facts, JobDraft
 from piper_sim.frameworks.table import facts as tables
@@ -113,7 +113,8 @@ def _family(said: dict[str, Any]) -> dict[str, Any]:
         mine = config_from(said, "")
     except PiperError:  # told where the job is loaded
         return said
-    values = {k: getattr(mine, n) for table in ("gpt2", "decoder") for n, k in FIELDS[table].items()}
+    rows = ((n, str(k)) for kind in ("gpt2", "llama") for n, k in ROWS[kind].items())
+    values = {k[1:]: getattr(mine, n) for n, k in rows if k.startswith("@") and hasattr(mine, n)}
     values |= {"num_key_value_heads": mine.kv_heads, "head_dim": mine.head_dim, "hidden_act": said["hidden_act"]}
     values |= {"n_inner": mine.ffn, "activation_function": mine.act, "norm_eps": mine.norm_eps}
     values |= {"rope_theta": mine.rope_theta, "partial_rotary_factor": mine.rope_share}

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from ir.workload.config.families import GELU, balance_of, check_groups, stored_format
-from ir.workload.config.keys import FORMS
+from ir.workload.config.families import Row, balance_of, check_groups, stored_format, worked
 from ir.workload.config.rope import OF_ANY_KIND, TABLES, read_rope
 from ir.workload.config.spec import (
     AttentionNormKind,
@@ -20,7 +19,7 @@ from ir.workload.config.spec import (
 )
 from ir.workload.config.values import FULL, SLIDING, ModelValues, layer_kinds
 
-Row = Mapping[str, Any]
+GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 _KINDS = {"norm": NormLayerKind, "norms": LayerNormPlace, "qk_over": AttentionNormKind}
 _MODEL, _FORM, _MOE = ({f.name for f in fields(c)} for c in (ModelConfig, LayerForm, ExpertConfig))
 CHUNKED = "chunked_attention"
@@ -37,7 +36,7 @@ def read_form(v: ModelValues) -> ModelConfig:
 
     Raises PiperError (model): an impossible value, or one that is not built.
     """
-    row: Row = _worked(v)
+    row = worked(v)
     said = {k: found for k, x in row.items() if (found := _value(v, x)) is not None}
     if "biases" in said:
         said |= dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), said["biases"])
@@ -71,49 +70,6 @@ def _value(v: ModelValues, said: object) -> Any:
     return found
 
 
-def _megatron(v: ModelValues, row: Row) -> Row:
-    """Arguments of Megatron-LM that say several things at once."""
-    layer = v.one_of("normalization", ("LayerNorm", "RMSNorm")) == "LayerNorm"
-    place = v.one_of("position_embedding_type", ("learned_absolute", "rope", "none"))
-    bias, experts = v.flag("add_bias_linear"), v.get("num_experts") is not None
-    more: Row = {
-        "norm": NormLayerKind.LAYER if layer else NormLayerKind.RMS,
-        "norm_bias": layer,
-        "qk_bias": layer and v.flag("qk_layernorm"),
-        "rope": place == "rope",
-        "qkv_bias": bias or v.flag("add_qkv_bias"),
-        **dict.fromkeys(("out_bias", "mlp_bias", *(("expert_bias",) if experts else ())), bias),
-    }
-    positions = {"positions": row["max_positions"]} if place == "learned_absolute" else {}
-    ffn = v.get("moe_intermediate_size") or v.get("intermediate_size") or 4 * v.size("hidden_size")
-    moe = {"moe": {**row["moe"], "ffn": ffn}} if experts else {}
-    return {**{k: x for k, x in row.items() if k != "moe"}, **more, **positions, **moe}
-
-
-def _shared_keys(v: ModelValues, row: Row) -> Row:
-    """GPT-BigCode: all heads share keys and values, or none do."""
-    return {**row, "kv_heads": 1 if v.flag("multi_query") else row["kv_heads"]}
-
-
-def _falcon(v: ModelValues, row: Row) -> Row:
-    """Two generations: whose keys and values heads share, and how many norms stand before parallel halves."""
-    new, norms = v.flag("new_decoder_architecture"), v.size_or("num_ln_in_parallel_attn", 0)
-    shared = 1 if v.flag("multi_query") and not new else row["kv_heads"] if new else row["heads"]
-    both = (norms or 2) if new else 1
-    more = {"kv_heads": shared, "parallel": new or v.flag("parallel_attn"), "parallel_norms": both}
-    return {**row, **more, "rope": not v.flag("alibi")}
-
-
-# Where several keys say one thing together.
-_WORKED = {"megatron": _megatron, "gpt_bigcode": _shared_keys, "falcon": _falcon}
-
-
-def _worked(v: ModelValues) -> Row:
-    """A type's row, with what is worked out of several keys."""
-    kind = str(v.get("model_type"))
-    return _WORKED[kind](v, FORMS[kind]) if kind in _WORKED else FORMS[kind]
-
-
 def _sizes(v: ModelValues, row: Row, said: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = said["heads"], said["hidden"]
     key = str(row["heads"])[1:]
@@ -130,6 +86,8 @@ def _sizes(v: ModelValues, row: Row, said: Mapping[str, Any]) -> dict[str, Any]:
 
 def _activation(v: ModelValues, row: Row, said: Mapping[str, Any]) -> dict[str, Any]:
     act, gated = row.get("acts", {}).get(said["act"], said["act"]), said["gated"]
+    if takes := row.get("takes"):
+        v.one_of(str(row["act"])[1:], tuple(takes))
     gates = {"silu": LayerActivation.SWIGLU, "swish": LayerActivation.SWIGLU, "swiglu": LayerActivation.SWIGLU}
     plain = {"relu2": LayerActivation.RELU2, "xielu": LayerActivation.XIELU}
     known = gates if gated else plain
@@ -143,7 +101,8 @@ def _activation(v: ModelValues, row: Row, said: Mapping[str, Any]) -> dict[str, 
 
 def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ...]:
     """The window of every layer, 0 for none."""
-    n, size, mode = said["layers"], said.get("window") or 0, row.get("windows")
+    n, mode = said["layers"], row.get("windows")
+    size = (said.get("window") or 0) if said.get("windowed", True) else 0
     other = CHUNKED if said.get("chunked") else SLIDING
     match mode if size else None:
         case "every":
@@ -162,9 +121,13 @@ def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ..
     if given is not None:
         read = mode not in (None, "all", "local")
         if not read and (odd := [k for k, s in zip(given, slides, strict=True) if (k != FULL) is not s]):
-            v.refuse("layer_types", f"{odd[0]}, but transformers' {v.get('model_type')} does not read it")
+            own = other if slides[0] else FULL
+            message = f"{odd[0]}, but transformers' {v.get('model_type')} has {own} in every layer"
+            v.refuse("layer_types", message, allowed=own)
         if other in given and not size:
-            v.refuse("layer_types", f"{other}, but no window", allowed=f"a {str(row.get('window', '@none'))[1:]}")
+            switch = f"{row['windowed'][1:]} = true and " if "windowed" in row else ""
+            allowed = f"{switch}a {str(row.get('window', '@none'))[1:]}"
+            v.refuse("layer_types", f"{other}, but no window", allowed=allowed)
         slides = [k != FULL for k in given]
     return tuple(size if s else 0 for s in slides)
 
@@ -224,7 +187,7 @@ def _experts(v: ModelValues, row: Row, layers: int) -> ExpertConfig:
     own = {k: x for k, x in said.items() if k in _MOE}
     moe = ExpertConfig(**{**own, "shared_ffn": shared, "groups": groups if top else 0, "top_groups": top})
     if "n_group" in v.table:
-        check_groups(v, moe, "noaux_tc")
+        check_groups(v, moe, str(v.get("topk_method")) if row.get("by_method") else "noaux_tc")
     return replace(moe, dense_layers=_dense(v, str(said["sparse"]), layers), balance=balance_of(v))
 
 
@@ -232,7 +195,9 @@ def _dense(v: ModelValues, rule: str, layers: int) -> frozenset[int]:
     """Layers without experts."""
     match rule:
         case "first":
-            return frozenset(range(min(layers, v.size("first_k_dense_replace"))))
+            # transformers' classes leave moe_layer_freq out: all published models have 1. DeepSeek's own code has it.
+            first, every = v.size("first_k_dense_replace"), v.size_or("moe_layer_freq", 1)
+            return frozenset(i for i in range(layers) if i < first or i % every)
         case "step":  # a layer is sparse unless listed, where (layer + 1) % step == 0
             only, step = v.get("mlp_only_layers") or (), v.size("decoder_sparse_step")
             assert isinstance(only, (list, tuple))
@@ -254,6 +219,11 @@ def _rotated(v: ModelValues, row: Row, base: ModelConfig) -> ModelConfig:
     """With the rotary embedding, where there is one."""
     if not base.rope or base.positions or base.form.embed_norm:
         return replace(base, rope=False)
+    if row["run"]:  # which turns by these angles
+        dim = base.mla.rope_dim if base.mla else base.head_dim
+        rope = read_rope(v, dim, partial=bool(row.get("partial")), latent=base.mla is not None)
+        turned = replace(base, rope_theta=rope.theta, rope_scaling=rope.scaling, rope_share=rope.share)
+        return replace(turned, score_scale=rope.score_scale)
     turned = _value(v, row.get("rotary"))
     if "rope_theta" not in v.table:  # GPT-J's: so many features, at angles of 10,000
         return replace(base, rope_share=(turned or base.head_dim) / base.head_dim)

@@ -87,11 +87,12 @@ def _row(name: str) -> dict[str, Any]:
     own = _FORMS[name]
     out = _row(own["like"]) if "like" in own else {}
     moe = {**out.get("moe", {}), **own.get("moe", {})}
-    return {**out, **own, "base": own.get("base", False), **({"moe": moe} if moe else {})}
+    return {**out, **own, "base": own.get("base", False), "run": own.get("run", False), **({"moe": moe} if moe else {})}
 
 
 _ROWS = {name: _row(name) for name in _FORMS if name != "keys"}
-FORMS: Mapping[str, Mapping[str, Any]] = {name: row for name, row in _ROWS.items() if not row["base"]}
+ROWS: Mapping[str, Mapping[str, Any]] = {name: row for name, row in _ROWS.items() if not row["base"]}
+FORMS = {name: row for name, row in ROWS.items() if not row["run"]}  # predicted only
 _SHARED = _RAW["shared"] | _RAW["types"] | {name: _FORMS[name]["keys"] for name in FORMS} | _FORMS["keys"]
 
 
@@ -108,7 +109,6 @@ _TYPES = _RAW["types"] | {name: row["keys"] for name, row in FORMS.items()}
 _INERT = {name: ModelKey(ModelKeyType.ANYTHING, why=why) for name, why in INERT.items()}
 TYPES: Mapping[str, Table] = {name: {**_INERT, **_table(raw)} for name, raw in _TYPES.items()}
 INSIDE: Mapping[str, Table] = {name: {**_INERT, **_table(raw)} for name, raw in _RAW["inside"].items()}
-FIELDS: Mapping[str, Mapping[str, str]] = _RAW["fields"]
 _NAMES = typed(_RAW["names"], dict[str, ParamNames], _FORM, str(_FILE))
 
 
@@ -119,7 +119,7 @@ def aliases(model_type: str) -> Mapping[str, str]:
     ('n_layer', 'attention_dropout')
     """
     found: Mapping[str, str] = _RAW["aliases"].get(model_type, _RAW["aliases"]["any"])
-    form: Mapping[str, Mapping[str, str]] = FORMS.get(model_type, {})
+    form: Mapping[str, Mapping[str, str]] = ROWS.get(model_type, {})
     return form.get("aliases", found)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from ir.core.errors import ErrorKind, PiperError, nearest, same_name
 from ir.core.files import FileErrors, read_json, typed
 from ir.core.limits import LAYERS
-from ir.workload.config.families import FAMILIES
 from ir.workload.config.forms import read_form
 from ir.workload.config.keys import INERT, OUTER, TYPES, UNBUILT, aliases
 from ir.workload.config.rope import OF_ANY_KIND
@@ -71,7 +70,7 @@ def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, 
     key = "model.model_type" if "model_type" in over else "model_type"
     if not isinstance(model_type, str) or model_type not in TYPES:
         said = "missing" if model_type is None else f"unknown model type {model_type!r}"
-        said = f"{model_type!r} is not built: it has {UNBUILT[model_type]}" if model_type in UNBUILT else said
+        said = f"{model_type!r} is not built: it has {UNBUILT[str(model_type)]}" if str(model_type) in UNBUILT else said
         near = same_name(str(model_type), TYPES)  # the closest other one would be another architecture
         raise PiperError(ErrorKind.MODEL, said, file=source, key=key, allowed=sorted(TYPES), suggestion=near)
     file = _respelled(raw, model_type, source, "")
@@ -86,7 +85,7 @@ def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, 
     given = {**file, **{k: _merged(file.get(k), v) for k, v in inline.items()}}
     dotted = (f"{k}.{inner}" for k, table in inline.items() if isinstance(table, Mapping) for inner in table)
     values = ModelValues(source, TYPES[model_type], given, frozenset((*inline, *dotted)))
-    return FAMILIES.get(model_type, read_form)(values)
+    return read_form(values)
 
 
 def _language_model(raw: Mapping[str, object], text: Mapping[str, object], source: str) -> Mapping[str, object]:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, nearest, same_name
 from ir.core.limits import divisors
-from ir.workload.config.keys import FIELDS, ModelKey, ModelKeyType, Table, fits
+from ir.workload.config.keys import ModelKey, ModelKeyType, Table, fits
 
 _NUMBERS = (ModelKeyType.RATIO, ModelKeyType.RATIO_OR_NULL, ModelKeyType.WEIGHT, ModelKeyType.CHANCE)
 
@@ -40,10 +40,6 @@ class ModelValues:
     def get(self, name: str) -> object:
         """The value, or Hugging Face's default."""
         return self.given[name] if name in self.given else self.table[name].default
-
-    def fields(self, family: str) -> dict[str, Any]:
-        """The fields of `ModelConfig` that are values as they stand; those of keys that a type lacks stay out."""
-        return {name: self.plain(key) for name, key in FIELDS[family].items() if key in {**self.table, **self.given}}
 
     def plain(self, name: str) -> Any:
         """A value as it stands, numbers as floats where they need not be whole."""
@@ -96,35 +92,6 @@ def _json(value: object) -> str:
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _OLD = {"attention": FULL}
-
-
-def layer_windows(v: ModelValues) -> tuple[int, ...]:
-    """The window of every layer (0: none) by `layer_types`, or by `max_window_layers` where it is left out (Qwen's).
-
-    Raises PiperError (model): kinds of layers that are not built, or not as many as there are layers.
-    """
-    layers = v.size("num_hidden_layers")
-    window = v.size_or("sliding_window", 0) if v.flag("use_sliding_window") else 0
-    types = _types(v)
-    if types is None:
-        first = v.size("max_window_layers")
-        return tuple(window if i >= first else 0 for i in range(layers))
-    if SLIDING in types and not window:
-        # transformers' mask of a window that is null sees all, or fails, from version to version.
-        v.refuse("layer_types", f"{SLIDING}, but no window", allowed="use_sliding_window = true and a sliding_window")
-    return tuple(window if t == SLIDING else 0 for t in types)
-
-
-def check_uniform(v: ModelValues, window: int) -> None:
-    """Refuse `layer_types` that say otherwise than the one window that transformers' class gives all layers."""
-    own = SLIDING if window else FULL
-    if other := [t for t in _types(v) or () if t != own]:
-        message = f"{other[0]}, but transformers' {v.get('model_type')} has {own} in every layer"
-        v.refuse("layer_types", message, allowed=own)
-
-
-def _types(v: ModelValues) -> list[str] | None:
-    return layer_kinds(v, v.size("num_hidden_layers"), (FULL, SLIDING))
 
 
 def layer_kinds(v: ModelValues, layers: int, known: tuple[str, ...]) -> list[str] | None:
