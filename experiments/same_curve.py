@@ -37,29 +37,7 @@ def build():
     off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=128, n_embd={width}, n_layer=6, n_head=6, **off))
 """
-JOB = """
-[model]
-module = "model.py:build"
-tags = {{ PP = "transformer.h.*" }}
-seq_len = 128
-[data]
-source = "text.txt"
-[schedule]
-microbatch_size = 1
-[precision]
-compute = "fp32"
-grads = "{sums}"
-reduce = "{sums}"
-optimizer = "{sums}"
-[optimizer]
-lr = 1e-3
-schedule = "cosine"
-warmup_steps = {warm}
-decay_steps = {decay}
-min_lr = 1e-4
-[run]
-log_every = 1
-"""
+JOB = (Path(__file__).parent / "jobs" / "same_curve.toml").read_text(encoding="utf-8")
 Curve = dict[int, float]  # step → loss
 
 

@@ -96,29 +96,7 @@ class TorchPipeline:
         return token_loss(logits.flatten(0, 1), labels.flatten(), self._scale, TokenLoss.IGNORE)
 
 
-JOB = """
-[model]
-config = "tiny-llama"
-num_hidden_layers = 4
-hidden_size = 512
-intermediate_size = 1408
-num_attention_heads = 8
-num_key_value_heads = 8
-seq_len = {seq_len}
-[cluster]
-gpu = "h100-sxm"
-[parallel]
-pp = 2
-layers = "even"
-[schedule]
-name = "1f1b"
-microbatches = 4
-[precision]
-compute = "fp32"
-[optimizer]
-name = "sgd"
-clip_norm = 0
-"""
+JOB = (Path(__file__).parent / "jobs" / "step_time.toml").read_text(encoding="utf-8")
 RANKS, WARM, BAR = 2, 2, 1.05
 Span = tuple[float, float, float]  # start, end, processor seconds of the rank
 

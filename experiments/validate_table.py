@@ -26,22 +26,7 @@ from piper_sim.study.validate import PlanTools, ProfileCalibration, validate
 SCHEDULES = ("1f1b", "gpipe", "zb1p", "interleaved-1f1b", "zbv", "dualpipe")
 LEAST_S = 0.01  # of a layer's pass, to count
 APART = 0.05
-JOB = """
-[model]
-config = "tiny-llama"
-num_hidden_layers = {layers}
-seq_len = 8
-[cluster]
-gpu = "h100-sxm"
-[parallel]
-pp = {ranks}
-dp = {dp}
-zero = {zero}
-layers = "even"
-[schedule]
-name = "{schedule}"
-microbatches = {mbs}
-"""
+JOB = (Path(__file__).parent / "jobs" / "validate_table.toml").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

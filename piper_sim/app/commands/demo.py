@@ -10,27 +10,7 @@ from piper_sim.app.commands.output import print_json, progress, width, write
 from piper_sim.report.timeline import text_timeline
 from piper_sim.study.compare import compare
 
-JOB = """\
-# DeepSeek-V3's published training shape (arXiv:2412.19437): 16-way pipeline, 64-way experts, ZeRO-1, fp8.
-[model]
-config = "deepseek-v3"
-seq_len = 4096
-[cluster]
-gpu = "h800-sxm"
-nodes = 256
-[parallel]
-pp = 16
-ep = 64
-zero = 1
-[schedule]
-name = "dualpipe"
-microbatches = 120
-recompute = ["norm", "up_projection", "activation"]
-[precision]
-compute = "fp8"
-dispatch = "fp8"
-combine = "bf16"
-"""
+JOB = Path(__file__).with_name("demo.toml").read_text(encoding="utf-8")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -16,27 +16,7 @@ from piper_sim.app.doctor.checks import Question
 from piper_sim.app.doctor.runs import TOLERANCE, apart, curve, wrong
 
 STEPS = 2
-# Every kind of message there is: point to point, all-to-alls, gathers, reductions, the norm.
-JOB = """[model]
-config = "tiny-moe"
-seq_len = 16
-[cluster]
-gpu = "h100-sxm"
-gpus_per_node = {node}
-[parallel]
-pp = {pp}
-dp = {dp}
-ep = {ep}
-zero = 3
-[schedule]
-name = "{schedule}"
-microbatches = 4
-[precision]
-compute = "fp64"
-params = "fp64"
-grads = "fp64"
-optimizer = "fp64"
-"""
+JOB = Path(__file__).with_name("job.toml")
 ALONE = ("parallel.pp=1", "parallel.dp=1", "parallel.ep=1", "parallel.zero=0", "schedule.name=1f1b")
 
 
@@ -54,7 +34,7 @@ def job_text(world: int, node: int) -> str:
     pp = 1 if world % 2 else 2
     dp = world // pp
     ep = next(n for n in (4, 2, 1) if dp % n == 0)
-    return JOB.format(node=node, pp=pp, dp=dp, ep=ep, schedule="zb1p" if pp > 1 else "1f1b")
+    return JOB.read_text(encoding="utf-8").format(node=node, pp=pp, dp=dp, ep=ep, schedule="zb1p" if pp > 1 else "1f1b")
 
 
 def run() -> Mapping[str, object]:
