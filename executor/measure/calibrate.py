@@ -7,9 +7,10 @@ Nothing here has run on a GPU where the project's tests run.
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from executor.device.device import CudaDevice, Device, HostDevice, gpu_of
@@ -22,7 +23,6 @@ from executor.runtime.given import given_text
 from executor.runtime.target import Target
 from executor.runtime.worker import RankContext
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.work import DType, MessageKind
 from ir.job.build import PreparedJob
 from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
@@ -65,8 +65,8 @@ def measure(
     told = []
     for _, its in sizes:
         names = [[*key, found] for key, found in names_of(its).items()]
-        told.append({"names": names, "pieces": [asdict(p) for p in recipes(its)[0]] if by == "kernels" else []})
-    args = {"sizes": told, "wants": [asdict(w) for w in wants], "by": by, "backend": backend, "repeats": repeats}
+        told.append({"names": names, "pieces": msgspec.to_builtins(recipes(its)[0]) if by == "kernels" else []})
+    args = {"sizes": told, "wants": msgspec.to_builtins(wants), "by": by, "backend": backend, "repeats": repeats}
     given = [given_text(one, its) for one, its in sizes]
     found = launch(RANK, processes, args, given=given, watchdog_s=watchdog_s)
     return _gathered(sizes, found, by, link_samples(wants, [r["links"] for r in found]))
@@ -99,8 +99,6 @@ def devices(backend: str) -> int:
     """What there is to compute on: processors, or GPUs."""
     if backend != "nccl":
         return len(os.sched_getaffinity(0))
-    import torch
-
     return torch.cuda.device_count()
 
 
@@ -131,7 +129,7 @@ def measure_rank(
     """The target of `launch`. sizes: the job in each of its sizes, its classes or its kernels. by: which of the two."""
     device: Device = CudaDevice(gpu_of(ctx.local_rank)) if backend == "nccl" else HostDevice()
     device.bind()
-    asked = [_want(w) for w in wants]
+    asked = msgspec.convert(wants, list[MessageSample])
     transport = ctx.connect(backend, topology(asked, ctx.world), device)
     transport.barrier()  # all compute at once, as in a step
     done = 0
@@ -157,7 +155,7 @@ def _ops(
     prepared, plan = ctx.given(number)
     watch = watch_of(device)
     if by == "kernels":
-        mine = list(enumerate(map(KernelSample.of, size["pieces"])))[ctx.rank :: ctx.world]
+        mine = list(enumerate(msgspec.convert(size["pieces"], list[KernelSample])))[ctx.rank :: ctx.world]
         return piece_samples(prepared, mine, device.torch, watch, repeats, note)
     names = {(int(stage), kind, part): name for stage, kind, part, name in size["names"]}
     out: dict[str, list[float]] = {}
@@ -173,8 +171,3 @@ def _mine(ctx: RankContext, plan: Plan) -> list[int]:
     if places.ranks == ctx.world:
         return [ctx.rank]
     return [ranks[0] for ranks in places.table][ctx.rank :: ctx.world]
-
-
-def _want(fields: dict[str, Any]) -> MessageSample:
-    members, sizes = tuple(fields["members"]), tuple(fields["sizes"])
-    return MessageSample(MessageKind(fields["kind"]), members, sizes, DType(fields["dtype"]))

@@ -4,11 +4,8 @@ So a rank's share of a layer under tensor parallelism over eight GPUs is timed o
 between these kernels is not in it, and messages are not: they come on top.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +14,7 @@ from executor.measure.ops import WARM_UP, DeviceTimer, Note, Samples
 from executor.modules.base import TORCH
 from executor.optim.optimizer import Optimizer, clip_scale, norm_of, square_sums
 from ir.core.ops import Pass
-from ir.core.work import DType, Kernel, KernelKind
+from ir.core.work import Kernel, KernelKind
 from ir.graph.classes import node_classes
 from ir.graph.graph import GraphNode, PerStepOp
 from ir.job.build import PreparedJob, precision_of
@@ -33,14 +30,6 @@ class KernelSample:
     kernel: Kernel | None
     adds: bool = False
     update: int = 0
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> KernelSample:
-        k = fields["kernel"]
-        if k is not None:
-            kind, dtype, shape = KernelKind(k["kind"]), DType(k["dtype"]), tuple(k["shape"])
-            k = Kernel(**{**k, "kind": kind, "dtype": dtype, "shape": shape})
-        return cls(k, fields["adds"], fields["update"])
 
 
 Recipe = list[tuple[int, int]]  # (index of a piece, how often)
