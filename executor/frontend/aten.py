@@ -7,14 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from executor.modules.base import TORCH
 from ir.core.work import DType, Kernel, KernelKind
 
-FORMATS = {
-    torch.float64: DType.FP64,
-    torch.float32: DType.FP32,
-    torch.bfloat16: DType.BF16,
-    torch.float16: DType.FP16,
-}
+FORMATS = {dtype: form for form, dtype in TORCH.items()}
 _aten = torch.ops.aten
 
 

@@ -110,10 +110,10 @@ def main(argv: Sequence[str], tell: Callable[[Mapping[str, Any]], None] = printe
         place = TorchrunRank.here()
         options = JobRunOptions.of(args, place.world)
         options.check()
-        judged = _judged(args, options) if place.rank == 0 else None
-        wanted = CheckpointOptions(args.save, args.every, args.keep, args.force, args.resume)
-        if judged is not None:
-            settled(wanted, judged[0], options.steps, real=options.real)
+        wanted, told = CheckpointOptions(args.save, args.every, args.keep, args.force, args.resume), None
+        if place.rank == 0:
+            told = judged(prepare(load_job(args.job, options.sets)), options, args.digest)
+            settled(wanted, told[0], options.steps, real=options.real)
     except PiperError as error:
         if os.environ.get("RANK", "0") == "0":
             report(error)
@@ -122,16 +122,18 @@ def main(argv: Sequence[str], tell: Callable[[Mapping[str, Any]], None] = printe
     with tempfile.TemporaryDirectory(prefix="piper-rank-") as name:
         folder = Path(name)
         try:
-            store, lookout = joined(place, folder, options, judged)
+            store, lookout = joined(place, folder, options, told)
         except (RuntimeError, TimeoutError, ValueError) as error:  # rank 0 has refused the job, or is gone
             print(f"error: rank {place.rank} was told nothing to run: {error}", file=sys.stderr, flush=True)
             return ErrorKind.RANK_FAILED.exit_code
         return _live(store, lookout, place, folder, PlanRun(options, wanted), tell)
 
 
-def _judged(args: argparse.Namespace, options: JobRunOptions) -> tuple[PreparedJob, Plan]:
-    """What is to be run, by rank 0."""
-    prepared = prepare(load_job(args.job, options.sets))
+def judged(prepared: PreparedJob, options: JobRunOptions, digest: str | None = None) -> tuple[PreparedJob, Plan]:
+    """What is to be run, by rank 0. digest: of the only plan that may be.
+
+    Raises PiperError: another number of processes, another plan, or not to be run here.
+    """
     if prepared.ranks != options.ranks:
         message = f"{options.ranks} processes for a job of {prepared.ranks} ranks"
         fix = f"--nproc-per-node {prepared.ranks}, over all nodes"
@@ -139,14 +141,14 @@ def _judged(args: argparse.Namespace, options: JobRunOptions) -> tuple[PreparedJ
     plan = prepared.plan()
     check_plan(plan)
     refuse(prepared, options.backend, real=options.real, here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
-    if args.digest not in (None, found := plan_digest(plan)):
+    if digest not in (None, found := plan_digest(plan)):
         fix = f"--set 'parallel.layers={list(prepared.layers)}' in both places"
         raise PiperError(ErrorKind.ILLEGAL_PLAN, f"the plan's digest is {found}", key="--digest", suggestion=fix)
     return prepared, plan
 
 
 def joined(
-    place: TorchrunRank, folder: Path, options: JobRunOptions, judged: tuple[PreparedJob, Plan] | None
+    place: TorchrunRank, folder: Path, options: JobRunOptions, told: tuple[PreparedJob, Plan] | None
 ) -> tuple[Any, RankWatchdog]:
     """Meet the others at torchrun's store; what rank 0 has judged is written to the folder."""
     patience = timedelta(seconds=STARTUP_S)
@@ -155,7 +157,7 @@ def joined(
     create(folder / "progress", 1)
     mine = PrefixStore("piper", store)
     lookout = RankWatchdog(mine, place.rank, place.world, folder / "progress", options.watchdog_s, report)
-    text = lookout.tell(None if judged is None else given_text(*judged))
+    text = lookout.tell(None if told is None else given_text(*told))
     (folder / given_name(0)).write_text(text, encoding="utf-8")
     return store, lookout
 
@@ -210,8 +212,5 @@ def _live(
 
 def report(e: PiperError) -> None:
     """The error as `piper-sim run --json` prints it, and as people read it."""
-    error: dict[str, Any] = {"kind": str(e.kind)}
-    error |= {k: getattr(e, k) for k in ("file", "key", "message", "allowed", "suggestion")}
-    error |= {k: getattr(e, k) for k in ("rank", "op", "waiting") if hasattr(e, k)}
-    print(json.dumps({"schema_version": 1, "error": error}), flush=True)
+    print(json.dumps({"schema_version": 1, "error": e.to_dict()}), flush=True)
     print(f"error: {e}", file=sys.stderr, flush=True)

@@ -79,6 +79,11 @@ class PiperError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (self.kind, self.message, self.file, self.key, self.allowed, self.suggestion))
 
+    def to_dict(self) -> dict[str, object]:
+        """As `--json` prints it, with what else a kind of error knows: of a failed run rank, op and who waits."""
+        known = ("file", "key", "message", "allowed", "suggestion", "rank", "op", "waiting")
+        return {"kind": str(self.kind)} | {k: getattr(self, k) for k in known if hasattr(self, k)}
+
     def at(self, *, file: str | None = None, key: str | None = None, allowed: str | None = None) -> PiperError:
         """The same error, with what was not known yet filled in."""
         may = self.allowed or allowed

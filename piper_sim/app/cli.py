@@ -200,10 +200,7 @@ def _dispatch_torch(parsed: argparse.Namespace) -> int:
 
 def _report(e: PiperError, as_json: bool) -> int:
     if as_json:
-        fields = ("file", "key", "message", "allowed", "suggestion")
-        error: dict[str, object] = {"kind": str(e.kind), **{k: getattr(e, k) for k in fields}}
-        error |= {k: getattr(e, k) for k in ("rank", "op", "waiting") if hasattr(e, k)}
-        print(json.dumps({"schema_version": 1, "error": error}))
+        print(json.dumps({"schema_version": 1, "error": e.to_dict()}))
     else:
         print(f"error: {e}", file=sys.stderr)
     return e.kind.exit_code

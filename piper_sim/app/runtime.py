@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ from ir.job import Job, load_job
 from ir.job.build import PreparedJob
 from ir.job.run_options import CheckpointOptions, JobRunOptions
 from ir.plan.plan import Plan
-from ir.verify import check_plan
 from piper_sim.app.captured import with_graph
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 
@@ -38,25 +36,17 @@ def runtime(
     """
     try:
         from executor.launch.plan_runtime import ENDLESS, PlanRuntime
-        from executor.launch.refusals import refuse
+        from executor.launch.torchrun import judged
     except ModuleNotFoundError as error:
         fix = "pip install 'piper-sim[exec]'"
         raise PiperError(ErrorKind.MISSING_DEPENDENCY, f"no {error.name}", key="runtime", suggestion=fix) from error
 
     def judge(ranks: int) -> tuple[PreparedJob, Plan]:
         found = with_graph(job if isinstance(job, Job) else load_job(job, set))
-        prepared = prepare_priced(found, hardware_of(found))
-        if prepared.ranks != ranks:
-            message = f"{ranks} processes for a job of {prepared.ranks} ranks"
-            fix = f"--nproc-per-node {prepared.ranks}"
-            raise PiperError(ErrorKind.USAGE, message, key="WORLD_SIZE", allowed=str(prepared.ranks), suggestion=fix)
         if steps is None and found.optimizer.schedule == "wsd":
             message, fix = "wsd falls at the end of a loop whose end is not known", "runtime(job, steps=1000)"
             raise PiperError(ErrorKind.USAGE, message, key="steps", suggestion=fix)
-        plan = prepared.plan()
-        check_plan(plan)
-        refuse(prepared, backend, here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
-        return prepared, plan
+        return judged(prepare_priced(found, hardware_of(found)), options(ranks))
 
     def options(ranks: int) -> JobRunOptions:
         return JobRunOptions(ranks, steps or ENDLESS, backend, watchdog_s, memory=False)

@@ -44,8 +44,7 @@ class DeviceCheck:
         out: dict[str, object] = {"name": self.name, "colour": str(self.colour), "seconds": round(self.seconds, 3)}
         out["found"] = dict(self.found)
         if self.error is not None:
-            keys = ("file", "key", "message", "allowed", "suggestion")
-            out["error"] = {"kind": str(self.error.kind)} | {k: getattr(self.error, k) for k in keys}
+            out["error"] = self.error.to_dict()
         return out
 
 
