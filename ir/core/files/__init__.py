@@ -1,6 +1,6 @@
 """One door for every data file: opened, bounded, parsed and typed here, with errors that name file, key and fix."""
 
-from ir.core.files.parse import check_plain, parse_json, parse_toml, read_json, read_toml
+from ir.core.files.parse import check_plain, parse_csv, parse_json, parse_toml, read_json, read_toml
 from ir.core.files.read import FileErrors, check_regular, cut, named_path, read_bytes, read_text, run_file
 from ir.core.files.typed import HIDDEN, Text, typed, words
 
@@ -12,6 +12,7 @@ __all__ = [
     "check_regular",
     "cut",
     "named_path",
+    "parse_csv",
     "parse_json",
     "parse_toml",
     "read_bytes",

@@ -1,5 +1,6 @@
 """JSON and TOML, strictly: no key twice, no NaN, no number or nesting beyond reason; errors name key or line."""
 
+import csv
 import json
 import math
 import re
@@ -90,6 +91,16 @@ def parse_toml(text: str, form: FileErrors, file: str | None = None) -> dict[str
         raise form.wrong(f"not TOML: {cut(said, 200)[1:-1]}", file, at, "TOML") from None
     check_plain(table, form, file)
     return table
+
+
+def parse_csv(text: str, form: FileErrors, file: str | None = None) -> list[tuple[int, list[str]]]:
+    """(line, cells) of a CSV text's rows; what is blank, and lines that begin with #, are none."""
+    kept = ("\n" if line.lstrip().startswith("#") else line for line in text.splitlines(keepends=True))
+    reader = csv.reader(kept, strict=True, skipinitialspace=True)
+    try:
+        return [(reader.line_num, [c.strip() for c in cells]) for cells in reader if cells]
+    except csv.Error as e:
+        raise form.wrong(f"not CSV: {e}", file, f"line {reader.line_num}", None) from None
 
 
 def check_plain(value: object, form: FileErrors, file: str | None = None) -> None:

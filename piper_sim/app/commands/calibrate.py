@@ -2,14 +2,14 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from cost_models.profile.file import profile_text
 from ir.core.errors import ErrorKind, PiperError
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import print_json, progress, refuse_existing, show, write
+from piper_sim.app.commands.output import print_json, progress, refuse_existing, show_table, write
 from piper_sim.report.units import percent
 from piper_sim.report.units import seconds as written
 from piper_sim.study.calibrate import ProfileOptions, ProfileResult, calibrate
@@ -80,7 +80,8 @@ def _sizes(flag: str, text: str) -> tuple[int, ...]:
 def _show(c: ProfileResult, found: dict[str, Any], job: str) -> None:
     """What people read. job: the file."""
     if found["curves"]:
-        show(_curves(found["curves"]))
+        heads = ("message", "latency", "GB/s", "knees at", "fit error")
+        show_table(heads, _curve_rows(found["curves"]), left=heads[:1])
     for line in found["origins"]:
         print(line)
     print(f"machine: {found['fingerprint']}, {c.profile.machine.date}")
@@ -104,15 +105,8 @@ def _some(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _curves(curves: dict[str, Any]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("message", "latency", "GB/s", "knees at", "fit error"):
-        table.add_column(name, justify="right" if name != "message" else "left")
+def _curve_rows(curves: dict[str, Any]) -> Iterator[list[str]]:
     for name, c in curves.items():
         rate = "" if c["bytes_per_s"] is None else f"{c['bytes_per_s'] / 1e9:.3g}"
         knees = ", ".join(f"{n:,}" for n in c["knees_bytes"])
-        table.add_row(name, written(c["latency_s"]), rate, knees, f"{percent(c['error'])} %")
-    return table
+        yield [name, written(c["latency_s"]), rate, knees, f"{percent(c['error'])} %"]

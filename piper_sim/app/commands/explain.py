@@ -2,11 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 
 from ir.core.errors import ErrorKind, PiperError
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import print_json, progress, show
+from piper_sim.app.commands.output import print_json, progress, show_table
 from piper_sim.report.units import duration, percent
 from piper_sim.study.explain import StepExplanation, explain
 from piper_sim.study.explain.explanation import against
@@ -53,12 +52,11 @@ def print_explanation(found: StepExplanation) -> None:
         (c["cause"], str(c["rank"]), c["op"], duration(c["seconds"]), percent(c["seconds"] / idle))
         for c in found.causes[:MOST]
     ]
-    table = partial(_table, left=("cause", "most at", "what if", "changes"))
-    table(
+    _table(
         f"why ranks idle: {duration(idle)} over all pipeline ranks", ("cause", "rank", "most at", "idle", "%"), blamed
     )
     spent = [(k, duration(v), percent(v / found.iteration_s)) for k, v in found.spent.items()]
-    table("a rank's mean step", ("cause", "seconds", "%"), spent)
+    _table("a rank's mean step", ("cause", "seconds", "%"), spent)
     what = [
         (
             w.name,
@@ -69,27 +67,19 @@ def print_explanation(found: StepExplanation) -> None:
         )
         for w in found.what_ifs
     ]
-    table("what if (each simulated)", ("what if", "changes", "step", "gain", ""), what)
+    _table("what if (each simulated)", ("what if", "changes", "step", "gain", ""), what)
     if found.difference is not None:
         rows = [(k, _signed(v)) for k, v in found.difference.items()]
         total = sum(found.difference.values())
-        table(f"{found.second} takes {_signed(total)}", ("cause", "seconds"), rows)
+        _table(f"{found.second} takes {_signed(total)}", ("cause", "seconds"), rows)
     if found.reason is not None:
         print(f"does not fit: {found.reason}")
 
 
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> None:
-    from rich.table import Table
-
-    if not rows:
-        return
-    print(f"\n{title}")
-    out = Table()
-    for head in heads:
-        out.add_column(head, justify="left" if head in left else "right")
-    for row in rows:
-        out.add_row(*row)
-    show(out)
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if rows:
+        print(f"\n{title}")
+        show_table(heads, rows, left=("cause", "most at", "what if", "changes"), ruled=True)
 
 
 def _signed(seconds: float) -> str:

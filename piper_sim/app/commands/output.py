@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -56,6 +56,21 @@ def show(renderable: object) -> None:
     console = Console(width=columns, highlight=False, markup=False, emoji=False)
     drawn = console.render(renderable)  # type: ignore[arg-type]
     console.print(Segments([Segment(printable(text), style, codes) for text, style, codes in drawn]), end="")
+
+
+def show_table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = (), *, ruled: bool = False
+) -> None:
+    """Print rows under heads; numbers stand right. ruled: with lines around."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.HEAVY_HEAD if ruled else box.SIMPLE_HEAD)
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    show(table)
 
 
 def trace_files(trace: Trace, title: str, marks: TraceMarks | None = None) -> dict[str, bytes | str]:

@@ -1,6 +1,7 @@
 """`piper-sim validate JOB -n N`: calibrate on another plan of the job, predict this one, run it, compare."""
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from ir.plan.text import plan_text
 from ir.trace.text import write_trace
 from ir.trace.trace import Trace
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, show, width, write
+from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, show_table, width, write
 from piper_sim.report.page.html import ReportTrace, report_html
 from piper_sim.report.timeline import text_timeline
 from piper_sim.report.units import percent
@@ -109,7 +110,7 @@ def _show(v: PlanValidation) -> None:
     print(text_timeline(p.last_step, width()))
     print("measured")
     print(text_timeline(one_step(v), width()))
-    show(_table(found))
+    show_table(("", "predicted", "measured", "error"), _table_rows(found), left=("",))
     on = found["calibrated_on"]
     print(
         f"calibrated on {on['schedule']} with {on['microbatches']} microbatches, {on['steps']} steps; {on['machine']}"
@@ -122,17 +123,9 @@ def _show(v: PlanValidation) -> None:
     print("passed" if not missed else f"missed: {', '.join(missed)}")
 
 
-def _table(found: dict[str, Any]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("", "predicted", "measured", "error"):
-        table.add_column(name, justify="right" if name else "left")
-    rows = {"iteration": found["iteration"], **found["ops"], **found["links"]}
-    for name, x in rows.items():
-        table.add_row(name, written(x["predicted_s"]), written(x["measured_s"]), f"{x['error']:+.1%}")
+def _table_rows(found: dict[str, Any]) -> Iterator[list[str]]:
+    for name, x in {"iteration": found["iteration"], **found["ops"], **found["links"]}.items():
+        yield [name, written(x["predicted_s"]), written(x["measured_s"]), f"{x['error']:+.1%}"]
     for rank, x in (found["memory"] or {}).items():
         sizes = (f"{x[k] / 2**20:.2f} MiB" for k in ("predicted_bytes", "measured_bytes"))
-        table.add_row(f"peak of rank {rank}", *sizes, f"{x['error']:+.2%}")
-    return table
+        yield [f"peak of rank {rank}", *sizes, f"{x['error']:+.2%}"]

@@ -1,13 +1,11 @@
 """A measured pair table: how much a kernel and a message side by side slow each other, as CSV."""
 
-import csv
-
 from cost_models.hardware.schema import COMM_KINDS
 from cost_models.profile.machine import ProfileMachine
 from cost_models.profile.pairs import BOUNDS, KernelPair, pair_key
 from cost_models.profile.profile import Profile
 from ir.core.errors import ErrorKind, PiperError, nearest
-from ir.core.files import FileErrors, read_text
+from ir.core.files import FileErrors, parse_csv, read_text
 
 FORM = FileErrors("a pair table", ErrorKind.JOB, "--pairs", 10**7, "compute,message,held,moving,wire; a line per pair")
 COLUMNS = ("compute", "message", "held", "moving", "wire")
@@ -15,22 +13,12 @@ COLUMNS = ("compute", "message", "held", "moving", "wire")
 
 def read_pairs(path: str) -> Profile:
     """A profile that holds the pairs of a table, and nothing else. Raises PiperError, with file and line."""
-    reader = csv.reader(read_text(path, FORM).splitlines())
-    try:
-        rows = list(reader)
-    except csv.Error as e:
-        raise _wrong(path, reader.line_num, f"not CSV: {e}", ",".join(COLUMNS)) from None
+    lines = [(line, cells) for line, cells in parse_csv(read_text(path, FORM), FORM, path) if any(cells)]
+    for line, header in lines[:1]:
+        if tuple(header) != COLUMNS:
+            raise _wrong(path, line, f"the first line is {', '.join(header)!r}", ",".join(COLUMNS))
     pairs: dict[str, KernelPair] = {}
-    header = False
-    for line, row in enumerate(rows, 1):
-        cells = [c.strip() for c in row]
-        if not any(cells) or cells[0].startswith("#"):
-            continue
-        if not header:
-            if tuple(cells) != COLUMNS:
-                raise _wrong(path, line, f"the first line is {', '.join(cells)!r}", ",".join(COLUMNS))
-            header = True
-            continue
+    for line, cells in lines[1:]:
         key, pair = _row(path, line, cells)
         if key in pairs:
             raise _wrong(path, line, f"{key} is given twice", "one line for each pair")

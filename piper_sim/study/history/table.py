@@ -1,6 +1,5 @@
 """The table of past runs: strict rows, each error with file, line, column and the nearest fix."""
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError, nearest
-from ir.core.files import FileErrors, read_text
+from ir.core.files import FileErrors, parse_csv, read_text
 from ir.job.schema import OPEN, SECTIONS
 from ir.job.table import keys_of
 
@@ -58,7 +57,7 @@ def parse_runs(text: str) -> list[PastStep]:
     allowed: iteration_s, peak_allocated_GiB, class, note, or a job's section.key
     fix: parallel.pp
     """
-    lines = _lines(text)
+    lines = parse_csv(text, FORM)
     if not lines:
         raise PiperError(ErrorKind.JOB, "no columns", key="line 1", allowed=f"{STEP}, and keys of the job")
     (first, columns), *rows = lines
@@ -66,20 +65,6 @@ def parse_runs(text: str) -> list[PastStep]:
     if not rows:
         raise PiperError(ErrorKind.JOB, "no past run", key=f"line {first + 1}", suggestion="leave [history] out")
     return [_run(line, columns, cells) for line, cells in rows]
-
-
-def _lines(text: str) -> list[tuple[int, list[str]]]:
-    """(line, cells) of all that is neither blank nor a comment."""
-    kept = ("\n" if line.startswith("#") else line for line in text.splitlines(keepends=True))
-    reader = csv.reader(kept, strict=True, skipinitialspace=True)
-    out = []
-    try:
-        for cells in reader:
-            if cells:
-                out.append((reader.line_num, [c.strip() for c in cells]))
-    except csv.Error as e:
-        raise PiperError(ErrorKind.JOB, f"not CSV: {e}", key=f"line {reader.line_num}") from None
-    return out
 
 
 def _check_columns(line: int, columns: Sequence[str]) -> None:
