@@ -7,9 +7,10 @@ from ir.core.grid import GRID
 from ir.core.order import FloatArray, IntArray
 from piper_sim.compiled import flows, state
 from piper_sim.compiled.flows import LINKS, SLOTS, LinkFlows, LinkTable
+from piper_sim.compiled.heap import pop, put
 from piper_sim.compiled.net import OpNet, missing
 from piper_sim.compiled.order import StreamHeads, advance, heads, sleep, stuck, wake
-from piper_sim.compiled.path import CompiledEngine, longest, longest_path
+from piper_sim.compiled.path import longest, longest_path
 from piper_sim.compiled.state import (
     DIRTY,
     HEAP,
@@ -20,9 +21,8 @@ from piper_sim.compiled.state import (
     OpRates,
     RankEngineState,
     StreamState,
-    pop,
-    put,
 )
+from piper_sim.compiled.structure import CompiledEngine
 from piper_sim.engine.scenario import EngineRun, EngineScenario
 
 

@@ -1,47 +1,13 @@
 """Where nothing is shared, a plan's times are longest paths: one pass over its ops."""
 
-from __future__ import annotations
-
-from typing import ClassVar
-from weakref import WeakKeyDictionary
-
 import numpy as np
 
 from cost_models.jit import jit
 from ir.core.order import FloatArray
-from ir.plan.plan import OpLists, Plan
-from piper_sim.compiled import net, order
 from piper_sim.compiled.net import OpNet
 from piper_sim.compiled.order import GROUP, LATE, LONE, OpOrder, stuck
-from piper_sim.engine.scenario import EngineRun, EngineScenario, MessageMode
-
-Key = tuple[MessageMode, bytes, bytes]
-
-
-class CompiledEngine:
-    """A scenario's structure: its plan, wire, what is carried over and what hosts wait for.
-
-    net: streams, waits and meetings. path: the order in which everything can be computed; None where streams get stuck,
-    whatever the durations.
-    """
-
-    _built: ClassVar[WeakKeyDictionary[Plan, WeakKeyDictionary[Plan | OpLists, dict[Key, CompiledEngine]]]] = (
-        WeakKeyDictionary()
-    )
-
-    def __init__(self, scenario: EngineScenario) -> None:
-        self.net = net.build(scenario)
-        self.path = order.build(self.net, order.arranged(self.net))
-
-    @classmethod
-    def of(cls, scenario: EngineScenario) -> CompiledEngine:
-        """The structure of this very plan and `hold`, built on first use and kept as long as both live."""
-        plan, anchor = scenario.plan, scenario.host.hold if scenario.host else scenario.plan
-        built = cls._built.setdefault(plan, WeakKeyDictionary()).setdefault(anchor, {})
-        key = scenario.wire, scenario.late.tobytes(), scenario.before.tobytes()
-        if key not in built:
-            built[key] = cls(scenario)
-        return built[key]
+from piper_sim.compiled.structure import CompiledEngine
+from piper_sim.engine.scenario import EngineRun, EngineScenario
 
 
 def longest_path(scenario: EngineScenario, duration: FloatArray, steps: int = 1) -> EngineRun:

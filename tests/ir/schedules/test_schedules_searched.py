@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from ir.core.ops import OpToken, ScheduledOp
 from ir.core.order import Order
 from ir.schedules.schedule import OpTimes
+from ir.schedules.search.blocks import blocks, unroll
 from ir.schedules.search.greedy import greedy, rules
-from ir.schedules.search.improve import ScheduleSearchEffort, blocks, justify, lower_bound, shake, unroll
+from ir.schedules.search.improve import ScheduleSearchEffort, justify, lower_bound, shake
 from ir.schedules.search.searched import v_half, v_min, zb2p
 from ir.schedules.search.shop import ScheduleProblem, settle
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ir.plan.plan import OpLists, Plan
 from piper_sim import compiled, engine
 from piper_sim.compiled import CompiledEngine, event_loop, longest_path
-from piper_sim.compiled.state import pop, put
+from piper_sim.compiled.heap import pop, put
 from piper_sim.engine import EngineScenario, HostModel, KernelInterference, MessageMode
 from tests.ir.plans import stage_plan
 from tests.piper_sim.compiled import scenario_cases as cases
