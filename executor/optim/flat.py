@@ -2,7 +2,7 @@
 
 Weights are views of one flat tensor as long as the step runs. Where they are sharded, its storage is empty until a
 gather fills it, and again from where the plan frees it: what autograd keeps of a weight is a view of the same storage,
-so that backward reads what the next gather brings.
+so that backward reads what the next gather brings. `places_in` says where each parameter lies.
 """
 
 from collections.abc import Mapping, Sequence

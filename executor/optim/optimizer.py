@@ -1,9 +1,10 @@
-"""SGD and AdamW on flat sets of named tensors, learning rates, sums of gradients, and their global norm."""
+"""SGD and AdamW on flat sets of named tensors, in stretches; learning rates, sums of gradients, their global norm."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -175,15 +176,16 @@ def norm_of(sums: Tensor) -> float:
     return math.sqrt(total)
 
 
-def clip_scale(norm: float, clip_norm: float, kept: torch.dtype = torch.float64) -> float:
-    """What gradients are multiplied by: torch's clip coefficient. kept: the format that it is rounded to.
+def clip_scale(norm: float, clip_norm: float, *, single: bool = False) -> float:
+    """What gradients are multiplied by: torch's clip coefficient. single: rounded to float32.
 
     >>> clip_scale(0.5, 1.0), round(clip_scale(4.0, 1.0), 4), clip_scale(4.0, 0.0)
     (1.0, 0.25, 1.0)
-    >>> clip_scale(3.0, 1.0, torch.float32) == clip_scale(3.0 * (1 + 1e-15), 1.0, torch.float32)
+    >>> clip_scale(3.0, 1.0, single=True) == clip_scale(3.0 * (1 + 1e-15), 1.0, single=True)
     True
     """
-    return torch.tensor(min(1.0, clip_norm / (norm + 1e-6)), dtype=kept).item() if clip_norm else 1.0
+    scale = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
+    return float(np.float32(scale)) if single else scale
 
 
 LEAST_BLOCK, BLOCKS = 4096, 16

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, dtype, float32, float64
+from torch import Tensor, dtype, float64
 
 from executor.optim.flat import FlatBucket
 from executor.optim.optimizer import Optimizer, ParamGradients, Runs, clip_scale, decay_of, norm_of, square_sums
@@ -66,9 +66,8 @@ class BucketSync:
         self.optimizer = Optimizer(config.optimizer, mine, config.moments, runs)
         # The norm's last bit is the order's in which copies were summed: where sums are wider than weights, it goes, or
         # it would round one weight of a billion otherwise, and curves of two plans would part after some hundred steps.
-        wide = {grads.sums[n].dtype for n in self.alone} | {f.sums.dtype for f in self.flat.values()}
-        weights = {p.dtype for p in params.values()}
-        self._kept = float32 if float64 in wide and float64 not in weights else float64
+        sums = [*(grads.sums[n] for n in self.alone), *(f.sums for f in self.flat.values())]
+        self._single_clip = {s.dtype for s in sums} == {float64} and float64 not in {p.dtype for p in params.values()}
         self.norm: float | None = None
         self.frozen = False  # the step is one of evaluation, and updates nothing
         self._sums: Tensor | None = None
@@ -128,8 +127,8 @@ class BucketSync:
             self.norm = norm_of(self.squares() if self._sums is None else self._sums)
         grads: dict[str, Tensor] = {n: self.grads[n] for n in self.alone}
         grads |= {f"flat:{k}": f.reduced for k, f in self.flat.items()}
-        clip, kept = self.config.clip_norm, self._kept
-        self.optimizer.step(grads, 1.0 if self.norm is None else clip_scale(self.norm, clip, kept))
+        clip, single = self.config.clip_norm, self._single_clip
+        self.optimizer.step(grads, 1.0 if self.norm is None else clip_scale(self.norm, clip, single=single))
 
     # -- what this rank has -------------------------------------------------------------------------------------------
 
