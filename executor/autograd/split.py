@@ -4,7 +4,7 @@ Every torch function that reads a weight beside another tensor becomes a *seam*:
 with a small graph of its own inside. Running the outer graph gives the input gradients, frees all other saved
 tensors, and leaves one `DeferredPass` per seam: what the function saved, and its output gradient. `W` runs those
 jobs. The same kernels run in the same order as in a whole backward, so the sums are the same to the last bit.
-A linear, as most seams are, has its products written out and no graph inside, which halves what splitting costs.
+A linear, as most seams are, has its products written out and no graph inside.
 Weights of any shape and use count: Linear, Embedding, norms, a weight used twice, a weight cast or transposed before
 use. (torch's private `stage_backward_input/weight` is the oracle in the tests; it frees nothing between I and W.)
 

@@ -1,7 +1,8 @@
 """What one unit's passes do and keep, found by running them without values (FakeTensor): kernels, bytes, lifetimes.
 
 Storages are followed one by one, so nothing is counted twice and views cost nothing. What is neither made from an
-input nor from a parameter (masks, rotary tables) is a constant and counted apart.
+input nor from a parameter (masks, rotary tables) is a constant and counted apart. `survey`
+measures all units of a model.
 """
 
 import weakref

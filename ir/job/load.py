@@ -1,4 +1,4 @@
-"""Reading a job: TOML, `--set`, types, ranges, the nearest key for a typo."""
+"""Reading a job: TOML, `--set`, types, ranges, the lists of `[search]`, the nearest key for a typo."""
 
 import tomllib
 from collections.abc import Iterable, Mapping

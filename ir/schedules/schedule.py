@@ -1,4 +1,4 @@
-"""A schedule as a value: where stages live and what each rank does, in order; whether that is all of it, once."""
+"""A schedule as a value: where stages live, what each rank does, in order, once and all of it; and as directives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

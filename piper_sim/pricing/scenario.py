@@ -1,4 +1,4 @@
-"""What engines run of a priced plan: unfolded to the replicas that differ, with host, slowdowns and links."""
+"""What engines run of a priced plan: unfolded to replicas that differ, with host, slowdowns, and loads of links."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

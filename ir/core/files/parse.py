@@ -1,4 +1,4 @@
-"""JSON and TOML, strictly: no key twice, no NaN, no number or nesting beyond reason; errors name key or line."""
+"""JSON, TOML and CSV, strictly: no key twice, no NaN, no number or nesting beyond reason; errors name key or line."""
 
 import csv
 import json
@@ -100,7 +100,7 @@ def parse_csv(text: str, form: FileErrors, file: str | None = None) -> list[tupl
     try:
         return [(reader.line_num, [c.strip() for c in cells]) for cells in reader if cells]
     except csv.Error as e:
-        raise form.wrong(f"not CSV: {e}", file, f"line {reader.line_num}", None) from None
+        raise form.wrong(f"not CSV: {e}", file, f"line {reader.line_num}", "commas, quotes closed") from None
 
 
 def check_plain(value: object, form: FileErrors, file: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Typed access to the keys of one config, with errors that name the file, the key and what is allowed."""
+"""Typed access to the keys of one config, `layer_types` among them; errors name file, key and what is allowed."""
 
 import json
 from collections.abc import Mapping

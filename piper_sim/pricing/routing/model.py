@@ -1,5 +1,5 @@
 """`ExpertRouting`: what uneven counts make of a plan's expert kernels, all-to-alls and buffers, position by
-position."""
+position; and an experts part as a function of its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples to a profile: medians and spreads, single kernels summed up to ops, one profile laid over another."""
+"""A job in the sizes to be measured; samples to a profile: medians, kernels summed up to ops, one laid over another."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """A profile from traces of a user's own training, one or several ranks': annotated ranges to op classes, NCCL to links.
 
-A range that covers several nodes (`2F0`) is divided over them as they are modelled, ranges inside it left out.
+`TraceNames` reads the ranges: `2F0`, `2B0/l7.attn`, `l7.attn`, `UPDATE`. One that covers several nodes is divided over
+them as they are modelled, ranges inside it left out.
 """
 
 import re
