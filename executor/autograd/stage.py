@@ -71,6 +71,12 @@ class Stage:
         found += [(x.reads, u) for n, x in self.exchanges.items() for u in (self._behind(n) or ("",))]
         self._readers = Counter(r for r, _ in found)
         self._again = Counter(r for r, u in found if self._made_again(r, u))
+        self._run: dict[Pass, Callable[[int, str], None]] = {
+            Pass.F: self._forward,
+            Pass.R: self._recompute,
+            Pass.I: self._input_grad,
+            Pass.W: self._weight_grad,
+        }
         self._ends = tuple(u for u in self.units if not any(self._readers[p] for p in self._ports.get(u, (u,))))
 
     @property
@@ -103,16 +109,12 @@ class Stage:
         names = list(self.units) if units is None else list(units)
         if pass_ in (Pass.I, Pass.W) and units is None:
             names.reverse()
-        for name in names:
-            match pass_:
-                case Pass.F:
-                    self._forward(mb, name)
-                case Pass.R:
-                    self._recompute(mb, name)
-                case Pass.I:
-                    self._input_grad(mb, name)
-                case Pass.W:
-                    self._weight_grad(mb, name)
+        self.work(mb, [(pass_, name) for name in names])
+
+    def work(self, mb: int, passes: Iterable[tuple[Pass, str]]) -> None:
+        """Run passes of units in this order."""
+        for pass_, name in passes:
+            self._run[pass_](mb, name)
 
     def exchange(self, pass_: Pass, mb: int, name: str) -> ExpertTransfer:
         """Begin an all-to-all behind the unit it reads: what is to travel. Its reader may run when it has ended.

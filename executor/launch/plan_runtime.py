@@ -174,4 +174,3 @@ class PlanRuntime:
         assert self._rank.local is not None
         self._rank.local.guide.take()
         self._rank.run.rows.clear()
-        self._rank.run.parts.clear()

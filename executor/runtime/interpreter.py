@@ -20,12 +20,11 @@ from executor.device.progress import RankProgress
 from executor.parallel.expert_all_to_all import ExpertTransfer
 from executor.runtime.batch import PendingMicrobatch, unit_extras
 from executor.runtime.kernels import Kernels
-from executor.runtime.program import RankPlan, Value
+from executor.runtime.program import ProgramOp, RankPlan, Stretch, Value
 from executor.transport.base import DelayedTransport, JoinedTransport, LandingTransport, Transport, TransportHandle
 from executor.transport.streams import PendingTraceRow, Stream, StreamOp
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
-from ir.graph.graph import GraphNode
 from ir.plan.plan import AT_START, OpKind
 
 CPU = torch.device("cpu")
@@ -49,7 +48,8 @@ class StepResult:
 class PlanInterpreter:
     """One rank. boundary: makes an empty tensor of what crosses a stage boundary.
 
-    delay_s: by which the ends of transfers, and of collectives of a microbatch, are put off.
+    delay_s: by which the ends of transfers, and of collectives of a microbatch, are put off. by_node: note how long
+    each node takes.
     """
 
     def __init__(
@@ -61,12 +61,14 @@ class PlanInterpreter:
         device: Device,
         boundary: Callable[[], Tensor],
         delay_s: float = 0.0,
+        *,
+        by_node: bool = False,
     ) -> None:
         self.program, self.kernels, self.stages, self.sync = program, kernels, kernels.stages, kernels.sync
         self.transport, self.progress, self.device, self.boundary = transport, progress, device, boundary
-        self.delay_s = delay_s
+        self.delay_s, self.by_node = delay_s, by_node
         self.rows: list[Row] = []
-        self.parts: list[tuple[int, int, list[float]]] = []  # step, compute op, seconds of each node where it is done
+        self.parts: list[tuple[int, int, list[float]]] = []  # step, compute op, seconds of each node; by_node
         self._lane = device.lane("compute")
         self._pending: list[PendingTraceRow] = []
         self._values: dict[Value, Tensor] = {}
@@ -76,6 +78,15 @@ class PlanInterpreter:
         self._latest: dict[str, StreamOp] = {}
         self._batches: Mapping[int, PendingMicrobatch] = {}
         self._units = {s: tuple(stage.units) for s, stage in self.stages.items()}
+        self._alone = {*kernels.extras, *(u for units in self._units.values() for u in (units[0], units[-1]))}
+        apart = None if by_node else self._alone
+        self.ops = [program.op(i, apart) for i in range(program.first, program.last)]
+        self._run: dict[OpKind, Callable[[int, PendingTraceRow], None]] = {
+            OpKind.COMPUTE: self._compute,
+            OpKind.SEND: self._send,
+            OpKind.RECV: self._recv,
+            OpKind.COLLECTIVE: self._collective,
+        }
         self._losses: dict[int, Tensor | float] = {}
         self._step = 0
 
@@ -85,24 +96,18 @@ class PlanInterpreter:
         self._losses.clear()
         with self._lane():
             self.sync.begin()
-            for i in range(p.first, p.last):
-                shape, text = p.shape(i), p.plan.text(i)
-                self.progress.op(i, text)
-                row = PendingTraceRow(shape.stream, text, clock.now())
+            for i, op in enumerate(self.ops, p.first):
+                self.progress.op(i, op.text)
+                row = PendingTraceRow(op.stream, op.text, clock.now())
                 self._pending.append(row)
-                match OpKind(shape.kind):
-                    case OpKind.COMPUTE:
-                        self._compute(i, row)
-                    case OpKind.SEND:
-                        self._send(i, row)
-                    case OpKind.RECV:
-                        self._recv(i, row)
-                    case OpKind.COLLECTIVE:
-                        self._collective(i, row)
+                self._run[op.kind](i, row)
             for i in sorted(self._under):
                 self._wait(i, None)
             self._settle()
             return self._results()
+
+    def _op(self, i: int) -> ProgramOp:
+        return self.ops[i - self.program.first]
 
     def close(self) -> None:
         for stream in self._streams.values():
@@ -144,7 +149,7 @@ class PlanInterpreter:
         elif meeting.bucket:
             post, land = self.sync.start(meeting, self.transport)
         else:  # the norm: its operand is computed here, from what the collectives before it left
-            waits = {*self.program.plan.waits.row(i).tolist()}
+            waits = self._op(i).waits
             for w in [w for w, under in self._under.items() if w in waits or under.stream == row.stream]:
                 self._wait(w, i)
             post, land = self.sync.start(meeting, self.transport)
@@ -171,7 +176,7 @@ class PlanInterpreter:
     ) -> None:
         """Put op i on its stream. before: what must be over first, beside what the plan waits for; land: what its
         stream does at its end."""
-        waits = [self._under[w].queued for w in self.program.plan.waits.row(i).tolist() if w in self._under]
+        waits = [self._under[w].queued for w in self._op(i).waits if w in self._under]
         given = partial(self._given, i, row.op, post)
         late = (lambda: DelayedTransport(given(), delay_s)) if delay_s else given
         ends = late if land is None else (lambda: LandingTransport(late(), land))
@@ -196,10 +201,10 @@ class PlanInterpreter:
         queued = self._under.pop(op).queued
         assert queued is not None
         if not queued.done():
-            self.progress.wait(self.program.others(op), self.program.plan.text(op))
+            self.progress.wait(self.program.others(op), self._op(op).text)
             queued.wait()
             if now is not None:
-                self.progress.op(now, self.program.plan.text(now))
+                self.progress.op(now, self._op(now).text)
         queued.wait()
         assert queued.end is not None
         self.device.follow(queued.end)
@@ -209,7 +214,7 @@ class PlanInterpreter:
     # -- compute ------------------------------------------------------------------------------------------------------
 
     def _compute(self, i: int, row: PendingTraceRow) -> None:
-        for w in self.program.plan.waits.row(i).tolist():
+        for w in self._op(i).waits:
             self._wait(w, i)
         row.start, since_s = self.device.mark(), clock.now()
         self._work(i)
@@ -217,43 +222,51 @@ class PlanInterpreter:
         row.end = self.device.mark()
 
     def _work(self, i: int) -> None:
+        p = self.program
         self._free(i, AT_START)
         ends = [clock.now()]
-        for cover, (index, node, mb) in enumerate(self.program.covers(i)):
-            for exchange in self.program.brought.get(index, ()):
-                self._wait(self.program.exchanged[exchange, mb], i)  # where an earlier op's wait implies it
-            for bucket, of in self.program.opens.get((i, cover), ()):
+        for stretch in self._op(i).work:
+            for exchange in p.brought.get(stretch.first, ()):
+                self._wait(p.exchanged[exchange, stretch.mb], i)  # where an earlier op's wait implies it
+            for bucket, of in p.opens.get((i, stretch.cover), ()):
                 self.sync.open(bucket, of)
-            if index in self.program.gathered:
-                self.sync.reads(self.program.gathered[index], self.program.plan.text(i))
-            if node.once:
-                self.sync.update()
+            if stretch.first in p.gathered:
+                self.sync.reads(p.gathered[stretch.first], p.plan.text(i))
+            if stretch.work:
+                self._passes(i, stretch)
             else:
-                stage = self.stages[node.stage]
-                match Pass(str(node.kind)):
-                    case Pass.F:
-                        self._forward(i, index, node, mb)
-                    case Pass.I:
-                        self._input_grad(i, index, node, mb)
-                    case Pass.W | Pass.R:
-                        stage.run(Pass(str(node.kind)), mb, [node.part])
-            self._free(i, cover)
-            ends.append(clock.now())
-        self.parts.append((self._step, i, [b - a for a, b in pairwise(ends)]))
+                self.sync.update()
+            self._free(i, stretch.end)
+            if self.by_node:
+                ends.append(clock.now())
+        if self.by_node:
+            self.parts.append((self._step, i, [b - a for a, b in pairwise(ends)]))
 
-    def _forward(self, i: int, index: int, node: GraphNode, mb: int) -> None:
-        stage, units = self.stages[node.stage], self._units[node.stage]
-        if node.part == units[0]:
-            outer = self.program.outer.get(index)
+    def _passes(self, i: int, stretch: Stretch) -> None:
+        """What a stage does, and what it is given and gives where it begins and where it ends."""
+        stage, mb, (pass_, part) = self.stages[stretch.stage], stretch.mb, stretch.work[0]
+        if part not in self._alone:
+            stage.work(mb, stretch.work)
+        elif pass_ is Pass.F:
+            self._forward(i, stretch, part)
+        elif pass_ is Pass.I:
+            self._input_grad(i, stretch, part)
+        else:
+            stage.work(mb, stretch.work)
+
+    def _forward(self, i: int, at: Stretch, part: str) -> None:
+        stage, units, mb = self.stages[at.stage], self._units[at.stage], at.mb
+        if part == units[0]:
+            outer = self.program.outer.get(at.first)
             stage.feed(mb, self._batches[mb].ids if outer is None else self._take((*outer, mb), i))
-        if (wants := self.kernels.extras.get(node.part)) is not None:
-            stage.feed_extra(mb, node.part, *self._extras(mb, wants))
-        stage.run(Pass.F, mb, [node.part])
-        if node.part != units[-1]:
+        if (wants := self.kernels.extras.get(part)) is not None:
+            stage.feed_extra(mb, part, *self._extras(mb, wants))
+        stage.work(mb, at.work)
+        if part != units[-1]:
             return
         (out,) = stage.take_output(mb)
-        if (slot := self.program.crosses.get(index)) is not None:
-            self._values[index, slot, mb] = out
+        if (slot := self.program.crosses.get(at.first)) is not None:
+            self._values[at.first, slot, mb] = out
         else:
             self._losses[mb] = out if self.device.ahead else out.item()
 
@@ -262,16 +275,16 @@ class PlanInterpreter:
         known = (self._step, self.program.number_of(mb), not self.sync.frozen)
         return unit_extras(wants, known, self._batches.get(mb), self.device.torch)
 
-    def _input_grad(self, i: int, index: int, node: GraphNode, mb: int) -> None:
-        stage, units = self.stages[node.stage], self._units[node.stage]
-        if node.part == units[-1] and (outer := self.program.outer.get(index)) is not None:
+    def _input_grad(self, i: int, at: Stretch, part: str) -> None:
+        stage, units, mb = self.stages[at.stage], self._units[at.stage], at.mb
+        if part == units[-1] and (outer := self.program.outer.get(at.first)) is not None:
             stage.feed_grad(mb, self._take((*outer, mb), i))
-        stage.run(Pass.I, mb, [node.part])
-        if node.part == units[0]:
+        stage.work(mb, at.work)
+        if part == units[0]:
             (grad,) = stage.take_input_grad(mb)
-            if (slot := self.program.crosses.get(index)) is not None:
+            if (slot := self.program.crosses.get(at.first)) is not None:
                 assert grad is not None
-                self._values[index, slot, mb] = grad
+                self._values[at.first, slot, mb] = grad
 
     # -- values that cross stages -------------------------------------------------------------------------------------
 

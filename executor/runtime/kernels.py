@@ -1,6 +1,6 @@
 """How the work of compute ops is done: with arithmetic, or without it in a time that is given."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,7 +62,7 @@ class BlankStage:
     def feed_grad(self, mb: int, *grads: Tensor | None) -> None:
         """Nobody reads it."""
 
-    def run(self, pass_: Pass, mb: int, units: Sequence[str] | None = None) -> None:
+    def work(self, mb: int, passes: Iterable[tuple[Pass, str]]) -> None:
         """Nothing to do."""
 
     def exchange(self, pass_: Pass, mb: int, name: str) -> ExpertTransfer:

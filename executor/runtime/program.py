@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
 
 from executor.parallel.collective import Collective
 from ir.core.ops import Pass
@@ -15,6 +16,33 @@ from ir.plan.plan import AT_START, OpKind, OpShape, Plan
 
 Value = tuple[int, int, int]  # (node, slot, microbatch)
 At = tuple[int, int]  # (op, cover)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Nodes of a compute op between which nothing happens but their work, all of one stage and microbatch.
+
+    first: the node it begins with, `cover` the place of that in its op, `end` the place of its last. work: (pass,
+    part) of each; empty of the update, which is nobody's pass.
+    """
+
+    stage: int
+    mb: int
+    first: int
+    cover: int
+    end: int
+    work: tuple[tuple[Pass, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOp:
+    """A row of the plan as the interpreter needs it, looked up once for all steps. work: of a compute op."""
+
+    kind: OpKind
+    stream: str
+    text: str
+    waits: tuple[int, ...]
+    work: tuple[Stretch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +134,29 @@ class RankPlan:
         """Row i's nodes in the order they run: (index, node, microbatch)."""
         mbs = (int(self.plan.mb[i]), int(self.plan.mb2[i]))
         return [(n, self.plan.graph.nodes[n], mbs[member]) for n, member in self.shape(i).covers]
+
+    def op(self, i: int, alone: Container[str] | None) -> ProgramOp:
+        """Row i. alone: parts whose nodes the interpreter sees by themselves; None: all."""
+        shape, plan = self.shape(i), self.plan
+        work = self._stretches(i, alone) if shape.kind is OpKind.COMPUTE else ()
+        return ProgramOp(shape.kind, shape.stream, plan.text(i), tuple(plan.waits.row(i).tolist()), tuple(work))
+
+    def _stretches(self, i: int, alone: Container[str] | None) -> list[Stretch]:
+        out: list[Stretch] = []
+        apart = True
+        for cover, (index, node, mb) in enumerate(self.covers(i)):
+            by_itself = node.once or alone is None or node.part in alone
+            new = apart or by_itself or index in self.brought or (i, cover) in self.opens
+            if new or (node.stage, mb) != (out[-1].stage, out[-1].mb) or not self._gathered_alike(index, out[-1].first):
+                out.append(Stretch(node.stage, mb, index, cover, cover, ()))
+            work = () if node.once else ((Pass(str(node.kind)), node.part),)
+            out[-1] = replace(out[-1], end=cover, work=(*out[-1].work, *work))
+            apart = by_itself or (i, cover) in self.frees or (i, cover) in self.closes
+        return out
+
+    def _gathered_alike(self, a: int, b: int) -> bool:
+        """Whether two nodes read the same gathers, or the first one none."""
+        return a not in self.gathered or self.gathered[a] == self.gathered.get(b)
 
     def value(self, i: int) -> Value:
         slot = self.shape(i).slot

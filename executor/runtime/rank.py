@@ -70,8 +70,8 @@ class RankRun:
         build = partial(RankModel.of, note=s.note, compiling=ctx.progress.begin)
         local = build(prepared, plan, ctx.rank, device, region) if o.real else None
         kernels = local.kernels() if local is not None else blank(prepared, plan, program, s)
-        empty = crossing(prepared, device, region)
-        run = PlanInterpreter(program, kernels, transport, ctx.progress, device, empty, o.emulate_comm)
+        empty, by_node = crossing(prepared, device, region), o.parts is not None and o.real and not device.ahead
+        run = PlanInterpreter(program, kernels, transport, ctx.progress, device, empty, o.emulate_comm, by_node=by_node)
         keeper = None
         if local is not None:
             keeper = RankCheckpoint(s.saving, prepared, plan, ctx.rank, local.sync, local.shares, ctx.progress)
@@ -117,15 +117,14 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
         results.append(run.step(step, batches(step)))
         if len(results) > newest:
             del run.rows[: program.last - program.first]
-        if o.parts is None:
-            run.parts.clear()
         told.append(local.guide.take() if local is not None else ([], []))
         if local is not None and r.keeper is not None:
             _beside(r, local, test, step, results[-1])
             if r.keeper.after(step + 1, o.steps, r.transport):
                 break
     rows = list(run.rows)
-    if o.parts is not None and o.real and not r.device.ahead:
+    if run.by_node:
+        assert o.parts is not None
         (o.parts / f"parts-{ctx.rank}.json").write_text(json.dumps(run.parts))
     peak = None
     if local is not None:

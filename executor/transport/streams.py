@@ -29,7 +29,11 @@ class StreamOp:
         self.before: StreamEvent | None = None  # where the op before it on the stream ended
         self.error: BaseException | None = None
         self._handle: TransportHandle | None = None
-        self._done = threading.Event()
+        self._ended, self._busy = (
+            False,
+            threading.Lock(),
+        )  # until then; an Event is slow to make
+        self._busy.acquire()
 
     @property
     def posted(self) -> bool:
@@ -43,11 +47,12 @@ class StreamOp:
 
     def done(self) -> bool:
         """Whether it is over for the host, well or not."""
-        return self._done.is_set()
+        return self._ended
 
     def wait(self) -> None:
         """Block the host until it is over for it; raises what went wrong."""
-        self._done.wait()
+        with self._busy:
+            pass
         if self.error is not None:
             raise self.error
 
@@ -80,7 +85,8 @@ class StreamOp:
             self.error = error
         self.before = before.end if before is not None else None
         self.end = device.mark()
-        self._done.set()
+        self._ended = True
+        self._busy.release()
 
 
 @dataclass(slots=True)

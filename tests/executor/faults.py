@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +108,14 @@ def freed_early(ctx: RankContext, **spec: Any) -> Any:
 
 
 def _at_last_w(act: Callable[[], object], rank: int, mb: int, ctx: RankContext, spec: dict[str, Any]) -> Any:
-    run = Stage.run
+    work = Stage.work
 
-    def late(self: Stage, pass_: Pass, at: int, units: Any = None) -> None:
-        if ctx.rank == rank and pass_ is Pass.W and at == mb:
+    def late(self: Stage, at: int, passes: Sequence[tuple[Pass, str]]) -> None:
+        if ctx.rank == rank and at == mb and any(pass_ is Pass.W for pass_, _ in passes):
             act()
-        run(self, pass_, at, units)
+        work(self, at, passes)
 
-    Stage.run = late  # type: ignore[method-assign]
+    Stage.work = late  # type: ignore[method-assign,assignment]
     return train_rank(ctx, **spec)
 
 

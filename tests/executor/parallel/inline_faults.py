@@ -1,7 +1,7 @@
 """Ranks that note what they send inside compute ops, or do one thing wrong there; each the target of a launch."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ def noted(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
     """Every message inside a compute op goes to a file: whose pass of which unit and microbatch, kind, axis, bytes."""
     rows: list[tuple[str, str, int, str, str, int]] = []
     at: tuple[str, str, int] = ("", "", 0)
-    run, meet = Stage.run, RankAxis._meet
+    work, meet = Stage.work, RankAxis._meet
 
-    def passing(self: Stage, pass_: Pass, mb: int, units: Any = None) -> None:
+    def passing(self: Stage, mb: int, passes: Iterable[tuple[Pass, str]]) -> None:
         nonlocal at
-        at = (str(pass_), units[0], mb)
-        run(self, pass_, mb, units)
+        for pass_, unit in passes:
+            at = (str(pass_), unit, mb)
+            work(self, mb, [(pass_, unit)])
 
     def note(
         self: RankAxis, kind: MessageKind, whole: Tensor, part: Tensor, post: Callable[[], TransportHandle]
@@ -38,7 +39,7 @@ def noted(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
         rows.append((*at, str(kind), self.axis, whole.nbytes))
         meet(self, kind, whole, part, post)
 
-    Stage.run, RankAxis._meet = passing, note  # type: ignore[method-assign]
+    Stage.work, RankAxis._meet = passing, note  # type: ignore[method-assign]
     result = train_rank(ctx, **spec)
     (Path(fault["folder"]) / f"inline-{ctx.rank}.json").write_text(json.dumps(rows))
     return result
