@@ -7,7 +7,7 @@ transformers' GPT-2, as it is, learns the pages that Python ships for `help()`, 
 run, gets SIGKILL at a step drawn by the seed, and the next of the three plans goes on from what is saved. Compute is
 fp32; sums, moments and messages are fp64, so that the order of sums, in which plans differ, does not grow (with
 `--sums fp32` it does). It exits 1 where two curves are more than `APART` apart, or end above `LEARNT` of their
-start. Two cores take one to two seconds a step.
+start. Two cores take about a second a step.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 def build():
     off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=128, n_embd={width}, n_layer=6, n_head=6, **off))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd={width}, n_layer=6, n_head=6, **off))
 """
 JOB = (Path(__file__).parent / "jobs" / "same_curve.toml").read_text(encoding="utf-8")
 Curve = dict[int, float]  # step → loss

@@ -13,10 +13,14 @@ function averageLane(p, run, lane, from, to, y, h) {
     const pictures = (lane.pictures ||= new Map());
     if (lane.followed !== p.followed) pictures.clear();
     lane.followed = p.followed;
-    // A frame makes as many as it has time for, and shows others blurred: the next one has them.
-    const late = pictures.size && !pictures.has(at) && performance.now() > p.until;
+    // A frame makes one, and more as it has time for; it shows others blurred, or not yet: the next one has them.
+    const late = !pictures.has(at) && p.made && performance.now() > p.until;
     if (late) p.unfinished = true;
-    else if (!pictures.has(at)) pictures.set(at, picture(p, run, lane, WIDTHS[at]));
+    else if (!pictures.has(at)) {
+      pictures.set(at, picture(p, run, lane, WIDTHS[at]));
+      p.made = true;
+    }
+    if (!pictures.size) return;
     const shown = late ? Math.min(...pictures.keys()) : at;
     const { canvas, halves } = pictures.get(shown);
     const k = WIDTHS[shown] / run.length;
