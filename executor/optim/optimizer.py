@@ -1,7 +1,7 @@
 """SGD and AdamW on flat sets of named tensors, in stretches; learning rates, sums of gradients, their global norm."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -29,9 +29,10 @@ class ParamGradients:
     def add(self, name: str, grad: Tensor, mb: int = 0) -> None:
         (self.sums[name] if name in self.sums else self.passing[name, mb]).add_(grad.detach())
 
-    def zero(self) -> None:
-        for g in self.sums.values():
-            g.zero_()
+    def zero(self, names: Iterable[str] | None = None) -> None:
+        """Begin the sums anew: those of all parameters, or of these."""
+        for name in self.sums if names is None else names:
+            self.sums[name].zero_()
 
 
 def learning_rate(o: JobOptimizer, step: int, steps: int = 0) -> float:

@@ -73,7 +73,7 @@ class BucketSync:
         self._sums: Tensor | None = None
 
     def begin(self) -> None:
-        self.grads.zero()
+        self.grads.zero(self.alone)  # those of buckets are views of theirs
         for f in self.flat.values():
             f.begin()
         self.norm, self._sums = None, None
