@@ -30,7 +30,7 @@ JOB = (Path(__file__).parent / "jobs" / "validate_table.toml").read_text(encodin
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One judged plan; seconds of a step."""
 
     ranks: int
@@ -63,7 +63,7 @@ class Row:
 
 def judged(
     schedule: str, size: tuple[int, int, int], op_s: float, steps: int, known: dict[str, ProfileCalibration]
-) -> Row:
+) -> TableRow:
     """Validate one schedule: two layers to a rank, two microbatches to a rank."""
     ranks, dp, zero = size
     with tempfile.TemporaryDirectory() as folder:
@@ -74,10 +74,10 @@ def judged(
     iteration, bare = found["iteration"], found["without_communication"]
     replay = found["replay"]["error"] if found["replay"] else float("nan")
     seconds = iteration["measured_s"], iteration["predicted_s"], bare["predicted_s"]
-    return Row(*size, op_s, schedule, *seconds, replay, os.getloadavg()[0])
+    return TableRow(*size, op_s, schedule, *seconds, replay, os.getloadavg()[0])
 
 
-def agreement(rows: Sequence[Row]) -> tuple[int, int]:
+def agreement(rows: Sequence[TableRow]) -> tuple[int, int]:
     """(pairs of schedules in the right order, pairs whose measured steps are more than 5 % apart) of equal sizes."""
     right = total = 0
     for a, b in combinations(rows, 2):
@@ -89,7 +89,7 @@ def agreement(rows: Sequence[Row]) -> tuple[int, int]:
     return right, total
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[TableRow]) -> str:
     """Median and worst of what counts, how often communication helped, and the ranking."""
     counted = [r for r in rows if r.op_s >= LEAST_S]
     if not counted:
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--dp", default="1")
     parser.add_argument("--zero", default="1")
     args = parser.parse_args()
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     print("ranks dp zero  F ms schedule          measured ms predicted ms    error     bare   replay  load", flush=True)
     sizes = product(*(map(int, text.split(",")) for text in (args.ranks, args.dp, args.zero)))
     for ranks, dp, zero in sizes:

@@ -20,7 +20,7 @@ from executor.device.progress import RankProgress
 from executor.parallel.expert_all_to_all import ExpertTransfer
 from executor.runtime.batch import PendingMicrobatch, unit_extras
 from executor.runtime.kernels import Kernels
-from executor.runtime.program import ProgramOp, RankPlan, Stretch, Value
+from executor.runtime.program import PassStretch, ProgramOp, RankPlan, Value
 from executor.transport.base import DelayedTransport, JoinedTransport, LandingTransport, Transport, TransportHandle
 from executor.transport.streams import PendingTraceRow, Stream, StreamOp
 from ir.core.errors import ErrorKind, PiperError
@@ -242,7 +242,7 @@ class PlanInterpreter:
         if self.by_node:
             self.parts.append((self._step, i, [b - a for a, b in pairwise(ends)]))
 
-    def _passes(self, i: int, stretch: Stretch) -> None:
+    def _passes(self, i: int, stretch: PassStretch) -> None:
         """What a stage does, and what it is given and gives where it begins and where it ends."""
         stage, mb, (pass_, part) = self.stages[stretch.stage], stretch.mb, stretch.work[0]
         if part not in self._alone:
@@ -254,7 +254,7 @@ class PlanInterpreter:
         else:
             stage.work(mb, stretch.work)
 
-    def _forward(self, i: int, at: Stretch, part: str) -> None:
+    def _forward(self, i: int, at: PassStretch, part: str) -> None:
         stage, units, mb = self.stages[at.stage], self._units[at.stage], at.mb
         if part == units[0]:
             outer = self.program.outer.get(at.first)
@@ -275,7 +275,7 @@ class PlanInterpreter:
         known = (self._step, self.program.number_of(mb), not self.sync.frozen)
         return unit_extras(wants, known, self._batches.get(mb), self.device.torch)
 
-    def _input_grad(self, i: int, at: Stretch, part: str) -> None:
+    def _input_grad(self, i: int, at: PassStretch, part: str) -> None:
         stage, units, mb = self.stages[at.stage], self._units[at.stage], at.mb
         if part == units[-1] and (outer := self.program.outer.get(at.first)) is not None:
             stage.feed_grad(mb, self._take((*outer, mb), i))

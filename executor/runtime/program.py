@@ -19,7 +19,7 @@ At = tuple[int, int]  # (op, cover)
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class PassStretch:
     """Nodes of a compute op between which nothing happens but their work, all of one stage and microbatch.
 
     first: the node it begins with, `cover` the place of that in its op, `end` the place of its last. work: (pass,
@@ -42,7 +42,7 @@ class ProgramOp:
     stream: str
     text: str
     waits: tuple[int, ...]
-    work: tuple[Stretch, ...] = ()
+    work: tuple[PassStretch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,14 @@ class RankPlan:
         work = self._stretches(i, alone) if shape.kind is OpKind.COMPUTE else ()
         return ProgramOp(shape.kind, shape.stream, plan.text(i), tuple(plan.waits.row(i).tolist()), tuple(work))
 
-    def _stretches(self, i: int, alone: Container[str] | None) -> list[Stretch]:
-        out: list[Stretch] = []
+    def _stretches(self, i: int, alone: Container[str] | None) -> list[PassStretch]:
+        out: list[PassStretch] = []
         apart = True
         for cover, (index, node, mb) in enumerate(self.covers(i)):
             by_itself = node.once or alone is None or node.part in alone
             new = apart or by_itself or index in self.brought or (i, cover) in self.opens
             if new or (node.stage, mb) != (out[-1].stage, out[-1].mb) or not self._gathered_alike(index, out[-1].first):
-                out.append(Stretch(node.stage, mb, index, cover, cover, ()))
+                out.append(PassStretch(node.stage, mb, index, cover, cover, ()))
             work = () if node.once else ((Pass(str(node.kind)), node.part),)
             out[-1] = replace(out[-1], end=cover, work=(*out[-1].work, *work))
             apart = by_itself or (i, cover) in self.frees or (i, cover) in self.closes

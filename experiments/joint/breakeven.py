@@ -39,7 +39,7 @@ ARMS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class BreakEven:
     """One panel. experts: ranks that share a layer's experts. microbatches: per pipeline rank."""
 
     name: str = "P 8, M 32, EP 64, fp8"
@@ -67,7 +67,7 @@ class Case:
         }
 
 
-PLAIN = Case()
+PLAIN = BreakEven()
 CASES = (
     PLAIN,
     replace(PLAIN, name="P = 4", ranks=4),
@@ -95,7 +95,7 @@ class Point:
 class Lines:
     """A case's points, by schedule and along `WIRES`."""
 
-    case: Case
+    case: BreakEven
     points: tuple[Point, ...] = field(repr=False)
 
     def seconds(self, schedule: str) -> list[float]:
@@ -126,7 +126,7 @@ def leaders(times: dict[str, list[float]], wires: tuple[float, ...]) -> list[tup
     return found
 
 
-def lines_of(case: Case) -> Lines:
+def lines_of(case: BreakEven) -> Lines:
     """Every schedule along `WIRES`."""
     found = []
     for schedule in ARMS:

@@ -48,7 +48,7 @@ _JOB: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TracedChunk:
     """The pair as played: a layer's share of its span, and of what each stream was busy, in milliseconds."""
 
     span: float
@@ -96,7 +96,7 @@ def seconds(plan: Plan, scale: float, two: bool) -> Callable[[int], float]:
     return of
 
 
-def play(policy: PlanPolicy, scale: float = 1.0, two: bool = False) -> Chunk:
+def play(policy: PlanPolicy, scale: float = 1.0, two: bool = False) -> TracedChunk:
     """Simulate the plan and cut the pair out of it."""
     plan = pair_plan(policy)
     of = seconds(plan, scale, two)
@@ -107,7 +107,7 @@ def play(policy: PlanPolicy, scale: float = 1.0, two: bool = False) -> Chunk:
     compute = np.array([s.stream == COMPUTE for s in plan.shapes])[plan.shape][mine]
     took = shape[plan.shape][mine]
     span = float(end.max() - start[took > 0].min())
-    return Chunk(span / LAYERS, float(took[compute].sum()) / LAYERS, float(took[~compute].sum()) / LAYERS)
+    return TracedChunk(span / LAYERS, float(took[compute].sum()) / LAYERS, float(took[~compute].sum()) / LAYERS)
 
 
 def modelled(**cluster: object) -> float:

@@ -7,16 +7,16 @@ import msgspec
 from experiments.published.report import Found
 from experiments.published.rows import fitted
 from experiments.published.score import Score
-from piper_sim.study.sure import PredictionResidual, quantile, weighted
+from piper_sim.study.sure import PublishedPrediction, quantile, weighted
 
 
-def residual(table: str, s: Score) -> PredictionResidual | None:
+def residual(table: str, s: Score) -> PublishedPrediction | None:
     """A row's; None where nothing was predicted."""
     if s.traits is None:
         return None
     memory = max(s.memory.values(), key=abs) if s.memory else None
     ratios = [None if e is None else 1 / (1 + e) for e in (s.time, memory)]
-    return PredictionResidual(table, s.traits, *ratios)
+    return PublishedPrediction(table, s.traits, *ratios)
 
 
 def residual_file(found: Found) -> str:
@@ -26,9 +26,9 @@ def residual_file(found: Found) -> str:
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
-def _rounded(r: PredictionResidual) -> PredictionResidual:
+def _rounded(r: PublishedPrediction) -> PublishedPrediction:
     time, memory = (None if x is None else round(x, 4) for x in (r.time, r.memory))
-    return PredictionResidual(r.table, r.traits, time, memory)
+    return PublishedPrediction(r.table, r.traits, time, memory)
 
 
 def coverage(found: Found) -> list[str]:
@@ -48,7 +48,7 @@ def coverage(found: Found) -> list[str]:
     return out
 
 
-def held(r: PredictionResidual, known: Sequence[PredictionResidual], of: str) -> bool:
+def held(r: PublishedPrediction, known: Sequence[PublishedPrediction], of: str) -> bool:
     """Whether the 80 % interval by `known` holds a row."""
     found = weighted(r.traits, known, of)
     return bool(quantile(found, 0.1) <= getattr(r, of) <= quantile(found, 0.9))

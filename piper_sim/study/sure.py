@@ -39,7 +39,7 @@ class PredictionTraits(msgspec.Struct, frozen=True):
         return float(UNLIKE ** sum((2 if f in TWICE else 1) * differs for f, differs in things))
 
 
-class PredictionResidual(msgspec.Struct, frozen=True):
+class PublishedPrediction(msgspec.Struct, frozen=True):
     """One published row: its table, what it is like, and measured / predicted of a step's time and of peak memory."""
 
     table: str
@@ -49,13 +49,13 @@ class PredictionResidual(msgspec.Struct, frozen=True):
 
 
 @cache
-def residuals() -> tuple[PredictionResidual, ...]:
+def residuals() -> tuple[PublishedPrediction, ...]:
     """Those of every published row."""
-    return typed(read_json(FILE, FORM), tuple[PredictionResidual, ...], FORM, str(FILE))
+    return typed(read_json(FILE, FORM), tuple[PublishedPrediction, ...], FORM, str(FILE))
 
 
 def weighted(
-    traits: PredictionTraits, rows: Iterable[PredictionResidual], of: str = "time"
+    traits: PredictionTraits, rows: Iterable[PublishedPrediction], of: str = "time"
 ) -> list[tuple[float, float]]:
     """(measured / predicted, weight), by the first; weights sum to 1."""
     known = [(r, float(getattr(r, of))) for r in rows if getattr(r, of) is not None]

@@ -48,6 +48,16 @@ def floors(source: Source) -> list[str]:
     return [line for f, most in MOST_FLOORS.items() for line in _over(f, source.floors(f), most, "floors")]
 
 
+def one_class_a_name(source: Source) -> list[str]:
+    """A name of a public class says one thing in the whole house."""
+    where: dict[str, list[str]] = {}
+    for path in source.production:
+        for node in source.nodes[module_of(path)]:
+            if isinstance(node, ast.ClassDef) and node.name[0] != "_":
+                where.setdefault(node.name, []).append(path)
+    return [f"{name}: {', '.join(sorted(paths))}" for name, paths in sorted(where.items()) if len(paths) > 1]
+
+
 def function_sizes(source: Source) -> list[str]:
     """Functions are short and take few parameters; compiled kernels, which cannot be cut up, are left out."""
     out = []
@@ -122,6 +132,7 @@ RULES: tuple[Rule, ...] = (
     folders,
     import_circles,
     floors,
+    one_class_a_name,
     function_sizes,
     type_ignores,
     any_parameters,

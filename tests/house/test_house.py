@@ -51,6 +51,11 @@ BROKEN = [
         {f"ir/d{i}/x.py": f"def f():\n    from ir.d{i + 1}.x import y\n" for i in range(7)} | {"ir/d7/x.py": "y = 1"},
         "ir: 8 floors",
     ),
+    (
+        rules.one_class_a_name,
+        {"ir/a.py": "class A: pass", "executor/b.py": "class A: pass"},
+        "A: executor/b.py, ir/a.py",
+    ),
     (rules.function_sizes, {"ir/a.py": "class A:\n  def f(self):\n" + BODY * 60}, "ir/a.py:2 f: 61 lines"),
     (rules.function_sizes, {"ir/a.py": "def f(a, b, c, d, *e, f, g, h, **i):\n" + BODY}, "9 parameters"),
     (rules.type_ignores, {"ir/a.py": "x = y  # type: ignore[a]\n" * 16}, "16 type ignores"),
@@ -71,6 +76,7 @@ KEPT = [
     (rules.folders, {f"ir/core/{n}/f{i}.py": "" for n in "ab" for i in range(12)}),
     (rules.import_circles, {"ir/a.py": "import ir.b", "ir/b.py": "import tests.a", "tests/a.py": "import ir.a"}),
     (rules.floors, {f"ir/d{i}/x.py": f"import ir.d{i + 1}.x" for i in range(5)} | {"ir/d5/x.py": "import ir.d5.y"}),
+    (rules.one_class_a_name, {"ir/a.py": "class _A: pass", "ir/b.py": "class _A: pass", "tests/a.py": "class B: pass"}),
     (rules.function_sizes, {"ir/a.py": "@jit\ndef f(a, b, c, d, e, f, g, h, i):\n" + BODY * 60}),
     (rules.function_sizes, {"ir/a.py": "class A:\n  def f(self, a, b, c, d, e, f, g, h):\n" + BODY * 59}),
     (

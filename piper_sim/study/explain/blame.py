@@ -17,7 +17,7 @@ COMPUTE, COLLECTIVE = int(OpKind.COMPUTE), int(OpKind.COLLECTIVE)
 
 
 @dataclass(frozen=True, eq=False)
-class OpWaits:
+class OpBlame:
     """What is asked about waits: a chain, what its ops take too long, and what phase its programs are in.
 
     longest: [op] ticks of the longest that it meets; own: [op] its own. filled: [program] the last op that still waits
@@ -86,7 +86,7 @@ class RankWaits:
     computing that the pipeline's fill, its drain, or the order of its ops makes a rank wait for.
     """
 
-    def __init__(self, asked: OpWaits, program: int) -> None:
+    def __init__(self, asked: OpBlame, program: int) -> None:
         self.asked, self.chain, self.program = asked, asked.chain, program
         self.walked, self.starts = asked.walked, len(asked.chain.start)
         e, load = asked.excess, asked.excess.load[asked.chain.program]
@@ -181,7 +181,7 @@ class RankWaits:
         return self.left[op]
 
 
-def idle_ticks(asked: OpWaits, program: int) -> StepIdle:
+def idle_ticks(asked: OpBlame, program: int) -> StepIdle:
     """All waits of one program in the last step, between its compute ops and inside them."""
     c, e, rank = asked.chain, asked.excess, RankWaits(asked, program)
     before = int(c.opened[program])
@@ -223,7 +223,7 @@ def phases(chain: OpChain, forward: BoolArray, backward: BoolArray) -> tuple[Int
     return np.array(filled), np.array(drained)
 
 
-def busy_ticks(asked: OpWaits, program: int) -> dict[str, int]:
+def busy_ticks(asked: OpBlame, program: int) -> dict[str, int]:
     """What a program's computing takes, by cause where it takes too long, else `compute`; beside others' messages
     (`collective`), by which it is slowed."""
     c, e = asked.chain, asked.excess

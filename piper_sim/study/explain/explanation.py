@@ -16,7 +16,7 @@ from ir.job import Job
 from ir.job.build import blaming
 from piper_sim.folding.ground import DevicePlacement, RankPositions
 from piper_sim.pricing.scenario import scenario_of
-from piper_sim.study.explain.blame import CAUSES, OpWaits, busy_ticks, idle_ticks, phases
+from piper_sim.study.explain.blame import CAUSES, OpBlame, busy_ticks, idle_ticks, phases
 from piper_sim.study.explain.chain import chain_of, ticks
 from piper_sim.study.explain.excess import covering, excess_of
 from piper_sim.study.explain.path import critical_path
@@ -127,7 +127,7 @@ def slowest(ground: DevicePlacement) -> IntArray:
     return out
 
 
-def waits_of(p: Prediction) -> OpWaits:
+def waits_of(p: Prediction) -> OpBlame:
     """What `blame` needs of a job that was simulated."""
     scenario = scenario_of(p.planned.model, p.plan, p.planned.classes, p.costs.duration)
     chain = chain_of(scenario, p.run, p.costs.duration)
@@ -135,7 +135,7 @@ def waits_of(p: Prediction) -> OpWaits:
     copies = p.planned.classes.count
     forward, backward = covering(p.plan, lambda n: n.kind is Pass.F), covering(p.plan, lambda n: n.kind in BACKWARD)
     filled, drained = phases(chain, np.tile(forward, copies), np.tile(backward, copies))
-    return OpWaits(chain, excess_of(p.planned, p.costs), own, own[chain.main], filled, drained)
+    return OpBlame(chain, excess_of(p.planned, p.costs), own, own[chain.main], filled, drained)
 
 
 def apportioned(parts: Mapping[K, int], divisor: int, total: int | None = None) -> dict[K, int]:
@@ -170,7 +170,7 @@ class RankSeat:
         return self.slow if cause == "straggler" and self.slow >= 0 else self.rank
 
 
-def told(asked: OpWaits, seats: Sequence[RankSeat], text: Callable[[int], str]) -> StepExplanation:
+def told(asked: OpBlame, seats: Sequence[RankSeat], text: Callable[[int], str]) -> StepExplanation:
     """What a chain says of its last step. seats: of its programs; text: of an op."""
     chain = asked.chain
     rows: list[dict[str, int]] = [defaultdict(int) for _ in range(max(s.row for s in seats) + 1)]

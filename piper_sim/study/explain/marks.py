@@ -7,7 +7,7 @@ from ir.core.order import IntArray
 from ir.plan.plan import OpKind, Plan
 from piper_sim.memory.timeline import samples_by_kind
 from piper_sim.report.marks import HOST, TraceMarks, TraceStretch
-from piper_sim.study.explain.blame import OpWaits, idle_ticks
+from piper_sim.study.explain.blame import OpBlame, idle_ticks
 from piper_sim.study.explain.explanation import slowest, waits_of
 from piper_sim.study.explain.path import critical_path, last_node
 from piper_sim.study.prediction import Prediction
@@ -46,7 +46,7 @@ def marks_of(p: Prediction, why: bool = True) -> TraceMarks:
 class _Here:
     """Nodes of a chain as rows of the trace of class k; times from `zero`."""
 
-    def __init__(self, asked: OpWaits, plan: Plan, k: int, row: IntArray, zero: float) -> None:
+    def __init__(self, asked: OpBlame, plan: Plan, k: int, row: IntArray, zero: float) -> None:
         self.asked, self.plan, self.k, self.row, self.zero = asked, plan, k, row, zero
 
     def after(self) -> IntArray:

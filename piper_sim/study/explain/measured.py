@@ -11,7 +11,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import IntArray
 from ir.plan.plan import OpKind
 from ir.trace.trace import Trace
-from piper_sim.study.explain.blame import OpWaits, phases
+from piper_sim.study.explain.blame import OpBlame, phases
 from piper_sim.study.explain.chain import OpChain, ticks
 from piper_sim.study.explain.excess import REMOVED, OpExcess
 from piper_sim.study.explain.explanation import RankSeat, StepExplanation, told
@@ -77,7 +77,7 @@ class _Step:
         known = list(dict.fromkeys(frozenset(ops[r]) for r in self.ranks))
         return [known.index(frozenset(ops[r])) for r in self.ranks]
 
-    def waits(self) -> OpWaits:
+    def waits(self) -> OpBlame:
         """The chain of the step, and what its ops take too long. Raises PiperError (io): a rank without compute."""
         n, compute = len(self.keys), self.kind == OpKind.COMPUTE
         start, end = self.start.copy(), self.end
@@ -104,7 +104,7 @@ class _Step:
         own = np.where(compute, np.maximum(flat_end[-n:] - flat_start[-n:], 0), 0)
         forward, backward = (np.array([bool(p.search(k[2])) for k in self.keys]) for p in (_FORWARD, _BACKWARD))
         closing = nodes - n + int(np.argmax(end[-1]))
-        return OpWaits(chain, self._excess(own), own, own, *phases(chain, forward, backward), closing)
+        return OpBlame(chain, self._excess(own), own, own, *phases(chain, forward, backward), closing)
 
     def _partners(self) -> IntArray:
         """[op] the other end of a transfer, -1 for others: by stage, microbatch and place among the replicas."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ir.plan.plan import OpKind
-from piper_sim.study.explain.blame import OpWaits
+from piper_sim.study.explain.blame import OpBlame
 from piper_sim.study.explain.excess import REMOVED
 
 MUCH = 0.05  # of an op: what names it on the path
@@ -22,12 +22,12 @@ class PathOp:
     cause: str
 
 
-def critical_path(asked: OpWaits) -> tuple[PathOp, ...]:
+def critical_path(asked: OpBlame) -> tuple[PathOp, ...]:
     """Without a gap, from tick 0 to the step's period, first op first."""
     return tuple(reversed(list(_backwards(asked))))
 
 
-def last_node(asked: OpWaits) -> int:
+def last_node(asked: OpBlame) -> int:
     """What the path ends with: the op that ends last, or its dispatch where hosts set the pace."""
     c = asked.chain
     closing = np.array([q[-1] for q in c.queue]) + c.now if asked.closing < 0 else np.array([asked.closing])
@@ -40,7 +40,7 @@ def last_node(asked: OpWaits) -> int:
     return node
 
 
-def _backwards(asked: OpWaits) -> Iterator[PathOp]:
+def _backwards(asked: OpBlame) -> Iterator[PathOp]:
     c, before = asked.chain, asked.chain.before
     node = last_node(asked)
     now, zero = int(c.hi[node]), int(c.hi[node]) - c.period
@@ -56,7 +56,7 @@ def _backwards(asked: OpWaits) -> Iterator[PathOp]:
         now, node = begin, following
 
 
-def _cause(asked: OpWaits, node: int) -> str:
+def _cause(asked: OpBlame, node: int) -> str:
     """What an op on the path is there for: what makes it too long, else what it is."""
     c, e = asked.chain, asked.excess
     if node >= len(c.start):

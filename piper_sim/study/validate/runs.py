@@ -17,7 +17,7 @@ from ir.trace.trace import Trace
 from piper_sim.engine import EngineScenario
 from piper_sim.folding import RankClasses, carry, unfold
 from piper_sim.folding.ground import RankPositions
-from piper_sim.study.validate.times import OpTimes
+from piper_sim.study.validate.times import TraceTimes
 
 WARM_UP = 3  # steps of a run that are not counted, at least 1: the second begins where the first has ended
 WARM_UP_EMULATED = 1
@@ -63,7 +63,7 @@ class MeasuredSteps:
     whole: EngineScenario
     found: Mapping[str, Any]
     trace: Trace
-    times: OpTimes
+    times: TraceTimes
     step_s: FloatArray
     parts: Parts
 
@@ -83,7 +83,7 @@ def ran(executor: PlanExecutor, prepared: PreparedJob, plan: Plan, o: JobRunOpti
     each = RankClasses.each(len(at))
     whole = EngineScenario(unfold(plan, each, prepared.mesh), *carry(plan, each))
     ranks = (at.offset[:, None] + np.arange(at.programs) * at.stride).ravel()
-    times = OpTimes.of(whole.plan, trace, ranks)
+    times = TraceTimes.of(whole.plan, trace, ranks)
     return MeasuredSteps(prepared, plan, whole, found, trace, times.behind(before), times.step_s[before - 1 :], parts)
 
 

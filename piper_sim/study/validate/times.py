@@ -16,7 +16,7 @@ from piper_sim.engine import EngineScenario
 
 
 @dataclass(frozen=True, eq=False)
-class OpTimes:
+class TraceTimes:
     """When the ops of some steps were posted, started and had ended: [step, op], seconds."""
 
     post: FloatArray
@@ -24,7 +24,7 @@ class OpTimes:
     end: FloatArray
 
     @classmethod
-    def of(cls, plan: Plan, trace: Trace, rank: IntArray) -> OpTimes:
+    def of(cls, plan: Plan, trace: Trace, rank: IntArray) -> TraceTimes:
         """Every step of a trace, in order. rank: of each program. Raises PiperError: a trace of another plan."""
         at = {key: i for i, key in enumerate(zip(rank[plan.program].tolist(), plan.texts, strict=True))}
         steps = {step: k for k, step in enumerate(sorted(set(trace.step.tolist())))}
@@ -47,12 +47,12 @@ class OpTimes:
         """[step - 1] seconds from the end of the step before to a step's own; the first step has none."""
         return np.diff(self.end.max(axis=1))
 
-    def behind(self, first: int) -> OpTimes:
+    def behind(self, first: int) -> TraceTimes:
         """Without the first few steps."""
-        return OpTimes(self.post[first:], self.start[first:], self.end[first:])
+        return TraceTimes(self.post[first:], self.start[first:], self.end[first:])
 
 
-def alone(s: EngineScenario, t: OpTimes) -> FloatArray:
+def alone(s: EngineScenario, t: TraceTimes) -> FloatArray:
     """[step, op] seconds of every op by itself, as a simulator is given them: once all that it waits for is there.
 
     A compute op counts from when the host had come to it and all it waits for had ended. A transfer, on its send, from
@@ -80,7 +80,7 @@ def alone(s: EngineScenario, t: OpTimes) -> FloatArray:
     return np.maximum(out, 0.0)
 
 
-def dispatch(s: EngineScenario, t: OpTimes) -> FloatArray:
+def dispatch(s: EngineScenario, t: TraceTimes) -> FloatArray:
     """[step, op] seconds that a host which computes itself needed to come to each op, by what it did not wait for.
 
     From the op before: its dispatch, or its end where it computes. The first op of the first step has none: 0.

@@ -19,7 +19,7 @@ from ir.plan.plan import OpLists, Plan
 from piper_sim.engine import EngineScenario
 from piper_sim.study.validate import PlanTools, PlanValidation, validate
 from piper_sim.study.validate.runs import MeasuredSteps
-from piper_sim.study.validate.times import OpTimes
+from piper_sim.study.validate.times import TraceTimes
 from piper_sim.study.validate.verdict import verdict
 from tests.executor.runs import job_file
 
@@ -52,7 +52,7 @@ def quickest(r: MeasuredSteps) -> MeasuredSteps:
     """Only a run's quickest step."""
     k = int(np.argmin(r.step_s))
     t = r.times
-    times = OpTimes(t.post[k : k + 1], t.start[k : k + 1], t.end[k : k + 1])
+    times = TraceTimes(t.post[k : k + 1], t.start[k : k + 1], t.end[k : k + 1])
     parts = {(0, op): seconds for (step, op), seconds in r.parts.items() if step == k}
     return replace(r, times=times, step_s=r.step_s[k : k + 1], parts=parts)
 

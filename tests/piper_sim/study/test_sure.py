@@ -3,8 +3,8 @@
 import pytest
 
 from piper_sim.study.sure import (
-    PredictionResidual,
     PredictionTraits,
+    PublishedPrediction,
     fits_probability,
     interval,
     quantile,
@@ -32,7 +32,7 @@ def test_four_fifths_of_held_out_rows_lie_in_their_interval():
 
 def test_rows_unlike_the_job_count_less():
     far = PredictionTraits("a100-sxm-80gb", "nanotron", moe=False, given=False, waits=False)
-    rows = [PredictionResidual("a", LIKE, 1.0, None), PredictionResidual("b", far, 2.0, None)]
+    rows = [PublishedPrediction("a", LIKE, 1.0, None), PublishedPrediction("b", far, 2.0, None)]
     (_, near), (_, other) = weighted(LIKE, rows)
     assert near == pytest.approx(8 * other) and near + other == pytest.approx(1)
     assert interval(2.0, LIKE) == [2 * x for x in interval(1.0, LIKE)]

@@ -18,7 +18,7 @@ from piper_sim.pricing.hosts import inline
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.validate.calibrating import elsewhere
 from piper_sim.study.validate.samples import link_keys
-from piper_sim.study.validate.times import OpTimes, alone, dispatch
+from piper_sim.study.validate.times import TraceTimes, alone, dispatch
 from tests.piper_sim.engine.cases import HEAVY, LAYERS, durations, layers
 
 JOB = """
@@ -42,7 +42,7 @@ def test_what_ops_took_by_themselves_is_read_off_a_run(case: dict[str, object], 
     scenario = EngineScenario.of(plan, host=inline(plan, host_s))
     run = play(scenario, given_s, 3)
     assert run.post is not None
-    times = OpTimes(run.post, run.start, run.end)
+    times = TraceTimes(run.post, run.start, run.end)
     took = alone(scenario, times)[1:]
     for kind in (OpKind.COMPUTE, OpKind.SEND, OpKind.COLLECTIVE):
         mine = plan.kind == kind
