@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, trace_files, width, write
 from piper_sim.report.metrics import FILE as METRICS
 from piper_sim.report.metrics import write_metrics
+from piper_sim.report.tensorboard import StepEvents, step_events
 from piper_sim.report.timeline import text_timeline
 from piper_sim.study.predict import predict
 
@@ -33,8 +35,9 @@ def main(args: argparse.Namespace) -> int:
     refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work
     options = JobRunOptions.of(args, args.ranks)
     saving = CheckpointOptions(args.save, args.every, args.keep, args.force, args.resume)
-    said = partial(_tell, out, p.to_dict())
-    with progress(f"running {args.steps} step(s) on {args.ranks} processes"):
+    board = nullcontext() if args.tensorboard is None else step_events(Path(args.tensorboard))
+    with board as events, progress(f"running {args.steps} step(s) on {args.ranks} processes"):
+        said = partial(_tell, out, events, p.to_dict())
         found, trace = run(p.prepared, p.plan, options, saving, said)
     if not args.json:  # whatever becomes of the files
         print(text_timeline(trace, width()))
@@ -49,13 +52,15 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(out: Path | None, predicted: Mapping[str, Any], line: dict[str, Any]) -> None:
-    """A line per step, on stderr, while it goes on, beside what was predicted; with --out, the same for Prometheus."""
+def _tell(out: Path | None, events: StepEvents | None, predicted: Mapping[str, Any], line: dict[str, Any]) -> None:
+    """A line per step, on stderr, while it goes on, beside what was predicted; the same for Prometheus with --out."""
     drift = line["step_s"] / predicted["iteration_s"]
     mfu = (predicted["mfu"] or 0.0) / drift
+    whole = line | {"predicted_s": predicted["iteration_s"], "drift": drift, "mfu": mfu}
     if out is not None:
-        beside = {"predicted_s": predicted["iteration_s"], "drift": drift, "mfu": mfu}
-        write_metrics(out, line | beside, predicted["plan_digest"])
+        write_metrics(out, whole, predicted["plan_digest"])
+    if events is not None:
+        events(whole)
     test = f", held out {line['eval_loss']:.6f}" if "eval_loss" in line else ""
     text = f"step {line['step']}: loss {line['loss']:.6f}{test}, gradient norm {line['grad_norm']:.4f}, "
     text += f"lr {line['lr']:.2e}, {line['step_s']:.4f} s, {line['tokens_per_s']:,.0f} tokens/s, "

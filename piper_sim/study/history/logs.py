@@ -24,7 +24,12 @@ _LINES = (("megatron", re.compile(_MEGATRON), 1e-3), ("nemo", re.compile(_NEMO),
 _TITAN = re.compile(r"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) .{0,200}step:\s{0,9}(\d{1,9})\s.{0,200}tps:")
 _TITAN_PEAK = re.compile(rf"step:.{{0,200}}memory:\s{{0,9}}{_NUMBER}GiB")
 _PEAK = re.compile(rf"memory \(MB\).{{0,200}}max allocated: {_NUMBER}")
-_TAGS = {"iteration-time": 1.0, "time_metrics/end_to_end(s)": 1.0, "train_step_timing in s": 1.0}
+_TAGS = {
+    "iteration-time": 1.0,
+    "time_metrics/end_to_end(s)": 1.0,
+    "train_step_timing in s": 1.0,
+    "step_seconds": 1.0,  # of our own `run --tensorboard`
+}
 _PEAK_TAGS = {"mem-max-allocated-bytes": 2.0**-30, "memory/max_active(GiB)": 1.0}
 
 

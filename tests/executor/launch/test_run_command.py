@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from executor.device.device import gpu_of
 from executor.launch.refusals import refuse
@@ -18,6 +19,7 @@ from ir.job import load_job
 from ir.job.build import prepare
 from ir.workload import load_config
 from piper_sim.app.cli import main
+from piper_sim.study.history.logs import read_log
 from tests.executor.runs import JOB, job_file, run
 
 ROOT = Path(__file__).parents[3]
@@ -82,6 +84,37 @@ def test_files_are_written_and_never_overwritten(capfd: pytest.CaptureFixture[st
     command(capfd, "run", job, "-n", "2", "--out", str(out), "--force")
     assert (out / "ranks.json").read_text() != before
     assert command(capfd, "run", job, "-n", "2", "--out", job, code=2)["error"]["kind"] == "io"
+
+
+def records(file: Path) -> list[bytes]:
+    """TensorFlow's: length, checksum, data, checksum."""
+    raw, out = file.read_bytes(), []
+    while raw:
+        size = int.from_bytes(raw[:8], "little")
+        out.append(raw[12 : 12 + size])
+        raw = raw[16 + size :]
+    return out
+
+
+def test_tensorboard_gets_every_step_and_history_reads_it(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, events = str(job_file(tmp_path)), tmp_path / "board"
+    saved = ["--save", str(tmp_path / "saved"), "--every", "2", "--resume", "if-present"]
+    for steps in ("2", "4"):
+        ran = command(capfd, "run", job, "-n", "2", "--steps", steps, *saved, "--tensorboard", str(events))
+    files = sorted(events.iterdir())
+    last = [Event.FromString(record) for record in records(files[1])]
+    losses = [(e.step, v.simple_value) for e in last for v in e.summary.value if v.tag == "loss"]
+    assert len(files) == 2 and [step for step, _ in losses] == [2, 3]
+    assert [x for _, x in losses] == pytest.approx(ran["losses"], rel=1e-6)
+    assert any(e.session_log.status == e.session_log.START and e.step == 2 for e in last)  # hides steps done twice
+    assert [step for step, _ in read_log(str(files[0])).steps] == [0, 1]
+    monkeypatch.setattr("piper_sim.report.tensorboard.find_spec", lambda name: None)
+    error = command(capfd, "run", job, "-n", "2", "--tensorboard", str(events), code=2)["error"]
+    assert error["kind"] == "missing_dependency" and "piper-sim[tensorboard]" in error["suggestion"]
+    monkeypatch.undo()
+    assert command(capfd, "run", job, "-n", "2", "--tensorboard", job, code=2)["error"]["key"] == "--tensorboard"
 
 
 def test_a_run_is_replayed_from_its_own_files(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -204,6 +237,7 @@ class Hidden(PathFinder):
 
 sys.meta_path[:] = [Hidden if f is PathFinder else f for f in sys.meta_path]
 from piper_sim.app.cli import main
+from piper_sim.study.history.logs import read_log
 sys.exit(main(sys.argv[1:]))
 """
 
