@@ -1,4 +1,4 @@
-"""Files of tokens, mapped: text, `.npy`, flat uint16 and uint32, Megatron's `.bin` with its `.idx`."""
+"""Files of tokens, mapped: text, `.npy`, flat uint16 and uint32, Megatron's `.bin` with its `.idx`; saved datasets."""
 
 import hashlib
 import struct
@@ -8,36 +8,47 @@ from tokenize import TokenError
 
 import numpy as np
 
+from executor.data.dataset import ChunkedTokens, saved_dataset
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import FileErrors, check_regular
 
 FIX = "synthetic, or a path that starts at the job's folder"
 FORM = FileErrors("tokens", ErrorKind.JOB, "data.source", 2**50, FIX)
 FLAT = {".uint16": "<u2", ".uint32": "<u4"}
-KINDS = "text, .npy, .bin beside its .idx, or flat numbers: .uint16, .uint32, .bin"
+KINDS = "text, .npy, .bin beside its .idx, flat numbers: .uint16, .uint32, .bin; or the folder of a saved dataset"
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
 _CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's codes of integer formats
 _BLOCKS, _BLOCK = 64, 2**16  # looked at before a run, evenly spread; what a rank reads is looked at as it reads it
 
 
-def map_tokens(path: str, vocab: int, form: FileErrors = FORM) -> np.ndarray:
+Tokens = np.ndarray | ChunkedTokens
+
+
+def map_tokens(path: str, vocab: int, form: FileErrors = FORM) -> Tokens:
     """A file's tokens in their order, mapped: a page is read when somebody reads a token on it.
 
     A `.bin` without an `.idx` holds uint16 where the vocabulary goes in it, else uint32. Raises PiperError.
     """
     file = Path(path)
-    check_regular(file, form)
-    try:
-        tokens = _mapped(file, vocab, form)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise PiperError(
-            ErrorKind.IO, f"cannot read tokens: {why}", file=path, key=form.key, allowed=KINDS, suggestion=form.fix
-        ) from error
+    if file.is_dir():
+        tokens: Tokens = saved_dataset(file, form)
+    else:
+        tokens = _file(file, vocab, form)
     if tokens.ndim != 1 or len(tokens) < 2 or tokens.dtype.kind not in "ui":
         found = f"{tokens.ndim} dimensions, {tokens.size} elements of {tokens.dtype}"
         raise form.wrong(f"not a row of tokens: {found}", path, None, "≥ 2 integers in one dimension")
     return tokens
+
+
+def _file(file: Path, vocab: int, form: FileErrors) -> np.ndarray:
+    check_regular(file, form)
+    try:
+        return _mapped(file, vocab, form)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise PiperError(
+            ErrorKind.IO, f"cannot read tokens: {why}", file=str(file), key=form.key, allowed=KINDS, suggestion=form.fix
+        ) from error
 
 
 def _mapped(file: Path, vocab: int, form: FileErrors) -> np.ndarray:
@@ -97,7 +108,7 @@ def _indexed(file: Path, index: Path, form: FileErrors) -> str:
     return _CODES[code]
 
 
-def check_vocabulary(tokens: np.ndarray, path: str, vocab: int, form: FileErrors = FORM) -> None:
+def check_vocabulary(tokens: Tokens, path: str, vocab: int, form: FileErrors = FORM) -> None:
     """Look at tokens all over a file, at all of a small one. Raises PiperError (job): one is outside the vocabulary."""
     if tokens.dtype.kind == "u" and vocab > np.iinfo(tokens.dtype).max:
         return
@@ -119,7 +130,7 @@ def refuse_outside(part: np.ndarray, path: str, vocab: int, form: FileErrors = F
             raise form.wrong(message, path, None, f"0 to {vocab - 1}", fix)
 
 
-def digest_of_tokens(tokens: np.ndarray) -> str:
+def digest_of_tokens(tokens: Tokens) -> str:
     """SHA-256 of how many there are and of some all over: the same for the same tokens in another format.
 
     >>> digest_of_tokens(np.arange(9, dtype="<u2")) == digest_of_tokens(np.arange(9, dtype="<i8"))
@@ -131,10 +142,10 @@ def digest_of_tokens(tokens: np.ndarray) -> str:
     return found.hexdigest()
 
 
-def _sample(tokens: np.ndarray, block: int) -> Iterator[np.ndarray]:
+def _sample(tokens: Tokens, block: int) -> Iterator[np.ndarray]:
     """Blocks at even distances, the first and the last tokens among them; everything where that is no more."""
     if len(tokens) <= _BLOCKS * block:
-        yield tokens
+        yield tokens[:]
         return
     for start in np.linspace(0, len(tokens) - block, _BLOCKS).astype(np.int64) // 2 * 2:
         yield tokens[start : start + block]
