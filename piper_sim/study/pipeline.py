@@ -191,9 +191,9 @@ def _exact(ticks: float, scale: float) -> float:
 
 
 def _stages_held(s: Schedule) -> list[int]:
-    """How many different stages each rank holds."""
+    """How many different stages each rank holds: those of a direction without a microbatch are not there."""
     held: list[set[int]] = [set() for _ in range(s.ranks)]
-    for p in s.placements:
+    for p in (p for p in s.placements if p.mbs):
         for stage, rank in enumerate(p.rank_of_stage):
             held[rank].add(stage)
     return [len(stages) for stages in held]

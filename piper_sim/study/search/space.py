@@ -66,10 +66,12 @@ class JobSpace:
         return cls(job, own, gpus, sequences, default | listed, schedules, usual)
 
     def __iter__(self) -> Iterator[Changes]:
-        """Each configuration as the keys that differ from the job's; the job itself first, none twice."""
+        """Each configuration as the keys that differ from the job's; first the job itself, if no list leaves it out;
+        none twice."""
         seen: set[str] = set()
-        yield {}
-        seen.add(repr({}))
+        if not self._left_out():
+            yield {}
+            seen.add(repr({}))
         keys = list(self.values)
         pairs: Sequence[tuple[str, int] | None] = self.schedules or (None,)
         for choice in product(*self.values.values()):
@@ -78,6 +80,13 @@ class JobSpace:
                 if found is not None and (text := repr(found)) not in seen:
                     seen.add(text)
                     yield found
+
+    def _left_out(self) -> bool:
+        """Whether a list lacks what the job itself has there."""
+        lists = {k: cast(tuple[object, ...], v) for k, v in self.job.search.overrides.items()}
+        names = tuple(canonical(str(n)) for n in lists.pop("name", ()))
+        own = {k: getattr(getattr(self.own, KEYS[k]), k) for k in lists}
+        return bool(names and self.own.schedule.name not in names) or any(own[k] not in v for k, v in lists.items())
 
     def _changes(self, chosen: dict[str, object], pair: tuple[str, int] | None) -> Changes | None:
         """What differs; None where another configuration is the same job."""

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from ir.job import load_job
+from piper_sim import predict
+
 KEYS = {
     "schema_version": int,
     "schedule": str,
@@ -67,6 +70,17 @@ def test_every_schedule_prints_every_key_with_its_type(cli: Any, name: str) -> N
     total = sum(found["busy"].values())
     assert found["bubble_fraction"] == pytest.approx(1 - total / (4 * found["makespan"]), abs=1e-12)
     assert 0 <= found["span_bubble_fraction"] < 1
+
+
+@pytest.mark.parametrize(("mbs", "copies"), [(1, 1), (2, 2), (3, 2)])
+def test_a_direction_without_a_microbatch_holds_no_parameters(cli: Any, mbs: int, copies: int) -> None:
+    assert run(cli, "dualpipe", 2, mbs)["param_copies"] == copies
+    job = {"model": {"config": "tiny-llama"}, "parallel": {"pp": 2}, "schedule": {"name": "1f1b", "microbatches": mbs}}
+    once, held = (
+        predict(load_job({**job, "schedule": {**job["schedule"], "name": name}})).memory["parameters"].sum()
+        for name in ("1f1b", "dualpipe")
+    )
+    assert held == copies * once
 
 
 @pytest.mark.parametrize("name", CHUNKS)

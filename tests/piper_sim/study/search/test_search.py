@@ -104,6 +104,25 @@ def test_a_bound_made_too_tight_loses_the_winner(monkeypatch: pytest.MonkeyPatch
     assert lost.best is not None and lost.proven and lost.best["iteration_s"] > wanted
 
 
+@pytest.mark.parametrize(("pp", "left_out"), [([2, 4], True), ([1, 4], False)])
+def test_lists_are_all_that_is_tried(pp: list[int], left_out: bool) -> None:
+    """Against all of them, written out by hand: the job's own pipeline of one is no answer where it is not listed."""
+    base = {
+        "model": {"config": "tiny-llama", "num_hidden_layers": 8, "seq_len": 2048},
+        "cluster": {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 4},
+    }
+    lists = {"pp": pp, "name": ["1f1b", "gpipe"], "tp": [1], "zero": [1], "microbatch_size": [1], "recompute": ["none"]}
+
+    def job(p: int, name: str, **more: Any) -> Job:
+        parallel = {"pp": p, "dp": 4 // p, "zero": 1, "layers": "even"}
+        return load_job({**base, "parallel": parallel, "schedule": {"global_batch": 8, "name": name}, **more})
+
+    found = search(job(1, "1f1b", search={**lists, "layers": ["even"]}))
+    steps = [predict(job(p, name)).iteration_s for p in pp for name in ("1f1b", "gpipe")]
+    assert found.proven and found.best is not None and found.best["iteration_s"] == min(steps)
+    assert (predict(job(1, "1f1b")).iteration_s < min(steps)) == left_out  # it would have won
+
+
 def test_neither_workers_nor_the_seed_change_what_is_found() -> None:
     one = search(small())
     two, other = search(small(), workers=2), search(small(seed=7))
