@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import check_installed
 from ir.core.files import FileErrors
 
 COLUMN = "input_ids"
@@ -18,7 +17,7 @@ COLUMN = "input_ids"
 
 @dataclass(frozen=True)
 class ChunkedTokens:
-    """Rows of tokens behind one another, as one array has them of which slices are read.
+    """Rows of tokens behind one another, to be sliced like one array; a slice is copied where rows meet in it.
 
     >>> tokens = ChunkedTokens.of([np.arange(3), np.arange(3, 5)])
     >>> len(tokens), tokens[1:4].tolist(), tokens[-1:].tolist(), tokens[4:9].tolist()
@@ -62,24 +61,24 @@ def saved_dataset(folder: Path, form: FileErrors) -> ChunkedTokens:
 
     Raises PiperError (missing_dependency): `datasets` is not installed; (job): the folder holds no such column.
     """
-    if find_spec("datasets") is None:
-        message = f"{folder} is a folder, and a saved dataset is read by datasets, which is not installed"
-        fix = "pip install 'piper-sim[datasets]'"
-        raise PiperError(ErrorKind.MISSING_DEPENDENCY, message, key="datasets", suggestion=fix)
+    check_installed("datasets", "datasets", f"{folder} is a folder, so a saved dataset")
     import datasets
-    import pyarrow
+    from pyarrow import ArrowException
 
+    path, lists = str(folder), f"{COLUMN}: lists of integers, as a tokenizer makes them"
     try:
-        found = datasets.load_from_disk(str(folder))
-        if isinstance(found, datasets.DatasetDict):
-            splits = ", ".join(str(folder / name) for name in found)
-            raise form.wrong("a dataset of several splits", str(folder), None, splits, str(folder / next(iter(found))))
-        if COLUMN not in found.column_names:
-            has = ", ".join(found.column_names)
-            message = f"a dataset without the column {COLUMN}: {has}"
-            raise form.wrong(message, str(folder), None, f"{COLUMN}: lists of integers, as a tokenizer makes them")
-        chunks = found.data.column(COLUMN).chunks
-        return ChunkedTokens.of([c.flatten().to_numpy(zero_copy_only=True) for c in chunks])
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, pyarrow.ArrowException) as error:
+        found = datasets.load_from_disk(path)
+    except (OSError, ValueError, TypeError, LookupError, ArrowException) as error:
         allowed = "a folder that Dataset.save_to_disk has made"
-        raise form.wrong(f"no saved dataset of tokens: {error}", str(folder), None, allowed) from error
+        raise form.wrong(f"no saved dataset: {error}", path, None, allowed) from error
+    if isinstance(found, datasets.DatasetDict):
+        splits = [str(folder / name) for name in found]
+        raise form.wrong("a dataset of several splits", path, None, ", ".join(splits), splits[0])
+    if COLUMN not in found.column_names:
+        has = ", ".join(found.column_names)
+        raise form.wrong(f"a dataset without the column {COLUMN}: {has}", path, None, lists)
+    try:
+        chunks = [c.flatten().to_numpy(zero_copy_only=True) for c in found.data.column(COLUMN).chunks]
+    except (AttributeError, ValueError, ArrowException) as error:  # no lists; holes, or no numbers in them
+        raise form.wrong(f"column {COLUMN} is {found.features[COLUMN]}, or has holes", path, None, lists) from error
+    return ChunkedTokens.of(chunks)

@@ -20,7 +20,6 @@ _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
 _CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's codes of integer formats
 _BLOCKS, _BLOCK = 64, 2**16  # looked at before a run, evenly spread; what a rank reads is looked at as it reads it
 
-
 Tokens = np.ndarray | ChunkedTokens
 
 
@@ -30,10 +29,7 @@ def map_tokens(path: str, vocab: int, form: FileErrors = FORM) -> Tokens:
     A `.bin` without an `.idx` holds uint16 where the vocabulary goes in it, else uint32. Raises PiperError.
     """
     file = Path(path)
-    if file.is_dir():
-        tokens: Tokens = saved_dataset(file, form)
-    else:
-        tokens = _file(file, vocab, form)
+    tokens: Tokens = saved_dataset(file, form) if file.is_dir() else _file(file, vocab, form)
     if tokens.ndim != 1 or len(tokens) < 2 or tokens.dtype.kind not in "ui":
         found = f"{tokens.ndim} dimensions, {tokens.size} elements of {tokens.dtype}"
         raise form.wrong(f"not a row of tokens: {found}", path, None, "≥ 2 integers in one dimension")

@@ -225,14 +225,14 @@ class PlanInterpreter:
         p = self.program
         self._free(i, AT_START)
         ends = [clock.now()]
-        for stretch in self._op(i).work:
+        for stretch in self._op(i).stretches:
             for exchange in p.brought.get(stretch.first, ()):
                 self._wait(p.exchanged[exchange, stretch.mb], i)  # where an earlier op's wait implies it
             for bucket, of in p.opens.get((i, stretch.cover), ()):
                 self.sync.open(bucket, of)
             if stretch.first in p.gathered:
-                self.sync.reads(p.gathered[stretch.first], p.plan.text(i))
-            if stretch.work:
+                self.sync.reads(p.gathered[stretch.first], self._op(i).text)
+            if stretch.passes:
                 self._passes(i, stretch)
             else:
                 self.sync.update()
@@ -244,15 +244,13 @@ class PlanInterpreter:
 
     def _passes(self, i: int, stretch: PassStretch) -> None:
         """What a stage does, and what it is given and gives where it begins and where it ends."""
-        stage, mb, (pass_, part) = self.stages[stretch.stage], stretch.mb, stretch.work[0]
-        if part not in self._alone:
-            stage.work(mb, stretch.work)
-        elif pass_ is Pass.F:
+        pass_, part = stretch.passes[0]
+        if part in self._alone and pass_ is Pass.F:
             self._forward(i, stretch, part)
-        elif pass_ is Pass.I:
+        elif part in self._alone and pass_ is Pass.I:
             self._input_grad(i, stretch, part)
         else:
-            stage.work(mb, stretch.work)
+            self.stages[stretch.stage].work(stretch.mb, stretch.passes)
 
     def _forward(self, i: int, at: PassStretch, part: str) -> None:
         stage, units, mb = self.stages[at.stage], self._units[at.stage], at.mb
@@ -261,7 +259,7 @@ class PlanInterpreter:
             stage.feed(mb, self._batches[mb].ids if outer is None else self._take((*outer, mb), i))
         if (wants := self.kernels.extras.get(part)) is not None:
             stage.feed_extra(mb, part, *self._extras(mb, wants))
-        stage.work(mb, at.work)
+        stage.work(mb, at.passes)
         if part != units[-1]:
             return
         (out,) = stage.take_output(mb)
@@ -279,7 +277,7 @@ class PlanInterpreter:
         stage, units, mb = self.stages[at.stage], self._units[at.stage], at.mb
         if part == units[-1] and (outer := self.program.outer.get(at.first)) is not None:
             stage.feed_grad(mb, self._take((*outer, mb), i))
-        stage.work(mb, at.work)
+        stage.work(mb, at.passes)
         if part == units[0]:
             (grad,) = stage.take_input_grad(mb)
             if (slot := self.program.crosses.get(at.first)) is not None:

@@ -22,8 +22,8 @@ At = tuple[int, int]  # (op, cover)
 class PassStretch:
     """Nodes of a compute op between which nothing happens but their work, all of one stage and microbatch.
 
-    first: the node it begins with, `cover` the place of that in its op, `end` the place of its last. work: (pass,
-    part) of each; empty of the update, which is nobody's pass.
+    first: the node it begins with, `cover` the place of that in its op, `end` the place of its last. passes: (pass,
+    part) of each; none for the update, which is nobody's.
     """
 
     stage: int
@@ -31,18 +31,18 @@ class PassStretch:
     first: int
     cover: int
     end: int
-    work: tuple[tuple[Pass, str], ...]
+    passes: tuple[tuple[Pass, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramOp:
-    """A row of the plan as the interpreter needs it, looked up once for all steps. work: of a compute op."""
+    """A row of the plan as the interpreter needs it, looked up once for all steps. stretches: of a compute op."""
 
     kind: OpKind
     stream: str
     text: str
     waits: tuple[int, ...]
-    work: tuple[PassStretch, ...] = ()
+    stretches: tuple[PassStretch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class RankPlan:
     def op(self, i: int, alone: Container[str] | None) -> ProgramOp:
         """Row i. alone: parts whose nodes the interpreter sees by themselves; None: all."""
         shape, plan = self.shape(i), self.plan
-        work = self._stretches(i, alone) if shape.kind is OpKind.COMPUTE else ()
-        return ProgramOp(shape.kind, shape.stream, plan.text(i), tuple(plan.waits.row(i).tolist()), tuple(work))
+        stretches = self._stretches(i, alone) if shape.kind is OpKind.COMPUTE else ()
+        return ProgramOp(shape.kind, shape.stream, plan.text(i), tuple(plan.waits.row(i).tolist()), tuple(stretches))
 
     def _stretches(self, i: int, alone: Container[str] | None) -> list[PassStretch]:
         out: list[PassStretch] = []
@@ -149,8 +149,8 @@ class RankPlan:
             new = apart or by_itself or index in self.brought or (i, cover) in self.opens
             if new or (node.stage, mb) != (out[-1].stage, out[-1].mb) or not self._gathered_alike(index, out[-1].first):
                 out.append(PassStretch(node.stage, mb, index, cover, cover, ()))
-            work = () if node.once else ((Pass(str(node.kind)), node.part),)
-            out[-1] = replace(out[-1], end=cover, work=(*out[-1].work, *work))
+            passes = () if node.once else ((Pass(str(node.kind)), node.part),)
+            out[-1] = replace(out[-1], end=cover, passes=(*out[-1].passes, *passes))
             apart = by_itself or (i, cover) in self.frees or (i, cover) in self.closes
         return out
 

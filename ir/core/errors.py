@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from enum import StrEnum
+from importlib.util import find_spec
 
 _LONGEST = 80
 _UNIT = re.compile(r"([KMGTP]?)(i?)(B|b|FLOPs?)(ps|/s|s)?|(n|u|m|)(s)")
@@ -104,6 +105,16 @@ def job_error(key: str | None, message: str, fix: str | None = None, allowed: st
 def directive_error(message: str, allowed: Iterable[str] | str | None = None, fix: str | None = None) -> PiperError:
     """What a directive, a filter or a strategy file cannot say."""
     return PiperError(ErrorKind.DIRECTIVE, message, allowed=allowed, suggestion=fix)
+
+
+def check_installed(module: str, extra: str, what: str) -> None:
+    """Raise PiperError (missing_dependency) where an optional module is not there, which this extra brings.
+
+    >>> check_installed("numpy", "exec", "arrays")
+    """
+    if find_spec(module) is None:
+        fix = f"pip install 'piper-sim[{extra}]'"
+        raise PiperError(ErrorKind.MISSING_DEPENDENCY, f"{what}: needs {module}", key=module, suggestion=fix)
 
 
 def printable(text: str) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import check_installed
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -18,11 +17,7 @@ def parquet_files(tables: Mapping[str, DataFrame]) -> dict[str, bytes | str]:
 
     Raises PiperError (missing_dependency): pyarrow is not installed.
     """
-    if find_spec("pyarrow") is None:
-        message = "parquet files need pyarrow"
-        raise PiperError(
-            ErrorKind.MISSING_DEPENDENCY, message, key="pyarrow", suggestion="pip install 'piper-sim[parquet]'"
-        )
+    check_installed("pyarrow", "parquet", "parquet files")
     out: dict[str, bytes | str] = {}
     for name, table in tables.items():
         buffer = io.BytesIO()

@@ -10,6 +10,7 @@ FILE = "metrics.prom"
 GAUGES = {  # name → (key of a step's line, what it says)
     "step": ("step", "Steps done, less one."),
     "loss": ("loss", "Loss of the step's global batch."),
+    "eval_loss": ("eval_loss", "Held out, where the step was followed by an evaluation."),
     "grad_norm": ("grad_norm", "Norm of all gradients, before clipping."),
     "learning_rate": ("lr", "Of the step."),
     "tokens_total": ("tokens", "Read since training began."),

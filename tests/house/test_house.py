@@ -10,8 +10,8 @@ from tests.house.source import Source
 
 ROOT = Path(__file__).parents[2]
 RED = {  # rule -> what breaks it today; one that holds again is taken out here
-    "production_lines": "50,673 lines",
-    "tests_lines": "32,191 lines",
+    "production_lines": "53,327 lines",
+    "tests_lines": "36,822 lines",
 }
 BODY = "    x = 1\n"
 PROJECT = '[project]\ndependencies = ["numpy>=1"]\n[project.optional-dependencies]\ndev = ["ruff", "hypothesis"]\n'

@@ -114,7 +114,7 @@ def explained(p: Prediction, others: tuple[JobChange, ...] = ()) -> StepExplanat
         for first, size in zip(classes.first.tolist(), classes.size.tolist(), strict=True)
         for q in range(programs)
     ]
-    found = told(waits_of(p), seats, lambda op: p.plan.text(op % len(p.plan)))
+    found = told(blame_of(p), seats, lambda op: p.plan.text(op % len(p.plan)))
     return replace(found, what_ifs=others, fits=p.fits, reason=p.to_dict().get("reason"))
 
 
@@ -127,7 +127,7 @@ def slowest(ground: DevicePlacement) -> IntArray:
     return out
 
 
-def waits_of(p: Prediction) -> OpBlame:
+def blame_of(p: Prediction) -> OpBlame:
     """What `blame` needs of a job that was simulated."""
     scenario = scenario_of(p.planned.model, p.plan, p.planned.classes, p.costs.duration)
     chain = chain_of(scenario, p.run, p.costs.duration)

@@ -8,7 +8,7 @@ from ir.plan.plan import OpKind, Plan
 from piper_sim.memory.timeline import samples_by_kind
 from piper_sim.report.marks import HOST, TraceMarks, TraceStretch
 from piper_sim.study.explain.blame import OpBlame, idle_ticks
-from piper_sim.study.explain.explanation import slowest, waits_of
+from piper_sim.study.explain.explanation import blame_of, slowest
 from piper_sim.study.explain.path import critical_path, last_node
 from piper_sim.study.prediction import Prediction
 
@@ -37,7 +37,7 @@ def marks_of(p: Prediction, why: bool = True) -> TraceMarks:
     slow = {q: s for q, s in enumerate(speed) if s < 1}
     if not why:
         return TraceMarks(partner, np.full(n, -1), size, kinds=kinds, slow=slow)
-    asked = waits_of(p)
+    asked = blame_of(p)
     here = _Here(asked, plan, k, row, zero)
     gaps = [s for q in range(programs) for s in here.gaps(q)]
     return TraceMarks(partner, here.after()[order], size, gaps, here.path(), kinds, slow)

@@ -38,7 +38,7 @@ def explain_traces(traces: Sequence[Trace]) -> StepExplanation:
     (2.5, {'link': 0.5, 'dependency': 1.0}, ['0F0', '0SEND_F0', '1F0'])
     """
     step = _Step(traces)
-    return told(step.waits(), step.seats, lambda op: step.keys[op % len(step.keys)][2])
+    return told(step.blame(), step.seats, lambda op: step.keys[op % len(step.keys)][2])
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Step:
         known = list(dict.fromkeys(frozenset(ops[r]) for r in self.ranks))
         return [known.index(frozenset(ops[r])) for r in self.ranks]
 
-    def waits(self) -> OpBlame:
+    def blame(self) -> OpBlame:
         """The chain of the step, and what its ops take too long. Raises PiperError (io): a rank without compute."""
         n, compute = len(self.keys), self.kind == OpKind.COMPUTE
         start, end = self.start.copy(), self.end

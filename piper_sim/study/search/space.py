@@ -84,9 +84,9 @@ class JobSpace:
     def _left_out(self) -> bool:
         """Whether a list lacks what the job itself has there."""
         lists = {k: cast(tuple[object, ...], v) for k, v in self.job.search.overrides.items()}
-        names = tuple(canonical(str(n)) for n in lists.pop("name", ()))
-        own = {k: getattr(getattr(self.own, KEYS[k]), k) for k in lists}
-        return bool(names and self.own.schedule.name not in names) or any(own[k] not in v for k, v in lists.items())
+        if "name" in lists:
+            lists["name"] = tuple(canonical(str(n)) for n in lists["name"])
+        return any(getattr(getattr(self.own, KEYS[k]), k) not in values for k, values in lists.items())
 
     def _changes(self, chosen: dict[str, object], pair: tuple[str, int] | None) -> Changes | None:
         """What differs; None where another configuration is the same job."""

@@ -110,7 +110,7 @@ def test_tensorboard_gets_every_step_and_history_reads_it(
     assert [x for _, x in losses] == pytest.approx(ran["losses"], rel=1e-6)
     assert any(e.session_log.status == e.session_log.START and e.step == 2 for e in last)  # hides steps done twice
     assert [step for step, _ in read_log(str(files[0])).steps] == [0, 1]
-    monkeypatch.setattr("piper_sim.report.tensorboard.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
     error = command(capfd, "run", job, "-n", "2", "--tensorboard", str(events), code=2)["error"]
     assert error["kind"] == "missing_dependency" and "piper-sim[tensorboard]" in error["suggestion"]
     monkeypatch.undo()

@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -237,7 +238,7 @@ def test_the_command_writes_each_format(
     assert export("dataframe") == 0
     written = pyarrow.parquet.read_table(tmp_path / "dataframe" / "trace.parquet")
     assert written.num_rows == len(predicted("1f1b").last_step.op)
-    monkeypatch.setattr("piper_sim.formats.tables.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert export("dataframe", "--force") == 2 and "missing_dependency" in capsys.readouterr().out
 
 

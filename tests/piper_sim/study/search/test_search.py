@@ -10,6 +10,7 @@ import pytest
 
 from ir.core.errors import PiperError
 from ir.job import Job, load_job
+from ir.job.load import KEYS
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.predict import predict
 from piper_sim.study.search import JobSearchResult, search
@@ -65,6 +66,8 @@ def test_what_is_found_is_what_enumeration_finds(seed: int) -> None:
     hardware = hardware_of(job)
     points: list[Point] = []
     for number, one, bound, p in enumerated(job):
+        for key, values in job.search.overrides.items():
+            assert getattr(getattr(one, KEYS[key]), key) in values
         first, peak = JobBounds(hardware).first(one), max(p.to_dict()["memory"]["device_peak_bytes"].values())
         assert first.seconds <= bound.seconds <= p.iteration_s and first.device_bytes <= bound.device_bytes <= peak
         assert bound.excess is None or not p.fits
