@@ -139,8 +139,10 @@ class RankProgress:
 
 
 def create(path: Path, world: int) -> None:
-    """An empty file of records, before the ranks start."""
-    path.write_bytes(bytes(RECORD_BYTES * world))
+    """An empty file of records, before the ranks start; who looks for it finds none, or the whole of it."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(bytes(RECORD_BYTES * world))
+    part.replace(path)
 
 
 def read(path: Path, world: int) -> list[RankRecord]:

@@ -56,3 +56,18 @@ def test_a_beat_leaves_the_record_as_it_is(tmp_path: Path) -> None:
     nobody, me = read(tmp_path / "progress", 2)
     assert (nobody.state, nobody.op, nobody.changed_s) == (RankState.STARTING, "", 0.0)
     assert (me.index, me.op, me.posting) == (7, "1F7", "1S8")
+
+
+def test_whoever_looks_finds_no_file_or_the_whole_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing has two moments: the file is there, and it is filled."""
+    path, seen = tmp_path / "progress", []
+    write = Path.write_bytes
+
+    def slow(self: Path, data: bytes) -> int:
+        self.touch()
+        seen.append(path.exists())
+        return write(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", slow)
+    create(path, 3)
+    assert seen == [False] and len(read(path, 3)) == 3 and [p.name for p in tmp_path.iterdir()] == ["progress"]

@@ -21,7 +21,7 @@ def until(happened: Callable[[], bool], every_s: float = 0.005, limit_s: float =
 def records(scratch: Path) -> list[RankRecord]:
     """The progress of all ranks whose folders lie in `scratch`, which was their TMPDIR."""
     files = [*scratch.glob("piper-run-*/progress"), *scratch.glob("piper-rank-*/progress")]
-    return [r for file in files for r in read(file, max(1, file.stat().st_size // RECORD_BYTES))]
+    return [r for file in files for r in read(file, file.stat().st_size // RECORD_BYTES)]
 
 
 def stepping(scratch: Path, ranks: int) -> None:
