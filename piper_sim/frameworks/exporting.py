@@ -223,9 +223,12 @@ def _different(mine: PreparedJob, theirs: PreparedJob) -> Iterator[tuple[str, tu
 def _left_out(mine: PreparedJob, theirs: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
     """Keys of the job that the launch does not say, beside those that decide the plan."""
     own, back = table_of(mine.job), table_of(job_from(theirs))
-    for key in ("merge", "delay_wgrad", "p2p"):
-        if own["schedule"].get(key) != back["schedule"].get(key):
-            yield f"schedule.{key}", back["schedule"].get(key)
+    keys = {"model": ("attention",), "parallel": ("bucket_MiB", "prefetch", "reshard")}
+    keys["schedule"] = ("merge", "delay_wgrad", "p2p")
+    for section, names in keys.items():
+        for key in names:
+            if own[section].get(key) != back[section].get(key):
+                yield f"{section}.{key}", back[section].get(key)
     for section in ("cluster", "routing", "costs", "data", "optimizer", "precision", "gate", "history"):
         for key in (*own[section], *(k for k in back[section] if k not in own[section])):
             if back[section].get(key) != own[section].get(key):

@@ -40,6 +40,8 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
         return f | {"activation": None if framework == "megatron" and act is LayerActivation.GELU else str(act)}
     if framework in ("torchtitan", "automodel"):
         return f | _torch(prepared, framework, dp, size, mbs) | _name(job, framework)
+    if framework == "accelerate":
+        f["compute"] = f.pop("fp8", f["compute"])
     f |= {"microbatch_size": size, "global_batch": size * mbs * dp, "accumulation": mbs, "zero": job.parallel.zero}
     f |= {"recompute": job.schedule.recompute} if job.schedule.recompute == "full" else {}
     return f | {
@@ -112,6 +114,7 @@ def _megatron(prepared: PreparedJob, dp: int, size: int, mbs: int) -> Facts:
             else {}
         )
         f |= {"recompute_method": "uniform", "recompute_layers": 1} if s.recompute == "full" else {}
+    f |= {"attention": job.model.attention} if job.model.attention != "flash" else {}
     f |= {"tp_overlap": job.costs.tp_overlap} if job.costs.tp_overlap is not None else {}
     f |= {"cuda_graphs": job.costs.cuda_graphs} if job.costs.cuda_graphs != "none" else {}
     if job.costs.dispatcher not in (None, "nccl"):
@@ -141,7 +144,7 @@ def _torch(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: int) 
     job, pp = prepared.job, prepared.mesh.sizes["pp"]
     p, s = job.parallel, job.schedule
     zero = "always" if p.zero == 3 else "never"
-    f: Facts = {"local_batch": size * mbs if pp > 1 else size, "global_batch": size * mbs * dp}
+    f: Facts = {"local_batch": size * mbs // s.flushes if pp > 1 else size, "global_batch": size * mbs * dp}
     f |= {"recompute": s.recompute if isinstance(s.recompute, str) else "selective"}
     if pp > 1:
         f |= {"pp_microbatch_size": size, "schedule": prepared.schedule}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,19 +116,30 @@ def _overlaid(file: JobFile, named_by_user: bool) -> JobFile:
     ):
         file = replace(file, framework="primus-torchtitan")
     below, above = list[JobArgument](), list[JobArgument]()  # DeepSpeed's JSON says what the engine does
-    queue, seen = [file], {Path(file.path).name}
+    queue, seen, there = [file], {Path(file.path).name}, {Path(file.path).name}
     while queue and len(seen) <= MOST_FILES:
         here = queue.pop(0)
         for name in _named_files(file.framework, here):
             found = None if name in seen else beside(replace(here, inside=file.inside), name, PRIMUS)
             seen.add(name)
             if found is not None:
+                there.add(name)
                 if file.framework == "megatron" and not named_by_user:
                     file = replace(file, framework=found.framework)
                 named = [replace(a, file=name) for a in found.arguments]
                 below, above = (below, [*above, *named]) if name.endswith(".json") else ([*named, *below], above)
                 queue.append(replace(found, framework=file.framework))
-    return replace(file, arguments=(*below, *file.arguments, *above))
+    whole = (*below, *file.arguments, *above)
+    return replace(file, arguments=tuple(_found(file.framework, a, there) for a in whole))
+
+
+def _found(framework: str, a: JobArgument, there: Container[object]) -> JobArgument:
+    """An argument that names files, with a doubt where one of them was not read."""
+    row = _row(framework, a)
+    if row is None or row.how != FILE or not is_set(a.value) or isinstance(a.value, bool):
+        return a
+    missing = [str(x) for x in (a.value if isinstance(a.value, list) else [a.value]) if x not in there]
+    return replace(a, doubt=f"no file beside this one that can be read: {', '.join(missing)}" if missing else "")
 
 
 def _named_files(framework: str, file: JobFile) -> Iterator[str]:
@@ -156,7 +167,7 @@ def _entry(framework: str, a: JobArgument) -> JobEntry:
     if row is None:
         return JobEntry(a, UNKNOWN, note=f"no argument of {framework} that is known")
     key = tables()["keys"].get(row.fact, "")
-    if a.doubt and row.how not in (INERT, FILE):
+    if a.doubt and row.how != INERT:
         return JobEntry(a, UNKNOWN, key, a.doubt)
     if not is_set(a.value) and row.how != FILE:
         return JobEntry(a, UNDERSTOOD, key, "not set")
@@ -172,7 +183,7 @@ def _entry(framework: str, a: JobArgument) -> JobEntry:
 
 def _read(a: JobArgument, row: JobTableRow, key: str) -> JobEntry:
     if row.how == FILE:
-        return JobEntry(a, UNDERSTOOD, "", row.note)
+        return JobEntry(a, UNDERSTOOD, "", row.note if isinstance(a.value, str | list) else "not a file: a flag")
     try:
         said = read_value(row.how, a.value)
     except (ValueError, OverflowError) as e:

@@ -250,7 +250,7 @@ def _of_script(launcher: Iterable[str], own: Iterable[JobArgument]) -> str:
     names = {a.name for a in own}
     if any(n.startswith(("--parallelism.", "--job.", "--training.", "--module")) for n in names):
         return "torchtitan"
-    deepspeed = {"--deepspeed", "--deepspeed_config", "--zero_stage", "--zero-stage"}
+    deepspeed = {"--deepspeed", "--deepspeed_config", "--zero_stage", "--zero-stage", "--num-key-value-heads"}
     if names & deepspeed or any("deepspeed" in w for w in launcher):
         return "deepspeed"
     return "megatron"

@@ -18,6 +18,8 @@ from piper_sim.frameworks.to_model import model_of
 
 EVEN = {"megatron", "megatron-bridge", "nemo", "primus"}  # split layers evenly, and refuse where that leaves a rest
 
+HYBRID = "hybrid"  # shards within a group, copies among groups: with 2, ZeRO-2's
+SPREAD = "shards are spread over all replicas"
 EXPERTS = {"config", "num_experts", "num_local_experts", "n_routed_experts"}  # keys of a model that may have some
 
 
@@ -110,17 +112,26 @@ def _parallel(d: JobDraft, f: Facts, stages: int) -> None:
 
 
 def _zero(d: JobDraft, f: Facts) -> int | None:
+    found = _stage(d.framework, f)
+    if found and f.get("dp_replicate", 1) > 1:
+        d.doubts["dp_replicate"] = SPREAD
+    d.expect(not str(f.get("zero")).startswith(HYBRID), "zero", SPREAD)
+    return found
+
+
+def _stage(framework: str, f: Facts) -> int | None:
+    """ZeRO's stage."""
+    if str(said := f.get("zero")).startswith(HYBRID):
+        return 2 if said == f"{HYBRID}2" else 3
     if f.get("fsdp"):
         return int(f.get("sharding", 3))
     if f.get("distributed_optimizer"):
         return max(1, int(f.get("zero", 0)))
-    if f.get("distributed_optimizer") is False and d.framework in EVEN:
+    if f.get("distributed_optimizer") is False and framework in EVEN:
         return 0
     if (how := f.get("reshard")) and f.get("zero", 3) == 3:
         if f.get("dp_shard") == 1 and f.get("cp", 1) == 1:
             return 0
-        if f.get("dp_replicate", 1) > 1:
-            d.doubts["dp_replicate"] = "shards are spread over all replicas"
         return 3 if how == "always" or (how == "default" and f.get("pp", 1) == 1) else 2
     kind = f.get("distributed_type")
     found = f.get("zero", kind if isinstance(kind, int) else None)
@@ -176,7 +187,9 @@ def _cluster(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> None:
 def _replicas(f: Facts, p: Mapping[str, Any], inner: int, per: int) -> Iterator[int]:
     """Numbers of replicas that may be: those that hold the experts, divide the batch and fill nodes come first."""
     world, experts = inner // p.get("pp", 1), p.get("ep", 1) * p.get("etp", 1)
+    copies = f.get("dp_replicate", 1)
     least = experts // gcd(world, experts)
+    least *= copies // gcd(least, copies)
     batch, accumulated = f.get("global_batch"), f.get("accumulation", 0) * f.get("microbatch_size", 0)
     if f.get("dp_shard", 0) > 0:
         yield f["dp_shard"] * f.get("dp_replicate", 1)
@@ -207,6 +220,9 @@ def _batch(d: JobDraft, f: Facts) -> None:
         count = (total // (size * dp) if total and total % (size * dp) == 0 else None) or max(1, local // size)
         if total and total != size * count * dp:
             d.doubts["global_batch"] = f"{total} sequences do not divide by {size} on {dp} replicas"
+        passes, over = divmod(size * count, local)
+        if f.get("pp", 1) > 1 and passes > 1 and not over and not f.get("csv"):  # accumulated: each runs empty
+            d.put("schedule", flushes=passes)
     elif size is None and total and count:
         size = max(1, total // (count * dp))
     elif total and not count:

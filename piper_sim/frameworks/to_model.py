@@ -59,9 +59,7 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     """Of DeepSeek's type where attention is latent, else of Megatron's, or the Hub's that has just the same layers."""
     latent = "deepseek_v3" if f.get("scoring") == "sigmoid" or f.get("mtp") else "deepseek_v2"
     kind = latent if f.get("mla") else "megatron"
-    values = dict(f) if f.get("grouped", True) else {**f, "kv_heads": f["heads"]}
-    values["positions"] = values.get("positions") or f.get("seq_len") or 4096
-    values.setdefault("kv_heads", f["heads"])
+    values = {**f, "kv_heads": _kv_heads(d, f), "positions": f.get("positions") or f.get("seq_len") or 4096}
     for fact in () if f.get("experts") else ("top_k", "groups", "top_groups", "routed_scale"):
         values.pop(fact, None)
     names = {n: aliases(kind).get(k, k) for n, k in tables()["config"].items()}
@@ -78,10 +76,19 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     return _family(out | {"hidden_act": act, "gated_linear_unit": gated} | _layers(d, f, ffn))
 
 
+def _kv_heads(d: JobDraft, f: Facts) -> int:
+    """Groups of queries, where the framework groups any."""
+    grouped, heads, said = f.get("grouped", True), int(f["heads"]), int(f.get("kv_heads") or f["heads"])
+    if grouped == "one":  # multi-query attention
+        return 1
+    d.expect(grouped or said == heads, "kv_heads", f"queries are not grouped: there are {heads} heads of keys")
+    return said if grouped else heads
+
+
 def _activation(d: JobDraft, f: Facts) -> tuple[str, bool]:
     """Megatron's `hidden_act`, and whether it has a gate."""
     said = f.get("activation") or "gelu"
-    gated = f.get("gated", said in ("silu", *GATED))
+    gated = bool(f.get("gated", said in ("silu", *GATED)))
     act = GATED.get(said, said)
     d.expect(said not in ("reglu", "liglu"), "activation", f"priced as GEGLU, whose matrices are {said}'s")
     d.expect(gated or act != "silu", "activation", "ungated, priced as GELU")
@@ -139,7 +146,7 @@ def _ffn(d: JobDraft, f: Facts, gated: bool) -> int:
     if own := f.get("ffn"):
         return int(own)
     if ratio := f.get("expansion"):
-        return int(ratio) * int(f["hidden"])
+        return int(ratio * f["hidden"])
     found = 4 * f["hidden"] * 2 // 3 // 64 * 64 if gated else 4 * f["hidden"]
     d.filled["model.n_inner" if not gated else "model.intermediate_size"] = (found, f"{d.framework}'s default")
     return int(found)
@@ -169,6 +176,8 @@ def _vocabulary(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> int:
 def _sparse(f: Facts) -> list[bool]:
     """Which layers have experts."""
     layers, freq = f["layers"], f.get("moe_freq")
+    if every := f.get("moe_interval"):
+        return [(i + 1) % every == 0 for i in range(layers)]
     if isinstance(freq, int):
         return [i % freq == 0 for i in range(layers)]
     return [*map(bool, freq or ()), *[True] * layers][:layers]

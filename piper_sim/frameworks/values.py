@@ -22,6 +22,8 @@ def read_value(how: str, value: object) -> object:
 
     >>> read_value("int", "1_024"), read_value("is bf16", True), read_value("words adam=adamw", "adam")
     (1024, 'bf16', 'adamw')
+    >>> read_value("class", "nemo.collections.llm.Llama3Config8B")
+    'Llama3Config8B'
     >>> read_value("pattern", "([0]*3+[1]*2)"), read_value("gres", "gpu:h100:8")
     ([0, 0, 0, 1, 1], 8)
 
@@ -52,6 +54,8 @@ def read_value(how: str, value: object) -> object:
             return _word(rest, value)
         case "text":
             return str(value)
+        case "class":
+            return str(value).rpartition(".")[2]
         case "layout":
             return _layout(value)
         case "list":
@@ -166,6 +170,8 @@ def write_value(how: str, fact: object) -> object:
             return next((w for w, f in _map(rest).items() if f == fact), None)
         case "int" | "num" | "text" | "list" | "ones" | "layout":
             return fact
+        case "fp8list":
+            return ["quantize.linear.float8"] if fact == "fp8" else None
         case "pattern" if isinstance(fact, list):
             dense = fact.index(1) if 1 in fact else len(fact)
             plain = fact == [0] * dense + [1] * (len(fact) - dense)

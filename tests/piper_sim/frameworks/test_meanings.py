@@ -1,0 +1,239 @@
+"""What a framework means by a word, where another means something else, or its file says it elsewhere.
+
+Expected values are read off the frameworks' own sources, named beside each.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from ir.job.build import prepare
+from ir.job.load import job_from
+from piper_sim.frameworks.exporting import export_launch
+from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN
+from tests.piper_sim.frameworks.test_export import read_back
+from tests.piper_sim.frameworks.test_import import imported, listed
+
+SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64"
+MEGATRON = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SIZES} --vocab-size 256 "
+
+
+# transformers' TrainingArguments.deepspeed: a path; deepspeed.add_config_arguments' --deepspeed: a flag
+
+
+@pytest.mark.parametrize("command", ["deepspeed --num_gpus 8", "torchrun --nproc_per_node 8"])
+@pytest.mark.parametrize("equals", [" ", "="])
+def test_the_trainers_deepspeed_argument_is_a_file_that_is_read(tmp_path: Path, command: str, equals: str) -> None:
+    (tmp_path / "ds.json").write_text(
+        '{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": true}}'
+    )
+    words = f"--model_name_or_path meta-llama/Llama-2-7b-hf --deepspeed{equals}ds.json --per_device_train_batch_size 4"
+    found = imported(tmp_path, f"{command} run_clm.py {words} --gradient_accumulation_steps 2\n")
+    assert found.framework == "deepspeed" and found.job["parallel"]["zero"] == 3
+    assert found.job["schedule"]["microbatch_size"] == 4 and found.job["schedule"]["microbatches"] == 2
+    assert "--deepspeed" in listed(found, UNDERSTOOD)
+
+
+def test_a_file_that_is_named_and_not_there_is_not_understood(tmp_path: Path) -> None:
+    found = imported(tmp_path, "deepspeed --num_gpus 8 run_clm.py --deepspeed gone.json --max_seq_len 64\n")
+    assert listed(found, UNKNOWN) == ["--deepspeed"]
+    entry = next(e for e in found.entries if e.argument.name == "--deepspeed")
+    assert "gone.json" in entry.note
+    flag = imported(tmp_path, MEGATRON + "--deepspeed --zero-stage 1\n")
+    assert "--deepspeed" in listed(flag, UNDERSTOOD) and flag.job["parallel"]["zero"] == 1
+
+
+# megatron/training/arguments.py: num_query_groups counts with --group-query-attention alone
+
+
+def test_megatron_groups_queries_only_where_the_flag_says_so(tmp_path: Path) -> None:
+    without = imported(tmp_path, MEGATRON + "--num-query-groups 2\n")
+    assert without.job["model"].get("num_key_value_heads", 8) == 8
+    assert "--num-query-groups" in listed(without, ASSUMED)
+    grouped = imported(tmp_path, MEGATRON + "--num-query-groups 2 --group-query-attention\n")
+    assert grouped.job["model"]["num_key_value_heads"] == 2 and not listed(grouped, ASSUMED)
+    # Megatron-DeepSpeed has no such flag
+    other = imported(tmp_path, MEGATRON + "--num-key-value-heads 2\n")
+    assert other.job["model"]["num_key_value_heads"] == 2
+
+
+# llmfoundry/models/mpt/configuration_mpt.py
+
+MPT = """max_seq_len: 64
+precision: amp_bf16
+global_train_batch_size: 32
+device_train_microbatch_size: 4
+model: {{name: mpt_causal_lm, d_model: 64, n_heads: 8, n_layers: 4, expansion_ratio: 4, max_seq_len: 64,
+  vocab_size: 256{}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("", {"kv": 8, "bias": True, "rope": False, "positions": True, "dropout": 0.0, "rms": False, "ups": 1}),
+        (", no_bias: true", {"bias": False}),
+        (", resid_pdrop: 0.1", {"dropout": 0.1}),
+        (", norm_type: rmsnorm", {"rms": True}),
+        (", learned_pos_emb: false", {"positions": False}),
+        (", attn_config: {attn_type: grouped_query_attention, kv_n_heads: 2}", {"kv": 2}),
+        (", attn_config: {attn_type: multiquery_attention}", {"kv": 1}),
+        (", attn_config: {attn_type: multihead_attention}", {"kv": 8}),
+        (", attn_config: {rope: true}", {"rope": True}),
+        (", attn_config: {qk_gn: true}", {"qk": True}),
+        (", attn_config: {attn_pdrop: 0.1}", {"attn_dropout": 0.1}),
+        (", ffn_config: {ffn_type: mptglu}", {"ups": 2}),
+        (", ffn_config: {ffn_type: mptmlp, ffn_hidden_size: 96}", {"ffn": 96}),
+        (", tie_word_embeddings: false", {"untied": True}),
+    ],
+)
+def test_an_mpt_is_built_as_its_file_says(tmp_path: Path, more: str, expected: dict[str, object]) -> None:
+    found = imported(tmp_path, MPT.format(more), "mpt.yaml", "llm-foundry")
+    assert not listed(found, UNKNOWN)
+    m = prepare(job_from(found.job)).config
+    has = {
+        "kv": m.kv_heads,
+        "bias": m.mlp_bias,
+        "rope": m.rope,
+        "positions": bool(m.positions),
+        "dropout": m.hidden_dropout,
+    }
+    has |= {"rms": m.norm.value.startswith("rms"), "ups": m.activation.ups, "qk": bool(m.qk_norm), "ffn": m.ffn}
+    has |= {"attn_dropout": m.attn_dropout, "untied": not m.tied}
+    assert {k: has[k] for k in expected} == expected
+
+
+def test_what_an_mpt_has_and_we_do_not_is_said(tmp_path: Path) -> None:
+    alibi = imported(tmp_path, MPT.format(", attn_config: {alibi: true}"), "mpt.yaml", "llm-foundry")
+    assert "model.attn_config.alibi" in listed(alibi, ASSUMED)
+    odd = imported(tmp_path, MPT.format(", frobnicate: 3"), "mpt.yaml", "llm-foundry")
+    assert listed(odd, UNKNOWN) == ["model.frobnicate"]
+
+
+# torchtitan train.py: gradient_accumulation_steps = global / (local · dp), each a whole pass of the pipeline
+
+TITAN = """[model]
+name = "llama3"
+flavor = "8B"
+[parallelism]
+pipeline_parallel_degree = 4
+data_parallel_shard_degree = 2
+pipeline_parallel_microbatch_size = 1
+pipeline_parallel_schedule = "1F1B"
+[training]
+local_batch_size = 4
+global_batch_size = 256
+"""
+
+
+def test_accumulated_passes_of_torch_are_flushes(tmp_path: Path) -> None:
+    found = imported(tmp_path, TITAN, "t.toml")
+    s = found.job["schedule"]
+    assert (s["microbatch_size"], s["microbatches"], s["flushes"]) == (1, 128, 32)
+    assert "flushes" not in imported(tmp_path, TITAN.replace("256", "8"), "t.toml").job["schedule"]
+    once = read_back(export_launch(prepare(job_from(found.job)), "torchtitan"))
+    assert once.job["schedule"] == s
+    flat = imported(tmp_path, TITAN.replace("degree = 4", "degree = 1"), "t.toml").job["schedule"]
+    assert (flat["microbatch_size"], flat["microbatches"]) == (4, 32) and "flushes" not in flat
+
+
+def test_replicas_of_torch_count_among_the_gpus(tmp_path: Path) -> None:
+    text = TITAN.replace("shard_degree = 2", "replicate_degree = 2").replace("global_batch_size = 256\n", "")
+    c = imported(tmp_path, text.replace("degree = 4", "degree = 1"), "t.toml").job["cluster"]
+    assert c["nodes"] * c["gpus_per_node"] % 2 == 0
+    many = text.replace("replicate_degree = 2", "replicate_degree = 16").replace("degree = 4", "degree = 1")
+    c = imported(tmp_path, many, "t.toml").job["cluster"]
+    assert c["nodes"] * c["gpus_per_node"] >= 16
+
+
+# Shards of a group, copies among groups
+
+
+FSDP = "distributed_type: FSDP\nnum_processes: 16\n"
+HYBRID = "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 8}\n"
+AUTO = "recipe: x\nmodel: {pretrained_model_name_or_path: Qwen/Qwen3-8B}\n"
+AUTO += "distributed: {strategy: fsdp2, dp_size: 16, dp_replicate_size: 2}\n"
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "argument"),
+    [
+        ("accelerate", FSDP + "fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\n", "fsdp_sharding_strategy"),
+        ("accelerate", FSDP + HYBRID, "parallelism_config_dp_replicate_size"),
+        ("automodel", AUTO, "dp_replicate_size"),
+        ("torchtitan", TITAN.replace("[training]", "data_parallel_replicate_degree = 2\n[training]"),
+         "data_parallel_replicate_degree"),
+        ("llm-foundry", MPT.format("") + "fsdp_config: {sharding_strategy: HYBRID_SHARD}\n", "sharding_strategy"),
+    ],
+)  # fmt: skip
+def test_shards_within_groups_are_assumed_to_be_over_all(
+    tmp_path: Path, framework: str, text: str, argument: str
+) -> None:
+    name = "t.toml" if framework == "torchtitan" else "a.yaml"
+    assumed = listed(imported(tmp_path, text, name, framework), ASSUMED)
+    assert argument in [a.rpartition(".")[2] for a in assumed]
+
+
+# Attention that is not fused
+
+
+@pytest.mark.parametrize("framework", ["megatron", "megatron-bridge", "primus"])
+def test_unfused_attention_goes_out_and_comes_back(tmp_path: Path, framework: str) -> None:
+    found = imported(tmp_path, MEGATRON + "--attention-backend unfused --bf16 --swiglu --disable-bias-linear\n")
+    assert found.job["model"]["attention"] == "unfused"
+    made = export_launch(prepare(job_from(found.job)), framework)
+    assert read_back(made).job["model"]["attention"] == "unfused" and "model.attention" not in made.left_out
+
+
+def test_unfused_attention_is_listed_where_a_framework_has_no_word_for_it(tmp_path: Path) -> None:
+    job = {
+        "model": {"config": "llama3-8b", "attention": "unfused"},
+        "parallel": {"zero": 3},
+        "cluster": {"gpu": "h100-sxm", "nodes": 1},
+    }
+    made = export_launch(prepare(job_from(job)), "torchtitan")
+    assert "model.attention" in made.left_out
+
+
+@pytest.mark.parametrize("framework", ["megatron", "megatron-bridge", "torchtitan", "accelerate", "primus"])
+def test_fp8_goes_out_and_comes_back(framework: str) -> None:
+    job = {"model": {"config": "llama3-8b"}, "parallel": {"zero": 0 if framework == "accelerate" else 3}}
+    job |= {"precision": {"compute": "fp8"}, "cluster": {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 8}}
+    made = export_launch(prepare(job_from(job)), framework)
+    assert read_back(made).job["precision"]["compute"] == "fp8"
+
+
+# Megatron-DeepSpeed megatron/model/transformer.py: (i + 1) % expert_interval == 0; Megatron-LM: i % freq == 0
+
+
+def test_every_second_layer_is_another_one_with_deepspeed(tmp_path: Path) -> None:
+    words = MEGATRON + "--num-experts 4 --swiglu {}\n"
+    for flags, dense in (("--deepspeed --expert-interval 2", {0, 2, 4, 6}), ("--moe-layer-freq 2", {1, 3, 5, 7})):
+        moe = prepare(job_from(imported(tmp_path, words.format(flags)).job)).config.moe
+        assert moe is not None and set(moe.dense_layers) == dense
+
+
+def test_deepspeed_pads_the_vocabulary_as_megatron_does(tmp_path: Path) -> None:
+    words = MEGATRON.replace("256", "50257") + "--deepspeed --tensor-model-parallel-size 4\n"
+    assert imported(tmp_path, words).job["model"]["vocab_size"] == 50688  # 128 · 4 · 99
+
+
+# NeMo 2's classes, as nemo-run writes them
+
+NEMO = """model:
+  _target_: nemo.collections.llm.gpt.model.llama.LlamaModel
+  config: {{_target_: nemo.collections.llm.gpt.model.llama.{}, seq_length: 8192}}
+trainer:
+  devices: 8
+  num_nodes: 2
+  strategy: {{_target_: nemo.lightning.MegatronStrategy, tensor_model_parallel_size: 2}}
+data: {{global_batch_size: 32, micro_batch_size: 1}}
+"""
+
+
+def test_a_class_of_nemo_2_is_a_model_by_name(tmp_path: Path) -> None:
+    found = imported(tmp_path, NEMO.format("Llama3Config8B"), "n.yaml")
+    assert found.job["model"]["config"] == "llama3-8b" and found.job["model"]["seq_len"] == 8192
+    assert found.job["parallel"]["tp"] == 2 and not listed(found, UNKNOWN)
+    odd = imported(tmp_path, NEMO.format("OddConfig"), "n.yaml")
+    assert "model.config._target_" in listed(odd, ASSUMED)
