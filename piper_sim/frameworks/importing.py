@@ -161,6 +161,13 @@ def _row(framework: str, a: JobArgument) -> JobTableRow | None:
 
 def _entry(framework: str, a: JobArgument) -> JobEntry:
     """One argument looked up in the table."""
+    found = _looked_up(framework, a)
+    return replace(found, list=ASSUMED, note=a.perhaps) if a.perhaps and found.fact else found
+
+
+def _looked_up(framework: str, a: JobArgument) -> JobEntry:
+    if a.name.startswith("$"):
+        return JobEntry(a, ASSUMED, note="not in the file: as if it held no arguments")
     row = _row(framework, a)
     if row is None and a.value is None:
         return JobEntry(a, UNDERSTOOD, note="not set")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ir.core.errors import PiperError
 from ir.core.files import FileErrors, check_plain, parse_json, parse_toml, read_text
-from piper_sim.frameworks.shell import UNSET, environment, options, read_shell
+from piper_sim.frameworks.shell import MAYBE_SET, UNSET, environment, options, read_shell
 from piper_sim.frameworks.table import FORM, facts
 
 MOST_ARGUMENTS = 10_000
@@ -27,7 +27,8 @@ _SHOWN = "$?"  # a value that the file does not say
 class JobArgument:
     """One argument as written. place: "launcher" for what starts processes, "environment" for a variable, else "".
 
-    file: the one that it stands in, where it is not the one imported. doubt: why its value may be another.
+    file: the one that it stands in, where it is not the one imported. doubt: why its value is not known; perhaps: why
+    it may be another.
     """
 
     name: str
@@ -35,6 +36,7 @@ class JobArgument:
     place: str = ""
     file: str = ""
     doubt: str = ""
+    perhaps: str = ""
 
 
 @dataclass(frozen=True)
@@ -208,12 +210,12 @@ def _typed(text: str) -> object:
 
 def _script(path: str, framework: str | None, text: str) -> JobFile:
     job = read_shell(text, FORM, path)
-    words = job.command
+    words = [w.replace(MAYBE_SET, "") for w in job.command]
     modules = {i + 1 for i, w in enumerate(words) if w in ("-m", "--module")}
     programs = [i for i, w in enumerate(words) if w.endswith(".py") or (i in modules and "torchtitan" in w)]
     first = next((i for i, w in enumerate(words) if w.startswith("--")), len(words))
     cut = programs[-1] if programs else first if first == 0 or not _launches(words[:first]) else len(words)
-    launcher, program = words[:cut], words[cut + bool(programs) :]
+    launcher, program = job.command[:cut], job.command[cut + bool(programs) :]
     found = [*_options(job.batch, "launcher"), *_options(launcher, "launcher")]
     found += [JobArgument(k, v.replace(UNSET, _SHOWN), "environment") for k, v in environment(job).items()]
     own = list(_options(program, ""))
@@ -238,12 +240,27 @@ def _words(value: object) -> list[object]:
 
 
 def _options(words: list[str], place: str) -> Iterator[JobArgument]:
-    for name, value in options(words):
+    for marked, found in options(words):
+        if str(found).startswith(f"{UNSET}$"):
+            yield JobArgument(str(found)[1:], "", place)
+            continue
+        name, value = marked.replace(MAYBE_SET, ""), _unmarked(found)
+        perhaps = (
+            "a branch of the script that the file does not decide sets it" if (name, value) != (marked, found) else ""
+        )
         if name or not place:
             unset = any(UNSET in str(v) for v in _words(value)) or UNSET in name
             doubt = "a variable or command whose value the file does not say" if unset else ""
             shown: object = " ".join(str(v).replace(UNSET, _SHOWN) for v in _words(value)) if unset else value
-            yield JobArgument((name or str(value)).replace(UNSET, _SHOWN), shown if name else "", place, "", doubt)
+            yield JobArgument(
+                (name or str(value)).replace(UNSET, _SHOWN), shown if name else "", place, "", doubt, perhaps
+            )
+
+
+def _unmarked(value: object) -> object:
+    if isinstance(value, list):
+        return [str(v).replace(MAYBE_SET, "") for v in value]
+    return value.replace(MAYBE_SET, "") if isinstance(value, str) else value
 
 
 def _of_script(launcher: Iterable[str], own: Iterable[JobArgument]) -> str:

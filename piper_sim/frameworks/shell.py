@@ -8,20 +8,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ir.core.files import FileErrors
+from piper_sim.frameworks.branches import MAYBE, NO, ShellBranches
 
 MOST_WORDS = 20_000
 UNSET = "\u2e2e"  # stands where a variable's value is not in the file
+MAYBE_SET = "\u2e2f"  # behind each word of a value that a branch gave which may not be taken
 _NAME = r"[A-Za-z_]\w*"
 _ASSIGN = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(
-    rf"\$(?:\{{(?P<braced>{_NAME})(?:\[[@*]\])?(?::?(?P<op>[-=?+])(?P<default>[^{{}}]*))?\}}|(?P<plain>{_NAME})|(?P<one>[0-9@*#?$!]))"
+    rf"\$(?:\{{(?P<braced>{_NAME}|\d+)(?:\[[@*]\])?(?::?(?P<op>[-=?+])(?P<default>(?:[^{{}}]|\{{[^{{}}]*\}})*))?\}}"
+    rf"|(?P<plain>{_NAME})|(?P<one>[0-9@*#?$!])|\{{(?P<odd>[^{{}}]*)\}})"
 )
 _OPENS = re.compile(rf"\s*(?:export\s+|local\s+)?{_NAME}\+?=\(")
-_ARRAY = re.compile(rf"((?:export|local|declare(?: -a)?|readonly)\s+)?({_NAME}\+?=\(.*\))\s*(?:#.*)?", re.DOTALL)
 _INNER = r"\$\((?:[^()]|\([^()]*\))*\)|\$\{[^{}]*\}|`[^`]*`|\"(?:\\.|[^\"\\])*\"|'[^']*'|\\."
-_WORD = re.compile(rf"(?:{_INNER}|[^\s\"'`\\])+", re.DOTALL)
+_LIST = rf"{_NAME}\+?=\((?:{_INNER}|[^()\"'`\\])*+\)"
+_WORD = re.compile(rf"{_LIST}|;+|(?:{_INNER}|[^\s\"'`\\;])+", re.DOTALL)
+# "$@", and variables that by their names hold arguments: unset, they are none
+_BAG = r"(?i:[A-Z_]*(?:ARGS|ARGUMENTS|OPTS?|OPTIONS|FLAGS|EXTRA|PARAMS)[A-Z_]*)"
+_ARGUMENTS = re.compile(rf'"?\$(?:(?P<own>[@*])|\{{[@*][^{{}}]*\}}|\{{?(?P<bag>{_BAG})(?:\[[@*]\])?\}}?)"?')
 _PIECE = re.compile(rf"{_INNER}|(?:[^\s\"'`\\$]|\$(?!\())+", re.DOTALL)
-_ENDS = {";", "&&", "||", "|", "&", "(", ")"}
+_ENDS = {";", ";;", "&&", "||", "|", "&", "(", ")"}
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _REDIRECTION = re.compile(r"\d?&?[<>]")
 _SUM = re.compile(r"\$\(\(\s*([^()`]*?)\s*\)\)")
@@ -47,6 +53,11 @@ class ShellJob:
     variables: dict[str, str] = field(default_factory=dict)
     letters: int = 0
 
+    def value(self, word: str) -> str | None:
+        """What one word as written stands for; None where the file does not say."""
+        found = " ".join(_expanded(self, word))
+        return None if UNSET in found or MAYBE_SET in found else found
+
 
 def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
     """The launch of a script, or of a bare list of arguments.
@@ -59,20 +70,29 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
     Raises PiperError (job): a quote that is not closed, more words than a launch has.
     """
     job, commands, count = ShellJob(), list[list[str]](), 0
-    for line in _statements(text, job):
+    branches = ShellBranches(job.value, job.variables.__contains__)
+    for line, body in _statements(text):
         if line.startswith("#SBATCH"):
             job.batch += _split(line[7:], form, file)
             for name, value in options(job.batch):
                 job.variables.update(dict.fromkeys(_SLURM.get(name, ()), str(value)))
             continue
-        words = _split(line, form, file)
+        words, joined = _split(line, form, file), ";"
         _check_length(len(words), form, file)
         while words:
-            end = next((i for i, w in enumerate(words) if w in _ENDS), len(words))
-            here, words = words[:end], words[end + 1 :]
-            if command := _command(job, here, (form, file)):
+            ends = _ENDS - {")"} if branches.patterns else _ENDS
+            end = next((i for i, w in enumerate(words) if w in ends), len(words))
+            here, runs = branches.step(words[:end], joined)
+            joined = words[end] if end < len(words) else ";"
+            words = words[end + 1 :]
+            if runs is not NO and (command := _command(job, here, (form, file), runs is MAYBE)):
                 commands.append(command)
                 count += len(command)
+            if runs is not NO and body is not None:
+                job.files[_text(job, body[0])] = _text(job, body[1]).replace(MAYBE_SET, "")
+                body = None
+            if joined == ";;":
+                branches.arm_ends()
         _check_length(count + job.letters / 4, form, file)
     found = [_unwrapped(words, form, file) for words in commands]
     job.command = max(found, key=_looks, default=[])
@@ -84,15 +104,15 @@ def _check_length(words: float, form: FileErrors, file: str) -> None:
         raise form.wrong("this is not a launch: too long", file, None, f"up to {MOST_WORDS:,} words")
 
 
-def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str]) -> list[str]:
-    """One command's words, expanded; assignments before it are kept in mind."""
+def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str], maybe: bool) -> list[str]:
+    """One command's words, expanded; assignments before it are kept in mind. maybe: whether it may not run."""
     while words and words[0] in _SKIP:
         words = words[1:]
     exported = bool(words) and words[0] in ("export", "declare", "local", "readonly")
     words = words[1:] if exported else words
     while words and (m := _ASSIGN.fullmatch(words[0])):
         array = _split(m[3][1:-1], *source) if m[3].startswith("(") and m[3].endswith(")") else None
-        _assign(job, m, array, exported or len(words) > 1)
+        _assign(job, m, array, exported or len(words) > 1, maybe)
         words = words[1:]
     # Neither `2>&1` nor `> log` is an argument.
     away = {i for i, w in enumerate(words) if _REDIRECTION.match(w)}
@@ -100,8 +120,8 @@ def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str]) ->
     return [w for i, word in enumerate(words) if i not in away for w in _expanded(job, word)]
 
 
-def _statements(text: str, job: ShellJob) -> Iterator[str]:
-    """Lines with continuations joined and arrays on one line; bodies of heredocs are put aside."""
+def _statements(text: str) -> Iterator[tuple[str, tuple[str, str] | None]]:
+    """Lines with continuations joined and arrays on one line; with the file that a heredoc writes, and its body."""
     lines = iter(text.replace("\r\n", "\n").split("\n"))
     whole, deep = "", 0  # deep: parentheses that `whole` leaves open
     for line in lines:
@@ -129,13 +149,14 @@ def _statements(text: str, job: ShellJob) -> Iterator[str]:
                 if inner.strip() == m[2]:
                     break
                 body.append(inner)
-            if target := re.search(r">\s*(\S+)", whole):
-                job.files[_text(job, target[1].strip("'\""))] = _text(job, "\n".join(body))
+            target = re.search(r">\s*(\S+)", whole.replace(m[0], ""))
+            yield "cat", (target[1].strip("'\""), "\n".join(body)) if target else None
             whole = ""
-        yield whole.strip()
+            continue
+        yield whole.strip(), None
         whole = ""
     if whole.strip():
-        yield whole.strip()
+        yield whole.strip(), None
 
 
 def _deeper(text: str) -> int:
@@ -144,8 +165,6 @@ def _deeper(text: str) -> int:
 
 def _split(line: str, form: FileErrors, file: str) -> list[str]:
     """Words with their quotes, so that expansion knows what not to split; `;` and `&&` are words of their own."""
-    if m := _ARRAY.fullmatch(line):
-        return ["export", m[2]] if m[1] else [m[2]]
     words, at = list[str](), 0
     for m in _WORD.finditer(line):
         if line[at : m.start()].strip():
@@ -153,18 +172,22 @@ def _split(line: str, form: FileErrors, file: str) -> list[str]:
         at = m.end()
         if m[0].startswith("#"):
             return words
-        words += [m[0][:-1], ";"] if m[0].endswith(";") and len(m[0]) > 1 else [m[0]]
+        words.append(m[0])
     if line[at:].strip():
         raise form.wrong("a quote is not closed", file, None, "a shell script", "close the quote")
     return words
 
 
-def _assign(job: ShellJob, m: re.Match[str], array: Sequence[str] | None, exported: bool) -> None:
-    """One NAME=value. array: its words, where it is one."""
-    words = [w for word in ([m[3]] if array is None else array) for w in _expanded(job, word)]
+def _assign(job: ShellJob, m: re.Match[str], array: Sequence[str] | None, exported: bool, maybe: bool) -> None:
+    """One NAME=value. array: its words, where it is one. maybe: whether it may not be set."""
+    words = [w for word in ([m[3]] if array is None else array) for w in _expanded(job, word, array is not None)]
     value = " ".join(words if array is None else map(shlex.quote, words))
     old = job.variables.get(m[1], "")
-    job.variables[m[1]] = f"{old} {value}" if m[2] and old else value
+    if maybe:  # what stood there before stands there in any case
+        same = old if old and not m[2] and value.startswith(old) else ""
+        value = same + re.sub(r"\S+", rf"\g<0>{MAYBE_SET}", value[len(same) :].replace(MAYBE_SET, ""))
+    between = " " if array is not None and old else ""
+    job.variables[m[1]] = f"{old}{between}{value}" if m[2] else value
     job.letters += len(job.variables[m[1]]) - len(old)
     if exported or m[1] in job.exports:
         job.exports[m[1]] = job.variables[m[1]]
@@ -175,6 +198,8 @@ def _text(job: ShellJob, text: str, depth: int = 0) -> str:
 
     def put(m: re.Match[str]) -> str:
         name = m["braced"] or m["plain"]
+        if m["odd"] is not None:
+            return "" if m["odd"][:1] in ("@", "*") else UNSET
         if m["one"] or name is None:
             return "" if m["one"] in ("@", "*") else UNSET
         value, default = job.variables.get(name), m["default"]
@@ -196,6 +221,8 @@ def _number(job: ShellJob, text: str) -> str:
     '13'
     """
     text = re.sub(_NAME, lambda m: job.variables.get(m[0], UNSET), text).replace(" ", "")
+    if MAYBE_SET in text:
+        return _number(job, text.replace(MAYBE_SET, "")) + MAYBE_SET
     if not re.fullmatch(r"\d{1,9}([-+*/%]\d{1,9}){0,9}", text):
         return UNSET
     total, sign = 0, 1
@@ -210,13 +237,19 @@ def _number(job: ShellJob, text: str) -> str:
     return str(total)
 
 
-def _expanded(job: ShellJob, word: str) -> list[str]:
+def _expanded(job: ShellJob, word: str, split: bool = True) -> list[str]:
     """One word as written to the words it stands for: only what is not quoted is split, and whole arrays.
+
+    split: false for the value of an assignment, which stays one word.
 
     >>> job = ShellJob(variables={"A": "1 2"})
     >>> _expanded(job, '--x="$A"'), _expanded(job, "$A"), _expanded(job, "'$A'"), _expanded(job, '"${A[@]}"')
     (['--x=1 2'], ['1', '2'], ['$A'], ['1', '2'])
     """
+    if (bag := _ARGUMENTS.fullmatch(word[:99])) and (
+        bag["bag"] is None or job.variables.get(bag["bag"], UNSET) == UNSET
+    ):
+        return [f"{UNSET}${bag['bag'] or '@'}"]
     out, empty = [""], True
     for m in _PIECE.finditer(word):
         piece, first = m[0], m[0][0]
@@ -226,7 +259,8 @@ def _expanded(job: ShellJob, word: str) -> list[str]:
         elif first == "'" or first == "\\":
             out[-1] += piece[1:-1] if first == "'" else piece[1:].replace("\n", "")
         elif array or "$" in piece or first == "`":
-            more = _words(_text(job, piece.strip('"')))
+            text = _text(job, piece.strip('"'))
+            more = _words(text) if split or array else [text]
             out[-1:] = [out[-1] + more[0], *more[1:]] if more else [out[-1]]
             empty = empty and not more
             continue
@@ -270,7 +304,7 @@ def options(words: Sequence[str]) -> Iterator[tuple[str, object]]:
                 yield name, values[0] if len(values) == 1 else values or True
             name, eq, value = word.partition("=")
             values = [value] if eq else []
-        elif name:
+        elif name and not word.startswith(f"{UNSET}$"):
             values.append(word)
         else:
             yield "", word
@@ -278,4 +312,4 @@ def options(words: Sequence[str]) -> Iterator[tuple[str, object]]:
 
 def environment(job: ShellJob) -> Mapping[str, str]:
     """Exported variables whose names are in capitals, those that only carry arguments left out."""
-    return {k: v for k, v in job.exports.items() if k.isupper() and "--" not in v}
+    return {k: v.replace(MAYBE_SET, "") for k, v in job.exports.items() if k.isupper() and "--" not in v}

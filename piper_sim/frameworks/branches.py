@@ -1,0 +1,186 @@
+"""Which commands of a shell script run: its `if`, `case`, `&&` and `||`, as far as the file itself decides them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fnmatch import fnmatchcase
+
+
+class ShellTruth(StrEnum):
+    """Whether a condition holds, or a command runs."""
+
+    YES = "yes"
+    NO = "no"
+    MAYBE = "maybe"  # the file does not say
+
+
+YES, NO, MAYBE = ShellTruth
+_NOT = {YES: NO, NO: YES, MAYBE: MAYBE}
+_TESTS = {"[": "]", "[[": "]]", "test": "", "((": "))"}
+_WORDS = {"true": YES, ":": YES, "false": NO}
+_SAME, _ORDERS = {"=", "=="}, {"<": "-lt", ">": "-gt", "<=": "-le", ">=": "-ge", "==": "-eq", "!=": "-ne"}
+_UNSET_NAME = re.compile(r'"?\$\{?([A-Za-z_]\w*)\}?"?')
+
+
+@dataclass
+class ShellBlock:
+    """One `if` or `case` that is open. word: a case's, None for an `if`; arm: whether the one that we are in runs;
+    before: whether one above it did; asking: we stand in a condition, or where a pattern has to come; holds: the
+    condition, as far as it is read; pattern: words of one that is not closed; unknown: the file does not say the word.
+    """
+
+    word: str | None = None
+    arm: ShellTruth = YES
+    before: ShellTruth = NO
+    asking: bool = True
+    holds: ShellTruth | None = None
+    pattern: list[str] = field(default_factory=list)
+    unknown: bool = False
+
+    def enter(self, holds: ShellTruth) -> None:
+        """Go into an arm whose own condition is `holds`."""
+        self.arm = NO if self.before is YES else MAYBE if self.before is MAYBE and holds is YES else holds
+        self.before = YES if holds is YES else MAYBE if MAYBE in (holds, self.before) else self.before
+        self.asking, self.holds, self.pattern = False, None, []
+
+    def ask(self) -> None:
+        """Leave an arm for the next condition."""
+        self.arm, self.asking, self.holds = YES, True, None
+
+
+@dataclass
+class ShellBranches:
+    """Where a script's reader stands. value: a word as written to what it stands for, None where the file does not say;
+    known: whether a variable is set by the file.
+    """
+
+    value: Callable[[str], str | None]
+    known: Callable[[str], bool]
+    blocks: list[ShellBlock] = field(default_factory=list)
+    status: ShellTruth = YES
+
+    def step(self, words: list[str], joined: str) -> tuple[list[str], ShellTruth]:
+        """The words of a command behind its keywords, and whether it runs. joined: what stood before it: `&&`, `;`."""
+        words = self._keywords(list(words))
+        here = self.blocks[-1] if self.blocks else None
+        outer = self._outer()
+        if here is not None and here.asking:
+            if words and here.word is None:  # of several commands, the last one decides: we do not follow them
+                here.holds = self.decide(words) if here.holds is None and outer is YES else MAYBE
+            return words, outer
+        runs = {"&&": self.status, "||": _NOT[self.status]}.get(joined, YES)
+        if NO in (outer, runs) or not words:
+            return [], NO
+        self.status = MAYBE if runs is MAYBE else self.decide(words) if words[0] in {*_TESTS, *_WORDS} else YES
+        return words, MAYBE if MAYBE in (outer, runs) else YES
+
+    @property
+    def patterns(self) -> bool:
+        """Whether a pattern of a `case` comes next."""
+        return bool(self.blocks) and self.blocks[-1].asking and self.blocks[-1].word is not None
+
+    def arm_ends(self) -> None:
+        """`;;`."""
+        if self.blocks and self.blocks[-1].word is not None:
+            self.blocks[-1].ask()
+
+    def decide(self, words: Sequence[str]) -> ShellTruth:
+        """A command that tests something.
+
+        >>> values = {"$A": "3", '"$A"': "3", "$B": None}
+        >>> b = ShellBranches(lambda w: values.get(w, w), {"A"}.__contains__)
+        >>> [str(b.decide(w.split())) for w in ("[ $A -gt 2 ]", '[[ "$A" != 3 ]]', "[ $B = x ]", "[ -f x ]", "! true")]
+        ['yes', 'no', 'maybe', 'maybe', 'no']
+        """
+        if words[:1] == ["!"]:
+            return _NOT[self.decide(words[1:])]
+        if not words or words[0] not in _TESTS:
+            said = self.value(words[0]) if len(words) == 1 else None
+            return _WORDS.get(said or "", MAYBE)
+        closing = _TESTS[words[0]]
+        inner = list(words[1:])
+        if closing and inner[-1:] != [closing]:
+            return MAYBE
+        return self._test(inner[:-1] if closing else inner, words[0])
+
+    def _test(self, inner: list[str], kind: str) -> ShellTruth:
+        if inner[:1] == ["!"]:
+            return _NOT[self._test(inner[1:], kind)]
+        if len(inner) == 2 and inner[0] in ("-z", "-n"):
+            name = _UNSET_NAME.fullmatch(inner[1])
+            said = "" if name and not self.known(name[1]) else self.value(inner[1])  # as `${NAME:-…}` takes it
+            empty = MAYBE if said is None else YES if said == "" else NO
+            return empty if inner[0] == "-z" else _NOT[empty]
+        if len(inner) == 1 and kind != "((":
+            said = self.value(inner[0])
+            return MAYBE if said is None else YES if said else NO
+        if len(inner) != 3:
+            return MAYBE
+        left, op, right = inner
+        a, b = (self.value(f"$(({x}))" if kind == "((" else x) for x in (left, right))
+        if a is None or b is None:
+            return MAYBE
+        op = _ORDERS.get(op, op) if kind == "((" else op
+        if op in _SAME or op == "!=":
+            same = fnmatchcase(a, b) if kind == "[[" and right[:1] not in "\"'" else a == b
+            return YES if same == (op != "!=") else NO
+        return _ordered(a, op, b)
+
+    def _outer(self) -> ShellTruth:
+        arms = {b.arm for b in self.blocks}
+        return NO if NO in arms else MAYBE if MAYBE in arms else YES
+
+    def _keywords(self, words: list[str]) -> list[str]:
+        """Follow the keywords that a command starts with."""
+        while words:
+            here = self.blocks[-1] if self.blocks else None
+            key = words[0]
+            if here is not None and here.word is not None and here.asking and key != "esac":
+                end = next((i for i, w in enumerate(words) if w.endswith(")")), None)
+                here.pattern += words if end is None else words[: end + 1]
+                if end is None:
+                    return []
+                here.enter(self._matches(here))
+                words = words[end + 1 :]
+                continue
+            if key == "if":
+                self.blocks.append(ShellBlock())
+            elif key == "case" and len(words) > 1:
+                said = self.value(words[1])
+                self.blocks.append(ShellBlock(word=said or "", unknown=said is None))
+                words = words[2:]
+            elif here is not None and key == "elif":
+                here.ask()
+            elif here is not None and key == "then":
+                here.enter(here.holds or MAYBE)
+            elif here is not None and key == "else":
+                here.enter(YES)
+            elif here is not None and key in ("fi", "esac"):
+                self.blocks.pop()
+            else:
+                return words
+            words = words[1:]
+        return words
+
+    def _matches(self, block: ShellBlock) -> ShellTruth:
+        """Whether a case's word is of a pattern, `a|b)` or `*)`."""
+        patterns = "|".join(block.pattern).removeprefix("(").removesuffix(")").split("|")
+        known = [self.value(p) for p in patterns]
+        if "*" in known:
+            return YES
+        if block.unknown or None in known:
+            return MAYBE
+        return YES if any(p is not None and fnmatchcase(block.word or "", p) for p in known) else NO
+
+
+def _ordered(a: str, op: str, b: str) -> ShellTruth:
+    orders = {"-eq": 0, "-ne": 0, "-lt": -1, "-gt": 1, "-le": -1, "-ge": 1}
+    if op not in orders or not all(re.fullmatch(r"-?\d{1,15}", x) for x in (a, b)):
+        return MAYBE
+    way = (int(a) > int(b)) - (int(a) < int(b))
+    if op in ("-eq", "-ne"):
+        return YES if (way == 0) == (op == "-eq") else NO
+    return YES if way == orders[op] or (way == 0 and op in ("-le", "-ge")) else NO

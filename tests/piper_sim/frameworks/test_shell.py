@@ -1,0 +1,117 @@
+"""What bash makes of a script's branches, defaults and leftover arguments: bash itself is asked what it would run."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ir.core.errors import ErrorKind
+from ir.core.files import FileErrors
+from ir.job.build import prepare
+from ir.job.load import job_from
+from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN
+from piper_sim.frameworks.shell import MAYBE_SET, UNSET, read_shell
+from tests.piper_sim.frameworks.test_import import imported, listed
+
+FORM = FileErrors("a launch", ErrorKind.JOB, "FILE")
+LAUNCH = "torchrun --nproc_per_node 8 pretrain_gpt.py {} --hidden-size 64 --num-attention-heads 8 --seq-length 64"
+
+
+def layers(tmp_path: Path, text: str) -> int:
+    return prepare(job_from(imported(tmp_path, text).job)).config.layers
+
+
+BRANCHES = {
+    "if": 'if [ "$M" = small ]; then\n  N=4\nelif [[ $M == "large" ]]; then N=9\nelse\n  N=2\nfi',
+    "one line": 'if [ "$M" = small ]; then N=4; elif [ $M = large ]; then N=9; else N=2; fi',
+    "case": 'case "$M" in\n  small) N=4 ;;\n  la*|huge)\n    N=9\n    ;;\n  *) N=2;;\nesac',
+    "case, one line": "case $M in small) N=4;; large) N=9;; *) N=2;; esac",
+    "case, spaces": "case $M in\n ( small | tiny ) N=4;;\n large )\n N=9;;\n *)\n N=2\nesac",
+    "and": 'N=2\n[ "$M" = small ] && N=4\n[ "$M" != large ] || N=9',
+    "nested": "if [ $M != other ]; then\n if [ $M = small ]; then N=4; else N=9; fi\nelse\n N=2\nfi",
+    "numbers": "K=2\n[ $M = small ] && K=4\n[ $M = large ] && K=9\nif (( K > 4 )); then N=9\n"
+    "elif [ $K -ge 3 ]; then N=4; else N=2; fi",
+    "flag": 'S=false; L=false\n[ "$M" = small ] && S=true\n[ "$M" = large ] && L=true\nN=2\nif $S; then N=4; fi; '
+    "if [[ $L == true ]]; then N=9; fi",
+    "empty": 'N=2\nif [ -z "$NEVER" ]; then\n [ "$M" == small ] && N=4\n test "$M" = large && N=9\nfi',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BRANCHES)
+def test_the_branch_that_a_script_decides_is_taken(tmp_path: Path, how: str) -> None:
+    for size, count in (("small", 4), ("large", 9), ("other", 2)):
+        text = f"M={size}\n{BRANCHES[how]}\n{LAUNCH.format('--num-layers $N')}\n"
+        assert layers(tmp_path, text) == count
+        assert "--num-layers" in listed(imported(tmp_path, text), UNDERSTOOD)
+
+
+def test_what_an_undecided_branch_sets_is_assumed_and_nothing_else(tmp_path: Path) -> None:
+    text = """ARGS="--num-layers 4"
+if [ -f checkpoint ]; then ARGS="$ARGS --recompute-granularity full"; fi
+if [ "$SIZE" = big ]; then SEQ=128; else SEQ=64; fi
+"""
+    launch = LAUNCH.replace("64 ", "64 --bf16 ", 1).replace("--seq-length 64", "--seq-length $SEQ").format("$ARGS")
+    found = imported(tmp_path, text + launch)
+    assert listed(found, ASSUMED) == ["--recompute-granularity", "--seq-length"] and not listed(found, UNKNOWN)
+    assert found.job["schedule"]["recompute"] == "full" and found.job["model"]["seq_len"] == 64
+    assert not any(MAYBE_SET in str(e) or UNSET in str(e) for e in found.entries)
+
+
+@pytest.mark.parametrize("rest", ['"$@"', "$@", '"${@:2}"', "$EXTRA_ARGS", "${OTHER_OPTS}", '"${EXTRA[@]}"', "${@}"])
+@pytest.mark.parametrize("last", ["--num-layers 4", "--num-layers 4 --bf16"])
+def test_arguments_that_the_script_is_given_spoil_no_other(tmp_path: Path, rest: str, last: str) -> None:
+    text = LAUNCH.format("") + f" {last} {rest}\n"
+    found = imported(tmp_path, text)
+    assert not listed(found, UNKNOWN) and layers(tmp_path, text) == 4
+    assert [a for a in listed(found, ASSUMED) if a.startswith("$")]
+    assert "--bf16" not in last or found.job["precision"]["compute"] == "bf16"
+
+
+def test_a_value_that_is_not_in_the_file_stays_unknown(tmp_path: Path) -> None:
+    found = imported(tmp_path, LAUNCH.format("--num-layers $N --tensor-model-parallel-size $1"))
+    assert {"--num-layers", "--tensor-model-parallel-size"} == set(listed(found, UNKNOWN))
+
+
+# -- beside bash ------------------------------------------------------------------------------------------------------
+
+NAMES = st.sampled_from("ABC")
+WORDS = st.sampled_from(["1", "2", "x", "$A", "${B}", "${C:-3}", "${A:-${B:-y}}", '"$A $B"', "'$A'", "$((1+2))"])
+TESTS = st.builds(
+    lambda a, op, b, k: f"{k[0]} {a} {op} {b} {k[1]}",
+    st.sampled_from(['"$A"', '"$B"', '"$C"', "1"]),
+    st.sampled_from(["=", "!=", "=="]),
+    st.sampled_from(["1", "2", "x", '"$B"']),
+    st.sampled_from([("[", "]"), ("[[", "]]")]),
+)
+ASSIGNS = st.builds(lambda n, plus, w: f"{n}{plus}={w}", NAMES, st.sampled_from(["", "", "+"]), WORDS)
+
+
+CASE = 'case "${}" in\n1) {} ;;\n2|x)\n{}\n;;\n*) {};;\nesac'
+
+
+def _nested(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    block = st.lists(inner, min_size=1, max_size=3).map("\n".join)
+    return (
+        st.builds(lambda t, a, b: f"if {t}; then\n{a}\nelse\n{b}\nfi", TESTS, block, block)
+        | st.builds(lambda t, a, u, b: f"if {t}; then {a}\nelif {u}\nthen\n{b}\nfi", TESTS, block, TESTS, block)
+        | st.builds(CASE.format, NAMES, block, block, block)
+        | st.builds(lambda t, a, sign: f"{t} {sign} {a}", TESTS, ASSIGNS, st.sampled_from(["&&", "||"]))
+    )  # fmt: skip
+
+
+SCRIPTS = st.lists(st.recursive(ASSIGNS, _nested, max_leaves=6), min_size=1, max_size=6).map("\n".join)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="asks bash")
+@settings(max_examples=60, deadline=None)
+@given(SCRIPTS)
+@example("A=1;B=2\nC+=x")
+def test_variables_end_as_in_bash(script: str) -> None:
+    text = f"A=\nB=\nC=\n{script}\n" + 'run "a=[$A]" "b=[$B]" "c=[$C]" --d'
+    shown = subprocess.run(
+        ["bash", "-c", "run() { printf '%s\\n' \"$@\"; }\n" + text], capture_output=True, text=True, check=True
+    )
+    assert read_shell(text, FORM, "x.sh").command == ["run", *shown.stdout.splitlines()]
