@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,8 @@ class ExportedJob:
         return out
 
 
-def export_launch(prepared: PreparedJob, framework: str) -> ExportedJob:
-    """A job as a framework's launch, read back to see what it says.
+def export_launch(prepared: PreparedJob, framework: str, again: Callable[[Job], PreparedJob] = prepare) -> ExportedJob:
+    """A job as a framework's launch, read back to see what it says. again: prepares what is read as the job was.
 
     Raises PiperError (job): the framework has no word for something that decides the plan.
     """
@@ -74,7 +74,7 @@ def export_launch(prepared: PreparedJob, framework: str) -> ExportedJob:
             (Path(folder) / name).write_text(text, encoding="utf-8")
         found = import_launch(str(Path(folder) / LAUNCH), framework)
     try:
-        back = prepare(job_from(found.job))
+        back = again(job_from(found.job))
     except PiperError as e:
         raise _cannot(framework, e.key or "model", None, e.message) from None
     wrong = dict(_different(prepared, back))

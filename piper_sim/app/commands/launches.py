@@ -13,7 +13,7 @@ from piper_sim.formats.tables import parquet_files
 from piper_sim.formats.torch_csv import order_csv
 from piper_sim.frameworks.exporting import FRAMEWORKS, export_launch
 from piper_sim.frameworks.importing import import_launch
-from piper_sim.pricing.prepare import hardware_of
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.report.perfetto import perfetto_gz
 from piper_sim.study.explain.marks import marks_of
 from piper_sim.study.planned import PlannedJob
@@ -48,9 +48,10 @@ def export_main(args: argparse.Namespace) -> int:
         raise PiperError(ErrorKind.USAGE, message, key="--against", allowed=FRAMEWORKS, suggestion="leave it out")
     before = import_launch(args.against) if args.against is not None else None
     with progress(f"exporting {args.job}"), blaming(job):
-        p, left_out, changed = planned(job, hardware_of(job)), dict[str, object](), list[dict[str, object]]()
+        hardware = hardware_of(job)
+        p, left_out, changed = planned(job, hardware), dict[str, object](), list[dict[str, object]]()
         if name in FRAMEWORKS:
-            made = export_launch(p.prepared, name)
+            made = export_launch(p.prepared, name, lambda read: prepare_priced(read, hardware))
             files: Mapping[str, bytes | str] = made.files
             left_out, changed = dict(made.left_out), made.changed(before) if before else []
         else:

@@ -9,6 +9,7 @@ import pytest
 
 from ir.job.build import prepare
 from ir.job.load import job_from
+from piper_sim.app.cli import main
 from piper_sim.frameworks.exporting import export_launch
 from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN
 from tests.piper_sim.frameworks.test_export import read_back
@@ -144,6 +145,18 @@ def test_replicas_of_torch_count_among_the_gpus(tmp_path: Path) -> None:
     many = text.replace("replicate_degree = 2", "replicate_degree = 16").replace("degree = 4", "degree = 1")
     c = imported(tmp_path, many, "t.toml").job["cluster"]
     assert c["nodes"] * c["gpus_per_node"] >= 16
+
+
+def test_layers_balanced_by_seconds_are_balanced_so_when_read_back(tmp_path: Path) -> None:
+    text = TITAN.replace("llama3", "deepseek_v3").replace("8B", "671B").replace("degree = 4", "degree = 2", 1)
+    text = text.replace('"1F1B"', '"DualPipeV"\nexpert_parallel_degree = 8').replace(
+        "shard_degree = 2", "shard_degree = 8"
+    )
+    job = imported(
+        tmp_path, text.replace("256", "64").replace("local_batch_size = 4", "local_batch_size = 8"), "t.toml"
+    )
+    (tmp_path / "job.toml").write_text(job.to_toml())
+    assert main(["export", str(tmp_path / "job.toml"), "--to", "torchtitan", "--out", str(tmp_path / "out")]) == 0
 
 
 # Shards of a group, copies among groups
