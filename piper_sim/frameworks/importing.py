@@ -133,12 +133,12 @@ def _overlaid(file: JobFile, named_by_user: bool) -> JobFile:
     return replace(file, arguments=tuple(_found(file.framework, a, there) for a in whole))
 
 
-def _found(framework: str, a: JobArgument, there: Container[object]) -> JobArgument:
+def _found(framework: str, a: JobArgument, there: Container[str]) -> JobArgument:
     """An argument that names files, with a doubt where one of them was not read."""
     row = _row(framework, a)
     if row is None or row.how != FILE or not is_set(a.value) or isinstance(a.value, bool):
         return a
-    missing = [str(x) for x in (a.value if isinstance(a.value, list) else [a.value]) if x not in there]
+    missing = [x for x in map(str, a.value if isinstance(a.value, list) else [a.value]) if x not in there]
     return replace(a, doubt=f"no file beside this one that can be read: {', '.join(missing)}" if missing else "")
 
 

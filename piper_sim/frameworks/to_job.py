@@ -220,8 +220,8 @@ def _batch(d: JobDraft, f: Facts) -> None:
         count = (total // (size * dp) if total and total % (size * dp) == 0 else None) or max(1, local // size)
         if total and total != size * count * dp:
             d.doubts["global_batch"] = f"{total} sequences do not divide by {size} on {dp} replicas"
-        passes, over = divmod(size * count, local)
-        if f.get("pp", 1) > 1 and passes > 1 and not over and not f.get("csv"):  # accumulated: each runs empty
+        passes, over = divmod(size * count, max(1, local))
+        if passes > 1 and not over and f.get("pp", 1) > 1 and not f.get("csv"):  # accumulated: each runs empty
             d.put("schedule", flushes=passes)
     elif size is None and total and count:
         size = max(1, total // (count * dp))

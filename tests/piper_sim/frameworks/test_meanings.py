@@ -250,3 +250,14 @@ def test_a_class_of_nemo_2_is_a_model_by_name(tmp_path: Path) -> None:
     assert found.job["parallel"]["tp"] == 2 and not listed(found, UNKNOWN)
     odd = imported(tmp_path, NEMO.format("OddConfig"), "n.yaml")
     assert "model.config._target_" in listed(odd, ASSUMED)
+
+
+@pytest.mark.parametrize("value", ["0", "-4", "[4, 2]"])
+def test_a_batch_that_is_none_of_torchs_still_has_a_job(tmp_path: Path, value: str) -> None:
+    found = imported(tmp_path, TITAN.replace("local_batch_size = 4", f"local_batch_size = {value}"), "t.toml")
+    assert found.job["schedule"]["microbatches"] >= 1
+
+
+def test_a_name_of_a_file_that_is_a_table_is_not_understood(tmp_path: Path) -> None:
+    text = "compute_environment: x\ndistributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: [[a], {b: 1}]}\n"
+    assert listed(imported(tmp_path, text, "a.yaml"), UNKNOWN) == ["deepspeed_config.deepspeed_config_file"]
