@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from executor.runtime.flight import SIGNAL
 from executor.runtime.given import forget, given_name, read_given
 
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -124,7 +125,8 @@ class RankForkServer(RankServerLines):
 
 
 class RankServer:
-    """The server itself. Requests: {start: folder of a launch} and {kill: [keys]}; events: started and exit, by key."""
+    """The server itself. Requests: {start: folder of a launch}, {kill: [keys]}, {ask: [keys]}; events, by key: started
+    and exit."""
 
     def __init__(self, fd: int) -> None:
         import numpy.ma
@@ -154,6 +156,8 @@ class RankServer:
                 for request in self.lines.receive() if end in ready else ():
                     if "start" in request:
                         self._start(request["start"])
+                    elif "ask" in request:
+                        self._send(SIGNAL, request["ask"], os.kill)
                     else:
                         self._kill(request["kill"])
         except RankServerGone:
@@ -208,7 +212,10 @@ class RankServer:
             self.lines.send(event="exit", key=self.children.pop(pid), pid=pid, code=code)
 
     def _kill(self, keys: Container[str]) -> None:
+        self._send(signal.SIGKILL, keys, os.killpg, os.kill)  # its group, and itself if it has none yet
+
+    def _send(self, sign: int, keys: Container[str], *calls: Callable[[int, int], None]) -> None:
         for pid in [pid for pid, key in self.children.items() if key in keys]:
-            for call in (os.killpg, os.kill):  # its group, and itself if it has none yet
+            for call in calls:
                 with suppress(ProcessLookupError, PermissionError):
-                    call(pid, signal.SIGKILL)
+                    call(pid, sign)

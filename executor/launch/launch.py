@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from executor.device.progress import RankRecord, RankState, create, read
+from executor.launch.flight import FOLDER, keep, pointed
 from executor.launch.forkserver import RankForkServer, RankServerGone
 from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
 from executor.runtime.given import given_name
@@ -74,7 +76,8 @@ def launch(
     """Run `fn(context, **args)` on every rank; returns what they return, by rank. Arguments and results are JSON.
 
     given: jobs with their plans (`executor.runtime.given.given_text`), which ranks find at `context.given()`.
-    out: a folder that gets `ranks.json`, whole, before any rank goes on.
+    out: a folder that gets `ranks.json`, whole, before any rank goes on; of a run that fails also `flight`, with what
+    every rank was doing (`executor.launch.flight`).
     watchdog_s: a rank that makes no progress for so long has failed; startup_s: the same before its first op.
     together: all ranks are threads of one process.
 
@@ -83,6 +86,7 @@ def launch(
     target = describe(fn)
     if out is not None:
         folder_for(out)
+        shutil.rmtree(out / FOLDER, ignore_errors=True)  # of a run before
     with RankForkServer.lock, _scratch(), tempfile.TemporaryDirectory(prefix="piper-run-") as name:
         run = _Run(ranks, Path(name), watchdog_s, startup_s)
         create(run.folder / "progress", ranks)
@@ -96,6 +100,7 @@ def launch(
             "target": target,
             "args": dict(args or {}),
             "given": len(given),
+            "flight": out is not None,
             "processes": run.alive,
             "cwd": os.getcwd(),
             "sys_path": [os.path.abspath(path) for path in sys.path],
@@ -106,6 +111,11 @@ def launch(
             _watch(server, run, _start(server, run, out))
         except RankServerGone as error:
             raise _orphaned(run) from error
+        except RankFailed as error:
+            if out is not None:
+                keep(out, run.folder, run.alive.values(), run.findings, lambda: server.send(ask=list(run.alive)))
+                pointed(error, out if (out / FOLDER).is_dir() else None)
+            raise
         finally:
             _end(server, run)
         return [json.loads((run.folder / f"result-{r}").read_text(encoding="utf-8")) for r in range(ranks)]

@@ -25,10 +25,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from executor.checkpoint.settings import settled
 from executor.device.progress import RankProgress, create
+from executor.launch import flight
 from executor.launch.refusals import refuse
 from executor.launch.run import gathered
 from executor.launch.store import clocks, meeting
 from executor.launch.watchdog import STARTUP_S, RankWatchdog
+from executor.runtime.flight import arm
 from executor.runtime.given import given_name, given_text
 from executor.runtime.rank import train_rank
 from executor.runtime.spec import PlanRun
@@ -156,7 +158,7 @@ def joined(
     store = PrefixStore(meeting(kept, place.rank, place.world, STARTUP_S), kept)
     create(folder / "progress", 1)
     mine = PrefixStore("piper", store)
-    lookout = RankWatchdog(mine, place.rank, place.world, folder / "progress", options.watchdog_s, report)
+    lookout = RankWatchdog(mine, place.rank, place.world, folder / "progress", options.watchdog_s, report, options.out)
     text = lookout.tell(None if told is None else given_text(*told))
     (folder / given_name(0)).write_text(text, encoding="utf-8")
     return store, lookout
@@ -188,6 +190,9 @@ def _live(
     try:
         prepared, plan = context.given()
         saving = settled(spec.saving, prepared, spec.options.steps, real=spec.options.real)
+        if spec.options.out is not None:
+            flight.forget(spec.options.out, place.rank)
+            arm(folder, place.rank)
         pids = lookout.meet(f"{plan_digest(plan)} from step {saving.first}")
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from executor.device import clock
 from executor.device.progress import RankRecord, RankState, read
+from executor.launch.flight import RankFlight, pointed
 from executor.launch.store import put, take
 from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
 from executor.runtime.worker import failure
@@ -45,6 +46,7 @@ class RankWatchdog:
     """One rank's eyes. store: torchrun's; it is shared with nobody who blocks on it.
 
     Rank 0 watches all ranks. The others watch rank 0, and for a failure that nobody reports. report: prints an error.
+    out: a folder that gets this rank's flight record if the run fails.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class RankWatchdog:
         progress: Path,
         watchdog_s: float,
         report: Callable[[PiperError], None],
+        out: Path | None = None,
     ) -> None:
         self.store, self.rank, self.world, self.progress = store, rank, world, progress
         self.watchdog_s, self.report = watchdog_s, report
+        self.flight = RankFlight(out, rank, progress)
         self.hosts: list[str] = []
         self.pids: list[int] = []
         self.files: list[Path] = []  # everybody's progress, of which those on this machine can be read
@@ -122,8 +126,10 @@ class RankWatchdog:
 
     def fall(self, error: BaseException) -> NoReturn:
         """This rank has failed: leave word, wait until somebody has reported it, end."""
+        said = failure(error)
+        self.flight.fell = said["traceback"]
         try:
-            self._mine.set(f"failure/{self.rank}", json.dumps(failure(error)))
+            self._mine.set(f"failure/{self.rank}", json.dumps(said))
             self._mine.add("failures", 1)
             limit = clock.now() + 3 * GONE_S
             while not self._mine.check(["reported"]) and clock.now() < limit:
@@ -164,7 +170,7 @@ class RankWatchdog:
             if self.rank == 1 and seen is not None:
                 (me,) = read(self.progress, 1)
                 waiting = {1: me.op} if me.op else {}
-                self.report(RankFailed(reason, rank=0, op=seen.op or None, waiting=waiting))
+                self.report(pointed(RankFailed(reason, rank=0, op=seen.op or None, waiting=waiting), self.flight.out))
             self._bury(0)
             self._leave()
 
@@ -258,7 +264,7 @@ class RankWatchdog:
 
     def _accuse(self, error: RankFailed) -> NoReturn:
         if self._mine.add("reporter", 1) == 1:
-            self.report(error)
+            self.report(pointed(error, self.flight.out))
             self._mine.set("reported", str(error.rank))
         else:
             self._mine.wait(["reported"], timedelta(seconds=GONE_S))
@@ -277,6 +283,7 @@ class RankWatchdog:
     def _bury(self, culprit: int) -> None:
         """It may be stopped, and would outlive us; what is dead does not clean up behind itself."""
         if culprit != self.rank and self.hosts and self.hosts[culprit] == self.hosts[self.rank]:
+            self.flight.ask(culprit, self.pids[culprit], self.files[culprit])
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pids[culprit], signal.SIGKILL)
             self._buried = culprit
@@ -284,6 +291,7 @@ class RankWatchdog:
 
     def _leave(self) -> NoReturn:
         """Without any farewell, which might hang; only this rank's own folder goes with it."""
+        self.flight.tell()
         shutil.rmtree(self.progress.parent, ignore_errors=True)
         os._exit(FAILED)
 

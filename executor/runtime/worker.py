@@ -17,6 +17,7 @@ import torch
 from executor.device.device import Device
 from executor.device.progress import RankProgress, RankState
 from executor.device.race import RaceDevice
+from executor.runtime.flight import arm, listen, operations, operations_file
 from executor.runtime.given import given_name, read_given
 from executor.runtime.target import find, write_whole
 from executor.transport.base import Transport, TransportError, TransportTopology
@@ -104,6 +105,9 @@ def main(spec: Mapping[str, Any], ranks: Sequence[int]) -> int:
     for fd in (1, 2):
         os.dup2(log, fd)
     faulthandler.enable()
+    if spec["flight"]:
+        arm(folder, ranks[0])
+        listen(folder, ranks[0])
     pens = {r: RankProgress(folder / "progress", r, beat_every_s=0.1) for r in ranks}
     hub, codes = LocalRanks(), dict[int, int]()
     try:
@@ -146,6 +150,8 @@ def _rank(spec: Mapping[str, Any], folder: Path, rank: int, progress: RankProgre
     except BaseException as error:
         write_whole(folder / f"failure-{rank}", json.dumps(failure(error)))
         progress.end(RankState.FAILED)
+        if spec["flight"]:
+            write_whole(operations_file(folder, rank), operations())
         hub.fail(rank)
         return 1
 

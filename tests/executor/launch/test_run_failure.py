@@ -107,6 +107,7 @@ def test_the_command_reports_a_rank_killed_from_outside(sign: signal.Signals, tm
     error = found["error"]
     assert found["schema_version"] == 1 and error["kind"] == "rank_failed" and error["rank"] == 1
     assert re.match(r"\d", error["op"]) and list(error["waiting"]) == ["0"]
-    assert sorted(p.name for p in out.iterdir()) == ["log.jsonl", "metrics.prom", "ranks.json"]
+    assert sorted(p.name for p in out.iterdir()) == ["flight", "log.jsonl", "metrics.prom", "ranks.json"]
+    assert str(out / "flight") in error["suggestion"]
     assert all(map(gone, pids(out)))
     assert list(scratch.iterdir()) == []

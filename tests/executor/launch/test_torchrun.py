@@ -89,6 +89,10 @@ def test_a_failure_ends_everybody_and_is_reported_once(rank: int, sign: signal.S
     error = found["error"]
     assert (error["kind"], error["rank"]) == ("rank_failed", rank), errors
     assert error["op"][0] in "01" and list(error["waiting"]) == [str(1 - rank)]
+    record = (out / "flight" / f"rank-{1 - rank}.txt").read_text()
+    assert f"at {error['waiting'][str(1 - rank)]} (op " in record
+    assert "Traceback" in record or "Thread 0x" in record
+    assert json.loads((out / "flight" / f"rank-{1 - rank}.json").read_text())["entries"]
     assert all(map(gone, pids(out)))
 
 

@@ -259,5 +259,5 @@ def test_a_batch_that_is_none_of_torchs_still_has_a_job(tmp_path: Path, value: s
 
 
 def test_a_name_of_a_file_that_is_a_table_is_not_understood(tmp_path: Path) -> None:
-    text = "compute_environment: x\ndistributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: [[a], {b: 1}]}\n"
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: [[a], {b: 1}]}\n"
     assert listed(imported(tmp_path, text, "a.yaml"), UNKNOWN) == ["deepspeed_config.deepspeed_config_file"]

@@ -1,0 +1,137 @@
+"""What a failed run leaves in `--out`: of each rank its op, stacks even of one that hangs in C, and its operations."""
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor.device.progress import RankProgress, RankState, create
+from executor.launch import flight, launch
+from executor.launch.launch import RankFailed
+from executor.runtime.flight import SIGNAL, arm, operations, stacks, stacks_file
+from executor.runtime.worker import RankContext
+from executor.transport.base import TransportTopology
+from tests.executor.launch.events import others_wait, until
+
+
+def in_a_library() -> None:
+    """Holds the interpreter's lock for years: no other thread of the process runs."""
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def failing(ctx: RankContext, kind: str) -> int:
+    """Rank 1 fails once the others wait for it."""
+    groups = ctx.gloo(TransportTopology(ctx.world, (), (("all", tuple(range(ctx.world))),)))
+    groups.all_reduce("all", torch.ones(3)).wait()
+    ctx.progress.op(4, "0F0")
+    if ctx.rank != 1:
+        ctx.progress.wait([1])
+        threading.Event().wait(0 if kind == "none" else None)
+        return ctx.rank
+    others_wait(ctx) if kind != "none" else None
+    match kind:
+        case "hang":
+            in_a_library()
+        case "raise":
+            raise ValueError("bad luck")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+    return ctx.rank
+
+
+def failed(kind: str, out: Path | None, **more: Any) -> RankFailed:
+    with pytest.raises(RankFailed) as info:
+        launch.launch(failing, 2, {"kind": kind}, out=out, watchdog_s=2.0, **more)
+    return info.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("hang", "in in_a_library"),
+        ("raise", "ValueError: bad luck"),
+        ("kill", "it had ended"),
+        ("stop", "it did not answer"),
+    ],
+)
+def test_each_rank_says_what_it_was_doing(kind: str, says: str, tmp_path: Path) -> None:
+    error = failed(kind, tmp_path)
+    assert error.rank == 1 and error.suggestion and str(tmp_path / "flight") in error.suggestion
+    culprit, waiter = ((tmp_path / "flight" / f"rank-{r}.txt").read_text() for r in (1, 0))
+    assert says in culprit and re.match(r"rank 1: (run|failed) at 0F0 \(op 4 of its plan\), for \d", culprit)
+    assert re.match(r"rank 0: wait at 0F0 .* it waits for rank 1\n", waiter) and "in failing" in waiter
+    entries = json.loads((tmp_path / "flight" / "rank-0.json").read_text())["entries"]
+    assert ("gloo:all_reduce", "all") in {(e["profiling_name"], e["process_group"][1]) for e in entries}
+    assert (tmp_path / "flight" / "rank-1.json").exists() == (kind == "raise")  # the others could not say
+
+
+def test_without_a_folder_nothing_is_asked_and_a_run_that_ends_well_leaves_nothing(tmp_path: Path) -> None:
+    assert failed("raise", None).suggestion is None
+    (tmp_path / "flight").mkdir()
+    (tmp_path / "flight" / "rank-7.txt").write_text("of a run before")
+    assert launch.launch(failing, 2, {"kind": "none"}, out=tmp_path) == [0, 1]
+    assert [p.name for p in tmp_path.iterdir()] == ["ranks.json"]
+
+
+def test_a_record_that_cannot_be_written_does_not_hide_the_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(flight, "note", full)
+    error = failed("raise", tmp_path)
+    assert "bad luck" in str(error) and error.suggestion is None
+
+
+def test_ranks_of_one_process_share_their_stacks(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed):
+        launch.launch(together, 2, {}, out=tmp_path, watchdog_s=1.0, together=True)
+    for rank in range(2):
+        text = (tmp_path / "flight" / f"rank-{rank}.txt").read_text()
+        assert text.count(" in together\n") == 2 and ("whose first is 0" in text) == (rank == 1)
+
+
+def together(ctx: RankContext) -> None:
+    """Nobody goes on."""
+    ctx.progress.op(0, "0F0")
+    threading.Event().wait()
+
+
+def test_stacks_are_asked_by_signal_and_named_newest_first(tmp_path: Path) -> None:
+    assert stacks().index("test_stacks_are_asked") < stacks().index("pytest")
+    before = signal.getsignal(SIGNAL)
+    arm(tmp_path, 3)
+    os.kill(os.getpid(), SIGNAL)
+    until(lambda: stacks_file(tmp_path, 3).stat().st_size > 0)
+    assert "test_stacks_are_asked_by_signal" in stacks_file(tmp_path, 3).read_text()
+    faulthandler.unregister(SIGNAL)
+    assert signal.getsignal(SIGNAL) == before
+    assert isinstance(json.loads(operations())["entries"], list)
+
+
+def test_a_rank_writes_its_own_record_where_nobody_stands_above_it(tmp_path: Path) -> None:
+    create(tmp_path / "progress", 1)
+    pen = RankProgress(tmp_path / "progress", 0)
+    pen.op(2, "1B0")
+    mine = flight.RankFlight(tmp_path, 5, tmp_path / "progress")
+    mine.tell()
+    text = (tmp_path / "flight" / "rank-5.txt").read_text()
+    assert text.startswith("rank 5: run at 1B0 (op 2 of its plan)") and "test_a_rank_writes" in text
+    mine.fell = "Traceback: its own"
+    pen.end(RankState.FAILED)
+    mine.tell()
+    assert "Traceback: its own" in (tmp_path / "flight" / "rank-5.txt").read_text()
+    flight.forget(tmp_path, 5)
+    assert not list((tmp_path / "flight").iterdir())
+    flight.RankFlight(None, 5, tmp_path / "progress").tell()
+    pen.close()
