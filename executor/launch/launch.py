@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from executor.device.progress import RankRecord, RankState, create, read
-from executor.launch.flight import FOLDER, keep, pointed
 from executor.launch.forkserver import RankForkServer, RankServerGone
 from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
+from executor.runtime.flight import FOLDER, keep, pointed
 from executor.runtime.given import given_name
 from executor.runtime.target import Target, describe, write_whole
 from ir.core.errors import ErrorKind, PiperError
@@ -53,6 +53,11 @@ class _Run:
         said = {r: json.loads(p.read_text("utf-8")) for r in range(self.world) if (p := self._failure(r)).exists()}
         codes = {r: c for r, c in sorted(self.codes.items(), key=lambda x: self.seen_s[x[0]])}
         return RankFindings(self.records(), said, codes, time.monotonic(), {r: self.log(r) for r in range(self.world)})
+
+    def seen(self) -> tuple[list[RankRecord], Mapping[int, Mapping[str, Any]], float]:
+        """For flight records."""
+        found = self.findings()
+        return found.records, found.said, found.now_s
 
     def _failure(self, rank: int) -> Path:
         return self.folder / f"failure-{rank}"
@@ -113,7 +118,7 @@ def launch(
             raise _orphaned(run) from error
         except RankFailed as error:
             if out is not None:
-                keep(out, run.folder, run.alive.values(), run.findings, lambda: server.send(ask=list(run.alive)))
+                keep(out, run.folder, run.alive.values(), run.seen, lambda: server.send(ask=list(run.alive)))
                 pointed(error, out if (out / FOLDER).is_dir() else None)
             raise
         finally:

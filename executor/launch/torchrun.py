@@ -25,12 +25,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from executor.checkpoint.settings import settled
 from executor.device.progress import RankProgress, create
-from executor.launch import flight
 from executor.launch.refusals import refuse
 from executor.launch.run import gathered
 from executor.launch.store import clocks, meeting
 from executor.launch.watchdog import STARTUP_S, RankWatchdog
-from executor.runtime.flight import arm
+from executor.runtime.flight import arm, forget
 from executor.runtime.given import given_name, given_text
 from executor.runtime.rank import train_rank
 from executor.runtime.spec import PlanRun
@@ -191,7 +190,7 @@ def _live(
         prepared, plan = context.given()
         saving = settled(spec.saving, prepared, spec.options.steps, real=spec.options.real)
         if spec.options.out is not None:
-            flight.forget(spec.options.out, place.rank)
+            forget(spec.options.out, place.rank)
             arm(folder, place.rank)
         pids = lookout.meet(f"{plan_digest(plan)} from step {saving.first}")
         if out is not None:

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from executor.device import clock
 from executor.device.progress import RankRecord, RankState, read
-from executor.launch.flight import RankFlight, pointed
 from executor.launch.store import put, take
 from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
+from executor.runtime.flight import RankFlight, pointed
 from executor.runtime.worker import failure
 from ir.core.errors import ErrorKind, PiperError
 

@@ -1,20 +1,31 @@
-"""What a process was doing when its run failed: stacks of its threads, and what its process groups were last given."""
+"""What every rank was doing when a run failed, kept in its `--out`: op, peers, stacks, operations of process groups."""
 
 import faulthandler
 import json
 import os
+import shutil
 import signal
+import struct
 import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from executor.device import clock
+from executor.device.progress import RankRecord, read
 from executor.runtime.target import write_whole
+from ir.core.errors import PiperError
 
 SIGNAL = signal.SIGUSR2
 ASKED = "flight-asked"  # a file in the launch's folder: tell what your process groups were given
 ASK_EVERY_S = 0.2
+FOLDER = "flight"
+PATIENCE_S = 1.5  # for those that are asked
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # NCCL's with CUDA events; any backend's
 
 
@@ -70,3 +81,98 @@ def operations() -> str:
         if dump is not None and (found := json.loads(dump(True, False))).get("entries"):
             return json.dumps(found)
     return json.dumps({"entries": []})
+
+
+# -- what is kept of them ---------------------------------------------------------------------------------------------
+
+
+def keep(
+    out: Path,
+    folder: Path,
+    groups: Iterable[tuple[int, ...]],
+    findings: Callable[[], tuple[Iterable[RankRecord], Mapping[int, Mapping[str, Any]], float]],
+    ask: Callable[[], None],
+) -> None:
+    """Ask the processes that live, and write what is known of every rank to `out`/flight.
+
+    groups: the ranks of each process that lives. findings: every rank's record, what those said that failed, and the
+    time on the clock of the records. ask: sends them the signal. The run has failed: nothing here may.
+    """
+    with suppress(OSError):
+        (folder / ASKED).touch()
+        ask()
+        firsts = [ranks[0] for ranks in groups]
+        limit = time.monotonic() + PATIENCE_S
+        while time.monotonic() < limit and not all(
+            operations_file(folder, r).exists() and stacks_file(folder, r).stat().st_size for r in firsts
+        ):
+            time.sleep(0.02)
+        records, said, now_s = findings()
+        first = {r: ranks[0] for ranks in groups for r in ranks}
+        for record in records:
+            at = first.get(record.rank)
+            told = said.get(record.rank, {}).get("traceback", "")
+            told = told or ("it had ended" if at is None else text_of(stacks_file(folder, at)))
+            note(out, record, now_s, told, at)
+            if (file := operations_file(folder, record.rank)).exists():
+                shutil.copyfile(file, out / FOLDER / f"rank-{record.rank}.json")
+
+
+@dataclass
+class RankFlight:
+    """A rank's own part, where nobody stands above the ranks. out: None keeps nothing; fell: its own traceback."""
+
+    out: Path | None
+    rank: int
+    progress: Path
+    fell: str = ""
+
+    def tell(self) -> None:
+        """What this rank was doing."""
+        if self.out is not None:
+            with suppress(OSError):
+                note(self.out, replace(read(self.progress, 1)[0], rank=self.rank), clock.now(), self.fell or stacks())
+                write_whole(self.out / FOLDER / f"rank-{self.rank}.json", operations())
+
+    def ask(self, rank: int, pid: int, progress: Path) -> None:
+        """What another of this machine is doing, if it has not said so; one that hangs in a library still answers."""
+        if self.out is None or (self.out / FOLDER / f"rank-{rank}.txt").exists():
+            return
+        file, limit = stacks_file(progress.parent, rank), clock.now() + 0.3
+        with suppress(OSError, struct.error):
+            os.kill(pid, SIGNAL)
+            while not file.stat().st_size and clock.now() < limit:
+                clock.sleep_until(clock.now() + 0.01)
+            note(self.out, replace(read(progress, 1)[0], rank=rank), clock.now(), text_of(file))
+
+
+def forget(out: Path, rank: int) -> None:
+    """Of a run before."""
+    for end in ("txt", "json"):
+        (out / FOLDER / f"rank-{rank}.{end}").unlink(missing_ok=True)
+
+
+def note(out: Path, record: RankRecord, now_s: float, told: str, process: int | None = None) -> None:
+    """One rank's text. now_s: on the record's clock. told: its stacks, or its traceback; process: its first rank."""
+    (out / FOLDER).mkdir(parents=True, exist_ok=True)
+    head = f"rank {record.rank}: {record.state.name.lower()} at {record.op or 'nothing yet'}"
+    head += f" (op {record.index} of its plan)" if record.index >= 0 else ""
+    head += f", posting {record.posting}" if record.posting else ""
+    head += f", for {now_s - record.changed_s:.1f} s" if record.changed_s else ""
+    head += f"; it waits for rank {', '.join(map(str, record.peers))}" if record.peers else ""
+    shared = f"\n(all ranks of its process, whose first is {process})" if process not in (None, record.rank) else ""
+    write_whole(out / FOLDER / f"rank-{record.rank}.txt", f"{head}{shared}\n\n{told or 'it did not answer'}\n")
+
+
+def text_of(file: Path) -> str:
+    """A file's text, "" without one."""
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def pointed(error: PiperError, out: Path | None) -> PiperError:
+    """The error, with where its flight records lie."""
+    if out is not None:
+        error.suggestion = f"{out / FOLDER} says what every rank was doing"
+    return error

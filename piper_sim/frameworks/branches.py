@@ -9,7 +9,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 
 
-class ShellTruth(StrEnum):
+class ShellJobTruth(StrEnum):
     """Whether a condition holds, or a command runs."""
 
     YES = "yes"
@@ -17,7 +17,7 @@ class ShellTruth(StrEnum):
     MAYBE = "maybe"  # the file does not say
 
 
-YES, NO, MAYBE = ShellTruth
+YES, NO, MAYBE = ShellJobTruth
 _NOT = {YES: NO, NO: YES, MAYBE: MAYBE}
 _TESTS = {"[": "]", "[[": "]]", "test": "", "((": "))"}
 _WORDS = {"true": YES, ":": YES, "false": NO}
@@ -26,21 +26,21 @@ _UNSET_NAME = re.compile(r'"?\$\{?([A-Za-z_]\w*)\}?"?')
 
 
 @dataclass
-class ShellBlock:
+class ShellJobBlock:
     """One `if` or `case` that is open. word: a case's, None for an `if`; arm: whether the one that we are in runs;
     before: whether one above it did; asking: we stand in a condition, or where a pattern has to come; holds: the
     condition, as far as it is read; pattern: words of one that is not closed; unknown: the file does not say the word.
     """
 
     word: str | None = None
-    arm: ShellTruth = YES
-    before: ShellTruth = NO
+    arm: ShellJobTruth = YES
+    before: ShellJobTruth = NO
     asking: bool = True
-    holds: ShellTruth | None = None
+    holds: ShellJobTruth | None = None
     pattern: list[str] = field(default_factory=list)
     unknown: bool = False
 
-    def enter(self, holds: ShellTruth) -> None:
+    def enter(self, holds: ShellJobTruth) -> None:
         """Go into an arm whose own condition is `holds`."""
         self.arm = NO if self.before is YES else MAYBE if self.before is MAYBE and holds is YES else holds
         self.before = YES if holds is YES else MAYBE if MAYBE in (holds, self.before) else self.before
@@ -52,17 +52,17 @@ class ShellBlock:
 
 
 @dataclass
-class ShellBranches:
+class ShellJobBranches:
     """Where a script's reader stands. value: a word as written to what it stands for, None where the file does not say;
     known: whether a variable is set by the file.
     """
 
     value: Callable[[str], str | None]
     known: Callable[[str], bool]
-    blocks: list[ShellBlock] = field(default_factory=list)
-    status: ShellTruth = YES
+    blocks: list[ShellJobBlock] = field(default_factory=list)
+    status: ShellJobTruth = YES
 
-    def step(self, words: list[str], joined: str) -> tuple[list[str], ShellTruth]:
+    def step(self, words: list[str], joined: str) -> tuple[list[str], ShellJobTruth]:
         """The words of a command behind its keywords, and whether it runs. joined: what stood before it: `&&`, `;`."""
         words = self._keywords(list(words))
         here = self.blocks[-1] if self.blocks else None
@@ -87,11 +87,11 @@ class ShellBranches:
         if self.blocks and self.blocks[-1].word is not None:
             self.blocks[-1].ask()
 
-    def decide(self, words: Sequence[str]) -> ShellTruth:
+    def decide(self, words: Sequence[str]) -> ShellJobTruth:
         """A command that tests something.
 
         >>> values = {"$A": "3", '"$A"': "3", "$B": None}
-        >>> b = ShellBranches(lambda w: values.get(w, w), {"A"}.__contains__)
+        >>> b = ShellJobBranches(lambda w: values.get(w, w), {"A"}.__contains__)
         >>> [str(b.decide(w.split())) for w in ("[ $A -gt 2 ]", '[[ "$A" != 3 ]]', "[ $B = x ]", "[ -f x ]", "! true")]
         ['yes', 'no', 'maybe', 'maybe', 'no']
         """
@@ -106,7 +106,7 @@ class ShellBranches:
             return MAYBE
         return self._test(inner[:-1] if closing else inner, words[0])
 
-    def _test(self, inner: list[str], kind: str) -> ShellTruth:
+    def _test(self, inner: list[str], kind: str) -> ShellJobTruth:
         if inner[:1] == ["!"]:
             return _NOT[self._test(inner[1:], kind)]
         if len(inner) == 2 and inner[0] in ("-z", "-n"):
@@ -129,7 +129,7 @@ class ShellBranches:
             return YES if same == (op != "!=") else NO
         return _ordered(a, op, b)
 
-    def _outer(self) -> ShellTruth:
+    def _outer(self) -> ShellJobTruth:
         arms = {b.arm for b in self.blocks}
         return NO if NO in arms else MAYBE if MAYBE in arms else YES
 
@@ -147,10 +147,10 @@ class ShellBranches:
                 words = words[end + 1 :]
                 continue
             if key == "if":
-                self.blocks.append(ShellBlock())
+                self.blocks.append(ShellJobBlock())
             elif key == "case" and len(words) > 1:
                 said = self.value(words[1])
-                self.blocks.append(ShellBlock(word=said or "", unknown=said is None))
+                self.blocks.append(ShellJobBlock(word=said or "", unknown=said is None))
                 words = words[2:]
             elif here is not None and key == "elif":
                 here.ask()
@@ -165,7 +165,7 @@ class ShellBranches:
             words = words[1:]
         return words
 
-    def _matches(self, block: ShellBlock) -> ShellTruth:
+    def _matches(self, block: ShellJobBlock) -> ShellJobTruth:
         """Whether a case's word is of a pattern, `a|b)` or `*)`."""
         patterns = "|".join(block.pattern).removeprefix("(").removesuffix(")").split("|")
         known = [self.value(p) for p in patterns]
@@ -176,7 +176,7 @@ class ShellBranches:
         return YES if any(p is not None and fnmatchcase(block.word or "", p) for p in known) else NO
 
 
-def _ordered(a: str, op: str, b: str) -> ShellTruth:
+def _ordered(a: str, op: str, b: str) -> ShellJobTruth:
     orders = {"-eq": 0, "-ne": 0, "-lt": -1, "-gt": 1, "-le": -1, "-ge": 1}
     if op not in orders or not all(re.fullmatch(r"-?\d{1,15}", x) for x in (a, b)):
         return MAYBE

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ir.core.files import FileErrors
-from piper_sim.frameworks.branches import MAYBE, NO, ShellBranches
+from piper_sim.frameworks.branches import MAYBE, NO, ShellJobBranches
 
 MOST_WORDS = 20_000
 UNSET = "\u2e2e"  # stands where a variable's value is not in the file
@@ -70,7 +70,7 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
     Raises PiperError (job): a quote that is not closed, more words than a launch has.
     """
     job, commands, count = ShellJob(), list[list[str]](), 0
-    branches = ShellBranches(job.value, job.variables.__contains__)
+    branches = ShellJobBranches(job.value, job.variables.__contains__)
     for line, body in _statements(text):
         if line.startswith("#SBATCH"):
             job.batch += _split(line[7:], form, file)

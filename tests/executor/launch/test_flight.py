@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from executor.device.progress import RankProgress, RankState, create
-from executor.launch import flight, launch
+from executor.launch import launch
 from executor.launch.launch import RankFailed
+from executor.runtime import flight
 from executor.runtime.flight import SIGNAL, arm, operations, stacks, stacks_file
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportTopology
