@@ -27,9 +27,10 @@ _UNSET_NAME = re.compile(r'"?\$\{?([A-Za-z_]\w*)\}?"?')
 
 @dataclass
 class ShellJobBlock:
-    """One `if` or `case` that is open. word: a case's, None for an `if`; arm: whether the one that we are in runs;
+    """One `if`, `case` or `{` that is open. word: a case's, else None; arm: whether the one that we are in runs;
     before: whether one above it did; asking: we stand in a condition, or where a pattern has to come; holds: the
-    condition, as far as it is read; pattern: words of one that is not closed; unknown: the file does not say the word.
+    condition, as far as it is read; pattern: words of one that is not closed; unknown: the file does not say the word;
+    group: it is a `{`; outside: whether what it stands in runs.
     """
 
     word: str | None = None
@@ -39,6 +40,8 @@ class ShellJobBlock:
     holds: ShellJobTruth | None = None
     pattern: list[str] = field(default_factory=list)
     unknown: bool = False
+    group: bool = False
+    outside: ShellJobTruth = YES
 
     def enter(self, holds: ShellJobTruth) -> None:
         """Go into an arm whose own condition is `holds`."""
@@ -65,13 +68,18 @@ class ShellJobBranches:
     def step(self, words: list[str], joined: str) -> tuple[list[str], ShellJobTruth]:
         """The words of a command behind its keywords, and whether it runs. joined: what stood before it: `&&`, `;`."""
         words = self._keywords(list(words))
-        here = self.blocks[-1] if self.blocks else None
-        outer = self._outer()
-        if here is not None and here.asking:
-            if words and here.word is None:  # of several commands, the last one decides: we do not follow them
-                here.holds = self.decide(words) if here.holds is None and outer is YES else MAYBE
-            return words, outer
-        runs = {"&&": self.status, "||": _NOT[self.status]}.get(joined, YES)
+        while True:
+            here, outer = self.blocks[-1] if self.blocks else None, self._outer()
+            if here is not None and here.asking:
+                if words and here.word is None:  # of several commands, the last one decides: we do not follow them
+                    here.holds = self.decide(words) if here.holds is None and outer is YES else MAYBE
+                return words, outer
+            runs = {"&&": self.status, "||": _NOT[self.status]}.get(joined, YES)
+            if "{" not in (*words[:1], *words[-1:]):
+                break
+            # A group, or a function, whose body stands for its calls.
+            self.blocks.append(ShellJobBlock(arm=runs, asking=False, group=True, outside=outer))
+            words, joined = self._keywords(words[words.index("{") + 1 :]), ";"
         if NO in (outer, runs) or not words:
             return [], NO
         self.status = MAYBE if runs is MAYBE else self.decide(words) if words[0] in {*_TESTS, *_WORDS} else YES
@@ -130,8 +138,8 @@ class ShellJobBranches:
         return _ordered(a, op, b)
 
     def _outer(self) -> ShellJobTruth:
-        arms = {b.arm for b in self.blocks}
-        return NO if NO in arms else MAYBE if MAYBE in arms else YES
+        both = (self.blocks[-1].arm, self.blocks[-1].outside) if self.blocks else ()
+        return NO if NO in both else MAYBE if MAYBE in both else YES
 
     def _keywords(self, words: list[str]) -> list[str]:
         """Follow the keywords that a command starts with."""
@@ -147,10 +155,10 @@ class ShellJobBranches:
                 words = words[end + 1 :]
                 continue
             if key == "if":
-                self.blocks.append(ShellJobBlock())
+                self.blocks.append(ShellJobBlock(outside=self._outer()))
             elif key == "case" and len(words) > 1:
                 said = self.value(words[1])
-                self.blocks.append(ShellJobBlock(word=said or "", unknown=said is None))
+                self.blocks.append(ShellJobBlock(word=said or "", unknown=said is None, outside=self._outer()))
                 words = words[2:]
             elif here is not None and key == "elif":
                 here.ask()
@@ -158,7 +166,7 @@ class ShellJobBranches:
                 here.enter(here.holds or MAYBE)
             elif here is not None and key == "else":
                 here.enter(YES)
-            elif here is not None and key in ("fi", "esac"):
+            elif here is not None and (key in ("fi", "esac") if not here.group else key == "}"):
                 self.blocks.pop()
             else:
                 return words

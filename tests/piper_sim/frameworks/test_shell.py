@@ -34,6 +34,7 @@ BRANCHES = {
     "nested": "if [ $M != other ]; then\n if [ $M = small ]; then N=4; else N=9; fi\nelse\n N=2\nfi",
     "numbers": "K=2\n[ $M = small ] && K=4\n[ $M = large ] && K=9\nif (( K > 4 )); then N=9\n"
     "elif [ $K -ge 3 ]; then N=4; else N=2; fi",
+    "group": "N=2\nK=0\n[ $M = small ] && { K=1; N=4; }\n[ $M != large ] || { K=1\nN=9; }",
     "flag": 'S=false; L=false\n[ "$M" = small ] && S=true\n[ "$M" = large ] && L=true\nN=2\nif $S; then N=4; fi; '
     "if [[ $L == true ]]; then N=9; fi",
     "empty": 'N=2\nif [ -z "$NEVER" ]; then\n [ "$M" == small ] && N=4\n test "$M" = large && N=9\nfi',
@@ -99,6 +100,8 @@ def _nested(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         | st.builds(lambda t, a, u, b: f"if {t}; then {a}\nelif {u}\nthen\n{b}\nfi", TESTS, block, TESTS, block)
         | st.builds(CASE.format, NAMES, block, block, block)
         | st.builds(lambda t, a, sign: f"{t} {sign} {a}", TESTS, ASSIGNS, st.sampled_from(["&&", "||"]))
+        | st.builds(lambda t, a, sign: f"{t} {sign} {{ {a}\n}}", TESTS, block, st.sampled_from(["&&", "||"]))
+        | st.builds(lambda a, b: f"f() {{\n{a}\n}}\nf\n{b}", block, block)
     )  # fmt: skip
 
 
