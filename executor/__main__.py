@@ -10,7 +10,7 @@ import sys
 if not sys.flags.safe_path and not os.path.samefile(sys.path[0] or ".", os.path.dirname(os.path.dirname(__file__))):
     sys.path.append(sys.path.pop(0))
 
-from executor.launch.torchrun import main
+from executor.launch.torchrun import end, main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end(main(sys.argv[1:]))

@@ -214,6 +214,14 @@ def _live(
     return 0
 
 
+def end(code: int) -> NoReturn:
+    """End this process as its run has ended. Torch's threads for stores and gloo may abort a process that is taken down
+    around them ("terminate called without an active exception"), and a run that went well would count as failed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def report(e: PiperError) -> None:
     """The error as `piper-sim run --json` prints it, and as people read it."""
     print(json.dumps({"schema_version": 1, "error": e.to_dict()}), flush=True)

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
+from executor.launch.torchrun import end, report
 from executor.launch.torchrun import main as rank_main
-from executor.launch.torchrun import report
 from ir.core.errors import ErrorKind, PiperError
 from piper_sim.app.captured import load_job
 from piper_sim.pricing.prepare import hardware_of
@@ -62,4 +62,4 @@ def chosen(path: str, sets: Sequence[str], world: int, here: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end(main(sys.argv[1:]))

@@ -110,6 +110,15 @@ def _alone(*args: str, **env: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, found["error"]
 
 
+@pytest.mark.parametrize(("way", "code"), [("end(0)", 0), ("end(4)", 4), ("sys.exit(0)", -signal.SIGABRT)])
+def test_what_libraries_do_at_the_end_of_a_process_does_not_fail_a_run(way: str, code: int) -> None:
+    program = (
+        f"import atexit, os, sys; from executor.launch.torchrun import end; atexit.register(os.abort); print(7); {way}"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == code and (done.stdout == "7\n" or way == "sys.exit(0)")
+
+
 def test_what_cannot_run_is_refused_before_anybody_meets(tmp_path: Path) -> None:
     job = str(job_file(tmp_path))
     code, error = _alone(job)

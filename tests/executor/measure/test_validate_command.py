@@ -77,7 +77,7 @@ def test_a_run_that_fails_exits_4_and_names_the_rank(
     job = str(job_file(tmp_path))
     error = command(capfd, "validate", job, "-n", "2", "--steps", "1", "--out", str(out), code=4)["error"]
     assert error["kind"] == "rank_failed" and error["rank"] == 1
-    assert {p.name for p in out.iterdir()} == {"ranks.json"}
+    assert {p.name for p in out.iterdir()} == {"flight", "ranks.json"}
 
 
 @pytest.mark.parametrize(
