@@ -82,7 +82,7 @@ def launch(
 
     given: jobs with their plans (`executor.runtime.given.given_text`), which ranks find at `context.given()`.
     out: a folder that gets `ranks.json`, whole, before any rank goes on; of a run that fails also `flight`, with what
-    every rank was doing (`executor.launch.flight`).
+    every rank was doing (`executor.runtime.flight`).
     watchdog_s: a rank that makes no progress for so long has failed; startup_s: the same before its first op.
     together: all ranks are threads of one process.
 

@@ -103,20 +103,20 @@ class ShellJobBranches:
         >>> [str(b.decide(w.split())) for w in ("[ $A -gt 2 ]", '[[ "$A" != 3 ]]', "[ $B = x ]", "[ -f x ]", "! true")]
         ['yes', 'no', 'maybe', 'maybe', 'no']
         """
-        if words[:1] == ["!"]:
-            return _NOT[self.decide(words[1:])]
+        turned, words = _turned(words)
         if not words or words[0] not in _TESTS:
             said = self.value(words[0]) if len(words) == 1 else None
-            return _WORDS.get(said or "", MAYBE)
+            found = _WORDS.get(said or "", MAYBE)
+            return _NOT[found] if turned else found
         closing = _TESTS[words[0]]
         inner = list(words[1:])
         if closing and inner[-1:] != [closing]:
             return MAYBE
-        return self._test(inner[:-1] if closing else inner, words[0])
+        again, inner = _turned(inner[:-1] if closing else inner)
+        found = self._test(inner, words[0])
+        return _NOT[found] if turned != again else found
 
-    def _test(self, inner: list[str], kind: str) -> ShellJobTruth:
-        if inner[:1] == ["!"]:
-            return _NOT[self._test(inner[1:], kind)]
+    def _test(self, inner: Sequence[str], kind: str) -> ShellJobTruth:
         if len(inner) == 2 and inner[0] in ("-z", "-n"):
             name = _UNSET_NAME.fullmatch(inner[1])
             said = "" if name and not self.known(name[1]) else self.value(inner[1])  # as `${NAME:-…}` takes it
@@ -182,6 +182,12 @@ class ShellJobBranches:
         if block.unknown or None in known:
             return MAYBE
         return YES if any(p is not None and fnmatchcase(block.word or "", p) for p in known) else NO
+
+
+def _turned(words: Sequence[str]) -> tuple[bool, Sequence[str]]:
+    """Whether `!` in front turns an answer round, and the words behind."""
+    first = next((i for i, w in enumerate(words) if w != "!"), len(words))
+    return first % 2 == 1, words[first:]
 
 
 def _ordered(a: str, op: str, b: str) -> ShellJobTruth:

@@ -25,7 +25,7 @@ _LIST = rf"{_NAME}\+?=\((?:{_INNER}|[^()\"'`\\])*+\)"
 _WORD = re.compile(rf"{_LIST}|;+|(?:{_INNER}|[^\s\"'`\\;])+", re.DOTALL)
 # "$@", and variables that by their names hold arguments: unset, they are none
 _BAG = r"(?i:[A-Z_]*(?:ARGS|ARGUMENTS|OPTS?|OPTIONS|FLAGS|EXTRA|PARAMS)[A-Z_]*)"
-_ARGUMENTS = re.compile(rf'"?\$(?:(?P<own>[@*])|\{{[@*][^{{}}]*\}}|\{{?(?P<bag>{_BAG})(?:\[[@*]\])?\}}?)"?')
+_ARGUMENTS = re.compile(rf'"?\$(?:[@*]|\{{[@*][^{{}}]*\}}|\{{?(?P<bag>{_BAG})(?:\[[@*]\])?\}}?)"?')
 _PIECE = re.compile(rf"{_INNER}|(?:[^\s\"'`\\$]|\$(?!\())+", re.DOTALL)
 _ENDS = {";", ";;", "&&", "||", "|", "&", "(", ")"}
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")

@@ -187,7 +187,7 @@ def _cluster(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> None:
 def _replicas(f: Facts, p: Mapping[str, Any], inner: int, per: int) -> Iterator[int]:
     """Numbers of replicas that may be: those that hold the experts, divide the batch and fill nodes come first."""
     world, experts = inner // p.get("pp", 1), p.get("ep", 1) * p.get("etp", 1)
-    copies = f.get("dp_replicate", 1)
+    copies = max(1, f.get("dp_replicate", 1))
     least = experts // gcd(world, experts)
     least *= copies // gcd(least, copies)
     batch, accumulated = f.get("global_batch"), f.get("accumulation", 0) * f.get("microbatch_size", 0)

@@ -252,6 +252,13 @@ def test_a_class_of_nemo_2_is_a_model_by_name(tmp_path: Path) -> None:
     assert "model.config._target_" in listed(odd, ASSUMED)
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "1"])
+def test_copies_that_are_none_of_torchs_still_have_gpus(tmp_path: Path, value: str) -> None:
+    text = TITAN.replace("shard_degree = 2", f"replicate_degree = {value}")
+    c = imported(tmp_path, text, "t.toml").job["cluster"]
+    assert c["nodes"] >= 1 and c["gpus_per_node"] >= 1
+
+
 @pytest.mark.parametrize("value", ["0", "-4", "[4, 2]"])
 def test_a_batch_that_is_none_of_torchs_still_has_a_job(tmp_path: Path, value: str) -> None:
     found = imported(tmp_path, TITAN.replace("local_batch_size = 4", f"local_batch_size = {value}"), "t.toml")

@@ -1,6 +1,5 @@
 """What bash makes of a script's branches, defaults and leftover arguments: bash itself is asked what it would run."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -76,6 +75,13 @@ def test_a_value_that_is_not_in_the_file_stays_unknown(tmp_path: Path) -> None:
     assert {"--num-layers", "--tensor-model-parallel-size"} == set(listed(found, UNKNOWN))
 
 
+def test_a_condition_turned_round_thousands_of_times_is_answered(tmp_path: Path) -> None:
+    for bangs, count in ((5000, 4), (5001, 2)):
+        for condition in ("! " * bangs + "[ a = a ]", "[ " + "! " * bangs + "a = a ]"):
+            text = f"if {condition}; then N=4; else N=2; fi\n{LAUNCH.format('--num-layers $N')}\n"
+            assert layers(tmp_path, text) == count
+
+
 # -- beside bash ------------------------------------------------------------------------------------------------------
 
 NAMES = st.sampled_from("ABC")
@@ -108,7 +114,6 @@ def _nested(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 SCRIPTS = st.lists(st.recursive(ASSIGNS, _nested, max_leaves=6), min_size=1, max_size=6).map("\n".join)
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="asks bash")
 @settings(max_examples=60, deadline=None)
 @given(SCRIPTS)
 @example("A=1;B=2\nC+=x")
