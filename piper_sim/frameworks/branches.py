@@ -109,10 +109,9 @@ class ShellJobBranches:
             found = _WORDS.get(said or "", MAYBE)
             return _NOT[found] if turned else found
         closing = _TESTS[words[0]]
-        inner = list(words[1:])
-        if closing and inner[-1:] != [closing]:
+        if closing and words[-1] != closing:
             return MAYBE
-        again, inner = _turned(inner[:-1] if closing else inner)
+        again, inner = _turned(words[1:-1] if closing else words[1:])
         found = self._test(inner, words[0])
         return _NOT[found] if turned != again else found
 
