@@ -162,8 +162,7 @@ class _Gathers:
             self.uses.append(row)
             if b.key not in self.here:
                 while len(self.here) > max(self.prefetch, len(keys) - 1):
-                    old = next(k for k in self.here if k not in keys)
-                    self.gone.append(self.here.pop(old))
+                    self.gone.append(self.here.popitem(last=False)[1])  # those this op needs lie behind it
                     self.front = max(self.front, self.gone[-1].last + 1)
                 self.front = max(self.front, self.uses[max(0, len(self.uses) - 1 - self.prefetch)])
                 self.here[b.key] = self._gather(b, way, mbs[member], row)

@@ -26,7 +26,7 @@ from piper_sim.compiled.structure import CompiledEngine
 from piper_sim.engine.scenario import EngineRun, EngineScenario
 
 
-def event_loop(scenario: EngineScenario, duration: FloatArray, steps: int = 1) -> EngineRun:
+def event_loop(scenario: EngineScenario, duration: FloatArray, steps: int) -> EngineRun:
     """Run `steps` repetitions of a scenario under interference, on shared links. Transfers are rendezvous.
 
     duration: seconds of each op alone on its device, multiples of 2**-40.

@@ -145,3 +145,11 @@ def test_a_dtype_without_arithmetic_is_refused() -> None:
     with pytest.raises(PiperError, match="a100-sxm-80gb has no fp8") as caught:
         load_hardware("a100-sxm-80gb").peak_flops(DType.FP8)
     assert caught.value.allowed == "fp64, fp32, bf16, fp16"
+
+
+@pytest.mark.parametrize("key", ["efficiency", "unhidden_memory"])
+def test_a_peak_without_what_is_reached_of_it_is_refused(tmp_path: Path, key: str) -> None:
+    other = ({"efficiency", "unhidden_memory"} - {key}).pop()
+    edits = {"peak_TFLOPs": {"fp8": 600.0}, "gemm": {other: {"fp8": 0.5}}}
+    error = refused(written(tmp_path, edits, "a100-sxm-80gb"))
+    assert (error.key, error.suggestion) == (f"gemm.{key}", f"add fp8 to gemm.{key}")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cost_models import LinkFabric, load_hardware, message_seconds, presets
 from cost_models.links.fabric import distinct, ring_all_reduce, ring_gather, sharp_all_reduce, tree_all_reduce
 from cost_models.links.loads import link_bytes
-from cost_models.links.protocols import GLOO
+from cost_models.links.protocols import GLOO, NCCL
 from ir.core.work import Message, MessageKind
 
 REAL = LinkFabric.of(load_hardware("h100-sxm"))
@@ -92,6 +92,18 @@ def test_latency_counts_steps() -> None:
     # 2 nodes of 4: a flat ring crosses twice on each way, a chain of 3 goes up and down in each node.
     assert [f(0, 4, 2, slow) for f in (ring_all_reduce, ring_gather, tree_all_reduce)] == [410.5, 106.5, 206.5]
     assert ring_all_reduce(0, 1, 64, slow) == 12600.5
+
+
+def test_the_least_a_call_takes_is_the_library_s_own_table() -> None:
+    """Microseconds of NCCL's tuning table for its low-latency protocol: base 6.6; hops 0.6, 2.7 and, of a tree, 5."""
+    nccl = replace(IDEAL, protocols=NCCL, launch=6.6e-6, node_latency=0.6e-6, nic_latency=2.7e-6)
+    least = [ring_all_reduce(0, 2, 1, nccl), ring_all_reduce(0, 1, 2, nccl), tree_all_reduce(0, 1, 2, nccl)]
+    assert least == pytest.approx([6.6e-6 + 2 * 0.6e-6, 6.6e-6 + 2 * 2.7e-6, 6.6e-6 + 2 * 5e-6], rel=1e-3)
+
+
+def test_rings_across_nodes_are_no_faster_than_what_is_inside() -> None:
+    slow = replace(IDEAL, node=15.0)  # less than two NICs of 10
+    assert [ring_gather(S, n, 2, slow) for n in (1, 2)] == pytest.approx([1 / 2 * S / 10, 3 / 4 * S / 15])
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])

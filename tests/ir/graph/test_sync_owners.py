@@ -4,12 +4,15 @@ from math import prod
 
 import pytest
 
+from ir.core.filters import parse_filter
 from ir.core.work import MessageKind
+from ir.directives import ReplicateDirective
 from ir.graph.graph import Graph, PerStepOp
 from ir.graph.sync import Bucket, buckets, repeated
 from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.workload.params import local_numel
+from tests.ir.plans import moe_graph
 
 
 def graph(config: str = "tiny-llama", zero: int = 0, *, planned: bool = False, **parallel: object) -> Graph:
@@ -105,3 +108,18 @@ def test_a_bucket_says_that_tp_holds_it() -> None:
 
     assert names(buckets(graph(tp=2, dp=2))) == {"dense", "dense.tp"}
     assert names(buckets(graph(tp=2, dp=2, sequence_parallel=False))) == {"dense"}
+
+
+def test_buckets_that_would_be_called_the_same_say_in_what_they_differ_and_no_more() -> None:
+    less = ReplicateDirective(parse_filter({"L": "1"}), 0, None, "dp", "dp")
+    g = moe_graph("1f1b", 2, 2, zero=1, layers=4, then=(less,))
+    apart = {f"0/{kind}.zero{level}" for kind in ("dense", "experts") for level in (0, 1)}
+    assert {b.key for b in buckets(g)} == apart | {"1/dense", "1/experts"}
+
+
+@pytest.mark.parametrize(("limit", "first"), [(1279, 1), (1280, 2), (1281, 2), (1360, 3)])
+def test_a_bucket_is_as_large_as_was_asked(limit: int, first: int) -> None:
+    """Of the first stage: a table of 50 x 4 elements, attention of 30 x 4, a router of 5 x 4; four bytes each."""
+    found = buckets(moe_graph("1f1b", 2, 2, layers=4, bucket_MiB=limit / 2**20))
+    dense = next(b for b in found if b.key == "0/dense.0")
+    assert dense.params == ("embed.weight", "l0.attn", "l0.router")[:first]

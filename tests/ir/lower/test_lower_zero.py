@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ir.core.ops import Pass
 from ir.core.work import MessageKind
 from ir.graph.graph import PerStepOp
 from ir.graph.sync import buckets
@@ -171,6 +172,35 @@ def test_without_data_parallelism_nothing_is_sharded() -> None:
     dual = moe_plan("dualpipe", 2, 4, zero=3, dp=1, ep=1, layers=2)
     check_plan(dual)
     assert {t.split("/")[0] for t in dual.texts if "RS" in t or "A" in t.split("/")[0]} >= {"0AR", "1AR"}
+
+
+@fewer
+@given(
+    name=st.sampled_from([n for n in FIXED if n != "dualpipe"]),  # whose sums are met by another rank
+    ranks=st.integers(1, 4),
+    mbs=st.integers(1, 5),
+    zero=st.sampled_from([0, 1]),
+)
+def test_a_sum_of_one_owner_is_dispatched_behind_the_pass_that_ends_its_gradient(
+    name: str, ranks: int, mbs: int, zero: int
+) -> None:
+    plan = moe_plan(name, ranks, mbs, zero=zero, layers=max(4, 2 * ranks))
+    g, compute = plan.graph, np.flatnonzero(plan.kind == OpKind.COMPUTE)
+    parts = {b.key: {(g.entries[k].stage, g.entries[k].name) for k in b.members} for b in buckets(g)}
+    seen = 0
+    for i, shape in enumerate(plan.shapes[s] for s in plan.shape.tolist()):
+        node = g.nodes[shape.covers[0][0]] if shape.covers else None
+        if node is None or node.kind not in (PerStepOp.REDUCE, PerStepOp.ALL_REDUCE):
+            continue
+        before = compute[(compute < i) & (compute >= plan.bounds[plan.program[i]])].tolist()
+        covers = {k: [g.nodes[n] for n, _ in plan.shapes[plan.shape[k]].covers] for k in before}
+        gives = [
+            k for k in before if any(n.kind is Pass.W and (n.stage, n.part) in parts[node.bucket] for n in covers[k])
+        ]
+        passes = {(covers[k][0].stage, int(plan.mb[k])) for k in before if k >= gives[-1]}
+        assert len(passes) == 1, (plan.text(i), passes)
+        seen += 1
+    assert seen == len(parts)
 
 
 def test_programs_update_after_all_their_reductions() -> None:

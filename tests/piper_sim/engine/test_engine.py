@@ -17,8 +17,10 @@ from ir.graph.sync import buckets
 from ir.plan.plan import OpKind, OpLists, Plan
 from ir.schedules.registry import NAMES, build
 from ir.schedules.schedule import OpTimes
-from piper_sim.engine import EngineRun, MessageMode, run
+from piper_sim import compiled
+from piper_sim.engine import EngineRun, EngineScenario, MessageMode, play, run
 from piper_sim.engine.scenario import carried
+from piper_sim.pricing.hosts import inline
 from piper_sim.study.pipeline import PassTimes, run_schedule
 from tests.ir.plans import moe_plan, stage_plan
 from tests.piper_sim.engine.cases import CUT, HEAVY, LAYERS, STAGES, durations, layers, stages
@@ -184,6 +186,19 @@ def test_a_deadlock_names_every_rank_and_op_and_what_it_waits_for() -> None:
         assert "  rank 1 compute stands at 1F0, which waits for 1SEND_B0" in story
         assert "  rank 0 compute stands at 0B0, which waits for 0RECV_B0" in story
         assert "  rank 0 recv<1 stands at 0RECV_B0, which waits for 1SEND_B0 of rank 1" in story
+
+
+def test_a_deadlock_names_what_each_host_waits_for() -> None:
+    plan = stage_plan("1f1b", 2, 2)
+    at = {(int(plan.program[i]), plan.text(i)): i for i in range(len(plan))}
+    stuck = with_waits(plan, at[1, "1F0"], at[1, "1SEND_B0"])
+    for engine in (play, compiled.play):
+        with pytest.raises(PiperError) as caught:
+            engine(EngineScenario.of(stuck, host=inline(stuck)), np.ones(len(plan)), 1)
+        assert caught.value.message.splitlines()[-2:] == [
+            "  rank 0 host stands at 0B1, which waits for 0B0",
+            "  rank 1 host stands at 1RECV_F1, which waits for 1F0",
+        ]
 
 
 def test_a_deadlock_in_a_meeting_names_who_has_not_come() -> None:
