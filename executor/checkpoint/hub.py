@@ -37,13 +37,13 @@ def write_hub(folder: Path, manifest: CheckpointManifest, out: Path, dtype: DTyp
             raise PiperError(ErrorKind.IO, message, file=str(out), key="--hub", allowed="a new folder")
         count = len(files)
         names = [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)] if count > 1 else [WHOLE]
-        index: dict[str, str] = {}
+        index, size = dict[str, str](), 0
         for name, params in zip(names, files, strict=True):
             tensors = dict(_tensors(folder, manifest, params, TORCH[dtype]))
             index |= dict.fromkeys(tensors, name)
+            size += sum(t.nbytes for t in tensors.values())
             write_tensors(out / name, tensors)
         if count > 1:
-            size = sum(prod(s) for s in manifest.training.shapes.values()) * TORCH[dtype].itemsize
             _write(out / INDEX, {"metadata": {"total_size": size}, "weight_map": index})
             names.append(INDEX)
         if config := _config(manifest, dtype):

@@ -121,6 +121,11 @@ def test_a_run_starts_there_and_transformers_reads_what_it_saves(
     write_hub(folder, captured, tmp_path / "own", manifest.training.format)
     assert {*manifest.training.shapes} <= {*load_file(tmp_path / "own" / WHOLE)}  # as stacked
     assert abs(loss(theirs) - back) <= 1e-12 * back < back < runs[0].object["losses"][0]
+    write_hub(folder, manifest, tmp_path / "many", manifest.training.format, 8192)
+    files = {f.name: load_file(f) for f in (tmp_path / "many").glob("*.safetensors")}
+    index = json.loads((tmp_path / "many" / INDEX).read_text())
+    assert len(files) > 1 and index["weight_map"] == {t: name for name, held in files.items() for t in held}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for held in files.values() for t in held.values())
 
 
 def job_of(folder: Path) -> tuple[str, ...]:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.limits import RANKS, check_ranks
 from ir.core.mesh import Mesh
-from ir.job.build import directives_json, prepare, resolve
+from ir.job.build import blaming, directives_json, prepare, resolve
 from ir.job.load import job_from
 from ir.job.schema import Job
 from ir.verify import check_plan
@@ -145,3 +146,22 @@ def test_layers_are_those_of_the_stages() -> None:
 def test_two_microbatches_per_rank_where_none_are_given() -> None:
     assert prepare(job(parallel={"pp": 2})).mbs == 4
     assert prepare(job()).schedule == "1f1b"
+
+
+def test_what_is_wrong_with_directives_is_wrong_in_their_file(tmp_path: Path) -> None:
+    own = job(str(tmp_path / "job.toml"), schedule={"directives": "mine.json"})
+    for kind in (ErrorKind.DIRECTIVE, ErrorKind.ILLEGAL_PLAN):
+        with pytest.raises(PiperError) as caught, blaming(own):
+            raise PiperError(kind, "no order for stage 1")
+        assert (caught.value.file, caught.value.key) == (str(tmp_path / "mine.json"), "schedule.directives")
+        assert caught.value.allowed
+
+
+def test_so_many_gpus_and_no_more() -> None:
+    check_ranks(RANKS, "cluster.nodes")
+    with pytest.raises(PiperError, match=f"{RANKS + 1} GPUs"):
+        check_ranks(RANKS + 1, "cluster.nodes")
+
+
+def test_a_price_of_cents_is_a_price() -> None:
+    assert job(cluster={"price": 0.01}).cluster.price == 0.01

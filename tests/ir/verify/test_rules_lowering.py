@@ -167,3 +167,11 @@ def test_a_gather_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower_zero._Gathers, "_gather", gather)
     for prefetch in (0, 1, 3):
         refused(made(zero=3, prefetch=prefetch), "before there is room|readings ahead")
+
+
+def test_an_op_of_one_owner_that_meets_others_is_named() -> None:
+    plan = made()
+    (first, *_) = (i for i in range(len(plan)) if plan.text(i) == "0UPDATE/p0")
+    collective = plan.collective.copy()
+    collective[first] = collective.max() + 1
+    refused(replace(plan, collective=collective), "program 0: 0UPDATE/p0 meets other programs")

@@ -96,3 +96,9 @@ def test_a_job_s_layout_says_how_many_stages_a_rank_has_and_stands_alone() -> No
     ):
         with pytest.raises(PiperError, match=message):
             prepare(load_job(table | {"schedule": {"name": "vpp", "layout": "E|tt||tt|L"}}, sets))
+
+
+@pytest.mark.parametrize("text", ["((t)*2)", "t(t(t)*2)"])
+def test_groups_are_not_put_inside_of_groups(text: str) -> None:
+    with pytest.raises(PiperError, match="a group inside of a group"):
+        parse_layout(text)

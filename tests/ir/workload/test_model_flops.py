@@ -245,3 +245,16 @@ def test_experts_cut_by_etp_gather_and_scatter_rows():
     size = 2048 * 2 * 2 * 4096 * 2
     for when in (Pass.F, Pass.I):
         assert messages(w, when) == [("all_gather", "etp", size), ("reduce_scatter", "etp", size)]
+
+
+def test_what_attention_and_sums_of_the_stream_move():
+    """Every tensor once each way, two bytes an element; flash's statistics and its sums of dq are fp32."""
+    s, heads, q, kv = 2048, 32, 32 * 128, 2 * 8 * 128
+    attn = works(load_config("llama3-8b"), shape=MicrobatchShape(1, s))["l0.attn"]
+    (there,) = (x.bytes for x in attn.forward if x.kind is KernelKind.ATTENTION)
+    (back,) = (x.bytes for x in attn.input_grad if x.kind is KernelKind.ATTENTION)
+    assert there == 2 * s * (2 * q + kv) + 4 * s * heads
+    assert back == 2 * 2 * s * (2 * q + kv) + 2 * 4 * s * q + 4 * s * heads
+    for name, hidden, terms in (("mixtral-8x7b", 4096, 2), ("deepseek-v3", 7168, 3)):  # the latter with a shared expert
+        add = works(load_config(name), shape=MicrobatchShape(1, s))["l5.add"]
+        assert [x.bytes for x in add.forward] == [2 * (terms + 1) * s * hidden]
