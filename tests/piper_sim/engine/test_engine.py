@@ -173,13 +173,18 @@ def with_waits(plan: Plan, row: int, on: int) -> Plan:
     return replace(plan, waits=waits)
 
 
-def test_a_deadlock_names_every_rank_and_op_and_what_it_waits_for() -> None:
+def crossed() -> Plan:
+    """Two ranks whose second waits, before its first forward, for what that forward makes possible."""
     plan = stage_plan("1f1b", 2, 2)
     at = {(int(plan.program[i]), plan.text(i)): i for i in range(len(plan))}
-    stuck = with_waits(plan, at[1, "1F0"], at[1, "1SEND_B0"])
+    return with_waits(plan, at[1, "1F0"], at[1, "1SEND_B0"])
+
+
+def test_a_deadlock_names_every_rank_and_op_and_what_it_waits_for() -> None:
+    stuck = crossed()
     for wire in MessageMode:
         with pytest.raises(PiperError) as caught:
-            run(stuck, np.ones(len(plan)), wire)
+            run(stuck, np.ones(len(stuck)), wire)
         assert caught.value.kind is ErrorKind.DEADLOCK
         story = caught.value.message.splitlines()
         assert story[0] == "no stream can move:"
@@ -189,12 +194,10 @@ def test_a_deadlock_names_every_rank_and_op_and_what_it_waits_for() -> None:
 
 
 def test_a_deadlock_names_what_each_host_waits_for() -> None:
-    plan = stage_plan("1f1b", 2, 2)
-    at = {(int(plan.program[i]), plan.text(i)): i for i in range(len(plan))}
-    stuck = with_waits(plan, at[1, "1F0"], at[1, "1SEND_B0"])
+    stuck = crossed()
     for engine in (play, compiled.play):
         with pytest.raises(PiperError) as caught:
-            engine(EngineScenario.of(stuck, host=inline(stuck)), np.ones(len(plan)), 1)
+            engine(EngineScenario.of(stuck, host=inline(stuck)), np.ones(len(stuck)), 1)
         assert caught.value.message.splitlines()[-2:] == [
             "  rank 0 host stands at 0B1, which waits for 0B0",
             "  rank 1 host stands at 1RECV_F1, which waits for 1F0",
