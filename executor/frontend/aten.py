@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from executor.frontend.calls import KernelForm
 from executor.modules.base import TORCH
 from ir.core.work import DType, Kernel, KernelKind
 
@@ -35,6 +36,27 @@ ATTENTION: Mapping[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
 }
 
+OVERWRITES = ("copy_", "fill_", "zero_")
+SCATTERS = ("scatter_", "scatter_add_", "index_put_", "index_add_")
+# What torch tags neither as pointwise nor as a reduction, though a compiler makes loops of it.
+ELEMENTS = {
+    *("_to_copy", "copy", "fill", "zero", "cat", "stack", "repeat", "roll", "flip", "tril", "triu", "constant_pad_nd"),
+    *(
+        "slice_backward",
+        "select_backward",
+        "slice_scatter",
+        "select_scatter",
+        "lift_fresh",
+        "bernoulli",
+        "native_dropout",
+    ),
+    *("arange", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "scalar_tensor"),
+    *("new_ones", "new_zeros", "new_full"),
+}
+ROWS = {
+    *("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"),
+    *("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
+}
 GATHERS = (_aten.embedding, _aten.index_select, _aten.gather, _aten.index)
 
 
@@ -43,11 +65,10 @@ def kernel_of(
 ) -> Kernel | None:
     """The kernel of one call; None where nothing is computed or moved. made: outputs with storages of their own."""
     packet, name = func.overloadpacket, func.overloadpacket.__name__
-    wrote = [*made, *(a for a in args[:1] if name.endswith("_") and isinstance(a, Tensor))]
+    wrote = [*made, *rewritten(func, args)]
     if not wrote or name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach"):
         return None
-    # A gather reads the rows it wants, not the table.
-    moved = sum(_bytes(t) for t in ((*wrote, *wrote, *read[1:]) if packet in GATHERS else (*read, *wrote)))
+    moved = sum(map(touched, _moved(packet, name, read, wrote)))
     dtype = next((FORMATS[t.dtype] for t in (*wrote, *read) if t.dtype in FORMATS), DType.FP32)
     if packet in ATTENTION:
         q, k, v = [t for t in read if t.dim() == 4][packet.__name__.endswith("backward") :][:3]
@@ -66,7 +87,48 @@ def kernel_of(
     return Kernel(KernelKind.MEMORY, flops, moved, dtype, (), name)
 
 
-def _bytes(tensor: Tensor) -> int:
+def rewritten(func: Any, args: Sequence[Any]) -> list[Tensor]:
+    """What a call writes in place."""
+    return [a for a in args[:1] if func.overloadpacket.__name__.endswith("_") and isinstance(a, Tensor)]
+
+
+def _moved(packet: Any, name: str, read: Sequence[Tensor], wrote: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What is read and written. A gather reads the rows it wants, no others; a scatter in place touches those alone."""
+    if packet in GATHERS:
+        return (*wrote, *wrote, *read[1:])
+    if name in SCATTERS:
+        return (*read[1:], read[-1], read[-1])
+    if name in OVERWRITES:
+        return (*read[1:], *wrote)
+    return (*read, *wrote)
+
+
+def looped(func: Any, args: Sequence[Any], read: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[KernelForm, int]:
+    """What a compiler's loops can do with a call, and the elements that they go over.
+
+    >>> x = torch.zeros(4, 8)
+    >>> [looped(f, (x, *more), [x], [out])[0].value for f, more, out in (
+    ...     (_aten.neg.default, (), x), (_aten.sum.dim_IntList, ([1],), x[:, 0]), (_aten.sum.dim_IntList, ([0],), x[0]),
+    ...     (_aten.mm.default, (x.T,), x @ x.T))]
+    ['elements', 'rows', 'columns', 'apart']
+    """
+    name = func.overloadpacket.__name__
+    plain, over = name.rstrip("_") if name.endswith("_") else name, max((t.numel() for t in read), default=0)
+    if func.overloadpacket in GATHERS:
+        return KernelForm.GATHER, max(t.numel() for t in made)
+    if plain in ROWS:
+        grads = next((a for a in reversed(args) if isinstance(a, list) and all(isinstance(x, bool) for x in a)), [True])
+        return (KernelForm.ROWS if grads[0] else KernelForm.COLUMNS), over
+    if torch.Tag.reduction in func.tags and read:
+        dims = args[1] if len(args) > 1 and isinstance(args[1], int | list) else []
+        inner = [read[0].stride(d) == 1 for d in ([dims] if isinstance(dims, int) else dims)]
+        return (KernelForm.ROWS if any(inner) or not inner else KernelForm.COLUMNS), over
+    if torch.Tag.pointwise in func.tags or plain in ELEMENTS:
+        return KernelForm.ELEMENTS, max((t.numel() for t in made), default=0)
+    return KernelForm.APART, 0
+
+
+def touched(tensor: Tensor) -> int:
     """What a kernel touches of a tensor: an expanded one is read once, a slice as far as it goes."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):

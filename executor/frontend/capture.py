@@ -4,10 +4,9 @@
     bf16
 
 `[model] graph = "model.json"` then plans and simulates it without torch; with `module = "my_model.py:build"` beside
-it, `piper-sim run` trains it. What is measured is torch's own kernels, one by one: FLOPs, shapes and what is kept for
-backward hold anywhere; elementwise kernels move what eager mode moves, and gradients are added to their sums by a
-kernel of their own. Hence steps predicted from the captured reference Llama-3-8B (4,096 tokens) are 22 to 23 % longer
-than from its config, from Mixtral (2,048 tokens) 41 to 43 %, and from tiny models, which are all launches, four times.
+it, `piper-sim run` trains it. FLOPs, shapes and what is kept for backward are those of torch's own calls, one by one.
+Kernels are what a compiler makes of these (`executor.frontend.fuse`), and products of weight gradients add to their
+sums, as training frameworks have it and a config's kernels are priced; with `--eager` they are the calls themselves.
 """
 
 import argparse
@@ -38,18 +37,20 @@ Json = dict[str, Any]
 def capture(
     reference: str | nn.Module,
     *,
-    seq_len: int,
-    microbatch_size: int = 1,
+    batch: tuple[int, int],
     dtype: DType = DType.BF16,
     tags: Mapping[str, str] | None = None,
     tp: int = 1,
     ep: int = 1,
     tp_plan: Mapping[str, str] | None = None,
+    compiled: bool = True,
 ) -> Json:
-    """The module that `path/file.py:build` makes, as the object of a model.json. tags: {"PP": "model.layers.*"}, where
-    its layers are by module path; without them its code says so (`annotate`). tp: the ranks that share its linears, as
-    `tp_plan` or its own plan has it; ep: that share the experts of each layer (`tags["EP"]`).
+    """The module that `path/file.py:build` makes, as the object of a model.json. batch: sequences, tokens. tags: {"PP":
+    "model.layers.*"}, where its layers are by module path; without them its code says so (`annotate`). tp: the ranks
+    that share its linears, as `tp_plan` or its own plan has it; ep: that share the experts of each layer
+    (`tags["EP"]`). compiled: its kernels as a compiler fuses them; else one by one.
     """
+    size, length = batch
     if isinstance(reference, str):
         name, build = reference, load_callable(reference)
     else:
@@ -57,13 +58,13 @@ def capture(
     with without_values():
         before = torch.get_default_dtype()
         torch.set_default_dtype(TORCH[dtype])  # a module's own `.to` is refused where there are no values
-        given = partial(UserModel, build, dtype=None, tags=tags, batch=(microbatch_size, seq_len))
+        given = partial(UserModel, build, dtype=None, tags=tags, batch=batch)
         axis, whole = MessageAxis(tp, "tp"), dict[str, PartMeasure]()
         try:
             model = given(shard=ModelShard(RankRegion(axis if tp > 1 else RankAxis()), tp_plan or {}, ep))
-            found = describe(model, name, seq_len, microbatch_size, dtype, axis)
+            found = describe(model, name, length, size, dtype, axis, compiled)
             if tp > 1:
-                whole = survey(given(), microbatch_size, seq_len)
+                whole = survey(given(), size, length)
         finally:
             torch.set_default_dtype(before)
     if ep > 1 and not model.routed:
@@ -88,7 +89,13 @@ def _without_values(module: nn.Module) -> nn.Module:
 
 
 def describe(
-    model: Model, name: str, seq_len: int, microbatch_size: int, dtype: DType, axis: MessageAxis | None = None
+    model: Model,
+    name: str,
+    seq_len: int,
+    microbatch_size: int,
+    dtype: DType,
+    axis: MessageAxis | None = None,
+    compiled: bool = True,
 ) -> Json:
     """A model in chunks, measured; inside `without_values`. Raises PiperError for what the file cannot say.
 
@@ -105,7 +112,8 @@ def describe(
         pieces: list[Json] = []
         for unit in mine:
             last, alone = unit == mine[-1], len(mine) == 1
-            numbers = _part(found[unit], after.get(chunk, ("",))[0] if last else "", inside=not alone)
+            read_next = after.get(chunk, ("",))[0] if last else ""
+            numbers = _part(found[unit], read_next, inside=not alone, compiled=compiled)
             held = {id(p) for p in built.units[unit].parameters()}
             params = [[n, list(model.shapes[n])] for n, p in built.params.items() if id(p) in held]
             stem = "block" if chunk[1:].isdigit() else chunk
@@ -122,6 +130,7 @@ def describe(
         "microbatch_size": microbatch_size,
         "seq_len": seq_len,
         "dtype": str(dtype),
+        **({"compiled": True} if compiled else {}),
         "hidden": hidden,
         "vocab": _vocabulary(model, built.units[units[model.chunks[0]][0]], hidden),
         "chunks": chunks,
@@ -176,7 +185,7 @@ def _vocabulary(model: Model, first: nn.Module, hidden: int) -> int:
     return tables[0] if tables else 1
 
 
-def _part(m: PartMeasure, read_next: str, *, inside: bool) -> Json:
+def _part(m: PartMeasure, read_next: str, *, inside: bool, compiled: bool) -> Json:
     """One part's numbers. Its output is counted as saved only where the next chunk does not keep it as long.
 
     inside: it is one of a layer's several, whose inputs that backward reads again are counted as its own.
@@ -199,14 +208,14 @@ def _part(m: PartMeasure, read_next: str, *, inside: bool) -> Json:
             "constants": m.constants,
         },
         "stash_bytes": sum(m.stash),
-        "passes": {"F": _pass(m.forward), "I": _pass(m.input_grad), "W": _pass(m.weight_grad)},
+        "passes": {n: _pass(p, compiled) for n, p in zip("FIW", (m.forward, m.input_grad, m.weight_grad), strict=True)},
     }
 
 
-def _pass(p: PassMeasure) -> Json:
+def _pass(p: PassMeasure, compiled: bool) -> Json:
     """Equal kernels as one row with a count, in order of their first appearance."""
     counted: dict[Kernel, int] = {}
-    for kernel in p.work:
+    for kernel in p.compiled if compiled else p.work:
         counted[kernel] = counted.get(kernel, 0) + kernel.count
     rows = [
         {
@@ -256,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=1, help="ranks that share its linears, as its own tp_plan has it")
     parser.add_argument("--experts", metavar="PATTERN", help='module paths of experts, "model.layers.*.mlp.experts"')
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts of a layer")
+    parser.add_argument("--eager", action="store_true", help="kernels one by one, not as a compiler fuses them")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     args = parser.parse_args(argv)
     try:
@@ -263,12 +273,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise PiperError(ErrorKind.IO, "the file exists", file=str(args.out), key="--out", suggestion="--force")
         found = capture(
             args.module,
-            seq_len=args.seq_len,
-            microbatch_size=args.microbatch_size,
+            batch=(args.microbatch_size, args.seq_len),
             dtype=DType(args.dtype),
             tags={t: p for t, p in (("PP", args.pp), ("EP", args.experts)) if p} or None,
             tp=args.tp,
             ep=args.ep,
+            compiled=not args.eager,
         )
         args.out.write_text(text(found) + "\n", encoding="utf-8")
         read, _ = read_captured(args.out)

@@ -5,28 +5,24 @@ input nor from a parameter (masks, rotary tables) is a constant and counted apar
 measures all units of a model.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from executor.autograd.split import SplitPass
-from executor.device.memory import OpWatch
-from executor.frontend.aten import kernel_of
+from executor.frontend.fuse import fused
+from executor.frontend.storages import PassCalls, StorageKernels
 from executor.modules.attention.attend import forget_masks
 from executor.modules.attention.rope import forget_tables
 from executor.modules.base import BuiltChunks, Model, example_extra, wiring
 from executor.modules.user.annotate import model_error
 from executor.modules.user.routed import balanced
 from executor.parallel.inline import MessageAxis
-from ir.core.work import Kernel, Message, Work
+from ir.core.work import Message, Work
 
 Sizes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -41,11 +37,13 @@ def _none() -> tuple[Message, ...]:
 @dataclass(frozen=True)
 class PassMeasure:
     """One pass. workspace: bytes alive only while it runs, beside what was there, what it returns and leaves behind.
-    messages: what it exchanges with ranks that share its work, in their order."""
+    messages: what it exchanges with ranks that share its work, in their order. work: its kernels one by one, as eager
+    mode has them; compiled: as a compiler would fuse them."""
 
     work: Work
     workspace: int
     messages: tuple[Message, ...] = ()
+    compiled: Work = ()
 
 
 @dataclass(frozen=True)
@@ -72,84 +70,6 @@ class PartMeasure:
     ins: tuple[int, ...] = ()
 
 
-class _Role(StrEnum):
-    GIVEN = "given"  # parameters, buffers, token ids: there before and after
-    MADE = "made"
-    CONSTANT = "constant"
-
-
-@dataclass(frozen=True)
-class _Fact:
-    alive: weakref.ref[Any]
-    bytes: int
-    role: _Role
-
-
-class _Tracker(OpWatch):
-    """Every storage that appears, by serial number, whether it depends on anything, and the kernels that ran."""
-
-    def __init__(self, given: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.facts: list[_Fact] = []
-        self.serial: dict[int, int] = {}
-        self.work: list[Kernel] = []
-        self.now = self.peak = 0
-        for tensor in given:
-            self._see(tensor, _Role.GIVEN)
-
-    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        known = {self._find(t) for t in read}
-        depends = any(k is None or self.facts[k].role is not _Role.CONSTANT for k in known)
-        out = func(*args, **kwargs)
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        fresh = [t for t in made if self._see(t, _Role.MADE if depends else _Role.CONSTANT) not in known]
-        if (kernel := kernel_of(func, args, kwargs, out, read, fresh)) is not None:
-            self.work.append(kernel)
-        return out
-
-    def of(self, tensors: Iterable[Tensor | None]) -> list[int]:
-        """Serial numbers of some tensors' storages."""
-        return [self._see(t, _Role.MADE) for t in tensors if t is not None]
-
-    def alive(self) -> set[int]:
-        """Storages made here that are still held."""
-        return {k for k in self.serial.values() if self.facts[k].role is not _Role.GIVEN and self.facts[k].alive()}
-
-    def bytes(self, serials: Iterable[int]) -> tuple[int, ...]:
-        """Sizes; of a set, in order of birth."""
-        return tuple(self.facts[k].bytes for k in (sorted(serials) if isinstance(serials, set) else serials))
-
-    def made(self, serials: Iterable[int]) -> set[int]:
-        """Those that depend on something."""
-        return {k for k in serials if self.facts[k].role is _Role.MADE}
-
-    def take(self) -> tuple[Work, int]:
-        """The kernels since the last call, and the peak of bytes since then."""
-        work, peak = tuple(self.work), self.peak
-        self.work, self.peak = [], self.now
-        return work, peak
-
-    def _find(self, tensor: Tensor) -> int | None:
-        k = self.serial.get(id(storage := tensor.untyped_storage()))
-        return k if k is not None and self.facts[k].alive() is storage else None
-
-    def _see(self, tensor: Tensor, role: _Role) -> int:
-        if (found := self._find(tensor)) is not None:
-            return found
-        storage = tensor.untyped_storage()
-        size = storage.nbytes() if role is not _Role.GIVEN else 0
-
-        def gone(_: object) -> None:
-            self.now -= size
-
-        self.serial[id(storage)] = len(self.facts)
-        self.facts.append(_Fact(weakref.ref(storage, gone), size, role))
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        return len(self.facts) - 1
-
-
 def measure(
     module: nn.Module,
     inputs: Sizes,
@@ -162,27 +82,26 @@ def measure(
     messages: asked for those noted since it was last asked.
     """
     given = [*weights.values(), *module.buffers(), *(e for e in extras if isinstance(e, Tensor))]
-    with _Tracker(given) as t:
-        run = SplitPass(weights, lambda name, grad: None)
+    with StorageKernels(given) as t:
+        due = set[int]()  # what W hands out
+        run = SplitPass(weights, lambda name, grad: due.update(t.holds([grad])))
         acts = [torch.ones(s, dtype=d) for s, d in inputs]
-        ins = t.of(acts)
-        for k in ins:
-            t.facts[k] = _Fact(t.facts[k].alive, t.facts[k].bytes, _Role.MADE)
+        ins = t.given(acts)
         t.take()
         outs = list(run.forward(module, *acts, extras=extras))
-        work, peak = t.take()
-        forward = PassMeasure(work, peak - t.now, messages())
+        first, out = t.take(), t.holds(outs)
+        forward = PassMeasure(first.work, first.peak - t.now, messages())
         mine, sizes = t.of(outs), tuple((tuple(o.shape), o.dtype) for o in outs)
         acts.clear()
         outs.clear()
         saved = t.alive()
-        input_grad, held, fresh = _input_grad(t, run, sizes)
+        input_grad, held, fresh, second, back = _input_grad(t, run, sizes)
         input_grad = replace(input_grad, messages=messages())
         t.take()
         start = t.now
         run.weight_grad()
-        work, peak = t.take()
-        weight_grad = PassMeasure(work, peak - start, messages())
+        third = t.take()
+        weight_grad = PassMeasure(third.work, third.peak - start, messages())
         del run
         assert not t.made(t.alive()), "a storage outlives its microbatch"
     own = t.made(saved) - {*ins, *mine}
@@ -190,10 +109,11 @@ def measure(
     def until(serials: Iterable[int]) -> tuple[str, ...]:
         return tuple("" if k not in saved else "W" if k in held else "I" for k in serials)
 
+    compiled = fused([first.calls, second.calls, third.calls], [out, back, due])
     return PartMeasure(
-        forward,
-        input_grad,
-        weight_grad,
+        replace(forward, compiled=compiled[0]),
+        replace(input_grad, compiled=compiled[1]),
+        replace(weight_grad, compiled=compiled[2]),
         sizes,
         t.bytes(mine),
         t.bytes(own - held),
@@ -206,24 +126,26 @@ def measure(
     )
 
 
-def _input_grad(t: _Tracker, run: SplitPass, sizes: Sizes) -> tuple[PassMeasure, set[int], set[int]]:
-    """Pass I. Returns it, what is held behind it, and what of that was not there before forward ended."""
+def _input_grad(
+    t: StorageKernels, run: SplitPass, sizes: Sizes
+) -> tuple[PassMeasure, set[int], set[int], PassCalls, set[int]]:
+    """Pass I. Returns it, what is held behind it, what of that was not there before forward ended, its calls, and the
+    values that it hands out."""
     loss = len(sizes) == 1 and sizes[0][0] == ()
     before = t.alive()
     dys = [torch.ones(s, dtype=d) if d.is_floating_point and not loss else None for s, d in sizes]
-    for k in (arrived := t.of(dys)):
-        t.facts[k] = _Fact(t.facts[k].alive, t.facts[k].bytes, _Role.MADE)
+    arrived = t.given(dys)
     t.take()
     start = t.now
     grads = list(run.input_grad(*dys))
-    work, peak = t.take()
+    taken, wanted = t.take(), t.holds(grads)
     dys.clear()
     back = set(t.of(grads)) - before - set(arrived)
     grads.clear()
     held = t.made(t.alive())
     fresh = held - before
     left = sum(t.bytes((back | fresh) - set(arrived)))
-    return PassMeasure(work, max(0, peak - start - left)), held, fresh
+    return PassMeasure(taken.work, max(0, taken.peak - start - left)), held, fresh, taken, wanted
 
 
 @contextmanager

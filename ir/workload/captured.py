@@ -6,11 +6,12 @@ are of one microbatch shape, one number format and one device, of so many that t
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
-from ir.core.work import Kernel, KernelKind, Message, MessageKind
+from ir.core.work import Kernel, KernelKind, Message, MessageKind, Work
 from ir.workload.captured_file import CapturedLayerPart, CapturedModelFile, read_captured
 from ir.workload.config.spec import ExpertConfig, ModelConfig
 from ir.workload.params import local_numel
@@ -143,12 +144,20 @@ class CapturedModelWork:
             found = replace(found, out_grad_bytes=past, handed=x.sent_bytes if entry.part.name == "experts" else None)
         if entry.layout.tp == 1:
             found = replace(found, inline=())
-        elements = sum(local_numel(p, entry.layout) for p in entry.part.params)
-        if not elements:
-            return found
-        moved = elements * (self.precision.params.bytes + 2 * self.precision.grads.bytes)
-        added = Kernel(KernelKind.MEMORY, 0, moved, self.precision.grads, (), "accumulate")
-        return replace(found, weight_grad=(*found.weight_grad, added))
+        return replace(found, weight_grad=self._added(found.weight_grad, entry))
+
+    def _added(self, work: Work, entry: PlacedPart) -> Work:
+        """With the addition of gradients to their sums: in the products that make them, or in a kernel of its own."""
+        left = sum(local_numel(p, entry.layout) for p in entry.part.params)
+        own, sums = self.precision.params.bytes, self.precision.grads.bytes
+        if self.model.found.compiled:
+            products = {k: prod(k.shape[:-1]) for k in work if k.kind in (KernelKind.GEMM, KernelKind.GROUPED_GEMM)}
+            left = max(0, left - sum(n * k.count for k, n in products.items()))
+            work = tuple(replace(k, bytes=k.bytes + products.get(k, 0) * (2 * sums - own)) for k in work)
+        if not left:
+            return work
+        added = Kernel(KernelKind.MEMORY, 0, left * (own + 2 * sums), self.precision.grads, (), "accumulate")
+        return (*work, added)
 
     def part_work(self, part: str) -> PartWork:
         """A part by name as it was captured; "skip" hands on what crosses every seam."""

@@ -142,6 +142,7 @@ class CapturedModelFile(Struct, frozen=True):
     ep: Size = 1
     cut: dict[str, Length] = {}
     partly: tuple[str, ...] = ()
+    compiled: bool = False
 
     @property
     def boundary_bytes(self) -> int:

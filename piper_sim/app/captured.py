@@ -98,6 +98,6 @@ def _captured(
         message, fix = f"{reference} is captured by torch, which is not installed", "pip install 'piper-sim[exec]'"
         raise PiperError(ErrorKind.MISSING_DEPENDENCY, message, key="model.module", suggestion=fix) from error
     (length, size, dtype), (tp, ep, plan) = shape, divided
-    take = partial(taken, reference, seq_len=length, microbatch_size=size, dtype=dtype)
+    take = partial(taken, reference, batch=(size, length), dtype=dtype)
     found = take(tags=tags, tp=tp, ep=ep, tp_plan=plan)
     return text(found) + "\n"

@@ -21,8 +21,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again, model_error
+from executor.modules.user.attention import flag_causal, widen_values
 from executor.modules.user.divided import regions
 from executor.modules.user.dropout import reseed
+from executor.modules.user.writes import storages, written
 from executor.parallel.inline import RankRegion
 from ir.core.errors import ErrorKind, PiperError, nearest
 
@@ -63,6 +65,8 @@ def export_cut(
     _check_tags(module, tags)
     root = _exported(module, size, length)
     graph = _tidied(root, (size, length), type(module).__name__)
+    flag_causal(root)
+    widen_values(root)
     if reseed(graph, seed, size) and region is not None:
         message, fix = "dropout of a divided module would fall otherwise on each rank", "set its p to 0"
         raise PiperError(ErrorKind.JOB, message, key="parallel.tp", allowed="1 with dropout", suggestion=fix)
@@ -125,19 +129,8 @@ def _tidied(root: fx.GraphModule, batch: tuple[int, int], name: str) -> fx.Graph
 
 def _refuse_writes(graph: fx.Graph, chunks: Mapping[fx.Node, str], again: Collection[fx.Node]) -> None:
     """Refuse writes in place to what is not one chunk's own: pieces of the graph are run apart, and some repeatedly."""
-    base: dict[fx.Node, fx.Node] = {}
-    order = {node: k for k, node in enumerate(graph.nodes)}
-    written = []
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
-        first = node.all_input_nodes[:1]
-        base[node] = base[first[0]] if first and (aliases or node.target is operator.getitem) else node
-        if schema is not None and schema.is_mutable:
-            given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-            to = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-            written += [(node, base[t]) for t in to if isinstance(t, fx.Node)]
-    for node, root in written:
+    base, order = storages(graph.nodes), {node: k for k, node in enumerate(graph.nodes)}
+    for node, root in [(n, base[t]) for n in graph.nodes for t in written(n)]:
         if root.op in ("get_attr", "placeholder"):
             raise _written(f"writes {root.target} in forward")
         same = [n for n, r in base.items() if r is root]

@@ -7,7 +7,6 @@ Around it stand the reference modules' dispatch and combine (`executor.modules.m
 have all tokens, send a stretch of them each.
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,7 +19,8 @@ from torch._subclasses.fake_tensor import is_fake
 from executor.modules.functions import grouped_linear
 from executor.modules.moe import ExpertCombine, ExpertDispatch, ExpertParallelExperts
 from executor.modules.parallel import own, whole
-from executor.modules.user.annotate import ancestors, copied, made_again, model_error
+from executor.modules.user.annotate import copied, made_again, model_error
+from executor.modules.user.writes import made_of, storages, written
 from executor.parallel.expert_all_to_all import Table
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
@@ -183,11 +183,13 @@ def cut_at_experts(name: str, chunk: nn.Module) -> ExpertChunk | None:
         message = f"{name} has {len(marks)} modules of experts, the first of which reads {shapes}"
         allowed = "one a layer, on (tokens, features), (tokens, top_k), (tokens, top_k)"
         raise model_error(message, "flatten tokens", allowed, "model.tags.EP")
+    ahead, base = nodes[: nodes.index(marks[0])], storages(nodes)
     free = made_again(chunk, marks[0].graph, inputs=False)
-    before = _before(nodes, marks[0])
+    free -= {base[t] for n in nodes if n not in free for t in written(n)}  # not the same when it is made again
+    before = made_of(marks[0].all_input_nodes, ahead)
     behind = [n for n in nodes if n not in before and n is not marks[0] and n not in free and n.op != "get_attr"]
     read = {i for n in behind for i in n.all_input_nodes}
-    if late := [n for n in behind if _written(n) in before]:
+    if late := [n for n in behind if any(base[t] in before for t in written(n))]:
         message = f"{name} writes in place, behind its experts, what stands before them ({late[0].target})"
         raise model_error(message, "make a new tensor instead", key="model.module")
     carried = [n for n in nodes if n in read and n in (before | {*inputs}) and n not in free and n.op != "get_attr"]
@@ -195,26 +197,6 @@ def cut_at_experts(name: str, chunk: nn.Module) -> ExpertChunk | None:
     add = _graph([marks[0], *carried], behind[:-1], behind[-1].args[0])
     made = [fx.GraphModule(chunk, g, class_name=f"{n}_{name}") for n, g in (("Router", router), ("Add", add))]
     return ExpertChunk(made[0], made[1], marks[0].args[3], values[1].shape[1], len(values[0]), len(carried))
-
-
-def _before(nodes: Sequence[fx.Node], mark: fx.Node) -> set[fx.Node]:
-    """What a node is made of: with the writes in place, whose results need have no reader, and parts of tuples."""
-    out = ancestors(mark.all_input_nodes)
-    ahead = nodes[: nodes.index(mark)]
-    while more := [n for n in ahead if n not in out and (_written(n) in out or _picked(n) in out)]:
-        out |= ancestors(more)
-    return out
-
-
-def _written(node: fx.Node) -> fx.Node | None:
-    """What a node writes in place."""
-    schema = getattr(node.target, "_schema", None)
-    return node.all_input_nodes[0] if schema is not None and schema.is_mutable else None
-
-
-def _picked(node: fx.Node) -> fx.Node | None:
-    """The tuple that a node is an element of."""
-    return node.all_input_nodes[0] if node.target is operator.getitem else None
 
 
 def _graph(inputs: Sequence[fx.Node], body: Sequence[fx.Node], out: Any) -> fx.Graph:

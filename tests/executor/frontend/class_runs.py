@@ -46,7 +46,7 @@ def _graph(name: str, tp: int = 1, ep: int = 0) -> str:
     reference = f"{hub_classes.__file__}:{name}"
     with quiet():
         tags = hub_classes.EP if ep else {"PP": hub_classes.LAYERS[name]}
-        found = capture(reference, seq_len=LENGTH, microbatch_size=SIZE, dtype=DType.FP64, tags=tags, tp=tp, ep=ep or 1)
+        found = capture(reference, batch=(SIZE, LENGTH), dtype=DType.FP64, tags=tags, tp=tp, ep=ep or 1)
     (folder / "model.json").write_text(text(found))
     return str(folder / "model.json")
 

@@ -21,7 +21,7 @@ from piper_sim.study.predict import predict
 from tests.executor.frontend import class_runs as hub
 
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
-MODELS = ("llama", "qwen3", "mixtral")
+MODELS = ("llama", "qwen3", "mixtral", "deepseek_v3")
 SHAPES = [(1, 1, 0, "1f1b"), (2, 1, 0, "dualpipe"), (2, 2, 3, "1f1b"), (2, 1, 0, "zbv"), (1, 2, 2, "1f1b"),
           (2, 2, 1, "gpipe"), (2, 1, 0, "dualpipev"), (3, 1, 0, "zb1p"), (2, 1, 0, "interleaved-1f1b")]  # fmt: skip
 
@@ -132,7 +132,7 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], width: int, s
 
 def test_its_messages_are_predicted(tmp_path: Path) -> None:
     file = tmp_path / "model.json"
-    given = dict(seq_len=2, dtype=DType.FP32, tags={"PP": "layers.*"}, tp=2, tp_plan=PLAN)
+    given = dict(batch=(1, 2), dtype=DType.FP32, tags={"PP": "layers.*"}, tp=2, tp_plan=PLAN)
     file.write_text(text(capture(Net(), **given)))  # type: ignore[arg-type]
     assert json.loads(file.read_text())["parts"]["block"]["model_flops"] == 2 * 2 * 2 * 4 * 8
     job = {"model": {"graph": str(file), "seq_len": 2}, "precision": {"compute": "fp32"}, "parallel": {"tp": 2}}

@@ -73,6 +73,15 @@ def gpt_oss() -> nn.Module:
     return _made("GptOssForCausalLM", "GptOssConfig", {**SIZES, **experts, "sliding_window": 4, "pad_token_id": 0})
 
 
+def deepseek_v3() -> nn.Module:
+    """Latent attention with values narrower than keys, a dense layer, experts in groups and one that all tokens use."""
+    sizes = {k: v for k, v in SIZES.items() if k != "head_dim"} | {"num_key_value_heads": 4}
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    routed = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 8}
+    more = {**EXPERTS, "first_k_dense_replace": 1, "rope_scaling": None}
+    return _made("DeepseekV3ForCausalLM", "DeepseekV3Config", {**sizes, **heads, **routed, **more})
+
+
 class Both(nn.Module):
     """T5 with one text for encoder and decoder: two streams and two tables of positions cross its seams."""
 
@@ -88,7 +97,7 @@ class Both(nn.Module):
 
 
 LAYERS = {name: "model.layers.*" for name in ("llama", "qwen3", "gemma3", "mixtral")}
-EXPERTS_OF = ("mixtral", "qwen3_moe", "gpt_oss")
+EXPERTS_OF = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 LAYERS |= dict.fromkeys(EXPERTS_OF, "model.layers.*")
 EP = {"PP": "model.layers.*", "EP": "model.layers.*.mlp.experts"}
 LAYERS |= {"gpt2": "transformer.h.*", "gpt2_drops": "transformer.h.*", "Both": "t5.*coder.block.*"}

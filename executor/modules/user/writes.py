@@ -1,0 +1,49 @@
+"""Writes in place in an exported graph: no edge says that who reads a tensor behind a write reads what was written."""
+
+import operator
+from collections.abc import Collection, Iterable
+
+from torch import fx
+
+from executor.modules.user.annotate import ancestors
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """What a node writes in place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    to = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [t for t in to if isinstance(t, fx.Node)]
+
+
+def storages(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Whose storage each node's is: its own, or that of what it is a view of, a part of, or writes to."""
+    base: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        schema = getattr(node.target, "_schema", None)
+        aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
+        first = node.all_input_nodes[:1]
+        base[node] = base[first[0]] if first and (aliases or node.target is operator.getitem) else node
+    return base
+
+
+def made_of(ends: Iterable[fx.Node], ahead: Collection[fx.Node]) -> set[fx.Node]:
+    """These nodes and all that they are made of: writes to that too, as far as they stand ahead.
+
+    >>> import torch
+    >>> class Net(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         y = torch.zeros(2)
+    ...         y[0] = x
+    ...         return y
+    >>> *nodes, _ = torch.export.export(Net(), (torch.ones(()),)).module().graph.nodes
+    >>> zeros = next(n for n in nodes if n.name == "zeros")
+    >>> sorted(n.name for n in made_of([zeros], nodes))
+    ['copy_', 'select', 'x', 'zeros']
+    """
+    base, out = storages(ahead), ancestors(ends)
+    while more := [n for n in ahead if n not in out and any(base[t] in out for t in written(n))]:
+        out |= ancestors(more)
+    return out
