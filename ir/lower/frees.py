@@ -119,7 +119,7 @@ def _answers(draft: PlanBuilder, producer: IntArray, done: IntArray, compute: Bo
     segment = segments(channel[by])
     earliest = -running_max(-consumer[by][::-1], segment[-1] - segment[::-1])[::-1]
     wide = len(rows) + 1
-    at = np.searchsorted(channel[by] * wide + producer[by], back * wide + np.minimum(consumer, wide - 1))
+    at = np.searchsorted(channel[by] * wide + producer[by], back * wide + consumer)
     ok = (at < len(by)) & (consumer < NEVER)
     ok[ok] = channel[by][at[ok]] == back[ok]
     out = np.full(len(send), NEVER, dtype=np.int64)

@@ -222,7 +222,7 @@ class _Reading:
     def _bucket_covers(self, naming: int, op: int, passes: frozenset[Pass]) -> list[int]:
         """The covers of an op that work on the bucket which another op gathers or reduces."""
         found = self.words.buckets.get(self.c.shapes[int(self.c.shape[naming])].bucket)
-        nodes = set(part_nodes(self.c.graph, found, passes)) if found else set()
+        nodes = part_nodes(self.c.graph, found, passes) if found else ()
         return [k for k, (n, _) in enumerate(self.c.shapes[int(self.c.shape[op])].covers) if n in nodes]
 
     def _first_w(self, naming: int, op: int) -> int:

@@ -74,7 +74,7 @@ def greedy(shop: ScheduleProblem, rule: GreedyOrderRule) -> list[int]:
         rank = ranks[r]
         if now < rank.free:
             continue
-        kind, then = rank.choose(now, max(x.idle for x in ranks) if rule.thrifty else 0.0)
+        kind, then = rank.choose(now, ranks)
         if then < inf:
             heappush(wakes, (then, r))
         if kind is None:
@@ -105,8 +105,8 @@ class _Rank:
         self.ready: list[list[float]] = [[] for _ in range(2 * shop.chunks)]
         self.pending: deque[int] = deque()  # kinds of W
 
-    def choose(self, now: float, worst: float) -> tuple[int | None, float]:
-        """The op to start now and its end; or no op and when to look again. worst: the most a rank idled."""
+    def choose(self, now: float, ranks: Sequence["_Rank"]) -> tuple[int | None, float]:
+        """The op to start now and its end; or no op and when to look again. ranks: all, as they are now."""
         soon, full = inf, False
         for kind in self.preferred:
             at = self.done[kind]
@@ -122,13 +122,13 @@ class _Rank:
             if comes <= now:
                 return kind, now + self.seconds[kind]
             soon = min(soon, comes)
-        if self.pending and (full or self._fills(soon - now, worst)):
+        if self.pending and (full or self._fills(soon - now, ranks)):
             return self.pending[0], now + self.seconds[-1]
         return None, soon
 
-    def _fills(self, gap: float, worst: float) -> bool:
+    def _fills(self, gap: float, ranks: Sequence["_Rank"]) -> bool:
         if self.thrifty:
-            return gap >= self.seconds[-1] or self.idle + gap > worst + self.spare
+            return gap >= self.seconds[-1] or self.idle + gap > max(x.idle for x in ranks) + self.spare
         return gap + self.spare >= self.seconds[-1]
 
     def _room(self, kind: int) -> bool:

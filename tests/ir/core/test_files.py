@@ -5,15 +5,16 @@ import os
 import resource
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 from cost_models.hardware import load_hardware
 from cost_models.software import load_software
 from ir.core.errors import ErrorKind, PiperError, nearest, printable
-from ir.core.files import FileErrors, named_path, read_json, read_text, run_file
+from ir.core.files import HIDDEN, FileErrors, named_path, read_json, read_text, run_file, typed
 from ir.core.limits import divisors
 from ir.job.build import prepare
 from ir.job.load import job_from
@@ -131,3 +132,15 @@ def test_a_users_file_is_run_as_it_stands_and_nothing_is_left_beside_it(
         os.utime(file, (1e9, 1e9))
         found.append(run_file("piper_user_mine", file).value)
     assert found == [1, 2] and [p.name for p in tmp_path.iterdir()] == ["mine.py"]
+
+
+def test_a_hidden_field_is_neither_read_nor_offered() -> None:
+    @dataclass
+    class Table:
+        size: int
+        file: Annotated[str, HIDDEN] = ""
+
+    for raw in ([], {"file": "x"}):
+        with pytest.raises(PiperError) as e:
+            typed(raw, Table, FileErrors("a table", ErrorKind.JOB, "table"), "x")
+        assert "size" in str(e.value.allowed) and "file" not in str(e.value.allowed)

@@ -91,3 +91,7 @@ def test_every_directive_is_checked_against_the_one_before(monkeypatch: pytest.M
     monkeypatch.setattr(ir.directives.strategy, "check", lambda graph, since: seen.append((graph, since)))
     apply(stage_graph(1), [SplitDirective(parse_filter({}), "MB", 2), PlaceDirective(parse_filter({"PP": 0}), 0)])
     assert [s for _, s in seen] == [None, seen[0][0]]  # nobody has checked what it starts from
+
+
+def test_a_graph_without_nodes_has_no_stages() -> None:
+    assert (Graph((), ()).stages, GRAPH.stages) == (0, 4)

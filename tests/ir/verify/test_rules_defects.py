@@ -1,5 +1,6 @@
 """Every way to spoil a plan is refused, and the refusal says which op it is."""
 
+from dataclasses import replace
 from functools import lru_cache
 from random import Random
 from unittest.mock import patch
@@ -15,8 +16,7 @@ from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.lower import MessageQueue, PlanPolicy
 from ir.plan.plan import Plan
-from ir.verify import check_plan
-from ir.verify import held as held
+from ir.verify import check_plan, held
 from tests.ir.plans import WHOLE, moe_plan, stage_plan
 from tests.ir.verify.defects import LARGE
 from tests.ir.verify.defects_small import SMALL, found_buckets
@@ -91,3 +91,14 @@ def test_no_gather_of_a_small_plan_may_come_earlier() -> None:
             check_plan(spoiled[0])
         refusals.add(refused.value.message.partition(" is ")[2])
     assert refusals == {"more than 1 readings ahead of its own", "dispatched before there is room for it"}
+
+
+def test_a_parameter_in_two_buckets_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is in both, not their first."""
+    graph = moe_plan("1f1b", 2, 3, zero=1, layers=2).graph
+    first, *rest = held.buckets(graph)
+    again = first.params[2]
+    assert again != first.params[0]
+    monkeypatch.setattr(held, "buckets", lambda g: (first, *rest, replace(first, name="again", params=(again,))))
+    with pytest.raises(PiperError, match=f"^{again} is in bucket {first.stage}/again and in another"):
+        held.held(graph)

@@ -245,3 +245,11 @@ def test_layers_differ_where_their_keys_say_so():
         read("opt", do_layer_norm_before=False)
     assert e.value.key == "model.do_layer_norm_before"
     assert set(FORMS) < set(TYPES)
+
+
+def test_a_key_that_a_kind_of_angles_does_not_have_is_refused_with_those_it_has():
+    raw = FAMILIES["phi3"]["config"]
+    with pytest.raises(PiperError) as e:
+        config_from({**raw, "rope_scaling": {**raw["rope_scaling"], "low_freq_factor": 4.0}}, "x")
+    assert e.value.key == "rope_scaling.low_freq_factor" and "longrope" in e.value.message
+    assert {"short_factor", "long_factor", "type"} <= {*str(e.value.allowed).split(", ")}
