@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.workload import config_from, model_chunks
+from ir.workload import config_from, load_config, model_chunks
 from ir.workload.config.keys import FORMS, OUTER, TYPES, UNBUILT
 from ir.workload.part import PartLayout
 from ir.workload.parts.kernels import flops
@@ -245,6 +245,24 @@ def test_layers_differ_where_their_keys_say_so():
         read("opt", do_layer_norm_before=False)
     assert e.value.key == "model.do_layer_norm_before"
     assert set(FORMS) < set(TYPES)
+
+
+PRESETS = (
+    "gemma:gemma-7b gemma2:gemma2-9b gemma3_text:gemma3-1b phi:phi-2 phi3:phi3-mini phimoe:phi3.5-moe olmo2:olmo2-7b "
+    "olmo3:olmo3-32b olmoe:olmoe-1b-7b glm4:glm4-32b glm4_moe:glm-4.5 ministral:ministral-8b gpt_oss:gpt-oss-120b "
+    "llama4_text:llama4-scout cohere:command-r-plus starcoder2:starcoder2-7b gpt_neox:gpt-neox-20b gptj:gpt-j-6b "
+    "opt:opt-6.7b bloom:bloom falcon:falcon-40b granite:granite3.1-8b qwen2:qwen2.5-7b qwen2_moe:qwen2-57b-a14b "
+    "dbrx:dbrx ernie4_5_moe:ernie4.5-21b-a3b minimax_m2:minimax-m2 hunyuan_v1_moe:hunyuan-a13b smollm3:smollm3-3b "
+    "exaone4:exaone4-32b seed_oss:seed-oss-36b dots1:dots.llm1"
+)
+
+
+@pytest.mark.parametrize("pair", PRESETS.split())
+def test_a_preset_of_a_family_is_its_published_config(pair):
+    """But for the format of its weights: what is trained is wide."""
+    model_type, _, preset = pair.partition(":")
+    raw = {k: v for k, v in FAMILIES[model_type]["config"].items() if k != "quantization_config"}
+    assert replace(load_config(preset), source="x") == config_from(raw, "x")
 
 
 def test_a_key_that_a_kind_of_angles_does_not_have_is_refused_with_those_it_has():

@@ -50,6 +50,12 @@ def numbers(config):
         ("piper-9b", 9.33, 2.99, 5e-3),
         ("mpt-7b", 6.658, 6.658, 2e-3),
         ("mpt-30b", 29.97, 29.97, 2e-3),
+        ("gpt-oss-20b", 20.91, 4.19, 2e-3),  # OpenAI's 3.6 and 5.1 active leave out the embedding
+        ("gpt-oss-120b", 116.83, 5.71, 2e-3),
+        ("llama4-scout", 107.77, 17.17, 1e-3),  # without its vision tower
+        ("llama4-maverick", 400.71, 17.18, 1e-3),
+        ("dbrx", 131.6, 36.47, 1e-3),
+        ("minimax-m2", 228.69, 11.03, 1e-3),
     ],
 )
 def test_parameter_counts_are_the_published_ones(name, total, active, within):

@@ -48,7 +48,8 @@ def test_presets_are_package_data_that_only_uses_known_keys():
     folder = files("ir.workload.config") / "presets"
     for name in presets():
         raw = json.loads((folder / f"{name}.json").read_text())
-        assert raw.keys() <= TYPES[raw["model_type"]].keys(), name
+        tables = {"attn_config", "ffn_config"} if raw["model_type"] == "dbrx" else set()  # whose keys are checked there
+        assert raw.keys() - tables <= TYPES[raw["model_type"]].keys(), name
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-moe"])

@@ -215,7 +215,7 @@ def test_a_suggestion_is_what_was_meant() -> None:
     assert refused({**LLAMA, "model_type": "Qwen3-MoE"}).suggestion == "qwen3_moe"
     assert refused({**LLAMA, "hidden_act": "gelu"}).suggestion is None
     assert refused({**LLAMA, "hidden_act": "SiLU"}).suggestion == "silu"
-    for name, near in {"deepseek_v3": "deepseek-v3", "llama3.1-8b": None, "gpt-oss-120b": None}.items():
+    for name, near in {"deepseek_v3": "deepseek-v3", "llama3.1-8b": None, "gpt-oss-240b": None}.items():
         with pytest.raises(PiperError) as e:
             load_config(name)
         assert e.value.suggestion == near, name

@@ -1,5 +1,6 @@
 """Imported models: parameters and FLOPs in closed form of the script's own numbers; out again as the same arguments."""
 
+import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,9 @@ from ir.workload.part import PartLayout
 from ir.workload.setting import MicrobatchShape, ModelPrecision
 from ir.workload.work import part_work
 from piper_sim.frameworks.exporting import export_launch
-from piper_sim.frameworks.importing import ImportedJob
+from piper_sim.frameworks.importing import ImportedJob, import_launch
+from piper_sim.frameworks.table import facts as tables
+from piper_sim.frameworks.to_model import NO_MODEL, named
 from tests.ir.workload.test_families import parameters
 from tests.piper_sim.frameworks.test_export import read_back
 from tests.piper_sim.frameworks.test_import import ASSUMED, UNKNOWN, imported, listed
@@ -120,3 +123,30 @@ def test_a_family_of_the_hub_is_named_where_it_says_just_the_same(tmp_path: Path
             export_launch(prepared, "accelerate")
     else:
         assert f'"{kind}"' in export_launch(prepared, "accelerate").files["config.json"]
+
+
+def test_every_model_that_is_known_by_name_has_a_preset_and_predicts() -> None:
+    from ir.workload import presets
+
+    rows = tables()["hub"]
+    assert {row["preset"] for row in rows.values()} <= {*presets()}
+    for name in ("google/gemma-2-9b-it", "openai/gpt-oss-20b", "meta-llama/Llama-4-Scout-17B-16E", "Qwen/Qwen2.5-7B"):
+        assert named(None, name) is not None, name
+    assert named("llama4", "17bx128e") == {"preset": "llama4-maverick"} and named("llama4", "8B") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "config"), [("gpt_oss_20B", "gpt-oss-20b"), ("llama3.1_8B", "llama3-8b"), ("grok1", None)]
+)
+def test_a_model_file_of_primus_that_is_not_there_is_the_published_model(
+    said: str, config: str | None, tmp_path: Path
+) -> None:
+    """Assumed, and said so; what is not known by name stays unknown, with a placeholder."""
+    trainer = {"framework": "megatron", "config": "pre_trainer.yaml", "model": f"${{PRIMUS_MODEL:{said}}}.yaml"}
+    trainer["overrides"] = {"micro_batch_size": 1, "global_batch_size": 8, "seq_length": 4096}
+    (tmp_path / "x.yaml").write_text(json.dumps({"modules": {"pre_trainer": trainer}, "work_group": "x"}))
+    found = import_launch(str(tmp_path / "x.yaml")).to_dict()
+    lists = {e["argument"]: n for n in (ASSUMED, UNKNOWN) for e in found[n]}  # type: ignore[attr-defined]
+    assert lists["modules.pre_trainer.model"] == (UNKNOWN if config is None else ASSUMED)
+    assert found["job"]["model"]["config"] == (config or NO_MODEL)  # type: ignore[index]
+    assert found["framework"] == "primus"
