@@ -121,7 +121,7 @@ HARM: Mapping[str, tuple[str, ...]] = {
     "precision.compute": ("fp4", "fp6", "f16", "b16", "int8", "mxfp8", "tf32"),
     "cluster.gpu": ("b100-sxm", "a100-sxm", "mi300", "h100-pcie", "v100", "l40s"),
     "costs.dispatcher": ("deepep2",),
-    "model.config": ("gpt-oss-120b", "llama3-80b", "llama4-70b", "qwen2-30b-a3b", "deepseek-v9"),
+    "model.config": ("gpt-oss-240b", "llama3-80b", "llama4-70b", "qwen2-30b-a3b", "deepseek-v9"),
     "model.seq_len": ("8k",),
     "schedule.name": ("zb3p", "2f2b"),
 }

@@ -22,7 +22,8 @@ from executor.modules.base import BuiltChunks
 from executor.modules.decoder import DecoderModel
 from executor.runtime.batch import MicrobatchLoader
 from ir.job.schema import JobOptimizer
-from ir.workload.config.load import ModelConfig, config_from
+from ir.workload.config.keys import FORMS
+from ir.workload.config.load import ModelConfig, config_from, presets, raw_config
 from tests.executor.reference import train
 
 if TYPE_CHECKING:
@@ -61,6 +62,11 @@ def quiet() -> Iterator[None]:
             yield
         finally:
             transformers.logging.set_verbosity(before)
+
+
+def built() -> list[str]:
+    """The presets that have a reference module; the others are predicted alone."""
+    return [p for p in presets() if raw_config(p)["model_type"] not in FORMS]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from executor.frontend.measure import PartMeasure, survey, without_values
 from executor.modules import layers
 from executor.modules.decoder import DecoderModel
 from executor.modules.functions import F
+from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
 from ir.core.work import KernelKind, Work
 from ir.workload.chunks import chunks
@@ -24,6 +25,7 @@ from ir.workload.config.load import ModelConfig, load_config, presets
 from ir.workload.part import Chunk, Part, PartLayout, PartWork
 from ir.workload.setting import MicrobatchShape, ModelPrecision
 from ir.workload.work import part_work
+from tests.executor.modules.hub import built
 from tests.executor.modules.kept_beyond_graph import BEYOND, Case, kind
 
 DRY = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}
@@ -102,8 +104,8 @@ def _outside(model: DecoderModel, chunk: str) -> list[str]:
 
 
 SAME_KIND = {"deepseek-v2", "kimi-k2", "qwen3-235b-a22b", "mixtral-8x22b", "llama2-7b", "llama2-13b", "llama2-70b"}
-SAME_KIND |= {p for p in presets() if p.startswith("mpt") and p != "mpt-7b"}
-ALL = [pytest.param(p, marks=pytest.mark.slow if p in SAME_KIND else ()) for p in presets()]
+SAME_KIND |= {"qwen2.5-7b", *(p for p in built() if p.startswith("mpt") and p != "mpt-7b")}
+ALL = [pytest.param(p, marks=pytest.mark.slow if p in SAME_KIND else ()) for p in built()]
 
 
 @pytest.mark.parametrize("preset", ALL)
@@ -119,7 +121,15 @@ def test_unfused_attention_agrees(preset: str) -> None:
     assert compare(config, 1, config.moe.experts if config.moe else 64, "unfused") == []
 
 
-@pytest.mark.parametrize("preset", presets())
+@pytest.mark.parametrize("preset", sorted({*presets()} - {*built()}))
+def test_other_presets_are_refused_by_name(preset: str) -> None:
+    config = load_config(preset)
+    with pytest.raises(PiperError, match=f"{config.model_type} is predicted, but has no reference module") as e:
+        DecoderModel(config)
+    assert (e.value.kind, e.value.key) == (ErrorKind.MODEL, "model_type")
+
+
+@pytest.mark.parametrize("preset", built())
 def test_presets_have_the_graphs_parameters(preset: str) -> None:
     whole = load_config(preset)
     config = load_config(preset, DRY.get(whole.model_type, {}))

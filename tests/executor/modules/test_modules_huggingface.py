@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from executor.modules.attention import attention
-from ir.workload.config.load import ModelConfig, config_from, presets
+from ir.workload.config.load import ModelConfig, config_from
 from ir.workload.config.spec import ExpertConfig
 from tests.executor.modules import hub
 from tests.executor.modules.hub import gap
@@ -49,7 +49,7 @@ def of_preset(name: str) -> dict[str, Any]:
 
 def _distinct() -> dict[str, dict[str, Any]]:
     """Presets that differ in more than sizes."""
-    found = {json.dumps(small(of_preset(n)), sort_keys=True): n for n in reversed(presets())}
+    found = {json.dumps(small(of_preset(n)), sort_keys=True): n for n in reversed(hub.built())}
     return {n: small(of_preset(n)) for n in found.values()}
 
 
