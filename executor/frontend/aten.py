@@ -41,15 +41,8 @@ SCATTERS = ("scatter_", "scatter_add_", "index_put_", "index_add_")
 # What torch tags neither as pointwise nor as a reduction, though a compiler makes loops of it.
 ELEMENTS = {
     *("_to_copy", "copy", "fill", "zero", "cat", "stack", "repeat", "roll", "flip", "tril", "triu", "constant_pad_nd"),
-    *(
-        "slice_backward",
-        "select_backward",
-        "slice_scatter",
-        "select_scatter",
-        "lift_fresh",
-        "bernoulli",
-        "native_dropout",
-    ),
+    *("slice_backward", "select_backward", "slice_scatter", "select_scatter", "lift_fresh"),
+    *("bernoulli", "native_dropout"),
     *("arange", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "scalar_tensor"),
     *("new_ones", "new_zeros", "new_full"),
 }

@@ -20,7 +20,7 @@ from executor.modules.functions import grouped_linear
 from executor.modules.moe import ExpertCombine, ExpertDispatch, ExpertParallelExperts
 from executor.modules.parallel import own, whole
 from executor.modules.user.annotate import copied, made_again, model_error
-from executor.modules.user.writes import made_of, storages, written
+from executor.modules.user.writes import made_of, storages, unlike, written
 from executor.parallel.expert_all_to_all import Table
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
@@ -185,7 +185,7 @@ def cut_at_experts(name: str, chunk: nn.Module) -> ExpertChunk | None:
         raise model_error(message, "flatten tokens", allowed, "model.tags.EP")
     ahead, base = nodes[: nodes.index(marks[0])], storages(nodes)
     free = made_again(chunk, marks[0].graph, inputs=False)
-    free -= {base[t] for n in nodes if n not in free for t in written(n)}  # not the same when it is made again
+    free -= unlike(free, nodes)
     before = made_of(marks[0].all_input_nodes, ahead)
     behind = [n for n in nodes if n not in before and n is not marks[0] and n not in free and n.op != "get_attr"]
     read = {i for n in behind for i in n.all_input_nodes}

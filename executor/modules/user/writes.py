@@ -30,7 +30,7 @@ def storages(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def made_of(ends: Iterable[fx.Node], ahead: Collection[fx.Node]) -> set[fx.Node]:
-    """These nodes and all that they are made of: writes to that too, as far as they stand ahead.
+    """These nodes and all that they are made of: writes to that too, as far as they stand ahead, and parts of tuples.
 
     >>> import torch
     >>> class Net(torch.nn.Module):
@@ -44,6 +44,20 @@ def made_of(ends: Iterable[fx.Node], ahead: Collection[fx.Node]) -> set[fx.Node]
     ['copy_', 'select', 'x', 'zeros']
     """
     base, out = storages(ahead), ancestors(ends)
-    while more := [n for n in ahead if n not in out and any(base[t] in out for t in written(n))]:
+    while more := [n for n in ahead if n not in out and (any(base[t] in out for t in written(n)) or _part_of(n, out))]:
         out |= ancestors(more)
+    return out
+
+
+def _part_of(node: fx.Node, known: Collection[fx.Node]) -> bool:
+    return node.target is operator.getitem and node.all_input_nodes[0] in known
+
+
+def unlike(free: Collection[fx.Node], nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """Of what could be made again, what is written by what could not; views of that, and all that is made of them."""
+    base, out = storages(nodes), set[fx.Node]()
+    touched = {base[t] for n in nodes if n not in free for t in written(n)}
+    for node in nodes:
+        if node in free and (base[node] in touched or not out.isdisjoint(node.all_input_nodes)):
+            out.add(node)
     return out

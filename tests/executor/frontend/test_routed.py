@@ -175,3 +175,36 @@ def test_exchanges_stand_in_the_plan_and_are_predicted(tmp_path: Path) -> None:
     for changed, said in (("parallel.ep=1", "1, but the module was captured with 2"), ("routing.kind=zipf", "routers")):
         with pytest.raises(PiperError, match=said):
             predict(load_job(job, [changed]))
+
+
+class Mixed(nn.Module):
+    """Parts of a tuple, and what is written in place before its experts, are read behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pick = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(sequences, tokens, 4), and the same."""
+        flat = x.flatten(0, 1)
+        first, second = (flat * 2).split([1, 3], -1)
+        table = torch.zeros(4)
+        table[0] = flat.sum()
+        weights, index = (self.pick(flat) + table).softmax(-1).topk(2)
+        made = torch.ops.piper_sim.experts(first.expand(-1, 4) * 1.0, index, weights, 0)
+        return x + (made + second.sum() + table[:2].sum()).view_as(x)
+
+
+def test_what_is_made_before_experts_and_read_behind_them_is_carried() -> None:
+    net, x = Mixed(), torch.randn(1, 3, 4)
+    root = torch.export.export(net, (x,)).module()
+    for node in list(root.graph.nodes):
+        if node.op == "output":
+            node.args = (torch.utils._pytree.tree_leaves(node.args)[0],)
+        elif "_guards" in str(node.target):
+            root.graph.erase_node(node)
+    cut = routed.cut_at_experts("l0", torch.fx.GraphModule(root, root.graph))
+    assert cut is not None
+    rows, _, _, *carried = cut.router(x)
+    assert len(carried) == cut.carried and all(isinstance(c, torch.Tensor) for c in carried)
+    assert torch.equal(cut.add(rows.clone(), *carried), net(x))
