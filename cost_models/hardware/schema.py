@@ -58,7 +58,8 @@ class GemmKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ramp_bytes: prologue and epilogue of a tile, as bytes of extra K (so K in elements is ramp_bytes / dtype bytes).
     tiles: [rows, columns, relative efficiency] of the output tiles that the library chooses from.
     grouped_efficiency: a grouped GEMM's rate relative to a plain one of equal tiles. weight_grad: dtype -> rate of a
-    product that adds up a weight's gradient relative to another of equal tiles; 1 where not named.
+    product that adds up a weight's gradient relative to another of equal tiles; 1 where not named. workspace_MiB: what
+    the library keeps for each stream that a framework calls it on.
     """
 
     efficiency: dict[Dtype, Share]
@@ -69,6 +70,7 @@ class GemmKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     burst: BurstKernel | None = None
     grouped_efficiency: Share = 1.0
     weight_grad: dict[Dtype, Share] = {}
+    workspace_MiB: NonNegative = 0.0
 
 
 class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -175,6 +177,12 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         True
         """
         return structs.replace(self, training=True)
+
+    def library_bytes(self, experts: bool) -> int:
+        """What the framework's libraries keep allocated, with grouped products of experts or without."""
+        soft = self.software
+        streams = soft.gemm_streams + (soft.expert_streams if experts else 0)
+        return int((soft.library_MiB + streams * self.gemm.workspace_MiB) * MIB)
 
     @property
     def hbm_bytes(self) -> int:

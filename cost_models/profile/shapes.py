@@ -51,8 +51,11 @@ def op_shapes(graph: Graph) -> tuple[KernelShape | None, ...]:
     if not isinstance(source, ConfigModelWork):
         return (None,) * len(graph.nodes)
     c = source.config
-    named = (f.name for f in fields(c) if f.name not in NOT_KERNELS and not (f.name == "form" and c.form == LLAMA_FORM))
-    config = [(name, getattr(c, name)) for name in named]
+    usual = {"form": LLAMA_FORM, "mixer": None}
+    named = (
+        n for f in fields(c) if (n := f.name) not in NOT_KERNELS and not (n in usual and getattr(c, n) == usual[n])
+    )
+    config = [(n, c.mixer.anywhere if n == "mixer" and c.mixer else getattr(c, n)) for n in named]
     model = repr((config, source.precision, source.attention))
     again = recomputed(graph)
     layouts = {(e.stage, e.name): e.layout for e in graph.entries}

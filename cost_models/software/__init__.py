@@ -36,8 +36,9 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     dispatched ahead. turn_us: where it waits for the device at each transfer between pipeline stages: what it then
     needs before the next pass; 0: it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are
     made in before kernels of their own add them to the sums, and that a second copy has where they are reduced
-    between replicas. library_MiB: what matrix and attention libraries keep allocated as workspaces. tp_overlap:
-    what a job's `[costs] tp_overlap` is where it says nothing. fp8_recipe: goes before the hardware file's. loss,
+    between replicas. library_MiB: what libraries keep allocated, but for workspaces of matrix products: the hardware
+    file's, for each of gemm_streams, and of expert_streams where there are experts. tp_overlap: what a job's `[costs]
+    tp_overlap` is where it says nothing. fp8_recipe: goes before the hardware file's. loss,
     eager, keep_gathered, loss_vectors: see `ir.workload.setting.Style`; eager means a plain loss, too. sources:
     constant -> where it is from.
     """
@@ -52,6 +53,8 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     grad_copy_bytes: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
     tp_overlap: bool = False
     library_MiB: NonNegative = 0.0
+    gemm_streams: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    expert_streams: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     fp8_recipe: Fp8Recipe | None = None
     loss_vectors: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
     loss: Literal["parallel", "plain", "fused"] | None = None

@@ -199,15 +199,16 @@ def vtrain(line: Line, job: Table) -> Facts:
 
 
 _PLAIN = {  # columns of the goldens that a GPT of this kind has; where another stands, no job says the same
-    "family": "gpt", "experts": "", "fsdp": "", "fp8_format": "", "optimizer_instances": "1", "optimizer": "adam",
+    "fsdp": "", "fp8_format": "", "optimizer_instances": "1", "optimizer": "adam",
     "mla_q_rank": "", "mtp_layers": "0", "cuda_graph": "", "pipeline_layout": "", "first_stage_layers": "",
 }  # fmt: skip
 _ACTS = {"gelu": ("gelu", False), "squared_relu": ("relu2", False), "swiglu": ("silu", True)}
 
 
 def golden(line: Line, job: Table) -> Facts:
-    """A GPT of Megatron-LM's tests: the peak of the last rank, and the time of the large ones."""
+    """A decoder of Megatron-LM's tests: the peak of the last rank, and the time of the large ones."""
     odd = [c for c, v in _PLAIN.items() if line[c] != v]
+    odd = ["family", *odd] if line["family"] not in ("gpt", "moe", "hybrid") else odd
     if odd or line["gpus"] != "8":
         return {"why": "; ".join(odd[:1]) or "GPUs not stated or many"}
     tp, pp, cp, mb, batch = ints(line, "tp", "pp", "cp", "micro_batch", "global_batch")
@@ -237,7 +238,8 @@ _CARDS: Mapping[str, Mapping[str, Any]] = {  # what the cards' words are in a jo
 
 def cards(line: Line, job: Table) -> Facts:
     """A mixture of experts: layers per stage, experts' messages overlapped or not, an NVLink domain as a node."""
-    if line["needs"] or not line["dispatcher"]:
+    built = line["needs"] in ("", "mamba layers")
+    if not built or not line["dispatcher"]:
         return {"why": line["needs"] or "the recipe's settings are not stated"}
     words = {column: found[line[column]] for column, found in _CARDS.items()}
     node, counts = int(line["nvlink_domain_gpus"]), (x.split("*") for x in line["layers_per_stage"].split())

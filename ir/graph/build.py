@@ -10,9 +10,9 @@ from ir.workload.part import Chunk, KeptBuffer, ModelWork, PartWork, PlacedPart,
 
 # What each whole-part recompute option runs again; the finer ones name tensors (`SavedBuffer.recompute`) instead.
 WHOLE = {
-    "attention": frozenset({"attn"}),
+    "attention": frozenset({"attn", "mixer"}),
     "mlp": frozenset({"mlp", "router", "shared", "experts", "add"}),
-    "full": frozenset({"attn", "mlp", "router", "shared", "experts", "add", "block"}),
+    "full": frozenset({"attn", "mixer", "mlp", "router", "shared", "experts", "add", "block"}),
 }
 
 

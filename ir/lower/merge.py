@@ -16,7 +16,7 @@ Item = tuple[int, int]  # (node, member)
 # B.w: weight gradients whose I are done.
 CYCLE = "B.post B.combine B.w F.attn F.dispatch B.mlp B.dispatch B.w F.mlp F.combine B.attn"
 _MIXTURE = {"router": "attn", "experts": "mlp", "shared": "mlp", "combine": "combine", "dispatch": "dispatch"}
-_MIXTURE |= {COUNTS: "dispatch", "attn": "attn", "embed": "attn", "proj": "attn"}
+_MIXTURE |= {COUNTS: "dispatch", "attn": "attn", "mixer": "attn", "embed": "attn", "proj": "attn"}
 _FORWARD = ("attn", "dispatch", "mlp", "combine", "post")
 _BACKWARD = ("again", "post", "combine", "mlp", "dispatch", "attn")
 _Run = tuple[str, list[int]]  # a part of a layer and its nodes

@@ -47,16 +47,17 @@ def _embed(config: ModelConfig) -> Chunk:
 def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     """A decoder layer whose input is the output of part `reads` ("": of the chunk before)."""
     prefix = f"{config.names.layers}.{layer}."
-    # Where no norm stands before them, linears read the stream, and so does their weight gradient.
-    until = Pass.W if config.form.norms is LayerNormPlace.BEHIND else Pass.I
-    keeps, after = (KeptBuffer(reads, until),), (KeptBuffer("attn", until),)
-    attn = Part("attn", (reads,), keeps, p.attention(config, prefix))
+    first = _mixed(config, layer, reads)
+    if not config.is_moe(layer) and not config.has_mlp(layer):
+        return first
+    stream = first[-1].name if first else reads
+    after = _read_again(config, stream)
     norm = p.post_norm(config, prefix)
     inner = f"{config.names.mlp}."
     if not config.is_moe(layer):
         params = norm + p.mlp(config, prefix + inner, config.ffn)
         # Beside attention an MLP reads what attention reads: what attention adds is not needed again.
-        return (attn, Part("mlp", ("attn",), () if config.form.parallel else after, params))
+        return (*first, Part("mlp", (stream,), () if config.form.parallel else after, params))
     moe = config.moe
     assert moe is not None
     # The experts read the router's output through the dispatch that a `shard` directive puts between the two.
@@ -68,9 +69,25 @@ def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
             (p.whole(f"{prefix}{inner}shared_expert_gate.weight", 1, config.hidden),) if config.form.shared_gate else ()
         )
         shared = (Part("shared", ("router",), (), own),)
-    add = Part("add", ("experts", *(s.name for s in shared), "attn"))
+    add = Part("add", ("experts", *(s.name for s in shared), stream))
+    router = Part("router", (stream,), after, (*norm, *p.router(config, prefix + inner)))
     # Shared experts stand behind the routed ones: their forward runs beside combine, their backward beside its mirror.
-    return (attn, Part("router", ("attn",), after, (*norm, *p.router(config, prefix + inner))), routed, *shared, add)
+    return (*first, router, routed, *shared, add)
+
+
+def _mixed(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
+    """What mixes a layer's tokens: attention, a recurrence, or nothing."""
+    prefix, keeps = f"{config.names.layers}.{layer}.", _read_again(config, reads)
+    if config.is_recurrent(layer):
+        return (Part("mixer", (reads,), keeps, p.mixer(config, prefix)),)
+    if not config.attends(layer):
+        return ()
+    return (Part("attn", (reads,), keeps, p.attention(config, prefix)),)
+
+
+def _read_again(config: ModelConfig, part: str) -> tuple[KeptBuffer, ...]:
+    """Where no norm stands before them, linears read the stream, and so does their weight gradient."""
+    return (KeptBuffer(part, Pass.W if config.form.norms is LayerNormPlace.BEHIND else Pass.I),)
 
 
 def _head(config: ModelConfig, norm: tuple[Param, ...], reads: str = "") -> tuple[Part, ...]:

@@ -2,7 +2,13 @@
 
 from math import prod
 
-from ir.workload.config.spec import AttentionNormKind, LayerNormPlace, ModelConfig, NormLayerKind
+from ir.workload.config.recurrence import LayerMixerKind
+from ir.workload.config.spec import (
+    AttentionNormKind,
+    LayerNormPlace,
+    ModelConfig,
+    NormLayerKind,
+)
 from ir.workload.part import Param, PartLayout
 
 Params = tuple[Param, ...]
@@ -72,17 +78,43 @@ def attention(config: ModelConfig, prefix: str) -> Params:
         return _mla(config, prefix)
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     params = _branch(c, prefix, names.attn_norm, "attn_out_norm")
+    asked = 2 * q if c.form.attn_gate else q
     if names.qkv:
         sizes = (q, kv, kv)
         params += linear(c, prefix + names.qkv, sum(sizes), c.hidden, column=True, bias=c.qkv_bias, blocks=sizes)
     else:
-        for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+        for name, rows in (("q_proj", asked), ("k_proj", kv), ("v_proj", kv)):
             params += linear(c, at + name, rows, c.hidden, column=True, bias=c.qkv_bias)
     if c.qk_norm:
         params += tuple(x for n, rows in (("q", q), ("k", kv)) for x in _qk_norm(c, f"{at}{n}_norm", rows))
     if c.form.sinks:
         params += (cut(f"{at}sinks", 0, c.heads),)
     return params + linear(c, prefix + names.out, c.hidden, q, column=False, bias=c.out_bias)
+
+
+def mixer(config: ModelConfig, prefix: str) -> Params:
+    """Input norm and recurrence of the decoder layer whose names begin with `prefix`: heads, and their groups of keys
+    and queries, are cut by tensor parallelism.
+    """
+    c, m = config, config.mixer
+    assert m is not None
+    at = f"{prefix}{c.names.mixer}."
+    keys, delta = m.groups * m.state, m.kind is LayerMixerKind.DELTA
+    sizes, conv = (m.inner, m.inner, keys, keys, m.heads), (m.inner, keys, keys)
+    params = norm(c, prefix + c.names.attn_norm, c.hidden)
+    if delta:
+        params += linear(c, f"{at}in_proj_qkvz", sum(sizes[:4]), c.hidden, column=True, bias=False, blocks=sizes[:4])
+        params += linear(c, f"{at}in_proj_ba", 2 * m.heads, c.hidden, column=True, bias=False, blocks=(m.heads,) * 2)
+    else:
+        params += linear(c, f"{at}in_proj", m.projected, c.hidden, column=True, bias=m.proj_bias, blocks=sizes)
+    params += (cut(f"{at}conv1d.weight", 0, m.channels, 1, m.conv, blocks=conv),)
+    params += (cut(f"{at}conv1d.bias", 0, m.channels, blocks=conv),) if m.conv_bias else ()
+    params += tuple(
+        cut(f"{at}{name}", 0, m.heads) for name in (("dt_bias", "A_log") if delta else ("dt_bias", "A_log", "D"))
+    )
+    weight = f"{at}norm.weight"
+    params += (Param(weight, (m.head_dim,), by_heads=True) if delta else cut(weight, 0, m.inner),)
+    return params + linear(c, f"{at}out_proj", c.hidden, m.inner, column=False, bias=m.proj_bias)
 
 
 def _qk_norm(config: ModelConfig, name: str, rows: int) -> Params:

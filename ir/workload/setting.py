@@ -176,12 +176,14 @@ def check_setting(config: ModelConfig, layout: PartLayout, shape: MicrobatchShap
     allowed: divisors of 8
     fix: tp = 8
     """
-    c, moe = config, config.moe
+    c, moe, m = config, config.moe, config.mixer
+    attends = m is None or any(c.attends(i) for i in range(c.layers))
     whole = [
-        ("tp", layout.tp, "attention heads", c.heads),
-        ("tp", layout.tp, "KV heads", c.heads if c.mla else c.kv_heads),
+        ("tp", layout.tp, "attention heads", c.heads if attends else 0),
+        ("tp", layout.tp, "KV heads", c.heads if c.mla else c.kv_heads if attends else 0),
         ("tp", layout.tp, "vocabulary", c.vocab),
-        ("tp", layout.tp, "MLP width", 0 if all(c.is_moe(i) for i in range(c.layers)) else c.ffn),
+        ("tp", layout.tp, "MLP width", c.ffn if any(c.has_mlp(i) for i in range(c.layers)) else 0),
+        ("tp", layout.tp, "recurrence's groups", m.groups if m else 0),
         ("tp", layout.tp, "shared experts' width", moe.shared_ffn if moe else 0),
         ("ep", layout.ep, "experts", moe.experts if moe else 0),
         ("etp", layout.etp, "expert width", moe.ffn if moe else 0),
@@ -189,6 +191,8 @@ def check_setting(config: ModelConfig, layout: PartLayout, shape: MicrobatchShap
     for axis, by, what, size in whole:
         if size % by:
             raise _refuse(axis, by, f"{c.source}'s {what}", size)
+    if m is not None and m.heads // layout.tp % layout.cp:
+        raise _refuse("cp", layout.cp, f"{c.source}'s recurrent heads of a tensor-parallel rank", m.heads // layout.tp)
     if layout.cp > 1 and shape.seq_len % (2 * layout.cp):
         raise _refuse_stretches(layout.cp, shape.seq_len)
     if layout.sequence_parallel and (shape.seq_len // layout.cp) % layout.tp:

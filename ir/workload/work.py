@@ -9,6 +9,7 @@ from ir.workload.config.spec import ModelConfig
 from ir.workload.part import Chunk, ExpertMessages, Part, PartLayout, PartWork, PlacedPart
 from ir.workload.parts import ends, moe
 from ir.workload.parts.attention import attention as attention_work
+from ir.workload.parts.mixer import mixer
 from ir.workload.parts.mlp import mlp, shared
 from ir.workload.setting import (
     FUSED_STYLE,
@@ -24,6 +25,7 @@ from ir.workload.setting import (
 BUILDERS: Mapping[str, Callable[[PartSetting], PartWork]] = {
     "embed": ends.embed,
     "attn": attention_work,
+    "mixer": mixer,
     "mlp": mlp,
     "router": moe.router,
     "shared": shared,

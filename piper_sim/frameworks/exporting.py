@@ -110,7 +110,10 @@ def _files(prepared: PreparedJob, framework: str, arguments: Mapping[str, object
     where = f"--nnodes {nodes} --nproc_per_node {per}"
     if framework == "megatron":
         words = [f"--{k.replace('_', '-')}{_word(v)}" for k, v in arguments.items() if v is not False]
-        return {LAUNCH: _script([f"torchrun {where} pretrain_gpt.py", *words])}
+        hybrid = "hybrid_layer_pattern" in arguments
+        words += [f"--spec {' '.join(tables()['hybrid_spec'])}"] if hybrid else []
+        program = "pretrain_hybrid.py" if hybrid else "pretrain_gpt.py"
+        return {LAUNCH: _script([f"torchrun {where} {program}", *words])}
     name, line = tables()["files"][framework].values()
     own = dict(arguments)
     files: dict[str, str] = {}

@@ -82,12 +82,27 @@ def _sizes(m: ModelConfig) -> Facts:
         f |= {"head_dim": m.head_dim, "qk_norm": m.qk_norm or None, "qkv_bias": (m.qkv_bias and not m.out_bias) or None}
     if m.mtp:
         f["mtp"] = m.mtp
+    f |= _pattern(m)
     if (moe := m.moe) is not None:
         f |= {"experts": moe.experts, "top_k": moe.top_k, "moe_ffn": moe.ffn, "shared_ffn": moe.shared_ffn or None}
-        f |= {"moe_freq": [int(i not in moe.dense_layers) for i in range(m.layers)]} if moe.dense_layers else {}
+        listed = moe.dense_layers and "pattern" not in f
+        f |= {"moe_freq": [int(i not in moe.dense_layers) for i in range(m.layers)]} if listed else {}
         f |= {"groups": moe.groups, "top_groups": moe.top_groups} if moe.groups else {}
         f |= {"scoring": moe.scoring, "routed_scale": moe.scale}
     return f
+
+
+def _pattern(m: ModelConfig) -> Facts:
+    """A sign for each layer, where each is one thing, and the state spaces among them."""
+    if m.mixer is None or not all(
+        (m.attends(i) or m.is_recurrent(i)) ^ (m.is_moe(i) or m.has_mlp(i)) for i in range(m.layers)
+    ):
+        return {}
+    kinds = (
+        "M" if m.is_recurrent(i) else "*" if m.attends(i) else "E" if m.is_moe(i) else "-" for i in range(m.layers)
+    )
+    sizes = {"mamba_heads": m.mixer.heads, "mamba_head_dim": m.mixer.head_dim, "mamba_groups": m.mixer.groups}
+    return {"pattern": "".join(kinds), **sizes, "mamba_state": m.mixer.state}
 
 
 def _megatron(prepared: PreparedJob, dp: int, size: int, mbs: int) -> Facts:

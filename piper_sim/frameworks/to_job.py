@@ -11,7 +11,7 @@ from ir.job.load import job_from
 from ir.job.model import read_model
 from ir.job.schema import PARTS
 from ir.schedules.registry import default_chunks, legal_chunks
-from ir.workload.layout import parse_layout
+from ir.workload.layout import format_layout, parse_layout
 from piper_sim.frameworks.draft import Facts, JobDraft
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_model import model_of
@@ -35,6 +35,7 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
         if fact not in stated and (key := tables()["keys"].get(fact)):
             d.filled[key] = (value, f"{framework}'s default")
     f: Facts = {**known, **{k: v for k, v in stated.items() if v is not None}}
+    f |= _by_pattern(str(f.get("pattern") or ""))
     pp = f.get("pp", 1)
     d.put("model", **model_of(d, f, stated, hints))
     stages = _schedule(d, f, pp)
@@ -45,6 +46,19 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
     _formats(d, f)
     d.filled = {k: v for k, v in d.filled.items() if d.job.get(k.split(".")[0], {}).get(k.split(".")[1]) == v[0]}
     return d
+
+
+def _by_pattern(pattern: str) -> Facts:
+    """What a pattern of layers says beside their kinds: how many there are, and where stages end.
+
+    >>> _by_pattern("M-|M*-")
+    {'pattern': 'M-M*-', 'layers': 5, 'layout': 'Ett|tttL'}
+    """
+    if not pattern:
+        return {}
+    stages = ["t" * len(stage) for stage in pattern.split("|")]
+    said: Facts = {"pattern": pattern.replace("|", ""), "layers": len(pattern.replace("|", ""))}
+    return said | ({"layout": format_layout(("E" + "|".join(stages) + "L").split("|"))} if len(stages) > 1 else {})
 
 
 def _decoders(d: JobDraft) -> int | None:

@@ -110,7 +110,7 @@ def _layers(d: JobDraft, f: Facts, ffn: int) -> dict[str, Any]:
     out |= {"num_experts": count, "num_experts_per_tok": min(f.get("top_k", 2), count)}
     more = {"moe_intermediate_size": f.get("moe_ffn") or ffn, "scoring_func": f.get("scoring")}
     more["shared_expert_intermediate_size"] = f.get("shared_ffn")
-    more["mlp_only_layers"] = [i for i, sparse in enumerate(_sparse(f)) if not sparse]
+    more["mlp_only_layers"] = [i for i, sparse in enumerate(_sparse(f)) if not sparse and not f.get("pattern")]
     return out | {k: v for k, v in more.items() if v}
 
 

@@ -62,6 +62,8 @@ def read_value(how: str, value: object) -> object:
             return _list(value)
         case "pattern":
             return _pattern(value)
+        case "layers":
+            return _kinds(value)
         case "gres":
             return int(_number(str(value).rpartition(":")[2]))
         case "ones":
@@ -79,6 +81,8 @@ def presumed(how: str, value: object) -> bool:
     """
     words = [w for w in how.split()[1:] if w[0] != "@"]
     said = str(value).lower() if isinstance(value, bool) else str(value)
+    if (parts := _list(value)) and {*parts} <= {*words}:  # a list of words, perhaps as Python writes it
+        return True
     return said in words or (said.lower() in words) or (not _on(value) and (not words or any(w in _OFF for w in words)))
 
 
@@ -136,6 +140,13 @@ def _layout(value: object) -> str:
     return str(value)
 
 
+def _kinds(value: object) -> str:
+    """A sign for each layer, perhaps with `|` between stages."""
+    if not isinstance(value, str) or not set(value) <= set("M*-E|"):
+        raise ValueError("a sign for each layer: M a state space, * attention, - an MLP, E experts, | ends a stage")
+    return value
+
+
 def _pattern(value: object) -> object:
     """Which layers hold experts: every n-th, or a list of 0 and 1, perhaps as Python writes it."""
     if isinstance(value, list):
@@ -168,7 +179,7 @@ def write_value(how: str, fact: object) -> object:
             return True if fact == rest else None
         case "words":
             return next((w for w, f in _map(rest).items() if f == fact), None)
-        case "int" | "num" | "text" | "list" | "ones" | "layout":
+        case "int" | "num" | "text" | "list" | "ones" | "layout" | "layers":
             return fact
         case "fp8list":
             return ["quantize.linear.float8"] if fact == "fp8" else None

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 
 from cost_models import DeviceHardware, OptimizerMemory
 from cost_models.allocator.bands import context_bytes
-from cost_models.hardware.schema import MIB
 from ir.core.mesh import Mesh
 from ir.core.order import IntArray
 from ir.job.build import PreparedJob
@@ -49,7 +48,7 @@ class PlannedJob:
         routing = routing_of(prepared, plan.graph, hardware)
         classes = classes_of(model, plan, routing)
         sized, workspace = worst(plan, routing, classes)
-        library = int(hardware.software.library_MiB * MIB)
+        library = hardware.library_bytes(prepared.config.moe is not None)
         held = state(plan, model.recipe)
         found = _walked(sized, held, library) if workspace is None else memory(sized, held, workspace, library)
         return cls(prepared, hardware, plan, model, routing, classes, sized, workspace, found)

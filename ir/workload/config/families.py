@@ -5,6 +5,7 @@ from typing import Any
 
 from ir.core.errors import nearest
 from ir.workload.config.keys import INERT, INSIDE, ROWS, fits
+from ir.workload.config.mixers import EXPERTS, blocks
 from ir.workload.config.spec import ExpertConfig, LatentAttention, NormLayerKind
 from ir.workload.config.values import ModelValues
 
@@ -34,7 +35,11 @@ def _megatron(v: ModelValues, row: Row) -> Row:
     positions = {"positions": row["max_positions"]} if place == "learned_absolute" else {}
     ffn = v.get("moe_intermediate_size") or v.get("intermediate_size") or 4 * v.size("hidden_size")
     moe = {"moe": {**row["moe"], "ffn": ffn}} if experts else {}
-    return {**{k: x for k, x in row.items() if k != "moe"}, **more, **positions, **moe}
+    left = {"moe", *(() if blocks(v) else ("mixer",))}
+    sparse = {"sparse": "blocks"} if EXPERTS in blocks(v) else {}
+    moe = {"moe": {**moe["moe"], **sparse}} if moe else {}
+    layers = {"layers": len(blocks(v))} if blocks(v) else {}
+    return {**{k: x for k, x in row.items() if k not in left}, **more, **positions, **moe, **layers}
 
 
 def _shared_keys(v: ModelValues, row: Row) -> Row:
@@ -83,6 +88,20 @@ def _mpt_attention(v: ModelValues) -> tuple[float, bool]:
     return float(table.get("attn_pdrop", 0.0)), bool(table.get("alibi", True))
 
 
+def _hybrid(v: ModelValues, row: Row) -> Row:
+    """NVIDIA's Nemotron-H: a pattern says what each layer is, experts among them or not."""
+    kinds = blocks(v)
+    return {**{k: x for k, x in row.items() if k != "moe" or EXPERTS in kinds}, "layers": len(kinds)}
+
+
+def _granite_hybrid(v: ModelValues, row: Row) -> Row:
+    """Granite 4: where there are no experts, the shared one is the layer's MLP."""
+    if v.size("num_local_experts"):
+        return {**row, "rope": v.get("position_embedding_type") == "rope"}
+    dense = {"ffn": "@shared_intermediate_size", "rope": v.get("position_embedding_type") == "rope"}
+    return {**{k: x for k, x in row.items() if k != "moe"}, **dense}
+
+
 def _deepseek(v: ModelValues, row: Row) -> Row:
     mla = LatentAttention(
         v.size_or("q_lora_rank", 0),
@@ -106,6 +125,8 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     "gpt2": _gpt2,
     "mpt": _mpt,
     "deepseek_v2": _deepseek,
+    "nemotron_h": _hybrid,
+    "granitemoehybrid": _granite_hybrid,
     "deepseek_v3": _deepseek,
 }
 

@@ -1,10 +1,12 @@
 """How a row of `forms.toml` and a config's keys become a `ModelConfig`: one reader for all families that have a row."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 from ir.workload.config.families import Row, balance_of, check_groups, stored_format, worked
+from ir.workload.config.mixers import EXPERTS, blocks, read_mixer, without
+from ir.workload.config.recurrence import LayerMixer
 from ir.workload.config.rope import OF_ANY_KIND, TABLES, read_rope
 from ir.workload.config.spec import (
     AttentionNormKind,
@@ -50,9 +52,10 @@ def read_form(v: ModelValues) -> ModelConfig:
     said["parallel"] = said.get("parallel_norms", 1) if said.get("parallel") else 0
     said["multipliers"] = _multipliers(v, row, said)
     form = LayerForm(**{k: x for k, x in said.items() if k in _FORM})
-    own = {k: x for k, x in said.items() if k in _MODEL and k != "moe"}
+    own = {k: x for k, x in said.items() if k in _MODEL and k not in ("moe", "mixer")}
     moe = _experts(v, row["moe"], said["layers"]) if "moe" in row else None
-    base = ModelConfig(source=v.source, model_type=str(v.get("model_type")), stored=stored_format(v), moe=moe, **own)
+    own |= {"moe": moe, "mixer": _mixer(v, row, said), "stored": stored_format(v)}
+    base = ModelConfig(source=v.source, model_type=str(v.get("model_type")), **own)
     if form.parallel and (moe is not None or form.norms is not LayerNormPlace.BEFORE):
         v.refuse("model_type", "layers in parallel with experts or norms behind them are not built")
     return _rotated(v, row, replace(base, form=form))
@@ -117,7 +120,7 @@ def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ..
             slides = [i not in _listed(v, n) for i in range(n)]
         case _:
             slides = [bool(size)] * n
-    given = layer_kinds(v, n, (FULL, other)) if "layer_types" in v.table else None
+    given = layer_kinds(v, n, (FULL, other)) if "layer_types" in v.table and "mixer" not in row else None
     if given is not None:
         read = mode not in (None, "all", "local")
         if not read and (odd := [k for k, s in zip(given, slides, strict=True) if (k != FULL) is not s]):
@@ -191,6 +194,13 @@ def _experts(v: ModelValues, row: Row, layers: int) -> ExpertConfig:
     return replace(moe, dense_layers=_dense(v, str(said["sparse"]), layers), balance=balance_of(v))
 
 
+def _mixer(v: ModelValues, row: Row, said: Mapping[str, Any]) -> LayerMixer | None:
+    if "mixer" not in row:
+        return None
+    own = {k: found for k, x in row["mixer"].items() if (found := _value(v, x)) is not None}
+    return read_mixer(v, row["mixer"], {**own, "hidden": said["hidden"]}, said["layers"])
+
+
 def _dense(v: ModelValues, rule: str, layers: int) -> frozenset[int]:
     """Layers without experts."""
     match rule:
@@ -211,6 +221,8 @@ def _dense(v: ModelValues, rule: str, layers: int) -> frozenset[int]:
             first, last = v.size("moe_layer_start_index"), v.size("moe_layer_end_index")
             step = v.size("moe_layer_interval")
             return frozenset(i for i in range(layers) if (i + 1) % step or not first <= i <= last)
+        case "blocks":
+            return without(blocks(v), EXPERTS)
         case _:
             return frozenset()
 
@@ -227,7 +239,7 @@ def _rotated(v: ModelValues, row: Row, base: ModelConfig) -> ModelConfig:
     turned = _value(v, row.get("rotary"))
     if "rope_theta" not in v.table:  # GPT-J's: so many features, at angles of 10,000
         return replace(base, rope_share=(turned or base.head_dim) / base.head_dim)
-    v, more = _one_table(v, base)
+    v, more = _one_table(v, base, row.get("axes", ()))
     said = (v.given, *(t for t in map(v.get, TABLES) if isinstance(t, Mapping)))
     if turned and not any(OF_ANY_KIND[1] in t for t in said):
         v = replace(v, given={**v.given, OF_ANY_KIND[1]: turned / base.head_dim})
@@ -241,8 +253,11 @@ def _rotated(v: ModelValues, row: Row, base: ModelConfig) -> ModelConfig:
     return replace(base, rope_theta=rope.theta, rope_share=rope.share, rope_scaling=scaling, form=form)
 
 
-def _one_table(v: ModelValues, base: ModelConfig) -> tuple[ModelValues, Mapping[str, float]]:
-    """The table of layers that see all, where those with windows have their own; and what that one says otherwise."""
+def _one_table(v: ModelValues, base: ModelConfig, axes: Collection[str]) -> tuple[ModelValues, Mapping[str, float]]:
+    """The table of layers that see all, where those with windows have their own; and what that one says otherwise.
+
+    axes: keys of it that share angles out among a picture's axes.
+    """
     before, more = dict(base.form.multipliers), dict[str, float]()
     given, default = dict(v.given), v.get(TABLES[0])
     if "attn_config.rope_theta" in v.table:  # DBRX's; transformers' class turns by 10,000 whatever it says
@@ -262,7 +277,7 @@ def _one_table(v: ModelValues, base: ModelConfig) -> tuple[ModelValues, Mapping[
         if isinstance(table, Mapping):
             beta = {k: table[k] for k in ("llama_4_scaling_beta",) if table.get(k) is not None}
             more |= {k: float(x) for k, x in beta.items()}
-            left = {**beta, "max_position_embeddings": 0}
+            left = {**beta, "max_position_embeddings": 0, **dict.fromkeys(axes)}
             given[name] = {k: x for k, x in table.items() if k not in left}
     table = {
         **v.table,

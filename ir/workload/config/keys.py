@@ -21,6 +21,7 @@ class ModelKeyType(StrEnum):
     CHANCE = "a number from 0 to below 1"
     FLAG = "true or false"
     TEXT = "a string"
+    TEXT_OR_NULL = "a string or null"
     TEXTS_OR_NULL = "a list of strings or null"
     COUNTS_OR_NULL = "a list of integers, 0 or more, or null"
     RATIO_OR_NULL = "a number above 0 or null"
@@ -60,6 +61,7 @@ class ParamNames:
     mlp: str  # before up and down
     up: str
     down: str
+    mixer: str  # of layers with a recurrence in place of attention
     flipped: bool  # weights are stored (into, out), as GPT-2's Conv1D does
 
 
@@ -67,7 +69,8 @@ Table = Mapping[str, ModelKey]
 _FILE = Path(__file__).with_name("keys.toml")
 _FORM = FileErrors("the table of config keys", ErrorKind.MODEL, "model.config")
 _RAW = read_toml(_FILE, _FORM)
-_FORMS = read_toml(_FILE.with_name("forms.toml"), _FORM)
+_ATTENTION, _MIXED = (read_toml(_FILE.with_name(f"{name}.toml"), _FORM) for name in ("forms", "hybrids"))
+_FORMS = _ATTENTION | _MIXED | {"keys": _ATTENTION["keys"] | _MIXED["keys"]}
 INERT, UNBUILT, OUTER = (
     {name: why for why, names in _RAW[table].items() for name in names.split()}
     for table in ("inert", "unbuilt", "outer")
@@ -83,11 +86,11 @@ def _key(row: Mapping[str, Any]) -> ModelKey:
 
 
 def _row(name: str) -> dict[str, Any]:
-    """A family's row on top of the one that it is like; what it says of experts is one table with that one's."""
+    """A family's row on top of the one that it is like; what both say of experts, or of recurrences, is one table."""
     own = _FORMS[name]
     out = _row(own["like"]) if "like" in own else {}
-    moe = {**out.get("moe", {}), **own.get("moe", {})}
-    return {**out, **own, "base": own.get("base", False), "run": own.get("run", False), **({"moe": moe} if moe else {})}
+    tables = {t: {**out.get(t, {}), **own.get(t, {})} for t in ("moe", "mixer") if t in out or t in own}
+    return {**out, **own, "base": own.get("base", False), "run": own.get("run", False), **tables}
 
 
 _ROWS = {name: _row(name) for name in _FORMS if name != "keys"}
@@ -160,7 +163,7 @@ def fits(holds: ModelKeyType, value: object) -> bool:
             return number and _above(value, 0.0) and not _above(value, 1.0)
         case ModelKeyType.FLAG:
             return isinstance(value, bool)
-        case ModelKeyType.TEXT:
+        case ModelKeyType.TEXT | ModelKeyType.TEXT_OR_NULL:
             return isinstance(value, str)
         case ModelKeyType.COUNTS_OR_NULL | ModelKeyType.TEXTS_OR_NULL:
             item = ModelKeyType.COUNT if holds is ModelKeyType.COUNTS_OR_NULL else ModelKeyType.TEXT

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ir.workload.config.keys import ParamNames, names_of
+from ir.workload.config.recurrence import LayerMixer
 
 # Of a config: what the duration of a kernel does not depend on, or what the kernels of a layer show by themselves.
 NOT_KERNELS = frozenset(
@@ -62,7 +63,8 @@ class LayerForm:
     norms have any. qk_over, qk_bias: of the norm of queries and keys. sinks: a number per head in softmax's sum.
     chunked: windows are stretches that do not see each other. no_rope: layers without rotary embedding. score_cap,
     logit_cap: scores and logits are squeezed by a tanh, 0 for not. shared_gate: a token weighs the shared experts'
-    output. act_params: numbers that an activation learns. multipliers: numbers, by their key, that change results and
+    output. act_params: numbers that an activation learns. attn_gate: attention's output is weighed by a sigmoid
+    of as many features, projected with the queries. multipliers: numbers, by their key, that change results and
     no kernel but where embeddings and logits are multiplied ("embedding", "logits").
     """
 
@@ -82,6 +84,7 @@ class LayerForm:
     expert_bias: bool = False
     shared_gate: bool = False
     act_params: int = 0
+    attn_gate: bool = False
     multipliers: tuple[tuple[str, float], ...] = ()
 
     def multiplied(self, what: str) -> bool:
@@ -172,7 +175,8 @@ class ModelConfig:
     and key. mtp: multi-token-prediction modules. rope_share: of a head's features that are turned; rope_pairs: an angle
     turns two neighbours, not one feature of either half. score_scale: of attention scores, beside 1/sqrt(qk_dim);
     score_by_layer: divided by 1 + the layer's number too. act: Hugging Face's name of an activation that has several.
-    stored: the format that its checkpoint is quantised to, "" for none. form: what else its layers have.
+    stored: the format that its checkpoint is quantised to, "" for none. form: what else its layers have. mixer: of
+    layers that have no attention.
     """
 
     source: str
@@ -214,6 +218,7 @@ class ModelConfig:
     score_by_layer: bool = False
     stored: str = ""
     form: LayerForm = LLAMA_FORM
+    mixer: LayerMixer | None = None
 
     def __hash__(self) -> int:
         """Of what tells models apart: a config is part of the key of many tables."""
@@ -233,6 +238,18 @@ class ModelConfig:
     def is_moe(self, layer: int) -> bool:
         """Whether decoder layer `layer` has experts. MTP modules count on from `layers`, as their weights do."""
         return self.moe is not None and layer not in self.moe.dense_layers
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether decoder layer `layer` has an ordinary MLP."""
+        return not self.is_moe(layer) and not (self.mixer is not None and layer in self.mixer.alone)
+
+    def attends(self, layer: int) -> bool:
+        """Whether decoder layer `layer` has attention."""
+        return self.mixer is None or layer not in self.mixer.layers | self.mixer.unmixed
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether decoder layer `layer` has a recurrence in place of attention."""
+        return self.mixer is not None and layer in self.mixer.layers
 
     @property
     def names(self) -> ParamNames:

@@ -94,8 +94,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _OLD = {"attention": FULL}
 
 
-def layer_kinds(v: ModelValues, layers: int, known: tuple[str, ...]) -> list[str] | None:
-    """`layer_types`, where it is given.
+def layer_kinds(
+    v: ModelValues, layers: int, known: tuple[str, ...], older: Mapping[str, str] = _OLD
+) -> list[str] | None:
+    """`layer_types`, where it is given. older: other names of kinds.
 
     Raises PiperError (model): kinds that are not among those `known`, or not as many as there are layers.
     """
@@ -103,7 +105,7 @@ def layer_kinds(v: ModelValues, layers: int, known: tuple[str, ...]) -> list[str
     if given is None:
         return None
     assert isinstance(given, (list, tuple))
-    types = [_OLD.get(str(t), str(t)) for t in given]
+    types = [older.get(str(t), str(t)) for t in given]
     if len(types) != layers:
         v.refuse("layer_types", f"{len(types)} kinds for {layers} layers", allowed=f"{layers} of them")
     if odd := [t for t in types if t not in known]:

@@ -64,6 +64,7 @@ def attention(s: PartSetting) -> PartWork:
             *norm_before(s, "input_norm"),
             *p.forward,
             *core.forward(s),
+            *_gated(s, core, 3),
             *k.cast(s, "context", s.tokens * core.out_features),
             *_stored(s, "context.store", core),
             out.forward(s),
@@ -75,6 +76,7 @@ def attention(s: PartSetting) -> PartWork:
             *behind_backward(s, "input_norm"),
             *_stored(s, "context.load", core),
             *k.input_grad(s, out),
+            *_gated(s, core, 5),
             *core.backward(s),
             *p.backward,
             *before_backward(s, "input_norm"),
@@ -85,6 +87,7 @@ def attention(s: PartSetting) -> PartWork:
             *branch_saved(s, sum(p.enters)),
             *p.saved,
             *_context_saved(s, core),
+            *_gate_saved(s, core),
             *core.saved(s),
             *mask(s),
         ),
@@ -100,7 +103,8 @@ def attention(s: PartSetting) -> PartWork:
 def _heads(s: PartSetting, core: AttentionCore) -> _Projection:
     """Multi-head or grouped-query attention: one fused product for q, k and v."""
     c, h = s.config, s.config.hidden
-    features = core.q_features + core.kv_features
+    gate = core.out_features if c.form.attn_gate else 0
+    features = core.q_features + core.kv_features + gate
     roped = core.q_features + core.kv_heads * core.qk
     qkv = LinearKernel("qkv_proj", s.tokens, features, h)
     rope: Work = (k.copies(s, "rope", s.tokens * roped),) if c.rope else ()
@@ -128,11 +132,11 @@ def _heads(s: PartSetting, core: AttentionCore) -> _Projection:
         saved=(
             *kept,
             SavedBuffer("qk", s.tokens * roped * s.wide, Pass.I, label, again),
-            SavedBuffer("v", s.tokens * (features - roped) * s.wide, Pass.I),
+            SavedBuffer("v", s.tokens * (features - roped - gate) * s.wide, Pass.I),
         ),
         enters=(h,),
         widest=features,
-        model_flops=2 * s.shape.tokens * h * (c.heads + 2 * c.kv_heads) * c.head_dim,
+        model_flops=2 * s.shape.tokens * h * ((1 + c.form.attn_gate) * c.heads + 2 * c.kv_heads) * c.head_dim,
         sums=2 if c.qk_norm and c.form.qk_over is AttentionNormKind.WIDTH and s.layout.tp > 1 else 0,
     )
 
@@ -198,6 +202,18 @@ def _context_saved(s: PartSetting, core: AttentionCore) -> tuple[SavedBuffer, ..
         return (SavedBuffer("context_e5m6", n * 12 // 8 + 4 * -(-n // 128)),)
     wide = (SavedBuffer("context", n * s.wide, Pass.I),) if s.attention is AttentionKind.FLASH else ()
     return (*wide, SavedBuffer("context_fp8", s.cached(n)))
+
+
+def _gated(s: PartSetting, core: AttentionCore, tensors: int) -> Work:
+    """The output times the sigmoid of its gate, or back."""
+    moved = tensors * s.tokens * core.out_features * s.wide
+    return (k.memory(s, "attention_gate", moved),) if s.config.form.attn_gate else ()
+
+
+def _gate_saved(s: PartSetting, core: AttentionCore) -> tuple[SavedBuffer, ...]:
+    """The gate, and attention's output before it."""
+    n = s.tokens * core.out_features * s.wide
+    return (SavedBuffer("gate", n, Pass.I), SavedBuffer("ungated", n, Pass.I)) if s.config.form.attn_gate else ()
 
 
 def _latent_rope(s: PartSetting, core: AttentionCore) -> Work:

@@ -2,7 +2,7 @@
 
 from ir.core.ops import Pass
 from ir.core.work import CAST, Message, MessageKind, Work
-from ir.workload.config.spec import ExpertConfig
+from ir.workload.config.spec import ExpertConfig, LayerActivation
 from ir.workload.part import ExpertMessages, PartLayout, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel, beyond
@@ -102,6 +102,7 @@ def experts(s: PartSetting) -> PartWork:
         saved=(
             SavedBuffer("rows", s.cached(total * h)),
             *inner_saved(s, total, width, compact=True),
+            *_weighed(s, total * width),
             SavedBuffer("row_weights", total * 8, Pass.I),
         ),
         stash_bytes=k.stash(s, down, up),
@@ -152,6 +153,14 @@ def _wide_normed(s: PartSetting, elements: int) -> SavedBuffer:
     return (
         SavedBuffer("gate_input", elements * s.wide, Pass.W, "norm", again) if s.fp8 else normed(s, "normed", elements)
     )
+
+
+def _weighed(s: PartSetting, elements: int) -> tuple[SavedBuffer, ...]:
+    """An activation before its token's weight comes on it: Megatron-LM, whose experts alone have a plain GELU, has
+    kernels that do both for all others (core/transformer/moe/experts.py).
+    """
+    plain = s.config.activation is LayerActivation.GELU
+    return (SavedBuffer("unweighed", elements * s.wide, Pass.I, "activation"),) if plain else ()
 
 
 def _pack(s: PartSetting, elements: int) -> Work:

@@ -1,16 +1,13 @@
 """What is predicted alone is refused by `run`, by the name of its type."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from executor.modules.decoder import DecoderModel
 from ir.core.errors import PiperError
 from ir.workload import config_from
 from ir.workload.config.keys import FORMS
+from tests.ir.workload.hub_configs import FAMILIES
 
-FAMILIES = json.loads((Path(__file__).parents[2] / "data" / "families.json").read_text())
 CONFIGS = {name: row["config"] for name, row in FAMILIES.items() if name in FORMS}
 SIZES = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 8, "vocab_size": 96}
 CONFIGS["megatron"] = {"model_type": "megatron", **SIZES}

@@ -7,7 +7,6 @@ feature, which change no count, are ones), and the parameters of transformers' c
 import copy
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +18,8 @@ from ir.workload.parts.kernels import flops
 from ir.workload.setting import MicrobatchShape, ModelPrecision
 from ir.workload.work import part_work
 from tests.executor.modules.hub import quiet
+from tests.ir.workload.hub_configs import FAMILIES
 
-FAMILIES = json.loads((Path(__file__).parents[2] / "data" / "families.json").read_text())
 TOKENS = 8
 # Types whose defaults transformers writes are of no model.
 CONTRADICT = {"qwen3_moe": "one key with two values", "glm4_moe": "does not divide"}
@@ -49,6 +48,16 @@ SMALL = {
     "moe_layer_end_index": 3,
     "num_nextn_predict_layers": 0,
     "attention_types": [[["global", "local"], 2]],
+    "mamba_num_heads mamba_n_heads num_heads linear_num_value_heads": 8,
+    "mamba_head_dim mamba_d_head": 16,
+    "n_groups mamba_n_groups linear_num_key_heads": 2,
+    "ssm_state_size mamba_d_state state_size linear_value_head_dim": 12,
+    "linear_key_head_dim": 10,
+    "chunk_size mamba_chunk_size": 4,
+    "hybrid_override_pattern": "ME*-",
+    "attn_layer_indices": [2],
+    "granitemoehybrid.layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "moe_shared_expert_intermediate_size": 24,
     # transformers' class sends every token to every expert of these
     "llama4_text.num_local_experts llama4_text.num_experts_per_tok": 1,
 }
@@ -142,9 +151,10 @@ def test_megatrons_arguments_that_no_family_has():
         config_from({"model_type": "megatron", **SIZES, "normalization": "BatchNorm"}, "x")
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_small_model_has_the_parameters_and_flops_of_transformers_own(model_type):
-    """Its forward under torch's counter, with scores written out; products by a single number, angles, left out."""
+def counted(raw, tokens):
+    """transformers' own model, and the FLOPs of its forward by torch's counter: all, and those that the recurrences do
+    beside their projections. Scores are written out; products by a single number, angles, left out.
+    """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM
@@ -153,22 +163,55 @@ def test_a_small_model_has_the_parameters_and_flops_of_transformers_own(model_ty
         one = 2 * a[-2] * a[-1] * b[-1] * (a[0] if len(a) == 3 else 1)
         return one if a[-1] > 1 else 0
 
-    aten, raw = torch.ops.aten, small(model_type)
+    aten = torch.ops.aten
     products = {aten.mm: product, aten.bmm: product, aten.addmm: lambda _, a, b, *r, **k: product(a, b)}
-    counter = FlopCounterMode(
-        display=False, custom_mapping=products | {aten.baddbmm: lambda _, a, b, *r, **k: product(a, b)}
-    )
+    products |= {aten.baddbmm: products[aten.addmm], aten.convolution: lambda *_, **__: 0}
+    counter = FlopCounterMode(display=False, custom_mapping=products)
     with quiet():
         how = {"attn_implementation": "eager", "experts_implementation": "eager"}
         hub = AutoModelForCausalLM.from_config(hub_config(raw), **how).eval()
         with counter:
-            hub(torch.arange(TOKENS)[None], use_cache=False)
+            hub(torch.arange(tokens)[None] % 60, use_cache=False)
+    each = {name.partition(".")[2]: sum(found.values()) for name, found in counter.get_flop_counts().items()}
+    mixers = [name for name, module in hub.named_modules() if hasattr(module, "A_log")]
+    inside = sum(n for name, n in each.items() if name.rpartition(".")[0] in mixers)
+    return hub, counter.get_total_flops(), sum(each[name] for name in mixers) - inside
+
+
+def priced(config, tokens, left_out=""):
+    """FLOPs of a forward, all but recurrences', and theirs, but for those of one kind of kernel."""
+    shape, layout = MicrobatchShape(1, tokens), PartLayout()
+    each = [(c, p) for c in model_chunks(config) for p in c.parts]
+    works = [part_work(config, c, p, layout, shape, ModelPrecision(), "unfused").forward for c, p in each]
+    scans = [k for work in works for k in work if k.label.startswith("scan.")]
+    return sum(map(flops, works)) - flops(scans), flops(k for k in scans if k.label != left_out)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_small_model_has_the_parameters_and_flops_of_transformers_own(model_type):
+    raw = small(model_type)
+    hub, whole, recurrent = counted(raw, TOKENS)
     config = config_from(raw, "small")
     assert parameters(config) == sum(p.numel() for p in hub.parameters())
-    shape = MicrobatchShape(1, TOKENS)
-    each = [(c, p) for c in model_chunks(config) for p in c.parts]
-    works = [part_work(config, c, p, PartLayout(), shape, ModelPrecision(), "unfused") for c, p in each]
-    assert sum(flops(w.forward) for w in works) == counter.get_total_flops()
+    assert priced(config, TOKENS)[0] == whole - recurrent
+    assert (config.mixer is not None) >= (recurrent > 0)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
+def test_the_delta_rule_has_the_products_of_transformers_own_in_whole_chunks(model_type):
+    """But for those with the inverse: there a system is solved."""
+    raw = {**small(model_type), "max_position_embeddings": 128}
+    _, _, recurrent = counted(raw, 128)
+    assert priced(config_from(raw, "small"), 128, "scan.written")[1] == recurrent > 0
+    assert priced(config_from({**raw, "linear_key_head_dim": 11}, "control"), 128, "scan.written")[1] != recurrent
+
+
+def test_mambas_scan_has_the_products_of_its_paper():
+    """arXiv:2405.21060, section 6: scores of a group and outputs of a head in chunks, states made and read."""
+    config = config_from(small("mamba2"), "small")
+    m, tokens = config.mixer, 16
+    within = 2 * tokens * m.chunk * (m.groups * m.state + m.inner)
+    assert priced(config, tokens)[1] == config.layers * (within + 2 * 2 * tokens * m.inner * m.state)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -247,13 +290,9 @@ def test_layers_differ_where_their_keys_say_so():
     assert set(FORMS) < set(TYPES)
 
 
-PRESETS = (
-    "gemma:gemma-7b gemma2:gemma2-9b gemma3_text:gemma3-1b phi:phi-2 phi3:phi3-mini phimoe:phi3.5-moe olmo2:olmo2-7b "
-    "olmo3:olmo3-32b olmoe:olmoe-1b-7b glm4:glm4-32b glm4_moe:glm-4.5 ministral:ministral-8b gpt_oss:gpt-oss-120b "
-    "llama4_text:llama4-scout cohere:command-r-plus starcoder2:starcoder2-7b gpt_neox:gpt-neox-20b gptj:gpt-j-6b "
-    "opt:opt-6.7b bloom:bloom falcon:falcon-40b granite:granite3.1-8b qwen2:qwen2.5-7b qwen2_moe:qwen2-57b-a14b "
-    "dbrx:dbrx ernie4_5_moe:ernie4.5-21b-a3b minimax_m2:minimax-m2 hunyuan_v1_moe:hunyuan-a13b smollm3:smollm3-3b "
-    "exaone4:exaone4-32b seed_oss:seed-oss-36b dots1:dots.llm1"
+PRESETS = (  # spelled otherwise than their pages
+    "gemma2:gemma2-9b gemma3_text:gemma3-1b gpt_oss:gpt-oss-120b llama4_text:llama4-scout gpt_neox:gpt-neox-20b "
+    "bloom:bloom minimax_m2:minimax-m2"
 )
 
 

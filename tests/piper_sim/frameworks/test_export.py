@@ -12,7 +12,7 @@ from ir.core.errors import PiperError
 from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
 from piper_sim.frameworks.exporting import FRAMEWORKS, LAUNCH, ExportedJob, export_launch
-from piper_sim.frameworks.importing import ImportedJob, import_launch
+from piper_sim.frameworks.importing import UNDERSTOOD, ImportedJob, import_launch
 from tests.piper_sim.frameworks.launches import files_of, written
 
 TITAN = {"config": "llama3-8b", "seq_len": 2048}
@@ -174,3 +174,23 @@ if LAUNCHES.is_dir():
             assert read_back(export_launch(prepare(job_from(once.job)), found.framework)).job == once.job
             kept += 1
         assert kept >= 150
+
+
+def test_a_pattern_of_layers_goes_to_megatron_and_comes_back() -> None:
+    job = prepared(model={"config": "nemotron-nano-9b-v2", "seq_len": 4096}, parallel={"tp": 8, "pp": 2})
+    made = export_launch(job, "megatron")
+    text = made.files[LAUNCH]
+    assert "pretrain_hybrid.py" in text and "--hybrid-layer-pattern 'M-M-M-MM-M-" in text and "--spec " in text
+    back = read_back(made)
+    named = {e.argument.name: e.list for e in back.entries}
+    assert [named[f"--{n}"] for n in ("hybrid-layer-pattern", "mamba-num-heads", "spec")] == [UNDERSTOOD] * 3
+    again = prepare(job_from(back.job))
+    assert again.config.mixer == job.config.mixer and again.layers == job.layers
+
+
+@pytest.mark.parametrize("preset", ["qwen3-next-80b-a3b", "granite-4.0-h-small"])
+def test_layers_that_no_pattern_says_are_refused_by_the_key(preset: str) -> None:
+    job = prepared(model={"config": preset, "seq_len": 4096}, parallel={"ep": 8})
+    with pytest.raises(PiperError) as e:
+        export_launch(job, "megatron")
+    assert str(e.value.key).startswith("model.")

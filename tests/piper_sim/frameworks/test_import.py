@@ -281,3 +281,20 @@ if LAUNCHES.is_dir():  # public launches are not kept here: a machine that has t
         assert measured.lists[UNKNOWN] < 0.01 * sum(measured.lists.values())
         assert measured.right / measured.stated >= 0.95, measured.wrong[:20]
         assert measured.matter[UNDERSTOOD] >= 0.95 * measured.matter.total() > 6000, measured.rest.most_common(20)
+
+
+def test_a_pattern_of_layers_says_how_many_there_are_and_where_stages_end(tmp_path: Path) -> None:
+    text = (
+        "torchrun pretrain_hybrid.py --hidden-size 64 --num-attention-heads 8 --mamba-num-groups 2 --seq-length 64 "
+        "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --bf16 --spec a.of.mine stack "
+        "--pipeline-model-parallel-size 2 --hybrid-layer-pattern {}"
+    )
+    found = imported(tmp_path, text.format("'M-M|M*-|M-|MM-'"))
+    assert {"--hybrid-layer-pattern", "--mamba-num-groups"} <= {*listed(found, UNDERSTOOD)}
+    assert "--spec" in listed(found, ASSUMED)
+    job = prepare(job_from(found.job))
+    assert (job.layers, job.stages, job.config.layers) == ((3, 3, 2, 3), 4, 11)
+    mixer = job.config.mixer
+    assert mixer is not None and (mixer.heads, mixer.groups, mixer.inner) == (2, 2, 128)
+    assert mixer.layers == {0, 2, 3, 6, 8, 9} and mixer.unmixed == {1, 5, 7, 10}
+    assert "--hybrid-layer-pattern" in listed(imported(tmp_path, text.format("MXM")), UNKNOWN)

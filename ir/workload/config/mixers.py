@@ -1,0 +1,85 @@
+"""Which layers of a config mix tokens by a recurrence, and how: `mixer.*` of a row, and a pattern of layers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from ir.workload.config.recurrence import LayerMixer, LayerMixerKind
+from ir.workload.config.values import FULL, ModelValues, layer_kinds
+
+Row = Mapping[str, Any]
+RECURRENT = "linear_attention"
+MLP, EXPERTS = "mlp", "moe"
+_SIGNS = {"M": RECURRENT, "*": FULL, "-": MLP, "E": EXPERTS}  # Megatron-LM's and NVIDIA's
+_OLD = {"mamba": RECURRENT, "attention": FULL}
+_FIELDS = {f.name for f in fields(LayerMixer)}
+_DEFAULT = (RECURRENT, EXPERTS, FULL, MLP)  # of transformers' NemotronHConfig
+_PATTERNS = ("hybrid_override_pattern", "hybrid_layer_pattern")
+
+
+def blocks(v: ModelValues) -> tuple[str, ...]:
+    """The one thing that each layer is, where a pattern says it (`M-M*`) or a list, or a class has its own; else ().
+
+    Raises PiperError (model): a sign or a name that is none of them; a number of layers that is another.
+    """
+    key = next((k for k in (*_PATTERNS, "layers_block_type") if k in v.table and v.get(k)), None)
+    if key is None:
+        return _DEFAULT if "layers_block_type" in v.table else ()
+    given = v.get(key)
+    assert isinstance(given, (str, list, tuple))
+    known = _SIGNS if isinstance(given, str) else {name: name for name in _SIGNS.values()} | _OLD
+    if odd := [x for x in given if x not in known]:
+        v.refuse(key, f"{odd[0]!r} is no kind of layer that is built", allowed=" ".join(known))
+    out = tuple(known[x] for x in given)
+    if "num_hidden_layers" in v.given and v.size("num_hidden_layers") != len(out):
+        said = v.size("num_hidden_layers")
+        v.refuse(key, f"{len(out)} layers, and num_hidden_layers = {said}", allowed=f"{said} of {' '.join(known)}")
+    return out
+
+
+def without(kinds: Sequence[str], *which: str) -> frozenset[int]:
+    """Numbers of the layers that are none of these."""
+    return frozenset(i for i, kind in enumerate(kinds) if kind not in which)
+
+
+def read_mixer(v: ModelValues, row: Row, said: Row, layers: int) -> LayerMixer | None:
+    """The recurrence of a config's layers; None where no layer has one. said: the values of `row["mixer"]`.
+
+    Raises PiperError (model): heads that groups do not divide; layers that are not built.
+    """
+    kinds = blocks(v) if said["by"] == "blocks" else _kinds(v, str(said["by"]), layers)
+    if RECURRENT not in kinds and not {MLP, EXPERTS} & set(kinds):
+        return None
+    own = {k: x for k, x in said.items() if k in _FIELDS}
+    own["heads"] = said.get("heads") or said["expand"] * said["hidden"] // said["head_dim"]
+    if own["head_dim"] == "auto":
+        own["head_dim"] = said["expand"] * said["hidden"] // own["heads"]
+    inner = said.get("expand", 0) * said["hidden"]
+    if str(row.get("expand")).startswith("@") and own["heads"] * own["head_dim"] != inner:
+        key = str(row["head_dim"]).removeprefix("@")
+        message = f"{own['heads']} heads of {own['head_dim']} features do not make up {inner}"
+        v.refuse(key, message, allowed=f"{inner // own['heads']}, or another {str(row['expand'])[1:]}")
+    if own["heads"] % own["groups"]:
+        key = str(row["groups"]).removeprefix("@")
+        v.refuse(
+            key, f"{own['groups']} groups do not divide {own['heads']} heads", allowed=f"a divisor of {own['heads']}"
+        )
+    recurrent, whole = without(kinds, FULL, MLP, EXPERTS), said["by"] != "blocks"
+    alone = frozenset[int]() if whole and not said.get("bare") else without(kinds, MLP, EXPERTS)
+    own |= {"kind": LayerMixerKind(said["kind"]), "layers": recurrent, "alone": alone}
+    return LayerMixer(**own, unmixed=without(kinds, FULL, RECURRENT))
+
+
+def _kinds(v: ModelValues, by: str, layers: int) -> Sequence[str]:
+    """The kind of each layer's first half, by the rule of a family."""
+    if by == "all":
+        return [RECURRENT] * layers
+    given = layer_kinds(v, layers, (FULL, RECURRENT), _OLD) if "layer_types" in v.table else None
+    if given is not None:
+        return given
+    if by == "listed":
+        full = v.get("attn_layer_indices") or ()
+        assert isinstance(full, (list, tuple))
+        return [FULL if i in full else RECURRENT for i in range(layers)]
+    every = v.size_or("full_attention_interval", layers + 1)
+    return [RECURRENT if (i + 1) % every else FULL for i in range(layers)]

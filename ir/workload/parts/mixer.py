@@ -1,0 +1,127 @@
+"""The part "mixer": norm, projections in, convolution, recurrence, gated norm, projection out, residual.
+
+Tensor parallelism cuts heads and their groups. Under context parallelism tokens of whole sequences come by an
+all-to-all to a share of the heads, and go back by another, as Megatron-LM's mixers do.
+"""
+
+from ir.core.ops import Pass
+from ir.core.work import Kernel, Message, MessageKind, Work
+from ir.workload.config.recurrence import LayerMixer, LayerMixerKind
+from ir.workload.part import PartCollective, PartWork, SavedBuffer
+from ir.workload.parts import kernels as k
+from ir.workload.parts.kernels import LinearKernel, beyond
+from ir.workload.parts.mixer_core import LayerRecurrence, model_flops
+from ir.workload.parts.region import enter, leave
+from ir.workload.parts.residual import (
+    before_backward,
+    behind_backward,
+    branch_saved,
+    mask,
+    norm_before,
+    norm_behind,
+    residual,
+    residual_backward,
+    residual_grads,
+)
+from ir.workload.setting import PartSetting
+
+
+def mixer(s: PartSetting) -> PartWork:
+    """Work of the part, for either kind of recurrence."""
+    m, core, h = _mixer(s), LayerRecurrence.of(s), s.config.hidden
+    ins, out = _linears(s, m)
+    n, inner = s.stream * h, core.rows * core.inner
+    widest = sum(x.out for x in ins)
+    stash = k.stash(s, *ins, out)
+    inside = (s.tokens * widest + core.rows * core.channels + inner) * s.wide + core.workspace(s)
+    return PartWork(
+        forward=(
+            *norm_before(s, "input_norm"),
+            *k.forward(s, *ins),
+            _convolved(s, core, 2),
+            *core.forward(s),
+            _gated(s, inner, 3),
+            k.norm_forward(s, "mixer_norm", inner),
+            *k.cast(s, "context", inner),
+            out.forward(s),
+            *norm_behind(s, "input_norm"),
+            residual(s),
+        ),
+        input_grad=(
+            *residual_backward(s),
+            *behind_backward(s, "input_norm"),
+            *k.input_grad(s, out),
+            k.norm_backward(s, "mixer_norm_backward", inner),
+            _gated(s, inner, 5),
+            *_convolved_again(s, core),
+            *core.backward(s),
+            _convolved(s, core, 4),
+            *k.input_grad(s, *ins),
+            *before_backward(s, "input_norm"),
+        ),
+        weight_grad=k.weight_grad(s, *ins, out),
+        out_bytes=n * s.wide,
+        saved=(*branch_saved(s, h), *_saved(s, core, widest), *core.saved(s), *mask(s)),
+        stash_bytes=stash,
+        inline=(*enter(s, h), *_across(s, widest, m), *leave(s, h)),
+        forward_workspace=max(s.tokens * h * s.wide, core.rows * core.channels * s.wide + core.workspace(s)),
+        input_grad_workspace=beyond(residual_grads(s, inside), n * s.wide, stash),
+        model_flops=2 * s.shape.tokens * h * (m.projected + m.inner) + model_flops(s),
+    )
+
+
+def _linears(s: PartSetting, m: LayerMixer) -> tuple[tuple[LinearKernel, ...], LinearKernel]:
+    """The projections in, and the one out. The delta rule's rates have one of their own."""
+    tp, h, delta = s.layout.tp, s.config.hidden, m.kind is LayerMixerKind.DELTA
+    rates = m.rates * m.heads if delta else 0
+    main = LinearKernel("in_proj", s.tokens, (m.projected - rates) // tp, h)
+    more = (LinearKernel("rates_proj", s.tokens, rates // tp, h),) if delta else ()
+    return (main, *more), LinearKernel("out_proj", s.tokens, h, m.inner // tp)
+
+
+def _saved(s: PartSetting, core: LayerRecurrence, widest: int) -> tuple[SavedBuffer, ...]:
+    """The projections' output, whole sequences of it; the recurrence's, gated (the norm's input) and, but for the delta
+    rule's kernels, which gate inside of the norm, not; the norm's, as the input of the projection out.
+    """
+    n = core.rows * core.inner
+    gated = () if core.delta else (SavedBuffer("gated", n * s.wide, Pass.I),)
+    return (
+        SavedBuffer("projected", s.tokens * widest * s.wide, Pass.I),
+        SavedBuffer("recurred", n * s.wide, Pass.I),
+        *gated,
+        SavedBuffer("mixer_norm_stats", 4 * core.rows * (core.heads if core.delta else core.groups), Pass.I),
+        SavedBuffer("context", s.cached(n)),
+    )
+
+
+def _across(s: PartSetting, features: int, m: LayerMixer) -> tuple[PartCollective, ...]:
+    """All-to-alls over the context-parallel group, before and behind the recurrence; backward mirrors them."""
+    if s.layout.cp == 1:
+        return ()
+    sizes = (s.tokens * features * s.wide, s.tokens * m.inner // s.layout.tp * s.wide)
+    return tuple(
+        PartCollective(when, Message(MessageKind.ALL_TO_ALL, size, ("cp",)))
+        for when in (Pass.F, Pass.I)
+        for size in sizes
+    )
+
+
+def _convolved(s: PartSetting, core: LayerRecurrence, tensors: int) -> Kernel:
+    """The convolution over a few tokens and its activation, or back through them."""
+    return k.memory(s, "conv", tensors * core.rows * core.channels * s.wide)
+
+
+def _convolved_again(s: PartSetting, core: LayerRecurrence) -> Work:
+    """What backward makes again of the projections' output; the delta rule keeps it."""
+    return () if core.delta else (_convolved(s, core, 2),)
+
+
+def _gated(s: PartSetting, elements: int, tensors: int) -> Kernel:
+    """The output times its gate's activation, or back."""
+    return k.memory(s, "mixer_gate", tensors * elements * s.wide)
+
+
+def _mixer(s: PartSetting) -> LayerMixer:
+    mixer = s.config.mixer
+    assert mixer is not None, f"{s.config.source} has no recurrence"
+    return mixer
