@@ -69,7 +69,8 @@ def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
             (p.whole(f"{prefix}{inner}shared_expert_gate.weight", 1, config.hidden),) if config.form.shared_gate else ()
         )
         shared = (Part("shared", ("router",), (), own),)
-    add = Part("add", ("experts", *(s.name for s in shared), stream))
+    back = p.latent(config, f"{prefix}{inner}fc2_latent_proj", config.hidden, moe.latent)
+    add = Part("add", ("experts", *(s.name for s in shared), stream), (), back)
     router = Part("router", (stream,), after, (*norm, *p.router(config, prefix + inner)))
     # Shared experts stand behind the routed ones: their forward runs beside combine, their backward beside its mirror.
     return (*first, router, routed, *shared, add)

@@ -177,9 +177,9 @@ def mlp(config: ModelConfig, prefix: str, width: int) -> Params:
 
 def experts(config: ModelConfig, prefix: str) -> Params:
     """All experts of a layer: one parameter per matrix, experts first, as transformers 5 stores them."""
-    moe, hidden = config.moe, config.hidden
+    moe = config.moe
     assert moe is not None
-    ups = config.activation.ups
+    hidden, ups = moe.latent or config.hidden, config.activation.ups
     name, rows, both = ("gate_up_proj" if ups == 2 else "up_proj"), ups * moe.ffn, (moe.ffn,) * ups if ups == 2 else ()
     up = Param(f"{prefix}experts.{name}", (moe.experts, rows, hidden), ("ep", "etp"), True, (0, 1), both)
     down = Param(f"{prefix}experts.down_proj", (moe.experts, hidden, moe.ffn), ("ep", "etp"), True, (0, 2))
@@ -194,7 +194,17 @@ def router(config: ModelConfig, prefix: str) -> Params:
     moe = config.moe
     assert moe is not None
     gate = whole(f"{prefix}gate.weight", moe.experts, config.hidden)
-    return (gate, whole(f"{prefix}gate.bias", moe.experts)) if config.form.router_bias else (gate,)
+    bias = (whole(f"{prefix}gate.bias", moe.experts),) if config.form.router_bias else ()
+    return (gate, *bias, *latent(config, f"{prefix}fc1_latent_proj", moe.latent, config.hidden))
+
+
+def latent(config: ModelConfig, name: str, out: int, into: int) -> Params:
+    """A projection into or out of the experts' own space, where they have one."""
+    moe = config.moe
+    if moe is None or not moe.latent:
+        return ()
+    weight = whole(f"{name}.weight", out, into)
+    return (weight, whole(f"{name}.bias", out)) if config.mlp_bias else (weight,)
 
 
 def word_embedding(config: ModelConfig) -> Param:

@@ -35,7 +35,9 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
         if fact not in stated and (key := tables()["keys"].get(fact)):
             d.filled[key] = (value, f"{framework}'s default")
     f: Facts = {**known, **{k: v for k, v in stated.items() if v is not None}}
-    f |= _by_pattern(str(f.get("pattern") or ""))
+    layers, _, ahead = str(f.get("pattern") or "").partition("/")
+    d.expect(not ahead, "pattern", "prediction modules of several layers are not built: there is none")
+    f |= _by_pattern(layers)
     pp = f.get("pp", 1)
     d.put("model", **model_of(d, f, stated, hints))
     stages = _schedule(d, f, pp)

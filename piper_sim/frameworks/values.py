@@ -141,8 +141,8 @@ def _layout(value: object) -> str:
 
 
 def _kinds(value: object) -> str:
-    """A sign for each layer, perhaps with `|` between stages."""
-    if not isinstance(value, str) or not set(value) <= set("M*-E|"):
+    """A sign for each layer, perhaps with `|` between stages and prediction modules behind `/`."""
+    if not isinstance(value, str) or not set(value) <= set("M*-E|/"):
         raise ValueError("a sign for each layer: M a state space, * attention, - an MLP, E experts, | ends a stage")
     return value
 

@@ -121,7 +121,8 @@ class ExpertConfig:
     dense_layers: decoder layers with an ordinary MLP. top_groups of groups: a token's experts lie in at most so many
     groups of experts (DeepSeek's group-limited routing); 0 of 0 where routing is free. scoring: "softmax" over all
     experts or "sigmoid" of each; normalised: a token's weights are made to add up to 1; then they are times `scale`.
-    balance: coefficient of the loss that evens out experts in each sequence, 0 for none.
+    balance: coefficient of the loss that evens out experts in each sequence, 0 for none. latent: features of the space
+    that tokens are taken to for the routed experts, and back from behind them; 0: the model's own.
     """
 
     experts: int
@@ -135,6 +136,7 @@ class ExpertConfig:
     normalised: bool = True
     scale: float = 1.0
     balance: float = 0.0
+    latent: int = 0
 
 
 class AttentionRopeScalingKind(StrEnum):

@@ -14,7 +14,7 @@ from ir.workload.setting import PartSetting, with_scales
 
 def exchange(s: PartSetting) -> ExpertMessages:
     """The messages of a layer under a layout: group ("ep",), top-k copies, DeepSeek's limit of nodes per token."""
-    moe, h = _moe(s), s.config.hidden
+    moe, h = _moe(s), _width(s)
     copies = s.stream * moe.top_k
     there = with_scales(copies * h, s.precision.dispatch)
     back = with_scales(copies * h, s.precision.combine)
@@ -33,6 +33,7 @@ def router(s: PartSetting) -> PartWork:
     moe, h = _moe(s), s.config.hidden
     n, scores = s.stream * h, s.stream * moe.experts
     gate = LinearKernel("gate", s.stream, moe.experts, h, dtype=s.precision.activations)
+    ins = (LinearKernel("latent_in", s.stream, moe.latent, h),) if moe.latent else ()
     # Scores in fp32: made, activated, masked by group, sorted out; backward the same way.
     choose = k.memory(s, "top_k", 8 * scores * 4)
     even = (
@@ -43,22 +44,31 @@ def router(s: PartSetting) -> PartWork:
     # Scores and indices; where weights are divided by their sum, both of these, too.
     choice = scores * 4 + s.stream * (moe.top_k * 12 + 4 if moe.normalised else moe.top_k * 8)
     return PartWork(
-        forward=(k.norm_forward(s, "post_norm", n), gate.forward(s), choose, *even, *_pack(s, n)),
+        forward=(
+            k.norm_forward(s, "post_norm", n),
+            gate.forward(s),
+            choose,
+            *even,
+            *k.forward(s, *ins),
+            *_pack(s, s.stream * _width(s)),
+        ),
         input_grad=(
             choose,
             *even,
             gate.input_grad(s),
+            *k.input_grad(s, *ins),
             k.add(s, "sum_grads", n, 3 if moe.shared_ffn else 2),
             k.norm_backward(s, "post_norm_backward", n),
             k.add(s, "residual_backward", n),
         ),
-        weight_grad=(gate.weight_grad(s),),
-        out_bytes=n * s.wide,
+        weight_grad=k.weight_grad(s, gate, *ins),
+        out_bytes=(n + s.stream * moe.latent) * s.wide,
         saved=(*own, stats(s), SavedBuffer("router_scores", choice, Pass.I), *_shares(s)),
-        stash_bytes=k.stash(s, gate),
-        forward_workspace=2 * scores * 4 + (with_scales(n, s.precision.dispatch) if _narrow(s) else 0),
+        stash_bytes=k.stash(s, gate, *ins),
+        forward_workspace=2 * scores * 4
+        + (with_scales(s.stream * _width(s), s.precision.dispatch) if _narrow(s) else 0),
         input_grad_workspace=2 * scores * 4 + n * s.wide,
-        model_flops=2 * s.shape.tokens * h * moe.experts,
+        model_flops=2 * s.shape.tokens * h * (moe.experts + moe.latent),
     )
 
 
@@ -67,7 +77,7 @@ def experts(s: PartSetting) -> PartWork:
 
     Rows go back as they came, to be summed behind combine; where nothing is exchanged, they leave summed by token.
     """
-    moe, h = _moe(s), s.config.hidden
+    moe, h = _moe(s), _width(s)
     groups, width = moe.experts // s.layout.ep, moe.ffn // s.layout.etp
     received = s.stream * moe.top_k * s.layout.etp
     rows = -(-received // groups)
@@ -132,13 +142,17 @@ def add(s: PartSetting) -> PartWork:
     moe, n = _moe(s), s.stream * s.config.hidden
     terms = 3 if moe.shared_ffn else 2
     drop = n if s.config.hidden_dropout else 0
+    outs = (LinearKernel("latent_out", s.stream, s.config.hidden, moe.latent),) if moe.latent else ()
+    came = tuple(SavedBuffer("latent", s.cached(x.rows * x.into)) for x in outs)
     return PartWork(
-        forward=(k.memory(s, "residual", (terms + 1) * n * s.wide + drop),),
+        forward=(*k.forward(s, *outs), k.memory(s, "residual", (terms + 1) * n * s.wide + drop)),
         # The gradient passes through to all; to the experts it travels in dispatch's format.
-        input_grad=(*residual_backward(s), *_pack(s, n)),
-        weight_grad=(),
+        input_grad=(*residual_backward(s), *k.input_grad(s, *outs), *_pack(s, s.stream * _width(s))),
+        weight_grad=k.weight_grad(s, *outs),
         out_bytes=n * s.wide,
-        saved=mask(s),
+        saved=(*mask(s), *came),
+        stash_bytes=k.stash(s, *outs),
+        model_flops=2 * s.shape.tokens * s.config.hidden * moe.latent,
     )
 
 
@@ -172,6 +186,11 @@ def _pack(s: PartSetting, elements: int) -> Work:
 def _narrow(s: PartSetting) -> bool:
     """Whether tokens travel in a narrower format than the residual stream's."""
     return s.precision.dispatch.bytes < s.wide
+
+
+def _width(s: PartSetting) -> int:
+    """Features of a token on its way through the experts."""
+    return _moe(s).latent or s.config.hidden
 
 
 def _moe(s: PartSetting) -> ExpertConfig:

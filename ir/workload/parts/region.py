@@ -50,7 +50,8 @@ def expert_tensor(s: PartSetting, rows: int) -> tuple[PartCollective, ...]:
     """Around experts that are cut by etp: every rank of the group needs all `rows` rows that the group received."""
     if s.layout.etp == 1:
         return ()
-    size = rows * s.config.hidden * s.wide
+    moe = s.config.moe
+    size = rows * (moe.latent if moe and moe.latent else s.config.hidden) * s.wide
     both = (MessageKind.ALL_GATHER, MessageKind.REDUCE_SCATTER)
     return tuple(_inline(when, kind, size, "etp") for when in (Pass.F, Pass.I) for kind in both)
 

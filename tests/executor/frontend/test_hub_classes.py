@@ -18,7 +18,13 @@ T5 = "Both", (2, 2, 3, "1f1b"), "none"
 UNLIKE = [("gemma3", (2, 1, 0, "zb1p"), "full"), ("Both", (3, 1, 0, "1f1b"), "full")]  # layers that differ, run again
 
 
-@pytest.mark.parametrize(("name", "plan", "recompute"), [*draws(6, 0), T5, *UNLIKE], ids=str)
+RECURRENT = [
+    ("nemotron_h", (2, 2, 3, "1f1b"), "none"),
+    pytest.param("qwen3_next", (2, 1, 0, "zb1p"), "full", marks=pytest.mark.slow),  # 64 steps of its rule, one by one
+]
+
+
+@pytest.mark.parametrize(("name", "plan", "recompute"), [*draws(6, 0), T5, *UNLIKE, *RECURRENT], ids=str)
 def test_a_class_as_it_is_trains_as_by_plain_torch(name: str, plan: ClassPlan, recompute: str) -> None:
     assert 0.0 <= far(name, *sets_of(plan, recompute)) <= 1e-10
 

@@ -16,7 +16,7 @@ from ir.workload.config.keys import FORMS, OUTER, TYPES, UNBUILT
 from ir.workload.part import PartLayout
 from ir.workload.parts.kernels import flops
 from ir.workload.setting import MicrobatchShape, ModelPrecision
-from ir.workload.work import part_work
+from ir.workload.work import dispatch_bytes, part_work
 from tests.executor.modules.hub import quiet
 from tests.ir.workload.hub_configs import FAMILIES
 
@@ -195,6 +195,19 @@ def test_a_small_model_has_the_parameters_and_flops_of_transformers_own(model_ty
     assert parameters(config) == sum(p.numel() for p in hub.parameters())
     assert priced(config, TOKENS)[0] == whole - recurrent
     assert (config.mixer is not None) >= (recurrent > 0)
+
+
+def test_experts_in_a_space_of_their_own_are_transformers_own():
+    raw = {**small("nemotron_h"), "moe_latent_size": 28}
+    hub, whole, recurrent = counted(raw, TOKENS)
+    config = config_from(raw, "small")
+    assert parameters(config) == sum(p.numel() for p in hub.parameters())
+    assert priced(config, TOKENS)[0] == whole - recurrent
+    sent = [
+        dispatch_bytes(c, PartLayout(ep=2), MicrobatchShape(1, TOKENS), ModelPrecision()).dispatch.bytes
+        for c in (config, config_from({**raw, "moe_latent_size": None}, "wide"))
+    ]
+    assert sent[0] * config.hidden == sent[1] * 28
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])

@@ -256,7 +256,10 @@ WITH: Mapping[str, Mapping[str, object]] = {
     "parallel_attn": {"new_decoder_architecture": False},
     "sliding_window_pattern": {"layer_types": None},
     "layers_block_type": {"hybrid_override_pattern": None},
-    **{k: {"position_embedding_type": "rope"} for k in ("rope_theta", "rope_parameters", "rope_scaling")},
+    **{
+        k: {"position_embedding_type": "rope"}
+        for k in ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
+    },
     **{f"mamba_{k}": {"hybrid_override_pattern": "M*-E"} for k in ("num_heads", "head_dim", "num_groups", "state_dim")},
 }
 LOSSES = ("router_aux_loss_coef", "aux_loss_alpha", "seq_aux")  # of training code; read where the job says them

@@ -298,3 +298,5 @@ def test_a_pattern_of_layers_says_how_many_there_are_and_where_stages_end(tmp_pa
     assert mixer is not None and (mixer.heads, mixer.groups, mixer.inner) == (2, 2, 128)
     assert mixer.layers == {0, 2, 3, 6, 8, 9} and mixer.unmixed == {1, 5, 7, 10}
     assert "--hybrid-layer-pattern" in listed(imported(tmp_path, text.format("MXM")), UNKNOWN)
+    ahead = imported(tmp_path, text.format("'MM|M*/*-'"))
+    assert "--hybrid-layer-pattern" in listed(ahead, ASSUMED) and ahead.job["model"]["num_hidden_layers"] == 4

@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tests.executor.modules.hub import Doubled
+
 VOCAB = 64
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -82,6 +84,35 @@ def deepseek_v3() -> nn.Module:
     return _made("DeepseekV3ForCausalLM", "DeepseekV3Config", {**sizes, **heads, **routed, **more})
 
 
+class InDouble(nn.Module):
+    """A class as it is, with what its recurrences take down to float32 left in float64, traced or run."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:
+        """Its own forward."""
+        with Doubled():
+            return self.inner(input_ids=input_ids, use_cache=use_cache)
+
+
+def nemotron_h() -> nn.Module:
+    """Layers that are one thing each: state spaces, attention, an MLP, experts."""
+    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"]
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 4, "chunk_size": 4}
+    routed = {"n_routed_experts": 4, "moe_intermediate_size": 8, "moe_shared_expert_intermediate_size": 8}
+    sizes = {k: v for k, v in SIZES.items() if k != "num_hidden_layers"} | {"layers_block_type": kinds}
+    return InDouble(_made("NemotronHForCausalLM", "NemotronHConfig", {**sizes, **mamba, **routed, **EXPERTS}))
+
+
+def qwen3_next() -> nn.Module:
+    """The gated delta rule in three layers of four, gated attention in one, an MLP in each."""
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    linear |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4, "mlp_only_layers": [0, 1, 2, 3]}
+    return InDouble(_made("Qwen3NextForCausalLM", "Qwen3NextConfig", {**SIZES, **linear, "num_hidden_layers": 4}))
+
+
 class Both(nn.Module):
     """T5 with one text for encoder and decoder: two streams and two tables of positions cross its seams."""
 
@@ -97,6 +128,7 @@ class Both(nn.Module):
 
 
 LAYERS = {name: "model.layers.*" for name in ("llama", "qwen3", "gemma3", "mixtral")}
+LAYERS |= dict.fromkeys(("nemotron_h", "qwen3_next"), "inner.model.layers.*")
 EXPERTS_OF = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 LAYERS |= dict.fromkeys(EXPERTS_OF, "model.layers.*")
 EP = {"PP": "model.layers.*", "EP": "model.layers.*.mlp.experts"}
