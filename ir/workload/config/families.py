@@ -96,9 +96,12 @@ def _hybrid(v: ModelValues, row: Row) -> Row:
 
 def _granite_hybrid(v: ModelValues, row: Row) -> Row:
     """Granite 4: where there are no experts, the shared one is the layer's MLP."""
+    place = v.get("position_embedding_type")
+    if place is not None:
+        v.one_of("position_embedding_type", ("rope", "nope"))
     if v.size("num_local_experts"):
-        return {**row, "rope": v.get("position_embedding_type") == "rope"}
-    dense = {"ffn": "@shared_intermediate_size", "rope": v.get("position_embedding_type") == "rope"}
+        return {**row, "rope": place == "rope"}
+    dense = {"ffn": "@shared_intermediate_size", "rope": place == "rope"}
     return {**{k: x for k, x in row.items() if k != "moe"}, **dense}
 
 

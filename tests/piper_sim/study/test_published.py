@@ -1,5 +1,6 @@
 """The medians of docs/PUBLISHED.md on few rows of each table; controls; a host that waits between passes."""
 
+from dataclasses import replace
 from functools import cache
 from statistics import median
 
@@ -87,6 +88,16 @@ def test_the_median_holds(name):
         assert median(abs(e) for e in times(found(name))) < time
     if memory is not None:
         assert median(abs(e) for e in memories(found(name))) < memory
+
+
+def test_recurrences_keep_what_megatron_s_tests_measured():
+    rows = [r for r in rows_of("megatron_goldens") if r.name.startswith("hybrid/") and not r.why]
+    assert len(rows) == 2 and all(abs(e) < 0.02 for e in memories(scores(rows, None)))
+    # Negative control: attention in place of the recurrences keeps far less.
+    plain = rows[0].job["model"]["hybrid_override_pattern"].replace("M", "*")
+    model = {**rows[0].job["model"], "hybrid_override_pattern": plain}
+    other = replace(rows[0], job={**rows[0].job, "model": model})
+    assert all(e < -0.1 for e in memories(scores([other], None)))
 
 
 def test_zero_bubble_s_schedules_are_ranked_as_measured():
