@@ -38,7 +38,9 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     made in before kernels of their own add them to the sums, and that a second copy has where they are reduced
     between replicas. library_MiB: what libraries keep allocated, but for workspaces of matrix products: the hardware
     file's, for each of gemm_streams, and of expert_streams where there are experts. tp_overlap: what a job's `[costs]
-    tp_overlap` is where it says nothing. fp8_recipe: goes before the hardware file's. loss,
+    tp_overlap` is where it says nothing. async_tp: where that is off, a column-parallel linear's messages of backward
+    run beside its products: its input's gradient beside the weights', its input, gathered again, beside the input's.
+    fp8_recipe: goes before the hardware file's. loss,
     eager, keep_gathered, loss_vectors: see `ir.workload.setting.Style`; eager means a plain loss, too. sources:
     constant -> where it is from.
     """
@@ -52,6 +54,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     turn_us: NonNegative = 0.0
     grad_copy_bytes: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
     tp_overlap: bool = False
+    async_tp: bool = False
     library_MiB: NonNegative = 0.0
     gemm_streams: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     expert_streams: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
@@ -72,8 +75,8 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 def frameworks() -> tuple[str, ...]:
     """Names that `[costs] software` may hold.
 
-    >>> frameworks()
-    ('llm-foundry', 'megatron', 'megatron-core', 'megatron-deepspeed', 'nanotron', 'nemo', 'torchtitan')
+    >>> frameworks()[:4]
+    ('llm-foundry', 'megatron', 'megatron-core', 'megatron-core-serial')
     """
     return tuple(sorted(p.stem for p in _HERE.glob("*.json")))
 

@@ -209,10 +209,12 @@ def golden(line: Line, job: Table) -> Facts:
     """A decoder of Megatron-LM's tests: the peak of the last rank, and the time of the large ones."""
     odd = [c for c, v in _PLAIN.items() if line[c] != v]
     odd = ["family", *odd] if line["family"] not in ("gpt", "moe", "hybrid") else odd
-    if odd or line["gpus"] != "8":
-        return {"why": "; ".join(odd[:1]) or "GPUs not stated or many"}
+    if odd or not line["gpus"]:
+        return {"why": "; ".join(odd[:1]) or "GPUs not stated"}
+    gpus = int(line["gpus"])
+    job.setdefault("cluster", {}).update(nodes=max(1, gpus // 8), gpus_per_node=min(8, gpus))
     tp, pp, cp, mb, batch = ints(line, "tp", "pp", "cp", "micro_batch", "global_batch")
-    dp = 8 // tp // pp // cp
+    dp = gpus // tp // pp // cp
     unfused = line["attention_backend"] == "unfused" or line["transformer_impl"] == "local"
     act, gated = _ACTS[line["activation"]]
     job["model"] |= {"hidden_act": act, "gated_linear_unit": gated, "qk_layernorm": line["qk_layernorm"] == "1"}

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -17,13 +17,14 @@ from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.grid import quantise, quantised
 from ir.core.ops import Pass
 from ir.core.order import FloatArray, IntArray
-from ir.core.work import Kernel, KernelKind, Message
+from ir.core.work import Kernel, Message
 from ir.graph.graph import Graph, GraphNode, PerStepOp
 from ir.job.build import PreparedJob
 from ir.plan.plan import OpKind, OpShape, Plan
 from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread
 from piper_sim.folding.uses import CollectiveUse, joined, meeting_axes, message_of, uses
 from piper_sim.pricing.measured import MODELLED, MeasuredCosts, scaled
+from piper_sim.pricing.tp_messages import beside_products, runs_beside, under_products
 
 FIRST = RankSlot(0, 0)
 
@@ -200,31 +201,27 @@ class CostModel:
             out[CostShare.RECOMPUTE if n.kind is Pass.R else CostShare.COMPUTE] = sum(map(self._kernel, n.work))
             if n.kind is Pass.W:
                 out[CostShare.COMPUTE] += sum(self._kernel(k) for k in accumulate(n.work, self.recipe))
+            own, beside = CostShare.RECOMPUTE if n.kind is Pass.R else CostShare.COMPUTE, 0.0
+            alone = not self.tp_overlap and self.hardware.software.async_tp
             for message in n.inline:
                 axis = CostShare.CP if "cp" in message.axes else CostShare.TP
-                out[axis] += max(self.message(message, (), seat), self.hardware.software.dispatch_us * 1e-6)
+                seconds = max(self.message(message, (), seat), self.hardware.software.dispatch_us * 1e-6)
+                if alone and runs_beside(n.kind, message):
+                    beside += seconds
+                else:
+                    out[axis] += seconds
+            if beside:
+                slowed, exposed = beside_products(n.work, beside, self.hardware)
+                out[own], out[CostShare.TP] = out[own] + slowed, out[CostShare.TP] + exposed
             if out[CostShare.TP] and self.tp_overlap:
-                own = CostShare.RECOMPUTE if n.kind is Pass.R else CostShare.COMPUTE
-                out[own], out[CostShare.TP] = self._under_products(n, out[own], out[CostShare.TP])
+                pieces = self.mesh.sizes["tp"]
+                out[own], out[CostShare.TP] = under_products(n.work, out[own], out[CostShare.TP], pieces, self._kernel)
         if (found := self.measured.node(n)) is None:
             return out
         over = KERNELS if found.alone else list(CostShare)  # alone: what messages inside it take comes on top
         for s, seconds in zip(over, scaled([out[s] for s in over], found.seconds), strict=True):
             out[s] = seconds
         return out
-
-    def _under_products(self, n: GraphNode, alone: float, messages: float) -> tuple[float, float]:
-        """(kernels, exposed messages) of a node whose messages run in pieces, each under the product of another piece.
-
-        There are as many pieces as ranks. A product is cut along its rows, so it is slower; one piece's message stays
-        exposed, and what all products do not last for.
-        """
-        pieces = self.mesh.sizes["tp"]
-        products = [k for k in n.work if k.kind is KernelKind.GEMM and len(k.shape) == 3]
-        whole = sum(map(self._kernel, products))
-        cut = sum(self._kernel(_piece(k, pieces)) for k in products)
-        exposed = messages / pieces + (1 - 1 / pieces) * max(0.0, messages - cut)
-        return (alone - whole + cut, exposed) if cut + exposed < whole + messages else (alone, messages)
 
     def node_message(self, n: GraphNode, seat: RankSlot = FIRST) -> float:
         """Seconds of the message that one instance of a node is; 0 for compute."""
@@ -258,15 +255,6 @@ class CostModel:
                 message, spread, lambda s: message_seconds(message, s.ranks, s.per_node, self.fabric, nodes=s.nodes)
             )
         return self._messages[message, spread]
-
-
-def _piece(k: Kernel, pieces: int) -> Kernel:
-    """A product as equal pieces of its rows, one launch each."""
-    m, rest, wide = k.shape[0], k.shape[1:], -(-k.shape[0] // pieces)
-    share = wide / m
-    return replace(
-        k, flops=int(k.flops * share), bytes=int(k.bytes * share), shape=(wide, *rest), count=k.count * pieces
-    )
 
 
 def scaled_to_stage_times(
