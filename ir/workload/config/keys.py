@@ -46,6 +46,11 @@ class ModelKey:
     only: tuple[object, ...] = ()
     why: str = ""
 
+    @property
+    def is_read(self) -> bool:
+        """Whether any value of it says something of the model."""
+        return bool(self.only) or self.holds is not ModelKeyType.ANYTHING
+
 
 @dataclass(frozen=True)
 class ParamNames:

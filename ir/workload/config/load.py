@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError, nearest, same_name
-from ir.core.files import FileErrors, read_json, typed
+from ir.core.files import FileErrors, check_plain, read_json, typed
 from ir.core.limits import LAYERS
 from ir.workload.config.forms import read_form
 from ir.workload.config.keys import INERT, OUTER, TYPES, UNBUILT, aliases
@@ -14,7 +15,8 @@ from ir.workload.config.rope import OF_ANY_KIND
 from ir.workload.config.spec import ModelConfig
 from ir.workload.config.values import ModelValues
 
-FORM = FileErrors("a model config", ErrorKind.MODEL, "model.config", 10**7, "a Hugging Face config.json")
+FORM = FileErrors("a model config", ErrorKind.MODEL, "model.config", 10**7, "a Hugging Face config.json", finite=False)
+_MODELLED = replace(FORM, finite=True)  # Mamba's configs hold infinite limits, of which nothing is read
 _PRESETS = Path(__file__).parent / "presets"
 
 
@@ -76,6 +78,7 @@ def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, 
     file = _respelled(raw, model_type, source, "")
     inline = _respelled(over, model_type, source, "model.")
     _refuse_unknown(file, model_type, source, "")
+    check_plain({k: v for k, v in file.items() if TYPES[model_type][k].is_read}, _MODELLED, source)
     _refuse_unknown(inline, model_type, source, "model.")
     for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         deep = inline.get(name, file.get(name))

@@ -3,13 +3,15 @@
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.workload import config_from, load_config, model_chunks
-from ir.workload.config.keys import TYPES, ModelKey, ModelKeyType, fits
+from ir.workload.config import keys
+from ir.workload.config.keys import TYPES, fits
 from ir.workload.config.spec import AttentionRopeScaling, AttentionRopeScalingKind, ModelConfig
 from ir.workload.part import chunk_flops
 from ir.workload.setting import MicrobatchShape, ModelPrecision
@@ -270,10 +272,7 @@ EACH = [t if t in BASES or t in ("falcon", "llama4_text") else pytest.param(t, m
 
 
 def _keys(model_type: str, modelled: bool) -> list[str]:
-    def read(key: ModelKey) -> bool:
-        return bool(key.only) or key.holds is not ModelKeyType.ANYTHING
-
-    return [n for n, k in TYPES[model_type].items() if read(k) is modelled and n not in LOSSES]
+    return [n for n, k in TYPES[model_type].items() if k.is_read is modelled and n not in LOSSES]
 
 
 def _differs(raw: Mapping[str, object], key: str, value: object) -> bool:
@@ -301,3 +300,37 @@ def test_what_is_inert_has_a_reason_and_changes_nothing(model_type: str) -> None
     for key in _keys(model_type, modelled=False):
         assert TYPES[model_type][key].why, key
         assert not any(_differs(raw, key, value) for value in OTHERS), key
+
+
+def test_infinite_limits_of_what_is_not_read_are_taken_and_no_others(tmp_path: Path) -> None:
+    """`time_step_limit` of Mamba's configs on the Hub is [0.0, Infinity], which is no JSON."""
+    file, raw = tmp_path / "config.json", dict(FAMILIES["mamba2"]["config"])
+    file.write_text(json.dumps({**raw, "time_step_limit": [0.0, math.inf]}))
+    assert load_config(str(file)).mixer == config_from(raw, "x").mixer
+    for key in ("layer_norm_epsilon", "hidden_size"):
+        file.write_text(json.dumps({**raw, key: math.inf}))
+        with pytest.raises(PiperError) as e:
+            load_config(str(file))
+        assert (e.value.key, e.value.kind.exit_code) == (key, 2)
+    file.write_text(
+        json.dumps({**FAMILIES["llama"]["config"], "rope_scaling": {"rope_type": "linear", "factor": math.inf}})
+    )
+    with pytest.raises(PiperError) as e:
+        load_config(str(file))
+    assert e.value.key == "rope_scaling.factor"
+
+
+def test_the_hub_s_other_spellings_of_a_hybrid() -> None:
+    raw = dict(FAMILIES["nemotron_h"]["config"])
+    spelled = {"rope_theta": 10000, "partial_rotary_factor": 1.0, "norm_eps": 1e-5, "rms_norm_eps": 1e-5}
+    spelled |= {"hidden_dropout": 0.0, "mamba_state_dim": 128, "mamba_num_groups": 8}
+    assert config_from(raw | spelled, "x") == config_from(raw, "x")
+    assert "one key with two values" in refused(raw | {"mamba_num_groups": 4}).message
+
+
+def test_no_table_of_keys_takes_out_what_it_has() -> None:
+    tables = [t for raw in (keys._RAW["shared"], keys._RAW["types"], keys._FORMS["keys"]) for t in raw.values()]
+    tables += [row["keys"] for row in keys.FORMS.values()]
+    assert len(tables) > 60 and not [
+        set(t) & set(t.get("without", ())) for t in tables if set(t) & set(t.get("without", ()))
+    ]
