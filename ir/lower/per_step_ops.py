@@ -71,7 +71,8 @@ class _New:
 def canonical(draft: PlanBuilder, nodes: list[int], last: dict[tuple[int, int], int]) -> list[int]:
     """One order of collectives for all programs: by the latest last contribution over the owners, owners, chunk.
 
-    How late a contribution is, is counted in units to its program's end, which all programs reach together.
+    How late a contribution is, is counted in units to its program's end, which all programs reach together; within one,
+    by the first owner's ops.
     """
     rows, ends = draft.rows, [int(draft.rows.unit[e - 1]) for e in draft.start[1:].tolist()]
 
@@ -79,7 +80,10 @@ def canonical(draft: PlanBuilder, nodes: list[int], last: dict[tuple[int, int], 
         groups = draft.graph.nodes[i].groups
         return min(ends[p] - (int(rows.unit[draft.start[p] + last[i, p]]) if last[i, p] >= 0 else 0) for p in groups)
 
-    return sorted(nodes, key=lambda i: (-slack(i), draft.graph.nodes[i].groups, i))
+    def place(i: int) -> tuple[int, int]:
+        return last[i, draft.graph.nodes[i].groups[0]], i  # within a unit: as they are whole
+
+    return sorted(nodes, key=lambda i: (-slack(i), draft.graph.nodes[i].groups, *place(i)))
 
 
 def _sources(graph: Graph) -> list[list[int]]:

@@ -151,7 +151,8 @@ def _program(p: int, order: Order, cls: IntArray, templates: PlanTemplates) -> t
     stage = np.where(real, order.stage[place], -1)
     token = np.where(real, order.token[place], -1)
     class_of = np.where(real, cls[np.maximum(mb, 0)], -1)
-    wide = np.concatenate([stage, token, class_of], axis=1)
+    last = _last_of_stages(order, n_units, templates.graph.stages)
+    wide = np.concatenate([stage, token, class_of, last[:, None]], axis=1)
     base = int(wide.max()) + 2
     code = np.zeros(n_units, dtype=np.int64)
     for c in range(wide.shape[1]):
@@ -168,7 +169,8 @@ def _program(p: int, order: Order, cls: IntArray, templates: PlanTemplates) -> t
             if templates.home[s, c] != p:
                 text = ScheduledOp(s, OpToken(t), m)
                 raise illegal(f"program {p} is to run {text}, but stage {s} is on program {templates.home[s, c]}")
-        tables.append(np.array(templates.build(PlanTemplateKey(p, members, classes)), dtype=np.int64).reshape(-1, 3))
+        key = PlanTemplateKey(p, members, classes, bool(last[u]))
+        tables.append(np.array(templates.build(key), dtype=np.int64).reshape(-1, 3))
     lengths = np.array([len(t) for t in tables], dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     table = np.concatenate(tables)
@@ -181,6 +183,16 @@ def _program(p: int, order: Order, cls: IntArray, templates: PlanTemplates) -> t
     mb2 = np.where(m2 >= 0, mb[unit, np.maximum(m2, 0)], -1)
     total = len(at)
     return (np.full(total, p, np.int64), shape, mb1, mb2, unit, np.arange(total, dtype=np.int64) * STEP)
+
+
+def _last_of_stages(order: Order, units: int, stages: int) -> IntArray:
+    """1 for units with the last weight gradients of a stage."""
+    out = np.zeros(units, dtype=np.int64)
+    makes = np.isin(order.token, [int(t) for t in OpToken if t in (OpToken.B, OpToken.W)])
+    latest = np.full(stages, -1, dtype=np.int64)
+    np.maximum.at(latest, order.stage[makes], order.unit[makes])
+    out[latest[latest >= 0]] = 1
+    return out
 
 
 def _known(p: int, order: Order, graph: Graph) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ir.core.ops import OpToken, Pass
-from ir.graph.graph import COMPUTE, Graph, GraphEdge, illegal
+from ir.graph.graph import COMPUTE, Graph, GraphEdge, PerStepOp, illegal
 from ir.lower.merge import Item, merged
 from ir.lower.policy import MessageQueue, PassMerge, PlanPolicy
 from ir.lower.sequence import PassSequences
@@ -14,6 +14,7 @@ from ir.plan.plan import OpKind, OpShape
 Members = tuple[tuple[int, int], ...]  # (stage, token)
 TemplateRow = tuple[int, int, int]  # shape, member of mb, member of mb2 (-1: none)
 Homes = Mapping[tuple[int, int], int]  # (stage, microbatch class) -> program
+TAIL = (PerStepOp.NORM, PerStepOp.UPDATE, PerStepOp.GATHER)
 Weights = Mapping[int, frozenset[str]]  # node -> the gathered buckets it reads
 
 
@@ -24,6 +25,7 @@ class PlanTemplateKey:
     program: int
     members: Members
     classes: tuple[int, ...]
+    last: bool = False  # gradients are whole behind it: what is reduced need not wait for all of it
 
 
 class PlanTemplates:
@@ -37,7 +39,10 @@ class PlanTemplates:
         self.names, self.labels = MessageNames(graph), OpLabels(graph)
         nodes = graph.nodes
         self._leaving: dict[int, list[GraphEdge]] = {}
+        self._sums: dict[int, list[int]] = {i: [] for i, n in enumerate(nodes) if n.once and n.kind not in TAIL}
         for e in graph.edges:
+            if e.join and e.dst in self._sums:
+                self._sums[e.dst].append(e.src)
             if nodes[e.src].stage != nodes[e.dst].stage and not e.join and not nodes[e.dst].once:
                 self._leaving.setdefault(e.src, []).append(e)
         # Compute that reads a collective's result must not drag what stands before it into its wait.
@@ -66,6 +71,7 @@ class PlanTemplates:
         rows: list[TemplateRow] = []
         run: list[Item] = []
         pending: list[TemplateRow] = []
+        whole = self._whole(items) if key.last else frozenset()
         fused = len(key.members) > 1 and self.policy.merge is PassMerge.FUSED
 
         def close() -> None:
@@ -91,8 +97,16 @@ class PlanTemplates:
                 pending.extend(sends)
                 if not fused and not self.policy.whole_backward:
                     close()
+            if node in whole and not fused and not self.policy.whole_backward:
+                close()
         close()
         return rows
+
+    def _whole(self, items: list[Item]) -> frozenset[int]:
+        """The nodes behind which all of a bucket's gradients are there."""
+        at = {node: k for k, (node, _) in enumerate(items)}
+        ends = (max((at[n] for n in sources if n in at), default=-1) for sources in self._sums.values())
+        return frozenset(items[k][0] for k in ends if k >= 0)
 
     def _joins(self, run: list[Item], new: Item) -> bool:
         last, node = run[-1], new[0]

@@ -28,7 +28,7 @@ def plan_of(name: str, pp: int = 2, layers: int = 4, **model: object) -> Plan:
 def test_a_step_takes_three_passes_of_each_layer_and_microbatch_however_it_is_cut(name: str, config: str) -> None:
     plan = plan_of(name, config=config)
     seconds = emulated_seconds(plan, 0.25)
-    assert seconds.sum() == 0.25 * 3 * 4 * 4  # F, I, W; layers; microbatches
+    assert seconds.sum() == pytest.approx(0.25 * 3 * 4 * 4, abs=len(plan) * 2.0**-40)  # F, I, W; layers; microbatches
     assert not seconds[plan.kind != OpKind.COMPUTE].any()
 
 
