@@ -13,9 +13,10 @@ from ir.graph.sync import buckets, with_sync
 from ir.graph.zero import weights_of
 from ir.lower.frees import node_buffers
 from ir.lower.global_comm_order import joint_order
-from ir.lower.per_step_ops import TAIL, collective_ids, once_rows
+from ir.lower.per_step_ops import collective_ids, once_rows
 from ir.lower.plan_builder import PlanBuilder, producers, stamp
 from ir.lower.policy import MessageQueue, PlanPolicy
+from ir.lower.template import TAIL
 from ir.lower.transfers import transfers
 from ir.lower.zero import zero_rows
 from ir.plan.plan import Buffers, OpKind, OpLists, Plan, first_use, sorted_buffers

@@ -3,11 +3,10 @@
 import numpy as np
 
 from ir.core.order import IntArray
-from ir.graph.graph import Graph, PerStepOp
+from ir.graph.graph import Graph
 from ir.lower.plan_builder import STEP, PlanBuilder
+from ir.lower.template import TAIL
 from ir.plan.names import node_shape
-
-TAIL = (PerStepOp.NORM, PerStepOp.UPDATE, PerStepOp.GATHER)
 
 
 def once_rows(draft: PlanBuilder) -> None:

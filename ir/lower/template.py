@@ -14,7 +14,7 @@ from ir.plan.plan import OpKind, OpShape
 Members = tuple[tuple[int, int], ...]  # (stage, token)
 TemplateRow = tuple[int, int, int]  # shape, member of mb, member of mb2 (-1: none)
 Homes = Mapping[tuple[int, int], int]  # (stage, microbatch class) -> program
-TAIL = (PerStepOp.NORM, PerStepOp.UPDATE, PerStepOp.GATHER)
+TAIL = (PerStepOp.NORM, PerStepOp.UPDATE, PerStepOp.GATHER)  # behind all reductions
 Weights = Mapping[int, frozenset[str]]  # node -> the gathered buckets it reads
 
 
