@@ -54,7 +54,7 @@ def _by_pattern(pattern: str) -> Facts:
     """What a pattern of layers says beside their kinds: how many there are, and where stages end.
 
     >>> _by_pattern("M-|M*-")
-    {'pattern': 'M-M*-', 'layers': 5, 'layout': 'Ett|tttL'}
+    {'pattern': 'M-M*-', 'layers': 5, 'layout': 'Ett|t*3L'}
     """
     if not pattern:
         return {}

@@ -204,7 +204,7 @@ _DYNAMIC = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters
 BROKEN: tuple[tuple[Raw, str, tuple[str, ...]], ...] = (
     ({"a_key_of_tomorrow": 1}, "a_key_of_tomorrow", ()),
     ({"is_encoder_decoder": True}, "is_encoder_decoder", ()),
-    ({"model_type": "qwen3_next"}, "model_type", ()),
+    ({"model_type": "kimi_linear"}, "model_type", ()),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", ()),
     (_DYNAMIC, "rope_scaling", _TURNED),
     ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}, "rope_parameters": None}, "rope_scaling", _TURNED),
