@@ -116,6 +116,7 @@ def test_bytes_are_those_of_inductor_s_kernels(name: str, unit: str, monkeypatch
     sizes = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=1, num_attention_heads=8)
     sizes |= dict(num_key_value_heads=4, head_dim=32, n_embd=256, n_layer=1, n_head=8)
     config, batch = _config(name, **sizes), (2, 256)
+    monkeypatch.setattr("torch._inductor.config.cpp.threads", 1)  # else it cuts reductions among this process's threads
     given: dict[str, Any] = dict(dtype=None, tags={"PP": _layers(name)}, batch=batch)
     with without_values():
         found = survey(UserModel(lambda: _module(config), **given), *batch)[unit]
