@@ -1,6 +1,6 @@
 """Captured kernels, fused: steps are those of the same model's config, bytes those of Inductor's own kernels."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,16 @@ def _inductor(graph: torch.fx.GraphModule, patch: pytest.MonkeyPatch) -> tuple[i
     return own, libraries
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Inductor cuts reductions among as many threads as the process has, and fuses less."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gemma3"])
 @pytest.mark.parametrize("unit", ["l0", "head"])
@@ -116,7 +126,6 @@ def test_bytes_are_those_of_inductor_s_kernels(name: str, unit: str, monkeypatch
     sizes = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=1, num_attention_heads=8)
     sizes |= dict(num_key_value_heads=4, head_dim=32, n_embd=256, n_layer=1, n_head=8)
     config, batch = _config(name, **sizes), (2, 256)
-    monkeypatch.setattr("torch._inductor.config.cpp.threads", 1)  # else it cuts reductions among this process's threads
     given: dict[str, Any] = dict(dtype=None, tags={"PP": _layers(name)}, batch=batch)
     with without_values():
         found = survey(UserModel(lambda: _module(config), **given), *batch)[unit]
