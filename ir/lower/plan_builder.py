@@ -151,7 +151,7 @@ def _program(p: int, order: Order, cls: IntArray, templates: PlanTemplates) -> t
     stage = np.where(real, order.stage[place], -1)
     token = np.where(real, order.token[place], -1)
     class_of = np.where(real, cls[np.maximum(mb, 0)], -1)
-    last = _last_of_stages(order, n_units, templates.graph.stages)
+    last = _ends(order, n_units, templates)
     wide = np.concatenate([stage, token, class_of, last[:, None]], axis=1)
     base = int(wide.max()) + 2
     code = np.zeros(n_units, dtype=np.int64)
@@ -185,13 +185,13 @@ def _program(p: int, order: Order, cls: IntArray, templates: PlanTemplates) -> t
     return (np.full(total, p, np.int64), shape, mb1, mb2, unit, np.arange(total, dtype=np.int64) * STEP)
 
 
-def _last_of_stages(order: Order, units: int, stages: int) -> IntArray:
-    """1 for units with the last weight gradients of a stage."""
+def _ends(order: Order, units: int, templates: PlanTemplates) -> IntArray:
+    """1 for units with the last weight gradients of a stage, where several reductions wait for them."""
     out = np.zeros(units, dtype=np.int64)
-    makes = np.isin(order.token, [int(t) for t in OpToken if t in (OpToken.B, OpToken.W)])
-    latest = np.full(stages, -1, dtype=np.int64)
+    makes = np.isin(order.token, [int(OpToken.B), int(OpToken.W)])
+    latest = np.full(templates.graph.stages, -1, dtype=np.int64)
     np.maximum.at(latest, order.stage[makes], order.unit[makes])
-    out[latest[latest >= 0]] = 1
+    out[[unit for stage, unit in enumerate(latest.tolist()) if unit >= 0 and stage in templates.divided]] = 1
     return out
 
 

@@ -39,12 +39,15 @@ class PlanTemplates:
         self.names, self.labels = MessageNames(graph), OpLabels(graph)
         nodes = graph.nodes
         self._leaving: dict[int, list[GraphEdge]] = {}
-        self._sums: dict[int, list[int]] = {i: [] for i, n in enumerate(nodes) if n.once and n.kind not in TAIL}
+        self._adds_to: dict[int, list[int]] = {}  # weight gradient -> reductions that add it up
+        sums: dict[int, set[int]] = {}
         for e in graph.edges:
-            if e.join and e.dst in self._sums:
-                self._sums[e.dst].append(e.src)
+            if e.join and nodes[e.dst].once and nodes[e.dst].kind not in TAIL:
+                self._adds_to.setdefault(e.src, []).append(e.dst)
+                sums.setdefault(nodes[e.src].stage, set()).add(e.dst)
             if nodes[e.src].stage != nodes[e.dst].stage and not e.join and not nodes[e.dst].once:
                 self._leaving.setdefault(e.src, []).append(e)
+        self.divided = {stage for stage, mine in sums.items() if len(mine) > 1}  # reduced in several pieces
         # Compute that reads a collective's result must not drag what stands before it into its wait.
         self._waiting = {e.dst for e in graph.edges if not nodes[e.src].once and nodes[e.src].stream != COMPUTE}
 
@@ -71,8 +74,9 @@ class PlanTemplates:
         rows: list[TemplateRow] = []
         run: list[Item] = []
         pending: list[TemplateRow] = []
-        whole = self._whole(items) if key.last else frozenset()
         fused = len(key.members) > 1 and self.policy.merge is PassMerge.FUSED
+        cut = not fused and not self.policy.whole_backward
+        whole = self._whole(items) if key.last and cut else frozenset()
 
         def close() -> None:
             if run:
@@ -95,18 +99,14 @@ class PlanTemplates:
                 rows.extend(sends)
             elif sends:
                 pending.extend(sends)
-                if not fused and not self.policy.whole_backward:
-                    close()
-            if node in whole and not fused and not self.policy.whole_backward:
+            if (sends and cut and n.stream == COMPUTE) or node in whole:
                 close()
         close()
         return rows
 
     def _whole(self, items: list[Item]) -> frozenset[int]:
         """The nodes behind which all of a bucket's gradients are there."""
-        at = {node: k for k, (node, _) in enumerate(items)}
-        ends = (max((at[n] for n in sources if n in at), default=-1) for sources in self._sums.values())
-        return frozenset(items[k][0] for k in ends if k >= 0)
+        return frozenset({r: node for node, _ in items for r in self._adds_to.get(node, ())}.values())
 
     def _joins(self, run: list[Item], new: Item) -> bool:
         last, node = run[-1], new[0]

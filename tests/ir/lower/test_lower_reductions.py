@@ -9,17 +9,17 @@ from ir.verify import check_plan
 from piper_sim.study.predict import predict
 
 
-def table(bucket: float | None, **parallel: object) -> dict[str, object]:
+def table(bucket: float | None, name: str | None = None, **parallel: object) -> dict[str, object]:
     return {
-        "model": {"config": "llama3-8b", "num_hidden_layers": 6, "seq_len": 8192},
+        "model": {"config": "llama3-8b", "num_hidden_layers": 8, "seq_len": 8192},
         "cluster": {"gpu": "h100-sxm", "nodes": 4, "gpus_per_node": 8},
         "parallel": {"pp": 1, "zero": 1, **({"bucket_MiB": bucket} if bucket else {}), **parallel},
-        "schedule": {"microbatches": 3, **({"name": "1f1b"} if parallel.get("pp", 1) == 1 else {})},
+        "schedule": {"microbatches": 3, "name": name or "1f1b"},
     }
 
 
-def plan_of(bucket: float | None, **parallel: object) -> Plan:
-    plan = prepare(job_from(table(bucket, **parallel))).plan()
+def plan_of(bucket: float | None, name: str | None = None, **parallel: object) -> Plan:
+    plan = prepare(job_from(table(bucket, name, **parallel))).plan()
     check_plan(plan)
     return plan
 
@@ -43,34 +43,41 @@ def test_only_the_last_microbatch_is_cut_and_only_where_buckets_end(zero: int) -
 def test_one_bucket_leaves_the_backward_whole() -> None:
     for plan in (plan_of(None), plan_of(1e6)):
         assert backwards(plan, 2) == ["0B2"]
+    # The embedding's gradients are in no bucket here: what stands behind the bucket's last one is no piece of its own.
+    divided = plan_of(None, "interleaved-1f1b", pp=4, tp=8, sequence_parallel=True)
+    assert sum(t.startswith("0RS/") for t in divided.texts) == 1 and backwards(divided, 2) == ["0B2"]
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("parallel", [{}, {"pp": 2}, {"pp": 2, "tp": 2}])
-def test_a_reduction_waits_for_the_op_that_makes_it_whole(zero: int, parallel: dict[str, int]) -> None:
-    """By the graph: the last of the weight gradients it adds up, wherever that runs; no op more."""
-    plan = plan_of(40, zero=zero, **parallel)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {},
+        *({"pp": 2, "name": name} for name in ("1f1b", "gpipe", "zb1p", "zbv", "interleaved-1f1b")),
+        {"pp": 2, "tp": 2},
+    ],
+)
+def test_a_reduction_waits_for_the_op_that_makes_it_whole(zero: int, parallel: dict[str, object]) -> None:
+    """By the graph: the last of the weight gradients it adds up, whichever microbatch's; no op more."""
+    name = str(parallel.get("name", "1f1b"))
+    plan = plan_of(40, name, zero=zero, **{k: v for k, v in parallel.items() if k != "name"})
     ran = {(n, m): row for row, covers, m in covered(plan) for n in covers}
-    nodes, last = plan.graph.nodes, plan.graph.mbs - 1
+    nodes, mbs = plan.graph.nodes, range(plan.graph.mbs)
     sources: dict[int, list[int]] = {}
     for e in plan.graph.edges:
-        if e.join and nodes[e.dst].once and nodes[e.dst].message is not None and not nodes[e.src].once:
+        if e.join and str(nodes[e.dst].kind) in ("RS", "AR") and not nodes[e.src].once:
             sources.setdefault(e.dst, []).append(e.src)
-    rows = [row for row in range(len(plan)) if plan.kind[row] == OpKind.COLLECTIVE]
+    computes = {
+        p: [r for r in range(len(plan)) if plan.kind[r] == OpKind.COMPUTE and plan.program[r] == p] for p in (0, 1)
+    }
     seen = 0
-    for row in rows:
+    for row in (r for r in range(len(plan)) if plan.kind[r] == OpKind.COLLECTIVE):
         node = plan.shapes[plan.shape[row]].covers[0][0]
-        if node not in sources or str(nodes[node].kind) not in ("RS", "AR"):
-            continue
-        seen += 1
-        own = [ran[n, last] for n in sources[node] if plan.program[ran[n, last]] == plan.program[row]]
-        assert max(own) < row
-        between = [
-            r
-            for r in range(max(own) + 1, row)
-            if plan.kind[r] == OpKind.COMPUTE and plan.program[r] == plan.program[row]
-        ]
-        assert not between, "dispatched behind an op that it does not need"
+        if node in sources:
+            whole = max(ran[n, m] for n in sources[node] for m in mbs)
+            later = [r for r in computes[int(plan.program[row])] if whole < r < row]
+            assert whole < row and not later, "dispatched behind an op that it does not need"
+            seen += 1
     assert seen > 3
 
 
