@@ -179,7 +179,7 @@ def experts(config: ModelConfig, prefix: str) -> Params:
     """All experts of a layer: one parameter per matrix, experts first, as transformers 5 stores them."""
     moe = config.moe
     assert moe is not None
-    hidden, ups = moe.latent or config.hidden, config.activation.ups
+    hidden, ups = config.expert_hidden, config.activation.ups
     name, rows, both = ("gate_up_proj" if ups == 2 else "up_proj"), ups * moe.ffn, (moe.ffn,) * ups if ups == 2 else ()
     up = Param(f"{prefix}experts.{name}", (moe.experts, rows, hidden), ("ep", "etp"), True, (0, 1), both)
     down = Param(f"{prefix}experts.down_proj", (moe.experts, hidden, moe.ffn), ("ep", "etp"), True, (0, 2))

@@ -183,7 +183,7 @@ def check_setting(config: ModelConfig, layout: PartLayout, shape: MicrobatchShap
         ("tp", layout.tp, "KV heads", c.heads if c.mla else c.kv_heads if attends else 0),
         ("tp", layout.tp, "vocabulary", c.vocab),
         ("tp", layout.tp, "MLP width", c.ffn if any(c.has_mlp(i) for i in range(c.layers)) else 0),
-        ("tp", layout.tp, "recurrence's groups", m.groups if m else 0),
+        ("tp", layout.tp, "groups of recurrent heads", m.groups if m else 0),
         ("tp", layout.tp, "shared experts' width", moe.shared_ffn if moe else 0),
         ("ep", layout.ep, "experts", moe.experts if moe else 0),
         ("etp", layout.etp, "expert width", moe.ffn if moe else 0),

@@ -6,6 +6,7 @@ from typing import Any
 
 from ir.job.build import PreparedJob
 from ir.job.schema import Job
+from ir.workload.config.mixers import pattern_of
 from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
 from ir.workload.layout import format_layout
 from piper_sim.frameworks.draft import Facts
@@ -94,15 +95,10 @@ def _sizes(m: ModelConfig) -> Facts:
 
 def _pattern(m: ModelConfig) -> Facts:
     """A sign for each layer, where each is one thing, and the state spaces among them."""
-    if m.mixer is None or not all(
-        (m.attends(i) or m.is_recurrent(i)) ^ (m.is_moe(i) or m.has_mlp(i)) for i in range(m.layers)
-    ):
+    if m.mixer is None or not (pattern := pattern_of(m)):
         return {}
-    kinds = (
-        "M" if m.is_recurrent(i) else "*" if m.attends(i) else "E" if m.is_moe(i) else "-" for i in range(m.layers)
-    )
     sizes = {"mamba_heads": m.mixer.heads, "mamba_head_dim": m.mixer.head_dim, "mamba_groups": m.mixer.groups}
-    return {"pattern": "".join(kinds), **sizes, "mamba_state": m.mixer.state}
+    return {"pattern": pattern, **sizes, "mamba_state": m.mixer.state}
 
 
 def _megatron(prepared: PreparedJob, dp: int, size: int, mbs: int) -> Facts:

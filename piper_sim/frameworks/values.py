@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from functools import cache
 
+from ir.workload.config.mixers import SIGNS
+
 _OFF = ("false", "0", "no", "off", "none", "null", "", "disabled")
 _NULL = (None, "null", "None", "~")
 _TIMES = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
@@ -142,7 +144,7 @@ def _layout(value: object) -> str:
 
 def _kinds(value: object) -> str:
     """A sign for each layer, perhaps with `|` between stages and prediction modules behind `/`."""
-    if not isinstance(value, str) or not set(value) <= set("M*-E|/"):
+    if not isinstance(value, str) or not set(value) <= {*SIGNS, "|", "/"}:
         raise ValueError("a sign for each layer: M a state space, * attention, - an MLP, E experts, | ends a stage")
     return value
 

@@ -198,15 +198,16 @@ class CostModel:
         if n.kind is PerStepOp.UPDATE:
             out[CostShare.OPTIMIZER] = sum(map(self._kernel, self._update(n.numel)))
         elif n.message is None:
-            out[CostShare.RECOMPUTE if n.kind is Pass.R else CostShare.COMPUTE] = sum(map(self._kernel, n.work))
+            own = CostShare.RECOMPUTE if n.kind is Pass.R else CostShare.COMPUTE
+            out[own] = sum(map(self._kernel, n.work))
             if n.kind is Pass.W:
-                out[CostShare.COMPUTE] += sum(self._kernel(k) for k in accumulate(n.work, self.recipe))
-            own, beside = CostShare.RECOMPUTE if n.kind is Pass.R else CostShare.COMPUTE, 0.0
-            alone = not self.tp_overlap and self.hardware.software.async_tp
+                out[own] += sum(self._kernel(k) for k in accumulate(n.work, self.recipe))
+            launched = self.hardware.software.async_tp and not self.tp_overlap
+            beside = 0.0
             for message in n.inline:
                 axis = CostShare.CP if "cp" in message.axes else CostShare.TP
                 seconds = max(self.message(message, (), seat), self.hardware.software.dispatch_us * 1e-6)
-                if alone and runs_beside(n.kind, message):
+                if launched and runs_beside(n.kind, message):
                     beside += seconds
                 else:
                     out[axis] += seconds

@@ -16,6 +16,8 @@ _BESIDE = {Pass.I: (MessageKind.REDUCE_SCATTER, MessageKind.ALL_REDUCE), Pass.W:
 def runs_beside(kind: object, message: Message) -> bool:
     """Whether a product that does not need a message's result can run while it is under way.
 
+    By pass and kind: the sums of norms over all heads, four bytes a token, go with them.
+
     >>> gather = Message(MessageKind.ALL_GATHER, 1, ("tp",))
     >>> runs_beside(Pass.W, gather), runs_beside(Pass.F, gather)
     (True, False)
@@ -27,7 +29,8 @@ def beside_products(work: Work, messages: float, hw: DeviceHardware) -> tuple[fl
     """(seconds that a node's products take longer, exposed messages) where messages run beside them.
 
     A message takes its SMs from the products while it lasts. An input's gradient travels beside the weights' products,
-    which are as long as those that made it: each node is asked for its own.
+    which are as long as those that made it: each node is asked for its own. Where a schedule puts weights' products
+    off, another's run there.
     """
     products = [k for k in work if k.kind is KernelKind.GEMM]
     alone = math.fsum(kernel_seconds(k, hw) for k in products)

@@ -109,8 +109,8 @@ def _table(raw: Mapping[str, Any]) -> Table:
     out: dict[str, ModelKey] = {}
     for base in raw.get("like", ()):
         out |= _table(_SHARED[base])
-    own = {name: _key(row) for name, row in raw.items() if name not in ("like", "without")}
-    return {name: key for name, key in (out | own).items() if name not in raw.get("without", ())}
+    kept = {name: key for name, key in out.items() if name not in raw.get("without", ())}
+    return kept | {name: _key(row) for name, row in raw.items() if name not in ("like", "without")}
 
 
 _TYPES = _RAW["types"] | {name: row["keys"] for name, row in FORMS.items()}

@@ -5,12 +5,13 @@ from dataclasses import fields
 from typing import Any
 
 from ir.workload.config.recurrence import LayerMixer, LayerMixerKind
+from ir.workload.config.spec import ModelConfig
 from ir.workload.config.values import FULL, ModelValues, layer_kinds
 
 Row = Mapping[str, Any]
 RECURRENT = "linear_attention"
 MLP, EXPERTS = "mlp", "moe"
-_SIGNS = {"M": RECURRENT, "*": FULL, "-": MLP, "E": EXPERTS}  # Megatron-LM's and NVIDIA's
+SIGNS = {"M": RECURRENT, "*": FULL, "-": MLP, "E": EXPERTS}  # Megatron-LM's and NVIDIA's
 _OLD = {"mamba": RECURRENT, "attention": FULL}
 _FIELDS = {f.name for f in fields(LayerMixer)}
 _DEFAULT = (RECURRENT, EXPERTS, FULL, MLP)  # of transformers' NemotronHConfig
@@ -27,7 +28,7 @@ def blocks(v: ModelValues) -> tuple[str, ...]:
         return _DEFAULT if "layers_block_type" in v.table else ()
     given = v.get(key)
     assert isinstance(given, (str, list, tuple))
-    known = _SIGNS if isinstance(given, str) else {name: name for name in _SIGNS.values()} | _OLD
+    known = SIGNS if isinstance(given, str) else {name: name for name in SIGNS.values()} | _OLD
     if odd := [x for x in given if x not in known]:
         v.refuse(key, f"{odd[0]!r} is no kind of layer that is built", allowed=" ".join(known))
     out = tuple(known[x] for x in given)
@@ -35,6 +36,29 @@ def blocks(v: ModelValues) -> tuple[str, ...]:
         said = v.size("num_hidden_layers")
         v.refuse(key, f"{len(out)} layers, and num_hidden_layers = {said}", allowed=f"{said} of {' '.join(known)}")
     return out
+
+
+def pattern_of(config: ModelConfig) -> str:
+    """The signs of a model each of whose layers is one thing; "" of others.
+
+    >>> from ir.workload import load_config
+    >>> pattern_of(load_config("nemotron-h-8b"))[:9], pattern_of(load_config("qwen3-next-80b-a3b"))
+    ('M-M-M-M*-', '')
+    """
+    layers = range(config.layers)
+    if config.mixer is None or any(_mixes(config, i) == _feeds(config, i) for i in layers):
+        return ""
+    signs = {kind: sign for sign, kind in SIGNS.items()}
+    mixing = {i: RECURRENT if config.is_recurrent(i) else FULL for i in layers if _mixes(config, i)}
+    return "".join(signs[mixing.get(i, EXPERTS if config.is_moe(i) else MLP)] for i in layers)
+
+
+def _mixes(config: ModelConfig, layer: int) -> bool:
+    return config.attends(layer) or config.is_recurrent(layer)
+
+
+def _feeds(config: ModelConfig, layer: int) -> bool:
+    return config.is_moe(layer) or config.has_mlp(layer)
 
 
 def without(kinds: Sequence[str], *which: str) -> frozenset[int]:

@@ -259,6 +259,11 @@ class ModelConfig:
         return names_of(self.model_type)
 
     @property
+    def expert_hidden(self) -> int:
+        """Features of a token on its way through routed experts."""
+        return (self.moe.latent if self.moe else 0) or self.hidden
+
+    @property
     def qk_dim(self) -> int:
         """Length of one head's query and key."""
         return self.mla.qk_dim if self.mla else self.head_dim

@@ -38,7 +38,7 @@ class LayerRecurrence:
         assert m is not None
         by = s.layout.tp * s.layout.cp
         chunk = min(m.chunk, s.shape.seq_len)
-        heads, groups = m.heads // by, max(1, m.groups // by)
+        heads, groups = m.heads // by, -(-m.groups // by)
         delta = m.kind is LayerMixerKind.DELTA
         return cls(delta, s.shape.microbatch_size, s.shape.tokens, heads, groups, m.head_dim, m.state, chunk)
 

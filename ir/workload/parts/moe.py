@@ -14,7 +14,7 @@ from ir.workload.setting import PartSetting, with_scales
 
 def exchange(s: PartSetting) -> ExpertMessages:
     """The messages of a layer under a layout: group ("ep",), top-k copies, DeepSeek's limit of nodes per token."""
-    moe, h = _moe(s), _width(s)
+    moe, h = _moe(s), s.config.expert_hidden
     copies = s.stream * moe.top_k
     there = with_scales(copies * h, s.precision.dispatch)
     back = with_scales(copies * h, s.precision.combine)
@@ -50,7 +50,7 @@ def router(s: PartSetting) -> PartWork:
             choose,
             *even,
             *k.forward(s, *ins),
-            *_pack(s, s.stream * _width(s)),
+            *_pack(s, s.stream * s.config.expert_hidden),
         ),
         input_grad=(
             choose,
@@ -66,7 +66,7 @@ def router(s: PartSetting) -> PartWork:
         saved=(*own, stats(s), SavedBuffer("router_scores", choice, Pass.I), *_shares(s)),
         stash_bytes=k.stash(s, gate, *ins),
         forward_workspace=2 * scores * 4
-        + (with_scales(s.stream * _width(s), s.precision.dispatch) if _narrow(s) else 0),
+        + (with_scales(s.stream * s.config.expert_hidden, s.precision.dispatch) if _narrow(s) else 0),
         input_grad_workspace=2 * scores * 4 + n * s.wide,
         model_flops=2 * s.shape.tokens * h * (moe.experts + moe.latent),
     )
@@ -77,7 +77,7 @@ def experts(s: PartSetting) -> PartWork:
 
     Rows go back as they came, to be summed behind combine; where nothing is exchanged, they leave summed by token.
     """
-    moe, h = _moe(s), _width(s)
+    moe, h = _moe(s), s.config.expert_hidden
     groups, width = moe.experts // s.layout.ep, moe.ffn // s.layout.etp
     received = s.stream * moe.top_k * s.layout.etp
     rows = -(-received // groups)
@@ -147,7 +147,7 @@ def add(s: PartSetting) -> PartWork:
     return PartWork(
         forward=(*k.forward(s, *outs), k.memory(s, "residual", (terms + 1) * n * s.wide + drop)),
         # The gradient passes through to all; to the experts it travels in dispatch's format.
-        input_grad=(*residual_backward(s), *k.input_grad(s, *outs), *_pack(s, s.stream * _width(s))),
+        input_grad=(*residual_backward(s), *k.input_grad(s, *outs), *_pack(s, s.stream * s.config.expert_hidden)),
         weight_grad=k.weight_grad(s, *outs),
         out_bytes=n * s.wide,
         saved=(*mask(s), *came),
@@ -170,8 +170,8 @@ def _wide_normed(s: PartSetting, elements: int) -> SavedBuffer:
 
 
 def _weighed(s: PartSetting, elements: int) -> tuple[SavedBuffer, ...]:
-    """An activation before its token's weight comes on it: Megatron-LM, whose experts alone have a plain GELU, has
-    kernels that do both for all others (core/transformer/moe/experts.py).
+    """An activation before its token's weight comes on it. Megatron-LM's experts, the only ones with a plain GELU, have
+    no kernel for both; gated ones have, squared ReLU has where asked for (core/transformer/moe/experts.py).
     """
     plain = s.config.activation is LayerActivation.GELU
     return (SavedBuffer("unweighed", elements * s.wide, Pass.I, "activation"),) if plain else ()
@@ -186,11 +186,6 @@ def _pack(s: PartSetting, elements: int) -> Work:
 def _narrow(s: PartSetting) -> bool:
     """Whether tokens travel in a narrower format than the residual stream's."""
     return s.precision.dispatch.bytes < s.wide
-
-
-def _width(s: PartSetting) -> int:
-    """Features of a token on its way through the experts."""
-    return _moe(s).latent or s.config.hidden
 
 
 def _moe(s: PartSetting) -> ExpertConfig:

@@ -50,8 +50,7 @@ def expert_tensor(s: PartSetting, rows: int) -> tuple[PartCollective, ...]:
     """Around experts that are cut by etp: every rank of the group needs all `rows` rows that the group received."""
     if s.layout.etp == 1:
         return ()
-    moe = s.config.moe
-    size = rows * (moe.latent if moe and moe.latent else s.config.hidden) * s.wide
+    size = rows * s.config.expert_hidden * s.wide
     both = (MessageKind.ALL_GATHER, MessageKind.REDUCE_SCATTER)
     return tuple(_inline(when, kind, size, "etp") for when in (Pass.F, Pass.I) for kind in both)
 

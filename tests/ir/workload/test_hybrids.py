@@ -79,6 +79,17 @@ def test_devices_share_a_recurrence_evenly(name: str, axis: str) -> None:
     assert whole.model_flops == cut.model_flops
 
 
+def test_a_group_that_heads_of_two_devices_share_is_on_both() -> None:
+    def kept(cp: int) -> int:
+        config = load_config(NANO, {"mamba_num_heads": 48, "n_groups": 3})
+        chunk = next(c for c in model_chunks(config) if c.parts[0].name == "mixer")
+        layout, shape = PartLayout(cp=cp), MicrobatchShape(1, 4096)
+        conv = (k for k in part_work(config, chunk, chunk.parts[0], layout, shape, ModelPrecision()).forward)
+        return next(k.bytes for k in conv if k.label == "conv") // (2 * 2 * 4096)  # read and written, two bytes
+
+    assert (kept(1), kept(2)) == (48 * 64 + 2 * 3 * 128, 24 * 64 + 2 * 2 * 128)
+
+
 def test_tokens_go_to_heads_and_back_under_context_parallelism() -> None:
     m = load_config(NANO).mixer
     assert m is not None
