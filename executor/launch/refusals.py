@@ -13,7 +13,8 @@ from executor.modules.user.annotate import model_error
 from executor.parallel.inline import check_divided
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.work import DType
-from ir.job.build import PreparedJob, blaming, precision_of, recompute_options
+from ir.job.build import PreparedJob, blaming, precision_of
+from ir.job.recompute import recompute_options
 from ir.verify.queues import DeviceQueues, check_device
 
 RECOMPUTED = ("none", "selective", "full", "scores", "attention", "mlp")

@@ -16,7 +16,8 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.graph.classes import recomputed as again
 from ir.job import Job
-from ir.job.build import PreparedJob, precision_of, recompute_options
+from ir.job.build import PreparedJob, precision_of
+from ir.job.recompute import recompute_options
 
 
 def model_of(

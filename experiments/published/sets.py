@@ -166,9 +166,16 @@ def modelzoo(line: Line, job: Table) -> Facts:
 
 
 def torchtitan(line: Line, job: Table) -> Facts:
-    """FSDP2 and tensor parallelism."""
-    if line["recompute"] != "none":
-        return {"why": "recompute of single operators or of every second layer"}
+    """FSDP2 and tensor parallelism, every second layer or operator recomputed."""
+    if line["async_tp"] == "1" or "rowwise" in line["precision"]:
+        return {"why": "asynchronous tensor parallelism, or scales of rows"}
+    if "HBM2e" in line["gpu"]:
+        job["cluster"] = {"gpu": "h100-sxm", "hbm_GBps": 2400, "hbm_GiB": 95}
+    again = {"n": {}, "o": {"recompute": "operators"}, "l": {"recompute": "full", "recompute_layers": "1::2"}}
+    job["schedule"] |= again[line["recompute"].removeprefix("selective").lstrip(" (")[0]]
+    job["costs"]["software"] = "torchtitan-compiled" if line["torch_compile"] == "1" else "torchtitan"
+    if line["precision"] != "bf16":
+        job["precision"]["compute"] = "fp8"
     tp, gpus, mb, seq_len = ints(line, "tp", "gpus", "local_batch", "seq_len")
     job["model"]["config"] = {"Llama-3.1-8B": "llama3-8b", "Llama-2-13B": "llama2-13b"}[line["model"]]
     job["cluster"]["nodes"] = gpus // 8

@@ -1,29 +1,16 @@
 """The first graph, before any directive: a model's parts as F, I, W (and R) nodes; or bare stages for `schedule`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from ir.core.ops import Pass
+from ir.core.work import Message, MessageKind
 from ir.graph.graph import Buffer, Graph, GraphEdge, GraphNode
+from ir.graph.recompute import RecomputedLayers
 from ir.workload.part import Chunk, KeptBuffer, ModelWork, PartWork, PlacedPart, SavedBuffer
 
-# What each whole-part recompute option runs again; the finer ones name tensors (`SavedBuffer.recompute`) instead.
-WHOLE = {
-    "attention": frozenset({"attn", "mixer"}),
-    "mlp": frozenset({"mlp", "router", "shared", "experts", "add"}),
-    "full": frozenset({"attn", "mixer", "mlp", "router", "shared", "experts", "add", "block"}),
-}
-
-
-def runs_again(part: str, options: Iterable[str]) -> bool:
-    """Whether a recompute option names this part of a layer; captured layers that differ are block, block2, …
-
-    >>> runs_again("block2", ["full"]), runs_again("mlp", ["attention"]), runs_again("embed", ["full"])
-    (True, False, False)
-    """
-    name = "block" if part.rstrip("0123456789") == "block" else part
-    return any(name in WHOLE.get(o, ()) for o in options)
+NOTHING_AGAIN = RecomputedLayers()
 
 
 def stage_graph(stages: int) -> Graph:
@@ -53,29 +40,31 @@ def stage_graph(stages: int) -> Graph:
     return Graph(tuple(nodes), tuple(edges))
 
 
-def model_graph(partition: Sequence[Sequence[Chunk]], source: ModelWork, recompute: Iterable[str] = ()) -> Graph:
+def model_graph(
+    partition: Sequence[Sequence[Chunk]], source: ModelWork, recompute: RecomputedLayers = NOTHING_AGAIN
+) -> Graph:
     """The layer-level graph of a model whose chunks are grouped into stages.
 
-    partition: the chunks of each stage, in stage order. recompute: options of `[schedule] recompute`.
+    partition: the chunks of each stage, in stage order.
 
     rewrite, for a part that reads x and writes y (act: what backward needs; g: gradients):
         F: x -> y, act        I: g(y), act -> g(x), stash        W: act, stash -> (gradient, persistent)
     """
     entries = [PlacedPart(s, c, p) for s, chunks in enumerate(partition) for c in chunks for p in c.parts]
-    builder = _Builder(entries, source, frozenset(recompute))
+    builder = _Builder(entries, source, recompute)
     return builder.graph()
 
 
 class _Builder:
     """Collects nodes and edges; used once, by `model_graph`."""
 
-    def __init__(self, entries: list[PlacedPart], source: ModelWork, recompute: frozenset[str]) -> None:
+    def __init__(self, entries: list[PlacedPart], source: ModelWork, recompute: RecomputedLayers) -> None:
         self.entries, self.source, self.recompute = entries, source, recompute
         self.nodes: list[GraphNode] = []
         self.edges: list[GraphEdge] = []
         self.index = {e.name: i for i, e in enumerate(entries)}
         self.works = [source.work(e) for e in entries]
-        self.whole = [runs_again(e.part.name, recompute) and _layer(e) for e in entries]
+        self.whole = [recompute.whole(e.chunk, e.part.name) for e in entries]
         self.inputs = self._resolve_inputs()
         self.f: list[int] = []
         self.r: dict[int, int] = {}
@@ -122,7 +111,7 @@ class _Builder:
 
     def _recompute(self) -> None:
         for k in range(len(self.entries)):
-            if not self.whole[k] and not _dropped(self.works[k], self.recompute):
+            if not self.whole[k] and not _dropped(self.works[k], self.recompute.of(self.entries[k].chunk)):
                 continue
             self.r[k] = self._add(k, Pass.R)
             if not self.whole[k]:
@@ -164,10 +153,6 @@ class _Builder:
             self.edges.append(GraphEdge(self._made(j, k), wg if keep.until is Pass.W and wg is not None else i, 0))
 
 
-def _layer(e: PlacedPart) -> bool:
-    return "L" in e.chunk.tags or e.chunk.name.startswith(("l", "mtp"))
-
-
 def _tags(e: PlacedPart) -> dict[str, int]:
     """EP = n is the n-th MoE layer; only its experts carry the tag, as a `with annotate("EP")` around them would."""
     moe = e.chunk.tags.get("MOE")
@@ -175,7 +160,7 @@ def _tags(e: PlacedPart) -> dict[str, int]:
 
 
 def _dropped(w: PartWork, options: frozenset[str]) -> bool:
-    return any(s.recompute and s.recompute in options for s in w.saved)
+    return any(not options.isdisjoint(s.recompute) for s in w.saved)
 
 
 def grad_slot(inputs: Sequence[int], of: int) -> int:
@@ -183,13 +168,13 @@ def grad_slot(inputs: Sequence[int], of: int) -> int:
     return list(inputs).index(of)
 
 
-def fill(node: GraphNode, e: PlacedPart, w: PartWork, grads: Sequence[int], options: frozenset[str]) -> GraphNode:
-    """A node with the work and buffers of its pass, under the part's layout and the recompute options.
+def fill(node: GraphNode, e: PlacedPart, w: PartWork, grads: Sequence[int], recompute: RecomputedLayers) -> GraphNode:
+    """A node with the work and buffers of its pass, under the part's layout and what is recomputed.
 
     grads: bytes of each input, hence of the gradient that I writes for it, unless the part says otherwise.
     """
-    whole = any(e.part.name in WHOLE.get(o, ()) and _layer(e) for o in options)
-    fine = tuple(s for s in w.saved if s.recompute and s.recompute in options)
+    whole, options = recompute.whole(e.chunk, e.part.name), recompute.of(e.chunk)
+    fine = tuple(s for s in w.saved if not options.isdisjoint(s.recompute))
     inline = tuple(x.message for x in w.inline if x.when is node.kind)
     match node.kind:
         case Pass.F:
@@ -197,11 +182,10 @@ def fill(node: GraphNode, e: PlacedPart, w: PartWork, grads: Sequence[int], opti
             writes = _outputs(w.out_bytes, kept)
             return node.doing(w.forward, inline, writes, w.forward_workspace)
         case Pass.R if whole:
-            again = tuple(x.message for x in w.inline if x.when is Pass.F)
-            writes = _outputs(w.out_bytes, w.saved)
-            return node.doing(w.forward, again, writes, w.forward_workspace)
+            return node.doing(w.forward, _forward(w), _outputs(w.out_bytes, w.saved), w.forward_workspace)
         case Pass.R:
-            return node.doing(tuple(k for s in fine for k in s.rebuild), node.inline, _outputs(0, fine), node.workspace)
+            came = () if "operators" not in options else tuple(m for m in _forward(w) if _asked_again(m))
+            return node.doing(tuple(k for s in fine for k in s.rebuild), came, _outputs(0, fine), node.workspace)
         case Pass.I:
             names = ("grad",) if len(grads) == 1 else tuple(f"grad{n}" for n in range(len(grads)))
             own = grads if w.handed is None else [w.handed]
@@ -213,6 +197,15 @@ def fill(node: GraphNode, e: PlacedPart, w: PartWork, grads: Sequence[int], opti
             return node.doing(w.weight_grad, inline, writes, w.weight_grad_workspace)
         case _:
             raise AssertionError(node)
+
+
+def _forward(w: PartWork) -> tuple[Message, ...]:
+    return tuple(x.message for x in w.inline if x.when is Pass.F)
+
+
+def _asked_again(message: Message) -> bool:
+    """Whether "operators" sends it twice: what reduce-scatters and all-to-alls bring is kept."""
+    return message.axes == ("tp",) and message.kind is not MessageKind.REDUCE_SCATTER
 
 
 def _outputs(out: int, saved: Sequence[SavedBuffer]) -> tuple[Buffer, ...]:

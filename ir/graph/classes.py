@@ -7,7 +7,6 @@ from dataclasses import fields
 
 from ir.core.ops import Pass
 from ir.core.work import Message, MessageKind
-from ir.graph.build import runs_again
 from ir.graph.graph import Graph, GraphNode
 from ir.workload.captured import CapturedModelWork
 from ir.workload.config.spec import NOT_KERNELS
@@ -45,7 +44,7 @@ def link_class(message: Message, ranks: int, nodes: int = 0) -> str:
 def recomputed(graph: Graph) -> frozenset[tuple[int, str]]:
     """(stage, part) of every part whose whole forward runs again: not those whose result nobody would read."""
     run = {(n.stage, n.part) for n in graph.nodes if n.kind is Pass.R}
-    layers = [e for e in graph.entries if e.chunk.tags and runs_again(e.part.name, graph.recompute)]
+    layers = [e for e in graph.entries if e.chunk.tags and graph.recompute.whole(e.chunk, e.part.name)]
     return frozenset(run & {(e.stage, e.name) for e in layers})
 
 

@@ -15,6 +15,7 @@ from ir.core.mesh import Mesh
 from ir.core.ops import Pass
 from ir.core.order import Order
 from ir.core.work import Message, Work
+from ir.graph.recompute import RecomputedLayers
 from ir.workload.part import ModelWork, PlacedPart
 
 COMPUTE = "compute"
@@ -141,7 +142,7 @@ class Graph:
     replicas: Mapping[int, BucketPolicy] = field(default_factory=dict)
     orders: Mapping[int, Order] = field(default_factory=dict)
     source: ModelWork | None = None
-    recompute: frozenset[str] = frozenset()
+    recompute: RecomputedLayers = field(default_factory=RecomputedLayers)
     prefetch: int = 1
 
     @property

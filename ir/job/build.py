@@ -18,6 +18,7 @@ from ir.graph.graph import Graph
 from ir.job.agree import agree, check_replicated, with_split
 from ir.job.cache import PLANS, PlanStructure
 from ir.job.model import read_model
+from ir.job.recompute import recompute_options, recomputed_layers
 from ir.job.schema import Job, JobSchedule
 from ir.lower import PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
@@ -152,7 +153,7 @@ def prepare(
             stages = laid_out(chunks, _layout(job, made.stages))
         else:
             stages = partition(chunks, made.stages, p.layers, lambda c: weigh(source, c), ranks, most_layers)
-        base = replace(model_graph(stages, source, recompute_options(job)), mesh=mesh, prefetch=p.prefetch)
+        base = replace(model_graph(stages, source, recomputed_layers(job, stages)), mesh=mesh, prefetch=p.prefetch)
         check_bytes(b.bytes for n in base.nodes for b in n.writes)
         check_parameters(q.numel for e in base.entries for q in e.part.params)
         if isinstance(made, DirectiveFile):
@@ -216,24 +217,6 @@ def precision_of(job: Job) -> ModelPrecision:
     base = ModelPrecision.of(DType(given.compute))
     named = {k: getattr(given, k) for k in ("dispatch", "combine", "gather", "reduce", "params", "grads", "optimizer")}
     return replace(base, **{k: DType(v) for k, v in named.items() if v is not None})
-
-
-def recompute_options(job: Job) -> frozenset[str]:
-    """`[schedule] recompute` as options of the model graph.
-
-    >>> from ir.job.load import job_from
-    >>> sorted(recompute_options(job_from({"model": {"config": "x"}, "schedule": {"recompute": "selective"}})))
-    ['scores']
-    """
-    match job.schedule.recompute:
-        case "none":
-            return frozenset()
-        case "selective":
-            return frozenset({"scores"})
-        case str() as one:
-            return frozenset({one})
-        case parts:
-            return frozenset(parts)
 
 
 def dividing(job: Job, config: ModelConfig) -> list[Directive]:

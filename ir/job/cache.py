@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from ir.core.errors import PiperError
+from ir.graph.recompute import RecomputedLayers
 from ir.lower import PlanPolicy
 from ir.plan.plan import Plan
 from ir.verify import check_plan
@@ -24,7 +25,7 @@ class PlanStructure:
     schedule: str
     source: object
     parts: tuple[tuple[int, str], ...]
-    recompute: frozenset[str]
+    recompute: RecomputedLayers
     mesh: object
     prefetch: int
     strategy: tuple[object, ...]

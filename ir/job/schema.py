@@ -9,7 +9,7 @@ from msgspec import Meta
 from ir.core.files import HIDDEN, Text, words
 
 MOST = 2**31 - 1
-PARTS = ("norm", "up_projection", "activation", "scores", "mlp", "attention")
+PARTS = ("norm", "up_projection", "activation", "scores", "mlp", "attention", "operators")
 Size = Annotated[int, Meta(ge=1, le=MOST)]
 Natural = Annotated[int, Meta(ge=0, le=MOST)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -91,7 +91,8 @@ class JobSchedule:
     behind its communication. layout: Megatron's string, which part stands on which stage, instead of parallel.layers.
     global_batch: sequences of a step, instead of microbatches: dp · microbatches · microbatch_size. flushes: how often
     the pipeline runs empty in a step; each time, a named schedule takes microbatches / flushes. p2p: blocking: stages
-    compute nothing beside a transfer, as in Megatron's 1F1B without interleaving.
+    compute nothing beside a transfer, as in Megatron's 1F1B without interleaving. recompute_layers: the decoder layers
+    that recompute is true of: a list, a slice ("1::2", every second), or how many of each stage; left out, all.
     """
 
     name: Text | None = None
@@ -104,6 +105,7 @@ class JobSchedule:
     flushes: Size = 1
     stages_per_rank: Size | None = None
     recompute: Recompute | tuple[Recomputed, ...] = "none"
+    recompute_layers: Natural | Text | tuple[Natural, ...] | None = None
     merge: Annotated[str, words("alternate", "template", "profile", said="merge")] = "alternate"
     delay_wgrad: bool = False
     p2p: Annotated[str, words("overlapped", "blocking", said="p2p")] = "overlapped"

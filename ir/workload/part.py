@@ -52,15 +52,15 @@ class Param:
 class SavedBuffer:
     """A tensor that forward keeps for backward, in bytes on one device.
 
-    until: the pass that reads it last. recompute: the recompute option that drops it ("norm", "up_projection",
-    "activation", "scores"), "" if only a recompute of the whole part does. rebuild: the kernels that then make it again
-    in I, in the order of `saved` (a later one may read an earlier one).
+    until: the pass that reads it last. recompute: the recompute options that drop it ("norm", "up_projection",
+    "activation", "scores", "operators"), none if only a recompute of the whole part does. rebuild: the kernels that
+    then make it again in I, in the order of `saved` (a later one may read an earlier one).
     """
 
     name: str
     bytes: int
     until: Pass = Pass.W
-    recompute: str = ""
+    recompute: tuple[str, ...] = ()
     rebuild: Work = ()
 
 

@@ -214,7 +214,7 @@ def _different(mine: PreparedJob, theirs: PreparedJob) -> Iterator[tuple[str, tu
             "schedule.microbatches": p.mbs,
             "schedule.microbatch_size": s.microbatch_size,
             "schedule.flushes": s.flushes,
-            "schedule.recompute": s.recompute,
+            "schedule.recompute": p.base.recompute,
             "model.seq_len": j.model.seq_len,
             "precision.compute": j.precision.compute,
         }

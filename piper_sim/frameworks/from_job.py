@@ -44,7 +44,8 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     if framework == "accelerate":
         f["compute"] = f.pop("fp8", f["compute"])
     f |= {"microbatch_size": size, "global_batch": size * mbs * dp, "accumulation": mbs, "zero": job.parallel.zero}
-    f |= {"recompute": job.schedule.recompute} if job.schedule.recompute == "full" else {}
+    again = prepared.base.recompute
+    f |= {"recompute": "full"} if again.options == {"full"} and again.layers is None else {}
     return f | {
         "gpus": prepared.ranks,
         "nodes": job.cluster.nodes,
@@ -125,6 +126,8 @@ def _megatron(prepared: PreparedJob, dp: int, size: int, mbs: int) -> Facts:
             else {}
         )
         f |= {"recompute_method": "uniform", "recompute_layers": 1} if s.recompute == "full" else {}
+        if s.recompute == "full" and isinstance(s.recompute_layers, int):
+            f |= {"recompute_method": "block", "recompute_layers": s.recompute_layers}
     f |= {"attention": job.model.attention} if job.model.attention != "flash" else {}
     f |= {"tp_overlap": job.costs.tp_overlap} if job.costs.tp_overlap is not None else {}
     f |= {"cuda_graphs": job.costs.cuda_graphs} if job.costs.cuda_graphs != "none" else {}
@@ -156,7 +159,7 @@ def _torch(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: int) 
     p, s = job.parallel, job.schedule
     zero = "always" if p.zero == 3 else "never"
     f: Facts = {"local_batch": size * mbs // s.flushes if pp > 1 else size, "global_batch": size * mbs * dp}
-    f |= {"recompute": s.recompute if isinstance(s.recompute, str) else "selective"}
+    f |= _again(prepared, framework)
     if pp > 1:
         f |= {"pp_microbatch_size": size, "schedule": prepared.schedule}
         whole = prepared.config.layers % prepared.stages == 0
@@ -168,6 +171,20 @@ def _torch(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: int) 
     else:
         f |= {"dp": dp, "zero": {0: 0, 3: 3}.get(p.zero), **({"reshard": zero} if p.zero else {})}
     return f
+
+
+def _again(prepared: PreparedJob, framework: str) -> Facts:
+    """What is recomputed: all layers, every n-th, every second operator."""
+    again, count = prepared.base.recompute, prepared.config.layers
+    whole = "full" in again.options
+    if whole and again.layers is None:
+        return {"recompute": "full"}
+    if framework == "torchtitan" and whole:
+        every = next((n for n in range(2, count + 1) if again.layers == frozenset(range(count)[n - 1 :: n])), None)
+        return {"recompute": "selective", "recompute_choice": None if every is None else str(every)}
+    if framework == "torchtitan" and again.options == {"operators"}:
+        return {"recompute": "selective", "recompute_choice": "op"}
+    return {"recompute": "selective" if again.options else "none"}
 
 
 def _name(job: Job, framework: str) -> dict[str, Any]:

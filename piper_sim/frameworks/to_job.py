@@ -18,6 +18,7 @@ from piper_sim.frameworks.to_model import model_of
 
 EVEN = {"megatron", "megatron-bridge", "nemo", "primus"}  # split layers evenly, and refuse where that leaves a rest
 
+LAYER = ["mlp", "attention"]  # parts of a layer, which is then made again as a whole
 HYBRID = "hybrid"  # shards within a group, copies among groups: with 2, ZeRO-2's
 SPREAD = "shards are spread over all replicas"
 EXPERTS = {"config", "num_experts", "num_local_experts", "n_routed_experts"}  # keys of a model that may have some
@@ -44,7 +45,7 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
     _parallel(d, f, stages)
     _cluster(d, f, hints)
     _batch(d, f)
-    _recompute(d, f, stages)
+    _recompute(d, f)
     _formats(d, f)
     d.filled = {k: v for k, v in d.filled.items() if d.job.get(k.split(".")[0], {}).get(k.split(".")[1]) == v[0]}
     return d
@@ -250,7 +251,7 @@ def _batch(d: JobDraft, f: Facts) -> None:
     d.put("schedule", microbatch_size=size, microbatches=count)
 
 
-def _recompute(d: JobDraft, f: Facts, stages: int) -> None:
+def _recompute(d: JobDraft, f: Facts) -> None:
     kind, parts = f.get("recompute"), None
     if kind in (None, "none"):
         return
@@ -260,17 +261,27 @@ def _recompute(d: JobDraft, f: Facts, stages: int) -> None:
         if odd := [m for m in modules if m not in known]:
             d.doubts["recompute_modules"] = f"{', '.join(odd)} is kept, not recomputed"
         kind = "selective" if parts in ([], ["scores"]) else parts
-    some, layers = f.get("recompute_layers"), _decoders(d)
-    if kind == "full" and some and f.get("recompute_method") == "block" and layers and some * stages < layers:
-        d.doubts["recompute_layers"] = f"every layer is recomputed, not {some} of each stage"
+    some = f.get("recompute_layers")
+    if kind == "full" and some is not None and f.get("recompute_method") == "block":
+        d.put("schedule", recompute_layers=some)
     elif kind == "full" and (some or 1) > 1 and f.get("recompute_method") == "uniform":
         d.doubts["recompute_layers"] = f"each layer is recomputed from its input, not {some} at once"
     if isinstance(kind, str) and kind not in ("selective", "full"):
         d.doubts["recompute"] = f"recompute = {kind!r} is not built: none is presumed"
         return
     if kind == "selective" and d.framework.endswith("torchtitan"):
-        d.doubts["recompute"] = "torchtitan's choice of operations is larger: attention scores are presumed"
+        kind, which = _chosen(d, str(f.get("recompute_choice")))
+        d.put("schedule", recompute_layers=which)
     d.put("schedule", recompute=kind)
+
+
+def _chosen(d: JobDraft, choice: str) -> tuple[str | list[str], str | None]:
+    """torchtitan's choices: every second operator of each layer, or every n-th layer, the n-th the first."""
+    if choice.isdigit() and 0 < int(choice) < 1000:
+        return LAYER, f"{int(choice) - 1}::{choice}" if int(choice) > 1 else None
+    if choice != "op":
+        d.doubts["recompute_choice"] = "every second operator is presumed"
+    return ["operators"], None
 
 
 def _formats(d: JobDraft, f: Facts) -> None:
@@ -304,6 +315,7 @@ def _costs(d: JobDraft, f: Facts) -> None:
         whole = "full_iteration" in (f.get("graph_scope") or ())
         d.put("costs", cuda_graphs="step" if whole else graphs)
     if software := tables()["software"].get(d.framework):
+        software += "-compiled" if f.get("compiled") else ""
         d.fill("costs.software", software, "the framework whose kernels and buffers are priced")
 
 

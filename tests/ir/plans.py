@@ -14,6 +14,7 @@ from ir.core.work import DType, Kernel, KernelKind, Message, MessageKind
 from ir.directives import Directive, ReplicateDirective, ShardDirective, apply
 from ir.graph.build import model_graph, stage_graph
 from ir.graph.graph import Graph
+from ir.graph.recompute import RecomputedLayers
 from ir.lower import PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.schedules.registry import build
@@ -123,7 +124,9 @@ def moe_graph(
     chunks = moe_chunks(max(schedule.stages - 2, 1) if layers is None else layers, tied)
     stages = cut(chunks, schedule.stages)
     mesh = Mesh.of(tp=1, cp=1, dp=dp, pp=ranks, ep=ep)
-    base = replace(model_graph(stages, InventedSource(), recompute), mesh=mesh, prefetch=prefetch)
+    base = replace(
+        model_graph(stages, InventedSource(), RecomputedLayers(frozenset(recompute))), mesh=mesh, prefetch=prefetch
+    )
     everything = parse_filter({})
     divide: list[Directive] = [ReplicateDirective(everything, zero, bucket_MiB, reduce_stream, reduce_stream)]
     if ep > 1 and any("MOE" in c.tags for c in chunks):

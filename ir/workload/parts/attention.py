@@ -90,6 +90,7 @@ def attention(s: PartSetting) -> PartWork:
             *_gate_saved(s, core),
             *core.saved(s),
             *mask(s),
+            SavedBuffer("stream", 0, Pass.I, ("operators",), (*_second_out(s, out), residual(s))),
         ),
         stash_bytes=stash,
         inline=(*p.inline(s), *context(s, core.kv_features), *leave(s, h)),
@@ -98,6 +99,14 @@ def attention(s: PartSetting) -> PartWork:
         input_grad_workspace=beyond(residual_grads(s, core.gradients(s)), n * s.wide, stash),
         model_flops=p.model_flops + 2 * s.shape.tokens * h * c.heads * c.v_dim + model_flops(s),
     )
+
+
+def _second_out(s: PartSetting, out: LinearKernel) -> Work:
+    """The output projection is the fourth product, which "operators" makes again; behind latent queries, the fifth.
+
+    What it gives is kept all the same: as many bytes as the MLP's last product, which that choice keeps in vain.
+    """
+    return () if s.config.mla and s.config.mla.q_rank else (out.forward(s),)
 
 
 def _heads(s: PartSetting, core: AttentionCore) -> _Projection:
@@ -109,29 +118,15 @@ def _heads(s: PartSetting, core: AttentionCore) -> _Projection:
     qkv = LinearKernel("qkv_proj", s.tokens, features, h)
     rope: Work = (k.copies(s, "rope", s.tokens * roped),) if c.rope else ()
     ready, back = rope, rope
-    kept: tuple[SavedBuffer, ...] = ()
-    label = ""
-    again: Work = ()
     if c.qk_norm:
         ready = (k.norm_forward(s, "qk_norm", s.tokens * roped), *rope)
         back = (*rope, k.norm_backward(s, "qk_norm_backward", s.tokens * roped))
-        # The norm's input, and a number or two per norm; its output, which attention reads, can be made again.
-        norms = 2 if c.form.qk_over is AttentionNormKind.WIDTH else core.heads + core.kv_heads
-        layer = c.norm is NormLayerKind.LAYER
-        kept = (
-            SavedBuffer("qk_before_norm", s.tokens * roped * s.wide, Pass.I),
-            SavedBuffer("qk_norm_stats", (8 if layer else 4) * s.tokens * norms, Pass.I),
-        )
-        label, again = "norm", ready
-    elif c.rope and s.style.eager:  # values are a view of the fused product, which therefore stays beside rope's output
-        kept = (SavedBuffer("qk_before_rope", s.tokens * roped * s.wide, Pass.I),)
     return _Projection(
         forward=(qkv.forward(s), *ready),
         backward=(*back, *k.input_grad(s, qkv)),
         linears=(qkv,),
         saved=(
-            *kept,
-            SavedBuffer("qk", s.tokens * roped * s.wide, Pass.I, label, again),
+            *_queries_keys(s, core, ready),
             SavedBuffer("v", s.tokens * (features - roped - gate) * s.wide, Pass.I),
         ),
         enters=(h,),
@@ -139,6 +134,25 @@ def _heads(s: PartSetting, core: AttentionCore) -> _Projection:
         model_flops=2 * s.shape.tokens * h * ((1 + c.form.attn_gate) * c.heads + 2 * c.kv_heads) * c.head_dim,
         sums=2 if c.qk_norm and c.form.qk_over is AttentionNormKind.WIDTH and s.layout.tp > 1 else 0,
     )
+
+
+def _queries_keys(s: PartSetting, core: AttentionCore, ready: Work) -> tuple[SavedBuffer, ...]:
+    """Queries and keys as attention reads them, and before their norm, which reads them again. ready: norm and rope.
+
+    Where operations are separate, values are a view of the fused product: it stays beside what rope makes of it. The
+    queries' product is one that "operators" keeps, the keys' one that it makes again.
+    """
+    c, q, key = s.config, s.tokens * core.q_features * s.wide, s.tokens * core.kv_heads * core.qk * s.wide
+    second: Work = (LinearKernel("k_proj", s.tokens, core.kv_heads * core.qk, c.hidden).forward(s),)
+    if not c.qk_norm and not (c.rope and s.style.eager):
+        return (SavedBuffer("q", q, Pass.I), SavedBuffer("k", key, Pass.I, ("operators",), (*second, *ready)))
+    before = (SavedBuffer("q_before", q, Pass.I), SavedBuffer("k_before", key, Pass.I, ("operators",), second))
+    if not c.qk_norm:
+        return (*before, SavedBuffer("qk", q + key, Pass.I, ("operators",), ready))
+    # A number or two per norm. Its output, which attention reads, can be made again.
+    norms = 2 if c.form.qk_over is AttentionNormKind.WIDTH else core.heads + core.kv_heads
+    stats = SavedBuffer("qk_norm_stats", (8 if c.norm is NormLayerKind.LAYER else 4) * s.tokens * norms, Pass.I)
+    return (*before, stats, SavedBuffer("qk", q + key, Pass.I, ("norm", "operators"), ready))
 
 
 def _latent(s: PartSetting, core: AttentionCore) -> _Projection:
@@ -157,6 +171,10 @@ def _latent(s: PartSetting, core: AttentionCore) -> _Projection:
         ups = (LinearKernel("q_b_proj", s.tokens, core.q_features, mla.q_rank), ups[1])
     ranks = s.stream * (mla.q_rank + mla.kv_rank)
     up = (*k.forward(s, *ups), *_latent_rope(s, core))
+    # "operators" makes every second product again: the up-projections, or where queries have one product alone, the
+    # keys' and values' way down.
+    second = ("up_projection", "operators") if mla.q_rank else ("up_projection",)
+    down = () if mla.q_rank else (("operators",), k.forward(s, *downs))
     return _Projection(
         forward=(
             *k.forward(s, *downs),
@@ -172,10 +190,10 @@ def _latent(s: PartSetting, core: AttentionCore) -> _Projection:
         ),
         linears=(*ups, *downs),
         saved=(
-            SavedBuffer("latent", (ranks + s.stream * mla.rope_dim) * s.wide, Pass.I),
+            SavedBuffer("latent", (ranks + s.stream * mla.rope_dim) * s.wide, Pass.I, *down),
             normed(s, "latent_normed", ranks),
             stats(s, "latent_norm_stats", 2 if mla.q_rank else 1),
-            SavedBuffer("qkv", s.tokens * (core.q_features + core.kv_features) * s.wide, Pass.I, "up_projection", up),
+            SavedBuffer("qkv", s.tokens * (core.q_features + core.kv_features) * s.wide, Pass.I, second, up),
         ),
         enters=(mla.q_rank or h, mla.kv_rank),
         widest=both,

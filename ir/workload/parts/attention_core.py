@@ -81,7 +81,7 @@ class AttentionCore:
             return (SavedBuffer("lse", 4 * s.tokens * self.heads, Pass.I),)
         # Softmax output, and with dropout its mask (one byte) and its output: the 5as²b of arXiv:2205.05198.
         each = s.wide + ((s.wide + 1) if s.config.attn_dropout else 0)
-        return (SavedBuffer("scores", self._score_elements(s) * each, Pass.I, "scores", self.scores(s)),)
+        return (SavedBuffer("scores", self._score_elements(s) * each, Pass.I, ("scores", "operators"), self.scores(s)),)
 
     def workspace(self, s: PartSetting, when: Pass) -> int:
         """Bytes alive only inside the pass: raw scores; in backward their gradients, or flash's fp32 sum of dq."""

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ir.core.work import CAST, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
+from ir.core.work import CAST, COMPOSED, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
+from ir.workload.config.spec import NormLayerKind
 from ir.workload.setting import PartSetting
 
 
@@ -25,6 +26,11 @@ class LinearKernel:
     def flops(self) -> int:
         """Of one of its three products."""
         return 2 * max(self.groups, 1) * self.rows * self.out * self.into
+
+    @property
+    def elements(self) -> int:
+        """Of its output."""
+        return max(self.groups, 1) * self.rows * self.out
 
     def forward(self, s: PartSetting) -> Kernel:
         """y = x·wᵀ: (m, n, k) = (rows, out, into)."""
@@ -79,8 +85,8 @@ def weight_grad(s: PartSetting, *linears: LinearKernel) -> Work:
 
 def stash(s: PartSetting, *linears: LinearKernel) -> int:
     """Bytes of the linears' output gradients, which live from I to W."""
-    wide = sum(max(x.groups, 1) * x.rows * x.out for x in linears if x.dtype is not None)
-    return s.cached(sum(max(x.groups, 1) * x.rows * x.out for x in linears if x.dtype is None)) + wide * s.wide
+    wide = sum(x.elements for x in linears if x.dtype is not None)
+    return s.cached(sum(x.elements for x in linears if x.dtype is None)) + wide * s.wide
 
 
 def memory(s: PartSetting, label: str, moved: int) -> Kernel:
@@ -99,13 +105,30 @@ def store(s: PartSetting, label: str, elements: int, byte_each: float) -> Work:
 
 
 def norm_forward(s: PartSetting, label: str, elements: int) -> Kernel:
-    """Read x, write y."""
+    """Read x, write y. Composed: to fp32, square, mean, times its root, back from fp32, times the weight."""
+    if composed(s):
+        return memory(s, f"{COMPOSED}{label}", elements * (20 + 2 * s.wide + _casts(s)))
     return memory(s, label, 2 * elements * s.wide)
 
 
 def norm_backward(s: PartSetting, label: str, elements: int) -> Kernel:
-    """Read dy and x, write dx; the weight's own gradient is a by-product."""
+    """Read dy and x, write dx; the weight's own gradient is a by-product.
+
+    Composed: the weight's two products and sum; the root's two and sum; mean and square; both gradients added up.
+    """
+    if composed(s):
+        return memory(s, f"{COMPOSED}{label}", elements * (60 + 6 * s.wide + _casts(s)))
     return memory(s, label, 3 * elements * s.wide)
+
+
+def composed(s: PartSetting) -> bool:
+    """Whether norms are elementwise kernels: LayerNorm is one everywhere."""
+    return s.style.composed_norms and s.config.norm is NormLayerKind.RMS
+
+
+def _casts(s: PartSetting) -> int:
+    """Bytes per element of a cast to fp32 and one back."""
+    return 2 * (s.wide + 4) if s.wide < 4 else 0
 
 
 def add(s: PartSetting, label: str, elements: int, terms: int = 2) -> Kernel:

@@ -44,7 +44,7 @@ def mlp(s: PartSetting) -> PartWork:
         out_bytes=n * s.wide,
         saved=(
             *branch_saved(s, h if own else 0, own=own),
-            *inner_saved(s, s.tokens, width, compact=False),
+            *inner_saved(s, s.tokens, width, second_up(s, width), compact=False),
             *mask(s),
         ),
         stash_bytes=k.stash(s, down, up),
@@ -87,7 +87,7 @@ def shared(s: PartSetting) -> PartWork:
         out_bytes=s.stream * h * s.wide,
         saved=(
             normed(s, "normed", s.stream * h),
-            *inner_saved(s, s.tokens, width, compact=True),
+            *inner_saved(s, s.tokens, width, second_up(s, width), compact=True),
             *(SavedBuffer("before_gate", n, Pass.I) for _ in gates),
         ),
         stash_bytes=k.stash(s, down, up, *gates),
@@ -110,21 +110,31 @@ def _before_cast(s: PartSetting, width: int) -> int:
     return max(0, s.tokens * width - s.stream * s.config.hidden) * s.wide if s.fp8 else 0
 
 
-def inner_saved(s: PartSetting, rows: int, width: int, *, compact: bool) -> tuple[SavedBuffer, ...]:
-    """The activation's input, and its output, which "activation" makes again.
+def inner_saved(
+    s: PartSetting, rows: int, width: int, again: LinearKernel | None, *, compact: bool
+) -> tuple[SavedBuffer, ...]:
+    """The activation's input, and its output, which "activation" makes again; of the input, "operators" makes what
+    product `again` gives.
 
     compact: with fp8 the input is cached in fp8 too, as DeepSeek-V3 does inside its experts and only there
     (arXiv:2412.19437, section 3.3.3). Where operations are separate, a gate's own activation stays beside the product.
     """
-    ups = s.config.activation.ups
-    before = rows * width * ups
-    again = (activation(s, rows, width), *k.cast(s, "activated", rows * width))
-    gate = (SavedBuffer("gate", rows * width * s.wide, Pass.I, "activation"),) if s.style.eager and ups > 1 else ()
+    ups, made = s.config.activation.ups, again.elements if again else 0
+    whole, part = (s.cached(n) if compact else n * s.wide for n in (rows * width * ups, made))
+    activate = (activation(s, rows, width), *k.cast(s, "activated", rows * width))
+    labels = ("activation", "operators")
+    gate = (SavedBuffer("gate", rows * width * s.wide, Pass.I, labels),) if s.style.eager and ups > 1 else ()
     return (
         *gate,
-        SavedBuffer("pre_activation", s.cached(before) if compact else before * s.wide, Pass.I),
-        SavedBuffer("activated", s.cached(rows * width), Pass.W, "activation", again),
+        *((SavedBuffer("pre_activation", whole - part, Pass.I),) if whole > part else ()),
+        *((SavedBuffer("second_up", part, Pass.I, ("operators",), (again.forward(s),)),) if again else ()),
+        SavedBuffer("activated", s.cached(rows * width), Pass.W, labels, activate),
     )
+
+
+def second_up(s: PartSetting, width: int) -> LinearKernel | None:
+    """Of gate and up the second product, which torchtitan's choice of operators makes again."""
+    return LinearKernel("up_proj", s.tokens, width, s.config.hidden) if s.config.activation.ups > 1 else None
 
 
 def compacted(s: PartSetting, way: str, rows: int, width: int) -> Work:

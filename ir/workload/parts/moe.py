@@ -111,7 +111,7 @@ def experts(s: PartSetting) -> PartWork:
         out_bytes=back if spread(s.layout) else s.stream * h * s.wide,
         saved=(
             SavedBuffer("rows", s.cached(total * h)),
-            *inner_saved(s, total, width, compact=True),
+            *inner_saved(s, total, width, up, compact=True),  # grouped products are none that torchtitan keeps
             *_weighed(s, total * width),
             SavedBuffer("row_weights", total * 8, Pass.I),
         ),
@@ -165,7 +165,9 @@ def _shares(s: PartSetting) -> tuple[SavedBuffer, ...]:
 def _wide_normed(s: PartSetting, elements: int) -> SavedBuffer:
     again = (k.norm_forward(s, "gate_input.again", elements),)
     return (
-        SavedBuffer("gate_input", elements * s.wide, Pass.W, "norm", again) if s.fp8 else normed(s, "normed", elements)
+        SavedBuffer("gate_input", elements * s.wide, Pass.W, ("norm", "operators"), again)
+        if s.fp8
+        else normed(s, "normed", elements)
     )
 
 
@@ -174,7 +176,7 @@ def _weighed(s: PartSetting, elements: int) -> tuple[SavedBuffer, ...]:
     no kernel for both; gated ones have, squared ReLU has where asked for (core/transformer/moe/experts.py).
     """
     plain = s.config.activation is LayerActivation.GELU
-    return (SavedBuffer("unweighed", elements * s.wide, Pass.I, "activation"),) if plain else ()
+    return (SavedBuffer("unweighed", elements * s.wide, Pass.I, ("activation", "operators")),) if plain else ()
 
 
 def _pack(s: PartSetting, elements: int) -> Work:

@@ -11,13 +11,21 @@ from ir.workload.setting import PartSetting
 def normed(s: PartSetting, name: str, elements: int) -> SavedBuffer:
     """A norm's output, kept as the input of the linears behind it; "norm" makes it again from the norm's input."""
     again = (k.norm_forward(s, f"{name}.again", elements), *k.cast(s, name, elements))
-    return SavedBuffer(name, s.cached(elements), Pass.W, "norm", again)
+    return SavedBuffer(name, s.cached(elements), Pass.W, ("norm", "operators"), again)
 
 
 def gathered_input(s: PartSetting, features: int) -> tuple[SavedBuffer, ...]:
     """What sequence parallelism gathered for a norm's linears, beside this device's share of it, where it is kept."""
     more = (s.tokens - s.stream) * features if s.style.keep_gathered else 0
-    return (SavedBuffer("gathered", s.cached(more), Pass.W, "norm"),) if more else ()
+    return (SavedBuffer("gathered", s.cached(more), Pass.W, ("norm", "operators")),) if more else ()
+
+
+def composed_saved(s: PartSetting, elements: int) -> tuple[SavedBuffer, ...]:
+    """What a composed norm keeps inside of it: its input in fp32, and its output before the weight."""
+    if not k.composed(s) or not elements:
+        return ()
+    size = elements * ((4 if s.wide < 4 else 0) + s.wide)
+    return (SavedBuffer("norm_inside", size, Pass.I, ("norm", "operators")),)
 
 
 def stats(s: PartSetting, name: str = "norm_stats", norms: int = 1) -> SavedBuffer:
@@ -67,6 +75,7 @@ def branch_saved(s: PartSetting, features: int, *, own: bool = True) -> tuple[Sa
     norms = int(own and place is not LayerNormPlace.BEHIND) + behind
     return (
         *read,
+        *composed_saved(s, n * norms),
         *gathered_input(s, features),
         *((stats(s, norms=norms),) if norms else ()),
         *((SavedBuffer("branch", n * s.wide, Pass.I),) if behind else ()),

@@ -16,6 +16,7 @@ from ir.core.order import FloatArray, IntArray
 from ir.core.work import Work
 from ir.graph.build import fill
 from ir.graph.graph import Graph, GraphNode
+from ir.graph.recompute import RecomputedLayers
 from ir.job.build import PreparedJob
 from ir.job.routing.counts import ExpertCounts, ExpertLayer, distinct, moe_layers
 from ir.job.routing.described import check_routing, counts_of
@@ -68,7 +69,7 @@ class ExpertRouting:
     hardware: DeviceHardware
     ground: DevicePlacement
     fabric: LinkFabric
-    recompute: frozenset[str] = frozenset()
+    recompute: RecomputedLayers
 
     @cached_property
     def divisions(self) -> tuple[ExpertDivision, ...]:
@@ -168,8 +169,7 @@ class ExpertRouting:
 
     def template(self, node: GraphNode) -> ExpertTemplate:
         """An experts node as a function of its rows."""
-        d, _ = self.division_of[self.layer(node)]
-        return template(node, d.first, self.source, self.recompute)
+        return template(node, self.layers[self.layer(node)], self.source, self.recompute)
 
     def sizes(self, plan: Plan) -> Callable[[int], ExpertSizes]:
         """Bytes of a position's buffers and workspaces: those that hold rows of experts follow its rows."""
@@ -245,7 +245,9 @@ class ExpertTemplate:
     workspace: BufferLine
 
 
-def template(node: GraphNode, layer: ExpertLayer, source: ConfigModelWork, recompute: frozenset[str]) -> ExpertTemplate:
+def template(
+    node: GraphNode, layer: ExpertLayer, source: ConfigModelWork, recompute: RecomputedLayers
+) -> ExpertTemplate:
     """The node rebuilt by the part's own builder for one expert.
 
     Bytes are exact where a row is a whole number of fp8's blocks of 128, else up to one scale per tensor too large.
@@ -274,7 +276,7 @@ def _line(once: int, twice: int, rows: int) -> BufferLine:
 
 
 def _rebuilt(
-    node: GraphNode, layer: ExpertLayer, source: ConfigModelWork, recompute: frozenset[str], rows: int
+    node: GraphNode, layer: ExpertLayer, source: ConfigModelWork, recompute: RecomputedLayers, rows: int
 ) -> GraphNode:
     """The node for a device with one expert that receives `rows` rows, before etp gathers them."""
     e, moe = layer.entry, source.config.moe

@@ -97,8 +97,12 @@ def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
     batch = job.schedule.global_batch
     more = p.prepared.mbs + 1 if batch is None else batch + batch // p.prepared.mbs
     yield "one more microbatch", {f"schedule.{'microbatches' if batch is None else 'global_batch'}": more}
+    some = job.schedule.recompute_layers is not None
     for recompute in ("none", "selective", "full"):
-        if recompute != job.schedule.recompute:
+        if some:
+            every = {"schedule.recompute": recompute, "schedule.recompute_layers": ":"}
+            yield f"recompute {recompute}", {"schedule.recompute_layers": 0} if recompute == "none" else every
+        elif recompute != job.schedule.recompute:
             yield f"recompute {recompute}", {"schedule.recompute": recompute}
 
 

@@ -14,8 +14,9 @@ from ir.core.ops import OpToken
 from ir.core.order import FloatArray, IntArray
 from ir.core.work import Message, MessageKind
 from ir.job import Job
-from ir.job.build import DEFAULT_SCHEDULE, blaming, precision_of, recompute_options, resolve
+from ir.job.build import DEFAULT_SCHEDULE, blaming, precision_of, resolve
 from ir.job.model import JobModel, read_model
+from ir.job.recompute import recompute_options
 from ir.schedules.registry import canonical, check_shape, default_chunks, legal_chunks, order_depends_on_times
 from ir.workload.layout import laid_out, parse_layout
 from ir.workload.part import Chunk, PartLayout

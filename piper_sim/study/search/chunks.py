@@ -16,10 +16,12 @@ from ir.core.work import Message, MessageKind
 from ir.directives import apply
 from ir.graph.build import model_graph
 from ir.graph.graph import COMPUTE, COUNTS, Graph, GraphNode, PerStepOp
+from ir.graph.recompute import RecomputedLayers
 from ir.graph.sync import summed_over
 from ir.job import Job
-from ir.job.build import PreparedJob, dividing, precision_of, recompute_options
+from ir.job.build import PreparedJob, dividing, precision_of
 from ir.job.model import JobModel
+from ir.job.recompute import recompute_options
 from ir.lower import PlanPolicy
 from ir.lower.sequence import PassSequences
 from ir.schedules.registry import build
@@ -126,7 +128,7 @@ def _small(job: Job, model: JobModel, mesh: Mesh, kept: Sequence[Chunk], hardwar
     shape = MicrobatchShape(job.schedule.microbatch_size, job.model.seq_len)
     style = hardware.software.style
     source = model.source(shape, precision_of(job), style)
-    base = model_graph([(c,) for c in kept], source, recompute_options(job))
+    base = model_graph([(c,) for c in kept], source, RecomputedLayers(recompute_options(job)))
     base = replace(base, mesh=mesh, prefetch=job.parallel.prefetch)
     n = len(kept)
     made = build("looped-bfs" if n > 1 else "gpipe", 1, 1, n)

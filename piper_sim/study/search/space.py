@@ -46,6 +46,10 @@ class JobSpace:
             fix = f"schedule.name instead of schedule.{given}"
             message = f"search cannot divide anew what {given} places"
             raise PiperError(ErrorKind.JOB, message, file=job.file, key=f"schedule.{given}", suggestion=fix)
+        if s.recompute_layers is not None:
+            message, fix = "search recomputes all layers or none", "leave it out"
+            key = "schedule.recompute_layers"
+            raise PiperError(ErrorKind.JOB, message, file=job.file, key=key, allowed="nothing", suggestion=fix)
         own = resolve(job, hardware.gpus_per_node)
         p, s = own.parallel, own.schedule
         gpus = p.tp * p.cp * p.pp * (p.dp or 1)

@@ -40,6 +40,7 @@ CASES = {
     "dualpipe, ZeRO-0, M < P": "schedule.name=dualpipe schedule.microbatches=3 parallel.pp=4 parallel.zero=0",
     "dualpipev": "schedule.name=dualpipev schedule.microbatches=5 parallel.pp=2",
     "recompute": "schedule.name=zbv schedule.recompute=full schedule.microbatches=5",
+    "recompute of every second layer": "schedule.name=zb1p schedule.recompute=full schedule.recompute_layers=1::2",
     "recompute, two copies": "schedule.name=dualpipe schedule.recompute=full optimizer.name=sgd",
     "recompute of attention": "schedule.name=zb1p schedule.recompute=attention precision.compute=bf16",
     "tied": "schedule.name=zb1p precision.compute=bf16 model.tie_word_embeddings=true optimizer.name=sgd",

@@ -29,6 +29,7 @@ BITWISE: list[tuple[str, ...]] = [
     ("schedule.name=zb1p", "precision.compute=fp32", "schedule.microbatch_size=2"),
     ("schedule.name=1f1b", "precision.compute=bf16"),
     (*DUAL, "schedule.microbatches=1", "schedule.recompute=full"),
+    ("schedule.name=1f1b", "schedule.recompute=full", "schedule.recompute_layers=1"),
 ]
 
 
@@ -97,6 +98,9 @@ def test_training_goes_somewhere() -> None:
         ("schedule.name=v-min",),
         ("schedule.name=interleaved-1f1b", "schedule.microbatches=3"),
         ("schedule.name=1f1b", "schedule.recompute=full"),
+        ("schedule.name=zbv", 'schedule.recompute=["mlp", "attention"]', "schedule.recompute_layers=1::2"),
+        ("schedule.name=interleaved-1f1b", "schedule.recompute=mlp", "schedule.recompute_layers=[0, 3, 6]"),
+        (*DUAL, "schedule.recompute=full", "schedule.recompute_layers=:3"),
         ("schedule.name=zbv", "precision.compute=bf16", "precision.params=fp32"),
         (*DUAL, "parallel.zero=0"),
         (*DUAL, "parallel.pp=4", "schedule.microbatches=10", "parallel.zero=0"),

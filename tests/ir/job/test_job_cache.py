@@ -77,6 +77,8 @@ OTHERS: list[Edit] = [
     {"schedule.recompute": "selective"},
     {"schedule.recompute": ["mlp"]},
     {"schedule.recompute": "none"},
+    {"schedule.recompute": "full", "schedule.recompute_layers": 1},
+    {"schedule.recompute": "full", "schedule.recompute_layers": [0]},
     *({"schedule.name": n} for n in ("1f1b", "gpipe", "zb1p", "zb2p", "interleaved-1f1b", "zbv", "dualpipev", "v-min")),
     {"optimizer.clip_norm": 0.0},
     {"precision.compute": "fp32"},

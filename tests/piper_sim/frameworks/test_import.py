@@ -64,7 +64,11 @@ def test_a_script_with_arrays_sums_and_defaults_is_one_job(tmp_path: Path) -> No
          'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n'
          '[training]\nlocal_batch_size = 8\n',
          "t.toml", "torchtitan", "schedule",
-         {"name": "zbv", "stages_per_rank": 2, "microbatch_size": 1, "microbatches": 8, "recompute": "selective"}),
+         {"name": "zbv", "stages_per_rank": 2, "microbatch_size": 1, "microbatches": 8,
+          "recompute": ["mlp", "attention"], "recompute_layers": "1::2"}),
+        ('[model]\nname = "llama3"\nflavor = "8B"\n[compile]\nenable = true\n[activation_checkpoint]\n'
+         'mode = "selective"\nselective_ac_option = "op"\n', "t.toml", "torchtitan", "costs",
+         {"software": "torchtitan-compiled"}),
         ('{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,'
          '"bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}', "ds.json", "deepspeed",
          "parallel", {"zero": 3}),
@@ -193,9 +197,8 @@ def test_doubts_are_said_where_the_job_differs_from_the_file(tmp_path: Path) -> 
     found = imported(
         tmp_path, text.format(args + " --global-batch-size 7 --micro-batch-size 2 --no-rope-fusion --lr auto")
     )
-    assert {"--world-size", "--mtp-num-layers", "--recompute-num-layers", "--no-rope-fusion"} <= set(
-        listed(found, ASSUMED)
-    )
+    assert {"--world-size", "--mtp-num-layers", "--no-rope-fusion"} <= set(listed(found, ASSUMED))
+    assert found.job["schedule"]["recompute_layers"] == 1 and "--recompute-num-layers" in listed(found, UNDERSTOOD)
     assert "--lr" in listed(found, UNDERSTOOD)
     assert found.job["parallel"]["layers"] == "balanced"
     assert not {"--world-size", "--mtp-num-layers"} & set(
@@ -300,3 +303,22 @@ def test_a_pattern_of_layers_says_how_many_there_are_and_where_stages_end(tmp_pa
     assert "--hybrid-layer-pattern" in listed(imported(tmp_path, text.format("MXM")), UNKNOWN)
     ahead = imported(tmp_path, text.format("'MM|M*/*-'"))
     assert "--hybrid-layer-pattern" in listed(ahead, ASSUMED) and ahead.job["model"]["num_hidden_layers"] == 4
+
+
+@pytest.mark.parametrize(
+    ("choice", "recompute", "layers", "doubtful"),
+    [
+        ("op", ["operators"], None, False),
+        ("1", ["mlp", "attention"], None, False),
+        ("3", ["mlp", "attention"], "2::3", False),
+        ("sometimes", ["operators"], None, True),
+    ],
+)
+def test_torchtitans_choices(
+    tmp_path: Path, choice: str, recompute: list[str], layers: str | None, doubtful: bool
+) -> None:
+    text = '[model]\nname = "llama3"\nflavor = "8B"\n[activation_checkpoint]\nmode = "selective"\n'
+    found = imported(tmp_path, f'{text}selective_ac_option = "{choice}"\n', "t.toml")
+    schedule = found.job["schedule"]
+    assert (schedule["recompute"], schedule.get("recompute_layers")) == (recompute, layers)
+    assert ("activation_checkpoint.selective_ac_option" in listed(found, ASSUMED)) == doubtful

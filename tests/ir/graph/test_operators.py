@@ -1,0 +1,175 @@
+"""`recompute = ["operators"]` against torch's own selective checkpointing of transformers' layers.
+
+The policy is torchtitan's, as its documentation says it: attention and every second matrix product of a layer are kept.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
+
+from ir.core.ops import Pass
+from ir.core.work import COMPOSED, DType, KernelKind, Work
+from ir.directives.shard import refill
+from ir.graph.build import model_graph
+from ir.graph.recompute import RecomputedLayers
+from ir.workload.chunks import chunks
+from ir.workload.config.load import load_config
+from ir.workload.config.spec import ModelConfig
+from ir.workload.part import PartLayout, PlacedPart
+from ir.workload.setting import KernelStyle, MicrobatchShape, ModelPrecision
+from ir.workload.work import ConfigModelWork, part_work
+
+TOKENS = 128
+FP32 = ModelPrecision.of(DType.FP32)
+OPERATORS = RecomputedLayers(frozenset({"operators"}))
+_ATEN = torch.ops.aten
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 160, "num_hidden_layers": 1, "vocab_size": 32,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+LAYERS = {
+    "llama": (LlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding, {"num_key_value_heads": 2}),
+    "qwen3": (Qwen3Config, Qwen3DecoderLayer, Qwen3RotaryEmbedding, {"num_key_value_heads": 2, "head_dim": 16}),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding, LATENT | {"q_lora_rank": 40}),
+    "no latent queries": (
+        DeepseekV3Config, DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding, LATENT | {"q_lora_rank": None},
+    ),
+}  # fmt: skip
+
+
+def _layer(kind: str) -> tuple[Callable[[torch.Tensor], torch.Tensor], ModelConfig]:
+    """A layer of transformers as a function of the stream, and the same as our config."""
+    config, layer, rotary, more = LAYERS[kind]
+    theirs = config(**SIZES, **more)
+    theirs._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    module, positions = layer(theirs, 0), torch.arange(TOKENS)[None]
+    turned = rotary(theirs)(torch.zeros(1), positions)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = module(x, position_embeddings=turned, position_ids=positions)
+        return out[0] if isinstance(out, tuple) else out
+
+    name = "deepseek-v3" if "Deepseek" in config.__name__ else {"llama": "llama3-8b", "qwen3": "qwen3-8b"}[kind]
+    return forward, load_config(
+        name, {**SIZES, **more, "num_nextn_predict_layers": 0} if "deep" in name else {**SIZES, **more}
+    )
+
+
+class _Policy:
+    """Attention and every second product are kept, counting from the first; which bytes those are."""
+
+    def __init__(self) -> None:
+        self.seen, self.kept = {False: 0, True: 0}, 0
+
+    def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if func == _ATEN.mm.default or func == _ATEN.addmm.default:
+            self.seen[ctx.is_recompute] += 1
+            keep = self.seen[ctx.is_recompute] % 2 == 1
+        else:
+            keep = func == _ATEN._scaled_dot_product_flash_attention_for_cpu.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _flops(run: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_products_made_again_are_those_of_torchs_policy(kind: str) -> None:
+    forward, config = _layer(kind)
+    x = torch.randn(1, TOKENS, 64, requires_grad=True)
+    context = partial(create_selective_checkpoint_contexts, _Policy())
+    plain = _flops(lambda: forward(x).sum().backward())
+    again = _flops(lambda: checkpoint(forward, x, use_reentrant=False, context_fn=context).sum().backward())
+    source = ConfigModelWork(config, MicrobatchShape(1, TOKENS), FP32)
+    graph = model_graph([chunks(config)], source, OPERATORS)
+    made = [k for n in graph.nodes if n.kind is Pass.R for k in n.work if k.kind is not KernelKind.MEMORY]
+    assert again - plain == sum(k.flops for k in made) > 0, [k.label for k in made]
+
+
+@pytest.mark.parametrize(("kind", "products"), [("llama", 7), ("qwen3", 7), ("deepseek_v3", 8)])
+def test_what_is_kept_are_the_outputs_of_the_others(kind: str, products: int) -> None:
+    """Bytes by hand: the outputs of products 1, 3, 5, …, attention's, and the layer's input."""
+    forward, config = _layer(kind)
+    sizes: list[int] = []
+
+    class Watch(_Policy):
+        def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            decided = super().__call__(ctx, func, *args, **kwargs)
+            if decided is CheckpointPolicy.MUST_SAVE and not ctx.is_recompute and func == _ATEN.mm.default:
+                sizes.append(args[0].shape[0] * args[1].shape[1] * 4)
+            return decided
+
+    watch = Watch()
+    x = torch.randn(1, TOKENS, 64, requires_grad=True)
+    checkpoint(forward, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, watch))
+    assert watch.seen[False] == products
+    attended = TOKENS * config.heads * config.v_dim * 4 + 4 * TOKENS * config.heads
+    theirs = sum(sizes) + attended + x.nbytes
+    chunk = chunks(config)[1]
+    works = [part_work(config, chunk, p, PartLayout(), MicrobatchShape(1, TOKENS), FP32) for p in chunk.parts]
+    kept = [s for w in works for s in w.saved if "operators" not in s.recompute]
+    numbers = sum(s.bytes for s in kept if s.name.endswith("stats"))  # torch makes norms' numbers again
+    ours = sum(s.bytes for s in kept) - numbers + works[0].out_bytes + x.nbytes
+    assert ours == theirs, ({s.name: s.bytes for s in kept}, sizes)
+
+
+def test_every_layer_or_some() -> None:
+    config = load_config("tiny-llama", {"num_hidden_layers": 4})
+    source = ConfigModelWork(config, MicrobatchShape(1, TOKENS), FP32)
+    for layers, expected in ((None, {0, 1, 2, 3}), (frozenset({1, 3}), {1, 3}), (frozenset[int](), set())):
+        graph = model_graph([chunks(config)], source, replace(OPERATORS, layers=layers))
+        assert {n.tags["L"] for n in graph.nodes if n.kind is Pass.R} == expected
+
+
+def test_messages_of_tensor_parallelism_travel_again_but_for_reduce_scatters() -> None:
+    config = load_config("llama3-8b", {"num_hidden_layers": 1})
+    source = ConfigModelWork(config, MicrobatchShape(1, TOKENS), FP32)
+    graph = model_graph([chunks(config)], source, OPERATORS)
+    split = replace(
+        graph,
+        entries=tuple(
+            PlacedPart(e.stage, e.chunk, e.part, PartLayout(tp=4, sequence_parallel=True)) for e in graph.entries
+        ),
+    )
+    again = [n for n in refill(split, source).nodes if n.kind is Pass.R]
+    assert [[str(m.kind) for m in n.inline] for n in again] == [["all_gather"], ["all_gather"]]
+
+
+def test_composed_norms_move_what_their_operations_do() -> None:
+    """By hand, bytes of one element in bf16. Forward: to fp32, square, mean, times the root, back, times the weight."""
+    config = load_config("llama3-8b", {"num_hidden_layers": 1})
+    by_name = {k.label: k.bytes for k in _mlp(config) if k.label.startswith(COMPOSED)}
+    forward = (2 + 4) + (4 + 4) + 4 + (4 + 4) + (4 + 2) + (2 + 2)
+    weight, root = (2 + 2) + (2 + 2 + 2) + 2, (4 + 4) + (4 + 4 + 4) + 4
+    square, casts, both = (4 + 4) + 4 + (4 + 4 + 4), (2 + 4) + (4 + 2), 4 + 4 + 4
+    backward = weight + root + square + casts + both
+    each = TOKENS * config.hidden
+    assert by_name == {
+        f"{COMPOSED}post_norm": each * forward,
+        f"{COMPOSED}post_norm_backward": each * backward,
+    }
+    layered = _mlp(load_config("gpt2", {"n_layer": 1}))
+    assert not [k for k in layered if k.label.startswith(COMPOSED)], "LayerNorm is one kernel"
+
+
+def _mlp(config: ModelConfig) -> Work:
+    chunk, style, shape = chunks(config)[1], KernelStyle(composed_norms=True), MicrobatchShape(1, TOKENS)
+    w = part_work(config, chunk, chunk.parts[1], PartLayout(), shape, ModelPrecision(), style=style)
+    return (*w.forward, *w.input_grad)
