@@ -39,6 +39,8 @@ def _embed(config: ModelConfig) -> Chunk:
     params: tuple[Param, ...] = (p.word_embedding(config),)
     if config.positions:
         params += (p.whole("transformer.wpe.weight", config.positions, config.hidden),)
+    if config.form.token_types:
+        params += (p.whole("transformer.token_types.weight", config.form.token_types, config.hidden),)
     if config.form.embed_norm:
         params += p.norm(config, "transformer.embedding_norm", config.hidden)
     return Chunk("embed", (Part("embed", (), (), params),))
@@ -92,9 +94,16 @@ def _read_again(config: ModelConfig, part: str) -> tuple[KeptBuffer, ...]:
 
 
 def _head(config: ModelConfig, norm: tuple[Param, ...], reads: str = "") -> tuple[Part, ...]:
-    """Final norm, then logits and loss. The head's weight gradient reads the norm's output: nobody rebuilds that."""
-    first = Part("norm", (reads,), (KeptBuffer(reads, Pass.I),), norm)
-    return (first, Part("head", ("norm",), (KeptBuffer("norm", Pass.W),), p.head(config)))
+    """Final norm, an encoder's dense layer, then logits and loss. Weight gradients read what stands before them:
+    nobody rebuilds that.
+    """
+    parts: tuple[Part, ...] = ()
+    if config.form.final_norm:
+        parts, reads = (Part("norm", (reads,), (KeptBuffer(reads, Pass.I),), norm),), "norm"
+    if config.form.transform:
+        parts += (Part("transform", (reads,), (KeptBuffer(reads, Pass.W),), p.transform(config)),)
+        reads = "transform"
+    return (*parts, Part("head", (reads,), (KeptBuffer(reads, Pass.W),), p.head(config)))
 
 
 def _mtp(config: ModelConfig, k: int, moe: int, last: str) -> Chunk:

@@ -212,6 +212,14 @@ def word_embedding(config: ModelConfig) -> Param:
     return cut(f"{config.names.embed}.weight", 0, config.vocab, config.hidden)
 
 
+def transform(config: ModelConfig) -> Params:
+    """An encoder's dense layer and norm before the head; the head that tells sentences apart, where it has one."""
+    h = config.hidden
+    sizes = {"transform": h} | ({"pooler": h, "sentences": 2} if config.form.pooled else {})
+    made = [x for name, rows in sizes.items() for x in (whole(f"{name}.weight", rows, h), whole(f"{name}.bias", rows))]
+    return (*made, *norm(config, "transform.norm", h))
+
+
 def head(config: ModelConfig) -> Params:
     """The head's weight, and its bias where it has one."""
     weight = word_embedding(config) if config.tied else cut("lm_head.weight", 0, config.vocab, config.hidden)

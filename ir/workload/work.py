@@ -33,6 +33,7 @@ BUILDERS: Mapping[str, Callable[[PartSetting], PartWork]] = {
     "add": moe.add,
     "proj": ends.join,
     "norm": ends.final_norm,
+    "transform": ends.transform,
     "head": ends.head,
     "skip": ends.skip,
 }

@@ -62,6 +62,14 @@ def _gpt2(v: ModelValues, row: Row) -> Row:
     return {**row, "score_scale": 1.0 if v.flag("scale_attn_weights") else each**0.5}
 
 
+def _offset(v: ModelValues, row: Row) -> Row:
+    """RoBERTa: the first two positions are of padding."""
+    positions = v.size("max_position_embeddings")
+    if positions < 3:
+        v.refuse("max_position_embeddings", "two positions are of padding", allowed="3 or more")
+    return {**row, "max_positions": positions - 2}
+
+
 def _mpt(v: ModelValues, row: Row) -> Row:
     """MosaicML's MPT, as llm-foundry has it: transformers' class knows neither learned positions nor biases."""
     drop, alibi = _mpt_attention(v)
@@ -127,6 +135,7 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     "falcon": _falcon,
     "gpt2": _gpt2,
     "mpt": _mpt,
+    **dict.fromkeys(("roberta", "camembert", "xlm-roberta"), _offset),
     "deepseek_v2": _deepseek,
     "nemotron_h": _hybrid,
     "granitemoehybrid": _granite_hybrid,

@@ -57,7 +57,7 @@ class AttentionNormKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """What decoders have beside llama's, GPT-2's and DeepSeek's layers; the defaults are theirs.
+    """What models have beside llama's, GPT-2's and DeepSeek's layers; the defaults are theirs.
 
     parallel: attention and MLP read the same stream, through one norm or two; 0: one after the other. norm_weights:
     norms have any. qk_over, qk_bias: of the norm of queries and keys. sinks: a number per head in softmax's sum.
@@ -65,7 +65,10 @@ class LayerForm:
     logit_cap: scores and logits are squeezed by a tanh, 0 for not. shared_gate: a token weighs the shared experts'
     output. act_params: numbers that an activation learns. attn_gate: attention's output is weighed by a sigmoid
     of as many features, projected with the queries. multipliers: numbers, by their key, that change results and
-    no kernel but where embeddings and logits are multiplied ("embedding", "logits").
+    no kernel but where embeddings and logits are multiplied ("embedding", "logits"). Of encoders: bidirectional: a
+    token sees those behind it, too; final_norm: there is one before the head; transform: a dense layer, an activation
+    and a norm stand between stream and logits; token_types: embeddings of which sentence a token is of; pooled: a
+    second head tells whether two sentences follow each other, from the first token.
     """
 
     norms: LayerNormPlace = LayerNormPlace.BEFORE
@@ -85,6 +88,11 @@ class LayerForm:
     shared_gate: bool = False
     act_params: int = 0
     attn_gate: bool = False
+    bidirectional: bool = False
+    final_norm: bool = True
+    transform: bool = False
+    token_types: int = 0
+    pooled: bool = False
     multipliers: tuple[tuple[str, float], ...] = ()
 
     def multiplied(self, what: str) -> bool:

@@ -104,7 +104,7 @@ class AttentionCore:
 
     def _flash(self, s: PartSetting, passes: int, features: int, label: str) -> Kernel:
         b, q, kv = s.shape.microbatch_size, self.queries(s), s.shape.seq_len
-        flops = b * self.heads * causal_pairs_doubled(s) // s.layout.cp * features
+        flops = b * self.heads * pairs_doubled(s) // s.layout.cp * features
         tensors = b * (q * (self.q_features + self.out_features) + kv * self.kv_features)
         sums = 2 * 4 * b * q * self.q_features if passes == 2 else 0
         moved = passes * tensors * s.wide + sums + 4 * b * q * self.heads
@@ -119,18 +119,20 @@ class AttentionCore:
         return Kernel(KernelKind.GROUPED_GEMM, 2 * groups * m * n * k, moved, dtype, (groups, m, n, k), label)
 
 
-def causal_pairs_doubled(s: PartSetting) -> int:
-    """Twice the (query, key) pairs of one sequence under the causal mask, counted as half the square.
+def pairs_doubled(s: PartSetting) -> int:
+    """Twice the (query, key) pairs of one sequence, under the causal mask counted as half the square.
 
     A sliding window of w keys leaves w·s − w²/2 of them; stretches of w that do not see each other, w²/2 each.
     """
     n, w = s.shape.seq_len, s.config.window
+    if s.config.form.bidirectional:
+        return 2 * n * n
     if s.config.form.chunked and 0 < w < n:
         return n // w * w * w + (n % w) ** 2
     return n * n if not 0 < w < n else 2 * w * n - w * w
 
 
 def model_flops(s: PartSetting) -> int:
-    """Forward FLOPs of causal attention over all heads and tokens, counted half."""
+    """Forward FLOPs of attention over all heads and tokens, causal counted half."""
     c = s.config
-    return s.shape.microbatch_size * c.heads * causal_pairs_doubled(s) * (c.qk_dim + c.v_dim)
+    return s.shape.microbatch_size * c.heads * pairs_doubled(s) * (c.qk_dim + c.v_dim)

@@ -32,6 +32,7 @@ def embed(s: PartSetting) -> PartWork:
         forward=(
             k.copies(s, "lookup", s.tokens * h),
             *((k.add(s, "positions", n),) if c.positions else ()),
+            *((k.add(s, "token_types", n),) if c.form.token_types else ()),
             *scale,
             *((k.norm_forward(s, "embedding_norm", n),) if again else ()),
         ),
@@ -70,6 +71,35 @@ def final_norm(s: PartSetting) -> PartWork:
         weight_grad=(),
         out_bytes=n * s.wide,
         saved=(*composed_saved(s, n), stats(s)),
+    )
+
+
+def transform(s: PartSetting) -> PartWork:
+    """Between an encoder's stream and its logits: a dense layer, its activation, a norm; and where sentences are told
+    apart, the first token's dense layer and two logits. Whole on every device.
+    """
+    h, b = s.config.hidden, s.shape.microbatch_size
+    n, dense = s.stream * h, LinearKernel("transform", s.stream, h, h)
+    pooled = (LinearKernel("pooler", b, h, h), LinearKernel("sentences", b, 2, h)) if s.config.form.pooled else ()
+    return PartWork(
+        forward=(
+            dense.forward(s),
+            k.copies(s, "transform_activation", n),
+            k.norm_forward(s, "transform_norm", n),
+            *k.forward(s, *pooled),
+        ),
+        input_grad=(
+            *k.input_grad(s, *pooled),
+            k.norm_backward(s, "transform_norm_backward", n),
+            k.memory(s, "transform_activation_backward", 3 * n * s.wide),
+            *k.input_grad(s, dense),
+        ),
+        weight_grad=k.weight_grad(s, dense, *pooled),
+        out_bytes=n * s.wide,
+        saved=(SavedBuffer("transform", n * s.wide, Pass.I), SavedBuffer("activated", n * s.wide, Pass.I), stats(s)),
+        stash_bytes=k.stash(s, dense, *pooled),
+        input_grad_workspace=n * s.wide,
+        model_flops=2 * s.shape.tokens * h * h + sum(x.flops for x in pooled),
     )
 
 

@@ -1,4 +1,4 @@
-"""Families of decoders: parameters and FLOPs equal transformers', whatever the spelling; the rest is refused by name.
+"""Families of models: parameters and FLOPs equal transformers', whatever the spelling; the rest is refused by name.
 
 tests/data/families.json holds a published config of each type, as its page on the Hub spells it (rotary factors by
 feature, which change no count, are ones), and the parameters of transformers' class of it, counted on the meta device.
@@ -21,15 +21,16 @@ from tests.executor.modules.hub import quiet
 from tests.ir.workload.hub_configs import FAMILIES
 
 TOKENS = 8
+ENCODERS = ("bert", "roberta", "camembert", "xlm-roberta", "megatron-bert", "distilbert")
 # Types whose defaults transformers writes are of no model.
 CONTRADICT = {"qwen3_moe": "one key with two values", "glm4_moe": "does not divide"}
 # Sizes of the small models, by key: every one differs from what would also fit in its place.
 SMALL = {
-    "hidden_size n_embd n_embed d_model word_embed_proj_dim": 64,
+    "hidden_size n_embd n_embed d_model word_embed_proj_dim dim": 64,
     "num_hidden_layers n_layer n_layers num_layers": 4,
     "num_attention_heads n_head n_heads num_heads": 8,
     "num_key_value_heads num_kv_heads attn_config.kv_n_heads": 4,
-    "intermediate_size n_inner ffn_dim ffn_config.ffn_hidden_size intermediate_size_mlp": 40,
+    "intermediate_size n_inner ffn_dim hidden_dim ffn_config.ffn_hidden_size intermediate_size_mlp": 40,
     "moe_intermediate_size shared_intermediate_size shared_expert_intermediate_size": 20,
     "num_experts num_local_experts n_routed_experts moe_num_experts ffn_config.moe_num_experts": 4,
     "num_experts_per_tok experts_per_token moe_k moe_topk ffn_config.moe_top_k": 2,
@@ -157,7 +158,9 @@ def counted(raw, tokens):
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining
+
+    masked = {**dict.fromkeys(ENCODERS, AutoModelForMaskedLM), "megatron-bert": AutoModelForPreTraining}
 
     def product(a, b, *_, out_shape=None, **__):
         one = 2 * a[-2] * a[-1] * b[-1] * (a[0] if len(a) == 3 else 1)
@@ -169,9 +172,9 @@ def counted(raw, tokens):
     counter = FlopCounterMode(display=False, custom_mapping=products)
     with quiet():
         how = {"attn_implementation": "eager", "experts_implementation": "eager"}
-        hub = AutoModelForCausalLM.from_config(hub_config(raw), **how).eval()
+        hub = masked.get(raw["model_type"], AutoModelForCausalLM).from_config(hub_config(raw), **how).eval()
         with counter:
-            hub(torch.arange(tokens)[None] % 60, use_cache=False)
+            hub(torch.arange(tokens)[None] % 60, **({} if raw["model_type"] in masked else {"use_cache": False}))
     each = {name.partition(".")[2]: sum(found.values()) for name, found in counter.get_flop_counts().items()}
     mixers = [name for name, module in hub.named_modules() if hasattr(module, "A_log")]
     inside = sum(n for name, n in each.items() if name.rpartition(".")[0] in mixers)
@@ -323,3 +326,28 @@ def test_a_key_that_a_kind_of_angles_does_not_have_is_refused_with_those_it_has(
         config_from({**raw, "rope_scaling": {**raw["rope_scaling"], "low_freq_factor": 4.0}}, "x")
     assert e.value.key == "rope_scaling.low_freq_factor" and "longrope" in e.value.message
     assert {"short_factor", "long_factor", "type"} <= {*str(e.value.allowed).split(", ")}
+
+
+@pytest.mark.parametrize("model_type", ENCODERS)
+def test_an_encoder_sees_both_ways(model_type):
+    """Attention that is not written out has twice a decoder's products; scores that are have as many."""
+    config, shape = config_from(small(model_type), "small"), MicrobatchShape(1, TOKENS)
+    chunk = model_chunks(config)[1]
+    attn, causal = (
+        [
+            part_work(c, chunk, chunk.parts[0], PartLayout(), shape, ModelPrecision(), how)
+            for how in ("flash", "unfused")
+        ]
+        for c in (config, replace(config, form=replace(config.form, bidirectional=False)))
+    )
+    scores = 2 * 2 * 8 * TOKENS * TOKENS * 8
+    assert flops(attn[0].forward) - flops(causal[0].forward) == scores // 2
+    assert flops(attn[0].forward) == flops(attn[1].forward) == flops(causal[1].forward)
+    assert attn[0].model_flops == flops(attn[0].forward) == attn[1].model_flops
+
+
+def test_robertas_first_two_positions_are_of_padding():
+    config = config_from(FAMILIES["roberta"]["config"], "x")
+    assert (config.max_positions, config.positions) == (512, 514)
+    with pytest.raises(PiperError, match="padding"):
+        config_from(FAMILIES["roberta"]["config"], "x", {"max_position_embeddings": 2})
