@@ -10,7 +10,7 @@ from ir.core.work import Message
 from ir.directives.select import select
 from ir.graph.build import fill
 from ir.graph.graph import COUNTS, Buffer, Graph, GraphEdge, GraphNode, MemoryKind
-from ir.workload.part import ModelWork, PartLayout, PlacedPart
+from ir.workload.part import ENCODER, ModelWork, PartLayout, PlacedPart
 
 AXES = ("tp", "cp", "ep")
 
@@ -95,7 +95,9 @@ def graph_inputs(graph: Graph) -> dict[tuple[int, str], list[tuple[int, str]]]:
         outer = e.chunk.reads or before.get(e.chunk.name)
         keys: list[tuple[int, str]] = []
         for name in e.part.inputs:
-            if name:
+            if name == ENCODER:
+                keys.append((last[e.chunk.encoder].stage, last[e.chunk.encoder].name))
+            elif name:
                 keys.append((e.stage, f"{e.chunk.name}.{name}"))
             elif outer is not None:
                 keys.append((last[outer].stage, last[outer].name))

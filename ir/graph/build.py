@@ -8,7 +8,7 @@ from ir.core.ops import Pass
 from ir.core.work import Message, MessageKind
 from ir.graph.graph import Buffer, Graph, GraphEdge, GraphNode
 from ir.graph.recompute import RecomputedLayers
-from ir.workload.part import Chunk, KeptBuffer, ModelWork, PartWork, PlacedPart, SavedBuffer
+from ir.workload.part import ENCODER, Chunk, KeptBuffer, ModelWork, PartWork, PlacedPart, SavedBuffer
 
 NOTHING_AGAIN = RecomputedLayers()
 
@@ -80,7 +80,8 @@ class _Builder:
         for e in self.entries:
             source_chunk = e.chunk.reads or before.get(e.chunk.name)
             outer = (last[source_chunk],) if source_chunk is not None else ()
-            out.append(tuple(j for name in e.part.inputs for j in (outer if not name else (self._inner(e, name),))))
+            far = {"": outer} | ({ENCODER: (last[e.chunk.encoder],)} if e.chunk.encoder else {})
+            out.append(tuple(j for x in e.part.inputs for j in (far[x] if x in far else (self._inner(e, x),))))
         return out
 
     def _inner(self, entry: PlacedPart, name: str) -> int:
@@ -129,7 +130,7 @@ class _Builder:
         e, w = self.entries[k], self.works[k]
         i = self.i[k] = self._add(k, Pass.I)
         wg = self._add(k, Pass.W) if w.weight_grad or e.part.params else None
-        for reader in readers:
+        for reader in self._summed(k, readers):
             self.edges.append(GraphEdge(self.i[reader], i, grad_slot(self.inputs[reader], k)))
         self._reads(self.f[k], i, wg)
         if k in self.r:
@@ -138,6 +139,17 @@ class _Builder:
             self._keep(k, keep, i, wg)
         if wg is not None:
             self.edges.append(GraphEdge(i, wg, len(self.inputs[k])))
+
+    def _summed(self, k: int, readers: list[int]) -> list[int]:
+        """The readers whose gradients come by themselves: of an encoder's output a stage's add up from its last layer
+        to its first, and one sum goes home.
+        """
+        far = [r for r in readers if self.entries[r].chunk.encoder == self.entries[k].chunk.name]
+        firsts = {self.entries[r].stage: r for r in reversed(far)}
+        for a, b in pairwise(far):
+            if self.entries[a].stage == self.entries[b].stage:
+                self.edges.append(GraphEdge(self.i[b], self.i[a], grad_slot(self.inputs[b], k)))
+        return [r for r in readers if r not in far or r in firsts.values()]
 
     def _reads(self, src: int, i: int, wg: int | None) -> None:
         """Backward reads what forward (or its recomputation) saved: slot 1 until W, slot 2 until I."""

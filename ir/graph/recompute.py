@@ -7,9 +7,9 @@ from ir.workload.part import Chunk
 
 # What each whole-part recompute option runs again; the finer ones name tensors (`SavedBuffer.recompute`) instead.
 WHOLE = {
-    "attention": frozenset({"attn", "mixer"}),
+    "attention": frozenset({"attn", "cross", "mixer"}),
     "mlp": frozenset({"mlp", "router", "shared", "experts", "add"}),
-    "full": frozenset({"attn", "mixer", "mlp", "router", "shared", "experts", "add", "block"}),
+    "full": frozenset({"attn", "cross", "mixer", "mlp", "router", "shared", "experts", "add", "block"}),
 }
 
 

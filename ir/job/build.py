@@ -135,7 +135,7 @@ def prepare(
         config, chunks = model.config, model.chunks
         if not job.parallel.reshard:
             raise job_error("parallel.reshard", "false is not built yet", "leave it out")
-        shape = MicrobatchShape(job.schedule.microbatch_size, job.model.seq_len)
+        shape = MicrobatchShape(job.schedule.microbatch_size, job.model.seq_len, job.model.encoder_seq_len or 0)
         precision = precision_of(job)
         made = given or _schedule(job, times or OpTimes())
         if isinstance(made, DirectiveFile):

@@ -28,11 +28,13 @@ class ModelSection:
 
     Without config and graph, `model_type` and the keys set inline are the config. weights: a folder of safetensors
     files with a run's first values, as the Hub has them; without it they are drawn from the seed. tp_plan: how tp
-    divides the linears of a module of one's own, by path, where it has no plan itself.
+    divides the linears of a module of one's own, by path, where it has no plan itself. encoder_seq_len: tokens that an
+    encoder beside a decoder reads; left out, as many as the decoder.
     """
 
     config: Text = ""
     seq_len: Size = 4096
+    encoder_seq_len: Size | None = None
     attention: Annotated[str, words("flash", "unfused", said="attention")] = "flash"
     graph: Text | None = None
     module: Text | None = None

@@ -106,6 +106,7 @@ class CapturedModel:
             ("parallel.tp", layout.tp, f.tp),
             ("parallel.ep", layout.ep, f.ep),
             ("model.seq_len", shape.seq_len, f.seq_len),
+            ("model.encoder_seq_len", shape.encoder_seq_len, 0),
             ("schedule.microbatch_size", shape.microbatch_size, f.microbatch_size),
             ("precision.compute", precision.compute, f.dtype),
             ("precision.params", precision.params, f.dtype),

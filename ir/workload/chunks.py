@@ -3,7 +3,7 @@
 from ir.core.ops import Pass
 from ir.workload import params as p
 from ir.workload.config.spec import LayerNormPlace, ModelConfig
-from ir.workload.part import Chunk, KeptBuffer, Param, Part
+from ir.workload.part import ENCODER, Chunk, KeptBuffer, Param, Part
 
 # Parts that read a residual stream need it again in I: a norm's gradient reads the norm's input, and the norm's output
 # is rebuilt from it. No weight gradient does: every linear keeps its own input.
@@ -23,7 +23,10 @@ def chunks(config: ModelConfig) -> tuple[Chunk, ...]:
     moe = 0
     for layer in range(config.layers):
         tags = {"L": layer} | ({"MOE": moe} if config.is_moe(layer) else {})
-        out.append(Chunk(f"l{layer}", _layer(config, layer, ""), tags))
+        parts, far = _layer(config, layer, ""), ""
+        if config.encoder:
+            parts, far = _tower(config, layer), "" if config.encodes(layer) else f"l{config.encoder - 1}"
+        out.append(Chunk(f"l{layer}", parts, tags, encoder=far))
         moe += config.is_moe(layer)
     last = out[-1].name
     out += [_mtp(config, k, moe + k, last) for k in range(config.mtp)]
@@ -78,6 +81,18 @@ def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     return (*first, router, routed, *shared, add)
 
 
+def _tower(config: ModelConfig, layer: int) -> tuple[Part, ...]:
+    """A layer of two towers: the encoder's last has its norm, the decoder's first its embedding."""
+    first = layer == config.encoder
+    parts = _layer(config, layer, "embed" if first else "")
+    if first:
+        return (*_embed(config).parts, *parts)
+    if layer == config.encoder - 1:
+        stream, norm = parts[-1].name, p.norm(config, "encoder.final_norm", config.hidden)
+        return (*parts, Part("norm", (stream,), (KeptBuffer(stream, Pass.I),), norm))
+    return parts
+
+
 def _mixed(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     """What mixes a layer's tokens: attention, a recurrence, or nothing."""
     prefix, keeps = f"{config.names.layers}.{layer}.", _read_again(config, reads)
@@ -85,7 +100,13 @@ def _mixed(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
         return (Part("mixer", (reads,), keeps, p.mixer(config, prefix)),)
     if not config.attends(layer):
         return ()
-    return (Part("attn", (reads,), keeps, p.attention(config, prefix)),)
+    own = p.distances(config, prefix) if layer in (0, config.encoder) else ()
+    attn = Part("attn", (reads,), keeps, (*p.attention(config, prefix), *own))
+    if not config.encoder or config.encodes(layer):
+        return (attn,)
+    # Keys and values are of the encoder's output, which their weights' gradients read again.
+    kept = (*_read_again(config, "attn"), KeptBuffer(ENCODER, Pass.W))
+    return (attn, Part("cross", ("attn", ENCODER), kept, p.attention(config, f"{prefix}cross.")))
 
 
 def _read_again(config: ModelConfig, part: str) -> tuple[KeptBuffer, ...]:

@@ -92,6 +92,12 @@ def attention(config: ModelConfig, prefix: str) -> Params:
     return params + linear(c, prefix + names.out, c.hidden, q, column=False, bias=c.out_bias)
 
 
+def distances(config: ModelConfig, prefix: str) -> Params:
+    """A number for each kind of distance and head, for all layers of a tower."""
+    kinds = config.form.distances
+    return (cut(f"{prefix}self_attn.distances.weight", 1, kinds, config.heads),) if kinds else ()
+
+
 def mixer(config: ModelConfig, prefix: str) -> Params:
     """Input norm and recurrence of the decoder layer whose names begin with `prefix`: heads, and their groups of keys
     and queries, are cut by tensor parallelism.

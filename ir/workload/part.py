@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 from ir.core.ops import Pass
 from ir.core.work import Message, Work
 
+ENCODER = "encoder"  # as an input of a part: what the last layer of the encoder gives
+
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
@@ -132,7 +134,8 @@ class ExpertMessages(NamedTuple):
 class Part:
     """A node-to-be of the model graph: attention, router, experts, mlp, norm, head, …
 
-    name: unique in its chunk ("attn"). inputs: the parts it reads, "" standing for the chunk's own input.
+    name: unique in its chunk ("attn"). inputs: the parts it reads, "" standing for the chunk's own input, `ENCODER` for
+    the encoder's output.
     keeps: which of these inputs backward reads again. The name picks the builder of its work.
     """
 
@@ -148,6 +151,7 @@ class Chunk:
 
     name: "embed", "l0", "l1", …, "mtp0", "head". The chunk's output is the output of its last part; its input is the
     output of the chunk before it, or of chunk `reads` where that is named (head and MTP both read the last layer).
+    encoder: the chunk whose output is the encoder's, where a part reads that.
     tags: what filters can name beside PP, MB and PASS, e.g. {"L": 7}.
     """
 
@@ -155,6 +159,7 @@ class Chunk:
     parts: tuple[Part, ...]
     tags: dict[str, int] = field(default_factory=dict)
     reads: str | None = None
+    encoder: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
@@ -21,15 +21,22 @@ class AttentionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchShape:
-    """One microbatch of one data-parallel replica: sequences, and tokens of each."""
+    """One microbatch of one data-parallel replica: sequences, and tokens of each. encoder_seq_len: of those that an
+    encoder reads, 0 where it reads as many or there is none beside a decoder.
+    """
 
     microbatch_size: int = 1
     seq_len: int = 4096
+    encoder_seq_len: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens of the microbatch, over all its devices."""
         return self.microbatch_size * self.seq_len
+
+    def encoded(self) -> MicrobatchShape:
+        """What the encoder reads."""
+        return MicrobatchShape(self.microbatch_size, self.encoder_seq_len or self.seq_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,11 @@ class PartSetting:
         return self.tokens // self.layout.tp if self.sp else self.tokens
 
     @property
+    def encoder(self) -> PartSetting:
+        """The same on the encoder's tokens."""
+        return replace(self, shape=self.shape.encoded())
+
+    @property
     def sp(self) -> bool:
         """Whether sequence parallelism divides anything."""
         return self.layout.sequence_parallel and self.layout.tp > 1
@@ -200,6 +212,19 @@ def check_setting(config: ModelConfig, layout: PartLayout, shape: MicrobatchShap
     if layout.sequence_parallel and (shape.seq_len // layout.cp) % layout.tp:
         raise _refuse("tp", layout.tp, "the tokens that sequence_parallel shares out", shape.seq_len // layout.cp)
     _check_kinds(config, layout, shape)
+    _check_encoder(config, layout, shape)
+
+
+def _check_encoder(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> None:
+    if shape.encoder_seq_len and not config.encoder:
+        message = f"{config.source} has no encoder beside a decoder"
+        raise PiperError(ErrorKind.MODEL, message, key="model.encoder_seq_len", suggestion="leave it out")
+    if config.encoder and layout.cp > 1:
+        message = "context parallelism of two towers is not built"
+        raise PiperError(ErrorKind.JOB, message, key="parallel.cp", allowed="1", suggestion="cp = 1")
+    if layout.sequence_parallel and shape.encoded().seq_len % layout.tp and config.encoder:
+        what = "the encoder's tokens that sequence_parallel shares out"
+        raise _refuse("tp", layout.tp, what, shape.encoded().seq_len)
 
 
 def _check_kinds(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> None:
@@ -210,14 +235,16 @@ def _check_kinds(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape
         # Without it every tp rank holds the same tokens and would send each of them; Megatron refuses it too.
         message = "experts with tp > 1 need sequence parallelism"
         raise PiperError(ErrorKind.JOB, message, key="parallel.sequence_parallel", allowed="true", suggestion="true")
-    if config.positions and shape.seq_len > config.max_positions:
-        message = f"{shape.seq_len} tokens, but {config.source} has learned positions for {config.max_positions}"
-        fix = f"seq_len = {config.max_positions}, or more positions ({_positions_key(config)})"
-        raise PiperError(ErrorKind.MODEL, message, key="model.seq_len", suggestion=fix)
+    for key in ("seq_len", "encoder_seq_len"):
+        if config.positions and (given := getattr(shape, key)) > config.max_positions:
+            message = f"{given} tokens, but {config.source} has learned positions for {config.max_positions}"
+            fix = f"{key} = {config.max_positions}, or more positions ({_positions_key(config)})"
+            raise PiperError(ErrorKind.MODEL, message, key=f"model.{key}", suggestion=fix)
 
 
 def _positions_key(config: ModelConfig) -> str:
-    return "max_seq_len" if config.model_type == "mpt" else "n_positions"
+    known = {"mpt": "max_seq_len", **dict.fromkeys(("gpt2", "gpt_bigcode"), "n_positions")}
+    return known.get(config.model_type, "max_position_embeddings")
 
 
 def _refuse_stretches(cp: int, length: int) -> PiperError:

@@ -9,6 +9,7 @@ from ir.workload.config.spec import ModelConfig
 from ir.workload.part import Chunk, ExpertMessages, Part, PartLayout, PartWork, PlacedPart
 from ir.workload.parts import ends, moe
 from ir.workload.parts.attention import attention as attention_work
+from ir.workload.parts.cross import cross
 from ir.workload.parts.mixer import mixer
 from ir.workload.parts.mlp import mlp, shared
 from ir.workload.setting import (
@@ -25,6 +26,7 @@ from ir.workload.setting import (
 BUILDERS: Mapping[str, Callable[[PartSetting], PartWork]] = {
     "embed": ends.embed,
     "attn": attention_work,
+    "cross": cross,
     "mixer": mixer,
     "mlp": mlp,
     "router": moe.router,
@@ -63,7 +65,10 @@ def part_work(
     if part.name not in BUILDERS:
         message = f"no builder for part {part.name!r} of chunk {chunk.name!r}"
         raise PiperError(ErrorKind.MODEL, message, key=f"{chunk.name}.{part.name}", allowed=sorted(BUILDERS))
-    own = config.at(layer) if (layer := chunk.tags.get("L")) is not None else config
+    layer = chunk.tags.get("L")
+    if config.encoder and (chunk.name == "embed" or (layer is not None and config.encodes(layer))):
+        shape = shape.encoded()
+    own = config.at(layer) if layer is not None else config
     return _build(part.name, PartSetting(own, layout, shape, precision, attention_of(attention), style))
 
 

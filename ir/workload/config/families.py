@@ -39,6 +39,12 @@ def _megatron(v: ModelValues, row: Row) -> Row:
     sparse = {"sparse": "blocks"} if EXPERTS in blocks(v) else {}
     moe = {"moe": {**moe["moe"], **sparse}} if moe else {}
     layers = {"layers": len(blocks(v))} if blocks(v) else {}
+    if encoder := v.size_or("encoder_num_layers", 0):
+        if experts or blocks(v):
+            v.refuse(
+                "encoder_num_layers", "an encoder beside experts or a pattern of layers is not built", allowed="null"
+            )
+        layers = {"layers": encoder + v.size("num_hidden_layers"), "encoder": encoder, "head_bias": True}
     return {**{k: x for k, x in row.items() if k not in left}, **more, **positions, **moe, **layers}
 
 
@@ -68,6 +74,18 @@ def _offset(v: ModelValues, row: Row) -> Row:
     if positions < 3:
         v.refuse("max_position_embeddings", "two positions are of padding", allowed="3 or more")
     return {**row, "max_positions": positions - 2}
+
+
+def _t5(v: ModelValues, row: Row) -> Row:
+    """Two towers; a word says activation and gate."""
+    encoder = v.size("num_layers")
+    acts = {"relu": ("relu", False), "gelu": ("gelu", False), "gated-gelu": ("gelu_new", True)}
+    acts |= {"gated-silu": ("silu", True)}
+    act, gated = acts[v.one_of("feed_forward_proj", tuple(acts))]
+    layers = encoder + v.size_or("num_decoder_layers", encoder)
+    said = "scale_decoder_outputs" if "scale_decoder_outputs" in v.given else "tie_word_embeddings"
+    scaled = {"multipliers": {"logits": v.size("d_model") ** -0.5}} if v.flag(said) and row["scales"] else {}
+    return {**row, "act": act, "gated": gated, "layers": layers, "encoder": encoder, **scaled}
 
 
 def _mpt(v: ModelValues, row: Row) -> Row:
@@ -135,6 +153,8 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     "falcon": _falcon,
     "gpt2": _gpt2,
     "mpt": _mpt,
+    "t5": _t5,
+    "mt5": _t5,
     **dict.fromkeys(("roberta", "camembert", "xlm-roberta"), _offset),
     "deepseek_v2": _deepseek,
     "nemotron_h": _hybrid,

@@ -74,8 +74,10 @@ Table = Mapping[str, ModelKey]
 _FILE = Path(__file__).with_name("keys.toml")
 _FORM = FileErrors("the table of config keys", ErrorKind.MODEL, "model.config")
 _RAW = read_toml(_FILE, _FORM)
-_ATTENTION, _MIXED = (read_toml(_FILE.with_name(f"{name}.toml"), _FORM) for name in ("forms", "hybrids"))
-_FORMS = _ATTENTION | _MIXED | {"keys": _ATTENTION["keys"] | _MIXED["keys"]}
+_ATTENTION, _MIXED, _TOWERS = (
+    read_toml(_FILE.with_name(f"{name}.toml"), _FORM) for name in ("forms", "hybrids", "towers")
+)
+_FORMS = _ATTENTION | _MIXED | _TOWERS | {"keys": _ATTENTION["keys"] | _MIXED["keys"]}
 INERT, UNBUILT, OUTER = (
     {name: why for why, names in _RAW[table].items() for name in names.split()}
     for table in ("inert", "unbuilt", "outer")

@@ -68,7 +68,8 @@ class LayerForm:
     no kernel but where embeddings and logits are multiplied ("embedding", "logits"). Of encoders: bidirectional: a
     token sees those behind it, too; final_norm: there is one before the head; transform: a dense layer, an activation
     and a norm stand between stream and logits; token_types: embeddings of which sentence a token is of; pooled: a
-    second head tells whether two sentences follow each other, from the first token.
+    second head tells whether two sentences follow each other, from the first token. distances: how many kinds of
+    distances have a number for each head, added to scores.
     """
 
     norms: LayerNormPlace = LayerNormPlace.BEFORE
@@ -93,6 +94,7 @@ class LayerForm:
     transform: bool = False
     token_types: int = 0
     pooled: bool = False
+    distances: int = 0
     multipliers: tuple[tuple[str, float], ...] = ()
 
     def multiplied(self, what: str) -> bool:
@@ -178,7 +180,7 @@ class AttentionRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only language model. Sizes are elements; dropouts are probabilities.
+    """A language model: a decoder, an encoder, or both. Sizes are elements; dropouts are probabilities.
 
     source: the preset or file it came from. positions: learned positions, 0 where none. window: sliding attention
     window in tokens, 0 where none; windows: of each layer, where layers differ. qk_norm: RMSNorm on each head's query
@@ -186,7 +188,8 @@ class ModelConfig:
     turns two neighbours, not one feature of either half. score_scale: of attention scores, beside 1/sqrt(qk_dim);
     score_by_layer: divided by 1 + the layer's number too. act: Hugging Face's name of an activation that has several.
     stored: the format that its checkpoint is quantised to, "" for none. form: what else its layers have. mixer: of
-    layers that have no attention.
+    layers that have no attention. encoder: how many of the layers, from the first on, are an encoder's that the others
+    attend to; 0 where there is one tower.
     """
 
     source: str
@@ -229,6 +232,7 @@ class ModelConfig:
     stored: str = ""
     form: LayerForm = LLAMA_FORM
     mixer: LayerMixer | None = None
+    encoder: int = 0
 
     def __hash__(self) -> int:
         """Of what tells models apart: a config is part of the key of many tables."""
@@ -236,6 +240,8 @@ class ModelConfig:
 
     def at(self, layer: int) -> ModelConfig:
         """The same with what is true of one decoder layer: its window, its scores' scale, its rotary embedding."""
+        if self.encodes(layer):
+            return replace(self, encoder=0, form=replace(self.form, bidirectional=True))
         if not self.windows and not self.score_by_layer and not self.form.no_rope:
             return self
         window = self.windows[layer] if self.windows else self.window
@@ -244,6 +250,10 @@ class ModelConfig:
         rope = self.rope and layer not in self.form.no_rope
         own = replace(self, window=window, windows=(), score_scale=scale, score_by_layer=False)
         return replace(own, form=form, rope=rope)
+
+    def encodes(self, layer: int) -> bool:
+        """Whether a layer is of the encoder beside the decoder."""
+        return layer < self.encoder
 
     def is_moe(self, layer: int) -> bool:
         """Whether decoder layer `layer` has experts. MTP modules count on from `layers`, as their weights do."""

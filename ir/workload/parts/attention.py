@@ -7,7 +7,7 @@ from ir.core.work import Work
 from ir.workload.config.spec import AttentionNormKind, NormLayerKind
 from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
-from ir.workload.parts.attention_core import AttentionCore, model_flops
+from ir.workload.parts.attention_core import AttentionCore
 from ir.workload.parts.kernels import LinearKernel, beyond
 from ir.workload.parts.region import all_reduce, context, enter, leave
 from ir.workload.parts.residual import (
@@ -97,7 +97,7 @@ def attention(s: PartSetting) -> PartWork:
         # The output projection's result, or what is there while context and output are not yet.
         forward_workspace=max(size * h, size * p.widest - later, core.workspace(s, Pass.F) - later),
         input_grad_workspace=beyond(residual_grads(s, core.gradients(s)), n * s.wide, stash),
-        model_flops=p.model_flops + 2 * s.shape.tokens * h * c.heads * c.v_dim + model_flops(s),
+        model_flops=p.model_flops + 2 * s.shape.tokens * h * c.heads * c.v_dim + core.model_flops(s),
     )
 
 

@@ -13,18 +13,21 @@ from ir.workload.setting import AttentionKind, PartSetting
 
 @dataclass(frozen=True, slots=True)
 class AttentionCore:
-    """Attention of one device: its heads, its share of the queries, all keys. qk, v: features of one head."""
+    """Attention of one device: its heads, its share of the queries, all keys. qk, v: features of one head. keys: of
+    another sequence, which all queries see; 0: of their own.
+    """
 
     heads: int
     kv_heads: int
     qk: int
     v: int
+    keys: int = 0
 
     @classmethod
-    def of(cls, s: PartSetting) -> AttentionCore:
+    def of(cls, s: PartSetting, keys: int = 0) -> AttentionCore:
         """As tensor parallelism cuts the heads."""
         c, tp = s.config, s.layout.tp
-        return cls(c.heads // tp, (c.heads if c.mla else c.kv_heads) // tp, c.qk_dim, c.v_dim)
+        return cls(c.heads // tp, (c.heads if c.mla else c.kv_heads) // tp, c.qk_dim, c.v_dim, keys)
 
     @property
     def q_features(self) -> int:
@@ -45,13 +48,13 @@ class AttentionCore:
         """q, k, v to the output."""
         if s.attention is AttentionKind.FLASH:
             return (self._flash(s, 1, self.qk + self.v, "attention"),)
-        return (*self.scores(s), self._product(s, "context", self.queries(s), self.v, s.shape.seq_len))
+        return (*self.scores(s), self._product(s, "context", self.queries(s), self.v, self.seen(s)))
 
     def backward(self, s: PartSetting) -> Work:
         """Gradients of q, k, v. Flash makes the scores again: 5 products against forward's 2."""
         if s.attention is AttentionKind.FLASH:
             return (self._flash(s, 2, 3 * self.qk + 2 * self.v, "attention_backward"),)
-        q, kv, n = self.queries(s), s.shape.seq_len, self._score_elements(s)
+        q, kv, n = self.queries(s), self.seen(s), self._score_elements(s)
         dropout = (memory(s, "dropout_backward", n * (2 * s.wide + 1)),) if s.config.attn_dropout else ()
         return (
             self._product(s, "d_probs", q, kv, self.v),
@@ -59,6 +62,7 @@ class AttentionCore:
             *dropout,
             memory(s, "softmax_backward", 3 * n * s.wide),
             *self._capped(s, 3),
+            *self._distances(s, 1),
             self._product(s, "d_query", q, self.qk, kv),
             self._product(s, "d_key", kv, self.qk, q),
         )
@@ -67,13 +71,18 @@ class AttentionCore:
         """The unfused first half, which "scores" recomputes: q·kᵀ, softmax, dropout."""
         n = self._score_elements(s)
         dropout = (memory(s, "dropout", n * (2 * s.wide + 1)),) if s.config.attn_dropout else ()
-        product = self._product(s, "scores", self.queries(s), s.shape.seq_len, self.qk)
-        return (product, *self._capped(s, 2), memory(s, "softmax", 2 * n * s.wide), *dropout)
+        product = self._product(s, "scores", self.queries(s), self.seen(s), self.qk)
+        return (product, *self._distances(s, 2), *self._capped(s, 2), memory(s, "softmax", 2 * n * s.wide), *dropout)
 
     def _capped(self, s: PartSetting, tensors: int) -> Work:
         """The squeeze of scores by a tanh, and back."""
         moved = tensors * self._score_elements(s) * s.wide
         return (memory(s, "score_cap", moved),) if s.config.form.score_cap else ()
+
+    def _distances(self, s: PartSetting, tensors: int) -> Work:
+        """A number for each distance onto the scores, and their gradients summed by distance."""
+        moved = tensors * self._score_elements(s) * s.wide
+        return (memory(s, "distances", moved),) if s.config.form.distances else ()
 
     def saved(self, s: PartSetting) -> tuple[SavedBuffer, ...]:
         """What backward needs beside q, k, v and the output."""
@@ -99,12 +108,24 @@ class AttentionCore:
         """Query positions of one sequence on this device."""
         return s.shape.seq_len // s.layout.cp
 
+    def seen(self, s: PartSetting) -> int:
+        """Key positions of one sequence."""
+        return self.keys or s.shape.seq_len
+
+    def pairs_doubled(self, s: PartSetting) -> int:
+        """Twice the (query, key) pairs of one sequence over all devices."""
+        return 2 * s.shape.seq_len * self.keys if self.keys else pairs_doubled(s)
+
+    def model_flops(self, s: PartSetting) -> int:
+        """Forward FLOPs over all heads and tokens, causal counted half."""
+        return s.shape.microbatch_size * s.config.heads * self.pairs_doubled(s) * (self.qk + self.v)
+
     def _score_elements(self, s: PartSetting) -> int:
-        return s.shape.microbatch_size * self.heads * self.queries(s) * s.shape.seq_len
+        return s.shape.microbatch_size * self.heads * self.queries(s) * self.seen(s)
 
     def _flash(self, s: PartSetting, passes: int, features: int, label: str) -> Kernel:
-        b, q, kv = s.shape.microbatch_size, self.queries(s), s.shape.seq_len
-        flops = b * self.heads * pairs_doubled(s) // s.layout.cp * features
+        b, q, kv = s.shape.microbatch_size, self.queries(s), self.seen(s)
+        flops = b * self.heads * self.pairs_doubled(s) // s.layout.cp * features
         tensors = b * (q * (self.q_features + self.out_features) + kv * self.kv_features)
         sums = 2 * 4 * b * q * self.q_features if passes == 2 else 0
         moved = passes * tensors * s.wide + sums + 4 * b * q * self.heads
@@ -130,9 +151,3 @@ def pairs_doubled(s: PartSetting) -> int:
     if s.config.form.chunked and 0 < w < n:
         return n // w * w * w + (n % w) ** 2
     return n * n if not 0 < w < n else 2 * w * n - w * w
-
-
-def model_flops(s: PartSetting) -> int:
-    """Forward FLOPs of attention over all heads and tokens, causal counted half."""
-    c = s.config
-    return s.shape.microbatch_size * c.heads * pairs_doubled(s) * (c.qk_dim + c.v_dim)

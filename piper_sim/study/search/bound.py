@@ -127,7 +127,7 @@ class JobBounds:
         if job.model.attention not in self._models:
             self._models[job.model.attention] = read_model(job)
         model = self._models[job.model.attention]
-        shape = MicrobatchShape(s.microbatch_size, job.model.seq_len)
+        shape = MicrobatchShape(s.microbatch_size, job.model.seq_len, job.model.encoder_seq_len or 0)
         layout = PartLayout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel)
         model.check(layout, shape, precision_of(job), recompute_options(job))
         sizes = (p.tp, p.cp, p.dp or 1, p.pp, p.ep, p.etp, p.order)

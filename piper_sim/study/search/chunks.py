@@ -125,7 +125,7 @@ def _kind(c: Chunk) -> Kind:
 
 def _small(job: Job, model: JobModel, mesh: Mesh, kept: Sequence[Chunk], hardware: DeviceHardware) -> PreparedJob:
     """One chunk of each kind, each a stage, all on one rank."""
-    shape = MicrobatchShape(job.schedule.microbatch_size, job.model.seq_len)
+    shape = MicrobatchShape(job.schedule.microbatch_size, job.model.seq_len, job.model.encoder_seq_len or 0)
     style = hardware.software.style
     source = model.source(shape, precision_of(job), style)
     base = model_graph([(c,) for c in kept], source, RecomputedLayers(recompute_options(job)))
