@@ -212,10 +212,13 @@ _PLAIN = {  # columns of the goldens that a GPT of this kind has; where another 
 _ACTS = {"gelu": ("gelu", False), "squared_relu": ("relu2", False), "swiglu": ("silu", True)}
 
 
+_TOWERS = ("bert", "t5")
+
+
 def golden(line: Line, job: Table) -> Facts:
-    """A decoder of Megatron-LM's tests: the peak of the last rank, and the time of the large ones."""
+    """A model of Megatron-LM's tests: the peak of the last rank, and the time of the large decoders."""
     odd = [c for c, v in _PLAIN.items() if line[c] != v]
-    odd = ["family", *odd] if line["family"] not in ("gpt", "moe", "hybrid") else odd
+    odd = ["family", *odd] if line["family"] not in ("gpt", "moe", "hybrid", *_TOWERS) else odd
     if odd or not line["gpus"]:
         return {"why": "; ".join(odd[:1]) or "GPUs not stated"}
     gpus = int(line["gpus"])
@@ -234,7 +237,14 @@ def golden(line: Line, job: Table) -> Facts:
     job["schedule"]["microbatches"] = batch // dp // mb
     job["schedule"] |= {"recompute": line["recompute_granularity"]} if line["recompute_granularity"] else {}
     job["schedule"] |= {} if line["vpp"] else {"name": "1f1b", "stages_per_rank": 1}
-    large = int(line["hidden"]) >= 4096
+    if line["family"] == "bert":
+        named = {"num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size"}
+        kept = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_len", "attention")
+        sizes = {named.get(k, k): job["model"][k] for k in (*kept, "vocab_size", "max_position_embeddings")}
+        job["model"] = {"model_type": "megatron-bert", **sizes}
+    if line["family"] == "t5":
+        job["model"] |= {"max_position_embeddings": int(line["encoder_seq_len"])}
+    large = int(line["hidden"]) >= 4096 and line["family"] not in _TOWERS
     return {"memory": {pp - 1: float(line["mem_peak_early_bytes"])}} | ({} if large else {"seconds": None})
 
 
