@@ -17,7 +17,7 @@ from ir.job.load import job_from
 from ir.job.schema import Job
 from ir.job.table import table_of, toml_sections
 from ir.workload.config.load import presets, raw_config
-from ir.workload.config.spec import ModelConfig
+from ir.workload.config.spec import LayerForm, ModelConfig
 from piper_sim.frameworks.draft import Facts
 from piper_sim.frameworks.from_job import MEGATRON, facts_of, nodes_of
 from piper_sim.frameworks.importing import UNKNOWN, ImportedJob, import_launch
@@ -29,7 +29,7 @@ FRAMEWORKS = ("megatron", "megatron-bridge", "torchtitan", "deepspeed", "automod
 LAUNCH = "launch.sh"
 # Of a model: neither time nor bytes.
 _MODEL = {"source", "max_positions", "init_std", "norm_eps", "rope_theta", "rope_scaling", "rope_share"}
-_MODEL |= {"rope_pairs", "score_scale", "score_by_layer", "embed_dropout", "model_type", "stored", "act"}
+_MODEL |= {"rope_pairs", "score_scale", "score_by_layer", "embed_dropout", "model_type", "stored", "act", "form"}
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,7 @@ def _different(mine: PreparedJob, theirs: PreparedJob) -> Iterator[tuple[str, tu
         tp = j.parallel.tp > 1
         return {
             **{f"model.{f.name}": getattr(p.config, f.name) for f in fields(ModelConfig) if f.name not in _MODEL},
+            **{f"model.{f.name}": getattr(p.config.form, f.name) for f in fields(LayerForm)},
             "model.moe": p.config.moe and replace(p.config.moe, scale=1.0, normalised=True, scoring="", balance=0.0),
             **sizes,
             "parallel.zero": j.parallel.zero if p.mesh.sizes["dp"] * p.mesh.sizes["cp"] > 1 else 0,
