@@ -13,7 +13,7 @@ from typing import TypeVar
 from cost_models.hardware import DeviceHardware
 from cost_models.software.dispatcher import fp8_casts
 from ir.core.order import FloatArray
-from ir.core.work import CAST, COMPOSED, DROPOUT, LOSS, SORTS, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
+from ir.core.work import CAST, DROPOUT, LOSS, SORTS, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
 
 Seconds = TypeVar("Seconds", float, FloatArray)
 _SPLITS = (1, 2, 4, 8)
@@ -63,7 +63,7 @@ def settled(larger: Seconds, smaller: Seconds, dtype: DType, hw: DeviceHardware)
 
 def traffic(kernel: Kernel, hw: DeviceHardware) -> float:
     """Bytes that count at an elementwise kernel's rate, over those that the kernel is listed with."""
-    spread = kernel.kind is KernelKind.MEMORY and not kernel.label.startswith((LOSS, COMPOSED))
+    spread = kernel.kind is KernelKind.MEMORY and not kernel.label.startswith(LOSS)
     factor = hw.software.traffic if spread else 1.0
     if hw.dispatcher is not None and kernel.label in SORTS:
         factor *= hw.dispatcher.permute

@@ -29,7 +29,7 @@ NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Constants of a framework; by default those of the modelled kernels, fused and launched ahead. All fitted.
 
-    traffic: bytes that memory-bound kernels (of passes and of the update, but not the loss's or composed norms') move,
+    traffic: bytes that memory-bound kernels (of passes and of the update, but not the loss's) move,
     over those of fused ones. portable_attention: attention kernels are written for any GPU (FlashAttention 2), not for
     this one. attention: their seconds over those of such kernels. launch_us: what the host needs per kernel; null: the
     hardware file's. dispatch_us: from one kernel or message inside an op to the next at least, where none is dispatched
@@ -40,7 +40,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     gemm_streams, and of expert_streams where there are experts. tp_overlap: what a job's `[costs] tp_overlap` is where
     it says nothing. async_tp: where that is off, a column-parallel linear's messages of backward run beside its
     products: its input's gradient beside the weights', its input, gathered again, beside the input's. fp8_recipe: goes
-    before the hardware file's. loss, eager, keep_gathered, loss_vectors, composed_norms: see
+    before the hardware file's. loss, eager, keep_gathered, loss_vectors: see
     `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources: constant -> where it is from.
     """
 
@@ -62,14 +62,13 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     loss: Literal["parallel", "plain", "fused"] | None = None
     eager: bool = False
     keep_gathered: bool = False
-    composed_norms: bool = False
     sources: dict[str, str] = {}
 
     @property
     def style(self) -> KernelStyle:
         """What the framework keeps, for the model graph."""
         loss = self.loss or (TokenLossKind.PLAIN if self.eager else TokenLossKind.PARALLEL)
-        return KernelStyle(TokenLossKind(loss), self.eager, self.keep_gathered, self.loss_vectors, self.composed_norms)
+        return KernelStyle(TokenLossKind(loss), self.eager, self.keep_gathered, self.loss_vectors)
 
 
 def frameworks() -> tuple[str, ...]:

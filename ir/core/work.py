@@ -57,7 +57,6 @@ CAST = ".fp8"  # ends the label of a kernel that takes a tensor into fp8, out of
 SORTS = ("permute", "unpermute", "unpermute_backward")  # labels of kernels that sort rows by expert, or back
 DROPOUT = ".dropout"  # ends the label of an attention kernel that draws dropout
 LOSS = "loss."  # begins the label of a kernel of the loss
-COMPOSED = "composed."  # and of a norm made of elementwise kernels, all their bytes counted
 WEIGHT_GRAD = ".weight_grad"  # ends the label of a product that adds up a weight's gradient
 
 

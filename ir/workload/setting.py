@@ -93,14 +93,12 @@ class KernelStyle:
 
     eager: rope and activation are separate operations, each of whose results stays for backward. keep_gathered: what
     sequence parallelism gathers stays for backward. loss_vectors: kernels around the loss with a number per token.
-    composed_norms: an RMSNorm is one elementwise operation after the other, in fp32.
     """
 
     loss: TokenLossKind = TokenLossKind.PARALLEL
     eager: bool = False
     keep_gathered: bool = False
     loss_vectors: int = 0
-    composed_norms: bool = False
 
 
 FUSED_STYLE = KernelStyle()

@@ -8,7 +8,7 @@ from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.region import all_reduce, enter
-from ir.workload.parts.residual import composed_saved, normed, stats
+from ir.workload.parts.residual import normed, stats
 from ir.workload.setting import PartSetting, TokenLossKind
 
 ID_BYTES = 8  # of a token's number
@@ -70,7 +70,7 @@ def final_norm(s: PartSetting) -> PartWork:
         input_grad=(k.norm_backward(s, "final_norm_backward", n),),
         weight_grad=(),
         out_bytes=n * s.wide,
-        saved=(*composed_saved(s, n), stats(s)),
+        saved=(stats(s),),
     )
 
 

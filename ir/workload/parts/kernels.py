@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ir.core.work import CAST, COMPOSED, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
-from ir.workload.config.spec import NormLayerKind
+from ir.core.work import CAST, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
 from ir.workload.setting import PartSetting
 
 
@@ -105,30 +104,13 @@ def store(s: PartSetting, label: str, elements: int, byte_each: float) -> Work:
 
 
 def norm_forward(s: PartSetting, label: str, elements: int) -> Kernel:
-    """Read x, write y. Composed: to fp32, square, mean, times its root, back from fp32, times the weight."""
-    if composed(s):
-        return memory(s, f"{COMPOSED}{label}", elements * (20 + 2 * s.wide + _casts(s)))
+    """Read x, write y."""
     return memory(s, label, 2 * elements * s.wide)
 
 
 def norm_backward(s: PartSetting, label: str, elements: int) -> Kernel:
-    """Read dy and x, write dx; the weight's own gradient is a by-product.
-
-    Composed: the weight's two products and sum; the root's two and sum; mean and square; both gradients added up.
-    """
-    if composed(s):
-        return memory(s, f"{COMPOSED}{label}", elements * (60 + 6 * s.wide + _casts(s)))
+    """Read dy and x, write dx; the weight's own gradient is a by-product."""
     return memory(s, label, 3 * elements * s.wide)
-
-
-def composed(s: PartSetting) -> bool:
-    """Whether norms are elementwise kernels: LayerNorm is one everywhere."""
-    return s.style.composed_norms and s.config.norm is NormLayerKind.RMS
-
-
-def _casts(s: PartSetting) -> int:
-    """Bytes per element of a cast to fp32 and one back."""
-    return 2 * (s.wide + 4) if s.wide < 4 else 0
 
 
 def add(s: PartSetting, label: str, elements: int, terms: int = 2) -> Kernel:

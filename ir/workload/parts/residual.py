@@ -20,14 +20,6 @@ def gathered_input(s: PartSetting, features: int) -> tuple[SavedBuffer, ...]:
     return (SavedBuffer("gathered", s.cached(more), Pass.W, ("norm", "operators")),) if more else ()
 
 
-def composed_saved(s: PartSetting, elements: int) -> tuple[SavedBuffer, ...]:
-    """What a composed norm keeps inside of it: its input in fp32, and its output before the weight."""
-    if not k.composed(s) or not elements:
-        return ()
-    size = elements * ((4 if s.wide < 4 else 0) + s.wide)
-    return (SavedBuffer("norm_inside", size, Pass.I, ("norm", "operators")),)
-
-
 def stats(s: PartSetting, name: str = "norm_stats", norms: int = 1) -> SavedBuffer:
     """Norms' fp32 statistics per token: mean and reciprocal deviation, or the latter alone."""
     return SavedBuffer(name, norms * s.stream * (8 if s.config.norm is NormLayerKind.LAYER else 4), Pass.I)
@@ -75,7 +67,6 @@ def branch_saved(s: PartSetting, features: int, *, own: bool = True) -> tuple[Sa
     norms = int(own and place is not LayerNormPlace.BEHIND) + behind
     return (
         *read,
-        *composed_saved(s, n * norms),
         *gathered_input(s, features),
         *((stats(s, norms=norms),) if norms else ()),
         *((SavedBuffer("branch", n * s.wide, Pass.I),) if behind else ()),

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from ir.core.ops import Pass
-from ir.core.work import COMPOSED, DType, KernelKind, Work
+from ir.core.work import DType, KernelKind
 from ir.directives.shard import refill
 from ir.graph.build import model_graph
 from ir.graph.recompute import RecomputedLayers
@@ -26,7 +26,7 @@ from ir.workload.chunks import chunks
 from ir.workload.config.load import load_config
 from ir.workload.config.spec import ModelConfig
 from ir.workload.part import PartLayout, PlacedPart
-from ir.workload.setting import KernelStyle, MicrobatchShape, ModelPrecision
+from ir.workload.setting import MicrobatchShape, ModelPrecision
 from ir.workload.work import ConfigModelWork, part_work
 
 TOKENS = 128
@@ -150,26 +150,3 @@ def test_messages_of_tensor_parallelism_travel_again_but_for_reduce_scatters() -
     )
     again = [n for n in refill(split, source).nodes if n.kind is Pass.R]
     assert [[str(m.kind) for m in n.inline] for n in again] == [["all_gather"], ["all_gather"]]
-
-
-def test_composed_norms_move_what_their_operations_do() -> None:
-    """By hand, bytes of one element in bf16. Forward: to fp32, square, mean, times the root, back, times the weight."""
-    config = load_config("llama3-8b", {"num_hidden_layers": 1})
-    by_name = {k.label: k.bytes for k in _mlp(config) if k.label.startswith(COMPOSED)}
-    forward = (2 + 4) + (4 + 4) + 4 + (4 + 4) + (4 + 2) + (2 + 2)
-    weight, root = (2 + 2) + (2 + 2 + 2) + 2, (4 + 4) + (4 + 4 + 4) + 4
-    square, casts, both = (4 + 4) + 4 + (4 + 4 + 4), (2 + 4) + (4 + 2), 4 + 4 + 4
-    backward = weight + root + square + casts + both
-    each = TOKENS * config.hidden
-    assert by_name == {
-        f"{COMPOSED}post_norm": each * forward,
-        f"{COMPOSED}post_norm_backward": each * backward,
-    }
-    layered = _mlp(load_config("gpt2", {"n_layer": 1}))
-    assert not [k for k in layered if k.label.startswith(COMPOSED)], "LayerNorm is one kernel"
-
-
-def _mlp(config: ModelConfig) -> Work:
-    chunk, style, shape = chunks(config)[1], KernelStyle(composed_norms=True), MicrobatchShape(1, TOKENS)
-    w = part_work(config, chunk, chunk.parts[1], PartLayout(), shape, ModelPrecision(), style=style)
-    return (*w.forward, *w.input_grad)
