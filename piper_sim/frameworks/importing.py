@@ -226,13 +226,13 @@ def _kept(
 
 
 def _hints(file: JobFile) -> dict[str, str]:
-    """Words that name what no argument states: the tokenizer, and the GPU in the file's path."""
+    """Words that name what no argument states: the tokenizer, the program, and the GPU in the file's path."""
     tokenizer = " ".join(str(a.value) for a in file.arguments if "tokenizer" in a.name)
     path = "/".join(Path(file.path).parts[-4:]).lower()
     gpu = next(
         (g for g in sorted(gpus(), key=len, reverse=True) if g.split("-")[0] in re.split(r"[^a-z0-9]+", path)), ""
     )
-    return {"tokenizer": tokenizer, "gpu": gpu}
+    return {"tokenizer": tokenizer, "gpu": gpu, "program": file.program}
 
 
 def _config(file: JobFile, stated: Facts) -> Facts:

@@ -41,12 +41,15 @@ class JobArgument:
 
 @dataclass(frozen=True)
 class JobFile:
-    """A file, read: its arguments in order, the framework that it looks like, files that it writes by itself."""
+    """A file, read: its arguments in order, the framework that it looks like, files that it writes by itself, and the
+    program that it starts.
+    """
 
     path: str
     framework: str
     arguments: tuple[JobArgument, ...]
     inside: Mapping[str, str] = field(default_factory=dict)
+    program: str = ""
 
 
 def read_launch(path: str, framework: str | None = None, text: str | None = None) -> JobFile:
@@ -228,6 +231,7 @@ def _script(path: str, framework: str | None, text: str) -> JobFile:
         framework or _of_script(launcher, own),
         (*found, *own),
         {k.replace(UNSET, _SHOWN): v for k, v in job.files.items()},
+        Path(words[programs[-1]]).name if programs else "",
     )
 
 

@@ -25,7 +25,8 @@ EXPERTS = {"config", "num_experts", "num_local_experts", "n_routed_experts"}  # 
 
 
 def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
-    """The job of a launch. hints: words of the file that name what it does not state: "tokenizer", "gpu".
+    """The job of a launch. hints: words of the file that name what it does not state: "tokenizer", "gpu",
+    "program".
 
     >>> draft("megatron", {"tp": 2, "layers": 4, "hidden": 64, "heads": 4, "seq_len": 8}, {}).job["parallel"]["tp"]
     2
@@ -40,6 +41,7 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
     d.expect(not ahead, "pattern", "prediction modules of several layers are not built: there is none")
     f |= _by_pattern(layers)
     pp = f.get("pp", 1)
+    f = _lengths(d, f, hints)
     d.put("model", **model_of(d, f, stated, hints))
     stages = _schedule(d, f, pp)
     _parallel(d, f, stages)
@@ -49,6 +51,20 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
     _formats(d, f)
     d.filled = {k: v for k, v in d.filled.items() if d.job.get(k.split(".")[0], {}).get(k.split(".")[1]) == v[0]}
     return d
+
+
+def _lengths(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> Facts:
+    """With the one length of a GPT, whichever way it is written; or with lengths and layers of both towers."""
+    kind = tables()["programs"].get(hints.get("program", ""), "")
+    whose = "two towers have lengths of their own"
+    if kind != "t5":
+        length = f.get("seq_len") or f.get("encoder_seq_len") or f.get("decoder_seq_len")
+        d.expect(f.get("decoder_layers") in (None, f.get("layers")), "decoder_layers", "there is one tower: a GPT")
+        return {**f, "seq_len": length} if length else f
+    d.expect("seq_len" not in f or "decoder_seq_len" not in f, "seq_len", whose)
+    length = f.get("decoder_seq_len") or f.get("seq_len")
+    more = {"encoder_seq_len": f.get("encoder_seq_len") or f.get("seq_len"), "encoder_layers": f.get("layers")}
+    return {**f, "seq_len": length, **more, "layers": f.get("decoder_layers") or f.get("layers")}
 
 
 def _by_pattern(pattern: str) -> Facts:

@@ -52,7 +52,34 @@ def model_of(d: JobDraft, f: Facts, stated: Facts, hints: Mapping[str, str]) -> 
         d.doubts |= dict.fromkeys(sizes, f"not in the job: {why}")
         d.filled["model.config"] = (NO_MODEL, f"{why}: put yours here")
         return out | {"config": NO_MODEL}
+    kind = tables()["programs"].get(hints.get("program", ""), "")
+    if kind == "other":
+        d.doubts["layers"] = f"{hints['program']} trains another model: a GPT of these sizes is presumed"
+    if kind == "bert":
+        return out | _masked(d, f, hints)
+    if kind == "t5":
+        out |= {"encoder_seq_len": f["encoder_seq_len"]} if f.get("encoder_seq_len") else {}
     return out | _sized(d, f, hints)
+
+
+def _masked(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
+    """Megatron's BERT."""
+    act, gated = _activation(d, f)
+    d.expect(not gated, "activation", "BERT's MLP has no gate")
+    d.expect(f.get("norm") != "rms", "norm", "BERT's norms are LayerNorms")
+    drops = {"hidden_dropout_prob": f.get("hidden_dropout"), "attention_probs_dropout_prob": f.get("attention_dropout")}
+    return {
+        "model_type": "megatron-bert",
+        "vocab_size": _vocabulary(d, f, hints),
+        "hidden_size": f["hidden"],
+        "num_hidden_layers": f["layers"],
+        "num_attention_heads": f["heads"],
+        "intermediate_size": _ffn(d, f, gated),
+        "max_position_embeddings": f.get("positions") or f.get("seq_len") or 512,
+        "hidden_act": act,
+        "tie_word_embeddings": not f.get("untied", False),
+        **{k: v for k, v in drops.items() if v is not None},
+    }
 
 
 def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:

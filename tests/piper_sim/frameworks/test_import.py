@@ -322,3 +322,34 @@ def test_torchtitans_choices(
     schedule = found.job["schedule"]
     assert (schedule["recompute"], schedule.get("recompute_layers")) == (recompute, layers)
     assert ("activation_checkpoint.selective_ac_option" in listed(found, ASSUMED)) == doubtful
+
+
+TOWERS = "--hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --max-position-embeddings 48 --vocab-size 96"
+TOWERS += " --micro-batch-size 2 --global-batch-size 16 --bf16"
+
+
+def test_programs_say_which_model_is_trained(tmp_path: Path) -> None:
+    """Megatron's BERT and T5 have a GPT's arguments, and are none; other programs' models are said to be presumed."""
+    start = "torchrun --nproc_per_node 8 {} --num-layers 3 --seq-length 48 " + TOWERS
+    bert = imported(tmp_path, start.format("pretrain_bert.py"))
+    model = bert.job["model"]
+    assert (model["model_type"], model["num_hidden_layers"], model["seq_len"]) == ("megatron-bert", 3, 48)
+    assert prepare(job_from(bert.job)).config.form.bidirectional
+    gpt = imported(tmp_path, start.format("pretrain_gpt.py"))
+    assert gpt.job["model"]["model_type"] == "gpt2" and "--num-layers" in listed(gpt, UNDERSTOOD)
+    other = imported(tmp_path, start.format("tools/pretrain_vision_classify.py"))
+    assert other.job["model"] == gpt.job["model"] and "--num-layers" in listed(other, ASSUMED)
+
+
+def test_two_towers_have_lengths_and_layers_of_their_own(tmp_path: Path) -> None:
+    start = "torchrun --nproc_per_node 8 pretrain_t5.py --encoder-num-layers 3 --decoder-num-layers 2 "
+    found = imported(tmp_path, f"{start} --encoder-seq-length 48 --decoder-seq-length 16 {TOWERS}")
+    job = prepare(job_from(found.job))
+    assert (job.config.layers, job.config.encoder) == (5, 3) and not listed(found, UNKNOWN)
+    assert (job.job.model.seq_len, job.job.model.encoder_seq_len) == (16, 48)
+    assert "--decoder-num-layers" in listed(found, UNDERSTOOD)
+    same = imported(tmp_path, f"torchrun pretrain_t5.py --num-layers 4 --seq-length 32 {TOWERS}")
+    both = prepare(job_from(same.job))
+    assert (both.config.layers, both.config.encoder, both.job.model.seq_len) == (8, 4, 32)
+    one = imported(tmp_path, f"torchrun pretrain_gpt.py --num-layers 4 --decoder-num-layers 2 --seq-length 32 {TOWERS}")
+    assert one.job["model"]["n_layer"] == 4 and "--decoder-num-layers" in listed(one, ASSUMED)
