@@ -66,7 +66,14 @@ class ChunkCosts:
 
     @classmethod
     def of(cls, job: Job, model: JobModel, mesh: Mesh, hardware: DeviceHardware) -> ChunkCosts:
-        """job: resolved, its sizes checked against the model. Its schedule and ZeRO level do not matter."""
+        """job: resolved, its sizes checked against the model. Its schedule and ZeRO level do not matter.
+
+        Where some layers are recomputed: as quick as if none were, as lean as if all were.
+        """
+        if (s := job.schedule).recompute_layers is not None:
+            ways = (replace(s, recompute=how, recompute_layers=None) for how in ("none", s.recompute))
+            quick, lean = (cls.of(replace(job, schedule=way), model, mesh, hardware) for way in ways)
+            return replace(quick, saved=np.minimum(quick.saved, lean.saved))
         chunks = model.chunks
         names = [_kind(c) for c in chunks]
         first = {k: i for i, k in reversed(list(enumerate(names)))}

@@ -46,10 +46,6 @@ class JobSpace:
             fix = f"schedule.name instead of schedule.{given}"
             message = f"search cannot divide anew what {given} places"
             raise PiperError(ErrorKind.JOB, message, file=job.file, key=f"schedule.{given}", suggestion=fix)
-        if s.recompute_layers is not None:
-            message, fix = "search recomputes all layers or none", "leave it out"
-            key = "schedule.recompute_layers"
-            raise PiperError(ErrorKind.JOB, message, file=job.file, key=key, allowed="nothing", suggestion=fix)
         own = resolve(job, hardware.gpus_per_node)
         p, s = own.parallel, own.schedule
         gpus = p.tp * p.cp * p.pp * (p.dp or 1)
@@ -141,7 +137,9 @@ class JobSpace:
 
 
 def replaced(job: Job, changes: Changes) -> Job:
-    """A job with some keys changed; keys as `section.key`."""
+    """A job with some keys changed; keys as `section.key`. Another recompute than the job's is of all layers."""
+    if changes.get("schedule.recompute", job.schedule.recompute) != job.schedule.recompute:
+        job = replace(job, schedule=replace(job.schedule, recompute_layers=None))
     for section in ("parallel", "schedule", "model"):
         mine = {k.split(".", 1)[1]: v for k, v in changes.items() if k.startswith(f"{section}.")}
         if mine:

@@ -209,6 +209,8 @@ parallel.order=pp tp cp ep dp | precision.compute=fp8 | optimizer.clip_norm=0 | 
 schedule.merge=profile | schedule.delay_wgrad=true | cluster.gpus_per_node=3 | model.tie_word_embeddings=true
 costs.free=['all_to_all'] | parallel.bucket_MiB=1 | model.attention=unfused | parallel.cp=2
 schedule.microbatch_size=2 | costs.stage_times={F=0.01,B=0.02} | schedule.recompute=["norm","activation"]
+schedule.recompute=full & schedule.recompute_layers=1::2 | schedule.recompute=mlp & schedule.recompute_layers=1
+schedule.recompute=operators & schedule.recompute_layers=[0,5]
 """
 
 
@@ -221,8 +223,31 @@ def test_bounds_hold_whatever_a_job_asks_for(option: str) -> None:
         parallel = {"pp": r.choice([2, 4]), "tp": r.choice([1, 2]), "dp": r.choice([2, 4]), "ep": 2}
         parallel["zero"] = r.randrange(4)
         table = {"model": model, "parallel": parallel, "schedule": {"name": r.choice(names), "microbatches": 8}}
-        job = load_job(table, [option])
+        job = load_job(table, option.split(" & "))
         bounds, p = JobBounds(hardware_of(job)), predict(job)
         first, bound, peak = bounds.first(job), bounds.of(job), p.to_dict()["memory"]["device_peak_bytes"]
         assert first.seconds <= bound.seconds <= p.iteration_s
         assert first.device_bytes <= bound.device_bytes <= max(peak.values())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe", "interleaved-1f1b"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_bounds_hold_over_two_towers(name: str, recompute: str) -> None:
+    model = {"model_type": "t5", "num_layers": 5, "num_decoder_layers": 3, "seq_len": 64, "encoder_seq_len": 1024}
+    for pp, zero in ((2, 1), (4, 3)):
+        schedule = {"name": name, "microbatches": 8, "recompute": recompute}
+        job = load_job({"model": model, "parallel": {"pp": pp, "dp": 2, "zero": zero}, "schedule": schedule})
+        bounds, p = JobBounds(hardware_of(job)), predict(job)
+        bound, peak = bounds.of(job), p.to_dict()["memory"]["device_peak_bytes"]
+        assert bounds.first(job).seconds <= bound.seconds <= p.iteration_s
+        assert bound.device_bytes <= max(peak.values())
+
+
+def test_a_job_that_recomputes_some_layers_is_searched_beside_all_and_none() -> None:
+    table = {"model": {"config": "tiny-llama", "num_hidden_layers": 4, "seq_len": 64}, "parallel": {"pp": 2}}
+    table |= {"schedule": {"name": "1f1b", "microbatches": 4, "recompute": ["mlp", "attention"], "recompute_layers": 1}}
+    job = load_job(table | {"search": {"tp": [1], "pp": [2], "cp": [1], "zero": [1], "pin": ["name"]}})
+    space = JobSpace.of(job, hardware_of(job))
+    found = {(str(x.schedule.recompute), x.schedule.recompute_layers) for x in (space.job_of(c) for c in space)}
+    assert ("('mlp', 'attention')", 1) in found and {r for r, n in found if n is None} >= {"none", "full"}
+    assert search(job, budget_s=60.0).proven
