@@ -94,6 +94,8 @@ def parse_yaml(text: str, form: FileErrors, file: str) -> Any:
                 raise form.wrong("too many keys and values", file, None, f"{MOST_EVENTS:,} of them")
         value = loader(text).get_single_data()
     except yaml.YAMLError as e:
+        if "nesting" in str(getattr(e, "problem", "")):  # the library's own limit, from 6.0.4 on
+            raise form.wrong("nested too deep", file, None, "tables and lists 64 deep") from None
         at = getattr(e, "problem_mark", None)
         where = f"line {at.line + 1}" if at else None
         raise form.wrong(f"not YAML: {getattr(e, 'problem', None) or 'unreadable'}", file, where, "YAML") from None
