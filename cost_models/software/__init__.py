@@ -29,19 +29,20 @@ NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Constants of a framework; by default those of the modelled kernels, fused and launched ahead. All fitted.
 
-    traffic: bytes that memory-bound kernels (of passes and of the update, but not the loss's) move,
-    over those of fused ones. portable_attention: attention kernels are written for any GPU (FlashAttention 2), not for
-    this one. attention: their seconds over those of such kernels. launch_us: what the host needs per kernel; null: the
-    hardware file's. dispatch_us: from one kernel or message inside an op to the next at least, where none is dispatched
-    ahead. turn_us: where it waits for the device at each transfer between pipeline stages: what it then needs before
-    the next pass; 0: it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are made in before
-    kernels of their own add them to the sums, and that a second copy has where they are reduced between replicas.
-    library_MiB: what libraries keep allocated, but for workspaces of matrix products: the hardware file's, for each of
-    gemm_streams, and of expert_streams where there are experts. tp_overlap: what a job's `[costs] tp_overlap` is where
-    it says nothing. async_tp: where that is off, a column-parallel linear's messages of backward run beside its
-    products: its input's gradient beside the weights', its input, gathered again, beside the input's. fp8_recipe: goes
-    before the hardware file's. loss, eager, keep_gathered, loss_vectors: see
-    `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources: constant -> where it is from.
+    traffic: bytes that memory-bound kernels (of passes and of the update, but not the loss's) move, over those of
+    fused ones. portable_attention: attention kernels are written for any GPU (FlashAttention 2), not for this one.
+    attention: their seconds over those of such kernels. launch_us: what the host needs per kernel; null: the
+    hardware file's. dispatch_us: from one kernel or message inside an op to the next at least, where none is
+    dispatched ahead. turn_us: where it waits for the device at each transfer between pipeline stages: what it then
+    needs before the next pass; 0: it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are
+    made in before kernels of their own add them to the sums, and that a second copy has where they are reduced
+    between replicas. library_MiB: what libraries keep allocated, but for workspaces of matrix products: the hardware
+    file's, for each of gemm_streams, and of expert_streams where there are experts. tp_overlap: what a job's `[costs]
+    tp_overlap` is where it says nothing. async_tp: where that is off, a column-parallel linear's messages of backward
+    run beside its products: its input's gradient beside the weights', its input, gathered again, beside the input's.
+    fp8_recipe: goes before the hardware file's. loss,
+    eager, keep_gathered, loss_vectors: see `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources:
+    constant -> where it is from.
     """
 
     name: str = ""

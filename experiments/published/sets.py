@@ -171,8 +171,9 @@ def torchtitan(line: Line, job: Table) -> Facts:
         return {"why": "asynchronous tensor parallelism, or scales of rows"}
     if "HBM2e" in line["gpu"]:
         job["cluster"] = {"gpu": "h100-sxm", "hbm_GBps": 2400, "hbm_GiB": 95}
-    again = {"n": {}, "o": {"recompute": "operators"}, "l": {"recompute": "full", "recompute_layers": "1::2"}}
-    job["schedule"] |= again[line["recompute"].removeprefix("selective").lstrip(" (")[0]]
+    kind = line["recompute"].partition(" (every")[0]  # the first of two layers is kept, the second made again
+    some = {"recompute": "full", "recompute_layers": "1::2"} if kind == "selective layer" else {}
+    job["schedule"] |= {"recompute": "operators"} if kind in ("selective op", "selective(op SAC)") else some
     job["costs"]["software"] = "torchtitan-compiled" if line["torch_compile"] == "1" else "torchtitan"
     if line["precision"] != "bf16":
         job["precision"]["compute"] = "fp8"

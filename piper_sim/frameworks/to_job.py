@@ -14,7 +14,7 @@ from ir.schedules.registry import default_chunks, legal_chunks
 from ir.workload.layout import format_layout, parse_layout
 from piper_sim.frameworks.draft import Facts, JobDraft
 from piper_sim.frameworks.table import facts as tables
-from piper_sim.frameworks.to_model import model_of
+from piper_sim.frameworks.to_model import model_of, trained
 
 EVEN = {"megatron", "megatron-bridge", "nemo", "primus"}  # split layers evenly, and refuse where that leaves a rest
 
@@ -55,13 +55,12 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
 
 def _lengths(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> Facts:
     """With the one length of a GPT, whichever way it is written; or with lengths and layers of both towers."""
-    kind = tables()["programs"].get(hints.get("program", ""), "")
-    whose = "two towers have lengths of their own"
-    if kind != "t5":
+    if trained(hints) != "t5":
         length = f.get("seq_len") or f.get("encoder_seq_len") or f.get("decoder_seq_len")
         d.expect(f.get("decoder_layers") in (None, f.get("layers")), "decoder_layers", "there is one tower: a GPT")
         return {**f, "seq_len": length} if length else f
-    d.expect("seq_len" not in f or "decoder_seq_len" not in f, "seq_len", whose)
+    one = "seq_len" not in f or "decoder_seq_len" not in f
+    d.expect(one, "seq_len", "two towers have lengths of their own")
     length = f.get("decoder_seq_len") or f.get("seq_len")
     more = {"encoder_seq_len": f.get("encoder_seq_len") or f.get("seq_len"), "encoder_layers": f.get("layers")}
     return {**f, "seq_len": length, **more, "layers": f.get("decoder_layers") or f.get("layers")}

@@ -32,6 +32,15 @@ def named(family: str | None, name: str | None) -> Mapping[str, Any] | None:
     return hub[max(starts, key=len)] if starts else None
 
 
+def trained(hints: Mapping[str, str]) -> str:
+    """What Megatron's program trains where it is no GPT: "bert", "t5", "other"; else "".
+
+    >>> trained({"program": "pretrain_t5.py"}), trained({"program": "pretrain_gpt.py"})
+    ('t5', '')
+    """
+    return str(tables()["programs"].get(hints.get("program", ""), ""))
+
+
 def model_of(d: JobDraft, f: Facts, stated: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     """The job's `[model]`: sizes inline where the file states them, a preset where it names a model."""
     out: dict[str, Any] = {"seq_len": f["seq_len"]} if f.get("seq_len") else {}
@@ -52,12 +61,12 @@ def model_of(d: JobDraft, f: Facts, stated: Facts, hints: Mapping[str, str]) -> 
         d.doubts |= dict.fromkeys(sizes, f"not in the job: {why}")
         d.filled["model.config"] = (NO_MODEL, f"{why}: put yours here")
         return out | {"config": NO_MODEL}
-    kind = tables()["programs"].get(hints.get("program", ""), "")
-    if kind == "other":
+    trains = trained(hints)
+    if trains == "other":
         d.doubts["layers"] = f"{hints['program']} trains another model: a GPT of these sizes is presumed"
-    if kind == "bert":
+    if trains == "bert":
         return out | _masked(d, f, hints)
-    if kind == "t5":
+    if trains == "t5":
         out |= {"encoder_seq_len": f["encoder_seq_len"]} if f.get("encoder_seq_len") else {}
     return out | _sized(d, f, hints)
 

@@ -40,10 +40,9 @@ def _megatron(v: ModelValues, row: Row) -> Row:
     moe = {"moe": {**moe["moe"], **sparse}} if moe else {}
     layers = {"layers": len(blocks(v))} if blocks(v) else {}
     if encoder := v.size_or("encoder_num_layers", 0):
-        if experts or blocks(v):
-            v.refuse(
-                "encoder_num_layers", "an encoder beside experts or a pattern of layers is not built", allowed="null"
-            )
+        if experts or blocks(v) or v.flag("qk_layernorm"):
+            what = "experts, a pattern of layers or norms of queries and keys"
+            v.refuse("encoder_num_layers", f"an encoder beside {what} is not built", allowed="null")
         layers = {"layers": encoder + v.size("num_hidden_layers"), "encoder": encoder, "head_bias": True}
     return {**{k: x for k, x in row.items() if k not in left}, **more, **positions, **moe, **layers}
 

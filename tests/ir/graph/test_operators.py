@@ -70,10 +70,10 @@ def _layer(kind: str) -> tuple[Callable[[torch.Tensor], torch.Tensor], ModelConf
 
 
 class _Policy:
-    """Attention and every second product are kept, counting from the first; which bytes those are."""
+    """Attention and every second product are kept, counting from the first."""
 
     def __init__(self) -> None:
-        self.seen, self.kept = {False: 0, True: 0}, 0
+        self.seen = {False: 0, True: 0}
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if func == _ATEN.mm.default or func == _ATEN.addmm.default:

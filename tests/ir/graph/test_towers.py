@@ -148,5 +148,6 @@ def test_megatrons_arguments_say_two_towers() -> None:
     h, attn, mlp = 64, 4 * (64 * 64 + 64) + 2 * 64, 2 * 64 * 256 + 256 + 64 + 2 * 64
     count = sum({p.name: p.numel for c in model_chunks(config) for part in c.parts for p in part.params}.values())
     assert count == 96 * h + 48 * h + 96 + 5 * (attn + mlp) + 3 * attn + 2 * 2 * h
-    with pytest.raises(PiperError, match="encoder_num_layers"):
-        config_from({**raw, "vocab_size": 96, "max_position_embeddings": 48, "num_experts": 4}, "x")
+    for more in ({"num_experts": 4}, {"qk_layernorm": True}):
+        with pytest.raises(PiperError, match="encoder_num_layers"):
+            config_from({**raw, "vocab_size": 96, "max_position_embeddings": 48, **more}, "x")

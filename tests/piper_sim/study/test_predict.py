@@ -178,6 +178,10 @@ def test_a_routing_that_prefers_nobody_is_balanced(name: str, routing: dict[str,
         more: dict[str, Any] = {"parallel": EVEN, "schedule": {"name": name}, "cluster": cluster}
         plain, same = answer(**more), answer(**more, routing=routing)
         assert {**same, "job_digest": 0} == {**plain, "job_digest": 0}
+    some = {"schedule": {"name": name, "recompute": "full", "recompute_layers": "1::2"}}
+    plain, same = answer(**{**more, **some}), answer(**{**more, **some}, routing=routing)
+    assert {**same, "job_digest": 0} == {**plain, "job_digest": 0}  # each layer's buffers are its own
+    plain = answer(**more)
     told = answer(**more, routing={**routing, "strength": 1.5})
     assert told["cost_digest"] != plain["cost_digest"] and told["plan_digest"] == plain["plan_digest"]
 

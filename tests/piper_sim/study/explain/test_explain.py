@@ -99,6 +99,16 @@ def test_a_what_if_is_what_simulate_says_with_those_changes() -> None:
     assert predict(changed(job, {})).iteration_s == found.iteration_s
 
 
+def test_some_recomputed_layers_are_held_against_none_and_all() -> None:
+    table = _job(schedule={"recompute": "full", "recompute_layers": "1::2"})
+    found = {w.name: w for w in explain(job_from(table)).what_ifs if w.name.startswith("recompute")}
+    assert found["recompute none"].gain_s > 0 > found["recompute full"].gain_s
+    for how in ("none", "full"):
+        said, meant = settings(found[f"recompute {how}"].changes), _job(schedule={"recompute": how})
+        seconds = {predict(load_job(table, set=said)).iteration_s, predict(job_from(meant)).iteration_s}
+        assert seconds == {found[f"recompute {how}"].iteration_s}
+
+
 def test_a_difference_sums_to_the_difference() -> None:
     a, b = job_from(_job()), job_from(_job(cluster={"speed": {"2": 0.5}}))
     found = explain(a, b)
