@@ -93,8 +93,9 @@ class JobSchedule:
     behind its communication. layout: Megatron's string, which part stands on which stage, instead of parallel.layers.
     global_batch: sequences of a step, instead of microbatches: dp · microbatches · microbatch_size. flushes: how often
     the pipeline runs empty in a step; each time, a named schedule takes microbatches / flushes. p2p: blocking: stages
-    compute nothing beside a transfer, as in Megatron's 1F1B without interleaving. recompute_layers: the decoder layers
-    that recompute is true of: a list, a slice ("1::2", every second), or how many of each stage; left out, all.
+    compute nothing beside a transfer, as in Megatron's 1F1B without interleaving; ordered: a rank's transfers take
+    turns, in one order of all ranks, so that the plan finishes even where no two messages overlap. recompute_layers:
+    the decoder layers that recompute is true of: a list, a slice ("1::2"), or how many of each stage; left out, all.
     """
 
     name: Text | None = None
@@ -110,7 +111,7 @@ class JobSchedule:
     recompute_layers: Natural | Text | tuple[Natural, ...] | None = None
     merge: Annotated[str, words("alternate", "template", "profile", said="merge")] = "alternate"
     delay_wgrad: bool = False
-    p2p: Annotated[str, words("overlapped", "blocking", said="p2p")] = "overlapped"
+    p2p: Annotated[str, words("overlapped", "blocking", "ordered", said="p2p")] = "overlapped"
     layout: Text | None = None
 
 

@@ -10,6 +10,7 @@ from ir.job import Job
 from ir.job.build import PreparedJob
 from ir.plan.text import plan_digest
 from ir.schedules.registry import canonical, default_chunks
+from ir.verify.deadlock import takes_turns
 from piper_sim.memory.timeline import bands
 from piper_sim.pricing.costs import OpCosts
 from piper_sim.report.units import GIB
@@ -17,6 +18,7 @@ from piper_sim.study.breakdown import StepBreakdown
 from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.sure import WAITS, PredictionTraits, fits_probability, interval
 
+MESSAGES = ("side by side", "any order")  # of a rank's communicators: what a plan counts on in order to finish
 GENERIC = "generic"  # no framework named: fused kernels, launched ahead
 Object = dict[str, Any]  # as JSON has it
 
@@ -48,6 +50,7 @@ def simulate_object(p: PlannedJob, costs: OpCosts, times: StepBreakdown, steps: 
         "folded": {"replicas_simulated": p.classes.count, "replicas": len(p.classes.of)},
         "host_model": job.costs.host_model,
         "interference_level": job.costs.interference,
+        "messages": MESSAGES[takes_turns(p.plan)],
         "software": job.costs.software or GENERIC,
         "cost_source": p.sources.word,
         "cost_shares": p.sources.shares,

@@ -11,12 +11,14 @@ from typing import Any
 from ir.job.run_options import JobRunOptions
 from ir.plan.text import plan_text
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, trace_files, width, write
+from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, trace_files, warn, width, write
+from piper_sim.app.commands.simulate import COUNTS_ON_OVERLAP
 from piper_sim.report.metrics import FILE as METRICS
 from piper_sim.report.metrics import write_metrics
 from piper_sim.report.tensorboard import StepEvents, step_events
 from piper_sim.report.timeline import text_timeline
 from piper_sim.study.predict import predict
+from piper_sim.study.simulate import MESSAGES
 
 FILES = (
     "ranks.json", "routing.csv", "log.jsonl", METRICS, "run.json", "plan.txt", "timeline.png", "trace.json.gz",
@@ -34,6 +36,8 @@ def main(args: argparse.Namespace) -> int:
     out = None if args.out is None else Path(args.out)
     refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work
     options = JobRunOptions.of(args, args.ranks)
+    if options.backend == "nccl" and p.to_dict()["messages"] == MESSAGES[False]:
+        warn([COUNTS_ON_OVERLAP])
     saving = CheckpointOptions(args.save, args.every, args.keep, args.force, args.resume)
     board = nullcontext() if args.tensorboard is None else step_events(Path(args.tensorboard))
     with board as events, progress(f"running {args.steps} step(s) on {args.ranks} processes"):
