@@ -145,6 +145,7 @@ def _attention_share(kernel: Kernel, hw: DeviceHardware, sms: int) -> float:
     """Share of peak of a fused attention kernel; forward and backward are told apart by their FLOPs (or the label)."""
     a = hw.attention
     written = (a.portable if hw.software.portable_attention else 1.0) / hw.software.attention
+    written *= a.sustained if hw.training else 1.0
     if not kernel.shape:
         return written * a.forward_efficiency * sms / hw.sms
     if len(kernel.shape) != 6 or min(kernel.shape) < 1:
