@@ -2,7 +2,8 @@
 
 Tables: gemm_*.csv (gpu, dtype, m, n, k, us), attention_*.csv, sdpa*.csv (both passes), nccl*.csv with the columns of
 the small ones in `experiments/published/data/kernels`, which are read where no folder is given. Kernels there were
-measured by themselves: short bursts at boost clocks, so the hardware files are taken as they are, not `in_training()`. A product in fp8 is measured with the quantising of x in front of it.
+measured by themselves: short bursts at boost clocks, so the hardware files are taken as they are, not `in_training()`.
+A product in fp8 is measured with the quantising of x in front of it.
 """
 
 import argparse

@@ -45,7 +45,7 @@ def test_both_passes_of_attention(gpu):
 def test_the_attention_of_hopper_in_training_is_below_that_of_bursts():
     """The file's is of a training profile: nothing of this table was fitted."""
     for of, most in (("forward", 0.13), ("backward", 0.17)):
-        assert 0.0 < median(FOUND["sdpa", "h200", of]) and max(sizes(FOUND, "sdpa", "h200", of)) < most
+        assert median(FOUND["sdpa", "h200", of]) > 0.0 and max(sizes(FOUND, "sdpa", "h200", of)) < most
 
 
 def test_the_table_prints(capsys):
