@@ -80,8 +80,9 @@ class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ramp_tokens: KV length at which half of that is reached. head_exponent: efficiency ~ (head dim / 128) ** this, with
     the mean of the query-key and the value dim, at most head_limit. portable: rate of a kernel written for any GPU
     (FlashAttention 2) over that of one written for this one; 1 where that is the best there is. sustained: what
-    training leaves of the rates, where they were measured in short bursts. dropout: what drawing it leaves of the rates, forward and backward; 75-85 and 60-70 % of FlashAttention 4's on GB200
-    (Dao-AILab/flash-attention pull request 2597), nothing found of others.
+    training leaves of the rates, where they were measured in short bursts. dropout: what drawing it leaves of them,
+    forward and backward; 75-85 and 60-70 % of FlashAttention 4's on GB200 (Dao-AILab/flash-attention pull request
+    2597), nothing found of others.
     """
 
     forward_efficiency: Share
