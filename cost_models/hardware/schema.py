@@ -82,7 +82,8 @@ class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     (FlashAttention 2) over that of one written for this one; 1 where that is the best there is. sustained: what
     training leaves of the rates, where they were measured in short bursts. dropout: what drawing it leaves of them,
     forward and backward; 75-85 and 60-70 % of FlashAttention 4's on GB200 (Dao-AILab/flash-attention pull request
-    2597), nothing found of others.
+    2597), nothing found of others. fixed: what one order of sums (`[costs] deterministic`) leaves of the backward rate;
+    fixed_dropout: of both rates before dropout, where no usual kernel can do both and another one runs.
     """
 
     forward_efficiency: Share
@@ -93,6 +94,8 @@ class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     portable: Share = 1.0
     sustained: Share = 1.0
     dropout: tuple[Share, Share] = (0.8, 0.65)
+    fixed: Share = 1.0
+    fixed_dropout: tuple[Share, Share] | None = None
 
 
 class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -123,7 +126,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     slowest.
     software: the framework that runs on it, from `[costs] software`; dispatcher: what carries tokens to experts, from
     `[costs] dispatcher`, None: sorted once, deduplicated, on comm_sms; training: whether it is at the clocks of a long
-    run, not of a short burst, as for every job; no keys of a hardware file.
+    run, not of a short burst, as for every job; deterministic: of `[costs]`; no keys of a hardware file.
     leaf_nodes: nodes under one leaf switch; null: all. oversubscription: a leaf's NICs together over its uplinks.
     """
 
@@ -170,6 +173,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     software: Annotated[FrameworkCosts, HIDDEN] = FrameworkCosts()
     dispatcher: Annotated[ExpertDispatcher | None, HIDDEN] = None
     training: Annotated[bool, HIDDEN] = False
+    deterministic: Annotated[bool, HIDDEN] = False
 
     def in_training(self) -> DeviceHardware:
         """The same device under the sustained load of a training run.

@@ -130,7 +130,8 @@ class JobRouting:
 class JobCosts:
     """Where seconds come from. free: what is taken to cost none, for what-ifs. tp_overlap: messages of tensor
     parallelism run in pieces under the products beside them (Megatron's user buffers); left out: what the software
-    does. cuda_graphs: passes: each op is launched as one; step: the host launches nothing.
+    does. cuda_graphs: passes: each op is launched as one; step: the host launches nothing. deterministic: sums have one
+    order, as with Megatron's --deterministic-mode: attention's backward is slower.
     """
 
     profile: Text | None = None
@@ -142,6 +143,7 @@ class JobCosts:
     free: tuple[Free, ...] = ()
     tp_overlap: bool | None = None
     cuda_graphs: Annotated[str, words("none", "passes", "step", said="what CUDA graphs cover")] = "none"
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,7 @@ def _megatron(prepared: PreparedJob, dp: int, size: int, mbs: int) -> Facts:
     f |= {"attention": job.model.attention} if job.model.attention != "flash" else {}
     f |= {"tp_overlap": job.costs.tp_overlap} if job.costs.tp_overlap is not None else {}
     f |= {"cuda_graphs": job.costs.cuda_graphs} if job.costs.cuda_graphs != "none" else {}
+    f |= {"deterministic": True} if job.costs.deterministic else {}
     if job.costs.dispatcher not in (None, "nccl"):
         f |= {"dispatcher_type": "flex", "dispatcher": job.costs.dispatcher}
     return f

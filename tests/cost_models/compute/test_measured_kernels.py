@@ -4,8 +4,9 @@ from statistics import median, quantiles
 
 import pytest
 
-from experiments.kernels import errors, main
-from experiments.published.rows import DATA
+from cost_models import load_hardware
+from experiments.kernels import GPUS, errors, main
+from experiments.published.rows import DATA, lines
 
 FOUND = errors(DATA / "kernels")
 OTHER = {"a100": "h100", "h100": "b200", "h200": "b200", "b200": "h100", "gb200": "b200", "gb300": "gb200"}
@@ -46,6 +47,14 @@ def test_the_attention_of_hopper_in_training_is_below_that_of_bursts():
     """The file's is of a training profile: nothing of this table was fitted."""
     for of, most in (("forward", 0.13), ("backward", 0.17)):
         assert median(FOUND["sdpa", "h200", of]) > 0.0 and max(sizes(FOUND, "sdpa", "h200", of)) < most
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h200", "gb200", "gb300"])
+def test_one_order_of_sums_costs_backward_what_was_measured(gpu):
+    hardware = load_hardware(GPUS[gpu]).attention
+    rows = [x for x in lines(DATA / "kernels" / "sdpa.csv") if x["gpu"] == gpu and x["ms_fixed"]]
+    assert len(rows) >= 4
+    assert median(float(x["ms"]) / float(x["ms_fixed"]) for x in rows) == pytest.approx(hardware.fixed, abs=0.02)
 
 
 def test_the_table_prints(capsys):
