@@ -30,7 +30,7 @@ from piper_sim.pricing.measured import profile_of
 
 
 def hardware_of(job: Job) -> DeviceHardware:
-    """The hardware file of `[cluster]` with its inline overrides; software, dispatcher, deterministic of `[costs]` on it."""
+    """The hardware file of `[cluster]` with its inline overrides; `[costs]`' software, dispatcher, deterministic."""
     gpu = job.cluster.gpu
     software = job.costs.software and named_path(job.file, job.costs.software, frameworks())
     try:
