@@ -58,6 +58,8 @@ def prepare_priced(job: Job, hardware: DeviceHardware, most_layers: int | None =
         times = op_times(probe, hardware)
     made = prepare(job, hardware.gpus_per_node, times, weigh(job, hardware), most_layers, hardware.software.style)
     check_routing(job, made.config)
+    if hardware.software.gather_on_demand:
+        made = replace(made, policy=replace(made.policy, gather_on_demand=True))
     if made.policy.merge is PassMerge.PROFILE:
         made = replace(made, policy=replace(made.policy, seconds=node_seconds(made, hardware)))
     return made
