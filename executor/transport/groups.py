@@ -95,9 +95,10 @@ class GroupTransport:
         index, kind = group.members.index(self.rank), getattr(dist.ProcessGroup.BackendType, self.backend.upper())
         made: Any = dist.ProcessGroup(store, index, len(group.members))
         made._set_default_backend(kind)
-        made._register_backend(self.where, kind, self._connection(group, index, store))
+        made._register_backend(self.where, kind, backend := self._connection(group, index, store))
         made._set_group_name(group.label)  # both are what flight records call it
         made._set_group_desc(group.label)
+        backend.eager_connect_single_device(self.where)  # NCCL's communicator, now; gloo's is there
         return made
 
     def _connection(self, group: TransportGroup, index: int, store: Any) -> Any:
@@ -232,12 +233,10 @@ class NcclTransport(GroupTransport):
         return options
 
     def _connection(self, group: TransportGroup, index: int, store: Any) -> Any:
-        """With a communicator at once. Members give it one number of blocks, that of the busiest of them."""
+        """All members give a communicator as many blocks: as the busiest of them can spare."""
         options = self._options(blocks_each(group.crowd, _sms(self.device)))
         options.group_name, options.global_ranks_in_group = group.label, list(group.members)
-        made = dist.ProcessGroupNCCL(store, index, len(group.members), options)
-        made.eager_connect_single_device(self.where)
-        return made
+        return dist.ProcessGroupNCCL(store, index, len(group.members), options)
 
     def _use(self, group: TransportGroup, kind: MessageKind) -> GroupTransportHandle:
         """Once, in the one order that all ranks make groups in: each kind connects ranks in its own way, when first

@@ -185,6 +185,27 @@ def test_who_is_gone_while_groups_are_made_is_named(demo: Plan, monkeypatch: pyt
     dist.destroy_process_group()
 
 
+def test_a_communicator_has_its_name_before_it_is_made(demo: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Recorder:
+        BackendType, group_desc = dist.ProcessGroup.BackendType, ""
+
+        def __init__(self, *_: object) -> None:
+            self._note: Callable[[str], None] = calls.append
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_: self._note(name)
+
+    monkeypatch.setattr(dist, "ProcessGroup", Recorder)
+    monkeypatch.setattr(FakeNccl, "_connection", Recorder)
+    FakeNccl(dist.HashStore(), 0, topology(demo), alone=True)
+    dist.destroy_process_group()
+    made = ["_set_default_backend", "_register_backend", "_set_group_name", "_set_group_desc"]
+    n = len(needed(demo, 0))
+    assert calls[: 5 * n] == [*made, "eager_connect_single_device"] * n and not {*calls[5 * n :]} & {*made}
+
+
 def test_all_members_give_a_communicator_as_many_blocks(demo: Plan) -> None:
     t = topology(demo)
     found: dict[str, set[int]] = {}
