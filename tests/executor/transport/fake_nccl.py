@@ -5,6 +5,7 @@ Gloo moves the bytes; for a world of which only one rank is here, nobody does.
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined]
@@ -60,7 +61,7 @@ class FakeNccl(NcclTransport):
     ) -> None:
         self.made: dict[str, int] = {}
         self.noted: list[tuple[str, str]] = []
-        begin = dist.init_process_group
+        begin = dist.init_process_group  # type: ignore[attr-defined]
 
         def without_device(backend: str, *, device_id: object, pg_options: _Options, **options: Any) -> None:
             self.made["world"] = pg_options.config.max_ctas
@@ -74,12 +75,9 @@ class FakeNccl(NcclTransport):
             return ProcessGroupGloo(store, index, size, self.timeout)
 
         connected.Options = _Options  # type: ignore[attr-defined]
-        dist.init_process_group, dist.ProcessGroupNCCL = without_device, connected  # type: ignore[attr-defined,assignment]
-        try:
+        fakes = {"init_process_group": without_device, "ProcessGroupNCCL": connected}
+        with patch.multiple(dist, create=True, **fakes):
             super().__init__(store, rank, topology, HostDevice(), timeout_s)
-        finally:
-            dist.init_process_group = begin  # type: ignore[attr-defined]
-            del dist.ProcessGroupNCCL
 
     def _make(self, group: TransportGroup, store: Any) -> Any:
         return _Noting(super()._make(group, store), self.noted)
