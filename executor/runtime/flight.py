@@ -30,7 +30,12 @@ _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # NCCL's with CUDA ev
 
 
 def arm(folder: Path, rank: int) -> None:
-    """From now on, `SIGUSR2` writes the stacks of all threads to `folder`, even of one that hangs inside a library."""
+    """From now on, `SIGUSR2` writes the stacks of all threads to `folder`, even of one that hangs inside a library.
+
+    And torch notes what process groups are given, which 2.10 does not unless it is told how much to keep.
+    """
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     file = os.open(stacks_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     faulthandler.register(SIGNAL, file, all_threads=True)
 
