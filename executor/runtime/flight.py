@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -188,7 +189,7 @@ def pointed(error: PiperError, out: Path | None, parted: str = "") -> PiperError
 Entries = Sequence[Mapping[str, Any]]  # what torch's flight recorder tells of a rank, oldest first
 
 
-def kept_parting(out: Path, suspect: int) -> str:
+def kept_parting(out: Path, suspect: int | None = None) -> str:
     """`first_parting` of what ranks left in `out`/flight; of another torch's records, perhaps, nothing."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = {f.stem.removeprefix("rank-"): json.loads(f.read_text("utf-8")) for f in (out / FOLDER).glob("*.json")}
@@ -247,3 +248,7 @@ def _said(entry: Mapping[str, Any]) -> str:
     """An operation as all members should have it: of an exchange each has sizes of its own."""
     name = str(entry["profiling_name"]).partition(":")[2]
     return name if "all_to_all" in name or "input_sizes" not in entry else f"{name} of {entry['input_sizes']}"
+
+
+if __name__ == "__main__":  # python -m executor.runtime.flight DIR
+    print(kept_parting(Path(sys.argv[1])) or "no collective is seen in which ranks part")

@@ -6,6 +6,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -97,6 +99,8 @@ def test_the_error_names_the_first_collective_in_which_ranks_part(tmp_path: Path
         launch.launch(parting, 3, out=tmp_path, watchdog_s=2.0)
     said = "; rank 0, 1 was in all_reduce of [[3]] and rank 2 was in all_gather of [[3]], number 4 of group dp:0,1,2"
     assert str(info.value.suggestion).endswith(said)
+    told = [sys.executable, "-m", "executor.runtime.flight", str(tmp_path)]
+    assert f"; {subprocess.run(told, capture_output=True, text=True, check=True).stdout}" == f"{said}\n"
 
 
 def _records(seed: int, kept: int) -> dict[int, list[dict[str, Any]]]:
