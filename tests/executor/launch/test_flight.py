@@ -139,6 +139,18 @@ def test_only_what_differs_is_found_wherever_it_is_and_however_much_was_dropped(
             assert words in found and str(rank) in found.split(", and rank ")[1]
 
 
+def test_of_two_partings_the_one_is_named_that_the_failed_rank_has_not_joined() -> None:
+    """Rank 1 waits for rank 2, and so has not joined what rank 0 began before."""
+
+    def only(group: str, at: int) -> list[dict[str, Any]]:
+        one = {"profiling_name": "gloo:barrier", "process_group": ["", group], "collective_seq_id": 1, "is_p2p": False}
+        return [{**one, "record_id": 0, "time_created_ns": at}]
+
+    records = {0: only("dp:0,1", 1), 1: only("ep:1,2", 5), 2: []}
+    assert first_parting(records, suspect=2) == "rank 1 was in barrier, number 1 of group ep:1,2, and rank 2 was not"
+    assert first_parting(records) == "rank 0 was in barrier, number 1 of group dp:0,1, and rank 1 was not"
+
+
 def test_without_a_folder_nothing_is_asked_and_a_run_that_ends_well_leaves_nothing(tmp_path: Path) -> None:
     assert failed("raise", None).suggestion is None
     (tmp_path / "flight").mkdir()
