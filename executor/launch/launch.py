@@ -16,7 +16,7 @@ from typing import Any
 from executor.device.progress import RankRecord, RankState, create, read
 from executor.launch.forkserver import RankForkServer, RankServerGone
 from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
-from executor.runtime.flight import FOLDER, keep, pointed
+from executor.runtime.flight import FOLDER, keep, kept_parting, pointed
 from executor.runtime.given import given_name
 from executor.runtime.target import Target, describe, write_whole
 from ir.core.errors import ErrorKind, PiperError
@@ -119,7 +119,7 @@ def launch(
         except RankFailed as error:
             if out is not None:
                 keep(out, run.folder, run.alive.values(), run.seen, lambda: server.send(ask=list(run.alive)))
-                pointed(error, out if (out / FOLDER).is_dir() else None)
+                pointed(error, out if (out / FOLDER).is_dir() else None, kept_parting(out, error.rank))
             raise
         finally:
             _end(server, run)

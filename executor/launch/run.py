@@ -163,6 +163,7 @@ def gathered(prepared: PreparedJob, plan: Plan, results: list[dict[str, Any]]) -
         "aux_losses": [_balance(results, step) for step in range(steps)] if any(map(any, _told(results))) else None,
         "first_step": results[0]["first_step"],
         "iteration_s": median(_durations(results)),
+        "connect_s": max(r["connect_s"] for r in results),
         "memory": {"peak_allocated_bytes": peaks, "persistent_bytes": held},
         "ranks": prepared.ranks,
         "slowest": None if late is None else {"rank": late.rank, "waited_s": late.waited_s},
