@@ -21,7 +21,7 @@ from executor.runtime.interpreter import RESULTS
 from ir.plan.host import host_reads
 from ir.plan.places import RankPlacement
 from tests.executor.device.races import PLANS, raced
-from tests.executor.runs import judged
+from tests.executor.runs import far, judged
 
 EXPERTS = ("model.config=tiny-moe", "precision.compute=bf16")
 SPREAD = (*EXPERTS, "parallel.dp=2", "parallel.ep=2")
@@ -73,6 +73,14 @@ def test_the_host_waits_where_the_model_says_and_nowhere_else(name: str, tmp_pat
     found, wanted = _census(tmp_path, *COMPOSITIONS[name])
     assert found == wanted
     assert any(wanted) == ("parallel.ep=2" in COMPOSITIONS[name])
+
+
+@pytest.mark.parametrize("format", ["fp64", "fp32"])
+@pytest.mark.parametrize("clip", ["0.0", "0.05", "1e9"])  # never, always, never but asked for
+def test_a_host_that_reads_less_trains_the_same(format: str, clip: str) -> None:
+    sets = ("model.config=tiny-moe", "parallel.dp=2", "parallel.ep=2", "parallel.zero=1", f"precision.compute={format}")
+    clipped = (*sets, f"optimizer.clip_norm={clip}", "optimizer.name=sgd", "optimizer.lr=0.1")
+    assert far(*clipped, steps=3, backend="local", racecheck=True) < {"fp64": 1e-12, "fp32": 1e-4}[format]
 
 
 def test_counts_that_a_run_keeps_are_read_behind_the_step(tmp_path: Path) -> None:
