@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor, dtype, float64
 
 from executor.optim.flat import FlatBucket
-from executor.optim.optimizer import Optimizer, ParamGradients, Runs, clip_scale, decay_of, norm_of, square_sums
+from executor.optim.optimizer import Optimizer, ParamGradients, Runs, clip_scale, decay_of, global_norm, square_sums
 from executor.parallel.collective import Collective
 from executor.transport.base import Transport, TransportHandle
 from ir.core.errors import ErrorKind, PiperError
@@ -127,7 +127,7 @@ class BucketSync:
             return
         if self.config.clip_norm:  # a job of one rank has no collective for it
             sums = self.squares() if self._sums is None else self._sums
-            self.norm = sums.sum().sqrt() if self.ahead else norm_of(sums)
+            self.norm = global_norm(sums, ahead=self.ahead)
         grads: dict[str, Tensor] = {n: self.grads[n] for n in self.alone}
         grads |= {f"flat:{k}": f.reduced for k, f in self.flat.items()}
         clip, single = self.config.clip_norm, self._single_clip
