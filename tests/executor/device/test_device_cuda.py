@@ -62,6 +62,15 @@ class _Cuda:
         return Stream()
 
 
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    """A device asks torch for kernels that repeat themselves, which compile otherwise: not for tests behind these."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
 def test_cuda_lanes_are_streams_and_marks_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = _Cuda()
     monkeypatch.setattr("executor.device.device._Event", fake.event)
