@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
-from executor.device.device import Lane
-from executor.device.memory import OpWatch
+from executor.device.device import DeviceCopy, Lane
+from executor.device.host_syncs import DeviceSyncCensus, tell_reads
+from executor.device.race_watch import OpRaceWatch
 
 Clock = dict[int, int]  # lane → how many of its ops had happened
 MOST = 100  # races that are kept
-_READS_ON_HOST = {torch.ops.aten._local_scalar_dense.default}
 
 
 @dataclass(frozen=True)
@@ -50,22 +49,27 @@ class DeviceRace:
 
 @dataclass
 class _Access:
-    """low, high: bytes. tick: of the lane. what: for people."""
+    """low, high: bytes. tick: of the lane. what: for people. over: the host has waited for it."""
 
     low: int
     high: int
     lane: int
     tick: int
     what: str
+    over: bool = False
 
 
 @dataclass
 class _Block:
-    """A storage: bytes, the lane it was taken on, its writes that nothing has covered, the reads since."""
+    """A storage: bytes, the lane it was taken on, its writes that nothing has covered, the reads since.
+
+    host: it is memory of the host's, which no device reads by itself.
+    """
 
     size: int
     lane: int
     alive: weakref.ref[Any]
+    host: bool = False
     writes: list[_Access] = field(default_factory=list)
     reads: list[_Access] = field(default_factory=list)
 
@@ -83,6 +87,7 @@ class DeviceRaceMark:
     def wait(self) -> None:
         """Whatever this host launches from now on is behind it, on any lane."""
         self.waited = True
+        self.device.syncs.note("a mark")
         self.device.known(self.clock)
 
     def seconds(self) -> float:
@@ -104,6 +109,7 @@ class RaceDevice:
         self.clocks: list[Clock] = []
         self.names: list[str] = []
         self.races: list[DeviceRace] = []
+        self.syncs = DeviceSyncCensus()
         self.lock = threading.RLock()
         self._mine = threading.local()
         self._host_lanes: set[int] = set()
@@ -116,7 +122,12 @@ class RaceDevice:
         """This thread's ops are watched from now on, whatever other modes come and go above."""
         if not getattr(self._mine, "watched", False):
             self._mine.watched = True
+            tell_reads(self._read)
             OpRaceWatch(self).__enter__()  # type: ignore[no-untyped-call]
+
+    def at(self, op: str) -> None:
+        """See `Device.at`."""
+        self.syncs.begin(op)
 
     def lane(self, name: str) -> Lane:
         """A new queue; what runs in it without a mark of another lane is ordered by itself alone."""
@@ -150,6 +161,12 @@ class RaceDevice:
         """See `Device.unseen`: all but this device's own look away."""
         return _alone(self)
 
+    def fetch(self, tensors: Sequence[Tensor]) -> DeviceCopy:
+        """See `Device.fetch`."""
+        found = [t.clone() for t in tensors]
+        self.lifted(found)
+        return DeviceCopy(self.mark(), tuple(found))
+
     def known(self, clock: Clock) -> None:
         """The host of this thread has waited for all that."""
         if not self.deaf:
@@ -172,7 +189,7 @@ class RaceDevice:
             for tensor in read:
                 if (span := self._span(tensor, me)) is not None:
                     block, low, high = span
-                    access = _Access(low, high, me, tick, f"read by {name}")
+                    access = _Access(low, high, me, tick, f"read by {name}", host)
                     self._ask(block, access, clock, block.writes)
                     old = [a for a in block.reads if (a.lane, a.low, a.high) != (me, low, high)]
                     block.reads = [*old, access]
@@ -186,6 +203,33 @@ class RaceDevice:
             for tensor in tensors:
                 self._block(tensor, self._current())
             self._bury()
+
+    def lifted(self, tensors: list[Tensor]) -> None:
+        """They are the host's."""
+        with self.lock:
+            for tensor in tensors:
+                if (block := self._block(tensor, self._current())) is not None:
+                    block.host = True
+
+    def of_host(self, tensor: Tensor, *, taken: bool = False) -> bool:
+        """Whether it lies in the host's memory. taken: the device has it from now on."""
+        with self.lock:
+            block = self._block(tensor, self._current())
+            found = block is not None and block.host
+            if block is not None and taken:
+                block.host = False
+            return found
+
+    @property
+    def in_lane(self) -> bool:
+        """Whether what is launched now runs on a lane, and is not the host's own."""
+        return self._current() not in self._host_lanes
+
+    def _read(self, what: str, tensor: Tensor) -> None:
+        """The host reads, unseen by torch's dispatcher."""
+        if not self.of_host(tensor):
+            self.syncs.note(what)
+            self.touch(what, [tensor], [], host=True)
 
     def _ask(self, block: _Block, new: _Access, clock: Clock, others: list[_Access]) -> None:
         for a in others:
@@ -230,7 +274,7 @@ class RaceDevice:
             if block.lane in self._host_lanes:
                 continue
             for a in [*block.writes, *block.reads]:
-                if clock.get(a.lane, 0) < a.tick:
+                if not a.over and clock.get(a.lane, 0) < a.tick:
                     self._found(a.what, f"free, to {self.names[block.lane]}", block.size)
 
     def _tick(self) -> tuple[int, Clock]:
@@ -246,41 +290,6 @@ class RaceDevice:
             self._mine.lane = len(self.clocks) - 1
             self._host_lanes.add(self._mine.lane)
         return int(self._mine.lane)
-
-
-class OpRaceWatch(OpWatch):
-    """Tells a device what each op of a thread reads and writes. A view touches nothing."""
-
-    def __init__(self, device: RaceDevice) -> None:
-        super().__init__()
-        self.device = device
-
-    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        read, written, aliased = _operands(func, args, kwargs)
-        fresh = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        if aliased and not written:
-            self.device.seen(read)
-            return out
-        inputs = {t.untyped_storage()._cdata for t in (*read, *written)}
-        made = [x for x in fresh if x.untyped_storage()._cdata not in inputs]
-        self.device.touch(str(func), read, [*written, *made], host=func in _READS_ON_HOST)
-        return out
-
-
-def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool]:
-    """(read, written, whether the result may be a view of an operand), by the op's own signature."""
-    read, written, aliased = list[Tensor](), list[Tensor](), False
-    for k, argument in enumerate(func._schema.arguments):
-        value = args[k] if k < len(args) else kwargs.get(argument.name)
-        tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-        alias = argument.alias_info
-        if alias is not None and alias.is_write:
-            written += tensors
-        else:
-            read += tensors
-        aliased |= alias is not None and not alias.is_write
-    return read, written, aliased
 
 
 @contextmanager

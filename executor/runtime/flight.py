@@ -7,6 +7,7 @@ import shutil
 import signal
 import struct
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ ASKED = "flight-asked"  # a file in the launch's folder: tell what your process 
 ASK_EVERY_S = 0.2
 FOLDER = "flight"
 PATIENCE_S = 1.5  # for those that are asked
+LONG_S = 60.0  # whoever waits longer for a hang to be one does not ask again with --out
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # NCCL's with CUDA events; any backend's
 
 
@@ -90,6 +92,16 @@ def operations() -> str:
 
 
 # -- what is kept of them ---------------------------------------------------------------------------------------------
+
+
+def kept_in(out: Path | None, watchdog_s: float, owner: int) -> Path | None:
+    """Where a run that fails leaves its records: `out`, or after a long wait at least among temporary files.
+
+    owner: a process id that all of the run's ranks on this machine know, and no other run has.
+    """
+    if out is not None or watchdog_s <= LONG_S:
+        return out
+    return Path(tempfile.gettempdir()) / f"piper-flight-{owner}"
 
 
 def keep(

@@ -15,7 +15,7 @@ import torch
 from executor.checkpoint.keeper import RankCheckpoint
 from executor.device import clock
 from executor.device.device import CudaDevice, Device, HostDevice, gpu_of
-from executor.device.memory import PeakMemory
+from executor.device.memory import PeakMemory, allocator_peaks, forget_peaks
 from executor.device.progress import RankProgress
 from executor.device.race import RaceDevice
 from executor.modules.base import TORCH
@@ -116,6 +116,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     results, told = [], []
     newest = traced_steps(program.plan, prepared.ranks)
     test = rank_tests(prepared, program, r.device) if local is not None else None
+    forget_peaks(r.device.torch)
     for step in range(s.saving.first, o.steps):
         if r.keeper is not None:
             r.keeper.before(step)
@@ -127,7 +128,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
             _beside(r, local, test, step, results[-1])
             if r.keeper.after(step + 1, o.steps, r.transport):
                 break
-    rows = list(run.rows)
+    rows, counted = list(run.rows), allocator_peaks(r.device.torch) if o.backend != "local" else None
     if run.by_node:
         assert o.parts is not None
         (o.parts / f"parts-{ctx.rank}.json").write_text(json.dumps(run.parts))
@@ -143,6 +144,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
         "squares": [r.squares for r in results],
         "connect_s": r.connect_s,
         "peak_bytes": peak,
+        "allocator": counted,
         "state_bytes": None if local is None else local.sync.state_bytes(),
         "rows": rows,
         "first_step": s.saving.first,
@@ -150,6 +152,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
         "routing": [(layer, k - program.number_of(0), n) for layer, k, n in (told[0][0] if told else ())],
         "balance": [losses for _, losses in told],
         "races": [str(x) for x in r.device.races] if isinstance(r.device, RaceDevice) else None,
+        "host_syncs": r.device.syncs.by_op() if isinstance(r.device, RaceDevice) else None,
         "paused": _paused(s, results),
         "compiled": local.compiled.told() if local is not None else None,
         "tests": [of_the_batch(prepared, program, r.tests) for r in results],

@@ -19,6 +19,7 @@ from piper_sim.report.tensorboard import StepEvents, step_events
 from piper_sim.report.timeline import text_timeline
 from piper_sim.study.predict import predict
 from piper_sim.study.simulate import MESSAGES
+from piper_sim.study.validate.verdict import allocator
 
 FILES = (
     "ranks.json", "routing.csv", "log.jsonl", METRICS, "run.json", "plan.txt", "timeline.png", "trace.json.gz",
@@ -43,6 +44,7 @@ def main(args: argparse.Namespace) -> int:
     with board as events, progress(f"running {args.steps} step(s) on {args.ranks} processes"):
         said = partial(_tell, out, events, p.to_dict())
         found, trace = run(p.prepared, p.plan, options, saving, said)
+    found["allocator"] = allocator(p, found)
     if not args.json:  # whatever becomes of the files
         print(text_timeline(trace, width()))
         _show(found)
@@ -83,3 +85,6 @@ def _show(found: dict[str, Any]) -> None:
         print(f"slowest: rank {late['rank']}, for which each other rank waited {late['waited_s']:.4f} s of a step")
     if peaks := found["memory"]["peak_allocated_bytes"]:
         print(f"peak allocated, rank by rank: {', '.join(f'{b / 2**20:.2f}' for b in peaks.values())} MiB")
+    for kind, ranks in (found["allocator"] or {}).items():
+        sizes = ", ".join(f"{x['measured_bytes'] / 2**20:.2f} ({x['error']:+.1%})" for x in ranks.values())
+        print(f"{kind} on the GPU at most, rank by rank: {sizes} MiB (and the prediction's error)")

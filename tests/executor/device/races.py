@@ -37,8 +37,9 @@ PLANS = {
 }
 
 
-def raced(folder: Path, *sets: str, device: RaceDevice | None = None) -> list[DeviceRace]:
+def raced(folder: Path, *sets: str, device: RaceDevice | None = None, note: bool = False) -> list[DeviceRace]:
     """Train two steps (memory is followed in the second), all ranks in threads of this process; what nothing orders.
+    note: keep what routers choose.
 
     Raises what a rank raises.
     """
@@ -46,7 +47,7 @@ def raced(folder: Path, *sets: str, device: RaceDevice | None = None) -> list[De
     create(folder / "progress", prepared.ranks)
     (folder / given_name(0)).write_text(given_text(prepared, plan), encoding="utf-8")
     hub, errors = LocalRanks(race=device or RaceDevice()), list[BaseException]()
-    told = PlanRun(JobRunOptions(prepared.ranks, 1, backend="local", racecheck=True)).told()
+    told = PlanRun(JobRunOptions(prepared.ranks, 1, backend="local", racecheck=True), note=note).told()
 
     def life(rank: int) -> None:
         pen = RankProgress(folder / "progress", rank)

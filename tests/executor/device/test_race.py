@@ -82,5 +82,6 @@ def test_bytes_apart_do_not_race_and_overlapping_ones_do() -> None:
 def test_the_command_says_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = str(job_file(tmp_path))
     assert main(["run", job, "-n", "2", "--racecheck", "--json"]) == 0
-    assert '"races": []' in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert '"races": []' in said and '"host_syncs": {"results": ' in said
     assert main(["run", job, "-n", "2", "--racecheck", "--emulate", "0.01"]) == 2

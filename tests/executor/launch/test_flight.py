@@ -8,10 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -53,9 +53,9 @@ def failing(ctx: RankContext, kind: str) -> int:
     return ctx.rank
 
 
-def failed(kind: str, out: Path | None, **more: Any) -> RankFailed:
+def failed(kind: str, out: Path | None, watchdog_s: float = 2.0) -> RankFailed:
     with pytest.raises(RankFailed) as info:
-        launch.launch(failing, 2, {"kind": kind}, out=out, watchdog_s=2.0, **more)
+        launch.launch(failing, 2, {"kind": kind}, out=out, watchdog_s=watchdog_s)
     return info.value
 
 
@@ -157,6 +157,19 @@ def test_without_a_folder_nothing_is_asked_and_a_run_that_ends_well_leaves_nothi
     (tmp_path / "flight" / "rank-7.txt").write_text("of a run before")
     assert launch.launch(failing, 2, {"kind": "none"}, out=tmp_path) == [0, 1]
     assert [p.name for p in tmp_path.iterdir()] == ["ranks.json"]
+
+
+def test_who_has_waited_long_finds_a_record_without_having_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    short = failed("raise", None, flight.LONG_S)
+    assert short.suggestion is None and not list(tmp_path.glob("piper-flight-*"))
+    error = failed("raise", None, flight.LONG_S + 1)
+    (kept,) = tmp_path.glob("piper-flight-*")
+    assert error.suggestion and str(kept / "flight") in error.suggestion
+    texts = [(kept / "flight" / f"rank-{r}.txt").read_text() for r in range(2)]
+    assert "it waits for rank 1" in texts[0] and "bad luck" in texts[1]
 
 
 def test_a_record_that_cannot_be_written_does_not_hide_the_failure(
