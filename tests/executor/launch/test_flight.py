@@ -12,6 +12,8 @@ import tempfile
 import threading
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
+from typing import Any
 
 import pytest
 import torch
