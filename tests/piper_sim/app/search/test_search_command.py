@@ -85,3 +85,44 @@ def test_a_global_batch_is_microbatches_said_otherwise(cli: Any, tiny: str) -> N
     assert given == counted and given["job_digest"] == counted["job_digest"]
     both = cli("simulate", tiny, "--set=schedule.microbatches=4", "--set=schedule.global_batch=6")
     assert both.code == 2 and both.error["suggestion"] == "global_batch = 8"
+
+
+SAYS: dict[str, Any] = {
+    "model": {"config": "tiny-llama", "num_hidden_layers": 8, "seq_len": 256},
+    "cluster": {"nodes": 1, "gpus_per_node": 4},
+    "parallel": {"pp": 2, "layers": "even"},
+    "schedule": {"name": "1f1b", "microbatches": 4},
+    "search": {"tp": [1], "pp": [2], "cp": [1], "zero": [1], "microbatch_size": [1], "pin": ["layers"]},
+}
+
+
+def test_what_wins_can_be_said_by_the_framework_that_is_named(cli: Any, tmp_path: Path) -> None:
+    path, all_ = write(tmp_path / "job.toml", SAYS), ("--budget", "300")
+    free = cli("search", path, *all_, "--out", str(tmp_path / "free")).json
+    best, launch = str(tmp_path / "free" / "best.toml"), str(tmp_path / "refused")
+    assert cli("export", best, "--to", "megatron", "--out", launch).code == 2  # the control: Megatron has no such schedule
+    for workers in ("1", "2"):
+        found = cli("search", path, *all_, "--to", "megatron", "--workers", workers, "--out", str(tmp_path / workers)).json
+        assert found["proven"] and found["best"]["iteration_s"] >= free["best"]["iteration_s"]
+        names = {p["changes"].get("schedule.name", "1f1b") for p in found["pareto"]}
+        assert names <= {"1f1b", "interleaved-1f1b"}
+        best = str(tmp_path / workers / "best.toml")
+        assert cli("export", best, "--to", "megatron", "--out", str(tmp_path / f"launch{workers}")).code == 0
+    assert any(r["kind"] == "illegal" and "megatron cannot say" in r["reason"] for r in found["rejected"])
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-bridge", "primus", "torchtitan", "automodel", "accelerate"])
+def test_the_job_itself_comes_back_from_a_search_for_each_framework(cli: Any, tmp_path: Path, to: str) -> None:
+    table = {"model": {"config": "llama3-8b", "seq_len": 2048}, "cluster": {"nodes": 1, "gpus_per_node": 8}}
+    pipe = to not in ("accelerate",)
+    table |= {"parallel": {"pp": 2 if pipe else 1, "zero": 0 if to == "automodel" else 2 if to == "torchtitan" else 1}}
+    table |= {"schedule": {"microbatches": 4, "recompute": "full"}, "search": {"tp": [1], "cp": [1], "pp": [1, 2]}}
+    found = cli("search", write(tmp_path / "job.toml", table), "--to", to, "--budget", "20", "--out", str(tmp_path / "x"))
+    assert found.code == 0, found.json
+    best = str(tmp_path / "x" / "best.toml")
+    assert cli("export", best, "--to", to, "--out", str(tmp_path / "launch")).code == 0
+
+
+def test_a_framework_that_nobody_knows_is_refused(cli: Any, tiny: str) -> None:
+    found = cli("search", tiny, "--to", "megatrn")
+    assert found.code == 2 and found.json["error"]["key"] == "--to" and found.json["error"]["suggestion"] == "megatron"
