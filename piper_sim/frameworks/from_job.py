@@ -191,15 +191,26 @@ def _torch(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: int) 
     f |= _again(prepared, framework)
     if pp > 1:
         f |= {"pp_microbatch_size": size, "schedule": prepared.schedule}
-        whole = prepared.config.layers % prepared.stages == 0
-        f |= {"chunk_layers": prepared.config.layers // prepared.stages} if whole else {}
+        f |= _chunk_layers(prepared, framework)
     f |= {"sequence_parallel": p.sequence_parallel} if p.tp > 1 else {}
     if framework == "torchtitan":
+        f["sequence_parallel"] = False if p.tp > 1 and not p.sequence_parallel else None  # older ones have no such key
         shard = {"dp_shard": dp, "dp_replicate": 1} if p.zero else {"dp_shard": 1, "dp_replicate": dp}
         f |= {"etp": p.etp, "reshard": zero, **shard} if p.etp > 1 else {"reshard": zero, **shard}
     else:
         f |= {"dp": dp, "zero": {0: 0, 3: 3}.get(p.zero), **({"reshard": zero} if p.zero else {})}
     return f
+
+
+def _chunk_layers(prepared: PreparedJob, framework: str) -> Facts:
+    """Layers of a stage, where the number of stages does not follow from the schedule."""
+    layers, stages = prepared.config.layers, prepared.stages
+    if framework == "automodel":
+        return {"chunk_layers": layers // stages} if layers % stages == 0 else {}
+    if stages == prepared.mesh.sizes["pp"] * (1 if prepared.schedule in ("1f1b", "gpipe") else 2):
+        return {}
+    per = next((n for n in range(1, layers + 3) if -(-(layers + 2) // n) == stages), None)
+    return {"chunk_layers": per} if per is not None else {}
 
 
 def _again(prepared: PreparedJob, framework: str) -> Facts:

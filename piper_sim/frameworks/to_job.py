@@ -98,8 +98,10 @@ def _schedule(d: JobDraft, f: Facts, pp: int) -> int:
         return 1
     chunks, layers = f.get("vp") or 1, _decoders(d)
     if per := f.get("chunk_layers"):
-        if layers and layers % (pp * per) == 0:
-            chunks = layers // (pp * per)
+        titan = d.framework.endswith("torchtitan")  # counts embedding and head, and what is left makes a stage, too
+        stages = ceil(((layers or 0) + 2) / per) if titan else layers // per if layers and layers % per == 0 else 0
+        if layers and stages and stages % pp == 0:
+            chunks = stages // pp
         elif layers and (way := f.get("round_stages")):
             chunks = max(1, (ceil if way == "up" else int)(ceil(layers / per) / pp))
         elif layers:
