@@ -64,6 +64,9 @@ def simulate_object(p: PlannedJob, costs: OpCosts, times: StepBreakdown, steps: 
     return out
 
 
+LOOPED = ("interleaved-1f1b", "interleaved-1f1b-overlap", "looped-bfs", "zb1p")  # rounds as long as there are ranks
+
+
 def parameters(p: PreparedJob) -> dict[str, int]:
     """Parameters of the model: all that are trained, MTP modules too; and those that one token meets."""
     found = {q.name: q for e in p.base.entries for q in e.part.params}.values()
@@ -75,10 +78,11 @@ def parameters(p: PreparedJob) -> dict[str, int]:
 
 def warnings(p: PreparedJob) -> list[str]:
     """What is legal and rarely meant."""
-    if p.mbs >= p.stages:
+    enough = p.mesh.sizes["pp"] if p.schedule in LOOPED else p.stages
+    if p.mbs >= enough:
         return []
-    few = f"{p.mbs} microbatch{'es' if p.mbs > 1 else ''} on {p.stages} stages"
-    return [f"{few}: the pipeline never fills; set schedule.microbatches = {p.stages} or more"]
+    few = f"{p.mbs} microbatch{'es' if p.mbs > 1 else ''} on {enough} {'stages' if enough == p.stages else 'ranks'}"
+    return [f"{few}: the pipeline never fills; set schedule.microbatches = {enough} or more"]
 
 
 def _model_flops(p: PreparedJob) -> float:

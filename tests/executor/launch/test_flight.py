@@ -13,7 +13,6 @@ import threading
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
-from typing import Any
 
 import pytest
 import torch
