@@ -163,7 +163,8 @@ def prepare(
         merge = PassMerge(job.schedule.merge)
         # DeepSeek's own order delays them; in Megatron's it is a choice.
         late = job.schedule.delay_wgrad or (merge is PassMerge.TEMPLATE and name.startswith("dualpipe"))
-        policy = PlanPolicy(merge, clip=job.optimizer.clip_norm > 0, delay_wgrad=late)
+        behind = not p.overlap_grad_reduce
+        policy = PlanPolicy(merge, clip=job.optimizer.clip_norm > 0, delay_wgrad=late, reduce_behind=behind)
         if job.schedule.p2p == "blocking":
             policy = replace(policy, blocking=True, lookahead=0)
         elif job.schedule.p2p == "ordered":

@@ -68,7 +68,11 @@ class JobCluster:
 
 @dataclass(frozen=True)
 class JobParallel:
-    """How it is divided. tp·cp·pp·dp is the number of GPUs; experts see the same devices as etp·ep·edp."""
+    """How it is divided. tp·cp·pp·dp is the number of GPUs; experts see the same devices as etp·ep·edp.
+
+    overlap_grad_reduce: reductions of ZeRO 0 and 1 run beside backward passes (bucket by bucket, with bucket_MiB); off,
+    they follow a rank's last one, as Megatron's without --overlap-grad-reduce.
+    """
 
     tp: Size = 1
     cp: Size = 1
@@ -80,6 +84,7 @@ class JobParallel:
     bucket_MiB: Annotated[float, Meta(gt=0, lt=1e9)] | None = None
     prefetch: Natural = 1
     reshard: bool = True
+    overlap_grad_reduce: bool = True
     order: Text = "tp cp ep dp pp"
     sequence_parallel: bool = True
     layers: Text | tuple[int, ...] = "balanced"

@@ -122,7 +122,7 @@ def _pattern(m: ModelConfig) -> Facts:
 def _presumed(prepared: PreparedJob) -> Facts:
     """What predictions presume, and Megatron does only when told to; how FSDP saves."""
     copies, zero = prepared.mesh.sizes["dp"] * prepared.mesh.sizes["cp"] > 1, prepared.job.parallel.zero
-    f: Facts = {"overlapped_reduce": True} if copies else {}
+    f: Facts = {"overlapped_reduce": prepared.job.parallel.overlap_grad_reduce} if copies else {}
     f |= {"overlapped_gather": True} if copies and zero else {}
     f |= {"ckpt_format": "fsdp_dtensor"} if zero > 1 else {}
     return f | ({"grouped_gemm": True, "dispatcher_type": "alltoall"} if prepared.config.moe is not None else {})

@@ -284,8 +284,14 @@ def _unsaid(d: JobDraft, f: Facts) -> None:
     moved = p.get("ep", 1) > 1
     kind = f.get("dispatcher_type") if moved else None
     d.expect(kind != "allgather", "dispatcher_type", "tokens go by all-to-all to the ranks that have their experts")
-    copies = c["nodes"] * c["gpus_per_node"] > p.get("tp", 1) * p.get("pp", 1)
-    holds = {"overlapped_reduce": copies, "overlapped_gather": copies and p.get("zero", 0) > 0}
+    copies = c["nodes"] * c["gpus_per_node"] // (p.get("tp", 1) * p.get("pp", 1))
+    reduces = f.get("overlapped_reduce", False if d.framework == "megatron" else None)
+    if copies > 1 and p.get("zero", 0) < 2:
+        d.put("parallel", overlap_grad_reduce=reduces)
+        if reduces and "bucket_MiB" not in p:
+            mib = max(40, copies // p.get("cp", 1)) * 1e6 * (2 if f.get("reduce") == "bf16" else 4) / 2**20
+            d.fill("parallel.bucket_MiB", mib, "megatron's default: 40 million gradients, or one for each replica")
+    holds = {"overlapped_gather": copies > 1 and p.get("zero", 0) > 0}
     holds |= {"grouped_gemm": _experts(d, f), "dispatcher_type": moved and not f.get("dispatcher")}
     if d.framework == "megatron":
         d.unsaid += [why for fact, why in tables()["unsaid"].items() if fact not in f and holds[fact]]

@@ -112,7 +112,6 @@ def unsaid(tmp_path: Path, more: str) -> str:
 @pytest.mark.parametrize(
     ("argument", "lacks"),
     [
-        ("--overlap-grad-reduce", "--overlap-param-gather --use-distributed-optimizer"),
         ("--overlap-param-gather", "--overlap-grad-reduce --use-distributed-optimizer"),
         ("--moe-token-dispatcher-type", OVERLAP + EXPERTS),
         ("--moe-grouped-gemm", OVERLAP + EXPERTS.replace("--moe-grouped-gemm", "")),
@@ -125,6 +124,16 @@ def test_what_is_presumed_though_megatron_does_otherwise_by_itself_is_said(
     assert argument not in unsaid(tmp_path, OVERLAP + EXPERTS + "--moe-token-dispatcher-type alltoall")
     alone = "--tensor-model-parallel-size 8"  # one replica: nothing to reduce
     assert argument not in unsaid(tmp_path, alone)
+
+
+def test_reductions_run_beside_passes_where_the_script_asks_for_it(tmp_path: Path) -> None:
+    """As megatron's own default, with its buckets; not of a single replica, nor where FSDP divides gradients."""
+    key = "overlap_grad_reduce"
+    said, silent = (imported(tmp_path, MEGATRON + more).job["parallel"] for more in ("--overlap-grad-reduce ", ""))
+    assert said[key] is True and said["bucket_MiB"] == pytest.approx(40e6 * 4 / 2**20)
+    assert silent[key] is False and "bucket_MiB" not in silent
+    for more in ("--tensor-model-parallel-size 8", "--use-megatron-fsdp"):
+        assert key not in imported(tmp_path, MEGATRON + more).job["parallel"]
 
 
 def test_tokens_that_are_gathered_by_all_are_not_understood(tmp_path: Path) -> None:
