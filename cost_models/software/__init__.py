@@ -80,7 +80,7 @@ def frameworks() -> tuple[str, ...]:
     """Names that `[costs] software` may hold.
 
     >>> frameworks()[:4]
-    ('llm-foundry', 'megatron', 'megatron-core', 'megatron-core-serial')
+    ('deepspeed', 'llm-foundry', 'megatron', 'megatron-core')
     """
     return tuple(sorted(p.stem for p in _HERE.glob("*.json")))
 
@@ -94,7 +94,7 @@ def load_software(name: str | None) -> FrameworkCosts:
     Traceback (most recent call last):
     ...
     ir.core.errors.PiperError: costs.software: unknown framework 'megatrom'
-    allowed: a path to a .json file, llm-foundry, megatron, ...
+    allowed: a path to a .json file, deepspeed, llm-foundry, ...
     fix: megatron
     """
     if name is None:
