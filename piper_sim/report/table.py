@@ -22,6 +22,8 @@ _SHORT = {
     "optimizer": "optim",
     "activations": "activ",
     "workspace": "work",
+    "buffers": "bufs",
+    "context": "ctx",
 }
 _HEADS = {
     "schedule": "schedule",

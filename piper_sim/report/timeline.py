@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -16,6 +17,10 @@ MOST_RANKS = 16
 _GRID_WIDTH = 200
 _BAND_WIDTH = 100
 _IDLE = "."
+_COLOURS = {look.glyph: look.colour for look in LOOKS}
+_RUNS = re.compile(r"([^.\s])\1*")  # of a glyph
+_CELLS = re.compile(r"[^.\s]+")
+_LEGEND = re.compile(r"(?<=· )\S(?= )")
 
 
 def text_timeline(trace: Trace, width: int | None = None, streams: Sequence[str] = ("compute",)) -> str:
@@ -44,6 +49,31 @@ def text_timeline(trace: Trace, width: int | None = None, streams: Sequence[str]
         return "(no ops)"
     grid = _grid(trace, lanes, width or _GRID_WIDTH, len(set(streams)) > 1)
     return grid if grid is not None else _bands(trace, lanes, width or _BAND_WIDTH, len(set(streams)) > 1)
+
+
+def coloured(text: str) -> Iterator[tuple[str, str]]:
+    """A text timeline in pieces, each with the colour of its class of ops, "" for what has none.
+
+    >>> [[piece for piece in coloured(line) if piece[1]] for line in ("rank 0  77 |FFB.", "0 |0F0 ...")]
+    [[('FF', '#3d7fc4'), ('B', '#e08214')], [('0F0', '#3d7fc4')]]
+    """
+    for line in text.splitlines(keepends=True):
+        lane, bar, _ = line.partition("|")
+        glyphs = line.startswith("rank ") and bool(bar)
+        what = _RUNS if glyphs else _CELLS if bar else _LEGEND
+        done = len(lane + bar) if bar else 0
+        yield line[:done], ""
+        for m in what.finditer(line, done):
+            yield line[done : m.start()], ""
+            yield m[0], _COLOURS.get(m[0][0] if what is not _CELLS else _pass_of(m[0]), "")
+            done = m.end()
+        yield line[done:], ""
+
+
+def _pass_of(cell: str) -> str:
+    """The glyph of a cell's op: its pass, or that of a fused pair."""
+    passes = "".join(c for c in cell if c in "FBIWR")
+    return passes if len(passes) == 1 else "X" if passes else "u"
 
 
 def _grid(trace: Trace, lanes: Sequence[StreamLane], width: int, named: bool) -> str | None:

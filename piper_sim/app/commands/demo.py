@@ -6,8 +6,7 @@ from pathlib import Path
 
 from ir.job import load_job
 from piper_sim.app.commands.compare import files, print_rows, table_object, title_of
-from piper_sim.app.commands.output import print_json, progress, width, write
-from piper_sim.report.timeline import text_timeline
+from piper_sim.app.commands.output import print_json, progress, show_timeline, write
 from piper_sim.study.compare import compare
 
 JOB = Path(__file__).with_name("demo.toml").read_text(encoding="utf-8")
@@ -24,7 +23,7 @@ def main(args: argparse.Namespace) -> int:
         print_json(table_object(found))
         return 0
     if found.best is not None:
-        print(text_timeline(found.best.last_step, width()))
+        show_timeline(found.best.last_step)
         print()
     print_rows(found, title)
     print(f"\nReport: {Path(args.out) / 'report.html'} (open it in a browser); {len(written)} files in {args.out}/")

@@ -14,6 +14,7 @@ from ir.trace.text import write_trace
 from ir.trace.trace import Trace
 from piper_sim.report.files import write_outputs
 from piper_sim.report.marks import TraceMarks
+from piper_sim.report.timeline import coloured, text_timeline
 
 PATIENCE_S = 1.0
 TRACE_FILES = ("timeline.png", "trace.json.gz", "trace.tsv")
@@ -56,6 +57,17 @@ def show(renderable: object) -> None:
     console = Console(width=columns, highlight=False, markup=False, emoji=False)
     drawn = console.render(renderable)  # type: ignore[arg-type]
     console.print(Segments([Segment(printable(text), style, codes) for text, style, codes in drawn]), end="")
+
+
+def show_timeline(trace: Trace) -> None:
+    """Print a trace as text as wide as the terminal, in colours where there is one."""
+    text = text_timeline(trace, width())
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.text import Text
+
+    show(Text.assemble(*coloured(text), no_wrap=True, overflow="ignore"))
 
 
 def show_table(

@@ -11,12 +11,20 @@ from typing import Any
 from ir.job.run_options import JobRunOptions
 from ir.plan.text import plan_text
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, trace_files, warn, width, write
+from piper_sim.app.commands.output import (
+    dumps,
+    print_json,
+    progress,
+    refuse_existing,
+    show_timeline,
+    trace_files,
+    warn,
+    write,
+)
 from piper_sim.app.commands.simulate import COUNTS_ON_OVERLAP
 from piper_sim.report.metrics import FILE as METRICS
 from piper_sim.report.metrics import write_metrics
 from piper_sim.report.tensorboard import StepEvents, step_events
-from piper_sim.report.timeline import text_timeline
 from piper_sim.study.predict import predict
 from piper_sim.study.simulate import MESSAGES
 from piper_sim.study.validate.verdict import allocator
@@ -46,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
         found, trace = run(p.prepared, p.plan, options, saving, said)
     found["allocator"] = allocator(p, found)
     if not args.json:  # whatever becomes of the files
-        print(text_timeline(trace, width()))
+        show_timeline(trace)
         _show(found)
     if out is not None:
         title = f"{job.model.name}, {p.prepared.schedule}, {args.ranks} ranks (measured)"

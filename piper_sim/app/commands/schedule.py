@@ -13,13 +13,12 @@ from piper_sim.app.commands.output import (
     print_json,
     progress,
     refuse_existing,
+    show_timeline,
     trace_files,
-    width,
     write,
 )
 from piper_sim.engine import MessageMode
 from piper_sim.report.page.html import ReportTrace, report_html
-from piper_sim.report.timeline import text_timeline
 from piper_sim.study.pipeline import PassTimes, ScheduleOutcome, report, run_schedule
 
 _LONGEST = 10**15
@@ -92,7 +91,7 @@ def _files(out: ScheduleOutcome, found: dict[str, object]) -> dict[str, bytes | 
 def _print(out: ScheduleOutcome, found: dict[str, object]) -> None:
     s = out.schedule
     print(f"{s.name}: {s.ranks} ranks, {s.microbatches} microbatches, {s.chunks} stage(s) per rank\n")
-    print(text_timeline(out.trace(), width()))
+    show_timeline(out.trace())
     peak = cast("dict[str, float]", found["peak_inflight"])
     worst = max(peak, key=lambda r: peak[r])
     print(f"\nmakespan            {found['makespan']:g}")

@@ -14,15 +14,14 @@ from piper_sim.app.commands.output import (
     progress,
     refuse_existing,
     show,
+    show_timeline,
     trace_files,
     warn,
-    width,
     write,
 )
 from piper_sim.report.marks import idle_rows
 from piper_sim.report.page.html import Answer, ReportTrace, Tables, report_html
 from piper_sim.report.table import compare_cells, compare_table, memory_cells, memory_table
-from piper_sim.report.timeline import text_timeline
 from piper_sim.report.units import duration, gib, short
 from piper_sim.study.explain.marks import marks_of
 from piper_sim.study.explain.what_if import JobChange, what_ifs
@@ -153,7 +152,7 @@ def _print(p: Prediction, found: Object, out: str | None) -> None:
     job = p.prepared.job
     show(compare_table([{**found, "schedule": p.prepared.schedule}], f"{job.model.name} on {p.prepared.ranks} GPUs"))
     print()
-    print(text_timeline(p.last_step, width()))
+    show_timeline(p.last_step)
     print()
     show(memory_table(found["memory"], "memory at the peak, by pipeline rank"))
     print(essentials(p))

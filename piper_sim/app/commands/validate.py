@@ -12,9 +12,8 @@ from ir.plan.text import plan_text
 from ir.trace.text import write_trace
 from ir.trace.trace import Trace
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, show_table, width, write
+from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, show_table, show_timeline, write
 from piper_sim.report.page.html import ReportTrace, report_html
-from piper_sim.report.timeline import text_timeline
 from piper_sim.report.units import percent
 from piper_sim.report.units import seconds as written
 from piper_sim.study.validate import PlanTools, PlanValidation, validate
@@ -107,9 +106,9 @@ def _show(v: PlanValidation) -> None:
     """What people read."""
     found, p = v.found, v.prediction
     print("predicted")
-    print(text_timeline(p.last_step, width()))
+    show_timeline(p.last_step)
     print("measured")
-    print(text_timeline(one_step(v), width()))
+    show_timeline(one_step(v))
     show_table(("", "predicted", "measured", "error"), _table_rows(found), left=("",))
     on = found["calibrated_on"]
     print(

@@ -73,3 +73,11 @@ def test_numbers_as_people_read_them() -> None:
     assert seconds(math.inf) == count(math.nan) == percent(math.nan) == "–"
     assert [size(x) for x in (1023, 2**20, 3.5 * 2**40)] == ["1023 B", "1.0 MiB", "3.5 TiB"]
     assert gib(0) == "0.0"
+
+
+def test_a_table_of_memory_is_whole_at_80_columns() -> None:
+    parts = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace", "context")
+    row = {name: 10.5 * GIB for name in parts}
+    memory = {"breakdown_bytes": {"127": row}, "cache_bytes": {"127": 0.33 * GIB}, "capacity_bytes": 79 * GIB}
+    text = shown(memory_table(memory))
+    assert "…" not in text and text.count("10.5") == len(parts) and "headroom" in text

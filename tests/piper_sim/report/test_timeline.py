@@ -1,8 +1,12 @@
 """The text timeline: exact cells for exact times, to scale otherwise."""
 
+import re
+
 import pytest
 
 from ir.trace.trace import Trace
+from piper_sim.app.commands.output import show_timeline
+from piper_sim.report.look import INDEX, LOOKS
 from piper_sim.report.timeline import text_timeline
 
 GRID = """\
@@ -88,3 +92,28 @@ def test_the_share_of_dots_is_the_share_of_idle_time(parts: tuple[str, ...], bus
         and abs(int(percent.split()[-1]) - 100 * busy) <= 1
     )
     assert all(abs(glyphs.count(k) / len(glyphs) - busy / len(set(parts))) < 2 / len(glyphs) for k in set(parts))
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_has_the_same_text_in_colours(
+    make_trace, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("TERM", "xterm-256color"), ("COLORTERM", "truecolor"), ("COLUMNS", str(columns))):
+        monkeypatch.setenv(name, value)
+    for trace in (make_trace(ranks=4, mbs=4), make_trace(ranks=4, mbs=40, f=0.7)):  # a grid, and bands
+        plain = text_timeline(trace, columns)
+        assert all(len(line) <= columns for line in plain.splitlines())
+        show_timeline(trace)
+        assert capsys.readouterr().out == plain + "\n", "into a file or a pipe"
+        with monkeypatch.context() as terminal:
+            terminal.setattr("sys.stdout.isatty", lambda: True)
+            show_timeline(trace)
+            found = capsys.readouterr().out
+            assert "".join(re.split(r"\x1b\[[\d;]*m", found)) == plain + "\n"
+            for key in ("F", "B"):  # each in the colour that picture and page have
+                colour = LOOKS[INDEX[key]].colour
+                code = ";".join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))
+                assert f"38;2;{code}m" in found
+            terminal.setenv("NO_COLOR", "1")
+            show_timeline(trace)
+            assert "38;2" not in capsys.readouterr().out
