@@ -9,15 +9,21 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from executor.launch.run import run
 from executor.launch.verdict import RankFailed
 from executor.measure.peak_bytes import peak_bytes
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
+from ir.job.routing.forced import ForcedExperts
 from ir.job.run_options import CheckpointOptions, JobRunOptions
+from ir.job.schema import Job
+from ir.schedules.registry import NAMES
 
-STEPS = 3
+STEPS, COLD_STEPS = 3, 2
+Sections = Mapping[str, Mapping[str, object]]
 JOB: dict[str, dict[str, object]] = {
     "model": {"config": "tiny-llama", "num_hidden_layers": 4, "seq_len": 16},
     "cluster": {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 1},
@@ -25,7 +31,7 @@ JOB: dict[str, dict[str, object]] = {
     "schedule": {"name": "1f1b", "microbatches": 4},
 }
 # Same model, same global batch, other plans.
-PLANS: dict[str, dict[str, dict[str, object]]] = {
+PLANS: dict[str, Sections] = {
     "one rank": {},
     "2 ranks, zb1p": {"parallel": {"pp": 2}, "schedule": {"name": "zb1p"}},
     "4 ranks, dualpipe, ZeRO-3": {
@@ -34,19 +40,23 @@ PLANS: dict[str, dict[str, dict[str, object]]] = {
     },
 }
 TOLERANCE = {"fp64": 1e-12, "fp32": 2e-5, "bf16": 3e-2}
-KILLED, WATCHDOG_S, REPORTED_S = 1, 10.0, 10.0
+EXPERTS: Sections = {"model": {"config": "tiny-moe"}, "parallel": {"dp": 2, "ep": 2}, "schedule": {"microbatches": 2}}
+FULL: Sections = {"routing": {"kind": "zipf", "strength": 99.0, "forced": True}}
+TOUCHED, WATCHDOG_S, REPORTED_S = 1, 5.0, 10.0
+
+
+def job_of(sections: Sections, compute: str, seed: int = 0) -> Job:
+    """The small job with other keys. seed: of the weights."""
+    job = {s: {**JOB.get(s, {}), **sections.get(s, {})} for s in {**JOB, **sections}}
+    job["cluster"]["gpus_per_node"] = int(str(job["parallel"]["pp"])) * int(str(job["parallel"]["dp"]))
+    job["model"]["seed"] = seed
+    job["precision"] = dict.fromkeys(("compute", "params", "grads", "optimizer"), compute)
+    return job_from(job)
 
 
 def prepared_of(plan: str, compute: str, seed: int = 0) -> PreparedJob:
-    """The small job under one of the plans. seed: of the weights."""
-    job = {s: dict(keys) for s, keys in JOB.items()}
-    for section, keys in PLANS[plan].items():
-        job[section] |= keys
-    ranks = int(str(job["parallel"]["pp"])) * int(str(job["parallel"]["dp"]))
-    job["cluster"]["gpus_per_node"] = ranks
-    job["model"]["seed"] = seed
-    job["precision"] = dict.fromkeys(("compute", "params", "grads", "optimizer"), compute)
-    return prepare(job_from(job))
+    """The small job under one of the plans."""
+    return prepare(job_of(PLANS[plan], compute, seed))
 
 
 def curve(
@@ -111,34 +121,60 @@ def restart() -> Mapping[str, object]:
     return {"off": off}
 
 
-def failure() -> Mapping[str, object]:
-    """A rank is killed: it is named, and soon. Raises PiperError: another, or nobody."""
+def schedules(backend: str) -> Mapping[str, object]:
+    """Each trains what one rank trains, on two processes that connect for it. Raises PiperError: one does not."""
+    alone, worst = curve(prepared_of("one rank", "fp64"), "local", COLD_STEPS), 0.0
+    for name in NAMES:
+        prepared = prepare(job_of({"parallel": {"pp": 2}, "schedule": {"name": name}}, "fp64"))
+        if not (off := apart(alone, curve(prepared, backend, COLD_STEPS))) <= TOLERANCE["fp64"]:
+            raise wrong(f"{name} on {backend} is {off:.1e} from one rank", f"at most {TOLERANCE['fp64']}")
+        worst = max(worst, off)
+    return {"backend": backend, "schedules": len(NAMES), "off": worst}
+
+
+def exchanges(backend: str) -> Mapping[str, object]:
+    """Two ranks that exchange uneven numbers of rows, and none, train what one does. Raises PiperError: they do not,
+    or no exchange was empty."""
+    two = prepare(job_of({**EXPERTS, **FULL}, "fp64"))
+    forced = ForcedExperts.of(two, two.plan().graph)
+    rows = np.stack([forced.counts.tokens(x.number, 0) for x in forced.layers])  # [layer, from, expert]
+    sent = rows.reshape(*rows.shape[:2], two.mesh.sizes["ep"], -1).sum(axis=3)  # [layer, from, to]
+    if rows.min() or sent.min() or sent.min() == sent.max():
+        raise wrong(f"rows from rank to rank {sent.tolist()}: none uneven or empty", "one empty, and others not")
+    one = prepare(job_of({"model": EXPERTS["model"], **FULL}, "fp64"))
+    if not (off := apart(curve(one, "local"), curve(two, backend))) <= TOLERANCE["fp64"]:
+        raise wrong(f"uneven exchanges on {backend}: {off:.1e} from one rank", f"at most {TOLERANCE['fp64']}")
+    return {"backend": backend, "least": int(sent.min()), "most": int(sent.max()), "off": off}
+
+
+def failure(sign: signal.Signals) -> Mapping[str, object]:
+    """A rank is killed, or stopped: it is named, and soon. Raises PiperError: another, or nobody."""
     prepared = prepared_of("2 ranks, zb1p", "fp32")
+    limit_s = REPORTED_S + (WATCHDOG_S if sign is signal.SIGSTOP else 0.0)
     with tempfile.TemporaryDirectory(prefix="piper-doctor-") as folder:
         options = JobRunOptions(2, 10_000, watchdog_s=WATCHDOG_S, emulate=0.01, out=Path(folder))
-        killed_at: list[float] = []
-        assassin = threading.Thread(target=_kill, args=(Path(folder) / "ranks.json", killed_at), daemon=True)
-        assassin.start()
+        touched_at: list[float] = []
+        touch = threading.Thread(target=_touch, args=(sign, Path(folder) / "ranks.json", touched_at), daemon=True)
+        touch.start()
         try:
             run(prepared, prepared.plan(), options)
         except RankFailed as error:
-            took = time.monotonic() - (killed_at or [time.monotonic()])[0]
-            if error.rank != KILLED or took > REPORTED_S:
-                raise wrong(
-                    f"rank {error.rank} blamed after {took:.0f} s", f"rank {KILLED}, {REPORTED_S:.0f} s"
-                ) from error
+            took = time.monotonic() - (touched_at or [time.monotonic()])[0]
+            if error.rank != TOUCHED or took > limit_s:
+                message = f"rank {error.rank} blamed after {took:.0f} s"
+                raise wrong(message, f"rank {TOUCHED}, {limit_s:.0f} s") from error
             return {"rank": error.rank, "op": error.op, "seconds": took}
-    raise wrong("a killed rank was not missed", f"rank {KILLED} named")
+    raise wrong(f"a rank was not missed after {sign.name}", f"rank {TOUCHED} named")
 
 
-def _kill(ranks: Path, killed_at: list[float]) -> None:
+def _touch(sign: signal.Signals, ranks: Path, touched_at: list[float]) -> None:
     """Once all ranks are there."""
     while not ranks.exists():
         time.sleep(0.05)
-    pid = json.loads(ranks.read_text())["ranks"][str(KILLED)]["pid"]
+    pid = json.loads(ranks.read_text())["ranks"][str(TOUCHED)]["pid"]
     time.sleep(0.5)  # into the first steps
-    killed_at.append(time.monotonic())
-    os.kill(pid, signal.SIGKILL)
+    touched_at.append(time.monotonic())
+    os.kill(pid, sign)
 
 
 def wrong(message: str, allowed: str) -> PiperError:
