@@ -1,5 +1,6 @@
 """What is asked of a machine, in order, up to the first thing that is wrong."""
 
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -59,15 +60,23 @@ def questions() -> Iterable[tuple[str, Question]]:
     yield "devices", machine.devices
     import torch
 
-    from piper_sim.app.doctor import runs
+    from piper_sim.app.doctor import gpu_rules, runs
+    from piper_sim.app.doctor.forecast import forecast
 
+    backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
     yield "equal to one rank", runs.equality
+    yield "nothing races", gpu_rules.races
+    yield "the host waits where it is said to", gpu_rules.host_waits
     yield "processes on gloo", lambda: runs.processes("gloo")
-    if torch.cuda.device_count() > 1:
+    if backend == "nccl":
         yield "processes on nccl", lambda: runs.processes("nccl")
+    yield "every schedule from a cold start", lambda: runs.schedules(backend)
+    yield "uneven and empty exchanges", lambda: runs.exchanges(backend)
     yield "peak memory", runs.memory
     yield "saved and resumed under another plan", runs.restart
-    yield "a killed rank is named", runs.failure
+    yield "a killed rank is named", lambda: runs.failure(signal.SIGKILL)
+    yield "a stopped rank is named", lambda: runs.failure(signal.SIGSTOP)
+    yield "predicted as measured", forecast
 
 
 def examine(asked: Iterable[tuple[str, Question]], show: Callable[[DeviceCheck], None]) -> list[DeviceCheck]:

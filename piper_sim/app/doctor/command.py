@@ -21,6 +21,7 @@ def main(args: argparse.Namespace) -> int:
     checks = examine(asked, (lambda check: None) if silent else _show)
     passed = all(c.colour is DeviceCheckColour.GREEN for c in checks)
     unseen = [] if any(c.found.get("gpus") for c in checks) else list(NOT_ON_CPU)
+    unseen += [f"{c.name}: {c.found['undecided']}" for c in checks if "undecided" in c.found]
     if args.json:
         found = [c.object() for c in checks]
         print_json({"schema_version": 1, "passed": passed, "checks": found, "not_checked": unseen})

@@ -44,7 +44,7 @@ def deaf_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
 
 
 def host_waits() -> Mapping[str, object]:
-    """The host waits where the simulator's model has it wait. Raises PiperError: elsewhere, or the model has nowhere."""
+    """The host waits where the simulator's model says. Raises PiperError: elsewhere, or the model says nowhere."""
     prepared = prepare(job_of(EXPERTS, "bf16"))
     plan = prepared.plan()
     found, _ = run(prepared, plan, JobRunOptions(prepared.ranks, backend="local", racecheck=True, memory=False))

@@ -1,12 +1,10 @@
 """`piper-sim doctor`: green here, and red for each thing that can be wrong."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
@@ -102,17 +100,23 @@ def test_memory_is_what_was_predicted_and_another_figure_is_seen(monkeypatch: py
     assert "as predicted" in (_refused(runs.memory).allowed or "")
 
 
-def test_the_killed_rank_is_named_and_another_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runs.failure()["rank"] == 1
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_touched_rank_is_named_and_another_is_not_taken_for_it(
+    sign: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runs.failure(sign)["rank"] == runs.TOUCHED
+    real = runs._touch
 
-    def other(ranks: Path, killed_at: list[float]) -> None:
-        while not ranks.exists():
-            time.sleep(0.05)
-        killed_at.append(time.monotonic())
-        os.kill(json.loads(ranks.read_text())["ranks"]["0"]["pid"], signal.SIGKILL)
+    def other(sign: signal.Signals, ranks: Path, touched_at: list[float]) -> None:
+        monkeypatch.setattr(runs, "TOUCHED", 0)
+        real(sign, ranks, touched_at)
+        monkeypatch.setattr(runs, "TOUCHED", 1)
 
-    monkeypatch.setattr(runs, "_kill", other)
-    assert "rank 0 blamed" in _refused(runs.failure).message
+    monkeypatch.setattr(runs, "_touch", other)
+    assert "rank 0 blamed" in _refused(lambda: runs.failure(sign)).message
+    monkeypatch.setattr(runs, "run", lambda *of: None)  # nobody says anything
+    monkeypatch.setattr(runs, "_touch", lambda *of: None)
+    assert sign.name in _refused(lambda: runs.failure(sign)).message
 
 
 def test_saved_here_and_resumed_there(monkeypatch: pytest.MonkeyPatch) -> None:
