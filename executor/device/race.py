@@ -1,11 +1,8 @@
 """A CPU that keeps a GPU's promises and no more: lanes are ordered by marks alone, freed memory goes back to its lane.
 
-Arithmetic is real and done at once. What stands behind what is followed by vector clocks, one per lane, and every op is
-asked of each storage it reads, writes or takes: was the last write before it, were all reads before this write, did
-the lane that a freed block returns to know of every access? (The caching allocator gives it to that lane's next tensor
-at once, and asks nobody.) Two accesses clash where their bytes overlap. What is made outside of any lane is the host's,
-a microbatch as the loader has it: its memory is not the caching allocator's, and copies from it are done when the call
-returns.
+Arithmetic is real and done at once; `executor.device.race_clocks` is told of every op what it reads, writes and takes.
+What is made outside of any lane is the host's, a microbatch as the loader has it: its memory is not the caching
+allocator's, and copies from it are done when the call returns.
 """
 
 from __future__ import annotations
@@ -16,58 +13,22 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from executor.device.device import Lane
 from executor.device.memory import OpWatch
+from executor.device.race_clocks import Clock, DeviceRace, DeviceRaceClocks, Span
+from ir.core.errors import ErrorKind, PiperError
 
-Clock = dict[int, int]  # lane → how many of its ops had happened
-MOST = 100  # races that are kept
 _READS_ON_HOST = {torch.ops.aten._local_scalar_dense.default}
-
-
-@dataclass(frozen=True)
-class DeviceRace:
-    """Two accesses of the same bytes that nothing orders.
-
-    first, second: what they are (`write by aten.mm.default on rank-0 compute`).
-    bytes: of the storage.
-    """
-
-    first: str
-    second: str
-    bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.second}, not behind the {self.first} ({self.bytes} bytes)"
-
-
-@dataclass
-class _Access:
-    """low, high: bytes. tick: of the lane. what: for people."""
-
-    low: int
-    high: int
-    lane: int
-    tick: int
-    what: str
-
-
-@dataclass
-class _Block:
-    """A storage: bytes, the lane it was taken on, its writes that nothing has covered, the reads since."""
-
-    size: int
-    lane: int
-    alive: weakref.ref[Any]
-    writes: list[_Access] = field(default_factory=list)
-    reads: list[_Access] = field(default_factory=list)
+_READS_SHAPES = {"zeros_like", "ones_like", "empty_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
+_COPIES_TO_HOST = {Tensor.tolist, Tensor.cpu}  # of which nothing is dispatched, as all is there already
 
 
 class DeviceRaceMark:
@@ -99,16 +60,17 @@ class RaceDevice:
     torch = torch.device("cpu")
     ahead = True
 
-    def __init__(self, *, deaf: bool = False) -> None:
-        self.deaf = deaf
-        self.clocks: list[Clock] = []
-        self.names: list[str] = []
-        self.races: list[DeviceRace] = []
+    def __init__(self, clocks: DeviceRaceClocks | None = None, *, deaf: bool = False) -> None:
+        self.deaf, self.clocks = deaf, clocks or DeviceRaceClocks()
         self.lock = threading.RLock()
         self._mine = threading.local()
-        self._host_lanes: set[int] = set()
-        self._blocks: dict[int, _Block] = {}
-        self._freed: deque[_Block] = deque()
+        self._keys: dict[int, tuple[int, int, weakref.ref[Any]]] = {}  # of a storage: its block, its bytes
+        self._freed: deque[int] = deque()
+        self._taken = self._hosts = 0
+
+    @property
+    def races(self) -> list[DeviceRace]:
+        return self.clocks.races
 
     # -- as a device --------------------------------------------------------------------------------------------------
 
@@ -117,13 +79,12 @@ class RaceDevice:
         if not getattr(self._mine, "watched", False):
             self._mine.watched = True
             OpRaceWatch(self).__enter__()  # type: ignore[no-untyped-call]
+            _HostReadWatch(self).__enter__()  # type: ignore[no-untyped-call]
 
     def lane(self, name: str) -> Lane:
         """A new queue; what runs in it without a mark of another lane is ordered by itself alone."""
         with self.lock:
-            me = len(self.clocks)
-            self.clocks.append({})
-            self.names.append(f"{threading.current_thread().name} {name}")
+            me = self.clocks.lane(f"{threading.current_thread().name} {name}")
 
         @contextmanager
         def active() -> Iterator[None]:
@@ -138,13 +99,13 @@ class RaceDevice:
 
     def mark(self) -> DeviceRaceMark:
         with self.lock:
-            me, clock = self._tick()
-            return DeviceRaceMark(self, me, dict(clock))
+            lane, host = self._here()
+            return DeviceRaceMark(self, lane, self.clocks.mark(lane, host))
 
     def follow(self, mark: Any) -> None:
         if not self.deaf:
             with self.lock:
-                _join(self.clocks[self._current()], mark.clock)
+                self.clocks.follow(self._here()[0], mark.clock)
 
     def unseen(self) -> AbstractContextManager[Any]:
         """See `Device.unseen`: all but this device's own look away."""
@@ -153,119 +114,111 @@ class RaceDevice:
     def known(self, clock: Clock) -> None:
         """The host of this thread has waited for all that."""
         if not self.deaf:
-            _join(self._mine.__dict__.setdefault("host", {}), clock)
+            with self.lock:
+                self.clocks.known(self._here()[1], clock)
+
+    def place(self) -> str:
+        """The active lane, for people."""
+        with self.lock:
+            return self.clocks.names[self._here()[0]]
 
     # -- accesses -----------------------------------------------------------------------------------------------------
 
-    def touch(self, what: str, read: list[Tensor], written: list[Tensor], *, host: bool = False) -> None:
-        """An op of the active lane. host: it waits for the result."""
+    def touch(self, what: str, read: list[Tensor], written: list[Tensor], *, read_back: bool = False) -> None:
+        """An op of the active lane. read_back: the host waits for the result."""
         with self.lock:
-            me, clock = self._tick()
-            tick, name = clock[me], f"{what} on {self.names[me]}"
-            for tensor in written:
-                if (span := self._span(tensor, me)) is not None:
-                    block, low, high = span
-                    access = _Access(low, high, me, tick, f"write by {name}")
-                    self._ask(block, access, clock, [*block.writes, *block.reads])
-                    block.reads = [a for a in block.reads if not low <= a.low < a.high <= high]
-                    block.writes = [a for a in block.writes if not low <= a.low < a.high <= high] + [access]
-            for tensor in read:
-                if (span := self._span(tensor, me)) is not None:
-                    block, low, high = span
-                    access = _Access(low, high, me, tick, f"read by {name}")
-                    self._ask(block, access, clock, block.writes)
-                    old = [a for a in block.reads if (a.lane, a.low, a.high) != (me, low, high)]
-                    block.reads = [*old, access]
+            lane, host = self._here()
+            spans = [*self._spans(written, lane, written=True), *self._spans(read, lane, written=False)]
+            self.clocks.touch(lane, host, what, spans, read_back=read_back and not self.deaf)
             self._bury()
-        if host:
-            self.known(dict(clock))
 
     def seen(self, tensors: list[Tensor]) -> None:
         """Views were taken of them: that touches nothing, but shows a storage that was resized."""
         with self.lock:
             for tensor in tensors:
-                self._block(tensor, self._current())
+                self._block(tensor, self._here()[0])
             self._bury()
 
-    def _ask(self, block: _Block, new: _Access, clock: Clock, others: list[_Access]) -> None:
-        for a in others:
-            if a.low < new.high and new.low < a.high and clock.get(a.lane, 0) < a.tick:
-                self._found(a.what, new.what, block.size)
+    def _spans(self, tensors: list[Tensor], lane: int, *, written: bool) -> Iterator[Span]:
+        for tensor in tensors:
+            block = self._block(tensor, lane)
+            if block is not None and tensor.numel():
+                width = tensor.element_size()
+                low = int(tensor.storage_offset()) * width
+                last = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+                yield block, low, low + (last + 1) * width, written
 
-    def _found(self, first: str, second: str, size: int) -> None:
-        if len(self.races) < MOST and (race := DeviceRace(first, second, size)) not in self.races:
-            self.races.append(race)
-
-    def _block(self, tensor: Tensor, lane: int) -> _Block | None:
+    def _block(self, tensor: Tensor, lane: int) -> int | None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        block = self._blocks.get(key)
-        if block is not None and block.size != size:  # resized in place: given back, and taken anew
-            self._freed.append(self._blocks.pop(key))
-            block = None
-        if block is None and size:
-            block = self._blocks[key] = _Block(size, lane, weakref.ref(storage, lambda _: self._gone(key)))
-        return block
-
-    def _span(self, tensor: Tensor, lane: int) -> tuple[_Block, int, int] | None:
-        """The storage, and the bytes of it that a tensor spans."""
-        block = self._block(tensor, lane)
-        if block is None or not tensor.numel():
-            return None
-        width = tensor.element_size()
-        low = int(tensor.storage_offset()) * width
-        last = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        return block, low, low + (last + 1) * width
+        if key in self._keys and self._keys[key][1] != size:  # resized in place: given back, and taken anew
+            self._gone(key)
+        if key not in self._keys:
+            if not size:
+                return None
+            self._taken += 1
+            self._keys[key] = self._taken, size, weakref.ref(storage, lambda _: self._gone(key))
+            self.clocks.take(self._taken, size, lane)
+        return self._keys[key][0]
 
     def _gone(self, key: int) -> None:
         """Called wherever the last reference goes; judged with the next op."""
-        block = self._blocks.pop(key, None)
-        if block is not None:
-            self._freed.append(block)
+        if (known := self._keys.pop(key, None)) is not None:
+            self._freed.append(known[0])
 
     def _bury(self) -> None:
         while self._freed:
-            block = self._freed.popleft()
-            clock = self.clocks[block.lane]
-            if block.lane in self._host_lanes:
-                continue
-            for a in [*block.writes, *block.reads]:
-                if clock.get(a.lane, 0) < a.tick:
-                    self._found(a.what, f"free, to {self.names[block.lane]}", block.size)
+            self.clocks.free(self._freed.popleft())
 
-    def _tick(self) -> tuple[int, Clock]:
-        me = self._current()
-        clock = self.clocks[me]
-        _join(clock, self._mine.__dict__.get("host", {}))
-        clock[me] = clock.get(me, 0) + 1
-        return me, clock
-
-    def _current(self) -> int:
-        if getattr(self._mine, "lane", None) is None:
-            self.lane("outside of any lane")
-            self._mine.lane = len(self.clocks) - 1
-            self._host_lanes.add(self._mine.lane)
-        return int(self._mine.lane)
+    def _here(self) -> tuple[int, int]:
+        """The active lane, and this thread, by numbers."""
+        mine = self._mine
+        if not hasattr(mine, "host"):
+            self._hosts += 1
+            mine.host = self._hosts
+        if getattr(mine, "lane", None) is None:
+            mine.lane = self.clocks.lane(f"{threading.current_thread().name} outside of any lane", host=True)
+        return int(mine.lane), int(mine.host)
 
 
 class OpRaceWatch(OpWatch):
-    """Tells a device what each op of a thread reads and writes. A view touches nothing."""
+    """Tells a device what each op of a thread reads and writes. Neither a view nor who asks for a shape touches any."""
 
     def __init__(self, device: RaceDevice) -> None:
         super().__init__()
         self.device = device
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
+        """See `OpWatch`. Raises PiperError: an operand's memory was given back."""
         read, written, aliased = _operands(func, args, kwargs)
+        if not aliased and any(t.numel() and not t.untyped_storage().nbytes() for t in (*read, *written)):
+            # Here it would end the process.
+            message = f"{func} on {self.device.place()} touches memory that was given back"
+            raise PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion="free it behind the last op that reads it")
+        out = func(*args, **kwargs)
         fresh = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if aliased and not written:
             self.device.seen(read)
             return out
         inputs = {t.untyped_storage()._cdata for t in (*read, *written)}
         made = [x for x in fresh if x.untyped_storage()._cdata not in inputs]
-        self.device.touch(str(func), read, [*written, *made], host=func in _READS_ON_HOST)
+        self.device.touch(str(func), read, [*written, *made], read_back=func in _READS_ON_HOST)
         return out
+
+
+class _HostReadWatch(TorchFunctionMode):
+    """Tells a device where the host reads a whole tensor, which on a GPU waits for the lane."""
+
+    def __init__(self, device: RaceDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _COPIES_TO_HOST:
+            self.device.touch(func.__name__, [args[0]], [], read_back=True)
+        return func(*args, **(kwargs or {}))
 
 
 def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool]:
@@ -280,16 +233,10 @@ def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         else:
             read += tensors
         aliased |= alias is not None and not alias.is_write
-    return read, written, aliased
+    return ([] if func.overloadpacket.__name__ in _READS_SHAPES else read), written, aliased
 
 
 @contextmanager
 def _alone(device: RaceDevice) -> Iterator[None]:
     with _disable_current_modes(), OpRaceWatch(device):
         yield
-
-
-def _join(clock: Clock, other: Clock) -> None:
-    for lane, tick in other.items():
-        if clock.get(lane, 0) < tick:
-            clock[lane] = tick

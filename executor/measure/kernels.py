@@ -157,7 +157,7 @@ def _update(prepared: PreparedJob, numel: int, device: torch.device) -> Run:
         grads["w"].zero_()
         scale = 1.0
         if job.optimizer.clip_norm:
-            scale = clip_scale(norm_of(square_sums(grads, ["w"])), job.optimizer.clip_norm)
+            scale = clip_scale(norm_of(square_sums(grads, ["w"], device)), job.optimizer.clip_norm)
         optimizer.step(grads, scale)
 
     return run

@@ -219,12 +219,12 @@ def by_expert(got: Table) -> Tensor:
     >>> by_expert([[1, 2], [2, 0]]).tolist()
     [0, 3, 4, 1, 2]
     """
-    sizes = torch.tensor(got, dtype=torch.int64)
+    sizes = torch.tensor(got, dtype=torch.int64, device="cpu")
     ends = sizes.flatten().cumsum(0).view_as(sizes)
     total, lengths = sum(map(sum, got)), sizes.t().flatten()
     starts = (ends - sizes).t().flatten()
     first = lengths.cumsum(0) - lengths
-    return (torch.arange(total) + (starts - first).repeat_interleave(lengths, output_size=total)).int()
+    return (torch.arange(total, device="cpu") + (starts - first).repeat_interleave(lengths, output_size=total)).int()
 
 
 class ExpertParallelAdd(nn.Module):
