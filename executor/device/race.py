@@ -28,7 +28,6 @@ from ir.core.errors import ErrorKind, PiperError
 
 _READS_ON_HOST = {torch.ops.aten._local_scalar_dense.default}
 _READS_SHAPES = {"zeros_like", "ones_like", "empty_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
-_COPIES_TO_HOST = {Tensor.tolist, Tensor.cpu}  # of which nothing is dispatched, as all is there already
 
 
 class DeviceRaceMark:
@@ -207,7 +206,9 @@ class OpRaceWatch(OpWatch):
 
 
 class _HostReadWatch(TorchFunctionMode):
-    """Tells a device where the host reads a whole tensor, which on a GPU waits for the lane."""
+    """Tells a device where the host takes a tensor's values, which on a GPU waits for the lane: `tolist`, `cpu`, and
+    `to("cpu")`, by this word, as the device is a CPU, too. What they give is a copy, as from a GPU.
+    """
 
     def __init__(self, device: RaceDevice) -> None:
         super().__init__()
@@ -216,9 +217,11 @@ class _HostReadWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _COPIES_TO_HOST:
-            self.device.touch(func.__name__, [args[0]], [], read_back=True)
-        return func(*args, **(kwargs or {}))
+        if func not in (Tensor.tolist, Tensor.cpu) and not (func is Tensor.to and args[1:2] == ("cpu",)):
+            return func(*args, **(kwargs or {}))
+        own = [args[0]] if func is Tensor.tolist else [args[0].clone()]
+        self.device.touch(func.__name__, own, [], read_back=True)
+        return func(*own, *args[1:], **(kwargs or {}))
 
 
 def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool]:

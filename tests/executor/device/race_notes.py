@@ -165,12 +165,14 @@ class Deletions:
     kept: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, notes: RaceNotes, which: Iterable[int]) -> "Deletions":
+    def of(
+        cls, notes: RaceNotes, which: Iterable[int], detector: type[DeviceRaceClocks] = DeviceRaceClocks
+    ) -> "Deletions":
         whole, out = played(notes, AllPairs()), cls()
         assert not whole.races
         for k in which:
             out.asked += 1
-            if played(notes, DeviceRaceClocks(), k).races:
+            if played(notes, detector(), k).races:
                 out.found.add(k)
             less = played(notes, AllPairs(), k)
             if less.races:
@@ -178,11 +180,6 @@ class Deletions:
             elif less.before != whole.before:
                 out.kept.add(k)
         return out
-
-    @property
-    def share(self) -> float:
-        """Of those that order anything, found."""
-        return len(self.found) / max(1, len(self.found | self.needed | self.kept))
 
     def __str__(self) -> str:
         numbers = len(self.found), len(self.needed), len(self.kept), self.asked

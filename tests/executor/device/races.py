@@ -4,11 +4,17 @@ orderings of each plan's run, one by one and evenly over the run, and counts how
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from executor.checkpoint.folder import newest
+from executor.checkpoint.manifest import read_manifest
+from executor.checkpoint.reader import digests
+from executor.checkpoint.settings import settled
 from executor.device.progress import RankProgress, create
 from executor.device.race import DeviceRace, RaceDevice
 from executor.runtime.given import given_name, given_text
@@ -16,7 +22,7 @@ from executor.runtime.rank import train_rank
 from executor.runtime.spec import PlanRun
 from executor.runtime.worker import LocalRanks, RankContext
 from executor.transport.base import TransportError
-from ir.job.run_options import JobRunOptions
+from ir.job.run_options import CheckpointOptions, JobRunOptions
 from tests.executor.device.race_notes import Deletions, RaceNotes
 from tests.executor.runs import judged
 
@@ -78,6 +84,29 @@ def trained(
     if errors:
         raise next((e for e in errors if not isinstance(e, TransportError)), errors[0])
     return [results[r] for r in names]
+
+
+def resumed(
+    folder: Path, *sets: str, first: Callable[[], object] = lambda: None, on: Sequence[RaceDevice | None] = (None, None)
+) -> list[Any]:
+    """What a run tells that evaluates, saves and dumps, and one that goes on from there; what the files then hold.
+
+    on: the device of each.
+    """
+    (folder / "text.txt").write_text("0123456789 " * 99)
+    sets, out = (*sets, "run.eval_every=1", f"run.eval_source={folder / 'text.txt'}"), list[Any]()
+    prepared, _ = judged(folder, *sets)
+    both = ({"save": str(folder / "saved")}, 2), ({"resume": str(folder / "saved")}, 3)
+    for device, (asked, steps) in zip(on, both, strict=True):
+        saving = settled(CheckpointOptions(**asked, every=1 if "save" in asked else None), prepared, steps, real=True)
+        options = JobRunOptions(1, steps, backend="local", dump=folder, racecheck=device is not None)
+        keys = "losses", "grad_norms", "squares", "peak_bytes", "tests", "state_bytes", "balance"
+        told = trained(folder, PlanRun(options, saving), *sets, hub=LocalRanks(race=device), first=first)
+        out.append([{k: r[k] for k in keys} for r in told])
+    first()
+    checkpoint = newest(folder / "saved")
+    dumped = {f.name: {n: a.tobytes() for n, a in np.load(f).items()} for f in sorted(folder.glob("rank-*.npz"))}
+    return [*out, digests(checkpoint, read_manifest(checkpoint)), dumped]
 
 
 def noted(*sets: str) -> RaceNotes:

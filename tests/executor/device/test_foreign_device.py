@@ -10,15 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from executor.checkpoint.folder import newest
-from executor.checkpoint.manifest import read_manifest
-from executor.checkpoint.reader import digests
-from executor.checkpoint.settings import settled
 from executor.device.device import HostDevice
 from executor.device.progress import RankProgress, create
 from executor.frontend.capture import capture
@@ -33,9 +28,9 @@ from executor.parallel.shares import ParamShard, ShardCut
 from executor.runtime.given import given_name, given_text
 from executor.runtime.spec import PlanRun
 from executor.runtime.worker import LocalRanks, RankContext
-from ir.job.run_options import CheckpointOptions, JobRunOptions
+from ir.job.run_options import JobRunOptions
 from tests.executor.device.race_cases import Case
-from tests.executor.device.races import trained
+from tests.executor.device.races import resumed, trained
 from tests.executor.frontend.models import small_net
 from tests.executor.runs import judged
 
@@ -75,24 +70,8 @@ QUICK = "tied", "shared experts", "cp"
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])
 def test_a_run_trains_evaluates_saves_and_resumes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostDevice, "bind", lambda self: None)  # so that nothing but what our code says decides
-    plain, other = _both(lambda folder, first: _trained(folder, first, *RUNS[name]), tmp_path)
+    plain, other = _both(lambda folder, first: resumed(folder, *RUNS[name], first=first), tmp_path)
     assert plain == other
-
-
-def _trained(folder: Path, first: Callable[[], None], *sets: str) -> list[Any]:
-    (folder / "text.txt").write_text("0123456789 " * 99)
-    sets, out = (*sets, "run.eval_every=1", f"run.eval_source={folder / 'text.txt'}"), list[Any]()
-    prepared, _ = judged(folder, *sets)
-    for asked, steps in (({"save": str(folder / "saved")}, 1), ({"resume": str(folder / "saved")}, 2)):
-        saving = settled(CheckpointOptions(**asked), prepared, steps, real=True)
-        options = JobRunOptions(1, steps, backend="local", dump=folder)
-        told = trained(folder, PlanRun(options, saving), *sets, hub=LocalRanks(), first=first)
-        keys = "losses", "grad_norms", "squares", "peak_bytes", "tests", "state_bytes", "balance"
-        out.append([{k: r[k] for k in keys} for r in told])
-    first()
-    checkpoint = newest(folder / "saved")
-    dumped = {f.name: {n: a.tobytes() for n, a in np.load(f).items()} for f in sorted(folder.glob("rank-*.npz"))}
-    return [*out, digests(checkpoint, read_manifest(checkpoint)), dumped]
 
 
 def test_no_kernels_but_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,4 +162,4 @@ def test_a_tensor_that_says_nothing_is_noticed(tmp_path: Path, monkeypatch: pyte
     mine = SimpleNamespace(**{**vars(torch), "zeros": lambda *size, device=None, **more: torch.zeros(*size, **more)})
     monkeypatch.setattr(flat, "torch", mine)
     with pytest.raises((RuntimeError, NotImplementedError)):
-        _both(lambda folder, first: _trained(folder, first, *RUNS["dense"]), tmp_path)
+        _both(lambda folder, first: resumed(folder, *RUNS["dense"], first=first), tmp_path)

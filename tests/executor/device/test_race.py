@@ -7,7 +7,9 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+from executor.checkpoint import keeper
 from executor.device.race import RaceDevice
+from executor.device.race_clocks import DeviceRaceClocks
 from executor.modules.attention import rope
 from executor.optim.sync import BucketSync
 from executor.runtime.interpreter import PlanInterpreter
@@ -16,7 +18,7 @@ from ir.core.errors import PiperError
 from piper_sim.app.cli import main
 from tests.executor.device import race_cases
 from tests.executor.device.race_notes import Deletions
-from tests.executor.device.races import PLANS, noted, raced
+from tests.executor.device.races import PLANS, noted, raced, resumed
 from tests.executor.runs import job_file
 
 
@@ -31,32 +33,60 @@ def test_nothing_races_whatever_the_plan(case: race_cases.Case, tmp_path: Path) 
     assert raced(tmp_path, *case.sets()) == []
 
 
-# Orderings of which some are needless, by who asks for them, for whom, of which lane for which; and why they are kept.
+@pytest.mark.parametrize("behind", [True, False])
+def test_what_is_saved_evaluated_and_dumped_between_steps_does_not_race(behind: bool, tmp_path: Path) -> None:
+    case, on = race_cases.Case("zbv", 1, "tied", "none"), (RaceDevice(), RaceDevice())
+    resumed(tmp_path, *case.sets(), f"run.save_behind={str(behind).lower()}", on=on)
+    assert on[0].races == on[1].races == []
+
+
+def test_a_copy_that_the_host_does_not_wait_for_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(held: Any) -> Any:
+        return {n: (p, {s: flat.detach().clone() for s, flat in of.items()}) for n, (p, of) in held.items()}
+
+    monkeypatch.setattr(keeper, "_copied", copied)
+    case, on = race_cases.Case("zbv", 1, "tied", "none"), (RaceDevice(), RaceDevice())
+    resumed(tmp_path, *case.sets(), "run.save_behind=true", on=on)
+    assert any("outside of any lane" in race.first and "compute" in race.second for race in on[0].races)
+
+
+# Who orders, for whom, what nothing needs that clashes, at times; and why it does.
 NEEDLESS = {
-    "LocalTransportHandle.wait for _TokenLoss.forward: compute, compute": "the words chosen are read behind a later sum",
-    "LocalTransportHandle.wait for Thread.run: dp, dp": "who needs it waits for a later op of the stream, too",
-    "StreamOp.post for PlanInterpreter._queue: compute, dp": "what a bucket reduces is older than the op before it",
-    "LocalTransportHub._move for BucketSync.start.<locals>.<lambda>: dp, dp": "as above, for another rank's end of it",
+    "LocalTransportHandle.wait for _TokenLoss.forward": "the words chosen are read behind a later sum",
+    "LocalTransportHandle.wait for Thread.run": "who needs a message waits for a later one of its stream, too",
+    "StreamOp.post for PlanInterpreter._queue": "what a bucket reduces is older than the message before it",
+    "LocalTransportHub._move for BucketSync.start.<locals>.<lambda>": "the same, of another rank's bucket",
 }
 
 
 @pytest.mark.parametrize("name", ["1f1b", "cp, ZeRO-2"])
 def test_every_ordering_that_is_needed_is_missed(name: str) -> None:
-    _misses_what_is_needed(PLANS[name], 24)
+    notes = noted(*PLANS[name])
+    lost = Deletions.of(notes, notes.some(24))
+    assert lost.needed and lost.found == lost.needed, "the oracle is not the detector"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sets", [*PLANS.values(), *(c.sets() for c in race_cases.covering()[3::40])])
-def test_every_ordering_that_is_needed_is_missed_in_any_plan(sets: tuple[str, ...]) -> None:
-    _misses_what_is_needed(sets, 60)
+def test_nine_orderings_of_ten_are_missed_and_the_others_have_names() -> None:
+    found = needless = 0
+    for sets in (*PLANS.values(), *(case.sets() for case in race_cases.covering()[3::40])):
+        notes = noted(*sets)
+        lost = Deletions.of(notes, notes.some(60))
+        assert lost.found == lost.needed
+        assert {notes.why[k].partition(": ")[0] for k in lost.kept} <= NEEDLESS.keys()
+        found, needless = found + len(lost.found), needless + len(lost.kept)
+    assert found >= 9 * needless and found > 150
 
 
-def _misses_what_is_needed(sets: tuple[str, ...], count: int) -> None:
-    """By the oracle, which is not the detector. What others imply is no ordering."""
-    notes = noted(*sets)
-    lost = Deletions.of(notes, notes.some(count))
-    assert lost.found == lost.needed and len(lost.found) > lost.asked / 5
-    assert lost.share >= 0.9 and {notes.why[k] for k in lost.kept} <= NEEDLESS.keys()
+def test_a_detector_that_takes_writes_for_reads_misses_less() -> None:
+    class Blind(DeviceRaceClocks):
+        def touch(self, lane: int, host: int, what: str, spans: Any, *, read_back: bool = False) -> None:
+            reads = [(key, low, high, False) for key, low, high, _ in spans]
+            super().touch(lane, host, what, reads, read_back=read_back)
+
+    notes = noted(*PLANS["1f1b"])
+    lost = Deletions.of(notes, notes.some(24), Blind)
+    assert lost.found < lost.needed
 
 
 def _send_freed_at_dispatch(self: PlanInterpreter, i: int, row: Any) -> None:
