@@ -1,9 +1,9 @@
 """`python -m experiments.kernels DIR`: measured kernels and collectives of a folder of tables against the model.
 
-Tables: gemm_*.csv (gpu, dtype, m, n, k, us), attention_*.csv, nccl*.csv with the columns of the small ones in
-`experiments/published/data/kernels`, which are read where no folder is given. Kernels there were measured by
-themselves: short bursts at boost clocks, so the hardware files are taken as they are,
-not `in_training()`. A product in fp8 is measured with the quantising of x in front of it.
+Tables: gemm_*.csv (gpu, dtype, m, n, k, us), attention_*.csv, sdpa*.csv (both passes), nccl*.csv with the columns of
+the small ones in `experiments/published/data/kernels`, which are read where no folder is given. Kernels there were
+measured by themselves: short bursts at boost clocks, so the hardware files are taken as they are, not `in_training()`.
+A product in fp8 is measured with the quantising of x in front of it.
 """
 
 import argparse
@@ -18,7 +18,14 @@ from experiments.published.rows import DATA, Line, lines
 from ir.core.work import CAST, DType, Kernel, KernelKind, Message, MessageKind
 from piper_sim.study.history.show import PredictionErrors
 
-GPUS = {"a100": "a100-sxm-80gb", "h100": "h100-sxm", "h200": "h200-sxm", "b200": "b200-sxm"}
+GPUS = {
+    "a100": "a100-sxm-80gb",
+    "h100": "h100-sxm",
+    "h200": "h200-sxm",
+    "b200": "b200-sxm",
+    "gb200": "gb200-nvl72",
+    "gb300": "gb300-nvl72",
+}
 
 
 def gemm(line: Line, hw: DeviceHardware) -> float:
@@ -38,6 +45,15 @@ def attention(line: Line, hw: DeviceHardware) -> float:
     return kernel_seconds(Kernel(KernelKind.ATTENTION, 2 * batch * heads * s * s * d, moved, DType.BF16, shape), hw)
 
 
+def sdpa(line: Line, hw: DeviceHardware) -> float:
+    """Seconds of one pass of causal attention in bf16."""
+    batch, heads, few, s, qk, v = (int(line[c]) for c in ("batch", "heads", "kv_heads", "seq_len", "qk_dim", "v_dim"))
+    back = line["pass"] == "backward"
+    flops, moved = batch * heads * s * s * (qk + v), 2 * batch * s * (heads + few) * (qk + v)
+    whole = (flops * 5 // 2, 2 * moved) if back else (flops, moved)
+    return kernel_seconds(Kernel(KernelKind.ATTENTION, *whole, DType.BF16, (batch, heads, s, s, qk, v)), hw)
+
+
 def collective(line: Line, hw: DeviceHardware) -> float:
     """Seconds of a collective inside a node."""
     message, ranks = Message(MessageKind(line["collective"]), int(line["bytes"]), ("dp",)), int(line["gpus"])
@@ -47,12 +63,15 @@ def collective(line: Line, hw: DeviceHardware) -> float:
 def seconds(line: Line, key: str) -> float:
     """What was measured; of attention the quicker kernel."""
     found = [line[c] for c in ("us", "us_trtllm", "us_vllm") if line.get(c)]
+    if key == "sdpa":
+        return 1e-3 * float(line["ms"])
     return 1e-6 * min(map(float, found)) if key == "attention" else 1e-6 * float(line["us"])
 
 
 KINDS: Mapping[str, tuple[Callable[[Line, DeviceHardware], float], str]] = {
     "gemm": (gemm, "dtype"),
     "attention": (attention, "head_dim"),
+    "sdpa": (sdpa, "pass"),
     "nccl": (collective, "collective"),
 }
 

@@ -6,6 +6,7 @@ Where CI is set, a test that is skipped fails, unless only a machine with a GPU,
 
 import os
 import re
+import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ci")
+# Shells start what runs in the background with Ctrl-C ignored, and processes of tests would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 MAY_SKIP = re.compile(r"needs a (machine without a )?GPU$")
 
 

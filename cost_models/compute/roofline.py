@@ -145,6 +145,7 @@ def _attention_share(kernel: Kernel, hw: DeviceHardware, sms: int) -> float:
     """Share of peak of a fused attention kernel; forward and backward are told apart by their FLOPs (or the label)."""
     a = hw.attention
     written = (a.portable if hw.software.portable_attention else 1.0) / hw.software.attention
+    written *= a.sustained if hw.training else 1.0
     if not kernel.shape:
         return written * a.forward_efficiency * sms / hw.sms
     if len(kernel.shape) != 6 or min(kernel.shape) < 1:
@@ -153,14 +154,24 @@ def _attention_share(kernel: Kernel, hw: DeviceHardware, sms: int) -> float:
     head = min((qk_dim + v_dim) / 2, a.head_limit) / 128
     share = a.backward_efficiency if is_backward(kernel) else a.forward_efficiency
     share *= written * math.pow(head, a.head_exponent)
-    if kernel.label.endswith(DROPOUT):
-        share *= a.dropout[is_backward(kernel)]
+    share /= _dropped_and_fixed(kernel, hw)
     share *= kv / (kv + a.ramp_tokens)
     # A part-filled tile costs a whole one, and fewer tiles than SMs leave SMs idle. Causal tiles differ in length, so a
     # last wave is not rounded up.
     per_head = math.ceil(q / _Q_TILE)
     filled, busy = q / (per_head * _Q_TILE), min(1.0, batch * heads * per_head / sms)
     return min(share, 1.0) * filled * busy * sms / hw.sms
+
+
+def _dropped_and_fixed(kernel: Kernel, hw: DeviceHardware) -> float:
+    """Seconds of an attention kernel that draws dropout, or adds up in one order, over those of one that does neither.
+
+    What drawing adds does not depend on how quick the rest is.
+    """
+    a, back, drops = hw.attention, is_backward(kernel), kernel.label.endswith(DROPOUT)
+    left = (1.0, a.fixed) if a.fixed_dropout is None or not drops else a.fixed_dropout
+    plain = 1.0 / left[back] if hw.deterministic else 1.0
+    return plain + (1.0 / a.dropout[back] - 1.0 if drops else 0.0)
 
 
 def is_backward(kernel: Kernel) -> bool:

@@ -79,9 +79,11 @@ class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     forward_efficiency, backward_efficiency: share of peak at head dim 128 and a long sequence.
     ramp_tokens: KV length at which half of that is reached. head_exponent: efficiency ~ (head dim / 128) ** this, with
     the mean of the query-key and the value dim, at most head_limit. portable: rate of a kernel written for any GPU
-    (FlashAttention 2) over that of one written for this one; 1 where that is the best there is. dropout: what drawing
-    it leaves of the rates, forward and backward; 75-85 and 60-70 % of FlashAttention 4's on GB200
-    (Dao-AILab/flash-attention pull request 2597), nothing found of others.
+    (FlashAttention 2) over that of one written for this one; 1 where that is the best there is. sustained: what
+    training leaves of the rates, where they were measured in short bursts. dropout: what drawing it leaves of them,
+    forward and backward; 75-85 and 60-70 % of FlashAttention 4's on GB200 (Dao-AILab/flash-attention pull request
+    2597), nothing found of others. fixed: what one order of sums (`[costs] deterministic`) leaves of the backward rate;
+    fixed_dropout: of both rates before dropout, where no usual kernel can do both and another one runs.
     """
 
     forward_efficiency: Share
@@ -90,7 +92,10 @@ class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     head_exponent: NonNegative
     head_limit: Positive = 192
     portable: Share = 1.0
+    sustained: Share = 1.0
     dropout: tuple[Share, Share] = (0.8, 0.65)
+    fixed: Share = 1.0
+    fixed_dropout: tuple[Share, Share] | None = None
 
 
 class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -121,7 +126,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     slowest.
     software: the framework that runs on it, from `[costs] software`; dispatcher: what carries tokens to experts, from
     `[costs] dispatcher`, None: sorted once, deduplicated, on comm_sms; training: whether it is at the clocks of a long
-    run, not of a short burst, as for every job; no keys of a hardware file.
+    run, not of a short burst, as for every job; deterministic: of `[costs]`; no keys of a hardware file.
     leaf_nodes: nodes under one leaf switch; null: all. oversubscription: a leaf's NICs together over its uplinks.
     """
 
@@ -168,6 +173,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     software: Annotated[FrameworkCosts, HIDDEN] = FrameworkCosts()
     dispatcher: Annotated[ExpertDispatcher | None, HIDDEN] = None
     training: Annotated[bool, HIDDEN] = False
+    deterministic: Annotated[bool, HIDDEN] = False
 
     def in_training(self) -> DeviceHardware:
         """The same device under the sustained load of a training run.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from executor.autograd.compiled import CompiledPass
 from executor.autograd.split import SplitPass
-from executor.parallel.expert_all_to_all import ExpertRoute
+from executor.parallel.expert_all_to_all import ExpertRoute, ExpertRowCounts
 
 Values = tuple[Tensor, ...]
 Grads = list[Tensor | None]
@@ -44,7 +44,7 @@ class MicrobatchState:
     grads: dict[str, Grads] = field(default_factory=dict)
     units: dict[str, PartState] = field(default_factory=dict)
     extras: dict[str, tuple[object, ...]] = field(default_factory=dict)
-    counts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    counts: dict[str, ExpertRowCounts] = field(default_factory=dict)
     routes: dict[str, ExpertRoute] = field(default_factory=dict)
 
     def idle(self) -> bool:

@@ -124,7 +124,8 @@ class Stage:
         wire, flow = self.exchanges[name], self._flow(mb)
         if not wire.counts:
             trade = even(wire, *flow.take(wire.reads))
-            flow.counts[name] = trade.leaves[0], trade.arrives[0]
+            assert trade.counts is not None
+            flow.counts[name] = trade.counts
             return trade
         if wire.counts not in flow.routes:
             flow.routes[wire.counts] = self._route(flow, wire, mb)
@@ -147,7 +148,7 @@ class Stage:
 
     def _route(self, flow: MicrobatchState, wire: ExpertAllToAll, mb: int) -> ExpertRoute:
         counts, (chunk, _, _) = flow.counts.pop(wire.counts), wire.counts.rpartition(".")
-        return ExpertRoute.read(*counts, wire.ranks) if self._routes is None else self._routes(chunk, mb)
+        return counts.route(wire.ranks) if self._routes is None else self._routes(chunk, mb)
 
     def take_output(self, mb: int) -> Values:
         """What the units that nobody reads have left, to be sent or read; several losses are added up."""

@@ -8,11 +8,13 @@ a mark is a moment that has passed, and nothing is ever followed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.device import clock
@@ -38,6 +40,24 @@ class StreamEvent(Protocol):
         """When it did, on the host's clock. Only of a mark that is done."""
 
 
+@dataclass(frozen=True)
+class DeviceCopy:
+    """What a device had at a mark, for the host."""
+
+    mark: StreamEvent
+    tensors: tuple[Tensor, ...]
+
+    def read(self) -> tuple[Tensor, ...]:
+        """Block until it has come."""
+        self.mark.wait()
+        return self.tensors
+
+
+def upload(tensor: Tensor, to: torch.device) -> Tensor:
+    """A copy of what the host has, made while it goes on: from memory that a GPU reads by itself."""
+    return (tensor.pin_memory() if to.type == "cuda" else tensor).to(to, non_blocking=True, copy=True)
+
+
 class Device(Protocol):
     """Where a rank computes. ahead: the host only launches, and runs ahead of the device."""
 
@@ -55,6 +75,12 @@ class Device(Protocol):
 
     def follow(self, mark: StreamEvent) -> None:
         """The active lane goes on behind the mark."""
+
+    def fetch(self, tensors: Sequence[Tensor]) -> DeviceCopy:
+        """Copies for the host, which goes on, of what tensors hold at this point of the active lane."""
+
+    def at(self, op: str) -> None:
+        """What this thread does from now on is that op's; "": none's."""
 
     def unseen(self) -> AbstractContextManager[Any]:
         """What one rank does there for several is not seen by those who follow this thread's ops."""
@@ -104,6 +130,13 @@ class HostDevice:
 
     def follow(self, mark: StreamEvent) -> None:
         """It has passed already."""
+
+    def fetch(self, tensors: Sequence[Tensor]) -> DeviceCopy:
+        """The host has them."""
+        return DeviceCopy(self.mark(), tuple(tensors))
+
+    def at(self, op: str) -> None:
+        """Nobody asks."""
 
     def unseen(self) -> AbstractContextManager[Any]:
         return _disable_current_modes()
@@ -177,6 +210,15 @@ class CudaDevice:
     def follow(self, mark: StreamEvent) -> None:
         assert isinstance(mark, _CudaMark)
         torch.cuda.current_stream(self.torch).wait_event(mark.event)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> DeviceCopy:
+        found = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in tensors]
+        for into, tensor in zip(found, tensors, strict=True):
+            into.copy_(tensor, non_blocking=True)
+        return DeviceCopy(self.mark(), tuple(found))
+
+    def at(self, op: str) -> None:
+        """Nobody asks."""
 
     def unseen(self) -> AbstractContextManager[Any]:
         return _disable_current_modes()

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,6 +34,23 @@ class OpWatch(TorchDispatchMode, ABC):
     @abstractmethod
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is done in place of a call, and gives its result."""
+
+
+def forget_peaks(device: torch.device) -> None:
+    """The allocator of a GPU counts anew what it hands out."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def allocator_peaks(device: torch.device) -> dict[str, int] | None:
+    """The most bytes that torch's allocator has handed out on a GPU, and has reserved, since then; None on a CPU.
+
+    Kernels' own workspace is among them, and of all ranks that share the GPU.
+    """
+    if device.type != "cuda":
+        return None
+    stats = torch.cuda.memory_stats(device)
+    return {kind: int(stats[f"{kind}_bytes.all.peak"]) for kind in ("allocated", "reserved")}
 
 
 class MemoryTracker(OpWatch):

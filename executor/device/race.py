@@ -11,23 +11,18 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
-from executor.device.device import Lane
-from executor.device.memory import OpWatch
+from executor.device.device import DeviceCopy, Lane
+from executor.device.host_syncs import DeviceSyncCensus
 from executor.device.race_clocks import Clock, DeviceRace, DeviceRaceClocks, Span
-from ir.core.errors import ErrorKind, PiperError
-
-_READS_ON_HOST = {torch.ops.aten._local_scalar_dense.default}
-_READS_SHAPES = {"zeros_like", "ones_like", "empty_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
+from executor.device.race_watch import DeviceReadWatch, OpRaceWatch
 
 
 class DeviceRaceMark:
@@ -43,6 +38,7 @@ class DeviceRaceMark:
     def wait(self) -> None:
         """Whatever this host launches from now on is behind it, on any lane."""
         self.waited = True
+        self.device.syncs.note("a mark")
         self.device.known(self.clock)
 
     def seconds(self) -> float:
@@ -61,10 +57,11 @@ class RaceDevice:
 
     def __init__(self, clocks: DeviceRaceClocks | None = None, *, deaf: bool = False) -> None:
         self.deaf, self.clocks = deaf, clocks or DeviceRaceClocks()
-        self.lock = threading.RLock()
+        self.syncs, self.lock = DeviceSyncCensus(), threading.RLock()
         self._mine = threading.local()
         self._keys: dict[int, tuple[int, int, weakref.ref[Any]]] = {}  # of a storage: its block, its bytes
-        self._freed: deque[int] = deque()
+        self._lifted: set[int] = set()  # blocks that are the host's
+        self._freed: deque[tuple[int, int]] = deque()  # block, who let it go
         self._taken = self._hosts = 0
 
     @property
@@ -78,7 +75,11 @@ class RaceDevice:
         if not getattr(self._mine, "watched", False):
             self._mine.watched = True
             OpRaceWatch(self).__enter__()  # type: ignore[no-untyped-call]
-            _HostReadWatch(self).__enter__()  # type: ignore[no-untyped-call]
+            DeviceReadWatch(self).__enter__()  # type: ignore[no-untyped-call]
+
+    def at(self, op: str) -> None:
+        """See `Device.at`."""
+        self.syncs.begin(op)
 
     def lane(self, name: str) -> Lane:
         """A new queue; what runs in it without a mark of another lane is ordered by itself alone."""
@@ -110,10 +111,17 @@ class RaceDevice:
         """See `Device.unseen`: all but this device's own look away."""
         return _alone(self)
 
+    def fetch(self, tensors: Sequence[Tensor]) -> DeviceCopy:
+        """See `Device.fetch`."""
+        found = [t.clone() for t in tensors]
+        self.lifted(found)
+        return DeviceCopy(self.mark(), tuple(found))
+
     def known(self, clock: Clock) -> None:
         """The host of this thread has waited for all that."""
         if not self.deaf:
             with self.lock:
+                self._bury()
                 self.clocks.known(self._here()[1], clock)
 
     def place(self) -> str:
@@ -137,6 +145,27 @@ class RaceDevice:
             for tensor in tensors:
                 self._block(tensor, self._here()[0])
             self._bury()
+
+    def lifted(self, tensors: list[Tensor]) -> None:
+        """They are the host's."""
+        with self.lock:
+            for tensor in tensors:
+                if (block := self._block(tensor, self._here()[0])) is not None:
+                    self._lifted.add(block)
+
+    def of_host(self, tensor: Tensor, *, taken: bool = False) -> bool:
+        """Whether it lies in the host's memory. taken: the device has it from now on."""
+        with self.lock:
+            block = self._block(tensor, self._here()[0])
+            found = block in self._lifted
+            if block is not None and taken:
+                self._lifted.discard(block)
+            return found
+
+    @property
+    def in_lane(self) -> bool:
+        """Whether what is launched now runs on a lane, and is not the host's own."""
+        return self._here()[0] != getattr(self._mine, "outside", None)
 
     def _spans(self, tensors: list[Tensor], lane: int, *, written: bool) -> Iterator[Span]:
         for tensor in tensors:
@@ -163,11 +192,13 @@ class RaceDevice:
     def _gone(self, key: int) -> None:
         """Called wherever the last reference goes; judged with the next op."""
         if (known := self._keys.pop(key, None)) is not None:
-            self._freed.append(known[0])
+            self._freed.append((known[0], getattr(self._mine, "host", 0)))
 
     def _bury(self) -> None:
         while self._freed:
-            self.clocks.free(self._freed.popleft())
+            block, host = self._freed.popleft()
+            self._lifted.discard(block)
+            self.clocks.free(block, host)
 
     def _here(self) -> tuple[int, int]:
         """The active lane, and this thread, by numbers."""
@@ -176,67 +207,9 @@ class RaceDevice:
             self._hosts += 1
             mine.host = self._hosts
         if getattr(mine, "lane", None) is None:
-            mine.lane = self.clocks.lane(f"{threading.current_thread().name} outside of any lane", host=True)
+            name = f"{threading.current_thread().name} outside of any lane"
+            mine.lane = mine.outside = self.clocks.lane(name, host=True)
         return int(mine.lane), int(mine.host)
-
-
-class OpRaceWatch(OpWatch):
-    """Tells a device what each op of a thread reads and writes. Neither a view nor who asks for a shape touches any."""
-
-    def __init__(self, device: RaceDevice) -> None:
-        super().__init__()
-        self.device = device
-
-    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `OpWatch`. Raises PiperError: an operand's memory was given back."""
-        read, written, aliased = _operands(func, args, kwargs)
-        if not aliased and any(t.numel() and not t.untyped_storage().nbytes() for t in (*read, *written)):
-            # Here it would end the process.
-            message = f"{func} on {self.device.place()} touches memory that was given back"
-            raise PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion="free it behind the last op that reads it")
-        out = func(*args, **kwargs)
-        fresh = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        if aliased and not written:
-            self.device.seen(read)
-            return out
-        inputs = {t.untyped_storage()._cdata for t in (*read, *written)}
-        made = [x for x in fresh if x.untyped_storage()._cdata not in inputs]
-        self.device.touch(str(func), read, [*written, *made], read_back=func in _READS_ON_HOST)
-        return out
-
-
-class _HostReadWatch(TorchFunctionMode):
-    """Tells a device where the host takes a tensor's values, which on a GPU waits for the lane: `tolist`, `cpu`, and
-    `to("cpu")`, by this word, as the device is a CPU, too. What they give is a copy, as from a GPU.
-    """
-
-    def __init__(self, device: RaceDevice) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func not in (Tensor.tolist, Tensor.cpu) and not (func is Tensor.to and args[1:2] == ("cpu",)):
-            return func(*args, **(kwargs or {}))
-        own = [args[0]] if func is Tensor.tolist else [args[0].clone()]
-        self.device.touch(func.__name__, own, [], read_back=True)
-        return func(*own, *args[1:], **(kwargs or {}))
-
-
-def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool]:
-    """(read, written, whether the result may be a view of an operand), by the op's own signature."""
-    read, written, aliased = list[Tensor](), list[Tensor](), False
-    for k, argument in enumerate(func._schema.arguments):
-        value = args[k] if k < len(args) else kwargs.get(argument.name)
-        tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-        alias = argument.alias_info
-        if alias is not None and alias.is_write:
-            written += tensors
-        else:
-            read += tensors
-        aliased |= alias is not None and not alias.is_write
-    return ([] if func.overloadpacket.__name__ in _READS_SHAPES else read), written, aliased
 
 
 @contextmanager

@@ -93,12 +93,13 @@ class DeviceRaceClocks:
         """A block of memory."""
         self._blocks[key] = _Block(size, lane, None if lane in self._unmanaged else dict(self._clocks[lane]), {lane})
 
-    def free(self, key: int) -> None:
-        """Its lane may have it again."""
+    def free(self, key: int, host: int) -> None:
+        """A host lets its lane have it again: what is launched there from now on is behind all that this host knows."""
         block = self._blocks.pop(key)
         if block.taken is not None:
-            others = [*block.writes, *block.reads]
-            self._ask(block, f"free, to {self.names[block.lane]}", self._clocks[block.lane], others)
+            clock = dict(self._clocks[block.lane])
+            _join(clock, self._hosts.get(host, {}))
+            self._ask(block, f"free, to {self.names[block.lane]}", clock, [*block.writes, *block.reads])
 
     def touch(self, lane: int, host: int, what: str, spans: Iterable[Span], *, read_back: bool = False) -> None:
         """An op of a lane. read_back: its host waits for the result."""

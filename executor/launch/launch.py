@@ -16,7 +16,7 @@ from typing import Any
 from executor.device.progress import RankRecord, RankState, create, read
 from executor.launch.forkserver import RankForkServer, RankServerGone
 from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
-from executor.runtime.flight import FOLDER, keep, pointed
+from executor.runtime.flight import FOLDER, keep, kept_in, kept_parting, pointed
 from executor.runtime.given import given_name
 from executor.runtime.target import Target, describe, write_whole
 from ir.core.errors import ErrorKind, PiperError
@@ -82,13 +82,14 @@ def launch(
 
     given: jobs with their plans (`executor.runtime.given.given_text`), which ranks find at `context.given()`.
     out: a folder that gets `ranks.json`, whole, before any rank goes on; of a run that fails also `flight`, with what
-    every rank was doing (`executor.runtime.flight`).
+    every rank was doing (`executor.runtime.flight`); without it, a run of a long watchdog_s leaves that among
+    temporary files.
     watchdog_s: a rank that makes no progress for so long has failed; startup_s: the same before its first op.
     together: all ranks are threads of one process.
 
     Raises RankFailed. Whatever happens, no process is left.
     """
-    target = describe(fn)
+    target, kept = describe(fn), kept_in(out, watchdog_s, os.getpid())
     if out is not None:
         folder_for(out)
         shutil.rmtree(out / FOLDER, ignore_errors=True)  # of a run before
@@ -105,7 +106,7 @@ def launch(
             "target": target,
             "args": dict(args or {}),
             "given": len(given),
-            "flight": out is not None,
+            "flight": kept is not None,
             "processes": run.alive,
             "cwd": os.getcwd(),
             "sys_path": [os.path.abspath(path) for path in sys.path],
@@ -117,9 +118,9 @@ def launch(
         except RankServerGone as error:
             raise _orphaned(run) from error
         except RankFailed as error:
-            if out is not None:
-                keep(out, run.folder, run.alive.values(), run.seen, lambda: server.send(ask=list(run.alive)))
-                pointed(error, out if (out / FOLDER).is_dir() else None)
+            if kept is not None:
+                keep(kept, run.folder, run.alive.values(), run.seen, lambda: server.send(ask=list(run.alive)))
+                pointed(error, kept if (kept / FOLDER).is_dir() else None, kept_parting(kept, error.rank))
             raise
         finally:
             _end(server, run)

@@ -22,6 +22,7 @@ from executor.runtime.interpreter import StepResult
 from executor.runtime.rank import RankRun, of_the_batch
 from executor.runtime.spec import PlanRun
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.work import MessageKind
 from ir.job.build import PreparedJob
 from ir.job.run_options import CheckpointOptions, JobRunOptions
 from ir.plan.plan import Plan
@@ -62,7 +63,8 @@ class PlanRuntime:
             saving = settled(wanted, self.prepared, o.steps, real=True)
             self._lookout.meet(f"{plan_digest(self.plan)} from step {saving.first}")
             self._lookout.start()
-            self._rank = RankRun.of(context, PlanRun(o, saving), {ALL: tuple(range(place.world))})
+            everybody = ALL, tuple(range(place.world)), frozenset({MessageKind.ALL_GATHER})
+            self._rank = RankRun.of(context, PlanRun(o, saving), [everybody])
         except BaseException as error:
             self._lookout.fall(error)  # does not return
         self._context = context

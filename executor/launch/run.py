@@ -146,9 +146,9 @@ def gathered(prepared: PreparedJob, plan: Plan, results: list[dict[str, Any]]) -
     """The object of `piper-sim run`, and the trace, from what the ranks returned."""
     trace, steps = _trace(results, prepared.schedule), len(results[0]["squares"])
     real = results[0]["losses"] is not None
-    peaks, held = (
+    peaks, held, counted = (
         None if results[0][key] is None else {str(rank): r[key] for rank, r in enumerate(results)}
-        for key in ("peak_bytes", "state_bytes")
+        for key in ("peak_bytes", "state_bytes", "allocator")
     )
     late = slowest(plan, trace)
     return {
@@ -163,12 +163,14 @@ def gathered(prepared: PreparedJob, plan: Plan, results: list[dict[str, Any]]) -
         "aux_losses": [_balance(results, step) for step in range(steps)] if any(map(any, _told(results))) else None,
         "first_step": results[0]["first_step"],
         "iteration_s": median(_durations(results)),
-        "memory": {"peak_allocated_bytes": peaks, "persistent_bytes": held},
+        "connect_s": max(r["connect_s"] for r in results),
+        "memory": {"peak_allocated_bytes": peaks, "persistent_bytes": held, "allocator": counted},
         "ranks": prepared.ranks,
         "slowest": None if late is None else {"rank": late.rank, "waited_s": late.waited_s},
         "plan_digest": plan_digest(plan),
         "saved": results[0]["saved"],
         "races": results[0]["races"],
+        "host_syncs": results[0]["host_syncs"],
         "compiled": _compiled(results) if prepared.job.run.compile and real else None,
         "trace": None,
     }, trace

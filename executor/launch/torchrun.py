@@ -29,7 +29,7 @@ from executor.launch.refusals import refuse
 from executor.launch.run import gathered
 from executor.launch.store import clocks, meeting
 from executor.launch.watchdog import STARTUP_S, RankWatchdog
-from executor.runtime.flight import arm, forget
+from executor.runtime.flight import arm, forget, kept_in
 from executor.runtime.given import given_name, given_text
 from executor.runtime.rank import train_rank
 from executor.runtime.spec import PlanRun
@@ -156,8 +156,8 @@ def joined(
     kept, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=patience))
     store = PrefixStore(meeting(kept, place.rank, place.world, STARTUP_S), kept)
     create(folder / "progress", 1)
-    mine = PrefixStore("piper", store)
-    lookout = RankWatchdog(mine, place.rank, place.world, folder / "progress", options.watchdog_s, report, options.out)
+    mine, kept = PrefixStore("piper", store), kept_in(options.out, options.watchdog_s, os.getppid())
+    lookout = RankWatchdog(mine, place.rank, place.world, folder / "progress", options.watchdog_s, report, kept)
     text = lookout.tell(None if told is None else given_text(*told))
     (folder / given_name(0)).write_text(text, encoding="utf-8")
     return store, lookout
@@ -189,8 +189,8 @@ def _live(
     try:
         prepared, plan = context.given()
         saving = settled(spec.saving, prepared, spec.options.steps, real=spec.options.real)
-        if spec.options.out is not None:
-            forget(spec.options.out, place.rank)
+        if lookout.flight.out is not None:
+            forget(lookout.flight.out, place.rank)
             arm(folder, place.rank)
         pids = lookout.meet(f"{plan_digest(plan)} from step {saving.first}")
         if out is not None:

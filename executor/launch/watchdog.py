@@ -82,7 +82,7 @@ class RankWatchdog:
         me = json.dumps([os.getpid(), host(), digest, str(self.progress)])
         self.store.set_timeout(timedelta(seconds=STARTUP_S))
         self.store.set(f"here/{self.rank}", me)
-        found = [json.loads(self.store.get(f"here/{r}")) for r in range(self.world)]
+        found = [json.loads(text) for text in self.store.multi_get([f"here/{r}" for r in range(self.world)])]
         self.pids, self.hosts = [pid for pid, *_ in found], [name for _, name, *_ in found]
         self.files = [Path(file) for *_, file in found]
         if any(theirs != digest for _, _, theirs, _ in found):

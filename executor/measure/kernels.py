@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from executor.measure.ops import WARM_UP, DeviceTimer, Note, Samples
 from executor.modules.base import TORCH
-from executor.optim.optimizer import Optimizer, clip_scale, norm_of, square_sums
+from executor.optim.optimizer import Optimizer, clip_scale, global_norm, square_sums
 from ir.core.ops import Pass
 from ir.core.work import Kernel, KernelKind
 from ir.graph.classes import node_classes
@@ -155,9 +155,10 @@ def _update(prepared: PreparedJob, numel: int, device: torch.device) -> Run:
 
     def run() -> None:
         grads["w"].zero_()
-        scale = 1.0
+        scale: float | torch.Tensor = 1.0
         if job.optimizer.clip_norm:
-            scale = clip_scale(norm_of(square_sums(grads, ["w"], device)), job.optimizer.clip_norm)
+            norm = global_norm(square_sums(grads, ["w"], device), ahead=device.type != "cpu")
+            scale = clip_scale(norm, job.optimizer.clip_norm)
         optimizer.step(grads, scale)
 
     return run

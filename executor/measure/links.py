@@ -88,7 +88,9 @@ def ladder(sizes: set[int]) -> tuple[int, ...]:
 def topology(wants: Sequence[MessageSample], world: int) -> TransportTopology:
     """The channels and groups to connect."""
     channels = [(w.members[0], w.members[1]) for w in wants if w.kind is MessageKind.P2P]
-    return TransportTopology.of(world, channels, {w.group: w.members for w in wants if w.kind is not MessageKind.P2P})
+    groups = [w for w in wants if w.kind is not MessageKind.P2P]
+    kinds = {g.group: {w.kind for w in groups if w.group == g.group} for g in groups}
+    return TransportTopology.of(world, channels, {g.group: g.members for g in groups}, kinds)
 
 
 def link_rows(

@@ -226,7 +226,7 @@ class DecoderModel:
             parts["add"] = ExpertParallelAdd(c)
         else:
             parts["router"] = ExpertRouter(c, make, prefix, layer, self.guide)
-            parts["experts"] = LocalExperts(c, make, prefix)
+            parts["experts"] = LocalExperts(c, make, prefix, ahead=self.guide.ahead)
             parts |= {s: SharedExperts(c, make, prefix) for s in shared}
             parts["add"] = ExpertAdd()
         wired: Reads = {"attn": (reads,), "router": ("attn",), **dict.fromkeys(("experts", *shared), ("router",))}

@@ -140,7 +140,21 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+Counts = Sequence[int] | Tensor  # of rows; a tensor where the host does not know them
+
+
+def unread(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch multiplies groups of rows whose sizes the device alone knows: else the host must read them.
+
+    Its grouped product is one kernel for bfloat16 on Hopper and Blackwell; for other formats, or on other GPUs, torch
+    itself has the host read sizes, at every product.
+    """
+    if x.dtype is not torch.bfloat16 or any(size % 8 for size in weight.shape[1:]):
+        return False
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] > 8
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Counts) -> Tensor:
     """x (rows, into), sorted by expert, counts rows each; weight (experts, out, into) → (rows, out).
 
     One function of one weight: `executor.autograd.split` sees it as such, so its weight gradient can wait as a whole.
@@ -148,6 +162,8 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     if has_torch_function((x, weight)):
         found: Tensor = handle_torch_function(grouped_linear, (x, weight), x, weight, counts)
         return found
+    if isinstance(counts, Tensor):
+        return F.grouped_mm(x, weight.to(x.dtype).transpose(-1, -2), offs=counts.cumsum(0, dtype=torch.int32))
     # One expert after the other: torch's grouped product refuses float64.
     each, rows = weight.to(x.dtype).unbind(0), torch.split(x, list(counts))
     return torch.cat([F.linear(r, w) for r, w in zip(rows, each, strict=True)])

@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from executor.modules.functions import balanced, grouped_linear, permute, swiglu, unpermute, wide
+from executor.device.device import upload
+from executor.modules.functions import Counts, balanced, grouped_linear, permute, swiglu, unpermute, unread, wide
 from executor.modules.hub_weights import BIAS
 from executor.modules.layers import FeedForwardLayer, NormLayer, Params
 from executor.parallel.expert_all_to_all import Table
-from executor.parallel.router_guide import ExpertRouterGuide
+from executor.parallel.router_guide import ExpertRouterGuide, rows_of_each
 from ir.workload.config.spec import ExpertConfig, ModelConfig
 
 
@@ -97,26 +98,21 @@ class ExpertDispatch(nn.Module):
         super().__init__()
         self.top_k, self.experts = top_k, experts
 
-    def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-        """Rows (rows, h), their weights (rows, 1), order (rows), counts. Stable: an expert sees tokens in order."""
-        rows, row_weights, order = self.rows(tokens, weights, indices)
-        return rows, row_weights, order, self._counts(indices)
-
     def rows(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows (rows, h), their weights (rows, 1), order (rows). Stable: an expert sees tokens in order."""
         order = torch.argsort(indices.flatten(), stable=True).int()
         rows = permute(tokens, order, self.top_k)
         return rows, weights.flatten().index_select(0, order).unsqueeze(-1), order
 
     def counts(self, indices: Tensor) -> Tensor:
         """(experts,) rows of each, left on the device."""
-        ends = torch.arange(self.experts, device=indices.device)
-        ends = torch.searchsorted(indices.flatten().sort().values, ends, right=True)
-        return torch.diff(ends, prepend=ends.new_zeros(1))
+        return rows_of_each(indices, self.experts)
 
-    def _counts(self, indices: Tensor) -> list[int]:
+    def read(self, indices: Tensor) -> list[int]:
+        """The same, for the host."""
         if is_fake(indices):  # no values to count: balanced, as the model graph has it
             return [len(p) for p in torch.arange(indices.numel(), device="meta").tensor_split(self.experts)]
-        return torch.bincount(indices.flatten(), minlength=self.experts).tolist()
+        return self.counts(indices).tolist()
 
 
 class Experts(nn.Module):
@@ -128,7 +124,7 @@ class Experts(nn.Module):
         self.up = make(f"{prefix}mlp.experts.gate_up_proj", moe.experts, 2 * moe.ffn, c.hidden)
         self.down = make(f"{prefix}mlp.experts.down_proj", moe.experts, c.hidden, moe.ffn)
 
-    def forward(self, rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+    def forward(self, rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
         gate, up = grouped_linear(rows, self.up, counts).chunk(2, -1)
         return grouped_linear(swiglu(gate, up, weights), self.down, counts)
 
@@ -145,16 +141,18 @@ class ExpertCombine(nn.Module):
 
 
 class LocalExperts(nn.Module):
-    """Part `experts` where all experts are on one rank."""
+    """Part `experts` where all experts are on one rank. ahead: the host need not know how many rows each has."""
 
-    def __init__(self, c: ModelConfig, make: Params, prefix: str) -> None:
+    def __init__(self, c: ModelConfig, make: Params, prefix: str, *, ahead: bool = False) -> None:
         super().__init__()
-        moe = moe_of(c)
+        moe, self.ahead = moe_of(c), ahead
         self.dispatch, self.combine = ExpertDispatch(moe.top_k, moe.experts), ExpertCombine(moe.top_k)
         self.experts = Experts(c, make, prefix)
 
     def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        rows, row_weights, order, counts = self.dispatch(tokens, weights, indices)
+        rows, row_weights, order = self.dispatch.rows(tokens, weights, indices)
+        beside = self.ahead and all(unread(rows, w) for w in self.experts.parameters())
+        counts = self.dispatch.counts(indices) if beside else self.dispatch.read(indices)
         found: Tensor = self.combine(self.experts(rows, row_weights, counts), order)
         return found
 
@@ -208,23 +206,23 @@ class ExpertParallelExperts(nn.Module):
 
     def forward(self, rows: Tensor, weights: Tensor, got: Table) -> Tensor:
         """Rows (rows, h) and weights (rows, 1) of each source, sorted by expert; got: [source, expert] rows."""
-        order = by_expert(got).to(rows.device)
+        order = by_expert(got, rows.device)
         counts = [sum(column) for column in zip(*got, strict=True)]
         return unpermute(self.experts(permute(rows, order, 1), permute(weights, order, 1), counts), order, 1)
 
 
-def by_expert(got: Table) -> Tensor:
-    """Where each row comes from once rows sorted by source are sorted by expert.
+def by_expert(got: Table, to: torch.device = torch.device("cpu")) -> Tensor:
+    """Where each row comes from once rows sorted by source are sorted by expert. to: where the answer is wanted.
 
     >>> by_expert([[1, 2], [2, 0]]).tolist()
     [0, 3, 4, 1, 2]
     """
-    sizes = torch.tensor(got, dtype=torch.int64, device="cpu")
+    sizes = upload(torch.tensor(got, dtype=torch.int64, device="cpu"), to)
     ends = sizes.flatten().cumsum(0).view_as(sizes)
     total, lengths = sum(map(sum, got)), sizes.t().flatten()
     starts = (ends - sizes).t().flatten()
     first = lengths.cumsum(0) - lengths
-    return (torch.arange(total, device="cpu") + (starts - first).repeat_interleave(lengths, output_size=total)).int()
+    return (torch.arange(total, device=to) + (starts - first).repeat_interleave(lengths, output_size=total)).int()
 
 
 class ExpertParallelAdd(nn.Module):

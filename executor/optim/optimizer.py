@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import overload
 
 import numpy as np
 import torch
@@ -111,7 +112,7 @@ class Optimizer:
         return {"weight": self.masters.get(name, self.params[name]), **self.state[name]}
 
     @torch.no_grad()
-    def step(self, grads: Mapping[str, Tensor], scale: float = 1.0) -> None:
+    def step(self, grads: Mapping[str, Tensor], scale: float | Tensor = 1.0) -> None:
         """Update all parameters with grads · scale."""
         self.lr = learning_rate(self.config, self.steps, self.ends)
         self.steps += 1
@@ -177,7 +178,20 @@ def norm_of(sums: Tensor) -> float:
     return math.sqrt(total)
 
 
-def clip_scale(norm: float, clip_norm: float, *, single: bool = False) -> float:
+def global_norm(sums: Tensor, *, ahead: bool) -> float | Tensor:
+    """`norm_of`; where the host runs ahead of the device, left there, which adds in an order of its own.
+
+    >>> global_norm(torch.tensor([9.0, 16.0]), ahead=True)
+    tensor(5.)
+    """
+    return sums.sum().sqrt() if ahead else norm_of(sums)
+
+
+@overload
+def clip_scale(norm: float, clip_norm: float, *, single: bool = False) -> float: ...
+@overload
+def clip_scale(norm: float | Tensor, clip_norm: float, *, single: bool = False) -> float | Tensor: ...
+def clip_scale(norm: float | Tensor, clip_norm: float, *, single: bool = False) -> float | Tensor:
     """What gradients are multiplied by: torch's clip coefficient. single: rounded to float32.
 
     >>> clip_scale(0.5, 1.0), round(clip_scale(4.0, 1.0), 4), clip_scale(4.0, 0.0)
@@ -185,6 +199,9 @@ def clip_scale(norm: float, clip_norm: float, *, single: bool = False) -> float:
     >>> clip_scale(3.0, 1.0, single=True) == clip_scale(3.0 * (1 + 1e-15), 1.0, single=True)
     True
     """
+    if isinstance(norm, Tensor):  # the host does not know it
+        clip = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        return clip.float() if single else clip
     scale = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
     return float(np.float32(scale)) if single else scale
 

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor, dtype, float64
 
 from executor.optim.flat import FlatBucket
-from executor.optim.optimizer import Optimizer, ParamGradients, Runs, clip_scale, decay_of, norm_of, square_sums
+from executor.optim.optimizer import Optimizer, ParamGradients, Runs, clip_scale, decay_of, global_norm, square_sums
 from executor.parallel.collective import Collective
 from executor.transport.base import Transport, TransportHandle
 from ir.core.errors import ErrorKind, PiperError
@@ -32,6 +32,8 @@ class BucketSyncConfig:
     """of optimizer state"""
     elsewhere: frozenset[str] = frozenset()
     """parameters that the global norm takes from a tensor-parallel rank before this one"""
+    ahead: bool = False
+    """the host does not wait for the norm: what gradients are multiplied by stays on the device"""
 
 
 class BucketSync:
@@ -50,7 +52,7 @@ class BucketSync:
         order: Sequence[str],
         config: BucketSyncConfig,
     ) -> None:
-        self.elsewhere = config.elsewhere
+        self.elsewhere, self.ahead = config.elsewhere, config.ahead
         self.grads, self.params, self.order, self.config = grads, params, list(order), config.optimizer
         program = places.program(rank)
         shared = several(found, program)
@@ -68,7 +70,7 @@ class BucketSync:
         # it would round one weight of a billion otherwise, and curves of two plans would part after some hundred steps.
         sums = [*(grads.sums[n] for n in self.alone), *(f.sums for f in self.flat.values())]
         self._single_clip = {s.dtype for s in sums} == {float64} and float64 not in {p.dtype for p in params.values()}
-        self.norm: float | None = None
+        self.norm: float | Tensor | None = None
         self.frozen = False  # the step is one of evaluation, and updates nothing
         self._sums: Tensor | None = None
 
@@ -124,7 +126,8 @@ class BucketSync:
         if self.frozen:
             return
         if self.config.clip_norm:  # a job of one rank has no collective for it
-            self.norm = norm_of(self.squares() if self._sums is None else self._sums)
+            sums = self.squares() if self._sums is None else self._sums
+            self.norm = global_norm(sums, ahead=self.ahead)
         grads: dict[str, Tensor] = {n: self.grads[n] for n in self.alone}
         grads |= {f"flat:{k}": f.reduced for k, f in self.flat.items()}
         clip, single = self.config.clip_norm, self._single_clip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ir.core.work import MessageKind
+from executor.parallel.inline import Meeting, group_name, meetings
+from ir.core.work import Message, MessageKind
 from ir.plan.places import RankPlacement
 from ir.plan.plan import OpKind, OpShape, Plan
 
@@ -29,27 +30,28 @@ class Collective:
     @classmethod
     def of(cls, plan: Plan, places: RankPlacement, rank: int, shape: OpShape, mb: int) -> Collective:
         """What an op of this shape is on this rank."""
-        program = places.program(rank)
+        message, programs = _met(plan, shape, places.program(rank))
         node = plan.graph.nodes[shape.covers[0][0]] if shape.covers else None
-        programs: tuple[int, ...]
-        if node is None:
-            message, programs = shape.message, (program,)
-        elif not node.once:
-            message, programs = node.message, (program,)
-        else:
-            message, programs, mb = node.message, node.groups, ONCE
-        assert message is not None
         members = places.group(rank, message.axes, programs)
-        group = f"{shape.stream}:{','.join(map(str, members))}"
-        return cls(message.kind, shape.bucket, mb, group, members, exchange=node is not None and not node.once)
+        when = mb if node is None or not node.once else ONCE
+        exchange = node is not None and not node.once
+        return cls(message.kind, shape.bucket, when, group_name(shape.stream, members), members, exchange=exchange)
 
 
-def groups(plan: Plan, places: RankPlacement) -> dict[str, tuple[int, ...]]:
-    """The members of every group that some collective of the plan needs, by name."""
-    out = {}
+def _met(plan: Plan, shape: OpShape, program: int) -> tuple[Message, tuple[int, ...]]:
+    """The message of a collective of this shape on a program, and the programs whose ranks meet."""
+    node = plan.graph.nodes[shape.covers[0][0]] if shape.covers else None
+    message = shape.message if node is None else node.message
+    assert message is not None
+    return message, node.groups if node is not None and node.once else (program,)
+
+
+def groups(plan: Plan, places: RankPlacement) -> list[Meeting]:
+    """Every group that some collective of the plan needs. Each is worked out once, not by every member for every op."""
+    found: dict[tuple[str, tuple[str, ...], tuple[int, ...]], set[MessageKind]] = {}
     for p, s in sorted({*zip(plan.program.tolist(), plan.shape.tolist(), strict=True)}):
-        if plan.shapes[s].kind is OpKind.COLLECTIVE:
-            for rank in places.table[p]:
-                found = Collective.of(plan, places, rank, plan.shapes[s], 0)
-                out[found.group] = found.members
-    return out
+        shape = plan.shapes[s]
+        if shape.kind is OpKind.COLLECTIVE:
+            message, programs = _met(plan, shape, p)
+            found.setdefault((shape.stream, message.axes, programs), set()).add(message.kind)
+    return [m for (stream, axes, who), kinds in found.items() for m in meetings(places, stream, axes, who, kinds)]

@@ -8,11 +8,12 @@ exchange of that layer and microbatch, in all passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from executor.device.device import Device, DeviceCopy
 from executor.parallel.inline import holders, let_go
 from executor.transport.base import TransportHandle
 from ir.graph.expert_rows import CARRIES
@@ -51,7 +52,7 @@ class ExpertRoute:
 
     @classmethod
     def read(cls, sent: Tensor, got: Tensor, ranks: int) -> ExpertRoute:
-        """From the numbers of rows by expert, which are on the device until then.
+        """From the numbers of rows by expert.
 
         >>> import torch
         >>> ExpertRoute.read(torch.tensor([2, 0, 1, 3]), torch.tensor([2, 0, 5, 1]), 2)
@@ -60,14 +61,33 @@ class ExpertRoute:
         return cls(sent.view(ranks, -1).tolist(), got.view(ranks, -1).tolist())
 
 
+@dataclass
+class ExpertRowCounts:
+    """Numbers of rows by expert, on the device; copy: on their way to the host."""
+
+    sent: Tensor
+    got: Tensor
+    copy: DeviceCopy | None = None
+
+    def fetch(self, device: Device) -> None:
+        """They are there: the host is to have them, behind no other work of the device."""
+        self.copy = device.fetch((self.sent, self.got))
+
+    def route(self, ranks: int) -> ExpertRoute:
+        """As the host reads them."""
+        sent, got = (self.sent, self.got) if self.copy is None else self.copy.read()
+        return ExpertRoute.read(sent, got, ranks)
+
+
 @dataclass(frozen=True, eq=False)
 class ExpertTransfer:
-    """What a rank puts into an all-to-all, and what for."""
+    """What a rank puts into an all-to-all, and what for. counts: if that is what it carries."""
 
     pieces: tuple[tuple[Tensor, Tensor], ...]  # (place, tensor) pairs that travel alike
     into_rows: tuple[int, ...]  # of every tensor, from each rank
     rows: tuple[int, ...]  # of every tensor, to each rank
     held: tuple[int, ...]  # how many tensors had the storage of each before
+    counts: ExpertRowCounts | None = None
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], rows: Sequence[int], into_rows: Sequence[int]) -> ExpertTransfer:
@@ -115,4 +135,5 @@ def travel(
 def even(exchange: ExpertAllToAll, counts: Tensor) -> ExpertTransfer:
     """The numbers of rows, as many to each rank."""
     each = [len(counts) // exchange.ranks] * exchange.ranks
-    return ExpertTransfer.of([counts], each, each)
+    trade = ExpertTransfer.of([counts], each, each)
+    return replace(trade, counts=ExpertRowCounts(trade.leaves[0], trade.arrives[0]))

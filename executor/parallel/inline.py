@@ -6,8 +6,9 @@ The plan has these messages as `Node.inline`, with the op's own work, in the ord
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from ir.workload.part import PartLayout
 
 AXES = ("tp", "cp")
 PATIENCE_S = 2.0
+
+Meeting = tuple[str, tuple[int, ...], frozenset[MessageKind]]  # a group's name, its ranks, what they do there
 
 
 class RankAxis:
@@ -204,13 +207,24 @@ def group_name(axis: str, members: tuple[int, ...]) -> str:
     return f"{axis}:{','.join(map(str, members))}"
 
 
-def inline_groups(plan: Plan, places: RankPlacement) -> dict[str, tuple[int, ...]]:
-    """The members of every group that meets inside compute ops, by name."""
-    found = {a for n in plan.graph.nodes for m in n.inline for a in m.axes if a in AXES}
-    out = {}
-    for p, ranks in enumerate(places.table):
-        for rank in ranks:
-            for axis in sorted(found):
-                members = places.group(rank, (axis,), (p,))
-                out[group_name(axis, members)] = members
-    return out
+def meetings(
+    places: RankPlacement, stream: str, axes: Iterable[str], programs: Sequence[int], kinds: Iterable[MessageKind]
+) -> Iterator[Meeting]:
+    """All groups over these axes of the programs' ranks."""
+    left = dict.fromkeys(places.table[programs[0]])  # each group has some of any of the programs
+    while left:
+        members = places.group(next(iter(left)), axes, programs)
+        for rank in members:
+            left.pop(rank, None)
+        yield group_name(stream, members), members, frozenset(kinds)
+
+
+def inline_groups(plan: Plan, places: RankPlacement) -> list[Meeting]:
+    """Every group that meets inside compute ops."""
+    kinds: dict[tuple[str, int], set[MessageKind]] = {}
+    for node in plan.graph.nodes:
+        for message in node.inline:
+            for axis, program in product(message.axes, node.groups):
+                if axis in AXES:
+                    kinds.setdefault((axis, program), set()).add(message.kind)
+    return [m for (axis, p), used in kinds.items() for m in meetings(places, axis, (axis,), (p,), used)]

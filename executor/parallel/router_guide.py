@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from executor.device.device import Device, upload
 from executor.parallel.expert_all_to_all import ExpertRoute
 from ir.graph.graph import Graph
 from ir.job.build import PreparedJob
@@ -21,10 +23,13 @@ class ExpertRouterGuide:
     """One for all routers of a rank. forced: their choice, instead of their own. note: keep the first step's counts.
 
     balance: the weight of a layer's f · P of one sequence in the loss, its coefficient over the sequences of a step.
+    ahead: the host reads losses where they are taken, not where they are made.
     """
 
-    def __init__(self, forced: Choice | None = None, *, note: bool = False, balance: float = 0.0) -> None:
-        self.forced, self.note, self.balance = forced, note, balance
+    def __init__(
+        self, forced: Choice | None = None, *, note: bool = False, balance: float = 0.0, ahead: bool = False
+    ) -> None:
+        self.forced, self.note, self.balance, self.ahead = forced, note, balance, ahead
         self._counts: Noted = {}
         self._losses: Noted = {}
 
@@ -36,34 +41,46 @@ class ExpertRouterGuide:
     def chosen(self, layer: int, number: int, experts: int, indices: Tensor) -> None:
         """Note how many rows go to each expert; again where a layer is recomputed."""
         if self.note and not is_fake(indices):
-            self._counts[layer, number] = torch.bincount(indices.flatten(), minlength=experts).tolist()
+            self._counts[layer, number] = rows_of_each(indices, experts)
 
     def weighed(self, layer: int, number: int, loss: Tensor) -> None:
         """Note a layer's loss of a microbatch."""
         if not is_fake(loss):
-            self._losses[layer, number] = loss.item() if loss.device.type == "cpu" else loss
+            self._losses[layer, number] = loss if self.ahead else loss.item()
 
     def take(self) -> tuple[list[tuple[int, int, list[int]]], list[tuple[int, int, float]]]:
         """(layer, microbatch, rows by expert) of the first step, and (layer, microbatch, loss), since the last call."""
-        counts = [(*at, rows) for at, rows in sorted(self._counts.items())]
+        counts = [(*at, rows.tolist()) for at, rows in sorted(self._counts.items())]
         losses = [(*at, float(loss)) for at, loss in sorted(self._losses.items())]
         self._counts, self._losses, self.note = {}, {}, False
         return counts, losses
 
 
+def rows_of_each(indices: Tensor, experts: int) -> Tensor:
+    """(experts,) how many of the indices are each, left on the device: `bincount` would have the host wait.
+
+    >>> rows_of_each(torch.tensor([[2, 0], [2, 3]]), 4).tolist()
+    [1, 0, 2, 1]
+    """
+    ends = torch.arange(experts, device=indices.device)
+    ends = torch.searchsorted(indices.flatten().sort().values, ends, right=True)
+    return torch.diff(ends, prepend=ends.new_zeros(1))
+
+
 def guide_of(
-    prepared: PreparedJob, graph: Graph, places: RankPlacement, rank: int, device: torch.device, *, note: bool
+    prepared: PreparedJob, graph: Graph, places: RankPlacement, rank: int, device: Device, *, note: bool
 ) -> ExpertRouterGuide:
     """As the job and its config have it. note: keep counts."""
     moe = prepared.config.moe
     if moe is None:
         return ExpertRouterGuide()
     sequences = prepared.mesh.sizes["dp"] * prepared.mbs * prepared.job.schedule.microbatch_size
-    return ExpertRouterGuide(_forced(prepared, graph, places, rank, device), note=note, balance=moe.balance / sequences)
+    forced, each = _forced(prepared, graph, places, rank, device), moe.balance / sequences
+    return ExpertRouterGuide(forced, note=note, balance=each, ahead=device.ahead)
 
 
 def _forced(
-    prepared: PreparedJob, graph: Graph, places: RankPlacement, rank: int, device: torch.device
+    prepared: PreparedJob, graph: Graph, places: RankPlacement, rank: int, device: Device
 ) -> Choice | None:
     if not prepared.job.routing.forced:
         return None
@@ -73,7 +90,7 @@ def _forced(
 
     def choice(layer: int, number: int) -> Tensor:
         experts = found.experts(layer, source, number - first, number, part)
-        return torch.tensor(experts.tolist(), device=device)
+        return upload(torch.from_numpy(np.array(experts, dtype=np.int64)), device.torch)
 
     return choice
 

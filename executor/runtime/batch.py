@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from executor.data.tokens import source_name, source_of
-from executor.device.device import Device, HostDevice
+from executor.device.device import Device, HostDevice, upload
 from executor.modules.base import DRAWS, NUMBER, TokenLoss
 from executor.runtime.program import RankPlan
 from ir.job.build import PreparedJob
@@ -45,11 +45,11 @@ class PendingMicrobatch:
 
     @property
     def ids(self) -> Tensor:
-        return self.batch.ids.to(self.device, copy=True)
+        return upload(self.batch.ids, self.device)
 
     def extras(self, wants: tuple[str, ...]) -> tuple[object, ...]:
         found = self.batch.extras(wants)
-        return tuple(x.to(self.device, copy=True) if isinstance(x, Tensor) else x for x in found)
+        return tuple(upload(x, self.device) if isinstance(x, Tensor) else x for x in found)
 
 
 def unit_extras(
@@ -60,7 +60,7 @@ def unit_extras(
         return known[1:2]
     rest = tuple(w for w in wants if w != DRAWS)
     found = iter(batch.extras(rest) if batch is not None and rest else ())
-    return tuple(torch.tensor(known, device=device) if w == DRAWS else next(found) for w in wants)
+    return tuple(upload(torch.tensor(known, device="cpu"), device) if w == DRAWS else next(found) for w in wants)
 
 
 class MicrobatchLoader:

@@ -6,9 +6,11 @@ import os
 import shutil
 import signal
 import struct
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,11 +28,17 @@ ASKED = "flight-asked"  # a file in the launch's folder: tell what your process 
 ASK_EVERY_S = 0.2
 FOLDER = "flight"
 PATIENCE_S = 1.5  # for those that are asked
+LONG_S = 60.0  # whoever waits longer for a hang to be one does not ask again with --out
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # NCCL's with CUDA events; any backend's
 
 
 def arm(folder: Path, rank: int) -> None:
-    """From now on, `SIGUSR2` writes the stacks of all threads to `folder`, even of one that hangs inside a library."""
+    """From now on, `SIGUSR2` writes the stacks of all threads to `folder`, even of one that hangs inside a library.
+
+    And torch notes what process groups are given, which 2.10 does not unless it is told how much to keep.
+    """
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     file = os.open(stacks_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     faulthandler.register(SIGNAL, file, all_threads=True)
 
@@ -84,6 +92,16 @@ def operations() -> str:
 
 
 # -- what is kept of them ---------------------------------------------------------------------------------------------
+
+
+def kept_in(out: Path | None, watchdog_s: float, owner: int) -> Path | None:
+    """Where a run that fails leaves its records: `out`, or after a long wait at least among temporary files.
+
+    owner: a process id that all of the run's ranks on this machine know, and no other run has.
+    """
+    if out is not None or watchdog_s <= LONG_S:
+        return out
+    return Path(tempfile.gettempdir()) / f"piper-flight-{owner}"
 
 
 def keep(
@@ -171,8 +189,78 @@ def text_of(file: Path) -> str:
     return ""
 
 
-def pointed(error: PiperError, out: Path | None) -> PiperError:
-    """The error, with where its flight records lie."""
+def pointed(error: PiperError, out: Path | None, parted: str = "") -> PiperError:
+    """The error, with where its flight records lie. parted: what `first_parting` says of them."""
     if out is not None:
-        error.suggestion = f"{out / FOLDER} says what every rank was doing"
+        error.suggestion = f"{out / FOLDER} says what every rank was doing" + (f"; {parted}" if parted else "")
     return error
+
+
+# -- where they part --------------------------------------------------------------------------------------------------
+
+Entries = Sequence[Mapping[str, Any]]  # what torch's flight recorder tells of a rank, oldest first
+
+
+def kept_parting(out: Path, suspect: int | None = None) -> str:
+    """`first_parting` of what ranks left in `out`/flight; of another torch's records, perhaps, nothing."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = {f.stem.removeprefix("rank-"): json.loads(f.read_text("utf-8")) for f in (out / FOLDER).glob("*.json")}
+        return first_parting({int(rank): told["entries"] for rank, told in found.items()}, suspect)
+    return ""
+
+
+def first_parting(records: Mapping[int, Entries], suspect: int | None = None) -> str:
+    """The first collective in which the ranks of a group differ, "" where none is seen.
+
+    One in whose place some did another; else one that some have joined and others have not, of those that `suspect`
+    has not joined if there are any. Messages between two ranks are left out, as receives are posted long before.
+
+    >>> def of(number, what):
+    ...     more = {"is_p2p": False, "record_id": 0, "time_created_ns": number}
+    ...     return {"profiling_name": what, "process_group": ["dp:0,1"] * 2, "collective_seq_id": number} | more
+    >>> first_parting({0: [of(1, "gloo:all_reduce"), of(2, "gloo:all_gather")], 1: [of(1, "gloo:all_reduce")]})
+    'rank 0 was in all_gather, number 2 of group dp:0,1, and rank 1 was not'
+    """
+    groups: dict[str, dict[int, dict[int, Mapping[str, Any]]]] = {}
+    whole = {r for r, entries in records.items() if not entries or entries[0]["record_id"] == 0}  # none was dropped
+    for rank, entries in records.items():
+        for e in entries:
+            if not e["is_p2p"]:
+                groups.setdefault(e["process_group"][1], {}).setdefault(rank, {})[e["collective_seq_id"]] = e
+    found = []
+    for group, ranks in groups.items():
+        _, colon, named = group.partition(":")
+        members = {int(r) for r in named.split(",")} if colon else {*records}  # or the world's own
+        ranks |= {r: {} for r in members & whole - ranks.keys()}
+        if (parting := _parting(group, ranks, suspect)) is not None:
+            found.append(parting)
+    return min(found)[-1] if found else ""
+
+
+def _parting(
+    group: str, ranks: Mapping[int, Mapping[int, Mapping[str, Any]]], suspect: int | None
+) -> tuple[bool, bool, int, str] | None:
+    """A group's first: whether all did the same, whether the suspect was in it, when, and in words."""
+    for number in sorted({n for done in ranks.values() for n in done}):
+        here = {r: done[number] for r, done in ranks.items() if number in done}
+        said: dict[str, list[int]] = {}
+        for r, entry in sorted(here.items()):
+            said.setdefault(_said(entry), []).append(r)
+        late = sorted(r for r, done in ranks.items() if max(done, default=0) < number)
+        if len(said) == 1 and not late:
+            continue
+        words = " and ".join(f"rank {', '.join(map(str, who))} was in {what}" for what, who in said.items())
+        rest = f", and rank {', '.join(map(str, late))} was not" if late else ""
+        since = min(e["time_created_ns"] for e in here.values())
+        return len(said) == 1, suspect not in late, since, f"{words}, number {number} of group {group}{rest}"
+    return None
+
+
+def _said(entry: Mapping[str, Any]) -> str:
+    """An operation as all members should have it: of an exchange each has sizes of its own."""
+    name = str(entry["profiling_name"]).partition(":")[2]
+    return name if "all_to_all" in name or "input_sizes" not in entry else f"{name} of {entry['input_sizes']}"
+
+
+if __name__ == "__main__":  # python -m executor.runtime.flight DIR
+    print(kept_parting(Path(sys.argv[1])) or "no collective is seen in which ranks part")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from executor.device import clock
 from executor.device.device import Device
 from executor.device.progress import RankProgress
+from executor.optim.sync import Start
 from executor.parallel.expert_all_to_all import ExpertTransfer
 from executor.runtime.batch import PendingMicrobatch, unit_extras
 from executor.runtime.kernels import Kernels
@@ -28,6 +30,7 @@ from ir.core.ops import Pass
 from ir.plan.plan import AT_START, OpKind
 
 CPU = torch.device("cpu")
+RESULTS = "results"  # what a device is told of where the last op has been dispatched
 Row = tuple[int, str, str, float, float, float]  # step, stream, op, post_s, start_s, end_s
 
 
@@ -98,13 +101,17 @@ class PlanInterpreter:
             self.sync.begin()
             for i, op in enumerate(self.ops, p.first):
                 self.progress.op(i, op.text)
+                self.device.at(op.text)
                 row = PendingTraceRow(op.stream, op.text, clock.now())
                 self._pending.append(row)
                 self._run[op.kind](i, row)
+            self.device.at(RESULTS)
             for i in sorted(self._under):
                 self._wait(i, None)
             self._settle()
-            return self._results()
+            found = self._results()
+            self.device.at("")
+            return found
 
     def _op(self, i: int) -> ProgramOp:
         return self.ops[i - self.program.first]
@@ -129,8 +136,13 @@ class PlanInterpreter:
         assert not any(s.in_flight for s in self.stages.values()), "a microbatch is left over"
         self._values.clear()
         norm = self.sync.norm
-        losses = {mb: float(x) for mb, x in self._losses.items()}
-        return StepResult(losses, grad_norm=norm, squares=[] if norm is not None else self.sync.squares().tolist())
+        found: list[Any] = list(self._losses.values())
+        if found and self.device.ahead:
+            found = torch.stack(found).tolist()
+        losses = dict(zip(self._losses, found, strict=True))
+        if norm is None:
+            return StepResult(losses, squares=self.sync.squares().tolist())
+        return StepResult(losses, grad_norm=float(norm))
 
     # -- communication ------------------------------------------------------------------------------------------------
 
@@ -145,7 +157,7 @@ class PlanInterpreter:
     def _collective(self, i: int, row: PendingTraceRow) -> None:
         meeting = self.program.meetings[i]
         if meeting.exchange:
-            post, land = self._exchange(i, row, meeting.group), None
+            post, land = self._exchange(i, row, meeting.group)
         elif meeting.bucket:
             post, land = self.sync.start(meeting, self.transport)
         else:  # the norm: its operand is computed here, from what the collectives before it left
@@ -156,14 +168,15 @@ class PlanInterpreter:
         before = self._latest.get(row.stream)
         self._queue(i, row, post, 0.0 if meeting.once else self.delay_s, [] if before is None else [before], land)
 
-    def _exchange(self, i: int, row: PendingTraceRow, group: str) -> Callable[[], TransportHandle]:
+    def _exchange(self, i: int, row: PendingTraceRow, group: str) -> Start:
         """What is to travel between units on different ranks. How many rows do is waited for, and read, before."""
         if (counts := self.program.counted.get(i)) is not None:
             self._wait(counts, i)
         ((_, node, mb),) = self.program.covers(i)
         trade = self._trades[i] = self.stages[node.stage].exchange(Pass(str(node.kind)), mb, node.part)
         row.post_s = clock.now()
-        return lambda: JoinedTransport(trade.post(partial(self.transport.all_to_all, group)))
+        land = None if trade.counts is None else partial(trade.counts.fetch, self.device)
+        return lambda: JoinedTransport(trade.post(partial(self.transport.all_to_all, group))), land
 
     def _queue(
         self,

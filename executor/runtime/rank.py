@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from executor.checkpoint.keeper import RankCheckpoint
+from executor.device import clock
 from executor.device.device import CudaDevice, Device, HostDevice, gpu_of
-from executor.device.memory import PeakMemory
+from executor.device.memory import PeakMemory, allocator_peaks, forget_peaks
 from executor.device.progress import RankProgress
 from executor.device.race import RaceDevice
 from executor.modules.base import TORCH
 from executor.parallel.collective import groups
-from executor.parallel.inline import RankRegion, inline_groups
+from executor.parallel.inline import Meeting, RankRegion, inline_groups
 from executor.parallel.router_guide import planned_routes
 from executor.runtime.batch import Batches, PendingMicrobatch, blank_batches, rank_batches, rank_tests
 from executor.runtime.interpreter import PlanInterpreter, StepResult, boundary
@@ -30,6 +30,7 @@ from executor.runtime.rank_model import RankModel
 from executor.runtime.spec import PlanRun
 from executor.runtime.worker import RankContext
 from executor.transport.base import Transport, TransportTopology
+from ir.core.work import MessageKind
 from ir.graph.expert_rows import spread_over
 from ir.graph.sync import buckets
 from ir.job.build import PreparedJob, precision_of
@@ -45,7 +46,8 @@ TRACED = 4_000_000  # rows of all ranks that a run keeps: 176 bytes each where t
 class RankRun:
     """One rank's plan, model and connections, behind the last that is done before the first step.
 
-    local, keeper: None where ops take a given time.
+    local, keeper: None where ops take a given time. connect_s: seconds until every connection stood, and had been used
+    where that makes it.
     """
 
     spec: PlanRun
@@ -57,15 +59,18 @@ class RankRun:
     run: PlanInterpreter
     keeper: RankCheckpoint | None
     progress: RankProgress
+    connect_s: float
 
     @classmethod
-    def of(cls, ctx: RankContext, s: PlanRun, groups: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> RankRun:
-        """Connect, build, take up a checkpoint. groups: of ranks that meet beside what the plan asks for."""
+    def of(cls, ctx: RankContext, s: PlanRun, more: Iterable[Meeting] = ()) -> RankRun:
+        """Connect, build, take up a checkpoint. more: groups of ranks that meet beside what the plan asks for."""
         o = s.options
         prepared, plan = ctx.given()
         program = RankPlan.of(plan, ctx.rank)
         device = device_of(o, ctx)
-        transport = ctx.connect(o.backend, topology(plan, groups), device)
+        streams, began_s = topology(plan, more), clock.now()
+        transport = ctx.connect(o.backend, streams, device)
+        connect_s = clock.now() - began_s
         region = RankRegion.of(plan, ctx.rank, transport, ctx.progress)
         build = partial(RankModel.of, note=s.note, compiling=ctx.progress.begin)
         local = build(prepared, plan, ctx.rank, device, region) if o.real else None
@@ -80,7 +85,7 @@ class RankRun:
         device.mark().wait()
         ctx.progress.wait(text="begin")  # the others may still be compiling
         transport.barrier()
-        return cls(s, prepared, program, device, transport, local, run, keeper, ctx.progress)
+        return cls(s, prepared, program, device, transport, local, run, keeper, ctx.progress, connect_s)
 
     def evaluate(self, batches: Mapping[int, PendingMicrobatch]) -> dict[int, float]:
         """One more step in which nothing is updated: the plan is what it is, so backward runs, too."""
@@ -111,6 +116,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     results, told = [], []
     newest = traced_steps(program.plan, prepared.ranks)
     test = rank_tests(prepared, program, r.device) if local is not None else None
+    forget_peaks(r.device.torch)
     for step in range(s.saving.first, o.steps):
         if r.keeper is not None:
             r.keeper.before(step)
@@ -122,7 +128,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
             _beside(r, local, test, step, results[-1])
             if r.keeper.after(step + 1, o.steps, r.transport):
                 break
-    rows = list(run.rows)
+    rows, counted = list(run.rows), allocator_peaks(r.device.torch) if o.backend != "local" else None
     if run.by_node:
         assert o.parts is not None
         (o.parts / f"parts-{ctx.rank}.json").write_text(json.dumps(run.parts))
@@ -136,7 +142,9 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
         "losses": [of_the_batch(prepared, program, r.losses) for r in results] if o.real else None,
         "grad_norms": [r.grad_norm for r in results] if o.real else None,
         "squares": [r.squares for r in results],
+        "connect_s": r.connect_s,
         "peak_bytes": peak,
+        "allocator": counted,
         "state_bytes": None if local is None else local.sync.state_bytes(),
         "rows": rows,
         "first_step": s.saving.first,
@@ -144,6 +152,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
         "routing": [(layer, k - program.number_of(0), n) for layer, k, n in (told[0][0] if told else ())],
         "balance": [losses for _, losses in told],
         "races": [str(x) for x in r.device.races] if isinstance(r.device, RaceDevice) else None,
+        "host_syncs": r.device.syncs.by_op() if isinstance(r.device, RaceDevice) else None,
         "paused": _paused(s, results),
         "compiled": local.compiled.told() if local is not None else None,
         "tests": [of_the_batch(prepared, program, r.tests) for r in results],
@@ -238,12 +247,16 @@ def blank(prepared: PreparedJob, plan: Plan, program: RankPlan, spec: PlanRun) -
     return TimedKernels(stages, BlankBucketSync(shared, params, reduce, gather), spec.seconds(plan, places, rank))
 
 
-def topology(plan: Plan, more: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> TransportTopology:
+def topology(plan: Plan, more: Iterable[Meeting] = ()) -> TransportTopology:
     """Channels and groups that the plan's programs need: the channels at every position. more: groups beside these."""
     places, send = RankPlacement.of(plan), np.flatnonzero(plan.kind == OpKind.SEND)
     pairs = {*zip(plan.program[send].tolist(), plan.program[plan.partner[send]].tolist(), strict=True)}
     channels = [c for a, b in pairs for c in zip(places.table[a], places.table[b], strict=True)]
-    return TransportTopology.of(places.ranks, channels, groups(plan, places) | inline_groups(plan, places) | {**more})
+    members: dict[str, tuple[int, ...]] = {}
+    kinds: dict[str, frozenset[MessageKind]] = {}
+    for name, ranks, used in [*groups(plan, places), *inline_groups(plan, places), *more]:
+        members[name], kinds[name] = ranks, kinds.get(name, frozenset()) | used
+    return TransportTopology.of(places.ranks, channels, members, kinds)
 
 
 def _dump(file: Path, local: RankModel) -> None:

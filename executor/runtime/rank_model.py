@@ -61,7 +61,7 @@ class RankModel:
         job, precision = prepared.job, precision_of(prepared.job)
         entries, places = prepared.base.entries, RankPlacement.of(plan)
         held, region = shares(plan.graph, places.mesh.coordinates(rank)), region or RankRegion.of(plan, rank)
-        guide = guide_of(prepared, plan.graph, places, rank, device.torch, note=note)
+        guide = guide_of(prepared, plan.graph, places, rank, device, note=note)
         mine = sorted({n.stage for n in plan.graph.nodes if not n.once and places.program(rank) in n.groups})
         chunks = list(dict.fromkeys(e.chunk.name for e in entries if e.stage in mine))
         with on_host():  # which draws the first values
@@ -78,8 +78,7 @@ class RankModel:
         units = [e.name for e in entries if e.stage in mine and job.run.compile and compiling is not None]
         compiled = compile_parts(prepared, built, units, device.torch, compiling)
         params: dict[str, torch.Tensor] = dict(built.params)
-        grads = ParamGradients(params, TORCH[precision.grads])
-        again = recomputed(prepared)
+        grads, again = ParamGradients(params, TORCH[precision.grads]), recomputed(prepared)
         stages = {}
         for s in mine:
             stages[s] = Stage(
@@ -98,6 +97,7 @@ class RankModel:
             TORCH[precision.reduce],
             TORCH[precision.optimizer],
             elsewhere=repeated(plan.graph) if region.tp.index else frozenset(),
+            ahead=device.ahead,
         )
         sync = BucketSync(rank, places, buckets(plan.graph), params, grads, list(model.shapes), config)
         return cls(stages, dict(built.extras), params, grads, sync, held, guide, compiled)

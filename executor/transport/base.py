@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
 
 from executor.device import clock
+from ir.core.work import MessageKind
 
 Channel = tuple[int, int]  # (source rank, destination rank): one direction, one stream
 
@@ -71,8 +73,21 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TransportGroup:
+    """Ranks that meet on a stream of their own, a channel's two among them.
+
+    members: in order of rank. kinds: what they do there, sorted. crowd: the most such groups that one of them is in.
+    """
+
+    label: str
+    members: tuple[int, ...]
+    kinds: tuple[MessageKind, ...]
+    crowd: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransportTopology:
-    """Which streams a run needs: channels and named groups; the same value on every rank.
+    """Which streams a run needs: channels and named groups, and what happens in each; the same value on every rank.
 
     >>> TransportTopology.of(4, channels=[(1, 0), (0, 1)], groups={"pair": (0, 3)}).channels
     ((0, 1), (1, 0))
@@ -81,13 +96,50 @@ class TransportTopology:
     world: int
     channels: tuple[Channel, ...]
     groups: tuple[tuple[str, tuple[int, ...]], ...]
+    kinds: tuple[tuple[str, tuple[MessageKind, ...]], ...] = ()
 
     @classmethod
     def of(
-        cls, world: int, channels: Iterable[Channel] = (), groups: dict[str, tuple[int, ...]] | None = None
+        cls,
+        world: int,
+        channels: Iterable[Channel] = (),
+        groups: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+        kinds: Mapping[str, Iterable[MessageKind]] = MappingProxyType({}),
     ) -> TransportTopology:
-        """Sorted, so that every rank builds its process groups in one order."""
-        return cls(world, tuple(sorted(set(channels))), tuple(sorted((groups or {}).items())))
+        """Sorted, so that it is one value on every rank. kinds: of groups; of channels they are known."""
+        used = tuple(sorted((name, tuple(sorted(found))) for name, found in kinds.items()))
+        return cls(world, tuple(sorted(set(channels))), tuple(sorted(groups.items())), used)
+
+    def own(self, rank: int) -> list[TransportGroup]:
+        """The groups of several ranks that this one is in, in the order to make them in: by turn.
+
+        A group's turn is the first that none of its members has in a group before it, in the order of this value. To
+        make one takes its members and nobody else, so no rank waits for ever: of all groups not made yet, take one of
+        the lowest turn. All that its members have still to make comes later for them, as no two groups of a rank have
+        one turn; so each of them stands at this group, or is on its way there, and it gets made. And so on. Nor does a
+        chain of channels make ranks wait for one another down its length: all groups of a turn are made at once.
+
+        >>> ring = TransportTopology.of(3, [(0, 1), (1, 2), (2, 0)], {"all": (0, 1, 2), "alone": (1,)})
+        >>> [[g.label for g in ring.own(rank)] for rank in range(3)]
+        [['0>1', '2>0', 'all'], ['0>1', '1>2', 'all'], ['1>2', '2>0', 'all']]
+        """
+        every = [(f"{a}>{b}", (a, b)) for a, b in self.channels] + list(self.groups)
+        every = [(label, tuple(sorted(set(members)))) for label, members in every if len(set(members)) > 1]
+        taken, mine = [0] * self.world, []  # taken: a rank's turns, as bits
+        for label, members in every:
+            held = 0
+            for member in members:
+                held |= taken[member]
+            turn = ~held & (held + 1)  # the lowest bit that is not set
+            for member in members:
+                taken[member] |= turn
+            if rank in members:
+                mine.append((turn, label, members))
+        kinds = {f"{a}>{b}": (MessageKind.P2P,) for a, b in self.channels} | dict(self.kinds)
+        return [
+            TransportGroup(label, members, kinds.get(label, ()), max(taken[m].bit_count() for m in members))
+            for _, label, members in sorted(mine)
+        ]
 
 
 class LandingTransport:

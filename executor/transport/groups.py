@@ -3,6 +3,15 @@
 Gloo's, on CPU, make progress by themselves, in threads that do not need the interpreter. NCCL's, one GPU per rank, are
 posted on the stream's lane and never waited for by the host. What a CPU can prove about it, tests prove with a device
 that only writes down who follows whom (tests/executor/device/test_device.py).
+
+A rank makes its own groups and no others, as torch's own `_dist2` makes one: a backend over a store under the group's
+label, in a ProcessGroup (2.10 to 2.13). Of what torch has besides, `new_group` is asked of every rank for every group
+of the world, and where a device is bound splits the world's communicator each time, with all ranks taking part. Its
+`use_local_synchronization` names a group by how many the rank has made before it, so that members of overlapping
+groups look for each other under different names, and splits the world all the same. `split_group`, NCCL's alone, is
+one call of the whole world for each set of groups that do not overlap. What a split saves is one rendezvous over the
+store per group: each group here pays that, among its members. The world's own group carries barriers; made by gloo it
+is a full mesh, which thousands of ranks should not ask for.
 """
 
 import os
@@ -14,10 +23,17 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from executor.device.device import Device
-from executor.transport.base import TransportError, TransportTopology
+from executor.transport.base import TransportError, TransportGroup, TransportTopology
+from ir.core.work import MessageKind
+
+# Of a ProcessGroup, which in 2.11 has them with an underscore alone.
+_GATHER, _SCATTER = (
+    (new if hasattr(dist.ProcessGroup, new) else old)
+    for new, old in (("all_gather_single", "_allgather_base"), ("reduce_scatter_single", "_reduce_scatter_base"))
+)
 
 
 class GroupTransportHandle:
@@ -45,7 +61,7 @@ class GroupTransportHandle:
 
 
 class GroupTransport:
-    """Process groups made at the start, in one order on all ranks.
+    """Process groups made at the start, each by its members, in the order of `TransportTopology.own`.
 
     store: any c10d store all ranks share. timeout_s: how long the backend waits for a silent peer; failures are found
     sooner, by closed connections and by the watchdog. options: of `init_process_group`.
@@ -53,58 +69,65 @@ class GroupTransport:
 
     backend = ""
     handle: ClassVar[type[GroupTransportHandle]] = GroupTransportHandle
+    where = torch.device("cpu")
 
     def __init__(
         self, store: Any, rank: int, topology: TransportTopology, timeout_s: float = 300.0, **options: Any
     ) -> None:
         self.rank = rank
         self.topology = topology
-        timeout = timedelta(seconds=timeout_s)
+        self.timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
-            self.backend, store=store, rank=rank, world_size=topology.world, timeout=timeout, **options
+            self.backend, store=store, rank=rank, world_size=topology.world, timeout=self.timeout, **options
         )
-        self._members = dict(topology.groups)
-        self._channels: dict[tuple[int, int], Any] = {}
-        self._groups: dict[str, Any] = {}
-        self._all: list[Any] = []
-        make = [(pair, pair) for pair in topology.channels] + [(name, members) for name, members in topology.groups]
-        for key, members in make:
-            if len(set(members)) < 2:
-                continue
-            # Every rank must ask for every group, so that its name, a counter, agrees. (use_local_synchronization
-            # hashes the number of groups a rank has already made, torch 2.13: overlapping groups then never meet.)
-            label = f"{key[0]}>{key[1]}" if isinstance(key, tuple) else key
-            group = dist.new_group(sorted(members), timeout=timeout, backend=self.backend, group_desc=label)
-            if rank not in members:
-                continue
-            self._all.append(group)
-            if isinstance(key, tuple):
-                self._channels[key] = group
-            else:
-                self._groups[key] = group
+        self._members = {name: tuple(sorted(members)) for name, members in topology.groups}
+        self._own = topology.own(rank)
+        self._made: dict[str, Any] = {}
+        for group in self._own:
+            try:
+                self._made[group.label] = self._make(group, PrefixStore(group.label, store))
+            except RuntimeError as error:
+                raise lost([r for r in group.members if r != rank], error) from error
+
+    def _make(self, group: TransportGroup, store: Any) -> Any:
+        """As torch's `_dist2` does. Its names with an underscore have no others, and all of `torch.distributed` that
+        makes groups for users asks the whole world."""
+        index, kind = group.members.index(self.rank), getattr(dist.ProcessGroup.BackendType, self.backend.upper())
+        made: Any = dist.ProcessGroup(store, index, len(group.members))
+        made._set_default_backend(kind)
+        made._register_backend(self.where, kind, backend := self._connection(group, index, store))
+        made._set_group_name(group.label)  # both are what flight records call it
+        made._set_group_desc(group.label)
+        backend.eager_connect_single_device(self.where)  # NCCL's communicator, now; gloo's is there
+        return made
+
+    def _connection(self, group: TransportGroup, index: int, store: Any) -> Any:
+        """A backend between the members of a group, of which this rank is the index-th."""
+        raise NotImplementedError
 
     def send(self, dst: int, tensor: Tensor) -> GroupTransportHandle:
-        tensor = tensor.contiguous()
-        return self._post(lambda: dist.isend(tensor, dst, group=self._channels[self.rank, dst]), (tensor,), (dst,))
+        tensor, group = tensor.contiguous(), self._made[f"{self.rank}>{dst}"]
+        return self._post(lambda: group.send([tensor], int(dst > self.rank), 0), (tensor,), (dst,))
 
     def recv(self, src: int, into: Tensor) -> GroupTransportHandle:
-        return self._post(lambda: dist.irecv(into, src, group=self._channels[src, self.rank]), (into,), (src,))
+        group = self._made[f"{src}>{self.rank}"]
+        return self._post(lambda: group.recv([into], int(src > self.rank), 0), (into,), (src,))
 
     def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> GroupTransportHandle:
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        return self._join(group, partial(dist.all_reduce, tensor, op), tensor, tensor)
+        return self._join(group, lambda made: made.allreduce([tensor], op), tensor, tensor)
 
     def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> GroupTransportHandle:
-        return self._join(group, partial(dist.reduce_scatter_tensor, into, tensor), into, tensor)
+        return self._join(group, lambda made: getattr(made, _SCATTER)(into, tensor), into, tensor)
 
     def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> GroupTransportHandle:
-        return self._join(group, partial(dist.all_gather_into_tensor, into, tensor), into, tensor)
+        return self._join(group, lambda made: getattr(made, _GATHER)(into, tensor), into, tensor)
 
     def all_to_all(
         self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
     ) -> GroupTransportHandle:
         rows = list(into_sizes), list(sizes)
-        return self._join(group, partial(dist.all_to_all_single, into, tensor, *rows), into, tensor)
+        return self._join(group, lambda made: made.alltoall_base(into, tensor, *rows), into, tensor)
 
     def barrier(self) -> None:
         """On the world's own group, which carries nothing else."""
@@ -113,16 +136,15 @@ class GroupTransport:
     def close(self) -> None:
         """Meet once more, so that no rank closes a connection another still uses; then take down groups in reverse."""
         self.barrier()
-        for group in reversed(self._all):
-            dist.destroy_process_group(group)
+        while self._made:
+            self._made.popitem()[1].shutdown()
         dist.destroy_process_group()
 
-    def _join(self, group: str, collective: Callable[..., Any], into: Tensor, tensor: Tensor) -> GroupTransportHandle:
+    def _join(self, group: str, collective: Callable[[Any], Any], into: Tensor, tensor: Tensor) -> GroupTransportHandle:
         """A collective over a group; a member alone in it keeps what it gives."""
         members = self._members[group]
-        if (g := self._groups.get(group)) is not None:
-            others = tuple(r for r in members if r != self.rank)
-            return self._post(lambda: collective(group=g, async_op=True), (into, tensor), others)
+        if (made := self._made.get(group)) is not None:
+            return self._post(partial(collective, made), (into, tensor), tuple(r for r in members if r != self.rank))
         if self.rank not in members:
             raise KeyError(f"rank {self.rank} is not in group {group!r}")
         if into is not tensor:
@@ -146,6 +168,9 @@ class GlooTransport(GroupTransport):
     """Between processes, over TCP."""
 
     backend = "gloo"
+
+    def _connection(self, group: TransportGroup, index: int, store: Any) -> Any:
+        return ProcessGroupGloo(store, index, len(group.members), self.timeout)
 
 
 def file_store(path: str, world: int, timeout_s: float = 60.0) -> Any:
@@ -182,8 +207,8 @@ class NcclTransportHandle(GroupTransportHandle):
 
 
 class NcclTransport(GroupTransport):
-    """Between GPUs. All communicators are made at the start: a lazy one would block the host at its first use until the
-    peer uses it too, in an order that no plan promises."""
+    """Between GPUs. All communicators are made and used at the start: a lazy one would block the host at its first use
+    until the peer uses it too, in an order that no plan promises."""
 
     backend = "nccl"
     handle = NcclTransportHandle
@@ -191,24 +216,45 @@ class NcclTransport(GroupTransport):
     def __init__(
         self, store: Any, rank: int, topology: TransportTopology, device: Device, timeout_s: float = 300.0
     ) -> None:
-        self.device = device
+        self.device, self.where, self.timeout = device, device.torch, timedelta(seconds=timeout_s)
         # All algorithms are connected with the communicator; else the first large message would connect its own.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
-        mine = sum(rank in pair for pair in topology.channels) + sum(rank in members for _, members in topology.groups)
-        os.environ.setdefault("NCCL_MAX_CTAS", str(blocks_each(mine, _sms(device))))
-        super().__init__(store, rank, topology, timeout_s, device_id=device.torch)
-        self._connect()
-
-    def _connect(self) -> None:
-        """Use each communicator once, in the one order all ranks made them in."""
-        for (src, dst), _ in sorted(self._channels.items()):
-            one = torch.zeros(1, device=self.device.torch)
-            (self.send(dst, one) if src == self.rank else self.recv(src, one)).wait()
-        for name in sorted(self._groups):
-            self.all_reduce(name, torch.zeros(1, device=self.device.torch)).wait()
-            rows, ones = torch.zeros(len(self._members[name]), device=self.device.torch), [1] * len(self._members[name])
-            self.all_to_all(name, torch.zeros_like(rows), rows, ones, ones).wait()  # between every two, by themselves
+        super().__init__(store, rank, topology, timeout_s, device_id=device.torch, pg_options=self._options(1))
+        for group in self._own:
+            for kind in group.kinds:
+                self._use(group, kind).wait()
         self.device.mark().wait()
+
+    def _options(self, blocks: int) -> Any:
+        """Of a communicator. A user's NCCL_MAX_CTAS still has the last word."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout  # as `init_process_group` sets it; `set_timeout` is a backend's
+        options.config.max_ctas = blocks
+        return options
+
+    def _connection(self, group: TransportGroup, index: int, store: Any) -> Any:
+        """All members give a communicator as many blocks: as the busiest of them can spare."""
+        options = self._options(blocks_each(group.crowd, _sms(self.device)))
+        options.group_name, options.global_ranks_in_group = group.label, list(group.members)
+        return dist.ProcessGroupNCCL(store, index, len(group.members), options)
+
+    def _use(self, group: TransportGroup, kind: MessageKind) -> GroupTransportHandle:
+        """Once, in the one order that all ranks make groups in: each kind connects ranks in its own way, when first
+        used, and loads its kernels."""
+        n, name = len(group.members), group.label
+        one, each = torch.zeros(1, device=self.where), torch.zeros(n, device=self.where)
+        match kind:
+            case MessageKind.P2P:
+                src, dst = (int(rank) for rank in name.split(">"))
+                return self.send(dst, one) if src == self.rank else self.recv(src, one)
+            case MessageKind.ALL_REDUCE:
+                return self.all_reduce(name, one)
+            case MessageKind.REDUCE_SCATTER:
+                return self.reduce_scatter(name, one, each)
+            case MessageKind.ALL_GATHER:
+                return self.all_gather(name, each, one)
+            case MessageKind.ALL_TO_ALL:
+                return self.all_to_all(name, torch.zeros_like(each), each, [1] * n, [1] * n)
 
     def barrier(self) -> None:
         super().barrier()

@@ -233,8 +233,9 @@ def golden(line: Line, job: Table) -> Facts:
     job["model"] |= {"normalization": norm, "add_bias_linear": bias}
     job["model"] |= {"attention": "unfused" if unfused else "flash", "tie_word_embeddings": line["untied"] == "0"}
     job["model"] |= {k: float(line[k]) for k in ("attention_dropout", "hidden_dropout")}
+    job.setdefault("costs", {})["deterministic"] = line["deterministic"] == "1"
     job["parallel"] |= {"dp": dp, "sequence_parallel": line["sequence_parallel"] == "1"}
-    job["parallel"] |= {"bucket_MiB": 160} if line["overlap_grad_reduce"] == "1" else {}
+    job["parallel"] |= {"bucket_MiB": 160} if line["overlap_grad_reduce"] == "1" else {"overlap_grad_reduce": False}
     job["schedule"]["microbatches"] = batch // dp // mb
     job["schedule"] |= {"recompute": line["recompute_granularity"]} if line["recompute_granularity"] else {}
     job["schedule"] |= {} if line["vpp"] else {"name": "1f1b", "stages_per_rank": 1}

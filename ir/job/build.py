@@ -20,7 +20,7 @@ from ir.job.cache import PLANS, PlanStructure
 from ir.job.model import read_model
 from ir.job.recompute import recompute_options, recomputed_layers
 from ir.job.schema import Job, JobSchedule
-from ir.lower import PassMerge, PlanPolicy, lower
+from ir.lower import MessageQueue, PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
 from ir.schedules.registry import build, default_chunks, flushed, legal_chunks
@@ -163,9 +163,12 @@ def prepare(
         merge = PassMerge(job.schedule.merge)
         # DeepSeek's own order delays them; in Megatron's it is a choice.
         late = job.schedule.delay_wgrad or (merge is PassMerge.TEMPLATE and name.startswith("dualpipe"))
-        policy = PlanPolicy(merge, clip=job.optimizer.clip_norm > 0, delay_wgrad=late)
+        behind = not p.overlap_grad_reduce
+        policy = PlanPolicy(merge, clip=job.optimizer.clip_norm > 0, delay_wgrad=late, reduce_behind=behind)
         if job.schedule.p2p == "blocking":
             policy = replace(policy, blocking=True, lookahead=0)
+        elif job.schedule.p2p == "ordered":
+            policy = replace(policy, p2p=MessageQueue.SINGLE)
         return PreparedJob(job, config, mesh, name, mesh.ranks, mbs, made.stages, base, tuple(strategy), policy, style)
 
 

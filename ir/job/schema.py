@@ -68,7 +68,11 @@ class JobCluster:
 
 @dataclass(frozen=True)
 class JobParallel:
-    """How it is divided. tp·cp·pp·dp is the number of GPUs; experts see the same devices as etp·ep·edp."""
+    """How it is divided. tp·cp·pp·dp is the number of GPUs; experts see the same devices as etp·ep·edp.
+
+    overlap_grad_reduce: reductions of ZeRO 0 and 1 run beside backward passes (bucket by bucket, with bucket_MiB); off,
+    they follow a rank's last one, as Megatron's without --overlap-grad-reduce.
+    """
 
     tp: Size = 1
     cp: Size = 1
@@ -80,6 +84,7 @@ class JobParallel:
     bucket_MiB: Annotated[float, Meta(gt=0, lt=1e9)] | None = None
     prefetch: Natural = 1
     reshard: bool = True
+    overlap_grad_reduce: bool = True
     order: Text = "tp cp ep dp pp"
     sequence_parallel: bool = True
     layers: Text | tuple[int, ...] = "balanced"
@@ -93,8 +98,9 @@ class JobSchedule:
     behind its communication. layout: Megatron's string, which part stands on which stage, instead of parallel.layers.
     global_batch: sequences of a step, instead of microbatches: dp · microbatches · microbatch_size. flushes: how often
     the pipeline runs empty in a step; each time, a named schedule takes microbatches / flushes. p2p: blocking: stages
-    compute nothing beside a transfer, as in Megatron's 1F1B without interleaving. recompute_layers: the decoder layers
-    that recompute is true of: a list, a slice ("1::2", every second), or how many of each stage; left out, all.
+    compute nothing beside a transfer, as in Megatron's 1F1B without interleaving; ordered: a rank's transfers take
+    turns, in one order of all ranks, so that the plan finishes even where no two messages overlap. recompute_layers:
+    the decoder layers that recompute is true of: a list, a slice ("1::2"), or how many of each stage; left out, all.
     """
 
     name: Text | None = None
@@ -110,7 +116,7 @@ class JobSchedule:
     recompute_layers: Natural | Text | tuple[Natural, ...] | None = None
     merge: Annotated[str, words("alternate", "template", "profile", said="merge")] = "alternate"
     delay_wgrad: bool = False
-    p2p: Annotated[str, words("overlapped", "blocking", said="p2p")] = "overlapped"
+    p2p: Annotated[str, words("overlapped", "blocking", "ordered", said="p2p")] = "overlapped"
     layout: Text | None = None
 
 
@@ -129,7 +135,8 @@ class JobRouting:
 class JobCosts:
     """Where seconds come from. free: what is taken to cost none, for what-ifs. tp_overlap: messages of tensor
     parallelism run in pieces under the products beside them (Megatron's user buffers); left out: what the software
-    does. cuda_graphs: passes: each op is launched as one; step: the host launches nothing.
+    does. cuda_graphs: passes: each op is launched as one; step: the host launches nothing. deterministic: sums have one
+    order, as with Megatron's --deterministic-mode: attention's backward is slower.
     """
 
     profile: Text | None = None
@@ -141,6 +148,7 @@ class JobCosts:
     free: tuple[Free, ...] = ()
     tp_overlap: bool | None = None
     cuda_graphs: Annotated[str, words("none", "passes", "step", said="what CUDA graphs cover")] = "none"
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,17 @@ from ir.lower.plan_builder import STEP, Edges, PlanBuilder, producers
 from ir.lower.policy import MessageQueue
 from ir.plan.plan import OpKind
 
+# What a GPU computes while it moves a byte of its memory, or of a message: about an H100's, whose network is 8 cards a
+# node. It only says which transfer is likely to be ready first; no order is wrong.
+FLOPS_PER_BYTE, FLOPS_PER_MESSAGE_BYTE = 300, 15_000
+
 
 def joint_order(draft: PlanBuilder, edges: Edges) -> None:
     """Put reductions between programs, and transfers where they share one queue, where the joint order wants them.
 
     edges: (edge, microbatch, writer or receive, reader) of every data edge. In one dry run over all programs each base
-    row takes one unit of time, in its program's order. A transfer stands at its producer's end, a reduction at the end
-    of its last contribution over all members. A send stays behind its producer; a reduction stands where its time
+    row takes as long as its work, in its program's order. A transfer stands at its producer's end, a reduction at the
+    end of its last contribution over all members. A send stays behind its producer; a reduction stands where its time
     comes; a receive stands before the earliest of its consumer and whatever is behind it in the queue.
     Reductions need this even where transfers have channels, if compute waits for others on their stream (ZeRO-2, 3).
     """
@@ -54,13 +58,13 @@ def joint_order(draft: PlanBuilder, edges: Edges) -> None:
 
 
 def dry_run(draft: PlanBuilder, edges: Edges) -> IntArray:
-    """End of each base row, every one but sends taking one unit. Rows that never come up end behind all others."""
+    """End of each base row, sends taking no time. Rows that never come up end behind all others."""
     edge, mb, source, reader = edges
     far = np.flatnonzero(draft.kinds()[source] == OpKind.RECV)
     src = np.array([e.src for e in draft.graph.edges], dtype=np.int64)
     writer, reader = draft.inst[src[edge[far]], mb[far]], reader[far]
     start = draft.start.tolist()
-    length = (draft.kinds()[: start[-1]] != OpKind.SEND).tolist()
+    length = _lengths(draft)[draft.rows.shape[: start[-1]]].tolist()
     needs: dict[int, list[int]] = {}
     for a, b in zip(writer.tolist(), reader.tolist(), strict=True):
         needs.setdefault(b, []).append(a)
@@ -89,6 +93,18 @@ def dry_run(draft: PlanBuilder, edges: Edges) -> IntArray:
     out = np.array(end, dtype=np.int64)
     out[out < 0] = int(out.max(initial=0)) + 1
     return out
+
+
+def _lengths(draft: PlanBuilder) -> IntArray:
+    """How long each shape of row takes: thousands of FLOPs, and bytes as so many; at least 1, a send nothing."""
+    of_node = [
+        sum(k.count * (k.flops + FLOPS_PER_BYTE * k.bytes) for k in n.work)
+        + (FLOPS_PER_MESSAGE_BYTE * n.message.bytes if n.message is not None else 0)
+        for n in draft.graph.nodes
+    ]
+    shapes = draft.templates.shapes
+    long = [s.kind is not OpKind.SEND and max(1, sum(of_node[n] for n, _ in s.covers) // 1000) for s in shapes]
+    return np.array(long, dtype=np.int64)
 
 
 def _latest(end: IntArray, contributions: list[int]) -> int:

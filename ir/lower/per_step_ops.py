@@ -15,7 +15,8 @@ def once_rows(draft: PlanBuilder) -> None:
     sources = _sources(graph)
     reductions = [i for i, n in enumerate(graph.nodes) if n.once and n.kind not in TAIL]
     last = {(i, p): _last(draft, sources[i], p) for i in reductions for p in graph.nodes[i].groups}
-    front = dict.fromkeys(range(len(draft.start) - 1), -1)
+    end = [int(n) for n in np.diff(draft.start)]
+    front = {p: n - 1 if draft.policy.reduce_behind else -1 for p, n in enumerate(end)}
     for rank, i in enumerate(canonical(draft, reductions, last)):
         members, contributions = [], []
         for p in graph.nodes[i].groups:
@@ -25,7 +26,6 @@ def once_rows(draft: PlanBuilder) -> None:
             contributions.append(int(draft.start[p]) + own if own >= 0 else -1)
         draft.reductions.append((members, contributions))
         new.meet(members)
-    end = [int(n) for n in np.diff(draft.start)]
     for rank, kind in enumerate(TAIL):
         for i in [i for i, n in enumerate(graph.nodes) if n.kind is kind]:
             members = []

@@ -31,6 +31,9 @@ class MessageQueue(StrEnum):
     USE = "use"
 
 
+_LATE = ("delay_wgrad", "blocking", "gather_on_demand", "reduce_behind")
+
+
 @dataclass(frozen=True, slots=True)
 class PlanPolicy:
     """What a plan's structure depends on beside graph and orders.
@@ -38,7 +41,9 @@ class PlanPolicy:
     whole_backward: B stays one op, sends go behind it. lookahead: compute ops by which a receive is dispatched early
     on its channel. clip: gradients are clipped, hence their norm is summed over all programs. delay_wgrad: in groups,
     weight gradients behind the communication that their I feeds. blocking: no compute beside a transfer: an op waits
-    for the sends dispatched before it. seconds: of nodes by their text, for `profile`.
+    for the sends dispatched before it. gather_on_demand: ZeRO-3 gathers weights where they are needed, not ahead.
+    reduce_behind: gradients that are reduced once a step are so behind a program's last pass, not beside it.
+    seconds: of nodes by their text, for `profile`.
     """
 
     merge: PassMerge = PassMerge.ALTERNATE
@@ -48,11 +53,13 @@ class PlanPolicy:
     clip: bool = True
     delay_wgrad: bool = False
     blocking: bool = False
+    gather_on_demand: bool = False
+    reduce_behind: bool = False
     seconds: tuple[tuple[str, float], ...] = ()
 
     def header(self) -> dict[str, str]:
         """As in the plan's text."""
-        late = {key: "on" for key in ("delay_wgrad", "blocking") if getattr(self, key)}
+        late = {key: "on" for key in _LATE if getattr(self, key)}
         on = f" {sha256(repr(self.seconds).encode()).hexdigest()[:16]}" if self.merge is PassMerge.PROFILE else ""
         return {
             "merge": f"{self.merge}{on}",

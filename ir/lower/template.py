@@ -47,7 +47,8 @@ class PlanTemplates:
                 sums.setdefault(nodes[e.src].stage, set()).add(e.dst)
             if nodes[e.src].stage != nodes[e.dst].stage and not e.join and not nodes[e.dst].once:
                 self._leaving.setdefault(e.src, []).append(e)
-        self.divided = {stage for stage, mine in sums.items() if len(mine) > 1}  # reduced in several pieces
+        several = {stage for stage, mine in sums.items() if len(mine) > 1}
+        self.divided = set() if policy.reduce_behind else several  # reduced in several pieces, beside what is left
         # Compute that reads a collective's result must not drag what stands before it into its wait.
         self._waiting = {e.dst for e in graph.edges if not nodes[e.src].once and nodes[e.src].stream != COMPUTE}
 

@@ -113,7 +113,7 @@ class _Gathers:
 
     def __init__(self, draft: PlanBuilder, program: int, users: Mapping[int, list[Bucket]], element: int) -> None:
         self.draft, self.program, self.users, self.element = draft, program, users, element
-        self.prefetch = max(draft.graph.prefetch, 0)
+        self.prefetch = 0 if draft.policy.gather_on_demand else max(draft.graph.prefetch, 0)
         self.start = int(draft.start[program])
         self.here: OrderedDict[str, _Copy] = OrderedDict()
         self.gone: list[_Copy] = []
@@ -139,7 +139,8 @@ class _Gathers:
         draft = self.draft
         shape, mb, before, row = np.array(self.made, dtype=np.int64).T
         one = np.ones(len(row), dtype=np.int64)
-        key = (before - self.start) * STEP - STEP // 2
+        # What nobody foresaw is waited for: it goes ahead of the reductions that are ready at the same time.
+        key = (before - self.start) * STEP - STEP // 2 - (2 if self.prefetch == 0 else 0)
         ids = draft.rows.extend(program=one * self.program, shape=shape, mb=mb, key=key, sub=row)
         draft.wait(row, ids)
         copies = [*self.gone, *self.here.values()]

@@ -28,10 +28,22 @@ class OpDispatch(StrEnum):
 def check_progress(plan: Plan, dispatch: OpDispatch = OpDispatch.STREAMS) -> None:
     """Run the plan without time; raise PiperError (deadlock) naming where every program stands."""
     serial, inline = dispatch is OpDispatch.SERIAL, dispatch is OpDispatch.INLINE
-    queues = [list(range(a, b)) for a, b in pairwise(plan.bounds.tolist())] if serial else plan.queues
+    queues = _one_each(plan) if serial else plan.queues
     stuck = walk(plan, queues, held(plan) if inline else plan.waits)
     if stuck:
         raise _story(plan, stuck, dispatch)
+
+
+def takes_turns(plan: Plan) -> bool:
+    """Whether the plan finishes even if a rank's messages never run side by side, as its dispatch order is one stream.
+
+    >>> from ir.job.build import prepare
+    >>> from ir.job.load import job_from
+    >>> job = {"model": {"config": "tiny-llama", "num_hidden_layers": 4}, "parallel": {"pp": 2}}
+    >>> [takes_turns(prepare(job_from({**job, "schedule": {"name": name}})).plan()) for name in ("1f1b", "zbv")]
+    [True, False]
+    """
+    return not walk(plan, _one_each(plan), plan.waits)
 
 
 def walk(plan: Plan, queues: list[list[int]], waits: OpLists) -> list[tuple[int, int]]:
@@ -82,6 +94,11 @@ def walk(plan: Plan, queues: list[list[int]], waits: OpLists) -> list[tuple[int,
             k += 1
         place[q] = k
     return [(q, queue[k]) for q, (queue, k) in enumerate(zip(queues, place, strict=True)) if k < len(queue)]
+
+
+def _one_each(plan: Plan) -> list[list[int]]:
+    """Each program's dispatch order."""
+    return [list(range(a, b)) for a, b in pairwise(plan.bounds.tolist())]
 
 
 def _waits(waits: OpLists) -> list[int]:

@@ -66,6 +66,8 @@ def check_device(plan: Plan, device: DeviceQueues) -> None:
     if stuck := next((i for i in range(len(plan)) if not run.ended[i]), None):
         message = f"the plan can stop on {device.queues} hardware queues:\n" + "\n".join(run.circle(stuck))
         fix = "CUDA_DEVICE_MAX_CONNECTIONS = 32" if device.warm else "run every op once before the first step"
+        if plan.header.get("p2p") != "single":
+            fix = f'{fix}, or schedule.p2p = "ordered"'
         raise PiperError(ErrorKind.DEADLOCK, message, key="CUDA_DEVICE_MAX_CONNECTIONS", suggestion=fix)
 
 

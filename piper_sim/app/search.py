@@ -3,13 +3,20 @@
 import argparse
 import sys
 from collections import Counter
+from functools import partial
 
+from cost_models import DeviceHardware
 from ir.core.errors import ErrorKind, PiperError
-from ir.job.build import blaming
+from ir.job import Job
+from ir.job.build import PreparedJob, blaming
 from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import dumps, print_json, refuse_existing, show, write
+from piper_sim.frameworks.exporting import export_launch, exported_to
+from piper_sim.frameworks.from_job import ranges_of
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.report.table import compare_table
-from piper_sim.study.search import JobSearchResult, search
+from piper_sim.study.search import JobLimits, JobSearchResult, search
+from piper_sim.study.search.evaluate import ANY
 from piper_sim.study.search.winner import winner_toml
 
 FILES = ("search.json", "best.toml")
@@ -23,7 +30,8 @@ def main(args: argparse.Namespace) -> int:
     job = load_job(args.job, args.sets)
     refuse_existing(args.out, FILES, args.force)
     with blaming(job):
-        found = search(job, args.budget, args.workers, _progress, args.journal)
+        limits = ANY if args.to is None else _limits(job, exported_to(args.to))
+        found = search(job, args.budget, args.workers, _progress, args.journal, limits)
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if args.out is not None:
@@ -33,7 +41,19 @@ def main(args: argparse.Namespace) -> int:
         print_json(found.to_dict())
     else:
         _print(found, args.out)
+        if args.to is not None and found.best is not None:
+            kept = f"{args.out}/best.toml" if args.out is not None else "DIR/best.toml, with --out DIR here,"
+            print(f"next: piper-sim export {kept} --to {args.to} --out launch --against YOUR_LAUNCH")
     return 0 if found.best is not None else 3
+
+
+def _limits(job: Job, framework: str) -> JobLimits:
+    """What a launch can say: ranges; and each configuration that would count, written and read back."""
+    return JobLimits(ranges_of(job, framework), partial(_said_by, framework=framework, hardware=hardware_of(job)))
+
+
+def _said_by(p: PreparedJob, framework: str, hardware: DeviceHardware) -> None:
+    export_launch(p, framework, lambda read: prepare_priced(read, hardware))
 
 
 def _progress(line: str) -> None:

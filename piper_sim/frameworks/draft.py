@@ -11,13 +11,14 @@ Facts = dict[str, Any]
 @dataclass
 class JobDraft:
     """A job in the making. doubts: fact -> why the job says something else than the file. filled: key -> (value, why):
-    what nobody stated. framework: whose rules.
+    what nobody stated. unsaid: what is presumed beside the job, though no argument asks for it. framework: whose rules.
     """
 
     framework: str
     job: dict[str, dict[str, Any]] = field(default_factory=dict)
     doubts: dict[str, str] = field(default_factory=dict)
     filled: dict[str, tuple[object, str]] = field(default_factory=dict)
+    unsaid: list[str] = field(default_factory=list)
 
     def put(self, section: str, **values: object) -> None:
         """Keys of a section; None says nothing."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import named_path
 from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
@@ -51,12 +51,25 @@ class ExportedJob:
             was, now = old.get(fact), new.get(fact)
             section, _, key = (was or now or next(iter(new.values()))).key.partition(".")
             same = before.job.get(section, {}).get(key) == self.read.job.get(section, {}).get(key)
+            same = same if key else now is None  # an argument of no key counts where the new launch asks for it
             if (was and was.said) == (now and now.said) or (same and not (was and now)):
+                continue
+            alone = was if now is None else now if was is None else None
+            if alone is not None and alone.said == tables()["usual"].get(fact):
                 continue
             name = (now or was or next(iter(new.values()))).argument.name
             row = {"was": was.argument.value if was else None, "now": now.argument.value if now else None}
-            out.append({"argument": name, **row, "key": f"{section}.{key}"})
+            out.append({"argument": name, **row, "key": f"{section}.{key}" if key else ""})
         return out
+
+
+def exported_to(word: str, others: tuple[str, ...] = ()) -> str:
+    """What a user means by --to, a framework or one of others. Raises PiperError (usage): none is so called."""
+    name, allowed = "megatron" if word == "megatron-lm" else word, (*others, *FRAMEWORKS)
+    if name in allowed:
+        return name
+    fix = nearest(name, allowed)
+    raise PiperError(ErrorKind.USAGE, f"no format {word!r}", key="--to", allowed=allowed, suggestion=fix)
 
 
 def export_launch(prepared: PreparedJob, framework: str, again: Callable[[Job], PreparedJob] = prepare) -> ExportedJob:
@@ -64,6 +77,8 @@ def export_launch(prepared: PreparedJob, framework: str, again: Callable[[Job], 
 
     Raises PiperError (job): the framework has no word for something that decides the plan.
     """
+    for key, value, why in _not_started(prepared) if framework in MEGATRON else ():
+        raise _cannot(framework, key, value, why)
     found_facts = facts_of(prepared, framework)
     if framework == "torchtitan" and "flavor" not in found_facts:
         raise _cannot(framework, "model.config", prepared.job.model.name, "none of its flavors has these sizes")
@@ -95,6 +110,17 @@ def _cannot(framework: str, key: str, value: object, why: str) -> PiperError:
     )
 
 
+def _not_started(p: PreparedJob) -> Iterator[tuple[str, object, str]]:
+    """What Megatron has arguments for, and stops at."""
+    pp, name = p.mesh.sizes["pp"], p.schedule
+    if pp > 1 and name == "1f1b-overlap":
+        yield "schedule.name", name, "all-to-alls overlap where a rank has two stages or more"
+    if pp > 1 and name.endswith("-overlap") and "full" in p.base.recompute.options:
+        yield "schedule.recompute", p.job.schedule.recompute, "not whole where all-to-alls overlap"
+    if p.stages > pp > 1 and p.mbs % pp:
+        yield "schedule.microbatches", p.mbs, f"interleaved stages take rounds of {pp} microbatches"
+
+
 def _arguments(framework: str, f: Facts) -> Iterator[tuple[str, object]]:
     """(argument, value) of each fact, in the order of the table; each fact by the first row that can say it."""
     said: set[str] = {k for k, v in f.items() if v is None}
@@ -113,7 +139,10 @@ def _files(prepared: PreparedJob, framework: str, arguments: Mapping[str, object
         hybrid = "hybrid_layer_pattern" in arguments
         words += [f"--spec {' '.join(tables()['hybrid_spec'])}"] if hybrid else []
         program = "pretrain_hybrid.py" if hybrid else "pretrain_gpt.py"
-        return {LAUNCH: _script([f"torchrun {where} {program}", *words])}
+        sizes, fsdp = prepared.mesh.sizes, "use_megatron_fsdp" in arguments
+        ordered = max(sizes["tp"], sizes["cp"]) > 1 and not fsdp and "overlap_moe_expert_parallel_comm" not in arguments
+        env = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if ordered else ""
+        return {LAUNCH: _script([f"{env}torchrun {where} {program}", *words])}
     name, line = tables()["files"][framework].values()
     own = dict(arguments)
     files: dict[str, str] = {}

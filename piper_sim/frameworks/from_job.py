@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ir.job.build import PreparedJob
+from ir.job.model import read_model
 from ir.job.schema import Job
 from ir.workload.config.mixers import pattern_of
 from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
 from ir.workload.layout import format_layout
 from piper_sim.frameworks.draft import Facts
 from piper_sim.frameworks.table import facts as tables
+from piper_sim.frameworks.to_job import modules_of
 from piper_sim.frameworks.to_model import named
 
 MEGATRON = ("megatron", "megatron-bridge", "primus")
@@ -30,7 +32,7 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     }
     f |= _formats(job)
     if framework in MEGATRON:
-        f |= _sizes(prepared.config) | _megatron(prepared, dp, size, mbs)
+        f |= _sizes(prepared.config) | _megatron(prepared, framework, dp, size, mbs)
         act = prepared.config.activation
         if framework == "megatron-bridge":
             return f | {
@@ -40,6 +42,8 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
             }
         return f | {"activation": None if framework == "megatron" and act is LayerActivation.GELU else str(act)}
     if framework in ("torchtitan", "automodel"):
+        compiled = framework == "torchtitan" and job.costs.software == "torchtitan-compiled"
+        f |= {"compiled": True} if compiled else {}
         return f | _torch(prepared, framework, dp, size, mbs) | _name(job, framework)
     if framework == "accelerate":
         f["compute"] = f.pop("fp8", f["compute"])
@@ -51,6 +55,19 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
         "nodes": job.cluster.nodes,
         "distributed_type": "deepspeed" if job.parallel.zero else 0,
     }
+
+
+def ranges_of(job: Job, framework: str) -> dict[str, tuple[object, ...]]:
+    """Values of keys that a framework's launch can say: what a search for it tries. Raises PiperError: no model."""
+    megatron = framework in MEGATRON
+    own = tables()["says"]["megatron" if megatron else "deepspeed" if framework == "accelerate" else framework]
+    found = {k: tuple(tuple(x) if isinstance(x, list) else x for x in v) for k, v in own.items()}
+    if megatron:
+        config = read_model(job).config
+        latent = [] if config.mla is None else ["up_projection"]
+        cheap = ("norm", *latent, *(["activation"] if config.moe is not None else []))
+        found["recompute"] = ("none", cheap, "full")
+    return found
 
 
 def nodes_of(prepared: PreparedJob) -> tuple[int, int]:
@@ -102,7 +119,16 @@ def _pattern(m: ModelConfig) -> Facts:
     return {"pattern": pattern, **sizes, "mamba_state": m.mixer.state}
 
 
-def _megatron(prepared: PreparedJob, dp: int, size: int, mbs: int) -> Facts:
+def _presumed(prepared: PreparedJob) -> Facts:
+    """What predictions presume, and Megatron does only when told to; how FSDP saves."""
+    copies, zero = prepared.mesh.sizes["dp"] * prepared.mesh.sizes["cp"] > 1, prepared.job.parallel.zero
+    f: Facts = {"overlapped_reduce": prepared.job.parallel.overlap_grad_reduce} if copies else {}
+    f |= {"overlapped_gather": True} if copies and zero else {}
+    f |= {"ckpt_format": "fsdp_dtensor"} if zero > 1 else {}
+    return f | ({"grouped_gemm": True, "dispatcher_type": "alltoall"} if prepared.config.moe is not None else {})
+
+
+def _megatron(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: int) -> Facts:
     job, pp = prepared.job, prepared.mesh.sizes["pp"]
     p, s, chunks = job.parallel, job.schedule, prepared.stages // pp
     f: Facts = {"microbatch_size": size, "global_batch": size * mbs * dp}
@@ -112,14 +138,17 @@ def _megatron(prepared: PreparedJob, dp: int, size: int, mbs: int) -> Facts:
     f |= {"distributed_optimizer": p.zero == 1} if p.zero < 2 else {"fsdp": True, "sharding": p.zero}
     if p.bucket_MiB is not None:
         f["bucket_elements"] = round(p.bucket_MiB * 2**20 / (2 if job.precision.reduce == "bf16" else 4))
+    f |= _presumed(prepared)
     if pp > 1:
         f |= {"vp": chunks} if chunks > 1 else {}
         f |= {"overlap_ep": True} if prepared.schedule.endswith("-overlap") else {}
         f |= {"delay_wgrad": True} if s.delay_wgrad else {}
         f |= _stages(prepared, chunks)
+        if "layout" in f and framework != "megatron-bridge":  # Megatron takes one of the two
+            f.pop("vp", None)
     if s.recompute != "none":
         f |= {"recompute": s.recompute if isinstance(s.recompute, str) else "selective"}
-        words = {part: word for word, part in reversed(tables()["modules"].items())}
+        words = {part: word for word, part in modules_of(prepared.config.moe is not None).items()}
         f |= (
             {"recompute_modules": [words[x] for x in s.recompute if x in words]}
             if not isinstance(s.recompute, str)
@@ -131,6 +160,7 @@ def _megatron(prepared: PreparedJob, dp: int, size: int, mbs: int) -> Facts:
     f |= {"attention": job.model.attention} if job.model.attention != "flash" else {}
     f |= {"tp_overlap": job.costs.tp_overlap} if job.costs.tp_overlap is not None else {}
     f |= {"cuda_graphs": job.costs.cuda_graphs} if job.costs.cuda_graphs != "none" else {}
+    f |= {"deterministic": True} if job.costs.deterministic else {}
     if job.costs.dispatcher not in (None, "nccl"):
         f |= {"dispatcher_type": "flex", "dispatcher": job.costs.dispatcher}
     return f
@@ -162,15 +192,26 @@ def _torch(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: int) 
     f |= _again(prepared, framework)
     if pp > 1:
         f |= {"pp_microbatch_size": size, "schedule": prepared.schedule}
-        whole = prepared.config.layers % prepared.stages == 0
-        f |= {"chunk_layers": prepared.config.layers // prepared.stages} if whole else {}
+        f |= _chunk_layers(prepared, framework)
     f |= {"sequence_parallel": p.sequence_parallel} if p.tp > 1 else {}
     if framework == "torchtitan":
+        f["sequence_parallel"] = False if p.tp > 1 and not p.sequence_parallel else None  # older ones have no such key
         shard = {"dp_shard": dp, "dp_replicate": 1} if p.zero else {"dp_shard": 1, "dp_replicate": dp}
         f |= {"etp": p.etp, "reshard": zero, **shard} if p.etp > 1 else {"reshard": zero, **shard}
     else:
         f |= {"dp": dp, "zero": {0: 0, 3: 3}.get(p.zero), **({"reshard": zero} if p.zero else {})}
     return f
+
+
+def _chunk_layers(prepared: PreparedJob, framework: str) -> Facts:
+    """Layers of a stage, where the number of stages does not follow from the schedule."""
+    layers, stages = prepared.config.layers, prepared.stages
+    if framework == "automodel":
+        return {"chunk_layers": layers // stages} if layers % stages == 0 else {}
+    if stages == prepared.mesh.sizes["pp"] * (1 if prepared.schedule in ("1f1b", "gpipe") else 2):
+        return {}
+    per = next((n for n in range(1, layers + 3) if -(-(layers + 2) // n) == stages), None)
+    return {"chunk_layers": per} if per is not None else {}
 
 
 def _again(prepared: PreparedJob, framework: str) -> Facts:

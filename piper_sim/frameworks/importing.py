@@ -72,7 +72,8 @@ class ImportedJob:
         for name in (ASSUMED, UNKNOWN):
             for d in (e.to_dict() for e in self.entries if e.list == name):
                 equals = " " if d["argument"] else " = "
-                text = f"# {name}: {d['argument'] or d['key']}{equals}{json.dumps(d['value'])}: {d['note']}"
+                what = f"{d['argument'] or d['key']}{equals}{json.dumps(d['value'])}: "
+                text = f"# {name}: {what if d['argument'] or d['key'] else ''}{d['note']}"
                 yield re.sub(r"[\x00-\x1f\x7f]", " ", text)[:400] + "\n"
 
 
@@ -90,6 +91,7 @@ def import_launch(path: str, framework: str | None = None) -> ImportedJob:
     entries = [_settled(e, d, stated) for e in entries]
     job, entries = _kept(d.job, entries)
     entries += [JobEntry(JobArgument("", v), ASSUMED, k, why) for k, (v, why) in d.filled.items()]
+    entries += [JobEntry(JobArgument("", None), ASSUMED, "", why) for why in d.unsaid]
     if (wrong := refusal(job)) is not None:
         note = f"the job does not load: {wrong.message}"
         entries.append(JobEntry(JobArgument("", None), UNKNOWN, wrong.key or "", note))
@@ -192,7 +194,7 @@ def _looked_up(framework: str, a: JobArgument) -> JobEntry:
         same = presumed(row.how, a.value)
         only = tuple(w[1:] for w in row.how.split() if w[0] == "@")
         note = row.note if same else f"predicted otherwise: {row.note}"
-        return JobEntry(a, UNDERSTOOD if same else ASSUMED, key, note, only=only)
+        return JobEntry(a, UNDERSTOOD if same else ASSUMED, key, note, row.fact, same, only)
     return _read(a, row, key)
 
 

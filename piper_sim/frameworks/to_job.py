@@ -48,6 +48,7 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
     _cluster(d, f, hints)
     _batch(d, f)
     _recompute(d, f)
+    _unsaid(d, f)
     _formats(d, f)
     d.filled = {k: v for k, v in d.filled.items() if d.job.get(k.split(".")[0], {}).get(k.split(".")[1]) == v[0]}
     return d
@@ -97,8 +98,10 @@ def _schedule(d: JobDraft, f: Facts, pp: int) -> int:
         return 1
     chunks, layers = f.get("vp") or 1, _decoders(d)
     if per := f.get("chunk_layers"):
-        if layers and layers % (pp * per) == 0:
-            chunks = layers // (pp * per)
+        titan = d.framework.endswith("torchtitan")  # counts embedding and head, and what is left makes a stage, too
+        stages = ceil(((layers or 0) + 2) / per) if titan else layers // per if layers and layers % per == 0 else 0
+        if layers and stages and stages % pp == 0:
+            chunks = stages // pp
         elif layers and (way := f.get("round_stages")):
             chunks = max(1, (ceil if way == "up" else int)(ceil(layers / per) / pp))
         elif layers:
@@ -129,7 +132,7 @@ def _schedule(d: JobDraft, f: Facts, pp: int) -> int:
 
 def _parallel(d: JobDraft, f: Facts, stages: int) -> None:
     tp, pp = f.get("tp", 1), f.get("pp", 1)
-    experts = bool(f.get("experts")) or bool(EXPERTS & set(d.job["model"]))
+    experts = _experts(d, f)
     etp = f.get("etp") or (tp if d.framework in EVEN and f.get("experts") else None)
     for fact in ("ep", "etp"):
         if f.get(fact, 1) > 1 and not experts:
@@ -266,16 +269,46 @@ def _batch(d: JobDraft, f: Facts) -> None:
     d.put("schedule", microbatch_size=size, microbatches=count)
 
 
+def modules_of(experts: bool) -> Mapping[str, str]:
+    """Megatron's modules to recompute, of a model with experts or without: word -> part."""
+    return dict(tables()["modules"]["experts" if experts else "dense"])
+
+
+def _experts(d: JobDraft, f: Facts) -> bool:
+    return bool(f.get("experts")) or bool(EXPERTS & set(d.job["model"]))
+
+
+def _unsaid(d: JobDraft, f: Facts) -> None:
+    """What predictions presume, and Megatron does only when told to."""
+    p, c = d.job.get("parallel", {}), d.job["cluster"]
+    moved = p.get("ep", 1) > 1
+    kind = f.get("dispatcher_type") if moved else None
+    d.expect(kind != "allgather", "dispatcher_type", "tokens go by all-to-all to the ranks that have their experts")
+    copies = c["nodes"] * c["gpus_per_node"] // (p.get("tp", 1) * p.get("pp", 1))
+    reduces = f.get("overlapped_reduce", False if d.framework == "megatron" else None)
+    if copies > 1 and p.get("zero", 0) < 2:
+        d.put("parallel", overlap_grad_reduce=reduces)
+        if reduces and "bucket_MiB" not in p:
+            mib = max(40, copies // p.get("cp", 1)) * 1e6 * (2 if f.get("reduce") == "bf16" else 4) / 2**20
+            d.fill("parallel.bucket_MiB", mib, "megatron's default: 40 million gradients, or one for each replica")
+    holds = {"overlapped_gather": copies > 1 and p.get("zero", 0) > 0}
+    holds |= {"grouped_gemm": _experts(d, f), "dispatcher_type": moved and not f.get("dispatcher")}
+    if d.framework == "megatron":
+        d.unsaid += [why for fact, why in tables()["unsaid"].items() if fact not in f and holds[fact]]
+
+
 def _recompute(d: JobDraft, f: Facts) -> None:
     kind, parts = f.get("recompute"), None
     if kind in (None, "none"):
         return
     if kind == "selective" and (modules := f.get("recompute_modules")):
-        known = tables()["modules"]
+        known = modules_of(_experts(d, f))
         parts = sorted({known[m] for m in modules if m in known}, key=PARTS.index)
         if odd := [m for m in modules if m not in known]:
             d.doubts["recompute_modules"] = f"{', '.join(odd)} is kept, not recomputed"
-        kind = "selective" if parts in ([], ["scores"]) else parts
+        if not parts:
+            return
+        kind = "selective" if parts == ["scores"] else parts
     some = f.get("recompute_layers")
     if kind == "full" and some is not None and f.get("recompute_method") == "block":
         d.put("schedule", recompute_layers=some)
@@ -324,6 +357,7 @@ def _costs(d: JobDraft, f: Facts) -> None:
     fused = f.get("attention") != "unfused"
     d.expect(fused or not f.get("softmax_fp32"), "softmax_fp32", "unfused softmaxes are in the compute format")
     d.put("costs", tp_overlap=f.get("tp_overlap") if f.get("tp", 1) > 1 else None)
+    d.put("costs", deterministic=f.get("deterministic"))
     graphs, scope = f.get("cuda_graphs"), [x for x in f.get("graph_scope") or () if x != "full_iteration"]
     if graphs not in (None, "none"):
         d.expect(not scope, "graph_scope", f"graphs cover whole passes, not {', '.join(map(str, scope))} alone")

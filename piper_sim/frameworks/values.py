@@ -171,7 +171,7 @@ def write_value(how: str, fact: object) -> object:
     """
     kind, _, rest = how.partition(" ")
     match kind:
-        case "flag":
+        case "flag" | "as":
             return bool(fact)
         case "not":
             return not fact

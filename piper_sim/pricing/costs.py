@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from cost_models import DeviceHardware, LinkFabric, OptimizerPrecision, kernel_seconds, message_seconds
 from cost_models.compute.interference import comm_class
@@ -74,6 +75,8 @@ class CostModel:
         self.job, self.mesh, self.hardware, self.free = job, prepared.mesh, hardware, frozenset(job.costs.free)
         self.per_node = job.cluster.gpus_per_node or hardware.gpus_per_node
         self.fabric = LinkFabric.of(hardware, self.per_node)
+        slower = hardware.nic_efficiency * hardware.software.zero3_network
+        self.sharded = LinkFabric.of(structs.replace(hardware, nic_efficiency=slower), self.per_node)
         self.ground = DevicePlacement(self.mesh, self.per_node, job.cluster.speed)
         p = prepared.base.source.precision if prepared.base.source is not None else None  # type: ignore[attr-defined]
         assert p is not None
@@ -88,8 +91,8 @@ class CostModel:
         self.tp_overlap = hardware.software.tp_overlap if said is None else said
         self.measured = MeasuredCosts.of(prepared, profile) or MODELLED
         self._kernels: dict[Kernel, float] = {}
-        self._messages: dict[tuple[Message, RankSpread], ProfileCost] = {}
-        self._collectives: dict[tuple[Message, tuple[int, ...], RankSlot], float] = {}
+        self._messages: dict[tuple[Message, RankSpread, bool], ProfileCost] = {}
+        self._collectives: dict[tuple[Message, tuple[int, ...], RankSlot, bool], float] = {}
 
     def price(self, plan: Plan, classes: RankClasses | None = None) -> OpCosts:
         """Seconds of every op of the plan unfolded to `classes`: what each class's first rank of each program takes.
@@ -159,7 +162,7 @@ class CostModel:
             elif s.covers:
                 wire[i] = message[s.covers[0][0]]
             elif s.message is not None:
-                wire[i] = self.message(s.message, (), seat)
+                wire[i] = self.message(s.message, (), seat, zero3=True)
         return _Table(shares, quantised(wire))
 
     def _slowed(
@@ -239,23 +242,26 @@ class CostModel:
             self._kernels[kernel] = kernel_seconds(kernel, self.hardware)
         return self._kernels[kernel]
 
-    def message(self, message: Message, programs: tuple[int, ...] = (), seat: RankSlot = FIRST) -> float:
-        """Seconds of a collective in a rank's own group, joined over programs."""
-        key = message, programs, seat
+    def message(
+        self, message: Message, programs: tuple[int, ...] = (), seat: RankSlot = FIRST, *, zero3: bool = False
+    ) -> float:
+        """Seconds of a collective in a rank's own group, joined over programs. zero3: of divided weights, gradients."""
+        key = message, programs, seat, zero3
         if key not in self._collectives:
             use = CollectiveUse.of(message, self.ground.positions.programs, programs)
-            self._collectives[key] = self.priced(message, self.ground.spread(use, seat)).seconds
+            self._collectives[key] = self.priced(message, self.ground.spread(use, seat), zero3=zero3).seconds
         return self._collectives[key]
 
-    def priced(self, message: Message, spread: RankSpread) -> ProfileCost:
+    def priced(self, message: Message, spread: RankSpread, *, zero3: bool = False) -> ProfileCost:
         """A message in a group that lies so."""
         if self.free and COMM_KINDS[comm_class(message.kind)] in self.free:
             return ProfileCost(0.0, 0.0, CostSource.MODELLED)
-        if (message, spread) not in self._messages:
-            self._messages[message, spread] = self.measured.message(
-                message, spread, lambda s: message_seconds(message, s.ranks, s.per_node, self.fabric, nodes=s.nodes)
+        if (key := (message, spread, zero3)) not in self._messages:
+            fabric = self.sharded if zero3 else self.fabric
+            self._messages[key] = self.measured.message(
+                message, spread, lambda s: message_seconds(message, s.ranks, s.per_node, fabric, nodes=s.nodes)
             )
-        return self._messages[message, spread]
+        return self._messages[key]
 
 
 def scaled_to_stage_times(

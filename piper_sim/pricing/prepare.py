@@ -30,12 +30,13 @@ from piper_sim.pricing.measured import profile_of
 
 
 def hardware_of(job: Job) -> DeviceHardware:
-    """The hardware file of `[cluster]` with its inline overrides; `[costs] software` and `dispatcher` on it."""
+    """The hardware file of `[cluster]` with its inline overrides; `[costs]`' software, dispatcher, deterministic."""
     gpu = job.cluster.gpu
     software = job.costs.software and named_path(job.file, job.costs.software, frameworks())
     try:
         hardware = load_hardware(named_path(job.file, gpu, presets()), job.cluster.overrides)
-        hardware = structs.replace(hardware.in_training(), software=load_software(software))
+        fixed = job.costs.deterministic
+        hardware = structs.replace(hardware.in_training(), software=load_software(software), deterministic=fixed)
         if hardware.software.fp8_recipe and "fp8_recipe" not in job.cluster.overrides:
             hardware = structs.replace(hardware, fp8_recipe=hardware.software.fp8_recipe)
         if (name := job.costs.dispatcher) is not None:
@@ -57,6 +58,8 @@ def prepare_priced(job: Job, hardware: DeviceHardware, most_layers: int | None =
         times = op_times(probe, hardware)
     made = prepare(job, hardware.gpus_per_node, times, weigh(job, hardware), most_layers, hardware.software.style)
     check_routing(job, made.config)
+    if hardware.software.gather_on_demand:
+        made = replace(made, policy=replace(made.policy, gather_on_demand=True))
     if made.policy.merge is PassMerge.PROFILE:
         made = replace(made, policy=replace(made.policy, seconds=node_seconds(made, hardware)))
     return made

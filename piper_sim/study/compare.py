@@ -26,8 +26,8 @@ SIX = ("1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")
 KEYS = tuple(
     """
     iteration_s iteration_s_interval tokens_per_s tokens_per_s_per_gpu model_tflops_per_gpu mfu time_breakdown
-    bubble_fraction exposed_comm_s fits memory parameters ops folded host_model interference_level software cost_source
-    cost_shares warnings plan_digest cost_digest job_digest
+    bubble_fraction exposed_comm_s fits memory parameters ops folded host_model interference_level messages software
+    cost_source cost_shares warnings plan_digest cost_digest job_digest
     """.split()  # noqa: SIM905
 )
 _WORDS = {

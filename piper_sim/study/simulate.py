@@ -10,6 +10,7 @@ from ir.job import Job
 from ir.job.build import PreparedJob
 from ir.plan.text import plan_digest
 from ir.schedules.registry import canonical, default_chunks
+from ir.verify.deadlock import takes_turns
 from piper_sim.memory.timeline import bands
 from piper_sim.pricing.costs import OpCosts
 from piper_sim.report.units import GIB
@@ -17,6 +18,7 @@ from piper_sim.study.breakdown import StepBreakdown
 from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.sure import WAITS, PredictionTraits, fits_probability, interval
 
+MESSAGES = ("side by side", "any order")  # of a rank's communicators: what a plan counts on in order to finish
 GENERIC = "generic"  # no framework named: fused kernels, launched ahead
 Object = dict[str, Any]  # as JSON has it
 
@@ -48,6 +50,7 @@ def simulate_object(p: PlannedJob, costs: OpCosts, times: StepBreakdown, steps: 
         "folded": {"replicas_simulated": p.classes.count, "replicas": len(p.classes.of)},
         "host_model": job.costs.host_model,
         "interference_level": job.costs.interference,
+        "messages": MESSAGES[takes_turns(p.plan)],
         "software": job.costs.software or GENERIC,
         "cost_source": p.sources.word,
         "cost_shares": p.sources.shares,
@@ -61,6 +64,9 @@ def simulate_object(p: PlannedJob, costs: OpCosts, times: StepBreakdown, steps: 
     return out
 
 
+LOOPED = ("interleaved-1f1b", "interleaved-1f1b-overlap", "looped-bfs", "zb1p")  # rounds as long as there are ranks
+
+
 def parameters(p: PreparedJob) -> dict[str, int]:
     """Parameters of the model: all that are trained, MTP modules too; and those that one token meets."""
     found = {q.name: q for e in p.base.entries for q in e.part.params}.values()
@@ -72,10 +78,11 @@ def parameters(p: PreparedJob) -> dict[str, int]:
 
 def warnings(p: PreparedJob) -> list[str]:
     """What is legal and rarely meant."""
-    if p.mbs >= p.stages:
+    enough = p.mesh.sizes["pp"] if p.schedule in LOOPED else p.stages
+    if p.mbs >= enough:
         return []
-    few = f"{p.mbs} microbatch{'es' if p.mbs > 1 else ''} on {p.stages} stages"
-    return [f"{few}: the pipeline never fills; set schedule.microbatches = {p.stages} or more"]
+    few = f"{p.mbs} microbatch{'es' if p.mbs > 1 else ''} on {enough} {'stages' if enough == p.stages else 'ranks'}"
+    return [f"{few}: the pipeline never fills; set schedule.microbatches = {enough} or more"]
 
 
 def _model_flops(p: PreparedJob) -> float:

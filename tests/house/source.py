@@ -129,9 +129,18 @@ def circles(edges: Edges) -> list[tuple[str, ...]]:
     >>> circles({"a": frozenset("b"), "b": frozenset("a"), "c": frozenset("a")})
     [('a', 'b')]
     """
-    reach = {node: _reach(node, edges) for node in edges}
-    groups = {tuple(sorted(m for m in reach[n] if n in reach.get(m, ()))) for n in edges}
+    left = _between(_between(edges, edges), {m: frozenset(n for n in edges if m in edges[n]) for m in edges})
+    reach = {node: _reach(node, edges) for node in left}
+    groups = {tuple(sorted(m for m in reach[n] if n in reach.get(m, ()))) for n in left}
     return sorted(g for g in groups if len(g) > 1)
+
+
+def _between(nodes: Iterable[str], edges: Edges) -> set[str]:
+    """Nodes from which one can go on for ever."""
+    left = set(nodes)
+    while ends := {n for n in left if not edges[n] & left}:
+        left -= ends
+    return left
 
 
 def _reach(start: str, edges: Edges) -> set[str]:

@@ -112,6 +112,10 @@ def test_what_is_rarely_meant_is_said(tmp_path: Any, capsys: pytest.CaptureFixtu
         "1 microbatch on 2 stages: the pipeline never fills; set schedule.microbatches = 2 or more"
     ]
     assert piper_sim.predict(piper_sim.load_job(TABLE)).to_dict()["warnings"] == []
+    # Interleaved stages fill when every rank works: rank 0's second stage begins when microbatch 0 has been round.
+    assert piper_sim.predict(piper_sim.load_job(TABLE, set=["schedule.microbatches=2"])).to_dict()["warnings"] == []
+    thin = piper_sim.predict(piper_sim.load_job(TABLE, set=["schedule.microbatches=1"])).to_dict()["warnings"]
+    assert thin == ["1 microbatch on 2 ranks: the pipeline never fills; set schedule.microbatches = 2 or more"]
     path = tmp_path / "job.toml"
     path.write_text('[model]\nconfig = "tiny-llama"\nseq_len = 64\n[parallel]\npp = 4\n[schedule]\nmicrobatches = 2\n')
     capsys.readouterr()

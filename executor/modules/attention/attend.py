@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, maybe_get_fake_mode
 from executor.modules.functions import apply, wide
 from executor.parallel.inline import stretches
 
+LANES = 8  # a GPU's fused kernels want features in multiples of as many
+FLASH_FEATURES = 192  # of shared heads at most: some GPUs' flash kernel has no backward of more
 STRETCHES = 128  # in which attention in plain products works through its queries
 LEAST_QUERIES = 4
 
@@ -140,7 +142,10 @@ def attend(
     grouped = k.shape[1] != q.shape[1]
     if not 0 < sight.window < k.shape[2]:
         sight = replace(sight, window=0)
-    if not fused or v.shape[-1] != q.shape[-1]:  # torch's fused kernels want one width; else they store the scores
+    gpu = fused and on_gpu(q)
+    if gpu and q.dtype is not torch.float64:  # which no GPU has a fused kernel for
+        return beside_scores(q, k, v, sight, scale)
+    if gpu or not fused or v.shape[-1] != q.shape[-1]:  # a CPU's want one width; else they store the scores
         return apply(_Made if fused or again else _Stored, q, k, v, sight, scale)
     mask = _added(q, sight) if sight != AttentionMask() else None
     own = None if scaled == 1.0 else scale  # torch's own may differ from ours by a rounding
@@ -148,6 +153,34 @@ def attend(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=own
     )
     return found
+
+
+def on_gpu(q: Tensor) -> bool:
+    """Whether fused kernels are a GPU's, which take less than a CPU's."""
+    return q.is_cuda
+
+
+def beside_scores(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask, scale: float) -> Tensor:
+    """Attention as one of a GPU's fused kernels takes it; what none takes, torch computes with all scores stored.
+
+    Both want one width of features. Flash shares heads of keys and takes no mask and no float32; the other one takes
+    these, and shares none. So heads are repeated for it, and zeros added to features, where they must be.
+    """
+    mask, narrow = _added(q, sight) if sight != AttentionMask() else None, v.shape[-1]
+    width = -(-max(q.shape[-1], narrow) // LANES) * LANES
+    if mask is not None or q.dtype is torch.float32 or width > FLASH_FEATURES or not _flash(q):
+        k, v = (_per_query(t, q.shape[1]) for t in (k, v))
+    q, k, v = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q, k, v))
+    grouped = k.shape[1] != q.shape[1]
+    found: Tensor = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=scale
+    )
+    return found[..., :narrow]
+
+
+def _flash(q: Tensor) -> bool:
+    """Whether the GPU has such a kernel: from Ampere on."""
+    return not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] >= 8
 
 
 def _per_query(x: Tensor, heads: int) -> Tensor:

@@ -1,9 +1,11 @@
 """`piper-sim import FILE`, `piper-sim export JOB --to NAME`: launches of frameworks in, files for other tools out."""
 
 import argparse
+import sys
+from collections import Counter
 from collections.abc import Mapping
 
-from ir.core.errors import ErrorKind, PiperError, nearest, printable
+from ir.core.errors import ErrorKind, PiperError, printable
 from ir.job.build import blaming, directives_json
 from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, write
@@ -11,8 +13,8 @@ from piper_sim.formats.chakra import chakra_files
 from piper_sim.formats.slurm import sbatch
 from piper_sim.formats.tables import parquet_files
 from piper_sim.formats.torch_csv import order_csv
-from piper_sim.frameworks.exporting import FRAMEWORKS, export_launch
-from piper_sim.frameworks.importing import import_launch
+from piper_sim.frameworks.exporting import FRAMEWORKS, export_launch, exported_to
+from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN, ImportedJob, import_launch
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.report.perfetto import perfetto_gz
 from piper_sim.study.explain.marks import marks_of
@@ -29,7 +31,20 @@ def import_main(args: argparse.Namespace) -> int:
         print_json({"schema_version": 1, **found.to_dict()})
     else:
         print(printable(found.to_toml()), end="")
+        print(_next(found), file=sys.stderr)
     return 0
+
+
+def _next(found: ImportedJob) -> str:
+    """How much was understood, and what to do with a job."""
+    counts = Counter(e.list for e in found.entries if e.argument.name)
+    to = f" --to {found.framework}" if found.framework in FRAMEWORKS else ""
+    return (
+        f"{counts[UNDERSTOOD]} arguments understood, {counts[ASSUMED]} assumed, {counts[UNKNOWN]} unknown (--json)\n"
+        "next, with the text above in job.toml, and what is assumed put right there:\n"
+        "  piper-sim simulate job.toml\n"
+        f"  piper-sim search job.toml{to} --out found"
+    )
 
 
 def export_main(args: argparse.Namespace) -> int:
@@ -37,11 +52,7 @@ def export_main(args: argparse.Namespace) -> int:
 
     Raises PiperError (usage): no such format; (job): it cannot say what the job asks for.
     """
-    allowed = (*FORMATS, *FRAMEWORKS)
-    name = "megatron" if args.to == "megatron-lm" else args.to
-    if name not in allowed:
-        fix = nearest(name, allowed)
-        raise PiperError(ErrorKind.USAGE, f"no format {args.to!r}", key="--to", allowed=allowed, suggestion=fix)
+    name = exported_to(args.to, FORMATS)
     job = load_job(args.job, args.sets)
     if args.against is not None and name not in FRAMEWORKS:
         message = "compares launches of frameworks"

@@ -11,12 +11,15 @@ from typing import Any
 from ir.job.run_options import JobRunOptions
 from ir.plan.text import plan_text
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, trace_files, width, write
+from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, trace_files, warn, width, write
+from piper_sim.app.commands.simulate import COUNTS_ON_OVERLAP
 from piper_sim.report.metrics import FILE as METRICS
 from piper_sim.report.metrics import write_metrics
 from piper_sim.report.tensorboard import StepEvents, step_events
 from piper_sim.report.timeline import text_timeline
 from piper_sim.study.predict import predict
+from piper_sim.study.simulate import MESSAGES
+from piper_sim.study.validate.verdict import allocator
 
 FILES = (
     "ranks.json", "routing.csv", "log.jsonl", METRICS, "run.json", "plan.txt", "timeline.png", "trace.json.gz",
@@ -34,11 +37,14 @@ def main(args: argparse.Namespace) -> int:
     out = None if args.out is None else Path(args.out)
     refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work
     options = JobRunOptions.of(args, args.ranks)
+    if options.backend == "nccl" and p.to_dict()["messages"] == MESSAGES[False]:
+        warn([COUNTS_ON_OVERLAP])
     saving = CheckpointOptions(args.save, args.every, args.keep, args.force, args.resume)
     board = nullcontext() if args.tensorboard is None else step_events(Path(args.tensorboard))
     with board as events, progress(f"running {args.steps} step(s) on {args.ranks} processes"):
         said = partial(_tell, out, events, p.to_dict())
         found, trace = run(p.prepared, p.plan, options, saving, said)
+    found["allocator"] = allocator(p, found)
     if not args.json:  # whatever becomes of the files
         print(text_timeline(trace, width()))
         _show(found)
@@ -79,3 +85,6 @@ def _show(found: dict[str, Any]) -> None:
         print(f"slowest: rank {late['rank']}, for which each other rank waited {late['waited_s']:.4f} s of a step")
     if peaks := found["memory"]["peak_allocated_bytes"]:
         print(f"peak allocated, rank by rank: {', '.join(f'{b / 2**20:.2f}' for b in peaks.values())} MiB")
+    for kind, ranks in (found["allocator"] or {}).items():
+        sizes = ", ".join(f"{x['measured_bytes'] / 2**20:.2f} ({x['error']:+.1%})" for x in ranks.values())
+        print(f"{kind} on the GPU at most, rank by rank: {sizes} MiB (and the prediction's error)")

@@ -29,9 +29,13 @@ from piper_sim.study.explain.what_if import JobChange, what_ifs
 from piper_sim.study.history import applied, backtest, backtest_object, backtest_text, corrected_text
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
-from piper_sim.study.simulate import Object
+from piper_sim.study.simulate import MESSAGES, Object
 
 FILES = ("simulate.json", "plan.txt", "report.html", *TRACE_FILES)
+COUNTS_ON_OVERLAP = (
+    "messages: the plan counts on communicators that run side by side, as NCCL does and does not promise; "
+    'with schedule.p2p = "ordered" it finishes in any case'
+)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -163,6 +167,8 @@ def _print(p: Prediction, found: Object, out: str | None) -> None:
     print(
         f"all times are {times} ({how}); reserved bytes are modelled" if times else f"{p.planned.sources.text} ({how})"
     )
+    if found["messages"] == MESSAGES[False]:
+        print(COUNTS_ON_OVERLAP)
     low, high = found["iteration_s_interval"]
     chance = found["memory"]["fits_probability"]
     print(f"80 % interval by published runs like it: {low:.4g} to {high:.4g} s; chance of room in memory {chance:.1%}")

@@ -126,6 +126,7 @@ def _show(v: PlanValidation) -> None:
 def _table_rows(found: dict[str, Any]) -> Iterator[list[str]]:
     for name, x in {"iteration": found["iteration"], **found["ops"], **found["links"]}.items():
         yield [name, written(x["predicted_s"]), written(x["measured_s"]), f"{x['error']:+.1%}"]
-    for rank, x in (found["memory"] or {}).items():
+    memory = {"peak": found["memory"] or {}, **(found["allocator"] or {})}
+    for kind, rank, x in ((kind, rank, x) for kind, ranks in memory.items() for rank, x in ranks.items()):
         sizes = (f"{x[k] / 2**20:.2f} MiB" for k in ("predicted_bytes", "measured_bytes"))
-        yield [f"peak of rank {rank}", *sizes, f"{x['error']:+.2%}"]
+        yield [f"{kind} of rank {rank}", *sizes, f"{x['error']:+.2%}"]

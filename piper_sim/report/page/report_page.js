@@ -66,7 +66,7 @@ function paint() {
   const [W, H] = [ctx.canvas.width, ctx.canvas.height];
   const gutter = Math.round(gutterCss() * dpr);
   const scale = (W - gutter) / (view.t1 - view.t0);
-  const until = performance.now() + FRAME_MS / 2;
+  const until = performance.now() + FRAME_MS / 4;
   const p = { ctx, W, H, dpr, gutter, scale, t0: view.t0, t1: view.t1, colours, strip, stripContext, sheet, until };
   const top = $("lanes").scrollTop;
   Object.assign(p, { isFaint: view.faint, followed: view.followed, memoryTop: scene.memoryTop, top, tracks: scene.tracks });

@@ -12,6 +12,7 @@ from ir.core.ops import Pass
 from ir.job import Job
 from ir.job.load import job_from
 from ir.job.table import table_of, toml_value
+from ir.verify.deadlock import takes_turns
 from piper_sim.pricing.costs import given_times
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.explain.excess import usual_links
@@ -94,6 +95,8 @@ def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
         if job.parallel.layers != "balanced":
             yield "balanced layers", {"parallel.layers": "balanced"}
         yield "perfect split", {"costs.stage_times": _even(job, p)}
+    if job.schedule.p2p == "overlapped" and not takes_turns(p.plan):
+        yield "ordered transfers", {"schedule.p2p": "ordered"}
     batch = job.schedule.global_batch
     more = p.prepared.mbs + 1 if batch is None else batch + batch // p.prepared.mbs
     yield "one more microbatch", {f"schedule.{'microbatches' if batch is None else 'global_batch'}": more}

@@ -1,17 +1,17 @@
 """One configuration simulated, event by event: its step, its memory, or why it has none."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cost_models import DeviceHardware
 from ir.core.errors import PiperError
 from ir.job import Job
-from ir.job.build import blaming
+from ir.job.build import PreparedJob, blaming
 from piper_sim.report.units import GIB
 from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.predict import planned, predict, timed
-from piper_sim.study.search.space import Changes
+from piper_sim.study.search.space import NO_LIMITS, Changes
 from piper_sim.study.simulate import Object, memory_object, reason
 
 
@@ -67,6 +67,20 @@ class EvaluatedJob:
     reason: str = ""
 
 
+JobCheck = Callable[[PreparedJob], object]
+
+
+@dataclass(frozen=True)
+class JobLimits:
+    """What a search may propose. ranges: of keys, instead of the default ones. check: raises PiperError for others."""
+
+    ranges: Mapping[str, tuple[object, ...]]
+    check: JobCheck | None
+
+
+ANY = JobLimits(NO_LIMITS, None)
+
+
 Front = Sequence[tuple[float, float, int]]  # (seconds, bytes, number) of what fits and nothing beats in both
 
 
@@ -75,10 +89,13 @@ def beaten(seconds: float, nbytes: float, front: Front) -> tuple[float, float, i
     return next((x for x in front if x[0] < seconds and x[1] <= nbytes), None)
 
 
-def evaluate(job: Job, hardware: DeviceHardware, limit_GiB: float | None, front: Front = ()) -> EvaluatedJob:
+def evaluate(
+    job: Job, hardware: DeviceHardware, limit_GiB: float | None, front: Front = (), check: JobCheck | None = None
+) -> EvaluatedJob:
     """Plan a configuration, walk its memory, time it, and ask its allocators, the dearest, where that can matter yet.
 
     limit_GiB: of device bytes on any rank. front: what is known to fit; what it beats is not asked for its allocators.
+    check: raises PiperError for what is legal and not wanted; asked last.
     """
     try:
         with blaming(job):
@@ -92,6 +109,8 @@ def evaluate(job: Job, hardware: DeviceHardware, limit_GiB: float | None, front:
                 return EvaluatedJob(seconds, least, peak, JobRefusal.MEMORY, reason(p, memory_object(p)))
             if limit_GiB is not None and peak > limit_GiB * GIB:
                 return EvaluatedJob(seconds, least, peak, JobRefusal.MEMORY, over(peak, limit_GiB))
+            if check is not None:
+                check(p.prepared)
             return EvaluatedJob(seconds, least, peak)
     except PiperError as e:
         return EvaluatedJob(None, None, None, JobRefusal.ILLEGAL, refused(e))

@@ -15,7 +15,17 @@ from ir.job import Job
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.report.units import GIB
 from piper_sim.study.search.bound import JobBound, JobBounds
-from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, JobRefusal, RejectedJob, beaten, over, refused
+from piper_sim.study.search.evaluate import (
+    ANY,
+    BoundedJob,
+    EvaluatedJob,
+    JobLimits,
+    JobRefusal,
+    RejectedJob,
+    beaten,
+    over,
+    refused,
+)
 from piper_sim.study.search.space import Changes, JobSpace
 from piper_sim.study.search.workers import JobJournal, JobWorkers
 from piper_sim.study.simulate import Object
@@ -77,12 +87,18 @@ class JobSearchResult:
 
 
 def search(
-    job: Job, budget_s: float = BUDGET_S, workers: int = 1, progress: Progress = lambda _: None, journal: str = ""
+    job: Job,
+    budget_s: float = BUDGET_S,
+    workers: int = 1,
+    progress: Progress = lambda _: None,
+    journal: str = "",
+    limits: JobLimits = ANY,
 ) -> JobSearchResult:
     """The fastest configuration of a job's model on its GPUs at its global batch, and what memory buys.
 
     budget_s: no new configuration is begun after so many seconds. workers: processes. progress: told how far it is; a
     line that ends is to be kept. journal: a file that simulations are kept in, and taken from where it has them.
+    limits: what a launch can say, where the winner is to be one.
 
     Raises PiperError (job): a job that cannot be searched, `[search]` with a value that no key takes; (usage, io): a
     journal of another space, or that cannot be written.
@@ -98,9 +114,9 @@ def search(
         fix = "price = 2.5, of one GPU for an hour"
         raise PiperError(ErrorKind.JOB, "no price", file=job.file, key="cluster.price", suggestion=fix)
     began, hardware = time.monotonic(), hardware_of(job)
-    found = _Search(job, hardware, began, budget_s, progress)
+    found = _Search(JobSpace.of(job, hardware, limits.ranges), hardware, began, budget_s, progress)
     kept = JobJournal(journal, found.space, hardware)
-    with JobWorkers(workers, hardware, job.search.memory_limit_GiB, kept) as pool:
+    with JobWorkers(workers, hardware, job.search.memory_limit_GiB, kept, limits.check) as pool:
         return found.run(pool)
 
 
@@ -111,9 +127,11 @@ class _Search:
     unseen: configurations that not even a bound was worked out for, in time. complete: bounds of all are known.
     """
 
-    def __init__(self, job: Job, hardware: DeviceHardware, began: float, budget_s: float, progress: Progress) -> None:
-        self.began, self.until, self.progress, self.job = began, began + budget_s, progress, job
-        self.space, self.bounds = JobSpace.of(job, hardware), JobBounds(hardware)
+    def __init__(
+        self, space: JobSpace, hardware: DeviceHardware, began: float, budget_s: float, progress: Progress
+    ) -> None:
+        self.began, self.until, self.progress, self.job = began, began + budget_s, progress, space.job
+        self.space, self.bounds, job = space, JobBounds(hardware), space.job
         self.limit_bytes = (job.search.memory_limit_GiB or float("inf")) * GIB
         self.draws = random.Random(job.search.seed)
         self.complete = False

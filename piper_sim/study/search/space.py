@@ -21,6 +21,7 @@ LONG = 8192  # tokens of a sequence that one rank of cp holds, by default
 MOST_EP = 64
 WITHOUT_GAIN = ("gpipe", "looped-bfs")  # 1f1b takes no longer and keeps less
 CHEAP = ("norm", "up_projection", "activation")  # to recompute: no matrix product but latent attention's
+NO_LIMITS: Mapping[str, tuple[object, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ class JobSpace:
     usual: frozenset[str]
 
     @classmethod
-    def of(cls, job: Job, hardware: DeviceHardware) -> JobSpace:
-        """Of a job. Raises PiperError (job): what cannot be searched, or is no job itself."""
+    def of(cls, job: Job, hardware: DeviceHardware, says: Mapping[str, tuple[object, ...]] = NO_LIMITS) -> JobSpace:
+        """Of a job. says: instead of default ranges, beside the job's own value.
+
+        Raises PiperError (job): what cannot be searched, or is no job itself.
+        """
         s = job.schedule
         if given := next((k for k in ("directives", "builder", "csv") if getattr(s, k) is not None), None):
             fix = f"schedule.name instead of schedule.{given}"
@@ -56,12 +60,14 @@ class JobSpace:
         with blaming(job):
             config = read_model(job).config
         free = {k for k in KEYS if k not in job.search.pin} - {"dp"}
-        default = {k: v for k, v in _defaults(own, config, gpus, hardware.gpus_per_node).items() if k in free}
+        ranges = _defaults(own, config, gpus, hardware.gpus_per_node)
+        ranges |= {k: tuple(dict.fromkeys((ranges[k][0], *says[k]))) for k in ranges if k in says}
+        default = {k: v for k, v in ranges.items() if k in free}
         listed = {k: cast(tuple[object, ...], v) for k, v in job.search.overrides.items()}
         if s.layout is not None:  # it says how many stages there are
             default = {k: v for k, v in default.items() if k not in ("pp", "layers")}
         plan_free = s.layout is None and not {"name", "stages_per_rank"} & {*listed, *job.search.pin}
-        schedules = _schedules((name, s.stages_per_rank or 1)) if plan_free else None
+        schedules = _schedules((name, s.stages_per_rank or 1), says.get("name", NAMES)) if plan_free else None
         sequences, usual = (p.dp or 1) * mbs * s.microbatch_size, frozenset(default) - set(listed)
         return cls(job, own, gpus, sequences, default | listed, schedules, usual)
 
@@ -147,8 +153,8 @@ def replaced(job: Job, changes: Changes) -> Job:
     return job
 
 
-def _schedules(own: tuple[str, int]) -> tuple[tuple[str, int], ...]:
-    fixed = [n for n in NAMES if not order_depends_on_times(n) and n not in WITHOUT_GAIN]
+def _schedules(own: tuple[str, int], names: Sequence[object]) -> tuple[tuple[str, int], ...]:
+    fixed = [n for n in NAMES if n in names and not order_depends_on_times(n) and n not in WITHOUT_GAIN]
     several = {n: (2, 4) for n in fixed if legal_chunks(n, 4) and default_chunks(n) == 2}
     return tuple(dict.fromkeys([own, *((n, v) for n in fixed for v in several.get(n, (default_chunks(n),)))]))
 
@@ -158,7 +164,8 @@ def _defaults(job: Job, config: ModelConfig, gpus: int, per_node: int) -> dict[s
     p, s, m = job.parallel, job.schedule, job.model
     experts = config.moe.experts if config.moe is not None else 1
     most_ep = min(MOST_EP, experts, gpus)
-    recompute = [s.recompute, "none", CHEAP, "full", *(["selective"] if m.attention == "unfused" else [])]
+    cheap = CHEAP if config.mla is not None else tuple(x for x in CHEAP if x != "up_projection")
+    recompute = [s.recompute, "none", cheap, "full", *(["selective"] if m.attention == "unfused" else [])]
     found: dict[str, Sequence[object]] = {
         "tp": [p.tp, *_powers(gpus, per_node)],
         "cp": [p.cp, *_powers(gpus, max(1, m.seq_len // LONG))],

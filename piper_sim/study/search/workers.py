@@ -16,7 +16,7 @@ import msgspec
 
 from cost_models import DeviceHardware
 from ir.core.errors import ErrorKind, PiperError
-from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, Front, JobRefusal, evaluate, full
+from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, Front, JobCheck, JobRefusal, evaluate, full
 from piper_sim.study.search.space import JobSpace
 from piper_sim.study.simulate import Object, job_digest
 
@@ -82,10 +82,20 @@ def loaded() -> None:
 
 
 class JobWorkers:
-    """Evaluates jobs, ahead of being asked where there are several processes. limit_GiB: of device bytes on a rank."""
+    """Evaluates jobs, ahead of being asked where there are several processes. limit_GiB: of device bytes on a rank.
 
-    def __init__(self, count: int, hardware: DeviceHardware, limit_GiB: float | None, journal: JobJournal) -> None:
-        self.count, self.hardware, self.limit_GiB, self.journal = count, hardware, limit_GiB, journal
+    check: what else is asked of one that fits.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        hardware: DeviceHardware,
+        limit_GiB: float | None,
+        journal: JobJournal,
+        check: JobCheck | None = None,
+    ) -> None:
+        self.count, self.hardware, self.limit_GiB, self.journal, self.check = count, hardware, limit_GiB, journal, check
         self.pool = ProcessPoolExecutor(count, get_context("spawn"), loaded) if count > 1 else None
 
     def __enter__(self) -> JobWorkers:
@@ -123,7 +133,7 @@ class JobWorkers:
         """How its result is had; and what works on it meanwhile."""
 
         def here() -> EvaluatedJob:
-            return evaluate(one.job, self.hardware, self.limit_GiB, front())
+            return evaluate(one.job, self.hardware, self.limit_GiB, front(), self.check)
 
         def there() -> EvaluatedJob:
             try:
@@ -135,7 +145,7 @@ class JobWorkers:
         if self.pool is None or self.journal.of(one) is not None:
             return here, None
         try:
-            future = self.pool.submit(evaluate, one.job, self.hardware, self.limit_GiB, tuple(front()))
+            future = self.pool.submit(evaluate, one.job, self.hardware, self.limit_GiB, tuple(front()), self.check)
         except BrokenExecutor:
             return here, None
         return there, future

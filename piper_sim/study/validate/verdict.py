@@ -11,11 +11,13 @@ from ir.core.grid import quantised
 from ir.core.order import FloatArray
 from ir.job.run_options import JobRunOptions
 from ir.job.schema import JobGate
+from ir.plan.places import RankPlacement
 from ir.plan.plan import OpKind
 from ir.plan.text import plan_digest
 from piper_sim.compiled.choose import steady
 from piper_sim.engine import EngineScenario
 from piper_sim.folding import RankClasses
+from piper_sim.memory.timeline import bands
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.scenario import scenario_of
 from piper_sim.study.planned import PlannedJob
@@ -79,6 +81,7 @@ def verdict(
         "ops": ops,
         "links": compared(link_samples(r, p.planned.model), profile),
         "memory": memory,
+        "allocator": allocator(p, r.found),
         "gates": gates,
         "passed": all(g["passed"] is not False for g in gates.values()),
         "cost_source": p.planned.sources.word,
@@ -113,6 +116,21 @@ def _memory(predicted: Sequence[int], found: Mapping[str, int]) -> dict[str, dic
     """By rank."""
     pairs = {r: (predicted[int(r)], size) for r, size in found.items()}
     return {r: {"predicted_bytes": a, "measured_bytes": b, "error": error(a, b)} for r, (a, b) in pairs.items()}
+
+
+def allocator(p: Prediction, found: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]] | None:
+    """By rank, what torch's allocator has counted on its GPU beside what is predicted; None where it counts nothing.
+
+    found: the object of `piper-sim run`.
+    """
+    if (counted := found["memory"]["allocator"]) is None:
+        return None
+    places, m = RankPlacement.of(p.plan), p.planned.memory
+    said = {"allocated": m.peak.tolist(), "reserved": [band.middle for band in bands(p.planned.reserved)]}
+    return {
+        kind: _memory([peaks[places.program(r)] for r in range(places.ranks)], {r: c[kind] for r, c in counted.items()})
+        for kind, peaks in said.items()
+    }
 
 
 def _gate(off: float | None, limit: float) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from cost_models import kernel_seconds, load_hardware, presets, work_seconds
-from cost_models.compute.roofline import is_backward
+from cost_models.compute.roofline import arithmetic_seconds, is_backward
 from cost_models.software.dispatcher import dispatchers
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.grid import quantise
-from ir.core.work import DType, Kernel, KernelKind
+from ir.core.work import DROPOUT, DType, Kernel, KernelKind
 from ir.job.build import prepare
 from ir.job.load import job_from
 from tests.cost_models.compute.reference_kernels import flash, gemm, grouped, moves
@@ -226,3 +226,25 @@ def test_quantising_moves_less_than_a_picosecond_and_is_idempotent(seconds: floa
 def test_quantise_refuses_what_is_no_duration(bad: float) -> None:
     with pytest.raises(ValueError, match="not a duration"):
         quantise(bad)
+
+
+@pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "h100-sxm", "gb200-nvl72", "gb300-nvl72"])
+@pytest.mark.parametrize("drops", [False, True])
+def test_one_order_of_sums_slows_attentions_backward_and_leaves_what_dropout_adds(gpu: str, drops: bool) -> None:
+    hw = load_hardware(gpu)
+    shape = (2, 32, 16384, 16384, 128, 128)
+    label = f"x{DROPOUT}" if drops else "x"
+
+    def seconds(back: bool, fixed: bool, label: str = label) -> float:
+        flops = 2 * 32 * 16384 * 16384 * 256 * (5 if back else 2) // 2
+        kernel = Kernel(KernelKind.ATTENTION, flops, 0, DType.BF16, shape, label)
+        return arithmetic_seconds(kernel, structs.replace(hw, deterministic=fixed))
+
+    a = hw.attention
+    other = drops and a.fixed_dropout is not None
+    for back, left in ((False, 1.0), (True, a.fixed)):
+        rate = a.fixed_dropout[back] if other and a.fixed_dropout else left
+        added = seconds(back, False) - seconds(back, False, "x")
+        assert seconds(back, True) == pytest.approx(seconds(back, False, "x") / rate + added)
+        assert drops == (added > 0)
+    assert gpu.startswith("g") == (a.fixed_dropout is not None)

@@ -4,11 +4,13 @@ from statistics import median, quantiles
 
 import pytest
 
-from experiments.kernels import errors, main
-from experiments.published.rows import DATA
+from cost_models import load_hardware
+from experiments.kernels import GPUS, errors, main
+from experiments.published.rows import DATA, lines
 
 FOUND = errors(DATA / "kernels")
-SWAPPED = errors(DATA / "kernels", {"a100": "h100", "h100": "b200", "h200": "b200", "b200": "h100"})
+OTHER = {"a100": "h100", "h100": "b200", "h200": "b200", "b200": "h100", "gb200": "b200", "gb300": "gb200"}
+SWAPPED = errors(DATA / "kernels", OTHER)
 
 
 def sizes(found, kind, gpu, of):
@@ -29,6 +31,30 @@ def test_products_by_shape(gpu):
 def test_collectives_of_a_node(gpu, kind):
     assert median(sizes(FOUND, "nccl", gpu, kind)) < 0.11
     assert median(sizes(SWAPPED, "nccl", gpu, kind)) > 0.15
+
+
+@pytest.mark.parametrize("gpu", ["gb200", "gb300"])
+def test_both_passes_of_attention(gpu):
+    """As NVIDIA measured them, 2,048 to 32,768 tokens, grouped heads and latent ones."""
+    passes = "forward", "backward"
+    assert all(median(sizes(FOUND, "sdpa", gpu, of)) < 0.07 for of in passes)
+    assert max(e for of in passes for e in sizes(FOUND, "sdpa", gpu, of)) < 0.2
+    # Negative control: the GPU one generation older, whose attention was measured a year before.
+    assert median(sizes(SWAPPED, "sdpa", gpu, "forward")) > 0.2
+
+
+def test_the_attention_of_hopper_in_training_is_below_that_of_bursts():
+    """The file's is of a training profile: nothing of this table was fitted."""
+    for of, most in (("forward", 0.13), ("backward", 0.17)):
+        assert median(FOUND["sdpa", "h200", of]) > 0.0 and max(sizes(FOUND, "sdpa", "h200", of)) < most
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h200", "gb200", "gb300"])
+def test_one_order_of_sums_costs_backward_what_was_measured(gpu):
+    hardware = load_hardware(GPUS[gpu]).attention
+    rows = [x for x in lines(DATA / "kernels" / "sdpa.csv") if x["gpu"] == gpu and x["ms_fixed"]]
+    assert len(rows) >= 4
+    assert median(float(x["ms"]) / float(x["ms_fixed"]) for x in rows) == pytest.approx(hardware.fixed, abs=0.02)
 
 
 def test_the_table_prints(capsys):

@@ -40,7 +40,8 @@ def test_every_value_of_a_preset_names_its_source(name: str) -> None:
     optional = {"nvlink_pair_GBps", "nvlink_sharp_efficiency", "comm_sms", "comm_hbm", "leaf_nodes", "oversubscription"}
     optional |= {"nic_congestion", "cast_efficiency", "nvlink_few", "nvlink_ramp_KiB"}
     optional |= {"comm_slowed", "all_to_all_spread", "fp8_recipe"}
-    keys = {f.name for f in structs.fields(DeviceHardware)} - {"name", "sources", "software", "dispatcher", "training"}
+    of_jobs = {"software", "dispatcher", "training", "deterministic"}
+    keys = {f.name for f in structs.fields(DeviceHardware)} - {"name", "sources", *of_jobs}
     assert keys - optional <= set(hw.sources), "a value without a source"
     assert set(hw.sources) <= keys, "a source without a value"
 

@@ -49,9 +49,9 @@ class RaceNotes(DeviceRaceClocks):
         self.calls.append(("take", (key, size, lane), False))
         super().take(key, size, lane)
 
-    def free(self, key: int) -> None:
-        self.calls.append(("free", (key,), False))
-        super().free(key)
+    def free(self, key: int, host: int) -> None:
+        self.calls.append(("free", (key, host), False))
+        super().free(key, host)
 
     def touch(self, lane: int, host: int, what: str, spans: Iterable[Span], *, read_back: bool = False) -> None:
         spans = tuple(spans)
@@ -110,10 +110,11 @@ class AllPairs:
     def take(self, key: int, size: int, lane: int) -> None:
         self._blocks[key] = lane, self._lanes[lane] if self._kept[lane] else 0, {}
 
-    def free(self, key: int) -> None:
+    def free(self, key: int, host: int) -> None:
         lane, _, spans = self._blocks.pop(key)
         if self._kept[lane]:
-            self.races |= any((reads | writes) & ~self._lanes[lane] for reads, writes in spans.values())
+            known = self._lanes[lane] | self._hosts.get(host, 0)
+            self.races |= any((reads | writes) & ~known for reads, writes in spans.values())
 
     def touch(self, lane: int, host: int, what: str, spans: Iterable[Span], *, read_back: bool = False) -> None:
         before = self.mark(lane, host)

@@ -46,13 +46,15 @@ PLANS = {
 }
 
 
-def raced(folder: Path, *sets: str, device: RaceDevice | None = None) -> list[DeviceRace]:
+def raced(folder: Path, *sets: str, device: RaceDevice | None = None, note: bool = False) -> list[DeviceRace]:
     """Train two steps (memory is followed in the second), all ranks in threads of this process; what nothing orders.
+    note: keep what routers choose.
 
     Raises what a rank raises.
     """
     device = device or RaceDevice()
-    trained(folder, PlanRun(JobRunOptions(1, 1, backend="local", racecheck=True)), *sets, hub=LocalRanks(race=device))
+    spec = PlanRun(JobRunOptions(1, 1, backend="local", racecheck=True), note=note)
+    trained(folder, spec, *sets, hub=LocalRanks(race=device))
     return device.races
 
 

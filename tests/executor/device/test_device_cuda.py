@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.device.device import CudaDevice
+from executor.device.device import CudaDevice, upload
 from executor.device.progress import RankProgress, create
 from executor.runtime.rank import device_of
 from executor.runtime.worker import RankContext
@@ -60,6 +60,15 @@ class _Cuda:
                 cuda.log.append((cuda.current[-1], "follows", event.name))
 
         return Stream()
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    """A device asks torch for kernels that repeat themselves, which compile otherwise: not for tests behind these."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 def test_cuda_lanes_are_streams_and_marks_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +131,37 @@ def test_an_hour_later_a_device_still_tells_microseconds(monkeypatch: pytest.Mon
     assert worst() < 2e-6
     monkeypatch.setattr("executor.device.device.ZERO_S", 1e9)
     assert worst() > 100e-6
+
+
+def test_what_goes_to_a_gpu_and_comes_from_it_does_so_beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, asked = _Cuda(), dict[str, Any]()
+    monkeypatch.setattr("executor.device.device._Event", fake.event)
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    real_empty, real_copy, real_to = torch.empty, torch.Tensor.copy_, torch.Tensor.to
+
+    def empty(*size: Any, device: str, pin_memory: bool, **more: Any) -> torch.Tensor:
+        assert device == "cpu" and pin_memory  # whatever the thread's default is
+        return real_empty(*size, **more)
+
+    def copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        asked["fetched"] = non_blocking
+        return real_copy(self, source)
+
+    def to(self: torch.Tensor, device: torch.device, **how: Any) -> torch.Tensor:
+        asked["sent"] = (device.type, how)
+        return real_to(self, "cpu", copy=True)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    device = CudaDevice(0)
+    (found,) = device.fetch([torch.arange(3)]).read()
+    assert found.tolist() == [0, 1, 2] and asked == {"fetched": True}
+    assert fake.log[-1][0] == "synchronize"  # with the mark behind the copy
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: asked.__setitem__("pinned", True) or self)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    upload(torch.arange(3), torch.device("cuda", 0))
+    assert asked["pinned"] and asked["sent"] == ("cuda", {"non_blocking": True, "copy": True})
 
 
 def _asked(monkeypatch: pytest.MonkeyPatch, fake: _Cuda) -> list[tuple[str, ...]]:

@@ -211,5 +211,6 @@ def test_who_asks_for_a_shape_reads_nothing() -> None:
 def test_the_command_says_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = str(job_file(tmp_path))
     assert main(["run", job, "-n", "2", "--racecheck", "--json"]) == 0
-    assert '"races": []' in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert '"races": []' in said and '"host_syncs": {"results": ' in said
     assert main(["run", job, "-n", "2", "--racecheck", "--emulate", "0.01"]) == 2

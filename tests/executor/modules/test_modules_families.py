@@ -204,13 +204,35 @@ def test_experts_without_a_token_get_a_zero_gradient() -> None:
     assert used == [False, True, False, True]
 
 
+@pytest.mark.parametrize(("dtype", "counted"), [(torch.bfloat16, 1), (torch.float32, 2), (torch.float64, 2)])
+def test_experts_whose_rows_the_host_does_not_count_give_the_same_bits(
+    dtype: torch.dtype, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the host in the one format that torch multiplies so on a GPU; one of them is sent nothing."""
+    config, read, real = tiny("mixtral"), list[Tensor](), ExpertDispatch.read
+    monkeypatch.setattr(ExpertDispatch, "read", lambda self, indices: read.append(indices) or real(self, indices))
+    torch.manual_seed(0)
+    x, dy = (torch.randn(6, config.hidden, dtype=dtype) for _ in range(2))
+    weights, indices = torch.rand(6, 2, dtype=dtype), torch.tensor([[1, 3], [3, 2], [1, 2], [1, 3], [3, 2], [2, 1]])
+    found = []
+    for ahead in (False, True):
+        make = Params(0, 0.5, dtype)
+        y = LocalExperts(config, make, "model.layers.1.", ahead=ahead)(x, weights, indices)
+        y.backward(dy)
+        found.append([y.detach(), *(p.grad for p in make.made.values())])
+    assert len(read) == counted
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_dispatch_sorts_stably_and_counts() -> None:
     config = tiny("mixtral")
     assert config.moe is not None
     tokens = torch.arange(4.0).unsqueeze(-1)
     indices = torch.tensor([[2, 0], [0, 1], [2, 3], [0, 2]])
     weights = torch.arange(8.0).view(4, 2)
-    rows, row_weights, order, counts = ExpertDispatch(config.moe.top_k, config.moe.experts)(tokens, weights, indices)
+    dispatch = ExpertDispatch(config.moe.top_k, config.moe.experts)
+    rows, row_weights, order = dispatch.rows(tokens, weights, indices)
+    counts = dispatch.read(indices)
     assert counts == [3, 1, 3, 1] and order.tolist() == [1, 2, 7 - 1, 3, 0, 4, 7, 5]
     assert rows.flatten().tolist() == [0, 1, 3, 1, 0, 2, 3, 2]
     assert row_weights.flatten().tolist() == [1, 2, 6, 3, 0, 4, 7, 5]

@@ -37,6 +37,8 @@ MORE = {
     "ties in one program, sharded": ("parallel.pp=1", "parallel.dp=2", "parallel.zero=3", TIED),
     "ties between copies": (*PAIRED, "parallel.zero=2", "schedule.name=dualpipe", TIED),
     "experts": (*PAIRED, "parallel.zero=3", "schedule.name=zb1p", "model.config=tiny-moe"),
+    "reduced behind": (*PAIRED, "parallel.bucket_MiB=0.02", "parallel.overlap_grad_reduce=false"),
+    "gathered on demand": (*PAIRED, "parallel.zero=3", "schedule.name=zbv", "costs.software=deepspeed"),
     "sizes that do not divide": ("parallel.pp=1", "parallel.dp=3", "parallel.zero=3", "model.vocab_size=131"),
 }
 

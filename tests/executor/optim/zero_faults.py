@@ -1,13 +1,14 @@
 """Ranks that count what they send, or do one thing wrong with replicas and shards; each the target of a launch."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from executor.optim.optimizer import ParamGradients
+from executor.parallel.inline import Meeting
 from executor.runtime import rank as rank_module
 from executor.runtime.batch import Microbatch, MicrobatchLoader
 from executor.runtime.interpreter import PlanInterpreter
@@ -57,8 +58,8 @@ def reduced_every_microbatch(ctx: RankContext, fault: dict[str, Any], **spec: An
             for flat in self.sync.flat.values():  # type: ignore[attr-defined]
                 self.transport.all_reduce("more", flat.sums.clone()).wait()
 
-    def topology(plan: Plan, groups: Mapping[str, tuple[int, ...]]) -> TransportTopology:
-        return make(plan, {**groups, "more": tuple(range(ctx.world))})
+    def topology(plan: Plan, groups: Iterable[Meeting]) -> TransportTopology:
+        return make(plan, [*groups, ("more", tuple(range(ctx.world)), frozenset())])
 
     make, rank_module.topology = rank_module.topology, topology
     PlanInterpreter._work = more  # type: ignore[method-assign]

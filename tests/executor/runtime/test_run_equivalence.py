@@ -30,6 +30,8 @@ BITWISE: list[tuple[str, ...]] = [
     ("schedule.name=1f1b", "precision.compute=bf16"),
     (*DUAL, "schedule.microbatches=1", "schedule.recompute=full"),
     ("schedule.name=1f1b", "schedule.recompute=full", "schedule.recompute_layers=1"),
+    ("schedule.name=zbv", "schedule.p2p=ordered"),
+    ("schedule.name=interleaved-1f1b", "schedule.p2p=ordered", "schedule.microbatches=3"),
 ]
 
 
@@ -48,6 +50,7 @@ ROUNDED: list[tuple[str, ...]] = [
     (*DUAL, "schedule.microbatches=5", "optimizer.clip_norm=0"),
     (*DUAL, "optimizer.name=sgd", "optimizer.lr=0.5", "parallel.zero=0"),
     (*DUAL, *TIED),
+    (*DUAL, "schedule.p2p=ordered", "parallel.zero=2"),
     ("schedule.name=looped-bfs",),  # its backward takes the microbatches from the last to the first
     ("schedule.name=1f1b", *TIED),
     ("schedule.name=1f1b", *TIED, "parallel.zero=0", "schedule.microbatches=3"),

@@ -77,7 +77,7 @@ def test_the_report_draws_it(ran: Ran) -> None:
 
 
 def test_the_step_time_lies_within_the_trace(ran: Ran) -> None:
-    assert 0 < ran.object["iteration_s"] <= float(ran.trace.end_s.max())
+    assert 0 < ran.object["iteration_s"] <= float(ran.trace.end_s.max()) and ran.object["connect_s"] > 0
 
 
 def test_memory_is_measured_rank_by_rank() -> None:

@@ -1,20 +1,17 @@
 """The carriers move the same tensors: gloo between two processes, and virtual ranks in threads."""
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from executor.device.device import HostDevice
 from executor.launch.launch import launch
 from executor.parallel.inline import holders
 from executor.runtime.worker import RankContext
-from executor.transport import groups
 from executor.transport.base import DelayedTransport, Transport, TransportError, TransportTopology
-from executor.transport.groups import NcclTransport
+from executor.transport.groups import NcclTransportHandle
 from executor.transport.local import LocalTransport
+from ir.core.work import MessageKind
 from tests.executor.threads import run_threads
+from tests.executor.transport.fake_nccl import FakeNccl
 
 TOPOLOGY = TransportTopology.of(2, [(0, 1), (1, 0)], {"both": (0, 1), "me": (0,)})
 
@@ -66,17 +63,16 @@ def test_gloo_between_two_processes() -> None:
     assert launch(_rank, 2) == WANT
 
 
-def _nccl_on_gloo(ctx: RankContext) -> list[float]:
-    """NCCL's transport, all but the wire: which communicators are made, in which order they are first used."""
-    begin = dist.init_process_group
+OWN = [["0>1", "0>2", "2>0", "all"], ["0>1", "1>2", "all", "two"], ["0>2", "1>2", "2>0", "all", "two"]]
 
-    def without_device(*args: Any, device_id: torch.device, **options: Any) -> None:
-        begin(*args, **options)
 
-    groups.dist.init_process_group = without_device  # type: ignore[attr-defined]
-    NcclTransport.backend = "gloo"
-    ring = TransportTopology.of(3, [(0, 1), (1, 2), (2, 0), (0, 2)], {"all": (0, 1, 2), "two": (1, 2)})
-    t = NcclTransport(ctx.store(), ctx.rank, ring, HostDevice(), timeout_s=20)
+def _nccl_on_gloo(ctx: RankContext) -> tuple[list[float], list[str], list[tuple[str, str]]]:
+    """NCCL's transport, all but the wire: which communicators are made, in which order, and their first uses."""
+    FakeNccl.handle = NcclTransportHandle
+    kinds = {"all": list(MessageKind)[:-1], "two": [MessageKind.ALL_GATHER]}
+    ring = TransportTopology.of(3, [(0, 1), (1, 2), (2, 0), (0, 2)], {"all": (0, 1, 2), "two": (1, 2)}, kinds)
+    t = FakeNccl(ctx.store(), ctx.rank, ring)
+    used = [*t.noted]
     got, x = torch.empty(1), torch.tensor([float(ctx.rank)])
     handle = t.recv((ctx.rank - 1) % 3, got)
     sent = t.send((ctx.rank + 1) % 3, x)
@@ -85,11 +81,18 @@ def _nccl_on_gloo(ctx: RankContext) -> list[float]:
     sent.wait()
     t.all_reduce("all", x).wait()
     t.close()
-    return [float(got), float(x)]
+    return [float(got), float(x)], [*t.made], used
 
 
-def test_nccls_communicators_are_made_in_one_order() -> None:
-    assert launch(_nccl_on_gloo, 3) == [[2.0, 3.0], [0.0, 3.0], [1.0, 3.0]]
+def test_nccls_communicators_are_made_in_one_order_and_used_for_what_is_asked_alone() -> None:
+    found = launch(_nccl_on_gloo, 3)
+    assert [numbers for numbers, _, _ in found] == [[2.0, 3.0], [0.0, 3.0], [1.0, 3.0]]
+    every, gather = sorted(map(str, list(MessageKind)[:-1])), ["all_gather"]
+    for rank, (_, made, used) in enumerate(found):
+        assert made == ["world", *OWN[rank]] and [*dict.fromkeys(label for label, _ in used)] == OWN[rank]
+        assert [kind for label, kind in used if label == "all"] == every
+        assert [kind for label, kind in used if label == "two"] == gather[: "two" in OWN[rank]]
+        assert all(kind == "p2p" for label, kind in used if ">" in label)
 
 
 def test_virtual_ranks_in_threads() -> None:

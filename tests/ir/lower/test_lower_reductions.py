@@ -1,5 +1,8 @@
 """The last backward of a stage ends where its buckets do, so that what is whole is reduced beside the rest of it."""
 
+import re
+from itertools import pairwise
+
 import pytest
 
 from ir.job.build import prepare
@@ -46,6 +49,24 @@ def test_one_bucket_leaves_the_backward_whole() -> None:
     # The embedding's gradients are in no bucket here: what stands behind the bucket's last one is no piece of its own.
     divided = plan_of(None, "interleaved-1f1b", pp=4, tp=8, sequence_parallel=True)
     assert sum(t.startswith("0RS/") for t in divided.texts) == 1 and backwards(divided, 2) == ["0B2"]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb1p", "zbv", "interleaved-1f1b", "dualpipe"])
+@pytest.mark.parametrize("bucket", [None, 160])
+def test_reductions_that_do_not_overlap_follow_the_last_pass_of_their_rank(
+    zero: int, name: str, bucket: float | None
+) -> None:
+    plans = {on: plan_of(bucket, name, pp=2, zero=zero, overlap_grad_reduce=on) for on in (True, False)}
+    early = dict.fromkeys(plans, 0)
+    for on, plan in plans.items():
+        for a, b in pairwise(plan.bounds.tolist()):
+            texts = plan.texts[a:b]
+            last = max(i for i, t in enumerate(texts) if re.match(r"\d+[BIW]\d+", t))
+            early[on] += sum("RS/" in t or "AR/" in t for t in texts[:last])
+    assert early[False] == 0
+    assert early[True] > 0 or bucket is None  # the control
+    assert name != "1f1b" or "0B2" in plans[False].texts  # nothing is cut for them
 
 
 @pytest.mark.parametrize("zero", [0, 1])

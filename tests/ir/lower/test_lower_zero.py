@@ -46,6 +46,15 @@ def users(plan: Plan) -> dict[int, list[tuple[int, set[str]]]]:
     return out
 
 
+def stands_before_its_use(plan: Plan, gather: int, used: list[tuple[int, set[str]]]) -> bool:
+    """Whether a gather is dispatched behind all compute before its use, and ahead of reductions that stand there."""
+    use = next(op for op, _ in used if op > gather)
+    kinds = [plan.shapes[k].kind for k in plan.shape[gather:use].tolist()]
+    ahead = gather - 1
+    reduces = plan.texts[ahead : ahead + 1] if ahead >= 0 and plan.program[ahead] == plan.program[gather] else []
+    return OpKind.COMPUTE not in kinds and not any("RS" in text for text in reduces)
+
+
 @fewer
 @given(
     name=st.sampled_from(FIXED),
@@ -54,16 +63,20 @@ def users(plan: Plan) -> dict[int, list[tuple[int, set[str]]]]:
     prefetch=st.integers(0, 4),
     recompute=st.sampled_from([(), ("full",), ("norm",)]),
     bucket=st.sampled_from([None, 0.0005]),
+    late=st.booleans(),
 )
 def test_gathered_weights_are_there_for_every_use_and_within_the_budget(
-    name: str, ranks: int, mbs: int, prefetch: int, recompute: tuple[str, ...], bucket: float | None
+    name: str, ranks: int, mbs: int, prefetch: int, recompute: tuple[str, ...], bucket: float | None, late: bool
 ) -> None:
     ranks += ranks % 2 if name == "dualpipe" else 0
     options = dict(zero=3, prefetch=prefetch, recompute=recompute, bucket_MiB=bucket, layers=max(4, 2 * ranks))
-    plan = moe_plan(name, ranks, mbs, PlanPolicy(), **options)
+    plan = moe_plan(name, ranks, mbs, PlanPolicy(gather_on_demand=late), **options)
     check_plan(plan)
     copies, mine = gathers(plan), users(plan)
     for p in range(plan.programs):
+        if late:
+            prefetch = 0
+            assert all(stands_before_its_use(plan, at, mine[p]) for _, at, _ in copies[p])
         for op, keys in mine[p]:
             for key in keys:
                 assert sum(k == key and at < op <= last for k, at, last in copies[p]) == 1
@@ -73,6 +86,11 @@ def test_gathered_weights_are_there_for_every_use_and_within_the_budget(
         used = {op for op, _ in mine[p]}
         assert {last for _, _, last in copies[p]} <= used
         assert len(copies[p]) <= sum(len(keys) for _, keys in mine[p])
+
+
+def test_weights_gathered_ahead_do_not_stand_before_their_use() -> None:
+    plan = moe_plan("1f1b", 2, 4, zero=3, layers=4)
+    assert not all(stands_before_its_use(plan, at, users(plan)[p]) for p in (0, 1) for _, at, _ in gathers(plan)[p])
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe", "zbv"])

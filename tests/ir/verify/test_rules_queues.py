@@ -1,17 +1,21 @@
 """Which plans finish on a GPU, whatever hardware queues its streams fall on; and that each hang is found and told."""
 
 import re
+from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.lower import PlanPolicy
-from ir.plan.plan import Plan
-from ir.verify.deadlock import OpDispatch, check_progress
+from ir.lower import MessageQueue, PlanPolicy
+from ir.plan.plan import OpLists, Plan
+from ir.verify.check import check_plan
+from ir.verify.deadlock import OpDispatch, check_progress, takes_turns
 from ir.verify.queues import DeviceQueues, check_device
-from tests.ir.plans import FIXED, fewer, stage_plan
+from tests.ir.plans import FIXED, fewer, moe_plan, stage_plan
 
 
 def plan_of(name: str, ranks: int = 4, mbs: int = 8) -> Plan:
@@ -50,6 +54,54 @@ def test_one_queue_stops_these_and_who_waits_for_whom_comes_round(name: str) -> 
 @pytest.mark.parametrize("name", [n for n in FIXED if n != "1f1b"])
 def test_where_communicators_take_turns_only_1f1b_finishes(name: str) -> None:
     assert stops(plan_of(name), DeviceQueues(32, together=False)) is not None
+
+
+ORDERED = PlanPolicy(p2p=MessageQueue.SINGLE)
+
+
+def ordered(name: str, ranks: int, mbs: int, zero: int | None) -> Plan:
+    ranks += ranks % 2 if name == "dualpipe" else 0
+    if zero is None:
+        return stage_plan(name, ranks, mbs, None, ORDERED)
+    return moe_plan(name, ranks, mbs, ORDERED, zero=zero)
+
+
+@fewer
+@given(
+    name=st.sampled_from([*FIXED, "zb2p", "v-half", "v-min"]),
+    ranks=st.integers(1, 5),
+    mbs=st.integers(1, 9),
+    zero=st.sampled_from([None, 0, 1, 2, 3]),
+    queues=st.sampled_from([1, 3, 8, 32]),
+    seed=st.none() | st.integers(0, 99),
+    warm=st.booleans(),
+    together=st.booleans(),
+)
+def test_ordered_transfers_finish_on_every_device(
+    name: str, ranks: int, mbs: int, zero: int | None, queues: int, seed: int | None, warm: bool, together: bool
+) -> None:
+    plan = ordered(name, ranks, mbs, zero)
+    check_plan(plan, serial=True, inline=True)
+    assert takes_turns(plan) and stops(plan, DeviceQueues(queues, seed, warm=warm, together=together)) is None
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipe", "interleaved-1f1b"])
+def test_an_order_that_two_ranks_disagree_on_stops(name: str) -> None:
+    """The control: two transfers of one rank change places, in their dispatch order."""
+    plan = ordered(name, 4, 6, None)
+    moves = np.flatnonzero((plan.partner >= 0) & (plan.program == 1)).tolist()
+    peer = plan.program[plan.partner]
+    assert not all(takes_turns(_swapped(plan, a, b)) for a, b in pairwise(moves) if peer[a] != peer[b])
+
+
+def _swapped(plan: Plan, a: int, b: int) -> Plan:
+    """Two ops of a plan in each other's places; who waits for one, or is its partner, follows it."""
+    at = np.arange(len(plan))
+    at[[a, b]] = b, a
+    waits = OpLists.of(len(plan), at[plan.waits.rows()], at[plan.waits.items])
+    moved = {k: getattr(plan, k)[at] for k in ("shape", "mb", "mb2", "unit", "collective")}
+    partner = np.where(plan.partner >= 0, at[plan.partner], -1)[at]
+    return replace(plan, waits=waits, partner=partner, **moved)
 
 
 @fewer

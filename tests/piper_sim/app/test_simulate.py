@@ -9,7 +9,7 @@ import pytest
 KEYS = (
     "schema_version iteration_s iteration_s_interval tokens_per_s tokens_per_s_per_gpu model_tflops_per_gpu mfu "
     "time_breakdown bubble_fraction exposed_comm_s fits memory parameters ops folded host_model interference_level "
-    "software cost_source cost_shares warnings plan_digest cost_digest job_digest"
+    "messages software cost_source cost_shares warnings plan_digest cost_digest job_digest"
 )
 BREAKDOWN = (
     "compute recompute slowdown exposed_tp exposed_cp exposed_ep exposed_dp exposed_pp dependency host optimizer"

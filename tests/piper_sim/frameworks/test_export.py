@@ -31,9 +31,9 @@ def read_back(made: ExportedJob) -> ImportedJob:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[str, PreparedJob]:
+def jobs(draw: st.DrawFn, frameworks: tuple[str, ...] = FRAMEWORKS) -> tuple[str, PreparedJob]:
     """A framework, and a job that it can say."""
-    framework = draw(st.sampled_from(FRAMEWORKS))
+    framework = draw(st.sampled_from(frameworks))
     megatron = framework in ("megatron", "megatron-bridge", "primus")
     hf = framework in ("deepspeed", "accelerate")
     moe = draw(st.booleans()) and framework not in ("torchtitan", *(("deepspeed", "accelerate") if hf else ()))
@@ -50,12 +50,14 @@ def jobs(draw: st.DrawFn) -> tuple[str, PreparedJob]:
     }
     if chunks > 1:
         schedule["name"] = "interleaved-1f1b"
+        schedule["microbatches"] *= pp if megatron else 1  # its rounds are whole
     elif pp > 1 and not megatron:
         schedule["name"] = draw(st.sampled_from(["1f1b", "gpipe", "zbv"]))
     if draw(st.booleans()):
         schedule["recompute"] = "full"
     elif megatron:
-        schedule["recompute"] = draw(st.sampled_from(["none", "selective", ["norm", "mlp"], ["norm"]]))
+        choices = ["none", "selective", ["norm", "mlp"], ["norm"], *[["norm", "activation"]] * moe]
+        schedule["recompute"] = draw(st.sampled_from(choices))
     elif framework == "torchtitan":
         schedule["recompute"] = draw(st.sampled_from(["none", ["operators"]]))
     if schedule.get("recompute") == "full" and draw(st.booleans()):
@@ -114,7 +116,8 @@ def test_what_does_not_decide_the_plan_is_listed() -> None:
     assert set(made.left_out) == {"cluster.gpu", "costs.interference", "optimizer.lr"}
     assert made.left_out["cluster.gpu"] == "h100-sxm"
     assert not export_launch(prepared(cluster=CLUSTER | {"gpu": "h100-sxm"}), "megatron").left_out.keys() - {
-        "costs.software"
+        "costs.software",
+        "parallel.bucket_MiB",  # one bucket, where Megatron has its own
     }
 
 
@@ -154,6 +157,27 @@ def test_what_changes_against_the_launch_that_was_imported() -> None:
     )
     assert set(changed) >= {"--recompute-granularity", "--use-megatron-fsdp", "--use-distributed-optimizer"}
     assert not {"--num-layers", "--hidden-size", "--lr", "--bf16"} & set(changed)
+
+
+def test_what_is_presumed_and_not_asked_for_is_a_change(tmp_path: Path) -> None:
+    made = export_launch(prepared(parallel={"tp": 2}, schedule={"microbatches": 4}), "megatron")
+    less = made.files[LAUNCH].replace("--overlap-grad-reduce \\\n", "").rstrip() + " --ckpt-format torch_dist\n"
+    (tmp_path / LAUNCH).write_text(less, encoding="utf-8")
+    changed = made.changed(import_launch(str(tmp_path / LAUNCH)))
+    assert changed == [
+        {"argument": "--overlap-grad-reduce", "was": None, "now": True, "key": "parallel.overlap_grad_reduce"}
+    ]
+
+
+@pytest.mark.parametrize("more", ["--rotary-percent 1.0", "--use-flash-attn", "--init-method-std 0.02"])
+def test_what_is_usual_does_not_change_where_it_is_no_longer_said(tmp_path: Path, more: str) -> None:
+    made = export_launch(prepared(parallel={"tp": 2}, schedule={"microbatches": 4}), "megatron")
+    (tmp_path / LAUNCH).write_text(made.files[LAUNCH].rstrip() + f" {more}\n", encoding="utf-8")
+    before = import_launch(str(tmp_path / LAUNCH))
+    assert export_launch(prepare(job_from(before.job)), "megatron").changed(before) == []
+    (tmp_path / LAUNCH).write_text(made.files[LAUNCH].rstrip() + " --rotary-percent 0.5\n", encoding="utf-8")
+    half = import_launch(str(tmp_path / LAUNCH))
+    assert [r["argument"] for r in made.changed(half)] == ["--rotary-percent"]
 
 
 LAUNCHES = Path(__file__).parents[4] / "shared" / "data" / "launches"

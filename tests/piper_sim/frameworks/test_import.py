@@ -18,7 +18,7 @@ from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN, Importe
 from piper_sim.frameworks.table import chains, facts, rows
 
 SCRIPT = (Path(__file__).parents[2] / "fuzz" / "seeds" / "megatron.sh").read_text()
-JOB = {"tp": 2, "pp": 4, "zero": 1, "sequence_parallel": True, "layers": "even"}
+JOB = {"tp": 2, "pp": 4, "zero": 1, "sequence_parallel": True, "layers": "even", "overlap_grad_reduce": False}
 
 
 def imported(tmp_path: Path, text: str, name: str = "run.sh", framework: str | None = None) -> ImportedJob:
@@ -88,7 +88,7 @@ def test_a_script_with_arrays_sums_and_defaults_is_one_job(tmp_path: Path) -> No
             ("seq_length", 64), ("micro_batch_size", 1), ("global_batch_size", 32), ("tensor_model_parallel_size", 2),
             ("pipeline_model_parallel_size", 2), ("fp16", True), ("zero_stage", 1))),
          "out.log", "megatron", "parallel",
-         {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": False, "layers": "even"}),
+         {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": False, "layers": "even", "overlap_grad_reduce": False}),
         ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --use-megatron-fsdp --bf16", "args.txt", "megatron",
          "parallel", {"zero": 3}),
     ],

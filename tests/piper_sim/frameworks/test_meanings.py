@@ -138,6 +138,37 @@ def test_accumulated_passes_of_torch_are_flushes(tmp_path: Path) -> None:
     assert (flat["microbatch_size"], flat["microbatches"]) == (4, 32) and "flushes" not in flat
 
 
+# torchtitan/distributed/pipeline_parallel.py: stages are ⌈(layers + 1 + 1) / layers_per_stage⌉, a multiple of the ranks
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "per", "chunks"),
+    [
+        ("Interleaved1F1B", 2, 9, 2),
+        ("Interleaved1F1B", 2, None, 2),
+        ("Interleaved1F1B", 2, 6, 3),
+        ("1F1B", 4, 9, 1),
+        ("1F1B", 4, None, 1),
+        ("Interleaved1F1B", 2, 8, None),  # five stages: it stops there
+    ],
+)
+def test_torchtitan_counts_embedding_and_head_among_the_layers_of_its_stages(
+    tmp_path: Path, schedule: str, pp: int, per: int | None, chunks: int | None
+) -> None:
+    text = f'[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\npipeline_parallel_degree = {pp}\n'
+    text += f'pipeline_parallel_schedule = "{schedule}"\n' + (
+        "" if per is None else f"pipeline_parallel_layers_per_stage = {per}\n"
+    )
+    found = imported(tmp_path, text, "train.toml", "torchtitan")
+    name = "parallelism.pipeline_parallel_layers_per_stage"
+    assert (name in listed(found, ASSUMED)) == (chunks is None)
+    if chunks is not None:
+        assert found.job["schedule"].get("stages_per_rank", 1) == chunks
+        written = export_launch(prepare(job_from(found.job)), "torchtitan").files["train.toml"]
+        usual = chunks == (1 if schedule == "1F1B" else 2)
+        assert ("layers_per_stage" in written) == (not usual) and "sequence_parallel" not in written
+
+
 def test_replicas_of_torch_count_among_the_gpus(tmp_path: Path) -> None:
     text = TITAN.replace("shard_degree = 2", "replicate_degree = 2").replace("global_batch_size = 256\n", "")
     c = imported(tmp_path, text.replace("degree = 4", "degree = 1"), "t.toml").job["cluster"]

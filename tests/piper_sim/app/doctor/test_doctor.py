@@ -156,4 +156,5 @@ def test_ranks_of_torchrun_are_asked_together() -> None:
     (line,) = [x for x in done.stdout.splitlines() if x.startswith("{")]
     found = json.loads(line)
     assert done.returncode == 0 and found["passed"], done.stderr[-2000:]
-    assert found["checks"][-1]["found"]["ranks"] == 2
+    together = found["checks"][-1]["found"]
+    assert together["ranks"] == 2 and together["connect_s"] > 0

@@ -85,3 +85,51 @@ def test_a_global_batch_is_microbatches_said_otherwise(cli: Any, tiny: str) -> N
     assert given == counted and given["job_digest"] == counted["job_digest"]
     both = cli("simulate", tiny, "--set=schedule.microbatches=4", "--set=schedule.global_batch=6")
     assert both.code == 2 and both.error["suggestion"] == "global_batch = 8"
+
+
+SAYS: dict[str, Any] = {
+    "model": {"config": "tiny-llama", "num_hidden_layers": 8, "seq_len": 256},
+    "cluster": {"nodes": 1, "gpus_per_node": 4},
+    "parallel": {"pp": 2, "layers": "even"},
+    "schedule": {"name": "1f1b", "microbatches": 4},
+    "search": {"tp": [1], "pp": [2], "cp": [1], "zero": [1], "microbatch_size": [1], "pin": ["layers"]},
+}
+
+
+def test_what_wins_can_be_said_by_the_framework_that_is_named(cli: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "job.toml", SAYS)
+
+    def found_and_said(name: str, *flags: str) -> tuple[Any, int]:
+        found = cli("search", path, "--budget", "300", "--out", str(tmp_path / name), *flags).json
+        best, launch = str(tmp_path / name / "best.toml"), str(tmp_path / name / "launch")
+        return found, cli("export", best, "--to", "megatron", "--out", launch).code
+
+    free, code = found_and_said("free")
+    assert code == 2, "the control: Megatron has no such schedule"
+    for workers in ("1", "2"):
+        found, code = found_and_said(workers, "--to", "megatron", "--workers", workers)
+        assert code == 0 and found["proven"] and found["best"]["iteration_s"] >= free["best"]["iteration_s"]
+        names = {p["changes"].get("schedule.name", "1f1b") for p in found["pareto"]}
+        assert names <= {"1f1b", "interleaved-1f1b"}
+    assert any(r["kind"] == "illegal" and "megatron cannot say" in r["reason"] for r in found["rejected"])
+
+
+@pytest.mark.parametrize(
+    ("to", "pp", "zero"),
+    [("megatron-bridge", 2, 1), ("primus", 2, 1), ("torchtitan", 2, 2), ("automodel", 2, 0), ("accelerate", 1, 1)],
+)
+def test_what_wins_for_each_framework_is_one_of_its_launches(
+    cli: Any, tmp_path: Path, to: str, pp: int, zero: int
+) -> None:
+    table = {"model": {"config": "llama3-8b", "seq_len": 2048}, "cluster": {"nodes": 1, "gpus_per_node": 8}}
+    table |= {"parallel": {"pp": pp, "zero": zero}, "schedule": {"microbatches": 4, "recompute": "full"}}
+    path = write(tmp_path / "job.toml", table | {"search": {"tp": [1], "cp": [1], "pp": [1, 2]}})
+    found = cli("search", path, "--to", to, "--budget", "20", "--out", str(tmp_path / "x"))
+    assert found.code == 0, found.json
+    best = str(tmp_path / "x" / "best.toml")
+    assert cli("export", best, "--to", to, "--out", str(tmp_path / "launch")).code == 0
+
+
+def test_a_framework_that_nobody_knows_is_refused(cli: Any, tiny: str) -> None:
+    found = cli("search", tiny, "--to", "megatrn")
+    assert found.code == 2 and found.json["error"]["key"] == "--to" and found.json["error"]["suggestion"] == "megatron"

@@ -1,0 +1,176 @@
+"""What is written for Megatron starts there: its own checks of arguments, typed in from its sources, find nothing.
+
+`validate_args` is in megatron/training/arguments.py, the rest in megatron/core/transformer/transformer_config.py and
+megatron/core/pipeline_parallel/schedules.py (0.15). A GPU of Hopper or before is taken.
+"""
+
+import shlex
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from ir.core.errors import PiperError
+from ir.job.build import PreparedJob
+from piper_sim.frameworks.exporting import LAUNCH, export_launch
+from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD
+from tests.piper_sim.frameworks.test_export import jobs, prepared, read_back
+from tests.piper_sim.frameworks.test_import import imported, listed
+
+LAYOUT = {"--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"}
+LAYOUT |= {"--pipeline-model-parallel-layout"}
+SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64"
+MEGATRON = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SIZES} --vocab-size 256 --micro-batch-size 1 "
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 4 --moe-grouped-gemm "
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer "
+
+
+def said(script: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The environment and the arguments of a script, each with its words."""
+    words = shlex.split(script.replace("\\\n", " "), comments=True)
+    env = dict(w.split("=", 1) for a, w in pairwise(words) if a == "export")
+    found: dict[str, list[str]] = {}
+    for w in words:
+        if w.startswith("--"):
+            at = found.setdefault(w, [])
+        elif found:
+            at.append(w)
+    return env, {k: " ".join(v) for k, v in found.items()}
+
+
+def refused(script: str, mbs: int) -> Iterator[str]:
+    """What Megatron would stop at."""
+    env, a = said(script)
+    size = {k: int(a.get(f"--{k}-model-parallel-size", 1)) for k in ("tensor", "pipeline", "expert")}
+    tied = size["tensor"] > 1 or int(a.get("--context-parallel-size", 1)) > 1
+    one, fsdp = env.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1", "--use-megatron-fsdp" in a
+    modules = a.get("--recompute-modules", "").split()
+    virtual = bool(LAYOUT & {*a}) and ("|" not in a.get("--pipeline-model-parallel-layout", "|") or None)
+    checks = {
+        "no more than one of the three": len(LAYOUT & {*a}) <= 1,
+        "moe_act takes grouped_gemm": "moe_act" not in modules or "--moe-grouped-gemm" in a,
+        "mla_up_proj takes latent attention": "mla_up_proj" not in modules or "--multi-latent-attention" in a,
+        "CUDA_DEVICE_MAX_CONNECTIONS is 1": one or fsdp or not tied or "--overlap-moe-expert-parallel-comm" in a,
+        "FSDP takes CUDA_DEVICE_MAX_CONNECTIONS > 1": not (one and fsdp),
+        "FSDP takes its own checkpoints": not fsdp or a.get("--ckpt-format") == "fsdp_dtensor",
+        "gathers overlap with the distributed optimizer": "--overlap-param-gather" not in a
+        or ("--overlap-grad-reduce" in a and ("--use-distributed-optimizer" in a or fsdp)),
+        "experts and tp take sequence_parallel": not ("--num-experts" in a and size["tensor"] > 1)
+        or "--sequence-parallel" in a,
+    }
+    if "--overlap-moe-expert-parallel-comm" in a:
+        checks["overlapped all-to-alls take ep"] = size["expert"] > 1
+        checks["and stages of their own"] = size["pipeline"] == 1 or virtual is not False
+        checks["and no full recompute"] = a.get("--recompute-granularity") != "full"
+    if "--num-virtual-stages-per-pipeline-rank" in a:
+        checks["rounds are whole"] = mbs % size["pipeline"] == 0
+    yield from (text for text, holds in checks.items() if not holds)
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs(("megatron", "primus")))
+def test_megatron_starts_what_is_written(drawn: tuple[str, PreparedJob]) -> None:
+    _, job = drawn
+    script = export_launch(job, "megatron").files[LAUNCH]
+    assert [*refused(script, job.mbs)] == []
+    _, a = said(script)
+    dp = job.mesh.sizes["dp"] * job.mesh.sizes["cp"]
+    assert ("--overlap-grad-reduce" in a) == (dp > 1)  # what is presumed of every launch is said
+    assert ("--overlap-param-gather" in a) == (dp > 1 and job.job.parallel.zero > 0)
+    assert (a.get("--moe-token-dispatcher-type") == "alltoall") == (job.config.moe is not None)
+
+
+def test_the_checks_stop_what_was_written_before() -> None:
+    """The control: what an export of this repository once wrote."""
+    old = "pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    old += " --recompute-modules layernorm mla_up_proj moe_act"
+    old += " --pipeline-model-parallel-layout 'Et|t|t|tL' --num-virtual-stages-per-pipeline-rank 2"
+    assert len([*refused(old + " --use-megatron-fsdp", 3)]) == 5
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"schedule": {"recompute": ["norm", "activation"]}}, "schedule.recompute"),
+        ({"parallel": {"pp": 2}, "schedule": {"name": "interleaved-1f1b", "microbatches": 3}}, "schedule.microbatches"),
+        ({"parallel": {"pp": 2}, "schedule": {"name": "1f1b-overlap"}}, "schedule.name"),
+    ],
+)
+def test_what_megatron_would_not_start_is_refused_by_its_key(sections: dict[str, Any], key: str) -> None:
+    with pytest.raises(PiperError, match=f"megatron cannot say {key}") as e:
+        export_launch(prepared(**sections), "megatron")
+    assert e.value.key == key
+
+
+def unsaid(tmp_path: Path, more: str) -> str:
+    return " ".join(e.note for e in imported(tmp_path, MEGATRON + more).entries if e.list == ASSUMED and not e.key)
+
+
+@pytest.mark.parametrize(
+    ("argument", "lacks"),
+    [
+        ("--overlap-param-gather", "--overlap-grad-reduce --use-distributed-optimizer"),
+        ("--moe-token-dispatcher-type", OVERLAP + EXPERTS),
+        ("--moe-grouped-gemm", OVERLAP + EXPERTS.replace("--moe-grouped-gemm", "")),
+    ],
+)
+def test_what_is_presumed_though_megatron_does_otherwise_by_itself_is_said(
+    tmp_path: Path, argument: str, lacks: str
+) -> None:
+    assert argument in unsaid(tmp_path, lacks)
+    assert argument not in unsaid(tmp_path, OVERLAP + EXPERTS + "--moe-token-dispatcher-type alltoall")
+    alone = "--tensor-model-parallel-size 8"  # one replica: nothing to reduce
+    assert argument not in unsaid(tmp_path, alone)
+
+
+def test_reductions_run_beside_passes_where_the_script_asks_for_it(tmp_path: Path) -> None:
+    """As megatron's own default, with its buckets; not of a single replica, nor where FSDP divides gradients."""
+    key = "overlap_grad_reduce"
+    said, silent = (imported(tmp_path, MEGATRON + more).job["parallel"] for more in ("--overlap-grad-reduce ", ""))
+    assert said[key] is True and said["bucket_MiB"] == pytest.approx(40e6 * 4 / 2**20)
+    assert silent[key] is False and "bucket_MiB" not in silent
+    for more in ("--tensor-model-parallel-size 8", "--use-megatron-fsdp"):
+        assert key not in imported(tmp_path, MEGATRON + more).job["parallel"]
+
+
+def test_tokens_that_are_gathered_by_all_are_not_understood(tmp_path: Path) -> None:
+    words = OVERLAP + EXPERTS + "--moe-token-dispatcher-type "
+    assert "--moe-token-dispatcher-type" in listed(imported(tmp_path, MEGATRON + words + "allgather"), ASSUMED)
+    assert "--moe-token-dispatcher-type" in listed(imported(tmp_path, MEGATRON + words + "alltoall"), UNDERSTOOD)
+
+
+# megatron/core/transformer/transformer_layer.py: "mlp" is dense layers' alone; moe_layer.py: "moe", "shared_experts"
+
+
+@pytest.mark.parametrize(
+    ("modules", "experts", "parts"),
+    [
+        ("mlp", "", ["mlp"]),
+        ("moe", EXPERTS, ["mlp"]),
+        ("mlp", EXPERTS, None),
+        ("shared_experts layernorm", EXPERTS, ["norm"]),
+        ("moe_act", EXPERTS, ["activation"]),
+        ("moe_act", "", None),
+    ],
+)
+def test_a_module_is_recomputed_where_there_is_one(
+    tmp_path: Path, modules: str, experts: str, parts: list[str] | None
+) -> None:
+    text = f"{MEGATRON}{experts}--recompute-granularity selective --recompute-modules {modules}"
+    found = imported(tmp_path, text)
+    assert found.job["schedule"].get("recompute") == parts
+    whole = parts is not None and len(parts) == len(modules.split())
+    assert ("--recompute-modules" in listed(found, UNDERSTOOD)) == whole
+    if whole and experts:
+        _, a = said(export_launch(prepared(**found.job), "megatron").files[LAUNCH])
+        assert a["--recompute-modules"] == modules
+
+
+def test_compiled_layers_of_torchtitan_come_back() -> None:
+    model = {"config": "llama3-8b", "seq_len": 2048}
+    job = prepared(model=model, parallel={"zero": 3}, costs={"software": "torchtitan-compiled"})
+    made = export_launch(job, "torchtitan")
+    assert read_back(made).job["costs"]["software"] == "torchtitan-compiled" and "costs.software" not in made.left_out
