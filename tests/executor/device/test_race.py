@@ -1,5 +1,6 @@
 """Plans touch nothing that streams or the caching allocator could give to another meanwhile; and what does is seen."""
 
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -191,10 +192,39 @@ def test_the_host_reads_behind_its_lane_and_knows_it(read: Any) -> None:
     assert str(race).startswith("read by") and "right, not behind the write by aten.zeros" in str(race)
     with left():
         y = torch.ones(1)
-        read(y)
+        found = read(y)
     with right():
         y.add_(1.0)
+    assert float(torch.as_tensor(found)) == 1.0, "what the host has is a copy"
     assert device.races == [race], "the host launched that behind what it has read"
+
+
+@pytest.mark.parametrize("waits", ["a read", "a mark", "a mark, later", "another thread", "nobody"])
+def test_memory_is_let_go_behind_what_its_host_has_waited_for(waits: str) -> None:
+    device = RaceDevice()
+    device.bind()
+    left, right = device.lane("left"), device.lane("right")
+    with left():
+        x = torch.zeros(8)
+        made = device.mark()
+    with right():
+        device.follow(made)
+        y = x.sum()
+        read = device.mark()
+        if waits == "a read":
+            y.tolist()
+    if waits == "a mark":
+        read.wait()
+    elif waits == "another thread":
+        thread = threading.Thread(target=lambda: (device.bind(), read.wait()))
+        thread.start()
+        thread.join()
+    del x
+    if waits == "a mark, later":
+        read.wait()
+    with right():
+        torch.zeros(8)
+    assert bool(device.races) == (waits not in ("a read", "a mark"))
 
 
 def test_who_asks_for_a_shape_reads_nothing() -> None:
