@@ -76,13 +76,14 @@ class SplitPass:
         self.sink = sink
         self.jobs: list[DeferredPass | DeferredLinearPass] = []
         self.uses: dict[str, int] = {}
-        self.anchor = torch.zeros((), requires_grad=True)
         self._partial: dict[str, Tensor] = {}
         self._inputs: tuple[GradientEdge | None, ...] = ()
         self._roots: tuple[GradientEdge | None, ...] = ()
 
     def forward(self, module: Callable[..., Any], *inputs: Tensor, extras: Sequence[object] = ()) -> tuple[Tensor, ...]:
         """Run the module and note the way back. Floating inputs get gradients, extras none; outputs are detached."""
+        device = next((t.device for t in (*inputs, *self.weights.values())), None)
+        self.anchor = torch.zeros((), requires_grad=True, device=device)
         with torch.enable_grad():
             given = [_apply(_Source, self.anchor, x) if x.is_floating_point() else x for x in inputs]
             self._inputs = tuple(get_gradient_edge(x) if x.requires_grad else None for x in given)

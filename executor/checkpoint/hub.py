@@ -84,7 +84,7 @@ def _tensors(
 def _bias(manifest: CheckpointManifest, name: str, shape: tuple[int, ...]) -> Tensor:
     """A router's correction: no gradient trained it, so it is where training took it from, or zero."""
     if (path := manifest.job.get("model", {}).get("weights")) is None:
-        return torch.zeros(shape)
+        return torch.zeros(shape, device="cpu")
     if not Path(path).exists():
         message = f"{name} was read from {path}, which is not here"
         raise PiperError(ErrorKind.USAGE, message, key="model.weights", allowed=f"{path}, seen from this folder")

@@ -118,7 +118,9 @@ class HostDevice:
     ahead = False
 
     def bind(self) -> None:
-        """It is everybody's default."""
+        """It is the default, unless a user has asked for another."""
+        if torch.get_default_device() != self.torch:
+            torch.set_default_device(self.torch)
 
     def lane(self, name: str) -> Lane:
         return nullcontext
@@ -138,6 +140,11 @@ class HostDevice:
 
     def unseen(self) -> AbstractContextManager[Any]:
         return _disable_current_modes()
+
+
+def on_host() -> AbstractContextManager[Any]:
+    """Tensors made inside are the host's, whatever device a user has made the default."""
+    return nullcontext() if torch.get_default_device() == HostDevice.torch else HostDevice.torch
 
 
 def repeatable() -> None:

@@ -2,13 +2,11 @@
 
 The host waits where it reads what the device has made (`item`, `tolist`, `bool`, `cpu`), for a mark, where a result's
 shape depends on values (a mask as an index, `nonzero`, `bincount`), and where the device is given what lies in
-memory that it cannot read by itself: a list, a microbatch, unless `executor.device.device.upload` does. A copy to the
-host by `.to("cpu")` is none on a CPU, and not found.
+memory that it cannot read by itself: a list, a microbatch, unless `executor.device.device.upload` does.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +18,6 @@ LIFTED = aten.lift_fresh.default  # every tensor of a list, or of an array of nu
 _COPIES = {aten._to_copy.default: 6, aten.copy_.default: 2}  # → where `non_blocking` stands, if not by name
 _SHAPED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # what torch.export cannot go through
 _MASKED = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-_UNSEEN = ("tolist", "numpy", "cpu")  # of a tensor: calls that no dispatch mode sees where it is on a CPU
-_READER = threading.local()
 
 
 class DeviceSyncCensus:
@@ -63,26 +59,3 @@ def copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bo
     if (at := _COPIES.get(func)) is None:
         return False, False
     return True, bool(kwargs.get("non_blocking", args[at] if at < len(args) else False))
-
-
-def tell_reads(read: Callable[[str, Tensor], None]) -> None:
-    """From now on `read` is called before each read of this thread that no dispatch mode sees."""
-    _READER.read = read
-    for name in _UNSEEN:
-        if not hasattr(getattr(Tensor, name), "__wrapped__"):
-            setattr(Tensor, name, _telling(name, getattr(Tensor, name)))
-
-
-def _telling(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if (read := getattr(_READER, "read", None)) is None:
-            return real(self, *args, **kwargs)
-        _READER.read = None  # a function mode of somebody's comes here again
-        try:
-            read(f"Tensor.{name}", self)
-            return real(self, *args, **kwargs)
-        finally:
-            _READER.read = read
-
-    call.__wrapped__ = real  # type: ignore[attr-defined]
-    return call

@@ -3,10 +3,14 @@
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from executor.device.host_syncs import LIFTED, DeviceSyncCensus, copies, shaped_by_values
 from executor.device.memory import OpWatch
+from ir.core.errors import ErrorKind, PiperError
+
+_READS_SHAPES = {"zeros_like", "ones_like", "empty_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
 
 
 class WatchedDevice(Protocol):
@@ -18,8 +22,11 @@ class WatchedDevice(Protocol):
     def in_lane(self) -> bool:
         """Whether what is launched now runs on a lane, and is not the host's own."""
 
-    def touch(self, what: str, read: list[Tensor], written: list[Tensor], *, host: bool = False) -> None:
-        """An op of the active lane. host: it waits for the result."""
+    def place(self) -> str:
+        """The active lane, for people."""
+
+    def touch(self, what: str, read: list[Tensor], written: list[Tensor], *, read_back: bool = False) -> None:
+        """An op of the active lane. read_back: the host waits for the result."""
 
     def seen(self, tensors: list[Tensor]) -> None:
         """Views were taken of them."""
@@ -32,15 +39,20 @@ class WatchedDevice(Protocol):
 
 
 class OpRaceWatch(OpWatch):
-    """Tells a device what each op of a thread reads and writes. A view touches nothing."""
+    """Tells a device what each op of a thread reads and writes. Neither a view nor who asks for a shape touches any."""
 
     def __init__(self, device: WatchedDevice) -> None:
         super().__init__()
         self.device = device
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
+        """See `OpWatch`. Raises PiperError: an operand's memory was given back."""
         read, written, aliased = _operands(func, args, kwargs)
+        if not aliased and any(t.numel() and not t.untyped_storage().nbytes() for t in (*read, *written)):
+            # Here it would end the process.
+            message = f"{func} on {self.device.place()} touches memory that was given back"
+            raise PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion="free it behind the last op that reads it")
+        out = func(*args, **kwargs)
         fresh = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if aliased and not written:
             (self.device.lifted if func is LIFTED else self.device.seen)(read)
@@ -48,7 +60,7 @@ class OpRaceWatch(OpWatch):
         waits = self._waits(func, args, kwargs, read)
         inputs = {t.untyped_storage()._cdata for t in (*read, *written)}
         made = [x for x in fresh if x.untyped_storage()._cdata not in inputs]
-        self.device.touch(str(func), read, [*written, *made], host=waits)
+        self.device.touch(str(func), read, [*written, *made], read_back=waits)
         return out
 
     def _waits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: list[Tensor]) -> bool:
@@ -66,6 +78,36 @@ class OpRaceWatch(OpWatch):
         return waits
 
 
+class DeviceReadWatch(TorchFunctionMode):
+    """Tells a device where the host takes a tensor's values unseen by torch's dispatcher, for which on a GPU it waits:
+    `tolist`, `numpy`, `cpu`, and `to("cpu")`, by this word, as the device is a CPU, too. The last two give copies.
+    """
+
+    def __init__(self, device: WatchedDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        copied = func is Tensor.cpu or (func is Tensor.to and _to_host(*args[1:], **kwargs))
+        if not (copied or func in (Tensor.tolist, Tensor.numpy)) or self.device.of_host(args[0]):
+            return func(*args, **kwargs)
+        out, what = func(*args, **kwargs), f"Tensor.{func.__name__}"
+        if copied and out.untyped_storage()._cdata == args[0].untyped_storage()._cdata:
+            out = out.clone()
+        self.device.syncs.note(what)
+        self.device.touch(what, [out if copied else args[0]], [], read_back=True)
+        if copied:
+            self.device.lifted([out])
+        return out
+
+
+def _to_host(device: Any = None, *rest: Any, **more: Any) -> bool:
+    return isinstance(device, str) and device == "cpu"
+
+
 def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool]:
     """(read, written, whether the result may be a view of an operand), by the op's own signature."""
     read, written, aliased = list[Tensor](), list[Tensor](), False
@@ -78,4 +120,4 @@ def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         else:
             read += tensors
         aliased |= alias is not None and not alias.is_write
-    return read, written, aliased
+    return ([] if func.overloadpacket.__name__ in _READS_SHAPES else read), written, aliased

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from executor.autograd.split import SplitPass
+from executor.device.device import on_host
 from executor.frontend.fuse import fused
 from executor.frontend.storages import PassCalls, StorageKernels
 from executor.modules.attention.attend import forget_masks
@@ -85,7 +86,7 @@ def measure(
     with StorageKernels(given) as t:
         due = set[int]()  # what W hands out
         run = SplitPass(weights, lambda name, grad: due.update(t.holds([grad])))
-        acts = [torch.ones(s, dtype=d) for s, d in inputs]
+        acts = [torch.ones(s, dtype=d, device="cpu") for s, d in inputs]
         ins = t.given(acts)
         t.take()
         outs = list(run.forward(module, *acts, extras=extras))
@@ -133,7 +134,7 @@ def _input_grad(
     values that it hands out."""
     loss = len(sizes) == 1 and sizes[0][0] == ()
     before = t.alive()
-    dys = [torch.ones(s, dtype=d) if d.is_floating_point and not loss else None for s, d in sizes]
+    dys = [torch.ones(s, dtype=d, device="cpu") if d.is_floating_point and not loss else None for s, d in sizes]
     arrived = t.given(dys)
     t.take()
     start = t.now
@@ -151,7 +152,7 @@ def _input_grad(
 @contextmanager
 def without_values() -> Iterator[None]:
     """Tensors made inside have shapes and no values, and take no memory."""
-    with FakeTensorMode():
+    with FakeTensorMode(), on_host():
         yield
 
 
@@ -215,5 +216,5 @@ def _blaming(unit: str) -> Iterator[None]:
 
 def batch(built: BuiltChunks, unit: str, size: int, length: int) -> list[object]:
     """What a unit takes of a microbatch, without values."""
-    ids = torch.zeros(size, length, dtype=torch.int64)
+    ids = torch.zeros(size, length, dtype=torch.int64, device="cpu")
     return [example_extra(want, ids) for want in built.extras.get(unit, ())]

@@ -142,7 +142,8 @@ class PlanRuntime:
     def _tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Ids and labels. Raises PiperError (usage): they do not fit the job."""
         length = self.prepared.job.model.seq_len
-        given = [torch.as_tensor(x) for x in (batch if isinstance(batch, tuple) else (batch,))]
+        both = batch if isinstance(batch, tuple) else (batch,)
+        given = [x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu") for x in both]
         want = (self.sequences, length + (len(given) == 1))
         if any(tuple(x.shape) != want or x.is_floating_point() for x in given) or len(given) > 2:
             message = f"a batch of {', '.join(f'{x.dtype} {list(x.shape)}' for x in given)}"
@@ -153,7 +154,7 @@ class PlanRuntime:
 
     def _loss(self, losses: dict[int, float]) -> float:
         mine = of_the_batch(self.prepared, self._rank.program, losses)
-        row = torch.zeros(self.prepared.mesh.sizes["dp"] * self.prepared.mbs, dtype=torch.float64)
+        row = torch.zeros(self.prepared.mesh.sizes["dp"] * self.prepared.mbs, dtype=torch.float64, device="cpu")
         for number, loss in mine:
             row[number] = loss
         found = self._gathered(row).sum(0)  # each has one summand
@@ -162,7 +163,8 @@ class PlanRuntime:
     def _norm(self, result: StepResult) -> float:
         if result.grad_norm is not None:
             return result.grad_norm
-        return norm_of_ranks(None, self._gathered(torch.tensor(result.squares, dtype=torch.float64)).tolist())
+        squares = torch.tensor(result.squares, dtype=torch.float64, device="cpu")
+        return norm_of_ranks(None, self._gathered(squares).tolist())
 
     def _gathered(self, row: Tensor) -> Tensor:
         row = row.to(self._rank.device.torch)

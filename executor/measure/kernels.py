@@ -157,7 +157,7 @@ def _update(prepared: PreparedJob, numel: int, device: torch.device) -> Run:
         grads["w"].zero_()
         scale: float | torch.Tensor = 1.0
         if job.optimizer.clip_norm:
-            norm = global_norm(square_sums(grads, ["w"]), ahead=device.type != "cpu")
+            norm = global_norm(square_sums(grads, ["w"], device), ahead=device.type != "cpu")
             scale = clip_scale(norm, job.optimizer.clip_norm)
         optimizer.step(grads, scale)
 

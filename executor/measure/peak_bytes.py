@@ -138,7 +138,8 @@ class FakeRank:
 
     def _batches(self) -> dict[int, PendingMicrobatch]:
         job = self.prepared.job
-        ids, labels = (torch.zeros(job.schedule.microbatch_size, job.model.seq_len, dtype=torch.int64) for _ in "il")
+        shape, where = (job.schedule.microbatch_size, job.model.seq_len), self.device.torch
+        ids, labels = (torch.zeros(shape, dtype=torch.int64, device=where) for _ in "il")
         numbers = {mb: self.program.number_of(mb) for mb in self.program.batches()}
         return {mb: PendingMicrobatch(Microbatch(ids, labels, 1.0, n), self.device.torch) for mb, n in numbers.items()}
 

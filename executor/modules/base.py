@@ -114,8 +114,8 @@ def initial(
     [1.0, 1.0]
     """
     if start is not None:
-        return torch.full(share.local, start, dtype=dtype)
-    out, at = torch.empty(share.local, dtype=dtype), 0
+        return torch.full(share.local, start, dtype=dtype, device="cpu")
+    out, at = torch.empty(share.local, dtype=dtype, device="cpu"), 0
     if is_fake(out):
         return out
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

@@ -146,7 +146,7 @@ class HubCheckpoint:
 
     def read(self, name: str, share: ParamShard, dtype: torch.dtype) -> Tensor:
         """A rank's share of a parameter: a tensor of its own, rounded to `dtype`."""
-        at, out = self._find(name, share.shape), torch.empty(share.local, dtype=dtype)
+        at, out = self._find(name, share.shape), torch.empty(share.local, dtype=dtype, device="cpu")
         if not at.stacked:
             return out.copy_(share.take(self._tensor(at.names[0][0])))
         by_expert = next((c for c in share.cuts if c.dim == 0), None)

@@ -55,7 +55,7 @@ class Params:
         if self.dtype is None:
             return None
         if self.weights is None:
-            return torch.zeros(size)
+            return torch.zeros(size, device="cpu")
         return self.weights.read(name, ParamShard((size,)), torch.float32)
 
 

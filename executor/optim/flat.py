@@ -44,7 +44,7 @@ class FlatBucket:
         shard = -(-end // len(members))
         size = shard * len(members)
         self.own = slice(index * shard, (index + 1) * shard) if zero else slice(0, size)
-        self.whole = torch.zeros(size, dtype=param.dtype)
+        self.whole = torch.zeros(size, dtype=param.dtype, device=param.device)
         for n, place in self.places.items():
             self.whole[place].copy_(params[n].detach().flatten())
             params[n].data = self.whole[place].view(self.shapes[n])
@@ -53,7 +53,7 @@ class FlatBucket:
             self.weights = self.weights.clone()
             self._resize(0)
         self.passing: dict[int, Tensor] = {}
-        self.sums = torch.zeros(shard if zero > 1 else size, dtype=summed)
+        self.sums = torch.zeros(shard if zero > 1 else size, dtype=summed, device=param.device)
         for n, place in self.places.items():
             del grads.sums[n]
             if zero < 2:
@@ -73,7 +73,7 @@ class FlatBucket:
 
     def open(self, mb: int) -> None:
         """Room for a microbatch's gradients, to be reduced by themselves."""
-        flat = self.passing[mb] = torch.zeros(self.whole.numel(), dtype=self.reduce)
+        flat = self.passing[mb] = torch.zeros(self.whole.numel(), dtype=self.reduce, device=self.whole.device)
         for n, place in self.places.items():
             self.grads.passing[n, mb] = flat[place].view(self.shapes[n])
 

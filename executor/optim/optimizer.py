@@ -151,7 +151,7 @@ def _blocks(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     yield from zip(*(t.view(-1).split(sizes) for t in tensors), strict=True)
 
 
-def square_sums(grads: Mapping[str, Tensor], order: Sequence[str]) -> Tensor:
+def square_sums(grads: Mapping[str, Tensor], order: Sequence[str], device: torch.device | None = None) -> Tensor:
     """Σ g² of each parameter held here, in canonical order; 0 for the others. In float64.
 
     Summing such vectors over ranks that hold different parameters adds zeros only, hence changes no bit.
@@ -159,7 +159,7 @@ def square_sums(grads: Mapping[str, Tensor], order: Sequence[str]) -> Tensor:
     >>> square_sums({"b": torch.tensor([3.0, 4.0])}, ["a", "b"]).tolist()
     [0.0, 25.0]
     """
-    out = torch.zeros(len(order), dtype=torch.float64)
+    out = torch.zeros(len(order), dtype=torch.float64, device=device)
     for i, name in enumerate(order):
         if name in grads:
             out[i] = torch.linalg.vector_norm(grads[name].detach(), dtype=torch.float64).square()

@@ -137,12 +137,11 @@ class BucketSync:
 
     def squares(self) -> Tensor:
         """Σ g² of each parameter over this rank's share, in canonical order."""
-        sums = square_sums({n: self.grads[n] for n in self.alone if n not in self.elsewhere}, self.order)
+        mine = {n: self.grads[n] for n in self.alone}
         for f in self.flat.values():
-            if f.counts:
-                pieces = {n: piece for n, (_, piece) in f.pieces(f.reduced).items() if n not in self.elsewhere}
-                sums += square_sums(pieces, self.order)
-        return sums
+            mine |= {n: piece for n, (_, piece) in f.pieces(f.reduced).items() if f.counts}
+        where = next((p.device for p in self.params.values()), None)
+        return square_sums({n: g for n, g in mine.items() if n not in self.elsewhere}, self.order, where)
 
     def tensors(self) -> list[Tensor]:
         """Flat buffers and optimizer state: they persist."""

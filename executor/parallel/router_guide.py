@@ -79,9 +79,7 @@ def guide_of(
     return ExpertRouterGuide(forced, note=note, balance=each, ahead=device.ahead)
 
 
-def _forced(
-    prepared: PreparedJob, graph: Graph, places: RankPlacement, rank: int, device: Device
-) -> Choice | None:
+def _forced(prepared: PreparedJob, graph: Graph, places: RankPlacement, rank: int, device: Device) -> Choice | None:
     if not prepared.job.routing.forced:
         return None
     found, first = ForcedExperts.of(prepared, graph), places.replica(rank) * prepared.mbs

@@ -30,7 +30,7 @@ class ShardCut:
         out, first = [], 0
         for size in self.blocks:
             low, high = (i * size // self.count for i in (self.index, self.index + 1))
-            out.append(torch.arange(first + low, first + high))
+            out.append(torch.arange(first + low, first + high, device="cpu"))
             first += size
         return torch.cat(out)
 
@@ -73,7 +73,7 @@ class ParamShard:
         last = max(c.dim for c in self.cuts)
         rows = [np.arange(n) for n in self.shape[: last + 1]]
         for c in self.cuts:
-            rows[c.dim] = c.rows().cpu().numpy()
+            rows[c.dim] = c.rows().numpy()
         breaks = np.flatnonzero(np.diff(rows[last]) != 1) + 1
         firsts, counts = zip(*((part[0], len(part)) for part in np.split(rows[last], breaks)), strict=True)
         starts = np.zeros(1, dtype=np.int64)
@@ -95,7 +95,7 @@ class ParamShard:
         >>> ParamShard((3, 2), (ShardCut(1, 0, 2, (2,)),)).put(whole, torch.ones(3, 1)); whole[0].tolist()
         [1.0, 0.0]
         """
-        at = [torch.arange(n) for n in self.shape]
+        at = [torch.arange(n, device="cpu") for n in self.shape]
         for c in self.cuts:
             at[c.dim] = c.rows()
         whole[torch.meshgrid(*at, indexing="ij")] = part.view(self.local)

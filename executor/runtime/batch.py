@@ -129,7 +129,8 @@ def rank_batches(prepared: PreparedJob, program: RankPlan, device: Device, sourc
 
 def blank_batches(program: RankPlan) -> Batches:
     """Nobody reads them."""
-    nothing = PendingMicrobatch(Microbatch(torch.zeros(0), torch.zeros(0), 1.0), HostDevice.torch)
+    none = torch.zeros(0, device="cpu")
+    nothing = PendingMicrobatch(Microbatch(none, none, 1.0), HostDevice.torch)
     one = dict.fromkeys(program.batches(), nothing)
     return lambda step: one
 

@@ -17,6 +17,7 @@ from ir.core.order import FloatArray
 from ir.core.work import MessageKind
 from ir.graph.sync import Bucket
 
+CPU = torch.device("cpu")  # where what has no meaning is
 SMALL = 2**18  # elements of a bucket that an emulated collective moves at most
 
 
@@ -49,7 +50,7 @@ class BlankStage:
         routes: Callable[[str, int], ExpertRoute] | None = None,
     ) -> None:
         self.units: dict[str, None] = dict.fromkeys(units)
-        self._out = torch.tensor(float("nan")) if last else boundary().zero_()
+        self._out = torch.tensor(float("nan"), device=CPU) if last else boundary().zero_()
         self._grad = boundary().zero_()
         self._routes = routes
 
@@ -72,7 +73,7 @@ class BlankStage:
         route, hidden = self._routes(chunk, mb), self._grad.shape[-1]
         wire = exchanges(chunk, len(route.sent))[name]
         if not wire.counts:
-            return even(wire, torch.tensor(route.sent).flatten())
+            return even(wire, torch.tensor(route.sent, device=CPU).flatten())
         leaving = route.sent if wire.back == (pass_ is Pass.I) else route.got
         return travel(wire, route, [self._grad.new_zeros(sum(map(sum, leaving)), hidden)], gradients=pass_ is Pass.I)
 
@@ -95,12 +96,12 @@ class BlankBucketSync:
     def __init__(
         self, found: Sequence[tuple[Bucket, int]], params: int, reduce: torch.dtype, gather: torch.dtype
     ) -> None:
-        self._sums = torch.zeros(params, dtype=torch.float64)
+        self._sums = torch.zeros(params, dtype=torch.float64, device=CPU)
         self._buckets: dict[str, tuple[Tensor, Tensor, slice]] = {}
         for b, index in found:
             shard = min(b.shard, -(-SMALL // b.ranks))
             own = slice(index * shard, (index + 1) * shard)
-            sums, whole = (torch.zeros(shard * b.ranks, dtype=d) for d in (reduce, gather))
+            sums, whole = (torch.zeros(shard * b.ranks, dtype=d, device=CPU) for d in (reduce, gather))
             self._buckets[b.key] = sums, whole, own
 
     def begin(self) -> None:
@@ -134,7 +135,7 @@ class BlankBucketSync:
         """No parameters."""
 
     def squares(self) -> Tensor:
-        return torch.zeros(0)
+        return torch.zeros(0, device=CPU)
 
 
 @dataclass(frozen=True)

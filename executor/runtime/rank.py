@@ -264,9 +264,9 @@ def _dump(file: Path, local: RankModel) -> None:
     arrays = {}
     for kind, pieces in (("param", local.sync.weights()), ("grad", local.sync.reduced())):
         for name, (first, piece) in pieces.items():
-            part = torch.full((local.params[name].numel(),), torch.nan, dtype=torch.float64)
+            part = torch.full((local.params[name].numel(),), torch.nan, dtype=torch.float64, device="cpu")
             part[first : first + len(piece)] = piece.double().cpu()
-            whole = torch.full(local.shares[name].shape, torch.nan, dtype=torch.float64)
+            whole = torch.full(local.shares[name].shape, torch.nan, dtype=torch.float64, device="cpu")
             local.shares[name].put(whole, part)
             arrays[f"{kind}/{name}"] = whole.numpy()
     np.savez(file, **arrays)  # type: ignore[arg-type]

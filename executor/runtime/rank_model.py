@@ -9,7 +9,7 @@ import torch
 
 from executor.autograd.compiled import CompiledParts, compile_parts
 from executor.autograd.stage import Stage
-from executor.device.device import Device
+from executor.device.device import Device, on_host
 from executor.modules.base import TORCH
 from executor.modules.choose import model_of, recomputed
 from executor.modules.user.model import UserModel
@@ -62,12 +62,13 @@ class RankModel:
         entries, places = prepared.base.entries, RankPlacement.of(plan)
         held, region = shares(plan.graph, places.mesh.coordinates(rank)), region or RankRegion.of(plan, rank)
         guide = guide_of(prepared, plan.graph, places, rank, device, note=note)
-        model = model_of(prepared, held, region, spread_over(plan.graph), guide)
         mine = sorted({n.stage for n in plan.graph.nodes if not n.once and places.program(rank) in n.groups})
         chunks = list(dict.fromkeys(e.chunk.name for e in entries if e.stage in mine))
-        built = model.build(chunks)
-        if isinstance(model, UserModel):
-            model.keep(chunks)
+        with on_host():  # which draws the first values
+            model = model_of(prepared, held, region, spread_over(plan.graph), guide)
+            built = model.build(chunks)
+            if isinstance(model, UserModel):
+                model.keep(chunks)
         for unit in built.units.values():
             if any(t.device != device.torch for t in (*unit.parameters(), *unit.buffers())):
                 unit.to(device.torch)  # moves the parameters themselves, so that ties stay ties
@@ -77,8 +78,7 @@ class RankModel:
         units = [e.name for e in entries if e.stage in mine and job.run.compile and compiling is not None]
         compiled = compile_parts(prepared, built, units, device.torch, compiling)
         params: dict[str, torch.Tensor] = dict(built.params)
-        grads = ParamGradients(params, TORCH[precision.grads])
-        again = recomputed(prepared)
+        grads, again = ParamGradients(params, TORCH[precision.grads]), recomputed(prepared)
         stages = {}
         for s in mine:
             stages[s] = Stage(

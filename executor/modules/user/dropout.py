@@ -107,7 +107,7 @@ def _key(text: str) -> int:
 def _placeholder(graph: fx.Graph) -> fx.Node:
     with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
         draws: fx.Node = graph.placeholder("draws")
-    draws.meta["val"] = torch.zeros(3, dtype=torch.int64)
+    draws.meta["val"] = torch.zeros(3, dtype=torch.int64, device="cpu")
     return draws
 
 

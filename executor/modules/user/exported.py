@@ -100,7 +100,7 @@ def _patterns(paths: list[str]) -> list[str]:
 
 def _exported(module: nn.Module, size: int, length: int) -> fx.GraphModule:
     """The whole forward as one graph, with the module's own parameters. No caches: they are for generating text."""
-    ids = torch.zeros(size, length, dtype=torch.int64)
+    ids = torch.zeros(size, length, dtype=torch.int64, device="cpu")
     given = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
     try:
         program = torch.export.export(module, (ids,), given, strict=False)

@@ -189,11 +189,11 @@ class UserModel:
             without_values(lambda: self._try(size, length))
 
     def _try(self, size: int, length: int) -> None:
-        ids = torch.zeros(size, length, dtype=torch.int64)
+        ids = torch.zeros(size, length, dtype=torch.int64, device="cpu")
         x: tuple[Tensor, ...] = (ids,)
         for name, chunk in self._cut.chunks.items():
             more: tuple[Tensor, ...] = (ids,) if name in self._cut.wants_ids else ()
-            more += (torch.zeros(3, dtype=torch.int64),) if name in self._cut.wants_draws else ()
+            more += (torch.zeros(3, dtype=torch.int64, device="cpu"),) if name in self._cut.wants_draws else ()
             x = refuse_impure(name, chunk, (*x, *more))
 
 

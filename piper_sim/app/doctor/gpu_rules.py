@@ -36,7 +36,7 @@ def races() -> Mapping[str, object]:
     return {"races": 0, "without_marks": len(deaf), "of_freed_memory": freed}
 
 
-def deaf_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
+def deaf_rank(ctx: RankContext, **spec: object) -> dict[str, Any]:
     """A rank of the control: as `train_rank`, on a device that forgets what it is told to follow."""
     with ctx.hub.lock:
         ctx.hub.race = ctx.hub.race or RaceDevice(deaf=True)

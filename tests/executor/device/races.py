@@ -1,20 +1,29 @@
-"""Runs on a device that orders no more than a GPU does. `python -m tests.executor.device.races N` leaves out one
-ordering of a run, N times, and counts how often that is seen."""
+"""Runs on a device that orders no more than a GPU does. `python -m tests.executor.device.races N` leaves out N
+orderings of each plan's run, one by one and evenly over the run, and counts how many are seen."""
 
-import random
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from executor.checkpoint.folder import newest
+from executor.checkpoint.manifest import read_manifest
+from executor.checkpoint.reader import digests
+from executor.checkpoint.settings import settled
 from executor.device.progress import RankProgress, create
 from executor.device.race import DeviceRace, RaceDevice
 from executor.runtime.given import given_name, given_text
 from executor.runtime.rank import train_rank
 from executor.runtime.spec import PlanRun
 from executor.runtime.worker import LocalRanks, RankContext
-from ir.job.run_options import JobRunOptions
+from executor.transport.base import TransportError
+from ir.job.run_options import CheckpointOptions, JobRunOptions
+from tests.executor.device.race_notes import Deletions, RaceNotes
 from tests.executor.runs import judged
 
 PLANS = {
@@ -43,16 +52,27 @@ def raced(folder: Path, *sets: str, device: RaceDevice | None = None, note: bool
 
     Raises what a rank raises.
     """
+    device = device or RaceDevice()
+    spec = PlanRun(JobRunOptions(1, 1, backend="local", racecheck=True), note=note)
+    trained(folder, spec, *sets, hub=LocalRanks(race=device))
+    return device.races
+
+
+def trained(
+    folder: Path, spec: PlanRun, *sets: str, hub: LocalRanks, first: Callable[[], object] = lambda: None
+) -> list[dict[str, Any]]:
+    """What the ranks of a run tell, all of them threads of this process. first: done in each before."""
     prepared, plan = judged(folder, *sets)
     create(folder / "progress", prepared.ranks)
     (folder / given_name(0)).write_text(given_text(prepared, plan), encoding="utf-8")
-    hub, errors = LocalRanks(race=device or RaceDevice()), list[BaseException]()
-    told = PlanRun(JobRunOptions(prepared.ranks, 1, backend="local", racecheck=True), note=note).told()
+    told = replace(spec, options=replace(spec.options, ranks=prepared.ranks)).told()
+    errors, results = list[BaseException](), dict[int, dict[str, Any]]()
 
     def life(rank: int) -> None:
+        first()
         pen = RankProgress(folder / "progress", rank)
         try:
-            train_rank(RankContext(rank, prepared.ranks, folder, pen, hub=hub), **told)
+            results[rank] = train_rank(RankContext(rank, prepared.ranks, folder, pen, hub=hub), **told)
         except BaseException as error:
             errors.append(error)
             hub.fail(rank)
@@ -64,42 +84,47 @@ def raced(folder: Path, *sets: str, device: RaceDevice | None = None, note: bool
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0]
-    assert hub.race is not None
-    return hub.race.races
+        raise next((e for e in errors if not isinstance(e, TransportError)), errors[0])
+    return [results[r] for r in names]
 
 
-class _OneLess(RaceDevice):
-    """Forgets one of the marks that lanes are told to follow and that tell them something new."""
+def resumed(
+    folder: Path, *sets: str, first: Callable[[], object] = lambda: None, on: Sequence[RaceDevice | None] = (None, None)
+) -> list[Any]:
+    """What a run tells that evaluates, saves and dumps, and one that goes on from there; what the files then hold.
 
-    def __init__(self, left_out: int) -> None:
-        super().__init__()
-        self.left_out, self.count = left_out, 0
+    on: the device of each.
+    """
+    (folder / "text.txt").write_text("0123456789 " * 99)
+    sets, out = (*sets, "run.eval_every=1", f"run.eval_source={folder / 'text.txt'}"), list[Any]()
+    prepared, _ = judged(folder, *sets)
+    both = ({"save": str(folder / "saved")}, 2), ({"resume": str(folder / "saved")}, 3)
+    for device, (asked, steps) in zip(on, both, strict=True):
+        saving = settled(CheckpointOptions(**asked, every=1 if "save" in asked else None), prepared, steps, real=True)
+        options = JobRunOptions(1, steps, backend="local", dump=folder, racecheck=device is not None)
+        keys = "losses", "grad_norms", "squares", "peak_bytes", "tests", "state_bytes", "balance"
+        told = trained(folder, PlanRun(options, saving), *sets, hub=LocalRanks(race=device), first=first)
+        out.append([{k: r[k] for k in keys} for r in told])
+    first()
+    checkpoint = newest(folder / "saved")
+    dumped = {f.name: {n: a.tobytes() for n, a in np.load(f).items()} for f in sorted(folder.glob("rank-*.npz"))}
+    return [*out, digests(checkpoint, read_manifest(checkpoint)), dumped]
 
-    def follow(self, mark: Any) -> None:
-        with self.lock:
-            mine = self.clocks[self._current()]
-            new = any(mine.get(lane, 0) < tick for lane, tick in mark.clock.items())
-            self.count += new
-            if not (new and self.count == self.left_out):
-                super().follow(mark)
+
+def noted(*sets: str) -> RaceNotes:
+    """What the clocks of such a run were told. It has no races."""
+    notes = RaceNotes()
+    with tempfile.TemporaryDirectory() as folder:
+        assert raced(Path(folder), *sets, device=RaceDevice(notes)) == []
+    return notes
 
 
 def main(count: int) -> None:
-    """How many orderings, left out alone, are missed."""
-    draw, seen = random.Random(0), 0
-    for k in range(count):
-        name, sets = draw.choice(list(PLANS.items()))
-        with tempfile.TemporaryDirectory() as folder:
-            whole = _OneLess(-1)
-            raced(Path(folder), *sets, device=whole)
-            left_out = draw.randrange(whole.count // 3, whole.count) + 1
-            found = raced(Path(folder), *sets, device=_OneLess(left_out))
-        seen += bool(found)
-        print(
-            f"{k}: {name}, follow {left_out} of {whole.count} left out: {found[0] if found else 'not seen'}", flush=True
-        )
-    print(f"seen: {seen} of {count}")
+    """Of how many orderings, left out alone, nothing is seen."""
+    for name, sets in PLANS.items():
+        notes = noted(*sets)
+        lost = Deletions.of(notes, notes.some(count))
+        print(f"{name}: {lost}", *sorted({notes.why[k] for k in lost.kept}), sep="\n  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ LOOP = """
 import json, os, sys
 import numpy as np
 import piper_sim
+import torch
 from executor.data.tokens import source_of
 
 job, first, steps, *sets = sys.argv[1:]
@@ -24,6 +25,7 @@ resume = "saved" if int(first) else None
 with piper_sim.runtime(job, sets, save="saved", resume=resume) as runtime:
     source = source_of("synthetic", 256, 0, runtime.sequences)
     said = []
+    torch.set_default_device("meta")  # where nothing of ours may land
     for step in range(runtime.steps, int(steps)):
         batch = np.stack([source.sequence(step, k, 8) for k in range(runtime.sequences)])
         said.append([runtime.evaluate(batch), runtime.step(batch), runtime.grad_norm])
