@@ -41,9 +41,7 @@ def test_each_schedule_is_asked_and_one_that_trains_something_else_is_named(curv
     assert "dualpipev on gloo" in _refused(lambda: runs.schedules("gloo")).message
 
 
-def test_exchanges_are_uneven_and_some_are_empty(
-    curve: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exchanges_are_uneven_and_some_are_empty(curve: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     found = runs.exchanges("gloo")
     assert found["least"] == 0 and found["most"] == 16 * 2  # all of a sequence's tokens, twice
     curve("gloo")
