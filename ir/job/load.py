@@ -88,6 +88,9 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
         _check_speed(str(rank), factor)
     found.setdefault("model", {"overrides": {}})
     job = replace(typed(found, Job, FORM), file=file)
+    if job.cluster.speed and job.cluster.slow_nodes is not None:
+        message, fix = "speed names slow ranks, and here nobody knows which they are", "leave cluster.speed out"
+        raise job_error("cluster.slow_nodes", message, fix, "one of the two")
     given = job.model.config or job.model.graph or job.model.module
     if not given and "model_type" not in job.model.overrides:
         allowed = "a preset or a path to config.json, or model_type and the keys of one"

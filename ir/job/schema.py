@@ -51,10 +51,19 @@ class ModelSection:
 
 
 @dataclass(frozen=True)
+class JobSlowNodes:
+    """Nodes that nobody knows to be slow. share: the chance of each; speed: of its GPUs' kernels, 1 is as usual."""
+
+    share: Annotated[float, Meta(gt=0, lt=1)]
+    speed: Annotated[float, Meta(ge=1e-3, lt=1)] = 0.91
+
+
+@dataclass(frozen=True)
 class JobCluster:
     """Where it runs. Keys of the hardware file may be set inline; those land in `overrides`.
 
-    price: of one GPU for an hour, in any currency.
+    price: of one GPU for an hour, in any currency. speed: rank -> factor, of those known to be slower or faster.
+    slow_nodes: instead, of those that are not known.
     """
 
     gpu: Text = "h100-sxm"
@@ -63,6 +72,7 @@ class JobCluster:
     memory_margin_GiB: NonNegative = 2.0
     price: Positive | None = None
     speed: Mapping[str, float] = field(default_factory=dict)
+    slow_nodes: JobSlowNodes | None = None
     overrides: Mapping[str, object] = field(default_factory=dict)
 
 

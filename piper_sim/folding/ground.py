@@ -63,13 +63,13 @@ class RankPositions:
 
 
 class DevicePlacement:
-    """Positions on the nodes of a cluster. speed: [program, position] factor of each rank."""
+    """Positions on the nodes of a cluster. rank, node, speed: [program, position] global rank, its node, its factor."""
 
     def __init__(self, mesh: Mesh, per_node: int, speed: Mapping[str, float] | None = None) -> None:
         self.positions = at = RankPositions(mesh)
-        rank = at.offset + np.arange(at.programs)[:, None] * at.stride
-        self.node: IntArray = rank // per_node
-        self.speed: FloatArray = np.ones(rank.shape)
+        self.rank: IntArray = at.offset + np.arange(at.programs)[:, None] * at.stride
+        self.node: IntArray = self.rank // per_node
+        self.speed: FloatArray = np.ones(self.rank.shape)
         for name, factor in (speed or {}).items():
             seat = at.seat(int(name))
             self.speed[seat.program, seat.position] = factor

@@ -21,6 +21,7 @@ from piper_sim.pricing.routing.uneven import worst
 from piper_sim.pricing.scenario import classes_of
 from piper_sim.pricing.sources import CostSources, sources
 from piper_sim.report.units import GIB
+from piper_sim.study.sure import SlowNodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,7 @@ class PlannedJob:
     """What is known of a job before anything runs: memory does not depend on costs.
 
     sized, workspace: the plan with the bytes of each program's worst replica, and its workspaces where routing sets
-    them.
+    them. slow: what may come of `[cluster] slow_nodes`; the job names the ones of its median step.
     """
 
     prepared: PreparedJob
@@ -40,6 +41,7 @@ class PlannedJob:
     sized: Plan
     workspace: IntArray | None
     memory: Memory
+    slow: SlowNodes | None = None
 
     @classmethod
     def of(cls, prepared: PreparedJob, hardware: DeviceHardware) -> PlannedJob:

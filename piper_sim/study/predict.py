@@ -13,6 +13,7 @@ from piper_sim.pricing.scenario import scenario_of
 from piper_sim.study.breakdown import breakdown
 from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.prediction import Prediction
+from piper_sim.study.slow_nodes import with_likely
 
 MOST_OPS = 12_000_000  # unfolded, about 650 bytes each
 
@@ -36,7 +37,15 @@ def predict(job: Job) -> Prediction:
 
 
 def planned(job: Job, hardware: DeviceHardware) -> PlannedJob:
-    """The plan of a job, with the layers that fit. Raises PiperError as `predict`, but for what only a check shows."""
+    """The plan of a job, with the layers that fit, and with the slow node that its median step has.
+
+    Raises PiperError as `predict`, but for what only a check shows.
+    """
+    p = _fitting(job, hardware)
+    return p if job.cluster.slow_nodes is None else with_likely(p, lambda one: timed(one).iteration_s)
+
+
+def _fitting(job: Job, hardware: DeviceHardware) -> PlannedJob:
     first = PlannedJob.of(prepare_priced(job, hardware), hardware)
     even = -(-sum(first.prepared.layers) // first.prepared.stages)
     if job.parallel.layers != "balanced" or max(first.prepared.layers) <= even or fits(first):

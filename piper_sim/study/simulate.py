@@ -8,6 +8,7 @@ from typing import Any
 from ir.core.work import DType
 from ir.job import Job
 from ir.job.build import PreparedJob
+from ir.job.schema import JobSlowNodes
 from ir.plan.text import plan_digest
 from ir.schedules.registry import canonical, default_chunks
 from ir.verify.deadlock import takes_turns
@@ -35,7 +36,7 @@ def simulate_object(p: PlannedJob, costs: OpCosts, times: StepBreakdown, steps: 
     out: Object = {
         "schema_version": 1,
         "iteration_s": times.iteration_s,
-        "iteration_s_interval": interval(times.iteration_s, like),
+        "iteration_s_interval": interval(times.iteration_s, like, p.slow),
         "tokens_per_s": rate,
         "tokens_per_s_per_gpu": rate / mesh.ranks,
         "model_tflops_per_gpu": flops / 1e12,
@@ -57,8 +58,10 @@ def simulate_object(p: PlannedJob, costs: OpCosts, times: StepBreakdown, steps: 
         "warnings": warnings(p.prepared),
         "plan_digest": plan_digest(p.plan),
         "cost_digest": costs.digest,
-        "job_digest": job_digest(job),
+        "job_digest": job_digest(job, None if p.slow is None else p.slow.asked),
     }
+    if p.slow is not None:
+        out["slow_nodes"] = p.slow.to_dict()
     if not fit:
         out["reason"] = reason(p, mem)
     return out
@@ -169,9 +172,9 @@ def _room(mem: Object) -> str:
     return f"the {have} there are, less a margin of {margin}" if mem["margin_bytes"] else f"the {have} there are"
 
 
-def job_digest(job: Job) -> str:
+def job_digest(job: Job, slow: JobSlowNodes | None = None) -> str:
     """SHA-256 of the job's values, one for one job however it is written: a schedule's alias and its usual number of
-    stages per rank say nothing new, and neither does the file's name.
+    stages per rank say nothing new, and neither does the file's name. slow: what its slow ranks were found for.
 
     >>> from ir.job.load import job_from
     >>> short = job_from({"model": {"config": "x"}, "schedule": {"name": "vpp"}})
@@ -184,10 +187,13 @@ def job_digest(job: Job) -> str:
         name = canonical(s.name)
         usual = s.stages_per_rank == default_chunks(name)
         s = replace(s, name=name, stages_per_rank=None if usual else s.stages_per_rank)
-    table = asdict(replace(job, schedule=s, file=""))
+    cluster = replace(job.cluster, slow_nodes=slow or job.cluster.slow_nodes)
+    table = asdict(replace(job, schedule=s, cluster=cluster, file=""))
     if s.global_batch is None:  # a resolved job has microbatches
         table["schedule"].pop("global_batch")
     table["cluster"].pop("price")
+    if table["cluster"]["slow_nodes"] is None:
+        table["cluster"].pop("slow_nodes")
     table["model"].pop("weights")  # values, of which no prediction depends
     table.pop("search")
     return hashlib.sha256(json.dumps(table, sort_keys=True, default=list).encode()).hexdigest()

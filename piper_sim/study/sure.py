@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import msgspec
 
 from ir.core.errors import ErrorKind
 from ir.core.files import FileErrors, read_json, typed
+from ir.job.schema import JobSlowNodes
 
 FILE = Path(__file__).with_name("residuals.json")
 FORM = FileErrors("a table of residuals", ErrorKind.IO, "residuals", 10**7, "written by experiments.published")
@@ -79,10 +81,29 @@ def quantile(found: Sequence[tuple[float, float]], share: float) -> float:
     return found[-1][0]
 
 
-def interval(seconds: float, traits: PredictionTraits) -> list[float]:
-    """[p10, p90] of a step's seconds."""
-    found = weighted(traits, residuals())
-    return [seconds * quantile(found, share) for share in (0.1, 0.9)]
+@dataclass(frozen=True)
+class SlowNodes:
+    """What comes of nodes of which nobody knows which are slow.
+
+    asked: in the job. nodes: that it runs on. steps: (seconds, chance) of the worst node met, quickest first: the first
+    is the step that no slow node lengthens. Chances sum to 1.
+    """
+
+    asked: JobSlowNodes
+    nodes: int
+    steps: tuple[tuple[float, float], ...]
+
+    def to_dict(self) -> dict[str, float]:
+        """What `simulate` says of them."""
+        any_slow = 1.0 - (1.0 - self.asked.share) ** self.nodes
+        return {"chance": any_slow, "without_s": self.steps[0][0], "worst_s": self.steps[-1][0]}
+
+
+def interval(seconds: float, traits: PredictionTraits, slow: SlowNodes | None = None) -> list[float]:
+    """[p10, p90] of a step's seconds, which are as far off as of runs like it. slow: instead of seconds, its steps."""
+    steps = ((seconds, 1.0),) if slow is None else slow.steps
+    found = sorted((s * x, chance * w) for x, w in weighted(traits, residuals()) for s, chance in steps)
+    return [quantile(found, share) for share in (0.1, 0.9)]
 
 
 def fits_probability(allocated: int, device: int, capacity: int, traits: PredictionTraits) -> float:

@@ -171,6 +171,9 @@ def _print(p: Prediction, found: Object, out: str | None) -> None:
     low, high = found["iteration_s_interval"]
     chance = found["memory"]["fits_probability"]
     print(f"80 % interval by published runs like it: {low:.4g} to {high:.4g} s; chance of room in memory {chance:.1%}")
+    if (slow := found.get("slow_nodes")) is not None:
+        steps = f"a step takes {slow['without_s']:.4g} s without, {slow['worst_s']:.4g} s at worst"
+        print(f"slow nodes: {slow['chance']:.1%} chance of any; {steps}")
     if not found["fits"]:
         print(f"does not fit: {found['reason']}")
     if out is not None:

@@ -80,6 +80,8 @@ def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
     ranks = p.prepared.ranks
     if any(s < 1 for s in job.cluster.speed.values()):
         yield "no straggler", {"cluster.speed": {}}
+    if job.cluster.slow_nodes is not None:
+        yield "no slow nodes", {"cluster.slow_nodes": None}
     if job.routing.kind != "balanced":
         file = {"routing.file": None} if job.routing.file is not None else {}
         yield "balanced experts", {"routing.kind": "balanced", **file}
