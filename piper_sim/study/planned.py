@@ -21,7 +21,7 @@ from piper_sim.pricing.routing.uneven import worst
 from piper_sim.pricing.scenario import classes_of
 from piper_sim.pricing.sources import CostSources, sources
 from piper_sim.report.units import GIB
-from piper_sim.study.sure import SlowNodes
+from piper_sim.study.sure import SlowStepChances
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class PlannedJob:
     sized: Plan
     workspace: IntArray | None
     memory: Memory
-    slow: SlowNodes | None = None
+    slow: SlowStepChances | None = None
 
     @classmethod
     def of(cls, prepared: PreparedJob, hardware: DeviceHardware) -> PlannedJob:

@@ -12,7 +12,7 @@ import numpy as np
 from ir.job.schema import JobSlowNodes
 from piper_sim.folding.ground import DevicePlacement
 from piper_sim.study.planned import PlannedJob
-from piper_sim.study.sure import SlowNodes
+from piper_sim.study.sure import SlowStepChances
 
 
 def with_likely(p: PlannedJob, step: Callable[[PlannedJob], float]) -> PlannedJob:
@@ -32,7 +32,7 @@ def with_likely(p: PlannedJob, step: Callable[[PlannedJob], float]) -> PlannedJo
     timed.sort(key=lambda x: max(x[0], least))
     steps = met([(max(seconds, least), nodes) for seconds, nodes, _ in timed], asked.share)
     median = int(np.searchsorted(np.cumsum([chance for _, chance in steps]), 0.5))
-    return replace(timed[median][2], slow=SlowNodes(asked, sum(nodes for _, nodes, _ in timed), tuple(steps)))
+    return replace(timed[median][2], slow=SlowStepChances(asked, sum(nodes for _, nodes, _ in timed), tuple(steps)))
 
 
 def met(steps: list[tuple[float, int]], share: float) -> list[tuple[float, float]]:

@@ -82,7 +82,7 @@ def quantile(found: Sequence[tuple[float, float]], share: float) -> float:
 
 
 @dataclass(frozen=True)
-class SlowNodes:
+class SlowStepChances:
     """What comes of nodes of which nobody knows which are slow.
 
     asked: in the job. nodes: that it runs on. steps: (seconds, chance) of the worst node met, quickest first: the first
@@ -99,7 +99,7 @@ class SlowNodes:
         return {"chance": any_slow, "without_s": self.steps[0][0], "worst_s": self.steps[-1][0]}
 
 
-def interval(seconds: float, traits: PredictionTraits, slow: SlowNodes | None = None) -> list[float]:
+def interval(seconds: float, traits: PredictionTraits, slow: SlowStepChances | None = None) -> list[float]:
     """[p10, p90] of a step's seconds, which are as far off as of runs like it. slow: instead of seconds, its steps."""
     steps = ((seconds, 1.0),) if slow is None else slow.steps
     found = sorted((s * x, chance * w) for x, w in weighted(traits, residuals()) for s, chance in steps)
