@@ -11,10 +11,11 @@ demo: $(STAMP)
 	$(BIN)/piper-sim demo
 
 # Ranks of several workers do not meet: each run has a store of its own. A file stays with one worker, which keeps what
-# its tests share; files in their order, so that short ones come last and no worker waits for a long one; ratios of
-# times are taken alone. Bytecode is written, for the many processes that tests start.
+# its tests share; files in their order, so that short ones come last and no worker waits for a long one; one worker more
+# than there are cores, since ranks wait for each other; ratios of times are taken alone. Bytecode is written, for the
+# many processes that tests start.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
-ASIDE  := -n auto --dist loadscope --no-loadscope-reorder --ignore=tests/bench
+ASIDE  := -n $$(($$(nproc)+1)) --dist loadscope --no-loadscope-reorder --ignore=tests/bench
 
 test: $(DEV) lint
 	PIPER_EXAMPLES=160 $(PYTEST) -m "not slow" $(ASIDE)

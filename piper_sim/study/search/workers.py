@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 from collections import deque
@@ -77,8 +78,13 @@ def _key(one: BoundedJob) -> str:
 
 
 def loaded() -> None:
-    """Make a process ready: what the engine's compiled twin needs is loaded once, for all that follows."""
+    """Make a process ready: what the engine's compiled twin needs is loaded once, for all that follows.
+
+    A configuration makes 10⁵ objects and no cycles: looked for every 700 objects, they cost a tenth to a third of it.
+    """
     import piper_sim.compiled  # noqa: F401
+
+    gc.set_threshold(50_000, 20, 20)
 
 
 class JobWorkers:
@@ -97,6 +103,7 @@ class JobWorkers:
     ) -> None:
         self.count, self.hardware, self.limit_GiB, self.journal, self.check = count, hardware, limit_GiB, journal, check
         self.pool = ProcessPoolExecutor(count, get_context("spawn"), loaded) if count > 1 else None
+        self.collected = gc.get_threshold()
 
     def __enter__(self) -> JobWorkers:
         if self.pool is None:
@@ -104,6 +111,7 @@ class JobWorkers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        gc.set_threshold(*self.collected)
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
