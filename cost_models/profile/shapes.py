@@ -70,7 +70,8 @@ def op_shapes(graph: Graph) -> tuple[KernelShape | None, ...]:
         kernels = tuple((str(k.kind), str(k.dtype), k.label) for k in n.work)
         windows = source.config.windows
         own = (windows[layers[n.stage, n.part]],) if windows else ()
-        fixed = (layout.cp, layout.ep, layout.etp, kernels, (n.stage, n.part) in again, model, *own)
+        context = (layout.cp, "heads") if layout.cp_heads else layout.cp
+        fixed = (context, layout.ep, layout.etp, kernels, (n.stage, n.part) in again, model, *own)
         chunk, _, part = n.part.rpartition(".")
         name = f"{n.kind}/{chunk.rstrip('0123456789')}.{part}"
         at = {"seq_len": source.shape.seq_len, "sequences": source.shape.microbatch_size, "tp": layout.tp}

@@ -82,6 +82,16 @@ class RankAxis:
         self._meet(MessageKind.REDUCE_SCATTER, x, into, lambda: t.reduce_scatter(self.group, into.view(-1), flat))
         return into
 
+    def exchange(self, x: Tensor) -> Tensor:
+        """All-to-all: row i goes to the i-th rank, whose row for this one comes instead: (size, …) → (size, …)."""
+        x = x.contiguous()
+        into = torch.empty_like(x)
+        if self._alone(MessageKind.ALL_TO_ALL, x) or (t := self._transport) is None:
+            return into.copy_(x)
+        rows = [1] * self.size
+        self._meet(MessageKind.ALL_TO_ALL, x, into, lambda: t.all_to_all(self.group, into, x, rows, rows))
+        return into
+
     def _reduce(self, x: Tensor, *, largest: bool) -> Tensor:
         if not self._alone(MessageKind.ALL_REDUCE, x) and (t := self._transport) is not None:
             flat = x.view(-1)
@@ -143,6 +153,7 @@ class RankRegion:
     tp: RankAxis = field(default_factory=RankAxis)  # to ranks with other heads, columns, words
     cp: RankAxis = field(default_factory=RankAxis)  # to ranks with other tokens of each sequence
     sequence: bool = False  # sequence parallelism: tp's ranks have other tokens between the regions that tp divides
+    heads: bool = False  # inside of attention cp's ranks have other heads, of whole sequences
 
     @property
     def divides(self) -> int:
@@ -172,15 +183,15 @@ class RankRegion:
             wires.append(
                 RankAxis(size, members.index(rank), axis, members, transport, progress) if size > 1 else RankAxis()
             )
-        return cls(wires[0], wires[1], layout.sequence_parallel)
+        return cls(wires[0], wires[1], layout.sequence_parallel, layout.cp_heads)
 
 
 def check_divided(graph: Graph) -> None:
     """Raise PiperError where parts are divided over tp or cp otherwise than all alike, over all of the mesh."""
     sizes = (1, 1) if graph.mesh is None else tuple(graph.mesh.sizes[a] for a in ("tp", "cp"))
-    found = {(e.layout.tp, e.layout.cp, e.layout.sequence_parallel) for e in graph.entries}
+    found = {(e.layout.tp, e.layout.cp, e.layout.sequence_parallel, e.layout.cp_heads) for e in graph.entries}
     if len(found) > 1 or any(layout[:2] != sizes for layout in found):
-        divided = ", ".join(f"{tp}·{cp}" for tp, cp, _ in sorted(found))
+        divided = ", ".join(f"{tp}·{cp}" for tp, cp, *_ in sorted(found))
         raise PiperError(
             ErrorKind.DIRECTIVE,
             f"parts divided over {divided} ranks of tp·cp = {sizes[0]}·{sizes[1]} are simulated, but not executed",

@@ -19,7 +19,7 @@ KEYS: Mapping[str, frozenset[str]] = {
         {"filter", "devices", "device", "reduce_stream", "gather_stream", "bucket_size", "bucket_MiB"}
         | {"shard_grads", "shard_params", "zero"}
     ),
-    "shard": frozenset({"filter", "devices", "device", "stream", "axis", "sequence_parallel"}),
+    "shard": frozenset({"filter", "devices", "device", "stream", "axis", "sequence_parallel", "heads"}),
     "split": frozenset({"filter", "dim_name", "num_microbatches"}),
     "order": frozenset({"filters", "group", "cells"}),
 }
@@ -98,7 +98,8 @@ def read_sync(i: int, d: Fields) -> Directive:
         if axis not in AXES:
             raise bad(f"directive {i} (shard): no axis {_short(axis)}", ", ".join(AXES), nearest(str(axis), AXES))
         stream = d.get("stream", "compute" if names_devices(d) else "ep")
-        return ShardDirective(wanted, axis, read_stream(i, stream), _flag(i, d, "sequence_parallel"))
+        flags = (_flag(i, d, key) for key in ("sequence_parallel", "heads"))
+        return ShardDirective(wanted, axis, read_stream(i, stream), *flags)
     zero = 3 if _flag(i, d, "shard_params") else 2 if _flag(i, d, "shard_grads") else 0
     if "zero" in d:
         zero = d["zero"]

@@ -24,13 +24,15 @@ class ShardDirective:
         F: router -> experts -> add        -->   router -> counts -> dispatch -> experts -> combine -> add
         I: router <- experts <- add        -->   router <- dispatch <- experts <- combine <- add
         R: router -> experts               -->   router -> dispatch -> experts
-    axis="tp" or "cp": the same nodes with smaller work and blocking messages inside (see `Inline`).
+    axis="tp" or "cp": the same nodes with smaller work and blocking messages inside (see `Inline`). heads: cp divides
+    attention's heads.
     """
 
     filter: DirectiveFilter
     axis: str
     stream: str = "ep"
     sequence_parallel: bool = False
+    heads: bool = False
 
     def __str__(self) -> str:
         return f"shard({self.filter}, axis={self.axis})"
@@ -42,6 +44,8 @@ class ShardDirective:
             out["stream"] = self.stream
         if self.sequence_parallel:
             out["sequence_parallel"] = True
+        if self.heads:
+            out["heads"] = True
         return out
 
     def __call__(self, graph: Graph) -> Graph:
@@ -66,7 +70,7 @@ class ShardDirective:
             case "tp":
                 return replace(e.layout, tp=tp, sequence_parallel=self.sequence_parallel and tp > 1)
             case "cp":
-                return replace(e.layout, cp=cp)
+                return replace(e.layout, cp=cp, cp_heads=self.heads and cp > 1)
             case _:
                 return replace(e.layout, ep=ep, etp=etp)
 

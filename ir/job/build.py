@@ -27,7 +27,7 @@ from ir.schedules.registry import build, default_chunks, flushed, legal_chunks
 from ir.schedules.schedule import OpTimes, Schedule, ordering, placing
 from ir.workload.config.spec import ModelConfig
 from ir.workload.layout import laid_out, layout_of, parse_layout
-from ir.workload.part import Chunk, ModelWork, PartLayout
+from ir.workload.part import Chunk, ModelWork
 from ir.workload.partition import partition
 from ir.workload.setting import FUSED_STYLE, KernelStyle, MicrobatchShape, ModelPrecision
 
@@ -141,7 +141,7 @@ def prepare(
         if isinstance(made, DirectiveFile):
             job, made = agree(job, made), with_split(made, job.schedule.microbatches)
         p = job.parallel
-        model.check(PartLayout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel), shape, precision, recompute_options(job))
+        model.check(p.layout, shape, precision, recompute_options(job))
         mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
         source = model.source(shape, precision, style)
         mbs = (made.mbs or 1) if isinstance(made, DirectiveFile) else made.microbatches
@@ -230,7 +230,7 @@ def dividing(job: Job, config: ModelConfig) -> list[Directive]:
         sequence = p.sequence_parallel and job.model.graph is None  # a captured module's tokens are on all tp ranks
         out.append(ShardDirective(everything, "tp", sequence_parallel=sequence))
     if p.cp > 1:
-        out.append(ShardDirective(everything, "cp"))
+        out.append(ShardDirective(everything, "cp", heads=p.layout.cp_heads))
     if config.moe is not None and p.ep * p.etp > 1:
         out.append(ShardDirective(parse_filter({"EP": "*"}), "ep"))
     out.append(ReplicateDirective(everything, p.zero, p.bucket_MiB))

@@ -7,6 +7,7 @@ from typing import Annotated, get_type_hints
 from msgspec import Meta
 
 from ir.core.files import HIDDEN, Text, words
+from ir.workload.part import PartLayout
 
 MOST = 2**31 - 1
 PARTS = ("norm", "up_projection", "activation", "scores", "mlp", "attention", "operators")
@@ -81,7 +82,9 @@ class JobParallel:
     """How it is divided. tp·cp·pp·dp is the number of GPUs; experts see the same devices as etp·ep·edp.
 
     overlap_grad_reduce: reductions of ZeRO 0 and 1 run beside backward passes (bucket by bucket, with bucket_MiB); off,
-    they follow a rank's last one, as Megatron's without --overlap-grad-reduce.
+    they follow a rank's last one, as Megatron's without --overlap-grad-reduce. cp_comm: what attention sends over cp:
+    all_gather, keys and values of whole sequences to each rank's queries, as many bytes as a ring; all_to_all, whole
+    sequences of a rank's own heads.
     """
 
     tp: Size = 1
@@ -97,7 +100,13 @@ class JobParallel:
     overlap_grad_reduce: bool = True
     order: Text = "tp cp ep dp pp"
     sequence_parallel: bool = True
+    cp_comm: Annotated[str, words("all_gather", "all_to_all", said="communication of cp")] = "all_gather"
     layers: Text | tuple[int, ...] = "balanced"
+
+    @property
+    def layout(self) -> PartLayout:
+        """Of a part that all axes divide."""
+        return PartLayout(self.tp, self.cp, self.ep, self.etp, self.sequence_parallel, self.cp_comm == "all_to_all")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ ENCODER = "encoder"  # as an input of a part: what the last layer of the encoder
 class PartLayout:
     """How a part is divided over devices: sizes of the mesh axes that shard it. `shard` directives change this.
 
-    tp, cp shard dense parts (and the tokens, with sequence parallelism); ep, etp shard experts.
+    tp, cp shard dense parts (and the tokens, with sequence parallelism); ep, etp shard experts. cp_heads: inside of
+    attention cp divides heads, of whole sequences, instead of queries (DeepSpeed's Ulysses, arXiv:2309.14509).
     """
 
     tp: int = 1
@@ -21,6 +22,7 @@ class PartLayout:
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
+    cp_heads: bool = False
 
 
 @dataclass(frozen=True, slots=True)

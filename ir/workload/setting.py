@@ -205,6 +205,8 @@ def check_setting(config: ModelConfig, layout: PartLayout, shape: MicrobatchShap
             raise _refuse(axis, by, f"{c.source}'s {what}", size)
     if m is not None and m.heads // layout.tp % layout.cp:
         raise _refuse("cp", layout.cp, f"{c.source}'s recurrent heads of a tensor-parallel rank", m.heads // layout.tp)
+    if layout.cp_heads and attends and (heads := (c.heads if c.mla else c.kv_heads) // layout.tp) % layout.cp:
+        raise _refuse("cp", layout.cp, f"{c.source}'s KV heads of a tensor-parallel rank", heads)
     if layout.cp > 1 and shape.seq_len % (2 * layout.cp):
         raise _refuse_stretches(layout.cp, shape.seq_len)
     if layout.sequence_parallel and (shape.seq_len // layout.cp) % layout.tp:

@@ -238,6 +238,7 @@ def _different(mine: PreparedJob, theirs: PreparedJob) -> Iterator[tuple[str, tu
             "parallel.zero": j.parallel.zero if p.mesh.sizes["dp"] * p.mesh.sizes["cp"] > 1 else 0,
             "parallel.order": j.parallel.order,
             "parallel.sequence_parallel": j.parallel.sequence_parallel and tp,
+            "parallel.cp_comm": j.parallel.cp_comm if j.parallel.cp > 1 else "",
             "schedule.name": p.schedule if p.mesh.sizes["pp"] > 1 else "",
             "schedule.stages_per_rank": p.stages // p.mesh.sizes["pp"],
             "parallel.layers": p.layout,

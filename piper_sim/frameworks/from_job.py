@@ -135,6 +135,7 @@ def _megatron(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: in
     f |= {"sequence_parallel": p.sequence_parallel} if p.tp > 1 else {}
     f |= {"etp": p.etp} if prepared.config.moe is not None else {}
     f |= {"order": p.order} if p.order != "tp cp ep dp pp" else {}
+    f |= {"cp_comm": p.cp_comm} if p.cp > 1 and p.cp_comm != "all_gather" else {}
     f |= {"distributed_optimizer": p.zero == 1} if p.zero < 2 else {"fsdp": True, "sharding": p.zero}
     if p.bucket_MiB is not None:
         f["bucket_elements"] = round(p.bucket_MiB * 2**20 / (2 if job.precision.reduce == "bf16" else 4))

@@ -138,6 +138,10 @@ def _parallel(d: JobDraft, f: Facts, stages: int) -> None:
         if f.get(fact, 1) > 1 and not experts:
             d.doubts[fact] = "the model has no experts"
     d.put("parallel", **{k: f.get(k) for k in ("tp", "cp", "pp", "order") if f.get(k) not in (None, 1)})
+    if f.get("ulysses", 1) > 1:
+        d.put("parallel", cp=f["ulysses"], cp_comm="all_to_all")
+    elif f.get("cp", 1) > 1 and f.get("cp_comm") == "all_to_all":
+        d.put("parallel", cp_comm="all_to_all")
     d.put("parallel", ep=f.get("ep") if experts else None, etp=etp if experts and etp != 1 else None)
     d.put("parallel", zero=_zero(d, f), sequence_parallel=bool(f.get("sequence_parallel")) if tp > 1 else None)
     if elements := f.get("bucket_elements"):

@@ -24,7 +24,7 @@ from ir.lower import PassMerge
 from ir.plan.plan import OpKind
 from ir.schedules.registry import default_chunks, order_depends_on_times
 from ir.schedules.schedule import OpTimes
-from ir.workload.part import Chunk, ModelWork, PartLayout, PlacedPart
+from ir.workload.part import Chunk, ModelWork, PlacedPart
 from piper_sim.pricing.costs import CostModel, CostShare, given_times
 from piper_sim.pricing.measured import profile_of
 
@@ -77,7 +77,7 @@ def weigh(job: Job, hardware: DeviceHardware) -> Callable[[ModelWork, Chunk], fl
     """What `balanced` weighs a chunk by: the modelled seconds of its kernels and all-to-alls on one rank."""
     resolved = resolve(job, hardware.gpus_per_node)
     p = resolved.parallel
-    layout = PartLayout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel)
+    layout = p.layout
     per_node = resolved.cluster.gpus_per_node or hardware.gpus_per_node
     fabric = LinkFabric.of(hardware, per_node)
 

@@ -1,6 +1,7 @@
 """Part `attn` of the reference decoder: ordinary heads, or DeepSeek's latent attention, with Hugging Face's names.
 
-Under context parallelism every rank has some queries of each sequence, and sees all keys and values.
+Under context parallelism every rank has some queries of each sequence, and sees all keys and values; or, where heads
+are divided, it has all queries, keys and values of some heads.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from executor.modules.attention.rope import TokenAngles, rotary, rotate
 from executor.modules.functions import rms_norm
 from executor.modules.layers import LinearLayer, NormLayer, Params, each
 from executor.modules.parallel import across, enter, gather_tokens, scatter_tokens
-from executor.parallel.inline import RankAxis
+from executor.parallel.inline import RankAxis, RankRegion
 from ir.workload.config.spec import ModelConfig
 
 
@@ -72,16 +73,37 @@ def whole_context(k: Tensor, v: Tensor, cp: RankAxis) -> Iterator[tuple[Tensor, 
     again.forget()
 
 
+def to_heads(cp: RankAxis, x: Tensor) -> Tensor:
+    """(batch, this rank's tokens, heads, features) → (batch, all tokens in order, this rank's heads, features)."""
+    came = cp.exchange(x.unflatten(2, (cp.size, -1)).movedim(2, 0)).unflatten(2, (2, -1))
+    return torch.cat((came[:, :, 0], came[:, :, 1].flip(0))).movedim(0, 1).flatten(1, 2)
+
+
+def to_tokens(cp: RankAxis, x: Tensor) -> Tensor:
+    """The way back."""
+    early, late = x.unflatten(1, (2 * cp.size, -1)).movedim(1, 0).chunk(2)
+    sent = torch.stack((early, late.flip(0)), 2).flatten(2, 3)
+    return cp.exchange(sent).movedim(0, 2).flatten(2, 3)
+
+
 LATENT_EPS = 1e-6  # of the norms inside latent attention, in DeepSeek's code and transformers', whatever rms_norm_eps
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, cp: RankAxis, *, kind: str, c: ModelConfig) -> Tensor:
+def _attended(q: Tensor, k: Tensor, v: Tensor, region: RankRegion, *, kind: str, c: ModelConfig) -> Tensor:
     """Tokens before heads on both sides, so that what attention reads and gives needs no copy."""
-    with whole_context(k, v, cp) as (k, v):
+    cp = region.cp
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask) -> Tensor:
         heads_first = [t.transpose(1, 2) for t in (q, k, v)]
-        sight, again = AttentionMask(c.window, cp.size, cp.index), kind == "remade"
-        found = attend(*heads_first, fused=kind == "flash", again=again, sight=sight, scaled=c.score_scale)
-    return found.transpose(1, 2).flatten(2)
+        how: Any = {"fused": kind == "flash", "again": kind == "remade", "scaled": c.score_scale}
+        return attend(*heads_first, sight=sight, **how).transpose(1, 2)
+
+    if region.heads:
+        there, back = partial(to_heads, cp), partial(to_tokens, cp)
+        q, k, v = (across(t, there, back) for t in (q, k, v))
+        return across(attended(q, k, v, AttentionMask(c.window)), back, there).flatten(2)
+    with whole_context(k, v, cp) as (k, v):
+        return attended(q, k, v, AttentionMask(c.window, cp.size, cp.index)).flatten(2)
 
 
 class AttentionPart(nn.Module):
@@ -119,7 +141,7 @@ class AttentionPart(nn.Module):
             width = int(c.head_dim * c.rope_share)
             cos, sin = rotary(length, TokenAngles(width, c.rope_theta, c.rope_scaling, cp.size, cp.index), x)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        added: Tensor = self.out(_attended(q, k, v, self.region.cp, kind=self.kind, c=c))
+        added: Tensor = self.out(_attended(q, k, v, self.region, kind=self.kind, c=c))
         return x + added
 
 
@@ -162,5 +184,5 @@ class LatentAttentionPart(nn.Module):
         shared = turn(k_rope.unsqueeze(2), cos, sin).expand(-1, -1, heads, -1)
         q, k = torch.cat((q_nope, turn(q_rope, cos, sin)), -1), torch.cat((k_nope, shared), -1)
         # A view of v would keep the keys' first half alive beside k.
-        added: Tensor = self.out(_attended(q, k, v.contiguous(), region.cp, kind=self.kind, c=c))
+        added: Tensor = self.out(_attended(q, k, v.contiguous(), region, kind=self.kind, c=c))
         return x + added

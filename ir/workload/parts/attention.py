@@ -93,7 +93,7 @@ def attention(s: PartSetting) -> PartWork:
             SavedBuffer("stream", 0, Pass.I, ("operators",), (*_second_out(s, out), residual(s))),
         ),
         stash_bytes=stash,
-        inline=(*p.inline(s), *context(s, core.kv_features), *leave(s, h)),
+        inline=(*p.inline(s), *context(s, core), *leave(s, h)),
         # The output projection's result, or what is there while context and output are not yet.
         forward_workspace=max(size * h, size * p.widest - later, core.workspace(s, Pass.F) - later),
         input_grad_workspace=beyond(residual_grads(s, core.gradients(s)), n * s.wide, stash),

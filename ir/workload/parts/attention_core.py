@@ -14,7 +14,8 @@ from ir.workload.setting import AttentionKind, PartSetting
 @dataclass(frozen=True, slots=True)
 class AttentionCore:
     """Attention of one device: its heads, its share of the queries, all keys. qk, v: features of one head. keys: of
-    another sequence, which all queries see; 0: of their own.
+    another sequence, which all queries see; 0: of their own. Where cp divides heads: those of its cp group, of which
+    each device then works on a share, of all queries; its tensors are as large.
     """
 
     heads: int
@@ -87,7 +88,10 @@ class AttentionCore:
     def saved(self, s: PartSetting) -> tuple[SavedBuffer, ...]:
         """What backward needs beside q, k, v and the output."""
         if s.attention is AttentionKind.FLASH:
-            return (SavedBuffer("lse", 4 * s.tokens * self.heads, Pass.I),)
+            lse = SavedBuffer("lse", 4 * s.tokens * self.heads, Pass.I)
+            if not s.layout.cp_heads:
+                return (lse,)
+            return lse, SavedBuffer("attended", s.tokens * self.out_features * s.wide, Pass.I)  # before it went home
         # Softmax output, and with dropout its mask (one byte) and its output: the 5as²b of arXiv:2205.05198.
         each = s.wide + ((s.wide + 1) if s.config.attn_dropout else 0)
         return (SavedBuffer("scores", self._score_elements(s) * each, Pass.I, ("scores", "operators"), self.scores(s)),)
@@ -106,7 +110,11 @@ class AttentionCore:
 
     def queries(self, s: PartSetting) -> int:
         """Query positions of one sequence on this device."""
-        return s.shape.seq_len // s.layout.cp
+        return s.shape.seq_len // (1 if s.layout.cp_heads else s.layout.cp)
+
+    def worked_on(self, s: PartSetting) -> int:
+        """Heads that this device works on."""
+        return self.heads // (s.layout.cp if s.layout.cp_heads else 1)
 
     def seen(self, s: PartSetting) -> int:
         """Key positions of one sequence."""
@@ -121,20 +129,21 @@ class AttentionCore:
         return s.shape.microbatch_size * s.config.heads * self.pairs_doubled(s) * (self.qk + self.v)
 
     def _score_elements(self, s: PartSetting) -> int:
-        return s.shape.microbatch_size * self.heads * self.queries(s) * self.seen(s)
+        return s.shape.microbatch_size * self.worked_on(s) * self.queries(s) * self.seen(s)
 
     def _flash(self, s: PartSetting, passes: int, features: int, label: str) -> Kernel:
-        b, q, kv = s.shape.microbatch_size, self.queries(s), self.seen(s)
+        b, q, kv, heads = s.shape.microbatch_size, self.queries(s), self.seen(s), self.worked_on(s)
         flops = b * self.heads * self.pairs_doubled(s) // s.layout.cp * features
-        tensors = b * (q * (self.q_features + self.out_features) + kv * self.kv_features)
-        sums = 2 * 4 * b * q * self.q_features if passes == 2 else 0
-        moved = passes * tensors * s.wide + sums + 4 * b * q * self.heads
-        shape = (b, self.heads, q, kv, self.qk, self.v)
+        kv_heads = self.kv_heads * heads // self.heads
+        tensors = b * (q * heads * (self.qk + self.v) + kv * kv_heads * (self.qk + self.v))
+        sums = 2 * 4 * b * q * heads * self.qk if passes == 2 else 0
+        moved = passes * tensors * s.wide + sums + 4 * b * q * heads
+        shape = (b, heads, q, kv, self.qk, self.v)
         drawn = DROPOUT if s.config.attn_dropout else ""
         return Kernel(KernelKind.ATTENTION, flops, moved, s.precision.activations, shape, label + drawn)
 
     def _product(self, s: PartSetting, label: str, m: int, n: int, k: int) -> Kernel:
-        groups = s.shape.microbatch_size * self.heads
+        groups = s.shape.microbatch_size * self.worked_on(s)
         dtype: DType = s.precision.activations
         moved = groups * (m * k + n * k + m * n) * dtype.bytes
         return Kernel(KernelKind.GROUPED_GEMM, 2 * groups * m * n * k, moved, dtype, (groups, m, n, k), label)

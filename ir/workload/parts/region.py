@@ -3,6 +3,7 @@
 from ir.core.ops import Pass
 from ir.core.work import Message, MessageKind
 from ir.workload.part import PartCollective
+from ir.workload.parts.attention_core import AttentionCore
 from ir.workload.setting import PartSetting
 
 
@@ -34,14 +35,20 @@ def leave(s: PartSetting, features: int) -> tuple[PartCollective, ...]:
     return (_inline(Pass.F, MessageKind.ALL_REDUCE, size, "tp"),) if s.layout.tp > 1 else ()
 
 
-def context(s: PartSetting, kv_features: int) -> tuple[PartCollective, ...]:
-    """Keys and values of the whole sequence, for this device's queries; their gradients go home in I.
+def context(s: PartSetting, core: AttentionCore) -> tuple[PartCollective, ...]:
+    """What attention over context-parallel devices sends; gradients go home in I.
 
-    kv_features: features of key and value together, on this device. A ring moves the same bytes.
+    By queries: keys and values of the whole sequence, for this device's queries; a ring moves the same bytes. By heads:
+    queries, keys and values of this device's heads come, one message each, and the output goes home.
     """
     if s.layout.cp == 1:
         return ()
-    size = s.shape.tokens * kv_features * s.wide
+    if s.layout.cp_heads:
+        sent = (core.q_features, core.kv_heads * core.qk, core.kv_heads * core.v, core.out_features)
+        sizes = [s.tokens * features * s.wide for features in sent]
+        passes = (Pass.F, Pass.I)
+        return tuple(_inline(when, MessageKind.ALL_TO_ALL, size, "cp") for when in passes for size in sizes)
+    size = s.shape.tokens * core.kv_features * s.wide
     gathers = tuple(_inline(when, MessageKind.ALL_GATHER, size, "cp") for when in (Pass.F, Pass.I))
     return (*gathers, _inline(Pass.I, MessageKind.REDUCE_SCATTER, size, "cp"))
 

@@ -19,7 +19,7 @@ from ir.job.model import JobModel, read_model
 from ir.job.recompute import recompute_options
 from ir.schedules.registry import canonical, check_shape, default_chunks, legal_chunks, order_depends_on_times
 from ir.workload.layout import laid_out, parse_layout
-from ir.workload.part import Chunk, PartLayout
+from ir.workload.part import Chunk
 from ir.workload.partition import partition
 from ir.workload.setting import MicrobatchShape
 from piper_sim.pricing.costs import CostModel
@@ -128,7 +128,7 @@ class JobBounds:
             self._models[job.model.attention] = read_model(job)
         model = self._models[job.model.attention]
         shape = MicrobatchShape(s.microbatch_size, job.model.seq_len, job.model.encoder_seq_len or 0)
-        layout = PartLayout(p.tp, p.cp, p.ep, p.etp, p.sequence_parallel)
+        layout = p.layout
         model.check(layout, shape, precision_of(job), recompute_options(job))
         sizes = (p.tp, p.cp, p.dp or 1, p.pp, p.ep, p.etp, p.order)
         if sizes not in self._meshes:

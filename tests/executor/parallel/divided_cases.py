@@ -25,13 +25,16 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "sgd"),
     "family": FAMILIES,
     "ep": (1, 2, 4),
+    "heads": (False, True),
 }
 EXPERTS = ("mixtral", "deepseek_v2", "deepseek_v3")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One job. sequence: sequence parallelism, where there is tp. ep: over how many ranks experts are spread."""
+    """One job. sequence: sequence parallelism, where there is tp. ep: over how many ranks experts are spread.
+    heads: cp divides attention's heads, of which there are four.
+    """
 
     layout: tuple[int, int, int, int]
     zero: int
@@ -41,6 +44,7 @@ class Case:
     optimizer: str
     family: str
     ep: int = 1
+    heads: bool = False
 
     @property
     def ranks(self) -> int:
@@ -56,6 +60,8 @@ class Case:
             return False
         if self.ep > 1 and (self.family not in EXPERTS or tp * cp * dp % self.ep):
             return False
+        if self.heads and (cp == 1 or tp * cp > 4):
+            return False
         return self.sequence or (tp > 1 and self.family not in EXPERTS)
 
     @property
@@ -64,7 +70,8 @@ class Case:
         sizes = [f"{a}{n}" for a, n in zip(("tp", "cp", "pp", "dp"), self.layout, strict=True) if n > 1]
         sizes += [f"ep{self.ep}"] if self.ep > 1 else []
         words = [*sizes, f"zero{self.zero}", self.schedule, self.recompute.strip('[]"'), self.optimizer, self.family]
-        return " ".join([*words, *([] if self.sequence else ["whole tokens"])])
+        words += [] if self.sequence else ["whole tokens"]
+        return " ".join([*words, *(["heads"] if self.heads else [])])
 
     def sets(self) -> tuple[str, ...]:
         """The overrides of `tests.executor.runs.JOB`."""
@@ -86,7 +93,9 @@ class Case:
         ]
         if self.family == "deepseek_v3":
             out.append(f"parallel.layers={[4 // stages] * stages}")
-        if tp > 2 and self.family in ("llama", "llama tied", "nemotron", "qwen3", "mistral", "mixtral"):
+        if self.heads:
+            out.append("parallel.cp_comm=all_to_all")
+        if (tp > 2 or self.heads) and self.family in ("llama", "llama tied", "nemotron", "qwen3", "mistral", "mixtral"):
             out.append("model.num_key_value_heads=4")
         if draw.random() < 0.3:
             out.append("parallel.bucket_MiB=0.02")
@@ -139,6 +148,8 @@ def _meet(given: dict[str, Any]) -> bool:
     usual |= {"optimizer": "adamw", "family": "mixtral" if given.get("ep", 1) > 1 else "llama", "ep": 1}
     if "layout" not in given:
         usual["layout"] = (2, 2, 2 if given.get("schedule") == "dualpipe" else 1, 1)
+    elif given.get("heads"):
+        usual["layout"] = (2, 2, 1, 1)
     return Case(**{**usual, **given}).legal
 
 

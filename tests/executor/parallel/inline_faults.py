@@ -92,3 +92,10 @@ def own_keys(ctx: RankContext, **spec: Any) -> Any:
     """Gradients of keys and values that other ranks' queries gave stay there."""
     attention.scatter_tokens = lambda cp, whole: whole.chunk(cp.size, -2)[cp.index].contiguous()  # type: ignore[attr-defined]
     return train_rank(ctx, **spec)
+
+
+def heads_of_others(ctx: RankContext, **spec: Any) -> Any:
+    """Each rank's stretches of the output come home in the other order."""
+    right = attention.to_tokens
+    attention.to_tokens = lambda cp, x: right(cp, x).flip(1)
+    return train_rank(ctx, **spec)

@@ -36,6 +36,7 @@ ROUNDING, VISIBLE = 1e-10, 1e-3
 STEPS, FEW = 20, 2
 TP, CP = ("parallel.pp=1", "parallel.tp=2"), ("parallel.pp=1", "parallel.cp=2")
 WHOLE = (*TP, "parallel.sequence_parallel=false")
+HEADS = (*CP, "parallel.cp_comm=all_to_all")
 
 
 @pytest.mark.parametrize("case", handful(), ids=lambda c: c.name)
@@ -82,8 +83,9 @@ def _moved(monkeypatch: pytest.MonkeyPatch, *sets: str) -> tuple[Plan, list[Mess
         family_sets("gpt2", *WHOLE),
         family_sets("deepseek_v3", *TP, "parallel.cp=2", "schedule.recompute=full"),
         family_sets("mixtral", "parallel.tp=2", "schedule.name=zbv", "schedule.recompute=full"),
+        family_sets("qwen3", *HEADS, "model.num_key_value_heads=2"),
     ],
-    ids=["heads", "heads, whole tokens", "latent and MTP, context", "experts"],
+    ids=["heads", "heads, whole tokens", "latent and MTP, context", "experts", "context by heads"],
 )
 def test_a_compute_op_sends_what_the_plan_says(sets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     plan, found = _moved(monkeypatch, *sets)
@@ -92,6 +94,8 @@ def test_a_compute_op_sends_what_the_plan_says(sets: tuple[str, ...], monkeypatc
     kinds = {(pass_, kind, axis) for pass_, _, _, kind, axis, _ in found[0]}
     if "parallel.sequence_parallel=false" in sets:
         assert kinds == {("F", "all_reduce", "tp"), ("I", "all_reduce", "tp")}
+    elif "parallel.cp_comm=all_to_all" in sets:
+        assert kinds == {("F", "all_to_all", "cp"), ("I", "all_to_all", "cp")}
     else:
         assert {("F", "reduce_scatter", "tp"), ("W", "all_gather", "tp")} <= kinds
 
@@ -108,8 +112,10 @@ def test_a_compute_op_sends_what_the_plan_says(sets: tuple[str, ...], monkeypatc
         pytest.param(family_sets("gpt2", *WHOLE, "parallel.dp=2", "model.n_positions=160"), marks=pytest.mark.slow),
         pytest.param(family_sets("mistral", *CP, "parallel.zero=3"), marks=pytest.mark.slow),
         pytest.param(family_sets("mixtral", *TP, "parallel.zero=1", "schedule.recompute=mlp"), marks=pytest.mark.slow),
+        family_sets("mistral", *HEADS, "model.attention=unfused", "schedule.recompute=selective"),
+        pytest.param(family_sets("deepseek_v3", *HEADS, "schedule.recompute=full"), marks=pytest.mark.slow),
     ],
-    ids=["tp cp full", "latent", "tp cp pp", "whole tokens", "window", "experts"],
+    ids=["tp cp full", "latent", "tp cp pp", "whole tokens", "window", "experts", "scores of heads", "latent heads"],
 )
 def test_peak_memory_is_what_was_predicted_to_the_byte(sets: tuple[str, ...]) -> None:
     assert peak_bytes(*planned(*sets)) == measured(*sets)
@@ -175,6 +181,8 @@ def test_a_rank_holds_its_share_of_every_parameter(
         (("parallel.tp=4",), "parallel.tp", "tp = 2"),  # two KV heads
         (("parallel.tp=2", "model.vocab_size=255"), "parallel.tp", "tp = 1, or pad it: vocab_size = 256"),
         (("parallel.cp=4", "model.seq_len=12"), "parallel.cp", "cp = 3"),
+        (("parallel.cp=4", "parallel.cp_comm=all_to_all"), "parallel.cp", "cp = 2"),
+        (("parallel.cp_comm=all_to_al",), "parallel.cp_comm", 'parallel.cp_comm = "all_to_all"'),
         (("parallel.tp=2", "model.seq_len=7"), "parallel.tp", "tp = 1"),
         (("parallel.tp=2", 'schedule.recompute=["norm"]'), "schedule.recompute", 'schedule.recompute "none"'),
     ],
@@ -224,9 +232,10 @@ def _copies_differ(*sets: str) -> float:
     [
         (inline_faults.unsummed, WHOLE),
         (inline_faults.in_a_row, CP),
+        (inline_faults.heads_of_others, HEADS),
         (inline_faults.own_keys, (*CP, "optimizer.name=sgd", "optimizer.lr=0.1")),
     ],
-    ids=["leave", "positions", "keys"],
+    ids=["leave", "positions", "order of heads", "keys"],
 )
 def test_a_wrong_message_inside_an_op_is_seen(
     fault: Callable[..., Any], sets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

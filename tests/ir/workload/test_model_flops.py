@@ -137,6 +137,8 @@ def test_unfused_attention_computes_the_whole_square():
         ("llama3-70b", PartLayout(tp=8)),
         ("llama3-70b", PartLayout(tp=4, cp=4, sequence_parallel=True)),
         ("llama3-8b", PartLayout(cp=8)),
+        ("llama3-8b", PartLayout(cp=8, cp_heads=True)),
+        ("deepseek-v3", PartLayout(cp=16, ep=64, cp_heads=True)),
         ("gpt3-175b", PartLayout(tp=8)),
         ("mixtral-8x7b", PartLayout(tp=2, ep=8, sequence_parallel=True)),
         ("mixtral-8x7b", PartLayout(tp=4, ep=4, etp=2, sequence_parallel=True)),
@@ -238,6 +240,15 @@ def test_context_parallel_messages_carry_keys_and_values():
     size = 4096 * 2 * 8 * 128 * 2
     assert messages(w, Pass.F) == [("all_gather", "cp", size)]
     assert messages(w, Pass.I) == [("all_gather", "cp", size), ("reduce_scatter", "cp", size)]
+
+
+def test_by_heads_queries_keys_values_and_the_output_are_exchanged():
+    """Keys and values of 8 heads beside queries of 32: at cp = 4 less than they would gather, and ever less beyond."""
+    attn = works(load_config("llama3-8b"), PartLayout(cp=4, cp_heads=True))["l0.attn"]
+    sizes = [1024 * heads * 128 * 2 for heads in (32, 8, 8, 32)]
+    assert messages(attn, Pass.F) == messages(attn, Pass.I) == [("all_to_all", "cp", size) for size in sizes]
+    (kernel,) = (k for k in attn.forward if k.label == "attention")
+    assert kernel.shape == (1, 8, 4096, 4096, 128, 128)
 
 
 def test_experts_cut_by_etp_gather_and_scatter_rows():

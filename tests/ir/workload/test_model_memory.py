@@ -93,6 +93,8 @@ def test_a_llama_layer_by_hand():
     assert layer_bytes(c, PartLayout(), s=t, attention="flash", recompute=("activation",)) == want - t * 2 * f
     assert layer_bytes(c, PartLayout(), s=t, attention="flash", recompute=("up_projection", "scores")) == want
     assert layer_bytes(c, PartLayout(cp=4), s=t, attention="flash") * 4 == want
+    by_heads = PartLayout(cp=4, cp_heads=True)  # attention's output, before and behind its way home
+    assert layer_bytes(c, by_heads, s=t, attention="flash") * 4 == want + t * 2 * q
 
 
 def test_grouped_heads_shrink_scores_of_queries_only():
@@ -274,6 +276,7 @@ def test_shared_experts_and_router_share_one_normed_input():
         ("llama3-8b", PartLayout(cp=3), MicrobatchShape(), "parallel.cp", "cp = 2"),
         ("llama3-8b", PartLayout(cp=4), MicrobatchShape(1, 12), "parallel.cp", "cp = 3"),  # eight stretches
         ("llama3-8b", PartLayout(cp=2), MicrobatchShape(1, 7), "parallel.cp", "cp = 1"),
+        ("llama3-8b", PartLayout(tp=2, cp=8, cp_heads=True), MicrobatchShape(), "parallel.cp", "cp = 4"),
         ("llama3-8b", PartLayout(tp=4, sequence_parallel=True), MicrobatchShape(1, 6), "parallel.tp", "tp = 3"),
         ("llama3-8b", PartLayout(tp=2, sequence_parallel=True), MicrobatchShape(2, 7), "parallel.tp", "tp = 1"),
     ],

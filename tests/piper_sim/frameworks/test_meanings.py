@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ir.core.errors import PiperError
 from ir.job.build import prepare
 from ir.job.load import job_from
 from piper_sim.app.cli import main
@@ -216,6 +217,34 @@ def test_shards_within_groups_are_assumed_to_be_over_all(
     name = "t.toml" if framework == "torchtitan" else "a.yaml"
     assumed = listed(imported(tmp_path, text, name, framework), ASSUMED)
     assert argument in [a.rpartition(".")[2] for a in assumed]
+
+
+# What attention sends over cp
+
+
+@pytest.mark.parametrize("framework", ["megatron", "megatron-bridge", "primus"])
+def test_attention_by_heads_goes_out_and_comes_back(tmp_path: Path, framework: str) -> None:
+    script = MEGATRON + "--context-parallel-size 2 --cp-comm-type {} --bf16 --swiglu --disable-bias-linear\n"
+    ring, heads = (imported(tmp_path, script.format(how)) for how in ("p2p", "a2a"))
+    assert "cp_comm" not in ring.job["parallel"] and heads.job["parallel"]["cp_comm"] == "all_to_all"
+    made = export_launch(prepare(job_from(heads.job)), framework)
+    assert read_back(made).job["parallel"]["cp_comm"] == "all_to_all" and not made.left_out.keys() & {
+        "parallel.cp_comm"
+    }
+    assert listed(imported(tmp_path, script.format("a2a+p2p")), UNKNOWN) == ["--cp-comm-type"]
+
+
+def test_attention_by_heads_is_refused_where_a_framework_has_no_word_for_it() -> None:
+    job = {"model": {"config": "llama3-8b"}, "cluster": {"nodes": 1}}
+    job |= {"parallel": {"cp": 2, "cp_comm": "all_to_all", "zero": 3}}
+    with pytest.raises(PiperError) as e:
+        export_launch(prepare(job_from(job)), "torchtitan")
+    assert e.value.key == "parallel.cp_comm"
+
+
+def test_sequences_of_deepspeed_are_cut_by_heads(tmp_path: Path) -> None:
+    found = imported(tmp_path, MEGATRON + "--deepspeed --ds-sequence-parallel-size 4 --bf16 --swiglu\n")
+    assert found.job["parallel"]["cp"] == 4 and found.job["parallel"]["cp_comm"] == "all_to_all"
 
 
 # Attention that is not fused
