@@ -14,7 +14,8 @@ class OptimizerPrecision:
 
     grad_copy: bytes per element of the format that a microbatch's gradients are made in, before they are added to the
     sums; 0: products add to the sums themselves. Whoever reduces gradients with others keeps a copy in it, whole (the
-    buckets of DistributedDataParallel).
+    buckets of DistributedDataParallel). offload: share of the parameters that the host updates, and keeps moments and
+    master weights of.
     """
 
     name: Name = "adamw"
@@ -22,6 +23,11 @@ class OptimizerPrecision:
     grads: DType = DType.FP32
     optimizer: DType = DType.FP32
     grad_copy: int = 0
+    offload: float = 0.0
+
+    def kept(self, numel: int) -> int:
+        """Of so many parameters, those that the device updates."""
+        return numel - int(numel * self.offload)
 
     @property
     def moments(self) -> int:
@@ -76,7 +82,7 @@ def state_bytes(
     return OptimizerMemory(
         shard(numel, params_shards) * recipe.params.bytes,
         shard(numel, grads_shards) * recipe.grads.bytes + (0 if alone else numel * recipe.grad_copy),
-        shard(numel, optimizer_shards) * recipe.optimizer_bytes,
+        recipe.kept(shard(numel, optimizer_shards)) * recipe.optimizer_bytes,
     )
 
 
@@ -97,10 +103,29 @@ def update(numel: int, recipe: OptimizerPrecision) -> Kernel:
     >>> update(1, OptimizerPrecision()).bytes  # grad 4; m, v, master read and written 24; weight written 2
     30
     """
+    kept = recipe.kept(numel)
+    return _memory("update", kept, _touched(recipe), recipe.optimizer, flops=6 * recipe.moments + 2)
+
+
+def _touched(recipe: OptimizerPrecision) -> int:
+    """Bytes that an update moves per parameter."""
     state = 2 * recipe.moments * recipe.optimizer.bytes
     weights = 2 * recipe.optimizer.bytes + recipe.params.bytes if recipe.master else 2 * recipe.params.bytes
-    each = recipe.grads.bytes + state + weights
-    return _memory("update", numel, each, recipe.optimizer, flops=6 * recipe.moments + 2)
+    return recipe.grads.bytes + state + weights
+
+
+def offloaded_seconds(numel: int, recipe: OptimizerPrecision, host_GBps: float, pcie_GBps: float) -> float:
+    """Seconds of the host's share of an update of `numel` local elements.
+
+    Gradients come down, weights go up, piece by piece beside the update of other pieces, which moves through the host's
+    memory what `update` moves through HBM: the slowest of the three decides. Modelled; nothing was measured.
+
+    >>> half = OptimizerPrecision(offload=0.5)
+    >>> offloaded_seconds(10**9, half, host_GBps=30, pcie_GBps=4), offloaded_seconds(10**9, half, 300, 4)
+    (0.5, 0.5)
+    """
+    wire = max(recipe.grads.bytes, recipe.params.bytes) / pcie_GBps
+    return numel * recipe.offload * 1e-9 * max(wire, _touched(recipe) / host_GBps)
 
 
 def grad_norm(numel: int, recipe: OptimizerPrecision) -> Kernel:

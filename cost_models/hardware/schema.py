@@ -118,6 +118,8 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     nic_congestion: all-gathers and reduce-scatters over n > 2 nodes get (2/n) to this power of what they get over two;
     0 where no hop of a ring is slower than the others.
     dispatch_*_efficiency: the same of token dispatch kernels (DeepEP-like).
+    pcie_GBps: to the host, one direction, per GPU. host_GBps: what a GPU's optimizer on the CPU gets of the host's
+    memory; null: not known.
     collective_launch_us: base time of a call. collectives: which library's protocols ("nccl" or "gloo").
     comm_sms: kind of communication ("all_to_all", "collective", "p2p") -> SMs its kernel holds from its start to its
     end. comm_hbm: kind -> share of HBM bandwidth it takes while it moves. comm_slowed: kind -> what it takes longer
@@ -163,6 +165,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     collective_launch_us: NonNegative
     collectives: Annotated[str, words("nccl", "gloo", said="library")] = "nccl"
     pcie_GBps: Positive
+    host_GBps: Positive | None = None
     comm_sms: dict[CommKind, NonNegative] = {}
     comm_hbm: dict[CommKind, Annotated[float, msgspec.Meta(ge=0, lt=1)]] = {}
     comm_slowed: dict[CommKind, NonNegative] = {}

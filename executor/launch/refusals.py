@@ -39,6 +39,8 @@ def _refuse_job(prepared: PreparedJob, real: bool) -> None:
     if prepared.config.mtp and prepared.layers[-1] == 0:
         message = "an MTP module on a stage without the last layer"
         raise _not_yet(message, "parallel.layers", "at least 1 layer on the last stage")
+    if offload := prepared.job.optimizer.offload:
+        raise _not_yet(f"an update of which the host makes {offload:g}", "optimizer.offload", "0")
     if real:
         _refuse_arithmetic(prepared)
     _refuse_formats(prepared)

@@ -152,8 +152,14 @@ KEYS: Mapping[str, str] = {
     **{f.name: "parallel" for f in fields(JobParallel)},
     **{f.name: "schedule" for f in fields(JobSchedule) if f.name not in _FIXED},
     "attention": "model",
+    "offload": "optimizer",
 }
-_SECTIONS: Mapping[str, type] = {"parallel": JobParallel, "schedule": JobSchedule, "model": ModelSection}
+_SECTIONS: Mapping[str, type] = {
+    "parallel": JobParallel,
+    "schedule": JobSchedule,
+    "model": ModelSection,
+    "optimizer": JobOptimizer,
+}
 
 
 def tried(search: JobSearch, form: FileErrors) -> JobSearch:

@@ -198,7 +198,8 @@ class JobHistory:
 @dataclass(frozen=True)
 class JobOptimizer:
     """The update. clip_norm 0 turns clipping off. weight_decay: by default 0.01 of adamw, 0 of sgd; no_decay: patterns
-    of the names it spares. decay_steps: of every schedule but "constant"; of "wsd" the run's last ones.
+    of the names it spares. decay_steps: of every schedule but "constant"; of "wsd" the run's last ones. offload: share
+    of the parameters whose moments and master weights the host keeps and updates; predicted, not executed.
     """
 
     name: Annotated[str, words("adamw", "sgd", said="optimizer")] = "adamw"
@@ -212,6 +213,7 @@ class JobOptimizer:
     warmup_steps: Natural = 0
     decay_steps: Size | None = None
     min_lr: NonNegative = 0.0
+    offload: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 @dataclass(frozen=True)

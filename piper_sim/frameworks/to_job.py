@@ -349,6 +349,8 @@ def _formats(d: JobDraft, f: Facts) -> None:
     wide = {"output"} <= set(f.get("wide", ["output"])) <= {"output", "router.gate"}
     d.expect(compute != "fp8" or wide, "wide", "the head and routers' gates alone are not in fp8")
     d.put("optimizer", name=f.get("optimizer"), lr=f.get("lr"), clip_norm=f.get("clip"))
+    if f.get("offloaded") in (True, "true"):
+        d.put("optimizer", offload=f.get("offload", 1.0))
     d.put("model", attention=f.get("attention"))
     d.put("schedule", delay_wgrad=f.get("delay_wgrad") or None)
     if f.get("dispatcher_type", "flex") == "flex" and f.get("dispatcher") != "nccl":

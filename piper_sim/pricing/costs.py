@@ -11,7 +11,7 @@ from msgspec import structs
 
 from cost_models import DeviceHardware, LinkFabric, OptimizerPrecision, kernel_seconds, message_seconds
 from cost_models.compute.interference import comm_class
-from cost_models.compute.optimizer import accumulate, clip, grad_norm, update, zero_grads
+from cost_models.compute.optimizer import accumulate, clip, grad_norm, offloaded_seconds, update, zero_grads
 from cost_models.hardware.schema import COMM_KINDS
 from cost_models.profile.profile import CostSource, Profile, ProfileCost
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
@@ -86,7 +86,11 @@ class CostModel:
             p.grads,
             p.optimizer,
             hardware.software.grad_copy_bytes,
+            job.optimizer.offload,
         )
+        if job.optimizer.offload and hardware.host_GBps is None:
+            message = f"{hardware.name} does not say how fast its host updates"
+            raise job_error("optimizer.offload", message, "cluster.host_GBps = 40", "0, or a host_GBps")
         said = job.costs.tp_overlap
         self.tp_overlap = hardware.software.tp_overlap if said is None else said
         self.measured = MeasuredCosts.of(prepared, profile) or MODELLED
@@ -199,7 +203,7 @@ class CostModel:
         """Seconds of one instance of a node, by share."""
         out = [0.0] * len(CostShare)
         if n.kind is PerStepOp.UPDATE:
-            out[CostShare.OPTIMIZER] = sum(map(self._kernel, self._update(n.numel)))
+            out[CostShare.OPTIMIZER] = sum(map(self._kernel, self._update(n.numel))) + self._offloaded(n.numel)
         elif n.message is None:
             own = CostShare.RECOMPUTE if n.kind is Pass.R else CostShare.COMPUTE
             out[own] = sum(map(self._kernel, n.work))
@@ -236,6 +240,10 @@ class CostModel:
         if self.job.optimizer.clip_norm > 0:
             kernels += [grad_norm(numel, self.recipe), clip(numel, self.recipe)]
         return kernels
+
+    def _offloaded(self, numel: int) -> float:
+        hw = self.hardware
+        return 0.0 if hw.host_GBps is None else offloaded_seconds(numel, self.recipe, hw.host_GBps, hw.pcie_GBps)
 
     def _kernel(self, kernel: Kernel) -> float:
         if kernel not in self._kernels:

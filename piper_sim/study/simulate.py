@@ -152,7 +152,7 @@ _CURES = {
     "activations": "recompute more, or fewer microbatches in flight",
     "parameters": "a larger pp, tp or ep, or zero = 3",
     "gradients": "zero = 2 or 3, or a larger pp",
-    "optimizer": "zero = 1 or more, or a larger dp",
+    "optimizer": "zero = 1 or more, a larger dp, or optimizer.offload",
     "context": "a larger device, or a smaller cluster.memory_margin_GiB",
 }
 

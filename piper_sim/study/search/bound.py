@@ -145,7 +145,14 @@ class JobBounds:
             partition(model.chunks, stages, p.layers)  # refuses counts that do not fit
         inner = p.order.split()[-2:] == ["dp", "pp"]  # then no group inside of a chunk depends on dp and pp
         same = replace(p, zero=0, layers="", bucket_MiB=None, dp=None if inner else p.dp, pp=1 if inner else p.pp)
-        key = (job.model.attention, s.microbatch_size, s.recompute, s.recompute_layers is None, same)
+        key = (
+            job.model.attention,
+            job.optimizer.offload,
+            s.microbatch_size,
+            s.recompute,
+            s.recompute_layers is None,
+            same,
+        )
         if key not in self._costs:
             self._costs[key] = ChunkCosts.of(job, model, mesh, self.hardware)
         return _SizedJob(job, model, mesh, key, self._costs[key], name, chunks, mbs)

@@ -146,7 +146,7 @@ def replaced(job: Job, changes: Changes) -> Job:
     """A job with some keys changed; keys as `section.key`. Another recompute than the job's is of all layers."""
     if changes.get("schedule.recompute", job.schedule.recompute) != job.schedule.recompute:
         job = replace(job, schedule=replace(job.schedule, recompute_layers=None))
-    for section in ("parallel", "schedule", "model"):
+    for section in dict.fromkeys(KEYS.values()):
         mine = {k.split(".", 1)[1]: v for k, v in changes.items() if k.startswith(f"{section}.")}
         if mine:
             job = replace(job, **{section: replace(getattr(job, section), **mine)})

@@ -8,6 +8,7 @@ from cost_models.compute.optimizer import (
     OptimizerPrecision,
     clip,
     grad_norm,
+    offloaded_seconds,
     shard,
     state_bytes,
     update,
@@ -76,3 +77,15 @@ def test_an_update_is_bound_by_memory() -> None:
     # 1e9 parameters on A100: 30 GB at 1.59 TB/s.
     seconds = work_seconds((update(10**9, OptimizerPrecision()),), load_hardware("a100-sxm-80gb"))
     assert seconds == pytest.approx(30e9 / (2039e9 * 0.78), rel=0.01)
+
+
+def test_the_host_updates_its_share_and_keeps_it() -> None:
+    """Moments and master weights are the host's; gradients come down, weights go up, the slowest part decides."""
+    half = OptimizerPrecision(offload=0.5)
+    assert state_bytes(1001, half) == OptimizerMemory(2002, 4004, 501 * 12)
+    assert state_bytes(1001, OptimizerPrecision(offload=1.0), 1, 1, 8).optimizer == 0
+    assert update(1001, half).bytes == 501 * 30
+    n = 10**9
+    assert offloaded_seconds(n, half, host_GBps=15, pcie_GBps=100) == pytest.approx(0.5 * 30 / 15)
+    assert offloaded_seconds(n, half, host_GBps=1000, pcie_GBps=10) == pytest.approx(0.5 * 4 / 10)
+    assert offloaded_seconds(n, OptimizerPrecision(), 15, 10) == 0

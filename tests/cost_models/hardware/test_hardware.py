@@ -38,7 +38,7 @@ def test_every_value_of_a_preset_names_its_source(name: str) -> None:
     hw = load_hardware(name)
     assert hw.name == name
     optional = {"nvlink_pair_GBps", "nvlink_sharp_efficiency", "comm_sms", "comm_hbm", "leaf_nodes", "oversubscription"}
-    optional |= {"nic_congestion", "cast_efficiency", "nvlink_few", "nvlink_ramp_KiB"}
+    optional |= {"nic_congestion", "cast_efficiency", "nvlink_few", "nvlink_ramp_KiB", "host_GBps"}
     optional |= {"comm_slowed", "all_to_all_spread", "fp8_recipe"}
     of_jobs = {"software", "dispatcher", "training", "deterministic"}
     keys = {f.name for f in structs.fields(DeviceHardware)} - {"name", "sources", *of_jobs}

@@ -247,6 +247,18 @@ def test_sequences_of_deepspeed_are_cut_by_heads(tmp_path: Path) -> None:
     assert found.job["parallel"]["cp"] == 4 and found.job["parallel"]["cp_comm"] == "all_to_all"
 
 
+# The host's share of the optimizer
+
+
+@pytest.mark.parametrize(
+    ("more", "share"),
+    [("", None), ("--optimizer-cpu-offload ", 1.0), ("--optimizer-cpu-offload --optimizer-offload-fraction 0.4 ", 0.4)],
+)
+def test_an_optimizer_on_the_host_is_one(tmp_path: Path, more: str, share: float | None) -> None:
+    found = imported(tmp_path, MEGATRON + more + "--bf16 --swiglu\n")
+    assert found.job.get("optimizer", {}).get("offload") == share and not listed(found, UNKNOWN)
+
+
 # Attention that is not fused
 
 

@@ -183,3 +183,14 @@ def test_members_of_one_meeting_agree_on_its_seconds() -> None:
         assert (costs.duration[transfer] == costs.duration[plan.partner[transfer]]).all()
         for c in range(int(plan.collective.max()) + 1):
             assert len(set(costs.duration[plan.collective == c].tolist())) == 1
+
+
+def test_a_host_of_which_nothing_is_known_updates_nothing() -> None:
+    def job(offload: float, **cluster: object) -> Job:
+        sections = {"cluster": {"gpu": "cpu", **cluster}, "optimizer": {"offload": offload}}
+        return job_from({"model": {"config": "tiny-llama"}, **sections})
+
+    with pytest.raises(PiperError) as e:
+        predict(job(1.0))
+    assert (e.value.key, e.value.suggestion) == ("optimizer.offload", "cluster.host_GBps = 40")
+    assert predict(job(1.0, host_GBps=0.01)).iteration_s > predict(job(0.0)).iteration_s

@@ -126,6 +126,25 @@ def test_lists_are_all_that_is_tried(pp: list[int], left_out: bool) -> None:
     assert (predict(job(1, "1f1b")).iteration_s < min(steps)) == left_out  # it would have won
 
 
+@pytest.mark.parametrize(("room", "wins"), [(80.0, 0.0), (14.0, 1.0)])
+def test_the_host_keeps_an_optimizer_where_nothing_else_fits(room: float, wins: float) -> None:
+    """Found is what all values simulated one by one give: without offload where it fits, with it where it must."""
+    base = {"model": {"config": "llama3-8b", "num_hidden_layers": 4, "seq_len": 1024}, "schedule": {"microbatches": 2}}
+    base |= {"cluster": {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 2, "hbm_GiB": room}, "parallel": {"pp": 2}}
+
+    def job(**more: object) -> Job:
+        return load_job({**base, **more})
+
+    values = [0.0, 0.5, 1.0]
+    free = ["tp", "cp", "pp", "zero", "layers", "microbatch_size", "recompute", "name", "stages_per_rank"]
+    found = search(job(search={"offload": values, "pin": free}))
+    runs = {v: predict(job(optimizer={"offload": v})) for v in values}
+    best = min((v for v in values if runs[v].fits), key=lambda v: runs[v].iteration_s)
+    assert best == wins and found.proven and found.best is not None
+    assert found.best["iteration_s"] == runs[best].iteration_s
+    assert runs[0.0].iteration_s < runs[0.5].iteration_s < runs[1.0].iteration_s
+
+
 def test_neither_workers_nor_the_seed_change_what_is_found() -> None:
     one = search(small())
     two, other = search(small(), workers=2), search(small(seed=7))
