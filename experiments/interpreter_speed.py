@@ -8,7 +8,8 @@ stage has parts; a communication op is queued, posted and waited for. Times are 
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,8 +36,9 @@ CASES: Mapping[str, dict[str, Any]] = {
 }
 
 
-def steps_of(case: dict[str, Any], rounds: int = 25) -> tuple[int, list[float]]:
-    """Ops of rank 0, and processor seconds of each step."""
+@contextmanager
+def alone(case: dict[str, Any]) -> Iterator[PlanInterpreter]:
+    """Rank 0 of a job, by itself in this process."""
     prepared = prepare(load_job({"model": MODEL, **case}))
     plan, device = prepared.plan(), HostDevice()
     program = RankPlan.of(plan, 0)
@@ -46,15 +48,21 @@ def steps_of(case: dict[str, Any], rounds: int = 25) -> tuple[int, list[float]]:
         pen = RankProgress(Path(name) / "progress", 0)
         kernels, empty = blank(prepared, plan, program, spec), crossing(prepared, device)
         run = PlanInterpreter(program, kernels, TransportWithoutPeers(0), pen, device, empty)
-        batches, took = blank_batches(program)(0), []
+        yield run
+        run.close()
+        pen.close()
+
+
+def steps_of(case: dict[str, Any], rounds: int = 25) -> tuple[int, list[float]]:
+    """Ops of rank 0, and processor seconds of each step."""
+    with alone(case) as run:
+        batches, took = blank_batches(run.program)(0), []
         for step in range(rounds + 2):
             begin = time.process_time()
             run.step(step, batches)
             took.append(time.process_time() - begin)
             run.rows.clear()
-        run.close()
-        pen.close()
-    return program.last - program.first, took[2:]
+        return len(run.ops), took[2:]
 
 
 def main() -> None:

@@ -1,10 +1,12 @@
-"""How long is a step of our executor, beside torch.distributed.pipelining on the same model, schedule and ranks?
+"""How long is a step of our executor, beside torch's own runtimes on the same model, plan and ranks?
 
-    python -m experiments.step_time [--pairs 20] [--seq-len 256] [--save FILE]
+    python -m experiments.step_time [--against pipelining | fsdp2] [--pairs 20] [--seq-len 256] [--save FILE]
 
-1f1b on two gloo ranks of one thread each, fp32, SGD without clipping. Both run in the same two processes, each on a
-model of its own, in turn (ours first in every other pair), with a barrier before each step; a step lasts from the first
-rank's start to the last rank's end. Every pass of a stage takes 30 ms or more; the bar is a median ratio of 1.05.
+Two gloo ranks of one thread each, fp32, SGD without clipping: 1f1b beside torch.distributed.pipelining, or ZeRO-3
+beside FSDP2 with a unit for each layer, both gathered for each pass and reduced by every microbatch. Both run in the
+same two processes, each on a model of its own, in turn (ours first in every other pair), with a barrier before each
+step; a step lasts from the first rank's start to the last rank's end. Every pass of a stage takes 30 ms or more; the
+bar is a median ratio of 1.00. Ours also takes the norm of the gradients, which torch's runtimes are not asked for.
 """
 
 import argparse
@@ -96,8 +98,37 @@ class TorchPipeline:
         return token_loss(logits.flatten(0, 1), labels.flatten(), self._scale, TokenLoss.IGNORE)
 
 
+class TorchSharded:
+    """One rank under FSDP2: layers sharded, gathered for forward and for backward, and sums of gradients, not means."""
+
+    def __init__(self, prepared: PreparedJob, world: int) -> None:
+        # Not above: importing it takes a second.
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        entries, model = prepared.base.entries, model_of(prepared)
+        built, mesh = model.build(list(model.chunks)), DeviceMesh("cpu", list(range(world)))
+        each = [[e.name for e in entries if e.chunk.name == chunk] for chunk in model.chunks]
+        self._whole = nn.Sequential(*(StageModule(built, names) for names in each))
+        for module in (*self._whole, self._whole):
+            sharded = fully_shard(module, mesh=mesh)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        self.params = dict(self._whole.named_parameters())
+
+    def step(self, batches: Sequence[Microbatch]) -> list[float]:
+        """As `TorchPipeline.step`, of this rank's share of the batch."""
+        losses = []
+        for b in batches:
+            loss = token_loss(self._whole(b.ids).flatten(0, 1), b.labels.flatten(), b.scale, TokenLoss.IGNORE)
+            loss.backward()
+            losses.append(loss.item())
+        return losses
+
+
+PARALLEL = {"pipelining": "pp = 2", "fsdp2": "dp = 2\nzero = 3"}
 JOB = (Path(__file__).parent / "jobs" / "step_time.toml").read_text(encoding="utf-8")
-RANKS, WARM, BAR = 2, 2, 1.05
+RANKS, WARM, BAR = 2, 2, 1.0
 Span = tuple[float, float, float]  # start, end, processor seconds of the rank
 
 
@@ -120,16 +151,20 @@ class Times:
         return [a / b for a, b in zip(self.ours, self.theirs, strict=True)]
 
 
-def rank(ctx: RankContext, steps: int, csv: str) -> dict[str, Any]:
+def rank(ctx: RankContext, steps: int, csv: str | None) -> dict[str, Any]:
     """The target of `launch`: two warm pairs, then the pairs that count."""
     prepared, plan = ctx.given()
     program, device = RankPlan.of(plan, ctx.rank), HostDevice()
     local = RankModel.of(prepared, plan, ctx.rank, device)
     transport = ctx.connect("gloo", topology(plan), device)
     ours = PlanInterpreter(program, local.kernels(), transport, ctx.progress, device, crossing(prepared, device))
-    theirs = TorchPipeline(prepared, plan, ctx.rank, Path(csv), dist.new_group(list(range(ctx.world))))
+    theirs: TorchPipeline | TorchSharded
+    if csv is None:
+        theirs = TorchSharded(prepared, ctx.world)
+    else:
+        theirs = TorchPipeline(prepared, plan, ctx.rank, Path(csv), dist.new_group(list(range(ctx.world))))
     sgd = torch.optim.SGD(theirs.params.values(), lr=prepared.job.optimizer.lr)
-    batches = _batches(prepared)
+    batches = _batches(prepared, program)
     losses: dict[str, list[float]] = {"ours": [], "theirs": []}
 
     def we(step: int) -> None:
@@ -174,28 +209,28 @@ def _passes(program: RankPlan, ran: PlanInterpreter) -> list[float]:
     return [median(s for (_, n), s in took.items() if n == name) for name in set(names.values())]
 
 
-def _batches(prepared: PreparedJob) -> Callable[[int], list[Microbatch]]:
-    """Step → all its microbatches; made once, as neither runtime is asked how it reads data."""
-    job = prepared.job
-    vocab, length = prepared.config.vocab, job.model.seq_len
-    data = MicrobatchLoader(
-        "synthetic", vocab=vocab, length=length, microbatches=prepared.mbs, size=job.schedule.microbatch_size
-    )
-    one = [data.batch(0, 0, mb) for mb in range(prepared.mbs)]
+def _batches(prepared: PreparedJob, program: RankPlan) -> Callable[[int], list[Microbatch]]:
+    """Step → the microbatches of this rank's replica; made once, as no runtime is asked how it reads data."""
+    job, replicas = prepared.job, prepared.mesh.sizes["dp"]
+    sizes = dict(replicas=replicas, microbatches=prepared.mbs, size=job.schedule.microbatch_size)
+    data = MicrobatchLoader("synthetic", vocab=prepared.config.vocab, length=job.model.seq_len, **sizes)
+    one = [data.batch(0, program.places.replica(program.rank), mb) for mb in range(prepared.mbs)]
     return lambda step: one
 
 
-def measure(pairs: int, seq_len: int) -> Times:
+def measure(against: str, pairs: int, seq_len: int) -> Times:
     """Run all pairs in one launch."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "job.toml").write_text(JOB.format(seq_len=seq_len))
+        (folder / "job.toml").write_text(JOB.format(parallel=PARALLEL[against], seq_len=seq_len))
         prepared = prepare(load_job(str(folder / "job.toml")))
         plan = prepared.plan()
         check_plan(plan)
-        (folder / "order.csv").write_text(order_csv(prepared))
+        csv = folder / "order.csv" if against == "pipelining" else None
+        if csv is not None:
+            csv.write_text(order_csv(prepared))
         before = os.getloadavg()[0]
-        args = {"steps": WARM + pairs, "csv": str(folder / "order.csv")}
+        args = {"steps": WARM + pairs, "csv": csv and str(csv)}
         found = launch(rank, RANKS, args, given=[given_text(prepared, plan)], watchdog_s=120.0)
     counted = range(WARM, WARM + pairs)
     ours, theirs = ([[r[name][k] for r in found] for k in counted] for name in ("ours", "theirs"))
@@ -227,7 +262,7 @@ def report(times: Times) -> str:
         [
             f"load {times.load[0]:.1f} before, {times.load[1]:.1f} after, on {os.cpu_count()} cores",
             f"shortest pass of a stage {times.least_pass_s * 1e3:.0f} ms (median; asked for: 30 or more)",
-            f"ours {ours * 1e3:.0f} ms, torch.distributed.pipelining {theirs * 1e3:.0f} ms (medians)",
+            f"ours {ours * 1e3:.0f} ms, torch's {theirs * 1e3:.0f} ms (medians)",
             f"ratio of {len(times.ratios)} pairs: median {middle:.3f}, middle half {low:.3f} to {high:.3f}; bar {BAR}",
             f"ratio of processor seconds: median {median(times.used):.3f}",
             f"losses equal to the bit: {times.losses[0] == times.losses[1]}",
@@ -238,11 +273,12 @@ def report(times: Times) -> str:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", choices=PARALLEL, default="pipelining")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--save", type=Path, help="a JSON file for all times")
     args = parser.parse_args()
-    times = measure(args.pairs, args.seq_len)
+    times = measure(args.against, args.pairs, args.seq_len)
     print(report(times))
     if args.save is not None:
         args.save.write_text(json.dumps(asdict(times)))

@@ -7,9 +7,7 @@ SPIN_S = 0.0003  # a sleeping thread wakes this late at most, on a machine that 
 TICK_S = 1.0
 
 
-def now() -> float:
-    """Seconds on this machine's monotonic clock, which its processes share."""
-    return time.monotonic()
+now = time.monotonic  # seconds on this machine's monotonic clock, which its processes share
 
 
 def sleep_until(moment_s: float, tick: Callable[[], None] = lambda: None) -> None:

@@ -69,7 +69,9 @@ class RankProgress:
     def __init__(self, path: Path, rank: int, *, beat_every_s: float = 0.0) -> None:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
-        self._at = rank * RECORD_BYTES
+        at = [(_head_at(0), _HEAD), (_head_at(1), _HEAD), (0, _COUNT), (_BEAT_AT, _BEAT), (_POST_AT, _POST)]
+        parts = (slice(rank * RECORD_BYTES + k, rank * RECORD_BYTES + k + part.size) for k, part in at)
+        *self._heads, self._count, self._beats, self._posts = parts
         self._n, self._index, self._text, self._peers = 0, -1, b"", b""
         self._posting: dict[int, bytes] = {}  # by op: streams' threads do so, too
         self._stop = threading.Event()
@@ -78,18 +80,18 @@ class RankProgress:
 
     def begin(self, text: str) -> None:
         """Something before the first op begins, which may take as long as a start."""
-        self._text = text.encode()[:160]
+        self._text = text.encode()
         self._write(RankState.STARTING)
 
     def op(self, index: int, text: str) -> None:
-        self._index, self._text, self._peers = index, text.encode()[:160], b""
+        self._index, self._text, self._peers = index, text.encode(), b""
         self._write(RankState.RUN)
 
     def wait(self, peers: Iterable[int] = (), text: str | None = None) -> None:
         """The op now blocks on other ranks (and is shown as `text`, if given)."""
-        self._peers = ",".join(map(str, peers)).encode()[:160]
+        self._peers = ",".join(map(str, peers)).encode()
         if text is not None:
-            self._text = text.encode()[:160]
+            self._text = text.encode()
         self._write(RankState.WAIT)
 
     def go_on(self) -> None:
@@ -102,7 +104,7 @@ class RankProgress:
 
     def posting(self, index: int, text: str) -> None:
         """Op `index` is given to the transport, which ought to take it at once."""
-        self._posting[index] = text.encode()[: _POST.size]
+        self._posting[index] = text.encode()
         self._post()
 
     def posted(self, index: int) -> None:
@@ -110,7 +112,7 @@ class RankProgress:
         self._post()
 
     def _post(self) -> None:
-        self._store(_POST_AT, _POST.pack(next(iter(list(self._posting.values())), b"")))
+        self._map[self._posts] = _POST.pack(next(iter(list(self._posting.values())), b""))
 
     def end(self, state: RankState = RankState.DONE) -> None:
         self._write(state)
@@ -120,20 +122,16 @@ class RankProgress:
         self._map.close()
 
     def _write(self, state: RankState) -> None:
+        """Each part in one copy: `pack_into` clears first what it writes."""
         self._n += 1
         head = _HEAD.pack(time.monotonic(), self._index, state, self._text, self._peers)
-        self._store(_head_at(self._n), head)
-        self._store(0, _COUNT.pack(self._n))
-
-    def _store(self, at: int, data: bytes) -> None:
-        """In one copy: `pack_into` clears first what it writes."""
-        at += self._at
-        self._map[at : at + len(data)] = data
+        self._map[self._heads[self._n % 2]] = head
+        self._map[self._count] = _COUNT.pack(self._n)
 
     def _beat(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
             try:
-                self._store(_BEAT_AT, _BEAT.pack(time.monotonic()))
+                self._map[self._beats] = _BEAT.pack(time.monotonic())
             except ValueError:  # closed meanwhile
                 return
 

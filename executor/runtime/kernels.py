@@ -153,3 +153,4 @@ class TimedKernels:
 
 
 Kernels = RealKernels | TimedKernels  # all compute of one rank
+RankStage = Stage | BlankStage

@@ -36,8 +36,12 @@ class PassStretch:
 
 @dataclass(frozen=True, slots=True)
 class ProgramOp:
-    """A row of the plan as the interpreter needs it, looked up once for all steps. stretches: of a compute op."""
+    """Row `index` of the plan as the interpreter needs it, looked up once for all steps.
 
+    waits: for communication alone, as compute runs in order anyway. stretches: of a compute op.
+    """
+
+    index: int
     kind: OpKind
     stream: str
     text: str
@@ -139,7 +143,8 @@ class RankPlan:
         """Row i. alone: parts whose nodes the interpreter sees by themselves; None: all."""
         shape, plan = self.shape(i), self.plan
         stretches = self._stretches(i, alone) if shape.kind is OpKind.COMPUTE else ()
-        return ProgramOp(shape.kind, shape.stream, plan.text(i), tuple(plan.waits.row(i).tolist()), tuple(stretches))
+        waits = [w for w in plan.waits.row(i).tolist() if self.shape(w).kind is not OpKind.COMPUTE]
+        return ProgramOp(i, shape.kind, shape.stream, plan.text(i), tuple(waits), tuple(stretches))
 
     def _stretches(self, i: int, alone: Container[str] | None) -> list[PassStretch]:
         out: list[PassStretch] = []

@@ -29,10 +29,7 @@ class StreamOp:
         self.before: StreamEvent | None = None  # where the op before it on the stream ended
         self.error: BaseException | None = None
         self._handle: TransportHandle | None = None
-        self._ended, self._busy = (
-            False,
-            threading.Lock(),
-        )  # until then; an Event is slow to make
+        self._ended, self._busy = False, threading.Lock()  # until then; an Event is slow to make
         self._busy.acquire()
 
     @property

@@ -46,13 +46,13 @@ def _hang() -> None:
     """What this op gives to its transport is never taken, on whatever thread."""
     queue: Callable[..., None] = PlanInterpreter._queue
 
-    def never(self: PlanInterpreter, i: int, row: Any, post: Any, *args: Any) -> None:
+    def never(self: PlanInterpreter, op: Any, row: Any, post: Any, *args: Any) -> None:
         def stay() -> Any:
             note(row.op)
             while True:
                 time.sleep(1000)
 
-        queue(self, i, row, stay if i == FAULT["index"] else post, *args)
+        queue(self, op, row, stay if op.index == FAULT["index"] else post, *args)
 
     PlanInterpreter._queue = never  # type: ignore[method-assign]
 

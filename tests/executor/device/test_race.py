@@ -90,11 +90,10 @@ def test_a_detector_that_takes_writes_for_reads_misses_less() -> None:
     assert lost.found < lost.needed
 
 
-def _send_freed_at_dispatch(self: PlanInterpreter, i: int, row: Any) -> None:
-    value = self.program.value(i)
-    tensor = self._take(value, i)
+def _send_freed_at_dispatch(self: PlanInterpreter, op: Any, value: Any, peer: int, row: Any) -> None:
+    tensor = self._take(value, op)
     self._values[value] = torch.empty(0)
-    self._queue(i, row, lambda: self.transport.send(self.program.peer(i), tensor), self.delay_s)
+    self._queue(op, row, lambda: self.transport.send(peer, tensor), self.delay_s)
 
 
 def _after_forgotten(
@@ -103,29 +102,29 @@ def _after_forgotten(
     real(self, post, needs, None)
 
 
-def _wait_without_follow(self: PlanInterpreter, op: int, now: int | None) -> None:
-    if op in self._under:
-        queued = self._under.pop(op).queued
+def _wait_without_follow(self: PlanInterpreter, on: int, op: Any) -> None:
+    if on in self._under:
+        queued = self._under.pop(on).queued
         assert queued is not None
         queued.wait()
 
 
-def _received_into_the_streams_own(self: PlanInterpreter, i: int, row: Any) -> None:
+def _received_into_the_streams_own(self: PlanInterpreter, op: Any, value: Any, peer: int, row: Any) -> None:
     def post() -> Any:
-        into = self._values[self.program.value(i)] = self.boundary()  # its memory goes back to the stream's lane
-        return self.transport.recv(self.program.peer(i), into)
+        into = self._values[value] = self.boundary()  # its memory goes back to the stream's lane
+        return self.transport.recv(peer, into)
 
-    self._queue(i, row, post, self.delay_s)
+    self._queue(op, row, post, self.delay_s)
 
 
-def _reduced_early(self: PlanInterpreter, i: int, row: Any, *rest: Any, real: Any = PlanInterpreter._queue) -> None:
-    if i in self.program.meetings and self.program.meetings[i].bucket:
+def _reduced_early(self: PlanInterpreter, op: Any, row: Any, *rest: Any, real: Any = PlanInterpreter._queue) -> None:
+    if op.index in self.program.meetings and self.program.meetings[op.index].bucket:
         self._streams.setdefault(row.stream, Stream(row.stream, self.device))
         before = next(r.start for r in reversed(self._pending) if r.queued is None and r.start is not None)
         with patch.object(self, "device", Mock(wraps=self.device, mark=lambda: before)):
-            real(self, i, row, *rest)
+            real(self, op, row, *rest)
     else:
-        real(self, i, row, *rest)
+        real(self, op, row, *rest)
 
 
 CONTROLS = {

@@ -158,7 +158,7 @@ CONTROL = ["schedule.name=1f1b", "schedule.microbatches=5"]
 
 
 def test_what_the_plan_frees_and_nobody_lets_go_of_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlanInterpreter, "_free", lambda self, i, cover: None)
+    monkeypatch.setattr(PlanInterpreter, "_frees", lambda self, i, cover: ())
     assert all(a > b for a, b in zip(peak_bytes(*planned(*CONTROL)) or (), measured(*CONTROL), strict=True))
 
 

@@ -127,7 +127,7 @@ def test_of_replicas_too_everything_is_predicted() -> None:
 
 def test_bytes_that_are_held_too_long_miss_the_memory_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     v = validation(*REAL, emulate=None, steps=4, within=10.0)
-    monkeypatch.setattr(PlanInterpreter, "_free", lambda self, i, cover: None)
+    monkeypatch.setattr(PlanInterpreter, "_frees", lambda self, i, cover: ())
     peaks = TOOLS.peak_bytes(v.prediction.prepared, v.prediction.plan)
     found = judged_again(v, peaks=peaks)
     assert found["gates"]["memory"]["passed"] is False and not found["passed"]

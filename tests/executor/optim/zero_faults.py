@@ -12,7 +12,7 @@ from executor.parallel.inline import Meeting
 from executor.runtime import rank as rank_module
 from executor.runtime.batch import Microbatch, MicrobatchLoader
 from executor.runtime.interpreter import PlanInterpreter
-from executor.runtime.program import RankPlan
+from executor.runtime.program import ProgramOp, RankPlan
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportHandle, TransportTopology
@@ -49,11 +49,11 @@ def counted(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
 
 def reduced_every_microbatch(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
     """All sums travel behind each microbatch too; nobody uses what comes of it."""
-    work = PlanInterpreter._work
+    compute: Callable[..., None] = PlanInterpreter._compute
 
-    def more(self: PlanInterpreter, i: int) -> None:
-        work(self, i)
-        nodes: list[tuple[int, GraphNode, int]] = self.program.covers(i)
+    def more(self: PlanInterpreter, op: ProgramOp, *rest: Any) -> None:
+        compute(self, op, *rest)
+        nodes: list[tuple[int, GraphNode, int]] = self.program.covers(op.index)
         if any(node.kind is Pass.W for _, node, _ in nodes):
             for flat in self.sync.flat.values():  # type: ignore[attr-defined]
                 self.transport.all_reduce("more", flat.sums.clone()).wait()
@@ -62,7 +62,7 @@ def reduced_every_microbatch(ctx: RankContext, fault: dict[str, Any], **spec: An
         return make(plan, [*groups, ("more", tuple(range(ctx.world)), frozenset())])
 
     make, rank_module.topology = rank_module.topology, topology
-    PlanInterpreter._work = more  # type: ignore[method-assign]
+    PlanInterpreter._compute = more  # type: ignore[method-assign]
     return counted(ctx, fault, **spec)
 
 
