@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from executor.checkpoint.settings import settled, verified
@@ -56,7 +56,7 @@ class AllocationRanks(MachineRanks):
     store: of this meeting alone. told_to_end: the launcher has seen a rank elsewhere end.
     """
 
-    def __init__(self, place: TorchrunRank, store: Any, name: str) -> None:
+    def __init__(self, place: TorchrunRank, store: Store, name: str) -> None:
         super().__init__(place.world, int(os.environ.get("LOCAL_WORLD_SIZE", place.world)))
         self.place, self.name, self.store = place, name, PrefixStore(name, store)
         self.at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -225,7 +225,9 @@ def numbered(ranks: Sequence[int]) -> str:
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def live(ctx: RankContext, target: dict[str, str], args: Told, where: Told, watchdog_s: float, fault: Any) -> list[Any]:
+def live(
+    ctx: RankContext, target: dict[str, str], args: Told, where: Told, watchdog_s: float, fault: Told | None
+) -> list[Any]:
     """One rank of a run: a target of `launch`, which knows this rank alone. Returns, on rank 0, what all ranks did."""
     os.environ.pop(INTERFACE)  # its own machine, as `launch` has it
     if where["interface"] is not None:
@@ -268,7 +270,7 @@ def _suffer(progress: RankProgress, fault: Callable[[], None]) -> None:
         if again:
             fault()
 
-    progress.op = note  # type: ignore[method-assign]
+    vars(progress)["op"] = note
 
 
 def cut(store_port: int) -> None:
