@@ -1,8 +1,8 @@
 """What ranks of a group do together inside a compute op: the collectives of tensor and context parallel layers.
 
 Such ranks leave an op together, so one lane stands for all of a group. What a node's kernels and its exposed messages
-take is known, and the order of nodes; within a node kernels are drawn first, as the cost model has no more order. All at full speed: what ranks wait for a
-slower one of their group is not in it.
+take is known, and the order of nodes; within a node kernels are drawn first, as the cost model has no more order. All
+at full speed: what ranks wait for a slower one of their group is not in it.
 """
 
 import json
