@@ -1,7 +1,6 @@
 """Every collective by size: does it give what it ought to, how long does it take, how long was it predicted to take?"""
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from cost_models import LinkFabric, load_hardware, message_seconds
 from cost_models.hardware import presets
 from executor.device.device import CudaDevice, Device, HostDevice, gpu_of
-from executor.measure.links import MessageSample, link_rows, topology
+from executor.measure.links import MessageSample, link_rows, spans, topology
 from executor.runtime.target import Target
 from executor.runtime.worker import RankContext
 from executor.transport.base import Transport
@@ -38,7 +37,7 @@ def collectives(at: MachineRanks, job: Job | None) -> Mapping[str, object]:
     if odd := next((text for one, _ in found for text in one["odd"]), None):
         raise wrong(f"{odd} on {at.backend} gives something else than it ought to", "what the ranks have given")
     rows = [[(*row[:3], *(t - ahead for t in row[3:])) for row in one["links"]] for one, ahead in found]
-    times = seconds(wants, rows)
+    times = spans(wants, rows)
     fabric = None if job is None else fabric_of(job, at.node)
     table, far = [], list[str]()
     for (index, size), each in times.items():
@@ -79,27 +78,6 @@ def fabric_of(job: Job, node: int) -> LinkFabric:
     """What the hardware that a job names says of idle links between machines of so many ranks."""
     hardware = load_hardware(named_path(job.file, job.cluster.gpu, presets()), job.cluster.overrides)
     return LinkFabric.of(hardware, node)
-
-
-def seconds(
-    wants: Sequence[MessageSample], rows: Sequence[Sequence[Sequence[Any]]]
-) -> dict[tuple[int, int], list[float]]:
-    """By want and size, of each repetition: from the last to come to the last to see its end.
-
-    >>> wants = [*asked(MachineRanks(2))]
-    >>> seconds(wants, [[(0, 1024, 0, 1.0, 5.0)], [(0, 1024, 0, 2.0, 4.0)]])
-    {(0, 1024): [3.0]}
-    """
-    spans: dict[tuple[int, int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
-    for rank, mine in enumerate(rows):
-        for index, size, k, start, end in mine:
-            spans[index, size, k][rank] = start, end
-    out: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for (index, size, _), by_rank in sorted(spans.items()):
-        w = wants[index]
-        last = [by_rank[w.members[1]]] if w.kind is MessageKind.P2P else by_rank.values()  # a receiver has it
-        out[index, size].append(max(0.0, max(end for _, end in last) - max(start for start, _ in by_rank.values())))
-    return dict(out)
 
 
 def collectives_rank(ctx: RankContext, wants: list[Any], backend: str, repeats: int) -> dict[str, Any]:

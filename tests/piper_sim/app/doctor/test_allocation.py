@@ -121,12 +121,12 @@ def test_a_long_message_takes_what_the_hardware_says_or_is_named(monkeypatch: py
                 for key, p in predicted.items()
             }
 
-        monkeypatch.setattr(collectives, "seconds", seconds)
+        monkeypatch.setattr(collectives, "spans", seconds)
         return collectives.collectives(at, JOB)
 
     def _table(at: Any, known: Any) -> Any:
         with monkeypatch.context() as m:
-            m.setattr(collectives, "seconds", lambda *_: known)
+            m.setattr(collectives, "spans", lambda *_: known)
             m.setattr(collectives, "FACTOR", 1e12)
             return collectives.collectives(at, JOB)["table"]
 
