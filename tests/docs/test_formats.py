@@ -108,6 +108,15 @@ def test_an_object_has_the_keys_that_its_page_tells(name: str, site: ModuleType)
     assert keys.keys() - {"reason", "nearest"} == site.RESULTS[name].keys()  # those only where nothing fits
 
 
+@pytest.mark.usefixtures("folder")
+def test_a_run_leaves_lines_with_the_keys_that_its_page_tells(site: ModuleType) -> None:
+    assert main(["run", "two.toml", "-n", "2", "--backend", "local", "--out", "out"]) == 0
+    row, (line,) = site.FORMATS["run_folder"], Path("out/log.jsonl").read_text("utf-8").splitlines()
+    assert json.loads((ROOT / row["example"]).read_text("utf-8").splitlines()[0]).keys() == json.loads(line).keys()
+    assert all(f"`{key}`" in row["say"] for key in json.loads(line)) and "`pid`" in row["say"]
+    assert json.loads(Path("out/ranks.json").read_text("utf-8"))["ranks"]["0"].keys() == {"pid"}
+
+
 def test_every_command_that_prints_an_object_is_told(site: ModuleType) -> None:
     assert COMMANDS.keys() - site.RESULTS.keys() == {"demo", "export"}  # as compare; what was written, in words
     assert site.RESULTS.keys() == RUNS.keys()

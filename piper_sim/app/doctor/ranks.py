@@ -118,7 +118,8 @@ class AllocationRanks(MachineRanks):
 
     def over(self, code: int) -> None:
         """Nothing more is asked."""
-        put(self.store, f"ask/{self._asked}", json.dumps({"code": code}))
+        with suppress(RuntimeError):  # the store is gone, and with it whoever followed
+            put(self.store, f"ask/{self._asked}", json.dumps({"code": code}))
 
     def _ask(self, told: Told, patience_s: float = PATIENCE_S) -> list[Any]:
         if self.told_to_end:
