@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import posixpath
 import re
-from dataclasses import MISSING, fields
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
@@ -22,25 +26,10 @@ FIRST = {  # sections in their order; a page that stands in none stands in the l
     "Run": ["CLUSTERS", "DOCTOR", "CALIBRATE", "CHECKPOINTS"],
     "How it works": ["ARCHITECTURE", "STRATEGIES", "COSTS", "ENGINE", "PUBLISHED", "GLOSSARY"],
 }
-PROSE = {  # files whose format a page tells; those below are told by the code that reads them
-    "launches of frameworks, Chakra, Perfetto, parquet, sbatch": "IMPORT_EXPORT",
-    "`config.json` of a model": "CONFIGS",
-    "`model.json`, files of tokens": "YOUR_MODEL",
-    "`strategy.json`, `schedule.csv`, builders": "STRATEGIES",
-    "`profile.json`, tables of pairs, nccl-tests, Kineto": "CALIBRATE",
-    "`past_runs.csv`, logs, event files": "HISTORY",
-    "what `nvidia-smi topo` and `ibstat` print": "CLUSTER_FILE",
-    "`rows.jsonl`, `rows.parquet`": "SWEEP",
-    "`report.html`": "REPORT",
-    "checkpoints": "CHECKPOINTS",
-}
-FORMATS = {
-    "plan": ("The plan: `plan.txt`", "ir.plan.text", ""),
-    "trace": ("The trace: `trace.tsv`", "ir.trace.text", ""),
-    "routing": ("Recorded routing: `[routing] file`", "ir.job.routing.recorded", ""),
-    "hardware": ("Hardware files: `[cluster] gpu`", "cost_models.hardware.schema", "DeviceHardware"),
-    "software": ("Software files: `[costs] software`", "cost_models.software", "FrameworkCosts"),
-}
+FORMATS: dict[str, dict[str, Any]] = tomllib.loads((ROOT / ".ci" / "formats.toml").read_text("utf-8"))
+RESULTS: dict[str, dict[str, str]] = tomllib.loads((ROOT / ".ci" / "results.toml").read_text("utf-8"))
+MADE = [name for name, row in FORMATS.items() if "reads" in row]  # the others are told by a page of docs/ alone
+EXAMPLE_LINES = 80
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 NAMED = re.compile(r"(?<![\w`\[(/])docs/(\w+)\.md")
 
@@ -51,7 +40,8 @@ def on_files(files: Any, config: Any) -> Any:
 
     made = {name: _linked((ROOT / own).read_text("utf-8"), "") for name, own in ROOT_PAGES.items()}
     made |= {"reference/commands.md": _commands(), "reference/job.md": _job(), "reference/library.md": _library()}
-    made |= {f"reference/{name}.md": _format(*row) for name, row in FORMATS.items()} | {"reference/files.md": _files()}
+    made |= {f"reference/{name}.md": _format(**FORMATS[name]) for name in MADE}
+    made |= {"reference/files.md": _files(), "reference/results.md": made["reference/results.md"] + _results()}
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
     pages = [*(p.read_text("utf-8") for p in (ROOT / "docs").glob("*.md")), *made.values()]
@@ -95,7 +85,7 @@ def _nav(config: Any, pages: list[str]) -> None:
     nav: list[Any] = ["index.md"]
     nav += [{title: [f"{n}.md" for n in names if f"{n}.md" in pages]} for title, names in FIRST.items()]
     nav[-1]["How it works"] += rest
-    nav += [{"Reference": [f"reference/{n}.md" for n in ("job", "commands", "library", "files", *FORMATS)]}]
+    nav += [{"Reference": [f"reference/{n}.md" for n in ("job", "commands", "library", "files", *MADE)]}]
     config.nav = [*nav, {"Project": ["CHANGELOG.md", "CONTRIBUTING.md"]}]
 
 
@@ -105,8 +95,11 @@ def _doc(item: object) -> str:
     return re.sub(r"(^>>> .*?)(?=\n\n|\Z)", r"```pycon\n\1\n```", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def _keys(cls: type) -> list[str]:
-    """A section's or a file's keys as rows of a table: what a value may be, and what it is where it is left out."""
+def _keys(cls: type, null: bool = False) -> list[str]:
+    """A section's or a file's keys as rows of a table: what a value may be, and what it is where it is left out.
+
+    null: the format has it.
+    """
     hints, empty = get_type_hints(cls, include_extras=True), (MISSING, msgspec.NODEFAULT)
     own = msgspec.structs.fields(cls) if issubclass(cls, msgspec.Struct) else fields(cls)
     rows = ["", "| key | values | default |", "|---|---|---|"]
@@ -114,7 +107,8 @@ def _keys(cls: type) -> list[str]:
         default = f.default if f.default not in empty else "" if f.default_factory in empty else f.default_factory()
         cell = "" if default in ("", None) or len(repr(default)) > 60 else f"`{default!r}`"
         if f.name != "overrides":
-            rows.append(f"| `{f.name}` | {_type(hints[f.name])} | {cell} |")
+            none = " or null" if null and type(None) in get_args(hints[f.name]) else ""
+            rows.append(f"| `{f.name}` | {_type(hints[f.name])}{none} | {cell} |")
     return rows
 
 
@@ -122,6 +116,8 @@ def _type(hint: Any) -> str:
     """What a value may be, in words."""
     if isinstance(hint, str):
         return f"`{hint}`"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _words(str(x.value) for x in hint)
     if get_origin(hint) is Annotated:
         base, *metas = get_args(hint)
         words = [w for m in metas for w in (getattr(m, "extra", None) or {}).get("words", ())]
@@ -131,11 +127,11 @@ def _type(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_type(a) for a in get_args(hint) if a is not type(None))
     if args := [a for a in get_args(hint) if a is not ...]:
-        return f"{get_origin(hint).__name__.lower()} of {', '.join(dict.fromkeys(map(_type, args)))}".replace(
-            "mapping", "table"
-        )
+        table = get_origin(hint) in (dict, Mapping)  # of text as keys
+        of = ", ".join(dict.fromkeys(map(_type, args[1:] if table and args[0] is str else args)))
+        return f"{'table' if table else get_origin(hint).__name__.lower()} of {of}"
     return {"str": "text", "int": "whole number", "float": "number", "bool": "true, false"}.get(
-        hint.__name__, hint.__name__
+        hint.__name__, hint.__name__.lstrip("_")
     )
 
 
@@ -143,22 +139,80 @@ def _job() -> str:
     """The job file: a section's docstring and its keys, as ir/job/schema.py has them."""
     say = "TOML. Units stand in the names of keys. `--set section.key=value` says one on the command line."
     sections = import_module("ir.job.schema").SECTIONS.items()
-    return "\n".join(
-        ["# The job file\n", say, *(x for n, cls in sections for x in (f"\n## [{n}]\n", _doc(cls), *_keys(cls)))]
-    )
+    out = ["# The job file\n", say, *(x for n, cls in sections for x in (f"\n## [{n}]\n", _doc(cls), *_keys(cls)))]
+    return "\n".join([*out, *_example("tests/fuzz/seeds/job.toml")]) + "\n"
 
 
-def _format(title: str, module: str, cls: str) -> str:
-    """A file's format as the code that reads it tells it."""
-    found = import_module(module)
-    own = getattr(found, cls) if cls else None
-    return "\n".join([f"# {title}\n", _doc(found), "", *([_doc(own), *_keys(own)] if own else ())])
+def _format(
+    title: str,
+    writes: str,
+    reads: str,
+    say: str = "",
+    doc: str = "",
+    keys: tuple[str, ...] = (),
+    example: str = "",
+    page: str = "",
+    **_: Any,
+) -> str:
+    """A file's format as the code that reads it tells it, all its tables, and a valid file."""
+    out = [f"# {title}\n", f"*Written by* {writes}. *Read by* {reads}.", ""]
+    out += [f"More: [{page}](../{page}.md).", ""] if page else []
+    out += [say, _doc(import_module(doc)) if doc else "", ""]
+    for module, _, name in (key.partition(":") for key in keys):
+        found = getattr(import_module(module), name)
+        if isinstance(found, Mapping):
+            out += ["", "| | keys |", "|---|---|", *(f"| `{k}` | {_words(v)} |" for k, v in found.items())]
+            continue
+        for cls in _tables(found):
+            out += ["" if cls is found else f"\n## {cls.__name__.lstrip('_')}\n", _doc(cls), *_keys(cls, null=True)]
+    return "\n".join([*out, *(_example(example) if example else ())]) + "\n"
+
+
+def _example(file: str) -> list[str]:
+    """A file's lines; JSON that is one line as people lay it out."""
+    lines = (ROOT / file).read_text("utf-8").rstrip().splitlines()
+    if file.endswith(".json") and len(lines) == 1:
+        lines = json.dumps(json.loads(lines[0]), indent=1, ensure_ascii=False).splitlines()
+    cut = [f"… {len(lines) - EXAMPLE_LINES} more lines"] if len(lines) > EXAMPLE_LINES else []
+    return ["\n## For example\n", "```", *lines[:EXAMPLE_LINES], *cut, "```"]
+
+
+def _words(values: Any) -> str:
+    return ", ".join(f"`{x}`" for x in sorted(values))
+
+
+def _tables(cls: Any, known: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """A class of keys, and those of its keys that are tables themselves, each once."""
+    yield cls
+    seen = {*known, cls}
+    for hint in get_type_hints(cls, include_extras=True).values():
+        for inner in _inside(hint):
+            if inner not in seen:
+                for found in _tables(inner, tuple(seen)):
+                    seen.add(found)
+                    yield found
+
+
+def _inside(hint: Any) -> Iterator[Any]:
+    """The classes of keys in a type."""
+    if isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, msgspec.Struct)):
+        yield hint
+    for arg in get_args(hint):
+        yield from _inside(arg)
+
+
+def _results() -> str:
+    """The objects of `--json`, key by key."""
+    out = ["Each object has `schema_version` = 1. A command that fails prints `error` instead, and ends with a code."]
+    for name, keys in RESULTS.items():
+        out += [f"\n## {name}\n", "| key | |", "|---|---|", *(f"| `{k}` | {what} |" for k, what in keys.items())]
+    return "\n".join(out) + "\n"
 
 
 def _files() -> str:
     """Every format that is read or written, and where it is told."""
-    told = {title: f"{name}.md" for name, (title, _, _) in FORMATS.items()} | {"The job: `job.toml`": "job.md"}
-    told |= {what: f"../{page}.md" for what, page in PROSE.items()}
+    told = {"The job: `job.toml`": "job.md"} | {FORMATS[name]["title"]: f"{name}.md" for name in MADE}
+    told |= {row["title"]: f"../{row['page']}.md" for name, row in FORMATS.items() if name not in MADE}
     return "# Files\n\n| file | page |\n|---|---|\n" + "".join(
         f"| {k} | [{v.rpartition(chr(47))[2]}]({v}) |\n" for k, v in told.items()
     )

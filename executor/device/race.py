@@ -52,7 +52,7 @@ class DeviceRaceMark:
 class RaceDevice:
     """The device. All ranks of a process share one. deaf: it forgets what it is told to follow, as a control."""
 
-    torch = torch.device("cpu")
+    torch = torch.device("cpu", 0)  # the host's is "cpu": who moves a tensor there reads it
     ahead = True
 
     def __init__(self, clocks: DeviceRaceClocks | None = None, *, deaf: bool = False) -> None:

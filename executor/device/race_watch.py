@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -10,13 +11,15 @@ from executor.device.host_syncs import LIFTED, DeviceSyncCensus, copies, shaped_
 from executor.device.memory import OpWatch
 from ir.core.errors import ErrorKind, PiperError
 
+HOST = torch.device("cpu")
 _READS_SHAPES = {"zeros_like", "ones_like", "empty_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
 
 
 class WatchedDevice(Protocol):
-    """Who is told. syncs: where the host would wait."""
+    """Who is told. syncs: where the host would wait. torch: never the host's."""
 
     syncs: DeviceSyncCensus
+    torch: torch.device
 
     @property
     def in_lane(self) -> bool:
@@ -80,7 +83,9 @@ class OpRaceWatch(OpWatch):
 
 class DeviceReadWatch(TorchFunctionMode):
     """Tells a device where the host takes a tensor's values unseen by torch's dispatcher, for which on a GPU it waits:
-    `tolist`, `numpy`, `cpu`, and `to("cpu")`, by this word, as the device is a CPU, too. The last two give copies.
+    `tolist`, `numpy`, `cpu`, and `to` the host. The last two give copies; one that is not waited for is no wait.
+
+    The device is a CPU, too, so a tensor's is told by its index, which the host's has not.
     """
 
     def __init__(self, device: WatchedDevice) -> None:
@@ -90,22 +95,31 @@ class DeviceReadWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        copied = func is Tensor.cpu or (func is Tensor.to and _to_host(*args[1:], **kwargs))
+        kwargs, copied, behind = kwargs or {}, func is Tensor.cpu, False
+        if func == Tensor.device.__get__:
+            return func(*args) if self.device.of_host(args[0]) else self.device.torch
+        if func is Tensor.to:
+            copied, behind = _to_host(*args[1:], **kwargs)
+            args = tuple(HOST if x == self.device.torch else x for x in args)
+            kwargs = {k: HOST if x == self.device.torch else x for k, x in kwargs.items()}
         if not (copied or func in (Tensor.tolist, Tensor.numpy)) or self.device.of_host(args[0]):
             return func(*args, **kwargs)
         out, what = func(*args, **kwargs), f"Tensor.{func.__name__}"
         if copied and out.untyped_storage()._cdata == args[0].untyped_storage()._cdata:
             out = out.clone()
-        self.device.syncs.note(what)
-        self.device.touch(what, [out if copied else args[0]], [], read_back=True)
+        if not behind:
+            self.device.syncs.note(what)
+        self.device.touch(what, [out if copied else args[0]], [], read_back=not behind)
         if copied:
             self.device.lifted([out])
         return out
 
 
-def _to_host(device: Any = None, *rest: Any, **more: Any) -> bool:
-    return isinstance(device, str) and device == "cpu"
+def _to_host(
+    device: Any = None, dtype: Any = None, non_blocking: bool = False, *_: Any, **more: Any
+) -> tuple[bool, bool]:
+    """(whether the host is meant, whether it goes on meanwhile), as `Tensor.to` reads what it is given."""
+    return isinstance(device, str | torch.device) and torch.device(device) == HOST, non_blocking
 
 
 def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool]:

@@ -215,8 +215,9 @@ def _live(
 
 
 def end(code: int) -> NoReturn:
-    """End this process as its run has ended. Torch's threads for stores and gloo may abort a process that is taken down
-    around them ("terminate called without an active exception"), and a run that went well would count as failed."""
+    """End this process as its run has ended. A thread inside torch when Python takes itself down, a daemon of ours too,
+    aborts it: to end such a thread Python (before 3.14) unwinds it, through C++ that lets nothing through ("terminate
+    called without an active exception"). A run that went well would count as failed."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

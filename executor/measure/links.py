@@ -160,23 +160,36 @@ def _post(w: MessageSample, size: int, transport: Transport, device: Device) -> 
             return lambda: transport.all_to_all(w.group, into, whole, rows, rows)
 
 
-def link_samples(wants: Sequence[MessageSample], rows: Sequence[Sequence[Row]]) -> dict[str, list[float]]:
-    """Seconds by class of message, from the rows of all ranks: from the last to come to the last to see its end.
-
-    A transfer ends when its receiver has it. These ranks are on one node.
+def spans(wants: Sequence[MessageSample], rows: Sequence[Sequence[Row]]) -> dict[tuple[int, int], list[float]]:
+    """By want and size, seconds of each repetition, from the rows of all ranks by one clock: from the last to come to
+    the last to see its end. A transfer ends when its receiver has it.
 
     >>> want = MessageSample(MessageKind.P2P, (0, 1), (8,), DType.FP32)
-    >>> link_samples([want], [[(0, 8, 0, 1.0, 9.0)], [(0, 8, 0, 2.0, 5.0)]])
-    {'p2p@1 8': [3.0]}
+    >>> spans([want], [[(0, 8, 0, 1.0, 9.0)], [(0, 8, 0, 2.0, 5.0)]])
+    {(0, 8): [3.0]}
     """
     found: dict[tuple[int, int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
     for rank, mine in enumerate(rows):
         for index, size, k, start, end in mine:
             found[index, size, k][rank] = start, end
-    out: dict[str, list[float]] = defaultdict(list)
-    for (index, size, _), spans in sorted(found.items()):
+    out: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for (index, size, _), each in sorted(found.items()):
         w = wants[index]
-        begin = max(start for start, _ in spans.values())
-        end = spans[w.members[1]][1] if w.kind is MessageKind.P2P else max(end for _, end in spans.values())
-        out[link_class(Message(w.kind, size, ()), len(w.members), 1)].append(max(0.0, end - begin))
+        begin = max(start for start, _ in each.values())
+        end = each[w.members[1]][1] if w.kind is MessageKind.P2P else max(end for _, end in each.values())
+        out[index, size].append(max(0.0, end - begin))
+    return dict(out)
+
+
+def link_samples(wants: Sequence[MessageSample], rows: Sequence[Sequence[Row]]) -> dict[str, list[float]]:
+    """Seconds by class of message, of ranks on one node.
+
+    >>> want = MessageSample(MessageKind.P2P, (0, 1), (8,), DType.FP32)
+    >>> link_samples([want], [[(0, 8, 0, 1.0, 9.0)], [(0, 8, 0, 2.0, 5.0)]])
+    {'p2p@1 8': [3.0]}
+    """
+    out: dict[str, list[float]] = defaultdict(list)
+    for (index, size), seconds in spans(wants, rows).items():
+        w = wants[index]
+        out[link_class(Message(w.kind, size, ()), len(w.members), 1)] += seconds
     return {key: values for key, values in out.items() if median(values) > 0}

@@ -21,6 +21,7 @@ class TraceMarks:
     trace, `HOST`: its dispatch. bytes: [row] of its message, 0 without one. gaps: (rank, begin_s, end_s, cause, row at
     fault or -1) of idle compute streams; path: (rank, begin_s, end_s, cause, row or -1) of the critical path, in time.
     kinds: what fills a rank -> [memory sample] bytes, which sum to the sample. slow: slower ranks -> speed.
+    inside: [row] JSON of [begin, end, words], as shares of it: what a group's ranks do together. met: rank -> who.
     """
 
     partner: IntArray
@@ -30,6 +31,8 @@ class TraceMarks:
     path: Sequence[TraceStretch] = ()
     kinds: Mapping[str, IntArray] = field(default_factory=dict)
     slow: Mapping[int, float] = field(default_factory=dict)
+    inside: Sequence[str] = ()
+    met: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,9 @@ import errno
 import json
 import os
 import signal
-import socket
-import stat
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from executor.launch import torchrun
 from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
+from piper_sim.app.doctor.ranks import cut
 from tests.executor.faults import at_second_visit
 
 FAULT = json.loads(os.environ.get("FAULT", "{}"))
@@ -29,17 +27,6 @@ FAULT = json.loads(os.environ.get("FAULT", "{}"))
 def note(op: str) -> None:
     """Now, and at which op."""
     Path(FAULT["mark"]).write_text(json.dumps([time.monotonic(), op]))
-
-
-def cut() -> None:
-    """Every connection of this process but those to the store ends, and no message says so."""
-    listening = {int(os.environ["MASTER_PORT"])}
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                with socket.socket(fileno=os.dup(fd)) as s:
-                    if not {s.getsockname()[1], s.getpeername()[1]} & listening:
-                        s.shutdown(socket.SHUT_RDWR)
 
 
 def _hang() -> None:
@@ -92,7 +79,7 @@ def faulty(ctx: RankContext, **spec: Any) -> Any:
             case "hang":
                 _hang()
             case "cut":
-                cut()
+                cut(int(os.environ["MASTER_PORT"]))
             case "full":
                 _full()
             case "slow":

@@ -16,9 +16,7 @@ import numpy as np
 import torch
 
 from cost_models.hardware import load_hardware
-from cost_models.profile.file import load_profile, profile_text
-from cost_models.profile.machine import ProfileMachine
-from cost_models.profile.profile import MeasuredCost, OpEntry, Profile
+from cost_models.profile.file import load_profile
 from cost_models.software import load_software
 from cost_models.software.dispatcher import read_dispatchers
 from executor.checkpoint import reader
@@ -37,7 +35,7 @@ from ir.job import load_job
 from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.job.routing.counts import ExpertLayer
-from ir.job.routing.recorded import counts_text, read_counts
+from ir.job.routing.recorded import read_counts
 from ir.plan.read import read_plan
 from ir.plan.text import plan_text
 from ir.schedules.custom import from_csv
@@ -54,7 +52,6 @@ from piper_sim.study.explain.kineto import read_traces
 from piper_sim.study.explain.measured import explain_traces
 from piper_sim.study.history.table import read_runs
 from tests.executor.checkpoint.checkpoints import State
-from tests.ir.directives.strategies import SHIPPED
 from tests.piper_sim.study.calibrate.nccl_text import table
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +103,6 @@ def _of_jobs() -> Iterator[Format]:
     plan, moe = prepared.plan(), load_config("tiny-moe").moe
     assert moe is not None
     layers = [ExpertLayer(i, prepared.base.entries[0], 8) for i in range(4)]
-    rows = [(n, 0, 0, [8 * moe.top_k // moe.experts] * moe.experts) for n in range(4)]
 
     def counts(path: Path) -> object:
         job = job_from({"model": {"config": "x"}, "routing": {"kind": "file", "file": str(path)}})
@@ -118,22 +114,18 @@ def _of_jobs() -> Iterator[Format]:
     yield _seed("config.json", lambda p: load_config(str(p)), share=2)
     yield _seed("model.json", load_captured)
     yield _seed("schedule.csv", from_csv)
-    yield Format("strategy.json", json.dumps(SHIPPED["pp2_dp2_ep2_custom_order"]).encode(), load_strategy)
-    yield Format("routing.csv", counts_text(rows).encode(), counts)
+    yield _seed("strategy.json", load_strategy)
+    yield _seed("routing.csv", counts)
     yield Format("plan.txt", plan_text(plan).encode(), lambda p: read_plan(p, plan.graph))
 
 
 def _of_costs() -> Iterator[Format]:
     costs = ROOT / "cost_models"
-    links = {f"p2p {n}": MeasuredCost(1e-6 * n, 1e-8, 5) for n in (64, 4096, 65536)}
-    ops = {"F/attn 3f2a": OpEntry(MeasuredCost(0.01, 0.001, 3), alone=True)}
-    machine = ProfileMachine("a cpu", 2, "", 0, {"torch": "2.13"}, "2026-01-01T00:00:00Z")
-    profile = profile_text(Profile.of(machine, ops, links, 1e-5)).encode()
     yield Format("hardware.json", (costs / "hardware/h100-sxm.json").read_bytes(), load_hardware)
     yield _seed("based.json", load_hardware)
     yield Format("software.json", (costs / "software/megatron.json").read_bytes(), lambda p: load_software(str(p)))
     yield Format("dispatchers.toml", (costs / "software/dispatchers.toml").read_bytes(), read_dispatchers)
-    yield Format("profile.json", profile, load_profile)
+    yield _seed("profile.json", load_profile)
 
 
 def _of_runs() -> Iterator[Format]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ir.core.errors import PiperError
+from ir.job.schema import Job
 from piper_sim.app.doctor import machine
 
 NOT_ON_CPU = (
@@ -49,11 +50,11 @@ class DeviceCheck:
         return out
 
 
-Question = Callable[[], Mapping[str, object]]
+Question = Callable[..., Mapping[str, object]]
 
 
-def questions() -> Iterable[tuple[str, Question]]:
-    """For this machine by itself. Torch is loaded once it is known to be there."""
+def questions(job: Job | None = None) -> Iterable[tuple[str, Question]]:
+    """For this machine by itself. Torch is loaded once it is known to be there. job: which names its hardware."""
     yield "versions", machine.versions
     yield "files", machine.files
     yield "clock", machine.clock
@@ -61,22 +62,24 @@ def questions() -> Iterable[tuple[str, Question]]:
     import torch
 
     from piper_sim.app.doctor import gpu_rules, runs
+    from piper_sim.app.doctor.collectives import collectives
     from piper_sim.app.doctor.forecast import forecast
 
-    backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
+    at = runs.MachineRanks(backend="nccl" if torch.cuda.device_count() > 1 else "gloo")
     yield "equal to one rank", runs.equality
     yield "nothing races", gpu_rules.races
     yield "the host waits where it is said to", gpu_rules.host_waits
     yield "processes on gloo", lambda: runs.processes("gloo")
-    if backend == "nccl":
+    if at.backend == "nccl":
         yield "processes on nccl", lambda: runs.processes("nccl")
-    yield "every schedule from a cold start", lambda: runs.schedules(backend)
-    yield "uneven and empty exchanges", lambda: runs.exchanges(backend)
+    yield "every collective by size", lambda: collectives(at, job)
+    yield "every schedule from a cold start", lambda: runs.schedules(at)
+    yield "uneven and empty exchanges", lambda: runs.exchanges(at)
     yield "peak memory", runs.memory
     yield "saved and resumed under another plan", runs.restart
     yield "a killed rank is named", lambda: runs.failure(signal.SIGKILL)
     yield "a stopped rank is named", lambda: runs.failure(signal.SIGSTOP)
-    yield "predicted as measured", forecast
+    yield "predicted as measured", lambda: forecast(runs.MachineRanks())
 
 
 def examine(asked: Iterable[tuple[str, Question]], show: Callable[[DeviceCheck], None]) -> list[DeviceCheck]:

@@ -2,22 +2,22 @@
 
 from collections.abc import Mapping
 
-from executor.launch import run as executor
 from executor.measure.peak_bytes import peak_bytes
 from ir.job.run_options import JobRunOptions
-from piper_sim.app.doctor.runs import PLANS, job_of, wrong
+from piper_sim.app.doctor.runs import MachineRanks, wrong
 from piper_sim.study.validate import MeasuredSteps, PlanTools, validate
 
 STEPS, EMULATE_S = 5, 0.02
 
 
-def forecast() -> Mapping[str, object]:
+def forecast(at: MachineRanks) -> Mapping[str, object]:
     """A step of ops that take a given time is as long as predicted from another plan's, within the job's gate.
 
     Where the steps of a run are further apart than that, nothing is decided. Raises PiperError: it is not as long.
     """
-    job = job_of(PLANS["2 ranks, zb1p"], "fp32")
-    v = validate(job, PlanTools(executor, peak_bytes), JobRunOptions(2, STEPS, emulate=EMULATE_S))
+    job = at.prepared({"parallel": {"pp": 2, "dp": at.ranks // 2}, "schedule": {"name": "zb1p"}}, "fp32").job
+    options = JobRunOptions(at.ranks, STEPS, at.backend, emulate=EMULATE_S)
+    v = validate(job, PlanTools(at, peak_bytes), options)
     iteration, limit = v.found["iteration"], job.gate.iteration
     spread = max(apart_from_median(v.run), apart_from_median(v.calibration.run))
     found = {**iteration, "spread": spread}

@@ -69,6 +69,14 @@ def files() -> Mapping[str, object]:
     return {"folder": folder, "free_bytes": free}
 
 
+def sees(folder: str) -> bool:
+    """This machine sees a folder that another has made. Raises PiperError (io): it does not."""
+    if not os.path.isdir(folder):
+        fix = "--shared DIR on a file system that every machine has mounted"
+        raise PiperError(ErrorKind.IO, "not seen here", file=folder, allowed="a folder of all machines", suggestion=fix)
+    return True
+
+
 def clock() -> Mapping[str, object]:
     """How fine the clock is that traces are written by. Raises PiperError (usage): sleeps end far too late."""
     late = []

@@ -7,20 +7,26 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from executor.launch.run import run
+from executor.launch.launch import launch
+from executor.launch.run import check, run
 from executor.launch.verdict import RankFailed
 from executor.measure.peak_bytes import peak_bytes
+from executor.runtime.target import Target
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
 from ir.job.routing.forced import ForcedExperts
 from ir.job.run_options import CheckpointOptions, JobRunOptions
 from ir.job.schema import Job
+from ir.plan.plan import Plan
 from ir.schedules.registry import NAMES
+from ir.trace.trace import Trace
 
 STEPS, COLD_STEPS = 3, 2
 Sections = Mapping[str, Mapping[str, object]]
@@ -54,16 +60,47 @@ def job_of(sections: Sections, compute: str, seed: int = 0) -> Job:
     return job_from(job)
 
 
+class MachineRanks:
+    """Ranks that runs have here, each a process of this machine. node: how many share a machine."""
+
+    def __init__(self, ranks: int = 2, node: int | None = None, backend: str = "gloo") -> None:
+        self.ranks, self.node, self.backend = ranks, node or ranks, backend
+
+    def run(
+        self, prepared: PreparedJob, plan: Plan, options: JobRunOptions, saving: CheckpointOptions = CheckpointOptions()
+    ) -> tuple[dict[str, Any], Trace]:
+        """See `executor.launch.run.run`."""
+        return run(prepared, plan, options, saving)
+
+    def check(self, prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> None:
+        """See `executor.launch.run.check`."""
+        check(prepared, plan, options)
+
+    def call(self, fn: Target, args: Mapping[str, object]) -> list[tuple[Any, float]]:
+        """What a function returns on every rank, and by how many seconds its clock is ahead."""
+        return [(found, 0.0) for found in launch(fn, self.ranks, args)]
+
+    def prepared(self, sections: Sections, compute: str) -> PreparedJob:
+        """The small job with other keys, on machines of this size."""
+        job = job_of(sections, compute)
+        cluster = replace(job.cluster, nodes=-(-self.ranks // self.node), gpus_per_node=self.node)
+        return prepare(replace(job, cluster=cluster))
+
+
 def prepared_of(plan: str, compute: str, seed: int = 0) -> PreparedJob:
     """The small job under one of the plans."""
     return prepare(job_of(PLANS[plan], compute, seed))
 
 
 def curve(
-    prepared: PreparedJob, backend: str, steps: int = STEPS, saving: CheckpointOptions = CheckpointOptions()
+    prepared: PreparedJob,
+    backend: str,
+    steps: int = STEPS,
+    saving: CheckpointOptions = CheckpointOptions(),
+    at: MachineRanks = MachineRanks(),
 ) -> list[float]:
     """Losses and gradient norms of a run."""
-    found, _ = run(prepared, prepared.plan(), JobRunOptions(prepared.ranks, steps, backend), saving)
+    found, _ = at.run(prepared, prepared.plan(), JobRunOptions(prepared.ranks, steps, backend), saving)
     return [*found["losses"], *found["grad_norms"]]
 
 
@@ -113,38 +150,47 @@ def restart() -> Mapping[str, object]:
     """Saved by two ranks, taken up by four under another plan: the same losses. Raises PiperError: others."""
     two, four = prepared_of("2 ranks, zb1p", "fp64"), prepared_of("4 ranks, dualpipe, ZeRO-3", "fp64")
     with tempfile.TemporaryDirectory(prefix="piper-doctor-") as folder:
-        whole = curve(two, "local", STEPS, CheckpointOptions(save=folder, every=1, keep=STEPS))
-        rest = curve(four, "local", STEPS, CheckpointOptions(resume=str(Path(folder) / "step-000001")))
+        return resumed(two, four, folder, MachineRanks(backend="local"))
+
+
+def resumed(one: PreparedJob, other: PreparedJob, folder: str, at: MachineRanks) -> Mapping[str, object]:
+    """Saved under one plan, taken up under another: the same losses. Raises PiperError: others."""
+    whole = curve(one, at.backend, STEPS, CheckpointOptions(save=folder, every=1, keep=STEPS), at)
+    rest = curve(other, at.backend, STEPS, CheckpointOptions(resume=str(Path(folder) / "step-000001")), at)
     want = [*whole[1:STEPS], *whole[STEPS + 1 :]]
     if (off := apart(want, rest)) > TOLERANCE["fp64"]:
         raise wrong(f"a resumed run is {off:.1e} from the whole one", f"at most {TOLERANCE['fp64']}")
     return {"off": off}
 
 
-def schedules(backend: str) -> Mapping[str, object]:
-    """Each trains what one rank trains, on two processes that connect for it. Raises PiperError: one does not."""
-    alone, worst = curve(prepared_of("one rank", "fp64"), "local", COLD_STEPS), 0.0
+def schedules(at: MachineRanks) -> Mapping[str, object]:
+    """Each trains what one rank trains, on processes that connect for it. Raises PiperError: one does not."""
+    dp, worst = at.ranks // 2, 0.0
+    one = job_of({"schedule": {"microbatches": 4 * dp}}, "fp64")
+    alone = curve(prepare(one), "local", COLD_STEPS)
     for name in NAMES:
-        prepared = prepare(job_of({"parallel": {"pp": 2}, "schedule": {"name": name}}, "fp64"))
-        if not (off := apart(alone, curve(prepared, backend, COLD_STEPS))) <= TOLERANCE["fp64"]:
-            raise wrong(f"{name} on {backend} is {off:.1e} from one rank", f"at most {TOLERANCE['fp64']}")
+        prepared = at.prepared({"parallel": {"pp": 2, "dp": dp}, "schedule": {"name": name}}, "fp64")
+        if not (off := apart(alone, curve(prepared, at.backend, COLD_STEPS, at=at))) <= TOLERANCE["fp64"]:
+            raise wrong(f"{name} on {at.backend} is {off:.1e} from one rank", f"at most {TOLERANCE['fp64']}")
         worst = max(worst, off)
-    return {"backend": backend, "schedules": len(NAMES), "off": worst}
+    return {"backend": at.backend, "schedules": len(NAMES), "off": worst}
 
 
-def exchanges(backend: str) -> Mapping[str, object]:
-    """Two ranks that exchange uneven numbers of rows, and none, train what one does. Raises PiperError: they do not,
-    or no exchange was empty."""
-    two = prepare(job_of({**EXPERTS, **FULL}, "fp64"))
-    forced = ForcedExperts.of(two, two.plan().graph)
+def exchanges(at: MachineRanks) -> Mapping[str, object]:
+    """Ranks that exchange uneven numbers of rows, and none, train what one does. Raises PiperError: they do not, or
+    no exchange was empty."""
+    ep = next(n for n in (4, 2) if at.ranks % n == 0)
+    several = at.prepared({**EXPERTS, **FULL, "parallel": {"dp": at.ranks, "ep": ep}}, "fp64")
+    forced = ForcedExperts.of(several, several.plan().graph)
     rows = np.stack([forced.counts.tokens(x.number, 0) for x in forced.layers])  # [layer, from, expert]
-    sent = rows.reshape(*rows.shape[:2], two.mesh.sizes["ep"], -1).sum(axis=3)  # [layer, from, to]
+    sent = rows.reshape(*rows.shape[:2], ep, -1).sum(axis=3)  # [layer, from, to]
     if rows.min() or sent.min() or sent.min() == sent.max():
         raise wrong(f"rows from rank to rank {sent.tolist()}: none uneven or empty", "one empty, and others not")
-    one = prepare(job_of({"model": EXPERTS["model"], **FULL}, "fp64"))
-    if not (off := apart(curve(one, "local"), curve(two, backend))) <= TOLERANCE["fp64"]:
-        raise wrong(f"uneven exchanges on {backend}: {off:.1e} from one rank", f"at most {TOLERANCE['fp64']}")
-    return {"backend": backend, "least": int(sent.min()), "most": int(sent.max()), "off": off}
+    whole = {"microbatches": several.mbs * at.ranks}
+    one = prepare(job_of({"model": EXPERTS["model"], **FULL, "schedule": whole}, "fp64"))
+    if not (off := apart(curve(one, "local"), curve(several, at.backend, at=at))) <= TOLERANCE["fp64"]:
+        raise wrong(f"uneven exchanges on {at.backend}: {off:.1e} from one rank", f"at most {TOLERANCE['fp64']}")
+    return {"backend": at.backend, "least": int(sent.min()), "most": int(sent.max()), "off": off}
 
 
 def failure(sign: signal.Signals) -> Mapping[str, object]:
@@ -177,7 +223,8 @@ def _touch(sign: signal.Signals, ranks: Path, touched_at: list[float]) -> None:
     os.kill(pid, sign)
 
 
-def wrong(message: str, allowed: str) -> PiperError:
+def wrong(
+    message: str, allowed: str, fix: str = "do not trust runs on this machine; send this object along with a report"
+) -> PiperError:
     """What must not be, as an error."""
-    fix = "do not trust runs on this machine; send this object along with a report"
     return PiperError(ErrorKind.RANK_FAILED, message, allowed=allowed, suggestion=fix)

@@ -68,8 +68,8 @@ def run_object(run: ReportTrace) -> dict[str, object]:
     streams = sorted(set(trace.stream), key=stream_key)
     rows = np.concatenate([x.rows for x in lanes]) if lanes else np.zeros(0, np.int64)
     patterns, first, second = _stamped(trace.op)
-    texts = {"op": patterns, "cost": run.cost_source}
-    coded = {k: _coded(v, rows) for k, v in texts.items() if v is not None}
+    texts = {"op": patterns, "cost": run.cost_source, "inside": run.marks.inside if run.marks else None}
+    coded = {k: _coded(v, rows) for k, v in texts.items() if v}
     blob = _Blob()
     timing = _add_times(blob, trace, rows)
     memory_lanes = _add_memory(blob, trace)
@@ -92,6 +92,7 @@ def run_object(run: ReportTrace) -> dict[str, object]:
         "memory_lanes": memory_lanes,
         "capacity": run.capacity_bytes,
         "slow": {str(k): v for k, v in run.marks.slow.items()} if run.marks else {},
+        "met": {str(k): v for k, v in run.marks.met.items()} if run.marks else {},
         "kinds": list(run.marks.kinds) if run.marks and trace.memory is not None else [],
         "causes": causes,
         "timing": timing,

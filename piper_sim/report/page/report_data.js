@@ -42,7 +42,7 @@ async function unpack(meta) {
       c.end[i] = t;
     }
   }
-  for (const name of ["op", "mb", "mb2", "cost", "step"]) if (c[name]) addUp(c[name]);
+  for (const name of ["op", "mb", "mb2", "cost", "inside", "step"]) if (c[name]) addUp(c[name]);
   for (const name of ["partner", "after"]) if (c[name]) rowsAgain(c[name]);
   let at = 0;
   const lanes = meta.lanes.map(([rank, stream, n]) => {
@@ -63,7 +63,8 @@ async function unpack(meta) {
   const ranks = [...new Set([...lanes.map((l) => l.rank), ...memory.keys()])].sort((a, b) => a - b);
   const critical = new Uint8Array(c.op.length);
   for (const i of c.path_row || []) if (i >= 0) critical[i] = 1;
-  return { ...meta, ...c, lanes, memory, ranks, critical, levels: stacked(c, meta.kinds.length), gaps: gapsByRank(c), steps: stepStarts(c) };
+  const parts = (c.inside_texts || []).map((text) => (text ? JSON.parse(text) : []));
+  return { ...meta, ...c, lanes, memory, ranks, critical, parts, levels: stacked(c, meta.kinds.length), gaps: gapsByRank(c), steps: stepStarts(c) };
 }
 
 // Rows that others name: told by how far off they are; far below zero where there is none (-1) or it is the host (-2).

@@ -139,13 +139,14 @@ async function load(i) {
   return loaded.get(i);
 }
 
-const CHECKS = [["show-comm", "comm"], ["show-memory", "memory"], ["show-path", "path"], ["show-gaps", "gaps"], ["show-flows", "flows"], ["paired", "paired"]];
+const CHECKS = [["show-comm", "comm"], ["show-inside", "inside"], ["show-memory", "memory"], ["show-path", "path"], ["show-gaps", "gaps"], ["show-flows", "flows"], ["paired", "paired"]];
 
 async function choose() {
   const [a, b] = [$("run-a"), $("run-b")].map((s) => s.value);
   const wanted = b !== "none" && b !== a ? [a, b] : [a];
   view.runs = await Promise.all(wanted.map((i) => load(Number(i))));
   $("memory-label").hidden = !view.runs.some((r) => r.memory.size);
+  $("inside-label").hidden = !view.runs.some((r) => r.parts.length);
   $("path-label").hidden = !view.runs.some((r) => r.path_begin && r.path_begin.length);
   $("gaps-label").hidden = !view.runs.some((r) => r.gaps.size);
   $("flows-label").hidden = !view.runs.some((r) => r.partner && r.partner.some((x) => x >= 0));

@@ -2,7 +2,7 @@
 
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
-const wish = { comm: true, memory: true, paired: false, path: true, gaps: true, flows: false, stretch: 1, compute: data.compute };
+const wish = { comm: true, memory: true, inside: false, paired: false, path: true, gaps: true, flows: false, stretch: 1, compute: data.compute };
 const view = { t0: 0, t1: 1, hover: null, picked: null, cursor: null, box: null, boxing: false, query: "", faint: null, followed: null };
 const strip = document.createElement("canvas");
 const stripContext = strip.getContext("2d", { willReadFrequently: true }); // written by the processor: keep it there
@@ -80,6 +80,7 @@ function paint() {
     const [y, h] = [Math.round((track.y - top) * dpr), Math.round(track.h * dpr)];
     if (y > H || y + h < 0) continue;
     if (track.kind === "memory") paintMemory(p, track, y, h);
+    else if (track.kind === "inside") paintInside(p, track.of, y, h);
     else if (track.kind !== "head") paintLane(p, track, y, h);
     if (track.kind === "compute" && wish.gaps) paintGaps(p, track, y, h);
     for (const spot of [view.hover, view.picked])

@@ -32,6 +32,7 @@ function readColours(looks) {
     text: all.map((c, i) => (i >= looks.length ? null : dark(c) ? "#fff" : "#14202e")),
     looks: looks.length,
     fused,
+    inside: looks[place("tp")].colour,
   };
 }
 
@@ -67,6 +68,32 @@ function boxLane(p, track, from, to, y, h) {
     box(p, run, i, a, y, w, h, (w - 6 * dpr) / letter);
   }
   ctx.restore();
+}
+
+// What a group's ranks do together inside a lane's ops; where an op is too narrow for that, how much of it.
+function paintInside(p, { run, lane }, y, h) {
+  const { ctx, gutter, W, dpr } = p;
+  const origin = p.t0 + run.zero;
+  const sums = new Float64Array(W - gutter + 1);
+  ctx.fillStyle = p.colours.ground;
+  ctx.fillRect(gutter, y, W - gutter, h);
+  ctx.fillStyle = p.colours.inside;
+  for (let i = firstVisible(run, lane, origin); i < lane.hi && run.start[i] < p.t1 + run.zero; i++) {
+    const parts = run.parts[run.inside[i]];
+    const from = (run.start[i] - origin) * p.scale;
+    const wide = (run.end[i] - run.start[i]) * p.scale;
+    if (wide > 2 * dpr * parts.length) {
+      for (const [a, b] of parts) {
+        const left = Math.max(0, from + a * wide);
+        if (from + b * wide > left) ctx.fillRect(gutter + left, y, Math.max(dpr / 2, from + b * wide - left), h);
+      }
+    } else {
+      const share = (parts.share ??= parts.reduce((sum, [a, b]) => sum + b - a, 0));
+      const [a, b] = [Math.max(0, from), Math.min(sums.length, from + wide)];
+      for (let x = a | 0; x < b; x++) sums[x] += share * (Math.min(b, x + 1) - Math.max(a, x));
+    }
+  }
+  for (let x = 0; x < sums.length; x++) if (sums[x]) ctx.fillRect(gutter + x, y + h * (1 - Math.min(1, sums[x])), 1, h * Math.min(1, sums[x]));
 }
 
 function box(p, run, i, x, y, w, h, letters) {
@@ -129,7 +156,8 @@ function paintGutter(p, track, y, h) {
   } else if (small >= 8 * dpr) {
     ctx.fillStyle = colours.soft;
     ctx.font = `${small}px ${SANS}`;
-    ctx.fillText(track.kind === "memory" ? bytesText(track.samples.peak) : track.lane.stream, x, y + h / 2);
+    const name = { memory: () => bytesText(track.samples.peak), inside: () => track.run.met[track.rank] }[track.kind];
+    ctx.fillText(name ? name() : track.lane.stream, x, y + h / 2);
   }
 }
 

@@ -2,12 +2,14 @@
 
 const HEAD = 28;
 const GAP = 0.3;
-const HEIGHTS = { compute: 1, comm: 0.34, memory: 0.95 };
+const HEIGHTS = { compute: 1, comm: 0.34, inside: 0.4, memory: 0.95 };
 
 function rankTracks(run, tag, rank, wish) {
   const tracks = run.lanes
     .filter((lane) => lane.rank === rank && (wish.comm || lane.stream === wish.compute))
     .map((lane) => ({ kind: lane.stream === wish.compute ? "compute" : "comm", run, tag, rank, lane }));
+  const at = wish.inside && run.parts.length ? tracks.findIndex((k) => k.kind === "compute") : -1;
+  if (at >= 0) tracks.splice(at + 1, 0, { kind: "inside", run, tag, rank, of: tracks[at] });
   if (wish.memory && run.memory.has(rank)) tracks.push({ kind: "memory", run, tag, rank, samples: run.memory.get(rank) });
   return tracks;
 }
@@ -72,6 +74,16 @@ function bytesText(n) {
   return `${n} B`;
 }
 
+// What a group's ranks do together at a time, in a compute op: the op's spot, and which of its parts.
+function insideAt(track, at) {
+  const { run, lane } = track;
+  const row = firstVisible(run, lane, at);
+  if (row >= lane.hi || run.start[row] > at) return null;
+  const share = (at - run.start[row]) / (run.end[row] - run.start[row]);
+  const part = run.parts[run.inside[row]].find(([a, b]) => a <= share && share < b);
+  return part ? { track, row, part, inside: true } : null;
+}
+
 // Round times in [t0, t1], and how to write them.
 function ticks(t0, t1, most) {
   const raw = (t1 - t0) / Math.max(1, most);
@@ -91,6 +103,7 @@ function whatIsAt(scene, t, y, near) {
   if (!track || track.kind === "head") return null;
   const { run } = track;
   const at = t + run.zero;
+  if (track.kind === "inside") return insideAt(track.of, at);
   if (track.kind === "memory") {
     const i = above(run.memory_time, track.samples.lo, track.samples.hi, at) - 1;
     return { track, row: -1, bytes: i < track.samples.lo ? null : run.memory_bytes[i], sample: i, time: t, inside: true };

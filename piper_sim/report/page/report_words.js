@@ -1,6 +1,7 @@
 // Words: about the op under the pointer, about what a box holds, about what is searched for.
 
-function facts({ track, row, bytes, time, sample }) {
+function facts(spot) {
+  const { track, row, bytes, time, sample } = spot;
   const { run } = track;
   const where = `${track.rank}${view.runs.length > 1 ? ` of ${run.name}` : ""}`;
   if (row < 0) {
@@ -15,6 +16,10 @@ function facts({ track, row, bytes, time, sample }) {
     ["end", seconds(run.end[row], 9)],
     ["duration", seconds(run.end[row] - run.start[row])],
   ];
+  if (spot.part) {
+    const [a, b, words] = spot.part;
+    found.unshift(["inside", words], ["exposed", seconds((b - a) * (run.end[row] - run.start[row]))], ["ranks", run.met[track.rank]]);
+  }
   if (run.bytes && run.bytes[row]) found.push(["bytes", bytesText(run.bytes[row])]);
   if (run.wait[row] > 0) found.push(["posted", `${seconds(run.wait[row])} before`]);
   if (run.steps.length > 1) found.push(["step", String(run.step[row])]);
@@ -88,6 +93,7 @@ function addLegend(runs) {
     legend.append(item);
   };
   if (wish.path && runs.some((r) => r.path_begin && r.path_begin.length)) add("critical path", colours.path, true);
+  if (wish.inside && runs.some((r) => r.parts.length)) add("inside ops: exposed collectives of a group", colours.inside);
   if (wish.gaps) for (const cause of used) add(`idle: ${cause.replace("_", " ")}`, CAUSES[cause], true);
   if (wish.memory) for (const kind of kinds) add(kind, KINDS[kind]);
 }

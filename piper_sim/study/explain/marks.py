@@ -9,6 +9,7 @@ from piper_sim.memory.timeline import samples_by_kind
 from piper_sim.report.marks import HOST, TraceMarks, TraceStretch
 from piper_sim.study.explain.blame import OpBlame, idle_ticks
 from piper_sim.study.explain.explanation import blame_of, slowest
+from piper_sim.study.explain.inside import inside_of
 from piper_sim.study.explain.path import critical_path, last_node
 from piper_sim.study.prediction import Prediction
 
@@ -36,11 +37,11 @@ def marks_of(p: Prediction, why: bool = True) -> TraceMarks:
     speed = [float(ground.speed[q, slowest(ground)[q, first]]) for q in range(programs)]
     slow = {q: s for q, s in enumerate(speed) if s < 1}
     if not why:
-        return TraceMarks(partner, np.full(n, -1), size, kinds=kinds, slow=slow)
+        return TraceMarks(partner, np.full(n, -1), size, (), (), kinds, slow, *inside_of(p))
     asked = blame_of(p)
     here = _Here(asked, plan, k, row, zero)
     gaps = [s for q in range(programs) for s in here.gaps(q)]
-    return TraceMarks(partner, here.after()[order], size, gaps, here.path(), kinds, slow)
+    return TraceMarks(partner, here.after()[order], size, gaps, here.path(), kinds, slow, *inside_of(p))
 
 
 class _Here:

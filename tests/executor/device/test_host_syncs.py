@@ -103,6 +103,8 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "cpu": lambda x: x.cpu().tolist(),
     "to": lambda x: x.to("cpu"),
     "to, as a copy": lambda x: x.to("cpu", copy=True),
+    "to a device": lambda x: x.to(torch.device("cpu")),
+    "to a device by name": lambda x: x.to(device=torch.device("cpu")),
     "a mask": lambda x: x[x > 0],
     "a mask written": lambda x: x.clone().__setitem__(x > 0, 0.0),
     "nonzero": lambda x: x.nonzero(),
@@ -116,6 +118,10 @@ AWAY: dict[str, Callable[[Tensor], object]] = {
     "uploaded": lambda x: x * upload(torch.tensor([2.0]), x.device).sum(),
     "repeats, how many": lambda x: x.flatten()[:2].repeat_interleave(torch.ones(2).long(), output_size=2),
     "where": lambda x: torch.where(x > 0, x, 0.0),
+    "to the host, behind": lambda x: x.to("cpu", non_blocking=True),
+    "to the host, behind, in another format": lambda x: x.to(torch.device("cpu"), torch.float64, True),
+    "to where it is": lambda x: x.to(x.device).to(device=x.device).to(torch.float64).to(x),
+    "to where it is, as a copy": lambda x: x.to(x.device, copy=True),
     "a number": lambda x: x * 2.0 + x.new_zeros(()),
 }
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from piper_sim import load_job, predict
-from piper_sim.app.commands.simulate import files
+from piper_sim.app.commands.simulate import files, report_run
 from piper_sim.report.marks import TraceMarks, TraceStretch
 from piper_sim.report.page.html import ReportTrace, report_html
 
@@ -114,6 +114,28 @@ def test_every_control_changes_what_is_drawn(opened: Any, report: str) -> None:
     page.mouse.move(at[0] + 0.5, at[1])
     assert page.locator("#tip").inner_text().split("\n")[0] == before.split("\n")[0]
     page.locator("#fit").click()
+
+
+def test_what_a_group_does_inside_ops_has_a_lane_if_asked_for(opened: Any, report: str) -> None:
+    assert not opened(report).locator("#show-inside").is_visible()  # nobody meets inside an op
+    job = load_job({**JOB, "parallel": {"pp": 4, "tp": 2}, "cluster": {}})
+    p = predict(job)
+    page = opened(report_html([report_run(p, p.to_dict(), "tp")], "tp"))
+    plain, box = pixels(page), page.locator("#lanes").bounding_box()
+    assert drawn(page, page.locator("#show-inside").click) != plain
+    assert "exposed collectives" in page.locator(".legend").inner_text()
+    page.locator("#show-comm").click()
+    seen = set()
+    for y in range(2, int(box["height"]) // 4, 6):  # of a rank or two
+        for x in range(300, 380, 4):
+            page.mouse.move(box["x"] + x, box["y"] + y)
+            seen.add(page.locator("#tip").text_content() or "")
+    assert any("tp 0–1" in text and "all_gather" in text for text in seen)
+    page.mouse.down()
+    page.mouse.up()  # whatever stands there is followed, an op's part as its op
+    page.keyboard.press("Escape")
+    page.locator("#show-inside").click()
+    page.locator("#show-comm").click()
 
 
 def test_what_is_searched_is_found_and_a_box_is_counted(opened: Any, report: str) -> None:

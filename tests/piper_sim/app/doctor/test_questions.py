@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor.launch import run as executor
 from ir.core.errors import ErrorKind, PiperError
 from ir.schedules.registry import NAMES
 from piper_sim.app.cli import main
 from piper_sim.app.doctor import command, forecast, gpu_rules, runs
+
+HERE = runs.MachineRanks()
 
 
 def _refused(ask: Callable[[], object]) -> PiperError:
@@ -27,27 +28,27 @@ def curve(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Real runs, but those of a schedule, or of every job on gloo ("gloo"), train something else."""
     real, wrong = runs.curve, list[str]()
 
-    def made(prepared: Any, backend: str, *more: Any) -> list[float]:
+    def made(prepared: Any, backend: str, *more: Any, **at: Any) -> list[float]:
         off = 1e-11 if {prepared.schedule, backend} & set(wrong) else 0.0
-        return [x * (1 + off) for x in real(prepared, backend, *more)]
+        return [x * (1 + off) for x in real(prepared, backend, *more, **at)]
 
     monkeypatch.setattr(runs, "curve", made)
     return wrong.append
 
 
 def test_each_schedule_is_asked_and_one_that_trains_something_else_is_named(curve: Callable[[str], None]) -> None:
-    assert runs.schedules("gloo")["schedules"] == len(NAMES)
+    assert runs.schedules(HERE)["schedules"] == len(NAMES)
     curve("dualpipev")
-    assert "dualpipev on gloo" in _refused(lambda: runs.schedules("gloo")).message
+    assert "dualpipev on gloo" in _refused(lambda: runs.schedules(HERE)).message
 
 
 def test_exchanges_are_uneven_and_some_are_empty(curve: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = runs.exchanges("gloo")
+    found = runs.exchanges(HERE)
     assert found["least"] == 0 and found["most"] == 16 * 2  # all of a sequence's tokens, twice
     curve("gloo")
-    assert "uneven exchanges on gloo" in _refused(lambda: runs.exchanges("gloo")).message
+    assert "uneven exchanges on gloo" in _refused(lambda: runs.exchanges(HERE)).message
     monkeypatch.setattr(runs, "FULL", {"routing": {"kind": "balanced", "forced": True}})
-    assert "none uneven or empty" in _refused(lambda: runs.exchanges("gloo")).message
+    assert "none uneven or empty" in _refused(lambda: runs.exchanges(HERE)).message
 
 
 def test_nothing_races_and_a_detector_that_is_blind_or_finds_something_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,11 +78,11 @@ def _validated(predicted_s: float, *steps_s: float) -> Any:
 def test_a_prediction_is_judged_where_steps_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as m:
         m.setattr(forecast, "apart_from_median", lambda r: 9.0)  # a busy machine turns no test red
-        assert forecast.forecast().keys() >= {"predicted_s", "measured_s", "error", "spread"}
+        assert forecast.forecast(HERE).keys() >= {"predicted_s", "measured_s", "error", "spread"}
 
     def found(*seconds: float) -> Any:
         monkeypatch.setattr(forecast, "validate", lambda *of: _validated(*seconds))
-        return forecast.forecast()
+        return forecast.forecast(HERE)
 
     assert "undecided" not in found(1.04, 1.0, 1.01) and "undecided" not in found(0.96, 1.0, 1.5)
     assert "busy" in found(1.06, 1.0, 1.06)["undecided"] and "busy" in found(0.94, 1.0, 0.9)["undecided"]
@@ -92,18 +93,20 @@ def test_a_prediction_is_judged_where_steps_are_alike(monkeypatch: pytest.Monkey
 def test_a_run_whose_ops_take_twice_as_long_as_measured_is_far_from_its_prediction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def slow(prepared: Any, plan: Any, options: Any) -> Any:
-        twice = prepared.schedule == "zb1p"  # the judged one
-        return executor.run(prepared, plan, replace(options, emulate=options.emulate * (1 + twice)))
+    real = runs.run
 
-    monkeypatch.setattr(forecast, "executor", SimpleNamespace(run=slow, check=executor.check))
+    def slow(prepared: Any, plan: Any, options: Any, saving: Any) -> Any:
+        twice = prepared.schedule == "zb1p"  # the judged one
+        return real(prepared, plan, replace(options, emulate=options.emulate * (1 + twice)))
+
+    monkeypatch.setattr(runs, "run", slow)
     monkeypatch.setattr(forecast, "apart_from_median", lambda r: 0.0)
-    assert "is predicted -" in _refused(forecast.forecast).message
+    assert "is predicted -" in _refused(lambda: forecast.forecast(HERE)).message
 
 
 def test_what_is_undecided_is_listed_as_not_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "questions", lambda: [("a", lambda: {"undecided": "busy"})])
+    monkeypatch.setattr(command, "questions", lambda job: [("a", lambda: {"undecided": "busy"})])
     assert main(["doctor", "--json"]) == 0
     assert "a: busy" in json.loads(capsys.readouterr().out)["not_checked"]

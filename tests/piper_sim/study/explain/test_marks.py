@@ -1,5 +1,7 @@
 """What the report draws beside the ops: it must be of the very step that it is drawn on."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -55,3 +57,22 @@ def test_gaps_are_the_idle_time_and_the_path_fills_the_step(both) -> None:
     path = marks.path
     assert abs(path[-1].end_s - path[0].begin_s - p.iteration_s) < 1e-12
     assert [x.cause for x in path] == [x["cause"] for x in explain(load_job(JOB)).critical_path]
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2, "dp": 2}])
+def test_what_is_inside_ops_sums_to_what_the_breakdown_says(axes) -> None:
+    alone = {"costs": {"interference": "none"}}  # an op that others slow down is longer, and so are its parts
+    p = predict(load_job({**JOB, **alone, "parallel": {"pp": 4, **axes}, "cluster": {}}))
+    marks, trace, found = marks_of(p, why=False), p.last_step, np.zeros(4)
+    for i, text in enumerate(marks.inside):
+        parts = json.loads(text or "[]")
+        assert all(0 <= a < b <= 1 for a, b, _ in parts) and sorted(parts) == parts
+        found[trace.rank[i]] += sum(b - a for a, b, _ in parts) * (trace.end_s[i] - trace.start_s[i])
+    wanted = sum(p.breakdown[f"exposed_{axis}"].to_numpy() for axis in ("tp", "cp"))
+    assert found.min() > 0 and found == pytest.approx(wanted, rel=2e-3)  # shares are told to four digits
+    size = int(np.prod([axes.get(a, 1) for a in ("tp", "cp")]))
+    assert marks.met[1].split()[1] == f"{size * axes.get('dp', 1)}–{size * axes.get('dp', 1) + size - 1}"
+
+
+def test_where_nobody_meets_inside_ops_nothing_is_said(both) -> None:
+    assert (both[1].inside, both[1].met) == ([], {})
