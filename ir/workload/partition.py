@@ -1,5 +1,6 @@
 """Which chunks stand on which stage: decoder layers by count, embedding first, head and MTP last."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -134,27 +135,19 @@ def _raw_costs(chunks: Sequence[Chunk], costs: Costs | None) -> list[float]:
 
 def _balanced(costs: Sequence[int], stages: int) -> list[int]:
     """Counts, each at least 1, with the least maximum; among those the least sum of squares, then the earliest cuts."""
-    total = [0, *accumulate(costs)]
-    cuts = _most_even(total, stages, _least_maximum(total, stages))
+    limits = range(max(costs), sum(costs) + 1)
+    limit = limits[bisect_left(limits, True, key=lambda most: _fewest(costs, most) <= stages)]
+    cuts = _most_even([0, *accumulate(costs)], stages, limit)
     return [b - a for a, b in pairwise(cuts)]
 
 
-def _least_maximum(total: Sequence[int], stages: int) -> int:
-    """The cost of the dearest stage in the best partition. total: running sums of the layers' costs."""
-    n = len(total) - 1
-    best = list(total)
-    for s in range(2, stages + 1):
-        after = [0] * (n + 1)
-        for j in range(s, n + 1):
-            least = max(best[j - 1], total[j] - total[j - 1])
-            # Moving the cut down only makes the last stage dearer: stop when that alone is no better.
-            for i in range(j - 2, s - 2, -1):
-                if total[j] - total[i] >= least:
-                    break
-                least = min(least, max(best[i], total[j] - total[i]))
-            after[j] = least
-        best = after
-    return best[n]
+def _fewest(costs: Sequence[int], limit: int) -> int:
+    """Stages that the layers need where none may cost more than the limit, each filled before the next begins."""
+    count, load = 1, 0
+    for cost in costs:
+        fits = load + cost <= limit
+        count, load = (count, load + cost) if fits else (count + 1, cost)
+    return count
 
 
 def _most_even(total: Sequence[int], stages: int, limit: int) -> list[int]:
@@ -236,24 +229,18 @@ def _under(
     out = [limit] * len(counts)
     for _ in range(limit * len(counts) - len(costs)):
         free = [s for s in range(len(out)) if out[s] > _least(s, len(out))]
-        load = {s: _goal(_less(out, s), costs, ends, ranks)[0] for s in free}
-        out = _less(out, min(free, key=lambda s: (load[s], s)))
+        load = {s: _goal(_moved(out, s, None), costs, ends, ranks)[0] for s in free}
+        out = _moved(out, min(free, key=lambda s: (load[s], s)), None)
     return out
-
-
-def _less(counts: list[int], stage: int) -> list[int]:
-    return [n - (s == stage) for s, n in enumerate(counts)]
 
 
 def _least(stage: int, stages: int) -> int:
     return 0 if stages > 1 and stage in (0, stages - 1) else 1
 
 
-def _moved(counts: list[int], giver: int, taker: int) -> list[int]:
-    out = list(counts)
-    out[giver] -= 1
-    out[taker] += 1
-    return out
+def _moved(counts: list[int], giver: int, taker: int | None) -> list[int]:
+    """One layer from a stage to another, or to none."""
+    return [n - (s == giver) + (s == taker) for s, n in enumerate(counts)]
 
 
 def _goal(
