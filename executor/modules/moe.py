@@ -5,8 +5,7 @@
     shared: tokens → an MLP of them          add: x + experts' + shared
 
 `LocalExperts` is `ExpertDispatch`, `Experts` and the sum of each token's copies on one rank. Where experts are spread
-over ranks, exchanges of rows (`executor.parallel.expert_all_to_all`) stand behind dispatch and before combine, and it
-is
+over ranks, exchanges of rows (`executor.parallel.expert_all_to_all`) stand behind dispatch and before combine:
 
     router: x → tokens (for shared experts), rows sorted by expert with their weights, their order, counts by expert
     experts: rows from all ranks, sorted by source → regrouped by expert · products · as they came
