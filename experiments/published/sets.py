@@ -207,19 +207,12 @@ def vtrain(line: Line, job: Table) -> Facts:
     return megatron(line, job)
 
 
-_PLAIN = {  # columns of the goldens that a GPT of this kind has; where another stands, no job says the same
-    "fsdp": "", "fp8_format": "", "optimizer_instances": "1", "optimizer": "adam",
-    "mla_q_rank": "", "mtp_layers": "0", "cuda_graph": "", "pipeline_layout": "", "first_stage_layers": "",
-}  # fmt: skip
-_ACTS = {"gelu": ("gelu", False), "squared_relu": ("relu2", False), "swiglu": ("silu", True)}
-
-
 _TOWERS = ("bert", "t5")
 
 
 def golden(line: Line, job: Table) -> Facts:
     """A model of Megatron-LM's tests: the peak of the last rank, and the time of the large decoders."""
-    odd = [c for c, v in _PLAIN.items() if line[c] != v]
+    odd = [c for c, v in facts()["plain"].items() if line[c] != v]
     odd = ["family", *odd] if line["family"] not in ("gpt", "moe", "hybrid", *_TOWERS) else odd
     if odd or not line["gpus"]:
         return {"why": "; ".join(odd[:1]) or "GPUs not stated"}
@@ -228,7 +221,7 @@ def golden(line: Line, job: Table) -> Facts:
     tp, pp, cp, mb, batch = ints(line, "tp", "pp", "cp", "micro_batch", "global_batch")
     dp = gpus // tp // pp // cp
     unfused = line["attention_backend"] == "unfused" or line["transformer_impl"] == "local"
-    act, gated = _ACTS[line["activation"]]
+    act, gated = facts()["activations"][line["activation"]]
     job["model"] |= {"hidden_act": act, "gated_linear_unit": gated, "qk_layernorm": line["qk_layernorm"] == "1"}
     norm, bias = line["normalization"].removesuffix("-1p"), line["linear_bias"] == "1"
     job["model"] |= {"normalization": norm, "add_bias_linear": bias}
@@ -251,19 +244,12 @@ def golden(line: Line, job: Table) -> Facts:
     return {"memory": {pp - 1: float(line["mem_peak_early_bytes"])}} | ({} if large else {"seconds": None})
 
 
-_CARDS: Mapping[str, Mapping[str, Any]] = {  # what the cards' words are in a job
-    "dispatcher": {"DeepEP": "deepep", "HybridEP": "hybridep"},
-    "precision": {"bf16": "bf16", "mxfp8": "fp8"},
-    "cuda_graphs": {"none": "none", "full iteration": "step"},
-}
-
-
 def cards(line: Line, job: Table) -> Facts:
     """A mixture of experts: layers per stage, experts' messages overlapped or not, an NVLink domain as a node."""
     built = line["needs"] in ("", "mamba layers")
     if not built or not line["dispatcher"]:
         return {"why": line["needs"] or "the recipe's settings are not stated"}
-    words = {column: found[line[column]] for column, found in _CARDS.items()}
+    words = {column: found[line[column]] for column, found in facts()["cards"].items()}
     node, counts = int(line["nvlink_domain_gpus"]), (x.split("*") for x in line["layers_per_stage"].split())
     job["cluster"] = {"gpu": job["cluster"]["gpu"], "gpus_per_node": node, "nodes": -(-int(line["gpus"]) // node)}
     job["parallel"]["layers"] = [int(a) for a, times in counts for _ in range(int(times))] or "even"
