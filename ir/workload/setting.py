@@ -202,13 +202,13 @@ def check_setting(config: ModelConfig, layout: PartLayout, shape: MicrobatchShap
     ]
     for axis, by, what, size in whole:
         if size % by:
-            raise _refuse(axis, by, f"{c.source}'s {what}", size)
+            raise uneven(axis, by, f"{c.source}'s {what}", size)
     if m is not None and m.heads // layout.tp % layout.cp:
-        raise _refuse("cp", layout.cp, f"{c.source}'s recurrent heads of a tensor-parallel rank", m.heads // layout.tp)
+        raise uneven("cp", layout.cp, f"{c.source}'s recurrent heads of a tensor-parallel rank", m.heads // layout.tp)
     if layout.cp > 1 and shape.seq_len % (2 * layout.cp):
         raise _refuse_stretches(layout.cp, shape.seq_len)
     if layout.sequence_parallel and (shape.seq_len // layout.cp) % layout.tp:
-        raise _refuse("tp", layout.tp, "the tokens that sequence_parallel shares out", shape.seq_len // layout.cp)
+        raise uneven("tp", layout.tp, "the tokens that sequence_parallel shares out", shape.seq_len // layout.cp)
     _check_kinds(config, layout, shape)
     _check_encoder(config, layout, shape)
 
@@ -222,7 +222,7 @@ def _check_encoder(config: ModelConfig, layout: PartLayout, shape: MicrobatchSha
         raise PiperError(ErrorKind.JOB, message, key="parallel.cp", allowed="1", suggestion="cp = 1")
     if layout.sequence_parallel and shape.encoded().seq_len % layout.tp and config.encoder:
         what = "the encoder's tokens that sequence_parallel shares out"
-        raise _refuse("tp", layout.tp, what, shape.encoded().seq_len)
+        raise uneven("tp", layout.tp, what, shape.encoded().seq_len)
 
 
 def _check_kinds(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> None:
@@ -252,7 +252,8 @@ def _refuse_stretches(cp: int, length: int) -> PiperError:
     return job_error("parallel.cp", message, f"cp = {near}", f"a seq_len divisible by {2 * cp}")
 
 
-def _refuse(axis: str, by: int, what: str, size: int) -> PiperError:
+def uneven(axis: str, by: int, what: str, size: int) -> PiperError:
+    """The refusal of a size that ranks do not divide, with the largest number of them that do."""
     near = max((d for d in divisors(size) if d <= by), default=1)
     fix = f"{axis} = {near}"
     if "vocabulary" in what:
