@@ -1,7 +1,5 @@
 """Which commands of a shell script run: its `if`, `case`, `&&` and `||`, as far as the file itself decides them."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Sequence

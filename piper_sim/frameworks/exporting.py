@@ -1,7 +1,5 @@
 """`piper-sim export --to FRAMEWORK`: a job as the files that start it; what they cannot say is refused or listed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import tempfile

@@ -1,7 +1,5 @@
 """A job as facts that frameworks state: `to_job` backwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ir.job.build import PreparedJob

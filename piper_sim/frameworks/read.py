@@ -1,7 +1,5 @@
 """A launch file to its arguments, whatever its format: shell script, argument list, log, YAML, JSON or TOML."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The table of arguments: which framework calls what how, and where that is written. Read from arguments.csv."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Mapping

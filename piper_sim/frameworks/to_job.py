@@ -1,7 +1,5 @@
 """What a launch states, as a job: the framework's own rules fill in what follows from it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from math import ceil, gcd
 from typing import Any

@@ -1,7 +1,5 @@
 """How an op looks: one glyph, word and colour per pass, the same in text, picture and page."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

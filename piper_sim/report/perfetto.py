@@ -1,7 +1,5 @@
 """Traces for https://ui.perfetto.dev: Chrome's JSON, gzipped. A process per rank, a thread per stream."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

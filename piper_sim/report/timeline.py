@@ -1,7 +1,5 @@
 """A trace as text: exact cells where times allow it, else one glyph per slice of time."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 
