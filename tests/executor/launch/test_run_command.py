@@ -20,9 +20,8 @@ from ir.job.build import prepare
 from ir.workload import load_config
 from piper_sim.app.cli import main
 from piper_sim.study.history.logs import read_log
+from tests.executor.launch.processes import COMMAND, python
 from tests.executor.runs import JOB, job_file, run
-
-ROOT = Path(__file__).parents[3]
 
 
 def command(capfd: pytest.CaptureFixture[str], *args: str, code: int = 0) -> dict[str, Any]:
@@ -212,16 +211,7 @@ def test_paths_in_a_job_start_at_its_folder(capfd: pytest.CaptureFixture[str], t
     (folder / "text.txt").write_text("the same tokens, whoever reads them, from wherever they are read; " * 4)
     text = JOB.replace('"tiny-llama"', '"config.json"').replace("num_hidden_layers = 4\n", "")
     job_file(folder, text=text + '[data]\nsource = "text.txt"\n')
-    command_line = ["run", "deep/job.toml", "-n", "2", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "piper_sim.app.cli", *command_line],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python(*COMMAND, "run", "deep/job.toml", "-n", "2", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == 2
 
@@ -244,8 +234,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_without_torch_everything_but_run_works(tmp_path: Path) -> None:
     def go(*args: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-c", _WITHOUT_TORCH, *args, str(job_file(tmp_path)), "--json"]
-        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        return python("-c", _WITHOUT_TORCH, *args, str(job_file(tmp_path)), "--json")
 
     done = go("run", "-n", "2")
     error = json.loads(done.stdout)["error"]
