@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, job_error
 from ir.workload.part import Chunk, Part
 
 Costs = Callable[[Chunk], float] | Sequence[float]
@@ -42,7 +42,7 @@ def partition(
     """
     decoders = sum(_is_layer(c) for c in chunks)
     if stages < 1:
-        raise PiperError(ErrorKind.JOB, f"{stages} stages", key="parallel.pp", allowed="1 or more", suggestion="1")
+        raise job_error("parallel.pp", f"{stages} stages", "1", "1 or more")
     match layers:
         case "even":
             counts = _even(stages, decoders)
@@ -53,8 +53,7 @@ def partition(
             given = None if ranks is None else tuple(ranks)
             counts = list(_balance(at, stages, tuple(_raw_costs(chunks, costs)), given, most))
         case str():
-            message = f"unknown layers {layers!r}"
-            raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed=_FORMS, suggestion="balanced")
+            raise job_error(_KEY, f"unknown layers {layers!r}", "balanced", _FORMS)
         case _:
             counts = _listed(layers, stages, decoders)
     return _cut(chunks, counts)
@@ -88,27 +87,25 @@ def _even(stages: int, decoders: int) -> list[int]:
     near = [n for n in range(1, decoders + 1) if decoders % n == 0 or (decoders + 2) % n == 0]
     best = min(near, key=lambda n: (abs(n - stages), n))
     allowed = f"stages dividing {decoders} or {decoders + 2}; {_FORMS}"
-    fix = f"layers = 'balanced', or {best} stages"
-    raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed=allowed, suggestion=fix)
+    raise job_error(_KEY, message, f"layers = 'balanced', or {best} stages", allowed)
 
 
 def _too_few(stages: int, decoders: int) -> PiperError:
     message = f"{decoders} layers on {stages} stages leave some stage empty"
     allowed = f"at most {decoders} stages; or list the counts, zeros included"
-    return PiperError(ErrorKind.JOB, message, key=_KEY, allowed=allowed, suggestion=f"{decoders} stages or fewer")
+    return job_error(_KEY, message, f"{decoders} stages or fewer", allowed)
 
 
 def _listed(layers: Sequence[int], stages: int, decoders: int) -> list[int]:
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in layers):
-        raise PiperError(ErrorKind.JOB, f"not layer counts: {list(layers)}", key=_KEY, allowed="integers, 0 or more")
+        raise job_error(_KEY, f"not layer counts: {list(layers)}", allowed="integers, 0 or more")
     if len(layers) != stages:
-        message = f"{len(layers)} layer counts for {stages} stages"
-        fix = f"{stages} counts that sum to {decoders}"
-        raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed="one count per stage", suggestion=fix)
+        message, fix = f"{len(layers)} layer counts for {stages} stages", f"{stages} counts that sum to {decoders}"
+        raise job_error(_KEY, message, fix, "one count per stage")
     if sum(layers) != decoders:
         message = f"layer counts sum to {sum(layers)}, the model has {decoders}"
         fix = f"add {decoders - sum(layers):+d} somewhere, or layers = 'balanced'"
-        raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed=f"a sum of {decoders}", suggestion=fix)
+        raise job_error(_KEY, message, fix, f"a sum of {decoders}")
     return list(layers)
 
 
@@ -128,8 +125,7 @@ def _raw_costs(chunks: Sequence[Chunk], costs: Costs | None) -> list[float]:
     else:
         raw = [float(costs(c)) for c in chunks] if callable(costs) else [float(x) for x in costs]
     if len(raw) != len(chunks) or not all(0 <= x < float("inf") for x in raw):
-        message = f"{len(raw)} costs for {len(chunks)} chunks, each to be finite and 0 or more"
-        raise PiperError(ErrorKind.JOB, message, key=_KEY)
+        raise job_error(_KEY, f"{len(raw)} costs for {len(chunks)} chunks, each to be finite and 0 or more")
     return raw
 
 
