@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import named_path
 from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
@@ -99,13 +99,8 @@ def export_launch(prepared: PreparedJob, framework: str, again: Callable[[Job], 
 
 def _cannot(framework: str, key: str, value: object, why: str) -> PiperError:
     said = f" = {value!r}" if value is not None else ""
-    return PiperError(
-        ErrorKind.JOB,
-        f"{framework} cannot say {key}{said}: {why}",
-        key=key,
-        allowed=f"what a launch of {framework} says",
-        suggestion="another --to, or --set this key",
-    )
+    message, allowed = f"{framework} cannot say {key}{said}: {why}", f"what a launch of {framework} says"
+    return job_error(key, message, "another --to, or --set this key", allowed)
 
 
 def _not_started(p: PreparedJob) -> Iterator[tuple[str, object, str]]:
