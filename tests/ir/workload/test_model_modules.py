@@ -5,19 +5,9 @@ import pytest
 from ir.core.ops import Pass
 from ir.job.build import prepare
 from ir.job.load import job_from
-from ir.workload import load_config, model_chunks
-from ir.workload.part import PartLayout, PartWork
-from ir.workload.setting import MicrobatchShape, ModelPrecision
-from ir.workload.work import part_work
-
-
-def work(
-    config: str, at: int, name: str, layout: PartLayout = PartLayout(), shape: MicrobatchShape = MicrobatchShape()
-) -> PartWork:
-    c = load_config(config)
-    chunk = model_chunks(c)[at]
-    part = next(p for p in chunk.parts if p.name == name)
-    return part_work(c, chunk, part, layout, shape, ModelPrecision())
+from ir.workload.part import PartLayout
+from ir.workload.setting import MicrobatchShape
+from tests.ir.workload.small import work
 
 
 def test_norms_inside_attention_keep_statistics_too() -> None:
