@@ -153,12 +153,12 @@ def _files(prepared: PreparedJob, framework: str, arguments: Mapping[str, object
     tree = _tree(framework, own)
     if framework == "torchtitan":
         files[name] = toml_sections(tree)
+    elif name.endswith(".json"):
+        files[name] = json.dumps(tree, indent=1) + "\n"
     else:
         import yaml
 
-        files[name] = (
-            json.dumps(tree, indent=1) + "\n" if name.endswith(".json") else yaml.safe_dump(tree, sort_keys=False)
-        )
+        files[name] = yaml.safe_dump(tree, sort_keys=False)
     return {LAUNCH: _script([line.format(where)]), **files}
 
 
@@ -189,11 +189,8 @@ def _tree(framework: str, arguments: Mapping[str, object]) -> dict[str, Any]:
             at = at.setdefault(part, {})
         at[last] = value
     if framework == "primus":
-        tree["modules"]["pre_trainer"] = {
-            "framework": "megatron",
-            "config": "pre_trainer.yaml",
-            **tree["modules"]["pre_trainer"],
-        }
+        first = {"framework": "megatron", "config": "pre_trainer.yaml"}
+        tree["modules"]["pre_trainer"] = first | tree["modules"]["pre_trainer"]
     if framework == "accelerate":
         tree = {"compute_environment": "LOCAL_MACHINE", **tree}
     return tree

@@ -121,10 +121,8 @@ class UserModel:
                 *inner, (_, unit) = made.items()
                 units |= dict(inner)
                 reads |= {**wired, f"{name}.router": (before,)}
-                ports[f"{name}.router"] = {
-                    **expert_rows.ports(name, shared=False),
-                    f"{name}.router.tokens": tuple(range(SENT, SENT + routed.carried)),
-                }
+                tokens = {f"{name}.router.tokens": tuple(range(SENT, SENT + routed.carried))}
+                ports[f"{name}.router"] = {**expert_rows.ports(name, shared=False), **tokens}
                 if self._ep > 1:
                     between |= exchanges(name, self._ep)
             else:
