@@ -51,15 +51,8 @@ def test_learned_positions_get_a_gradient_summed_over_sequences() -> None:
 @pytest.mark.parametrize(("ep", "rows", "token"), [(1, 1, 2), (4, 2, 2)])
 def test_gradients_around_exchanged_experts_travel_as_tokens_then_as_rows(ep: int, rows: int, token: int) -> None:
     """add hands back one row per token, experts top_k of them: combine's mirror copies, dispatch's mirror sums."""
-    job = job_from(
-        {
-            "model": {"config": "tiny-moe", "seq_len": 64},
-            "parallel": {"dp": 4, "ep": ep},
-            "schedule": {"microbatches": 2},
-            "cluster": {"gpu": "h100-sxm"},
-        }
-    )
-    prepared = prepare(job)
+    table = {"model": {"config": "tiny-moe", "seq_len": 64}, "parallel": {"dp": 4, "ep": ep}}
+    prepared = prepare(job_from(table | {"schedule": {"microbatches": 2}, "cluster": {"gpu": "h100-sxm"}}))
     moe = prepared.config.moe
     assert moe is not None and moe.top_k == 2
     wide = 64 * prepared.config.hidden * token

@@ -35,12 +35,8 @@ def listed(found: ImportedJob, name: str) -> list[str]:
 def test_a_script_with_arrays_sums_and_defaults_is_one_job(tmp_path: Path) -> None:
     found = imported(tmp_path, SCRIPT)
     assert found.framework == "megatron" and found.job["parallel"] == JOB
-    assert found.job["schedule"] == {
-        "name": "interleaved-1f1b",
-        "stages_per_rank": 2,
-        "microbatch_size": 1,
-        "microbatches": 16,
-    }
+    rest = {"stages_per_rank": 2, "microbatch_size": 1, "microbatches": 16}
+    assert found.job["schedule"] == {"name": "interleaved-1f1b", **rest}
     assert found.job["cluster"] == {"gpu": "h100-sxm", "nodes": 4, "gpus_per_node": 8}
     model = found.job["model"]
     assert (model["model_type"], model["num_key_value_heads"], model["intermediate_size"]) == ("llama", 4, 1344)
