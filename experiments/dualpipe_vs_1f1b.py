@@ -46,8 +46,6 @@ PARTS = {
     "dependency": ("waiting for other ranks", "#e6e9ee"),
 }
 
-UNIFORM = ("1f1b", "interleaved-1f1b", "zbv", "1f1b-overlap", "interleaved-1f1b-overlap", "dualpipe", "dualpipev")
-
 Row = dict[str, Any]
 
 
@@ -60,10 +58,9 @@ def mean(row: Row) -> dict[str, float]:
 def uniform(microbatches: int) -> list[Row]:
     """The fair comparison's rows, quickest first."""
     found: list[Row] = []
-    for name in UNIFORM:
-        overlap = name.startswith("dualpipe") or name.endswith("overlap")
-        merge = "template" if overlap else "alternate"
-        job = fair.job(name, merge, overlap, uniform=True, microbatches=microbatches)
+    for name in fair.SCHEDULES:
+        merge, _ = fair.usual(name)
+        job = fair.job(name, merge, merge == "template", uniform=True, microbatches=microbatches)
         found.append(predict(job_from(job)).to_dict() | {"schedule": name})
     return sorted(found, key=lambda row: float(row["iteration_s"]))
 

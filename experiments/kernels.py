@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from cost_models import DeviceHardware, LinkFabric, kernel_seconds, load_hardware, message_seconds
-from experiments.published.rows import DATA, Line, lines
+from experiments.published.rows import DATA, Line, ints, lines
 from ir.core.work import CAST, DType, Kernel, KernelKind, Message, MessageKind
 from piper_sim.study.history.show import PredictionErrors
 
@@ -30,7 +30,7 @@ GPUS = {
 
 def gemm(line: Line, hw: DeviceHardware) -> float:
     """Seconds of a product, in fp8 with the cast of x."""
-    m, n, k = (int(line[c]) for c in "mnk")
+    m, n, k = ints(line, *"mnk")
     dtype = DType.BF16 if line["dtype"] == "bf16" else DType.FP8
     product = Kernel(KernelKind.GEMM, 2 * m * n * k, dtype.bytes * (m + n) * k + 2 * m * n, dtype, (m, n, k))
     cast = Kernel(KernelKind.MEMORY, 0, 3 * m * k, DType.BF16, (), f"x{CAST}")
@@ -38,16 +38,9 @@ def gemm(line: Line, hw: DeviceHardware) -> float:
 
 
 def attention(line: Line, hw: DeviceHardware) -> float:
-    """Seconds of a causal forward pass without a window."""
-    batch, heads, few, s, d = (int(line[c]) for c in ("batch", "heads", "kv_heads", "seq_len", "head_dim"))
-    moved = 2 * batch * s * d * 2 * (heads + few)
-    shape = (batch, heads, s, s, d, d)
-    return kernel_seconds(Kernel(KernelKind.ATTENTION, 2 * batch * heads * s * s * d, moved, DType.BF16, shape), hw)
-
-
-def sdpa(line: Line, hw: DeviceHardware) -> float:
-    """Seconds of one pass of causal attention in bf16."""
-    batch, heads, few, s, qk, v = (int(line[c]) for c in ("batch", "heads", "kv_heads", "seq_len", "qk_dim", "v_dim"))
+    """Seconds of one pass of causal attention in bf16; forward, and of one width, where a line has no other."""
+    line = {"qk_dim": line.get("head_dim", ""), "v_dim": line.get("head_dim", ""), "pass": "forward", **line}
+    batch, heads, few, s, qk, v = ints(line, "batch", "heads", "kv_heads", "seq_len", "qk_dim", "v_dim")
     back = line["pass"] == "backward"
     flops, moved = batch * heads * s * s * (qk + v), 2 * batch * s * (heads + few) * (qk + v)
     whole = (flops * 5 // 2, 2 * moved) if back else (flops, moved)
@@ -71,7 +64,7 @@ def seconds(line: Line, key: str) -> float:
 KINDS: Mapping[str, tuple[Callable[[Line, DeviceHardware], float], str]] = {
     "gemm": (gemm, "dtype"),
     "attention": (attention, "head_dim"),
-    "sdpa": (sdpa, "pass"),
+    "sdpa": (attention, "pass"),
     "nccl": (collective, "collective"),
 }
 

@@ -147,7 +147,7 @@ def _experts(built: BuiltChunks, found: Mapping[str, PartMeasure], chunk: str) -
     add = add.inner if isinstance(add, TokenLoss) else add
     return {
         "count": found[router].shapes[counts][0][0],
-        "top_k": add.combine.top_k,
+        "top_k": add.top_k,
         "sent_bytes": sum(outs[k] for k in ports["rows"]),
         "back_bytes": sum(found[experts].outs),
         "past_bytes": sum(outs[k] for k in ports["tokens"]),

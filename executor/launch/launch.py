@@ -129,29 +129,19 @@ def launch(
 
 def folder_for(out: Path) -> None:
     """Make a folder, and see that files can be written there. Raises PiperError (io)."""
-    try:
+    with _writing(out, "cannot be a folder"):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        message = f"cannot be a folder: {error.strerror}"
-        raise PiperError(ErrorKind.IO, message, file=str(out), suggestion="choose another --out") from error
+    with _writing(out), tempfile.TemporaryFile(dir=out):
+        pass
+
+
+@contextmanager
+def _writing(path: Path, cannot: str = "cannot be written") -> Iterator[None]:
     try:
-        with tempfile.TemporaryFile(dir=out):
-            pass
+        yield
     except OSError as error:
-        raise _unwritable(out, error) from error
-
-
-def _note(out: Path, pids: Mapping[int, int]) -> None:
-    table = {"ranks": {str(r): {"pid": pids[r]} for r in sorted(pids)}}
-    try:
-        write_whole(out / "ranks.json", json.dumps(table))
-    except OSError as error:
-        raise _unwritable(out / "ranks.json", error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> PiperError:
-    message = f"cannot be written: {error.strerror}"
-    return PiperError(ErrorKind.IO, message, file=str(path), suggestion="choose another --out")
+        message, fix = f"{cannot}: {error.strerror}", "choose another --out"
+        raise PiperError(ErrorKind.IO, message, file=str(path), suggestion=fix) from error
 
 
 @contextmanager
@@ -179,7 +169,8 @@ def _start(server: RankForkServer, run: _Run, out: Path | None) -> float:
                 pids |= dict.fromkeys(run.alive[event["key"]], event["pid"])
             run.note(event)
     if out is not None:
-        _note(out, pids)
+        with _writing(out / "ranks.json"):
+            write_whole(out / "ranks.json", json.dumps({"ranks": {str(r): {"pid": pids[r]} for r in sorted(pids)}}))
     (run.folder / "go").touch()
     return time.monotonic()
 

@@ -119,9 +119,8 @@ def _check_replay(file: Path, plan: Plan) -> None:
             taken(trace, plan, places, rank)
     except PiperError as error:
         fix = f"a trace.tsv that a run of this very plan has left in its --out; {plan_digest(plan)[:12]} is its digest"
-        raise PiperError(
-            ErrorKind.USAGE, f"a trace of another plan: {error.message}", file=str(file), key="--replay", suggestion=fix
-        ) from error
+        said = f"a trace of another plan: {error.message}"
+        raise PiperError(ErrorKind.USAGE, said, file=str(file), key="--replay", suggestion=fix) from error
 
 
 def _wrong_ranks(prepared: PreparedJob, options: JobRunOptions) -> PiperError:

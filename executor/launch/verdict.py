@@ -4,6 +4,7 @@ import math
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from executor.device.progress import RankRecord, RankState
@@ -28,11 +29,8 @@ class RankFailed(PiperError):
         super().__init__(ErrorKind.RANK_FAILED, f"rank {rank} failed{at}: {reason}{behind}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.reason, self.rank, self.op, self.waiting, self.details)
-
-
-def _rebuild(reason: str, rank: int, op: str | None, waiting: dict[int, str], details: str) -> RankFailed:
-    return RankFailed(reason, rank=rank, op=op, waiting=waiting, details=details)
+        again = partial(RankFailed, rank=self.rank, op=self.op, waiting=self.waiting, details=self.details)
+        return again, (self.reason,)
 
 
 @dataclass(frozen=True)

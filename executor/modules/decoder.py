@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -236,30 +236,17 @@ class DecoderModel:
 
 def refuse_model(c: ModelConfig) -> None:
     """Raise PiperError for a model without a reference module."""
+    refused = partial(PiperError, ErrorKind.MODEL, file=c.source)
     if c.model_type in FORMS:
-        raise PiperError(
-            ErrorKind.MODEL,
-            f"{c.model_type} is predicted, but has no reference module to run",
-            file=c.source,
-            key="model_type",
-            allowed=sorted(ROWS.keys() - FORMS),
-            suggestion="model.module, with the class itself",
-        )
+        message = f"{c.model_type} is predicted, but has no reference module to run"
+        fix, allowed = "model.module, with the class itself", sorted(ROWS.keys() - FORMS)
+        raise refused(message, key="model_type", allowed=allowed, suggestion=fix)
     if not c.rope and not c.positions:
-        raise PiperError(
-            ErrorKind.MODEL,
-            "no reference module without rotary or learned positions: attention biases (ALiBi) are not built",
-            file=c.source,
-            key="attn_config.alibi",
-            allowed="false, with learned_pos_emb = true",
-        )
+        message = "no reference module without rotary or learned positions: attention biases (ALiBi) are not built"
+        raise refused(message, key="attn_config.alibi", allowed="false, with learned_pos_emb = true")
     dropouts = {"attention": c.attn_dropout, "hidden": c.hidden_dropout, "embedding": c.embed_dropout}
     if on := [name for name, p in dropouts.items() if p]:
         keys = {"gpt2": "attn_pdrop = resid_pdrop = embd_pdrop", "mpt": "emb_pdrop = resid_pdrop"}
-        raise PiperError(
-            ErrorKind.MODEL,
-            f"dropout ({', '.join(on)}) cannot be compared between plans, so `run` has none",
-            file=c.source,
-            key="model.config",
-            suggestion=f"model.{keys.get(c.model_type, 'attention_dropout')} = 0",
-        )
+        message = f"dropout ({', '.join(on)}) cannot be compared between plans, so `run` has none"
+        fix = f"model.{keys.get(c.model_type, 'attention_dropout')} = 0"
+        raise refused(message, key="model.config", suggestion=fix)

@@ -4,8 +4,8 @@
     experts: dispatch (tokens → rows sorted by expert) · products on the rows · combine (rows → sums by token)
     shared: tokens → an MLP of them          add: x + experts' + shared
 
-`LocalExperts` is `ExpertDispatch`, `Experts` and `ExpertCombine` on one rank. Where experts are spread over ranks,
-exchanges of rows (`executor.parallel.expert_all_to_all`) stand behind dispatch and before combine, and it is
+`LocalExperts` is `ExpertDispatch`, `Experts` and the sum of each token's copies on one rank. Where experts are spread
+over ranks, exchanges of rows (`executor.parallel.expert_all_to_all`) stand behind dispatch and before combine:
 
     router: x → tokens (for shared experts), rows sorted by expert with their weights, their order, counts by expert
     experts: rows from all ranks, sorted by source → regrouped by expert · products · as they came
@@ -129,32 +129,20 @@ class Experts(nn.Module):
         return grouped_linear(swiglu(gate, up, weights), self.down, counts)
 
 
-class ExpertCombine(nn.Module):
-    """Rows back to tokens: the sum of each token's copies."""
-
-    def __init__(self, top_k: int) -> None:
-        super().__init__()
-        self.top_k = top_k
-
-    def forward(self, rows: Tensor, order: Tensor) -> Tensor:
-        return unpermute(rows, order, self.top_k)
-
-
 class LocalExperts(nn.Module):
     """Part `experts` where all experts are on one rank. ahead: the host need not know how many rows each has."""
 
     def __init__(self, c: ModelConfig, make: Params, prefix: str, *, ahead: bool = False) -> None:
         super().__init__()
         moe, self.ahead = moe_of(c), ahead
-        self.dispatch, self.combine = ExpertDispatch(moe.top_k, moe.experts), ExpertCombine(moe.top_k)
+        self.dispatch = ExpertDispatch(moe.top_k, moe.experts)
         self.experts = Experts(c, make, prefix)
 
     def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         rows, row_weights, order = self.dispatch.rows(tokens, weights, indices)
         beside = self.ahead and all(unread(rows, w) for w in self.experts.parameters())
         counts = self.dispatch.counts(indices) if beside else self.dispatch.read(indices)
-        found: Tensor = self.combine(self.experts(rows, row_weights, counts), order)
-        return found
+        return unpermute(self.experts(rows, row_weights, counts), order, self.dispatch.top_k)
 
 
 class SharedExperts(nn.Module):
@@ -230,8 +218,8 @@ class ExpertParallelAdd(nn.Module):
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.combine, self.add = ExpertCombine(moe_of(c).top_k), ExpertAdd()
+        self.top_k, self.add = moe_of(c).top_k, ExpertAdd()
 
     def forward(self, rows: Tensor, order: Tensor, *rest: Tensor) -> Tensor:
-        found: Tensor = self.add(self.combine(rows, order), *rest)
+        found: Tensor = self.add(unpermute(rows, order, self.top_k), *rest)
         return found

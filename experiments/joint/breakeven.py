@@ -9,15 +9,16 @@ schedules and DualPipe by `template`, weight gradients delayed. Writes breakeven
 and prints, per case, who leads where, and who is quickest within 80 and 141 GiB. All modelled.
 """
 
-import csv
-import io
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from experiments.joint.fair import UNIFORM
+import pandas as pd
+
+from experiments.joint import fair
+from experiments.joint.fair import SCHEDULES, UNIFORM
 from experiments.published.picture import canvas, png
 from ir.job.load import job_from
 from piper_sim.report.files import write_outputs
@@ -26,16 +27,6 @@ from piper_sim.study.predict import predict
 
 WIRES = (0.01, 0.25, 0.5, 1.0, 2.0, 4.0)  # seconds of messages over the modelled ones
 LIMITS_GIB = (80, 141)
-# schedule: merge, stages per rank
-ARMS = {
-    "1f1b": ("alternate", 1),
-    "interleaved-1f1b": ("alternate", 2),
-    "zbv": ("alternate", 2),
-    "1f1b-overlap": ("template", 1),
-    "interleaved-1f1b-overlap": ("template", 2),
-    "dualpipe": ("template", 1),
-    "dualpipev": ("template", 2),
-}
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,7 @@ class BreakEven:
     recompute: tuple[str, ...] = ("norm", "up_projection", "activation")
 
     def job(self, schedule: str, wire: float) -> dict[str, Any]:
-        merge, stages = ARMS[schedule]
+        merge, stages = fair.usual(schedule)
         return {
             "model": {"config": "deepseek-v3", "seq_len": 4096} | UNIFORM | {"num_hidden_layers": 4 * self.ranks},
             "cluster": {"gpu": "h800-sxm", "nvlink_GBps": 200 / wire, "nic_Gbps": 400 / wire},
@@ -129,7 +120,7 @@ def leaders(times: dict[str, list[float]], wires: tuple[float, ...]) -> list[tup
 def lines_of(case: BreakEven) -> Lines:
     """Every schedule along `WIRES`."""
     found = []
-    for schedule in ARMS:
+    for schedule in SCHEDULES:
         for wire in WIRES:
             p = predict(job_from(case.job(schedule, wire)))
             peak = max(p.to_dict()["memory"]["device_peak_bytes"].values()) / GIB
@@ -152,12 +143,8 @@ def told(found: Lines) -> Iterator[str]:
 
 def table(found: list[Lines]) -> str:
     """All points as CSV."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(Point.__dataclass_fields__), lineterminator="\n")
-    writer.writeheader()
-    for p in (p for x in found for p in x.points):
-        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in asdict(p).items()})
-    return out.getvalue()
+    points = pd.DataFrame([p for x in found for p in x.points])
+    return str(points.to_csv(index=False, float_format="%.6g"))
 
 
 def picture(found: list[Lines]) -> bytes:
@@ -167,7 +154,7 @@ def picture(found: list[Lines]) -> bytes:
     panels = figure.subplots(2, -(-len(found) // 2), sharex=True, sharey=True, squeeze=False).ravel()
     for axes, x in zip(panels, found, strict=False):
         base = x.seconds("1f1b")
-        for colour, schedule in zip(colours, ARMS, strict=False):
+        for colour, schedule in zip(colours, SCHEDULES, strict=False):
             ratio = [a / b for a, b in zip(x.seconds(schedule), base, strict=True)]
             axes.plot(WIRES[1:], ratio[1:], color=colour, marker="o", markersize=3, label=schedule)
         for at in (w for w, _ in x.leaders() if w > WIRES[1]):

@@ -18,6 +18,8 @@ from piper_sim.study.predict import predict
 
 UNIFORM = {"num_hidden_layers": 64, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "vocab_size": 256}
 LAYOUT = "Et*3|(tt|)*29,m|L"  # Megatron-Bridge's recipe of DeepSeek-V3 on 16 x 2 stages
+# Of which every one has all the overlap that it can have.
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "1f1b-overlap", "interleaved-1f1b-overlap", "dualpipe", "dualpipev")
 # schedule, merge, weight gradients delayed
 ARMS = (
     ("1f1b", "alternate", False),
@@ -35,16 +37,22 @@ ARMS = (
 )
 
 
+def usual(name: str) -> tuple[str, int]:
+    """A schedule's merge with the overlap that it can have, and its stages per rank."""
+    overlaps = name.startswith("dualpipe") or name.endswith("overlap")
+    two = name.startswith("interleaved") or name in ("zbv", "dualpipev")
+    return "template" if overlaps else "alternate", 2 if two else 1
+
+
 def job(
     name: str, merge: str, delay: bool, *, uniform: bool, microbatches: int = 120, wire: float = 1.0
 ) -> dict[str, Any]:
     """One arm as a job."""
     table = tomllib.loads(JOB)
-    chunks = 2 if name.startswith("interleaved") or name in ("zbv", "dualpipev") else 1
     name, _, layout = name.partition(" ")
     table["schedule"] |= {"layout": LAYOUT} if layout else {}
     table["schedule"] |= {"name": name, "merge": merge, "delay_wgrad": delay, "microbatches": microbatches}
-    table["schedule"]["stages_per_rank"] = chunks
+    table["schedule"]["stages_per_rank"] = usual(name)[1]
     if uniform:
         table["model"] |= UNIFORM
     if wire != 1.0:

@@ -15,7 +15,8 @@ Facts = dict[str, Any]  # of a row: seconds, memory, failed; or why no job says 
 
 
 @cache
-def _facts() -> Mapping[str, Any]:
+def facts() -> Mapping[str, Any]:
+    """data/sets.toml."""
     return read_toml(DATA / "sets.toml", FORM)
 
 
@@ -29,7 +30,7 @@ def _fill(job: Table, line: Line, columns: Mapping[str, str]) -> None:
 
 def _told(name: str) -> dict[str, Any]:
     """What is said of a table, with what it takes over from another."""
-    mine = _facts()["sets"][name]
+    mine = facts()["sets"][name]
     base: Mapping[str, Any] = _told(mine["like"]) if "like" in mine else {"row": name, "job": {}}
     below, above = base["job"], mine.get("job", {})
     job = {section: {**below.get(section, {}), **above.get(section, {})} for section in {**below, **above}}
@@ -41,17 +42,17 @@ def _row(told: Mapping[str, Any], line: Line) -> Row:
     job, name, gpu = deepcopy(told["job"]), line.get("case_id") or line["row_id"], line.get("gpu", "")
     if why := told.get("why"):
         return Row(name, why=why)
-    for columns in (_facts()["columns"], _facts()["gpt"] if told.get("gpt") else {}, told.get("columns", {})):
+    for columns in (facts()["columns"], facts()["gpt"] if told.get("gpt") else {}, told.get("columns", {})):
         _fill(job, line, columns)
-    if gpu in _facts()["gpus"]:
-        job.setdefault("cluster", {})["gpu"] = _facts()["gpus"][gpu]
+    if gpu in facts()["gpus"]:
+        job.setdefault("cluster", {})["gpu"] = facts()["gpus"][gpu]
     if v := line.get("vpp"):
         job["schedule"]["name"] = "interleaved-1f1b" if int(v) > 1 else "1f1b"
     seconds = line.get("iter_time_s") or line.get("step_s_median")
-    facts: Facts = {"seconds": float(seconds)} if seconds else {}
+    found: Facts = {"seconds": float(seconds)} if seconds else {}
     if told["row"] in _ROWS:
-        facts |= _ROWS[told["row"]](line, job)
-    return Row(name, why=facts["why"]) if "why" in facts else Row(name, job, **facts)
+        found |= _ROWS[told["row"]](line, job)
+    return Row(name, why=found["why"]) if "why" in found else Row(name, job, **found)
 
 
 def zero_bubble(line: Line, job: Table) -> Facts:
@@ -192,7 +193,7 @@ def mlperf(line: Line, job: Table) -> Facts:
         job["model"] = {"config": "llama3-405b", **sizes}
     else:
         job["model"] |= {"config": "gpt3-175b", "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-        _fill(job, line, _facts()["gpt"])
+        _fill(job, line, facts()["gpt"])
     job["parallel"]["layers"] = [1, *[2] * (int(line["pp"]) * int(line["vpp"]) - 2), 1] if big else "even"
     job["schedule"]["name"] = "interleaved-1f1b"
     job["costs"]["tp_overlap"] = line["tp_comm_overlap"] == "1"
@@ -206,19 +207,12 @@ def vtrain(line: Line, job: Table) -> Facts:
     return megatron(line, job)
 
 
-_PLAIN = {  # columns of the goldens that a GPT of this kind has; where another stands, no job says the same
-    "fsdp": "", "fp8_format": "", "optimizer_instances": "1", "optimizer": "adam",
-    "mla_q_rank": "", "mtp_layers": "0", "cuda_graph": "", "pipeline_layout": "", "first_stage_layers": "",
-}  # fmt: skip
-_ACTS = {"gelu": ("gelu", False), "squared_relu": ("relu2", False), "swiglu": ("silu", True)}
-
-
 _TOWERS = ("bert", "t5")
 
 
 def golden(line: Line, job: Table) -> Facts:
     """A model of Megatron-LM's tests: the peak of the last rank, and the time of the large decoders."""
-    odd = [c for c, v in _PLAIN.items() if line[c] != v]
+    odd = [c for c, v in facts()["plain"].items() if line[c] != v]
     odd = ["family", *odd] if line["family"] not in ("gpt", "moe", "hybrid", *_TOWERS) else odd
     if odd or not line["gpus"]:
         return {"why": "; ".join(odd[:1]) or "GPUs not stated"}
@@ -227,7 +221,7 @@ def golden(line: Line, job: Table) -> Facts:
     tp, pp, cp, mb, batch = ints(line, "tp", "pp", "cp", "micro_batch", "global_batch")
     dp = gpus // tp // pp // cp
     unfused = line["attention_backend"] == "unfused" or line["transformer_impl"] == "local"
-    act, gated = _ACTS[line["activation"]]
+    act, gated = facts()["activations"][line["activation"]]
     job["model"] |= {"hidden_act": act, "gated_linear_unit": gated, "qk_layernorm": line["qk_layernorm"] == "1"}
     norm, bias = line["normalization"].removesuffix("-1p"), line["linear_bias"] == "1"
     job["model"] |= {"normalization": norm, "add_bias_linear": bias}
@@ -250,19 +244,12 @@ def golden(line: Line, job: Table) -> Facts:
     return {"memory": {pp - 1: float(line["mem_peak_early_bytes"])}} | ({} if large else {"seconds": None})
 
 
-_CARDS: Mapping[str, Mapping[str, Any]] = {  # what the cards' words are in a job
-    "dispatcher": {"DeepEP": "deepep", "HybridEP": "hybridep"},
-    "precision": {"bf16": "bf16", "mxfp8": "fp8"},
-    "cuda_graphs": {"none": "none", "full iteration": "step"},
-}
-
-
 def cards(line: Line, job: Table) -> Facts:
     """A mixture of experts: layers per stage, experts' messages overlapped or not, an NVLink domain as a node."""
     built = line["needs"] in ("", "mamba layers")
     if not built or not line["dispatcher"]:
         return {"why": line["needs"] or "the recipe's settings are not stated"}
-    words = {column: found[line[column]] for column, found in _CARDS.items()}
+    words = {column: found[line[column]] for column, found in facts()["cards"].items()}
     node, counts = int(line["nvlink_domain_gpus"]), (x.split("*") for x in line["layers_per_stage"].split())
     job["cluster"] = {"gpu": job["cluster"]["gpu"], "gpus_per_node": node, "nodes": -(-int(line["gpus"]) // node)}
     job["parallel"]["layers"] = [int(a) for a, times in counts for _ in range(int(times))] or "even"
@@ -294,9 +281,9 @@ _ROWS: Mapping[str, Callable[[Line, Table], Facts]] = {
 
 
 def _sets() -> dict[str, DataSet]:
-    told = {name: _told(name) for name in _facts()["sets"]}
+    told = {name: _told(name) for name in facts()["sets"]}
     return {
-        name: DataSet(name, t["title"], partial(_row, t), t.get("assumed", ""), _facts()["sets"][name].get("bars", ""))
+        name: DataSet(name, t["title"], partial(_row, t), t.get("assumed", ""), facts()["sets"][name].get("bars", ""))
         for name, t in told.items()
     }
 

@@ -30,12 +30,8 @@ def chunks(config: ModelConfig) -> tuple[Chunk, ...]:
         moe += config.is_moe(layer)
     last = out[-1].name
     out += [_mtp(config, k, moe + k, last) for k in range(config.mtp)]
-    out.append(
-        Chunk(
-            "head", _head(config, p.norm(config, config.names.norm, config.hidden)), reads=last if config.mtp else None
-        )
-    )
-    return tuple(out)
+    head = _head(config, p.norm(config, config.names.norm, config.hidden))
+    return (*out, Chunk("head", head, reads=last if config.mtp else None))
 
 
 def _embed(config: ModelConfig) -> Chunk:

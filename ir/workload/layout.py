@@ -34,12 +34,8 @@ def parse_layout(text: str) -> tuple[str, ...]:
     while at < len(text):
         m = _TOKEN.match(text, at)
         if m is None:
-            raise _no(
-                text,
-                at,
-                f"{text[at]!r} is no part of a layout",
-                "a digit only behind *" if text[at].isdigit() else None,
-            )
+            fix = "a digit only behind *" if text[at].isdigit() else None
+            raise _no(text, at, f"{text[at]!r} is no part of a layout", fix)
         match m.lastgroup:
             case "one":
                 done, last = done + m[0], m[0]
@@ -125,5 +121,4 @@ def _letter(chunk: Chunk) -> str:
 
 
 def _no(text: str, at: int, message: str, fix: str | None) -> PiperError:
-    where = f"{text!r}, position {at + 1}: {message}"
-    return job_error(_KEY, where, fix, _ALLOWED)
+    return job_error(_KEY, f"{text!r}, position {at + 1}: {message}", fix, _ALLOWED)

@@ -1,6 +1,7 @@
 """The types of a model graph: chunks of parts, and what one part costs and keeps on one device."""
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple, Protocol
 
 from ir.core.ops import Pass
@@ -46,10 +47,7 @@ class Param:
     @property
     def numel(self) -> int:
         """Elements of the whole, unsharded parameter."""
-        n = 1
-        for d in self.shape:
-            n *= d
-        return n
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """Which chunks stand on which stage: decoder layers by count, embedding first, head and MTP last."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, job_error
 from ir.workload.part import Chunk, Part
 
 Costs = Callable[[Chunk], float] | Sequence[float]
@@ -41,7 +42,7 @@ def partition(
     """
     decoders = sum(_is_layer(c) for c in chunks)
     if stages < 1:
-        raise PiperError(ErrorKind.JOB, f"{stages} stages", key="parallel.pp", allowed="1 or more", suggestion="1")
+        raise job_error("parallel.pp", f"{stages} stages", "1", "1 or more")
     match layers:
         case "even":
             counts = _even(stages, decoders)
@@ -52,8 +53,7 @@ def partition(
             given = None if ranks is None else tuple(ranks)
             counts = list(_balance(at, stages, tuple(_raw_costs(chunks, costs)), given, most))
         case str():
-            message = f"unknown layers {layers!r}"
-            raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed=_FORMS, suggestion="balanced")
+            raise job_error(_KEY, f"unknown layers {layers!r}", "balanced", _FORMS)
         case _:
             counts = _listed(layers, stages, decoders)
     return _cut(chunks, counts)
@@ -87,27 +87,25 @@ def _even(stages: int, decoders: int) -> list[int]:
     near = [n for n in range(1, decoders + 1) if decoders % n == 0 or (decoders + 2) % n == 0]
     best = min(near, key=lambda n: (abs(n - stages), n))
     allowed = f"stages dividing {decoders} or {decoders + 2}; {_FORMS}"
-    fix = f"layers = 'balanced', or {best} stages"
-    raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed=allowed, suggestion=fix)
+    raise job_error(_KEY, message, f"layers = 'balanced', or {best} stages", allowed)
 
 
 def _too_few(stages: int, decoders: int) -> PiperError:
     message = f"{decoders} layers on {stages} stages leave some stage empty"
     allowed = f"at most {decoders} stages; or list the counts, zeros included"
-    return PiperError(ErrorKind.JOB, message, key=_KEY, allowed=allowed, suggestion=f"{decoders} stages or fewer")
+    return job_error(_KEY, message, f"{decoders} stages or fewer", allowed)
 
 
 def _listed(layers: Sequence[int], stages: int, decoders: int) -> list[int]:
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in layers):
-        raise PiperError(ErrorKind.JOB, f"not layer counts: {list(layers)}", key=_KEY, allowed="integers, 0 or more")
+        raise job_error(_KEY, f"not layer counts: {list(layers)}", allowed="integers, 0 or more")
     if len(layers) != stages:
-        message = f"{len(layers)} layer counts for {stages} stages"
-        fix = f"{stages} counts that sum to {decoders}"
-        raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed="one count per stage", suggestion=fix)
+        message, fix = f"{len(layers)} layer counts for {stages} stages", f"{stages} counts that sum to {decoders}"
+        raise job_error(_KEY, message, fix, "one count per stage")
     if sum(layers) != decoders:
         message = f"layer counts sum to {sum(layers)}, the model has {decoders}"
         fix = f"add {decoders - sum(layers):+d} somewhere, or layers = 'balanced'"
-        raise PiperError(ErrorKind.JOB, message, key=_KEY, allowed=f"a sum of {decoders}", suggestion=fix)
+        raise job_error(_KEY, message, fix, f"a sum of {decoders}")
     return list(layers)
 
 
@@ -127,34 +125,25 @@ def _raw_costs(chunks: Sequence[Chunk], costs: Costs | None) -> list[float]:
     else:
         raw = [float(costs(c)) for c in chunks] if callable(costs) else [float(x) for x in costs]
     if len(raw) != len(chunks) or not all(0 <= x < float("inf") for x in raw):
-        message = f"{len(raw)} costs for {len(chunks)} chunks, each to be finite and 0 or more"
-        raise PiperError(ErrorKind.JOB, message, key=_KEY)
+        raise job_error(_KEY, f"{len(raw)} costs for {len(chunks)} chunks, each to be finite and 0 or more")
     return raw
 
 
 def _balanced(costs: Sequence[int], stages: int) -> list[int]:
     """Counts, each at least 1, with the least maximum; among those the least sum of squares, then the earliest cuts."""
-    total = [0, *accumulate(costs)]
-    cuts = _most_even(total, stages, _least_maximum(total, stages))
+    limits = range(max(costs), sum(costs) + 1)
+    limit = limits[bisect_left(limits, True, key=lambda most: _fewest(costs, most) <= stages)]
+    cuts = _most_even([0, *accumulate(costs)], stages, limit)
     return [b - a for a, b in pairwise(cuts)]
 
 
-def _least_maximum(total: Sequence[int], stages: int) -> int:
-    """The cost of the dearest stage in the best partition. total: running sums of the layers' costs."""
-    n = len(total) - 1
-    best = list(total)
-    for s in range(2, stages + 1):
-        after = [0] * (n + 1)
-        for j in range(s, n + 1):
-            least = max(best[j - 1], total[j] - total[j - 1])
-            # Moving the cut down only makes the last stage dearer: stop when that alone is no better.
-            for i in range(j - 2, s - 2, -1):
-                if total[j] - total[i] >= least:
-                    break
-                least = min(least, max(best[i], total[j] - total[i]))
-            after[j] = least
-        best = after
-    return best[n]
+def _fewest(costs: Sequence[int], limit: int) -> int:
+    """Stages that the layers need where none may cost more than the limit, each filled before the next begins."""
+    count, load = 1, 0
+    for cost in costs:
+        fits = load + cost <= limit
+        count, load = (count, load + cost) if fits else (count + 1, cost)
+    return count
 
 
 def _most_even(total: Sequence[int], stages: int, limit: int) -> list[int]:
@@ -236,24 +225,18 @@ def _under(
     out = [limit] * len(counts)
     for _ in range(limit * len(counts) - len(costs)):
         free = [s for s in range(len(out)) if out[s] > _least(s, len(out))]
-        load = {s: _goal(_less(out, s), costs, ends, ranks)[0] for s in free}
-        out = _less(out, min(free, key=lambda s: (load[s], s)))
+        load = {s: _goal(_moved(out, s, None), costs, ends, ranks)[0] for s in free}
+        out = _moved(out, min(free, key=lambda s: (load[s], s)), None)
     return out
-
-
-def _less(counts: list[int], stage: int) -> list[int]:
-    return [n - (s == stage) for s, n in enumerate(counts)]
 
 
 def _least(stage: int, stages: int) -> int:
     return 0 if stages > 1 and stage in (0, stages - 1) else 1
 
 
-def _moved(counts: list[int], giver: int, taker: int) -> list[int]:
-    out = list(counts)
-    out[giver] -= 1
-    out[taker] += 1
-    return out
+def _moved(counts: list[int], giver: int, taker: int | None) -> list[int]:
+    """One layer from a stage to another, or to none."""
+    return [n - (s == giver) + (s == taker) for s, n in enumerate(counts)]
 
 
 def _goal(

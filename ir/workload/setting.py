@@ -167,14 +167,10 @@ def attention_of(name: str) -> AttentionKind:
 
     Raises PiperError (model) for an unknown one.
     """
-    if name not in list(AttentionKind):
-        raise PiperError(
-            ErrorKind.MODEL,
-            f"unknown attention {name!r}",
-            key="model.attention",
-            allowed=list(AttentionKind),
-            suggestion=nearest(name, list(AttentionKind)),
-        )
+    known = list(AttentionKind)
+    if name not in known:
+        message, near = f"unknown attention {name!r}", nearest(name, known)
+        raise PiperError(ErrorKind.MODEL, message, key="model.attention", allowed=known, suggestion=near)
     return AttentionKind(name)
 
 
@@ -202,15 +198,15 @@ def check_setting(config: ModelConfig, layout: PartLayout, shape: MicrobatchShap
     ]
     for axis, by, what, size in whole:
         if size % by:
-            raise _refuse(axis, by, f"{c.source}'s {what}", size)
+            raise uneven(axis, by, f"{c.source}'s {what}", size)
     if m is not None and m.heads // layout.tp % layout.cp:
-        raise _refuse("cp", layout.cp, f"{c.source}'s recurrent heads of a tensor-parallel rank", m.heads // layout.tp)
+        raise uneven("cp", layout.cp, f"{c.source}'s recurrent heads of a tensor-parallel rank", m.heads // layout.tp)
     if layout.cp_heads and attends and (heads := (c.heads if c.mla else c.kv_heads) // layout.tp) % layout.cp:
-        raise _refuse("cp", layout.cp, f"{c.source}'s KV heads of a tensor-parallel rank", heads)
+        raise uneven("cp", layout.cp, f"{c.source}'s KV heads of a tensor-parallel rank", heads)
     if layout.cp > 1 and shape.seq_len % (2 * layout.cp):
         raise _refuse_stretches(layout.cp, shape.seq_len)
     if layout.sequence_parallel and (shape.seq_len // layout.cp) % layout.tp:
-        raise _refuse("tp", layout.tp, "the tokens that sequence_parallel shares out", shape.seq_len // layout.cp)
+        raise uneven("tp", layout.tp, "the tokens that sequence_parallel shares out", shape.seq_len // layout.cp)
     _check_kinds(config, layout, shape)
     _check_encoder(config, layout, shape)
 
@@ -220,21 +216,19 @@ def _check_encoder(config: ModelConfig, layout: PartLayout, shape: MicrobatchSha
         message = f"{config.source} has no encoder beside a decoder"
         raise PiperError(ErrorKind.MODEL, message, key="model.encoder_seq_len", suggestion="leave it out")
     if config.encoder and layout.cp > 1:
-        message = "context parallelism of two towers is not built"
-        raise PiperError(ErrorKind.JOB, message, key="parallel.cp", allowed="1", suggestion="cp = 1")
+        raise job_error("parallel.cp", "context parallelism of two towers is not built", "cp = 1", "1")
     if layout.sequence_parallel and shape.encoded().seq_len % layout.tp and config.encoder:
         what = "the encoder's tokens that sequence_parallel shares out"
-        raise _refuse("tp", layout.tp, what, shape.encoded().seq_len)
+        raise uneven("tp", layout.tp, what, shape.encoded().seq_len)
 
 
 def _check_kinds(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> None:
     if config.moe is None and layout.ep * layout.etp > 1:
-        message = f"{config.source} has no experts"
-        raise PiperError(ErrorKind.JOB, message, key="parallel.ep", allowed="1", suggestion="ep = 1, etp = 1")
+        raise job_error("parallel.ep", f"{config.source} has no experts", "ep = 1, etp = 1", "1")
     if config.moe and layout.tp > 1 and not layout.sequence_parallel:
         # Without it every tp rank holds the same tokens and would send each of them; Megatron refuses it too.
         message = "experts with tp > 1 need sequence parallelism"
-        raise PiperError(ErrorKind.JOB, message, key="parallel.sequence_parallel", allowed="true", suggestion="true")
+        raise job_error("parallel.sequence_parallel", message, "true", "true")
     for key in ("seq_len", "encoder_seq_len"):
         if config.positions and (given := getattr(shape, key)) > config.max_positions:
             message = f"{given} tokens, but {config.source} has learned positions for {config.max_positions}"
@@ -254,7 +248,8 @@ def _refuse_stretches(cp: int, length: int) -> PiperError:
     return job_error("parallel.cp", message, f"cp = {near}", f"a seq_len divisible by {2 * cp}")
 
 
-def _refuse(axis: str, by: int, what: str, size: int) -> PiperError:
+def uneven(axis: str, by: int, what: str, size: int) -> PiperError:
+    """The refusal of a size that ranks do not divide, with the largest number of them that do."""
     near = max((d for d in divisors(size) if d <= by), default=1)
     fix = f"{axis} = {near}"
     if "vocabulary" in what:

@@ -1,7 +1,6 @@
 """Which commands of a shell script run: its `if`, `case`, `&&` and `||`, as far as the file itself decides them."""
 
-from __future__ import annotations
-
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ _NOT = {YES: NO, NO: YES, MAYBE: MAYBE}
 _TESTS = {"[": "]", "[[": "]]", "test": "", "((": "))"}
 _WORDS = {"true": YES, ":": YES, "false": NO}
 _SAME, _ORDERS = {"=", "=="}, {"<": "-lt", ">": "-gt", "<=": "-le", ">=": "-ge", "==": "-eq", "!=": "-ne"}
+_ORDERED = {*_ORDERS.values()}  # named as Python's operators are
 _UNSET_NAME = re.compile(r'"?\$\{?([A-Za-z_]\w*)\}?"?')
 
 
@@ -190,10 +190,6 @@ def _turned(words: Sequence[str]) -> tuple[bool, Sequence[str]]:
 
 
 def _ordered(a: str, op: str, b: str) -> ShellJobTruth:
-    orders = {"-eq": 0, "-ne": 0, "-lt": -1, "-gt": 1, "-le": -1, "-ge": 1}
-    if op not in orders or not all(re.fullmatch(r"-?\d{1,15}", x) for x in (a, b)):
+    if op not in _ORDERED or not all(re.fullmatch(r"-?\d{1,15}", x) for x in (a, b)):
         return MAYBE
-    way = (int(a) > int(b)) - (int(a) < int(b))
-    if op in ("-eq", "-ne"):
-        return YES if (way == 0) == (op == "-eq") else NO
-    return YES if way == orders[op] or (way == 0 and op in ("-le", "-ge")) else NO
+    return YES if getattr(operator, op[1:])(int(a), int(b)) else NO

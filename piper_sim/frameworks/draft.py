@@ -1,7 +1,5 @@
 """A job in the making, out of what a launch states."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`piper-sim export --to FRAMEWORK`: a job as the files that start it; what they cannot say is refused or listed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import tempfile
@@ -10,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import named_path
 from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
@@ -101,13 +99,8 @@ def export_launch(prepared: PreparedJob, framework: str, again: Callable[[Job], 
 
 def _cannot(framework: str, key: str, value: object, why: str) -> PiperError:
     said = f" = {value!r}" if value is not None else ""
-    return PiperError(
-        ErrorKind.JOB,
-        f"{framework} cannot say {key}{said}: {why}",
-        key=key,
-        allowed=f"what a launch of {framework} says",
-        suggestion="another --to, or --set this key",
-    )
+    message, allowed = f"{framework} cannot say {key}{said}: {why}", f"what a launch of {framework} says"
+    return job_error(key, message, "another --to, or --set this key", allowed)
 
 
 def _not_started(p: PreparedJob) -> Iterator[tuple[str, object, str]]:
@@ -160,12 +153,12 @@ def _files(prepared: PreparedJob, framework: str, arguments: Mapping[str, object
     tree = _tree(framework, own)
     if framework == "torchtitan":
         files[name] = toml_sections(tree)
+    elif name.endswith(".json"):
+        files[name] = json.dumps(tree, indent=1) + "\n"
     else:
         import yaml
 
-        files[name] = (
-            json.dumps(tree, indent=1) + "\n" if name.endswith(".json") else yaml.safe_dump(tree, sort_keys=False)
-        )
+        files[name] = yaml.safe_dump(tree, sort_keys=False)
     return {LAUNCH: _script([line.format(where)]), **files}
 
 
@@ -196,11 +189,8 @@ def _tree(framework: str, arguments: Mapping[str, object]) -> dict[str, Any]:
             at = at.setdefault(part, {})
         at[last] = value
     if framework == "primus":
-        tree["modules"]["pre_trainer"] = {
-            "framework": "megatron",
-            "config": "pre_trainer.yaml",
-            **tree["modules"]["pre_trainer"],
-        }
+        first = {"framework": "megatron", "config": "pre_trainer.yaml"}
+        tree["modules"]["pre_trainer"] = first | tree["modules"]["pre_trainer"]
     if framework == "accelerate":
         tree = {"compute_environment": "LOCAL_MACHINE", **tree}
     return tree

@@ -1,7 +1,5 @@
 """A job as facts that frameworks state: `to_job` backwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ir.job.build import PreparedJob
@@ -24,22 +22,14 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     job, mesh = prepared.job, prepared.mesh.sizes
     dp, size, mbs = mesh["dp"], job.schedule.microbatch_size, prepared.mbs
     f: Facts = {k: mesh[k] for k in ("tp", "cp", "pp", "ep") if mesh[k] > 1}
-    f |= {
-        "seq_len": job.model.seq_len,
-        "lr": job.optimizer.lr,
-        "clip": job.optimizer.clip_norm,
-        "optimizer": job.optimizer.name,
-    }
-    f |= _formats(job)
+    f |= {"seq_len": job.model.seq_len, "lr": job.optimizer.lr, "clip": job.optimizer.clip_norm}
+    f |= {"optimizer": job.optimizer.name, **_formats(job)}
     if framework in MEGATRON:
         f |= _sizes(prepared.config) | _megatron(prepared, framework, dp, size, mbs)
         act = prepared.config.activation
         if framework == "megatron-bridge":
-            return f | {
-                "vocab": f.pop("vocab_padded"),
-                "gated": act.ups == 2,
-                "activation": _UNGATED.get(act, str(act)),
-            }
+            gate = {"gated": act.ups == 2, "activation": _UNGATED.get(act, str(act))}
+            return f | {"vocab": f.pop("vocab_padded"), **gate}
         return f | {"activation": None if framework == "megatron" and act is LayerActivation.GELU else str(act)}
     if framework in ("torchtitan", "automodel"):
         compiled = framework == "torchtitan" and job.costs.software == "torchtitan-compiled"
@@ -50,11 +40,8 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     f |= {"microbatch_size": size, "global_batch": size * mbs * dp, "accumulation": mbs, "zero": job.parallel.zero}
     again = prepared.base.recompute
     f |= {"recompute": "full"} if again.options == {"full"} and again.layers is None else {}
-    return f | {
-        "gpus": prepared.ranks,
-        "nodes": job.cluster.nodes,
-        "distributed_type": "deepspeed" if job.parallel.zero else 0,
-    }
+    kind = "deepspeed" if job.parallel.zero else 0
+    return f | {"gpus": prepared.ranks, "nodes": job.cluster.nodes, "distributed_type": kind}
 
 
 def ranges_of(job: Job, framework: str) -> dict[str, tuple[object, ...]]:
@@ -149,12 +136,9 @@ def _megatron(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: in
             f.pop("vp", None)
     if s.recompute != "none":
         f |= {"recompute": s.recompute if isinstance(s.recompute, str) else "selective"}
-        words = {part: word for word, part in modules_of(prepared.config.moe is not None).items()}
-        f |= (
-            {"recompute_modules": [words[x] for x in s.recompute if x in words]}
-            if not isinstance(s.recompute, str)
-            else {}
-        )
+        if not isinstance(s.recompute, str):
+            words = {part: word for word, part in modules_of(prepared.config.moe is not None).items()}
+            f |= {"recompute_modules": [words[x] for x in s.recompute if x in words]}
         f |= {"recompute_method": "uniform", "recompute_layers": 1} if s.recompute == "full" else {}
         if s.recompute == "full" and isinstance(s.recompute_layers, int):
             f |= {"recompute_method": "block", "recompute_layers": s.recompute_layers}

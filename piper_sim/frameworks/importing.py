@@ -1,7 +1,5 @@
 """`piper-sim import`: a launch file as a job, with what was understood, assumed and not understood."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """A launch file to its arguments, whatever its format: shell script, argument list, log, YAML, JSON or TOML."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -158,13 +156,9 @@ def _framework(value: Mapping[str, Any], path: str) -> str:
             and path.endswith(row.get("ends", ""))
         ):
             return str(row["framework"])
-    raise FORM.wrong(
-        f"which framework's file is this? its sections are {', '.join(list(value)[:6])}",
-        path,
-        "--from",
-        "a launch of Megatron-LM, Megatron-Bridge, NeMo, torchtitan, DeepSpeed, Automodel, accelerate or Primus",
-        "--from NAME",
-    )
+    message = f"which framework's file is this? its sections are {', '.join(list(value)[:6])}"
+    known = "Megatron-LM, Megatron-Bridge, NeMo, torchtitan, DeepSpeed, Automodel, accelerate or Primus"
+    raise FORM.wrong(message, path, "--from", f"a launch of {known}", "--from NAME")
 
 
 def _resolved(value: object, at: str, known: Mapping[str, object], depth: int = 0) -> object:

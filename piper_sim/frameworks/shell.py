@@ -1,7 +1,5 @@
 """A shell script to the words of the command that it starts. Words are expanded, nothing is run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

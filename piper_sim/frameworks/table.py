@@ -1,7 +1,5 @@
 """The table of arguments: which framework calls what how, and where that is written. Read from arguments.csv."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Mapping
@@ -45,9 +43,8 @@ def framework_named(word: str) -> str:
     name, known = facts()["aliases"].get(word.lower(), word.lower()), [c for c in chains() if c != "primus-torchtitan"]
     if name in known:
         return str(name)
-    raise PiperError(
-        ErrorKind.USAGE, f"no framework {word!r}", key="--from", allowed=known, suggestion=nearest(word, known)
-    )
+    message, near = f"no framework {word!r}", nearest(word, known)
+    raise PiperError(ErrorKind.USAGE, message, key="--from", allowed=known, suggestion=near)
 
 
 @cache

@@ -1,7 +1,5 @@
 """What a launch states, as a job: the framework's own rules fill in what follows from it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from math import ceil, gcd
 from typing import Any
@@ -199,10 +197,8 @@ def _layers(d: JobDraft, f: Facts, stages: int) -> object:
 def _cluster(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> None:
     p = d.job.get("parallel", {})
     inner = p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)
-    gpu = hints.get("gpu")
-    d.fill(
-        "cluster.gpu", gpu or "h100-sxm", "named by the file's path" if gpu else "the file names no GPU: put yours here"
-    )
+    why = "named by the file's path" if hints.get("gpu") else "the file names no GPU: put yours here"
+    d.fill("cluster.gpu", hints.get("gpu") or "h100-sxm", why)
     nodes, per, gpus = f.get("nodes"), f.get("per_node"), f.get("gpus")
     if gpus and not (nodes and per and nodes * per == gpus):
         nodes = nodes if nodes and gpus % nodes == 0 else max(1, gpus // (per or 8))
@@ -340,11 +336,8 @@ def _formats(d: JobDraft, f: Facts) -> None:
     """Number formats, the optimizer, the constants of the framework."""
     compute = "fp8" if f.get("fp8") == "fp8" else f.get("compute")
     d.put("precision", compute=compute, params=f.get("params"), grads=f.get("grads"), reduce=f.get("reduce"))
-    d.put(
-        "precision",
-        optimizer=(moments := f.get("optimizer_dtype")),
-        gather=f.get("gather") if compute == "fp8" else None,
-    )
+    moments = f.get("optimizer_dtype")
+    d.put("precision", optimizer=moments, gather=f.get("gather") if compute == "fp8" else None)
     d.expect(f.get("second_moment", "fp32") == (moments or "fp32"), "second_moment", "both moments have one format")
     wide = {"output"} <= set(f.get("wide", ["output"])) <= {"output", "router.gate"}
     d.expect(compute != "fp8" or wide, "wide", "the head and routers' gates alone are not in fp8")

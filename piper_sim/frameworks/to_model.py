@@ -1,7 +1,5 @@
 """A launch's model: by Megatron's arguments, or as the Hugging Face type that has just the same layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Values of arguments to facts and back: the words of the table's column `how`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Writing results: each file whole or not at all, nothing outside the folder, nothing overwritten unasked."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,9 +1,7 @@
 """How an op looks: one glyph, word and colour per pass, the same in text, picture and page."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,8 +123,8 @@ class StreamLane:
     rows: IntArray
 
 
-def lanes_of(trace: Trace, streams: Sequence[str] | None = None) -> list[StreamLane]:
-    """All lanes, by rank and then by stream as people expect them; only the named streams, if any are named.
+def lanes_of(trace: Trace) -> list[StreamLane]:
+    """All lanes, by rank and then by stream as people expect them.
 
     >>> rows = [(0, 0, "ep", "0F0/d", 0.0, 0.0, 1.0), (0, 0, "compute", "0F0", 0.0, 0.0, 1.0)]
     >>> [(lane.rank, lane.stream, lane.rows.tolist()) for lane in lanes_of(Trace.of({}, rows))]
@@ -139,8 +137,7 @@ def lanes_of(trace: Trace, streams: Sequence[str] | None = None) -> list[StreamL
     by = np.argsort(lane, kind="stable")
     cuts = np.flatnonzero(np.diff(lane[by])) + 1
     parts = np.split(by, cuts) if len(by) else []
-    lanes = [StreamLane(int(trace.rank[p[0]]), trace.stream[int(p[0])], p.astype(np.int64)) for p in parts]
-    return lanes if streams is None else [x for x in lanes if x.stream in streams]
+    return [StreamLane(int(trace.rank[p[0]]), trace.stream[int(p[0])], p.astype(np.int64)) for p in parts]
 
 
 def coverage(start_s: FloatArray, end_s: FloatArray, looks: IntArray, edges: FloatArray) -> FloatArray:

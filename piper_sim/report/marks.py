@@ -1,7 +1,5 @@
 """What is known of a trace beside its rows: what each waited for, what it carried, why ranks were idle."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +9,17 @@ from ir.core.order import FloatArray, IntArray
 from piper_sim.report.units import duration
 
 HOST = -2
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStretch:
+    """Seconds of a rank, with the cause that they are put down to and the row behind it (-1: none in the trace)."""
+
+    rank: int
+    begin_s: float
+    end_s: float
+    cause: str
+    row: int = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,17 +42,6 @@ class TraceMarks:
     slow: Mapping[int, float] = field(default_factory=dict)
     inside: Sequence[str] = ()
     met: Mapping[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class TraceStretch:
-    """Seconds of a rank, with the cause that they are put down to and the row behind it (-1: none in the trace)."""
-
-    rank: int
-    begin_s: float
-    end_s: float
-    cause: str
-    row: int = -1
 
 
 def idle_rows(gaps: Sequence[TraceStretch]) -> list[dict[str, object]]:

@@ -1,7 +1,5 @@
 """A run as Prometheus reads it: a text file for its node exporter, written anew with every step that is told."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,13 +1,11 @@
 """Traces for https://ui.perfetto.dev: Chrome's JSON, gzipped. A process per rank, a thread per stream."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import BinaryIO
+from itertools import islice
 
 import numpy as np
 
@@ -29,14 +27,7 @@ def perfetto_gz(traces: Trace | Mapping[str, Trace], marks: TraceMarks | None = 
     >>> [e["name"] for e in json.loads(gzip.decompress(data))["traceEvents"] if e["ph"] == "X"]
     ['2F0']
     """
-    out = io.BytesIO()
-    write_perfetto(traces, out, marks)
-    return out.getvalue()
-
-
-def write_perfetto(traces: Trace | Mapping[str, Trace], out: BinaryIO, marks: TraceMarks | None = None) -> None:
-    """Stream the file of `perfetto_gz` into an open binary file."""
-    named = {"": traces} if isinstance(traces, Trace) else traces
+    out, named = io.BytesIO(), {"": traces} if isinstance(traces, Trace) else traces
     # mtime and name would make equal traces differ.
     with gzip.GzipFile(filename="", mode="wb", fileobj=out, compresslevel=6, mtime=0) as f:
         f.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -45,16 +36,11 @@ def write_perfetto(traces: Trace | Mapping[str, Trace], out: BinaryIO, marks: Tr
             f.write(comma + text.encode("ascii"))
             comma = b",\n"
         f.write(b"\n]}\n")
+    return out.getvalue()
 
 
 def _batches(events: Iterator[str]) -> Iterator[str]:
-    batch: list[str] = []
-    for event in events:
-        batch.append(event)
-        if len(batch) == _BATCH:
-            yield ",\n".join(batch)
-            batch.clear()
-    if batch:
+    while batch := list(islice(events, _BATCH)):
         yield ",\n".join(batch)
 
 

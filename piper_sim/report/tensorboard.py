@@ -1,7 +1,5 @@
 """A run's steps for TensorBoard, by tensorboardX: an event file that grows with every step that is told."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A trace as text: exact cells where times allow it, else one glyph per slice of time."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 
@@ -23,8 +21,8 @@ _CELLS = re.compile(r"[^.\s]+")
 _LEGEND = re.compile(r"(?<=· )\S(?= )")
 
 
-def text_timeline(trace: Trace, width: int | None = None, streams: Sequence[str] = ("compute",)) -> str:
-    """One line per rank (and stream, when several are asked for).
+def text_timeline(trace: Trace, width: int | None = None) -> str:
+    """One line per rank: what it computes.
 
     Small traces whose times are multiples of one unit become an exact grid, a cell per unit (F = 1, B = 2):
 
@@ -44,11 +42,11 @@ def text_timeline(trace: Trace, width: int | None = None, streams: Sequence[str]
 
     A grid is only drawn if it fits `width`. Without a width, a grid may take 200 columns and a scale drawing takes 100.
     """
-    lanes = lanes_of(trace, streams)
+    lanes = [lane for lane in lanes_of(trace) if lane.stream == "compute"]
     if not lanes:
         return "(no ops)"
-    grid = _grid(trace, lanes, width or _GRID_WIDTH, len(set(streams)) > 1)
-    return grid if grid is not None else _bands(trace, lanes, width or _BAND_WIDTH, len(set(streams)) > 1)
+    grid = _grid(trace, lanes, width or _GRID_WIDTH)
+    return grid if grid is not None else _bands(trace, lanes, width or _BAND_WIDTH)
 
 
 def coloured(text: str) -> Iterator[tuple[str, str]]:
@@ -76,7 +74,7 @@ def _pass_of(cell: str) -> str:
     return passes if len(passes) == 1 else "X" if passes else "u"
 
 
-def _grid(trace: Trace, lanes: Sequence[StreamLane], width: int, named: bool) -> str | None:
+def _grid(trace: Trace, lanes: Sequence[StreamLane], width: int) -> str | None:
     """The exact grid, or None where it would not be exact or would not fit."""
     rows = np.concatenate([lane.rows for lane in lanes])
     if len(rows) > width * len(lanes) or len({lane.rank for lane in lanes}) > 2 * MOST_RANKS:
@@ -84,7 +82,7 @@ def _grid(trace: Trace, lanes: Sequence[StreamLane], width: int, named: bool) ->
     begin = float(trace.start_s[rows].min())
     start, end = trace.start_s[rows] - begin, trace.end_s[rows] - begin
     cell = max(3, *(len(short_op(trace.op[i])) for i in rows.tolist()))
-    labels = _labels(lanes, named)
+    labels = _labels(lanes)
     most = (width - len(labels[0])) // (cell + 1)
     unit = next((u for u in _units(np.concatenate((start, end))) if float(end.max()) / u <= most), None)
     if unit is None:
@@ -111,20 +109,18 @@ def _units(times: FloatArray) -> list[float]:
     return [1.0, unit] if unit >= 1 and unit == int(unit) else [unit] * (unit > 0)
 
 
-def _labels(lanes: Sequence[StreamLane], named: bool) -> list[str]:
-    labels = [f"{lane.rank} {lane.stream}" if named else f"{lane.rank}" for lane in lanes]
-    ranks = max(len(str(lane.rank)) for lane in lanes)
-    labels = [text.rjust(len(text) + ranks - len(text.split()[0])) for text in labels]
-    return [text.ljust(max(map(len, labels)) + 1) for text in labels]
+def _labels(lanes: Sequence[StreamLane]) -> list[str]:
+    wide = max(len(str(lane.rank)) for lane in lanes)
+    return [f"{lane.rank:{wide}} " for lane in lanes]
 
 
-def _bands(trace: Trace, lanes: Sequence[StreamLane], width: int, named: bool) -> str:
+def _bands(trace: Trace, lanes: Sequence[StreamLane], width: int) -> str:
     ranks = sorted({lane.rank for lane in lanes})
     shown = _sample(ranks)
     begin, end = span(trace)
     end = end if end > begin else begin + 1.0
     unit = trace.header.get("unit", "s")
-    labels = [f"rank {text}" for text in _labels(lanes, named)]
+    labels = [f"rank {text}" for text in _labels(lanes)]
     gutter = len(labels[0]) + len("100 |")
     columns = max(10, width - gutter)
     edges = np.linspace(begin, end, columns + 1)

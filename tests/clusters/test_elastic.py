@@ -8,7 +8,7 @@ from executor.checkpoint.folder import complete
 from piper_sim.app.elastic import chosen
 from tests.clusters.nodes import Node, Process, machines, why_not
 from tests.executor.launch.events import until
-from tests.executor.launch.test_torchrun import _objects
+from tests.executor.launch.processes import objects
 from tests.executor.runs import job_file, run
 
 STEPS = 12
@@ -41,7 +41,7 @@ def test_a_lost_node_leaves_a_smaller_run_of_the_same_training(tmp_path: Path) -
         until(lambda: max(complete(tmp_path / "saved"), default=0) >= 2, every_s=0.2, limit_s=200)
         second.kill()
         assert agent.wait(300) == 0, (tmp_path / "n1.log").read_text()[-4000:]
-    *_, lost, found = _objects((tmp_path / "n1.log").read_text())
+    *_, lost, found = objects((tmp_path / "n1.log").read_text())
     assert lost["error"]["rank"] in (2, 3) and found["ranks"] == 2 and found["first_step"] >= 2
     alone = run(*SETS, steps=STEPS, memory=False).object
     assert found["plan_digest"] != alone["plan_digest"]

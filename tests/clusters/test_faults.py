@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from ir.plan.plan import OpKind, Plan
-from tests.executor.launch.test_run_failure import gone, pids
-from tests.executor.launch.test_torchrun import _agent, _free_port, _objects
+from tests.executor.launch.processes import agent, free_port, gone, objects, pids
 from tests.executor.runs import job_file, judged
 
 KINDS = ("kill", "stop", "raise", "hang", "cut", "full", "slow")
@@ -90,17 +89,17 @@ def suffered(seed: int, folder: Path) -> Outcome:
     sets = (word for s in fault.sets for word in ("--set", s))
     args = str(job_file(folder)), *sets, *steps, *saving, "--out", str(out), "--watchdog", "3"
     env = {"FAULT": json.dumps({"kind": fault.kind, "rank": fault.rank, "index": fault.index, "mark": str(mark)})}
-    port = _free_port()
+    port = free_port()
     agents = [
-        _agent(fault.agents, 2 // fault.agents, port, *args, module="tests.clusters.faulty", **env)
+        agent(fault.agents, 2 // fault.agents, port, *args, module="tests.clusters.faulty", **env)
         for _ in range(fault.agents)
     ]
-    said = [agent.communicate(timeout=120) for agent in agents]
+    said = [a.communicate(timeout=120) for a in agents]
     ended_s = time.monotonic()
-    objects = [o for text, _ in said for o in _objects(text)]
+    found = [o for text, _ in said for o in objects(text)]
     began_s, at = json.loads(mark.read_text())
     left = sum(not gone(pid) for pid in pids(out))
-    return Outcome(fault, objects[0] if len(objects) == 1 else {"all": objects}, at, ended_s - began_s, left)
+    return Outcome(fault, found[0] if len(found) == 1 else {"all": found}, at, ended_s - began_s, left)
 
 
 def score(outcomes: list[Outcome]) -> str:

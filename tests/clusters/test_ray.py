@@ -13,7 +13,7 @@ import pytest
 
 from executor.launch.on_ray import environments, main
 from tests.executor.launch.events import until
-from tests.executor.launch.test_run_failure import gone, pids
+from tests.executor.launch.processes import gone, pids
 from tests.executor.runs import job_file, run
 
 SETS = ("parallel.pp=2", "parallel.dp=2")

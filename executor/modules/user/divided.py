@@ -20,6 +20,7 @@ from executor.modules.user.annotate import At, chunk_of
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
+from ir.workload.setting import uneven
 
 STYLES = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output")
 READ_OFF = "replicated_with_grad_allreduce"
@@ -76,7 +77,7 @@ def divide(module: nn.Module, table: Mapping[str, str], region: RankRegion) -> d
             if id(p) not in dims:
                 continue
             if p.shape[dims[id(p)]] % tp.size:
-                raise _refuse(tp.size, f"size {dims[id(p)]} of {names[id(p)]}", p.shape[dims[id(p)]])
+                raise uneven("tp", tp.size, f"size {dims[id(p)]} of {names[id(p)]}", p.shape[dims[id(p)]])
             if id(p) not in made:
                 cut = ShardCut(dims[id(p)], tp.index, tp.size, (p.shape[dims[id(p)]],))
                 made[id(p)] = nn.Parameter(ParamShard(tuple(p.shape), (cut,)).take(p.detach()), p.requires_grad)
@@ -160,13 +161,7 @@ def _check_heads(module: nn.Module, path: str, size: int) -> None:
     key = HEADS.get(path.rpartition(".")[2], "")
     heads = getattr(getattr(module, "config", None), key, None)
     if isinstance(heads, int) and heads % size:
-        raise _refuse(size, key, heads)
-
-
-def _refuse(size: int, what: str, number: int) -> PiperError:
-    near = max(d for d in range(1, size + 1) if number % d == 0)
-    message = f"tp = {size} does not divide {what} = {number}"
-    return job_error("parallel.tp", message, f"tp = {near}", f"divisors of {number}")
+        raise uneven("tp", size, key, heads)
 
 
 def regions(

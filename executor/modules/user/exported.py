@@ -26,7 +26,7 @@ from executor.modules.user.divided import regions
 from executor.modules.user.dropout import reseed
 from executor.modules.user.writes import storages, written
 from executor.parallel.inline import RankRegion
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import PiperError, job_error, nearest
 
 EXPERTS = "EP"
 Shapes = tuple[tuple[int, ...], ...]
@@ -69,7 +69,7 @@ def export_cut(
     widen_values(root)
     if reseed(graph, seed, size) and region is not None:
         message, fix = "dropout of a divided module would fall otherwise on each rank", "set its p to 0"
-        raise PiperError(ErrorKind.JOB, message, key="parallel.tp", allowed="1 with dropout", suggestion=fix)
+        raise job_error("parallel.tp", message, fix, "1 with dropout")
     at, seen = _layers(graph, tags[SEAM])
     if not seen:
         raise _never_called(module, tags[SEAM])

@@ -22,7 +22,7 @@ from executor.modules.user.routed import (
     mark_experts,
 )
 from executor.parallel.expert_all_to_all import ExpertAllToAll, exchanges
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import run_file
 from ir.graph import expert_rows
 
@@ -70,7 +70,7 @@ class UserModel:
         divided = shard.region if shard.region.tp.size > 1 else None
         if divided is not None and not tags:
             message, fix = "annotated code is not divided over tp", 'tags = { PP = "model.layers.*" }'
-            raise PiperError(ErrorKind.JOB, message, key="parallel.tp", allowed="1 without tags", suggestion=fix)
+            raise job_error("parallel.tp", message, fix, "1 without tags")
         experts = mark_experts(self.module, (tags or {}).get("EP", ""), shard.ep, shard.index)
         self.dims = {} if divided is None else divide(self.module, shard.plan, divided)
         self._names = {id(p): n for n, p in self.module.named_parameters()}
@@ -121,10 +121,8 @@ class UserModel:
                 *inner, (_, unit) = made.items()
                 units |= dict(inner)
                 reads |= {**wired, f"{name}.router": (before,)}
-                ports[f"{name}.router"] = {
-                    **expert_rows.ports(name, shared=False),
-                    f"{name}.router.tokens": tuple(range(SENT, SENT + routed.carried)),
-                }
+                tokens = {f"{name}.router.tokens": tuple(range(SENT, SENT + routed.carried))}
+                ports[f"{name}.router"] = {**expert_rows.ports(name, shared=False), **tokens}
                 if self._ep > 1:
                     between |= exchanges(name, self._ep)
             else:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from executor.modules.functions import grouped_linear
-from executor.modules.moe import ExpertCombine, ExpertDispatch, ExpertParallelExperts
+from executor.modules.functions import grouped_linear, unpermute
+from executor.modules.moe import ExpertDispatch, ExpertParallelExperts
 from executor.modules.parallel import own, whole
 from executor.modules.user.annotate import copied, made_again, model_error
 from executor.modules.user.writes import made_of, storages, unlike, written
@@ -139,11 +139,11 @@ class UserExpertAdd(nn.Module):
 
     def __init__(self, inner: nn.Module, top_k: int, region: RankRegion) -> None:
         super().__init__()
-        self.inner, self.region, self.combine = inner, region, ExpertCombine(top_k)
+        self.inner, self.region, self.top_k = inner, region, top_k
 
     def forward(self, rows: Tensor, order: Tensor, *carried: Tensor) -> Tensor:
         """What was carried comes last."""
-        found: Tensor = self.inner(whole(self.combine(rows, order), self.region), *carried)
+        found: Tensor = self.inner(whole(unpermute(rows, order, self.top_k), self.region), *carried)
         return found
 
 

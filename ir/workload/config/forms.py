@@ -279,11 +279,8 @@ def _one_table(v: ModelValues, base: ModelConfig, axes: Collection[str]) -> tupl
             more |= {k: float(x) for k, x in beta.items()}
             left = {**beta, "max_position_embeddings": 0, **dict.fromkeys(axes)}
             given[name] = {k: x for k, x in table.items() if k not in left}
-    table = {
-        **v.table,
-        "max_position_embeddings": replace(v.table["vocab_size"], default=base.max_positions, required=False),
-    }
-    return replace(v, given=given, table=table), more
+    positions = replace(v.table["vocab_size"], default=base.max_positions, required=False)
+    return replace(v, given=given, table={**v.table, "max_position_embeddings": positions}), more
 
 
 def _by_length(v: ModelValues) -> tuple[ModelValues, AttentionRopeScaling | None]:

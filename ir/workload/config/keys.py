@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from ir.core.errors import ErrorKind
 from ir.core.files import FileErrors, read_toml, typed
@@ -30,6 +33,31 @@ class ModelKeyType(StrEnum):
     TABLE_OR_NULL = "an object or null"
     LIST = "a list"
     ANYTHING = "anything"
+
+
+_MOST = 10**15  # the largest size that is accepted
+_Size = Annotated[int, Meta(ge=1, lt=_MOST)]
+_Count = Annotated[int, Meta(ge=0, lt=_MOST)]
+_Ratio = Annotated[float, Meta(gt=0, lt=_MOST)]
+_HELD: Mapping[ModelKeyType, Any] = {
+    ModelKeyType.SIZE: _Size,
+    ModelKeyType.COUNT: _Count,
+    ModelKeyType.SIZE_OR_NULL: _Size | None,
+    ModelKeyType.RATIO: _Ratio,
+    ModelKeyType.WEIGHT: Annotated[float, Meta(ge=0, lt=_MOST)],
+    ModelKeyType.CHANCE: Annotated[float, Meta(ge=0, lt=1)],
+    ModelKeyType.FLAG: bool,
+    ModelKeyType.TEXT: str,
+    ModelKeyType.TEXT_OR_NULL: str | None,
+    ModelKeyType.TEXTS_OR_NULL: list[str] | None,
+    ModelKeyType.COUNTS_OR_NULL: list[_Count] | None,
+    ModelKeyType.RATIO_OR_NULL: _Ratio | None,
+    ModelKeyType.SIZES: _Size | Annotated[list[_Size], Meta(min_length=1)],
+    ModelKeyType.SIZE_OR_TEXT: _Size | str,
+    ModelKeyType.TABLE_OR_NULL: dict[str, Any] | None,
+    ModelKeyType.LIST: list[Any],
+    ModelKeyType.ANYTHING: Any,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,46 +171,13 @@ def names_of(model_type: str) -> ParamNames:
 
 
 def fits(holds: ModelKeyType, value: object) -> bool:
-    """Whether a value is what a key may hold. `true` is no integer here.
+    """Whether a value is what a key may hold. `true` is no integer here, and neither NaN nor infinity is a number.
 
     >>> fits(ModelKeyType.SIZE, 4), fits(ModelKeyType.SIZE, True), fits(ModelKeyType.SIZE, 4.0)
     (True, False, False)
     """
-    if value is None:
-        return holds is ModelKeyType.ANYTHING or holds.endswith("null")
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    whole = number and isinstance(value, int)
-    match holds:
-        case ModelKeyType.SIZE | ModelKeyType.SIZE_OR_NULL:
-            return whole and _above(value, 1)
-        case ModelKeyType.COUNT:
-            return whole and _above(value, 0)
-        case ModelKeyType.SIZES:
-            each = value if isinstance(value, (list, tuple)) and value else [value]
-            return all(fits(ModelKeyType.SIZE, v) for v in each)
-        case ModelKeyType.SIZE_OR_TEXT:
-            return isinstance(value, str) or (whole and _above(value, 1))
-        case ModelKeyType.RATIO | ModelKeyType.RATIO_OR_NULL:
-            return number and _above(value, 0.0) and value != 0
-        case ModelKeyType.WEIGHT:
-            return number and _above(value, 0.0)
-        case ModelKeyType.CHANCE:
-            return number and _above(value, 0.0) and not _above(value, 1.0)
-        case ModelKeyType.FLAG:
-            return isinstance(value, bool)
-        case ModelKeyType.TEXT | ModelKeyType.TEXT_OR_NULL:
-            return isinstance(value, str)
-        case ModelKeyType.COUNTS_OR_NULL | ModelKeyType.TEXTS_OR_NULL:
-            item = ModelKeyType.COUNT if holds is ModelKeyType.COUNTS_OR_NULL else ModelKeyType.TEXT
-            return isinstance(value, (list, tuple)) and all(fits(item, v) for v in value)
-        case ModelKeyType.TABLE_OR_NULL:
-            return isinstance(value, Mapping)
-        case ModelKeyType.LIST:
-            return isinstance(value, (list, tuple))
-        case ModelKeyType.ANYTHING:
-            return True
-
-
-def _above(value: object, least: float) -> bool:
-    # NaN and infinity fail: the first compares false, the second is not below the largest size we accept.
-    return isinstance(value, (int, float)) and least <= value < 1e15
+    try:
+        msgspec.convert(value, _HELD[holds])
+    except msgspec.ValidationError:
+        return False
+    return True

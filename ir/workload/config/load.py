@@ -143,13 +143,9 @@ def _find(name: str) -> Path:
         return path / "config.json"
     if path.is_file() or name.endswith(".json"):
         return path
-    raise PiperError(
-        ErrorKind.MODEL,
-        f"no preset and no file {name!r}",
-        key="model.config",
-        allowed=[*presets(), "a path to a config.json"],
-        suggestion=_nearest_preset(name),
-    )
+    message, allowed = f"no preset and no file {name!r}", [*presets(), "a path to a config.json"]
+    fix = _nearest_preset(name)
+    raise PiperError(ErrorKind.MODEL, message, key="model.config", allowed=allowed, suggestion=fix)
 
 
 def _nearest_preset(name: str) -> str | None:

@@ -13,25 +13,12 @@ from ir.workload.config.values import ModelValues
 TABLES = ("rope_parameters", "rope_scaling")
 OF_ANY_KIND = ("rope_theta", "partial_rotary_factor")
 _SHARED = ("rope_type", "type", *OF_ANY_KIND)
-_KNOWN: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    AttentionRopeScalingKind.LINEAR: ("factor",),
-    AttentionRopeScalingKind.LLAMA3: (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    AttentionRopeScalingKind.YARN: (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
+_KNOWN = {  # kind: its keys
+    "default": "",
+    AttentionRopeScalingKind.LINEAR: "factor",
+    AttentionRopeScalingKind.LLAMA3: "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+    AttentionRopeScalingKind.YARN: "factor original_max_position_embeddings beta_fast beta_slow attention_factor "
+    "mscale mscale_all_dim truncate",
 }
 _REFUSED = {
     "dynamic": "its angles depend on the longest sequence seen",
@@ -128,7 +115,7 @@ class _Reader:
 
     def check(self, kind: str) -> None:
         """Refuse keys that this kind does not have."""
-        known = (*_KNOWN[kind], *_SHARED)
+        known = (*_KNOWN[kind].split(), *_SHARED)
         if odd := [k for k in self.table if k not in known]:
             near = nearest(odd[0], known)
             message = f"rotary embeddings of type {kind!r} have no key {odd[0]!r}"

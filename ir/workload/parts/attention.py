@@ -1,6 +1,6 @@
 """The part "attn": input norm, projections, attention, output projection, residual; ordinary heads or MLA."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ir.core.ops import Pass
 from ir.core.work import Work
@@ -8,21 +8,9 @@ from ir.workload.config.spec import AttentionNormKind, NormLayerKind
 from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.attention_core import AttentionCore
-from ir.workload.parts.kernels import LinearKernel, beyond
-from ir.workload.parts.region import all_reduce, context, enter, leave
-from ir.workload.parts.residual import (
-    before_backward,
-    behind_backward,
-    branch_saved,
-    mask,
-    norm_before,
-    norm_behind,
-    normed,
-    residual,
-    residual_backward,
-    residual_grads,
-    stats,
-)
+from ir.workload.parts.kernels import LinearKernel
+from ir.workload.parts.region import all_reduce, context, enter
+from ir.workload.parts.residual import branch, normed, residual, stats
 from ir.workload.setting import AttentionKind, PartSetting
 
 
@@ -56,49 +44,37 @@ def attention(s: PartSetting) -> PartWork:
     """Work of the part, for either kind of attention."""
     c, core = s.config, AttentionCore.of(s)
     p = _latent(s, core) if c.mla else _heads(s, core)
-    h, size, n = c.hidden, s.tokens * s.wide, s.stream * c.hidden
+    h, size = c.hidden, s.tokens * s.wide
     out = LinearKernel("o_proj", s.tokens, h, core.out_features)
-    stash, later = k.stash(s, out, *p.linears), size * core.out_features + n * s.wide
-    return PartWork(
+    later = size * core.out_features + s.stream * h * s.wide
+    inside = PartWork(
         forward=(
-            *norm_before(s, "input_norm"),
             *p.forward,
             *core.forward(s),
             *_gated(s, core, 3),
             *k.cast(s, "context", s.tokens * core.out_features),
             *_stored(s, "context.store", core),
             out.forward(s),
-            *norm_behind(s, "input_norm"),
-            residual(s),
         ),
         input_grad=(
-            *residual_backward(s),
-            *behind_backward(s, "input_norm"),
             *_stored(s, "context.load", core),
             *k.input_grad(s, out),
             *_gated(s, core, 5),
             *core.backward(s),
             *p.backward,
-            *before_backward(s, "input_norm"),
         ),
         weight_grad=k.weight_grad(s, out, *p.linears),
-        out_bytes=n * s.wide,
-        saved=(
-            *branch_saved(s, sum(p.enters)),
-            *p.saved,
-            *_context_saved(s, core),
-            *_gate_saved(s, core),
-            *core.saved(s),
-            *mask(s),
-            SavedBuffer("stream", 0, Pass.I, ("operators",), (*_second_out(s, out), residual(s))),
-        ),
-        stash_bytes=stash,
-        inline=(*p.inline(s), *context(s, core), *leave(s, h)),
+        out_bytes=s.stream * h * s.wide,
+        saved=(*p.saved, *_context_saved(s, core), *_gate_saved(s, core), *core.saved(s)),
+        stash_bytes=k.stash(s, out, *p.linears),
+        inline=(*p.inline(s), *context(s, core)),
         # The output projection's result, or what is there while context and output are not yet.
         forward_workspace=max(size * h, size * p.widest - later, core.workspace(s, Pass.F) - later),
-        input_grad_workspace=beyond(residual_grads(s, core.gradients(s)), n * s.wide, stash),
         model_flops=p.model_flops + 2 * s.shape.tokens * h * c.heads * c.v_dim + core.model_flops(s),
     )
+    made = branch(s, "input_norm", inside, core.gradients(s), reads=sum(p.enters))
+    again = SavedBuffer("stream", 0, Pass.I, ("operators",), (*_second_out(s, out), residual(s)))
+    return replace(made, saved=(*made.saved, again))
 
 
 def _second_out(s: PartSetting, out: LinearKernel) -> Work:

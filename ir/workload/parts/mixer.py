@@ -5,24 +5,14 @@ all-to-all to a share of the heads, and go back by another, as Megatron-LM's mix
 """
 
 from ir.core.ops import Pass
-from ir.core.work import Kernel, Message, MessageKind, Work
+from ir.core.work import Kernel, Message, MessageKind
 from ir.workload.config.recurrence import LayerMixer, LayerMixerKind
 from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
-from ir.workload.parts.kernels import LinearKernel, beyond
+from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.mixer_core import LayerRecurrence, model_flops
-from ir.workload.parts.region import enter, leave
-from ir.workload.parts.residual import (
-    before_backward,
-    behind_backward,
-    branch_saved,
-    mask,
-    norm_before,
-    norm_behind,
-    residual,
-    residual_backward,
-    residual_grads,
-)
+from ir.workload.parts.region import enter
+from ir.workload.parts.residual import branch
 from ir.workload.setting import PartSetting
 
 
@@ -30,13 +20,9 @@ def mixer(s: PartSetting) -> PartWork:
     """Work of the part, for either kind of recurrence."""
     m, core, h = _mixer(s), LayerRecurrence.of(s), s.config.hidden
     ins, out = _linears(s, m)
-    n, inner = s.stream * h, core.rows * core.inner
-    widest = sum(x.out for x in ins)
-    stash = k.stash(s, *ins, out)
-    inside = (s.tokens * widest + core.rows * core.channels + inner) * s.wide + core.workspace(s)
-    return PartWork(
+    inner, widest = core.rows * core.inner, sum(x.out for x in ins)
+    inside = PartWork(
         forward=(
-            *norm_before(s, "input_norm"),
             *k.forward(s, *ins),
             _convolved(s, core, 2),
             *core.forward(s),
@@ -44,30 +30,26 @@ def mixer(s: PartSetting) -> PartWork:
             k.norm_forward(s, "mixer_norm", inner),
             *k.cast(s, "context", inner),
             out.forward(s),
-            *norm_behind(s, "input_norm"),
-            residual(s),
         ),
         input_grad=(
-            *residual_backward(s),
-            *behind_backward(s, "input_norm"),
             *k.input_grad(s, out),
             k.norm_backward(s, "mixer_norm_backward", inner),
             _gated(s, inner, 5),
-            *_convolved_again(s, core),
+            *(() if core.delta else (_convolved(s, core, 2),)),  # made again; the delta rule keeps what it gives
             *core.backward(s),
             _convolved(s, core, 4),
             *k.input_grad(s, *ins),
-            *before_backward(s, "input_norm"),
         ),
         weight_grad=k.weight_grad(s, *ins, out),
-        out_bytes=n * s.wide,
-        saved=(*branch_saved(s, h), *_saved(s, core, widest), *core.saved(s), *mask(s)),
-        stash_bytes=stash,
-        inline=(*enter(s, h), *_across(s, widest, m), *leave(s, h)),
+        out_bytes=s.stream * h * s.wide,
+        saved=(*_saved(s, core, widest), *core.saved(s)),
+        stash_bytes=k.stash(s, *ins, out),
+        inline=(*enter(s, h), *_across(s, widest, m)),
         forward_workspace=max(s.tokens * h * s.wide, core.rows * core.channels * s.wide + core.workspace(s)),
-        input_grad_workspace=beyond(residual_grads(s, inside), n * s.wide, stash),
         model_flops=2 * s.shape.tokens * h * (m.projected + m.inner) + model_flops(s),
     )
+    grads = (s.tokens * widest + core.rows * core.channels + inner) * s.wide + core.workspace(s)
+    return branch(s, "input_norm", inside, grads, reads=h)
 
 
 def _linears(s: PartSetting, m: LayerMixer) -> tuple[tuple[LinearKernel, ...], LinearKernel]:
@@ -109,11 +91,6 @@ def _across(s: PartSetting, features: int, m: LayerMixer) -> tuple[PartCollectiv
 def _convolved(s: PartSetting, core: LayerRecurrence, tensors: int) -> Kernel:
     """The convolution over a few tokens and its activation, or back through them."""
     return k.memory(s, "conv", tensors * core.rows * core.channels * s.wide)
-
-
-def _convolved_again(s: PartSetting, core: LayerRecurrence) -> Work:
-    """What backward makes again of the projections' output; the delta rule keeps it."""
-    return () if core.delta else (_convolved(s, core, 2),)
 
 
 def _gated(s: PartSetting, elements: int, tensors: int) -> Kernel:

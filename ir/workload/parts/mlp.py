@@ -6,18 +6,7 @@ from ir.workload.part import PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel, beyond
 from ir.workload.parts.region import enter, leave
-from ir.workload.parts.residual import (
-    before_backward,
-    behind_backward,
-    branch_saved,
-    mask,
-    norm_before,
-    norm_behind,
-    normed,
-    residual,
-    residual_backward,
-    residual_grads,
-)
+from ir.workload.parts.residual import branch, normed
 from ir.workload.setting import PartSetting
 
 
@@ -28,33 +17,20 @@ def mlp(s: PartSetting) -> PartWork:
     parallelism it gathers and reduces by itself.
     """
     c, h = s.config, s.config.hidden
-    n, width = s.stream * h, c.ffn // s.layout.tp
+    width, own = c.ffn // s.layout.tp, c.form.parallel != 1
     up, down = _linears(s, width)
-    own = c.form.parallel != 1
-    back = (*residual_backward(s), *behind_backward(s, "post_norm"), *_backward(s, up, down, width))
-    return PartWork(
-        forward=(
-            *norm_before(s, "post_norm", own=own),
-            *_forward(s, up, down, width),
-            *norm_behind(s, "post_norm"),
-            residual(s),
-        ),
-        input_grad=(*back, *before_backward(s, "post_norm", own=own)),
+    inside = PartWork(
+        forward=_forward(s, up, down, width),
+        input_grad=_backward(s, up, down, width),
         weight_grad=k.weight_grad(s, down, up),
-        out_bytes=n * s.wide,
-        saved=(
-            *branch_saved(s, h if own else 0, own=own),
-            *inner_saved(s, s.tokens, width, second_up(s, width), compact=False),
-            *mask(s),
-        ),
+        out_bytes=s.stream * h * s.wide,
+        saved=inner_saved(s, s.tokens, width, second_up(s, width), compact=False),
         stash_bytes=k.stash(s, down, up),
-        inline=(*enter(s, h), *leave(s, h)),
+        inline=enter(s, h),
         forward_workspace=max(s.tokens * h * s.wide, _before_cast(s, width)),
-        input_grad_workspace=beyond(
-            residual_grads(s, inner_grads(s, s.tokens, width)), n * s.wide, k.stash(s, down, up)
-        ),
         model_flops=2 * s.shape.tokens * h * c.ffn * (c.activation.ups + 1),
     )
+    return branch(s, "post_norm", inside, inner_grads(s, s.tokens, width), reads=h if own else 0, own=own)
 
 
 def shared(s: PartSetting) -> PartWork:

@@ -163,12 +163,10 @@ def _shares(s: PartSetting) -> tuple[SavedBuffer, ...]:
 
 
 def _wide_normed(s: PartSetting, elements: int) -> SavedBuffer:
+    if not s.fp8:
+        return normed(s, "normed", elements)
     again = (k.norm_forward(s, "gate_input.again", elements),)
-    return (
-        SavedBuffer("gate_input", elements * s.wide, Pass.W, ("norm", "operators"), again)
-        if s.fp8
-        else normed(s, "normed", elements)
-    )
+    return SavedBuffer("gate_input", elements * s.wide, Pass.W, ("norm", "operators"), again)
 
 
 def _weighed(s: PartSetting, elements: int) -> tuple[SavedBuffer, ...]:

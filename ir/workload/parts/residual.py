@@ -1,10 +1,14 @@
 """The residual stream: norms on it, what they leave behind, residual additions and dropout."""
 
+from dataclasses import replace
+
 from ir.core.ops import Pass
 from ir.core.work import Kernel, Work
 from ir.workload.config.spec import LayerNormPlace, NormLayerKind
-from ir.workload.part import SavedBuffer
+from ir.workload.part import PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
+from ir.workload.parts.kernels import beyond
+from ir.workload.parts.region import leave
 from ir.workload.setting import PartSetting
 
 
@@ -14,62 +18,59 @@ def normed(s: PartSetting, name: str, elements: int) -> SavedBuffer:
     return SavedBuffer(name, s.cached(elements), Pass.W, ("norm", "operators"), again)
 
 
-def gathered_input(s: PartSetting, features: int) -> tuple[SavedBuffer, ...]:
-    """What sequence parallelism gathered for a norm's linears, beside this device's share of it, where it is kept."""
-    more = (s.tokens - s.stream) * features if s.style.keep_gathered else 0
-    return (SavedBuffer("gathered", s.cached(more), Pass.W, ("norm", "operators")),) if more else ()
-
-
 def stats(s: PartSetting, name: str = "norm_stats", norms: int = 1) -> SavedBuffer:
     """Norms' fp32 statistics per token: mean and reciprocal deviation, or the latter alone."""
     return SavedBuffer(name, norms * s.stream * (8 if s.config.norm is NormLayerKind.LAYER else 4), Pass.I)
 
 
-def norm_before(s: PartSetting, label: str, *, own: bool = True) -> Work:
-    """The norm that a branch's linears read, and its cast. own: False where they read another branch's."""
-    n = s.stream * s.config.hidden
-    first = own and s.config.form.norms is not LayerNormPlace.BEHIND
-    return (*((k.norm_forward(s, label, n),) if first else ()), *(k.cast(s, "normed", n) if own else ()))
+def branch(s: PartSetting, norm: str, inside: PartWork, grads: int, *, reads: int, own: bool = True) -> PartWork:
+    """A part that adds to the stream what is `inside` of it: with the norms, dropout and the addition at its ends.
+
+    norm: the label of the norm that its linears read; own: False where that is another branch's. reads: features per
+    token that sequence parallelism gathers for them. grads: bytes of gradients inside at their most; what `inside` says
+    of its workspace in I stands beside them all the while.
+    """
+    n, place = s.stream * s.config.hidden, s.config.form.norms
+    before, behind = own and place is not LayerNormPlace.BEHIND, place is not LayerNormPlace.BEFORE
+    return replace(
+        inside,
+        forward=(
+            *((k.norm_forward(s, norm, n),) if before else ()),
+            *(k.cast(s, "normed", n) if own else ()),
+            *inside.forward,
+            *((k.norm_forward(s, f"{norm}_behind", n),) if behind else ()),
+            residual(s),
+        ),
+        input_grad=(
+            *residual_backward(s),
+            *((k.norm_backward(s, f"{norm}_behind_backward", n),) if behind else ()),
+            *inside.input_grad,
+            *((k.norm_backward(s, f"{norm}_backward", n),) if before else ()),
+            k.add(s, "residual_backward", n),
+        ),
+        saved=(*_ends_saved(s, reads, own, before + behind), *inside.saved, *mask(s)),
+        inline=(*inside.inline, *leave(s, s.config.hidden)),
+        input_grad_workspace=beyond(_grads(s, grads) + inside.input_grad_workspace, n * s.wide, inside.stash_bytes),
+    )
 
 
-def norm_behind(s: PartSetting, label: str) -> Work:
-    """The norm of what a branch adds to the stream, where it has one."""
-    n = s.stream * s.config.hidden
-    return (k.norm_forward(s, f"{label}_behind", n),) if s.config.form.norms is not LayerNormPlace.BEFORE else ()
-
-
-def behind_backward(s: PartSetting, label: str) -> Work:
-    """Back through that norm."""
-    n, there = s.stream * s.config.hidden, s.config.form.norms is not LayerNormPlace.BEFORE
-    return (k.norm_backward(s, f"{label}_behind_backward", n),) if there else ()
-
-
-def before_backward(s: PartSetting, label: str, *, own: bool = True) -> Work:
-    """Back through the norm that a branch's linears read, and into the stream's gradient."""
-    n = s.stream * s.config.hidden
-    first = own and s.config.form.norms is not LayerNormPlace.BEHIND
-    back = (k.norm_backward(s, f"{label}_backward", n),) if first else ()
-    return (*back, k.add(s, "residual_backward", n))
-
-
-def branch_saved(s: PartSetting, features: int, *, own: bool = True) -> tuple[SavedBuffer, ...]:
-    """What a branch keeps at its ends: its linears' input, what sequence parallelism gathered of it (`features` per
-    token), the norms' statistics; of a norm behind them, what it read.
+def _ends_saved(s: PartSetting, reads: int, own: bool, norms: int) -> tuple[SavedBuffer, ...]:
+    """What a branch keeps at its ends: its linears' input, what sequence parallelism gathered of it beside this
+    device's share, where it is kept, the statistics of its norms; of a norm behind them, what it read.
 
     Without a norm before them linears read the stream, which the chunk keeps; in fp8 they keep a copy of their own.
     """
     n, place = s.stream * s.config.hidden, s.config.form.norms
-    behind = place is not LayerNormPlace.BEFORE
+    more = (s.tokens - s.stream) * reads if s.style.keep_gathered else 0
     if place is LayerNormPlace.BEHIND:
         read = (SavedBuffer("input_fp8", s.cached(n)),) if s.fp8 else ()
     else:
         read = (normed(s, "normed", n),) if own else ()
-    norms = int(own and place is not LayerNormPlace.BEHIND) + behind
     return (
         *read,
-        *gathered_input(s, features),
+        *((SavedBuffer("gathered", s.cached(more), Pass.W, ("norm", "operators")),) if more else ()),
         *((stats(s, norms=norms),) if norms else ()),
-        *((SavedBuffer("branch", n * s.wide, Pass.I),) if behind else ()),
+        *((SavedBuffer("branch", n * s.wide, Pass.I),) if place is not LayerNormPlace.BEFORE else ()),
     )
 
 
@@ -86,7 +87,7 @@ def residual(s: PartSetting) -> Kernel:
     return k.memory(s, "residual", 3 * n * s.wide + (n if s.config.hidden_dropout else 0))
 
 
-def residual_grads(s: PartSetting, inner: int) -> int:
+def _grads(s: PartSetting, inner: int) -> int:
     """Bytes of gradients at their most between a residual branch's two ends. inner: of those inside of it.
 
     They stand beside the gradient that came, as dropout made it or sequence parallelism gathered it, and its fp8 copy.

@@ -1,7 +1,5 @@
 """A run's columns for the page: small numbers, gzipped, base64; `report_data.js` is the other half."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

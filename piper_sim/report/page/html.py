@@ -1,7 +1,5 @@
 """Traces as one page to mail: no network, no server, nothing to install; it opens from the disk in any browser."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -12,8 +12,8 @@ import pytest
 from executor.checkpoint import __main__ as lister
 from executor.checkpoint.manifest import read_manifest
 from piper_sim.app.cli import main
+from tests.executor.launch.processes import agent, free_port, objects
 from tests.executor.launch.test_run_command import command
-from tests.executor.launch.test_torchrun import _agent, _free_port, _objects
 from tests.executor.runs import JOB, job_file
 
 
@@ -47,10 +47,10 @@ def test_people_are_told_where_it_was_saved_and_where_it_goes_on(
 
 
 def _torchrun(ranks: int, job: str, *flags: str) -> tuple[int, dict[str, Any], str]:
-    agent = _agent(1, ranks, _free_port(), job, *flags)
-    text, errors = agent.communicate(timeout=120)
-    (found,) = _objects(text)
-    return agent.returncode, found, errors
+    launcher = agent(1, ranks, free_port(), job, *flags)
+    text, errors = launcher.communicate(timeout=120)
+    (found,) = objects(text)
+    return launcher.returncode, found, errors
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "CHECKPOINTS.md"

@@ -16,7 +16,7 @@ from executor.launch.verdict import RankFailed
 from ir.job.run_options import CheckpointOptions
 from tests.executor.checkpoint import checkpoint_faults
 from tests.executor.checkpoint.checkpoints import hashes, saved
-from tests.executor.launch.test_run_failure import gone, pids
+from tests.executor.launch.processes import gone, pids
 from tests.executor.launch.test_run_faults import _inject
 from tests.executor.runs import run
 

@@ -129,20 +129,6 @@ def test_two_writers_of_one_element_or_none_are_seen(tmp_path: Path, monkeypatch
             state.save(tmp_path / f"folder-{i}", 1)
 
 
-def test_a_piece_that_files_have_not_all_of_or_twice_is_refused_by_name(tmp_path: Path) -> None:
-    state = State.of(tmp_path / "job", "parallel.pp=1", "parallel.dp=2", "parallel.zero=1")
-    checkpoint = state.save(tmp_path / "folder", 1)
-    manifest = read_manifest(checkpoint)
-    name, both = next((n, stored) for n, stored in manifest.parameters.items() if len(stored) == 2)
-    size = prod(manifest.training.shapes[name])
-    assert len(CheckpointReader(checkpoint, manifest).whole("weight", name).view(-1)) == size
-    for stored in ((both[0],), (both[1],), (*both, both[0])):
-        found = sum(s.piece.count for s in stored)
-        torn = replace(manifest, parameters={**manifest.parameters, name: stored})
-        with pytest.raises(PiperError, match=f"{found} elements of weight/{name} where {size} are needed"):
-            CheckpointReader(checkpoint, torn).whole("weight", name)
-
-
 @pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("fp32", "bf16")])
 def test_parameters_may_be_narrower_than_what_is_updated(first: str, second: str, tmp_path: Path) -> None:
     def state(params: str) -> State:
@@ -156,18 +142,19 @@ def test_parameters_may_be_narrower_than_what_is_updated(first: str, second: str
     assert other.check(values) > 0  # masters to the bit, parameters what they round to
 
 
-def test_a_piece_that_is_missing_or_there_twice_is_seen(tmp_path: Path) -> None:
-    state = State.of(tmp_path / "job", "parallel.pp=1", "parallel.dp=2", "parallel.zero=2")
+@pytest.mark.parametrize(("zero", "slot"), [(1, "weight"), (2, "exp_avg")])
+def test_a_piece_that_files_have_not_all_of_or_twice_is_refused_by_name(zero: int, slot: str, tmp_path: Path) -> None:
+    state = State.of(tmp_path / "job", "parallel.pp=1", "parallel.dp=2", f"parallel.zero={zero}")
     checkpoint = state.save(tmp_path / "saved", 1)
     manifest = read_manifest(checkpoint)
     name, pieces = next((n, p) for n, p in manifest.parameters.items() if len(p) == 2)
     reader, size = CheckpointReader(checkpoint, manifest), prod(manifest.training.shapes[name])
-    assert reader.whole("exp_avg", name).numel() == size
+    assert reader.whole(slot, name).numel() == size
     for wrong in ((), pieces[:1], pieces[1:], (*pieces, pieces[0]), (pieces[0], pieces[0], pieces[0])):
         found = sum(p.piece.count for p in wrong)
         reader.manifest = replace(manifest, parameters=manifest.parameters | {name: wrong})
-        with pytest.raises(PiperError, match=f"{found} elements of exp_avg/{name} where {size} are needed"):
-            reader.whole("exp_avg", name)
+        with pytest.raises(PiperError, match=f"{found} elements of {slot}/{name} where {size} are needed"):
+            reader.whole(slot, name)
 
 
 def test_what_a_rank_writes_is_cut_into_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,10 @@ from executor.launch.verdict import RankFailed
 from executor.runtime.given import given_text, read_given
 from executor.runtime.worker import RankContext
 from ir.plan.text import plan_digest, plan_text
+from tests.executor.launch.processes import COMMAND, python
 from tests.executor.runs import job_file, judged
 from tests.ir.verify.edits import differences
 
-ROOT = Path(__file__).parents[3]
 TRAPS = ("queue.py", "numpy.py", "torch.py", "csv.py", "msgspec.py", "ir/__init__.py", "cost_models/__init__.py")
 
 
@@ -32,26 +30,21 @@ def _trapped(folder: Path) -> Path:
     return said
 
 
-def _python(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, *args]
-    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
-
-
 def test_a_run_executes_no_file_of_the_working_directory(tmp_path: Path) -> None:
     said = _trapped(tmp_path)
-    command = "run", "job.toml", "-n", "2", "--json"
-    done = _python(tmp_path, "-P", "-m", "piper_sim.app.cli", *command)  # -P: as the installed command starts
+    done = python(
+        "-P", *COMMAND, "run", "job.toml", "-n", "2", "--json", cwd=tmp_path
+    )  # -P: as the installed command starts
     assert done.returncode == 0, done.stdout + done.stderr
     assert not said.exists() and len(json.loads(done.stdout)["losses"]) == 1
 
 
 def test_nor_does_a_rank_of_torchrun(tmp_path: Path) -> None:
     said = _trapped(tmp_path)
-    done = _python(tmp_path, "-m", "executor", "job.toml")
+    done = python("-m", "executor", "job.toml", cwd=tmp_path)
     assert done.returncode == 2 and "torchrun" in json.loads(done.stdout)["error"]["suggestion"], done.stderr
     assert not said.exists()
-    assert _python(tmp_path, "-c", "import queue").returncode == 1 and said.exists(), "the control: they are traps"
+    assert python("-c", "import queue", cwd=tmp_path).returncode == 1 and said.exists(), "the control: they are traps"
 
 
 def _orphan(ctx: RankContext) -> None:

@@ -1,10 +1,7 @@
 """Ranks that succeed, raise, die and hang: the report names the right one, and nothing is left running."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from executor.launch.verdict import stuck
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportTopology
 from tests.executor.launch.events import LIMIT_S, others_wait, until
+from tests.executor.launch.processes import gone, pids, started
 
 
 def _ring(ctx: RankContext, fault: str = "", at: int = 1) -> float:
@@ -56,24 +54,12 @@ def _ring(ctx: RankContext, fault: str = "", at: int = 1) -> float:
     return total
 
 
-def _gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def _pids(out: Path) -> list[int]:
-    return [r["pid"] for r in json.loads((out / "ranks.json").read_text())["ranks"].values()]
-
-
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_return_their_results_and_end(world: int, tmp_path: Path) -> None:
     out = tmp_path / "out"
     got = launch(_ring, world, out=out)
     assert got == [4.0 * sum((r - 1) % world + i for i in range(3)) for r in range(world)]
-    assert len(_pids(out)) == world and all(map(_gone, _pids(out)))
+    assert len(pids(out)) == world and all(map(gone, pids(out)))
     assert sorted(p.name for p in out.iterdir()) == ["ranks.json"]
 
 
@@ -96,7 +82,7 @@ def test_the_culprit_is_named_and_everybody_ends(fault: str, reason: str, tmp_pa
     # Rank 0 is one or two waits further back, or finds its own send refused: that depends on who is quicker.
     assert error.waiting.pop(2) == "2RECV_F1" and error.waiting.popitem()[1] in ("0F1", "0RECV_F1", "0F2", "0RECV_F2")
     assert error.kind.exit_code == 4
-    assert all(map(_gone, _pids(tmp_path)))
+    assert all(map(gone, pids(tmp_path)))
 
 
 def test_a_slow_rank_is_no_dead_one() -> None:
@@ -143,11 +129,10 @@ launch(module._mute, 2, out=Path(sys.argv[1]))
 def test_ranks_end_with_a_killed_parent_and_never_run_its_main_module(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    with subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=env) as parent:
+    with started(str(script), str(tmp_path)) as parent:
         until((tmp_path / "ranks.json").exists)
         parent.kill()
-    pids = _pids(tmp_path)
-    assert len(pids) == 2
-    until(lambda: all(map(_gone, pids)))
+    ranks = pids(tmp_path)
+    assert len(ranks) == 2
+    until(lambda: all(map(gone, ranks)))
     assert (tmp_path / "mains").read_text() == "__main__ "

@@ -1,18 +1,15 @@
 """`piper_sim.runtime`: a user's own loop on torchrun's ranks trains as `run` does, saves, goes on, and fails as one."""
 
-import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.docs.test_docs import blocks
+from tests.executor.launch.processes import ROOT, objects, python
 from tests.executor.runs import JOB, job_file, run
 
-ROOT = Path(__file__).parents[3]
 LOOP = """
 import json, os, sys
 import numpy as np
@@ -36,19 +33,15 @@ if int(os.environ["RANK"]) == 1:
 """
 
 
-def _loop(folder: Path, code: str, *args: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def _loop(folder: Path, code: str, *args: str) -> subprocess.CompletedProcess[str]:
     (folder / "loop.py").write_text(code)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*launcher, "loop.py", *args], cwd=folder, env=env, capture_output=True, text=True, timeout=300
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return python(*launcher, "loop.py", *args, cwd=folder)
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    found: dict[str, Any] = json.loads(line)
+    (found,) = objects(done.stdout)
     return found
 
 
@@ -71,8 +64,7 @@ def test_a_loop_of_one_s_own_trains_to_the_bit_as_run_does(tmp_path: Path) -> No
 def test_a_mistake_in_one_rank_s_loop_ends_all(tmp_path: Path) -> None:
     done = _loop(tmp_path, LOOP, str(job_file(tmp_path, text=JOB)), "0", "9")
     assert done.returncode != 0 and "a mistake of the loop's own" in done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    error = json.loads(line)["error"]
+    error = objects(done.stdout)[0]["error"]
     assert (error["kind"], error["rank"]) == ("rank_failed", 1) and "a mistake" in error["message"]
 
 
@@ -82,9 +74,7 @@ def test_a_batch_of_another_shape_and_a_loop_without_torchrun_are_refused(tmp_pa
     code = LOOP.replace("np.stack([", "np.zeros((3, 3), int) if True else np.stack([")
     done = _loop(tmp_path, code, job, "0", "1")
     assert done.returncode != 0 and "token ids [4, 9], or ids and labels [4, 8] each" in done.stderr
-    env = {k: x for k, x in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(ROOT)}
-    alone = [sys.executable, "loop.py", job, "0", "1"]
-    ended = subprocess.run(alone, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    ended = python("loop.py", job, "0", "1", cwd=tmp_path)
     assert ended.returncode != 0 and "torchrun" in ended.stderr
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,8 @@ from ir.job.build import prepare
 from ir.workload import load_config
 from piper_sim.app.cli import main
 from piper_sim.study.history.logs import read_log
+from tests.executor.launch.processes import COMMAND, python
 from tests.executor.runs import JOB, job_file, run
-
-ROOT = Path(__file__).parents[3]
 
 
 def command(capfd: pytest.CaptureFixture[str], *args: str, code: int = 0) -> dict[str, Any]:
@@ -35,15 +35,29 @@ def command(capfd: pytest.CaptureFixture[str], *args: str, code: int = 0) -> dic
     return found
 
 
-def test_every_plan_of_one_global_batch_prints_the_same_numbers(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+Answers = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def ran(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Answers:
+    """`piper-sim run` of the tests' job with these flags, on two ranks unless they say another number."""
     job = str(job_file(tmp_path))
+    return lambda *flags, code=0: command(capfd, "run", job, "-n", "2", *flags, code=code)
+
+
+@pytest.fixture
+def simulated(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Answers:
+    """`piper-sim simulate` of the same job."""
+    job = str(job_file(tmp_path))
+    return lambda *flags: command(capfd, "simulate", job, *flags)
+
+
+def test_every_plan_of_one_global_batch_prints_the_same_numbers(ran: Answers, simulated: Answers) -> None:
     found = {}
     for name, ranks in (("1f1b", 2), ("zbv", 2), ("dualpipe", 2), ("gpipe", 1)):
         sets = ["--set", f"schedule.name={name}", "--set", f"parallel.pp={ranks}"]
-        found[name] = command(capfd, "run", job, "-n", str(ranks), "--steps", "2", *sets)
-        predicted = command(capfd, "simulate", job, *sets)
+        found[name] = ran("-n", str(ranks), "--steps", "2", *sets)
+        predicted = simulated(*sets)
         assert found[name]["plan_digest"] == predicted["plan_digest"] != ""
         assert found[name]["ranks"] == ranks and found[name]["trace"] is None
         assert len(found[name]["losses"]) == len(found[name]["grad_norms"]) == 2
@@ -53,37 +67,32 @@ def test_every_plan_of_one_global_batch_prints_the_same_numbers(
         assert found["gpipe"][key] == want == found["zbv"][key]
 
 
-def test_a_framework_s_bytes_are_in_the_plan_that_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    job = str(job_file(tmp_path))
+def test_a_framework_s_bytes_are_in_the_plan_that_runs(ran: Answers, simulated: Answers) -> None:
     framework = ["--set", "costs.software=nanotron"]
-    ran, predicted, plain = (
-        command(capfd, "run", job, "-n", "2", "--steps", "1", *framework),
-        command(capfd, "simulate", job, *framework),
-        command(capfd, "simulate", job),
-    )
-    assert ran["plan_digest"] == predicted["plan_digest"] != plain["plan_digest"]
+    done, predicted = ran("--steps", "1", *framework), simulated(*framework)
+    assert done["plan_digest"] == predicted["plan_digest"] != simulated()["plan_digest"]
 
 
-def test_files_are_written_and_never_overwritten(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    job, out = str(job_file(tmp_path)), tmp_path / "out"
-    found = command(capfd, "run", job, "-n", "2", "--out", str(out))
+def test_files_are_written_and_never_overwritten(ran: Answers, simulated: Answers, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = ran("--out", str(out))
     assert found["trace"] == str(out / "trace.tsv")
     assert {p.name for p in out.iterdir()} == {
         "ranks.json", "run.json", "log.jsonl", "metrics.prom", "plan.txt", "trace.tsv", "trace.json.gz", "timeline.png"
     }  # fmt: skip
     metrics = dict(re.findall(r'^piper_sim_(\w+)\{plan="\w{64}"\} (\S+)$', (out / "metrics.prom").read_text(), re.M))
     assert float(metrics["loss"]) == found["losses"][-1] and float(metrics["step"]) == len(found["losses"]) - 1
-    predicted = command(capfd, "simulate", job)
+    predicted = simulated()
     assert float(metrics["predicted_step_seconds"]) == predicted["iteration_s"]
     measured = float(metrics["step_seconds"])
     assert float(metrics["measured_to_predicted"]) == measured / predicted["iteration_s"]
     assert float(metrics["mfu"]) == pytest.approx(predicted["mfu"] * predicted["iteration_s"] / measured)
     before = (out / "ranks.json").read_text()
-    error = command(capfd, "run", job, "-n", "2", "--out", str(out), code=2)["error"]
+    error = ran("--out", str(out), code=2)["error"]
     assert error["kind"] == "io" and "--force" in error["suggestion"] and (out / "ranks.json").read_text() == before
-    command(capfd, "run", job, "-n", "2", "--out", str(out), "--force")
+    ran("--out", str(out), "--force")
     assert (out / "ranks.json").read_text() != before
-    assert command(capfd, "run", job, "-n", "2", "--out", job, code=2)["error"]["kind"] == "io"
+    assert ran("--out", str(job_file(tmp_path)), code=2)["error"]["kind"] == "io"
 
 
 def records(file: Path) -> list[bytes]:
@@ -97,41 +106,40 @@ def records(file: Path) -> list[bytes]:
 
 
 def test_tensorboard_gets_every_step_and_history_reads_it(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ran: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, events = str(job_file(tmp_path)), tmp_path / "board"
+    events = tmp_path / "board"
     saved = ["--save", str(tmp_path / "saved"), "--every", "2", "--resume", "if-present"]
     for steps in ("2", "4"):
-        ran = command(capfd, "run", job, "-n", "2", "--steps", steps, *saved, "--tensorboard", str(events))
+        done = ran("--steps", steps, *saved, "--tensorboard", str(events))
     files = sorted(events.iterdir())
     last = [Event.FromString(record) for record in records(files[1])]
     losses = [(e.step, v.simple_value) for e in last for v in e.summary.value if v.tag == "loss"]
     assert len(files) == 2 and [step for step, _ in losses] == [2, 3]
-    assert [x for _, x in losses] == pytest.approx(ran["losses"], rel=1e-6)
+    assert [x for _, x in losses] == pytest.approx(done["losses"], rel=1e-6)
     assert any(e.session_log.status == e.session_log.START and e.step == 2 for e in last)  # hides steps done twice
     assert [step for step, _ in read_log(str(files[0])).steps] == [0, 1]
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    error = command(capfd, "run", job, "-n", "2", "--tensorboard", str(events), code=2)["error"]
+    error = ran("--tensorboard", str(events), code=2)["error"]
     assert error["kind"] == "missing_dependency" and "piper-sim[tensorboard]" in error["suggestion"]
     monkeypatch.undo()
-    assert command(capfd, "run", job, "-n", "2", "--tensorboard", job, code=2)["error"]["key"] == "--tensorboard"
+    assert ran("--tensorboard", str(job_file(tmp_path)), code=2)["error"]["key"] == "--tensorboard"
 
 
-def test_a_run_is_replayed_from_its_own_files(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    job, out = str(job_file(tmp_path)), tmp_path / "out"
-    first = command(capfd, "run", job, "-n", "2", "--emulate", "0.002", "--out", str(out))
-    trace = str(out / "trace.tsv")
-    again = command(capfd, "run", job, "-n", "2", "--replay", trace)
+def test_a_run_is_replayed_from_its_own_files(ran: Answers, tmp_path: Path) -> None:
+    trace = str(tmp_path / "out" / "trace.tsv")
+    first = ran("--emulate", "0.002", "--out", str(tmp_path / "out"))
+    again = ran("--replay", trace)
     assert again["plan_digest"] == first["plan_digest"] and again["losses"] is None
     assert again["iteration_s"] >= 4 * 2 * 3 * 0.002  # microbatches, layers of a rank, passes: no op is quicker
     other = ["--set", "schedule.microbatches=5"]
     for flags, key, words in (
         (["--replay", trace, "--emulate", "0.01"], "--replay", "either a given time or that of a trace"),
         (["--replay", str(tmp_path / "none.tsv")], "TRACE", "cannot read a trace"),
-        (["--replay", job], "line 1", "not a header"),
+        (["--replay", str(job_file(tmp_path))], "line 1", "not a header"),
         (["--replay", trace, *other], "--replay", "a trace of another plan: the trace lacks op"),
     ):
-        error = command(capfd, "run", job, "-n", "2", *flags, code=2)["error"]
+        error = ran(*flags, code=2)["error"]
         assert (error["key"], words in error["message"]) == (key, True), error
 
 
@@ -173,11 +181,9 @@ def test_people_get_a_timeline_and_a_line_per_step(capfd: pytest.CaptureFixture[
     ],
 )
 def test_what_is_not_there_yet_is_refused(
-    sets: list[str], flags: list[str], kind: str, words: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    sets: list[str], flags: list[str], kind: str, words: str, ran: Answers
 ) -> None:
-    given = [x for s in sets for x in ("--set", s)]
-    ranks = [] if "-n" in flags else ["-n", "2"]
-    error = command(capfd, "run", str(job_file(tmp_path)), *ranks, *flags, *given, code=2)["error"]
+    error = ran(*flags, *(x for s in sets for x in ("--set", s)), code=2)["error"]
     assert (error["kind"], words in error["message"]) == (kind, True) and error["suggestion"]
 
 
@@ -191,14 +197,12 @@ def test_what_is_not_there_yet_is_refused(
         (3, ["schedule.name=dualpipe"]),
     ],
 )
-def test_a_wrong_number_of_ranks_says_how_to_shrink_the_job(
-    ranks: int, sets: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    line = ["run", str(job_file(tmp_path)), "-n", str(ranks), *(x for s in sets for x in ("--set", s))]
-    error = command(capfd, *line, code=2)["error"]
+def test_a_wrong_number_of_ranks_says_how_to_shrink_the_job(ranks: int, sets: list[str], ran: Answers) -> None:
+    line = ["-n", str(ranks), *(x for s in sets for x in ("--set", s))]
+    error = ran(*line, code=2)["error"]
     assert error["kind"] == "usage" and error["key"] == "-n"
     fix = error["suggestion"].split()
-    assert fix[0] == "--set" and command(capfd, *line, *fix)["ranks"] == ranks
+    assert fix[0] == "--set" and ran(*line, *fix)["ranks"] == ranks
 
 
 def test_paths_in_a_job_start_at_its_folder(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -213,16 +217,7 @@ def test_paths_in_a_job_start_at_its_folder(capfd: pytest.CaptureFixture[str], t
     (folder / "text.txt").write_text("the same tokens, whoever reads them, from wherever they are read; " * 4)
     text = JOB.replace('"tiny-llama"', '"config.json"').replace("num_hidden_layers = 4\n", "")
     job_file(folder, text=text + '[data]\nsource = "text.txt"\n')
-    command_line = ["run", "deep/job.toml", "-n", "2", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "piper_sim.app.cli", *command_line],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python(*COMMAND, "run", "deep/job.toml", "-n", "2", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == 2
 
@@ -245,8 +240,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_without_torch_everything_but_run_works(tmp_path: Path) -> None:
     def go(*args: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-c", _WITHOUT_TORCH, *args, str(job_file(tmp_path)), "--json"]
-        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        return python("-c", _WITHOUT_TORCH, *args, str(job_file(tmp_path)), "--json")
 
     done = go("run", "-n", "2")
     error = json.loads(done.stdout)["error"]

@@ -1,50 +1,43 @@
 """How a run ends that is told to, or has no room: exit codes, nothing left running, nothing left lying about."""
 
 import errno
-import json
-import os
 import signal
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from executor.launch import launch
-from tests.executor.launch.test_run_command import ROOT, command
+from tests.executor.launch.events import until
+from tests.executor.launch.processes import COMMAND, pids, started
+from tests.executor.launch.test_run_command import command
 from tests.executor.runs import job_file
 
 ENDS_WITHIN_S = 30.0
 
 
-def _alive(pid: int) -> bool:
+def _ended(pid: int) -> bool:
+    """Gone, or nobody has asked after it since."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
-        return False
+        return True
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(number: int, code: int, tmp_path: Path) -> None:
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     scratch.mkdir()
-    line = [sys.executable, "-m", "piper_sim.app.cli", "run", str(job_file(tmp_path)), "-n", "2", "--out", str(out)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}
-    process = subprocess.Popen([*line, "--emulate", "0.05", "--steps", "1000"], env=env, start_new_session=True)
-    while not (out / "ranks.json").exists():
-        assert process.poll() is None
-        time.sleep(0.02)
-    pids = [r["pid"] for r in json.loads((out / "ranks.json").read_text())["ranks"].values()]
-    assert all(map(_alive, pids)) and any(scratch.iterdir())
-    process.send_signal(number)
-    assert process.wait(ENDS_WITHIN_S) == code
-    limit = time.monotonic() + ENDS_WITHIN_S
-    while any(map(_alive, pids)) and time.monotonic() < limit:
-        time.sleep(0.02)
-    assert not any(map(_alive, pids)) and list(scratch.iterdir()) == []
+    line = ["run", str(job_file(tmp_path)), "-n", "2", "--out", str(out), "--emulate", "0.05", "--steps", "1000"]
+    with started(*COMMAND, *line, TMPDIR=str(scratch)) as process:
+        until(lambda: (out / "ranks.json").exists() or process.poll() is not None)
+        ranks = pids(out)
+        assert not any(map(_ended, ranks)) and any(scratch.iterdir())
+        process.send_signal(number)
+        assert process.wait(ENDS_WITHIN_S) == code
+    until(lambda: all(map(_ended, ranks)), limit_s=ENDS_WITHIN_S)
+    assert list(scratch.iterdir()) == []
     assert [p.name for p in out.iterdir()] == ["ranks.json"]
 
 

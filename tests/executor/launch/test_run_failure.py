@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,21 +19,8 @@ from executor.launch.launch import RankFailed
 from executor.launch.verdict import stuck
 from tests.executor import faults
 from tests.executor.launch.events import stepping
+from tests.executor.launch.processes import COMMAND, gone, pids, python
 from tests.executor.runs import job_file, run
-
-ROOT = Path(__file__).parents[3]
-
-
-def pids(out: Path) -> list[int]:
-    return [r["pid"] for r in json.loads((out / "ranks.json").read_text())["ranks"].values()]
-
-
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 @pytest.mark.parametrize(
@@ -95,12 +80,9 @@ def test_the_command_reports_a_rank_killed_from_outside(sign: signal.Signals, tm
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     scratch.mkdir()
     watch = ["--watchdog", "5", "--json", "--out", str(out)]
-    command = [sys.executable, "-m", "piper_sim.app.cli", "run", str(job_file(tmp_path)), "-n", "2"]
-    command += ["--steps", "100000"]
     thread = when_stepping(scratch, lambda: os.kill(pids(out)[1], sign))
-    env = {**os.environ, "TMPDIR": str(scratch)}
-    line = [*command, *watch]
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    line = ["run", str(job_file(tmp_path)), "-n", "2", "--steps", "100000", *watch]
+    done = python(*COMMAND, *line, TMPDIR=str(scratch))
     thread.join()
     assert done.returncode == 4
     found = json.loads(done.stdout)  # one object and nothing else

@@ -11,7 +11,7 @@ from executor.launch.verdict import RankFailed
 from tests.executor import faults
 from tests.executor.launch.events import LIMIT_S
 from tests.executor.launch.fault_cases import Case, Fault, campaign, place
-from tests.executor.launch.test_run_failure import gone, pids
+from tests.executor.launch.processes import gone, pids
 from tests.executor.runs import judged, run
 
 WATCHDOG_S = 2.0

@@ -3,9 +3,6 @@
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,47 +17,18 @@ from torch.distributed import TCPStore
 from executor.launch.store import PIECE, clocks, meeting, put, take
 from executor.launch.watchdog import host
 from tests.executor.launch.events import until
-from tests.executor.launch.test_run_failure import gone, pids, when_stepping
+from tests.executor.launch.processes import agent, free_port, gone, objects, pids, python
+from tests.executor.launch.test_run_failure import when_stepping
 from tests.executor.runs import job_file, run
-
-ROOT = Path(__file__).parents[3]
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def _agent(
-    nodes: int, per_node: int, port: int, *args: str, module: str = "executor", **more: str
-) -> subprocess.Popen[str]:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        str(nodes),
-        "--nproc-per-node",
-        str(per_node),
-    ]
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", str(port)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more}
-    command = [*launcher, *meeting, "-m", module, *args]
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _objects(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
 def test_two_agents_train_as_one_process_would_and_only_rank_0_speaks(tmp_path: Path) -> None:
-    want, port, out = run(memory=True), _free_port(), tmp_path / "out"
+    want, port, out = run(memory=True), free_port(), tmp_path / "out"
     args = str(job_file(tmp_path)), "--steps", "2", "--out", str(out), "--digest", want.object["plan_digest"]
-    agents = [_agent(2, 1, port, *args) for _ in range(2)]
-    said = [agent.communicate(timeout=120) for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], said
-    (found,) = [o for text, _ in said for o in _objects(text)]
+    agents = [agent(2, 1, port, *args) for _ in range(2)]
+    said = [a.communicate(timeout=120) for a in agents]
+    assert [a.returncode for a in agents] == [0, 0], said
+    (found,) = [o for text, _ in said for o in objects(text)]
     same = ("schema_version", "losses", "grad_norms", "ranks", "plan_digest", "memory")
     assert {k: found[k] for k in same} == {k: want.object[k] for k in same}
     assert found.keys() == want.object.keys()
@@ -80,12 +48,12 @@ def test_a_failure_ends_everybody_and_is_reported_once(rank: int, sign: signal.S
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     scratch.mkdir()
     args = str(job_file(tmp_path)), "--steps", "100000", "--out", str(out), "--watchdog", "8"
-    agent = _agent(1, 2, _free_port(), *args, TMPDIR=str(scratch))
+    launcher = agent(1, 2, free_port(), *args, TMPDIR=str(scratch))
     thread = when_stepping(scratch, lambda: os.kill(pids(out)[rank], sign))
-    text, errors = agent.communicate(timeout=120)
+    text, errors = launcher.communicate(timeout=120)
     thread.join()
-    assert agent.returncode != 0
-    (found,) = _objects(text)
+    assert launcher.returncode != 0
+    (found,) = objects(text)
     error = found["error"]
     assert (error["kind"], error["rank"]) == ("rank_failed", rank), errors
     assert error["op"][0] in "01" and list(error["waiting"]) == [str(1 - rank)]
@@ -96,17 +64,9 @@ def test_a_failure_ends_everybody_and_is_reported_once(rank: int, sign: signal.S
     assert all(map(gone, pids(out)))
 
 
-def _alone(*args: str, **env: str) -> tuple[int, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "executor", *args],
-        cwd=ROOT,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    (found,) = _objects(done.stdout)
+def _refused(*args: str, **env: str) -> tuple[int, dict[str, Any]]:
+    done = python("-m", "executor", *args, **env)
+    (found,) = objects(done.stdout)
     return done.returncode, found["error"]
 
 
@@ -115,18 +75,18 @@ def test_what_libraries_do_at_the_end_of_a_process_does_not_fail_a_run(way: str,
     program = (
         f"import atexit, os, sys; from executor.launch.torchrun import end; atexit.register(os.abort); print(7); {way}"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-c", program)
     assert done.returncode == code and (done.stdout == "7\n" or way == "sys.exit(0)")
 
 
 def test_what_cannot_run_is_refused_before_anybody_meets(tmp_path: Path) -> None:
     job = str(job_file(tmp_path))
-    code, error = _alone(job)
+    code, error = _refused(job)
     assert (code, error["kind"]) == (2, "usage") and "torchrun" in error["suggestion"]
     somewhere = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    code, error = _alone(job, **somewhere)
+    code, error = _refused(job, **somewhere)
     assert (code, error["key"]) == (2, "WORLD_SIZE") and "--nproc-per-node 2" in error["suggestion"]
-    code, error = _alone(job, "--digest", "no", **{**somewhere, "WORLD_SIZE": "2"})
+    code, error = _refused(job, "--digest", "no", **{**somewhere, "WORLD_SIZE": "2"})
     assert (code, error["kind"], error["key"]) == (3, "illegal_plan", "--digest")
 
 

@@ -1,19 +1,16 @@
 """Configs drawn at random as a config.json would have them, and whether each is to be refused."""
 
+import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 Raw = dict[str, Any]
 THETAS = (10000, 500000.0, 100.0, 1e6, 20)
-INERT: Mapping[str, Any] = {
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "bos_token_id": 1,
-    "architectures": ["X"],
-    "transformers_version": "4.43.0",
-}
+_FILE = json.loads((Path(__file__).parents[2] / "data" / "drawn_configs.json").read_text())
+INERT: Mapping[str, Any] = _FILE["inert"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,8 @@ def draw(seed: int) -> Drawn:
     kind = sorted(DRAWS)[seed % len(DRAWS)]
     raw = {"model_type": kind, **DRAWS[kind](r), **{k: v for k, v in INERT.items() if r.random() < 0.3}}
     if r.random() < 1 / 6:
-        broken, key = r.choice([b for b in BROKEN if not b[2] or kind in b[2]])[:2]
-        return Drawn({**raw, **broken}, key)
+        broken = r.choice([b for b in BROKEN if not b["types"] or kind in b["types"]])
+        return Drawn({**raw, **broken["keys"]}, broken["refused"])
     return Drawn(raw)
 
 
@@ -198,30 +195,5 @@ DRAWS: Mapping[str, Callable[[random.Random], Raw]] = {
     "qwen3": lambda r: {**_qwen(r), **_some(r, attention_bias=(True, False))},
     "qwen3_moe": _qwen3_moe,
 }
-_TURNED = tuple(k for k in DRAWS if k not in ("gpt2", "mpt"))
-_DYNAMIC = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}
 # What makes another model that is not built, the key it is refused by, and the types it belongs to (all where none).
-BROKEN: tuple[tuple[Raw, str, tuple[str, ...]], ...] = (
-    ({"a_key_of_tomorrow": 1}, "a_key_of_tomorrow", ()),
-    ({"is_encoder_decoder": True}, "is_encoder_decoder", ()),
-    ({"model_type": "kimi_linear"}, "model_type", ()),
-    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", ()),
-    (_DYNAMIC, "rope_scaling", _TURNED),
-    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}, "rope_parameters": None}, "rope_scaling", _TURNED),
-    ({"layer_types": ["chunked_attention", "full_attention"], "num_hidden_layers": 2}, "layer_types", _TURNED),
-    ({"hidden_act": "gelu"}, "hidden_act", _TURNED),
-    ({"attention_bias": True}, "attention_bias", ("mistral", "mixtral", "qwen2")),
-    ({"mlp_bias": True}, "mlp_bias", ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")),
-    ({"sliding_window": 3}, "sliding_window", ("llama", "nemotron", "deepseek_v2", "deepseek_v3")),
-    ({"router_jitter_noise": 0.1}, "router_jitter_noise", ("mixtral",)),
-    ({"output_router_logits": True}, "output_router_logits", ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")),
-    ({"norm_topk_prob": True}, "norm_topk_prob", ("deepseek_v2",)),
-    ({"topk_method": "noaux_tc"}, "topk_method", ("deepseek_v2",)),
-    ({"scoring_func": "softmax"}, "scoring_func", ("deepseek_v3",)),
-    ({"topk_method": "greedy"}, "topk_method", ("deepseek_v3",)),
-    ({"add_cross_attention": True}, "add_cross_attention", ("gpt2",)),
-    ({"activation_function": "silu"}, "activation_function", ("gpt2",)),
-    ({"attn_config": {"alibi": True}}, "alibi", ("mpt",)),
-    ({"attn_config": {"alibi": False, "clip_qkv": 6}}, "clip_qkv", ("mpt",)),
-    ({"logit_scale": 0.5}, "logit_scale", ("mpt",)),
-)
+BROKEN: list[Raw] = _FILE["broken"]

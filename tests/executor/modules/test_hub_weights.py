@@ -23,17 +23,17 @@ from executor.modules.hub_weights import INDEX, WHOLE, HubCheckpoint, biases
 from executor.runtime.batch import MicrobatchLoader
 from ir.core.errors import PiperError
 from ir.job.run_options import CheckpointOptions
-from ir.workload.config.load import config_from
+from ir.workload.config.load import config_from, raw_config
 from tests.executor.modules.hub import Doubled, Theirs, quiet
-from tests.executor.modules.test_modules_huggingface import of_preset, small
+from tests.executor.modules.test_modules_huggingface import small
 from tests.executor.runs import judged, run
 
 torch.set_num_threads(1)
 PRESETS = ("tiny-llama", "qwen2-7b", "tiny-moe", "mixtral-8x7b", "deepseek-v2-lite", "gpt2", "nemotron-15b")
-V3 = small(of_preset("deepseek-v3"), num_nextn_predict_layers=0)
+V3 = small(raw_config("deepseek-v3"), num_nextn_predict_layers=0)
 FAMILIES: dict[str, dict[str, Any]] = {
-    **{name: small(of_preset(name)) for name in PRESETS},
-    "tied": small(of_preset("tiny-llama"), tie_word_embeddings=True),
+    **{name: small(raw_config(name)) for name in PRESETS},
+    "tied": small(raw_config("tiny-llama"), tie_word_embeddings=True),
     "deepseek-v3": V3,
 }
 DATA = MicrobatchLoader("synthetic", vocab=32, length=12, microbatches=2, size=1)

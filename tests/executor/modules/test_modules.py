@@ -13,42 +13,18 @@ from executor.modules import base
 from executor.modules.attention.rope import TokenAngles, rotary, rotate
 from executor.modules.base import initial
 from executor.modules.decoder import DecoderModel
-from executor.modules.functions import rms_norm
 from executor.modules.user.annotate import annotate, cut
 from executor.modules.user.model import UserModel, load_callable
 from executor.parallel.shares import ParamShard, ShardCut
 from executor.runtime.batch import MicrobatchLoader
 from ir.core.errors import PiperError
 from ir.core.ops import Pass
-from ir.workload.chunks import chunks
 from ir.workload.config.load import load_config
+from tests.executor.families import tiny
 from tests.executor.reference import train
 
 torch.set_num_threads(1)
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
-KINDS = {
-    "llama": {},
-    "grouped": {"num_key_value_heads": 2},
-    "tied": {"tie_word_embeddings": True},
-    "biased": {"attention_bias": True, "mlp_bias": True},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_names_and_shapes_are_the_model_graphs(kind: str) -> None:
-    config = load_config("tiny-llama", {**SMALL, **KINDS[kind]})
-    graph = {p.name: p.shape for c in chunks(config) for part in c.parts for p in part.params}
-    assert DecoderModel(config).shapes == graph and list(DecoderModel(config).shapes) == list(graph)
-    parts = [f"{c.name}.{part.name}" for c in chunks(config) for part in c.parts]
-    assert list(DecoderModel(config, parts=True).build(DecoderModel(config).chunks).units) == parts
-
-
-@pytest.mark.parametrize("preset", ["llama3-8b", "qwen3-8b", "mistral-7b", "qwen2-7b"])
-def test_presets_have_the_graphs_names_too(preset: str) -> None:
-    config = load_config(preset, {"num_hidden_layers": 1})
-    assert DecoderModel(config).shapes == {
-        p.name: p.shape for c in chunks(config) for part in c.parts for p in part.params
-    }
 
 
 def test_a_parameter_is_the_same_whoever_builds_it() -> None:
@@ -114,42 +90,13 @@ def test_rotary_turns_pairs_by_position() -> None:
     assert score(4, 3) == pytest.approx(score(2, 1)) != pytest.approx(score(2, 0))
 
 
-def test_rms_norm_is_torchs() -> None:
-    x, w = torch.randn(3, 8), torch.randn(8)
-    torch.testing.assert_close(rms_norm(x, w, 1e-5), nn.functional.rms_norm(x, (8,), w, 1e-5))
-
-
 def test_a_window_hides_what_lies_behind_it() -> None:
-    model = DecoderModel(
-        load_config(
-            "mistral-7b",
-            {**SMALL, "sliding_window": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
-        )
-    )
-    layer = model.build(["l0"]).units["l0"]
+    layer = DecoderModel(tiny("mistral")).build(["l0"]).units["l0"]
     x = torch.randn(1, 8, 32)
     y = x.clone()
     y[0, 2] += 1.0
     gap = (layer(x) - layer(y)).abs().amax(-1)[0] > 0
     assert gap.tolist() == [False, False, True, True, True, False, False, False]
-
-
-@pytest.mark.parametrize("kind", ["llama", "grouped", "biased"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_cut_and_split_training_equals_plain_autograd_bitwise(kind: str, dtype: torch.dtype) -> None:
-    config = load_config("tiny-llama", {**SMALL, **KINDS[kind]})
-    data = MicrobatchLoader("synthetic", vocab=64, length=8, microbatches=3, size=2)
-    grads = torch.float32 if dtype == torch.bfloat16 else dtype
-    runs = [
-        train(DecoderModel(config, dtype=dtype, parts=parts), data, 2, split=split, grads=grads, moments=grads)
-        for parts, split in ((False, False), (False, True), (True, True))
-    ]
-    for run in runs[1:]:
-        assert run.losses == runs[0].losses and run.grad_norms == runs[0].grad_norms
-        assert all(
-            torch.equal(run.grads[n], g) and torch.equal(run.params[n], runs[0].params[n])
-            for n, g in runs[0].grads.items()
-        )
 
 
 def test_a_tie_sums_its_two_uses() -> None:

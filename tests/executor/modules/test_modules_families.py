@@ -17,16 +17,25 @@ from executor.modules.moe import ExpertDispatch, ExpertRouter, LocalExperts
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.runtime.batch import MicrobatchLoader
 from ir.workload.chunks import chunks
+from ir.workload.config.load import load_config
 from tests.executor.families import TINY, tiny
 from tests.executor.reference import ReferenceSteps, train
 
 torch.set_num_threads(1)
 MOE = [n for n in TINY if tiny(n).moe is not None]
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
+KINDS = {
+    "plain": {},
+    "grouped": {"num_key_value_heads": 2},
+    "tied": {"tie_word_embeddings": True},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+}
+CONFIGS = {n: tiny(n) for n in TINY} | {k: load_config("tiny-llama", {**SMALL, **more}) for k, more in KINDS.items()}
 
 
-@pytest.mark.parametrize("family", TINY)
-def test_names_shapes_order_and_parts_are_the_model_graphs(family: str) -> None:
-    config = tiny(family)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_names_shapes_order_and_parts_are_the_model_graphs(name: str) -> None:
+    config = CONFIGS[name]
     graph = {p.name: p.shape for c in chunks(config) for part in c.parts for p in part.params}
     model = DecoderModel(config, parts=True)
     assert model.shapes == graph and list(model.shapes) == list(graph)
@@ -56,35 +65,32 @@ def test_parts_read_what_the_graphs_parts_read(family: str) -> None:
         before = last[chunk.name] = f"{chunk.name}.{chunk.parts[-1].name}"
 
 
-def _trained(family: str, dtype: torch.dtype, *, parts: bool, split: bool, attention: str = "flash") -> ReferenceSteps:
+F64, ROUNDED = torch.float64, ["gpt2 untied", "qwen3_moe", "kimi"]
+TRAINED = [(n, F64, attention) for n in TINY for attention in ("flash", "unfused")]
+TRAINED += [(k, dtype, "flash") for k in ("plain", "grouped", "biased") for dtype in (F64, torch.float32)]
+TRAINED += [(n, torch.bfloat16, "flash") for n in ("plain", "grouped", "biased", *ROUNDED)]
+
+
+@pytest.mark.parametrize(("name", "dtype", "attention"), TRAINED, ids=str)
+def test_cut_and_split_training_equals_plain_autograd(name: str, dtype: torch.dtype, attention: str) -> None:
+    config, wide = CONFIGS[name], torch.promote_types(dtype, torch.float32)
     data = MicrobatchLoader("synthetic", vocab=64, length=8, microbatches=3, size=2)
-    model = DecoderModel(tiny(family), dtype=dtype, parts=parts, attention=attention)
-    grads = torch.promote_types(dtype, torch.float32)
-    return train(model, data, 2, split=split, grads=grads, moments=grads)
 
+    def trained(*, parts: bool, split: bool) -> ReferenceSteps:
+        model = DecoderModel(config, dtype=dtype, parts=parts, attention=attention)
+        return train(model, data, 2, split=split, grads=wide, moments=wide)
 
-@pytest.mark.parametrize("family", TINY)
-@pytest.mark.parametrize("attention", ["flash", "unfused"])
-def test_cut_and_split_training_equals_plain_autograd(family: str, attention: str) -> None:
-    whole, cut, parts = (
-        _trained(family, torch.float64, parts=p, split=s, attention=attention)
-        for p, s in ((False, False), (False, True), (True, True))
-    )
-    # A weight used twice in the model is summed use by use where it is cut, and all uses at once where it is not.
-    tied = tiny(family).tied or tiny(family).mtp
-    for run in (cut, parts):
+    whole = trained(parts=False, split=False)
+    for run in (trained(parts=False, split=True), trained(parts=True, split=True)):
         assert run.losses[0] == whole.losses[0]
-        for n, g in whole.grads.items():
-            if tied:
+        # A weight used twice in the model is summed use by use where it is cut, and all uses at once where it is not.
+        if config.tied or config.mtp:
+            for n, g in whole.grads.items():
                 torch.testing.assert_close(run.grads[n], g, rtol=1e-9, atol=1e-13)
-            else:
-                assert torch.equal(run.grads[n], g) and torch.equal(run.params[n], whole.params[n]), n
-
-
-@pytest.mark.parametrize("family", ["gpt2 untied", "qwen3_moe", "kimi"])
-def test_bf16_is_cut_without_a_trace_too(family: str) -> None:
-    a, b = (_trained(family, torch.bfloat16, parts=p, split=p) for p in (False, True))
-    assert a.losses == b.losses and all(torch.equal(b.params[n], p) for n, p in a.params.items())
+        else:
+            assert (run.losses, run.grad_norms) == (whole.losses, whole.grad_norms)
+            assert all(torch.equal(run.grads[n], g) for n, g in whole.grads.items())
+            assert all(torch.equal(run.params[n], p) for n, p in whole.params.items())
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -8,14 +8,13 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib.resources import files
 from typing import Any
 
 import pytest
 import torch
 
 from executor.modules.attention import attention
-from ir.workload.config.load import ModelConfig, config_from
+from ir.workload.config.load import ModelConfig, config_from, raw_config
 from ir.workload.config.spec import ExpertConfig
 from tests.executor.modules import hub
 from tests.executor.modules.hub import gap
@@ -43,14 +42,10 @@ def small(raw: Mapping[str, object], **more: object) -> dict[str, Any]:
     return {**cut, **more}
 
 
-def of_preset(name: str) -> dict[str, Any]:
-    return dict(json.loads((files("ir.workload.config") / "presets" / f"{name}.json").read_text()))
-
-
 def _distinct() -> dict[str, dict[str, Any]]:
     """Presets that differ in more than sizes."""
-    found = {json.dumps(small(of_preset(n)), sort_keys=True): n for n in reversed(hub.built())}
-    return {n: small(of_preset(n)) for n in found.values()}
+    found = {json.dumps(small(raw_config(n)), sort_keys=True): n for n in reversed(hub.built())}
+    return {n: small(raw_config(n)) for n in found.values()}
 
 
 # Stretched over 8 tokens where their own files say thousands: here sequences have 12.
@@ -59,19 +54,19 @@ LLAMA31["rope_scaling"] = {**LLAMA31["rope_scaling"], "original_max_position_emb
 V3 = small(hub_configs.DEEPSEEK_V3)
 V3["rope_scaling"] = {**V3["rope_scaling"], "original_max_position_embeddings": 8}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
-QWEN3 = {**small(of_preset("qwen3-8b")), "use_sliding_window": True, "sliding_window": 3, "layer_types": KINDS}
+QWEN3 = {**small(raw_config("qwen3-8b")), "use_sliding_window": True, "sliding_window": 3, "layer_types": KINDS}
 CASES: Mapping[str, Mapping[str, Any]] = {
     **_distinct(),
     "Llama-3.1": LLAMA31,
     "DeepSeek-V3's own file": V3,
     "Qwen3-30B-A3B's own file": small(hub_configs.QWEN3_30B),
-    "theta in rope_parameters": small(of_preset("tiny-llama"), rope_theta=5e5, rope_parameters={"rope_theta": 5e5}),
+    "theta in rope_parameters": small(raw_config("tiny-llama"), rope_theta=5e5, rope_parameters={"rope_theta": 5e5}),
     "windows by layer": QWEN3,
-    "windows by max_window_layers": small(of_preset("qwen2-7b"), use_sliding_window=True, max_window_layers=1),
-    "V2 with YaRN": {**small(of_preset("deepseek-v2")), "rope_scaling": V3["rope_scaling"]},
-    "GPT-2 with scores as they are": small(of_preset("gpt2"), scale_attn_weights=False),
-    "GPT-2 with scores by layer": small(of_preset("gpt2"), scale_attn_by_inverse_layer_idx=True),
-    "latent norms": small(of_preset("deepseek-v2-lite"), rms_norm_eps=0.01),
+    "windows by max_window_layers": small(raw_config("qwen2-7b"), use_sliding_window=True, max_window_layers=1),
+    "V2 with YaRN": {**small(raw_config("deepseek-v2")), "rope_scaling": V3["rope_scaling"]},
+    "GPT-2 with scores as they are": small(raw_config("gpt2"), scale_attn_weights=False),
+    "GPT-2 with scores by layer": small(raw_config("gpt2"), scale_attn_by_inverse_layer_idx=True),
+    "latent norms": small(raw_config("deepseek-v2-lite"), rms_norm_eps=0.01),
 }
 
 
@@ -104,7 +99,7 @@ CONTROLS: Mapping[str, tuple[Mapping[str, Any], Callable[[ModelConfig], ModelCon
     "windows dropped": (QWEN3, lambda c: replace(c, windows=())),
     "windows of other layers": (QWEN3, lambda c: replace(c, windows=(0, 3, 3))),
     "a window one wider": (QWEN3, lambda c: replace(c, windows=(4, 0, 4))),
-    "features turned": (small(of_preset("nemotron-15b")), lambda c: replace(c, rope_share=1.0)),
+    "features turned": (small(raw_config("nemotron-15b")), lambda c: replace(c, rope_share=1.0)),
     "scores of GPT-2": (CASES["GPT-2 with scores by layer"], lambda c: replace(c, score_by_layer=False)),
 }
 

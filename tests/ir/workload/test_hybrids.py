@@ -23,28 +23,6 @@ def parts(name: str, **inline: object) -> list[list[str]]:
     return [[p.name for p in c.parts] for c in model_chunks(load_config(name, inline))]
 
 
-@pytest.mark.parametrize(
-    ("name", "total", "active"),  # billions, from the models' pages and reports; active ones with embeddings
-    [
-        (NANO, 31.6, 3.6),
-        ("nemotron-3-super-120b-a12b", 120.6, 12.7),
-        ("nemotron-nano-9b-v2", 8.9, 8.9),
-        ("nemotron-h-8b", 8.1, 8.1),
-        (NEXT, 79.7, 3.9),
-        (MAMBA, 2.7, 2.7),
-    ],
-)
-def test_published_parameters(name: str, total: float, active: float) -> None:
-    config = load_config(name)
-    sizes = {p.name: p.numel for c in model_chunks(config) for part in c.parts for p in part.params}
-    idle = 0.0
-    if (moe := config.moe) is not None:
-        routed = sum(n for name, n in sizes.items() if ".experts." in name)
-        idle = routed * (1 - moe.top_k / moe.experts)
-    whole = sum(sizes.values())
-    assert (whole / 1e9, (whole - idle) / 1e9) == pytest.approx((total, active), abs=0.1)
-
-
 def mixer_of(name: str, layout: PartLayout, seq_len: int = 4096):
     config = load_config(name)
     chunk = next(c for c in model_chunks(config) if c.parts[0].name == "mixer")

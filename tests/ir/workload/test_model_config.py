@@ -7,28 +7,12 @@ import pytest
 from ir.core.errors import ErrorKind, PiperError
 from ir.workload import config_from, load_config, presets
 from ir.workload.config.keys import TYPES
+from tests.ir.workload.small import LLAMA, refused
 
 CONTRACT = (
     "gpt3-175b llama3-8b llama3-70b llama3-405b mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3 "
     "piper-1b piper-9b tiny-llama tiny-moe"
 )
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-
-
-def refused(raw, overrides=None):
-    with pytest.raises(PiperError) as e:
-        config_from(raw, "here.json", overrides)
-    assert e.value.kind is ErrorKind.MODEL
-    assert e.value.kind.exit_code == 2
-    assert e.value.file == "here.json"
-    return e.value
 
 
 def written(tmp_path, text):
@@ -116,9 +100,9 @@ def test_unknown_preset_names_the_nearest():
 
 
 def test_unknown_inline_key_names_the_nearest_of_the_model_type():
-    e = refused(LLAMA, {"num_hiden_layers": 4})
+    e = refused(LLAMA, num_hiden_layers=4)
     assert (e.key, e.suggestion) == ("model.num_hiden_layers", "num_hidden_layers")
-    e = refused(LLAMA, {"n_routed_expert": 4})
+    e = refused(LLAMA, n_routed_expert=4)
     assert e.suggestion != "n_routed_experts", "llama has no experts"
 
 
@@ -148,7 +132,7 @@ def test_missing_keys_name_file_and_key():
 )
 def test_impossible_values_are_refused_by_key(key, value):
     assert refused({**LLAMA, key: value}).key == key
-    assert refused(LLAMA, {key: value}).key == f"model.{key}"
+    assert refused(LLAMA, **{key: value}).key == f"model.{key}"
 
 
 def test_sizes_that_do_not_divide_are_refused():

@@ -8,37 +8,23 @@ from typing import Any
 
 import pytest
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError
 from ir.workload import config_from, load_config, model_chunks
 from ir.workload.config.keys import TYPES, fits
+from ir.workload.config.load import raw_config
 from ir.workload.config.spec import AttentionRopeScaling, AttentionRopeScalingKind, ModelConfig
 from ir.workload.part import chunk_flops
 from ir.workload.setting import MicrobatchShape, ModelPrecision
 from ir.workload.work import ConfigModelWork
 from tests.ir.workload import hub_configs as hub
+from tests.ir.workload.small import LLAMA, refused
 
-LLAMA: Mapping[str, object] = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-}
 QWEN = {**LLAMA, "model_type": "qwen3", "num_key_value_heads": 4, "sliding_window": 16, "use_sliding_window": True}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
 def read(raw: Mapping[str, object], **inline: object) -> ModelConfig:
     return config_from(raw, "here.json", inline)
-
-
-def refused(raw: Mapping[str, object], **inline: object) -> PiperError:
-    with pytest.raises(PiperError) as e:
-        config_from(raw, "here.json", inline)
-    assert e.value.kind is ErrorKind.MODEL and e.value.kind.exit_code == 2 and e.value.file == "here.json"
-    return e.value
 
 
 def test_theta_is_read_in_either_spelling() -> None:
@@ -74,22 +60,14 @@ def test_one_thing_said_in_two_ways_is_refused() -> None:
         "rope_scaling"
     )
     assert refused({**LLAMA, "rope_scaling": {**YARN, "type": "linear"}}).key == "rope_scaling.type"
-    moe = {**load_raw("tiny-moe"), "num_local_experts": 4}
+    moe = {**raw_config("tiny-moe"), "num_local_experts": 4}
     assert "one key with two values" in refused(moe).message
-
-
-def load_raw(preset: str) -> dict[str, Any]:
-    from importlib.resources import files
-
-    return dict(json.loads((files("ir.workload.config") / "presets" / f"{preset}.json").read_text()))
 
 
 def test_llama_31_is_not_llama_3() -> None:
     c = read(hub.LLAMA31_8B)
-    assert (
-        c.rope_scaling == AttentionRopeScaling(AttentionRopeScalingKind.LLAMA3, 8.0, 8192, 1.0, 4.0)
-        and c.rope_theta == 5e5
-    )
+    assert c.rope_scaling == AttentionRopeScaling(AttentionRopeScalingKind.LLAMA3, 8.0, 8192, 1.0, 4.0)
+    assert c.rope_theta == 5e5
     assert load_config("llama3-8b").rope_scaling is None
 
 
@@ -141,7 +119,7 @@ def test_tables_are_strict(table: Mapping[str, object], key: str) -> None:
 
 def test_only_whole_pairs_of_features_turn() -> None:
     assert refused({**LLAMA, "head_dim": 9}).key == "head_dim"
-    nemotron = load_raw("nemotron-15b")
+    nemotron = raw_config("nemotron-15b")
     assert read(nemotron, head_dim=10, num_attention_heads=8).rope_share == 0.5, "5 features, rounded up"
     assert refused(nemotron, head_dim=10, num_attention_heads=8, rope_scaling=YARN).key == "partial_rotary_factor"
     assert read({**nemotron, "partial_rotary_factor": 0.25}).rope_share == 0.25
@@ -173,7 +151,7 @@ def test_a_window_of_one_layer_is_in_the_costs_of_that_layer() -> None:
 
 
 def test_routing_is_its_class_s() -> None:
-    v2, v3 = load_raw("deepseek-v2"), load_raw("deepseek-v3")
+    v2, v3 = raw_config("deepseek-v2"), raw_config("deepseek-v3")
     assert read(v2).moe.groups == 8  # type: ignore[union-attr]
     assert read({k: v for k, v in v2.items() if k != "topk_method"}).moe.groups == 0  # type: ignore[union-attr]
     assert refused({**v2, "topk_method": "noaux_tc"}).key == "topk_method"
@@ -184,14 +162,14 @@ def test_routing_is_its_class_s() -> None:
     assert read(bare) == read(v3), "transformers' defaults"
     assert refused({**v3, "n_group": 256}).key == "n_group"
     assert refused({**v3, "n_group": 128, "num_experts_per_tok": 9}).key == "num_experts_per_tok"
-    mixtral = load_raw("mixtral-8x7b")
+    mixtral = raw_config("mixtral-8x7b")
     assert refused({**mixtral, "router_jitter_noise": 0.1}).key == "router_jitter_noise"
     assert refused({**mixtral, "output_router_logits": True}).key == "output_router_logits"
     assert read({**mixtral, "router_jitter_noise": 0.0, "router_aux_loss_coef": 0.02}) == read(mixtral)
 
 
 def test_gpt2_scales_scores_as_it_says() -> None:
-    gpt = load_raw("gpt2")
+    gpt = raw_config("gpt2")
     assert read({**gpt, "scale_attn_weights": False}).score_scale == 8.0
     c = read({**gpt, "scale_attn_by_inverse_layer_idx": True})
     assert (c.at(0).score_scale, c.at(3).score_scale) == (1.0, 0.25)
@@ -242,7 +220,7 @@ FAMILIES["megatron"] = {"config": MEGATRON}  # on no Hub
 
 
 def base_of(model_type: str) -> dict[str, Any]:
-    return load_raw(BASES[model_type]) if model_type in BASES else dict(FAMILIES[model_type]["config"])
+    return raw_config(BASES[model_type]) if model_type in BASES else dict(FAMILIES[model_type]["config"])
 
 
 WITH: Mapping[str, Mapping[str, object]] = {
@@ -311,9 +289,8 @@ def test_infinite_limits_of_what_is_not_read_are_taken_and_no_others(tmp_path: P
         with pytest.raises(PiperError) as e:
             load_config(str(file))
         assert (e.value.key, e.value.kind.exit_code) == (key, 2)
-    file.write_text(
-        json.dumps({**FAMILIES["llama"]["config"], "rope_scaling": {"rope_type": "linear", "factor": math.inf}})
-    )
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": math.inf}}
+    file.write_text(json.dumps(FAMILIES["llama"]["config"] | scaled))
     with pytest.raises(PiperError) as e:
         load_config(str(file))
     assert e.value.key == "rope_scaling.factor"

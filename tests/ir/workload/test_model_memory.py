@@ -15,6 +15,7 @@ from ir.workload.part import PartLayout
 from ir.workload.partition import partition
 from ir.workload.setting import MicrobatchShape, ModelPrecision, check_setting
 from ir.workload.work import part_work
+from tests.ir.workload.small import work
 
 TABLE = Path(__file__).parents[2] / "data" / "korthikanti_activation.csv"
 BF16 = ModelPrecision()
@@ -102,12 +103,6 @@ def test_grouped_heads_shrink_scores_of_queries_only():
     saved = {s.name: s.bytes for s in work(c, 1, "attn", attention="unfused").saved}
     assert saved["scores"] == 32 * 4096 * 4096 * 2
     assert saved["v"] == 4096 * 8 * 128 * 2
-
-
-def work(c, at, name, layout=PartLayout(), precision=BF16, attention="flash", shape=MicrobatchShape()):
-    chunk = model_chunks(c)[at]
-    part = next(p for p in chunk.parts if p.name == name)
-    return part_work(c, chunk, part, layout, shape, precision, attention)
 
 
 DEEPSEEK = ("norm", "up_projection", "activation")

@@ -5,19 +5,9 @@ import pytest
 from ir.core.ops import Pass
 from ir.job.build import prepare
 from ir.job.load import job_from
-from ir.workload import load_config, model_chunks
-from ir.workload.part import PartLayout, PartWork
-from ir.workload.setting import MicrobatchShape, ModelPrecision
-from ir.workload.work import part_work
-
-
-def work(
-    config: str, at: int, name: str, layout: PartLayout = PartLayout(), shape: MicrobatchShape = MicrobatchShape()
-) -> PartWork:
-    c = load_config(config)
-    chunk = model_chunks(c)[at]
-    part = next(p for p in chunk.parts if p.name == name)
-    return part_work(c, chunk, part, layout, shape, ModelPrecision())
+from ir.workload.part import PartLayout
+from ir.workload.setting import MicrobatchShape
+from tests.ir.workload.small import work
 
 
 def test_norms_inside_attention_keep_statistics_too() -> None:
@@ -61,15 +51,8 @@ def test_learned_positions_get_a_gradient_summed_over_sequences() -> None:
 @pytest.mark.parametrize(("ep", "rows", "token"), [(1, 1, 2), (4, 2, 2)])
 def test_gradients_around_exchanged_experts_travel_as_tokens_then_as_rows(ep: int, rows: int, token: int) -> None:
     """add hands back one row per token, experts top_k of them: combine's mirror copies, dispatch's mirror sums."""
-    job = job_from(
-        {
-            "model": {"config": "tiny-moe", "seq_len": 64},
-            "parallel": {"dp": 4, "ep": ep},
-            "schedule": {"microbatches": 2},
-            "cluster": {"gpu": "h100-sxm"},
-        }
-    )
-    prepared = prepare(job)
+    table = {"model": {"config": "tiny-moe", "seq_len": 64}, "parallel": {"dp": 4, "ep": ep}}
+    prepared = prepare(job_from(table | {"schedule": {"microbatches": 2}, "cluster": {"gpu": "h100-sxm"}}))
     moe = prepared.config.moe
     assert moe is not None and moe.top_k == 2
     wide = 64 * prepared.config.hidden * token

@@ -10,23 +10,21 @@ from ir.plan.text import plan_digest
 from ir.workload import load_config, model_chunks
 from ir.workload.part import PartLayout
 from ir.workload.setting import KernelStyle, MicrobatchShape, ModelPrecision, TokenLossKind
-from ir.workload.work import part_work
 from piper_sim.memory.timeline import memory, state
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.planned import PlannedJob
+from tests.ir.workload import small
 
 LLAMA = load_config("llama3-8b", {"num_hidden_layers": 1, "num_key_value_heads": 32})
 TOKENS, H, FFN, VOCAB = 4096, 4096, 14336, 128256
 
 
-def work(chunk, part, style, layout=PartLayout()):
-    chunk = model_chunks(LLAMA)[chunk]
-    found = next(p for p in chunk.parts if p.name == part)
-    return part_work(LLAMA, chunk, found, layout, MicrobatchShape(1, TOKENS), ModelPrecision(), "flash", style)
+def work(at, part, style, layout=PartLayout()):
+    return small.work(LLAMA, at, part, layout, style=style)
 
 
-def kept(w):
-    return sum(s.bytes for s in w.saved)
+def kept(at, part, style, layout=PartLayout()):
+    return sum(s.bytes for s in work(at, part, style, layout).saved)
 
 
 @pytest.mark.parametrize(
@@ -36,43 +34,35 @@ def kept(w):
 def test_bytes_of_a_logit(loss, keeps, beside, after):
     logits = TOKENS * VOCAB
     head = work(-1, "head", KernelStyle(loss))
-    assert kept(head) == keeps * logits + 8 * TOKENS, "and the labels"
+    assert kept(-1, "head", KernelStyle(loss)) == keeps * logits + 8 * TOKENS, "and the labels"
     assert head.forward_workspace == beside * logits
     assert head.stash_bytes == after * logits, "their gradient"
 
 
 def test_a_fused_loss_moves_least_and_a_plain_one_most():
-    moved = {
-        x: sum(
-            k.bytes for k in (*work(-1, "head", KernelStyle(x)).forward, *work(-1, "head", KernelStyle(x)).input_grad)
-        )
-        for x in TokenLossKind
-    }
-    assert moved[TokenLossKind.FUSED] < moved[TokenLossKind.PARALLEL] < moved[TokenLossKind.PLAIN]
+    heads = [
+        work(-1, "head", KernelStyle(x)) for x in (TokenLossKind.FUSED, TokenLossKind.PARALLEL, TokenLossKind.PLAIN)
+    ]
+    fused, parallel, plain = (sum(k.bytes for k in (*w.forward, *w.input_grad)) for w in heads)
+    assert fused < parallel < plain
 
 
 def test_eager_keeps_the_gate_s_activation_and_the_fused_product_beside_rope_s():
     fused, eager = KernelStyle(), KernelStyle(eager=True)
-    assert kept(work(1, "mlp", eager)) - kept(work(1, "mlp", fused)) == 2 * TOKENS * FFN
-    assert kept(work(1, "attn", eager)) - kept(work(1, "attn", fused)) == 2 * TOKENS * 2 * H
-    gpt = load_config("gpt3-175b", {"n_layer": 1})
-    chunk = model_chunks(gpt)[1]
-    for part in chunk.parts:  # no gate, no rope
-        one, two = (
-            part_work(gpt, chunk, part, PartLayout(), MicrobatchShape(1, 2048), ModelPrecision(), "flash", x)
-            for x in (fused, eager)
-        )
+    assert kept(1, "mlp", eager) - kept(1, "mlp", fused) == 2 * TOKENS * FFN
+    assert kept(1, "attn", eager) - kept(1, "attn", fused) == 2 * TOKENS * 2 * H
+    gpt, shape = load_config("gpt3-175b", {"n_layer": 1}), MicrobatchShape(1, 2048)
+    for part in model_chunks(gpt)[1].parts:  # no gate, no rope
+        one, two = (small.work(gpt, 1, part.name, shape=shape, style=x) for x in (fused, eager))
         assert one == two
 
 
 def test_what_was_gathered_is_kept_whole():
     sp, tp = PartLayout(tp=8, sequence_parallel=True), PartLayout(tp=8)
-    for chunk, part in ((1, "attn"), (1, "mlp")):
-        more = kept(work(chunk, part, KernelStyle(keep_gathered=True), sp)) - kept(work(chunk, part, KernelStyle(), sp))
-        assert more == 2 * TOKENS * H * 7 // 8, part
-        assert kept(work(chunk, part, KernelStyle(keep_gathered=True), tp)) == kept(
-            work(chunk, part, KernelStyle(), tp)
-        )
+    whole, plain = KernelStyle(keep_gathered=True), KernelStyle()
+    for part in ("attn", "mlp"):
+        assert kept(1, part, whole, sp) - kept(1, part, plain, sp) == 2 * TOKENS * H * 7 // 8, part
+        assert kept(1, part, whole, tp) == kept(1, part, plain, tp)
 
 
 TABLE = {
@@ -105,13 +95,11 @@ def test_memory_does():
 def test_fp8_goes_in_and_out_of_what_it_keeps():
     """DeepSeek-V3 keeps attention's output in 12 bits, experts' activation input in fp8: kernels take them there."""
     config = load_config("deepseek-v3")
-    chunk = next(c for c in model_chunks(config) if any(p.name == "experts" for p in c.parts))
+    at = next(i for i, c in enumerate(model_chunks(config)) if any(p.name == "experts" for p in c.parts))
+    precision = ModelPrecision(DType.FP8, dispatch=DType.FP8)
     for part, label in (("attn", "context"), ("experts", "pre_activation"), ("shared", "pre_activation")):
-        found = next(p for p in chunk.parts if p.name == part)
-        w = part_work(
-            config, chunk, found, PartLayout(ep=64), MicrobatchShape(), ModelPrecision(DType.FP8, dispatch=DType.FP8)
-        )
-        plain = part_work(config, chunk, found, PartLayout(ep=64), MicrobatchShape(), ModelPrecision())
+        w = small.work(config, at, part, PartLayout(ep=64), precision=precision)
+        plain = small.work(config, at, part, PartLayout(ep=64))
         assert [k.label for k in w.forward if k.label.startswith(f"{label}.store")]
         assert [k.label for k in w.input_grad if k.label.startswith(f"{label}.load")]
         assert not [k for k in (*plain.forward, *plain.input_grad) if k.label.endswith(".fp8")]

@@ -44,10 +44,8 @@ def jobs(draw: st.DrawFn, frameworks: tuple[str, ...] = FRAMEWORKS) -> tuple[str
     ep = draw(st.sampled_from([1, 2])) if moe else 1
     chunks = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     model: dict[str, Any] = {"config": "tiny-moe" if moe else "tiny-llama", "num_hidden_layers": 8, "seq_len": 64}
-    schedule: dict[str, Any] = {
-        "microbatches": draw(st.integers(pp, 9)),
-        "microbatch_size": draw(st.sampled_from([1, 2])),
-    }
+    schedule: dict[str, Any] = {"microbatches": draw(st.integers(pp, 9))}
+    schedule["microbatch_size"] = draw(st.sampled_from([1, 2]))
     if chunks > 1:
         schedule["name"] = "interleaved-1f1b"
         schedule["microbatches"] *= pp if megatron else 1  # its rounds are whole
@@ -115,31 +113,21 @@ def test_what_does_not_decide_the_plan_is_listed() -> None:
     made = export_launch(prepared(costs={"interference": "none"}, optimizer={"lr": 0.5}), "accelerate")
     assert set(made.left_out) == {"cluster.gpu", "costs.interference", "optimizer.lr"}
     assert made.left_out["cluster.gpu"] == "h100-sxm"
-    assert not export_launch(prepared(cluster=CLUSTER | {"gpu": "h100-sxm"}), "megatron").left_out.keys() - {
-        "costs.software",
-        "parallel.bucket_MiB",  # one bucket, where Megatron has its own
-    }
+    left = export_launch(prepared(cluster=CLUSTER | {"gpu": "h100-sxm"}), "megatron").left_out.keys()
+    assert left <= {"costs.software", "parallel.bucket_MiB"}  # one bucket, where Megatron has its own
 
 
 @pytest.mark.parametrize("framework", ["megatron", "accelerate", "deepspeed"])
 def test_a_job_that_does_not_fill_its_node_starts_as_many_processes_as_it_has_ranks(framework: str) -> None:
     made = export_launch(prepared(cluster={"gpu": "h100-sxm"}, parallel={"dp": 3}), framework)
-    assert {k: read_back(made).job["cluster"][k] for k in ("nodes", "gpus_per_node")} == {
-        "nodes": 1,
-        "gpus_per_node": 3,
-    }
+    cluster = read_back(made).job["cluster"]
+    assert (cluster["nodes"], cluster["gpus_per_node"]) == (1, 3)
 
 
 def test_a_layout_string_comes_back_as_it_went() -> None:
     layout = "Ett|(tt|)*2ttL"
-    made = export_launch(
-        prepared(
-            model={"config": "tiny-llama", "num_hidden_layers": 8},
-            parallel={"pp": 4},
-            schedule={"layout": layout, "microbatches": 4},
-        ),
-        "megatron",
-    )
+    model, schedule = {"config": "tiny-llama", "num_hidden_layers": 8}, {"layout": layout, "microbatches": 4}
+    made = export_launch(prepared(model=model, parallel={"pp": 4}, schedule=schedule), "megatron")
     assert read_back(made).job["schedule"]["layout"] == layout
 
 
@@ -151,10 +139,8 @@ def test_what_changes_against_the_launch_that_was_imported() -> None:
     job["parallel"] |= {"tp": 4, "zero": 3}
     job["schedule"]["recompute"] = "full"
     changed = {r["argument"]: (r["was"], r["now"]) for r in export_launch(prepared(**job), "megatron").changed(before)}
-    assert changed.pop("--tensor-model-parallel-size") == ("2", "4") and changed.pop("--global-batch-size") == (
-        "32",
-        "16",
-    )
+    assert changed.pop("--tensor-model-parallel-size") == ("2", "4")
+    assert changed.pop("--global-batch-size") == ("32", "16")
     assert set(changed) >= {"--recompute-granularity", "--use-megatron-fsdp", "--use-distributed-optimizer"}
     assert not {"--num-layers", "--hidden-size", "--lr", "--bf16"} & set(changed)
 
@@ -164,9 +150,8 @@ def test_what_is_presumed_and_not_asked_for_is_a_change(tmp_path: Path) -> None:
     less = made.files[LAUNCH].replace("--overlap-grad-reduce \\\n", "").rstrip() + " --ckpt-format torch_dist\n"
     (tmp_path / LAUNCH).write_text(less, encoding="utf-8")
     changed = made.changed(import_launch(str(tmp_path / LAUNCH)))
-    assert changed == [
-        {"argument": "--overlap-grad-reduce", "was": None, "now": True, "key": "parallel.overlap_grad_reduce"}
-    ]
+    row = {"argument": "--overlap-grad-reduce", "was": None, "now": True, "key": "parallel.overlap_grad_reduce"}
+    assert changed == [row]
 
 
 @pytest.mark.parametrize("more", ["--rotary-percent 1.0", "--use-flash-attn", "--init-method-std 0.02"])

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN, Importe
 from piper_sim.frameworks.table import chains, facts, rows
 
 SCRIPT = (Path(__file__).parents[2] / "fuzz" / "seeds" / "megatron.sh").read_text()
+TEXTS = tomllib.loads((Path(__file__).parents[2] / "data" / "launches.toml").read_text())
 JOB = {"tp": 2, "pp": 4, "zero": 1, "sequence_parallel": True, "layers": "even", "overlap_grad_reduce": False}
 
 
@@ -33,12 +35,8 @@ def listed(found: ImportedJob, name: str) -> list[str]:
 def test_a_script_with_arrays_sums_and_defaults_is_one_job(tmp_path: Path) -> None:
     found = imported(tmp_path, SCRIPT)
     assert found.framework == "megatron" and found.job["parallel"] == JOB
-    assert found.job["schedule"] == {
-        "name": "interleaved-1f1b",
-        "stages_per_rank": 2,
-        "microbatch_size": 1,
-        "microbatches": 16,
-    }
+    rest = {"stages_per_rank": 2, "microbatch_size": 1, "microbatches": 16}
+    assert found.job["schedule"] == {"name": "interleaved-1f1b", **rest}
     assert found.job["cluster"] == {"gpu": "h100-sxm", "nodes": 4, "gpus_per_node": 8}
     model = found.job["model"]
     assert (model["model_type"], model["num_key_value_heads"], model["intermediate_size"]) == ("llama", 4, 1344)
@@ -49,60 +47,14 @@ def test_a_script_with_arrays_sums_and_defaults_is_one_job(tmp_path: Path) -> No
     assert (prepared.mbs, prepared.mesh.sizes["dp"], prepared.layers) == (16, 4, (2,) * 8)
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "framework", "section", "expected"),
-    [
-        ("model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, vocab_size: 256, seq_length: 64}\n"
-         "ddp: {use_megatron_fsdp: true, data_parallel_sharding_strategy: optim_grads}\n"
-         "train: {micro_batch_size: 2, global_batch_size: 32}\nmixed_precision: bf16_mixed\n",
-         "c.yaml", "megatron-bridge", "parallel", {"zero": 2}),
-        ("trainer: {devices: 8, num_nodes: 2, precision: bf16}\nmodel:\n  num_layers: 4\n  hidden_size: 64\n"
-         "  ffn_hidden_size: '${multiply:4, ${.hidden_size}}'\n  num_attention_heads: 4\n  micro_batch_size: 1\n"
-         "  global_batch_size: 64\n  optim: {name: distributed_fused_adam, lr: 1e-4}\n",
-         "n.yaml", "nemo", "parallel", {"zero": 1}),
-        ('[model]\nname = "llama3"\nflavor = "70B"\n[parallelism]\ntensor_parallel_degree = 8\n'
-         'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n'
-         '[training]\nlocal_batch_size = 8\n',
-         "t.toml", "torchtitan", "schedule",
-         {"name": "zbv", "stages_per_rank": 2, "microbatch_size": 1, "microbatches": 8,
-          "recompute": ["mlp", "attention"], "recompute_layers": "1::2"}),
-        ('[model]\nname = "llama3"\nflavor = "8B"\n[compile]\nenable = true\n[activation_checkpoint]\n'
-         'mode = "selective"\nselective_ac_option = "op"\n', "t.toml", "torchtitan", "costs",
-         {"software": "torchtitan-compiled"}),
-        ('{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,'
-         '"bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}', "ds.json", "deepspeed",
-         "parallel", {"zero": 3}),
-        ("recipe: x\nmodel: {config: {pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}}\n"
-         "distributed: {strategy: fsdp2, ep_size: 8, pp_size: 2,\n"
-         "  pipeline: {pp_schedule: 1f1b, pp_microbatch_size: 2}}\n"
-         "step_scheduler: {global_batch_size: 64, local_batch_size: 8}\n",
-         "a.yml", "automodel", "parallel", {"pp": 2, "ep": 8, "zero": 3}),
-        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 16\nnum_machines: 2\n"
-         "mixed_precision: bf16\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false}\n",
-         "acc.yaml", "accelerate", "parallel", {"zero": 2}),
-        ("modules: {pre_trainer: {framework: megatron, model: llama.yaml, overrides: {\n"
-         "  tensor_model_parallel_size: '${PRIMUS_TP:2}', global_batch_size: 16, num_layers: 4}}}\n",
-         "p.yaml", "primus", "parallel", {"tp": 2, "zero": 1, "sequence_parallel": True}),
-        ("using world size: 16, data-parallel-size: 4\n" + "".join(
-            f"  {k} {'.' * 20} {v}\n" for k, v in (("num_layers", 4), ("hidden_size", 64), ("num_attention_heads", 4),
-            ("seq_length", 64), ("micro_batch_size", 1), ("global_batch_size", 32), ("tensor_model_parallel_size", 2),
-            ("pipeline_model_parallel_size", 2), ("fp16", True), ("zero_stage", 1))),
-         "out.log", "megatron", "parallel",
-         {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": False, "layers": "even", "overlap_grad_reduce": False}),
-        ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --use-megatron-fsdp --bf16", "args.txt", "megatron",
-         "parallel", {"zero": 3}),
-    ],
-    ids=lambda v: v if isinstance(v, str) and "." in v and len(v) < 12 else "",
-)  # fmt: skip
-def test_every_format_says_whose_it_is_and_what_it_states(
-    tmp_path: Path, text: str, name: str, framework: str, section: str, expected: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("row", TEXTS["formats"], ids=lambda row: row["name"])
+def test_every_format_says_whose_it_is_and_what_it_states(tmp_path: Path, row: dict[str, Any]) -> None:
     (tmp_path / "llama.yaml").write_text("extends: [base.yaml]\nhidden_size: 64\nnum_layers: 9\n")
     (tmp_path / "base.yaml").write_text("num_attention_heads: 4\nseq_length: 128\nhidden_size: 32\n")
-    found = imported(tmp_path, text, name)
-    assert found.framework == framework and found.job[section] == expected
+    found = imported(tmp_path, row["text"], row["name"])
+    assert (found.framework, found.job[row["section"]]) == (row["framework"], row["expected"])
     assert not listed(found, UNKNOWN)
-    if framework == "primus":  # nearest file first
+    if found.framework == "primus":  # nearest file first
         assert [found.job["model"][k] for k in ("num_hidden_layers", "hidden_size", "seq_len")] == [4, 64, 128]
     prepare(job_from(found.job))
 
@@ -159,29 +111,8 @@ def test_files_that_are_no_launch_are_refused(tmp_path: Path, name: str, text: s
         imported(tmp_path, text, name)
 
 
-_WRAPPED = """#!/bin/bash
-#SBATCH --nodes=6   # of the allocation
-#SBATCH --gres=gpu:4
-python prepare.py --split train --out $OUT
-N=$SLURM_NNODES
-ARGS=" \\
-    --num-layers 8 --hidden-size 64 --num-attention-heads 4 \\
-    --seq-length 64 --rampup-batch-size 2 2 1_000 --global-batch-size 48 \\
-    "
-config="./ds.$SLURM_JOB_ID.json"
-cat <<EOT > $config
-{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": ${ZERO:-1}}, "bf16": {"enabled": true}}
-EOT
-export LAUNCHER="python -u -m torch.distributed.run --nproc_per_node 4 --nnodes $N \\
-    --rdzv_endpoint $HOST:6000 "
-export CMD=" `pwd`/pretrain_gpt.py $ARGS --pipeline-model-parallel-size 3 --deepspeed --deepspeed_config $config "
-echo $CMD
-clear; srun --wait=60 bash -c "$LAUNCHER --node_rank \\$SLURM_PROCID $CMD" 2>&1 | tee -a log.txt
-"""
-
-
 def test_a_batch_script_that_wraps_its_command_and_writes_its_json(tmp_path: Path) -> None:
-    found = imported(tmp_path, _WRAPPED, "run.slurm")
+    found = imported(tmp_path, TEXTS["texts"]["wrapped"], "run.slurm")
     assert found.framework == "deepspeed" and not listed(found, UNKNOWN)
     assert listed(found, ASSUMED) == ["--rampup-batch-size"]
     assert found.job["parallel"] == {"pp": 3, "zero": 1} and found.job["precision"] == {"compute": "bf16"}
@@ -207,10 +138,6 @@ def test_doubts_are_said_where_the_job_differs_from_the_file(tmp_path: Path) -> 
 
 
 TITAN = '[model]\nname = "llama3"\nflavor = "8B"\nconverters = [{}]\n[quantize.linear.float8]\nfilter_fqns = [{}]\n'
-AUTO = """model: {{config: {{pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}}}}
-distributed: {{strategy: fsdp2, pp_size: {}, pipeline: {{pp_schedule: interleaved1f1b, layers_per_stage: {},
-  round_virtual_stages_to_pp_multiple: {}}}}}
-"""
 
 
 @pytest.mark.parametrize(
@@ -238,7 +165,7 @@ def test_what_bears_on_nothing_of_the_job_is_understood_and_assumed_elsewhere(
 
 def test_a_launch_says_how_its_stages_are_rounded_and_what_is_gathered_in_fp8(tmp_path: Path) -> None:
     for way, stages in (("up", 4), ("down", 3)):  # 48 layers by 7 are 7 stages, on 2 ranks 8 or 6
-        found = imported(tmp_path, AUTO.format(2, 7, way), "a.yaml", "automodel")
+        found = imported(tmp_path, TEXTS["texts"]["auto"].format(2, 7, way), "a.yaml", "automodel")
         assert found.job["schedule"]["stages_per_rank"] == stages and not found.to_dict()["unknown"]
     text = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --bf16 --fp8-param-gather {}"
     assert "gather" not in imported(tmp_path, text.format("")).job["precision"]
@@ -253,8 +180,6 @@ def test_the_command_prints_a_job_that_loads(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "job.toml").write_text(text)
     assert main(["import", str(tmp_path / "run.sh"), "--json", "--from", "megatron-lm"]) == 0
     found = json.loads(capsys.readouterr().out)
-    import tomllib
-
     assert found["schema_version"] == 1 and tomllib.loads(text) == found["job"]
     assert main(["import", str(tmp_path / "run.sh"), "--from", "megatrn"]) == 2
     assert "fix: megatron" in capsys.readouterr().err

@@ -4,6 +4,7 @@ Expected values are read off the frameworks' own sources, named beside each.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from piper_sim.app.cli import main
 from piper_sim.frameworks.exporting import export_launch
 from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN
 from tests.piper_sim.frameworks.test_export import read_back
-from tests.piper_sim.frameworks.test_import import imported, listed
+from tests.piper_sim.frameworks.test_import import TEXTS, imported, listed
 
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64"
 MEGATRON = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SIZES} --vocab-size 256 "
@@ -61,36 +62,12 @@ def test_megatron_groups_queries_only_where_the_flag_says_so(tmp_path: Path) -> 
 
 # llmfoundry/models/mpt/configuration_mpt.py
 
-MPT = """max_seq_len: 64
-precision: amp_bf16
-global_train_batch_size: 32
-device_train_microbatch_size: 4
-model: {{name: mpt_causal_lm, d_model: 64, n_heads: 8, n_layers: 4, expansion_ratio: 4, max_seq_len: 64,
-  vocab_size: 256{}}}
-"""
+MPT, TITAN, NEMO = (TEXTS["texts"][name] for name in ("mpt", "titan", "nemo"))
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ("", {"kv": 8, "bias": True, "rope": False, "positions": True, "dropout": 0.0, "rms": False, "ups": 1}),
-        (", no_bias: true", {"bias": False}),
-        (", resid_pdrop: 0.1", {"dropout": 0.1}),
-        (", norm_type: rmsnorm", {"rms": True}),
-        (", learned_pos_emb: false", {"positions": False}),
-        (", attn_config: {attn_type: grouped_query_attention, kv_n_heads: 2}", {"kv": 2}),
-        (", attn_config: {attn_type: multiquery_attention}", {"kv": 1}),
-        (", attn_config: {attn_type: multihead_attention}", {"kv": 8}),
-        (", attn_config: {rope: true}", {"rope": True}),
-        (", attn_config: {qk_gn: true}", {"qk": True}),
-        (", attn_config: {attn_pdrop: 0.1}", {"attn_dropout": 0.1}),
-        (", ffn_config: {ffn_type: mptglu}", {"ups": 2}),
-        (", ffn_config: {ffn_type: mptmlp, ffn_hidden_size: 96}", {"ffn": 96}),
-        (", tie_word_embeddings: false", {"untied": True}),
-    ],
-)
-def test_an_mpt_is_built_as_its_file_says(tmp_path: Path, more: str, expected: dict[str, object]) -> None:
-    found = imported(tmp_path, MPT.format(more), "mpt.yaml", "llm-foundry")
+@pytest.mark.parametrize("row", TEXTS["mpt"], ids=lambda row: row["more"])
+def test_an_mpt_is_built_as_its_file_says(tmp_path: Path, row: dict[str, Any]) -> None:
+    found = imported(tmp_path, MPT.format(row["more"]), "mpt.yaml", "llm-foundry")
     assert not listed(found, UNKNOWN)
     m = prepare(job_from(found.job)).config
     has = {
@@ -102,7 +79,7 @@ def test_an_mpt_is_built_as_its_file_says(tmp_path: Path, more: str, expected: d
     }
     has |= {"rms": m.norm.value.startswith("rms"), "ups": m.activation.ups, "qk": bool(m.qk_norm), "ffn": m.ffn}
     has |= {"attn_dropout": m.attn_dropout, "untied": not m.tied}
-    assert {k: has[k] for k in expected} == expected
+    assert {k: has[k] for k in row["is"]} == row["is"]
 
 
 def test_what_an_mpt_has_and_we_do_not_is_said(tmp_path: Path) -> None:
@@ -113,19 +90,6 @@ def test_what_an_mpt_has_and_we_do_not_is_said(tmp_path: Path) -> None:
 
 
 # torchtitan train.py: gradient_accumulation_steps = global / (local · dp), each a whole pass of the pipeline
-
-TITAN = """[model]
-name = "llama3"
-flavor = "8B"
-[parallelism]
-pipeline_parallel_degree = 4
-data_parallel_shard_degree = 2
-pipeline_parallel_microbatch_size = 1
-pipeline_parallel_schedule = "1F1B"
-[training]
-local_batch_size = 4
-global_batch_size = 256
-"""
 
 
 def test_accumulated_passes_of_torch_are_flushes(tmp_path: Path) -> None:
@@ -304,16 +268,6 @@ def test_deepspeed_pads_the_vocabulary_as_megatron_does(tmp_path: Path) -> None:
 
 
 # NeMo 2's classes, as nemo-run writes them
-
-NEMO = """model:
-  _target_: nemo.collections.llm.gpt.model.llama.LlamaModel
-  config: {{_target_: nemo.collections.llm.gpt.model.llama.{}, seq_length: 8192}}
-trainer:
-  devices: 8
-  num_nodes: 2
-  strategy: {{_target_: nemo.lightning.MegatronStrategy, tensor_model_parallel_size: 2}}
-data: {{global_batch_size: 32, micro_batch_size: 1}}
-"""
 
 
 def test_a_class_of_nemo_2_is_a_model_by_name(tmp_path: Path) -> None:

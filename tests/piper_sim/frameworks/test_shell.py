@@ -13,7 +13,7 @@ from ir.job.build import prepare
 from ir.job.load import job_from
 from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN
 from piper_sim.frameworks.shell import MAYBE_SET, UNSET, read_shell
-from tests.piper_sim.frameworks.test_import import imported, listed
+from tests.piper_sim.frameworks.test_import import TEXTS, imported, listed
 
 FORM = FileErrors("a launch", ErrorKind.JOB, "FILE")
 LAUNCH = "torchrun --nproc_per_node 8 pretrain_gpt.py {} --hidden-size 64 --num-attention-heads 8 --seq-length 64"
@@ -23,21 +23,7 @@ def layers(tmp_path: Path, text: str) -> int:
     return prepare(job_from(imported(tmp_path, text).job)).config.layers
 
 
-BRANCHES = {
-    "if": 'if [ "$M" = small ]; then\n  N=4\nelif [[ $M == "large" ]]; then N=9\nelse\n  N=2\nfi',
-    "one line": 'if [ "$M" = small ]; then N=4; elif [ $M = large ]; then N=9; else N=2; fi',
-    "case": 'case "$M" in\n  small) N=4 ;;\n  la*|huge)\n    N=9\n    ;;\n  *) N=2;;\nesac',
-    "case, one line": "case $M in small) N=4;; large) N=9;; *) N=2;; esac",
-    "case, spaces": "case $M in\n ( small | tiny ) N=4;;\n large )\n N=9;;\n *)\n N=2\nesac",
-    "and": 'N=2\n[ "$M" = small ] && N=4\n[ "$M" != large ] || N=9',
-    "nested": "if [ $M != other ]; then\n if [ $M = small ]; then N=4; else N=9; fi\nelse\n N=2\nfi",
-    "numbers": "K=2\n[ $M = small ] && K=4\n[ $M = large ] && K=9\nif (( K > 4 )); then N=9\n"
-    "elif [ $K -ge 3 ]; then N=4; else N=2; fi",
-    "group": "N=2\nK=0\n[ $M = small ] && { K=1; N=4; }\n[ $M != large ] || { K=1\nN=9; }",
-    "flag": 'S=false; L=false\n[ "$M" = small ] && S=true\n[ "$M" = large ] && L=true\nN=2\nif $S; then N=4; fi; '
-    "if [[ $L == true ]]; then N=9; fi",
-    "empty": 'N=2\nif [ -z "$NEVER" ]; then\n [ "$M" == small ] && N=4\n test "$M" = large && N=9\nfi',
-}  # fmt: skip
+BRANCHES = TEXTS["branches"]
 
 
 @pytest.mark.parametrize("how", BRANCHES)

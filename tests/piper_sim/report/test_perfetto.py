@@ -55,12 +55,8 @@ def test_two_traces_stand_rank_by_rank() -> None:
     found = events(perfetto_gz({"predicted": trace, "measured": trace}))
     order = {e["pid"]: e["args"]["sort_index"] for e in found if e["name"] == "process_sort_index"}
     names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
-    assert [names[pid] for pid in sorted(names, key=order.__getitem__)] == [
-        "predicted rank 0",
-        "measured rank 0",
-        "predicted rank 1",
-        "measured rank 1",
-    ]
+    shown = [names[pid] for pid in sorted(names, key=order.__getitem__)]
+    assert shown == [f"{whose} rank {rank}" for rank in (0, 1) for whose in ("predicted", "measured")]
 
 
 def test_names_are_given_as_they_are() -> None:

@@ -107,7 +107,7 @@ def test_reductions_slow_all_to_alls_beside_them_and_on_one_stream_do_not() -> N
 
 
 def test_who_leads_depends_on_what_messages_cost_and_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breakeven, "ARMS", {s: breakeven.ARMS[s] for s in ("1f1b", "zbv", "interleaved-1f1b-overlap")})
+    monkeypatch.setattr(breakeven, "SCHEDULES", ("1f1b", "zbv", "interleaved-1f1b-overlap"))
     monkeypatch.setattr(breakeven, "WIRES", (0.01, 1.0))
     found = breakeven.lines_of(breakeven.BreakEven("small", ranks=4, microbatches=2))
     assert [s for _, s in found.leaders()] == ["zbv", "interleaved-1f1b-overlap"]

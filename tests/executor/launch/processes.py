@@ -1,0 +1,64 @@
+"""Processes that tests start and look after: Python beside this repository, torchrun's agents, the ranks of a run."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+COMMAND = ("-m", "piper_sim.app.cli")
+
+
+def started(*args: str, cwd: Path = ROOT, **env: str) -> subprocess.Popen[str]:
+    """Python, with whatever it says kept. env: beside this process's own."""
+    whole = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, *args], cwd=cwd, env=whole, stdout=pipe, stderr=pipe, text=True)
+
+
+def python(*args: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    """Python, run to its end."""
+    with started(*args, cwd=cwd, **env) as process:
+        try:
+            out, errors = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+
+def agent(
+    nodes: int, per_node: int, port: int, *args: str, module: str = "executor", **env: str
+) -> subprocess.Popen[str]:
+    """One of torchrun's, of as many as there are nodes."""
+    sizes = ["--nnodes", str(nodes), "--nproc-per-node", str(per_node)]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", str(port)]
+    line = ["-m", "torch.distributed.run", *sizes, *meeting, "-m", module, *args]
+    return started(*line, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    """The lines that are JSON objects."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def pids(out: Path) -> list[int]:
+    """Of the ranks of a run, by its `--out`."""
+    return [r["pid"] for r in json.loads((out / "ranks.json").read_text())["ranks"].values()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
