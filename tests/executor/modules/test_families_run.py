@@ -6,7 +6,7 @@ from executor.modules.decoder import DecoderModel
 from ir.core.errors import PiperError
 from ir.workload import config_from
 from ir.workload.config.keys import FORMS
-from tests.ir.workload.hub_configs import FAMILIES
+from tests.ir.workload.models import FAMILIES
 
 CONFIGS = {name: row["config"] for name, row in FAMILIES.items() if name in FORMS}
 SIZES = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 8, "vocab_size": 96}

@@ -20,7 +20,7 @@ from tests.executor.modules import hub
 from tests.executor.modules.hub import gap
 from tests.executor.modules.hub_campaign import CLOSE, Outcome, judge
 from tests.executor.modules.hub_draws import DRAWS, draw
-from tests.ir.workload import hub_configs
+from tests.ir.workload import models
 
 torch.set_num_threads(1)
 FAR = 1e-6  # a control must be at least so far off
@@ -49,9 +49,9 @@ def _distinct() -> dict[str, dict[str, Any]]:
 
 
 # Stretched over 8 tokens where their own files say thousands: here sequences have 12.
-LLAMA31 = small(hub_configs.LLAMA31_8B)
+LLAMA31 = small(models.LLAMA31_8B)
 LLAMA31["rope_scaling"] = {**LLAMA31["rope_scaling"], "original_max_position_embeddings": 8}
-V3 = small(hub_configs.DEEPSEEK_V3)
+V3 = small(models.DEEPSEEK_V3)
 V3["rope_scaling"] = {**V3["rope_scaling"], "original_max_position_embeddings": 8}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 QWEN3 = {**small(raw_config("qwen3-8b")), "use_sliding_window": True, "sliding_window": 3, "layer_types": KINDS}
@@ -59,7 +59,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     **_distinct(),
     "Llama-3.1": LLAMA31,
     "DeepSeek-V3's own file": V3,
-    "Qwen3-30B-A3B's own file": small(hub_configs.QWEN3_30B),
+    "Qwen3-30B-A3B's own file": small(models.QWEN3_30B),
     "theta in rope_parameters": small(raw_config("tiny-llama"), rope_theta=5e5, rope_parameters={"rope_theta": 5e5}),
     "windows by layer": QWEN3,
     "windows by max_window_layers": small(raw_config("qwen2-7b"), use_sliding_window=True, max_window_layers=1),

@@ -19,7 +19,7 @@ from ir.workload.parts.kernels import flops
 from ir.workload.setting import MicrobatchShape, ModelPrecision
 from ir.workload.work import dispatch_bytes, part_work
 from tests.executor.modules.hub import quiet
-from tests.ir.workload.hub_configs import DATA, FAMILIES
+from tests.ir.workload.models import DATA, FAMILIES
 
 TOKENS = 8
 TOWERS = ("t5", "mt5")  # whose decoder reads half as many tokens here as the encoder

@@ -5,7 +5,7 @@ import pytest
 from ir.core.ops import Pass
 from ir.workload import load_config, local_numel, local_shape, model_chunks, presets
 from ir.workload.part import PartLayout
-from tests.ir.workload.hub_configs import DATA
+from tests.ir.workload.models import DATA
 
 
 def billions(name, **overrides):

@@ -7,7 +7,7 @@ import pytest
 from ir.core.errors import ErrorKind, PiperError
 from ir.workload import config_from, load_config, presets
 from ir.workload.config.keys import TYPES
-from tests.ir.workload.small import LLAMA, refused
+from tests.ir.workload.models import LLAMA, refused
 
 CONTRACT = (
     "gpt3-175b llama3-8b llama3-70b llama3-405b mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3 "

@@ -16,8 +16,8 @@ from ir.workload.config.spec import AttentionRopeScaling, AttentionRopeScalingKi
 from ir.workload.part import chunk_flops
 from ir.workload.setting import MicrobatchShape, ModelPrecision
 from ir.workload.work import ConfigModelWork
-from tests.ir.workload import hub_configs as hub
-from tests.ir.workload.small import LLAMA, refused
+from tests.ir.workload import models as hub
+from tests.ir.workload.models import LLAMA, refused
 
 QWEN = {**LLAMA, "model_type": "qwen3", "num_key_value_heads": 4, "sliding_window": 16, "use_sliding_window": True}
 YARN = {"rope_type": "yarn", "factor": 4.0}

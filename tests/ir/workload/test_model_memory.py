@@ -15,7 +15,7 @@ from ir.workload.part import PartLayout
 from ir.workload.partition import partition
 from ir.workload.setting import MicrobatchShape, ModelPrecision, check_setting
 from ir.workload.work import part_work
-from tests.ir.workload.small import work
+from tests.ir.workload.models import work
 
 TABLE = Path(__file__).parents[2] / "data" / "korthikanti_activation.csv"
 BF16 = ModelPrecision()

@@ -7,7 +7,7 @@ from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.workload.part import PartLayout
 from ir.workload.setting import MicrobatchShape
-from tests.ir.workload.small import work
+from tests.ir.workload.models import work
 
 
 def test_norms_inside_attention_keep_statistics_too() -> None:

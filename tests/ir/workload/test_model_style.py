@@ -13,14 +13,14 @@ from ir.workload.setting import KernelStyle, MicrobatchShape, ModelPrecision, To
 from piper_sim.memory.timeline import memory, state
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.planned import PlannedJob
-from tests.ir.workload import small
+from tests.ir.workload import models
 
 LLAMA = load_config("llama3-8b", {"num_hidden_layers": 1, "num_key_value_heads": 32})
 TOKENS, H, FFN, VOCAB = 4096, 4096, 14336, 128256
 
 
 def work(at, part, style, layout=PartLayout()):
-    return small.work(LLAMA, at, part, layout, style=style)
+    return models.work(LLAMA, at, part, layout, style=style)
 
 
 def kept(at, part, style, layout=PartLayout()):
@@ -53,7 +53,7 @@ def test_eager_keeps_the_gate_s_activation_and_the_fused_product_beside_rope_s()
     assert kept(1, "attn", eager) - kept(1, "attn", fused) == 2 * TOKENS * 2 * H
     gpt, shape = load_config("gpt3-175b", {"n_layer": 1}), MicrobatchShape(1, 2048)
     for part in model_chunks(gpt)[1].parts:  # no gate, no rope
-        one, two = (small.work(gpt, 1, part.name, shape=shape, style=x) for x in (fused, eager))
+        one, two = (models.work(gpt, 1, part.name, shape=shape, style=x) for x in (fused, eager))
         assert one == two
 
 
@@ -98,8 +98,8 @@ def test_fp8_goes_in_and_out_of_what_it_keeps():
     at = next(i for i, c in enumerate(model_chunks(config)) if any(p.name == "experts" for p in c.parts))
     precision = ModelPrecision(DType.FP8, dispatch=DType.FP8)
     for part, label in (("attn", "context"), ("experts", "pre_activation"), ("shared", "pre_activation")):
-        w = small.work(config, at, part, PartLayout(ep=64), precision=precision)
-        plain = small.work(config, at, part, PartLayout(ep=64))
+        w = models.work(config, at, part, PartLayout(ep=64), precision=precision)
+        plain = models.work(config, at, part, PartLayout(ep=64))
         assert [k.label for k in w.forward if k.label.startswith(f"{label}.store")]
         assert [k.label for k in w.input_grad if k.label.startswith(f"{label}.load")]
         assert not [k for k in (*plain.forward, *plain.input_grad) if k.label.endswith(".fp8")]
