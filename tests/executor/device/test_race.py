@@ -57,6 +57,7 @@ NEEDLESS = {
     "LocalTransportHandle.wait for Thread.run": "who needs a message waits for a later one of its stream, too",
     "StreamOp.post for PlanInterpreter._queue": "what a bucket reduces is older than the message before it",
     "LocalTransportHub._move for BucketSync.start.<locals>.<lambda>": "the same, of another rank's bucket",
+    "PlanInterpreter._wait": "weights are read behind a tp message of a rank that has waited for the same gather",
 }
 
 
