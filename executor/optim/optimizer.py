@@ -116,12 +116,14 @@ class Optimizer:
         """Update all parameters with grads · scale."""
         self.lr = learning_rate(self.config, self.steps, self.ends)
         self.steps += 1
+        fused = self.config.name == "sgd" and not self.config.clip_norm  # one kernel, which makes nothing on its way
         for name, own in self.params.items():
             weight = self.masters.get(name, own)
             tensors = [own, weight, grads[name], *self.state[name].values()]
             for cut, decay in self.runs[name]:
                 part = tensors if cut == slice(None) else [t.view(-1)[cut] for t in tensors]
-                for param, wide, grad, *state in _blocks(part):
+                whole = fused and not decay and grads[name].dtype == weight.dtype
+                for param, wide, grad, *state in [part] if whole else _blocks(part):
                     grad = grad.to(wide.dtype)
                     grad = grad * scale if self.config.clip_norm else grad  # by 1.0 too, so memory knows no data
                     (self._adamw if self.config.name == "adamw" else self._sgd)(decay, wide, grad, *state)

@@ -70,6 +70,26 @@ FALLS: dict[str, dict[str, Any]] = {
 STEPS, WARM = 12, 3
 
 
+@pytest.mark.parametrize(
+    ("config", "grads", "made"),
+    [
+        (JobOptimizer("sgd", clip_norm=0), torch.float32, 0),
+        (JobOptimizer("sgd", clip_norm=1), torch.float32, 4096),  # a product, of a stretch
+        (JobOptimizer("sgd", clip_norm=0, weight_decay=0.1), torch.float32, 4096),  # a sum
+        (JobOptimizer("sgd", clip_norm=0), torch.bfloat16, 4096),  # a wider copy
+    ],
+)
+def test_an_update_makes_nothing_on_its_way_or_what_a_stretch_needs(
+    config: JobOptimizer, grads: torch.dtype, made: int
+) -> None:
+    """And, where it makes nothing, in one kernel for the whole. By torch's own profiler."""
+    opt, grad = Optimizer(config, {"w": torch.ones(16384)}), torch.ones(16384, dtype=grads)
+    with torch.profiler.profile(profile_memory=True) as found:
+        opt.step({"w": grad})
+    assert max(e.cpu_memory_usage for e in found.events()) == 4 * made
+    assert sum(e.name == "aten::add_" for e in found.events()) == (4 if made else 1)
+
+
 def _torchs(optimizer: torch.optim.Optimizer, o: JobOptimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """The same schedule of torch's own parts."""
     to = torch.optim.lr_scheduler
