@@ -24,7 +24,8 @@ from tests.house.source import Source, module_of
 from tests.mutate.operators import Mutant
 
 ROOT = Path(__file__).parents[2]
-WIDER = 6  # test files beyond those of the room
+WIDER = 6  # test files beyond those of the room, and `TOLD`, which reads every format
+TOLD = "tests/fuzz/test_told.py"
 ALLOWED = 60.0  # seconds on top of four times what the tests take
 
 
@@ -46,7 +47,7 @@ class ImportGraph(Source):
         return {module_of(path): path for path in self.files}
 
     def tests(self, path: str) -> tuple[list[str], list[str]]:
-        """(doctests of its own and its importers, its room's tests; the nearest test files beyond the room)."""
+        """(doctests of its own and its importers, tests of its room and above it; the nearest test files beyond)."""
         users: dict[str, set[str]] = {}
         for module, targets in self.edges.items():
             for target in targets:
@@ -60,10 +61,12 @@ class ImportGraph(Source):
         room = next(r for r in Path("tests", path).parents if any(p.startswith(f"{r}/") for p in self.files))
         home = f"tests/{path.split('/')[0]}/"
         far = {p: (n, not p.startswith(home), len(self.edges[module_of(p)])) for p, n in paths.items() if "/test_" in p}
-        inside = [p for p in far if p.startswith(f"{room}/")]
+        around = {f"{r}" for r in room.parents}
+        inside = [p for p in far if p.startswith(f"{room}/") or str(Path(p).parent) in around]
         beside = [p for p, n in paths.items() if n == 1 and p.startswith(home[6:]) and ">>> " in self.files[p]]
         outside = [p for p in far if p not in inside and not p.startswith(("tests/bench/", "tests/docs/"))]
-        return [path, *beside, *inside], sorted(outside, key=far.__getitem__)[:WIDER]
+        nearest = sorted(outside, key=lambda p: (p != TOLD, far[p]))[: WIDER + 1]
+        return [path, *beside, *inside], nearest
 
 
 def copied(root: Path, tree: Path) -> None:
