@@ -193,7 +193,7 @@ def check_room(folder: Path, resumed: Path | None, *, force: bool) -> None:
 
 def sweep(folder: Path, tick: Tick) -> None:
     """Remove what was never finished. Only its writer may: it has the lock. tick: called for every file."""
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir()):
         if _PART.fullmatch(path.name):
             _remove(path, tick)
 
@@ -235,7 +235,7 @@ def discard(path: Path, tick: Tick) -> None:
 def _remove(path: Path, tick: Tick) -> None:
     """As far as it can be: what stays is not complete, and the next run tries again."""
     with suppress(OSError):
-        for file in path.iterdir():
+        for file in sorted(path.iterdir()):
             if not file.is_dir():
                 file.unlink()
                 tick()
