@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from itertools import product
+from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import DType
@@ -26,6 +27,7 @@ from tests.ir.verify.edits import differences
 from tests.ir.workload.hub_configs import FAMILIES, small
 
 JOBS, CHANGES = 240, 12
+CAPTURED = str(Path(__file__).parents[1] / "fuzz" / "seeds" / "model.json")
 Golden = Callable[[str, str], None]
 # Whatever a job may vary, the usual value first.
 VARIED: Mapping[str, Mapping[str, Sequence[object]]] = {
@@ -57,7 +59,7 @@ def digest(value: object) -> str:
 
 def short(error: PiperError) -> str:
     """Its words, one line under the other; of long ones the beginning."""
-    lines = str(error).split("\n")
+    lines = str(error).replace(CAPTURED, "model.json").split("\n")
     return "\n  ".join(x if len(x) < 200 else f"{x[:160]} … {digest(x)}" for x in lines)
 
 
@@ -88,6 +90,9 @@ def drawn(number: int) -> dict[str, dict[str, object]]:
             kept["parallel"] = {k: v for k, v in parallel.items() if k not in ("ep", "etp")}
         if "recompute_layers" in schedule:
             schedule["recompute"] = [*VARIED["schedule"]["recompute"][1:]][number % 7]
+    if number % 12 == 5:  # a module that was captured
+        kept["precision"] = {"compute": rng.choice(("fp32", "fp32", "bf16")), **kept["precision"]}
+        return {"model": {"graph": CAPTURED, "seq_len": 4, "attention": attention}, **kept}
     return {"model": {**small(family), "seq_len": 32, "attention": attention}, **kept}
 
 
@@ -95,7 +100,7 @@ def planned(number: int) -> Iterable[str]:
     """A drawn job's plan, which obeys the rules and is what its text says; or why there is none."""
     table = drawn(number)
     said = " ".join(f"{k}={v}" for s, keys in table.items() if s != "model" for k, v in keys.items())
-    yield f"{number} {table['model']['model_type']} {table['model']['attention']} {said}"
+    yield f"{number} {table['model'].get('model_type', 'captured')} {table['model']['attention']} {said}"
     try:
         prepared = prepare(job_from(table))
         plan = prepared.plan()

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from functools import cached_property
 from importlib import import_module
-from itertools import count
+from itertools import accumulate, count
 from multiprocessing import get_context
 from pathlib import Path
 from xml.etree import ElementTree
@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 WIDER = 6  # test files beyond those of the room, and `TOLD`, which reads every format
 TOLD = "tests/fuzz/test_told.py"
 ALLOWED = 60.0  # seconds on top of four times what the tests take
+LONGEST = 60.0  # of a mutant's tests without it, in the room and again beyond: what only slower ones see, survives
 
 
 # What takes seconds to import is imported once, and children are forked. CI: a test that is skipped is red.
@@ -120,14 +121,16 @@ def baseline(tree: Path, files: Sequence[str]) -> dict[str, float]:
 
 
 def killed(tree: Path, mutant: Mutant, seconds: dict[str, float]) -> str:
-    """What tests, with the seconds they take, say of it: its own doctests first, then the quickest; "" if nothing."""
+    """What tests, with the seconds they take, say of it: its own doctests, then the quickest ones; "" if nothing."""
     path = tree / mutant.path
     source, times = path.read_bytes(), path.stat()
     kernels = set(path.parent.glob("__pycache__/numba-*"))
     path.write_bytes(mutant.applied(source))
     os.utime(path, (times.st_atime, times.st_mtime + 10 + next(_LATER)))
     try:
-        first = sorted(seconds, key=lambda f: (f != mutant.path, f.startswith("tests/"), seconds[f]))
+        every = sorted(seconds, key=lambda f: (f != mutant.path, f.startswith("tests/"), seconds[f]))
+        spent = accumulate(seconds[f] for f in every)
+        first = [f for f, s in zip(every, spent, strict=True) if s <= LONGEST or f == every[0]]
         code, said = run(tree, first, "-x", limit=ALLOWED + 4 * sum(seconds.values())) if first else (0, "")
         words = [w for w in said.split("\n") if w.startswith(("FAILED", "ERROR"))]
         return "" if code in (0, 5) else (words[0] if words else f"exit {code}")[:150]

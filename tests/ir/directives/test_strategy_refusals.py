@@ -1,13 +1,31 @@
 """What a strategy file is refused for: exit code, file, and what the message says."""
 
+from collections.abc import Callable
+from copy import deepcopy
+from hashlib import sha256
+from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.directives.load import load_strategy
-from tests.ir.directives.strategies import SHIPPED, SPLIT, A, B, act, order, place, planned, replicate, write
+from tests.fuzz.corrupt import in_tree
+from tests.ir.directives.strategies import (
+    SHIPPED,
+    SPLIT,
+    A,
+    B,
+    act,
+    one_f_one_b,
+    order,
+    place,
+    planned,
+    replicate,
+    write,
+)
 
 
 def refusal(path: str, **keys: Any) -> PiperError:
@@ -113,3 +131,19 @@ def test_a_file_that_is_not_there(tmp_path: Path, name: str) -> None:
     with pytest.raises(PiperError) as found:
         load_strategy(tmp_path / name)
     assert found.value.kind is ErrorKind.IO and found.value.key == "schedule.directives"
+
+
+def test_what_is_said_of_files_that_are_nearly_right(golden: Callable[[str, str], None], tmp_path: Path) -> None:
+    said = []
+    for number, name in product(range(30), SHIPPED):
+        value, rng = [deepcopy([*SHIPPED[name], one_f_one_b(0, 2, 4)])], Random(f"{name} {number}")
+        for _ in range(rng.choice((1, 1, 2))):
+            in_tree(value, rng)
+        try:
+            words = sha256("\n".join(planned(write(tmp_path, value[0]), microbatches=2).texts).encode()).hexdigest()[
+                :12
+            ]
+        except PiperError as error:
+            words = f"{error.kind} {error}".replace(str(tmp_path), ".")
+        said.append(f"{name} {number}: {words[:400]}\n")
+    golden("strategies.txt", "".join(said))
