@@ -9,13 +9,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.filters import parse_filter
 from ir.core.work import DType
+from ir.directives import ReplicateDirective
 from ir.graph.classes import node_classes
 from ir.graph.graph import Graph
+from ir.graph.sync import buckets
 from ir.job.build import prepare
 from ir.job.load import job_from
+from ir.lower import MessageQueue, PassMerge, PlanPolicy
 from ir.plan.text import parse_plan, plan_digest, plan_text
 from ir.schedules.registry import NAMES
 from ir.verify import check_plan
@@ -23,11 +28,13 @@ from ir.workload import config_from, model_chunks
 from ir.workload.part import PartLayout
 from ir.workload.setting import KernelStyle, MicrobatchShape, ModelPrecision, TokenLossKind, check_setting
 from ir.workload.work import dispatch_bytes, part_work
+from tests.ir.plans import FIXED, moe_plan
 from tests.ir.verify.edits import differences
 from tests.ir.workload.hub_configs import FAMILIES, small
 
-JOBS, CHANGES = 240, 12
+JOBS, MIXES, CHANGES = 240, 120, 12
 CAPTURED = str(Path(__file__).parents[1] / "fuzz" / "seeds" / "model.json")
+LATE = ("gather_on_demand", "reduce_behind")
 Golden = Callable[[str, str], None]
 # Whatever a job may vary, the usual value first.
 VARIED: Mapping[str, Mapping[str, Sequence[object]]] = {
@@ -118,6 +125,44 @@ def planned(number: int) -> Iterable[str]:
     yield f"  layers {prepared.layers} strategy {digest((strategy, [d.json() for d in prepared.strategy]))}"
 
 
+def mixed(number: int) -> str:
+    """A plan of invented numbers, each different, whose layers and parts are kept in step in ways of their own."""
+    rng = random.Random(f"mixed {number}")
+    name, ranks, mbs = rng.choice(FIXED), rng.choice((1, 2, 2, 4)), rng.choice((1, 2, 3, 5))
+    stages = 2 * ranks + rng.randrange(3)
+    late: dict[str, Any] = {k: rng.random() < 0.2 for k in ("whole_backward", "delay_wgrad", "blocking", *LATE)}
+    merge = rng.choice((PassMerge.ALTERNATE, PassMerge.TEMPLATE, PassMerge.FUSED))
+    late |= {"lookahead": rng.choice((1, 1, 0, 2)), "clip": rng.random() < 0.7}
+    policy = PlanPolicy(merge, p2p=rng.choice([*MessageQueue]), **late)
+    filters = [{"L": str(rng.randrange(4))} for _ in range(rng.randrange(3))] + [{"L": "1..2"}, {"EP": "*"}][
+        : rng.randrange(3)
+    ]
+    then = tuple(
+        ReplicateDirective(
+            parse_filter(f), rng.randrange(4), rng.choice((None, 0.0002, 0.0005)), *rng.choices(("dp", "zero"), k=2)
+        )
+        for f in filters
+    )
+    given = dict(
+        zero=rng.randrange(4), dp=(dp := rng.choice((2, 3, 4))), ep=1 if dp == 3 else rng.choice((1, 2)), layers=stages,
+        tied=rng.random() < 0.3, recompute=rng.choice(((), ("full",), ("norm",), ("mlp", "norm"))),
+        prefetch=rng.randrange(3), bucket_MiB=rng.choice((None, 0.0003)), reduce_stream=rng.choice(("dp", "zero")),
+        then=then,
+    )  # fmt: skip
+    said = f"{number} {name} P{ranks} M{mbs} {policy.header()} {given | {'then': [d.json() for d in then]}}"
+    try:
+        plan = moe_plan(name, ranks, mbs, policy, **given)
+    except PiperError as e:
+        return f"{said}\n  {short(e)}"
+    try:
+        check_plan(plan)
+    except PiperError as e:  # some stop whose stages compute nothing beside a transfer
+        assert e.kind is ErrorKind.DEADLOCK, e
+        said += " stops"
+    found = digest([(b.key, b.numel, b.ranks, b.owners, b.params) for b in buckets(plan.graph)])
+    return f"{said}\n  ops {len(plan)} plan {plan_digest(plan)[:12]} buckets {found} graph {digest(plan.graph.nodes)}"
+
+
 def worked(family: str) -> Iterable[str]:
     """What a family's parts cost and keep, in a few settings."""
     config = config_from(small(family), "small")
@@ -166,6 +211,10 @@ def changed(family: str) -> Iterable[str]:
 
 def test_drawn_jobs_have_the_plans_they_had(golden: Golden) -> None:
     golden("plans.txt", "\n".join(line for n in range(JOBS) for line in planned(n)) + "\n")
+
+
+def test_drawn_mixes_have_the_plans_they_had(golden: Golden) -> None:
+    golden("mixes.txt", "\n".join(mixed(n) for n in range(MIXES)) + "\n")
 
 
 def test_families_parts_cost_and_keep_what_they_did(golden: Golden) -> None:

@@ -75,6 +75,8 @@ BAD: list[tuple[object, int, str]] = [
     ([place(0, [-1, 2])], 2, "devices [-1, 2]"),
     ([place(None, A)], 2, "selects nothing"),
     ([place("*", A), place(1, B)], 2, "which stage"),
+    ([place("0..9999999", A)], 2, "too many stages"),
+    ([place("0,9999999", A), place(1, B)], 2, "too many stages"),
     ([place(0, A, "a"), place(1, B, "b")], 2, "stream 'b'"),
     ([*BASE, place(0, B)], 2, "stage 0 is placed on"),
     ([*BASE[:2], replicate(0, B), replicate(1, A)], 2, "but stage 0 is placed on [0, 2]"),
