@@ -100,7 +100,8 @@ def drawn(number: int) -> dict[str, dict[str, object]]:
     if number % 12 == 5:  # a module that was captured
         kept["precision"] = {"compute": rng.choice(("fp32", "fp32", "bf16")), **kept["precision"]}
         return {"model": {"graph": CAPTURED, "seq_len": 4, "attention": attention}, **kept}
-    return {"model": {**small(family), "seq_len": 32, "attention": attention}, **kept}
+    more = {"num_nextn_predict_layers": rng.randrange(2)} if family == "deepseek_v3" else {}
+    return {"model": {**small(family), **more, "seq_len": 32, "attention": attention}, **kept}
 
 
 def planned(number: int) -> Iterable[str]:
