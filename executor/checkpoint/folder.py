@@ -48,11 +48,18 @@ class CheckpointLock:
         self._fd = _locked(folder, fcntl.LOCK_EX)
 
     def say(self, run: str, name: str) -> None:
-        """Leave word, down to the disk, for the run's other ranks, and of the process for whoever is refused."""
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, msgspec.json.encode(CheckpointHolder(run, name, os.getpid(), socket.gethostname())), 0)
-        os.fsync(self._fd)
-        sync_folder(self.folder)
+        """Leave word, down to the disk, for the run's other ranks, and of the process for whoever is refused.
+
+        Raises PiperError (io): there is no room, or the disk fails.
+        """
+        words = msgspec.json.encode(CheckpointHolder(run, name, os.getpid(), socket.gethostname()))
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, words, 0)
+            os.fsync(self._fd)
+            sync_folder(self.folder)
+        except OSError as error:
+            raise refused(self.folder, error.strerror or str(error), "make room; or another --save") from error
 
     def free(self) -> None:
         os.close(self._fd)

@@ -3,6 +3,7 @@
 One process looks after all ranks, one by one. The order is checked by a rule of its own, and held by golden files.
 """
 
+import errno
 import fcntl
 import io
 import json
@@ -27,9 +28,10 @@ from executor.checkpoint import folder as folder_module
 from executor.checkpoint import keeper as keeper_module
 from executor.checkpoint import manifest as manifest_module
 from executor.checkpoint import tensors as tensors_module
+from executor.checkpoint.folder import complete
 from executor.checkpoint.hub import write_hub
 from executor.checkpoint.keeper import RankCheckpoint
-from executor.checkpoint.manifest import read_manifest
+from executor.checkpoint.manifest import read_manifest, verify
 from executor.checkpoint.settings import settled
 from ir.core.errors import PiperError
 from ir.core.work import DType
@@ -44,10 +46,10 @@ FLAGS = {os.O_EXCL: "new", os.O_CREAT: "made", os.O_CLOEXEC: "kept here", os.O_R
 
 
 class Disk:
-    """What is asked of the disk below a folder, one line each."""
+    """What is asked of the disk below a folder, one line each. full: the line at which there is no room."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.lines = folder, list[str]()
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, full: int = -1) -> None:
+        self.folder, self.lines, self.full = folder, list[str](), full
         for module, names in {
             os: ("write", "pwrite", "fsync", "ftruncate", "close", "open"),
             fcntl: ("flock",),
@@ -59,6 +61,9 @@ class Disk:
         monkeypatch.setattr(io, "open", partial(self._opened, io.open))
 
     def note(self, line: str) -> None:
+        at, self.full = self.full, self.full - (line[0] != " " and not line.startswith("close"))
+        if at == self.full + 1 == 1:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} at {line.replace(str(self.folder), '.')}")
         self.lines.append(re.sub(r'"pid":\d+,"host":"[^"]*"', "", line.replace(str(self.folder), ".")))
 
     def _asked(self, real: Any, name: str, at: Any, *more: Any, **named: Any) -> Any:
@@ -183,6 +188,40 @@ def test_what_a_save_asks_of_the_disk(
     golden(f"disk, {name}{', behind' * behind}.txt", "\n".join(disk.lines) + "\n")
 
 
+def test_wherever_the_disk_is_full_it_is_told_and_what_was_complete_stays(
+    golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, said = State.of(tmp_path / "job", *SETS), list[str]()
+    state.fill(drawn(state, SLOTS, torch.float64))
+    first = state.save(tmp_path / "first", 1, run="one").parent
+    monkeypatch.setattr(folder_module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(manifest_module, "THREADS", 1)
+    monkeypatch.setattr(keeper_module.uuid, "uuid4", lambda: type("Named", (), {"hex": "aaaa"}))
+    for n in range(1, 200):
+        folder, words = Path(shutil.copytree(first, tmp_path / f"{n}")), "done"
+        with monkeypatch.context() as patch:
+            disk = Disk(folder, patch, n)
+            try:
+                life(state, disk, 2, resume=str(folder / "step-000001"), first=1, keep=1, run="one")
+            except (OSError, PiperError) as error:
+                assert isinstance(error, PiperError), disk.lines
+                words = re.sub(
+                    r"\"pid\".*\"}",
+                    "",
+                    f"{type(error).__name__} {error}".replace(str(folder), ".").replace("\n", "\n  "),
+                )
+        found = complete(folder)
+        for path in found.values():
+            verify(path, manifest := read_manifest(path), manifest.files)
+        assert found and (words != "done" or 2 in found)
+        said.append(f"{n}: {words}, {[*found]}\n")
+        shutil.rmtree(folder)
+        if disk.full > 0:
+            break
+    assert words == "done" and len(said) > 40
+    golden("full.txt", "".join(said))
+
+
 def test_a_name_before_its_bytes_is_seen() -> None:
     good = ["write ./a.tmp-b/x 5 bytes", "fsync ./a.tmp-b/x ", "fsync ./a.tmp-b ", "rename ./a.tmp-b ./step-000001"]
     assert not rule(good) and all(rule(good[:k] + good[k + 1 :]) for k in (1, 2))
@@ -273,6 +312,11 @@ def test_what_is_said_to_whoever_saves_or_resumes(
         edited(copy / "step-000004", change)
         tell(f"edit {n}", lambda: settled(replace(resume, resume=str(copy)), state.prepared, 9, real=True))  # noqa: B023
         tell(f"listed {n}", lambda: (lister.main([str(copy)]), *capfd.readouterr()))  # noqa: B023
+    monkeypatch.setenv("COLUMNS", "120")
+    for argv in ([], ["-h"]):
+        with pytest.raises(SystemExit):
+            lister.main(argv)
+        said.append(" ".join("".join(capfd.readouterr()).split()))
     golden("said.txt", re.sub(r"process \d+ on \S+", "process 1 on here", "\n".join(said)) + "\n")
 
 
@@ -290,7 +334,7 @@ def listed(folder: Path) -> str:
     out = []
     for file in sorted(folder.iterdir()):
         if file.suffix == ".json":
-            out.append(f"{file.name}: {json.dumps(json.loads(file.read_text()), sort_keys=True)}")
+            out.append(f"{file.name}: {file.read_text()}")
             continue
         for name, t in sorted(safetensors.torch.load_file(file).items()):
             digest = sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
