@@ -32,7 +32,7 @@ from executor.checkpoint.folder import complete
 from executor.checkpoint.hub import write_hub
 from executor.checkpoint.keeper import RankCheckpoint
 from executor.checkpoint.manifest import read_manifest, verify
-from executor.checkpoint.settings import settled
+from executor.checkpoint.settings import settled, verified
 from ir.core.errors import PiperError
 from ir.core.work import DType
 from ir.job.run_options import CheckpointOptions
@@ -107,6 +107,7 @@ class Pen(Alone):
         self.note("lives")
 
     def set(self, key: str, value: str) -> None:
+        self.note(f"tells all: {key} {value}")
         self.board[key] = value
 
     def check(self, keys: list[str]) -> bool:
@@ -305,6 +306,7 @@ def test_what_is_said_to_whoever_saves_or_resumes(
         given, real, steps = asked(rng, tmp_path), rng.random() < 0.9, rng.choice((4, 5, 9))
         tell(f"{given} {steps} {real}", lambda: settled(CheckpointOptions(**given), state.prepared, steps, real=real))  # noqa: B023
     resume = CheckpointOptions(resume=str(tmp_path / "saved"))
+    tell("verified", lambda: (verified(settled(resume, state.prepared, 9, real=True)), verified(CheckpointOptions())))
     for sets, job in zip(JOBS, jobs, strict=True):
         tell(f"{sets}", lambda: settled(resume, job, 9, real=True))  # noqa: B023
     for n, change in enumerate(EDITS):
@@ -351,10 +353,10 @@ def test_what_a_save_leaves_and_what_the_hub_is_given(name: str, golden: Golden,
     manifest = read_manifest(checkpoint)
     pieces = [f"{n} {p.file} {p.piece.runs()}" for n, found in manifest.parameters.items() for p in found]
     told = [*pieces, *(f"{k}: {getattr(manifest, k)}" for k in ("step", "tokens", "training", "plan_digest", "ranks"))]
+    (tmp_path / "hub40000").mkdir()  # a folder that is there, and empty
     for most, form in ((2**30, DType.FP32), (40_000, DType.BF16)):
-        with suppress(PiperError):
-            told += write_hub(checkpoint, manifest, out := tmp_path / f"hub{most}", form, most)
-            told.append(listed(out))
+        told += write_hub(checkpoint, manifest, out := tmp_path / f"hub{most}", form, most)
+        told.append(listed(out))
     for where in (tmp_path / "saved", tmp_path / "job" / "job.toml"):
         with pytest.raises(PiperError) as error:
             write_hub(checkpoint, manifest, where, DType.FP32)
