@@ -117,7 +117,7 @@ class Pen(Alone):
         return self.board[key].encode()
 
 
-def life(state: State, disk: Disk, steps: int, stop: int | None = None, **flags: Any) -> None:
+def life(state: State, disk: Disk, steps: int, stop: int | None = None, gone: bool = False, **flags: Any) -> None:
     """A run that saves, from its first step of `steps` to its last. stop: the step ahead of which it is asked to."""
     saving, board = CheckpointOptions(save=str(disk.folder), **flags), dict[str, str]()
     pens: list[Any] = [Pen(disk, rank, board) for rank in range(len(state.syncs))]
@@ -130,6 +130,8 @@ def life(state: State, disk: Disk, steps: int, stop: int | None = None, **flags:
             (disk.folder / "stop").touch()
         for keeper in keepers:
             keeper.before(step)
+        if gone:  # by whoever asked
+            (disk.folder / "stop").unlink(missing_ok=True)
         ends = []
         for keeper, pen in reversed(
             [*zip(keepers, pens, strict=True)]
@@ -158,7 +160,7 @@ def rule(lines: list[str]) -> list[str]:
 LIVES: dict[str, list[dict[str, Any]]] = {
     "keeps two": [dict(steps=4, every=1)],
     "goes on": [dict(steps=2, every=2), dict(steps=3, resume="step-000002", first=2, keep=1, run="one")],
-    "is asked to stop": [dict(steps=5, every=3, stop=1)],
+    "is asked to stop": [dict(steps=5, every=3, stop=1), dict(steps=4, force=True, stop=0, gone=True)],
     "by force": [dict(steps=3, every=2), dict(steps=3, keep=1, force=True)],
 }
 
@@ -314,6 +316,8 @@ def test_what_is_said_to_whoever_saves_or_resumes(
         edited(copy / "step-000004", change)
         tell(f"edit {n}", lambda: settled(replace(resume, resume=str(copy)), state.prepared, 9, real=True))  # noqa: B023
         tell(f"listed {n}", lambda: (lister.main([str(copy)]), *capfd.readouterr()))  # noqa: B023
+    hub = ["--hub", str(tmp_path / "hub"), "--dtype", "bf16"]
+    tell("for the Hub", lambda: (lister.main([str(tmp_path / "saved"), *hub]), *capfd.readouterr()))
     monkeypatch.setenv("COLUMNS", "120")
     for argv in ([], ["-h"]):
         with pytest.raises(SystemExit):
