@@ -28,7 +28,7 @@ from executor.checkpoint import folder as folder_module
 from executor.checkpoint import keeper as keeper_module
 from executor.checkpoint import manifest as manifest_module
 from executor.checkpoint import tensors as tensors_module
-from executor.checkpoint.folder import complete
+from executor.checkpoint.folder import CheckpointLock, complete
 from executor.checkpoint.hub import write_hub
 from executor.checkpoint.keeper import RankCheckpoint
 from executor.checkpoint.manifest import read_manifest, verify
@@ -175,6 +175,8 @@ def test_what_a_save_asks_of_the_disk(
     monkeypatch.setattr(keeper_module, "FILE_BYTES", 500_000)
     monkeypatch.setattr(manifest_module, "THREADS", 1)
     monkeypatch.setattr(keeper_module._CheckpointBehind, "start", lambda self: self.run())  # before the step goes on
+    monkeypatch.setattr(keeper_module._CheckpointBehind, "is_alive", _looked_at)
+    monkeypatch.setattr(keeper_module._CheckpointBehind, "join", lambda self, seconds: None)
     monkeypatch.setattr(tensors_module, "STRETCH", 200_000)
     names = iter(("aaaa", "bbbb"))
     monkeypatch.setattr(keeper_module.uuid, "uuid4", lambda: type("Named", (), {"hex": next(names)}))
@@ -189,6 +191,19 @@ def test_what_a_save_asks_of_the_disk(
             life(state, disk, **{**given, **resume})
     assert not rule([x for x in disk.lines if not x.startswith("run ")])
     golden(f"disk, {name}{', behind' * behind}.txt", "\n".join(disk.lines) + "\n")
+
+
+def _looked_at(self: Any) -> bool:
+    """A thread that lives for four looks, and waits for others in the third."""
+    self.looks = getattr(self, "looks", 0) + 1
+    self.waits = self.looks == 3
+    return bool(self.looks < 5)
+
+
+def test_a_lock_that_is_freed_soon_is_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = CheckpointLock(tmp_path)
+    monkeypatch.setattr(folder_module.time, "sleep", lambda seconds: lock.free())
+    CheckpointLock(tmp_path).free()
 
 
 def test_wherever_the_disk_is_full_it_is_told_and_what_was_complete_stays(
