@@ -77,7 +77,7 @@ def _reductions(draft: PlanBuilder, b: Bucket, p: int, element: int, update: int
     shape = draft.shape(reduction_shape(b, element))
     one = np.ones(len(mbs), dtype=np.int64)
     key = draft.local(last) * STEP + STEP // 2 - 1
-    ids = rows.extend(program=one * p, shape=one * shape, mb=mbs, key=key, sub=np.arange(len(mbs)))
+    ids = rows.extend(program=one * p, shape=one * shape, mb=mbs, key=key)
     draft.wait(ids, last)
     begins = np.sort(first)
     at = np.searchsorted(begins, last, side="right")
