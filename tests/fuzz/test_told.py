@@ -20,7 +20,7 @@ def told(form: Format, number: int, folder: Path) -> str:
     try:
         form.read(placed(form, folder, case(form, 1, number)))
     except PiperError as e:
-        words = str(e).replace(str(folder), ".").replace(str(ROOT), "..")
+        words = re.sub(r"(cannot read tokens): .*", r"\1", str(e).replace(str(folder), ".").replace(str(ROOT), ".."))
         lines = [x if len(x) < 200 else f"{x[:160]} … {sha256(x.encode()).hexdigest()[:12]}" for x in words.split("\n")]
         return "" if OTHERS.search(words) else f"{number} {e.kind} " + "\n  ".join(lines) + "\n"
     return ""
