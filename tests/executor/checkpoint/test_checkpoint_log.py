@@ -38,6 +38,7 @@ from ir.core.work import DType
 from ir.job.run_options import CheckpointOptions
 from tests.executor.checkpoint.checkpoints import Alone, State, drawn
 from tests.executor.runs import judged
+from tests.executor.runtime.test_run_families import sets as family
 
 Golden = Callable[[str, str], None]
 SETS = "parallel.pp=1", "parallel.dp=2", "parallel.zero=2", "schedule.microbatches=2", "model.num_hidden_layers=1"
@@ -343,10 +344,18 @@ def test_what_is_said_to_whoever_saves_or_resumes(
 
 # -- what is left -----------------------------------------------------------------------------------------------------
 
+FEW = "model.num_hidden_layers=2", "optimizer.name=sgd"
 LEFT = {
-    "dualpipe": ("schedule.name=dualpipe", "parallel.dp=2", "parallel.zero=1", "model.tie_word_embeddings=true"),
-    "cut": ("parallel.pp=1", "parallel.tp=2", "parallel.dp=2", "parallel.zero=3", "parallel.bucket_MiB=0.05"),
-    "experts": ("model.config=tiny-moe", "parallel.pp=1", "parallel.dp=2", "parallel.ep=2", "optimizer.name=sgd"),
+    "dualpipe": (
+        "schedule.name=dualpipe",
+        "parallel.dp=2",
+        "parallel.zero=1",
+        "model.tie_word_embeddings=true",
+        FEW[0],
+    ),
+    "cut": ("parallel.pp=1", "parallel.tp=2", "parallel.dp=2", "parallel.zero=3", "parallel.bucket_MiB=0.05", FEW[0]),
+    "experts": ("model.config=tiny-moe", "parallel.pp=1", "parallel.dp=2", "parallel.ep=2", *FEW),
+    "corrected": ("parallel.pp=1", "optimizer.name=sgd", *family("kimi", "model.num_hidden_layers=2")),
 }
 
 
@@ -365,8 +374,8 @@ def listed(folder: Path) -> str:
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_a_save_leaves_and_what_the_hub_is_given(name: str, golden: Golden, tmp_path: Path) -> None:
-    state = State.of(tmp_path / "job", *LEFT[name], "schedule.microbatches=4", "model.num_hidden_layers=2")
-    slots = ("weight",) if name == "experts" else SLOTS
+    state = State.of(tmp_path / "job", *LEFT[name], "schedule.microbatches=4")
+    slots = ("weight",) if "optimizer.name=sgd" in LEFT[name] else SLOTS
     state.fill(drawn(state, slots, torch.float64))
     checkpoint = state.save(tmp_path / "saved", 3, run="one")
     manifest = read_manifest(checkpoint)
@@ -376,6 +385,14 @@ def test_what_a_save_leaves_and_what_the_hub_is_given(name: str, golden: Golden,
     for most, form in ((2**30, DType.FP32), (40_000, DType.BF16)):
         told += write_hub(checkpoint, manifest, out := tmp_path / f"hub{most}", form, most)
         told.append(listed(out))
+    if name == "corrected":  # as they were read, from where they are still
+        for n, path in enumerate((tmp_path / "hub40000", tmp_path / "none")):
+            job = {**manifest.job, "model": {**manifest.job["model"], "weights": str(path)}}
+            try:
+                told.append(str(write_hub(checkpoint, replace(manifest, job=job), tmp_path / f"again{n}", DType.FP32)))
+            except PiperError as error:
+                told.append(str(error))
+    told += (checkpoint / "manifest.json").read_text().splitlines()[:3]
     for where in (tmp_path / "saved", tmp_path / "job" / "job.toml"):
         with pytest.raises(PiperError) as error:
             write_hub(checkpoint, manifest, where, DType.FP32)
