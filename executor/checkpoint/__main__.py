@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     p = argparse.ArgumentParser(prog="python -m executor.checkpoint", description="Check a checkpoint and list it.")
     p.add_argument("folder", metavar="DIR", help="a folder that --save has written (its newest), or one checkpoint")
     p.add_argument("--hub", metavar="OUT", help="write its weights to a new folder, as transformers saves them")
-    p.add_argument("--dtype", choices=[*TORCH], help="the format of those weights (default: that of updates)")
+    p.add_argument("--dtype", choices=[*map(str, TORCH)], help="the format of those weights (default: that of updates)")
     args = p.parse_args(list(argv))
     try:
         folder = newest(Path(args.folder))

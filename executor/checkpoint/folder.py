@@ -48,11 +48,18 @@ class CheckpointLock:
         self._fd = _locked(folder, fcntl.LOCK_EX)
 
     def say(self, run: str, name: str) -> None:
-        """Leave word, down to the disk, for the run's other ranks, and of the process for whoever is refused."""
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, msgspec.json.encode(CheckpointHolder(run, name, os.getpid(), socket.gethostname())), 0)
-        os.fsync(self._fd)
-        sync_folder(self.folder)
+        """Leave word, down to the disk, for the run's other ranks, and of the process for whoever is refused.
+
+        Raises PiperError (io): there is no room, or the disk fails.
+        """
+        words = msgspec.json.encode(CheckpointHolder(run, name, os.getpid(), socket.gethostname()))
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, words, 0)
+            os.fsync(self._fd)
+            sync_folder(self.folder)
+        except OSError as error:
+            raise refused(self.folder, error.strerror or str(error), "make room; or another --save") from error
 
     def free(self) -> None:
         os.close(self._fd)
@@ -193,7 +200,7 @@ def check_room(folder: Path, resumed: Path | None, *, force: bool) -> None:
 
 def sweep(folder: Path, tick: Tick) -> None:
     """Remove what was never finished. Only its writer may: it has the lock. tick: called for every file."""
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir()):
         if _PART.fullmatch(path.name):
             _remove(path, tick)
 
@@ -235,7 +242,7 @@ def discard(path: Path, tick: Tick) -> None:
 def _remove(path: Path, tick: Tick) -> None:
     """As far as it can be: what stays is not complete, and the next run tries again."""
     with suppress(OSError):
-        for file in path.iterdir():
+        for file in sorted(path.iterdir()):
             if not file.is_dir():
                 file.unlink()
                 tick()

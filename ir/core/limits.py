@@ -15,8 +15,8 @@ BYTES = 2**53  # of one buffer, and parameters of a model; sums then stay within
 def divisors(n: int) -> list[int]:
     """All divisors of n, ascending; of a very large n those up to a million, for a search must end.
 
-    >>> divisors(12), divisors(10**18 + 9)[-1]
-    ([1, 2, 3, 4, 6, 12], 1)
+    >>> divisors(12), divisors(10**18 + 9)[-1], len(divisors(10**12))
+    ([1, 2, 3, 4, 6, 12], 1, 169)
     """
     low = [d for d in range(1, min(isqrt(n), PASSES) + 1) if n % d == 0]
     return low if n > PASSES**2 else sorted({*low, *(n // d for d in low)})

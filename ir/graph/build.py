@@ -68,7 +68,7 @@ class _Builder:
         self.inputs = self._resolve_inputs()
         self.f: list[int] = []
         self.r: dict[int, int] = {}
-        self.i: list[int] = []
+        self.i: dict[int, int] = {}
 
     def _resolve_inputs(self) -> list[tuple[int, ...]]:
         last = {e.chunk.name: i for i, e in enumerate(self.entries)}
@@ -93,7 +93,6 @@ class _Builder:
             for j in self.inputs[k]:
                 self.edges.append(GraphEdge(self.f[j], self.f[k], 0))
         self._recompute()
-        self.i = [0] * len(self.entries)
         readers: list[list[int]] = [[] for _ in self.entries]
         for k, js in enumerate(self.inputs):
             for j in js:

@@ -103,7 +103,7 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
     for k, e in enumerate(graph.entries):
         for p in e.part.params:
             named[p.name].append(k)
-    where = {(n.stage, n.part): n.groups for n in graph.nodes if n.kind is Pass.F}
+    where = {(n.stage, n.part): n.groups for n in graph.nodes}  # all passes of a part are together
     pools: dict[_Pool, list[tuple[int, int, str]]] = {}
     for k, e in enumerate(graph.entries):
         for p in e.part.params:

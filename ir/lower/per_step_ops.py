@@ -95,10 +95,7 @@ def _sources(graph: Graph) -> list[list[int]]:
 
 def _last(draft: PlanBuilder, sources: list[int], program: int) -> int:
     """Local position of the last base row on `program` that contributes, -1 if none does."""
-    per_mb = [s for s in sources if not draft.graph.nodes[s].once]
-    if not per_mb:
-        return -1
-    row = draft.inst[per_mb]
+    row = draft.inst[[s for s in sources if not draft.graph.nodes[s].once]]
     mine = row[draft.rows.program[row] == program]
     return int(mine.max() - draft.start[program]) if mine.size else -1
 

@@ -68,7 +68,7 @@ def _reductions(draft: PlanBuilder, b: Bucket, p: int, element: int, update: int
     mbs = np.flatnonzero(mine.any(axis=0))
     if not len(mbs):
         return mbs
-    last = np.where(mine, inst, -1)[:, mbs].max(axis=0)
+    last = (inst * mine)[:, mbs].max(axis=0)
     mbs = mbs[np.argsort(last, kind="stable")]
     last = np.sort(last)
     scale = 1 + int(draft.cover.max(initial=0))
@@ -77,7 +77,7 @@ def _reductions(draft: PlanBuilder, b: Bucket, p: int, element: int, update: int
     shape = draft.shape(reduction_shape(b, element))
     one = np.ones(len(mbs), dtype=np.int64)
     key = draft.local(last) * STEP + STEP // 2 - 1
-    ids = rows.extend(program=one * p, shape=one * shape, mb=mbs, key=key, sub=np.arange(len(mbs)))
+    ids = rows.extend(program=one * p, shape=one * shape, mb=mbs, key=key)
     draft.wait(ids, last)
     begins = np.sort(first)
     at = np.searchsorted(begins, last, side="right")
@@ -104,8 +104,8 @@ class _Copy:
 
     gather: int
     size: int
-    last: int = -1
-    cover: int = AT_START
+    last: int
+    cover: int
 
 
 class _Gathers:
@@ -166,16 +166,16 @@ class _Gathers:
                     self.gone.append(self.here.popitem(last=False)[1])  # those this op needs lie behind it
                     self.front = max(self.front, self.gone[-1].last + 1)
                 self.front = max(self.front, self.uses[max(0, len(self.uses) - 1 - self.prefetch)])
-                self.here[b.key] = self._gather(b, way, mbs[member], row)
+                self.here[b.key] = self._gather(b, way, mbs[member], row, cover)
             self.here.move_to_end(b.key)
             self.here[b.key].last, self.here[b.key].cover = row, cover
 
-    def _gather(self, b: Bucket, way: Pass, mb: int, row: int) -> _Copy:
+    def _gather(self, b: Bucket, way: Pass, mb: int, row: int, cover: int) -> _Copy:
         again = self.again[b.key, way, mb]
         self.again[b.key, way, mb] += 1
         shape = self.draft.shape(gather_shape(b, way, again, self.element))
         self.made.append((shape, mb, self.front, row))
-        return _Copy(len(self.made) - 1, b.shard * b.ranks * self.element)
+        return _Copy(len(self.made) - 1, b.shard * b.ranks * self.element, row, cover)
 
 
 def _buffers(draft: PlanBuilder, *, name: IntArray, size: IntArray | int, **times: IntArray) -> None:

@@ -78,7 +78,7 @@ def corrupted(seed: bytes, name: str, rng: random.Random) -> bytes | str:
     if tree is not None and rng.random() < 0.6:
         value = [json.loads(tree)]
         for _ in range(times):
-            _in_tree(value, rng)
+            in_tree(value, rng)
         data = _written(value[0], end, rng)
     else:
         how = rng.random()
@@ -143,7 +143,7 @@ def _toml_value(value: Any) -> str:
         return json.dumps(value)
 
 
-def _in_tree(value: list[Any], rng: random.Random) -> None:
+def in_tree(value: list[Any], rng: random.Random) -> None:
     """One mistake, anywhere below."""
     at: Any = value
     key: Any = 0
@@ -246,7 +246,7 @@ def _in_binary(data: bytes, rng: random.Random) -> bytes:
         return _in_bytes(data, rng)
     head = data[start:end]
     if start == 8 and end <= len(data) and (tree := _json(head)):  # safetensors: its length, JSON, tensors
-        _in_tree(tree, rng)
+        in_tree(tree, rng)
         head = json.dumps(tree[0]).encode("utf-8", "surrogatepass")
         return struct.pack("<Q", len(head)) + head + data[end:]
     words = [m.span() for m in re.finditer(rb"'[^']*'|\d+|True|False|[(){},:]", head)]

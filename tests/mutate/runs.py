@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from functools import cached_property
 from importlib import import_module
-from itertools import count
+from itertools import accumulate, count
 from multiprocessing import get_context
 from pathlib import Path
 from xml.etree import ElementTree
@@ -24,8 +24,10 @@ from tests.house.source import Source, module_of
 from tests.mutate.operators import Mutant
 
 ROOT = Path(__file__).parents[2]
-WIDER = 6  # test files beyond those of the room
+WIDER = 6  # test files beyond those of the room, and `TOLD`, which reads every format
+TOLD = "tests/fuzz/test_told.py"
 ALLOWED = 60.0  # seconds on top of four times what the tests take
+LONGEST = 60.0  # of a mutant's tests without it, in the room and again beyond: what only slower ones see, survives
 
 
 # What takes seconds to import is imported once, and children are forked. CI: a test that is skipped is red.
@@ -46,7 +48,7 @@ class ImportGraph(Source):
         return {module_of(path): path for path in self.files}
 
     def tests(self, path: str) -> tuple[list[str], list[str]]:
-        """(doctests of its own and its importers, its room's tests; the nearest test files beyond the room)."""
+        """(doctests of its own and its importers, tests of its room and above it; the nearest test files beyond)."""
         users: dict[str, set[str]] = {}
         for module, targets in self.edges.items():
             for target in targets:
@@ -60,10 +62,12 @@ class ImportGraph(Source):
         room = next(r for r in Path("tests", path).parents if any(p.startswith(f"{r}/") for p in self.files))
         home = f"tests/{path.split('/')[0]}/"
         far = {p: (n, not p.startswith(home), len(self.edges[module_of(p)])) for p, n in paths.items() if "/test_" in p}
-        inside = [p for p in far if p.startswith(f"{room}/")]
+        around = {f"{r}" for r in room.parents}
+        inside = [p for p in far if p.startswith(f"{room}/") or str(Path(p).parent) in around]
         beside = [p for p, n in paths.items() if n == 1 and p.startswith(home[6:]) and ">>> " in self.files[p]]
         outside = [p for p in far if p not in inside and not p.startswith(("tests/bench/", "tests/docs/"))]
-        return [path, *beside, *inside], sorted(outside, key=far.__getitem__)[:WIDER]
+        nearest = sorted(outside, key=lambda p: (p != TOLD, far[p]))[: WIDER + 1]
+        return [path, *beside, *inside], nearest
 
 
 def copied(root: Path, tree: Path) -> None:
@@ -117,14 +121,16 @@ def baseline(tree: Path, files: Sequence[str]) -> dict[str, float]:
 
 
 def killed(tree: Path, mutant: Mutant, seconds: dict[str, float]) -> str:
-    """What tests, with the seconds they take, say of it: its own doctests first, then the quickest; "" if nothing."""
+    """What tests, with the seconds they take, say of it: its own doctests, then the quickest ones; "" if nothing."""
     path = tree / mutant.path
     source, times = path.read_bytes(), path.stat()
     kernels = set(path.parent.glob("__pycache__/numba-*"))
     path.write_bytes(mutant.applied(source))
     os.utime(path, (times.st_atime, times.st_mtime + 10 + next(_LATER)))
     try:
-        first = sorted(seconds, key=lambda f: (f != mutant.path, f.startswith("tests/"), seconds[f]))
+        every = sorted(seconds, key=lambda f: (f != mutant.path, f.startswith("tests/"), seconds[f]))
+        spent = accumulate(seconds[f] for f in every)
+        first = [f for f, s in zip(every, spent, strict=True) if s <= LONGEST or f == every[0]]
         code, said = run(tree, first, "-x", limit=ALLOWED + 4 * sum(seconds.values())) if first else (0, "")
         words = [w for w in said.split("\n") if w.startswith(("FAILED", "ERROR"))]
         return "" if code in (0, 5) else (words[0] if words else f"exit {code}")[:150]

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -158,8 +159,8 @@ def _constant(_: str) -> NoReturn:
 
 
 def _long(word: str) -> float:
-    """A whole number, as a float where it has too many digits for one: it is refused for its size."""
-    return int(word) if len(word) <= DIGITS else float(word)
+    """A whole number, as a finite float where it has too many digits for one: it is refused for its size."""
+    return int(word) if len(word) <= DIGITS else math.copysign(min(abs(float(word)), sys.float_info.max), float(word))
 
 
 def _too_deep(value: object) -> bool:

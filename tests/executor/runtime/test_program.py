@@ -1,4 +1,4 @@
-"""A program's rows, resolved: every node once and in order, nothing inside a stretch but its work; what an op then costs."""
+"""A program's rows, resolved: every node once and in order; what an op then costs."""
 
 import sys
 from collections.abc import Callable
@@ -14,7 +14,8 @@ import ir
 from executor.runtime.batch import blank_batches
 from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.program import RankPlan
-from experiments.interpreter_speed import CASES, alone
+from experiments import interpreter_speed
+from experiments.interpreter_speed import CASES
 from ir.core.ops import Pass
 from ir.plan.plan import OpKind
 from tests.executor.runs import judged
@@ -89,7 +90,7 @@ def calls(case: dict[str, Any]) -> float:
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(OURS)
 
-    with alone(case) as run:
+    with interpreter_speed.alone(case) as run:
         batches = blank_batches(run.program)(0)
         run.step(0, batches)
         sys.setprofile(seen)

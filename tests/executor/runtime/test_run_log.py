@@ -1,4 +1,7 @@
-"""What a run says of its steps while it goes on, and what it evaluates in between without touching the training."""
+"""What a run says of its steps while it goes on, and what it evaluates in between without touching the training.
+
+And what it keeps of many: every loss, and a trace of the newest, the same ones on every rank.
+"""
 
 import json
 from pathlib import Path
@@ -6,9 +9,14 @@ from typing import Any
 
 import pytest
 
+from executor.launch import run as cli
+from executor.runtime import rank
+from executor.runtime.rank import traced_steps, train_rank
+from executor.runtime.worker import RankContext
 from ir.core.errors import PiperError
 from ir.job.load import job_from
-from tests.executor.runs import run
+from ir.plan.places import RankPlacement
+from tests.executor.runs import judged, run
 
 PLANS: list[tuple[str, ...]] = [
     ("parallel.zero=3", "parallel.dp=2", "schedule.microbatches=2"),
@@ -41,3 +49,36 @@ def test_an_evaluation_needs_both_what_and_when() -> None:
         with pytest.raises(PiperError, match=f"no {other}") as info:
             job_from({"model": {"config": "tiny-llama"}, "run": {key: 3 if key == "eval_every" else "x.txt"}})
         assert info.value.key == f"run.{other}"
+
+
+SETS = ("parallel.dp=2", "parallel.zero=1", "schedule.microbatches=3")
+
+
+def forgetful(ctx: RankContext, **spec: Any) -> Any:
+    """Keeps as many rows as three steps and a half have."""
+    _, plan = ctx.given()
+    rank.TRACED = _rows(plan) * 7 // 2
+    return train_rank(ctx, **spec)
+
+
+def _rows(plan: Any) -> int:
+    """Of all ranks in one step."""
+    places = RankPlacement.of(plan)
+    return sum(int(plan.bounds[p + 1] - plan.bounds[p]) for p in map(places.program, range(places.ranks)))
+
+
+def test_a_trace_has_the_newest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(*SETS, steps=8)
+    monkeypatch.setattr(cli, "RANK", forgetful)
+    ran = run(*SETS, steps=8)
+    assert ran.object["losses"] == whole.object["losses"] and len(ran.object["losses"]) == 8
+    rows = _rows(ran.plan)
+    assert [len(r.trace.step) for r in (whole, ran)] == [8 * rows, 3 * rows]
+    assert set(ran.trace.step.tolist()) == {5, 6, 7} and 0 < ran.object["iteration_s"] < 10
+
+
+def test_four_million_rows_are_kept_but_one_step_at_least(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, plan = judged(tmp_path, *SETS)
+    assert traced_steps(plan, prepared.ranks) == 4_000_000 // _rows(plan)
+    monkeypatch.setattr(rank, "TRACED", 7)
+    assert traced_steps(plan, prepared.ranks) == 1

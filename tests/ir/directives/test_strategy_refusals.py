@@ -1,13 +1,31 @@
 """What a strategy file is refused for: exit code, file, and what the message says."""
 
+from collections.abc import Callable
+from copy import deepcopy
+from hashlib import sha256
+from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.directives.load import load_strategy
-from tests.ir.directives.strategies import SHIPPED, SPLIT, A, B, act, order, place, planned, replicate, write
+from tests.fuzz.corrupt import in_tree
+from tests.ir.directives.strategies import (
+    SHIPPED,
+    SPLIT,
+    A,
+    B,
+    act,
+    one_f_one_b,
+    order,
+    place,
+    planned,
+    replicate,
+    write,
+)
 
 
 def refusal(path: str, **keys: Any) -> PiperError:
@@ -57,6 +75,8 @@ BAD: list[tuple[object, int, str]] = [
     ([place(0, [-1, 2])], 2, "devices [-1, 2]"),
     ([place(None, A)], 2, "selects nothing"),
     ([place("*", A), place(1, B)], 2, "which stage"),
+    ([place("0..9999999", A)], 2, "too many stages"),
+    ([place("0,9999999", A), place(1, B)], 2, "too many stages"),
     ([place(0, A, "a"), place(1, B, "b")], 2, "stream 'b'"),
     ([*BASE, place(0, B)], 2, "stage 0 is placed on"),
     ([*BASE[:2], replicate(0, B), replicate(1, A)], 2, "but stage 0 is placed on [0, 2]"),
@@ -113,3 +133,19 @@ def test_a_file_that_is_not_there(tmp_path: Path, name: str) -> None:
     with pytest.raises(PiperError) as found:
         load_strategy(tmp_path / name)
     assert found.value.kind is ErrorKind.IO and found.value.key == "schedule.directives"
+
+
+def test_what_is_said_of_files_that_are_nearly_right(golden: Callable[[str, str], None], tmp_path: Path) -> None:
+    said = []
+    for number, name in product(range(30), SHIPPED):
+        value, rng = [deepcopy([*SHIPPED[name], one_f_one_b(0, 2, 4)])], Random(f"{name} {number}")
+        for _ in range(rng.choice((1, 1, 2))):
+            in_tree(value, rng)
+        try:
+            words = sha256("\n".join(planned(write(tmp_path, value[0]), microbatches=2).texts).encode()).hexdigest()[
+                :12
+            ]
+        except PiperError as error:
+            words = f"{error.kind} {error}".replace(str(tmp_path), ".")
+        said.append(f"{name} {number}: {words[:400]}\n")
+    golden("strategies.txt", "".join(said))

@@ -99,6 +99,11 @@ def test_the_text_does_not_depend_on_the_hash_seed() -> None:
     assert runs[0] == runs[1] != ""
 
 
+def test_a_plan_of_no_ops_reads_back() -> None:
+    text = "piper-plan 1\nmicrobatches = 2\nprograms = 0\nops = 0\n"
+    assert plan_text(parse_plan(text, stage_plan("1f1b", 2, 2).graph)) == text
+
+
 def test_blank_lines_comments_and_spacing_are_free() -> None:
     plan = stage_plan("1f1b", 2, 2)
     text = plan_text(plan)

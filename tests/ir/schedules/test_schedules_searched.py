@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import pairwise, product
 from pathlib import Path
 from random import Random
@@ -19,7 +21,16 @@ from ir.core.order import Order
 from ir.schedules.schedule import OpTimes
 from ir.schedules.search.blocks import blocks, unroll
 from ir.schedules.search.greedy import greedy, rules
-from ir.schedules.search.improve import ScheduleSearchEffort, justify, lower_bound, shake
+from ir.schedules.search.improve import (
+    ScheduleSearchEffort,
+    block_orders,
+    greedy_orders,
+    justify,
+    lower_bound,
+    round_orders,
+    search,
+    shake,
+)
 from ir.schedules.search.searched import v_half, v_min, zb2p
 from ir.schedules.search.shop import ScheduleProblem, settle
 
@@ -271,3 +282,29 @@ def test_a_tail_makes_a_rank_end_early() -> None:
     order = greedy(plain, rules(plain)[0])
     found = justify(replace(plain, tail=(5.0, 0.0)), order, plain.every(plain.seconds), ScheduleSearchEffort(10**6))
     assert found.objective == 14.0
+
+
+SHOPS = [
+    (1, 3, 1, 2), (2, 4, 1, 4), (3, 5, 1, 6), (4, 9, 1, 8), (4, 6, 1, 3),
+    (1, 2, 2, 2), (2, 4, 2, 4), (3, 5, 2, 4), (4, 7, 2, 6), (4, 5, 2, 4),
+]  # fmt: skip
+TIMES = OpTimes(1.0, 1.3, 0.7, 0.05), OpTimes(1.0, 1.0, 1.0), OpTimes(2.0, 1.0, 3.0, 0.5, w_memory=0.4)
+
+
+def test_a_search_takes_the_way_it_took(golden: Callable[[str, str], None]) -> None:
+    """Start orders of each family, and where they lead: no order is changed unseen."""
+    said = []
+    for shape, times in product(SHOPS, TIMES):
+        p, m, v, limit = shape
+        shop = ScheduleProblem(p, m, v, times if v == 1 else replace(times, w_memory=1.0), limit)
+        families = {f.__name__: f(shop, 9) for f in (round_orders, block_orders, greedy_orders)}
+        orders = " ".join(f"{name} {len(found)} {_digest(found)}" for name, found in families.items())
+        every = [greedy(shop, rule) for rule in rules(shop)]
+        found = search(shop, breadth=4, shakes=20)
+        best = f"{found[0].objective:.9g} of {lower_bound(shop):.9g} {_digest([x.sequences for x in found])}"
+        said.append(f"{shape} {times}: {orders} rules {_digest(rules(shop))} {_digest(every)} best {best}\n")
+    golden("searched.txt", "".join(said))
+
+
+def _digest(value: object) -> str:
+    return sha256(repr(value).encode()).hexdigest()[:12]

@@ -1,7 +1,9 @@
 """Every way to spoil a plan is refused, and the refusal says which op it is."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from random import Random
 from unittest.mock import patch
 
@@ -79,6 +81,18 @@ def test_a_spoiled_plan_is_refused_by_name(defect: str, name: str, seed: int) ->
         check_plan(plan)
     assert refused.value.kind in (ErrorKind.ILLEGAL_PLAN, ErrorKind.DEADLOCK)
     assert any(name in refused.value.message for name in names), f"{names} not in:\n{refused.value}"
+
+
+def test_what_is_said_of_spoiled_plans(golden: Callable[[str, str], None]) -> None:
+    """All of it: who stands where, and what is allowed."""
+    said = []
+    for defect, n in product(sorted(ALL), range(24)):
+        name = Random(f"{defect} {n}").choice(sorted(plans()))
+        if (spoiled := ALL[defect](plans()[name], Random(n))) is not None:
+            with pytest.raises(PiperError) as refused, patch.object(held, "buckets", found_buckets):
+                check_plan(spoiled[0])
+            said.append(f"{defect} {n}, {name}: {refused.value.kind} {refused.value}\n")
+    golden("refusals.txt", "".join(said))
 
 
 def test_no_gather_of_a_small_plan_may_come_earlier() -> None:

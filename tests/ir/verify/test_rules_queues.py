@@ -1,8 +1,10 @@
 """Which plans finish on a GPU, whatever hardware queues its streams fall on; and that each hang is found and told."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -142,3 +144,19 @@ def test_thread_blocks_of_all_streams_leave_some_to_compute() -> None:
     assert stops(plan, DeviceQueues(blocks=32)) is None
     message = stops(plan, DeviceQueues(blocks=33))
     assert message is not None and "none of 132 SMs" in message
+
+
+def test_who_waits_for_whom_is_told_as_it_was(golden: Callable[[str, str], None]) -> None:
+    said = []
+    for n in range(60):
+        rng = Random(n)
+        picked = {"queues": (1, 2, 4), "seed": (3, None), "warm": (False,), "together": (False,), "blocks": (44, 66)}
+        device = DeviceQueues(**{k: rng.choice(v) for k, v in picked.items() if rng.random() < 0.4})
+        name, ranks, mbs = rng.choice(FIXED), rng.randint(2, 4), rng.randint(1, 6)
+        plan = plan_of(name, ranks, mbs) if n % 4 else ordered(name, ranks, mbs, n % 3)
+        try:
+            check_device(plan, device)
+            said.append(f"{name} P{ranks} M{mbs} {device}: finishes\n")
+        except PiperError as error:
+            said.append(f"{name} P{ranks} M{mbs} {device}: {error}\n")
+    golden("hangs.txt", "".join(said))

@@ -4,7 +4,9 @@ config.json as some models' pages on the Hub have it, keys in their order: tests
 transformers counts of it: tests/data/families.json, whose rows hold it or name the preset that is the same.
 """
 
+import copy
 import json
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ FAMILIES = {
     name: {"config": raw_config(str(row.get("preset"))), **row} if "preset" in row else {**row}
     for name, row in _ROWS.items()
 }
+# Sizes of the small models, by key: every one differs from what would also fit in its place.
+SMALL: Mapping[str, Any] = tomllib.loads((DATA / "small_families.toml").read_text())
+KEYS = {key: value for keys, value in SMALL.items() for key in keys.split()}
 LLAMA: Mapping[str, object] = {
     "model_type": "llama",
     "vocab_size": 256,
@@ -61,3 +66,21 @@ def work(config: ModelConfig | str, at: int, name: str, layout: PartLayout = Par
     return part_work(
         config, chunk, part, layout, **{"shape": MicrobatchShape(), "precision": ModelPrecision(), **setting}
     )
+
+
+def small(model_type: str) -> dict[str, Any]:
+    """A published config with everything small: layers of each kind stay."""
+
+    def size(name: str, value: Any) -> Any:
+        found = KEYS.get(f"{model_type}.{name}", KEYS.get(name, value))
+        if value in (None, 0):
+            return value
+        if name == "num_key_value_heads" and value == FAMILIES[model_type]["config"].get("num_attention_heads"):
+            return KEYS["num_attention_heads"]
+        if isinstance(value, dict):
+            return {k: size(f"{name}.{k}" if "config" in name else k, v) for k, v in value.items()}
+        if isinstance(value, list) and name != "attention_types" and len(value) > 4:
+            return (found if found is not value else value[:4]) if isinstance(found, list) else found
+        return found
+
+    return {k: size(k, v) for k, v in copy.deepcopy(FAMILIES[model_type]["config"]).items()}

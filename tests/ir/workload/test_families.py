@@ -6,7 +6,6 @@ feature, which change no count, are ones), and the parameters of transformers' c
 
 import copy
 import json
-import tomllib
 from dataclasses import replace
 
 import pytest
@@ -19,33 +18,13 @@ from ir.workload.parts.kernels import flops
 from ir.workload.setting import MicrobatchShape, ModelPrecision
 from ir.workload.work import dispatch_bytes, part_work
 from tests.executor.modules.hub import quiet
-from tests.ir.workload.models import DATA, FAMILIES
+from tests.ir.workload.models import FAMILIES, small
 
 TOKENS = 8
 TOWERS = ("t5", "mt5")  # whose decoder reads half as many tokens here as the encoder
 ENCODERS = ("bert", "roberta", "camembert", "xlm-roberta", "megatron-bert", "distilbert")
 # Types whose defaults transformers writes are of no model.
 CONTRADICT = {"qwen3_moe": "one key with two values", "glm4_moe": "does not divide"}
-SMALL = tomllib.loads((DATA / "small_families.toml").read_text())
-KEYS = {key: value for keys, value in SMALL.items() for key in keys.split()}
-
-
-def small(model_type):
-    """A published config with everything small: layers of each kind stay."""
-
-    def size(name, value):
-        found = KEYS.get(f"{model_type}.{name}", KEYS.get(name, value))
-        if value in (None, 0):
-            return value
-        if name == "num_key_value_heads" and value == FAMILIES[model_type]["config"].get("num_attention_heads"):
-            return KEYS["num_attention_heads"]
-        if isinstance(value, dict):
-            return {k: size(f"{name}.{k}" if "config" in name else k, v) for k, v in value.items()}
-        if isinstance(value, list) and name != "attention_types" and len(value) > 4:
-            return (found if found is not value else value[:4]) if isinstance(found, list) else found
-        return found
-
-    return {k: size(k, v) for k, v in copy.deepcopy(FAMILIES[model_type]["config"]).items()}
 
 
 def parameters(config):
