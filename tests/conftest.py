@@ -7,6 +7,7 @@ Where CI is set, a test that is skipped fails, unless only a machine with a GPU,
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,15 @@ def _refuse_skip(report: Any) -> Any:
     if report.skipped and not hasattr(report, "wasxfail") and unexcused(reason, os.environ.get("CI")):
         report.outcome, report.longrepr = "failed", f"CI skips nothing: {reason}"
     return report
+
+
+@pytest.fixture(autouse=True)
+def _usual_device() -> Generator[None, None, None]:
+    """A rank that a test runs in its own thread makes its device the default: not for the tests that follow."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_default_device() != torch.device("cpu"):
+        torch.set_default_device(None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -149,7 +149,9 @@ class RankCheckpoint:
         self.saved, self._behind = str(self._folder / name), None
 
     def _failed(self, done: int, error: Exception) -> PiperError:
-        message = f"cannot save {step_name(done)}: {getattr(error, 'strerror', None) or error}"
+        complete = self.saved == str(self._folder / step_name(done))
+        what = f"{step_name(done)} is saved, an older one cannot go" if complete else f"cannot save {step_name(done)}"
+        message = f"{what}: {getattr(error, 'strerror', None) or error}"
         fix = f"make room; {self.saved or self.saving.resume or 'no checkpoint'} is complete"
         file = str(getattr(error, "filename", None) or self.saving.save)
         return PiperError(ErrorKind.IO, message, file=file, suggestion=fix)
@@ -196,7 +198,7 @@ class RankCheckpoint:
             os.fsync(file.fileno())
         for note in notes:
             note.unlink()
-        publish(folder, done, tick)
+        self.saved = str(publish(folder, done, tick))
         prune(self._folder, self._run, done, self.saving.keep or KEPT, force=self.saving.force, tick=tick)
 
     def _manifest(self, done: int, parts: list[RankManifest]) -> CheckpointManifest:

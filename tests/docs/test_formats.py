@@ -83,7 +83,7 @@ def test_a_page_has_its_keys_those_of_its_tables_and_the_example(site: ModuleTyp
     ):
         assert row in profile
     assert "`reduce_stream`" in site._format(**site.FORMATS["strategy"])
-    assert "… 5 more lines" in site._example("cost_models/hardware/h100-sxm.json")  # cut, and it says so
+    assert any("more lines" in x for x in site._example("cost_models/hardware/h100-sxm.json"))  # cut, and it says so
 
 
 @pytest.fixture
