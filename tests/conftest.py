@@ -47,11 +47,25 @@ def _refuse_skip(report: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _usual_device() -> Generator[None, None, None]:
-    """A rank that a test runs in its own thread makes its device the default: not for the tests that follow."""
+    """A rank that a test runs in its own thread makes its device the default, and watches it by torch's modes: not for
+    the tests that follow."""
+    functions, dispatches = _modes()
     yield
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.get_default_device() != torch.device("cpu"):
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    if torch.get_default_device() != torch.device("cpu"):
         torch.set_default_device(None)
+    while torch._C._len_torch_function_stack() > functions:
+        torch._C._pop_torch_function_stack()
+    while torch._C._len_torch_dispatch_stack() > dispatches:
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+def _modes() -> tuple[int, int]:
+    """How many are on torch's two stacks."""
+    if (torch := sys.modules.get("torch")) is None:
+        return 0, 0
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
 
 
 @pytest.hookimpl(wrapper=True)

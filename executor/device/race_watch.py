@@ -97,7 +97,8 @@ class DeviceReadWatch(TorchFunctionMode):
     ) -> Any:
         kwargs, copied, behind = kwargs or {}, func is Tensor.cpu, False
         if func == Tensor.device.__get__:
-            return func(*args) if self.device.of_host(args[0]) else self.device.torch
+            found = func(*args)
+            return self.device.torch if found == HOST and not self.device.of_host(args[0]) else found
         if func is Tensor.to:
             copied, behind = _to_host(*args[1:], **kwargs)
             args = tuple(HOST if x == self.device.torch else x for x in args)

@@ -236,6 +236,7 @@ def test_who_asks_for_a_shape_reads_nothing() -> None:
     with right():
         torch.zeros_like(x), x.new_empty(3), x.view(2, 4)
     assert device.races == []
+    assert torch.empty(1, device="meta").device.type == "meta"  # another device's tensor is no tensor of this one
 
 
 def test_the_command_says_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
