@@ -89,7 +89,11 @@ class RankAxis:
         if self._alone(MessageKind.ALL_TO_ALL, x) or (t := self._transport) is None:
             return into.copy_(x)
         rows = [1] * self.size
-        self._meet(MessageKind.ALL_TO_ALL, x, into, lambda: t.all_to_all(self.group, into, x, rows, rows))
+
+        def post() -> TransportHandle:  # of views, so that whoever still holds them is seen to hold a storage
+            return t.all_to_all(self.group, into.view(x.shape), x.view(x.shape), rows, rows)
+
+        self._meet(MessageKind.ALL_TO_ALL, x, into, post)
         return into
 
     def _reduce(self, x: Tensor, *, largest: bool) -> Tensor:
