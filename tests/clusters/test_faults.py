@@ -97,6 +97,7 @@ def suffered(seed: int, folder: Path) -> Outcome:
     said = [a.communicate(timeout=120) for a in agents]
     ended_s = time.monotonic()
     found = [o for text, _ in said for o in objects(text)]
+    assert mark.exists(), f"{fault} never came: {said}"
     began_s, at = json.loads(mark.read_text())
     left = sum(not gone(pid) for pid in pids(out))
     return Outcome(fault, found[0] if len(found) == 1 else {"all": found}, at, ended_s - began_s, left)

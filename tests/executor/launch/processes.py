@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -41,9 +42,15 @@ def agent(
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """One that nobody listens on, below those that a kernel gives to whoever connects: none of them takes it first."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no port is free")
 
 
 def objects(text: str) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from piper_sim.app.doctor import allocation, collectives, machine, runs
 from piper_sim.app.doctor import ranks as together
 from piper_sim.app.doctor.forecast import forecast
 from piper_sim.app.doctor.ranks import AllocationRanks
+from tests.executor.launch.processes import free_port
 
 FOLLOWER = "from piper_sim.app.doctor import allocation; raise SystemExit(allocation.follow())"
 JOB = job_from({**runs.JOB, "cluster": {"gpu": "cpu"}})
@@ -34,12 +34,6 @@ def _refused(ask: Callable[[], object]) -> PiperError:
     return caught.value
 
 
-def _free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
 def _environment(rank: int, port: str) -> dict[str, str]:
     here = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {"RANK": str(rank), "WORLD_SIZE": "2", **here}
@@ -48,7 +42,7 @@ def _environment(rank: int, port: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[AllocationRanks, "subprocess.Popen[bytes]"]]:
     """Rank 0's doctor, here, and rank 1's."""
-    port, handlers = _free_port(), {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGALRM)}
+    port, handlers = str(free_port()), {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGALRM)}
     with pytest.MonkeyPatch.context() as m:
         for name, value in _environment(0, port).items():
             m.setenv(name, value)
@@ -175,7 +169,7 @@ def test_what_befalls_a_rank_is_reported_of_it(
 
 
 def test_who_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = _free_port()
+    port = str(free_port())
     for name, value in _environment(0, port).items():
         monkeypatch.setenv(name, value)
     assert f"not all ranks came to 127.0.0.1:{port}" in _refused(lambda: AllocationRanks.meet(0.5)).message
@@ -205,7 +199,7 @@ def test_a_doctor_that_is_killed_is_missed(
 
 
 def _torchrun(nodes: int, *args: str) -> list[tuple[int, str, str]]:
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{_free_port()}", "--nnodes", str(nodes)]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--nnodes", str(nodes)]
     code = "import sys; from piper_sim.app.cli import main; sys.exit(main(sys.argv[1:]))"
     line = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", "2", "--no-python"]
     line += [sys.executable, "-c", code, "doctor", *args]
