@@ -61,6 +61,7 @@ $(DEV): $(STAMP) constraints-cpu.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --dry-run --report $(VENV)/.torch.json -c constraints-cpu.txt torch
 	$(if $(CUDA),,$(BIN)/python .ci/cpu_torch.py $(VENV)/.torch.json)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints-cpu.txt -e '.[dev,exec]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps mlc-chakra==1.0.0  # whose reader needs protobuf; its viewers, 90 more
 	touch $@
 
 clean:

@@ -13,11 +13,8 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-from google.protobuf.descriptor_pb2 import EnumValueDescriptorProto, FileDescriptorProto
-from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Field
-from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message_factory import GetMessageClass
-from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
+from chakra.schema.protobuf.et_def_pb2 import GlobalMetadata, Node
+from chakra.src.third_party.utils.protolib import decodeMessage, encodeMessage
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from ir.core.errors import PiperError
@@ -50,43 +47,16 @@ def predicted(schedule: str) -> Prediction:
     return predict(job_from(tomllib.loads(JOB.format(schedule))))
 
 
-def schema() -> dict[str, Any]:
-    """MLCommons' messages as protobuf's own classes: a message that has other fields does not come out whole."""
-    table = tomllib.loads((Path(__file__).parent / "et_def.toml").read_text())
-    file = FileDescriptorProto(name="et_def.proto", package="ChakraProtoMsg", syntax="proto3")
-    for name, fields in table.items():
-        if name == "NodeType":
-            file.enum_type.add(name=name).value.extend(
-                EnumValueDescriptorProto(name=k, number=v) for k, v in fields.items()
-            )
-            continue
-        message = file.message_type.add(name=name)
-        for field, (number, kind) in fields.items():
-            made = message.field.add(name=field, number=number, label=3 if kind[0] == "*" else 1)
-            if kind[0] == "=":
-                made.oneof_index = 0
-            word = kind.lstrip("*=")
-            if word in table:
-                made.type, made.type_name = 14 if word == "NodeType" else 11, f".ChakraProtoMsg.{word}"
-            else:
-                made.type = Field.Type.Value(f"TYPE_{word.upper()}")
-        if any(kind[0] == "=" for _, kind in fields.values()):
-            message.oneof_decl.add(name="value")
-    pool = DescriptorPool()
-    pool.Add(file)
-    return {k: GetMessageClass(pool.FindMessageTypeByName(f"ChakraProtoMsg.{k}")) for k in ("GlobalMetadata", "Node")}
-
-
 def read(data: bytes | str) -> Iterator[Any]:
-    """The messages of a file, framed as MLCommons' protolib frames them."""
+    """The messages of a file, by MLCommons' reader and classes."""
     assert isinstance(data, bytes)
-    kinds, file = schema(), io.BytesIO(data)
-    kind = kinds["GlobalMetadata"]
-    while (message := parse_length_prefixed(kind, file)) is not None:
+    file, kind = io.BytesIO(data), GlobalMetadata
+    while decodeMessage(file, message := kind()):
         for part in (message, *message.attr):
             assert not len(UnknownFieldSet(part)), "a field that et_def.proto has not"
         yield message
-        kind = kinds["Node"]
+        kind = Node
+    assert not file.read(), "it stopped before the end"
 
 
 def said(node: Any, name: str, value: str) -> Any:
@@ -144,8 +114,7 @@ def fed(files: Mapping[str, bytes | str]) -> list[Fed]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv", "dualpipe"])
-def test_chakra_is_read_by_protobuf_and_runs_by_astra_sims_rules_in_the_plans_order(schedule: str) -> None:
-    """MLCommons' package is on no index, so its schema is: numbers and types as they publish them, read by protobuf."""
+def test_chakra_is_read_by_mlcommons_package_and_runs_by_astra_sims_rules_in_the_plans_order(schedule: str) -> None:
     p = predicted(schedule)
     files, plan = dict(chakra_files(p.plan, p.last_step)), p.plan
     assert len(files) == 5
@@ -176,7 +145,7 @@ def test_the_reader_sees_a_lost_send_and_an_order_that_only_ctrl_deps_say() -> N
     def rewritten(kept: list[Any]) -> list[Fed]:
         out = io.BytesIO()
         for message in (head, *kept):
-            serialize_length_prefixed(message, out)
+            encodeMessage(out, message)
         return fed(files | {"rank.0.et": out.getvalue()})
 
     whole = rewritten(nodes)[0].computed
@@ -188,6 +157,22 @@ def test_the_reader_sees_a_lost_send_and_an_order_that_only_ctrl_deps_say() -> N
     for n in nodes:
         n.data_deps[:] = [d for d in n.data_deps if d != send.id]
     assert any(r.left for r in rewritten([n for n in nodes if n is not send]))
+
+
+def test_mlcommons_own_command_says_the_same(tmp_path: Path) -> None:
+    """chakra_jsonizer writes one JSON object behind the other."""
+    p = predicted("dualpipe")
+    for name, data in chakra_files(p.plan, p.last_step).items():
+        if not isinstance(data, bytes):
+            continue
+        (trace := tmp_path / name).write_bytes(data)
+        out = tmp_path / "out.json"
+        command = [sys.executable, "-m", "chakra.src.jsonizer.jsonizer"]
+        subprocess.run([*command, "--input_filename", trace, "--output_filename", out], check=True)
+        found = [json.loads(x) for x in out.read_text().replace("}{", "}\0{").split("\0")][1:]
+        assert [n["name"] for n in found] == [n.name for n in list(read(data))[1:]]
+        sizes = (int(a["int64Val"]) for n in found for a in n["attr"] if a["name"] == "comm_size")
+        assert sum(sizes) == sum(said(n, "comm_size", "int64_val") or 0 for n in list(read(data))[1:]) > 0
 
 
 def test_durations_are_the_predictions() -> None:
