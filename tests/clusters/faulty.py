@@ -91,4 +91,4 @@ def faulty(ctx: RankContext, **spec: Any) -> Any:
 
 if __name__ == "__main__":
     torchrun.train_rank = faulty
-    sys.exit(torchrun.main(sys.argv[1:]))
+    torchrun.end(torchrun.main(sys.argv[1:]))
