@@ -20,6 +20,7 @@ from ir.workload.params import local_numel
 from ir.workload.part import Param, PartLayout
 
 ALL_AXES = ("tp", "cp", "dp", "pp")
+FURTHER = "_replicate"  # ends the name of the stream on which copies of shards are summed
 _DONE = (Buffer("done", 0),)
 
 
@@ -285,7 +286,8 @@ class _Once:
                 ends = self._sum(b, message, b.replica.reduce_stream, b.owners, ws)
             if b.copies > 1 and ws and b.replicated:
                 message = Message(MessageKind.ALL_REDUCE, b.shard * self.reduce_bytes, b.across)
-                stream = b.replica.reduce_stream + ("_replicate" if b.across else "")
+                # Beside other buckets' messages, as FSDP's; one behind the other with ZeRO-1, as Megatron's.
+                stream = b.replica.reduce_stream + (FURTHER if b.across and b.replica.zero > 1 else "")
                 for owners in [(g,) for g in b.owners] if b.replica.zero == 1 else [b.owners]:
                     ends |= self._sum(b, message, stream, owners, ends[owners[0]])
             for g in b.owners:

@@ -89,7 +89,7 @@ FAULTS: dict[str, tuple[Callable[[GraphNode], GraphNode | None], int, str]] = {
         0,
         "is no all_reduce",
     ),
-    "a sum of another bucket": (only(PerStepOp.REDUCE)(lambda n: replace(n, bucket="7/dense")), 1, "both sum 7/dense"),
+    "a sum of another bucket": (only(PerStepOp.REDUCE)(lambda n: replace(n, bucket="7/dense")), 1, "which there is not"),
     "no gather": (only(PerStepOp.GATHER)(lambda n: None), 1, "is gathered by groups"),
     "no gather inside groups": (only(PerStepOp.GATHER)(lambda n: None), 2, "is gathered by groups"),
     "no update": (only(PerStepOp.UPDATE)(lambda n: None), 1, "never updates"),
