@@ -142,7 +142,9 @@ def _parallel(d: JobDraft, f: Facts, stages: int) -> None:
     elif f.get("cp", 1) > 1 and f.get("cp_comm") == "all_to_all":
         d.put("parallel", cp_comm="all_to_all")
     d.put("parallel", ep=f.get("ep") if experts else None, etp=etp if experts and etp != 1 else None)
-    d.put("parallel", zero=_zero(d.framework, f), sequence_parallel=bool(f.get("sequence_parallel")) if tp > 1 else None)
+    d.put(
+        "parallel", zero=_zero(d.framework, f), sequence_parallel=bool(f.get("sequence_parallel")) if tp > 1 else None
+    )
     if elements := f.get("bucket_elements"):
         d.put("parallel", bucket_MiB=elements * (2 if f.get("reduce") == "bf16" else 4) / 2**20)
     if pp > 1 and not f.get("layout") and d.framework in EVEN:
