@@ -62,8 +62,9 @@ def breakdown(
 
     A gap before an op is *host* from when its stream is free and all it waits for has ended; before that *exposed*
     while a message is on the wire of the stream it waits for, or of that on which the same sums go further, and
-    *dependency* till then: some other rank had not got there yet. What an op takes longer than alone is *slowdown*; what it waits for others that exchange messages inside
-    it is exposed. Rows sum to the step by construction, not by taking a rest.
+    *dependency* till then: some other rank had not got there yet. What an op takes longer than alone is *slowdown*;
+    what it waits for others that exchange messages inside it is exposed. Rows sum to the step by construction, not by
+    taking a rest.
 
     classes: of an unfolded plan; rows are then pipeline ranks', the mean of their replicas. Else a row is a program's.
     """

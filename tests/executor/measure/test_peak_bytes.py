@@ -97,7 +97,8 @@ SQUARE = [
 QUICK = (
     "one rank", "gpipe, M < P", "zb1p", "v-min", "recompute, two copies", "recompute of attention", "tied, two copies",
     "tied, one rank", "uneven", "peak in the update of shards", "peak in the norm", "experts", "ZeRO-2", "ZeRO-3",
-    "ZeRO-1, shares that end inside parameters", "copies of shards, ZeRO-2", "ZeRO-3, no prefetch, recompute", "looped-bfs",
+    "ZeRO-1, shares that end inside parameters", "ZeRO-3, no prefetch, recompute", "looped-bfs",
+    "copies of shards, ZeRO-2",
 )  # fmt: skip
 FAKE = ("zb2p", "tied, two copies", "peak in the norm", "ZeRO-2", "ZeRO-3", "experts", "latent attention, MTP")
 ONE = ("parallel.pp=1", "schedule.microbatches=1")
