@@ -170,7 +170,8 @@ def _copies(d: JobDraft, f: Facts) -> None:
 def _dp(d: JobDraft) -> int:
     """Replicas: what is left of the cluster's GPUs."""
     p, c = d.job.get("parallel", {}), d.job["cluster"]
-    return max(1, c["nodes"] * c["gpus_per_node"] // (p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)))
+    inner: int = p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)
+    return max(1, int(c["nodes"]) * int(c["gpus_per_node"]) // inner)
 
 
 def _zero(framework: str, f: Facts) -> int | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ir.core.order import FloatArray, IntArray
-from ir.graph.sync import FURTHER
+from ir.graph.per_step import FURTHER
 from ir.plan.plan import OpKind, Plan
 from piper_sim.engine import EngineRun, EngineScenario
 from piper_sim.folding import RankClasses

@@ -12,7 +12,7 @@ from ir.core.filters import parse_filter
 from ir.core.ops import Pass
 from ir.core.work import Message
 from ir.directives import ReplicateDirective
-from ir.graph import sync
+from ir.graph import per_step, sync
 from ir.graph.graph import Graph, GraphNode, PerStepOp
 from ir.graph.sync import Bucket
 from ir.job.build import prepare
@@ -55,7 +55,7 @@ def _edited(change: Callable[[GraphNode], GraphNode | None]) -> Callable[..., Gr
     """`with_sync` with its once-nodes changed; None: not there, nor what it joins."""
 
     def wrong(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
-        full = sync.with_sync(graph, clip, found)
+        full = per_step.with_sync(graph, clip, found)
         nodes = [n if not n.once else change(n) for n in full.nodes]
         new = {i: k for k, i in enumerate(i for i, n in enumerate(nodes) if n is not None)}
         edges = [replace(e, src=new[e.src], dst=new[e.dst]) for e in full.edges if e.src in new and e.dst in new]
@@ -171,7 +171,7 @@ def test_what_waits_for_what(
     zero = 1 if PerStepOp.REDUCE in (src, dst) or PerStepOp.GATHER in (src, dst) else 0
 
     def wrong(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
-        full = sync.with_sync(graph, clip, found)
+        full = per_step.with_sync(graph, clip, found)
         kinds = [n.kind for n in full.nodes]
         return replace(full, edges=tuple(e for e in full.edges if (kinds[e.src], kinds[e.dst]) != (src, dst)))
 
