@@ -13,7 +13,7 @@ from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.mesh import DENSE, EXPERT
 from ir.graph.graph import Graph
 from ir.graph.sync import Bucket, buckets
-from ir.plan.places import RankPlacement, sharers
+from ir.plan.places import RankPlacement, copiers, sharers
 
 Held = dict[
     str, tuple["ShardPiece", dict[str, Tensor]]
@@ -120,9 +120,8 @@ def written(graph: Graph, places: RankPlacement, rank: int) -> frozenset[str]:
 def _first(b: Bucket, places: RankPlacement, rank: int) -> bool:
     """Whether what this rank updates of a bucket is no copy of what a rank before it does."""
     members = sharers(b, places, rank)
-    zero = b.replica.zero if len(members) > 1 else 0
-    first = b.owners[0] == places.program(rank)
-    return zero == 1 or (first and (zero > 1 or members.index(rank) == 0))
+    sharded = b.replica.zero > 0 and len(members) > 1
+    return copiers(b, places, rank)[0] == rank and (sharded or members[0] == rank)
 
 
 def in_files(held: Iterable[tuple[str, tuple[ShardPiece, Mapping[str, Tensor]]]], most: int) -> Iterator[Held]:

@@ -126,7 +126,7 @@ def _check_replay(file: Path, plan: Plan) -> None:
 def _wrong_ranks(prepared: PreparedJob, options: JobRunOptions) -> PiperError:
     """N processes for a job of another size, and the overrides that make it a job of N."""
     p, ranks = prepared.job.parallel, options.ranks
-    sizes = {"pp": (p.pp, ranks)} | {a: (getattr(p, a), 1) for a in ("tp", "cp", "dp", "ep", "etp")}
+    sizes = {"pp": (p.pp, ranks)} | {a: (getattr(p, a), 1) for a in ("tp", "cp", "dp", "ep", "etp", "dp_replicate")}
     needed = [f"parallel.{axis}={new}" for axis, (old, new) in sizes.items() if old != new]
     if not isinstance(p.layers, str):
         needed.append("parallel.layers=balanced")

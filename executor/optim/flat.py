@@ -17,7 +17,7 @@ from ir.graph.sync import Bucket
 
 class FlatBucket:
     """One bucket on one rank. members: the ranks between which it is sharded or kept in step, this one is the
-    index-th. first: whether this is the first of the programs that own it. reduce: dtype gradients travel in.
+    index-th. first: whether this is the first of the ranks that hold the same. reduce: dtype gradients travel in.
 
     own: which elements this rank updates. weights: their parameters; sums: what gradients are summed in, over
     microbatches; reduced: the sums over ranks of `own`. counts: whether the global norm takes them from this rank.
@@ -36,7 +36,7 @@ class FlatBucket:
     ) -> None:
         zero = bucket.replica.zero if len(members) > 1 else 0
         self.name, self.grads, self.reduce = bucket.key, grads, reduce
-        self.counts = zero == 1 or (first and (zero > 1 or index == 0))
+        self.counts = first and (zero > 0 or index == 0)
         param, summed = params[bucket.params[0]], grads.sums[bucket.params[0]].dtype
         self.shapes = {n: params[n].shape for n in bucket.params}
         numels = {n: s.numel() for n, s in self.shapes.items()}
@@ -58,9 +58,10 @@ class FlatBucket:
             del grads.sums[n]
             if zero < 2:
                 grads.sums[n] = self.sums[place].view(self.shapes[n])
-        meets = zero < 2 or len(bucket.owners) > 1
+        meets = zero < 2 or bucket.copies > 1
         self.travels = torch.zeros_like(self.sums, dtype=reduce) if meets and reduce != summed else self.sums
         self.reduced = self.travels if zero > 1 else self.travels[self.own]
+        self.scattered = zero == 1
 
     def begin(self) -> None:
         self.sums.zero_()
@@ -68,6 +69,10 @@ class FlatBucket:
     def filled(self) -> Tensor:
         """The sums as they travel once per step."""
         return self.travels if self.travels is self.sums else self.travels.copy_(self.sums)
+
+    def summed(self) -> Tensor:
+        """What is summed over the ranks that hold the same: of ZeRO-1, what its ranks have summed of this share."""
+        return self.reduced if self.scattered else self.filled()
 
     # -- gradients of one microbatch ----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import MessageKind
 from ir.graph.sync import Bucket
 from ir.job.schema import JobOptimizer
-from ir.plan.places import RankPlacement, several, sharers
+from ir.plan.places import RankPlacement, copiers, several, sharers
 
 Start = tuple[
     Callable[[], TransportHandle], Callable[[], None] | None
@@ -59,7 +59,7 @@ class BucketSync:
         self.alone = [n for b in found if program in b.owners and b not in shared for n in b.params]
         self.flat: dict[str, FlatBucket] = {}
         for b in shared:
-            members, first = sharers(b, places, rank), b.owners[0] == program
+            members, first = sharers(b, places, rank), copiers(b, places, rank)[0] == rank
             index = members.index(rank)
             self.flat[b.key] = FlatBucket(b, members, index, params, grads, reduce=config.reduce, first=first)
         shares = {f"flat:{k}": f.weights for k, f in self.flat.items()}
@@ -96,7 +96,7 @@ class BucketSync:
                 whole = flat.passing[mb]
                 return lambda: transport.reduce_scatter(group, whole[flat.own], whole), partial(flat.land, mb)
             case MessageKind.ALL_REDUCE:
-                return lambda: transport.all_reduce(group, flat.filled()), None
+                return lambda: transport.all_reduce(group, flat.summed()), None
             case MessageKind.ALL_GATHER:
                 if not meeting.once:
                     flat.fetch()

@@ -14,6 +14,7 @@ DENSE = ("tp", "cp", "dp")
 EXPERT = ("etp", "ep", "edp")
 ORDER = ("tp", "cp", "ep", "dp", "pp")
 _TWIN = {"tp": "etp", "dp": "edp"}
+_COPIED = ("dp", "edp")  # axes whose outer part may hold copies of shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +42,33 @@ class Mesh:
     (MeshAxis(size=2, stride=1), MeshAxis(size=2, stride=2))
     >>> mesh.shape(("dp",), per_node=8), mesh.ranks
     (RankGroup(ranks=4, per_node=4), 16)
+
+    With dp_replicate, dp and edp have an inner part that shards lie over, and an outer one that copies them:
+
+    >>> Mesh.of(tp=1, cp=1, dp=8, pp=1, ep=2, dp_replicate=2).divided(("edp",))
+    (('edp_shard',), ('edp_replicate',))
     """
 
     sizes: Mapping[str, int]
     axes: Mapping[str, tuple[MeshAxis, ...]]
 
     @classmethod
-    def of(cls, *, tp: int, cp: int, dp: int, pp: int, ep: int = 1, etp: int = 1, order: Sequence[str] = ORDER) -> Mesh:
+    def of(
+        cls,
+        *,
+        tp: int,
+        cp: int,
+        dp: int,
+        pp: int,
+        ep: int = 1,
+        etp: int = 1,
+        dp_replicate: int = 1,
+        order: Sequence[str] = ORDER,
+    ) -> Mesh:
         """Factor the devices. `order` names the axes, fastest varying first (what lands inside a node).
 
-        Raises PiperError (job) where experts do not divide the devices or the two views have no common refinement.
+        Raises PiperError (job) where experts do not divide the devices or the two views have no common refinement, or
+        where dp or edp has no dp_replicate equal parts.
         """
         if sorted(order) != sorted(ORDER):
             raise job_error("parallel.order", f"{' '.join(order)!r} does not name each axis once", " ".join(ORDER))
@@ -62,17 +80,23 @@ class Mesh:
         expert = _strides([_TWIN.get(a, a) for a in order if a != "cp"], sizes)
         if dense["pp"] != expert["pp"]:
             raise job_error("parallel.order", "pp stands between the axes that experts share", "'pp' first or last")
-        cuts = _cuts(sizes, order)
+        strides, cuts = dense | expert, _cuts(sizes, order)
         if cuts is None:
             why = "the dense and the expert view of the devices have no common refinement"
             raise _no_ep(sizes, order, why)
+        if dp_replicate > 1:
+            sizes, strides, cuts = _replicated(sizes, strides, cuts, dp_replicate)
         atoms = [MeshAxis(b // a, a) for a, b in pairwise(cuts)]
-        axes = {
-            a: tuple(t for t in atoms if stride <= t.stride < stride * sizes[a])
-            for view in (dense, expert)
-            for a, stride in view.items()
-        }
-        return cls(sizes, axes)
+        return cls(sizes, {a: tuple(t for t in atoms if s <= t.stride < s * sizes[a]) for a, s in strides.items()})
+
+    def divided(self, axes: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Of axes that hold the same parameters: those over which shards of them lie, and those that copy the shards.
+
+        >>> Mesh.of(tp=1, cp=2, dp=4, pp=1).divided(("cp", "dp"))
+        (('cp', 'dp'), ())
+        """
+        split = [a for a in axes if f"{a}_replicate" in self.sizes]
+        return tuple(f"{a}_shard" if a in split else a for a in axes), tuple(f"{a}_replicate" for a in split)
 
     @property
     def ranks(self) -> int:
@@ -132,6 +156,30 @@ def _cuts(sizes: Mapping[str, int], order: Sequence[str]) -> list[int] | None:
     total = sizes["tp"] * sizes["cp"] * sizes["dp"] * sizes["pp"]
     cuts = sorted({*dense.values(), *expert.values(), total})
     return None if any(b % a for a, b in pairwise(cuts)) else cuts
+
+
+def _replicated(
+    sizes: Mapping[str, int], strides: Mapping[str, int], cuts: Sequence[int], parts: int
+) -> tuple[dict[str, int], dict[str, int], list[int]]:
+    """Sizes, strides and cuts with dp and edp divided: `parts` outer parts, each of the ranks that lie closest."""
+
+    def cut(n: int) -> list[int] | None:
+        made = sorted({*cuts, *(strides[a] * sizes[a] // n for a in _COPIED)})
+        good = not any(sizes[a] % n for a in _COPIED) and not any(b % a for a, b in pairwise(made))
+        return made if good else None
+
+    made = cut(parts)
+    if made is None:
+        legal = [n for n in divisors(sizes["dp"]) if cut(n)]
+        message = f"dp = {sizes['dp']}, and for experts edp = {sizes['edp']}, have no {parts} equal parts"
+        fix = f"dp_replicate = {min(legal, key=lambda n: abs(n - parts))}"
+        raise job_error("parallel.dp_replicate", message, fix, f"dp_replicate in {legal[:16]}")
+    sizes, strides = dict(sizes), dict(strides)
+    for axis in _COPIED:
+        inner = sizes[axis] // parts
+        sizes |= {f"{axis}_shard": inner, f"{axis}_replicate": parts}
+        strides |= {f"{axis}_shard": strides[axis], f"{axis}_replicate": strides[axis] * inner}
+    return sizes, strides, made
 
 
 def _no_ep(sizes: Mapping[str, int], order: Sequence[str], why: str) -> PiperError:

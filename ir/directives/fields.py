@@ -17,7 +17,7 @@ KEYS: Mapping[str, frozenset[str]] = {
     "place": frozenset({"filter", "devices", "device", "stream", "group"}),
     "replicate": frozenset(
         {"filter", "devices", "device", "reduce_stream", "gather_stream", "bucket_size", "bucket_MiB"}
-        | {"shard_grads", "shard_params", "zero"}
+        | {"shard_grads", "shard_params", "zero", "dp_replicate"}
     ),
     "shard": frozenset({"filter", "devices", "device", "stream", "axis", "sequence_parallel", "heads"}),
     "split": frozenset({"filter", "dim_name", "num_microbatches"}),
@@ -108,10 +108,13 @@ def read_sync(i: int, d: Fields) -> Directive:
     size = d.get("bucket_MiB", d.get("bucket_size"))
     if size is not None and (not isinstance(size, int | float) or isinstance(size, bool) or not 0 < size < 1e9):
         raise bad(f"directive {i} (replicate): bucket size {_short(size)}", "MiB, more than 0")
+    copies = d.get("dp_replicate", 1)
+    if type(copies) is not int or copies < 1:
+        raise bad(f"directive {i} (replicate): dp_replicate = {_short(copies)}", "a divisor of dp", "1")
     default = "compute" if names_devices(d) else "dp"
     reduce = d.get("reduce_stream", default)
     gather = d.get("gather_stream", default if names_devices(d) else reduce)
-    return ReplicateDirective(wanted, zero, size, read_stream(i, reduce), read_stream(i, gather))
+    return ReplicateDirective(wanted, zero, size, read_stream(i, reduce), read_stream(i, gather), copies)
 
 
 def read_stream(i: int, name: object) -> str:

@@ -121,12 +121,16 @@ class GraphEdge:
 
 @dataclass(frozen=True, slots=True)
 class BucketPolicy:
-    """How `replicate` said an entry's parameters are kept in step: ZeRO level, bucket size, stream of its messages."""
+    """How `replicate` said an entry's parameters are kept in step: ZeRO level, bucket size, stream of its messages.
+
+    dp_replicate: into how many parts of its ranks each has all shards.
+    """
 
     zero: int = 0
     bucket_bytes: int | None = None
     reduce_stream: str = "dp"
     gather_stream: str = "dp"
+    dp_replicate: int = 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,34 +1,29 @@
-"""What exists once per step: gradient reductions over the owners of each parameter, norm, update, parameter gathers.
+"""Which parameters are kept in step together, over which ranks.
 
-One map decides all of it: logical parameter -> the ranks that hold the same shard. Dense data parallelism, expert data
+One map decides it: logical parameter -> the ranks that hold the same shard. Dense data parallelism, expert data
 parallelism, norms between tensor-parallel regions, tied embeddings and DualPipe's two copies are that map read off the
 graph.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from ir.core.errors import directive_error
 from ir.core.mesh import Mesh
-from ir.core.ops import Pass
-from ir.core.work import Message, MessageKind
-from ir.graph.graph import BucketPolicy, Buffer, Graph, GraphEdge, GraphNode, MicrobatchSpan, PerStepOp
+from ir.graph.graph import BucketPolicy, Graph
 from ir.workload.params import local_numel
 from ir.workload.part import Param, PartLayout
-
-ALL_AXES = ("tp", "cp", "dp", "pp")
-_DONE = (Buffer("done", 0),)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Parameters that are synchronised together, because the same ranks own them.
 
-    owners: groups that hold a copy. axes: mesh axes over which the ranks of one group hold the same shard.
-    numel: elements on one device before ZeRO. ranks: devices that hold the shard, over axes and owners.
+    owners: groups that hold a copy. axes: mesh axes over which the ranks of one group hold the same parameters. inside:
+    those of them, or parts, over which shards of these lie; across: the others, over which each shard is copied.
+    numel: elements on one device before ZeRO. ranks: devices that a set of shards lies over. copies: that hold each.
     members: indices into `Graph.entries`. params: their global names, in canonical order. replicated: whether a
     `replicate` named them, so that their copies are kept in step.
     """
@@ -43,6 +38,14 @@ class Bucket:
     members: tuple[int, ...]
     params: tuple[str, ...] = ()
     replicated: bool = True
+    inside: tuple[str, ...] = ()
+    across: tuple[str, ...] = ()
+    copies: int = 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank holds it."""
+        return self.ranks * self.copies == 1
 
     @property
     def shard(self) -> int:
@@ -53,6 +56,10 @@ class Bucket:
     def key(self) -> str:
         """`2/dense`: unique in the graph."""
         return f"{self.stage}/{self.name}"
+
+    def called(self, owners: tuple[int, ...]) -> str:
+        """Its name in what only these of its owners do."""
+        return self.name if len(owners) == len(self.owners) else f"{self.name}.p{owners[0]}"
 
 
 def summed_over(param: Param, layout: PartLayout) -> tuple[str, ...]:
@@ -96,6 +103,12 @@ def buckets(graph: Graph) -> tuple[Bucket, ...]:
     return _FOUND[graph]
 
 
+def keep_buckets(graph: Graph, found: tuple[Bucket, ...], of: Graph) -> None:
+    """A graph's buckets are another's, if those were found: nodes of once per step own nothing."""
+    if found is _FOUND.get(of):
+        _FOUND[graph] = found
+
+
 def _buckets(graph: Graph) -> tuple[Bucket, ...]:
     if graph.source is None or graph.mesh is None:
         return ()
@@ -126,8 +139,12 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
 def _replica(graph: Graph, name: str, holders: list[int]) -> BucketPolicy | None:
     """What `replicate` said of a parameter: of the first part that holds it and was named, None if none was."""
     said = [(k, graph.replicas[k]) for k in holders if k in graph.replicas]
-    if len({r.zero for _, r in said}) > 1:
-        levels = ", ".join(f"zero = {r.zero} for {graph.entries[k].name}" for k, r in said)
+    if len({(r.zero, r.dp_replicate) for _, r in said}) > 1:
+        again = len({r.dp_replicate for _, r in said}) > 1
+        levels = ", ".join(
+            f"zero = {r.zero}{f', dp_replicate = {r.dp_replicate}' if again else ''} for {graph.entries[k].name}"
+            for k, r in said
+        )
         raise directive_error(
             f"{name} is one parameter in several parts, and replicate says {levels}",
             "one level for a parameter",
@@ -158,6 +175,7 @@ class _Pool:
         """What the label leaves out, a word each."""
         r = self.replica or BucketPolicy()
         level = f"zero{r.zero}" if self.replica else "apart"
+        level += f"x{r.dp_replicate}" if r.dp_replicate > 1 else ""
         streams = f"reduce_{r.reduce_stream}", f"gather_{r.gather_stream}"
         return f"on{'_'.join(map(str, self.owners))}", level, f"of{r.bucket_bytes or ''}", *streams
 
@@ -203,97 +221,14 @@ def _cut(graph: Graph, pool: _Pool, params: Params) -> list[Params]:
 def _pooled(mesh: Mesh, named: dict[str, list[int]], pool: _Pool, label: str, groups: list[Params]) -> list[Bucket]:
     """The buckets of one pool."""
     replica = pool.replica or BucketPolicy()
+    inside, across = mesh.divided(pool.axes) if replica.dp_replicate > 1 else (pool.axes, ())
     # Per-microbatch reductions (ZeRO-2, 3) stay inside a group; copies on other groups meet once, at the step's end.
-    ranks = mesh.size(pool.axes) * (len(pool.owners) if replica.zero < 2 else 1)
-    out = []
+    joined, apart = (len(pool.owners), 1) if replica.zero < 2 else (1, len(pool.owners))
+    ranks, copies = mesh.size(inside) * joined, mesh.size(across) * apart
+    replicated, out = pool.replica is not None, []
     for name, group in zip(_names(label, groups), groups, strict=True):
         numel, params = sum(n for _, n, _ in group), tuple(name for _, _, name in group)
         held = tuple(sorted({j for p in params for j in named[p]}))
-        replicated = pool.replica is not None
-        out.append(Bucket(name, pool.stage, pool.owners, pool.axes, numel, ranks, replica, held, params, replicated))
+        own = (pool.stage, pool.owners, pool.axes, numel, ranks, replica, held, params)
+        out.append(Bucket(name, *own, replicated, inside, across, copies))
     return out
-
-
-def with_sync(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
-    """The graph with its once-per-step nodes.
-
-    rewrite, for one program p whose buckets are reduced (RS under ZeRO-1, else AR):
-        W -(join)-> RS -> [NORM: all programs] -> UPDATE -> AG
-    """
-    if graph.source is None or graph.mesh is None:
-        return graph
-    new = _Once(graph, found)
-    new.reduce()
-    new.update(clip)
-    new.gather()
-    full = replace(graph, nodes=tuple(new.nodes), edges=tuple(dict.fromkeys(new.edges)))
-    if found is _FOUND.get(graph):  # nodes of once per step own nothing
-        _FOUND[full] = found
-    return full
-
-
-class _Once:
-    """Nodes that exist once per step, in the making. ready: by program, what its next node has to follow."""
-
-    def __init__(self, graph: Graph, found: tuple[Bucket, ...]) -> None:
-        assert graph.source is not None and graph.mesh is not None
-        self.graph, self.found, self.ranks = graph, found, graph.mesh.ranks
-        self.nodes, self.edges = list(graph.nodes), list(graph.edges)
-        self.reduce_bytes, self.gather_bytes = graph.source.sync_bytes()
-        self.ready: dict[int, list[int]] = defaultdict(list)
-
-    def _add(self, stage: int, kind: PerStepOp, part: str, groups: Iterable[int], **more: Any) -> int:
-        spans = tuple(MicrobatchSpan(None, g) for g in groups)
-        self.nodes.append(GraphNode(stage, kind, part, spans=spans, **more))
-        return len(self.nodes) - 1
-
-    def reduce(self) -> None:
-        """Sums of gradients over all who hold a copy; what ZeRO-2 and 3 have summed inside groups, between groups."""
-        w_of = defaultdict(list)
-        for i, n in enumerate(self.graph.nodes):
-            if n.kind is Pass.W:
-                w_of[n.stage, n.part].append(i)
-        for b in self.found:
-            ws = [i for k in b.members for i in w_of[self.graph.entries[k].stage, self.graph.entries[k].name]]
-            sources = ws
-            copies = b.replica.zero >= 2 and len(b.owners) > 1
-            if (copies or (b.ranks > 1 and b.replica.zero < 2)) and ws and b.replicated:
-                kind = PerStepOp.REDUCE if b.replica.zero == 1 else PerStepOp.ALL_REDUCE
-                comm = MessageKind.REDUCE_SCATTER if b.replica.zero == 1 else MessageKind.ALL_REDUCE
-                size = b.shard if copies else b.shard * b.ranks
-                message = Message(comm, size * self.reduce_bytes, () if copies else b.axes)
-                keys = dict(stream=b.replica.reduce_stream, message=message, writes=_DONE, bucket=b.key)
-                node = self._add(b.stage, kind, b.name, b.owners, **keys)
-                self.edges += [GraphEdge(w, node, 0, join=True) for w in ws]
-                sources = [node]
-            for g in b.owners:
-                self.ready[g] += sources
-
-    def update(self, clip: bool) -> None:
-        """The norm of the whole gradient, which all programs wait for, and each program's update."""
-        programs = range(self.graph.programs)
-        norm = None
-        if clip and self.ranks > 1:
-            message = Message(MessageKind.ALL_REDUCE, 8, ALL_AXES)
-            norm = self._add(0, PerStepOp.NORM, "", programs, stream="dp", message=message, writes=_DONE)
-        for p in programs:
-            numel = sum(b.shard if b.replica.zero else b.numel for b in self.found if p in b.owners)
-            placed = (n.stage for n in self.graph.nodes for s in n.spans if s.group == p and not n.once)
-            update = self._add(min(placed, default=0), PerStepOp.UPDATE, f"p{p}", (p,), numel=numel, writes=_DONE)
-            for src in dict.fromkeys(self.ready[p]):
-                self.edges.append(GraphEdge(src, update if norm is None else norm, 0, join=True))
-            if norm is not None:
-                self.edges.append(GraphEdge(norm, update, 0, join=True))
-            self.ready[p] = [update]
-
-    def gather(self) -> None:
-        """Weights that others updated. The shards of ZeRO-1 lie on all owners, those of ZeRO-2 inside each group."""
-        for b in self.found:
-            if not (b.ranks > 1 and b.replica.zero in (1, 2) and b.replicated):
-                continue
-            message = Message(MessageKind.ALL_GATHER, b.shard * b.ranks * self.gather_bytes, b.axes)
-            for owners in [b.owners] if b.replica.zero == 1 else [(g,) for g in b.owners]:
-                name = b.name if len(owners) == len(b.owners) else f"{b.name}.p{owners[0]}"
-                keys = dict(stream=b.replica.gather_stream, message=message, bucket=b.key)
-                node = self._add(b.stage, PerStepOp.GATHER, name, owners, **keys)
-                self.edges += [GraphEdge(u, node, 0, join=True) for g in owners for u in self.ready[g]]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ir.core.errors import PiperError, directive_error, job_error
 from ir.core.filters import parse_filter
-from ir.directives import ShardDirective, SplitDirective
+from ir.directives import ReplicateDirective, ShardDirective, SplitDirective
 from ir.directives.load import DirectiveFile
 from ir.graph.graph import Graph
 from ir.graph.sync import buckets
@@ -30,6 +30,12 @@ def agree(job: Job, made: DirectiveFile) -> Job:
     if made.experts is not None and p.ep * p.etp != made.experts:
         message = f"the strategy shards experts over {made.experts} devices, etp·ep is {p.ep * p.etp}"
         raise _other("parallel.ep", message, f"ep = {made.experts}")
+    copied = {d.dp_replicate for d in made.directives if isinstance(d, ReplicateDirective)} - {1}
+    if p.dp_replicate == 1 and len(copied) == 1:
+        p = replace(p, dp_replicate=copied.pop())
+    elif p.dp_replicate > 1 and not copied:
+        message = f"dp_replicate = {p.dp_replicate}, and the strategy copies no shards"
+        raise _other("parallel.dp_replicate", message, "dp_replicate = 1")
     axes = {d.axis for d in made.directives if isinstance(d, ShardDirective)}
     for axis, size in (("tp", p.tp), ("cp", p.cp), ("ep", p.ep * p.etp)):
         if size > 1 and axis not in axes:
@@ -47,7 +53,7 @@ def check_replicated(graph: Graph) -> None:
     Raises PiperError (directive): parameters have copies that no `replicate` names.
     """
     for b in buckets(graph):
-        if b.ranks > 1 and not b.replicated:
+        if not b.alone and not b.replicated:
             raise directive_error(
                 f"parameters of stage {b.stage} ({b.name}) are on {b.ranks} ranks, and no replicate names them",
                 "a replicate for every part that has copies",

@@ -142,8 +142,7 @@ def prepare(
             job, made = agree(job, made), with_split(made, job.schedule.microbatches)
         p = job.parallel
         model.check(p.layout, shape, precision, recompute_options(job))
-        mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
-        source = model.source(shape, precision, style)
+        mesh, source = p.mesh, model.source(shape, precision, style)
         mbs = (made.mbs or 1) if isinstance(made, DirectiveFile) else made.microbatches
         check_nodes(3 * sum(len(c.parts) for c in chunks), mbs)
         weigh = chunk_cost or (lambda _, c: float(model.flops(c, shape, precision)))
@@ -226,6 +225,9 @@ def dividing(job: Job, config: ModelConfig) -> list[Directive]:
     """The shard and replicate directives of `[parallel]`."""
     p, out = job.parallel, list[Directive]()
     everything = parse_filter({})
+    if p.dp_replicate > 1 and p.zero == 0:
+        message, fix = f"{p.dp_replicate} copies of shards, and zero = 0 makes none", "parallel.zero = 1"
+        raise job_error("parallel.dp_replicate", message, fix, "1 where zero is 0")
     if p.tp > 1:
         sequence = p.sequence_parallel and job.model.graph is None  # a captured module's tokens are on all tp ranks
         out.append(ShardDirective(everything, "tp", sequence_parallel=sequence))
@@ -233,7 +235,7 @@ def dividing(job: Job, config: ModelConfig) -> list[Directive]:
         out.append(ShardDirective(everything, "cp", heads=p.layout.cp_heads))
     if config.moe is not None and p.ep * p.etp > 1:
         out.append(ShardDirective(parse_filter({"EP": "*"}), "ep"))
-    out.append(ReplicateDirective(everything, p.zero, p.bucket_MiB))
+    out.append(ReplicateDirective(everything, p.zero, p.bucket_MiB, dp_replicate=p.dp_replicate))
     return out
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, get_type_hints
 from msgspec import Meta
 
 from ir.core.files import HIDDEN, Text, words
+from ir.core.mesh import Mesh
 from ir.workload.part import PartLayout
 
 MOST = 2**31 - 1
@@ -81,6 +82,8 @@ class JobCluster:
 class JobParallel:
     """How it is divided. tp·cp·pp·dp is the number of GPUs; experts see the same devices as etp·ep·edp.
 
+    dp_replicate: copies of what ZeRO shards (HSDP): each lies over an equal part of the cp·dp ranks of a parameter, of
+    the edp ranks of an expert's, those that are closest; it divides dp and edp.
     overlap_grad_reduce: reductions of ZeRO 0 and 1 run beside backward passes (bucket by bucket, with bucket_MiB); off,
     they follow a rank's last one, as Megatron's without --overlap-grad-reduce. cp_comm: what attention sends over cp:
     all_gather, keys and values of whole sequences to each rank's queries, as many bytes as a ring; all_to_all, whole
@@ -94,6 +97,7 @@ class JobParallel:
     ep: Size = 1
     etp: Size = 1
     zero: Annotated[int, Meta(ge=0, le=3)] = 1
+    dp_replicate: Size = 1
     bucket_MiB: Annotated[float, Meta(gt=0, lt=1e9)] | None = None
     prefetch: Natural = 1
     reshard: bool = True
@@ -107,6 +111,12 @@ class JobParallel:
     def layout(self) -> PartLayout:
         """Of a part that all axes divide."""
         return PartLayout(self.tp, self.cp, self.ep, self.etp, self.sequence_parallel, self.cp_comm == "all_to_all")
+
+    @property
+    def mesh(self) -> Mesh:
+        """All ranks, once dp is known. Raises PiperError (job): sizes that do not divide each other."""
+        sizes = dict(tp=self.tp, cp=self.cp, dp=self.dp or 1, pp=self.pp, ep=self.ep, etp=self.etp)
+        return Mesh.of(**sizes, dp_replicate=self.dp_replicate, order=self.order.split())
 
 
 @dataclass(frozen=True)

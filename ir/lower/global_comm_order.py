@@ -44,6 +44,8 @@ def joint_order(draft: PlanBuilder, edges: Edges) -> None:
     at = _position(draft, end, rows.program[member], time[meeting])
     rows.key[member] = at * STEP - STEP // 2
     rows.sub[member] = rank[meeting]
+    for later, first in draft.further:  # was added behind it, and stays there
+        rows.key[later], rows.sub[later] = rows.key[first], rows.sub[first]
     if not single:
         return
     item = np.concatenate([np.arange(len(send)), np.arange(len(send)), meeting])

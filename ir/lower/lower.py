@@ -9,7 +9,8 @@ from ir.core.order import IntArray, Order
 from ir.core.waits import strongest
 from ir.directives.rows import orders_from_rows
 from ir.graph.graph import Graph, check, illegal
-from ir.graph.sync import buckets, with_sync
+from ir.graph.per_step import with_sync
+from ir.graph.sync import buckets
 from ir.graph.zero import weights_of
 from ir.lower.frees import node_buffers
 from ir.lower.global_comm_order import joint_order

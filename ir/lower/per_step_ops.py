@@ -14,15 +14,18 @@ def once_rows(draft: PlanBuilder) -> None:
     graph, new = draft.graph, _New(draft)
     sources = _sources(graph)
     reductions = [i for i, n in enumerate(graph.nodes) if n.once and n.kind not in TAIL]
-    last = {(i, p): _last(draft, sources[i], p) for i in reductions for p in graph.nodes[i].groups}
+    first = {i: next((s for s in sources[i] if graph.nodes[s].once), i) for i in reductions}
+    last = {(i, p): _last(draft, sources[first[i]], p) for i in reductions for p in graph.nodes[i].groups}
     end = [int(n) for n in np.diff(draft.start)]
     front = {p: n - 1 if draft.policy.reduce_behind else -1 for p, n in enumerate(end)}
-    for rank, i in enumerate(canonical(draft, reductions, last)):
+    for rank, i in enumerate(canonical(draft, first, last)):
         members, contributions = [], []
         for p in graph.nodes[i].groups:
             own = last[i, p]
             front[p] = max(front[p], own)
             members.append(new.row(i, p, front[p] * STEP + STEP // 2, rank, own))
+            if first[i] != i:
+                draft.further.append((members[-1], draft.once_rows[first[i], p]))
             contributions.append(int(draft.start[p]) + own if own >= 0 else -1)
         draft.reductions.append((members, contributions))
         new.meet(members)
@@ -34,6 +37,7 @@ def once_rows(draft: PlanBuilder) -> None:
                 before = [draft.once_rows[s, p] for s in sources[i] if (s, p) in draft.once_rows]
                 new.waits += [(members[-1], b) for b in before]
             new.meet(members)
+    new.waits += draft.further
     new.add()
 
 
@@ -67,11 +71,11 @@ class _New:
         self.draft.wait(row, on)
 
 
-def canonical(draft: PlanBuilder, nodes: list[int], last: dict[tuple[int, int], int]) -> list[int]:
+def canonical(draft: PlanBuilder, first: dict[int, int], last: dict[tuple[int, int], int]) -> list[int]:
     """One order of collectives for all programs: by the latest last contribution over the owners, owners, chunk.
 
     How late a contribution is, is counted in units to its program's end, which all programs reach together; within one,
-    by the first owner's ops.
+    by the first owner's ops. first: of each collective the one that it sums further, behind which it stands, or itself.
     """
     rows, ends = draft.rows, [int(draft.rows.unit[e - 1]) for e in draft.start[1:].tolist()]
 
@@ -79,10 +83,11 @@ def canonical(draft: PlanBuilder, nodes: list[int], last: dict[tuple[int, int], 
         groups = draft.graph.nodes[i].groups
         return min(ends[p] - (int(rows.unit[draft.start[p] + last[i, p]]) if last[i, p] >= 0 else 0) for p in groups)
 
-    def place(i: int) -> tuple[int, int]:
-        return last[i, draft.graph.nodes[i].groups[0]], i  # within a unit: as they are whole
+    def place(i: int) -> tuple[int, tuple[int, ...], int, int]:
+        groups = draft.graph.nodes[i].groups
+        return -slack(i), groups, last[i, groups[0]], i  # within a unit: as they are whole
 
-    return sorted(nodes, key=lambda i: (-slack(i), draft.graph.nodes[i].groups, *place(i)))
+    return sorted(first, key=lambda i: (place(first[i]), i))
 
 
 def _sources(graph: Graph) -> list[list[int]]:

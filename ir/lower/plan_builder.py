@@ -61,6 +61,7 @@ class PlanBuilder:
     buffers: list[dict[str, IntArray]] = field(default_factory=list)
     once_rows: dict[tuple[int, int], int] = field(default_factory=dict)
     reductions: list[tuple[list[int], list[int]]] = field(default_factory=list)  # members, their last contributions
+    further: list[tuple[int, int]] = field(default_factory=list)  # a reduction's row, that of what it sums further
     recv_of: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def kinds(self) -> IntArray:

@@ -131,7 +131,7 @@ def _way(kind: object) -> str:
 
 def reduction_shape(b: Bucket, element: int) -> OpShape:
     """A microbatch's reduction of a bucket: `2RS3/dense`."""
-    message = Message(MessageKind.REDUCE_SCATTER, b.shard * b.ranks * element, b.axes)
+    message = Message(MessageKind.REDUCE_SCATTER, b.shard * b.ranks * element, b.inside)
     text = f"{b.stage}{CollectiveRole.REDUCE}*/{b.name}"
     return OpShape(
         OpKind.COLLECTIVE, b.replica.reduce_stream, text, message=message, bucket=b.key, role=CollectiveRole.REDUCE
@@ -140,7 +140,7 @@ def reduction_shape(b: Bucket, element: int) -> OpShape:
 
 def gather_shape(b: Bucket, reads: Pass, again: int, element: int) -> OpShape:
     """A gather of weights for a pass of a microbatch: `2AG_F3/l7.dense`; the next for the same: `2AG_F3/l7.dense+1`."""
-    message = Message(MessageKind.ALL_GATHER, b.shard * b.ranks * element, b.axes)
+    message = Message(MessageKind.ALL_GATHER, b.shard * b.ranks * element, b.inside)
     text = f"{b.stage}{CollectiveRole.GATHER}_{reads}*/{b.name}" + (f"+{again}" if again else "")
     return OpShape(
         OpKind.COLLECTIVE,

@@ -70,9 +70,15 @@ class RankPlacement:
 def sharers(bucket: Bucket, places: RankPlacement, rank: int) -> tuple[int, ...]:
     """The ranks that a bucket is sharded over, or kept in step on: between programs too, if reduced once per step."""
     joined = bucket.replica.zero < 2
-    return places.group(rank, bucket.axes, bucket.owners if joined else (places.program(rank),))
+    return places.group(rank, bucket.inside, bucket.owners if joined else (places.program(rank),))
+
+
+def copiers(bucket: Bucket, places: RankPlacement, rank: int) -> tuple[int, ...]:
+    """The ranks that hold the same shard of a bucket, of whom the first stands for all."""
+    apart = bucket.replica.zero >= 2
+    return places.group(rank, bucket.across, bucket.owners if apart else (places.program(rank),))
 
 
 def several(found: Iterable[Bucket], program: int) -> list[Bucket]:
     """The buckets of a program that other ranks hold too."""
-    return [b for b in found if program in b.owners and (b.ranks > 1 or len(b.owners) > 1)]
+    return [b for b in found if program in b.owners and not b.alone]

@@ -9,7 +9,8 @@ from typing import NoReturn
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import FileErrors, read_text
 from ir.graph.graph import Graph
-from ir.graph.sync import buckets, with_sync
+from ir.graph.per_step import with_sync
+from ir.graph.sync import buckets
 from ir.plan.plan import CollectiveRole, OpShape, Plan
 from ir.plan.rebuild import PlanTextColumns, PlanTextRows, columns_plan, read_buffers
 from ir.plan.vocabulary import OpVocabulary, stream_cell

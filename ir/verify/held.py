@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ir.core.errors import PiperError
+from ir.core.mesh import Mesh
 from ir.core.ops import Pass
 from ir.graph.graph import COMPUTE, BucketPolicy, Graph, illegal
 from ir.graph.sync import Bucket, buckets
@@ -19,12 +20,16 @@ Nodes = Mapping[tuple[int, str], list[int]]  # (stage, part) → its compute nod
 class HeldShards:
     """A bucket, and what follows from the parameters in it.
 
-    inside: the ranks of one group that hold the same elements. share: elements of each, where they divide them. users:
-    the compute nodes that work with its parameters. adds: those that make its gradients.
+    inside: the ranks of one group that divide its elements. over: the axes that these differ in. across: those in which
+    ranks of one group differ that hold the same share; times: how many these are. share: elements of each, where they
+    divide them. users: the compute nodes that work with its parameters. adds: those that make its gradients.
     """
 
     bucket: Bucket
     inside: int
+    over: frozenset[str]
+    across: frozenset[str]
+    times: int
     share: int
     users: tuple[int, ...]
     adds: tuple[int, ...]
@@ -38,11 +43,6 @@ class HeldShards:
     def passing(self) -> bool:
         """Whether its gradients are reduced after each microbatch."""
         return self.level >= 2 and self.inside > 1
-
-    @property
-    def copies(self) -> bool:
-        """Whether other ranks hold the same elements."""
-        return self.inside * len(self.bucket.owners) > 1
 
 
 _DENSE, _DENSE_TP, _EXPERTS = frozenset({"cp", "dp"}), frozenset({"cp", "dp", "tp"}), frozenset({"edp"})
@@ -96,10 +96,9 @@ def _holders(graph: Graph, nodes: Nodes) -> dict[str, _Holders]:
     for name, entries in named.items():
         param, entry = params[name], graph.entries[entries[0]]
         said = [graph.replicas[k] for k in entries if k in graph.replicas]
-        if len(said) > 1 and len({r.zero for r in said}) > 1:
-            raise illegal(
-                f"{name} is at ZeRO levels {[r.zero for r in said]}, {entry.name} names it first", "one level"
-            )
+        if len({(r.zero, r.dp_replicate) for r in said}) > 1:
+            levels = [(r.zero, r.dp_replicate) if r.dp_replicate > 1 else r.zero for r in said]
+            raise illegal(f"{name} is at ZeRO levels {levels}, {entry.name} names it first", "one level")
         owners = tuple(sorted(set[int]().union(*(groups[k] for k in entries))))
         numel = local_numel(param, entry.layout)
         out[name] = _Holders(tuple(entries), owners, _parts(param, entry), numel, said[0] if said else None)
@@ -127,16 +126,31 @@ def _held(graph: Graph, b: Bucket, params: Sequence[_Holders], nodes: Nodes) -> 
         if (p.said is not None) != b.replicated or (p.said.zero if p.said else 0) != b.replica.zero:
             said = "nothing" if p.said is None else f"zero = {p.said.zero}"
             raise _wrong(b, f"kept at zero = {b.replica.zero}, but replicate says {said} of {name}")
+        if (p.said.dp_replicate if p.said else 1) != b.replica.dp_replicate:
+            raise _wrong(b, f"copied {b.replica.dp_replicate} times, but replicate says otherwise of {name}")
     entries = tuple(sorted({k for p in params for k in p.entries}))
-    inside, numel = graph.mesh.size(b.axes), sum(p.numel for p in params)
-    ranks = inside * (len(b.owners) if b.replica.zero < 2 else 1)
+    over, across = _divided(graph.mesh, b)
+    inside, times, numel = graph.mesh.size(over), graph.mesh.size(across), sum(p.numel for p in params)
+    ranks, copies = (inside * len(b.owners), times) if b.replica.zero < 2 else (inside, times * len(b.owners))
     if (entries, numel, ranks) != (b.members, b.numel, b.ranks):
         raise _wrong(b, f"of {b.numel} elements on {b.ranks} ranks, not {numel} on {ranks}")
-    if inside * len(b.owners) > 1 and not b.replicated:
+    if copies != b.copies:
+        raise _wrong(b, f"of shares on {b.copies} ranks each, not {copies}")
+    if ranks * copies > 1 and not b.replicated:
         raise _wrong(b, "kept in step by nothing, though other ranks hold copies", 'replicate({}, "zero": 0)')
     users = sorted({i for k in entries for i in nodes[graph.entries[k].stage, graph.entries[k].name]})
     adds = tuple(i for i in users if graph.nodes[i].kind is Pass.W)
-    return HeldShards(b, inside, -(-numel // ranks), tuple(users), adds)
+    return HeldShards(b, inside, over, across, times, -(-numel // ranks), tuple(users), adds)
+
+
+def _divided(mesh: Mesh, b: Bucket) -> tuple[frozenset[str], frozenset[str]]:
+    """The axes that shards of a bucket lie over, and those that copy them: all its axes', each rank once."""
+    over, across = frozenset(b.inside), frozenset(b.across)
+    met = sorted(x + y for x in mesh.offsets(over) for y in mesh.offsets(across))
+    if met != mesh.offsets(b.axes) or mesh.size(across) != b.replica.dp_replicate:
+        said = f"divided over {sorted(over)} and copied over {sorted(across)}"
+        raise _wrong(b, f"{said}, not {b.replica.dp_replicate} times, or not over {sorted(b.axes)}")
+    return over, across
 
 
 def _wrong(b: Bucket, why: str, fix: str | None = None) -> PiperError:

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from ir.core.order import IntArray
 from ir.core.work import MessageKind
 from ir.graph.graph import Graph, GraphNode, PerStepOp, illegal
+from ir.graph.sync import Bucket
 from ir.plan.plan import Plan
 from ir.verify.coverage import OpInstances
 from ir.verify.held import HeldShards
@@ -21,10 +23,11 @@ _COMM = {
 
 @dataclass(frozen=True)
 class StepTail:
-    """A step's end. sums: bucket → the node that sums its gradients once per step; gathers: bucket → those that bring
-    its updated weights; norm: None without clipping, or where one rank has all. updates: by program."""
+    """A step's end. sums: bucket → the nodes that sum its gradients once per step, in the order in which one sums what
+    another has; gathers: bucket → those that bring its updated weights; norm: None without clipping, or where one rank
+    has all. updates: by program."""
 
-    sums: dict[str, int] = field(default_factory=dict)
+    sums: dict[str, list[int]] = field(default_factory=dict)
     gathers: dict[str, list[int]] = field(default_factory=dict)
     norm: int | None = None
     updates: dict[int, int] = field(default_factory=dict)
@@ -33,16 +36,18 @@ class StepTail:
         """The node of a program that reads all its reduced gradients first."""
         return self.updates[program] if self.norm is None else self.norm
 
+    def summing(self, graph: Graph, b: Bucket, program: int) -> list[int]:
+        """The nodes that sum a bucket's gradients on a program, one behind the other."""
+        return [i for i in self.sums.get(b.key, ()) if program in graph.nodes[i].groups]
+
 
 def tail(graph: Graph, found: Sequence[HeldShards]) -> StepTail:
     """The once-nodes of a graph. Raises PiperError (illegal_plan): one missing, twice, or over others than holders."""
-    sums, gathers, norms, updates = dict[str, int](), dict[str, list[int]](), list[int](), dict[int, int]()
+    sums, gathers, norms, updates = dict[str, list[int]](), dict[str, list[int]](), list[int](), dict[int, int]()
     for i, n in [(i, n) for i, n in enumerate(graph.nodes) if type(n.kind) is PerStepOp]:
         match n.kind:
             case PerStepOp.REDUCE | PerStepOp.ALL_REDUCE:
-                if n.bucket in sums:
-                    raise illegal(f"{n.text()} and {graph.nodes[sums[n.bucket]].text()} both sum {n.bucket}", "one sum")
-                sums[n.bucket] = i
+                sums.setdefault(n.bucket, []).append(i)
             case PerStepOp.GATHER:
                 gathers.setdefault(n.bucket, []).append(i)
             case PerStepOp.NORM:
@@ -59,7 +64,7 @@ def tail(graph: Graph, found: Sequence[HeldShards]) -> StepTail:
     out = StepTail(sums, gathers, norms[0] if norms else None, updates)
     _check_known(graph, {h.bucket.key for h in found}, [*sums, *gathers])
     for h in found:
-        _check_sum(graph, h, out)
+        _check_sums(graph, h, out.sums.get(h.bucket.key, []))
         _check_gathers(graph, h, out)
     for p, i in updates.items():
         _check_update(graph.nodes[i], [h for h in found if p in h.bucket.owners])
@@ -73,21 +78,44 @@ def _check_known(graph: Graph, keys: set[str], named: Iterable[str]) -> None:
             raise illegal(f"{node.text()} is about bucket {key!r}, which there is not")
 
 
-def _check_sum(graph: Graph, h: HeldShards, t: StepTail) -> None:
-    """ZeRO-0 and 1 sum over all who hold it; 2 and 3, summed inside each group already, between the groups."""
-    b, between = h.bucket, len(h.bucket.owners) > 1
-    wanted = h.copies if h.level < 2 else between
-    node = graph.nodes[t.sums[b.key]] if b.key in t.sums else None
-    if not wanted or not h.adds:
-        if node is not None:
-            raise illegal(f"{node.text()} sums what nobody else holds")
-        return
-    if node is None:
-        raise illegal(f"nothing sums {b.key} over groups {list(b.owners)}", "reduce it once per step")
-    kind = PerStepOp.REDUCE if h.level == 1 else PerStepOp.ALL_REDUCE
-    if node.kind is not kind:
-        raise illegal(f"{node.text()}: zero = {h.level} takes a {kind}")
-    _check_message(graph, node, h, set(b.axes) if h.level < 2 else set(), b.owners, 0)
+class _WantedSum(NamedTuple):
+    """A sum that there has to be: over ranks that differ in these axes, on these groups, of so many elements each."""
+
+    kind: PerStepOp
+    axes: frozenset[str]
+    groups: tuple[int, ...]
+    numel: int
+
+
+def _wanted(h: HeldShards) -> list[_WantedSum]:
+    """ZeRO-0 and 1 sum over all who hold a set of shards; 2 and 3 have done so inside each group. Then each share over
+    those who hold it besides: in other sets, and of ZeRO-2 and 3 on other groups."""
+    b, out = h.bucket, list[_WantedSum]()
+    if h.level < 2 and h.inside * len(b.owners) > 1:
+        kind = PerStepOp.REDUCE if h.level == 1 else PerStepOp.ALL_REDUCE
+        out.append(_WantedSum(kind, h.over, b.owners, h.share * h.inside * len(b.owners)))
+    together = [b.owners] if h.level >= 2 else [(g,) for g in b.owners]
+    if h.times * len(together[0]) > 1:
+        out += [_WantedSum(PerStepOp.ALL_REDUCE, h.across, groups, h.share) for groups in together]
+    return out
+
+
+def _check_sums(graph: Graph, h: HeldShards, found: Sequence[int]) -> None:
+    """Exactly those that there have to be, each once; in `found` what others sum further stands before them."""
+    b, wanted = h.bucket, _wanted(h) if h.adds else []
+    if not wanted and found:
+        raise illegal(f"{graph.nodes[found[0]].text()} sums what nobody else holds")
+    for k, want in enumerate(wanted):
+        if k >= len(found):
+            over = f", {' '.join(sorted(want.axes))}" if h.across else ""
+            raise illegal(f"nothing sums {b.key} over groups {list(want.groups)}{over}", "reduce it once per step")
+        node = graph.nodes[found[k]]
+        if node.kind is not want.kind:
+            raise illegal(f"{node.text()}: zero = {h.level} takes a {want.kind}")
+        _check_message(graph, node, want, 0)
+    if len(found) > len(wanted):
+        last, more = (graph.nodes[i].text() for i in (found[len(wanted) - 1], found[len(wanted)]))
+        raise illegal(f"{more} and {last} both sum {b.key}", "one sum")
 
 
 def _check_update(n: GraphNode, own: Sequence[HeldShards]) -> None:
@@ -99,28 +127,24 @@ def _check_update(n: GraphNode, own: Sequence[HeldShards]) -> None:
 def _check_gathers(graph: Graph, h: HeldShards, t: StepTail) -> None:
     """ZeRO-1 divides over all owners, who gather together; ZeRO-2 inside each group, which gathers by itself."""
     b, found = h.bucket, t.gathers.get(h.bucket.key, [])
-    together = h.level == 1 and h.copies
+    together = h.level == 1 and h.inside * len(b.owners) > 1
     wanted = [b.owners] if together else [(g,) for g in b.owners] if h.level == 2 and h.inside > 1 else []
     if sorted(graph.nodes[i].groups for i in found) != sorted(wanted):
         got = [list(graph.nodes[i].groups) for i in found]
         raise illegal(f"{b.key} is gathered by groups {got}, not {[list(w) for w in wanted]}")
     for i in found:
-        _check_message(graph, graph.nodes[i], h, set(b.axes), graph.nodes[i].groups, 1)
+        want = _WantedSum(PerStepOp.GATHER, h.over, graph.nodes[i].groups, h.share * b.ranks)
+        _check_message(graph, graph.nodes[i], want, 1)
 
 
-def _check_message(
-    graph: Graph, n: GraphNode, h: HeldShards, axes: set[str], groups: tuple[int, ...], way: int
-) -> None:
-    """way: 0 for gradients, 1 for weights."""
+def _check_message(graph: Graph, n: GraphNode, want: _WantedSum, way: int) -> None:
+    """way: 0 for gradients, 1 for weights. Shares travel, or all of it, padded to equal shares."""
     assert graph.source is not None
-    b, m = h.bucket, n.message
-    # Between groups travel the shares that each rank has; else all of it, padded to equal shares.
-    numel = h.share * (1 if way == 0 and h.level >= 2 else b.ranks)
-    size = numel * graph.source.sync_bytes()[way]
-    if n.groups != groups:
-        raise illegal(f"{n.text()} is over groups {list(n.groups)}, but {b.key} is on {list(groups)}")
-    if m is None or m.kind is not _COMM[PerStepOp(n.kind)] or set(m.axes) != axes or m.bytes != size:
-        raise illegal(f"{n.text()} is no {_COMM[PerStepOp(n.kind)]} of {size} bytes over {sorted(axes)}: {m}")
+    m, size, kind = n.message, want.numel * graph.source.sync_bytes()[way], _COMM[want.kind]
+    if n.groups != want.groups:
+        raise illegal(f"{n.text()} is over groups {list(n.groups)}, but {n.bucket} is on {list(want.groups)}")
+    if m is None or m.kind is not kind or set(m.axes) != want.axes or m.bytes != size:
+        raise illegal(f"{n.text()} is no {kind} of {size} bytes over {sorted(want.axes)}: {m}")
 
 
 def once_needs(plan: Plan, found: OpInstances, holds: Sequence[HeldShards], t: StepTail) -> IntArray:
@@ -133,10 +157,9 @@ def once_needs(plan: Plan, found: OpInstances, holds: Sequence[HeldShards], t: S
         for p in b.owners:
             mine = rows[plan.program[rows] == p]
             after = op[t.follow(p), p]
-            if b.key in t.sums:
-                total = op[t.sums[b.key], p]
-                out.append((total, after))
-                after = total
+            for node in reversed(t.summing(plan.graph, b, p)):
+                out.append((op[node, p], after))
+                after = op[node, p]
             if len(mine):
                 out.append((mine.max(), after))
             for gather in t.gathers.get(b.key, ()):

@@ -69,8 +69,8 @@ def _check_messages(plan: Plan, passing: Sequence[HeldShards], of_shape: IntArra
         if k >= 0:
             h = passing[k]
             size = h.share * h.inside * (reduce if s.role is CollectiveRole.REDUCE else gather)
-            if s.message is None or set(s.message.axes) != set(h.bucket.axes) or s.message.bytes != size:
-                raise illegal(f"{s.text} is not {size} bytes over {sorted(h.bucket.axes)}: {s.message}")
+            if s.message is None or set(s.message.axes) != h.over or s.message.bytes != size:
+                raise illegal(f"{s.text} is not {size} bytes over {sorted(h.over)}: {s.message}")
 
 
 def _reductions(
@@ -96,7 +96,7 @@ def _reductions(
             if (idle := done[~made & (done >= 0)]).size:
                 raise _wrong(plan, idle, "reduces what this program does not make")
             done = done[made]
-            after = [tail.follow(p), tail.updates[p], *([tail.sums[h.bucket.key]] if h.bucket.key in tail.sums else ())]
+            after = [tail.follow(p), tail.updates[p], *tail.summing(g, h.bucket, p)]
             needs += [np.stack([np.where(mine, op, -1)[:, made].max(axis=0), done], 1)]
             needs += [np.stack([done, np.full(len(done), found.op[i, p])], 1) for i in dict.fromkeys(after)]
             into = np.broadcast_to(reducing[k, p], op.shape)

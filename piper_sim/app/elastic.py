@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from math import gcd
 
 from executor.launch.torchrun import end, report
 from executor.launch.torchrun import main as rank_main
@@ -50,6 +51,7 @@ def chosen(path: str, sets: Sequence[str], world: int, here: int) -> list[str]:
     size = own.own.schedule.microbatch_size
     dp = max(n for n in range(1, world + 1) if world % n == 0 and own.sequences % (n * size) == 0)
     base = {"parallel": {"tp": 1, "cp": 1, "ep": 1, "pp": world // dp, "dp": dp, "layers": "balanced"}}
+    base["parallel"]["dp_replicate"] = gcd(dp, job.parallel.dp_replicate)
     base |= {"schedule": {"name": "1f1b", "stages_per_rank": 1, "global_batch": own.sequences}}
     base |= {"cluster": {"nodes": world // here, "gpus_per_node": here}}
     new = [f"{section}.{k}={json.dumps(v)}" for section, keys in base.items() for k, v in keys.items()]

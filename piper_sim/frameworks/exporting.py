@@ -226,6 +226,7 @@ def _different(mine: PreparedJob, theirs: PreparedJob) -> Iterator[tuple[str, tu
             "model.moe": p.config.moe and replace(p.config.moe, scale=1.0, normalised=True, scoring="", balance=0.0),
             **sizes,
             "parallel.zero": j.parallel.zero if p.mesh.sizes["dp"] * p.mesh.sizes["cp"] > 1 else 0,
+            "parallel.dp_replicate": j.parallel.dp_replicate,
             "parallel.order": j.parallel.order,
             "parallel.sequence_parallel": j.parallel.sequence_parallel and tp,
             "parallel.cp_comm": j.parallel.cp_comm if j.parallel.cp > 1 else "",

@@ -40,6 +40,8 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     f |= {"microbatch_size": size, "global_batch": size * mbs * dp, "accumulation": mbs, "zero": job.parallel.zero}
     again = prepared.base.recompute
     f |= {"recompute": "full"} if again.options == {"full"} and again.layers is None else {}
+    if framework == "deepspeed" and job.parallel.dp_replicate > 1 and job.parallel.zero == 3:  # MiCS
+        f["shard_size"] = mesh["dp_shard"]
     kind = "deepspeed" if job.parallel.zero else 0
     return f | {"gpus": prepared.ranks, "nodes": job.cluster.nodes, "distributed_type": kind}
 
@@ -124,6 +126,7 @@ def _megatron(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: in
     f |= {"order": p.order} if p.order != "tp cp ep dp pp" else {}
     f |= {"cp_comm": p.cp_comm} if p.cp > 1 and p.cp_comm != "all_gather" else {}
     f |= {"distributed_optimizer": p.zero == 1} if p.zero < 2 else {"fsdp": True, "sharding": p.zero}
+    f |= {"dp_replicate": p.dp_replicate} if p.dp_replicate > 1 else {}
     if p.bucket_MiB is not None:
         f["bucket_elements"] = round(p.bucket_MiB * 2**20 / (2 if job.precision.reduce == "bf16" else 4))
     f |= _presumed(prepared)
@@ -181,10 +184,12 @@ def _torch(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: int) 
     f |= {"sequence_parallel": p.sequence_parallel} if p.tp > 1 else {}
     if framework == "torchtitan":
         f["sequence_parallel"] = False if p.tp > 1 and not p.sequence_parallel else None  # older ones have no such key
-        shard = {"dp_shard": dp, "dp_replicate": 1} if p.zero else {"dp_shard": 1, "dp_replicate": dp}
+        copies = p.dp_replicate if p.zero else dp
+        shard = {"dp_shard": dp // copies, "dp_replicate": copies}
         f |= {"etp": p.etp, "reshard": zero, **shard} if p.etp > 1 else {"reshard": zero, **shard}
     else:
         f |= {"dp": dp, "zero": {0: 0, 3: 3}.get(p.zero), **({"reshard": zero} if p.zero else {})}
+        f |= {"dp_replicate": p.dp_replicate} if p.dp_replicate > 1 else {}
     return f
 
 

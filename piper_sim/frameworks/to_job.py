@@ -44,6 +44,7 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
     stages = _schedule(d, f, pp)
     _parallel(d, f, stages)
     _cluster(d, f, hints)
+    _copies(d, f)
     _batch(d, f)
     _recompute(d, f)
     _unsaid(d, f)
@@ -141,22 +142,39 @@ def _parallel(d: JobDraft, f: Facts, stages: int) -> None:
     elif f.get("cp", 1) > 1 and f.get("cp_comm") == "all_to_all":
         d.put("parallel", cp_comm="all_to_all")
     d.put("parallel", ep=f.get("ep") if experts else None, etp=etp if experts and etp != 1 else None)
-    d.put("parallel", zero=_zero(d, f), sequence_parallel=bool(f.get("sequence_parallel")) if tp > 1 else None)
+    d.put(
+        "parallel", zero=_zero(d.framework, f), sequence_parallel=bool(f.get("sequence_parallel")) if tp > 1 else None
+    )
     if elements := f.get("bucket_elements"):
         d.put("parallel", bucket_MiB=elements * (2 if f.get("reduce") == "bf16" else 4) / 2**20)
     if pp > 1 and not f.get("layout") and d.framework in EVEN:
         d.put("parallel", layers=_layers(d, f, stages))
 
 
-def _zero(d: JobDraft, f: Facts) -> int | None:
-    found = _stage(d.framework, f)
-    if found and f.get("dp_replicate", 1) > 1:
-        d.doubts["dp_replicate"] = SPREAD
-    d.expect(not str(f.get("zero")).startswith(HYBRID), "zero", SPREAD)
-    return found
+def _copies(d: JobDraft, f: Facts) -> None:
+    """Copies of what ZeRO shards, once it is known how many replicas there are."""
+    p, c, dp, stated = d.job.get("parallel", {}), d.job["cluster"], _dp(d), f.get("dp_replicate", 1)
+    edp = dp * p.get("tp", 1) * p.get("cp", 1) // (p.get("ep", 1) * p.get("etp", 1))
+    by_node = str(f.get("zero")).startswith(HYBRID)
+    size = c["gpus_per_node"] if by_node else f.get("shard_size", 0)  # ranks of one set of shards
+    given = stated > 1 or size < 1
+    copies = stated if given else dp // size
+    fits = given or (dp % size == 0 and (not by_node or dp == c["nodes"] * size))
+    if (fits and copies <= 1) or (not p.get("zero") and f.get("dp_shard") == 1):  # torch's DDP
+        return
+    good = fits and p.get("zero") and dp % copies == edp % copies == 0
+    d.expect(good, "dp_replicate" if stated > 1 else "zero" if by_node else "shard_size", SPREAD)
+    d.put("parallel", dp_replicate=copies if good else None)
 
 
-def _stage(framework: str, f: Facts) -> int | None:
+def _dp(d: JobDraft) -> int:
+    """Replicas: what is left of the cluster's GPUs."""
+    p, c = d.job.get("parallel", {}), d.job["cluster"]
+    inner: int = p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)
+    return max(1, int(c["nodes"]) * int(c["gpus_per_node"]) // inner)
+
+
+def _zero(framework: str, f: Facts) -> int | None:
     """ZeRO's stage."""
     if str(said := f.get("zero")).startswith(HYBRID):
         return 2 if said == f"{HYBRID}2" else 3
@@ -224,10 +242,13 @@ def _replicas(f: Facts, p: Mapping[str, Any], inner: int, per: int) -> Iterator[
     world, experts = inner // p.get("pp", 1), p.get("ep", 1) * p.get("etp", 1)
     copies = max(1, f.get("dp_replicate", 1))
     least = experts // gcd(world, experts)
-    least *= copies // gcd(least, copies)
+    least *= copies if p.get("zero") else copies // gcd(least, copies)
+    least *= (size := max(1, f.get("shard_size", 1))) // gcd(least, size)
     batch, accumulated = f.get("global_batch"), f.get("accumulation", 0) * f.get("microbatch_size", 0)
     if f.get("dp_shard", 0) > 0:
         yield f["dp_shard"] * f.get("dp_replicate", 1)
+    if f.get("dp", 0) > 0:
+        yield f["dp"]
     if batch and accumulated and batch % accumulated == 0:
         yield batch // accumulated
     counts = [least * n for n in range(1, 257)]
@@ -239,8 +260,7 @@ def _replicas(f: Facts, p: Mapping[str, Any], inner: int, per: int) -> Iterator[
 
 def _batch(d: JobDraft, f: Facts) -> None:
     """Sequences of a microbatch, microbatches of a replica."""
-    p, c = d.job.get("parallel", {}), d.job["cluster"]
-    dp = max(1, c["nodes"] * c["gpus_per_node"] // (p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)))
+    p, dp = d.job.get("parallel", {}), _dp(d)
     seq = f.get("seq_len") or 4096
     local = max(1, f["tokens_per_pass"] // seq) if f.get("tokens_per_pass") else f.get("local_batch")
     size, count = f.get("microbatch_size"), f.get("microbatches") or f.get("accumulation")

@@ -61,7 +61,7 @@ def state(plan: Plan, recipe: OptimizerPrecision) -> tuple[OptimizerMemory, ...]
         for b in mine:
             zero = b.replica.zero
             shards = [b.ranks if zero >= level else 1 for level in (3, 2, 1)]
-            parts.append(state_bytes(b.numel, recipe, *shards, alone=b.ranks == 1))
+            parts.append(state_bytes(b.numel, recipe, *shards, alone=b.alone))
         out.append(
             OptimizerMemory(
                 sum(x.parameters for x in parts), sum(x.gradients for x in parts), sum(x.optimizer for x in parts)

@@ -14,7 +14,7 @@ from cost_models.software import frameworks, load_software
 from cost_models.software.dispatcher import dispatchers
 from ir.core.errors import PiperError
 from ir.core.files import named_path
-from ir.core.mesh import Mesh, RankGroup
+from ir.core.mesh import RankGroup
 from ir.core.ops import Pass
 from ir.graph.graph import Graph
 from ir.job import Job
@@ -83,8 +83,7 @@ def weigh(job: Job, hardware: DeviceHardware) -> Callable[[ModelWork, Chunk], fl
 
     @cache  # only when a chunk is weighed: `prepare` has checked the sizes against the model by then
     def experts() -> RankGroup:
-        mesh = Mesh.of(tp=p.tp, cp=p.cp, dp=p.dp or 1, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order.split())
-        return mesh.shape(("ep",), per_node)
+        return p.mesh.shape(("ep",), per_node)
 
     known: dict[tuple[ModelWork, str], tuple[float, float]] = {}  # a part's name says what it is, in every chunk
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ir.core.order import FloatArray, IntArray
+from ir.graph.per_step import FURTHER
 from ir.plan.plan import OpKind, Plan
 from piper_sim.engine import EngineRun, EngineScenario
 from piper_sim.folding import RankClasses
@@ -60,9 +61,10 @@ def breakdown(
     """Split the last step of a run: what each compute stream did between its last ends in two steps.
 
     A gap before an op is *host* from when its stream is free and all it waits for has ended; before that *exposed*
-    while a message is on the wire of the stream it waits for, and *dependency* till then: some other rank had not got
-    there yet. What an op takes longer than alone is *slowdown*; what it waits for others that exchange messages inside
-    it is exposed. Rows sum to the step by construction, not by taking a rest.
+    while a message is on the wire of the stream it waits for, or of that on which the same sums go further, and
+    *dependency* till then: some other rank had not got there yet. What an op takes longer than alone is *slowdown*;
+    what it waits for others that exchange messages inside it is exposed. Rows sum to the step by construction, not by
+    taking a rest.
 
     classes: of an unfolded plan; rows are then pipeline ranks', the mean of their replicas. Else a row is a program's.
     """
@@ -123,10 +125,11 @@ class _Gaps:
             hi = ready
         stream = np.where(on >= 0, plan.stream[on % n], -1)
         np.add.at(self.found["dependency"], program[opened], hi - lo)
-        axis, wire = _axes(plan), self._on_the_wire()
+        axis, wire, at = _axes(plan), self._on_the_wire(), {s: i for i, s in enumerate(plan.streams)}
         for s in np.unique(stream[stream >= 0]).tolist():
-            rows, p = np.flatnonzero(stream == s), plan.streams[s][0]
-            busy = float(self._busy(s, wire, lo[rows], hi[rows]).sum())
+            rows, (p, name) = np.flatnonzero(stream == s), plan.streams[s]
+            both = {s, at.get((p, name + FURTHER), s), at.get((p, name.removesuffix(FURTHER)), s)}
+            busy = float(self._busy(sorted(both), wire, lo[rows], hi[rows]).sum())
             self.found[_EXPOSED[axis[s]]][p] += busy
             self.found["dependency"][p] -= busy
         self._inside(wire[self.now :], costs)
@@ -176,11 +179,13 @@ class _Gaps:
             on[step, members] = latest[plan.collective[members]]
         return on.ravel()
 
-    def _busy(self, stream: int, wire: FloatArray, lo: FloatArray, hi: FloatArray) -> FloatArray:
-        """Seconds of wire time of a stream inside each [lo, hi]."""
-        queue = np.array(self.plan.queues[stream])
+    def _busy(self, streams: list[int], wire: FloatArray, lo: FloatArray, hi: FloatArray) -> FloatArray:
+        """Seconds inside each [lo, hi] in which something is on the wire of one of these streams."""
+        queue = np.array([i for s in streams for i in self.plan.queues[s]])
         rows = np.concatenate([queue, queue + self.now]) if self.now else queue
-        on, off = wire[rows], self.both.end[rows]
+        rows = rows[np.argsort(wire[rows], kind="stable")]
+        off = np.maximum.accumulate(self.both.end[rows])
+        on = np.minimum(off, np.maximum(wire[rows], np.append(-np.inf, off[:-1])))
         total = np.cumsum(off - on)
         times = np.stack([on, off], axis=1).ravel()
         value = np.stack([total - (off - on), total], axis=1).ravel()

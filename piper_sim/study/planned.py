@@ -107,6 +107,6 @@ def fits(p: PlannedJob) -> bool:
 
 def communicators(mesh: Mesh, config: ModelConfig) -> int:
     """Process groups of more than one rank that a rank is a member of."""
-    sizes = mesh.sizes
     wanted = ["tp", "cp", "pp", *(("ep", "edp") if config.moe is not None else ())]
-    return sum(sizes[a] > 1 for a in wanted) + (sizes["cp"] * sizes["dp"] > 1)
+    meet = [("cp", "dp"), *((a,) for a in wanted)]
+    return sum(mesh.size(part) > 1 for axes in meet for part in mesh.divided(axes))

@@ -116,6 +116,7 @@ def moe_graph(
     tied: bool = False,
     prefetch: int = 1,
     bucket_MiB: float | None = None,
+    dp_replicate: int = 1,
     reduce_stream: str = "dp",
     then: tuple[Directive, ...] = (),
 ) -> Graph:
@@ -123,12 +124,13 @@ def moe_graph(
     schedule = schedule_of(name, ranks, mbs)
     chunks = moe_chunks(max(schedule.stages - 2, 1) if layers is None else layers, tied)
     stages = cut(chunks, schedule.stages)
-    mesh = Mesh.of(tp=1, cp=1, dp=dp, pp=ranks, ep=ep)
+    mesh = Mesh.of(tp=1, cp=1, dp=dp, pp=ranks, ep=ep, dp_replicate=dp_replicate)
     base = replace(
         model_graph(stages, InventedSource(), RecomputedLayers(frozenset(recompute))), mesh=mesh, prefetch=prefetch
     )
     everything = parse_filter({})
-    divide: list[Directive] = [ReplicateDirective(everything, zero, bucket_MiB, reduce_stream, reduce_stream)]
+    copies = dp_replicate if zero else 1
+    divide: list[Directive] = [ReplicateDirective(everything, zero, bucket_MiB, reduce_stream, reduce_stream, copies)]
     if ep > 1 and any("MOE" in c.tags for c in chunks):
         divide.insert(0, ShardDirective(parse_filter({"EP": "*"}), "ep"))
     return apply(base, [*placing(schedule), *divide, *then, ordering(schedule)])

@@ -105,9 +105,10 @@ def drawn(number: int) -> dict[str, dict[str, object]]:
     return {"model": {**small(family), **more, "seq_len": 32, "attention": attention}, **kept}
 
 
-def planned(number: int) -> Iterable[str]:
+def planned(number: int, **parallel: object) -> Iterable[str]:
     """A drawn job's plan, which obeys the rules and is what its text says; or why there is none."""
     table = drawn(number)
+    table["parallel"] |= parallel
     said = " ".join(f"{k}={v}" for s, keys in table.items() if s != "model" for k, v in keys.items())
     yield f"{number} {table['model'].get('model_type', 'captured')} {table['model']['attention']} {said}"
     try:
@@ -127,9 +128,13 @@ def planned(number: int) -> Iterable[str]:
     yield f"  layers {prepared.layers} strategy {digest((strategy, [d.json() for d in prepared.strategy]))}"
 
 
-def mixed(number: int) -> str:
+def mixed(number: int, copies: int = 1) -> str:
     """A plan of invented numbers, each different, whose layers and parts are kept in step in ways of their own."""
     rng = random.Random(f"mixed {number}")
+
+    def times(zero: int) -> int:
+        return rng.choice((1, copies)) if copies > 1 and zero else 1
+
     name, ranks, mbs = rng.choice(FIXED), rng.choice((1, 2, 2, 4)), rng.choice((1, 2, 3, 5))
     stages = 2 * ranks + rng.randrange(3)
     late: dict[str, Any] = {k: rng.random() < 0.2 for k in ("whole_backward", "delay_wgrad", "blocking", *LATE)}
@@ -140,16 +145,19 @@ def mixed(number: int) -> str:
     filters = rng.sample(some, rng.randrange(4))
     then = tuple(
         ReplicateDirective(
-            parse_filter(f), rng.randrange(4), rng.choice((None, 0.0002, 0.0005)), *rng.choices(("dp", "zero"), k=2)
+            parse_filter(f), zero := rng.randrange(4), rng.choice((None, 0.0002, 0.0005)),
+            *rng.choices(("dp", "zero"), k=2), times(zero)
         )
         for f in filters
-    )
+    )  # fmt: skip
     given = dict(
         zero=rng.randrange(4), dp=(dp := rng.choice((2, 3, 4))), ep=1 if dp == 3 else rng.choice((1, 2)), layers=stages,
         tied=rng.random() < 0.3, recompute=rng.choice(((), ("full",), ("norm",), ("mlp", "norm"))),
         prefetch=rng.randrange(3), bucket_MiB=rng.choice((None, 0.0003)), reduce_stream=rng.choice(("dp", "zero")),
         then=then,
     )  # fmt: skip
+    if copies > 1:
+        given |= {"dp": 4, "dp_replicate": copies, "ep": min(4 // copies, int(str(given["ep"])))}
     said = f"{number} {name} P{ranks} M{mbs} {policy.header()} {given | {'then': [d.json() for d in then]}}"
     try:
         graph = moe_graph(name, ranks, mbs, **given)
@@ -220,6 +228,12 @@ def test_drawn_jobs_have_the_plans_they_had(golden: Golden) -> None:
 
 def test_drawn_mixes_have_the_plans_they_had(golden: Golden) -> None:
     golden("mixes.txt", "\n".join(mixed(n) for n in range(MIXES)) + "\n")
+
+
+def test_drawn_jobs_with_copies_of_shards_have_the_plans_they_had(golden: Golden) -> None:
+    lines = (planned(n, dp=4, zero=1 + n % 3, dp_replicate=(2, 2, 4)[n // 3 % 3]) for n in range(60))
+    golden("copies.txt", "\n".join(x for job in lines for x in job) + "\n")
+    golden("copies_mixed.txt", "\n".join(mixed(n, (2, 4)[n % 2]) for n in range(60)) + "\n")
 
 
 def test_families_parts_cost_and_keep_what_they_did(golden: Golden) -> None:

@@ -130,10 +130,9 @@ class JobBounds:
         shape = MicrobatchShape(s.microbatch_size, job.model.seq_len, job.model.encoder_seq_len or 0)
         layout = p.layout
         model.check(layout, shape, precision_of(job), recompute_options(job))
-        sizes = (p.tp, p.cp, p.dp or 1, p.pp, p.ep, p.etp, p.order)
+        sizes = (p.tp, p.cp, p.dp or 1, p.pp, p.ep, p.etp, p.dp_replicate, p.order)
         if sizes not in self._meshes:
-            named = dict(zip(("tp", "cp", "dp", "pp", "ep", "etp"), sizes[:6], strict=True))
-            self._meshes[sizes] = Mesh.of(**named, order=p.order.split())
+            self._meshes[sizes] = p.mesh
         mesh = self._meshes[sizes]
         name = canonical(s.name or DEFAULT_SCHEDULE)
         asked = 0 if s.layout is None else len(parse_layout(s.layout)) // p.pp
@@ -145,6 +144,7 @@ class JobBounds:
             partition(model.chunks, stages, p.layers)  # refuses counts that do not fit
         inner = p.order.split()[-2:] == ["dp", "pp"]  # then no group inside of a chunk depends on dp and pp
         same = replace(p, zero=0, layers="", bucket_MiB=None, dp=None if inner else p.dp, pp=1 if inner else p.pp)
+        same = replace(same, dp_replicate=1)
         key = (
             job.model.attention,
             job.optimizer.offload,
@@ -217,7 +217,8 @@ class JobBounds:
 
     def _message(self, x: _SizedJob, kind: MessageKind, pool: int, numel: float) -> float:
         """Seconds of a bucket's reduction or gather; 0 where that differs from rank to rank."""
-        axes, ranks = x.costs.pools[pool], x.mesh.size(x.costs.pools[pool])
+        axes, _ = x.mesh.divided(x.costs.pools[pool])
+        ranks = x.mesh.size(axes)
         if not numel or ranks == 1:
             return 0.0
         key = (id(x.mesh), kind, axes, numel)
@@ -266,7 +267,7 @@ def _stages(stages: Sequence[Sequence[Chunk]], chunks: Sequence[Chunk], costs: C
 def _state(numel: FloatArray, x: _SizedJob, copies: int) -> tuple[FloatArray, list[float]]:
     """([rank] bytes that persist, [rank] elements it updates): at least. copies: of a parameter among programs."""
     zero, own = x.job.parallel.zero, [x.mesh.size(axes) for axes in x.costs.pools]
-    shared = [n * (copies if zero < 2 else 1) for n in own]
+    shared = [x.mesh.size(x.mesh.divided(axes)[0]) * (copies if zero < 2 else 1) for axes in x.costs.pools]
     state = np.zeros(len(numel))
     for r, row in enumerate(numel.tolist()):
         for n, ranks, all_ranks in zip(row, own, shared, strict=True):

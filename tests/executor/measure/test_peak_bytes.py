@@ -74,6 +74,13 @@ CASES |= {
     "ZeRO-3, weights that weigh": "parallel.pp=1 parallel.dp=4 parallel.zero=3 model.seq_len=8 "
     "model.hidden_size=96 model.vocab_size=523 schedule.microbatches=3 optimizer.clip_norm=0",
 }
+CASES |= {
+    "copies of shards, sums in another format": "parallel.pp=1 parallel.dp=4 parallel.zero=1 parallel.dp_replicate=2 "
+    "precision.reduce=fp32 model.vocab_size=131 schedule.microbatches=2",
+    "copies of shards, ZeRO-2": "schedule.name=zb1p parallel.dp=4 parallel.zero=2 parallel.dp_replicate=2 "
+    "precision.compute=bf16 precision.grads=fp32",
+    "copies of shards, ZeRO-3": "schedule.name=dualpipe parallel.dp=4 parallel.zero=3 parallel.dp_replicate=2",
+}
 SHAPES = ((1, 2), (2, 2), (1, 4), (2, 1), (4, 1))
 SCHEDULES = (("1f1b", 3), ("zb1p", 5), ("interleaved-1f1b", 3), ("dualpipe", 5), ("dualpipev", 3))
 WEIGH = {  # what the most bytes are
@@ -91,6 +98,7 @@ QUICK = (
     "one rank", "gpipe, M < P", "zb1p", "v-min", "recompute, two copies", "recompute of attention", "tied, two copies",
     "tied, one rank", "uneven", "peak in the update of shards", "peak in the norm", "experts", "ZeRO-2", "ZeRO-3",
     "ZeRO-1, shares that end inside parameters", "ZeRO-3, no prefetch, recompute", "looped-bfs",
+    "copies of shards, ZeRO-2",
 )  # fmt: skip
 FAKE = ("zb2p", "tied, two copies", "peak in the norm", "ZeRO-2", "ZeRO-3", "experts", "latent attention, MTP")
 ONE = ("parallel.pp=1", "schedule.microbatches=1")

@@ -33,12 +33,14 @@ def train(ctx: RankContext, steps: int, folder: str) -> list[float]:
     prepared, _ = ctx.given()
     job, model = prepared.job, model_of(prepared)
     built = model.build(list(model.chunks))
-    whole, mesh = Whole(built), DeviceMesh("cpu", list(range(ctx.world)))
+    whole, parts = Whole(built), job.parallel.dp_replicate
+    ranks, names = torch.arange(ctx.world).view(parts, -1), ("dp_replicate", "dp_shard")
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names) if parts > 1 else DeviceMesh("cpu", ranks[0])
     sharded = [fully_shard(u, mesh=mesh, reshard_after_forward=job.parallel.zero == 3) for u in whole.units]
     for module in [*sharded, fully_shard(whole, mesh=mesh)]:
         module.set_gradient_divide_factor(1.0)
-    names = {id(p): n for n, p in built.params.items()}
-    assert not names.keys() & {id(p) for p in whole.parameters()}, "FSDP2 has parameters of its own"
+    known = {id(p): n for n, p in built.params.items()}
+    assert not known.keys() & {id(p) for p in whole.parameters()}, "FSDP2 has parameters of its own"
     params = dict(zip(built.params, whole.parameters(), strict=True))
     make = torch.optim.SGD if job.optimizer.name == "sgd" else torch.optim.AdamW
     optimizer = make(params.values(), lr=job.optimizer.lr)

@@ -44,6 +44,8 @@ def plans() -> dict[str, Plan]:
     out["dualpipe mixed"] = moe_plan("dualpipe", 2, 4, zero=3, layers=4, then=mixed)
     for zero in range(4):
         out[f"gpipe zero {zero}, streams"] = moe_plan("gpipe", 2, 3, zero=zero, layers=4, reduce_stream="zero")
+    for name, zero in (("1f1b", 1), ("dualpipe", 1), ("dualpipe", 2), ("zbv", 3)):
+        out[f"{name} zero {zero}, copies"] = moe_plan(name, 2, 3, zero=zero, layers=4, dp_replicate=2)
     out["zbv zero 3"] = moe_plan("zbv", 2, 3, SINGLE, zero=3, layers=4, recompute=("full",))
     out["gpipe zero 3, an op reads several buckets"] = _several()
     return out

@@ -12,7 +12,7 @@ from ir.core.filters import parse_filter
 from ir.core.ops import Pass
 from ir.core.work import Message
 from ir.directives import ReplicateDirective
-from ir.graph import sync
+from ir.graph import per_step, sync
 from ir.graph.graph import Graph, GraphNode, PerStepOp
 from ir.graph.sync import Bucket
 from ir.job.build import prepare
@@ -22,6 +22,7 @@ from ir.lower import zero as lower_zero
 from ir.plan.plan import Plan
 from ir.verify import check_plan
 from tests.ir.plans import moe_graph
+from tests.ir.verify.edits import rearranged
 
 LOWERING = importlib.import_module("ir.lower.lower")  # the package calls its function by the same name
 MIXED = tuple(ReplicateDirective(parse_filter({"L": n}), n, None, "zero") for n in range(4))
@@ -54,7 +55,7 @@ def _edited(change: Callable[[GraphNode], GraphNode | None]) -> Callable[..., Gr
     """`with_sync` with its once-nodes changed; None: not there, nor what it joins."""
 
     def wrong(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
-        full = sync.with_sync(graph, clip, found)
+        full = per_step.with_sync(graph, clip, found)
         nodes = [n if not n.once else change(n) for n in full.nodes]
         new = {i: k for k, i in enumerate(i for i, n in enumerate(nodes) if n is not None)}
         edges = [replace(e, src=new[e.src], dst=new[e.dst]) for e in full.edges if e.src in new and e.dst in new]
@@ -89,12 +90,61 @@ FAULTS: dict[str, tuple[Callable[[GraphNode], GraphNode | None], int, str]] = {
         0,
         "is no all_reduce",
     ),
-    "a sum of another bucket": (only(PerStepOp.REDUCE)(lambda n: replace(n, bucket="7/dense")), 1, "both sum 7/dense"),
+    "a sum of another bucket": (
+        only(PerStepOp.REDUCE)(lambda n: replace(n, bucket="7/dense")),
+        1,
+        "which there is not",
+    ),
     "no gather": (only(PerStepOp.GATHER)(lambda n: None), 1, "is gathered by groups"),
     "no gather inside groups": (only(PerStepOp.GATHER)(lambda n: None), 2, "is gathered by groups"),
     "no update": (only(PerStepOp.UPDATE)(lambda n: None), 1, "never updates"),
     "half a norm": (only(PerStepOp.NORM)(lambda n: replace(n, spans=n.spans[:1])), 1, "NORM is not one sum"),
 }
+
+
+COPIES: dict[str, tuple[Callable[[GraphNode], GraphNode | None], int, str]] = {
+    "shares that nobody sums further": (only(PerStepOp.ALL_REDUCE)(lambda n: None), 1, "nothing sums 0/.*dp_replicate"),
+    "sums of microbatches that nobody sums further": (
+        only(PerStepOp.ALL_REDUCE)(lambda n: None),
+        3,
+        "nothing sums 0/.*dp_replicate",
+    ),
+    "copies summed, and nothing before": (only(PerStepOp.REDUCE)(lambda n: None), 1, "zero = 1 takes a RS"),
+    "shares summed over those that hold others": (
+        only(PerStepOp.ALL_REDUCE)(lambda n: _message(n, axes=("dp_shard",))),
+        1,
+        "is no all_reduce",
+    ),
+    "all of it summed over copies": (
+        only(PerStepOp.ALL_REDUCE)(lambda n: _message(n, bytes=2 * (n.message.bytes if n.message else 0))),
+        2,
+        "is no all_reduce",
+    ),
+    "weights gathered from copies": (
+        only(PerStepOp.GATHER)(lambda n: _message(n, axes=("dp",))),
+        1,
+        "is no all_gather",
+    ),
+    "reduced over everybody": (only(PerStepOp.REDUCE)(lambda n: _message(n, axes=("dp",))), 1, "is no reduce_scatter"),
+}
+
+
+@pytest.mark.parametrize("fault", COPIES)
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
+def test_what_copies_of_shards_take(fault: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, zero, match = COPIES[fault]
+    check_plan(made(name, zero, dp_replicate=2))
+    monkeypatch.setattr(LOWERING, "with_sync", _edited(change))
+    refused(made(name, zero, dp_replicate=2), match)
+
+
+def test_a_share_that_is_summed_further_before_it_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The silent fault: two collectives on two streams, and no wait between."""
+    plan = made("1f1b", 1, dp_replicate=2)
+    later = [i for i, t in enumerate(plan.texts) if t.startswith("0AR/")]
+    rows = list(range(len(plan)))
+    rows[later[0] - 1], rows[later[0]] = later[0], later[0] - 1
+    refused(rearranged(plan, rows), "0AR/")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -121,7 +171,7 @@ def test_what_waits_for_what(
     zero = 1 if PerStepOp.REDUCE in (src, dst) or PerStepOp.GATHER in (src, dst) else 0
 
     def wrong(graph: Graph, clip: bool, found: tuple[Bucket, ...]) -> Graph:
-        full = sync.with_sync(graph, clip, found)
+        full = per_step.with_sync(graph, clip, found)
         kinds = [n.kind for n in full.nodes]
         return replace(full, edges=tuple(e for e in full.edges if (kinds[e.src], kinds[e.dst]) != (src, dst)))
 

@@ -77,12 +77,22 @@ CASES = st.fixed_dictionaries(
         "ep": st.sampled_from([1, 2, 4]),
         "pp": st.sampled_from([2, 4]),
         "zero": st.integers(0, 3),
+        "copies": st.sampled_from([1, 1, 2]),
         "order": st.sampled_from(ORDERS),
         "per_node": st.sampled_from([8, 8, 8, 3, 5, 2, 1]),
         "seed": st.integers(0, 2**32),
         "rich": st.booleans(),
     }
 )
+
+
+def _divides(case: dict[str, Any], ep: int, copies: int) -> bool:
+    tp, cp, dp = case["sizes"]
+    try:
+        Mesh.of(tp=tp, cp=cp, dp=dp, pp=2, ep=ep, dp_replicate=copies, order=case["order"].split())
+    except PiperError:
+        return False
+    return True
 
 
 def drawn(case: dict[str, Any]) -> Made:
@@ -92,18 +102,19 @@ def drawn(case: dict[str, Any]) -> Made:
     ep = case["ep"] if case["config"] == MOE and devices % case["ep"] == 0 else 1
     ranks = rng.sample(range(devices * 2), rng.choice([0, 1, 1, 2, 3]))
     speed = {str(r): rng.choice([0.5, 0.8, 0.8, 1.25]) for r in ranks}
-    try:
-        Mesh.of(tp=tp, cp=cp, dp=dp, pp=2, ep=ep, order=case["order"].split())
-    except PiperError:
-        ep = 1
+    legal = ((ep, case["copies"] if case["zero"] else 1), (ep, 1), (1, 1))
+    ep, copies = next(x for x in legal if _divides(case, *x))
     parallel = {k: case[k] for k in ("zero", "order")} | {"pp": 2 if case["config"] == MOE else case["pp"]}
+    parallel["dp_replicate"] = copies
     cluster = {"gpus_per_node": case["per_node"], "speed": speed}
     return made(case["config"], case["schedule"], cluster, tp=tp, cp=cp, dp=dp, ep=ep, **parallel)
 
 
 def mates(mesh: Mesh, axes: tuple[str, ...], rank: int) -> set[int]:
     """A rank's group, from coordinates alone: all that agree with it on the other axes of the view."""
-    view = EXPERT if {*axes} & {*EXPERT} else DENSE
+    view = EXPERT if any(a.partition("_")[0] in EXPERT for a in axes) else DENSE
+    if any("_" in a for a in axes):
+        view = tuple(x for a in view for x in ((f"{a}_shard", f"{a}_replicate") if a in ("dp", "edp") else (a,)))
     others = [a for a in (*view, "pp") if a not in axes]
     place = places(tuple(sorted(mesh.sizes.items())), tuple(sorted(mesh.axes.items())))
     return {r for r, there in enumerate(place) if all(there[a] == place[rank][a] for a in others)}

@@ -37,6 +37,8 @@ from tests.piper_sim.folding.folding_cases import (
     [
         (LLAMA, {"dp": 4, "zero": 1}),
         (LLAMA, {"dp": 2, "tp": 2, "zero": 3}),
+        (LLAMA, {"dp": 4, "zero": 1, "dp_replicate": 2}),
+        (MOE, {"dp": 8, "ep": 2, "zero": 3, "dp_replicate": 2}),
         (LLAMA, {"dp": 2, "tp": 2, "cp": 2, "zero": 0}),
         (MOE, {"dp": 4, "ep": 2, "zero": 2}),
         (MOE, {"dp": 4, "ep": 4, "zero": 1}),

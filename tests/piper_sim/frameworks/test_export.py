@@ -62,6 +62,8 @@ def jobs(draw: st.DrawFn, frameworks: tuple[str, ...] = FRAMEWORKS) -> tuple[str
         some = {"torchtitan": ["1::2", "2::3", "0::1"]}.get(framework, [0, 1, 3] if megatron else [None])
         schedule["recompute_layers"] = draw(st.sampled_from(some))
     parallel = {"tp": tp, "pp": pp, "cp": cp, "zero": zero, "sequence_parallel": sp, "ep": ep}
+    if zero and (not hf or (framework == "deepspeed" and zero == 3)):
+        parallel["dp_replicate"] = draw(st.sampled_from([1, 1, 2]))
     if megatron and pp == 2:
         parallel["layers"] = draw(st.sampled_from(["even", [3, 5] * chunks if chunks == 1 else [1, 3, 2, 2]]))
     precision = {"compute": draw(st.sampled_from(["bf16", "fp8"] if megatron else ["bf16"]))}
@@ -101,6 +103,8 @@ def test_import_and_export_are_a_fixed_point(drawn: tuple[str, PreparedJob]) -> 
         ("accelerate", {"parallel": {"ep": 2}, "model": {"config": "tiny-moe"}}, "parallel.ep"),
         ("automodel", {"parallel": {"pp": 2, "zero": 3, "layers": [3, 5]}}, "parallel.layers"),
         ("primus", {"precision": {"compute": "fp64"}}, "precision.compute"),
+        ("accelerate", {"parallel": {"zero": 3, "dp_replicate": 2}}, "parallel.dp_replicate"),
+        ("deepspeed", {"parallel": {"zero": 2, "dp_replicate": 2}}, "parallel.dp_replicate"),
     ],
 )
 def test_what_a_framework_cannot_say_is_refused_by_its_key(framework: str, sections: dict[str, Any], key: str) -> None:

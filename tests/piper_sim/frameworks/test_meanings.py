@@ -164,23 +164,43 @@ AUTO = "recipe: x\nmodel: {pretrained_model_name_or_path: Qwen/Qwen3-8B}\n"
 AUTO += "distributed: {strategy: fsdp2, dp_size: 16, dp_replicate_size: 2}\n"
 
 
+NODES = "fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\n"
+MICS = '{"train_batch_size": 64, "zero_optimization": {"stage": 3, "mics_shard_size": 8}}'
+INSTANCES = "--num-distributed-optimizer-instances 2 --tensor-model-parallel-size 2 "
+
+
 @pytest.mark.parametrize(
-    ("framework", "text", "argument"),
+    ("framework", "text", "argument", "copies"),
     [
-        ("accelerate", FSDP + "fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\n", "fsdp_sharding_strategy"),
-        ("accelerate", FSDP + HYBRID, "parallelism_config_dp_replicate_size"),
-        ("automodel", AUTO, "dp_replicate_size"),
+        # torch/distributed/fsdp/_init_utils.py: HYBRID_SHARD shards over a node
+        ("accelerate", FSDP + NODES, "fsdp_sharding_strategy", 2),
+        ("accelerate", FSDP + HYBRID, "parallelism_config_dp_replicate_size", 2),
+        ("automodel", AUTO, "dp_replicate_size", 2),
         ("torchtitan", TITAN.replace("[training]", "data_parallel_replicate_degree = 2\n[training]"),
-         "data_parallel_replicate_degree"),
-        ("llm-foundry", MPT.format("") + "fsdp_config: {sharding_strategy: HYBRID_SHARD}\n", "sharding_strategy"),
+         "data_parallel_replicate_degree", 2),
+        ("deepspeed", MICS, "mics_shard_size", 1),
+        ("megatron", MEGATRON + INSTANCES + "--use-distributed-optimizer\n",
+         "--num-distributed-optimizer-instances", 2),
     ],
 )  # fmt: skip
-def test_shards_within_groups_are_assumed_to_be_over_all(
-    tmp_path: Path, framework: str, text: str, argument: str
+def test_copies_of_shards_are_those_of_the_framework(
+    tmp_path: Path, framework: str, text: str, argument: str, copies: int
 ) -> None:
-    name = "t.toml" if framework == "torchtitan" else "a.yaml"
-    assumed = listed(imported(tmp_path, text, name, framework), ASSUMED)
-    assert argument in [a.rpartition(".")[2] for a in assumed]
+    name = {"torchtitan": "t.toml", "deepspeed": "a.json", "megatron": "a.sh"}.get(framework, "a.yaml")
+    found = imported(tmp_path, text, name, framework)
+    assert found.job["parallel"].get("dp_replicate", 1) == copies
+    assert argument in [a.rpartition(".")[2] for a in listed(found, UNDERSTOOD)]
+    p = prepare(job_from(found.job)).mesh.sizes
+    assert p["dp"] % copies == 0 and (framework != "deepspeed" or p["dp"] == 8)
+
+
+@pytest.mark.parametrize(
+    "more", ["--num-distributed-optimizer-instances 3 --use-distributed-optimizer", INSTANCES + "--zero-stage 0"]
+)
+def test_copies_of_shards_that_cannot_be_are_assumed_away(tmp_path: Path, more: str) -> None:
+    found = imported(tmp_path, MEGATRON + more + "\n", "a.sh", "megatron")
+    assert "--num-distributed-optimizer-instances" in listed(found, ASSUMED)
+    assert "dp_replicate" not in found.job["parallel"]
 
 
 # What attention sends over cp
