@@ -14,7 +14,8 @@ class OptimizerPrecision:
 
     grad_copy: bytes per element of the format that a microbatch's gradients are made in, before they are added to the
     sums; 0: products add to the sums themselves. Whoever reduces gradients with others keeps a copy in it, whole (the
-    buckets of DistributedDataParallel). offload: share of the parameters that the host updates, and keeps moments and
+    buckets of DistributedDataParallel). tied_apart: under ZeRO-1 each stage that holds a tied weight shards it over its
+    own replicas. offload: share of the parameters that the host updates, and keeps moments and
     master weights of.
     """
 
@@ -24,6 +25,7 @@ class OptimizerPrecision:
     optimizer: DType = DType.FP32
     grad_copy: int = 0
     offload: float = 0.0
+    tied_apart: bool = False
 
     def kept(self, numel: int) -> int:
         """Of so many parameters, those that the device updates."""

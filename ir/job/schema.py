@@ -155,7 +155,8 @@ class JobCosts:
     """Where seconds come from. free: what is taken to cost none, for what-ifs. tp_overlap: messages of tensor
     parallelism run in pieces under the products beside them (Megatron's user buffers); left out: what the software
     does. cuda_graphs: passes: each op is launched as one; step: the host launches nothing. deterministic: sums have one
-    order, as with Megatron's --deterministic-mode: attention's backward is slower.
+    order, as with Megatron's --deterministic-mode: attention's backward is slower. grouped_gemm: a rank's experts are
+    one grouped product; off: one expert after the other, as Megatron without --moe-grouped-gemm.
     """
 
     profile: Text | None = None
@@ -163,6 +164,7 @@ class JobCosts:
     host_model: Annotated[str, words("ahead", "inline", "one-queue", said="host model")] = "ahead"
     software: Text | None = None
     dispatcher: Annotated[str, words("nccl", "deepep", "hybridep", said="dispatcher")] | None = None
+    grouped_gemm: bool = True
     stage_times: Mapping[str, object] | None = None
     free: tuple[Free, ...] = ()
     tp_overlap: bool | None = None

@@ -112,7 +112,8 @@ def _presumed(prepared: PreparedJob) -> Facts:
     f: Facts = {"overlapped_reduce": prepared.job.parallel.overlap_grad_reduce} if copies else {}
     f |= {"overlapped_gather": True} if copies and zero else {}
     f |= {"ckpt_format": "fsdp_dtensor"} if zero > 1 else {}
-    return f | ({"grouped_gemm": True, "dispatcher_type": "alltoall"} if prepared.config.moe is not None else {})
+    experts = {"grouped_gemm": prepared.job.costs.grouped_gemm, "dispatcher_type": "alltoall"}
+    return f | (experts if prepared.config.moe is not None else {})
 
 
 def _megatron(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: int) -> Facts:

@@ -292,7 +292,9 @@ def _unsaid(d: JobDraft, f: Facts) -> None:
             mib = max(40, copies // p.get("cp", 1)) * 1e6 * (2 if f.get("reduce") == "bf16" else 4) / 2**20
             d.fill("parallel.bucket_MiB", mib, "megatron's default: 40 million gradients, or one for each replica")
     holds = {"overlapped_gather": copies > 1 and p.get("zero", 0) > 0}
-    holds |= {"grouped_gemm": _experts(d, f), "dispatcher_type": moved and not f.get("dispatcher")}
+    holds |= {"dispatcher_type": moved and not f.get("dispatcher")}
+    each = f.get("grouped_gemm", d.framework != "megatron")  # which Megatron does only when told to
+    d.put("costs", grouped_gemm=False if _experts(d, f) and not each else None)
     if d.framework == "megatron":
         d.unsaid += [why for fact, why in tables()["unsaid"].items() if fact not in f and holds[fact]]
 

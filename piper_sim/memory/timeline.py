@@ -60,7 +60,8 @@ def state(plan: Plan, recipe: OptimizerPrecision) -> tuple[OptimizerMemory, ...]
         parts = []
         for b in mine:
             zero = b.replica.zero
-            shards = [b.ranks if zero >= level else 1 for level in (3, 2, 1)]
+            ranks = b.ranks // len(b.owners) if zero == 1 and recipe.tied_apart else b.ranks
+            shards = [ranks if zero >= level else 1 for level in (3, 2, 1)]
             parts.append(state_bytes(b.numel, recipe, *shards, alone=b.ranks == 1))
         out.append(
             OptimizerMemory(

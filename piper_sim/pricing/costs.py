@@ -87,6 +87,7 @@ class CostModel:
             p.optimizer,
             hardware.software.grad_copy_bytes,
             job.optimizer.offload,
+            hardware.software.tied_apart,
         )
         if job.optimizer.offload and hardware.host_GBps is None:
             message = f"{hardware.name} does not say how fast its host updates"
