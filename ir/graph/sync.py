@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary
 from ir.core.errors import directive_error
 from ir.core.mesh import Mesh
 from ir.core.ops import Pass
-from ir.core.work import Message, MessageKind
+from ir.core.work import Kernel, Message, MessageKind
 from ir.graph.graph import BucketPolicy, Buffer, Graph, GraphEdge, GraphNode, MicrobatchSpan, PerStepOp
+from ir.graph.matrices import MatrixShard, heaviest, hidden_matrix, orthogonalised, packed
 from ir.workload.params import local_numel
 from ir.workload.part import Param, PartLayout
 
@@ -30,7 +31,8 @@ class Bucket:
     owners: groups that hold a copy. axes: mesh axes over which the ranks of one group hold the same shard.
     numel: elements on one device before ZeRO. ranks: devices that hold the shard, over axes and owners.
     members: indices into `Graph.entries`. params: their global names, in canonical order. replicated: whether a
-    `replicate` named them, so that their copies are kept in step.
+    `replicate` named them, so that their copies are kept in step. matrices: what one device holds of each, where they
+    are hidden matrices that Muon updates: a share of such a bucket has some of them whole, and none in part.
     """
 
     name: str
@@ -43,10 +45,16 @@ class Bucket:
     members: tuple[int, ...]
     params: tuple[str, ...] = ()
     replicated: bool = True
+    matrices: tuple[MatrixShard, ...] = ()
 
     @property
     def shard(self) -> int:
         """Elements of one rank's share where it is sharded: padded, so that shares are equal."""
+        if self.matrices:
+            load, sizes = [0] * self.ranks, [m.numel for m in self.matrices]
+            for numel, owner in zip(sizes, packed(sizes, self.ranks), strict=True):
+                load[owner] += numel
+            return max(load)
         return -(-self.numel // self.ranks)
 
     @property
@@ -105,6 +113,7 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
             named[p.name].append(k)
     where = {(n.stage, n.part): n.groups for n in graph.nodes}  # all passes of a part are together
     pools: dict[_Pool, list[tuple[int, int, str]]] = {}
+    hidden = dict[str, MatrixShard]()
     for k, e in enumerate(graph.entries):
         for p in e.part.params:
             holders = named[p.name]
@@ -114,12 +123,18 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
             replica = _replica(graph, p.name, holders)
             chunk = e.chunk.name if replica is not None and replica.zero == 3 else ""
             axes = summed_over(p, e.layout)
-            pool = _Pool(e.stage, chunk, p.expert, axes, len(holders) > 1, tuple(owners), replica)
+            if graph.muon is not None and (found := hidden_matrix(p, e.layout)) is not None:
+                hidden[p.name] = found
+            pool = _Pool(e.stage, chunk, p.expert, axes, len(holders) > 1, tuple(owners), replica, p.name in hidden)
             pools.setdefault(pool, []).append((k, local_numel(p, e.layout), p.name))
+    if cut := next((x for x in pools if x.matrix and x.replica is not None and x.replica.zero > 1), None):
+        message = f"replicate cuts matrices of stage {cut.stage}, which Muon updates whole"
+        raise directive_error(message, "zero = 0 or 1", "zero = 1")
     cuts = {pool: _cut(graph, pool, params) for pool, params in pools.items()}
     out: list[Bucket] = []
     for pool, label in _labels(cuts).items():
-        out += _pooled(graph.mesh, named, pool, label, cuts[pool])
+        for b in _pooled(graph.mesh, named, pool, label, cuts[pool]):
+            out.append(replace(b, matrices=tuple(hidden[n] for n in b.params)) if pool.matrix else b)
     return tuple(sorted(out, key=lambda b: (b.members[0], b.name)))
 
 
@@ -147,11 +162,12 @@ class _Pool:
     tied: bool
     owners: tuple[int, ...]
     replica: BucketPolicy | None
+    matrix: bool = False
 
     @property
     def label(self) -> str:
         kind, across = "experts" if self.expert else "dense", "tp" if "tp" in self.axes else ""
-        words = (self.chunk, kind, across, "tied" if self.tied else "")
+        words = (self.chunk, kind, across, "tied" if self.tied else "", "matrices" if self.matrix else "")
         return ".".join(w for w in words if w)
 
     def details(self) -> tuple[str, ...]:
@@ -279,12 +295,26 @@ class _Once:
         for p in programs:
             numel = sum(b.shard if b.replica.zero else b.numel for b in self.found if p in b.owners)
             placed = (n.stage for n in self.graph.nodes for s in n.spans if s.group == p and not n.once)
-            update = self._add(min(placed, default=0), PerStepOp.UPDATE, f"p{p}", (p,), numel=numel, writes=_DONE)
+            more = self._matrices(p)
+            stage = min(placed, default=0)
+            update = self._add(stage, PerStepOp.UPDATE, f"p{p}", (p,), numel=numel, writes=_DONE, **more)
             for src in dict.fromkeys(self.ready[p]):
                 self.edges.append(GraphEdge(src, update if norm is None else norm, 0, join=True))
             if norm is not None:
                 self.edges.append(GraphEdge(norm, update, 0, join=True))
             self.ready[p] = [update]
+
+    def _matrices(self, p: int) -> dict[str, Any]:
+        """What orthogonalising takes the rank of a program that has most to do of each bucket."""
+        muon, numel, workspace = self.graph.muon, 0, 0
+        work, inline = list[Kernel](), list[Message]()
+        for b in self.found:
+            if muon is not None and b.matrices and p in b.owners:
+                numel += b.shard if b.replica.zero else b.numel
+                for m in heaviest(b.matrices, b.ranks if b.replica.zero else 1):
+                    kernels, messages, room = orthogonalised(m, muon)
+                    work, inline, workspace = [*work, *kernels], [*inline, *messages], max(workspace, room)
+        return {"work": tuple(work), "inline": tuple(inline), "workspace": workspace, "matrices": numel}
 
     def gather(self) -> None:
         """Weights that others updated. The shards of ZeRO-1 lie on all owners, those of ZeRO-2 inside each group."""

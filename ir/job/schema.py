@@ -202,9 +202,14 @@ class JobOptimizer:
     """The update. clip_norm 0 turns clipping off. weight_decay: by default 0.01 of adamw, 0 of sgd; no_decay: patterns
     of the names it spares. decay_steps: of every schedule but "constant"; of "wsd" the run's last ones. offload: share
     of the parameters whose moments and master weights the host keeps and updates; predicted, not executed.
+
+    "muon" is torch.optim.Muon for hidden matrices (each expert's by itself), with momentum, nesterov, ns_steps of
+    Newton-Schulz and adjust_lr, and AdamW for all else: embeddings, head, norms, biases; weight_decay of both, by
+    default 0.1. Under ZeRO-1 each matrix is whole on one rank. tp_mode: how matrices that tp cuts are orthogonalised:
+    block by block, or whole, by every rank or by all together; predicted, not executed.
     """
 
-    name: Annotated[str, words("adamw", "sgd", said="optimizer")] = "adamw"
+    name: Annotated[str, words("adamw", "sgd", "muon", said="optimizer")] = "adamw"
     lr: NonNegative = 1e-3
     clip_norm: NonNegative = 1.0
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -216,6 +221,11 @@ class JobOptimizer:
     decay_steps: Size | None = None
     min_lr: NonNegative = 0.0
     offload: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    momentum: Share = 0.95
+    nesterov: bool = True
+    ns_steps: Annotated[int, Meta(ge=1, le=99)] = 5
+    adjust_lr: Annotated[str, words("original", "match_rms_adamw", said="adjustment of lr")] = "original"
+    tp_mode: Annotated[str, words("blockwise", "duplicated", "distributed", said="tp_mode")] = "blockwise"
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def _held(graph: Graph, b: Bucket, params: Sequence[_Holders], nodes: Nodes) -> 
         raise _wrong(b, "kept in step by nothing, though other ranks hold copies", 'replicate({}, "zero": 0)')
     users = sorted({i for k in entries for i in nodes[graph.entries[k].stage, graph.entries[k].name]})
     adds = tuple(i for i in users if graph.nodes[i].kind is Pass.W)
-    return HeldShards(b, inside, -(-numel // ranks), tuple(users), adds)
+    return HeldShards(b, inside, b.shard if b.matrices else -(-numel // ranks), tuple(users), adds)
 
 
 def _wrong(b: Bucket, why: str, fix: str | None = None) -> PiperError:
