@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from executor.checkpoint.manifest import read_manifest
 from executor.checkpoint.reader import CheckpointReader, digests
 from executor.launch.refusals import refuse
+from executor.optim import muon
 from executor.optim.flat import places_whole
-from executor.optim.muon import orthogonalised
 from executor.optim.optimizer import Optimizer
 from ir.core.errors import ErrorKind, PiperError
+from ir.graph.matrices import MatrixShard, MuonOptimizer, orthogonalised
 from ir.job.run_options import CheckpointOptions
 from ir.job.schema import JobOptimizer
 from piper_sim.memory.timeline import state
@@ -84,7 +86,7 @@ def test_a_matrix_has_to_be_whole() -> None:
     """Newton-Schulz of halves, which ZeRO-2 would leave a rank, is another update."""
     torch.manual_seed(0)
     matrix = torch.randn(8, 16, dtype=torch.float64)
-    whole, halves = orthogonalised(matrix, 5), torch.cat([orthogonalised(x, 5) for x in matrix.chunk(2)])
+    whole, halves = muon.orthogonalised(matrix, 5), torch.cat([muon.orthogonalised(x, 5) for x in matrix.chunk(2)])
     assert float((whole - halves).norm() / whole.norm()) > 0.1
 
 
@@ -103,6 +105,20 @@ def test_a_rank_holds_what_is_predicted(sets: tuple[str, ...], tmp_path: Path) -
 def _adamw(folder: Path, *sets: str):  # type: ignore[no-untyped-def]
     prepared, _ = judged(folder, *sets)
     return prepared, hardware_of(prepared.job)
+
+
+@pytest.mark.parametrize("shape", ((64, 16), (16, 64), (32, 32), (8, 24)))
+@pytest.mark.parametrize("steps", [1, 5])
+def test_flops_are_those_that_torch_counts_of_its_own_muon(shape: tuple[int, int], steps: int) -> None:
+    weight = torch.randn(shape, requires_grad=True)
+    weight.grad = torch.randn(shape)
+    with FlopCounterMode(display=False) as counter:
+        torch.optim.Muon([weight], ns_steps=steps).step()
+    m, n = sorted(shape)
+    wanted = steps * (4 * m * m * n + 2 * m**3)
+    one, three = (orthogonalised(MatrixShard(n, *shape), MuonOptimizer(steps))[0] for n in (1, 3))
+    assert sum(k.flops * k.count for k in one if k.shape) == counter.get_total_flops() == wanted
+    assert sum(k.flops * k.count for k in three if k.shape) == 3 * wanted, "each expert's by itself"
 
 
 def test_shares_have_matrices_whole() -> None:
