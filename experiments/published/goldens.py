@@ -39,6 +39,14 @@ def latent(line: Line) -> dict[str, int]:
     return {key: int(line[column]) for column, key in named.items()} if line["mla_q_rank"] else {}
 
 
+def dealt(line: Line) -> bool:
+    """Whether ranks own whole parameters, AdamW's too, dealt out by size: Muon's distributed optimizer before it had a
+    layout of parameters (the one row of April 2026), and without. No job says that; the last rank has the embedding.
+    """
+    without = line["recorded_on"] < "2026-05" or "no-use-layer-wise-param-layout" in line["other_arguments"]
+    return line["optimizer"] == "muon" and line["distributed_optimizer"] == "1" and without
+
+
 def formats(line: Line, job: Table) -> None:
     """fp8 of whole tensors, with weights kept in it or not."""
     if line["fp8_format"]:

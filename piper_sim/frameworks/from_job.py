@@ -10,7 +10,7 @@ from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
 from ir.workload.layout import format_layout
 from piper_sim.frameworks.draft import Facts
 from piper_sim.frameworks.table import facts as tables
-from piper_sim.frameworks.to_job import modules_of
+from piper_sim.frameworks.to_job import MUON, SCALES, modules_of
 from piper_sim.frameworks.to_model import named
 
 MEGATRON = ("megatron", "megatron-bridge", "primus")
@@ -24,6 +24,8 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     f: Facts = {k: mesh[k] for k in ("tp", "cp", "pp", "ep") if mesh[k] > 1}
     f |= {"seq_len": job.model.seq_len, "lr": job.optimizer.lr, "clip": job.optimizer.clip_norm}
     f |= {"optimizer": job.optimizer.name, **_formats(job)}
+    if job.optimizer.name == "muon":
+        f |= {k: getattr(job.optimizer, k) for k in MUON} | {"muon_scale": SCALES[job.optimizer.adjust_lr]}
     if framework in MEGATRON:
         f |= _sizes(prepared.config) | _megatron(prepared, framework, dp, size, mbs)
         act = prepared.config.activation

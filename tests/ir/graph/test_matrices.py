@@ -1,6 +1,7 @@
 """Hidden matrices: which there are, that a share has them whole, and what the modes of tp take."""
 
 from collections import Counter
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -10,6 +11,7 @@ from ir.graph.matrices import MatrixShard, MuonOptimizer, heaviest, hidden_matri
 from ir.graph.sync import buckets
 from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
+from ir.job.schema import JobOptimizer
 from ir.workload.part import PartLayout
 
 
@@ -62,8 +64,7 @@ def test_no_share_cuts_a_matrix_and_all_are_dealt_out() -> None:
 
 def test_adamw_keeps_its_buckets_and_a_norm_by_heads_is_no_matrix() -> None:
     job = prepared().job
-    plain = prepare(job_from({"model": {"config": "tiny-llama", "seq_len": 64}, "cluster": {"nodes": 1, "gpus_per_node": 4},
-                              "parallel": {"pp": 2, "dp": 2}}))  # fmt: skip
+    plain = prepare(replace(job, optimizer=JobOptimizer()))
     assert job.optimizer.name == "muon" and not any(b.matrices for b in buckets(plain.graph()))
     assert all(n.matrices == 0 and not n.work for n in plain.plan().graph.nodes if n.once)
     gpt = {p.name: p for e in plain.base.entries for p in e.part.params}
