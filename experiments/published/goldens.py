@@ -39,6 +39,38 @@ def latent(line: Line) -> dict[str, int]:
     return {key: int(line[column]) for column, key in named.items()} if line["mla_q_rank"] else {}
 
 
+def is_deepseek(line: Line) -> bool:
+    """Whether it is DeepSeek-V3 in small: latent attention and experts, gated, with rotary embeddings."""
+    return bool(line["mla_q_rank"] and line["experts"]) and (line["position"], line["activation"]) == ("rope", "swiglu")
+
+
+def deepseek(line: Line, job: Table) -> None:
+    """Make the job's model one, with its prediction module, Megatron's layout of stages and its dispatcher."""
+    named = {"layers": "num_hidden_layers", "hidden": "hidden_size", "ffn_hidden": "intermediate_size"}
+    named |= {"heads": "num_attention_heads", "vocab_padded": "vocab_size", "seq_len": "seq_len"}
+    named |= {
+        "experts": "n_routed_experts",
+        "experts_topk": "num_experts_per_tok",
+        "mtp_layers": "num_nextn_predict_layers",
+    }
+    named |= {"moe_ffn_hidden": "moe_intermediate_size"}
+    shared = int(line["shared_expert_hidden"]) // int(line["moe_ffn_hidden"])
+    dense = int(line["moe_layer_freq"].partition("]*")[2].partition("+")[0])  # ([0]*3+[1]*11)
+    more = {"n_shared_experts": shared, "first_k_dense_replace": dense, "n_group": 1, "topk_group": 1}
+    own = {
+        "config": "deepseek-v3",
+        "num_key_value_heads": int(line["heads"]),
+        "max_position_embeddings": int(line["seq_len"]),
+    }
+    sizes = {key: int(line[column]) for column, key in named.items()}
+    job["model"] = {**own, **sizes, **more, **latent(line), "attention": "flash" if fused(line) else "unfused"}
+    if line["pipeline_layout"]:
+        del job["parallel"]["layers"]
+        job["schedule"]["layout"] = line["pipeline_layout"]
+    if dispatcher := line["moe_dispatcher"].partition(":")[2]:
+        job["costs"]["dispatcher"] = dispatcher
+
+
 def dealt(line: Line) -> bool:
     """Whether ranks own whole parameters, AdamW's too, dealt out by size: Muon's distributed optimizer before it had a
     layout of parameters (the one row of April 2026), and without. No job says that; the last rank has the embedding.

@@ -52,7 +52,8 @@ def test_a_launch_becomes_a_job_and_the_same_launch_again(launch: str, tmp_path:
 def test_what_is_predicted_otherwise_is_said(argument: str, tmp_path: Path) -> None:
     found = imported(tmp_path, MEGATRON + "--optimizer muon " + argument)
     assert argument.split()[0] in {e.argument.name for e in found.entries if e.list == ASSUMED}
-    usual = imported(tmp_path, MEGATRON + "--optimizer muon --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec medium")
+    same = "--muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec medium"
+    usual = imported(tmp_path, f"{MEGATRON}--optimizer muon {same}")
     assert not [e for e in usual.entries if e.list == ASSUMED and "muon" in e.argument.name]
 
 
