@@ -7,6 +7,7 @@ from math import prod
 import pytest
 
 from ir.core.work import MessageKind
+from ir.graph.classes import node_classes
 from ir.graph.matrices import MatrixShard, MuonOptimizer, heaviest, hidden_matrix, orthogonalised, packed
 from ir.graph.sync import buckets
 from ir.job.build import PreparedJob, prepare
@@ -69,3 +70,14 @@ def test_adamw_keeps_its_buckets_and_a_norm_by_heads_is_no_matrix() -> None:
     assert all(n.matrices == 0 and not n.work for n in plain.plan().graph.nodes if n.once)
     gpt = {p.name: p for e in plain.base.entries for p in e.part.params}
     assert hidden_matrix(gpt["lm_head.weight"], PartLayout()) is None
+
+
+def test_an_update_is_measured_by_itself() -> None:
+    """Under its own name: another number of steps is another update, AdamW's is as it was."""
+    found = []
+    for name in ("adamw", "muon"):
+        for steps in (4, 5) if name == "muon" else (5,):
+            made = prepared()
+            graph = prepare(replace(made.job, optimizer=JobOptimizer(name, ns_steps=steps))).plan().graph
+            found.append(next(c for n, c in zip(graph.nodes, node_classes(graph), strict=True) if n.numel))
+    assert len(set(found)) == 3
