@@ -108,7 +108,8 @@ def orthogonalised(m: MatrixShard, muon: MuonOptimizer) -> tuple[Work, tuple[Mes
         messages = (Message(MessageKind.ALL_GATHER, 4 * all_of, axis),) * m.count
     if mode == "distributed":
         messages = (Message(MessageKind.ALL_REDUCE, 2 * square, axis),) * times
-    return work, messages, 8 * all_of + 4 * square
+    # A gradient times the clip factor and its look ahead in fp32, X and the next X, A and b A + c A A.
+    return work, messages, 12 * all_of + 4 * square
 
 
 def _product(label: str, m: int, n: int, k: int, elements: int, count: int) -> Kernel:

@@ -69,7 +69,8 @@ def state(plan: Plan, recipe: OptimizerPrecision) -> tuple[OptimizerMemory, ...]
 def _held(b: Bucket, recipe: OptimizerPrecision) -> OptimizerMemory:
     """What one owner of a bucket keeps. Where its shares are whole matrices, they are padded to the largest."""
     zero, own = b.replica.zero, recipe if b.matrices else recipe.others
-    ranks = b.ranks // len(b.owners) if zero == 1 and recipe.tied_apart else b.ranks
+    apart = recipe.tied_apart and zero == 1 and "tied" in b.name.split(".")
+    ranks = b.ranks // len(b.owners) if apart else b.ranks
     numel = b.shard * ranks if zero and b.matrices else b.numel
     return state_bytes(numel, own, *(ranks if zero >= level else 1 for level in (3, 2, 1)), alone=b.ranks == 1)
 

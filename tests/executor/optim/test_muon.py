@@ -20,6 +20,7 @@ from ir.job.schema import JobOptimizer
 from piper_sim.memory.timeline import state
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of
+from piper_sim.study.planned import PlannedJob
 from tests.executor.runs import alone, error, judged, run
 
 ROUNDING, VISIBLE = 1e-10, 1e-3
@@ -105,6 +106,18 @@ def test_a_rank_holds_what_is_predicted(sets: tuple[str, ...], tmp_path: Path) -
 def _adamw(folder: Path, *sets: str):  # type: ignore[no-untyped-def]
     prepared, _ = judged(folder, *sets)
     return prepared, hardware_of(prepared.job)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_update_s_peak_is_what_is_predicted(zero: int, tmp_path: Path) -> None:
+    """Of a step so short that nothing but the update takes room: the largest matrix, on its way."""
+    sets = (*TWO, *MUON, f"parallel.zero={zero}", "model.seq_len=4", "schedule.microbatches=1")
+    sets = (*sets, "model.hidden_size=256", "model.intermediate_size=1024", "precision.compute=fp32")
+    peaks = run(*sets, steps=2, memory=True, backend="local").object["memory"]["peak_allocated_bytes"]
+    prepared, _ = judged(tmp_path, *sets)
+    found = PlannedJob.of(prepared, hardware_of(prepared.job)).memory
+    assert max(peaks.values()) == pytest.approx(int(found.peak[0]), rel=2e-3)
+    assert found.dynamic[0].sum() == 12 * 256 * 1024 + 4 * 256**2
 
 
 @pytest.mark.parametrize("shape", ((64, 16), (16, 64), (32, 32), (8, 24)))

@@ -213,6 +213,8 @@ def test_megatron_shards_a_tied_table_on_each_stage_by_itself() -> None:
     more = [b - a for a, b in zip(held[True, False], held[True, True], strict=True)]
     assert more == [3 * table, *[0] * (len(more) - 2), 3 * table], "12 bytes for a half instead of for a quarter"
     assert held[False, True] == held[False, False]
+    twice = prepared("tiny-llama", "dualpipe", 1, dp=2).plan()
+    assert state(twice, OptimizerPrecision(tied_apart=True)) == state(twice, OptimizerPrecision()), "copies are no ties"
 
 
 def test_dualpipe_holds_two_copies_and_a_tied_table_is_held_by_both_ends() -> None:
