@@ -1,29 +1,35 @@
 """What training keeps per parameter, and what one update moves through HBM. Sizes are exact, times modelled."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ir.core.work import DType, Kernel, KernelKind, Work
 
-Name = Literal["adamw", "sgd"]
+OptimizerName = Literal["adamw", "sgd", "muon"]
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPrecision:
     """A precision recipe: dtypes of weights, gradients, optimizer (moments and master weights), as in a job file.
 
+    name "muon": of hidden matrices; `others` is the recipe of all else.
+
     grad_copy: bytes per element of the format that a microbatch's gradients are made in, before they are added to the
     sums; 0: products add to the sums themselves. Whoever reduces gradients with others keeps a copy in it, whole (the
-    buckets of DistributedDataParallel). offload: share of the parameters that the host updates, and keeps moments and
+    buckets of DistributedDataParallel). tied_apart: under ZeRO-1 each stage that holds a tied weight shards it over its
+    own replicas. offload: share of the parameters that the host updates, and keeps moments and
     master weights of.
     """
 
-    name: Name = "adamw"
+    name: OptimizerName = "adamw"
     params: DType = DType.BF16
     grads: DType = DType.FP32
     optimizer: DType = DType.FP32
     grad_copy: int = 0
     offload: float = 0.0
+    tied_apart: bool = False
 
     def kept(self, numel: int) -> int:
         """Of so many parameters, those that the device updates."""
@@ -31,8 +37,13 @@ class OptimizerPrecision:
 
     @property
     def moments(self) -> int:
-        """Tensors of moments: AdamW keeps two, plain SGD none."""
-        return {"adamw": 2, "sgd": 0}[self.name]
+        """Tensors of moments: AdamW keeps two, Muon of a matrix one, plain SGD none."""
+        return {"adamw": 2, "sgd": 0, "muon": 1}[self.name]
+
+    @property
+    def others(self) -> OptimizerPrecision:
+        """Of what are no hidden matrices."""
+        return replace(self, name="adamw") if self.name == "muon" else self
 
     @property
     def master(self) -> bool:

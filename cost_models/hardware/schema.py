@@ -187,10 +187,12 @@ class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         """
         return structs.replace(self, training=True)
 
-    def library_bytes(self, experts: bool) -> int:
-        """What the framework's libraries keep allocated, with grouped products of experts or without."""
+    def library_bytes(self, experts: bool, overlapped: bool) -> int:
+        """What the framework's libraries keep allocated. experts: with grouped products of experts; overlapped: with
+        messages of tensor parallelism under products.
+        """
         soft = self.software
-        streams = soft.gemm_streams + (soft.expert_streams if experts else 0)
+        streams = soft.gemm_streams + soft.expert_streams * experts + soft.overlap_streams * overlapped
         return int((soft.library_MiB + streams * self.gemm.workspace_MiB) * MIB)
 
     @property

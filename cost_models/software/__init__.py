@@ -37,13 +37,14 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     needs before the next pass; 0: it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are
     made in before kernels of their own add them to the sums, and that a second copy has where they are reduced
     between replicas. library_MiB: what libraries keep allocated, but for workspaces of matrix products: the hardware
-    file's, for each of gemm_streams, and of expert_streams where there are experts. tp_overlap: what a job's `[costs]
-    tp_overlap` is where it says nothing. async_tp: where that is off, a column-parallel linear's messages of backward
-    run beside its products: its input's gradient beside the weights', its input, gathered again, beside the input's.
-    gather_on_demand: ZeRO-3 gathers weights where they are needed, whatever `parallel.prefetch` says. zero3_network:
-    share of the network's rate that such gathers, and the reductions beside them, get. fp8_recipe: goes before the
-    hardware file's. loss,
-    eager, keep_gathered, loss_vectors: see `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources:
+    file's, for each of gemm_streams, of expert_streams where there are grouped experts, of overlap_streams where
+    messages of tp run under products. tied_apart: a tied weight's optimizer shards lie within each stage's replicas,
+    not on both stages'; in memory alone. tp_overlap: what a job's `[costs] tp_overlap` is where it says nothing.
+    async_tp: where that is off, a column-parallel linear's messages of backward run beside its products: its input's
+    gradient beside the weights', its input, gathered again, beside the input's. gather_on_demand: ZeRO-3 gathers
+    weights where they are needed, whatever `parallel.prefetch` says. zero3_network: share of the network's rate that
+    such gathers, and the reductions beside them, get. fp8_recipe: goes before the hardware file's. loss, eager,
+    keep_gathered, loss_vectors: see `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources:
     constant -> where it is from.
     """
 
@@ -60,6 +61,8 @@ class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     library_MiB: NonNegative = 0.0
     gemm_streams: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     expert_streams: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    overlap_streams: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    tied_apart: bool = False
     gather_on_demand: bool = False
     zero3_network: Annotated[float, msgspec.Meta(ge=0.01, le=1)] = 1.0
     fp8_recipe: Fp8Recipe | None = None

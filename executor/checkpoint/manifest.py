@@ -41,7 +41,7 @@ class CheckpointTraining:
     shapes: Shapes  # of all parameters, by global name, in canonical order
     format: DType  # of the values that are updated (master weights, where parameters are narrower) and of moments
     optimizer: str
-    slots: tuple[str, ...]  # what there is of each parameter
+    slots: tuple[str, ...]  # what there is of each parameter; under Muon, of a matrix or of all else
     sequences: Count  # in a step's global batch
     length: Count  # tokens of a sequence
     tokens: Count  # in the data's file, 0 for synthetic ones
@@ -142,7 +142,8 @@ def _flaw(m: CheckpointManifest) -> str | None:
         for at in places:
             if at.file not in m.files or at.piece.share.shape != m.training.shapes.get(name) or not at.piece.possible:
                 return f"there can be no such piece of {name} in {at.file!r}"
-    size = sum(prod(shape) for shape in m.training.shapes.values()) * len(m.training.slots) * m.training.format.bytes
+    each = len(m.training.slots) if m.training.optimizer != "muon" else 2  # a matrix has one moment, all else two
+    size = sum(prod(shape) for shape in m.training.shapes.values()) * each * m.training.format.bytes
     if size > sum(written.bytes for written in m.files.values()):
         return f"{size} bytes of values are more than what its files have"
     return uncovered(m.training.shapes, m.parameters)

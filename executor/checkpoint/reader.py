@@ -9,8 +9,10 @@ from torch import Tensor
 
 from executor.checkpoint.manifest import CheckpointManifest, StoredShard
 from executor.checkpoint.pieces import ShardPiece
+from executor.checkpoint.settings import WEIGHT
 from executor.checkpoint.tensors import MANIFEST, CheckpointTensors, damaged
 from executor.modules.base import TORCH
+from executor.optim.optimizer import MOMENT
 
 
 class CheckpointReader:
@@ -45,6 +47,14 @@ class CheckpointReader:
         self.read(slot, name, piece, out)
         return out.view(piece.share.shape)
 
+    def slots(self, name: str) -> tuple[str, ...]:
+        """What there is of a parameter: of Muon's, a matrix has one moment, all else two others."""
+        slots, parts = self.manifest.training.slots, self.manifest.parameters[name]
+        if MOMENT not in slots:
+            return slots
+        matrix = f"{MOMENT}/{name}" in self._file(parts[0].file).names
+        return tuple(s for s in slots if s == WEIGHT or (s == MOMENT) is matrix)
+
     def _values(self, slot: str, name: str, stored: StoredShard) -> Tensor:
         found = self._file(stored.file).flat(f"{slot}/{name}")
         if len(found) != stored.piece.count:
@@ -65,7 +75,7 @@ def digests(folder: Path, manifest: CheckpointManifest) -> dict[str, str]:
     """
     reader, out = CheckpointReader(folder, manifest), {}
     for name in manifest.training.shapes:
-        for slot in manifest.training.slots:
+        for slot in reader.slots(name):
             values = reader.whole(slot, name).view(-1).view(torch.uint8).numpy()
             out[f"{slot}/{name}"] = hashlib.sha256(values.data).hexdigest()
     return out

@@ -39,7 +39,7 @@ def training_of(prepared: PreparedJob) -> CheckpointTraining:
         shapes={p.name: p.shape for e in prepared.base.entries for p in e.part.params},
         format=_widest(precision.params, precision.optimizer),
         optimizer=job.optimizer.name,
-        slots=(WEIGHT, *slots_of(job.optimizer)),
+        slots=(WEIGHT, *dict.fromkeys(s for m in (False, True) for s in slots_of(job.optimizer, matrix=m))),
         sequences=prepared.mesh.sizes["dp"] * prepared.mbs * job.schedule.microbatch_size,
         length=job.model.seq_len,
         tokens=len(source.tokens) if isinstance(source, FileTokens) else 0,

@@ -41,6 +41,8 @@ def _refuse_job(prepared: PreparedJob, real: bool) -> None:
         raise _not_yet(message, "parallel.layers", "at least 1 layer on the last stage")
     if offload := prepared.job.optimizer.offload:
         raise _not_yet(f"an update of which the host makes {offload:g}", "optimizer.offload", "0")
+    if prepared.job.optimizer.name == "muon" and (size := prepared.mesh.sizes["tp"]) > 1:
+        raise _not_yet(f"Muon of matrices that tp = {size} cuts", "parallel.tp", "1")
     if real:
         _refuse_arithmetic(prepared)
     _refuse_formats(prepared)

@@ -46,10 +46,9 @@ def recipes(plan: Plan) -> tuple[list[KernelSample], dict[str, Recipe]]:
 
 
 def _pieces(n: GraphNode) -> list[tuple[KernelSample, int]]:
-    if n.once:
-        return [(KernelSample(None, update=n.numel), 1)] if n.kind is PerStepOp.UPDATE and n.numel else []
+    first = [(KernelSample(None, update=n.numel), 1)] if n.kind is PerStepOp.UPDATE and n.numel else []
     products = (KernelKind.GEMM, KernelKind.GROUPED_GEMM)
-    return [
+    return first + [  # an update's own: matrices that are orthogonalised
         (KernelSample(replace(k, count=1, label=_label(k)), adds=n.kind is Pass.W and k.kind in products), k.count)
         for k in n.work
         if k.count

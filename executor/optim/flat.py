@@ -12,6 +12,7 @@ from torch import Tensor
 
 from executor.optim.optimizer import ParamGradients
 from ir.core.errors import ErrorKind, PiperError
+from ir.graph.matrices import packed
 from ir.graph.sync import Bucket
 
 
@@ -40,8 +41,14 @@ class FlatBucket:
         param, summed = params[bucket.params[0]], grads.sums[bucket.params[0]].dtype
         self.shapes = {n: params[n].shape for n in bucket.params}
         numels = {n: s.numel() for n, s in self.shapes.items()}
-        self.places, end = places_in(numels, min(param.element_size(), summed.itemsize))
-        shard = -(-end // len(members))
+        narrowest = min(param.element_size(), summed.itemsize)
+        self.matrices = bool(bucket.matrices)
+        if self.matrices and zero:
+            owners = packed([m.numel for m in bucket.matrices], len(members))
+            self.places, shard = places_whole(numels, narrowest, owners)
+        else:
+            self.places, end = places_in(numels, narrowest)
+            shard = -(-end // len(members))
         size = shard * len(members)
         self.own = slice(index * shard, (index + 1) * shard) if zero else slice(0, size)
         self.whole = torch.zeros(size, dtype=param.dtype, device=param.device)
@@ -123,6 +130,12 @@ class FlatBucket:
                 out[n] = low - place.start, flat[low - self.own.start : high - self.own.start]
         return out
 
+    def units(self, flat: Tensor) -> dict[str, Tensor]:
+        """`weights` or `reduced` as the optimizer takes them: matrices in their shapes, all else as one."""
+        if not self.matrices:
+            return {f"flat:{self.name}": flat}
+        return {n: piece.view(self.shapes[n]) for n, (_, piece) in self.pieces(flat).items()}
+
     def tensors(self) -> list[Tensor]:
         return [self.weights, self.whole, self.sums, self.travels]
 
@@ -144,3 +157,16 @@ def places_in(numels: Mapping[str, int], narrowest: int) -> tuple[dict[str, slic
         end = start + numel
         out[name] = slice(start, end)
     return out, end
+
+
+def places_whole(numels: Mapping[str, int], narrowest: int, owners: Sequence[int]) -> tuple[dict[str, slice], int]:
+    """`places_in` of equal shares, each of which has some parameters whole, and the elements of one share.
+
+    >>> places_whole({"a": 3, "b": 8, "c": 2}, 8, (0, 1, 0))
+    ({'a': slice(0, 3, None), 'c': slice(8, 10, None), 'b': slice(10, 18, None)}, 10)
+    """
+    shares = [{n: numels[n] for n, o in zip(numels, owners, strict=True) if o == r} for r in range(max(owners) + 1)]
+    inside = [places_in(share, narrowest) for share in shares]
+    size = max(end for _, end in inside)
+    moved = ((n, p, r * size) for r, (places, _) in enumerate(inside) for n, p in places.items())
+    return {n: slice(p.start + by, p.stop + by) for n, p, by in moved}, size

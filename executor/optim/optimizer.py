@@ -1,7 +1,7 @@
-"""SGD and AdamW on flat sets of named tensors, in stretches; learning rates, sums of gradients, their global norm."""
+"""SGD, AdamW, Muon on flat sets of named tensors, in stretches; learning rates, sums of gradients, their norm."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import overload
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor.optim.muon import update_matrix
 from ir.job.schema import JobOptimizer
 
 
@@ -57,15 +58,18 @@ def learning_rate(o: JobOptimizer, step: int, steps: int = 0) -> float:
 
 
 Runs = tuple[tuple[slice, float], ...]  # stretches of a flat tensor, each with its weight decay
-USUAL_DECAY = {"adamw": 0.01, "sgd": 0.0}  # torch's
+USUAL_DECAY = {"adamw": 0.01, "sgd": 0.0, "muon": 0.1}  # torch's
+MOMENT = "momentum_buffer"
 
 
-def slots_of(config: JobOptimizer) -> tuple[str, ...]:
-    """The moments kept of every element.
+def slots_of(config: JobOptimizer, *, matrix: bool = False) -> tuple[str, ...]:
+    """The moments kept of every element. matrix: of a hidden one, which Muon updates.
 
-    >>> slots_of(JobOptimizer("sgd")), slots_of(JobOptimizer())
-    ((), ('exp_avg', 'exp_avg_sq'))
+    >>> slots_of(JobOptimizer("sgd")), slots_of(JobOptimizer()), slots_of(JobOptimizer("muon"), matrix=True)
+    ((), ('exp_avg', 'exp_avg_sq'), ('momentum_buffer',))
     """
+    if config.name == "muon" and matrix:
+        return (MOMENT,)
     return () if config.name == "sgd" else ("exp_avg", "exp_avg_sq")
 
 
@@ -84,6 +88,7 @@ class Optimizer:
 
     dtype: of moments and master weights; a parameter that already has it gets no master copy. runs: of what is no
     parameter, but a shard of several: its stretches of one weight decay. ends: the step behind which the run ends.
+    matrices: those that Muon updates, each whole.
 
     >>> w = torch.ones(2)
     >>> opt = Optimizer(JobOptimizer("sgd", lr=0.5), {"w": w}); opt.step({"w": torch.ones(2)}); w.tolist()
@@ -96,7 +101,9 @@ class Optimizer:
         params: Mapping[str, Tensor],
         dtype: torch.dtype = torch.float32,
         runs: Mapping[str, Runs] | None = None,
+        matrices: Container[str] = (),
     ) -> None:
+        self.matrices = matrices
         self.config, self.params = config, {n: p.detach() for n, p in params.items()}
         whole = {n: ((slice(None), decay_of(config, n)),) for n in params}
         self.runs: dict[str, Runs] = {**whole, **(runs or {})}
@@ -104,8 +111,8 @@ class Optimizer:
         wide = {n: torch.promote_types(p.dtype, dtype) for n, p in self.params.items()}
         self.masters = {n: p.to(wide[n]) for n, p in self.params.items() if p.dtype != wide[n]}
         self.steps = 0
-        slots = slots_of(config)
-        self.state = {n: {s: torch.zeros_like(p, dtype=wide[n]) for s in slots} for n, p in self.params.items()}
+        slots = {n: slots_of(config, matrix=n in matrices) for n in self.params}
+        self.state = {n: {s: torch.zeros_like(p, dtype=wide[n]) for s in slots[n]} for n, p in self.params.items()}
 
     def kept(self, name: str) -> dict[str, Tensor]:
         """All that a parameter's next update starts from: the value that is updated, and its moments."""
@@ -119,6 +126,14 @@ class Optimizer:
         fused = self.config.name == "sgd" and not self.config.clip_norm  # one kernel, which makes nothing on its way
         for name, own in self.params.items():
             weight = self.masters.get(name, own)
+            if name in self.matrices:
+                grad = grads[name].view_as(weight).to(weight.dtype)
+                grad = grad * scale if self.config.clip_norm else grad
+                moment, decay = self.state[name][MOMENT], decay_of(self.config, name)
+                update_matrix(self.config, self.lr, decay, weight, grad, moment)
+                if name in self.masters:
+                    own.copy_(weight)
+                continue
             tensors = [own, weight, grads[name], *self.state[name].values()]
             for cut, decay in self.runs[name]:
                 part = tensors if cut == slice(None) else [t.view(-1)[cut] for t in tensors]
@@ -126,7 +141,7 @@ class Optimizer:
                 for param, wide, grad, *state in [part] if whole else _blocks(part):
                     grad = grad.to(wide.dtype)
                     grad = grad * scale if self.config.clip_norm else grad  # by 1.0 too, so memory knows no data
-                    (self._adamw if self.config.name == "adamw" else self._sgd)(decay, wide, grad, *state)
+                    (self._sgd if self.config.name == "sgd" else self._adamw)(decay, wide, grad, *state)
                     if name in self.masters:
                         param.copy_(wide)
 

@@ -62,10 +62,12 @@ class BucketSync:
             members, first = sharers(b, places, rank), copiers(b, places, rank)[0] == rank
             index = members.index(rank)
             self.flat[b.key] = FlatBucket(b, members, index, params, grads, reduce=config.reduce, first=first)
-        shares = {f"flat:{k}": f.weights for k, f in self.flat.items()}
-        mine = {**{n: params[n] for n in self.alone}, **shares}
-        runs = {f"flat:{k}": _runs(f, config.optimizer) for k, f in self.flat.items()}
-        self.optimizer = Optimizer(config.optimizer, mine, config.moments, runs)
+        mine = {n: params[n] for n in self.alone}
+        for f in self.flat.values():
+            mine |= f.units(f.weights)
+        runs = {f"flat:{k}": _runs(f, config.optimizer) for k, f in self.flat.items() if not f.matrices}
+        matrices = {n for b in found if b.matrices for n in b.params}
+        self.optimizer = Optimizer(config.optimizer, mine, config.moments, runs, matrices)
         # The norm's last bit is the order's in which copies were summed: where sums are wider than weights, it goes, or
         # it would round one weight of a billion otherwise, and curves of two plans would part after some hundred steps.
         sums = [*(grads.sums[n] for n in self.alone), *(f.sums for f in self.flat.values())]
@@ -129,7 +131,8 @@ class BucketSync:
             sums = self.squares() if self._sums is None else self._sums
             self.norm = global_norm(sums, ahead=self.ahead)
         grads: dict[str, Tensor] = {n: self.grads[n] for n in self.alone}
-        grads |= {f"flat:{k}": f.reduced for k, f in self.flat.items()}
+        for f in self.flat.values():
+            grads |= f.units(f.reduced)
         clip, single = self.config.clip_norm, self._single_clip
         self.optimizer.step(grads, 1.0 if self.norm is None else clip_scale(self.norm, clip, single=single))
 
@@ -175,8 +178,9 @@ class BucketSync:
 
     def kept(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
         """What this rank updates, by parameter: first element, and the flat pieces of the value and of its moments."""
-        out = {n: (0, {s: t.view(-1) for s, t in self.optimizer.kept(n).items()}) for n in self.alone}
-        for key, f in self.flat.items():
+        whole = [*self.alone, *(n for f in self.flat.values() if f.matrices for n in f.units(f.weights))]
+        out = {n: (0, {s: t.view(-1) for s, t in self.optimizer.kept(n).items()}) for n in whole}
+        for key, f in ((k, f) for k, f in self.flat.items() if not f.matrices):
             for slot, flat in self.optimizer.kept(f"flat:{key}").items():
                 for n, (first, piece) in f.pieces(flat).items():
                     out.setdefault(n, (first, {}))[1][slot] = piece

@@ -6,6 +6,7 @@ from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
+from experiments.published import goldens
 from experiments.published.rows import DATA, FULLEST, GIB, MIB, DataSet, Line, Row, Table, ints
 from ir.core.errors import ErrorKind
 from ir.core.files import FileErrors, read_toml
@@ -208,27 +209,37 @@ def vtrain(line: Line, job: Table) -> Facts:
 
 
 _TOWERS = ("bert", "t5")
+_DEEPSEEK = ("mtp_layers", "pipeline_layout")  # columns that a job of its family says
 
 
 def golden(line: Line, job: Table) -> Facts:
     """A model of Megatron-LM's tests: the peak of the last rank, and the time of the large decoders."""
-    odd = [c for c, v in facts()["plain"].items() if line[c] != v]
-    odd = ["family", *odd] if line["family"] not in ("gpt", "moe", "hybrid", *_TOWERS) else odd
+    deepseek = goldens.is_deepseek(line)
+    odd = [c for c, v in facts()["plain"].items() if line[c] != v and not (deepseek and c in _DEEPSEEK)]
+    odd += ["activations on the host"] if "activation-offloading=True" in line["other_arguments"] else []
+    odd += ["weights in fp8 that FSDP shards"] if line["fsdp"] and line["fp8_format"] else []
+    odd += ["whole parameters of AdamW on one rank"] if goldens.dealt(line) else []
+    odd = ["family", *odd] if line["family"] not in ("gpt", "moe", "mixtral", "hybrid", *_TOWERS) else odd
     if odd or not line["gpus"]:
         return {"why": "; ".join(odd[:1]) or "GPUs not stated"}
     gpus = int(line["gpus"])
     job.setdefault("cluster", {}).update(nodes=max(1, gpus // 8), gpus_per_node=min(8, gpus))
     tp, pp, cp, mb, batch = ints(line, "tp", "pp", "cp", "micro_batch", "global_batch")
     dp = gpus // tp // pp // cp
-    unfused = line["attention_backend"] == "unfused" or line["transformer_impl"] == "local"
     act, gated = facts()["activations"][line["activation"]]
     job["model"] |= {"hidden_act": act, "gated_linear_unit": gated, "qk_layernorm": line["qk_layernorm"] == "1"}
     norm, bias = line["normalization"].removesuffix("-1p"), line["linear_bias"] == "1"
     job["model"] |= {"normalization": norm, "add_bias_linear": bias}
-    job["model"] |= {"attention": "unfused" if unfused else "flash", "tie_word_embeddings": line["untied"] == "0"}
+    job["model"] |= {"attention": "flash" if goldens.fused(line) else "unfused", **goldens.latent(line)}
+    job["model"] |= {"tie_word_embeddings": line["untied"] == "0"}
     job["model"] |= {k: float(line[k]) for k in ("attention_dropout", "hidden_dropout")}
-    job.setdefault("costs", {})["deterministic"] = line["deterministic"] == "1"
+    job["costs"] |= {"deterministic": line["deterministic"] == "1", "grouped_gemm": line["moe_grouped_gemm"] != "0"}
+    job["costs"] |= {"tp_overlap": True} if line["tp_comm_overlap"] == "1" else {}
+    job["optimizer"] = {"name": "muon"} if line["optimizer"] == "muon" else {}
+    goldens.formats(line, job)
     job["parallel"] |= {"dp": dp, "sequence_parallel": line["sequence_parallel"] == "1"}
+    job["parallel"] |= {"zero": 3} if line["fsdp"] else {}
+    job["parallel"] |= {"layers": per} if (per := goldens.layers(line)) else {}
     job["parallel"] |= {"bucket_MiB": 160} if line["overlap_grad_reduce"] == "1" else {"overlap_grad_reduce": False}
     job["schedule"]["microbatches"] = batch // dp // mb
     job["schedule"] |= {"recompute": line["recompute_granularity"]} if line["recompute_granularity"] else {}
@@ -238,10 +249,12 @@ def golden(line: Line, job: Table) -> Facts:
         kept = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_len", "attention")
         sizes = {named.get(k, k): job["model"][k] for k in (*kept, "vocab_size", "max_position_embeddings")}
         job["model"] = {"model_type": "megatron-bert", **sizes}
+    if deepseek:
+        goldens.deepseek(line, job)
     if line["family"] == "t5":
         job["model"] |= {"max_position_embeddings": int(line["encoder_seq_len"])}
     large = int(line["hidden"]) >= 4096 and line["family"] not in _TOWERS
-    return {"memory": {pp - 1: float(line["mem_peak_early_bytes"])}} | ({} if large else {"seconds": None})
+    return {"memory": {pp - 1: goldens.peak(line)}} | ({} if large else {"seconds": None})
 
 
 def cards(line: Line, job: Table) -> Facts:

@@ -59,7 +59,7 @@ def _model(graph: Graph) -> str:
 
 def _class(node: GraphNode, digests: Mapping[tuple[int, str], str], model: str) -> str:
     if node.once:
-        return f"{node.kind} {_digest((node.numel, node.message, model))}"
+        return f"{node.kind} {_digest((node.numel, node.message, model, *node.work))}"
     chunk, _, part = node.part.rpartition(".")
     chunk = chunk.rstrip("0123456789")
     part = part if chunk in ("", "embed", "l", "head") else f"{chunk}.{part}"

@@ -15,6 +15,7 @@ from ir.core.mesh import Mesh
 from ir.core.ops import Pass
 from ir.core.order import Order
 from ir.core.work import Message, Work
+from ir.graph.matrices import MuonOptimizer
 from ir.graph.recompute import RecomputedLayers
 from ir.workload.part import ModelWork, PlacedPart
 
@@ -60,8 +61,8 @@ class MicrobatchSpan:
 class GraphNode:
     """One piece of work of one stage, for every microbatch of its spans. Its text is its identity: `2F/l7.attn`.
 
-    numel: of an update, the elements it updates on one device. bucket: of what is once per step, the `Bucket.key` of
-    what it reduces or gathers.
+    numel: of an update, the elements it updates on one device; matrices: of these, those of hidden matrices. bucket: of
+    what is once per step, the `Bucket.key` of what it reduces or gathers.
     """
 
     stage: int
@@ -77,6 +78,7 @@ class GraphNode:
     tags: Mapping[str, int] = field(default_factory=dict)
     spans: tuple[MicrobatchSpan, ...] = ()
     bucket: str = ""
+    matrices: int = 0
 
     def text(self, mb: int | None = None) -> str:
         """Op text of one microbatch's instance.
@@ -101,12 +103,12 @@ class GraphNode:
     ) -> GraphNode:
         """The same node with work and buffers: what `replace` makes, in a fifth of its time."""
         head = (self.stage, self.kind, self.part, self.stream, work, self.message, inline, writes, workspace)
-        return GraphNode(*head, self.numel, self.tags, self.spans, self.bucket)
+        return GraphNode(*head, self.numel, self.tags, self.spans, self.bucket, self.matrices)
 
     def at(self, spans: tuple[MicrobatchSpan, ...]) -> GraphNode:
         """The same node, placed so."""
         head = (self.stage, self.kind, self.part, self.stream, self.work, self.message, self.inline, self.writes)
-        return GraphNode(*head, self.workspace, self.numel, self.tags, spans, self.bucket)
+        return GraphNode(*head, self.workspace, self.numel, self.tags, spans, self.bucket, self.matrices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,10 @@ class BucketPolicy:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Nodes, edges and what directives have said so far. Never changed: every rewrite returns a new one."""
+    """Nodes, edges and what directives have said so far. Never changed: every rewrite returns a new one.
+
+    muon: how hidden matrices are updated, where not as all else.
+    """
 
     nodes: tuple[GraphNode, ...]
     edges: tuple[GraphEdge, ...]
@@ -148,6 +153,7 @@ class Graph:
     source: ModelWork | None = None
     recompute: RecomputedLayers = field(default_factory=RecomputedLayers)
     prefetch: int = 1
+    muon: MuonOptimizer | None = None
 
     @property
     def stages(self) -> int:

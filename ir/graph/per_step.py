@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from ir.core.ops import Pass
-from ir.core.work import Message, MessageKind
+from ir.core.work import Kernel, Message, MessageKind
 from ir.graph.graph import Buffer, Graph, GraphEdge, GraphNode, MicrobatchSpan, PerStepOp
+from ir.graph.matrices import heaviest, orthogonalised
 from ir.graph.sync import Bucket, keep_buckets
 
 ALL_AXES = ("tp", "cp", "dp", "pp")
@@ -92,12 +93,25 @@ class _Once:
         for p in programs:
             numel = sum(b.shard if b.replica.zero else b.numel for b in self.found if p in b.owners)
             placed = (n.stage for n in self.graph.nodes for s in n.spans if s.group == p and not n.once)
-            update = self._add(min(placed, default=0), PerStepOp.UPDATE, f"p{p}", (p,), numel=numel, writes=_DONE)
+            keys = dict(numel=numel, writes=_DONE, **self._matrices(p))
+            update = self._add(min(placed, default=0), PerStepOp.UPDATE, f"p{p}", (p,), **keys)
             for src in dict.fromkeys(self.ready[p]):
                 self.edges.append(GraphEdge(src, update if norm is None else norm, 0, join=True))
             if norm is not None:
                 self.edges.append(GraphEdge(norm, update, 0, join=True))
             self.ready[p] = [update]
+
+    def _matrices(self, p: int) -> dict[str, Any]:
+        """What orthogonalising takes the rank of a program that has most to do of each bucket."""
+        muon, numel, workspace = self.graph.muon, 0, 0
+        work, inline = list[Kernel](), list[Message]()
+        for b in self.found:
+            if muon is not None and b.matrices and p in b.owners:
+                numel += b.shard if b.replica.zero else b.numel
+                for m in heaviest(b.matrices, b.ranks if b.replica.zero else 1):
+                    kernels, messages, room = orthogonalised(m, muon)
+                    work, inline, workspace = [*work, *kernels], [*inline, *messages], max(workspace, room)
+        return {"work": tuple(work), "inline": tuple(inline), "workspace": workspace, "matrices": numel}
 
     def gather(self) -> None:
         """Weights that others updated. The shards of ZeRO-1 lie on all owners, those of ZeRO-2 inside each group."""

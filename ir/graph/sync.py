@@ -7,12 +7,13 @@ graph.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from ir.core.errors import directive_error
 from ir.core.mesh import Mesh
 from ir.graph.graph import BucketPolicy, Graph
+from ir.graph.matrices import MatrixShard, hidden_matrix, packed
 from ir.workload.params import local_numel
 from ir.workload.part import Param, PartLayout
 
@@ -25,7 +26,8 @@ class Bucket:
     those of them, or parts, over which shards of these lie; across: the others, over which each shard is copied.
     numel: elements on one device before ZeRO. ranks: devices that a set of shards lies over. copies: that hold each.
     members: indices into `Graph.entries`. params: their global names, in canonical order. replicated: whether a
-    `replicate` named them, so that their copies are kept in step.
+    `replicate` named them, so that their copies are kept in step. matrices: what one device holds of each, where they
+    are hidden matrices that Muon updates: a share of such a bucket has some of them whole, and none in part.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Bucket:
     members: tuple[int, ...]
     params: tuple[str, ...] = ()
     replicated: bool = True
+    matrices: tuple[MatrixShard, ...] = ()
     inside: tuple[str, ...] = ()
     across: tuple[str, ...] = ()
     copies: int = 1
@@ -50,6 +53,11 @@ class Bucket:
     @property
     def shard(self) -> int:
         """Elements of one rank's share where it is sharded: padded, so that shares are equal."""
+        if self.matrices:
+            load, sizes = [0] * self.ranks, [m.numel for m in self.matrices]
+            for numel, owner in zip(sizes, packed(sizes, self.ranks), strict=True):
+                load[owner] += numel
+            return max(load)
         return -(-self.numel // self.ranks)
 
     @property
@@ -118,6 +126,7 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
             named[p.name].append(k)
     where = {(n.stage, n.part): n.groups for n in graph.nodes}  # all passes of a part are together
     pools: dict[_Pool, list[tuple[int, int, str]]] = {}
+    hidden = dict[str, MatrixShard]()
     for k, e in enumerate(graph.entries):
         for p in e.part.params:
             holders = named[p.name]
@@ -127,12 +136,18 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
             replica = _replica(graph, p.name, holders)
             chunk = e.chunk.name if replica is not None and replica.zero == 3 else ""
             axes = summed_over(p, e.layout)
-            pool = _Pool(e.stage, chunk, p.expert, axes, len(holders) > 1, tuple(owners), replica)
+            if graph.muon is not None and (found := hidden_matrix(p, e.layout)) is not None:
+                hidden[p.name] = found
+            pool = _Pool(e.stage, chunk, p.expert, axes, len(holders) > 1, tuple(owners), replica, p.name in hidden)
             pools.setdefault(pool, []).append((k, local_numel(p, e.layout), p.name))
+    if cut := next((x for x in pools if x.matrix and x.replica is not None and x.replica.zero > 1), None):
+        message = f"replicate cuts matrices of stage {cut.stage}, which Muon updates whole"
+        raise directive_error(message, "zero = 0 or 1", "zero = 1")
     cuts = {pool: _cut(graph, pool, params) for pool, params in pools.items()}
     out: list[Bucket] = []
     for pool, label in _labels(cuts).items():
-        out += _pooled(graph.mesh, named, pool, label, cuts[pool])
+        for b in _pooled(graph.mesh, named, pool, label, cuts[pool]):
+            out.append(replace(b, matrices=tuple(hidden[n] for n in b.params)) if pool.matrix else b)
     return tuple(sorted(out, key=lambda b: (b.members[0], b.name)))
 
 
@@ -164,11 +179,12 @@ class _Pool:
     tied: bool
     owners: tuple[int, ...]
     replica: BucketPolicy | None
+    matrix: bool = False
 
     @property
     def label(self) -> str:
         kind, across = "experts" if self.expert else "dense", "tp" if "tp" in self.axes else ""
-        words = (self.chunk, kind, across, "tied" if self.tied else "")
+        words = (self.chunk, kind, across, "tied" if self.tied else "", "matrices" if self.matrix else "")
         return ".".join(w for w in words if w)
 
     def details(self) -> tuple[str, ...]:

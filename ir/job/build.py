@@ -15,6 +15,7 @@ from ir.directives import Directive, ReplicateDirective, ShardDirective, apply
 from ir.directives.load import DirectiveFile, load_strategy
 from ir.graph.build import model_graph
 from ir.graph.graph import Graph
+from ir.graph.matrices import MuonOptimizer
 from ir.job.agree import agree, check_replicated, with_split
 from ir.job.cache import PLANS, PlanStructure
 from ir.job.model import read_model
@@ -80,6 +81,7 @@ class PreparedJob:
             recompute=base.recompute,
             mesh=(frozenset(mesh.sizes.items()), frozenset(mesh.axes.items())),
             prefetch=base.prefetch,
+            muon=base.muon,
             strategy=self.strategy,
             policy=self.policy,
         )
@@ -153,6 +155,7 @@ def prepare(
         else:
             stages = partition(chunks, made.stages, p.layers, lambda c: weigh(source, c), ranks, most_layers)
         base = replace(model_graph(stages, source, recomputed_layers(job, stages)), mesh=mesh, prefetch=p.prefetch)
+        base = replace(base, muon=_muon(job, config))
         check_bytes(b.bytes for n in base.nodes for b in n.writes)
         check_parameters(q.numel for e in base.entries for q in e.part.params)
         if isinstance(made, DirectiveFile):
@@ -219,6 +222,22 @@ def precision_of(job: Job) -> ModelPrecision:
     base = ModelPrecision.of(DType(given.compute))
     named = {k: getattr(given, k) for k in ("dispatch", "combine", "gather", "reduce", "params", "grads", "optimizer")}
     return replace(base, **{k: DType(v) for k, v in named.items() if v is not None})
+
+
+def _muon(job: Job, config: ModelConfig) -> MuonOptimizer | None:
+    """How matrices are updated, where not as all else. Raises PiperError (job): what Muon is not said for."""
+    o, zero = job.optimizer, job.parallel.zero
+    if o.name != "muon":
+        return None
+    if zero > 1:
+        message = f"Muon updates whole matrices, and zero = {zero} cuts them"
+        raise job_error("parallel.zero", message, "zero = 1", "0, 1")
+    if o.offload:
+        raise job_error("optimizer.offload", "Muon's matrices are updated on the device", "offload = 0", "0")
+    if config.model_type == "captured":
+        message = "which of a captured module's matrices are embeddings is not known"
+        raise job_error("optimizer.name", message, 'name = "adamw"', "adamw, sgd")
+    return MuonOptimizer(o.ns_steps, o.tp_mode)
 
 
 def dividing(job: Job, config: ModelConfig) -> list[Directive]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from ir.core.errors import PiperError
+from ir.graph.matrices import MuonOptimizer
 from ir.graph.recompute import RecomputedLayers
 from ir.lower import PlanPolicy
 from ir.plan.plan import Plan
@@ -28,6 +29,7 @@ class PlanStructure:
     recompute: RecomputedLayers
     mesh: object
     prefetch: int
+    muon: MuonOptimizer | None
     strategy: tuple[object, ...]
     policy: PlanPolicy
 

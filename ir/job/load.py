@@ -134,6 +134,10 @@ def _check_optimizer(o: JobOptimizer) -> None:
     if o.schedule == "constant" and (idle := "decay_steps" if o.decay_steps else "min_lr" if o.min_lr else None):
         message, known = "says how lr falls, and it is constant", "cosine, linear, wsd"
         raise job_error(f"optimizer.{idle}", message, allowed=f"schedule = {known}")
+    own = {k: getattr(JobOptimizer, k) for k in ("momentum", "nesterov", "ns_steps", "adjust_lr", "tp_mode")}
+    if o.name != "muon" and (idle := next((k for k, v in own.items() if getattr(o, k) != v), None)):
+        message = f"says how matrices are orthogonalised, and {o.name} does not"
+        raise job_error(f"optimizer.{idle}", message, 'name = "muon"', "with muon alone")
     if o.min_lr > o.lr:
         message = f"min_lr {o.min_lr:g} is above lr {o.lr:g}"
         raise job_error("optimizer.min_lr", message, allowed=f"0 to {o.lr:g}")

@@ -165,7 +165,8 @@ class JobCosts:
     """Where seconds come from. free: what is taken to cost none, for what-ifs. tp_overlap: messages of tensor
     parallelism run in pieces under the products beside them (Megatron's user buffers); left out: what the software
     does. cuda_graphs: passes: each op is launched as one; step: the host launches nothing. deterministic: sums have one
-    order, as with Megatron's --deterministic-mode: attention's backward is slower.
+    order, as with Megatron's --deterministic-mode: attention's backward is slower. grouped_gemm: a rank's experts are
+    one grouped product; off: one expert after the other, as Megatron without --moe-grouped-gemm.
     """
 
     profile: Text | None = None
@@ -173,6 +174,7 @@ class JobCosts:
     host_model: Annotated[str, words("ahead", "inline", "one-queue", said="host model")] = "ahead"
     software: Text | None = None
     dispatcher: Annotated[str, words("nccl", "deepep", "hybridep", said="dispatcher")] | None = None
+    grouped_gemm: bool = True
     stage_times: Mapping[str, object] | None = None
     free: tuple[Free, ...] = ()
     tp_overlap: bool | None = None
@@ -210,9 +212,14 @@ class JobOptimizer:
     """The update. clip_norm 0 turns clipping off. weight_decay: by default 0.01 of adamw, 0 of sgd; no_decay: patterns
     of the names it spares. decay_steps: of every schedule but "constant"; of "wsd" the run's last ones. offload: share
     of the parameters whose moments and master weights the host keeps and updates; predicted, not executed.
+
+    "muon" is torch.optim.Muon for hidden matrices (each expert's by itself), with momentum, nesterov, ns_steps of
+    Newton-Schulz and adjust_lr, and AdamW for all else: embeddings, head, norms, biases; weight_decay of both, by
+    default 0.1. Under ZeRO-1 each matrix is whole on one rank. tp_mode: how matrices that tp cuts are orthogonalised:
+    block by block, or whole, by every rank or by all together; predicted, not executed.
     """
 
-    name: Annotated[str, words("adamw", "sgd", said="optimizer")] = "adamw"
+    name: Annotated[str, words("adamw", "sgd", "muon", said="optimizer")] = "adamw"
     lr: NonNegative = 1e-3
     clip_norm: NonNegative = 1.0
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -224,6 +231,11 @@ class JobOptimizer:
     decay_steps: Size | None = None
     min_lr: NonNegative = 0.0
     offload: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    momentum: Share = 0.95
+    nesterov: bool = True
+    ns_steps: Annotated[int, Meta(ge=1, le=99)] = 5
+    adjust_lr: Annotated[str, words("original", "match_rms_adamw", said="adjustment of lr")] = "original"
+    tp_mode: Annotated[str, words("blockwise", "duplicated", "distributed", said="tp_mode")] = "blockwise"
 
 
 @dataclass(frozen=True)

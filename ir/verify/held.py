@@ -140,7 +140,8 @@ def _held(graph: Graph, b: Bucket, params: Sequence[_Holders], nodes: Nodes) -> 
         raise _wrong(b, "kept in step by nothing, though other ranks hold copies", 'replicate({}, "zero": 0)')
     users = sorted({i for k in entries for i in nodes[graph.entries[k].stage, graph.entries[k].name]})
     adds = tuple(i for i in users if graph.nodes[i].kind is Pass.W)
-    return HeldShards(b, inside, over, across, times, -(-numel // ranks), tuple(users), adds)
+    share = b.shard if b.matrices else -(-numel // ranks)
+    return HeldShards(b, inside, over, across, times, share, tuple(users), adds)
 
 
 def _divided(mesh: Mesh, b: Bucket) -> tuple[frozenset[str], frozenset[str]]:

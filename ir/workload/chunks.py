@@ -37,9 +37,9 @@ def chunks(config: ModelConfig) -> tuple[Chunk, ...]:
 def _embed(config: ModelConfig) -> Chunk:
     params: tuple[Param, ...] = (p.word_embedding(config),)
     if config.positions:
-        params += (p.whole("transformer.wpe.weight", config.positions, config.hidden),)
+        params += (p.whole("transformer.wpe.weight", config.positions, config.hidden, table=True),)
     if config.form.token_types:
-        params += (p.whole("transformer.token_types.weight", config.form.token_types, config.hidden),)
+        params += (p.whole("transformer.token_types.weight", config.form.token_types, config.hidden, table=True),)
     if config.form.embed_norm:
         params += p.norm(config, "transformer.embedding_norm", config.hidden)
     return Chunk("embed", (Part("embed", (), (), params),))

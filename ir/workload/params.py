@@ -35,14 +35,14 @@ def local_shape(param: Param, layout: PartLayout) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def whole(name: str, *shape: int) -> Param:
+def whole(name: str, *shape: int, table: bool = False) -> Param:
     """A parameter that every device of the tensor-parallel group holds."""
-    return Param(name, shape)
+    return Param(name, shape, table=table)
 
 
-def cut(name: str, dim: int, *shape: int, blocks: tuple[int, ...] = ()) -> Param:
+def cut(name: str, dim: int, *shape: int, blocks: tuple[int, ...] = (), table: bool = False) -> Param:
     """A parameter cut along `dim` by tensor parallelism."""
-    return Param(name, shape, ("tp",), dims=(dim,), blocks=blocks)
+    return Param(name, shape, ("tp",), dims=(dim,), blocks=blocks, table=table)
 
 
 def linear(
@@ -95,7 +95,7 @@ def attention(config: ModelConfig, prefix: str) -> Params:
 def distances(config: ModelConfig, prefix: str) -> Params:
     """A number for each kind of distance and head, for all layers of a tower."""
     kinds = config.form.distances
-    return (cut(f"{prefix}self_attn.distances.weight", 1, kinds, config.heads),) if kinds else ()
+    return (cut(f"{prefix}self_attn.distances.weight", 1, kinds, config.heads, table=True),) if kinds else ()
 
 
 def mixer(config: ModelConfig, prefix: str) -> Params:
@@ -133,7 +133,7 @@ def _qk_norm(config: ModelConfig, name: str, rows: int) -> Params:
             weight = Param(f"{name}.weight", (size,), by_heads=True)
             return (weight, Param(f"{name}.bias", (size,), by_heads=True)) if form.qk_bias else (weight,)
         case AttentionNormKind.HEADS:
-            return (cut(f"{name}.weight", 0, rows // size, size),)
+            return (cut(f"{name}.weight", 0, rows // size, size, table=True),)
         case AttentionNormKind.WIDTH:
             return (cut(f"{name}.weight", 0, rows),)
 
@@ -215,7 +215,7 @@ def latent(config: ModelConfig, name: str, out: int, into: int) -> Params:
 
 def word_embedding(config: ModelConfig) -> Param:
     """The input embedding; where `tied`, also the head's weight."""
-    return cut(f"{config.names.embed}.weight", 0, config.vocab, config.hidden)
+    return cut(f"{config.names.embed}.weight", 0, config.vocab, config.hidden, table=True)
 
 
 def transform(config: ModelConfig) -> Params:
@@ -228,5 +228,7 @@ def transform(config: ModelConfig) -> Params:
 
 def head(config: ModelConfig) -> Params:
     """The head's weight, and its bias where it has one."""
-    weight = word_embedding(config) if config.tied else cut("lm_head.weight", 0, config.vocab, config.hidden)
+    weight = (
+        word_embedding(config) if config.tied else cut("lm_head.weight", 0, config.vocab, config.hidden, table=True)
+    )
     return (weight, cut("lm_head.bias", 0, config.vocab)) if config.form.head_bias else (weight,)

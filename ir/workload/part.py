@@ -33,7 +33,8 @@ class Param:
     `expert` marks parameters that live on the expert view of the mesh (etp, ep, edp). A tie is one name in two parts.
     dims: the tensor dim that each axis of `sharded` cuts, axis by axis. blocks: sizes of the stretches of the dim cut
     by tp or etp that are cut one by one (fused q, k and v; gate and up); () for one. by_heads: whole on every device,
-    but each applies it to its own attention heads, so its gradient is a sum over tp.
+    but each applies it to its own attention heads, so its gradient is a sum over tp. table: its rows are looked up, or
+    stand for words or heads: two dims, and no hidden matrix.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Param:
     dims: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
     by_heads: bool = False
+    table: bool = False
 
     @property
     def numel(self) -> int:

@@ -93,12 +93,14 @@ class KernelStyle:
 
     eager: rope and activation are separate operations, each of whose results stays for backward. keep_gathered: what
     sequence parallelism gathers stays for backward. loss_vectors: kernels around the loss with a number per token.
+    grouped: a device's experts are one product, not one after the other.
     """
 
     loss: TokenLossKind = TokenLossKind.PARALLEL
     eager: bool = False
     keep_gathered: bool = False
     loss_vectors: int = 0
+    grouped: bool = True
 
 
 FUSED_STYLE = KernelStyle()

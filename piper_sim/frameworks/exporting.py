@@ -77,6 +77,8 @@ def export_launch(prepared: PreparedJob, framework: str, again: Callable[[Job], 
     """
     for key, value, why in _not_started(prepared) if framework in MEGATRON else ():
         raise _cannot(framework, key, value, why)
+    if framework not in MEGATRON and prepared.job.optimizer.name == "muon":
+        raise _cannot(framework, "optimizer.name", "muon", "only Megatron's launches have words for it")
     found_facts = facts_of(prepared, framework)
     if framework == "torchtitan" and "flavor" not in found_facts:
         raise _cannot(framework, "model.config", prepared.job.model.name, "none of its flavors has these sizes")

@@ -10,7 +10,7 @@ from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
 from ir.workload.layout import format_layout
 from piper_sim.frameworks.draft import Facts
 from piper_sim.frameworks.table import facts as tables
-from piper_sim.frameworks.to_job import modules_of
+from piper_sim.frameworks.to_job import MUON, SCALES, modules_of
 from piper_sim.frameworks.to_model import named
 
 MEGATRON = ("megatron", "megatron-bridge", "primus")
@@ -24,6 +24,8 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     f: Facts = {k: mesh[k] for k in ("tp", "cp", "pp", "ep") if mesh[k] > 1}
     f |= {"seq_len": job.model.seq_len, "lr": job.optimizer.lr, "clip": job.optimizer.clip_norm}
     f |= {"optimizer": job.optimizer.name, **_formats(job)}
+    if job.optimizer.name == "muon":
+        f |= {k: getattr(job.optimizer, k) for k in MUON} | {"muon_scale": SCALES[job.optimizer.adjust_lr]}
     if framework in MEGATRON:
         f |= _sizes(prepared.config) | _megatron(prepared, framework, dp, size, mbs)
         act = prepared.config.activation
@@ -114,7 +116,8 @@ def _presumed(prepared: PreparedJob) -> Facts:
     f: Facts = {"overlapped_reduce": prepared.job.parallel.overlap_grad_reduce} if copies else {}
     f |= {"overlapped_gather": True} if copies and zero else {}
     f |= {"ckpt_format": "fsdp_dtensor"} if zero > 1 else {}
-    return f | ({"grouped_gemm": True, "dispatcher_type": "alltoall"} if prepared.config.moe is not None else {})
+    experts = {"grouped_gemm": prepared.job.costs.grouped_gemm, "dispatcher_type": "alltoall"}
+    return f | (experts if prepared.config.moe is not None else {})
 
 
 def _megatron(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: int) -> Facts:

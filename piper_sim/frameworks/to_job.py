@@ -17,6 +17,8 @@ from piper_sim.frameworks.to_model import model_of, trained
 EVEN = {"megatron", "megatron-bridge", "nemo", "primus"}  # split layers evenly, and refuse where that leaves a rest
 
 LAYER = ["mlp", "attention"]  # parts of a layer, which is then made again as a whole
+MUON = {"momentum": 0.95, "nesterov": False, "ns_steps": 5, "tp_mode": "blockwise", "adjust_lr": "match_rms_adamw"}
+SCALES = {"match_rms_adamw": 0.2, "original": 1.0}  # --muon-extra-scale-factor that makes its rates torch's
 HYBRID = "hybrid"  # shards within a group, copies among groups: with 2, ZeRO-2's
 SPREAD = "shards are spread over all replicas"
 EXPERTS = {"config", "num_experts", "num_local_experts", "n_routed_experts"}  # keys of a model that may have some
@@ -180,7 +182,7 @@ def _zero(framework: str, f: Facts) -> int | None:
         return 2 if said == f"{HYBRID}2" else 3
     if f.get("fsdp"):
         return int(f.get("sharding", 3))
-    if f.get("distributed_optimizer"):
+    if f.get("distributed_optimizer") or f.get("optimizer") == "dist_muon":
         return max(1, int(f.get("zero", 0)))
     if f.get("distributed_optimizer") is False and framework in EVEN:
         return 0
@@ -312,7 +314,9 @@ def _unsaid(d: JobDraft, f: Facts) -> None:
             mib = max(40, copies // p.get("cp", 1)) * 1e6 * (2 if f.get("reduce") == "bf16" else 4) / 2**20
             d.fill("parallel.bucket_MiB", mib, "megatron's default: 40 million gradients, or one for each replica")
     holds = {"overlapped_gather": copies > 1 and p.get("zero", 0) > 0}
-    holds |= {"grouped_gemm": _experts(d, f), "dispatcher_type": moved and not f.get("dispatcher")}
+    holds |= {"dispatcher_type": moved and not f.get("dispatcher")}
+    each = f.get("grouped_gemm", d.framework != "megatron")  # which Megatron does only when told to
+    d.put("costs", grouped_gemm=False if _experts(d, f) and not each else None)
     if d.framework == "megatron":
         d.unsaid += [why for fact, why in tables()["unsaid"].items() if fact not in f and holds[fact]]
 
@@ -361,7 +365,10 @@ def _formats(d: JobDraft, f: Facts) -> None:
     d.expect(f.get("second_moment", "fp32") == (moments or "fp32"), "second_moment", "both moments have one format")
     wide = {"output"} <= set(f.get("wide", ["output"])) <= {"output", "router.gate"}
     d.expect(compute != "fp8" or wide, "wide", "the head and routers' gates alone are not in fp8")
-    d.put("optimizer", name=f.get("optimizer"), lr=f.get("lr"), clip_norm=f.get("clip"))
+    name = f.get("optimizer")
+    d.put("optimizer", name="muon" if name == "dist_muon" else name, lr=f.get("lr"), clip_norm=f.get("clip"))
+    if name in ("muon", "dist_muon"):
+        _muon(d, f)
     if f.get("offloaded") in (True, "true"):
         d.put("optimizer", offload=f.get("offload", 1.0))
     d.put("model", attention=f.get("attention"))
@@ -369,6 +376,20 @@ def _formats(d: JobDraft, f: Facts) -> None:
     if f.get("dispatcher_type", "flex") == "flex" and f.get("dispatcher") != "nccl":
         d.put("costs", dispatcher=f.get("dispatcher"))
     _costs(d, f)
+
+
+def _muon(d: JobDraft, f: Facts) -> None:
+    """How matrices are orthogonalised, in Megatron's own way where nothing is said."""
+    for key, usual in MUON.items():
+        if f.get(key) is None:
+            d.fill(f"optimizer.{key}", usual, "megatron's default")
+        else:
+            d.put("optimizer", **{key: f[key]})
+    if d.job["optimizer"]["adjust_lr"] not in SCALES:
+        d.put("optimizer", adjust_lr=MUON["adjust_lr"])
+        d.doubts["adjust_lr"] = "rates are by the larger side of a matrix; a step costs the same"
+    scale = SCALES[d.job["optimizer"]["adjust_lr"]]
+    d.expect(f.get("muon_scale", scale) == scale, "muon_scale", f"updates are times {scale:g}; a step costs the same")
 
 
 def _costs(d: JobDraft, f: Facts) -> None:

@@ -18,7 +18,7 @@ from cost_models import DeviceHardware, OptimizerMemory, OptimizerPrecision, sta
 from cost_models.allocator import UNLIMITED, MemoryPeaks, MemoryRequests, replay
 from cost_models.allocator.bands import MemoryBand, replayed_band
 from ir.core.order import BoolArray, FloatArray, IntArray
-from ir.graph.sync import buckets
+from ir.graph.sync import Bucket, buckets
 from ir.plan.plan import AT_START, CATEGORIES, OpKind, Plan
 from ir.trace.trace import MemorySamples
 
@@ -57,17 +57,22 @@ def state(plan: Plan, recipe: OptimizerPrecision) -> tuple[OptimizerMemory, ...]
     found = buckets(plan.graph)
     for p in range(plan.programs):
         mine = [b for b in found if p in b.owners]
-        parts = []
-        for b in mine:
-            zero = b.replica.zero
-            shards = [b.ranks if zero >= level else 1 for level in (3, 2, 1)]
-            parts.append(state_bytes(b.numel, recipe, *shards, alone=b.alone))
+        parts = [_held(b, recipe) for b in mine]
         out.append(
             OptimizerMemory(
                 sum(x.parameters for x in parts), sum(x.gradients for x in parts), sum(x.optimizer for x in parts)
             )
         )
     return tuple(out)
+
+
+def _held(b: Bucket, recipe: OptimizerPrecision) -> OptimizerMemory:
+    """What one owner of a bucket keeps. Where its shares are whole matrices, they are padded to the largest."""
+    zero, own = b.replica.zero, recipe if b.matrices else recipe.others
+    apart = recipe.tied_apart and zero == 1 and "tied" in b.name.split(".")
+    ranks = b.ranks // len(b.owners) if apart else b.ranks
+    numel = b.shard * ranks if zero and b.matrices else b.numel
+    return state_bytes(numel, own, *(ranks if zero >= level else 1 for level in (3, 2, 1)), alone=b.alone)
 
 
 def memory(

@@ -4,14 +4,22 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from msgspec import structs
 
 from cost_models import DeviceHardware, LinkFabric, OptimizerPrecision, kernel_seconds, message_seconds
 from cost_models.compute.interference import comm_class
-from cost_models.compute.optimizer import accumulate, clip, grad_norm, offloaded_seconds, update, zero_grads
+from cost_models.compute.optimizer import (
+    OptimizerName,
+    accumulate,
+    clip,
+    grad_norm,
+    offloaded_seconds,
+    update,
+    zero_grads,
+)
 from cost_models.hardware.schema import COMM_KINDS
 from cost_models.profile.profile import CostSource, Profile, ProfileCost
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
@@ -81,12 +89,13 @@ class CostModel:
         p = prepared.base.source.precision if prepared.base.source is not None else None  # type: ignore[attr-defined]
         assert p is not None
         self.recipe = OptimizerPrecision(
-            "adamw" if job.optimizer.name == "adamw" else "sgd",
+            cast(OptimizerName, job.optimizer.name),
             p.params,
             p.grads,
             p.optimizer,
             hardware.software.grad_copy_bytes,
             job.optimizer.offload,
+            hardware.software.tied_apart,
         )
         if job.optimizer.offload and hardware.host_GBps is None:
             message = f"{hardware.name} does not say how fast its host updates"
@@ -151,7 +160,7 @@ class CostModel:
         nodes = plan.graph.nodes
         # Layers repeat: nodes of the same work are priced once, unless they were measured by name.
         named = bool(self.measured.nodes)
-        same = [id(n) if named else (n.kind, n.work, n.inline, n.numel, n.message is None) for n in nodes]
+        same = [id(n) if named else (n.kind, n.work, n.inline, n.numel, n.matrices, n.message is None) for n in nodes]
         known = {k: self.node_shares(n, seat) for k, n in dict(zip(same, nodes, strict=True)).items()}
         node = np.array([known[k] for k in same]).reshape(-1, len(CostShare))
         message = np.array([self.node_message(n, seat) for n in nodes])
@@ -203,7 +212,9 @@ class CostModel:
         """Seconds of one instance of a node, by share."""
         out = [0.0] * len(CostShare)
         if n.kind is PerStepOp.UPDATE:
-            out[CostShare.OPTIMIZER] = sum(map(self._kernel, self._update(n.numel))) + self._offloaded(n.numel)
+            kernels = (*self._update(n.numel, n.matrices), *n.work)
+            out[CostShare.OPTIMIZER] = sum(map(self._kernel, kernels)) + self._offloaded(n.numel)
+            out[CostShare.TP] = sum(self.message(message, (), seat) for message in n.inline)
         elif n.message is None:
             own = CostShare.RECOMPUTE if n.kind is Pass.R else CostShare.COMPUTE
             out[own] = sum(map(self._kernel, n.work))
@@ -235,8 +246,9 @@ class CostModel:
         """Seconds of the message that one instance of a node is; 0 for compute."""
         return 0.0 if n.message is None else self.message(n.message, joined(n), seat)
 
-    def _update(self, numel: int) -> list[Kernel]:
-        kernels = [zero_grads(numel, self.recipe), update(numel, self.recipe)]
+    def _update(self, numel: int, matrices: int) -> list[Kernel]:
+        kernels = [zero_grads(numel, self.recipe), update(numel - matrices, self.recipe.others)]
+        kernels += [update(matrices, self.recipe)] if matrices else []
         if self.job.optimizer.clip_norm > 0:
             kernels += [grad_norm(numel, self.recipe), clip(numel, self.recipe)]
         return kernels

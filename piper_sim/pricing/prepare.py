@@ -25,6 +25,7 @@ from ir.plan.plan import OpKind
 from ir.schedules.registry import default_chunks, order_depends_on_times
 from ir.schedules.schedule import OpTimes
 from ir.workload.part import Chunk, ModelWork, PlacedPart
+from ir.workload.setting import KernelStyle
 from piper_sim.pricing.costs import CostModel, CostShare, given_times
 from piper_sim.pricing.measured import profile_of
 
@@ -48,6 +49,11 @@ def hardware_of(job: Job) -> DeviceHardware:
         raise e.at(file=job.file) from None
 
 
+def style_of(job: Job, hardware: DeviceHardware) -> KernelStyle:
+    """How the job's framework writes its kernels, as far as the job does not say otherwise."""
+    return replace(hardware.software.style, grouped=job.costs.grouped_gemm)
+
+
 def prepare_priced(job: Job, hardware: DeviceHardware, most_layers: int | None = None) -> PreparedJob:
     """Prepare a job; a searched schedule is given the mean op times of the model's stages."""
     name = job.schedule.name
@@ -56,7 +62,7 @@ def prepare_priced(job: Job, hardware: DeviceHardware, most_layers: int | None =
     if name is not None and order_depends_on_times(name):
         probe = prepare(replace(job, schedule=replace(job.schedule, name=_probe(name))), hardware.gpus_per_node)
         times = op_times(probe, hardware)
-    made = prepare(job, hardware.gpus_per_node, times, weigh(job, hardware), most_layers, hardware.software.style)
+    made = prepare(job, hardware.gpus_per_node, times, weigh(job, hardware), most_layers, style_of(job, hardware))
     check_routing(job, made.config)
     if hardware.software.gather_on_demand:
         made = replace(made, policy=replace(made.policy, gather_on_demand=True))

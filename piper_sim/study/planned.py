@@ -50,7 +50,8 @@ class PlannedJob:
         routing = routing_of(prepared, plan.graph, hardware)
         classes = classes_of(model, plan, routing)
         sized, workspace = worst(plan, routing, classes)
-        library = hardware.library_bytes(prepared.config.moe is not None)
+        grouped = prepared.config.moe is not None and prepared.job.costs.grouped_gemm
+        library = hardware.library_bytes(grouped, model.tp_overlap and prepared.mesh.sizes["tp"] > 1)
         held = state(plan, model.recipe)
         found = _walked(sized, held, library) if workspace is None else memory(sized, held, workspace, library)
         return cls(prepared, hardware, plan, model, routing, classes, sized, workspace, found)

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ir.core.work import DType
+from ir.graph.sync import buckets
 from ir.job import Job
 from ir.job.build import PreparedJob
 from ir.job.schema import JobSlowNodes
@@ -79,13 +80,21 @@ def parameters(p: PreparedJob) -> dict[str, int]:
     return {"total": dense + experts, "active": dense + met}
 
 
+PADDED = 1.5  # times their bytes, from which shares of whole matrices are worth a word
+
+
 def warnings(p: PreparedJob) -> list[str]:
     """What is legal and rarely meant."""
-    enough = p.mesh.sizes["pp"] if p.schedule in LOOPED else p.stages
-    if p.mbs >= enough:
-        return []
-    few = f"{p.mbs} microbatch{'es' if p.mbs > 1 else ''} on {enough} {'stages' if enough == p.stages else 'ranks'}"
-    return [f"{few}: the pipeline never fills; set schedule.microbatches = {enough} or more"]
+    enough, out = p.mesh.sizes["pp"] if p.schedule in LOOPED else p.stages, list[str]()
+    if p.mbs < enough:
+        few = f"{p.mbs} microbatch{'es' if p.mbs > 1 else ''} on {enough} {'stages' if enough == p.stages else 'ranks'}"
+        out.append(f"{few}: the pipeline never fills; set schedule.microbatches = {enough} or more")
+    shared = [b for b in buckets(p.plan().graph) if b.matrices and b.replica.zero]
+    padded = sum(b.shard * b.ranks for b in shared) / (sum(b.numel for b in shared) or 1)
+    if padded > PADDED:
+        few = f"few matrices for so many replicas: with their shares padded they take {padded:.1f} times their bytes"
+        out.append(f"{few}; set parallel.zero = 0, or a smaller dp")
+    return out
 
 
 def _model_flops(p: PreparedJob) -> float:

@@ -1,5 +1,6 @@
 """One process that trains the whole model, microbatch after microbatch: what every plan's run must equal."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +39,35 @@ class ReferenceSteps:
     params: dict[str, Tensor] = field(default_factory=dict)
 
 
+class TorchMuon:
+    """torch.optim's own: Muon of every linear map of the layers, one expert by itself, and AdamW of all else."""
+
+    def __init__(self, o: JobOptimizer, params: Mapping[str, Tensor]) -> None:
+        self.params, self.ends = params, 0
+        matrix = {n: p.dim() > 1 and not any(x in n for x in ("embed", "lm_head")) for n, p in params.items()}
+        self.leaves = {
+            n: [x.detach().clone().requires_grad_() for x in (p if matrix[n] and p.dim() == 3 else [p])]
+            for n, p in params.items()
+        }
+        hidden, other = (
+            [x for n, leaves in self.leaves.items() if matrix[n] is m for x in leaves] for m in (True, False)
+        )
+        keys = {"nesterov": o.nesterov, "ns_steps": o.ns_steps, "adjust_lr_fn": o.adjust_lr, "momentum": o.momentum}
+        self.muon = torch.optim.Muon(hidden, o.lr, weight_decay=0.1, **keys)  # type: ignore[arg-type]
+        self.adamw = torch.optim.AdamW(other, o.lr, o.betas, o.eps, weight_decay=0.1, foreach=False)
+
+    def step(self, grads: Mapping[str, Tensor], scale: float) -> None:
+        """As `Optimizer.step`."""
+        for n, leaves in self.leaves.items():
+            for leaf, grad in zip(leaves, grads[n] if len(leaves) > 1 else [grads[n]], strict=True):
+                leaf.grad = (grad * scale).view_as(leaf)
+        self.muon.step()
+        self.adamw.step()
+        for n, p in self.params.items():
+            leaves = [x.detach() for x in self.leaves[n]]
+            p.data.copy_((torch.stack(leaves) if len(leaves) > 1 else leaves[0]).view_as(p))
+
+
 def train(
     model: Model,
     data: MicrobatchLoader,
@@ -57,7 +87,7 @@ def train(
     built = model.build(model.chunks)
     sums = ParamGradients(built.params, grads)
     stage = Stage(built.units, built.params, grads=sums, reads=built.reads)
-    opt = Optimizer(config, built.params, moments)
+    opt = TorchMuon(config, built.params) if config.name == "muon" else Optimizer(config, built.params, moments)
     out = ReferenceSteps(grads=sums.sums, params=dict(built.params))
     opt.ends, order = steps, list(model.shapes)
     for step in range(steps):

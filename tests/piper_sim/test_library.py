@@ -131,3 +131,11 @@ def test_what_is_rarely_meant_is_said(tmp_path: Any, capsys: pytest.CaptureFixtu
 def test_parameters_are_counted(config: str, total: int, active: int) -> None:
     job = piper_sim.load_job({"model": {"config": config, "seq_len": 128}, "parallel": {"pp": 4, "tp": 2}})
     assert piper_sim.predict(job).to_dict()["parameters"] == {"total": total, "active": active}
+
+
+@pytest.mark.parametrize(("dp", "zero", "said"), [(2, 1, 0), (64, 1, 1), (64, 0, 0)])
+def test_shares_of_few_matrices_are_said_to_be_padding(dp: int, zero: int, said: int) -> None:
+    job = {"model": {"config": "tiny-llama", "seq_len": 64}, "parallel": {"dp": dp, "zero": zero}}
+    found = piper_sim.predict(piper_sim.load_job({**job, "optimizer": {"name": "muon"}})).to_dict()["warnings"]
+    assert sum("few matrices for so many replicas" in w for w in found) == said
+    assert piper_sim.predict(piper_sim.load_job(job)).to_dict()["warnings"] == []

@@ -20,7 +20,7 @@ def check_routing(job: Job, config: ModelConfig) -> None:
     """Refuse `[routing]` keys that contradict each other or the model.
 
     Raises PiperError (job): a file without kind = "file" or the other way round, a strength out of range, uneven
-    or forced routing of a model without experts.
+    or forced routing of a model without experts, uneven routing of products that are not grouped.
     """
     r = job.routing
     if r.kind == "file" and r.file is None:
@@ -39,6 +39,9 @@ def check_routing(job: Job, config: ModelConfig) -> None:
         raise _bad(job, "forced", f"nothing to force: {config.source} has no experts", "false", "leave it out")
     if r.kind != "balanced" and config.moe is None:
         raise _bad(job, "kind", f"{r.kind!r}, but {config.source} has no experts", "balanced", "leave it out")
+    if r.kind != "balanced" and not job.costs.grouped_gemm:
+        message = "experts that run one after the other are priced with equal rows"
+        raise _bad(job, "kind", message, "balanced, or costs.grouped_gemm = true", "leave costs.grouped_gemm out")
 
 
 def _bad(job: Job, key: str, message: str, allowed: str | None, fix: str) -> PiperError:

@@ -44,7 +44,8 @@ def _megatron(v: ModelValues, row: Row) -> Row:
             what = "experts, a pattern of layers or norms of queries and keys"
             v.refuse("encoder_num_layers", f"an encoder beside {what} is not built", allowed="null")
         layers = {"layers": encoder + v.size("num_hidden_layers"), "encoder": encoder, "head_bias": True}
-    return {**{k: x for k, x in row.items() if k not in left}, **more, **positions, **moe, **layers}
+    latent: Row = {"mla": (mla := _latent(v)), "head_dim": mla.qk_dim} if v.get("kv_lora_rank") else {}
+    return {**{k: x for k, x in row.items() if k not in left}, **more, **positions, **moe, **layers, **latent}
 
 
 def _shared_keys(v: ModelValues, row: Row) -> Row:
@@ -130,14 +131,14 @@ def _granite_hybrid(v: ModelValues, row: Row) -> Row:
     return {**{k: x for k, x in row.items() if k != "moe"}, **dense}
 
 
+def _latent(v: ModelValues) -> LatentAttention:
+    """Ranks and head sizes of latent attention."""
+    sizes = (v.size(f"{x}_head_dim") for x in ("qk_nope", "qk_rope", "v"))
+    return LatentAttention(v.size_or("q_lora_rank", 0), v.size("kv_lora_rank"), *sizes)
+
+
 def _deepseek(v: ModelValues, row: Row) -> Row:
-    mla = LatentAttention(
-        v.size_or("q_lora_rank", 0),
-        v.size("kv_lora_rank"),
-        v.size("qk_nope_head_dim"),
-        v.size("qk_rope_head_dim"),
-        v.size("v_head_dim"),
-    )
+    mla = _latent(v)
     if (mtp := v.size("num_nextn_predict_layers")) > 1:
         # A second module reads the first one's hidden state beside the last layer's; nobody has published one.
         v.refuse("num_nextn_predict_layers", f"{mtp} prediction modules are not built", allowed="0, 1", fix="1")

@@ -49,6 +49,8 @@ class LinearKernel:
         one = (m * k + n * k) * dtype.bytes + m * n * result_bytes
         if not self.groups:
             return Kernel(KernelKind.GEMM, self.flops, one, dtype, (m, n, k), label)
+        if not s.style.grouped:
+            return Kernel(KernelKind.GEMM, self.flops // self.groups, one, dtype, (m, n, k), label, self.groups)
         shape = (self.groups, m, n, k)
         return Kernel(KernelKind.GROUPED_GEMM, self.flops, self.groups * one, dtype, shape, label)
 

@@ -97,7 +97,8 @@ def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
         if job.parallel.layers != "balanced":
             yield "balanced layers", {"parallel.layers": "balanced"}
         yield "perfect split", {"costs.stage_times": _even(job, p)}
-    if not p.fits and job.optimizer.offload < 1 and p.planned.hardware.host_GBps is not None:
+    o = job.optimizer
+    if not p.fits and o.offload < 1 and o.name != "muon" and p.planned.hardware.host_GBps is not None:
         yield "optimizer on the host", {"optimizer.offload": 1.0}
     if job.schedule.p2p == "overlapped" and not takes_turns(p.plan):
         yield "ordered transfers", {"schedule.p2p": "ordered"}

@@ -32,7 +32,7 @@ from ir.workload.setting import MicrobatchShape
 from piper_sim.folding import RankSpread
 from piper_sim.folding.uses import CollectiveUse
 from piper_sim.pricing.costs import KERNELS, CostModel
-from piper_sim.pricing.prepare import weigh
+from piper_sim.pricing.prepare import style_of, weigh
 from piper_sim.study.search.walk import compose
 
 NEVER = -1e18
@@ -133,7 +133,7 @@ def _kind(c: Chunk) -> Kind:
 def _small(job: Job, model: JobModel, mesh: Mesh, kept: Sequence[Chunk], hardware: DeviceHardware) -> PreparedJob:
     """One chunk of each kind, each a stage, all on one rank."""
     shape = MicrobatchShape(job.schedule.microbatch_size, job.model.seq_len, job.model.encoder_seq_len or 0)
-    style = hardware.software.style
+    style = style_of(job, hardware)
     source = model.source(shape, precision_of(job), style)
     base = model_graph([(c,) for c in kept], source, RecomputedLayers(recompute_options(job)))
     base = replace(base, mesh=mesh, prefetch=job.parallel.prefetch)

@@ -136,3 +136,10 @@ def test_a_hardware_file_has_no_software(tmp_path):
     file.write_text(json.dumps({"base": "h100-sxm", "software": {"name": "x"}}))
     with pytest.raises(PiperError, match="unknown key"):
         load_hardware(str(file))
+
+
+def test_libraries_keep_a_workspace_for_every_stream():
+    core = msgspec.structs.replace(H100, software=load_software("megatron-core"))
+    one, experts, overlapped = (core.library_bytes(*x) / 2**20 for x in ((False, False), (True, False), (False, True)))
+    assert (one, experts - one, overlapped - one) == (76 + 32, 4 * 32, 3 * 32)
+    assert H100.library_bytes(experts=True, overlapped=True) == 0, "no framework, no libraries of its own"

@@ -81,6 +81,8 @@ OTHERS: list[Edit] = [
     {"schedule.recompute": "full", "schedule.recompute_layers": [0]},
     *({"schedule.name": n} for n in ("1f1b", "gpipe", "zb1p", "zb2p", "interleaved-1f1b", "zbv", "dualpipev", "v-min")),
     {"optimizer.clip_norm": 0.0},
+    {"optimizer.name": "muon", "parallel.zero": 1},
+    {"optimizer.name": "muon", "optimizer.ns_steps": 3, "parallel.zero": 1},
     {"precision.compute": "fp32"},
     {"precision.dispatch": "fp8"},
     {"precision.reduce": "bf16"},

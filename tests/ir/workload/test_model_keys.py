@@ -240,6 +240,7 @@ WITH: Mapping[str, Mapping[str, object]] = {
         for k in ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
     },
     **{f"mamba_{k}": {"hybrid_override_pattern": "M*-E"} for k in ("num_heads", "head_dim", "num_groups", "state_dim")},
+    **{k: {"kv_lora_rank": 8} for k in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
 }
 LOSSES = ("router_aux_loss_coef", "aux_loss_alpha", "seq_aux")  # of training code; read where the job says them
 OTHERS = (3, 2, 0, 0.25, True, False, "x", [1], ["x"], {"x": 1}, {"rope_type": "linear", "factor": 2})

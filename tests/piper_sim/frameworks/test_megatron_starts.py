@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 
 from ir.core.errors import PiperError
-from ir.job.build import PreparedJob
+from ir.job.build import PreparedJob, prepare
+from ir.job.load import job_from
 from piper_sim.frameworks.exporting import LAUNCH, export_launch
 from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD
 from tests.piper_sim.frameworks.test_export import jobs, prepared, read_back
@@ -114,7 +115,6 @@ def unsaid(tmp_path: Path, more: str) -> str:
     [
         ("--overlap-param-gather", "--overlap-grad-reduce --use-distributed-optimizer"),
         ("--moe-token-dispatcher-type", OVERLAP + EXPERTS),
-        ("--moe-grouped-gemm", OVERLAP + EXPERTS.replace("--moe-grouped-gemm", "")),
     ],
 )
 def test_what_is_presumed_though_megatron_does_otherwise_by_itself_is_said(
@@ -124,6 +124,15 @@ def test_what_is_presumed_though_megatron_does_otherwise_by_itself_is_said(
     assert argument not in unsaid(tmp_path, OVERLAP + EXPERTS + "--moe-token-dispatcher-type alltoall")
     alone = "--tensor-model-parallel-size 8"  # one replica: nothing to reduce
     assert argument not in unsaid(tmp_path, alone)
+
+
+def test_experts_are_one_product_where_the_script_asks_for_it(tmp_path: Path) -> None:
+    asked, not_asked = (imported(tmp_path, MEGATRON + x) for x in (EXPERTS, EXPERTS.replace("--moe-grouped-gemm", "")))
+    assert "grouped_gemm" not in asked.job["costs"] and not_asked.job["costs"]["grouped_gemm"] is False
+    assert "grouped_gemm" not in imported(tmp_path, MEGATRON).job["costs"], "no experts"
+    for found in (asked, not_asked):
+        again = read_back(export_launch(prepare(job_from(found.job)), "megatron"))
+        assert again.job["costs"].get("grouped_gemm") == found.job["costs"].get("grouped_gemm")
 
 
 def test_reductions_run_beside_passes_where_the_script_asks_for_it(tmp_path: Path) -> None:

@@ -202,6 +202,21 @@ def total(made: PreparedJob) -> int:
     return sum(s.parameters for s in state(made.plan(), RECIPE))
 
 
+def test_megatron_shards_a_tied_table_on_each_stage_by_itself() -> None:
+    """Its optimizer's state: half on each replica of both ends, where ours is a quarter on each of the four."""
+    held = {}
+    for tied in (True, False):
+        made = prepared("tiny-llama", "1f1b", 1, tied=tied, dp=2)
+        for apart in (False, True):
+            held[tied, apart] = [s.optimizer for s in state(made.plan(), OptimizerPrecision(tied_apart=apart))]
+    table = made.config.vocab * made.config.hidden
+    more = [b - a for a, b in zip(held[True, False], held[True, True], strict=True)]
+    assert more == [3 * table, *[0] * (len(more) - 2), 3 * table], "12 bytes for a half instead of for a quarter"
+    assert held[False, True] == held[False, False]
+    twice = prepared("tiny-llama", "dualpipe", 1, dp=2).plan()
+    assert state(twice, OptimizerPrecision(tied_apart=True)) == state(twice, OptimizerPrecision()), "copies are no ties"
+
+
 def test_dualpipe_holds_two_copies_and_a_tied_table_is_held_by_both_ends() -> None:
     assert total(prepared("tiny-moe", "dualpipe", 0, ep=2)) == 2 * total(prepared("tiny-moe", "1f1b", 0, ep=2))
     assert total(prepared("tiny-moe", "dualpipe", 0, ep=2)) == 2 * total(prepared("tiny-moe", "zbv", 0, ep=2))

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.published.controls import CONTROLS
 from experiments.published.picture import scatter
-from experiments.published.score import memories, scores, times
+from experiments.published.score import memories, scored, scores, times
 from experiments.published.sets import SETS, nanotron_layers
 from ir.job.load import job_from
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
@@ -168,3 +168,25 @@ def test_a_host_that_waits_at_each_transfer_adds_its_turn_to_every_pass():
     free = predict(job({}))
     assert p.iteration_s - free.iteration_s > 7 * turn
     assert np.array_equal(p.planned.memory.peak, free.planned.memory.peak)
+
+
+GOLDENS = {  # what Megatron does -> how a row that has it begins, and what its job says otherwise in the control
+    "stages of layers of their own": ("gpt/gpt3_mcore_te_tp1_pp4_vp1_uneven_pipeline", "parallel.layers", "even"),
+    "latent attention": ("gpt/gpt3_mcore_te_tp2_pp2_mla", "model.kv_lora_rank", None),
+    "FSDP": ("gpt/gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor_1node", "parallel.zero", 0),
+    "experts in turn": ("moe/gpt3_mcore_tp2_cp2_pp2_ep2_te_4experts2parallel", "costs.grouped_gemm", True),
+    "scores stored": ("gpt/gpt3_mcore_te_tp1_pp1_frozen_resume_torch_dist_dist", "model.attention", "flash"),
+    "messages under products": ("gpt/gpt3_weekly_mcore_tp2_pp2_current_scaling", "costs.tp_overlap", False),
+}
+
+
+@pytest.mark.parametrize("what", GOLDENS)
+def test_what_a_test_of_megatrons_did_is_seen_in_its_peak(what):
+    name, key, other = GOLDENS[what]
+    (row,) = (r for r in rows_of("megatron_goldens") if r.name.startswith(name))
+    section, _, field = key.partition(".")
+    (((_, right),), ((_, wrong),)) = (
+        scored(row, table).memory.items()
+        for table in (row.job, {**row.job, section: {**row.job[section], field: other}})
+    )
+    assert abs(right) < 0.03 and abs(wrong) > 2 * abs(right)

@@ -229,7 +229,9 @@ schedule.merge=profile | schedule.delay_wgrad=true | cluster.gpus_per_node=3 | m
 costs.free=['all_to_all'] | parallel.bucket_MiB=1 | model.attention=unfused | parallel.cp=2
 schedule.microbatch_size=2 | costs.stage_times={F=0.01,B=0.02} | schedule.recompute=["norm","activation"]
 schedule.recompute=full & schedule.recompute_layers=1::2 | schedule.recompute=mlp & schedule.recompute_layers=1
-schedule.recompute=operators & schedule.recompute_layers=[0,5]
+schedule.recompute=operators & schedule.recompute_layers=[0,5] | costs.grouped_gemm=false
+optimizer.name=muon & parallel.zero=0 | optimizer.name=muon & parallel.zero=1 & optimizer.tp_mode=distributed
+costs.software=megatron-core & model.tie_word_embeddings=true & parallel.zero=1
 """
 
 
