@@ -40,10 +40,10 @@ class Bucket:
     members: tuple[int, ...]
     params: tuple[str, ...] = ()
     replicated: bool = True
-    matrices: tuple[MatrixShard, ...] = ()
     inside: tuple[str, ...] = ()
     across: tuple[str, ...] = ()
     copies: int = 1
+    matrices: tuple[MatrixShard, ...] = ()
 
     @property
     def alone(self) -> bool:
