@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from executor.autograd.split import SplitPass
 from executor.device.device import HostDevice
-from executor.optim.optimizer import Optimizer, clip_scale, norm_of, square_sums
+from executor.optim.optimizer import Optimizer, ParamGradients, clip_scale, norm_of, square_sums
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.rank_model import RankModel
 from ir.job.schema import JobOptimizer
@@ -162,8 +164,8 @@ def _clipped(folder: Path, noise: float, **formats: str) -> dict[str, Tensor]:
     prepared, plan = judged(folder, "parallel.pp=1", "optimizer.clip_norm=0.1", *sets)
     local, draw = RankModel.of(prepared, plan, 0, HostDevice()), torch.Generator().manual_seed(0)
     local.sync.begin()
-    for total in local.grads.sums.values():
-        total.normal_(generator=draw)
+    for name, total in local.grads.sums.items():
+        local.grads.add(name, torch.empty_like(total).normal_(generator=draw))
     local.sync._sums = local.sync.squares() * (1 + noise)
     local.sync.update()
     return {n: slots["weight"] for n, (_, slots) in local.sync.kept().items()}
@@ -175,3 +177,24 @@ def test_where_sums_are_wider_than_weights_the_last_bit_of_a_norm_is_no_update_s
     for formats, same in (({**wide, "compute": "fp32"}, True), ({"compute": "fp64"}, False)):
         one, other = (_clipped(tmp_path, noise, **formats) for noise in (0.0, 1e-15))
         assert all(torch.equal(w, other[n]) for n, w in one.items()) is same
+
+
+def test_a_step_s_first_gradient_takes_the_place_of_the_last_step_s_and_what_gets_none_is_zero() -> None:
+    """Added, copied in another format, or made right there by a linear; one more use of the weight is no first."""
+    w, other = (torch.nn.Parameter(torch.randn(3, 2, dtype=torch.float64)) for _ in range(2))
+    x = torch.randn(4, 2, dtype=torch.float64)
+    for dtype, uses in ((torch.float64, 1), (torch.float64, 2), (torch.float32, 1)):
+        grads, made = ParamGradients({"w": w, "other": other}, dtype), []
+        for step in (1.0, 2.0):
+            grads.begin()
+            for mb in range(2):
+                run = SplitPass({"w": w}, lambda n, g, mb=mb: made.append(mb) or grads.add(n, g, mb), grads.room)
+                run.forward(lambda y: sum(F.linear(y, w) for _ in range(uses)).sum() * step, x)
+                run.input_grad()
+                run.weight_grad()
+            grads.settle()
+            want = step * 2 * uses * x.sum(0).expand(3, 2)
+            assert torch.allclose(grads["w"], want.to(dtype), rtol=1e-6) and not grads["other"].any()
+            grads["other"].fill_(7)
+        right_there = dtype == torch.float64 and uses == 1
+        assert made == ([1, 1] if right_there else [0, 1, 0, 1])
