@@ -179,22 +179,31 @@ def test_where_sums_are_wider_than_weights_the_last_bit_of_a_norm_is_no_update_s
         assert all(torch.equal(w, other[n]) for n, w in one.items()) is same
 
 
-def test_a_step_s_first_gradient_takes_the_place_of_the_last_step_s_and_what_gets_none_is_zero() -> None:
-    """Added, copied in another format, or made right there by a linear; one more use of the weight is no first."""
+@pytest.mark.parametrize("dtype, uses, added", [("float64", 1, 1), ("float64", 2, 2), ("float32", 1, 2)])
+def test_a_step_s_first_gradient_takes_the_last_one_s_place_and_what_gets_none_is_zero(
+    dtype: str, uses: int, added: int
+) -> None:
+    """A linear makes it right there, where it is the only one and of that format; else it is copied."""
     w, other = (torch.nn.Parameter(torch.randn(3, 2, dtype=torch.float64)) for _ in range(2))
-    x = torch.randn(4, 2, dtype=torch.float64)
-    for dtype, uses in ((torch.float64, 1), (torch.float64, 2), (torch.float32, 1)):
-        grads, made = ParamGradients({"w": w, "other": other}, dtype), []
-        for step in (1.0, 2.0):
-            grads.begin()
-            for mb in range(2):
-                run = SplitPass({"w": w}, lambda n, g, mb=mb: made.append(mb) or grads.add(n, g, mb), grads.room)
-                run.forward(lambda y: sum(F.linear(y, w) for _ in range(uses)).sum() * step, x)
-                run.input_grad()
-                run.weight_grad()
-            grads.settle()
-            want = step * 2 * uses * x.sum(0).expand(3, 2)
-            assert torch.allclose(grads["w"], want.to(dtype), rtol=1e-6) and not grads["other"].any()
-            grads["other"].fill_(7)
-        right_there = dtype == torch.float64 and uses == 1
-        assert made == ([1, 1] if right_there else [0, 1, 0, 1])
+    x, made = torch.randn(4, 2, dtype=torch.float64), list[str]()
+    grads = ParamGradients({"w": w, "other": other}, getattr(torch, dtype))
+
+    def sink(name: str, grad: Tensor) -> None:
+        made.append(name)
+        grads.add(name, grad)
+
+    def uses_of_w(y: Tensor) -> Tensor:
+        return torch.stack([F.linear(y, w) for _ in range(uses)]).sum()
+
+    for _ in range(2):
+        grads.begin()
+        for _ in range(2):
+            run = SplitPass({"w": w}, sink, grads.room)
+            run.forward(uses_of_w, x)
+            run.input_grad()
+            run.weight_grad()
+        grads.settle()
+        assert torch.allclose(grads["w"], (2 * uses * x.sum(0).expand(3, 2)).to(grads["w"].dtype), rtol=1e-5)
+        assert not grads["other"].any()
+        grads["other"].fill_(7)
+    assert len(made) == 2 * added
