@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 Sink = Callable[[str, Tensor], None]
+Room = Callable[[str, torch.dtype], Tensor | None]
 SEQUENCES = (tuple, list)
 
 
@@ -50,16 +51,18 @@ class DeferredLinearPass:
     grads: Tensor
     weights: tuple[Tensor, ...]
 
-    def run(self) -> tuple[Tensor | None, ...]:
+    def run(self, into: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """into: is to be the weight's gradient, where that is the only one."""
         with torch.no_grad():
-            dw = self.grads.t().mm(self.rows)
+            dw = torch.mm(self.grads.t(), self.rows, out=into)
             return (dw,) if len(self.weights) == 1 else (dw, self.grads.sum(0))
 
 
 class SplitPass:
     """One microbatch's passage through one module: forward once, then `input_grad`, then `weight_grad`.
 
-    weights: global name → parameter. sink: receives (name, gradient), once per weight and microbatch.
+    weights: global name → parameter. sink: receives (name, gradient), once per weight and microbatch; but of those
+    that are made right in the room given for them, which is asked for by name and dtype.
 
     >>> layer, got = torch.nn.Linear(3, 2, bias=False), {}
     >>> run = SplitPass({"w": layer.weight}, got.__setitem__)
@@ -70,7 +73,8 @@ class SplitPass:
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], sink: Sink) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], sink: Sink, room: Room = lambda name, dtype: None) -> None:
+        self.room = room
         self.weights = {n: w for n, w in weights.items() if w.requires_grad}
         self.names = {id(w): n for n, w in self.weights.items()}
         self.sink = sink
@@ -119,12 +123,23 @@ class SplitPass:
         jobs, self.jobs = self.jobs[::-1], []
         while jobs:
             job = jobs.pop()
-            dws = job.run()
-            self._collect(job.weights, dws)
-            del job, dws
+            if not self._made_in_its_room(job):
+                self._collect(job.weights, job.run())
+            del job
         for name, grad in self._partial.items():
             self.sink(name, grad)
         self._partial.clear()
+
+    def _made_in_its_room(self, job: DeferredPass | DeferredLinearPass) -> bool:
+        """The gradient of a linear's only weight, where that has no other use."""
+        if type(job) is not DeferredLinearPass or len(job.weights) > 1:
+            return False
+        name = self.names[id(job.weights[0])]
+        if self.uses[name] > 1 or name in self._partial or (room := self.room(name, job.rows.dtype)) is None:
+            return False
+        self.uses[name] -= 1
+        job.run(room)
+        return True
 
     def reads(self, weights: Iterable[Tensor]) -> None:
         """One use more of each."""

@@ -188,7 +188,7 @@ class Stage:
             self.grads.add(param, grad, mb)
 
         part = self.compiled.get(name)
-        return SplitPass(self.weights[name], sink) if part is None else part.begin(sink)
+        return SplitPass(self.weights[name], sink, self.grads.room) if part is None else part.begin(sink)
 
     def _without_traces(self, name: str, acts: Values, extras: tuple[object, ...]) -> Values:
         """A forward of which nothing but its outputs stays."""

@@ -65,16 +65,21 @@ class FlatBucket:
             del grads.sums[n]
             if zero < 2:
                 grads.sums[n] = self.sums[place].view(self.shapes[n])
+        self.summing = tuple(self.places) if zero < 2 else ()
         meets = zero < 2 or bucket.copies > 1
         self.travels = torch.zeros_like(self.sums, dtype=reduce) if meets and reduce != summed else self.sums
         self.reduced = self.travels if zero > 1 else self.travels[self.own]
         self.scattered = zero == 1
 
     def begin(self) -> None:
-        self.sums.zero_()
+        if self.summing:
+            self.grads.begin(self.summing)
+        else:
+            self.sums.zero_()
 
     def filled(self) -> Tensor:
         """The sums as they travel once per step."""
+        self.grads.settle(self.summing)
         return self.travels if self.travels is self.sums else self.travels.copy_(self.sums)
 
     def summed(self) -> Tensor:

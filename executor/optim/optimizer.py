@@ -19,21 +19,40 @@ class ParamGradients:
     >>> grads = ParamGradients({"w": torch.zeros(2)}); grads.add("w", torch.ones(2)); grads.add("w", torch.ones(2))
     >>> grads["w"].tolist()
     [2.0, 2.0]
+    >>> grads.begin(); grads.add("w", 3 * torch.ones(2)); grads["w"].tolist()
+    [3.0, 3.0]
     """
 
     def __init__(self, params: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
         self.sums = {n: torch.zeros_like(p, dtype=dtype or p.dtype, requires_grad=False) for n, p in params.items()}
         self.passing: dict[tuple[str, int], Tensor] = {}  # of a microbatch, to be reduced before it is summed
+        self.stale: set[str] = set()  # sums of a step that is over, which the first gradient takes the place of
 
     def __getitem__(self, name: str) -> Tensor:
         return self.sums[name]
 
     def add(self, name: str, grad: Tensor, mb: int = 0) -> None:
-        (self.sums[name] if name in self.sums else self.passing[name, mb]).add_(grad.detach())
+        if name in self.stale:
+            self.stale.remove(name)
+            self.sums[name].copy_(grad.detach())
+        else:
+            (self.sums[name] if name in self.sums else self.passing[name, mb]).add_(grad.detach())
 
-    def zero(self, names: Iterable[str] | None = None) -> None:
+    def room(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """Where the first gradient of a step may be written as it is made, instead of added; None for any other."""
+        if name not in self.stale or self.sums[name].dtype != dtype:
+            return None
+        self.stale.remove(name)
+        return self.sums[name]
+
+    def begin(self, names: Iterable[str] | None = None) -> None:
         """Begin the sums anew: those of all parameters, or of these."""
-        for name in self.sums if names is None else names:
+        self.stale.update(self.sums if names is None else names)
+
+    def settle(self, names: Iterable[str] | None = None) -> None:
+        """Before sums are read: those that no gradient has come to are zero."""
+        for name in self.stale.intersection(self.sums if names is None else names):
+            self.stale.remove(name)
             self.sums[name].zero_()
 
 

@@ -77,7 +77,7 @@ class BucketSync:
         self._sums: Tensor | None = None
 
     def begin(self) -> None:
-        self.grads.zero(self.alone)  # those of buckets are views of theirs
+        self.grads.begin(self.alone)
         for f in self.flat.values():
             f.begin()
         self.norm, self._sums = None, None
@@ -127,6 +127,7 @@ class BucketSync:
         """Clip, and update this rank's part; what it did not update comes by the gathers."""
         if self.frozen:
             return
+        self.grads.settle()
         if self.config.clip_norm:  # a job of one rank has no collective for it
             sums = self.squares() if self._sums is None else self._sums
             self.norm = global_norm(sums, ahead=self.ahead)
@@ -140,6 +141,7 @@ class BucketSync:
 
     def squares(self) -> Tensor:
         """Σ g² of each parameter over this rank's share, in canonical order."""
+        self.grads.settle()
         mine = {n: self.grads[n] for n in self.alone}
         for f in self.flat.values():
             mine |= {n: piece for n, (_, piece) in f.pieces(f.reduced).items() if f.counts}

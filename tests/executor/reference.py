@@ -91,7 +91,7 @@ def train(
     out = ReferenceSteps(grads=sums.sums, params=dict(built.params))
     opt.ends, order = steps, list(model.shapes)
     for step in range(steps):
-        sums.zero()
+        sums.begin()
         loss = 0.0
         for replica in range(data.replicas):
             for mb in range(data.microbatches):
@@ -111,6 +111,7 @@ def train(
                         assert p.grad is not None, name
                         sums.add(name, p.grad)
                         p.grad = None
+        sums.settle()
         norm = norm_of(square_sums(sums.sums, order))
         out.losses.append(loss)
         out.grad_norms.append(norm)

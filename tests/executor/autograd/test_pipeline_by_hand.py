@@ -42,7 +42,7 @@ def _rank(ctx: RankContext, dtype: str) -> dict[str, Any]:
     opt = Optimizer(JobOptimizer(), built.params, wide)
     out: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(STEPS):
-        stage.grads.zero()
+        stage.grads.begin()
         boxes = [torch.empty(2, 16, 64, dtype=wide) for _ in range(M)]
         handles = [t.recv(1 - me, b) for b in boxes]  # all posted ahead
         sent, loss = [], 0.0
@@ -75,6 +75,7 @@ def _rank(ctx: RankContext, dtype: str) -> dict[str, Any]:
             stage.run(Pass.W, mb)
         for h in sent:
             h.wait()
+        stage.grads.settle()
         sums = square_sums(stage.grads.sums, list(model.shapes))
         total = torch.tensor([loss], dtype=torch.float64)
         t.all_reduce("world", sums).wait()

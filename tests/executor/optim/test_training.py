@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from executor.autograd.split import SplitPass
 from executor.device.device import HostDevice
-from executor.optim.optimizer import Optimizer, clip_scale, norm_of, square_sums
+from executor.optim.optimizer import Optimizer, ParamGradients, clip_scale, norm_of, square_sums
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.rank_model import RankModel
 from ir.job.schema import JobOptimizer
@@ -162,8 +164,8 @@ def _clipped(folder: Path, noise: float, **formats: str) -> dict[str, Tensor]:
     prepared, plan = judged(folder, "parallel.pp=1", "optimizer.clip_norm=0.1", *sets)
     local, draw = RankModel.of(prepared, plan, 0, HostDevice()), torch.Generator().manual_seed(0)
     local.sync.begin()
-    for total in local.grads.sums.values():
-        total.normal_(generator=draw)
+    for name, total in local.grads.sums.items():
+        local.grads.add(name, torch.empty_like(total).normal_(generator=draw))
     local.sync._sums = local.sync.squares() * (1 + noise)
     local.sync.update()
     return {n: slots["weight"] for n, (_, slots) in local.sync.kept().items()}
@@ -175,3 +177,33 @@ def test_where_sums_are_wider_than_weights_the_last_bit_of_a_norm_is_no_update_s
     for formats, same in (({**wide, "compute": "fp32"}, True), ({"compute": "fp64"}, False)):
         one, other = (_clipped(tmp_path, noise, **formats) for noise in (0.0, 1e-15))
         assert all(torch.equal(w, other[n]) for n, w in one.items()) is same
+
+
+@pytest.mark.parametrize("dtype, uses, added", [("float64", 1, 1), ("float64", 2, 2), ("float32", 1, 2)])
+def test_a_step_s_first_gradient_takes_the_last_one_s_place_and_what_gets_none_is_zero(
+    dtype: str, uses: int, added: int
+) -> None:
+    """A linear makes it right there, where it is the only one and of that format; else it is copied."""
+    w, other = (torch.nn.Parameter(torch.randn(3, 2, dtype=torch.float64)) for _ in range(2))
+    x, made = torch.randn(4, 2, dtype=torch.float64), list[str]()
+    grads = ParamGradients({"w": w, "other": other}, getattr(torch, dtype))
+
+    def sink(name: str, grad: Tensor) -> None:
+        made.append(name)
+        grads.add(name, grad)
+
+    def uses_of_w(y: Tensor) -> Tensor:
+        return torch.stack([F.linear(y, w) for _ in range(uses)]).sum()
+
+    for _ in range(2):
+        grads.begin()
+        for _ in range(2):
+            run = SplitPass({"w": w}, sink, grads.room)
+            run.forward(uses_of_w, x)
+            run.input_grad()
+            run.weight_grad()
+        grads.settle()
+        assert torch.allclose(grads["w"], (2 * uses * x.sum(0).expand(3, 2)).to(grads["w"].dtype), rtol=1e-5)
+        assert not grads["other"].any()
+        grads["other"].fill_(7)
+    assert len(made) == 2 * added
