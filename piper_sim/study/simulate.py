@@ -203,6 +203,8 @@ def job_digest(job: Job, slow: JobSlowNodes | None = None) -> str:
     table["cluster"].pop("price")
     if table["cluster"]["slow_nodes"] is None:
         table["cluster"].pop("slow_nodes")
+    if table["parallel"]["dp_replicate"] == 1:
+        table["parallel"].pop("dp_replicate")
     table["model"].pop("weights")  # values, of which no prediction depends
     table.pop("search")
     return hashlib.sha256(json.dumps(table, sort_keys=True, default=list).encode()).hexdigest()

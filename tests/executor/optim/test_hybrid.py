@@ -110,6 +110,14 @@ def test_torchs_hybrid_shards_train_the_same(zero: int, tmp_path: Path) -> None:
     assert distance(merged(ours.params), _part(last, "param/")) <= ROUNDING
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_sums_that_travel_in_another_format_are_those_of_the_ranks(zero: int) -> None:
+    sets = ("precision.compute=fp32", "precision.grads=fp64", "precision.reduce=fp32", f"parallel.zero={zero}")
+    sets = (*sets, "parallel.pp=1", "parallel.dp=4", "parallel.dp_replicate=2")
+    sets = (*sets, "optimizer.name=sgd", "optimizer.lr=0.1")
+    assert error(run(*sets, backend="local"), alone(*sets)) <= 1e-5
+
+
 EXPERTS_ALONE = '{"op": "replicate", "filter": {"EP": "*"}, "zero": 3, "dp_replicate": 1}'
 
 

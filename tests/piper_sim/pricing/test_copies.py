@@ -1,6 +1,8 @@
 """Shards over a part of the replicas, predicted: closed forms of messages, links and bytes; searched as enumerated."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from ir.core.work import MessageKind
 from ir.graph.graph import PerStepOp
 from ir.graph.sync import buckets
 from ir.job import Job, load_job
+from ir.job.build import directives_json, prepare
+from ir.plan.text import plan_digest
 from piper_sim import explain, predict
 from piper_sim.folding import RankSlot
 from piper_sim.folding.uses import CollectiveUse
@@ -134,3 +138,21 @@ def test_a_job_without_copies_has_the_plan_that_it_had() -> None:
     plain = job(1)
     assert replace(plain, parallel=replace(plain.parallel, dp_replicate=1)) == plain
     assert {b.inside for b in buckets(predict(plain).plan.graph)} == {("cp", "dp")}
+
+
+def test_a_strategy_and_its_job_agree_on_copies(tmp_path: Path) -> None:
+    said = job(2).parallel
+    for name, copies in (("two", 2), ("none", 1)):
+        table = directives_json(prepare(job(copies)).strategy)
+        (tmp_path / f"{name}.json").write_text(json.dumps(table))
+    two, none = ({"directives": str(tmp_path / f"{name}.json"), "microbatches": 2} for name in ("two", "none"))
+    filled = prepare(job(1, schedule=two))
+    assert filled.job.parallel.dp_replicate == said.dp_replicate == 2
+    assert plan_digest(filled.plan()) == plan_digest(prepare(job(2, schedule=two)).plan())
+    with pytest.raises(PiperError, match="the strategy copies no shards") as refused:
+        prepare(job(2, schedule=none))
+    assert refused.value.key == "parallel.dp_replicate"
+    with pytest.raises(PiperError, match="dp_replicate = 2, and the mesh has 4"):
+        prepare(job(4, schedule=two)).plan()
+    with pytest.raises(PiperError, match="zero = 0 makes none"):
+        prepare(job(2, zero=0))
