@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from ir.core.order import IntArray, Order
-from ir.core.waits import strongest
+from ir.core.waits import order_by, strongest
 from ir.directives.rows import orders_from_rows
 from ir.graph.graph import Graph, check, illegal
 from ir.graph.sync import buckets, with_sync
@@ -92,7 +92,7 @@ def _after_dispatched(draft: PlanBuilder) -> None:
     """A communication op follows the compute op dispatched before it: its buffer may be that op's, recycled."""
     kinds = draft.kinds()
     rows = draft.rows
-    order = np.lexsort((rows.sub, rows.key, rows.program))
+    order = order_by(rows.program, rows.key, rows.sub)
     compute = kinds[order] == OpKind.COMPUTE
     last = np.maximum.accumulate(np.where(compute, np.arange(len(order)), -1))
     comm = np.flatnonzero(~compute & (last >= 0))
@@ -104,7 +104,7 @@ def _after_dispatched(draft: PlanBuilder) -> None:
 def _behind_sends(draft: PlanBuilder) -> None:
     """A compute op waits for the send dispatched last before it, hence for what was sent to each peer before."""
     kinds, rows = draft.kinds(), draft.rows
-    order = np.lexsort((rows.sub, rows.key, rows.program))
+    order = order_by(rows.program, rows.key, rows.sub)
     compute = kinds[order] == OpKind.COMPUTE
     after = np.where(compute, np.arange(len(order)), len(order))
     after = np.minimum.accumulate(after[::-1])[::-1]
@@ -117,7 +117,7 @@ def _behind_sends(draft: PlanBuilder) -> None:
 def _finish(draft: PlanBuilder, header: Mapping[str, str]) -> Plan:
     """Sort rows into dispatch order, renumber everything, keep the waits that say something."""
     rows = draft.rows
-    order = np.lexsort((rows.sub, rows.key, rows.program))
+    order = order_by(rows.program, rows.key, rows.sub)
     new = np.empty(len(order), dtype=np.int64)
     new[order] = np.arange(len(order))
     used, shape = first_use(rows.shape[order])
@@ -143,13 +143,13 @@ def _finish(draft: PlanBuilder, header: Mapping[str, str]) -> Plan:
     stream = bare.stream
     position = stream_positions(stream)
     row, on = strongest(row, on, stream, position, len(bare.streams))
-    by = np.lexsort((on, row))
+    by = order_by(row, on)
     return replace(bare, waits=OpLists.of(len(order), row[by], on[by]))
 
 
 def stream_positions(stream: IntArray) -> IntArray:
     """Position of each op within its stream (dispatch order)."""
-    by = np.argsort(stream, kind="stable")
+    by = order_by(stream)
     counts = np.bincount(stream)
     first = np.concatenate([[0], np.cumsum(counts)[:-1]])
     out = np.empty(len(stream), dtype=np.int64)

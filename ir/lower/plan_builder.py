@@ -12,7 +12,7 @@ from ir.lower.policy import PlanPolicy
 from ir.lower.template import PlanTemplateKey, PlanTemplates
 from ir.plan.plan import OpShape, cover_table
 
-Edges = tuple[IntArray, IntArray, IntArray, IntArray]  # edge, microbatch, writer row, reader row
+Edges = tuple[IntArray, IntArray, IntArray, IntArray]  # between programs: edge, microbatch, receive, reader row
 STEP = 8  # distance of neighbouring base rows in sort keys, so that others fit between
 
 

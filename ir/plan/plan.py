@@ -15,6 +15,7 @@ import numpy as np
 
 from ir.core.ops import Pass
 from ir.core.order import IntArray
+from ir.core.waits import order_by
 from ir.core.work import Message
 from ir.graph.graph import Graph
 
@@ -104,7 +105,7 @@ class OpLists:
         >>> OpLists.of(3, np.array([2, 0, 2]), np.array([7, 8, 9])).row(2).tolist()
         [7, 9]
         """
-        by = np.argsort(row, kind="stable")
+        by = order_by(row)
         at = np.zeros(rows + 1, dtype=np.int64)
         np.cumsum(np.bincount(row, minlength=rows), out=at[1:])
         return cls(at, item[by])
@@ -202,7 +203,7 @@ class Plan:
     @cached_property
     def queues(self) -> list[list[int]]:
         """The ops of each stream, in order."""
-        by = np.argsort(self.stream, kind="stable")
+        by = order_by(self.stream)
         cuts = np.cumsum(np.bincount(self.stream, minlength=len(self.streams)))[:-1]
         return [q.tolist() for q in np.split(by, cuts)]
 
@@ -240,7 +241,7 @@ class Plan:
 
 def sorted_buffers(columns: Mapping[str, IntArray]) -> Buffers:
     """Buffers in the plan's order: those called after nodes first, then those called after ops."""
-    by = np.lexsort((columns["mb"], columns["slot"], columns["node"], columns["node"] < 0))
+    by = order_by((columns["node"] < 0).astype(np.int64), columns["node"], columns["slot"], columns["mb"])
     return Buffers(**{k: v[by] for k, v in columns.items()})
 
 
