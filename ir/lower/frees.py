@@ -26,14 +26,14 @@ def node_buffers(draft: PlanBuilder, edges: Edges) -> None:
     proof = np.where(compute, np.arange(len(compute)), done) * scale
     read = proof[draft.inst] + np.where(compute[draft.inst], cover + 1, AT_START + 1)  # [node, microbatch]
     edge, mb, back, _ = edges
-    src, dst, slot = np.array([(e.src, e.dst, e.slot) for e in draft.graph.edges], dtype=np.int64).reshape(-1, 3).T
+    src, dst, slot = draft.graph.ends.T
     of = table.index[src, slot]
     sized = of[edge] >= 0
     edge, mb, back = edge[sized], mb[sized], back[sized]
 
     alloc = draft.inst[table.node]
     last = alloc * scale + cover[table.node] + 1
-    _read_here(last, read, dst, np.where(_within(draft), of, -1), (edge, mb))
+    _read_here(last, read, dst, np.where(draft.graph.data, of, -1), (edge, mb))
     received = np.flatnonzero(np.bincount(back, minlength=len(compute)))
     which, send = np.zeros((2, len(compute)), dtype=np.int64)
     which[received], send[draft.messages[1]] = np.arange(len(received)), draft.messages[0]
@@ -61,12 +61,6 @@ def node_buffers(draft: PlanBuilder, edges: Edges) -> None:
             category=np.append(np.repeat(table.category, mbs), none + CATEGORIES.index("buffers")),
         )
     )
-
-
-def _within(draft: PlanBuilder) -> BoolArray:
-    """[edge] whether it is read microbatch by microbatch."""
-    nodes = draft.graph.nodes
-    return np.array([not (e.join or nodes[e.src].once or nodes[e.dst].once) for e in draft.graph.edges], dtype=np.bool_)
 
 
 def _read_here(last: IntArray, read: IntArray, dst: IntArray, of: IntArray, far: tuple[IntArray, IntArray]) -> None:

@@ -60,8 +60,7 @@ def joint_order(draft: PlanBuilder, edges: Edges) -> None:
 def dry_run(draft: PlanBuilder, edges: Edges) -> IntArray:
     """End of each base row, sends taking no time. Rows that never come up end behind all others."""
     edge, mb, _, reader = edges
-    src = np.array([e.src for e in draft.graph.edges], dtype=np.int64)
-    writer = draft.inst[src[edge], mb]
+    writer = draft.inst[draft.graph.ends[edge, 0], mb]
     start = draft.start.tolist()
     length = _lengths(draft)[draft.rows.shape[: start[-1]]].tolist()
     needs: dict[int, list[int]] = {}

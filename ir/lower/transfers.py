@@ -18,8 +18,8 @@ def transfers(draft: PlanBuilder) -> Edges:
     action that no order holds, a reader ordered before its writer.
     """
     g, rows = draft.graph, draft.rows
-    data = [(i, e) for i, e in enumerate(g.edges) if not e.join and not g.nodes[e.src].once and not g.nodes[e.dst].once]
-    index, src, dst = np.array([(i, e.src, e.dst) for i, e in data], dtype=np.int64).reshape(-1, 3).T
+    index = np.flatnonzero(g.data)
+    src, dst, _ = g.ends[index].T
     _refuse_missing(draft, src, dst)
     stage = np.array([n.stage for n in g.nodes], dtype=np.int64)
     compute = np.array([n.stream == COMPUTE for n in g.nodes], dtype=np.bool_)
@@ -42,7 +42,7 @@ def transfers(draft: PlanBuilder) -> Edges:
 
 
 def _refuse_missing(draft: PlanBuilder, src: IntArray, dst: IntArray) -> None:
-    lost: BoolArray = (draft.inst < 0).any(axis=1)
+    lost: BoolArray = np.any(draft.inst < 0, axis=1)
     if (lost[src] | lost[dst]).any():
         g, a, b = draft.graph, draft.inst[src], draft.inst[dst]
         e, m = np.argwhere((a < 0) | (b < 0))[0].tolist()

@@ -87,6 +87,25 @@ def cover_table(shapes: Sequence[OpShape]) -> tuple[IntArray, IntArray]:
     return node, member
 
 
+def covers_of(shapes: Sequence[OpShape]) -> IntArray:
+    """[cover] its shape, its place among the shape's covers, node, member."""
+    rows = [(k, c, n, member) for k, s in enumerate(shapes) for c, (n, member) in enumerate(s.covers)]
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+
+def spread(of: IntArray, shape: IntArray, shapes: int) -> tuple[IntArray, IntArray]:
+    """(op, entry) of every op's entries in a table whose entries are of these shapes, in rising order.
+
+    >>> [a.tolist() for a in spread(np.array([0, 2, 2]), np.array([2, 1, 0]), 3)]
+    [[0, 0, 2], [1, 2, 0]]
+    """
+    each = np.bincount(of, minlength=shapes)
+    count = each[shape]
+    op = np.repeat(np.arange(len(shape)), count)
+    ahead = (np.cumsum(each) - each)[shape] - (np.cumsum(count) - count)
+    return op, np.arange(len(op)) + np.repeat(ahead, count)
+
+
 @dataclass(frozen=True, eq=False)
 class OpLists:
     """Lists of integers by row: `items[at[i]:at[i + 1]]` are row i's."""

@@ -20,11 +20,12 @@ from cost_models.allocator.bands import MemoryBand, replayed_band
 from ir.core.order import BoolArray, FloatArray, IntArray
 from ir.core.waits import order_by
 from ir.graph.sync import buckets
-from ir.plan.plan import AT_START, CATEGORIES, OpKind, Plan
+from ir.plan.plan import AT_START, CATEGORIES, OpKind, OpShape, Plan, covers_of, spread
 from ir.trace.trace import MemorySamples
 
 WORKSPACE = len(CATEGORIES)
 _COLUMNS = (*CATEGORIES, "workspace")
+_NOTHING = OpShape(OpKind.SEND, "", "")
 _STATE = ("parameters", "gradients", "optimizer")
 
 
@@ -158,20 +159,11 @@ class MemoryEvents:
 
 def _workspaces(plan: Plan) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """(op, cover, node, microbatch) of every workspace, op by op."""
-    nodes = plan.graph.nodes
-    rows = [
-        (k, c, n, member)
-        for k, s in enumerate(plan.shapes)
-        if s.kind is OpKind.COMPUTE
-        for c, (n, member) in enumerate(s.covers)
-        if nodes[n].workspace
-    ]
-    shape, cover, node, member = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    each = np.bincount(shape, minlength=len(plan.shapes))
-    count = each[plan.shape]
-    op = np.repeat(np.arange(len(plan)), count)
-    place = np.arange(len(op)) - np.repeat(np.cumsum(count) - count, count) + (np.cumsum(each) - each)[plan.shape[op]]
-    return op, cover[place], node[place], np.where(member[place] == 0, plan.mb[op], plan.mb2[op])
+    covers = covers_of([s if s.kind is OpKind.COMPUTE else _NOTHING for s in plan.shapes])
+    has = np.array([n.workspace > 0 for n in plan.graph.nodes], dtype=np.bool_)
+    shape, cover, node, member = covers[has[covers[:, 2]]].T
+    op, at = spread(shape, plan.shape, len(plan.shapes))
+    return op, cover[at], node[at], np.where(member[at] == 0, plan.mb[op], plan.mb2[op])
 
 
 def _per_op(plan: Plan, op: IntArray, total: IntArray, running: BoolArray) -> tuple[IntArray, IntArray]:
