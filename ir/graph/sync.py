@@ -103,19 +103,24 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
     for k, e in enumerate(graph.entries):
         for p in e.part.params:
             named[p.name].append(k)
-    where = {(n.stage, n.part): n.groups for n in graph.nodes}  # all passes of a part are together
+    where = {(n.stage, n.part): n.groups for n in graph.nodes if n.kind is Pass.F}  # all passes of a part are together
+    at = [where[e.stage, e.name] for e in graph.entries]
     pools: dict[_Pool, list[tuple[int, int, str]]] = {}
     for k, e in enumerate(graph.entries):
+        mine: dict[tuple[object, ...], list[tuple[int, int, str]]] = {}  # of this part: what its parameters share
         for p in e.part.params:
             holders = named[p.name]
             if holders[0] != k:
                 continue
-            owners = sorted({g for j in holders for g in where[graph.entries[j].stage, graph.entries[j].name]})
-            replica = _replica(graph, p.name, holders)
-            chunk = e.chunk.name if replica is not None and replica.zero == 3 else ""
-            axes = summed_over(p, e.layout)
-            pool = _Pool(e.stage, chunk, p.expert, axes, len(holders) > 1, tuple(owners), replica)
-            pools.setdefault(pool, []).append((k, local_numel(p, e.layout), p.name))
+            tied, axes = len(holders) > 1, summed_over(p, e.layout)
+            owners = tuple(sorted({g for j in holders for g in at[j]})) if tied else at[k]
+            replica = _replica(graph, p.name, holders) if tied else graph.replicas.get(k)
+            alike = p.expert, axes, tied, owners, id(replica)
+            if alike not in mine:
+                chunk = e.chunk.name if replica is not None and replica.zero == 3 else ""
+                pool = _Pool(e.stage, chunk, p.expert, axes, tied, owners, replica)
+                mine[alike] = pools.setdefault(pool, [])
+            mine[alike].append((k, local_numel(p, e.layout), p.name))
     cuts = {pool: _cut(graph, pool, params) for pool, params in pools.items()}
     out: list[Bucket] = []
     for pool, label in _labels(cuts).items():
