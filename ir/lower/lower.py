@@ -19,7 +19,7 @@ from ir.lower.policy import MessageQueue, PlanPolicy
 from ir.lower.template import TAIL
 from ir.lower.transfers import transfers
 from ir.lower.zero import zero_rows
-from ir.plan.plan import Buffers, OpKind, OpLists, Plan, first_use, sorted_buffers
+from ir.plan.plan import Buffers, OpKind, OpLists, Plan, first_use
 
 _FIELDS = ("node", "slot", "mb", "bytes", "alloc", "alloc_cover", "free", "free_cover", "category")
 
@@ -172,4 +172,7 @@ def _buffers(draft: PlanBuilder, new: IntArray) -> Buffers:
     op_named = columns["node"] < 0
     columns["slot"][op_named] = new[columns["slot"][op_named]]
     columns["free"] = np.where(columns["free"] >= 0, new[columns["free"]], -1)
-    return sorted_buffers(columns)
+    after = np.flatnonzero(op_named)
+    after = after[order_by(columns["slot"][after], columns["mb"][after])]
+    by = np.append(np.flatnonzero(~op_named), after)  # those called after nodes are in the plan's order
+    return Buffers(**{k: v[by] for k, v in columns.items()})

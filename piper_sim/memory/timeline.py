@@ -169,7 +169,7 @@ def _workspaces(plan: Plan) -> tuple[IntArray, IntArray, IntArray, IntArray]:
 def _per_op(plan: Plan, op: IntArray, total: IntArray, running: BoolArray) -> tuple[IntArray, IntArray]:
     """[op] bytes after it, and the most while it runs: from what it finds when its first frees are done."""
     n, b = len(plan), plan.buffers
-    last = np.searchsorted(op, np.arange(n), side="right") - 1
+    last = np.cumsum(np.bincount(op, minlength=n)) - 1
     valid = last >= 0
     valid[valid] = plan.program[op[last[valid]]] == plan.program[valid]
     after = np.zeros(n, dtype=np.int64)
