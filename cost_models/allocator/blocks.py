@@ -112,12 +112,33 @@ def join(h: MemoryBlocks, a: int, b: int) -> None:
 def free(h: MemoryBlocks, pool: int, b: int) -> int:
     """Join a block with its free neighbours and offer the whole."""
     a, c = h.before[b], h.behind[b]
-    if c >= 0 and h.state[c] == FREE:
+    before, behind = a >= 0 and h.state[a] == FREE, c >= 0 and h.state[c] == FREE
+    if not before and not behind:
+        offer(h, pool, b)
+        return b
+    if before and behind:
         withdraw(h, pool, rank(h, pool, h.size[c], h.address[c]))
+    x, first = (a, a) if before else (c, b)
+    size = h.size[b] + (h.size[a] if before else 0) + (h.size[c] if behind else 0)
+    old, new = rank(h, pool, h.size[x], h.address[x]), rank(h, pool, size, h.address[first]) - 1
+    for i in range(old, new):  # the whole is larger than the neighbour in whose place it comes
+        h.free[i] = h.free[i + 1]
+    h.free[new] = first
+    if behind:
         join(h, b, c)
-    if a >= 0 and h.state[a] == FREE:
-        withdraw(h, pool, rank(h, pool, h.size[a], h.address[a]))
+    if before:
         join(h, a, b)
-        b = a
-    offer(h, pool, b)
-    return b
+    h.state[first] = FREE
+    return first
+
+
+@jit
+def cut(h: MemoryBlocks, pool: int, at: int, size: int) -> int:
+    """Take the first bytes of the free block at this place of `free`; the rest stays free."""
+    b = h.free[at]
+    to = rank(h, pool, h.size[b] - size, h.address[b] + size)
+    rest = split(h, b, size)
+    for i in range(at, to, -1):  # the rest is smaller than the whole
+        h.free[i] = h.free[i - 1]
+    h.free[to] = rest
+    return int(b)

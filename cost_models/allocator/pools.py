@@ -17,6 +17,7 @@ from cost_models.allocator.blocks import (
     UNMAPPED,
     USED,
     MemoryBlocks,
+    cut,
     forget,
     free,
     join,
@@ -41,7 +42,7 @@ def _reach(h: MemoryBlocks, b: int) -> int:
 
 @jit
 def _best(h: MemoryBlocks, pool: int, size: int, expandable: bool) -> int:
-    """A free block to use, taken out: the smallest that is large enough, then the lowest; -1: none."""
+    """A free block to use, taken out and cut: the smallest that is large enough, then the lowest; -1: none."""
     end = pool * (len(h.free) // 2) + h.tally[pool]
     at = rank(h, pool, size, -1)
     if at == end:
@@ -49,6 +50,8 @@ def _best(h: MemoryBlocks, pool: int, size: int, expandable: bool) -> int:
     if expandable:  # a block that can grow counts as what it can grow to
         while at + 1 < end and _reach(h, h.free[at + 1]) < _reach(h, h.free[at]):
             at += 1
+    if _leaves(pool, h.size[h.free[at]] - size, expandable):
+        return cut(h, pool, at, size)
     return withdraw(h, pool, at)
 
 
@@ -174,13 +177,30 @@ def allocate(h: MemoryBlocks, pool: int, size: int, limit: int, expandable: bool
         b = _extend(h, pool, size, limit) if expandable else _segment(h, size, limit)
     if b < 0:
         return -1
-    rest = h.size[b] - size
-    if rest >= BLOCK if expandable or not pool else rest > SMALL:
+    if _leaves(pool, h.size[b] - size, expandable):
         offer(h, pool, split(h, b, size))
     h.state[b] = USED
     h.tally[ALLOCATED] += h.size[b]
     h.tally[MOST_ALLOCATED] = max(h.tally[MOST_ALLOCATED], h.tally[ALLOCATED])
     return b
+
+
+@jit
+def passing(h: MemoryBlocks, pool: int, size: int) -> bool:
+    """Count a block that is freed at once, where one is free for it: afterwards all is as before."""
+    at = rank(h, pool, size, -1)
+    if at == pool * (len(h.free) // 2) + h.tally[pool]:
+        return False
+    whole = h.size[h.free[at]]
+    taken = size if _leaves(pool, whole - size, False) else whole
+    h.tally[MOST_ALLOCATED] = max(h.tally[MOST_ALLOCATED], h.tally[ALLOCATED] + taken)
+    return True
+
+
+@jit
+def _leaves(pool: int, rest: int, expandable: bool) -> bool:
+    """Whether what a request leaves of a block is cut off."""
+    return rest >= BLOCK if expandable or not pool else rest > SMALL
 
 
 @jit
@@ -217,10 +237,16 @@ def run(
         if size and allocate(h, int(size > SMALL), size, limit, expandable) < 0:
             return i
     for step in range(steps):
-        for i in range(len(events)):
+        i = -1
+        while i + 1 < len(events):
+            i += 1
             a = events[i]
             b = a if a >= 0 else ~a
             size = -(-sizes[b] // BLOCK) * BLOCK
+            brief = size and a >= 0 and i + 1 < len(events) and events[i + 1] == ~a and not expandable
+            if brief and passing(h, int(size > SMALL), size):
+                i += 1
+                continue
             if size and a >= 0:
                 at[a] = allocate(h, int(size > SMALL), size, limit, expandable)
                 if at[a] < 0:

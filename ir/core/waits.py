@@ -29,19 +29,30 @@ def segments(*keys: IntArray) -> IntArray:
 
 
 def order_by(*keys: IntArray) -> IntArray:
-    """The order that sorts by the first key, then by the next. Keys are not negative; equal rows stand in any order.
+    """The order that sorts by the first key, then by the next, equal rows as they stand: `np.lexsort` backwards.
+
+    Keys and places are packed into one number each: sorting numbers is ten times as fast as finding an order.
 
     >>> order_by(np.array([1, 0, 1]), np.array([5, 9, 4])).tolist()
     [1, 2, 0]
     """
-    code, size = keys[0], int(keys[0].max(initial=0)) + 1
-    for key in keys[1:]:
-        wide = int(key.max(initial=0)) + 1
+    count = len(keys[0])
+    code, size, bits = np.zeros(count, dtype=np.int64), 1, count.bit_length()
+    for key in keys if count else ():
+        low = int(key.min())
+        wide = int(key.max()) - low + 1
         size *= wide
-        if size > 2**62:
+        if size > 2 ** (63 - bits):
             return np.lexsort(keys[::-1])
-        code = code * wide + key
-    return np.argsort(code)
+        if wide > 1:  # in place, as new memory costs more than all else here
+            code *= wide
+            code += key
+            code -= low
+    code <<= bits
+    code |= np.arange(count)
+    code.sort()
+    code &= (1 << bits) - 1
+    return code
 
 
 def strongest(

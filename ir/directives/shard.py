@@ -1,5 +1,6 @@
 """`shard`: divide parts over a mesh axis: experts over ep, dense parts over tp or cp."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -8,7 +9,7 @@ from ir.core.filters import DirectiveFilter
 from ir.core.ops import Pass
 from ir.core.work import Message
 from ir.directives.select import select
-from ir.graph.build import fill
+from ir.graph.build import PartPasses
 from ir.graph.graph import COUNTS, Buffer, Graph, GraphEdge, GraphNode, MemoryKind
 from ir.workload.part import ENCODER, ModelWork, PartLayout, PlacedPart
 
@@ -49,43 +50,58 @@ class ShardDirective:
         return out
 
     def __call__(self, graph: Graph) -> Graph:
+        return sharded(graph, [self])
+
+    def hit(self, graph: Graph) -> set[tuple[int, str]]:
+        """The (stage, part) keys that it divides. Raises PiperError (directive): it cannot."""
         if self.axis not in AXES:
             raise directive_error(f"{self}: no such axis", ", ".join(AXES), nearest(self.axis, AXES))
         if graph.mesh is None or graph.source is None:
             raise directive_error(f"{self}: a bare pipeline has nothing to shard")
-        hit = {(graph.nodes[i].stage, graph.nodes[i].part) for i in select(graph, self.filter, str(self))}
-        sizes = graph.mesh.sizes
-        entries = list(graph.entries)
-        for k, e in enumerate(entries):
-            if (e.stage, e.name) in hit:
-                entries[k] = replace(e, layout=self._layout(e, sizes["tp"], sizes["cp"], sizes["ep"], sizes["etp"]))
-        source = graph.source
-        graph = refill(replace(graph, entries=tuple(entries)), source)
-        if self.axis == "ep" and sizes["ep"] * sizes["etp"] > 1:
-            return _all_to_all(graph, source, hit, self.stream)
-        return graph
+        return {(graph.nodes[i].stage, graph.nodes[i].part) for i in select(graph, self.filter, str(self))}
 
-    def _layout(self, e: PlacedPart, tp: int, cp: int, ep: int, etp: int) -> PartLayout:
+    def layout(self, old: PartLayout, tp: int, cp: int, ep: int, etp: int) -> PartLayout:
+        """A part's layout behind it, under these sizes."""
         match self.axis:
             case "tp":
-                return replace(e.layout, tp=tp, sequence_parallel=self.sequence_parallel and tp > 1)
+                return replace(old, tp=tp, sequence_parallel=self.sequence_parallel and tp > 1)
             case "cp":
-                return replace(e.layout, cp=cp, cp_heads=self.heads and cp > 1)
+                return replace(old, cp=cp, cp_heads=self.heads and cp > 1)
             case _:
-                return replace(e.layout, ep=ep, etp=etp)
+                return replace(old, ep=ep, etp=etp)
+
+
+def sharded(graph: Graph, directives: Sequence[ShardDirective]) -> Graph:
+    """The graph after some shards, one after the other; nodes are filled anew where their work is looked at."""
+    for d in directives:
+        hit = d.hit(graph)
+        mesh, source = graph.mesh, graph.source
+        assert mesh is not None and source is not None
+        sizes = [mesh.sizes[axis] for axis in ("tp", "cp", "ep", "etp")]
+        new = {old: d.layout(old, *sizes) for old in {e.layout for e in graph.entries}}
+        entries = [
+            PlacedPart(e.stage, e.chunk, e.part, new[e.layout] if (e.stage, e.name) in hit else e.layout)
+            for e in graph.entries
+        ]
+        graph = replace(graph, entries=tuple(entries))
+        exchanged = d.axis == "ep" and sizes[2] * sizes[3] > 1
+        if exchanged or d is directives[-1]:
+            graph = refill(graph, source)
+        if exchanged:
+            graph = _all_to_all(graph, source, hit, d.stream)
+    return graph
 
 
 def refill(graph: Graph, source: ModelWork) -> Graph:
     """Every compute node's work and buffers, asked for again under the current layouts."""
     by_name = {(e.stage, e.name): e for e in graph.entries}
     works = {key: source.work(e) for key, e in by_name.items()}
-    inputs = graph_inputs(graph)
-    nodes = []
+    grads = {key: tuple([works[j].gradient_bytes for j in js]) for key, js in graph_inputs(graph).items()}
+    passes, nodes = PartPasses(graph.recompute), []
     for n in graph.nodes:
         key = (n.stage, n.part)
-        if isinstance(n.kind, Pass) and key in by_name:
-            grads = [works[j].gradient_bytes for j in inputs[key]]
-            n = fill(n, by_name[key], works[key], grads, graph.recompute)
+        if key in by_name and not n.once:
+            n = passes.fill(n, by_name[key], works[key], grads[key])
         nodes.append(n)
     return replace(graph, nodes=tuple(nodes))
 

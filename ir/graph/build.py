@@ -5,8 +5,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ir.core.ops import Pass
-from ir.core.work import Message, MessageKind
-from ir.graph.graph import Buffer, Graph, GraphEdge, GraphNode
+from ir.core.work import Message, MessageKind, Work
+from ir.graph.graph import Buffer, Graph, GraphEdge, GraphNode, PerStepOp
 from ir.graph.recompute import RecomputedLayers
 from ir.workload.part import ENCODER, Chunk, KeptBuffer, ModelWork, PartWork, PlacedPart, SavedBuffer
 
@@ -59,7 +59,7 @@ class _Builder:
     """Collects nodes and edges; used once, by `model_graph`."""
 
     def __init__(self, entries: list[PlacedPart], source: ModelWork, recompute: RecomputedLayers) -> None:
-        self.entries, self.source, self.recompute = entries, source, recompute
+        self.entries, self.source, self.recompute, self.passes = entries, source, recompute, PartPasses(recompute)
         self.nodes: list[GraphNode] = []
         self.edges: list[GraphEdge] = []
         self.index = {e.name: i for i, e in enumerate(entries)}
@@ -105,8 +105,8 @@ class _Builder:
     def _add(self, k: int, kind: Pass) -> int:
         e = self.entries[k]
         node = GraphNode(e.stage, kind, e.name, tags={"PP": e.stage, **e.chunk.tags, **_tags(e)})
-        grads = [self.works[j].gradient_bytes for j in self.inputs[k]]
-        self.nodes.append(fill(node, e, self.works[k], grads, self.recompute))
+        grads = tuple([self.works[j].gradient_bytes for j in self.inputs[k]])
+        self.nodes.append(self.passes.fill(node, e, self.works[k], grads))
         return len(self.nodes) - 1
 
     def _recompute(self) -> None:
@@ -179,35 +179,55 @@ def grad_slot(inputs: Sequence[int], of: int) -> int:
     return list(inputs).index(of)
 
 
-def fill(node: GraphNode, e: PlacedPart, w: PartWork, grads: Sequence[int], recompute: RecomputedLayers) -> GraphNode:
-    """A node with the work and buffers of its pass, under the part's layout and what is recomputed.
+class PartPasses:
+    """What the passes of parts do and keep, under what is recomputed; worked out once for parts with the same work."""
 
-    grads: bytes of each input, hence of the gradient that I writes for it, unless the part says otherwise.
-    """
-    whole, options = recompute.whole(e.chunk, e.part.name), recompute.of(e.chunk)
+    def __init__(self, recompute: RecomputedLayers) -> None:
+        self.recompute = recompute
+        self._how: dict[str, tuple[bool, frozenset[str]]] = {}
+        self._known: dict[tuple[object, ...], tuple[PartWork, _Done]] = {}
+
+    def fill(self, node: GraphNode, e: PlacedPart, w: PartWork, grads: tuple[int, ...]) -> GraphNode:
+        """A node with the work and buffers of its pass.
+
+        grads: bytes of each input, hence of the gradient that I writes for it, unless the part says otherwise.
+        """
+        how = self._how.get(node.part)
+        if how is None:
+            how = self._how[node.part] = self.recompute.whole(e.chunk, e.part.name), self.recompute.of(e.chunk)
+        key = id(w), node.kind, grads, how  # equal parts share one work, which is kept here
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = w, _done(node.kind, w, grads, *how)
+        return node.doing(*known[1])
+
+
+_Done = tuple[Work, tuple[Message, ...], tuple[Buffer, ...], int]
+
+
+def _done(kind: Pass | PerStepOp, w: PartWork, grads: tuple[int, ...], whole: bool, options: frozenset[str]) -> _Done:
+    """Work, inline messages, buffers and workspace of a pass."""
     fine = tuple(s for s in w.saved if not options.isdisjoint(s.recompute))
-    inline = tuple(x.message for x in w.inline if x.when is node.kind)
-    match node.kind:
+    inline = tuple(x.message for x in w.inline if x.when is kind)
+    match kind:
         case Pass.F:
             kept = () if whole else tuple(s for s in w.saved if s not in fine)
-            writes = _outputs(w.out_bytes, kept)
-            return node.doing(w.forward, inline, writes, w.forward_workspace)
+            return w.forward, inline, _outputs(w.out_bytes, kept), w.forward_workspace
         case Pass.R if whole:
-            return node.doing(w.forward, _forward(w), _outputs(w.out_bytes, w.saved), w.forward_workspace)
+            return w.forward, _forward(w), _outputs(w.out_bytes, w.saved), w.forward_workspace
         case Pass.R:
             came = () if "operators" not in options else tuple(m for m in _forward(w) if _asked_again(m))
-            return node.doing(tuple(k for s in fine for k in s.rebuild), came, _outputs(0, fine), node.workspace)
+            return tuple(k for s in fine for k in s.rebuild), came, _outputs(0, fine), 0
         case Pass.I:
             names = ("grad",) if len(grads) == 1 else tuple(f"grad{n}" for n in range(len(grads)))
-            own = grads if w.handed is None else [w.handed]
+            own = grads if w.handed is None else (w.handed,)
             buffers = tuple(Buffer(n, b) for n, b in zip(names, own, strict=True))
-            writes = (*buffers, Buffer("stash", w.stash_bytes))
-            return node.doing(w.input_grad, inline, writes, w.input_grad_workspace)
+            return w.input_grad, inline, (*buffers, Buffer("stash", w.stash_bytes)), w.input_grad_workspace
         case Pass.W:
-            writes = (Buffer("dw", 0),)  # the gradient itself persists; this only says that it is complete
-            return node.doing(w.weight_grad, inline, writes, w.weight_grad_workspace)
+            dw = (Buffer("dw", 0),)  # the gradient itself persists; this only says that it is complete
+            return w.weight_grad, inline, dw, w.weight_grad_workspace
         case _:
-            raise AssertionError(node)
+            raise AssertionError(kind)
 
 
 def _forward(w: PartWork) -> tuple[Message, ...]:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from ir.core.errors import directive_error
 from ir.core.mesh import Mesh
+from ir.core.ops import Pass
 from ir.graph.graph import BucketPolicy, Graph
 from ir.graph.matrices import MatrixShard, hidden_matrix, packed
 from ir.workload.params import local_numel
@@ -124,22 +125,27 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
     for k, e in enumerate(graph.entries):
         for p in e.part.params:
             named[p.name].append(k)
-    where = {(n.stage, n.part): n.groups for n in graph.nodes}  # all passes of a part are together
+    where = {(n.stage, n.part): n.groups for n in graph.nodes if n.kind is Pass.F}  # all passes of a part are together
+    at = [where[e.stage, e.name] for e in graph.entries]
     pools: dict[_Pool, list[tuple[int, int, str]]] = {}
     hidden = dict[str, MatrixShard]()
     for k, e in enumerate(graph.entries):
+        mine: dict[tuple[object, ...], list[tuple[int, int, str]]] = {}  # of this part: what its parameters share
         for p in e.part.params:
             holders = named[p.name]
             if holders[0] != k:
                 continue
-            owners = sorted({g for j in holders for g in where[graph.entries[j].stage, graph.entries[j].name]})
-            replica = _replica(graph, p.name, holders)
-            chunk = e.chunk.name if replica is not None and replica.zero == 3 else ""
-            axes = summed_over(p, e.layout)
+            tied, axes = len(holders) > 1, summed_over(p, e.layout)
+            owners = tuple(sorted({g for j in holders for g in at[j]})) if tied else at[k]
+            replica = _replica(graph, p.name, holders) if tied else graph.replicas.get(k)
             if graph.muon is not None and (found := hidden_matrix(p, e.layout)) is not None:
                 hidden[p.name] = found
-            pool = _Pool(e.stage, chunk, p.expert, axes, len(holders) > 1, tuple(owners), replica, p.name in hidden)
-            pools.setdefault(pool, []).append((k, local_numel(p, e.layout), p.name))
+            alike = p.expert, axes, tied, owners, id(replica), p.name in hidden
+            if alike not in mine:
+                chunk = e.chunk.name if replica is not None and replica.zero == 3 else ""
+                pool = _Pool(e.stage, chunk, p.expert, axes, tied, owners, replica, p.name in hidden)
+                mine[alike] = pools.setdefault(pool, [])
+            mine[alike].append((k, local_numel(p, e.layout), p.name))
     if cut := next((x for x in pools if x.matrix and x.replica is not None and x.replica.zero > 1), None):
         message = f"replicate cuts matrices of stage {cut.stage}, which Muon updates whole"
         raise directive_error(message, "zero = 0 or 1", "zero = 1")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ir.core.order import BoolArray, IntArray
-from ir.core.waits import running_max, segments
+from ir.core.waits import order_by, running_max, segments
 from ir.lower.plan_builder import Edges, PlanBuilder, producers
 from ir.plan.plan import AT_START, CATEGORIES, OpKind
 
@@ -18,75 +18,76 @@ def node_buffers(draft: PlanBuilder, edges: Edges) -> None:
     dies at the last of its readers' proofs, one that nobody reads where it was written; without proof it stays.
     """
     table = _Slots(draft)
-    if not table.count:
+    if not len(table.node):
         return
-    edge, mb, writer, reader = edges
-    g, kinds = draft.graph, draft.kinds()
-    src, dst, slot = (np.array([getattr(e, k) for e in g.edges], np.int64)[edge] for k in ("src", "dst", "slot"))
-    of = table.index[src, slot]
-    some = np.flatnonzero(of >= 0)
-    of, mb, writer, reader, dst = of[some], mb[some], writer[some], reader[some], dst[some]
+    compute, cover = draft.kinds() == OpKind.COMPUTE, draft.cover
     done = proofs(draft)
-    remote = kinds[writer] == OpKind.RECV
-    received, which = np.unique(writer[remote], return_inverse=True)
-    read = of * g.mbs + mb
-    send_of = np.zeros(len(draft.rows), dtype=np.int64)
-    send_of[draft.messages[1]] = draft.messages[0]
-    sent, send = read[remote], send_of[writer[remote]]
-    read[remote] = table.count + which
+    scale = 2 + int(cover.max(initial=0))  # one number per (row, cover), so that the last is a maximum
+    proof = np.where(compute, np.arange(len(compute)), done) * scale
+    read = proof[draft.inst] + np.where(compute[draft.inst], cover + 1, AT_START + 1)  # [node, microbatch]
+    edge, mb, back, _ = edges
+    src, dst, slot = draft.graph.ends.T
+    of = table.index[src, slot]
+    sized = of[edge] >= 0
+    edge, mb, back = edge[sized], mb[sized], back[sized]
 
-    direct = kinds[reader] == OpKind.COMPUTE
-    scale = 2 + int(draft.cover.max(initial=0))  # one number per (row, cover), so that the last is a maximum
-    alloc = np.concatenate([draft.inst[table.node, table.mb], received])
-    alloc_cover = np.concatenate([draft.cover[table.node, table.mb], np.zeros(len(received), np.int64)])
-    last = alloc * scale + alloc_cover + 1
-    last[table.count :] = -1  # what is received is read
-    cover = np.where(direct, draft.cover[dst, mb], AT_START)
-    np.maximum.at(last, read, np.where(direct, reader, done[reader]) * scale + cover + 1)
-    np.maximum.at(last, sent, done[send] * scale + AT_START + 1)
-    row = last // scale
+    alloc = draft.inst[table.node]
+    last = alloc * scale + cover[table.node] + 1
+    _read_here(last, read, dst, np.where(draft.graph.data, of, -1), (edge, mb))
+    received = np.flatnonzero(np.bincount(back, minlength=len(compute)))
+    which, send = np.zeros((2, len(compute)), dtype=np.int64)
+    which[received], send[draft.messages[1]] = np.arange(len(received)), draft.messages[0]
+    which, send = which[back], send[back]
+    np.maximum.at(last, (of[edge], mb), done[send] * scale + AT_START + 1)
+    there = np.full(len(received), -1)
+    np.maximum.at(there, which, read[dst[edge], mb])
     known = np.flatnonzero(done[send] < NEVER)
     draft.wait(done[send[known]], send[known])
-    free = np.where(row < NEVER, row, -1)
+    last = np.concatenate([last.ravel(), there])
+    free = np.where(last < NEVER * scale, last // scale, -1)
     carried = np.zeros(len(received), dtype=np.int64)
-    carried[which] = of[remote]
+    carried[which] = of[edge]
+    mbs, none = draft.graph.mbs, np.zeros(len(received), dtype=np.int64)
     draft.buffers.append(
         dict(
-            node=np.concatenate([table.node, np.full(len(received), -1)]),
-            slot=np.concatenate([table.slot, received]),
-            mb=np.concatenate([table.mb, draft.rows.mb[received]]),
-            bytes=np.concatenate([np.repeat(table.bytes, g.mbs), table.bytes[carried]]),
-            alloc=alloc,
-            alloc_cover=alloc_cover,
+            node=np.append(np.repeat(table.node, mbs), none - 1),
+            slot=np.append(np.repeat(table.slot, mbs), received),
+            mb=np.append(np.tile(np.arange(mbs), len(table.node)), draft.rows.mb[received]),
+            bytes=np.append(np.repeat(table.bytes, mbs), table.bytes[carried]),
+            alloc=np.append(alloc, received),
+            alloc_cover=np.append(cover[table.node], none),
             free=free,
             free_cover=np.where(free >= 0, last % scale - 1, 0),
-            category=np.concatenate([table.category, np.full(len(received), CATEGORIES.index("buffers"))]),
+            category=np.append(np.repeat(table.category, mbs), none + CATEGORIES.index("buffers")),
         )
     )
 
 
+def _read_here(last: IntArray, read: IntArray, dst: IntArray, of: IntArray, far: tuple[IntArray, IntArray]) -> None:
+    """Raise each buffer's last time to when all have read it that are on its program. far: edges that cross, of mbs."""
+    edge = order_by(of)
+    edge = edge[np.searchsorted(of[edge], 0) :]
+    if not len(edge):
+        return
+    place = np.zeros(len(of), dtype=np.int64)
+    place[edge] = np.arange(len(edge))
+    at = read[dst[edge]]
+    at[place[far[0]], far[1]] = -1
+    first = np.flatnonzero(np.diff(of[edge], prepend=-1))
+    found = of[edge][first]
+    last[found] = np.maximum(last[found], np.maximum.reduceat(at, first))
+
+
 class _Slots:
-    """Every (node, slot, microbatch) whose buffer has a size. index[node, slot] numbers the slots; -1: no size."""
+    """Every (node, slot) whose buffer has a size. index[node, slot] numbers them; -1: no size."""
 
     def __init__(self, draft: PlanBuilder) -> None:
-        g = draft.graph
-        slots = [
-            (n, s, b)
-            for n, node in enumerate(g.nodes)
-            if not node.once
-            for s, b in enumerate(node.writes)
-            if b.bytes > 0
-        ]
-        self.count = len(slots) * g.mbs
-        self.bytes = np.array([b.bytes for _, _, b in slots], dtype=np.int64)
-        self.node = np.repeat(np.array([n for n, _, _ in slots], dtype=np.int64), g.mbs)
-        self.slot = np.repeat(np.array([s for _, s, _ in slots], dtype=np.int64), g.mbs)
-        kind = np.array([CATEGORIES.index(str(b.category)) for _, _, b in slots], dtype=np.int64)
-        self.category = np.repeat(kind, g.mbs)
-        self.mb = np.tile(np.arange(g.mbs), len(slots))
-        self.index = np.full((len(g.nodes), 1 + max((len(n.writes) for n in g.nodes), default=0)), -1, dtype=np.int64)
-        for k, (n, s, _) in enumerate(slots):
-            self.index[n, s] = k
+        nodes = draft.graph.nodes
+        slots = [(n, s, b) for n, x in enumerate(nodes) if not x.once for s, b in enumerate(x.writes) if b.bytes > 0]
+        rows = [(n, s, b.bytes, CATEGORIES.index(b.category)) for n, s, b in slots]
+        self.node, self.slot, self.bytes, self.category = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        self.index = np.full((len(nodes), 1 + max((len(n.writes) for n in nodes), default=0)), -1, dtype=np.int64)
+        self.index[self.node, self.slot] = np.arange(len(slots))
 
 
 def proofs(draft: PlanBuilder) -> IntArray:
@@ -115,7 +116,7 @@ def _answers(draft: PlanBuilder, producer: IntArray, done: IntArray, compute: Bo
     consumer = np.where(compute[draft.recv_of], draft.recv_of, done[draft.recv_of])
     there, here = rows.program[recv], rows.program[send]
     channel, back = here * programs + there, there * programs + here
-    by = np.lexsort((producer, channel))
+    by = order_by(channel, producer)
     segment = segments(channel[by])
     earliest = -running_max(-consumer[by][::-1], segment[-1] - segment[::-1])[::-1]
     wide = len(rows) + 1

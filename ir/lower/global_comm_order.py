@@ -19,10 +19,10 @@ FLOPS_PER_BYTE, FLOPS_PER_MESSAGE_BYTE = 300, 15_000
 def joint_order(draft: PlanBuilder, edges: Edges) -> None:
     """Put reductions between programs, and transfers where they share one queue, where the joint order wants them.
 
-    edges: (edge, microbatch, writer or receive, reader) of every data edge. In one dry run over all programs each base
-    row takes as long as its work, in its program's order. A transfer stands at its producer's end, a reduction at the
-    end of its last contribution over all members. A send stays behind its producer; a reduction stands where its time
-    comes; a receive stands before the earliest of its consumer and whatever is behind it in the queue.
+    edges: (edge, microbatch, receive, reader) of every data edge between programs. In one dry run over all programs
+    each base row takes as long as its work, in its program's order. A transfer stands at its producer's end, a
+    reduction at the end of its last contribution over all members. A send stays behind its producer; a reduction stands
+    where its time comes; a receive stands before the earliest of its consumer and whatever is behind it in the queue.
     Reductions need this even where transfers have channels, if compute waits for others on their stream (ZeRO-2, 3).
     """
     met = [r for r in draft.reductions if len(r[0]) > 1]
@@ -61,10 +61,8 @@ def joint_order(draft: PlanBuilder, edges: Edges) -> None:
 
 def dry_run(draft: PlanBuilder, edges: Edges) -> IntArray:
     """End of each base row, sends taking no time. Rows that never come up end behind all others."""
-    edge, mb, source, reader = edges
-    far = np.flatnonzero(draft.kinds()[source] == OpKind.RECV)
-    src = np.array([e.src for e in draft.graph.edges], dtype=np.int64)
-    writer, reader = draft.inst[src[edge[far]], mb[far]], reader[far]
+    edge, mb, _, reader = edges
+    writer = draft.inst[draft.graph.ends[edge, 0], mb]
     start = draft.start.tolist()
     length = _lengths(draft)[draft.rows.shape[: start[-1]]].tolist()
     needs: dict[int, list[int]] = {}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from ir.core.order import IntArray, Order
-from ir.core.waits import strongest
+from ir.core.waits import order_by, strongest
 from ir.directives.rows import orders_from_rows
 from ir.graph.graph import Graph, check, illegal
 from ir.graph.per_step import with_sync
@@ -20,7 +20,7 @@ from ir.lower.policy import MessageQueue, PlanPolicy
 from ir.lower.template import TAIL
 from ir.lower.transfers import transfers
 from ir.lower.zero import zero_rows
-from ir.plan.plan import Buffers, OpKind, OpLists, Plan, first_use, sorted_buffers
+from ir.plan.plan import Buffers, OpKind, OpLists, Plan, first_use
 
 _FIELDS = ("node", "slot", "mb", "bytes", "alloc", "alloc_cover", "free", "free_cover", "category")
 
@@ -93,7 +93,7 @@ def _after_dispatched(draft: PlanBuilder) -> None:
     """A communication op follows the compute op dispatched before it: its buffer may be that op's, recycled."""
     kinds = draft.kinds()
     rows = draft.rows
-    order = np.lexsort((rows.sub, rows.key, rows.program))
+    order = order_by(rows.program, rows.key, rows.sub)
     compute = kinds[order] == OpKind.COMPUTE
     last = np.maximum.accumulate(np.where(compute, np.arange(len(order)), -1))
     comm = np.flatnonzero(~compute & (last >= 0))
@@ -105,7 +105,7 @@ def _after_dispatched(draft: PlanBuilder) -> None:
 def _behind_sends(draft: PlanBuilder) -> None:
     """A compute op waits for the send dispatched last before it, hence for what was sent to each peer before."""
     kinds, rows = draft.kinds(), draft.rows
-    order = np.lexsort((rows.sub, rows.key, rows.program))
+    order = order_by(rows.program, rows.key, rows.sub)
     compute = kinds[order] == OpKind.COMPUTE
     after = np.where(compute, np.arange(len(order)), len(order))
     after = np.minimum.accumulate(after[::-1])[::-1]
@@ -118,7 +118,7 @@ def _behind_sends(draft: PlanBuilder) -> None:
 def _finish(draft: PlanBuilder, header: Mapping[str, str]) -> Plan:
     """Sort rows into dispatch order, renumber everything, keep the waits that say something."""
     rows = draft.rows
-    order = np.lexsort((rows.sub, rows.key, rows.program))
+    order = order_by(rows.program, rows.key, rows.sub)
     new = np.empty(len(order), dtype=np.int64)
     new[order] = np.arange(len(order))
     used, shape = first_use(rows.shape[order])
@@ -144,13 +144,13 @@ def _finish(draft: PlanBuilder, header: Mapping[str, str]) -> Plan:
     stream = bare.stream
     position = stream_positions(stream)
     row, on = strongest(row, on, stream, position, len(bare.streams))
-    by = np.lexsort((on, row))
+    by = order_by(row, on)
     return replace(bare, waits=OpLists.of(len(order), row[by], on[by]))
 
 
 def stream_positions(stream: IntArray) -> IntArray:
     """Position of each op within its stream (dispatch order)."""
-    by = np.argsort(stream, kind="stable")
+    by = order_by(stream)
     counts = np.bincount(stream)
     first = np.concatenate([[0], np.cumsum(counts)[:-1]])
     out = np.empty(len(stream), dtype=np.int64)
@@ -173,4 +173,7 @@ def _buffers(draft: PlanBuilder, new: IntArray) -> Buffers:
     op_named = columns["node"] < 0
     columns["slot"][op_named] = new[columns["slot"][op_named]]
     columns["free"] = np.where(columns["free"] >= 0, new[columns["free"]], -1)
-    return sorted_buffers(columns)
+    after = np.flatnonzero(op_named)
+    after = after[order_by(columns["slot"][after], columns["mb"][after])]
+    by = np.append(np.flatnonzero(~op_named), after)  # those called after nodes are in the plan's order
+    return Buffers(**{k: v[by] for k, v in columns.items()})

@@ -7,12 +7,13 @@ import numpy as np
 
 from ir.core.ops import OpToken, ScheduledOp
 from ir.core.order import IntArray, Order
+from ir.core.waits import order_by
 from ir.graph.graph import Graph, MicrobatchSpan, illegal
 from ir.lower.policy import PlanPolicy
 from ir.lower.template import PlanTemplateKey, PlanTemplates
-from ir.plan.plan import OpShape, cover_table
+from ir.plan.plan import OpShape, covers_of, spread
 
-Edges = tuple[IntArray, IntArray, IntArray, IntArray]  # edge, microbatch, writer row, reader row
+Edges = tuple[IntArray, IntArray, IntArray, IntArray]  # between programs: edge, microbatch, receive, reader row
 STEP = 8  # distance of neighbouring base rows in sort keys, so that others fit between
 
 
@@ -209,21 +210,27 @@ def _known(p: int, order: Order, graph: Graph) -> None:
 def _instances(graph: Graph, templates: PlanTemplates, rows: PlanRows) -> tuple[IntArray, IntArray]:
     """[node, mb] -> row and cover index; refuses what an order runs twice."""
     inst = np.full((len(graph.nodes), graph.mbs), -1, dtype=np.int64)
-    cover = np.zeros_like(inst)
-    for c, (node, member) in enumerate(zip(*cover_table(templates.shapes), strict=True)):
-        sel = np.flatnonzero(node[rows.shape] >= 0)
-        shape = rows.shape[sel]
-        n, m = node[shape], np.where(member[shape] == 0, rows.mb[sel], rows.mb2[sel])
-        before = inst[n, m]
-        inst[n, m] = sel
-        cover[n, m] = c
-        twice = np.flatnonzero((before >= 0) | (inst[n, m] != sel))
-        if len(twice):
-            k = int(twice[0])
-            row = int(sel[k])
-            text = templates.shapes[int(rows.shape[row])].stamp(int(rows.mb[row]), int(rows.mb2[row]))
-            raise illegal(f"program {int(rows.program[row])}: {text} runs twice", "name every action once in its order")
-    return inst, cover
+    place = np.zeros_like(inst)
+    shape, cover, node, member = covers_of(templates.shapes).T
+    row, at = spread(shape, rows.shape, len(templates.shapes))
+    n, m, c = node[at], np.where(member[at] == 0, rows.mb[row], rows.mb2[row]), cover[at]
+    inst[n, m], place[n, m] = row, c
+    if (inst >= 0).sum() < len(row):
+        k = int(row[_twice(n * graph.mbs + m, c, row)])
+        text = templates.shapes[int(rows.shape[k])].stamp(int(rows.mb[k]), int(rows.mb2[k]))
+        raise illegal(f"program {int(rows.program[k])}: {text} runs twice", "name every action once in its order")
+    return inst, place
+
+
+def _twice(what: IntArray, cover: IntArray, row: IntArray) -> int:
+    """The first by cover, then row, that was there at an earlier cover, or comes again at the same."""
+    by = order_by(cover, row)
+    order = np.arange(len(by))
+    _, first, which = np.unique(what[by], return_index=True, return_inverse=True)
+    last = np.zeros((len(first), int(cover.max()) + 1), dtype=np.int64)
+    np.maximum.at(last, (which, cover[by]), order)
+    bad = (cover[by] > cover[by][first[which]]) | (last[which, cover[by]] > order)
+    return int(by[bad.argmax()])
 
 
 def producers(draft: PlanBuilder, send: IntArray) -> IntArray:

@@ -36,6 +36,8 @@ class PlanTemplates:
         self.sequences = PassSequences(graph)
         self.shapes: list[OpShape] = []
         self._shape_at: dict[tuple[str, str, int], int] = {}
+        self._alone: dict[int, int] = {}  # node -> its own shape
+        self._runs: dict[tuple[int, ...], int] = {}  # nodes of one member -> their shape
         self.names, self.labels = MessageNames(graph), OpLabels(graph)
         nodes = graph.nodes
         self._leaving: dict[int, list[GraphEdge]] = {}
@@ -87,20 +89,19 @@ class PlanTemplates:
             pending.clear()
 
         for node, member in items:
-            n = self.graph.nodes[node]
-            if n.stream != COMPUTE:
+            computes = self.graph.nodes[node].stream == COMPUTE
+            if not computes:
                 close()
-                rows.append((self._shape(node_shape(self.graph, node)), member, -1))
+                if node not in self._alone:
+                    self._alone[node] = self._shape(node_shape(self.graph, node))
+                rows.append((self._alone[node], member, -1))
             else:
                 if run and not fused and not self._joins(run, (node, member)):
                     close()
                 run.append((node, member))
-            sends = self._sends(key, node, member)
-            if n.stream != COMPUTE:
-                rows.extend(sends)
-            elif sends:
-                pending.extend(sends)
-            if (sends and cut and n.stream == COMPUTE) or node in whole:
+            sends = self._sends(key, node, member) if node in self._leaving else ()
+            (pending if computes else rows).extend(sends)
+            if (sends and cut and computes) or node in whole:
                 close()
         close()
         return rows
@@ -123,18 +124,17 @@ class PlanTemplates:
 
     def _compute(self, key: PlanTemplateKey, run: list[Item], fused: bool) -> TemplateRow:
         if not fused:
-            member = run[0][1]
-            text = self.labels.of([n for n, _ in run])
-            shape = OpShape(OpKind.COMPUTE, COMPUTE, text, tuple((n, 0) for n, _ in run))
-            return (self._shape(shape), member, -1)
+            nodes = tuple([n for n, _ in run])
+            if nodes not in self._runs:  # in a schedule's pairs the same runs come again and again
+                covers = tuple([(n, 0) for n in nodes])
+                self._runs[nodes] = self._shape(OpShape(OpKind.COMPUTE, COMPUTE, self.labels.of(nodes), covers))
+            return (self._runs[nodes], run[0][1], -1)
         texts = [self.labels.of([n for n, m in run if m == i]) for i in range(len(key.members))]
         shape = OpShape(OpKind.COMPUTE, COMPUTE, fused_text(texts), tuple(run))
         return (self._shape(shape), 0, 1)
 
     def _sends(self, key: PlanTemplateKey, node: int, member: int) -> list[TemplateRow]:
         """One send per program that reads a slot of this node elsewhere."""
-        if node not in self._leaving:
-            return []
         n = self.graph.nodes[node]
         cls = key.classes[member]
         out: dict[tuple[int, int], TemplateRow] = {}

@@ -2,59 +2,63 @@
 
 import numpy as np
 
-from ir.core.order import IntArray
-from ir.core.waits import running_max, segments
-from ir.graph.graph import illegal
+from ir.core.errors import PiperError
+from ir.core.order import BoolArray, IntArray
+from ir.core.waits import order_by, running_max, segments
+from ir.graph.graph import COMPUTE, illegal
 from ir.lower.plan_builder import STEP, Edges, PlanBuilder
 from ir.lower.policy import MessageQueue
 from ir.plan.plan import OpKind, OpShape
 
 
-def data_edges(draft: PlanBuilder) -> Edges:
-    """(edge, mb, writer row, reader row) of every data edge's instances. Refuses an order that leaves actions out.
-
-    Raises PiperError (illegal_plan): an action that no order holds.
-    """
-    g = draft.graph
-    index = np.array(
-        [i for i, e in enumerate(g.edges) if not e.join and not g.nodes[e.src].once and not g.nodes[e.dst].once],
-        dtype=np.int64,
-    )
-    src = np.array([g.edges[i].src for i in index.tolist()], dtype=np.int64)
-    dst = np.array([g.edges[i].dst for i in index.tolist()], dtype=np.int64)
-    a, b = draft.inst[src], draft.inst[dst]
-    missing = np.argwhere((a < 0) | (b < 0))
-    if len(missing):
-        e, m = missing[0].tolist()
-        node = g.nodes[src[e] if a[e, m] < 0 else dst[e]]
-        raise illegal(f"{node.text(m)} is in no program's order", "order every microbatch's F and backward once")
-    mb = np.broadcast_to(np.arange(g.mbs), a.shape)
-    return np.repeat(index, g.mbs), mb.ravel(), a.ravel(), b.ravel()
-
-
 def transfers(draft: PlanBuilder) -> Edges:
-    """Add receives and all local waits for data; returns `data_edges` with remote writers replaced by receives.
+    """Add receives and all local waits for data; returns the edges' instances that cross programs.
 
-    Raises PiperError (illegal_plan): a reader ordered before its writer.
+    Ops on one program's compute stream wait for one another by their order alone. Raises PiperError (illegal_plan): an
+    action that no order holds, a reader ordered before its writer.
     """
-    edge, mb, a, b = data_edges(draft)
-    rows = draft.rows
-    cross = rows.program[a] != rows.program[b]
-    late = np.flatnonzero(~cross & (a > b))
-    if len(late):
-        k = int(late[0])
-        raise illegal(
-            f"program {int(rows.program[b[k]])}: {draft.text(int(b[k]))} stands before {draft.text(int(a[k]))}, "
-            "whose result it reads",
-            "swap them in the order",
-        )
+    g, rows = draft.graph, draft.rows
+    index = np.flatnonzero(g.data)
+    src, dst, _ = g.ends[index].T
+    _refuse_missing(draft, src, dst)
+    stage = np.array([n.stage for n in g.nodes], dtype=np.int64)
+    compute = np.array([n.stream == COMPUTE for n in g.nodes], dtype=np.bool_)
+    inside: BoolArray = stage[src] == stage[dst]  # a stage is on one program for each microbatch
+    quiet = inside & compute[src] & compute[dst]
+    late = bool((draft.inst[src[quiet]] > draft.inst[dst[quiet]]).any())
+    a, b = draft.inst[src[~quiet]], draft.inst[dst[~quiet]]
+    cross = np.zeros(a.shape, dtype=np.bool_)
+    far = ~inside[~quiet]
+    cross[far] = rows.program[a[far]] != rows.program[b[far]]
+    if late or (~cross & (a > b)).any():
+        raise _late(draft, src, dst)
     near = ~cross & (a != b)
     draft.wait(b[near], a[near])
-    if cross.any():
-        a = a.copy()
-        a[cross] = _receive(draft, edge[cross], mb[cross], a[cross], b[cross])
-        draft.wait(b[cross], a[cross])
-    return edge, mb, a, b
+    edge, mb = np.nonzero(cross)
+    index, reader = index[~quiet][edge], b[cross]
+    received = _receive(draft, index, mb, a[cross], reader) if len(edge) else reader
+    draft.wait(reader, received)
+    return index, mb, received, reader
+
+
+def _refuse_missing(draft: PlanBuilder, src: IntArray, dst: IntArray) -> None:
+    lost: BoolArray = np.any(draft.inst < 0, axis=1)
+    if (lost[src] | lost[dst]).any():
+        g, a, b = draft.graph, draft.inst[src], draft.inst[dst]
+        e, m = np.argwhere((a < 0) | (b < 0))[0].tolist()
+        node = g.nodes[src[e] if a[e, m] < 0 else dst[e]]
+        raise illegal(f"{node.text(m)} is in no program's order", "order every microbatch's F and backward once")
+
+
+def _late(draft: PlanBuilder, src: IntArray, dst: IntArray) -> PiperError:
+    """Of the first reader before its writer."""
+    program, a, b = draft.rows.program, draft.inst[src].ravel(), draft.inst[dst].ravel()
+    k = int(((program[a] == program[b]) & (a > b)).argmax())
+    return illegal(
+        f"program {int(program[b[k]])}: {draft.text(int(b[k]))} stands before {draft.text(int(a[k]))}, "
+        "whose result it reads",
+        "swap them in the order",
+    )
 
 
 def _receive(draft: PlanBuilder, edge: IntArray, mb: IntArray, a: IntArray, b: IntArray) -> IntArray:
@@ -113,7 +117,7 @@ def _sends(draft: PlanBuilder, slot_base: IntArray, wanted: IntArray, programs: 
             base[i] = (slot_base[s.slot[0]] + s.slot[1]) * programs + s.peer
     sends = np.flatnonzero(base[rows.shape] >= 0)
     keys = base[rows.shape[sends]] * g.mbs + rows.mb[sends]
-    by = np.argsort(keys, kind="stable")
+    by = order_by(keys)
     at = np.searchsorted(keys[by], wanted)
     found: IntArray = sends[by[np.minimum(at, len(by) - 1)]]
     assert (keys[by][np.minimum(at, len(by) - 1)] == wanted).all(), "a message without its send"
@@ -129,13 +133,13 @@ def _channel_order(
     """
     rows, policy = draft.rows, draft.policy
     if policy.p2p is MessageQueue.USE:
-        order = np.lexsort((send, consumer, to, frm))
+        order = order_by(frm, to, consumer, send)
         segment = segments(frm[order], to[order])
         rows.key[send[order]] = np.maximum(rows.key[send[order]], running_max(rows.key[send[order]], segment))
         rows.sub[send[order]] = np.arange(len(order))
         use = draft.local(consumer)
         return order, _earlier(draft, consumer, use, 1)
-    order = np.lexsort((send, producer, to, frm))
+    order = order_by(frm, to, producer, send)
     segment = segments(frm[order], to[order])
     position = draft.local(consumer)[order]
     hoisted = np.empty_like(position)

@@ -15,6 +15,7 @@ import numpy as np
 
 from ir.core.ops import Pass
 from ir.core.order import IntArray
+from ir.core.waits import order_by
 from ir.core.work import Message
 from ir.graph.graph import Graph
 
@@ -86,6 +87,25 @@ def cover_table(shapes: Sequence[OpShape]) -> tuple[IntArray, IntArray]:
     return node, member
 
 
+def covers_of(shapes: Sequence[OpShape]) -> IntArray:
+    """[cover] its shape, its place among the shape's covers, node, member."""
+    rows = [(k, c, n, member) for k, s in enumerate(shapes) for c, (n, member) in enumerate(s.covers)]
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+
+def spread(of: IntArray, shape: IntArray, shapes: int) -> tuple[IntArray, IntArray]:
+    """(op, entry) of every op's entries in a table whose entries are of these shapes, in rising order.
+
+    >>> [a.tolist() for a in spread(np.array([0, 2, 2]), np.array([2, 1, 0]), 3)]
+    [[0, 0, 2], [1, 2, 0]]
+    """
+    each = np.bincount(of, minlength=shapes)
+    count = each[shape]
+    op = np.repeat(np.arange(len(shape)), count)
+    ahead = (np.cumsum(each) - each)[shape] - (np.cumsum(count) - count)
+    return op, np.arange(len(op)) + np.repeat(ahead, count)
+
+
 @dataclass(frozen=True, eq=False)
 class OpLists:
     """Lists of integers by row: `items[at[i]:at[i + 1]]` are row i's."""
@@ -104,7 +124,7 @@ class OpLists:
         >>> OpLists.of(3, np.array([2, 0, 2]), np.array([7, 8, 9])).row(2).tolist()
         [7, 9]
         """
-        by = np.argsort(row, kind="stable")
+        by = order_by(row)
         at = np.zeros(rows + 1, dtype=np.int64)
         np.cumsum(np.bincount(row, minlength=rows), out=at[1:])
         return cls(at, item[by])
@@ -202,7 +222,7 @@ class Plan:
     @cached_property
     def queues(self) -> list[list[int]]:
         """The ops of each stream, in order."""
-        by = np.argsort(self.stream, kind="stable")
+        by = order_by(self.stream)
         cuts = np.cumsum(np.bincount(self.stream, minlength=len(self.streams)))[:-1]
         return [q.tolist() for q in np.split(by, cuts)]
 
@@ -240,7 +260,7 @@ class Plan:
 
 def sorted_buffers(columns: Mapping[str, IntArray]) -> Buffers:
     """Buffers in the plan's order: those called after nodes first, then those called after ops."""
-    by = np.lexsort((columns["mb"], columns["slot"], columns["node"], columns["node"] < 0))
+    by = order_by((columns["node"] < 0).astype(np.int64), columns["node"], columns["slot"], columns["mb"])
     return Buffers(**{k: v[by] for k, v in columns.items()})
 
 

@@ -1,5 +1,7 @@
 """A model as chunks of parts, in order: embedding, decoder layers, MTP modules, head. Sizes are `work`'s."""
 
+from functools import lru_cache
+
 from ir.core.ops import Pass
 from ir.workload import params as p
 from ir.workload.config.spec import LayerNormPlace, ModelConfig
@@ -9,6 +11,7 @@ from ir.workload.part import ENCODER, Chunk, KeptBuffer, Param, Part
 # is rebuilt from it. No weight gradient does: every linear keeps its own input.
 
 
+@lru_cache(maxsize=16)
 def chunks(config: ModelConfig) -> tuple[Chunk, ...]:
     """The model's chunks, in order.
 

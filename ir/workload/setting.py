@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.limits import divisors
@@ -164,6 +165,7 @@ def with_scales(elements: int, dtype: DType) -> int:
     return elements * dtype.bytes + (4 * -(-elements // 128) if dtype is DType.FP8 else 0)
 
 
+@cache
 def attention_of(name: str) -> AttentionKind:
     """The attention a job names.
 

@@ -59,9 +59,12 @@ def joined(n: GraphNode) -> tuple[int, ...]:
 
 def uses(plan: Plan, programs: int) -> list[CollectiveUse]:
     """Every kind of group that some message of a plan is priced over, each once."""
-    nodes = plan.graph.nodes
-    out = [CollectiveUse.of(n.message, programs, joined(n)) for n in nodes if n.message is not None]
-    out += [CollectiveUse.of(m, programs) for n in nodes for m in n.inline]
+    nodes = plan.graph.nodes  # whose messages, and tuples of them, are often the very same
+    sent = {(id(n.message), joined(n)): n.message for n in nodes if n.message is not None}
+    out = [CollectiveUse.of(message, programs, together) for (_, together), message in sent.items()]
+    out += [
+        CollectiveUse.of(m, programs) for inline in {id(n.inline): n.inline for n in nodes}.values() for m in inline
+    ]
     out += [CollectiveUse.of(s.message, programs) for s in plan.shapes if s.message is not None and not s.covers]
     return list(dict.fromkeys(out))
 

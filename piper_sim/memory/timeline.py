@@ -18,12 +18,14 @@ from cost_models import DeviceHardware, OptimizerMemory, OptimizerPrecision, sta
 from cost_models.allocator import UNLIMITED, MemoryPeaks, MemoryRequests, replay
 from cost_models.allocator.bands import MemoryBand, replayed_band
 from ir.core.order import BoolArray, FloatArray, IntArray
+from ir.core.waits import order_by
 from ir.graph.sync import Bucket, buckets
-from ir.plan.plan import AT_START, CATEGORIES, OpKind, Plan
+from ir.plan.plan import AT_START, CATEGORIES, OpKind, OpShape, Plan, covers_of, spread
 from ir.trace.trace import MemorySamples
 
 WORKSPACE = len(CATEGORIES)
 _COLUMNS = (*CATEGORIES, "workspace")
+_NOTHING = OpShape(OpKind.SEND, "", "")
 _STATE = ("parameters", "gradients", "optimizer")
 
 
@@ -122,33 +124,20 @@ class MemoryEvents:
     @classmethod
     def of(cls, plan: Plan) -> MemoryEvents:
         """Of a plan."""
-        b, nodes, stride = (
-            plan.buffers,
-            plan.graph.nodes,
-            3 * (2 + max((len(s.covers) for s in plan.shapes), default=0)),
-        )
+        b = plan.buffers
+        stride = 3 * (2 + max((len(s.covers) for s in plan.shapes), default=0))
         freed = np.flatnonzero(b.free >= 0)
-        place = 3 * (b.free_cover[freed] - AT_START)
-        keys = [b.alloc * stride + 3 * (b.alloc_cover - AT_START), b.free[freed] * stride + place + 2]
-        columns, requests = [b.category, b.category[freed]], [np.arange(len(b)), ~freed]
-        by = np.argsort(plan.shape, kind="stable")
-        ends = np.cumsum(np.bincount(plan.shape, minlength=len(plan.shapes)))[:-1]
-        held: list[tuple[IntArray, IntArray, IntArray]] = []  # node, microbatch, key
-        for s, rows in zip(plan.shapes, np.split(by, ends), strict=True):
-            if s.kind is OpKind.COMPUTE:
-                for c, (n, member) in enumerate(s.covers):
-                    if nodes[n].workspace:
-                        mb = (plan.mb2 if member else plan.mb)[rows]
-                        held.append((np.full(len(rows), n), mb, rows * stride + 3 * (c - AT_START)))
-        none = (np.zeros(0, dtype=np.int64),) * 3
-        node, mb, at = (np.concatenate(x) for x in zip(none, *held, strict=True))
-        number = len(b) + np.arange(len(node))
-        keys, requests = [*keys, at, at + 1], [*requests, number, ~number]
-        key = np.concatenate(keys)
-        order = np.argsort(key, kind="stable")
-        column = np.concatenate([*columns, np.full(2 * len(node), WORKSPACE)])[order]
-        op, within = np.divmod(key[order], stride)
-        return cls(op, within >= 3, column, np.concatenate(requests)[order], node, mb, np.searchsorted(op, plan.bounds))
+        frees = b.free[freed] * stride + 3 * (b.free_cover[freed] - AT_START) + 2
+        at, cover, node, mb = _workspaces(plan)
+        at, number = at * stride + 3 * (cover - AT_START), len(b) + np.arange(len(at))
+        key = np.concatenate([b.alloc * stride + 3 * (b.alloc_cover - AT_START), frees, at, at + 1])
+        order = order_by(key)
+        none = np.full(2 * len(at), WORKSPACE)
+        column = np.concatenate([b.category, b.category[freed], none])[order]
+        request = np.concatenate([np.arange(len(b)), ~freed, number, ~number])[order]
+        key = key[order]
+        op = key // stride
+        return cls(op, key - op * stride >= 3, column, request, node, mb, np.searchsorted(op, plan.bounds))
 
     def sizes(self, plan: Plan, workspace: IntArray | None = None, buffers: IntArray | None = None) -> IntArray:
         """[allocation] bytes, where given those of workspaces [node, microbatch] and of buffers, else the plan's."""
@@ -173,10 +162,19 @@ class MemoryEvents:
         return np.array([total[a:b].max(initial=0) for a, b in pairwise(self.cuts.tolist())], dtype=np.int64)
 
 
+def _workspaces(plan: Plan) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """(op, cover, node, microbatch) of every workspace, op by op."""
+    covers = covers_of([s if s.kind is OpKind.COMPUTE else _NOTHING for s in plan.shapes])
+    has = np.array([n.workspace > 0 for n in plan.graph.nodes], dtype=np.bool_)
+    shape, cover, node, member = covers[has[covers[:, 2]]].T
+    op, at = spread(shape, plan.shape, len(plan.shapes))
+    return op, cover[at], node[at], np.where(member[at] == 0, plan.mb[op], plan.mb2[op])
+
+
 def _per_op(plan: Plan, op: IntArray, total: IntArray, running: BoolArray) -> tuple[IntArray, IntArray]:
     """[op] bytes after it, and the most while it runs: from what it finds when its first frees are done."""
     n, b = len(plan), plan.buffers
-    last = np.searchsorted(op, np.arange(n), side="right") - 1
+    last = np.cumsum(np.bincount(op, minlength=n)) - 1
     valid = last >= 0
     valid[valid] = plan.program[op[last[valid]]] == plan.program[valid]
     after = np.zeros(n, dtype=np.int64)

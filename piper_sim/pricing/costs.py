@@ -72,6 +72,11 @@ class _Table:
     wire: FloatArray
 
 
+def _alike(n: GraphNode) -> tuple[object, ...]:
+    """What nodes have in common that take as long: the very same work, as layers repeat."""
+    return n.kind, id(n.work), id(n.inline), n.numel, n.matrices, n.message is None
+
+
 class CostModel:
     """Prices nodes and messages of one job, rank by rank. Equal kernels, messages and ranks are priced once.
 
@@ -158,9 +163,9 @@ class CostModel:
     def _table(self, plan: Plan, seat: RankSlot) -> _Table:
         """Seconds of every shape for ranks whose groups lie as this one's, at full speed."""
         nodes = plan.graph.nodes
-        # Layers repeat: nodes of the same work are priced once, unless they were measured by name.
+        # Priced once, unless they were measured by name.
         named = bool(self.measured.nodes)
-        same = [id(n) if named else (n.kind, n.work, n.inline, n.numel, n.matrices, n.message is None) for n in nodes]
+        same = [id(n) if named else _alike(n) for n in nodes]
         known = {k: self.node_shares(n, seat) for k, n in dict(zip(same, nodes, strict=True)).items()}
         node = np.array([known[k] for k in same]).reshape(-1, len(CostShare))
         message = np.array([self.node_message(n, seat) for n in nodes])

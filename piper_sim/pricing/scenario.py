@@ -12,7 +12,7 @@ from cost_models.compute.roofline import arithmetic_seconds, memory_seconds
 from cost_models.links.loads import LinkBytes, link_bytes
 from cost_models.profile.pairs import KernelPair
 from ir.core.order import FloatArray, IntArray
-from ir.core.work import Kernel, MessageKind, Work
+from ir.core.work import Kernel, MessageKind
 from ir.graph.graph import GraphNode, PerStepOp
 from ir.plan.plan import OpKind, OpShape, Plan
 from piper_sim.engine import EngineScenario, KernelInterference, Links
@@ -65,7 +65,7 @@ def pairwise(plan: Plan, hw: DeviceHardware, pairs: Mapping[str, KernelPair] | N
 
 def _classes(plan: Plan, hw: DeviceHardware) -> IntArray:
     """[op] its class."""
-    known: dict[Work, tuple[float, float]] = {}
+    known: dict[int, tuple[float, float]] = {}  # by a work's identity: parts share theirs
     bound = [_bound(n, hw, known) for n in plan.graph.nodes]
     out = [_class(plan, s, bound) for s in plan.shapes]
     return np.array(out, dtype=np.int64)[plan.shape]
@@ -78,14 +78,14 @@ def _class(plan: Plan, s: OpShape, bound: list[tuple[float, float]]) -> int:
     return comm_class(message_of(plan, s).kind)
 
 
-def _bound(n: GraphNode, hw: DeviceHardware, known: dict[Work, tuple[float, float]]) -> tuple[float, float]:
+def _bound(n: GraphNode, hw: DeviceHardware, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
     """(seconds bound by arithmetic, all seconds) of a node's kernels."""
     if n.kind is PerStepOp.UPDATE or n.message is not None:
         return 0.0, 0.0
-    if n.work not in known:
+    if id(n.work) not in known:
         seconds = [(kernel_seconds(k, hw), _arithmetic(k, hw)) for k in n.work]
-        known[n.work] = sum(t for t, mine in seconds if mine), sum(t for t, _ in seconds)
-    return known[n.work]
+        known[id(n.work)] = sum(t for t, mine in seconds if mine), sum(t for t, _ in seconds)
+    return known[id(n.work)]
 
 
 def _arithmetic(k: Kernel, hw: DeviceHardware) -> bool:

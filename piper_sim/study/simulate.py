@@ -64,7 +64,7 @@ def simulate_object(p: PlannedJob, costs: OpCosts, times: StepBreakdown, steps: 
     if p.slow is not None:
         out["slow_nodes"] = p.slow.to_dict()
     if not fit:
-        out["reason"] = reason(p, mem)
+        out["reason"] = reason(p)
     return out
 
 
@@ -121,7 +121,7 @@ def memory_object(p: PlannedJob, like: PredictionTraits | None = None) -> Object
     hw, m = p.hardware, p.memory
     context, found = p.context_bytes, bands(p.reserved)
     ranks = range(p.plan.programs)
-    parts = {str(r): {**m.breakdown(r), "context": context} for r in ranks}
+    parts = {str(r): _parts(p, r) for r in ranks}
     device = {str(r): found[r].middle + context for r in ranks}
     room = int(hw.hbm_GiB * GIB)
     like = like or traits(p)
@@ -140,13 +140,19 @@ def memory_object(p: PlannedJob, like: PredictionTraits | None = None) -> Object
     }
 
 
-def reason(p: PlannedJob, mem: Object) -> str:
-    """Which rank does not fit, by how much, and what would help most."""
-    device: dict[str, int] = mem["device_peak_bytes"]
-    rank = max(device, key=lambda r: device[r])
-    room = mem["capacity_bytes"] - mem["margin_bytes"]
-    needs = f"rank {rank} needs {_gib(device[rank])}, {_gib(device[rank] - room)} more than {_room(mem)}"
-    at, parts = mem["peak_op"][rank], mem["breakdown_bytes"][rank]
+def _parts(p: PlannedJob, rank: int) -> dict[str, int]:
+    """What a rank's peak consists of."""
+    return {**p.memory.breakdown(rank), "context": p.context_bytes}
+
+
+def reason(p: PlannedJob) -> str:
+    """Which rank does not fit, by how much, and what would help most. Asks no allocator twice, as bands would."""
+    device = [r.reserved + p.context_bytes for r in p.reserved]
+    rank = device.index(max(device))
+    have, margin = int(p.hardware.hbm_GiB * GIB), int(p.prepared.job.cluster.memory_margin_GiB * GIB)
+    room = have - margin
+    needs = f"rank {rank} needs {_gib(device[rank])}, {_gib(device[rank] - room)} more than {_room(have, margin)}"
+    at, parts = p.plan.text(int(p.memory.at[rank])), _parts(p, rank)
     asked = sum(parts.values())
     if asked <= room:  # what is asked for would fit: what does not is cached and cut into pieces too small
         held = f"{needs}, at {at}; {_gib(device[rank] - asked)} of it lie idle in the allocator's cache"
@@ -175,10 +181,10 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.{1 if nbytes >= GIB else 2}f} GiB"
 
 
-def _room(mem: Object) -> str:
+def _room(have: int, margin: int) -> str:
     """What there is, where the margin explains it."""
-    have, margin = (_gib(mem[k]) for k in ("capacity_bytes", "margin_bytes"))
-    return f"the {have} there are, less a margin of {margin}" if mem["margin_bytes"] else f"the {have} there are"
+    less = f", less a margin of {_gib(margin)}" if margin else ""
+    return f"the {_gib(have)} there are{less}"
 
 
 def job_digest(job: Job, slow: JobSlowNodes | None = None) -> str:

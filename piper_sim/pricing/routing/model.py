@@ -14,7 +14,7 @@ from cost_models import work_seconds as uniform_seconds
 from ir.core.ops import Pass
 from ir.core.order import FloatArray, IntArray
 from ir.core.work import Work
-from ir.graph.build import fill
+from ir.graph.build import PartPasses
 from ir.graph.graph import Graph, GraphNode
 from ir.graph.recompute import RecomputedLayers
 from ir.job.build import PreparedJob
@@ -285,4 +285,4 @@ def _rebuilt(
     alone = replace(e, layout=PartLayout(ep=e.layout.ep, etp=e.layout.etp))
     work = replace(source, config=config, shape=MicrobatchShape(1, rows)).work(alone)
     grads = [w.bytes for w in node.writes[:-1]] if node.kind is Pass.I else []
-    return fill(node, alone, work, grads, recompute)
+    return PartPasses(recompute).fill(node, alone, work, tuple(grads))

@@ -12,7 +12,7 @@ from piper_sim.report.units import GIB
 from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.predict import planned, predict, timed
 from piper_sim.study.search.space import NO_LIMITS, Changes
-from piper_sim.study.simulate import Object, memory_object, reason
+from piper_sim.study.simulate import Object, reason
 
 
 class JobRefusal(StrEnum):
@@ -106,7 +106,7 @@ def evaluate(
                 return EvaluatedJob(seconds, least, None)
             peak = device_bytes(p)
             if not fits(p):
-                return EvaluatedJob(seconds, least, peak, JobRefusal.MEMORY, reason(p, memory_object(p)))
+                return EvaluatedJob(seconds, least, peak, JobRefusal.MEMORY, reason(p))
             if limit_GiB is not None and peak > limit_GiB * GIB:
                 return EvaluatedJob(seconds, least, peak, JobRefusal.MEMORY, over(peak, limit_GiB))
             if check is not None:

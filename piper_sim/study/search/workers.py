@@ -17,9 +17,12 @@ import msgspec
 
 from cost_models import DeviceHardware
 from ir.core.errors import ErrorKind, PiperError
+from ir.job.cache import PLANS
 from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, Front, JobCheck, JobRefusal, evaluate, full
 from piper_sim.study.search.space import JobSpace
 from piper_sim.study.simulate import Object, job_digest
+
+KEPT_OPS = 500_000  # of all plans that are kept while a search runs
 
 
 class JobJournal:
@@ -81,10 +84,12 @@ def loaded() -> None:
     """Make a process ready: what the engine's compiled twin needs is loaded once, for all that follows.
 
     A configuration makes 10⁵ objects and no cycles: looked for every 700 objects, they cost a sixth to a third of it.
+    A structure comes once, and memory that was used before is quicker than new: few plans are kept.
     """
     import piper_sim.compiled  # noqa: F401
 
     gc.set_threshold(50_000, 20, 20)
+    PLANS.most = KEPT_OPS
 
 
 class JobWorkers:
@@ -103,7 +108,7 @@ class JobWorkers:
     ) -> None:
         self.count, self.hardware, self.limit_GiB, self.journal, self.check = count, hardware, limit_GiB, journal, check
         self.pool = ProcessPoolExecutor(count, get_context("spawn"), loaded) if count > 1 else None
-        self.collected = gc.get_threshold()
+        self.collected, self.kept = gc.get_threshold(), PLANS.most
 
     def __enter__(self) -> JobWorkers:
         if self.pool is None:
@@ -112,6 +117,7 @@ class JobWorkers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         gc.set_threshold(*self.collected)
+        PLANS.most = self.kept
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
+from msgspec import structs
 
 from executor.measure.peak_bytes import peak_bytes
 from ir.core.ops import Pass
@@ -109,7 +110,7 @@ def test_a_tensor_more_or_less_would_be_seen(slot: str) -> None:
     for i, n in enumerate(plan.graph.nodes):
         if n.kind is Pass.F and n.part.endswith(".mlp"):
             less = [Buffer(b.slot, b.bytes - b.bytes // 4) if b.slot == slot else b for b in n.writes]
-            nodes[i] = replace(n, writes=tuple(less))
+            nodes[i] = structs.replace(n, writes=tuple(less))
     size = plan.buffers.bytes.copy()
     for i, n in nodes.items():
         for k, b in enumerate(n.writes):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.filters import DirectiveFilter, parse_filter
@@ -216,7 +217,7 @@ def test_a_microbatch_placed_twice_or_out_of_range_is_refused() -> None:
         ((MicrobatchSpan(range(1, 4), 1), MicrobatchSpan(range(2), 0)), "a microbatch is placed twice"),
         ((MicrobatchSpan(range(5), 0),), "range(0, 5) of 4"),
     ):
-        nodes = tuple(replace(n, spans=spans) for n in graph.nodes)
+        nodes = tuple(structs.replace(n, spans=spans) for n in graph.nodes)
         with pytest.raises(PiperError, match=match.replace("(", r"\(").replace(")", r"\)")):
             check(replace(graph, nodes=nodes))
 

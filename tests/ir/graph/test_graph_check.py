@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 import ir.directives.strategy
 import ir.graph.graph
@@ -30,18 +31,18 @@ def at(change: Callable[[GraphNode], GraphNode]) -> Change:
 
 
 CHANGES: dict[str, Change] = {
-    "placed again": at(lambda n: replace(n, spans=(*n.spans, MicrobatchSpan(range(0, 1), 3)))),
-    "moved": at(lambda n: replace(n, spans=tuple(replace(s, group=s.group + 1) for s in n.spans))),
-    "out of range": at(lambda n: replace(n, spans=(MicrobatchSpan(range(0, 99), 0),))),
-    "nowhere": at(lambda n: replace(n, spans=())),
-    "no writes": at(lambda n: replace(n, writes=())),
-    "another stage": at(lambda n: replace(n, stage=(n.stage + 1) % 4)),
-    "the same": at(lambda n: replace(n)),
+    "placed again": at(lambda n: structs.replace(n, spans=(*n.spans, MicrobatchSpan(range(0, 1), 3)))),
+    "moved": at(lambda n: structs.replace(n, spans=tuple(structs.replace(s, group=s.group + 1) for s in n.spans))),
+    "out of range": at(lambda n: structs.replace(n, spans=(MicrobatchSpan(range(0, 99), 0),))),
+    "nowhere": at(lambda n: structs.replace(n, spans=())),
+    "no writes": at(lambda n: structs.replace(n, writes=())),
+    "another stage": at(lambda n: structs.replace(n, stage=(n.stage + 1) % 4)),
+    "the same": at(lambda n: structs.replace(n)),
     "fewer microbatches": lambda g, k: replace(g, mbs=k % 7),
     "a dangling edge": lambda g, k: replace(g, edges=(*g.edges, GraphEdge(k % len(g.nodes), len(g.nodes) + k, 0))),
     "an edge back": lambda g, k: replace(g, edges=(*g.edges, GraphEdge(g.edges[k % len(g.edges)].dst, 0, 0))),
     "one node less": lambda g, k: replace(g, nodes=g.nodes[:-1]),
-    "one node more": lambda g, k: replace(g, nodes=(*g.nodes, replace(g.nodes[k % len(g.nodes)], spans=()))),
+    "one node more": lambda g, k: replace(g, nodes=(*g.nodes, structs.replace(g.nodes[k % len(g.nodes)], spans=()))),
 }
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as anew
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.filters import parse_filter
@@ -58,7 +59,7 @@ def _edited(change: Callable[[GraphNode], GraphNode | None]) -> Callable[..., Gr
         full = per_step.with_sync(graph, clip, found)
         nodes = [n if not n.once else change(n) for n in full.nodes]
         new = {i: k for k, i in enumerate(i for i, n in enumerate(nodes) if n is not None)}
-        edges = [replace(e, src=new[e.src], dst=new[e.dst]) for e in full.edges if e.src in new and e.dst in new]
+        edges = [anew(e, src=new[e.src], dst=new[e.dst]) for e in full.edges if e.src in new and e.dst in new]
         return replace(full, nodes=tuple(n for n in nodes if n is not None), edges=tuple(edges))
 
     return wrong
@@ -67,7 +68,7 @@ def _edited(change: Callable[[GraphNode], GraphNode | None]) -> Callable[..., Gr
 def _message(node: GraphNode, **changed: Any) -> GraphNode:
     m = node.message
     assert m is not None
-    return replace(node, message=Message(m.kind, changed.get("bytes", m.bytes), changed.get("axes", m.axes)))
+    return anew(node, message=Message(m.kind, changed.get("bytes", m.bytes), changed.get("axes", m.axes)))
 
 
 def only(
@@ -79,7 +80,11 @@ def only(
 FAULTS: dict[str, tuple[Callable[[GraphNode], GraphNode | None], int, str]] = {
     "no sum": (only(PerStepOp.ALL_REDUCE)(lambda n: None), 0, "nothing sums 0/"),
     "no sum between copies": (only(PerStepOp.ALL_REDUCE)(lambda n: None), 3, "nothing sums 0/"),
-    "a sum over one copy": (only(PerStepOp.REDUCE)(lambda n: replace(n, spans=n.spans[:1])), 1, "is over groups"),
+    "a sum over one copy": (
+        only(PerStepOp.REDUCE)(lambda n: anew(n, spans=n.spans[:1])),
+        1,
+        "is over groups",
+    ),
     "a sum over the wrong axes": (
         only(PerStepOp.REDUCE)(lambda n: _message(n, axes=("tp",))),
         1,
@@ -91,14 +96,14 @@ FAULTS: dict[str, tuple[Callable[[GraphNode], GraphNode | None], int, str]] = {
         "is no all_reduce",
     ),
     "a sum of another bucket": (
-        only(PerStepOp.REDUCE)(lambda n: replace(n, bucket="7/dense")),
+        only(PerStepOp.REDUCE)(lambda n: anew(n, bucket="7/dense")),
         1,
         "which there is not",
     ),
     "no gather": (only(PerStepOp.GATHER)(lambda n: None), 1, "is gathered by groups"),
     "no gather inside groups": (only(PerStepOp.GATHER)(lambda n: None), 2, "is gathered by groups"),
     "no update": (only(PerStepOp.UPDATE)(lambda n: None), 1, "never updates"),
-    "half a norm": (only(PerStepOp.NORM)(lambda n: replace(n, spans=n.spans[:1])), 1, "NORM is not one sum"),
+    "half a norm": (only(PerStepOp.NORM)(lambda n: anew(n, spans=n.spans[:1])), 1, "NORM is not one sum"),
 }
 
 
