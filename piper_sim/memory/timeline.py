@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from cost_models import DeviceHardware, OptimizerMemory, OptimizerPrecision, state_bytes
-from cost_models.allocator import UNLIMITED, MemoryPeaks, MemoryRequests, replay
+from cost_models.allocator import UNLIMITED, MemoryRequests, replay
 from cost_models.allocator.bands import MemoryBand, replayed_band
 from ir.core.order import BoolArray, FloatArray, IntArray
 from ir.core.waits import order_by
@@ -192,21 +192,31 @@ class ReservedMemory:
     """What one program's allocator takes from the driver, and whether it gets it.
 
     reserved: peak bytes. allocated: peak of `torch.cuda.memory_allocated`, whole blocks. given_back: how often cached
-    segments went back to the driver for room under the limit; each time stalls the device. refused: op whose request
-    the default allocator cannot serve under the limit, -1 where that is the persistent state, None: all are served.
-    Where a request is refused, bytes are those of a device without limit: what the plan would need.
-    asked: None where nothing is cached. wanted: what it would reserve without limit. peak: bytes asked for.
+    segments went back to the driver for room under the limit; each time stalls the device. fits: whether the default
+    allocator serves all requests under the limit; else, bytes are those of a device without limit: what the plan would
+    need. asked: None where nothing is cached. op: of each event; where nothing is cached, of the peak alone. wanted:
+    what it would reserve without limit. peak: bytes asked for.
     """
 
     reserved: int
     allocated: int
     given_back: int
-    refused: int | None
+    fits: bool
     asked: MemoryRequests | None
+    op: IntArray
     wanted: int
     peak: int
     limit: int
     hardware: DeviceHardware
+
+    @cached_property
+    def refused(self) -> int | None:
+        """The op whose request cannot be served, -1 where that is the persistent state, None: all are served."""
+        if self.fits:
+            return None
+        at = 0 if self.asked is None else replay(self.asked, limit=self.limit).refused
+        assert at is not None
+        return int(self.op[at]) if at >= 0 else at
 
     @cached_property
     def band(self) -> MemoryBand:
@@ -255,23 +265,18 @@ def reserved(plan: Plan, found: Memory, hardware: DeviceHardware, limit: int = U
 
 def _uncached(peak: int, at: int, hardware: DeviceHardware, limit: int) -> ReservedMemory:
     whole = replayed_band(peak, peak, peak, hardware).middle
-    return ReservedMemory(whole, peak, 0, None if whole <= limit else at, None, whole, peak, limit, hardware)
+    return ReservedMemory(whole, peak, 0, whole <= limit, None, np.array([at]), whole, peak, limit, hardware)
 
 
 def _cached(asked: MemoryRequests, op: IntArray, peak: int, hardware: DeviceHardware, limit: int) -> ReservedMemory:
-    default = tight = replay(asked)
-    if default.reserved > limit:
+    default = used = replay(asked)
+    fits = default.reserved <= limit
+    if not fits and peak <= limit:  # what is asked for at a time has no room where it is more than all of it
         tight = replay(asked, limit=limit)
-    refused = _op(tight, op)
-    used = tight if refused is None else default
-    counts = (used.reserved, used.allocated, used.given_back, refused)
-    return ReservedMemory(*counts, asked, default.reserved, peak, limit, hardware)
-
-
-def _op(found: MemoryPeaks, op: IntArray) -> int | None:
-    if found.refused is None or found.refused < 0:
-        return found.refused
-    return int(op[found.refused])
+        fits = tight.refused is None
+        used = tight if fits else default
+    counts = (used.reserved, used.allocated, used.given_back, fits)
+    return ReservedMemory(*counts, asked, op, default.reserved, peak, limit, hardware)
 
 
 def samples(plan: Plan, found: Memory, start: FloatArray, end: FloatArray) -> MemorySamples:

@@ -103,7 +103,7 @@ def fits(p: PlannedJob) -> bool:
     """Whether every rank's allocator finds room for every request within the device less margin and context."""
     if int(p.memory.peak.max()) > p.room_bytes:  # no need to ask an allocator
         return False
-    return all(r.refused is None for r in p.reserved)
+    return all(r.fits for r in p.reserved)
 
 
 def communicators(mesh: Mesh, config: ModelConfig) -> int:
