@@ -61,6 +61,8 @@ RUNS = [
     ("parallel.dp=3", "schedule.microbatches=2", "parallel.bucket_MiB=0.01"),
     (*MOE, "parallel.zero=0"),
     (*MOE, "parallel.zero=1", "parallel.dp=4"),
+    ("parallel.pp=1", "parallel.dp=4", "parallel.zero=1", "parallel.dp_replicate=2"),
+    (*MOE, "parallel.zero=1", "parallel.dp=8", "parallel.dp_replicate=2"),
 ]
 
 
