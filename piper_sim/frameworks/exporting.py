@@ -16,11 +16,11 @@ from ir.job.schema import Job
 from ir.job.table import table_of, toml_sections
 from ir.workload.config.load import presets, raw_config
 from ir.workload.config.spec import LayerForm, ModelConfig
-from piper_sim.frameworks.draft import Facts
 from piper_sim.frameworks.from_job import MEGATRON, facts_of, nodes_of
 from piper_sim.frameworks.importing import UNKNOWN, ImportedJob, import_launch
 from piper_sim.frameworks.table import chains, rows
 from piper_sim.frameworks.table import facts as tables
+from piper_sim.frameworks.to_job.draft import Facts
 from piper_sim.frameworks.values import write_value
 
 FRAMEWORKS = ("megatron", "megatron-bridge", "torchtitan", "deepspeed", "automodel", "accelerate", "primus")

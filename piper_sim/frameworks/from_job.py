@@ -8,10 +8,10 @@ from ir.job.schema import Job
 from ir.workload.config.mixers import pattern_of
 from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
 from ir.workload.layout import format_layout
-from piper_sim.frameworks.draft import Facts
 from piper_sim.frameworks.table import facts as tables
-from piper_sim.frameworks.to_job import MUON, SCALES, modules_of
-from piper_sim.frameworks.to_model import named
+from piper_sim.frameworks.to_job.draft import Facts
+from piper_sim.frameworks.to_job.model import named
+from piper_sim.frameworks.to_job.recipe import MUON, SCALES, modules_of
 
 MEGATRON = ("megatron", "megatron-bridge", "primus")
 _UNGATED = {LayerActivation.SWIGLU: "silu", LayerActivation.GEGLU: "gelu"}  # a gated activation's own

@@ -13,11 +13,11 @@ from ir.core.files import read_json
 from ir.job.schema import OPEN
 from ir.job.table import keys_of, toml_sections
 from ir.workload.config.keys import TYPES
-from piper_sim.frameworks.draft import Facts, JobDraft
 from piper_sim.frameworks.read import JobArgument, JobFile, beside, read_launch
 from piper_sim.frameworks.table import FORM, JobTableRow, framework_named, row_of
 from piper_sim.frameworks.table import facts as tables
-from piper_sim.frameworks.to_job import draft, refusal
+from piper_sim.frameworks.to_job.draft import Facts, JobDraft
+from piper_sim.frameworks.to_job.launch import draft, refusal
 from piper_sim.frameworks.values import FILE, INERT, PRESUMED, is_set, presumed, read_value
 
 UNDERSTOOD, ASSUMED, UNKNOWN = "understood", "assumed", "unknown"

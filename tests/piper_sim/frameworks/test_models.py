@@ -20,7 +20,7 @@ from ir.workload.work import part_work
 from piper_sim.frameworks.exporting import export_launch
 from piper_sim.frameworks.importing import ImportedJob, import_launch
 from piper_sim.frameworks.table import facts as tables
-from piper_sim.frameworks.to_model import NO_MODEL, named
+from piper_sim.frameworks.to_job.model import NO_MODEL, named
 from tests.ir.workload.test_families import parameters
 from tests.piper_sim.frameworks.test_export import read_back
 from tests.piper_sim.frameworks.test_import import ASSUMED, UNKNOWN, imported, listed

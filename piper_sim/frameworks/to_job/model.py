@@ -7,8 +7,8 @@ from typing import Any
 from ir.core.errors import PiperError
 from ir.workload.config.keys import ROWS, TYPES, aliases
 from ir.workload.config.load import config_from, raw_config
-from piper_sim.frameworks.draft import Facts, JobDraft
 from piper_sim.frameworks.table import facts as tables
+from piper_sim.frameworks.to_job.draft import Facts, JobDraft
 
 NO_MODEL = "llama3-8b"
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "nemotron", "gpt2")  # of the Hub, that `run` has too

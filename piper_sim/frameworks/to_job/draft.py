@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Facts = dict[str, Any]
+EXPERTS = {"config", "num_experts", "num_local_experts", "n_routed_experts"}  # keys of a model that may have some
 
 
 @dataclass
@@ -34,3 +35,8 @@ class JobDraft:
         self.filled[key] = (value, why)
         section, _, name = key.partition(".")
         self.put(section, **{name: value})
+
+
+def has_experts(d: JobDraft, f: Facts) -> bool:
+    """Whether the model has experts, or may have."""
+    return bool(f.get("experts")) or bool(EXPERTS & set(d.job["model"]))

@@ -1,0 +1,80 @@
+"""What a launch states, as a job: the framework's own rules fill in what follows from it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ir.core.errors import PiperError
+from ir.job.load import job_from
+from ir.job.model import read_model
+from ir.workload.layout import format_layout
+from piper_sim.frameworks.table import facts as tables
+from piper_sim.frameworks.to_job.draft import Facts, JobDraft
+from piper_sim.frameworks.to_job.model import model_of, trained
+from piper_sim.frameworks.to_job.ranks import batch, cluster, copies_of_shards, parallel, schedule
+from piper_sim.frameworks.to_job.recipe import formats, recompute, unsaid
+
+
+def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
+    """The job of a launch. hints: words of the file that name what it does not state: "tokenizer", "gpu",
+    "program".
+
+    >>> draft("megatron", {"tp": 2, "layers": 4, "hidden": 64, "heads": 4, "seq_len": 8}, {}).job["parallel"]["tp"]
+    2
+    """
+    d = JobDraft(framework)
+    known = dict(tables()["defaults"].get(framework, {}))
+    for fact, value in known.items():
+        if fact not in stated and (key := tables()["keys"].get(fact)):
+            d.filled[key] = (value, f"{framework}'s default")
+    f: Facts = {**known, **{k: v for k, v in stated.items() if v is not None}}
+    layers, _, ahead = str(f.get("pattern") or "").partition("/")
+    d.expect(not ahead, "pattern", "prediction modules of several layers are not built: there is none")
+    f |= _by_pattern(layers)
+    pp = f.get("pp", 1)
+    f = _lengths(d, f, hints)
+    d.put("model", **model_of(d, f, stated, hints))
+    stages = schedule(d, f, pp)
+    parallel(d, f, stages)
+    cluster(d, f, hints)
+    copies_of_shards(d, f)
+    batch(d, f)
+    recompute(d, f)
+    unsaid(d, f)
+    formats(d, f)
+    d.filled = {k: v for k, v in d.filled.items() if d.job.get(k.split(".")[0], {}).get(k.split(".")[1]) == v[0]}
+    return d
+
+
+def _lengths(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> Facts:
+    """With the one length of a GPT, whichever way it is written; or with lengths and layers of both towers."""
+    if trained(hints) != "t5":
+        length = f.get("seq_len") or f.get("encoder_seq_len") or f.get("decoder_seq_len")
+        d.expect(f.get("decoder_layers") in (None, f.get("layers")), "decoder_layers", "there is one tower: a GPT")
+        return {**f, "seq_len": length} if length else f
+    one = "seq_len" not in f or "decoder_seq_len" not in f
+    d.expect(one, "seq_len", "two towers have lengths of their own")
+    length = f.get("decoder_seq_len") or f.get("seq_len")
+    more = {"encoder_seq_len": f.get("encoder_seq_len") or f.get("seq_len"), "encoder_layers": f.get("layers")}
+    return {**f, "seq_len": length, **more, "layers": f.get("decoder_layers") or f.get("layers")}
+
+
+def _by_pattern(pattern: str) -> Facts:
+    """What a pattern of layers says beside their kinds: how many there are, and where stages end.
+
+    >>> _by_pattern("M-|M*-")
+    {'pattern': 'M-M*-', 'layers': 5, 'layout': 'Ett|t*3L'}
+    """
+    if not pattern:
+        return {}
+    stages = ["t" * len(stage) for stage in pattern.split("|")]
+    said: Facts = {"pattern": pattern.replace("|", ""), "layers": len(pattern.replace("|", ""))}
+    return said | ({"layout": format_layout(("E" + "|".join(stages) + "L").split("|"))} if len(stages) > 1 else {})
+
+
+def refusal(job: Mapping[str, Mapping[str, Any]]) -> PiperError | None:
+    """Why a job as imported would not load, if it would not."""
+    try:
+        read_model(job_from(job))
+    except PiperError as e:
+        return e
+    return None

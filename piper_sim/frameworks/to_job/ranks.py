@@ -1,0 +1,228 @@
+"""What a launch states of ranks: schedule, parallelism, copies of shards, the cluster, the batch."""
+
+from collections.abc import Iterator, Mapping
+from math import ceil, gcd
+from typing import Any
+
+from ir.core.errors import PiperError
+from ir.job.load import job_from
+from ir.job.model import read_model
+from ir.schedules.registry import default_chunks, legal_chunks
+from ir.workload.layout import parse_layout
+from piper_sim.frameworks.to_job.draft import Facts, JobDraft, has_experts
+
+EVEN = {"megatron", "megatron-bridge", "nemo", "primus"}  # split layers evenly, and refuse where that leaves a rest
+HYBRID = "hybrid"  # shards within a group, copies among groups: with 2, ZeRO-2's
+SPREAD = "shards are spread over all replicas"
+
+
+def schedule(d: JobDraft, f: Facts, pp: int) -> int:
+    """The schedule's name and stages per rank; how many stages there are."""
+    if pp == 1:
+        d.expect(not f.get("overlap_ep"), "overlap_ep", "all-to-all beside another microbatch takes a pipeline here")
+        return 1
+    chunks, layers = f.get("vp") or 1, _decoders(d)
+    if per := f.get("chunk_layers"):
+        titan = d.framework.endswith("torchtitan")  # counts embedding and head, and what is left makes a stage, too
+        stages = ceil(((layers or 0) + 2) / per) if titan else layers // per if layers and layers % per == 0 else 0
+        if layers and stages and stages % pp == 0:
+            chunks = stages // pp
+        elif layers and (way := f.get("round_stages")):
+            chunks = max(1, (ceil if way == "up" else int)(ceil(layers / per) / pp))
+        elif layers:
+            chunks = max(1, round(layers / (pp * per)))
+            d.doubts["chunk_layers"] = f"{layers} layers are no multiple of {per} on {pp} ranks"
+    if layout := f.get("layout"):
+        try:
+            count = len(parse_layout(layout))
+            chunks = count // pp if count % pp == 0 else chunks
+            d.put("schedule", layout=layout)
+        except PiperError as e:
+            d.doubts["layout"] = e.message
+    if csv := f.get("csv"):
+        d.put("schedule", csv=csv)
+        return pp * chunks
+    name = f.get("schedule") or ("interleaved-1f1b" if chunks > 1 else "1f1b")
+    if f.get("overlap_ep"):
+        name = f"{name}-overlap"
+    if chunks == 1 and "vp" not in f:  # torch's multi-stage schedules have two stages a rank unless told otherwise
+        looped = name == "zb1p" and "dp_shard" in f and not f.get("chunk_layers")
+        chunks = 2 if looped else default_chunks(name)
+    if not legal_chunks(name, chunks):
+        d.doubts["schedule"] = f"{name} does not take {chunks} stages per rank"
+        name = "interleaved-1f1b" if chunks > 1 else "1f1b"
+    d.put("schedule", name=name, stages_per_rank=chunks if chunks != 1 else None)
+    return pp * chunks
+
+
+def parallel(d: JobDraft, f: Facts, stages: int) -> None:
+    """Sizes of axes, ZeRO, buckets, layers of each stage."""
+    tp, pp = f.get("tp", 1), f.get("pp", 1)
+    experts = has_experts(d, f)
+    etp = f.get("etp") or (tp if d.framework in EVEN and f.get("experts") else None)
+    for fact in ("ep", "etp"):
+        if f.get(fact, 1) > 1 and not experts:
+            d.doubts[fact] = "the model has no experts"
+    d.put("parallel", **{k: f.get(k) for k in ("tp", "cp", "pp", "order") if f.get(k) not in (None, 1)})
+    if f.get("ulysses", 1) > 1:
+        d.put("parallel", cp=f["ulysses"], cp_comm="all_to_all")
+    elif f.get("cp", 1) > 1 and f.get("cp_comm") == "all_to_all":
+        d.put("parallel", cp_comm="all_to_all")
+    d.put("parallel", ep=f.get("ep") if experts else None, etp=etp if experts and etp != 1 else None)
+    d.put(
+        "parallel", zero=_zero(d.framework, f), sequence_parallel=bool(f.get("sequence_parallel")) if tp > 1 else None
+    )
+    if elements := f.get("bucket_elements"):
+        d.put("parallel", bucket_MiB=elements * (2 if f.get("reduce") == "bf16" else 4) / 2**20)
+    if pp > 1 and not f.get("layout") and d.framework in EVEN:
+        d.put("parallel", layers=_layers(d, f, stages))
+
+
+def copies_of_shards(d: JobDraft, f: Facts) -> None:
+    """Copies of what ZeRO shards, once it is known how many replicas there are."""
+    p, c, dp, stated = d.job.get("parallel", {}), d.job["cluster"], _replicas(d), f.get("dp_replicate", 1)
+    edp = dp * p.get("tp", 1) * p.get("cp", 1) // (p.get("ep", 1) * p.get("etp", 1))
+    by_node = str(f.get("zero")).startswith(HYBRID)
+    size = c["gpus_per_node"] if by_node else f.get("shard_size", 0)  # ranks of one set of shards
+    given = stated > 1 or size < 1
+    copies = stated if given else dp // size
+    fits = given or (dp % size == 0 and (not by_node or dp == c["nodes"] * size))
+    if (fits and copies <= 1) or (not p.get("zero") and f.get("dp_shard") == 1):  # torch's DDP
+        return
+    good = fits and p.get("zero") and dp % copies == edp % copies == 0
+    d.expect(good, "dp_replicate" if stated > 1 else "zero" if by_node else "shard_size", SPREAD)
+    d.put("parallel", dp_replicate=copies if good else None)
+
+
+def _replicas(d: JobDraft) -> int:
+    """Replicas: what is left of the cluster's GPUs."""
+    p, c = d.job.get("parallel", {}), d.job["cluster"]
+    inner: int = p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)
+    return max(1, int(c["nodes"]) * int(c["gpus_per_node"]) // inner)
+
+
+def _zero(framework: str, f: Facts) -> int | None:
+    """ZeRO's stage."""
+    if str(said := f.get("zero")).startswith(HYBRID):
+        return 2 if said == f"{HYBRID}2" else 3
+    if f.get("fsdp"):
+        return int(f.get("sharding", 3))
+    if f.get("distributed_optimizer") or f.get("optimizer") == "dist_muon":
+        return max(1, int(f.get("zero", 0)))
+    if f.get("distributed_optimizer") is False and framework in EVEN:
+        return 0
+    if (how := f.get("reshard")) and f.get("zero", 3) == 3:
+        if f.get("dp_shard") == 1 and f.get("cp", 1) == 1:
+            return 0
+        return 3 if how == "always" or (how == "default" and f.get("pp", 1) == 1) else 2
+    kind = f.get("distributed_type")
+    found = f.get("zero", kind if isinstance(kind, int) else None)
+    return None if found is None else int(found)
+
+
+def _layers(d: JobDraft, f: Facts, stages: int) -> object:
+    """Decoder layers of each stage as Megatron counts them."""
+    layers, pp = _decoders(d) or 0, f["pp"]
+    first, last, chunks = f.get("first_layers"), f.get("last_layers"), stages // f["pp"]
+    if first or last:
+        rest, ranks = layers - (first or 0) - (last or 0), pp - bool(first) - bool(last)
+        if ranks > 0 and rest % ranks == 0 and rest >= 0:
+            each = [first or rest // ranks, *[rest // ranks] * (pp - 2), last or rest // ranks]
+            if all(n % chunks == 0 for n in each):
+                return [n // chunks for _ in range(chunks) for n in each]
+        d.doubts["first_layers"] = d.doubts["last_layers"] = f"{rest} layers do not divide among {ranks} ranks"
+        return None
+    counted = layers + bool(f.get("count_embedding")) + bool(f.get("count_loss"))
+    if counted % stages == 0 and counted in (layers, layers + 2):
+        return "even"
+    d.fill("parallel.layers", "balanced", f"{layers} layers do not divide by {stages} stages")
+    return "balanced"
+
+
+def cluster(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> None:
+    """GPUs: as stated, or the fewest that will do."""
+    p = d.job.get("parallel", {})
+    inner = p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)
+    why = "named by the file's path" if hints.get("gpu") else "the file names no GPU: put yours here"
+    d.fill("cluster.gpu", hints.get("gpu") or "h100-sxm", why)
+    nodes, per, gpus = f.get("nodes"), f.get("per_node"), f.get("gpus")
+    if gpus and not (nodes and per and nodes * per == gpus):
+        nodes = nodes if nodes and gpus % nodes == 0 else max(1, gpus // (per or 8))
+        per = gpus // nodes if gpus % nodes == 0 else None
+    if nodes and not per and nodes * 8 % inner == 0:
+        per = 8
+        d.fill("cluster.gpus_per_node", per, "as many as a node usually has")
+    if nodes and per:
+        if nodes * per % inner == 0:
+            d.put("cluster", nodes=nodes, gpus_per_node=per)
+            return
+        why = f"tp·cp·pp = {inner} does not divide the file's {nodes * per} GPUs"
+        d.doubts |= {k: why for k in ("nodes", "per_node", "gpus") if k in f}
+    dp = next(_candidates(f, p, inner, per or 8))
+    total = inner * dp
+    per = per if per and total % per == 0 else 8 if total % 8 == 0 else total
+    d.fill("cluster.nodes", total // per, f"the fewest GPUs that hold tp, cp, pp, ep and the batch: {total}")
+    d.fill("cluster.gpus_per_node", per, "as many as a node usually has")
+
+
+def _candidates(f: Facts, p: Mapping[str, Any], inner: int, per: int) -> Iterator[int]:
+    """Numbers of replicas that may be: those that hold the experts, divide the batch and fill nodes come first."""
+    world, experts = inner // p.get("pp", 1), p.get("ep", 1) * p.get("etp", 1)
+    copies = max(1, f.get("dp_replicate", 1))
+    least = experts // gcd(world, experts)
+    least *= copies if p.get("zero") else copies // gcd(least, copies)
+    least *= (size := max(1, f.get("shard_size", 1))) // gcd(least, size)
+    batch, accumulated = f.get("global_batch"), f.get("accumulation", 0) * f.get("microbatch_size", 0)
+    if f.get("dp_shard", 0) > 0:
+        yield f["dp_shard"] * f.get("dp_replicate", 1)
+    if f.get("dp", 0) > 0:
+        yield f["dp"]
+    if batch and accumulated and batch % accumulated == 0:
+        yield batch // accumulated
+    counts = [least * n for n in range(1, 257)]
+    if batch:
+        counts = [n for n in counts if batch % (n * f.get("microbatch_size", 1)) == 0] or counts
+    yield from (n for n in counts if inner * n % per == 0 or inner * n < per)
+    yield least
+
+
+def batch(d: JobDraft, f: Facts) -> None:
+    """Sequences of a microbatch, microbatches of a replica."""
+    p, dp = d.job.get("parallel", {}), _replicas(d)
+    seq = f.get("seq_len") or 4096
+    local = max(1, f["tokens_per_pass"] // seq) if f.get("tokens_per_pass") else f.get("local_batch")
+    size, count = f.get("microbatch_size"), f.get("microbatches") or f.get("accumulation")
+    total = f.get("global_batch") or (f["tokens_per_step"] // seq if f.get("tokens_per_step", -1) > 0 else None)
+    total = total if total and total > 0 else None
+    if local is not None:  # torch's runtime cuts what a replica reads at once
+        size = f.get("pp_microbatch_size", 1) if f.get("pp", 1) > 1 else local
+        size = max(1, local // count) if count and f.get("pp", 1) > 1 else size
+        if size < 1:
+            d.doubts["local_batch"] = f"{size} sequences at once are none: taken as 1"
+            size = 1
+        count = (total // (size * dp) if total and total % (size * dp) == 0 else None) or max(1, local // size)
+        if total and total != size * count * dp:
+            d.doubts["global_batch"] = f"{total} sequences do not divide by {size} on {dp} replicas"
+        passes, over = divmod(size * count, max(1, local))
+        if passes > 1 and not over and f.get("pp", 1) > 1 and not f.get("csv"):  # accumulated: each runs empty
+            d.put("schedule", flushes=passes)
+    elif size is None and total and count:
+        size = max(1, total // (count * dp))
+    elif total and not count:
+        if total % ((size or 1) * dp):
+            d.doubts["global_batch"] = f"{total} sequences do not divide by {size or 1} on {dp} replicas: rounded"
+        count = max(1, ceil(total / ((size or 1) * dp)))
+    if count is None:
+        d.fill("schedule.microbatches", 2 * p["pp"] if p.get("pp", 1) > 1 else 1, "the file states no batch")
+    d.put("schedule", microbatch_size=size, microbatches=count)
+
+
+def _decoders(d: JobDraft) -> int | None:
+    """Decoder layers: as the job says them, or the config that it names; None where that is no model."""
+    m = d.job["model"]
+    if found := m.get("num_hidden_layers") or m.get("n_layer"):
+        return int(found)
+    try:
+        return read_model(job_from({"model": m})).config.layers
+    except PiperError:
+        return None

@@ -1,0 +1,125 @@
+"""What a launch states of how a step is done: recomputation, number formats, the optimizer, what runs how."""
+
+from collections.abc import Mapping
+
+from ir.job.schema import PARTS
+from piper_sim.frameworks.table import facts as tables
+from piper_sim.frameworks.to_job.draft import Facts, JobDraft, has_experts
+
+LAYER = ["mlp", "attention"]  # parts of a layer, which is then made again as a whole
+MUON = {"momentum": 0.95, "nesterov": False, "ns_steps": 5, "tp_mode": "blockwise", "adjust_lr": "match_rms_adamw"}
+SCALES = {"match_rms_adamw": 0.2, "original": 1.0}  # --muon-extra-scale-factor that makes its rates torch's
+
+
+def modules_of(experts: bool) -> Mapping[str, str]:
+    """Megatron's modules to recompute, of a model with experts or without: word -> part."""
+    return dict(tables()["modules"]["experts" if experts else "dense"])
+
+
+def unsaid(d: JobDraft, f: Facts) -> None:
+    """What predictions presume, and Megatron does only when told to."""
+    p, c = d.job.get("parallel", {}), d.job["cluster"]
+    moved = p.get("ep", 1) > 1
+    kind = f.get("dispatcher_type") if moved else None
+    d.expect(kind != "allgather", "dispatcher_type", "tokens go by all-to-all to the ranks that have their experts")
+    copies = c["nodes"] * c["gpus_per_node"] // (p.get("tp", 1) * p.get("pp", 1))
+    reduces = f.get("overlapped_reduce", False if d.framework == "megatron" else None)
+    if copies > 1 and p.get("zero", 0) < 2:
+        d.put("parallel", overlap_grad_reduce=reduces)
+        if reduces and "bucket_MiB" not in p:
+            mib = max(40, copies // p.get("cp", 1)) * 1e6 * (2 if f.get("reduce") == "bf16" else 4) / 2**20
+            d.fill("parallel.bucket_MiB", mib, "megatron's default: 40 million gradients, or one for each replica")
+    holds = {"overlapped_gather": copies > 1 and p.get("zero", 0) > 0}
+    holds |= {"dispatcher_type": moved and not f.get("dispatcher")}
+    each = f.get("grouped_gemm", d.framework != "megatron")  # which Megatron does only when told to
+    d.put("costs", grouped_gemm=False if has_experts(d, f) and not each else None)
+    if d.framework == "megatron":
+        d.unsaid += [why for fact, why in tables()["unsaid"].items() if fact not in f and holds[fact]]
+
+
+def recompute(d: JobDraft, f: Facts) -> None:
+    """What backward makes again."""
+    kind, parts = f.get("recompute"), None
+    if kind in (None, "none"):
+        return
+    if kind == "selective" and (modules := f.get("recompute_modules")):
+        known = modules_of(has_experts(d, f))
+        parts = sorted({known[m] for m in modules if m in known}, key=PARTS.index)
+        if odd := [m for m in modules if m not in known]:
+            d.doubts["recompute_modules"] = f"{', '.join(odd)} is kept, not recomputed"
+        if not parts:
+            return
+        kind = "selective" if parts == ["scores"] else parts
+    some = f.get("recompute_layers")
+    if kind == "full" and some is not None and f.get("recompute_method") == "block":
+        d.put("schedule", recompute_layers=some)
+    elif kind == "full" and (some or 1) > 1 and f.get("recompute_method") == "uniform":
+        d.doubts["recompute_layers"] = f"each layer is recomputed from its input, not {some} at once"
+    if isinstance(kind, str) and kind not in ("selective", "full"):
+        d.doubts["recompute"] = f"recompute = {kind!r} is not built: none is presumed"
+        return
+    if kind == "selective" and d.framework.endswith("torchtitan"):
+        kind, which = _chosen(d, str(f.get("recompute_choice")))
+        d.put("schedule", recompute_layers=which)
+    d.put("schedule", recompute=kind)
+
+
+def _chosen(d: JobDraft, choice: str) -> tuple[str | list[str], str | None]:
+    """torchtitan's choices: every second operator of each layer, or every n-th layer, the n-th the first."""
+    if choice.isdigit() and 0 < int(choice) < 1000:
+        return LAYER, f"{int(choice) - 1}::{choice}" if int(choice) > 1 else None
+    if choice != "op":
+        d.doubts["recompute_choice"] = "every second operator is presumed"
+    return ["operators"], None
+
+
+def formats(d: JobDraft, f: Facts) -> None:
+    """Number formats, the optimizer, the constants of the framework."""
+    compute = "fp8" if f.get("fp8") == "fp8" else f.get("compute")
+    d.put("precision", compute=compute, params=f.get("params"), grads=f.get("grads"), reduce=f.get("reduce"))
+    moments = f.get("optimizer_dtype")
+    d.put("precision", optimizer=moments, gather=f.get("gather") if compute == "fp8" else None)
+    d.expect(f.get("second_moment", "fp32") == (moments or "fp32"), "second_moment", "both moments have one format")
+    wide = {"output"} <= set(f.get("wide", ["output"])) <= {"output", "router.gate"}
+    d.expect(compute != "fp8" or wide, "wide", "the head and routers' gates alone are not in fp8")
+    name = f.get("optimizer")
+    d.put("optimizer", name="muon" if name == "dist_muon" else name, lr=f.get("lr"), clip_norm=f.get("clip"))
+    if name in ("muon", "dist_muon"):
+        _muon(d, f)
+    if f.get("offloaded") in (True, "true"):
+        d.put("optimizer", offload=f.get("offload", 1.0))
+    d.put("model", attention=f.get("attention"))
+    d.put("schedule", delay_wgrad=f.get("delay_wgrad") or None)
+    if f.get("dispatcher_type", "flex") == "flex" and f.get("dispatcher") != "nccl":
+        d.put("costs", dispatcher=f.get("dispatcher"))
+    _costs(d, f)
+
+
+def _muon(d: JobDraft, f: Facts) -> None:
+    """How matrices are orthogonalised, in Megatron's own way where nothing is said."""
+    for key, usual in MUON.items():
+        if f.get(key) is None:
+            d.fill(f"optimizer.{key}", usual, "megatron's default")
+        else:
+            d.put("optimizer", **{key: f[key]})
+    if d.job["optimizer"]["adjust_lr"] not in SCALES:
+        d.put("optimizer", adjust_lr=MUON["adjust_lr"])
+        d.doubts["adjust_lr"] = "rates are by the larger side of a matrix; a step costs the same"
+    scale = SCALES[d.job["optimizer"]["adjust_lr"]]
+    d.expect(f.get("muon_scale", scale) == scale, "muon_scale", f"updates are times {scale:g}; a step costs the same")
+
+
+def _costs(d: JobDraft, f: Facts) -> None:
+    """What runs how: softmaxes, messages under products, CUDA graphs; the constants of the framework."""
+    fused = f.get("attention") != "unfused"
+    d.expect(fused or not f.get("softmax_fp32"), "softmax_fp32", "unfused softmaxes are in the compute format")
+    d.put("costs", tp_overlap=f.get("tp_overlap") if f.get("tp", 1) > 1 else None)
+    d.put("costs", deterministic=f.get("deterministic"))
+    graphs, scope = f.get("cuda_graphs"), [x for x in f.get("graph_scope") or () if x != "full_iteration"]
+    if graphs not in (None, "none"):
+        d.expect(not scope, "graph_scope", f"graphs cover whole passes, not {', '.join(map(str, scope))} alone")
+        whole = "full_iteration" in (f.get("graph_scope") or ())
+        d.put("costs", cuda_graphs="step" if whole else graphs)
+    if software := tables()["software"].get(d.framework):
+        software += "-compiled" if f.get("compiled") else ""
+        d.fill("costs.software", software, "the framework whose kernels and buffers are priced")
