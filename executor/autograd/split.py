@@ -52,7 +52,7 @@ class DeferredLinearPass:
     weights: tuple[Tensor, ...]
 
     def run(self, into: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """into: is to be the weight's gradient, where that is the only one."""
+        """into: where to make the weight's gradient; of a linear without bias."""
         with torch.no_grad():
             dw = torch.mm(self.grads.t(), self.rows, out=into)
             return (dw,) if len(self.weights) == 1 else (dw, self.grads.sum(0))
@@ -61,8 +61,8 @@ class DeferredLinearPass:
 class SplitPass:
     """One microbatch's passage through one module: forward once, then `input_grad`, then `weight_grad`.
 
-    weights: global name → parameter. sink: receives (name, gradient), once per weight and microbatch; but of those
-    that are made right in the room given for them, which is asked for by name and dtype.
+    weights: global name → parameter. sink: receives (name, gradient), once per weight and microbatch. room:
+    (name, dtype) → a tensor for this gradient, which is then made there, and not handed to the sink; or None.
 
     >>> layer, got = torch.nn.Linear(3, 2, bias=False), {}
     >>> run = SplitPass({"w": layer.weight}, got.__setitem__)

@@ -31,7 +31,7 @@ def segments(*keys: IntArray) -> IntArray:
 def order_by(*keys: IntArray) -> IntArray:
     """The order that sorts by the first key, then by the next, equal rows as they stand: `np.lexsort` backwards.
 
-    Keys and places are packed into one number each: sorting numbers is ten times as fast as finding an order.
+    Keys and places are packed into one number each, and the numbers sorted: several times as fast as `np.lexsort`.
 
     >>> order_by(np.array([1, 0, 1]), np.array([5, 9, 4])).tolist()
     [1, 2, 0]
