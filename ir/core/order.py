@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,10 @@ class Order:
         return isinstance(other, Order) and all(map(np.array_equal, self._columns, other._columns))
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash(tuple(c.tobytes() for c in self._columns))
 
     @property

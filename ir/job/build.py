@@ -8,16 +8,15 @@ from math import ceil, gcd
 from ir.core.errors import ErrorKind, PiperError, job_error
 from ir.core.files import named_path
 from ir.core.filters import parse_filter
-from ir.core.limits import check_bytes, check_nodes, check_parameters, check_passes, check_ranks
+from ir.core.limits import check_nodes, check_passes, check_ranks
 from ir.core.mesh import Mesh
 from ir.core.work import DType
 from ir.directives import Directive, ReplicateDirective, ShardDirective, apply
 from ir.directives.load import DirectiveFile, load_strategy
-from ir.graph.build import model_graph
 from ir.graph.graph import Graph
 from ir.graph.matrices import MuonOptimizer
 from ir.job.agree import agree, check_replicated, with_split
-from ir.job.cache import PLANS, PlanStructure
+from ir.job.cache import GRAPHS, PLANS, PlanStructure
 from ir.job.model import read_model
 from ir.job.recompute import recompute_options, recomputed_layers
 from ir.job.schema import Job, JobSchedule
@@ -119,7 +118,7 @@ def prepare(
     job: Job,
     gpus_per_node: int | None = None,
     times: OpTimes | None = None,
-    chunk_cost: Callable[[ModelWork, Chunk], float] | None = None,
+    chunk_cost: Callable[[ModelWork], Callable[[Chunk], float]] | None = None,
     most_layers: int | None = None,
     style: KernelStyle = FUSED_STYLE,
     given: DirectiveFile | None = None,
@@ -147,17 +146,15 @@ def prepare(
         mesh, source = p.mesh, model.source(shape, precision, style)
         mbs = (made.mbs or 1) if isinstance(made, DirectiveFile) else made.microbatches
         check_nodes(3 * sum(len(c.parts) for c in chunks), mbs)
-        weigh = chunk_cost or (lambda _, c: float(model.flops(c, shape, precision)))
+        weigh = chunk_cost(source) if chunk_cost else lambda c: float(model.flops(c, shape, precision))
         # One direction's placement: in DualPipe each direction is a pipeline of its own, as fast as its dearest stage.
         ranks = made.placements[0].rank_of_stage if isinstance(made, Schedule) else None
         if job.schedule.layout is not None:
             stages = laid_out(chunks, _layout(job, made.stages))
         else:
-            stages = partition(chunks, made.stages, p.layers, lambda c: weigh(source, c), ranks, most_layers)
-        base = replace(model_graph(stages, source, recomputed_layers(job, stages)), mesh=mesh, prefetch=p.prefetch)
-        base = replace(base, muon=_muon(job, config))
-        check_bytes(b.bytes for n in base.nodes for b in n.writes)
-        check_parameters(q.numel for e in base.entries for q in e.part.params)
+            stages = partition(chunks, made.stages, p.layers, weigh, ranks, most_layers)
+        base = GRAPHS.graph(stages, source, recomputed_layers(job, stages))
+        base = replace(base, mesh=mesh, prefetch=p.prefetch, muon=_muon(job, config))
         if isinstance(made, DirectiveFile):
             strategy, name = made.directives, "directives"
         else:

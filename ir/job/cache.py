@@ -6,13 +6,19 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from ir.core.errors import PiperError
+from ir.core.limits import check_bytes, check_parameters
+from ir.graph.build import model_graph
+from ir.graph.graph import Graph
 from ir.graph.matrices import MuonOptimizer
 from ir.graph.recompute import RecomputedLayers
 from ir.lower import PlanPolicy
 from ir.plan.plan import Plan
 from ir.verify import check_plan
+from ir.workload.part import ModelWork
+from ir.workload.partition import Stages
 
 MOST_OPS = 2_000_000  # of all plans that are kept; about 400 bytes each
+MOST_GRAPHS = 64  # a layer's nodes are about 4 KB
 
 
 @dataclass(frozen=True)
@@ -72,3 +78,30 @@ class PlanCache:
 
 
 PLANS = PlanCache()
+
+
+class GraphCache:
+    """The model graphs asked for last, before directives; sizes are checked where one is built."""
+
+    def __init__(self, most: int = MOST_GRAPHS) -> None:
+        self.most = most
+        self._graphs: OrderedDict[object, Graph] = OrderedDict()
+
+    def graph(self, stages: Stages, source: ModelWork, recompute: RecomputedLayers) -> Graph:
+        """`model_graph` of these. The model's config, in `source`, decides what is in a chunk of a given name.
+
+        Raises PiperError: a buffer, or parameters, beyond all sense.
+        """
+        key = source, recompute, tuple(tuple(c.name for c in chunks) for chunks in stages)
+        if key not in self._graphs:
+            made = model_graph(stages, source, recompute)
+            check_bytes(b.bytes for n in made.nodes for b in n.writes)
+            check_parameters(q.numel for e in made.entries for q in e.part.params)
+            self._graphs[key] = made
+            if len(self._graphs) > self.most:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return self._graphs[key]
+
+
+GRAPHS = GraphCache()

@@ -13,6 +13,7 @@ from ir.core.order import FloatArray, IntArray
 from ir.graph.graph import PerStepOp
 from ir.graph.sync import buckets
 from ir.graph.zero import part_nodes
+from ir.plan.kept import once_per_plan
 from ir.plan.plan import OpKind, OpLists, Plan
 
 
@@ -126,6 +127,7 @@ class EngineRun:
         return EngineRun(self.start[-steps:], self.end[-steps:], None if self.post is None else self.post[-steps:])
 
 
+@once_per_plan
 def carried(plan: Plan) -> tuple[IntArray, IntArray]:
     """(ops, ops of the step before that they wait for).
 

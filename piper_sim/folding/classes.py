@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ir.core.order import IntArray
+from ir.plan.kept import once_per_plan
 from ir.plan.plan import OpKind, Plan
 from piper_sim.folding.ground import DevicePlacement, RankPositions
-from piper_sim.folding.uses import meeting_axes, uses
+from piper_sim.folding.uses import shape_axes, uses
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,15 +52,24 @@ class RankClasses:
 
 def classes(plan: Plan, ground: DevicePlacement, more: IntArray | None = None) -> RankClasses:
     """The partition of a plan's positions. more: [attribute, position] what else is their own, such as routing."""
-    columns = attributes(plan, ground)
-    colour = coloured(columns if more is None else np.concatenate([columns, more]))
-    return RankClasses.by(refined(colour, ground.positions, axes_of(plan, ground)))
+    if more is None:
+        return _usual(plan, ground)
+    return _classes(plan, ground, np.concatenate([attributes(plan, ground), more]))
+
+
+@once_per_plan
+def _usual(plan: Plan, ground: DevicePlacement) -> RankClasses:
+    return _classes(plan, ground, attributes(plan, ground))
+
+
+def _classes(plan: Plan, ground: DevicePlacement, columns: IntArray) -> RankClasses:
+    return RankClasses.by(refined(coloured(columns), ground.positions, axes_of(plan, ground)))
 
 
 def axes_of(plan: Plan, ground: DevicePlacement) -> list[tuple[str, ...]]:
     """The axis sets that positions meet over. A group of one or of all tells nothing apart."""
     at = ground.positions
-    found = dict.fromkeys(meeting_axes(plan, s) for s in plan.shapes)
+    found = dict.fromkeys(shape_axes(plan))
     return [axes for axes in found if axes is not None and 1 < at.mesh.size(axes) < len(at)]
 
 

@@ -1,13 +1,18 @@
 """Where replicas stand: positions, their groups, how groups lie on nodes, how fast ranks are."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from ir.core.mesh import DENSE, Mesh
 from ir.core.order import BoolArray, FloatArray, IntArray
 from piper_sim.folding.uses import CollectiveUse
+
+MOST_PLACEMENTS = 8  # of a hundred thousand ranks about 3 MB each
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,8 @@ class RankPositions:
 class DevicePlacement:
     """Positions on the nodes of a cluster. rank, node, speed: [program, position] global rank, its node, its factor."""
 
+    _made: ClassVar[dict[object, DevicePlacement]] = {}
+
     def __init__(self, mesh: Mesh, per_node: int, speed: Mapping[str, float] | None = None) -> None:
         self.positions = at = RankPositions(mesh)
         self.rank: IntArray = at.offset + np.arange(at.programs)[:, None] * at.stride
@@ -74,6 +81,16 @@ class DevicePlacement:
             seat = at.seat(int(name))
             self.speed[seat.program, seat.position] = factor
         self._spreads: dict[CollectiveUse, tuple[IntArray, IntArray]] = {}
+
+    @classmethod
+    def of(cls, mesh: Mesh, per_node: int, speed: Mapping[str, float]) -> DevicePlacement:
+        """The same object for the same mesh, nodes and speeds, with all that was found of it."""
+        key = tuple(mesh.sizes.items()), tuple(mesh.axes.items()), per_node, tuple(speed.items())
+        if key not in cls._made:
+            if len(cls._made) >= MOST_PLACEMENTS:
+                cls._made.pop(next(iter(cls._made)))
+            cls._made[key] = cls(mesh, per_node, speed)
+        return cls._made[key]
 
     def lie(self, use: CollectiveUse) -> tuple[IntArray, IntArray]:
         """(fewest on a node, nodes) of the own group of each [program, position]; of joined ones, [0, position]."""

@@ -11,7 +11,7 @@ from piper_sim.engine import EngineRun
 from piper_sim.engine.scenario import carried
 from piper_sim.folding.classes import RankClasses
 from piper_sim.folding.ground import RankPositions
-from piper_sim.folding.uses import meeting_axes
+from piper_sim.folding.uses import shape_axes
 
 
 def unfold(plan: Plan, classes: RankClasses, mesh: Mesh) -> Plan:
@@ -62,7 +62,7 @@ def _stacked(rows: OpLists, count: int, n: int) -> OpLists:
 
 def _meetings(plan: Plan, classes: RankClasses, at: RankPositions) -> IntArray:
     """[op] its collective. Members: the folded op's, in each class that stands in one group with the op's own."""
-    axes = [meeting_axes(plan, s) for s in plan.shapes]
+    axes = shape_axes(plan)
     sets = list(dict.fromkeys(a for a in axes if a is not None))
     which = np.array([-1 if a is None else sets.index(a) for a in axes], dtype=np.int64)[plan.shape]
     op = np.flatnonzero(which >= 0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ir.core.work import Message, MessageKind
 from ir.graph.graph import GraphNode
+from ir.plan.kept import once_per_plan
 from ir.plan.plan import OpKind, OpShape, Plan
 
 
@@ -57,6 +58,7 @@ def joined(n: GraphNode) -> tuple[int, ...]:
     return n.groups if n.once and len(n.groups) > 1 else ()
 
 
+@once_per_plan
 def uses(plan: Plan, programs: int) -> list[CollectiveUse]:
     """Every kind of group that some message of a plan is priced over, each once."""
     nodes = plan.graph.nodes  # whose messages, and tuples of them, are often the very same
@@ -67,6 +69,12 @@ def uses(plan: Plan, programs: int) -> list[CollectiveUse]:
     ]
     out += [CollectiveUse.of(s.message, programs) for s in plan.shapes if s.message is not None and not s.covers]
     return list(dict.fromkeys(out))
+
+
+@once_per_plan
+def shape_axes(plan: Plan) -> list[tuple[str, ...] | None]:
+    """`meeting_axes` of every shape."""
+    return [meeting_axes(plan, s) for s in plan.shapes]
 
 
 def meeting_axes(plan: Plan, s: OpShape) -> tuple[str, ...] | None:

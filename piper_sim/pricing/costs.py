@@ -31,8 +31,9 @@ from ir.graph.graph import Graph, GraphNode, PerStepOp
 from ir.job.build import PreparedJob
 from ir.plan.plan import OpKind, OpShape, Plan
 from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread
-from piper_sim.folding.uses import CollectiveUse, joined, meeting_axes, message_of, uses
+from piper_sim.folding.uses import CollectiveUse, joined, message_of, shape_axes, uses
 from piper_sim.pricing.measured import MODELLED, MeasuredCosts, scaled
+from piper_sim.pricing.structure import computed, different_messages, different_nodes, different_ops, shape_kinds
 from piper_sim.pricing.tp_messages import beside_products, runs_beside, under_products
 
 FIRST = RankSlot(0, 0)
@@ -72,11 +73,6 @@ class _Table:
     wire: FloatArray
 
 
-def _alike(n: GraphNode) -> tuple[object, ...]:
-    """What nodes have in common that take as long: the very same work, as layers repeat."""
-    return n.kind, id(n.work), id(n.inline), n.numel, n.matrices, n.message is None
-
-
 class CostModel:
     """Prices nodes and messages of one job, rank by rank. Equal kernels, messages and ranks are priced once.
 
@@ -90,7 +86,7 @@ class CostModel:
         self.fabric = LinkFabric.of(hardware, self.per_node)
         slower = hardware.nic_efficiency * hardware.software.zero3_network
         self.sharded = LinkFabric.of(structs.replace(hardware, nic_efficiency=slower), self.per_node)
-        self.ground = DevicePlacement(self.mesh, self.per_node, job.cluster.speed)
+        self.ground = DevicePlacement.of(self.mesh, self.per_node, job.cluster.speed)
         p = prepared.base.source.precision if prepared.base.source is not None else None  # type: ignore[attr-defined]
         assert p is not None
         self.recipe = OptimizerPrecision(
@@ -126,21 +122,16 @@ class CostModel:
         """`price` as arrays that nobody else holds: durations and shares."""
         first = np.zeros(1, dtype=np.int64) if classes is None else classes.first
         tables, which = self._tables(plan, first)
-        key = plan.program * len(plan.shapes) + plan.shape
-        found = np.flatnonzero(np.bincount(key))  # what is priced: a shape on a program, for each class
-        program, shape = np.divmod(found, len(plan.shapes))
-        column = np.zeros(int(key.max(initial=0)) + 1, dtype=np.int64)
-        column[found] = np.arange(len(found))
+        program, shape, at = different_ops(plan)
         alone = np.stack([t.shares for t in tables])[which[:, program], shape]
         shares = self._slowed(plan, alone, program, shape, None if classes is None else first)
         duration = shares.sum(axis=2)
         wire = np.stack([t.wire for t in tables])[which[:, program], shape]
-        kinds = np.array([s.kind for s in plan.shapes], dtype=np.int64)[shape]
+        kinds = shape_kinds(plan)[shape]
         comm = kinds != OpKind.COMPUTE
         duration[:, comm] = wire[:, comm]
         for u in np.flatnonzero((kinds == OpKind.SEND) | (kinds == OpKind.RECV)).tolist():
             duration[:, u] = self._transfer(plan, plan.shapes[shape[u]], int(program[u]), first)
-        at = column[key]
         return duration.take(at, axis=1).ravel(), shares.take(at, axis=1).reshape(-1, len(CostShare))
 
     def _tables(self, plan: Plan, first: IntArray) -> tuple[list[_Table], IntArray]:
@@ -162,22 +153,19 @@ class CostModel:
 
     def _table(self, plan: Plan, seat: RankSlot) -> _Table:
         """Seconds of every shape for ranks whose groups lie as this one's, at full speed."""
-        nodes = plan.graph.nodes
-        # Priced once, unless they were measured by name.
-        named = bool(self.measured.nodes)
-        same = [id(n) if named else _alike(n) for n in nodes]
-        known = {k: self.node_shares(n, seat) for k, n in dict(zip(same, nodes, strict=True)).items()}
-        node = np.array([known[k] for k in same]).reshape(-1, len(CostShare))
-        message = np.array([self.node_message(n, seat) for n in nodes])
+        nodes, which = different_nodes(plan, bool(self.measured.nodes))
+        node = np.array([self.node_shares(n, seat) for n in nodes]).reshape(-1, len(CostShare))[which]
+        nodes, which = different_messages(plan)
+        message = np.array([self.node_message(n, seat) for n in nodes])[which]
         times = self.job.costs.stage_times
         if times is not None:
             node, message = scaled_to_stage_times(plan.graph, node, message, times)
-        node = quantised(node)
         shares, wire = np.zeros((len(plan.shapes), len(CostShare))), np.zeros(len(plan.shapes))
-        for i, s in enumerate(plan.shapes):
-            if s.kind is OpKind.COMPUTE:
-                shares[i] = node[[n for n, _ in s.covers]].sum(axis=0)
-            elif s.covers:
+        shape, covered = computed(plan)
+        np.add.at(shares, shape, quantised(node)[covered])
+        for i in np.flatnonzero(shape_kinds(plan) == OpKind.COLLECTIVE).tolist():
+            s = plan.shapes[i]
+            if s.covers:
                 wire[i] = message[s.covers[0][0]]
             elif s.message is not None:
                 wire[i] = self.message(s.message, (), seat, zero3=True)
@@ -192,7 +180,7 @@ class CostModel:
         out, kernels = alone.copy(), alone[..., KERNELS]
         own = self._speed(self.ground.speed, program, first)[..., None]
         out[..., KERNELS] = quantised(kernels / own)
-        axes = [meeting_axes(plan, plan.shapes[s]) if first is not None else None for s in shape.tolist()]
+        axes = [shape_axes(plan)[s] if first is not None else None for s in shape.tolist()]
         for together in dict.fromkeys(a for a in axes if a):
             column = np.array([a == together for a in axes])
             slowest = self._speed(self.ground.slowest(together), program, first)[:, column, None]
@@ -218,13 +206,13 @@ class CostModel:
         out = [0.0] * len(CostShare)
         if n.kind is PerStepOp.UPDATE:
             kernels = (*self._update(n.numel, n.matrices), *n.work)
-            out[CostShare.OPTIMIZER] = sum(map(self._kernel, kernels)) + self._offloaded(n.numel)
+            out[CostShare.OPTIMIZER] = sum(map(self.kernel, kernels)) + self._offloaded(n.numel)
             out[CostShare.TP] = sum(self.message(message, (), seat) for message in n.inline)
         elif n.message is None:
             own = CostShare.RECOMPUTE if n.kind is Pass.R else CostShare.COMPUTE
-            out[own] = sum(map(self._kernel, n.work))
+            out[own] = sum(map(self.kernel, n.work))
             if n.kind is Pass.W:
-                out[own] += sum(self._kernel(k) for k in accumulate(n.work, self.recipe))
+                out[own] += sum(self.kernel(k) for k in accumulate(n.work, self.recipe))
             launched = self.hardware.software.async_tp and not self.tp_overlap
             beside = 0.0
             for message in n.inline:
@@ -239,7 +227,7 @@ class CostModel:
                 out[own], out[CostShare.TP] = out[own] + slowed, out[CostShare.TP] + exposed
             if out[CostShare.TP] and self.tp_overlap:
                 pieces = self.mesh.sizes["tp"]
-                out[own], out[CostShare.TP] = under_products(n.work, out[own], out[CostShare.TP], pieces, self._kernel)
+                out[own], out[CostShare.TP] = under_products(n.work, out[own], out[CostShare.TP], pieces, self.kernel)
         if (found := self.measured.node(n)) is None:
             return out
         over = KERNELS if found.alone else list(CostShare)  # alone: what messages inside it take comes on top
@@ -262,31 +250,32 @@ class CostModel:
         hw = self.hardware
         return 0.0 if hw.host_GBps is None else offloaded_seconds(numel, self.recipe, hw.host_GBps, hw.pcie_GBps)
 
-    def _kernel(self, kernel: Kernel) -> float:
-        if kernel not in self._kernels:
-            self._kernels[kernel] = kernel_seconds(kernel, self.hardware)
-        return self._kernels[kernel]
+    def kernel(self, kernel: Kernel) -> float:
+        """Seconds of a kernel's launches."""
+        if (found := self._kernels.get(kernel)) is None:
+            found = self._kernels[kernel] = kernel_seconds(kernel, self.hardware)
+        return found
 
     def message(
         self, message: Message, programs: tuple[int, ...] = (), seat: RankSlot = FIRST, *, zero3: bool = False
     ) -> float:
         """Seconds of a collective in a rank's own group, joined over programs. zero3: of divided weights, gradients."""
         key = message, programs, seat, zero3
-        if key not in self._collectives:
+        if (found := self._collectives.get(key)) is None:
             use = CollectiveUse.of(message, self.ground.positions.programs, programs)
-            self._collectives[key] = self.priced(message, self.ground.spread(use, seat), zero3=zero3).seconds
-        return self._collectives[key]
+            found = self._collectives[key] = self.priced(message, self.ground.spread(use, seat), zero3=zero3).seconds
+        return found
 
     def priced(self, message: Message, spread: RankSpread, *, zero3: bool = False) -> ProfileCost:
         """A message in a group that lies so."""
         if self.free and COMM_KINDS[comm_class(message.kind)] in self.free:
             return ProfileCost(0.0, 0.0, CostSource.MODELLED)
-        if (key := (message, spread, zero3)) not in self._messages:
+        if (found := self._messages.get((message, spread, zero3))) is None:
             fabric = self.sharded if zero3 else self.fabric
-            self._messages[key] = self.measured.message(
+            found = self._messages[message, spread, zero3] = self.measured.message(
                 message, spread, lambda s: message_seconds(message, s.ranks, s.per_node, fabric, nodes=s.nodes)
             )
-        return self._messages[key]
+        return found
 
 
 def scaled_to_stage_times(

@@ -11,6 +11,7 @@ from ir.core.ops import Pass
 from ir.core.order import IntArray
 from ir.graph.graph import GraphNode, PerStepOp
 from ir.plan.host import host_reads
+from ir.plan.kept import once_per_plan
 from ir.plan.plan import OpKind, OpLists, OpShape, Plan
 from piper_sim.engine import HostModel
 
@@ -21,6 +22,11 @@ def inline(plan: Plan, seconds: float = 0.0) -> HostModel:
     Each op is held by the compute op before it in its program, of this step or of the last, and an exchange of rows by
     that of their counts. seconds: what the host needs of its own for each op, before it comes to it.
     """
+    return HostModel(np.full(len(plan), quantise(seconds)), _inline(plan))
+
+
+@once_per_plan
+def _inline(plan: Plan) -> OpLists:
     n, rows, on = len(plan), [], []
     for a, b in pairwise(plan.bounds.tolist()):
         ops = np.arange(a, b)
@@ -31,7 +37,7 @@ def inline(plan: Plan, seconds: float = 0.0) -> HostModel:
         on.append(wrapped[wrapped >= 0])
     reads = host_reads(plan)
     rows, on = [*rows, reads[0]], [*on, reads[1]]
-    return HostModel(np.full(n, quantise(seconds)), OpLists.of(n, np.concatenate(rows), np.concatenate(on)))
+    return OpLists.of(n, np.concatenate(rows), np.concatenate(on))
 
 
 def ahead(plan: Plan, costs: HostCosts) -> HostModel:
@@ -40,18 +46,26 @@ def ahead(plan: Plan, costs: HostCosts) -> HostModel:
     It is held where its window of launched kernels is full, and where it must read what the device has got: the expert
     counts, without which it cannot size a forward dispatch. With `costs.turn`, also at each pass of a pipeline.
     """
-    kernels = launches(plan)
-    if costs.graphs != "none":
-        kernels = np.minimum(kernels, 1)
+    kernels, hold, turns = _ahead(plan, costs.graphs != "none", costs.window, costs.turn > 0)
     launch = np.where(plan.kind == OpKind.COMPUTE, kernels * costs.launch, costs.comm)
+    launch[turns] = costs.turn
+    return HostModel(launch, hold)
+
+
+@once_per_plan
+def _ahead(plan: Plan, graphs: bool, window: int, turning: bool) -> tuple[IntArray, OpLists, IntArray]:
+    """([op] kernels, what holds the host, ops at which it turns to another pass), whatever these take."""
+    kernels = launches(plan)
+    if graphs:
+        kernels = np.minimum(kernels, 1)
     # Of an op with more kernels than half the window, the first run while the last are launched.
-    holds = [_window(plan, np.clip(kernels, 1, max(1, costs.window // 2)), costs.window), host_reads(plan)]
-    if costs.turn and (plan.kind == OpKind.SEND).any():
-        turns = _turns(plan)
-        launch[turns[0]] = costs.turn
-        holds.append(turns)
+    holds = [_window(plan, np.clip(kernels, 1, max(1, window // 2)), window), host_reads(plan)]
+    turns = np.zeros(0, dtype=np.int64)
+    if turning and (plan.kind == OpKind.SEND).any():
+        holds.append(_turns(plan))
+        turns = holds[-1][0]
     rows, on = (np.concatenate(x) for x in zip(*holds, strict=True))
-    return HostModel(launch, OpLists.of(len(plan), rows, on))
+    return kernels, OpLists.of(len(plan), rows, on), turns
 
 
 def one_queue(plan: Plan, host: HostModel) -> HostModel:
@@ -60,7 +74,12 @@ def one_queue(plan: Plan, host: HostModel) -> HostModel:
     Streams then start in launch order: an op that waits for another stream holds up all that was launched behind it. So
     each op is held until the op before it can start: what that waits for has ended, and what is ahead on its stream.
     """
-    n, hold = len(plan), host.hold
+    return HostModel(host.launch, _one_queue(plan, host.hold))
+
+
+@once_per_plan
+def _one_queue(plan: Plan, hold: OpLists) -> OpLists:
+    n = len(plan)
     last = np.full(n, -1, dtype=np.int64)
     for queue in plan.queues:
         last[queue[1:]] = queue[:-1]
@@ -69,7 +88,7 @@ def one_queue(plan: Plan, host: HostModel) -> HostModel:
     mine = rows < n
     mine[mine] = plan.program[rows[mine]] == plan.program[rows[mine] - 1]
     both = (np.concatenate(x) for x in ((hold.rows(), rows[mine]), (hold.items, on[mine])))
-    return HostModel(host.launch, OpLists.of(n, *both))
+    return OpLists.of(n, *both)
 
 
 def launches(plan: Plan) -> IntArray:

@@ -79,7 +79,7 @@ def node_seconds(prepared: PreparedJob, hardware: DeviceHardware) -> tuple[tuple
     return tuple(sorted((text, round(seconds, 9)) for text, seconds in found.items()))
 
 
-def weigh(job: Job, hardware: DeviceHardware) -> Callable[[ModelWork, Chunk], float]:
+def weigh(job: Job, hardware: DeviceHardware) -> Callable[[ModelWork], Callable[[Chunk], float]]:
     """What `balanced` weighs a chunk by: the modelled seconds of its kernels and all-to-alls on one rank."""
     resolved = resolve(job, hardware.gpus_per_node)
     p = resolved.parallel
@@ -91,8 +91,6 @@ def weigh(job: Job, hardware: DeviceHardware) -> Callable[[ModelWork, Chunk], fl
     def experts() -> RankGroup:
         return p.mesh.shape(("ep",), per_node)
 
-    known: dict[tuple[ModelWork, str], tuple[float, float]] = {}  # a part's name says what it is, in every chunk
-
     def part_seconds(source: ModelWork, entry: PlacedPart) -> tuple[float, float]:
         w = source.work(entry)
         kernels = sum(work_seconds(k, hardware) for k in (w.forward, w.input_grad, w.weight_grad))
@@ -103,17 +101,22 @@ def weigh(job: Job, hardware: DeviceHardware) -> Callable[[ModelWork, Chunk], fl
         messages = (m.counts, m.dispatch, m.combine, m.dispatch, m.combine)
         return kernels, sum(message_seconds(x, shape.ranks, shape.per_node, fabric) for x in messages)
 
-    def seconds(source: ModelWork, chunk: Chunk) -> float:
-        total = 0.0
-        for part in chunk.parts:
-            if (source, part.name) not in known:
-                known[source, part.name] = part_seconds(source, PlacedPart(0, chunk, part, layout))
-            kernels, messages = known[source, part.name]
-            total += kernels
-            total += messages
-        return total
+    def weighing(source: ModelWork) -> Callable[[Chunk], float]:
+        known: dict[str, tuple[float, float]] = {}  # a part's name says what it is, in every chunk
 
-    return seconds
+        def seconds(chunk: Chunk) -> float:
+            total = 0.0
+            for part in chunk.parts:
+                if part.name not in known:
+                    known[part.name] = part_seconds(source, PlacedPart(0, chunk, part, layout))
+                kernels, messages = known[part.name]
+                total += kernels
+                total += messages
+            return total
+
+        return seconds
+
+    return weighing
 
 
 def _probe(name: str) -> str:

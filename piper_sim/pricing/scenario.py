@@ -1,6 +1,6 @@
 """What engines run of a priced plan: unfolded to replicas that differ, with host, slowdowns, and loads of links."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from cost_models.profile.pairs import KernelPair
 from ir.core.order import FloatArray, IntArray
 from ir.core.work import Kernel, MessageKind
 from ir.graph.graph import GraphNode, PerStepOp
+from ir.plan.kept import once_per_plan
 from ir.plan.plan import OpKind, OpShape, Plan
 from piper_sim.engine import EngineScenario, KernelInterference, Links
 from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread, carry, classes, unfold
@@ -21,6 +22,7 @@ from piper_sim.folding.uses import CollectiveUse, message_of
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.hosts import ahead, inline, one_queue
 from piper_sim.pricing.routing import ExpertRouting
+from piper_sim.pricing.structure import computed, different_nodes, shape_kinds
 
 
 def classes_of(model: CostModel, plan: Plan, routing: ExpertRouting | None) -> RankClasses:
@@ -40,16 +42,21 @@ def scenario_of(model: CostModel, plan: Plan, replicas: RankClasses, duration: F
     elif "host" not in costs.free:
         host = ahead(whole, HostCosts.of(model.hardware, costs.cuda_graphs))
         host = one_queue(whole, host) if costs.host_model == "one-queue" else host
-    slow = None if costs.interference == "none" else pairwise(whole, model.hardware, model.measured.pairs)
+    slow = None if costs.interference == "none" else pairwise(whole, model.hardware, model.measured.pairs, model.kernel)
     found = links(plan, replicas, model, duration) if costs.interference == "maxmin" else None
     return EngineScenario(whole, *carry(plan, replicas), host=host, slow=slow, links=found)
 
 
-def pairwise(plan: Plan, hw: DeviceHardware, pairs: Mapping[str, KernelPair] | None = None) -> KernelInterference:
+def pairwise(
+    plan: Plan,
+    hw: DeviceHardware,
+    pairs: Mapping[str, KernelPair] | None = None,
+    seconds: Callable[[Kernel], float] | None = None,
+) -> KernelInterference:
     """Compute ops in classes by the share of their time that is bound by arithmetic, in eighths; 0 is all memory.
 
     Communication ops in the classes of `COMM_KINDS`. A class between the ends is slowed in proportion. pairs: measured
-    slowdowns, by `profile_pairs.pair_key`.
+    slowdowns, by `profile_pairs.pair_key`. seconds: of kernels, if they are known.
     """
     slow = KernelSlowdown.of(hw, pairs)
     share = np.arange(GRAIN + 1)[:, None] / GRAIN
@@ -59,33 +66,37 @@ def pairwise(plan: Plan, hw: DeviceHardware, pairs: Mapping[str, KernelPair] | N
         return np.asarray(share * arithmetic + (1 - share) * memory)
 
     return KernelInterference(
-        _classes(plan, hw), mixed(slow.held), mixed(slow.moving), np.ascontiguousarray(mixed(slow.wire).T)
+        _classes(plan, hw, seconds or (lambda k: kernel_seconds(k, hw))),
+        mixed(slow.held),
+        mixed(slow.moving),
+        np.ascontiguousarray(mixed(slow.wire).T),
     )
 
 
-def _classes(plan: Plan, hw: DeviceHardware) -> IntArray:
+def _classes(plan: Plan, hw: DeviceHardware, seconds: Callable[[Kernel], float]) -> IntArray:
     """[op] its class."""
-    known: dict[int, tuple[float, float]] = {}  # by a work's identity: parts share theirs
-    bound = [_bound(n, hw, known) for n in plan.graph.nodes]
-    out = [_class(plan, s, bound) for s in plan.shapes]
-    return np.array(out, dtype=np.int64)[plan.shape]
+    nodes, which = different_nodes(plan, named=False)
+    bound = np.array([_bound(n, hw, seconds) for n in nodes])[which]
+    shape, covered = computed(plan)
+    arithmetic, total = (np.bincount(shape, bound[covered, k], len(plan.shapes)) for k in (0, 1))
+    share = np.divide(arithmetic, total, out=np.zeros_like(total), where=total > 0)
+    bound_by = np.rint(GRAIN * share).astype(np.int64)
+    return np.where(shape_kinds(plan) == OpKind.COMPUTE, bound_by, _comm_classes(plan))[plan.shape]
 
 
-def _class(plan: Plan, s: OpShape, bound: list[tuple[float, float]]) -> int:
-    if s.kind is OpKind.COMPUTE:
-        arithmetic, total = (sum(bound[n][k] for n, _ in s.covers) for k in (0, 1))
-        return round(GRAIN * arithmetic / total) if total else 0
-    return comm_class(message_of(plan, s).kind)
+@once_per_plan
+def _comm_classes(plan: Plan) -> IntArray:
+    """[shape] class of a communication op."""
+    comm = (s.kind is not OpKind.COMPUTE and comm_class(message_of(plan, s).kind) for s in plan.shapes)
+    return np.array([int(c) for c in comm], dtype=np.int64)
 
 
-def _bound(n: GraphNode, hw: DeviceHardware, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
+def _bound(n: GraphNode, hw: DeviceHardware, seconds: Callable[[Kernel], float]) -> tuple[float, float]:
     """(seconds bound by arithmetic, all seconds) of a node's kernels."""
     if n.kind is PerStepOp.UPDATE or n.message is not None:
         return 0.0, 0.0
-    if id(n.work) not in known:
-        seconds = [(kernel_seconds(k, hw), _arithmetic(k, hw)) for k in n.work]
-        known[id(n.work)] = sum(t for t, mine in seconds if mine), sum(t for t, _ in seconds)
-    return known[id(n.work)]
+    found = [(seconds(k), _arithmetic(k, hw)) for k in n.work]
+    return sum(t for t, mine in found if mine), sum(t for t, _ in found)
 
 
 def _arithmetic(k: Kernel, hw: DeviceHardware) -> bool:

@@ -6,10 +6,11 @@ import numpy as np
 
 from ir.core.order import FloatArray, IntArray
 from ir.graph.per_step import FURTHER
+from ir.plan.kept import once_per_plan
 from ir.plan.plan import OpKind, Plan
 from piper_sim.engine import EngineRun, EngineScenario
 from piper_sim.folding import RankClasses
-from piper_sim.folding.uses import meeting_axes
+from piper_sim.folding.uses import shape_axes
 from piper_sim.pricing.costs import CostShare, OpCosts
 
 KEYS = (
@@ -108,10 +109,9 @@ class _Gaps:
         two = len(run.end) > 1
         self.scenario, self.plan, self.both = scenario, plan, EngineRun(run.start[-2:].ravel(), run.end[-2:].ravel())
         self.now = n if two else 0  # where the last step begins in `both`
-        self.compute = np.flatnonzero(plan.kind == OpKind.COMPUTE)
+        self.compute, closing = _computing(plan)
         self.found = {name: np.zeros(plan.programs) for name in KEYS}
         program = plan.program[self.compute]
-        closing = self.compute[np.searchsorted(program, np.arange(plan.programs), side="right") - 1]
         begin = run.end[-2][closing] if two else np.zeros(plan.programs)
         self.window = end[closing] - begin
         first = np.diff(program, prepend=-1) != 0
@@ -144,7 +144,7 @@ class _Gaps:
         np.add.at(self.found["slowdown"], plan.program[ops], slowed)
         met = np.flatnonzero(plan.collective[ops] >= 0)
         if len(met):
-            tensor = np.array(["tp" in (meeting_axes(plan, s) or ()) for s in plan.shapes])[plan.shape[ops[met]]]
+            tensor = np.array(["tp" in (a or ()) for a in shape_axes(plan)])[plan.shape[ops[met]]]
             for name, mine in (("exposed_tp", met[tensor]), ("exposed_cp", met[~tensor])):
                 np.add.at(self.found[name], plan.program[ops[mine]], waited[mine])
 
@@ -201,6 +201,14 @@ def _longest(plan: Plan, duration: FloatArray) -> FloatArray:
     return out
 
 
+@once_per_plan
+def _computing(plan: Plan) -> tuple[IntArray, IntArray]:
+    """(compute ops, [program] the last of them)."""
+    compute = np.flatnonzero(plan.kind == OpKind.COMPUTE)
+    return compute, compute[np.searchsorted(plan.program[compute], np.arange(plan.programs), side="right") - 1]
+
+
+@once_per_plan
 def _axes(plan: Plan) -> IntArray:
     """Index into _EXPOSED of each stream's messages."""
     out = np.full(len(plan.streams), _EXPOSED.index("exposed_dp"), dtype=np.int64)

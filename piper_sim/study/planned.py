@@ -82,7 +82,7 @@ class PlannedJob:
 _Held = tuple[OptimizerMemory, ...]
 _Replays = tuple[ReservedMemory, ...]
 _WALKED: WeakKeyDictionary[Plan, tuple[tuple[_Held, int], Memory]] = WeakKeyDictionary()
-_REPLAYED: WeakKeyDictionary[Memory, tuple[tuple[DeviceHardware, int], _Replays]] = WeakKeyDictionary()
+_REPLAYED: WeakKeyDictionary[Memory, tuple[tuple[object, int], _Replays]] = WeakKeyDictionary()
 
 
 def _walked(plan: Plan, held: _Held, library: int) -> Memory:
@@ -93,9 +93,9 @@ def _walked(plan: Plan, held: _Held, library: int) -> Memory:
 
 
 def _replayed(plan: Plan, found: Memory, hardware: DeviceHardware, room: int) -> _Replays:
-    kept = _REPLAYED.get(found)
-    if kept is None or kept[0] != (hardware, room):
-        kept = _REPLAYED[found] = (hardware, room), reserved(plan, found, hardware, room)
+    kept, key = _REPLAYED.get(found), (hardware.reserved_over_allocated, room)  # all that an allocator knows of it
+    if kept is None or kept[0] != key:
+        kept = _REPLAYED[found] = key, reserved(plan, found, hardware, room)
     return kept[1]
 
 

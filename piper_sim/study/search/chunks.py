@@ -89,8 +89,8 @@ class ChunkCosts:
         numel, pools, tied = _params(graph)
         source = prepared.base.source
         assert source is not None
-        weight, kinds = weigh(job, hardware), tuple(order.index(first[k]) for k in names)
-        weights = [weight(source, chunks[i]) for i in order]
+        weight, kinds = weigh(job, hardware)(source), tuple(order.index(first[k]) for k in names)
+        weights = [weight(chunks[i]) for i in order]
         return cls(
             kinds=kinds,
             weights=tuple(weights[k] for k in kinds),

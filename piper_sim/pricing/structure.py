@@ -1,0 +1,60 @@
+"""What of a plan has a price, each different thing once: nodes, messages, ops. The same for all costs of one plan."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ir.core.order import IntArray
+from ir.graph.graph import GraphNode
+from ir.plan.kept import once_per_plan
+from ir.plan.plan import OpKind, Plan, covers_of
+from piper_sim.folding.uses import joined
+
+
+@once_per_plan
+def different_nodes(plan: Plan, named: bool) -> tuple[list[GraphNode], IntArray]:
+    """(nodes that differ in what they take, [node] which of them). named: all do, as they were measured by name."""
+    # The very same work, as layers repeat.
+    keys = [
+        i if named else (n.kind, id(n.work), id(n.inline), n.numel, n.matrices, n.message is None)
+        for i, n in enumerate(plan.graph.nodes)
+    ]
+    return _different(plan, keys)
+
+
+@once_per_plan
+def different_messages(plan: Plan) -> tuple[list[GraphNode], IntArray]:
+    """(nodes that differ in the message they are, [node] which of them): one that is none stands for all such."""
+    keys = [None if n.message is None else (id(n.message), joined(n)) for n in plan.graph.nodes]
+    return _different(plan, keys)
+
+
+def _different(plan: Plan, keys: Sequence[object]) -> tuple[list[GraphNode], IntArray]:
+    first = dict(zip(reversed(keys), reversed(plan.graph.nodes), strict=True))
+    number = {key: k for k, key in enumerate(first)}
+    return list(first.values()), np.array([number[k] for k in keys], dtype=np.int64)
+
+
+@once_per_plan
+def different_ops(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
+    """(program, shape) of all ops that differ in more than their microbatch, and [op] which of them."""
+    key = plan.program * len(plan.shapes) + plan.shape
+    found = np.flatnonzero(np.bincount(key))
+    which = np.zeros(int(key.max(initial=0)) + 1, dtype=np.int64)
+    which[found] = np.arange(len(found))
+    program, shape = np.divmod(found, len(plan.shapes))
+    return program, shape, which[key]
+
+
+@once_per_plan
+def shape_kinds(plan: Plan) -> IntArray:
+    """[shape] its `OpKind`."""
+    return np.array([s.kind for s in plan.shapes], dtype=np.int64)
+
+
+@once_per_plan
+def computed(plan: Plan) -> tuple[IntArray, IntArray]:
+    """(shape, node) of all that compute ops cover, shape by shape."""
+    shape, _, node, _ = covers_of(plan.shapes).T
+    mine = shape_kinds(plan)[shape] == OpKind.COMPUTE
+    return shape[mine], node[mine]
