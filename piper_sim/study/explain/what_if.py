@@ -97,6 +97,8 @@ def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
         if job.parallel.layers != "balanced":
             yield "balanced layers", {"parallel.layers": "balanced"}
         yield "perfect split", {"costs.stage_times": _even(job, p)}
+    if (copies := _copies(p)) > 1:
+        yield "shards inside a node", {"parallel.dp_replicate": copies}
     o = job.optimizer
     if not p.fits and o.offload < 1 and o.name != "muon" and p.planned.hardware.host_GBps is not None:
         yield "optimizer on the host", {"optimizer.offload": 1.0}
@@ -112,6 +114,13 @@ def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
             yield f"recompute {recompute}", {"schedule.recompute_layers": 0} if recompute == "none" else every
         elif recompute != job.schedule.recompute:
             yield f"recompute {recompute}", {"schedule.recompute": recompute}
+
+
+def _copies(p: Prediction) -> int:
+    """How many nodes each hold all shards of ZeRO-2 and 3, were none to lie across nodes; 1: none does."""
+    asked, mesh = p.prepared.job.parallel, p.prepared.mesh
+    dp = mesh.shape(("dp",), p.planned.model.per_node)
+    return dp.ranks // dp.per_node if asked.zero >= 2 and asked.dp_replicate == 1 and dp.per_node > 1 else 1
 
 
 def _free(p: Prediction) -> Iterator[tuple[str, str]]:

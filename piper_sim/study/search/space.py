@@ -21,6 +21,7 @@ LONG = 8192  # tokens of a sequence that one rank of cp holds, by default
 MOST_EP = 64
 WITHOUT_GAIN = ("gpipe", "looped-bfs")  # 1f1b takes no longer and keeps less
 CHEAP = ("norm", "up_projection", "activation")  # to recompute: no matrix product but latent attention's
+NODE = "one node"  # holds all shards: as many copies of them as nodes
 NO_LIMITS: Mapping[str, tuple[object, ...]] = {}
 
 
@@ -29,6 +30,7 @@ class JobSpace:
     """Every combination of the values tried. own: the job with its sizes resolved; gpus, sequences: what all keep.
 
     schedules: name and stages per rank, where neither is listed or pinned. usual: keys whose values are the default's.
+    per_node: GPUs of a node.
     """
 
     job: Job
@@ -38,6 +40,7 @@ class JobSpace:
     values: Mapping[str, tuple[object, ...]]
     schedules: tuple[tuple[str, int], ...] | None
     usual: frozenset[str]
+    per_node: int
 
     @classmethod
     def of(cls, job: Job, hardware: DeviceHardware, says: Mapping[str, tuple[object, ...]] = NO_LIMITS) -> JobSpace:
@@ -60,7 +63,8 @@ class JobSpace:
         with blaming(job):
             config = read_model(job).config
         free = {k for k in KEYS if k not in job.search.pin} - {"dp"}
-        ranges = _defaults(own, config, gpus, hardware.gpus_per_node)
+        per_node = job.cluster.gpus_per_node or hardware.gpus_per_node
+        ranges = _defaults(own, config, gpus, per_node)
         ranges |= {k: tuple(dict.fromkeys((ranges[k][0], *says[k]))) for k in ranges if k in says}
         default = {k: v for k, v in ranges.items() if k in free}
         listed = {k: cast(tuple[object, ...], v) for k, v in job.search.overrides.items()}
@@ -69,7 +73,7 @@ class JobSpace:
         plan_free = s.layout is None and not {"name", "stages_per_rank"} & {*listed, *job.search.pin}
         schedules = _schedules((name, s.stages_per_rank or 1), says.get("name", NAMES)) if plan_free else None
         sequences, usual = (p.dp or 1) * mbs * s.microbatch_size, frozenset(default) - set(listed)
-        return cls(job, own, gpus, sequences, default | listed, schedules, usual)
+        return cls(job, own, gpus, sequences, default | listed, schedules, usual, per_node)
 
     def __iter__(self) -> Iterator[Changes]:
         """Each configuration as the keys that differ from the job's; first the job itself, if no list leaves it out;
@@ -112,6 +116,11 @@ class JobSpace:
         if "zero" in self.usual and chosen["zero"] == 3 != p.zero and size["pp"] > 1:
             return None  # weights gathered for every microbatch: tried where asked for
         dp, each = (int(cast(int, chosen.get(k, v))) for k, v in (("dp", p.dp), ("microbatch_size", s.microbatch_size)))
+        if chosen.get("dp_replicate") == NODE:
+            shards = self.per_node // (size["tp"] * size["cp"])
+            if chosen.get("zero", p.zero) in (0, 1) or shards < 2 or shards >= dp or dp % shards:
+                return None  # none lie across nodes, or they cannot all lie on one
+            chosen["dp_replicate"] = dp // shards
         given = {(f, k): getattr(getattr(self.own, f), k) for k, f in KEYS.items()}
         if self.job.schedule.stages_per_rank is None:
             given["schedule", "stages_per_rank"] = default_chunks(str(chosen.get("name", s.name)))
@@ -172,6 +181,7 @@ def _defaults(job: Job, config: ModelConfig, gpus: int, per_node: int) -> dict[s
         "pp": [p.pp, *_powers(gpus, min(config.layers, gpus))],
         "ep": [p.ep, *(n for n in _powers(gpus, most_ep) if experts % n == 0 and n * 8 >= most_ep)],
         "zero": [p.zero, 1, 3],
+        "dp_replicate": [p.dp_replicate, NODE],
         "layers": [p.layers, "balanced"],
         "microbatch_size": [s.microbatch_size, 1, 2, 4],
         "recompute": recompute,

@@ -99,6 +99,14 @@ def test_a_what_if_is_what_simulate_says_with_those_changes() -> None:
     assert predict(changed(job, {})).iteration_s == found.iteration_s
 
 
+@pytest.mark.parametrize(("parallel", "asked"), [({"zero": 3}, 2), ({"zero": 1}, None), ({"zero": 3, "tp": 4}, None)])
+def test_shards_inside_a_node_are_asked_for_where_they_lie_across(parallel: dict[str, int], asked: int | None) -> None:
+    cluster = {"gpu": "h100-sxm", "nodes": 2, "gpus_per_node": 4}
+    job = job_from({"model": {"config": "tiny-llama", "seq_len": 256}, "cluster": cluster, "parallel": parallel})
+    found = [w.changes for w in explain(job).what_ifs if w.name == "shards inside a node"]
+    assert found == ([{"parallel.dp_replicate": asked}] if asked else [])
+
+
 def test_some_recomputed_layers_are_held_against_none_and_all() -> None:
     table = _job(schedule={"recompute": "full", "recompute_layers": "1::2"})
     found = {w.name: w for w in explain(job_from(table)).what_ifs if w.name.startswith("recompute")}

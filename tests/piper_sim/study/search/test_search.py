@@ -145,6 +145,22 @@ def test_the_host_keeps_an_optimizer_where_nothing_else_fits(room: float, wins: 
     assert runs[0.0].iteration_s < runs[0.5].iteration_s < runs[1.0].iteration_s
 
 
+@pytest.mark.parametrize(("zero", "nic", "copies"), [(3, 20.0, 2), (3, 4000.0, 1), (1, 20.0, 1)])
+def test_shards_stay_inside_a_node_where_that_pays(zero: int, nic: float, copies: int) -> None:
+    """Found is the quicker of both, simulated by themselves; under ZeRO-1, whose gradients stay whole, none is tried."""
+    model = {"config": "llama3-8b", "num_hidden_layers": 4, "seq_len": 1024}
+    cluster = {"gpu": "h100-sxm", "nodes": 2, "gpus_per_node": 4, "nic_Gbps": nic}
+    base = {"model": model, "cluster": cluster, "schedule": {"global_batch": 16}}
+    pins = ["tp", "cp", "pp", "layers", "microbatch_size", "recompute", "name", "stages_per_rank"]
+    found = search(load_job({**base, "parallel": {"zero": zero}, "search": {"zero": [zero], "pin": pins}}))
+    runs = {n: predict(load_job({**base, "parallel": {"zero": zero, "dp_replicate": n}})) for n in (1, 2)}
+    tried = (1, 2) if zero == 3 else (1,)
+    assert found.proven and found.best is not None and found.space == len(tried)
+    assert copies == min(tried, key=lambda n: runs[n].iteration_s)
+    assert found.best["changes"].get("parallel.dp_replicate", 1) == copies
+    assert found.best["iteration_s"] == runs[copies].iteration_s
+
+
 def test_neither_workers_nor_the_seed_change_what_is_found() -> None:
     one = search(small())
     two, other = search(small(), workers=2), search(small(seed=7))
@@ -231,6 +247,7 @@ schedule.microbatch_size=2 | costs.stage_times={F=0.01,B=0.02} | schedule.recomp
 schedule.recompute=full & schedule.recompute_layers=1::2 | schedule.recompute=mlp & schedule.recompute_layers=1
 schedule.recompute=operators & schedule.recompute_layers=[0,5] | costs.grouped_gemm=false
 optimizer.name=muon & parallel.zero=0 | optimizer.name=muon & parallel.zero=1 & optimizer.tp_mode=distributed
+parallel.dp_replicate=2 & parallel.zero=2 | parallel.dp_replicate=2 & parallel.zero=3
 costs.software=megatron-core & model.tie_word_embeddings=true & parallel.zero=1
 """
 
