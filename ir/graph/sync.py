@@ -54,7 +54,7 @@ class Bucket:
     @property
     def shard(self) -> int:
         """Elements of one rank's share where it is sharded: padded, so that shares are equal."""
-        if self.matrices:
+        if self.matrices and self.replica.zero:
             load, sizes = [0] * self.ranks, [m.numel for m in self.matrices]
             for numel, owner in zip(sizes, packed(sizes, self.ranks), strict=True):
                 load[owner] += numel
