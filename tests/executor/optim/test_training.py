@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from executor.autograd.split import SplitPass
 from executor.device.device import HostDevice
 from executor.optim.flat import FlatBucket
 from executor.optim.optimizer import Optimizer, ParamGradients, clip_scale, norm_of, square_sums
+from executor.optim.sync import BucketSync
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.rank_model import RankModel
 from ir.core.errors import PiperError
@@ -83,10 +85,13 @@ def test_what_is_summed_over_ranks_once_a_step_travels_in_its_own_format(zero: i
     assert (flat.filled().dtype is torch.bfloat16) is once and flat.sums.dtype is torch.float32
 
 
-def test_weights_that_are_there_are_not_gathered_again() -> None:
+def test_weights_are_read_where_they_are_and_not_gathered_again() -> None:
     flat = flat_bucket(3)
-    assert not flat.here
+    holder: Any = SimpleNamespace(flat={flat.name: flat})
+    with pytest.raises(PiperError, match="0F0 reads 0/dense, which was not gathered or freed already"):
+        BucketSync.reads(holder, [flat.name], "0F0")
     flat.fetch()
+    BucketSync.reads(holder, [flat.name], "0F0")
     with pytest.raises(PiperError, match="0/dense is gathered again before it was freed") as e:
         flat.fetch()
     assert e.value.suggestion == "free it behind the last op that reads it" and flat.here
