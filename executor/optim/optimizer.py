@@ -179,9 +179,9 @@ class Optimizer:
 
 
 def _blocks(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Tensors of one size, stretch by stretch: what an update makes on its way is no tensor of the whole."""
+    """Tensors of one layout, stretch by stretch: what an update makes on its way is no tensor of the whole."""
     sizes = update_blocks(tensors[0].numel())
-    if len(sizes) == 1 or not all(t.is_contiguous() for t in tensors):
+    if len(sizes) == 1 or not tensors[0].is_contiguous():
         yield tensors
         return
     yield from zip(*(t.view(-1).split(sizes) for t in tensors), strict=True)

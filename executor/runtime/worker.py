@@ -134,9 +134,6 @@ def main(spec: Mapping[str, Any], ranks: Sequence[int]) -> int:
     except BaseException as error:
         write_whole(folder / f"failure-{ranks[0]}", json.dumps(failure(error)))
         return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
 
 
 def _rank(spec: Mapping[str, Any], folder: Path, rank: int, progress: RankProgress, hub: LocalRanks) -> int:

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 from ir.core.errors import directive_error
 from ir.core.mesh import Mesh
-from ir.core.ops import Pass
 from ir.graph.graph import BucketPolicy, Graph
 from ir.graph.matrices import MatrixShard, hidden_matrix, packed
 from ir.workload.params import local_numel
@@ -54,7 +53,7 @@ class Bucket:
     @property
     def shard(self) -> int:
         """Elements of one rank's share where it is sharded: padded, so that shares are equal."""
-        if self.matrices:
+        if self.matrices and self.replica.zero:
             load, sizes = [0] * self.ranks, [m.numel for m in self.matrices]
             for numel, owner in zip(sizes, packed(sizes, self.ranks), strict=True):
                 load[owner] += numel
@@ -125,7 +124,7 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
     for k, e in enumerate(graph.entries):
         for p in e.part.params:
             named[p.name].append(k)
-    where = {(n.stage, n.part): n.groups for n in graph.nodes if n.kind is Pass.F}  # all passes of a part are together
+    where = {(n.stage, n.part): n.groups for n in graph.nodes}  # all passes of a part are together
     at = [where[e.stage, e.name] for e in graph.entries]
     pools: dict[_Pool, list[tuple[int, int, str]]] = {}
     hidden = dict[str, MatrixShard]()
@@ -135,9 +134,10 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
             holders = named[p.name]
             if holders[0] != k:
                 continue
-            tied, axes = len(holders) > 1, summed_over(p, e.layout)
-            owners = tuple(sorted({g for j in holders for g in at[j]})) if tied else at[k]
-            replica = _replica(graph, p.name, holders) if tied else graph.replicas.get(k)
+            tied, axes, owners, replica = False, summed_over(p, e.layout), at[k], graph.replicas.get(k)
+            if len(holders) > 1:
+                tied, owners = True, tuple(sorted({g for j in holders for g in at[j]}))
+                replica = _replica(graph, p.name, holders)
             if graph.muon is not None and (found := hidden_matrix(p, e.layout)) is not None:
                 hidden[p.name] = found
             alike = p.expert, axes, tied, owners, id(replica), p.name in hidden
@@ -149,7 +149,8 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
     if cut := next((x for x in pools if x.matrix and x.replica is not None and x.replica.zero > 1), None):
         message = f"replicate cuts matrices of stage {cut.stage}, which Muon updates whole"
         raise directive_error(message, "zero = 0 or 1", "zero = 1")
-    cuts = {pool: _cut(graph, pool, params) for pool, params in pools.items()}
+    element, _ = graph.source.sync_bytes()
+    cuts = {pool: _cut(element, pool, params) for pool, params in pools.items()}
     out: list[Bucket] = []
     for pool, label in _labels(cuts).items():
         for b in _pooled(graph.mesh, named, pool, label, cuts[pool]):
@@ -225,10 +226,9 @@ def _names(label: str, groups: list[Params]) -> list[str]:
     return [label] if len(groups) == 1 else [f"{label}.{i}" for i in range(len(groups))]
 
 
-def _cut(graph: Graph, pool: _Pool, params: Params) -> list[Params]:
-    """One pool's parameters as groups of at most the asked size."""
+def _cut(element: int, pool: _Pool, params: Params) -> list[Params]:
+    """One pool's parameters as groups of at most the asked size, of so many bytes an element."""
     limit = pool.replica.bucket_bytes if pool.replica else None
-    element = graph.source.sync_bytes()[0] if graph.source else 4
     groups: list[Params] = [[]]
     filled = 0
     for k, n, name in params:

@@ -34,7 +34,7 @@ def joint_order(draft: PlanBuilder, edges: Edges) -> None:
     rows = draft.rows
     end = dry_run(draft, edges)
     producer = producers(draft, send)
-    time = np.concatenate([end[producer], [_latest(end, last) for _, last in met]]).astype(np.int64)
+    time = np.concatenate([end[producer], [end[last].max() for _, last in met]]).astype(np.int64)
     kind = np.concatenate([np.zeros(len(send), np.int64), np.ones(len(met), np.int64)])
     tie = [np.concatenate([ids, [m[0] for m, _ in met]]).astype(np.int64) for ids in (send, producer)]
     rank = np.empty(len(time), dtype=np.int64)
@@ -105,10 +105,6 @@ def _lengths(draft: PlanBuilder) -> IntArray:
     shapes = draft.templates.shapes
     long = [s.kind is not OpKind.SEND and max(1, sum(of_node[n] for n, _ in s.covers) // 1000) for s in shapes]
     return np.array(long, dtype=np.int64)
-
-
-def _latest(end: IntArray, contributions: list[int]) -> int:
-    return max((int(end[row]) for row in contributions if row >= 0), default=0)
 
 
 def _position(draft: PlanBuilder, end: IntArray, program: IntArray, time: IntArray) -> IntArray:

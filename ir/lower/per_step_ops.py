@@ -26,7 +26,7 @@ def once_rows(draft: PlanBuilder) -> None:
             members.append(new.row(i, p, front[p] * STEP + STEP // 2, rank, own))
             if first[i] != i:
                 draft.further.append((members[-1], draft.once_rows[first[i], p]))
-            contributions.append(int(draft.start[p]) + own if own >= 0 else -1)
+            contributions.append(int(draft.start[p]) + own)
         draft.reductions.append((members, contributions))
         new.meet(members)
     for rank, kind in enumerate(TAIL):
@@ -75,13 +75,15 @@ def canonical(draft: PlanBuilder, first: dict[int, int], last: dict[tuple[int, i
     """One order of collectives for all programs: by the latest last contribution over the owners, owners, chunk.
 
     How late a contribution is, is counted in units to its program's end, which all programs reach together; within one,
-    by the first owner's ops. first: of each collective the one that it sums further, behind which it stands, or itself.
+    by the first owner's ops. Each owner has a gradient of each of its buckets.
+
+    first: of each collective the one that it sums further, behind which it stands, or itself.
     """
     rows, ends = draft.rows, [int(draft.rows.unit[e - 1]) for e in draft.start[1:].tolist()]
 
     def slack(i: int) -> int:
         groups = draft.graph.nodes[i].groups
-        return min(ends[p] - (int(rows.unit[draft.start[p] + last[i, p]]) if last[i, p] >= 0 else 0) for p in groups)
+        return min(ends[p] - int(rows.unit[draft.start[p] + last[i, p]]) for p in groups)
 
     def place(i: int) -> tuple[int, tuple[int, ...], int, int]:
         groups = draft.graph.nodes[i].groups

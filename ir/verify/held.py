@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 from typing import NamedTuple
 
 from ir.core.errors import PiperError
@@ -50,13 +51,14 @@ _DENSE, _DENSE_TP, _EXPERTS = frozenset({"cp", "dp"}), frozenset({"cp", "dp", "t
 
 class _Holders(NamedTuple):
     """Of one parameter: the entries that name it, the groups that run them, the axes over which ranks have parts of its
-    gradient, its elements on one device, what `replicate` said."""
+    gradient, its elements on one device, what `replicate` said, whether Muon updates it, a hidden matrix."""
 
     entries: tuple[int, ...]
     owners: tuple[int, ...]
     axes: frozenset[str]
     numel: int
     said: BucketPolicy | None
+    matrix: bool
 
 
 def held(graph: Graph) -> list[HeldShards]:
@@ -101,7 +103,8 @@ def _holders(graph: Graph, nodes: Nodes) -> dict[str, _Holders]:
             raise illegal(f"{name} is at ZeRO levels {levels}, {entry.name} names it first", "one level")
         owners = tuple(sorted(set[int]().union(*(groups[k] for k in entries))))
         numel = local_numel(param, entry.layout)
-        out[name] = _Holders(tuple(entries), owners, _parts(param, entry), numel, said[0] if said else None)
+        matrix = graph.muon is not None and not param.table and len(param.shape) == (3 if param.expert else 2)
+        out[name] = _Holders(tuple(entries), owners, _parts(param, entry), numel, said[0] if said else None, matrix)
     return out
 
 
@@ -128,6 +131,9 @@ def _held(graph: Graph, b: Bucket, params: Sequence[_Holders], nodes: Nodes) -> 
             raise _wrong(b, f"kept at zero = {b.replica.zero}, but replicate says {said} of {name}")
         if (p.said.dp_replicate if p.said else 1) != b.replica.dp_replicate:
             raise _wrong(b, f"copied {b.replica.dp_replicate} times, but replicate says otherwise of {name}")
+        if p.matrix is not bool(b.matrices):
+            whose = ("AdamW's", "Muon's")
+            raise _wrong(b, f"{whose[not p.matrix]}, but {name} is {whose[p.matrix]}")
     entries = tuple(sorted({k for p in params for k in p.entries}))
     over, across = _divided(graph.mesh, b)
     inside, times, numel = graph.mesh.size(over), graph.mesh.size(across), sum(p.numel for p in params)
@@ -140,8 +146,16 @@ def _held(graph: Graph, b: Bucket, params: Sequence[_Holders], nodes: Nodes) -> 
         raise _wrong(b, "kept in step by nothing, though other ranks hold copies", 'replicate({}, "zero": 0)')
     users = sorted({i for k in entries for i in nodes[graph.entries[k].stage, graph.entries[k].name]})
     adds = tuple(i for i in users if graph.nodes[i].kind is Pass.W)
-    share = b.shard if b.matrices else -(-numel // ranks)
+    share = _fullest([p.numel for p in params], ranks) if b.matrices and b.replica.zero else -(-numel // ranks)
     return HeldShards(b, inside, over, across, times, share, tuple(users), adds)
+
+
+def _fullest(sizes: Sequence[int], ranks: int) -> int:
+    """What the rank with most has of matrices that are dealt out whole, the largest first, each to who has least."""
+    loads = [0] * ranks
+    for numel in sorted(sizes, reverse=True):
+        heapreplace(loads, loads[0] + numel)
+    return max(loads)
 
 
 def _divided(mesh: Mesh, b: Bucket) -> tuple[frozenset[str], frozenset[str]]:

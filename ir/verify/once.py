@@ -119,9 +119,12 @@ def _check_sums(graph: Graph, h: HeldShards, found: Sequence[int]) -> None:
 
 
 def _check_update(n: GraphNode, own: Sequence[HeldShards]) -> None:
-    numel = sum(h.share if h.level else h.bucket.numel for h in own)
+    held = [(h.share if h.level else h.bucket.numel, h.bucket.matrices) for h in own]
+    numel, matrices = sum(m for m, _ in held), sum(m for m, whole in held if whole)
     if n.numel != numel:
         raise illegal(f"{n.text()} updates {n.numel} elements, not {numel}")
+    if n.matrices != matrices:
+        raise illegal(f"{n.text()} orthogonalises {n.matrices} elements, not {matrices}")
 
 
 def _check_gathers(graph: Graph, h: HeldShards, t: StepTail) -> None:

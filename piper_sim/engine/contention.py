@@ -117,8 +117,8 @@ class SharedEngine(EngineState):
 
     def _component(self, found: list[SharedOp]) -> dict[int, SharedOp]:
         """All work that shares links with what was touched, or with what left a link, directly or by others."""
-        out, links = {w.op: w for w in found}, set(self.loosened)
-        self.loosened.clear()
+        out = {w.op: w for w in found}
+        links, self.loosened = self.loosened, set()
         links.update(r for w in found for r in w.loads)
         todo = list(links)
         while todo:

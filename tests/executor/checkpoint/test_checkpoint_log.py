@@ -145,6 +145,17 @@ def life(state: State, disk: Disk, steps: int, stop: int | None = None, gone: bo
         keeper.close(pen)
 
 
+def test_a_run_that_saves_nothing_heeds_no_file_called_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = State.of(tmp_path / "job", *SETS)
+    monkeypatch.chdir(tmp_path)
+    Path("stop").touch()
+    pen: Any = Pen(Disk(tmp_path / "saved", monkeypatch), 0, {})
+    keeper = RankCheckpoint(CheckpointOptions(), state.prepared, state.plan, 0, state.syncs[0], state.held[0], pen)
+    keeper.begin(pen, pen)
+    keeper.before(0)
+    assert not keeper.after(1, 9, pen) and Path("stop").exists()
+
+
 def rule(lines: list[str]) -> list[str]:
     """What gets a checkpoint's name before all its bytes, and then its own names, are on the disk."""
     dirty, wrong = set[str](), list[str]()

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,14 @@ from torch import Tensor
 
 from executor.autograd.split import SplitPass
 from executor.device.device import HostDevice
+from executor.optim.flat import FlatBucket
 from executor.optim.optimizer import Optimizer, ParamGradients, clip_scale, norm_of, square_sums
+from executor.optim.sync import BucketSync
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.rank_model import RankModel
+from ir.core.errors import PiperError
+from ir.graph.graph import BucketPolicy
+from ir.graph.sync import Bucket
 from ir.job.schema import JobOptimizer
 from tests.executor.runs import judged
 
@@ -48,7 +54,7 @@ def test_labels_are_the_next_tokens() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_updates_are_torchs_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    mine = {n: torch.randn(7, 3, dtype=dtype) for n in "ab"}
+    mine = {"a": torch.randn(7, 3, dtype=dtype), "b": torch.randn(70, 90, dtype=dtype).t()}  # one laid out its own way
     theirs = [p.clone().requires_grad_() for p in mine.values()]
     config = JobOptimizer(name, lr=0.1)
     oracle = (
@@ -63,6 +69,32 @@ def test_updates_are_torchs_bit_for_bit(name: str, dtype: torch.dtype) -> None:
         opt.step({n: p.grad.clone() for n, p in zip(mine, theirs, strict=True) if p.grad is not None})
         oracle.step()
         assert all(torch.equal(a, b) for a, b in zip(mine.values(), theirs, strict=True))
+
+
+def flat_bucket(zero: int, copies: int = 1) -> FlatBucket:
+    bucket = Bucket("dense", 0, (0,), ("dp",), 6, 2, BucketPolicy(zero), (0,), ("w",), copies=copies)
+    params = {"w": torch.ones(6)}
+    return FlatBucket(bucket, (0, 1), 1, params, ParamGradients(params), reduce=torch.bfloat16, first=True)
+
+
+@pytest.mark.parametrize(
+    ("zero", "copies", "once"), [(0, 1, True), (1, 1, True), (1, 2, True), (2, 1, False), (2, 2, True), (3, 1, False)]
+)
+def test_what_is_summed_over_ranks_once_a_step_travels_in_its_own_format(zero: int, copies: int, once: bool) -> None:
+    flat = flat_bucket(zero, copies)
+    assert (flat.filled().dtype is torch.bfloat16) is once and flat.sums.dtype is torch.float32
+
+
+def test_weights_are_read_where_they_are_and_not_gathered_again() -> None:
+    flat = flat_bucket(3)
+    holder: Any = SimpleNamespace(flat={flat.name: flat})
+    with pytest.raises(PiperError, match="0F0 reads 0/dense, which was not gathered or freed already"):
+        BucketSync.reads(holder, [flat.name], "0F0")
+    flat.fetch()
+    BucketSync.reads(holder, [flat.name], "0F0")
+    with pytest.raises(PiperError, match="0/dense is gathered again before it was freed") as e:
+        flat.fetch()
+    assert e.value.suggestion == "free it behind the last op that reads it" and flat.here
 
 
 FALLS: dict[str, dict[str, Any]] = {

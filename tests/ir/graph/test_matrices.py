@@ -34,7 +34,27 @@ def test_modes_of_tp_are_megatrons(cut: int) -> None:
     short, long = block[1 - cut], block[cut]
     assert flops(m, together) == steps * (4 * short * short * long + 2 * short**3)
     messages = orthogonalised(m, together)[1]
+    assert len(orthogonalised(replace(m, count=3), gathered)[1]) == 3
     assert Counter((x.kind, x.bytes) for x in messages) == {(MessageKind.ALL_REDUCE, 2 * short * short): steps}
+
+
+def test_bytes_are_what_each_kernel_reads_and_writes() -> None:
+    """Of X and of A = X Xt, in bf16. First fp32 is read and X written, read for its norm, read and written divided."""
+    work, messages, room = orthogonalised(MatrixShard(3, 6, 4, cut=0), MuonOptimizer(steps=2, tp_mode="distributed"))
+    x, a = 2 * 6 * 4, 2 * 4 * 4
+    moved = {"norm": 2 * x + 4 * x, "gram": x + a, "square": a + a + a, "apply": a + x + x + x}
+    assert {k.label: k.bytes for k in work} == {f"muon.{name}": n for name, n in moved.items()}
+    assert [k.count for k in work] == [3, 6, 6, 6] and messages == () and work[0].flops == 3 * 6 * 4
+    # The gradient and its look ahead in fp32, X and the next X, A and what A is applied as.
+    assert room == 2 * x + 2 * x + 2 * x + 2 * a
+
+
+def test_the_slowest_rank_is_the_one_with_most_flops_not_most_elements() -> None:
+    """4 m^2 n + 2 m^3 of each matrix: 64 of 4 x 4 take 24,576, one of 2 x 512 takes 8,208; 8 x 8 takes 3,072."""
+    thin, many, square, least = (MatrixShard(*x) for x in ((1, 2, 512), (64, 4, 4), (1, 8, 8), (1, 1, 8)))
+    assert heaviest([thin, many], 2) == [many]
+    assert heaviest([square, MatrixShard(1, 2, 32), least], 2) == [square, least]
+    assert heaviest([many, thin], 1) == [many, thin]
 
 
 def prepared(model: str = "tiny-llama", zero: int = 1, **more: object) -> PreparedJob:
@@ -61,6 +81,23 @@ def test_no_share_cuts_a_matrix_and_all_are_dealt_out() -> None:
         assert max(loads) - min(loads) <= max(sizes)
         slowest = sum(flops(m, MuonOptimizer()) for m in heaviest(b.matrices, b.ranks))
         assert slowest >= sum(flops(m, MuonOptimizer()) for m in b.matrices) / b.ranks
+
+
+@pytest.mark.parametrize(("zero", "tp"), [(0, 1), (1, 1), (0, 2)])
+def test_an_update_orthogonalises_all_that_its_rank_updates(zero: int, tp: int) -> None:
+    """Shapes alone say what that takes. Two replicas of ZeRO-1 have half of each size; tp halves one side of each."""
+    made = prepared(zero=zero, tp=tp, dp=2 // tp)
+    made = prepare(replace(made.job, optimizer=JobOptimizer("muon", tp_mode="duplicated")))
+    shapes = {p.name: p.shape for e in made.base.entries for p in e.part.params}
+    found = [b for b in buckets(made.graph()) if b.matrices]
+    for n in (n for n in made.plan().graph.nodes if n.numel):
+        sides = [sorted(shapes[name]) for b in found if n.groups[0] in b.owners for name in b.params]
+        assert (1 + zero) * sum(k.flops * k.count for k in n.work if k.shape) == 5 * sum(
+            4 * short**2 * long + 2 * short**3 for short, long in sides
+        )
+        assert n.workspace == max(12 * short * long + 4 * short**2 for short, long in sides)
+        assert n.matrices * tp * (1 + zero) == sum(short * long for short, long in sides)
+        assert len(n.inline) == (tp > 1) * len(sides)
 
 
 def test_adamw_keeps_its_buckets_and_a_norm_by_heads_is_no_matrix() -> None:

@@ -15,6 +15,7 @@ from ir.core.work import Message
 from ir.directives import ReplicateDirective
 from ir.graph import per_step, sync
 from ir.graph.graph import Graph, GraphNode, PerStepOp
+from ir.graph.matrices import packed
 from ir.graph.sync import Bucket
 from ir.job.build import prepare
 from ir.job.load import job_from
@@ -103,6 +104,11 @@ FAULTS: dict[str, tuple[Callable[[GraphNode], GraphNode | None], int, str]] = {
     "no gather": (only(PerStepOp.GATHER)(lambda n: None), 1, "is gathered by groups"),
     "no gather inside groups": (only(PerStepOp.GATHER)(lambda n: None), 2, "is gathered by groups"),
     "no update": (only(PerStepOp.UPDATE)(lambda n: None), 1, "never updates"),
+    "an update of no matrix that orthogonalises": (
+        only(PerStepOp.UPDATE)(lambda n: anew(n, matrices=8)),
+        1,
+        "orthogonalises 8 elements, not 0",
+    ),
     "half a norm": (only(PerStepOp.NORM)(lambda n: anew(n, spans=n.spans[:1])), 1, "NORM is not one sum"),
 }
 
@@ -191,6 +197,43 @@ def test_what_waits_for_what(
 def test_shares_are_padded_to_one_size(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bucket, "shard", property(lambda b: b.numel // b.ranks))
     refused(made(zero=zero, dp=3, ep=1), "bytes over|UPDATE.* elements, not ")
+
+
+def muon_plan(dp: int, zero: int) -> Plan:
+    job = {
+        "model": {"config": "tiny-llama", "seq_len": 16},
+        "parallel": {"dp": dp, "zero": zero},
+        "schedule": {"microbatches": 2},
+        "optimizer": {"name": "muon"},
+        "cluster": {"gpu": "h100-sxm"},
+    }
+    return prepare(job_from(job)).lowered()
+
+
+@pytest.mark.parametrize("dp", [2, 3])
+@pytest.mark.parametrize("times", [0, 2], ids=["a matrix short", "a matrix owned twice"])
+def test_a_share_has_each_of_its_matrices_once(times: int, dp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shard(b: Bucket) -> int:
+        sizes = [m.numel for m in b.matrices[:-1] + b.matrices[-1:] * times] or [-(-b.numel // b.ranks)] * b.ranks
+        owners = packed(sizes, b.ranks)
+        return max(sum(n for n, o in zip(sizes, owners, strict=True) if o == r) for r in range(b.ranks))
+
+    check_plan(muon_plan(dp, 1))
+    monkeypatch.setattr(Bucket, "shard", property(shard))
+    refused(muon_plan(dp, 1), "0RS/dense.matrices is no reduce_scatter")
+
+
+def test_all_replicas_sum_all_matrices_where_none_are_shared_out() -> None:
+    """Nothing is padded: with more replicas than matrices, that would be most of the message."""
+    check_plan(plan := muon_plan(64, 0))
+    (b,) = (b for b in sync.buckets(plan.graph) if b.matrices)
+    (message,) = (n.message for n in plan.graph.nodes if n.once and n.bucket == b.key)
+    assert message is not None and message.bytes == 4 * b.numel and b.numel % 64 == 0 and len(b.matrices) < 64
+
+
+def test_muon_updates_hidden_matrices_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "hidden_matrix", lambda param, layout: None)
+    refused(muon_plan(2, 1), "0/dense is AdamW's, but .*proj.weight is Muon's")
 
 
 def test_gradients_are_summed_over_the_axes_that_have_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,16 +101,18 @@ def test_where_launches_cost_most_the_host_sets_the_pace() -> None:
     plan = stage_plan("1f1b", 1, 6)
     host = ahead(plan, HostCosts(5 * TICK, 5 * TICK))
     host = replace(host, launch=np.full(len(plan), 5 * TICK))
-    ran, _ = steady(EngineScenario.of(plan, host=host), np.full(len(plan), TICK), clipped=False)
+    ran, steps = steady(EngineScenario.of(plan, host=host), np.full(len(plan), TICK), clipped=False)
     assert np.ptp(ran.end[1] - ran.end[0]) == 0
     assert (ran.end[1] - ran.end[0])[0] == 5 * TICK * len(plan)
+    assert steps == 3, "one queue: each step behind the first is the step before it, shifted"
 
 
 def test_launches_hidden_behind_the_device_cost_nothing() -> None:
     plan = stage_plan("1f1b", 1, 6)
     host = replace(ahead(plan, FREE), launch=np.full(len(plan), TICK))
-    ran, _ = steady(EngineScenario.of(plan, host=host), np.full(len(plan), 5 * TICK), clipped=False)
+    ran, steps = steady(EngineScenario.of(plan, host=host), np.full(len(plan), 5 * TICK), clipped=False)
     assert (ran.end[1] - ran.end[0])[0] == 5 * TICK * len(plan)
+    assert steps == 3, "one queue: each step behind the first is the step before it, shifted"
 
 
 def test_there_is_no_host_for_buffered_messages() -> None:
