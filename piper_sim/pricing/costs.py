@@ -29,11 +29,18 @@ from ir.core.order import FloatArray, IntArray
 from ir.core.work import Kernel, Message
 from ir.graph.graph import Graph, GraphNode, PerStepOp
 from ir.job.build import PreparedJob
-from ir.plan.plan import OpKind, OpShape, Plan
+from ir.plan.plan import OpKind, Plan
 from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread
-from piper_sim.folding.uses import CollectiveUse, joined, message_of, shape_axes, uses
+from piper_sim.folding.uses import CollectiveUse, joined, shape_axes, uses
 from piper_sim.pricing.measured import MODELLED, MeasuredCosts, scaled
-from piper_sim.pricing.structure import computed, different_messages, different_nodes, different_ops, shape_kinds
+from piper_sim.pricing.structure import (
+    computed,
+    different_messages,
+    different_nodes,
+    different_ops,
+    shape_kinds,
+    transfers,
+)
 from piper_sim.pricing.tp_messages import beside_products, runs_beside, under_products
 
 FIRST = RankSlot(0, 0)
@@ -130,8 +137,11 @@ class CostModel:
         kinds = shape_kinds(plan)[shape]
         comm = kinds != OpKind.COMPUTE
         duration[:, comm] = wire[:, comm]
-        for u in np.flatnonzero((kinds == OpKind.SEND) | (kinds == OpKind.RECV)).tolist():
-            duration[:, u] = self._transfer(plan, plan.shapes[shape[u]], int(program[u]), first)
+        ops, messages, carried = transfers(plan)
+        if len(ops):
+            seconds = np.array([self._transfer(m) for m in messages])[carried]
+            near = self.ground.node[program[ops]] == self.ground.node[[plan.shapes[s].peer for s in shape[ops]]]
+            duration[:, ops] = np.where(near[:, first].T, seconds[:, 0], seconds[:, 1])
         return duration.take(at, axis=1).ravel(), shares.take(at, axis=1).reshape(-1, len(CostShare))
 
     def _tables(self, plan: Plan, first: IntArray) -> tuple[list[_Table], IntArray]:
@@ -193,13 +203,14 @@ class CostModel:
         """[class, of the programs]."""
         return (speed.min(axis=1)[:, None] if first is None else speed[:, first])[program].T
 
-    def _transfer(self, plan: Plan, s: OpShape, program: int, first: IntArray) -> FloatArray:
-        """[class] seconds of a transfer: they depend on where its two ends are."""
+    def _transfer(self, message: Message) -> tuple[float, float]:
+        """Seconds of a transfer inside a node, and between two."""
         times = self.job.costs.stage_times
         if times is not None and "p2p" in times and "p2p" not in self.free:
-            return np.full(len(first), quantise(_numbers("p2p", times["p2p"], 1)[0]))
-        far, near = (quantise(self.priced(message_of(plan, s), RankSpread(2, k, 3 - k)).seconds) for k in (1, 2))
-        return np.where(self.ground.near(program, s.peer)[first], near, far)
+            given = quantise(_numbers("p2p", times["p2p"], 1)[0])
+            return given, given
+        near, far = (quantise(self.priced(message, RankSpread(2, k, 3 - k)).seconds) for k in (2, 1))
+        return near, far
 
     def node_shares(self, n: GraphNode, seat: RankSlot = FIRST) -> list[float]:
         """Seconds of one instance of a node, by share."""

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ir.core.order import IntArray
+from ir.core.work import Message
 from ir.graph.graph import GraphNode
 from ir.plan.kept import once_per_plan
 from ir.plan.plan import OpKind, Plan, covers_of
-from piper_sim.folding.uses import joined
+from piper_sim.folding.uses import joined, message_of
 
 
 @once_per_plan
@@ -50,6 +51,17 @@ def different_ops(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
 def shape_kinds(plan: Plan) -> IntArray:
     """[shape] its `OpKind`."""
     return np.array([s.kind for s in plan.shapes], dtype=np.int64)
+
+
+@once_per_plan
+def transfers(plan: Plan) -> tuple[IntArray, list[Message], IntArray]:
+    """(of `different_ops` the sends and receives, messages that differ, which of these each carries)."""
+    _, shape, _ = different_ops(plan)
+    kinds = shape_kinds(plan)[shape]
+    ops = np.flatnonzero((kinds == OpKind.SEND) | (kinds == OpKind.RECV))
+    carried = [message_of(plan, plan.shapes[s]) for s in shape[ops]]
+    number = {m: k for k, m in enumerate(dict.fromkeys(carried))}
+    return ops, list(number), np.array([number[m] for m in carried], dtype=np.int64)
 
 
 @once_per_plan
