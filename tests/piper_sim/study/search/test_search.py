@@ -147,7 +147,7 @@ def test_the_host_keeps_an_optimizer_where_nothing_else_fits(room: float, wins: 
 
 @pytest.mark.parametrize(("zero", "nic", "copies"), [(3, 20.0, 2), (3, 4000.0, 1), (1, 20.0, 1)])
 def test_shards_stay_inside_a_node_where_that_pays(zero: int, nic: float, copies: int) -> None:
-    """Found is the quicker of both, simulated by themselves; under ZeRO-1, which keeps gradients whole, none is tried."""
+    """Found is the quicker of both, simulated by themselves; ZeRO-1 keeps gradients whole, none is tried."""
     model = {"config": "llama3-8b", "num_hidden_layers": 4, "seq_len": 1024}
     cluster = {"gpu": "h100-sxm", "nodes": 2, "gpus_per_node": 4, "nic_Gbps": nic}
     base = {"model": model, "cluster": cluster, "schedule": {"global_batch": 16}}
