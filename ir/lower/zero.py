@@ -66,8 +66,6 @@ def _reductions(draft: PlanBuilder, b: Bucket, p: int, element: int, update: int
     inst = draft.inst[ws]
     mine = rows.program[inst] == p
     mbs = np.flatnonzero(mine.any(axis=0))
-    if not len(mbs):
-        return mbs
     last = (inst * mine)[:, mbs].max(axis=0)
     mbs = mbs[np.argsort(last, kind="stable")]
     last = np.sort(last)
