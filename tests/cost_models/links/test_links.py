@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cost_models import LinkFabric, load_hardware, message_seconds, presets
 from cost_models.links.fabric import distinct, ring_all_reduce, ring_gather, sharp_all_reduce, tree_all_reduce
-from cost_models.links.loads import link_bytes
+from cost_models.links.loads import LinkBytes, link_bytes
 from cost_models.links.protocols import GLOO, NCCL
 from ir.core.work import Message, MessageKind
 
@@ -181,6 +181,9 @@ def test_a_token_crosses_the_network_once_per_node() -> None:
     nodes = distinct(copies, 4)
     expected = tokens * nodes * 3 / 4 / 10
     assert seconds("all_to_all", tokens * copies, 4, 8, fanout=copies) == pytest.approx(expected)
+    loads = link_bytes(Message(MessageKind.ALL_TO_ALL, tokens * copies, ("ep",), copies), 32, 8)
+    assert loads.nic == pytest.approx(10 * expected)
+    assert loads.node == pytest.approx(tokens * nodes * distinct(copies / nodes, 8) * 7 / 8)
     once_per_copy = replace(IDEAL, deduplicate=False)
     assert seconds("all_to_all", tokens * copies, 4, 8, once_per_copy, fanout=copies) == pytest.approx(800 * 3 / 4 / 10)
 
@@ -188,6 +191,7 @@ def test_a_token_crosses_the_network_once_per_node() -> None:
 def test_a_dispatch_in_one_node_is_bytes_to_distinct_ranks() -> None:
     expected = 100 * distinct(8, 8) * 7 / 8 / 100
     assert seconds("all_to_all", 800, 1, 8, fanout=8) == pytest.approx(expected)
+    assert link_bytes(Message(MessageKind.ALL_TO_ALL, 800, ("ep",), 8), 8, 8) == LinkBytes(expected * 100, 0.0)
 
 
 def test_limiting_nodes_saves_network_bytes() -> None:
