@@ -184,6 +184,9 @@ def test_a_token_crosses_the_network_once_per_node() -> None:
     loads = link_bytes(Message(MessageKind.ALL_TO_ALL, tokens * copies, ("ep",), copies), 32, 8)
     assert loads.nic == pytest.approx(10 * expected)
     assert loads.node == pytest.approx(tokens * nodes * distinct(copies / nodes, 8) * 7 / 8)
+    plain = LinkBytes(800 * 7 / 32, 800 * 24 / 32)  # to each of 32 ranks as much, or every copy by itself
+    assert link_bytes(Message(MessageKind.ALL_TO_ALL, 800, ("ep",)), 32, 8) == plain
+    assert link_bytes(Message(MessageKind.ALL_TO_ALL, 800, ("ep",), copies), 32, 8, deduplicate=False) == plain
     once_per_copy = replace(IDEAL, deduplicate=False)
     assert seconds("all_to_all", tokens * copies, 4, 8, once_per_copy, fanout=copies) == pytest.approx(800 * 3 / 4 / 10)
 
@@ -205,6 +208,7 @@ def test_an_uneven_all_to_all_takes_the_fullest_rank() -> None:
     assert message_seconds(message, 8, 8, IDEAL, imbalance=1.5) == pytest.approx(
         1.5 * message_seconds(message, 8, 8, IDEAL)
     )
+    assert message_seconds(message, 8, 4, IDEAL, nodes=2) == message_seconds(message, 8, 4, IDEAL)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
@@ -235,7 +239,10 @@ def test_distinct_places_are_bounded(copies: int, places: int, limit: int) -> No
 
 @pytest.mark.parametrize("preset", presets())
 def test_every_preset_prices_every_message(preset: str) -> None:
-    fabric = LinkFabric.of(load_hardware(preset), gpus_per_node=8)
+    hw = load_hardware(preset)
+    fabric = LinkFabric.of(hw, gpus_per_node=8)
     assert fabric.gpus_per_node == 8
+    assert max(fabric.nic, fabric.dispatch_nic) <= hw.nic_Gbps * 1e9 / 8, "nothing is faster than its line"
+    assert max(fabric.node, fabric.pair, fabric.dispatch_node, fabric.sharp) <= hw.nvlink_GBps * 1e9
     for kind in MessageKind:
         assert 0 < seconds(kind, 10**6, 2, 8, fabric) < 1
