@@ -104,6 +104,7 @@ def test_the_least_a_call_takes_is_the_library_s_own_table() -> None:
 def test_rings_across_nodes_are_no_faster_than_what_is_inside() -> None:
     slow = replace(IDEAL, node=15.0)  # less than two NICs of 10
     assert [ring_gather(S, n, 2, slow) for n in (1, 2)] == pytest.approx([1 / 2 * S / 10, 3 / 4 * S / 15])
+    assert ring_gather(S, 1, 2, replace(IDEAL, node=5.0)) == pytest.approx(1 / 2 * S / 10), "no two share a node"
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
