@@ -34,7 +34,7 @@ GIB = 1024**3
 MIB = 1024**2
 
 
-class BurstKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class BurstKernel(msgspec.Struct, frozen=True, kw_only=True):
     """What is different where a matrix multiplication is measured by itself, again and again, and not in training.
 
     unhidden_memory: as of GemmKernel, with nothing else in the caches and no gradients to add to. throttle: dtype ->
@@ -47,7 +47,7 @@ class BurstKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     throttle_us: NonNegative
 
 
-class GemmKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GemmKernel(msgspec.Struct, frozen=True, kw_only=True):
     """How a matrix multiplication approaches the peak.
 
     efficiency: dtype -> share of peak in the main loop of a huge GEMM in a short burst, at boost clocks.
@@ -73,7 +73,7 @@ class GemmKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     workspace_MiB: NonNegative = 0.0
 
 
-class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AttentionKernel(msgspec.Struct, frozen=True, kw_only=True):
     """How a fused attention kernel approaches the peak, causal FLOPs counted as they are done (half).
 
     forward_efficiency, backward_efficiency: share of peak at head dim 128 and a long sequence.
@@ -98,7 +98,7 @@ class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     fixed_dropout: tuple[Share, Share] | None = None
 
 
-class DeviceHardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DeviceHardware(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU with its usual node and network. All values are modelled; `sources` says from what.
 
     peak_TFLOPs: dtype -> dense peak, 10^12 FLOP/s (fp32 is the non-tensor-core path, tf32 stands beside it).

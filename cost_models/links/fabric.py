@@ -39,11 +39,11 @@ class LinkFabric:
     launch: float
     protocols: tuple[CollectiveProtocol, ...]
     gpus_per_node: int
-    deduplicate: bool = True
-    congestion: float = 0.0
-    few: float = 0.0
-    ramp: float = 0.0
-    spread: float = 0.0
+    deduplicate: bool
+    congestion: float
+    few: float
+    ramp: float
+    spread: float
 
     @classmethod
     def of(cls, hw: DeviceHardware, gpus_per_node: int | None = None) -> LinkFabric:

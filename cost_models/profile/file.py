@@ -57,7 +57,7 @@ def digest_of(table: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-class _Op(Struct, kw_only=True):
+class _Op(Struct):
     """An entry of `ops` as the file has it; what it lacks is told by the keys of the table."""
 
     median_s: Seconds = 0.0
@@ -69,7 +69,7 @@ class _Op(Struct, kw_only=True):
     alone: bool = True
 
 
-class _File(Struct, kw_only=True):
+class _File(Struct):
     """The file."""
 
     profile_version: int

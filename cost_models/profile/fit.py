@@ -79,7 +79,7 @@ class MessageCurve:
         sure = self.seconds(size) * max(self.error, self.spread)
         if size < first:
             return sure + self.seconds(first) - self.seconds(size)
-        return sure + max(0.0, self.seconds(last) * size / last - self.seconds(size)) if size > last else sure
+        return sure + self.seconds(last) * size / last - self.seconds(size) if size > last else sure
 
     @property
     def latency_s(self) -> float:

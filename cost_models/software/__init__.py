@@ -26,7 +26,7 @@ Factor = Annotated[float, msgspec.Meta(ge=0.2, le=5)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
-class FrameworkCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Constants of a framework; by default those of the modelled kernels, fused and launched ahead. All fitted.
 
     traffic: bytes that memory-bound kernels (of passes and of the update, but not the loss's) move, over those of

@@ -25,7 +25,7 @@ def fp8_casts() -> dict[str, dict[str, float]]:
     return typed(read_toml(path, CASTS), dict[str, dict[str, float]], CASTS, str(path))
 
 
-class ExpertDispatcher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ExpertDispatcher(msgspec.Struct, frozen=True, kw_only=True):
     """sms: held by a dispatch or combine. deduplicate: a token crosses the network once per node. permute: bytes that
     sorting rows moves in kernels of its own, over those of one sort where rows arrive. sources: value -> where from.
     """

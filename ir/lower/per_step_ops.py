@@ -17,7 +17,7 @@ def once_rows(draft: PlanBuilder) -> None:
     first = {i: next((s for s in sources[i] if graph.nodes[s].once), i) for i in reductions}
     last = {(i, p): _last(draft, sources[first[i]], p) for i in reductions for p in graph.nodes[i].groups}
     end = [int(n) for n in np.diff(draft.start)]
-    front = {p: n - 1 if draft.policy.reduce_behind else -1 for p, n in enumerate(end)}
+    front = [(n - 1) * draft.policy.reduce_behind for n in end]
     for rank, i in enumerate(canonical(draft, first, last)):
         members, contributions = [], []
         for p in graph.nodes[i].groups:
@@ -65,9 +65,9 @@ class _New:
 
     def add(self) -> None:
         """Append the rows."""
-        program, shape, key, sub = np.array(self.rows, dtype=np.int64).reshape(-1, 4).T
+        program, shape, key, sub = np.array(self.rows, dtype=np.int64).reshape(len(self.rows), 4).T
         self.draft.rows.extend(program=program, shape=shape, key=key, sub=sub)
-        row, on = np.array(self.waits, dtype=np.int64).reshape(-1, 2).T
+        row, on = np.array(self.waits, dtype=np.int64).reshape(len(self.waits), 2).T
         self.draft.wait(row, on)
 
 

@@ -46,13 +46,15 @@ def zero_rows(draft: PlanBuilder, found: tuple[Bucket, ...]) -> None:
 
 
 def _opens(draft: PlanBuilder, sharded: list[Bucket], p: int) -> IntArray:
-    """The base rows of a program at which a whole gradient begins, in order: one for each bucket and microbatch."""
-    found = [np.zeros(0, dtype=np.int64)]
+    """The base rows of a program at which a whole gradient begins, in order: one for each bucket and microbatch.
+
+    Behind them, and for a microbatch of other programs: a row behind all.
+    """
+    found, none = list[IntArray](), len(draft.rows)
     for b in sharded:
         inst = draft.inst[part_nodes(draft.graph, b, frozenset({Pass.W}))]
-        first = np.where(draft.rows.program[inst] == p, inst, len(draft.rows)).min(axis=0)
-        found.append(first[first < len(draft.rows)])
-    return np.sort(np.concatenate(found))
+        found.append(np.where(draft.rows.program[inst] == p, inst, none).min(axis=0))
+    return np.sort(np.concatenate([*found, [none]]))
 
 
 def _reductions(draft: PlanBuilder, b: Bucket, p: int, element: int, update: int, pool: IntArray) -> IntArray:
@@ -66,8 +68,6 @@ def _reductions(draft: PlanBuilder, b: Bucket, p: int, element: int, update: int
     inst = draft.inst[ws]
     mine = rows.program[inst] == p
     mbs = np.flatnonzero(mine.any(axis=0))
-    if not len(mbs):
-        return mbs
     last = (inst * mine)[:, mbs].max(axis=0)
     mbs = mbs[np.argsort(last, kind="stable")]
     last = np.sort(last)
@@ -81,10 +81,10 @@ def _reductions(draft: PlanBuilder, b: Bucket, p: int, element: int, update: int
     draft.wait(ids, last)
     begins = np.sort(first)
     at = np.searchsorted(begins, last, side="right")
-    free = np.where(at < len(begins), begins[np.minimum(at, len(begins) - 1)], update)
+    free = np.append(begins, update)[at]
     room = np.searchsorted(pool, first, side="right") + max(draft.graph.prefetch, 0)
     room = np.maximum(room, np.searchsorted(pool, last, side="right"))
-    free = np.where(room < len(pool), np.minimum(free, pool[np.minimum(room, len(pool) - 1)]), free)
+    free = np.minimum(free, pool[np.minimum(room, len(pool) - 1)])
     draft.wait(free, ids)
     _buffers(
         draft,

@@ -67,6 +67,10 @@ def test_more_than_eight_constants_are_refused(tmp_path):
     smaller = dict(list(constants.items())[:MOST])
     file.write_text(json.dumps({"name": "x", **smaller, "sources": dict.fromkeys(smaller, "?")}))
     assert load_software(str(file)).launch_us == 9
+    file.write_text(json.dumps({"name": "x", "lunch_us": 9, "sources": {}}))
+    with pytest.raises(PiperError) as unknown:
+        load_software(str(file))
+    assert unknown.value.key == "lunch_us" and unknown.value.suggestion == "launch_us"
 
 
 def test_no_framework_changes_nothing():

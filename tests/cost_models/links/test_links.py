@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cost_models import LinkFabric, load_hardware, message_seconds, presets
 from cost_models.links.fabric import distinct, ring_all_reduce, ring_gather, sharp_all_reduce, tree_all_reduce
-from cost_models.links.loads import link_bytes
+from cost_models.links.loads import LinkBytes, link_bytes
 from cost_models.links.protocols import GLOO, NCCL
 from ir.core.work import Message, MessageKind
 
@@ -104,6 +104,7 @@ def test_the_least_a_call_takes_is_the_library_s_own_table() -> None:
 def test_rings_across_nodes_are_no_faster_than_what_is_inside() -> None:
     slow = replace(IDEAL, node=15.0)  # less than two NICs of 10
     assert [ring_gather(S, n, 2, slow) for n in (1, 2)] == pytest.approx([1 / 2 * S / 10, 3 / 4 * S / 15])
+    assert ring_gather(S, 1, 2, replace(IDEAL, node=5.0)) == pytest.approx(1 / 2 * S / 10), "no two share a node"
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
@@ -181,6 +182,12 @@ def test_a_token_crosses_the_network_once_per_node() -> None:
     nodes = distinct(copies, 4)
     expected = tokens * nodes * 3 / 4 / 10
     assert seconds("all_to_all", tokens * copies, 4, 8, fanout=copies) == pytest.approx(expected)
+    loads = link_bytes(Message(MessageKind.ALL_TO_ALL, tokens * copies, ("ep",), copies), 32, 8)
+    assert loads.nic == pytest.approx(10 * expected)
+    assert loads.node == pytest.approx(tokens * nodes * distinct(copies / nodes, 8) * 7 / 8)
+    plain = LinkBytes(800 * 7 / 32, 800 * 24 / 32)  # to each of 32 ranks as much, or every copy by itself
+    assert link_bytes(Message(MessageKind.ALL_TO_ALL, 800, ("ep",)), 32, 8) == plain
+    assert link_bytes(Message(MessageKind.ALL_TO_ALL, 800, ("ep",), copies), 32, 8, deduplicate=False) == plain
     once_per_copy = replace(IDEAL, deduplicate=False)
     assert seconds("all_to_all", tokens * copies, 4, 8, once_per_copy, fanout=copies) == pytest.approx(800 * 3 / 4 / 10)
 
@@ -188,6 +195,7 @@ def test_a_token_crosses_the_network_once_per_node() -> None:
 def test_a_dispatch_in_one_node_is_bytes_to_distinct_ranks() -> None:
     expected = 100 * distinct(8, 8) * 7 / 8 / 100
     assert seconds("all_to_all", 800, 1, 8, fanout=8) == pytest.approx(expected)
+    assert link_bytes(Message(MessageKind.ALL_TO_ALL, 800, ("ep",), 8), 8, 8) == LinkBytes(expected * 100, 0.0)
 
 
 def test_limiting_nodes_saves_network_bytes() -> None:
@@ -201,6 +209,7 @@ def test_an_uneven_all_to_all_takes_the_fullest_rank() -> None:
     assert message_seconds(message, 8, 8, IDEAL, imbalance=1.5) == pytest.approx(
         1.5 * message_seconds(message, 8, 8, IDEAL)
     )
+    assert message_seconds(message, 8, 4, IDEAL, nodes=2) == message_seconds(message, 8, 4, IDEAL)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
@@ -231,7 +240,10 @@ def test_distinct_places_are_bounded(copies: int, places: int, limit: int) -> No
 
 @pytest.mark.parametrize("preset", presets())
 def test_every_preset_prices_every_message(preset: str) -> None:
-    fabric = LinkFabric.of(load_hardware(preset), gpus_per_node=8)
+    hw = load_hardware(preset)
+    fabric = LinkFabric.of(hw, gpus_per_node=8)
     assert fabric.gpus_per_node == 8
+    assert max(fabric.nic, fabric.dispatch_nic) <= hw.nic_Gbps * 1e9 / 8, "nothing is faster than its line"
+    assert max(fabric.node, fabric.pair, fabric.dispatch_node, fabric.sharp) <= hw.nvlink_GBps * 1e9
     for kind in MessageKind:
         assert 0 < seconds(kind, 10**6, 2, 8, fabric) < 1

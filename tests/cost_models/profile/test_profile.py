@@ -167,6 +167,8 @@ def test_a_message_of_another_size_is_read_off_the_curve() -> None:
     beyond = lookup(PROFILE, "p2p 1048576")
     assert beyond is not None and beyond.source is CostSource.EXTRAPOLATED and beyond.seconds > 5e-4
     assert between.spread_s / between.seconds == pytest.approx(0.035), "of the two sizes behind the curve"
+    worse = {"p2p": PROFILE.curves["p2p"], **{f"{x}": replace(PROFILE.curves["p2p"], error=x) for x in (0.9, 0.2)}}
+    assert replace(PROFILE, curves=worse).fit_error == 0.9 and replace(PROFILE, curves={}).fit_error == 0.0
     assert lookup(PROFILE, "all_reduce 2 64") is None, "one size makes no curve"
     assert lookup(PROFILE, "p2p") is None and lookup(PROFILE, "F/attn 00000000") is None
 

@@ -58,6 +58,12 @@ def test_beyond_the_measured_sizes_it_says_so_and_the_spread_grows() -> None:
     near, far = between(known, at(16384)), between(known, at(65536))
     assert near is not None and far is not None and not near.inside and not far.inside
     assert near.spread_s / near.seconds < far.spread_s / far.seconds
+    doubtful = between(
+        [CostBySize({"numel": n}, n / 1000, n / 1000 * x) for n, x in ((1000, 0.1), (4000, 0.3))], {"numel": 2000}
+    )
+    assert doubtful is not None and doubtful.spread_s == pytest.approx(0.3 * 2.0), (
+        "on a straight line the larger of two"
+    )
     for wanted, inside in (((8192,), True), ((512, 2), False), ((3000, 8), False), ((3000, 4), True)):
         found = between(known, at(*wanted))
         assert found is not None and found.inside == inside

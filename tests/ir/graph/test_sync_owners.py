@@ -78,6 +78,7 @@ def test_every_element_is_in_one_bucket_and_zero_cuts_it_over_all_who_hold_it(ze
         sizes = {"tp": 2, "cp": 2, "dp": 2}
         assert b.ranks == prod(sizes[a] for a in b.axes) and b.shard == -(-b.numel // b.ranks)
     assert len({b.key for b in found}) == len(found)
+    assert not any(b.alone for b in found) and all(b.alone for b in buckets(graph(zero=zero, pp=2)))
     if zero in (1, 2):
         assert _gathers(g) == {b.key: b.axes for b in found}
 
@@ -117,9 +118,12 @@ def test_buckets_that_would_be_called_the_same_say_in_what_they_differ_and_no_mo
     assert {b.key for b in buckets(g)} == apart | {"1/dense", "1/experts"}
 
 
-@pytest.mark.parametrize(("limit", "first"), [(1279, 1), (1280, 2), (1281, 2), (1360, 3)])
-def test_a_bucket_is_as_large_as_was_asked(limit: int, first: int) -> None:
-    """Of the first stage: a table of 50 x 4 elements, attention of 30 x 4, a router of 5 x 4; four bytes each."""
-    found = buckets(moe_graph("1f1b", 2, 2, layers=4, bucket_MiB=limit / 2**20))
-    dense = next(b for b in found if b.key == "0/dense.0")
-    assert dense.params == ("embed.weight", "l0.attn", "l0.router")[:first]
+@pytest.mark.parametrize(
+    ("limit", "first", "second"), [(1055, 1, 2), (1056, 1, 3), (1279, 1, 4), (1280, 2, 3), (1281, 2, 3), (1360, 3, 2)]
+)
+def test_a_bucket_is_as_large_as_was_asked(limit: int, first: int, second: int) -> None:
+    """Of the first stage: a table of 50 x 4 elements, attention of 30 x 4 and of 31 x 4, routers of 5 x 4; four bytes
+    each."""
+    found = {b.key: b.params for b in buckets(moe_graph("1f1b", 2, 2, layers=4, bucket_MiB=limit / 2**20))}
+    names = ("embed.weight", "l0.attn", "l0.router", "l1.attn", "l1.router")
+    assert found["0/dense.0"] == names[:first] and found["0/dense.1"] == names[first : first + second]
