@@ -32,18 +32,20 @@ GPUS = {
 
 # Bytes that each kernel in front moves for an element of x: one scale per tensor asks for its largest first.
 CASTS: Mapping[str, tuple[float, ...]] = {"bf16": (), "fp8_tensor": (2.0, 3.0), "fp8_block": (3.0,)}
-# Blackwell's tensor cores take scales of blocks packed: x's, and those of weights, repeated and packed at each call.
+# Blackwell's tensor cores take scales of blocks packed: x's, and those of weights, repeated and packed at each call. As
+# powers of two they ask for no division: such a cast waits for HBM.
 PACKED = (4 / 128,) * 3
 
 
 def gemm(line: Line, hw: DeviceHardware) -> float:
     """Seconds of a product, in fp8 with the casts of x."""
     m, n, k = ints(line, *"mnk")
-    dtype, casts = DType.BF16 if line["dtype"] == "bf16" else DType.FP8, CASTS[line["dtype"]]
-    casts += PACKED if line["dtype"] == "fp8_block" and hw.fp8_recipe == "mxfp8" else ()
+    dtype, casts, label = DType.BF16 if line["dtype"] == "bf16" else DType.FP8, CASTS[line["dtype"]], f"x{CAST}"
+    if line["dtype"] == "fp8_block" and hw.fp8_recipe == "mxfp8":
+        casts, label = casts + PACKED, "x"
     hw = structs.replace(hw, fp8_recipe="tensor") if line["dtype"] == "fp8_tensor" else hw
     product = Kernel(KernelKind.GEMM, 2 * m * n * k, dtype.bytes * (m + n) * k + 2 * m * n, dtype, (m, n, k))
-    before = [Kernel(KernelKind.MEMORY, 0, int(b * m * k), DType.BF16, (), f"x{CAST}") for b in casts]
+    before = [Kernel(KernelKind.MEMORY, 0, int(b * m * k), DType.BF16, (), label) for b in casts]
     return work_seconds((product, *before), hw)
 
 
