@@ -39,9 +39,10 @@ class PredictionTraits(msgspec.Struct, frozen=True):
     given: bool
     waits: bool
 
-    def likeness(self, other: PredictionTraits) -> float:
-        """1 where all is the same, a half for each thing that differs."""
-        things = ((f, getattr(self, f) != getattr(other, f)) for f in self.__struct_fields__)
+    def likeness(self, other: PredictionTraits, of: str = "time") -> float:
+        """1 where all is the same, a half for each thing that differs; memory does not wait for the host."""
+        fields = (f for f in self.__struct_fields__ if (of, f) != ("memory", "waits"))
+        things = ((f, getattr(self, f) != getattr(other, f)) for f in fields)
         return float(UNLIKE ** sum((2 if f in TWICE else 1) * differs for f, differs in things))
 
 
@@ -64,7 +65,8 @@ def weighted(
     traits: PredictionTraits, rows: Iterable[PublishedPrediction], of: str = "time"
 ) -> list[tuple[float, float]]:
     """(measured / predicted, weight), by the first; weights sum to 1. First and last is the job itself, in halves."""
-    known = [(float(getattr(r, of)), r.table, traits.likeness(r.traits)) for r in rows if getattr(r, of) is not None]
+    some = (r for r in rows if getattr(r, of) is not None)
+    known = [(float(getattr(r, of)), r.table, traits.likeness(r.traits, of)) for r in some]
     many = Counter(table for _, table, _ in known)
     found = sorted((x, like / many[table] ** 0.5) for x, table, like in known)
     own = (1.0 + sum(like for _, _, like in known)) ** -0.5
