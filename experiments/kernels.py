@@ -3,7 +3,7 @@
 Tables: gemm_*.csv (gpu, dtype, m, n, k, us), attention_*.csv, sdpa*.csv (both passes), nccl*.csv with the columns of
 the small ones in `experiments/published/data/kernels`, which are read where no folder is given. Kernels there were
 measured by themselves: short bursts at boost clocks, so the hardware files are taken as they are, not `in_training()`.
-A product in fp8 is measured with the quantising of x in front of it.
+A product in fp8 is measured with the kernels that quantise x in front of it.
 """
 
 import argparse
@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from cost_models import DeviceHardware, LinkFabric, kernel_seconds, load_hardware, message_seconds
+from msgspec import structs
+
+from cost_models import DeviceHardware, LinkFabric, kernel_seconds, load_hardware, message_seconds, work_seconds
 from experiments.published.rows import DATA, Line, ints, lines
 from ir.core.work import CAST, DType, Kernel, KernelKind, Message, MessageKind
 from piper_sim.study.history.show import PredictionErrors
@@ -28,13 +30,23 @@ GPUS = {
 }
 
 
+# Bytes that each kernel in front moves for an element of x: one scale per tensor asks for its largest first.
+CASTS: Mapping[str, tuple[float, ...]] = {"bf16": (), "fp8_tensor": (2.0, 3.0), "fp8_block": (3.0,)}
+# Blackwell's tensor cores take scales of blocks packed: x's, and those of weights, repeated and packed at each call. As
+# powers of two they ask for no division: such a cast waits for HBM.
+PACKED = (4 / 128,) * 3
+
+
 def gemm(line: Line, hw: DeviceHardware) -> float:
-    """Seconds of a product, in fp8 with the cast of x."""
+    """Seconds of a product, in fp8 with the casts of x."""
     m, n, k = ints(line, *"mnk")
-    dtype = DType.BF16 if line["dtype"] == "bf16" else DType.FP8
+    dtype, casts, label = DType.BF16 if line["dtype"] == "bf16" else DType.FP8, CASTS[line["dtype"]], f"x{CAST}"
+    if line["dtype"] == "fp8_block" and hw.fp8_recipe == "mxfp8":
+        casts, label = casts + PACKED, "x"
+    hw = structs.replace(hw, fp8_recipe="tensor") if line["dtype"] == "fp8_tensor" else hw
     product = Kernel(KernelKind.GEMM, 2 * m * n * k, dtype.bytes * (m + n) * k + 2 * m * n, dtype, (m, n, k))
-    cast = Kernel(KernelKind.MEMORY, 0, 3 * m * k, DType.BF16, (), f"x{CAST}")
-    return kernel_seconds(product, hw) + (kernel_seconds(cast, hw) if dtype is DType.FP8 else 0.0)
+    before = [Kernel(KernelKind.MEMORY, 0, int(b * m * k), DType.BF16, (), label) for b in casts]
+    return work_seconds((product, *before), hw)
 
 
 def attention(line: Line, hw: DeviceHardware) -> float:

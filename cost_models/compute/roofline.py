@@ -117,6 +117,8 @@ def main_share(kernel: Kernel, hw: DeviceHardware) -> float:
         main *= hw.gemm.weight_grad.get(kernel.dtype.value, 1.0)
     if hw.training:
         main *= hw.gemm.sustained.get(kernel.dtype.value, 1.0)
+    elif hw.gemm.burst and hw.fp8_recipe == "tensor":
+        main *= hw.gemm.burst.tensor_scaled.get(kernel.dtype.value, 1.0)
     return main
 
 

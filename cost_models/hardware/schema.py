@@ -39,12 +39,14 @@ class BurstKernel(msgspec.Struct, frozen=True, kw_only=True):
 
     unhidden_memory: as of GemmKernel, with nothing else in the caches and no gradients to add to. throttle: dtype ->
     what a launch takes longer once the power limit holds, as a share; throttle_us: microseconds of work at which half
-    of that has come.
+    of that has come. tensor_scaled: dtype -> rate of a main loop with one scale per tensor over that with blocks; 1
+    where not named. In training nothing of it was found: there the power limit holds for both.
     """
 
     unhidden_memory: dict[Dtype, Fraction]
     throttle: dict[Dtype, NonNegative]
     throttle_us: NonNegative
+    tensor_scaled: dict[Dtype, Positive] = {}
 
 
 class GemmKernel(msgspec.Struct, frozen=True, kw_only=True):

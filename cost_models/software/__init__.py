@@ -83,7 +83,7 @@ def frameworks() -> tuple[str, ...]:
     """Names that `[costs] software` may hold.
 
     >>> frameworks()[:4]
-    ('deepspeed', 'llm-foundry', 'megatron', 'megatron-core')
+    ('deepspeed', 'llm-foundry', 'megatron', 'megatron-2021')
     """
     return tuple(sorted(p.stem for p in _HERE.glob("*.json")))
 

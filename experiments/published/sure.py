@@ -1,6 +1,7 @@
 """What the scores say of how sure a prediction is: the table of residuals, and whether its intervals hold."""
 
 from collections.abc import Sequence
+from statistics import median
 
 import msgspec
 
@@ -39,20 +40,24 @@ def coverage(found: Found) -> list[str]:
         each = ((x.row.name in mine, residual(s.name, x)) for x in scores)
         rows += [(s.name, fit, r) for fit, r in each if r is not None]
     known = [r for _, fit, r in rows if fit]
-    out = ["| of | rows | rows held out, by the others | rows of a table, by the other tables |", "|---|--:|--:|--:|"]
+    out = ["| of | rows | rows held out, by the others | rows of a table, by the other tables |", "|---|--:|---|---|"]
     for of in ("time", "memory"):
         asked = [(t, fit, r) for t, fit, r in rows if getattr(r, of) is not None]
-        half = [held(r, known, of) for _, fit, r in asked if not fit]
-        left = [held(r, [o for _, _, o in rows if o.table != t], of) for t, _, r in asked]
+        half = [middle(r, known, of) for _, fit, r in asked if not fit]
+        left = [middle(r, [o for _, _, o in rows if o.table != t], of) for t, _, r in asked]
         out.append(f"| {of} | {len(asked)} | {_share(half)} | {_share(left)} |")
     return out
 
 
-def held(r: PublishedPrediction, known: Sequence[PublishedPrediction], of: str) -> bool:
-    """Whether the 80 % interval by `known` holds a row."""
+def middle(r: PublishedPrediction, known: Sequence[PublishedPrediction], of: str) -> tuple[bool, float]:
+    """Whether the 80 % interval by `known` holds a row, and how wide it is."""
     found = weighted(r.traits, known, of)
-    return bool(quantile(found, 0.1) <= getattr(r, of) <= quantile(found, 0.9))
+    low, high = quantile(found, 0.1), quantile(found, 0.9)
+    return low <= getattr(r, of) <= high, high - low
 
 
-def _share(found: Sequence[bool]) -> str:
-    return f"{sum(found)} of {len(found)} ({sum(found) / len(found):.0%})" if found else ""
+def _share(found: Sequence[tuple[bool, float]]) -> str:
+    if not found:
+        return ""
+    held, wide = sum(x for x, _ in found), median(w for _, w in found)
+    return f"{held} of {len(found)} ({held / len(found):.0%}), {wide:.0%} wide"

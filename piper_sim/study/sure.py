@@ -3,6 +3,10 @@
 `residuals.json` beside this file holds measured / predicted of every published row (`python -m experiments.published
 --write` renews it). A row counts the more the more it is like the job, by GPU, framework, mixture of experts, op times
 given or modelled, and whether the host is waited for; a table of many rows counts as the root of their number.
+
+The job itself counts, too, as one more row of a table as large as the rows like it, half of it at either end, for
+nobody knows where it will lie: the fewer rows are like it, the wider its interval. (Conformal prediction's own point,
+weighted as by Barber, Candès, Ramdas and Tibshirani, 2023.)
 """
 
 from __future__ import annotations
@@ -35,9 +39,10 @@ class PredictionTraits(msgspec.Struct, frozen=True):
     given: bool
     waits: bool
 
-    def likeness(self, other: PredictionTraits) -> float:
-        """1 where all is the same, a half for each thing that differs."""
-        things = ((f, getattr(self, f) != getattr(other, f)) for f in self.__struct_fields__)
+    def likeness(self, other: PredictionTraits, of: str = "time") -> float:
+        """1 where all is the same, a half for each thing that differs; memory does not wait for the host."""
+        fields = (f for f in self.__struct_fields__ if (of, f) != ("memory", "waits"))
+        things = ((f, getattr(self, f) != getattr(other, f)) for f in fields)
         return float(UNLIKE ** sum((2 if f in TWICE else 1) * differs for f, differs in things))
 
 
@@ -59,12 +64,14 @@ def residuals() -> tuple[PublishedPrediction, ...]:
 def weighted(
     traits: PredictionTraits, rows: Iterable[PublishedPrediction], of: str = "time"
 ) -> list[tuple[float, float]]:
-    """(measured / predicted, weight), by the first; weights sum to 1."""
-    known = [(r, float(getattr(r, of))) for r in rows if getattr(r, of) is not None]
-    many = Counter(r.table for r, _ in known)
-    found = sorted((x, traits.likeness(r.traits) / many[r.table] ** 0.5) for r, x in known)
-    total = sum(w for _, w in found)
-    return [(x, w / total) for x, w in found]
+    """(measured / predicted, weight), by the first; weights sum to 1. First and last is the job itself, in halves."""
+    some = (r for r in rows if getattr(r, of) is not None)
+    known = [(float(getattr(r, of)), r.table, traits.likeness(r.traits, of)) for r in some]
+    many = Counter(table for _, table, _ in known)
+    found = sorted((x, like / many[table] ** 0.5) for x, table, like in known)
+    own = (1.0 + sum(like for _, _, like in known)) ** -0.5
+    total = own + sum(w for _, w in found)
+    return [(x, w / total) for x, w in ((found[0][0], own / 2), *found, (found[-1][0], own / 2))]
 
 
 def quantile(found: Sequence[tuple[float, float]], share: float) -> float:
@@ -108,6 +115,6 @@ def interval(seconds: float, traits: PredictionTraits, slow: SlowStepChances | N
 
 def fits_probability(allocated: int, device: int, capacity: int, traits: PredictionTraits) -> float:
     """Chance that a rank finds room: what is allocated is as far off as of runs like it, the rest is as modelled."""
-    found = weighted(traits, residuals(), "memory")
-    share = sum(w for ratio, w in found if device + allocated * (ratio - 1) <= capacity)
-    return round((share * len(found) + 0.5) / (len(found) + 1), 6)  # never certain
+    (_, own), *found, _ = weighted(traits, residuals(), "memory")
+    fitting = sum(w for ratio, w in found if device + allocated * (ratio - 1) <= capacity)
+    return round(own + fitting, 6)  # never certain, either way

@@ -82,6 +82,13 @@ def test_kernels_take_the_rates_that_the_hardware_file_names(preset: str, traini
         assert found == pytest.approx((factor * 10**6 + hw.memory_ramp_KiB * 1024) / hbm)
 
 
+def test_one_scale_per_tensor_has_a_rate_of_its_own_in_bursts_alone() -> None:
+    one = gemm(512, 512, 512, DType.FP8)
+    for hw, rate in ((load_hardware("h100-sxm"), 1.22), (H100, 1.0)):
+        blocks, tensor = (arithmetic_seconds(one, structs.replace(hw, fp8_recipe=r)) for r in ("blocks", "tensor"))
+        assert blocks / tensor == pytest.approx(rate)
+
+
 @pytest.mark.parametrize("k, waves", [(8192, 1), (100_000, 3)])
 def test_whole_waves_of_one_tile_take_their_products_and_a_ramp_each(k: int, waves: int) -> None:
     hw = structs.replace(H100, gemm=structs.replace(H100.gemm, tiles=((128, 256, 0.8),)))

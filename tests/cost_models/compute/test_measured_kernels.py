@@ -5,7 +5,7 @@ from statistics import median, quantiles
 import pytest
 
 from cost_models import load_hardware
-from experiments.kernels import GPUS, errors, main
+from experiments.kernels import GPUS, errors, gemm, main, seconds
 from experiments.published.rows import DATA, lines
 
 FOUND = errors(DATA / "kernels")
@@ -24,6 +24,21 @@ def test_products_by_shape(gpu):
     assert median(found) < 0.05 and quantiles(found, n=10)[-1] < 0.16
     # Negative control: another GPU's file.
     assert median(sizes(SWAPPED, "gemm", gpu, "bf16")) > 0.25
+
+
+@pytest.mark.parametrize("gpu, most", [("h100", 0.07), ("h200", 0.07), ("b200", 0.11)])
+def test_products_in_fp8_with_the_casts_in_front(gpu, most):
+    assert median(sizes(FOUND, "gemm", gpu, "fp8_block")) < most
+    # Negative control: another GPU's file.
+    assert median(sizes(SWAPPED, "gemm", gpu, "fp8_block")) > 0.25
+
+
+def test_quicker_hbm_does_not_help_casts():
+    rows = [x for x in lines(DATA / "kernels" / "gemm.csv") if x["gpu"] == "h200" and x["dtype"] == "fp8_block"]
+    share = load_hardware("h100-sxm").cast_efficiency
+    measured, control = (load_hardware("h200-sxm", over) for over in ({}, {"cast_efficiency": share}))
+    assert median(abs(gemm(x, measured) / seconds(x, "gemm") - 1) for x in rows) < 0.07
+    assert median(gemm(x, control) / seconds(x, "gemm") - 1 for x in rows) < -0.07
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h100", "b200"])
