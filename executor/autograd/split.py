@@ -58,10 +58,9 @@ class DeferredLinearPass:
         assert self.grads is not None
         if self.x._version != self.version:
             raise RuntimeError("the input of a linear was written to in place, and its weight's gradient reads it")
-        with torch.no_grad():
-            dys = self.grads.reshape(-1, self.grads.shape[-1])
-            dw = torch.mm(dys.t(), self.x.view(-1, self.x.shape[-1]), out=into)
-            return (dw,) if len(self.weights) == 1 else (dw, dys.sum(0))
+        dys = self.grads.reshape(-1, self.grads.shape[-1])
+        dw = torch.mm(dys.t(), self.x.view(-1, self.x.shape[-1]), out=into)
+        return (dw,) if len(self.weights) == 1 else (dw, dys.sum(0))
 
 
 class SplitPass:
@@ -131,13 +130,14 @@ class SplitPass:
 
     def weight_grad(self) -> None:
         """W: finish the jobs in the order the whole backward would have run them; afterwards nothing is held."""
-        while self.jobs:
-            job = self.jobs.pop()
-            if job.grads is None:  # nothing that was asked for comes from it
-                self._collect(job.weights, (None,) * len(job.weights))
-            elif not self._made_in_its_room(job):
-                self._collect(job.weights, job.run())
-            del job
+        with torch.no_grad():
+            while self.jobs:
+                job = self.jobs.pop()
+                if job.grads is None:  # nothing that was asked for comes from it
+                    self._collect(job.weights, (None,) * len(job.weights))
+                elif not self._made_in_its_room(job):
+                    self._collect(job.weights, job.run())
+                del job
         for name, grad in self._partial.items():
             self.sink(name, grad)
         self._partial.clear()
