@@ -4,7 +4,7 @@ Every torch function that reads a weight beside another tensor becomes a *seam*:
 with a small graph of its own inside. Running the outer graph gives the input gradients, frees all other saved
 tensors, and leaves one `DeferredPass` per seam: what the function saved, and its output gradient. `W` runs those
 jobs. The same kernels run in the same order as in a whole backward, so the sums are the same to the last bit.
-A linear, as most seams are, has its products written out and no graph inside.
+A linear, as most seams are, stays in the outer graph, which is asked for its output's gradient beside the others.
 Weights of any shape and use count: Linear, Embedding, norms, a weight used twice, a weight cast or transposed before
 use. (torch's private `stage_backward_input/weight` is the oracle in the tests; it frees nothing between I and W.)
 
@@ -37,7 +37,7 @@ class DeferredPass:
     leaves: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     derived: bool
-    grads: tuple[Tensor | None, ...] = ()
+    grads: tuple[Tensor | None, ...] | None = None
 
     def run(self) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(self.edges, self.weights, self.grads, retain_graph=self.derived, allow_unused=True)
@@ -45,17 +45,22 @@ class DeferredPass:
 
 @dataclass(slots=True)
 class DeferredLinearPass:
-    """The same of a linear: its input's rows, the rows of its output's gradient, and its weight (and bias)."""
+    """The same of a linear: its input, and where torch's own graph has its output's gradient, until I has asked."""
 
-    rows: Tensor
-    grads: Tensor
+    x: Tensor
+    version: int
     weights: tuple[Tensor, ...]
+    edge: GradientEdge | None
+    grads: Tensor | None = None
 
     def run(self, into: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """into: where to make the weight's gradient; of a linear without bias."""
-        with torch.no_grad():
-            dw = torch.mm(self.grads.t(), self.rows, out=into)
-            return (dw,) if len(self.weights) == 1 else (dw, self.grads.sum(0))
+        assert self.grads is not None
+        if self.x._version != self.version:
+            raise RuntimeError("the input of a linear was written to in place, and its weight's gradient reads it")
+        dys = self.grads.reshape(-1, self.grads.shape[-1])
+        dw = torch.mm(dys.t(), self.x.view(-1, self.x.shape[-1]), out=into)
+        return (dw,) if len(self.weights) == 1 else (dw, dys.sum(0))
 
 
 class SplitPass:
@@ -109,23 +114,30 @@ class SplitPass:
             return (None,) * len(inputs)
         roots, dys = [r for r, _ in pairs], [g for _, g in pairs]
         del pairs, grads
+        linears = [job for job in self.jobs if type(job) is DeferredLinearPass]
         # The weights are asked for too: what reaches one past all seams comes here, early.
-        ends: list[Any] = [*(e for e in inputs if e is not None), self.anchor, *self.weights.values()]
-        got = list(torch.autograd.grad(roots, ends, dys, allow_unused=True))
-        for name in reversed(self.weights):
-            if (direct := got.pop()) is not None:
-                self._partial[name] = self._partial[name] + direct if name in self._partial else direct
-        found = iter(got)
-        return tuple(None if e is None else next(found) for e in inputs)
+        ends: list[Any] = [*(e for e in inputs if e is not None), *(j.edge for j in linears)]
+        ends += [self.anchor, *self.weights.values()]
+        found = iter(torch.autograd.grad(roots, ends, dys, allow_unused=True))
+        dxs = tuple(None if e is None else next(found) for e in inputs)
+        for job in linears:
+            job.edge, job.grads = None, next(found)
+        next(found)
+        for name, direct in zip(self.weights, found, strict=True):
+            if direct is not None:
+                self._partial[name] = direct
+        return dxs
 
     def weight_grad(self) -> None:
         """W: finish the jobs in the order the whole backward would have run them; afterwards nothing is held."""
-        jobs, self.jobs = self.jobs[::-1], []
-        while jobs:
-            job = jobs.pop()
-            if not self._made_in_its_room(job):
-                self._collect(job.weights, job.run())
-            del job
+        with torch.no_grad():
+            while self.jobs:
+                job = self.jobs.pop()
+                if job.grads is None:  # nothing that was asked for comes from it
+                    self._collect(job.weights, (None,) * len(job.weights))
+                elif not self._made_in_its_room(job):
+                    self._collect(job.weights, job.run())
+                del job
         for name, grad in self._partial.items():
             self.sink(name, grad)
         self._partial.clear()
@@ -135,17 +147,26 @@ class SplitPass:
         if type(job) is not DeferredLinearPass or len(job.weights) > 1:
             return False
         name = self.names[id(job.weights[0])]
-        if self.uses[name] > 1 or name in self._partial or (room := self.room(name, job.rows.dtype)) is None:
+        if self.uses[name] > 1 or name in self._partial or (room := self.room(name, job.x.dtype)) is None:
             return False
         self.uses[name] -= 1
         job.run(room)
         return True
 
-    def reads(self, weights: Iterable[Tensor]) -> None:
-        """One use more of each."""
-        for w in weights:
+    def reads(self, job: DeferredPass | DeferredLinearPass) -> None:
+        """One job more, and one use more of each of its weights."""
+        self.jobs.append(job)
+        for w in job.weights:
             name = self.names[id(w)]
             self.uses[name] = self.uses.get(name, 0) + 1
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`F.linear` of whole weights, the usual function of weights, in torch's own graph: I asks it for one more."""
+        weights = (weight,) if bias is None else (weight, bias)
+        y = F.linear(x, weight.detach(), None if bias is None else bias.detach())
+        made = y if y._base is None else y._base  # a view has another history when it has been written to
+        self.reads(DeferredLinearPass(x.detach(), x._version, weights, get_gradient_edge(made)))
+        return y
 
     def _collect(self, weights: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
         for weight, grad in zip(weights, grads, strict=True):
@@ -183,8 +204,8 @@ class _Seams(TorchFunctionMode):
         else:
             if not kwargs:
                 return func(*args)
-        if func is F.linear and not kwargs and _LinearSeam.serves(names, *args):
-            return _apply(_LinearSeam, self.run, self.run.anchor, *args)
+        if func is F.linear and not kwargs and _is_plain(names, *args):
+            return self.run.linear(*args)
         weights: dict[int, Tensor] = {}
         is_derived, others, acts = False, 0, []
         for x in _tensors(args, kwargs):
@@ -264,14 +285,13 @@ class _Seam(torch.autograd.Function):
         results = tuple(o.detach() if isinstance(o, Tensor) else o for o in outs)
         dead = (r for r, on in zip(results, live, strict=True) if isinstance(r, Tensor) and not on)
         ctx.mark_non_differentiable(*dead)
-        ctx.run, ctx.acts = run, [id(a) for a in acts]
+        ctx.acts = [id(a) for a in acts]
         ctx.job = DeferredPass(edges, tuple(leaves.values()), call.weights, call.derived)
-        run.reads(call.weights)
+        run.reads(ctx.job)
         return results[0] if isinstance(out, Tensor) else results
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        run: SplitPass = ctx.run
         job: DeferredPass = ctx.job
         ctx.job = None
         live = [(e, g) for e, g in zip(job.edges, (g for g, on in zip(dys, ctx.live, strict=True) if on), strict=True)]
@@ -279,48 +299,22 @@ class _Seam(torch.autograd.Function):
         none: tuple[Tensor | None, ...] = (None,) * 4  # run, call, form, anchor
         dxs: tuple[Tensor | None, ...] = (None,) * len(job.leaves)
         if not live:
-            run._collect(job.weights, (None,) * len(job.weights))
             return none + dxs
-        edges, grads = tuple(e for e, _ in live), tuple(g for _, g in live)
+        job.edges, job.grads = tuple(e for e, _ in live), tuple(g for _, g in live)
         if job.leaves:
-            dxs = torch.autograd.grad(edges, job.leaves, grads, retain_graph=True, allow_unused=True)
-        run.jobs.append(DeferredPass(edges, (), job.weights, job.derived, grads))
+            dxs = torch.autograd.grad(job.edges, job.leaves, job.grads, retain_graph=True, allow_unused=True)
+        job.leaves = ()
         by_id = dict(zip(dict.fromkeys(ctx.acts), dxs, strict=True))
         # An activation passed twice to one function gets its gradient once: its leaf was one.
         return none + tuple(by_id.pop(a, None) for a in ctx.acts)
 
 
-class _LinearSeam(torch.autograd.Function):
-    """`F.linear` of a whole weight, the usual function of weights: torch's own products, and no graph inside."""
-
-    @staticmethod
-    def serves(names: Mapping[int, str], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-        """Where torch's backward takes the products that are written here: not their transposes, nor casts."""
-        whole = all(id(w) in names for w in (weight, bias) if w is not None)
-        plain = x.dim() > 1 and min(weight.shape) > 1 and x.is_contiguous() and weight.is_contiguous()
-        cast = x.dtype != weight.dtype or x.is_complex() or torch.is_autocast_enabled(x.device.type)
-        return whole and plain and not cast
-
-    @staticmethod
-    def forward(
-        ctx: Any, run: SplitPass, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        ctx.save_for_backward(x.detach())
-        ctx.run, ctx.weights = run, (weight,) if bias is None else (weight, bias)
-        ctx.set_materialize_grads(False)
-        run.reads(ctx.weights)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            ctx.run._collect(ctx.weights, (None,) * len(ctx.weights))
-            return (None,) * 5
-        (x,), weight = ctx.saved_tensors, ctx.weights[0]
-        rows, dys = x.view(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        ctx.run.jobs.append(DeferredLinearPass(rows, dys, ctx.weights))
-        dx = dys.mm(weight).view(x.shape) if ctx.needs_input_grad[2] else None
-        return None, None, dx, None, None
+def _is_plain(names: Mapping[int, str], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether a linear's weight gradient is the product written here in torch's own backward, too."""
+    if id(weight) not in names or not (bias is None or id(bias) in names) or not x.requires_grad:
+        return False
+    plain = x.dim() > 1 and min(weight.shape) > 1 and x.is_contiguous() and weight.is_contiguous()
+    return plain and x.dtype == weight.dtype and not (x.is_complex() or torch.is_autocast_enabled(x.device.type))
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -295,6 +295,13 @@ def unpermute(rows: Tensor, order: Tensor, copies: int) -> Tensor:
     return apply(_Unpermute, rows, order, copies)
 
 
+def formatted(weight: Tensor, x: Tensor) -> Tensor:
+    """A weight in x's format. Where it has it already, whoever watches functions is called for none."""
+    with torch._C.DisableTorchFunction():
+        same = weight.dtype == x.dtype
+    return weight if same else weight.to(x.dtype)
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """`function.apply`, typed. What it does inside is no torch function of the model's, whoever watches those."""
     with torch._C.DisableTorchFunction():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from executor.modules.base import initial
-from executor.modules.functions import layer_norm, relu2, rms_norm, swiglu
+from executor.modules.functions import formatted, layer_norm, relu2, rms_norm, swiglu
 from executor.modules.hub_weights import HubCheckpoint
 from executor.modules.parallel import columns, leave, words
 from executor.parallel.inline import RankRegion
@@ -83,14 +83,14 @@ class LinearLayer(nn.Module):
         self.bias = make(f"{name}.bias", rows, start=0.0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+        bias = None if self.bias is None else formatted(self.bias, x)
         if self.region is None:
             return self._product(x, bias)
         y = leave(self._product(x, None), self.region)
         return y if bias is None else y + bias
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        weight = self.weight.to(x.dtype)
+        weight = formatted(self.weight, x)
         if not self.flipped:
             return F.linear(x, weight, bias)
         flat = x.flatten(0, -2)

@@ -187,10 +187,14 @@ def _blocks(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     yield from zip(*(t.view(-1).split(sizes) for t in tensors), strict=True)
 
 
+ROW = 512  # elements
+
+
 def square_sums(grads: Mapping[str, Tensor], order: Sequence[str], device: torch.device | None = None) -> Tensor:
     """Σ g² of each parameter held here, in canonical order; 0 for the others. In float64.
 
-    Summing such vectors over ranks that hold different parameters adds zeros only, hence changes no bit.
+    Summing such vectors over ranks that hold different parameters adds zeros only, hence changes no bit. What is
+    narrower is summed in float32 row by row, as a wide copy of a whole gradient would cost more than its update.
 
     >>> square_sums({"b": torch.tensor([3.0, 4.0])}, ["a", "b"]).tolist()
     [0.0, 25.0]
@@ -198,7 +202,11 @@ def square_sums(grads: Mapping[str, Tensor], order: Sequence[str], device: torch
     out = torch.zeros(len(order), dtype=torch.float64, device=device)
     for i, name in enumerate(order):
         if name in grads:
-            out[i] = torch.linalg.vector_norm(grads[name].detach(), dtype=torch.float64).square()
+            flat = grads[name].detach().reshape(-1)
+            wide = torch.promote_types(flat.dtype, torch.float32)
+            end = 0 if wide is torch.float64 else flat.numel() // ROW * ROW
+            for part in (flat[:end].view(-1, ROW), flat[end:]) if end else (flat,):
+                out[i] += torch.linalg.vector_norm(part, dim=-1, dtype=wide).double().square().sum()
     return out
 
 

@@ -98,12 +98,13 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, region: RankRegion, *, kind: str,
         how: Any = {"fused": kind == "flash", "again": kind == "remade", "scaled": c.score_scale}
         return attend(*heads_first, sight=sight, **how).transpose(1, 2)
 
-    if region.heads:
-        there, back = partial(to_heads, cp), partial(to_tokens, cp)
-        q, k, v = (across(t, there, back) for t in (q, k, v))
-        return across(attended(q, k, v, AttentionMask(c.window)), back, there).flatten(2)
-    with whole_context(k, v, cp) as (k, v):
-        return attended(q, k, v, AttentionMask(c.window, cp.size, cp.index)).flatten(2)
+    with torch._C.DisableTorchFunction():  # no weights are in here: whoever watches for them is called for nothing
+        if region.heads:
+            there, back = partial(to_heads, cp), partial(to_tokens, cp)
+            q, k, v = (across(t, there, back) for t in (q, k, v))
+            return across(attended(q, k, v, AttentionMask(c.window)), back, there).flatten(2)
+        with whole_context(k, v, cp) as (k, v):
+            return attended(q, k, v, AttentionMask(c.window, cp.size, cp.index)).flatten(2)
 
 
 class AttentionPart(nn.Module):

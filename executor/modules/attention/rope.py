@@ -119,6 +119,7 @@ def _both(x: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool = False) -> Tensor:
     """Apply the rotary embedding to the first features of (batch, length, heads, dim), two for each angle."""
-    width = 2 * cos.shape[-1]
-    turned = apply(_Rotate, x[..., :width], cos, sin, pairs)
-    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
+    with torch._C.DisableTorchFunction():
+        width = 2 * cos.shape[-1]
+        turned = apply(_Rotate, x[..., :width], cos, sin, pairs)
+        return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)

@@ -79,6 +79,10 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     ),
     "linear, a fixed weight": lambda: Fn(lambda s, x: F.linear(x, torch.eye(D, dtype=x.dtype), s.b), b=P(D)),
     "autocast": lambda: Fn(_autocast, m=nn.Linear(D, D)),
+    "linears written to": lambda: nn.Sequential(
+        nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, D, bias=False), nn.ReLU(inplace=True)
+    ),
+    "a linear nobody reads": lambda: Fn(lambda s, x: (s.f(x), s.g(x))[1], f=nn.Linear(D, D), g=nn.Linear(D, D)),
     "mlp": lambda: nn.Sequential(nn.Linear(D, 2 * D), nn.SiLU(), nn.Linear(2 * D, D)),
     "layer norm": lambda: nn.LayerNorm(D),
     "attention": lambda: Fn(_attention, **{n: nn.Linear(D, D) for n in "qkvo"}),
@@ -155,6 +159,23 @@ def test_torchs_private_split_gives_the_same(case: str) -> None:
     assert torch.equal(mydx, dx)
     for name, p in module.named_parameters():
         assert torch.equal(got[name], p.grad), name
+
+
+def test_a_linear_s_input_that_is_written_to_is_refused_as_torch_does() -> None:
+    def forward(s: Fn, x: Tensor) -> Tensor:
+        h = x * 2
+        y: Tensor = s.m(h)
+        h.mul_(2)
+        return y
+
+    module, x = Fn(forward, m=nn.Linear(D, D)), torch.randn(2, 3, D)
+    with pytest.raises(RuntimeError, match="inplace"):
+        _plain(module, x, x)
+    run = SplitPass(dict(module.named_parameters()), lambda name, grad: None)
+    run.forward(module, x)
+    run.input_grad(x)
+    with pytest.raises(RuntimeError, match="in place"):
+        run.weight_grad()
 
 
 def test_an_embedding_has_no_input_gradient_and_all_its_work_in_w() -> None:
