@@ -88,7 +88,7 @@ def arithmetic_seconds(kernel: Kernel, hw: DeviceHardware, sms: int | None = Non
     match kernel.kind:
         case KernelKind.GEMM | KernelKind.GROUPED_GEMM:
             shape = kernel.shape
-            if shape and len(shape) == 3:
+            if len(shape) == 3:
                 shape = (1, *shape)
             share = _gemm_share(shape, kernel, hw, sms or hw.sms)
         case KernelKind.ATTENTION:

@@ -76,7 +76,7 @@ def fresh(net: OpNet, links: Links | None) -> LinkFlows:
         width = int(np.bincount(net.meeting[: net.ops], weights=many).max(initial=0))
 
     def ints(size: int, value: int = 0) -> IntArray:
-        return np.full(size, value, dtype=np.int64)
+        return np.full(size, value)
 
     def flags(size: int) -> BoolArray:
         return np.zeros(size, dtype=np.bool_)

@@ -50,7 +50,7 @@ def build(scenario: EngineScenario) -> OpNet:
         _, host = np.unique(plan.program, return_inverse=True)
         ops, stream = 2 * n, np.append(stream, len(owner) + host)
     dispatches = np.arange(n, ops)
-    gate = np.full(ops, -1, dtype=np.int64)
+    gate = np.full(ops, -1)
     if scenario.wire is MessageMode.BUFFERED:
         recv = np.flatnonzero(plan.kind == OpKind.RECV)
         gate[recv] = plan.partner[recv]
@@ -79,7 +79,7 @@ def _least(plan: Plan, wire: MessageMode) -> IntArray:
     if wire is MessageMode.RENDEZVOUS:
         least = np.where(plan.partner >= 0, np.minimum(least, plan.partner), least)
     grouped = np.flatnonzero(plan.collective >= 0)
-    first = np.full(int(plan.collective.max(initial=-1)) + 1, n, dtype=np.int64)
+    first = np.full(int(plan.collective.max(initial=-1)) + 1, n)
     np.minimum.at(first, plan.collective[grouped], grouped)
     least[grouped] = first[plan.collective[grouped]]
     return least

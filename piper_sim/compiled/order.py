@@ -51,7 +51,7 @@ def heads(net: OpNet) -> StreamHeads:
     """Every stream before its first op."""
     streams = len(net.queue_at) - 1
     at, step, behind = net.queue_at[:streams].copy(), *np.zeros((2, streams), dtype=np.int64)
-    return StreamHeads(at, step, net.wait_at[net.queue[at]], np.full(len(net.stream), -1, dtype=np.int64), behind)
+    return StreamHeads(at, step, net.wait_at[net.queue[at]], np.full(len(net.stream), -1), behind)
 
 
 class StreamProgress(NamedTuple):
@@ -105,7 +105,7 @@ def build(net: OpNet, reached: StreamProgress) -> OpOrder | None:
 
 
 def _acts(net: OpNet, place: IntArray) -> IntArray:
-    act = np.full(len(place), LONE, dtype=np.int64)
+    act = np.full(len(place), LONE)
     size = np.diff(net.member_at)
     latest = np.maximum.reduceat(place[net.member], net.member_at[:-1])
     act[place[net.member[np.repeat(size, size) > 1]]] = EARLY

@@ -80,7 +80,7 @@ def fresh(net: OpNet, rates: OpRates) -> tuple[StreamState, CollectiveState, Ran
     computes, comms = rates.held.shape
 
     def ints(size: int, value: int = 0) -> IntArray:
-        return np.full(size, value, dtype=np.int64)
+        return np.full(size, value)
 
     def counts(classes: int) -> IntArray:
         return np.zeros((programs, classes), dtype=np.int64)

@@ -19,7 +19,7 @@ def trace_of(plan: Plan, run: EngineRun, header: Mapping[str, object], memory: M
     names = [name for _, name in plan.streams]
     return Trace(
         header={"writer": "simulator", "clock_offset_s": 0.0, "clock_uncertainty_s": 0.0, **header},
-        step=np.full(len(plan), len(run.start) - 1, dtype=np.int64),
+        step=np.full(len(plan), len(run.start) - 1),
         rank=plan.program,
         stream=[names[i] for i in plan.stream.tolist()],
         op=plan.texts,

@@ -119,11 +119,12 @@ def test_fewer_sms_are_slower_in_proportion() -> None:
     kernel = gemm(8192, 8192, 8192, DType.BF16)
     assert 1.1 < kernel_seconds(kernel, H100, 112) / kernel_seconds(kernel, H100) < 1.25
     assert kernel_seconds(moves(1e9), H100, 112) == kernel_seconds(moves(1e9), H100)
-    plain = Kernel(KernelKind.ATTENTION, 10**15, 0, DType.BF16)  # of which nobody knows the shape
-    assert kernel_seconds(plain, H100, 66) == pytest.approx(2 * kernel_seconds(plain, H100), rel=1e-3)
+    for kind in (KernelKind.GEMM, KernelKind.ATTENTION):
+        plain = Kernel(kind, 10**15, 0, DType.BF16)  # of which nobody knows the shape
+        assert kernel_seconds(plain, H100, 66) == pytest.approx(2 * kernel_seconds(plain, H100), rel=1e-3)
+        assert kernel_seconds(plain, H100) > 10**15 / H100.peak_flops(DType.BF16)
     slow = structs.replace(H100.in_training(), attention=structs.replace(H100.attention, sustained=0.5))
     assert kernel_seconds(plain, slow) == pytest.approx(2 * kernel_seconds(plain, H100), rel=1e-3)
-    assert kernel_seconds(plain, H100) > 10**15 / H100.peak_flops(DType.BF16)
 
 
 def test_a_grouped_gemm_equals_one_of_equal_tiles() -> None:

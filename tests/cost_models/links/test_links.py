@@ -185,6 +185,7 @@ def test_a_token_crosses_the_network_once_per_node() -> None:
     loads = link_bytes(Message(MessageKind.ALL_TO_ALL, tokens * copies, ("ep",), copies), 32, 8)
     assert loads.nic == pytest.approx(10 * expected)
     assert loads.node == pytest.approx(tokens * nodes * distinct(copies / nodes, 8) * 7 / 8)
+    assert loads.loads(0.0, IDEAL) == (0.0, 0.0), "what takes no time loads nothing"
     plain = LinkBytes(800 * 7 / 32, 800 * 24 / 32)  # to each of 32 ranks as much, or every copy by itself
     assert link_bytes(Message(MessageKind.ALL_TO_ALL, 800, ("ep",)), 32, 8) == plain
     assert link_bytes(Message(MessageKind.ALL_TO_ALL, 800, ("ep",), copies), 32, 8, deduplicate=False) == plain

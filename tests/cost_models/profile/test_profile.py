@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cost_models.profile.file import digest_of, load_profile, parse_profile, profile_text
 from cost_models.profile.fit import fit
 from cost_models.profile.profile import CostSource, MeasuredCost, OpEntry, Profile, ProfileMachine, lookup, plan_keys
+from cost_models.profile.shapes import KernelShape
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
 from ir.graph.classes import node_classes
@@ -171,6 +172,16 @@ def test_a_message_of_another_size_is_read_off_the_curve() -> None:
     assert replace(PROFILE, curves=worse).fit_error == 0.9 and replace(PROFILE, curves={}).fit_error == 0.0
     assert lookup(PROFILE, "all_reduce 2 64") is None, "one size makes no curve"
     assert lookup(PROFILE, "p2p") is None and lookup(PROFILE, "F/attn 00000000") is None
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_op_of_another_size_is_read_off_those_measured_like_it(alone: bool) -> None:
+    known = {n: OpEntry(MeasuredCost(n / 1000, 0.0, 9), KernelShape("F", {"numel": n}), alone) for n in (1000, 4000)}
+    found = lookup(
+        Profile.of(MACHINE, {f"F {n}": e for n, e in known.items()}), "F 0", KernelShape("F", {"numel": 2000})
+    )
+    assert found is not None and found.seconds == pytest.approx(2.0)
+    assert (found.source, found.alone) == (CostSource.INTERPOLATED, alone)
 
 
 def test_a_profile_of_old_is_read_without_what_it_says_of_allocations() -> None:
