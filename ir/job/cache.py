@@ -17,7 +17,7 @@ from ir.verify import check_plan
 from ir.workload.part import ModelWork
 from ir.workload.partition import Stages
 
-MOST_OPS = 2_000_000  # of all plans that are kept; about 400 bytes each
+MOST_OPS = 2_000_000  # of all plans that are kept; with all that is kept of a plan about 1.3 KB each
 MOST_GRAPHS = 64  # a layer's nodes are about 4 KB
 
 
