@@ -73,7 +73,7 @@ def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
         prepared, plan = judged(folder, *sets)
         real = not options.keys() & {"emulate", "replay"}
         saving = options.pop("saving", CheckpointOptions())
-        usual = {"watchdog_s": 20.0, "ranks": prepared.ranks, "dump": folder if real else None, "memory": False}
+        usual = {"watchdog_s": 60.0, "ranks": prepared.ranks, "dump": folder if real else None, "memory": False}
         found, trace = cli.run(prepared, plan, JobRunOptions(steps=steps, sets=sets, **usual | options), saving)
         ranks = range(prepared.ranks if real else 0)
         begin, end = ([np.load(folder / f"{name}-{r}.npz") for r in ranks] for name in ("first", "rank"))

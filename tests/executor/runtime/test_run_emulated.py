@@ -1,8 +1,8 @@
 """Ops of a given time: how long they take, what is still real about the run, and that the simulator predicts it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,13 +37,10 @@ def iteration(trace: Trace) -> float:
     return float(np.diff(ends).min())
 
 
-def quick(worst: float, *sets: str, **options: Any) -> tuple[Ran, float]:
-    """A run and its quickest step; tried again where the machine was too busy to keep within `worst` seconds."""
-    for _ in range(3):
-        ran = run(*sets, steps=4, **options)
-        if iteration(ran.trace) <= worst:
-            break
-    return ran, iteration(ran.trace)
+def in_time(attempt: Callable[[float], bool]) -> bool:
+    """Whether an attempt is quick enough, given by what factor its ops are longer than usual. What must hold of every
+    run, however busy the machine, it asserts itself; of longer ops, other processes' hiccups are a smaller share."""
+    return any(attempt(longer) for longer in (1.0, 1.0, 1.0, 3.0, 3.0, 10.0, 10.0, 10.0))
 
 
 def ends(plan: Plan, seconds: FloatArray, steps: int = 4) -> FloatArray:
@@ -63,15 +60,20 @@ def never_early(trace: Trace, want: FloatArray) -> bool:
 
 
 def test_each_op_takes_its_layers_time_and_nothing_is_computed() -> None:
-    ran = run(*ZBV, emulate=F, steps=2)
-    want, got = emulated_seconds(ran.plan, F), took(ran, 1)
-    compute = ran.plan.kind == OpKind.COMPUTE
-    late = (got - want)[compute]
-    assert (late >= 0).all() and np.median(late) < F / 10
-    assert set(np.round(want[compute] / F, 6)) == {0.0, 2.0}  # two layers to a stage; the update takes nothing
-    found = ran.object
-    assert found["losses"] is found["grad_norms"] is found["memory"]["peak_allocated_bytes"] is None
-    assert found["plan_digest"] and found["ranks"] == 2 and json.dumps(found, allow_nan=False)
+    def attempt(longer: float) -> bool:
+        ran = run(*ZBV, emulate=longer * F, steps=2)
+        want, got = emulated_seconds(ran.plan, longer * F), took(ran, 1)
+        compute = ran.plan.kind == OpKind.COMPUTE
+        late = (got - want)[compute]
+        assert (late >= 0).all()
+        # Two layers to a stage; the update takes nothing.
+        assert set(np.round(want[compute] / longer / F, 6)) == {0.0, 2.0}
+        found = ran.object
+        assert found["losses"] is found["grad_norms"] is found["memory"]["peak_allocated_bytes"] is None
+        assert found["plan_digest"] and found["ranks"] == 2 and json.dumps(found, allow_nan=False)
+        return bool(np.median(late) < longer * F / 10)
+
+    assert in_time(attempt)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "local"])
@@ -79,41 +81,54 @@ def test_each_op_takes_its_layers_time_and_nothing_is_computed() -> None:
 def test_the_simulator_predicts_the_step(name: str, backend: str, tmp_path: Path) -> None:
     sets = (f"schedule.name={name}",)
     _, plan = judged(tmp_path, *sets)
-    seconds = emulated_seconds(plan, 0.02)
-    want = predicted(plan, seconds)
-    ran, found = quick(1.08 * want, *sets, emulate=0.02, backend=backend)
-    assert found <= 1.08 * want and never_early(ran.trace, ends(plan, seconds))
-    assert np.array_equal(ran.plan.shape, plan.shape)
-    assert not found <= 1.08 * predicted(plan, emulated_seconds(plan, 0.015))  # the gates bite
-    assert not never_early(ran.trace, ends(plan, emulated_seconds(plan, 0.025)))
+
+    def attempt(longer: float) -> bool:
+        shorter, seconds, more = (emulated_seconds(plan, longer * x) for x in (0.015, 0.02, 0.025))
+        ran = run(*sets, steps=4, emulate=longer * 0.02, backend=backend)
+        assert never_early(ran.trace, ends(plan, seconds)) and np.array_equal(ran.plan.shape, plan.shape)
+        found = iteration(ran.trace)
+        if quick := found <= 1.08 * predicted(plan, seconds):  # the gates bite
+            assert not found <= 1.08 * predicted(plan, shorter) and not never_early(ran.trace, ends(plan, more))
+        return quick
+
+    assert in_time(attempt)
 
 
 def test_transfers_end_later_and_the_step_grows_as_predicted(tmp_path: Path) -> None:
-    late, (_, plan) = 0.03, judged(tmp_path)
-    plain, delayed = (predicted(plan, emulated_seconds(plan, F, c)) for c in (0.0, late))
-    ran, found = quick(1.1 * delayed, emulate=F, emulate_comm=late)
-    steps = [took(ran, s) for s in range(1, 4)]
-    assert all((at[ran.plan.kind == OpKind.RECV] >= late).all() for at in steps)
-    # Of the rank that comes last; in one step at least it is not held up by other processes.
-    assert min(at[ran.plan.kind == OpKind.COLLECTIVE].min() for at in steps) < late
-    assert delayed > 1.15 * plain and found <= 1.1 * delayed
-    assert never_early(ran.trace, ends(plan, emulated_seconds(plan, F, late)))
+    _, plan = judged(tmp_path)
+
+    def attempt(longer: float) -> bool:
+        late = longer * 0.03
+        plain, delayed = (predicted(plan, emulated_seconds(plan, longer * F, c)) for c in (0.0, late))
+        ran = run(steps=4, emulate=longer * F, emulate_comm=late)
+        steps = [took(ran, s) for s in range(1, 4)]
+        assert all((at[ran.plan.kind == OpKind.RECV] >= late).all() for at in steps)
+        assert delayed > 1.15 * plain and never_early(ran.trace, ends(plan, emulated_seconds(plan, longer * F, late)))
+        # Of the rank that comes last; in one step at least it is not held up by other processes.
+        last = min(at[ran.plan.kind == OpKind.COLLECTIVE].min() for at in steps)
+        return bool(last < late and iteration(ran.trace) <= 1.1 * delayed)
+
+    assert in_time(attempt)
 
 
 def test_a_trace_is_replayed_op_by_op(tmp_path: Path) -> None:
-    first = run(*ZBV, emulate=F, steps=2)
-    uneven = np.linspace(1.0, 3.0, len(first.trace))  # no two ops alike
-    trace = first.trace
-    stretched = Trace(
-        trace.header, trace.step, trace.rank, trace.stream, trace.op, trace.post_s, trace.start_s,
-        trace.start_s + uneven * (trace.end_s - trace.start_s),
-    )  # fmt: skip
-    (tmp_path / "trace.tsv").write_text(write_trace(stretched))
-    again = run(*ZBV, replay=tmp_path / "trace.tsv", steps=3)
-    compute = first.plan.kind == OpKind.COMPUTE
-    wanted = [took(Ran(ZBV, first.plan, {}, stretched, (), ()), step % 2)[compute] for step in (0, 1, 2)]
-    late = [took(again, step)[compute] - want for step, want in enumerate(wanted)]
-    assert all((x >= 0).all() for x in late) and min(np.median(x) for x in late) < F / 10
+    def attempt(longer: float) -> bool:
+        first = run(*ZBV, emulate=longer * F, steps=2)
+        uneven = np.linspace(1.0, 3.0, len(first.trace))  # no two ops alike
+        trace = first.trace
+        stretched = Trace(
+            trace.header, trace.step, trace.rank, trace.stream, trace.op, trace.post_s, trace.start_s,
+            trace.start_s + uneven * (trace.end_s - trace.start_s),
+        )  # fmt: skip
+        (tmp_path / "trace.tsv").write_text(write_trace(stretched))
+        again = run(*ZBV, replay=tmp_path / "trace.tsv", steps=3)
+        compute = first.plan.kind == OpKind.COMPUTE
+        wanted = [took(Ran(ZBV, first.plan, {}, stretched, (), ()), step % 2)[compute] for step in (0, 1, 2)]
+        late = [took(again, step)[compute] - want for step, want in enumerate(wanted)]
+        assert all((x >= 0).all() for x in late)
+        return bool(min(np.median(x) for x in late) < longer * F / 10)
+
+    assert in_time(attempt)
 
 
 def test_a_trace_of_another_plan_is_not_replayed(tmp_path: Path) -> None:
