@@ -36,6 +36,8 @@ class Order:
 
     def __eq__(self, other: object) -> bool:
         """Whether all rows are equal."""
+        if self is other:
+            return True
         return isinstance(other, Order) and all(map(np.array_equal, self._columns, other._columns))
 
     def __hash__(self) -> int:

@@ -38,7 +38,6 @@ def _both_ways(ranks: int, mbs: int, chunks: int) -> tuple[StagePlacement, ...]:
 def _searched(name: str) -> Builder:
     """By a search, imported where it is used: it is not needed to emit a table. A large one takes half a minute."""
 
-    @lru_cache(maxsize=32)
     def orders(ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
         from ir.schedules.search.searched import ORDERS
 
@@ -155,9 +154,15 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None, t
         microbatches=microbatches,
         chunks=chunks,
         placements=family.places(ranks, microbatches, chunks),
-        orders=family.builder(ranks, microbatches, chunks, times),
+        orders=_orders(name, ranks, microbatches, chunks, times if family.searched else OpTimes()),
         order_depends_on_times=family.searched,
     )
+
+
+@lru_cache(maxsize=32)
+def _orders(name: str, ranks: int, mbs: int, chunks: int, times: OpTimes) -> Orders:
+    """One object for one table: jobs that differ in costs alone, or in what a stage holds, share it."""
+    return _FAMILIES[name].builder(ranks, mbs, chunks, times)
 
 
 def check_shape(name: str, ranks: int, microbatches: int, chunks: int) -> None:
@@ -226,6 +231,8 @@ def flushed(build: Callable[[int], Schedule], microbatches: int, flushes: int) -
         fix, allowed = f"microbatches = {(each + 1) * flushes}", f"a multiple of flushes = {flushes}"
         raise job_error("schedule.microbatches", f"{microbatches} microbatches in {flushes} flushes", fix, allowed)
     one = build(each)
+    if flushes == 1:
+        return one
     starts = range(0, microbatches, each)
     later = (replace(p, mbs=range(p.mbs.start + m, p.mbs.stop + m)) for m in starts for p in one.placements)
     placements: tuple[StagePlacement, ...] = (

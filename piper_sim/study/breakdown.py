@@ -78,7 +78,7 @@ def breakdown(
     for name, seconds in gaps.found.items():
         spent[:, KEYS.index(name)] += seconds
     paced = _host_periods(plan, run)
-    iteration = float(max(gaps.window.max(), paced.max()))
+    iteration = _iteration(gaps.window, paced)
     # Ranks whose steps differ have not settled: a device still uses up its lead over its host, the quicker of two
     # devices will have to wait.
     late = np.clip(paced - gaps.window, 0.0, None)
@@ -88,6 +88,21 @@ def breakdown(
         weight = classes.size / classes.size.sum()
         spent = (weight[:, None, None] * spent.reshape(classes.count, -1, len(KEYS))).sum(axis=0)
     return StepBreakdown(iteration, tuple(dict(zip(KEYS, row, strict=True)) for row in spent.tolist()))
+
+
+def step_seconds(plan: Plan, run: EngineRun) -> float:
+    """`breakdown(...).iteration_s` alone."""
+    return _iteration(_windows(plan, run), _host_periods(plan, run))
+
+
+def _iteration(window: FloatArray, paced: FloatArray) -> float:
+    return float(max(window.max(), paced.max()))
+
+
+def _windows(plan: Plan, run: EngineRun) -> FloatArray:
+    """[program] seconds between the last ends of two steps of its compute stream; of one step, from the start."""
+    _, closing = _computing(plan)
+    return np.asarray(run.end[-1][closing] - (run.end[-2][closing] if len(run.end) > 1 else 0.0))
 
 
 def _host_periods(plan: Plan, run: EngineRun) -> FloatArray:
@@ -100,7 +115,7 @@ def _host_periods(plan: Plan, run: EngineRun) -> FloatArray:
 class _Gaps:
     """The gaps of every compute stream in the last step of a run, and what was on the wire meanwhile.
 
-    window: [program] seconds between the last ends of two steps. found: key -> [program] seconds.
+    window: as `_windows`. found: key -> [program] seconds.
     """
 
     def __init__(self, scenario: EngineScenario, run: EngineRun, costs: OpCosts) -> None:
@@ -113,7 +128,7 @@ class _Gaps:
         self.found = {name: np.zeros(plan.programs) for name in KEYS}
         program = plan.program[self.compute]
         begin = run.end[-2][closing] if two else np.zeros(plan.programs)
-        self.window = end[closing] - begin
+        self.window = _windows(plan, run)
         first = np.diff(program, prepend=-1) != 0
         before = np.where(first, begin[program], np.roll(end[self.compute], 1))
         opened = np.flatnonzero(start[self.compute] > before)

@@ -10,7 +10,7 @@ from piper_sim.pricing.costs import OpCosts
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.pricing.routing import price
 from piper_sim.pricing.scenario import scenario_of
-from piper_sim.study.breakdown import breakdown
+from piper_sim.study.breakdown import breakdown, step_seconds
 from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.prediction import Prediction
 from piper_sim.study.slow_nodes import with_likely
@@ -42,7 +42,7 @@ def planned(job: Job, hardware: DeviceHardware) -> PlannedJob:
     Raises PiperError as `predict`, but for what only a check shows.
     """
     p = _fitting(job, hardware)
-    return p if job.cluster.slow_nodes is None else with_likely(p, lambda one: timed(one).iteration_s)
+    return p if job.cluster.slow_nodes is None else with_likely(p, step_of)
 
 
 def _fitting(job: Job, hardware: DeviceHardware) -> PlannedJob:
@@ -62,9 +62,20 @@ def simulated(p: PlannedJob) -> Prediction:
 
 def timed(p: PlannedJob) -> Prediction:
     """Price and run a plan that is not checked. Raises PiperError (deadlock) where the engine cannot go on."""
+    costs, scenario = _priced(p)
+    return played(p, costs, scenario)
+
+
+def step_of(p: PlannedJob) -> float:
+    """`timed(p).iteration_s` alone: not where the step went."""
+    costs, scenario = _priced(p)
+    return step_seconds(scenario.plan, steady(scenario, costs.duration, p.prepared.policy.clip)[0])
+
+
+def _priced(p: PlannedJob) -> tuple[OpCosts, EngineScenario]:
     _refuse_large(p)
     costs = price(p.routing, p.plan, p.model, p.classes)
-    return played(p, costs, scenario_of(p.model, p.plan, p.classes, costs.duration))
+    return costs, scenario_of(p.model, p.plan, p.classes, costs.duration)
 
 
 def played(p: PlannedJob, costs: OpCosts, scenario: EngineScenario) -> Prediction:

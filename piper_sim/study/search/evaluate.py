@@ -10,7 +10,7 @@ from ir.job import Job
 from ir.job.build import PreparedJob, blaming
 from piper_sim.report.units import GIB
 from piper_sim.study.planned import PlannedJob, fits
-from piper_sim.study.predict import planned, predict, timed
+from piper_sim.study.predict import planned, predict, step_of
 from piper_sim.study.search.space import NO_LIMITS, Changes
 from piper_sim.study.simulate import Object, reason
 
@@ -101,7 +101,7 @@ def evaluate(
         with blaming(job):
             p = planned(job, hardware)
             least = int(p.memory.peak.max()) + p.context_bytes
-            seconds = timed(p).iteration_s if least - p.context_bytes <= p.room_bytes else None
+            seconds = step_of(p) if least - p.context_bytes <= p.room_bytes else None
             if seconds is not None and beaten(seconds, least, front):
                 return EvaluatedJob(seconds, least, None)
             peak = device_bytes(p)

@@ -15,7 +15,7 @@ from ir.plan.kept import MOST_ANSWERS, once_per_plan
 from ir.plan.plan import Plan
 from piper_sim.folding.ground import MOST_PLACEMENTS, DevicePlacement
 from piper_sim.pricing import hosts
-from piper_sim.study.predict import predict
+from piper_sim.study.predict import predict, step_of
 from piper_sim.study.prediction import Prediction
 from tests.ir.job.test_job_cache import COSTS, PLAIN, Edit, prepared
 
@@ -69,6 +69,12 @@ def test_answers_do_not_depend_on_what_was_asked_before(monkeypatch: pytest.Monk
     ask = hosts._ahead
     monkeypatch.setattr(hosts, "_ahead", lambda plan, *more: first.setdefault(plan, ask(plan, *more)))
     assert strange(MORE[:2], monkeypatch) == [MORE[1]]
+
+
+def test_a_step_alone_is_the_step_whose_parts_are_told() -> None:
+    found = [predicted(edit) for edit in [*MORE, *COSTS]]
+    assert [step_of(p.planned) for p in found] == [p.iteration_s for p in found]
+    assert len({p.iteration_s for p in found}) > len(MORE)
 
 
 def counted() -> tuple[Callable[..., int], list[int]]:
