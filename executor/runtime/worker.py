@@ -104,7 +104,7 @@ def main(spec: Mapping[str, Any], ranks: Sequence[int]) -> int:
     log = os.open(folder / f"log-{ranks[0]}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for fd in (1, 2):
         os.dup2(log, fd)
-    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False)  # of a killed rank, too, each line is there
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False)  # of a killed rank, too, all lines
     faulthandler.enable()
     if spec["flight"]:
         arm(folder, ranks[0])
