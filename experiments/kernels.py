@@ -9,7 +9,7 @@ A product in fp8 is measured with the kernels that quantise x in front of it.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -81,9 +81,12 @@ KINDS: Mapping[str, tuple[Callable[[Line, DeviceHardware], float], str]] = {
 }
 
 
-def errors(folder: Path, swap: Mapping[str, str] | None = None) -> dict[tuple[str, str, str], list[float]]:
-    """(kind, GPU, dtype and the like) -> errors. swap: another GPU's file instead, as a control."""
-    out: dict[tuple[str, str, str], list[float]] = {}
+def errors(
+    folder: Path, swap: Mapping[str, str] | None = None, shuffle: bool = False
+) -> dict[tuple[str, str, str], list[float]]:
+    """(kind, GPU, dtype and the like) -> errors. Controls, swap: another GPU's file instead; shuffle: each kernel is
+    held against the time of the one half its table further on."""
+    pairs: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for kind, (priced, column) in KINDS.items():
         for line in (
             x for file in sorted(folder.glob(f"{kind}_*.csv")) + sorted(folder.glob(f"{kind}.csv")) for x in lines(file)
@@ -91,8 +94,13 @@ def errors(folder: Path, swap: Mapping[str, str] | None = None) -> dict[tuple[st
             if line.get("window", "0") == "0":
                 gpu = line["gpu"]
                 hw = load_hardware(GPUS[(swap or {}).get(gpu, gpu)])
-                out.setdefault((kind, gpu, line[column]), []).append(priced(line, hw) / seconds(line, kind) - 1)
-    return out
+                pairs.setdefault((kind, gpu, line[column]), []).append((priced(line, hw), seconds(line, kind)))
+    return {key: [*_errors(rows, len(rows) // 2 if shuffle else 0)] for key, rows in pairs.items()}
+
+
+def _errors(rows: Sequence[tuple[float, float]], by: int) -> Iterator[float]:
+    for (priced_s, _), (_, measured_s) in zip(rows, (*rows[by:], *rows[:by]), strict=True):
+        yield priced_s / measured_s - 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

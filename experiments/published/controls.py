@@ -1,4 +1,5 @@
-"""Changes to every job that must cost accuracy: no software file, another GPU's file, one efficiency for all."""
+"""Changes to every job that must cost accuracy: no software file, a wrong one, another GPU's, one efficiency for all,
+messages of tensor parallelism that nothing hides."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -27,4 +28,22 @@ def constant(job: Table) -> Table:
     return plain({**job, "cluster": {**job["cluster"], **rule}})
 
 
-CONTROLS: Mapping[str, Change] = {"plain": plain, "swapped": swapped, "constant": constant}
+def foreign(job: Table) -> Table:
+    """Another framework's software file: Nanotron's for Megatron's relatives, Megatron-Core's for the others."""
+    named = job.get("costs", {}).get("software")
+    other = "nanotron" if str(named).startswith(("megatron", "nemo", "deepspeed")) else "megatron-core"
+    return {**job, "costs": {**job["costs"], "software": other}} if named else job
+
+
+def in_turn(job: Table) -> Table:
+    """No message of tensor parallelism under a product."""
+    return {**job, "costs": {**job.get("costs", {}), "tp_overlap": False}}
+
+
+CONTROLS: Mapping[str, Change] = {
+    "plain": plain,
+    "foreign": foreign,
+    "in turn": in_turn,
+    "swapped": swapped,
+    "constant": constant,
+}

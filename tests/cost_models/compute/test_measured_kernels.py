@@ -11,6 +11,7 @@ from experiments.published.rows import DATA, lines
 FOUND = errors(DATA / "kernels")
 OTHER = {"a100": "h100", "h100": "b200", "h200": "b200", "b200": "h100", "gb200": "b200", "gb300": "gb200"}
 SWAPPED = errors(DATA / "kernels", OTHER)
+SHUFFLED = errors(DATA / "kernels", shuffle=True)
 
 
 def sizes(found, kind, gpu, of):
@@ -22,8 +23,9 @@ def test_products_by_shape(gpu):
     found = sizes(FOUND, "gemm", gpu, "bf16")
     assert len(found) == 60
     assert median(found) < 0.05 and quantiles(found, n=10)[-1] < 0.16
-    # Negative control: another GPU's file.
+    # Negative controls: another GPU's file, another product's time.
     assert median(sizes(SWAPPED, "gemm", gpu, "bf16")) > 0.25
+    assert median(sizes(SHUFFLED, "gemm", gpu, "bf16")) > 0.5
 
 
 @pytest.mark.parametrize("gpu, most", [("h100", 0.07), ("h200", 0.07), ("b200", 0.11)])

@@ -129,8 +129,15 @@ def test_one_efficiency_for_everything_loses_clearly(name):
 
 @pytest.mark.parametrize("name", ["ultrascale", "llm_foundry", "megatron_sc21"])
 def test_a_framework_s_file_is_worth_having(name):
-    right, wrong = (median(abs(e) for e in times(found(name, c))) for c in (None, "plain"))
-    assert wrong > 2 * right
+    right, *wrong = (median(abs(e) for e in times(found(name, c))) for c in (None, "plain", "foreign"))
+    assert min(wrong) > 2 * right
+
+
+def test_messages_of_tensor_parallelism_are_hidden_where_a_log_says_so():
+    rows = [r for r in rows_of("mlperf_llm") if r.job and r.job["costs"]["tp_overlap"]][::3]
+    right, wrong = (times(scores(rows, c)) for c in (None, CONTROLS["in turn"]))
+    assert len(rows) > 3 and median(map(abs, right)) < 0.05 < 0.1 < median(wrong)
+    assert all(w - r > 0.08 for r, w in zip(right, wrong, strict=True))
 
 
 def test_every_table_names_its_sources():
