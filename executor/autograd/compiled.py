@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.autograd.inductor import OPTIONS, Kernel, PassGraphs, passes
+from executor.autograd.inductor import Kernel, PassGraphs, options, passes
 from executor.autograd.split import Sink
 from executor.device import clock
 from executor.modules.attention.attend import forget_masks
@@ -137,7 +137,7 @@ class PartCompiler:
 
         self.note(f"compile {what}")
         given = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
-        code: Kernel = standalone_compile(graph, given, dynamic_shapes="from_graph", options=OPTIONS)
+        code: Kernel = standalone_compile(graph, given, dynamic_shapes="from_graph", options=options())
         return code
 
 

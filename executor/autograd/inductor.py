@@ -8,6 +8,7 @@ loops read the same values; W reads no weight, as it may run where those are not
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,17 @@ VIEWS = (
     *("t", "transpose", "unsqueeze", "view", "reshape", "_unsafe_view"),
 )
 PRODUCTS = ("mm", "convolution", "embedding", "index", "scatter", "attention")  # and what else is no mere sum
-OPTIONS = {"config_patches": {"compile_threads": 1}}  # a pool of compiling processes might outlive its rank
+
+
+@cache
+def options() -> dict[str, Any]:
+    """What Inductor is asked for. How wide the processor's vectors are is said, as a key of its cache, which else hands
+    out the loops of another kind of processor: twice as wide, they give other numbers and no error.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    # One thread: a pool of compiling processes might outlive its rank.
+    return {"config_patches": {"compile_threads": 1, "cpp.simdlen": pick_vec_isa().bit_width() or None}}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """`run.compile`: the passes of a unit as compiled code give what its own Python gives, under any plan."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from executor.autograd.compiled import PartCompiler
+from executor.autograd.inductor import options
 from executor.autograd.split import SplitPass
 from executor.launch.refusals import refuse
 from ir.core.errors import ErrorKind, PiperError
@@ -57,6 +61,46 @@ def test_a_unit_s_passes_are_compiled_once_and_give_its_own_numbers() -> None:
     assert compiler.graphs == 3 == _graphs() - before  # the second unit is the first one's code
     assert not {f"in{k}" for k in range(len(weights))} & {*part.plan.reads["W"]}, "W reads a weight"
     assert notes[:2] == ["compile l0", "compile l0 F"]
+
+
+CHILD = """
+import sys, torch
+from executor.autograd import compiled
+compiled.options = compiled.options if sys.argv[1] == "said" else lambda: {"config_patches": {"compile_threads": 1}}
+torch.manual_seed(0)
+unit, x = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.GELU()), torch.randn(32, 64)
+part = compiled.PartCompiler(print).part("l0", unit, dict(unit.named_parameters()), [x], [])
+(y,) = part.begin(print).forward(unit, x)
+print(torch.allclose(y, unit(x), atol=1e-5))
+"""
+
+
+@pytest.mark.slow
+def test_a_cache_that_another_kind_of_processor_has_filled_is_not_taken(tmp_path: Path) -> None:
+    def right(how: str) -> list[bool]:
+        places = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / how), "OMP_NUM_THREADS": "1"}
+        runs = [
+            subprocess.run(
+                [sys.executable, "-c", CHILD, how],
+                env={**os.environ, **places, "ATEN_CPU_CAPABILITY": isa},
+                capture_output=True,
+                text=True,
+            )
+            for isa in ("avx2", "avx512")
+        ]
+        return [run.returncode == 0 and run.stdout.endswith("True\n") for run in runs]
+
+    assert right("said") == [True, True]
+    if torch.cpu._is_avx512_supported():
+        assert right("unsaid") == [True, False]  # what torch does by itself: other numbers, or a crash
+
+
+def test_how_wide_vectors_are_is_in_the_cache_s_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = []
+    for isa in ("default", "avx2"):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", isa)
+        widths.append(options.__wrapped__()["config_patches"]["cpp.simdlen"])
+    assert widths == [None, 256]
 
 
 def _graphs() -> int:
