@@ -12,13 +12,15 @@ from typing import Any
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import blaming
+from ir.job.load import load_job as read_job
 from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import print_json, progress, show, write
 from piper_sim.formats.tables import parquet_files
 from piper_sim.report.table import compare_table
 from piper_sim.study.explain.what_if import settings
+from piper_sim.study.inputs import FILES, inputs_digest
 from piper_sim.study.predict import predict
-from piper_sim.study.simulate import Object, job_digest
+from piper_sim.study.simulate import Object
 
 MOST = 100_000
 KEPT = "rows.jsonl"
@@ -28,10 +30,10 @@ def main(args: argparse.Namespace) -> int:
     """Simulate what is not in --out yet, write the table, print it, the fastest first; 3 where nothing fits."""
     grid = _grid(args.tries)
     known = _known(args.out)
-    base = job_digest(load_job(args.job, args.sets))
+    base = inputs_digest(load_job(args.job, args.sets))
     rows = list[Object]()
     for changes in grid:
-        key = json.dumps([base, changes], sort_keys=True)
+        key = json.dumps([base, *_files(args, changes), changes], sort_keys=True)
         if key not in known:
             with progress(f"simulating {', '.join(settings(changes))}"):
                 known[key] = _row(args, changes)
@@ -46,6 +48,13 @@ def main(args: argparse.Namespace) -> int:
         names = [", ".join(f"{k.partition('.')[2]}={r[k]}" for k in grid[0]) for r in rows]
         show(compare_table([{**r, "schedule": n} for r, n in zip(rows, names, strict=True)], args.job))
     return 0 if any(r["fits"] for r in rows) else 3
+
+
+def _files(args: argparse.Namespace, changes: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the files hold that a point names, if it names some."""
+    if not set(FILES) & set(changes):
+        return ()
+    return (inputs_digest(read_job(args.job, [*args.sets, *settings(changes)])),)
 
 
 def _row(args: argparse.Namespace, changes: Mapping[str, Any]) -> Object:

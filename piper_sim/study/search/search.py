@@ -115,7 +115,7 @@ def search(
         raise PiperError(ErrorKind.JOB, "no price", file=job.file, key="cluster.price", suggestion=fix)
     began, hardware = time.monotonic(), hardware_of(job)
     found = _Search(JobSpace.of(job, hardware, limits.ranges), hardware, began, budget_s, progress)
-    kept = JobJournal(journal, found.space, hardware)
+    kept = JobJournal(journal, found.space)
     with JobWorkers(workers, hardware, job.search.memory_limit_GiB, kept, limits.check) as pool:
         return found.run(pool)
 

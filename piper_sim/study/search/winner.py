@@ -2,14 +2,11 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
-from ir.core.files import named_path
 from ir.job.table import job_toml
+from piper_sim.study.inputs import named_files
 from piper_sim.study.search.search import JobSearchResult
 from piper_sim.study.search.space import replaced
-
-_FILES = ("model.config", "model.graph", "cluster.gpu", "costs.profile", "costs.software", "routing.file")
 
 
 def winner_toml(found: JobSearchResult, folder: str) -> str:
@@ -17,10 +14,8 @@ def winner_toml(found: JobSearchResult, folder: str) -> str:
     assert found.best is not None
     job = found.job
     job = replace(replaced(job, found.best["changes"]), search=type(job.search)())
-    for key in _FILES:
+    for key, file in named_files(job).items():
         section, name = key.split(".")
-        value = getattr(getattr(job, section), name)
-        if value and (path := named_path(job.file, value)) and Path(path).is_file():  # else the name of a preset
-            here = os.path.relpath(path, folder)
-            job = replace(job, **{section: replace(getattr(job, section), **{name: here})})
+        here = os.path.relpath(file.path, folder) + file.function
+        job = replace(job, **{section: replace(getattr(job, section), **{name: here})})
     return job_toml(job)

@@ -13,14 +13,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-
 from cost_models import DeviceHardware
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.cache import PLANS
+from piper_sim.study.inputs import inputs_digest
 from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, Front, JobCheck, JobRefusal, evaluate, full
 from piper_sim.study.search.space import JobSpace
-from piper_sim.study.simulate import Object, job_digest
+from piper_sim.study.simulate import Object
 
 KEPT_OPS = 500_000  # of all plans that are kept while a search runs
 
@@ -30,15 +29,17 @@ class JobJournal:
 
     A line is written whole and at once. What a kill leaves of the last one is dropped.
 
+    A journal is of what its simulations were made from: what the job says, what its files hold, this program.
+
     Raises PiperError (usage): the file is of another space, or no journal; (io): it cannot be written.
     """
 
-    def __init__(self, path: str, space: JobSpace, hardware: object) -> None:
+    def __init__(self, path: str, space: JobSpace) -> None:
         self.path, self.known = path, dict[str, EvaluatedJob]()
         if not path:
             return
-        said = [space.values, space.schedules, space.job.search.memory_limit_GiB, msgspec.to_builtins(hardware)]
-        digest = hashlib.sha256(json.dumps([job_digest(space.own), said], default=str).encode()).hexdigest()
+        said = [space.values, space.schedules, space.job.search.memory_limit_GiB]
+        digest = hashlib.sha256(json.dumps([inputs_digest(space.own), said], default=str).encode()).hexdigest()
         head = json.dumps({"schema_version": 1, "space": digest}) + "\n"
         try:
             with Path(path).open("a+", encoding="utf-8") as file:
@@ -62,7 +63,8 @@ class JobJournal:
         except (ValueError, KeyError, TypeError):
             same = False
         if not same:
-            message, fix = "a journal of another job, space or hardware", "another file, or remove this one"
+            message = "a journal of another job, file of it, space, hardware or version of piper-sim"
+            fix = "another file, or remove this one"
             raise PiperError(ErrorKind.USAGE, message, file=self.path, key="--journal", suggestion=fix)
 
     def add(self, one: BoundedJob, found: EvaluatedJob) -> None:

@@ -1,5 +1,6 @@
 """`piper-sim sweep`: rows are what `simulate` says, and none is simulated twice."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,30 @@ def test_a_sweep_is_simulate_row_by_row_and_goes_on_where_it_was_cut_off(
     # Another job in the same file is not taken for it.
     Path(job).write_text(JOB.replace("64", "128"))
     assert cli("sweep", job, *GRID, "--out", str(out)).json["rows"][0]["job_digest"] != first[0]["job_digest"]
+
+
+@pytest.mark.parametrize("key", ["model.config", "cluster.gpu", "costs.software"])
+@pytest.mark.parametrize("named", ["by the job", "by a point"])
+def test_rows_are_of_what_the_files_held(key: str, named: str, cli: Any, job: str, tmp_path: Path) -> None:
+    """Each file changed where it lies: its rows are simulated anew, and say what `simulate` says."""
+    preset, number = {
+        "model.config": ("ir/workload/config/presets/tiny-llama", "num_hidden_layers"),
+        "cluster.gpu": ("cost_models/hardware/h100-sxm", "host_launch_us"),
+        "costs.software": ("cost_models/software/nanotron", "launch_us"),
+    }[key]
+    whole = json.loads((Path(__file__).parents[4] / f"{preset}.json").read_text())
+    file = tmp_path / "mine.json"
+    sets = ("--set", f"{key}=mine.json") if named == "by the job" else ()
+    tries = ("--try", f"{key}=['mine.json']") if named == "by a point" else ("--try", "parallel.pp=[1]")
+    seconds = []
+    for factor in (1, 1, 2):
+        file.write_text(json.dumps(whole | {number: factor * whole[number]}))
+        (row,) = cli("sweep", job, *sets, *tries, "--out", str(tmp_path / "out")).json["rows"]
+        alone = cli("simulate", job, "--set", f"{key}=mine.json").json
+        assert row["iteration_s"] == alone["iteration_s"]
+        seconds.append(row["iteration_s"])
+    assert seconds[0] == seconds[1] != seconds[2]
+    assert (tmp_path / "out" / sweep.KEPT).read_text().count("\n") == 2  # the second time, nothing was simulated
 
 
 @pytest.mark.parametrize("given", ["parallel.tp", "parallel.tp=4", "parallel.tp=[]", "tp=[1]", "parallel.tp=[1"])

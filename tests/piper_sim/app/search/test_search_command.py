@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from ir.job import load_job
+from piper_sim.study.inputs import named_files
+
 TINY: dict[str, Any] = {
     "model": {"config": "tiny-llama", "seq_len": 256},
     "cluster": {"gpu": "gpus/mine.json", "nodes": 1, "gpus_per_node": 4, "memory_margin_GiB": 0, "speed": {"3": 0.5}},
@@ -44,6 +47,21 @@ def test_the_winner_is_a_job_that_simulates_to_the_same_numbers(cli: Any, tiny: 
     assert {k: by_hand[k] for k in best} == best
     assert json.loads((tmp_path / "found" / "search.json").read_text()) == found.json
     assert cli("search", tiny, "--out", str(tmp_path / "found")).code == 2
+
+
+def test_the_winner_names_the_job_s_files_from_where_it_lies(cli: Any, tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("tokens.bin", "tests.bin", "runs.csv", "model.safetensors"):
+        (tmp_path / "data" / name).write_text("history.file is read by backtests alone")
+    (tmp_path / "synthetic").write_text("a word of [data], and no file")
+    named = {"data.source": "data/tokens.bin", "run.eval_source": "synthetic", "history.file": "data/runs.csv"}
+    sets = [f"--set={k}={v}" for k, v in {**named, "model.weights": "data", "run.eval_every": "2"}.items()]
+    assert cli("search", tiny, *sets, "--out", str(tmp_path / "found")).code == 0
+    job = load_job(str(tmp_path / "found" / "best.toml"))
+    found = {k: f.path.resolve() for k, f in named_files(job).items()}
+    places = {"cluster.gpu": "gpus/mine.json", "data.source": "data/tokens.bin", "history.file": "data/runs.csv"}
+    assert found == {k: tmp_path / v for k, v in {**places, "model.weights": "data"}.items()}
+    assert job.run.eval_source == "synthetic"
 
 
 @pytest.mark.parametrize(

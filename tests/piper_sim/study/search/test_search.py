@@ -1,5 +1,6 @@
 """Search against enumeration: the same winner, the same front, bounds that hold, reasons that are true."""
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from ir.core.errors import PiperError
 from ir.job import Job, load_job
 from ir.job.load import KEYS
 from piper_sim.pricing.prepare import hardware_of
+from piper_sim.study import inputs
 from piper_sim.study.predict import predict
 from piper_sim.study.search import JobSearchResult, search
 from piper_sim.study.search.bound import JobBound, JobBounds
@@ -188,15 +190,37 @@ def test_a_search_cut_off_anywhere_goes_on_from_its_journal(tmp_path: Path, monk
     assert ends >= 2 and (found.best, found.pareto, found.evaluated) == (whole.best, whole.pareto, whole.evaluated)
     assert [x.to_dict() for x in found.all_rejected] == [x.to_dict() for x in whole.all_rejected]
     assert path.read_bytes().count(b"\n") == 1 + found.evaluated
-    with pytest.raises(PiperError, match="another job, space or hardware"):
+    with pytest.raises(PiperError, match="of another job"):
         search(small(hbm_GiB=40.0), journal=str(path))
+
+
+def test_a_journal_is_of_what_files_held_and_of_this_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's own config, an order's table: changed where they lie, nothing that was found of them is taken."""
+    config = json.loads((Path(__file__).parents[4] / "ir/workload/config/presets/tiny-llama.json").read_text())
+    table = {
+        "model": {"config": str(tmp_path / "config.json"), "seq_len": 64},
+        "parallel": {"dp": 2},
+        "search": {"tp": [1, 2], "pp": [1], "name": ["1f1b"], "pin": ["recompute"]},
+    }
+
+    def found(width: int) -> JobSearchResult:
+        (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": width}))
+        return search(load_job(table), journal=str(tmp_path / "kept.jsonl"))
+
+    assert found(128).best == found(128).best
+    with pytest.raises(PiperError, match="of another job, file"):
+        found(256)
+    found(128)
+    monkeypatch.setattr(inputs, "program_digest", lambda: "another")
+    with pytest.raises(PiperError, match="version of piper-sim"):
+        found(128)
 
 
 @pytest.mark.parametrize("text", ["notes without an end", "one\ntwo", '{"schema_version": 1, "space": "ab"}\n{"chan'])
 def test_a_file_that_is_no_journal_of_this_space_is_left_as_it_is(text: str, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(PiperError, match="another job, space or hardware"):
+    with pytest.raises(PiperError, match="of another job"):
         search(small(), journal=str(path))
     assert path.read_text() == text
 
