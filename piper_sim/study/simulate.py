@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, replace
 from typing import Any
 
+from cost_models.hardware import presets
 from ir.core.work import DType
 from ir.graph.sync import buckets
 from ir.job import Job
@@ -56,7 +58,7 @@ def simulate_object(p: PlannedJob, costs: OpCosts, times: StepBreakdown, steps: 
         "software": job.costs.software or GENERIC,
         "cost_source": p.sources.word,
         "cost_shares": p.sources.shares,
-        "warnings": warnings(p.prepared),
+        "warnings": [*warnings(p.prepared), *elsewhere(p)],
         "plan_digest": plan_digest(p.plan),
         "cost_digest": costs.digest,
         "job_digest": job_digest(job, None if p.slow is None else p.slow.asked),
@@ -95,6 +97,17 @@ def warnings(p: PreparedJob) -> list[str]:
         few = f"few matrices for so many replicas: with their shares padded they take {padded:.1f} times their bytes"
         out.append(f"{few}; set parallel.zero = 0, or a smaller dp")
     return out
+
+
+def elsewhere(p: PlannedJob) -> list[str]:
+    """That a profile is of other devices than the job's; what a hardware file of one's own stands for, is not known."""
+    profile, gpu = p.model.measured.profile, p.prepared.job.cluster.gpu
+    if profile is None or gpu not in presets() or not (name := profile.machine.gpu or profile.machine.cpu):
+        return []
+    words = re.split(r"[^a-z0-9]+", profile.machine.gpu.lower()) if profile.machine.gpu else ["cpu"]
+    if gpu.partition("-")[0] in words:
+        return []
+    return [f"costs.profile is of {name}, cluster.gpu = {gpu!r}: what it holds are that machine's seconds"]
 
 
 def _model_flops(p: PreparedJob) -> float:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 import piper_sim
+from cost_models.profile.file import profile_text
+from cost_models.profile.profile import Profile, ProfileMachine
 from piper_sim.app.cli import main
 
 TABLE: dict[str, Any] = {
@@ -139,3 +141,25 @@ def test_shares_of_few_matrices_are_said_to_be_padding(dp: int, zero: int, said:
     found = piper_sim.predict(piper_sim.load_job({**job, "optimizer": {"name": "muon"}})).to_dict()["warnings"]
     assert sum("few matrices for so many replicas" in w for w in found) == said
     assert piper_sim.predict(piper_sim.load_job(job)).to_dict()["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("of", "gpu", "said"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm", False),
+        ("NVIDIA H100 80GB HBM3", "h200-sxm", True),
+        ("NVIDIA GB200", "b200-sxm", True),
+        ("AMD Instinct MI300X", "mi300x", False),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-40gb", False),
+        ("NVIDIA A100-SXM4-80GB", "cpu", True),
+        ("", "h100-sxm", True),
+        ("", "cpu", False),
+    ],
+)
+def test_a_profile_of_another_device_is_said_to_be_one(of: str, gpu: str, said: bool, tmp_path: Any) -> None:
+    machine = ProfileMachine("Xeon", 2, of, 1 if of else 0, {}, "2026-01-01T00:00:00Z")
+    (tmp_path / "p.json").write_text(profile_text(Profile.of(machine, {})))
+    job = {**TABLE, "cluster": {"gpu": gpu}, "costs": {"profile": str(tmp_path / "p.json")}}
+    found = piper_sim.predict(piper_sim.load_job(job)).to_dict()["warnings"]
+    warning = f"costs.profile is of {of or 'Xeon'}, cluster.gpu = {gpu!r}: what it holds are that machine's seconds"
+    assert found == ([warning] if said else [])
