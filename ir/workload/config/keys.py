@@ -23,6 +23,7 @@ class ModelKeyType(StrEnum):
     WEIGHT = "a number, 0 or more"
     CHANCE = "a number from 0 to below 1"
     FLAG = "true or false"
+    SWITCH = "true or false, or a number that transformers takes for it"
     TEXT = "a string"
     TEXT_OR_NULL = "a string or null"
     TEXTS_OR_NULL = "a list of strings or null"
@@ -47,6 +48,7 @@ _HELD: Mapping[ModelKeyType, Any] = {
     ModelKeyType.WEIGHT: Annotated[float, Meta(ge=0, lt=_MOST)],
     ModelKeyType.CHANCE: Annotated[float, Meta(ge=0, lt=1)],
     ModelKeyType.FLAG: bool,
+    ModelKeyType.SWITCH: bool | _Count,
     ModelKeyType.TEXT: str,
     ModelKeyType.TEXT_OR_NULL: str | None,
     ModelKeyType.TEXTS_OR_NULL: list[str] | None,

@@ -44,6 +44,8 @@ class ModelValues:
     def plain(self, name: str) -> Any:
         """A value as it stands, numbers as floats where they need not be whole."""
         value, key = self.get(name), self.table.get(name)
+        if key is not None and key.holds is ModelKeyType.SWITCH:
+            return bool(value)
         return float(value) if key is not None and key.holds in _NUMBERS and value is not None else value  # type: ignore[arg-type]
 
     def size(self, name: str) -> int:

@@ -193,6 +193,29 @@ def test_what_transformers_writes_is_the_same_model(model_type):
     assert config_from(written, "x") == config_from(raw, "x")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "old", "today"),
+    [
+        ("cohere2", {"_sliding_window_pattern": 2}, {"sliding_window_pattern": 2}),  # 4.51 to 5.15
+        ("granitemoe", {"position_embedding_type": "rope"}, {}),  # to 5.15
+        ("granitemoeshared", {"position_embedding_type": "rope"}, {}),
+        ("llama4_text", {"attn_temperature_tuning": 4}, {"attn_temperature_tuning": True}),  # 4.51
+        ("llama4_text", {"attn_temperature_tuning": 0}, {"attn_temperature_tuning": False}),
+        ("phi3", {"ignore_keys_at_rope_validation": None}, {}),  # 5.0
+        ("llama", {"is_decoder": False}, {}),  # whole configs to 4.57
+    ],
+)
+def test_what_older_transformers_wrote_is_read_as_they_meant_it(model_type, old, today):
+    raw = {k: v for k, v in small(model_type).items() if k not in today}
+    assert config_from({**raw, **old}, "x") == config_from({**raw, **today}, "x")
+
+
+def test_what_older_transformers_wrote_and_nobody_builds_is_refused():
+    for model_type, old in (("granitemoe", {"position_embedding_type": "alibi"}), ("bert", {"is_decoder": True})):
+        with pytest.raises(PiperError, match=next(iter(old))):
+            config_from({**small(model_type), **old}, "x")
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_keys_that_are_left_out_have_transformers_defaults(model_type):
     from transformers import CONFIG_MAPPING
