@@ -43,6 +43,17 @@ def test_one_gpu_per_node_is_the_ring_over_nics(n: int) -> None:
     assert seconds("all_to_all", S, n, 1) == pytest.approx((n - 1) / n * S / 10)
 
 
+@pytest.mark.parametrize("n", [2, 5, 16])
+def test_a_tree_moves_all_bytes_up_and_down_at_nccls_share_of_the_rate(n: int) -> None:
+    """0.92 (NCCL's tuning); in a node the switch's bytes and those of a chain are the same."""
+    assert tree_all_reduce(S, 1, n, IDEAL) == pytest.approx(2 * S / 0.92 / 10)
+    assert tree_all_reduce(S, n, 1, IDEAL) == pytest.approx(2 * S / 0.92 / 100)
+
+
+def test_a_ramp_is_given_in_KiB() -> None:
+    assert LinkFabric.of(load_hardware("h100-sxm", {"nvlink_ramp_KiB": 3})).ramp == 3072
+
+
 def test_hierarchical_all_reduce_is_its_three_steps() -> None:
     flat = 2 * 15 / 16 * S / 80  # 8 NICs of 10 side by side, narrower than NVLink's 100
     steps = 2 * (7 / 8 * S / 100) + 2 * (1 / 2 * S / 8 / 10)

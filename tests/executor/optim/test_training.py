@@ -82,6 +82,8 @@ def flat_bucket(zero: int, copies: int = 1) -> FlatBucket:
 )
 def test_what_is_summed_over_ranks_once_a_step_travels_in_its_own_format(zero: int, copies: int, once: bool) -> None:
     flat = flat_bucket(zero, copies)
+    flat.sums.fill_(3.0)
+    assert (flat.filled() == 3.0).all()
     assert (flat.filled().dtype is torch.bfloat16) is once and flat.sums.dtype is torch.float32
 
 
@@ -188,6 +190,10 @@ def test_the_norm_is_the_same_however_parameters_are_spread() -> None:
         p.grad = g.clone()
     assert float(torch.nn.utils.clip_grad_norm_(leaves, 1.0)) == pytest.approx(whole, rel=1e-6)
     assert torch.allclose(leaves[0].grad, grads["a"] * clip_scale(whole, 1.0), rtol=1e-5)
+    for norm in (whole, 0.5):  # a norm that is left on the device gives what one that the host knows does
+        left, single = (clip_scale(torch.tensor(norm, dtype=torch.float64), 1.0, single=x) for x in (False, True))
+        assert float(left) == pytest.approx(clip_scale(norm, 1.0), rel=1e-12)
+        assert single.dtype is torch.float32 and float(single) == clip_scale(norm, 1.0, single=True)
 
 
 def _clipped(folder: Path, noise: float, **formats: str) -> dict[str, Tensor]:
