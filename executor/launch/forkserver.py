@@ -125,8 +125,8 @@ class RankForkServer(RankServerLines):
 
 
 class RankServer:
-    """The server itself. Requests: {start: folder of a launch}, {kill: [keys]}, {ask: [keys]}; events, by key: started
-    and exit."""
+    """The server itself. Requests: {start: folder of a launch, env: variables}, {kill: [keys]}, {ask: [keys]}; events,
+    by key: started and exit."""
 
     def __init__(self, fd: int) -> None:
         import numpy.ma
@@ -155,7 +155,7 @@ class RankServer:
                 self._reap()
                 for request in self.lines.receive() if end in ready else ():
                     if "start" in request:
-                        self._start(request["start"])
+                        self._start(request["start"], request["env"])
                     elif "ask" in request:
                         self._send(SIGNAL, request["ask"], os.kill)
                     else:
@@ -167,9 +167,14 @@ class RankServer:
             for folder in self.folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _start(self, folder: str) -> None:
-        """All processes of a launch, behind what they are given."""
+    def _start(self, folder: str, env: dict[str, str]) -> None:
+        """All processes of a launch, behind what they are given. env: the launcher's, which may have changed since."""
         from executor.runtime.worker import main
+
+        def life(spec: dict[str, Any], ranks: list[int]) -> int:
+            os.environ.clear()
+            os.environ.update(env | _KEEP)
+            return main(spec, ranks)
 
         self.folders.add(folder)
         with suppress(FileNotFoundError):  # the launcher was killed meanwhile
@@ -178,7 +183,7 @@ class RankServer:
                 for number in range(spec["given"]):
                     read_given(Path(folder, given_name(number)))
             for key, ranks in spec["processes"].items():
-                self._fork(key, partial(main, spec, ranks))
+                self._fork(key, partial(life, spec, ranks))
         forget()
 
     def _fork(self, key: str, life: Callable[[], int]) -> None:

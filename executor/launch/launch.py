@@ -158,7 +158,7 @@ def _scratch() -> Iterator[None]:
 
 def _start(server: RankForkServer, run: _Run, out: Path | None) -> float:
     """Start all processes, and let them go once `ranks.json` is there; returns when that was."""
-    server.send(start=str(run.folder))
+    server.send(start=str(run.folder), env=dict(os.environ))
     pids: dict[int, int] = {}
     limit = time.monotonic() + run.startup_s
     while len(pids) < run.world:

@@ -103,6 +103,19 @@ def test_a_slow_rank_is_no_dead_one() -> None:
     assert found(seen(0, RankState.WAIT, 50.0, beat_s=60.0), seen(1, RankState.RUN, 95.0)) == (0, 50.0), "it is frozen"
 
 
+def _variables(ctx: RankContext) -> list[str | None]:
+    return [os.environ.get(name) for name in ("PIPER_A", "PIPER_B", "OMP_NUM_THREADS")]
+
+
+def test_ranks_have_the_variables_that_the_launcher_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPER_A", "1")
+    assert launch(_variables, 1) == [["1", None, "1"]]
+    monkeypatch.delenv("PIPER_A")
+    monkeypatch.setenv("PIPER_B", "\udcff two")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert launch(_variables, 2) == [[None, "\udcff two", "1"]] * 2
+
+
 def _mute(ctx: RankContext) -> None:
     time.sleep(1000)
 
