@@ -10,7 +10,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
 from ir.job.build import PreparedJob, blaming
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import dumps, print_json, refuse_existing, show, write
+from piper_sim.app.commands.output import dumps, print_json, refuse_existing, show, warn_uncorrected, write
 from piper_sim.frameworks.exporting import export_launch, exported_to
 from piper_sim.frameworks.from_job import ranges_of
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
@@ -29,6 +29,7 @@ def main(args: argparse.Namespace) -> int:
         raise PiperError(ErrorKind.USAGE, "out of range", key=key, allowed=allowed)
     job = load_job(args.job, args.sets)
     refuse_existing(args.out, FILES, args.force)
+    warn_uncorrected(job, "search")
     with blaming(job):
         limits = ANY if args.to is None else _limits(job, exported_to(args.to))
         found = search(job, args.budget, args.workers, _progress, args.journal, limits)

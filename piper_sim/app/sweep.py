@@ -18,6 +18,7 @@ from piper_sim.app.commands.output import print_json, progress, show, write
 from piper_sim.formats.tables import parquet_files
 from piper_sim.report.table import compare_table
 from piper_sim.study.explain.what_if import settings
+from piper_sim.study.history import applied, backtest
 from piper_sim.study.inputs import FILES, inputs_digest
 from piper_sim.study.predict import predict
 from piper_sim.study.simulate import Object
@@ -65,7 +66,7 @@ def _row(args: argparse.Namespace, changes: Mapping[str, Any]) -> Object:
     job = load_job(args.job, [*args.sets, *settings(changes)])
     try:
         with blaming(job):
-            return predict(job).to_dict()
+            return applied(predict(job).to_dict(), job, backtest(job) if job.history.apply else None)
     except PiperError as e:
         if e.kind in (ErrorKind.USAGE, ErrorKind.IO):
             raise

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ir.core.errors import ErrorKind, PiperError
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import print_json, progress, show_table
+from piper_sim.app.commands.output import print_json, progress, show_table, warn_uncorrected
 from piper_sim.report.units import duration, percent
 from piper_sim.study.explain import StepExplanation, explain
 from piper_sim.study.explain.explanation import against
@@ -27,6 +27,8 @@ def main(args: argparse.Namespace) -> int:
         fix = "piper-sim explain job.toml, or piper-sim explain --trace trace.tsv"
         what = "a trace is held against one job" if jobs else "neither a job nor a trace"
         raise PiperError(ErrorKind.USAGE, what, key="JOB", allowed="JOB, JOB JOB2, JOB --trace FILE…", suggestion=fix)
+    for job in jobs:
+        warn_uncorrected(job, "explain")
     found = explain(jobs[0], jobs[1] if len(jobs) > 1 else None, progress) if jobs else None
     if args.trace:
         with progress("reading traces"), FORM.naming(" ".join(args.trace)):

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError, printable
+from ir.job import Job
 from ir.trace.text import write_trace
 from ir.trace.trace import Trace
 from piper_sim.report.files import write_outputs
@@ -41,6 +42,12 @@ def warn(warnings: Iterable[str]) -> None:
     """Say on stderr, with --json too, what is legal and rarely meant."""
     for text in dict.fromkeys(warnings):
         print(f"warning: {text}", file=sys.stderr)
+
+
+def warn_uncorrected(job: Job, command: str) -> None:
+    """Say that `[history] apply` changes nothing here: what is ranked or explained is what was simulated."""
+    if job.history.apply:
+        warn([f"history.apply: {command} has seconds as predicted; simulate, compare and sweep correct them"])
 
 
 def width() -> int:

@@ -49,6 +49,17 @@ def test_compare_corrects_every_row(cli, past):
     assert cli(*args, as_json=False).out.index("5 past runs") == 0
 
 
+def test_a_sweep_corrects_as_simulate_does_and_search_and_explain_say_that_they_do_not(cli, past):
+    asked = ("--set", "history.apply=true")
+    rows = cli("sweep", past, "--try", "schedule.microbatches=[4, 8]", *asked).json["rows"]
+    alone = [cli("simulate", past, *asked, "--set", f"schedule.microbatches={m}").json for m in (4, 8)]
+    assert [r["iteration_s"] for r in rows] == [a["iteration_s"] for a in alone]
+    assert all(r["correction"]["factor"] == pytest.approx(1.25) for r in rows)
+    for command in (("explain", past), ("search", past, "--set", "schedule.global_batch=8", "--budget", "0")):
+        assert f"warning: history.apply: {command[0]} has" in cli(*command, *asked).err
+        assert "history.apply" not in cli(*command).err
+
+
 def test_a_bad_row_stops_everything(cli, job, tmp_path):
     (tmp_path / "past.csv").write_text(HEAD + "1f1b,4,1.0\ndualpip,4,1.0\n")
     found = cli("simulate", job(history={"file": "past.csv"}))
