@@ -35,14 +35,14 @@ _PACKAGES, _SUFFIXES = ("ir", "cost_models", "piper_sim"), (".py", ".json", ".to
 
 
 @dataclass(frozen=True)
-class JobFile:
+class PredictionFile:
     """A file or folder that a job names. function: of a Python file, what stands behind it: ":build"."""
 
     path: Path
     function: str = ""
 
 
-def named_files(job: Job) -> dict[str, JobFile]:
+def named_files(job: Job) -> dict[str, PredictionFile]:
     """By key; only those that are there, as it is not said here that one is missing.
 
     >>> from ir.job.load import job_from
@@ -59,7 +59,7 @@ def named_files(job: Job) -> dict[str, JobFile]:
         file, colon, function = value.rpartition(":") if key in FUNCTIONS else (value, "", "")
         path = Path(named_path(job.file, file, known))
         if file and path.exists():
-            out[key] = JobFile(path, colon + function)
+            out[key] = PredictionFile(path, colon + function)
     return out
 
 
