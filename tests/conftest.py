@@ -21,7 +21,7 @@ settings.register_profile(
     deadline=None,
     # CI draws the same examples every time, so that a red run there can be run again here; elsewhere they are fresh.
     derandomize=bool(os.environ.get("CI")),
-    suppress_health_check=[HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 settings.load_profile("ci")
 # Shells start what runs in the background with Ctrl-C ignored, and processes of tests would inherit that.
