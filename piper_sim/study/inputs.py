@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 
 from cost_models.hardware import presets as gpus
 from cost_models.software import frameworks
+from ir.core.errors import PiperError
 from ir.core.files import named_path
 from ir.job import Job
 from ir.workload.config.load import presets as models
@@ -64,9 +66,11 @@ def named_files(job: Job) -> dict[str, PredictionFile]:
 
 
 def inputs_digest(job: Job) -> str:
-    """SHA-256, the same as long as the job's prediction is. Raises PiperError: a hardware file that cannot be read."""
+    """SHA-256, the same as long as the job's prediction is. Files that cannot be read are refused by who needs them."""
     said = {k: _content(f.path) for k, f in named_files(job).items() if k not in OF_A_RUN}
-    hardware = msgspec.to_builtins(hardware_of(job))
+    hardware = None
+    with suppress(PiperError):
+        hardware = msgspec.to_builtins(hardware_of(job))  # of the files, too, that a hardware file starts from
     whole = [job_digest(job), said, hardware, program_digest()]
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()
 

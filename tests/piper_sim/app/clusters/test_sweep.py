@@ -78,6 +78,22 @@ def test_rows_are_of_what_the_files_held(key: str, named: str, cli: Any, job: st
     assert (tmp_path / "out" / sweep.KEPT).read_text().count("\n") == 2  # the second time, nothing was simulated
 
 
+@pytest.mark.parametrize("base", ["h100-sxm", "nope"])
+def test_hardware_that_is_not_there_is_a_row_and_stops_no_other(base: str, cli: Any, job: str, tmp_path: Path) -> None:
+    line = (
+        job,
+        "--set",
+        f"cluster.gpu={base}",
+        "--try",
+        "cluster.gpu=['h100-sxm', 'nope']",
+        "--out",
+        str(tmp_path / "out"),
+    )
+    for _ in range(2):
+        rows = cli("sweep", *line).json["rows"]
+        assert [r["fits"] for r in rows] == [True, False] and "nope" in rows[1]["reason"]
+
+
 @pytest.mark.parametrize("given", ["parallel.tp", "parallel.tp=4", "parallel.tp=[]", "tp=[1]", "parallel.tp=[1"])
 def test_values_that_are_no_list_are_refused(cli: Any, job: str, given: str) -> None:
     done = cli("sweep", job, "--try", given)
