@@ -1,6 +1,7 @@
 """A scenario run to the step that repeats, by the faster of two engines that agree to the last bit."""
 
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import numpy as np
@@ -15,7 +16,7 @@ SIMPY_S = 1.8e-6
 SIMPY_SHARED_S = 11e-6
 TWIN_LOAD_S = 0.7
 TWIN_LOADED_S = 0.005  # a structure of a thousand ops, built
-MAX_STEPS = 24
+TRIED = 2, 3, 6, 12, 24  # steps simulated, until they repeat
 
 
 def play(scenario: EngineScenario, duration: FloatArray, steps: int = 1) -> EngineRun:
@@ -41,26 +42,35 @@ def _loaded() -> bool:
     return "piper_sim.compiled.events" in sys.modules
 
 
-def steady(scenario: EngineScenario, duration: FloatArray, clipped: bool) -> tuple[EngineRun, int]:
+def steady(
+    scenario: EngineScenario, duration: FloatArray, clipped: bool, tried: Sequence[int] = TRIED[1:]
+) -> tuple[EngineRun, int]:
     """The last two steps of a run long enough that further steps only repeat the last; and how many were simulated.
 
     A step starts from the ends of its streams' last ops, of what is carried over and of what hosts wait for, and from
     each host's last dispatch. Once all of these have moved by one time, every later step is this one, shifted: times
     are multiples of 2**-40, so shifting them changes no bit. With clipping and no host, all ranks meet in every step
     and nothing but that meeting's time matters behind it, so the second step is already the one that repeats.
+
+    tried: how many steps, one after the other. Two are enough for the period: if the second leaves what the first did,
+    shifted, so does the third. Only the third can be looked at, since the one before it is no first step.
     """
     if clipped and scenario.host is None:
         return play(scenario, duration, 2), 2
-    ends, posts = _state(scenario)
-    steps = 3
-    while True:
+    for steps in tried:
         ran = play(scenario, duration, steps)
-        moved = (ran.end[-1] - ran.end[-2])[ends]
-        if ran.post is not None:
-            moved = np.append(moved, (ran.post[-1] - ran.post[-2])[posts])
-        if np.ptp(moved) == 0 or steps >= MAX_STEPS:
-            return ran.last(2), steps
-        steps *= 2
+        if _repeats(scenario, ran):
+            break
+    return ran.last(2), steps
+
+
+def _repeats(scenario: EngineScenario, ran: EngineRun) -> bool:
+    """Whether all that the last step left has moved by one time since the step before."""
+    ends, posts = _state(scenario)
+    moved = (ran.end[-1] - ran.end[-2])[ends]
+    if ran.post is not None:
+        moved = np.append(moved, (ran.post[-1] - ran.post[-2])[posts])
+    return bool(np.ptp(moved) == 0)
 
 
 def _state(scenario: EngineScenario) -> tuple[IntArray, IntArray]:

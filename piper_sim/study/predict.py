@@ -4,7 +4,7 @@ from cost_models import DeviceHardware
 from ir.core.errors import job_error
 from ir.job import Job
 from ir.job.cache import PLANS
-from piper_sim.compiled.choose import steady
+from piper_sim.compiled.choose import TRIED, steady
 from piper_sim.engine.scenario import EngineScenario
 from piper_sim.pricing.costs import OpCosts
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
@@ -69,7 +69,8 @@ def timed(p: PlannedJob) -> Prediction:
 def step_of(p: PlannedJob) -> float:
     """`timed(p).iteration_s` alone: not where the step went."""
     costs, scenario = _priced(p)
-    return step_seconds(scenario.plan, steady(scenario, costs.duration, p.prepared.policy.clip)[0])
+    ran, _ = steady(scenario, costs.duration, p.prepared.policy.clip, TRIED)
+    return step_seconds(scenario.plan, ran)
 
 
 def _priced(p: PlannedJob) -> tuple[OpCosts, EngineScenario]:

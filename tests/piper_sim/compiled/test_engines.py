@@ -18,6 +18,7 @@ from piper_sim.compiled import choose
 from piper_sim.engine import EngineRun, EngineScenario
 from piper_sim.pricing.hosts import ahead, inline
 from piper_sim.pricing.scenario import scenario_of
+from piper_sim.study.predict import step_of
 from piper_sim.study.prediction import Prediction
 from tests.ir.plans import stage_plan
 from tests.piper_sim.pricing.prediction_cases import RICH, answered, asked, drawn, table
@@ -127,7 +128,8 @@ def test_what_is_told_is_what_a_long_run_settles_to(host: str, clip: float, zero
         found = answered({**wanted, **{k: {**wanted.get(k, {}), **v} for k, v in fixed.items()}})
         if found is not None and len(found[0].plan) * found[0].planned.classes.count < 4000:
             late = periods(found[0], 30)[-8:]
-            assert (late == found[1]["iteration_s"]).all() or found[0].steps >= choose.MAX_STEPS
+            assert (late == found[1]["iteration_s"]).all() or found[0].steps >= choose.TRIED[-1]
+            assert step_of(found[0].planned) == found[1]["iteration_s"], "the step alone, of two steps where those do"
             seen += 1
     assert seen
 
@@ -152,8 +154,14 @@ def test_a_host_that_slowly_falls_behind_is_told_within_a_step_s_drift() -> None
     """A device a little quicker than its host uses up its lead over many steps, more than are simulated."""
     p, found = asked(DRIFT)
     late = periods(p, 120)
-    assert p.steps == choose.MAX_STEPS and np.ptp(late[-20:]) == 0
-    assert late[-1] * (1 - 1 / choose.MAX_STEPS) < found["iteration_s"] <= late[-1]
+    assert p.steps == choose.TRIED[-1] and np.ptp(late[-20:]) == 0
+    assert late[-1] * (1 - 1 / choose.TRIED[-1]) < found["iteration_s"] <= late[-1]
+
+
+def test_two_steps_are_the_period_only_where_the_second_leaves_what_the_first_did() -> None:
+    """DRIFT's first two are not its period: the step alone, taken from them unasked, would be another."""
+    p, found = asked(DRIFT)
+    assert periods(p, 2)[-1] != found["iteration_s"] == step_of(p.planned)
 
 
 def test_a_host_that_slowly_falls_behind_is_told_exactly() -> None:
