@@ -1,5 +1,6 @@
 """How a command ends when it cannot as it should: told to, by a mistake of ours, with streams that nobody reads."""
 
+import codecs
 import io
 import os
 import signal
@@ -31,13 +32,32 @@ def unexpected(e: Exception, args: Sequence[str]) -> PiperError:
     )
 
 
+# One letter for one, so that columns stay: yes and no must differ on any terminal.
+PLAIN = str.maketrans("✓✗–−…→·×µ─", "yn--.>,xu-")
+
+
+def plainly(e: UnicodeError) -> tuple[str, int]:
+    """A codec's error handler: what an encoding lacks by its nearest ASCII letter, else a question mark.
+
+    >>> "2 µs · ✗ …".encode("ascii", "piper_sim.plainly")
+    b'2 us , n .'
+    """
+    if not isinstance(e, UnicodeEncodeError):
+        raise e
+    lacked = e.object[e.start : e.end].translate(PLAIN)
+    return "".join(x if x.isascii() else "?" for x in lacked), e.end
+
+
+codecs.register_error("piper_sim.plainly", plainly)
+
+
 def open_streams() -> None:
-    """Streams to write on: closed ones lead nowhere, and letters that a terminal lacks become question marks."""
+    """Streams to write on: closed ones lead nowhere, and letters that a terminal lacks become plainer ones."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (stays open)
         elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="piper_sim.plainly")
 
 
 def abandon_stdout() -> None:
