@@ -27,6 +27,7 @@ FILE = Path(__file__).with_name("residuals.json")
 FORM = FileErrors("a table of residuals", ErrorKind.IO, "residuals", 10**7, "written by experiments.published")
 UNLIKE = 0.5  # what a row counts for each thing in which it differs
 TWICE = ("software", "given")  # these differ as two things do
+LEAST = 1e-6  # chance of anything
 WAITS = 0.1  # share of a step for the host, from which on it is waited for
 
 
@@ -114,7 +115,23 @@ def interval(seconds: float, traits: PredictionTraits, slow: SlowStepChances | N
 
 
 def fits_probability(allocated: int, device: int, capacity: int, traits: PredictionTraits) -> float:
-    """Chance that a rank finds room: what is allocated is as far off as of runs like it, the rest is as modelled."""
-    (_, own), *found, _ = weighted(traits, residuals(), "memory")
-    fitting = sum(w for ratio, w in found if device + allocated * (ratio - 1) <= capacity)
-    return round(own + fitting, 6)  # never certain, either way
+    """Chance that a rank finds room: what is allocated is as far off as of runs like it, the rest is as modelled.
+
+    The job's own halves lie beyond the farthest rows, twice as far off half as often: never certain, either way, but no
+    job of a gigabyte is doubted on a device of eighty.
+    """
+    room = 1 + (capacity - device) / max(1, allocated)  # the greatest measured / predicted that fits
+    (low, own), *found, (high, _) = weighted(traits, residuals(), "memory")
+    fitting = sum(w for ratio, w in found if ratio <= room)
+    farther = own * (_beyond(high, room) if room > high else 1.0)
+    nearer = own * (_beyond(low, room) if room < low else 1.0)
+    return min(max(fitting + nearer + own - farther, LEAST), 1 - LEAST)
+
+
+def _beyond(edge: float, ratio: float) -> float:
+    """Share of what lies beyond edge that lies beyond ratio, too, farther from 1: a tail of Pareto's with index 1.
+
+    >>> _beyond(1.2, 1.4)
+    0.5
+    """
+    return round(min(1.0, max(0.0, (edge - 1) / (ratio - 1))), 6)

@@ -62,3 +62,13 @@ def test_rows_unlike_the_job_count_less():
 def test_less_room_is_less_likely_to_do():
     chances = [fits_probability(60 * GIB, 62 * GIB, room * GIB, LIKE) for room in (40, 58, 62, 66, 100)]
     assert chances == sorted(chances) and chances[0] < 0.1 < 0.9 < chances[-1] < 1
+
+
+def test_what_is_far_from_the_limit_is_hardly_doubted():
+    """One row more says nothing of an error of 38 times: the chance was 96 %, whatever the room."""
+    small = [fits_probability(GIB, 2 * GIB, room * GIB, LIKE) for room in (3, 10, 80)]
+    assert small == sorted(small) and 0.999 < small[-1] < 1
+    assert fits_probability(400 * GIB, 402 * GIB, 80 * GIB, LIKE) < 0.02
+    rows = weighted(LIKE, residuals(), "memory")
+    farthest = rows[-1][0]  # just beyond it, half of the job's own weight does not fit
+    assert fits_probability(GIB, GIB, int(farthest * GIB) + 1, LIKE) < 1 - rows[-1][1] / 2
