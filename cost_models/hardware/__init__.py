@@ -6,7 +6,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,13 @@ def presets() -> tuple[str, ...]:
     return tuple(sorted(p.stem for p in _HERE.glob("*.json")))
 
 
-def load_hardware(name_or_path: str | Path, overrides: Mapping[str, object] | None = None) -> DeviceHardware:
+def load_hardware(
+    name_or_path: str | Path, overrides: Mapping[str, object] | None = None, beside: Collection[str] = ()
+) -> DeviceHardware:
     """A preset or a file, with a job's inline overrides on top; anything doubtful is refused.
 
-    A file may start from another with `"base": "<preset or path>"`; nested tables are merged key by key.
+    A file may start from another with `"base": "<preset or path>"`; nested tables are merged key by key. beside: the
+    job's own keys, among which stand the overrides.
 
     >>> load_hardware("h100")
     Traceback (most recent call last):
@@ -48,15 +51,15 @@ def load_hardware(name_or_path: str | Path, overrides: Mapping[str, object] | No
     """
     if not overrides and name_or_path in presets():
         return _preset(str(name_or_path))
-    return _load(str(name_or_path), dict(overrides or {}))
+    return _load(str(name_or_path), dict(overrides or {}), beside)
 
 
 @cache
 def _preset(name: str) -> DeviceHardware:
-    return _load(name, {})
+    return _load(name, {}, ())
 
 
-def _load(name_or_path: str, over: Raw) -> DeviceHardware:
+def _load(name_or_path: str, over: Raw, beside: Collection[str]) -> DeviceHardware:
     raw, file = _read(name_or_path, ())
     merged = _merge(raw, over)
     try:
@@ -65,7 +68,7 @@ def _load(name_or_path: str, over: Raw) -> DeviceHardware:
         if re.split(r"[.[]", error.key or "")[0] not in over:
             raise error.at(file=file) from None
     return check_consistent(
-        typed(merged, DeviceHardware, FORM, None, "cluster"), "cluster."
+        typed(merged, DeviceHardware, FORM, None, "cluster", beside), "cluster."
     )  # the same error, of the job
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import FileErrors, check_plain, read_toml, typed
-from ir.job.schema import OPEN, SECTIONS, Job, JobOptimizer, JobParallel, JobSchedule, JobSearch, ModelSection
+from ir.job.schema import OPEN, SECTIONS, Job, JobOptimizer, JobParallel, JobSchedule, JobSearch, ModelSection, own_keys
 from ir.schedules.registry import canonical
 
 _FIX = 'a job file in TOML: [model] config = "llama3-8b"'
@@ -110,7 +110,7 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
 
 def _with_overrides(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
     """An open section, its other keys under `overrides`."""
-    known = {f.name for f in fields(cls)} - {"overrides"}
+    known = own_keys(cls)
     own = {k: v for k, v in table.items() if k in known}
     return own | {"overrides": {k: v for k, v in table.items() if k not in known}}
 
@@ -181,7 +181,7 @@ def tried(search: JobSearch, form: FileErrors) -> JobSearch:
 
 
 def _values(key: str, values: object, form: FileErrors) -> tuple[object, ...]:
-    _check_key(key, f"unknown key {key!r}", form)
+    _check_key(key, f"unknown key {key!r}", form, own_keys(JobSearch))
     if not isinstance(values, list | tuple) or not values:
         raise form.wrong(f"{values!r} is no list of values to try", None, f"search.{key}", "a list", f"{key} = [1, 2]")
     cls = _SECTIONS[KEYS[key]]
@@ -191,10 +191,11 @@ def _values(key: str, values: object, form: FileErrors) -> tuple[object, ...]:
     return tuple(v for i, v in enumerate(out) if v not in out[:i])
 
 
-def _check_key(key: str, said: str, form: FileErrors) -> None:
+def _check_key(key: str, said: str, form: FileErrors, own: Iterable[str] = ()) -> None:
     if key not in KEYS:
-        near = nearest(key, KEYS)
-        raise form.wrong(said, None, f"search.{key}", ", ".join(KEYS), f"search.{near}" if near else None)
+        known = [*KEYS, *own]
+        near = nearest(key, known)
+        raise form.wrong(said, None, f"search.{key}", ", ".join(known), f"search.{near}" if near else None)
 
 
 def scheduled(name: str, key: str) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from ir.core.errors import job_error
 from ir.core.files import named_path
 from ir.core.limits import check_layers
-from ir.job.schema import Job
+from ir.job.schema import Job, ModelSection, own_keys
 from ir.workload import load_config, model_chunks
 from ir.workload.captured import CapturedModel, CapturedModelWork, load_captured
 from ir.workload.config.load import config_from, presets
@@ -53,7 +53,8 @@ def read_model(job: Job) -> JobModel:
     if m.graph is None:
         check_layers(m.overrides)
         path = named_path(job.file, m.config, presets()) if m.config else ""
-        config = load_config(path, m.overrides) if path else config_from({}, job.file, m.overrides)
+        own = own_keys(ModelSection)
+        config = load_config(path, m.overrides, own) if path else config_from({}, job.file, m.overrides, own)
         return JobModel(config, model_chunks(config), m.attention)
     if extra := [*(["config"] if m.config else []), *m.overrides]:
         message, allowed = f"{extra[0]} and graph are both given", "a config and its keys, or a captured graph"

@@ -176,8 +176,10 @@ def check_shape(name: str, ranks: int, microbatches: int, chunks: int) -> None:
     fix: 4 ranks, or dualpipev, which takes any number
     """
     name = canonical(name)
+    least = 2 if name == "dualpipe" else 1
     if ranks < 1:
-        raise _refusal("parallel.pp", f"{name} needs at least 1 rank, not {ranks}", ">= 1", "1")
+        ask = f"{name} needs at least {least} rank{'s' * (least > 1)}, not {ranks}"
+        raise _refusal("parallel.pp", ask, f">= {least}", str(least))
     if microbatches < 1:
         raise _refusal(
             "schedule.microbatches", f"{name} needs at least 1 microbatch, not {microbatches}", ">= 1", str(ranks)

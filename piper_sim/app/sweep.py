@@ -14,7 +14,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import blaming
 from ir.job.load import load_job as read_job
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import print_json, progress, show, write
+from piper_sim.app.commands.output import print_json, progress, refuse_existing, show, write
 from piper_sim.formats.tables import parquet_files
 from piper_sim.report.table import compare_table
 from piper_sim.study.explain.what_if import settings
@@ -25,12 +25,14 @@ from piper_sim.study.simulate import Object
 
 MOST = 100_000
 KEPT = "rows.jsonl"
+_TABLES = ("rows.parquet", "rows.csv")
+_ROW = '{"key": '  # how a line of rows.jsonl starts
 
 
 def main(args: argparse.Namespace) -> int:
     """Simulate what is not in --out yet, write the table, print it, the fastest first; 3 where nothing fits."""
     grid = _grid(args.tries)
-    known = _known(args.out)
+    known = _known(args.out, args.force)
     base = inputs_digest(load_job(args.job, args.sets))
     rows = list[Object]()
     for changes in grid:
@@ -97,17 +99,30 @@ def _grid(tries: Sequence[str]) -> list[dict[str, Any]]:
     return [dict(zip(values, point, strict=True)) for point in product(*values.values())]
 
 
-def _known(out: str | None) -> dict[str, Object]:
-    """Rows that an earlier sweep left; what a kill left of its last line is not one."""
-    if out is None or not (path := Path(out) / KEPT).exists():
+def _known(out: str | None, force: bool) -> dict[str, Object]:
+    """Rows that an earlier sweep left; what a kill left of its last line is not one.
+
+    Raises PiperError (io): a file there that no sweep wrote. With force, it will be overwritten.
+    """
+    if out is None:
         return {}
+    path, found = Path(out) / KEPT, dict[str, Object]()
     try:
-        lines = path.read_text("utf-8").splitlines(keepends=True)
-        found = [json.loads(line) for line in lines if line.endswith("\n")]
-        return {row["key"]: row["found"] for row in found}
+        if path.is_symlink():
+            raise ValueError("a symbolic link")
+        if path.exists():
+            *lines, rest = path.read_text("utf-8").split("\n")
+            if not (rest.startswith(_ROW) or _ROW.startswith(rest)):
+                raise ValueError("another last line")
+            found = {row["key"]: row["found"] for row in map(json.loads, lines)}
     except (OSError, ValueError, KeyError, TypeError) as e:
-        message, fix = f"no rows of a sweep: {e}", "remove it, or choose another --out"
-        raise PiperError(ErrorKind.IO, message, file=str(path), key="--out", suggestion=fix) from None
+        if not force:
+            message, fix = f"no rows of a sweep: {e}", "--force replaces it; or choose another --out"
+            raise PiperError(ErrorKind.IO, message, file=str(path), key="--out", suggestion=fix) from None
+        with suppress(OSError):  # what cannot be removed is refused when it is written
+            path.unlink()
+    refuse_existing(out, () if found else _TABLES, force)  # a table without rows is not a sweep's
+    return found
 
 
 def _keep(out: str | None, key: str, found: Object) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import named_path
+from ir.graph.recompute import RecomputedLayers
 from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
 from ir.job.schema import Job
@@ -95,14 +96,28 @@ def export_launch(prepared: PreparedJob, framework: str, again: Callable[[Job], 
     wrong = dict(_different(prepared, back))
     if wrong:
         key, (mine, theirs) = next(iter(wrong.items()))
-        raise _cannot(framework, key, mine, f"it would be read as {theirs!r}")
+        raise _cannot(framework, key, mine, f"it would be read as {_shown(theirs)}")
     return ExportedJob(files, dict(_left_out(prepared, found.job)), found)
 
 
 def _cannot(framework: str, key: str, value: object, why: str) -> PiperError:
-    said = f" = {value!r}" if value is not None else ""
+    said = f" = {_shown(value)}" if value is not None else ""
     message, allowed = f"{framework} cannot say {key}{said}: {why}", f"what a launch of {framework} says"
     return job_error(key, message, "another --to, or --set this key", allowed)
+
+
+def _shown(value: object) -> str:
+    """A value as a job would have it, or a layout string.
+
+    >>> _shown(("Et", "tL")), _shown(RecomputedLayers(frozenset({"norm", "mlp"}), frozenset({3, 1})))
+    ("'Et|tL'", "['mlp', 'norm'] in layers [1, 3]")
+    """
+    if isinstance(value, RecomputedLayers):
+        where = "" if value.layers is None else f" in layers {sorted(value.layers)}"
+        return f"{sorted(value.options)}{where}" if value.options else repr("none")
+    if isinstance(value, tuple) and value and all(isinstance(v, str) for v in value):
+        return repr("|".join(value))
+    return repr(value)
 
 
 def _not_started(p: PreparedJob) -> Iterator[tuple[str, object, str]]:

@@ -20,6 +20,7 @@ from ir.graph.graph import Graph
 from ir.job import Job
 from ir.job.build import PreparedJob, prepare, resolve
 from ir.job.routing.described import check_routing
+from ir.job.schema import JobCluster, own_keys
 from ir.lower import PassMerge
 from ir.plan.plan import OpKind
 from ir.schedules.registry import default_chunks, order_depends_on_times
@@ -35,7 +36,7 @@ def hardware_of(job: Job) -> DeviceHardware:
     gpu = job.cluster.gpu
     software = job.costs.software and named_path(job.file, job.costs.software, frameworks())
     try:
-        hardware = load_hardware(named_path(job.file, gpu, presets()), job.cluster.overrides)
+        hardware = load_hardware(named_path(job.file, gpu, presets()), job.cluster.overrides, own_keys(JobCluster))
         fixed = job.costs.deterministic
         hardware = structs.replace(hardware.in_training(), software=load_software(software), deterministic=fixed)
         if hardware.software.fp8_recipe and "fp8_recipe" not in job.cluster.overrides:

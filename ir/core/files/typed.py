@@ -1,7 +1,7 @@
 """Plain values to typed ones: a class's annotations say what a file may hold, and errors are read off them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -42,12 +42,20 @@ def words(*known: str, said: str = "word") -> msgspec.Meta:
     return msgspec.Meta(extra={"words": known, "said": said})
 
 
-def typed(value: object, wanted: type[T], form: FileErrors, file: str | None = None, at: str = "") -> T:
+def typed(
+    value: object,
+    wanted: type[T],
+    form: FileErrors,
+    file: str | None = None,
+    at: str = "",
+    beside: Collection[str] = (),
+) -> T:
     """A plain value as `wanted`: a Struct, a dataclass, or made of them. Raises PiperError naming the first wrong key.
 
     at: where the value stands in the file. Keys that a class does not have are refused, with the nearest that it has.
+    beside: keys that may stand in the same table and are read by another class; a typo may be of one of them.
     """
-    _Check(form, file).value(value, _type(wanted), at, _NONE)
+    _Check(form, file, at, beside).value(value, _type(wanted), at, _NONE)
     try:
         return msgspec.convert(value, wanted, strict=True)
     except msgspec.ValidationError as e:  # of a class's own __post_init__
@@ -63,8 +71,8 @@ def _type(wanted: object) -> types.Type:
 class _Check:
     """The values of one file against their types, in the order of the file."""
 
-    def __init__(self, form: FileErrors, file: str | None) -> None:
-        self.form, self.file = form, file
+    def __init__(self, form: FileErrors, file: str | None, top: str, beside: Collection[str]) -> None:
+        self.form, self.file, self.top, self.beside = form, file, top, beside
 
     def wrong(self, at: str, message: str, t: types.Type, extra: Extra = _NONE, fix: str | None = None) -> PiperError:
         return self.form.wrong(message, self.file, at, allowed(t, extra), fix)
@@ -114,8 +122,10 @@ class _Check:
         known = {f.encode_name: f for f in t.fields if not _bare(f.type, _NONE)[1].get("hidden")}
         for k, v in x.items():
             if k not in known:
-                near = converted(str(k), v, known) or nearest(str(k), known)
-                raise self.wrong(_inside(at, k), "unknown key", t, fix=_inside(at, near) if near else None)
+                others = [key for key in self.beside if key not in known] if at == self.top else []
+                near = converted(str(k), v, known) or nearest(str(k), [*known, *others])
+                may, fix = ", ".join([allowed(t), *others]), _inside(at, near) if near else None
+                raise self.form.wrong("unknown key", self.file, _inside(at, k), may, fix)
         for k, f in known.items():
             if f.required and k not in x:
                 raise self.wrong(_inside(at, k), "missing", f.type)

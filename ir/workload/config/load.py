@@ -30,8 +30,11 @@ def presets() -> tuple[str, ...]:
     return tuple(sorted(p.stem for p in _PRESETS.glob("*.json")))
 
 
-def load_config(name_or_path: str, overrides: Mapping[str, object] | None = None) -> ModelConfig:
-    """Read a preset or a config.json; `overrides` are Hugging Face keys set inline in the job's `[model]`.
+def load_config(
+    name_or_path: str, overrides: Mapping[str, object] | None = None, beside: Collection[str] = ()
+) -> ModelConfig:
+    """Read a preset or a config.json; `overrides` are Hugging Face keys set inline in the job's `[model]`, among the
+    job's own keys (`beside`), of which one may be meant where a key is unknown.
 
     >>> load_config("llama3-8b", {"num_hidden_layers": 2}).layers
     2
@@ -41,7 +44,7 @@ def load_config(name_or_path: str, overrides: Mapping[str, object] | None = None
     path = _find(name_or_path)
     label = name_or_path if path.parent == _PRESETS else str(path)
     with FORM.naming(label):
-        return config_from(raw_config(name_or_path), label, overrides or {})
+        return config_from(raw_config(name_or_path), label, overrides or {}, beside)
 
 
 def raw_config(name_or_path: str) -> dict[str, object]:
@@ -56,7 +59,12 @@ def raw_config(name_or_path: str) -> dict[str, object]:
     return typed(read_json(path, FORM), dict[str, object], FORM, str(path))
 
 
-def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, object] | None = None) -> ModelConfig:
+def config_from(
+    raw: Mapping[str, object],
+    source: str,
+    overrides: Mapping[str, object] | None = None,
+    beside: Collection[str] = (),
+) -> ModelConfig:
     """The same from a config already in memory. `source` names it in errors.
 
     Raises PiperError (model): an unknown key or model type; a missing or impossible value.
@@ -79,7 +87,7 @@ def config_from(raw: Mapping[str, object], source: str, overrides: Mapping[str, 
     inline = _respelled(over, model_type, source, "model.")
     _refuse_unknown(file, model_type, source, "")
     check_plain({k: v for k, v in file.items() if TYPES[model_type][k].is_read}, _MODELLED, source)
-    _refuse_unknown(inline, model_type, source, "model.")
+    _refuse_unknown(inline, model_type, source, "model.", beside)
     for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         deep = inline.get(name, file.get(name))
         if isinstance(deep, int) and deep > LAYERS:  # before anything counts them out one by one
@@ -101,11 +109,13 @@ def _language_model(raw: Mapping[str, object], text: Mapping[str, object], sourc
     return {**text, **whole}
 
 
-def _refuse_unknown(given: Mapping[str, object], model_type: str, source: str, prefix: str) -> None:
+def _refuse_unknown(
+    given: Mapping[str, object], model_type: str, source: str, prefix: str, beside: Collection[str] = ()
+) -> None:
     """A key that transformers' class may read is not passed over: it may make another model of it."""
     if not (odd := [k for k in given if k not in TYPES[model_type]]):
         return
-    known = [k for k in (*TYPES[model_type], *aliases(model_type)) if k not in INERT]
+    known = [k for k in {*TYPES[model_type], *aliases(model_type), *beside} if k not in INERT]
     others = f", and {len(odd) - 1} more: {', '.join(odd[1:6])}" if len(odd) > 1 else ""
     near = nearest(odd[0], known)
     fix = near or (None if prefix else "leave it out of the file if it says nothing of the model")

@@ -33,6 +33,7 @@ from piper_sim.study.simulate import Object
 BUDGET_S = 60.0
 DRAWN, TRIES = 32, 3  # for a first answer: configurations bounded, and simulated at most
 ROOMY, SLOWER = 0.8, 1.5  # it leaves so much of a device free, and its bound is at most so much longer than the least
+MANY, SIMULATED = 20_000, 0.5  # a space is bounded in a drawn order from so many on; so much time is left after bounds
 MOST_REJECTED = 1000
 Progress = Callable[[str], None]
 
@@ -141,31 +142,41 @@ class _Search:
         self.rejected: list[tuple[int, RejectedJob]] = []
         self.queue: list[BoundedJob] = []
         self.flying: deque[BoundedJob] = deque()
-        self.size, self.unseen, self.evaluated = 0, 0, set[int]()
+        self.unseen, self.evaluated = 0, set[int]()
         self.first_s: float | None = None
         self.proven_s: float | None = None
 
     def run(self, workers: JobWorkers) -> JobSearchResult:
-        """The job itself; where it does not fit, one that will; then the rest by their bounds."""
+        """The job itself; where it does not fit, one that will; then the rest by their bounds.
+
+        Of a space too large to be bounded in half the time, what was drawn until then is simulated by its bounds.
+        """
         configurations = list(enumerate(self.space))
-        self._bounded(configurations[:1])
+        self._bounded(configurations[:1], self.until)
         self._simulate(workers, self._asked())
         rest = configurations[1:]
         if not self.front:
             drawn = random.Random(self.job.search.seed).sample(rest, min(DRAWN, len(rest)))
-            self._bounded(drawn)
+            late = self._bounded(drawn, self.until)
             for one in self._likely():
                 if self.front or time.monotonic() >= self.until:
                     heappush(self.queue, one)
                 else:
                     self.flying.append(one)
                     self._simulate(workers, iter([one]))
-            seen = {number for number, _ in drawn}
+            seen = {number for number, _ in drawn} - {number for number, _ in late}
             rest = [x for x in rest if x[0] not in seen]
-        self.progress("bounding the space")
-        self._bounded(rest)
-        self.complete = True
-        self._simulate(workers, self._asked())
+        if len(rest) > MANY:
+            random.Random(self.job.search.seed).shuffle(rest)
+        while not self.complete:
+            self.progress("bounding the space")
+            now = time.monotonic()
+            rest = self._bounded(rest, now + (self.until - now) * (1 - SIMULATED))
+            self.complete = not rest
+            self._simulate(workers, self._asked())
+            if time.monotonic() >= self.until:
+                break
+        self.unseen = len(rest)
         left = self._left()
         proven = not self.unseen and not any(self._best >= e.seconds for e in left)
         if proven and self.proven_s is None:
@@ -178,7 +189,7 @@ class _Search:
             pareto=shown,
             all_rejected=[r for _, r in sorted(self.rejected, key=lambda x: x[0])],
             evaluated=len(self.evaluated),
-            space=self.size,
+            space=len(configurations),
             proven=proven,
             pareto_proven=not left and not self.unseen,
             seconds=self._seconds,
@@ -194,18 +205,17 @@ class _Search:
     def _best(self) -> float:
         return self.front[0][0] if self.front else math.inf
 
-    def _bounded(self, configurations: Iterable[tuple[int, Changes]]) -> None:
-        """Queue those that are legal and may fit, by a quick bound."""
-        for number, changes in configurations:
-            self.size += 1
-            if number and time.monotonic() >= self.until:
-                self.unseen += 1
-                continue
+    def _bounded(self, configurations: list[tuple[int, Changes]], until: float) -> list[tuple[int, Changes]]:
+        """Queue those that are legal and may fit, by a quick bound; what there was no time for is returned."""
+        for i, (number, changes) in enumerate(configurations):
+            if number and time.monotonic() >= until:
+                return configurations[i:]
             try:
                 job = self.space.job_of(changes)
                 self._queue(BoundedJob(0.0, self.draws.random(), number, 0.0, changes, job), self.bounds.first(job))
             except PiperError as e:
                 self._reject(number, changes, JobRefusal.ILLEGAL, refused(e))
+        return []
 
     def _queue(self, one: BoundedJob, bound: JobBound, walked: bool = False) -> None:
         """Queue a configuration by its bound, or reject it."""

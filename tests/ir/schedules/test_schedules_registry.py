@@ -13,6 +13,7 @@ REFUSALS = [
     (("zero-bubble-w", 4, 8), "unknown schedule 'zero-bubble-w'", "zbv"),
     (("dualpipe", 3, 12), "dualpipe needs an even number of ranks to pair them, not 3", "4 ranks, or dualpipev"),
     (("1f1b", 0, 8), "1f1b needs at least 1 rank, not 0", "1"),
+    (("dualpipe", 0, 8), "dualpipe needs at least 2 ranks, not 0", "2"),
     (("gpipe", 4, 0), "gpipe needs at least 1 microbatch, not 0", "4"),
     (("1f1b", 4, 8, 2), "1f1b needs 1 stage per rank, not 2", "1, or interleaved-1f1b"),
     (("interleaved", 4, 8, 1), "interleaved-1f1b needs at least 2 stages per rank, not 1", "2, or 1f1b"),

@@ -25,6 +25,25 @@ def test_a_bad_setting_exits_2_and_names_file_key_and_fix(
     assert text.code == 2 and text.out == "" and key in text.err and "Traceback" not in text.err
 
 
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("model.seqlen=128", "seq_len"),
+        ("model.attentio=flash", "attention"),
+        ("cluster.node=2", "cluster.nodes"),
+        ("cluster.gpu_per_node=2", "cluster.gpus_per_node"),
+        ("cluster.memory_margin=2", "cluster.memory_margin_GiB"),
+        ("search.objectiv=cost", "search.objective"),
+        ("search.memory_limit=2", "search.memory_limit_GiB"),
+    ],
+)
+def test_a_typo_in_an_open_section_may_be_of_a_key_that_is_the_jobs_own(
+    cli: Any, job: Any, typo: str, meant: str
+) -> None:
+    error = cli("simulate", job(), "--set", typo).error
+    assert error["suggestion"] == meant and meant.rpartition(".")[2] in error["allowed"].split(", ")
+
+
 def test_odd_ranks_are_refused_for_dualpipe_and_the_fix_is_dualpipev(cli: Any, job: Any) -> None:
     result = cli("simulate", job(parallel={"pp": 3}, schedule={"name": "dualpipe"}))
     assert result.code == 2 and result.error["kind"] == "job" and result.error["key"] == "parallel.pp"

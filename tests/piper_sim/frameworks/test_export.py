@@ -111,6 +111,7 @@ def test_what_a_framework_cannot_say_is_refused_by_its_key(framework: str, secti
     with pytest.raises(PiperError, match=f"{framework} cannot say {key}") as e:
         export_launch(prepared(**sections), framework)
     assert e.value.key == key
+    assert "frozenset" not in e.value.message and "('" not in e.value.message, "as a job would say it"
 
 
 def test_what_does_not_decide_the_plan_is_listed() -> None:

@@ -78,6 +78,29 @@ def test_rows_are_of_what_the_files_held(key: str, named: str, cli: Any, job: st
     assert (tmp_path / "out" / sweep.KEPT).read_text().count("\n") == 2  # the second time, nothing was simulated
 
 
+@pytest.mark.parametrize("name", [sweep.KEPT, "rows.parquet", "rows.csv"])
+@pytest.mark.parametrize("content", ["mine", "mine\n", '{"other": 1}\n'])
+def test_a_file_that_no_sweep_wrote_is_replaced_only_by_force(
+    cli: Any, job: str, tmp_path: Path, name: str, content: str
+) -> None:
+    line = ("sweep", job, "--try", "parallel.pp=[1]", "--out", str(tmp_path / "out"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text(content)
+    done = cli(*line)
+    assert done.code == 2 and done.error["file"] == str(tmp_path / "out" / name)
+    assert [(f.name, f.read_text()) for f in (tmp_path / "out").iterdir()] == [(name, content)]
+    assert cli(*line, "--force").code == 0
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {sweep.KEPT, "rows.parquet", name}
+    assert cli(*line).code == 0  # and now it is a sweep's
+
+
+def test_rows_are_not_written_through_a_link(cli: Any, job: str, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / sweep.KEPT).symlink_to(tmp_path / "elsewhere")
+    assert cli("sweep", job, "--try", "parallel.pp=[1]", "--out", str(tmp_path / "out")).code == 2
+    assert not (tmp_path / "elsewhere").exists()
+
+
 @pytest.mark.parametrize("base", ["h100-sxm", "nope"])
 def test_hardware_that_is_not_there_is_a_row_and_stops_no_other(base: str, cli: Any, job: str, tmp_path: Path) -> None:
     line = (

@@ -4,7 +4,10 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from piper_sim.study.search.space import JobSpace, replaced
 from piper_sim.study.search.workers import JobJournal
 
 Point = tuple[float, float, int]
+walked = import_module("piper_sim.study.search.search")  # beside it stands a function of this name
 
 
 def drawn(seed: int) -> Job:
@@ -233,6 +237,31 @@ def _dying(add: Callable[..., None], r: random.Random) -> Callable[..., None]:
             raise KeyboardInterrupt
 
     return dies
+
+
+@pytest.mark.parametrize(("share", "simulated"), [(0.5, 5), (0.0, 0)])
+def test_bounds_leave_time_to_simulate(monkeypatch: pytest.MonkeyPatch, share: float, simulated: int) -> None:
+    """A clock that is a second later whenever it is asked: the bounds of the whole space would take all the budget.
+
+    Of nothing that was left, nothing but the job itself is simulated: the control.
+    """
+    job = small(zero=[0, 1, 2, 3], microbatch_size=[1, 2, 4])
+    whole = len(list(JobSpace.of(job, hardware_of(job))))
+    monkeypatch.setattr(walked, "time", SimpleNamespace(monotonic=count().__next__))
+    monkeypatch.setattr(walked, "SIMULATED", share)
+    found = search(job, budget_s=0.8 * whole)
+    assert found.evaluated - 1 >= simulated and (simulated or found.evaluated == 1)
+    assert found.space == whole and not found.proven and not found.pareto_proven
+
+
+def test_the_order_in_which_a_large_space_is_bounded_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = search(drawn(3), budget_s=600.0)
+    monkeypatch.setattr(walked, "MANY", 0)
+    other = search(drawn(3), budget_s=600.0)
+    assert usual.proven and other.proven and usual.space == other.space
+    assert [(p["iteration_s"], p["memory"]) for p in usual.pareto] == [
+        (p["iteration_s"], p["memory"]) for p in other.pareto
+    ]
 
 
 def test_a_budget_of_nothing_still_knows_the_space() -> None:
