@@ -115,7 +115,8 @@ def _refuse_unknown(
     """A key that transformers' class may read is not passed over: it may make another model of it."""
     if not (odd := [k for k in given if k not in TYPES[model_type]]):
         return
-    known = [k for k in {*TYPES[model_type], *aliases(model_type), *beside} if k not in INERT]
+    keys = dict.fromkeys((*TYPES[model_type], *aliases(model_type), *beside))  # each once, in one order
+    known = [k for k in keys if k not in INERT]
     others = f", and {len(odd) - 1} more: {', '.join(odd[1:6])}" if len(odd) > 1 else ""
     near = nearest(odd[0], known)
     fix = near or (None if prefix else "leave it out of the file if it says nothing of the model")
