@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
 from hypothesis import settings
 
 from ir.core.filters import parse_filter
@@ -16,7 +17,7 @@ from ir.graph.build import model_graph, stage_graph
 from ir.graph.graph import Graph
 from ir.graph.recompute import RecomputedLayers
 from ir.lower import PassMerge, PlanPolicy, lower
-from ir.plan.plan import Plan
+from ir.plan.plan import OpLists, Plan
 from ir.schedules.registry import build
 from ir.schedules.schedule import Schedule, ordering, placing
 from ir.workload.part import Chunk, ExpertMessages, KeptBuffer, Param, Part, PartWork, PlacedPart, SavedBuffer
@@ -139,3 +140,9 @@ def moe_graph(
 def moe_plan(name: str, ranks: int, mbs: int, policy: PlanPolicy = PlanPolicy(), **kwargs: object) -> Plan:
     """Its plan."""
     return lower(moe_graph(name, ranks, mbs, **kwargs), policy, {"schedule": name})  # type: ignore[arg-type]
+
+
+def with_waits(plan: Plan, row: int, on: int) -> Plan:
+    """A plan in which an op waits for one more."""
+    waits = OpLists.of(len(plan), np.append(plan.waits.rows(), row), np.append(plan.waits.items, on))
+    return replace(plan, waits=waits)
