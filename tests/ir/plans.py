@@ -62,22 +62,16 @@ class InventedSource:
         return 4, 2
 
 
-def moe_chunks(layers: int, tied: bool = False, dense: Sequence[int] = ()) -> list[Chunk]:
-    """Embedding, `layers` layers (attention and experts, or a plain mlp in `dense` ones), head."""
+def moe_chunks(layers: int, tied: bool = False) -> list[Chunk]:
+    """Embedding, layers of attention and experts, head."""
     table = Param("embed.weight", (50, 4))
     out = [Chunk("embed", (Part("embed", (), (), (table,)),))]
-    moe = 0
     for n in range(layers):
         attn = Part("attn", ("",), (KeptBuffer(""),), (Param(f"l{n}.attn", (30 + n, 4)),))
-        if n in dense:
-            mlp = Part("mlp", ("attn",), (KeptBuffer("attn"),), (Param(f"l{n}.mlp", (20 + n, 4)),))
-            out.append(Chunk(f"l{n}", (attn, mlp), {"L": n}))
-            continue
         router = Part("router", ("attn",), (KeptBuffer("attn"),), (Param(f"l{n}.router", (5, 4)),))
         experts = Part("experts", ("router",), (), (Param(f"l{n}.experts", (4, 10 + n, 4), ("ep",), True, (0,)),))
         add = Part("add", ("attn", "experts"), (KeptBuffer("experts", Pass.I),))
-        out.append(Chunk(f"l{n}", (attn, router, experts, add), {"L": n, "MOE": moe}))
-        moe += 1
+        out.append(Chunk(f"l{n}", (attn, router, experts, add), {"L": n, "MOE": n}))
     head = table if tied else Param("head.weight", (50, 4))
     out.append(Chunk("head", (Part("head", ("",), (KeptBuffer(""),), (head,)),)))
     return out
