@@ -87,13 +87,12 @@ def message_seconds(
     ranks: int,
     per_node: int,
     fabric: LinkFabric,
-    imbalance: float = 1.0,
     nodes: int | None = None,
 ) -> float:
     """Seconds from the last member's start to the end, on an idle fabric.
 
     ranks: size of the group; per_node: its members on one node (for p2p, 2 if both ends share a node, else 1).
-    imbalance: load of the fullest rank over the mean, in an all-to-all of uneven routing. Bytes count as in `Message`.
+    Bytes count as in `Message`.
     nodes: on how many it lies, where unevenly. per_node is then the fewest on any: the scarcest node bounds what
     crosses between nodes, by its NICs; inside nodes members count as if spread evenly.
     """
@@ -115,7 +114,7 @@ def message_seconds(
         case MessageKind.REDUCE_SCATTER | MessageKind.ALL_GATHER:
             return gather_seconds(message.bytes, per_node, nodes, fabric.rings_across(nodes), exact)
         case MessageKind.ALL_TO_ALL:
-            return all_to_all_seconds(message, ranks, per_node, nodes, fabric, imbalance)
+            return all_to_all_seconds(message, ranks, per_node, nodes, fabric)
 
 
 def p2p_seconds(nbytes: int, same_node: bool, fabric: LinkFabric) -> float:
@@ -192,16 +191,14 @@ def sharp_all_reduce(nbytes: int, per_node: int, fabric: LinkFabric) -> float:
     return fabric.launch + NVLS_LATENCY_US * 1e-6 + (nbytes * (1 + 1 / per_node) + fabric.ramp) / fabric.sharp
 
 
-def all_to_all_seconds(
-    message: Message, ranks: int, per_node: int, nodes: int, fabric: LinkFabric, imbalance: float = 1.0
-) -> float:
+def all_to_all_seconds(message: Message, ranks: int, per_node: int, nodes: int, fabric: LinkFabric) -> float:
     """The slower of what crosses NVLink and what crosses the NIC, which overlap, and a latency per partner.
 
     With `fanout` > 1 the message is a dispatch of tokens (or the combine, its mirror): a token goes once per node over
     the NIC and once per rank over NVLink, as DeepEP does. Else every byte goes its own way.
     """
     mean = _mean(per_node, nodes, ranks)
-    tokens = imbalance * message.bytes / message.fanout
+    tokens = float(message.bytes) / message.fanout
     if message.fanout > 1 and fabric.deduplicate:
         reached = distinct(message.fanout, nodes, message.nodes_limit)
         over_nic = tokens * reached * (nodes - 1) / nodes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.autograd.inductor import Kernel, PassGraphs, options, passes
+from executor.autograd.inductor import Kernel, PassGraphs, options, passes, placeholders, results
 from executor.autograd.split import Sink
 from executor.device import clock
 from executor.modules.attention.attend import forget_masks
@@ -119,7 +119,7 @@ class PartCompiler:
             try:
                 plan = _traced(unit, weights, acts, extras)
                 if (key := plan.key) not in self.made:
-                    self.made[key] = {p: self._compiled(f"{name} {p}", g) for p, g in plan.graphs.items() if _ends(g)}
+                    self.made[key] = {p: self._compiled(f"{name} {p}", g) for p, g in plan.graphs.items() if results(g)}
             except Exception as error:  # of dynamo, of Inductor, of the C++ compiler, of the user's code: of any kind
                 said = next((line for line in str(error).splitlines() if line.strip()), "")
                 message = f"{name} cannot be compiled ({type(error).__name__}: {said.strip()[:300]})"
@@ -136,14 +136,9 @@ class PartCompiler:
         from torch._inductor import standalone_compile
 
         self.note(f"compile {what}")
-        given = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+        given = [n.meta["val"] for n in placeholders(graph)]
         code: Kernel = standalone_compile(graph, given, dynamic_shapes="from_graph", options=options())
         return code
-
-
-def _ends(graph: torch.fx.GraphModule) -> bool:
-    """Whether it gives anything."""
-    return bool(next(n for n in graph.graph.nodes if n.op == "output").args[0])
 
 
 def _forget() -> None:
@@ -210,7 +205,7 @@ def compile_parts(
     batch = job.schedule.microbatch_size, job.model.seq_len
     ids = torch.zeros(batch, dtype=torch.int64, device=device)
     act = torch.zeros(*batch, prepared.config.hidden, dtype=TORCH[precision_of(job).compute], device=device)
-    names, made = {id(p): n for n, p in built.params.items()}, PartCompiler(note or _unsaid)
+    names, made = {id(p): n for n, p in built.params.items()}, PartCompiler(note or (lambda text: None))
     parts, first = {}, prepared.base.entries[0].name
     for name in units:
         if name.rpartition(".")[2] in EAGER:
@@ -221,7 +216,3 @@ def compile_parts(
         extras = [example_extra(w, ids) for w in built.extras.get(name, ())]
         parts[name] = made.part(name, unit, weights, acts, extras)
     return CompiledParts(parts, made.graphs, clock.now() - began)
-
-
-def _unsaid(text: str) -> None:
-    """Nobody asks."""

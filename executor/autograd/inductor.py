@@ -84,8 +84,8 @@ def passes(
     for node in reversed(joint.graph.nodes):
         if "_assert" in _base(node) and not node.users:
             joint.graph.erase_node(node)
-    outs = len(_results(joint)) - len(values)
-    if sum(p.name.startswith("tangents_") for p in _placeholders(joint)) != outs:
+    outs = len(results(joint)) - len(values)
+    if sum(p.name.startswith("tangents_") for p in placeholders(joint)) != outs:
         raise ValueError("not all it returns has a gradient")
     forward, backward = min_cut_rematerialization_partition(joint, values, num_fwd_outputs=outs)
     return _Cut(forward, backward, len(values), weights, acts, outs).graphs()
@@ -99,13 +99,13 @@ class _Cut:
     ) -> None:
         self.forward, self.backward, self.outs, self.weights, self.acts = forward, backward, outs, weights, acts
         self.values = [f"primals_{k + 1}" for k in range(values)]
-        self.results = _results(forward)
-        self.saved = dict(zip((p.name for p in _placeholders(backward)), self.results[outs:], strict=False))
+        self.results = results(forward)
+        self.saved = dict(zip((p.name for p in placeholders(backward)), self.results[outs:], strict=False))
 
     def graphs(self) -> PassGraphs:
         self._make_again()
         back = self.backward.graph
-        ends = _results(self.backward)
+        ends = results(self.backward)
         has = [k for k, e in enumerate(ends) if isinstance(e, fx.Node)]
         early = ancestors(e for k, e in enumerate(ends) if k in has and k >= self.weights)
         dx, dw = [k for k in has if k >= self.weights], [k for k in has if k < self.weights]
@@ -121,10 +121,10 @@ class _Cut:
             late -= early
         late |= self._views(late)
         w_in = [n for n in back.nodes if n not in late and any(u in late for u in n.users)]
-        i_in = [n for n in _placeholders(self.backward) if n in early]
+        i_in = [n for n in placeholders(self.backward) if n in early]
         f_keeps = [n for n in dict.fromkeys([*i_in, *w_in]) if n.op == "placeholder" and self._is_kept(n)]
         names = {n: self._name(n) for n in dict.fromkeys([*i_in, *w_in])}
-        f_in = list(_placeholders(self.forward))
+        f_in = list(placeholders(self.forward))
         made = [n for n in w_in if n.op != "placeholder"]
         return PassGraphs(
             {
@@ -147,8 +147,8 @@ class _Cut:
     def _make_again(self) -> None:
         """Views of weights are not saved, but made again in backward: their storage may be empty meanwhile."""
         graph = self.backward.graph
-        there = {p.name: p for p in _placeholders(self.backward)}
-        for place in list(_placeholders(self.backward)):
+        there = {p.name: p for p in placeholders(self.backward)}
+        for place in list(placeholders(self.backward)):
             root = self.saved.get(place.name)
             chain: list[fx.Node] = []
             while isinstance(root, fx.Node) and _is_view(root):
@@ -161,7 +161,7 @@ class _Cut:
                     there[root.name] = graph.placeholder(root.name)
                 there[root.name].meta = dict(root.meta)
                 self.saved[root.name] = root
-            env, last = {root: there[root.name]}, list(_placeholders(self.backward))[-1]
+            env, last = {root: there[root.name]}, list(placeholders(self.backward))[-1]
             for node in reversed(chain):
                 with graph.inserting_after(last):
                     last = env[node] = graph.node_copy(node, env.__getitem__)
@@ -200,11 +200,12 @@ class _Cut:
         return f"in{self.values.index(name)}"
 
 
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+def placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    """What a graph is given."""
     return [n for n in module.graph.nodes if n.op == "placeholder"]
 
 
-def _results(module: fx.GraphModule) -> list[Any]:
+def results(module: fx.GraphModule) -> list[Any]:
     """What a graph returns: nodes, or None."""
     return list(next(n for n in module.graph.nodes if n.op == "output").args[0])
 

@@ -7,6 +7,7 @@ backward. Nothing depends on where the cuts are: an output has two readers at mo
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -184,10 +185,7 @@ class Stage:
         unit.outs, flow.units[name] = len(outs), unit
 
     def _begin(self, name: str, mb: int) -> SplitPass | CompiledPass:
-        def sink(param: str, grad: Tensor) -> None:
-            self.grads.add(param, grad, mb)
-
-        part = self.compiled.get(name)
+        part, sink = self.compiled.get(name), partial(self.grads.add, mb=mb)
         return SplitPass(self.weights[name], sink, self.grads.room) if part is None else part.begin(sink)
 
     def _without_traces(self, name: str, acts: Values, extras: tuple[object, ...]) -> Values:

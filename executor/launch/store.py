@@ -10,6 +10,7 @@ from typing import Any
 from executor.device import clock
 
 PIECE = 4 * 2**20  # bytes
+ROUNDS = 8  # of questions about the time
 
 
 def put(store: Any, key: str, text: str) -> None:
@@ -55,27 +56,27 @@ def meeting(store: Any, rank: int, world: int, patience_s: float) -> str:
     raise TimeoutError(f"not all of {world} ranks are there")
 
 
-def clocks(store: Any, rank: int, hosts: Sequence[str], rounds: int = 8) -> tuple[float, float]:
+def clocks(store: Any, rank: int, hosts: Sequence[str]) -> tuple[float, float]:
     """(seconds by which this rank's clock is ahead of rank 0's, uncertainty): half the quickest question and answer."""
     far = [r for r, name in enumerate(hosts) if name != hosts[0]]
     best = (0.0, 0.0)
     for r in far:
         if rank == 0:
-            _answer(store, r, rounds)
+            _answer(store, r)
         elif rank == r:
-            best = _ask(store, r, rounds)
+            best = _ask(store, r)
     return best
 
 
-def _answer(store: Any, rank: int, rounds: int) -> None:
-    for k in range(rounds):
+def _answer(store: Any, rank: int) -> None:
+    for k in range(ROUNDS):
         store.wait([f"ask/{rank}/{k}"])
         store.set(f"answer/{rank}/{k}", repr(clock.now()))
 
 
-def _ask(store: Any, rank: int, rounds: int) -> tuple[float, float]:
+def _ask(store: Any, rank: int) -> tuple[float, float]:
     found = []
-    for k in range(rounds):
+    for k in range(ROUNDS):
         before = clock.now()
         store.set(f"ask/{rank}/{k}", "")
         theirs = float(store.get(f"answer/{rank}/{k}"))

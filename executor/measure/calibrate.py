@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import torch
 
-from executor.device.device import CudaDevice, Device, HostDevice, gpu_of
+from executor.device.device import CudaDevice, Device
 from executor.launch.launch import launch
 from executor.launch.refusals import refuse
 from executor.measure.kernels import KernelSample, piece_samples, recipes
-from executor.measure.links import MessageSample, link_rows, link_samples, topology, wanted
+from executor.measure.links import link_rows, link_samples, met, wanted
 from executor.measure.ops import Note, names_of, op_samples, watch_of
 from executor.runtime.given import given_text
 from executor.runtime.target import Target
@@ -127,18 +127,8 @@ def measure_rank(
     ctx: RankContext, sizes: list[dict[str, Any]], wants: list[dict[str, Any]], by: str, backend: str, repeats: int
 ) -> dict[str, Any]:
     """The target of `launch`. sizes: the job in each of its sizes, its classes or its kernels. by: which of the two."""
-    device: Device = CudaDevice(gpu_of(ctx.local_rank)) if backend == "nccl" else HostDevice()
-    device.bind()
-    asked = msgspec.convert(wants, list[MessageSample])
-    transport = ctx.connect(backend, topology(asked, ctx.world), device)
+    device, transport, asked, note = met(ctx, wants, backend)
     transport.barrier()  # all compute at once, as in a step
-    done = 0
-
-    def note(text: str) -> None:
-        nonlocal done
-        done += 1
-        ctx.progress.op(done, text)
-
     ops = [_ops(ctx, number, size, device, by, repeats, note) for number, size in enumerate(sizes)]
     ctx.progress.wait(text="the other ranks")
     transport.barrier()

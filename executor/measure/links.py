@@ -3,14 +3,18 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
+from typing import Any
 
+import msgspec
 import torch
 
 from executor.device import clock
-from executor.device.device import CudaDevice, Device
+from executor.device.device import CudaDevice, Device, HostDevice, gpu_of
 from executor.measure.ops import WARM_UP, Note
 from executor.modules.base import TORCH
+from executor.runtime.worker import RankContext
 from executor.transport.base import Transport, TransportHandle, TransportTopology
 from ir.core.work import DType, Message, MessageKind
 from ir.graph.classes import link_class
@@ -64,7 +68,7 @@ def _messages(plan: Plan) -> list[tuple[Message, tuple[int, ...]]]:
             message = Message(MessageKind.P2P, nodes[s.slot[0]].writes[s.slot[1]].bytes, ("pp",))
             out.append((message, (rank, places.peer(rank, s.peer))))
         for n, _ in s.covers:
-            found = [*nodes[n].inline, *([nodes[n].message] if nodes[n].message is not None else [])]
+            found = (*nodes[n].inline, nodes[n].message)
             programs: tuple[int, ...] = nodes[n].groups if nodes[n].once else (p,)
             out += [(m, places.group(rank, m.axes, programs)) for m in found if m is not None]
         if s.kind is OpKind.COLLECTIVE and not s.covers and s.message is not None:
@@ -91,6 +95,15 @@ def topology(wants: Sequence[MessageSample], world: int) -> TransportTopology:
     groups = [w for w in wants if w.kind is not MessageKind.P2P]
     kinds = {g.group: {w.kind for w in groups if w.group == g.group} for g in groups}
     return TransportTopology.of(world, channels, {g.group: g.members for g in groups}, kinds)
+
+
+def met(ctx: RankContext, wants: Sequence[Any], backend: str) -> tuple[Device, Transport, list[MessageSample], Note]:
+    """What a rank that sends them needs: its device, a transport over their groups, they themselves, who counts ops."""
+    device: Device = CudaDevice(gpu_of(ctx.local_rank)) if backend == "nccl" else HostDevice()
+    device.bind()
+    asked, done = msgspec.convert(wants, list[MessageSample]), count(1)
+    transport = ctx.connect(backend, topology(asked, ctx.world), device)
+    return device, transport, asked, lambda text: ctx.progress.op(next(done), text)
 
 
 def link_rows(

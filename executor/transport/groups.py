@@ -173,10 +173,10 @@ class GlooTransport(GroupTransport):
         return ProcessGroupGloo(store, index, len(group.members), self.timeout)
 
 
-def file_store(path: str, world: int, timeout_s: float = 60.0) -> Any:
+def file_store(path: str, world: int) -> Any:
     """A store in a file, for ranks on one machine."""
     store = FileStore(path, world)
-    store.set_timeout(timedelta(seconds=timeout_s))
+    store.set_timeout(timedelta(seconds=60))
     return store
 
 

@@ -60,9 +60,9 @@ def job_toml(job: Job) -> str:
     tables = {}
     for name in SECTIONS:
         section = getattr(job, name)
-        table = {f.name: getattr(section, f.name) for f in fields(section) if f.name != "overrides"}
-        table = {f.name: table[f.name] for f in fields(section) if f.name in table and table[f.name] != _default(f)}
-        tables[name] = table | (section.overrides if name in OPEN else {})
+        own = ((f, getattr(section, f.name)) for f in fields(section) if f.name != "overrides")
+        given = {f.name: value for f, value in own if value != _default(f)}
+        tables[name] = given | (section.overrides if name in OPEN else {})
     return toml_sections(tables)
 
 

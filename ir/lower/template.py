@@ -93,7 +93,7 @@ class PlanTemplates:
             if not computes:
                 close()
                 if node not in self._alone:
-                    self._alone[node] = self._shape(node_shape(self.graph, node))
+                    self._alone[node] = self.add(node_shape(self.graph, node))
                 rows.append((self._alone[node], member, -1))
             else:
                 if run and not fused and not self._joins(run, (node, member)):
@@ -127,11 +127,11 @@ class PlanTemplates:
             nodes = tuple([n for n, _ in run])
             if nodes not in self._runs:  # in a schedule's pairs the same runs come again and again
                 covers = tuple([(n, 0) for n in nodes])
-                self._runs[nodes] = self._shape(OpShape(OpKind.COMPUTE, COMPUTE, self.labels.of(nodes), covers))
+                self._runs[nodes] = self.add(OpShape(OpKind.COMPUTE, COMPUTE, self.labels.of(nodes), covers))
             return (self._runs[nodes], run[0][1], -1)
         texts = [self.labels.of([n for n, m in run if m == i]) for i in range(len(key.members))]
         shape = OpShape(OpKind.COMPUTE, COMPUTE, fused_text(texts), tuple(run))
-        return (self._shape(shape), 0, 1)
+        return (self.add(shape), 0, 1)
 
     def _sends(self, key: PlanTemplateKey, node: int, member: int) -> list[TemplateRow]:
         """One send per program that reads a slot of this node elsewhere."""
@@ -146,10 +146,11 @@ class PlanTemplates:
             if peer != key.program and (peer, e.slot) not in out:
                 stream = "p2p" if self.policy.p2p is MessageQueue.SINGLE else f"send>{peer}"
                 shape = OpShape(OpKind.SEND, stream, self.names.send((node, e.slot)), slot=(node, e.slot), peer=peer)
-                out[peer, e.slot] = (self._shape(shape), member, -1)
+                out[peer, e.slot] = (self.add(shape), member, -1)
         return [out[k] for k in sorted(out)]
 
-    def _shape(self, shape: OpShape) -> int:
+    def add(self, shape: OpShape) -> int:
+        """Register a shape, which perhaps no template makes (a receive, a once-per-step op): its place in `shapes`."""
         base, k = shape.text, 1  # the same nodes in another order go by the same label: a number tells them apart
         while (at := self._shape_at.get((shape.stream, shape.text, shape.peer))) is not None:
             if shape.kind is not OpKind.COMPUTE or self.shapes[at].covers == shape.covers:
@@ -162,7 +163,3 @@ class PlanTemplates:
         elif self.shapes[at] != shape:
             raise illegal(f"two different ops are both called {shape.text}")
         return at
-
-    def add(self, shape: OpShape) -> int:
-        """Register a shape that no template makes (a receive, a once-per-step op)."""
-        return self._shape(shape)

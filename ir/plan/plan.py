@@ -237,6 +237,10 @@ class Plan:
         """Op text of op i."""
         return self.shapes[int(self.shape[i])].stamp(int(self.mb[i]), int(self.mb2[i]))
 
+    def where(self, i: int) -> str:
+        """`program 2: 2F0`, as errors begin."""
+        return f"program {int(self.program[i])}: {self.text(i)}"
+
     @cached_property
     def texts(self) -> list[str]:
         """Op text of every op."""

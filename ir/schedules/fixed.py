@@ -60,14 +60,7 @@ def interleaved(ranks: int, mbs: int, chunks: int) -> tuple[Order, ...]:
     >>> print(*interleaved(ranks=2, mbs=2, chunks=2)[1].cells())
     1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
-    rounds, total = _rounds(ranks, mbs), mbs * chunks
-    turns = _turns(rounds, chunks)
-
-    def rank(r: int) -> Order:
-        fill = min((chunks - 1) * int(rounds[0]) + 2 * (ranks - 1 - r), total)
-        return emit(_1f1b(fill, total, "F", "B"), _looped(r, ranks, mbs, chunks), turns)
-
-    return tuple(map(rank, range(ranks)))
+    return _in_rounds(ranks, mbs, chunks)
 
 
 def overlapped(ranks: int, mbs: int, chunks: int = 1) -> tuple[Order, ...]:
@@ -82,12 +75,16 @@ def overlapped(ranks: int, mbs: int, chunks: int = 1) -> tuple[Order, ...]:
     0F0 0F1 0F2 (0F3;0B0)OVERLAP_F_B 0B1 0B2 0B3
     1F0 (1F1;1B0)OVERLAP_F_B (1F2;1B1)OVERLAP_F_B (1F3;1B2)OVERLAP_F_B 1B3
     """
+    return _in_rounds(ranks, mbs, chunks, more=1, steady="(F;B)")
+
+
+def _in_rounds(ranks: int, mbs: int, chunks: int, more: int = 0, steady: str = "F B") -> tuple[Order, ...]:
     rounds, total = _rounds(ranks, mbs), mbs * chunks
     turns = _turns(rounds, chunks)
 
     def rank(r: int) -> Order:
-        fill = min((chunks - 1) * int(rounds[0]) + 2 * (ranks - 1 - r) + 1, total)
-        return emit(_1f1b(fill, total, "F", "B", "(F;B)"), _looped(r, ranks, mbs, chunks), turns)
+        fill = min((chunks - 1) * int(rounds[0]) + 2 * (ranks - 1 - r) + more, total)
+        return emit(_1f1b(fill, total, "F", "B", steady), _looped(r, ranks, mbs, chunks), turns)
 
     return tuple(map(rank, range(ranks)))
 

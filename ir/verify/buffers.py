@@ -35,7 +35,7 @@ def _check_readers(plan: Plan, found: Readers, waits: OpWaits) -> None:
     soon = np.flatnonzero((op < b.alloc[buffer]) | ((op == b.alloc[buffer]) & (cover < b.alloc_cover[buffer])))
     if len(soon):
         row, name = int(op[soon[0]]), plan.buffer_name(int(buffer[soon[0]]))
-        raise illegal(f"program {int(plan.program[row])}: {plan.text(row)} uses {name} before it is there")
+        raise illegal(f"{plan.where(row)} uses {name} before it is there")
     _inside(plan, op, buffer)
     freeing = b.free[buffer]
     own = op == freeing
@@ -91,7 +91,7 @@ def readers(plan: Plan, read: BufferReads, uses: IntArray, of: IntArray) -> Read
     brings = np.concatenate([plan.partner[read.send[far & (size[read.slot] > 0)]], uses[:, 2]])
     lost = brings[named[brings] < 0]
     if len(lost):
-        raise illegal(f"program {int(plan.program[lost[0]])}: {plan.text(int(lost[0]))} has no buffer")
+        raise illegal(f"{plan.where(int(lost[0]))} has no buffer")
     ops = [read.reader, read.send[far], uses[:, 0]]
     covers = [read.reader_cover, np.full(np.count_nonzero(far), -1), uses[:, 1]]
     buffers = [np.where(far, arrived, held), held[far], named[uses[:, 2]]]
@@ -120,7 +120,5 @@ def _refuse(plan: Plan, buffers: IntArray, why: str) -> None:
 
 def _early(plan: Plan, buffer: int, why: str) -> PiperError:
     row = int(plan.buffers.free[buffer])
-    return illegal(
-        f"program {int(plan.program[row])}: {plan.text(row)} frees {plan.buffer_name(buffer)} {why}",
-        "free it on a compute op that waits for all its readers",
-    )
+    message = f"{plan.where(row)} frees {plan.buffer_name(buffer)} {why}"
+    return illegal(message, "free it on a compute op that waits for all its readers")

@@ -20,7 +20,7 @@ def check_channels(plan: Plan) -> None:
     for row in (*send[plan.partner[send] < 0].tolist(), *recv[plan.partner[recv] < 0].tolist()):
         what = "receives" if kinds[row] == OpKind.SEND else "sends"
         peer = plan.shapes[int(plan.shape[row])].peer
-        raise illegal(f"program {int(plan.program[row])}: {plan.text(row)}, but program {peer} never {what} it")
+        raise illegal(f"{plan.where(row)}, but program {peer} never {what} it")
     _check_pairs(plan)
     if not len(send):
         return
@@ -53,10 +53,8 @@ def _check_pairs(plan: Plan) -> None:
     if not good.all():
         a = int(row[np.argmin(good)])
         b = int(plan.partner[a])
-        raise illegal(
-            f"program {int(plan.program[a])}: {plan.text(a)} meets {plan.text(b)} of program {int(plan.program[b])}, "
-            "which is not its other end"
-        )
+        there = f"{plan.text(b)} of program {int(plan.program[b])}"
+        raise illegal(f"{plan.where(a)} meets {there}, which is not its other end")
     queues = {s.stream == "p2p" for s in plan.shapes if s.kind in (OpKind.SEND, OpKind.RECV)}
     if len(queues) > 1:
         raise illegal("some transfers stand in one queue p2p, others on channels", "use one kind of queue")
@@ -81,7 +79,7 @@ def check_collectives(plan: Plan, found: OpInstances) -> None:
     stray = np.flatnonzero((wanted < 0) & (plan.collective >= 0))
     if len(stray):
         row = int(stray[0])
-        raise illegal(f"program {int(plan.program[row])}: {plan.text(row)} meets other programs, but has one owner")
+        raise illegal(f"{plan.where(row)} meets other programs, but has one owner")
     both: dict[tuple[int, int, str], list[tuple[int, int]]] = defaultdict(list)
     for rows in groups:
         for x in rows:

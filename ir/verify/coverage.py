@@ -35,7 +35,7 @@ def instances(plan: Plan) -> OpInstances:
         column = np.where(once[n], plan.program[rows], column)
         stray = (column < 0) | (column >= np.where(once[n], plan.programs, graph.mbs))
         if stray.any():
-            raise illegal(f"{_where(plan, int(rows[np.argmax(stray)]))} names a microbatch that does not exist")
+            raise illegal(f"{plan.where(int(rows[np.argmax(stray)]))} names a microbatch that does not exist")
         taken = op[n, column] >= 0
         op[n, column] = rows
         cover[n, column] = c
@@ -45,13 +45,9 @@ def instances(plan: Plan) -> OpInstances:
     return OpInstances(op, cover)
 
 
-def _where(plan: Plan, row: int) -> str:
-    return f"program {int(plan.program[row])}: {plan.text(row)}"
-
-
 def _once(plan: Plan, rows: IntArray, again: BoolArray) -> None:
     if again.any():
-        raise illegal(f"{_where(plan, int(rows[np.argmax(again)]))} runs twice", "keep one of them")
+        raise illegal(f"{plan.where(int(rows[np.argmax(again)]))} runs twice", "keep one of them")
 
 
 def _bare_once(plan: Plan) -> None:
@@ -60,7 +56,7 @@ def _bare_once(plan: Plan) -> None:
     rows = np.flatnonzero(bare[plan.shape])
     stray = (plan.mb[rows] < 0) | (plan.mb[rows] >= plan.graph.mbs)
     if stray.any():
-        raise illegal(f"{_where(plan, int(rows[np.argmax(stray)]))} names a microbatch that does not exist")
+        raise illegal(f"{plan.where(int(rows[np.argmax(stray)]))} names a microbatch that does not exist")
     same: dict[object, int] = {}  # whatever it is called, and on whatever stream it stands
     number = np.zeros(len(plan.shapes), dtype=np.int64)
     for k in np.flatnonzero(bare).tolist():
@@ -148,9 +144,6 @@ def _carried(plan: Plan, out: BufferReads, far: IntArray) -> None:
     if not ok.all():
         k = int(far[np.argmin(ok)])
         r, w = int(out.reader[k]), int(out.writer[k])
-        raise illegal(
-            f"program {int(plan.program[r])}: {plan.text(r)} reads {plan.text(w)} of program {int(plan.program[w])}, "
-            "but nothing sends it",
-            f"send it behind {plan.text(w)}",
-        )
+        there = f"{plan.text(w)} of program {int(plan.program[w])}"
+        raise illegal(f"{plan.where(r)} reads {there}, but nothing sends it", f"send it behind {plan.text(w)}")
     out.send[far] = send[order[at]]

@@ -50,10 +50,9 @@ def check_waits(plan: Plan, found: OpInstances, read: BufferReads, more: IntArra
         return
     k = int(bad[np.argmin(reader[bad])])
     r, w = int(reader[k]), int(writer[k])
-    where = f"program {int(plan.program[r])}"
     if plan.stream[r] == plan.stream[w] and r < w:
-        raise illegal(f"{where}: {plan.text(r)} stands before {plan.text(w)}, whose result it needs", "swap them")
-    raise illegal(f"{where}: {plan.text(r)} does not wait for {plan.text(w)}, which it needs", f"wait {plan.text(w)}")
+        raise illegal(f"{plan.where(r)} stands before {plan.text(w)}, whose result it needs", "swap them")
+    raise illegal(f"{plan.where(r)} does not wait for {plan.text(w)}, which it needs", f"wait {plan.text(w)}")
 
 
 def _check_local(plan: Plan) -> None:
@@ -62,10 +61,8 @@ def _check_local(plan: Plan) -> None:
     if len(stray):
         r, w = int(row[stray[0]]), int(on[stray[0]])
         there = f"{plan.text(w)} of program {int(plan.program[w])}"
-        raise illegal(
-            f"program {int(plan.program[r])}: {plan.text(r)} waits for {there}",
-            "a wait is local; another program's result comes by a receive",
-        )
+        fix = "a wait is local; another program's result comes by a receive"
+        raise illegal(f"{plan.where(r)} waits for {there}", fix)
 
 
 def _check_behind(plan: Plan) -> None:
@@ -74,10 +71,8 @@ def _check_behind(plan: Plan) -> None:
     ahead = np.flatnonzero(on >= row)
     if len(ahead) and plan.header.get("p2p") != "use":
         r, w = int(row[ahead[0]]), int(on[ahead[0]])
-        raise illegal(
-            f"program {int(plan.program[r])}: {plan.text(r)} waits for {plan.text(w)}, which is dispatched behind it",
-            f"put {plan.text(w)} first",
-        )
+        message = f"{plan.where(r)} waits for {plan.text(w)}, which is dispatched behind it"
+        raise illegal(message, f"put {plan.text(w)} first")
 
 
 def _check_inside(plan: Plan, read: BufferReads) -> None:
@@ -85,7 +80,7 @@ def _check_inside(plan: Plan, read: BufferReads) -> None:
     bad = np.flatnonzero((read.writer == read.reader) & (read.writer_cover >= read.reader_cover))
     if len(bad):
         row = int(read.writer[bad[0]])
-        raise illegal(f"program {int(plan.program[row])}: {plan.text(row)} reads inside what it has not written yet")
+        raise illegal(f"{plan.where(row)} reads inside what it has not written yet")
 
 
 def _data(plan: Plan, found: OpInstances, read: BufferReads) -> Pairs:

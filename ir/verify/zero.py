@@ -180,5 +180,4 @@ def _freed(plan: Plan, gathers: IntArray) -> IntArray:
 
 
 def _wrong(plan: Plan, rows: IntArray, why: str) -> PiperError:
-    row = int(rows[0])
-    return illegal(f"program {int(plan.program[row])}: {plan.text(row)} {why}")
+    return illegal(f"{plan.where(int(rows[0]))} {why}")

@@ -92,7 +92,7 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
             if joined == ";;":
                 branches.arm_ends()
         _check_length(count + job.letters / 4, form, file)
-    found = [_unwrapped(words, form, file) for words in commands]
+    found = [_unwrapped(words) for words in commands]
     job.command = max(found, key=_looks, default=[])
     return job
 
@@ -275,7 +275,7 @@ def _words(text: str) -> list[str]:
         return text.split()
 
 
-def _unwrapped(words: list[str], form: FileErrors, file: str) -> list[str]:
+def _unwrapped(words: list[str]) -> list[str]:
     """`bash -c "…"` and words that hold a whole command, split."""
     out: list[str] = []
     for i, word in enumerate(words):

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ir.core.order import FloatArray, IntArray
 from piper_sim.report.units import duration
 
@@ -63,13 +61,3 @@ def idle_rows(gaps: Sequence[TraceStretch]) -> list[dict[str, object]]:
         cells = {c.replace("_", " "): duration(row[c]) if c in row else None for c in causes}
         rows.append({"rank": rank, **cells, "idle": duration(sum(row.values()))})
     return rows
-
-
-def stretch_columns(stretches: Sequence[TraceStretch]) -> dict[str, IntArray | FloatArray]:
-    """Stretches as arrays, causes left out."""
-    return {
-        "rank": np.array([s.rank for s in stretches], np.int64),
-        "row": np.array([s.row for s in stretches], np.int64),
-        "begin": np.array([s.begin_s for s in stretches], np.float64),
-        "end": np.array([s.end_s for s in stretches], np.float64),
-    }

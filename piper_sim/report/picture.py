@@ -73,7 +73,7 @@ def timeline_png(trace: Trace, path: str | Path | BinaryIO, title: str) -> None:
     per_lane = sum(t.lane is not None for t in tracks) and len(trace) / sum(t.lane is not None for t in tracks)
     for track in tracks:
         _draw(axes, trace, track, looks, edges, as_image=len(trace) > _MOST_BOXES and per_lane > 40)
-    _labels(axes, trace, tracks, inches / units)
+    _labels(axes, tracks, inches / units)
     _frame(figure, axes, title, looks, inches, trace.header.get("unit", "s"))
     figure.savefig(path, format="png", metadata={"Software": None})
 
@@ -184,7 +184,7 @@ def _thin(t: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
     return t[keep], y[keep]
 
 
-def _labels(axes: Axes, trace: Trace, tracks: Sequence[_Track], inches_per_unit: float) -> None:
+def _labels(axes: Axes, tracks: Sequence[_Track], inches_per_unit: float) -> None:
     """Rank numbers, and stream names where there is room for them."""
     small = inches_per_unit * 0.3 * 72 > 5.4
     left: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "center"}

@@ -118,33 +118,30 @@ def _model_flops(p: PreparedJob) -> float:
     return 3.0 * forward * p.mbs * (p.job.parallel.dp or 1)
 
 
-def traits(p: PlannedJob, times: StepBreakdown | None = None) -> PredictionTraits:
-    """What the run is like. times: left out, the host is taken not to be waited for."""
+def traits(p: PlannedJob, times: StepBreakdown) -> PredictionTraits:
+    """What the run is like."""
     job = p.prepared.job
-    host = 0.0
-    if times is not None:
-        host = sum(row["host"] for row in times.seconds) / len(times.seconds) / times.iteration_s
+    host = sum(row["host"] for row in times.seconds) / len(times.seconds) / times.iteration_s
     given = job.costs.stage_times is not None
     moe = p.prepared.config.moe is not None
     return PredictionTraits(p.hardware.name, job.costs.software or "", moe, given, host > WAITS)
 
 
-def memory_object(p: PlannedJob, like: PredictionTraits | None = None) -> Object:
+def memory_object(p: PlannedJob, like: PredictionTraits) -> Object:
     """Peaks, capacity and breakdown by pipeline rank. like: what the run is like, for the chance of room."""
     hw, m = p.hardware, p.memory
     context, found = p.context_bytes, bands(p.reserved)
     ranks = range(p.plan.programs)
     parts = {str(r): _parts(p, r) for r in ranks}
     device = {str(r): found[r].middle + context for r in ranks}
-    room = int(hw.hbm_GiB * GIB)
-    like = like or traits(p)
+    room = hw.hbm_bytes
     chances = [fits_probability(int(m.peak[r]), device[str(r)], room, like) for r in ranks]
     return {
         "peak_allocated_bytes": {str(r): int(m.peak[r]) for r in ranks},
         "peak_reserved_bytes": {str(r): found[r].middle for r in ranks},
         "reserved_band_bytes": {str(r): [found[r].low, found[r].high] for r in ranks},
         "device_peak_bytes": device,
-        "capacity_bytes": int(hw.hbm_GiB * GIB),
+        "capacity_bytes": room,
         "margin_bytes": int(p.prepared.job.cluster.memory_margin_GiB * GIB),
         "breakdown_bytes": parts,
         "cache_bytes": {r: device[r] - sum(parts[r].values()) for r in parts},
@@ -162,7 +159,7 @@ def reason(p: PlannedJob) -> str:
     """Which rank does not fit, by how much, and what would help most. Asks no allocator twice, as bands would."""
     device = [r.reserved + p.context_bytes for r in p.reserved]
     rank = device.index(max(device))
-    have, margin = int(p.hardware.hbm_GiB * GIB), int(p.prepared.job.cluster.memory_margin_GiB * GIB)
+    have, margin = p.hardware.hbm_bytes, int(p.prepared.job.cluster.memory_margin_GiB * GIB)
     room = have - margin
     needs = f"rank {rank} needs {_gib(device[rank])}, {_gib(device[rank] - room)} more than {_room(have, margin)}"
     at, parts = p.plan.text(int(p.memory.at[rank])), _parts(p, rank)

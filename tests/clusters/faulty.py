@@ -6,7 +6,6 @@ It does so when it comes to the op that FAULT names for the second time; the mom
 import errno
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
 from piper_sim.app.doctor.ranks import cut
-from tests.executor.faults import at_second_visit
+from tests.executor.faults import at_second_visit, do
 
 FAULT = json.loads(os.environ.get("FAULT", "{}"))
 
@@ -70,12 +69,8 @@ def faulty(ctx: RankContext, **spec: Any) -> Any:
     def act(text: str) -> None:
         note(text)
         match FAULT["kind"]:
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "raise":
-                raise ValueError("bad luck")
+            case "kill" | "stop" | "raise" as kind:
+                do(kind)
             case "hang":
                 _hang()
             case "cut":

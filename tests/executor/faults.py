@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from executor.autograd.stage import Stage
+from executor.measure.peak_bytes import TransportDone
 from executor.optim.optimizer import ParamGradients
 from executor.runtime.batch import Microbatch, MicrobatchLoader
 from executor.runtime.interpreter import PlanInterpreter
@@ -24,29 +25,26 @@ from ir.plan.plan import AT_START, Plan
 from tests.executor.launch.events import others_wait, until
 
 
-class _Done:
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
 def no_reduction(ctx: RankContext, **spec: Any) -> Any:
     """Copies are updated from their own gradients alone."""
 
     def reduce_scatter(self: GlooTransport, group: str, into: Tensor, tensor: Tensor) -> TransportHandle:
-        return _Done()
+        return TransportDone()
 
     GlooTransport.reduce_scatter = reduce_scatter  # type: ignore[assignment,method-assign]
     return train_rank(ctx, **spec)
 
 
+def scaled(factor: float, ctx: RankContext, spec: dict[str, Any]) -> Any:
+    """Every gradient is so much larger."""
+    add = ParamGradients.add
+    ParamGradients.add = lambda self, name, grad, mb=0: add(self, name, factor * grad, mb)  # type: ignore[method-assign]
+    return train_rank(ctx, **spec)
+
+
 def doubled_gradients(ctx: RankContext, **spec: Any) -> Any:
     """As if the loss were a sum where it is a mean."""
-    add = ParamGradients.add
-    ParamGradients.add = lambda self, name, grad, mb=0: add(self, name, 2.0 * grad, mb)  # type: ignore[method-assign]
-    return train_rank(ctx, **spec)
+    return scaled(2.0, ctx, spec)
 
 
 class _Held:
@@ -94,25 +92,36 @@ def one_batch(ctx: RankContext, **spec: Any) -> Any:
 
 def freed_early(ctx: RankContext, **spec: Any) -> Any:
     """Rank 1 lets go of the activations it received before the forward that reads them."""
+
+    def early(program: RankPlan, plan: Plan) -> None:
+        reader = next(i for i in range(program.first, program.last) if plan.text(i) == "1F0")
+        program.frees[reader, AT_START] = [v for v in program.received if v[2] == 0]
+
+    return edited(early, ctx, spec)
+
+
+def edited(edit: Callable[[RankPlan, Plan], None], ctx: RankContext, spec: dict[str, Any]) -> Any:
+    """Rank 1 follows another plan than it was given."""
     of = RankPlan.of.__func__  # type: ignore[attr-defined]
 
-    def early(cls: type[RankPlan], plan: Plan, rank: int) -> RankPlan:
+    def other(cls: type[RankPlan], plan: Plan, rank: int) -> RankPlan:
         program: RankPlan = of(cls, plan, rank)
         if rank == 1:
-            reader = next(i for i in range(program.first, program.last) if plan.text(i) == "1F0")
-            program.frees[reader, AT_START] = [v for v in program.received if v[2] == 0]
+            edit(program, plan)
         return program
 
-    RankPlan.of = classmethod(early)  # type: ignore[method-assign,assignment]
+    RankPlan.of = classmethod(other)  # type: ignore[method-assign,assignment]
     return train_rank(ctx, **spec)
 
 
-def _at_last_w(act: Callable[[], object], rank: int, mb: int, ctx: RankContext, spec: dict[str, Any]) -> Any:
+def _at_last_w(kind: str, rank: int, ctx: RankContext, spec: dict[str, Any]) -> Any:
+    """It happens in this rank's backward of microbatch 2, while all others wait."""
     work = Stage.work
 
     def late(self: Stage, at: int, passes: Sequence[tuple[Pass, str]]) -> None:
-        if ctx.rank == rank and at == mb and any(pass_ is Pass.W for pass_, _ in passes):
-            act()
+        if ctx.rank == rank and at == 2 and any(pass_ is Pass.W for pass_, _ in passes):
+            others_wait(ctx)
+            do(kind)
         work(self, at, passes)
 
     Stage.work = late  # type: ignore[method-assign,assignment]
@@ -121,32 +130,17 @@ def _at_last_w(act: Callable[[], object], rank: int, mb: int, ctx: RankContext, 
 
 def raising(ctx: RankContext, **spec: Any) -> Any:
     """Rank 1 raises in its backward of microbatch 2."""
-
-    def act() -> None:
-        others_wait(ctx)
-        raise ValueError("bad luck")
-
-    return _at_last_w(act, 1, 2, ctx, spec)
+    return _at_last_w("raise", 1, ctx, spec)
 
 
 def killed(ctx: RankContext, **spec: Any) -> Any:
     """Rank 1 is killed there."""
-
-    def act() -> None:
-        others_wait(ctx)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    return _at_last_w(act, 1, 2, ctx, spec)
+    return _at_last_w("kill", 1, ctx, spec)
 
 
 def stopped(ctx: RankContext, **spec: Any) -> Any:
     """Rank 0 stops there, as under a debugger."""
-
-    def act() -> None:
-        others_wait(ctx)
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    return _at_last_w(act, 0, 2, ctx, spec)
+    return _at_last_w("stop", 0, ctx, spec)
 
 
 def lingering(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
@@ -161,7 +155,8 @@ def lingering(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
     return train_rank(ctx, **spec)
 
 
-def _do(kind: str) -> None:
+def do(kind: str) -> None:
+    """It, to this process."""
     match kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -194,7 +189,7 @@ def at_op(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
 
     def act(_: str) -> None:
         others_wait(ctx)
-        _do(fault["kind"])
+        do(fault["kind"])
 
     at_second_visit(ctx, fault["index"], act)
     return train_rank(ctx, **spec)

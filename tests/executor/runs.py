@@ -17,7 +17,7 @@ from executor.modules.decoder import DecoderModel
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.runtime.batch import MicrobatchLoader
 from ir.job import Job, load_job
-from ir.job.build import PreparedJob, precision_of
+from ir.job.build import PreparedJob, precision_of, prepare
 from ir.job.routing.forced import ForcedExperts
 from ir.job.run_options import CheckpointOptions, JobRunOptions
 from ir.job.schema import JobOptimizer
@@ -77,9 +77,17 @@ def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
         found, trace = cli.run(prepared, plan, JobRunOptions(steps=steps, sets=sets, **usual | options), saving)
         ranks = range(prepared.ranks if real else 0)
         begin, end = ([np.load(folder / f"{name}-{r}.npz") for r in ranks] for name in ("first", "rank"))
-        grads, params = (tuple(_part(e, kind) for e in end) for kind in ("grad/", "param/"))
-        first = tuple(_part(b, "grad/") for b in begin)
+        grads, params = (tuple(part_of(e, kind) for e in end) for kind in ("grad/", "param/"))
+        first = tuple(part_of(b, "grad/") for b in begin)
     return Ran(sets, plan, found, trace, grads, params, first)
+
+
+def two_steps(folder: Path, job: str, sets: Sequence[str]) -> tuple[Mapping[str, Any], list[Arrays]]:
+    """A run of a job that is only planned, not predicted: its JSON object, and what each rank ended with."""
+    prepared = prepare(load_job(job, sets))
+    options = JobRunOptions(prepared.ranks, steps=2, watchdog_s=20.0, dump=folder)
+    found, _ = cli.run(prepared, prepared.plan(), options)
+    return found, [dict(np.load(folder / f"rank-{r}.npz")) for r in range(prepared.ranks)]
 
 
 def judged(folder: Path, *sets: str) -> tuple[PreparedJob, Plan]:
@@ -91,8 +99,15 @@ def judged(folder: Path, *sets: str) -> tuple[PreparedJob, Plan]:
     return prepared, plan
 
 
-def _part(file: Mapping[str, np.ndarray], prefix: str) -> Arrays:
+def part_of(file: Mapping[str, np.ndarray], prefix: str) -> Arrays:
+    """The arrays of a rank's file whose names begin so."""
     return {n.removeprefix(prefix): file[n] for n in file if n.startswith(prefix)}
+
+
+def same(a: Ran, b: Ran) -> bool:
+    """Whether two runs end with the same gradients and parameters, to the bit."""
+    pairs = zip((*a.grads, *a.params), (*b.grads, *b.params), strict=True)
+    return all(x.keys() == y.keys() and all(np.array_equal(x[n], y[n], equal_nan=True) for n in x) for x, y in pairs)
 
 
 @dataclass(frozen=True)

@@ -23,21 +23,26 @@ def run_threads(
     [2.0, 2.0]
     """
     hub = LocalTransportHub(topology, device)
+    return together(lambda rank: fn(LocalTransport(hub, rank)), topology.world, hub.fail)
+
+
+def together(life: Callable[[int], T], ranks: int, fail: Callable[[int], object]) -> list[T]:
+    """What every rank's life gives, each in a thread of its own; `fail` tells the others of one that has raised."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
     def main(rank: int) -> None:
         try:
-            results[rank] = fn(LocalTransport(hub, rank))
+            results[rank] = life(rank)
         except BaseException as error:
             errors.append(error)
-            hub.fail(rank)
+            fail(rank)
 
-    threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(topology.world)]
+    threads = [threading.Thread(target=main, args=(r,), name=f"rank-{r}", daemon=True) for r in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         raise next((e for e in errors if not isinstance(e, TransportError)), errors[0])
-    return [results[r] for r in range(topology.world)]
+    return [results[r] for r in range(ranks)]

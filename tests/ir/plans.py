@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
 from hypothesis import settings
 
 from ir.core.filters import parse_filter
@@ -16,7 +17,7 @@ from ir.graph.build import model_graph, stage_graph
 from ir.graph.graph import Graph
 from ir.graph.recompute import RecomputedLayers
 from ir.lower import PassMerge, PlanPolicy, lower
-from ir.plan.plan import Plan
+from ir.plan.plan import OpLists, Plan
 from ir.schedules.registry import build
 from ir.schedules.schedule import Schedule, ordering, placing
 from ir.workload.part import Chunk, ExpertMessages, KeptBuffer, Param, Part, PartWork, PlacedPart, SavedBuffer
@@ -61,22 +62,16 @@ class InventedSource:
         return 4, 2
 
 
-def moe_chunks(layers: int, tied: bool = False, dense: Sequence[int] = ()) -> list[Chunk]:
-    """Embedding, `layers` layers (attention and experts, or a plain mlp in `dense` ones), head."""
+def moe_chunks(layers: int, tied: bool = False) -> list[Chunk]:
+    """Embedding, layers of attention and experts, head."""
     table = Param("embed.weight", (50, 4))
     out = [Chunk("embed", (Part("embed", (), (), (table,)),))]
-    moe = 0
     for n in range(layers):
         attn = Part("attn", ("",), (KeptBuffer(""),), (Param(f"l{n}.attn", (30 + n, 4)),))
-        if n in dense:
-            mlp = Part("mlp", ("attn",), (KeptBuffer("attn"),), (Param(f"l{n}.mlp", (20 + n, 4)),))
-            out.append(Chunk(f"l{n}", (attn, mlp), {"L": n}))
-            continue
         router = Part("router", ("attn",), (KeptBuffer("attn"),), (Param(f"l{n}.router", (5, 4)),))
         experts = Part("experts", ("router",), (), (Param(f"l{n}.experts", (4, 10 + n, 4), ("ep",), True, (0,)),))
         add = Part("add", ("attn", "experts"), (KeptBuffer("experts", Pass.I),))
-        out.append(Chunk(f"l{n}", (attn, router, experts, add), {"L": n, "MOE": moe}))
-        moe += 1
+        out.append(Chunk(f"l{n}", (attn, router, experts, add), {"L": n, "MOE": n}))
     head = table if tied else Param("head.weight", (50, 4))
     out.append(Chunk("head", (Part("head", ("",), (KeptBuffer(""),), (head,)),)))
     return out
@@ -139,3 +134,9 @@ def moe_graph(
 def moe_plan(name: str, ranks: int, mbs: int, policy: PlanPolicy = PlanPolicy(), **kwargs: object) -> Plan:
     """Its plan."""
     return lower(moe_graph(name, ranks, mbs, **kwargs), policy, {"schedule": name})  # type: ignore[arg-type]
+
+
+def with_waits(plan: Plan, row: int, on: int) -> Plan:
+    """A plan in which an op waits for one more."""
+    waits = OpLists.of(len(plan), np.append(plan.waits.rows(), row), np.append(plan.waits.items, on))
+    return replace(plan, waits=waits)

@@ -9,8 +9,8 @@ import torch
 
 from cost_models import LinkFabric, load_hardware, message_seconds
 from cost_models.hardware import presets
-from executor.device.device import CudaDevice, Device, HostDevice, gpu_of
-from executor.measure.links import MessageSample, link_rows, spans, topology
+from executor.device.device import Device
+from executor.measure.links import MessageSample, link_rows, met, spans
 from executor.runtime.target import Target
 from executor.runtime.worker import RankContext
 from executor.transport.base import Transport
@@ -84,17 +84,7 @@ def fabric_of(job: Job, node: int) -> LinkFabric:
 
 def collectives_rank(ctx: RankContext, wants: list[Any], backend: str, repeats: int) -> dict[str, Any]:
     """One rank's part: what came out otherwise than it ought to, and when each message began and ended."""
-    device: Device = CudaDevice(gpu_of(ctx.local_rank)) if backend == "nccl" else HostDevice()
-    device.bind()
-    asked = msgspec.convert(wants, list[MessageSample])
-    transport = ctx.connect(backend, topology(asked, ctx.world), device)
-    done = 0
-
-    def note(text: str) -> None:
-        nonlocal done
-        done += 1
-        ctx.progress.op(done, text)
-
+    device, transport, asked, note = met(ctx, wants, backend)
     odd = []
     for w in asked:
         for size in w.sizes if ctx.rank in w.members else ():

@@ -12,7 +12,7 @@ import numpy as np
 from ir.core.order import FloatArray, IntArray
 from ir.trace.trace import Trace
 from piper_sim.report.look import lanes_of, looks_of, span, stream_key
-from piper_sim.report.marks import TraceMarks, TraceStretch, stretch_columns
+from piper_sim.report.marks import TraceMarks, TraceStretch
 
 _MB = re.compile(r"(?<=[FBIWR])\d+")
 
@@ -40,7 +40,7 @@ class _Blob:
         self.columns: list[tuple[str, str, int]] = []
         self.parts: list[bytes] = []
 
-    def add(self, name: str, values: IntArray | FloatArray, dtype: str) -> None:
+    def add(self, name: str, values: IntArray | FloatArray | Sequence[float], dtype: str) -> None:
         array = np.ascontiguousarray(values, dtype="<" + dtype)
         self.columns.append((name, dtype, len(array)))
         self.parts.append(array.tobytes())
@@ -149,16 +149,14 @@ def _add_marks(blob: _Blob, marks: TraceMarks | None, rows: IntArray) -> list[st
     place = np.zeros(len(rows), np.int64)
     place[rows] = np.arange(len(rows))
     both: dict[str, Sequence[TraceStretch]] = {"gap": marks.gaps, "path": marks.path}
-    tables = {name: stretch_columns(s) for name, s in both.items()}
-    for name, table in tables.items():
-        blob.add(f"{name}_begin", table["begin"], "f8")
-        blob.add(f"{name}_end", table["end"], "f8")
+    for name, stretches in both.items():
+        blob.add(f"{name}_begin", [s.begin_s for s in stretches], "f8")
+        blob.add(f"{name}_end", [s.end_s for s in stretches], "f8")
     blob.add("bytes", marks.bytes[rows], "f8")
-    for name, table in tables.items():
-        at = table["row"]
-        blob.add(f"{name}_rank", table["rank"], "i4")
-        blob.add(f"{name}_row", np.where(at >= 0, place[at], -1), "i4")
-        blob.add(f"{name}_cause", np.array([causes.index(s.cause) for s in both[name]], np.int64), "i4")
+    for name, stretches in both.items():
+        blob.add(f"{name}_rank", [s.rank for s in stretches], "i4")
+        blob.add(f"{name}_row", [place[s.row] if s.row >= 0 else -1 for s in stretches], "i4")
+        blob.add(f"{name}_cause", [causes.index(s.cause) for s in stretches], "i4")
     for name, values in (("partner", marks.partner), ("after", marks.after)):
         mine = values[rows]
         blob.add(name, np.where(mine >= 0, place[mine] - np.arange(len(rows)), mine - 2**30), "i4")

@@ -35,7 +35,9 @@ class OpBlame:
 
     @cached_property
     def walked(self) -> "OpChainLists":
-        return OpChainLists.of(self.chain)
+        c = self.chain
+        computes = np.where(c.kind == COMPUTE, c.program, -1)
+        return OpChainLists(*(x.tolist() for x in (c.before, c.lo, c.hi, c.main, c.kind, computes)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +53,6 @@ class OpChainLists:
     main: list[int]
     kind: list[int]
     computes: list[int]
-
-    @classmethod
-    def of(cls, c: OpChain) -> "OpChainLists":
-        computes = np.where(c.kind == COMPUTE, c.program, -1)
-        columns = (c.before, c.lo, c.hi, c.main, c.kind, computes)
-        return cls(*(x.tolist() for x in columns))
 
 
 @dataclass(eq=False)

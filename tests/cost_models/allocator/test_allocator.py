@@ -269,11 +269,7 @@ DEFECTS: dict[str, Any] = {
     "neighbours do not join": never_joins,
     "the highest of equals": highest_of_equals,
     "nothing goes back": nothing_back,
-    "the small pool gives nothing back": lambda pools: setattr(
-        pools,
-        "_return_segments",
-        (lambda real: lambda h, pool: real(h, pool) if pool else None)(pools._return_segments),
-    ),
+    "the small pool gives nothing back": small_stays,
     "rests of 1 MiB are cut off": lambda pools: setattr(pools, "SMALL", pools.SMALL - 1),
     "10 MiB share segments": lambda pools: setattr(pools, "MIDDLE", pools.MIDDLE + 1),
     "segments of 1 MiB": lambda pools: setattr(pools, "LARGE_GRAIN", pools.LARGE_GRAIN // 2),

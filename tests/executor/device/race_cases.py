@@ -19,7 +19,6 @@ from tests.executor.device.races import raced
 from tests.executor.pairwise import cover, met  # noqa: F401  met: in examples
 from tests.executor.runtime.test_run_families import sets as family_sets
 
-MOST_S = 30.0
 KINDS = {  # family, what is divided
     "dense": ("llama", ("parallel.dp=2",)),
     "two ranks": ("gpt2", ()),

@@ -3,7 +3,6 @@ orderings of each plan's run, one by one and evenly over the run, and counts how
 
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +20,10 @@ from executor.runtime.given import given_name, given_text
 from executor.runtime.rank import train_rank
 from executor.runtime.spec import PlanRun
 from executor.runtime.worker import LocalRanks, RankContext
-from executor.transport.base import TransportError
 from ir.job.run_options import CheckpointOptions, JobRunOptions
 from tests.executor.device.race_notes import Deletions, RaceNotes
 from tests.executor.runs import judged
+from tests.executor.threads import together
 
 PLANS = {
     "1f1b": (),
@@ -66,26 +65,14 @@ def trained(
     create(folder / "progress", prepared.ranks)
     (folder / given_name(0)).write_text(given_text(prepared, plan), encoding="utf-8")
     told = replace(spec, options=replace(spec.options, ranks=prepared.ranks)).told()
-    errors, results = list[BaseException](), dict[int, dict[str, Any]]()
 
-    def life(rank: int) -> None:
+    def life(rank: int) -> dict[str, Any]:
         first()
         pen = RankProgress(folder / "progress", rank)
-        try:
-            results[rank] = train_rank(RankContext(rank, prepared.ranks, folder, pen, hub=hub), **told)
-        except BaseException as error:
-            errors.append(error)
-            hub.fail(rank)
+        found: dict[str, Any] = train_rank(RankContext(rank, prepared.ranks, folder, pen, hub=hub), **told)
+        return found
 
-    names = range(prepared.ranks)
-    threads = [threading.Thread(target=life, args=(r,), name=f"rank-{r}", daemon=True) for r in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next((e for e in errors if not isinstance(e, TransportError)), errors[0])
-    return [results[r] for r in names]
+    return together(life, prepared.ranks, hub.fail)
 
 
 def resumed(

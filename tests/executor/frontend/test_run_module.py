@@ -11,7 +11,6 @@ import torch
 
 from executor.device.device import HostDevice
 from executor.frontend import capture
-from executor.launch import run as cli
 from executor.launch.refusals import refuse
 from executor.modules import choose
 from executor.modules.user.model import UserModel
@@ -20,11 +19,10 @@ from executor.runtime.batch import MicrobatchLoader
 from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.build import PreparedJob, prepare
-from ir.job.run_options import JobRunOptions
 from ir.job.schema import JobOptimizer
 from tests.executor.frontend.models import small_net
 from tests.executor.reference import ReferenceSteps, train
-from tests.executor.runs import distance, merged
+from tests.executor.runs import distance, merged, two_steps
 
 NORM = "        self.norm = nn.LayerNorm(WIDTH)\n"
 JOB = """
@@ -67,11 +65,7 @@ def _alone(build: object) -> ReferenceSteps:
 def _error(build: str, *sets: str) -> float:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        job = _job(folder, build)
-        prepared = prepare(load_job(job, sets))
-        options = JobRunOptions(prepared.ranks, steps=2, watchdog_s=20.0, dump=folder)
-        found, _ = cli.run(prepared, prepared.plan(), options)
-        ends = [dict(np.load(folder / f"rank-{r}.npz")) for r in range(prepared.ranks)]
+        found, ends = two_steps(folder, _job(folder, build), sets)
     one = _alone(getattr(small_net, build))
     wanted = {f"grad/{n}": g.numpy() for n, g in one.grads.items()}
     wanted |= {f"param/{n}": p.detach().numpy() for n, p in one.params.items()}

@@ -11,23 +11,9 @@ from ir.job import load_job
 from ir.job.build import PreparedJob, prepare
 from ir.job.run_options import JobRunOptions
 from ir.plan.plan import Plan
+from tests.executor import runs
 
-JOB = """
-[model]
-config = "tiny-llama"
-num_hidden_layers = 4
-seq_len = 160
-[cluster]
-gpu = "h100-sxm"
-[parallel]
-pp = 2
-[schedule]
-name = "1f1b"
-microbatches = 4
-microbatch_size = 2
-[precision]
-compute = "fp64"
-"""
+JOB = runs.JOB.replace("seq_len = 8", "seq_len = 160").replace("microbatches", "microbatch_size = 2\nmicrobatches")
 
 
 @lru_cache(maxsize=1)
@@ -35,9 +21,7 @@ def job_file() -> str:
     """The job as a file, which the ranks read too."""
     folder = tempfile.mkdtemp(prefix="piper-peak-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = Path(folder) / "job.toml"
-    path.write_text(JOB)
-    return str(path)
+    return str(runs.job_file(Path(folder), text=JOB))
 
 
 def planned(*sets: str) -> tuple[PreparedJob, Plan]:

@@ -13,8 +13,6 @@ import pytest
 
 from executor.checkpoint.pieces import written
 from executor.launch import run as cli
-from executor.launch.launch import launch
-from executor.runtime.given import given_text
 from ir.core.errors import PiperError
 from ir.graph.sync import buckets
 from ir.job.build import directives_json
@@ -23,8 +21,8 @@ from piper_sim.memory.timeline import state
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of
 from tests.executor.checkpoint.checkpoints import resumed, saved
-from tests.executor.optim import fsdp_ranks, zero_faults
-from tests.executor.optim.test_zero import _expected, _part, _traffic
+from tests.executor.optim import zero_faults
+from tests.executor.optim.test_zero import _as_torchs_shards, _expected, _traffic
 from tests.executor.pairwise import cover
 from tests.executor.runs import alone, distance, error, far, judged, merged, run
 
@@ -101,13 +99,7 @@ def test_processes_train_as_the_uniform_plan_and_a_racecheck_finds_nothing(zero:
 def test_torchs_hybrid_shards_train_the_same(zero: int, tmp_path: Path) -> None:
     sets = ("parallel.pp=1", "parallel.dp=4", "parallel.dp_replicate=2", f"parallel.zero={zero}")
     sets = (*sets, "optimizer.clip_norm=0.3", "schedule.microbatches=2")
-    prepared, plan = judged(tmp_path, *sets)
-    args = {"steps": 5, "folder": str(tmp_path)}
-    losses = launch(fsdp_ranks.train, 4, args, given=[given_text(prepared, plan)])[0]
-    ours, first, last = run(*sets, steps=5), *(np.load(tmp_path / f"{n}.npz") for n in ("first", "last"))
-    assert np.abs(np.array(ours.object["losses"]) / losses - 1).max() <= ROUNDING
-    assert distance(merged(ours.first), _part(first, "grad/")) <= ROUNDING
-    assert distance(merged(ours.params), _part(last, "param/")) <= ROUNDING
+    _as_torchs_shards(tmp_path, sets, steps=5)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -8,7 +8,7 @@ from tests.executor import faults
 from tests.executor.families import TINY
 from tests.executor.launch.test_run_faults import _inject
 from tests.executor.optim.replica_cases import Case, covering, crossed
-from tests.executor.runs import Ran, alone, error, far, run
+from tests.executor.runs import alone, error, far, run, same
 from tests.executor.runtime import test_run_families as families
 
 ROUNDING = 1e-10
@@ -63,16 +63,11 @@ def test_narrower_formats_are_as_near_as_they_can_be(formats: tuple[str, ...], z
     assert error(run(*formats, *two), alone(*formats, *two)) <= (2e-2 if "bf16" in formats[0] else 1e-4)
 
 
-def _same(a: Ran, b: Ran) -> bool:
-    pairs = zip((*a.grads, *a.params), (*b.grads, *b.params), strict=True)
-    return all(x.keys() == y.keys() and all(np.array_equal(x[n], y[n], equal_nan=True) for n in x) for x, y in pairs)
-
-
 @pytest.mark.parametrize("zero", [1, 3])
 def test_threads_train_as_processes_do_and_a_repeated_run_is_the_same(zero: int) -> None:
     sets = (*PAIRED, f"parallel.zero={zero}", "schedule.name=zb1p")
     apart, again, together = run(*sets), run(*sets), run(*sets, backend="local")
-    assert _same(apart, again) and _same(apart, together)
+    assert same(apart, again) and same(apart, together)
     assert apart.object["losses"] == again.object["losses"] == together.object["losses"]
 
 

@@ -25,7 +25,7 @@ from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of
 from tests.executor.launch.test_run_faults import _inject
 from tests.executor.optim import fsdp_ranks, zero_faults
-from tests.executor.runs import Arrays, Ran, alone, distance, error, judged, merged, run
+from tests.executor.runs import Ran, alone, distance, error, judged, merged, part_of, run
 
 ROUNDING, VISIBLE = 1e-10, 1e-3
 TWO = "parallel.pp=1", "parallel.dp=2"
@@ -164,17 +164,17 @@ def test_fsdp2_trains_the_same(zero: int, dp: int, optimizer: str, clip: float, 
         f"optimizer.clip_norm={clip}",
         f"optimizer.lr={0.2 if optimizer == 'sgd' else 0.001}",
     )
-    prepared, plan = judged(tmp_path, *sets)
-    args = {"steps": 20, "folder": str(tmp_path)}
-    losses = launch(fsdp_ranks.train, dp, args, given=[given_text(prepared, plan)])[0]
-    ours, first, last = run(*sets, steps=20), *(np.load(tmp_path / f"{n}.npz") for n in ("first", "last"))
+    _as_torchs_shards(tmp_path, sets, steps=20)
+
+
+def _as_torchs_shards(folder: Path, sets: tuple[str, ...], steps: int) -> None:
+    prepared, plan = judged(folder, *sets)
+    args = {"steps": steps, "folder": str(folder)}
+    losses = launch(fsdp_ranks.train, prepared.ranks, args, given=[given_text(prepared, plan)])[0]
+    ours, first, last = run(*sets, steps=steps), *(np.load(folder / f"{n}.npz") for n in ("first", "last"))
     assert np.abs(np.array(ours.object["losses"]) / losses - 1).max() <= ROUNDING
-    assert distance(merged(ours.first), _part(first, "grad/")) <= ROUNDING
-    assert distance(merged(ours.params), _part(last, "param/")) <= ROUNDING
-
-
-def _part(file: Any, prefix: str) -> Arrays:
-    return {n.removeprefix(prefix): file[n] for n in file if n.startswith(prefix)}
+    assert distance(merged(ours.first), part_of(first, "grad/")) <= ROUNDING
+    assert distance(merged(ours.params), part_of(last, "param/")) <= ROUNDING
 
 
 # -- controls ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from executor.optim.optimizer import ParamGradients
+from executor.measure.peak_bytes import TransportDone
 from executor.parallel.inline import Meeting
 from executor.runtime import rank as rank_module
 from executor.runtime.batch import Microbatch, MicrobatchLoader
@@ -20,7 +20,7 @@ from executor.transport.groups import GlooTransport
 from ir.core.ops import Pass
 from ir.graph.graph import GraphNode
 from ir.plan.plan import AT_START, Plan
-from tests.executor.faults import _Done
+from tests.executor.faults import edited, scaled
 
 
 def counted(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
@@ -66,20 +66,14 @@ def reduced_every_microbatch(ctx: RankContext, fault: dict[str, Any], **spec: An
     return counted(ctx, fault, **spec)
 
 
-def _scaled(factor: float, ctx: RankContext, spec: dict[str, Any]) -> Any:
-    add = ParamGradients.add
-    ParamGradients.add = lambda self, name, grad, mb=0: add(self, name, factor * grad, mb)  # type: ignore[method-assign]
-    return train_rank(ctx, **spec)
-
-
 def scaled_by_replicas(ctx: RankContext, **spec: Any) -> Any:
     """As if each replica's loss were a mean over its own tokens, and gradients were summed."""
-    return _scaled(2.0, ctx, spec)
+    return scaled(2.0, ctx, spec)
 
 
 def averaged(ctx: RankContext, **spec: Any) -> Any:
     """As FSDP2 does by default: gradients are averaged over replicas."""
-    return _scaled(0.5, ctx, spec)
+    return scaled(0.5, ctx, spec)
 
 
 def same_data(ctx: RankContext, **spec: Any) -> Any:
@@ -91,27 +85,22 @@ def same_data(ctx: RankContext, **spec: Any) -> Any:
 
 def unreduced(ctx: RankContext, **spec: Any) -> Any:
     """Replicas keep their gradients to themselves."""
-    GlooTransport.all_reduce = lambda self, group, tensor: _Done()  # type: ignore[assignment,method-assign]
+    GlooTransport.all_reduce = lambda self, group, tensor: TransportDone()  # type: ignore[assignment,method-assign]
     return train_rank(ctx, **spec)
 
 
 def ungathered(ctx: RankContext, **spec: Any) -> Any:
     """Nobody learns what the others have updated."""
-    GlooTransport.all_gather = lambda self, group, into, tensor: _Done()  # type: ignore[assignment,method-assign]
+    GlooTransport.all_gather = lambda self, group, into, tensor: TransportDone()  # type: ignore[assignment,method-assign]
     return train_rank(ctx, **spec)
 
 
 def freed_early(ctx: RankContext, **spec: Any) -> Any:
     """Rank 1 lets go of gathered weights before the op that reads them last, not behind it."""
-    of = RankPlan.of.__func__  # type: ignore[attr-defined]
 
-    def early(cls: type[RankPlan], plan: Plan, rank: int) -> RankPlan:
-        program: RankPlan = of(cls, plan, rank)
-        if rank == 1:
-            (op, cover), meetings = next(x for x in program.closes.items() if x[0][1] != AT_START)
-            del program.closes[op, cover]
-            program.closes[op, AT_START] = meetings
-        return program
+    def early(program: RankPlan, _: Plan) -> None:
+        (op, cover), meetings = next(x for x in program.closes.items() if x[0][1] != AT_START)
+        del program.closes[op, cover]
+        program.closes[op, AT_START] = meetings
 
-    RankPlan.of = classmethod(early)  # type: ignore[method-assign,assignment]
-    return train_rank(ctx, **spec)
+    return edited(early, ctx, spec)

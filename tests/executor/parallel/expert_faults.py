@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from executor.autograd import stage as chunk
+from executor.measure.peak_bytes import TransportDone
 from executor.optim.optimizer import ParamGradients
 from executor.optim.sync import BucketSync, Start
 from executor.parallel.collective import Collective
@@ -18,7 +19,6 @@ from executor.runtime.worker import RankContext
 from executor.transport.base import Transport, TransportHandle
 from executor.transport.groups import GlooTransport
 from ir.core.work import MessageKind
-from tests.executor.faults import _Done
 
 
 def told(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
@@ -66,7 +66,7 @@ def ungathered(ctx: RankContext, **spec: Any) -> Any:
 
     def less(self: BucketSync, meeting: Collective, transport: Transport) -> Start:
         if meeting.once and meeting.kind is MessageKind.ALL_GATHER and "experts" in meeting.bucket:
-            return _Done, None
+            return TransportDone, None
         return start(self, meeting, transport)
 
     BucketSync.start = less  # type: ignore[method-assign]
@@ -93,8 +93,9 @@ def alone_in_edp(ctx: RankContext, **spec: Any) -> Any:
     start = BucketSync.start
 
     def less(self: BucketSync, meeting: Collective, transport: Transport) -> Start:
+        left = meeting.kind is MessageKind.ALL_REDUCE and "experts" in meeting.bucket
         found = start(self, meeting, transport)
-        return (_Done, None) if meeting.kind is MessageKind.ALL_REDUCE and "experts" in meeting.bucket else found
+        return (TransportDone, None) if left else found
 
     BucketSync.start = less  # type: ignore[method-assign]
     return train_rank(ctx, **spec)

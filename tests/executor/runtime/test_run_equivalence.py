@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.executor.runs import Ran, alone, distance, error, merged, run
+from tests.executor.runs import alone, distance, error, merged, run, same
 
 ROUNDING = 1e-10
 DUAL = ("schedule.name=dualpipe",)
@@ -66,21 +66,16 @@ def test_copies_equal_one_process_up_to_the_order_of_sums(sets: tuple[str, ...])
 @pytest.mark.parametrize("sets", [("schedule.name=zbv", "schedule.microbatches=5"), DUAL, TIED], ids=_name)
 def test_ranks_that_are_threads_train_as_processes_do_to_the_bit(sets: tuple[str, ...]) -> None:
     apart, together = (run(*sets, backend=b, memory=True) for b in ("gloo", "local"))
-    assert _same(apart, together)
+    assert same(apart, together)
     assert {k: apart.object[k] for k in SAME} == {k: together.object[k] for k in SAME}
     peaks = [[*ran.object["memory"]["peak_allocated_bytes"].values()] for ran in (apart, together)]
     assert np.abs(np.diff(peaks, axis=0)).max() < 1024  # a neighbour may hold the vector of the norm a moment longer
 
 
-def _same(a: Ran, b: Ran) -> bool:
-    pairs = zip((*a.grads, *a.params), (*b.grads, *b.params), strict=True)
-    return all(x.keys() == y.keys() and all(np.array_equal(x[n], y[n], equal_nan=True) for n in x) for x, y in pairs)
-
-
 def test_both_copies_of_dualpipe_stay_equal_and_a_repeated_run_is_the_same() -> None:
     sets = (*DUAL, "optimizer.clip_norm=0.1")
     first, second = run(*sets, steps=3), run(*sets, steps=3)
-    assert _same(first, second)
+    assert same(first, second)
     assert first.params[0].keys() == first.params[1].keys() == alone(*sets, steps=3).params.keys()
     assert all(np.array_equal(first.params[0][n], first.params[1][n]) for n in first.params[0])
     assert error(first, alone(*sets, steps=3)) <= ROUNDING

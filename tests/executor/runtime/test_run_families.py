@@ -7,12 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from executor.launch import run as cli
-from ir.job import load_job
-from ir.job.build import prepare
-from ir.job.run_options import JobRunOptions
 from tests.executor.families import TINY
-from tests.executor.runs import alone, distance, job_file, merged
+from tests.executor.runs import alone, distance, job_file, merged, two_steps
 
 ROUNDING = 1e-10
 
@@ -38,10 +34,7 @@ def error(*given: str, than: tuple[str, ...] | None = None) -> float:
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepared = prepare(load_job(str(job_file(folder)), given))
-        options = JobRunOptions(prepared.ranks, steps=2, watchdog_s=20.0, dump=folder)
-        found, _ = cli.run(prepared, prepared.plan(), options)
-        ends = [dict(np.load(folder / f"rank-{r}.npz")) for r in range(prepared.ranks)]
+        found, ends = two_steps(folder, str(job_file(folder)), given)
     got = merged(ends)
     assert not any(np.isnan(a).any() for a in got.values())
     one = alone(*(than or given))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -11,17 +10,12 @@ from hypothesis import strategies as st
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import FloatArray
-from ir.lower import MessageQueue, PassMerge, PlanPolicy
+from ir.lower import MessageQueue
 from ir.plan.plan import OpKind, OpLists, Plan
 from piper_sim.engine import EngineRun, EngineScenario, HostModel, KernelInterference, Links, MessageMode
-from tests.ir.plans import FIXED, WHOLE, moe_plan, stage_plan
+from tests.ir.plans import FIXED
+from tests.piper_sim.engine.cases import POLICIES, layers, stages
 
-POLICIES = {
-    "whole": WHOLE,
-    "cut": PlanPolicy(merge=PassMerge.ALTERNATE, clip=False),
-    "use": PlanPolicy(merge=PassMerge.FUSED, whole_backward=True, p2p=MessageQueue.USE, clip=False),
-    "single": PlanPolicy(merge=PassMerge.ALTERNATE, p2p=MessageQueue.SINGLE, clip=False),
-}
 STAGES = st.tuples(st.sampled_from(FIXED), st.integers(1, 8), st.integers(1, 12), st.sampled_from(sorted(POLICIES)))
 LAYERS = st.tuples(
     st.sampled_from(("1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")),
@@ -34,18 +28,6 @@ LAYERS = st.tuples(
 )
 SEEDS = st.integers(0, 2**32)
 SCALES = ("ties", "ulps", "seconds", "minutes", "mixed")
-
-
-@lru_cache(maxsize=4096)
-def stages(name: str, ranks: int, mbs: int, policy: str) -> Plan:
-    """Any schedule on bare stages."""
-    return stage_plan(name, ranks + ranks % 2 * (name == "dualpipe"), mbs, None, POLICIES[policy])
-
-
-@lru_cache(maxsize=4096)
-def layers(name: str, ranks: int, mbs: int, zero: int, tied: bool, clip: bool, p2p: MessageQueue) -> Plan:
-    """Layer-level mixture of experts: all-to-alls, ZeRO, clipping, collectives that span programs."""
-    return moe_plan(name, ranks, mbs, PlanPolicy(p2p=p2p, clip=clip), zero=zero, tied=tied)
 
 
 def plan_of(case: tuple[Any, ...]) -> Plan:

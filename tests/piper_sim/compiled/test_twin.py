@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ir.plan.plan import OpLists, Plan
 from piper_sim import compiled, engine
 from piper_sim.compiled import CompiledEngine, event_loop, longest_path
 from piper_sim.compiled.heap import pop, put
 from piper_sim.engine import EngineScenario, HostModel, KernelInterference, MessageMode
-from tests.ir.plans import stage_plan
+from tests.ir.plans import stage_plan, with_waits
 from tests.piper_sim.compiled import scenario_cases as cases
 from tests.piper_sim.compiled.scenario_cases import (
     HOSTS,
@@ -99,11 +98,6 @@ def test_a_structure_is_built_once_and_forgotten_with_its_plan() -> None:
     del plan, bare, carried
     gc.collect()
     assert gone() is None
-
-
-def with_waits(plan: Plan, row: int, on: int) -> Plan:
-    waits = OpLists.of(len(plan), np.append(plan.waits.rows(), row), np.append(plan.waits.items, on))
-    return replace(plan, waits=waits)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ HEAVY = settings(deadline=None, max_examples=max(40, settings().max_examples // 
 
 CUT = PlanPolicy(merge=PassMerge.ALTERNATE, clip=False)
 USE = PlanPolicy(merge=PassMerge.FUSED, whole_backward=True, p2p=MessageQueue.USE, clip=False)
-POLICIES = {"whole": WHOLE, "cut": CUT, "use": USE}
+SINGLE = PlanPolicy(merge=PassMerge.ALTERNATE, p2p=MessageQueue.SINGLE, clip=False)
+POLICIES = {"whole": WHOLE, "cut": CUT, "use": USE, "single": SINGLE}
 
 
 # What to build is drawn, not the plan: a failing example prints in one line.
@@ -37,12 +38,13 @@ LAYERS = st.fixed_dictionaries(
 )
 
 
+@lru_cache(maxsize=4096)
 def stages(name: str, ranks: int, mbs: int, policy: str) -> Plan:
     """Any schedule on bare stages, under any way to queue its transfers."""
     return stage_plan(name, ranks + ranks % 2 * (name == "dualpipe"), mbs, None, POLICIES[policy])
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)
 def layers(name: str, ranks: int, mbs: int, zero: int, tied: bool, clip: bool, p2p: MessageQueue) -> Plan:
     """Layer-level mixture of experts: all-to-alls, ZeRO, clipping, DualPipe's and tied embeddings' meetings."""
     return moe_plan(name, ranks, mbs, PlanPolicy(p2p=p2p, clip=clip), zero=zero, tied=tied)

@@ -2,7 +2,6 @@
 
 import random
 from collections import defaultdict
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import FloatArray
 from ir.graph.sync import buckets
-from ir.plan.plan import OpKind, OpLists, Plan
+from ir.plan.plan import OpKind, Plan
 from ir.schedules.registry import NAMES, build
 from ir.schedules.schedule import OpTimes
 from piper_sim import compiled
@@ -22,7 +21,7 @@ from piper_sim.engine import EngineRun, EngineScenario, MessageMode, play, run
 from piper_sim.engine.scenario import carried
 from piper_sim.pricing.hosts import inline
 from piper_sim.study.pipeline import PassTimes, run_schedule
-from tests.ir.plans import moe_plan, stage_plan
+from tests.ir.plans import moe_plan, stage_plan, with_waits
 from tests.piper_sim.engine.cases import CUT, HEAVY, LAYERS, STAGES, durations, layers, stages
 from tests.piper_sim.engine.longest_paths import Cell, paragraph, times
 
@@ -165,12 +164,6 @@ def test_one_rank_takes_the_sum_of_its_ops() -> None:
         if name != "dualpipe":
             out = run_schedule(name, 1, 5, times=PassTimes.parse("F=3,I=4,W=2,p2p=1"))
             assert out.run.end.max() == out.schedule.stages * 5 * 9
-
-
-def with_waits(plan: Plan, row: int, on: int) -> Plan:
-    rows = np.append(plan.waits.rows(), row)
-    waits = OpLists.of(len(plan), rows, np.append(plan.waits.items, on))
-    return replace(plan, waits=waits)
 
 
 def crossed() -> Plan:

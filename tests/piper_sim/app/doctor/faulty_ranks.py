@@ -4,27 +4,20 @@ from typing import Any
 
 from torch import Tensor
 
+from executor.measure.peak_bytes import TransportDone
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportHandle
 from executor.transport.groups import GlooTransport
 from piper_sim.app.doctor.collectives import collectives_rank
 
 
-class _Done:
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
 def _nothing(self: GlooTransport, *args: Any, **kwargs: Any) -> TransportHandle:
-    return _Done()
+    return TransportDone()
 
 
 def _swapped(self: GlooTransport, group: str, into: Tensor, tensor: Tensor, *sizes: Any) -> TransportHandle:
     into.copy_(tensor.flip(0))
-    return _Done()
+    return TransportDone()
 
 
 def without(ctx: RankContext, kind: str, **args: Any) -> Any:

@@ -11,18 +11,12 @@ from typing import Any
 
 import pytest
 
-from ir.core.errors import PiperError
 from piper_sim.app.cli import main
 from piper_sim.app.doctor import checks, machine, runs
 from piper_sim.app.doctor import command as doctor
+from tests.refusals import refused
 
 FP64 = {"fp64": 1e-12}
-
-
-def _refused(ask: Callable[[], object]) -> PiperError:
-    with pytest.raises(PiperError) as caught:
-        ask()
-    return caught.value
 
 
 def test_the_machine_by_itself_is_green() -> None:
@@ -46,7 +40,7 @@ def test_what_is_wrong_with_a_machine_is_said(
     ask: Callable[[], object], where: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, value)
-    error = _refused(ask)
+    error = refused(ask)
     assert says in error.message and error.suggestion
 
 
@@ -56,7 +50,7 @@ def test_one_hardware_queue_is_refused_where_there_is_a_gpu(monkeypatch: pytest.
     gpu = SimpleNamespace(name="H100", total_memory=80 * 2**30, multi_processor_count=132)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda k: gpu)
-    assert _refused(machine.devices).key == "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert refused(machine.devices).key == "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert machine.devices()["gpus"] == [{"name": "H100", "memory_bytes": 80 * 2**30, "sms": 132}]
 
@@ -78,21 +72,19 @@ def curve(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], float]:
 def test_comparisons_see_what_differs(curve: dict[tuple[int, str], float], monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs.equality() and runs.processes("gloo") and runs.restart()
     curve[4, "local"] = 1e-11
-    assert "dualpipe" in _refused(runs.equality).message and "resumed" in _refused(runs.restart).message
+    assert "dualpipe" in refused(runs.equality).message and "resumed" in refused(runs.restart).message
     curve[4, "local"], curve[2, "gloo"] = float("nan"), 1e-11
-    assert (
-        "nan" in _refused(runs.equality).message and "two threads" in _refused(lambda: runs.processes("gloo")).message
-    )
+    assert "nan" in refused(runs.equality).message and "two threads" in refused(lambda: runs.processes("gloo")).message
     curve.clear()
     monkeypatch.setattr(runs, "prepared_of", lambda plan, compute, seed=0, real=runs.prepared_of: real(plan, compute))
-    assert "sees nothing" in _refused(runs.equality).message
+    assert "sees nothing" in refused(runs.equality).message
 
 
 def test_memory_is_what_was_predicted_and_another_figure_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs.memory()["peak_bytes"]
     real = runs.peak_bytes
     monkeypatch.setattr(runs, "peak_bytes", lambda *of: tuple(b + 1 for b in real(*of) or ()))
-    assert "as predicted" in (_refused(runs.memory).allowed or "")
+    assert "as predicted" in (refused(runs.memory).allowed or "")
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
@@ -108,10 +100,10 @@ def test_the_touched_rank_is_named_and_another_is_not_taken_for_it(
         monkeypatch.setattr(runs, "TOUCHED", 1)
 
     monkeypatch.setattr(runs, "_touch", other)
-    assert "rank 0 blamed" in _refused(lambda: runs.failure(sign)).message
+    assert "rank 0 blamed" in refused(lambda: runs.failure(sign)).message
     monkeypatch.setattr(runs, "run", lambda *of: None)  # nobody says anything
     monkeypatch.setattr(runs, "_touch", lambda *of: None)
-    assert sign.name in _refused(lambda: runs.failure(sign)).message
+    assert sign.name in refused(lambda: runs.failure(sign)).message
 
 
 def test_saved_here_and_resumed_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,7 @@ import pytest
 from piper_sim import explain, load_job, predict
 from piper_sim.report.marks import HOST
 from piper_sim.study.explain.marks import marks_of
-
-JOB = {
-    "model": {"config": "tiny-moe", "num_hidden_layers": 8, "seq_len": 256},
-    "parallel": {"pp": 4, "ep": 2, "dp": 2},
-    "schedule": {"name": "zbv", "microbatches": 8},
-    "cluster": {"speed": {"2": 0.5, "3": 0.5}},
-}
+from tests.piper_sim.report.test_browser import JOB
 
 
 @pytest.fixture(scope="module")
