@@ -24,6 +24,7 @@ from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut
 from executor.modules.user.attention import flag_causal, widen_values
 from executor.modules.user.divided import regions
 from executor.modules.user.dropout import reseed
+from executor.modules.user.own_functions import call_functions, functions_kept
 from executor.modules.user.writes import storages, written
 from executor.parallel.inline import RankRegion
 from ir.core.errors import PiperError, job_error, nearest
@@ -63,7 +64,9 @@ def export_cut(
     ['embed', 'l0', 'l1']
     """
     _check_tags(module, tags)
-    root = _exported(module, size, length)
+    with functions_kept() as calls:
+        root = _exported(module, size, length)
+    call_functions(root.graph, calls)
     graph = _tidied(root, (size, length), type(module).__name__)
     flag_causal(root)
     widen_values(root)
@@ -104,6 +107,8 @@ def _exported(module: nn.Module, size: int, length: int) -> fx.GraphModule:
     given = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
     try:
         program = torch.export.export(module, (ids,), given, strict=False)
+    except PiperError:
+        raise
     except Exception as error:  # of torch.export, of dynamo, of the user's code: of any kind
         raise _not_exported(module, error) from error
     return program.module()

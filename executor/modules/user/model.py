@@ -169,6 +169,8 @@ class UserModel:
         for name, module in self.module.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not self._tagged:
                 raise _cannot(f"{name} drops out", "dropout of a model cut by path", 'tags = { PP = "…" }')
+            if self._tagged and (module._backward_hooks or module._backward_pre_hooks):
+                raise _cannot(f"{name} has a hook of its gradient", "an exported graph, without hooks", "leave it out")
             if getattr(module, "track_running_stats", False):
                 raise _cannot(f"{name} keeps running statistics", "sums over microbatches alone", "LayerNorm")
         if frozen := [n for n, p in self.module.named_parameters() if not p.requires_grad]:

@@ -1,0 +1,115 @@
+"""A user's own `torch.autograd.Function`s, kept whole in an exported graph.
+
+torch.export goes through them: its graph has what a function's forward calls, and the derivative of these calls would
+stand in the place of its backward. So while a module is exported, such a function is one operator, of which only the
+shapes of its results are asked; behind it, the operator's nodes call the function itself.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd import Function
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
+
+from executor.modules.user.annotate import model_error
+
+OWN = torch.library.Library("piper_own", "DEF")
+OWN.define("call(int number, Tensor[] xs) -> Tensor[]")
+CALL = torch.ops.piper_own.call.default
+Apply = Callable[..., Any]
+
+
+TENSOR = object()  # stands where one was
+
+
+class OwnCall:
+    """One call of a function. values: its arguments; form: how they nest."""
+
+    def __init__(self, cls: type[Function], apply: Apply, values: list[Any], form: TreeSpec) -> None:
+        self.name, self._cls, self._apply = cls.__name__, cls, apply
+        self._values, self._form = _without_tensors(values), form
+        self.returned: tuple[list[Any], TreeSpec] | None = None  # its results, and how they nest
+
+    def run(self, xs: list[Tensor]) -> list[Tensor]:
+        """The tensors that it returns, given those that it takes."""
+        args, kwargs = tree_unflatten(_filled(self._values, xs), self._form)
+        found, form = tree_flatten(self._apply(self._cls, *args, **kwargs))
+        if self.returned is None:
+            self.returned = _without_tensors(found), form
+        return [v for v in found if isinstance(v, Tensor)]
+
+    def results(self, tensors: list[Tensor]) -> Any:
+        """What the function returns, of these tensors."""
+        assert self.returned is not None
+        values, form = self.returned
+        return tree_unflatten(_filled(values, tensors), form)
+
+
+def _without_tensors(values: list[Any]) -> list[Any]:
+    return [TENSOR if isinstance(v, Tensor) else v for v in values]
+
+
+def _filled(values: list[Any], tensors: list[Tensor]) -> list[Any]:
+    given = iter(tensors)
+    return [next(given) if v is TENSOR else v for v in values]
+
+
+_calls: list[OwnCall] = []  # of the export that is going on, by number
+
+
+def _shapes(number: int, xs: list[Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        found = _calls[number].run(xs)
+    return [torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) for y in found]
+
+
+torch.library.register_fake("piper_own::call", _shapes, lib=OWN)
+
+
+@contextmanager
+def functions_kept() -> Iterator[list[OwnCall]]:
+    """While a module is exported inside, its own functions are single operators; gives their calls, by number.
+
+    Hooks of gradients, which no graph has, are refused: raises PiperError (model).
+    """
+    apply, hook = vars(Function)["apply"], torch.Tensor.register_hook
+
+    def kept(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:  # it computes again what a plan keeps or computes again as the job says
+            return args[0](*args[2:])
+        values, form = tree_flatten((args, kwargs))
+        if cls.__module__.startswith("torch.") or any(callable(v) for v in values if not isinstance(v, Tensor)):
+            return apply.__func__(cls, *args, **kwargs)
+        _calls.append(call := OwnCall(cls, apply.__func__, values, form))
+        return call.results(CALL(len(_calls) - 1, [v for v in values if isinstance(v, Tensor)]))
+
+    def refused(self: Tensor, hook: object) -> None:
+        message, fix = "forward registers a hook of a gradient, which an exported graph has not", "leave the hook out"
+        raise model_error(message, fix, "an autograd.Function whose backward does it", "model.module")
+
+    _calls.clear()
+    try:
+        Function.apply, torch.Tensor.register_hook = classmethod(kept), refused  # type: ignore[method-assign,assignment]
+        yield _calls
+    finally:
+        Function.apply, torch.Tensor.register_hook = apply, hook  # type: ignore[method-assign]
+
+
+def call_functions(graph: fx.Graph, calls: list[OwnCall]) -> None:
+    """Let the operators of an exported graph be calls of the functions again."""
+    for node in graph.nodes:
+        if node.target is CALL:
+            number, xs = node.args
+            node.target, node.args = _named(calls[number]), (xs,)
+
+
+def _named(call: OwnCall) -> Callable[[list[Tensor]], list[Tensor]]:
+    def applied(xs: list[Tensor]) -> list[Tensor]:
+        return call.run(xs)
+
+    applied.__name__ = call.name
+    return applied

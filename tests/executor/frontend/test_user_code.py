@@ -1,0 +1,158 @@
+"""What people write in a forward, against plain torch: functions with a backward of their own, layers called twice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from executor.autograd.split import SplitPass
+from executor.modules.user.model import UserModel
+from ir.core.errors import PiperError
+
+WIDTH, VOCAB, BATCH = 4, 9, (2, 3)
+
+
+class Stepped(torch.autograd.Function):
+    """Steps, whose gradient is as if there were none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """x to quarters."""
+        return torch.round(x * 4) / 4
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        """Straight through."""
+        return dy
+
+
+class Spread(torch.autograd.Function):
+    """A linear with a gradient that is not its own, and results of several kinds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: dict[str, float]) -> Any:
+        """The linear, where it is positive, nothing, and the number that it was given."""
+        ctx.save_for_backward(x, weight)
+        y = x @ weight.T * how["by"]
+        ctx.mark_non_differentiable(positive := y > 0)
+        return y, [positive, None], how["by"]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: object) -> tuple[Tensor, Tensor, None]:
+        """Half of what it should be, and seven tenths."""
+        x, weight = ctx.saved_tensors
+        return dy @ weight * 0.5, torch.einsum("bto,bti->oi", dy, x) * 0.7, None
+
+
+def of(function: type[torch.autograd.Function], *args: object) -> Any:
+    """What it returns."""
+    return function.apply(*args)
+
+
+class Layer(nn.Module):
+    """A linear, and what is done with it."""
+
+    turns: Tensor
+
+    def __init__(self, how: Callable[["Layer", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.scale, self.how = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH)), how
+        self.register_buffer("turns", torch.polar(torch.ones(WIDTH // 2), torch.rand(WIDTH // 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scale is read by all."""
+        return x + self.how(self, x) * self.scale
+
+
+class Net(nn.Module):
+    """Two such layers, called so many times."""
+
+    def __init__(self, how: Callable[[Layer, Tensor], Tensor], times: int = 1) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Layer(how) for _ in range(2))
+        self.times = times
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Features."""
+        x: Tensor = self.embed(ids)
+        for _ in range(self.times):
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+def spread(layer: Layer, x: Tensor) -> Tensor:
+    """All that the function returns is used."""
+    y, (positive, nothing), by = of(Spread, x, layer.linear.weight, {"by": 1.5})
+    assert nothing is None
+    found: Tensor = torch.tanh(y + layer.linear.bias) * positive * by
+    return found
+
+
+WAYS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
+    "own backward": lambda layer, x: layer.linear(of(Stepped, x)),
+    "several results": spread,
+    "checkpointed": lambda layer, x: checkpoint(layer.linear, x, use_reentrant=False),
+    "checkpointed, reentrant": lambda layer, x: checkpoint(layer.linear, x, use_reentrant=True),
+}
+
+
+def both(build: Callable[[], nn.Module]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of a module in chunks, forward and then backward in halves, and those of plain torch; in float64."""
+    model = UserModel(build, dtype=torch.float64, tags={"PP": "layers.*"}, batch=BATCH)
+    model.refuse_training()
+    built, ids = model.build(model.chunks), torch.arange(6).view(BATCH)
+    names, grads = {id(p): n for n, p in built.params.items()}, dict[str, Tensor]()
+
+    def add(name: str, grad: Tensor) -> None:
+        grads[name] = grads.get(name, 0) + grad
+
+    runs, x = [], tuple[Tensor, ...]((ids,))
+    for chunk in model._cut.chunks.values():
+        runs.append(SplitPass({names[id(p)]: p for p in chunk.parameters()}, add))
+        x = runs[-1].forward(chunk, *x)
+    dys: tuple[Tensor | None, ...] = (torch.cos(x[0]),)
+    for run in reversed(runs):
+        dys = run.input_grad(*dys)
+        run.weight_grad()
+    torch.manual_seed(0)
+    net = build()
+    for t in (*net.parameters(), *net.buffers()):
+        t.data = t if t.is_complex() else t.double()
+    net(ids).backward(torch.cos(net(ids)).detach())
+    return grads, {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_the_code_as_it_is_written(way: str) -> None:
+    ours, theirs = both(lambda: Net(WAYS[way]))
+    assert ours.keys() == theirs.keys() and all(torch.allclose(ours[n], theirs[n], 1e-12, 1e-14) for n in theirs)
+
+
+def hooked(layer: Layer, x: Tensor) -> Tensor:
+    """A hook of a gradient."""
+    y: Tensor = layer.linear(x)
+    y.register_hook(torch.neg)
+    return y
+
+
+def with_module_hook() -> Net:
+    """A net one of whose linears has a hook."""
+    net = Net(lambda layer, x: layer.linear(x))
+    net.layers[1].get_submodule("linear").register_full_backward_hook(lambda *_: None)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: Net(hooked), "registers a hook of a gradient"),
+        (with_module_hook, r"layers\.1\.linear has a hook of its gradient"),
+    ],
+)
+def test_what_a_graph_could_not_keep_is_refused(build: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(PiperError, match=said):
+        both(build)
