@@ -226,7 +226,7 @@ class _Seams(TorchFunctionMode):
                 if isinstance(y, Tensor) and y.requires_grad and id(y) not in names:
                     derived[id(y)] = (y, tuple(weights.values()))
             return out
-        name, target = getattr(func, "__name__", ""), args[0] if args else None
+        name, target = getattr(func, "__name__", "").partition(".")[0], args[0] if args else None  # add_.Tensor, too
         if name.endswith("_") and not name.endswith("__") and isinstance(target, Tensor):
             # In place (`x += w` arrives as add_): run it on a copy, then write the result, and its history, back.
             call = _Call(func, args, kwargs, tuple(weights.values()), is_derived, in_place=True)
