@@ -63,7 +63,7 @@ class UserModel:
                 module = build()
         if not isinstance(module, nn.Module):
             raise PiperError(ErrorKind.MODEL, f"build() returned {type(module).__name__}", allowed="a torch.nn.Module")
-        self.module = module if dtype is None else module.to(dtype)
+        self.module = module if dtype is None else _cast(module, dtype)
         self.shapes = {n: tuple(p.shape) for n, p in self.module.named_parameters()}
         self._tagged = bool(tags)
         shard = shard or ModelShard()
@@ -175,6 +175,9 @@ class UserModel:
                 raise _cannot(f"{name} keeps running statistics", "sums over microbatches alone", "LayerNorm")
         if frozen := [n for n, p in self.module.named_parameters() if not p.requires_grad]:
             raise _cannot(f"{frozen[0]} is frozen", "parameters that are all trained", "make it a buffer")
+        if turned := [n for n, p in self.module.named_parameters() if p.is_complex()]:
+            message, fix = f"{turned[0]} is complex, which no optimizer here updates", "torch.view_as_complex(real)"
+            raise model_error(message, fix, "real parameters; buffers may be complex", "model.module")
 
     def refuse_impure(self, size: int, length: int) -> None:
         """Try forward, without values, on microbatches of `size` sequences of `length` tokens.
@@ -208,6 +211,16 @@ class TokenShapeChunk(nn.Module):
         """x (sequences, tokens, …)."""
         found: Tensor = self.inner(x, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device), *more)
         return found
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """What is of floating point, in another format; `Module.to` would make complex numbers real.
+
+    >>> net = nn.Module(); net.register_buffer("turns", torch.ones(2) * 1j); _cast(net, torch.float64).turns[0].item()
+    1j
+    """
+    module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return module
 
 
 def _code(chunk: nn.Module | None) -> str:

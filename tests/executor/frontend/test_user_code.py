@@ -101,12 +101,19 @@ def in_place(layer: Layer, x: Tensor) -> Tensor:
     return y
 
 
+def turned(layer: Layer, x: Tensor) -> Tensor:
+    """Rotary embedding, as complex numbers have it."""
+    pairs = torch.view_as_complex(layer.linear(x).view(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * layer.turns).flatten(-2)
+
+
 WAYS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
     "own backward": lambda layer, x: layer.linear(of(Stepped, x)),
     "several results": spread,
     "checkpointed": lambda layer, x: checkpoint(layer.linear, x, use_reentrant=False),
     "checkpointed, reentrant": lambda layer, x: checkpoint(layer.linear, x, use_reentrant=True),
     "in place": in_place,
+    "complex buffer": turned,
 }
 
 
@@ -156,11 +163,19 @@ def with_module_hook() -> Net:
     return net
 
 
+def with_complex_parameter() -> Net:
+    """A net with one of whose parameters a rotation is learnt."""
+    net = Net(turned)
+    net.layers[0].turns = nn.Parameter(net.layers[0]._buffers.pop("turns"))  # type: ignore[arg-type]
+    return net
+
+
 @pytest.mark.parametrize(
     ("build", "said"),
     [
         (lambda: Net(hooked), "registers a hook of a gradient"),
         (with_module_hook, r"layers\.1\.linear has a hook of its gradient"),
+        (with_complex_parameter, r"layers\.0\.turns is complex"),
     ],
 )
 def test_what_a_graph_could_not_keep_is_refused(build: Callable[[], nn.Module], said: str) -> None:
