@@ -73,13 +73,13 @@ def export_cut(
     if reseed(graph, seed, size) and region is not None:
         message, fix = "dropout of a divided module would fall otherwise on each rank", "set its p to 0"
         raise job_error("parallel.tp", message, fix, "1 with dropout")
-    at, seen = _layers(graph, tags[SEAM])
-    if not seen:
+    at, layers = _layers(graph, tags[SEAM], made_again(module, graph))
+    if not layers:
         raise _never_called(module, tags[SEAM])
     _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
     partly = regions(root, at, made_again(module, graph), cut, region) if region is not None else frozenset()
     pack_seams(module, graph, at, (size, length))
-    return replace(cut_at(module, root, graph, at, len(seen)), partly=partly)
+    return replace(cut_at(module, root, graph, at, layers), partly=partly)
 
 
 def _check_tags(module: nn.Module, tags: Mapping[str, str]) -> None:
@@ -158,15 +158,27 @@ def _is_logits(value: object, batch: tuple[int, int]) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[:2] == batch
 
 
-def _layers(graph: fx.Graph, pattern: str) -> tuple[At, dict[str, int]]:
-    """Of each node the layer it belongs to: the outermost module on its path that the pattern matches."""
+def _layers(graph: fx.Graph, pattern: str, again: Collection[fx.Node]) -> tuple[At, int]:
+    """Of each node the layer it belongs to, the outermost module on its path that the pattern matches; how many there
+    are. A module that is called again behind another one is a layer each time."""
     seen: dict[str, int] = {}
     at: At = {}
+    worked: set[str] = set()
+    layers, here = 0, ""
     for node in graph.nodes:
         stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
         path = next((str(p) for p, _ in stack.values() if fnmatchcase(str(p), pattern)), None)
-        at[node] = () if path is None else ((SEAM, seen.setdefault(path, len(seen))),)
-    return at, seen
+        if path is None:
+            at[node] = ()
+            continue
+        works = node.op != "get_attr" and node not in again
+        if path not in seen or (works and path != here and path in worked):
+            seen[path], layers = layers, layers + 1
+        if works:
+            here = path
+            worked.add(path)
+        at[node] = ((SEAM, seen[path]),)
+    return at, layers
 
 
 def _never_called(module: nn.Module, pattern: str) -> PiperError:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -147,6 +148,13 @@ def both(build: Callable[[], nn.Module]) -> tuple[dict[str, Tensor], dict[str, T
 def test_gradients_are_those_of_the_code_as_it_is_written(way: str) -> None:
     ours, theirs = both(lambda: Net(WAYS[way]))
     assert ours.keys() == theirs.keys() and all(torch.allclose(ours[n], theirs[n], 1e-12, 1e-14) for n in theirs)
+
+
+def test_a_layer_that_is_called_again_behind_another_is_a_layer_each_time() -> None:
+    ours, theirs = both(lambda: Net(lambda layer, x: F.gelu(layer.linear(x)), times=2))
+    assert ours.keys() == theirs.keys() and all(torch.allclose(ours[n], theirs[n], 1e-12, 1e-14) for n in theirs)
+    model = UserModel(lambda: Net(WAYS["own backward"], times=2), tags={"PP": "layers.*"}, batch=BATCH)
+    assert model.chunks == ("embed", "l0", "l1", "l2", "l3")
 
 
 def hooked(layer: Layer, x: Tensor) -> Tensor:
