@@ -236,6 +236,8 @@ def pack_seams(module: nn.Module, graph: fx.Graph, at: At, batch: tuple[int, int
         named = {n.name: str(n.meta["val"].dtype) for alive in seams for n in alive}
         message = f"what crosses seams is of several formats, or of integers: {named}"
         raise model_error(message, "move the seam", "floating point, of one format", "model.module")
+    for node, name in chunks.items():  # a pack is to stand with its chunk, whatever made-again nodes stand around it
+        at[node] = ((SEAM, int(name[1:])),) if name[1:].isdigit() and node not in again else ()
     for i in range(len(seams)):
         _one(graph, at, work, i, batch, width)
 

@@ -157,6 +157,46 @@ def test_a_layer_that_is_called_again_behind_another_is_a_layer_each_time() -> N
     assert model.chunks == ("embed", "l0", "l1", "l2", "l3")
 
 
+class Late(nn.Module):
+    """A layer that begins with a table made of sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Positions are added."""
+        at = torch.arange(x.shape[1]).unsqueeze(-1)
+        return torch.tanh(self.linear(x) + at)
+
+
+class Beside(nn.Module):
+    """Such layers, and a stream beside them that only the end reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Late() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Each layer's result is added outside of it."""
+        x = first = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        found: Tensor = x * first
+        return found
+
+
+def test_several_tensors_cross_seams_where_layers_begin_with_tables_made_of_sizes() -> None:
+    ours, theirs = both(Beside)
+    assert ours.keys() == theirs.keys() and all(torch.allclose(ours[n], theirs[n], 1e-12, 1e-14) for n in theirs)
+    chunks = UserModel(Beside, tags={"PP": "layers.*"}, batch=BATCH)._cut.chunks
+    x, crossing = torch.arange(6).view(BATCH), []
+    for chunk in chunks.values():
+        x = chunk(x)
+        crossing.append(x.shape)
+    assert crossing == [(*BATCH, 3 * WIDTH)] * 3 + [(*BATCH, WIDTH)]  # of one width, as messages are
+
+
 def hooked(layer: Layer, x: Tensor) -> Tensor:
     """A hook of a gradient."""
     y: Tensor = layer.linear(x)
