@@ -313,6 +313,8 @@ def _is_plain(names: Mapping[int, str], x: Tensor, weight: Tensor, bias: Tensor 
     """Whether a linear's weight gradient is the product written here in torch's own backward, too."""
     if id(weight) not in names or not (bias is None or id(bias) in names) or not x.requires_grad:
         return False
+    if weight._backward_hooks or (bias is not None and bias._backward_hooks):
+        return False  # autograd calls them
     plain = x.dim() > 1 and min(weight.shape) > 1 and x.is_contiguous() and weight.is_contiguous()
     return plain and x.dtype == weight.dtype and not (x.is_complex() or torch.is_autocast_enabled(x.device.type))
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from executor.autograd.compiled import CompiledPart, _traced
 from executor.autograd.split import SplitPass
 from executor.modules.user.model import UserModel
 from ir.core.errors import PiperError
@@ -229,3 +230,42 @@ def with_complex_parameter() -> Net:
 def test_what_a_graph_could_not_keep_is_refused(build: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(PiperError, match=said):
         both(build)
+
+
+class Viewed(nn.Module):
+    """A linear whose weight is made of two others; what it returns is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All but the first tokens."""
+        found: Tensor = torch.tanh(self.linear(x))[:, 1:]
+        return found
+
+
+def test_units_of_views_and_of_weights_made_of_others_are_cut_for_the_compiler_with_their_hooks() -> None:
+    unit, x = Viewed().double(), torch.randn(*BATCH, WIDTH, dtype=torch.float64)
+    weights, got = dict(unit.named_parameters()), dict[str, Tensor]()
+    weights["linear.bias"].register_hook(lambda grad: grad * 0.5)
+    plan = _traced(unit, weights, [x], [])
+    part = CompiledPart(plan, dict(plan.graphs), weights, (), ()).begin(got.__setitem__)  # the graphs, uncompiled
+    (y,) = part.forward(unit, x)
+    (dx,) = part.input_grad(torch.cos(y))
+    part.weight_grad()
+    theirs = x.clone().requires_grad_()
+    out = unit(theirs)
+    out.backward(torch.cos(out).detach())
+    pairs = [(y, out), (dx, theirs.grad), *((got[n], p.grad) for n, p in weights.items())]
+    assert all(a is not None and b is not None and torch.allclose(a, b, 1e-12, 1e-14) for a, b in pairs)
+
+
+def test_a_parameter_s_hook_is_called_for_a_plain_linear_too() -> None:
+    layer, got = nn.Linear(WIDTH, 2), dict[str, Tensor]()
+    layer.weight.register_hook(torch.neg)
+    run = SplitPass({"w": layer.weight, "b": layer.bias}, got.__setitem__)
+    (y,) = run.forward(layer, torch.ones(*BATCH, WIDTH))
+    run.input_grad(torch.ones_like(y))
+    run.weight_grad()
+    assert got["w"].eq(-6).all() and got["b"].eq(6).all()
