@@ -64,6 +64,8 @@ class ChunkedModel:
     shape_only: frozenset[str] = frozenset()  # those among them that read its sizes and no token
     partly: frozenset[int] = frozenset()  # parameters, by id, of whose gradient each tensor-parallel rank has a part
     wants_draws: frozenset[str] = frozenset()  # those that drop out
+    idle: frozenset[int] = frozenset()  # parameters, by id, that no gradient reaches
+    loss: str = ""  # a number that forward returns beside the logits
 
 
 class _Tracer(fx.Tracer):

@@ -25,7 +25,7 @@ from executor.modules.user.attention import flag_causal, widen_values
 from executor.modules.user.divided import regions
 from executor.modules.user.dropout import reseed
 from executor.modules.user.own_functions import call_functions, functions_kept
-from executor.modules.user.writes import storages, written
+from executor.modules.user.writes import reaching, storages, written
 from executor.parallel.inline import RankRegion
 from ir.core.errors import PiperError, job_error, nearest
 
@@ -67,7 +67,7 @@ def export_cut(
     with functions_kept() as calls:
         root = _exported(module, size, length)
     call_functions(root.graph, calls)
-    graph = _tidied(root, (size, length), type(module).__name__)
+    graph, loss = _tidied(module, root, (size, length))
     flag_causal(root)
     widen_values(root)
     if reseed(graph, seed, size) and region is not None:
@@ -78,8 +78,17 @@ def export_cut(
         raise _never_called(module, tags[SEAM])
     _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
     partly = regions(root, at, made_again(module, graph), cut, region) if region is not None else frozenset()
+    idle = _idle(module, graph)
     pack_seams(module, graph, at, (size, length))
-    return replace(cut_at(module, root, graph, at, layers), partly=partly)
+    return replace(cut_at(module, root, graph, at, layers), partly=partly, idle=idle, loss=loss)
+
+
+def _idle(module: nn.Module, graph: fx.Graph) -> frozenset[int]:
+    """Parameters, by id, that no gradient of the logits reaches."""
+    *nodes, result = graph.nodes
+    found, params = reaching(result.all_input_nodes[0], nodes), dict(module.named_parameters(remove_duplicate=False))
+    held = [n for n in nodes if n.op == "get_attr" and n.target in params]
+    return frozenset(id(params[n.target]) for n in held) - {id(params[n.target]) for n in held if n in found}
 
 
 def _check_tags(module: nn.Module, tags: Mapping[str, str]) -> None:
@@ -114,22 +123,25 @@ def _exported(module: nn.Module, size: int, length: int) -> fx.GraphModule:
     return program.module()
 
 
-def _tidied(root: fx.GraphModule, batch: tuple[int, int], name: str) -> fx.Graph:
-    """The graph with the ids as its only input, the logits as its only output, and no assertions."""
-    graph = root.graph
+def _tidied(module: nn.Module, root: fx.GraphModule, batch: tuple[int, int]) -> tuple[fx.Graph, str]:
+    """The graph with the ids as its only input, the logits as its only output, and no assertions; and which number it
+    also returned, a loss of its own."""
+    graph, name = root.graph, type(module).__name__
     result = next(n for n in graph.nodes if n.op == "output")
     found = [n for n in tree_leaves(result.args) if isinstance(n, fx.Node) and _is_logits(n.meta.get("val"), batch)]
     if not found:
         raise model_error(f"{name} returns no tensor of sequences, tokens and features", None, ALLOWED, "model.module")
-    result.args = (found[0],)
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "call_module") and any(a in str(node.target) for a in ASSERTIONS):
             graph.erase_node(node)
+    again = made_again(module, graph)
+    own = [n.name for n in tree_leaves(result.args) if isinstance(n, fx.Node) and _is_loss(n, again)]
+    result.args = (found[0],)
     graph.eliminate_dead_code()
     for node in [n for n in graph.nodes if n.op == "placeholder"][1:]:
         if not node.users:
             graph.erase_node(node)
-    return graph
+    return graph, next(iter(own), "")
 
 
 def _refuse_writes(graph: fx.Graph, chunks: Mapping[fx.Node, str], again: Collection[fx.Node]) -> None:
@@ -156,6 +168,13 @@ def _written(what: str) -> PiperError:
 
 def _is_logits(value: object, batch: tuple[int, int]) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[:2] == batch
+
+
+def _is_loss(node: fx.Node, again: Collection[fx.Node]) -> bool:
+    """Whether it is one number, computed from parameters."""
+    value = node.meta.get("val")
+    floating = isinstance(value, Tensor) and value.is_floating_point() and not value.dim()
+    return floating and node.op != "get_attr" and node not in again
 
 
 def _layers(graph: fx.Graph, pattern: str, again: Collection[fx.Node]) -> tuple[At, int]:

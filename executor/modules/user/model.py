@@ -81,6 +81,7 @@ class UserModel:
             allowed = "dropout of 0 where tp or experts divide a layer"
             raise _cannot("dropout", allowed, "attention_dropout = 0, and the like")
         self.partly = tuple(n for k, n in self._names.items() if k in self._cut.partly)
+        self.idle = tuple(n for k, n in self._names.items() if k in self._cut.idle)
         self._ep, self._region = shard.ep, shard.region
         found = {c: cut_at_experts(c, chunk) for c, chunk in self._cut.chunks.items()}
         self.routed = {c: x for c, x in found.items() if x is not None}
@@ -173,6 +174,9 @@ class UserModel:
                 raise _cannot(f"{name} has a hook of its gradient", "an exported graph, without hooks", "leave it out")
             if getattr(module, "track_running_stats", False):
                 raise _cannot(f"{name} keeps running statistics", "sums over microbatches alone", "LayerNorm")
+        if self._cut.loss:
+            message, fix = f"forward returns a loss of its own ({self._cut.loss})", "output_router_logits = False, say"
+            raise model_error(message, fix, "logits: a run's loss is that of the next tokens", "model.module")
         if frozen := [n for n, p in self.module.named_parameters() if not p.requires_grad]:
             raise _cannot(f"{frozen[0]} is frozen", "parameters that are all trained", "make it a buffer")
         if turned := [n for n, p in self.module.named_parameters() if p.is_complex()]:

@@ -269,3 +269,37 @@ def test_a_parameter_s_hook_is_called_for_a_plain_linear_too() -> None:
     run.input_grad(torch.ones_like(y))
     run.weight_grad()
     assert got["w"].eq(-6).all() and got["b"].eq(6).all()
+
+
+class Aside(nn.Module):
+    """What is read without a gradient, beside what is read with one, also by a write in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.still, self.bound, self.moved = (nn.Parameter(torch.ones(WIDTH)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Three ways."""
+        with torch.no_grad():
+            scale = (x * self.still).mean()
+        y = torch.zeros(x.shape, dtype=x.dtype)
+        y[..., :WIDTH] = x * self.moved
+        return y * scale * (self.bound > 0)
+
+
+def test_a_parameter_that_no_gradient_reaches_is_known() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layers = nn.Embedding(VOCAB, WIDTH), nn.ModuleList([Aside()])
+
+        def forward(self, ids: Tensor) -> Any:
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = layer(x)
+            return x, x.pow(2).mean()
+
+    model = UserModel(Net, tags={"PP": "layers.*"}, batch=BATCH)
+    assert model.idle == ("layers.0.still", "layers.0.bound")  # torch's AdamW would not let them decay
+    with pytest.raises(PiperError, match="a loss of its own"):
+        model.refuse_training()
