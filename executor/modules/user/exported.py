@@ -70,7 +70,7 @@ def export_cut(
     graph, loss = _tidied(module, root, (size, length))
     flag_causal(root)
     widen_values(root)
-    if reseed(graph, seed, size) and region is not None:
+    if reseed(graph, seed, size, length) and region is not None:
         message, fix = "dropout of a divided module would fall otherwise on each rank", "set its p to 0"
         raise job_error("parallel.tp", message, fix, "1 with dropout")
     at, layers = _layers(graph, tags[SEAM], made_again(module, graph))
