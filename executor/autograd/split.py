@@ -227,7 +227,8 @@ class _Seams(TorchFunctionMode):
                     derived[id(y)] = (y, tuple(weights.values()))
             return out
         name, target = getattr(func, "__name__", "").partition(".")[0], args[0] if args else None  # add_.Tensor, too
-        if name.endswith("_") and not name.endswith("__") and isinstance(target, Tensor):
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if writes and isinstance(target, Tensor):
             # In place (`x += w` arrives as add_): run it on a copy, then write the result, and its history, back.
             call = _Call(func, args, kwargs, tuple(weights.values()), is_derived, in_place=True)
             return target.copy_(_Seam.run(self.run, call, tuple(acts)))
@@ -275,7 +276,8 @@ class _Seam(torch.autograd.Function):
             given = _swap(call.args, leaves)
             if call.in_place:
                 given = (given[0].clone(), *given[1:])
-            out = call.func(*given, **_swap(call.kwargs, leaves))
+            made = call.func(*given, **_swap(call.kwargs, leaves))
+            out = given[0] if call.in_place and made is None else made  # x[0] = w gives nothing
         outs = (out,) if isinstance(out, Tensor) else tuple(out)
         form.append(None if isinstance(out, Tensor) else (list if isinstance(out, list) else tuple))
         live = [isinstance(o, Tensor) and o.requires_grad for o in outs]  # some functions give a None beside a tensor

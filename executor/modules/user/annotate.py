@@ -7,12 +7,15 @@ the last is `head`, the names of `ir.workload`. One tensor may cross each seam. 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch.autograd import Function
+from torch.utils._pytree import tree_leaves
 
 from ir.core.errors import ErrorKind, PiperError
 
@@ -78,9 +81,37 @@ class _Tracer(fx.Tracer):
         return bool(self.scopes.open) or super().is_leaf_module(m, module_qualified_name)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            message = "no_grad or autocast outside of the modules that annotated code calls, which no trace has"
+            raise model_error(message, "detach(), or a module that does it", key="model.module")
         node: fx.Node = super().create_node(*args, **kwargs)
         self.at[node] = tuple(self.scopes.open)
         return node
+
+
+@contextmanager
+def functions_traced(tracer: fx.Tracer) -> Iterator[None]:
+    """Inside, a user's autograd.Function is one call of the graph, with its own backward."""
+    apply = vars(Function)["apply"]
+
+    def traced(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, fx.Proxy) for x in tree_leaves((args, kwargs))):
+            return tracer.create_proxy("call_function", _applied(cls), args, kwargs)
+        return apply.__func__(cls, *args, **kwargs)
+
+    try:
+        Function.apply = classmethod(traced)  # type: ignore[method-assign,assignment]
+        yield
+    finally:
+        Function.apply = apply  # type: ignore[method-assign]
+
+
+def _applied(cls: type[Function]) -> Callable[..., Any]:
+    def applied(*args: Any, **kwargs: Any) -> Any:
+        return cls.apply(*args, **kwargs)
+
+    applied.__name__ = cls.__name__
+    return applied
 
 
 def cut(module: nn.Module) -> ChunkedModel:
@@ -152,7 +183,8 @@ def _trace(module: nn.Module) -> tuple[fx.Graph, At, int]:
     tracer = _Tracer(scopes)
     _tracing.append(scopes)
     try:
-        graph = tracer.trace(module)
+        with torch.enable_grad(), functions_traced(tracer):
+            graph = tracer.trace(module)
     except (TypeError, RuntimeError, fx.proxy.TraceError) as error:
         message = f"the forward of {type(module).__name__} cannot be traced outside its annotated scopes: {error}"
         fix = 'move value-dependent Python into a module called inside `with annotate("PP")`'

@@ -188,7 +188,8 @@ class UserModel:
 
         Raises PiperError (model): a chunk's result depends on more than parameters and inputs.
         """
-        again = self._cut if self._tagged else cut(self.module)  # what was exported is code without a host
+        with TRACING:
+            again = self._cut if self._tagged else cut(self.module)  # what was exported is code without a host
         for name, chunk in self._cut.chunks.items():
             if _code(chunk) != _code(again.chunks.get(name)):
                 raise _cannot(f"{name} is traced differently each time", "code without the clock or the host", "fix it")

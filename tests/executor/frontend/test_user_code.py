@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from executor.autograd.compiled import CompiledPart, _traced
 from executor.autograd.split import SplitPass
+from executor.frontend.capture import capture
+from executor.modules.user.annotate import annotate
 from executor.modules.user.model import UserModel
 from ir.core.errors import PiperError
 
@@ -58,6 +60,7 @@ class Layer(nn.Module):
     """A linear, and what is done with it."""
 
     turns: Tensor
+    shift: Tensor
 
     def __init__(self, how: Callable[["Layer", Tensor], Tensor]) -> None:
         super().__init__()
@@ -119,9 +122,12 @@ WAYS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
 }
 
 
-def both(build: Callable[[], nn.Module]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def both(
+    build: Callable[[], nn.Module], tags: dict[str, str] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients of a module in chunks, forward and then backward in halves, and those of plain torch; in float64."""
-    model = UserModel(build, dtype=torch.float64, tags={"PP": "layers.*"}, batch=BATCH)
+    tags = {"PP": "layers.*"} if tags is None else tags
+    model = UserModel(build, dtype=torch.float64, tags=tags, batch=BATCH)
     model.refuse_training()
     built, ids = model.build(model.chunks), torch.arange(6).view(BATCH)
     names, grads = {id(p): n for n, p in built.params.items()}, dict[str, Tensor]()
@@ -303,3 +309,36 @@ def test_a_parameter_that_no_gradient_reaches_is_known() -> None:
     assert model.idle == ("layers.0.still", "layers.0.bound")  # torch's AdamW would not let them decay
     with pytest.raises(PiperError, match="a loss of its own"):
         model.refuse_training()
+
+
+class Annotated(nn.Module):
+    """A layer in a scope; what stands outside of it is traced. aside: with a part without gradients."""
+
+    def __init__(self, aside: bool = False) -> None:
+        super().__init__()
+        self.embed, self.layer, self.aside = nn.Embedding(VOCAB, WIDTH), Layer(written), aside
+        self.layer.shift = torch.rand(WIDTH)  # an attribute, no buffer
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Stepped before the layer."""
+        x: Tensor = of(Stepped, self.embed(ids))
+        if self.aside:
+            with torch.no_grad():
+                x = x + 1
+        with annotate("PP"):
+            return self.layer(x)  # type: ignore[no-any-return]
+
+
+def written(layer: Layer, x: Tensor) -> Tensor:
+    """As Python writes it."""
+    y: Tensor = layer.linear(x).clone()
+    y[:, 0] = layer.scale
+    return y + layer.shift
+
+
+def test_annotated_code_has_its_own_backward_outside_of_scopes_too() -> None:
+    ours, theirs = both(Annotated, {})
+    assert ours.keys() == theirs.keys() and all(torch.allclose(ours[n], theirs[n], 1e-12, 1e-14) for n in theirs)
+    assert [c["name"] for c in capture(Annotated(), batch=BATCH)["chunks"]] == ["embed", "l0"]
+    with pytest.raises(PiperError, match="no_grad or autocast outside"):
+        both(lambda: Annotated(aside=True), {})
