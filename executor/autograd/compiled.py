@@ -19,7 +19,6 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import PreparedJob, precision_of
 
 Note = Callable[[str], None]
-CONTIGUOUS = torch.contiguous_format
 
 
 @dataclass(frozen=True)

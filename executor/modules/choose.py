@@ -9,11 +9,10 @@ from executor.modules.hub_weights import HubCheckpoint, biases
 from executor.modules.user.annotate import model_error
 from executor.modules.user.divided import ModelShard
 from executor.modules.user.model import UserModel, load_callable
-from executor.optim.optimizer import decay_of
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.parallel.shares import ParamShard
-from ir.core.errors import ErrorKind, PiperError, job_error
+from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.graph.classes import recomputed as again
 from ir.job import Job
@@ -99,9 +98,6 @@ def _users(
         shard=ModelShard(divided, job.model.tp_plan, *next(((c.count, c.index) for c in cuts), (1, 0))),
     )
     model.refuse_training()
-    if decayed := [n for n in model.idle if decay_of(job.optimizer, n)]:
-        message = f"{decayed[0]} would decay, though no gradient reaches it; torch leaves such a parameter as it is"
-        raise job_error("optimizer.no_decay", message, f'no_decay = ["{decayed[0]}"]', "a pattern that names it")
     graph = {p.name: p.shape for e in entries for p in e.part.params}
     if model.chunks != tuple(parts) or model.shapes != graph:
         raise _another(job.model.graph or "", reference, model, tuple(parts), graph)

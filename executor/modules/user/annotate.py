@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,20 +91,25 @@ class _Tracer(fx.Tracer):
 
 
 @contextmanager
-def functions_traced(tracer: fx.Tracer) -> Iterator[None]:
-    """Inside, a user's autograd.Function is one call of the graph, with its own backward."""
+def functions_applied(by: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `cls.apply(*args)` of an autograd.Function is `by(plain, cls, *args)`; plain: what applies it as ever."""
     apply = vars(Function)["apply"]
-
-    def traced(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, fx.Proxy) for x in tree_leaves((args, kwargs))):
-            return tracer.create_proxy("call_function", _applied(cls), args, kwargs)
-        return apply.__func__(cls, *args, **kwargs)
-
+    type.__setattr__(Function, "apply", classmethod(partial(_applied_by, by, apply.__func__)))
     try:
-        Function.apply = classmethod(traced)  # type: ignore[method-assign,assignment]
         yield
     finally:
-        Function.apply = apply  # type: ignore[method-assign]
+        type.__setattr__(Function, "apply", apply)
+
+
+def _applied_by(by: Callable[..., Any], plain: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+    return by(plain, cls, *args, **kwargs)
+
+
+def _traced(tracer: fx.Tracer, plain: Callable[..., Any], cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """A user's function is one call of the graph, with its own backward."""
+    if any(isinstance(x, fx.Proxy) for x in tree_leaves((args, kwargs))):
+        return tracer.create_proxy("call_function", _applied(cls), args, kwargs)
+    return plain(cls, *args, **kwargs)
 
 
 def _applied(cls: type[Function]) -> Callable[..., Any]:
@@ -183,7 +189,7 @@ def _trace(module: nn.Module) -> tuple[fx.Graph, At, int]:
     tracer = _Tracer(scopes)
     _tracing.append(scopes)
     try:
-        with torch.enable_grad(), functions_traced(tracer):
+        with torch.enable_grad(), functions_applied(partial(_traced, tracer)):
             graph = tracer.trace(module)
     except (TypeError, RuntimeError, fx.proxy.TraceError) as error:
         message = f"the forward of {type(module).__name__} cannot be traced outside its annotated scopes: {error}"

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 
-from executor.modules.user.annotate import model_error
+from executor.modules.user.annotate import functions_applied, model_error
 
 OWN = torch.library.Library("piper_own", "DEF")
 OWN.define("call(int number, Tensor[] xs) -> Tensor[]")
@@ -26,7 +26,7 @@ Apply = Callable[..., Any]
 TENSOR = object()  # stands where one was
 
 
-class OwnCall:
+class _OwnCall:
     """One call of a function. values: its arguments; form: how they nest."""
 
     def __init__(self, cls: type[Function], apply: Apply, values: list[Any], form: TreeSpec) -> None:
@@ -58,7 +58,7 @@ def _filled(values: list[Any], tensors: list[Tensor]) -> list[Any]:
     return [next(given) if v is TENSOR else v for v in values]
 
 
-_calls: list[OwnCall] = []  # of the export that is going on, by number
+_calls: list[_OwnCall] = []  # of the export that is going on, by number
 
 
 def _shapes(number: int, xs: list[Tensor]) -> list[Tensor]:
@@ -71,35 +71,38 @@ torch.library.register_fake("piper_own::call", _shapes, lib=OWN)
 
 
 @contextmanager
-def functions_kept() -> Iterator[list[OwnCall]]:
+def functions_kept() -> Iterator[list[_OwnCall]]:
     """While a module is exported inside, its own functions are single operators; gives their calls, by number.
 
     Hooks of gradients, which no graph has, are refused: raises PiperError (model).
     """
-    apply, hook = vars(Function)["apply"], torch.Tensor.register_hook
-
-    def kept(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:  # it computes again what a plan keeps or computes again as the job says
-            return args[0](*args[2:])
-        values, form = tree_flatten((args, kwargs))
-        if cls.__module__.startswith("torch.") or any(callable(v) for v in values if not isinstance(v, Tensor)):
-            return apply.__func__(cls, *args, **kwargs)
-        _calls.append(call := OwnCall(cls, apply.__func__, values, form))
-        return call.results(CALL(len(_calls) - 1, [v for v in values if isinstance(v, Tensor)]))
-
-    def refused(self: Tensor, hook: object) -> None:
-        message, fix = "forward registers a hook of a gradient, which an exported graph has not", "leave the hook out"
-        raise model_error(message, fix, "an autograd.Function whose backward does it", "model.module")
-
+    hook = torch.Tensor.register_hook
     _calls.clear()
+    type.__setattr__(torch.Tensor, "register_hook", _refuse_hook)
     try:
-        Function.apply, torch.Tensor.register_hook = classmethod(kept), refused  # type: ignore[method-assign,assignment]
-        yield _calls
+        with functions_applied(_kept):
+            yield _calls
     finally:
-        Function.apply, torch.Tensor.register_hook = apply, hook  # type: ignore[method-assign]
+        type.__setattr__(torch.Tensor, "register_hook", hook)
 
 
-def call_functions(graph: fx.Graph, calls: list[OwnCall]) -> None:
+def _kept(plain: Apply, cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """One operator in the place of a function, where the user's code calls it."""
+    if cls is CheckpointFunction:  # what it computes again, a plan keeps or computes again, as the job says
+        return args[0](*args[2:])
+    values, form = tree_flatten((args, kwargs))
+    if cls.__module__.startswith("torch.") or any(callable(v) for v in values if not isinstance(v, Tensor)):
+        return plain(cls, *args, **kwargs)
+    _calls.append(call := _OwnCall(cls, plain, values, form))
+    return call.results(CALL(len(_calls) - 1, [v for v in values if isinstance(v, Tensor)]))
+
+
+def _refuse_hook(self: Tensor, hook: object) -> None:
+    message, fix = "forward registers a hook of a gradient, which an exported graph has not", "leave the hook out"
+    raise model_error(message, fix, "an autograd.Function whose backward does it", "model.module")
+
+
+def call_functions(graph: fx.Graph, calls: list[_OwnCall]) -> None:
     """Let the operators of an exported graph be calls of the functions again."""
     for node in graph.nodes:
         if node.target is CALL:
@@ -107,7 +110,7 @@ def call_functions(graph: fx.Graph, calls: list[OwnCall]) -> None:
             node.target, node.args = _named(calls[number]), (xs,)
 
 
-def _named(call: OwnCall) -> Callable[[list[Tensor]], list[Tensor]]:
+def _named(call: _OwnCall) -> Callable[[list[Tensor]], list[Tensor]]:
     def applied(xs: list[Tensor]) -> list[Tensor]:
         return call.run(xs)
 
