@@ -9,6 +9,7 @@ import linecache
 import operator
 import traceback
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -25,6 +26,7 @@ from executor.modules.user.attention import flag_causal, widen_values
 from executor.modules.user.divided import regions
 from executor.modules.user.dropout import reseed
 from executor.modules.user.own_functions import call_functions, functions_kept
+from executor.modules.user.watched import Assigned, count_on, forward_watched, refuse_counter, refuse_hidden_writes
 from executor.modules.user.writes import reaching, storages, written
 from executor.parallel.inline import RankRegion
 from ir.core.errors import PiperError, job_error, nearest
@@ -64,9 +66,12 @@ def export_cut(
     ['embed', 'l0', 'l1']
     """
     _check_tags(module, tags)
-    with functions_kept() as calls:
-        root = _exported(module, size, length)
-    call_functions(root.graph, calls)
+    root, assigned = _watched(module, size, length)
+    if assigned:
+        count_on(assigned)
+        again, assigned = _again(module, size, length) or (root, [])
+        refuse_counter(assigned, root.graph, again.graph)
+    refuse_hidden_writes(root)
     graph, loss = _tidied(module, root, (size, length))
     flag_causal(root)
     widen_values(root)
@@ -108,6 +113,21 @@ def _check_tags(module: nn.Module, tags: Mapping[str, str]) -> None:
 def _patterns(paths: list[str]) -> list[str]:
     """Lists of modules, as patterns."""
     return list(dict.fromkeys(f"{p.rpartition('.')[0]}.*" for p in paths if p.rpartition(".")[2].isdigit()))
+
+
+def _watched(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, list[Assigned]]:
+    """The whole forward as one graph, with the user's functions in it; numbers that it assigned."""
+    with functions_kept() as calls, forward_watched(module) as assigned:
+        root = _exported(module, size, length)
+    call_functions(root.graph, calls)
+    return root, assigned
+
+
+def _again(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, list[Assigned]] | None:
+    """The graph of a second call; None where that fails, as what a first one has kept may be gone."""
+    with suppress(PiperError):
+        return _watched(module, size, length)
+    return None
 
 
 def _exported(module: nn.Module, size: int, length: int) -> fx.GraphModule:
