@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -75,11 +76,16 @@ class ChunkedModel:
 class _Tracer(fx.Tracer):
     def __init__(self, scopes: _Scopes) -> None:
         super().__init__()
-        self.scopes = scopes
+        self.scopes, self.thread = scopes, get_ident()
         self.at: At = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return bool(self.scopes.open) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if get_ident() != self.thread:  # a rank that runs already: torch.fx sees every module's call
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
@@ -92,17 +98,20 @@ class _Tracer(fx.Tracer):
 
 @contextmanager
 def functions_applied(by: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `cls.apply(*args)` of an autograd.Function is `by(plain, cls, *args)`; plain: what applies it as ever."""
-    apply = vars(Function)["apply"]
-    type.__setattr__(Function, "apply", classmethod(partial(_applied_by, by, apply.__func__)))
+    """Inside, `cls.apply(*args)` of an autograd.Function is `by(plain, cls, *args)`; plain: what applies it as ever.
+    In this thread: ranks that are others may run already.
+    """
+    apply, here = vars(Function)["apply"], get_ident()
+
+    def applied(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        plain = apply.__func__
+        return by(plain, cls, *args, **kwargs) if get_ident() == here else plain(cls, *args, **kwargs)
+
+    type.__setattr__(Function, "apply", classmethod(applied))
     try:
         yield
     finally:
         type.__setattr__(Function, "apply", apply)
-
-
-def _applied_by(by: Callable[..., Any], plain: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-    return by(plain, cls, *args, **kwargs)
 
 
 def _traced(tracer: fx.Tracer, plain: Callable[..., Any], cls: type[Function], *args: Any, **kwargs: Any) -> Any:

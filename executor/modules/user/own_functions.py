@@ -7,6 +7,7 @@ shapes of its results are asked; behind it, the operator's nodes call the functi
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -76,9 +77,17 @@ def functions_kept() -> Iterator[list[_OwnCall]]:
 
     Hooks of gradients, which no graph has, are refused: raises PiperError (model).
     """
-    hook = torch.Tensor.register_hook
+    hook: Any = torch.Tensor.register_hook
+    here = get_ident()
+
+    def refused(self: Tensor, called: Callable[..., Any]) -> Any:
+        if get_ident() != here:
+            return hook(self, called)
+        message, fix = "forward registers a hook of a gradient, which an exported graph has not", "leave the hook out"
+        raise model_error(message, fix, "an autograd.Function whose backward does it", "model.module")
+
     _calls.clear()
-    type.__setattr__(torch.Tensor, "register_hook", _refuse_hook)
+    type.__setattr__(torch.Tensor, "register_hook", refused)
     try:
         with functions_applied(_kept):
             yield _calls
@@ -95,11 +104,6 @@ def _kept(plain: Apply, cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return plain(cls, *args, **kwargs)
     _calls.append(call := _OwnCall(cls, plain, values, form))
     return call.results(CALL(len(_calls) - 1, [v for v in values if isinstance(v, Tensor)]))
-
-
-def _refuse_hook(self: Tensor, hook: object) -> None:
-    message, fix = "forward registers a hook of a gradient, which an exported graph has not", "leave the hook out"
-    raise model_error(message, fix, "an autograd.Function whose backward does it", "model.module")
 
 
 def call_functions(graph: fx.Graph, calls: list[_OwnCall]) -> None:

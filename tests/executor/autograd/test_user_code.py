@@ -1,5 +1,6 @@
 """What people write in a forward, against plain torch: functions with a backward of their own, layers called twice."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -342,3 +343,21 @@ def test_annotated_code_has_its_own_backward_outside_of_scopes_too() -> None:
     assert [c["name"] for c in capture(Annotated(), batch=BATCH)["chunks"]] == ["embed", "l0"]
     with pytest.raises(PiperError, match="no_grad or autocast outside"):
         both(lambda: Annotated(aside=True), {})
+
+
+def test_other_threads_apply_and_call_what_they_did_while_one_exports() -> None:
+    found: list[Tensor] = []
+
+    def beside() -> None:
+        x = torch.ones(1, requires_grad=True)
+        of(Stepped, x * 0.3).backward()
+        found.extend([x.grad, nn.Linear(1, 1)(x)])  # type: ignore[list-item]
+
+    def slow(layer: Layer, x: Tensor) -> Tensor:
+        (other := threading.Thread(target=beside)).start()
+        other.join()
+        y: Tensor = layer.linear(x)
+        return y
+
+    UserModel(lambda: Net(slow), tags={"PP": "layers.*"}, batch=BATCH)
+    assert len(found) == 4 and all(torch.equal(x, torch.full((1,), 0.3)) for x in found[::2])
