@@ -179,6 +179,9 @@ class UserModel:
             raise model_error(message, fix, "logits: a run's loss is that of the next tokens", "model.module")
         if frozen := [n for n, p in self.module.named_parameters() if not p.requires_grad]:
             raise _cannot(f"{frozen[0]} is frozen", "parameters that are all trained", "make it a buffer")
+        if late := [n for n, p in self.module.named_parameters() if p._post_accumulate_grad_hooks]:
+            message, fix = f"{late[0]} has a hook behind its sum of gradients, which nobody would call", "leave it out"
+            raise model_error(message, fix, "Tensor.register_hook of a parameter", "model.module")
         if turned := [n for n, p in self.module.named_parameters() if p.is_complex()]:
             message, fix = f"{turned[0]} is complex, which no optimizer here updates", "torch.view_as_complex(real)"
             raise model_error(message, fix, "real parameters; buffers may be complex", "model.module")

@@ -219,6 +219,13 @@ def with_module_hook() -> Net:
     return net
 
 
+def with_late_hook() -> Net:
+    """A net one of whose parameters is to be updated as its gradient is there."""
+    net = Net(turned)
+    net.embed.weight.register_post_accumulate_grad_hook(lambda p: None)
+    return net
+
+
 def with_complex_parameter() -> Net:
     """A net with one of whose parameters a rotation is learnt."""
     net = Net(turned)
@@ -231,6 +238,7 @@ def with_complex_parameter() -> Net:
     [
         (lambda: Net(hooked), "registers a hook of a gradient"),
         (with_module_hook, r"layers\.1\.linear has a hook of its gradient"),
+        (with_late_hook, r"embed\.weight has a hook behind its sum"),
         (with_complex_parameter, r"layers\.0\.turns is complex"),
     ],
 )
