@@ -83,7 +83,7 @@ class CompiledPass:
         names = list(self.part.weights)
         found = {names[k]: grad for k, grad in zip(self.part.plan.dw, self._run("W"), strict=True)}
         for name, grad in (self.early | found).items():
-            self.sink(name, grad)
+            self.sink(name, _hooked(self.part.weights[name], grad))
         self.held, self.early = {}, {}
 
     def _run(self, pass_: str) -> Sequence[Tensor]:
@@ -92,6 +92,14 @@ class CompiledPass:
         weights = {f"in{k}": w.detach() for k, w in enumerate(self.part.weights.values())}
         with torch.no_grad():
             return code(*(weights[n] if n in weights else self.held[n] for n in self.part.plan.reads[pass_]))
+
+
+def _hooked(weight: Tensor, grad: Tensor) -> Tensor:
+    """What the hooks of a parameter make of its gradient; autograd, which would call them, is not there."""
+    for hook in (weight._backward_hooks or {}).values():
+        made = hook(grad)
+        grad = grad if made is None else made
+    return grad
 
 
 class PartCompiler:
@@ -167,7 +175,10 @@ def _traced(
         more = [next(rest) if isinstance(e, Tensor) else 1.0 for e in extras]
         named = {n: values[k] for n, k in places.items()} | {n: last[k] for n, k in buffers.items()}
         out = torch.func.functional_call(unit, named, (*inputs, *more))
-        return (out,) if isinstance(out, Tensor) else tuple(out)
+        outs: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else tuple(out)
+        return tuple(
+            o.clone() if o._is_view() or any(o is v for v in values) else o for o in outs
+        )  # AOT takes no views
 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     with torch.enable_grad():

@@ -6,6 +6,7 @@ loops read the same values; W reads no weight, as it may run where those are not
 """
 
 import hashlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -119,6 +120,9 @@ class _Cut:
         while more := {n for n in late if any(self._of_weight(i) for i in n.all_input_nodes)}:
             early |= ancestors(more)
             late -= early
+        early |= {n for n in back.nodes if n.target is operator.getitem and n.all_input_nodes[0] in early}
+        late -= early  # passes hand on tensors, no tuples of them
+        dx, dw = [*dx, *(k for k in dw if ends[k] in early)], [k for k in dw if ends[k] not in early]
         late |= self._views(late)
         w_in = [n for n in back.nodes if n not in late and any(u in late for u in n.users)]
         i_in = [n for n in placeholders(self.backward) if n in early]

@@ -226,8 +226,9 @@ class _Seams(TorchFunctionMode):
                 if isinstance(y, Tensor) and y.requires_grad and id(y) not in names:
                     derived[id(y)] = (y, tuple(weights.values()))
             return out
-        name, target = getattr(func, "__name__", ""), args[0] if args else None
-        if name.endswith("_") and not name.endswith("__") and isinstance(target, Tensor):
+        name, target = getattr(func, "__name__", "").partition(".")[0], args[0] if args else None  # add_.Tensor, too
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if writes and isinstance(target, Tensor):
             # In place (`x += w` arrives as add_): run it on a copy, then write the result, and its history, back.
             call = _Call(func, args, kwargs, tuple(weights.values()), is_derived, in_place=True)
             return target.copy_(_Seam.run(self.run, call, tuple(acts)))
@@ -275,7 +276,8 @@ class _Seam(torch.autograd.Function):
             given = _swap(call.args, leaves)
             if call.in_place:
                 given = (given[0].clone(), *given[1:])
-            out = call.func(*given, **_swap(call.kwargs, leaves))
+            made = call.func(*given, **_swap(call.kwargs, leaves))
+            out = given[0] if call.in_place and made is None else made  # x[0] = w gives nothing
         outs = (out,) if isinstance(out, Tensor) else tuple(out)
         form.append(None if isinstance(out, Tensor) else (list if isinstance(out, list) else tuple))
         live = [isinstance(o, Tensor) and o.requires_grad for o in outs]  # some functions give a None beside a tensor
@@ -313,6 +315,8 @@ def _is_plain(names: Mapping[int, str], x: Tensor, weight: Tensor, bias: Tensor 
     """Whether a linear's weight gradient is the product written here in torch's own backward, too."""
     if id(weight) not in names or not (bias is None or id(bias) in names) or not x.requires_grad:
         return False
+    if weight._backward_hooks or (bias is not None and bias._backward_hooks):
+        return False  # autograd calls them
     plain = x.dim() > 1 and min(weight.shape) > 1 and x.is_contiguous() and weight.is_contiguous()
     return plain and x.dtype == weight.dtype and not (x.is_complex() or torch.is_autocast_enabled(x.device.type))
 

@@ -85,7 +85,8 @@ def _without_values(module: nn.Module) -> nn.Module:
         made = torch.empty(t.shape, dtype=torch.get_default_dtype() if t.is_floating_point() else t.dtype)
         return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
 
-    return deepcopy(module, {id(t): blank(t) for t in (*module.parameters(), *module.buffers())})
+    plain = (t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor))  # attributes, no buffers
+    return deepcopy(module, {id(t): blank(t) for t in (*module.parameters(), *module.buffers(), *plain)})
 
 
 def describe(

@@ -82,7 +82,8 @@ def measure(
 
     messages: asked for those noted since it was last asked.
     """
-    given = [*weights.values(), *module.buffers(), *(e for e in extras if isinstance(e, Tensor))]
+    plain = (t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor))  # attributes, no buffers
+    given = [*weights.values(), *module.buffers(), *plain, *(e for e in extras if isinstance(e, Tensor))]
     with StorageKernels(given) as t:
         due = set[int]()  # what W hands out
         run = SplitPass(weights, lambda name, grad: due.update(t.holds([grad])))
@@ -104,7 +105,12 @@ def measure(
         third = t.take()
         weight_grad = PassMeasure(third.work, third.peak - start, messages())
         del run
-        assert not t.made(t.alive()), "a storage outlives its microbatch"
+        if t.made(t.alive()):
+            message, fix = (
+                "forward keeps a tensor that it has computed",
+                "parametrizations.weight_norm, say, for weight_norm",
+            )
+            raise model_error(message, fix, "forwards that depend on parameters and inputs alone", "model.module")
     own = t.made(saved) - {*ins, *mine}
 
     def until(serials: Iterable[int]) -> tuple[str, ...]:

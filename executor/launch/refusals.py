@@ -133,8 +133,14 @@ def refuse_module(prepared: PreparedJob) -> None:
         fix = f"precision.compute = {precision.params}"
         raise job_error("precision.compute", message, fix, str(precision.params))
     from executor.modules.choose import model_of
+    from executor.modules.user.model import UserModel
+    from executor.optim.optimizer import decay_of
 
-    model_of(prepared)
+    model, optimizer = model_of(prepared), prepared.job.optimizer
+    idle = model.idle if isinstance(model, UserModel) else ()
+    if decayed := [n for n in idle if decay_of(optimizer, n)]:
+        message = f"{decayed[0]} would decay, though no gradient reaches it; torch leaves such a parameter as it is"
+        raise job_error("optimizer.no_decay", message, f'no_decay = ["{decayed[0]}"]', "a pattern that names it")
 
 
 def _refuse_nccl(ranks: int, real: bool, bound: bool) -> None:

@@ -7,12 +7,17 @@ the last is `head`, the names of `ir.workload`. One tensor may cross each seam. 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from threading import get_ident
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch.autograd import Function
+from torch.utils._pytree import tree_leaves
 
 from ir.core.errors import ErrorKind, PiperError
 
@@ -64,21 +69,64 @@ class ChunkedModel:
     shape_only: frozenset[str] = frozenset()  # those among them that read its sizes and no token
     partly: frozenset[int] = frozenset()  # parameters, by id, of whose gradient each tensor-parallel rank has a part
     wants_draws: frozenset[str] = frozenset()  # those that drop out
+    idle: frozenset[int] = frozenset()  # parameters, by id, that no gradient reaches
+    loss: str = ""  # a number that forward returns beside the logits
 
 
 class _Tracer(fx.Tracer):
     def __init__(self, scopes: _Scopes) -> None:
         super().__init__()
-        self.scopes = scopes
+        self.scopes, self.thread = scopes, get_ident()
         self.at: At = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return bool(self.scopes.open) or super().is_leaf_module(m, module_qualified_name)
 
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if get_ident() != self.thread:  # a rank that runs already: torch.fx sees every module's call
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            message = "no_grad or autocast outside of the modules that annotated code calls, which no trace has"
+            raise model_error(message, "detach(), or a module that does it", key="model.module")
         node: fx.Node = super().create_node(*args, **kwargs)
         self.at[node] = tuple(self.scopes.open)
         return node
+
+
+@contextmanager
+def functions_applied(by: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `cls.apply(*args)` of an autograd.Function is `by(plain, cls, *args)`; plain: what applies it as ever.
+    In this thread: ranks that are others may run already.
+    """
+    apply, here = vars(Function)["apply"], get_ident()
+
+    def applied(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        plain = apply.__func__
+        return by(plain, cls, *args, **kwargs) if get_ident() == here else plain(cls, *args, **kwargs)
+
+    type.__setattr__(Function, "apply", classmethod(applied))
+    try:
+        yield
+    finally:
+        type.__setattr__(Function, "apply", apply)
+
+
+def _traced(tracer: fx.Tracer, plain: Callable[..., Any], cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """A user's function is one call of the graph, with its own backward."""
+    if any(isinstance(x, fx.Proxy) for x in tree_leaves((args, kwargs))):
+        return tracer.create_proxy("call_function", _applied(cls), args, kwargs)
+    return plain(cls, *args, **kwargs)
+
+
+def _applied(cls: type[Function]) -> Callable[..., Any]:
+    def applied(*args: Any, **kwargs: Any) -> Any:
+        return cls.apply(*args, **kwargs)
+
+    applied.__name__ = cls.__name__
+    return applied
 
 
 def cut(module: nn.Module) -> ChunkedModel:
@@ -150,7 +198,8 @@ def _trace(module: nn.Module) -> tuple[fx.Graph, At, int]:
     tracer = _Tracer(scopes)
     _tracing.append(scopes)
     try:
-        graph = tracer.trace(module)
+        with torch.enable_grad(), functions_applied(partial(_traced, tracer)):
+            graph = tracer.trace(module)
     except (TypeError, RuntimeError, fx.proxy.TraceError) as error:
         message = f"the forward of {type(module).__name__} cannot be traced outside its annotated scopes: {error}"
         fix = 'move value-dependent Python into a module called inside `with annotate("PP")`'

@@ -8,7 +8,7 @@ Attention that drops is computed in plain products, with its probabilities store
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod, sqrt
 from typing import Any
 
@@ -67,9 +67,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, draws: Tensor, how: tuple[int, float
     return drop(scores.softmax(-1), draws, *how) @ v
 
 
-def reseed(graph: fx.Graph, seed: int, size: int) -> bool:
-    """Replace dropout in an exported graph, for microbatches of `size` sequences. It gets a second input, `draws`.
-    Returns whether there was any.
+def drop_inner(x: Tensor, draws: Tensor, key: int, p: float, size: int) -> Tensor:
+    """Dropout of x, whose tokens are outermost, and then sequences: torch.nn's layers have it so.
+
+    >>> x, draws = torch.ones(3, 2, 4), torch.tensor([0, 0, 1])
+    >>> torch.equal(drop_inner(x, draws, 7, 0.5, 2).mT, drop(x.transpose(0, 1), draws, 7, 0.5, 2).transpose(0, 1).mT)
+    True
+    """
+    return drop(x.transpose(0, 1), draws, key, p, size).transpose(0, 1)
+
+
+def reseed(graph: fx.Graph, seed: int, size: int, length: int) -> bool:
+    """Replace dropout in an exported graph, for microbatches of `size` sequences of `length` tokens. It gets a second
+    input, `draws`. Returns whether there was any.
 
     Raises PiperError (model): sequences are not outermost in what is dropped.
     """
@@ -87,8 +97,10 @@ def reseed(graph: fx.Graph, seed: int, size: int) -> bool:
             key = _key(f"{seed}:{path}:{counts[path]}")
             if draws is None:
                 draws = _placeholder(graph)
-            _refuse_shape(node, path, size)
-            _replace(graph, node, given, draws, (key, p, size))
+            inner = 1 < size != length and node.meta["val"].shape[:2] == (length, size)
+            if not inner:
+                _refuse_shape(node, path, size)
+            _replace(graph, node, given, draws, (key, p, size), drop_inner if inner else drop)
     return draws is not None
 
 
@@ -120,11 +132,16 @@ def _refuse_shape(node: fx.Node, path: str, size: int) -> None:
 
 
 def _replace(
-    graph: fx.Graph, node: fx.Node, given: Mapping[str, Any], draws: fx.Node, how: tuple[int, float, int]
+    graph: fx.Graph,
+    node: fx.Node,
+    given: Mapping[str, Any],
+    draws: fx.Node,
+    how: tuple[int, float, int],
+    dropped: Callable[..., Tensor],
 ) -> None:
     with graph.inserting_before(node):
         if node.target is DROPOUT:
-            new = graph.call_function(drop, (given["input"], draws, *how))
+            new = graph.call_function(dropped, (given["input"], draws, *how))
         else:
             rest = {n: x for n, x in given.items() if n not in ("query", "key", "value", "dropout_p")}
             new = graph.call_function(attend, (given["query"], given["key"], given["value"], draws, how), rest)

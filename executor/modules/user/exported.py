@@ -9,6 +9,7 @@ import linecache
 import operator
 import traceback
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -24,7 +25,9 @@ from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut
 from executor.modules.user.attention import flag_causal, widen_values
 from executor.modules.user.divided import regions
 from executor.modules.user.dropout import reseed
-from executor.modules.user.writes import storages, written
+from executor.modules.user.own_functions import call_functions, functions_kept
+from executor.modules.user.watched import Assigned, count_on, forward_watched, refuse_counter, refuse_hidden_writes
+from executor.modules.user.writes import reaching, storages, written
 from executor.parallel.inline import RankRegion
 from ir.core.errors import PiperError, job_error, nearest
 
@@ -63,20 +66,34 @@ def export_cut(
     ['embed', 'l0', 'l1']
     """
     _check_tags(module, tags)
-    root = _exported(module, size, length)
-    graph = _tidied(root, (size, length), type(module).__name__)
+    root, assigned = _watched(module, size, length)
+    if assigned:
+        count_on(assigned)
+        again, assigned = _again(module, size, length) or (root, [])
+        refuse_counter(assigned, root.graph, again.graph)
+    refuse_hidden_writes(root)
+    graph, loss = _tidied(module, root, (size, length))
     flag_causal(root)
     widen_values(root)
-    if reseed(graph, seed, size) and region is not None:
+    if reseed(graph, seed, size, length) and region is not None:
         message, fix = "dropout of a divided module would fall otherwise on each rank", "set its p to 0"
         raise job_error("parallel.tp", message, fix, "1 with dropout")
-    at, seen = _layers(graph, tags[SEAM])
-    if not seen:
+    at, layers = _layers(graph, tags[SEAM], made_again(module, graph))
+    if not layers:
         raise _never_called(module, tags[SEAM])
     _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
     partly = regions(root, at, made_again(module, graph), cut, region) if region is not None else frozenset()
+    idle = _idle(module, graph)
     pack_seams(module, graph, at, (size, length))
-    return replace(cut_at(module, root, graph, at, len(seen)), partly=partly)
+    return replace(cut_at(module, root, graph, at, layers), partly=partly, idle=idle, loss=loss)
+
+
+def _idle(module: nn.Module, graph: fx.Graph) -> frozenset[int]:
+    """Parameters, by id, that no gradient of the logits reaches."""
+    *nodes, result = graph.nodes
+    found, params = reaching(result.all_input_nodes[0], nodes), dict(module.named_parameters(remove_duplicate=False))
+    held = [n for n in nodes if n.op == "get_attr" and n.target in params]
+    return frozenset(id(params[n.target]) for n in held) - {id(params[n.target]) for n in held if n in found}
 
 
 def _check_tags(module: nn.Module, tags: Mapping[str, str]) -> None:
@@ -98,33 +115,53 @@ def _patterns(paths: list[str]) -> list[str]:
     return list(dict.fromkeys(f"{p.rpartition('.')[0]}.*" for p in paths if p.rpartition(".")[2].isdigit()))
 
 
+def _watched(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, list[Assigned]]:
+    """The whole forward as one graph, with the user's functions in it; numbers that it assigned."""
+    with functions_kept() as calls, forward_watched(module) as assigned:
+        root = _exported(module, size, length)
+    call_functions(root.graph, calls)
+    return root, assigned
+
+
+def _again(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, list[Assigned]] | None:
+    """The graph of a second call; None where that fails, as what a first one has kept may be gone."""
+    with suppress(PiperError):
+        return _watched(module, size, length)
+    return None
+
+
 def _exported(module: nn.Module, size: int, length: int) -> fx.GraphModule:
     """The whole forward as one graph, with the module's own parameters. No caches: they are for generating text."""
     ids = torch.zeros(size, length, dtype=torch.int64, device="cpu")
     given = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
     try:
         program = torch.export.export(module, (ids,), given, strict=False)
+    except PiperError:
+        raise
     except Exception as error:  # of torch.export, of dynamo, of the user's code: of any kind
         raise _not_exported(module, error) from error
     return program.module()
 
 
-def _tidied(root: fx.GraphModule, batch: tuple[int, int], name: str) -> fx.Graph:
-    """The graph with the ids as its only input, the logits as its only output, and no assertions."""
-    graph = root.graph
+def _tidied(module: nn.Module, root: fx.GraphModule, batch: tuple[int, int]) -> tuple[fx.Graph, str]:
+    """The graph with the ids as its only input, the logits as its only output, and no assertions; and which number it
+    also returned, a loss of its own."""
+    graph, name = root.graph, type(module).__name__
     result = next(n for n in graph.nodes if n.op == "output")
     found = [n for n in tree_leaves(result.args) if isinstance(n, fx.Node) and _is_logits(n.meta.get("val"), batch)]
     if not found:
         raise model_error(f"{name} returns no tensor of sequences, tokens and features", None, ALLOWED, "model.module")
-    result.args = (found[0],)
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "call_module") and any(a in str(node.target) for a in ASSERTIONS):
             graph.erase_node(node)
+    again = made_again(module, graph)
+    own = [n.name for n in tree_leaves(result.args) if isinstance(n, fx.Node) and _is_loss(n, again)]
+    result.args = (found[0],)
     graph.eliminate_dead_code()
     for node in [n for n in graph.nodes if n.op == "placeholder"][1:]:
         if not node.users:
             graph.erase_node(node)
-    return graph
+    return graph, next(iter(own), "")
 
 
 def _refuse_writes(graph: fx.Graph, chunks: Mapping[fx.Node, str], again: Collection[fx.Node]) -> None:
@@ -153,15 +190,34 @@ def _is_logits(value: object, batch: tuple[int, int]) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[:2] == batch
 
 
-def _layers(graph: fx.Graph, pattern: str) -> tuple[At, dict[str, int]]:
-    """Of each node the layer it belongs to: the outermost module on its path that the pattern matches."""
+def _is_loss(node: fx.Node, again: Collection[fx.Node]) -> bool:
+    """Whether it is one number, computed from parameters."""
+    value = node.meta.get("val")
+    floating = isinstance(value, Tensor) and value.is_floating_point() and not value.dim()
+    return floating and node.op != "get_attr" and node not in again
+
+
+def _layers(graph: fx.Graph, pattern: str, again: Collection[fx.Node]) -> tuple[At, int]:
+    """Of each node the layer it belongs to, the outermost module on its path that the pattern matches; how many there
+    are. A module that is called again behind another one is a layer each time."""
     seen: dict[str, int] = {}
     at: At = {}
+    worked: set[str] = set()
+    layers, here = 0, ""
     for node in graph.nodes:
         stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
         path = next((str(p) for p, _ in stack.values() if fnmatchcase(str(p), pattern)), None)
-        at[node] = () if path is None else ((SEAM, seen.setdefault(path, len(seen))),)
-    return at, seen
+        if path is None:
+            at[node] = ()
+            continue
+        works = node.op != "get_attr" and node not in again
+        if path not in seen or (works and path != here and path in worked):
+            seen[path], layers = layers, layers + 1
+        if works:
+            here = path
+            worked.add(path)
+        at[node] = ((SEAM, seen[path]),)
+    return at, layers
 
 
 def _never_called(module: nn.Module, pattern: str) -> PiperError:
@@ -219,6 +275,8 @@ def pack_seams(module: nn.Module, graph: fx.Graph, at: At, batch: tuple[int, int
         named = {n.name: str(n.meta["val"].dtype) for alive in seams for n in alive}
         message = f"what crosses seams is of several formats, or of integers: {named}"
         raise model_error(message, "move the seam", "floating point, of one format", "model.module")
+    for node, name in chunks.items():  # a pack is to stand with its chunk, whatever made-again nodes stand around it
+        at[node] = ((SEAM, int(name[1:])),) if name[1:].isdigit() and node not in again else ()
     for i in range(len(seams)):
         _one(graph, at, work, i, batch, width)
 

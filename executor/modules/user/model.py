@@ -63,7 +63,7 @@ class UserModel:
                 module = build()
         if not isinstance(module, nn.Module):
             raise PiperError(ErrorKind.MODEL, f"build() returned {type(module).__name__}", allowed="a torch.nn.Module")
-        self.module = module if dtype is None else module.to(dtype)
+        self.module = module if dtype is None else _cast(module, dtype)
         self.shapes = {n: tuple(p.shape) for n, p in self.module.named_parameters()}
         self._tagged = bool(tags)
         shard = shard or ModelShard()
@@ -81,6 +81,7 @@ class UserModel:
             allowed = "dropout of 0 where tp or experts divide a layer"
             raise _cannot("dropout", allowed, "attention_dropout = 0, and the like")
         self.partly = tuple(n for k, n in self._names.items() if k in self._cut.partly)
+        self.idle = tuple(n for k, n in self._names.items() if k in self._cut.idle)
         self._ep, self._region = shard.ep, shard.region
         found = {c: cut_at_experts(c, chunk) for c, chunk in self._cut.chunks.items()}
         self.routed = {c: x for c, x in found.items() if x is not None}
@@ -169,17 +170,29 @@ class UserModel:
         for name, module in self.module.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not self._tagged:
                 raise _cannot(f"{name} drops out", "dropout of a model cut by path", 'tags = { PP = "…" }')
+            if self._tagged and (module._backward_hooks or module._backward_pre_hooks):
+                raise _cannot(f"{name} has a hook of its gradient", "an exported graph, without hooks", "leave it out")
             if getattr(module, "track_running_stats", False):
                 raise _cannot(f"{name} keeps running statistics", "sums over microbatches alone", "LayerNorm")
+        if self._cut.loss:
+            message, fix = f"forward returns a loss of its own ({self._cut.loss})", "output_router_logits = False, say"
+            raise model_error(message, fix, "logits: a run's loss is that of the next tokens", "model.module")
         if frozen := [n for n, p in self.module.named_parameters() if not p.requires_grad]:
             raise _cannot(f"{frozen[0]} is frozen", "parameters that are all trained", "make it a buffer")
+        if late := [n for n, p in self.module.named_parameters() if p._post_accumulate_grad_hooks]:
+            message, fix = f"{late[0]} has a hook behind its sum of gradients, which nobody would call", "leave it out"
+            raise model_error(message, fix, "Tensor.register_hook of a parameter", "model.module")
+        if turned := [n for n, p in self.module.named_parameters() if p.is_complex()]:
+            message, fix = f"{turned[0]} is complex, which no optimizer here updates", "torch.view_as_complex(real)"
+            raise model_error(message, fix, "real parameters; buffers may be complex", "model.module")
 
     def refuse_impure(self, size: int, length: int) -> None:
         """Try forward, without values, on microbatches of `size` sequences of `length` tokens.
 
         Raises PiperError (model): a chunk's result depends on more than parameters and inputs.
         """
-        again = self._cut if self._tagged else cut(self.module)  # what was exported is code without a host
+        with TRACING:
+            again = self._cut if self._tagged else cut(self.module)  # what was exported is code without a host
         for name, chunk in self._cut.chunks.items():
             if _code(chunk) != _code(again.chunks.get(name)):
                 raise _cannot(f"{name} is traced differently each time", "code without the clock or the host", "fix it")
@@ -206,6 +219,16 @@ class TokenShapeChunk(nn.Module):
         """x (sequences, tokens, …)."""
         found: Tensor = self.inner(x, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device), *more)
         return found
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """What is of floating point, in another format; `Module.to` would make complex numbers real.
+
+    >>> net = nn.Module(); net.register_buffer("turns", torch.ones(2) * 1j); _cast(net, torch.float64).turns[0].item()
+    1j
+    """
+    module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return module
 
 
 def _code(chunk: nn.Module | None) -> str:

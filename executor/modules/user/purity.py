@@ -46,11 +46,11 @@ def refuse_impure(name: str, unit: nn.Module, inputs: tuple[Tensor, ...]) -> tup
     calls: list[list[Call]] = []
     out: tuple[Tensor, ...] = ()
     for _ in range(2):
-        before = (random.getstate(), _numpy_state())
+        before = (random.getstate(), numpy_state())
         watch.begin(inputs)
         with watch:
             found = unit(*inputs)
-        if before != (random.getstate(), _numpy_state()):
+        if before != (random.getstate(), numpy_state()):
             raise _impure(name, "draws random numbers on the host", "Python's random or numpy.random in forward")
         out = (found,) if isinstance(found, Tensor) else tuple(found)
         calls.append(watch.calls)
@@ -140,7 +140,8 @@ class _Watch(OpWatch):
                     raise _impure(self.name, f"writes {found} in forward ({func})", "buffers as state")
 
 
-def _numpy_state() -> tuple[object, ...]:
+def numpy_state() -> tuple[object, ...]:
+    """Of its own generator, to be compared."""
     kind, keys, *rest = np.random.get_state()
     return (kind, np.asarray(keys).tobytes(), *rest)
 

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Collection, Iterable
 
-from torch import fx
+from torch import Tensor, fx
 
 from executor.modules.user.annotate import ancestors
 
@@ -61,3 +61,37 @@ def unlike(free: Collection[fx.Node], nodes: Collection[fx.Node]) -> set[fx.Node
         if node in free and (base[node] in touched or not out.isdisjoint(node.all_input_nodes)):
             out.add(node)
     return out
+
+
+def reaching(end: fx.Node, nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """Nodes through which a gradient of `end` goes: not behind what is detached, made without gradients, or compared.
+
+    >>> import torch
+    >>> class Net(torch.nn.Module):
+    ...     def forward(self, x, y):
+    ...         return x * y.detach() + (y > 0)
+    >>> *nodes, out = torch.export.export(Net(), (torch.ones(2), torch.ones(2))).module().graph.nodes
+    >>> found = reaching(out.all_input_nodes[0], nodes); [n.name for n in nodes if n.op == "placeholder" and n in found]
+    ['x']
+    """
+    base = storages(nodes)
+    writes: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        for target in written(node):
+            writes.setdefault(base[target], []).append(node)
+    seen: set[fx.Node] = set()
+    stack = [end]
+    while stack:
+        if (node := stack.pop()) not in seen and not _stops(node):
+            seen.add(node)
+            stack += [*node.all_input_nodes, *writes.get(base.get(node, node), ())]
+    return seen
+
+
+def _stops(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if any(word in str(node.target) for word in ("aten.detach", "set_grad_enabled")):
+        return not (node.args and node.args[0] is True)
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())

@@ -140,20 +140,29 @@ def test_masks_by_a_rank_s_own_microbatches_would_be_seen(monkeypatch: pytest.Mo
 
 
 class Sideways(nn.Module):
-    """It drops out of tokens, sequences inside."""
+    """It drops out of tokens, sequences inside; or of features, outside of both."""
 
-    def __init__(self) -> None:
+    def __init__(self, axes: tuple[int, int] = (0, 1)) -> None:
         super().__init__()
-        self.embed, self.layers = nn.Embedding(9, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.embed, self.layers = nn.Embedding(9, 5), nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.axes = axes
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits."""
-        x = F.dropout(self.embed(ids).transpose(0, 1), 0.1).transpose(0, 1)
+        x = F.dropout(self.embed(ids).transpose(*self.axes), 0.5).transpose(*self.axes)
         for layer in self.layers:
             x = layer(x)
         return x
 
 
+def test_a_sequence_drops_alike_beside_others_where_tokens_are_outermost() -> None:
+    net, ids = Sideways(), torch.arange(8).view(2, 4)
+    both, one = (next(iter(export_cut(net, {"PP": "layers.*"}, k, 4).chunks.values())) for k in (2, 1))
+    y = both(ids, torch.tensor([0, 0, 1]))
+    alone = [one(ids[k : k + 1], torch.tensor([0, k, 1])) for k in (0, 1)]
+    assert torch.equal(y, torch.cat(alone)) and 0 < y.eq(0).double().mean() < 1
+
+
 def test_what_is_not_dropped_by_sequence_is_refused() -> None:
     with pytest.raises(PiperError, match="sequences are not outermost"):
-        export_cut(Sideways(), {"PP": "layers.*"}, 2, 3)
+        export_cut(Sideways((0, 2)), {"PP": "layers.*"}, 2, 3)

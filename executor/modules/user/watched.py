@@ -1,0 +1,88 @@
+"""What a forward does beside its graph, while torch.export runs it: it assigns buffers, counts, draws numbers.
+
+An exported graph has what one call gave, as constants, so every microbatch would have it again.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from executor.modules.user.annotate import model_error
+from executor.modules.user.purity import numpy_state
+from executor.modules.user.writes import storages, written
+from ir.core.errors import PiperError
+
+Assigned = tuple[str, nn.Module, str, float]
+
+
+@contextmanager
+def forward_watched(module: nn.Module) -> Iterator[list[Assigned]]:
+    """Gives the numbers that forward has assigned to attributes, which torch.export takes back.
+
+    Raises PiperError (model): it assigns buffers, or draws numbers on the host.
+    """
+    names, plain, counted = {id(m): n for n, m in module.named_modules()}, nn.Module.__setattr__, list[Assigned]()
+
+    def assigned(self: nn.Module, name: str, value: Any) -> None:
+        if id(self) in names:
+            path, held = f"{names[id(self)]}.{name}".lstrip("."), vars(self)
+            if isinstance(old := held["_buffers"].get(name), Tensor) and isinstance(value, Tensor) and _new(old, value):
+                raise _beside(f"writes {path}")
+            if isinstance(value, int | float) and held.get(name) != value:
+                counted.append((path, self, name, value))
+        plain(self, name, value)
+
+    before = random.getstate(), numpy_state()
+    type.__setattr__(nn.Module, "__setattr__", assigned)
+    try:
+        yield counted
+    finally:
+        type.__setattr__(nn.Module, "__setattr__", plain)
+    if before != (random.getstate(), numpy_state()):
+        raise _beside("draws random numbers on the host")
+
+
+def count_on(assigned: list[Assigned]) -> None:
+    """Let attributes be as a call has left them."""
+    for _, module, name, value in assigned:
+        setattr(module, name, value)
+
+
+def refuse_counter(assigned: list[Assigned], once: fx.Graph, twice: fx.Graph) -> None:
+    """Raise PiperError (model) where a number that the second call has assigned, too, is in the graph."""
+    if assigned and str(once) != str(twice):
+        raise _beside(f"changes {assigned[0][0]} with each call, and what it computes")
+
+
+def refuse_hidden_writes(root: fx.GraphModule) -> None:
+    """Raise PiperError (model) for writes in place, inside of `no_grad` and the like, to what is not made there."""
+    base = storages(root.graph.nodes)
+    for node in root.graph.nodes:
+        parts = [k for k, a in enumerate(node.args) if isinstance(_held(root, a), fx.GraphModule)]
+        if node.op != "call_function" or not parts:
+            continue
+        inner, outer = _held(root, node.args[parts[-1]]).graph, node.args[parts[-1] + 1 :]
+        given = dict(zip((n for n in inner.nodes if n.op == "placeholder"), outer, strict=False))
+        inside = storages(inner.nodes)
+        for target in [t for n in inner.nodes for t in written(n)]:
+            what = given.get(inside[target])
+            if isinstance(what, fx.Node) and (base[what].op in ("get_attr", "placeholder") or not node.users):
+                raise _beside(f"writes {base[what].target}")
+
+
+def _held(root: fx.GraphModule, node: object) -> Any:
+    return getattr(root, str(node.target), None) if isinstance(node, fx.Node) and node.op == "get_attr" else None
+
+
+def _new(old: Tensor, value: Tensor) -> bool:
+    """Whether it is another value, not the old one in another place or format."""
+    alike = old.dtype == value.dtype and old.shape == value.shape
+    return alike and old.untyped_storage()._cdata != value.untyped_storage()._cdata
+
+
+def _beside(what: str) -> PiperError:
+    message = f"forward {what}, which no plan could repeat exactly"
+    return model_error(message, "leave it out of forward", "a forward of parameters and inputs alone", "model.module")
