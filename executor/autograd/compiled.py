@@ -64,6 +64,9 @@ class CompiledPass:
         self.held |= zip(plan.keeps["F"], found[(n := len(plan.outs)) :], strict=True)
         return tuple(x * self.scale for x in found[:n]) if any(part.scales) else tuple(found[:n])
 
+    def remake(self) -> None:
+        """R: compiled code keeps what its passes read."""
+
     def input_grad(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         part, plan = self.part, self.part.plan
         for k, out in enumerate(plan.outs):

@@ -15,6 +15,7 @@ already, and hands it in with W; a Python function that calls `handle_torch_func
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
+
+from executor.modules.remade import RemadeBuffers, RemadeBufferView, late, tensor_of
 
 Sink = Callable[[str, Tensor], None]
 Room = Callable[[str, torch.dtype], Tensor | None]
@@ -34,7 +37,7 @@ class DeferredPass:
     """One seam's unfinished weight gradient: where to enter its graph, which weights, and (after I) with what."""
 
     edges: tuple[GradientEdge, ...]
-    leaves: tuple[Tensor, ...]
+    leaves: tuple[Any, ...]  # tensors, or edges where those are not kept
     weights: tuple[Tensor, ...]
     derived: bool
     grads: tuple[Tensor | None, ...] | None = None
@@ -47,7 +50,7 @@ class DeferredPass:
 class DeferredLinearPass:
     """The same of a linear: its input, and where torch's own graph has its output's gradient, until I has asked."""
 
-    x: Tensor
+    x: Tensor | RemadeBufferView
     version: int
     weights: tuple[Tensor, ...]
     edge: GradientEdge | None
@@ -56,10 +59,11 @@ class DeferredLinearPass:
     def run(self, into: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """into: where to make the weight's gradient; of a linear without bias."""
         assert self.grads is not None
-        if self.x._version != self.version:
+        x = tensor_of(self.x)
+        if x is self.x and x._version != self.version:
             raise RuntimeError("the input of a linear was written to in place, and its weight's gradient reads it")
         dys = self.grads.reshape(-1, self.grads.shape[-1])
-        dw = torch.mm(dys.t(), self.x.view(-1, self.x.shape[-1]), out=into)
+        dw = torch.mm(dys.t(), x.view(-1, x.shape[-1]), out=into)
         return (dw,) if len(self.weights) == 1 else (dw, dys.sum(0))
 
 
@@ -68,6 +72,7 @@ class SplitPass:
 
     weights: global name → parameter. sink: receives (name, gradient), once per weight and microbatch. room:
     (name, dtype) → a tensor for this gradient, which is then made there, and not handed to the sink; or None.
+    remade: values that are not kept for backward, but made again.
 
     >>> layer, got = torch.nn.Linear(3, 2, bias=False), {}
     >>> run = SplitPass({"w": layer.weight}, got.__setitem__)
@@ -78,8 +83,14 @@ class SplitPass:
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], sink: Sink, room: Room = lambda name, dtype: None) -> None:
-        self.room = room
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        sink: Sink,
+        room: Room = lambda name, dtype: None,
+        remade: RemadeBuffers | None = None,
+    ) -> None:
+        self.room, self.remade = room, remade
         self.weights = {n: w for n, w in weights.items() if w.requires_grad}
         self.names = {id(w): n for n, w in self.weights.items()}
         self.sink = sink
@@ -96,14 +107,25 @@ class SplitPass:
         with torch.enable_grad():
             given = [_apply(_Source, self.anchor, x) if x.is_floating_point() else x for x in inputs]
             self._inputs = tuple(get_gradient_edge(x) if x.requires_grad else None for x in given)
-            with _Seams(self):
+            with _Seams(self), nullcontext() if self.remade is None else self.remade.remaking():
                 out = module(*given, *extras)
         outs: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else tuple(out)
         self._roots = tuple(get_gradient_edge(o) if o.requires_grad else None for o in outs)
         return tuple(o.detach() for o in outs)
 
+    def remake(self) -> None:
+        """R: make what was not kept."""
+        if self.remade is not None:
+            self.remade.make()
+
     def input_grad(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """I: gradients of the inputs (None where there is none); weight gradients stay behind as jobs."""
+        dxs = self._input_grad(*grads)
+        if self.remade is not None:
+            self.remade.forget(late=False)
+        return dxs
+
+    def _input_grad(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grads = grads or (None,) * len(self._roots)
         given = any(g is not None for g in grads)  # else the roots are losses
         pairs = [
@@ -138,6 +160,8 @@ class SplitPass:
                 elif not self._made_in_its_room(job):
                     self._collect(job.weights, job.run())
                 del job
+        if self.remade is not None:
+            self.remade.forget(late=True)
         for name, grad in self._partial.items():
             self.sink(name, grad)
         self._partial.clear()
@@ -147,7 +171,7 @@ class SplitPass:
         if type(job) is not DeferredLinearPass or len(job.weights) > 1:
             return False
         name = self.names[id(job.weights[0])]
-        if self.uses[name] > 1 or name in self._partial or (room := self.room(name, job.x.dtype)) is None:
+        if self.uses[name] > 1 or name in self._partial or (room := self.room(name, job.weights[0].dtype)) is None:
             return False
         self.uses[name] -= 1
         job.run(room)
@@ -165,8 +189,17 @@ class SplitPass:
         weights = (weight,) if bias is None else (weight, bias)
         y = F.linear(x, weight.detach(), None if bias is None else bias.detach())
         made = y if y._base is None else y._base  # a view has another history when it has been written to
-        self.reads(DeferredLinearPass(x.detach(), x._version, weights, get_gradient_edge(made)))
+        kept = x.detach() if self.remade is None else self.remade.kept(x.detach(), late=True)
+        self.reads(DeferredLinearPass(kept, x._version, weights, get_gradient_edge(made)))
         return y
+
+    def leaf(self, act: Tensor) -> Tensor:
+        """An activation where the graph of a seam begins; one that is not kept must not stay as a leaf."""
+        if self.remade is None or not self.remade.holds(act):
+            return act.detach().requires_grad_()
+        with torch.enable_grad():
+            source: Tensor = _apply(_Source, self.anchor, act)
+        return source
 
     def _collect(self, weights: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
         for weight, grad in zip(weights, grads, strict=True):
@@ -271,8 +304,8 @@ class _Seam(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: SplitPass, call: _Call, form: list[type | None], anchor: Tensor, *acts: Tensor) -> Any:
-        leaves = {id(a): a.detach().requires_grad_() for a in acts}
-        with torch.enable_grad():
+        leaves = {id(a): run.leaf(a) for a in acts}
+        with torch.enable_grad(), late(run.remade):
             given = _swap(call.args, leaves)
             if call.in_place:
                 given = (given[0].clone(), *given[1:])
@@ -288,7 +321,8 @@ class _Seam(torch.autograd.Function):
         dead = (r for r, on in zip(results, live, strict=True) if isinstance(r, Tensor) and not on)
         ctx.mark_non_differentiable(*dead)
         ctx.acts = [id(a) for a in acts]
-        ctx.job = DeferredPass(edges, tuple(leaves.values()), call.weights, call.derived)
+        ends = tuple(x if x.is_leaf else get_gradient_edge(x) for x in leaves.values())
+        ctx.job = DeferredPass(edges, ends, call.weights, call.derived)
         run.reads(ctx.job)
         return results[0] if isinstance(out, Tensor) else results
 

@@ -16,6 +16,7 @@ from executor.autograd.compiled import CompiledPart, CompiledPass
 from executor.autograd.microbatch_state import MicrobatchState, PartState, Ports, Values
 from executor.autograd.split import SplitPass
 from executor.modules.base import total, wiring
+from executor.modules.remade import RemadeBuffers
 from executor.optim.optimizer import ParamGradients
 from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertRoute, ExpertTransfer, even, travel
 from ir.core.ops import Pass
@@ -32,7 +33,8 @@ class Stage:
     rest (I and W do it themselves where it did not run). ports: unit → its outputs by who reads them, where not all
     readers read all. exchanges: by name, what reaches its reader from another rank's unit; `exchange` begins each.
     routes: (chunk, microbatch) → the rows they carry, where these are known and not read off the device. compiled:
-    units whose passes are compiled code, set by who has compiled them.
+    units whose passes are compiled code, set by who has compiled them. remade: of units that are not recomputed whole,
+    the options of what R makes again inside (`executor.modules.remade`), set by who knows them.
 
     >>> layer = nn.Linear(1, 1, bias=False); _ = nn.init.constant_(layer.weight, 3.0)
     >>> stage = Stage({"l0": layer}, {"w": layer.weight})
@@ -57,6 +59,7 @@ class Stage:
     ) -> None:
         self.units, self._routes = dict(units), routes
         self.compiled: Mapping[str, CompiledPart] = {}
+        self.remade: Mapping[str, frozenset[str]] = {}
         self.params = dict(params)
         self.grads = grads if isinstance(grads, ParamGradients) else ParamGradients(self.params, grads)
         self.recompute = frozenset(recompute)
@@ -186,7 +189,17 @@ class Stage:
 
     def _begin(self, name: str, mb: int) -> SplitPass | CompiledPass:
         part, sink = self.compiled.get(name), partial(self.grads.add, mb=mb)
-        return SplitPass(self.weights[name], sink, self.grads.room) if part is None else part.begin(sink)
+        if part is not None:
+            return part.begin(sink)
+        return SplitPass(self.weights[name], sink, self.grads.room, self._remade(name, mb))
+
+    def _remade(self, name: str, mb: int) -> RemadeBuffers | None:
+        """What of a unit R will make again; of what it reads, too, where that is so in the unit that made it."""
+        if name in self.recompute or not (options := self.remade.get(name)):
+            return None
+        makers = (self._flow(mb).units.get(self._of.get(r, "")) for r in self.reads[name])
+        given = (m.run.remade for m in makers if m is not None and isinstance(m.run, SplitPass))
+        return RemadeBuffers(options, (values for values in given if values is not None))
 
     def _without_traces(self, name: str, acts: Values, extras: tuple[object, ...]) -> Values:
         """A forward of which nothing but its outputs stays."""
@@ -201,6 +214,7 @@ class Stage:
         flow = self._flow(mb)
         unit = flow.units[name]
         if not unit.waits_for_r:
+            unit.run.remake()
             return
         acts: list[Tensor] = []
         for r, given in zip(self.reads[name], unit.inputs, strict=True):

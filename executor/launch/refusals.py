@@ -9,6 +9,7 @@ from pathlib import Path
 from executor.data.tokens import check_sources
 from executor.device.device import LAUNCHES
 from executor.modules.decoder import refuse_model
+from executor.modules.remade import REMADE
 from executor.modules.user.annotate import model_error
 from executor.parallel.inline import check_divided
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
@@ -17,7 +18,7 @@ from ir.job.build import PreparedJob, blaming, precision_of
 from ir.job.recompute import recompute_options
 from ir.verify.queues import DeviceQueues, check_device
 
-RECOMPUTED = ("none", "selective", "full", "scores", "attention", "mlp")
+RECOMPUTED = ("none", "selective", "full", "scores", "attention", "mlp", "norm", "up_projection", "activation")
 COMPUTE = (DType.FP64, DType.FP32, DType.BF16)
 
 
@@ -57,9 +58,7 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
             if (size := prepared.mesh.sizes[axis]) > 1:
                 raise _not_yet(f"{axis} = {size} inside of compiled code", f"parallel.{axis}", "1")
         _check_compiler()
-    if fine := sorted(recompute_options(job) - set(RECOMPUTED)):
-        allowed = ", ".join(f'"{p}"' for p in RECOMPUTED)
-        raise _not_yet(f"recompute of {', '.join(fine)} alone", "schedule.recompute", allowed)
+    _refuse_recompute(prepared)
     if any(e.chunk.name.startswith("skip") for e in prepared.base.entries):
         raise _not_yet("a stage without layers", "parallel.layers", "at least 1 layer per inner stage")
     if job.model.weights is not None:
@@ -176,6 +175,24 @@ def _refuse_formats(prepared: PreparedJob) -> None:
     if given.gather not in (None, p.params):
         message = f"gathering parameters in another format ({given.gather}) than they have ({p.params})"
         raise _not_yet(message, "precision.gather", p.params)
+
+
+def _refuse_recompute(prepared: PreparedJob) -> None:
+    """What no rank can make again by itself, or not as the plan has it."""
+    job, layouts, key = prepared.job, [e.layout for e in prepared.plan().graph.entries], "schedule.recompute"
+    options = recompute_options(job)
+    if other := sorted(options - set(RECOMPUTED)):
+        raise _not_yet(f"recompute of {', '.join(other)} alone", key, ", ".join(f'"{p}"' for p in RECOMPUTED))
+    if (inner := sorted(options & REMADE)) and job.run.compile:
+        raise _not_yet(f"recompute of {', '.join(inner)} inside of compiled code", key, '"none", "full"')
+    latent = prepared.config.mla is not None
+    if latent and "up_projection" in options and any(x.tp > 1 and x.sequence_parallel for x in layouts):
+        raise _not_yet(
+            "recompute of up_projection where tp ranks gather its input", key, '"none", "norm", "activation"'
+        )
+    read = options & ({"up_projection"} if latent else {"norm"} if prepared.config.qk_norm else set())
+    if read and any(x.cp > 1 and x.cp_heads for x in layouts):
+        raise _not_yet(f"recompute of {', '.join(sorted(read))} where cp ranks exchange heads", key, '"none", "full"')
 
 
 def _not_yet(what: str, key: str, allowed: str) -> PiperError:

@@ -6,6 +6,7 @@ from pathlib import Path
 from executor.modules.base import TORCH, Model
 from executor.modules.decoder import DecoderModel
 from executor.modules.hub_weights import HubCheckpoint, biases
+from executor.modules.remade import REMADE
 from executor.modules.user.annotate import model_error
 from executor.modules.user.divided import ModelShard
 from executor.modules.user.model import UserModel, load_callable
@@ -73,6 +74,13 @@ def check_weights(prepared: PreparedJob) -> None:
 def recomputed(prepared: PreparedJob) -> frozenset[str]:
     """The units that the job's recompute options run again, as the model graph has it."""
     return frozenset(name for _, name in again(prepared.base))
+
+
+def remade_values(prepared: PreparedJob) -> dict[str, frozenset[str]]:
+    """By unit, the job's recompute options of values inside of it."""
+    base = prepared.base
+    found = {e.name: base.recompute.of(e.chunk) & REMADE for e in base.entries}
+    return {name: options for name, options in found.items() if options}
 
 
 def _users(

@@ -11,6 +11,7 @@ from executor.modules.base import initial
 from executor.modules.functions import formatted, layer_norm, relu2, rms_norm, swiglu
 from executor.modules.hub_weights import HubCheckpoint
 from executor.modules.parallel import columns, leave, words
+from executor.modules.remade import remade
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard
 from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
@@ -168,7 +169,7 @@ class FeedForwardLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         up = each(x, self.ups, self.region)
-        found: Tensor = self.down(swiglu(*up) if len(up) == 2 else self.act(up[0]))
+        found: Tensor = self.down(remade("activation", swiglu if len(up) == 2 else self.act, *up))
         return found
 
 
@@ -182,7 +183,7 @@ class MlpPart(nn.Module):
         self.inner = FeedForwardLayer(c, make, f"{prefix}{names.mlp}.", c.ffn)
 
     def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = self.inner(self.norm(x))
+        added: Tensor = self.inner(remade("norm", self.norm, x))
         return x + added
 
 

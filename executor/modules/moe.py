@@ -23,6 +23,7 @@ from executor.device.device import upload
 from executor.modules.functions import Counts, balanced, grouped_linear, permute, swiglu, unpermute, unread, wide
 from executor.modules.hub_weights import BIAS
 from executor.modules.layers import FeedForwardLayer, NormLayer, Params
+from executor.modules.remade import remade
 from executor.parallel.expert_all_to_all import Table
 from executor.parallel.router_guide import ExpertRouterGuide, rows_of_each
 from ir.workload.config.spec import ExpertConfig, ModelConfig
@@ -61,7 +62,7 @@ class ExpertRouter(nn.Module):
         number: of the microbatch in the global batch.
         """
         moe, forced = self.moe, self.guide.forced
-        tokens = self.norm(x).flatten(0, 1)
+        tokens = remade("norm", self.norm, x).flatten(0, 1)
         logits = F.linear(tokens, self.weight.to(x.dtype)).to(wide(x.dtype))
         scores = logits.sigmoid() if moe.scoring == "sigmoid" else logits.softmax(-1)
         indices = self.choose(scores.detach()) if forced is None else forced(self.layer, number)
@@ -126,7 +127,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
         gate, up = grouped_linear(rows, self.up, counts).chunk(2, -1)
-        return grouped_linear(swiglu(gate, up, weights), self.down, counts)
+        return grouped_linear(remade("activation", swiglu, gate, up, weights), self.down, counts)
 
 
 class LocalExperts(nn.Module):

@@ -11,7 +11,7 @@ from executor.autograd.compiled import CompiledParts, compile_parts
 from executor.autograd.stage import Stage
 from executor.device.device import Device, on_host
 from executor.modules.base import TORCH
-from executor.modules.choose import model_of, recomputed
+from executor.modules.choose import model_of, recomputed, remade_values
 from executor.modules.user.model import UserModel
 from executor.optim.optimizer import ParamGradients
 from executor.optim.sync import BucketSync, BucketSyncConfig
@@ -91,7 +91,7 @@ class RankModel:
                 exchanges=built.exchanges,
                 routes=routes,
             )
-            stages[s].compiled = compiled.parts
+            stages[s].compiled, stages[s].remade = compiled.parts, remade_values(prepared)
         config = BucketSyncConfig(
             job.optimizer,
             TORCH[precision.reduce],

@@ -17,6 +17,7 @@ from executor.modules.attention.rope import TokenAngles, rotary, rotate
 from executor.modules.functions import rms_norm
 from executor.modules.layers import LinearLayer, NormLayer, Params, each
 from executor.modules.parallel import across, enter, gather_tokens, scatter_tokens
+from executor.modules.remade import RemadeBufferView, following, kept, remade, tensor_of
 from executor.parallel.inline import RankAxis, RankRegion
 from ir.workload.config.spec import ModelConfig
 
@@ -24,23 +25,23 @@ from ir.workload.config.spec import ModelConfig
 class _Again:
     """Hooks for saved tensors: what lies in `whole` is not kept for backward, but gathered again from `mine`."""
 
-    def __init__(self, mine: Tensor, whole: Tensor, cp: RankAxis) -> None:
+    def __init__(self, mine: Tensor | RemadeBufferView, whole: Tensor, cp: RankAxis) -> None:
         self.mine, self.whole, self.cp = mine, whole, cp
         self.left = 0
 
     def pack(self, t: Tensor) -> Any:
         """A tensor, or where in `whole` it lies."""
         if t.untyped_storage()._cdata != self.whole.untyped_storage()._cdata:
-            return t
+            return kept(t)
         self.left += 1
         return t.shape, t.stride(), t.storage_offset()
 
     def unpack(self, packed: Any) -> Tensor:
         """The first one gathers, the last one lets go."""
-        if isinstance(packed, Tensor):
-            return packed
+        if isinstance(packed, Tensor | RemadeBufferView):
+            return tensor_of(packed)
         if not self.whole.numel():
-            self.whole = gather_tokens(self.cp, self.mine)
+            self.whole = gather_tokens(self.cp, tensor_of(self.mine))
         found = self.whole.as_strided(*packed)
         self.left -= 1
         if not self.left:
@@ -49,6 +50,10 @@ class _Again:
 
     def forget(self) -> None:
         self.whole = self.whole.new_empty(0)
+
+
+def _side_by_side(k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat((k, v), -1).flatten(-2)
 
 
 @contextmanager
@@ -61,11 +66,11 @@ def whole_context(k: Tensor, v: Tensor, cp: RankAxis) -> Iterator[tuple[Tensor, 
         yield k, v
         return
     sizes = k.shape[-1], v.shape[-1]
-    mine = torch.cat((k, v), -1)
-    heads = mine.shape[-2:]
-    mine = mine.flatten(-2)
+    heads = (k.shape[-2], sum(sizes))
+    mine = following(_side_by_side, k, v)
     whole = across(mine, partial(gather_tokens, cp), partial(scatter_tokens, cp))
-    again = _Again(mine.detach(), whole.detach(), cp)
+    again = _Again(kept(mine.detach()), whole.detach(), cp)
+    del mine
     with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
         k, v = whole.unflatten(-1, heads).split(sizes, -1)
         del whole
@@ -130,20 +135,31 @@ class AttentionPart(nn.Module):
         self.out = linear(prefix + names.out, c.hidden, q, bias=c.out_bias, leaves=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        c, made = self.c, each(self.norm(x), self.qkv, self.region)
+        c, made = self.c, each(remade("norm", self.norm, x), self.qkv, self.region)
         batch, length, _ = made[0].shape
         parts = made[0].split(self.sizes, -1) if len(made) == 1 else made
         q, k, v = (t.view(batch, length, -1, c.head_dim) for t in parts)
         del made, parts  # what is turned and normed is not needed as it was
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, c.norm_eps), rms_norm(k, self.k_norm, c.norm_eps)
-        if c.rope:
-            cp = self.region.cp
-            width = int(c.head_dim * c.rope_share)
-            cos, sin = rotary(length, TokenAngles(width, c.rope_theta, c.rope_scaling, cp.size, cp.index), x)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        angles = self._angles(length, x)
+        if self.q_norm is None:
+            q, k = self._turned(angles, q, k)
+        else:
+            q, k = remade("norm", partial(self._turned, angles), q, k)
         added: Tensor = self.out(_attended(q, k, v, self.region, kind=self.kind, c=c))
         return x + added
+
+    def _angles(self, length: int, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of this rank's tokens, in x's format."""
+        c, cp = self.c, self.region.cp
+        width = int(c.head_dim * c.rope_share)
+        known = TokenAngles(width, c.rope_theta, c.rope_scaling, cp.size, cp.index)
+        return rotary(length, known, x) if c.rope else None
+
+    def _turned(self, angles: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normed where the config has it, and turned by their places."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm, self.c.norm_eps), rms_norm(k, self.k_norm, self.c.norm_eps)
+        return (q, k) if angles is None else (rotate(q, *angles), rotate(k, *angles))
 
 
 class LatentAttentionPart(nn.Module):
@@ -170,20 +186,28 @@ class LatentAttentionPart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """One rotary key serves all heads. The narrow projections are whole on every rank: each head needs all."""
-        c, mla, region = self.c, self.mla, self.region
-        h, heads = self.norm(x), c.heads // region.tp.size
-        (q,) = each(self.q_norm(self.q_a(h)), [self.q_b], region)
-        batch, length, _ = q.shape
+        mla = self.mla
+        h = remade("norm", self.norm, x)
+        narrow = remade("norm", self.q_norm, self.q_a(h)) if mla.q_rank else h
         latent, k_rope = self.kv_a(h).split((mla.kv_rank, mla.rope_dim), -1)
-        (kv,) = each(self.kv_norm(latent), [self.kv_b], region)
+        q, k, v = remade("up_projection", self._up, narrow, remade("norm", self.kv_norm, latent), k_rope)
+        added: Tensor = self.out(_attended(q, k, v, self.region, kind=self.kind, c=self.c))
+        return x + added
+
+    def _up(self, narrow: Tensor, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this rank's heads, of normed low-rank ones and of the rotary key."""
+        c, mla, region = self.c, self.mla, self.region
+        heads = c.heads // region.tp.size
+        (q,) = each(narrow, [self.q_b], region)
+        batch, length, _ = q.shape
+        (kv,) = each(latent, [self.kv_b], region)
         q, kv, k_rope = q.view(batch, length, heads, -1), kv.view(batch, length, heads, -1), enter(k_rope, region)
         k_nope, v = kv.split((mla.nope_dim, mla.v_dim), -1)
         q_nope, q_rope = q.split((mla.nope_dim, mla.rope_dim), -1)
         angles = TokenAngles(mla.rope_dim, c.rope_theta, c.rope_scaling, region.cp.size, region.cp.index)
         turn = partial(rotate, pairs=c.rope_pairs)
-        cos, sin = rotary(length, angles, x)
+        cos, sin = rotary(length, angles, q)
         shared = turn(k_rope.unsqueeze(2), cos, sin).expand(-1, -1, heads, -1)
         q, k = torch.cat((q_nope, turn(q_rope, cos, sin)), -1), torch.cat((k_nope, shared), -1)
         # A view of v would keep the keys' first half alive beside k.
-        added: Tensor = self.out(_attended(q, k, v.contiguous(), region, kind=self.kind, c=c))
-        return x + added
+        return q, k, v.contiguous()
