@@ -74,9 +74,7 @@ class RemadeBuffers:
 
     def __init__(self, options: Collection[str], given: Iterable["RemadeBuffers"] = ()) -> None:
         self.options = options
-        self.reads: dict[
-            RemadeBufferCall, bool
-        ] = {}  # what backward will read, in forward's order; whether W will, too
+        self.reads: dict[RemadeBufferCall, bool] = {}  # by what backward will read, in forward's order: will W?
         self.late = False  # whether what is saved now is for weight gradients
         self._at: dict[int, tuple[RemadeBufferCall, int, StorageWeakRef]] = {}  # by storage, whose number stays its own
         for values in given:
