@@ -1,6 +1,7 @@
 """A user's own model: `[model] module = "my_model.py:build"`, cut at its annotations."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -10,7 +11,14 @@ from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.user.annotate import cut, model_error
 from executor.modules.user.divided import ModelShard, divide
 from executor.modules.user.exported import export_cut
-from executor.modules.user.purity import host_seeded, refuse_impure, without_values
+from executor.modules.user.purity import (
+    ChunkCall,
+    host_seeded,
+    outputs,
+    refuse_impure,
+    unreached,
+    without_values,
+)
 from executor.modules.user.routed import (
     SENT,
     ExpertChunk,
@@ -81,7 +89,7 @@ class UserModel:
             allowed = "dropout of 0 where tp or experts divide a layer"
             raise _cannot("dropout", allowed, "attention_dropout = 0, and the like")
         self.partly = tuple(n for k, n in self._names.items() if k in self._cut.partly)
-        self.idle = tuple(n for k, n in self._names.items() if k in self._cut.idle)
+        self._batch = batch
         self._ep, self._region = shard.ep, shard.region
         found = {c: cut_at_experts(c, chunk) for c, chunk in self._cut.chunks.items()}
         self.routed = {c: x for c, x in found.items() if x is not None}
@@ -92,6 +100,19 @@ class UserModel:
         if idle := [n for i, n in self._names.items() if i not in used]:
             message = f"{idle[0]} and {len(idle) - 1} more parameters are" if len(idle) > 1 else f"{idle[0]} is"
             raise PiperError(ErrorKind.MODEL, f"{message} read by no chunk", suggestion="leave out what is not used")
+
+    @cached_property
+    def idle(self) -> tuple[str, ...]:
+        """Parameters that no gradient of the logits reaches."""
+
+        def forward() -> tuple[Tensor, ...]:
+            return self._try(*self._batch, lambda _, chunk, x: outputs(chunk(*x)))
+
+        found = self._cut.idle
+        if not self._tagged:  # an exported graph says it itself
+            with TRACING:
+                found = unreached(forward, self.module)
+        return tuple(n for k, n in self._names.items() if k in found)
 
     def _modules(self, chunk: str) -> tuple[nn.Module, ...]:
         return (self._cut.chunks[chunk], *([self._experts[chunk]] if chunk in self.routed else []))
@@ -197,15 +218,17 @@ class UserModel:
             if _code(chunk) != _code(again.chunks.get(name)):
                 raise _cannot(f"{name} is traced differently each time", "code without the clock or the host", "fix it")
         with TRACING:
-            without_values(lambda: self._try(size, length))
+            without_values(lambda: self._try(size, length, refuse_impure))
 
-    def _try(self, size: int, length: int) -> None:
+    def _try(self, size: int, length: int, call: ChunkCall) -> tuple[Tensor, ...]:
+        """Forward, chunk by chunk; the logits."""
         ids = torch.zeros(size, length, dtype=torch.int64, device="cpu")
         x: tuple[Tensor, ...] = (ids,)
         for name, chunk in self._cut.chunks.items():
             more: tuple[Tensor, ...] = (ids,) if name in self._cut.wants_ids else ()
             more += (torch.zeros(3, dtype=torch.int64, device="cpu"),) if name in self._cut.wants_draws else ()
-            x = refuse_impure(name, chunk, (*x, *more))
+            x = call(name, chunk, (*x, *more))
+        return x
 
 
 class TokenShapeChunk(nn.Module):

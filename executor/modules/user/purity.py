@@ -6,7 +6,7 @@ may depend on parameters and inputs alone. Forward is run twice without values a
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from executor.modules.user.annotate import model_error
 from ir.core.errors import PiperError
 
 Call = tuple[object, ...]
+ChunkCall = Callable[[str, nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]
+WITHOUT_VALUES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, UnsupportedFakeTensorException)
 
 
 @contextmanager
@@ -52,7 +54,7 @@ def refuse_impure(name: str, unit: nn.Module, inputs: tuple[Tensor, ...]) -> tup
             found = unit(*inputs)
         if before != (random.getstate(), numpy_state()):
             raise _impure(name, "draws random numbers on the host", "Python's random or numpy.random in forward")
-        out = (found,) if isinstance(found, Tensor) else tuple(found)
+        out = outputs(found)
         calls.append(watch.calls)
     first, second = calls
     if first != second:
@@ -62,7 +64,22 @@ def refuse_impure(name: str, unit: nn.Module, inputs: tuple[Tensor, ...]) -> tup
     return out
 
 
-def without_values(convert: Callable[[], None]) -> None:
+def outputs(found: Any) -> tuple[Tensor, ...]:
+    """What a chunk returned, one tensor or several."""
+    return (found,) if isinstance(found, Tensor) else tuple(found)
+
+
+def unreached(forward: Callable[[], tuple[Tensor, ...]], module: nn.Module) -> frozenset[int]:
+    """Parameters, by id, that no gradient of what forward gives reaches; none where backward needs values."""
+    params = [p for p in module.parameters() if p.requires_grad]
+    with suppress(*WITHOUT_VALUES), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        last = [x.sum() for x in forward() if x.requires_grad]
+        found = torch.autograd.grad(last, params, allow_unused=True) if last else [None] * len(params)
+        return frozenset(id(p) for p, grad in zip(params, found, strict=True) if grad is None)
+    return frozenset()
+
+
+def without_values(convert: Callable[[], object]) -> None:
     """Do something under a fake mode that takes real parameters as they are.
 
     Raises PiperError (model): what a user's forward raises.
@@ -70,7 +87,7 @@ def without_values(convert: Callable[[], None]) -> None:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             convert()
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, UnsupportedFakeTensorException) as error:
+    except WITHOUT_VALUES as error:
         message = f"forward failed without values: {type(error).__name__}: {error}"
         raise model_error(message, "run the module on a small batch first", key="model.module") from error
 

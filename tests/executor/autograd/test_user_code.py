@@ -320,6 +320,49 @@ def test_a_parameter_that_no_gradient_reaches_is_known() -> None:
         model.refuse_training()
 
 
+@pytest.mark.parametrize("still", ["layer.still", "layer.bound"])
+def test_a_parameter_that_no_gradient_reaches_is_known_of_annotated_code(still: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layer = nn.Embedding(VOCAB, WIDTH), nn.Module()
+            self.layer.still, self.layer.bound = (nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+            self.head = nn.Linear(WIDTH, VOCAB)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            with annotate("PP"):
+                scales = {"layer.still": self.layer.still.detach(), "layer.bound": (self.layer.bound > 0).to(x.dtype)}
+                other = self.layer.bound if still == "layer.still" else self.layer.still
+                x = x * scales[still] + other
+            return self.head(x)
+
+    assert UserModel(Net, batch=BATCH).idle == (still,)
+
+
+def test_of_a_backward_that_needs_values_nothing_is_said() -> None:
+    class Needs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            return dy * dy.sum().item()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            with annotate("PP"):
+                return self.head(Needs.apply(x))
+
+    assert UserModel(Net, batch=BATCH).idle == ()
+
+
 class Annotated(nn.Module):
     """A layer in a scope; what stands outside of it is traced. aside: with a part without gradients."""
 
