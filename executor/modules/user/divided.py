@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from executor.modules.parallel import enter, leave, whole
 from executor.modules.user.annotate import At, chunk_of
+from executor.parallel.divided_dims import divided_dims
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
@@ -207,6 +208,16 @@ def regions(
     return frozenset(partly - {*cut})
 
 
+def refuse_reads_along(root: fx.GraphModule, cut: Mapping[int, int]) -> None:
+    """cut: dims that parameters are cut along, by id. Raises PiperError (model): an op reads along what is divided."""
+    held = {n: id(_held(root, n)) for n in root.graph.nodes if n.op == "get_attr"}
+    _, wrong = divided_dims(root.graph, {n: cut[k] for n, k in held.items() if k in cut})
+    if wrong is not None:
+        message = f"{_where(wrong)}, reads along what tp divides: each rank would take its part for the whole"
+        fix = '"colwise_gather_output" for the linear before it'
+        raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed="ops of each feature", suggestion=fix)
+
+
 def _features(x: Tensor, region: RankRegion) -> Tensor:
     return whole(x.unsqueeze(-1), region).squeeze(-1)
 
@@ -253,9 +264,13 @@ def _floating(node: fx.Node) -> bool:
 
 
 def _unfinished(node: fx.Node) -> PiperError:
-    stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
-    where = [str(path) for path, _ in stack.values() if path]
-    at = f"{node.name}, in {where[-1] if where else 'forward'}"
-    message = f"{at}, is divided over tp where nothing sums it, or not where it is summed"
+    message = f"{_where(node)}, is divided over tp where nothing sums it, or not where it is summed"
     fix = "each colwise linear's output ends in a rowwise one"
     return PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=ALLOWED, suggestion=fix)
+
+
+def _where(node: fx.Node) -> str:
+    """Where a user finds a node."""
+    stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+    where = [str(path) for path, _ in stack.values() if path]
+    return f"{node.name}, in {where[-1] if where else 'forward'}"

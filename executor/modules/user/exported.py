@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again, model_error
 from executor.modules.user.attention import flag_causal, widen_values
-from executor.modules.user.divided import regions
+from executor.modules.user.divided import refuse_reads_along, regions
 from executor.modules.user.dropout import reseed
 from executor.modules.user.own_functions import call_functions, functions_kept
 from executor.modules.user.watched import Assigned, count_on, forward_watched, refuse_counter, refuse_hidden_writes
@@ -32,6 +32,7 @@ from executor.parallel.inline import RankRegion
 from ir.core.errors import PiperError, job_error, nearest
 
 EXPERTS = "EP"
+NONE_CUT: Mapping[int, int] = {}
 Shapes = tuple[tuple[int, ...], ...]
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_guards_fn")
 OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -44,12 +45,13 @@ def export_cut(
     size: int,
     length: int,
     region: RankRegion | None = None,
-    cut: Collection[int] = (),
+    cut: Mapping[int, int] = NONE_CUT,
     seed: int = 0,
 ) -> ChunkedModel:
     """Cut at the modules that tags["PP"] matches, the n-th of them is chunk l<n>; forward takes `size` sequences of
     `length` tokens. Of what it returns, the first floating tensor of sequences, tokens and features is the logits.
-    region: the ranks among which parameters are divided; cut: these parameters, by id. seed: of dropout.
+    region: the ranks among which parameters are divided; cut: these parameters, by id, and the
+    dim of each. seed: of dropout.
 
     Raises PiperError (model): torch cannot export it, a pattern matches nothing, a tag is not known.
 
@@ -82,7 +84,10 @@ def export_cut(
     if not layers:
         raise _never_called(module, tags[SEAM])
     _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
-    partly = regions(root, at, made_again(module, graph), cut, region) if region is not None else frozenset()
+    partly = frozenset[int]()
+    if region is not None:
+        refuse_reads_along(root, cut)
+        partly = regions(root, at, made_again(module, graph), cut, region)
     idle = _idle(module, graph)
     pack_seams(module, graph, at, (size, length))
     return replace(cut_at(module, root, graph, at, layers), partly=partly, idle=idle, loss=loss)

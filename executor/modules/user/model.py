@@ -82,7 +82,7 @@ class UserModel:
         experts = mark_experts(self.module, (tags or {}).get("EP", ""), shard.ep, shard.index)
         self.dims = {} if divided is None else divide(self.module, shard.plan, divided)
         self._names = {id(p): n for n, p in self.module.named_parameters()}
-        held = {k for k, n in self._names.items() if n in self.dims}
+        held = {k: self.dims[n] for k, n in self._names.items() if n in self.dims}
         with TRACING, host_seeded(seed):
             self._cut = export_cut(self.module, tags, *batch, divided, held, seed) if tags else cut(self.module)
         if self._cut.wants_draws and (divided is not None or experts):

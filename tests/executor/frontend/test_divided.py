@@ -2,10 +2,12 @@
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from executor.frontend.capture import capture, text
@@ -128,6 +130,71 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], width: int, s
     with pytest.raises(PiperError) as info:
         _model(plan, width=width)
     assert said in info.value.message and info.value.kind.exit_code == 2
+
+
+def heads(x: Tensor) -> Tensor:
+    """Features as heads of four."""
+    return x.view(*x.shape[:2], -1, 4)
+
+
+ALONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax of heads": lambda x: F.log_softmax(heads(x), 2).flatten(2),
+    "slice": lambda x: F.pad(x[..., 1:], (0, 1)),
+    "every second": lambda x: x[..., ::2].repeat_interleave(2, -1),
+    "cat": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+    "halves": lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "rms norm": lambda x: x * x.pow(2).mean(-1, keepdim=True).rsqrt(),
+    "largest": lambda x: x - x.amax(-1, keepdim=True),
+    "heads turned": lambda x: heads(x).transpose(1, 2).cumsum(1).transpose(1, 2).flatten(2),
+}
+BESIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax of tokens": lambda x: x.softmax(1),
+    "norm of each head": lambda x: F.layer_norm(h := heads(x), h.shape[-1:]).flatten(2),
+    "features of heads turned": lambda x: torch.cat((-(h := heads(x))[..., 1:], h[..., :1]), -1).flatten(2),
+    "tokens shifted": lambda x: F.pad(x[:, 1:], (0, 0, 0, 1)),
+    "all of it": lambda x: x[..., :],
+    "attention": lambda x: F.scaled_dot_product_attention(*[heads(x).transpose(1, 2)] * 3).transpose(1, 2).flatten(2),
+    "experts' weights": lambda x: x * x.mean(1, keepdim=True).sigmoid(),
+}
+
+
+class Between(Mlp):
+    """Something between up and down."""
+
+    def __init__(self, width: int, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(width)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the same shape."""
+        found: Tensor = self.down(self.scale * self.between(self.up(x)))
+        return x + found
+
+
+def _between(what: Callable[[Tensor], Tensor], tp: int) -> UserModel:
+    def build() -> Net:
+        net = Net(16)
+        net.layers = nn.ModuleList(Between(16, what) for _ in range(2))
+        return net
+
+    shard = ModelShard(RankRegion(MessageAxis(tp, "tp")), PLAN if tp > 1 else {})
+    return UserModel(build, tags={"PP": "layers.*"}, batch=(2, 3), shard=shard)
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_what_reads_along_what_is_divided_is_refused(name: str) -> None:
+    """Each rank would take its part for the whole, and train something else without a sign of it."""
+    assert _between(ALONG[name], 1).chunks == ("embed", "l0", "l1"), "whole, it is fine"
+    with pytest.raises(PiperError, match="reads along what tp divides") as info:
+        _between(ALONG[name], 2)
+    assert info.value.kind.exit_code == 2
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_reads_other_dims_is_not(name: str) -> None:
+    assert _between(BESIDE[name], 2).chunks == ("embed", "l0", "l1")
 
 
 def test_its_messages_are_predicted(tmp_path: Path) -> None:
