@@ -97,7 +97,8 @@ def _viewed(node: fx.Node, dim: int, before: tuple[int, ...], out: tuple[int, ..
 
 
 def _transposed(node: fx.Node, dim: int, before: tuple[int, ...], out: tuple[int, ...]) -> int:
-    one, other = (int(a) % len(out) for a in node.args[1:3])  # type: ignore[arg-type]
+    ends: Any = node.args[1:3]
+    one, other = (int(a) % len(out) for a in ends)
     return {one: other, other: one}.get(dim, dim)
 
 
@@ -107,7 +108,8 @@ def _permuted(node: fx.Node, dim: int, before: tuple[int, ...], out: tuple[int, 
 
 
 def _unsqueezed(node: fx.Node, dim: int, before: tuple[int, ...], out: tuple[int, ...]) -> int:
-    at = int(node.args[1]) % len(out)  # type: ignore[arg-type]
+    given: Any = node.args[1]
+    at = int(given) % len(out)
     return dim + (at <= dim)
 
 

@@ -71,11 +71,10 @@ SPARED = {
 
 def saved(model: tuple[str, ...], again: str) -> tuple[list[int], list[int]]:
     """Bytes less at each rank's peak: of a run, and of the prediction."""
-    real, sim = [], []
-    for sets in ((*model, "schedule.recompute=none"), (*model, f"schedule.recompute={again}")):
-        real.append(peak_bytes(*planned(*sets)) or ())
-        sim.append(predict(load_job(job_file(), sets)).planned.memory.peak.tolist())
-    return tuple([a - b for a, b in zip(*x, strict=True)] for x in (real, sim))  # type: ignore[return-value]
+    both = [(*model, f"schedule.recompute={options}") for options in ("none", again)]
+    real = [peak_bytes(*planned(*sets)) or () for sets in both]
+    sim = [predict(load_job(job_file(), sets)).planned.memory.peak.tolist() for sets in both]
+    return [a - b for a, b in zip(*real, strict=True)], [a - b for a, b in zip(*sim, strict=True)]
 
 
 @pytest.mark.parametrize("again", ['["norm"]', '["activation"]'])
