@@ -186,10 +186,6 @@ def _refuse_recompute(prepared: PreparedJob) -> None:
     if (inner := sorted(options & REMADE)) and job.run.compile:
         raise _not_yet(f"recompute of {', '.join(inner)} inside of compiled code", key, '"none", "full"')
     latent = prepared.config.mla is not None
-    if latent and "up_projection" in options and any(x.tp > 1 and x.sequence_parallel for x in layouts):
-        raise _not_yet(
-            "recompute of up_projection where tp ranks gather its input", key, '"none", "norm", "activation"'
-        )
     read = options & ({"up_projection"} if latent else {"norm"} if prepared.config.qk_norm else set())
     if read and any(x.cp > 1 and x.cp_heads for x in layouts):
         raise _not_yet(f"recompute of {', '.join(sorted(read))} where cp ranks exchange heads", key, '"none", "full"')

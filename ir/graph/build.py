@@ -216,7 +216,7 @@ def _done(kind: Pass | PerStepOp, w: PartWork, grads: tuple[int, ...], whole: bo
         case Pass.R if whole:
             return w.forward, _forward(w), _outputs(w.out_bytes, w.saved), w.forward_workspace
         case Pass.R:
-            came = () if "operators" not in options else tuple(m for m in _forward(w) if _asked_again(m))
+            came = tuple(m for m in _forward(w) if _asked_again(m)) if _reads_region(fine, options) else ()
             return tuple(k for s in fine for k in s.rebuild), came, _outputs(0, fine), 0
         case Pass.I:
             names = ("grad",) if len(grads) == 1 else tuple(f"grad{n}" for n in range(len(grads)))
@@ -234,8 +234,13 @@ def _forward(w: PartWork) -> tuple[Message, ...]:
     return tuple(x.message for x in w.inline if x.when is Pass.F)
 
 
+def _reads_region(fine: Sequence[SavedBuffer], options: frozenset[str]) -> bool:
+    """Whether linears run again that read what other ranks have: of "operators", and latent attention's way up."""
+    return "operators" in options or ("up_projection" in options and any("up_projection" in s.recompute for s in fine))
+
+
 def _asked_again(message: Message) -> bool:
-    """Whether "operators" sends it twice: what reduce-scatters and all-to-alls bring is kept."""
+    """Whether it is sent twice then: what reduce-scatters and all-to-alls bring is kept."""
     return message.axes == ("tp",) and message.kind is not MessageKind.REDUCE_SCATTER
 
 

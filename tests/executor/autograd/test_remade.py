@@ -38,6 +38,7 @@ CASES = {
     "latent attention, shared experts": ("schedule.name=zb1p", *DEEPSEEK),
     "latent attention, shared experts apart, two copies": (*DUAL, *DEEPSEEK, "parallel.ep=2"),
     "heads apart": ("schedule.name=zb1p", *QWEN3, "parallel.tp=2"),
+    "latent heads apart": ("schedule.name=zb1p", *DEEPSEEK, "parallel.tp=2"),
     "contexts apart": ("schedule.name=1f1b", *QWEN3, "parallel.cp=2"),
     "latent contexts apart": ("schedule.name=zb1p", *DEEPSEEK, "parallel.cp=2"),
     "of some layers": ("schedule.name=zbv", *MOE, "schedule.recompute_layers=1::2"),
@@ -165,7 +166,6 @@ def test_other_bits_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 REFUSED = {
     "operators": ('schedule.recompute=["operators"]', "schedule.recompute"),
     "compiled": (f"{ALL} run.compile=true", "schedule.recompute"),
-    "gathered": (" ".join((ALL, *DEEPSEEK, "parallel.tp=2")), "schedule.recompute"),
     "exchanged": (" ".join((ALL, *QWEN3, "parallel.cp=2", "parallel.cp_comm=all_to_all")), "schedule.recompute"),
 }
 

@@ -22,6 +22,8 @@ from ir.core.work import DType, KernelKind
 from ir.directives.shard import refill
 from ir.graph.build import model_graph
 from ir.graph.recompute import RecomputedLayers
+from ir.job.build import prepare
+from ir.job.load import job_from
 from ir.workload.chunks import chunks
 from ir.workload.config.load import load_config
 from ir.workload.config.spec import ModelConfig
@@ -150,3 +152,17 @@ def test_messages_of_tensor_parallelism_travel_again_but_for_reduce_scatters() -
     )
     again = [n for n in refill(split, source).nodes if n.kind is Pass.R]
     assert [[str(m.kind) for m in n.inline] for n in again] == [["all_gather"], ["all_gather"]]
+
+
+@pytest.mark.parametrize(("options", "again"), [(["up_projection"], True), (["norm", "activation"], False)])
+def test_the_way_up_reads_what_the_ranks_have_once_more(options: list[str], again: bool) -> None:
+    """DeepSeek-V3's narrow queries, keys and values and its rotary key, gathered over tp; by hand: 2 bytes a feature."""
+    job = {
+        "model": {"config": "deepseek-v3", "seq_len": 4096, "num_hidden_layers": 4},
+        "parallel": {"tp": 2, "etp": 2},
+        "schedule": {"name": "1f1b", "microbatches": 1, "recompute": options},
+    }
+    graph = prepare(job_from(job)).graph()
+    found = {n.part: [m.bytes for m in n.inline] for n in graph.nodes if n.kind is Pass.R}
+    assert found["l0.attn"] == ([4096 * features * 2 for features in (1536, 512, 64)] if again else [])
+    assert not any(found[part] for part in found if not part.endswith("attn"))
