@@ -156,7 +156,7 @@ def test_messages_of_tensor_parallelism_travel_again_but_for_reduce_scatters() -
 
 @pytest.mark.parametrize(("options", "again"), [(["up_projection"], True), (["norm", "activation"], False)])
 def test_the_way_up_reads_what_the_ranks_have_once_more(options: list[str], again: bool) -> None:
-    """DeepSeek-V3's narrow queries, keys and values and its rotary key, gathered over tp; by hand: 2 bytes a feature."""
+    """DeepSeek-V3's narrow queries, keys and values and its rotary key, gathered over tp; by hand, 2 bytes each."""
     job = {
         "model": {"config": "deepseek-v3", "seq_len": 4096, "num_hidden_layers": 4},
         "parallel": {"tp": 2, "etp": 2},
