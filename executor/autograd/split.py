@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from executor.modules.remade import RemadeBuffers, RemadeBufferView, late, tensor_of
+from executor.modules.remade import RemadeBuffers, RemadeBufferView, tensor_of
 
 Sink = Callable[[str, Tensor], None]
 Room = Callable[[str, torch.dtype], Tensor | None]
@@ -305,7 +305,7 @@ class _Seam(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: SplitPass, call: _Call, form: list[type | None], anchor: Tensor, *acts: Tensor) -> Any:
         leaves = {id(a): run.leaf(a) for a in acts}
-        with torch.enable_grad(), late(run.remade):
+        with torch.enable_grad(), nullcontext() if run.remade is None else run.remade.lately():
             given = _swap(call.args, leaves)
             if call.in_place:
                 given = (given[0].clone(), *given[1:])

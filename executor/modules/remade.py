@@ -6,7 +6,7 @@ tensor itself goes when forward is done with it. Pass R makes it again, or the f
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -159,11 +159,6 @@ def kept(t: Tensor) -> Tensor | RemadeBufferView:
     """What to save of a tensor inside of hooks of one's own: autograd asks the innermost ones alone."""
     values = _RUNNING.get()
     return t if values is None else values.kept(t, late=values.late)
-
-
-def late(values: RemadeBuffers | None) -> Any:
-    """`lately` of values, where there are any."""
-    return nullcontext() if values is None else values.lately()
 
 
 def _tuple(out: Any) -> tuple[Tensor, ...]:

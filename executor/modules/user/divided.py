@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from executor.modules.parallel import enter, leave, whole
 from executor.modules.user.annotate import At, chunk_of
-from executor.parallel.divided_dims import divided_dims
+from executor.parallel.divided_reads import reads_along
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
@@ -211,7 +211,7 @@ def regions(
 def refuse_reads_along(root: fx.GraphModule, cut: Mapping[int, int]) -> None:
     """cut: dims that parameters are cut along, by id. Raises PiperError (model): an op reads along what is divided."""
     held = {n: id(_held(root, n)) for n in root.graph.nodes if n.op == "get_attr"}
-    _, wrong = divided_dims(root.graph, {n: cut[k] for n, k in held.items() if k in cut})
+    wrong = reads_along(root.graph, {n: cut[k] for n, k in held.items() if k in cut})
     if wrong is not None:
         message = f"{_where(wrong)}, reads along what tp divides: each rank would take its part for the whole"
         fix = '"colwise_gather_output" for the linear before it'

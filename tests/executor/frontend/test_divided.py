@@ -146,6 +146,11 @@ ALONG: dict[str, Callable[[Tensor], Tensor]] = {
     "halves": lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
     "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
     "rms norm": lambda x: x * x.pow(2).mean(-1, keepdim=True).rsqrt(),
+    "gated halves": lambda x: F.glu(x, -1).repeat(1, 1, 2),
+    "unit length": lambda x: F.normalize(x, dim=-1),
+    "logsumexp": lambda x: x - x.logsumexp(-1, keepdim=True),
+    "best": lambda x: x * x.max(-1, keepdim=True).values,
+    "rolled": lambda x: x.roll(1, -1),
     "largest": lambda x: x - x.amax(-1, keepdim=True),
     "heads turned": lambda x: heads(x).transpose(1, 2).cumsum(1).transpose(1, 2).flatten(2),
 }
@@ -156,7 +161,7 @@ BESIDE: dict[str, Callable[[Tensor], Tensor]] = {
     "tokens shifted": lambda x: F.pad(x[:, 1:], (0, 0, 0, 1)),
     "all of it": lambda x: x[..., :],
     "attention": lambda x: F.scaled_dot_product_attention(*[heads(x).transpose(1, 2)] * 3).transpose(1, 2).flatten(2),
-    "experts' weights": lambda x: x * x.mean(1, keepdim=True).sigmoid(),
+    "mean of tokens": lambda x: x * x.mean(1, keepdim=True).sigmoid(),
 }
 
 

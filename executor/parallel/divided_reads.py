@@ -20,27 +20,28 @@ ALONG: dict[Any, int | tuple[int, ...]] = {
     aten.slice.Tensor: 1, aten.select.int: 1, aten.narrow.default: 1, aten.index_select.default: 1,
     aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.chunk.default: 2, aten.cat.default: 1,
     aten.sum.dim_IntList: 1, aten.mean.dim: 1, aten.var.correction: 1, aten.amax.default: 1, aten.topk.default: 2,
+    aten.amin.default: 1, aten.max.dim: 1, aten.min.dim: 1, aten.argmax.default: 1, aten.logsumexp.default: 1,
+    aten.std.correction: 1, aten.linalg_vector_norm.default: 2, aten.prod.dim_int: 1, aten.cumprod.default: 1,
+    aten.sort.default: 1, aten.roll.default: 2, aten.glu.default: 1, aten.unbind.int: 1, aten.gather.default: 1,
     aten.flip.default: 1, aten.layer_norm.default: (-1,), aten.rms_norm.default: (-1,),
     aten.sum.default: (), aten.mean.default: (),
 }  # fmt: skip
 USUAL = {aten.split.Tensor: 0, aten.split_with_sizes.default: 0, aten.chunk.default: 0, aten.cat.default: 0}
-USUAL |= {aten.slice.Tensor: 0, aten.topk.default: -1}
+USUAL |= {aten.slice.Tensor: 0, aten.unbind.int: 0, aten.topk.default: -1, aten.sort.default: -1, aten.glu.default: -1}
 
 
-def divided_dims(graph: fx.Graph, cut: Mapping[fx.Node, int]) -> tuple[Dims, fx.Node | None]:
-    """The dim of each node that is divided; the first node that reads along one.
-
-    cut: nodes of parameters, and along which dim each is cut.
-    """
+def reads_along(graph: fx.Graph, cut: Mapping[fx.Node, int]) -> fx.Node | None:
+    """The first node that reads along a divided dim. cut: nodes of parameters, and along which dim each is cut."""
     dims: Dims = dict(cut)
-    for node in graph.nodes:
+    nodes: list[fx.Node] = list(graph.nodes)
+    for node in nodes:
         if node.op != "call_function" or not any(x in dims for x in node.all_input_nodes):
             continue
         if _reads_along(node, dims):
-            return dims, node
+            return node
         if (dim := _of(node, dims)) is not None:
             dims[node] = dim
-    return dims, None
+    return None
 
 
 def _shape(node: Any) -> tuple[int, ...] | None:
