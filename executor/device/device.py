@@ -147,6 +147,11 @@ def on_host() -> AbstractContextManager[Any]:
     return nullcontext() if torch.get_default_device() == HostDevice.torch else HostDevice.torch
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether kernels are a GPU's: few and large, as each costs the host some microseconds to launch."""
+    return x.is_cuda
+
+
 def repeatable() -> None:
     """Kernels that give the same bits every time, or refuse to run: whatever the plan, sums have one order.
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
+from executor.device.device import HostDevice
+from executor.modules import philox
 from executor.modules.functions import token_loss
 from executor.parallel.expert_all_to_all import ExpertAllToAll
 from executor.parallel.inline import RankRegion
@@ -102,29 +104,49 @@ class Model(Protocol):
 
 
 def initial(
-    name: str, share: ParamShard, seed: int, std: float, dtype: torch.dtype, start: float | None = None
+    name: str,
+    share: ParamShard,
+    seed: int,
+    std: float,
+    dtype: torch.dtype,
+    start: float | None = None,
+    where: torch.device = HostDevice.torch,
 ) -> Tensor:
     """What a rank holds of a parameter's first values: functions of its global name, the seed, and an element's place.
 
     Whoever builds it, in whatever order, draws no more than the share: a word of a counter-based generator for each
     element, made normal (Box and Muller) in float64, then rounded, so that all precisions start from the same numbers.
-    start: the same everywhere.
+    start: the same everywhere. where: a GPU that is to have them draws them, whose logarithms and cosines may be off
+    the host's by the last bit of float64; for all others the host does.
 
     >>> initial("model.norm.weight", ParamShard((2,)), 0, 0.02, torch.float32, 1.0).tolist()
     [1.0, 1.0]
     """
+    where = where if where.type == "cuda" else HostDevice.torch
     if start is not None:
-        return torch.full(share.local, start, dtype=dtype, device="cpu")
-    out, at = torch.empty(share.local, dtype=dtype, device="cpu"), 0
+        return torch.full(share.local, start, dtype=dtype, device=where)
+    out, at = torch.empty(share.local, dtype=dtype, device=where), 0
     if is_fake(out):
         return out
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    for words in _words(int.from_bytes(digest[:16], "big"), *share.stretches()):
-        ahead, behind = (torch.from_numpy(w.astype(np.float64)) for w in (words >> _HALF, words & _LOW))
+    for ahead, behind in _halves(int.from_bytes(digest[:16], "big"), share, where):
         normal = ((ahead + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_().mul_((behind * (2.0**-32 * math.tau)).cos_())
-        out.view(-1)[at : at + len(words)] = normal.mul_(std)
-        at += len(words)
+        out.view(-1)[at : at + len(normal)] = normal.mul_(std)
+        at += len(normal)
     return out
+
+
+def _halves(key: int, share: ParamShard, where: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """The upper and the lower 32 bits of every element's word, in float64, some elements at a time."""
+    if where == HostDevice.torch:
+        for made in _words(key, *share.stretches()):
+            yield (
+                torch.from_numpy((made >> _HALF).astype(np.float64)),
+                torch.from_numpy((made & _LOW).astype(np.float64)),
+            )
+    else:
+        for drawn in philox.words(key, *share.stretches(), where):
+            yield ((drawn >> 32) & philox.LOW).double(), (drawn & philox.LOW).double()
 
 
 def _words(key: int, starts: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
+from executor.device.device import HostDevice
 from executor.modules.base import TORCH, Model
 from executor.modules.decoder import DecoderModel
 from executor.modules.hub_weights import HubCheckpoint, biases
@@ -27,11 +30,13 @@ def model_of(
     region: RankRegion | None = None,
     spread: Mapping[str, int] | None = None,
     guide: ExpertRouterGuide | None = None,
+    where: torch.device = HostDevice.torch,
 ) -> Model:
     """The job's model in the model graph's parts, with the values every rank would give it.
 
     held: what a rank holds of the parameters (`executor.parallel.shares`); all of each without it. region: whom it
     meets inside parts. spread: over how many ranks a chunk's experts are. guide: the routers'.
+    where: who draws first values; modules are built on the host all the same.
     """
     job, precision = prepared.job, precision_of(prepared.job)
     dtype, compute = TORCH[precision.params], TORCH[precision.compute]
@@ -50,6 +55,7 @@ def model_of(
         spread=spread or {},
         guide=guide or ExpertRouterGuide(),
         weights=weights_of(job),
+        where=where,
     )
 
 

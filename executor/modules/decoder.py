@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from executor.device.device import HostDevice
 from executor.modules.attention.attention import AttentionPart, LatentAttentionPart
 from executor.modules.base import NUMBER, BuiltChunks, TokenLoss, evaluate
 from executor.modules.hub_weights import HubCheckpoint
@@ -120,6 +121,7 @@ class DecoderModel:
     spread: Mapping[str, int] = field(default_factory=dict)  # chunk → over how many ranks its experts are, if over any
     guide: ExpertRouterGuide = field(default_factory=ExpertRouterGuide)  # of its routers
     weights: HubCheckpoint | None = None  # first values, instead of drawn ones
+    where: torch.device = HostDevice.torch  # who draws them
 
     def __post_init__(self) -> None:
         refuse_model(self.config)
@@ -141,7 +143,7 @@ class DecoderModel:
 
     def _build(self, chunks: Sequence[str], dtype: torch.dtype | None) -> BuiltChunks:
         region = None if dtype is None else self.region
-        make = Params(self.seed, self.config.init_std, dtype, self.shares, region, self.weights)
+        make = Params(self.seed, self.config.init_std, dtype, self.shares, region, self.weights, self.where)
         units: dict[str, nn.Module] = {}
         extras: Extras = {}
         reads: Reads = {}

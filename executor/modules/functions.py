@@ -1,8 +1,7 @@
 """Arithmetic of the reference modules that keeps for backward what a GPU's fused kernels keep, and no more.
 
-Norms keep their input and fp32 statistics, gated activations their input, the loss its probabilities; attention
-(`executor.modules.attention.attend`) q, k, v, output and log-sum-exp, or, unfused, the probabilities. A norm's
-weight gradient is a by-product of its input gradient, as in `ir.workload`.
+Gated activations keep their input, the loss its probabilities; norms: `executor.modules.norms`; attention
+(`executor.modules.attention.attend`) q, k, v, output and log-sum-exp, or, unfused, the probabilities.
 Everything is deterministic: no atomics, and sums over a token's copies in the order of its experts.
 """
 
@@ -25,87 +24,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _own(made: Tensor, of: Tensor) -> Tensor:
+def own(made: Tensor, of: Tensor) -> Tensor:
     """A tensor that may be written to: what was made of part of another, or a copy where it is that part itself."""
     return made.clone() if made.dtype == of.dtype else made
 
 
-def _stretches(rows: int) -> list[slice]:
+def stretches(rows: int) -> list[slice]:
     """Rows that a norm works on at a time, as a fused kernel does: their wide copies are no tensors of the whole."""
     size = max(LEAST_ROWS, -(-rows // STRETCHES))
     return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
-
-
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows, y, narrow = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape), weight.to(x.dtype)
-        rate = x.new_empty(len(rows), 1, dtype=wide(x.dtype))
-        for at in _stretches(len(rows)):
-            x32 = rows[at].to(rate.dtype)
-            rate[at] = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
-            y.view_as(rows)[at] = _own(x32, rows).mul_(rate[at]).to(x.dtype).mul_(narrow)
-        ctx.save_for_backward(x, weight, rate)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, rate = ctx.saved_tensors
-        rows, dys, dx = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
-        weight32, dw = weight.to(rate.dtype), rate.new_zeros(x.shape[-1])
-        for at in _stretches(len(rows)):
-            g = dys[at].to(rate.dtype)
-            unit = _own(rows[at].to(rate.dtype), rows).mul_(rate[at])
-            both = g * unit
-            dw += both.sum(0)
-            along = both.mul_(weight32).mean(-1, keepdim=True)
-            del both
-            dx.view_as(rows)[at] = _own(g, dys).mul_(weight32).sub_(unit.mul_(along)).mul_(rate[at])
-        return dx, dw.to(weight.dtype), None
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Hugging Face's, over the last dim, statistics in at least float32. Keeps x and one number per row."""
-    return apply(_RmsNorm, x, weight, eps)
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus: float) -> Tensor:
-        rows, y, narrow = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape), weight.to(x.dtype) + plus
-        mean, rate = (x.new_empty(len(rows), 1, dtype=wide(x.dtype)) for _ in range(2))
-        for at in _stretches(len(rows)):
-            x32 = rows[at].to(rate.dtype)
-            mean[at] = x32.mean(-1, keepdim=True)
-            rate[at] = torch.rsqrt((x32 - mean[at]).pow(2).mean(-1, keepdim=True) + eps)
-            y.view_as(rows)[at] = _own(x32, rows).sub_(mean[at]).mul_(rate[at]).to(x.dtype).mul_(narrow)
-        ctx.save_for_backward(x, weight, mean, rate)
-        ctx.plus, ctx.biased = plus, bias is not None
-        return y if bias is None else y.add_(bias.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, rate = ctx.saved_tensors
-        rows, dys, dx = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
-        weight32 = weight.to(rate.dtype) + ctx.plus
-        dw, db = (rate.new_zeros(x.shape[-1]) for _ in range(2))
-        for at in _stretches(len(rows)):
-            g = dys[at].to(rate.dtype)
-            unit = _own(rows[at].to(rate.dtype), rows).sub_(mean[at]).mul_(rate[at])
-            if ctx.biased:
-                db += g.sum(0)
-            both = g * unit
-            dw += both.sum(0)
-            along = both.mul_(weight32).mean(-1, keepdim=True)
-            del both
-            g = _own(g, dys).mul_(weight32)
-            dx.view_as(rows)[at] = g.sub_(g.mean(-1, keepdim=True)).sub_(unit.mul_(along)).mul_(rate[at])
-        return dx, dw.to(weight.dtype), db.to(weight.dtype) if ctx.biased else None, None, None
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus: float = 0.0) -> Tensor:
-    """Over the last dim. plus 1: the weight is stored minus one (Nemotron's LayerNorm1P)."""
-    return apply(_LayerNorm, x, weight, bias, eps, plus)
 
 
 class _Swiglu(torch.autograd.Function):
@@ -280,7 +207,7 @@ def _gather(rows: Tensor, order: Tensor, copies: int) -> Tensor:
     if copies == 1:
         return rows.index_select(0, back)
     out, back = rows.new_empty(len(rows) // copies, rows.shape[-1]), back.view(-1, copies)
-    for at in _stretches(len(out)):
+    for at in stretches(len(out)):
         out[at] = rows.index_select(0, back[at].flatten()).view(-1, copies, rows.shape[-1]).sum(1)
     return out
 

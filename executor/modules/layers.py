@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from executor.device.device import HostDevice
 from executor.modules.base import initial
-from executor.modules.functions import formatted, layer_norm, relu2, rms_norm, swiglu
+from executor.modules.functions import formatted, relu2, swiglu
 from executor.modules.hub_weights import HubCheckpoint
+from executor.modules.norms import layer_norm, rms_norm
 from executor.modules.parallel import columns, leave, words
 from executor.modules.remade import remade
 from executor.parallel.inline import RankRegion
@@ -23,6 +25,7 @@ class Params:
     dtype None: only names and shapes are wanted, nothing is allocated. shares: what is held of those that are cut. All
     are asked for with their global shapes; every layout starts from the same numbers.
     region: the ranks that hold the other shares, whom modules meet. weights: first values, instead of drawn ones.
+    where: who draws them.
     """
 
     def __init__(
@@ -33,9 +36,10 @@ class Params:
         shares: Mapping[str, ParamShard] | None = None,
         region: RankRegion | None = None,
         weights: HubCheckpoint | None = None,
+        where: torch.device = HostDevice.torch,
     ) -> None:
         self.seed, self.std, self.dtype, self.shares = seed, std, dtype, shares or {}
-        self.region, self.weights = region or RankRegion(), weights
+        self.region, self.weights, self.where = region or RankRegion(), weights, where
         self.made: dict[str, nn.Parameter] = {}
 
     def __call__(self, name: str, *shape: int, start: float | None = None) -> nn.Parameter:
@@ -47,7 +51,7 @@ class Params:
             elif self.weights is not None:
                 value = self.weights.read(name, share, self.dtype)
             else:
-                value = initial(name, share, self.seed, self.std, self.dtype, start)
+                value = initial(name, share, self.seed, self.std, self.dtype, start, self.where)
             self.made[name] = nn.Parameter(value)
         return self.made[name]
 

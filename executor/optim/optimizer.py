@@ -3,12 +3,15 @@
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from executor.device.device import on_gpu
+from executor.optim.fused import fused_adamw
 from executor.optim.muon import update_matrix
 from ir.job.schema import JobOptimizer
 
@@ -142,27 +145,40 @@ class Optimizer:
         """Update all parameters with grads · scale."""
         self.lr = learning_rate(self.config, self.steps, self.ends)
         self.steps += 1
-        fused = self.config.name == "sgd" and not self.config.clip_norm  # one kernel, which makes nothing on its way
+        some = next(iter(self.params.values()), None)
+        # The kernel knows scales of float32 alone, which float64 is not compared by.
+        fused = self.config.name != "sgd" and some is not None and on_gpu(some) and some.dtype is not torch.float64
+        if fused and some is not None:
+            update = fused_adamw(self.config, self.lr, self.steps, scale, some.device)
+        else:
+            update = partial(self._in_stretches, scale)
         for name, own in self.params.items():
             weight = self.masters.get(name, own)
             if name in self.matrices:
-                grad = grads[name].view_as(weight).to(weight.dtype)
-                grad = grad * scale if self.config.clip_norm else grad
-                moment, decay = self.state[name][MOMENT], decay_of(self.config, name)
-                update_matrix(self.config, self.lr, decay, weight, grad, moment)
-                if name in self.masters:
-                    own.copy_(weight)
-                continue
-            tensors = [own, weight, grads[name], *self.state[name].values()]
-            for cut, decay in self.runs[name]:
-                part = tensors if cut == slice(None) else [t.view(-1)[cut] for t in tensors]
-                whole = fused and not decay and grads[name].dtype == weight.dtype
-                for param, wide, grad, *state in [part] if whole else _blocks(part):
-                    grad = grad.to(wide.dtype)
-                    grad = grad * scale if self.config.clip_norm else grad  # by 1.0 too, so memory knows no data
-                    (self._sgd if self.config.name == "sgd" else self._adamw)(decay, wide, grad, *state)
-                    if name in self.masters:
-                        param.copy_(wide)
+                self._matrix(name, weight, grads[name].view_as(weight).to(weight.dtype), scale)
+            else:
+                tensors = [own, weight, grads[name], *self.state[name].values()]
+                for cut, decay in self.runs[name]:
+                    update(decay, tensors if cut == slice(None) else [t.view(-1)[cut] for t in tensors])
+            if weight is not own and (name in self.matrices or fused):
+                own.copy_(weight)
+
+    def _matrix(self, name: str, weight: Tensor, grad: Tensor, scale: float | Tensor) -> None:
+        grad = grad * scale if self.config.clip_norm else grad
+        moment, decay = self.state[name][MOMENT], decay_of(self.config, name)
+        update_matrix(self.config, self.lr, decay, weight, grad, moment)
+
+    def _in_stretches(self, scale: float | Tensor, decay: float, tensors: Sequence[Tensor]) -> None:
+        """Of (the parameter, the weight that is updated, its gradient, its moments), and the parameter made of it."""
+        own, weight, grad, *_ = tensors
+        sgd = self.config.name == "sgd"
+        whole = sgd and not self.config.clip_norm and not decay and grad.dtype == weight.dtype  # in one kernel
+        for param, wide, grad, *state in [tensors] if whole else _blocks(tensors):
+            grad = grad.to(wide.dtype)
+            grad = grad * scale if self.config.clip_norm else grad  # by 1.0 too, so memory knows no data
+            (self._sgd if sgd else self._adamw)(decay, wide, grad, *state)
+            if weight is not own:
+                param.copy_(wide)
 
     def _sgd(self, decay: float, weight: Tensor, grad: Tensor) -> None:
         weight.add_(grad.add(weight, alpha=decay) if decay else grad, alpha=-self.lr)
@@ -194,12 +210,19 @@ def square_sums(grads: Mapping[str, Tensor], order: Sequence[str], device: torch
     """Σ g² of each parameter held here, in canonical order; 0 for the others. In float64.
 
     Summing such vectors over ranks that hold different parameters adds zeros only, hence changes no bit. What is
-    narrower is summed in float32 row by row, as a wide copy of a whole gradient would cost more than its update.
+    narrower is summed in float32 row by row, as a wide copy of a whole gradient would cost more than its update; on a
+    GPU by torch's kernel for lists.
 
     >>> square_sums({"b": torch.tensor([3.0, 4.0])}, ["a", "b"]).tolist()
     [0.0, 25.0]
     """
     out = torch.zeros(len(order), dtype=torch.float64, device=device)
+    here = [grads[name].detach() for name in order if name in grads]
+    if here and on_gpu(here[0]):
+        wide = torch.promote_types(here[0].dtype, torch.float32)
+        norms = dict(zip([n for n in order if n in grads], torch._foreach_norm(here, dtype=wide), strict=True))
+        none = out.new_zeros((), dtype=wide)
+        return torch.stack([norms.get(name, none) for name in order]).double().square()
     for i, name in enumerate(order):
         if name in grads:
             flat = grads[name].detach().reshape(-1)

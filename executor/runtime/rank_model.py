@@ -64,8 +64,8 @@ class RankModel:
         guide = guide_of(prepared, plan.graph, places, rank, device, note=note)
         mine = sorted({n.stage for n in plan.graph.nodes if not n.once and places.program(rank) in n.groups})
         chunks = list(dict.fromkeys(e.chunk.name for e in entries if e.stage in mine))
-        with on_host():  # which draws the first values
-            model = model_of(prepared, held, region, spread_over(plan.graph), guide)
+        with on_host():
+            model = model_of(prepared, held, region, spread_over(plan.graph), guide, device.torch)
             built = model.build(chunks)
             if isinstance(model, UserModel):
                 model.keep(chunks)

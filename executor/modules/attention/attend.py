@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, maybe_get_fake_mode
 
+from executor.device.device import on_gpu
 from executor.modules.functions import apply, wide
 from executor.parallel.inline import stretches
 
@@ -153,11 +154,6 @@ def attend(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=own
     )
     return found
-
-
-def on_gpu(q: Tensor) -> bool:
-    """Whether fused kernels are a GPU's, which take less than a CPU's."""
-    return q.is_cuda
 
 
 def beside_scores(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask, scale: float) -> Tensor:

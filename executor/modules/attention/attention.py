@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from executor.modules.attention.attend import AttentionMask, attend
 from executor.modules.attention.rope import TokenAngles, rotary, rotate
-from executor.modules.functions import rms_norm
 from executor.modules.layers import LinearLayer, NormLayer, Params, each
+from executor.modules.norms import rms_norm
 from executor.modules.parallel import across, enter, gather_tokens, scatter_tokens
 from executor.modules.remade import RemadeBufferView, following, kept, remade, tensor_of
 from executor.parallel.inline import RankAxis, RankRegion

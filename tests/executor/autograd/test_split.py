@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from executor.autograd.split import SplitPass
-from executor.modules.functions import grouped_linear, rms_norm
+from executor.modules.functions import grouped_linear
+from executor.modules.norms import rms_norm
 
 D = 8
 torch.set_num_threads(1)
