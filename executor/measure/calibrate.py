@@ -1,8 +1,8 @@
 """`piper-sim calibrate`: a job's op classes and messages timed on processes of this machine. No plan is run.
 
 On a CPU each process times its own rank's stages while the others time theirs, as they would compute side by side in
-a step; then messages are timed on idle ranks. On a GPU ops stand between events, behind a flush of the cache.
-Nothing here has run on a GPU where the project's tests run.
+a step; then messages are timed on idle ranks. On a GPU ops stand between events, behind a flush of the cache; messages
+between GPUs were never timed.
 """
 
 import os

@@ -37,6 +37,7 @@ OTHERS = {
     "export",
     "cd",
     "mpirun",
+    "env",
     "for",
     "done",
     "touch",
