@@ -1,10 +1,14 @@
-"""Along which dim a value of an exported graph is divided over ranks, where that is known, and what reads along it.
+"""What each rank computes of a divided model, held against the whole model, value by value.
 
-Ranks hold equal, contiguous stretches of one dim. An op that reads along that dim (softmax, a norm, a slice, cat, a
-mean) sees this rank's stretch for the whole, and gives other numbers without any sign of it.
+Ranks hold equal stretches of one dim. Where a value's shape differs from the whole model's it is divided,
+along the dim that differs. Three things go wrong without any sign of it: an op reads along that dim (softmax, a norm, a
+slice, a product) and takes this rank's stretch for the whole; what it gives is divided no more, as of a sum, or along
+two dims; or a view counts heads by a constant, and cuts every head instead of dealing them out.
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -12,7 +16,9 @@ import torch
 from torch import Tensor, fx
 
 aten = torch.ops.aten
-Dims = dict[fx.Node, int]
+Shape = tuple[int, ...]
+Stretches = tuple[int, int]  # the dim that is divided, and how many stretches of it each rank has
+Places = Mapping[tuple[str, str], list[Shape | None]]  # (module's path, op) → shapes of what its calls there give
 
 # Ops that read along dims: where the dims stand among their arguments, or which they are.
 ALONG: dict[Any, int | tuple[int, ...]] = {
@@ -24,39 +30,121 @@ ALONG: dict[Any, int | tuple[int, ...]] = {
     aten.std.correction: 1, aten.linalg_vector_norm.default: 2, aten.prod.dim_int: 1, aten.cumprod.default: 1,
     aten.sort.default: 1, aten.roll.default: 2, aten.glu.default: 1, aten.unbind.int: 1, aten.gather.default: 1,
     aten.flip.default: 1, aten.layer_norm.default: (-1,), aten.rms_norm.default: (-1,),
+    aten.matmul.default: (-1,), aten.mm.default: (-1,), aten.bmm.default: (-1,), aten.linear.default: (-1,),
+    aten.scaled_dot_product_attention.default: (-2, -1), aten.addmm.default: (),
     aten.sum.default: (), aten.mean.default: (),
 }  # fmt: skip
 USUAL = {aten.split.Tensor: 0, aten.split_with_sizes.default: 0, aten.chunk.default: 0, aten.cat.default: 0}
 USUAL |= {aten.slice.Tensor: 0, aten.unbind.int: 0, aten.topk.default: -1, aten.sort.default: -1, aten.glu.default: -1}
 
 
-def reads_along(graph: fx.Graph, cut: Mapping[fx.Node, int]) -> fx.Node | None:
-    """The first node that reads along a divided dim. cut: nodes of parameters, and along which dim each is cut."""
-    dims: Dims = dict(cut)
-    nodes: list[fx.Node] = list(graph.nodes)
-    for node in nodes:
-        if node.op != "call_function" or not any(x in dims for x in node.all_input_nodes):
-            continue
+VIEWS = frozenset({
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
+    aten.view_as.default, aten.reshape_as.default,
+})  # fmt: skip
+
+
+ALONG_IT = "reads along what tp divides: each rank would take its part for the whole"
+CUT = "cuts what tp deals out, as where heads are counted by a constant: each rank would take parts of heads for heads"
+OTHERWISE = "is not called as often where tp divides the model as in the whole of it"
+
+
+@dataclass(frozen=True)
+class DividedRead:
+    """A node that gives other numbers than the whole model's, and why."""
+
+    node: fx.Node
+    why: str
+
+
+def places(graph: fx.Graph) -> Places:
+    """The shapes of a graph's values."""
+    out: dict[tuple[str, str], list[Shape | None]] = defaultdict(list)
+    for node, place in _placed(graph, ()):
+        out[place].append(_shape(node))
+    return out
+
+
+def divided_read(graph: fx.Graph, whole: Places, apart: Collection[str]) -> DividedRead | None:
+    """The first value of a rank's graph that is not a stretch of the whole model's. apart: paths of modules that are
+    left out, as they compute otherwise than the whole model's do.
+    """
+    dims: dict[fx.Node, Stretches] = {}
+    several: set[fx.Node] = set()  # nodes that give several values, made of something divided
+    before: dict[fx.Node, Shape] = {}
+    left = {place: iter(shapes) for place, shapes in whole.items()}
+    counts = Counter(place for _, place in _placed(graph, apart))
+    for node, place in _placed(graph, apart):
+        if counts[place] != len(whole.get(place, ())):
+            return DividedRead(node, OTHERWISE)
+        here, there = _shape(node), next(left[place])
+        divided = any(x in dims or x in several for x in node.all_input_nodes)
         if _reads_along(node, dims):
-            return node
-        if (dim := _of(node, dims)) is not None:
-            dims[node] = dim
+            return DividedRead(node, ALONG_IT)
+        if here is None or there is None:
+            several |= {node} if divided else set()
+            continue
+        before[node] = there
+        found = [i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b]
+        if divided and not found:
+            return DividedRead(node, ALONG_IT)
+        if len(here) != len(there) or len(found) > 1:
+            return DividedRead(node, CUT)
+        if found:
+            repeats = _repeats(node, found[0], dims, before, there[found[0]] // here[found[0]])
+            if repeats is None:
+                return DividedRead(node, CUT)
+            dims[node] = found[0], repeats
     return None
 
 
-def _shape(node: Any) -> tuple[int, ...] | None:
+def _placed(graph: fx.Graph, apart: Collection[str]) -> Iterator[tuple[fx.Node, tuple[str, str]]]:
+    """Nodes that hold or make a value, each with the module that it is called in, and its name or op."""
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            yield node, ("", str(node.target))
+        elif node.op == "call_function" and (path := module_of(node)) not in apart:
+            yield node, (path, str(node.target))
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the innermost module that a node is called in; "" for the model's own forward."""
+    stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+    return next((str(path) for path, _ in reversed(list(stack.values())) if path), "")
+
+
+def _shape(node: Any) -> Shape | None:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return tuple(map(int, value.shape)) if isinstance(value, Tensor) else None
 
 
-def _reads_along(node: fx.Node, dims: Dims) -> bool:
+def _repeats(
+    node: fx.Node, dim: int, dims: Mapping[fx.Node, Stretches], whole: Mapping[fx.Node, Shape], ranks: int
+) -> int | None:
+    """How often each rank has a stretch of the dim that a node's value is divided along; None where that differs.
+
+    A view keeps elements in their order: stretches of all ranks, so many times one behind the other.
+    """
+    inputs = {x: dims[x] for x in node.all_input_nodes if x in dims}
+    if node.target in VIEWS:
+        x = node.args[0]
+        if not isinstance(x, fx.Node) or x not in inputs:
+            return None
+        times, within = prod(whole[x][: inputs[x][0]]) * inputs[x][1], prod(whole[node][:dim])
+        repeats = times // within
+        return repeats if times % within == 0 and whole[node][dim] % (repeats * ranks) == 0 else None
+    found = {repeats for _, repeats in inputs.values()}
+    return found.pop() if len(found) == 1 else None if found else 1
+
+
+def _reads_along(node: fx.Node, dims: Mapping[fx.Node, Stretches]) -> bool:
     target: Any = node.target
     where = ALONG.get(target)
     if where is None:
         return False
     first = node.args[0]
     inputs = [x for x in (first if isinstance(first, list | tuple) else [first]) if isinstance(x, fx.Node)]
-    known = [(dims[x], shape) for x in inputs if x in dims and (shape := _shape(x)) is not None]
+    known = [(dims[x][0], shape) for x in inputs if x in dims and (shape := _shape(x)) is not None]
     if not known or (node.target is aten.slice.Tensor and _shape(node) == known[0][1]):
         return False
     along: Any = where
@@ -64,69 +152,3 @@ def _reads_along(node: fx.Node, dims: Dims) -> bool:
         along = node.args[where] if len(node.args) > where else node.kwargs.get("dim", USUAL.get(target, ()))
     along = (along,) if isinstance(along, int) else tuple(along or range(len(known[0][1])))
     return any(dim in {a % len(shape) for a in along} for dim, shape in known)
-
-
-def _of(node: fx.Node, dims: Dims) -> int | None:
-    """The divided dim of what a node gives; None where nothing is known, as of a sum over it."""
-    out = _shape(node)
-    if out is None:
-        return None
-    if node.target is aten.linear.default:
-        x, weight = node.args[0], node.args[1]
-        wide = isinstance(weight, fx.Node) and dims.get(weight) == 0
-        return len(out) - 1 if wide and not (isinstance(x, fx.Node) and x in dims) else None
-    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
-        return _alike(node, dims, out)
-    target: Any = node.target
-    if (moved := MOVED.get(target)) is None or not isinstance(x := node.args[0], fx.Node) or x not in dims:
-        return None
-    return moved(node, dims[x], _shape(x) or (), out)
-
-
-def _alike(node: fx.Node, dims: Dims, out: tuple[int, ...]) -> int | None:
-    """Dims of broadcast inputs, counted from the last."""
-    found = {dims[x] + len(out) - len(_shape(x) or out) for x in node.all_input_nodes if x in dims}
-    return found.pop() if len(found) == 1 else None
-
-
-def _viewed(node: fx.Node, dim: int, before: tuple[int, ...], out: tuple[int, ...]) -> int | None:
-    """Where a dim begins in the new shape, if one does there: of its factors the outermost is divided. Beside a dim of
-    size 1 that may be either.
-    """
-    begin = [e for e in range(len(out)) if prod(out[:e]) == prod(before[:dim])]
-    return begin[0] if len(begin) == 1 and before[dim] > 1 else None
-
-
-def _transposed(node: fx.Node, dim: int, before: tuple[int, ...], out: tuple[int, ...]) -> int:
-    ends: Any = node.args[1:3]
-    one, other = (int(a) % len(out) for a in ends)
-    return {one: other, other: one}.get(dim, dim)
-
-
-def _permuted(node: fx.Node, dim: int, before: tuple[int, ...], out: tuple[int, ...]) -> int:
-    order: Any = node.args[1]
-    return [int(a) % len(out) for a in order].index(dim)
-
-
-def _unsqueezed(node: fx.Node, dim: int, before: tuple[int, ...], out: tuple[int, ...]) -> int:
-    given: Any = node.args[1]
-    at = int(given) % len(out)
-    return dim + (at <= dim)
-
-
-def _attended(node: fx.Node, dim: int, before: tuple[int, ...], out: tuple[int, ...]) -> int | None:
-    return dim if dim < len(out) - 2 else None
-
-
-def _kept(node: fx.Node, dim: int, before: tuple[int, ...], out: tuple[int, ...]) -> int | None:
-    return dim if len(before) == len(out) and before[dim] == out[dim] else None
-
-
-MOVED: dict[Any, Callable[[fx.Node, int, tuple[int, ...], tuple[int, ...]], int | None]] = {
-    aten.view.default: _viewed, aten.reshape.default: _viewed, aten._unsafe_view.default: _viewed,
-    aten.flatten.using_ints: _viewed, aten.unflatten.int: _viewed,
-    aten.transpose.int: _transposed, aten.permute.default: _permuted, aten.unsqueeze.default: _unsqueezed,
-    aten.contiguous.default: _kept, aten.clone.default: _kept, aten.slice.Tensor: _kept, aten.dropout.default: _kept,
-    aten.to.dtype: _kept, aten._to_copy.default: _kept, aten.softmax.int: _kept, aten.expand.default: _kept,
-    aten.layer_norm.default: _kept, aten.rms_norm.default: _kept, aten.scaled_dot_product_attention.default: _attended,
-}  # fmt: skip

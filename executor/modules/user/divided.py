@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from executor.modules.parallel import enter, leave, whole
 from executor.modules.user.annotate import At, chunk_of
-from executor.parallel.divided_reads import reads_along
+from executor.parallel.divided_reads import Places, divided_read, module_of
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
@@ -208,14 +208,19 @@ def regions(
     return frozenset(partly - {*cut})
 
 
-def refuse_reads_along(root: fx.GraphModule, cut: Mapping[int, int]) -> None:
-    """cut: dims that parameters are cut along, by id. Raises PiperError (model): an op reads along what is divided."""
-    held = {n: id(_held(root, n)) for n in root.graph.nodes if n.op == "get_attr"}
-    wrong = reads_along(root.graph, {n: cut[k] for n, k in held.items() if k in cut})
+def inside(module: nn.Module) -> frozenset[str]:
+    """Paths of the divided modules whose forward is another than the whole module's."""
+    own = (_row_parallel, _gathered, _words)
+    return frozenset(n for n, part in module.named_modules() if getattr(vars(part).get("forward"), "func", None) in own)
+
+
+def refuse_divided_reads(root: fx.GraphModule, whole: Places, apart: Collection[str]) -> None:
+    """whole: what the module computes undivided. Raises PiperError (model): something else than a part of that."""
+    wrong = divided_read(root.graph, whole, apart)
     if wrong is not None:
-        message = f"{_where(wrong)}, reads along what tp divides: each rank would take its part for the whole"
+        message, allowed = f"{_where(wrong.node)}, {wrong.why}", "ops of each feature; view(…, -1, head_dim)"
         fix = '"colwise_gather_output" for the linear before it'
-        raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed="ops of each feature", suggestion=fix)
+        raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=allowed, suggestion=fix)
 
 
 def _features(x: Tensor, region: RankRegion) -> Tensor:
@@ -271,6 +276,4 @@ def _unfinished(node: fx.Node) -> PiperError:
 
 def _where(node: fx.Node) -> str:
     """Where a user finds a node."""
-    stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
-    where = [str(path) for path, _ in stack.values() if path]
-    return f"{node.name}, in {where[-1] if where else 'forward'}"
+    return f"{node.name}, in {module_of(node) or 'forward'}"

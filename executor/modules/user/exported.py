@@ -10,6 +10,7 @@ import operator
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -23,11 +24,12 @@ from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again, model_error
 from executor.modules.user.attention import flag_causal, widen_values
-from executor.modules.user.divided import refuse_reads_along, regions
+from executor.modules.user.divided import inside, refuse_divided_reads, regions
 from executor.modules.user.dropout import reseed
 from executor.modules.user.own_functions import call_functions, functions_kept
 from executor.modules.user.watched import Assigned, count_on, forward_watched, refuse_counter, refuse_hidden_writes
 from executor.modules.user.writes import reaching, storages, written
+from executor.parallel.divided_reads import Places, places
 from executor.parallel.inline import RankRegion
 from ir.core.errors import PiperError, job_error, nearest
 
@@ -47,11 +49,12 @@ def export_cut(
     region: RankRegion | None = None,
     cut: Mapping[int, int] = NONE_CUT,
     seed: int = 0,
+    whole: Places | None = None,
 ) -> ChunkedModel:
     """Cut at the modules that tags["PP"] matches, the n-th of them is chunk l<n>; forward takes `size` sequences of
     `length` tokens. Of what it returns, the first floating tensor of sequences, tokens and features is the logits.
     region: the ranks among which parameters are divided; cut: these parameters, by id, and the
-    dim of each. seed: of dropout.
+    dim of each. seed: of dropout. whole: `shapes_of` the module before it was divided.
 
     Raises PiperError (model): torch cannot export it, a pattern matches nothing, a tag is not known.
 
@@ -75,6 +78,8 @@ def export_cut(
         refuse_counter(assigned, root.graph, again.graph)
     refuse_hidden_writes(root)
     graph, loss = _tidied(module, root, (size, length))
+    if whole is not None:
+        refuse_divided_reads(root, whole, inside(module))
     flag_causal(root)
     widen_values(root)
     if reseed(graph, seed, size, length) and region is not None:
@@ -86,11 +91,21 @@ def export_cut(
     _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
     partly = frozenset[int]()
     if region is not None:
-        refuse_reads_along(root, cut)
         partly = regions(root, at, made_again(module, graph), cut, region)
     idle = _idle(module, graph)
     pack_seams(module, graph, at, (size, length))
     return replace(cut_at(module, root, graph, at, layers), partly=partly, idle=idle, loss=loss)
+
+
+def shapes_of(module: nn.Module, size: int, length: int) -> Places:
+    """Of all that the module computes of such microbatches, for those who hold a part of it against that. The module
+    stays as it is, whatever forward notes in it: a copy is called, which has its tensors.
+    """
+    held = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    with suppress(Exception):  # what cannot be copied is called itself
+        module = deepcopy(module, held)
+    root, _ = _watched(module, size, length)
+    return places(_tidied(module, root, (size, length))[0])
 
 
 def _idle(module: nn.Module, graph: fx.Graph) -> frozenset[int]:

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.user.annotate import cut, model_error
 from executor.modules.user.divided import ModelShard, divide
-from executor.modules.user.exported import export_cut
+from executor.modules.user.exported import export_cut, shapes_of
 from executor.modules.user.purity import (
     ChunkCall,
     host_seeded,
@@ -80,11 +80,13 @@ class UserModel:
             message, fix = "annotated code is not divided over tp", 'tags = { PP = "model.layers.*" }'
             raise job_error("parallel.tp", message, fix, "1 without tags")
         experts = mark_experts(self.module, (tags or {}).get("EP", ""), shard.ep, shard.index)
+        with TRACING, host_seeded(seed):
+            whole = None if divided is None else shapes_of(self.module, *batch)
         self.dims = {} if divided is None else divide(self.module, shard.plan, divided)
         self._names = {id(p): n for n, p in self.module.named_parameters()}
         held = {k: self.dims[n] for k, n in self._names.items() if n in self.dims}
         with TRACING, host_seeded(seed):
-            self._cut = export_cut(self.module, tags, *batch, divided, held, seed) if tags else cut(self.module)
+            self._cut = export_cut(self.module, tags, *batch, divided, held, seed, whole) if tags else cut(self.module)
         if self._cut.wants_draws and (divided is not None or experts):
             allowed = "dropout of 0 where tp or experts divide a layer"
             raise _cannot("dropout", allowed, "attention_dropout = 0, and the like")

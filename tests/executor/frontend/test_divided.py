@@ -152,6 +152,9 @@ ALONG: dict[str, Callable[[Tensor], Tensor]] = {
     "best": lambda x: x * x.max(-1, keepdim=True).values,
     "rolled": lambda x: x.roll(1, -1),
     "largest": lambda x: x - x.amax(-1, keepdim=True),
+    "scores of all features": lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x,
+    "attention of one head": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "its length": lambda x: x * x.norm(dim=-1, keepdim=True),
     "heads turned": lambda x: heads(x).transpose(1, 2).cumsum(1).transpose(1, 2).flatten(2),
 }
 BESIDE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -161,6 +164,22 @@ BESIDE: dict[str, Callable[[Tensor], Tensor]] = {
     "tokens shifted": lambda x: F.pad(x[:, 1:], (0, 0, 0, 1)),
     "all of it": lambda x: x[..., :],
     "attention": lambda x: F.scaled_dot_product_attention(*[heads(x).transpose(1, 2)] * 3).transpose(1, 2).flatten(2),
+    "scores of heads": lambda x: (
+        (((h := heads(x).transpose(1, 2)) @ h.transpose(2, 3)).softmax(-1) @ h).transpose(1, 2).flatten(2)
+    ),
+    "heads counted off the tensor": lambda x: x.view(*x.shape[:2], x.shape[-1] // 4, -1).flatten(2),
+    "tokens and sequences as one": lambda x: x.reshape(-1, x.shape[-1]).view_as(x),
+    "heads as sequences": lambda x: (
+        heads(x)
+        .transpose(1, 2)
+        .reshape(-1, x.shape[1], 4)
+        .view(x.shape[0], -1, x.shape[1], 4)
+        .transpose(1, 2)
+        .flatten(2)
+    ),
+    "features as batch": lambda x: x.reshape(-1, 8).view_as(x),
+    "heads and tokens as one": lambda x: x.view(*x.shape[:2], -1, 8).flatten(1, 2).view(x.shape),
+    "the largest feature of each head": lambda x: (h := heads(x)).mul(h.max(-1, keepdim=True).values).flatten(2),
     "mean of tokens": lambda x: x * x.mean(1, keepdim=True).sigmoid(),
 }
 
@@ -195,6 +214,21 @@ def test_what_reads_along_what_is_divided_is_refused(name: str) -> None:
     with pytest.raises(PiperError, match="reads along what tp divides") as info:
         _between(ALONG[name], 2)
     assert info.value.kind.exit_code == 2
+
+
+CUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda x: x.view(*x.shape[:2], 4, -1).softmax(-1).flatten(2),
+    "unflatten": lambda x: x.unflatten(-1, (4, -1)).transpose(1, 2).transpose(1, 2).flatten(2),
+    "outer product": lambda x: (x[..., None] * x[..., None, :]).mean(-1),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_what_cuts_heads_instead_of_dealing_them_out_is_refused(name: str) -> None:
+    assert _between(CUT[name], 1).chunks == ("embed", "l0", "l1"), "whole, it is fine"
+    with pytest.raises(PiperError, match=r"cuts what tp deals out|reads along") as info:
+        _between(CUT[name], 2)
+    assert info.value.kind.exit_code == 2 and "layers.0" in info.value.message
 
 
 @pytest.mark.parametrize("name", BESIDE)
