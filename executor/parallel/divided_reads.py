@@ -50,7 +50,7 @@ OTHERWISE = "is not called as often where tp divides the model as in the whole o
 
 
 @dataclass(frozen=True)
-class DividedRead:
+class ShardMismatch:
     """A node that gives other numbers than the whole model's, and why."""
 
     node: fx.Node
@@ -65,7 +65,7 @@ def places(graph: fx.Graph) -> Places:
     return out
 
 
-def divided_read(graph: fx.Graph, whole: Places, apart: Collection[str]) -> DividedRead | None:
+def divided_read(graph: fx.Graph, whole: Places, apart: Collection[str]) -> ShardMismatch | None:
     """The first value of a rank's graph that is not a stretch of the whole model's. apart: paths of modules that are
     left out, as they compute otherwise than the whole model's do.
     """
@@ -76,24 +76,24 @@ def divided_read(graph: fx.Graph, whole: Places, apart: Collection[str]) -> Divi
     counts = Counter(place for _, place in _placed(graph, apart))
     for node, place in _placed(graph, apart):
         if counts[place] != len(whole.get(place, ())):
-            return DividedRead(node, OTHERWISE)
+            return ShardMismatch(node, OTHERWISE)
         here, there = _shape(node), next(left[place])
         divided = any(x in dims or x in several for x in node.all_input_nodes)
         if _reads_along(node, dims):
-            return DividedRead(node, ALONG_IT)
+            return ShardMismatch(node, ALONG_IT)
         if here is None or there is None:
             several |= {node} if divided else set()
             continue
         before[node] = there
         found = [i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b]
         if divided and not found:
-            return DividedRead(node, ALONG_IT)
+            return ShardMismatch(node, ALONG_IT)
         if len(here) != len(there) or len(found) > 1:
-            return DividedRead(node, CUT)
+            return ShardMismatch(node, CUT)
         if found:
             repeats = _repeats(node, found[0], dims, before, there[found[0]] // here[found[0]])
             if repeats is None:
-                return DividedRead(node, CUT)
+                return ShardMismatch(node, CUT)
             dims[node] = found[0], repeats
     return None
 
