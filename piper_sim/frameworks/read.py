@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,7 @@ def _script(path: str, framework: str | None, text: str) -> JobFile:
     found = [*_options(job.batch, "launcher"), *_options(launcher, "launcher")]
     found += [JobArgument(k, v.replace(UNSET, _SHOWN), "environment") for k, v in environment(job).items()]
     own = list(_options(program, ""))
+    own += [replace(a, doubt="bash ends the command on a line before it") for a in _options(job.lost, "")]
     if not own and not any(a.place == "launcher" for a in found):
         raise FORM.wrong("no command with arguments in it", path, None, "a script that starts a training program")
     if sum(len(_words(a.value)) for a in (*found, *own)) > MOST_ARGUMENTS:

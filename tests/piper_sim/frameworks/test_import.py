@@ -60,7 +60,6 @@ def test_every_format_says_whose_it_is_and_what_it_states(tmp_path: Path, row: d
 
 
 WORDS = st.text(st.characters(codec="ascii", exclude_characters="\0\r\n\\"), min_size=1, max_size=8)
-WORDS = WORDS.filter(lambda word: "<<" not in word)  # a here-document
 NAMES = st.sampled_from([n for r in rows("megatron") for n in r.names if "*" not in n]) | st.from_regex(
     "[a-z_]{1,9}", fullmatch=True
 )
