@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ir.job.build import PreparedJob
+from ir.job.build import PreparedJob, precision_of
 from ir.job.model import read_model
 from ir.job.schema import Job
 from ir.workload.config.mixers import pattern_of
@@ -11,7 +11,7 @@ from ir.workload.layout import format_layout
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts
 from piper_sim.frameworks.to_job.model import named
-from piper_sim.frameworks.to_job.recipe import MUON, SCALES, modules_of
+from piper_sim.frameworks.to_job.recipe import DEEPSPEED, MUON, SCALES, modules_of
 
 MEGATRON = ("megatron", "megatron-bridge", "primus")
 _UNGATED = {LayerActivation.SWIGLU: "silu", LayerActivation.GEGLU: "gelu"}  # a gated activation's own
@@ -23,7 +23,7 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     dp, size, mbs = mesh["dp"], job.schedule.microbatch_size, prepared.mbs
     f: Facts = {k: mesh[k] for k in ("tp", "cp", "pp", "ep") if mesh[k] > 1}
     f |= {"seq_len": job.model.seq_len, "lr": job.optimizer.lr, "clip": job.optimizer.clip_norm}
-    f |= {"optimizer": job.optimizer.name, **_formats(job)}
+    f |= {"optimizer": job.optimizer.name, **_formats(job, framework)}
     if job.optimizer.name == "muon":
         f |= {k: getattr(job.optimizer, k) for k in MUON} | {"muon_scale": SCALES[job.optimizer.adjust_lr]}
     if framework in MEGATRON:
@@ -44,7 +44,7 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     f |= {"recompute": "full"} if again.options == {"full"} and again.layers is None else {}
     if framework == "deepspeed" and job.parallel.dp_replicate > 1 and job.parallel.zero == 3:  # MiCS
         f["shard_size"] = mesh["dp_shard"]
-    kind = "deepspeed" if job.parallel.zero else 0
+    kind = DEEPSPEED if job.parallel.zero else 0
     return f | {"gpus": prepared.ranks, "nodes": job.cluster.nodes, "distributed_type": kind}
 
 
@@ -67,11 +67,17 @@ def nodes_of(prepared: PreparedJob) -> tuple[int, int]:
     return (nodes, prepared.ranks // nodes) if prepared.ranks % nodes == 0 else (prepared.ranks, 1)
 
 
-def _formats(job: Job) -> Facts:
-    p = job.precision
+def _formats(job: Job, framework: str) -> Facts:
+    p, whole = job.precision, precision_of(job)
     f: Facts = {"compute": "bf16", "fp8": "fp8"} if p.compute == "fp8" else {"compute": p.compute}
     named_ = {"params": p.params, "grads": p.grads, "reduce": p.reduce, "optimizer_dtype": p.optimizer}
     named_ |= {"gather": p.gather}
+    if framework == "deepspeed":  # whose own ones are not the job's
+        named_ |= {"grads": str(whole.grads), "reduce": str(whole.reduce)}
+    elif framework in MEGATRON and job.parallel.zero < 2 and whole.grads == whole.reduce:  # one buffer, by one argument
+        wide = framework == "megatron" and p.compute == "fp16" and whole.grads == "fp32"
+        half = "bf16" if whole.reduce == "bf16" else None
+        named_ |= {"grads": "fp32" if wide else None, "reduce": half}
     return f | {k: v for k, v in named_.items() if v is not None}
 
 

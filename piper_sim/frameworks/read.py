@@ -245,6 +245,7 @@ def _options(words: list[str], place: str) -> Iterator[JobArgument]:
         if str(found).startswith(f"{UNSET}$"):
             yield JobArgument(str(found)[1:], "", place)
             continue
+        found = found[0] if place == "launcher" and isinstance(found, list) else found  # behind it a program is named
         name, value = marked.replace(MAYBE_SET, ""), _unmarked(found)
         perhaps = (
             "a branch of the script that the file does not decide sets it" if (name, value) != (marked, found) else ""
@@ -265,10 +266,12 @@ def _unmarked(value: object) -> object:
 
 
 def _of_script(launcher: Iterable[str], own: Iterable[JobArgument]) -> str:
-    names = {a.name for a in own}
+    names = {a.name.replace("_", "-") for a in own}
+    if "accelerate" in {Path(w).name for w in launcher} and "--num-layers" not in names:
+        return "accelerate"
     if any(n.startswith(("--parallelism.", "--job.", "--training.", "--module")) for n in names):
         return "torchtitan"
-    deepspeed = {"--deepspeed", "--deepspeed_config", "--zero_stage", "--zero-stage", "--num-key-value-heads"}
+    deepspeed = {"--deepspeed", "--deepspeed-config", "--zero-stage", "--num-key-value-heads"}
     if names & deepspeed or any("deepspeed" in w for w in launcher):
         return "deepspeed"
     return "megatron"

@@ -32,6 +32,8 @@ def read_value(how: str, value: object) -> object:
     kind, _, rest = how.partition(" ")
     if kind in ("int", "num") and value in ("none", ""):
         return None
+    if value == "auto" and kind in ("flag", "not", "is", "else", "flagword"):
+        raise ValueError("true or false")
     match kind:
         case "int":
             number = _number(value)
@@ -64,6 +66,8 @@ def read_value(how: str, value: object) -> object:
             return _pattern(value)
         case "layers":
             return _kinds(value)
+        case "last":
+            return int(_number("".join(re.findall(r"(\d+)\D*$", str(value)))))
         case "gres":
             return int(_number(str(value).rpartition(":")[2]))
         case "ones":

@@ -48,7 +48,7 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
 def _lengths(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> Facts:
     """With the one length of a GPT, whichever way it is written; or with lengths and layers of both towers."""
     if trained(hints) != "t5":
-        length = f.get("seq_len") or f.get("encoder_seq_len") or f.get("decoder_seq_len")
+        length = f.get("packed") or f.get("seq_len") or f.get("encoder_seq_len") or f.get("decoder_seq_len")
         d.expect(f.get("decoder_layers") in (None, f.get("layers")), "decoder_layers", "there is one tower: a GPT")
         return {**f, "seq_len": length} if length else f
     one = "seq_len" not in f or "decoder_seq_len" not in f

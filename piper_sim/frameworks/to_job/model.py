@@ -113,7 +113,9 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
 def _kv_heads(d: JobDraft, f: Facts) -> int:
     """Groups of queries, where the framework groups any."""
     grouped, heads, said = f.get("grouped", True), int(f["heads"]), int(f.get("kv_heads") or f["heads"])
-    if grouped == "one":  # multi-query attention
+    alone = d.framework == "megatron" and grouped and not f.get("kv_heads")  # its --num-query-groups is 1
+    if grouped == "one" or alone:  # multi-query attention
+        d.filled["model.num_key_value_heads"] = (1, f"{d.framework}'s default")
         return 1
     d.expect(grouped or said == heads, "kv_heads", f"queries are not grouped: there are {heads} heads of keys")
     return said if grouped else heads

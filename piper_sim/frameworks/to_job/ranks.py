@@ -11,6 +11,7 @@ from ir.schedules.registry import default_chunks, legal_chunks
 from ir.workload.layout import parse_layout
 from piper_sim.frameworks.to_job.draft import Facts, JobDraft, has_experts
 
+BY_LAYERS = {"deepspeed", "gpt-neox"}  # stages with as many layers each, where that leaves no rest
 EVEN = {"megatron", "megatron-bridge", "nemo", "primus"}  # split layers evenly, and refuse where that leaves a rest
 HYBRID = "hybrid"  # shards within a group, copies among groups: with 2, ZeRO-2's
 SPREAD = "shards are spread over all replicas"
@@ -24,7 +25,8 @@ def schedule(d: JobDraft, f: Facts, pp: int) -> int:
     chunks, layers = f.get("vp") or 1, _decoders(d)
     if per := f.get("chunk_layers"):
         titan = d.framework.endswith("torchtitan")  # counts embedding and head, and what is left makes a stage, too
-        stages = ceil(((layers or 0) + 2) / per) if titan else layers // per if layers and layers % per == 0 else 0
+        counted = (layers or 0) + (2 if titan else bool(f.get("count_embedding")) + bool(f.get("count_loss")))
+        stages = ceil(counted / per) if titan else counted // per if counted % per == 0 else 0
         if layers and stages and stages % pp == 0:
             chunks = stages // pp
         elif layers and (way := f.get("round_stages")):
@@ -76,6 +78,8 @@ def parallel(d: JobDraft, f: Facts, stages: int) -> None:
         d.put("parallel", bucket_MiB=elements * (2 if f.get("reduce") == "bf16" else 4) / 2**20)
     if pp > 1 and not f.get("layout") and d.framework in EVEN:
         d.put("parallel", layers=_layers(d, f, stages))
+    elif pp > 1 and d.framework in BY_LAYERS and (_decoders(d) or 1) % stages == 0:
+        d.put("parallel", layers="even")
 
 
 def copies_of_shards(d: JobDraft, f: Facts) -> None:
@@ -106,7 +110,7 @@ def _zero(framework: str, f: Facts) -> int | None:
     if str(said := f.get("zero")).startswith(HYBRID):
         return 2 if said == f"{HYBRID}2" else 3
     if f.get("fsdp"):
-        return int(f.get("sharding", 3))
+        return int(f.get("sharding", 0))
     if f.get("distributed_optimizer") or f.get("optimizer") == "dist_muon":
         return max(1, int(f.get("zero", 0)))
     if f.get("distributed_optimizer") is False and framework in EVEN:
@@ -145,7 +149,8 @@ def cluster(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> None:
     inner = p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)
     why = "named by the file's path" if hints.get("gpu") else "the file names no GPU: put yours here"
     d.fill("cluster.gpu", hints.get("gpu") or "h100-sxm", why)
-    nodes, per, gpus = f.get("nodes"), f.get("per_node"), f.get("gpus")
+    nodes, per, gpus = f.get("nodes"), f.get("per_node") or f.get("node_tasks"), f.get("gpus")
+    gpus = gpus if gpus or (nodes and per) else f.get("tasks")  # a task may start a launcher of its own
     if gpus and not (nodes and per and nodes * per == gpus):
         nodes = nodes if nodes and gpus % nodes == 0 else max(1, gpus // (per or 8))
         per = gpus // nodes if gpus % nodes == 0 else None
@@ -213,7 +218,9 @@ def batch(d: JobDraft, f: Facts) -> None:
             d.doubts["global_batch"] = f"{total} sequences do not divide by {size or 1} on {dp} replicas: rounded"
         count = max(1, ceil(total / ((size or 1) * dp)))
     if count is None:
-        d.fill("schedule.microbatches", 2 * p["pp"] if p.get("pp", 1) > 1 else 1, "the file states no batch")
+        one = d.framework == "megatron" and size is not None  # --global-batch-size is then --micro-batch-size times dp
+        why = "megatron's default: one microbatch on each replica" if one else "the file states no batch"
+        d.fill("schedule.microbatches", 2 * p["pp"] if p.get("pp", 1) > 1 and not one else 1, why)
     d.put("schedule", microbatch_size=size, microbatches=count)
 
 

@@ -114,9 +114,12 @@ def test_what_a_framework_cannot_say_is_refused_by_its_key(framework: str, secti
     assert "frozenset" not in e.value.message and "('" not in e.value.message, "as a job would say it"
 
 
+GRADIENTS = {"precision.grads", "precision.reduce"}  # accelerate leaves them to DeepSpeed
+
+
 def test_what_does_not_decide_the_plan_is_listed() -> None:
     made = export_launch(prepared(costs={"interference": "none"}, optimizer={"lr": 0.5}), "accelerate")
-    assert set(made.left_out) == {"cluster.gpu", "costs.interference", "optimizer.lr"}
+    assert set(made.left_out) == {"cluster.gpu", "costs.interference", "optimizer.lr", *GRADIENTS}
     assert made.left_out["cluster.gpu"] == "h100-sxm"
     left = export_launch(prepared(cluster=CLUSTER | {"gpu": "h100-sxm"}), "megatron").left_out.keys()
     assert left <= {"costs.software", "parallel.bucket_MiB"}  # one bucket, where Megatron has its own

@@ -1,0 +1,179 @@
+"""What a framework takes where its launch says nothing, `auto` or half of it.
+
+Expected values are read off the frameworks' own sources, named beside each.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ir.job.build import prepare
+from ir.job.load import job_from
+from piper_sim.frameworks.exporting import export_launch
+from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN
+from tests.piper_sim.frameworks.test_export import prepared, read_back
+from tests.piper_sim.frameworks.test_import import imported, listed
+
+SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64"
+MEGATRON = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SIZES} --vocab-size 256 --bf16 --micro-batch-size 2 "
+PIPE = MEGATRON.replace(" 8 pretrain", " 4 pretrain") + "--pipeline-model-parallel-size 4 "
+
+
+@pytest.mark.parametrize(
+    ("more", "section", "key", "value"),
+    [
+        # megatron/training/arguments.py: --num-query-groups, default=1
+        ("--group-query-attention", "model", "num_key_value_heads", 1),
+        # megatron/core/distributed/distributed_data_parallel_config.py: data_parallel_sharding_strategy = 'no_shard'
+        ("--use-megatron-fsdp", "parallel", "zero", 0),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", "parallel", "zero", 3),
+        # arguments.py: args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+        ("--pipeline-model-parallel-size 4", "schedule", "microbatches", 1),
+        ("--step-batch-size-schedule '0:16 1B:32 2B:64'", "schedule", "microbatches", 4),
+        # arguments.py: params_dtype, and accumulate_allreduce_grads_in_fp32, which bf16 sets unless told otherwise
+        ("", "precision", "grads", None),
+        ("--grad-reduce-in-bf16", "precision", "grads", "bf16"),
+        ("--grad-reduce-in-bf16", "precision", "reduce", "bf16"),
+    ],
+)
+def test_what_megatron_takes_by_itself(tmp_path: Path, more: str, section: str, key: str, value: object) -> None:
+    found = imported(tmp_path, MEGATRON + more)
+    assert found.job[section].get(key) == value and not listed(found, UNKNOWN)
+
+
+def test_half_gradients_of_megatron_come_back_as_they_went_out(tmp_path: Path) -> None:
+    fp16 = MEGATRON.replace("--bf16", "--fp16")
+    half, wide = (imported(tmp_path, fp16 + x).job["precision"] for x in ("", "--accumulate-allreduce-grads-in-fp32"))
+    assert (half["grads"], half["reduce"]) == ("fp16", "fp16") and "reduce" not in wide
+    for said in ({"compute": "fp16"}, half, wide, {"compute": "bf16", "grads": "bf16", "reduce": "bf16"}):
+        made = export_launch(prepared(precision=said), "megatron")
+        assert not {k for k in made.left_out if k.startswith("precision")}
+        assert prepare(job_from(read_back(made).job)).job.precision == prepare(job_from(made.read.job)).job.precision
+
+
+def test_layers_that_megatron_counts_beside_the_decoders_make_chunks_too(tmp_path: Path) -> None:
+    # arguments.py: num_layers += 1 for each of account_for_embedding_in_pipeline_split and …loss…
+    ends = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    text = PIPE.replace("--num-layers 8", "--num-layers 14") + ends + " --num-layers-per-virtual-pipeline-stage 2"
+    found = imported(tmp_path, text)
+    assert found.job["schedule"]["stages_per_rank"] == 2 and found.job["parallel"]["layers"] == "even"
+    assert "--num-layers-per-virtual-pipeline-stage" in listed(found, UNDERSTOOD)
+
+
+# sbatch(1), srun(1), mpirun(1): tasks are ranks only where no launcher starts some of its own
+
+
+@pytest.mark.parametrize(
+    ("start", "ranks"),
+    [
+        ("#SBATCH --nodes=4\n#SBATCH --ntasks=4\nsrun torchrun --nnodes 4 --nproc_per_node 8 {}", (4, 8)),
+        ("#SBATCH --nodes=4\n#SBATCH --gres=gpu:8\n#SBATCH --ntasks-per-node=1\nsrun --exclusive {}", (4, 8)),
+        ("srun -N 4 -n 32 --gpus-per-node 8 python {}", (4, 8)),
+        ("srun -N 2 --ntasks-per-node 4 python {}", (2, 4)),
+        ("mpirun -np 16 python {}", (2, 8)),
+    ],
+)
+def test_a_launcher_says_how_many_ranks_there_are(tmp_path: Path, start: str, ranks: tuple[int, int]) -> None:
+    found = imported(tmp_path, "#!/bin/bash\n" + start.format(f"pretrain_gpt.py {SIZES} --bf16"))
+    assert (found.job["cluster"]["nodes"], found.job["cluster"]["gpus_per_node"]) == ranks
+    assert not listed(found, UNKNOWN)
+
+
+# deepspeed/runtime/engine.py: communication_data_type, get_data_types
+
+DS: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+TRAINER = "deepspeed --num_gpus 8 run.py --model_name_or_path meta-llama/Llama-2-7b-hf --deepspeed ds.json "
+
+
+@pytest.mark.parametrize(
+    ("more", "grads", "reduce"),
+    [
+        ({"bf16": {"enabled": True}}, "bf16", "bf16"),
+        ({"fp16": {"enabled": True}}, "fp16", "fp16"),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}, "fp32", "bf16"),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "fp32", "bf16"),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, "bf16", "fp32"),
+        ({}, None, None),
+    ],
+)
+def test_deepspeed_keeps_gradients_in_the_compute_format(
+    tmp_path: Path, more: dict[str, Any], grads: str | None, reduce: str | None
+) -> None:
+    precision = imported(tmp_path, json.dumps(DS | more), "ds.json").job["precision"]
+    assert (precision.get("grads"), precision.get("reduce")) == (grads, reduce)
+
+
+def test_an_export_to_deepspeed_says_formats_that_are_not_its_own() -> None:
+    made = export_launch(prepared(precision={"compute": "bf16", "reduce": "bf16"}, parallel={"zero": 2}), "deepspeed")
+    assert not {k for k in made.left_out if k.startswith("precision")}
+    assert read_back(made).job["precision"] == {"compute": "bf16", "grads": "fp32", "reduce": "bf16"}
+
+
+# transformers/integrations/deepspeed.py: `auto` is what the Trainer's arguments say
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_auto_is_left_to_the_trainer(tmp_path: Path, kind: str) -> None:
+    auto = {k: {"enabled": "auto"} for k in ("bf16", "fp16")}
+    (tmp_path / "ds.json").write_text(json.dumps(DS | auto | {"gradient_clipping": "auto"}))
+    found = imported(tmp_path, f"{TRAINER} --{kind} True --block_size 2048 --max_grad_norm 1.0\n")
+    assert found.job["precision"]["compute"] == kind and not listed(found, UNKNOWN)
+    assert {"bf16.enabled", "fp16.enabled"} <= {*listed(found, ASSUMED)}
+    assert (found.job["model"]["seq_len"], found.job["optimizer"]["clip_norm"]) == (2048, 1.0)
+
+
+def test_a_block_size_of_files_is_no_length(tmp_path: Path) -> None:
+    assert "seq_len" not in imported(tmp_path, json.dumps(DS | {"aio": {"block_size": 2**20}}), "d.json").job["model"]
+
+
+# deepspeed/runtime/pipe/module.py, partition_method "type:transformer": Megatron-DeepSpeed's, and gpt-neox's
+
+
+def test_deepspeeds_stages_have_as_many_layers_each(tmp_path: Path) -> None:
+    text = PIPE + "--deepspeed --zero-stage 1"
+    assert imported(tmp_path, text).job["parallel"]["layers"] == "even"
+    odd = imported(tmp_path, text.replace("--num-layers 8", "--num-layers 9"))
+    assert "layers" not in odd.job["parallel"]
+
+
+def test_gpt_neox_has_a_word_for_no_pipeline(tmp_path: Path) -> None:
+    text = '{"pipe-parallel-size": 0, "num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 64}'
+    found = imported(tmp_path, text, "a.yml")
+    assert not listed(found, UNKNOWN) and "pp" not in found.job["parallel"]
+
+
+# accelerate/commands/launch.py; utils/dataclasses.py: DeepSpeedPlugin.zero_stage is 2 by itself
+
+
+@pytest.mark.parametrize(
+    ("flags", "zero"),
+    [
+        ("--use_fsdp", 3),
+        ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP", 2),
+        ("--use_deepspeed", 2),
+        ("--use_deepspeed --zero_stage 3", 3),
+        ("--multi_gpu", 0),
+    ],
+)
+def test_accelerates_flags_say_what_its_file_would(tmp_path: Path, flags: str, zero: int) -> None:
+    text = (
+        f"accelerate launch {flags} --mixed_precision bf16 --num_processes 8 train.py --per_device_train_batch_size 2"
+    )
+    found = imported(tmp_path, text)
+    assert found.framework == "accelerate" and not listed(found, UNKNOWN)
+    assert (found.job["parallel"]["zero"], found.job["precision"]["compute"]) == (zero, "bf16")
+    file = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config: {gradient_accumulation_steps: 4}\n"
+    assert imported(tmp_path, file, "a.yaml").job["parallel"]["zero"] == 2
+
+
+# nemo_automodel/components/datasets: packed sequences are as long as packed_sequence_size, if it is one
+
+
+@pytest.mark.parametrize(("size", "length"), [(0, 2048), (8192, 8192)])
+def test_packed_sequences_of_automodel(tmp_path: Path, size: int, length: int) -> None:
+    text = "step_scheduler: {global_batch_size: 8}\nmodel: {pretrained_model_name_or_path: meta-llama/Llama-2-7b}\n"
+    parts = [f"packed_sequence: {{packed_sequence_size: {size}}}\n", "dataset: {seq_length: 2048}\n"]
+    for rest in (parts, parts[::-1]):
+        assert imported(tmp_path, text + "".join(rest), "a.yaml").job["model"]["seq_len"] == length
