@@ -8,6 +8,7 @@ from ir.workload.config.mixers import SIGNS
 
 _OFF = ("false", "0", "no", "off", "none", "null", "", "disabled")
 _NULL = (None, "null", "None", "~")
+_GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d{1,4}))?")
 _TIMES = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
 INERT, PRESUMED, FILE = "inert", "as", "file"
 
@@ -24,8 +25,8 @@ def read_value(how: str, value: object) -> object:
     (1024, 'bf16', 'adamw')
     >>> read_value("class", "nemo.collections.llm.Llama3Config8B")
     'Llama3Config8B'
-    >>> read_value("pattern", "([0]*3+[1]*2)"), read_value("gres", "gpu:h100:8")
-    ([0, 0, 0, 1, 1], 8)
+    >>> read_value("pattern", "([0]*3+[1])*2"), read_value("gres", "gpu:h100:8")
+    ([0, 0, 0, 1, 0, 0, 0, 1], 8)
 
     Raises ValueError: it is no such value; the text says what would be.
     """
@@ -155,7 +156,11 @@ def _pattern(value: object) -> object:
     """Which layers hold experts: every n-th, or a list of 0 and 1, perhaps as Python writes it."""
     if isinstance(value, list):
         value = "[" + ",".join(map(str, value)) + "]"
-    text = re.sub(r"[\s'\"()]", "", str(value))
+    text = re.sub(r"[\s'\"]", "", str(value))[:10_000]
+    while m := _GROUP.search(text):  # `([1]*3+[0])*2`, as many times as it says
+        text = text[: m.start()] + "+".join([m[1]] * min(int(m[2] or 1), 1000)) + text[m.end() :]
+        if len(text) > 10**5:
+            break
     if text.isdigit() and len(text) < 5:
         return int(text)
     parts = text.split("+")

@@ -93,7 +93,9 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     """Of DeepSeek's type where attention is latent, else of Megatron's, or the Hub's that has just the same layers."""
     latent = "deepseek_v3" if f.get("scoring") == "sigmoid" or f.get("mtp") else "deepseek_v2"
     kind = latent if f.get("mla") else "megatron"
-    values = {**f, "kv_heads": _kv_heads(d, f), "positions": f.get("positions") or f.get("seq_len") or 4096}
+    usual = tables()["latent"].get(d.framework, {}) if f.get("mla") else {}
+    d.filled |= {tables()["keys"][k]: (v, f"{d.framework}'s default") for k, v in usual.items() if k not in f}
+    values = {**usual, **f, "kv_heads": _kv_heads(d, f), "positions": f.get("positions") or f.get("seq_len") or 4096}
     for fact in () if f.get("experts") else ("top_k", "groups", "top_groups", "routed_scale"):
         values.pop(fact, None)
     names = {n: aliases(kind).get(k, k) for n, k in tables()["config"].items()}
@@ -199,6 +201,7 @@ def _vocabulary(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> int:
         found = int(known[word]) if word else 50257
         why = f"the vocabulary of {word}" if word else "the file states no vocabulary: GPT-2's"
     else:
+        found += d.framework == "megatron" and "NullTokenizer" in hints.get("tokenizer", "")  # and an end of documents
         why = ""
     padding = (
         (f.get("vocab_multiple") or 128) * f.get("tp", 1) if f.get("should_pad_vocab", "vocab_multiple" in f) else 1

@@ -32,6 +32,13 @@ PIPE = MEGATRON.replace(" 8 pretrain", " 4 pretrain") + "--pipeline-model-parall
         # arguments.py: args.global_batch_size = args.micro_batch_size * args.data_parallel_size
         ("--pipeline-model-parallel-size 4", "schedule", "microbatches", 1),
         ("--step-batch-size-schedule '0:16 1B:32 2B:64'", "schedule", "microbatches", 4),
+        # arguments.py: _add_mla_args
+        ("--multi-latent-attention --swiglu --kv-lora-rank 16", "model", "qk_nope_head_dim", 128),
+        ("--multi-latent-attention --swiglu", "model", "kv_lora_rank", 32),
+        # megatron/core/tokenizers: a null tokenizer's vocab_size is _vocab_size_without_eod + 1, and padded
+        ("--tokenizer-type NullTokenizer --vocab-size 1280", "model", "vocab_size", 1408),
+        # arguments.py: moe_freq_type
+        ("--num-experts 4 --moe-layer-freq '([1]*3+[0]*1)*2'", "model", "mlp_only_layers", [3, 7]),
         # arguments.py: params_dtype, and accumulate_allreduce_grads_in_fp32, which bf16 sets unless told otherwise
         ("", "precision", "grads", None),
         ("--grad-reduce-in-bf16", "precision", "grads", "bf16"),
