@@ -35,7 +35,7 @@ _SLURM: dict[str, tuple[str, ...]] = {
 }
 _SLURM |= {"--gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), "--ntasks": ("SLURM_NTASKS",)}
 _SKIP = {"if", "for", "while", "case", "until", "fi", "done", "esac", "then", "else", "elif", "do", "{", "}"}
-_SKIP |= {"exec", "time", "nohup", "sudo", "env"}
+_SKIP |= {"eval", "exec", "time", "nohup", "sudo", "env"}
 
 
 @dataclass
@@ -111,6 +111,10 @@ def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str], ma
     """One command's words, expanded; assignments before it are kept in mind. maybe: whether it may not run."""
     while words and words[0] in _SKIP:
         words = words[1:]
+    if words and words[-1][-1:] == ")" and "(" not in words[-1]:  # of `(cd x; …)`
+        words = [*words[:-1], words[-1][:-1]]
+    if words and re.match(r"\([^(]", words[0]):
+        words = [words[0][1:], *words[1:]]
     exported = bool(words) and words[0] in _DECLARES
     while words and (words[0] in _DECLARES or (exported and words[0].startswith("-"))):
         words = words[1:]
@@ -148,7 +152,9 @@ def _assign(job: ShellJob, m: re.Match[str], array: Sequence[str] | None, export
     words = [w for word in ([m[3]] if array is None else array) for w in _expanded(job, word, array is not None)]
     value = " ".join(words if array is None else map(shlex.quote, words))
     old = job.variables.get(m[1], "")
-    if maybe:  # what stood there before stands there in any case
+    if maybe and UNSET in value and old and UNSET not in old and not m[2]:  # `--tp) TP=$2`: as if it were not asked for
+        value = re.sub(r"\S+", rf"\g<0>{MAYBE_SET}", old.replace(MAYBE_SET, ""))
+    elif maybe:  # what stood there before stands there in any case
         same = old if old and not m[2] and value.startswith(old) else ""
         value = same + re.sub(r"\S+", rf"\g<0>{MAYBE_SET}", value[len(same) :].replace(MAYBE_SET, ""))
     between = " " if array is not None and old else ""
@@ -158,8 +164,11 @@ def _assign(job: ShellJob, m: re.Match[str], array: Sequence[str] | None, export
         job.exports[m[1]] = job.variables[m[1]]
 
 
-def _text(job: ShellJob, text: str, depth: int = 0) -> str:
-    """A text with its variables put in; what the file does not say becomes UNSET."""
+def _text(job: ShellJob, text: str, depth: int = 0, whole: bool = True) -> str:
+    """A text with its variables put in; what the file does not say becomes UNSET.
+
+    whole: it is not split into words, which takes the quotes of defaults away.
+    """
 
     def put(m: re.Match[str]) -> str:
         name = m["braced"] or m["plain"]
@@ -171,6 +180,7 @@ def _text(job: ShellJob, text: str, depth: int = 0) -> str:
         missing = value in (None, UNSET) or (m["empty"] and not value)
         if (missing and m["op"] in ("-", "=")) or (m["op"] == "+" and value is not None and not missing):
             value = _text(job, default, depth + 1) if depth < 9 else UNSET
+            value = re.sub(r"([\"'])(.*?)\1", r"\2", value, flags=re.DOTALL) if whole else value
             if m["op"] == "=":
                 job.variables[name] = value
             return value
@@ -231,7 +241,7 @@ def _expanded(job: ShellJob, word: str, split: bool = True) -> list[str]:
         elif first == "'" or first == "\\":
             out[-1] += piece[1:-1] if first == "'" else piece[1:].replace("\n", "")
         elif array or "$" in piece or first == "`":
-            text = _text(job, piece.strip('"'))
+            text = _text(job, piece.strip('"'), whole=not (split or array))
             more = _words(text) if split or array else [text]
             out[-1:] = [out[-1] + more[0], *more[1:]] if more else [out[-1]]
             empty = empty and not more

@@ -8,7 +8,8 @@ NAME = r"[A-Za-z_]\w*"
 DEEP = r"[^()]"  # a character, or what stands in parentheses
 for _ in range(4):  # as deep as regular expressions are told to look
     DEEP = rf"(?:[^()]|\({DEEP}*+\))"
-INNER = rf"[$<>]\({DEEP}*+\)|\$\{{[^{{}}]*\}}|`[^`]*`|\"(?:\\.|[^\"\\])*\"|'[^']*'|\\."
+_VALUE = r"\$\{(?:[^{}\"\\]|\"[^\"]*\")*\}"  # within double quotes, with some of its own
+INNER = rf"[$<>]\({DEEP}*+\)|\$\{{[^{{}}]*\}}|`[^`]*`|\"(?:\\.|{_VALUE}|[^\"\\])*+\"|'[^']*'|\\."
 _TOKEN = re.compile(
     r"\\(?P<join>[^\S\n]*)\n"  # blanks behind the backslash are meant as none
     r"|(?P<comment>(?<![^\s;&|(])#[^\n]*)"
@@ -17,13 +18,14 @@ _TOKEN = re.compile(
     rf"|(?P<text>{INNER}|\(\({DEEP}*+\)\)|<<<|[^\s\\\"'`$#<>;&|()]+|[^\S\n]+|[^\n])|\n",
     re.DOTALL,
 )
+_SHELL = re.compile(r"(?:sbatch|bash|sh|ssh|srun)\b")  # what runs a here-document
 _TARGET = re.compile(r"(?<![<&\d])>>?\s*(\S+)")
 
 
 @dataclass(frozen=True)
 class ShellJobStatement:
-    """One line as bash ends it, lists on one line and comments away. target: the file, as written, that a here-document
-    of it goes to; body: that document; literal: nothing of it is expanded.
+    """One line as bash ends it, lists on one line and comments away. target: the file, as written, that its
+    here-document goes to; body: that document; literal: nothing of it is expanded.
     """
 
     line: str
@@ -32,8 +34,8 @@ class ShellJobStatement:
     literal: bool = False
 
 
-def statements(text: str) -> Iterator[ShellJobStatement]:
-    """A script's statements, and its #SBATCH lines.
+def statements(text: str, depth: int = 0) -> Iterator[ShellJobStatement]:
+    """A script's statements, and its #SBATCH lines. depth: scripts that hold this one in a here-document.
 
     >>> [s.line for s in statements("A=(1 # one\\n 2)\\nx '<<0' $((1<<2)) \\\\\\n y # no")]
     ['A=(1   2)', "x '<<0' $((1<<2))  y"]
@@ -59,7 +61,9 @@ def statements(text: str) -> Iterator[ShellJobStatement]:
             whole += re.sub(r"\\([^\S\n]*)\n", r"\1", m[0]) if m[0].startswith('"') else m[0]
         else:
             found, at = _documents(whole, ends, text, at)
-            if found.line:
+            if _SHELL.match(found.line) and found.body and depth < 3:
+                yield from statements(found.body if found.literal else found.body.replace("\\$", "$"), depth + 1)
+            elif found.line:
                 yield found
             whole, ends = "", []
     if whole.strip():
@@ -78,6 +82,5 @@ def _documents(whole: str, ends: list[tuple[str, str]], text: str, at: int) -> t
                 break
             lines.append(one)
     target = _TARGET.search(line)
-    if not ends or target is None:
-        return ShellJobStatement(line), at
-    return ShellJobStatement(line, target[1].strip("'\""), "\n".join(lines), not end.isidentifier()), at
+    name = target[1].strip("'\"") if ends and target is not None else ""
+    return ShellJobStatement(line, name, "\n".join(lines), not end.isidentifier()), at

@@ -98,6 +98,15 @@ def _nested(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 
 READ = [  # lines parted by ~
+    'N=${N:-"4"}~if [ "$N" = 4 ]; then M=1; else M=2; fi~run --m $M',
+    'N=${N:-"a b"}~run $N "$N" ${M:-"c d"} --d',
+    'N="${N:-"a b"}"~M=${M:-\'c d\'}~run "$N" "$M" --d',
+    "if true && false || true; then N=1; else N=2; fi~run $N --d",
+    "if false || [ 1 = 1 ] && [ 2 = 3 ]; then N=1; else N=2; fi~run $N --d",
+    "if [ 1 = 2 ]; [ 1 = 1 ]; then N=1; else N=2; fi~run $N --d",
+    "N=4~if ((N>=4)); then M=1; else M=2; fi~if (( N < 4 )); then L=1; else L=2; fi~run $M $L --d",
+    "(run --n 1)",
+    "CMD='run --x'~eval $CMD --d",
     "run --x '<<0' --y \"<<0\" --z=\\<\\<0 --d",
     "run --x <<<'a b' --y <<< abc --d",
     "N=$(( (1<<2) ))~((1<<2))~run --x 2 --d",
@@ -133,6 +142,21 @@ def test_words_are_those_of_bash(script: str) -> None:
         ["bash", "-c", "run() { printf '%s\\n' \"$@\"; }\n" + text], capture_output=True, text=True, check=False
     )
     assert read_shell(text, FORM, "x.sh").command == ["run", *shown.stdout.splitlines()]
+
+
+def test_an_option_that_nobody_asks_for_leaves_what_was_there(tmp_path: Path) -> None:
+    text = 'N=4\nwhile [ $# -gt 0 ]; do\ncase "$1" in\n--layers) N="$2"; shift 2;;\n*) shift;;\nesac\ndone\n'
+    text += LAUNCH.format("--num-layers $N")
+    assert layers(tmp_path, text) == 4 and listed(imported(tmp_path, text), ASSUMED) == ["--num-layers"]
+
+
+@pytest.mark.parametrize("end", ["EOT", "'EOT'"])
+def test_a_script_that_hands_a_script_to_a_shell_is_that_script(tmp_path: Path, end: str) -> None:
+    nodes = "$SLURM_NNODES" if end == "'EOT'" else "\\$SLURM_NNODES"
+    inner = LAUNCH.format("--num-layers 4").replace("torchrun", f"srun torchrun --nnodes {nodes}")
+    found = imported(tmp_path, f"sbatch <<{end}\n#!/bin/bash\n#SBATCH --nodes=2\n{inner}\nEOT\necho done\n")
+    assert (found.job["cluster"]["nodes"], found.job["cluster"]["gpus_per_node"]) == (2, 8)
+    assert not listed(found, UNKNOWN)
 
 
 def test_a_shell_within_knows_what_is_exported() -> None:
