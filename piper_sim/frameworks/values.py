@@ -67,6 +67,8 @@ def read_value(how: str, value: object) -> object:
             return _pattern(value)
         case "layers":
             return _kinds(value)
+        case "slots":
+            return _slots(str(value))
         case "last":
             return int(_number("".join(re.findall(r"(\d+)\D*$", str(value)))))
         case "gres":
@@ -123,6 +125,14 @@ def _number(value: object) -> float:
     if not abs(found) < 1e15:
         raise ValueError("a number below 1e15")
     return found
+
+
+def _slots(text: str) -> int:
+    """Devices of `host:0,1@other:0`."""
+    found = re.findall(r"[^@:]+:(\d+(?:,\d+)*)(?:@|$)", text)
+    if len(found) != text.count("@") + 1:
+        raise ValueError("a list of devices like localhost:0,1,2,3")
+    return sum(len(x.split(",")) for x in found)
 
 
 def _list(value: object) -> list[str]:

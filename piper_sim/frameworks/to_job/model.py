@@ -12,6 +12,7 @@ from piper_sim.frameworks.to_job.draft import Facts, JobDraft
 
 NO_MODEL = "llama3-8b"
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "nemotron", "gpt2")  # of the Hub, that `run` has too
+LATENT = ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim")  # sizes of latent attention
 GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "gelu", "liglu": "gelu"}
 
 
@@ -96,7 +97,8 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     usual = tables()["latent"].get(d.framework, {}) if f.get("mla") else {}
     d.filled |= {tables()["keys"][k]: (v, f"{d.framework}'s default") for k, v in usual.items() if k not in f}
     values = {**usual, **f, "kv_heads": _kv_heads(d, f), "positions": f.get("positions") or f.get("seq_len") or 4096}
-    for fact in () if f.get("experts") else ("top_k", "groups", "top_groups", "routed_scale"):
+    idle = () if f.get("experts") else ("top_k", "groups", "top_groups", "routed_scale")
+    for fact in (*idle, *(() if f.get("mla") else LATENT)):  # a log has them in any case
         values.pop(fact, None)
     names = {n: aliases(kind).get(k, k) for n, k in tables()["config"].items()}
     out = {"model_type": kind} | {

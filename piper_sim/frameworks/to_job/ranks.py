@@ -78,7 +78,7 @@ def parallel(d: JobDraft, f: Facts, stages: int) -> None:
         d.put("parallel", bucket_MiB=elements * (2 if f.get("reduce") == "bf16" else 4) / 2**20)
     if pp > 1 and not f.get("layout") and d.framework in EVEN:
         d.put("parallel", layers=_layers(d, f, stages))
-    elif pp > 1 and d.framework in BY_LAYERS and (_decoders(d) or 1) % stages == 0:
+    elif pp > 1 and d.framework in {*BY_LAYERS, "accelerate"} and (_decoders(d) or 1) % stages == 0:
         d.put("parallel", layers="even")
 
 

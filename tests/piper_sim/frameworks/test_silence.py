@@ -60,6 +60,17 @@ def test_half_gradients_of_megatron_come_back_as_they_went_out(tmp_path: Path) -
         assert prepare(job_from(read_back(made).job)).job.precision == prepare(job_from(made.read.job)).job.precision
 
 
+# arguments.py: _print_args, of every argument, those that bear on nothing too
+
+
+def test_a_log_states_sizes_of_latent_attention_where_there_is_none(tmp_path: Path) -> None:
+    said = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64, "bf16": True}
+    said |= {"multi_latent_attention": False, "kv_lora_rank": 32, "qk_head_dim": 128, "v_head_dim": 128, "tp": 1}
+    lines = [f"  {k} {'.' * 20} {v}" for k, v in said.items()]
+    config = prepare(job_from(imported(tmp_path, "\n".join(lines), "run.log").job)).config
+    assert config.mla is None and config.head_dim == 8
+
+
 def test_layers_that_megatron_counts_beside_the_decoders_make_chunks_too(tmp_path: Path) -> None:
     # arguments.py: num_layers += 1 for each of account_for_embedding_in_pipeline_split and …loss…
     ends = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
@@ -80,6 +91,9 @@ def test_layers_that_megatron_counts_beside_the_decoders_make_chunks_too(tmp_pat
         ("srun -N 4 -n 32 --gpus-per-node 8 python {}", (4, 8)),
         ("srun -N 2 --ntasks-per-node 4 python {}", (2, 4)),
         ("mpirun -np 16 python {}", (2, 8)),
+        # deepspeed/launcher/runner.py: parse_resource_filter
+        ("deepspeed --include localhost:0,1,2,3 {}", (1, 4)),
+        ("deepspeed --include='a:0,1@b:0,1' {}", (1, 4)),
     ],
 )
 def test_a_launcher_says_how_many_ranks_there_are(tmp_path: Path, start: str, ranks: tuple[int, int]) -> None:
@@ -102,6 +116,7 @@ TRAINER = "deepspeed --num_gpus 8 run.py --model_name_or_path meta-llama/Llama-2
         ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}, "fp32", "bf16"),
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "fp32", "bf16"),
         ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, "bf16", "fp32"),
+        ({"bf16": {"enabled": True}, "fp32_allreduce": True}, "bf16", "fp32"),
         ({}, None, None),
     ],
 )
@@ -149,6 +164,19 @@ def test_gpt_neox_has_a_word_for_no_pipeline(tmp_path: Path) -> None:
     text = '{"pipe-parallel-size": 0, "num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 64}'
     found = imported(tmp_path, text, "a.yml")
     assert not listed(found, UNKNOWN) and "pp" not in found.job["parallel"]
+
+
+def test_gpt_neox_says_its_format_in_a_word(tmp_path: Path) -> None:
+    found = imported(tmp_path, '{"pipe-parallel-size": 1, "precision": "bfloat16"}', "a.yml")
+    assert found.job["precision"]["compute"] == "bf16"
+
+
+# torchtitan/config/manager.py: --module and --config name an entry of a registry
+
+
+def test_an_entry_of_torchtitans_registry_is_no_debug_model(tmp_path: Path) -> None:
+    found = imported(tmp_path, "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b")
+    assert found.job["model"].get("num_hidden_layers") != 6 and {*listed(found, ASSUMED)} >= {"--module", "--config"}
 
 
 # accelerate/commands/launch.py; utils/dataclasses.py: DeepSpeedPlugin.zero_stage is 2 by itself
