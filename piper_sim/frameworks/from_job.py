@@ -44,6 +44,8 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     f |= {"recompute": "full"} if again.options == {"full"} and again.layers is None else {}
     if framework == "deepspeed" and job.parallel.dp_replicate > 1 and job.parallel.zero == 3:  # MiCS
         f["shard_size"] = mesh["dp_shard"]
+    if job.optimizer.offload and job.parallel.zero:
+        f |= {"offloaded": "true", "offload": job.optimizer.offload}
     kind = DEEPSPEED if job.parallel.zero else 0
     return f | {"gpus": prepared.ranks, "nodes": job.cluster.nodes, "distributed_type": kind}
 

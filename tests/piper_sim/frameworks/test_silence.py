@@ -133,6 +133,15 @@ def test_an_export_to_deepspeed_says_formats_that_are_not_its_own() -> None:
     assert read_back(made).job["precision"] == {"compute": "bf16", "grads": "fp32", "reduce": "bf16"}
 
 
+def test_an_export_says_what_stays_on_the_host() -> None:
+    for framework, share in (("deepspeed", 0.5), ("deepspeed", 1.0), ("accelerate", 1.0)):
+        made = export_launch(prepared(optimizer={"offload": share}, parallel={"zero": 2}), framework)
+        assert "optimizer.offload" not in made.left_out and made.read.job["optimizer"]["offload"] == share
+        assert "fp32_allreduce" not in "".join(made.files.values()), "which new ones do not have"
+    half = export_launch(prepared(optimizer={"offload": 0.5}, parallel={"zero": 2}), "accelerate")
+    assert half.left_out["optimizer.offload"] == 1.0
+
+
 # transformers/integrations/deepspeed.py: `auto` is what the Trainer's arguments say
 
 
