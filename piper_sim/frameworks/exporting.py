@@ -223,6 +223,7 @@ def hugging_face(job: Job) -> dict[str, object]:
         raise PiperError(ErrorKind.JOB, message, file=job.file, key="model.graph", allowed="model.config")
     name = job.model.config
     found = (raw_config(named_path(job.file, name, presets())) if name else {}) | dict(job.model.overrides)
+    found |= {"q_lora_rank": None} if found.get("q_lora_rank") == 0 else {}  # as transformers' class has it
     if found.get("model_type") == "megatron":
         message = "no class of transformers is called megatron, and no other has just its layers"
         fix = "--to megatron, megatron-bridge or primus"

@@ -106,6 +106,7 @@ def _sizes(m: ModelConfig) -> Facts:
         listed = moe.dense_layers and "pattern" not in f
         f |= {"moe_freq": [int(i not in moe.dense_layers) for i in range(m.layers)]} if listed else {}
         f |= {"groups": moe.groups, "top_groups": moe.top_groups} if moe.groups else {}
+        f |= {"pre_softmax": True} if not moe.normalised and moe.scoring == "softmax" else {}
         f |= {"scoring": moe.scoring, "routed_scale": moe.scale, "latent": moe.latent or None}
     return f
 

@@ -109,9 +109,13 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     out |= {"vocab_size": _vocabulary(d, f, hints), "tie_word_embeddings": not f.get("untied", False)}
     if f.get("mla"):
         d.expect(not f.get("bias"), "bias", f"{kind}'s linears have no biases")
-        return out | _latent_experts(d, f, ffn)
+        return {"q_lora_rank": 0} | out | _latent_experts(d, f, ffn)  # none unless the file says one
     d.expect(not f.get("mtp"), "mtp", "prediction modules are built for DeepSeek's type alone: there is none")
-    return _family(out | {"hidden_act": act, "gated_linear_unit": gated} | _layers(d, f, ffn))
+    plain = bool(f.get("experts") and f.get("pre_softmax"))
+    out = _family(out | {"hidden_act": act, "gated_linear_unit": gated} | _layers(d, f, ffn), plain)
+    odd = plain and out["model_type"] == "megatron"
+    d.expect(not odd, "pre_softmax", "a token's weights add up to 1; a step costs the same")
+    return out
 
 
 def _kv_heads(d: JobDraft, f: Facts) -> int:
@@ -154,18 +158,23 @@ def _layers(d: JobDraft, f: Facts, ffn: int) -> dict[str, Any]:
     return out | {k: v for k, v in more.items() if v}
 
 
-def _family(said: dict[str, Any]) -> dict[str, Any]:
-    """A model of Megatron's type as the first type of the Hub that has just the same layers, or as it is."""
+def _family(said: dict[str, Any], plain: bool) -> dict[str, Any]:
+    """A model of Megatron's type as the first type of the Hub that has just the same layers, or as it is.
+
+    plain: a token's weights are its softmax as it is.
+    """
     try:
         mine = config_from(said, "")
     except PiperError:  # told where the job is loaded
         return said
+    if plain and mine.moe is not None:
+        mine = replace(mine, moe=replace(mine.moe, normalised=False))
     rows = ((n, str(k)) for kind in ("gpt2", "llama") for n, k in ROWS[kind].items())
     values = {k[1:]: getattr(mine, n) for n, k in rows if k.startswith("@") and hasattr(mine, n)}
     values |= {"num_key_value_heads": mine.kv_heads, "head_dim": mine.head_dim, "hidden_act": said["hidden_act"]}
     values |= {"n_inner": mine.ffn, "activation_function": mine.act, "norm_eps": mine.norm_eps}
     values |= {"rope_theta": mine.rope_theta, "partial_rotary_factor": mine.rope_share}
-    values |= {"num_local_experts": said.get("num_experts"), "norm_topk_prob": True}
+    values |= {"num_local_experts": said.get("num_experts"), "norm_topk_prob": not plain}
     for kind in FAMILIES:
         table, own = TYPES[kind], {aliases(kind).get(k, k) for k in said} | {"resid_pdrop"}
         keys = {k: v for k, v in (said | values | {"model_type": kind}).items() if k in table and not table[k].why}
@@ -234,5 +243,5 @@ def _latent_experts(d: JobDraft, f: Facts, ffn: int) -> dict[str, Any]:
     d.expect(shared % width == 0, "shared_ffn", "shared experts are as wide as a whole number of experts")
     out: dict[str, Any] = {"n_routed_experts": count, "num_experts_per_tok": min(f.get("top_k", 2), count)}
     out |= {"moe_intermediate_size": width, "first_k_dense_replace": first}
-    out |= {"n_shared_experts": n} if (n := round(shared / width)) else {}
+    out["n_shared_experts"] = round(shared / width)
     return out | ({} if f.get("groups") else {"n_group": 1, "topk_group": 1})

@@ -11,7 +11,7 @@ import pytest
 
 from ir.job.build import prepare
 from ir.job.load import job_from
-from piper_sim.frameworks.exporting import export_launch
+from piper_sim.frameworks.exporting import export_launch, hugging_face
 from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN
 from tests.piper_sim.frameworks.test_export import prepared, read_back
 from tests.piper_sim.frameworks.test_import import imported, listed
@@ -35,6 +35,8 @@ PIPE = MEGATRON.replace(" 8 pretrain", " 4 pretrain") + "--pipeline-model-parall
         # arguments.py: _add_mla_args
         ("--multi-latent-attention --swiglu --kv-lora-rank 16", "model", "qk_nope_head_dim", 128),
         ("--multi-latent-attention --swiglu", "model", "kv_lora_rank", 32),
+        ("--multi-latent-attention --num-experts 4", "model", "q_lora_rank", 0),
+        ("--multi-latent-attention --num-experts 4", "model", "n_shared_experts", 0),
         # megatron/core/tokenizers: a null tokenizer's vocab_size is _vocab_size_without_eod + 1, and padded
         ("--tokenizer-type NullTokenizer --vocab-size 1280", "model", "vocab_size", 1408),
         # arguments.py: moe_freq_type
@@ -69,6 +71,24 @@ def test_a_log_states_sizes_of_latent_attention_where_there_is_none(tmp_path: Pa
     lines = [f"  {k} {'.' * 20} {v}" for k, v in said.items()]
     config = prepare(job_from(imported(tmp_path, "\n".join(lines), "run.log").job)).config
     assert config.mla is None and config.head_dim == 8
+
+
+def test_latent_attention_has_only_what_the_launch_says(tmp_path: Path) -> None:
+    found = imported(tmp_path, MEGATRON + "--multi-latent-attention --num-experts 4 --swiglu --disable-bias-linear")
+    config = prepare(job_from(found.job)).config
+    assert config.mla is not None and config.moe is not None
+    assert (config.mla.q_rank, config.mla.kv_rank, config.moe.shared_ffn) == (0, 32, 0)
+    assert hugging_face(job_from(found.job))["q_lora_rank"] is None
+
+
+def test_weights_of_tokens_that_do_not_add_up_to_one_are_said_so() -> None:
+    parts = {"model": {"config": "deepseek-v2-lite", "seq_len": 4096}, "parallel": {"ep": 8}}
+    made = export_launch(prepared(**parts), "megatron")
+    assert "--moe-router-pre-softmax" in made.files["launch.sh"]
+    moe = prepare(job_from(read_back(made).job)).config.moe
+    assert moe is not None and not moe.normalised
+    whole = export_launch(prepared(**parts | {"model": {"config": "deepseek-v3", "seq_len": 4096}}), "megatron")
+    assert "--moe-router-pre-softmax" not in whole.files["launch.sh"]
 
 
 def test_layers_that_megatron_counts_beside_the_decoders_make_chunks_too(tmp_path: Path) -> None:
