@@ -7,7 +7,7 @@ from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts, JobDraft, has_experts
 from piper_sim.frameworks.to_job.ranks import BY_LAYERS, EVEN
 
-DEEPSPEED = 2  # accelerate's `distributed_type`, and the stage that it then takes
+DEEPSPEED, FSDP = 2, 3  # accelerate's `distributed_type`, and the stage that it then takes
 LAYER = ["mlp", "attention"]  # parts of a layer, which is then made again as a whole
 MUON = {"momentum": 0.95, "nesterov": False, "ns_steps": 5, "tp_mode": "blockwise", "adjust_lr": "match_rms_adamw"}
 SCALES = {"match_rms_adamw": 0.2, "original": 1.0}  # --muon-extra-scale-factor that makes its rates torch's
@@ -78,7 +78,7 @@ def _chosen(d: JobDraft, choice: str) -> tuple[str | list[str], str | None]:
 def formats(d: JobDraft, f: Facts) -> None:
     """Number formats, the optimizer, the constants of the framework."""
     compute = "fp8" if f.get("fp8") == "fp8" else f.get("compute")
-    d.put("precision", compute=compute, params=f.get("params"), **_gradients(d, f))
+    d.put("precision", compute=compute, **_storage(d, f))
     moments = f.get("optimizer_dtype")
     d.put("precision", optimizer=moments, gather=f.get("gather") if compute == "fp8" else None)
     d.expect(f.get("second_moment", "fp32") == (moments or "fp32"), "second_moment", "both moments have one format")
@@ -97,9 +97,9 @@ def formats(d: JobDraft, f: Facts) -> None:
     _costs(d, f)
 
 
-def _gradients(d: JobDraft, f: Facts) -> Facts:
-    """Formats that gradients are kept and reduced in, where they follow from each other or from the compute format."""
-    grads, reduce, kind = f.get("grads"), f.get("reduce"), f.get("compute")
+def _storage(d: JobDraft, f: Facts) -> Facts:
+    """Formats of weights, and those that gradients are kept and reduced in: as stated, or as they follow."""
+    params, grads, reduce, kind = f.get("params"), f.get("grads"), f.get("reduce"), f.get("compute")
     if d.framework in EVEN and not f.get("fsdp"):  # one buffer, whose format goes over the wire
         own = "fp16" if d.framework == "megatron" and kind == "fp16" and grads is None else None
         reduce = reduce or own
@@ -107,7 +107,9 @@ def _gradients(d: JobDraft, f: Facts) -> Facts:
     elif (d.framework in BY_LAYERS or f.get("distributed_type") == DEEPSPEED) and kind in ("bf16", "fp16"):
         reduce = reduce or kind
         grads = grads or ("fp32" if kind == "bf16" and not d.job.get("parallel", {}).get("zero") else kind)
-    return {"grads": grads, "reduce": reduce}
+    elif d.framework == "accelerate" and f.get("distributed_type") == FSDP and kind in ("bf16", "fp16"):
+        params, reduce = params or "fp32", reduce or kind  # it raises weights to fp32, and casts what it gathers
+    return {"params": params, "grads": grads, "reduce": reduce}
 
 
 def _muon(d: JobDraft, f: Facts) -> None:

@@ -228,6 +228,11 @@ def test_accelerates_flags_say_what_its_file_would(tmp_path: Path, flags: str, z
     found = imported(tmp_path, text)
     assert found.framework == "accelerate" and not listed(found, UNKNOWN)
     assert (found.job["parallel"]["zero"], found.job["precision"]["compute"]) == (zero, "bf16")
+    # accelerator.py: "Upcasted low precision parameters"; FullyShardedDataParallelPlugin.set_mixed_precision
+    said = found.job["precision"]
+    assert (said.get("params"), said.get("reduce")) == (
+        ("fp32", "bf16") if "fsdp" in flags else (None, "bf16" if zero else None)
+    )
     file = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config: {gradient_accumulation_steps: 4}\n"
     assert imported(tmp_path, file, "a.yaml").job["parallel"]["zero"] == 2
 
