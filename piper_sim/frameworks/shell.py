@@ -34,6 +34,7 @@ _SLURM: dict[str, tuple[str, ...]] = {
     "-N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
 }
 _SLURM |= {"--gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), "--ntasks": ("SLURM_NTASKS",)}
+_SAID = [[x] for x in ("echo", "cat", "printf", "[", "[[", "test")]
 _SKIP = {"if", "for", "while", "case", "until", "fi", "done", "esac", "then", "else", "elif", "do", "{", "}"}
 _SKIP |= {"eval", "exec", "time", "nohup", "sudo", "env"}
 
@@ -179,8 +180,8 @@ def _text(job: ShellJob, text: str, depth: int = 0, whole: bool = True) -> str:
         value, default = job.variables.get(name), m["default"]
         missing = value in (None, UNSET) or (m["empty"] and not value)
         if (missing and m["op"] in ("-", "=")) or (m["op"] == "+" and value is not None and not missing):
-            value = _text(job, default, depth + 1) if depth < 9 else UNSET
-            value = re.sub(r"([\"'])(.*?)\1", r"\2", value, flags=re.DOTALL) if whole else value
+            bare = re.sub(r"([\"'])(.*?)\1", r"\2", default, flags=re.DOTALL) if whole else default
+            value = _text(job, bare, depth + 1, whole) if depth < 9 else UNSET
             if m["op"] == "=":
                 job.variables[name] = value
             return value
@@ -274,7 +275,7 @@ def _unwrapped(job: ShellJob, words: list[str]) -> list[str]:
 def _looks(words: Sequence[str]) -> tuple[bool, bool, int]:
     """How much a command looks like the launch: its options count, and what starts them."""
     count = sum(w.startswith("--") for w in words)
-    return words[:1] not in (["echo"], ["cat"], ["printf"]) and count > 0, not words[0].startswith("-"), count
+    return words[:1] not in _SAID and count > 0, not words[0].startswith("-"), count
 
 
 def options(words: Sequence[str]) -> Iterator[tuple[str, object]]:

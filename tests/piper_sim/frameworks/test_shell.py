@@ -106,6 +106,8 @@ READ = [  # lines parted by ~
     "if [ 1 = 2 ]; [ 1 = 1 ]; then N=1; else N=2; fi~run $N --d",
     "N=4~if ((N>=4)); then M=1; else M=2; fi~if (( N < 4 )); then L=1; else L=2; fi~run $M $L --d",
     "(run --n 1)",
+    'B=\'"q"\'~C=${A:-$B}~run "$C" --d',
+    "[ --a = --b ] || run --n 1",
     "CMD='run --x'~eval $CMD --d",
     "run --x '<<0' --y \"<<0\" --z=\\<\\<0 --d",
     "run --x <<<'a b' --y <<< abc --d",
