@@ -11,6 +11,7 @@ from ir.workload.layout import format_layout
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts
 from piper_sim.frameworks.to_job.model import named
+from piper_sim.frameworks.to_job.ranks import spread
 from piper_sim.frameworks.to_job.recipe import DEEPSPEED, MUON, SCALES, modules_of
 
 MEGATRON = ("megatron", "megatron-bridge", "primus")
@@ -193,6 +194,10 @@ def _torch(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: int) 
     if pp > 1:
         f |= {"pp_microbatch_size": size, "schedule": prepared.schedule}
         f |= _chunk_layers(prepared, framework)
+        ends = int(framework == "torchtitan")
+        usual = prepared.layout[0][:1] == "E" and prepared.layout[-1][-1:] == "L"
+        own = spread(prepared.config.layers, prepared.stages, ends, ends)
+        f |= {"parts": list(prepared.layers)} if usual and list(prepared.layers) != own else {}
     f |= {"sequence_parallel": p.sequence_parallel} if p.tp > 1 else {}
     if framework == "torchtitan":
         f["sequence_parallel"] = False if p.tp > 1 and not p.sequence_parallel else None  # older ones have no such key

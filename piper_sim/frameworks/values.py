@@ -1,7 +1,7 @@
 """Values of arguments to facts and back: the words of the table's column `how`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from ir.workload.config.mixers import SIGNS
@@ -35,6 +35,8 @@ def read_value(how: str, value: object) -> object:
         return None
     if value == "auto" and kind in ("flag", "not", "is", "else", "flagword"):
         raise ValueError("true or false")
+    if kind in _READ:
+        return _READ[kind](value)
     match kind:
         case "int":
             number = _number(value)
@@ -59,16 +61,6 @@ def read_value(how: str, value: object) -> object:
             return str(value)
         case "class":
             return str(value).rpartition(".")[2]
-        case "layout":
-            return _layout(value)
-        case "list":
-            return _list(value)
-        case "pattern":
-            return _pattern(value)
-        case "layers":
-            return _kinds(value)
-        case "slots":
-            return _slots(str(value))
         case "last":
             return int(_number("".join(re.findall(r"(\d+)\D*$", str(value)))))
         case "gres":
@@ -127,10 +119,21 @@ def _number(value: object) -> float:
     return found
 
 
-def _slots(text: str) -> int:
+def _modules(value: object) -> list[int]:
+    """Decoder layers of each stage, out of the names of its modules."""
+    stages = value if isinstance(value, list) and value and all(isinstance(s, list) for s in value) else [[]]
+    words = [" ".join(map(str, stage)) for stage in stages]
+    found = [[int(m) for m in re.findall(r"\blayers\.(\d{1,6})(?= |$)", stage)] for stage in words]
+    ordered = [i for stage in found for i in stage] == [*range(sum(map(len, found)))]
+    if not (ordered and re.search("embed", words[0]) and re.search(r"lm_head|output", words[-1])):
+        raise ValueError("a list of stages, each a list of modules: the embedding, layers in order, the head")
+    return [*map(len, found)]
+
+
+def _slots(value: object) -> int:
     """Devices of `host:0,1@other:0`."""
-    found = re.findall(r"[^@:]+:(\d+(?:,\d+)*)(?:@|$)", text)
-    if len(found) != text.count("@") + 1:
+    found = re.findall(r"[^@:]+:(\d+(?:,\d+)*)(?:@|$)", str(value))
+    if len(found) != str(value).count("@") + 1:
         raise ValueError("a list of devices like localhost:0,1,2,3")
     return sum(len(x.split(",")) for x in found)
 
@@ -180,6 +183,16 @@ def _pattern(value: object) -> object:
     return [int(c) for m in pairs for c in m[1].split(",") * int(m[2] or 1)][:10_000]
 
 
+_READ: Mapping[str, Callable[[object], object]] = {
+    "layout": _layout,
+    "list": _list,
+    "pattern": _pattern,
+    "layers": _kinds,
+    "modules": _modules,
+    "slots": _slots,
+}
+
+
 def write_value(how: str, fact: object) -> object:
     """The value that states a fact, None where this argument cannot: what `read_value` reads as the fact.
 
@@ -200,6 +213,11 @@ def write_value(how: str, fact: object) -> object:
             return next((w for w, f in _map(rest).items() if f == fact), None)
         case "int" | "num" | "text" | "list" | "ones" | "layout" | "layers":
             return fact
+        case "modules" if isinstance(fact, list):
+            embedding, layers, *ends = rest.split()
+            names = iter(f"{layers}.{i}" for i in range(sum(fact)))
+            stages = [[next(names) for _ in range(n)] for n in fact]
+            return [[embedding, *stages[0]], *stages[1:-1], [*stages[-1], *ends]]
         case "fp8list":
             return ["quantize.linear.float8"] if fact == "fp8" else None
         case "pattern" if isinstance(fact, list):

@@ -13,6 +13,7 @@ from piper_sim.frameworks.to_job.draft import Facts, JobDraft, has_experts
 
 BY_LAYERS = {"deepspeed", "gpt-neox"}  # stages with as many layers each, where that leaves no rest
 EVEN = {"megatron", "megatron-bridge", "nemo", "primus"}  # split layers evenly, and refuse where that leaves a rest
+TORCH = {"torchtitan", "primus-torchtitan", "automodel"}
 HYBRID = "hybrid"  # shards within a group, copies among groups: with 2, ZeRO-2's
 SPREAD = "shards are spread over all replicas"
 
@@ -78,8 +79,26 @@ def parallel(d: JobDraft, f: Facts, stages: int) -> None:
         d.put("parallel", bucket_MiB=elements * (2 if f.get("reduce") == "bf16" else 4) / 2**20)
     if pp > 1 and not f.get("layout") and d.framework in EVEN:
         d.put("parallel", layers=_layers(d, f, stages))
+    elif pp > 1 and d.framework in TORCH and not f.get("csv"):
+        d.expect(len(f.get("parts", [0] * stages)) == stages, "parts", f"there are {stages} stages")
+        counts = spread(_decoders(d) or 0, stages, f.get("first_less", 0), f.get("last_less", 0))
+        found = f["parts"] if len(f.get("parts", ())) == stages else counts
+        d.put("parallel", layers="even" if found and len(set(found)) == 1 else found)
     elif pp > 1 and d.framework in {*BY_LAYERS, "accelerate"} and (_decoders(d) or 1) % stages == 0:
         d.put("parallel", layers="even")
+
+
+def spread(layers: int, stages: int, first: int, last: int) -> list[int] | None:
+    """Layers of each stage as torchtitan and Automodel count them, None where there are too few. first, last: layers
+    that the embedding and the head stand for.
+
+    >>> spread(32, 4, 1, 1)
+    [8, 9, 8, 7]
+    """
+    each, over = divmod(layers + first + last, stages)
+    found = [each + (i < over) for i in range(stages)]
+    found[0], found[-1] = found[0] - first, found[-1] - last
+    return found if min(found) >= 0 else None
 
 
 def copies_of_shards(d: JobDraft, f: Facts) -> None:

@@ -101,7 +101,6 @@ def test_import_and_export_are_a_fixed_point(drawn: tuple[str, PreparedJob]) -> 
         ("torchtitan", {"model": TITAN, "parallel": {"zero": 1}}, "parallel.zero"),
         ("deepspeed", {"parallel": {"pp": 2}}, "parallel.pp"),
         ("accelerate", {"parallel": {"ep": 2}, "model": {"config": "tiny-moe"}}, "parallel.ep"),
-        ("automodel", {"parallel": {"pp": 2, "zero": 3, "layers": [3, 5]}}, "parallel.layers"),
         ("primus", {"precision": {"compute": "fp64"}}, "precision.compute"),
         ("accelerate", {"parallel": {"zero": 3, "dp_replicate": 2}}, "parallel.dp_replicate"),
         ("deepspeed", {"parallel": {"zero": 2, "dp_replicate": 2}}, "parallel.dp_replicate"),

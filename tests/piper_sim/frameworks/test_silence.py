@@ -13,7 +13,7 @@ from ir.job.build import prepare
 from ir.job.load import job_from
 from piper_sim.frameworks.exporting import export_launch, hugging_face
 from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN
-from tests.piper_sim.frameworks.test_export import prepared, read_back
+from tests.piper_sim.frameworks.test_export import TITAN, prepared, read_back
 from tests.piper_sim.frameworks.test_import import imported, listed
 
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64"
@@ -206,6 +206,47 @@ def test_gpt_neox_says_its_format_in_a_word(tmp_path: Path) -> None:
 def test_an_entry_of_torchtitans_registry_is_no_debug_model(tmp_path: Path) -> None:
     found = imported(tmp_path, "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b")
     assert found.job["model"].get("num_hidden_layers") != 6 and {*listed(found, ASSUMED)} >= {"--module", "--config"}
+
+
+# torchtitan/distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part: embedding and head are a layer each;
+# nemo_automodel/components/distributed/pipelining/functional.py: they are none
+
+
+@pytest.mark.parametrize(
+    ("more", "layers"),
+    [
+        ("pipeline_parallel_degree = 2", "even"),
+        ("pipeline_parallel_degree = 4", [8, 9, 8, 7]),
+        ("pipeline_parallel_degree = 4\npipeline_parallel_last_stage_less_layers = 3", [8, 9, 9, 6]),
+        ('pipeline_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"', [8, 9, 8, 7]),
+    ],
+)
+def test_layers_of_torchtitans_stages(tmp_path: Path, more: str, layers: object) -> None:
+    found = imported(tmp_path, f'[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\n{more}\n', "t.toml")
+    assert found.job["parallel"]["layers"] == layers and not listed(found, ASSUMED)
+
+
+def test_layers_of_automodels_stages(tmp_path: Path) -> None:
+    text = "step_scheduler: {global_batch_size: 8}\nmodel: {pretrained_model_name_or_path: deepseek-ai/DeepSeek-V3}\n"
+    found = imported(tmp_path, text + "distributed: {strategy: fsdp2, pp_size: 4, ep_size: 8}\n", "a.yaml")
+    assert found.job["parallel"]["layers"] == [16, 15, 15, 15]
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "automodel"])
+def test_stages_of_other_lengths_are_named_module_by_module(framework: str) -> None:
+    parts = {"parallel": {"pp": 2, "zero": 2, "layers": [25, 7]}, "model": TITAN}
+    made = export_launch(prepared(**parts), framework)
+    assert "module_fqns_per_model_part" in "".join(made.files.values())
+    assert read_back(made).job["parallel"]["layers"] == [25, 7]
+    usual = export_launch(prepared(**parts | {"parallel": {"pp": 2, "zero": 2, "layers": "even"}}), framework)
+    assert "module_fqns_per_model_part" not in "".join(usual.files.values())
+
+
+def test_stages_that_are_no_run_of_layers_are_not_understood(tmp_path: Path) -> None:
+    for parts in ('[["tok_embeddings", "layers.1"], ["layers.0", "output"]]', "[1, 2]", '[["layers.0"], []]'):
+        more = f"pipeline_parallel_degree = 2\nmodule_fqns_per_model_part = {parts}"
+        found = imported(tmp_path, f'[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\n{more}\n', "t.toml")
+        assert listed(found, UNKNOWN) == ["parallelism.module_fqns_per_model_part"]
 
 
 # accelerate/commands/launch.py; utils/dataclasses.py: DeepSpeedPlugin.zero_stage is 2 by itself
