@@ -9,7 +9,7 @@ from ir.workload.config.mixers import pattern_of
 from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
 from ir.workload.layout import format_layout
 from piper_sim.frameworks.table import facts as tables
-from piper_sim.frameworks.to_job.draft import Facts
+from piper_sim.frameworks.to_job.draft import Facts, element_bytes
 from piper_sim.frameworks.to_job.model import named
 from piper_sim.frameworks.to_job.ranks import spread
 from piper_sim.frameworks.to_job.recipe import DEEPSPEED, MUON, SCALES, modules_of
@@ -45,6 +45,7 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     f |= {"recompute": "full"} if again.options == {"full"} and again.layers is None else {}
     if framework == "deepspeed" and job.parallel.dp_replicate > 1 and job.parallel.zero == 3:  # MiCS
         f["shard_size"] = mesh["dp_shard"]
+    f |= _bucket(job) if job.parallel.zero else {}
     if job.optimizer.offload and job.parallel.zero:
         f |= {"offloaded": "true", "offload": job.optimizer.offload}
     kind = DEEPSPEED if job.parallel.zero else 0
@@ -82,6 +83,11 @@ def _formats(job: Job, framework: str) -> Facts:
         half = "bf16" if whole.reduce == "bf16" else None
         named_ |= {"grads": "fp32" if wide else None, "reduce": half}
     return f | {k: v for k, v in named_.items() if v is not None}
+
+
+def _bucket(job: Job) -> Facts:
+    size = job.parallel.bucket_MiB
+    return {} if size is None else {"bucket_elements": round(size * 2**20 / element_bytes(job.precision.reduce))}
 
 
 def _sizes(m: ModelConfig) -> Facts:
@@ -140,8 +146,7 @@ def _megatron(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: in
     f |= {"cp_comm": p.cp_comm} if p.cp > 1 and p.cp_comm != "all_gather" else {}
     f |= {"distributed_optimizer": p.zero == 1} if p.zero < 2 else {"fsdp": True, "sharding": p.zero}
     f |= {"dp_replicate": p.dp_replicate} if p.dp_replicate > 1 else {}
-    if p.bucket_MiB is not None:
-        f["bucket_elements"] = round(p.bucket_MiB * 2**20 / (2 if job.precision.reduce == "bf16" else 4))
+    f |= _bucket(job)
     f |= _presumed(prepared)
     if pp > 1:
         f |= {"vp": chunks} if chunks > 1 else {}

@@ -11,7 +11,7 @@ from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts, JobDraft
 from piper_sim.frameworks.to_job.model import model_of, trained
 from piper_sim.frameworks.to_job.ranks import batch, cluster, copies_of_shards, parallel, schedule
-from piper_sim.frameworks.to_job.recipe import formats, recompute, unsaid
+from piper_sim.frameworks.to_job.recipe import formats, recompute, storage, unsaid
 
 
 def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
@@ -32,6 +32,7 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
     f |= _by_pattern(layers)
     pp = f.get("pp", 1)
     f = _lengths(d, f, hints)
+    f |= storage(framework, f)
     d.put("model", **model_of(d, f, stated, hints))
     stages = schedule(d, f, pp)
     parallel(d, f, stages)

@@ -189,14 +189,15 @@ def _family(said: dict[str, Any], plain: bool) -> dict[str, Any]:
 
 
 def _ffn(d: JobDraft, f: Facts, gated: bool) -> int:
-    if own := f.get("neox_ffn"):
+    if own := f.get("neox_ffn") or (gated and d.framework == "gpt-neox" and 4 * f["hidden"]):
         own, multiple = int(own), int(f.get("mlp_multiple", 1))
         return -(-(own // 3 if gated else own) // multiple) * multiple
     if own := f.get("ffn"):
         return int(own)
     if ratio := f.get("expansion"):
         return int(ratio * f["hidden"])
-    found = 4 * f["hidden"] * 2 // 3 // 64 * 64 if gated else 4 * f["hidden"]
+    less = f.get("activation") == "swiglu" and d.framework not in ("megatron-bridge", "nemo")  # of the scripts' flag
+    found = 4 * f["hidden"] * 2 // 3 // 64 * 64 if less else 4 * f["hidden"]
     d.filled["model.n_inner" if not gated else "model.intermediate_size"] = (found, f"{d.framework}'s default")
     return int(found)
 

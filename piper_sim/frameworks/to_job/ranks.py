@@ -9,7 +9,7 @@ from ir.job.load import job_from
 from ir.job.model import read_model
 from ir.schedules.registry import default_chunks, legal_chunks
 from ir.workload.layout import parse_layout
-from piper_sim.frameworks.to_job.draft import Facts, JobDraft, has_experts
+from piper_sim.frameworks.to_job.draft import Facts, JobDraft, element_bytes, has_experts
 
 BY_LAYERS = {"deepspeed", "gpt-neox"}  # stages with as many layers each, where that leaves no rest
 EVEN = {"megatron", "megatron-bridge", "nemo", "primus"}  # split layers evenly, and refuse where that leaves a rest
@@ -73,10 +73,10 @@ def parallel(d: JobDraft, f: Facts, stages: int) -> None:
         d.put("parallel", cp_comm="all_to_all")
     d.put("parallel", ep=f.get("ep") if experts else None, etp=etp if experts and etp != 1 else None)
     d.put(
-        "parallel", zero=_zero(d.framework, f), sequence_parallel=bool(f.get("sequence_parallel")) if tp > 1 else None
+        "parallel", zero=zero_of(d.framework, f), sequence_parallel=bool(f.get("sequence_parallel")) if tp > 1 else None
     )
     if elements := f.get("bucket_elements"):
-        d.put("parallel", bucket_MiB=elements * (2 if f.get("reduce") == "bf16" else 4) / 2**20)
+        d.put("parallel", bucket_MiB=elements * element_bytes(f.get("reduce")) / 2**20)
     if pp > 1 and not f.get("layout") and d.framework in EVEN:
         d.put("parallel", layers=_layers(d, f, stages))
     elif pp > 1 and d.framework in TORCH and not f.get("csv"):
@@ -124,7 +124,7 @@ def _replicas(d: JobDraft) -> int:
     return max(1, int(c["nodes"]) * int(c["gpus_per_node"]) // inner)
 
 
-def _zero(framework: str, f: Facts) -> int | None:
+def zero_of(framework: str, f: Facts) -> int | None:
     """ZeRO's stage."""
     if str(said := f.get("zero")).startswith(HYBRID):
         return 2 if said == f"{HYBRID}2" else 3

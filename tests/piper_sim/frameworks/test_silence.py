@@ -32,6 +32,9 @@ PIPE = MEGATRON.replace(" 8 pretrain", " 4 pretrain") + "--pipeline-model-parall
         # arguments.py: args.global_batch_size = args.micro_batch_size * args.data_parallel_size
         ("--pipeline-model-parallel-size 4", "schedule", "microbatches", 1),
         ("--step-batch-size-schedule '0:16 1B:32 2B:64'", "schedule", "microbatches", 4),
+        # arguments.py: ffn_hidden_size is less with --swiglu alone
+        ("--swiglu", "model", "intermediate_size", 128),
+        ("--quick-geglu", "model", "intermediate_size", 256),
         # arguments.py: _add_mla_args
         ("--multi-latent-attention --swiglu --kv-lora-rank 16", "model", "qk_nope_head_dim", 128),
         ("--multi-latent-attention --swiglu", "model", "kv_lora_rank", 32),
@@ -147,6 +150,13 @@ def test_deepspeed_keeps_gradients_in_the_compute_format(
     assert (precision.get("grads"), precision.get("reduce")) == (grads, reduce)
 
 
+def test_a_bucket_of_deepspeed_has_elements_of_the_format_that_it_reduces(tmp_path: Path) -> None:
+    said = DS | {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "reduce_bucket_size": 2**20}}
+    assert imported(tmp_path, json.dumps(said), "ds.json").job["parallel"]["bucket_MiB"] == 2
+    made = export_launch(prepared(precision={"reduce": "fp32"}, parallel={"zero": 2, "bucket_MiB": 8}), "deepspeed")
+    assert "parallel.bucket_MiB" not in made.left_out
+
+
 def test_an_export_to_deepspeed_says_formats_that_are_not_its_own() -> None:
     made = export_launch(prepared(precision={"compute": "bf16", "reduce": "bf16"}, parallel={"zero": 2}), "deepspeed")
     assert not {k for k in made.left_out if k.startswith("precision")}
@@ -193,6 +203,17 @@ def test_gpt_neox_has_a_word_for_no_pipeline(tmp_path: Path) -> None:
     text = '{"pipe-parallel-size": 0, "num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 64}'
     found = imported(tmp_path, text, "a.yml")
     assert not listed(found, UNKNOWN) and "pp" not in found.job["parallel"]
+
+
+# megatron/model/transformer.py of gpt-neox: ffn_dim_in; megatron/core/transformer/transformer_config.py: __post_init__
+
+
+def test_a_gated_mlp_that_nobody_sizes(tmp_path: Path) -> None:
+    neox = '{"pipe-parallel-size": 1, "num-layers": 2, "hidden-size": 96, "num-attention-heads": 4, '
+    neox += '"activation": "swiglu"}'
+    assert prepare(job_from(imported(tmp_path, neox, "a.yml").job)).config.ffn == 128
+    bridge = "model: {num_layers: 2, hidden_size: 96, num_attention_heads: 4}\ntrain: {micro_batch_size: 1}\n"
+    assert prepare(job_from(imported(tmp_path, bridge, "c.yaml").job)).config.ffn == 384
 
 
 def test_gpt_neox_says_its_format_in_a_word(tmp_path: Path) -> None:
