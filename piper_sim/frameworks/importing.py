@@ -90,6 +90,9 @@ def import_launch(path: str, framework: str | None = None) -> ImportedJob:
     job, entries = _kept(d.job, entries)
     entries += [JobEntry(JobArgument("", v), ASSUMED, k, why) for k, (v, why) in d.filled.items()]
     entries += [JobEntry(JobArgument("", None), ASSUMED, "", why) for why in d.unsaid]
+    if file.others:
+        note = f"the file starts {file.others + 1} trainings: the one with most arguments is read"
+        entries.append(JobEntry(JobArgument("", None), ASSUMED, "", note))
     if (wrong := refusal(job)) is not None:
         note = f"the job does not load: {wrong.message}"
         entries.append(JobEntry(JobArgument("", None), UNKNOWN, wrong.key or "", note))

@@ -39,8 +39,8 @@ class JobArgument:
 
 @dataclass(frozen=True)
 class JobFile:
-    """A file, read: its arguments in order, the framework that it looks like, files that it writes by itself, and the
-    program that it starts.
+    """A file, read: its arguments in order, the framework that it looks like, files that it writes by itself, the
+    program that it starts, and how many other commands of it train.
     """
 
     path: str
@@ -48,6 +48,7 @@ class JobFile:
     arguments: tuple[JobArgument, ...]
     inside: Mapping[str, str] = field(default_factory=dict)
     program: str = ""
+    others: int = 0
 
 
 def read_launch(path: str, framework: str | None = None, text: str | None = None) -> JobFile:
@@ -229,6 +230,7 @@ def _script(path: str, framework: str | None, text: str) -> JobFile:
         (*found, *own),
         {k.replace(UNSET, _SHOWN): v for k, v in job.files.items()},
         Path(words[programs[-1]]).name if programs else "",
+        job.others,
     )
 
 

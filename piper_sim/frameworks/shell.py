@@ -35,6 +35,7 @@ _SLURM: dict[str, tuple[str, ...]] = {
 }
 _SLURM |= {"--gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), "--ntasks": ("SLURM_NTASKS",)}
 _SAID = [[x] for x in ("echo", "cat", "printf", "[", "[[", "test")]
+_TRAINS = re.compile(r"(?:train|finetune|sft|pretrain)\w*\.py$|^torchtitan\.")
 _SKIP = {"if", "for", "while", "case", "until", "fi", "done", "esac", "then", "else", "elif", "do", "{", "}"}
 _SKIP |= {"eval", "exec", "time", "nohup", "sudo", "env"}
 
@@ -43,7 +44,7 @@ _SKIP |= {"eval", "exec", "time", "nohup", "sudo", "env"}
 class ShellJob:
     """A script, read. command: words of its launch; batch: of its #SBATCH lines; exports: variables as they ended;
     files: what it writes by itself (`cat <<EOF > ds.json`). lost: arguments behind a comment or an empty line that ends
-    the launch. letters: of all variables' values.
+    the launch; others: commands that train, too. letters: of all variables' values.
     """
 
     command: list[str] = field(default_factory=list)
@@ -52,6 +53,7 @@ class ShellJob:
     exports: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
+    others: int = 0
     letters: int = 0
 
     def value(self, word: str) -> str | None:
@@ -97,6 +99,7 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
         _check_length(count + job.letters / 4, form, file)
     found = [_unwrapped(job, words) for words in commands]
     job.command = max(found, key=_looks, default=[])
+    job.others = len({tuple(x) for x in found if all(_looks(x)[:3])} - {tuple(job.command)})
     behind = found[found.index(job.command) + 1 :] if found else []
     for words in takewhile(lambda words: words[0].startswith("-"), behind):
         (job.command if job.command[0].startswith("-") else job.lost).extend(words)
@@ -272,10 +275,11 @@ def _unwrapped(job: ShellJob, words: list[str]) -> list[str]:
     return out
 
 
-def _looks(words: Sequence[str]) -> tuple[bool, bool, int]:
-    """How much a command looks like the launch: its options count, and what starts them."""
+def _looks(words: Sequence[str]) -> tuple[bool, bool, bool, int]:
+    """How much a command looks like the launch: its options count, what starts them, and that it trains."""
     count = sum(w.startswith("--") for w in words)
-    return words[:1] not in _SAID and count > 0, not words[0].startswith("-"), count
+    options = words[:1] not in _SAID and count > 0
+    return options, options and any(map(_TRAINS.search, words)), not words[0].startswith("-"), count
 
 
 def options(words: Sequence[str]) -> Iterator[tuple[str, object]]:

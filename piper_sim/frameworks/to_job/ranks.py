@@ -236,6 +236,9 @@ def batch(d: JobDraft, f: Facts) -> None:
         if total % ((size or 1) * dp):
             d.doubts["global_batch"] = f"{total} sequences do not divide by {size or 1} on {dp} replicas: rounded"
         count = max(1, ceil(total / ((size or 1) * dp)))
+    elif total and count:
+        why = f"{total} sequences are not {size} · {count} on {dp} replicas"
+        d.expect(total == (size or 1) * count * dp, "global_batch", why)
     if count is None:
         one = d.framework == "megatron" and size is not None  # --global-batch-size is then --micro-batch-size times dp
         why = "megatron's default: one microbatch on each replica" if one else "the file states no batch"

@@ -161,6 +161,14 @@ def test_a_script_that_hands_a_script_to_a_shell_is_that_script(tmp_path: Path, 
     assert not listed(found, UNKNOWN)
 
 
+def test_the_command_that_trains_is_read_and_another_one_is_said(tmp_path: Path) -> None:
+    tool = "python tools/preprocess_data.py " + " ".join(f"--a{i} 1" for i in range(20)) + "\n"
+    once = imported(tmp_path, tool + LAUNCH.format("--num-layers 3"))
+    assert once.job["model"]["n_layer"] == 3 and not [e for e in once.entries if "trainings" in e.note]
+    twice = imported(tmp_path, tool + LAUNCH.format("--num-layers 3") + "\n" + LAUNCH.format("--num-layers 5 --bf16"))
+    assert twice.job["model"]["n_layer"] == 5 and [e for e in twice.entries if "2 trainings" in e.note]
+
+
 def test_a_shell_within_knows_what_is_exported() -> None:
     text = "N=4\nexport M=8\nrun bash -c 'go --n $N --m $M'"
     assert read_shell(text, FORM, "x.sh").command == ["run", "bash", "-c", "go", "--n", UNSET, "--m", "8"]

@@ -150,6 +150,13 @@ def test_deepspeed_keeps_gradients_in_the_compute_format(
     assert (precision.get("grads"), precision.get("reduce")) == (grads, reduce)
 
 
+def test_a_batch_that_is_no_product_is_said(tmp_path: Path) -> None:
+    said = DS | {"gradient_accumulation_steps": 7, "train_batch_size": 100}
+    assert "train_batch_size" in listed(imported(tmp_path, json.dumps(said), "ds.json"), ASSUMED)
+    whole = imported(tmp_path, json.dumps(said | {"train_batch_size": 112}), "ds.json")
+    assert "train_batch_size" in listed(whole, UNDERSTOOD) and whole.job["cluster"]["gpus_per_node"] == 8
+
+
 def test_a_bucket_of_deepspeed_has_elements_of_the_format_that_it_reduces(tmp_path: Path) -> None:
     said = DS | {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "reduce_bucket_size": 2**20}}
     assert imported(tmp_path, json.dumps(said), "ds.json").job["parallel"]["bucket_MiB"] == 2
