@@ -158,8 +158,8 @@ def _framework(value: Mapping[str, Any], path: str) -> str:
         ):
             return str(row["framework"])
     message = f"which framework's file is this? its sections are {', '.join(list(value)[:6])}"
-    known = "Megatron-LM, Megatron-Bridge, NeMo, torchtitan, DeepSpeed, Automodel, accelerate or Primus"
-    raise FORM.wrong(message, path, "--from", f"a launch of {known}", "--from NAME")
+    known = "Megatron-LM, Megatron-Bridge, NeMo, torchtitan, DeepSpeed, Automodel, accelerate, Primus, gpt-neox"
+    raise FORM.wrong(message, path, "--from", f"a launch of {known} or llm-foundry", "--from NAME")
 
 
 def _resolved(value: object, at: str, known: Mapping[str, object], depth: int = 0) -> object:

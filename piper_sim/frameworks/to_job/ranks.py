@@ -104,6 +104,8 @@ def spread(layers: int, stages: int, first: int, last: int) -> list[int] | None:
 def copies_of_shards(d: JobDraft, f: Facts) -> None:
     """Copies of what ZeRO shards, once it is known how many replicas there are."""
     p, c, dp, stated = d.job.get("parallel", {}), d.job["cluster"], _replicas(d), f.get("dp_replicate", 1)
+    for fact, said in (("dp_shard", f.get("dp_shard", 0) * stated), ("dp", f.get("dp", 0))):
+        d.expect(said <= 0 or said == dp, fact, f"{said} replicas are not the {dp} that the GPUs make")
     edp = dp * p.get("tp", 1) * p.get("cp", 1) // (p.get("ep", 1) * p.get("etp", 1))
     by_node = str(f.get("zero")).startswith(HYBRID)
     size = c["gpus_per_node"] if by_node else f.get("shard_size", 0)  # ranks of one set of shards

@@ -254,6 +254,14 @@ def test_layers_of_torchtitans_stages(tmp_path: Path, more: str, layers: object)
     assert found.job["parallel"]["layers"] == layers and not listed(found, ASSUMED)
 
 
+def test_replicas_that_the_gpus_do_not_make_are_said(tmp_path: Path) -> None:
+    (tmp_path / "t.toml").write_text('[model]\nname = "llama3"\n[parallelism]\ndata_parallel_shard_degree = 4\n')
+    start = "torchrun --nproc_per_node {} -m torchtitan.train --job.config_file t.toml --parallelism.{}"
+    for ranks, more, doubtful in ((8, "x", True), (4, "x", False), (8, "data_parallel_replicate_degree 2", False)):
+        found = imported(tmp_path, start.format(ranks, more))
+        assert ("parallelism.data_parallel_shard_degree" in listed(found, ASSUMED)) == doubtful
+
+
 def test_layers_of_automodels_stages(tmp_path: Path) -> None:
     text = "step_scheduler: {global_batch_size: 8}\nmodel: {pretrained_model_name_or_path: deepseek-ai/DeepSeek-V3}\n"
     found = imported(tmp_path, text + "distributed: {strategy: fsdp2, pp_size: 4, ep_size: 8}\n", "a.yaml")
