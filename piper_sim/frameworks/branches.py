@@ -71,8 +71,8 @@ class ShellJobBranches:
         while True:
             here, outer = self.blocks[-1] if self.blocks else None, self._outer()
             if here is not None and here.asking:
-                if words and here.word is None:  # of several commands, the last one decides: we do not follow them
-                    here.holds = self.decide(words) if here.holds is None and outer is YES else MAYBE
+                if words and here.word is None:
+                    here.holds = _joined(here.holds, joined, self.decide(words) if outer is YES else MAYBE)
                 return words, outer
             runs = {"&&": self.status, "||": _NOT[self.status]}.get(joined, YES)
             if "{" not in (*words[:1], *words[-1:]):
@@ -104,6 +104,8 @@ class ShellJobBranches:
         ['yes', 'no', 'maybe', 'maybe', 'no']
         """
         turned, words = _turned(words)
+        if words and words[0][:2] == "((" and words[-1][-2:] == "))":  # with or without blanks
+            words = ["((", *re.findall(r"[<>=!]=?|[^<>=!\s]+", " ".join(words)[2:-2]), "))"]
         if not words or words[0] not in _TESTS:
             said = self.value(words[0]) if len(words) == 1 else None
             found = _WORDS.get(said or "", MAYBE)
@@ -181,6 +183,14 @@ class ShellJobBranches:
         if block.unknown or None in known:
             return MAYBE
         return YES if any(p is not None and fnmatchcase(block.word or "", p) for p in known) else NO
+
+
+def _joined(left: ShellJobTruth | None, sign: str, right: ShellJobTruth) -> ShellJobTruth:
+    """What two commands say together: of a list, the last one decides."""
+    strong = {"&&": NO, "||": YES}.get(sign)
+    if left is None or strong is None or right is strong:
+        return right
+    return left if left is strong or right is _NOT[strong] else MAYBE
 
 
 def _turned(words: Sequence[str]) -> tuple[bool, Sequence[str]]:

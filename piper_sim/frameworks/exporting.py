@@ -11,7 +11,7 @@ from typing import Any
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import named_path
 from ir.graph.recompute import RecomputedLayers
-from ir.job.build import PreparedJob, prepare
+from ir.job.build import PreparedJob, precision_of, prepare
 from ir.job.load import job_from
 from ir.job.schema import Job
 from ir.job.table import table_of, toml_sections
@@ -223,6 +223,7 @@ def hugging_face(job: Job) -> dict[str, object]:
         raise PiperError(ErrorKind.JOB, message, file=job.file, key="model.graph", allowed="model.config")
     name = job.model.config
     found = (raw_config(named_path(job.file, name, presets())) if name else {}) | dict(job.model.overrides)
+    found |= {"q_lora_rank": None} if found.get("q_lora_rank") == 0 else {}  # as transformers' class has it
     if found.get("model_type") == "megatron":
         message = "no class of transformers is called megatron, and no other has just its layers"
         fix = "--to megatron, megatron-bridge or primus"
@@ -262,10 +263,16 @@ def _different(mine: PreparedJob, theirs: PreparedJob) -> Iterator[tuple[str, tu
     yield from ((k, (v, b[k])) for k, v in a.items() if v != b[k])
 
 
+def _formats(job: Job) -> dict[str, object]:
+    """The number formats by name, those that the job leaves out too."""
+    found = precision_of(job)
+    return {f.name: str(getattr(found, f.name)) for f in fields(found)}
+
+
 def _left_out(mine: PreparedJob, theirs: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
     """Keys of the job that the launch does not say, beside those that decide the plan."""
-    own, back = table_of(mine.job), table_of(job_from(theirs))
-    keys = {"model": ("attention",), "parallel": ("bucket_MiB", "prefetch", "reshard")}
+    own, back = ({**table_of(j), "precision": _formats(j)} for j in (mine.job, job_from(theirs)))
+    keys = {"model": ("attention",), "parallel": ("bucket_MiB", "prefetch", "reshard", "overlap_grad_reduce")}
     keys["schedule"] = ("merge", "delay_wgrad", "p2p")
     for section, names in keys.items():
         for key in names:

@@ -2,16 +2,17 @@
 
 from typing import Any
 
-from ir.job.build import PreparedJob
+from ir.job.build import PreparedJob, precision_of
 from ir.job.model import read_model
 from ir.job.schema import Job
 from ir.workload.config.mixers import pattern_of
 from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
 from ir.workload.layout import format_layout
 from piper_sim.frameworks.table import facts as tables
-from piper_sim.frameworks.to_job.draft import Facts
+from piper_sim.frameworks.to_job.draft import Facts, element_bytes
 from piper_sim.frameworks.to_job.model import named
-from piper_sim.frameworks.to_job.recipe import MUON, SCALES, modules_of
+from piper_sim.frameworks.to_job.ranks import spread
+from piper_sim.frameworks.to_job.recipe import DEEPSPEED, MUON, SCALES, modules_of
 
 MEGATRON = ("megatron", "megatron-bridge", "primus")
 _UNGATED = {LayerActivation.SWIGLU: "silu", LayerActivation.GEGLU: "gelu"}  # a gated activation's own
@@ -23,7 +24,7 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     dp, size, mbs = mesh["dp"], job.schedule.microbatch_size, prepared.mbs
     f: Facts = {k: mesh[k] for k in ("tp", "cp", "pp", "ep") if mesh[k] > 1}
     f |= {"seq_len": job.model.seq_len, "lr": job.optimizer.lr, "clip": job.optimizer.clip_norm}
-    f |= {"optimizer": job.optimizer.name, **_formats(job)}
+    f |= {"optimizer": job.optimizer.name, **_formats(job, framework)}
     if job.optimizer.name == "muon":
         f |= {k: getattr(job.optimizer, k) for k in MUON} | {"muon_scale": SCALES[job.optimizer.adjust_lr]}
     if framework in MEGATRON:
@@ -44,7 +45,10 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     f |= {"recompute": "full"} if again.options == {"full"} and again.layers is None else {}
     if framework == "deepspeed" and job.parallel.dp_replicate > 1 and job.parallel.zero == 3:  # MiCS
         f["shard_size"] = mesh["dp_shard"]
-    kind = "deepspeed" if job.parallel.zero else 0
+    f |= _bucket(job) if job.parallel.zero else {}
+    if job.optimizer.offload and job.parallel.zero:
+        f |= {"offloaded": "true", "offload": job.optimizer.offload}
+    kind = DEEPSPEED if job.parallel.zero else 0
     return f | {"gpus": prepared.ranks, "nodes": job.cluster.nodes, "distributed_type": kind}
 
 
@@ -67,12 +71,23 @@ def nodes_of(prepared: PreparedJob) -> tuple[int, int]:
     return (nodes, prepared.ranks // nodes) if prepared.ranks % nodes == 0 else (prepared.ranks, 1)
 
 
-def _formats(job: Job) -> Facts:
-    p = job.precision
+def _formats(job: Job, framework: str) -> Facts:
+    p, whole = job.precision, precision_of(job)
     f: Facts = {"compute": "bf16", "fp8": "fp8"} if p.compute == "fp8" else {"compute": p.compute}
     named_ = {"params": p.params, "grads": p.grads, "reduce": p.reduce, "optimizer_dtype": p.optimizer}
     named_ |= {"gather": p.gather}
+    if framework == "deepspeed":  # whose own ones are not the job's
+        named_ |= {"grads": str(whole.grads), "reduce": str(whole.reduce)}
+    elif framework in MEGATRON and job.parallel.zero < 2 and whole.grads == whole.reduce:  # one buffer, by one argument
+        wide = framework == "megatron" and p.compute == "fp16" and whole.grads == "fp32"
+        half = "bf16" if whole.reduce == "bf16" else None
+        named_ |= {"grads": "fp32" if wide else None, "reduce": half}
     return f | {k: v for k, v in named_.items() if v is not None}
+
+
+def _bucket(job: Job) -> Facts:
+    size = job.parallel.bucket_MiB
+    return {} if size is None else {"bucket_elements": round(size * 2**20 / element_bytes(job.precision.reduce))}
 
 
 def _sizes(m: ModelConfig) -> Facts:
@@ -98,6 +113,7 @@ def _sizes(m: ModelConfig) -> Facts:
         listed = moe.dense_layers and "pattern" not in f
         f |= {"moe_freq": [int(i not in moe.dense_layers) for i in range(m.layers)]} if listed else {}
         f |= {"groups": moe.groups, "top_groups": moe.top_groups} if moe.groups else {}
+        f |= {"pre_softmax": True} if not moe.normalised and moe.scoring == "softmax" else {}
         f |= {"scoring": moe.scoring, "routed_scale": moe.scale, "latent": moe.latent or None}
     return f
 
@@ -130,8 +146,7 @@ def _megatron(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: in
     f |= {"cp_comm": p.cp_comm} if p.cp > 1 and p.cp_comm != "all_gather" else {}
     f |= {"distributed_optimizer": p.zero == 1} if p.zero < 2 else {"fsdp": True, "sharding": p.zero}
     f |= {"dp_replicate": p.dp_replicate} if p.dp_replicate > 1 else {}
-    if p.bucket_MiB is not None:
-        f["bucket_elements"] = round(p.bucket_MiB * 2**20 / (2 if job.precision.reduce == "bf16" else 4))
+    f |= _bucket(job)
     f |= _presumed(prepared)
     if pp > 1:
         f |= {"vp": chunks} if chunks > 1 else {}
@@ -184,6 +199,10 @@ def _torch(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: int) 
     if pp > 1:
         f |= {"pp_microbatch_size": size, "schedule": prepared.schedule}
         f |= _chunk_layers(prepared, framework)
+        ends = int(framework == "torchtitan")
+        usual = prepared.layout[0][:1] == "E" and prepared.layout[-1][-1:] == "L"
+        own = spread(prepared.config.layers, prepared.stages, ends, ends)
+        f |= {"parts": list(prepared.layers)} if usual and list(prepared.layers) != own else {}
     f |= {"sequence_parallel": p.sequence_parallel} if p.tp > 1 else {}
     if framework == "torchtitan":
         f["sequence_parallel"] = False if p.tp > 1 and not p.sequence_parallel else None  # older ones have no such key

@@ -90,6 +90,9 @@ def import_launch(path: str, framework: str | None = None) -> ImportedJob:
     job, entries = _kept(d.job, entries)
     entries += [JobEntry(JobArgument("", v), ASSUMED, k, why) for k, (v, why) in d.filled.items()]
     entries += [JobEntry(JobArgument("", None), ASSUMED, "", why) for why in d.unsaid]
+    if file.others:
+        note = f"the file starts {file.others + 1} trainings: the one with most arguments is read"
+        entries.append(JobEntry(JobArgument("", None), ASSUMED, "", note))
     if (wrong := refusal(job)) is not None:
         note = f"the job does not load: {wrong.message}"
         entries.append(JobEntry(JobArgument("", None), UNKNOWN, wrong.key or "", note))
@@ -193,10 +196,10 @@ def _looked_up(framework: str, a: JobArgument) -> JobEntry:
         only = tuple(w[1:] for w in row.how.split() if w[0] == "@")
         note = row.note if same else f"predicted otherwise: {row.note}"
         return JobEntry(a, UNDERSTOOD if same else ASSUMED, key, note, row.fact, same, only)
-    return _read(a, row, key)
+    return _read(framework, a, row, key)
 
 
-def _read(a: JobArgument, row: JobTableRow, key: str) -> JobEntry:
+def _read(framework: str, a: JobArgument, row: JobTableRow, key: str) -> JobEntry:
     if row.how == FILE:
         return JobEntry(a, UNDERSTOOD, "", row.note if isinstance(a.value, str | list) else "not a file: a flag")
     try:
@@ -209,6 +212,8 @@ def _read(a: JobArgument, row: JobTableRow, key: str) -> JobEntry:
         return JobEntry(a, UNKNOWN, key, f"this is not {e}")
     if row.fact in COUNTED and isinstance(said, int) and not 0 <= said <= MOST:
         return JobEntry(a, UNKNOWN, key, f"this is not a number from 0 to {MOST:,}")
+    if row.fact == "pp" and said == 0 and framework == "gpt-neox":  # its word for no pipeline
+        said = 1
     if row.fact in DIVIDES and said == 0:
         return JobEntry(a, UNKNOWN, key, "this is not a number from 1")
     return JobEntry(a, UNDERSTOOD, key, row.note, row.fact, said)

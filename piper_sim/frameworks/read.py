@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ class JobArgument:
 
 @dataclass(frozen=True)
 class JobFile:
-    """A file, read: its arguments in order, the framework that it looks like, files that it writes by itself, and the
-    program that it starts.
+    """A file, read: its arguments in order, the framework that it looks like, files that it writes by itself, the
+    program that it starts, and how many other commands of it train.
     """
 
     path: str
@@ -48,6 +48,7 @@ class JobFile:
     arguments: tuple[JobArgument, ...]
     inside: Mapping[str, str] = field(default_factory=dict)
     program: str = ""
+    others: int = 0
 
 
 def read_launch(path: str, framework: str | None = None, text: str | None = None) -> JobFile:
@@ -157,8 +158,8 @@ def _framework(value: Mapping[str, Any], path: str) -> str:
         ):
             return str(row["framework"])
     message = f"which framework's file is this? its sections are {', '.join(list(value)[:6])}"
-    known = "Megatron-LM, Megatron-Bridge, NeMo, torchtitan, DeepSpeed, Automodel, accelerate or Primus"
-    raise FORM.wrong(message, path, "--from", f"a launch of {known}", "--from NAME")
+    known = "Megatron-LM, Megatron-Bridge, NeMo, torchtitan, DeepSpeed, Automodel, accelerate, Primus, gpt-neox"
+    raise FORM.wrong(message, path, "--from", f"a launch of {known} or llm-foundry", "--from NAME")
 
 
 def _resolved(value: object, at: str, known: Mapping[str, object], depth: int = 0) -> object:
@@ -218,6 +219,7 @@ def _script(path: str, framework: str | None, text: str) -> JobFile:
     found = [*_options(job.batch, "launcher"), *_options(launcher, "launcher")]
     found += [JobArgument(k, v.replace(UNSET, _SHOWN), "environment") for k, v in environment(job).items()]
     own = list(_options(program, ""))
+    own += [replace(a, doubt="bash ends the command on a line before it") for a in _options(job.lost, "")]
     if not own and not any(a.place == "launcher" for a in found):
         raise FORM.wrong("no command with arguments in it", path, None, "a script that starts a training program")
     if sum(len(_words(a.value)) for a in (*found, *own)) > MOST_ARGUMENTS:
@@ -228,6 +230,7 @@ def _script(path: str, framework: str | None, text: str) -> JobFile:
         (*found, *own),
         {k.replace(UNSET, _SHOWN): v for k, v in job.files.items()},
         Path(words[programs[-1]]).name if programs else "",
+        job.others,
     )
 
 
@@ -244,6 +247,7 @@ def _options(words: list[str], place: str) -> Iterator[JobArgument]:
         if str(found).startswith(f"{UNSET}$"):
             yield JobArgument(str(found)[1:], "", place)
             continue
+        found = found[0] if place == "launcher" and isinstance(found, list) else found  # behind it a program is named
         name, value = marked.replace(MAYBE_SET, ""), _unmarked(found)
         perhaps = (
             "a branch of the script that the file does not decide sets it" if (name, value) != (marked, found) else ""
@@ -264,10 +268,12 @@ def _unmarked(value: object) -> object:
 
 
 def _of_script(launcher: Iterable[str], own: Iterable[JobArgument]) -> str:
-    names = {a.name for a in own}
+    names = {a.name.replace("_", "-") for a in own}
+    if "accelerate" in {Path(w).name for w in launcher} and "--num-layers" not in names:
+        return "accelerate"
     if any(n.startswith(("--parallelism.", "--job.", "--training.", "--module")) for n in names):
         return "torchtitan"
-    deepspeed = {"--deepspeed", "--deepspeed_config", "--zero_stage", "--zero-stage", "--num-key-value-heads"}
+    deepspeed = {"--deepspeed", "--deepspeed-config", "--zero-stage", "--num-key-value-heads"}
     if names & deepspeed or any("deepspeed" in w for w in launcher):
         return "deepspeed"
     return "megatron"

@@ -4,51 +4,56 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from ir.core.files import FileErrors
 from piper_sim.frameworks.branches import MAYBE, NO, ShellJobBranches
+from piper_sim.frameworks.statements import DEEP, INNER, NAME, statements
 
 MOST_WORDS = 20_000
 UNSET = "\u2e2e"  # stands where a variable's value is not in the file
 MAYBE_SET = "\u2e2f"  # behind each word of a value that a branch gave which may not be taken
-_NAME = r"[A-Za-z_]\w*"
-_ASSIGN = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
+_ASSIGN = re.compile(rf"({NAME})(\+?)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(
-    rf"\$(?:\{{(?P<braced>{_NAME}|\d+)(?:\[[@*]\])?(?::?(?P<op>[-=?+])(?P<default>(?:[^{{}}]|\{{[^{{}}]*\}})*))?\}}"
-    rf"|(?P<plain>{_NAME})|(?P<one>[0-9@*#?$!])|\{{(?P<odd>[^{{}}]*)\}})"
+    rf"\$(?:\{{(?P<braced>{NAME}|\d+)(?:\[[@*]\])?(?:(?P<empty>:?)(?P<op>[-=?+])(?P<default>(?:[^{{}}]|\{{[^{{}}]*\}})*))?\}}"
+    rf"|(?P<plain>{NAME})|(?P<one>[0-9@*#?$!])|\{{(?P<odd>[^{{}}]*)\}})"
 )
-_OPENS = re.compile(rf"\s*(?:export\s+|local\s+)?{_NAME}\+?=\(")
-_INNER = r"\$\((?:[^()]|\([^()]*\))*\)|\$\{[^{}]*\}|`[^`]*`|\"(?:\\.|[^\"\\])*\"|'[^']*'|\\."
-_LIST = rf"{_NAME}\+?=\((?:{_INNER}|[^()\"'`\\])*+\)"
-_WORD = re.compile(rf"{_LIST}|;+|(?:{_INNER}|[^\s\"'`\\;])+", re.DOTALL)
+_LIST = rf"{NAME}\+?=\((?:{INNER}|[^()\"'`\\])*+\)"
+_WORD = re.compile(rf"{_LIST}|;+|&&|\|\|?|(?:{INNER}|(?!&&)[^\s\"'`\\;|])+", re.DOTALL)
 # "$@", and variables that by their names hold arguments: unset, they are none
 _BAG = r"(?i:[A-Z_]*(?:ARGS|ARGUMENTS|OPTS?|OPTIONS|FLAGS|EXTRA|PARAMS)[A-Z_]*)"
 _ARGUMENTS = re.compile(rf'"?\$(?:[@*]|\{{[@*][^{{}}]*\}}|\{{?(?P<bag>{_BAG})(?:\[[@*]\])?\}}?)"?')
-_PIECE = re.compile(rf"{_INNER}|(?:[^\s\"'`\\$]|\$(?!\())+", re.DOTALL)
+_PIECE = re.compile(rf"{INNER}|(?:[^\s\"'`\\$]|\$(?!\())+", re.DOTALL)
 _ENDS = {";", ";;", "&&", "||", "|", "&", "(", ")"}
-_HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _REDIRECTION = re.compile(r"\d?&?[<>]")
-_SUM = re.compile(r"\$\(\(\s*([^()`]*?)\s*\)\)")
+_SUM = re.compile(rf"\$\(\(({DEEP}*+)\)\)")
+_SET = re.compile(rf"({NAME})\s*(?:([-+*/%]?)=(?!=)\s*(.+)|([-+])\4)")  # in `((…))` and `let`
+_DECLARES = ("export", "declare", "local", "readonly", "typeset")
 _SLURM: dict[str, tuple[str, ...]] = {
     "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
     "-N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
 }
 _SLURM |= {"--gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), "--ntasks": ("SLURM_NTASKS",)}
+_SAID = [[x] for x in ("echo", "cat", "printf", "[", "[[", "test")]
+_TRAINS = re.compile(r"(?:train|finetune|sft|pretrain)\w*\.py$|^torchtitan\.")
 _SKIP = {"if", "for", "while", "case", "until", "fi", "done", "esac", "then", "else", "elif", "do", "{", "}"}
-_SKIP |= {"exec", "time", "nohup", "sudo", "env"}
+_SKIP |= {"eval", "exec", "time", "nohup", "sudo", "env"}
 
 
 @dataclass
 class ShellJob:
     """A script, read. command: words of its launch; batch: of its #SBATCH lines; exports: variables as they ended;
-    files: what it writes by itself (`cat <<EOF > ds.json`). letters: of all variables' values.
+    files: what it writes by itself (`cat <<EOF > ds.json`). lost: arguments behind a comment or an empty line that ends
+    the launch; others: commands that train, too. letters: of all variables' values.
     """
 
     command: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
     batch: list[str] = field(default_factory=list)
     exports: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
+    others: int = 0
     letters: int = 0
 
     def value(self, word: str) -> str | None:
@@ -69,13 +74,13 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
     """
     job, commands, count = ShellJob(), list[list[str]](), 0
     branches = ShellJobBranches(job.value, job.variables.__contains__)
-    for line, body in _statements(text):
-        if line.startswith("#SBATCH"):
-            job.batch += _split(line[7:], form, file)
+    for statement in statements(text):
+        if statement.line.startswith("#SBATCH"):
+            job.batch += _split(statement.line[7:], form, file)
             for name, value in options(job.batch):
                 job.variables.update(dict.fromkeys(_SLURM.get(name, ()), str(value)))
             continue
-        words, joined = _split(line, form, file), ";"
+        words, joined = _split(statement.line, form, file), ";"
         _check_length(len(words), form, file)
         while words:
             ends = _ENDS - {")"} if branches.patterns else _ENDS
@@ -86,14 +91,18 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
             if runs is not NO and (command := _command(job, here, (form, file), runs is MAYBE)):
                 commands.append(command)
                 count += len(command)
-            if runs is not NO and body is not None:
-                job.files[_text(job, body[0])] = _text(job, body[1]).replace(MAYBE_SET, "")
-                body = None
+            if runs is not NO and statement.target:
+                body = statement.body if statement.literal else _text(job, statement.body)
+                job.files[_text(job, statement.target)] = body.replace(MAYBE_SET, "")
             if joined == ";;":
                 branches.arm_ends()
         _check_length(count + job.letters / 4, form, file)
-    found = [_unwrapped(words) for words in commands]
+    found = [_unwrapped(job, words) for words in commands]
     job.command = max(found, key=_looks, default=[])
+    job.others = len({tuple(x) for x in found if all(_looks(x)[:3])} - {tuple(job.command)})
+    behind = found[found.index(job.command) + 1 :] if found else []
+    for words in takewhile(lambda words: words[0].startswith("-"), behind):
+        (job.command if job.command[0].startswith("-") else job.lost).extend(words)
     return job
 
 
@@ -106,8 +115,17 @@ def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str], ma
     """One command's words, expanded; assignments before it are kept in mind. maybe: whether it may not run."""
     while words and words[0] in _SKIP:
         words = words[1:]
-    exported = bool(words) and words[0] in ("export", "declare", "local", "readonly")
-    words = words[1:] if exported else words
+    if words and words[-1][-1:] == ")" and "(" not in words[-1]:  # of `(cd x; …)`
+        words = [*words[:-1], words[-1][:-1]]
+    if words and re.match(r"\([^(]", words[0]):
+        words = [words[0][1:], *words[1:]]
+    exported = bool(words) and words[0] in _DECLARES
+    while words and (words[0] in _DECLARES or (exported and words[0].startswith("-"))):
+        words = words[1:]
+    if words and (words[0].startswith("((") or words[0] == "let"):
+        sums = words[1:] if words[0] == "let" else [" ".join(words)[2:].removesuffix("))")]
+        found = filter(None, (_SET.fullmatch(x.strip("\"' ")) for x in sums))
+        words = [f"{m[1]}=$(({m[1] + op if (op := m[2] or m[4]) else ''}({m[3] or 1})))" for m in found]
     while words and (m := _ASSIGN.fullmatch(words[0])):
         array = _split(m[3][1:-1], *source) if m[3].startswith("(") and m[3].endswith(")") else None
         _assign(job, m, array, exported or len(words) > 1, maybe)
@@ -116,49 +134,6 @@ def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str], ma
     away = {i for i, w in enumerate(words) if _REDIRECTION.match(w)}
     away |= {i + 1 for i in away if words[i].endswith((">", "<"))}
     return [w for i, word in enumerate(words) if i not in away for w in _expanded(job, word)]
-
-
-def _statements(text: str) -> Iterator[tuple[str, tuple[str, str] | None]]:
-    """Lines with continuations joined and arrays on one line; with the file that a heredoc writes, and its body."""
-    lines = iter(text.replace("\r\n", "\n").split("\n"))
-    whole, deep = "", 0  # deep: parentheses that `whole` leaves open
-    for line in lines:
-        bare = line.strip()
-        if (bare.startswith("#") and not bare.startswith("#SBATCH")) or not (bare or (whole and not deep)):
-            continue
-        if line.rstrip().endswith("\\"):
-            line = line.rstrip()[:-1] + " "
-            whole += line
-            deep += _deeper(line)
-            continue
-        if deep + _deeper(line) > 0 and _OPENS.match(whole or line):
-            line = re.sub(r"(^|\s)#.*$", "", line) + " "
-            whole += line
-            deep += _deeper(line)
-            continue
-        whole += line
-        deep = 0
-        if (whole.count('"') - whole.count('\\"')) % 2 and len(whole) < 10**5:
-            whole += "\n"
-            continue
-        if m := _HEREDOC.search(whole):
-            body = []
-            for inner in lines:
-                if inner.strip() == m[2]:
-                    break
-                body.append(inner)
-            target = re.search(r">\s*(\S+)", whole.replace(m[0], ""))
-            yield "cat", (target[1].strip("'\""), "\n".join(body)) if target else None
-            whole = ""
-            continue
-        yield whole.strip(), None
-        whole = ""
-    if whole.strip():
-        yield whole.strip(), None
-
-
-def _deeper(text: str) -> int:
-    return text.count("(") - text.count(")")
 
 
 def _split(line: str, form: FileErrors, file: str) -> list[str]:
@@ -181,7 +156,9 @@ def _assign(job: ShellJob, m: re.Match[str], array: Sequence[str] | None, export
     words = [w for word in ([m[3]] if array is None else array) for w in _expanded(job, word, array is not None)]
     value = " ".join(words if array is None else map(shlex.quote, words))
     old = job.variables.get(m[1], "")
-    if maybe:  # what stood there before stands there in any case
+    if maybe and UNSET in value and old and UNSET not in old and not m[2]:  # `--tp) TP=$2`: as if it were not asked for
+        value = re.sub(r"\S+", rf"\g<0>{MAYBE_SET}", old.replace(MAYBE_SET, ""))
+    elif maybe:  # what stood there before stands there in any case
         same = old if old and not m[2] and value.startswith(old) else ""
         value = same + re.sub(r"\S+", rf"\g<0>{MAYBE_SET}", value[len(same) :].replace(MAYBE_SET, ""))
     between = " " if array is not None and old else ""
@@ -191,8 +168,11 @@ def _assign(job: ShellJob, m: re.Match[str], array: Sequence[str] | None, export
         job.exports[m[1]] = job.variables[m[1]]
 
 
-def _text(job: ShellJob, text: str, depth: int = 0) -> str:
-    """A text with its variables put in; what the file does not say becomes UNSET."""
+def _text(job: ShellJob, text: str, depth: int = 0, whole: bool = True) -> str:
+    """A text with its variables put in; what the file does not say becomes UNSET.
+
+    whole: it is not split into words, which takes the quotes of defaults away.
+    """
 
     def put(m: re.Match[str]) -> str:
         name = m["braced"] or m["plain"]
@@ -201,10 +181,15 @@ def _text(job: ShellJob, text: str, depth: int = 0) -> str:
         if m["one"] or name is None:
             return "" if m["one"] in ("@", "*") else UNSET
         value, default = job.variables.get(name), m["default"]
+        missing = value in (None, UNSET) or (m["empty"] and not value)
+        if (missing and m["op"] in ("-", "=")) or (m["op"] == "+" and value is not None and not missing):
+            bare = re.sub(r"([\"'])(.*?)\1", r"\2", default, flags=re.DOTALL) if whole else default
+            value = _text(job, bare, depth + 1, whole) if depth < 9 else UNSET
+            if m["op"] == "=":
+                job.variables[name] = value
+            return value
         if m["op"] == "+":
-            return (default or "") if value else ""
-        if value in (None, "", UNSET) and default is not None and m["op"] != "?":
-            return _text(job, default, depth + 1) if depth < 9 else UNSET
+            return ""
         return UNSET if value is None else value
 
     text = re.sub(r"\$\((?!\()[^()]*\)|`[^`]*`", UNSET, text)
@@ -213,14 +198,16 @@ def _text(job: ShellJob, text: str, depth: int = 0) -> str:
 
 
 def _number(job: ShellJob, text: str) -> str:
-    """A sum of whole numbers, as `$((…))` has it: products and sums alone.
+    """A sum of whole numbers, as `$((…))` has it: products, sums and parentheses alone.
 
-    >>> _number(ShellJob(), "2*8*3/4+1")
-    '13'
+    >>> _number(ShellJob(variables={"T": "2"}), "8*T*3/4/(1+T)+1")
+    '5'
     """
-    text = re.sub(_NAME, lambda m: job.variables.get(m[0], UNSET), text).replace(" ", "")
+    text = re.sub(NAME, lambda m: job.variables.get(m[0], UNSET), text).replace(" ", "")
     if MAYBE_SET in text:
         return _number(job, text.replace(MAYBE_SET, "")) + MAYBE_SET
+    while (m := re.search(r"\(([^()]*)\)", text)) and UNSET not in text:
+        text = f"{text[: m.start()]}{_number(job, m[1])}{text[m.end() :]}"
     if not re.fullmatch(r"\d{1,9}([-+*/%]\d{1,9}){0,9}", text):
         return UNSET
     total, sign = 0, 1
@@ -253,11 +240,12 @@ def _expanded(job: ShellJob, word: str, split: bool = True) -> list[str]:
         piece, first = m[0], m[0][0]
         array = re.fullmatch(r'"?\$\{\w+\[@\]\}"?', piece)
         if first == '"' and not array:
-            out[-1] += _text(job, re.sub(r'\\(["\\`])', r"\1", piece[1:-1]))
+            parts = (re.sub(r'\\(["\\`])', r"\1", part) for part in piece[1:-1].split(r"\$"))
+            out[-1] += "$".join(_text(job, part) for part in parts)
         elif first == "'" or first == "\\":
             out[-1] += piece[1:-1] if first == "'" else piece[1:].replace("\n", "")
         elif array or "$" in piece or first == "`":
-            text = _text(job, piece.strip('"'))
+            text = _text(job, piece.strip('"'), whole=not (split or array))
             more = _words(text) if split or array else [text]
             out[-1:] = [out[-1] + more[0], *more[1:]] if more else [out[-1]]
             empty = empty and not more
@@ -275,18 +263,23 @@ def _words(text: str) -> list[str]:
         return text.split()
 
 
-def _unwrapped(words: list[str]) -> list[str]:
-    """`bash -c "…"` and words that hold a whole command, split."""
+def _unwrapped(job: ShellJob, words: list[str]) -> list[str]:
+    """`bash -c "…"`, which knows what is exported, and words that hold a whole command, split."""
+    known = {k: v for k, v in job.variables.items() if k in job.exports or k.startswith("SLURM_")}
     out: list[str] = []
-    for i, word in enumerate(words):
-        inside = " " in word and (re.search(r"(^|\s)--?\w", word) or (i and words[i - 1] in ("-c", "-lc")))
-        out += _words(word) if inside else [word]
+    for before, word in zip(["", *words], words, strict=False):
+        if " " in word and before in ("-c", "-lc"):
+            out += _words(_text(ShellJob(variables=known), word))
+        else:
+            out += _words(word) if " " in word and re.search(r"(^|\s)--?\w", word) else [word]
     return out
 
 
-def _looks(words: Sequence[str]) -> tuple[bool, int]:
-    """How much a command looks like the launch: its options count."""
-    return words[:1] not in (["echo"], ["cat"], ["printf"]), sum(w.startswith("--") for w in words)
+def _looks(words: Sequence[str]) -> tuple[bool, bool, bool, int]:
+    """How much a command looks like the launch: its options count, what starts them, and that it trains."""
+    count = sum(w.startswith("--") for w in words)
+    options = words[:1] not in _SAID and count > 0
+    return options, options and any(map(_TRAINS.search, words)), not words[0].startswith("-"), count
 
 
 def options(words: Sequence[str]) -> Iterator[tuple[str, object]]:

@@ -1,13 +1,14 @@
 """Values of arguments to facts and back: the words of the table's column `how`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from ir.workload.config.mixers import SIGNS
 
 _OFF = ("false", "0", "no", "off", "none", "null", "", "disabled")
 _NULL = (None, "null", "None", "~")
+_GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d{1,4}))?")
 _TIMES = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
 INERT, PRESUMED, FILE = "inert", "as", "file"
 
@@ -24,14 +25,18 @@ def read_value(how: str, value: object) -> object:
     (1024, 'bf16', 'adamw')
     >>> read_value("class", "nemo.collections.llm.Llama3Config8B")
     'Llama3Config8B'
-    >>> read_value("pattern", "([0]*3+[1]*2)"), read_value("gres", "gpu:h100:8")
-    ([0, 0, 0, 1, 1], 8)
+    >>> read_value("pattern", "([0]*3+[1])*2"), read_value("gres", "gpu:h100:8")
+    ([0, 0, 0, 1, 0, 0, 0, 1], 8)
 
     Raises ValueError: it is no such value; the text says what would be.
     """
     kind, _, rest = how.partition(" ")
     if kind in ("int", "num") and value in ("none", ""):
         return None
+    if value == "auto" and kind in ("flag", "not", "is", "else", "flagword"):
+        raise ValueError("true or false")
+    if kind in _READ:
+        return _READ[kind](value)
     match kind:
         case "int":
             number = _number(value)
@@ -56,14 +61,8 @@ def read_value(how: str, value: object) -> object:
             return str(value)
         case "class":
             return str(value).rpartition(".")[2]
-        case "layout":
-            return _layout(value)
-        case "list":
-            return _list(value)
-        case "pattern":
-            return _pattern(value)
-        case "layers":
-            return _kinds(value)
+        case "last":
+            return int(_number("".join(re.findall(r"(\d+)\D*$", str(value)))))
         case "gres":
             return int(_number(str(value).rpartition(":")[2]))
         case "ones":
@@ -120,6 +119,25 @@ def _number(value: object) -> float:
     return found
 
 
+def _modules(value: object) -> list[int]:
+    """Decoder layers of each stage, out of the names of its modules."""
+    stages = value if isinstance(value, list) and value and all(isinstance(s, list) for s in value) else [[]]
+    words = [" ".join(map(str, stage)) for stage in stages]
+    found = [[int(m) for m in re.findall(r"\blayers\.(\d{1,6})(?= |$)", stage)] for stage in words]
+    ordered = [i for stage in found for i in stage] == [*range(sum(map(len, found)))]
+    if not (ordered and re.search("embed", words[0]) and re.search(r"lm_head|output", words[-1])):
+        raise ValueError("a list of stages, each a list of modules: the embedding, layers in order, the head")
+    return [*map(len, found)]
+
+
+def _slots(value: object) -> int:
+    """Devices of `host:0,1@other:0`."""
+    found = re.findall(r"[^@:]+:(\d+(?:,\d+)*)(?:@|$)", str(value))
+    if len(found) != str(value).count("@") + 1:
+        raise ValueError("a list of devices like localhost:0,1,2,3")
+    return sum(len(x.split(",")) for x in found)
+
+
 def _list(value: object) -> list[str]:
     if isinstance(value, list | tuple):
         return [str(v) for v in value]
@@ -151,7 +169,11 @@ def _pattern(value: object) -> object:
     """Which layers hold experts: every n-th, or a list of 0 and 1, perhaps as Python writes it."""
     if isinstance(value, list):
         value = "[" + ",".join(map(str, value)) + "]"
-    text = re.sub(r"[\s'\"()]", "", str(value))
+    text = re.sub(r"[\s'\"]", "", str(value))[:10_000]
+    while m := _GROUP.search(text):  # `([1]*3+[0])*2`, as many times as it says
+        text = text[: m.start()] + "+".join([m[1]] * min(int(m[2] or 1), 1000)) + text[m.end() :]
+        if len(text) > 10**5:
+            break
     if text.isdigit() and len(text) < 5:
         return int(text)
     parts = text.split("+")
@@ -159,6 +181,16 @@ def _pattern(value: object) -> object:
         raise ValueError("a number, or a list like [0]*3+[1]*58")
     pairs = (m for p in parts if (m := _TIMES.fullmatch(p)))
     return [int(c) for m in pairs for c in m[1].split(",") * int(m[2] or 1)][:10_000]
+
+
+_READ: Mapping[str, Callable[[object], object]] = {
+    "layout": _layout,
+    "list": _list,
+    "pattern": _pattern,
+    "layers": _kinds,
+    "modules": _modules,
+    "slots": _slots,
+}
 
 
 def write_value(how: str, fact: object) -> object:
@@ -181,6 +213,11 @@ def write_value(how: str, fact: object) -> object:
             return next((w for w, f in _map(rest).items() if f == fact), None)
         case "int" | "num" | "text" | "list" | "ones" | "layout" | "layers":
             return fact
+        case "modules" if isinstance(fact, list):
+            embedding, layers, *ends = rest.split()
+            names = iter(f"{layers}.{i}" for i in range(sum(fact)))
+            stages = [[next(names) for _ in range(n)] for n in fact]
+            return [[embedding, *stages[0]], *stages[1:-1], [*stages[-1], *ends]]
         case "fp8list":
             return ["quantize.linear.float8"] if fact == "fp8" else None
         case "pattern" if isinstance(fact, list):

@@ -19,6 +19,7 @@ class ModelKeyType(StrEnum):
     SIZE = "a positive integer"
     COUNT = "an integer, 0 or more"
     SIZE_OR_NULL = "a positive integer or null"
+    COUNT_OR_NULL = "an integer, 0 or more, or null"  # 0 is null, which a job's TOML cannot say
     RATIO = "a number above 0"
     WEIGHT = "a number, 0 or more"
     CHANCE = "a number from 0 to below 1"
@@ -44,6 +45,7 @@ _HELD: Mapping[ModelKeyType, Any] = {
     ModelKeyType.SIZE: _Size,
     ModelKeyType.COUNT: _Count,
     ModelKeyType.SIZE_OR_NULL: _Size | None,
+    ModelKeyType.COUNT_OR_NULL: _Count | None,
     ModelKeyType.RATIO: _Ratio,
     ModelKeyType.WEIGHT: Annotated[float, Meta(ge=0, lt=_MOST)],
     ModelKeyType.CHANCE: Annotated[float, Meta(ge=0, lt=1)],

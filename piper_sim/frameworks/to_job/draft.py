@@ -37,6 +37,15 @@ class JobDraft:
         self.put(section, **{name: value})
 
 
+def element_bytes(reduced: object) -> int:
+    """Bytes of a gradient in a bucket, by the format that it is reduced in.
+
+    >>> element_bytes("fp16"), element_bytes(None)
+    (2, 4)
+    """
+    return 2 if reduced in ("bf16", "fp16") else 4
+
+
 def has_experts(d: JobDraft, f: Facts) -> bool:
     """Whether the model has experts, or may have."""
     return bool(f.get("experts")) or bool(EXPERTS & set(d.job["model"]))

@@ -11,7 +11,7 @@ from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts, JobDraft
 from piper_sim.frameworks.to_job.model import model_of, trained
 from piper_sim.frameworks.to_job.ranks import batch, cluster, copies_of_shards, parallel, schedule
-from piper_sim.frameworks.to_job.recipe import formats, recompute, unsaid
+from piper_sim.frameworks.to_job.recipe import formats, recompute, storage, unsaid
 
 
 def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
@@ -32,6 +32,7 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
     f |= _by_pattern(layers)
     pp = f.get("pp", 1)
     f = _lengths(d, f, hints)
+    f |= storage(framework, f)
     d.put("model", **model_of(d, f, stated, hints))
     stages = schedule(d, f, pp)
     parallel(d, f, stages)
@@ -48,7 +49,7 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
 def _lengths(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> Facts:
     """With the one length of a GPT, whichever way it is written; or with lengths and layers of both towers."""
     if trained(hints) != "t5":
-        length = f.get("seq_len") or f.get("encoder_seq_len") or f.get("decoder_seq_len")
+        length = f.get("packed") or f.get("seq_len") or f.get("encoder_seq_len") or f.get("decoder_seq_len")
         d.expect(f.get("decoder_layers") in (None, f.get("layers")), "decoder_layers", "there is one tower: a GPT")
         return {**f, "seq_len": length} if length else f
     one = "seq_len" not in f or "decoder_seq_len" not in f

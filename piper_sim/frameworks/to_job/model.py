@@ -12,6 +12,7 @@ from piper_sim.frameworks.to_job.draft import Facts, JobDraft
 
 NO_MODEL = "llama3-8b"
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "nemotron", "gpt2")  # of the Hub, that `run` has too
+LATENT = ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim")  # sizes of latent attention
 GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "gelu", "liglu": "gelu"}
 
 
@@ -93,8 +94,11 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     """Of DeepSeek's type where attention is latent, else of Megatron's, or the Hub's that has just the same layers."""
     latent = "deepseek_v3" if f.get("scoring") == "sigmoid" or f.get("mtp") else "deepseek_v2"
     kind = latent if f.get("mla") else "megatron"
-    values = {**f, "kv_heads": _kv_heads(d, f), "positions": f.get("positions") or f.get("seq_len") or 4096}
-    for fact in () if f.get("experts") else ("top_k", "groups", "top_groups", "routed_scale"):
+    usual = tables()["latent"].get(d.framework, {}) if f.get("mla") else {}
+    d.filled |= {tables()["keys"][k]: (v, f"{d.framework}'s default") for k, v in usual.items() if k not in f}
+    values = {**usual, **f, "kv_heads": _kv_heads(d, f), "positions": f.get("positions") or f.get("seq_len") or 4096}
+    idle = () if f.get("experts") else ("top_k", "groups", "top_groups", "routed_scale")
+    for fact in (*idle, *(() if f.get("mla") else LATENT)):  # a log has them in any case
         values.pop(fact, None)
     names = {n: aliases(kind).get(k, k) for n, k in tables()["config"].items()}
     out = {"model_type": kind} | {
@@ -105,15 +109,21 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     out |= {"vocab_size": _vocabulary(d, f, hints), "tie_word_embeddings": not f.get("untied", False)}
     if f.get("mla"):
         d.expect(not f.get("bias"), "bias", f"{kind}'s linears have no biases")
-        return out | _latent_experts(d, f, ffn)
+        return {"q_lora_rank": 0} | out | _latent_experts(d, f, ffn)  # none unless the file says one
     d.expect(not f.get("mtp"), "mtp", "prediction modules are built for DeepSeek's type alone: there is none")
-    return _family(out | {"hidden_act": act, "gated_linear_unit": gated} | _layers(d, f, ffn))
+    plain = bool(f.get("experts") and f.get("pre_softmax"))
+    out = _family(out | {"hidden_act": act, "gated_linear_unit": gated} | _layers(d, f, ffn), plain)
+    odd = plain and out["model_type"] == "megatron"
+    d.expect(not odd, "pre_softmax", "a token's weights add up to 1; a step costs the same")
+    return out
 
 
 def _kv_heads(d: JobDraft, f: Facts) -> int:
     """Groups of queries, where the framework groups any."""
     grouped, heads, said = f.get("grouped", True), int(f["heads"]), int(f.get("kv_heads") or f["heads"])
-    if grouped == "one":  # multi-query attention
+    alone = d.framework == "megatron" and grouped and not f.get("kv_heads")  # its --num-query-groups is 1
+    if grouped == "one" or alone:  # multi-query attention
+        d.filled["model.num_key_value_heads"] = (1, f"{d.framework}'s default")
         return 1
     d.expect(grouped or said == heads, "kv_heads", f"queries are not grouped: there are {heads} heads of keys")
     return said if grouped else heads
@@ -148,18 +158,23 @@ def _layers(d: JobDraft, f: Facts, ffn: int) -> dict[str, Any]:
     return out | {k: v for k, v in more.items() if v}
 
 
-def _family(said: dict[str, Any]) -> dict[str, Any]:
-    """A model of Megatron's type as the first type of the Hub that has just the same layers, or as it is."""
+def _family(said: dict[str, Any], plain: bool) -> dict[str, Any]:
+    """A model of Megatron's type as the first type of the Hub that has just the same layers, or as it is.
+
+    plain: a token's weights are its softmax as it is.
+    """
     try:
         mine = config_from(said, "")
     except PiperError:  # told where the job is loaded
         return said
+    if plain and mine.moe is not None:
+        mine = replace(mine, moe=replace(mine.moe, normalised=False))
     rows = ((n, str(k)) for kind in ("gpt2", "llama") for n, k in ROWS[kind].items())
     values = {k[1:]: getattr(mine, n) for n, k in rows if k.startswith("@") and hasattr(mine, n)}
     values |= {"num_key_value_heads": mine.kv_heads, "head_dim": mine.head_dim, "hidden_act": said["hidden_act"]}
     values |= {"n_inner": mine.ffn, "activation_function": mine.act, "norm_eps": mine.norm_eps}
     values |= {"rope_theta": mine.rope_theta, "partial_rotary_factor": mine.rope_share}
-    values |= {"num_local_experts": said.get("num_experts"), "norm_topk_prob": True}
+    values |= {"num_local_experts": said.get("num_experts"), "norm_topk_prob": not plain}
     for kind in FAMILIES:
         table, own = TYPES[kind], {aliases(kind).get(k, k) for k in said} | {"resid_pdrop"}
         keys = {k: v for k, v in (said | values | {"model_type": kind}).items() if k in table and not table[k].why}
@@ -174,14 +189,15 @@ def _family(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ffn(d: JobDraft, f: Facts, gated: bool) -> int:
-    if own := f.get("neox_ffn"):
+    if own := f.get("neox_ffn") or (gated and d.framework == "gpt-neox" and 4 * f["hidden"]):
         own, multiple = int(own), int(f.get("mlp_multiple", 1))
         return -(-(own // 3 if gated else own) // multiple) * multiple
     if own := f.get("ffn"):
         return int(own)
     if ratio := f.get("expansion"):
         return int(ratio * f["hidden"])
-    found = 4 * f["hidden"] * 2 // 3 // 64 * 64 if gated else 4 * f["hidden"]
+    less = f.get("activation") == "swiglu" and d.framework not in ("megatron-bridge", "nemo")  # of the scripts' flag
+    found = 4 * f["hidden"] * 2 // 3 // 64 * 64 if less else 4 * f["hidden"]
     d.filled["model.n_inner" if not gated else "model.intermediate_size"] = (found, f"{d.framework}'s default")
     return int(found)
 
@@ -197,6 +213,7 @@ def _vocabulary(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> int:
         found = int(known[word]) if word else 50257
         why = f"the vocabulary of {word}" if word else "the file states no vocabulary: GPT-2's"
     else:
+        found += d.framework == "megatron" and "NullTokenizer" in hints.get("tokenizer", "")  # and an end of documents
         why = ""
     padding = (
         (f.get("vocab_multiple") or 128) * f.get("tp", 1) if f.get("should_pad_vocab", "vocab_multiple" in f) else 1
@@ -227,5 +244,5 @@ def _latent_experts(d: JobDraft, f: Facts, ffn: int) -> dict[str, Any]:
     d.expect(shared % width == 0, "shared_ffn", "shared experts are as wide as a whole number of experts")
     out: dict[str, Any] = {"n_routed_experts": count, "num_experts_per_tok": min(f.get("top_k", 2), count)}
     out |= {"moe_intermediate_size": width, "first_k_dense_replace": first}
-    out |= {"n_shared_experts": n} if (n := round(shared / width)) else {}
+    out["n_shared_experts"] = round(shared / width)
     return out | ({} if f.get("groups") else {"n_group": 1, "topk_group": 1})

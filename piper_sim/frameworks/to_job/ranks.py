@@ -9,9 +9,11 @@ from ir.job.load import job_from
 from ir.job.model import read_model
 from ir.schedules.registry import default_chunks, legal_chunks
 from ir.workload.layout import parse_layout
-from piper_sim.frameworks.to_job.draft import Facts, JobDraft, has_experts
+from piper_sim.frameworks.to_job.draft import Facts, JobDraft, element_bytes, has_experts
 
+BY_LAYERS = {"deepspeed", "gpt-neox"}  # stages with as many layers each, where that leaves no rest
 EVEN = {"megatron", "megatron-bridge", "nemo", "primus"}  # split layers evenly, and refuse where that leaves a rest
+TORCH = {"torchtitan", "primus-torchtitan", "automodel"}
 HYBRID = "hybrid"  # shards within a group, copies among groups: with 2, ZeRO-2's
 SPREAD = "shards are spread over all replicas"
 
@@ -24,7 +26,8 @@ def schedule(d: JobDraft, f: Facts, pp: int) -> int:
     chunks, layers = f.get("vp") or 1, _decoders(d)
     if per := f.get("chunk_layers"):
         titan = d.framework.endswith("torchtitan")  # counts embedding and head, and what is left makes a stage, too
-        stages = ceil(((layers or 0) + 2) / per) if titan else layers // per if layers and layers % per == 0 else 0
+        counted = (layers or 0) + (2 if titan else bool(f.get("count_embedding")) + bool(f.get("count_loss")))
+        stages = ceil(counted / per) if titan else counted // per if counted % per == 0 else 0
         if layers and stages and stages % pp == 0:
             chunks = stages // pp
         elif layers and (way := f.get("round_stages")):
@@ -70,17 +73,39 @@ def parallel(d: JobDraft, f: Facts, stages: int) -> None:
         d.put("parallel", cp_comm="all_to_all")
     d.put("parallel", ep=f.get("ep") if experts else None, etp=etp if experts and etp != 1 else None)
     d.put(
-        "parallel", zero=_zero(d.framework, f), sequence_parallel=bool(f.get("sequence_parallel")) if tp > 1 else None
+        "parallel", zero=zero_of(d.framework, f), sequence_parallel=bool(f.get("sequence_parallel")) if tp > 1 else None
     )
     if elements := f.get("bucket_elements"):
-        d.put("parallel", bucket_MiB=elements * (2 if f.get("reduce") == "bf16" else 4) / 2**20)
+        d.put("parallel", bucket_MiB=elements * element_bytes(f.get("reduce")) / 2**20)
     if pp > 1 and not f.get("layout") and d.framework in EVEN:
         d.put("parallel", layers=_layers(d, f, stages))
+    elif pp > 1 and d.framework in TORCH and not f.get("csv"):
+        d.expect(len(f.get("parts", [0] * stages)) == stages, "parts", f"there are {stages} stages")
+        counts = spread(_decoders(d) or 0, stages, f.get("first_less", 0), f.get("last_less", 0))
+        found = f["parts"] if len(f.get("parts", ())) == stages else counts
+        d.put("parallel", layers="even" if found and len(set(found)) == 1 else found)
+    elif pp > 1 and d.framework in {*BY_LAYERS, "accelerate"} and (_decoders(d) or 1) % stages == 0:
+        d.put("parallel", layers="even")
+
+
+def spread(layers: int, stages: int, first: int, last: int) -> list[int] | None:
+    """Layers of each stage as torchtitan and Automodel count them, None where there are too few. first, last: layers
+    that the embedding and the head stand for.
+
+    >>> spread(32, 4, 1, 1)
+    [8, 9, 8, 7]
+    """
+    each, over = divmod(layers + first + last, stages)
+    found = [each + (i < over) for i in range(stages)]
+    found[0], found[-1] = found[0] - first, found[-1] - last
+    return found if min(found) >= 0 else None
 
 
 def copies_of_shards(d: JobDraft, f: Facts) -> None:
     """Copies of what ZeRO shards, once it is known how many replicas there are."""
     p, c, dp, stated = d.job.get("parallel", {}), d.job["cluster"], _replicas(d), f.get("dp_replicate", 1)
+    for fact, said in (("dp_shard", f.get("dp_shard", 0) * stated), ("dp", f.get("dp", 0))):
+        d.expect(said <= 0 or said == dp, fact, f"{said} replicas are not the {dp} that the GPUs make")
     edp = dp * p.get("tp", 1) * p.get("cp", 1) // (p.get("ep", 1) * p.get("etp", 1))
     by_node = str(f.get("zero")).startswith(HYBRID)
     size = c["gpus_per_node"] if by_node else f.get("shard_size", 0)  # ranks of one set of shards
@@ -101,12 +126,12 @@ def _replicas(d: JobDraft) -> int:
     return max(1, int(c["nodes"]) * int(c["gpus_per_node"]) // inner)
 
 
-def _zero(framework: str, f: Facts) -> int | None:
+def zero_of(framework: str, f: Facts) -> int | None:
     """ZeRO's stage."""
     if str(said := f.get("zero")).startswith(HYBRID):
         return 2 if said == f"{HYBRID}2" else 3
     if f.get("fsdp"):
-        return int(f.get("sharding", 3))
+        return int(f.get("sharding", 0))
     if f.get("distributed_optimizer") or f.get("optimizer") == "dist_muon":
         return max(1, int(f.get("zero", 0)))
     if f.get("distributed_optimizer") is False and framework in EVEN:
@@ -145,7 +170,8 @@ def cluster(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> None:
     inner = p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)
     why = "named by the file's path" if hints.get("gpu") else "the file names no GPU: put yours here"
     d.fill("cluster.gpu", hints.get("gpu") or "h100-sxm", why)
-    nodes, per, gpus = f.get("nodes"), f.get("per_node"), f.get("gpus")
+    nodes, per, gpus = f.get("nodes"), f.get("per_node") or f.get("node_tasks"), f.get("gpus")
+    gpus = gpus if gpus or (nodes and per) else f.get("tasks")  # a task may start a launcher of its own
     if gpus and not (nodes and per and nodes * per == gpus):
         nodes = nodes if nodes and gpus % nodes == 0 else max(1, gpus // (per or 8))
         per = gpus // nodes if gpus % nodes == 0 else None
@@ -212,8 +238,13 @@ def batch(d: JobDraft, f: Facts) -> None:
         if total % ((size or 1) * dp):
             d.doubts["global_batch"] = f"{total} sequences do not divide by {size or 1} on {dp} replicas: rounded"
         count = max(1, ceil(total / ((size or 1) * dp)))
+    elif total and count:
+        why = f"{total} sequences are not {size} · {count} on {dp} replicas"
+        d.expect(total == (size or 1) * count * dp, "global_batch", why)
     if count is None:
-        d.fill("schedule.microbatches", 2 * p["pp"] if p.get("pp", 1) > 1 else 1, "the file states no batch")
+        one = d.framework == "megatron" and size is not None  # --global-batch-size is then --micro-batch-size times dp
+        why = "megatron's default: one microbatch on each replica" if one else "the file states no batch"
+        d.fill("schedule.microbatches", 2 * p["pp"] if p.get("pp", 1) > 1 and not one else 1, why)
     d.put("schedule", microbatch_size=size, microbatches=count)
 
 

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 
 from ir.job.schema import PARTS
 from piper_sim.frameworks.table import facts as tables
-from piper_sim.frameworks.to_job.draft import Facts, JobDraft, has_experts
+from piper_sim.frameworks.to_job.draft import Facts, JobDraft, element_bytes, has_experts
+from piper_sim.frameworks.to_job.ranks import BY_LAYERS, EVEN, zero_of
 
+DEEPSPEED, FSDP = 2, 3  # accelerate's `distributed_type`, and the stage that it then takes
 LAYER = ["mlp", "attention"]  # parts of a layer, which is then made again as a whole
 MUON = {"momentum": 0.95, "nesterov": False, "ns_steps": 5, "tp_mode": "blockwise", "adjust_lr": "match_rms_adamw"}
 SCALES = {"match_rms_adamw": 0.2, "original": 1.0}  # --muon-extra-scale-factor that makes its rates torch's
@@ -27,7 +29,7 @@ def unsaid(d: JobDraft, f: Facts) -> None:
     if copies > 1 and p.get("zero", 0) < 2:
         d.put("parallel", overlap_grad_reduce=reduces)
         if reduces and "bucket_MiB" not in p:
-            mib = max(40, copies // p.get("cp", 1)) * 1e6 * (2 if f.get("reduce") == "bf16" else 4) / 2**20
+            mib = max(40, copies // p.get("cp", 1)) * 1e6 * element_bytes(f.get("reduce")) / 2**20
             d.fill("parallel.bucket_MiB", mib, "megatron's default: 40 million gradients, or one for each replica")
     holds = {"overlapped_gather": copies > 1 and p.get("zero", 0) > 0}
     holds |= {"dispatcher_type": moved and not f.get("dispatcher")}
@@ -93,6 +95,21 @@ def formats(d: JobDraft, f: Facts) -> None:
     if f.get("dispatcher_type", "flex") == "flex" and f.get("dispatcher") != "nccl":
         d.put("costs", dispatcher=f.get("dispatcher"))
     _costs(d, f)
+
+
+def storage(framework: str, f: Facts) -> Facts:
+    """Formats of weights, and those that gradients are kept and reduced in: as stated, or as they follow."""
+    params, grads, reduce, kind = f.get("params"), f.get("grads"), f.get("reduce"), f.get("compute")
+    if framework in EVEN and not f.get("fsdp"):  # one buffer, whose format goes over the wire
+        own = "fp16" if framework == "megatron" and kind == "fp16" and grads is None else None
+        reduce = reduce or own
+        grads = grads or reduce
+    elif (framework in BY_LAYERS or f.get("distributed_type") == DEEPSPEED) and kind in ("bf16", "fp16"):
+        reduce = reduce or kind
+        grads = grads or ("fp32" if kind == "bf16" and not zero_of(framework, f) else kind)
+    elif framework == "accelerate" and f.get("distributed_type") == FSDP and kind in ("bf16", "fp16"):
+        params, reduce = params or "fp32", reduce or kind  # it raises weights to fp32, and casts what it gathers
+    return {k: v for k, v in (("params", params), ("grads", grads), ("reduce", reduce)) if v is not None}
 
 
 def _muon(d: JobDraft, f: Facts) -> None:

@@ -141,7 +141,7 @@ def test_reductions_run_beside_passes_where_the_script_asks_for_it(tmp_path: Pat
     said, silent = (imported(tmp_path, MEGATRON + more).job["parallel"] for more in ("--overlap-grad-reduce ", ""))
     assert said[key] is True and said["bucket_MiB"] == pytest.approx(40e6 * 4 / 2**20)
     assert silent[key] is False and "bucket_MiB" not in silent
-    for more in ("--tensor-model-parallel-size 8", "--use-megatron-fsdp"):
+    for more in ("--tensor-model-parallel-size 8", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"):
         assert key not in imported(tmp_path, MEGATRON + more).job["parallel"]
 
 

@@ -97,6 +97,99 @@ def _nested(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )  # fmt: skip
 
 
+READ = [  # lines parted by ~
+    'N=${N:-"4"}~if [ "$N" = 4 ]; then M=1; else M=2; fi~run --m $M',
+    'N=${N:-"a b"}~run $N "$N" ${M:-"c d"} --d',
+    'N="${N:-"a b"}"~M=${M:-\'c d\'}~run "$N" "$M" --d',
+    "if true && false || true; then N=1; else N=2; fi~run $N --d",
+    "if false || [ 1 = 1 ] && [ 2 = 3 ]; then N=1; else N=2; fi~run $N --d",
+    "if [ 1 = 2 ]; [ 1 = 1 ]; then N=1; else N=2; fi~run $N --d",
+    "N=4~if ((N>=4)); then M=1; else M=2; fi~if (( N < 4 )); then L=1; else L=2; fi~run $M $L --d",
+    "(run --n 1)",
+    'B=\'"q"\'~C=${A:-$B}~run "$C" --d',
+    "[ --a = --b ] || run --n 1",
+    "CMD='run --x'~eval $CMD --d",
+    "run --x '<<0' --y \"<<0\" --z=\\<\\<0 --d",
+    "run --x <<<'a b' --y <<< abc --d",
+    "N=$(( (1<<2) ))~((1<<2))~run --x 2 --d",
+    "cat <<-EOF > /dev/null~\ta 'b~\tEOF~run --x 1 --d",
+    "cat <<EOF > /dev/null~ EOF~EOF~run --x 1 --d",
+    "cat <<'E F' > /dev/null~it's~E F~run --x 1 --d",
+    "run --x 1 <<EOF --d~isn't~EOF",
+    "cat <<A > /dev/null; cat <<B > /dev/null~1~A~2~B~run --d",
+    "# don't <<EOF~run --x 1 --d # <<EOF",
+    "A='~--x 1~--y 2~'~run $A --d",
+    'A="~--x 1 \\~--y 2~"~run $A --d',
+    'A=(~--x 1 # it\'s~# --y 2~--z "a # b" "(" ~)~run "${A[@]}" --d',
+    'declare -a A=(--x 1)~typeset N=8~run "${A[@]}" $N --d',
+    ': ${N:=4} "${M:=5}"~run --n $N $M --d',
+    "N=4~run ${N:+--n $N} ${M:+--m $M} --d",
+    "N=~run --n=${N-3} --m=${N:-3} --d",
+    "T=2~P=4~run --n $((64/(T*P))) --m $(( (T+1)*P )) --k $((((T))*2)) --d",
+    "N=8~((N*=2))~let M=N+1~((M++))~run --n $N --m $M --d",
+    'run --x "\\$N" --d',
+    "true&&run --n 1",
+    "run --n 1|cat",
+    "run --n 1 > >(cat) 2>&1",
+    "run --a=1 \\~  # --b=2 \\~  --c=3 --d=4",
+    "run --a=1 \\~~  --c=3 --d=4",
+    "run --a=1 --b=\\~2 --c=3~--d=4",
+]
+
+
+@pytest.mark.parametrize("script", READ)
+def test_words_are_those_of_bash(script: str) -> None:
+    text = script.replace("~", "\n")
+    shown = subprocess.run(
+        ["bash", "-c", "run() { printf '%s\\n' \"$@\"; }\n" + text], capture_output=True, text=True, check=False
+    )
+    assert read_shell(text, FORM, "x.sh").command == ["run", *shown.stdout.splitlines()]
+
+
+def test_an_option_that_nobody_asks_for_leaves_what_was_there(tmp_path: Path) -> None:
+    text = 'N=4\nwhile [ $# -gt 0 ]; do\ncase "$1" in\n--layers) N="$2"; shift 2;;\n*) shift;;\nesac\ndone\n'
+    text += LAUNCH.format("--num-layers $N")
+    assert layers(tmp_path, text) == 4 and listed(imported(tmp_path, text), ASSUMED) == ["--num-layers"]
+
+
+@pytest.mark.parametrize("end", ["EOT", "'EOT'"])
+def test_a_script_that_hands_a_script_to_a_shell_is_that_script(tmp_path: Path, end: str) -> None:
+    nodes = "$SLURM_NNODES" if end == "'EOT'" else "\\$SLURM_NNODES"
+    inner = LAUNCH.format("--num-layers 4").replace("torchrun", f"srun torchrun --nnodes {nodes}")
+    found = imported(tmp_path, f"sbatch <<{end}\n#!/bin/bash\n#SBATCH --nodes=2\n{inner}\nEOT\necho done\n")
+    assert (found.job["cluster"]["nodes"], found.job["cluster"]["gpus_per_node"]) == (2, 8)
+    assert not listed(found, UNKNOWN)
+
+
+def test_the_command_that_trains_is_read_and_another_one_is_said(tmp_path: Path) -> None:
+    tool = "python tools/preprocess_data.py " + " ".join(f"--a{i} 1" for i in range(20)) + "\n"
+    once = imported(tmp_path, tool + LAUNCH.format("--num-layers 3"))
+    assert once.job["model"]["n_layer"] == 3 and not [e for e in once.entries if "trainings" in e.note]
+    twice = imported(tmp_path, tool + LAUNCH.format("--num-layers 3") + "\n" + LAUNCH.format("--num-layers 5 --bf16"))
+    assert twice.job["model"]["n_layer"] == 5 and [e for e in twice.entries if "2 trainings" in e.note]
+
+
+def test_a_shell_within_knows_what_is_exported() -> None:
+    text = "N=4\nexport M=8\nrun bash -c 'go --n $N --m $M'"
+    assert read_shell(text, FORM, "x.sh").command == ["run", "bash", "-c", "go", "--n", UNSET, "--m", "8"]
+
+
+def test_here_documents_are_files_and_a_quoted_end_keeps_them_as_they_are() -> None:
+    text = "N=4\ncat <<E > a.json\n{$N}\nE\ncat <<'E' > b.json\n{$N}\nE\nrun --d"
+    assert read_shell(text, FORM, "x.sh").files == {"a.json": "{4}", "b.json": "{$N}"}
+
+
+def test_what_stands_behind_the_end_of_a_command_is_not_passed(tmp_path: Path) -> None:
+    found = imported(tmp_path, LAUNCH.format("--num-layers 4") + " \\\n # --bf16 \\\n --fp16 --lr 1\n")
+    assert listed(found, UNKNOWN) == ["--fp16", "--lr"] and found.job["precision"]["compute"] == "fp32"
+
+
+def test_a_list_of_arguments_may_have_one_a_line(tmp_path: Path) -> None:
+    assert (
+        layers(tmp_path, "--hidden-size 64\n--num-layers 3 # three\n\n--num-attention-heads 4\n--seq-length 64\n") == 3
+    )
+
+
 SCRIPTS = st.lists(st.recursive(ASSIGNS, _nested, max_leaves=6), min_size=1, max_size=6).map("\n".join)
 
 
