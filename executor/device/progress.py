@@ -13,7 +13,9 @@ from pathlib import Path
 
 
 class RankState(IntEnum):
-    """A rank's life. Before the first op it is STARTING; only RUN and WAIT are watched by the second."""
+    """A rank's life. Before the first op, and in a GPU's first step, it is STARTING; only RUN and WAIT are watched by
+    the second.
+    """
 
     STARTING = 0
     RUN = 1
@@ -75,6 +77,7 @@ class RankProgress:
         self._n, self._index, self._text, self._peers = 0, -1, b"", b""
         self._posting: dict[int, bytes] = {}  # by op: streams' threads do so, too
         self._stop = threading.Event()
+        self.cold = False  # the first step of a GPU: libraries and kernels are loaded op by op, which is a start, too
         if beat_every_s:
             threading.Thread(target=self._beat, args=(beat_every_s,), name="heartbeat", daemon=True).start()
 
@@ -124,6 +127,7 @@ class RankProgress:
     def _write(self, state: RankState) -> None:
         """Each part in one copy: `pack_into` clears first what it writes."""
         self._n += 1
+        state = RankState.STARTING if self.cold and state is RankState.RUN else state
         head = _HEAD.pack(time.monotonic(), self._index, state, self._text, self._peers)
         self._map[self._heads[self._n % 2]] = head
         self._map[self._count] = _COUNT.pack(self._n)

@@ -89,6 +89,7 @@ class PlanInterpreter:
         self._calls = [self._call(op) for op in self.ops]
         self._losses: dict[int, Tensor | float] = {}
         self._step = 0
+        progress.cold = device.ahead
 
     def step(self, number: int, batches: Mapping[int, PendingMicrobatch]) -> StepResult:
         """Run every op once. batches: of the microbatches that `RankPlan.batches` lists. Raises TransportError."""
@@ -109,6 +110,7 @@ class PlanInterpreter:
             self._settle()
             found = self._results()
             self.device.at("")
+            self.progress.cold = False
             return found
 
     def _call(self, op: ProgramOp) -> Callable[[PendingTraceRow], None]:

@@ -1,13 +1,16 @@
 """Whoever looks at a rank's record sees a whole one, wherever its writer has been put to sleep."""
 
 import mmap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from executor.device import progress
+from executor.device import clock, progress
 from executor.device.progress import RankProgress, RankState, create, read
+from executor.launch.verdict import stuck
+from tests.executor.device.races import raced
 
 Seen = set[tuple[RankState, str, tuple[int, ...]]]
 
@@ -71,3 +74,39 @@ def test_whoever_looks_finds_no_file_or_the_whole_of_it(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "write_bytes", slow)
     create(path, 3)
     assert seen == [False] and len(read(path, 3)) == 3 and [p.name for p in tmp_path.iterdir()] == ["progress"]
+
+
+def test_a_gpu_s_first_step_is_given_the_time_of_a_start(tmp_path: Path) -> None:
+    create(tmp_path / "progress", 2)
+    pens = [RankProgress(tmp_path / "progress", rank) for rank in range(2)]
+    for pen in pens:
+        pen.cold = True
+    pens[0].op(0, "0F0")
+    pens[1].wait([0], "1F0")
+
+    def found(seconds: float) -> int | None:
+        live = [replace(r, beat_s=clock.now() + seconds) for r in read(tmp_path / "progress", 2)]
+        said = stuck(live, clock.now() + seconds, 0.0, watchdog_s=15.0, startup_s=120.0)
+        return None if said is None else said[0]
+
+    assert (found(60.0), found(130.0)) == (None, 0)
+    pens[0].cold = False
+    pens[0].op(0, "0F0")
+    assert found(60.0) == 0
+
+
+def test_the_first_step_of_a_device_that_runs_ahead_is_such_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`raced` trains one step, and follows memory in a second."""
+    written, real = list[bool](), RankProgress._write
+
+    def write(self: RankProgress, state: RankState) -> None:
+        if state is RankState.RUN:
+            written.append(self.cold)
+        real(self, state)
+
+    monkeypatch.setattr(RankProgress, "_write", write)
+    assert raced(tmp_path, "parallel.pp=1") == []
+    half = len(written) // 2
+    assert written[0] and not written[-1] and written == sorted(written, reverse=True) and sum(written) == half
