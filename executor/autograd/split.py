@@ -30,6 +30,8 @@ from executor.modules.remade import RemadeBuffers, RemadeBufferView, tensor_of
 Sink = Callable[[str, Tensor], None]
 Room = Callable[[str, torch.dtype], Tensor | None]
 SEQUENCES = (tuple, list)
+LINEARS: frozenset[Any] = frozenset({F.linear, torch.ops.aten.linear.default})  # as exported graphs call them, too
+ADDED: frozenset[Any] = frozenset({torch.addmm, torch.ops.aten.addmm.default})  # bias, x, and a weight (into, out)
 
 
 @dataclass(slots=True)
@@ -48,12 +50,15 @@ class DeferredPass:
 
 @dataclass(slots=True)
 class DeferredLinearPass:
-    """The same of a linear: its input, and where torch's own graph has its output's gradient, until I has asked."""
+    """The same of a linear: its input, and where torch's own graph has its output's gradient, until I has asked.
+    flipped: its weight is stored (into, out).
+    """
 
     x: Tensor | RemadeBufferView
     version: int
     weights: tuple[Tensor, ...]
     edge: GradientEdge | None
+    flipped: bool = False
     grads: Tensor | None = None
 
     def run(self, into: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -63,7 +68,8 @@ class DeferredLinearPass:
         if x is self.x and x._version != self.version:
             raise RuntimeError("the input of a linear was written to in place, and its weight's gradient reads it")
         dys = self.grads.reshape(-1, self.grads.shape[-1])
-        dw = torch.mm(dys.t(), x.view(-1, x.shape[-1]), out=into)
+        x = x.view(-1, x.shape[-1])
+        dw = torch.mm(x.t(), dys, out=into) if self.flipped else torch.mm(dys.t(), x, out=into)
         return (dw,) if len(self.weights) == 1 else (dw, dys.sum(0))
 
 
@@ -184,13 +190,19 @@ class SplitPass:
             name = self.names[id(w)]
             self.uses[name] = self.uses.get(name, 0) + 1
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`F.linear` of whole weights, the usual function of weights, in torch's own graph: I asks it for one more."""
-        weights = (weight,) if bias is None else (weight, bias)
-        y = F.linear(x, weight.detach(), None if bias is None else bias.detach())
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, flipped: bool = False) -> Tensor:
+        """`F.linear` of whole weights, the usual function of weights, in torch's own graph: I asks it for one more.
+        flipped: `torch.addmm`.
+        """
+        weights, kept_bias = (weight,) if bias is None else (weight, bias), None if bias is None else bias.detach()
+        if flipped:
+            assert kept_bias is not None
+            y = torch.addmm(kept_bias, x, weight.detach())
+        else:
+            y = F.linear(x, weight.detach(), kept_bias)
         made = y if y._base is None else y._base  # a view has another history when it has been written to
         kept = x.detach() if self.remade is None else self.remade.kept(x.detach(), late=True)
-        self.reads(DeferredLinearPass(kept, x._version, weights, get_gradient_edge(made)))
+        self.reads(DeferredLinearPass(kept, x._version, weights, get_gradient_edge(made), flipped))
         return y
 
     def leaf(self, act: Tensor) -> Tensor:
@@ -237,8 +249,12 @@ class _Seams(TorchFunctionMode):
         else:
             if not kwargs:
                 return func(*args)
-        if func is F.linear and not kwargs and _is_plain(names, *args):
+        if not kwargs and func in LINEARS and _is_plain(names, *args):
             return self.run.linear(*args)
+        if not kwargs and func in ADDED and args[0].shape == args[2].shape[1:]:
+            bias, x, weight = args
+            if _is_plain(names, x, weight, bias):
+                return self.run.linear(x, weight, bias, flipped=True)
         weights: dict[int, Tensor] = {}
         is_derived, others, acts = False, 0, []
         for x in _tensors(args, kwargs):

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from executor.autograd.split import SplitPass
+from executor.autograd.split import DeferredLinearPass, SplitPass
 from executor.modules.functions import grouped_linear
 from executor.modules.norms import rms_norm
 
 D = 8
+aten = torch.ops.aten
 torch.set_num_threads(1)
 
 
@@ -79,6 +80,28 @@ CASES: dict[str, Callable[[], nn.Module]] = {
         lambda s, x: x @ F.linear(s.w.tanh(), s.v, s.b), w=P(D, D), v=P(D, D), b=P(D)
     ),
     "linear, a fixed weight": lambda: Fn(lambda s, x: F.linear(x, torch.eye(D, dtype=x.dtype), s.b), b=P(D)),
+    "linear, exported": lambda: Fn(
+        lambda s, x: aten.linear.default(x, s.w, s.b) + aten.linear.default(x, s.v), w=P(D, D), v=P(D, D), b=P(D)
+    ),
+    "addmm": lambda: Fn(lambda s, x: torch.addmm(s.b, x.view(-1, D), s.w).view_as(x), w=P(D, D), b=P(D)),
+    "addmm, exported": lambda: Fn(
+        lambda s, x: aten.addmm.default(s.b, x.view(-1, D), s.w).view_as(x) * s.b, w=P(D, D), b=P(D)
+    ),
+    "addmm, a bias for each row": lambda: Fn(
+        lambda s, x: torch.addmm(s.b, x.view(-1, D), s.w).view_as(x), w=P(D, D), b=P(6, D)
+    ),
+    "addmm, one bias": lambda: Fn(lambda s, x: torch.addmm(s.b, x.view(-1, D), s.w).view_as(x), w=P(D, D), b=P(1)),
+    "addmm of columns": lambda: Fn(
+        lambda s, x: (
+            torch.addmm(s.b, x.view(-1, D), s.w.t()).view_as(x)
+            + torch.addmm(s.b, x.transpose(0, 1).reshape(-1, D).t().contiguous().t(), s.w).view_as(x)
+        ),
+        w=P(D, D),
+        b=P(D),
+    ),
+    "addmm, scaled": lambda: Fn(
+        lambda s, x: torch.addmm(s.b, x.view(-1, D), s.w, beta=2.0, alpha=0.5).view_as(x), w=P(D, D), b=P(D)
+    ),
     "autocast": lambda: Fn(_autocast, m=nn.Linear(D, D)),
     "linears written to": lambda: nn.Sequential(
         nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, D, bias=False), nn.ReLU(inplace=True)
@@ -110,6 +133,14 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "frozen": lambda: Fn(lambda s, x: s.f(s.g(x)), f=nn.Linear(D, D).requires_grad_(False), g=nn.Linear(D, D)),
     "input given back": lambda: Fn(lambda s, x: x),
 }
+
+
+@pytest.mark.parametrize("case", ["linear", "linear, exported", "addmm", "addmm, exported"])
+def test_linears_stay_in_torch_s_own_graph(case: str) -> None:
+    module = CASES[case]()
+    run = SplitPass(dict(module.named_parameters()), lambda name, grad: None)
+    run.forward(module, torch.randn(2, 3, D))
+    assert {type(job) for job in run.jobs if len(job.weights) > 1} == {DeferredLinearPass}
 
 
 def _plain(module: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor | None]]:
