@@ -21,6 +21,7 @@ from ir.job import load_job
 from ir.job.build import prepare
 from piper_sim.study.predict import predict
 from tests.executor.frontend import class_runs as hub
+from tests.executor.frontend.models import more_classes
 
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 MODELS = ("llama", "qwen3", "mixtral", "deepseek_v3")
@@ -50,6 +51,19 @@ def test_a_divided_class_trains_as_by_plain_torch() -> None:
 @pytest.mark.parametrize(("name", "shape", "recompute"), _drawn(27), ids=str)
 def test_divided_classes_train_as_by_plain_torch(name: str, shape: tuple[int, int, int, str], recompute: str) -> None:
     assert 0.0 < hub.far(name, "parallel.tp=2", *_sets(shape, recompute)) <= 1e-10
+
+
+FEW = ("Phi3", "Olmo2")  # q, k and v in one; norms over all heads
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in FEW else pytest.mark.slow) for f in more_classes.FAMILIES]
+)
+def test_a_family_divided_as_it_says_itself_trains_as_by_plain_torch(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "hub_classes", more_classes)
+    assert 0.0 < hub.far(family, "parallel.tp=2", *_sets((2, 1, 0, "1f1b"))) <= 1e-10
 
 
 @pytest.mark.slow
