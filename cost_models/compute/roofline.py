@@ -186,7 +186,8 @@ def _dropped_and_fixed(kernel: Kernel, hw: DeviceHardware) -> float:
     What drawing adds does not depend on how quick the rest is.
     """
     a, back, drops = hw.attention, is_backward(kernel), kernel.label.endswith(DROPOUT)
-    left = (1.0, a.fixed) if a.fixed_dropout is None or not drops else a.fixed_dropout
+    own = a.fixed if a.portable_fixed is None or not hw.software.portable_attention else a.portable_fixed
+    left = (1.0, own) if a.fixed_dropout is None or not drops else a.fixed_dropout
     plain = 1.0 / left[back] if hw.deterministic else 1.0
     return plain + (1.0 / a.dropout[back] - 1.0 if drops else 0.0)
 

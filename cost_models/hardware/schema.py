@@ -87,7 +87,8 @@ class AttentionKernel(msgspec.Struct, frozen=True, kw_only=True):
     training leaves of the rates, where they were measured in short bursts. dropout: what drawing it leaves of them,
     forward and backward; 75-85 and 60-70 % of FlashAttention 4's on GB200 (Dao-AILab/flash-attention pull request
     2597), nothing found of others. fixed: what one order of sums (`[costs] deterministic`) leaves of the backward rate;
-    fixed_dropout: of both rates before dropout, where no usual kernel can do both and another one runs.
+    portable_fixed: the same of a portable kernel; null: as the other. fixed_dropout: of both rates before dropout,
+    where no usual kernel can do both and another one runs.
     """
 
     forward_efficiency: Share
@@ -99,6 +100,7 @@ class AttentionKernel(msgspec.Struct, frozen=True, kw_only=True):
     sustained: Share = 1.0
     dropout: tuple[Share, Share] = (0.8, 0.65)
     fixed: Share = 1.0
+    portable_fixed: Share | None = None
     fixed_dropout: tuple[Share, Share] | None = None
 
 

@@ -3,10 +3,13 @@
 from statistics import median, quantiles
 
 import pytest
+from msgspec import structs
 
-from cost_models import load_hardware
+from cost_models import kernel_seconds, load_hardware
+from cost_models.software import FrameworkCosts
 from experiments.kernels import GPUS, errors, gemm, main, seconds
 from experiments.published.rows import DATA, lines
+from ir.core.work import DType, Kernel, KernelKind
 
 FOUND = errors(DATA / "kernels")
 OTHER = {"a100": "h100", "h100": "b200", "h200": "b200", "b200": "h100", "gb200": "b200", "gb300": "gb200"}
@@ -72,6 +75,21 @@ def test_one_order_of_sums_costs_backward_what_was_measured(gpu):
     rows = [x for x in lines(DATA / "kernels" / "sdpa.csv") if x["gpu"] == gpu and x["ms_fixed"]]
     assert len(rows) >= 4
     assert median(float(x["ms"]) / float(x["ms_fixed"]) for x in rows) == pytest.approx(hardware.fixed, abs=0.02)
+
+
+def test_one_order_of_sums_costs_flash_attention_2_more_than_kernels_made_for_hopper():
+    rows = [x for x in lines(DATA / "kernels" / "sdpa_torch.csv") if x["ms_fixed"]]
+    attention = load_hardware("h200-sxm").attention
+    assert len(rows) == 10 and attention.portable_fixed < attention.fixed - 0.2
+    assert median(float(x["ms"]) / float(x["ms_fixed"]) for x in rows) == pytest.approx(
+        attention.portable_fixed, abs=0.02
+    )
+    hw = structs.replace(load_hardware("h200-sxm"), software=FrameworkCosts(portable_attention=True))
+    plain, fixed = (structs.replace(hw, deterministic=x) for x in (False, True))
+    flash = Kernel(KernelKind.ATTENTION, 10**13, 0, DType.BF16, (1, 32, 4096, 4096, 128, 128), "attention_backward")
+    assert kernel_seconds(flash, fixed) == pytest.approx(kernel_seconds(flash, plain) / 0.63, rel=0.01)
+    own = structs.replace(fixed, software=FrameworkCosts())
+    assert kernel_seconds(flash, own) < 0.5 * kernel_seconds(flash, fixed)
 
 
 def test_products_of_a_cold_cache():
