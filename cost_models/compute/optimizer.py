@@ -18,9 +18,10 @@ class OptimizerPrecision:
 
     grad_copy: bytes per element of the format that a microbatch's gradients are made in, before they are added to the
     sums; 0: products add to the sums themselves. Whoever reduces gradients with others keeps a copy in it, whole (the
-    buckets of DistributedDataParallel). tied_apart: under ZeRO-1 each stage that holds a tied weight shards it over its
-    own replicas. offload: share of the parameters that the host updates, and keeps moments and
-    master weights of.
+    buckets of DistributedDataParallel). fresh: gradients are made by the first backward pass of a step and given up
+    behind its update (`zero_grad(set_to_none=True)`): none persist, none are set to zero. tied_apart: under ZeRO-1 each
+    stage that holds a tied weight shards it over its own replicas. offload: share of the parameters that the host
+    updates, and keeps moments and master weights of.
     """
 
     name: OptimizerName = "adamw"
@@ -30,6 +31,7 @@ class OptimizerPrecision:
     grad_copy: int = 0
     offload: float = 0.0
     tied_apart: bool = False
+    fresh: bool = False
 
     def kept(self, numel: int) -> int:
         """Of so many parameters, those that the device updates."""
@@ -90,9 +92,10 @@ def state_bytes(
     >>> state_bytes(1000, OptimizerPrecision(), optimizer_shards=8)
     OptimizerMemory(parameters=2000, gradients=4000, optimizer=1500)
     """
+    summed = 0 if recipe.fresh else shard(numel, grads_shards) * recipe.grads.bytes
     return OptimizerMemory(
         shard(numel, params_shards) * recipe.params.bytes,
-        shard(numel, grads_shards) * recipe.grads.bytes + (0 if alone else numel * recipe.grad_copy),
+        summed + (0 if alone else numel * recipe.grad_copy),
         recipe.kept(shard(numel, optimizer_shards)) * recipe.optimizer_bytes,
     )
 
@@ -150,8 +153,8 @@ def clip(numel: int, recipe: OptimizerPrecision) -> Kernel:
 
 
 def zero_grads(numel: int, recipe: OptimizerPrecision) -> Kernel:
-    """Setting the local gradients to zero: one write."""
-    return _memory("zero_grads", numel, recipe.grads.bytes, recipe.grads, flops=0)
+    """Setting the local gradients to zero: one write; nothing where they are made anew."""
+    return _memory("zero_grads", numel, 0 if recipe.fresh else recipe.grads.bytes, recipe.grads, flops=0)
 
 
 def accumulate(work: Work, recipe: OptimizerPrecision) -> list[Kernel]:

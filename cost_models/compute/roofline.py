@@ -18,6 +18,7 @@ from ir.core.work import CAST, DROPOUT, LOSS, SORTS, WEIGHT_GRAD, DType, Kernel,
 Seconds = TypeVar("Seconds", float, FloatArray)
 _SPLITS = (1, 2, 4, 8)
 _Q_TILE = 128
+_ALIGNED, _NARROW = 16, 64
 
 
 def work_seconds(work: Work, hw: DeviceHardware, sms: int | None = None) -> float:
@@ -105,7 +106,21 @@ def _gemm_share(shape: tuple[int, ...], kernel: Kernel, hw: DeviceHardware, sms:
         raise ValueError(
             f"{kernel.kind} {kernel.label!r}: not (m, n, k) or (groups, m, n, k) from 1 up: {kernel.shape}"
         )
+    main *= 1.0 if aligned(kernel) else hw.gemm.unaligned
     return main * _tile_share(shape, hw.gemm.tiles, hw.gemm.ramp_bytes / kernel.dtype.bytes, hw.sms, sms)
+
+
+def aligned(kernel: Kernel) -> bool:
+    """Whether the rows of a product's tensors, which are as long as there are features, begin at 16 bytes.
+
+    Narrow ones (a gate's) are no matter of tensor cores.
+
+    >>> [aligned(Kernel(KernelKind.GEMM, 1, 1, DType.BF16, (4096, n, 768))) for n in (50257, 50304, 1)]
+    [False, True, True]
+    """
+    m, n, k = kernel.shape[-3:]
+    features = (m, n) if kernel.label.endswith(WEIGHT_GRAD) else (n, k)
+    return not any(f * kernel.dtype.bytes % _ALIGNED for f in features if f >= _NARROW)
 
 
 def main_share(kernel: Kernel, hw: DeviceHardware) -> float:
@@ -171,7 +186,8 @@ def _dropped_and_fixed(kernel: Kernel, hw: DeviceHardware) -> float:
     What drawing adds does not depend on how quick the rest is.
     """
     a, back, drops = hw.attention, is_backward(kernel), kernel.label.endswith(DROPOUT)
-    left = (1.0, a.fixed) if a.fixed_dropout is None or not drops else a.fixed_dropout
+    own = a.fixed if a.portable_fixed is None or not hw.software.portable_attention else a.portable_fixed
+    left = (1.0, own) if a.fixed_dropout is None or not drops else a.fixed_dropout
     plain = 1.0 / left[back] if hw.deterministic else 1.0
     return plain + (1.0 / a.dropout[back] - 1.0 if drops else 0.0)
 

@@ -60,8 +60,9 @@ class GemmKernel(msgspec.Struct, frozen=True, kw_only=True):
     ramp_bytes: prologue and epilogue of a tile, as bytes of extra K (so K in elements is ramp_bytes / dtype bytes).
     tiles: [rows, columns, relative efficiency] of the output tiles that the library chooses from.
     grouped_efficiency: a grouped GEMM's rate relative to a plain one of equal tiles. weight_grad: dtype -> rate of a
-    product that adds up a weight's gradient relative to another of equal tiles; 1 where not named. workspace_MiB: what
-    the library keeps for each stream that a framework calls it on.
+    product that adds up a weight's gradient relative to another of equal tiles; 1 where not named. unaligned: rate of a
+    product some of whose tensors' rows do not begin at multiples of 16 bytes (an odd vocabulary), over that of others.
+    workspace_MiB: what the library keeps for each stream that a framework calls it on.
     """
 
     efficiency: dict[Dtype, Share]
@@ -72,6 +73,7 @@ class GemmKernel(msgspec.Struct, frozen=True, kw_only=True):
     burst: BurstKernel | None = None
     grouped_efficiency: Share = 1.0
     weight_grad: dict[Dtype, Share] = {}
+    unaligned: Share = 1.0
     workspace_MiB: NonNegative = 0.0
 
 
@@ -85,7 +87,8 @@ class AttentionKernel(msgspec.Struct, frozen=True, kw_only=True):
     training leaves of the rates, where they were measured in short bursts. dropout: what drawing it leaves of them,
     forward and backward; 75-85 and 60-70 % of FlashAttention 4's on GB200 (Dao-AILab/flash-attention pull request
     2597), nothing found of others. fixed: what one order of sums (`[costs] deterministic`) leaves of the backward rate;
-    fixed_dropout: of both rates before dropout, where no usual kernel can do both and another one runs.
+    portable_fixed: the same of a portable kernel; null: as the other. fixed_dropout: of both rates before dropout,
+    where no usual kernel can do both and another one runs.
     """
 
     forward_efficiency: Share
@@ -97,6 +100,7 @@ class AttentionKernel(msgspec.Struct, frozen=True, kw_only=True):
     sustained: Share = 1.0
     dropout: tuple[Share, Share] = (0.8, 0.65)
     fixed: Share = 1.0
+    portable_fixed: Share | None = None
     fixed_dropout: tuple[Share, Share] | None = None
 
 

@@ -29,23 +29,23 @@ NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Constants of a framework; by default those of the modelled kernels, fused and launched ahead. All fitted.
 
-    traffic: bytes that memory-bound kernels (of passes and of the update, but not the loss's) move, over those of
-    fused ones. portable_attention: attention kernels are written for any GPU (FlashAttention 2), not for this one.
-    attention: their seconds over those of such kernels. launch_us: what the host needs per kernel; null: the
-    hardware file's. dispatch_us: from one kernel or message inside an op to the next at least, where none is
-    dispatched ahead. turn_us: where it waits for the device at each transfer between pipeline stages: what it then
-    needs before the next pass; 0: it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are
-    made in before kernels of their own add them to the sums, and that a second copy has where they are reduced
-    between replicas. library_MiB: what libraries keep allocated, but for workspaces of matrix products: the hardware
-    file's, for each of gemm_streams, of expert_streams where there are grouped experts, of overlap_streams where
-    messages of tp run under products. tied_apart: a tied weight's optimizer shards lie within each stage's replicas,
-    not on both stages'; in memory alone. tp_overlap: what a job's `[costs] tp_overlap` is where it says nothing.
-    async_tp: where that is off, a column-parallel linear's messages of backward run beside its products: its input's
-    gradient beside the weights', its input, gathered again, beside the input's. gather_on_demand: ZeRO-3 gathers
-    weights where they are needed, whatever `parallel.prefetch` says. zero3_network: share of the network's rate that
-    such gathers, and the reductions beside them, get. fp8_recipe: goes before the hardware file's. loss, eager,
-    keep_gathered, loss_vectors: see `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources:
-    constant -> where it is from.
+    traffic: bytes that memory-bound kernels (of passes and of the update, but not the loss's) move, over those of fused
+    ones. portable_attention: attention kernels are written for any GPU (FlashAttention 2), not for this one. attention:
+    their seconds over those of such kernels. launch_us: what the host needs per kernel; null: the hardware file's.
+    dispatch_us: from one kernel or message inside an op to the next at least, where none is dispatched ahead. turn_us:
+    where it waits for the device at each transfer between pipeline stages: what it then needs before the next pass; 0:
+    it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are made in before kernels of their own
+    add them to the sums, and that a second copy has where they are reduced between replicas. fresh_grads: gradients are
+    none between steps (`zero_grad(set_to_none=True)`), each made by the first backward pass that reaches it.
+    library_MiB: what libraries keep allocated, but for workspaces of matrix products: the hardware file's, for each of
+    gemm_streams, of expert_streams where there are grouped experts, of overlap_streams where messages of tp run under
+    products. tied_apart: a tied weight's optimizer shards lie within each stage's replicas, not on both stages'; in
+    memory alone. tp_overlap: what a job's `[costs] tp_overlap` is where it says nothing. async_tp: where that is off, a
+    column-parallel linear's messages of backward run beside its products: its input's gradient beside the weights', its
+    input, gathered again, beside the input's. gather_on_demand: ZeRO-3 gathers weights where they are needed, whatever
+    `parallel.prefetch` says. zero3_network: share of the network's rate that such gathers, and the reductions beside
+    them, get. fp8_recipe: goes before the hardware file's. loss, eager, op_by_op, keep_gathered, loss_vectors: see
+    `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources: constant -> where it is from.
     """
 
     name: str = ""
@@ -56,6 +56,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     dispatch_us: NonNegative = 0.0
     turn_us: NonNegative = 0.0
     grad_copy_bytes: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
+    fresh_grads: bool = False
     tp_overlap: bool = False
     async_tp: bool = False
     library_MiB: NonNegative = 0.0
@@ -67,8 +68,9 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     zero3_network: Annotated[float, msgspec.Meta(ge=0.01, le=1)] = 1.0
     fp8_recipe: Fp8Recipe | None = None
     loss_vectors: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
-    loss: Literal["parallel", "plain", "fused"] | None = None
+    loss: Literal["parallel", "plain", "torch", "fused"] | None = None
     eager: bool = False
+    op_by_op: bool = False
     keep_gathered: bool = False
     sources: dict[str, str] = {}
 
@@ -76,7 +78,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     def style(self) -> KernelStyle:
         """What the framework keeps, for the model graph."""
         loss = self.loss or (TokenLossKind.PLAIN if self.eager else TokenLossKind.PARALLEL)
-        return KernelStyle(TokenLossKind(loss), self.eager, self.keep_gathered, self.loss_vectors)
+        return KernelStyle(TokenLossKind(loss), self.eager, self.keep_gathered, self.loss_vectors, self.op_by_op)
 
 
 def frameworks() -> tuple[str, ...]:

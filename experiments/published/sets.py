@@ -280,6 +280,16 @@ def cards(line: Line, job: Table) -> Facts:
     return {}
 
 
+def one_gpu(line: Line, job: Table) -> Facts:
+    """A model of transformers on one GPU."""
+    if line["precision"] == "autocast":
+        return {"why": "autocast: a residual stream in fp32 beside products in bf16"}
+    if line["torch_compile"] == "1":
+        return {"why": "torch.compile of the whole model"}
+    job["model"].update(facts()["models"][line["model"]])
+    return {"memory": {FULLEST: float(line["peak_allocated_bytes"])}}
+
+
 _ROWS: Mapping[str, Callable[[Line, Table], Facts]] = {
     "zero_bubble": zero_bubble,
     "korthikanti": korthikanti,
@@ -296,6 +306,7 @@ _ROWS: Mapping[str, Callable[[Line, Table], Facts]] = {
     "vtrain_multi_node": vtrain,
     "megatron_goldens": golden,
     "automodel": cards,
+    "one_gpu": one_gpu,
 }
 
 

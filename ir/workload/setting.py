@@ -9,7 +9,7 @@ from functools import cache
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.limits import divisors
 from ir.core.work import DType
-from ir.workload.config.spec import ModelConfig
+from ir.workload.config.spec import ModelConfig, NormLayerKind
 from ir.workload.part import PartLayout
 
 
@@ -80,11 +80,14 @@ class TokenLossKind(StrEnum):
     """What cross entropy keeps of the logits.
 
     parallel: a copy in fp32, whose softmax is taken in place (Megatron's, over a divided vocabulary). plain: the same
-    out of place, beside the logits, as PyTorch code does. fused: the logits as they are, and a number per token.
+    out of place, beside the logits, as PyTorch code does. torch: torch.nn.functional.cross_entropy of such a copy: the
+    softmax's logarithm, beside which backward has two tensors more. fused: the logits as they are, and a number per
+    token.
     """
 
     PARALLEL = "parallel"
     PLAIN = "plain"
+    TORCH = "torch"
     FUSED = "fused"
 
 
@@ -94,6 +97,8 @@ class KernelStyle:
 
     eager: rope and activation are separate operations, each of whose results stays for backward. keep_gathered: what
     sequence parallelism gathers stays for backward. loss_vectors: kernels around the loss with a number per token.
+    op_by_op: RMSNorm (in fp32), rope, activations and dropout are the operations that transformers' code names, a
+    kernel each or several, and what autograd saves of them stays.
     grouped: a device's experts are one product, not one after the other.
     """
 
@@ -101,6 +106,7 @@ class KernelStyle:
     eager: bool = False
     keep_gathered: bool = False
     loss_vectors: int = 0
+    op_by_op: bool = False
     grouped: bool = True
 
 
@@ -142,6 +148,11 @@ class PartSetting:
     def wide(self) -> int:
         """Bytes of an activation outside matrix products."""
         return self.precision.activations.bytes
+
+    @property
+    def written_norms(self) -> bool:
+        """Whether norms are operations of their own; LayerNorm is one kernel in PyTorch, too."""
+        return self.style.op_by_op and self.config.norm is NormLayerKind.RMS
 
     @property
     def fp8(self) -> bool:

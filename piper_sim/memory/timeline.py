@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -17,14 +17,17 @@ import numpy as np
 from cost_models import DeviceHardware, OptimizerMemory, OptimizerPrecision, state_bytes
 from cost_models.allocator import UNLIMITED, MemoryRequests, replay
 from cost_models.allocator.bands import MemoryBand, replayed_band
+from ir.core.ops import Pass
 from ir.core.order import BoolArray, FloatArray, IntArray
 from ir.core.waits import order_by
 from ir.graph.sync import Bucket, buckets
 from ir.plan.plan import AT_START, CATEGORIES, OpKind, OpShape, Plan, covers_of, spread
 from ir.trace.trace import MemorySamples
+from ir.workload.params import local_numel
 
 WORKSPACE = len(CATEGORIES)
-_COLUMNS = (*CATEGORIES, "workspace")
+GRADIENTS = WORKSPACE + 1
+_COLUMNS = (*CATEGORIES, "workspace", "gradients")
 _NOTHING = OpShape(OpKind.SEND, "", "")
 _STATE = ("parameters", "gradients", "optimizer")
 
@@ -33,8 +36,9 @@ _STATE = ("parameters", "gradients", "optimizer")
 class Memory:
     """Bytes over one step. peak: per program, all that is allocated; at: the op that makes the peak.
 
-    dynamic: [program, column] at the peak, columns activations, buffers, workspace. level: [op] bytes after each op,
-    high: [op] the most while it runs; both without `state`. asked: (op, signed bytes, request) of every event.
+    dynamic: [program, column] at the peak, columns activations, buffers, workspace, gradients made anew. level: [op]
+    bytes after each op, high: [op] the most while it runs; both without `state`. asked: (op, signed bytes, request) of
+    every event. made: of `gradients_made`.
     """
 
     state: tuple[OptimizerMemory, ...]
@@ -45,12 +49,15 @@ class Memory:
     high: IntArray
     asked: tuple[IntArray, IntArray, IntArray]
     library: int = 0
+    made: IntArray | None = None
 
     def breakdown(self, program: int) -> dict[str, int]:
         """What the peak consists of, context left out."""
         s = self.state[program]
         out = {"parameters": s.parameters, "gradients": s.gradients, "optimizer": s.optimizer}
-        return out | {name: int(self.dynamic[program, i]) for i, name in enumerate(_COLUMNS)}
+        for i, name in enumerate(_COLUMNS):
+            out[name] = out.get(name, 0) + int(self.dynamic[program, i])
+        return out
 
 
 def state(plan: Plan, recipe: OptimizerPrecision) -> tuple[OptimizerMemory, ...]:
@@ -77,15 +84,36 @@ def _held(b: Bucket, recipe: OptimizerPrecision) -> OptimizerMemory:
     return state_bytes(numel, own, *(ranks if zero >= level else 1 for level in (3, 2, 1)), alone=b.alone)
 
 
+def gradients_made(plan: Plan, recipe: OptimizerPrecision) -> IntArray | None:
+    """[node] bytes of the gradients that its first pass makes, each where backward first comes to it; None: they
+    persist.
+    """
+    if not recipe.fresh:
+        return None
+    graph, lasting = plan.graph, replace(recipe, fresh=False, grad_copy=0)
+    share = {m: _held(b, lasting).gradients / b.numel for b in buckets(graph) for m in b.members if b.numel}
+    where = {n.stage: n.groups for n in graph.nodes if not n.once}
+    numel, known = dict[tuple[int, str], float](), set[tuple[str, tuple[int, ...] | None]]()
+    for i, e in reversed(list(enumerate(graph.entries))):  # backward comes to a tied parameter by the head
+        new = [p for p in e.part.params if (p.name, where.get(e.stage)) not in known]
+        known |= {(p.name, where.get(e.stage)) for p in new}
+        numel[e.stage, e.name] = share.get(i, 0.0) * sum(local_numel(p, e.layout) for p in new)
+    return np.array([int(numel.get((n.stage, n.part), 0)) if n.kind is Pass.W else 0 for n in graph.nodes])
+
+
 def memory(
-    plan: Plan, persistent: tuple[OptimizerMemory, ...], workspace: IntArray | None = None, library: int = 0
+    plan: Plan,
+    persistent: tuple[OptimizerMemory, ...],
+    workspace: IntArray | None = None,
+    library: int = 0,
+    made: IntArray | None = None,
 ) -> Memory:
     """Walk every program's dispatch order, cover by cover: allocate, note the level, free.
 
     workspace: [node, microbatch] bytes while a node runs, where they differ from the graph's. library: bytes that
-    libraries keep for their own workspaces, always there.
+    libraries keep for their own workspaces, always there. made: [node] bytes of gradients, where none persist.
     """
-    found = MemoryEvents.of(plan)
+    found = MemoryEvents.of(plan, made)
     size = found.signed(found.sizes(plan, workspace))
     total, cuts = found.levels(size), found.cuts
     peak = np.array([s.total for s in persistent], dtype=np.int64)
@@ -100,7 +128,7 @@ def memory(
     after, high = _per_op(plan, found.op, total, found.running)
     dynamic[:, WORKSPACE] += library
     levels = (after + library, high + library)
-    return Memory(persistent, peak + library, at, dynamic, *levels, (found.op, size, found.request), library)
+    return Memory(persistent, peak + library, at, dynamic, *levels, (found.op, size, found.request), library, made)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +137,8 @@ class MemoryEvents:
 
     Within each cover of each op: allocations, end of the workspace, frees. What is freed at an op's start (cover
     AT_START) stands before its first cover. request: a >= 0 makes an allocation, ~a frees it; they are numbered as the
-    plan's buffers, then the workspaces. running: behind an op's first frees. node, mb: of each workspace. cuts: of
-    programs.
+    plan's buffers, then the workspaces, then gradients that a step makes anew. running: behind an op's first frees.
+    node, mb: of each workspace. made: bytes of each gradient. cuts: of programs.
     """
 
     op: IntArray
@@ -120,30 +148,33 @@ class MemoryEvents:
     node: IntArray
     mb: IntArray
     cuts: IntArray
+    made: IntArray
 
     @classmethod
-    def of(cls, plan: Plan) -> MemoryEvents:
-        """Of a plan."""
+    def of(cls, plan: Plan, made: IntArray | None = None) -> MemoryEvents:
+        """Of a plan. made: as in `memory`; a program gives them up with its last op."""
         b = plan.buffers
         stride = 3 * (2 + max((len(s.covers) for s in plan.shapes), default=0))
         freed = np.flatnonzero(b.free >= 0)
         frees = b.free[freed] * stride + 3 * (b.free_cover[freed] - AT_START) + 2
         at, cover, node, mb = _workspaces(plan)
         at, number = at * stride + 3 * (cover - AT_START), len(b) + np.arange(len(at))
-        key = np.concatenate([b.alloc * stride + 3 * (b.alloc_cover - AT_START), frees, at, at + 1])
+        first, over, size = _first_made(plan, made, stride)
+        grads = len(b) + len(at) + np.arange(len(first))
+        key = np.concatenate([b.alloc * stride + 3 * (b.alloc_cover - AT_START), frees, at, at + 1, first, over])
         order = order_by(key)
-        none = np.full(2 * len(at), WORKSPACE)
-        column = np.concatenate([b.category, b.category[freed], none])[order]
-        request = np.concatenate([np.arange(len(b)), ~freed, number, ~number])[order]
+        none, kept = np.full(2 * len(at), WORKSPACE), np.full(2 * len(first), GRADIENTS)
+        column = np.concatenate([b.category, b.category[freed], none, kept])[order]
+        request = np.concatenate([np.arange(len(b)), ~freed, number, ~number, grads, ~grads])[order]
         key = key[order]
         op = key // stride
-        return cls(op, key - op * stride >= 3, column, request, node, mb, np.searchsorted(op, plan.bounds))
+        return cls(op, key - op * stride >= 3, column, request, node, mb, np.searchsorted(op, plan.bounds), size)
 
     def sizes(self, plan: Plan, workspace: IntArray | None = None, buffers: IntArray | None = None) -> IntArray:
         """[allocation] bytes, where given those of workspaces [node, microbatch] and of buffers, else the plan's."""
         usual = np.array([n.workspace for n in plan.graph.nodes], dtype=np.int64)
         more = usual[self.node] if workspace is None else workspace[self.node, self.mb]
-        return np.concatenate([plan.buffers.bytes if buffers is None else buffers, more])
+        return np.concatenate([plan.buffers.bytes if buffers is None else buffers, more, self.made])
 
     def signed(self, sizes: IntArray) -> IntArray:
         """[event] bytes more or less in use."""
@@ -162,10 +193,25 @@ class MemoryEvents:
         return np.array([total[a:b].max(initial=0) for a, b in pairwise(self.cuts.tolist())], dtype=np.int64)
 
 
+def _first_made(plan: Plan, made: IntArray | None, stride: int) -> tuple[IntArray, IntArray, IntArray]:
+    """(key of the allocation, key of the free, bytes) of every gradient of every program that a step makes anew."""
+    if made is None:
+        return (np.zeros(0, dtype=np.int64),) * 3
+    op, cover, node, _ = _instances(plan, made > 0)
+    owner = plan.program[op]
+    _, first = np.unique(owner * len(made) + node, return_index=True)  # instances stand in dispatch order
+    last = plan.bounds[1:][owner[first]] - 1
+    return op[first] * stride + 3 * (cover[first] - AT_START), last * stride + stride - 1, made[node[first]]
+
+
 def _workspaces(plan: Plan) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """(op, cover, node, microbatch) of every workspace, op by op."""
+    return _instances(plan, np.array([n.workspace > 0 for n in plan.graph.nodes], dtype=np.bool_))
+
+
+def _instances(plan: Plan, has: BoolArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """(op, cover, node, microbatch) of all runs of these nodes, op by op."""
     covers = covers_of([s if s.kind is OpKind.COMPUTE else _NOTHING for s in plan.shapes])
-    has = np.array([n.workspace > 0 for n in plan.graph.nodes], dtype=np.bool_)
     shape, cover, node, member = covers[has[covers[:, 2]]].T
     op, at = spread(shape, plan.shape, len(plan.shapes))
     return op, cover[at], node[at], np.where(member[at] == 0, plan.mb[op], plan.mb2[op])
@@ -305,7 +351,7 @@ def _owners(plan: Plan) -> tuple[IntArray, IntArray]:
 def samples_by_kind(plan: Plan, found: Memory) -> dict[str, IntArray]:
     """What each of `samples` consists of: kind -> [sample] bytes."""
     rows, owner = _owners(plan)
-    b, n, events = plan.buffers, len(plan), MemoryEvents.of(plan)
+    b, n, events = plan.buffers, len(plan), MemoryEvents.of(plan, found.made)
     op, size, _ = found.asked
     parts = np.where(events.column == np.arange(len(_COLUMNS))[:, None], size, 0)
     each = np.stack([events.levels(x) for x in parts])
@@ -328,4 +374,5 @@ def samples_by_kind(plan: Plan, found: Memory) -> dict[str, IntArray]:
     both[WORKSPACE] += found.library
     by = np.repeat(plan.program[rows], 2)
     fixed = {name: np.array([getattr(s, name) for s in found.state], dtype=np.int64)[by] for name in _STATE}
-    return fixed | dict(zip(_COLUMNS, both, strict=True))
+    dynamic = dict(zip(_COLUMNS, both, strict=True))
+    return fixed | dynamic | {"gradients": fixed["gradients"] + dynamic["gradients"]}

@@ -104,6 +104,7 @@ class CostModel:
             hardware.software.grad_copy_bytes,
             job.optimizer.offload,
             hardware.software.tied_apart,
+            hardware.software.fresh_grads,
         )
         if job.optimizer.offload and hardware.host_GBps is None:
             message = f"{hardware.name} does not say how fast its host updates"

@@ -44,17 +44,31 @@ def ahead(plan: Plan, costs: HostCosts) -> HostModel:
     """A host that launches kernels and runs ahead of the device: CUDA.
 
     It is held where its window of launched kernels is full, and where it must read what the device has got: the expert
-    counts, without which it cannot size a forward dispatch. With `costs.turn`, also at each pass of a pipeline.
+    counts, without which it cannot size a forward dispatch. With `costs.turn`, also at each pass of a pipeline. A pass
+    starts with its first kernel, unless the host came to it from waiting.
     """
-    kernels, hold, turns = _ahead(plan, costs.graphs != "none", costs.window, costs.turn > 0)
-    launch = np.where(plan.kind == OpKind.COMPUTE, kernels * costs.launch, costs.comm)
+    kernels, later, hold, turns = _ahead(plan, costs.graphs != "none", costs.window, costs.turn > 0)
+    launch = np.where(plan.kind == OpKind.COMPUTE, (kernels - later) * costs.launch, costs.comm)
     launch[turns] = costs.turn
+    launch[1:] += later[:-1] * costs.launch
     return HostModel(launch, hold)
 
 
+def _later(plan: Plan, kernels: IntArray) -> IntArray:
+    """[op] of a pass's kernels those that the host launches while it runs, before it turns to the next op: all but one;
+    but none, where the host then reads what the op made.
+    """
+    passes = np.array([not any(plan.graph.nodes[n].once for n, _ in s.covers) for s in plan.shapes], dtype=np.bool_)
+    later = np.where((plan.kind == OpKind.COMPUTE) & passes[plan.shape], np.maximum(kernels - 1, 0), 0)
+    read = host_reads(plan)[0] - 1
+    later[read[read >= 0]] = 0
+    later[plan.bounds[1:] - 1] = 0
+    return later
+
+
 @once_per_plan
-def _ahead(plan: Plan, graphs: bool, window: int, turning: bool) -> tuple[IntArray, OpLists, IntArray]:
-    """([op] kernels, what holds the host, ops at which it turns to another pass), whatever these take."""
+def _ahead(plan: Plan, graphs: bool, window: int, turning: bool) -> tuple[IntArray, IntArray, OpLists, IntArray]:
+    """([op] kernels, those launched later, what holds the host, ops at which it turns to another pass)."""
     kernels = launches(plan)
     if graphs:
         kernels = np.minimum(kernels, 1)
@@ -65,7 +79,8 @@ def _ahead(plan: Plan, graphs: bool, window: int, turning: bool) -> tuple[IntArr
         holds.append(_turns(plan))
         turns = holds[-1][0]
     rows, on = (np.concatenate(x) for x in zip(*holds, strict=True))
-    return kernels, OpLists.of(len(plan), rows, on), turns
+    later = np.zeros_like(kernels) if turning else _later(plan, kernels)
+    return kernels, later, OpLists.of(len(plan), rows, on), turns
 
 
 def one_queue(plan: Plan, host: HostModel) -> HostModel:

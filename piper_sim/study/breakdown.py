@@ -61,11 +61,11 @@ def breakdown(
 ) -> StepBreakdown:
     """Split the last step of a run: what each compute stream did between its last ends in two steps.
 
-    A gap before an op is *host* from when its stream is free and all it waits for has ended; before that *exposed*
-    while a message is on the wire of the stream it waits for, or of that on which the same sums go further, and
-    *dependency* till then: some other rank had not got there yet. What an op takes longer than alone is *slowdown*;
-    what it waits for others that exchange messages inside it is exposed. Rows sum to the step by construction, not by
-    taking a rest.
+    A gap before an op is *host* from when its stream is free and all it waits for has ended, and while the host was
+    launching what it waits for; before that *exposed* while a message is on the wire of the stream it waits for, or of
+    that on which the same sums go further, and *dependency* till then: some other rank had not got there yet. What an
+    op takes longer than alone is *slowdown*; what it waits for others that exchange messages inside it is exposed. Rows
+    sum to the step by construction, not by taking a rest.
 
     classes: of an unfolded plan; rows are then pipeline ranks', the mean of their replicas. Else a row is a program's.
     """
@@ -138,16 +138,30 @@ class _Gaps:
             ready = np.maximum(lo, np.where(on >= 0, self.both.end[on], lo))
             np.add.at(self.found["host"], program[opened], hi - ready)
             hi = ready
+        launching, launched = self._launching(run.post, on, lo, hi)
+        np.add.at(self.found["host"], program[opened], launched - launching)
         stream = np.where(on >= 0, plan.stream[on % n], -1)
-        np.add.at(self.found["dependency"], program[opened], hi - lo)
+        np.add.at(self.found["dependency"], program[opened], (launching - lo) + (hi - launched))
         axis, wire, at = _axes(plan), self._on_the_wire(), {s: i for i, s in enumerate(plan.streams)}
         for s in np.unique(stream[stream >= 0]).tolist():
             rows, (p, name) = np.flatnonzero(stream == s), plan.streams[s]
             both = {s, at.get((p, name + FURTHER), s), at.get((p, name.removesuffix(FURTHER)), s)}
-            busy = float(self._busy(sorted(both), wire, lo[rows], hi[rows]).sum())
+            busy = float(self._busy(sorted(both), wire, lo[rows], launching[rows]).sum())
+            busy += float(self._busy(sorted(both), wire, launched[rows], hi[rows]).sum())
             self.found[_EXPOSED[axis[s]]][p] += busy
             self.found["dependency"][p] -= busy
         self._inside(wire[self.now :], costs)
+
+    def _launching(
+        self, post: FloatArray | None, on: IntArray, lo: FloatArray, hi: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """From when to when, inside [lo, hi], the host was busy with launching what is awaited."""
+        host = self.scenario.host
+        if post is None or host is None:
+            return lo, lo
+        done = np.where(on >= 0, post[-2:].ravel()[on], lo)
+        begun = np.where(on >= 0, done - host.launch[on % len(self.plan)], lo)
+        return np.clip(begun, lo, hi), np.clip(done, lo, hi)
 
     def _inside(self, wire: FloatArray, costs: OpCosts) -> None:
         """What compute ops took beside their own seconds: others slowed them, or were waited for inside them."""

@@ -14,7 +14,7 @@ from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
 from ir.workload.config.spec import ModelConfig
 from piper_sim.folding import RankClasses
-from piper_sim.memory.timeline import Memory, ReservedMemory, memory, reserved, state
+from piper_sim.memory.timeline import Memory, ReservedMemory, gradients_made, memory, reserved, state
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.routing import ExpertRouting, routing_of
 from piper_sim.pricing.routing.uneven import worst
@@ -52,8 +52,9 @@ class PlannedJob:
         sized, workspace = worst(plan, routing, classes)
         grouped = prepared.config.moe is not None and prepared.job.costs.grouped_gemm
         library = hardware.library_bytes(grouped, model.tp_overlap and prepared.mesh.sizes["tp"] > 1)
-        held = state(plan, model.recipe)
-        found = _walked(sized, held, library) if workspace is None else memory(sized, held, workspace, library)
+        held, made = state(plan, model.recipe), gradients_made(plan, model.recipe)
+        walked = workspace is None and made is None
+        found = _walked(sized, held, library) if walked else memory(sized, held, workspace, library, made)
         return cls(prepared, hardware, plan, model, routing, classes, sized, workspace, found)
 
     @cached_property

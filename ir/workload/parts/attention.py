@@ -10,7 +10,7 @@ from ir.workload.parts import kernels as k
 from ir.workload.parts.attention_core import AttentionCore
 from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.region import all_reduce, context, enter
-from ir.workload.parts.residual import branch, normed, residual, stats
+from ir.workload.parts.residual import branch, normed, residual, stats, written
 from ir.workload.setting import AttentionKind, PartSetting
 
 
@@ -63,7 +63,10 @@ def attention(s: PartSetting) -> PartWork:
             *core.backward(s),
             *p.backward,
         ),
-        weight_grad=k.weight_grad(s, out, *p.linears),
+        weight_grad=(
+            *k.weight_grad(s, out, biased=c.out_bias),
+            *k.weight_grad(s, *p.linears, biased=c.qkv_bias),
+        ),
         out_bytes=s.stream * h * s.wide,
         saved=(*p.saved, *_context_saved(s, core), *_gate_saved(s, core), *core.saved(s)),
         stash_bytes=k.stash(s, out, *p.linears),
@@ -92,11 +95,11 @@ def _heads(s: PartSetting, core: AttentionCore) -> _Projection:
     features = core.q_features + core.kv_features + gate
     roped = core.q_features + core.kv_heads * core.qk
     qkv = LinearKernel("qkv_proj", s.tokens, features, h)
-    rope: Work = (k.copies(s, "rope", s.tokens * roped),) if c.rope else ()
-    ready, back = rope, rope
+    ready: Work = (k.rope(s, s.tokens * roped),) if c.rope else ()
+    back: Work = (k.rope(s, s.tokens * roped, back=True),) if c.rope else ()
     if c.qk_norm:
-        ready = (k.norm_forward(s, "qk_norm", s.tokens * roped), *rope)
-        back = (*rope, k.norm_backward(s, "qk_norm_backward", s.tokens * roped))
+        ready = (k.norm_forward(s, "qk_norm", s.tokens * roped), *ready)
+        back = (*back, k.norm_backward(s, "qk_norm_backward", s.tokens * roped))
     return _Projection(
         forward=(qkv.forward(s), *ready),
         backward=(*back, *k.input_grad(s, qkv)),
@@ -128,7 +131,8 @@ def _queries_keys(s: PartSetting, core: AttentionCore, ready: Work) -> tuple[Sav
     # A number or two per norm. Its output, which attention reads, can be made again.
     norms = 2 if c.form.qk_over is AttentionNormKind.WIDTH else core.heads + core.kv_heads
     stats = SavedBuffer("qk_norm_stats", (8 if c.norm is NormLayerKind.LAYER else 4) * s.tokens * norms, Pass.I)
-    return (*before, stats, SavedBuffer("qk", q + key, Pass.I, ("norm", "operators"), ready))
+    kept = written(s, s.tokens * (core.q_features + core.kv_heads * core.qk))
+    return (*before, *kept, stats, SavedBuffer("qk", q + key, Pass.I, ("norm", "operators"), ready))
 
 
 def _latent(s: PartSetting, core: AttentionCore) -> _Projection:

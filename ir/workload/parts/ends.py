@@ -8,7 +8,7 @@ from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.region import all_reduce, enter
-from ir.workload.parts.residual import normed, stats
+from ir.workload.parts.residual import normed, stats, written
 from ir.workload.setting import PartSetting, TokenLossKind
 
 ID_BYTES = 8  # of a token's number
@@ -70,7 +70,7 @@ def final_norm(s: PartSetting) -> PartWork:
         input_grad=(k.norm_backward(s, "final_norm_backward", n),),
         weight_grad=(),
         out_bytes=n * s.wide,
-        saved=(stats(s),),
+        saved=(stats(s), *written(s, n)),
     )
 
 
@@ -134,7 +134,7 @@ def head(s: PartSetting) -> PartWork:
         stash_bytes=0 if turned else k.stash(s, out),
         inline=(*enter(s, h), *sums),
         forward_workspace=loss.beside + gathered,
-        input_grad_workspace=gathered,
+        input_grad_workspace=gathered + loss.beside_back,
         weight_grad_workspace=gathered,
         model_flops=2 * s.shape.tokens * h * c.vocab,
     )
@@ -147,12 +147,15 @@ def _squeezed(s: PartSetting) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _CrossEntropy:
-    """kept: bytes from forward to backward. beside: more of them while forward runs."""
+    """kept: bytes from forward to backward. beside: more of them while forward runs; beside_back: while backward does,
+    beside the logits' gradient.
+    """
 
     forward: Work
     backward: Work
     kept: int
     beside: int
+    beside_back: int = 0
 
 
 def _cross_entropy(s: PartSetting, logits: int) -> _CrossEntropy:
@@ -160,8 +163,10 @@ def _cross_entropy(s: PartSetting, logits: int) -> _CrossEntropy:
 
     parallel: logits are copied to fp32, where the softmax is taken in place, kept, and turned into the gradient.
     plain: what is shifted by the maximum, exponentiated and normalised is a tensor beside the fp32 copy (Nanotron's
-    _ShardedCrossEntropy). fused: one kernel reads logits, another reads them again and writes the gradient beside them
-    (flash_attn.losses.cross_entropy, not in place).
+    _ShardedCrossEntropy). torch: softmax reads for its maximum, for its sum and to write; backward writes zeros and the
+    labels' places, and reads that twice beside the softmax to write the copy's gradient. fused: one kernel reads
+    logits, another reads them again and writes the gradient beside them (flash_attn.losses.cross_entropy, not in
+    place).
     """
     wide, exact = s.wide, max(4, s.wide)
     copy = _loss(s, "to_fp32", logits * (wide + exact))
@@ -177,6 +182,12 @@ def _cross_entropy(s: PartSetting, logits: int) -> _CrossEntropy:
             forward = (copy, *(_loss(s, f"softmax.{i}", logits * n * exact) for i, n in enumerate((1, 2, 2, 1, 2))))
             backward = (_loss(s, "backward", 2 * logits * exact), _loss(s, "from_fp32", copy.bytes))
             return _CrossEntropy(forward, backward, logits * exact, logits * (wide + exact))
+        case TokenLossKind.TORCH:
+            forward = (copy, _loss(s, "log_softmax", 4 * logits * exact))
+            zeros, turned = _loss(s, "zeros", logits * exact), _loss(s, "backward", 4 * logits * exact)
+            backward = (zeros, turned, _loss(s, "from_fp32", copy.bytes))
+            beside = logits * (wide + exact), logits * (2 * exact - wide)
+            return _CrossEntropy(forward, backward, logits * exact, *beside)
         case TokenLossKind.PARALLEL:
             # Read for the maximum; read and written for exp and sum; read and written to normalise.
             forward = (copy, _loss(s, "softmax", logits * 5 * exact))

@@ -1,7 +1,7 @@
 """The kernels that parts are made of: matrix products by pass, attention, and memory-bound ones by bytes moved."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ir.core.work import CAST, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
 from ir.workload.setting import PartSetting
@@ -79,9 +79,10 @@ def input_grad(s: PartSetting, *linears: LinearKernel, arrives_fp8: bool = False
     return tuple(out)
 
 
-def weight_grad(s: PartSetting, *linears: LinearKernel) -> Work:
-    """The weight gradients of linears."""
-    return tuple(x.weight_grad(s) for x in linears)
+def weight_grad(s: PartSetting, *linears: LinearKernel, biased: bool = False) -> Work:
+    """The weight gradients of linears; operation by operation a bias's is a sum over tokens, which reads once more."""
+    sums = linears if biased and s.style.op_by_op else ()
+    return (*(x.weight_grad(s) for x in linears), *(memory(s, "bias_grad", x.elements * s.wide) for x in sums))
 
 
 def stash(s: PartSetting, *linears: LinearKernel) -> int:
@@ -105,14 +106,36 @@ def store(s: PartSetting, label: str, elements: int, byte_each: float) -> Work:
     return (memory(s, f"{label}{CAST}", int(elements * (s.wide + byte_each))),)
 
 
+def several(s: PartSetting, label: str, moved: int, count: int) -> Kernel:
+    """So many memory-bound kernels that move `moved` bytes together."""
+    return replace(memory(s, label, moved // count), count=count)
+
+
 def norm_forward(s: PartSetting, label: str, elements: int) -> Kernel:
-    """Read x, write y."""
+    """Read x, write y. Operation by operation: cast to fp32, square, mean, add, root, scale, cast back, weigh."""
+    if s.written_norms:
+        return several(s, label, elements * (7 * max(4, s.wide) + 4 * s.wide), 8)
     return memory(s, label, 2 * elements * s.wide)
 
 
 def norm_backward(s: PartSetting, label: str, elements: int) -> Kernel:
-    """Read dy and x, write dx; the weight's own gradient is a by-product."""
+    """Read dy and x, write dx; the weight's own gradient is a by-product.
+
+    Operation by operation: of the weight (its product, its sum) and of x (3), a cast, of the scale (2, its sum) and
+    what it leads to (4 of a number per token), the mean's, the square's (3), the sum of both ways, a cast.
+    """
+    if s.written_norms:
+        return several(s, label, elements * (19 * max(4, s.wide) + 8 * s.wide), 17)
     return memory(s, label, 3 * elements * s.wide)
+
+
+def rope(s: PartSetting, elements: int, *, back: bool = False) -> Kernel:
+    """Rotary embedding of queries and keys. Operation by operation: x·cos, the halves changed (one negated, both
+    joined), ·sin, the sum; backward cuts what was joined into two whole tensors of zeros, and adds these.
+    """
+    if s.style.op_by_op:
+        return several(s, "rope", elements * s.wide * (15 if back else 10), 2 * (9 if back else 5))
+    return copies(s, "rope", elements)
 
 
 def add(s: PartSetting, label: str, elements: int, terms: int = 2) -> Kernel:

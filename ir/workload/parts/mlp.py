@@ -22,7 +22,7 @@ def mlp(s: PartSetting) -> PartWork:
     inside = PartWork(
         forward=_forward(s, up, down, width),
         input_grad=_backward(s, up, down, width),
-        weight_grad=k.weight_grad(s, down, up),
+        weight_grad=k.weight_grad(s, down, up, biased=c.mlp_bias),
         out_bytes=s.stream * h * s.wide,
         saved=inner_saved(s, s.tokens, width, second_up(s, width), compact=False),
         stash_bytes=k.stash(s, down, up),
@@ -99,9 +99,12 @@ def inner_saved(
     whole, part = (s.cached(n) if compact else n * s.wide for n in (rows * width * ups, made))
     activate = (activation(s, rows, width), *k.cast(s, "activated", rows * width))
     labels = ("activation", "operators")
-    gate = (SavedBuffer("gate", rows * width * s.wide, Pass.I, labels),) if s.style.eager and ups > 1 else ()
+    apart = s.style.eager or s.style.op_by_op
+    gate = (SavedBuffer("gate", rows * width * s.wide, Pass.I, labels),) if apart and ups > 1 else ()
+    inside = (SavedBuffer("polynomial", 3 * rows * width * s.wide, Pass.I, labels),) if _polynomial(s) else ()
     return (
         *gate,
+        *inside,
         *((SavedBuffer("pre_activation", whole - part, Pass.I),) if whole > part else ()),
         *((SavedBuffer("second_up", part, Pass.I, ("operators",), (again.forward(s),)),) if again else ()),
         SavedBuffer("activated", s.cached(rows * width), Pass.W, labels, activate),
@@ -119,15 +122,29 @@ def compacted(s: PartSetting, way: str, rows: int, width: int) -> Work:
 
 
 def activation(s: PartSetting, rows: int, width: int) -> Kernel:
-    """Read one or two up-projections, write one activation."""
+    """Read one or two up-projections, write one activation. Operation by operation a gate's product is one more."""
     label = s.config.activation.value
+    if s.style.op_by_op:
+        gated, (tensors, kernels) = s.config.activation.ups > 1, (18, 8) if _polynomial(s) else (2, 1)
+        return k.several(s, label, rows * width * (tensors + 3 * gated) * s.wide, kernels + gated)
     return k.memory(s, label, rows * width * (s.config.activation.ups + 1) * s.wide)
 
 
 def activation_backward(s: PartSetting, rows: int, width: int) -> Kernel:
     """Read the gradient and the input, write the input's gradient."""
     label = f"{s.config.activation.value}_backward"
+    if s.style.op_by_op:
+        gated, (tensors, kernels) = s.config.activation.ups > 1, (28, 11) if _polynomial(s) else (3, 1)
+        return k.several(s, label, rows * width * (tensors + 6 * gated) * s.wide, kernels + 2 * gated)
     return k.memory(s, label, rows * width * (2 * s.config.activation.ups + 1) * s.wide)
+
+
+def _polynomial(s: PartSetting) -> bool:
+    """Whether a GELU is written as 0.5 x (1 + tanh(c (x + d x³))): power, factors, sums, tanh and product one by one.
+
+    Of these the tanh and both factors of the last product stay, beside x.
+    """
+    return s.style.op_by_op and s.config.act == "gelu_new"
 
 
 def _linears(s: PartSetting, width: int) -> tuple[LinearKernel, LinearKernel]:

@@ -8,7 +8,7 @@ from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel, beyond
 from ir.workload.parts.mlp import activation, activation_backward, compacted, inner_grads, inner_saved
 from ir.workload.parts.region import expert_tensor
-from ir.workload.parts.residual import mask, normed, residual_backward, stats
+from ir.workload.parts.residual import mask, normed, residual_backward, stats, written
 from ir.workload.setting import PartSetting, with_scales
 
 
@@ -63,7 +63,7 @@ def router(s: PartSetting) -> PartWork:
         ),
         weight_grad=k.weight_grad(s, gate, *ins),
         out_bytes=(n + s.stream * moe.latent) * s.wide,
-        saved=(*own, stats(s), SavedBuffer("router_scores", choice, Pass.I), *_shares(s)),
+        saved=(*own, stats(s), *written(s, s.stream * h), SavedBuffer("router_scores", choice, Pass.I), *_shares(s)),
         stash_bytes=k.stash(s, gate, *ins),
         forward_workspace=2 * scores * 4
         + (with_scales(s.stream * s.config.expert_hidden, s.precision.dispatch) if _narrow(s) else 0),

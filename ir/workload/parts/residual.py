@@ -23,6 +23,14 @@ def stats(s: PartSetting, name: str = "norm_stats", norms: int = 1) -> SavedBuff
     return SavedBuffer(name, norms * s.stream * (8 if s.config.norm is NormLayerKind.LAYER else 4), Pass.I)
 
 
+def written(s: PartSetting, elements: int) -> tuple[SavedBuffer, ...]:
+    """What a norm written operation by operation keeps of so many elements beside its input and output: the input in
+    fp32 (in place of the input, which the stream keeps), and what is weighed.
+    """
+    wide = SavedBuffer("norm_fp32", elements * (max(4, s.wide) - s.wide), Pass.I)
+    return (wide, SavedBuffer("norm_scaled", elements * s.wide, Pass.I)) if s.written_norms else ()
+
+
 def branch(s: PartSetting, norm: str, inside: PartWork, grads: int, *, reads: int, own: bool = True) -> PartWork:
     """A part that adds to the stream what is `inside` of it: with the norms, dropout and the addition at its ends.
 
@@ -70,6 +78,7 @@ def _ends_saved(s: PartSetting, reads: int, own: bool, norms: int) -> tuple[Save
         *read,
         *((SavedBuffer("gathered", s.cached(more), Pass.W, ("norm", "operators")),) if more else ()),
         *((stats(s, norms=norms),) if norms else ()),
+        *written(s, norms * s.stream * s.config.hidden),
         *((SavedBuffer("branch", n * s.wide, Pass.I),) if place is not LayerNormPlace.BEFORE else ()),
     )
 
@@ -82,8 +91,10 @@ def mask(s: PartSetting) -> tuple[SavedBuffer, ...]:
 
 
 def residual(s: PartSetting) -> Kernel:
-    """Dropout (its mask written on the way) and the residual addition, in one kernel."""
+    """Dropout (its mask written on the way) and the residual addition, in one kernel; operation by operation in two."""
     n = s.stream * s.config.hidden
+    if s.style.op_by_op and s.config.hidden_dropout:
+        return k.several(s, "residual", n * (5 * s.wide + 1), 2)
     return k.memory(s, "residual", 3 * n * s.wide + (n if s.config.hidden_dropout else 0))
 
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from cost_models import kernel_seconds, load_hardware, presets, work_seconds
-from cost_models.compute.roofline import arithmetic_seconds, is_backward
+from cost_models.compute.roofline import aligned, arithmetic_seconds, is_backward
 from cost_models.software.dispatcher import dispatchers
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.grid import quantise
-from ir.core.work import DROPOUT, DType, Kernel, KernelKind
+from ir.core.work import DROPOUT, WEIGHT_GRAD, DType, Kernel, KernelKind
 from ir.job.build import prepare
 from ir.job.load import job_from
 from tests.cost_models.compute.reference_kernels import flash, gemm, grouped, moves
@@ -261,3 +261,19 @@ def test_one_order_of_sums_slows_attentions_backward_and_leaves_what_dropout_add
         assert seconds(back, True) == pytest.approx(seconds(back, False, "x") / rate + added)
         assert drops == (added > 0)
     assert gpu.startswith("g") == (a.fixed_dropout is not None)
+
+
+def test_rows_that_begin_off_16_bytes_slow_a_product_down():
+    """An odd vocabulary, in each of its three products; a gate of one feature is no matter of tensor cores."""
+    h200 = load_hardware("h200-sxm").in_training()
+
+    def seconds(n: int) -> list[float]:
+        shapes = [((8192, n, 768), "lm_head"), ((8192, 768, n), "lm_head"), ((n, 768, 8192), f"lm_head{WEIGHT_GRAD}")]
+        kernels = [Kernel(KernelKind.GEMM, 2 * math.prod(x), 0, DType.BF16, x, label) for x, label in shapes]
+        return [kernel_seconds(k, h200) for k in kernels]
+
+    for odd, even in zip(seconds(50257), seconds(50264), strict=True):
+        assert odd == pytest.approx(even / h200.gemm.unaligned, rel=0.05)
+    rows = Kernel(KernelKind.GEMM, 2 * 8191 * 768 * 768, 0, DType.BF16, (8191, 768, 768))
+    gate = Kernel(KernelKind.GEMM, 2 * 8192 * 768, 0, DType.BF16, (8192, 1, 768))
+    assert aligned(rows) and aligned(gate), "tokens are no rows' length"

@@ -3,10 +3,13 @@
 from statistics import median, quantiles
 
 import pytest
+from msgspec import structs
 
-from cost_models import load_hardware
+from cost_models import kernel_seconds, load_hardware
+from cost_models.software import FrameworkCosts
 from experiments.kernels import GPUS, errors, gemm, main, seconds
 from experiments.published.rows import DATA, lines
+from ir.core.work import DType, Kernel, KernelKind
 
 FOUND = errors(DATA / "kernels")
 OTHER = {"a100": "h100", "h100": "b200", "h200": "b200", "b200": "h100", "gb200": "b200", "gb300": "gb200"}
@@ -74,6 +77,50 @@ def test_one_order_of_sums_costs_backward_what_was_measured(gpu):
     assert median(float(x["ms"]) / float(x["ms_fixed"]) for x in rows) == pytest.approx(hardware.fixed, abs=0.02)
 
 
+def test_one_order_of_sums_costs_flash_attention_2_more_than_kernels_made_for_hopper():
+    rows = [x for x in lines(DATA / "kernels" / "sdpa_torch.csv") if x["ms_fixed"]]
+    attention = load_hardware("h200-sxm").attention
+    assert len(rows) == 10 and attention.portable_fixed < attention.fixed - 0.2
+    assert median(float(x["ms"]) / float(x["ms_fixed"]) for x in rows) == pytest.approx(
+        attention.portable_fixed, abs=0.02
+    )
+    hw = structs.replace(load_hardware("h200-sxm"), software=FrameworkCosts(portable_attention=True))
+    plain, fixed = (structs.replace(hw, deterministic=x) for x in (False, True))
+    flash = Kernel(KernelKind.ATTENTION, 10**13, 0, DType.BF16, (1, 32, 4096, 4096, 128, 128), "attention_backward")
+    assert kernel_seconds(flash, fixed) == pytest.approx(kernel_seconds(flash, plain) / 0.63, rel=0.01)
+    own = structs.replace(fixed, software=FrameworkCosts())
+    assert kernel_seconds(flash, own) < 0.5 * kernel_seconds(flash, fixed)
+
+
+def test_products_of_a_cold_cache():
+    """PyTorch's on one H200, measured by ourselves; nothing was fitted to them."""
+    for of, n in (("bf16_cold", 73), ("fp8_cold", 38)):
+        found = FOUND["gemm", "h200", of]
+        assert len(found) == n and -0.14 < median(found) < 0.0
+        assert median(sizes(SWAPPED, "gemm", "h200", of)) > 0.25
+    rows = lines(DATA / "kernels" / "gemm_torch.csv")
+    large = [x for x in rows if x["dtype"] == "bf16_cold" and float(x["us"]) > 100]
+    hw = load_hardware("h200-sxm")
+    assert len(large) > 15 and median(abs(gemm(x, hw) / seconds(x, "gemm") - 1) for x in large) < 0.11
+
+
+def test_kernels_of_a_loss():
+    """Bytes by count: as many reads as softmax takes, forward and backward, and the cast to fp32."""
+    for of in ("cross_entropy", "cross_entropy_backward", "cross_entropy_fp32_backward"):
+        assert median(sizes(FOUND, "op", "h200", of)) < 0.05
+    assert median(FOUND["op", "h200", "cross_entropy_fp32"]) == pytest.approx(-0.16, abs=0.02)
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    from experiments.one_gpu.__main__ import main as measure
+
+    assert measure([str(tmp_path / "out")]) == 1
+    assert "no GPU" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_the_table_prints(capsys):
     assert main([]) == 0
-    assert "gemm       h200  bf16              60 median" in capsys.readouterr().out
+    assert "gemm       h200  bf16                          60 median" in capsys.readouterr().out

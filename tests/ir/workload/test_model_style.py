@@ -29,7 +29,12 @@ def kept(at, part, style, layout=PartLayout()):
 
 @pytest.mark.parametrize(
     ("loss", "keeps", "beside", "after"),
-    [(TokenLossKind.PARALLEL, 4, 2, 2), (TokenLossKind.PLAIN, 4, 2 + 4, 2), (TokenLossKind.FUSED, 2, 0, 2)],
+    [
+        (TokenLossKind.PARALLEL, 4, 2, 2),
+        (TokenLossKind.PLAIN, 4, 2 + 4, 2),
+        (TokenLossKind.TORCH, 4, 2 + 4, 2),
+        (TokenLossKind.FUSED, 2, 0, 2),
+    ],
 )
 def test_bytes_of_a_logit(loss, keeps, beside, after):
     logits = TOKENS * VOCAB
@@ -37,6 +42,8 @@ def test_bytes_of_a_logit(loss, keeps, beside, after):
     assert kept(-1, "head", KernelStyle(loss)) == keeps * logits + 8 * TOKENS, "and the labels"
     assert head.forward_workspace == beside * logits
     assert head.stash_bytes == after * logits, "their gradient"
+    wide = head.stash_bytes + head.input_grad_workspace
+    assert wide == (2 * 4 * logits if loss is TokenLossKind.TORCH else after * logits)
 
 
 def test_a_fused_loss_moves_least_and_a_plain_one_most():
@@ -55,6 +62,16 @@ def test_eager_keeps_the_gate_s_activation_and_the_fused_product_beside_rope_s()
     for part in model_chunks(gpt)[1].parts:  # no gate, no rope
         one, two = (models.work(gpt, 1, part.name, shape=shape, style=x) for x in (fused, eager))
         assert one == two
+
+
+def test_op_by_op_norms_rope_and_activations_are_many_kernels():
+    fused, apart = KernelStyle(), KernelStyle(op_by_op=True)
+    for part, launches, moved in (("attn", 8 + 10 - 2, 36 - 4 + 2 * 16), ("mlp", 8 + 2 - 2, 36 - 4 + 4 * FFN / H)):
+        one, two = (work(1, part, style).forward for style in (fused, apart))
+        assert sum(k.count for k in two) - sum(k.count for k in one) == launches
+        extra = sum(k.bytes * k.count for k in two) - sum(k.bytes * k.count for k in one)
+        assert extra == pytest.approx(moved * TOKENS * H, rel=0.01), part
+    assert work(1, "attn", fused).weight_grad == work(1, "attn", apart).weight_grad, "no biases"
 
 
 def test_what_was_gathered_is_kept_whole():

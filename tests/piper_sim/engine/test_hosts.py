@@ -115,6 +115,23 @@ def test_launches_hidden_behind_the_device_cost_nothing() -> None:
     assert steps == 3, "one queue: each step behind the first is the step before it, shifted"
 
 
+def test_a_pass_starts_with_its_first_kernel() -> None:
+    plan = moe_plan("1f1b", 2, 2, PlanPolicy(clip=False), layers=3)
+    kernels, costs = launches(plan), HostCosts(TICK, 0.0)
+    launch = np.round(ahead(plan, costs).launch / TICK).astype(int)
+    for a, b in zip(plan.bounds[:-1], plan.bounds[1:], strict=True):
+        compute = plan.kind[a:b] == OpKind.COMPUTE
+        assert launch[a:b].sum() == kernels[a:b][compute].sum(), "none is lost"
+        assert (np.cumsum(launch[a:b]) <= np.cumsum(np.where(compute, kernels[a:b], 0))).all(), "no op is later"
+    first = int(np.flatnonzero(plan.kind == OpKind.COMPUTE)[0])
+    assert launch[first] == 1 and launch[first + 1] >= kernels[first] - 1 > 0
+    for i in range(1, len(plan)):  # what the host reads, it has launched
+        if any("counts" in h for h in held(plan, ahead(plan, costs), i)) and plan.kind[i - 1] == OpKind.COMPUTE:
+            assert launch[i] == 0
+    turning = ahead(plan, HostCosts(TICK, 0.0, turn=TICK))
+    assert (turning.launch[plan.kind == OpKind.COMPUTE] >= TICK).all(), "a host that waits has nothing left to launch"
+
+
 def test_there_is_no_host_for_buffered_messages() -> None:
     plan = stage_plan("1f1b", 2, 2)
     with pytest.raises(ValueError, match="no host to wait for"):

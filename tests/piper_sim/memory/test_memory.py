@@ -1,7 +1,7 @@
 """Memory against a walk over every op and cover, and against what can be said in closed form."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +20,7 @@ from ir.schedules.registry import NAMES
 from ir.workload.params import local_numel
 from ir.workload.part import Param
 from piper_sim.engine import run
-from piper_sim.memory.timeline import memory, samples, state
+from piper_sim.memory.timeline import gradients_made, memory, samples, samples_by_kind, state
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from tests.ir.plans import moe_plan, stage_plan
@@ -250,3 +250,25 @@ def test_gathered_weights_stay_within_the_prefetch_budget(name: str, prefetch: i
             own = [i for i in reads if plan.program[i] == p]
             assert alive.max() <= max(prefetch + 1, max(len(reads[i]) for i in own))
             assert alive[-1] == 0
+
+
+@pytest.mark.parametrize(
+    "model, schedule, zero", [("tiny-llama", "1f1b", 0), ("gpt2", "1f1b", 1), ("tiny-moe", "v-half", 2)]
+)
+def test_gradients_made_anew_are_there_from_their_pass_to_the_step_s_end(model: str, schedule: str, zero: int) -> None:
+    made = prepared(model, schedule, zero)
+    plan, recipe = made.plan(), OptimizerPrecision(grads=DType.BF16)
+    fresh = replace(recipe, fresh=True)
+    lasting, anew = state(plan, recipe), state(plan, fresh)
+    bytes_made = gradients_made(plan, fresh)
+    assert bytes_made is not None and gradients_made(plan, recipe) is None
+    assert [s.gradients for s in anew] == [0] * plan.programs and all(s.gradients for s in lasting)
+    one, two = memory(plan, lasting), memory(plan, anew, made=bytes_made)
+    # Of each program all gradients, once, up to whole bytes of a part: what backward has come to, no more.
+    ends = two.level[plan.bounds[1:] - 2] - one.level[plan.bounds[1:] - 2]
+    assert ends.tolist() == pytest.approx([s.gradients for s in lasting], rel=0.01)
+    assert (two.level[plan.bounds[1:] - 1] == one.level[plan.bounds[1:] - 1]).all(), "given up behind the update"
+    assert (two.level[plan.bounds[:-1]] == one.level[plan.bounds[:-1]]).all(), "none before the first pass has ended"
+    assert (two.peak <= one.peak + 64).all()
+    kinds = samples_by_kind(plan, two)
+    assert sum(kinds.values()).max() == two.peak.max()

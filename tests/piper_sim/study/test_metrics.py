@@ -60,18 +60,24 @@ def by_hand(scenario: EngineScenario, ran: EngineRun, costs: OpCosts) -> list[di
             start, end = ran.start[-1][i], ran.end[-1][i]
             assert start >= time
             if start > time:
-                waits = [(ran.end[-1][w], w) for w in plan.waits.row(i)]
-                waits += [(ran.end[-2][w], w) for w in over[i] if len(ran.end) > 1]
-                latest = max((t for t, _ in waits), default=time)
+                waits = [(ran.end[-1][w], w, -1) for w in plan.waits.row(i)]
+                waits += [(ran.end[-2][w], w, -2) for w in over[i] if len(ran.end) > 1]
+                latest = max((t for t, _, _ in waits), default=time)
                 post = latest if ran.post is None else ran.post[-1][i]
                 assert max(time, latest, post) == start, "nothing else keeps an op from starting"
                 ready = max(time, latest)
                 row["host"] += start - ready
                 if ready > time:
-                    stream = int(plan.stream[next(w for t, w in waits if t == latest)])
-                    moving = sum(max(0.0, min(ready, b) - max(time, a)) for a, b in wires[stream])
-                    row[axis(plan, stream)] += moving
-                    row["dependency"] += ready - time - moving
+                    on, step = next((w, k) for t, w, k in waits if t == latest)
+                    stream, begun, done = int(plan.stream[on]), time, time
+                    if scenario.host is not None and ran.post is not None:
+                        done = min(max(ran.post[step][on], time), ready)
+                        begun = min(max(ran.post[step][on] - scenario.host.launch[on], time), ready)
+                    row["host"] += done - begun
+                    for lo, hi in ((time, begun), (done, ready)):
+                        moving = sum(max(0.0, min(hi, b) - max(lo, a)) for a, b in wires[stream])
+                        row[axis(plan, stream)] += moving
+                        row["dependency"] += hi - lo - moving
             for share in CostShare:
                 row[SPENT[share.name]] += costs.shares[i][share]
             row["slowdown"] += end - start - costs.duration[i]

@@ -129,7 +129,7 @@ def test_who_shares_a_nic_waits() -> None:
     cluster = {"gpus_per_node": 1, "leaf_nodes": 1, "oversubscription": 8.0}
     more: dict[str, Any] = {"cluster": cluster, "parallel": {"pp": 2, "dp": 4, "ep": 4, "zero": 1}}
     found = [
-        seconds(**more, model={"seq_len": 2048}, schedule={"name": "dualpipe"}, costs={"interference": level})
+        seconds(**more, model={"seq_len": 4096}, schedule={"name": "dualpipe"}, costs={"interference": level})
         for level in ("none", "pairwise", "maxmin")
     ]
     assert found[0] < found[1] < found[2] and found[2] > 1.05 * found[0]

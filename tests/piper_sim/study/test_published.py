@@ -27,6 +27,7 @@ FEW = {  # every so many rows, most time and most memory error of their median
     "ultrascale": (9, 0.10, 0.10),
     "llm_foundry": (5, 0.10, None),
     "dgxc": (8, 0.08, None),
+    "one_gpu": (1, 0.07, 0.005),
 }
 
 
