@@ -1,7 +1,7 @@
 """Parts "router", "experts" and "add" of a mixture of experts, and the messages between them."""
 
 from ir.core.ops import Pass
-from ir.core.work import CAST, Message, MessageKind, Work
+from ir.core.work import CAST, Kernel, Message, MessageKind, Work
 from ir.workload.config.spec import ExpertConfig, LayerActivation
 from ir.workload.part import ExpertMessages, PartLayout, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
@@ -10,6 +10,13 @@ from ir.workload.parts.mlp import activation, activation_backward, compacted, in
 from ir.workload.parts.region import expert_tensor
 from ir.workload.parts.residual import mask, normed, residual_backward, stats, written
 from ir.workload.setting import PartSetting, with_scales
+
+# What transformers' experts launch around their products, operation by operation (integrations/moe.py, grouped_mm),
+# forward and backward. Scores are cast, made shares, chosen and divided. Rows are sorted, their tokens and weights
+# picked, counted, summed up; they come back weighed, put in order, summed by token. Backward adds what was picked to
+# zeros, and sorts first: a dozen kernels each time.
+_PICKS = 12
+_CHOSEN, _SORTED, _PUT_BACK = (5, 9), (7, 2 * _PICKS), (5, 4 + _PICKS)
 
 
 def exchange(s: PartSetting) -> ExpertMessages:
@@ -35,7 +42,7 @@ def router(s: PartSetting) -> PartWork:
     gate = LinearKernel("gate", s.stream, moe.experts, h, dtype=s.precision.activations)
     ins = (LinearKernel("latent_in", s.stream, moe.latent, h),) if moe.latent else ()
     # Scores in fp32: made, activated, masked by group, sorted out; backward the same way.
-    choose = k.memory(s, "top_k", 8 * scores * 4)
+    choose, unchoose = _moved(s, "top_k", 8 * scores * 4, _CHOSEN)
     even = (
         (k.memory(s, "balance", scores * 4),) if moe.balance else ()
     )  # the loss of each sequence reads them once more
@@ -53,7 +60,7 @@ def router(s: PartSetting) -> PartWork:
             *_pack(s, s.stream * s.config.expert_hidden),
         ),
         input_grad=(
-            choose,
+            unchoose,
             *even,
             gate.input_grad(s),
             *k.input_grad(s, *ins),
@@ -87,7 +94,13 @@ def experts(s: PartSetting) -> PartWork:
     down = LinearKernel("experts.down_proj", rows, h, width, groups)
     back = with_scales(s.stream * moe.top_k * h, s.precision.combine)
     arrives_fp8 = _narrow(s) and s.fp8
-    permute = k.memory(s, "permute", total * h * (s.precision.dispatch.bytes + (1 if arrives_fp8 else s.wide)))
+    moved = total * h * (s.precision.dispatch.bytes + (1 if arrives_fp8 else s.wide))
+    permute, permute_backward = _moved(s, "permute", moved, _SORTED)
+    unpermute, unpermute_backward = (
+        _moved(s, "unpermute", total * h * s.wide * 5, _PUT_BACK)
+        if s.style.op_by_op
+        else (k.copies(s, "unpermute", total * h), k.copies(s, "unpermute_backward", total * h))
+    )
     return PartWork(
         forward=(
             permute,
@@ -97,15 +110,15 @@ def experts(s: PartSetting) -> PartWork:
             activation(s, total, width),
             *k.cast(s, "activated", total * width),
             down.forward(s),
-            k.copies(s, "unpermute", total * h),
+            unpermute,
         ),
         input_grad=(
-            permute,
+            permute_backward,
             *k.input_grad(s, down, arrives_fp8=arrives_fp8),
             *compacted(s, "load", total, width),
             activation_backward(s, total, width),
             *k.input_grad(s, up),
-            k.copies(s, "unpermute_backward", total * h),
+            unpermute_backward,
         ),
         weight_grad=k.weight_grad(s, down, up),
         out_bytes=back if spread(s.layout) else s.stream * h * s.wide,
@@ -130,6 +143,15 @@ def experts(s: PartSetting) -> PartWork:
         out_grad_bytes=with_scales(s.stream * h, s.precision.dispatch) if spread(s.layout) else None,
         handed=back if spread(s.layout) else None,
     )
+
+
+def _moved(s: PartSetting, label: str, moved: int, launches: tuple[int, int]) -> tuple[Kernel, Kernel]:
+    """What moves so many bytes forward, and as many backward; operation by operation in so many kernels, and twice as
+    many backward, where they are added to zeros.
+    """
+    if s.style.op_by_op:
+        return k.several(s, label, moved, launches[0]), k.several(s, label, 2 * moved, launches[1])
+    return k.memory(s, label, moved), k.memory(s, label, moved)
 
 
 def spread(layout: PartLayout) -> bool:
