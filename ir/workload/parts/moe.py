@@ -96,11 +96,7 @@ def experts(s: PartSetting) -> PartWork:
     arrives_fp8 = _narrow(s) and s.fp8
     moved = total * h * (s.precision.dispatch.bytes + (1 if arrives_fp8 else s.wide))
     permute, permute_backward = _moved(s, "permute", moved, _SORTED)
-    unpermute, unpermute_backward = (
-        _moved(s, "unpermute", total * h * s.wide * 5, _PUT_BACK)
-        if s.style.op_by_op
-        else (k.copies(s, "unpermute", total * h), k.copies(s, "unpermute_backward", total * h))
-    )
+    unpermute, unpermute_backward = _put_back(s, total * h)
     return PartWork(
         forward=(
             permute,
@@ -152,6 +148,12 @@ def _moved(s: PartSetting, label: str, moved: int, launches: tuple[int, int]) ->
     if s.style.op_by_op:
         return k.several(s, label, moved, launches[0]), k.several(s, label, 2 * moved, launches[1])
     return k.memory(s, label, moved), k.memory(s, label, moved)
+
+
+def _put_back(s: PartSetting, elements: int) -> tuple[Kernel, Kernel]:
+    if s.style.op_by_op:
+        return _moved(s, "unpermute", 5 * elements * s.wide, _PUT_BACK)
+    return k.copies(s, "unpermute", elements), k.copies(s, "unpermute_backward", elements)
 
 
 def spread(layout: PartLayout) -> bool:
