@@ -20,6 +20,7 @@ from executor.launch.refusals import refuse
 from executor.modules.base import evaluate
 from executor.modules.decoder import DecoderModel
 from executor.modules.hub_weights import INDEX, WHOLE, HubCheckpoint, biases
+from executor.parallel.shares import ParamShard
 from executor.runtime.batch import MicrobatchLoader
 from ir.core.errors import PiperError
 from ir.job.run_options import CheckpointOptions
@@ -184,6 +185,42 @@ def test_weights_of_something_else_are_refused_before_ranks_start(wrong: str, tm
     with pytest.raises(PiperError, match=said) as e:
         refuse(prepared)
     assert e.value.key and e.value.allowed and e.value.file
+
+
+def test_a_folder_with_one_file_beside_an_index_is_read_as_transformers_does(tmp_path: Path) -> None:
+    raw = FAMILIES["tiny-llama"]
+    saved(tmp_path, raw)
+    values = {k: v * 2 for f in tmp_path.glob("*.safetensors") for k, v in load_file(f).items()}
+    save_file(values, tmp_path / WHOLE, {"format": "pt"})
+    with quiet():
+        from transformers import AutoModelForCausalLM
+
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    name = "model.norm.weight"
+    mine = HubCheckpoint(tmp_path).read(name, ParamShard((16,)), torch.float64)
+    assert (tmp_path / INDEX).exists() and torch.equal(mine, theirs.state_dict()[name])
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_second_copy_of_what_is_tied_is_one(same: bool, tmp_path: Path) -> None:
+    raw = FAMILIES["tied"]
+    saved(tmp_path, raw)
+    for file in tmp_path.glob("*.safetensors"):
+        if (name := "model.embed_tokens.weight") in (tensors := load_file(file)):
+            copy = tensors[name].clone() if same else tensors[name] + 1e-3
+            save_file(tensors | {"lm_head.weight": copy}, file, {"format": "pt"})
+    config = config_from(raw, "x")
+    if same:
+        HubCheckpoint(tmp_path).check(DecoderModel(config).shapes, {})
+        return
+    with quiet():
+        from transformers import AutoModelForCausalLM
+
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
+    with pytest.raises(PiperError, match=r"lm_head.weight has other values than model.embed_tokens.weight") as e:
+        HubCheckpoint(tmp_path).check(DecoderModel(config).shapes, {})
+    assert e.value.suggestion == "model.tie_word_embeddings = false"
 
 
 def test_corrections_are_given_again_where_training_goes_on(tmp_path: Path) -> None:
