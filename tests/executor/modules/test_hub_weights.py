@@ -17,13 +17,14 @@ from executor.checkpoint.folder import newest
 from executor.checkpoint.hub import write_hub
 from executor.checkpoint.manifest import read_manifest
 from executor.launch.refusals import refuse
+from executor.launch.run import run as launched
 from executor.modules.base import evaluate
 from executor.modules.decoder import DecoderModel
 from executor.modules.hub_weights import INDEX, WHOLE, HubCheckpoint, biases
 from executor.parallel.shares import ParamShard
 from executor.runtime.batch import MicrobatchLoader
 from ir.core.errors import PiperError
-from ir.job.run_options import CheckpointOptions
+from ir.job.run_options import CheckpointOptions, JobRunOptions
 from ir.workload.config.load import config_from, raw_config
 from tests.executor.modules.hub import Doubled, Theirs, quiet
 from tests.executor.modules.test_modules_huggingface import small
@@ -131,6 +132,22 @@ def test_a_run_starts_there_and_transformers_reads_what_it_saves(
     index = json.loads((tmp_path / "many" / INDEX).read_text())
     assert len(files) > 1 and index["weight_map"] == {t: name for name, held in files.items() for t in held}
     assert index["metadata"]["total_size"] == sum(t.nbytes for held in files.values() for t in held.values())
+
+
+def test_what_is_exported_is_whole_wherever_the_job_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = saved(tmp_path / "start", V3)
+    (tmp_path / "start" / "config.json").write_text(json.dumps(V3))
+    job = 'model.config="start/config.json"', 'model.weights="start"', *job_of(tmp_path)[1:], "schedule.microbatches=2"
+    prepared, plan = judged(tmp_path, *job)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    launched(prepared, plan, JobRunOptions(prepared.ranks), _saving(tmp_path / "keep"))
+    (tmp_path / "start" / "config.json").unlink()
+    assert lister.main([str(tmp_path / "keep"), "--hub", "out"]) == 0
+    assert json.loads(Path("out", "config.json").read_text()).items() >= V3.items()
+    name = next(n for n, _ in theirs.inner.named_buffers() if n.endswith("e_score_correction_bias"))
+    written = {k: v for f in Path("out").glob("*.safetensors") for k, v in load_file(f).items()}
+    assert torch.equal(written[name].float(), theirs.inner.get_buffer(name).float())
 
 
 def job_of(folder: Path) -> tuple[str, ...]:
