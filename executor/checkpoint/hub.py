@@ -29,7 +29,7 @@ def write_hub(folder: Path, manifest: CheckpointManifest, out: Path, dtype: DTyp
     A captured module's go out under its own names. Raises PiperError (io): `out` holds something, or cannot be written;
     a value is missing. (usage): routers' corrections that are not where training took them from.
     """
-    files = _files(manifest, TORCH[dtype].itemsize, most)
+    files, config = _files(manifest, TORCH[dtype].itemsize, most), _config(manifest, dtype)
     try:
         out.mkdir(parents=True, exist_ok=True)
         if found := next(out.iterdir(), None):
@@ -46,7 +46,7 @@ def write_hub(folder: Path, manifest: CheckpointManifest, out: Path, dtype: DTyp
         if count > 1:
             _write(out / INDEX, {"metadata": {"total_size": size}, "weight_map": index})
             names.append(INDEX)
-        if config := _config(manifest, dtype):
+        if config:
             _write(out / "config.json", config)
             names.append("config.json")
     except OSError as error:
@@ -92,13 +92,13 @@ def _bias(manifest: CheckpointManifest, name: str, shape: tuple[int, ...]) -> Te
 
 
 def _config(manifest: CheckpointManifest, dtype: DType) -> Mapping[str, Any]:
-    """The Hugging Face config that the job had; nothing for a captured module, or a file that is not here."""
+    """The Hugging Face config that the job had; nothing for a captured module.
+
+    Raises PiperError: its file is not here, of a checkpoint that does not have what stood in it.
+    """
     model = manifest.job.get("model", {})
     inline = {k: v for k, v in model.items() if k not in keys_of("model")}
-    try:
-        raw = raw_config(model["config"]) if model.get("config") else {}
-    except PiperError:
-        return {}
+    raw = manifest.job.get("config.json") or (raw_config(model["config"]) if model.get("config") else {})
     found = {k: v for k, v in (raw | inline).items() if k != "quantization_config"}
     return found and found | {"dtype": str(TORCH[dtype]).removeprefix("torch.")}
 

@@ -29,7 +29,7 @@ from executor.checkpoint.manifest import (
 )
 from executor.checkpoint.pieces import Held, ShardPiece, in_files, written
 from executor.checkpoint.reader import CheckpointReader
-from executor.checkpoint.settings import WEIGHT, plain_table, training_of
+from executor.checkpoint.settings import WEIGHT, config_file, plain_table, training_of
 from executor.checkpoint.tensors import MANIFEST, write_tensors
 from executor.device.progress import RankProgress
 from executor.optim.sync import BucketSync
@@ -206,6 +206,8 @@ class RankCheckpoint:
         job = plain_table(self.prepared.job)
         job["schedule"] = {**job["schedule"], "name": self.prepared.schedule}
         job["schedule"].pop("directives", None)  # a file that is gone after the run
+        if config := config_file(self.prepared.job):
+            job["config.json"] = config  # for the Hub
         assert (gap := uncovered(training.shapes, pieces)) is None, gap
         return CheckpointManifest(
             schema_version=VERSION,

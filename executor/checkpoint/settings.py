@@ -3,6 +3,7 @@ whether a job goes on with the training that a checkpoint is of, else the first 
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from executor.modules.choose import weights_of
 from executor.modules.hub_weights import biases
 from executor.optim.optimizer import slots_of
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import named_path
 from ir.core.work import DType
 from ir.job import Job
 from ir.job.build import PreparedJob, precision_of
 from ir.job.run_options import KEPT, CheckpointOptions
 from ir.job.table import table_of
+from ir.workload.config.load import presets, raw_config
 
 WEIGHT = "weight"
 UNUSED = ("source", "init_std", "max_positions")  # of a model's config: a checkpoint does not depend on them
@@ -126,8 +129,20 @@ def _widest(a: DType, b: DType) -> DType:
 
 
 def plain_table(job: Job) -> dict[str, dict[str, Any]]:
-    """A job's keys as JSON has them."""
-    return _plain(table_of(job))
+    """A job's keys as JSON has them, with weights by a path that holds wherever it is read."""
+    table = _plain(table_of(job))
+    if job.model.weights is not None:
+        table["model"]["weights"] = str(Path(named_path(job.file, job.model.weights)).resolve())
+    return table
+
+
+def config_file(job: Job) -> dict[str, Any]:
+    """The keys of the config.json that the job names by its path; none of a preset, or of a file that is gone."""
+    if (name := job.model.config) is None or (path := named_path(job.file, name, presets())) in presets():
+        return {}
+    with suppress(PiperError):
+        return _plain(raw_config(path))
+    return {}
 
 
 def _plain(value: object) -> dict[str, Any]:

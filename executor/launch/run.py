@@ -29,6 +29,7 @@ from executor.runtime.given import given_text
 from executor.runtime.spec import PlanRun, taken
 from executor.runtime.target import Target
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import finite, writing
 from ir.job import load_job
 from ir.job.build import PreparedJob, prepare
 from ir.job.routing.recorded import counts_text
@@ -59,7 +60,7 @@ def run(
     """
     options.check()
     check(prepared, plan, options)
-    found = settled(saving, prepared, options.steps, real=options.real)
+    found = verified(settled(saving, prepared, options.steps, real=options.real))
     told: list[Callable[[dict[str, Any]], None]] = [tell] if tell is not None else []
     if options.out is not None and options.real:
         folder_for(options.out)
@@ -69,7 +70,7 @@ def run(
         results = launch(
             RANK,
             options.ranks,
-            PlanRun(options, verified(found), note=options.out is not None, log=log).told(),
+            PlanRun(options, found, note=options.out is not None, log=log).told(),
             given=[given_text(prepared, plan)],
             out=options.out,
             watchdog_s=options.watchdog_s,
@@ -83,8 +84,8 @@ def run(
 
 
 def _append(file: Path, line: dict[str, Any]) -> None:
-    with file.open("a", encoding="utf-8") as f:
-        f.write(json.dumps(line) + "\n")
+    with writing(file, "--out"), file.open("a", encoding="utf-8") as f:
+        f.write(json.dumps(finite(line), allow_nan=False) + "\n")
 
 
 def _raced(races: list[str]) -> PiperError:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,11 +91,19 @@ class StepLog:
 def told_steps(prepared: PreparedJob, steps: int, tell: Sequence[Callable[[Json], None]]) -> Iterator[Path]:
     """A folder for ranks of this machine to note steps in, read on by a thread until the end."""
     with tempfile.TemporaryDirectory(prefix="piper-steps-") as name:
-        log, over = StepLog(prepared, steps, Path(name), tell), threading.Event()
+        log, over, failed = StepLog(prepared, steps, Path(name), tell), threading.Event(), list[Exception]()
+
+        def look() -> None:
+            if not failed:
+                try:
+                    log.poll()
+                except Exception as error:
+                    failed.append(error)
+                    print(f"error: {error}\nthe run goes on; no more of its steps are told", file=sys.stderr)
 
         def follow() -> None:
             while not over.wait(EVERY_S):
-                log.poll()
+                look()
 
         thread = threading.Thread(target=follow, name="steps", daemon=True)
         thread.start()
@@ -103,4 +112,6 @@ def told_steps(prepared: PreparedJob, steps: int, tell: Sequence[Callable[[Json]
         finally:
             over.set()
             thread.join()
-            log.poll()
+            look()
+        if failed:  # told when all is done and saved
+            raise failed[0]

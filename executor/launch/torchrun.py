@@ -36,6 +36,7 @@ from executor.runtime.spec import PlanRun
 from executor.runtime.target import write_whole
 from executor.runtime.worker import RankContext
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import finite
 from ir.job import load_job
 from ir.job.build import PreparedJob, prepare
 from ir.job.run_options import CheckpointOptions, JobRunOptions
@@ -101,7 +102,7 @@ class TorchrunRank:
 
 def printed(found: Mapping[str, Any]) -> None:
     """The object of a run, as the only thing on stdout."""
-    print(json.dumps(found, allow_nan=False), flush=True)
+    print(json.dumps(finite(found), allow_nan=False), flush=True)
 
 
 def main(argv: Sequence[str], tell: Callable[[Mapping[str, Any]], None] = printed) -> int:
@@ -208,7 +209,7 @@ def _live(
         if out is not None:
             found["trace"] = str(out / "trace.tsv")
             write_whole(out / "trace.tsv", write_trace(trace))
-            write_whole(out / "run.json", json.dumps(found, indent=1) + "\n")
+            write_whole(out / "run.json", json.dumps(finite(found), indent=1, allow_nan=False) + "\n")
         tell(found)
     lookout.part()
     return 0

@@ -101,6 +101,8 @@ class HubCheckpoint:
     def _files(self) -> list[Path]:
         if not self.path.is_dir():
             return [self.path]
+        if (self.path / WHOLE).exists():  # first, as transformers takes them
+            return [self.path / WHOLE]
         if (self.path / INDEX).exists():
             said = str(self.path / INDEX)
             index = typed(read_json(said, FORM), dict[str, Any], FORM, said)
@@ -108,7 +110,7 @@ class HubCheckpoint:
             if odd := next((n for n in names if Path(n).name != n), None):
                 raise FORM.wrong(f"{odd!r} is not in this folder", said, "weight_map", "names of files")
             return [self.path / n for n in names]
-        found = [self.path / WHOLE] if (self.path / WHOLE).exists() else sorted(self.path.glob("*.safetensors"))
+        found = sorted(self.path.glob("*.safetensors"))
         if not found:
             raise FORM.wrong("a folder without safetensors files", str(self.path), None, f"{WHOLE}, or {INDEX}")
         return found
@@ -126,6 +128,18 @@ class HubCheckpoint:
             more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
             message = f"the job's model has no parameter for {left[0]}{more}"
             raise FORM.wrong(message, str(self._tensors[left[0]][0]), None, "the weights of the job's model.config")
+        for name in (n for n in self._tensors if n not in read and any(fnmatchcase(n, u) for u in _TIED)):
+            self._check_copy(name, shapes)
+
+    def _check_copy(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """A tensor that is not read must be what is read instead: transformers ties no weights that differ."""
+        whole = _TIED[0] if name.endswith(".head.weight") and _TIED[0] in shapes else next(iter(shapes))
+        a, b = self._tensor(name), self._tensor(self._find(whole, shapes[whole]).names[0][0])
+        if not (torch.equal(a, b) if a.dtype == b.dtype else torch.equal(a.double(), b.double())):
+            message, fix = f"{name} has other values than {whole}, and the job's model has one of both", None
+            if name == _TIED[0]:
+                fix = "model.tie_word_embeddings = false"
+            raise FORM.wrong(message, str(self._tensors[name][0]), None, "equal values, or a model that has both", fix)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         file, opened = self._tensors[name]

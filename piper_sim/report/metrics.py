@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from ir.core.files import writing
+
 FILE = "metrics.prom"
 GAUGES = {  # name → (key of a step's line, what it says)
     "step": ("step", "Steps done, less one."),
@@ -46,5 +48,6 @@ def _number(x: float) -> str:
 def write_metrics(folder: Path, line: Mapping[str, float], plan: str) -> None:
     """Write the file whole, under another name first: who reads it while it is written reads the step before."""
     part = folder / f".{FILE}.part"
-    part.write_text(prometheus(line, plan), encoding="utf-8")
-    part.replace(folder / FILE)
+    with writing(folder / FILE, "--out"):
+        part.write_text(prometheus(line, plan), encoding="utf-8")
+        part.replace(folder / FILE)

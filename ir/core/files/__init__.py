@@ -3,6 +3,7 @@
 from ir.core.files.parse import check_plain, parse_csv, parse_json, parse_toml, read_json, read_toml
 from ir.core.files.read import FileErrors, check_regular, cut, named_path, read_bytes, read_text, run_file
 from ir.core.files.typed import HIDDEN, Text, typed, words
+from ir.core.files.write import finite, writing
 
 __all__ = [
     "HIDDEN",
@@ -11,6 +12,7 @@ __all__ = [
     "check_plain",
     "check_regular",
     "cut",
+    "finite",
     "named_path",
     "parse_csv",
     "parse_json",
@@ -22,4 +24,5 @@ __all__ = [
     "run_file",
     "typed",
     "words",
+    "writing",
 ]

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ir.core.files import finite
 from ir.job.run_options import JobRunOptions
 from ir.plan.text import plan_text
 from piper_sim.app.captured import load_job
@@ -59,10 +60,10 @@ def main(args: argparse.Namespace) -> int:
     if out is not None:
         title = f"{job.model.name}, {p.prepared.schedule}, {args.ranks} ranks (measured)"
         found["trace"] = str(out / "trace.tsv")
-        files = {"run.json": dumps(found), "plan.txt": plan_text(p.plan), **trace_files(trace, title)}
+        files = {"run.json": dumps(finite(found)), "plan.txt": plan_text(p.plan), **trace_files(trace, title)}
         write(args.out, files, args.force)
     if args.json:
-        print_json(found)
+        print_json({k: finite(v) for k, v in found.items()})
     return 0
 
 

@@ -17,12 +17,14 @@ from executor.checkpoint.folder import newest
 from executor.checkpoint.hub import write_hub
 from executor.checkpoint.manifest import read_manifest
 from executor.launch.refusals import refuse
+from executor.launch.run import run as launched
 from executor.modules.base import evaluate
 from executor.modules.decoder import DecoderModel
 from executor.modules.hub_weights import INDEX, WHOLE, HubCheckpoint, biases
+from executor.parallel.shares import ParamShard
 from executor.runtime.batch import MicrobatchLoader
 from ir.core.errors import PiperError
-from ir.job.run_options import CheckpointOptions
+from ir.job.run_options import CheckpointOptions, JobRunOptions
 from ir.workload.config.load import config_from, raw_config
 from tests.executor.modules.hub import Doubled, Theirs, quiet
 from tests.executor.modules.test_modules_huggingface import small
@@ -132,6 +134,22 @@ def test_a_run_starts_there_and_transformers_reads_what_it_saves(
     assert index["metadata"]["total_size"] == sum(t.nbytes for held in files.values() for t in held.values())
 
 
+def test_what_is_exported_is_whole_wherever_the_job_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = saved(tmp_path / "start", V3)
+    (tmp_path / "start" / "config.json").write_text(json.dumps(V3))
+    job = 'model.config="start/config.json"', 'model.weights="start"', *job_of(tmp_path)[1:], "schedule.microbatches=2"
+    prepared, plan = judged(tmp_path, *job)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    launched(prepared, plan, JobRunOptions(prepared.ranks), _saving(tmp_path / "keep"))
+    (tmp_path / "start" / "config.json").unlink()
+    assert lister.main([str(tmp_path / "keep"), "--hub", "out"]) == 0
+    assert json.loads(Path("out", "config.json").read_text()).items() >= V3.items()
+    name = next(n for n, _ in theirs.inner.named_buffers() if n.endswith("e_score_correction_bias"))
+    written = {k: v for f in Path("out").glob("*.safetensors") for k, v in load_file(f).items()}
+    assert torch.equal(written[name].float(), theirs.inner.get_buffer(name).float())
+
+
 def job_of(folder: Path) -> tuple[str, ...]:
     return f'model.config="{folder}/config.json"', "model.seq_len=12", "model.num_hidden_layers=3"
 
@@ -184,6 +202,42 @@ def test_weights_of_something_else_are_refused_before_ranks_start(wrong: str, tm
     with pytest.raises(PiperError, match=said) as e:
         refuse(prepared)
     assert e.value.key and e.value.allowed and e.value.file
+
+
+def test_a_folder_with_one_file_beside_an_index_is_read_as_transformers_does(tmp_path: Path) -> None:
+    raw = FAMILIES["tiny-llama"]
+    saved(tmp_path, raw)
+    values = {k: v * 2 for f in tmp_path.glob("*.safetensors") for k, v in load_file(f).items()}
+    save_file(values, tmp_path / WHOLE, {"format": "pt"})
+    with quiet():
+        from transformers import AutoModelForCausalLM
+
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    name = "model.norm.weight"
+    mine = HubCheckpoint(tmp_path).read(name, ParamShard((16,)), torch.float64)
+    assert (tmp_path / INDEX).exists() and torch.equal(mine, theirs.state_dict()[name])
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_second_copy_of_what_is_tied_is_one(same: bool, tmp_path: Path) -> None:
+    raw = FAMILIES["tied"]
+    saved(tmp_path, raw)
+    for file in tmp_path.glob("*.safetensors"):
+        if (name := "model.embed_tokens.weight") in (tensors := load_file(file)):
+            copy = tensors[name].clone() if same else tensors[name] + 1e-3
+            save_file(tensors | {"lm_head.weight": copy}, file, {"format": "pt"})
+    config = config_from(raw, "x")
+    if same:
+        HubCheckpoint(tmp_path).check(DecoderModel(config).shapes, {})
+        return
+    with quiet():
+        from transformers import AutoModelForCausalLM
+
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
+    with pytest.raises(PiperError, match=r"lm_head.weight has other values than model.embed_tokens.weight") as e:
+        HubCheckpoint(tmp_path).check(DecoderModel(config).shapes, {})
+    assert e.value.suggestion == "model.tie_word_embeddings = false"
 
 
 def test_corrections_are_given_again_where_training_goes_on(tmp_path: Path) -> None:
