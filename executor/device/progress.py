@@ -77,7 +77,7 @@ class RankProgress:
         self._n, self._index, self._text, self._peers = 0, -1, b"", b""
         self._posting: dict[int, bytes] = {}  # by op: streams' threads do so, too
         self._stop = threading.Event()
-        self.cold = False  # the first step of a GPU: libraries and kernels are loaded op by op, which is a start, too
+        self._cold = False
         if beat_every_s:
             threading.Thread(target=self._beat, args=(beat_every_s,), name="heartbeat", daemon=True).start()
 
@@ -99,6 +99,10 @@ class RankProgress:
 
     def go_on(self) -> None:
         self._write(RankState.RUN)
+
+    def cold(self, on: bool) -> None:
+        """Whether ops load libraries and kernels, as in a GPU's first step, which is a start, too."""
+        self._cold = on
 
     def outside(self) -> None:
         """What happens now is none of ours, and may take as long as it likes."""
@@ -127,7 +131,7 @@ class RankProgress:
     def _write(self, state: RankState) -> None:
         """Each part in one copy: `pack_into` clears first what it writes."""
         self._n += 1
-        state = RankState.STARTING if self.cold and state is RankState.RUN else state
+        state = RankState.STARTING if self._cold and state is RankState.RUN else state
         head = _HEAD.pack(time.monotonic(), self._index, state, self._text, self._peers)
         self._map[self._heads[self._n % 2]] = head
         self._map[self._count] = _COUNT.pack(self._n)

@@ -89,12 +89,15 @@ class PlanInterpreter:
         self._calls = [self._call(op) for op in self.ops]
         self._losses: dict[int, Tensor | float] = {}
         self._step = 0
-        progress.cold = device.ahead
+        self._cold = device.ahead
 
     def step(self, number: int, batches: Mapping[int, PendingMicrobatch]) -> StepResult:
         """Run every op once. batches: of the microbatches that `RankPlan.batches` lists. Raises TransportError."""
         self._batches, self._step = batches, number
         self._losses.clear()
+        if self.device.ahead:
+            self.progress.cold(self._cold)
+            self._cold = False
         show, at, pending, now = self.progress.op, self.device.at, self._pending, clock.now
         with self._lane():
             self.sync.begin()
@@ -110,7 +113,6 @@ class PlanInterpreter:
             self._settle()
             found = self._results()
             self.device.at("")
-            self.progress.cold = False
             return found
 
     def _call(self, op: ProgramOp) -> Callable[[PendingTraceRow], None]:

@@ -204,18 +204,17 @@ def _weights() -> Iterator[Format]:
     from safetensors.torch import save
 
     shapes: dict[str, tuple[int, ...]] = {"a": (2, 3), "b.weight": (4,)}
-    files = {WHOLE: save({n: torch.ones(s) for n, s in shapes.items()})}
-    files[INDEX] = json.dumps({"metadata": {"total_size": 40}, "weight_map": dict.fromkeys(shapes, WHOLE)}).encode()
+    part, data = "model-00001-of-00001.safetensors", save({n: torch.ones(s) for n, s in shapes.items()})
+    index = json.dumps({"metadata": {"total_size": 40}, "weight_map": dict.fromkeys(shapes, part)}).encode()
 
     def read(path: Path) -> object:
-        for other in files.keys() - {path.name}:
-            (path.parent / other).write_bytes(files[other])
+        (path.parent / part).write_bytes(data)  # which a whole file beside it goes before
         found = HubCheckpoint(path.parent)
         found.check(shapes, {})
         return [found.read(n, ParamShard(s), torch.float32) for n, s in shapes.items()]
 
-    for name, data in files.items():
-        yield Format(name, data, read, share=0.3)
+    for name, start in ((WHOLE, data), (INDEX, index)):
+        yield Format(name, start, read, share=0.3)
 
 
 def _tokens() -> Iterator[Format]:

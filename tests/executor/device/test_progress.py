@@ -80,7 +80,7 @@ def test_a_gpu_s_first_step_is_given_the_time_of_a_start(tmp_path: Path) -> None
     create(tmp_path / "progress", 2)
     pens = [RankProgress(tmp_path / "progress", rank) for rank in range(2)]
     for pen in pens:
-        pen.cold = True
+        pen.cold(True)
     pens[0].op(0, "0F0")
     pens[1].wait([0], "1F0")
 
@@ -90,7 +90,7 @@ def test_a_gpu_s_first_step_is_given_the_time_of_a_start(tmp_path: Path) -> None
         return None if said is None else said[0]
 
     assert (found(60.0), found(130.0)) == (None, 0)
-    pens[0].cold = False
+    pens[0].cold(False)
     pens[0].op(0, "0F0")
     assert found(60.0) == 0
 
@@ -103,7 +103,7 @@ def test_the_first_step_of_a_device_that_runs_ahead_is_such_a_start(
 
     def write(self: RankProgress, state: RankState) -> None:
         if state is RankState.RUN:
-            written.append(self.cold)
+            written.append(self._cold)
         real(self, state)
 
     monkeypatch.setattr(RankProgress, "_write", write)

@@ -14,6 +14,7 @@ from executor.modules.base import BuiltChunks, evaluate
 from executor.modules.decoder import DecoderModel, NextTokenLoss
 from executor.modules.layers import Params
 from executor.modules.moe import ExpertDispatch, ExpertRouter, LocalExperts
+from executor.modules.norms import layer_norm, rms_norm
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.runtime.batch import MicrobatchLoader
 from ir.workload.chunks import chunks
@@ -117,9 +118,9 @@ def _loss_at(model: DecoderModel, data: MicrobatchLoader, way: dict[str, Tensor]
 
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "rms_norm": lambda x, w, b, u: f.rms_norm(x, w, 1e-5),
-    "layer_norm": lambda x, w, b, u: f.layer_norm(x, w, b, 1e-5),
-    "layer_norm 1p": lambda x, w, b, u: f.layer_norm(x, w, None, 1e-5, 1.0),
+    "rms_norm": lambda x, w, b, u: rms_norm(x, w, 1e-5),
+    "layer_norm": lambda x, w, b, u: layer_norm(x, w, b, 1e-5),
+    "layer_norm 1p": lambda x, w, b, u: layer_norm(x, w, None, 1e-5, 1.0),
     "swiglu": lambda x, w, b, u: f.swiglu(x, u),
     "swiglu weighted": lambda x, w, b, u: f.swiglu(x, u, u[:, :1]),
     "relu2": lambda x, w, b, u: f.relu2(x),
