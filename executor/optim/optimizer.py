@@ -145,11 +145,11 @@ class Optimizer:
         """Update all parameters with grads · scale."""
         self.lr = learning_rate(self.config, self.steps, self.ends)
         self.steps += 1
-        some = next(iter(self.params.values()), None)
+        weights = [self.masters.get(n, p) for n, p in self.params.items()]
         # The kernel knows scales of float32 alone, which float64 is not compared by.
-        fused = self.config.name != "sgd" and some is not None and on_gpu(some) and some.dtype is not torch.float64
-        if fused and some is not None:
-            update = fused_adamw(self.config, self.lr, self.steps, scale, some.device)
+        fused = self.config.name != "sgd" and all(on_gpu(w) and w.dtype is not torch.float64 for w in weights)
+        if fused and weights:
+            update = fused_adamw(self.config, self.lr, self.steps, scale, weights[0].device)
         else:
             update = partial(self._in_stretches, scale)
         for name, own in self.params.items():

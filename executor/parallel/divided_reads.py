@@ -31,7 +31,7 @@ ALONG: dict[Any, int | tuple[int, ...]] = {
     aten.sort.default: 1, aten.roll.default: 2, aten.glu.default: 1, aten.unbind.int: 1, aten.gather.default: 1,
     aten.flip.default: 1, aten.layer_norm.default: (-1,), aten.rms_norm.default: (-1,),
     aten.matmul.default: (-1,), aten.mm.default: (-1,), aten.bmm.default: (-1,), aten.linear.default: (-1,),
-    aten.scaled_dot_product_attention.default: (-2, -1), aten.addmm.default: (),
+    aten.scaled_dot_product_attention.default: (-2, -1),
     aten.sum.default: (), aten.mean.default: (),
 }  # fmt: skip
 USUAL = {aten.split.Tensor: 0, aten.split_with_sizes.default: 0, aten.chunk.default: 0, aten.cat.default: 0}

@@ -16,6 +16,8 @@ from experiments.published.sets import facts
 from ir.workload.config.load import raw_config
 
 WARM, STEPS = 3, 6
+# PyTorch's name of a device, as the tables have it.
+GPUS = {"H200": "H200-141GB-SXM", "H100 80GB HBM3": "H100-80GB-SXM", "A100-SXM4-80GB": "A100-80GB-SXM", "B200": "B200"}
 COLUMNS = (
     "case_id model gpu seq_len micro_batch microbatches recompute precision torch_compile"
     " iter_time_s spread_s host_s peak_allocated_bytes peak_reserved_bytes state_bytes source"
@@ -97,9 +99,6 @@ def measure(out: Path, until: Deadline) -> None:
             sizes = (case.seq_len, case.microbatch_size, case.microbatches)
             peaks = (found.allocated, found.reserved, found.state)
             table.row(case.name, case.model, GPUS.get(name, name), *sizes, *cells, *times, *peaks, "measured here")
-
-
-GPUS = {"H200": "H200-141GB-SXM", "H100 80GB HBM3": "H100-80GB-SXM", "A100-SXM4-80GB": "A100-80GB-SXM", "B200": "B200"}
 
 
 def run(case: StepCase, device: torch.device) -> MeasuredStep:

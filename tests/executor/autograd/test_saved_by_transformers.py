@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ir.workload import config_from
 from ir.workload.setting import KernelStyle, MicrobatchShape
@@ -73,3 +74,48 @@ def test_a_layer_keeps_what_autograd_saves_of_it(raw):
     assert kept == pytest.approx(saved_by_autograd(raw), rel=0.01)
     fused = [models.work(config, 1, name, shape=shape, style=KernelStyle()) for name in ("attn", "mlp")]
     assert sum(s.bytes for w in fused for s in w.saved) + 2 * stream < 0.8 * kept
+
+
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}
+VIEWS = {
+    "view",
+    "t",
+    "transpose",
+    "slice",
+    "select",
+    "detach",
+    "expand",
+    "unsqueeze",
+    "split",
+    "_unsafe_view",
+    "empty_like",
+}
+
+
+class Launches(TorchDispatchMode):
+    """Ops that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ not in VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+def test_experts_launch_as_many_kernels_as_transformers():
+    given = {k: v for k, v in MIXTRAL.items() if k != "model_type"}
+    config = transformers.CONFIG_MAPPING["mixtral"](**given)
+    config._attn_implementation, config._experts_implementation = "sdpa", "grouped_mm"
+    block = transformers.AutoModel.from_config(config, dtype=torch.bfloat16).layers[0].mlp
+    with Launches() as found:
+        block(torch.randn(BATCH, TOKENS, H, dtype=torch.bfloat16))
+    config, shape = config_from(MIXTRAL, "small"), MicrobatchShape(BATCH, TOKENS)
+
+    def launched(style):
+        parts = [models.work(config, 1, name, shape=shape, style=style).forward for name in ("router", "experts")]
+        return sum(k.count for part in parts for k in part if "norm" not in k.label)
+
+    assert launched(KernelStyle(op_by_op=True)) == pytest.approx(found.count, rel=0.15)
+    assert launched(KernelStyle()) < 0.5 * found.count
