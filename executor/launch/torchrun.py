@@ -227,4 +227,4 @@ def end(code: int) -> NoReturn:
 def report(e: PiperError) -> None:
     """The error as `piper-sim run --json` prints it, and as people read it."""
     print(json.dumps({"schema_version": 1, "error": e.to_dict()}), flush=True)
-    print(f"error: {e}", file=sys.stderr, flush=True)
+    print(f"{e.details}\nerror: {e}".lstrip(), file=sys.stderr, flush=True)

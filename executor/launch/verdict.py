@@ -10,6 +10,7 @@ from typing import Any
 from executor.device.progress import RankRecord, RankState
 from ir.core.errors import ErrorKind, PiperError
 
+_HEADING = "Traceback (most recent call last):\n"
 BEAT_S = 2.0  # a heartbeat older than this is none: they come ten times a second
 
 
@@ -23,10 +24,13 @@ class RankFailed(PiperError):
     def __init__(
         self, reason: str, *, rank: int, op: str | None, waiting: Mapping[int, str], details: str = ""
     ) -> None:
-        self.reason, self.rank, self.op, self.waiting, self.details = reason, rank, op, dict(waiting), details
+        self.reason, self.rank, self.op, self.waiting = reason, rank, op, dict(waiting)
         at = f" at {op}" if op else " before its first op"
         behind = "".join(f"; rank {r} waits at {o}" for r, o in sorted(waiting.items()))
         super().__init__(ErrorKind.RANK_FAILED, f"rank {rank} failed{at}: {reason}{behind}")
+        if details:
+            self.details = details
+            self.add_note(details)  # seen where nobody reports it but Python
 
     def __reduce__(self) -> tuple[object, ...]:
         again = partial(RankFailed, rank=self.rank, op=self.op, waiting=self.waiting, details=self.details)
@@ -98,5 +102,6 @@ def failed(f: RankFindings, rank: int, reason: str, details: str = "") -> RankFa
         blocked = r.state is RankState.WAIT and f.now_s - r.beat_s < BEAT_S
         if r.rank != rank and r.op and ((r.rank in f.said and f.said[r.rank]["witness"]) or blocked):
             waiting[r.rank] = r.op
-    details, mine = details or f.logs.get(rank, ""), f.records[rank]
+    mine, words = f.records[rank], (details or f.logs.get(rank, "")).replace(_HEADING, "").rstrip()
+    details = words and f"rank {rank} left:\n{words}"
     return RankFailed(reason, rank=rank, op=mine.posting or mine.op or None, waiting=waiting, details=details)

@@ -67,6 +67,7 @@ class PiperError(Exception):
         self.key = key
         self.allowed = allowed if allowed is None or isinstance(allowed, str) else ", ".join(map(str, allowed))
         self.suggestion = suggestion
+        self.details = ""  # what a log says of it: shown beside the error, no part of it
 
     def __str__(self) -> str:
         where = ": ".join(x for x in (self.file, self.key) if x)

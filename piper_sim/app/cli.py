@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, nearest, printable
 from piper_sim.app.ending import abandon_stdout, open_streams, unexpected, unwinding
 
 _TABLE = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
@@ -199,6 +199,8 @@ def _dispatch_torch(parsed: argparse.Namespace) -> int:
 
 
 def _report(e: PiperError, as_json: bool) -> int:
+    if e.details:
+        print(printable(e.details.rstrip()), file=sys.stderr)
     if as_json:
         print(json.dumps({"schema_version": 1, "error": e.to_dict()}))
     else:

@@ -38,6 +38,8 @@ def _ring(ctx: RankContext, fault: str = "", at: int = 1) -> float:
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if fault == "crash":
+                signal.raise_signal(signal.SIGSEGV)
             if fault == "exit":
                 os._exit(7)
             if fault == "hang":
@@ -69,6 +71,7 @@ def test_ranks_return_their_results_and_end(world: int, tmp_path: Path) -> None:
     [
         ("raise", "ValueError: bad luck"),
         ("kill", "SIGKILL"),
+        ("crash", "SIGSEGV"),
         ("exit", "code 7"),
         ("hang", "no progress"),
         ("stop", "no prog"),
@@ -82,7 +85,8 @@ def test_the_culprit_is_named_and_everybody_ends(fault: str, reason: str, tmp_pa
     assert (error.rank, error.op) == (1, "1F1")
     # Rank 0 is one or two waits further back, or finds its own send refused: that depends on who is quicker.
     assert error.waiting.pop(2) == "2RECV_F1" and error.waiting.popitem()[1] in ("0F1", "0RECV_F1", "0F2", "0RECV_F2")
-    assert error.kind.exit_code == 4 and ("the last line" in error.details or fault == "raise")
+    words = {"raise": 'raise ValueError("bad luck")', "crash": "in _ring"}.get(fault, "the last line")
+    assert error.kind.exit_code == 4 and words in error.details and error.__notes__ == [error.details]
     assert all(map(gone, pids(tmp_path)))
 
 

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from rich.table import Table
 
+from executor.launch.verdict import RankFailed
+from piper_sim.app.cli import main
 from piper_sim.app.commands.output import show
 
 
@@ -23,6 +25,18 @@ def test_an_unforeseen_exception_is_one_object_and_no_traceback(
     assert text.code == 2 and text.out == "" and "Traceback" not in text.err and "boom" in text.err
     monkeypatch.setenv("PIPER_DEBUG", "1")
     assert "Traceback" in cli("simulate", path, as_json=False).err
+
+
+def test_what_a_rank_that_failed_has_left_is_shown_beside_the_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RankFailed("killed by SIGSEGV", rank=1, op="1F0", waiting={}, details="rank 1 left:\nFile \x1b[2J")
+
+    monkeypatch.setattr("piper_sim.app.cli._dispatch", fail)
+    for flags, end in (([], "error: rank 1 failed at 1F0: killed by SIGSEGV\n"), (["--json"], "")):
+        code, (out, err) = main(["demo", *flags]), capsys.readouterr()
+        assert (code, err) == (4, "rank 1 left:\nFile \\x1b[2J\n" + end) and "left" not in out
 
 
 def test_markup_and_escapes_in_a_name_are_text(capsys: pytest.CaptureFixture[str]) -> None:
